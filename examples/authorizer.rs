@@ -30,7 +30,7 @@ impl Authorize for ByGroup {
     fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
         let is_in = |group: &str| ask.client.groups.iter().any(|one| one == group);
         // An upgrade is a GET too, but the bytes after it are more than reading.
-        let reads = ask.act == Action::Request && ask.method == Method::GET;
+        let reads = ask.action == Action::Request && ask.method == Method::GET;
         if is_in("ops") || is_in("readers") && reads {
             return AuthzDecision::Allow;
         }
@@ -132,7 +132,7 @@ async fn edge(
     tasks: &mut JoinSet<Result>,
 ) -> Result {
     let edge = Edge::open(config, stop).await?.bind().await?;
-    let status = edge.reader();
+    let status = edge.status_reader();
     let stopped = stop.clone();
     tasks.spawn(async move { Ok(edge.run(stopped).await?) });
     let connected = async {

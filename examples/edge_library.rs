@@ -50,7 +50,7 @@ async fn main() -> Result {
     };
     config.admin.listen = SocketAddr::from(([127, 0, 0, 1], 0));
     let edge = Edge::open(config, &stop).await?.bind().await?;
-    let status = edge.reader();
+    let status = edge.status_reader();
     show("bound", &status);
     let stopped = stop.clone();
     tasks.spawn(async move { Ok(edge.run(stopped).await?) });

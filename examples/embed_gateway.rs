@@ -62,7 +62,7 @@ async fn main() -> Result {
     let config = edge(folder.path(), addresses.tunnel, app, &token);
     let edge = Edge::open(config, &stop).await?.bind().await?;
     println!("edge: joined as {}", edge.node());
-    let status = edge.reader();
+    let status = edge.status_reader();
     let stopped = stop.clone();
     tasks.spawn(async move { Ok(edge.run(stopped).await?) });
 

@@ -319,6 +319,6 @@ mod tests {
                 texts.into_iter().map(String::from).collect(),
             )
         });
-        assert_eq!(run.keys.given, given);
+        assert_eq!(run.keys.values, given);
     }
 }

@@ -43,7 +43,7 @@ use crate::reference;
 use crate::telemetry;
 
 /// Environment variables that name a proxy to other programs.
-const PROXY: &[(&str, &str)] = &[
+const PROXY_VARIABLES: &[(&str, &str)] = &[
     ("proxy", "HTTPS_PROXY"),
     ("proxy", "https_proxy"),
     ("no_proxy", "NO_PROXY"),
@@ -56,40 +56,43 @@ pub(crate) struct PreparedCommand {
     /// Settings of the log at the start.
     pub(crate) warnings: Vec<String>,
     /// The file of the audit log.
-    pub(crate) audit: Option<PathBuf>,
-    pub(crate) work: Pin<Box<dyn Future<Output = anyhow::Result<()>>>>,
+    pub(crate) audit_log_path: Option<PathBuf>,
+    pub(crate) future: Pin<Box<dyn Future<Output = anyhow::Result<()>>>>,
 }
 
 impl PreparedCommand {
-    fn new(log: Log, work: impl Future<Output = anyhow::Result<()>> + 'static) -> Self {
+    fn new(log: Log, future: impl Future<Output = anyhow::Result<()>> + 'static) -> Self {
         Self {
             log,
             warnings: Vec::new(),
-            audit: None,
-            work: Box::pin(work),
+            audit_log_path: None,
+            future: Box::pin(future),
         }
     }
 
-    fn warning(self, warnings: Vec<String>) -> Self {
+    fn with_warnings(self, warnings: Vec<String>) -> Self {
         Self { warnings, ..self }
     }
 
-    fn audited(self, audit: Option<PathBuf>) -> Self {
-        Self { audit, ..self }
+    fn with_audit_log(self, audit_log_path: Option<PathBuf>) -> Self {
+        Self {
+            audit_log_path,
+            ..self
+        }
     }
 
     /// A command that ends by itself: its output is its answer, so only trouble is logged.
-    fn brief(work: impl Future<Output = anyhow::Result<()>> + 'static) -> Self {
+    fn one_shot(future: impl Future<Output = anyhow::Result<()>> + 'static) -> Self {
         let log = Log {
             filter: "warn".into(),
             ..Log::default()
         };
-        Self::new(log, work)
+        Self::new(log, future)
     }
 }
 
 /// Whether the command runs a process with a configuration, whose log warns of variables that are not its own.
-fn runs(command: &Command) -> bool {
+fn is_long_running(command: &Command) -> bool {
     match command {
         Command::Gateway(_) => true,
         Command::Edge(edge) => edge.command.is_none(),
@@ -99,46 +102,48 @@ fn runs(command: &Command) -> bool {
 
 /// Reads what the command needs. `None` if it has done all there is to do.
 pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand>> {
-    if !runs(&command) {
+    if !is_long_running(&command) {
         warn_of_unknown_variables();
     }
     Ok(Some(match command {
-        Command::Gateway(run) => match configure(run, &[], gateway::check)? {
+        Command::Gateway(run) => match load_config(run, &[], gateway::check)? {
             Some((config, sources, warnings)) => {
                 let (log, audit) = (config.log.clone(), config.audit_log.0.clone());
                 PreparedCommand::new(log, gateway::run(config, sources))
-                    .audited(audit)
-                    .warning(warnings)
+                    .with_audit_log(audit)
+                    .with_warnings(warnings)
             }
             None => return Ok(None),
         },
         Command::Edge(cli::Edge {
-            command: Some(cli::EdgeCommand::Leave(ask)),
+            command: Some(cli::EdgeCommand::Leave(args)),
             ..
-        }) => return edge::leave(&ask).map(|()| None),
-        Command::Edge(cli::Edge { run, rejoin, .. }) => match configure(run, PROXY, edge::check)? {
-            Some((config, sources, warnings)) => {
-                PreparedCommand::new(config.log.clone(), edge::run(config, sources, rejoin))
-                    .warning(warnings)
+        }) => return edge::leave(&args).map(|()| None),
+        Command::Edge(cli::Edge { run, rejoin, .. }) => {
+            match load_config(run, PROXY_VARIABLES, edge::check)? {
+                Some((config, sources, warnings)) => {
+                    PreparedCommand::new(config.log.clone(), edge::run(config, sources, rejoin))
+                        .with_warnings(warnings)
+                }
+                None => return Ok(None),
             }
-            None => return Ok(None),
-        },
-        Command::Demo(demo) => PreparedCommand::brief(demo::run(demo)),
-        Command::Status(status) => PreparedCommand::brief(status::run(status)),
-        Command::Health(health) => PreparedCommand::brief(health::run(health)),
-        Command::Reload(reload) => PreparedCommand::brief(reload::run(reload)),
+        }
+        Command::Demo(demo) => PreparedCommand::one_shot(demo::run(demo)),
+        Command::Status(status) => PreparedCommand::one_shot(status::run(status)),
+        Command::Health(health) => PreparedCommand::one_shot(health::run(health)),
+        Command::Reload(reload) => PreparedCommand::one_shot(reload::run(reload)),
         // Files in, files out: no runtime is needed.
-        Command::Bootstrap(ask) => return bootstrap::run(&ask).map(|()| None),
-        Command::Ca(order) => PreparedCommand::brief(ca::run(order)),
-        Command::Node(node) => PreparedCommand::brief(node::run(node)),
+        Command::Bootstrap(args) => return bootstrap::run(&args).map(|()| None),
+        Command::Ca(subcommand) => PreparedCommand::one_shot(ca::run(subcommand)),
+        Command::Node(node) => PreparedCommand::one_shot(node::run(node)),
         Command::Token(token) => return token::run(token).map(|()| None),
         Command::Client(client) => return client::run(client).map(|()| None),
         #[cfg(feature = "k8s")]
-        Command::K8s(order) => return k8s::run(order).map(|()| None),
+        Command::K8s(subcommand) => return k8s::run(subcommand).map(|()| None),
         Command::Policy(policy) => return policy::run(policy).map(|()| None),
-        Command::Completions { shell } => return completions(shell).map(|()| None),
+        Command::Completions { shell } => return print_completions(shell).map(|()| None),
         Command::Man { directory } => return man::run(&directory).map(|()| None),
-        Command::Config(cli::Config::Schema { side }) => return schema(side).map(|()| None),
+        Command::Config(cli::Config::Schema { side }) => return print_schema(side).map(|()| None),
         Command::Errors => {
             outln!("{}", reference::errors_table())?;
             return Ok(None);
@@ -155,7 +160,7 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand
 }
 
 /// Prints the JSON Schema of a configuration.
-fn schema(side: ConfigKind) -> anyhow::Result<()> {
+fn print_schema(side: ConfigKind) -> anyhow::Result<()> {
     let text = match side {
         ConfigKind::Gateway => config_loader::json_schema::<causeway_gateway::config::Config>(),
         ConfigKind::Edge => config_loader::json_schema::<causeway_edge::config::Config>(),
@@ -164,9 +169,9 @@ fn schema(side: ConfigKind) -> anyhow::Result<()> {
 }
 
 /// `EX_CONFIG` of `sysexits.h`, which systemd shows as `CONFIG`.
-const FINAL: u8 = 78;
+const EXIT_CONFIG: u8 = 78;
 
-/// How the process ends that failed so. A supervisor tries again after 1, and leaves it after [`FINAL`]: neither waiting
+/// How the process ends that failed so. A supervisor tries again after 1, and leaves it after [`EXIT_CONFIG`]: neither waiting
 /// nor another attempt makes a CA or mends a token.
 pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
     let edge = error.downcast_ref::<causeway_edge::Error>();
@@ -174,14 +179,14 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
     if edge.is_some_and(causeway_edge::Error::is_final)
         || gateway.is_some_and(causeway_gateway::BindError::is_final)
     {
-        ExitCode::from(FINAL)
+        ExitCode::from(EXIT_CONFIG)
     } else {
         ExitCode::FAILURE
     }
 }
 
 /// A script for a shell, by which it completes commands and flags.
-fn completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
+fn print_completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
     // By way of memory: the generator panics if it cannot write.
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "causeway", &mut script);
@@ -189,27 +194,27 @@ fn completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
 }
 
 /// The configuration with where it came from, or `None` if it was only to be checked and is sound. `check` reads what the configuration names.
-fn configure<C: ProcessConfig + Send + Sync + 'static>(
-    run: RunArgs<C>,
+fn load_config<C: ProcessConfig + Send + Sync + 'static>(
+    run_args: RunArgs<C>,
     fallbacks: &'static [(&'static str, &'static str)],
     check: impl FnOnce(&C) -> anyhow::Result<()>,
 ) -> anyhow::Result<Option<(C, ConfigSources, Vec<String>)>> {
     let sources = ConfigSources {
-        file: run.config,
+        file: run_args.config,
         environment: environment(),
-        flags: run.keys.given,
+        flags: run_args.keys.values,
         fallbacks,
     };
     let warnings = unknown_variables::<C>(&sources);
-    if run.check_config {
+    if run_args.check_config {
         for warning in warnings {
             errln!("warning: {warning}");
         }
         // A single configuration is printed for people.
         let loaded = config_loader::load_with_files::<C>(&sources);
-        let config = loaded.map_err(|refused| RejectedConfig::from(refused.faults))?;
-        telemetry::wanted(config.as_ref())?;
-        check(&config).map_err(refused)?;
+        let config = loaded.map_err(|rejected| RejectedConfig::from(rejected.faults))?;
+        telemetry::effective_filter(config.as_ref())?;
+        check(&config).map_err(rejected_config)?;
         outln!("the configuration is valid")?;
         return Ok(None);
     }
@@ -218,7 +223,7 @@ fn configure<C: ProcessConfig + Send + Sync + 'static>(
 }
 
 /// Returns an error in a file that a configuration names as a fault of that configuration.
-fn refused(error: anyhow::Error) -> RejectedConfig {
+fn rejected_config(error: anyhow::Error) -> RejectedConfig {
     error
         .downcast()
         .unwrap_or_else(|error| RejectedConfig::from(vec![explain(&error)]))
@@ -232,19 +237,22 @@ fn environment() -> Vec<(String, String)> {
 
 /// Returns a sentence for each variable that a process of this configuration does not read.
 fn unknown_variables<C: ProcessConfig>(sources: &ConfigSources) -> Vec<String> {
-    let own = keys::<C>().into_iter().filter(|key| key.settable);
-    let known: Vec<_> = own.map(|key| key.variable()).chain(of_commands()).collect();
+    let settable_keys = keys::<C>().into_iter().filter(|key| key.settable);
+    let known_variables: Vec<_> = settable_keys
+        .map(|key| key.variable())
+        .chain(command_variables())
+        .collect();
     let file = sources
         .file
         .as_ref()
         .and_then(|file| fs::read_to_string(file).ok());
     let flags = sources.flags.iter().flat_map(|(_, texts)| texts);
     let texts: Vec<&str> = flags.chain(file.as_ref()).map(String::as_str).collect();
-    config_loader::unknown(&sources.environment, &known, &texts)
+    config_loader::unknown_variable_warnings(&sources.environment, &known_variables, &texts)
 }
 
 /// Returns the variables that flags of commands are taken from, other than keys.
-fn of_commands() -> Vec<String> {
+fn command_variables() -> Vec<String> {
     fn collect(command: &clap::Command, found: &mut Vec<String>) {
         let variables = command.get_arguments().filter_map(clap::Arg::get_env);
         found.extend(variables.map(|name| name.to_string_lossy().into_owned()));
@@ -266,11 +274,12 @@ fn warn_of_unknown_variables() {
     {
         return;
     }
-    let mut known = of_commands();
-    let mut add = |keys: Vec<ConfigKey>| known.extend(keys.iter().map(ConfigKey::variable));
-    add(keys::<causeway_gateway::config::Config>());
-    add(keys::<causeway_edge::config::Config>());
-    for warning in config_loader::unknown(&environment, &known, &[]) {
+    let mut known_variables = command_variables();
+    let mut add_keys =
+        |keys: Vec<ConfigKey>| known_variables.extend(keys.iter().map(ConfigKey::variable));
+    add_keys(keys::<causeway_gateway::config::Config>());
+    add_keys(keys::<causeway_edge::config::Config>());
+    for warning in config_loader::unknown_variable_warnings(&environment, &known_variables, &[]) {
         errln!("warning: {warning}");
     }
 }

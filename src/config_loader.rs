@@ -2,7 +2,7 @@
 //!
 //! 1. `yaml` reads the file and remembers where each value stands.
 //! 2. Variables and flags are laid over it: flags over environment over file.
-//! 3. `shape` holds the whole against the schema and takes out what does not fit; `variables` fills in where to listen.
+//! 3. `checker` holds the whole against the schema and takes out what does not fit; `environment` fills in where to listen.
 //! 4. serde reads the rest, again and again, less the value at which it stopped.
 //! 5. `validate` judges what is left. All faults of all steps come out together, each
 //!    with the file, line and column, the flag or the variable that it came from.
@@ -29,8 +29,8 @@ use path::{PathSegment, ValuePath, parent};
 use schema_check::SchemaChecker;
 use yaml::{KeyValuePositions, Position};
 
-pub(crate) use env_expand::unknown;
-pub(crate) use schema::{ConfigKey, ValueForm, json_schema, keys, plain};
+pub(crate) use env_expand::unknown_variable_warnings;
+pub(crate) use schema::{ConfigKey, ValueForm, json_schema, keys, plain_text};
 
 /// Configuration file, checked against its schema and validated.
 pub(crate) trait ConfigDocument: DeserializeOwned + JsonSchema + Validate {}
@@ -80,35 +80,35 @@ impl fmt::Display for RejectedConfig {
 
 /// Reads and judges the configuration.
 pub(crate) fn load<C: ProcessConfig>(sources: &ConfigSources) -> Result<C, RejectedConfig> {
-    load_judged(sources, judge)
+    load_with(sources, validate_config)
 }
 
 /// As [`load`], and judges all files that the configuration names as well.
 pub(crate) fn load_with_files<C: ProcessConfig>(
     sources: &ConfigSources,
 ) -> Result<C, RejectedConfig> {
-    load_judged(sources, |config: &C| {
-        let mut faults = judge(config);
+    load_with(sources, |config: &C| {
+        let mut faults = validate_config(config);
         faults.extend(config.validate_files());
         faults
     })
 }
 
-fn load_judged<C: ProcessConfig>(
+fn load_with<C: ProcessConfig>(
     sources: &ConfigSources,
-    judge: impl FnOnce(&C) -> Vec<ConfigError>,
+    validate: impl FnOnce(&C) -> Vec<ConfigError>,
 ) -> Result<C, RejectedConfig> {
-    let mut draft = PartialConfig::default();
-    draft.read_file(sources.file.as_deref());
-    draft.lay_over::<C>(sources);
-    let json = draft.value["log"]["format"] == "json";
-    match draft.finish(judge) {
+    let mut partial = PartialConfig::default();
+    partial.read_file(sources.file.as_deref());
+    partial.apply_overrides::<C>(sources);
+    let is_json = partial.value["log"]["format"] == "json";
+    match partial.into_config(validate) {
         Ok((config, _)) => Ok(config),
-        Err(refused) if json => Err(RejectedConfig {
+        Err(rejected) if is_json => Err(RejectedConfig {
             format: LogFormat::Json,
-            ..refused
+            ..rejected
         }),
-        Err(refused) => Err(refused),
+        Err(rejected) => Err(rejected),
     }
 }
 
@@ -125,22 +125,24 @@ pub(crate) fn reload<C: ProcessConfig>(sources: &ConfigSources) -> Result<C, Rej
 }
 
 /// YAML, or JSON, of which no type is known; a fault with its line and column.
-pub(crate) fn untyped(text: &str) -> Result<serde_json::Value, String> {
+pub(crate) fn parse_untyped(text: &str) -> Result<serde_json::Value, String> {
     let document = yaml::parse(text);
     match document.faults.into_iter().next() {
-        Some((spot, _, fault)) => Err(format!("{}:{}: {fault}", spot.line, spot.column)),
+        Some((position, _, fault)) => {
+            Err(format!("{}:{}: {fault}", position.line, position.column))
+        }
         None => Ok(document.value),
     }
 }
 
 /// Reads and judges a file that stands for itself; also says where what is in it stands.
-pub(crate) fn document<C: ConfigDocument>(
+pub(crate) fn load_document<C: ConfigDocument>(
     file: &std::path::Path,
 ) -> Result<(C, SourceMap), RejectedConfig> {
-    let mut draft = PartialConfig::default();
-    draft.read_file(Some(file));
-    let (document, spots) = draft.finish(C::validate)?;
-    Ok((document, SourceMap(spots)))
+    let mut partial = PartialConfig::default();
+    partial.read_file(Some(file));
+    let (document, positions) = partial.into_config(C::validate)?;
+    Ok((document, SourceMap(positions)))
 }
 
 /// Positions of the values in a file.
@@ -149,8 +151,8 @@ pub(crate) struct SourceMap(HashMap<String, KeyValuePositions>);
 
 impl SourceMap {
     /// The line of the value at this path, from 1; 0 where there is none.
-    pub(crate) fn of(&self, path: &str) -> usize {
-        self.0.get(path).map_or(0, |spots| spots.value.line)
+    pub(crate) fn line_of(&self, path: &str) -> usize {
+        self.0.get(path).map_or(0, |positions| positions.value.line)
     }
 }
 
@@ -162,17 +164,17 @@ type Origin = String;
 struct PartialConfig {
     file: String,
     value: Value,
-    spots: HashMap<String, KeyValuePositions>,
+    positions: HashMap<String, KeyValuePositions>,
     origins: HashMap<String, Origin>,
-    variables: Environment,
+    environment: Environment,
     faults: Vec<LocatedError>,
 }
 
 /// A fault with its place, which orders it: the file from top to bottom, then the rest.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct LocatedError {
-    elsewhere: bool,
-    spot: Option<Position>,
+    is_outside_file: bool,
+    position: Option<Position>,
     text: String,
 }
 
@@ -186,25 +188,27 @@ impl PartialConfig {
         self.file = file.display().to_string();
         let text = match std::fs::read_to_string(file) {
             Ok(text) => text,
-            Err(error) => return self.fault_in_file(None, "", &format!("cannot be read: {error}")),
+            Err(error) => {
+                return self.report_in_file(None, "", &format!("cannot be read: {error}"));
+            }
         };
         let document = yaml::parse(&text);
-        self.spots = document.spots;
-        for (spot, path, message) in &document.faults {
-            self.fault_in_file(Some(*spot), path, message);
+        self.positions = document.positions;
+        for (position, path, message) in &document.faults {
+            self.report_in_file(Some(*position), path, message);
         }
         match document.value {
             Value::Object(_) => self.value = document.value,
             // The text has a syntax error, so the rest cannot be checked.
             Value::Null => {}
-            _ => self.fault_in_file(None, "", "must be a map: lines of \"key: value\""),
+            _ => self.report_in_file(None, "", "must be a map: lines of \"key: value\""),
         }
     }
 
-    fn lay_over<C: ProcessConfig>(&mut self, sources: &ConfigSources) {
-        self.variables = Environment::new(&sources.environment);
+    fn apply_overrides<C: ProcessConfig>(&mut self, sources: &ConfigSources) {
+        self.environment = Environment::new(&sources.environment);
         let keys: Vec<ConfigKey> = keys::<C>().into_iter().filter(|key| key.settable).collect();
-        let variable = |name: &str| {
+        let env_value = |name: &str| {
             let found = sources
                 .environment
                 .iter()
@@ -215,9 +219,9 @@ impl PartialConfig {
         for key in &keys {
             let flag = sources.flags.iter().find(|(name, _)| *name == key.name);
             if let Some((_, texts)) = flag {
-                self.lay(key, texts, format!("flag --{}", key.flag()));
-            } else if let Some(text) = variable(&key.variable()) {
-                self.lay(
+                self.apply_override(key, texts, format!("flag --{}", key.flag()));
+            } else if let Some(text) = env_value(&key.variable()) {
+                self.apply_override(
                     key,
                     std::slice::from_ref(text),
                     format!("environment {}", key.variable()),
@@ -226,9 +230,9 @@ impl PartialConfig {
         }
         for (name, fallback) in sources.fallbacks {
             let key = keys.iter().find(|key| key.name == *name);
-            let absent = self.value.get(*name).is_none_or(Value::is_null);
-            if let (Some(key), true, Some(text)) = (key, absent, variable(fallback)) {
-                self.lay(
+            let is_absent = self.value.get(*name).is_none_or(Value::is_null);
+            if let (Some(key), true, Some(text)) = (key, is_absent, env_value(fallback)) {
+                self.apply_override(
                     key,
                     std::slice::from_ref(text),
                     format!("environment {fallback}"),
@@ -238,13 +242,13 @@ impl PartialConfig {
     }
 
     /// Lays one key's texts over what the file says of it.
-    fn lay(&mut self, key: &ConfigKey, texts: &[String], origin: Origin) {
+    fn apply_override(&mut self, key: &ConfigKey, texts: &[String], origin: Origin) {
         let start = ValuePath::default();
         let path = key.name.split('.').fold(start, |path, step| path.key(step));
         let last = texts.last().map_or("", String::as_str);
         let value = match key.form {
             ValueForm::Text => Value::from(last),
-            ValueForm::Scalar => yaml::scalar(last),
+            ValueForm::Scalar => yaml::parse_scalar(last),
             ValueForm::List if !last.starts_with('[') => texts
                 .iter()
                 .flat_map(|text| text.split(','))
@@ -252,9 +256,9 @@ impl PartialConfig {
                 .collect(),
             ValueForm::List | ValueForm::Yaml => {
                 let document = yaml::parse(last);
-                for (spot, _, message) in document.faults {
-                    let column = spot.column;
-                    self.fault_elsewhere(
+                for (position, _, message) in document.faults {
+                    let column = position.column;
+                    self.report_in_origin(
                         &origin,
                         &key.name,
                         &format!("column {column}: {message}"),
@@ -265,36 +269,44 @@ impl PartialConfig {
         };
         path.set(&mut self.value, value);
         let name = path.to_string();
-        self.spots.retain(|spot, _| !is_within(spot, &name));
+        self.positions.retain(|spot, _| !is_within(spot, &name));
         self.origins.insert(name, origin);
     }
 
-    fn finish<C: ConfigDocument>(
+    fn into_config<C: ConfigDocument>(
         mut self,
-        judge: impl FnOnce(&C) -> Vec<ConfigError>,
+        validate: impl FnOnce(&C) -> Vec<ConfigError>,
     ) -> Result<(C, HashMap<String, KeyValuePositions>), RejectedConfig> {
-        let schema = schema::of::<C>();
+        let schema = schema::schema_of::<C>();
         let mut value = std::mem::take(&mut self.value);
-        let mut shape = SchemaChecker::by(std::mem::take(&mut self.variables));
-        shape.check(&mut value, &schema, &ValuePath::default());
-        let config = self.read::<C>(&mut value, &mut shape);
-        for finding in std::mem::take(&mut shape.findings) {
-            self.fault(&finding.path.to_string(), finding.at_key, &finding.message);
+        let mut checker = SchemaChecker::with_environment(std::mem::take(&mut self.environment));
+        checker.check(&mut value, &schema, &ValuePath::default());
+        let config = self.deserialize::<C>(&mut value, &mut checker);
+        for finding in std::mem::take(&mut checker.errors) {
+            self.report(&finding.path.to_string(), finding.at_key, &finding.message);
         }
-        let written = |path: &str| shape.pruned.original(&ValuePath::parse(path)).to_string();
-        let spoilt = shape.pruned.spoilt();
-        let sound = |path: &str| {
-            let overlap = |around: &String| is_within(path, around) || is_within(around, path);
-            !spoilt.iter().any(overlap)
+        let original_path = |path: &str| {
+            checker
+                .pruned
+                .original_path(&ValuePath::parse(path))
+                .to_string()
         };
-        for fault in config.as_ref().map(judge).unwrap_or_default() {
-            let (path, rests_on) = (written(&fault.path), fault.rests_on.as_deref().map(written));
-            if sound(&path) && rests_on.as_deref().is_none_or(sound) {
-                self.fault(&path, false, &fault.message);
+        let pruned_elements = checker.pruned.affected_elements();
+        let is_complete = |path: &str| {
+            let overlaps = |around: &String| is_within(path, around) || is_within(around, path);
+            !pruned_elements.iter().any(overlaps)
+        };
+        for fault in config.as_ref().map(validate).unwrap_or_default() {
+            let (path, rests_on) = (
+                original_path(&fault.path),
+                fault.depends_on.as_deref().map(original_path),
+            );
+            if is_complete(&path) && rests_on.as_deref().is_none_or(is_complete) {
+                self.report(&path, false, &fault.message);
             }
         }
         match config {
-            Some(config) if self.faults.is_empty() => Ok((config, self.spots)),
+            Some(config) if self.faults.is_empty() => Ok((config, self.positions)),
             _ => {
                 self.faults.sort();
                 self.faults.dedup();
@@ -305,86 +317,90 @@ impl PartialConfig {
     }
 
     /// Lets serde read the value; where it stops, that is a fault and is taken out.
-    fn read<C: ConfigDocument>(
+    fn deserialize<C: ConfigDocument>(
         &mut self,
         value: &mut Value,
-        shape: &mut SchemaChecker,
+        checker: &mut SchemaChecker,
     ) -> Option<C> {
         loop {
             let error = match serde_path_to_error::deserialize::<_, C>(&*value) {
                 Ok(config) => return Some(config),
                 Err(error) => error,
             };
-            let path = steps(error.path());
-            let written = shape.pruned.original(&path);
+            let path = to_value_path(error.path());
+            let original_path = checker.pruned.original_path(&path);
             // Errors below removed values have already been reported.
-            if !shape.pruned.within(&written) {
-                self.fault(&written.to_string(), false, &error.inner().to_string());
+            if !checker.pruned.has_removed_within(&original_path) {
+                self.report(
+                    &original_path.to_string(),
+                    false,
+                    &error.inner().to_string(),
+                );
             }
             if !path.remove(value) {
                 return None;
             }
-            shape.pruned.add(written);
+            checker.pruned.add(original_path);
         }
     }
 
-    fn fault(&mut self, path: &str, at_key: bool, message: &str) {
-        let mut at = Some(path);
-        while let Some(place) = at {
-            if let Some(origin) = self.origins.get(place).cloned() {
-                return self.fault_elsewhere(&origin, path, message);
+    fn report(&mut self, path: &str, at_key: bool, message: &str) {
+        let mut current = Some(path);
+        while let Some(location) = current {
+            if let Some(origin) = self.origins.get(location).cloned() {
+                return self.report_in_origin(&origin, path, message);
             }
-            if let Some(spots) = self.spots.get(place).copied() {
-                let spot = if at_key && place == path {
-                    spots.key
+            if let Some(positions) = self.positions.get(location).copied() {
+                let position = if at_key && location == path {
+                    positions.key
                 } else {
-                    spots.value
+                    positions.value
                 };
-                return self.fault_in_file(Some(spot), path, message);
+                return self.report_in_file(Some(position), path, message);
             }
-            at = parent(place);
+            current = parent(location);
         }
-        self.fault_in_file(None, path, message);
+        self.report_in_file(None, path, message);
     }
 
-    fn fault_in_file(&mut self, spot: Option<Position>, path: &str, message: &str) {
-        let mut place = self.file.clone();
-        if let Some(Position { line, column }) = spot {
-            place = format!("{place}:{line}:{column}");
+    fn report_in_file(&mut self, position: Option<Position>, path: &str, message: &str) {
+        let mut location = self.file.clone();
+        if let Some(Position { line, column }) = position {
+            location = format!("{location}:{line}:{column}");
         }
-        self.push(false, spot, &place, (path, message));
+        self.push_error(false, position, &location, (path, message));
     }
 
-    fn fault_elsewhere(&mut self, origin: &str, path: &str, message: &str) {
-        self.push(true, None, origin, (path, message));
+    fn report_in_origin(&mut self, origin: &str, path: &str, message: &str) {
+        self.push_error(true, None, origin, (path, message));
     }
 
-    fn push(
+    fn push_error(
         &mut self,
-        elsewhere: bool,
-        spot: Option<Position>,
-        place: &str,
+        is_outside_file: bool,
+        position: Option<Position>,
+        location: &str,
         (path, message): (&str, &str),
     ) {
-        let about = if path.is_empty() {
+        let prefix = if path.is_empty() {
             String::new()
         } else {
             format!("{path}: ")
         };
-        let text = format!("{place}: {about}{message}");
+        let text = format!("{location}: {prefix}{message}");
         self.faults.push(LocatedError {
-            elsewhere,
-            spot,
+            is_outside_file,
+            position,
             text,
         });
     }
 }
 
 /// Returns the faults that the configuration and the log settings report.
-fn judge<C: ProcessConfig>(config: &C) -> Vec<ConfigError> {
+fn validate_config<C: ProcessConfig>(config: &C) -> Vec<ConfigError> {
     let mut faults = ConfigErrors::default();
     let log: &Log = config.as_ref();
-    if let Err(error) = telemetry::filter(&log.filter) {
+    if let Err(error) = telemetry::parse_filter(&log.filter) {
         faults.add("log.filter", error.to_string());
     }
     let mut all = config.validate();
@@ -393,16 +409,16 @@ fn judge<C: ProcessConfig>(config: &C) -> Vec<ConfigError> {
 }
 
 /// Whether `path` is `around` or inside it.
-fn is_within(path: &str, around: &str) -> bool {
-    path.strip_prefix(around)
-        .is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
+fn is_within(path: &str, ancestor: &str) -> bool {
+    path.strip_prefix(ancestor)
+        .is_some_and(|suffix| suffix.is_empty() || suffix.starts_with(['.', '[']))
 }
 
-fn steps(path: &serde_path_to_error::Path) -> ValuePath {
+fn to_value_path(path: &serde_path_to_error::Path) -> ValuePath {
     use serde_path_to_error::Segment;
     path.iter()
         .fold(ValuePath::default(), |path, segment| match segment {
-            Segment::Seq { index } => path.step(PathSegment::Index(*index)),
+            Segment::Seq { index } => path.child(PathSegment::Index(*index)),
             Segment::Map { key } => path.key(key),
             Segment::Enum { variant } => path.key(variant),
             Segment::Unknown => path,

@@ -5,12 +5,12 @@ pub(crate) fn explain(error: &anyhow::Error) -> String {
     error
         .chain()
         .skip(1)
-        .fold(error.to_string(), |said, cause| {
+        .fold(error.to_string(), |text, cause| {
             let cause = cause.to_string();
-            if said.contains(&cause) {
-                said
+            if text.contains(&cause) {
+                text
             } else {
-                format!("{said}: {cause}")
+                format!("{text}: {cause}")
             }
         })
 }

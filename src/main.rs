@@ -42,38 +42,38 @@ fn main() -> ExitCode {
         }
     };
     causeway_certs::install_provider();
-    let (format, done) = match command::prepare(cli.command) {
+    let (format, outcome) = match command::prepare(cli.command) {
         Ok(None) => return ExitCode::SUCCESS,
-        Ok(Some(job)) => (job.log.format, run(job)),
+        Ok(Some(prepared)) => (prepared.log.format, run(prepared)),
         Err(error) => (LogFormat::Text, Err(error)),
     };
-    let Err(error) = done else {
+    let Err(error) = outcome else {
         return ExitCode::SUCCESS;
     };
-    if let Some(refused) = error.downcast_ref::<config_loader::RejectedConfig>() {
-        for fault in &refused.faults {
-            telemetry::report(refused.format, fault);
+    if let Some(rejected) = error.downcast_ref::<config_loader::RejectedConfig>() {
+        for fault in &rejected.faults {
+            telemetry::report_error(rejected.format, fault);
         }
         return ExitCode::from(2);
     }
-    let said = error_text::explain(&error);
+    let message = error_text::explain(&error);
     match format {
-        LogFormat::Text => telemetry::report(format, &format!("causeway: {said}")),
-        LogFormat::Json => telemetry::report(format, &said),
+        LogFormat::Text => telemetry::report_error(format, &format!("causeway: {message}")),
+        LogFormat::Json => telemetry::report_error(format, &message),
     }
     command::exit_code(&error)
 }
 
-fn run(job: command::PreparedCommand) -> anyhow::Result<()> {
-    let _logs = telemetry::start(&job.log, job.audit.as_deref())?;
-    for warning in &job.warnings {
+fn run(prepared: command::PreparedCommand) -> anyhow::Result<()> {
+    let _logs = telemetry::start(&prepared.log, prepared.audit_log_path.as_deref())?;
+    for warning in &prepared.warnings {
         tracing::warn!("{warning}");
     }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let done = runtime.block_on(job.work);
+    let outcome = runtime.block_on(prepared.future);
     // A hanging disk must not prevent the process from exiting.
     runtime.shutdown_timeout(Duration::from_secs(1));
-    done
+    outcome
 }

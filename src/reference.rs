@@ -15,16 +15,16 @@ use clap::CommandFactory;
 use serde_json::Value;
 
 use crate::cli::{Cli, ConfigKind, ReferencePage};
-use crate::config_loader::{ProcessConfig, keys, plain};
+use crate::config_loader::{ProcessConfig, keys, plain_text};
 
 /// Returns the page as Markdown.
 pub(crate) fn page(page: ReferencePage) -> String {
     match page {
         ReferencePage::Gateway => configuration("gateway", &causeway_gateway::RESTART_KEYS),
         ReferencePage::Edge => configuration("edge", &causeway_edge::RESTART_KEYS),
-        ReferencePage::Commands => commands(),
-        ReferencePage::Errors => errors(),
-        ReferencePage::Metrics => metrics(),
+        ReferencePage::Commands => commands_page(),
+        ReferencePage::Errors => errors_page(),
+        ReferencePage::Metrics => metrics_page(),
         ReferencePage::Ports => ports::page(),
     }
 }
@@ -80,7 +80,7 @@ fn configuration<C: ProcessConfig>(side: &str, restart: &RestartKeys<C>) -> Stri
         let default = key
             .default
             .as_ref()
-            .map(|value: &Value| format!("`{}`", plain(value)));
+            .map(|value: &Value| format!("`{}`", plain_text(value)));
         let change = if restart.contains(&key.name) {
             "restart"
         } else {
@@ -93,29 +93,29 @@ fn configuration<C: ProcessConfig>(side: &str, restart: &RestartKeys<C>) -> Stri
             key.name,
             key.kind,
             default.unwrap_or_default(),
-            cell(&key.help)
+            escape_cell(&key.help)
         );
     }
     text
 }
 
 /// All commands with their help. Flags that are configuration keys are left out.
-fn commands() -> String {
+fn commands_page() -> String {
     let mut text = "# Commands\n\nThis page has the help of each command. `causeway gateway` and `causeway edge` also have a flag for each\n\
          [key of the gateway](gateway-configuration.md) and [of the edge](edge-configuration.md).\n"
         .to_owned();
     let mut root = Cli::command().term_width(100);
     root.build();
-    describe(&mut text, &root, "causeway");
+    describe_command(&mut text, &root, "causeway");
     text
 }
 
-fn describe(text: &mut String, command: &clap::Command, name: &str) {
-    let mut shown = command.clone().mut_args(|arg| {
+fn describe_command(text: &mut String, command: &clap::Command, name: &str) {
+    let mut documented = command.clone().mut_args(|arg| {
         let is_key = arg.get_help_heading() == Some("Configuration keys");
         arg.hide(is_key).hide_env_values(true)
     });
-    let help = shown.render_long_help().to_string();
+    let help = documented.render_long_help().to_string();
     let lines: Vec<_> = help.lines().map(str::trim_end).collect();
     let _ = write!(
         text,
@@ -124,27 +124,27 @@ fn describe(text: &mut String, command: &clap::Command, name: &str) {
     );
     for child in command.get_subcommands() {
         if !child.is_hide_set() && child.get_name() != "help" {
-            describe(text, child, &format!("{name} {}", child.get_name()));
+            describe_command(text, child, &format!("{name} {}", child.get_name()));
         }
     }
 }
 
 /// All reasons of [`Reason::ALL`] with what they mean.
-fn errors() -> String {
+fn errors_page() -> String {
     let mut text = "# Errors\n\nEvery failure has one of these reasons. The reason is in the body (`application/problem+json`, RFC 9457), in `Proxy-Status` (RFC 9209), in\n\
          the access record, and in the label `outcome` of `causeway_gateway_streams_total`. `causeway errors` prints the same table.\n\
          [Troubleshoot](../howto/troubleshoot.md) has the details for each reason.\n\n\
          | reason | status | gRPC | meaning | what to do |\n| --- | --- | --- | --- | --- |\n"
         .to_owned();
     for reason in Reason::ALL {
-        let word = reason.word();
+        let code = reason.word();
         let _ = writeln!(
             text,
-            "| [`{word}`](../howto/troubleshoot.md#{word}) | {} | {} | {} | {} |",
+            "| [`{code}`](../howto/troubleshoot.md#{code}) | {} | {} | {} | {} |",
             reason.status().as_u16(),
             reason.grpc_status(),
-            cell(reason.meaning()),
-            cell(reason.remedy()),
+            escape_cell(reason.explanation()),
+            escape_cell(reason.remedy()),
         );
     }
     text
@@ -154,11 +154,11 @@ fn errors() -> String {
 pub(crate) fn errors_table() -> String {
     let mut text = String::new();
     for reason in Reason::ALL {
-        let (word, status) = (reason.word(), reason.status().as_u16());
+        let (code, status) = (reason.word(), reason.status().as_u16());
         let _ = writeln!(
             text,
-            "{word} ({status})\n    {}\n    Do: {}\n",
-            reason.meaning(),
+            "{code} ({status})\n    {}\n    Do: {}\n",
+            reason.explanation(),
             reason.remedy()
         );
     }
@@ -166,7 +166,7 @@ pub(crate) fn errors_table() -> String {
 }
 
 /// All metrics of both processes, from their exposition.
-fn metrics() -> String {
+fn metrics_page() -> String {
     let mut text = "# Metrics\n\nThis page lists the metrics of a gateway and of an edge. [Monitor](../howto/monitor.md) says which ones to watch.\n".to_owned();
     for (side, exposition) in [
         ("gateway", causeway_gateway::metrics::describe()),
@@ -176,37 +176,41 @@ fn metrics() -> String {
             text,
             "\n## Metrics of the {side}\n\n| metric | type | meaning |\n| --- | --- | --- |\n"
         );
-        for (name, kind, help) in families(&exposition) {
-            let _ = writeln!(text, "| `{name}` | {kind} | {} |", cell(help));
+        for (name, kind, help) in parse_families(&exposition) {
+            let _ = writeln!(text, "| `{name}` | {kind} | {} |", escape_cell(help));
         }
     }
     text
 }
 
 /// Returns name, type and help of each family of an `OpenMetrics` text.
-fn families(exposition: &str) -> Vec<(String, &str, &str)> {
+fn parse_families(exposition: &str) -> Vec<(String, &str, &str)> {
     let comments = exposition
         .lines()
         .filter_map(|line| line.strip_prefix("# "));
-    let mut found: Vec<(String, &str, &str)> = Vec::new();
+    let mut rows: Vec<(String, &str, &str)> = Vec::new();
     let mut help = "";
     for line in comments {
         match line.split_once(' ') {
             Some(("HELP", rest)) => help = rest.split_once(' ').map_or("", |(_, help)| help),
             Some(("TYPE", rest)) => {
-                let (name, kind) = rest.split_once(' ').unwrap_or((rest, ""));
-                let suffix = if kind == "counter" { "_total" } else { "" };
-                found.push((format!("{name}{suffix}"), kind, help));
+                let (name, metric_type) = rest.split_once(' ').unwrap_or((rest, ""));
+                let suffix = if metric_type == "counter" {
+                    "_total"
+                } else {
+                    ""
+                };
+                rows.push((format!("{name}{suffix}"), metric_type, help));
             }
             _ => {}
         }
     }
-    found.sort();
-    found
+    rows.sort();
+    rows
 }
 
 /// Returns the text as a cell of a Markdown table.
-fn cell(text: &str) -> String {
+fn escape_cell(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ")
 }
 

@@ -26,74 +26,77 @@ pub(crate) struct ReloadTriggers {
     /// SIGHUP, if the process handles it.
     pub(crate) hangup: Option<Signal>,
     /// The admin listener.
-    pub(crate) asked: ReloadReceiver,
+    pub(crate) requests: ReloadReceiver,
     /// Files that count, as they were when they were read.
-    pub(crate) files: FileHashes,
+    pub(crate) file_hashes: FileHashes,
 }
 
-/// Runs `live` to its end, and calls `reload` meanwhile whenever there is a reason.
+/// Runs `future` to its end, and calls `reload` meanwhile whenever there is a reason.
 pub(crate) async fn run_with_reload<T>(
-    live: impl Future<Output = T>,
-    reasons: ReloadTriggers,
+    future: impl Future<Output = T>,
+    triggers: ReloadTriggers,
     reload: ReloadFn,
 ) -> T {
     tokio::select! {
-        outcome = live => outcome,
-        never = run(reasons, reload) => match never {},
+        outcome = future => outcome,
+        never = run(triggers, reload) => match never {},
     }
 }
 
 /// Calls `reload` whenever there is a reason. Never ends.
-async fn run(mut reasons: ReloadTriggers, reload: ReloadFn) -> Infallible {
-    let mut files = WatchedFiles::watch(std::mem::take(&mut reasons.files));
+async fn run(mut triggers: ReloadTriggers, reload: ReloadFn) -> Infallible {
+    let mut files = WatchedFiles::watch(std::mem::take(&mut triggers.file_hashes));
     loop {
-        let (why, asked) = tokio::select! {
-            () = hung_up(&mut reasons.hangup) => ("SIGHUP", None),
-            asked = reasons.asked.next() => ("admin request", Some(asked)),
+        let (why, request) = tokio::select! {
+            () = wait_for_hangup(&mut triggers.hangup) => ("SIGHUP", None),
+            asked = triggers.requests.recv() => ("admin request", Some(asked)),
             () = files.changed() => ("a file has changed", None),
         };
-        files.settled().await;
+        files.wait_until_stable().await;
         tracing::info!(why, "reloading the configuration");
-        let (outcome, noted) = attempt(reload.clone(), files.noted()).await;
-        files = files.replaced(noted);
+        let (outcome, hashes) = reload_once(reload.clone(), files.hashes()).await;
+        files = files.with_hashes(hashes);
         match &outcome {
             Ok(done) => tracing::info!(done, "the configuration was reloaded"),
             Err(error) => {
                 tracing::error!(%error, "the configuration was rejected; the previous one stays in effect");
             }
         }
-        if let Some(asked) = asked {
-            asked.answer(outcome);
+        if let Some(request) = request {
+            request.respond(outcome);
         }
     }
 }
 
 /// One attempt. What is refused counts its own files beside those that are in force: whichever is mended is a reason.
-async fn attempt(reload: ReloadFn, before: FileHashes) -> (Result<String, String>, FileHashes) {
-    let begun = before.clone();
-    let attempt = spawn_blocking(move || {
+async fn reload_once(
+    reload: ReloadFn,
+    previous: FileHashes,
+) -> (Result<String, String>, FileHashes) {
+    let unchanged = previous.clone();
+    let task = spawn_blocking(move || {
         // First, because logrotate has moved the file even if the configuration is invalid.
         telemetry::reopen_audit_log();
         // Changes after this point cause another reload.
-        let before = before.anew();
-        let mut noted = FileHashes::default();
-        match reload(&mut noted) {
-            Ok(done) => (Ok(done), noted),
-            Err(error) => (Err(explain(&error)), before.and(noted)),
+        let current = previous.rehash();
+        let mut hashes = FileHashes::default();
+        match reload(&mut hashes) {
+            Ok(done) => (Ok(done), hashes),
+            Err(error) => (Err(explain(&error)), current.merge(hashes)),
         }
     });
-    attempt.await.unwrap_or_else(|failed| {
-        let why = format!("the reload failed halfway, which is a bug in Causeway: {failed}");
-        (Err(why), begun)
+    task.await.unwrap_or_else(|join_error| {
+        let why = format!("the reload failed halfway, which is a bug in Causeway: {join_error}");
+        (Err(why), unchanged)
     })
 }
 
-async fn hung_up(hangup: &mut Option<Signal>) {
-    let heard = match hangup {
+async fn wait_for_hangup(hangup: &mut Option<Signal>) {
+    let signal = match hangup {
         Some(hangup) => hangup.recv().await,
         None => None,
     };
-    if heard.is_none() {
+    if signal.is_none() {
         std::future::pending::<()>().await;
     }
 }

@@ -12,7 +12,7 @@ pub(crate) struct Signals {
     /// Cancelled by the first SIGTERM or SIGINT.
     pub(crate) stop: CancellationToken,
     /// Cancelled by the second.
-    pub(crate) now: CancellationToken,
+    pub(crate) abort: CancellationToken,
     /// Each SIGHUP, for the task that handles it. It ends no process.
     pub(crate) hangup: Option<Signal>,
     terminate: Signal,
@@ -22,36 +22,36 @@ pub(crate) struct Signals {
 impl Signals {
     /// Takes the signals over; from here on they no longer end the process by themselves.
     pub(crate) fn listen() -> anyhow::Result<Self> {
-        let take = |kind| signal(kind).context("cannot install the signal handlers");
+        let install = |kind| signal(kind).context("cannot install the signal handlers");
         Ok(Self {
             stop: CancellationToken::new(),
-            now: CancellationToken::new(),
-            hangup: Some(take(SignalKind::hangup())?),
-            terminate: take(SignalKind::terminate())?,
-            interrupt: take(SignalKind::interrupt())?,
+            abort: CancellationToken::new(),
+            hangup: Some(install(SignalKind::hangup())?),
+            terminate: install(SignalKind::terminate())?,
+            interrupt: install(SignalKind::interrupt())?,
         })
     }
 
-    /// Runs `work` until it ends (its outcome), or until a second signal ends it (none).
-    pub(crate) async fn run<T>(&mut self, work: impl Future<Output = T>) -> Option<T> {
-        let mut work = std::pin::pin!(work);
+    /// Runs `future` until it ends (its outcome), or until a second signal ends it (none).
+    pub(crate) async fn run<T>(&mut self, future: impl Future<Output = T>) -> Option<T> {
+        let mut future = std::pin::pin!(future);
         loop {
             tokio::select! {
                 biased;
-                outcome = &mut work => return Some(outcome),
-                _ = self.terminate.recv() => ask("SIGTERM", &self.stop, &self.now),
-                _ = self.interrupt.recv() => ask("SIGINT", &self.stop, &self.now),
-                () = self.now.cancelled() => return None,
+                outcome = &mut future => return Some(outcome),
+                _ = self.terminate.recv() => handle_signal("SIGTERM", &self.stop, &self.abort),
+                _ = self.interrupt.recv() => handle_signal("SIGINT", &self.stop, &self.abort),
+                () = self.abort.cancelled() => return None,
             }
         }
     }
 }
 
 /// The first signal asks, the second ends.
-fn ask(name: &str, stop: &CancellationToken, now: &CancellationToken) {
+fn handle_signal(name: &str, stop: &CancellationToken, abort: &CancellationToken) {
     if stop.is_cancelled() {
         tracing::warn!("second {name}: stopping at once");
-        now.cancel();
+        abort.cancel();
     } else {
         tracing::info!("{name}: draining; a second signal stops at once");
         stop.cancel();
@@ -65,9 +65,9 @@ mod tests {
     #[test]
     fn the_first_signal_drains_and_the_second_ends() {
         let (stop, now) = (CancellationToken::new(), CancellationToken::new());
-        ask("SIGTERM", &stop, &now);
+        handle_signal("SIGTERM", &stop, &now);
         assert!(stop.is_cancelled() && !now.is_cancelled());
-        ask("SIGINT", &stop, &now);
+        handle_signal("SIGINT", &stop, &now);
         assert!(now.is_cancelled());
     }
 }

@@ -22,14 +22,14 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 /// Interval of a gateway's status messages, unless a watchdog needs a shorter one.
-const RHYTHM: Duration = Duration::from_secs(10);
+const STATUS_INTERVAL: Duration = Duration::from_secs(10);
 /// Interval at which an edge's status is checked, and at which a gateway that is not ready yet is asked.
-const LOOK: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Time after which an edge that has not joined counts as started, so that a gateway does not delay units that wait for the
 /// edge.
-const JOINING: Duration = Duration::from_secs(15);
+const JOIN_GRACE: Duration = Duration::from_secs(15);
 /// Time beyond its drain that a process may take for its last messages.
-const FAREWELL: Duration = Duration::from_secs(10);
+const STOP_MARGIN: Duration = Duration::from_secs(10);
 
 /// Connection to the service manager, if there is one. Cheap to clone.
 #[derive(Clone, Debug, Default)]
@@ -39,7 +39,7 @@ pub(crate) struct SystemdNotifier(Option<Arc<NotifySocket>>);
 struct NotifySocket {
     socket: UnixDatagram,
     watchdog: Option<Duration>,
-    told: Mutex<LastStatus>,
+    last_status: Mutex<LastStatus>,
 }
 
 /// Status that the service manager received last.
@@ -48,7 +48,7 @@ struct LastStatus {
     ready: bool,
     stopping: bool,
     status: String,
-    alive: Option<Instant>,
+    last_alive: Option<Instant>,
 }
 
 impl SystemdNotifier {
@@ -58,9 +58,11 @@ impl SystemdNotifier {
         else {
             return Self(None);
         };
-        let number = |name| std::env::var(name).ok()?.parse::<u64>().ok();
-        let ours = number("WATCHDOG_PID").is_none_or(|id| id == u64::from(std::process::id()));
-        let watchdog = number("WATCHDOG_USEC").filter(|micros| ours && *micros > 0);
+        let env_number = |name| std::env::var(name).ok()?.parse::<u64>().ok();
+        let is_for_this_process =
+            env_number("WATCHDOG_PID").is_none_or(|id| id == u64::from(std::process::id()));
+        let watchdog =
+            env_number("WATCHDOG_USEC").filter(|micros| is_for_this_process && *micros > 0);
         match Self::connect(&address, watchdog.map(Duration::from_micros)) {
             Ok(notify) => notify,
             Err(error) => {
@@ -78,83 +80,93 @@ impl SystemdNotifier {
         };
         socket.connect_addr(&address)?;
         socket.set_nonblocking(true)?;
-        let told = Mutex::default();
+        let last_status = Mutex::default();
         Ok(Self(Some(Arc::new(NotifySocket {
             socket,
             watchdog,
-            told,
+            last_status,
         }))))
     }
 
     /// The process does what it is there for. Only the first call says more than a status.
-    pub(crate) fn ready(&self, status: &str) {
+    pub(crate) fn notify_ready(&self, status: &str) {
         let Some(channel) = &self.0 else { return };
-        let first = channel.told(|told| !std::mem::replace(&mut told.ready, true));
-        if first {
-            channel.say("READY=1");
+        let is_first = channel.with_last_status(|told| !std::mem::replace(&mut told.ready, true));
+        if is_first {
+            channel.send("READY=1");
         }
-        self.status(status);
+        self.notify_status(status);
     }
 
     /// Sends the status of the process in one line, unless it is the same as the last one.
-    pub(crate) fn status(&self, status: &str) {
+    pub(crate) fn notify_status(&self, status: &str) {
         let Some(channel) = &self.0 else { return };
         let status = status.replace(['\n', '\r'], " ");
-        if channel.told(|told| told.status != status) {
-            channel.say(&format!("STATUS={status}"));
-            channel.told(|told| told.status = status);
+        if channel.with_last_status(|told| told.status != status) {
+            channel.send(&format!("STATUS={status}"));
+            channel.with_last_status(|told| told.status = status);
         }
     }
 
     /// The process ends within `grace` and a little more. Only the first call says anything.
-    fn stopping(&self, grace: Duration) {
+    fn notify_stopping(&self, grace: Duration) {
         let Some(channel) = &self.0 else { return };
-        if channel.told(|told| std::mem::replace(&mut told.stopping, true)) {
+        if channel.with_last_status(|told| std::mem::replace(&mut told.stopping, true)) {
             return;
         }
-        let most = (grace + FAREWELL).as_micros();
-        channel.say(&format!("STOPPING=1\nEXTEND_TIMEOUT_USEC={most}"));
-        self.status(&format!(
+        let timeout_micros = (grace + STOP_MARGIN).as_micros();
+        channel.send(&format!("STOPPING=1\nEXTEND_TIMEOUT_USEC={timeout_micros}"));
+        self.notify_status(&format!(
             "stopping: open streams have at most {} to end",
             humantime::format_duration(grace)
         ));
     }
 
     /// Reports that the whole process answers, no more often than the watchdog needs.
-    fn alive(&self) {
+    fn notify_alive(&self) {
         let Some(channel) = &self.0 else { return };
-        let (now, due) = (Instant::now(), channel.rhythm() / 2);
-        let soon = |last| now.duration_since(last) < due;
-        if channel.watchdog.is_some() && !channel.told(|told| told.alive.is_some_and(soon)) {
-            channel.say("WATCHDOG=1");
-            channel.told(|told| told.alive = Some(now));
+        let (now, min_interval) = (Instant::now(), channel.notify_interval() / 2);
+        let is_recent = |last| now.duration_since(last) < min_interval;
+        if channel.watchdog.is_some()
+            && !channel.with_last_status(|told| told.last_alive.is_some_and(is_recent))
+        {
+            channel.send("WATCHDOG=1");
+            channel.with_last_status(|told| told.last_alive = Some(now));
         }
     }
 
     /// Runs a gateway, and tells how it fares.
-    pub(crate) async fn gateway<T>(
+    pub(crate) async fn run_gateway<T>(
         &self,
-        pulse: Watchdog,
+        watchdog: Watchdog,
         (stop, grace): (CancellationToken, Duration),
-        run: impl Future<Output = T>,
+        future: impl Future<Output = T>,
     ) -> T {
-        beside(run, async {
-            let rhythm = self.rhythm().await;
+        run_alongside(future, async {
+            let interval = self.notify_interval().await;
             loop {
-                let silent = pulse.silent(rhythm).await;
+                let silent = watchdog.unresponsive_workers(interval).await;
                 if silent.is_empty() {
-                    self.alive();
+                    self.notify_alive();
                 } else {
                     let workers: Vec<_> = silent.iter().map(|worker| worker.0).collect();
-                    tracing::error!(?workers, "workers have not responded for {rhythm:?}");
-                    self.status(&format!("workers {workers:?} do not respond"));
+                    tracing::error!(?workers, "workers have not responded for {interval:?}");
+                    self.notify_status(&format!("workers {workers:?} do not respond"));
                 }
                 if stop.is_cancelled() {
-                    self.stopping(grace);
-                } else if silent.is_empty() && pulse.is_ready() {
-                    self.ready(&count(pulse.nodes(), "node connected", "nodes connected"));
+                    self.notify_stopping(grace);
+                } else if silent.is_empty() && watchdog.is_ready() {
+                    self.notify_ready(&count(
+                        watchdog.nodes(),
+                        "node connected",
+                        "nodes connected",
+                    ));
                 }
-                let pause = if pulse.is_ready() { rhythm } else { LOOK };
+                let pause = if watchdog.is_ready() {
+                    interval
+                } else {
+                    CHECK_INTERVAL
+                };
                 self.pause(pause, &stop).await;
             }
         })
@@ -162,22 +174,26 @@ impl SystemdNotifier {
     }
 
     /// Joins, if an edge still has to.
-    pub(crate) async fn joining<T>(&self, join: impl Future<Output = T>) -> T {
-        let silence = "not joined yet: no gateway has answered yet";
-        self.beginning(join, silence).await
+    pub(crate) async fn run_join<T>(&self, future: impl Future<Output = T>) -> T {
+        let waiting_status = "not joined yet: no gateway has answered yet";
+        self.run_startup(future, waiting_status).await
     }
 
     /// Runs work that must finish before the rest can begin. The process counts as started once the first attempt has failed:
     /// its status contains the reason then. The service manager does not wait until an operator resolves the cause.
-    pub(crate) async fn beginning<T>(&self, work: impl Future<Output = T>, silence: &str) -> T {
-        beside(work, async {
-            self.rhythm().await;
-            let begun = Instant::now();
+    pub(crate) async fn run_startup<T>(
+        &self,
+        future: impl Future<Output = T>,
+        waiting_status: &str,
+    ) -> T {
+        run_alongside(future, async {
+            self.notify_interval().await;
+            let started = Instant::now();
             loop {
-                sleep(LOOK).await;
-                self.alive();
-                if begun.elapsed() >= JOINING {
-                    self.told_ready(silence);
+                sleep(CHECK_INTERVAL).await;
+                self.notify_alive();
+                if started.elapsed() >= JOIN_GRACE {
+                    self.notify_ready_once(waiting_status);
                 }
             }
         })
@@ -185,63 +201,68 @@ impl SystemdNotifier {
     }
 
     /// Why an edge has not joined yet.
-    pub(crate) fn not_joined(&self, why: &str) {
-        self.ready(&format!("not joined yet: {why}"));
+    pub(crate) fn notify_not_joined(&self, why: &str) {
+        self.notify_ready(&format!("not joined yet: {why}"));
     }
 
     /// Why a gateway has not begun yet.
-    pub(crate) fn not_begun(&self, why: &str) {
-        self.ready(&format!("not serving yet: {why}"));
+    pub(crate) fn notify_not_started(&self, why: &str) {
+        self.notify_ready(&format!("not serving yet: {why}"));
     }
 
     /// Runs an edge that knows who it is, and tells how it fares.
-    pub(crate) async fn edge<T>(
+    pub(crate) async fn run_edge<T>(
         &self,
-        reader: StatusReader,
+        status_reader: StatusReader,
         stopping: (CancellationToken, Duration),
-        run: impl Future<Output = T>,
+        future: impl Future<Output = T>,
     ) -> T {
-        beside(run, self.watch(stopping, || fares(&reader.status()))).await
+        run_alongside(
+            future,
+            self.run_notifications(stopping, || edge_status_line(&status_reader.status())),
+        )
+        .await
     }
 
     /// Ready, if that was not said before.
-    fn told_ready(&self, status: &str) {
-        let known = |channel: &Arc<NotifySocket>| channel.told(|told| told.ready);
-        if !self.0.as_ref().is_some_and(known) {
-            self.ready(status);
+    fn notify_ready_once(&self, status: &str) {
+        let is_ready = |channel: &Arc<NotifySocket>| channel.with_last_status(|told| told.ready);
+        if !self.0.as_ref().is_some_and(is_ready) {
+            self.notify_ready(status);
         }
     }
 
     /// Returns the interval of watchdog messages. Never returns without a service manager.
-    async fn rhythm(&self) -> Duration {
+    async fn notify_interval(&self) -> Duration {
         match &self.0 {
-            Some(channel) => channel.rhythm(),
+            Some(channel) => channel.notify_interval(),
             None => pending().await,
         }
     }
 
     /// Tells how something fares that is ready as soon as it runs, until it is dropped.
-    async fn watch(
+    async fn run_notifications(
         &self,
         (stop, grace): (CancellationToken, Duration),
-        fares: impl Fn() -> String,
+        status_line: impl Fn() -> String,
     ) -> Infallible {
-        self.rhythm().await;
+        self.notify_interval().await;
         loop {
-            self.alive();
+            self.notify_alive();
             if stop.is_cancelled() {
-                self.stopping(grace);
+                self.notify_stopping(grace);
             } else {
-                self.ready(&fares());
+                self.notify_ready(&status_line());
             }
-            self.pause(LOOK, &stop).await;
+            self.pause(CHECK_INTERVAL, &stop).await;
         }
     }
 
     /// Waits, but not after the process was asked to stop and has not reported so.
     async fn pause(&self, time: Duration, stop: &CancellationToken) {
-        let known = |channel: &Arc<NotifySocket>| channel.told(|told| told.stopping);
-        if self.0.as_ref().is_some_and(known) {
+        let is_stopping =
+            |channel: &Arc<NotifySocket>| channel.with_last_status(|told| told.stopping);
+        if self.0.as_ref().is_some_and(is_stopping) {
             sleep(time).await;
         } else {
             tokio::select! {
@@ -254,28 +275,37 @@ impl SystemdNotifier {
 
 impl NotifySocket {
     /// A quarter of what the watchdog allows: a sign of life may come late by as much again.
-    fn rhythm(&self) -> Duration {
-        self.watchdog
-            .map_or(RHYTHM, |watchdog| (watchdog / 4).min(RHYTHM))
+    fn notify_interval(&self) -> Duration {
+        self.watchdog.map_or(STATUS_INTERVAL, |watchdog| {
+            (watchdog / 4).min(STATUS_INTERVAL)
+        })
     }
 
-    fn told<T>(&self, look: impl FnOnce(&mut LastStatus) -> T) -> T {
-        look(&mut self.told.lock().unwrap_or_else(PoisonError::into_inner))
+    fn with_last_status<T>(&self, action: impl FnOnce(&mut LastStatus) -> T) -> T {
+        action(
+            &mut self
+                .last_status
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
+        )
     }
 
-    fn say(&self, words: &str) {
+    fn send(&self, words: &str) {
         if let Err(error) = self.socket.send(words.as_bytes()) {
             tracing::debug!(%error, words, "cannot send the status to the service manager");
         }
     }
 }
 
-/// The outcome of `work`, while `telling` goes on beside it. The work comes first whenever both could go on.
-async fn beside<T>(work: impl Future<Output = T>, telling: impl Future<Output = Infallible>) -> T {
+/// The outcome of `future`, while `notifications` goes on beside it. The work comes first whenever both could go on.
+async fn run_alongside<T>(
+    future: impl Future<Output = T>,
+    notifications: impl Future<Output = Infallible>,
+) -> T {
     tokio::select! {
         biased;
-        outcome = work => outcome,
-        never = telling => match never {},
+        outcome = future => outcome,
+        never = notifications => match never {},
     }
 }
 
@@ -284,44 +314,46 @@ fn count(count: usize, one: &str, several: &str) -> String {
 }
 
 /// How an edge fares, in one line.
-fn fares(status: &Status) -> String {
-    let mut held: Vec<&str> = Vec::new();
-    let mut places = BTreeSet::new();
+fn edge_status_line(status: &Status) -> String {
+    let mut connected: Vec<&str> = Vec::new();
+    let mut locations = BTreeSet::new();
     for tunnel in &status.tunnels {
-        if !held.contains(&tunnel.gateway.as_str()) {
-            held.push(&tunnel.gateway);
+        if !connected.contains(&tunnel.gateway.as_str()) {
+            connected.push(&tunnel.gateway);
         }
-        let own = tunnel.address;
-        let own = own.map_or_else(String::new, |address| format!(" ({address})"));
-        places.insert(format!("{}{own}", tunnel.gateway));
+        let address_text = tunnel.address;
+        let address_text = address_text.map_or_else(String::new, |address| format!(" ({address})"));
+        locations.insert(format!("{}{address_text}", tunnel.gateway));
     }
-    let (node, known) = (&status.node, status.gateways.len());
+    let (node, known_gateways) = (&status.node, status.gateways.len());
     // The count that the gateways announce, because one address may lead to several.
-    let short = status
+    let shortfall = status
         .reached
         .filter(|reached| reached.gateways < reached.of);
     match &status.trouble {
-        _ if short.is_some() && !held.is_empty() => {
-            let (reached, of) = short.map_or((0, 0), |short| (short.gateways, short.of));
-            let places: Vec<_> = places.into_iter().collect();
-            let places = places.join(", ");
-            format!("{node}: connected to {reached} of {of} gateways: {places}")
+        _ if shortfall.is_some() && !connected.is_empty() => {
+            let (reached, of) = shortfall.map_or((0, 0), |short| (short.gateways, short.of));
+            let locations: Vec<_> = locations.into_iter().collect();
+            let locations = locations.join(", ");
+            format!("{node}: connected to {reached} of {of} gateways: {locations}")
         }
         // One name resolves to several gateways.
-        _ if places.len() > held.len() => {
-            let places: Vec<_> = places.into_iter().collect();
-            format!("{node}: connected to {}", places.join(", "))
+        _ if locations.len() > connected.len() => {
+            let locations: Vec<_> = locations.into_iter().collect();
+            format!("{node}: connected to {}", locations.join(", "))
         }
-        _ if held.len() == 1 && known == 1 => format!("{node}: connected to {}", held[0]),
-        _ if !held.is_empty() => format!(
-            "{node}: connected to {} of {known} gateways: {}",
-            held.len(),
-            held.join(", ")
+        _ if connected.len() == 1 && known_gateways == 1 => {
+            format!("{node}: connected to {}", connected[0])
+        }
+        _ if !connected.is_empty() => format!(
+            "{node}: connected to {} of {known_gateways} gateways: {}",
+            connected.len(),
+            connected.join(", ")
         ),
         Some(trouble) => format!("{node}: not connected: {}; retrying", trouble.what),
         None => format!(
             "{node}: connecting to {}",
-            count(known, "gateway", "gateways")
+            count(known_gateways, "gateway", "gateways")
         ),
     }
 }

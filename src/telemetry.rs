@@ -36,16 +36,16 @@ use log_writer::LogWriter;
 pub(crate) struct Logs {
     // Dropped first, because it may log a message.
     _audit: Option<AuditLog>,
-    _lines: LogWriter,
+    _stderr: LogWriter,
 }
 
 /// Starts logging for the rest of the process. The returned value is dropped last.
 pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
     // The audit log has its own file, or is disabled.
-    let filter = wanted(log)?.add_directive(format!("{AUDIT}=off").parse()?);
+    let filter = effective_filter(log)?.add_directive(format!("{AUDIT}=off").parse()?);
     // kube logs an error for each attempt on an unreachable API server; our callers log it once.
     let filter = filter.add_directive("kube_client::client::builder=off".parse()?);
-    let stderr = LogWriter::to(std::io::stderr());
+    let stderr = LogWriter::new(std::io::stderr());
     // Internal error messages would panic if standard error itself fails.
     let lines = fmt::layer()
         .log_internal_errors(false)
@@ -71,7 +71,7 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
         }
     };
     let audit = audit.map(AuditLog::open).transpose()?;
-    let audited = audit.as_ref().map(|audit| {
+    let audit_layer = audit.as_ref().map(|audit| {
         fmt::layer()
             .log_internal_errors(false)
             .json()
@@ -85,40 +85,40 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
     });
     tracing_subscriber::registry()
         .with(lines.with_filter(filter))
-        .with(audited)
+        .with(audit_layer)
         .try_init()
         .context("cannot initialize the log")?;
     if log.format == LogFormat::Json {
         std::panic::set_hook(Box::new(|panic| {
-            report(LogFormat::Json, &panic.to_string());
+            report_error(LogFormat::Json, &panic.to_string());
         }));
     }
     count_dropped(&stderr, audit.as_ref());
-    if let Cow::Owned(taken) = lowered(&text(log), STATIC_MAX_LEVEL) {
+    if let Cow::Owned(capped_filter) = cap_levels(&filter_text(log), STATIC_MAX_LEVEL) {
         tracing::warn!(
-            "this build has no log messages below {STATIC_MAX_LEVEL}; using the filter \"{taken}\""
+            "this build has no log messages below {STATIC_MAX_LEVEL}; using the filter \"{capped_filter}\""
         );
     }
     Ok(Logs {
         _audit: audit,
-        _lines: stderr,
+        _stderr: stderr,
     })
 }
 
 /// Has the metrics count the lines that the logs lack.
 fn count_dropped(stderr: &LogWriter, audit: Option<&AuditLog>) {
-    let (dropped, lost) = (stderr.dropped(), audit.map(AuditLog::lost));
+    let (dropped, audit_dropped) = (stderr.dropped(), audit.map(AuditLog::dropped_lines));
     causeway_rt::count_dropped_log_lines(move || {
-        let lost = lost.as_ref().map(|lost| ("audit", lost()));
+        let audit_dropped = audit_dropped.as_ref().map(|lost| ("audit", lost()));
         [("stderr", dropped.lines())]
             .into_iter()
-            .chain(lost)
+            .chain(audit_dropped)
             .collect()
     });
 }
 
 /// Writes an error for which the process ends, in the format of its log.
-pub(crate) fn report(format: LogFormat, message: &str) {
+pub(crate) fn report_error(format: LogFormat, message: &str) {
     let priority = if journal::is_stderr() {
         journal::ERROR
     } else {
@@ -138,67 +138,70 @@ pub(crate) fn report(format: LogFormat, message: &str) {
 }
 
 /// Whether a log gets colours (<https://no-color.org>).
-fn has_colours(terminal: bool, no_color: Option<&OsStr>) -> bool {
-    terminal && no_color.is_none_or(OsStr::is_empty)
+fn has_colours(is_terminal: bool, no_color: Option<&OsStr>) -> bool {
+    is_terminal && no_color.is_none_or(OsStr::is_empty)
 }
 
 /// Returns the text of the filter: `RUST_LOG`, else the configured one.
-fn text(log: &Log) -> String {
+fn filter_text(log: &Log) -> String {
     let variable = std::env::var(EnvFilter::DEFAULT_ENV);
     let variable = variable.ok().filter(|text| !text.is_empty());
     variable.unwrap_or_else(|| log.filter.clone())
 }
 
 /// Returns the filter that holds for this process.
-pub(crate) fn wanted(log: &Log) -> anyhow::Result<EnvFilter> {
-    let text = text(log);
+pub(crate) fn effective_filter(log: &Log) -> anyhow::Result<EnvFilter> {
+    let text = filter_text(log);
     let key = if text == log.filter {
         "log.filter"
     } else {
         EnvFilter::DEFAULT_ENV
     };
-    filter(&text).context(key)
+    parse_filter(&text).context(key)
 }
 
 /// Reads a filter.
-pub(crate) fn filter(text: &str) -> anyhow::Result<EnvFilter> {
-    let says = || {
+pub(crate) fn parse_filter(text: &str) -> anyhow::Result<EnvFilter> {
+    let invalid_filter = || {
         format!(
             "\"{text}\" is not a log filter; write a level such as info, or info,causeway_tunnel=debug"
         )
     };
     // The parser takes a single word as a target, which would silence all others.
-    let level = |word: &str| word.contains(['=', '[']) || word.parse::<LevelFilter>().is_ok();
-    let mut words = text
+    let is_directive =
+        |word: &str| word.contains(['=', '[']) || word.parse::<LevelFilter>().is_ok();
+    let mut directives = text
         .split(',')
         .map(str::trim)
         .filter(|word| !word.is_empty());
-    if words.clone().next().is_none() {
-        bail!(says());
+    if directives.clone().next().is_none() {
+        bail!(invalid_filter());
     }
     // Commas within brackets separate something else.
     if !text.contains('[')
-        && let Some(word) = words.find(|word| !level(word))
+        && let Some(word) = directives.find(|word| !is_directive(word))
     {
-        bail!("{}: \"{word}\" is not a log level", says());
+        bail!("{}: \"{word}\" is not a log level", invalid_filter());
     }
-    EnvFilter::try_new(lowered(text, STATIC_MAX_LEVEL)).with_context(says)
+    EnvFilter::try_new(cap_levels(text, STATIC_MAX_LEVEL)).with_context(invalid_filter)
 }
 
 /// Returns the filter with each level that this build does not have replaced by the nearest one that it has: the parser
 /// would print advice for developers.
-fn lowered(text: &str, most: LevelFilter) -> Cow<'_, str> {
-    let too_much = |word: &str| {
+fn cap_levels(text: &str, max_level: LevelFilter) -> Cow<'_, str> {
+    let exceeds_max = |word: &str| {
         let level = word.rsplit('=').next().unwrap_or(word).trim();
-        level.parse::<LevelFilter>().is_ok_and(|level| level > most)
+        level
+            .parse::<LevelFilter>()
+            .is_ok_and(|level| level > max_level)
     };
-    if text.contains('[') || !text.split(',').any(too_much) {
+    if text.contains('[') || !text.split(',').any(exceeds_max) {
         return Cow::Borrowed(text);
     }
     let words = text.split(',').map(|word| match word.rsplit_once('=') {
-        _ if !too_much(word) => word.to_owned(),
-        Some((target, _)) => format!("{target}={most}"),
-        None => most.to_string(),
+        _ if !exceeds_max(word) => word.to_owned(),
+        Some((target, _)) => format!("{target}={max_level}"),
+        None => max_level.to_string(),
     });
     Cow::Owned(words.collect::<Vec<_>>().join(","))
 }
@@ -217,7 +220,7 @@ mod tests {
             "3",
             "info,h2[a{b}]=debug",
         ] {
-            assert!(filter(good).is_ok(), "{good}");
+            assert!(parse_filter(good).is_ok(), "{good}");
         }
         for bad in [
             "causeway=loud",
@@ -227,7 +230,7 @@ mod tests {
             ",",
             "info debug",
         ] {
-            let error = format!("{:#}", filter(bad).unwrap_err());
+            let error = format!("{:#}", parse_filter(bad).unwrap_err());
             assert!(
                 error.contains(&format!("\"{bad}\"")) && error.contains("such as info"),
                 "{error}"
@@ -246,10 +249,10 @@ mod tests {
             ),
             ("info,causeway_tunnel=debug", "info,causeway_tunnel=debug"),
         ] {
-            assert_eq!(lowered(text, debug), taken);
+            assert_eq!(cap_levels(text, debug), taken);
         }
         assert!(matches!(
-            lowered("trace", LevelFilter::TRACE),
+            cap_levels("trace", LevelFilter::TRACE),
             Cow::Borrowed(_)
         ));
     }

@@ -52,7 +52,7 @@ pub struct IssuedCertificate {
     /// Fingerprint of the root above the certificate.
     pub root: Fingerprint,
     /// Chain from the certificate to the root.
-    behind: Vec<CertificateDer<'static>>,
+    chain_tail: Vec<CertificateDer<'static>>,
 }
 
 impl IssuedCertificate {
@@ -64,7 +64,7 @@ impl IssuedCertificate {
     /// Returns the certificate and its chain as PEM.
     pub fn pem(&self) -> String {
         pem::encode_chain(std::slice::from_ref(&self.certificate))
-            + &pem::encode_chain(&self.behind)
+            + &pem::encode_chain(&self.chain_tail)
     }
 }
 
@@ -84,9 +84,9 @@ pub enum RootStage {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RotationStep {
     /// The step was made now.
-    Made,
+    Applied,
     /// The step had been made before.
-    Standing,
+    Unchanged,
 }
 
 /// State of a CA that a change is recognised by: its roots, their stages, and the intermediate that signs for listeners.
@@ -103,7 +103,7 @@ pub struct Ca {
     active: Root,
     other: Option<(RootStage, Root)>,
     /// Whether this CA is a placeholder that no peer trusts.
-    unbelieved: bool,
+    is_placeholder: bool,
     listeners: ListenerCa,
 }
 
@@ -136,7 +136,7 @@ impl Ca {
         Ok(Self {
             active: Root::create(domain)?,
             other: None,
-            unbelieved: false,
+            is_placeholder: false,
             listeners: ListenerCa::default(),
         })
     }
@@ -146,23 +146,23 @@ impl Ca {
         Ok(Self {
             active: Root::load(certificate_pem, key_pem)?,
             other: None,
-            unbelieved: false,
+            is_placeholder: false,
             listeners: ListenerCa::default(),
         })
     }
 
     /// Creates a CA that no peer trusts and that is not stored. A gateway uses it if its edges and listeners have certificates
     /// from elsewhere. No peer trusts the certificates that this CA would sign.
-    pub fn unbelieved(domain: &TrustDomain) -> Result<Self, CaError> {
+    pub fn placeholder(domain: &TrustDomain) -> Result<Self, CaError> {
         Ok(Self {
-            unbelieved: true,
+            is_placeholder: true,
             ..Self::create(domain)?
         })
     }
 
     /// Whether any peer could trust the certificates of this CA.
-    pub fn is_believed(&self) -> bool {
-        !self.unbelieved
+    pub fn is_trusted(&self) -> bool {
+        !self.is_placeholder
     }
 
     /// Returns a CA whose listeners' intermediate ends at this time.
@@ -176,25 +176,25 @@ impl Ca {
 
     /// The root that signs.
     pub fn root(&self) -> &CertificateDer<'static> {
-        &self.active.own.certificate
+        &self.active.signer.certificate
     }
 
     /// The root that signs, as PEM.
     pub fn root_pem(&self) -> String {
-        self.active.own.certificate_pem()
+        self.active.signer.certificate_pem()
     }
 
     /// Returns all trusted roots, the active one first.
     pub fn roots(&self) -> Vec<(RootStage, &CertificateDer<'static>)> {
-        self.all()
-            .map(|(stage, root)| (stage, &root.own.certificate))
+        self.all_roots()
+            .map(|(stage, root)| (stage, &root.signer.certificate))
             .collect()
     }
 
     /// All roots that are trusted as PEM, for edges.
     pub fn bundle_pem(&self) -> String {
-        self.all()
-            .map(|(_, root)| root.own.certificate_pem())
+        self.all_roots()
+            .map(|(_, root)| root.signer.certificate_pem())
             .collect()
     }
 
@@ -205,7 +205,7 @@ impl Ca {
 
     /// The private key of the root that signs, as PEM.
     pub fn key_pem(&self) -> Secret {
-        self.active.own.key_pem()
+        self.active.signer.key_pem()
     }
 
     /// The trust domain that the root names.
@@ -220,16 +220,16 @@ impl Ca {
 
     /// Returns the fingerprints of all trusted roots, that of the active root first.
     pub fn fingerprints(&self) -> Vec<Fingerprint> {
-        self.all().map(|(_, root)| root.fingerprint).collect()
+        self.all_roots().map(|(_, root)| root.fingerprint).collect()
     }
 
     /// Returns the version of the CA. If two versions are equal, the CAs are the same.
-    pub fn state(&self) -> CaVersion {
-        self.state_at(UnixTime::now())
+    pub fn version(&self) -> CaVersion {
+        self.version_at(UnixTime::now())
     }
 
     /// Returns the version of the CA at a time; it changes when the chain of listeners expires.
-    pub(crate) fn state_at(&self, now: UnixTime) -> CaVersion {
+    pub(crate) fn version_at(&self, now: UnixTime) -> CaVersion {
         let other = self.other.as_ref();
         CaVersion {
             active: self.fingerprint(),
@@ -240,30 +240,30 @@ impl Ca {
 
     /// Whether the root that signs is from before intermediates. It allows none below it, not even behind the root that
     /// comes next: OpenSSL looks at that where it knows that root alone.
-    pub fn signs_itself(&self) -> bool {
+    pub fn signs_leaves_directly(&self) -> bool {
         self.active.issuers().is_none()
     }
 
-    fn all(&self) -> impl Iterator<Item = (RootStage, &Root)> {
+    fn all_roots(&self) -> impl Iterator<Item = (RootStage, &Root)> {
         let other = self.other.iter().map(|(stage, root)| (*stage, root));
         [(RootStage::Active, &self.active)].into_iter().chain(other)
     }
 
     /// Returns the certificates that sign trusted leaves.
     pub(crate) fn anchors(&self) -> Vec<TrustAnchor<'_>> {
-        let of = |(_, root): (RootStage, &'_ Root)| match root.issuers() {
+        let purposes_of = |(_, root): (RootStage, &'_ Root)| match root.issuers() {
             None => vec![(None, root.fingerprint)],
             Some(_) => IssuerPurpose::ALL
                 .map(|purpose| (Some(purpose), root.fingerprint))
                 .into(),
         };
-        let all: Vec<_> = self.all().flat_map(of).collect();
-        let certificates = self.all().flat_map(|(_, root)| match root.issuers() {
-            None => std::slice::from_ref(&root.own),
+        let purposes: Vec<_> = self.all_roots().flat_map(purposes_of).collect();
+        let certificates = self.all_roots().flat_map(|(_, root)| match root.issuers() {
+            None => std::slice::from_ref(&root.signer),
             Some(issuers) => issuers,
         });
-        let together = all.into_iter().zip(certificates);
-        together
+        let pairs = purposes.into_iter().zip(certificates);
+        pairs
             .map(|((purpose, root), signer)| TrustAnchor {
                 purpose,
                 root,
@@ -279,7 +279,7 @@ impl Ca {
         node: &NodeName,
         lifetime: Duration,
     ) -> Result<IssuedCertificate, CaError> {
-        let kind = LeafProfile {
+        let profile = LeafProfile {
             common_name: node.as_str(),
             groups: None,
             uri: Some(identity::edge_uri(self.trust_domain(), node)),
@@ -288,16 +288,16 @@ impl Ca {
         };
         let mut chain = self
             .active
-            .sign(IssuerPurpose::Edges, key.public_key(), kind)?;
+            .sign(IssuerPurpose::Edges, key.public_key(), profile)?;
         let certificate = chain.remove(0);
-        let facts = Certificate::read(&certificate)?;
-        let not_after = UnixTime::since_unix_epoch(Duration::from_secs(facts.not_after));
+        let parsed = Certificate::parse(&certificate)?;
+        let not_after = UnixTime::since_unix_epoch(Duration::from_secs(parsed.not_after));
         Ok(IssuedCertificate {
             certificate,
             not_after,
-            serial: facts.serial,
+            serial: parsed.serial,
             root: self.fingerprint(),
-            behind: chain,
+            chain_tail: chain,
         })
     }
 
@@ -308,7 +308,7 @@ impl Ca {
         names: &[GatewayName],
         lifetime: Duration,
     ) -> Result<LeafCertificate, CaError> {
-        let kind = LeafProfile {
+        let profile = LeafProfile {
             common_name: "causeway gateway",
             groups: None,
             uri: Some(identity::gateway_uri(self.trust_domain())),
@@ -316,26 +316,26 @@ impl Ca {
             lifetime,
         };
         let roots = self
-            .all()
+            .all_roots()
             .filter(|(stage, _)| *stage != RootStage::Prepared);
-        let roots = roots.map(|(_, root)| root.own.certificate.clone());
-        let behind = self.crossed().into_iter().chain(roots);
-        self.leaf(IssuerPurpose::Replicas, kind, behind)
+        let roots = roots.map(|(_, root)| root.signer.certificate.clone());
+        let chain_tail = self.cross_certificate().into_iter().chain(roots);
+        self.issue_leaf(IssuerPurpose::Replicas, profile, chain_tail)
     }
 
     /// Issues a leaf that a listener shows to its clients under these names.
-    pub fn mint_listener(
+    pub fn issue_listener(
         &self,
         names: &[ListenerName],
         lifetime: Duration,
     ) -> Result<LeafCertificate, CaError> {
         if let Some(chain) = self.listeners.valid_chain()
-            && let Some(leaf) = chain.mint(names, lifetime)?
+            && let Some(leaf) = chain.issue(names, lifetime)?
         {
             return Ok(leaf);
         }
-        let kind = LeafProfile::of_listener(names, lifetime);
-        self.leaf(IssuerPurpose::Listeners, kind, self.crossed())
+        let profile = LeafProfile::for_listener(names, lifetime);
+        self.issue_leaf(IssuerPurpose::Listeners, profile, self.cross_certificate())
     }
 
     /// Issues a client certificate with its key. The groups are in one organization, separated by commas.
@@ -347,41 +347,44 @@ impl Ca {
     ) -> Result<LeafCertificate, CaError> {
         name::check_client(name)?;
         let groups = identity::join_groups(groups)?;
-        let kind = LeafProfile {
+        let profile = LeafProfile {
             common_name: name,
             groups: Some(groups).filter(|groups| !groups.is_empty()),
             uri: Some(identity::client_uri(self.trust_domain(), name)),
             names: &[],
             lifetime,
         };
-        self.leaf(IssuerPurpose::Clients, kind, None)
+        self.issue_leaf(IssuerPurpose::Clients, profile, None)
     }
 
     /// Returns the cross certificate from the active root to the root before it, while that root is trusted.
-    fn crossed(&self) -> Option<CertificateDer<'static>> {
-        let retiring = matches!(self.other, Some((RootStage::Retiring, _)));
-        self.active.crossed.clone().filter(|_| retiring)
+    fn cross_certificate(&self) -> Option<CertificateDer<'static>> {
+        let is_retiring = matches!(self.other, Some((RootStage::Retiring, _)));
+        self.active
+            .cross_certificate
+            .clone()
+            .filter(|_| is_retiring)
     }
 
-    fn leaf(
+    fn issue_leaf(
         &self,
         purpose: IssuerPurpose,
-        kind: LeafProfile<'_>,
-        behind: impl IntoIterator<Item = CertificateDer<'static>>,
+        profile: LeafProfile<'_>,
+        chain_tail: impl IntoIterator<Item = CertificateDer<'static>>,
     ) -> Result<LeafCertificate, CaError> {
-        leaf(&self.active, purpose, kind, behind)
+        issue_leaf(&self.active, purpose, profile, chain_tail)
     }
 }
 
-fn leaf(
+fn issue_leaf(
     root: &Root,
     purpose: IssuerPurpose,
-    kind: LeafProfile<'_>,
-    behind: impl IntoIterator<Item = CertificateDer<'static>>,
+    profile: LeafProfile<'_>,
+    chain_tail: impl IntoIterator<Item = CertificateDer<'static>>,
 ) -> Result<LeafCertificate, CaError> {
     let key = KeyPair::generate()?;
-    let mut chain = root.sign(purpose, &key, kind)?;
-    chain.extend(behind);
+    let mut chain = root.sign(purpose, &key, profile)?;
+    chain.extend(chain_tail);
     Ok(LeafCertificate::new(chain, key.serialize_der())?)
 }
 

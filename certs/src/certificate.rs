@@ -42,37 +42,37 @@ pub struct Certificate {
     /// Whether the extended key usage names serverAuth.
     pub server_auth: bool,
     /// Whether it is for any use: it has no extended key usage, or that names anyExtendedKeyUsage (RFC 5280 section 4.2.1.12).
-    pub any_use: bool,
+    pub is_any_purpose: bool,
     /// Whether it may sign certificates: basicConstraints CA and keyCertSign.
-    pub authority: bool,
+    pub is_ca: bool,
     /// The DER of the subject's public key with its algorithm.
     pub public_key: Vec<u8>,
 }
 
 impl Certificate {
     /// Reads a certificate; trailing bytes are refused.
-    pub fn read(der: &CertificateDer<'_>) -> Result<Self, CertificateError> {
-        let parsed = parse(der)?;
+    pub fn parse(der: &CertificateDer<'_>) -> Result<Self, CertificateError> {
+        let parsed = parse_x509(der)?;
         let usage = parsed.extended_key_usage().map_err(malformed)?;
         let constraints = parsed.basic_constraints().map_err(malformed)?;
         let key_usage = parsed.key_usage().map_err(malformed)?;
         let subject = parsed.subject();
         Ok(Self {
             serial: parsed.raw_serial().to_vec(),
-            not_before: seconds(parsed.validity().not_before.timestamp()),
-            not_after: seconds(parsed.validity().not_after.timestamp()),
+            not_before: unix_seconds(parsed.validity().not_before.timestamp()),
+            not_after: unix_seconds(parsed.validity().not_after.timestamp()),
             common_name: subject
                 .iter_common_name()
-                .find_map(|name| text(name.as_str())),
+                .find_map(|name| owned_text(name.as_str())),
             organizations: subject
                 .iter_organization()
-                .filter_map(|name| text(name.as_str()))
+                .filter_map(|name| owned_text(name.as_str()))
                 .collect(),
             uris: uris(&parsed)?,
             client_auth: usage.as_ref().is_some_and(|usage| usage.value.client_auth),
             server_auth: usage.as_ref().is_some_and(|usage| usage.value.server_auth),
-            any_use: usage.as_ref().is_none_or(|usage| usage.value.any),
-            authority: constraints.is_some_and(|constraints| constraints.value.ca)
+            is_any_purpose: usage.as_ref().is_none_or(|usage| usage.value.any),
+            is_ca: constraints.is_some_and(|constraints| constraints.value.ca)
                 && key_usage.is_some_and(|usage| usage.value.key_cert_sign()),
             public_key: parsed.public_key().raw.to_vec(),
         })
@@ -101,13 +101,13 @@ pub(crate) struct CaConstraints {
     pub(crate) subject: DistinguishedName,
     pub(crate) issuer: DistinguishedName,
     /// Whether it may sign certificates. Where no key usage is said, none is denied.
-    pub(crate) signs: bool,
+    pub(crate) can_sign: bool,
     /// Number of CAs that may come between this one and a leaf.
-    pub(crate) depth: Option<u32>,
+    pub(crate) path_length: Option<u32>,
     /// Whether certificates below the CA may be a server's.
-    pub(crate) servers: bool,
+    pub(crate) allows_server_auth: bool,
     /// Whether the CA constrains the names below it.
-    pub(crate) limits_names: bool,
+    pub(crate) has_name_constraints: bool,
 }
 
 /// A distinguished name.
@@ -115,16 +115,16 @@ pub(crate) struct CaConstraints {
 pub(crate) struct DistinguishedName {
     pub(crate) der: Vec<u8>,
     /// Common name of the CA, or the whole name if it has none. Control characters are replaced: it is printed and logged.
-    pub(crate) common: String,
+    pub(crate) display_name: String,
 }
 
 impl DistinguishedName {
-    fn of(name: &X509Name<'_>) -> Self {
-        let common = name.iter_common_name().next();
-        let common = common.and_then(|common| text(common.as_str()));
+    fn from_x509(name: &X509Name<'_>) -> Self {
+        let display_name = name.iter_common_name().next();
+        let display_name = display_name.and_then(|common| owned_text(common.as_str()));
         Self {
             der: name.as_raw().to_vec(),
-            common: common
+            display_name: display_name
                 .unwrap_or_else(|| name.to_string())
                 .replace(is_unprintable, "\u{fffd}"),
         }
@@ -132,29 +132,30 @@ impl DistinguishedName {
 }
 
 /// Whether a character controls a terminal, or the direction of the text after it.
-fn is_unprintable(one: char) -> bool {
-    let direction =
-        matches!(one, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    one.is_control() || direction
+fn is_unprintable(ch: char) -> bool {
+    let is_direction_mark =
+        matches!(ch, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    ch.is_control() || is_direction_mark
 }
 
 impl CaConstraints {
     /// Reads a certificate; trailing bytes are refused.
-    pub(crate) fn read(der: &CertificateDer<'_>) -> Result<Self, CertificateError> {
-        let parsed = parse(der)?;
+    pub(crate) fn parse(der: &CertificateDer<'_>) -> Result<Self, CertificateError> {
+        let parsed = parse_x509(der)?;
         let constraints = parsed.basic_constraints().map_err(malformed)?;
         let constraints = constraints.map(|constraints| constraints.value);
         let usage = parsed.key_usage().map_err(malformed)?;
         let purposes = parsed.extended_key_usage().map_err(malformed)?;
         let names = parsed.name_constraints().map_err(malformed)?;
         Ok(Self {
-            subject: DistinguishedName::of(parsed.subject()),
-            issuer: DistinguishedName::of(parsed.issuer()),
-            signs: constraints.is_some_and(|constraints| constraints.ca)
+            subject: DistinguishedName::from_x509(parsed.subject()),
+            issuer: DistinguishedName::from_x509(parsed.issuer()),
+            can_sign: constraints.is_some_and(|constraints| constraints.ca)
                 && usage.is_none_or(|usage| usage.value.key_cert_sign()),
-            depth: constraints.and_then(|constraints| constraints.path_len_constraint),
-            servers: purposes.is_none_or(|usage| usage.value.server_auth || usage.value.any),
-            limits_names: names.is_some(),
+            path_length: constraints.and_then(|constraints| constraints.path_len_constraint),
+            allows_server_auth: purposes
+                .is_none_or(|usage| usage.value.server_auth || usage.value.any),
+            has_name_constraints: names.is_some(),
         })
     }
 
@@ -164,9 +165,9 @@ impl CaConstraints {
     }
 }
 
-fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, CertificateError> {
-    let (rest, parsed) = X509Certificate::from_der(der).map_err(malformed)?;
-    if !rest.is_empty() {
+fn parse_x509<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, CertificateError> {
+    let (trailing, parsed) = X509Certificate::from_der(der).map_err(malformed)?;
+    if !trailing.is_empty() {
         return Err(CertificateError(
             "there are extra bytes after the certificate".into(),
         ));
@@ -189,18 +190,18 @@ fn malformed(error: impl std::fmt::Display) -> CertificateError {
     CertificateError(error.to_string())
 }
 
-fn text<E>(value: Result<&str, E>) -> Option<String> {
+fn owned_text<E>(value: Result<&str, E>) -> Option<String> {
     value.ok().map(str::to_owned)
 }
 
 /// Times before 1970 count as 1970: a certificate that ended then has ended.
-fn seconds(timestamp: i64) -> u64 {
+fn unix_seconds(timestamp: i64) -> u64 {
     u64::try_from(timestamp).unwrap_or(0)
 }
 /// Unix seconds as people read them.
-pub(crate) fn date(seconds: u64) -> String {
+pub(crate) fn format_date(seconds: u64) -> String {
     // The format ends with the year 9999.
-    let last = 253_402_300_799;
-    let moment = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds.min(last));
-    humantime::format_rfc3339_seconds(moment).to_string()
+    let max_seconds = 253_402_300_799;
+    let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds.min(max_seconds));
+    humantime::format_rfc3339_seconds(time).to_string()
 }

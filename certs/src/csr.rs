@@ -44,7 +44,7 @@ pub enum CsrError {
     #[error(
         "the certificate request {asks}; the request of an edge must have no subject and exactly one name, the URI {uri}"
     )]
-    Asks {
+    UnexpectedContent {
         /// Description of the fault.
         asks: String,
         /// URI that the request should name.
@@ -75,9 +75,9 @@ impl VerifiedPublicKey {
         if der.len() > MAX_REQUEST {
             return Err(CsrError::TooLarge(der.len()));
         }
-        let (rest, request) = X509CertificationRequest::from_der(der)
+        let (trailing, request) = X509CertificationRequest::from_der(der)
             .map_err(|error| CsrError::Malformed(error.to_string()))?;
-        if !rest.is_empty() {
+        if !trailing.is_empty() {
             return Err(CsrError::Malformed(
                 "there are extra bytes after the request".into(),
             ));
@@ -93,19 +93,23 @@ impl VerifiedPublicKey {
     }
 
     /// Verifies a request that names this node and no other identity.
-    pub fn of_edge(der: &[u8], domain: &TrustDomain, node: &NodeName) -> Result<Self, CsrError> {
+    pub fn verify_edge(
+        der: &[u8],
+        domain: &TrustDomain,
+        node: &NodeName,
+    ) -> Result<Self, CsrError> {
         let key = Self::verify(der)?;
         let (_, request) = X509CertificationRequest::from_der(der)
             .map_err(|error| CsrError::Malformed(error.to_string()))?;
         let uri = edge_uri(domain, node);
         match unexpected_extension(&request.certification_request_info, &uri) {
             None => Ok(key),
-            Some(asks) => Err(CsrError::Asks { asks, uri }),
+            Some(fault) => Err(CsrError::UnexpectedContent { asks: fault, uri }),
         }
     }
 
     /// Verifies a request in which a signer of the cluster's own finds exactly this node as the subject.
-    pub fn of_subject(
+    pub fn verify_subject(
         der: &[u8],
         subject: SignerProfile,
         node: &NodeName,
@@ -114,14 +118,17 @@ impl VerifiedPublicKey {
         let (_, request) = X509CertificationRequest::from_der(der)
             .map_err(|error| CsrError::Malformed(error.to_string()))?;
         let info = &request.certification_request_info;
-        let asks = match subject.node(&info.subject) {
+        let fault = match subject.node_of_subject(&info.subject) {
             Some(found) if found != *node => format!("is for node {found}, and not for {node}"),
             None => format!("has the subject \"{}\"", info.subject),
             Some(_) if !info.attributes().is_empty() => "contains more than its subject".to_owned(),
             Some(_) => return Ok(key),
         };
         let wanted = subject.to_string();
-        Err(CsrError::Subject { asks, wanted })
+        Err(CsrError::Subject {
+            asks: fault,
+            wanted,
+        })
     }
 
     pub(crate) fn public_key(&self) -> &SubjectPublicKeyInfo {
@@ -131,13 +138,13 @@ impl VerifiedPublicKey {
 
 /// Whether two requests in PEM ask for the same: one key, one subject, the same names and extensions. Their signatures
 /// differ even where they were made by one key.
-pub fn asks_the_same(one: &[u8], other: &[u8]) -> bool {
+pub fn is_same_request(one: &[u8], other: &[u8]) -> bool {
     let content = |pem: &[u8]| {
         let (_, pem) = x509_parser::pem::parse_x509_pem(pem).ok()?;
         let (_, request) = X509CertificationRequest::from_der(&pem.contents).ok()?;
         Some(request.certification_request_info.raw.to_vec())
     };
-    content(one).is_some_and(|asked| content(other) == Some(asked))
+    content(one).is_some_and(|content_of_one| content(other) == Some(content_of_one))
 }
 
 /// Returns a description of an unexpected part of a request, or `None` if the request has only this one name.
@@ -148,7 +155,7 @@ fn unexpected_extension(request: &X509CertificationRequestInfo<'_>, uri: &str) -
     let mut parsed = request.attributes().iter().map(|attribute| {
         use x509_parser::cri_attributes::ParsedCriAttribute::ExtensionRequest;
         match attribute.parsed_attribute() {
-            ExtensionRequest(asked) => Ok(&asked.extensions),
+            ExtensionRequest(requested) => Ok(&requested.extensions),
             _ => Err(format!("has the attribute {}", attribute.oid)),
         }
     });
@@ -218,7 +225,7 @@ impl PrivateKey {
     }
 
     /// A request for this key that names a node as a cluster's signer wants it, in PEM.
-    pub fn request_of(&self, domain: &TrustDomain, node: &NodeName) -> Result<String, CsrError> {
+    pub fn edge_request(&self, domain: &TrustDomain, node: &NodeName) -> Result<String, CsrError> {
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();
         let uri = edge_uri(domain, node);
@@ -229,13 +236,17 @@ impl PrivateKey {
     }
 
     /// Builds a request for this key in the form that a signer of the cluster's own requires.
-    pub fn request_as(&self, subject: SignerProfile, node: &NodeName) -> Result<String, CsrError> {
+    pub fn cluster_request(
+        &self,
+        subject: SignerProfile,
+        node: &NodeName,
+    ) -> Result<String, CsrError> {
         let mut params = CertificateParams::default();
         let mut name = rcgen::DistinguishedName::new();
         name.push(rcgen::DnType::OrganizationName, subject.organization());
         name.push(
             rcgen::DnType::CommonName,
-            format!("{}{node}", subject.prefix()),
+            format!("{}{node}", subject.common_name_prefix()),
         );
         params.distinguished_name = name;
         let request = params.serialize_request(&self.0).map_err(CsrError::Local)?;
@@ -243,7 +254,7 @@ impl PrivateKey {
     }
 
     /// Builds a request for this key whose subject is a user of a cluster, by the common name alone, in PEM.
-    pub fn request_of_user(&self, user: &str) -> Result<String, CsrError> {
+    pub fn user_request(&self, user: &str) -> Result<String, CsrError> {
         let mut params = CertificateParams::default();
         let mut name = rcgen::DistinguishedName::new();
         name.push(rcgen::DnType::CommonName, user);
@@ -253,7 +264,7 @@ impl PrivateKey {
     }
 
     /// Builds a request for this key that names a gateway in the form for an external CA's signer, in PEM.
-    pub fn request_of_gateway(
+    pub fn gateway_request(
         &self,
         domain: &TrustDomain,
         names: &[HostName],
@@ -261,9 +272,9 @@ impl PrivateKey {
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();
         let uri = gateway_uri(domain).try_into();
-        let own = SanType::URI(uri.map_err(CsrError::Local)?);
-        let names = names.iter().map(HostName::alternative);
-        let names: Result<Vec<_>, _> = std::iter::once(Ok(own)).chain(names).collect();
+        let uri_name = SanType::URI(uri.map_err(CsrError::Local)?);
+        let names = names.iter().map(HostName::to_san);
+        let names: Result<Vec<_>, _> = std::iter::once(Ok(uri_name)).chain(names).collect();
         params.subject_alt_names = names.map_err(CsrError::Local)?;
         let request = params.serialize_request(&self.0).map_err(CsrError::Local)?;
         request.pem().map_err(CsrError::Local)
@@ -309,13 +320,13 @@ mod tests {
     #[test]
     fn requests_ask_the_same_if_key_and_subject_are_the_same() {
         let [key, other] = [(); 2].map(|()| PrivateKey::generate().unwrap());
-        let of = |key: &PrivateKey, user| key.request_of_user(user).unwrap().into_bytes();
+        let of = |key: &PrivateKey, user| key.user_request(user).unwrap().into_bytes();
         let ours = of(&key, "gateway");
-        assert!(asks_the_same(&ours, &of(&key, "gateway")));
+        assert!(is_same_request(&ours, &of(&key, "gateway")));
         for another in [of(&key, "admin"), of(&other, "gateway"), Vec::new()] {
-            assert!(!asks_the_same(&ours, &another));
+            assert!(!is_same_request(&ours, &another));
         }
-        assert!(!asks_the_same(b"", b""));
+        assert!(!is_same_request(b"", b""));
     }
 
     fn td() -> TrustDomain {
@@ -329,13 +340,13 @@ mod tests {
     #[test]
     fn a_cluster_request_names_only_its_node() {
         let key = PrivateKey::generate().unwrap();
-        let pem = key.request_of(&td(), &edge_1()).unwrap();
+        let pem = key.edge_request(&td(), &edge_1()).unwrap();
         let der = pem_of(&pem);
-        VerifiedPublicKey::of_edge(&der, &td(), &edge_1()).unwrap();
+        VerifiedPublicKey::verify_edge(&der, &td(), &edge_1()).unwrap();
         let refused = |domain: &str, node: &str| {
             let domain = TrustDomain::parse(domain).unwrap();
             let node = NodeName::parse(node).unwrap();
-            VerifiedPublicKey::of_edge(&der, &domain, &node)
+            VerifiedPublicKey::verify_edge(&der, &domain, &node)
                 .unwrap_err()
                 .to_string()
         };
@@ -365,7 +376,7 @@ mod tests {
         let refused = |params: CertificateParams| {
             let key = KeyPair::generate().unwrap();
             let request = params.serialize_request(&key).unwrap();
-            let refused = VerifiedPublicKey::of_edge(request.der(), &td(), &edge_1());
+            let refused = VerifiedPublicKey::verify_edge(request.der(), &td(), &edge_1());
             refused.unwrap_err().to_string()
         };
         assert!(refused(bare()).contains("contains no name"));

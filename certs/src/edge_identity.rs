@@ -43,7 +43,7 @@ pub enum EdgeIdentityError {
 }
 
 /// Roots that an edge receives, at most: a rotation has two.
-const MOST_ROOTS: usize = 4;
+const MAX_ROOTS: usize = 4;
 
 /// An enrolled edge.
 #[derive(Debug, Clone)]
@@ -59,7 +59,7 @@ pub struct EdgeIdentity {
     /// Further addresses of the gateway, learned from its hello.
     pub gateways: Vec<String>,
     /// Whether an external CA makes and renews the identity, and names the roots of the gateways.
-    pub given: bool,
+    pub is_external: bool,
 }
 
 /// Form of the identity in the data directory: one file, so that key and certificate change at once.
@@ -78,59 +78,59 @@ impl EdgeIdentity {
     /// edge that was off for long still states its identity, and the gateway refuses it. A machine that gets its time late has
     /// its identity as soon as the time is right.
     pub fn new(roots_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {
-        let edge = Self::assemble(roots_pem, chain_pem, key)?;
-        let trust = TrustStore::below(&edge.roots, &edge.trust_domain)?;
-        let within = edge.leaf.not_after();
+        let identity = Self::assemble(roots_pem, chain_pem, key)?;
+        let trust_store = TrustStore::from_roots(&identity.roots, &identity.trust_domain)?;
+        let not_after = identity.leaf.not_after();
         check_peer(
-            Some(edge.leaf.chain()),
+            Some(identity.leaf.chain()),
             Purpose::Edge,
-            within,
-            &trust,
+            not_after,
+            &trust_store,
             &none_revoked,
         )?;
-        Ok(edge)
+        Ok(identity)
     }
 
     /// Builds the identity from parts that an external CA has made for this node: the roots of gateways, the certificate with its
     /// chain, and its key. The gateways decide whether they accept the certificate and whether it is valid now.
-    pub fn given(
+    pub fn from_external(
         roots_pem: &str,
         chain_pem: &str,
         key_pem: &str,
     ) -> Result<Self, ExternalIdentityError> {
-        let (leaf, node, trust_domain) = external::edge(chain_pem, key_pem)?;
+        let (leaf, node, trust_domain) = external::load_edge(chain_pem, key_pem)?;
         Ok(Self {
             node,
             leaf,
-            roots: external::roots(roots_pem)?,
+            roots: external::parse_roots(roots_pem)?,
             trust_domain,
             gateways: Vec::new(),
-            given: true,
+            is_external: true,
         })
     }
 
     /// Returns the trust store by which this edge recognises a gateway.
-    pub(crate) fn trust(&self) -> Result<TrustStore, TrustError> {
-        if self.given {
-            TrustStore::given(&self.roots, &self.trust_domain)
+    pub(crate) fn trust_store(&self) -> Result<TrustStore, TrustError> {
+        if self.is_external {
+            TrustStore::external(&self.roots, &self.trust_domain)
         } else {
-            TrustStore::below(&self.roots, &self.trust_domain)
+            TrustStore::from_roots(&self.roots, &self.trust_domain)
         }
     }
 
     /// Whether this edge still trusts a gateway that it trusted when the gateway showed this chain. The dates were checked then.
-    pub fn believes(&self, gateway: &[CertificateDer<'_>]) -> bool {
-        let facts = gateway.first().map(Certificate::read);
-        let ends = facts.and_then(Result::ok).unwrap_or_default().not_after;
-        let ends = UnixTime::since_unix_epoch(Duration::from_secs(ends));
-        let (now, purpose) = (UnixTime::now().min(ends), Purpose::Gateway);
-        self.trust().is_ok_and(|trust| {
+    pub fn trusts_gateway(&self, gateway: &[CertificateDer<'_>]) -> bool {
+        let parsed = gateway.first().map(Certificate::parse);
+        let not_after = parsed.and_then(Result::ok).unwrap_or_default().not_after;
+        let not_after = UnixTime::since_unix_epoch(Duration::from_secs(not_after));
+        let (now, purpose) = (UnixTime::now().min(not_after), Purpose::Gateway);
+        self.trust_store().is_ok_and(|trust| {
             check_peer(Some(gateway), purpose, now, &trust, &none_revoked).is_ok()
         })
     }
 
     /// The trust domain that roots name.
-    pub fn domain_of(roots_pem: &str) -> Result<TrustDomain, EdgeIdentityError> {
+    pub fn trust_domain_of(roots_pem: &str) -> Result<TrustDomain, EdgeIdentityError> {
         read_roots(roots_pem).map(|(_, domain)| domain)
     }
 
@@ -139,10 +139,11 @@ impl EdgeIdentity {
     fn assemble(roots_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {
         let leaf = LeafCertificate::load(chain_pem, key.expose())?;
         let (roots, trust_domain) = read_roots(roots_pem)?;
-        let own = leaf.chain().first().ok_or(PeerRejected::Missing)?;
-        let identity = Identity::of_ours(own, &trust_domain).map_err(PeerRejected::Identity)?;
+        let certificate = leaf.chain().first().ok_or(PeerRejected::NoCertificate)?;
+        let identity = Identity::from_own_certificate(certificate, &trust_domain)
+            .map_err(PeerRejected::Identity)?;
         let Identity::Edge(node) = identity else {
-            return Err(PeerRejected::Kind {
+            return Err(PeerRejected::WrongKind {
                 wanted: Purpose::Edge,
                 found: identity.kind(),
             }
@@ -154,7 +155,7 @@ impl EdgeIdentity {
             roots,
             trust_domain,
             gateways: Vec::new(),
-            given: false,
+            is_external: false,
         })
     }
 
@@ -162,7 +163,7 @@ impl EdgeIdentity {
     pub fn fingerprints(&self) -> Vec<Fingerprint> {
         self.roots
             .iter()
-            .map(|root| Fingerprint::of(root))
+            .map(|root| Fingerprint::of_certificate(root))
             .collect()
     }
 
@@ -179,7 +180,7 @@ impl EdgeIdentity {
         roots_pem: &str,
     ) -> Result<Vec<CertificateDer<'static>>, EdgeIdentityError> {
         let (roots, domain) = read_roots(roots_pem)?;
-        TrustStore::below(&roots, &domain)?;
+        TrustStore::from_roots(&roots, &domain)?;
         if domain != self.trust_domain {
             return Err(EdgeIdentityError::Root(format!(
                 "it is of trust domain {domain}, but this edge is of {}",
@@ -216,19 +217,19 @@ impl EdgeIdentity {
 fn read_roots(
     text: &str,
 ) -> Result<(Vec<CertificateDer<'static>>, TrustDomain), EdgeIdentityError> {
-    let roots = pem::certificates(text).map_err(EdgeIdentityError::Root)?;
-    if roots.len() > MOST_ROOTS {
-        let why = format!("there are more than {MOST_ROOTS} certificates");
+    let roots = pem::parse_certificates(text).map_err(EdgeIdentityError::Root)?;
+    if roots.len() > MAX_ROOTS {
+        let why = format!("there are more than {MAX_ROOTS} certificates");
         return Err(EdgeIdentityError::Root(why));
     }
     let domain = |root| {
-        let facts = Certificate::read(root).map_err(NameError::from)?;
-        if !facts.authority {
+        let parsed = Certificate::parse(root).map_err(NameError::from)?;
+        if !parsed.is_ca {
             return Err(EdgeIdentityError::Root(
                 "it may not sign certificates".into(),
             ));
         }
-        Ok(identity::domain_of_root(&facts)?)
+        Ok(identity::trust_domain_of_root(&parsed)?)
     };
     let mut domains = roots.iter().map(domain).collect::<Result<Vec<_>, _>>()?;
     domains.dedup();
@@ -308,7 +309,7 @@ mod tests {
         let refused = EdgeIdentity::new(&ca.root_pem(), &client.chain_pem(), &client.key_pem());
         assert!(matches!(
             refused,
-            Err(EdgeIdentityError::Refused(PeerRejected::Kind { .. }))
+            Err(EdgeIdentityError::Refused(PeerRejected::WrongKind { .. }))
         ));
     }
 }

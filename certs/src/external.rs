@@ -14,7 +14,7 @@ use crate::name::{NameError, NodeName, TrustDomain};
 use crate::pem;
 
 /// Maximum of roots in one file: a company has a few, the whole web 150.
-const MOST_ROOTS: usize = 64;
+const MAX_ROOTS: usize = 64;
 
 /// Error that makes files of an external CA unusable as an identity.
 #[derive(Debug, Error)]
@@ -47,49 +47,49 @@ impl From<CertificateError> for ExternalIdentityError {
     }
 }
 
-const GATEWAY: &str = "spiffe://TRUST-DOMAIN/gateway";
-const EDGE: &str = "spiffe://TRUST-DOMAIN/edge/NODE";
+const GATEWAY_URI: &str = "spiffe://TRUST-DOMAIN/gateway";
+const EDGE_URI: &str = "spiffe://TRUST-DOMAIN/edge/NODE";
 
 /// Returns the certificate of a gateway's tunnel port, and the trust domain that it names. Its dates are not checked.
-pub fn gateway(
+pub fn load_gateway(
     chain_pem: &str,
     key_pem: &str,
 ) -> Result<(LeafCertificate, TrustDomain), ExternalIdentityError> {
     let leaf = LeafCertificate::load(chain_pem, key_pem)?;
-    let facts = facts(&leaf)?;
-    match named(&facts, GATEWAY)? {
-        (Identity::Gateway, domain) if facts.server_auth => Ok((leaf, domain)),
+    let parsed = parse_leaf(&leaf)?;
+    match identity_of(&parsed, GATEWAY_URI)? {
+        (Identity::Gateway, domain) if parsed.server_auth => Ok((leaf, domain)),
         (Identity::Gateway, _) => Err(ExternalIdentityError::Usage("serverAuth")),
-        (other, _) => Err(kind(&other, GATEWAY)),
+        (other, _) => Err(kind_error(&other, GATEWAY_URI)),
     }
 }
 
 /// Returns the certificate of an edge, its node, and the trust domain that it names. Its dates are not checked: the clock may be
 /// wrong.
-pub(crate) fn edge(
+pub(crate) fn load_edge(
     chain_pem: &str,
     key_pem: &str,
 ) -> Result<(LeafCertificate, NodeName, TrustDomain), ExternalIdentityError> {
     let leaf = LeafCertificate::load(chain_pem, key_pem)?;
-    let facts = facts(&leaf)?;
-    match named(&facts, EDGE)? {
-        (Identity::Edge(node), domain) if facts.client_auth => Ok((leaf, node, domain)),
+    let parsed = parse_leaf(&leaf)?;
+    match identity_of(&parsed, EDGE_URI)? {
+        (Identity::Edge(node), domain) if parsed.client_auth => Ok((leaf, node, domain)),
         (Identity::Edge(_), _) => Err(ExternalIdentityError::Usage("clientAuth")),
-        (other, _) => Err(kind(&other, EDGE)),
+        (other, _) => Err(kind_error(&other, EDGE_URI)),
     }
 }
 
 /// Returns the roots, or intermediates that count as such, of a PEM text: at least one, each of which may sign.
-pub fn roots(text: &str) -> Result<Vec<CertificateDer<'static>>, ExternalIdentityError> {
-    let roots = pem::certificates(text).map_err(ExternalIdentityError::Roots)?;
-    if roots.len() > MOST_ROOTS {
-        let why = format!("there are more than {MOST_ROOTS} certificates");
+pub fn parse_roots(text: &str) -> Result<Vec<CertificateDer<'static>>, ExternalIdentityError> {
+    let roots = pem::parse_certificates(text).map_err(ExternalIdentityError::Roots)?;
+    if roots.len() > MAX_ROOTS {
+        let why = format!("there are more than {MAX_ROOTS} certificates");
         return Err(ExternalIdentityError::Roots(why));
     }
     for root in &roots {
-        let read = CaConstraints::read(root)?;
-        if !read.signs {
-            let name = read.subject.common;
+        let constraints = CaConstraints::parse(root)?;
+        if !constraints.can_sign {
+            let name = constraints.subject.display_name;
             let why = format!("{name:?} is not a CA certificate: it may not sign certificates");
             return Err(ExternalIdentityError::Roots(why));
         }
@@ -97,26 +97,26 @@ pub fn roots(text: &str) -> Result<Vec<CertificateDer<'static>>, ExternalIdentit
     Ok(roots)
 }
 
-fn facts(leaf: &LeafCertificate) -> Result<Certificate, CertificateError> {
+fn parse_leaf(leaf: &LeafCertificate) -> Result<Certificate, CertificateError> {
     // A leaf has at least the one certificate.
     leaf.chain()
         .first()
-        .map_or_else(|| Ok(Certificate::default()), Certificate::read)
+        .map_or_else(|| Ok(Certificate::default()), Certificate::parse)
 }
 
 /// Returns the identity in the certificate, in the trust domain that the certificate itself states.
-fn named(
-    facts: &Certificate,
+fn identity_of(
+    parsed: &Certificate,
     wanted: &'static str,
 ) -> Result<(Identity, TrustDomain), ExternalIdentityError> {
-    let read = || {
-        let domain = identity::domain_of(facts)?;
-        Ok((Identity::ours(facts, &domain)?, domain))
+    let parse_identity = || {
+        let domain = identity::trust_domain_of(parsed)?;
+        Ok((Identity::from_own(parsed, &domain)?, domain))
     };
-    read().map_err(|error| ExternalIdentityError::Name(error, wanted))
+    parse_identity().map_err(|error| ExternalIdentityError::Name(error, wanted))
 }
 
-fn kind(found: &Identity, wanted: &'static str) -> ExternalIdentityError {
+fn kind_error(found: &Identity, wanted: &'static str) -> ExternalIdentityError {
     let found = found.to_string();
     ExternalIdentityError::Kind { found, wanted }
 }

@@ -71,21 +71,24 @@ pub enum Identity {
 
 impl Identity {
     /// Reads a certificate that our own root has signed.
-    pub fn of_ours(
+    pub fn from_own_certificate(
         certificate: &CertificateDer<'_>,
         domain: &TrustDomain,
     ) -> Result<Self, NameError> {
-        Self::ours(&Certificate::read(certificate)?, domain)
+        Self::from_own(&Certificate::parse(certificate)?, domain)
     }
 
     /// Reads a certificate that another root has signed. The result is always `Foreign`, whatever the certificate states.
-    pub fn of_foreign(certificate: &CertificateDer<'_>) -> Result<Self, NameError> {
-        Ok(Self::foreign(Certificate::read(certificate)?))
+    pub fn from_foreign_certificate(certificate: &CertificateDer<'_>) -> Result<Self, NameError> {
+        Ok(Self::from_foreign(Certificate::parse(certificate)?))
     }
 
-    pub(crate) fn ours(certificate: &Certificate, domain: &TrustDomain) -> Result<Self, NameError> {
-        let uri = one_identity(certificate)?;
-        let unknown = || NameError::UnknownIdentity {
+    pub(crate) fn from_own(
+        certificate: &Certificate,
+        domain: &TrustDomain,
+    ) -> Result<Self, NameError> {
+        let uri = single_spiffe_uri(certificate)?;
+        let unknown_identity = || NameError::UnknownIdentity {
             uri: uri.to_owned(),
             domain: domain.clone(),
         };
@@ -93,7 +96,7 @@ impl Identity {
             .strip_prefix("spiffe://")
             .and_then(|rest| rest.strip_prefix(domain.as_str()))
             .and_then(|rest| rest.strip_prefix('/'))
-            .ok_or_else(unknown)?;
+            .ok_or_else(unknown_identity)?;
         match path.split_once('/') {
             None if path == "gateway" => Ok(Self::Gateway),
             Some(("edge", node)) => {
@@ -102,7 +105,7 @@ impl Identity {
                 if name.as_str() == node {
                     Ok(Self::Edge(name))
                 } else {
-                    Err(unknown())
+                    Err(unknown_identity())
                 }
             }
             Some(("client", name)) => {
@@ -119,26 +122,29 @@ impl Identity {
                     groups,
                 })
             }
-            _ => Err(unknown()),
+            _ => Err(unknown_identity()),
         }
     }
 
     /// Returns the kind of our own machine that a certificate names, independent of its signer and its other content.
-    pub(crate) fn machine(certificate: &Certificate, domain: &TrustDomain) -> Option<&'static str> {
+    pub(crate) fn own_machine_kind(
+        certificate: &Certificate,
+        domain: &TrustDomain,
+    ) -> Option<&'static str> {
         certificate.uris.iter().find_map(|uri| {
             let (scheme, rest) = uri.split_once("://")?;
             let (host, path) = rest.split_once('/')?;
-            let ours =
+            let is_own_domain =
                 scheme.eq_ignore_ascii_case("spiffe") && host.eq_ignore_ascii_case(domain.as_str());
             match path.split('/').next() {
-                Some("edge") if ours => Some("edge"),
-                Some("gateway") if ours => Some("gateway"),
+                Some("edge") if is_own_domain => Some("edge"),
+                Some("gateway") if is_own_domain => Some("gateway"),
                 _ => None,
             }
         })
     }
 
-    pub(crate) fn foreign(certificate: Certificate) -> Self {
+    pub(crate) fn from_foreign(certificate: Certificate) -> Self {
         Self::Foreign {
             common_name: certificate.common_name,
             organizations: certificate.organizations,
@@ -177,7 +183,7 @@ impl fmt::Display for Identity {
 
 /// The one spiffe URI of a certificate; none or several are refused, so that no certificate can
 /// be read as two identities.
-fn one_identity(certificate: &Certificate) -> Result<&str, NameError> {
+fn single_spiffe_uri(certificate: &Certificate) -> Result<&str, NameError> {
     let is_spiffe = |uri: &&String| {
         uri.get(..9)
             .is_some_and(|scheme| scheme.eq_ignore_ascii_case("spiffe://"))
@@ -193,21 +199,21 @@ fn one_identity(certificate: &Certificate) -> Result<&str, NameError> {
 
 /// Returns whether a certificate names a gateway, in any trust domain and by any signer.
 pub(crate) fn names_gateway(leaf: &Certificate) -> bool {
-    one_identity(leaf).is_ok_and(|uri| {
+    single_spiffe_uri(leaf).is_ok_and(|uri| {
         let path = uri.get(9..).and_then(|rest| rest.split_once('/'));
         path.is_some_and(|(_, path)| path == "gateway")
     })
 }
 
 /// The trust domain in which a leaf has its one identity.
-pub(crate) fn domain_of(leaf: &Certificate) -> Result<TrustDomain, NameError> {
-    let uri = one_identity(leaf)?.get(9..).unwrap_or_default();
+pub(crate) fn trust_domain_of(leaf: &Certificate) -> Result<TrustDomain, NameError> {
+    let uri = single_spiffe_uri(leaf)?.get(9..).unwrap_or_default();
     TrustDomain::parse(uri.split('/').next().unwrap_or_default())
 }
 
 /// The trust domain that a root names: its one URI `spiffe://<trust domain>`.
-pub(crate) fn domain_of_root(root: &Certificate) -> Result<TrustDomain, NameError> {
-    let uri = one_identity(root)?;
+pub(crate) fn trust_domain_of_root(root: &Certificate) -> Result<TrustDomain, NameError> {
+    let uri = single_spiffe_uri(root)?;
     TrustDomain::parse(uri.get(9..).unwrap_or_default())
 }
 
@@ -232,10 +238,10 @@ pub(crate) fn issuer_purpose(
     intermediate: &Certificate,
     domain: &TrustDomain,
 ) -> Option<IssuerPurpose> {
-    let uri = one_identity(intermediate).ok()?;
-    let is =
-        |purpose: &IssuerPurpose| intermediate.authority && issuer_uri(domain, *purpose) == uri;
-    IssuerPurpose::ALL.into_iter().find(is)
+    let uri = single_spiffe_uri(intermediate).ok()?;
+    let is_match =
+        |purpose: &IssuerPurpose| intermediate.is_ca && issuer_uri(domain, *purpose) == uri;
+    IssuerPurpose::ALL.into_iter().find(is_match)
 }
 
 pub(crate) fn root_uri(domain: &TrustDomain) -> String {

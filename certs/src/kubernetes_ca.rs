@@ -15,7 +15,7 @@ use crate::verify::peer::{PeerRejected, Purpose};
 use crate::verify::roots::{TrustError, client_verifier};
 
 /// Longest lifetime of a certificate that is shown: two hours are requested, and signers begin somewhat earlier.
-pub const SHOWN_AT_MOST: Duration = Duration::from_hours(3);
+pub const MAX_CERTIFICATE_LIFETIME: Duration = Duration::from_hours(3);
 
 /// A node that has shown its certificate, and when that begins, in Unix seconds.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,44 +62,47 @@ impl ClusterCa {
 
     /// Returns the node that this chain names, if the chain is valid now. A certificate with a longer lifetime was made for
     /// another purpose.
-    pub fn node(
+    pub fn verify_node(
         &self,
         chain: Option<&[CertificateDer<'_>]>,
         now: UnixTime,
     ) -> Result<VerifiedNodeCertificate, PeerRejected> {
         let (leaf, issuers) = chain
             .and_then(<[_]>::split_first)
-            .ok_or(PeerRejected::Missing)?;
+            .ok_or(PeerRejected::NoCertificate)?;
         let verified = self.verifier.verify_client_cert(leaf, issuers, now);
         verified.map_err(|error| PeerRejected::Invalid(error.to_string()))?;
-        let unreadable = |why: &dyn fmt::Display| PeerRejected::Invalid(why.to_string());
-        let (_, parsed) = X509Certificate::from_der(leaf).map_err(|error| unreadable(&error))?;
+        let invalid = |why: &dyn fmt::Display| PeerRejected::Invalid(why.to_string());
+        let (_, parsed) = X509Certificate::from_der(leaf).map_err(|error| invalid(&error))?;
         let usage = parsed.extended_key_usage();
-        let usage = usage.map_err(|error| unreadable(&error))?;
+        let usage = usage.map_err(|error| invalid(&error))?;
         if !usage.is_some_and(|usage| usage.value.client_auth) {
             let wanted = Purpose::Edge;
             return Err(PeerRejected::WrongPurpose { wanted });
         }
         let names = parsed.subject_alternative_name();
-        let names = names.map_err(|error| unreadable(&error))?;
-        let node = self.subject.node(parsed.subject());
+        let names = names.map_err(|error| invalid(&error))?;
+        let node = self.subject.node_of_subject(parsed.subject());
         let node = node.filter(|_| names.is_none());
         let node = node.ok_or_else(|| PeerRejected::Subject {
             found: parsed.subject().to_string(),
             wanted: self.subject.to_string(),
         })?;
-        let facts = Certificate::read(leaf).map_err(|error| unreadable(&error))?;
-        let (since, life) = (
-            facts.not_before,
-            facts.not_after.saturating_sub(facts.not_before),
+        let parsed_leaf = Certificate::parse(leaf).map_err(|error| invalid(&error))?;
+        let (not_before, lifetime) = (
+            parsed_leaf.not_before,
+            parsed_leaf.not_after.saturating_sub(parsed_leaf.not_before),
         );
-        if life > SHOWN_AT_MOST.as_secs() {
-            return Err(unreadable(&format_args!(
-                "its lifetime is {life} s, but a certificate for this purpose may have at most {} s",
-                SHOWN_AT_MOST.as_secs()
+        if lifetime > MAX_CERTIFICATE_LIFETIME.as_secs() {
+            return Err(invalid(&format_args!(
+                "its lifetime is {lifetime} s, but a certificate for this purpose may have at most {} s",
+                MAX_CERTIFICATE_LIFETIME.as_secs()
             )));
         }
-        Ok(VerifiedNodeCertificate { node, since })
+        Ok(VerifiedNodeCertificate {
+            node,
+            since: not_before,
+        })
     }
 }
 

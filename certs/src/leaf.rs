@@ -12,7 +12,7 @@ use rustls::sign::CertifiedKey;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, UnixTime};
 use thiserror::Error;
 
-use crate::certificate::{Certificate, CertificateError, date};
+use crate::certificate::{Certificate, CertificateError, format_date};
 use crate::crypto::provider;
 use crate::pem;
 use causeway_config::Secret;
@@ -92,10 +92,11 @@ impl LeafCertificate {
 
     /// Reads a chain and a key, for instance an operator's own certificate for a listener.
     pub fn load(chain_pem: &str, key_pem: &str) -> Result<Self, LeafCertificateError> {
-        let chain = pem::certificates(chain_pem).map_err(|why| LeafCertificateError::Pem {
-            part: "certificate",
-            why,
-        })?;
+        let chain =
+            pem::parse_certificates(chain_pem).map_err(|why| LeafCertificateError::Pem {
+                part: "certificate",
+                why,
+            })?;
         let key = pem::private_key(key_pem).map_err(|why| LeafCertificateError::Pem {
             part: "private key",
             why,
@@ -110,13 +111,13 @@ impl LeafCertificate {
         key_pem: &str,
     ) -> Result<Self, LeafCertificateError> {
         let leaf = Self::load(chain_pem, key_pem)?;
-        let facts = leaf.chain().first().map(Certificate::read).transpose()?;
-        let facts = facts.unwrap_or_default();
-        let (may, usage) = match role {
-            Role::Server => (facts.server_auth, "serverAuth"),
-            Role::Client => (facts.client_auth, "clientAuth"),
+        let parsed = leaf.chain().first().map(Certificate::parse).transpose()?;
+        let parsed = parsed.unwrap_or_default();
+        let (has_usage, usage) = match role {
+            Role::Server => (parsed.server_auth, "serverAuth"),
+            Role::Client => (parsed.client_auth, "clientAuth"),
         };
-        if may || facts.any_use {
+        if has_usage || parsed.is_any_purpose {
             return Ok(leaf);
         }
         Err(LeafCertificateError::Usage(usage))
@@ -133,8 +134,8 @@ impl LeafCertificate {
             return Ok(self);
         }
         Err(LeafCertificateError::Period {
-            from: date(self.not_before),
-            to: date(self.not_after),
+            from: format_date(self.not_before),
+            to: format_date(self.not_after),
         })
     }
 
@@ -153,7 +154,7 @@ impl LeafCertificate {
             not_before,
             not_after,
             ..
-        } = Certificate::read(first)?;
+        } = Certificate::parse(first)?;
         let certified = CertifiedKey::from_der(chain, key.clone_key(), &provider())?;
         Ok(Self {
             certified: Arc::new(certified),
@@ -220,7 +221,7 @@ mod tests {
 
     fn leaf() -> LeafCertificate {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
-        ca.mint_listener(&[], Duration::from_mins(1)).unwrap()
+        ca.issue_listener(&[], Duration::from_mins(1)).unwrap()
     }
 
     #[test]
@@ -246,7 +247,7 @@ mod tests {
     #[test]
     fn a_leaf_is_read_for_its_role_alone() {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
-        let server = ca.mint_listener(&[], Duration::from_mins(1)).unwrap();
+        let server = ca.issue_listener(&[], Duration::from_mins(1)).unwrap();
         let read = |role, leaf: &LeafCertificate| {
             LeafCertificate::load_for(role, &leaf.chain_pem(), leaf.key_pem().expose())
         };

@@ -47,7 +47,7 @@ pub use leaf::{LeafCertificate, LeafCertificateError, Role};
 pub use name::{
     GatewayName, HostName, ListenerName, NameError, NodeName, NodePattern, TrustDomain,
 };
-pub use pem::{certificates, encode_chain};
+pub use pem::{encode_chain, parse_certificates};
 pub use resolver::{ReloadableCert, SniCertResolver};
 pub use secret::Fingerprint;
 pub use signer_profile::SignerProfile;

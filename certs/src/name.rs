@@ -27,7 +27,7 @@ const MAX_CLIENT: usize = 64;
 pub enum NameError {
     /// The name is not a DNS-1123 subdomain.
     #[error("'{name}' is not a valid name: {why}")]
-    NotDns {
+    InvalidDnsName {
         /// The rejected name.
         name: String,
         /// Description of the fault.
@@ -35,7 +35,7 @@ pub enum NameError {
     },
     /// The word is not usable as the name or group of a client.
     #[error("'{word}' is not a valid client or group: {why}")]
-    NotCaller {
+    InvalidClientName {
         /// The rejected word.
         word: String,
         /// Description of the fault.
@@ -61,32 +61,32 @@ pub enum NameError {
 }
 
 /// `Ok` with the lower-case form if `text` is a DNS-1123 subdomain.
-fn dns(text: &str) -> Result<Arc<str>, NameError> {
-    let refuse = |why| NameError::NotDns {
+fn parse_dns(text: &str) -> Result<Arc<str>, NameError> {
+    let invalid = |why| NameError::InvalidDnsName {
         name: text.chars().take(MAX_NAME).collect(),
         why,
     };
     if text.is_empty() {
-        return Err(refuse("it is empty"));
+        return Err(invalid("it is empty"));
     }
     if text.len() > MAX_NAME {
-        return Err(refuse("it is longer than 253 characters"));
+        return Err(invalid("it is longer than 253 characters"));
     }
     for label in text.split('.') {
         if label.is_empty() {
-            return Err(refuse("a part between dots is empty"));
+            return Err(invalid("a part between dots is empty"));
         }
         if label.len() > MAX_LABEL {
-            return Err(refuse("a part between dots is longer than 63 characters"));
+            return Err(invalid("a part between dots is longer than 63 characters"));
         }
         if !label
             .bytes()
             .all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
         {
-            return Err(refuse("only letters, digits, '-' and '.' are allowed"));
+            return Err(invalid("only letters, digits, '-' and '.' are allowed"));
         }
         if label.starts_with('-') || label.ends_with('-') {
-            return Err(refuse("no part may begin or end with '-'"));
+            return Err(invalid("no part may begin or end with '-'"));
         }
     }
     Ok(text.to_ascii_lowercase().into())
@@ -102,7 +102,7 @@ macro_rules! dns_name {
         impl $name {
             /// Checks and lower-cases a name.
             pub fn parse(text: &str) -> Result<Self, NameError> {
-                dns(text).map(Self)
+                parse_dns(text).map(Self)
             }
 
             /// The name, in lower case.
@@ -184,8 +184,8 @@ impl NodePattern {
     /// Checks and lower-cases a name or a pattern.
     pub fn parse(text: &str) -> Result<Self, NameError> {
         // With a letter in place of each star, the pattern must be a valid name.
-        dns(&text.replace('*', "x")).map_err(|error| match error {
-            NameError::NotDns { why, .. } => NameError::NotDns {
+        parse_dns(&text.replace('*', "x")).map_err(|error| match error {
+            NameError::InvalidDnsName { why, .. } => NameError::InvalidDnsName {
                 name: text.chars().take(MAX_NAME).collect(),
                 why,
             },
@@ -206,27 +206,27 @@ impl NodePattern {
             return self.0 == node;
         }
         let mut labels = self.0.split('.').zip(node.split('.'));
-        labels.all(|(pattern, label)| matches(pattern, label))
+        labels.all(|(pattern, label)| matches_label(pattern, label))
     }
 }
 
 /// Whether a label fits a pattern of one.
-fn matches(pattern: &str, label: &str) -> bool {
+fn matches_label(pattern: &str, label: &str) -> bool {
     let mut parts = pattern.split('*');
-    let Some(mut rest) = label.strip_prefix(parts.next().unwrap_or_default()) else {
+    let Some(mut remaining) = label.strip_prefix(parts.next().unwrap_or_default()) else {
         return false;
     };
     let Some(last) = parts.next_back() else {
-        return rest.is_empty();
+        return remaining.is_empty();
     };
     // Each part between stars matches at its first position, which leaves most text for the rest.
     for part in parts {
-        let Some((_, behind)) = rest.split_once(part) else {
+        let Some((_, after)) = remaining.split_once(part) else {
             return false;
         };
-        rest = behind;
+        remaining = after;
     }
-    rest.ends_with(last)
+    remaining.ends_with(last)
 }
 
 impl From<&NodeName> for NodePattern {
@@ -280,14 +280,14 @@ impl HostName {
     pub fn parse(text: &str) -> Result<Self, NameError> {
         match text.parse() {
             Ok(address) => Ok(Self::Ip(address)),
-            Err(_) => dns(text).map(Self::Dns),
+            Err(_) => parse_dns(text).map(Self::Dns),
         }
     }
 }
 
 impl HostName {
     /// Returns the name as a certificate's alternative name.
-    pub(crate) fn alternative(&self) -> Result<rcgen::SanType, rcgen::Error> {
+    pub(crate) fn to_san(&self) -> Result<rcgen::SanType, rcgen::Error> {
         Ok(match self {
             Self::Dns(name) => rcgen::SanType::DnsName(name.as_ref().try_into()?),
             Self::Ip(address) => rcgen::SanType::IpAddress(*address),
@@ -329,23 +329,23 @@ impl fmt::Display for HostName {
 /// Checks the name or a group of a client: it must be usable without quoting in a URI's path, in a line of the bearer token file
 /// and in a log.
 pub fn check_client(word: &str) -> Result<(), NameError> {
-    let refuse = |why| {
-        Err(NameError::NotCaller {
+    let invalid = |why| {
+        Err(NameError::InvalidClientName {
             word: word.chars().take(MAX_CLIENT).collect(),
             why,
         })
     };
     if word.is_empty() {
-        return refuse("it is empty");
+        return invalid("it is empty");
     }
     if word.len() > MAX_CLIENT {
-        return refuse("it is longer than 64 characters");
+        return invalid("it is longer than 64 characters");
     }
     if !word
         .bytes()
         .all(|byte| byte.is_ascii_alphanumeric() || b"-._:@".contains(&byte))
     {
-        return refuse("only letters, digits and - . _ : @ are allowed");
+        return invalid("only letters, digits and - . _ : @ are allowed");
     }
     Ok(())
 }

@@ -8,18 +8,18 @@ use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
 /// Characters on a line (RFC 7468, section 2).
-const LINE: usize = 64;
+const LINE_LENGTH: usize = 64;
 
 /// Encodes one block of PEM, with its line ends.
 pub(crate) fn encode(label: &str, der: &[u8]) -> String {
     let text = STANDARD.encode(der);
     let mut out = format!("-----BEGIN {label}-----\n");
-    let mut rest = text.as_str();
-    while !rest.is_empty() {
-        let (line, next) = rest.split_at(rest.len().min(LINE));
+    let mut remaining = text.as_str();
+    while !remaining.is_empty() {
+        let (line, next) = remaining.split_at(remaining.len().min(LINE_LENGTH));
         out.push_str(line);
         out.push('\n');
-        rest = next;
+        remaining = next;
     }
     out.push_str("-----END ");
     out.push_str(label);
@@ -36,14 +36,14 @@ pub fn encode_chain(chain: &[CertificateDer<'_>]) -> String {
 }
 
 /// Returns all certificates of a text, at least one.
-pub fn certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, String> {
-    let found = CertificateDer::pem_slice_iter(text.as_bytes())
+pub fn parse_certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, String> {
+    let certificates = CertificateDer::pem_slice_iter(text.as_bytes())
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| error.to_string())?;
-    if found.is_empty() {
+    if certificates.is_empty() {
         return Err("no certificate (BEGIN CERTIFICATE) in it".into());
     }
-    Ok(found)
+    Ok(certificates)
 }
 
 /// The first private key of a text.
@@ -62,13 +62,13 @@ mod tests {
             CertificateDer::from(vec![9; 48]),
         ];
         let text = encode_chain(&chain);
-        assert!(text.lines().all(|line| line.len() <= LINE));
-        assert_eq!(certificates(&text).unwrap(), chain);
+        assert!(text.lines().all(|line| line.len() <= LINE_LENGTH));
+        assert_eq!(parse_certificates(&text).unwrap(), chain);
     }
 
     #[test]
     fn a_text_without_certificates_is_an_error() {
-        assert!(certificates("").is_err());
+        assert!(parse_certificates("").is_err());
         assert!(private_key("nothing").is_err());
     }
 }

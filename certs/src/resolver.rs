@@ -21,10 +21,10 @@ use crate::leaf::LeafCertificate;
 use crate::name::{HostName, ListenerName, NodeName};
 
 /// Validity of a minted leaf.
-const LIFETIME: Duration = Duration::from_hours(24 * 7);
+const LEAF_LIFETIME: Duration = Duration::from_hours(24 * 7);
 /// Longest period for which a leaf is shown: half of its validity, so that a client never sees a leaf that is about to expire.
 /// A leaf that ends earlier, with its issuer, is shown for half of the time that it has left.
-const SHOWN: Duration = Duration::from_hours(24 * 7 / 2);
+const MAX_CACHE_AGE: Duration = Duration::from_hours(24 * 7 / 2);
 /// Cached leaves, at most; at about 2 KiB each, 40 MiB.
 const MAX_LEAVES: u64 = 20_000;
 
@@ -52,10 +52,10 @@ struct CachedLeaf {
 
 impl CachedLeaf {
     fn new(leaf: &LeafCertificate, now: UnixTime) -> Self {
-        let left = leaf.not_after().as_secs().saturating_sub(now.as_secs());
+        let remaining = leaf.not_after().as_secs().saturating_sub(now.as_secs());
         Self {
             certified: leaf.certified_key(),
-            show_until: now.as_secs() + SHOWN.as_secs().min(left / 2),
+            show_until: now.as_secs() + MAX_CACHE_AGE.as_secs().min(remaining / 2),
         }
     }
 }
@@ -64,9 +64,9 @@ impl CachedLeaf {
 pub struct SniCertResolver {
     ca: LiveCa,
     names: Vec<ListenerName>,
-    known: IsKnownName,
+    is_known_name: IsKnownName,
     /// Cached leaves, by the version of the CA and by target.
-    leaves: Cache<(CaVersion, CertTarget), CachedLeaf>,
+    cache: Cache<(CaVersion, CertTarget), CachedLeaf>,
 }
 
 impl fmt::Debug for SniCertResolver {
@@ -80,76 +80,92 @@ impl fmt::Debug for SniCertResolver {
 impl SniCertResolver {
     /// Returns a resolver that shows a leaf for `names` to clients that ask for no known node. Fails if even that leaf cannot be
     /// minted.
-    pub fn new(ca: LiveCa, names: Vec<ListenerName>, known: IsKnownName) -> Result<Self, CaError> {
-        let leaves = Cache::builder()
+    pub fn new(
+        ca: LiveCa,
+        names: Vec<ListenerName>,
+        is_known_name: IsKnownName,
+    ) -> Result<Self, CaError> {
+        let cache = Cache::builder()
             .max_capacity(MAX_LEAVES)
-            .time_to_live(SHOWN)
+            .time_to_live(MAX_CACHE_AGE)
             .build();
         let (current, now) = (ca.get(), UnixTime::now());
-        let own = CachedLeaf::new(&current.mint_listener(&names, LIFETIME)?, now);
-        leaves.insert((current.state_at(now), CertTarget::Listener), own);
+        let default_leaf = CachedLeaf::new(&current.issue_listener(&names, LEAF_LIFETIME)?, now);
+        cache.insert(
+            (current.version_at(now), CertTarget::Listener),
+            default_leaf,
+        );
         Ok(Self {
             ca,
             names,
-            known,
-            leaves,
+            is_known_name,
+            cache,
         })
     }
 
     /// The leaf for an SNI, or for none.
-    pub fn leaf(&self, server_name: Option<&str>) -> Option<Arc<CertifiedKey>> {
-        self.shown(&self.asked(server_name).unwrap_or(CertTarget::Listener))
+    pub fn leaf_for_sni(&self, server_name: Option<&str>) -> Option<Arc<CertifiedKey>> {
+        self.cached_leaf(
+            &self
+                .target_for_sni(server_name)
+                .unwrap_or(CertTarget::Listener),
+        )
     }
 
     /// Returns whether a certificate bears this server name: that of a known node, or one of the listener's own.
     pub fn recognizes(&self, server_name: &str) -> bool {
-        let own = |name: &ListenerName| match name {
+        let is_own_name = |name: &ListenerName| match name {
             HostName::Dns(name) => name.eq_ignore_ascii_case(server_name),
             HostName::Ip(_) => false,
         };
-        self.asked(Some(server_name)).is_some() || self.names.iter().any(own)
+        self.target_for_sni(Some(server_name)).is_some() || self.names.iter().any(is_own_name)
     }
 
     /// Returns a resolver of the same leaves for a client that has dialled this address of the node. The address is in the leaf
     /// for clients that ask for no known node.
-    pub fn at(self: &Arc<Self>, node: NodeName, address: IpAddr) -> Arc<dyn ResolvesServerCert> {
+    pub fn for_address(
+        self: &Arc<Self>,
+        node: NodeName,
+        address: IpAddr,
+    ) -> Arc<dyn ResolvesServerCert> {
         Arc::new(AddressCertResolver {
-            leaves: self.clone(),
-            shown: CertTarget::Address(node, address.to_canonical()),
+            resolver: self.clone(),
+            default_target: CertTarget::Address(node, address.to_canonical()),
         })
     }
 
-    fn asked(&self, server_name: Option<&str>) -> Option<CertTarget> {
+    fn target_for_sni(&self, server_name: Option<&str>) -> Option<CertTarget> {
         let node = NodeName::parse(server_name?).ok()?;
-        (self.known)(node.as_str()).then_some(CertTarget::Node(node))
+        (self.is_known_name)(node.as_str()).then_some(CertTarget::Node(node))
     }
 
-    fn shown(&self, shown: &CertTarget) -> Option<Arc<CertifiedKey>> {
-        self.shown_at(shown, UnixTime::now())
+    fn cached_leaf(&self, shown: &CertTarget) -> Option<Arc<CertifiedKey>> {
+        self.cached_leaf_at(shown, UnixTime::now())
     }
 
-    fn shown_at(&self, shown: &CertTarget, now: UnixTime) -> Option<Arc<CertifiedKey>> {
+    fn cached_leaf_at(&self, shown: &CertTarget, now: UnixTime) -> Option<Arc<CertifiedKey>> {
         let ca = self.ca.get();
-        let key = (ca.state_at(now), shown.clone());
-        let cached = self.leaves.get(&key);
+        let key = (ca.version_at(now), shown.clone());
+        let cached = self.cache.get(&key);
         if cached.is_some_and(|cached| cached.show_until < now.as_secs()) {
-            self.leaves.invalidate(&key);
+            self.cache.invalidate(&key);
         }
-        let minted = self.leaves.try_get_with(key, || self.mint(&ca, shown, now));
-        minted
-            .inspect_err(|error| tracing::error!(%error, ?shown, "cannot issue a certificate for the listener"))
-            .ok()
-            .map(|leaf| leaf.certified)
+        let leaf = self.cache.try_get_with(key, || self.issue(&ca, shown, now));
+        leaf.inspect_err(
+            |error| tracing::error!(%error, ?shown, "cannot issue a certificate for the listener"),
+        )
+        .ok()
+        .map(|leaf| leaf.certified)
     }
 
-    fn mint(&self, ca: &Ca, shown: &CertTarget, now: UnixTime) -> Result<CachedLeaf, CaError> {
-        let leaf = match shown {
-            CertTarget::Node(node) => ca.mint_listener(&[HostName::from(node)], LIFETIME)?,
+    fn issue(&self, ca: &Ca, target: &CertTarget, now: UnixTime) -> Result<CachedLeaf, CaError> {
+        let leaf = match target {
+            CertTarget::Node(node) => ca.issue_listener(&[HostName::from(node)], LEAF_LIFETIME)?,
             CertTarget::Address(node, address) => {
                 let names = [HostName::from(node), HostName::Ip(*address)];
-                ca.mint_listener(&names, LIFETIME)?
+                ca.issue_listener(&names, LEAF_LIFETIME)?
             }
-            CertTarget::Listener => ca.mint_listener(&self.names, LIFETIME)?,
+            CertTarget::Listener => ca.issue_listener(&self.names, LEAF_LIFETIME)?,
         };
         Ok(CachedLeaf::new(&leaf, now))
     }
@@ -158,20 +174,21 @@ impl SniCertResolver {
 /// Resolver of the leaves of a listener, for one address.
 #[derive(Debug)]
 struct AddressCertResolver {
-    leaves: Arc<SniCertResolver>,
-    shown: CertTarget,
+    resolver: Arc<SniCertResolver>,
+    default_target: CertTarget,
 }
 
 impl ResolvesServerCert for AddressCertResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        let asked = self.leaves.asked(hello.server_name());
-        self.leaves.shown(asked.as_ref().unwrap_or(&self.shown))
+        let target = self.resolver.target_for_sni(hello.server_name());
+        self.resolver
+            .cached_leaf(target.as_ref().unwrap_or(&self.default_target))
     }
 }
 
 impl ResolvesServerCert for SniCertResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        self.leaf(hello.server_name())
+        self.leaf_for_sni(hello.server_name())
     }
 }
 
@@ -217,24 +234,24 @@ mod tests {
     #[test]
     fn a_known_node_gets_its_own_leaf_once() {
         let resolver = resolver(|name| name == "edge-1");
-        let first = resolver.leaf(Some("edge-1")).unwrap();
-        let again = resolver.leaf(Some("EDGE-1")).unwrap();
+        let first = resolver.leaf_for_sni(Some("edge-1")).unwrap();
+        let again = resolver.leaf_for_sni(Some("EDGE-1")).unwrap();
         assert!(Arc::ptr_eq(&first, &again));
-        assert!(!Arc::ptr_eq(&first, &resolver.leaf(None).unwrap()));
+        assert!(!Arc::ptr_eq(&first, &resolver.leaf_for_sni(None).unwrap()));
     }
 
     #[test]
     fn unknown_names_share_the_default_leaf() {
         let resolver = resolver(|_| false);
-        let default = resolver.leaf(None).unwrap();
+        let default = resolver.leaf_for_sni(None).unwrap();
         for name in ["edge-9", "", "not a name", "*"] {
             assert!(
-                Arc::ptr_eq(&default, &resolver.leaf(Some(name)).unwrap()),
+                Arc::ptr_eq(&default, &resolver.leaf_for_sni(Some(name)).unwrap()),
                 "{name}"
             );
         }
-        resolver.leaves.run_pending_tasks();
-        assert_eq!(resolver.leaves.entry_count(), 1);
+        resolver.cache.run_pending_tasks();
+        assert_eq!(resolver.cache.entry_count(), 1);
     }
 
     #[test]
@@ -261,7 +278,7 @@ mod tests {
         let resolver = resolver(|_| false);
         let at = |text: &str| {
             let node = NodeName::parse("edge-1").unwrap();
-            let leaf = resolver.shown(&CertTarget::Address(node, text.parse().unwrap()));
+            let leaf = resolver.cached_leaf(&CertTarget::Address(node, text.parse().unwrap()));
             leaf.unwrap()
         };
         assert!(Arc::ptr_eq(&at("10.0.0.1"), &at("10.0.0.1")));
@@ -271,12 +288,15 @@ mod tests {
     #[test]
     fn another_root_signs_other_leaves_from_then_on() {
         let resolver = resolver(|name| name == "edge-1");
-        let before = resolver.leaf(Some("edge-1")).unwrap();
+        let before = resolver.leaf_for_sni(Some("edge-1")).unwrap();
         let next = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         resolver.ca.swap(next);
-        let after = resolver.leaf(Some("edge-1")).unwrap();
+        let after = resolver.leaf_for_sni(Some("edge-1")).unwrap();
         assert_ne!(before.cert[1], after.cert[1]);
-        assert!(Arc::ptr_eq(&after, &resolver.leaf(Some("edge-1")).unwrap()));
+        assert!(Arc::ptr_eq(
+            &after,
+            &resolver.leaf_for_sni(Some("edge-1")).unwrap()
+        ));
     }
 
     #[test]
@@ -291,7 +311,7 @@ mod tests {
             let resolver = resolver.unwrap();
             let at = |hours| {
                 resolver
-                    .shown_at(&CertTarget::Listener, later(hours))
+                    .cached_leaf_at(&CertTarget::Listener, later(hours))
                     .unwrap()
             };
             let first = at(0);
@@ -306,7 +326,7 @@ mod tests {
         let count = Arc::clone(&asked);
         let resolver = resolver(move |_| count.fetch_add(1, Ordering::Relaxed) < 64);
         let leaves: Vec<_> = std::thread::scope(|scope| {
-            let ask = || resolver.leaf(Some("edge-1")).unwrap();
+            let ask = || resolver.leaf_for_sni(Some("edge-1")).unwrap();
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(ask)).collect();
             threads
                 .into_iter()
@@ -320,7 +340,7 @@ mod tests {
     #[test]
     fn a_live_leaf_is_swapped_in_place() {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
-        let mint = || ca.mint_listener(&[], LIFETIME).unwrap();
+        let mint = || ca.issue_listener(&[], LEAF_LIFETIME).unwrap();
         let live = ReloadableCert::new(mint());
         let old = live.get();
         live.swap(mint());

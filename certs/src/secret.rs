@@ -18,7 +18,7 @@ use thiserror::Error;
 
 /// A new secret of 32 random bytes, as base64url.
 pub(crate) fn random_secret() -> Secret {
-    Secret::new(base64url(&random::<32>()))
+    Secret::new(base64url(&random_bytes::<32>()))
 }
 
 /// A SHA-256: of a root certificate (its fingerprint), of a public key, or of a secret (its stored form).
@@ -33,7 +33,7 @@ pub struct FingerprintError;
 
 impl Fingerprint {
     /// The fingerprint of a certificate: SHA-256 of its DER.
-    pub fn of(certificate: &CertificateDer<'_>) -> Self {
+    pub fn of_certificate(certificate: &CertificateDer<'_>) -> Self {
         Self::digest(certificate)
     }
 
@@ -102,7 +102,7 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 }
 
 /// Bytes from the thread's cryptographic generator.
-pub(crate) fn random<const N: usize>() -> [u8; N] {
+pub(crate) fn random_bytes<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
     rand::fill(&mut bytes);
     bytes
@@ -147,7 +147,10 @@ mod tests {
         for name in ["a", "b"] {
             assert_eq!(Fingerprint::of_key(&made(name)), Some(expected));
         }
-        assert_ne!(Fingerprint::of(&made("a")), Fingerprint::of(&made("b")));
+        assert_ne!(
+            Fingerprint::of_certificate(&made("a")),
+            Fingerprint::of_certificate(&made("b"))
+        );
         assert_eq!(Fingerprint::of_key(&CertificateDer::from(&b"x"[..])), None);
     }
 

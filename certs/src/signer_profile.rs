@@ -20,7 +20,7 @@ pub enum SignerProfile {
 
 impl SignerProfile {
     /// Returns the profile of a signer by its name, or `None` if it is none of the cluster's own for clients.
-    pub fn of(signer: &str) -> Option<Self> {
+    pub fn from_signer_name(signer: &str) -> Option<Self> {
         match signer {
             "kubernetes.io/kube-apiserver-client-kubelet" => Some(Self::Kubelet),
             "kubernetes.io/kube-apiserver-client" => Some(Self::Client),
@@ -37,7 +37,7 @@ impl SignerProfile {
     }
 
     /// Returns the prefix of the node's name in the one common name.
-    pub fn prefix(self) -> &'static str {
+    pub fn common_name_prefix(self) -> &'static str {
         match self {
             Self::Kubelet => "system:node:",
             Self::Client => "causeway:edge:",
@@ -45,7 +45,7 @@ impl SignerProfile {
     }
 
     /// Whether a request in DER is meant as that of an edge: others ask these signers, too.
-    pub fn is_meant(self, request: &[u8]) -> bool {
+    pub fn is_edge_request(self, request: &[u8]) -> bool {
         let Ok((_, request)) = X509CertificationRequest::from_der(request) else {
             return false;
         };
@@ -55,27 +55,27 @@ impl SignerProfile {
         organizations.any(|name| name.as_str() == Ok(self.organization()))
             || names.any(|name| {
                 name.as_str()
-                    .is_ok_and(|name| name.starts_with(self.prefix()))
+                    .is_ok_and(|name| name.starts_with(self.common_name_prefix()))
             })
     }
 
     /// Returns the node of a subject that has exactly this form.
-    pub(crate) fn node(self, subject: &X509Name<'_>) -> Option<NodeName> {
+    pub(crate) fn node_of_subject(self, subject: &X509Name<'_>) -> Option<NodeName> {
         let (mut organization, mut common) = (None, None);
         for attribute in subject.iter_attributes() {
-            let place = match attribute.attr_type() {
+            let slot = match attribute.attr_type() {
                 oid if *oid == OID_X509_ORGANIZATION_NAME => &mut organization,
                 oid if *oid == OID_X509_COMMON_NAME => &mut common,
                 _ => return None,
             };
-            if place.replace(attribute.as_str().ok()?).is_some() {
+            if slot.replace(attribute.as_str().ok()?).is_some() {
                 return None;
             }
         }
         if organization? != self.organization() {
             return None;
         }
-        let name = common?.strip_prefix(self.prefix())?;
+        let name = common?.strip_prefix(self.common_name_prefix())?;
         let node = NodeName::parse(name).ok()?;
         (node.as_str() == name).then_some(node)
     }
@@ -83,6 +83,11 @@ impl SignerProfile {
 
 impl fmt::Display for SignerProfile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "O={}, CN={}NODE", self.organization(), self.prefix())
+        write!(
+            f,
+            "O={}, CN={}NODE",
+            self.organization(),
+            self.common_name_prefix()
+        )
     }
 }

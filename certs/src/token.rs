@@ -15,7 +15,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
-pub(crate) use store::TOKENS;
+pub(crate) use store::TOKENS_FILE;
 pub use store::{NodeStatus, TokenRejected, TokenStore};
 
 use crate::name::{NodeName, NodePattern};
@@ -69,7 +69,7 @@ pub struct JoinToken {
 impl JoinToken {
     /// A new token for a gateway with this root.
     pub(crate) fn generate(root: Fingerprint) -> Self {
-        let mut id = secret::random::<ID_BYTES>();
+        let mut id = secret::random_bytes::<ID_BYTES>();
         // Begins with a letter, because `token revoke` would parse a leading `-` as a flag.
         id[0] &= 0x7f;
         Self {
@@ -200,14 +200,14 @@ fn once() -> u32 {
 }
 
 /// A token that was good once had only the time of that.
-fn joined<'de, D: Deserializer<'de>>(read: D) -> Result<Vec<JoinRecord>, D::Error> {
+fn joined<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<JoinRecord>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]
     enum Read {
         All(Vec<JoinRecord>),
         One(Option<u64>),
     }
-    Ok(match Read::deserialize(read)? {
+    Ok(match Read::deserialize(deserializer)? {
         Read::All(all) => all,
         Read::One(at) => at
             .map(|at| JoinRecord { node: None, at })

@@ -38,12 +38,12 @@ impl ListenAddr {
             _ => return false,
         };
         let (from, to) = (one.ip().to_canonical(), two.ip().to_canonical());
-        let takes = |any: std::net::IpAddr, ip: std::net::IpAddr| {
+        let covers = |any: std::net::IpAddr, ip: std::net::IpAddr| {
             any.is_unspecified() && (any.is_ipv6() || ip.is_ipv4())
         };
         one.port() != 0
             && one.port() == two.port()
-            && (from == to || takes(from, to) || takes(to, from))
+            && (from == to || covers(from, to) || covers(to, from))
     }
 }
 
@@ -70,7 +70,7 @@ impl FromStr for ListenAddr {
                 ))
             };
         }
-        socket_address(text)
+        parse_socket_address(text)
             .map(Self::Tcp)
             .map_err(|fault| format!("{fault}, or unix:/path"))
     }
@@ -122,7 +122,7 @@ impl SocketAddrStr {
 
     /// Reads `127.0.0.1:10265`.
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<SocketAddr, D::Error> {
-        socket_address(&String::deserialize(from)?).map_err(de::Error::custom)
+        parse_socket_address(&String::deserialize(from)?).map_err(de::Error::custom)
     }
 }
 
@@ -140,7 +140,7 @@ impl schemars::JsonSchema for SocketAddrStr {
     }
 }
 
-fn socket_address(text: &str) -> Result<SocketAddr, String> {
+fn parse_socket_address(text: &str) -> Result<SocketAddr, String> {
     text.parse().map_err(|_| {
         format!(
             "\"{text}\" is not a listen address; write IP:PORT with a port up to 65535, such as \
@@ -164,9 +164,9 @@ impl ListenAddrs {
     ) {
         let listen = listen.into();
         let earlier = self.0.iter().find(|(_, _, taken)| taken.overlaps(&listen));
-        if let Some((other, called, taken)) = earlier {
+        if let Some((other, other_name, taken)) = earlier {
             let remedy = "give one of the two another port or path";
-            let message = format!("{listen} overlaps with {called} ({taken}); {remedy}");
+            let message = format!("{listen} overlaps with {other_name} ({taken}); {remedy}");
             faults.add_against(path, other, message);
         }
         self.0.push((path.into(), name.into(), listen));
@@ -202,8 +202,8 @@ pub fn host_port(text: &str) -> Result<(&str, u16), String> {
             Err(_) => Err(fault()),
         };
     }
-    let letters = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-    if host.is_empty() || !host.chars().all(letters) {
+    let is_host_char = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    if host.is_empty() || !host.chars().all(is_host_char) {
         return Err(fault());
     }
     Ok((host, port))

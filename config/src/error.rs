@@ -16,7 +16,7 @@ pub struct ConfigError {
     /// Description of the fault, and what to write instead.
     pub message: String,
     /// Path of the other value that causes the fault: without it there may be none.
-    pub rests_on: Option<String>,
+    pub depends_on: Option<String>,
 }
 
 impl fmt::Display for ConfigError {
@@ -47,7 +47,7 @@ impl ConfigErrors {
         self.0.push(ConfigError {
             path: path.into(),
             message: message.into(),
-            rests_on: None,
+            depends_on: None,
         });
     }
 
@@ -61,12 +61,12 @@ impl ConfigErrors {
         self.0.push(ConfigError {
             path: path.into(),
             message: message.into(),
-            rests_on: Some(other.into()),
+            depends_on: Some(other.into()),
         });
     }
 
     /// A file that must be there and readable.
-    pub fn file(&mut self, path: impl Into<String>, file: &Path) {
+    pub fn check_file(&mut self, path: impl Into<String>, file: &Path) {
         match File::open(file).and_then(|file| file.metadata()) {
             Ok(metadata) if metadata.is_dir() => {
                 self.add(
@@ -80,7 +80,7 @@ impl ConfigErrors {
     }
 
     /// A directory that must be there and readable.
-    pub fn directory(&mut self, path: impl Into<String>, directory: &Path) {
+    pub fn check_directory(&mut self, path: impl Into<String>, directory: &Path) {
         if let Err(error) = std::fs::read_dir(directory) {
             let message = format!("cannot read {}: {error}", directory.display());
             self.add(path, message);
@@ -88,9 +88,9 @@ impl ConfigErrors {
     }
 
     /// Reports time limits of zero, which would end every wait at once.
-    pub fn not_zero(&mut self, section: &str, waits: &[(&str, Duration)]) {
-        for (key, wait) in waits {
-            if wait.is_zero() {
+    pub fn check_not_zero(&mut self, section: &str, timeouts: &[(&str, Duration)]) {
+        for (key, timeout) in timeouts {
+            if timeout.is_zero() {
                 self.add(
                     format!("{section}.{key}"),
                     "must be greater than zero: with 0 every wait would time out at once",
@@ -100,7 +100,7 @@ impl ConfigErrors {
     }
 
     /// Reports limits of zero, with which no client could be served.
-    pub fn at_least_one(&mut self, section: &str, limits: &[(&str, usize)]) {
+    pub fn check_at_least_one(&mut self, section: &str, limits: &[(&str, usize)]) {
         for (key, limit) in limits {
             if *limit == 0 {
                 self.add(

@@ -17,7 +17,7 @@ mod units;
 pub use address::{ListenAddr, ListenAddrs, SocketAddrStr, host_port};
 pub use error::{ConfigError, ConfigErrors, Validate};
 pub use log::{Log, LogFormat};
-pub use reload::{ReloadReceiver, ReloadRequest, ReloadResult, ReloadSender, reloads};
+pub use reload::{ReloadReceiver, ReloadRequest, ReloadResult, ReloadSender, reload_channel};
 pub use restart_keys::{RestartKey, RestartKeys};
 pub use secret::Secret;
 pub use specified::Specified;

@@ -86,7 +86,7 @@ impl Operation {
         self.response(Response::body::<String>(200, "Metrics", media_types))
     }
 
-    /// Adds the responses of [`ReloadSender::answer`](crate::ReloadSender::answer).
+    /// Adds the responses of [`ReloadSender::handle_admin_request`](crate::ReloadSender::handle_admin_request).
     #[must_use]
     pub fn reload(self) -> Self {
         self.text(200, "The changes: the new configuration is in use")
@@ -104,10 +104,10 @@ impl Operation {
 
     fn describe(&self, common: &[Response], schemas: &mut SchemaGenerator) -> Value {
         let method = if self.is_post { "post" } else { "get" };
-        let words = self.path.split(|c: char| !c.is_ascii_alphanumeric());
-        let words: Vec<&str> = words.filter(|word| !word.is_empty()).collect();
+        let segments = self.path.split(|c: char| !c.is_ascii_alphanumeric());
+        let segments: Vec<&str> = segments.filter(|word| !word.is_empty()).collect();
         let mut operation = json!({
-            "operationId": format!("{method}_{}", words.join("_")),
+            "operationId": format!("{method}_{}", segments.join("_")),
             "summary": self.summary,
         });
         let parameters: Vec<Value> = self.path.split('/').filter_map(parameter).collect();
@@ -145,10 +145,10 @@ pub fn document<'a>(
     let mut schemas = settings.into_generator();
     let mut paths = Map::new();
     for operation in operations {
-        let described = operation.describe(common, &mut schemas);
+        let item = operation.describe(common, &mut schemas);
         let path = paths.entry(operation.path).or_insert_with(|| json!({}));
-        if let (Some(path), Value::Object(described)) = (path.as_object_mut(), described) {
-            path.extend(described);
+        if let (Some(path), Value::Object(item)) = (path.as_object_mut(), item) {
+            path.extend(item);
         }
     }
     json!({

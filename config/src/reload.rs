@@ -18,26 +18,30 @@ pub struct ReloadReceiver(mpsc::Receiver<ReloadRequest>);
 pub struct ReloadRequest(oneshot::Sender<ReloadResult>);
 
 /// Returns both ends of the channel.
-pub fn reloads() -> (ReloadSender, ReloadReceiver) {
-    let (ask, asked) = mpsc::channel(1);
-    (ReloadSender(Some(ask)), ReloadReceiver(asked))
+pub fn reload_channel() -> (ReloadSender, ReloadReceiver) {
+    let (sender, receiver) = mpsc::channel(1);
+    (ReloadSender(Some(sender)), ReloadReceiver(receiver))
 }
 
 impl ReloadSender {
     /// Sends a request, and waits for the outcome. Returns `None` if there is no receiver.
-    pub async fn ask(&self) -> Option<ReloadResult> {
-        let (answer, answered) = oneshot::channel();
-        self.0.as_ref()?.send(ReloadRequest(answer)).await.ok()?;
-        answered.await.ok()
+    pub async fn request_reload(&self) -> Option<ReloadResult> {
+        let (result_sender, result_receiver) = oneshot::channel();
+        self.0
+            .as_ref()?
+            .send(ReloadRequest(result_sender))
+            .await
+            .ok()?;
+        result_receiver.await.ok()
     }
 
     /// Returns the response of an admin listener to a reload request: an HTTP status, and one or more lines of text. Every
     /// browser sends the origin of a page that posts (`Origin`), and no other program does: a page may not request a reload.
-    pub async fn answer(&self, is_page: bool) -> (u16, String) {
-        let (code, said) = if is_page {
+    pub async fn handle_admin_request(&self, is_page: bool) -> (u16, String) {
+        let (code, body) = if is_page {
             (403, "a web page may not request this".to_owned())
         } else {
-            match self.ask().await {
+            match self.request_reload().await {
                 Some(Ok(done)) => (200, done),
                 Some(Err(why)) => (422, why),
                 None => (
@@ -46,15 +50,15 @@ impl ReloadSender {
                 ),
             }
         };
-        (code, format!("{said}\n"))
+        (code, format!("{body}\n"))
     }
 }
 
 impl ReloadReceiver {
     /// Returns the next request. Waits forever once all senders are gone.
-    pub async fn next(&mut self) -> ReloadRequest {
+    pub async fn recv(&mut self) -> ReloadRequest {
         match self.0.recv().await {
-            Some(asked) => asked,
+            Some(request) => request,
             None => std::future::pending().await,
         }
     }
@@ -62,7 +66,7 @@ impl ReloadReceiver {
 
 impl ReloadRequest {
     /// Sends the outcome. It is lost if the requester has gone meanwhile.
-    pub fn answer(self, outcome: ReloadResult) {
+    pub fn respond(self, outcome: ReloadResult) {
         let _ = self.0.send(outcome);
     }
 }

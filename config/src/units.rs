@@ -60,8 +60,8 @@ impl Visitor<'_> for DurationVisitor {
 pub struct ByteSize;
 
 /// The largest unit comes first, so that a size is written with the shortest number.
-const BINARY: [(&str, usize); 3] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
-const DECIMAL: [(&str, usize); 4] = [
+const BINARY_UNITS: [(&str, usize); 3] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+const DECIMAL_UNITS: [(&str, usize); 4] = [
     ("GB", 1_000_000_000),
     ("MB", 1_000_000),
     ("kB", 1_000),
@@ -71,7 +71,7 @@ const DECIMAL: [(&str, usize); 4] = [
 impl ByteSize {
     /// Writes `64MiB`.
     pub fn serialize<S: Serializer>(value: &usize, to: S) -> Result<S::Ok, S::Error> {
-        match BINARY
+        match BINARY_UNITS
             .iter()
             .find(|(_, unit)| *value > 0 && value.is_multiple_of(*unit))
         {
@@ -92,9 +92,9 @@ impl ByteSize {
         if unit.is_empty() {
             return Some(number);
         }
-        let (_, factor) = BINARY
+        let (_, factor) = BINARY_UNITS
             .iter()
-            .chain(&DECIMAL)
+            .chain(&DECIMAL_UNITS)
             .find(|(name, _)| name.eq_ignore_ascii_case(unit))?;
         number.checked_mul(*factor)
     }
@@ -186,13 +186,13 @@ impl<'de> Deserialize<'de> for Network {
 /// # Errors
 /// A message with the text to write instead.
 pub fn canonical_network(network: IpNet) -> Result<IpNet, String> {
-    let whole = network.trunc();
-    if whole == network {
+    let truncated = network.trunc();
+    if truncated == network {
         return Ok(network);
     }
     let address = network.addr();
     Err(format!(
-        "\"{network}\" is an address within a network; write {whole} for the whole network, or {address} for this one address"
+        "\"{network}\" is an address within a network; write {truncated} for the whole network, or {address} for this one address"
     ))
 }
 

@@ -110,11 +110,12 @@ impl Default for Config {
 impl Config {
     /// The files that it names and that count while an edge runs.
     pub fn files(&self) -> Vec<PathBuf> {
-        let of_port = |port: &Port| [&port.ca, &port.certificate, &port.key].map(Clone::clone);
+        let files_of_port =
+            |port: &Port| [&port.ca, &port.certificate, &port.key].map(Clone::clone);
         let identity = self.identity.iter().flat_map(Identity::files);
-        let ports = self.ports.values().flat_map(of_port).flatten();
-        let given = identity.chain(self.api_cache.iter().flat_map(ApiCache::files));
-        given.cloned().chain(ports).collect()
+        let ports = self.ports.values().flat_map(files_of_port).flatten();
+        let paths = identity.chain(self.api_cache.iter().flat_map(ApiCache::files));
+        paths.cloned().chain(ports).collect()
     }
 }
 

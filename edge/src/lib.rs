@@ -24,5 +24,6 @@ pub use control::rejoin_state::TokenReadError;
 pub use metrics::describe as describe_metrics;
 pub use proxy::TlsError;
 pub use server::{
-    Bound, Edge, Error, PendingReload, RESTART_KEYS, ReloadSummary, Reloader, check, knows_gateway,
+    Bound, Edge, Error, PendingReload, RESTART_KEYS, ReloadSummary, Reloader, check_files,
+    knows_gateway,
 };

@@ -41,10 +41,10 @@ pub(crate) enum StreamOutcome {
 }
 
 impl StreamOutcome {
-    fn word(self) -> &'static str {
+    fn as_str(self) -> &'static str {
         match self {
             Self::Done => "done",
-            Self::Refused(refusal) => refusal.word(),
+            Self::Refused(refusal) => refusal.as_str(),
             Self::ClientClosed => "client-closed",
             Self::UpstreamFailed => "upstream-failed",
             Self::TunnelLost => "tunnel-lost",
@@ -94,13 +94,13 @@ struct OutcomeLabel {
 pub(crate) struct Metrics {
     registry: Registry,
     streams: Family<StreamLabels, Counter>,
-    open: Family<KindLabel, Gauge>,
+    open_streams: Family<KindLabel, Gauge>,
     dials: Family<OutcomeLabel, Counter>,
     dial_failures: Family<CauseLabel, Counter>,
     dial_seconds: Histogram,
     connections: Family<OutcomeLabel, Counter>,
     retries: Counter,
-    turned_away: Family<LimitLabels, Counter>,
+    rejected_connections: Family<LimitLabels, Counter>,
     stalled: Gauge,
     evicted: Family<ReasonLabel, Counter>,
     tunnels: Gauge,
@@ -110,7 +110,7 @@ pub(crate) struct Metrics {
     renewals: Family<OutcomeLabel, Counter>,
     reloads: Family<OutcomeLabel, Counter>,
     last_reload_successful: Gauge,
-    reading: OnceLock<ApiCacheMetrics>,
+    api_cache: OnceLock<ApiCacheMetrics>,
 }
 
 impl fmt::Debug for Metrics {
@@ -124,14 +124,14 @@ impl Default for Metrics {
         let mut metrics = Self {
             registry: Registry::with_prefix("causeway_edge"),
             streams: Family::default(),
-            open: Family::default(),
+            open_streams: Family::default(),
             dials: Family::default(),
             dial_failures: Family::default(),
             // From a loopback connection's 50 µs to the dial's bound of seconds.
             dial_seconds: Histogram::new(exponential_buckets(0.000_05, 4.0, 10)),
             connections: Family::default(),
             retries: Counter::default(),
-            turned_away: Family::default(),
+            rejected_connections: Family::default(),
             stalled: Gauge::default(),
             evicted: Family::default(),
             tunnels: Gauge::default(),
@@ -141,7 +141,7 @@ impl Default for Metrics {
             renewals: Family::default(),
             reloads: Family::default(),
             last_reload_successful: Gauge::default(),
-            reading: OnceLock::new(),
+            api_cache: OnceLock::new(),
         };
         // The initial configuration counts as loaded.
         metrics.last_reload_successful.set(1);
@@ -156,7 +156,7 @@ impl Default for Metrics {
 /// Returns name, type and help of all metrics, as an edge exposes them (`OpenMetrics`).
 pub fn describe() -> String {
     let metrics = Metrics::default();
-    metrics.reading.get_or_init(ApiCacheMetrics::new);
+    metrics.api_cache.get_or_init(ApiCacheMetrics::new);
     metrics.encode(Exposition::OpenMetrics)
 }
 
@@ -169,7 +169,7 @@ impl Metrics {
             "Streams that have ended, by kind and outcome",
             streams,
         );
-        let open = self.open.clone();
+        let open = self.open_streams.clone();
         registry.register("open_streams", "Open streams, by kind", open);
         let connections = self.connections.clone();
         registry.register(
@@ -183,7 +183,7 @@ impl Metrics {
             "Requests that were retried because an idle connection closed without any response bytes",
             retries,
         );
-        let turned_away = self.turned_away.clone();
+        let turned_away = self.rejected_connections.clone();
         registry.register(
             "connections_rejected",
             "Connections that were refused or evicted because a limit was reached, by limit",
@@ -266,30 +266,30 @@ impl Metrics {
 
     /// Returns all of them and those of the process as text.
     pub(crate) fn encode(&self, format: Exposition) -> String {
-        match self.reading.get() {
-            Some(reading) => format.encode(&[&self.registry, reading.registry()]),
+        match self.api_cache.get() {
+            Some(api_cache) => format.encode(&[&self.registry, api_cache.registry()]),
             None => format.encode(&[&self.registry]),
         }
     }
 
     /// Counts a dial that ended, with the cause if it failed.
-    pub(crate) fn dialled(&self, failure: Option<RejectCode>, took: Duration) {
+    pub(crate) fn record_dial(&self, failure: Option<RejectCode>, elapsed: Duration) {
         let outcome = if failure.is_none() {
             "connected"
         } else {
             "failed"
         };
         if let Some(failure) = failure {
-            let cause = failure.word();
+            let cause = failure.as_str();
             let failures = self.dial_failures.get_or_create(&CauseLabel { cause });
             failures.inc();
         }
         self.dials.get_or_create(&OutcomeLabel { outcome }).inc();
-        self.dial_seconds.observe(took.as_secs_f64());
+        self.dial_seconds.observe(elapsed.as_secs_f64());
     }
 
     /// Counts a request by a pooled connection, or by a new one.
-    pub(crate) fn connection(&self, reused: bool) {
+    pub(crate) fn count_connection(&self, reused: bool) {
         let outcome = if reused { "reused" } else { "new" };
         self.connections
             .get_or_create(&OutcomeLabel { outcome })
@@ -297,12 +297,12 @@ impl Metrics {
     }
 
     /// Streams stand still, so many.
-    pub(crate) fn stalled(&self, streams: usize) {
+    pub(crate) fn set_stalled(&self, streams: usize) {
         self.stalled.set(i64::try_from(streams).unwrap_or(i64::MAX));
     }
 
     /// Streams that stood still were reset.
-    pub(crate) fn evicted(&self, reason: &'static str, streams: usize) {
+    pub(crate) fn count_evicted(&self, reason: &'static str, streams: usize) {
         let streams = u64::try_from(streams).unwrap_or(u64::MAX);
         self.evicted
             .get_or_create(&ReasonLabel { reason })
@@ -310,32 +310,32 @@ impl Metrics {
     }
 
     /// A request was sent again.
-    pub(crate) fn retried(&self) {
+    pub(crate) fn count_retry(&self) {
         self.retries.inc();
     }
 
     /// Returns a limit on connections whose refusals and evictions are counted.
-    pub(crate) fn connection_limit(&self, name: &'static str, most: usize) -> ConnectionLimit {
-        let counts = self.turned_away.clone();
-        ConnectionLimit::new(name, most, move |turned| {
-            let (limit, outcome) = (name, turned.as_str());
+    pub(crate) fn connection_limit(&self, name: &'static str, max: usize) -> ConnectionLimit {
+        let counts = self.rejected_connections.clone();
+        ConnectionLimit::new(name, max, move |reject_reason| {
+            let (limit, outcome) = (name, reject_reason.as_str());
             counts.get_or_create(&LimitLabels { limit, outcome }).inc();
         })
     }
 
     /// An attempt at a tunnel ended: `registered`, or why not.
-    pub(crate) fn attempted(&self, outcome: &'static str) {
+    pub(crate) fn count_attempt(&self, outcome: &'static str) {
         self.attempts.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     /// This node's certificate ends then, in Unix time.
-    pub(crate) fn certificate_ends(&self, seconds: u64) {
+    pub(crate) fn set_certificate_expiry(&self, seconds: u64) {
         let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
         self.certificate_expiry.set(seconds);
     }
 
     /// Sets the times at which the certificates of these listeners end.
-    pub(crate) fn listeners_end(&self, leaves: &BTreeMap<&'static str, LeafCertificate>) {
+    pub(crate) fn set_listener_expiries(&self, leaves: &BTreeMap<&'static str, LeafCertificate>) {
         for (listener, leaf) in leaves {
             let seconds = i64::try_from(leaf.not_after().as_secs()).unwrap_or(i64::MAX);
             let listener = ListenerLabel { listener };
@@ -345,34 +345,38 @@ impl Metrics {
     }
 
     /// An attempt to renew the certificate ended: `renewed`, or why not.
-    pub(crate) fn renewal(&self, outcome: &'static str) {
+    pub(crate) fn count_renewal(&self, outcome: &'static str) {
         self.renewals.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     /// A configuration was read anew, and is in force or was refused.
-    pub(crate) fn reloaded(&self, well: bool) {
-        let outcome = if well { "ok" } else { "refused" };
+    pub(crate) fn count_reload(&self, is_ok: bool) {
+        let outcome = if is_ok { "ok" } else { "refused" };
         self.reloads.get_or_create(&OutcomeLabel { outcome }).inc();
-        self.last_reload_successful.set(well.into());
+        self.last_reload_successful.set(is_ok.into());
     }
 
     /// Records that the configuration read at the start is not all in force.
-    pub(crate) fn begins_with_faults(&self) {
+    pub(crate) fn mark_startup_errors(&self) {
         self.last_reload_successful.set(0);
     }
 
     /// Updates the metrics of the API cache.
-    pub(crate) fn reads(&self, status: &ApiCacheStatus) {
-        self.reading.get_or_init(ApiCacheMetrics::new).goes(status);
+    pub(crate) fn update_api_cache(&self, status: &ApiCacheStatus) {
+        self.api_cache
+            .get_or_init(ApiCacheMetrics::new)
+            .update(status);
     }
 
     /// Counts a change of the source.
-    pub(crate) fn reads_elsewhere(&self) {
-        self.reading.get_or_init(ApiCacheMetrics::new).changed();
+    pub(crate) fn count_source_change(&self) {
+        self.api_cache
+            .get_or_init(ApiCacheMetrics::new)
+            .count_source_change();
     }
 
     /// A tunnel stands as long as the guard lives.
-    pub(crate) fn standing(&self) -> TunnelGuard {
+    pub(crate) fn tunnel_guard(&self) -> TunnelGuard {
         self.tunnels.inc();
         TunnelGuard(self.tunnels.clone())
     }
@@ -402,7 +406,10 @@ impl<'a> StreamGuard<'a> {
             StreamKind::Upgrade(_) => "upgrade",
             StreamKind::Tcp => "tcp",
         };
-        metrics.open.get_or_create(&KindLabel { kind }).inc();
+        metrics
+            .open_streams
+            .get_or_create(&KindLabel { kind })
+            .inc();
         Self {
             metrics,
             kind,
@@ -411,15 +418,18 @@ impl<'a> StreamGuard<'a> {
         }
     }
 
-    pub(crate) fn end(&mut self, ending: StreamOutcome) {
-        self.ending = ending;
+    pub(crate) fn set_outcome(&mut self, outcome: StreamOutcome) {
+        self.ending = outcome;
     }
 }
 
 impl Drop for StreamGuard<'_> {
     fn drop(&mut self) {
-        let (kind, outcome) = (self.kind, self.ending.word());
-        self.metrics.open.get_or_create(&KindLabel { kind }).dec();
+        let (kind, outcome) = (self.kind, self.ending.as_str());
+        self.metrics
+            .open_streams
+            .get_or_create(&KindLabel { kind })
+            .dec();
         self.metrics
             .streams
             .get_or_create(&StreamLabels { kind, outcome })

@@ -66,7 +66,7 @@ pub(crate) struct Proxy {
 impl Proxy {
     pub(crate) fn new(
         policy: Policy,
-        (timeouts, most_fields): (Timeouts, usize),
+        (timeouts, max_response_headers): (Timeouts, usize),
         metrics: Arc<Metrics>,
         tasks: Arc<TaskGroup>,
     ) -> Self {
@@ -74,7 +74,7 @@ impl Proxy {
             dialer: Dialer::new(policy, timeouts.dial, metrics.clone()),
             kept: ConnectionPool::new(timeouts.upstream_idle),
             upgrade_bound: timeouts.upgrade,
-            most_fields,
+            most_fields: max_response_headers,
             metrics,
             tasks,
         };
@@ -86,7 +86,7 @@ impl Proxy {
 
     /// Has the open streams checked by the newest policy once `replaced` is cancelled.
     #[must_use]
-    pub(crate) fn until(self, replaced: CancellationToken) -> Self {
+    pub(crate) fn with_replaced_token(self, replaced: CancellationToken) -> Self {
         Self { replaced, ..self }
     }
 
@@ -97,80 +97,84 @@ impl Proxy {
 
     /// Serves a stream from its request to the upstream's answer, unless the stream is evicted because the upstream does not
     /// take the bytes that wait for it, or the policy of the `newest` data path refuses it.
-    pub(crate) async fn serve(&self, asked: StreamRequest, newest: impl Fn() -> Arc<Self>) {
-        let mut served = StreamGuard::new(&self.client.metrics, &asked.kind);
-        let eviction = asked.body.eviction();
-        let evicted = OptionFuture::from(eviction.as_ref().map(Eviction::evicted));
+    pub(crate) async fn serve(
+        &self,
+        request: StreamRequest,
+        current_proxy: impl Fn() -> Arc<Self>,
+    ) {
+        let mut served = StreamGuard::new(&self.client.metrics, &request.kind);
+        let eviction = request.body.eviction_handle();
+        let evicted = OptionFuture::from(eviction.as_ref().map(Eviction::wait_for_eviction));
         tokio::select! {
             biased;
-            () = self.serve_unless_evicted(asked, newest, &mut served) => return,
+            () = self.serve_unless_evicted(request, current_proxy, &mut served) => return,
             Some(()) = evicted => {}
         }
-        served.end(StreamOutcome::Evicted);
+        served.set_outcome(StreamOutcome::Evicted);
     }
 
     async fn serve_unless_evicted(
         &self,
-        asked: StreamRequest,
-        newest: impl Fn() -> Arc<Self>,
-        served: &mut StreamGuard<'_>,
+        request: StreamRequest,
+        current_proxy: impl Fn() -> Arc<Self>,
+        stream_guard: &mut StreamGuard<'_>,
     ) {
         let StreamRequest {
             kind,
             target,
             head,
-            target_rest,
+            target_overflow_len,
             body,
-            mut reply,
-        } = asked;
-        let interim = InformationalQueue::default();
-        let withdrawal = reply.withdrawal();
-        let app = self.client.dialer.policy.decide(&target, &kind);
-        let stream = (app.clone().ok(), &target, &kind);
+            mut responder,
+        } = request;
+        let informational = InformationalQueue::default();
+        let withdrawal = responder.withdrawal_handle();
+        let app = self.client.dialer.policy.select_upstream(&target, &kind);
+        let stream_key = (app.clone().ok(), &target, &kind);
         let connected = Connected::default();
-        let mut refused_later = pin!(self.refused_later(stream, &connected, newest));
-        let answer = {
-            let content = (body, target_rest);
-            let progress = (&interim, &connected);
-            let mut asking = pin!(self.ask(app, &kind, (head, content), progress));
+        let mut revocation = pin!(self.wait_for_revocation(stream_key, &connected, current_proxy));
+        let response = {
+            let content = (body, target_overflow_len);
+            let progress = (&informational, &connected);
+            let mut exchange = pin!(self.request_upstream(app, &kind, (head, content), progress));
             loop {
                 tokio::select! {
                     biased;
                     // This drops the future that owns the upstream connection.
-                    _ = reply.reset() => return served.end(StreamOutcome::ClientClosed),
-                    head = interim.next() => match head {
-                        Some(head) => drop(reply.interim(head)),
-                        None => break Err(endless(&target)),
+                    _ = responder.wait_for_reset() => return stream_guard.set_outcome(StreamOutcome::ClientClosed),
+                    head = informational.next() => match head {
+                        Some(head) => drop(responder.send_informational(head)),
+                        None => break Err(too_many_informational(&target)),
                     },
-                    answer = &mut asking => break answer,
-                    refused = &mut refused_later => break Err(refused.into()),
+                    response = &mut exchange => break response,
+                    rejection = &mut revocation => break Err(rejection.into()),
                 }
             }
         };
-        while let Some(head) = interim.pop() {
+        while let Some(head) = informational.pop() {
             // An error of a reset stream is returned below.
-            let _ = reply.interim(head);
+            let _ = responder.send_informational(head);
         }
-        match answer {
-            Err(RequestError::Client) => served.end(StreamOutcome::ClientClosed),
-            Err(RequestError::Refused(refused)) => {
-                debug!(%target, reason = refused.refusal.word(), detail = %refused.detail, "stream refused");
-                served.end(StreamOutcome::Refused(refused.refusal));
-                reply.refuse(&refused);
+        match response {
+            Err(RequestError::Client) => stream_guard.set_outcome(StreamOutcome::ClientClosed),
+            Err(RequestError::Refused(rejection)) => {
+                debug!(%target, reason = rejection.code.as_str(), detail = %rejection.detail, "stream refused");
+                stream_guard.set_outcome(StreamOutcome::Refused(rejection.code));
+                responder.reject(&rejection);
             }
-            Ok(UpstreamResponse { head, then }) => {
-                let end = matches!(&then, ResponseTail::Body(body) if body.is_end());
-                let Ok(send) = reply.send(head, end) else {
-                    return served.end(StreamOutcome::ClientClosed);
+            Ok(UpstreamResponse { head, then: tail }) => {
+                let is_end = matches!(&tail, ResponseTail::Body(body) if body.is_end());
+                let Ok(sender) = responder.send(head, is_end) else {
+                    return stream_guard.set_outcome(StreamOutcome::ClientClosed);
                 };
-                let mut passing = pin!(self.pass(then, send, end));
+                let mut sending = pin!(self.send_tail(tail, sender, is_end));
                 tokio::select! {
                     biased;
-                    ending = &mut passing => served.end(ending),
-                    refused = &mut refused_later => {
-                        info!(%target, detail = %refused.detail, "closing a stream that `allow` and `ports` no longer permit");
+                    outcome = &mut sending => stream_guard.set_outcome(outcome),
+                    rejection = &mut revocation => {
+                        info!(%target, detail = %rejection.detail, "closing a stream that `allow` and `ports` no longer permit");
                         withdrawal.withdraw();
-                        served.end(StreamOutcome::Refused(refused.refusal));
+                        stream_guard.set_outcome(StreamOutcome::Refused(rejection.code));
                     }
                 }
             }
@@ -178,29 +182,29 @@ impl Proxy {
     }
 
     /// Waits until the owner puts a policy into force that refuses this stream or the address that it is connected to.
-    async fn refused_later(
+    async fn wait_for_revocation(
         &self,
-        (app, target, kind): (Option<Arc<Upstream>>, &Target, &StreamKind),
+        (upstream, target, kind): (Option<Arc<Upstream>>, &Target, &StreamKind),
         connected: &Connected,
-        newest: impl Fn() -> Arc<Self>,
+        current_proxy: impl Fn() -> Arc<Self>,
     ) -> Rejected {
-        let Some(app) = app else {
+        let Some(upstream) = upstream else {
             return pending().await;
         };
         // Borrowed, because cloning the token for each stream takes a lock that all threads share.
         self.replaced.cancelled().await;
         let mut address = None;
         loop {
-            let newest = newest();
-            if let Err(refused) = newest.permits((&app, address), target, kind) {
-                return refused;
+            let current = current_proxy();
+            if let Err(rejection) = current.permits((&upstream, address), target, kind) {
+                return rejection;
             }
-            let replaced = newest.replaced.clone();
-            drop(newest);
+            let replaced = current.replaced.clone();
+            drop(current);
             tokio::select! {
                 () = replaced.cancelled() => {}
                 // The stream keeps dialling with the policy under which it began.
-                other = connected.other_than(address) => address = Some(other),
+                other = connected.wait_for_change_from(address) => address = Some(other),
             }
         }
     }
@@ -208,14 +212,21 @@ impl Proxy {
     /// Whether a stream to this upstream, connected to this address if to any, could begin now.
     fn permits(
         &self,
-        (app, address): (&Upstream, Option<SocketAddr>),
+        (upstream, address): (&Upstream, Option<SocketAddr>),
         target: &Target,
         kind: &StreamKind,
     ) -> Result<(), Rejected> {
-        self.client.dialer.policy.decide(target, kind)?;
+        self.client.dialer.policy.select_upstream(target, kind)?;
         match address {
-            Some(address) if self.client.dialer.policy.check(app, address).is_none() => {
-                Err(self.client.dialer.policy.forbidden(&app.target))
+            Some(address)
+                if self
+                    .client
+                    .dialer
+                    .policy
+                    .permitted_address(upstream, address)
+                    .is_none() =>
+            {
+                Err(self.client.dialer.policy.not_allowed(&upstream.target))
             }
             _ => Ok(()),
         }
@@ -223,48 +234,59 @@ impl Proxy {
 
     /// Sends the request to the upstream, according to the stream's kind. An upgrade is allocated, since it is rare and
     /// needs more room than a request: this future is moved as a whole with each stream.
-    async fn ask(
+    async fn request_upstream(
         &self,
-        app: Result<Arc<Upstream>, Rejected>,
+        upstream: Result<Arc<Upstream>, Rejected>,
         kind: &StreamKind,
-        (mut head, (mut body, rest)): (Request<()>, (StreamReceiver, usize)),
-        (interim, connected): (&InformationalQueue, &Connected),
+        (mut head, (mut body, overflow_len)): (Request<()>, (StreamReceiver, usize)),
+        (informational, connected): (&InformationalQueue, &Connected),
     ) -> Result<UpstreamResponse, RequestError> {
-        if rest > 0 {
-            let rest = Box::pin(read_rest(&mut body, rest)).await?;
-            head.extensions_mut().insert(rest);
+        if overflow_len > 0 {
+            let overflow = Box::pin(read_target_overflow(&mut body, overflow_len)).await?;
+            head.extensions_mut().insert(overflow);
         }
-        let app = app?;
+        let upstream = upstream?;
         match kind {
             StreamKind::Request => {
-                let progress = (interim, connected);
-                forward::send_request(&self.client, &app, (head, body), progress).await
+                let progress = (informational, connected);
+                forward::send_request(&self.client, &upstream, (head, body), progress).await
             }
             StreamKind::Upgrade(token) => {
-                let asked = (head, body);
-                let progress = (interim, connected);
-                Box::pin(upgrade::ask(&self.client, &app, token, asked, progress)).await
+                let request = (head, body);
+                let progress = (informational, connected);
+                Box::pin(upgrade::send_upgrade(
+                    &self.client,
+                    &upstream,
+                    token,
+                    request,
+                    progress,
+                ))
+                .await
             }
-            StreamKind::Tcp => relay::ask(&self.client.dialer, &app, body, connected).await,
+            StreamKind::Tcp => {
+                relay::dial_upstream(&self.client.dialer, &upstream, body, connected).await
+            }
         }
     }
 
     /// Passes what follows the head, until both ends are done.
-    async fn pass(
+    async fn send_tail(
         &self,
-        then: ResponseTail,
+        tail: ResponseTail,
         mut send: causeway_tunnel::StreamSender,
         ended: bool,
     ) -> StreamOutcome {
-        match then {
-            ResponseTail::Bytes(socket, receive) => relay::pass(*socket, send, receive).await,
+        match tail {
+            ResponseTail::Bytes(socket, receive) => {
+                relay::relay_bytes(*socket, send, receive).await
+            }
             ResponseTail::Body(mut body) => {
                 if !ended && let Err(error) = pump(&mut *body, &mut send, None).await {
-                    return ending(&error);
+                    return pump_outcome(&error);
                 }
                 // The client's stream must not stay open until the upstream connection is idle.
                 drop(send);
-                body.keep(&self.client.kept).await;
+                body.return_connection(&self.client.kept).await;
                 StreamOutcome::Done
             }
         }
@@ -276,7 +298,7 @@ impl Proxy {
     }
 }
 
-fn ending<E: std::fmt::Display>(error: &PumpError<E>) -> StreamOutcome {
+fn pump_outcome<E: std::fmt::Display>(error: &PumpError<E>) -> StreamOutcome {
     match error {
         PumpError::Body(error) => {
             debug!(%error, "an upstream closed the connection during its response");
@@ -289,31 +311,31 @@ fn ending<E: std::fmt::Display>(error: &PumpError<E>) -> StreamOutcome {
 }
 
 /// Reads the rest of a request's target, which is the beginning of the stream.
-async fn read_rest(
+async fn read_target_overflow(
     body: &mut StreamReceiver,
     length: usize,
 ) -> Result<TargetOverflow, RequestError> {
-    let mut rest = OverflowBuffer::default();
-    while rest.len() < length {
-        let Some(chunk) = body.data().await else {
+    let mut overflow = OverflowBuffer::default();
+    while overflow.len() < length {
+        let Some(chunk) = body.next_chunk().await else {
             return Err(RequestError::Client);
         };
         let chunk = chunk.map_err(|_| RequestError::Client)?;
-        if rest.len() + chunk.len() > length {
+        if overflow.len() + chunk.len() > length {
             let detail = "the remaining bytes of the request target do not end at a frame boundary";
-            return Err(RejectCode::Malformed.because(detail).into());
+            return Err(RejectCode::Malformed.with_detail(detail).into());
         }
-        if !rest.append(&chunk) {
+        if !overflow.append(&chunk) {
             let detail = "the edge has no memory left for requests with long targets";
-            return Err(RejectCode::Busy.because(detail).into());
+            return Err(RejectCode::Busy.with_detail(detail).into());
         }
     }
-    Ok(rest.finish())
+    Ok(overflow.finish())
 }
 
-fn endless(target: &causeway_tunnel::Target) -> RequestError {
+fn too_many_informational(target: &causeway_tunnel::Target) -> RequestError {
     let detail = format!("{target} sent too many interim responses without a final response");
-    RejectCode::TargetBroken.because(detail).into()
+    RejectCode::TargetBroken.with_detail(detail).into()
 }
 
 #[cfg(test)]

@@ -41,7 +41,7 @@ use causeway_certs::{DirLock, EdgeIdentity, Store, store::OpenMode, verify::tunn
 use causeway_rt::{listener, task::TaskGroup};
 use causeway_tunnel::buffered::MemoryBudget;
 use external_identity::{ApiCacheTls, Leaves};
-use reload::{PolicyInputs, Reloadable, listing, serving, sweep};
+use reload::{PolicyInputs, Reloadable, announced_ports_fn, serve_fn, sweep_idle_connections};
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     net::{TcpListener, UnixListener},
@@ -52,7 +52,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, info, info_span, warn};
 
 /// How often an edge that drains looks whether it has a successor.
-const LOOK: Duration = Duration::from_millis(100);
+const SUCCESSOR_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// An edge that knows who it is.
 pub struct Edge {
@@ -60,7 +60,7 @@ pub struct Edge {
     store: Store,
     identity: EdgeIdentity,
     policy: Policy,
-    cluster: Option<Arc<dyn CsrClient>>,
+    csr_client: Option<Arc<dyn CsrClient>>,
     rejoin: bool,
 }
 
@@ -71,18 +71,18 @@ pub struct Bound {
     identity: EdgeIdentity,
     admin: std::net::TcpListener,
     address: SocketAddr,
-    reading: Option<ApiCacheListeners>,
-    table: (status::StatusWriter, StatusReader),
+    cache_listeners: Option<ApiCacheListeners>,
+    status: (status::StatusWriter, StatusReader),
     instance: String,
     reloader: Reloader,
     reloads: ReloadSender,
     /// Says who this node is, where its certificate has ended.
-    cluster: Option<Arc<dyn CsrClient>>,
+    csr_client: Option<Arc<dyn CsrClient>>,
     /// Ends connections to upstreams and the admin listener at the end of the drain, and if the future that runs this edge
     /// is dropped.
-    done: CancellationToken,
+    shutdown: CancellationToken,
     /// Two edges of one identity would take the node from each other.
-    claim: DirLock,
+    dir_lock: DirLock,
 }
 
 impl Edge {
@@ -92,30 +92,30 @@ impl Edge {
     /// # Errors
     /// If the edge cannot be who it should be, or its configuration does not hold.
     pub async fn open(config: Config, stop: &CancellationToken) -> Result<Self, Error> {
-        Self::open_telling(config, stop, &|_| {}).await
+        Self::open_with_progress(config, stop, &|_| {}).await
     }
 
-    /// Does the same as [`Edge::open`], and calls `tell` with the reason whenever an attempt to join failed and is tried
+    /// Does the same as [`Edge::open`], and calls `on_progress` with the reason whenever an attempt to join failed and is tried
     /// again.
     ///
     /// # Errors
     /// If the edge cannot be who it should be, or its configuration does not hold.
-    pub async fn open_telling(
+    pub async fn open_with_progress(
         config: Config,
         stop: &CancellationToken,
-        tell: &(dyn Fn(&str) + Send + Sync),
+        on_progress: &(dyn Fn(&str) + Send + Sync),
     ) -> Result<Self, Error> {
-        Self::open_by(config, None, (stop, tell)).await
+        Self::open_with_csr(config, None, (stop, on_progress)).await
     }
 
-    /// Does what [`Edge::open_telling`] does; where the configuration names a cluster, that one says who this node is.
+    /// Does what [`Edge::open_with_progress`] does; where the configuration names a cluster, that one says who this node is.
     ///
     /// # Errors
     /// If the edge cannot be who it should be, or its configuration does not hold.
-    pub async fn open_by(
+    pub async fn open_with_csr(
         config: Config,
-        cluster: Option<Arc<dyn CsrClient>>,
-        while_joining: (&CancellationToken, &(dyn Fn(&str) + Send + Sync)),
+        csr_client: Option<Arc<dyn CsrClient>>,
+        join_context: (&CancellationToken, &(dyn Fn(&str) + Send + Sync)),
     ) -> Result<Self, Error> {
         let store = Store::open(&config.data_dir, OpenMode::Create)?;
         let identity = match &config.identity {
@@ -125,8 +125,8 @@ impl Edge {
                 Box::pin(load_or_join(
                     &config,
                     &store,
-                    cluster.as_deref(),
-                    while_joining,
+                    csr_client.as_deref(),
+                    join_context,
                 ))
                 .await?
             }
@@ -151,7 +151,7 @@ impl Edge {
             store,
             identity,
             policy,
-            cluster,
+            csr_client,
             rejoin: false,
         })
     }
@@ -174,61 +174,63 @@ impl Edge {
     /// # Errors
     /// If another process lives on the directory, or an address cannot be had.
     pub async fn bind(self) -> Result<Bound, Error> {
-        let claim = self.store.claim()?;
-        let (admin, reading) = api_cache::bind_all(&self.config).await?;
+        let dir_lock = self.store.claim()?;
+        let (admin, cache_listeners) = api_cache::bind_all(&self.config).await?;
         let address = admin.local_addr().unwrap_or(self.config.admin.listen);
-        let faces = ApiCacheTls::read(&self.config, &Leaves::new());
+        let api_cache_tls = ApiCacheTls::read(&self.config, &Leaves::new());
         let instance = format!("{:032x}", rand::random::<u128>());
-        let done = CancellationToken::new();
+        let shutdown = CancellationToken::new();
         let (metrics, tasks) = (
             Arc::new(Metrics::default()),
-            Arc::new(TaskGroup::new(&done)),
+            Arc::new(TaskGroup::new(&shutdown)),
         );
-        faces.report(&metrics);
+        api_cache_tls.report(&metrics);
         let Self {
             config,
             store,
             identity,
             policy,
-            cluster,
+            csr_client,
             rejoin,
         } = self;
-        let way = Proxy::new(
+        let proxy = Proxy::new(
             policy.clone(),
             (config.timeouts.clone(), config.limits.max_headers),
             metrics.clone(),
             tasks.clone(),
         );
-        let allowed = PolicyInputs::begin(policy.clone(), &way);
+        let policy_inputs = PolicyInputs::new(policy.clone(), &proxy);
         Ok(Bound {
-            table: status::table(identity.node.as_str(), &instance),
+            status: status::status_channel(identity.node.as_str(), &instance),
             admin,
             address,
             instance,
             reloader: Reloader::new(Reloadable {
                 node: identity.node.as_str().to_owned(),
                 trust_domain: identity.trust_domain.clone(),
-                began: config.clone(),
-                now: Arc::new(ArcSwap::from_pointee(way)),
+                initial_config: config.clone(),
+                current_proxy: Arc::new(ArcSwap::from_pointee(proxy)),
                 ports: Arc::new(ArcSwap::from_pointee(policy.ports())),
-                allowed,
-                own: own_ports(address, reading.as_ref()),
+                policy_inputs,
+                own_ports: own_ports(address, cache_listeners.as_ref()),
                 metrics,
                 tasks,
-                given: watch::Sender::new(config.identity.as_ref().map(|_| identity.clone())),
+                external_identity: watch::Sender::new(
+                    config.identity.as_ref().map(|_| identity.clone()),
+                ),
                 rejoin: RejoinState::new(&config, rejoin),
-                shown: watch::Sender::new(faces.endpoint),
-                hubs: watch::Sender::new(faces.hubs),
-                leaves: ArcSwap::from_pointee(faces.leaves),
+                endpoint_tls: watch::Sender::new(api_cache_tls.endpoint),
+                yurthub_tls: watch::Sender::new(api_cache_tls.yurthub),
+                listener_certificates: ArcSwap::from_pointee(api_cache_tls.certificates),
             }),
-            reading,
+            cache_listeners,
             reloads: ReloadSender::default(),
-            cluster,
+            csr_client,
             config,
             store,
             identity,
-            done,
-            claim,
+            shutdown,
+            dir_lock,
         })
     }
 }
@@ -250,7 +252,7 @@ pub fn knows_gateway(config: &Config) -> bool {
 ///
 /// # Errors
 /// If a file cannot be used.
-pub fn check(config: &Config) -> Result<(), Error> {
+pub fn check_files(config: &Config) -> Result<(), Error> {
     config
         .identity
         .as_ref()
@@ -258,7 +260,7 @@ pub fn check(config: &Config) -> Result<(), Error> {
         .transpose()?;
     Policy::new(config.node.as_deref().unwrap_or_default(), config)?;
     ApiCacheTls::read(config, &Leaves::new())
-        .faults
+        .errors
         .into_iter()
         .next()
         .map_or(Ok(()), Err)
@@ -271,13 +273,13 @@ impl Bound {
     }
 
     /// Returns the address at which this node's programs read the API cache, if it is enabled.
-    pub fn reader_addr(&self) -> Option<SocketAddr> {
-        self.reading.as_ref()?.endpoint()
+    pub fn api_cache_addr(&self) -> Option<SocketAddr> {
+        self.cache_listeners.as_ref()?.local_addr()
     }
 
     /// Returns the address at which the members of its pool read the API cache, if they do.
-    pub fn site_addr(&self) -> Option<SocketAddr> {
-        self.reading.as_ref()?.site()
+    pub fn members_addr(&self) -> Option<SocketAddr> {
+        self.cache_listeners.as_ref()?.members_addr()
     }
 
     /// The node, as the certificate says.
@@ -286,8 +288,8 @@ impl Bound {
     }
 
     /// Returns the address at which `YurtHub`s read the API cache, if they do.
-    pub fn hubs_addr(&self) -> Option<SocketAddr> {
-        self.reading.as_ref()?.hubs()
+    pub fn yurthub_addr(&self) -> Option<SocketAddr> {
+        self.cache_listeners.as_ref()?.yurthub_addr()
     }
 
     /// By which to give the edge another configuration, at any time from now on.
@@ -297,7 +299,7 @@ impl Bound {
 
     /// Passes on to `reloads` what the admin listener is asked to read anew.
     #[must_use]
-    pub fn reloads(mut self, reloads: ReloadSender) -> Self {
+    pub fn with_reloads(mut self, reloads: ReloadSender) -> Self {
         self.reloads = reloads;
         self
     }
@@ -308,13 +310,13 @@ impl Bound {
     }
 
     /// Returns a reader of the edge's status, valid at any time from now on.
-    pub fn reader(&self) -> StatusReader {
-        self.table.1.clone()
+    pub fn status_reader(&self) -> StatusReader {
+        self.status.1.clone()
     }
 
     /// Returns the current status of the edge.
     pub fn status(&self) -> Status {
-        self.table.1.status()
+        self.status.1.status()
     }
 
     /// Runs until `stop`, then leaves the gateways and gives open streams `timeouts.drain` to end.
@@ -328,56 +330,68 @@ impl Bound {
             identity,
             admin,
             address,
-            reading,
-            table: (writer, reader),
+            cache_listeners,
+            status: (writer, reader),
             instance,
             reloader,
             reloads,
-            cluster,
-            done,
-            claim,
+            csr_client,
+            shutdown,
+            dir_lock,
         } = self;
-        let fault = api_cache::fault(address, "admin.listen");
-        let admin = TcpListener::from_std(admin).map_err(fault)?;
+        let bind_error = api_cache::bind_error(address, "admin.listen");
+        let admin = TcpListener::from_std(admin).map_err(bind_error)?;
         let admin = (admin, admin_socket(&store));
         let tls = tunnel_client(&identity)?;
         warn_of_expiry(&identity);
-        let _ended = done.clone().drop_guard();
-        let (over, stopping) = (done.child_token(), stop.clone());
+        let _ended = shutdown.clone().drop_guard();
+        let (listeners_stop, stopping) = (shutdown.child_token(), stop.clone());
         let (writer, node) = (Arc::new(writer), identity.node.as_str().to_owned());
         let parts = reloader.parts();
         let (metrics, tasks) = (&parts.metrics, &parts.tasks);
-        announce(&config, (&node, address), &parts.ports.load());
-        let held = IdentityStore::new(identity, store);
-        let reading = api_cache::from_config((&config, parts), &held, reading)?;
-        let links = Arc::new(TunnelContext {
+        log_startup(&config, (&node, address), &parts.ports.load());
+        let identity_store = IdentityStore::new(identity, store);
+        let cache_config =
+            api_cache::from_config((&config, parts), &identity_store, cache_listeners)?;
+        let context = Arc::new(TunnelContext {
             node,
             instance,
             ports: parts.ports.clone(),
-            dialler: GatewayConnector::new(tls, &config),
-            gateways: GatewayList::new(config.gateways.clone(), held.clone(), writer.clone()),
-            serve: serving(&parts.now),
-            list: listing(&reloader),
-            members: reading.as_ref().map(ApiCacheConfig::hears),
+            connector: GatewayConnector::new(tls, &config),
+            gateways: GatewayList::new(
+                config.gateways.clone(),
+                identity_store.clone(),
+                writer.clone(),
+            ),
+            serve_stream: serve_fn(&parts.current_proxy),
+            on_announced_ports: announced_ports_fn(&reloader),
+            membership: cache_config.as_ref().map(ApiCacheConfig::membership),
             metrics: metrics.clone(),
-            pressure: Arc::new(MemoryBudget::new(config.limits.stalled)),
-            places: Arc::new(Semaphore::new(config.limits.streams)),
-            state: writer,
-            reached: ConnectedGateways::default(),
-            newest: NewestSessions::default(),
-            anew: watch::Sender::default(),
-            held: held.clone(),
-            renewal: watch::Sender::default(),
+            memory_budget: Arc::new(MemoryBudget::new(config.limits.stalled)),
+            stream_permits: Arc::new(Semaphore::new(config.limits.streams)),
+            status: writer,
+            connected_gateways: ConnectedGateways::default(),
+            newest_sessions: NewestSessions::default(),
+            reconnect: watch::Sender::default(),
+            identity_store: identity_store.clone(),
+            renewal_requests: watch::Sender::default(),
             rejoin: parts.rejoin.clone(),
             stop,
             config,
-            cluster,
+            csr_client,
         });
-        let kept = api_cache::start(reading, (&links, parts), (&reader, &over));
-        attend(parts, &links, (admin, reader, reloads), &over);
-        let tunnels = (links, NetworkMonitor::listen(tasks));
-        let renewed = (held, parts.given.subscribe());
-        Box::pin(live(tunnels, renewed, (claim, &stopping, &over), kept)).await;
+        let final_save =
+            api_cache::start(cache_config, (&context, parts), (&reader, &listeners_stop));
+        spawn_admin_tasks(parts, &context, (admin, reader, reloads), &listeners_stop);
+        let tunnels = (context, NetworkMonitor::start(tasks));
+        let renewed = (identity_store, parts.external_identity.subscribe());
+        Box::pin(run_tunnels(
+            tunnels,
+            renewed,
+            (dir_lock, &stopping, &listeners_stop),
+            final_save,
+        ))
+        .await;
         Ok(())
     }
 }
@@ -385,8 +399,8 @@ impl Bound {
 /// Binds the socket for commands. The edge has the claim on the directory, so that a socket there is that of a process
 /// that is gone or has made way.
 fn admin_socket(store: &Store) -> Option<UnixListener> {
-    let bound = listener::BoundSocket::unix_instead(&store.admin_socket());
-    match bound.and_then(listener::BoundSocket::attach) {
+    let bound_socket = listener::BoundSocket::unix_replacing(&store.admin_socket());
+    match bound_socket.and_then(listener::BoundSocket::attach) {
         Ok(listener::SocketListener::Unix(socket)) => Some(socket),
         Ok(listener::SocketListener::Tcp(_)) => None,
         Err(error) => {
@@ -397,63 +411,73 @@ fn admin_socket(store: &Store) -> Option<UnixListener> {
 }
 
 /// Begins the admin listener, and the tasks that manage upstreams' connections and stalled streams.
-fn attend(
+fn spawn_admin_tasks(
     parts: &Reloadable,
-    links: &TunnelContext,
+    context: &TunnelContext,
     (admin, reader, reloads): (admin::Listeners, StatusReader, ReloadSender),
-    done: &CancellationToken,
+    listeners_stop: &CancellationToken,
 ) {
     let (tasks, metrics) = (&parts.tasks, &parts.metrics);
-    let (limits, pressure) = (links.config.limits.clone(), &links.pressure);
-    let shown = (reader, (metrics.clone(), pressure.clone()), reloads);
-    let ends = (links.stop.clone(), done.clone());
-    tasks.spawn(info_span!("admin"), admin::run(admin, shown, ends));
-    tasks.spawn(info_span!("sweep"), sweep(parts.now.clone()));
-    let evicting = evict::run(limits, pressure.clone(), metrics.clone());
-    tasks.spawn(info_span!("evict"), evicting);
+    let (limits, memory_budget) = (context.config.limits.clone(), &context.memory_budget);
+    let admin_context = (reader, (metrics.clone(), memory_budget.clone()), reloads);
+    let stop_tokens = (context.stop.clone(), listeners_stop.clone());
+    tasks.spawn(
+        info_span!("admin"),
+        admin::run(admin, admin_context, stop_tokens),
+    );
+    tasks.spawn(
+        info_span!("sweep"),
+        sweep_idle_connections(parts.current_proxy.clone()),
+    );
+    let evict_task = evict::run(limits, memory_budget.clone(), metrics.clone());
+    tasks.spawn(info_span!("evict"), evict_task);
 }
 
 /// Keeps the tunnels, and renews the certificate by them, until `stop` and the end of the last tunnel. Then what was read is
 /// left on the disk.
-async fn live(
-    (links, changes): (Arc<TunnelContext>, NetworkMonitor),
-    (held, made): (IdentityStore, watch::Receiver<Option<EdgeIdentity>>),
-    (claim, stop, over): (DirLock, &CancellationToken, &CancellationToken),
-    reading: Option<FinalSave>,
+async fn run_tunnels(
+    (context, changes): (Arc<TunnelContext>, NetworkMonitor),
+    (identity_store, external_identity): (IdentityStore, watch::Receiver<Option<EdgeIdentity>>),
+    (dir_lock, stop, listeners_stop): (DirLock, &CancellationToken, &CancellationToken),
+    final_save: Option<FinalSave>,
 ) {
-    let renewing = renew::run(links.clone(), held.clone(), made);
-    let beside = async {
+    let renewal = renew::run(context.clone(), identity_store.clone(), external_identity);
+    let renewal_and_handover = async {
         // A draining edge needs no new certificate.
-        stop.run_until_cancelled(renewing).await;
-        make_way(claim, &held, over).await;
+        stop.run_until_cancelled(renewal).await;
+        hand_over_data_dir(dir_lock, &identity_store, listeners_stop).await;
     };
     tokio::select! {
-        () = links.run(changes) => {}
+        () = context.run(changes) => {}
         // Runs as long as there are tunnels.
-        () = beside.instrument(info_span!("renew")) => {}
+        () = renewal_and_handover.instrument(info_span!("renew")) => {}
     }
     // After a takeover the new process owns the saved data.
-    if !over.is_cancelled() {
-        api_cache::shutdown(reading).await;
+    if !listeners_stop.is_cancelled() {
+        api_cache::shutdown(final_save).await;
     }
 }
 
 /// Gives up the data directory, and everything else that a successor needs once there is one: it is written to no more, and
 /// listeners end. Open streams go on.
-async fn make_way(claim: DirLock, held: &IdentityStore, over: &CancellationToken) {
-    let released = claim.release();
+async fn hand_over_data_dir(
+    dir_lock: DirLock,
+    identity_store: &IdentityStore,
+    listeners_stop: &CancellationToken,
+) {
+    let released = dir_lock.release();
     while !released.is_taken() {
-        sleep(LOOK).await;
+        sleep(SUCCESSOR_CHECK_INTERVAL).await;
     }
     info!("another process has taken over the data directory; closing the listeners for it");
-    held.release();
-    over.cancel();
+    identity_store.release();
+    listeners_stop.cancel();
     std::future::pending::<()>().await;
 }
 
-fn announce(config: &Config, (node, admin): (&str, SocketAddr), ports: &[u16]) {
+fn log_startup(config: &Config, (node, admin): (&str, SocketAddr), ports: &[u16]) {
     info!(node, %admin, ?ports, "edge is running");
-    if ports.is_empty() && AnnouncedPortPolicy::of(config).is_empty() {
+    if ports.is_empty() && AnnouncedPortPolicy::from_config(config).is_empty() {
         warn!(
             "this edge serves no ports: configure some, for example with --ports '{{9100: {{}}}}'"
         );

@@ -117,20 +117,20 @@ struct Inner {
     node: String,
     instance: String,
     started: u64,
-    next: AtomicU64,
+    next_tunnel_id: AtomicU64,
     table: watch::Sender<Table>,
     /// How many tunnels stand.
-    standing: watch::Sender<usize>,
-    reading: ApiCacheStatusSlot,
+    open_tunnels: watch::Sender<usize>,
+    api_cache: ApiCacheStatusSlot,
 }
 
 #[derive(Debug, Default)]
 struct Table {
     tunnels: BTreeMap<u64, Tunnel>,
     gateways: Vec<String>,
-    reached: Option<ConnectedGatewaysStatus>,
+    connected_gateways: Option<ConnectedGatewaysStatus>,
     /// Last failures, by the gateway that each is about.
-    troubles: BTreeMap<String, LastErrorStatus>,
+    errors: BTreeMap<String, LastErrorStatus>,
     /// How the operator replaces an identity that gateways refuse.
     identity_hint: Option<String>,
     certificate: Option<CertificateStatus>,
@@ -148,7 +148,7 @@ struct Tunnel {
 }
 
 /// Key of the failures that concern every gateway.
-pub(crate) const ANY: &str = "";
+pub(crate) const ANY_GATEWAY: &str = "";
 
 /// Reader of the status.
 #[derive(Clone, Debug)]
@@ -166,15 +166,15 @@ pub(crate) struct TunnelSummary {
 }
 
 /// Both ends of a new table.
-pub(crate) fn table(node: &str, instance: &str) -> (StatusWriter, StatusReader) {
+pub(crate) fn status_channel(node: &str, instance: &str) -> (StatusWriter, StatusReader) {
     let shared = Arc::new(Inner {
         node: node.to_owned(),
         instance: instance.to_owned(),
         started: now(),
-        next: AtomicU64::new(0),
+        next_tunnel_id: AtomicU64::new(0),
         table: watch::Sender::default(),
-        standing: watch::Sender::default(),
-        reading: ApiCacheStatusSlot::default(),
+        open_tunnels: watch::Sender::default(),
+        api_cache: ApiCacheStatusSlot::default(),
     });
     (StatusWriter(shared.clone()), StatusReader(shared))
 }
@@ -209,70 +209,70 @@ impl StatusWriter {
     }
 
     /// A tunnel was registered.
-    pub(crate) fn stands(
+    pub(crate) fn add_tunnel(
         &self,
         slot: u32,
-        place: &GatewayAddr,
+        gateway_addr: &GatewayAddr,
         round_trip: Duration,
         load: Arc<TunnelLoad>,
     ) -> TunnelSummary {
-        let id = self.0.next.fetch_add(1, Relaxed);
+        let id = self.0.next_tunnel_id.fetch_add(1, Relaxed);
         let tunnel = Tunnel {
             slot,
             state: "standing",
-            gateway: place.gateway.clone(),
-            address: place.address,
+            gateway: gateway_addr.gateway.clone(),
+            address: gateway_addr.address,
             since: now(),
             round_trip,
             load,
         };
         self.change(|table| {
             table.tunnels.insert(id, tunnel);
-            table.troubles.remove(ANY);
-            table.troubles.remove(&place.to_string());
+            table.errors.remove(ANY_GATEWAY);
+            table.errors.remove(&gateway_addr.to_string());
             table.identity_hint = None;
         });
-        self.0.standing.send_modify(|standing| *standing += 1);
+        self.0.open_tunnels.send_modify(|standing| *standing += 1);
         TunnelSummary {
             shared: self.0.clone(),
             id,
         }
     }
 
-    /// Something went wrong with this gateway, or ([`ANY`]) with all of them.
-    pub(crate) fn trouble(&self, whose: &str, what: &str, refused: bool, retry_in: Duration) {
-        let trouble = LastErrorStatus::new(what, refused, retry_in);
+    /// Something went wrong with this gateway, or ([`ANY_GATEWAY`]) with all of them.
+    pub(crate) fn set_error(&self, gateway: &str, what: &str, refused: bool, retry_in: Duration) {
+        let error = LastErrorStatus::new(what, refused, retry_in);
         self.change(|table| {
-            table.troubles.insert(whose.to_owned(), trouble);
+            table.errors.insert(gateway.to_owned(), error);
         });
     }
 
     /// Nothing is wrong with this gateway any more, or it is none.
-    pub(crate) fn mended(&self, whose: &str) {
+    pub(crate) fn clear_error(&self, gateway: &str) {
         self.change(|table| {
-            table.troubles.remove(whose);
+            table.errors.remove(gateway);
         });
     }
 
     /// Returns once a tunnel stands.
-    pub(crate) async fn connected(&self) {
-        let mut standing = self.0.standing.subscribe();
+    pub(crate) async fn wait_until_connected(&self) {
+        let mut open_tunnels = self.0.open_tunnels.subscribe();
         // The sender lives at least as long as this task.
-        let _ = standing.wait_for(|standing| *standing > 0).await;
+        let _ = open_tunnels.wait_for(|standing| *standing > 0).await;
     }
 
     /// Sets, or with `None` removes, what the operator has to do about an identity that gateways refuse. Returns whether
     /// that has changed.
-    pub(crate) fn identity_hint(&self, hint: Option<&str>) -> bool {
+    pub(crate) fn set_identity_hint(&self, hint: Option<&str>) -> bool {
         self.0.table.send_if_modified(|table| {
-            let changed = table.identity_hint.as_deref() != hint;
+            let is_changed = table.identity_hint.as_deref() != hint;
             table.identity_hint = hint.map(ToOwned::to_owned);
-            changed
+            is_changed
         })
     }
 
     /// The certificate, and when it is renewed.
-    pub(crate) fn certificate(&self, not_after: SystemTime, renews_at: SystemTime) {
+    pub(crate) fn set_certificate(&self, not_after: SystemTime, renews_at: SystemTime) {
         self.change(|table| {
             table.certificate = Some(CertificateStatus {
                 not_after: millis(not_after),
@@ -283,7 +283,7 @@ impl StatusWriter {
     }
 
     /// The certificate could not be renewed.
-    pub(crate) fn not_renewed(&self, what: &str, refused: bool, retry_in: Duration) {
+    pub(crate) fn set_renewal_error(&self, what: &str, refused: bool, retry_in: Duration) {
         self.change(|table| {
             if let Some(certificate) = &mut table.certificate {
                 certificate.trouble = Some(LastErrorStatus::new(what, refused, retry_in));
@@ -292,14 +292,14 @@ impl StatusWriter {
     }
 
     /// Sets the addresses at which gateways are looked for.
-    pub(crate) fn gateways(&self, gateways: Vec<String>) {
+    pub(crate) fn set_gateways(&self, gateways: Vec<String>) {
         self.change(|table| table.gateways = gateways);
     }
 
     /// So many gateways are reached, of as many as they say that there are.
-    pub(crate) fn reached(&self, gateways: u32, of: Option<u32>) {
-        let reached = of.map(|of| ConnectedGatewaysStatus { gateways, of });
-        self.change(|table| table.reached = reached);
+    pub(crate) fn set_connected_gateways(&self, gateways: u32, of: Option<u32>) {
+        let counts = of.map(|of| ConnectedGatewaysStatus { gateways, of });
+        self.change(|table| table.connected_gateways = counts);
     }
 
     fn change(&self, change: impl FnOnce(&mut Table)) {
@@ -309,7 +309,7 @@ impl StatusWriter {
 
 impl TunnelSummary {
     /// The tunnel takes no new streams.
-    pub(crate) fn leaves(&self) {
+    pub(crate) fn mark_leaving(&self) {
         self.shared.table.send_modify(|table| {
             if let Some(tunnel) = table.tunnels.get_mut(&self.id) {
                 tunnel.state = "leaving";
@@ -323,22 +323,24 @@ impl Drop for TunnelSummary {
         self.shared.table.send_modify(|table| {
             table.tunnels.remove(&self.id);
         });
-        self.shared.standing.send_modify(|standing| *standing -= 1);
+        self.shared
+            .open_tunnels
+            .send_modify(|standing| *standing -= 1);
     }
 }
 
 impl StatusReader {
     /// Returns the current status of the edge.
     pub fn status(&self) -> Status {
-        let api_cache = self.0.reading.status();
+        let api_cache = self.0.api_cache.status();
         let table = self.0.table.borrow();
         let tunnels: Vec<_> = table.tunnels.values().map(Tunnel::status).collect();
-        let newest = table.troubles.values().max_by_key(|trouble| trouble.at);
-        let mut trouble = newest.cloned();
-        if let (Some(trouble), Some(hint)) = (&mut trouble, &table.identity_hint) {
+        let latest = table.errors.values().max_by_key(|trouble| trouble.at);
+        let mut last_error = latest.cloned();
+        if let (Some(trouble), Some(hint)) = (&mut last_error, &table.identity_hint) {
             trouble.what = format!("{}; {hint}", trouble.what);
         }
-        let state = match &trouble {
+        let state = match &last_error {
             _ if tunnels.iter().any(|tunnel| tunnel.state == "standing") => "connected",
             // Another process serves the node now, although old streams continue here.
             Some(trouble) if trouble.refused => "refused",
@@ -353,8 +355,8 @@ impl StatusReader {
             state,
             tunnels,
             gateways: table.gateways.clone(),
-            reached: table.reached,
-            trouble,
+            reached: table.connected_gateways,
+            trouble: last_error,
             certificate: table.certificate.clone(),
             api_cache,
         }
@@ -385,13 +387,16 @@ impl StatusReader {
     }
 
     /// How many tunnels stand, whenever that changes.
-    pub(crate) fn standing(&self) -> watch::Receiver<usize> {
-        self.0.standing.subscribe()
+    pub(crate) fn open_tunnels(&self) -> watch::Receiver<usize> {
+        self.0.open_tunnels.subscribe()
     }
 
     /// Sets the function that reports the state of the API cache.
-    pub(crate) fn reads(&self, status: Box<dyn Fn() -> ApiCacheStatus + Send + Sync>) {
-        self.0.reading.begin(status);
+    pub(crate) fn set_api_cache_source(
+        &self,
+        status: Box<dyn Fn() -> ApiCacheStatus + Send + Sync>,
+    ) {
+        self.0.api_cache.set(status);
     }
 }
 
@@ -404,11 +409,11 @@ impl Tunnel {
             address: self.address,
             since: self.since,
             round_trip_us: u64::try_from(self.round_trip.as_micros()).unwrap_or(u64::MAX),
-            streams: self.load.streams(),
-            opened: self.load.opened(),
-            sent: self.load.sent(),
-            received: self.load.received(),
-            unread: self.load.unread(),
+            streams: self.load.open_streams(),
+            opened: self.load.streams_opened(),
+            sent: self.load.bytes_sent(),
+            received: self.load.bytes_received(),
+            unread: self.load.unread_bytes(),
         }
     }
 }

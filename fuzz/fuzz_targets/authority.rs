@@ -29,16 +29,16 @@ static NODES: LazyLock<Nodes> = LazyLock::new(|| {
             pod_networks: vec!["10.42.0.0/24".parse().expect("a network")],
             ..Node::default()
         };
-        nodes.put(NodeName::parse(name).expect("a node's name"), node);
+        nodes.upsert(NodeName::parse(name).expect("a node's name"), node);
     }
     nodes.reader()
 });
 
 /// The default limits of a gateway.
-const BOUNDS: request::Bounds = request::Bounds {
-    target: 65_536,
+const BOUNDS: request::RequestLimits = request::RequestLimits {
+    target_bytes: 65_536,
     header_bytes: 65_536,
-    headers: 100,
+    max_headers: 100,
 };
 
 fuzz_target!(|bytes: &[u8]| {
@@ -58,7 +58,7 @@ fuzz_target!(|bytes: &[u8]| {
         port: Some(9100),
         ..RouteInput::default()
     };
-    let Ok(route) = route::of(&asked, &NODES) else {
+    let Ok(route) = route::find_route(&asked, &NODES) else {
         return;
     };
     assert!(NODES.get(&route.node).is_some(), "{route:?}");
@@ -69,7 +69,7 @@ fuzz_target!(|bytes: &[u8]| {
         "what travels is what was meant"
     );
     HeaderValue::try_from(text).expect("a target fits into a field");
-    if let Some(node) = route::node(&asked, &NODES) {
+    if let Some(node) = route::bound_node(&asked, &NODES) {
         assert_eq!(node, route.node, "the SNI and the Host lead to one node");
     }
 });
@@ -94,7 +94,7 @@ fn split(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
     };
-    let Ok((host, port)) = target::split(text) else {
+    let Ok((host, port)) = target::split_host_port(text) else {
         return;
     };
     assert!(host.is_ascii() && !host.is_empty());

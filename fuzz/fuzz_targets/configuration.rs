@@ -17,7 +17,7 @@ fuzz_target!(|text: &str| {
     let document = yaml::parse(text);
     // For YAML a lone CR ends a line as well.
     let lines = text.split(['\n', '\r']).count() + 1;
-    for spots in document.spots.values() {
+    for spots in document.positions.values() {
         assert!(
             spots.key.line <= lines && spots.value.line <= lines,
             "{spots:?}"

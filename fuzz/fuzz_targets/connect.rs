@@ -14,22 +14,22 @@ use std::convert::Infallible;
 use tokio::io::AsyncWriteExt;
 
 /// The default limits of a gateway.
-const BOUNDS: request::Bounds = request::Bounds {
-    target: 65_536,
+const BOUNDS: request::RequestLimits = request::RequestLimits {
+    target_bytes: 65_536,
     header_bytes: 65_536,
-    headers: 100,
+    max_headers: 100,
 };
 
 async fn look(request: Request<Incoming>) -> Result<Response<Empty<Bytes>>, Infallible> {
     let connect = request.method() == Method::CONNECT;
     let checked = request::check(&request, BOUNDS)
-        .and_then(|()| request::kind(&request, ListenerProtocol::Connect))
+        .and_then(|()| request::stream_kind(&request, ListenerProtocol::Connect))
         .and_then(|kind| Ok((kind, request::authority(&request)?)));
     if let Ok((kind, authority)) = checked {
         assert!(connect, "{kind:?}");
         assert_eq!(request.uri().path(), "", "a policy is asked for no path");
         let authority = authority.expect("a CONNECT names an authority");
-        if let Ok((host, Some(port))) = target::split(authority) {
+        if let Ok((host, Some(port))) = target::split_host_port(authority) {
             let target = Target::new(host, port);
             assert_eq!(target.to_string().parse(), Ok(target));
         }

@@ -27,9 +27,9 @@ static TABLES: LazyLock<(Zones, Nodes)> = LazyLock::new(|| {
     let nodes = NodesWriter::default();
     for name in ["edge-1", "edge-1.site-a"] {
         let name = NodeName::parse(name).expect("a node's name");
-        nodes.put(name, Node::default());
+        nodes.upsert(name, Node::default());
     }
-    (Zones::of(&config).expect("zones"), nodes.reader())
+    (Zones::from_config(&config).expect("zones"), nodes.reader())
 });
 
 fuzz_target!(|question: &[u8]| {

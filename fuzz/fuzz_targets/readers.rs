@@ -50,8 +50,8 @@ fuzz_target!(|input: &[u8]| {
     let (question, list, watch) = (part(), part(), part());
     let resource: GroupVersionResource = "v1/services".parse().expect("a resource");
     let limits = CacheLimits {
-        cache: 1 << 16,
-        window: 1 << 16,
+        response_bytes: 1 << 16,
+        event_buffer_bytes: 1 << 16,
     };
     RUNTIME.block_on(async {
         let pool = WatchCache::new(&[resource], &limits);
@@ -79,7 +79,7 @@ fuzz_target!(|input: &[u8]| {
         ] {
             let request = Request::get(&path).header("accept", &accept).body(());
             let Ok(request) = request else { continue };
-            let answer = pool.answer(&request.into_parts().0, None).await;
+            let answer = pool.handle_request(&request.into_parts().0, None).await;
             if answer.body().is_watch() {
                 // The watch continues for as long as the client reads.
                 let mut body = answer.into_body();

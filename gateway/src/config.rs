@@ -90,9 +90,9 @@ pub struct Config {
     pub audit_log: Specified<PathBuf>,
     /// The log.
     pub log: Log,
-    /// Announcement to edges of the node ports that the cluster lists; set by [`Config::listing`], and by no file.
+    /// Announcement to edges of the node ports that the cluster lists; set by [`Config::with_listed_ports`], and by no file.
     #[serde(skip)]
-    pub listed: Option<AnnouncedPorts>,
+    pub announced_ports: Option<AnnouncedPorts>,
 }
 
 impl Default for Config {
@@ -115,7 +115,7 @@ impl Default for Config {
             access_log: AccessLog::All,
             audit_log: Specified::default(),
             log: Log::default(),
-            listed: None,
+            announced_ports: None,
         }
     }
 }
@@ -123,9 +123,9 @@ impl Default for Config {
 impl Config {
     /// Returns the files that the configuration names. Their contents count as much as the configuration itself.
     pub fn files(&self) -> Vec<PathBuf> {
-        let of_listener = |listener: &Listener| {
-            let shown = listener.certificate.iter();
-            let shown = shown.flat_map(|files| [&files.chain, &files.key]);
+        let listener_files = |listener: &Listener| {
+            let certificate_files = listener.certificate.iter();
+            let shown = certificate_files.flat_map(|files| [&files.chain, &files.key]);
             let clients = listener
                 .client_auth
                 .client_ca
@@ -138,19 +138,19 @@ impl Config {
                 .cloned()
                 .collect::<Vec<_>>()
         };
-        let listeners = self.listeners.iter().flat_map(of_listener);
+        let listeners = self.listeners.iter().flat_map(listener_files);
         let tunnel = self.tunnel.identity.iter().flat_map(Identity::files);
         let policy = self.policy.0.iter().chain(tunnel).cloned();
-        let apps = self
+        let upstream_tls = self
             .upstream_tls
             .values()
             .flat_map(UpstreamTls::files)
             .cloned();
-        let cluster = self.signer().into_iter().flat_map(|rules| &rules.client_ca);
+        let cluster_ca = self.signer().into_iter().flat_map(|rules| &rules.client_ca);
         policy
             .chain(listeners)
-            .chain(apps)
-            .chain(cluster.cloned())
+            .chain(upstream_tls)
+            .chain(cluster_ca.cloned())
             .collect()
     }
 
@@ -161,16 +161,16 @@ impl Config {
 
     /// Returns the zones in which nodes have names as well: the DNS server's and the hosts file's.
     pub fn zones(&self) -> Vec<String> {
-        let served = self.dns.0.iter().flat_map(|dns| &dns.zones);
+        let dns_zones = self.dns.0.iter().flat_map(|dns| &dns.zones);
         let kubernetes = self.kubernetes.iter();
-        let written =
+        let hosts_zones =
             kubernetes.flat_map(|rules| rules.hosts.iter().flat_map(|hosts| &hosts.zones));
-        served.chain(written).cloned().collect()
+        dns_zones.chain(hosts_zones).cloned().collect()
     }
 
     /// Returns the addresses that names of edges' nodes resolve to: `dns.addresses`, else those of the listeners. Empty if
     /// neither gives an address.
-    pub fn named_addresses(&self) -> Vec<IpAddr> {
+    pub fn node_name_addresses(&self) -> Vec<IpAddr> {
         match &self.dns.0 {
             Some(dns) if !dns.addresses.is_empty() => canonical(dns.addresses.iter().copied()),
             _ => self.listener_addresses(),
@@ -194,14 +194,14 @@ impl Config {
     }
 
     /// Returns the addresses of edges' nodes in the hosts file: `kubernetes.hosts.addresses`, else those that the DNS server answers.
-    pub fn hosted_addresses(&self) -> Vec<IpAddr> {
+    pub fn hosts_file_addresses(&self) -> Vec<IpAddr> {
         let hosts = self.kubernetes.as_ref();
         let hosts = hosts.and_then(|rules| rules.hosts.as_ref());
         match hosts {
             Some(hosts) if !hosts.addresses.is_empty() => {
                 canonical(hosts.addresses.iter().copied())
             }
-            _ => self.named_addresses(),
+            _ => self.node_name_addresses(),
         }
     }
 }
@@ -284,7 +284,7 @@ impl Default for Tunnel {
 
 impl Tunnel {
     /// Returns the revoked nodes of a configuration that has been validated.
-    pub(crate) fn unwelcome(&self) -> BTreeSet<NodeName> {
+    pub(crate) fn revoked_nodes(&self) -> BTreeSet<NodeName> {
         let names = self.revoked.iter();
         names
             .filter_map(|name| NodeName::parse(name).ok())

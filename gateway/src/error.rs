@@ -291,7 +291,7 @@ impl Reason {
             reason: self,
             detail: detail.into(),
             cause: None,
-            of_token: false,
+            is_token_error: false,
         }
     }
 
@@ -305,7 +305,7 @@ impl Reason {
             reason: self,
             detail: detail.into(),
             cause: Some(cause.into()),
-            of_token: false,
+            is_token_error: false,
         }
     }
 }
@@ -337,21 +337,21 @@ pub struct Error {
     /// Underlying cause, for the log.
     pub cause: Option<BoxError>,
     /// Whether it is a bearer token that does not count (RFC 6750 §3.1, `invalid_token`).
-    pub of_token: bool,
+    pub is_token_error: bool,
 }
 
 impl Error {
     /// The same, because of a bearer token that does not count.
     #[must_use]
-    pub fn of_token(self) -> Self {
+    pub fn as_token_error(self) -> Self {
         Self {
-            of_token: true,
+            is_token_error: true,
             ..self
         }
     }
 
     /// A stream to `node` that failed below: reset by the edge, or lost with its tunnel.
-    pub fn of_stream(node: &str, error: &StreamError) -> Self {
+    pub fn from_stream_error(node: &str, error: &StreamError) -> Self {
         match error {
             error if error.is_eviction() => Reason::LimitReached.error(format!(
                 "the stream to {node} was reset because its buffered bytes were not read"
@@ -359,7 +359,9 @@ impl Error {
             error if error.is_withdrawn() => Reason::EdgePolicy.error(format!(
                 "the policy of {node} was changed and no longer allows the stream"
             )),
-            StreamError::Reset { .. } | StreamError::Nonsense(_) | StreamError::Evicted => {
+            StreamError::Reset { .. }
+            | StreamError::ProtocolViolation(_)
+            | StreamError::Evicted => {
                 Reason::TargetBroken.error(format!("{node} aborted the stream: {error}"))
             }
             StreamError::Lost { .. } => Reason::TunnelLost.error(format!(

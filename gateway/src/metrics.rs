@@ -64,22 +64,22 @@ impl Metrics {
 
     /// Returns the handles of a listener, by its configured name.
     pub fn listener(&self, name: &str) -> Arc<ListenerMetrics> {
-        Arc::new(ListenerMetrics::of(&self.declared, name))
+        Arc::new(ListenerMetrics::from_declared(&self.declared, name))
     }
 
     /// A TLS handshake failed.
-    pub fn handshake_failed(&self, listener: &'static str, why: &'static str) {
-        let labels = [("listener", listener), ("why", why)];
+    pub fn handshake_failed(&self, listener: &'static str, stage: &'static str) {
+        let labels = [("listener", listener), ("why", stage)];
         self.declared.handshakes_failed.get_or_create(&labels).inc();
     }
 
     /// A stream is served by another worker than its node's.
-    pub fn crossed(&self) {
+    pub fn count_worker_crossing(&self) {
         self.declared.streams_crossed.inc();
     }
 
     /// Counts a connection to an upstream.
-    pub fn app_connected(&self, http2: bool) {
+    pub fn count_upstream_connection(&self, http2: bool) {
         let labels = [("http", if http2 { "2" } else { "1.1" })];
         self.declared
             .upstream_connections
@@ -88,7 +88,7 @@ impl Metrics {
     }
 
     /// Streams that stood still were reset.
-    pub fn evicted(&self, shortage: &'static str, streams: usize) {
+    pub fn count_evicted(&self, shortage: &'static str, streams: usize) {
         let labels = [("reason", shortage)];
         let streams = u64::try_from(streams).unwrap_or(u64::MAX);
         self.declared
@@ -98,69 +98,69 @@ impl Metrics {
     }
 
     /// A limit was reached.
-    pub fn limit(&self, which: &'static str) {
+    pub fn count_limit_reached(&self, which: &'static str) {
         let labels = [("limit", which)];
         self.declared.limits_reached.get_or_create(&labels).inc();
     }
 
     /// Returns a limit on connections whose refusals and evictions are counted.
-    pub fn connection_limit(self: &Arc<Self>, name: &'static str, most: usize) -> ConnectionLimit {
+    pub fn connection_limit(self: &Arc<Self>, name: &'static str, max: usize) -> ConnectionLimit {
         let metrics = self.clone();
-        ConnectionLimit::new(name, most, move |turned| {
+        ConnectionLimit::new(name, max, move |turned| {
             let labels = [("limit", name), ("outcome", turned.as_str())];
             let turned_away = &metrics.declared.connections_rejected;
             turned_away.get_or_create(&labels).inc();
             if turned == RejectReason::Refused {
-                metrics.limit(name);
+                metrics.count_limit_reached(name);
             }
         })
     }
 
     /// A tunnel was registered.
-    pub fn tunnel(&self) -> TunnelGuard {
+    pub fn tunnel_guard(&self) -> TunnelGuard {
         TunnelGuard {
             _open: OpenGauge::new(&self.declared.tunnels),
         }
     }
 
     /// An edge asked to be registered: `ok`, or why it was sent away.
-    pub fn registration(&self, outcome: &'static str) {
+    pub fn count_registration(&self, outcome: &'static str) {
         let labels = [("outcome", outcome)];
         self.declared.registrations.get_or_create(&labels).inc();
     }
 
     /// A tunnel ended.
-    pub fn tunnel_ended(&self, why: &'static str) {
+    pub fn count_tunnel_end(&self, why: &'static str) {
         let labels = [("why", why)];
         self.declared.tunnels_ended.get_or_create(&labels).inc();
     }
 
     /// A certificate was asked for by `enrol` or `renew`: `ok`, or why it was refused.
-    pub fn enrolment(&self, operation: &'static str, outcome: &'static str) {
+    pub fn count_enrolment(&self, operation: &'static str, outcome: &'static str) {
         let labels = [("operation", operation), ("outcome", outcome)];
         self.declared.enrolments.get_or_create(&labels).inc();
     }
 
     /// Keys of an issuer of JWTs were fetched, or could not be.
-    pub fn jwks_fetched(&self, well: bool) {
-        let labels = [("outcome", if well { "ok" } else { "failed" })];
+    pub fn count_jwks_fetch(&self, succeeded: bool) {
+        let labels = [("outcome", if succeeded { "ok" } else { "failed" })];
         self.declared.jwks_fetches.get_or_create(&labels).inc();
     }
 
     /// The cluster's API was asked about a `token` or an `access`.
-    pub fn reviewed(&self, question: &'static str, outcome: &'static str) {
+    pub fn count_review(&self, question: &'static str, outcome: &'static str) {
         let labels = [("question", question), ("outcome", outcome)];
         self.declared.reviews.get_or_create(&labels).inc();
     }
 
     /// A question by DNS was answered, or not worth an answer.
-    pub fn dns_query(&self, outcome: &'static str) {
+    pub fn count_dns_query(&self, outcome: &'static str) {
         let labels = [("outcome", outcome)];
         self.declared.dns_queries.get_or_create(&labels).inc();
     }
 
     /// Sets the number of buffered bytes and of stalled streams.
-    pub fn unread(&self, bytes: usize, stalled: usize) {
+    pub fn set_unread(&self, bytes: usize, stalled: usize) {
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         self.declared.buffered_bytes.set(bytes);
         let stalled = i64::try_from(stalled).unwrap_or(i64::MAX);
@@ -168,14 +168,14 @@ impl Metrics {
     }
 
     /// So many tunnels are suspect now.
-    pub fn suspect(&self, tunnels: usize) {
+    pub fn set_suspect_tunnels(&self, tunnels: usize) {
         self.declared
             .suspect_tunnels
             .set(i64::try_from(tunnels).unwrap_or(i64::MAX));
     }
 
     /// Sets the quantiles of the tunnels' round-trip times.
-    pub fn round_trips(&self, mut all: Vec<Duration>) {
+    pub fn set_round_trips(&self, mut all: Vec<Duration>) {
         all.sort_unstable();
         for (label, hundredths) in [("0.5", 50), ("0.9", 90), ("0.99", 99), ("1", 100)] {
             let rank = (all.len() * hundredths).div_ceil(100).saturating_sub(1);
@@ -190,60 +190,60 @@ impl Metrics {
     }
 
     /// A configuration was read anew, and is in force or was refused.
-    pub fn reloaded(&self, well: bool) {
-        let labels = [("outcome", if well { "ok" } else { "refused" })];
+    pub fn count_reload(&self, succeeded: bool) {
+        let labels = [("outcome", if succeeded { "ok" } else { "refused" })];
         self.declared.reloads.get_or_create(&labels).inc();
-        self.declared.last_reload_successful.set(well.into());
+        self.declared.last_reload_successful.set(succeeded.into());
     }
 
     /// Returns the handles of the metrics of a cluster's nodes.
-    pub fn cluster(&self) -> KubernetesMetrics {
+    pub fn kubernetes_metrics(&self) -> KubernetesMetrics {
         let lost = &self.declared.cluster_lost_timestamp_seconds;
-        KubernetesMetrics::of(&self.declared.cluster_nodes, lost)
+        KubernetesMetrics::from_gauges(&self.declared.cluster_nodes, lost)
     }
 
     /// Sets the number of addresses that several nodes have.
-    pub fn address_conflicts(&self, addresses: usize) {
+    pub fn set_address_conflicts(&self, addresses: usize) {
         let addresses = i64::try_from(addresses).unwrap_or(i64::MAX);
         self.declared.node_address_conflicts.set(addresses);
     }
 
     /// The hosts file is this gateway's to write, or another's.
-    pub fn hosts_leading(&self, leads: bool) {
-        self.declared.cluster_hosts_leading.set(leads.into());
+    pub fn set_hosts_leading(&self, is_leader: bool) {
+        self.declared.cluster_hosts_leading.set(is_leader.into());
     }
 
     /// Something of the hosts file was written or removed, or could not be.
-    pub fn hosts_written(&self, well: bool) {
-        let labels = [("outcome", if well { "ok" } else { "failed" })];
+    pub fn count_hosts_write(&self, succeeded: bool) {
+        let labels = [("outcome", if succeeded { "ok" } else { "failed" })];
         let writes = &self.declared.cluster_hosts_writes;
         writes.get_or_create(&labels).inc();
     }
 
     /// The list of ports in the cluster is taken up as it is, or not.
-    pub fn ports_refused(&self, refused: bool) {
+    pub fn set_ports_refused(&self, refused: bool) {
         self.declared.cluster_ports_refused.set(refused.into());
     }
 
     /// A request for a certificate at the cluster's API was `approved`, `signed` or `left` as it is, or that `failed`.
-    pub fn cluster_certificate(&self, outcome: &'static str) {
+    pub fn count_cluster_certificate(&self, outcome: &'static str) {
         let labels = [("outcome", outcome)];
         let certificates = &self.declared.cluster_certificates;
         certificates.get_or_create(&labels).inc();
     }
 
     /// Sets when certificates end, by use.
-    pub fn certificates_end(&self, ends: impl IntoIterator<Item = (String, u64)>) {
+    pub fn set_certificate_expiries(&self, expiries: impl IntoIterator<Item = (String, u64)>) {
         let family = &self.declared.certificate_expiry_timestamp_seconds;
         family.clear();
-        for (used_for, seconds) in ends {
+        for (used_for, seconds) in expiries {
             let gauge = family.get_or_create(&[("certificate", used_for)]);
             gauge.set(i64::try_from(seconds).unwrap_or(i64::MAX));
         }
     }
 
     /// The gateway drains.
-    pub fn drains(&self) {
+    pub fn set_draining(&self) {
         self.declared.draining.set(1);
     }
 }

@@ -78,21 +78,24 @@ impl Proxy {
             &request,
         );
         let protocol = ErrorProtocol::of(&request);
-        let is_awaited = !request.body().is_end_stream()
-            && headers::lists(request.headers(), &EXPECT, "100-continue");
+        let expects_continue = !request.body().is_end_stream()
+            && headers::contains_token(request.headers(), &EXPECT, "100-continue");
         let is_http1 = request.version() != Version::HTTP_2;
-        let condition = is_http1.then_some(&connection.condition);
+        let http1_condition = is_http1.then_some(&connection.condition);
         let discarding = (&self.shared.limits, &self.tasks, connection.peer);
-        let request = request.map(|body| RequestBody::new(body, is_awaited, discarding, condition));
+        let request = request
+            .map(|body| RequestBody::new(body, expects_continue, discarding, http1_condition));
         // RFC 9110 §9.3.2. hyper ensures this only for HTTP/1.1.
-        let bodiless = request.method() == Method::HEAD && request.version() == Version::HTTP_2;
-        let served = pin!(self.serve(connection, request, exchange, &record));
-        match record.unless_ended(served).await.flatten() {
+        let is_http2_head =
+            request.method() == Method::HEAD && request.version() == Version::HTTP_2;
+        let serving = pin!(self.serve(connection, request, exchange, &record));
+        match record.run_unless_terminated(serving).await.flatten() {
             Ok(response) => response,
             Err(error) => {
                 let error = self.ended_by_drain(&record, error);
-                let reply = error_response::of(&self.listener, &record, (protocol, &error));
-                if bodiless {
+                let reply =
+                    error_response::error_response(&self.listener, &record, (protocol, &error));
+                if is_http2_head {
                     return reply.map(|_| ResponseBody::empty());
                 }
                 reply
@@ -102,37 +105,37 @@ impl Proxy {
 
     /// Returns the error of a request that failed, which is of the drain if this gateway itself has closed the tunnel.
     fn ended_by_drain(&self, record: &AccessRecord, error: Error) -> Error {
-        if error.reason == Reason::TunnelLost && self.shared.registry.is_over() {
-            record.failed(&error);
+        if error.reason == Reason::TunnelLost && self.shared.registry.is_drain_expired() {
+            record.record_failure(&error);
             return record.failure().unwrap_or(error);
         }
         error
     }
 
     /// Returns how many bytes of a request's target this listener takes.
-    pub(crate) fn most_target(&self) -> usize {
-        match self.listener.errors {
-            ErrorFormat::Problem => self.shared.uri_bytes,
-            ErrorFormat::Kubernetes => self.shared.kubernetes_uri_bytes,
+    pub(crate) fn max_target_bytes(&self) -> usize {
+        match self.listener.error_format {
+            ErrorFormat::Problem => self.shared.max_uri_bytes,
+            ErrorFormat::Kubernetes => self.shared.max_kubernetes_uri_bytes,
         }
     }
 
-    fn bounds(&self) -> request::Bounds {
-        request::Bounds {
-            target: self.most_target(),
+    fn request_limits(&self) -> request::RequestLimits {
+        request::RequestLimits {
+            target_bytes: self.max_target_bytes(),
             header_bytes: self.shared.header_bytes,
-            headers: self.shared.max_headers,
+            max_headers: self.shared.max_headers,
         }
     }
 
     /// Returns the form of the listener's errors, and the longest target that it takes.
-    pub(crate) fn form(&self) -> (ErrorFormat, usize) {
-        (self.listener.errors, self.most_target())
+    pub(crate) fn error_format(&self) -> (ErrorFormat, usize) {
+        (self.listener.error_format, self.max_target_bytes())
     }
 
     /// Returns the lookup of pods for a request, if this listener looks for them.
     fn pod_routing(&self, client: &ClientIdentity, kind: &StreamKind) -> Option<PodRouting<'_>> {
-        let asks = self.listener.errors == ErrorFormat::Kubernetes
+        let asks = self.listener.error_format == ErrorFormat::Kubernetes
             && client.method != AuthMethod::Anonymous
             && !matches!(kind, StreamKind::Tcp);
         let lookup = self.shared.pods.as_deref().filter(|_| asks)?;
@@ -151,63 +154,71 @@ impl Proxy {
         exchange: ExchangeId,
         record: &Arc<AccessRecord>,
     ) -> Result<Response<ResponseBody>, Error> {
-        if self.listener.is_over() {
-            let why = "the configuration of this listener has changed; open a new connection";
-            return Err(Reason::Draining.error(why));
+        if self.listener.is_closed_to_streams() {
+            let detail = "the configuration of this listener has changed; open a new connection";
+            return Err(Reason::Draining.error(detail));
         }
-        request::check(&request, self.bounds())?;
-        let kind = request::kind(&request, self.listener.kind)?;
-        let asked = self
+        request::check(&request, self.request_limits())?;
+        let kind = request::stream_kind(&request, self.listener.protocol)?;
+        let route_input = self
             .listener
-            .asked(connection, request::authority(&request)?);
+            .route_input(connection, request::authority(&request)?);
         if matches!(kind, StreamKind::Tcp)
-            && let Some(target) = direct::target(&self.listener.direct, &asked, &self.shared.nodes)
+            && let Some(direct_target) = direct::direct_target(
+                &self.listener.direct_networks,
+                &route_input,
+                &self.shared.nodes,
+            )
         {
-            let client = self.identify(connection, request.headers(), Some(target.port));
+            let client = self.identify(connection, request.headers(), Some(direct_target.port));
             let client = client.await?;
-            record.client(&client);
-            record.allow(GrantedAccess::new(Action::Connect, &request, connection));
+            record.set_client(&client);
+            record.record_granted_access(GrantedAccess::new(Action::Connect, &request, connection));
             let direct = direct::DirectConnect {
                 proxy: self,
                 connection,
                 client: &client,
-                target: &target,
+                target: &direct_target,
                 record,
             };
             return Box::pin(direct::connect(direct, request)).await;
         }
         let (client, routed) = self
-            .resolve_and_authenticate(connection, request.headers(), &asked)
+            .resolve_and_authenticate(connection, request.headers(), &route_input)
             .await?;
-        record.client(&client);
+        record.set_client(&client);
         let pods = self.pod_routing(&client, &kind);
         let route = pod_route::or_route(pods, request.uri().path(), routed).await?;
-        record.route(&route);
-        let act = Action::from(&kind);
-        let ask = AuthzRequest {
+        record.set_route(&route);
+        let action = Action::from(&kind);
+        let authz_request = AuthzRequest {
             client: &client,
-            from: connection.peer,
+            remote_address: connection.peer,
             destination: Destination::Node(&route),
-            act,
+            action,
             method: request.method(),
             path: request.uri().path(),
         };
-        record.allow(GrantedAccess::new(act, &request, connection));
-        self.authorize(&ask, record).await?;
-        let picked = self.select_tunnel(&route).await?;
-        record.permit(self.shared.limits.admit(&client.open, &picked.streams)?);
-        record.tunnel(picked.id);
-        let way = StreamContext {
+        record.record_granted_access(GrantedAccess::new(action, &request, connection));
+        self.authorize(&authz_request, record).await?;
+        let selected = self.select_tunnel(&route).await?;
+        record.set_permit(
+            self.shared
+                .limits
+                .admit_stream(&client.open_streams, &selected.streams)?,
+        );
+        record.set_tunnel(selected.id);
+        let ctx = StreamContext {
             proxy: self,
             connection,
             client: &client,
             route: &route,
-            tunnel: &picked.tunnel,
-            id: picked.id,
+            tunnel: &selected.tunnel,
+            id: selected.id,
             record,
             exchange,
         };
-        way.open(kind, request).await
+        ctx.open(kind, request).await
     }
 
     /// Identifies the client and finds the route. The route is looked up first, because the admission of anonymous clients
@@ -216,10 +227,10 @@ impl Proxy {
         &self,
         connection: &ClientConnection,
         fields: &HeaderMap,
-        asked: &RouteInput<'_>,
+        route_input: &RouteInput<'_>,
     ) -> Result<(ClientIdentity, Route), Error> {
         let (client, routed) = self
-            .resolve_and_authenticate(connection, fields, asked)
+            .resolve_and_authenticate(connection, fields, route_input)
             .await?;
         Ok((client, routed?))
     }
@@ -228,9 +239,9 @@ impl Proxy {
         &self,
         connection: &ClientConnection,
         fields: &HeaderMap,
-        asked: &RouteInput<'_>,
+        route_input: &RouteInput<'_>,
     ) -> Result<(ClientIdentity, Result<Route, Error>), Error> {
-        let routed = route::of(asked, &self.shared.nodes);
+        let routed = route::find_route(route_input, &self.shared.nodes);
         let port = routed.as_ref().ok().map(|route| route.target.port);
         let client = self.identify(connection, fields, port).await?;
         Ok((client, routed))
@@ -242,12 +253,12 @@ impl Proxy {
         fields: &HeaderMap,
         port: Option<u16>,
     ) -> Result<ClientIdentity, Error> {
-        self.identify_by(connection, (fields, Expired::Refused), port)
+        self.identify_with(connection, (fields, Expired::Reject), port)
             .await
     }
 
     /// Says who calls, by a JWT that has expired too if that is so wanted.
-    async fn identify_by(
+    async fn identify_with(
         &self,
         connection: &ClientConnection,
         presented: (&HeaderMap, Expired<'_>),
@@ -266,7 +277,7 @@ impl Proxy {
                 },
             )
             .await?;
-        if !self.listener.believes(client.root) {
+        if !self.listener.trusts_root(client.root) {
             let why = "certificate: its root is no longer trusted";
             return Err(Reason::Unauthenticated.error(why));
         }
@@ -277,13 +288,13 @@ impl Proxy {
     /// The tunnel to use, or why there is none. Waits for a node that is probably back soon.
     pub(crate) async fn select_tunnel(&self, route: &Route) -> Result<SelectedTunnel, Error> {
         if self.shared.registry.worker(&route.node) != self.worker {
-            self.shared.metrics.crossed();
+            self.shared.metrics.count_worker_crossing();
         }
         self.shared
             .registry
-            .pick_within(&route.node, self.shared.timeouts.reconnect)
+            .select_tunnel_within(&route.node, self.shared.timeouts.reconnect)
             .await
-            .map_err(|away| unavailable_error(&route.node, &away))
+            .map_err(|unavailable| unavailable_error(&route.node, &unavailable))
     }
 }
 
@@ -295,36 +306,60 @@ impl StreamContext<'_> {
         kind: StreamKind,
         request: Request<RequestBody>,
     ) -> Result<Response<ResponseBody>, Error> {
-        match (kind, self.proxy.shared.apps.of(self.route)) {
-            (StreamKind::Request, None) => forward::run(self, request).await,
-            (StreamKind::Request, Some(app)) => {
-                Box::pin(upstream::forward::run(self, &app, request)).await
+        match (
+            kind,
+            self.proxy
+                .shared
+                .upstream_tls_ports
+                .find_upstream(self.route),
+        ) {
+            (StreamKind::Request, None) => forward::forward_request(self, request).await,
+            (StreamKind::Request, Some(upstream_tls)) => {
+                Box::pin(upstream::forward::forward_request(
+                    self,
+                    &upstream_tls,
+                    request,
+                ))
+                .await
             }
             (StreamKind::Upgrade(token), None) => {
-                Box::pin(upgrade::run(self, request, &token)).await
+                Box::pin(upgrade::forward_upgrade(self, request, &token)).await
             }
-            (StreamKind::Upgrade(token), Some(app)) => {
-                Box::pin(upstream::upgrade::run(self, &app, request, &token)).await
+            (StreamKind::Upgrade(token), Some(upstream_tls)) => {
+                Box::pin(upstream::upgrade::forward_upgrade(
+                    self,
+                    &upstream_tls,
+                    request,
+                    &token,
+                ))
+                .await
             }
             (StreamKind::Tcp, _) => Box::pin(relay::connect(self, request)).await,
         }
     }
 }
 
-fn unavailable_error(node: &NodeName, away: &NodeUnavailable) -> Error {
-    match away {
-        NodeUnavailable::Never => Reason::NodeNotConnected.error(format!(
+fn unavailable_error(node: &NodeName, unavailable: &NodeUnavailable) -> Error {
+    match unavailable {
+        NodeUnavailable::NeverSeen => Reason::NodeNotConnected.error(format!(
             "{node} is not connected and has not connected since this gateway started"
         )),
-        NodeUnavailable::Last { seen, from } => {
-            let ago = SystemTime::now().duration_since(*seen).unwrap_or_default();
+        NodeUnavailable::LastSeen {
+            ended_at: seen_at,
+            remote_address,
+        } => {
+            let elapsed = SystemTime::now()
+                .duration_since(*seen_at)
+                .unwrap_or_default();
             Reason::NodeNotConnected.error(format!(
-                "{node} is not connected; it was last seen at {}, {} s ago; its last tunnel came from {from}",
-                humantime::format_rfc3339_seconds(*seen),
-                ago.as_secs()
+                "{node} is not connected; it was last seen at {}, {} s ago; its last tunnel came from {remote_address}",
+                humantime::format_rfc3339_seconds(*seen_at),
+                elapsed.as_secs()
             ))
         }
-        NodeUnavailable::Suspect { from } => Reason::NodeNotConnected.error(format!(
+        NodeUnavailable::Suspect {
+            remote_address: from,
+        } => Reason::NodeNotConnected.error(format!(
             "{node} does not answer on its tunnel from {from}; the link is probably down"
         )),
         NodeUnavailable::Draining => Reason::Draining.error(format!(

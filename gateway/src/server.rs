@@ -57,7 +57,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
 /// Time for the control plane to send its last messages.
-const FAREWELL: Duration = Duration::from_secs(5);
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
 /// Builder of a gateway: a configuration, and the parts that an embedder replaces.
 #[derive(Debug)]
@@ -155,7 +155,7 @@ impl Gateway {
     /// # Errors
     /// The missing, malformed or occupied item, by name.
     pub fn bind(self) -> Result<Bound, BindError> {
-        build::bound(self)
+        build::bind_gateway(self)
     }
 }
 
@@ -163,8 +163,8 @@ impl Gateway {
 ///
 /// # Errors
 /// If an address has no name.
-pub fn names(config: &Config) -> Result<Vec<HostName>, BindError> {
-    tunnel_identity::names(&config.tunnel.advertise, config.tunnel.listen.ip())
+pub fn advertised_names(config: &Config) -> Result<Vec<HostName>, BindError> {
+    tunnel_identity::host_names(&config.tunnel.advertise, config.tunnel.listen.ip())
 }
 
 /// Gateway whose listeners are bound.
@@ -175,23 +175,23 @@ pub struct Bound {
     /// Writer of pinned keys of upstreams, and the new pins that it is to write.
     pins: (PinWriter, mpsc::Receiver<NewPin>),
     /// Lock of the data directory: another gateway on it would issue under the same CA and write the same files.
-    claim: DirLock,
+    dir_lock: DirLock,
     workers: Workers,
-    threads: OwnedWorkers,
+    owned_workers: OwnedWorkers,
     shared: Arc<ProxyState>,
     tasks: Arc<TaskGroup>,
-    admission: TunnelListener,
-    tunnel: listener::BoundSocket,
+    tunnel_listener: TunnelListener,
+    tunnel_socket: listener::BoundSocket,
     admin: AdminListeners,
     /// Socket for commands, which use no permit of the admin listener's connections.
     admin_socket: Option<listener::BoundSocket>,
-    admin_app: admin::AdminState,
+    admin_state: admin::AdminState,
     dns: Option<dns::BoundSockets>,
     reloader: Reloader,
     nat: Option<Nat>,
     readiness: Readiness,
     /// Asks listeners and connections to finish.
-    ending: CancellationToken,
+    end_token: CancellationToken,
 }
 
 /// Workers that this gateway started itself, which end with it.
@@ -201,7 +201,7 @@ struct OwnedWorkers(Option<Workers>);
 impl Drop for OwnedWorkers {
     fn drop(&mut self) {
         if let Some(workers) = &self.0 {
-            workers.end();
+            workers.stop();
         }
     }
 }
@@ -227,9 +227,9 @@ impl BoundAddresses {
 }
 
 /// Evicts stalled streams.
-fn evicting(config: Config, shared: &ProxyState) -> impl Future<Output = ()> + use<> {
-    let pressure = shared.limits.pressure().clone();
-    evict::run(config, pressure, shared.metrics.clone())
+fn evict_stalled(config: Config, shared: &ProxyState) -> impl Future<Output = ()> + use<> {
+    let memory_budget = shared.limits.memory_budget().clone();
+    evict::run(config, memory_budget, shared.metrics.clone())
 }
 
 impl Bound {
@@ -244,8 +244,8 @@ impl Bound {
                 .expect("a bound TCP socket has an address")
         };
         BoundAddresses {
-            tunnel: tcp(&self.tunnel),
-            admin: tcp(&self.admin.pages),
+            tunnel: tcp(&self.tunnel_socket),
+            admin: tcp(&self.admin.admin),
             dns: self.dns.as_ref().and_then(dns::BoundSockets::local_addr),
             listeners: self.reloader.parts().listeners.addresses(),
         }
@@ -258,12 +258,12 @@ impl Bound {
 
     /// Returns the table of nodes, for a source of further node data.
     pub fn nodes(&self) -> NodesWriter {
-        self.reloader.parts().authority.roll.nodes.clone()
+        self.reloader.parts().authority.node_sync.nodes.clone()
     }
 
     /// Returns the nodes and pinned keys on the disk and in their tables, for state that is shared with other gateways.
-    pub fn roll(&self) -> NodeSync {
-        self.reloader.parts().authority.roll.clone()
+    pub fn node_sync(&self) -> NodeSync {
+        self.reloader.parts().authority.node_sync.clone()
     }
 
     /// Returns the signer for edges of a cluster, for the component that receives their requests.
@@ -271,21 +271,26 @@ impl Bound {
         let authority = &self.reloader.parts().authority;
         Signer {
             ca: authority.ca.clone(),
-            nodes: authority.roll.nodes.reader(),
-            ledger: authority.ledger.clone(),
+            nodes: authority.node_sync.nodes.reader(),
+            record_writer: authority.record_writer.clone(),
             lifetime: self.config.tunnel.edge_certificate_lifetime,
         }
     }
 
     /// Returns the cache that edges read, if they may read anything, for the component that fills it.
-    pub fn pool(&self) -> Option<Arc<WatchCache>> {
-        let reading = self.admission.reading.as_ref()?;
-        Some(reading.pool().clone())
+    pub fn watch_cache(&self) -> Option<Arc<WatchCache>> {
+        let api_cache = self.tunnel_listener.api_cache.as_ref()?;
+        Some(api_cache.watch_cache().clone())
     }
 
     /// Returns a watch of the endpoints at which `YurtHub`s of each pool read, if edges may read anything.
-    pub fn hubs(&self) -> Option<watch::Receiver<YurtHubEndpoints>> {
-        Some(self.admission.reading.as_ref()?.hubs())
+    pub fn watch_yurthub_endpoints(&self) -> Option<watch::Receiver<YurtHubEndpoints>> {
+        Some(
+            self.tunnel_listener
+                .api_cache
+                .as_ref()?
+                .watch_yurthub_endpoints(),
+        )
     }
 
     /// Returns a watch of the roots that edges are to trust, as PEM.
@@ -299,8 +304,8 @@ impl Bound {
     }
 
     /// Keeps clients away (`/readyz`) until the returned value is dropped.
-    pub fn hold(&self, why: impl Into<String>) -> ReadinessBlock {
-        self.readiness.hold(why)
+    pub fn hold(&self, reason: impl Into<String>) -> ReadinessBlock {
+        self.readiness.hold(reason)
     }
 
     /// Returns the state of `/readyz`.
@@ -309,7 +314,7 @@ impl Bound {
     }
 
     /// Returns a handle that checks the liveness of the gateway, at any time from now on.
-    pub fn pulse(&self) -> Watchdog {
+    pub fn watchdog(&self) -> Watchdog {
         Watchdog {
             workers: self.workers.clone(),
             registry: self.shared.registry.clone(),
@@ -323,29 +328,29 @@ impl Bound {
     }
 
     /// Starts the background tasks, whose end is not awaited.
-    fn beside(&self) -> TaskGroup {
+    fn spawn_background(&self) -> TaskGroup {
         let (tasks, runtime) = (TaskGroup::default(), self.workers.runtime(WorkerId(0)));
         watch(
             (&tasks, runtime),
             self.reloader.parts(),
             &self.shared.metrics,
-            self.admin_app.certificates.clone(),
+            self.admin_state.certificates.clone(),
         );
-        let evicting = evicting(self.config.clone(), &self.shared);
+        let evicting = evict_stalled(self.config.clone(), &self.shared);
         tasks.spawn_on(runtime, info_span!("evict"), evicting);
         let wait = self.config.timeouts.edges;
         if !wait.is_zero() {
-            let arrivals = StartupHold {
+            let startup_hold = StartupHold {
                 store: self.store.clone(),
                 registry: self.shared.registry.clone(),
-                nodes: self.reloader.parts().authority.roll.nodes.reader(),
-                bound: wait,
+                nodes: self.reloader.parts().authority.node_sync.nodes.reader(),
+                max_wait: wait,
             };
             let hold = self.readiness.hold("waiting for edges (timeouts.edges)");
-            tasks.spawn_on(runtime, info_span!("arrivals"), arrivals.run(hold));
+            tasks.spawn_on(runtime, info_span!("arrivals"), startup_hold.run(hold));
         }
         for worker in self.workers.all() {
-            let checks = recheck::run(self.shared.clone(), worker, self.tasks.clone());
+            let checks = recheck::run_rechecks(self.shared.clone(), worker, self.tasks.clone());
             tasks.spawn_on(self.workers.runtime(worker), info_span!("recheck"), checks);
         }
         tasks
@@ -356,72 +361,80 @@ impl Bound {
         let addresses = self.addresses();
         let grace = self.config.timeouts.drain;
         // Dropping this future stops the gateway: first its tasks, then the threads that it started.
-        let begun = self.beside();
-        let (_threads, _claim, beside) = (self.threads, self.claim, begun);
+        let background_tasks = self.spawn_background();
+        let (_threads, _claim, beside) = (self.owned_workers, self.dir_lock, background_tasks);
         let _end = self.tasks.guard();
-        let (control, closing) = (TaskGroup::default(), CancellationToken::new());
-        let leaving = CancellationToken::new();
+        let (control_tasks, close_token) = (TaskGroup::default(), CancellationToken::new());
+        let drain_token = CancellationToken::new();
         let runtime = self.workers.runtime(WorkerId(0));
         self.reloader.parts().listeners.open();
-        if let Some(reading) = &self.admission.reading {
-            let nodes = &self.reloader.parts().authority.roll.nodes;
-            let leaders =
-                LeaderAssigner::new(reading, &self.shared.registry, nodes).run(leaving.clone());
-            control.spawn_on(runtime, info_span!("leaders"), leaders);
+        if let Some(api_cache) = &self.tunnel_listener.api_cache {
+            let nodes = &self.reloader.parts().authority.node_sync.nodes;
+            let leaders = LeaderAssigner::new(api_cache, &self.shared.registry, nodes)
+                .run(drain_token.clone());
+            control_tasks.spawn_on(runtime, info_span!("leaders"), leaders);
         }
-        let admission = self.admission.run(self.tunnel, leaving.clone());
-        control.spawn_on(runtime, info_span!("admission"), admission);
-        let ends = http::Stop {
-            announced: leaving.clone(),
-            end: closing.clone(),
+        let admission = self
+            .tunnel_listener
+            .run(self.tunnel_socket, drain_token.clone());
+        control_tasks.spawn_on(runtime, info_span!("admission"), admission);
+        let stop_signals = http::Stop {
+            end_announced: drain_token.clone(),
+            end: close_token.clone(),
         };
         let admin = (self.admin, self.admin_socket);
         let metrics = self.shared.metrics.clone();
-        let admin = serve_admin(admin, self.admin_app, metrics, ends);
-        control.spawn_on(runtime, info_span!("admin"), admin);
+        let admin = serve_admin(admin, self.admin_state, metrics, stop_signals);
+        control_tasks.spawn_on(runtime, info_span!("admin"), admin);
         if let Some((bound, address)) = self.dns.zip(addresses.dns) {
             let names = self.reloader.parts().names.clone();
-            let answering = dns::run(bound, names, closing.clone());
-            control.spawn_on(runtime, info_span!("dns"), answering);
+            let answering = dns::run(bound, names, close_token.clone());
+            control_tasks.spawn_on(runtime, info_span!("dns"), answering);
             tracing::info!(%address, "answering DNS queries for node names");
         }
-        let (keeper, meetings) = self.pins;
-        beside.spawn_on(runtime, info_span!("pins"), keeper.run(meetings));
+        let (pin_writer, meetings) = self.pins;
+        beside.spawn_on(runtime, info_span!("pins"), pin_writer.run(meetings));
         if let Some(nat) = self.nat {
-            control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));
+            control_tasks.spawn_on(
+                runtime,
+                info_span!("redirect"),
+                nat.run(close_token.clone()),
+            );
         }
-        self.readiness.ready();
+        self.readiness.set_ready();
         tracing::info!(tunnel = %addresses.tunnel, admin = %addresses.admin, "gateway ready");
 
         stop.cancelled().await;
         // Edges that were asked to connect to other gateways must not reconnect here.
-        leaving.cancel();
+        drain_token.cancel();
         startup_hold::save_connected_nodes(&self.store, &self.shared.registry).await;
-        let clients = || self.shared.limits.connections();
+        let clients = || self.shared.limits.open_connections();
         let edges = drain::drain(
             &self.shared.registry,
             &self.shared.metrics,
             &self.readiness,
             drain::DrainListeners {
-                close: &self.ending,
+                close: &self.end_token,
                 clients: &clients,
             },
             grace,
         );
         let retire = self.reloader.parts().listeners.retire();
         // Before streams are cut, so that their records say why.
-        let streams = self.tasks.drain_and(grace, || self.shared.registry.end());
-        let (left, (), ()) = tokio::join!(streams, edges, retire);
-        closing.cancel();
-        let stuck = control.drain(FAREWELL).await;
-        tracing::info!(cut = left, stuck, "gateway stopped");
+        let streams = self
+            .tasks
+            .drain_with(grace, || self.shared.registry.expire_drain());
+        let (cut_streams, (), ()) = tokio::join!(streams, edges, retire);
+        close_token.cancel();
+        let stuck = control_tasks.drain(SHUTDOWN_GRACE).await;
+        tracing::info!(cut = cut_streams, stuck, "gateway stopped");
     }
 }
 
 /// Listeners of the section `admin`.
 #[derive(Debug)]
 struct AdminListeners {
-    pages: listener::BoundSocket,
+    admin: listener::BoundSocket,
     /// Listener for scrapers on other hosts, which serves nothing but metrics.
     metrics: Option<listener::BoundSocket>,
 }
@@ -429,23 +442,24 @@ struct AdminListeners {
 /// Serves the admin listener, that of metrics, and the socket for commands if there is one. Each has its own connection limit.
 async fn serve_admin(
     (listeners, socket): (AdminListeners, Option<listener::BoundSocket>),
-    app: admin::AdminState,
+    state: admin::AdminState,
     metrics: Arc<Metrics>,
     stop: http::Stop,
 ) {
-    let (pages, scraped) = (admin::router(app.clone()), admin::metrics_router(app));
+    let (admin_router, metrics_router) =
+        (admin::router(state.clone()), admin::metrics_router(state));
     let serve = |name, bound, router: &Router| {
-        let limit = metrics.connection_limit(name, http::CONNECTIONS);
+        let limit = metrics.connection_limit(name, http::MAX_CONNECTIONS);
         http::run(bound, router.clone(), limit, stop.clone())
     };
-    let socket = socket.map(|socket| serve("admin_socket_connections", socket, &pages));
-    let further = listeners
+    let socket = socket.map(|socket| serve("admin_socket_connections", socket, &admin_router));
+    let metrics_server = listeners
         .metrics
-        .map(|bound| serve("metrics_connections", bound, &scraped));
+        .map(|bound| serve("metrics_connections", bound, &metrics_router));
     tokio::join!(
-        serve("admin_connections", listeners.pages, &pages),
+        serve("admin_connections", listeners.admin, &admin_router),
         OptionFuture::from(socket),
-        OptionFuture::from(further),
+        OptionFuture::from(metrics_server),
     );
 }
 
@@ -459,9 +473,9 @@ fn watch(
 ) {
     let renewal = parts.identity.clone().renew();
     tasks.spawn_on(runtime, info_span!("identity"), renewal);
-    let roll = parts.authority.roll.clone();
-    tasks.spawn_on(runtime, info_span!("expel"), roll.follow_cluster());
-    let nodes = parts.authority.roll.nodes.clone();
+    let node_sync = parts.authority.node_sync.clone();
+    tasks.spawn_on(runtime, info_span!("expel"), node_sync.follow_cluster());
+    let nodes = parts.authority.node_sync.nodes.clone();
     let conflicts = address_conflicts::run(nodes, metrics.clone());
     tasks.spawn_on(runtime, info_span!("address_conflicts"), conflicts);
     tasks.spawn_on(runtime, info_span!("certificates"), certificates.watch());

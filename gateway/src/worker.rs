@@ -65,7 +65,7 @@ impl Workers {
     }
 
     /// Returns the current runtime as the only worker: for tests and for small embedders.
-    pub fn here() -> Self {
+    pub fn on_current_runtime() -> Self {
         Self {
             runtimes: Arc::new([Handle::current()]),
             threads: None,
@@ -74,14 +74,14 @@ impl Workers {
 
     /// Ends the threads that were started, and all tasks on them. The tasks are dropped, and so their streams are reset, before
     /// this returns.
-    pub fn end(&self) {
+    pub fn stop(&self) {
         if let Some(threads) = &self.threads {
             threads.end();
         }
     }
 
     /// Returns the worker that a node belongs to.
-    pub fn of(&self, node: &NodeName) -> WorkerId {
+    pub fn worker_of(&self, node: &NodeName) -> WorkerId {
         let mut hasher = DefaultHasher::new();
         node.hash(&mut hasher);
         let count = u64::try_from(self.runtimes.len()).unwrap_or(1);
@@ -106,11 +106,11 @@ impl WorkerThreads {
 
     fn end(&self) {
         self.stop.cancel();
-        let here = std::thread::current().id();
+        let current_thread = std::thread::current().id();
         let threads = std::mem::take(&mut *self.all());
         for thread in threads {
             // The last clone may be dropped by a task of a worker itself.
-            if thread.thread().id() != here {
+            if thread.thread().id() != current_thread {
                 // A worker that panicked has logged it already.
                 let _ = thread.join();
             }
@@ -134,8 +134,8 @@ mod tests {
         let mut seen = [0; 2];
         for index in 0..200 {
             let node = NodeName::parse(&format!("edge-{index}")).unwrap();
-            assert_eq!(workers.of(&node), workers.of(&node));
-            seen[workers.of(&node).0] += 1;
+            assert_eq!(workers.worker_of(&node), workers.worker_of(&node));
+            seen[workers.worker_of(&node).0] += 1;
         }
         assert!(seen.iter().all(|count| *count > 60), "{seen:?}");
     }

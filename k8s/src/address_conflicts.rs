@@ -31,25 +31,25 @@ pub struct ConflictEvents {
 impl ConflictEvents {
     /// Runs the controller. Never returns.
     pub async fn run(self) -> Infallible {
-        let what = "writing an event for a Node with an address of another node";
-        let mut events = EventWriter::new(self.client, self.gateway, what);
-        let mut changes = self.nodes.changes();
+        let operation = "writing an event for a Node with an address of another node";
+        let mut events = EventWriter::new(self.client, self.gateway, operation);
+        let mut changes = self.nodes.subscribe();
         let nodes = self.nodes.reader();
-        let mut known = AddressConflicts::new();
+        let mut reported = AddressConflicts::new();
         loop {
-            let found = nodes.address_conflicts();
-            for (address, conflict) in &found {
-                if known.get(address) == Some(conflict) {
+            let conflicts = nodes.address_conflicts();
+            for (address, conflict) in &conflicts {
+                if reported.get(address) == Some(conflict) {
                     continue;
                 }
                 let members = conflict
                     .nodes
                     .iter()
-                    .filter(|name| nodes.is_clusters_edge(name).is_some());
+                    .filter(|name| nodes.cluster_says_edge(name).is_some());
                 for member in members {
-                    let note = note(*address, member, conflict);
+                    let note = format_note(*address, member, conflict);
                     let warning = WarningEvent {
-                        about: &reference(member),
+                        regarding: &node_reference(member),
                         reason: "AddressConflict",
                         action: "Routing",
                         note: &note,
@@ -57,7 +57,7 @@ impl ConflictEvents {
                     events.warn(&warning).await;
                 }
             }
-            known = found;
+            reported = conflicts;
             sleep(EVENT_INTERVAL).await;
             if changes.changed().await.is_err() {
                 return pending().await;
@@ -67,7 +67,7 @@ impl ConflictEvents {
 }
 
 /// The sentence for one of the nodes.
-fn note(address: IpAddr, member: &NodeName, conflict: &AddressConflict) -> String {
+fn format_note(address: IpAddr, member: &NodeName, conflict: &AddressConflict) -> String {
     let others = conflict.nodes.iter().filter(|name| *name != member);
     let others: Vec<_> = others.take(MAX_NAMES).map(NodeName::as_str).collect();
     let others = others.join(", ");
@@ -85,7 +85,7 @@ fn note(address: IpAddr, member: &NodeName, conflict: &AddressConflict) -> Strin
 }
 
 /// Refers to a Node object, with its name as uid, as kubelets do in their events.
-fn reference(node: &NodeName) -> ObjectReference {
+fn node_reference(node: &NodeName) -> ObjectReference {
     ObjectReference {
         api_version: Some(Node::api_version(&()).into_owned()),
         kind: Some(Node::kind(&()).into_owned()),

@@ -30,116 +30,120 @@ use tokio::{
 };
 
 /// Annotation by which the owner of the Service states addresses that its status does not have.
-const ANNOTATION: &str = "causeway.io/advertise";
+const ADVERTISE_ANNOTATION: &str = "causeway.io/advertise";
 /// Longest pauses between tries.
-const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
+const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 /// Maximum number of addresses that edges accept.
-const MOST: usize = 64;
+const MAX_ADDRESSES: usize = 64;
 
 /// Controller that keeps the addresses that edges receive in step with a Service.
 pub struct ServiceWatcher {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the Service.
-    pub rules: config::AdvertisedService,
+    pub settings: config::AdvertisedService,
     /// Channel by which the gateway's configuration receives the addresses.
-    pub found: watch::Sender<DiscoveredEndpoints>,
+    pub discovered: watch::Sender<DiscoveredEndpoints>,
     /// Sender of the reload request that applies them.
-    pub reloads: ReloadSender,
+    pub reload_sender: ReloadSender,
     /// The table of nodes.
     pub nodes: NodesWriter,
     /// Block on readiness while there is no other source of the gateway's address.
-    pub hold: Option<ReadinessBlock>,
+    pub readiness_block: Option<ReadinessBlock>,
 }
 
 impl ServiceWatcher {
     /// Runs the controller. Never returns.
     pub async fn run(mut self) -> Infallible {
-        let (namespace, name) = self.rules.names();
+        let (namespace, name) = self.settings.names();
         let api = Api::<Service>::namespaced(self.client.clone(), namespace);
-        let states = watch_object(api, name).default_backoff();
-        let mut states = pin!(states.map_err(|error| watch_error_message(&error)));
-        let mut counts = replicas::follow(self.client.clone(), namespace, name);
-        let mut changes = self.nodes.changes();
-        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
-        let mut watching = LogThrottle::new("watching the Service of the tunnels");
-        let mut finding =
+        let updates = watch_object(api, name).default_backoff();
+        let mut updates = pin!(updates.map_err(|error| watch_error_message(&error)));
+        let mut replica_counts =
+            replicas::watch_replica_count(self.client.clone(), namespace, name);
+        let mut changes = self.nodes.subscribe();
+        let mut backoff = Backoff::new(BACKOFF_RANGE.0, BACKOFF_RANGE.1);
+        let mut watch_log = LogThrottle::new("watching the Service of the tunnels");
+        let mut discovery_log =
             LogThrottle::new("finding the addresses at which edges reach this gateway");
-        let mut counting =
+        let mut count_log =
             LogThrottle::new("counting the gateways behind the Service of the tunnels");
         let (mut service, mut count) = (None, None);
         loop {
-            let again = match self.settle(service.as_ref(), count).await {
+            let retry_at = match self.reconcile(service.as_ref(), count).await {
                 Ok(()) => {
                     backoff.reset();
-                    finding.over();
+                    discovery_log.log_recovery();
                     None
                 }
                 Err(why) => {
-                    finding.say(&why);
-                    if let Some(hold) = &self.hold {
-                        hold.says(why);
+                    discovery_log.log_failure(&why);
+                    if let Some(block) = &self.readiness_block {
+                        block.set_reason(why);
                     }
                     Some(Instant::now() + backoff.refused(None, rand::random()))
                 }
             };
             tokio::select! {
-                Some(now) = states.next() => heard(now, &mut service, &mut watching),
-                Some(now) = counts.next() => match now {
+                Some(now) = updates.next() => handle_service_update(now, &mut service, &mut watch_log),
+                Some(now) = replica_counts.next() => match now {
                     Ok(now) => {
-                        counting.over();
+                        count_log.log_recovery();
                         count = now;
                     }
-                    Err(why) => counting.say(&why),
+                    Err(why) => count_log.log_failure(&why),
                 },
                 Ok(()) = changes.changed() => {}
-                Some(()) = OptionFuture::from(again.map(sleep_until)) => {}
+                Some(()) = OptionFuture::from(retry_at.map(sleep_until)) => {}
             }
         }
     }
 
     /// Has the gateway apply the addresses of the Service, once they are known, and the number of its replicas.
-    async fn settle(
+    async fn reconcile(
         &mut self,
         service: Option<&ServiceState>,
         count: Option<u32>,
     ) -> Result<(), String> {
-        let said = service.map(|service| self.addresses(service)).transpose();
-        let before = self.found.borrow().clone();
-        let known = said.clone().ok().flatten();
-        let found = DiscoveredEndpoints {
-            addresses: known.unwrap_or_else(|| before.addresses.clone()),
+        let advertised = service
+            .map(|service| self.discover_addresses(service))
+            .transpose();
+        let previous = self.discovered.borrow().clone();
+        let new_addresses = advertised.clone().ok().flatten();
+        let endpoints = DiscoveredEndpoints {
+            addresses: new_addresses.unwrap_or_else(|| previous.addresses.clone()),
             replicas: count,
         };
-        if found != before {
-            self.take_up(found, before).await?;
+        if endpoints != previous {
+            self.apply_endpoints(endpoints, previous).await?;
         }
-        if said?.is_some() {
-            self.hold = None;
+        if advertised?.is_some() {
+            self.readiness_block = None;
         }
         Ok(())
     }
 
     /// Returns the addresses at which edges reach the gateways, from this Service; or the reason why there are none.
-    fn addresses(&self, service: &ServiceState) -> Result<Vec<String>, String> {
-        let nodes = self.nodes.reader().outward();
+    fn discover_addresses(&self, service: &ServiceState) -> Result<Vec<String>, String> {
+        let nodes = self.nodes.reader().external_addresses();
         let found = service.as_ref().map_err(|why| (*why).to_owned());
-        let found = found.and_then(|service| addresses(service, &self.rules.port, &nodes));
-        found.map_err(|why| format!("Service {}: {why}", self.rules.service))
+        let found =
+            found.and_then(|service| service_addresses(service, &self.settings.port, &nodes));
+        found.map_err(|why| format!("Service {}: {why}", self.settings.service))
     }
 
-    async fn take_up(
+    async fn apply_endpoints(
         &self,
-        found: DiscoveredEndpoints,
-        before: DiscoveredEndpoints,
+        endpoints: DiscoveredEndpoints,
+        previous: DiscoveredEndpoints,
     ) -> Result<(), String> {
         let DiscoveredEndpoints {
             addresses,
             replicas,
-        } = &found;
+        } = &endpoints;
         let (addresses, replicas) = (addresses.clone(), *replicas);
-        self.found.send_replace(found);
-        match self.reloads.ask().await {
+        self.discovered.send_replace(endpoints);
+        match self.reload_sender.request_reload().await {
             Some(Ok(done)) => {
                 tracing::info!(
                     ?addresses,
@@ -149,10 +153,10 @@ impl ServiceWatcher {
                 );
                 Ok(())
             }
-            refused => {
-                self.found.send_replace(before);
-                let nobody = || "the gateway is shutting down".to_owned();
-                Err(refused.and_then(Result::err).unwrap_or_else(nobody))
+            outcome => {
+                self.discovered.send_replace(previous);
+                let shutting_down = || "the gateway is shutting down".to_owned();
+                Err(outcome.and_then(Result::err).unwrap_or_else(shutting_down))
             }
         }
     }
@@ -161,78 +165,84 @@ impl ServiceWatcher {
 /// The Service, or that there is none.
 type ServiceState = Result<Service, &'static str>;
 
-fn heard(
-    now: Result<Option<Service>, String>,
+fn handle_service_update(
+    update: Result<Option<Service>, String>,
     service: &mut Option<ServiceState>,
-    watching: &mut LogThrottle,
+    watch_log: &mut LogThrottle,
 ) {
-    match now {
+    match update {
         Ok(now) => {
-            watching.over();
+            watch_log.log_recovery();
             *service = Some(now.ok_or("it is not there"));
         }
-        Err(why) => watching.say(&why),
+        Err(why) => watch_log.log_failure(&why),
     }
 }
 
 /// Returns the `host:port` of a Service, or the reason why there is none. Uses its port of this name if it has several, and these
 /// addresses of nodes.
-fn addresses(service: &Service, port: &str, nodes: &[IpAddr]) -> Result<Vec<String>, String> {
-    let said = service.metadata.annotations.as_ref();
-    if let Some(text) = said.and_then(|said| said.get(ANNOTATION)) {
-        let each = text
+fn service_addresses(
+    service: &Service,
+    port: &str,
+    nodes: &[IpAddr],
+) -> Result<Vec<String>, String> {
+    let annotations = service.metadata.annotations.as_ref();
+    if let Some(text) = annotations.and_then(|said| said.get(ADVERTISE_ANNOTATION)) {
+        let entries = text
             .split(',')
             .map(str::trim)
             .filter(|each| !each.is_empty());
-        let each = each.map(|each| config::host_port(each).map(|_| each.to_owned()));
-        let all = each.collect::<Result<Vec<_>, _>>();
-        let all = all.map_err(|why| format!("its annotation {ANNOTATION}: {why}"))?;
+        let entries = entries.map(|each| config::host_port(each).map(|_| each.to_owned()));
+        let all = entries.collect::<Result<Vec<_>, _>>();
+        let all = all.map_err(|why| format!("its annotation {ADVERTISE_ANNOTATION}: {why}"))?;
         if !all.is_empty() {
             return Ok(all);
         }
     }
     let spec = service.spec.as_ref();
     let ports = spec.and_then(|spec| spec.ports.as_deref());
-    let port = port_of(ports.unwrap_or_default(), port)?;
-    let kind = spec.and_then(|spec| spec.type_.as_deref());
-    let mut all: Vec<String> = match kind.unwrap_or_default() {
+    let port = find_port(ports.unwrap_or_default(), port)?;
+    let service_type = spec.and_then(|spec| spec.type_.as_deref());
+    let mut all: Vec<String> = match service_type.unwrap_or_default() {
         "LoadBalancer" => {
-            let port = number(port.port)?;
+            let port = to_port_number(port.port)?;
             let status = service.status.as_ref();
-            let balancer = status.and_then(|status| status.load_balancer.as_ref());
-            let ingress = balancer.and_then(|balancer| balancer.ingress.as_ref());
+            let load_balancer = status.and_then(|status| status.load_balancer.as_ref());
+            let ingress = load_balancer.and_then(|balancer| balancer.ingress.as_ref());
             let hosts = ingress.into_iter().flatten();
             let hosts = hosts.filter_map(|at| at.ip.as_deref().or(at.hostname.as_deref()));
             let hosts = hosts.filter(|host| !host.is_empty());
-            hosts.map(|host| Target::new(host, port).text()).collect()
+            hosts
+                .map(|host| Target::new(host, port).to_host_port())
+                .collect()
         }
         "NodePort" => {
-            let port = number(port.node_port.ok_or("its port has no node port yet")?)?;
+            let port = to_port_number(port.node_port.ok_or("its port has no node port yet")?)?;
             let nodes = nodes.iter();
             nodes
-                .map(|node| Target::new(node.to_string(), port).text())
+                .map(|node| Target::new(node.to_string(), port).to_host_port())
                 .collect()
         }
         other => {
             return Err(format!(
-                "it is of type {other}, which is not reachable from outside the cluster; change it to LoadBalancer or NodePort, or set the addresses in its annotation {ANNOTATION}"
+                "it is of type {other}, which is not reachable from outside the cluster; change it to LoadBalancer or NodePort, or set the addresses in its annotation {ADVERTISE_ANNOTATION}"
             ));
         }
     };
     if all.is_empty() {
         return Err("it has no address yet".to_owned());
     }
-    if all.len() > MOST {
+    if all.len() > MAX_ADDRESSES {
         tracing::warn!(
             addresses = all.len(),
-            "edges accept at most {MOST} addresses and receive only the first ones; use a name in tunnel.advertise that resolves to all of them"
+            "edges accept at most {MAX_ADDRESSES} addresses and receive only the first ones; use a name in tunnel.advertise that resolves to all of them"
         );
-        all.truncate(MOST);
+        all.truncate(MAX_ADDRESSES);
     }
     Ok(all)
 }
 
-fn port_of<'a>(ports: &'a [ServicePort], name: &str) -> Result<&'a ServicePort, String> {
+fn find_port<'a>(ports: &'a [ServicePort], name: &str) -> Result<&'a ServicePort, String> {
     match ports {
         [only] => Ok(only),
         several => several
@@ -244,7 +254,7 @@ fn port_of<'a>(ports: &'a [ServicePort], name: &str) -> Result<&'a ServicePort, 
     }
 }
 
-fn number(port: i32) -> Result<u16, String> {
+fn to_port_number(port: i32) -> Result<u16, String> {
     u16::try_from(port).map_err(|_| format!("{port} is not a port number"))
 }
 
@@ -269,7 +279,7 @@ mod tests {
                 .extend(value.as_object().unwrap().clone());
         }
         let nodes: Vec<IpAddr> = nodes.iter().map(|node| node.parse().unwrap()).collect();
-        addresses(&serde_json::from_value(service).unwrap(), "tunnels", &nodes)
+        service_addresses(&serde_json::from_value(service).unwrap(), "tunnels", &nodes)
     }
 
     #[test]
@@ -294,13 +304,13 @@ mod tests {
         assert!(found(&kind, &[]).unwrap_err().contains("no address yet"));
         let many: Vec<String> = (0..100).map(|n| format!("10.0.0.{n}")).collect();
         let many: Vec<&str> = many.iter().map(String::as_str).collect();
-        assert_eq!(found(&kind, &many).unwrap().len(), MOST);
+        assert_eq!(found(&kind, &many).unwrap().len(), MAX_ADDRESSES);
     }
 
     #[test]
     fn an_annotation_comes_first_and_its_faults_are_named() {
         let annotated = |text: &str| {
-            let said = json!({ "metadata": { "annotations": { ANNOTATION: text } }, "spec": { "type": "ClusterIP" } });
+            let said = json!({ "metadata": { "annotations": { ADVERTISE_ANNOTATION: text } }, "spec": { "type": "ClusterIP" } });
             found(&said, &[])
         };
         assert_eq!(

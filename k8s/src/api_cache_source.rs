@@ -17,68 +17,68 @@ use std::{convert::Infallible, future::pending, pin::pin, sync::Arc, time::Durat
 use tokio::time::sleep;
 
 /// The longest pauses between tries: edges that read anew wait for these, too.
-const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// Interval at which the API is asked for its version: it may be upgraded while the gateway runs.
-const UPGRADES: Duration = Duration::from_mins(5);
+const VERSION_INTERVAL: Duration = Duration::from_mins(5);
 
 /// Source that fills the cache for edges from the cluster's API.
 pub struct ApiCacheSource {
     /// The cluster's API.
     pub client: Client,
     /// Cache from which edges read.
-    pub pool: Arc<WatchCache>,
+    pub cache: Arc<WatchCache>,
 }
 
 impl ApiCacheSource {
     /// Runs the source. Never returns.
     pub async fn run(self) -> Infallible {
         let source = ApiClient::new(self.client);
-        let stores = self.pool.stores().iter();
-        let all = stores.map(|store| keep(store, &source).boxed());
-        let releases = async {
+        let stores = self.cache.stores().iter();
+        let reflectors = stores.map(|store| sync_store(store, &source).boxed());
+        let version_refresh = async {
             loop {
-                source.release(&self.pool).await;
-                sleep(UPGRADES).await;
+                source.refresh_version(&self.cache).await;
+                sleep(VERSION_INTERVAL).await;
             }
         };
         tokio::select! {
             // The future completes only if there are no resources.
-            _ = join_all(all) => pending().await,
-            never = releases => never,
-            never = source.listen() => never,
+            _ = join_all(reflectors) => pending().await,
+            never = version_refresh => never,
+            never = source.run_probes() => never,
         }
     }
 }
 
 /// Keeps one store in step with the API. Never returns.
-async fn keep(store: &Store, source: &ApiClient) -> Infallible {
-    let mut trouble = LogThrottle::new("reading the objects that edges may read");
-    let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
-    let mut returns = source.returns();
+async fn sync_store(store: &Store, source: &ApiClient) -> Infallible {
+    let mut failure_log = LogThrottle::new("reading the objects that edges may read");
+    let mut backoff = Backoff::new(BACKOFF_RANGE.0, BACKOFF_RANGE.1);
+    let mut recoveries = source.subscribe_recoveries();
     loop {
-        returns.mark_unchanged();
-        let ended = {
-            let (mut following, mut changes) = (pin!(reflect(store, source)), store.changed());
-            let mut well = false;
+        recoveries.mark_unchanged();
+        let reflect_error = {
+            let (mut reflection, mut changes) = (pin!(reflect(store, source)), store.subscribe());
+            let mut is_synced = false;
             loop {
                 tokio::select! {
-                    ended = &mut following => break ended,
-                    Ok(()) = changes.changed(), if !well => {
-                        well = store.status().lost.is_none();
-                        if well {
-                            trouble.over();
+                    ended = &mut reflection => break ended,
+                    Ok(()) = changes.changed(), if !is_synced => {
+                        is_synced = store.status().lost.is_none();
+                        if is_synced {
+                            failure_log.log_recovery();
                             backoff.reset();
                         }
                     }
                 }
             }
         };
-        let (why, after) = explained(store.resource(), ended);
-        trouble.say(&why);
-        let pause = backoff.refused(after, rand::random());
+        let (why, retry_after) = describe_error(store.resource(), reflect_error);
+        failure_log.log_failure(&why);
+        let pause = backoff.refused(retry_after, rand::random());
         // If the API has asked for a pause, the gateway waits for that time.
-        let returned = async {
-            if after.is_none() && returns.changed().await.is_ok() {
+        let recovery = async {
+            if retry_after.is_none() && recoveries.changed().await.is_ok() {
                 backoff.reset();
             } else {
                 pending::<()>().await;
@@ -86,26 +86,31 @@ async fn keep(store: &Store, source: &ApiClient) -> Infallible {
         };
         tokio::select! {
             () = sleep(pause) => {}
-            () = returned => {}
+            () = recovery => {}
         }
     }
 }
 
 /// Returns the reason why a resource is not followed, with its remedy, and the delay that the API asks for, if any.
-fn explained(resource: &GroupVersionResource, ended: ReflectorError) -> (String, Option<Duration>) {
-    let (why, after) = match ended {
+fn describe_error(
+    resource: &GroupVersionResource,
+    error: ReflectorError,
+) -> (String, Option<Duration>) {
+    let (why, retry_after) = match error {
         ReflectorError::Broken(why) | ReflectorError::Stale(why, _) => (why, None),
-        ReflectorError::Refused(StatusCode::FORBIDDEN, why, after) => {
-            let todo = "the gateway's ClusterRole must allow list and watch for it (deploy/components/api-cache)";
-            (format!("{why}; {todo}"), after)
+        ReflectorError::Refused(StatusCode::FORBIDDEN, why, retry_after) => {
+            let remedy = "the gateway's ClusterRole must allow list and watch for it (deploy/components/api-cache)";
+            (format!("{why}; {remedy}"), retry_after)
         }
-        ReflectorError::Refused(StatusCode::NOT_FOUND, _, after) => {
+        ReflectorError::Refused(StatusCode::NOT_FOUND, _, retry_after) => {
             let why = "the cluster's API does not serve it; remove it from api_cache.resources";
-            (why.to_owned(), after)
+            (why.to_owned(), retry_after)
         }
-        ReflectorError::Refused(status, why, after) => (format!("{status}: {why}"), after),
+        ReflectorError::Refused(status, why, retry_after) => {
+            (format!("{status}: {why}"), retry_after)
+        }
     };
-    (format!("{resource}: {why}"), after)
+    (format!("{resource}: {why}"), retry_after)
 }
 
 #[cfg(test)]

@@ -10,9 +10,9 @@ use kube::{
 use std::{path::Path, time::Duration};
 
 /// Time limit of a connection to the API server.
-const CONNECT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// An answer that stops for so long is dead: kube's watches of one object end after 290 s.
-const SILENCE: Duration = Duration::from_mins(5);
+const READ_TIMEOUT: Duration = Duration::from_mins(5);
 /// Timeout of a watch of many objects, in seconds; then it is requested anew. kube gives up a watch that the server has not ended
 /// a few seconds later.
 pub(crate) const WATCH_TIMEOUT: u32 = 120;
@@ -25,9 +25,9 @@ pub(crate) fn error_message(error: &kube::Error) -> String {
     let mut text = error.to_string();
     let mut next = std::error::Error::source(error);
     while let Some(inner) = next {
-        let said = inner.to_string();
-        if !text.contains(&said) {
-            text = format!("{text}: {said}");
+        let message = inner.to_string();
+        if !text.contains(&message) {
+            text = format!("{text}: {message}");
         }
         next = inner.source();
     }
@@ -70,29 +70,29 @@ pub enum ClientError {
 ///
 /// # Errors
 /// If the file, or the pod's service account, is missing or malformed.
-pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, ClientError> {
+pub async fn build_client(kubeconfig: Option<&Path>) -> Result<Client, ClientError> {
     let mut config = match kubeconfig {
         Some(path) => {
-            let failed = |error: KubeconfigError| ClientError::Kubeconfig {
+            let to_error = |error: KubeconfigError| ClientError::Kubeconfig {
                 path: path.display().to_string(),
-                cause: kubeconfig_said(&error),
+                cause: kubeconfig_error_message(&error),
             };
-            let file = Kubeconfig::read_from(path).map_err(failed)?;
+            let file = Kubeconfig::read_from(path).map_err(to_error)?;
             let options = KubeConfigOptions::default();
             let config = Config::from_custom_kubeconfig(file, &options);
-            config.await.map_err(failed)?
+            config.await.map_err(to_error)?
         }
         None => Config::incluster().map_err(ClientError::NoPod)?,
     };
-    config.connect_timeout = Some(CONNECT);
-    config.read_timeout = Some(SILENCE);
+    config.connect_timeout = Some(CONNECT_TIMEOUT);
+    config.read_timeout = Some(READ_TIMEOUT);
     // The time for which a connection has rested before a request does not count.
     config.reset_reader_on_write = true;
     Client::try_from(config).map_err(ClientError::Build)
 }
 
 /// Returns the cause of an error in one line. The calling function names the file.
-fn kubeconfig_said(error: &KubeconfigError) -> String {
+fn kubeconfig_error_message(error: &KubeconfigError) -> String {
     match error {
         KubeconfigError::ReadConfig(cause, _) => cause.to_string(),
         KubeconfigError::Parse(cause) => cause.without_snippet().to_string(),
@@ -112,7 +112,7 @@ mod tests {
         let path = folder.join("config");
         let cause = async |text: &str| {
             std::fs::write(&path, text).unwrap();
-            let error = client(Some(&path)).await.err().unwrap().to_string();
+            let error = build_client(Some(&path)).await.err().unwrap().to_string();
             let cause = error.strip_prefix(&format!("{}: ", path.display()));
             cause.unwrap().to_owned()
         };
@@ -127,7 +127,7 @@ mod tests {
             assert!(said.contains(part) && !said.contains('\n'), "{said}");
         }
         std::fs::remove_dir_all(&folder).unwrap();
-        let error = client(Some(&path)).await.err().unwrap().to_string();
+        let error = build_client(Some(&path)).await.err().unwrap().to_string();
         assert_eq!(
             error.matches(&*path.to_string_lossy()).count(),
             1,

@@ -13,7 +13,7 @@ mod render;
 use crate::{
     leader_election::LeaderElector,
     log_throttle::LogThrottle,
-    ownership::{foreign_managers, is_ours},
+    ownership::{is_owned, last_foreign_writer},
 };
 use causeway_gateway::{config, metrics::Metrics, state::NodesWriter};
 use causeway_rt::backoff::Backoff;
@@ -25,7 +25,7 @@ use futures_util::{
 };
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{Client, ResourceExt};
-use render::{LIMIT, RenderOptions};
+use render::{MAX_FILE_BYTES, RenderOptions};
 use std::{collections::BTreeMap, convert::Infallible, net::IpAddr, sync::Arc, time::Duration};
 use tokio::{
     sync::watch,
@@ -34,16 +34,16 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 /// Time to wait for further changes after the first one.
-const GATHER: Duration = Duration::from_secs(1);
+const DEBOUNCE: Duration = Duration::from_secs(1);
 /// Longest pauses between tries: while the API does not respond, and while the API refuses.
-const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
+const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 
 /// Controller that keeps the hosts file in step with the table of nodes.
 pub struct HostsController {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the file and its place.
-    pub rules: config::CoreDnsHosts,
+    pub settings: config::CoreDnsHosts,
     /// Addresses for the name of an edge's node.
     pub addresses: Vec<IpAddr>,
     /// The table of nodes.
@@ -57,205 +57,217 @@ pub struct HostsController {
 impl HostsController {
     /// Runs the controller. Returns soon after `stop`, when the lease is released.
     pub async fn run(self, stop: CancellationToken) {
-        if stop.run_until_cancelled(self.known()).await.is_none() {
+        if stop
+            .run_until_cancelled(self.wait_for_nodes())
+            .await
+            .is_none()
+        {
             return;
         }
-        let mut lease = LeaderElector::new(
+        let mut elector = LeaderElector::new(
             self.client.clone(),
-            (&self.rules.namespace, self.rules.lease()),
+            (&self.settings.namespace, self.settings.lease()),
             format!("{}_{:016x}", self.gateway, rand::random::<u64>()),
-            self.rules.lease_duration,
+            self.settings.lease_duration,
         );
         loop {
-            let acquired = stop.run_until_cancelled(lease.acquire()).await;
-            let lost = match acquired {
+            let acquired = stop.run_until_cancelled(elector.acquire()).await;
+            let lost_reason = match acquired {
                 Some(()) => {
                     tracing::info!(
-                        lease = self.rules.lease(),
+                        lease = self.settings.lease(),
                         "this gateway now writes the hosts file"
                     );
-                    self.metrics.hosts_leading(true);
-                    let writing = Reconciler::new(&self).run();
+                    self.metrics.set_hosts_leading(true);
+                    let reconciliation = Reconciler::new(&self).run();
                     tokio::select! {
                         biased;
                         () = stop.cancelled() => None,
-                        why = lease.keep() => Some(why),
-                        never = writing => match never {},
+                        why = elector.renew_until_lost() => Some(why),
+                        never = reconciliation => match never {},
                     }
                 }
                 None => None,
             };
-            self.metrics.hosts_leading(false);
-            match lost {
+            self.metrics.set_hosts_leading(false);
+            match lost_reason {
                 Some(why) => tracing::warn!(
                     why,
                     "the lease of the hosts file is lost; this gateway is on standby"
                 ),
-                None => return lease.release().await,
+                None => return elector.release().await,
             }
         }
     }
 
     /// Waits until the cluster has named its nodes.
-    async fn known(&self) {
-        let (nodes, mut changes) = (self.nodes.reader(), self.nodes.changes());
-        while nodes.places().is_none() && changes.changed().await.is_ok() {}
+    async fn wait_for_nodes(&self) {
+        let (nodes, mut changes) = (self.nodes.reader(), self.nodes.subscribe());
+        while nodes.locations().is_none() && changes.changed().await.is_ok() {}
     }
 }
 
 /// A file as it is in the cluster, as far as is known.
 #[derive(Default)]
 struct HostsFile {
-    map: Option<ConfigMap>,
+    config_map: Option<ConfigMap>,
     /// Whether the object may have changed meanwhile.
-    stale: bool,
+    is_stale: bool,
     /// Version that this gateway wrote itself, or found to be right.
-    right: Option<String>,
+    written_version: Option<String>,
 }
 
 impl HostsFile {
     fn version(&self) -> Option<String> {
-        self.map.as_ref()?.resource_version()
+        self.config_map.as_ref()?.resource_version()
     }
 }
 
 /// Reconciler that writes while the lease is held.
 struct Reconciler<'a> {
-    hosts: &'a HostsController,
-    maps: ConfigMaps,
-    style: RenderOptions,
-    changes: watch::Receiver<()>,
+    controller: &'a HostsController,
+    config_maps: ConfigMaps,
+    options: RenderOptions,
+    node_changes: watch::Receiver<()>,
     files: BTreeMap<usize, HostsFile>,
-    watched: SelectAll<BoxStream<'static, (usize, ResourceVersion)>>,
-    watching: LogThrottle,
+    versions: SelectAll<BoxStream<'static, (usize, ResourceVersion)>>,
+    watch_log: LogThrottle,
 }
 
 impl<'a> Reconciler<'a> {
-    fn new(hosts: &'a HostsController) -> Self {
-        let rules = &hosts.rules;
-        let named = (rules.name(), rules.key());
+    fn new(controller: &'a HostsController) -> Self {
+        let settings = &controller.settings;
+        let name_and_key = (settings.name(), settings.key());
         Self {
-            hosts,
-            maps: ConfigMaps::new(hosts.client.clone(), &rules.namespace, named),
-            style: RenderOptions::new(rules, hosts.addresses.clone(), LIMIT),
-            changes: hosts.nodes.changes(),
+            controller,
+            config_maps: ConfigMaps::new(
+                controller.client.clone(),
+                &settings.namespace,
+                name_and_key,
+            ),
+            options: RenderOptions::new(settings, controller.addresses.clone(), MAX_FILE_BYTES),
+            node_changes: controller.nodes.subscribe(),
             files: BTreeMap::new(),
-            watched: SelectAll::new(),
-            watching: LogThrottle::new("watching the hosts file"),
+            versions: SelectAll::new(),
+            watch_log: LogThrottle::new("watching the hosts file"),
         }
     }
 
     async fn run(mut self) -> Infallible {
-        let mut trouble = LogThrottle::new("writing the hosts file");
-        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        let mut failure_log = LogThrottle::new("writing the hosts file");
+        let mut backoff = Backoff::new(BACKOFF_RANGE.0, BACKOFF_RANGE.1);
         loop {
-            let pause = match self.settle().await {
+            let pause = match self.reconcile().await {
                 Ok(()) => {
                     backoff.reset();
-                    trouble.over();
+                    failure_log.log_recovery();
                     None
                 }
                 Err(failure) => {
-                    self.hosts.metrics.hosts_written(false);
+                    self.controller.metrics.count_hosts_write(false);
                     if failure.is_conflict() {
                         tracing::debug!(why = %failure, "another process also writes the hosts file");
                     } else {
-                        trouble.say(&failure.to_string());
+                        failure_log.log_failure(&failure.to_string());
                     }
-                    self.files.values_mut().for_each(|file| file.stale = true);
-                    Some(if failure.passes() {
+                    self.files
+                        .values_mut()
+                        .for_each(|file| file.is_stale = true);
+                    Some(if failure.is_transient() {
                         backoff.silent(rand::random())
                     } else {
                         backoff.refused(None, rand::random())
                     })
                 }
             };
-            self.reason(pause).await;
+            self.wait_for_trigger(pause).await;
         }
     }
 
     /// Waits for a reason to reconcile. During the pause after a failure, changes of nodes are no reason.
-    async fn reason(&mut self, pause: Option<Duration>) {
-        let again = pause.map(|pause| Instant::now() + pause);
+    async fn wait_for_trigger(&mut self, pause: Option<Duration>) {
+        let retry_at = pause.map(|pause| Instant::now() + pause);
         loop {
             tokio::select! {
                 // Never an error: this function owns the writing side.
-                _ = self.changes.changed(), if again.is_none() => break,
-                Some((number, version)) = self.watched.next() => match version {
+                _ = self.node_changes.changed(), if retry_at.is_none() => break,
+                Some((number, version)) = self.versions.next() => match version {
                     Ok(version) => {
-                        self.watching.over();
+                        self.watch_log.log_recovery();
                         let file = self.files.entry(number).or_default();
                         if file.version() != version {
-                            file.stale = true;
+                            file.is_stale = true;
                             break;
                         }
                     }
-                    Err(why) => self.watching.say(&why),
+                    Err(why) => self.watch_log.log_failure(&why),
                 },
-                Some(()) = OptionFuture::from(again.map(sleep_until)) => return,
+                Some(()) = OptionFuture::from(retry_at.map(sleep_until)) => return,
             }
         }
-        sleep(GATHER).await;
+        sleep(DEBOUNCE).await;
     }
 
     /// Makes all files what they are to be.
-    async fn settle(&mut self) -> Result<(), WriteError> {
-        self.changes.mark_unchanged();
-        let Some(places) = self.hosts.nodes.reader().places() else {
+    async fn reconcile(&mut self) -> Result<(), WriteError> {
+        self.node_changes.mark_unchanged();
+        let Some(locations) = self.controller.nodes.reader().locations() else {
             return Ok(());
         };
-        self.look().await?;
-        let ours = |file: &HostsFile| file.map.as_ref().is_some_and(is_ours);
-        let present = self.files.iter().filter(|(_, file)| ours(file));
-        let present = present.map(|(number, _)| number + 1).max();
-        let wanted = self.style.files(&places, present.unwrap_or_default());
-        if self.watched.len() != wanted.len() {
-            let each = (0..wanted.len()).map(|number| self.maps.versions(number));
-            self.watched = each.collect();
+        self.refresh_stale_files().await?;
+        let is_owned_file = |file: &HostsFile| file.config_map.as_ref().is_some_and(is_owned);
+        let owned_files = self.files.iter().filter(|(_, file)| is_owned_file(file));
+        let owned_count = owned_files.map(|(number, _)| number + 1).max();
+        let contents = self
+            .options
+            .render_files(&locations, owned_count.unwrap_or_default());
+        if self.versions.len() != contents.len() {
+            let streams = (0..contents.len()).map(|number| self.config_maps.watch_versions(number));
+            self.versions = streams.collect();
         }
-        for (number, text) in wanted.iter().enumerate().rev() {
-            self.put(number, text).await?;
+        for (number, text) in contents.iter().enumerate().rev() {
+            self.write_file(number, text).await?;
         }
-        self.remove(wanted.len()).await
+        self.remove_files(contents.len()).await
     }
 
     /// Reads the unknown files: from the first on, until one does not exist.
-    async fn look(&mut self) -> Result<(), WriteError> {
+    async fn refresh_stale_files(&mut self) -> Result<(), WriteError> {
         let last = self.files.keys().next_back().copied().unwrap_or_default();
         for number in 0.. {
             let file = self.files.entry(number).or_insert_with(|| HostsFile {
-                stale: true,
+                is_stale: true,
                 ..HostsFile::default()
             });
-            if file.stale {
-                file.map = self.maps.read(number).await?;
-                file.stale = false;
+            if file.is_stale {
+                file.config_map = self.config_maps.read(number).await?;
+                file.is_stale = false;
             }
-            if number >= last && file.map.is_none() {
+            if number >= last && file.config_map.is_none() {
                 break;
             }
         }
         Ok(())
     }
 
-    async fn put(&mut self, number: usize, text: &str) -> Result<(), WriteError> {
+    async fn write_file(&mut self, number: usize, text: &str) -> Result<(), WriteError> {
         let file = self.files.entry(number).or_default();
-        let before = file.map.as_ref();
-        if let Some(map) = before {
-            if !is_ours(map) {
-                return Err(self.maps.foreign(map));
+        let previous = file.config_map.as_ref();
+        if let Some(map) = previous {
+            if !is_owned(map) {
+                return Err(self.config_maps.foreign_error(map));
             }
-            if self.maps.holds(map, text) {
-                file.right = file.version();
+            if self.config_maps.has_content(map, text) {
+                file.written_version = file.version();
                 return Ok(());
             }
         }
-        let written = self.maps.write(number, before, text).await?;
-        self.hosts.metrics.hosts_written(true);
-        let name = self.maps.name(number);
-        if file.right.is_some() && file.right != file.version() {
-            let by = before.and_then(foreign_managers).unwrap_or("unknown");
-            let what = if before.is_some() {
+        let written = self.config_maps.write(number, previous, text).await?;
+        self.controller.metrics.count_hosts_write(true);
+        let name = self.config_maps.name(number);
+        if file.written_version.is_some() && file.written_version != file.version() {
+            let by = previous.and_then(last_foreign_writer).unwrap_or("unknown");
+            let change = if previous.is_some() {
                 "changed"
             } else {
                 "deleted"
@@ -263,7 +275,7 @@ impl<'a> Reconciler<'a> {
             tracing::warn!(
                 configmap = name,
                 by,
-                "the hosts file was {what} by another process and has been restored"
+                "the hosts file was {change} by another process and has been restored"
             );
         } else {
             tracing::debug!(
@@ -272,19 +284,19 @@ impl<'a> Reconciler<'a> {
                 "the hosts file was written"
             );
         }
-        file.right = written.resource_version();
-        file.map = Some(written);
+        file.written_version = written.resource_version();
+        file.config_map = Some(written);
         Ok(())
     }
 
     /// Removes our files from this number on, the last one first: a gap would hide the files behind it.
-    async fn remove(&mut self, from: usize) -> Result<(), WriteError> {
+    async fn remove_files(&mut self, from: usize) -> Result<(), WriteError> {
         for (_, file) in self.files.range_mut(from..).rev() {
-            let Some(map) = file.map.as_ref().filter(|map| is_ours(map)) else {
+            let Some(map) = file.config_map.as_ref().filter(|map| is_owned(map)) else {
                 continue;
             };
-            self.maps.remove(map).await?;
-            self.hosts.metrics.hosts_written(true);
+            self.config_maps.remove(map).await?;
+            self.controller.metrics.count_hosts_write(true);
             let name = map.name_any();
             tracing::info!(
                 configmap = name,

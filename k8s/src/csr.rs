@@ -2,11 +2,11 @@
 //! signs the requests (`csr_controller`).
 
 /// Usages that edges need: they sign a handshake as clients.
-pub(crate) const USAGES: [&str; 2] = ["client auth", "digital signature"];
+pub(crate) const CSR_USAGES: [&str; 2] = ["client auth", "digital signature"];
 /// Lifetime of a certificate of a signer of the cluster's own, in seconds: it is shown to a gateway once, and not needed any
 /// more.
-pub(crate) const SHOWN_WITHIN: i32 = 2 * 60 * 60;
+pub(crate) const CERTIFICATE_SECONDS: i32 = 2 * 60 * 60;
 /// Key in a pod's token under which the API reports the pod's node.
-pub(crate) const NODE: &str = "authentication.kubernetes.io/node-name";
+pub(crate) const POD_NODE_KEY: &str = "authentication.kubernetes.io/node-name";
 /// Key of the roots in the `ConfigMap`, as Kubernetes itself names it in `kube-root-ca.crt`.
-pub(crate) const KEY: &str = "ca.crt";
+pub(crate) const CA_BUNDLE_KEY: &str = "ca.crt";

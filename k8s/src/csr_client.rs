@@ -21,7 +21,7 @@ use std::{future::Future, time::Duration};
 use tokio::time::timeout;
 
 /// Time limit of one request.
-const BOUND: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Contents of a certificate request.
 #[derive(Debug)]
@@ -31,37 +31,37 @@ pub(crate) struct CsrSpec<'a> {
     pub(crate) signer: &'a str,
     pub(crate) usages: [&'a str; 2],
     /// Requested lifetime of the certificate, unless the signer decides.
-    pub(crate) seconds: Option<i32>,
+    pub(crate) expiration_seconds: Option<i32>,
     /// PKCS #10 in PEM.
-    pub(crate) request: &'a str,
+    pub(crate) request_pem: &'a str,
 }
 
 /// Submits the request, unless it exists already.
-pub(crate) async fn submit(client: Client, wanted: &CsrSpec<'_>) -> Result<(), CsrRequestError> {
+pub(crate) async fn submit(client: Client, spec: &CsrSpec<'_>) -> Result<(), CsrRequestError> {
     let request = CertificateSigningRequest {
         metadata: ObjectMeta {
-            name: Some(wanted.name.to_owned()),
+            name: Some(spec.name.to_owned()),
             ..ObjectMeta::default()
         },
         spec: CertificateSigningRequestSpec {
-            request: ByteString(wanted.request.as_bytes().to_vec()),
-            signer_name: wanted.signer.to_owned(),
-            usages: Some(wanted.usages.map(str::to_owned).into()),
-            expiration_seconds: wanted.seconds,
+            request: ByteString(spec.request_pem.as_bytes().to_vec()),
+            signer_name: spec.signer.to_owned(),
+            usages: Some(spec.usages.map(str::to_owned).into()),
+            expiration_seconds: spec.expiration_seconds,
             ..CertificateSigningRequestSpec::default()
         },
         status: None,
     };
     let api = Api::<CertificateSigningRequest>::all(client);
-    let made = async {
+    let creation = async {
         match api.create(&PostParams::default(), &request).await {
             Ok(_) => Ok(true),
             Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(false),
             Err(error) => Err(error),
         }
     };
-    if bounded(made).await? {
-        let (request, signer) = (wanted.name, wanted.signer);
+    if with_timeout(creation).await? {
+        let (request, signer) = (spec.name, spec.signer);
         tracing::info!(request, signer, "requested a certificate from the cluster");
     }
     Ok(())
@@ -69,28 +69,28 @@ pub(crate) async fn submit(client: Client, wanted: &CsrSpec<'_>) -> Result<(), C
 
 impl CsrSpec<'_> {
     /// Whether a request in the cluster is this one, and not another's of the same name.
-    fn is(&self, request: &CertificateSigningRequestSpec) -> bool {
+    fn matches(&self, request: &CertificateSigningRequestSpec) -> bool {
         let usages = request.usages.iter().flatten().map(String::as_str);
         request.signer_name == self.signer
             && usages.eq(self.usages)
-            && csr::asks_the_same(&request.request.0, self.request.as_bytes())
+            && csr::is_same_request(&request.request.0, self.request_pem.as_bytes())
     }
 }
 
 /// Approves the own request, unless it is approved or denied already. Returns `false` if the request of its name is another
 /// requester's. An approval of that request would issue a certificate for any user that it names.
-pub(crate) async fn approve(client: Client, wanted: &CsrSpec<'_>) -> Result<bool, CsrRequestError> {
-    let (name, signer) = (wanted.name, wanted.signer);
+pub(crate) async fn approve(client: Client, spec: &CsrSpec<'_>) -> Result<bool, CsrRequestError> {
+    let (name, signer) = (spec.name, spec.signer);
     let api = Api::<CertificateSigningRequest>::all(client);
-    let Some(request) = bounded(api.get_opt(name)).await? else {
+    let Some(request) = with_timeout(api.get_opt(name)).await? else {
         return Ok(true);
     };
-    if !wanted.is(&request.spec) {
+    if !spec.matches(&request.spec) {
         return Ok(false);
     }
     if ["Approved", "Denied"]
         .iter()
-        .any(|kind| condition(&request, kind).is_some())
+        .any(|condition_type| find_condition(&request, condition_type).is_some())
     {
         return Ok(true);
     }
@@ -104,7 +104,7 @@ pub(crate) async fn approve(client: Client, wanted: &CsrSpec<'_>) -> Result<bool
     });
     let (parameters, patch) = (PatchParams::default(), Patch::Merge(&patch));
     let patched = api.patch_subresource("approval", name, &parameters, &patch);
-    match bounded(patched).await {
+    match with_timeout(patched).await {
         Ok(_) => {
             tracing::info!(
                 request = name,
@@ -124,25 +124,27 @@ pub(crate) async fn approve(client: Client, wanted: &CsrSpec<'_>) -> Result<bool
 }
 
 /// Returns the condition of this type (`Approved`, `Denied` or `Failed`).
-pub(crate) fn condition<'a>(
+pub(crate) fn find_condition<'a>(
     request: &'a CertificateSigningRequest,
-    kind: &str,
+    condition_type: &str,
 ) -> Option<&'a CertificateSigningRequestCondition> {
     let conditions = request.status.as_ref()?.conditions.as_ref()?;
-    conditions.iter().find(|condition| condition.type_ == kind)
+    conditions
+        .iter()
+        .find(|condition| condition.type_ == condition_type)
 }
 
 /// Returns the present status of the request of this name.
-pub(crate) async fn status(client: Client, name: &str) -> Result<CsrStatus, CsrRequestError> {
+pub(crate) async fn poll_status(client: Client, name: &str) -> Result<CsrStatus, CsrRequestError> {
     let api = Api::<CertificateSigningRequest>::all(client);
-    let request = bounded(api.get_opt(name)).await?;
-    Ok(read(name, request))
+    let request = with_timeout(api.get_opt(name)).await?;
+    Ok(parse_status(name, request))
 }
 
-pub(crate) async fn bounded<T>(
-    asked: impl Future<Output = kube::Result<T>>,
+pub(crate) async fn with_timeout<T>(
+    request: impl Future<Output = kube::Result<T>>,
 ) -> Result<T, CsrRequestError> {
-    match timeout(BOUND, asked).await {
+    match timeout(REQUEST_TIMEOUT, request).await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(error @ kube::Error::Api(_))) => {
             Err(CsrRequestError::Refused(error_message(&error)))
@@ -157,14 +159,14 @@ pub(crate) async fn bounded<T>(
     }
 }
 
-fn read(name: &str, request: Option<CertificateSigningRequest>) -> CsrStatus {
+fn parse_status(name: &str, request: Option<CertificateSigningRequest>) -> CsrStatus {
     let Some(request) = request else {
         return CsrStatus::Refused(format!("the request {name} no longer exists"));
     };
-    for (kind, what) in [("Denied", "was denied"), ("Failed", "has failed")] {
-        if let Some(condition) = condition(&request, kind) {
+    for (condition_type, outcome) in [("Denied", "was denied"), ("Failed", "has failed")] {
+        if let Some(condition) = find_condition(&request, condition_type) {
             let message = condition.message.as_deref().unwrap_or_default();
-            return CsrStatus::Refused(format!("the request {name} {what}: {message}"));
+            return CsrStatus::Refused(format!("the request {name} {outcome}: {message}"));
         }
     }
     let certificate = request
@@ -173,10 +175,10 @@ fn read(name: &str, request: Option<CertificateSigningRequest>) -> CsrStatus {
         .and_then(|status| status.certificate.as_ref());
     match certificate.filter(|certificate| !certificate.0.is_empty()) {
         Some(ByteString(chain)) => CsrStatus::Signed(String::from_utf8_lossy(chain).into_owned()),
-        None if condition(&request, "Approved").is_some() => {
-            CsrStatus::Waiting(format!("the request {name} is approved but not signed yet"))
+        None if find_condition(&request, "Approved").is_some() => {
+            CsrStatus::Pending(format!("the request {name} is approved but not signed yet"))
         }
-        None => CsrStatus::Waiting(format!(
+        None => CsrStatus::Pending(format!(
             "the request {name} is not approved yet; if a gateway does not approve it, `kubectl describe csr {name}` shows the reason"
         )),
     }
@@ -214,8 +216,8 @@ mod tests {
                 ..CertificateSigningRequest::default()
             })
         };
-        let waits = |kinds, part: &str| match read("x", request(kinds, "")) {
-            CsrStatus::Waiting(why) => assert!(why.contains(part), "{why}"),
+        let waits = |kinds, part: &str| match parse_status("x", request(kinds, "")) {
+            CsrStatus::Pending(why) => assert!(why.contains(part), "{why}"),
             other => panic!("{other:?}"),
         };
         waits(&[], "x is not approved yet");
@@ -225,25 +227,25 @@ mod tests {
             (request(&["Approved", "Failed"], ""), "has failed: said so"),
             (None, "no longer exists"),
         ] {
-            match read("x", request) {
+            match parse_status("x", request) {
                 CsrStatus::Refused(why) => assert!(why.contains(part), "{why}"),
                 other => panic!("{other:?}"),
             }
         }
-        let signed = read("x", request(&["Approved"], "PEM"));
+        let signed = parse_status("x", request(&["Approved"], "PEM"));
         assert_eq!(signed, CsrStatus::Signed("PEM".to_owned()));
     }
 
     #[tokio::test]
     async fn a_gateway_approves_only_its_own_request() {
         let [key, others] = [(); 2].map(|()| PrivateKey::generate().unwrap());
-        let request = key.request_of_user("gateway").unwrap();
+        let request = key.user_request("gateway").unwrap();
         let wanted = CsrSpec {
             name: "x",
             signer: "kubernetes.io/kube-apiserver-client",
             usages: CLIENT,
-            seconds: None,
-            request: &request,
+            expiration_seconds: None,
+            request_pem: &request,
         };
         for (key, user, signer, own) in [
             (&key, "gateway", wanted.signer, true),
@@ -253,7 +255,7 @@ mod tests {
         ] {
             let found = CertificateSigningRequest {
                 spec: CertificateSigningRequestSpec {
-                    request: ByteString(key.request_of_user(user).unwrap().into_bytes()),
+                    request: ByteString(key.user_request(user).unwrap().into_bytes()),
                     signer_name: signer.to_owned(),
                     usages: Some(CLIENT.map(str::to_owned).into()),
                     ..CertificateSigningRequestSpec::default()

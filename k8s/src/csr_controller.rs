@@ -46,18 +46,18 @@ use tokio::{
 use validate::ValidCsr;
 
 /// Time limit of one request.
-const BOUND: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest pauses between tries.
-const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
+const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 /// Requests in one answer of the API.
-const PAGE: u32 = 500;
+const PAGE_SIZE: u32 = 500;
 
 /// Signs what edges ask the cluster for.
 pub struct CsrController {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the accepted requesters and of the place where the CA is published.
-    pub rules: config::CsrSigning,
+    pub settings: config::CsrSigning,
     /// Signer of the certificates.
     pub signer: Signer,
     /// Roots that edges are to trust, as PEM.
@@ -73,32 +73,35 @@ pub struct CsrController {
 impl CsrController {
     /// Runs the controller. Never returns.
     pub async fn run(self) -> Infallible {
-        let bundle = CaPublisher::new(self.client.clone(), &self.rules, self.roots.clone());
-        if self.rules.subject() == Some(SignerProfile::Kubelet) {
+        let ca_publisher =
+            CaPublisher::new(self.client.clone(), &self.settings, self.roots.clone());
+        if self.settings.subject() == Some(SignerProfile::Kubelet) {
             // The cluster approves these, and signs them.
-            return bundle.run().await;
+            return ca_publisher.run().await;
         }
         tokio::select! {
-            never = self.sign() => never,
-            never = bundle.run() => never,
+            never = self.sign_requests() => never,
+            never = ca_publisher.run() => never,
         }
     }
 
-    async fn sign(&self) -> Infallible {
-        let mut changes = self.nodes.changes();
+    async fn sign_requests(&self) -> Infallible {
+        let mut changes = self.nodes.subscribe();
         // Before the nodes of the cluster are loaded, no request may be refused because its node is missing.
-        while self.nodes.reader().places().is_none() && changes.changed().await.is_ok() {}
-        let wanted = format!("spec.signerName={}", self.rules.signer);
-        let config = watcher::Config::default().fields(&wanted).page_size(PAGE);
-        let mut work = CsrBacklog::new(self);
-        let events = watcher(work.api.clone(), config.timeout(WATCH_TIMEOUT));
+        while self.nodes.reader().locations().is_none() && changes.changed().await.is_ok() {}
+        let field_selector = format!("spec.signerName={}", self.settings.signer);
+        let config = watcher::Config::default()
+            .fields(&field_selector)
+            .page_size(PAGE_SIZE);
+        let mut backlog = CsrBacklog::new(self);
+        let events = watcher(backlog.api.clone(), config.timeout(WATCH_TIMEOUT));
         let mut events = pin!(events.default_backoff());
         loop {
             tokio::select! {
                 biased;
-                Some(event) = events.next() => work.heard(event),
-                Ok(()) = changes.changed() => work.requests.again(),
-                () = work.due() => work.settle().await,
+                Some(event) = events.next() => backlog.handle_event(event),
+                Ok(()) = changes.changed() => backlog.queue.requeue_all(),
+                () = backlog.wait_until_due() => backlog.process_next().await,
             }
         }
     }
@@ -106,127 +109,127 @@ impl CsrController {
 
 /// Pending work of the controller.
 struct CsrBacklog<'a> {
-    of: &'a CsrController,
+    controller: &'a CsrController,
     api: Api<CertificateSigningRequest>,
-    requests: CsrQueue,
+    queue: CsrQueue,
     backoff: Backoff,
     /// Earliest time of the next try.
     not_before: Option<Instant>,
     events: EventWriter,
-    watching: LogThrottle,
-    settling: LogThrottle,
+    watch_log: LogThrottle,
+    signing_log: LogThrottle,
 }
 
 impl<'a> CsrBacklog<'a> {
-    fn new(of: &'a CsrController) -> Self {
+    fn new(controller: &'a CsrController) -> Self {
         Self {
-            of,
-            api: Api::all(of.client.clone()),
-            requests: CsrQueue::default(),
-            backoff: Backoff::new(PAUSES.0, PAUSES.1),
+            controller,
+            api: Api::all(controller.client.clone()),
+            queue: CsrQueue::default(),
+            backoff: Backoff::new(BACKOFF_RANGE.0, BACKOFF_RANGE.1),
             not_before: None,
             events: EventWriter::new(
-                of.client.clone(),
-                of.gateway.clone(),
+                controller.client.clone(),
+                controller.gateway.clone(),
                 "writing an event for a certificate request",
             ),
-            watching: LogThrottle::new("watching certificate requests"),
-            settling: LogThrottle::new("signing the certificate requests of edges"),
+            watch_log: LogThrottle::new("watching certificate requests"),
+            signing_log: LogThrottle::new("signing the certificate requests of edges"),
         }
     }
 
-    fn heard(&mut self, event: Result<Event<CertificateSigningRequest>, watcher::Error>) {
+    fn handle_event(&mut self, event: Result<Event<CertificateSigningRequest>, watcher::Error>) {
         let event = match event {
             Ok(event) => event,
-            Err(error) => return self.watching.say(&watch_error_message(&error)),
+            Err(error) => return self.watch_log.log_failure(&watch_error_message(&error)),
         };
-        let judge = |request: &CertificateSigningRequest| {
-            validate::validate(request, &self.of.rules, &self.of.signer)
+        let validator = |request: &CertificateSigningRequest| {
+            validate::validate(request, &self.controller.settings, &self.controller.signer)
         };
         match event {
             // The watch emits the start of a list before it sends the request.
-            Event::Init => return self.requests.listing(),
+            Event::Init => return self.queue.begin_list(),
             Event::InitApply(request) | Event::Apply(request) => {
-                if validate::is_ours(&request, &self.of.rules) {
-                    self.requests.take(&request, judge);
+                if validate::is_edge_request(&request, &self.controller.settings) {
+                    self.queue.apply(&request, validator);
                 }
             }
-            Event::InitDone => self.requests.whole(),
-            Event::Delete(request) => self.requests.gone(&request.name_any()),
+            Event::InitDone => self.queue.end_list(),
+            Event::Delete(request) => self.queue.remove(&request.name_any()),
         }
-        self.watching.over();
+        self.watch_log.log_recovery();
     }
 
     /// Returns when there is something to do.
-    async fn due(&self) {
+    async fn wait_until_due(&self) {
         match self.not_before {
-            _ if !self.requests.is_due() => std::future::pending().await,
+            _ if !self.queue.has_pending() => std::future::pending().await,
             Some(moment) => sleep_until(moment).await,
             None => {}
         }
     }
 
     /// Does one thing that is to be done.
-    async fn settle(&mut self) {
-        let Some(request) = self.requests.next() else {
+    async fn process_next(&mut self) {
+        let Some(request) = self.queue.pop() else {
             return;
         };
-        match self.attempt(&request).await {
+        match self.try_process(&request).await {
             Ok(()) => {
                 self.backoff.reset();
                 self.not_before = None;
-                self.settling.over();
+                self.signing_log.log_recovery();
             }
             Err(why) => {
-                self.of.metrics.cluster_certificate("failed");
-                self.settling.say(&why);
-                self.requests.put_back(&request);
+                self.controller.metrics.count_cluster_certificate("failed");
+                self.signing_log.log_failure(&why);
+                self.queue.requeue(&request);
                 let pause = self.backoff.refused(None, rand::random());
                 self.not_before = Some(Instant::now() + pause);
             }
         }
     }
 
-    async fn attempt(&mut self, request: &Arc<Csr>) -> Result<(), String> {
-        let right = match &request.judged {
-            Ok(right) => right,
+    async fn try_process(&mut self, request: &Arc<Csr>) -> Result<(), String> {
+        let valid_csr = match &request.validation {
+            Ok(valid_csr) => valid_csr,
             Err(why) => {
-                self.leave(request, why).await;
+                self.leave_pending(request, why).await;
                 return Ok(());
             }
         };
-        if let Some(why) = self.of.signer.refuses(&right.node) {
-            self.leave(request, &why).await;
+        if let Some(why) = self.controller.signer.refusal_reason(&valid_csr.node) {
+            self.leave_pending(request, &why).await;
             return Ok(());
         }
         let version = if request.approved {
             Some(request.version.clone())
         } else {
-            self.approve(request, right).await?
+            self.approve(request, valid_csr).await?
         };
-        if self.of.rules.subject().is_some() {
+        if self.controller.settings.subject().is_some() {
             // The cluster's own signer sees to the rest.
             if version.is_some() {
-                self.requests.done(request);
+                self.queue.mark_signed(request);
             }
             return Ok(());
         }
         if let Some(version) = version
-            && self.sign(request, right, &version).await?
+            && self.sign(request, valid_csr, &version).await?
         {
-            self.requests.done(request);
+            self.queue.mark_signed(request);
         }
         Ok(())
     }
 
     /// Leaves a request as it is, and reports the reason once.
-    async fn leave(&mut self, request: &Csr, why: &str) {
+    async fn leave_pending(&mut self, request: &Csr, why: &str) {
         let why = if request.approved {
             format!("the request is approved, but was not signed: {why}")
         } else {
             why.to_owned()
         };
-        if !self.requests.tells(request, &why) {
+        if !self.queue.record_reason(request, &why) {
             return;
         }
         tracing::info!(
@@ -235,9 +238,9 @@ impl<'a> CsrBacklog<'a> {
             why,
             "a certificate request was not approved"
         );
-        self.of.metrics.cluster_certificate("left");
+        self.controller.metrics.count_cluster_certificate("left");
         let warning = WarningEvent {
-            about: &request.about,
+            regarding: &request.object_ref,
             reason: "SignError",
             action: "Signing",
             note: &why,
@@ -246,8 +249,8 @@ impl<'a> CsrBacklog<'a> {
     }
 
     /// Approves a request. Returns its new version, or `None` if another approver was faster.
-    async fn approve(&self, request: &Csr, right: &ValidCsr) -> Result<Option<String>, String> {
-        let message = format!("Node {} requests its own certificate", right.node);
+    async fn approve(&self, request: &Csr, valid_csr: &ValidCsr) -> Result<Option<String>, String> {
+        let message = format!("Node {} requests its own certificate", valid_csr.node);
         let status = json!({ "conditions": [{
             "type": "Approved", "status": "True", "reason": "CausewayEdge", "message": message,
             "lastUpdateTime": Time(Timestamp::now()),
@@ -255,25 +258,36 @@ impl<'a> CsrBacklog<'a> {
         let approved = self.patch("approval", request, (&request.version, &status));
         let approved = approved.await?;
         if approved.is_some() {
-            self.of.metrics.cluster_certificate("approved");
+            self.controller
+                .metrics
+                .count_cluster_certificate("approved");
         }
         Ok(approved.and_then(|approved| approved.resource_version()))
     }
 
     /// Whether it is signed now, and by us.
-    async fn sign(&self, request: &Csr, right: &ValidCsr, version: &str) -> Result<bool, String> {
-        let signer = &self.of.signer;
-        let key = signer.read(&right.request, &right.node);
+    async fn sign(
+        &self,
+        request: &Csr,
+        valid_csr: &ValidCsr,
+        version: &str,
+    ) -> Result<bool, String> {
+        let signer = &self.controller.signer;
+        let key = signer.verify_request(&valid_csr.request, &valid_csr.node);
         let key = key.map_err(|error| error.to_string())?;
-        let chain = signer.sign((key, &right.node), right.life, request.asked_at);
+        let chain = signer.sign(
+            (key, &valid_csr.node),
+            valid_csr.lifetime,
+            request.requested_at,
+        );
         let chain = chain.await.map_err(|error| error.to_string())?;
         let status = json!({ "certificate": ByteString(chain.into_bytes()) });
         let patched = self.patch("status", request, (version, &status)).await?;
         if patched.is_none() {
             return Ok(false);
         }
-        self.of.metrics.cluster_certificate("signed");
-        tracing::info!(node = %right.node, request = request.name, "issued an edge's certificate for a request in the cluster");
+        self.controller.metrics.count_cluster_certificate("signed");
+        tracing::info!(node = %valid_csr.node, request = request.name, "issued an edge's certificate for a request in the cluster");
         Ok(true)
     }
 
@@ -286,10 +300,10 @@ impl<'a> CsrBacklog<'a> {
     ) -> Result<Option<CertificateSigningRequest>, String> {
         let patch = json!({ "metadata": { "resourceVersion": version }, "status": status });
         let (parameters, patch) = (PatchParams::default(), Patch::Merge(&patch));
-        let asked = self
+        let patch_request = self
             .api
             .patch_subresource(part, &request.name, &parameters, &patch);
-        match timeout(BOUND, asked).await {
+        match timeout(REQUEST_TIMEOUT, patch_request).await {
             Ok(Ok(patched)) => Ok(Some(patched)),
             Ok(Err(kube::Error::Api(status))) if status.is_conflict() || status.is_not_found() => {
                 tracing::debug!(
@@ -298,24 +312,24 @@ impl<'a> CsrBacklog<'a> {
                 );
                 Ok(None)
             }
-            Ok(Err(error)) => Err(self.refused(part, &error_message(&error))),
+            Ok(Err(error)) => Err(self.permission_error(part, &error_message(&error))),
             Err(_) => Err("the cluster's API did not answer in time".to_owned()),
         }
     }
 
     /// Returns the refusal, with the missing permission if the API server does not name it.
-    fn refused(&self, part: &str, said: &str) -> String {
+    fn permission_error(&self, part: &str, message: &str) -> String {
         let verb = if part == "approval" {
             "approve"
         } else {
             "sign"
         };
-        if said.contains("not permitted") {
-            let signer = &self.of.rules.signer;
+        if message.contains("not permitted") {
+            let signer = &self.controller.settings.signer;
             return format!(
-                "{said} (the gateway needs the verb \"{verb}\" on resource \"signers\" named {signer} in API group \"certificates.k8s.io\")"
+                "{message} (the gateway needs the verb \"{verb}\" on resource \"signers\" named {signer} in API group \"certificates.k8s.io\")"
             );
         }
-        said.to_owned()
+        message.to_owned()
     }
 }

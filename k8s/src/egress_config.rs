@@ -41,8 +41,8 @@ impl Endpoint {
                 key,
                 ..
             } => {
-                let rest = url.strip_prefix("https://").unwrap_or_default();
-                let (host, port) = rest.rsplit_once(':').unwrap_or_default();
+                let host_port = url.strip_prefix("https://").unwrap_or_default();
+                let (host, port) = host_port.rsplit_once(':').unwrap_or_default();
                 if host.is_empty() || port.parse::<u16>().is_err() {
                     return Err(format!(
                         "\"{url}\" does not have the form https://HOST:PORT, and kube-apiserver accepts no other"
@@ -105,11 +105,11 @@ struct YamlString<'a>(&'a str);
 impl fmt::Display for YamlString<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("\"")?;
-        for each in self.0.chars() {
-            match each {
-                '"' | '\\' => write!(f, "\\{each}")?,
-                each if each.is_control() => write!(f, "\\U{:08x}", u32::from(each))?,
-                each => write!(f, "{each}")?,
+        for ch in self.0.chars() {
+            match ch {
+                '"' | '\\' => write!(f, "\\{ch}")?,
+                ch if ch.is_control() => write!(f, "\\U{:08x}", u32::from(ch))?,
+                ch => write!(f, "{ch}")?,
             }
         }
         f.write_str("\"")

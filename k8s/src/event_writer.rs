@@ -24,7 +24,7 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// A warning about an object.
 pub(crate) struct WarningEvent<'a> {
     /// The object.
-    pub(crate) about: &'a ObjectReference,
+    pub(crate) regarding: &'a ObjectReference,
     /// Reason of the event: one word in camel case, as the API requires.
     pub(crate) reason: &'static str,
     /// Action that was taken, likewise.
@@ -37,49 +37,53 @@ pub(crate) struct WarningEvent<'a> {
 pub(crate) struct EventWriter {
     events: Api<Event>,
     gateway: String,
-    writing: LogThrottle,
+    write_log: LogThrottle,
 }
 
 impl EventWriter {
-    /// A writer in the name of this gateway; `what` names the writing in the log where it fails.
-    pub(crate) fn new(client: Client, gateway: String, what: &'static str) -> Self {
+    /// A writer in the name of this gateway; `operation` names the writing in the log where it fails.
+    pub(crate) fn new(client: Client, gateway: String, operation: &'static str) -> Self {
         Self {
             events: Api::namespaced(client, NAMESPACE),
             gateway,
-            writing: LogThrottle::new(what),
+            write_log: LogThrottle::new(operation),
         }
     }
 
     /// Writes a warning, unless it is there already.
     pub(crate) async fn warn(&mut self, warning: &WarningEvent<'_>) {
-        let event = self.event(warning);
+        let event = self.build_event(warning);
         let parameters = PostParams::default();
         let written = timeout(WRITE_TIMEOUT, self.events.create(&parameters, &event)).await;
         match written {
-            Ok(Ok(_)) => self.writing.over(),
-            Ok(Err(kube::Error::Api(status))) if status.is_already_exists() => self.writing.over(),
-            Ok(Err(error)) => self.writing.say(&error_message(&error)),
-            Err(_) => self.writing.say("the cluster's API did not answer in time"),
+            Ok(Ok(_)) => self.write_log.log_recovery(),
+            Ok(Err(kube::Error::Api(status))) if status.is_already_exists() => {
+                self.write_log.log_recovery();
+            }
+            Ok(Err(error)) => self.write_log.log_failure(&error_message(&error)),
+            Err(_) => self
+                .write_log
+                .log_failure("the cluster's API did not answer in time"),
         }
     }
 
-    fn event(&self, warning: &WarningEvent<'_>) -> Event {
-        let why = warning.note;
+    fn build_event(&self, warning: &WarningEvent<'_>) -> Event {
+        let message = warning.note;
         let end = (0..=MAX_MESSAGE_BYTES)
             .rev()
-            .find(|end| why.is_char_boundary(*end));
-        let note = why.get(..end.unwrap_or_default()).unwrap_or(why);
-        let uid = warning.about.uid.as_deref().unwrap_or_default();
+            .find(|end| message.is_char_boundary(*end));
+        let note = message.get(..end.unwrap_or_default()).unwrap_or(message);
+        let uid = warning.regarding.uid.as_deref().unwrap_or_default();
         let digest = Sha256::digest(format!("{uid}\n{note}"));
-        let number = digest.iter().take(8);
-        let number = number.fold(0_u64, |number, byte| number << 8 | u64::from(*byte));
+        let hash = digest.iter().take(8);
+        let hash = hash.fold(0_u64, |number, byte| number << 8 | u64::from(*byte));
         Event {
             metadata: ObjectMeta {
-                name: Some(format!("causeway-{number:016x}")),
+                name: Some(format!("causeway-{hash:016x}")),
                 ..ObjectMeta::default()
             },
             event_time: Some(MicroTime(Timestamp::now())),
-            regarding: Some(warning.about.clone()),
+            regarding: Some(warning.regarding.clone()),
             type_: Some("Warning".to_owned()),
             reason: Some(warning.reason.to_owned()),
             action: Some(warning.action.to_owned()),

@@ -30,21 +30,21 @@ use tokio::{
 };
 
 /// A server's and a client's, which sign their handshakes.
-const SERVER: [&str; 2] = ["server auth", "digital signature"];
-const CLIENT: [&str; 2] = ["client auth", "digital signature"];
+const SERVER_USAGES: [&str; 2] = ["server auth", "digital signature"];
+const CLIENT_USAGES: [&str; 2] = ["client auth", "digital signature"];
 /// Interval of the checks whether a certificate is due, and of the polls of a request.
-const LOOK: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// Time limit of one request for a certificate.
-const PATIENCE: Duration = Duration::from_hours(1);
+const REQUEST_LIFETIME: Duration = Duration::from_hours(1);
 /// Longest pauses between requests: while the API does not respond, and while requests fail.
-const PAUSES: (Duration, Duration) = (Duration::from_secs(5), Duration::from_mins(5));
+const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_mins(5));
 /// Minimum time between two certificates, however short their lifetime.
-const APART: Duration = Duration::from_mins(1);
+const MIN_RENEWAL_INTERVAL: Duration = Duration::from_mins(1);
 /// Time limit of a disk operation.
-const DISK: Duration = Duration::from_secs(30);
+const DISK_TIMEOUT: Duration = Duration::from_secs(30);
 /// Prefixes in the file: before the names, and before the time when it was made.
-const NAMES: &str = "names: ";
-const MADE: &str = "made: ";
+const NAMES_PREFIX: &str = "names: ";
+const ISSUED_PREFIX: &str = "made: ";
 
 /// Controller that requests the certificate and stores it.
 pub struct GatewayCertificate {
@@ -72,7 +72,7 @@ pub enum Purpose {
 }
 
 impl Purpose {
-    fn stored(&self) -> Requested {
+    fn request_kind(&self) -> Requested {
         match self {
             Self::TunnelPort(_) => Requested::Identity,
             Self::AppClient(port, _) => Requested::AppClient(*port),
@@ -81,41 +81,44 @@ impl Purpose {
 
     fn usages(&self) -> [&'static str; 2] {
         match self {
-            Self::TunnelPort(_) => SERVER,
-            Self::AppClient(..) => CLIENT,
+            Self::TunnelPort(_) => SERVER_USAGES,
+            Self::AppClient(..) => CLIENT_USAGES,
         }
     }
 
     /// Returns a description of the request, in the format of the data directory.
-    fn subject(&self, names: &[HostName]) -> String {
+    fn describe_subject(&self, names: &[HostName]) -> String {
         match self {
-            Self::TunnelPort(domain) => format!("{} of {domain}", listed(names)),
+            Self::TunnelPort(domain) => format!("{} of {domain}", join_names(names)),
             Self::AppClient(_, user) => format!("user {user}"),
         }
     }
 
-    fn request(&self, key: &PrivateKey, names: &[HostName]) -> Result<String, CsrError> {
+    fn build_request(&self, key: &PrivateKey, names: &[HostName]) -> Result<String, CsrError> {
         match self {
-            Self::TunnelPort(domain) => key.request_of_gateway(domain, names),
-            Self::AppClient(_, user) => key.request_of_user(user),
+            Self::TunnelPort(domain) => key.gateway_request(domain, names),
+            Self::AppClient(_, user) => key.user_request(user),
         }
     }
 
     /// Reads a certificate with its key, if it is one for this purpose.
-    fn read(&self, text: &str) -> Result<LeafCertificate, String> {
+    fn parse_certificate(&self, text: &str) -> Result<LeafCertificate, String> {
         match self {
             Self::TunnelPort(domain) => {
-                let (leaf, found) = external::gateway(text, text).map_err(said)?;
-                if found != *domain {
-                    return Err(format!("it has trust domain {found} instead of {domain}"));
+                let (leaf, domain_found) =
+                    external::load_gateway(text, text).map_err(error_text)?;
+                if domain_found != *domain {
+                    return Err(format!(
+                        "it has trust domain {domain_found} instead of {domain}"
+                    ));
                 }
                 Ok(leaf)
             }
             Self::AppClient(_, user) => {
-                let leaf = LeafCertificate::load(text, text).map_err(said)?;
-                let facts = leaf.chain().first().map(Certificate::read);
-                let facts = facts.and_then(Result::ok).unwrap_or_default();
-                if facts.common_name.as_deref() != Some(user) || !facts.client_auth {
+                let leaf = LeafCertificate::load(text, text).map_err(error_text)?;
+                let details = leaf.chain().first().map(Certificate::parse);
+                let details = details.and_then(Result::ok).unwrap_or_default();
+                if details.common_name.as_deref() != Some(user) || !details.client_auth {
                     return Err(format!("it is not a client certificate of user {user}"));
                 }
                 Ok(leaf)
@@ -127,68 +130,71 @@ impl Purpose {
 /// Reason why there is no new certificate now.
 enum NotRenewed {
     /// The certificate was requested and is pending.
-    Yet(String),
+    Pending(String),
     /// The request has failed.
-    Made(String),
+    Failed(String),
 }
 
 impl GatewayCertificate {
-    /// Returns once there is one to begin with. `tell` hears what is waited for.
-    pub async fn first(&self, names: &[HostName], tell: &(dyn Fn(&str) + Sync)) {
-        let holds = |kept: &StoredCertificate| kept.not_after > SystemTime::now();
-        self.keep(|| names.to_vec(), tell, Some(&holds)).await;
+    /// Returns once there is one to begin with. `report` hears what is waited for.
+    pub async fn wait_for_first(&self, names: &[HostName], report: &(dyn Fn(&str) + Sync)) {
+        let is_valid = |stored: &StoredCertificate| stored.not_after > SystemTime::now();
+        self.renew_until(|| names.to_vec(), report, Some(&is_valid))
+            .await;
     }
 
     /// Keeps a valid certificate for the present names in the store. Never returns.
     pub async fn run(self, names: impl Fn() -> Vec<HostName>) -> Infallible {
-        self.keep(names, &|_| {}, None).await;
+        self.renew_until(names, &|_| {}, None).await;
         std::future::pending().await
     }
 
     /// Runs the controller for a client certificate for upstreams. Clients of the gateway wait until there is one.
-    pub async fn run_holding(self, hold: ReadinessBlock) -> Infallible {
-        self.first(&[], &|why| hold.says(why)).await;
-        drop(hold);
+    pub async fn run_with_readiness_block(self, readiness_block: ReadinessBlock) -> Infallible {
+        self.wait_for_first(&[], &|why| readiness_block.set_reason(why))
+            .await;
+        drop(readiness_block);
         self.run(Vec::new).await
     }
 
-    /// Requests a certificate whenever one is due. Returns once there is one that is `enough`, if that is given.
-    async fn keep(
+    /// Requests a certificate whenever one is due. Returns once there is one that is `is_sufficient`, if that is given.
+    async fn renew_until(
         &self,
         names: impl Fn() -> Vec<HostName>,
-        tell: &(dyn Fn(&str) + Sync),
-        enough: Option<&(dyn Fn(&StoredCertificate) -> bool + Sync)>,
+        report: &(dyn Fn(&str) + Sync),
+        is_sufficient: Option<&(dyn Fn(&StoredCertificate) -> bool + Sync)>,
     ) {
-        let mut trouble = LogThrottle::new(match self.purpose {
+        let mut failure_log = LogThrottle::new(match self.purpose {
             Purpose::TunnelPort(_) => "getting this gateway's certificate from the cluster",
             Purpose::AppClient(..) => "getting the client certificate for apps from the cluster",
         });
-        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
-        let mut kept = self.kept().await;
+        let mut backoff = Backoff::new(BACKOFF_RANGE.0, BACKOFF_RANGE.1);
+        let mut stored = self.load_stored().await;
         loop {
-            if let (Some(enough), Some(kept)) = (enough, &kept)
-                && enough(kept)
+            if let (Some(is_sufficient), Some(stored)) = (is_sufficient, &stored)
+                && is_sufficient(stored)
             {
                 return;
             }
-            let wanted = names();
-            let due = |kept: &StoredCertificate| kept.is_due(&wanted, SystemTime::now());
-            let mut pause = LOOK;
-            if kept.as_ref().is_none_or(due) {
-                match self.attempt(&wanted).await {
-                    Ok(made) => {
-                        kept = Some(made);
+            let wanted_names = names();
+            let is_due =
+                |stored: &StoredCertificate| stored.is_due(&wanted_names, SystemTime::now());
+            let mut pause = POLL_INTERVAL;
+            if stored.as_ref().is_none_or(is_due) {
+                match self.request_certificate(&wanted_names).await {
+                    Ok(issued) => {
+                        stored = Some(issued);
                         backoff.reset();
-                        trouble.over();
+                        failure_log.log_recovery();
                         continue;
                     }
-                    Err(NotRenewed::Yet(why)) => {
-                        trouble.say(&why);
-                        tell(&why);
+                    Err(NotRenewed::Pending(why)) => {
+                        failure_log.log_failure(&why);
+                        report(&why);
                     }
-                    Err(NotRenewed::Made(why)) => {
-                        trouble.say(&why);
-                        tell(&why);
+                    Err(NotRenewed::Failed(why)) => {
+                        failure_log.log_failure(&why);
+                        report(&why);
                         pause = backoff.refused(None, rand::random());
                     }
                 }
@@ -198,106 +204,117 @@ impl GatewayCertificate {
     }
 
     /// Returns the stored certificate, if it can be used.
-    async fn kept(&self) -> Option<StoredCertificate> {
-        let what = self.purpose.stored();
-        let text = self.on_disk(move |store| store.made(what)).await;
+    async fn load_stored(&self) -> Option<StoredCertificate> {
+        let kind = self.purpose.request_kind();
+        let text = self
+            .on_disk(move |store| store.issued_certificate(kind))
+            .await;
         StoredCertificate::read(&text.ok().flatten()?, &self.purpose).ok()
     }
 
     /// Submits a request if there is none for these names yet, and checks its outcome.
-    async fn attempt(&self, names: &[HostName]) -> Result<StoredCertificate, NotRenewed> {
-        let pending = self.pending(names).await.map_err(NotRenewed::Made)?;
-        let key = pending.key().map_err(made)?;
-        let request = self.purpose.request(&key, names).map_err(made)?;
-        let wanted = CsrSpec {
+    async fn request_certificate(
+        &self,
+        names: &[HostName],
+    ) -> Result<StoredCertificate, NotRenewed> {
+        let pending = self
+            .load_or_create_pending(names)
+            .await
+            .map_err(NotRenewed::Failed)?;
+        let key = pending.key().map_err(failed)?;
+        let request = self.purpose.build_request(&key, names).map_err(failed)?;
+        let spec = CsrSpec {
             name: &pending.name,
             signer: &self.signer,
             usages: self.purpose.usages(),
-            seconds: None,
-            request: &request,
+            expiration_seconds: None,
+            request_pem: &request,
         };
-        let asked = csr_client::submit(self.client.clone(), &wanted).await;
-        asked.map_err(|why| NotRenewed::Yet(words(why)))?;
+        let submitted = csr_client::submit(self.client.clone(), &spec).await;
+        submitted.map_err(|why| NotRenewed::Pending(csr_error_text(why)))?;
         if self.approve {
-            self.approve(&wanted).await?;
+            self.approve(&spec).await?;
         }
-        let chain = match csr_client::status(self.client.clone(), &pending.name).await {
+        let chain = match csr_client::poll_status(self.client.clone(), &pending.name).await {
             Ok(CsrStatus::Signed(chain)) => chain,
-            Ok(CsrStatus::Waiting(_)) if pending.since + PATIENCE.as_secs() > now() => {
-                return Err(NotRenewed::Yet(format!(
+            Ok(CsrStatus::Pending(_))
+                if pending.since + REQUEST_LIFETIME.as_secs() > unix_now() =>
+            {
+                return Err(NotRenewed::Pending(format!(
                     "the request {} is not approved and signed yet: this is the task of {}",
                     pending.name, self.signer
                 )));
             }
-            Ok(CsrStatus::Refused(why) | CsrStatus::Waiting(why)) => {
-                self.forget().await?;
-                return Err(NotRenewed::Made(why));
+            Ok(CsrStatus::Refused(why) | CsrStatus::Pending(why)) => {
+                self.forget_pending().await?;
+                return Err(NotRenewed::Failed(why));
             }
-            Err(why) => return Err(NotRenewed::Yet(words(why))),
+            Err(why) => return Err(NotRenewed::Pending(csr_error_text(why))),
         };
-        let text = StoredCertificate::text(names, &chain, key.key_pem().expose());
-        let kept = StoredCertificate::read(&text, &self.purpose);
-        let kept = kept.and_then(|kept| {
-            let holds = kept.not_after > SystemTime::now();
-            holds
+        let text = StoredCertificate::encode(names, &chain, key.key_pem().expose());
+        let issued = StoredCertificate::read(&text, &self.purpose);
+        let issued = issued.and_then(|kept| {
+            let is_valid = kept.not_after > SystemTime::now();
+            is_valid
                 .then_some(kept)
                 .ok_or_else(|| "it has expired already".to_owned())
         });
-        if kept.is_ok() {
-            let what = self.purpose.stored();
+        if issued.is_ok() {
+            let kind = self.purpose.request_kind();
             let saved = self
-                .on_disk(move |store| store.save_made(what, &text))
+                .on_disk(move |store| store.save_issued_certificate(kind, &text))
                 .await;
             // The certificate can still be fetched when the disk works again.
-            saved.map_err(NotRenewed::Yet)?;
+            saved.map_err(NotRenewed::Pending)?;
         }
-        self.forget().await?;
+        self.forget_pending().await?;
         let name = pending.name;
-        let kept = kept.map_err(|why| {
-            NotRenewed::Made(format!(
+        let issued = issued.map_err(|why| {
+            NotRenewed::Failed(format!(
                 "the certificate issued for the request {name} cannot be used: {why}"
             ))
         })?;
-        let ends = humantime::format_rfc3339_seconds(kept.not_after);
+        let ends = humantime::format_rfc3339_seconds(issued.not_after);
         tracing::info!(request = name, %ends, purpose = ?self.purpose, "this gateway has a new certificate from its cluster");
-        Ok(kept)
+        Ok(issued)
     }
 
     /// Approves the own request. If the request of its name in the cluster is not the own one, forgets the name; the next request
     /// has another.
-    async fn approve(&self, wanted: &CsrSpec<'_>) -> Result<(), NotRenewed> {
-        let approved = csr_client::approve(self.client.clone(), wanted).await;
-        if approved.map_err(|why| NotRenewed::Yet(words(why)))? {
+    async fn approve(&self, spec: &CsrSpec<'_>) -> Result<(), NotRenewed> {
+        let approved = csr_client::approve(self.client.clone(), spec).await;
+        if approved.map_err(|why| NotRenewed::Pending(csr_error_text(why)))? {
             return Ok(());
         }
-        self.forget().await?;
-        Err(NotRenewed::Made(format!(
+        self.forget_pending().await?;
+        Err(NotRenewed::Failed(format!(
             "the request {} in the cluster was not created by this gateway and is not approved",
-            wanted.name
+            spec.name
         )))
     }
 
-    async fn forget(&self) -> Result<(), NotRenewed> {
-        let what = self.purpose.stored();
-        let forgotten = self.on_disk(move |store| store.forget_pending(what));
-        forgotten.await.map_err(NotRenewed::Yet)
+    async fn forget_pending(&self) -> Result<(), NotRenewed> {
+        let kind = self.purpose.request_kind();
+        let forgotten = self.on_disk(move |store| store.remove_pending(kind));
+        forgotten.await.map_err(NotRenewed::Pending)
     }
 
     /// Returns the pending request, or a new one that is stored before it is submitted.
-    async fn pending(&self, names: &[HostName]) -> Result<PendingCsr, String> {
-        let asks = format!("{}: {}", self.signer, self.purpose.subject(names));
-        let what = self.purpose.stored();
-        let kept = self.on_disk(move |store| store.pending(what)).await?;
-        if let Some(kept) = kept.filter(|kept| kept.asks == asks) {
-            return Ok(kept);
+    async fn load_or_create_pending(&self, names: &[HostName]) -> Result<PendingCsr, String> {
+        let subject = format!("{}: {}", self.signer, self.purpose.describe_subject(names));
+        let kind = self.purpose.request_kind();
+        let stored = self.on_disk(move |store| store.pending(kind)).await?;
+        if let Some(stored) = stored.filter(|kept| kept.asks == subject) {
+            return Ok(stored);
         }
-        self.on_disk(move |store| store.prepare_made(what)).await?;
-        let key = PrivateKey::generate().map_err(said)?;
+        self.on_disk(move |store| store.check_issued_certificate_space(kind))
+            .await?;
+        let key = PrivateKey::generate().map_err(error_text)?;
         let host = object_name(&self.gateway);
         let name = format!("causeway-gateway-{host}-{:08x}", rand::random::<u32>());
-        let pending = PendingCsr::new(name, asks, now(), &key);
-        let kept = pending.clone();
-        self.on_disk(move |store| store.save_pending(what, &kept))
+        let pending = PendingCsr::new(name, subject, unix_now(), &key);
+        let to_save = pending.clone();
+        self.on_disk(move |store| store.save_pending(kind, &to_save))
             .await?;
         Ok(pending)
     }
@@ -308,8 +325,8 @@ impl GatewayCertificate {
         work: impl FnOnce(&Store) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, String> {
         let store = self.store.clone();
-        match timeout(DISK, spawn_blocking(move || work(&store))).await {
-            Ok(Ok(done)) => done.map_err(said),
+        match timeout(DISK_TIMEOUT, spawn_blocking(move || work(&store))).await {
+            Ok(Ok(result)) => result.map_err(error_text),
             Ok(Err(error)) => Err(error.to_string()),
             Err(_) => Err("the data directory does not answer".to_owned()),
         }
@@ -321,69 +338,78 @@ struct StoredCertificate {
     /// Names that were requested: the signer may have left some out.
     names: String,
     /// A signer may let it begin long before it makes it.
-    since: SystemTime,
+    valid_from: SystemTime,
     not_after: SystemTime,
 }
 
 impl StoredCertificate {
-    fn text(names: &[HostName], chain: &str, key: &str) -> String {
-        format!("{NAMES}{}\n{MADE}{}\n{chain}\n{key}", listed(names), now())
+    fn encode(names: &[HostName], chain: &str, key: &str) -> String {
+        format!(
+            "{NAMES_PREFIX}{}\n{ISSUED_PREFIX}{}\n{chain}\n{key}",
+            join_names(names),
+            unix_now()
+        )
     }
 
     fn read(text: &str, purpose: &Purpose) -> Result<Self, String> {
-        let leaf = purpose.read(text)?;
-        let (begins, not_after) = dates(&leaf);
-        let line = |key| text.lines().find_map(|line| line.strip_prefix(key));
-        let since = line(MADE).and_then(|made| made.parse().ok());
+        let leaf = purpose.parse_certificate(text)?;
+        let (not_before, not_after) = validity(&leaf);
+        let field = |key| text.lines().find_map(|line| line.strip_prefix(key));
+        let issued_at = field(ISSUED_PREFIX).and_then(|made| made.parse().ok());
         Ok(Self {
-            names: line(NAMES).unwrap_or_default().to_owned(),
-            since: begins.max(UNIX_EPOCH + Duration::from_secs(since.unwrap_or_default())),
+            names: field(NAMES_PREFIX).unwrap_or_default().to_owned(),
+            valid_from: not_before
+                .max(UNIX_EPOCH + Duration::from_secs(issued_at.unwrap_or_default())),
             not_after,
         })
     }
 
     fn is_due(&self, names: &[HostName], now: SystemTime) -> bool {
-        let life = self.not_after.duration_since(self.since);
-        let renew = self.since + life.unwrap_or_default().mul_f64(2.0 / 3.0);
-        now >= renew.max(self.since + APART) || self.names != listed(names)
+        let lifetime = self.not_after.duration_since(self.valid_from);
+        let renew_at = self.valid_from + lifetime.unwrap_or_default().mul_f64(2.0 / 3.0);
+        now >= renew_at.max(self.valid_from + MIN_RENEWAL_INTERVAL)
+            || self.names != join_names(names)
     }
 }
 
-fn dates(leaf: &LeafCertificate) -> (SystemTime, SystemTime) {
-    let facts = leaf.chain().first().map(Certificate::read);
+fn validity(leaf: &LeafCertificate) -> (SystemTime, SystemTime) {
+    let details = leaf.chain().first().map(Certificate::parse);
     // It was read when the leaf was made.
-    let facts = facts.and_then(Result::ok).unwrap_or_default();
-    let moment = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
-    (moment(facts.not_before), moment(facts.not_after))
+    let details = details.and_then(Result::ok).unwrap_or_default();
+    let to_system_time = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
+    (
+        to_system_time(details.not_before),
+        to_system_time(details.not_after),
+    )
 }
 
 /// Returns a name as a part of an object's name (RFC 1123).
 fn object_name(name: &str) -> String {
-    let fits = |char: char| match char.to_ascii_lowercase() {
+    let sanitize = |char: char| match char.to_ascii_lowercase() {
         char if char.is_ascii_alphanumeric() => char,
         _ => '-',
     };
-    name.chars().take(63).map(fits).collect()
+    name.chars().take(63).map(sanitize).collect()
 }
 
-fn listed(names: &[HostName]) -> String {
+fn join_names(names: &[HostName]) -> String {
     let names: Vec<_> = names.iter().map(ToString::to_string).collect();
     names.join(" ")
 }
 
-fn now() -> u64 {
+fn unix_now() -> u64 {
     UnixTime::now().as_secs()
 }
 
-fn made(error: impl Display) -> NotRenewed {
-    NotRenewed::Made(said(error))
+fn failed(error: impl Display) -> NotRenewed {
+    NotRenewed::Failed(error_text(error))
 }
 
-fn said(error: impl Display) -> String {
+fn error_text(error: impl Display) -> String {
     error.to_string()
 }
 
-fn words(why: CsrRequestError) -> String {
+fn csr_error_text(why: CsrRequestError) -> String {
     match why {
         CsrRequestError::Silent(why) | CsrRequestError::Refused(why) => why,
     }
@@ -397,7 +423,7 @@ mod tests {
     fn kept(names: &[HostName]) -> String {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let leaf = ca.issue_gateway(names, Duration::from_hours(3)).unwrap();
-        StoredCertificate::text(names, &leaf.chain_pem(), leaf.key_pem().expose())
+        StoredCertificate::encode(names, &leaf.chain_pem(), leaf.key_pem().expose())
     }
 
     fn domain(name: &str) -> Purpose {
@@ -412,14 +438,14 @@ mod tests {
         ];
         let text = kept(&names);
         let kept = StoredCertificate::read(&text, &domain("td")).unwrap();
-        let later = SystemTime::now() + APART;
+        let later = SystemTime::now() + MIN_RENEWAL_INTERVAL;
         assert!(!kept.is_due(&names, later));
         assert!(kept.is_due(&names[..1], later));
         assert!(kept.is_due(&names, kept.not_after - Duration::from_mins(50)));
         // However far back it begins, and whatever is wrong with the clock: not one after the other.
         let hour = Duration::from_hours(1);
         let backdated = StoredCertificate {
-            since: SystemTime::now(),
+            valid_from: SystemTime::now(),
             not_after: SystemTime::now() + hour / 6,
             ..kept
         };
@@ -435,15 +461,19 @@ mod tests {
         let leaf = ca
             .issue_client("ann", &[], Duration::from_hours(3))
             .unwrap();
-        let text = StoredCertificate::text(&[], &leaf.chain_pem(), leaf.key_pem().expose());
+        let text = StoredCertificate::encode(&[], &leaf.chain_pem(), leaf.key_pem().expose());
         let read = |user: &str| {
             let purpose = Purpose::AppClient(10250, user.to_owned());
             StoredCertificate::read(&text, &purpose)
         };
-        assert!(!read("ann").unwrap().is_due(&[], SystemTime::now() + APART));
+        assert!(
+            !read("ann")
+                .unwrap()
+                .is_due(&[], SystemTime::now() + MIN_RENEWAL_INTERVAL)
+        );
         assert!(read("bob").is_err());
         let server = ca.issue_gateway(&[], Duration::from_hours(3)).unwrap();
-        let text = StoredCertificate::text(&[], &server.chain_pem(), server.key_pem().expose());
+        let text = StoredCertificate::encode(&[], &server.chain_pem(), server.key_pem().expose());
         let purpose = Purpose::AppClient(10250, "causeway gateway".to_owned());
         assert!(StoredCertificate::read(&text, &purpose).is_err());
     }

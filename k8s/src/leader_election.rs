@@ -19,9 +19,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 /// Time limit of one request, if the Lease itself leaves more time.
-const BOUND: Duration = Duration::from_secs(5);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit for the release of the Lease at shutdown.
-const FAREWELL: Duration = Duration::from_secs(2);
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Elector with one Lease, and whether this candidate holds it.
 pub(crate) struct LeaderElector {
@@ -29,18 +29,18 @@ pub(crate) struct LeaderElector {
     name: String,
     /// Identity of this candidate, different for each process.
     identity: String,
-    lasts: Duration,
-    seen: Option<ObservedLease>,
+    lease_duration: Duration,
+    observed: Option<ObservedLease>,
     /// Start of the last successful renewal, while this candidate holds the Lease.
-    renewed: Option<Instant>,
-    trouble: LogThrottle,
+    renewed_at: Option<Instant>,
+    failure_log: LogThrottle,
 }
 
 /// A Lease as it was seen.
 struct ObservedLease {
     lease: v1::Lease,
     /// Time of the last change that was seen, by the local clock.
-    since: Instant,
+    changed_at: Instant,
 }
 
 impl LeaderElector {
@@ -49,76 +49,84 @@ impl LeaderElector {
         client: Client,
         (namespace, name): (&str, &str),
         identity: String,
-        lasts: Duration,
+        lease_duration: Duration,
     ) -> Self {
         Self {
             api: Api::namespaced(client, namespace),
             name: name.to_owned(),
             identity,
-            lasts,
-            seen: None,
-            renewed: None,
-            trouble: LogThrottle::new("acquiring the lease of the hosts file"),
+            lease_duration,
+            observed: None,
+            renewed_at: None,
+            failure_log: LogThrottle::new("acquiring the lease of the hosts file"),
         }
     }
 
     /// Waits until this candidate holds the Lease.
     pub(crate) async fn acquire(&mut self) {
         loop {
-            let asked = timeout(BOUND.min(self.lasts), self.attempt()).await;
-            match asked.map_err(|_| LeaseError::Silent).flatten() {
-                Ok(true) => return self.trouble.over(),
-                Ok(false) => self.trouble.over(),
+            let outcome = timeout(
+                REQUEST_TIMEOUT.min(self.lease_duration),
+                self.try_acquire_or_renew(),
+            )
+            .await;
+            match outcome.map_err(|_| LeaseError::Timeout).flatten() {
+                Ok(true) => return self.failure_log.log_recovery(),
+                Ok(false) => self.failure_log.log_recovery(),
                 // Two have tried at once.
-                Err(LeaseError::Beaten) => {}
-                Err(failure) => self.trouble.say(&failure.to_string()),
+                Err(LeaseError::Conflict) => {}
+                Err(failure) => self.failure_log.log_failure(&failure.to_string()),
             }
             // Candidates that wait must not send their requests at the same time.
-            sleep(self.pause().mul_f64(1.0 + rand::random::<f64>() / 5.0)).await;
+            sleep(
+                self.retry_period()
+                    .mul_f64(1.0 + rand::random::<f64>() / 5.0),
+            )
+            .await;
         }
     }
 
     /// Renews the Lease. Returns the reason when the Lease is lost.
-    pub(crate) async fn keep(&mut self) -> String {
+    pub(crate) async fn renew_until_lost(&mut self) -> String {
         loop {
-            sleep(self.pause()).await;
-            let renewed = self.renewed.unwrap_or_else(Instant::now);
-            let end = renewed + self.lasts * 2 / 3;
-            let bound = end.min(Instant::now() + BOUND);
-            let failure = match timeout_at(bound, self.attempt()).await {
+            sleep(self.retry_period()).await;
+            let renewed_at = self.renewed_at.unwrap_or_else(Instant::now);
+            let expiry = renewed_at + self.lease_duration * 2 / 3;
+            let deadline = expiry.min(Instant::now() + REQUEST_TIMEOUT);
+            let failure = match timeout_at(deadline, self.try_acquire_or_renew()).await {
                 Ok(Ok(true)) => {
-                    self.trouble.over();
+                    self.failure_log.log_recovery();
                     continue;
                 }
                 Ok(Ok(false)) => {
-                    self.renewed = None;
+                    self.renewed_at = None;
                     return format!("{} holds it now", self.holder().unwrap_or("no gateway"));
                 }
                 Ok(Err(failure)) => failure,
-                Err(_) => LeaseError::Silent,
+                Err(_) => LeaseError::Timeout,
             };
-            if Instant::now() >= end {
-                self.renewed = None;
+            if Instant::now() >= expiry {
+                self.renewed_at = None;
                 return failure.to_string();
             }
-            self.trouble.say(&failure.to_string());
+            self.failure_log.log_failure(&failure.to_string());
         }
     }
 
     /// Releases the Lease, if this candidate holds it.
     pub(crate) async fn release(&mut self) {
-        let (Some(_), Some(seen)) = (self.renewed.take(), &self.seen) else {
+        let (Some(_), Some(observed)) = (self.renewed_at.take(), &self.observed) else {
             return;
         };
-        let mut lease = seen.lease.clone();
+        let mut lease = observed.lease.clone();
         let spec = lease.spec.get_or_insert_default();
         // The default of client-go.
         spec.holder_identity = Some(String::new());
         spec.lease_duration_seconds = Some(1);
-        spec.renew_time = Some(now());
+        spec.renew_time = Some(micro_time_now());
         let parameters = PostParams::default();
-        let put = self.api.replace(&self.name, &parameters, &lease);
-        match timeout(FAREWELL, put).await {
+        let replace = self.api.replace(&self.name, &parameters, &lease);
+        match timeout(RELEASE_TIMEOUT, replace).await {
             Ok(Ok(_)) => tracing::info!("the lease of the hosts file was released"),
             Ok(Err(error)) => tracing::warn!(
                 why = error_message(&error),
@@ -130,64 +138,64 @@ impl LeaderElector {
 
     /// Returns the holder, as far as it is known.
     pub(crate) fn holder(&self) -> Option<&str> {
-        let spec = self.seen.as_ref()?.lease.spec.as_ref()?;
+        let spec = self.observed.as_ref()?.lease.spec.as_ref()?;
         spec.holder_identity
             .as_deref()
             .filter(|name| !name.is_empty())
     }
 
     /// 2 s of 15, as client-go has it.
-    fn pause(&self) -> Duration {
-        self.lasts * 2 / 15
+    fn retry_period(&self) -> Duration {
+        self.lease_duration * 2 / 15
     }
 
     /// Takes or renews the Lease. Returns whether this candidate holds it then.
-    async fn attempt(&mut self) -> Result<bool, LeaseError> {
-        let begun = Instant::now();
-        if self.renewed.is_some()
-            && let Some(seen) = &self.seen
+    async fn try_acquire_or_renew(&mut self) -> Result<bool, LeaseError> {
+        let started = Instant::now();
+        if self.renewed_at.is_some()
+            && let Some(observed) = &self.observed
         {
             // No other gateway writes the lease while this gateway holds it: one request is enough.
-            match self.write(Some(seen.lease.clone())).await {
-                Err(LeaseError::Beaten) => {}
+            match self.write(Some(observed.lease.clone())).await {
+                Err(LeaseError::Conflict) => {}
                 written => {
                     let written = written?;
-                    return Ok(self.own(begun, written));
+                    return Ok(self.record_renewal(started, written));
                 }
             }
         }
         let found = self.api.get_opt(&self.name).await?;
         let Some(found) = found else {
             let written = self.write(None).await?;
-            return Ok(self.own(begun, written));
+            return Ok(self.record_renewal(started, written));
         };
-        self.see(&found);
+        self.observe(&found);
         if !self.is_free(Instant::now()) {
             return Ok(false);
         }
         let written = self.write(Some(found)).await?;
-        Ok(self.own(begun, written))
+        Ok(self.record_renewal(started, written))
     }
 
     /// Notes when it changed.
-    fn see(&mut self, found: &v1::Lease) {
-        let known = self.seen.as_ref();
-        if known.is_none_or(|seen| seen.lease.spec != found.spec) {
-            self.seen = Some(ObservedLease {
+    fn observe(&mut self, found: &v1::Lease) {
+        let observed = self.observed.as_ref();
+        if observed.is_none_or(|seen| seen.lease.spec != found.spec) {
+            self.observed = Some(ObservedLease {
                 lease: found.clone(),
-                since: Instant::now(),
+                changed_at: Instant::now(),
             });
         }
     }
 
     /// Records a successful attempt that began at this time.
-    fn own(&mut self, begun: Instant, written: v1::Lease) -> bool {
-        self.see(&written);
+    fn record_renewal(&mut self, started: Instant, written: v1::Lease) -> bool {
+        self.observe(&written);
         // Replaced even if only the version has changed.
-        if let Some(seen) = &mut self.seen {
-            seen.lease = written;
+        if let Some(observed) = &mut self.observed {
+            observed.lease = written;
         }
-        self.renewed = Some(begun);
+        self.renewed_at = Some(started);
         true
     }
 
@@ -196,18 +204,18 @@ impl LeaderElector {
         let Some(holder) = self.holder() else {
             return true;
         };
-        let Some(seen) = &self.seen else {
+        let Some(observed) = &self.observed else {
             return true;
         };
-        let spec = seen.lease.spec.as_ref();
-        let lasts = spec.and_then(|spec| u64::try_from(spec.lease_duration_seconds?).ok());
-        let lasts = lasts.map_or(self.lasts, Duration::from_secs);
-        holder == self.identity || now.duration_since(seen.since) >= lasts
+        let spec = observed.lease.spec.as_ref();
+        let duration = spec.and_then(|spec| u64::try_from(spec.lease_duration_seconds?).ok());
+        let duration = duration.map_or(self.lease_duration, Duration::from_secs);
+        holder == self.identity || now.duration_since(observed.changed_at) >= duration
     }
 
-    async fn write(&self, before: Option<v1::Lease>) -> Result<v1::Lease, LeaseError> {
+    async fn write(&self, previous: Option<v1::Lease>) -> Result<v1::Lease, LeaseError> {
         let parameters = PostParams::default();
-        let lease = self.ours(before);
+        let lease = self.owned_lease(previous);
         let written = if lease.metadata.resource_version.is_some() {
             self.api.replace(&self.name, &parameters, &lease).await
         } else {
@@ -217,32 +225,32 @@ impl LeaderElector {
     }
 
     /// Returns the Lease as this candidate would hold it.
-    fn ours(&self, before: Option<v1::Lease>) -> v1::Lease {
-        let mut lease = before.unwrap_or_else(|| v1::Lease {
+    fn owned_lease(&self, previous: Option<v1::Lease>) -> v1::Lease {
+        let mut lease = previous.unwrap_or_else(|| v1::Lease {
             metadata: ObjectMeta {
                 name: Some(self.name.clone()),
                 ..ObjectMeta::default()
             },
             spec: None,
         });
-        let (new, now) = (lease.spec.is_none(), now());
+        let (is_new, now) = (lease.spec.is_none(), micro_time_now());
         let spec = lease.spec.get_or_insert_default();
         if spec.holder_identity.as_ref() != Some(&self.identity) {
             let transitions = spec.lease_transitions.unwrap_or_default();
-            spec.lease_transitions = Some(transitions.saturating_add(i32::from(!new)));
+            spec.lease_transitions = Some(transitions.saturating_add(i32::from(!is_new)));
             spec.acquire_time = Some(now.clone());
         }
         spec.holder_identity = Some(self.identity.clone());
-        spec.lease_duration_seconds = i32::try_from(self.lasts.as_secs()).ok();
+        spec.lease_duration_seconds = i32::try_from(self.lease_duration.as_secs()).ok();
         spec.renew_time = Some(now);
         lease
     }
 }
 
 /// Returns the time for the Lease. Other machines display it, but do not calculate with it.
-fn now() -> MicroTime {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    let micros = since.map_or(0, |since| {
+fn micro_time_now() -> MicroTime {
+    let elapsed = SystemTime::now().duration_since(UNIX_EPOCH);
+    let micros = elapsed.map_or(0, |since| {
         i64::try_from(since.as_micros()).unwrap_or_default()
     });
     MicroTime(Timestamp::from_microsecond(micros).unwrap_or_default())
@@ -253,11 +261,11 @@ fn now() -> MicroTime {
 enum LeaseError {
     /// Another candidate has written or deleted the Lease meanwhile.
     #[error("another process has changed it in the meantime")]
-    Beaten,
+    Conflict,
     #[error("{}", error_message(.0))]
-    Asked(kube::Error),
+    Api(kube::Error),
     #[error("the cluster's API did not answer in time")]
-    Silent,
+    Timeout,
 }
 
 impl From<kube::Error> for LeaseError {
@@ -266,9 +274,9 @@ impl From<kube::Error> for LeaseError {
             kube::Error::Api(status)
                 if status.is_conflict() || status.is_already_exists() || status.is_not_found() =>
             {
-                Self::Beaten
+                Self::Conflict
             }
-            _ => Self::Asked(error),
+            _ => Self::Api(error),
         }
     }
 }

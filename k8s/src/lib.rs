@@ -42,7 +42,7 @@ pub mod yurthub_leaders;
 pub use address_conflicts::ConflictEvents;
 pub use advertise::ServiceWatcher;
 pub use api_cache_source::ApiCacheSource;
-pub use client::{ClientError, client};
+pub use client::{ClientError, build_client};
 pub use coredns_hosts::HostsController;
 pub use csr_controller::CsrController;
 pub use gateway_certificate::{GatewayCertificate, Purpose};

@@ -8,29 +8,29 @@ use tokio::time::Instant;
 /// Log throttle of an operation that may fail repeatedly.
 pub(crate) struct LogThrottle {
     what: &'static str,
-    since: Option<Instant>,
-    said: FailureThrottle,
+    failing_since: Option<Instant>,
+    throttle: FailureThrottle,
 }
 
 impl LogThrottle {
     /// Returns a throttle for `what`, the name of the operation in the log. No failure is recorded yet.
-    pub(crate) fn new(what: &'static str) -> Self {
+    pub(crate) fn new(operation: &'static str) -> Self {
         Self {
-            what,
-            since: None,
-            said: FailureThrottle::default(),
+            what: operation,
+            failing_since: None,
+            throttle: FailureThrottle::default(),
         }
     }
 
     /// Logs a failure.
-    pub(crate) fn say(&mut self, why: &str) {
-        self.says(why);
+    pub(crate) fn log_failure(&mut self, why: &str) {
+        self.log_failure_once(why);
     }
 
     /// Logs a failure. Returns `false` if it was logged lately.
-    pub(crate) fn says(&mut self, why: &str) -> bool {
-        let since = *self.since.get_or_insert_with(Instant::now);
-        if !self.said.is_news(why) {
+    pub(crate) fn log_failure_once(&mut self, why: &str) -> bool {
+        let since = *self.failing_since.get_or_insert_with(Instant::now);
+        if !self.throttle.should_log(why) {
             tracing::debug!(why, "{} still fails", self.what);
             return false;
         }
@@ -39,9 +39,9 @@ impl LogThrottle {
     }
 
     /// Records a success.
-    pub(crate) fn over(&mut self) {
-        self.said = FailureThrottle::default();
-        if let Some(since) = self.since.take() {
+    pub(crate) fn log_recovery(&mut self) {
+        self.throttle = FailureThrottle::default();
+        if let Some(since) = self.failing_since.take() {
             tracing::info!(lasted = ?since.elapsed(), "{} succeeds again", self.what);
         }
     }

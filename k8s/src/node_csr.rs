@@ -4,9 +4,9 @@
 //! and may not have any yet. What is asked for is what `certificates` approves, and nothing more.
 
 use crate::{
-    client::client,
-    csr::{KEY, NODE, SHOWN_WITHIN, USAGES},
-    csr_client::{self, CsrSpec, bounded},
+    client::build_client,
+    csr::{CA_BUNDLE_KEY, CERTIFICATE_SECONDS, CSR_USAGES, POD_NODE_KEY},
+    csr_client::{self, CsrSpec, with_timeout},
 };
 use causeway_certs::SignerProfile;
 use causeway_edge::{CsrClient, CsrRequestError, CsrStatus, config::Kubernetes};
@@ -22,22 +22,22 @@ pub struct NodeCsrClient {
 
 impl NodeCsrClient {
     /// Returns a client for this section of an edge's configuration.
-    pub fn new(rules: Kubernetes) -> Self {
-        Self { rules }
+    pub fn new(settings: Kubernetes) -> Self {
+        Self { rules: settings }
     }
 
     async fn client(&self) -> Result<Client, CsrRequestError> {
-        let client = client(self.rules.kubeconfig.as_deref()).await;
+        let client = build_client(self.rules.kubeconfig.as_deref()).await;
         client.map_err(|error| CsrRequestError::Refused(error.to_string()))
     }
 }
 
 impl CsrClient for NodeCsrClient {
-    fn node(&self) -> BoxFuture<'_, Result<String, CsrRequestError>> {
+    fn node_name(&self) -> BoxFuture<'_, Result<String, CsrRequestError>> {
         Box::pin(async {
             let api = Api::<SelfSubjectReview>::all(self.client().await?);
-            let (nothing, parameters) = (SelfSubjectReview::default(), PostParams::default());
-            let review = bounded(api.create(&parameters, &nothing)).await?;
+            let (empty_review, parameters) = (SelfSubjectReview::default(), PostParams::default());
+            let review = with_timeout(api.create(&parameters, &empty_review)).await?;
             node_of_user(review)
         })
     }
@@ -48,39 +48,42 @@ impl CsrClient for NodeCsrClient {
                 namespace, name, ..
             } = &self.rules;
             let api = Api::<ConfigMap>::namespaced(self.client().await?, namespace);
-            let map = bounded(api.get_opt(name)).await?;
+            let map = with_timeout(api.get_opt(name)).await?;
             let data = map.and_then(|map| map.data);
-            data.and_then(|mut data| data.remove(KEY)).ok_or_else(|| {
+            data.and_then(|mut data| data.remove(CA_BUNDLE_KEY)).ok_or_else(|| {
                 CsrRequestError::Refused(format!(
-                    "there is no ConfigMap {namespace}/{name} with the key {KEY} yet: a gateway with kubernetes.certificates publishes its CA there"
+                    "there is no ConfigMap {namespace}/{name} with the key {CA_BUNDLE_KEY} yet: a gateway with kubernetes.certificates publishes its CA there"
                 ))
             })
         })
     }
 
-    fn ask<'a>(
+    fn submit<'a>(
         &'a self,
         name: &'a str,
         request: &'a str,
     ) -> BoxFuture<'a, Result<(), CsrRequestError>> {
         Box::pin(async move {
-            let wanted = CsrSpec {
+            let spec = CsrSpec {
                 name,
                 signer: &self.rules.signer,
-                usages: USAGES,
-                seconds: self.subject().map(|_| SHOWN_WITHIN),
-                request,
+                usages: CSR_USAGES,
+                expiration_seconds: self.signer_profile().map(|_| CERTIFICATE_SECONDS),
+                request_pem: request,
             };
-            csr_client::submit(self.client().await?, &wanted).await
+            csr_client::submit(self.client().await?, &spec).await
         })
     }
 
-    fn subject(&self) -> Option<SignerProfile> {
-        SignerProfile::of(&self.rules.signer)
+    fn signer_profile(&self) -> Option<SignerProfile> {
+        SignerProfile::from_signer_name(&self.rules.signer)
     }
 
-    fn answer<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<CsrStatus, CsrRequestError>> {
-        Box::pin(async move { csr_client::status(self.client().await?, name).await })
+    fn request_status<'a>(
+        &'a self,
+        name: &'a str,
+    ) -> BoxFuture<'a, Result<CsrStatus, CsrRequestError>> {
+        Box::pin(async move { csr_client::poll_status(self.client().await?, name).await })
     }
 }
 
@@ -90,15 +93,15 @@ fn node_of_user(review: SelfSubjectReview) -> Result<String, CsrRequestError> {
         .status
         .and_then(|status| status.user_info)
         .unwrap_or_default();
-    let who = user.username.unwrap_or_default();
-    if let Some(node) = who.strip_prefix("system:node:") {
+    let username = user.username.unwrap_or_default();
+    if let Some(node) = username.strip_prefix("system:node:") {
         return Ok(node.to_owned());
     }
     let mut extra = user.extra.unwrap_or_default();
-    match extra.remove(NODE).as_deref() {
+    match extra.remove(POD_NODE_KEY).as_deref() {
         Some([node]) => Ok(node.clone()),
         _ => Err(CsrRequestError::Refused(format!(
-            "the cluster identifies this edge as \"{who}\", which is neither a node nor a pod on a node; set kubernetes.kubeconfig to the file of the node's kubelet"
+            "the cluster identifies this edge as \"{username}\", which is neither a node nor a pod on a node; set kubernetes.kubeconfig to the file of the node's kubelet"
         ))),
     }
 }
@@ -114,7 +117,7 @@ mod tests {
             status: Some(SelfSubjectReviewStatus {
                 user_info: Some(UserInfo {
                     username: Some(who.to_owned()),
-                    extra: Some([(NODE.to_owned(), node)].into()),
+                    extra: Some([(POD_NODE_KEY.to_owned(), node)].into()),
                     ..UserInfo::default()
                 }),
             }),

@@ -29,20 +29,20 @@ use std::{collections::BTreeMap, net::IpAddr, pin::pin, time::Duration};
 use tokio::time::{Instant, sleep_until};
 
 /// Nodes in one answer of the API.
-const PAGE: u32 = 500;
+const PAGE_SIZE: u32 = 500;
 /// Time to wait for further changes after the first one: a fleet that flaps is one change of the table.
-const GATHER: Duration = Duration::from_millis(100);
+const DEBOUNCE: Duration = Duration::from_millis(100);
 /// Maximum number of trusted addresses of one node: a machine has one or two of each family.
-const MOST_ADDRESSES: usize = 16;
+const MAX_ADDRESSES: usize = 16;
 /// Interval at which a lasting outage is logged again.
-const SAY: Duration = Duration::from_mins(5);
+const LOG_INTERVAL: Duration = Duration::from_mins(5);
 
 /// Informer that keeps the table of nodes in step with the cluster.
 pub struct NodeInformer {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the trusted facts.
-    pub rules: Kubernetes,
+    pub settings: Kubernetes,
     /// The table.
     pub nodes: NodesWriter,
     /// Metrics of the informer.
@@ -52,38 +52,38 @@ pub struct NodeInformer {
 impl NodeInformer {
     /// Runs the informer. Never returns. Drops `hold` when the table is complete for the first time.
     pub async fn run(self, hold: ReadinessBlock) {
-        let config = watcher::Config::default().page_size(PAGE);
+        let config = watcher::Config::default().page_size(PAGE_SIZE);
         let config = config.timeout(WATCH_TIMEOUT);
         let api = Api::<Node>::all(self.client.clone());
         // Fields that are not needed are dropped before the next page arrives.
-        let rules = &self.rules;
+        let settings = &self.settings;
         let events = watcher(api, config)
             .default_backoff()
-            .map_ok(|event| seen(&event, rules));
+            .map_ok(|event| reduce_event(&event, settings));
         let mut events = pin!(events);
-        let mut known = NodeCache::default();
-        let mut touch = ApiHealth::new(hold, self.nodes.clone(), self.metrics.clone());
-        let mut write: Option<Instant> = None;
+        let mut cache = NodeCache::default();
+        let mut health = ApiHealth::new(hold, self.nodes.clone(), self.metrics.clone());
+        let mut write_at: Option<Instant> = None;
         loop {
             tokio::select! {
                 event = events.next() => match event {
                     Some(Ok(seen)) => {
                         // The watch emits the start of a list before it sends the request.
-                        if !matches!(seen, NodeEvent::Anew) {
-                            touch.heard();
+                        if !matches!(seen, NodeEvent::ListStarted) {
+                            health.record_success();
                         }
-                        if known.take(seen) {
-                            write.get_or_insert_with(|| Instant::now() + GATHER);
+                        if cache.apply(seen) {
+                            write_at.get_or_insert_with(|| Instant::now() + DEBOUNCE);
                         }
                     }
-                    Some(Err(error)) => touch.lost(&error),
+                    Some(Err(error)) => health.record_failure(&error),
                     // A watcher never ends.
                     None => return,
                 },
-                Some(()) = OptionFuture::from(write.map(sleep_until)) => {
-                    write = None;
-                    self.nodes.cluster(known.members.clone());
-                    touch.written(&known.members);
+                Some(()) = OptionFuture::from(write_at.map(sleep_until)) => {
+                    write_at = None;
+                    self.nodes.replace_cluster(cache.nodes.clone());
+                    health.record_update(&cache.nodes);
                 }
             }
         }
@@ -93,23 +93,23 @@ impl NodeInformer {
 /// An event of a watch, reduced to the stored facts.
 enum NodeEvent {
     /// A list begins.
-    Anew,
+    ListStarted,
     /// A node of the list that is in progress.
     Listed(NodeName, ClusterNode),
     /// The list is complete.
-    Whole,
+    ListCompleted,
     /// A node came or changed.
     Changed(NodeName, ClusterNode),
     /// A node went.
-    Gone(NodeName),
+    Deleted(NodeName),
     /// A node whose name is invalid.
-    Nameless,
+    InvalidName,
 }
 
-fn seen(event: &Event<Node>, rules: &Kubernetes) -> NodeEvent {
+fn reduce_event(event: &Event<Node>, settings: &Kubernetes) -> NodeEvent {
     let node = match event {
-        Event::Init => return NodeEvent::Anew,
-        Event::InitDone => return NodeEvent::Whole,
+        Event::Init => return NodeEvent::ListStarted,
+        Event::InitDone => return NodeEvent::ListCompleted,
         Event::InitApply(node) | Event::Apply(node) | Event::Delete(node) => node,
     };
     let Ok(name) = NodeName::parse(&node.name_any()) else {
@@ -117,72 +117,72 @@ fn seen(event: &Event<Node>, rules: &Kubernetes) -> NodeEvent {
             node = node.name_any(),
             "a Node object has a name that is not valid in Causeway"
         );
-        return NodeEvent::Nameless;
+        return NodeEvent::InvalidName;
     };
     match event {
-        Event::Delete(_) => NodeEvent::Gone(name),
-        Event::InitApply(_) => NodeEvent::Listed(name, member(node, rules)),
-        _ => NodeEvent::Changed(name, member(node, rules)),
+        Event::Delete(_) => NodeEvent::Deleted(name),
+        Event::InitApply(_) => NodeEvent::Listed(name, cluster_node(node, settings)),
+        _ => NodeEvent::Changed(name, cluster_node(node, settings)),
     }
 }
 
 /// Returns the trusted facts of a Node object.
-fn member(node: &Node, rules: &Kubernetes) -> ClusterNode {
+fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
     let labels = node.labels();
-    let has = |label: &Label| {
+    let has_label = |label: &Label| {
         let value = labels.get(&label.key);
         value.is_some_and(|value| label.value.as_ref().is_none_or(|wanted| wanted == value))
     };
     let status = node.status.as_ref();
     let addresses = status.and_then(|status| status.addresses.as_ref());
-    let of = |kind: &'static str| {
+    let of_type = |kind: &'static str| {
         let all = addresses.into_iter().flatten();
         all.filter(move |address| address.type_ == kind)
     };
     // Internal addresses come first, regardless of the order in the object.
-    let mut believed: Vec<IpAddr> = of("InternalIP")
-        .chain(of("ExternalIP"))
+    let mut trusted: Vec<IpAddr> = of_type("InternalIP")
+        .chain(of_type("ExternalIP"))
         .filter_map(|address| address.address.parse::<IpAddr>().ok())
         .map(|address| address.to_canonical())
-        .filter(|address| is_own(*address, &rules.address_networks))
+        .filter(|address| is_own(*address, &settings.address_networks))
         .collect();
     // Edges that dial a wrong address find no valid certificate there.
-    let outside = |kind| {
-        let all = of(kind).filter_map(|address| address.address.parse::<IpAddr>().ok());
+    let addresses_outside = |kind| {
+        let all = of_type(kind).filter_map(|address| address.address.parse::<IpAddr>().ok());
         all.filter(|address| is_own(*address, &[]))
             .collect::<Vec<_>>()
     };
-    let mut outward = outside("ExternalIP");
+    let mut outward = addresses_outside("ExternalIP");
     if outward.is_empty() {
-        outward = outside("InternalIP");
+        outward = addresses_outside("InternalIP");
     }
     let mut unique = std::collections::HashSet::new();
-    believed.retain(|address| unique.insert(*address));
+    trusted.retain(|address| unique.insert(*address));
     let created = node.metadata.creation_timestamp.as_ref();
-    let pods = node.spec.as_ref().and_then(|spec| spec.pod_cidrs.as_ref());
-    let pod_networks = pods
+    let pod_cidrs = node.spec.as_ref().and_then(|spec| spec.pod_cidrs.as_ref());
+    let pod_networks = pod_cidrs
         .into_iter()
         .flatten()
         .filter_map(|text| text.parse::<IpNet>().ok())
-        .filter(|net| rules.pod_networks.iter().any(|all| all.contains(net)))
+        .filter(|net| settings.pod_networks.iter().any(|all| all.contains(net)))
         .collect();
     ClusterNode {
-        edge: rules.edge_labels.iter().any(has),
+        is_edge: settings.edge_labels.iter().any(has_label),
         // A Node without a creation time was not created by a cluster and has no priority over others.
-        created: created.map_or(u64::MAX, |time| {
+        created_at: created.map_or(u64::MAX, |time| {
             u64::try_from(time.0.as_second()).unwrap_or_default()
         }),
-        addresses: believed,
-        outward,
+        addresses: trusted,
+        external_addresses: outward,
         pod_networks,
         pool: labels
-            .get(&rules.pool_label)
+            .get(&settings.pool_label)
             .filter(|pool| !pool.is_empty())
             .cloned(),
-        pool_counts: rules.counts_label(&rules.pool_label),
+        is_policy_pool: settings.trusts_label(&settings.pool_label),
         labels: labels
             .iter()
-            .filter(|(key, _)| rules.counts_label(key))
+            .filter(|(key, _)| settings.trusts_label(key))
             .map(|(key, value)| (key.clone(), value.clone()))
             .collect(),
     }
@@ -190,63 +190,65 @@ fn member(node: &Node, rules: &Kubernetes) -> ClusterNode {
 
 /// Whether an address can be one node's own, and is in a trusted network.
 fn is_own(address: IpAddr, networks: &[IpNet]) -> bool {
-    let shared = address.is_loopback() || address.is_unspecified() || address.is_multicast();
-    let link_local = match address {
+    let is_reserved = address.is_loopback() || address.is_unspecified() || address.is_multicast();
+    let is_link_local = match address {
         IpAddr::V4(address) => address.is_link_local() || address.is_broadcast(),
         IpAddr::V6(address) => address.is_unicast_link_local(),
     };
-    let inside = networks.is_empty() || networks.iter().any(|net| net.contains(&address));
-    !shared && !link_local && inside
+    let is_trusted = networks.is_empty() || networks.iter().any(|net| net.contains(&address));
+    !is_reserved && !is_link_local && is_trusted
 }
 
 /// Cached nodes of the cluster.
 #[derive(Default)]
 struct NodeCache {
-    members: BTreeMap<NodeName, ClusterNode>,
+    nodes: BTreeMap<NodeName, ClusterNode>,
     /// Nodes of a list that is not complete yet.
-    listed: Option<BTreeMap<NodeName, ClusterNode>>,
+    pending_list: Option<BTreeMap<NodeName, ClusterNode>>,
 }
 
 impl NodeCache {
     /// Whether the table has to be written.
-    fn take(&mut self, seen: NodeEvent) -> bool {
-        match seen {
-            NodeEvent::Anew => {
-                self.listed = Some(BTreeMap::new());
+    fn apply(&mut self, event: NodeEvent) -> bool {
+        match event {
+            NodeEvent::ListStarted => {
+                self.pending_list = Some(BTreeMap::new());
                 false
             }
             NodeEvent::Listed(name, mut member) => {
-                self.bound(&name, &mut member);
-                self.listed.get_or_insert_default().insert(name, member);
+                self.limit_addresses(&name, &mut member);
+                self.pending_list
+                    .get_or_insert_default()
+                    .insert(name, member);
                 false
             }
-            NodeEvent::Whole => {
-                self.members = self.listed.take().unwrap_or_default();
+            NodeEvent::ListCompleted => {
+                self.nodes = self.pending_list.take().unwrap_or_default();
                 // The first list says that it is empty, too.
                 true
             }
             NodeEvent::Changed(name, mut member) => {
-                self.bound(&name, &mut member);
+                self.limit_addresses(&name, &mut member);
                 // Most changes are heartbeats.
-                self.members.insert(name, member.clone()) != Some(member)
+                self.nodes.insert(name, member.clone()) != Some(member)
             }
-            NodeEvent::Gone(name) => self.members.remove(&name).is_some(),
-            NodeEvent::Nameless => false,
+            NodeEvent::Deleted(name) => self.nodes.remove(&name).is_some(),
+            NodeEvent::InvalidName => false,
         }
     }
 
     /// Removes addresses beyond the number that a node can have.
-    fn bound(&self, name: &NodeName, member: &mut ClusterNode) {
-        member.outward.truncate(MOST_ADDRESSES);
-        let all = member.addresses.len();
-        member.addresses.truncate(MOST_ADDRESSES);
-        let known = self.members.get(name);
-        let is_new = known.is_none_or(|known| known.addresses != member.addresses);
-        if all > MOST_ADDRESSES && is_new {
+    fn limit_addresses(&self, name: &NodeName, member: &mut ClusterNode) {
+        member.external_addresses.truncate(MAX_ADDRESSES);
+        let count = member.addresses.len();
+        member.addresses.truncate(MAX_ADDRESSES);
+        let previous = self.nodes.get(name);
+        let is_new = previous.is_none_or(|known| known.addresses != member.addresses);
+        if count > MAX_ADDRESSES && is_new {
             tracing::warn!(
                 node = %name,
-                addresses = all,
-                believed = MOST_ADDRESSES,
+                addresses = count,
+                believed = MAX_ADDRESSES,
                 "a Node object has too many addresses; the first ones are used and the others ignored"
             );
         }
@@ -257,48 +259,55 @@ impl NodeCache {
 struct ApiHealth {
     metrics: KubernetesMetrics,
     nodes: NodesWriter,
-    hold: Option<ReadinessBlock>,
-    lost: Option<Instant>,
-    said: Option<Instant>,
+    readiness_block: Option<ReadinessBlock>,
+    failing_since: Option<Instant>,
+    last_logged: Option<Instant>,
 }
 
 impl ApiHealth {
-    fn new(hold: ReadinessBlock, nodes: NodesWriter, metrics: KubernetesMetrics) -> Self {
+    fn new(
+        readiness_block: ReadinessBlock,
+        nodes: NodesWriter,
+        metrics: KubernetesMetrics,
+    ) -> Self {
         Self {
             metrics,
             nodes,
-            hold: Some(hold),
-            lost: None,
-            said: None,
+            readiness_block: Some(readiness_block),
+            failing_since: None,
+            last_logged: None,
         }
     }
 
-    fn heard(&mut self) {
-        if let Some(since) = self.lost.take() {
-            self.said = None;
-            self.metrics.lost(None);
+    fn record_success(&mut self) {
+        if let Some(since) = self.failing_since.take() {
+            self.last_logged = None;
+            self.metrics.set_lost(None);
             tracing::info!(outage = ?since.elapsed(), "the cluster's API answers again");
         }
     }
 
-    fn lost(&mut self, error: &watcher::Error) {
+    fn record_failure(&mut self, error: &watcher::Error) {
         let why = watch_error_message(error);
-        let since = *self.lost.get_or_insert_with(|| {
-            self.metrics.lost(Some(UnixTime::now().as_secs()));
+        let since = *self.failing_since.get_or_insert_with(|| {
+            self.metrics.set_lost(Some(UnixTime::now().as_secs()));
             Instant::now()
         });
-        if let Some(hold) = &self.hold {
+        if let Some(block) = &self.readiness_block {
             let reason = format!("the nodes of the cluster have not been loaded yet: {why}");
-            self.nodes.pending(&reason);
-            hold.says(reason);
+            self.nodes.set_pending(&reason);
+            block.set_reason(reason);
         }
-        if self.said.is_some_and(|said| said.elapsed() < SAY) {
+        if self
+            .last_logged
+            .is_some_and(|said| said.elapsed() < LOG_INTERVAL)
+        {
             tracing::debug!(why, "the cluster's API still fails");
             return;
         }
-        self.said = Some(Instant::now());
+        self.last_logged = Some(Instant::now());
         let age = since.elapsed();
-        if self.hold.is_some() {
+        if self.readiness_block.is_some() {
             tracing::warn!(why, "the cluster's nodes cannot be listed; retrying");
         } else {
             tracing::warn!(
@@ -309,10 +318,10 @@ impl ApiHealth {
         }
     }
 
-    fn written(&mut self, members: &BTreeMap<NodeName, ClusterNode>) {
-        let edge = members.values().filter(|member| member.edge).count();
-        self.metrics.nodes(edge, members.len() - edge);
-        if self.hold.take().is_some() {
+    fn record_update(&mut self, members: &BTreeMap<NodeName, ClusterNode>) {
+        let edge = members.values().filter(|member| member.is_edge).count();
+        self.metrics.set_nodes(edge, members.len() - edge);
+        if self.readiness_block.take().is_some() {
             tracing::info!(
                 nodes = members.len(),
                 edge,

@@ -9,22 +9,22 @@ use kube::{
 };
 
 /// Field manager under which the API records writes.
-const MANAGER: &str = "causeway-gateway";
+const FIELD_MANAGER: &str = "causeway-gateway";
 /// Label that marks an object as ours.
-pub(crate) const LABEL: (&str, &str) = ("app.kubernetes.io/managed-by", "causeway");
+pub(crate) const MANAGED_BY_LABEL: (&str, &str) = ("app.kubernetes.io/managed-by", "causeway");
 
 /// Returns the parameters of a patch.
 pub(crate) fn patch_params() -> PostParams {
     PostParams {
-        field_manager: Some(MANAGER.to_owned()),
+        field_manager: Some(FIELD_MANAGER.to_owned()),
         ..PostParams::default()
     }
 }
 
 /// Returns the metadata to write: those that were read before, with our label.
-pub(crate) fn metadata(name: &str, before: Option<&ConfigMap>) -> ObjectMeta {
-    let (key, value) = LABEL;
-    let mut metadata = match before {
+pub(crate) fn owned_metadata(name: &str, previous: Option<&ConfigMap>) -> ObjectMeta {
+    let (key, value) = MANAGED_BY_LABEL;
+    let mut metadata = match previous {
         Some(map) => ObjectMeta {
             // The API keeps these itself.
             managed_fields: None,
@@ -41,24 +41,24 @@ pub(crate) fn metadata(name: &str, before: Option<&ConfigMap>) -> ObjectMeta {
 }
 
 /// Whether it has our label, or was written by us.
-pub(crate) fn is_ours(map: &ConfigMap) -> bool {
-    let (key, value) = LABEL;
+pub(crate) fn is_owned(map: &ConfigMap) -> bool {
+    let (key, value) = MANAGED_BY_LABEL;
     let labelled = map.labels().get(key).is_some_and(|found| found == value);
-    let by_us = |entry: &ManagedFieldsEntry| entry.manager.as_deref() == Some(MANAGER);
-    labelled || map.managed_fields().iter().any(by_us)
+    let is_own_entry = |entry: &ManagedFieldsEntry| entry.manager.as_deref() == Some(FIELD_MANAGER);
+    labelled || map.managed_fields().iter().any(is_own_entry)
 }
 
 /// Returns the manager of the last write, if the last writer was not this gateway.
 pub(crate) fn last_foreign_manager(map: &ConfigMap) -> Option<&str> {
     let last = map.managed_fields().iter();
     let last = last.max_by_key(|entry| entry.time.as_ref().map(|time| time.0))?;
-    last.manager.as_deref().filter(|by| *by != MANAGER)
+    last.manager.as_deref().filter(|by| *by != FIELD_MANAGER)
 }
 
 /// Returns the manager of the last write that was not ours.
-pub(crate) fn foreign_managers(map: &ConfigMap) -> Option<&str> {
+pub(crate) fn last_foreign_writer(map: &ConfigMap) -> Option<&str> {
     let fields = map.managed_fields().iter();
-    let others = fields.filter(|entry| entry.manager.as_deref() != Some(MANAGER));
+    let others = fields.filter(|entry| entry.manager.as_deref() != Some(FIELD_MANAGER));
     let last = others.max_by_key(|entry| entry.time.as_ref().map(|time| time.0))?;
     last.manager.as_deref()
 }

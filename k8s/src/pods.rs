@@ -16,11 +16,11 @@ use tokio::{runtime::Handle, sync::oneshot, time::timeout};
 use tracing::info_span;
 
 /// Period for which a failed lookup is cached.
-const REFUSED: Duration = Duration::from_secs(1);
+const FAILURE_TTL: Duration = Duration::from_secs(1);
 /// Number of pods with a pending or refused lookup, at most; beyond it, the API is asked more often.
-const MOST: u64 = 10_000;
+const MAX_CACHED_PODS: u64 = 10_000;
 /// Time limit of one request; the waiting client has a time limit as well.
-const BOUND: Duration = Duration::from_secs(5);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Namespace and name.
 type PodName = (String, String);
@@ -40,7 +40,7 @@ impl PodLookup {
     pub fn new(client: Client) -> Self {
         Self {
             client,
-            cache: Cache::new(MOST),
+            cache: Cache::new(MAX_CACHED_PODS),
             runtime: Handle::current(),
             tasks: TaskGroup::default(),
         }
@@ -54,27 +54,27 @@ impl fmt::Debug for PodLookup {
 }
 
 impl Asked for PodLookup {
-    fn node(
+    fn find_node(
         &self,
         namespace: &str,
         name: &str,
     ) -> BoxFuture<'static, Result<NodeName, Cow<'static, str>>> {
-        let (tell, told) = oneshot::channel();
+        let (result_sender, result_receiver) = oneshot::channel();
         let pod = (namespace.to_owned(), name.to_owned());
         let (cache, client) = (self.cache.clone(), self.client.clone());
-        let question = async move {
+        let lookup = async move {
             let fetch = async {
-                let value = ask(client, &pod).await;
-                let ttl = life(&value);
+                let value = fetch_node(client, &pod).await;
+                let ttl = ttl_of(&value);
                 CachedValue { value, ttl }
             };
             // A client that has disconnected waits for no answer.
-            let _ = tell.send(cache.get_or_fetch(pod.clone(), fetch).await);
+            let _ = result_sender.send(cache.get_or_fetch(pod.clone(), fetch).await);
         };
         self.tasks
-            .spawn_on(&self.runtime, info_span!("pod"), question);
+            .spawn_on(&self.runtime, info_span!("pod"), lookup);
         Box::pin(async move {
-            match told.await {
+            match result_receiver.await {
                 Ok(Ok(node)) => Ok(node),
                 Ok(Err(why)) => Err(Cow::Owned(why.to_string())),
                 Err(_) => Err(Cow::Borrowed("the gateway is shutting down")),
@@ -83,9 +83,9 @@ impl Asked for PodLookup {
     }
 }
 
-async fn ask(client: Client, (namespace, name): &PodName) -> LookupResult {
+async fn fetch_node(client: Client, (namespace, name): &PodName) -> LookupResult {
     let pods = Api::<Pod>::namespaced(client, namespace);
-    let pod = match timeout(BOUND, pods.get(name)).await {
+    let pod = match timeout(REQUEST_TIMEOUT, pods.get(name)).await {
         Ok(Ok(pod)) => pod,
         Ok(Err(kube::Error::Api(status))) => return Err(status.message.as_str().into()),
         Ok(Err(error)) => return Err(error.to_string().into()),
@@ -97,11 +97,11 @@ async fn ask(client: Client, (namespace, name): &PodName) -> LookupResult {
 }
 
 /// Returns how long a result is cached for clients that did not wait for it.
-fn life(found: &LookupResult) -> Duration {
-    if found.is_ok() {
+fn ttl_of(result: &LookupResult) -> Duration {
+    if result.is_ok() {
         Duration::ZERO
     } else {
-        REFUSED
+        FAILURE_TTL
     }
 }
 
@@ -128,7 +128,7 @@ mod tests {
         });
         let pods = PodLookup::new(Client::new(api, "a"));
         for (round, node) in ["edge-1", "edge-2"].into_iter().enumerate() {
-            let all = (0..20).map(|_| pods.node("a", "it"));
+            let all = (0..20).map(|_| pods.find_node("a", "it"));
             for found in futures_util::future::join_all(all).await {
                 assert_eq!(found.unwrap().as_str(), node);
             }

@@ -45,24 +45,24 @@ use tokio::{
 };
 
 /// Time limit of one request.
-const BOUND: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest pauses between tries.
-const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
+const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 /// Name under which the served ports are stored in the data directory.
-const LAST: &str = "listed-ports";
+const LAST_PORTS_KEY: &str = "listed-ports";
 /// Maximum length of an event's note, in bytes.
-const NOTE: usize = 1000;
+const MAX_NOTE_BYTES: usize = 1000;
 
 /// Controller that keeps the ports of a gateway in step with a `ConfigMap`.
 pub struct PortListController {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the list, and of the listeners that serve the ports.
-    pub rules: config::PortList,
+    pub settings: config::PortList,
     /// Channel by which the gateway's configuration receives the ports; `None` as long as they are not known.
-    pub listed: watch::Sender<Option<NodePorts>>,
+    pub ports_sender: watch::Sender<Option<NodePorts>>,
     /// Sender of the reload request that applies them.
-    pub reloads: ReloadSender,
+    pub reload_sender: ReloadSender,
     /// Metrics of the controller.
     pub metrics: Arc<Metrics>,
     /// Reports that there is no list yet, and the entries that are left out.
@@ -75,39 +75,39 @@ pub struct PortListController {
 
 impl PortListController {
     /// The list, as it is named in messages.
-    fn list(&self) -> String {
+    fn list_name(&self) -> String {
         let config::PortList {
             namespace, name, ..
-        } = &self.rules;
+        } = &self.settings;
         format!("the list of ports {namespace}/{name} (kubernetes.ports)")
     }
 
     /// Runs the controller. Never returns.
     pub async fn run(self) -> Infallible {
-        let (client, namespace) = (self.client.clone(), &self.rules.namespace);
+        let (client, namespace) = (self.client.clone(), &self.settings.namespace);
         let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
-        let maps = watch_object(maps, &self.rules.name).default_backoff();
+        let maps = watch_object(maps, &self.settings.name).default_backoff();
         let mut maps = pin!(maps.map_err(|error| watch_error_message(&error)));
         let services = Api::<Service>::namespaced(client, namespace);
-        let mut service = match &self.rules.service {
+        let mut service = match &self.settings.service {
             Some(name) => watch_object(services, name).default_backoff().boxed(),
             None => stream::pending().boxed(),
         }
         .map_err(|error| watch_error_message(&error));
-        let mut keeper = Reconciler::new(&self);
-        keeper.serve_last().await;
-        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        let mut reconciler = Reconciler::new(&self);
+        reconciler.restore_last_ports().await;
+        let mut backoff = Backoff::new(BACKOFF_RANGE.0, BACKOFF_RANGE.1);
         loop {
-            let again = if keeper.settle().await {
+            let retry_at = if reconciler.reconcile().await {
                 backoff.reset();
                 None
             } else {
                 Some(Instant::now() + backoff.refused(None, rand::random()))
             };
             tokio::select! {
-                Some(map) = maps.next() => keeper.heard(map),
-                Some(service) = service.next() => keeper.stirred(service),
-                Some(()) = OptionFuture::from(again.map(sleep_until)) => {}
+                Some(map) = maps.next() => reconciler.handle_list_update(map),
+                Some(service) = service.next() => reconciler.handle_service_update(service),
+                Some(()) = OptionFuture::from(retry_at.map(sleep_until)) => {}
             }
         }
     }
@@ -118,131 +118,135 @@ struct AppliedList {
     /// Whether other ports are served than before.
     changed: bool,
     /// Reasons why entries cannot be parsed.
-    unreadable: Vec<String>,
+    parse_errors: Vec<String>,
     /// Reasons why ports are not served. They may be served at the next try.
-    refused: Vec<String>,
+    rejections: Vec<String>,
 }
 
 /// Pending work of the controller.
 struct Reconciler<'a> {
-    ports: &'a PortListController,
+    controller: &'a PortListController,
     /// Last event on the list, and its recorder: a recorder that publishes the same event again counts it, whatever its note is.
-    told: Option<(String, Recorder)>,
-    map: Option<ConfigMap>,
+    last_event: Option<(String, Recorder)>,
+    config_map: Option<ConfigMap>,
     /// Block on readiness as long as there is no list.
-    hold: Option<ReadinessBlock>,
+    readiness_block: Option<ReadinessBlock>,
     /// Block that reports the entries that are left out.
-    fault: Option<ReadinessBlock>,
+    readiness_fault: Option<ReadinessBlock>,
     /// Whether the list still has to be applied, as far as is known; `service`: whether the Service still has to be written.
-    list: bool,
-    service: bool,
+    list_pending: bool,
+    service_pending: bool,
     /// Version of the Service that is right.
-    right: Option<String>,
-    watching: LogThrottle,
-    refused: LogThrottle,
-    writing: LogThrottle,
+    written_version: Option<String>,
+    watch_log: LogThrottle,
+    apply_log: LogThrottle,
+    write_log: LogThrottle,
 }
 
 impl<'a> Reconciler<'a> {
-    fn new(ports: &'a PortListController) -> Self {
-        let hold = format!("{} has not been loaded yet", ports.list());
+    fn new(controller: &'a PortListController) -> Self {
+        let message = format!("{} has not been loaded yet", controller.list_name());
         Self {
-            ports,
-            told: None,
-            map: None,
-            hold: Some(ports.readiness.hold(hold)),
-            fault: None,
-            list: false,
-            service: false,
-            right: None,
-            watching: LogThrottle::new("watching the list of ports"),
-            refused: LogThrottle::new("applying the list of ports"),
-            writing: LogThrottle::new("writing the ports of the Service"),
+            controller,
+            last_event: None,
+            config_map: None,
+            readiness_block: Some(controller.readiness.hold(message)),
+            readiness_fault: None,
+            list_pending: false,
+            service_pending: false,
+            written_version: None,
+            watch_log: LogThrottle::new("watching the list of ports"),
+            apply_log: LogThrottle::new("applying the list of ports"),
+            write_log: LogThrottle::new("writing the ports of the Service"),
         }
     }
 
     /// The list may be another.
-    fn heard(&mut self, map: Result<Option<ConfigMap>, String>) {
+    fn handle_list_update(&mut self, map: Result<Option<ConfigMap>, String>) {
         match map {
             Ok(map) => {
-                self.watching.over();
-                self.map = map;
-                self.list = true;
+                self.watch_log.log_recovery();
+                self.config_map = map;
+                self.list_pending = true;
             }
             Err(why) => {
-                if let Some(hold) = &self.hold {
-                    hold.says(format!(
+                if let Some(block) = &self.readiness_block {
+                    block.set_reason(format!(
                         "{} has not been loaded yet: {why}",
-                        self.ports.list()
+                        self.controller.list_name()
                     ));
                 }
-                self.watching.say(&why);
+                self.watch_log.log_failure(&why);
             }
         }
     }
 
     /// The Service is another.
-    fn stirred(&mut self, service: Result<Option<Service>, String>) {
+    fn handle_service_update(&mut self, service: Result<Option<Service>, String>) {
         match service {
             Ok(service) => {
-                self.watching.over();
+                self.watch_log.log_recovery();
                 let version = service.and_then(|service| service.resource_version());
                 // Before the list is loaded, nothing is removed.
-                self.service |= self.right.is_some() && version != self.right;
+                self.service_pending |=
+                    self.written_version.is_some() && version != self.written_version;
             }
-            Err(why) => self.watching.say(&why),
+            Err(why) => self.watch_log.log_failure(&why),
         }
     }
 
     /// Does the pending work. Returns `false` if it has to be tried again.
-    async fn settle(&mut self) -> bool {
-        if self.list {
-            let faults = match self.take_up().await {
+    async fn reconcile(&mut self) -> bool {
+        if self.list_pending {
+            let faults = match self.apply_list().await {
                 Ok(AppliedList {
                     changed,
-                    unreadable,
-                    refused,
+                    parse_errors: unreadable,
+                    rejections: refused,
                 }) => {
-                    self.list = !refused.is_empty();
-                    self.service |= changed || self.right.is_none();
+                    self.list_pending = !refused.is_empty();
+                    self.service_pending |= changed || self.written_version.is_none();
                     [unreadable, refused].concat()
                 }
                 Err(why) => vec![why],
             };
-            self.hold = None;
-            self.report(&faults);
+            self.readiness_block = None;
+            self.report_faults(&faults);
             if faults.is_empty() {
-                self.refused.over();
+                self.apply_log.log_recovery();
             } else {
                 let why = faults.join("; ");
-                self.refused.say(&why);
-                self.tell(why).await;
+                self.apply_log.log_failure(&why);
+                self.publish_event(why).await;
             }
         }
-        if self.service {
-            match self.write().await {
+        if self.service_pending {
+            match self.write_service().await {
                 Ok(()) => {
-                    self.service = false;
-                    self.writing.over();
+                    self.service_pending = false;
+                    self.write_log.log_recovery();
                 }
-                Err(why) if self.writing.says(&why) => self.tell(why).await,
+                Err(why) if self.write_log.log_failure_once(&why) => self.publish_event(why).await,
                 Err(_) => {}
             }
         }
-        !self.list && !self.service
+        !self.list_pending && !self.service_pending
     }
 
     /// Counts the entries that are left out, and has `/readyz` name them.
-    fn report(&mut self, faults: &[String]) {
-        self.ports.metrics.ports_refused(!faults.is_empty());
-        let list = self.ports.list();
+    fn report_faults(&mut self, faults: &[String]) {
+        self.controller
+            .metrics
+            .set_ports_refused(!faults.is_empty());
+        let list = self.controller.list_name();
         let text = || format!("{list}: some ports are not served: {}", faults.join("; "));
-        self.fault = (!faults.is_empty()).then(|| self.ports.readiness.fault(text()));
+        self.readiness_fault =
+            (!faults.is_empty()).then(|| self.controller.readiness.report_fault(text()));
     }
 
     /// Serves the ports that were served before a restart, until the cluster's API has the list.
-    async fn serve_last(&mut self) {
-        let last = self.ports.store.read_runtime(LAST);
+    async fn restore_last_ports(&mut self) {
+        let last = self.controller.store.read_runtime(LAST_PORTS_KEY);
         let last = last.unwrap_or_else(|error| {
             tracing::warn!(%error, "the list of ports that were served before the start cannot be read");
             None
@@ -251,11 +255,11 @@ impl<'a> Reconciler<'a> {
             return;
         };
         match self.apply(&last).await {
-            Ok((_, refused)) => {
-                self.hold = None;
-                self.report(&refused);
-                if !refused.is_empty() {
-                    let why = refused.join("; ");
+            Ok((_, rejections)) => {
+                self.readiness_block = None;
+                self.report_faults(&rejections);
+                if !rejections.is_empty() {
+                    let why = rejections.join("; ");
                     tracing::warn!(
                         why,
                         "some ports that were served before the start are not served"
@@ -270,105 +274,119 @@ impl<'a> Reconciler<'a> {
     }
 
     /// Has the gateway serve the listed ports, as far as it can.
-    async fn take_up(&self) -> Result<AppliedList, String> {
-        let data = self.map.as_ref().and_then(|map| map.data.as_ref());
-        let (next, unreadable) = data.map(parse::read).transpose()?.unwrap_or_default();
-        if self.ports.listed.borrow().as_ref() == Some(&next) {
+    async fn apply_list(&self) -> Result<AppliedList, String> {
+        let data = self.config_map.as_ref().and_then(|map| map.data.as_ref());
+        let (desired, parse_errors) = data
+            .map(parse::parse_ports)
+            .transpose()?
+            .unwrap_or_default();
+        if self.controller.ports_sender.borrow().as_ref() == Some(&desired) {
             return Ok(AppliedList {
                 changed: false,
-                unreadable,
-                refused: Vec::new(),
+                parse_errors,
+                rejections: Vec::new(),
             });
         }
-        let (changed, refused) = self.apply(&next).await?;
-        self.keep();
+        let (changed, rejections) = self.apply(&desired).await?;
+        self.save_ports();
         Ok(AppliedList {
             changed,
-            unreadable,
-            refused,
+            parse_errors,
+            rejections,
         })
     }
 
     /// Has the gateway serve these ports, as far as it can. Returns whether that is a change, and why some are not served.
-    async fn apply(&self, next: &NodePorts) -> Result<(bool, Vec<String>), String> {
-        let before = self.ports.listed.borrow().clone();
+    async fn apply(&self, desired: &NodePorts) -> Result<(bool, Vec<String>), String> {
+        let previous = self.controller.ports_sender.borrow().clone();
         let attempt = async |ports: NodePorts| {
-            let last = self.ports.listed.send_replace(Some(ports.clone()));
-            match self.ports.reloads.ask().await {
+            let replaced = self
+                .controller
+                .ports_sender
+                .send_replace(Some(ports.clone()));
+            match self.controller.reload_sender.request_reload().await {
                 Some(Ok(done)) => {
                     tracing::info!(http = ?ports.http, https = ?ports.https, done, "serving these ports of the cluster's list");
                     Ok(())
                 }
-                refused => {
-                    self.ports.listed.send_replace(last);
-                    let nobody = || "the gateway is shutting down".to_owned();
-                    Err(refused.and_then(Result::err).unwrap_or_else(nobody))
+                outcome => {
+                    self.controller.ports_sender.send_replace(replaced);
+                    let shutting_down = || "the gateway is shutting down".to_owned();
+                    Err(outcome.and_then(Result::err).unwrap_or_else(shutting_down))
                 }
             }
         };
-        let served = before.clone().unwrap_or_default();
-        let (now, refused) = partial::apply(&served, next, attempt).await?;
-        Ok((before.as_ref() != Some(&now), refused))
+        let served = previous.clone().unwrap_or_default();
+        let (applied, rejections) = partial::apply(&served, desired, attempt).await?;
+        Ok((previous.as_ref() != Some(&applied), rejections))
     }
 
     /// Stores the served ports on the disk.
-    fn keep(&self) {
-        let text = serde_json::to_string(&*self.ports.listed.borrow()).unwrap_or_default();
-        if let Err(error) = self.ports.store.write_runtime(LAST, &text) {
+    fn save_ports(&self) {
+        let text =
+            serde_json::to_string(&*self.controller.ports_sender.borrow()).unwrap_or_default();
+        if let Err(error) = self.controller.store.write_runtime(LAST_PORTS_KEY, &text) {
             tracing::warn!(%error, "the list of served ports cannot be saved for the next start");
         }
     }
 
     /// Writes a port of the Service for each listed port.
-    async fn write(&mut self) -> Result<(), String> {
-        let rules = &self.ports.rules;
-        let Some(name) = &rules.service else {
+    async fn write_service(&mut self) -> Result<(), String> {
+        let settings = &self.controller.settings;
+        let Some(name) = &settings.service else {
             return Ok(());
         };
-        let listed = self.ports.listed.borrow().clone().unwrap_or_default();
+        let listed = self
+            .controller
+            .ports_sender
+            .borrow()
+            .clone()
+            .unwrap_or_default();
         let served: Vec<u16> = listed.served().collect();
         let ports: Vec<_> = served
             .iter()
             .map(|port| json!({ "name": format!("causeway-{port}"), "port": port, "targetPort": port, "protocol": "TCP" }))
             .collect();
-        let apply = json!({
+        let manifest = json!({
             "apiVersion": "v1",
             "kind": "Service",
-            "metadata": { "name": name, "namespace": rules.namespace },
+            "metadata": { "name": name, "namespace": settings.namespace },
             "spec": { "ports": ports },
         });
-        let api = Api::<Service>::namespaced(self.ports.client.clone(), &rules.namespace);
+        let api = Api::<Service>::namespaced(self.controller.client.clone(), &settings.namespace);
         // By whom the API notes that these ports are listed: all of one list are that list's, whichever gateway wrote, and
         // of two lists none takes away what the other has put there.
         let (parameters, patch) = (
-            PatchParams::apply(field_manager(&rules.name)),
-            Patch::Apply(&apply),
+            PatchParams::apply(field_manager(&settings.name)),
+            Patch::Apply(&manifest),
         );
-        let written = timeout(BOUND, api.patch(name, &parameters, &patch)).await;
+        let written = timeout(REQUEST_TIMEOUT, api.patch(name, &parameters, &patch)).await;
         let written = written.map_err(|_| "the cluster's API did not answer in time".to_owned())?;
         let written = written.map_err(|error| error_message(&error))?;
-        self.right = written.resource_version();
+        self.written_version = written.resource_version();
         tracing::debug!(service = name, ports = ?served, "the Service now has these ports");
         Ok(())
     }
 
     /// Publishes an event on the `ConfigMap`, for the author of the list.
-    async fn tell(&mut self, mut note: String) {
-        let Some(about) = self.map.as_ref().map(|map| map.object_ref(&())) else {
+    async fn publish_event(&mut self, mut note: String) {
+        let Some(object_ref) = self.config_map.as_ref().map(|map| map.object_ref(&())) else {
             return;
         };
-        let end = (0..=NOTE).rev().find(|end| note.is_char_boundary(*end));
+        let end = (0..=MAX_NOTE_BYTES)
+            .rev()
+            .find(|end| note.is_char_boundary(*end));
         note.truncate(end.unwrap_or_default());
-        let new = || {
+        let new_event = || {
             let reporter = Reporter {
                 controller: "causeway-gateway".to_owned(),
-                instance: Some(self.ports.gateway.clone()),
+                instance: Some(self.controller.gateway.clone()),
             };
-            let recorder = Recorder::new(self.ports.client.clone(), reporter);
+            let recorder = Recorder::new(self.controller.client.clone(), reporter);
             (note.clone(), recorder)
         };
-        let same = self.told.take().filter(|(told, _)| *told == note);
-        let (_, recorder) = self.told.insert(same.unwrap_or_else(new));
+        let unchanged = self.last_event.take().filter(|(told, _)| *told == note);
+        let (_, recorder) = self.last_event.insert(unchanged.unwrap_or_else(new_event));
         let event = Event {
             type_: EventType::Warning,
             reason: "PortsRefused".to_owned(),
@@ -376,7 +394,7 @@ impl<'a> Reconciler<'a> {
             action: "Serving".to_owned(),
             secondary: None,
         };
-        match timeout(BOUND, recorder.publish(&event, &about)).await {
+        match timeout(REQUEST_TIMEOUT, recorder.publish(&event, &object_ref)).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
                 tracing::debug!(why = error_message(&error), "an event could not be written");
@@ -404,9 +422,9 @@ mod tests {
         let config = kube::Config::new("http://127.0.0.1:1".parse().unwrap());
         PortListController {
             client: Client::try_from(config).unwrap(),
-            rules: config::PortList::default(),
-            listed: watch::Sender::new(None),
-            reloads,
+            settings: config::PortList::default(),
+            ports_sender: watch::Sender::new(None),
+            reload_sender: reloads,
             metrics: Metrics::new(),
             readiness: Readiness::default(),
             gateway: "gw".into(),
@@ -418,13 +436,13 @@ mod tests {
     async fn a_gateway_is_ready_with_a_list_and_reports_skipped_entries() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path(), OpenMode::Create).unwrap();
-        let (reloads, mut asked) = causeway_config::reloads();
+        let (reloads, mut asked) = causeway_config::reload_channel();
         let ports = ports(&store, reloads);
         let mut keeper = Reconciler::new(&ports);
-        keeper.serve_last().await;
-        let held = || ports.readiness.held().unwrap_or_default();
+        keeper.restore_last_ports().await;
+        let held = || ports.readiness.hold_reason().unwrap_or_default();
         assert!(held().contains("kube-system/causeway-ports"), "{}", held());
-        keeper.heard(Err("forbidden".into()));
+        keeper.handle_list_update(Err("forbidden".into()));
         assert!(
             held().ends_with("not been loaded yet: forbidden"),
             "{}",
@@ -436,12 +454,12 @@ mod tests {
             ("9052", ""),
         ] {
             let data = [("http-proxy-ports".to_owned(), listed.to_owned())];
-            keeper.heard(Ok(Some(ConfigMap {
+            keeper.handle_list_update(Ok(Some(ConfigMap {
                 data: Some(data.into()),
                 ..ConfigMap::default()
             })));
-            tokio::join!(keeper.settle(), async {
-                asked.next().await.answer(Ok("done".into()));
+            tokio::join!(keeper.reconcile(), async {
+                asked.recv().await.respond(Ok("done".into()));
             });
             assert_eq!(held(), "");
             let faults = ports.readiness.faults().join("");
@@ -449,19 +467,23 @@ mod tests {
             assert_eq!(faults.is_empty(), fault.is_empty(), "{faults}");
         }
 
-        let again = self::ports(&store, ports.reloads.clone());
+        let again = self::ports(&store, ports.reload_sender.clone());
         let mut keeper = Reconciler::new(&again);
-        tokio::join!(keeper.serve_last(), async {
-            asked.next().await.answer(Ok("done".into()));
+        tokio::join!(keeper.restore_last_ports(), async {
+            asked.recv().await.respond(Ok("done".into()));
         });
-        assert_eq!(again.readiness.held(), None, "the list is on the disk");
+        assert_eq!(
+            again.readiness.hold_reason(),
+            None,
+            "the list is on the disk"
+        );
     }
 
     #[tokio::test]
     async fn a_starting_gateway_serves_stored_ports_until_the_api_answers() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path(), OpenMode::Create).unwrap();
-        let (reloads, mut asked) = causeway_config::reloads();
+        let (reloads, mut asked) = causeway_config::reload_channel();
         let ports = |refused: bool| {
             let reloads = (!refused).then(|| reloads.clone());
             ports(&store, reloads.unwrap_or_default())
@@ -471,18 +493,18 @@ mod tests {
             ..NodePorts::default()
         };
         let first = ports(false);
-        first.listed.send_replace(Some(served.clone()));
-        Reconciler::new(&first).keep();
+        first.ports_sender.send_replace(Some(served.clone()));
+        Reconciler::new(&first).save_ports();
 
         let second = ports(false);
         let mut keeper = Reconciler::new(&second);
-        tokio::join!(keeper.serve_last(), async {
-            asked.next().await.answer(Ok("done".into()));
+        tokio::join!(keeper.restore_last_ports(), async {
+            asked.recv().await.respond(Ok("done".into()));
         });
-        assert_eq!(*second.listed.borrow(), Some(served));
+        assert_eq!(*second.ports_sender.borrow(), Some(served));
 
         let third = ports(true);
-        Reconciler::new(&third).serve_last().await;
-        assert_eq!(*third.listed.borrow(), None);
+        Reconciler::new(&third).restore_last_ports().await;
+        assert_eq!(*third.ports_sender.borrow(), None);
     }
 }

@@ -16,7 +16,7 @@ use kube::{
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Label of a slice that names its Service.
-const LABEL: &str = "kubernetes.io/service-name";
+const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 
 /// The slices of one Service, by name.
 type SlicesByName = BTreeMap<String, EndpointSlice>;
@@ -25,15 +25,15 @@ type SlicesByName = BTreeMap<String, EndpointSlice>;
 pub(crate) type ReplicaCount = Result<Option<u32>, String>;
 
 /// Returns a stream that yields each time the number may have changed, from now on. Never ends.
-pub(crate) fn follow(
+pub(crate) fn watch_replica_count(
     client: Client,
     namespace: &str,
     service: &str,
 ) -> BoxStream<'static, ReplicaCount> {
     let api = Api::<EndpointSlice>::namespaced(client, namespace);
-    let config = watcher::Config::default().labels(&format!("{LABEL}={service}"));
+    let config = watcher::Config::default().labels(&format!("{SERVICE_NAME_LABEL}={service}"));
     let config = config.timeout(WATCH_TIMEOUT);
-    let (mut known, mut listed) = (SlicesByName::new(), SlicesByName::new());
+    let (mut slices, mut listed) = (SlicesByName::new(), SlicesByName::new());
     let count = move |event: Result<Event<EndpointSlice>, watcher::Error>| {
         match event {
             Ok(Event::Init) => {
@@ -44,12 +44,12 @@ pub(crate) fn follow(
                 listed.insert(slice.name_any(), slice);
                 return ready(None);
             }
-            Ok(Event::InitDone) => known = std::mem::take(&mut listed),
-            Ok(Event::Apply(slice)) => drop(known.insert(slice.name_any(), slice)),
-            Ok(Event::Delete(slice)) => drop(known.remove(&slice.name_any())),
+            Ok(Event::InitDone) => slices = std::mem::take(&mut listed),
+            Ok(Event::Apply(slice)) => drop(slices.insert(slice.name_any(), slice)),
+            Ok(Event::Delete(slice)) => drop(slices.remove(&slice.name_any())),
             Err(error) => return ready(Some(Err(watch_error_message(&error)))),
         }
-        ready(Some(Ok(counted(&known))))
+        ready(Some(Ok(count_replicas(&slices))))
     };
     watcher(api, config)
         .default_backoff()
@@ -58,20 +58,20 @@ pub(crate) fn follow(
 }
 
 /// Returns the number of gateways: one with an address of each family is in a slice of each.
-fn counted(slices: &SlicesByName) -> Option<u32> {
+fn count_replicas(slices: &SlicesByName) -> Option<u32> {
     let mut families: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for slice in slices.values() {
-        let there = slice.endpoints.iter().filter(|each| counts(each));
-        let addresses = there.filter_map(|each| each.addresses.first());
+        let serving = slice.endpoints.iter().filter(|each| is_serving(each));
+        let addresses = serving.filter_map(|each| each.addresses.first());
         let family = families.entry(&slice.address_type).or_default();
         family.extend(addresses.map(String::as_str));
     }
-    let most = families.values().map(BTreeSet::len).max()?;
-    u32::try_from(most).ok().filter(|most| *most > 0)
+    let max_count = families.values().map(BTreeSet::len).max()?;
+    u32::try_from(max_count).ok().filter(|most| *most > 0)
 }
 
 /// Whether an endpoint counts. An unknown condition counts as ready (as the API defines `ready`).
-fn counts(endpoint: &Endpoint) -> bool {
+fn is_serving(endpoint: &Endpoint) -> bool {
     endpoint.conditions.as_ref().is_none_or(|conditions| {
         conditions.ready != Some(false) && conditions.terminating != Some(true)
     })
@@ -107,13 +107,13 @@ mod tests {
             // Between two writes the same one may be in two slices.
             { "addresses": ["10.0.0.1"] }, { "addresses": ["10.0.0.5"] },
         ] });
-        assert_eq!(counted(&slices(&[four, six, more])), Some(3));
+        assert_eq!(count_replicas(&slices(&[four, six, more])), Some(3));
     }
 
     #[test]
     fn a_service_without_replicas_reports_no_count() {
-        assert_eq!(counted(&slices(&[])), None);
+        assert_eq!(count_replicas(&slices(&[])), None);
         let none = json!({ "addressType": "IPv4", "endpoints": null });
-        assert_eq!(counted(&slices(&[none])), None);
+        assert_eq!(count_replicas(&slices(&[none])), None);
     }
 }

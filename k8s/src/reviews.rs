@@ -34,7 +34,7 @@ impl fmt::Debug for ReviewClient {
 }
 
 impl GatewayReviewClient for ReviewClient {
-    fn token(
+    fn review_token(
         &self,
         token: &str,
         audiences: &[String],
@@ -48,32 +48,42 @@ impl GatewayReviewClient for ReviewClient {
             ..TokenReview::default()
         };
         Box::pin(async move {
-            let said: TokenReview = api
+            let reviewed: TokenReview = api
                 .create(&PostParams::default(), &review)
                 .await
-                .map_err(|error| unanswered(&error, "tokenreviews.authentication.k8s.io"))?;
-            Ok(said.status.and_then(|status| account(status, &audiences)))
+                .map_err(|error| review_error(&error, "tokenreviews.authentication.k8s.io"))?;
+            Ok(reviewed
+                .status
+                .and_then(|status| user_info(status, &audiences)))
         })
     }
 
-    fn access(&self, access: &ReviewAttributes) -> BoxFuture<'static, Result<bool, ReviewError>> {
-        let (api, review) = (Api::all(self.0.clone()), review(access));
+    fn review_access(
+        &self,
+        access: &ReviewAttributes,
+    ) -> BoxFuture<'static, Result<bool, ReviewError>> {
+        let (api, review) = (Api::all(self.0.clone()), access_review(access));
         Box::pin(async move {
-            let said: SubjectAccessReview = api
+            let reviewed: SubjectAccessReview = api
                 .create(&PostParams::default(), &review)
                 .await
-                .map_err(|error| unanswered(&error, "subjectaccessreviews.authorization.k8s.io"))?;
-            Ok(said.status.as_ref().is_some_and(allows))
+                .map_err(|error| {
+                review_error(&error, "subjectaccessreviews.authorization.k8s.io")
+            })?;
+            Ok(reviewed.status.as_ref().is_some_and(is_allowed))
         })
     }
 }
 
 /// Returns the user of the token, if the token is valid for one of these audiences.
-fn account(status: TokenReviewStatus, audiences: &[String]) -> Option<UserInfo> {
+fn user_info(status: TokenReviewStatus, audiences: &[String]) -> Option<UserInfo> {
     // A server that does not support audiences returns none and has checked none.
-    let named = status.audiences.unwrap_or_default();
-    let ours = audiences.is_empty() || named.iter().any(|audience| audiences.contains(audience));
-    let user = status.user.filter(|_| ours)?;
+    let confirmed_audiences = status.audiences.unwrap_or_default();
+    let is_intended = audiences.is_empty()
+        || confirmed_audiences
+            .iter()
+            .any(|audience| audiences.contains(audience));
+    let user = status.user.filter(|_| is_intended)?;
     (status.authenticated == Some(true)).then(|| UserInfo {
         user: user.username.unwrap_or_default(),
         uid: user.uid.unwrap_or_default(),
@@ -82,7 +92,7 @@ fn account(status: TokenReviewStatus, audiences: &[String]) -> Option<UserInfo> 
     })
 }
 
-fn review(access: &ReviewAttributes) -> SubjectAccessReview {
+fn access_review(access: &ReviewAttributes) -> SubjectAccessReview {
     let account = &access.account;
     let resource = ResourceAttributes {
         verb: Some(access.verb.to_owned()),
@@ -105,13 +115,13 @@ fn review(access: &ReviewAttributes) -> SubjectAccessReview {
     }
 }
 
-fn allows(status: &SubjectAccessReviewStatus) -> bool {
+fn is_allowed(status: &SubjectAccessReviewStatus) -> bool {
     status.allowed && status.denied != Some(true)
 }
 
 /// Returns the error for a missing response, without any content of the question.
-fn unanswered(error: &Error, resource: &str) -> ReviewError {
-    let says = match error {
+fn review_error(error: &Error, resource: &str) -> ReviewError {
+    let detail = match error {
         Error::Api(status) if status.code == 403 => {
             format!("the cluster does not allow this gateway to create {resource}").into()
         }
@@ -124,7 +134,7 @@ fn unanswered(error: &Error, resource: &str) -> ReviewError {
         Error::Api(status) => status.message.as_str().into(),
         error => error.to_string().as_str().into(),
     };
-    ReviewError { says, cause }
+    ReviewError { detail, cause }
 }
 
 #[cfg(test)]
@@ -158,7 +168,7 @@ mod tests {
             (said(None, &["here"]), &ours, false),
             (TokenReviewStatus::default(), &[], false),
         ] {
-            let found = account(status.clone(), audiences);
+            let found = user_info(status.clone(), audiences);
             assert_eq!(found.is_some(), counts, "{status:?}");
         }
         let status = |allowed, denied| SubjectAccessReviewStatus {
@@ -166,8 +176,8 @@ mod tests {
             denied,
             ..SubjectAccessReviewStatus::default()
         };
-        assert!(allows(&status(true, None)) && allows(&status(true, Some(false))));
-        assert!(!allows(&status(true, Some(true))) && !allows(&status(false, None)));
+        assert!(is_allowed(&status(true, None)) && is_allowed(&status(true, Some(false))));
+        assert!(!is_allowed(&status(true, Some(true))) && !is_allowed(&status(false, None)));
     }
 
     #[test]
@@ -178,9 +188,9 @@ mod tests {
             ..Status::default()
         };
         let error = Error::Api(Box::new(status));
-        let why = unanswered(&error, "tokenreviews.authentication.k8s.io");
+        let why = review_error(&error, "tokenreviews.authentication.k8s.io");
         assert!(
-            why.says
+            why.detail
                 .contains("create tokenreviews.authentication.k8s.io")
         );
         assert!(why.cause.contains("cannot create resource"));

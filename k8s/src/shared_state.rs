@@ -45,7 +45,7 @@ pub struct SharedState {
     /// Name of the Secret.
     pub name: String,
     /// The gateway's nodes and pinned keys.
-    pub roll: NodeSync,
+    pub node_sync: NodeSync,
 }
 
 /// State that gateways share.
@@ -59,26 +59,26 @@ struct State {
 
 impl SharedState {
     /// Returns once the state of the Secret is applied. Clients wait until then.
-    pub async fn initial_sync(&self, hold: ReadinessBlock) {
-        let mut trouble = self.trouble();
+    pub async fn initial_sync(&self, readiness_block: ReadinessBlock) {
+        let mut failure_log = self.failure_log();
         while let Err(why) = self.synchronize().await {
             let reason = format!("revocations and pinned keys have not been loaded yet: {why}");
-            self.roll.nodes.pending(&reason);
-            hold.says(reason);
-            trouble.say(&why);
+            self.node_sync.nodes.set_pending(&reason);
+            readiness_block.set_reason(reason);
+            failure_log.log_failure(&why);
             sleep(POLL_INTERVAL).await;
         }
-        trouble.over();
+        failure_log.log_recovery();
     }
 
     /// Runs the synchronization. Never returns.
     pub async fn run(self) -> Infallible {
-        let mut trouble = self.trouble();
-        let mut changes = self.roll.nodes.changes();
+        let mut failure_log = self.failure_log();
+        let mut changes = self.node_sync.nodes.subscribe();
         loop {
             match self.synchronize().await {
-                Ok(()) => trouble.over(),
-                Err(why) => trouble.say(&why),
+                Ok(()) => failure_log.log_recovery(),
+                Err(why) => failure_log.log_failure(&why),
             }
             tokio::select! {
                 Ok(()) = changes.changed() => sleep(BATCH_INTERVAL).await,
@@ -87,7 +87,7 @@ impl SharedState {
         }
     }
 
-    fn trouble(&self) -> LogThrottle {
+    fn failure_log(&self) -> LogThrottle {
         tracing::debug!(
             namespace = self.namespace,
             name = self.name,
@@ -100,25 +100,25 @@ impl SharedState {
     async fn synchronize(&self) -> Result<(), String> {
         let api = Api::<Secret>::namespaced(self.client.clone(), &self.namespace);
         for _ in 0..MAX_ATTEMPTS {
-            let read = timeout(REQUEST_TIMEOUT, api.get(&self.name)).await;
-            let mut secret = read
+            let response = timeout(REQUEST_TIMEOUT, api.get(&self.name)).await;
+            let mut secret = response
                 .map_err(|_| TIMEOUT_MESSAGE)?
-                .map_err(|error| self.failed(&error))?;
-            let there = secret.data.as_ref().and_then(|data| data.get(SECRET_KEY));
-            let there = match there.filter(|text| !text.0.is_empty()) {
+                .map_err(|error| self.secret_error(&error))?;
+            let remote = secret.data.as_ref().and_then(|data| data.get(SECRET_KEY));
+            let remote = match remote.filter(|text| !text.0.is_empty()) {
                 Some(text) => serde_json::from_slice(&text.0).map_err(|error| {
                     format!("{SECRET_KEY} of the Secret cannot be parsed: {error}")
                 })?,
                 None => State::default(),
             };
-            let (merged, changed) = self.apply_remote(there.clone()).await?;
+            let (merged, changed) = self.apply_remote(remote.clone()).await?;
             if changed {
                 // Tunnels of nodes that are revoked now end.
-                if let Some(Err(error)) = self.roll.refreshed().await {
+                if let Some(Err(error)) = self.node_sync.refresh_detached().await {
                     return Err(error.to_string());
                 }
             }
-            if merged != there {
+            if merged != remote {
                 let text = serde_json::to_vec(&merged).map_err(error_text)?;
                 let data = secret.data.get_or_insert_default();
                 data.insert(SECRET_KEY.to_owned(), ByteString(text));
@@ -130,7 +130,7 @@ impl SharedState {
                 {
                     Ok(_) => tracing::info!("revocations and pinned keys are in the Secret"),
                     Err(kube::Error::Api(status)) if status.is_conflict() => continue,
-                    Err(error) => return Err(self.failed(&error)),
+                    Err(error) => return Err(self.secret_error(&error)),
                 }
             }
             return self.on_disk(move |store| save_last(store, &merged)).await;
@@ -138,7 +138,7 @@ impl SharedState {
         Err("other gateways change the Secret too often".to_owned())
     }
 
-    fn failed(&self, error: &kube::Error) -> String {
+    fn secret_error(&self, error: &kube::Error) -> String {
         format!(
             "Secret {}/{}: {}",
             self.namespace,
@@ -148,7 +148,7 @@ impl SharedState {
     }
 
     /// Applies changes of other gateways to the data directory. Returns the state of both, and whether the directory was changed.
-    async fn apply_remote(&self, there: State) -> Result<(State, bool), String> {
+    async fn apply_remote(&self, remote: State) -> Result<(State, bool), String> {
         self.on_disk(move |store| {
             let last = load_last(store)?;
             if !last.revoked.is_empty() {
@@ -160,18 +160,18 @@ impl SharedState {
             }
             let mut changed = false;
             let mut merged = State::default();
-            let revoked = store.nodes().change_revoked(|here| {
-                let all = merge(&last.revoked, here, &there.revoked);
-                changed |= all != *here;
-                *here = all;
+            let revoked = store.nodes().change_revoked(|local| {
+                let merged_revoked = merge(&last.revoked, local, &remote.revoked);
+                changed |= merged_revoked != *local;
+                *local = merged_revoked;
             })?;
             merged.revoked = revoked;
-            let pins = store.pins().change(|here| {
-                let flat = flatten_pins(here);
-                let all = merge(&last.pins, &flat, &there.pins);
-                changed |= all != flat;
-                if all != flat {
-                    *here = unflatten_pins(&all);
+            let pins = store.pins().change(|local| {
+                let flat = flatten_pins(local);
+                let merged_pins = merge(&last.pins, &flat, &remote.pins);
+                changed |= merged_pins != flat;
+                if merged_pins != flat {
+                    *local = unflatten_pins(&merged_pins);
                 }
             })?;
             merged.pins = flatten_pins(&pins);
@@ -185,9 +185,9 @@ impl SharedState {
         &self,
         work: impl FnOnce(&Store) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, String> {
-        let store = self.roll.store.clone();
-        let done = spawn_blocking(move || work(&store)).await;
-        done.map_err(error_text)?.map_err(error_text)
+        let store = self.node_sync.store.clone();
+        let result = spawn_blocking(move || work(&store)).await;
+        result.map_err(error_text)?.map_err(error_text)
     }
 }
 
@@ -196,15 +196,15 @@ const TIMEOUT_MESSAGE: &str = "the cluster's API did not answer in time";
 /// Returns the entries of both sides, where each side has changed those of `last`.
 fn merge<K: Ord + Clone, V: PartialEq + Clone>(
     last: &BTreeMap<K, V>,
-    here: &BTreeMap<K, V>,
-    there: &BTreeMap<K, V>,
+    local: &BTreeMap<K, V>,
+    remote: &BTreeMap<K, V>,
 ) -> BTreeMap<K, V> {
-    let keys: BTreeSet<&K> = here.keys().chain(there.keys()).collect();
+    let keys: BTreeSet<&K> = local.keys().chain(remote.keys()).collect();
     let entry = |key: &K| {
-        let side = if here.get(key) == last.get(key) {
-            there
+        let side = if local.get(key) == last.get(key) {
+            remote
         } else {
-            here
+            local
         };
         Some((key.clone(), side.get(key)?.clone()))
     };
@@ -214,8 +214,8 @@ fn merge<K: Ord + Clone, V: PartialEq + Clone>(
 fn load_last(store: &Store) -> Result<State, StoreError> {
     let text = store.read_runtime(LAST_STATE_FILE)?;
     // Without the last state, all entries of both sides count as new, and none is lost.
-    let read = text.and_then(|text| serde_json::from_str(&text).ok());
-    Ok(read.unwrap_or_default())
+    let parsed = text.and_then(|text| serde_json::from_str(&text).ok());
+    Ok(parsed.unwrap_or_default())
 }
 
 fn save_last(store: &Store, state: &State) -> Result<(), StoreError> {
@@ -227,26 +227,26 @@ fn save_last(store: &Store, state: &State) -> Result<(), StoreError> {
 }
 
 fn flatten_pins(pins: &causeway_certs::PinTable) -> BTreeMap<String, Pin> {
-    let of_node = |(node, ports): (&NodeName, &BTreeMap<u16, Pin>)| {
+    let pins_of_node = |(node, ports): (&NodeName, &BTreeMap<u16, Pin>)| {
         let key = |(port, pin): (&u16, &Pin)| (format!("{node}:{port}"), *pin);
         ports.iter().map(key).collect::<Vec<_>>()
     };
-    pins.iter().flat_map(of_node).collect()
+    pins.iter().flat_map(pins_of_node).collect()
 }
 
 /// Returns the pins by node and port; a key that does not read is left out.
 fn unflatten_pins(pins: &BTreeMap<String, Pin>) -> causeway_certs::PinTable {
-    let mut all = causeway_certs::PinTable::new();
+    let mut table = causeway_certs::PinTable::new();
     for (key, pin) in pins {
         let parts = key.rsplit_once(':');
-        let read = parts.and_then(|(node, port)| {
+        let parsed = parts.and_then(|(node, port)| {
             Some((NodeName::parse(node).ok()?, port.parse::<u16>().ok()?))
         });
-        if let Some((node, port)) = read {
-            all.entry(node).or_default().insert(port, *pin);
+        if let Some((node, port)) = parsed {
+            table.entry(node).or_default().insert(port, *pin);
         }
     }
-    all
+    table
 }
 
 fn error_text(error: impl Display) -> String {

@@ -19,7 +19,7 @@ pub struct Backoff {
 }
 
 /// The first delay; it doubles from here.
-const FIRST: Duration = Duration::from_millis(250);
+const FIRST_DELAY: Duration = Duration::from_millis(250);
 
 impl Backoff {
     /// A back-off at its beginning.
@@ -41,35 +41,35 @@ impl Backoff {
     /// Returns the delay after an attempt that received no answer. `random` is from 0 to 1.
     pub fn silent(&mut self, random: f64) -> Duration {
         self.silences = self.silences.saturating_add(1);
-        spread(grown(self.silences, self.silent_max), random)
+        with_jitter(exponential_delay(self.silences, self.silent_max), random)
     }
 
     /// The delay after a refusal, at least what the other end `asked` for.
-    pub fn refused(&mut self, asked: Option<Duration>, random: f64) -> Duration {
+    pub fn refused(&mut self, retry_after: Option<Duration>, random: f64) -> Duration {
         self.refusals = self.refusals.saturating_add(1);
-        let own = spread(grown(self.refusals, self.refused_max), random);
-        match asked {
+        let delay = with_jitter(exponential_delay(self.refusals, self.refused_max), random);
+        match retry_after {
             // Jitter above the requested delay, for edges that received the same value.
-            Some(asked) => own.max(asked.mul_f64(1.0 + random.clamp(0.0, 1.0) / 2.0)),
-            None => own,
+            Some(retry_after) => delay.max(retry_after.mul_f64(1.0 + random.clamp(0.0, 1.0) / 2.0)),
+            None => delay,
         }
     }
 
     /// The delay at the maximum, for a refusal that time alone does not mend.
-    pub fn most(&mut self, random: f64) -> Duration {
+    pub fn max_delay(&mut self, random: f64) -> Duration {
         self.refusals = u32::MAX;
-        spread(self.refused_max, random)
+        with_jitter(self.refused_max, random)
     }
 }
 
-fn grown(tries: u32, most: Duration) -> Duration {
+fn exponential_delay(attempts: u32, max: Duration) -> Duration {
     let factor = 1_u32
-        .checked_shl(tries.saturating_sub(1).min(16))
+        .checked_shl(attempts.saturating_sub(1).min(16))
         .unwrap_or(u32::MAX);
-    FIRST.saturating_mul(factor).min(most)
+    FIRST_DELAY.saturating_mul(factor).min(max)
 }
 
-fn spread(delay: Duration, random: f64) -> Duration {
+fn with_jitter(delay: Duration, random: f64) -> Duration {
     delay.mul_f64(0.5 + random.clamp(0.0, 1.0) / 2.0)
 }
 
@@ -89,7 +89,7 @@ mod tests {
         assert_eq!(delays[9], Duration::from_mins(1));
         backoff.reset();
         assert_eq!(backoff.refused(None, 0.0), Duration::from_millis(125));
-        assert_eq!(backoff.most(0.0), Duration::from_secs(30));
+        assert_eq!(backoff.max_delay(0.0), Duration::from_secs(30));
     }
 
     #[test]

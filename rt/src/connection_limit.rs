@@ -100,14 +100,14 @@ pub struct ConnectionLimit(Arc<Inner>);
 
 struct Inner {
     name: &'static str,
-    most: usize,
+    max_connections: usize,
     table: Mutex<Table>,
     observer: Observer,
 }
 
 impl fmt::Debug for ConnectionLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (most, held) = (self.0.most, self.open_connections());
+        let (most, held) = (self.0.max_connections, self.open_connections());
         f.debug_struct("ConnectionLimit")
             .field("most", &most)
             .field("held", &held)
@@ -122,12 +122,12 @@ struct Table {
     sources: HashMap<Source, SourceUsage>,
     /// Sources from which a place can be taken, in the order in which they lose one: the last is the first to.
     evictable: BTreeSet<EvictionRank>,
-    waiting: HashMap<Source, VecDeque<oneshot::Sender<Slot>>>,
-    turns: VecDeque<Source>,
-    next: u64,
+    waiters: HashMap<Source, VecDeque<oneshot::Sender<Slot>>>,
+    source_queue: VecDeque<Source>,
+    next_id: u64,
     /// Connections that were turned away since the log said so.
-    turned_away: usize,
-    logged: Option<Instant>,
+    rejected: usize,
+    last_logged: Option<Instant>,
 }
 
 struct ConnectionEntry {
@@ -140,11 +140,11 @@ struct ConnectionEntry {
 #[derive(Debug)]
 struct Activity {
     /// Number of guards in use.
-    busy: AtomicUsize,
+    busy_guards: AtomicUsize,
     /// Whether a guard was taken once.
-    spoke: AtomicBool,
+    was_used: AtomicBool,
     /// The table lists the connection as one that can be evicted, unless it is busy.
-    listed: AtomicBool,
+    is_evictable: AtomicBool,
 }
 
 /// The places of one source.
@@ -171,11 +171,11 @@ impl SourceUsage {
 
 impl Table {
     /// Changes the usage of a source, and keeps the order of sources in step.
-    fn change(&mut self, source: Source, change: impl FnOnce(&mut SourceUsage)) {
-        let held = self.sources.entry(source).or_default();
-        let before = held.rank(source);
-        change(held);
-        let (after, count) = (held.rank(source), held.count);
+    fn update_usage(&mut self, source: Source, change: impl FnOnce(&mut SourceUsage)) {
+        let usage = self.sources.entry(source).or_default();
+        let before = usage.rank(source);
+        change(usage);
+        let (after, count) = (usage.rank(source), usage.count);
         if before != after {
             if let Some(before) = before {
                 self.evictable.remove(&before);
@@ -188,7 +188,7 @@ impl Table {
     }
 
     fn count(&self, source: Source) -> usize {
-        self.sources.get(&source).map_or(0, |held| held.count)
+        self.sources.get(&source).map_or(0, |usage| usage.count)
     }
 
     /// Whether a source is within its share of `free` places.
@@ -197,81 +197,81 @@ impl Table {
     }
 
     /// The connection to evict for one of this source.
-    fn victim(&mut self, source: Source, free: usize) -> Option<u64> {
+    fn select_victim(&mut self, source: Source, free: usize) -> Option<u64> {
         if free > 0 {
             // A source that is refused although slots are free has exceeded its share.
-            return self.candidate(source);
+            return self.eviction_candidate(source);
         }
         loop {
             let (.., largest) = *self.evictable.last()?;
             if largest != source && self.count(largest) <= self.count(source) {
-                return self.candidate(source);
+                return self.eviction_candidate(source);
             }
             // A source without evictable connections is no longer listed.
-            if let Some(id) = self.candidate(largest) {
+            if let Some(id) = self.eviction_candidate(largest) {
                 return Some(id);
             }
         }
     }
 
     /// The oldest connection of this source that is silent, or else idle.
-    fn candidate(&mut self, source: Source) -> Option<u64> {
+    fn eviction_candidate(&mut self, source: Source) -> Option<u64> {
         loop {
-            let held = self.sources.get(&source)?;
-            let id = *held.silent.first().or(held.idle.first())?;
-            let is_silent = held.silent.contains(&id);
+            let usage = self.sources.get(&source)?;
+            let id = *usage.silent.first().or(usage.idle.first())?;
+            let is_silent = usage.silent.contains(&id);
             let activity = self.slots.get(&id)?.activity.clone();
-            let is_busy = activity.busy.load(SeqCst) > 0 && {
+            let is_busy = activity.busy_guards.load(SeqCst) > 0 && {
                 // A connection that becomes idle after this point is listed again.
-                activity.listed.store(false, SeqCst);
-                activity.busy.load(SeqCst) > 0
+                activity.is_evictable.store(false, SeqCst);
+                activity.busy_guards.load(SeqCst) > 0
             };
             if !is_busy {
-                activity.listed.store(true, SeqCst);
-                if !is_silent || !activity.spoke.load(SeqCst) {
+                activity.is_evictable.store(true, SeqCst);
+                if !is_silent || !activity.was_used.load(SeqCst) {
                     return Some(id);
                 }
             }
-            self.change(source, |held| {
-                held.silent.remove(&id);
+            self.update_usage(source, |usage| {
+                usage.silent.remove(&id);
                 if is_busy {
-                    held.idle.remove(&id);
+                    usage.idle.remove(&id);
                 } else {
-                    held.idle.insert(id);
+                    usage.idle.insert(id);
                 }
             });
         }
     }
 
     /// Lists a connection that is no longer busy.
-    fn list(&mut self, id: u64) {
+    fn mark_evictable(&mut self, id: u64) {
         let Some(entry) = self.slots.get(&id) else {
             return;
         };
-        entry.activity.listed.store(true, SeqCst);
-        self.change(entry.source, |held| {
-            held.idle.insert(id);
+        entry.activity.is_evictable.store(true, SeqCst);
+        self.update_usage(entry.source, |usage| {
+            usage.idle.insert(id);
         });
     }
 
     fn remove(&mut self, id: u64) -> Option<ConnectionEntry> {
         let entry = self.slots.remove(&id)?;
-        self.change(entry.source, |held| {
-            held.count -= 1;
-            held.silent.remove(&id);
-            held.idle.remove(&id);
+        self.update_usage(entry.source, |usage| {
+            usage.count -= 1;
+            usage.silent.remove(&id);
+            usage.idle.remove(&id);
         });
         Some(entry)
     }
 
     fn insert(&mut self, limit: &ConnectionLimit, source: Source, evictable: bool) -> Slot {
-        let id = self.next;
-        self.next += 1;
+        let id = self.next_id;
+        self.next_id += 1;
         let evicted = CancellationToken::new();
         let activity = Arc::new(Activity {
-            busy: AtomicUsize::new(usize::from(!evictable)),
-            spoke: AtomicBool::new(false),
-            listed: AtomicBool::new(evictable),
+            busy_guards: AtomicUsize::new(usize::from(!evictable)),
+            was_used: AtomicBool::new(false),
+            is_evictable: AtomicBool::new(evictable),
         });
         let entry = ConnectionEntry {
             source,
@@ -279,10 +279,10 @@ impl Table {
             evicted: evicted.clone(),
         };
         self.slots.insert(id, entry);
-        self.change(source, |held| {
-            held.count += 1;
+        self.update_usage(source, |usage| {
+            usage.count += 1;
             if evictable {
-                held.silent.insert(id);
+                usage.silent.insert(id);
             }
         });
         let limit = limit.clone();
@@ -304,12 +304,12 @@ impl ConnectionLimit {
     /// A limit of `most` connections under a `name` for the log. `observer` hears of each that is evicted or refused.
     pub fn new(
         name: &'static str,
-        most: usize,
+        max_connections: usize,
         observer: impl Fn(RejectReason) + Send + Sync + 'static,
     ) -> Self {
         Self(Arc::new(Inner {
             name,
-            most,
+            max_connections,
             table: Mutex::default(),
             observer: Box::new(observer),
         }))
@@ -317,7 +317,7 @@ impl ConnectionLimit {
 
     /// Returns the number of places in use.
     pub fn open_connections(&self) -> usize {
-        self.table(|table| table.slots.len())
+        self.with_table(|table| table.slots.len())
     }
 
     /// Takes a place at once, that of another connection if need be.
@@ -326,24 +326,26 @@ impl ConnectionLimit {
     /// If there is none.
     pub fn admit(&self, source: impl Into<Source>) -> Result<Slot, LimitReached> {
         let source = source.into();
-        let (admitted, turned) = self.table(|table| {
-            let free = self.0.most.saturating_sub(table.slots.len());
+        let (admitted, reject_reason) = self.with_table(|table| {
+            let free = self.0.max_connections.saturating_sub(table.slots.len());
             if table.has_room(source, free) {
                 return (Ok(table.insert(self, source, true)), None);
             }
-            let victim = table.victim(source, free).and_then(|id| table.remove(id));
+            let victim = table
+                .select_victim(source, free)
+                .and_then(|id| table.remove(id));
             if let Some(victim) = victim {
                 victim.evicted.cancel();
-                self.log(RejectReason::Evicted, victim.source, table);
+                self.log_rejection(RejectReason::Evicted, victim.source, table);
                 let slot = table.insert(self, source, true);
                 (Ok(slot), Some(RejectReason::Evicted))
             } else {
-                self.log(RejectReason::Refused, source, table);
+                self.log_rejection(RejectReason::Refused, source, table);
                 (Err(LimitReached), Some(RejectReason::Refused))
             }
         });
-        if let Some(turned) = turned {
-            (self.0.observer)(turned);
+        if let Some(reject_reason) = reject_reason {
+            (self.0.observer)(reject_reason);
         }
         admitted
     }
@@ -351,16 +353,16 @@ impl ConnectionLimit {
     /// Waits for a slot, which is then not evicted. The calling code bounds the wait.
     pub async fn acquire(&self, source: impl Into<Source>) -> Slot {
         let source = source.into();
-        let granted = self.table(|table| {
-            let free = self.0.most.saturating_sub(table.slots.len());
-            if !table.waiting.contains_key(&source) && table.has_room(source, free) {
+        let granted = self.with_table(|table| {
+            let free = self.0.max_connections.saturating_sub(table.slots.len());
+            if !table.waiters.contains_key(&source) && table.has_room(source, free) {
                 return Ok(table.insert(self, source, false));
             }
             let (grant, granted) = oneshot::channel();
-            if !table.waiting.contains_key(&source) {
-                table.turns.push_back(source);
+            if !table.waiters.contains_key(&source) {
+                table.source_queue.push_back(source);
             }
-            table.waiting.entry(source).or_default().push_back(grant);
+            table.waiters.entry(source).or_default().push_back(grant);
             Err(granted)
         });
         match granted {
@@ -374,27 +376,27 @@ impl ConnectionLimit {
     }
 
     /// Logs, now and then, that connections are turned away, with the source of the last one.
-    fn log(&self, turned: RejectReason, source: Source, table: &mut Table) {
-        table.turned_away += 1;
+    fn log_rejection(&self, reject_reason: RejectReason, source: Source, table: &mut Table) {
+        table.rejected += 1;
         if table
-            .logged
+            .last_logged
             .is_some_and(|logged| logged.elapsed() < LOG_INTERVAL)
         {
             return;
         }
-        table.logged = Some(Instant::now());
-        let connections = std::mem::take(&mut table.turned_away);
-        let (limit, most, held) = (self.0.name, self.0.most, table.count(source));
-        let last = turned.as_str();
+        table.last_logged = Some(Instant::now());
+        let connections = std::mem::take(&mut table.rejected);
+        let (limit, most, held) = (self.0.name, self.0.max_connections, table.count(source));
+        let last = reject_reason.as_str();
         tracing::warn!(limit, most, connections, last, %source, held, "connections were rejected, because a limit was reached");
     }
 
-    fn table<T>(&self, work: impl FnOnce(&mut Table) -> T) -> T {
+    fn with_table<T>(&self, work: impl FnOnce(&mut Table) -> T) -> T {
         work(&mut self.0.table.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn release(&self, id: u64) {
-        let granted = self.table(|table| {
+        let granted = self.with_table(|table| {
             table.remove(id);
             self.grant(table)
         });
@@ -407,31 +409,31 @@ impl ConnectionLimit {
     /// Gives what is free to those who wait.
     fn grant(&self, table: &mut Table) -> Vec<(oneshot::Sender<Slot>, Slot)> {
         let mut granted = Vec::new();
-        for _ in 0..table.turns.len() {
-            let free = self.0.most.saturating_sub(table.slots.len());
+        for _ in 0..table.source_queue.len() {
+            let free = self.0.max_connections.saturating_sub(table.slots.len());
             // A source keeps its turn until a slot is free.
             if free == 0 {
                 break;
             }
-            let Some(source) = table.turns.pop_front() else {
+            let Some(source) = table.source_queue.pop_front() else {
                 break;
             };
-            let Some(queue) = table.waiting.get_mut(&source) else {
+            let Some(queue) = table.waiters.get_mut(&source) else {
                 continue;
             };
             queue.retain(|grant| !grant.is_closed());
             let next = if table.has_room(source, free) {
-                table.waiting.get_mut(&source).and_then(VecDeque::pop_front)
+                table.waiters.get_mut(&source).and_then(VecDeque::pop_front)
             } else {
                 None
             };
             if let Some(grant) = next {
                 granted.push((grant, table.insert(self, source, false)));
             }
-            if table.waiting.get(&source).is_some_and(VecDeque::is_empty) {
-                table.waiting.remove(&source);
+            if table.waiters.get(&source).is_some_and(VecDeque::is_empty) {
+                table.waiters.remove(&source);
             } else {
-                table.turns.push_back(source);
+                table.source_queue.push_back(source);
             }
         }
         granted
@@ -451,15 +453,15 @@ struct SlotInner {
 }
 
 impl SlotInner {
-    fn begin(&self) {
-        self.activity.busy.fetch_add(1, SeqCst);
-        self.activity.spoke.store(true, SeqCst);
+    fn mark_busy(&self) {
+        self.activity.busy_guards.fetch_add(1, SeqCst);
+        self.activity.was_used.store(true, SeqCst);
     }
 
-    fn end(&self) {
-        let was = self.activity.busy.fetch_sub(1, SeqCst);
-        if was == 1 && !self.activity.listed.load(SeqCst) {
-            self.limit.table(|table| table.list(self.id));
+    fn mark_idle(&self) {
+        let previous = self.activity.busy_guards.fetch_sub(1, SeqCst);
+        if previous == 1 && !self.activity.is_evictable.load(SeqCst) {
+            self.limit.with_table(|table| table.mark_evictable(self.id));
         }
     }
 }
@@ -476,7 +478,7 @@ pub struct Busy(Slot);
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        self.0.0.end();
+        self.0.0.mark_idle();
     }
 }
 
@@ -484,13 +486,13 @@ impl Slot {
     /// Keeps the connection from being evicted until what is returned is dropped.
     #[must_use]
     pub fn busy(&self) -> Busy {
-        self.0.begin();
+        self.0.mark_busy();
         Busy(self.clone())
     }
 
     /// Keeps the connection from being evicted for good: its peer has proven who it is.
-    pub fn settle(&self) {
-        self.0.begin();
+    pub fn protect(&self) {
+        self.0.mark_busy();
     }
 
     /// Returns once the place was given to another connection.
@@ -553,14 +555,14 @@ mod tests {
         let (limit, events) = limit(4);
         let [busy, settled, idle] = [(); 3].map(|()| limit.admit(source(1)).unwrap());
         let guard = busy.busy();
-        settled.settle();
+        settled.protect();
         drop(idle.busy());
         let silent = limit.admit(source(2)).unwrap();
         // The largest source loses a connection first: a silent one, or else an idle one.
         let third = limit.admit(source(3)).unwrap();
         assert!(is_evicted(&idle) && !is_evicted(&silent));
-        third.settle();
-        silent.settle();
+        third.protect();
+        silent.protect();
         assert_eq!(limit.admit(source(4)).unwrap_err(), LimitReached);
         drop(guard);
         let fourth = limit.admit(source(4)).unwrap();
@@ -606,7 +608,7 @@ mod tests {
     fn a_source_takes_no_slot_from_a_smaller_one() {
         let (limit, _) = limit(4);
         let many: Vec<_> = (0..3).map(|_| limit.admit(source(1)).unwrap()).collect();
-        many.iter().for_each(Slot::settle);
+        many.iter().for_each(Slot::protect);
         let few = limit.admit(source(2)).unwrap();
         assert_eq!(limit.admit(source(1)).unwrap_err(), LimitReached);
         assert!(!is_evicted(&few));

@@ -31,7 +31,7 @@ impl Exposition {
                 "text/plain" | "text/*" => Self::Prometheus,
                 _ => continue,
             };
-            let weight = thousandths(parts.find_map(|part| part.strip_prefix("q=")));
+            let weight = parse_weight(parts.find_map(|part| part.strip_prefix("q=")));
             if weight > best.0 {
                 best = (weight, format);
             }
@@ -50,7 +50,7 @@ impl Exposition {
     /// Returns the metrics of these registries and those of the process as text.
     pub fn encode(self, registries: &[&Registry]) -> String {
         let mut text = String::new();
-        let process = of_process();
+        let process = process_registry();
         let mut all = registries.iter().copied().chain([&process]);
         let encoded = all.try_for_each(|registry| encode_registry(&mut text, registry));
         encoded
@@ -58,27 +58,30 @@ impl Exposition {
             .expect("writing to a String cannot fail");
         match self {
             Self::OpenMetrics => text,
-            Self::Prometheus => downgraded(&text),
+            Self::Prometheus => to_prometheus(&text),
         }
     }
 }
 
 /// Weight of a media range in thousandths; 1000 if it has none that can be read.
-fn thousandths(weight: Option<&str>) -> u16 {
-    let digits = |text: &str| text.parse().ok();
-    let read = |text: &str| match text.split_once('.') {
-        None => digits(text).map(|whole: u16| whole.saturating_mul(1000)),
+fn parse_weight(weight: Option<&str>) -> u16 {
+    let parse_number = |text: &str| text.parse().ok();
+    let parse = |text: &str| match text.split_once('.') {
+        None => parse_number(text).map(|whole: u16| whole.saturating_mul(1000)),
         Some((whole, fraction)) => {
-            let (whole, fraction) = (digits(whole)?, digits(&format!("{fraction:0<3.3}"))?);
+            let (whole, fraction) = (
+                parse_number(whole)?,
+                parse_number(&format!("{fraction:0<3.3}"))?,
+            );
             Some(whole.saturating_mul(1000).saturating_add(fraction))
         }
     };
-    weight.and_then(read).unwrap_or(1000).min(1000)
+    weight.and_then(parse).unwrap_or(1000).min(1000)
 }
 
 /// Turns `OpenMetrics` into Prometheus' text format: counters are declared by the name of their samples, and there are
 /// neither units nor an end mark.
-fn downgraded(text: &str) -> String {
+fn to_prometheus(text: &str) -> String {
     let mut all = String::with_capacity(text.len());
     let mut help = None;
     for line in text.lines() {
@@ -105,7 +108,7 @@ fn downgraded(text: &str) -> String {
 }
 
 /// Returns the metrics of the process and its build at this time.
-fn of_process() -> Registry {
+fn process_registry() -> Registry {
     let mut registry = Registry::default();
     let build = Family::<[(&str, &str); 1], Gauge>::default();
     build
@@ -146,9 +149,13 @@ fn of_process() -> Registry {
         (
             "resident_memory_bytes",
             "Resident memory size",
-            usage.resident,
+            usage.resident_bytes,
         ),
-        ("virtual_memory_bytes", "Virtual memory size", usage.mapped),
+        (
+            "virtual_memory_bytes",
+            "Virtual memory size",
+            usage.virtual_bytes,
+        ),
     ] {
         let name = format!("process_{name}");
         registry.register(name, help, ConstGauge::new(value));

@@ -13,18 +13,18 @@ use tokio::{
 
 /// Time for an answer to come back over a bad link, and for one retransmission. A refused peer may hold the connection for
 /// so long.
-const LONGEST: Duration = Duration::from_secs(2);
+const LINGER_TIMEOUT: Duration = Duration::from_secs(2);
 /// More than a head, which is what comes behind a handshake; a body is not waited for.
-const MOST: u64 = 128 * 1024;
+const MAX_DISCARDED_BYTES: u64 = 128 * 1024;
 
 /// Ends what is written, and drops the connection once its peer has hung up: after 2 s or 128 KiB at most.
 pub async fn close<S: AsyncRead + AsyncWrite + Unpin>(mut io: S) {
-    let parting = async {
+    let linger = async {
         io.shutdown().await?;
-        tokio::io::copy(&mut io.take(MOST), &mut sink()).await
+        tokio::io::copy(&mut io.take(MAX_DISCARDED_BYTES), &mut sink()).await
     };
     // The connection ends in any case; a closed peer has read what it needs.
-    let _ = timeout(LONGEST, parting).await;
+    let _ = timeout(LINGER_TIMEOUT, linger).await;
 }
 
 #[cfg(test)]
@@ -58,7 +58,7 @@ mod tests {
         let (near, _silent) = duplex(64);
         let begun = Instant::now();
         close(near).await;
-        assert_eq!(begun.elapsed(), LONGEST);
+        assert_eq!(begun.elapsed(), LINGER_TIMEOUT);
 
         let (near, mut far) = duplex(64 * 1024);
         let talks = async {
@@ -69,7 +69,10 @@ mod tests {
             sent
         };
         let ((), sent) = tokio::join!(close(near), talks);
-        assert!(sent < MOST + 128 * 1024, "{sent} bytes were accepted");
-        assert_eq!(begun.elapsed(), LONGEST, "and that took no time");
+        assert!(
+            sent < MAX_DISCARDED_BYTES + 128 * 1024,
+            "{sent} bytes were accepted"
+        );
+        assert_eq!(begun.elapsed(), LINGER_TIMEOUT, "and that took no time");
     }
 }

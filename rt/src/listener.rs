@@ -18,7 +18,7 @@ use tokio::{
 };
 
 /// How long to wait when the process or the machine is out of something.
-const PAUSE: Duration = Duration::from_millis(100);
+const RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// Address of the peer, as the socket reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -81,22 +81,22 @@ impl BoundSocket {
     /// If a process listens there, if the path is something else than a socket, or as the system says.
     pub fn unix(path: &Path) -> io::Result<Self> {
         clear_stale(path)?;
-        Self::unix_instead(path)
+        Self::unix_replacing(path)
     }
 
     /// Binds a unix socket, 0600, in place of any socket at this path.
     ///
     /// # Errors
     /// As the system says, for example for a path of more than about 90 bytes.
-    pub fn unix_instead(path: &Path) -> io::Result<Self> {
+    pub fn unix_replacing(path: &Path) -> io::Result<Self> {
         // Bound inside a private directory and then moved, so that no other user can ever connect.
-        let folder = path.with_extension(format!("bind-{}", std::process::id()));
+        let temp_dir = path.with_extension(format!("bind-{}", std::process::id()));
         // A killed process may have left it; in a container the next process has the same id.
-        let _ = std::fs::remove_dir_all(&folder);
-        std::fs::DirBuilder::new().mode(0o700).create(&folder)?;
-        let bound = bind_private(&folder, path);
-        let _ = std::fs::remove_dir_all(&folder);
-        Ok(Self::Unix(bound?, path.to_owned()))
+        let _ = std::fs::remove_dir_all(&temp_dir);
+        std::fs::DirBuilder::new().mode(0o700).create(&temp_dir)?;
+        let listener = bind_private(&temp_dir, path);
+        let _ = std::fs::remove_dir_all(&temp_dir);
+        Ok(Self::Unix(listener?, path.to_owned()))
     }
 
     /// Another handle of the same socket, for another thread.
@@ -130,12 +130,12 @@ impl BoundSocket {
     }
 }
 
-fn bind_private(folder: &Path, path: &Path) -> io::Result<std::os::unix::net::UnixListener> {
-    let inside = folder.join("socket");
-    let listener = std::os::unix::net::UnixListener::bind(&inside)?;
-    std::fs::set_permissions(&inside, std::fs::Permissions::from_mode(0o600))?;
+fn bind_private(temp_dir: &Path, path: &Path) -> io::Result<std::os::unix::net::UnixListener> {
+    let temp_path = temp_dir.join("socket");
+    let listener = std::os::unix::net::UnixListener::bind(&temp_path)?;
+    std::fs::set_permissions(&temp_path, std::fs::Permissions::from_mode(0o600))?;
     listener.set_nonblocking(true)?;
-    std::fs::rename(&inside, path)?;
+    std::fs::rename(&temp_path, path)?;
     Ok(listener)
 }
 
@@ -143,7 +143,7 @@ fn clear_stale(path: &Path) -> io::Result<()> {
     match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),
-        Ok(found) if !found.file_type().is_socket() => Err(io::Error::new(
+        Ok(metadata) if !metadata.file_type().is_socket() => Err(io::Error::new(
             io::ErrorKind::AlreadyExists,
             "the path exists and is not a socket",
         )),
@@ -167,18 +167,18 @@ pub enum SocketListener {
 impl SocketListener {
     /// The next connection. Never fails: what goes wrong is logged and tried again.
     pub async fn accept(&self) -> (Socket, RemoteAddr) {
-        let mut said = false;
+        let mut is_logged = false;
         loop {
             match self.try_accept().await {
                 Ok(accepted) => return accepted,
-                Err(error) if is_of_one_peer(&error) => {
+                Err(error) if is_peer_error(&error) => {
                     tracing::debug!(%error, "a client disconnected before its connection was accepted");
                 }
                 Err(error) => {
-                    if !std::mem::replace(&mut said, true) {
+                    if !std::mem::replace(&mut is_logged, true) {
                         tracing::warn!(%error, "cannot accept connections; retrying");
                     }
-                    sleep(PAUSE).await;
+                    sleep(RETRY_DELAY).await;
                 }
             }
         }
@@ -200,7 +200,7 @@ impl SocketListener {
     }
 }
 
-fn is_of_one_peer(error: &io::Error) -> bool {
+fn is_peer_error(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::ConnectionAborted

@@ -4,7 +4,7 @@ use std::fs;
 use std::sync::OnceLock;
 
 /// Ticks a second of the times in `/proc`: `USER_HZ`, which is 100 on every architecture of Linux that Rust has.
-const TICKS: f64 = 100.0;
+const TICKS_PER_SECOND: f64 = 100.0;
 /// Memory in `/proc/self/status` is in KiB, independent of the page size.
 const KIB: u64 = 1024;
 
@@ -17,9 +17,9 @@ pub(crate) struct Usage {
     pub(crate) max_fds: u64,
     pub(crate) threads: u64,
     /// Bytes of resident memory.
-    pub(crate) resident: u64,
+    pub(crate) resident_bytes: u64,
     /// Bytes of virtual memory.
-    pub(crate) mapped: u64,
+    pub(crate) virtual_bytes: u64,
 }
 
 impl Usage {
@@ -31,39 +31,42 @@ impl Usage {
         let (_, fields) = stat.rsplit_once(')')?;
         let fields: Vec<&str> = fields.split_whitespace().collect();
         let ticks = |field: usize| fields.get(field - 3)?.parse::<f64>().ok();
-        let booted: f64 = number(&read("/proc/stat")?, "btime ")?;
+        let booted: f64 = parse_number(&read("/proc/stat")?, "btime ")?;
         Some(Self {
-            cpu_seconds: (ticks(14)? + ticks(15)?) / TICKS,
-            start_time_seconds: booted + ticks(22)? / TICKS,
+            cpu_seconds: (ticks(14)? + ticks(15)?) / TICKS_PER_SECOND,
+            start_time_seconds: booted + ticks(22)? / TICKS_PER_SECOND,
             open_fds: u64::try_from(fs::read_dir("/proc/self/fd").ok()?.count()).ok()?,
-            max_fds: number(&read("/proc/self/limits")?, "Max open files")?,
-            threads: number(&status, "Threads:")?,
-            resident: number::<u64>(&status, "VmRSS:")? * KIB,
-            mapped: number::<u64>(&status, "VmSize:")? * KIB,
+            max_fds: parse_number(&read("/proc/self/limits")?, "Max open files")?,
+            threads: parse_number(&status, "Threads:")?,
+            resident_bytes: parse_number::<u64>(&status, "VmRSS:")? * KIB,
+            virtual_bytes: parse_number::<u64>(&status, "VmSize:")? * KIB,
         })
     }
 }
 
 /// Returns the first number of the line that begins so.
-fn number<N: std::str::FromStr>(text: &str, begin: &str) -> Option<N> {
-    let line = text.lines().find_map(|line| line.strip_prefix(begin))?;
+fn parse_number<N: std::str::FromStr>(text: &str, prefix: &str) -> Option<N> {
+    let line = text.lines().find_map(|line| line.strip_prefix(prefix))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
 type Counts = Box<dyn Fn() -> Vec<(&'static str, u64)> + Send + Sync>;
 
-static DROPPED: OnceLock<Counts> = OnceLock::new();
+static DROPPED_LINES: OnceLock<Counts> = OnceLock::new();
 
 /// Sets the source of the counts of lines that logs of this process lack, by log. A later source is ignored: a process
 /// sets its logs up once.
 pub fn count_dropped_log_lines(
     counts: impl Fn() -> Vec<(&'static str, u64)> + Send + Sync + 'static,
 ) {
-    let _ = DROPPED.set(Box::new(counts));
+    let _ = DROPPED_LINES.set(Box::new(counts));
 }
 
 pub(crate) fn dropped_log_lines() -> Vec<(&'static str, u64)> {
-    DROPPED.get().map(|counts| counts()).unwrap_or_default()
+    DROPPED_LINES
+        .get()
+        .map(|counts| counts())
+        .unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -74,7 +77,11 @@ mod tests {
     fn the_use_of_this_process_is_plausible() {
         let usage = Usage::now().unwrap();
         assert!(usage.open_fds > 2 && usage.open_fds <= usage.max_fds);
-        assert!(usage.threads > 0 && usage.resident > 0 && usage.mapped >= usage.resident);
+        assert!(
+            usage.threads > 0
+                && usage.resident_bytes > 0
+                && usage.virtual_bytes >= usage.resident_bytes
+        );
         let now = std::time::SystemTime::now();
         let now = now.duration_since(std::time::UNIX_EPOCH).unwrap();
         assert!(usage.start_time_seconds > 0.0 && usage.start_time_seconds <= now.as_secs_f64());

@@ -30,8 +30,8 @@ pub async fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     }
     let addresses = look_up(host, port).await?;
     if addresses.is_empty() {
-        let nothing = format!("{host} has no address");
-        return Err(io::Error::new(io::ErrorKind::NotFound, nothing));
+        let message = format!("{host} has no address");
+        return Err(io::Error::new(io::ErrorKind::NotFound, message));
     }
     Ok(addresses)
 }
@@ -58,7 +58,7 @@ mod own {
 
     pub(super) async fn look_up(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
         // Without name servers `/etc/hosts` is still used.
-        let (servers, fault) = match read_system_conf() {
+        let (servers, config_error) = match read_system_conf() {
             Ok(servers) => (servers, None),
             Err(error) => {
                 let none = ResolverConfig::from_parts(None, Vec::new(), Vec::new());
@@ -71,7 +71,7 @@ mod own {
                 .iter()
                 .map(|address| SocketAddr::new(address, port))
                 .collect()),
-            Err(error) => Err(failed(host, &error, fault)),
+            Err(error) => Err(to_io_error(host, &error, config_error)),
         }
     }
 
@@ -88,10 +88,10 @@ mod own {
         builder.build()
     }
 
-    fn failed(host: &str, error: &NetError, fault: Option<NetError>) -> io::Error {
-        if let Some(fault) = fault {
+    fn to_io_error(host: &str, error: &NetError, config_error: Option<NetError>) -> io::Error {
+        if let Some(config_error) = config_error {
             return io::Error::other(format!(
-                "{host} is not in /etc/hosts, and /etc/resolv.conf contains no name server: {fault}"
+                "{host} is not in /etc/hosts, and /etc/resolv.conf contains no name server: {config_error}"
             ));
         }
         match error {

@@ -28,14 +28,14 @@ pub struct Socket {
     stream: Either<TcpStream, UnixStream>,
     /// Error that a read returned. The system reports it once, and TLS holds it back for its next read, which may never
     /// come.
-    broken: Option<io::ErrorKind>,
+    read_error: Option<io::ErrorKind>,
 }
 
 impl From<TcpStream> for Socket {
     fn from(tcp: TcpStream) -> Self {
         Self {
             stream: Either::Left(tcp),
-            broken: None,
+            read_error: None,
         }
     }
 }
@@ -44,7 +44,7 @@ impl From<UnixStream> for Socket {
     fn from(unix: UnixStream) -> Self {
         Self {
             stream: Either::Right(unix),
-            broken: None,
+            read_error: None,
         }
     }
 }
@@ -89,15 +89,15 @@ impl Socket {
     ///
     /// # Errors
     /// If the connection is broken, or the system cannot say.
-    pub fn unbroken(&self) -> io::Result<()> {
-        if let Some(kind) = self.broken {
+    pub fn check_error(&self) -> io::Result<()> {
+        if let Some(kind) = self.read_error {
             return Err(kind.into());
         }
-        let kept = match &self.stream {
+        let pending_error = match &self.stream {
             Either::Left(tcp) => tcp.take_error()?,
             Either::Right(unix) => unix.take_error()?,
         };
-        kept.map_or(Ok(()), Err)
+        pending_error.map_or(Ok(()), Err)
     }
 }
 
@@ -131,7 +131,7 @@ impl ResetOnClose for TcpStream {
 
 /// Unsent bytes that the system takes at most. Left to itself it takes 4 MiB for each reader that stalls, and a thousand
 /// of them take all the memory that it has for TCP: then no connection moves.
-const UNSENT: u32 = 256 * 1024;
+const MAX_UNSENT_BYTES: u32 = 256 * 1024;
 
 /// The options of every TCP connection: no delay, a short unsent queue, and keepalive as the net below liveness.
 pub fn set_tcp_options(tcp: &TcpStream) {
@@ -141,25 +141,25 @@ pub fn set_tcp_options(tcp: &TcpStream) {
         .with_interval(Duration::from_secs(15));
     // Refused options cost speed, not correctness.
     let _ = socket.set_tcp_nodelay(true);
-    let _ = socket.set_tcp_notsent_lowat(UNSENT);
+    let _ = socket.set_tcp_notsent_lowat(MAX_UNSENT_BYTES);
     let _ = socket.set_tcp_keepalive(&keepalive);
 }
 
 /// Bytes that the system reads ahead from an upstream on this machine.
-const AHEAD: usize = 128 * 1024;
+const LOCAL_RECEIVE_BUFFER: usize = 128 * 1024;
 
 /// Sets the options of a connection to an upstream on this machine: as [`set_tcp_options`], with a small receive buffer. By
 /// default the system reads up to 32 MiB ahead for each client that stalls, which is as much memory as the unsent bytes
 /// above are. A local upstream is so near that a larger buffer is of no use.
 pub fn set_local_tcp_options(tcp: &TcpStream) {
     set_tcp_options(tcp);
-    let _ = SockRef::from(tcp).set_recv_buffer_size(AHEAD);
+    let _ = SockRef::from(tcp).set_recv_buffer_size(LOCAL_RECEIVE_BUFFER);
 }
 
 /// The options of a tunnel's connection: as [`set_tcp_options`], bbr where the kernel has it (at 1 % loss and 50 ms
 /// it moves two hundred times as much as cubic). The short unsent queue keeps small requests from queueing
 /// behind bulk (invariant 7).
-pub fn tune_tunnel(tcp: &TcpStream) {
+pub fn set_tunnel_options(tcp: &TcpStream) {
     set_tcp_options(tcp);
     let socket = SockRef::from(tcp);
     let _ = socket.set_tcp_congestion(b"bbr");
@@ -174,7 +174,7 @@ impl AsyncRead for Socket {
         let this = self.get_mut();
         let polled = Pin::new(&mut this.stream).poll_read(cx, buf);
         if let Poll::Ready(Err(error)) = &polled {
-            this.broken = Some(error.kind());
+            this.read_error = Some(error.kind());
         }
         polled
     }
@@ -187,19 +187,19 @@ impl AsyncWrite for Socket {
 /// When bytes last passed, and how many, in each direction.
 #[derive(Debug)]
 pub struct IoActivity {
-    began: Instant,
-    read_at: AtomicU64,
-    written_at: AtomicU64,
-    read: AtomicU64,
+    created_at: Instant,
+    last_read_us: AtomicU64,
+    last_write_us: AtomicU64,
+    bytes_read: AtomicU64,
 }
 
 impl Default for IoActivity {
     fn default() -> Self {
         Self {
-            began: Instant::now(),
-            read_at: AtomicU64::new(0),
-            written_at: AtomicU64::new(0),
-            read: AtomicU64::new(0),
+            created_at: Instant::now(),
+            last_read_us: AtomicU64::new(0),
+            last_write_us: AtomicU64::new(0),
+            bytes_read: AtomicU64::new(0),
         }
     }
 }
@@ -207,28 +207,28 @@ impl Default for IoActivity {
 impl IoActivity {
     /// When a byte was last read (at first: when the connection began).
     pub fn last_read(&self) -> Instant {
-        self.began + Duration::from_micros(self.read_at.load(Relaxed))
+        self.created_at + Duration::from_micros(self.last_read_us.load(Relaxed))
     }
 
     /// When a byte was last written (at first: when the connection began).
     pub fn last_written(&self) -> Instant {
-        self.began + Duration::from_micros(self.written_at.load(Relaxed))
+        self.created_at + Duration::from_micros(self.last_write_us.load(Relaxed))
     }
 
     /// Bytes read so far.
-    pub fn read(&self) -> u64 {
-        self.read.load(Relaxed)
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes_read.load(Relaxed)
     }
 
     /// Adds to the bytes read. Only the one task that reads calls this and writes the counter, so no lock is needed.
     fn add_read(&self, bytes: u64) {
-        let all = self.read.load(Relaxed) + bytes;
-        self.read.store(all, Relaxed);
+        let all = self.bytes_read.load(Relaxed) + bytes;
+        self.bytes_read.store(all, Relaxed);
     }
 
-    fn mark(&self, place: &AtomicU64) {
-        let age = self.began.elapsed().as_micros();
-        place.store(u64::try_from(age).unwrap_or(u64::MAX), Relaxed);
+    fn touch(&self, timestamp: &AtomicU64) {
+        let age = self.created_at.elapsed().as_micros();
+        timestamp.store(u64::try_from(age).unwrap_or(u64::MAX), Relaxed);
     }
 }
 
@@ -286,7 +286,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for CountedIo<S> {
         let polled = Pin::new(this.io()?).poll_read(cx, buf);
         let read = buf.filled().len() - before;
         if read > 0 {
-            this.traffic.mark(&this.traffic.read_at);
+            this.traffic.touch(&this.traffic.last_read_us);
             this.traffic.add_read(read as u64);
         }
         polled
@@ -302,7 +302,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for CountedIo<S> {
         let this = self.get_mut();
         let polled = Pin::new(this.io()?).poll_write(cx, buf);
         if matches!(polled, Poll::Ready(Ok(1..))) {
-            this.traffic.mark(&this.traffic.written_at);
+            this.traffic.touch(&this.traffic.last_write_us);
         }
         polled
     }
@@ -323,7 +323,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for CountedIo<S> {
         let this = self.get_mut();
         let polled = Pin::new(this.io()?).poll_write_vectored(cx, bufs);
         if matches!(polled, Poll::Ready(Ok(1..))) {
-            this.traffic.mark(&this.traffic.written_at);
+            this.traffic.touch(&this.traffic.last_write_us);
         }
         polled
     }
@@ -359,13 +359,13 @@ mod tests {
         far.write_all(b"last words").await.unwrap();
         let mut words = [0; 10];
         near.read_exact(&mut words).await.unwrap();
-        near.unbroken().unwrap();
+        near.check_error().unwrap();
         far.abort();
         drop(far);
         let told = near.read(&mut words).await.unwrap_err().kind();
         assert_eq!(told, io::ErrorKind::ConnectionReset);
         for _ in 0..2 {
-            let told = near.unbroken().unwrap_err().kind();
+            let told = near.check_error().unwrap_err().kind();
             assert_eq!(told, io::ErrorKind::ConnectionReset);
         }
     }

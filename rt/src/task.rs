@@ -16,7 +16,7 @@ use tracing::{Instrument, Span};
 #[derive(Debug, Default)]
 pub struct TaskGroup {
     tracker: TaskTracker,
-    stop: CancellationToken,
+    cancel_token: CancellationToken,
 }
 
 impl TaskGroup {
@@ -24,7 +24,7 @@ impl TaskGroup {
     pub fn new(parent: &CancellationToken) -> Self {
         Self {
             tracker: TaskTracker::new(),
-            stop: parent.child_token(),
+            cancel_token: parent.child_token(),
         }
     }
 
@@ -42,13 +42,13 @@ impl TaskGroup {
         F: Future<Output = ()> + Send + 'static,
     {
         // An `async` block around the task would contain it twice or more, and each task is moved as a whole.
-        let owned = task.with_cancellation_token_owned(self.stop.clone());
+        let owned = task.with_cancellation_token_owned(self.cancel_token.clone());
         self.tracker.spawn_on(owned.instrument(span), runtime);
     }
 
     /// Ends the branch when it is dropped: for an owner whose tasks hold the branch themselves, and so keep it.
     pub fn guard(&self) -> DropGuard {
-        self.stop.clone().drop_guard()
+        self.cancel_token.clone().drop_guard()
     }
 
     /// How many run.
@@ -62,23 +62,23 @@ impl TaskGroup {
     }
 
     /// Waits until none runs.
-    pub async fn idle(&self) {
+    pub async fn wait_until_idle(&self) {
         self.tracker.close();
         self.tracker.wait().await;
     }
 
     /// Waits for what runs, then cancels what is left. Says how much was left.
     pub async fn drain(&self, grace: Duration) -> usize {
-        self.drain_and(grace, || ()).await
+        self.drain_with(grace, || ()).await
     }
 
-    /// As [`TaskGroup::drain`], with something to be done `before` what is left is cancelled.
-    pub async fn drain_and(&self, grace: Duration, before: impl FnOnce()) -> usize {
+    /// As [`TaskGroup::drain`], with something to be done `before_cancel` what is left is cancelled.
+    pub async fn drain_with(&self, grace: Duration, before_cancel: impl FnOnce()) -> usize {
         self.tracker.close();
         let _ = timeout(grace, self.tracker.wait()).await;
-        before();
+        before_cancel();
         let left = self.tracker.len();
-        self.stop.cancel();
+        self.cancel_token.cancel();
         self.tracker.wait().await;
         left
     }
@@ -86,7 +86,7 @@ impl TaskGroup {
 
 impl Drop for TaskGroup {
     fn drop(&mut self) {
-        self.stop.cancel();
+        self.cancel_token.cancel();
     }
 }
 

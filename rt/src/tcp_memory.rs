@@ -7,7 +7,7 @@
 use std::{fs, path::Path};
 
 /// Bytes of a page, in which the kernel counts. Machines with larger pages have more memory than is assumed here.
-const PAGE: usize = 4096;
+const PAGE_SIZE: usize = 4096;
 /// The part of where pressure begins that may be used before streams are evicted.
 const PRESSURE_DIVISOR: usize = 2;
 /// The kernel's default: pressure begins when a 16th of the memory is used (`tcp_init_mem`).
@@ -16,28 +16,28 @@ const DEFAULT_DIVISOR: usize = 16;
 /// A reader of the kernel's numbers, with a bound on what may be used.
 #[derive(Debug)]
 pub struct TcpMemory {
-    bound: usize,
+    limit: usize,
 }
 
 impl TcpMemory {
     /// Returns `None` if the kernel does not report the memory in use, or no source reports how much there is.
-    pub fn open(bound: Option<usize>) -> Option<Self> {
-        let bound = bound.or_else(|| Some(pressure()? / PRESSURE_DIVISOR))?;
-        let memory = Self { bound };
+    pub fn open(limit: Option<usize>) -> Option<Self> {
+        let limit = limit.or_else(|| Some(pressure_threshold()? / PRESSURE_DIVISOR))?;
+        let memory = Self { limit };
         memory.used()?;
         Some(memory)
     }
 
     /// Bytes that may be used.
-    pub fn bound(&self) -> usize {
-        self.bound
+    pub fn limit(&self) -> usize {
+        self.limit
     }
 
     /// Bytes that all TCP sockets of this machine use now.
     #[allow(clippy::unused_self, reason = "only an open reader may ask")]
     pub fn used(&self) -> Option<usize> {
         // The kernel reads from memory, so this does not block on a disk.
-        used(&read("/proc/net/sockstat")?)
+        parse_used(&read("/proc/net/sockstat")?)
     }
 }
 
@@ -46,26 +46,27 @@ fn read(path: impl AsRef<Path>) -> Option<String> {
 }
 
 /// Bytes from which on the kernel calls it pressure.
-fn pressure() -> Option<usize> {
-    let set = read("/proc/sys/net/ipv4/tcp_mem").and_then(|text| second(&text));
-    set.or_else(|| Some(total(&read("/proc/meminfo")?)? / DEFAULT_DIVISOR))
+fn pressure_threshold() -> Option<usize> {
+    let configured =
+        read("/proc/sys/net/ipv4/tcp_mem").and_then(|text| parse_pressure_threshold(&text));
+    configured.or_else(|| Some(parse_total(&read("/proc/meminfo")?)? / DEFAULT_DIVISOR))
 }
 
-fn used(sockstat: &str) -> Option<usize> {
+fn parse_used(sockstat: &str) -> Option<usize> {
     let tcp = sockstat
         .lines()
         .find_map(|line| line.strip_prefix("TCP:"))?;
     let mut words = tcp.split_whitespace();
     words.find(|word| *word == "mem")?;
-    words.next()?.parse::<usize>().ok()?.checked_mul(PAGE)
+    words.next()?.parse::<usize>().ok()?.checked_mul(PAGE_SIZE)
 }
 
-fn second(tcp_mem: &str) -> Option<usize> {
+fn parse_pressure_threshold(tcp_mem: &str) -> Option<usize> {
     let pages = tcp_mem.split_whitespace().nth(1)?;
-    pages.parse::<usize>().ok()?.checked_mul(PAGE)
+    pages.parse::<usize>().ok()?.checked_mul(PAGE_SIZE)
 }
 
-fn total(meminfo: &str) -> Option<usize> {
+fn parse_total(meminfo: &str) -> Option<usize> {
     let total = meminfo
         .lines()
         .find_map(|line| line.strip_prefix("MemTotal:"))?;
@@ -81,12 +82,15 @@ mod tests {
     fn the_kernels_numbers_are_read() {
         let sockstat =
             "sockets: used 16\nTCP: inuse 1 orphan 0 tw 0 alloc 1 mem 25\nUDP: inuse 0 mem 7\n";
-        assert_eq!(used(sockstat), Some(25 * PAGE));
-        assert_eq!(second("287898\t383866\t575796\n"), Some(383_866 * PAGE));
+        assert_eq!(parse_used(sockstat), Some(25 * PAGE_SIZE));
+        assert_eq!(
+            parse_pressure_threshold("287898\t383866\t575796\n"),
+            Some(383_866 * PAGE_SIZE)
+        );
         let meminfo = "MemTotal:       24684244 kB\nMemFree:        13037300 kB\n";
-        assert_eq!(total(meminfo), Some(24_684_244 * 1024));
+        assert_eq!(parse_total(meminfo), Some(24_684_244 * 1024));
         for broken in ["", "TCP: mem", "TCP: mem x", "UDP: mem 7"] {
-            assert_eq!(used(broken), None, "{broken}");
+            assert_eq!(parse_used(broken), None, "{broken}");
         }
     }
 }

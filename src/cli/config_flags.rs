@@ -8,24 +8,24 @@ use std::marker::PhantomData;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches};
 use schemars::JsonSchema;
 
-use crate::config_loader::{ConfigKey, ValueForm, keys, plain};
+use crate::config_loader::{ConfigKey, ValueForm, keys, plain_text};
 
 /// The keys of `C` that were given as flags, by name, each with its texts.
 #[derive(Debug)]
 pub(crate) struct ConfigFlags<C> {
-    pub(crate) given: Vec<(String, Vec<String>)>,
-    side: PhantomData<fn() -> C>,
+    pub(crate) values: Vec<(String, Vec<String>)>,
+    config_type: PhantomData<fn() -> C>,
 }
 
-fn flags<C: JsonSchema>() -> impl Iterator<Item = ConfigKey> {
+fn flag_keys<C: JsonSchema>() -> impl Iterator<Item = ConfigKey> {
     keys::<C>().into_iter().filter(|key| key.settable)
 }
 
-fn arg(key: &ConfigKey) -> Arg {
+fn flag_arg(key: &ConfigKey) -> Arg {
     let meaning = key.help.trim_end_matches('.');
-    let empty = |text: &String| matches!(text.as_str(), "" | "…" | "[]" | "{}");
-    let default = key.default.as_ref().map(plain);
-    let help = match default.filter(|text| !empty(text)) {
+    let is_empty = |text: &String| matches!(text.as_str(), "" | "…" | "[]" | "{}");
+    let default = key.default.as_ref().map(plain_text);
+    let help = match default.filter(|text| !is_empty(text)) {
         Some(default) => format!("{meaning} [default: {default}]"),
         None => meaning.to_owned(),
     };
@@ -48,7 +48,7 @@ fn arg(key: &ConfigKey) -> Arg {
 
 impl<C: JsonSchema> Args for ConfigFlags<C> {
     fn augment_args(command: Command) -> Command {
-        command.args(flags::<C>().map(|key| arg(&key)))
+        command.args(flag_keys::<C>().map(|key| flag_arg(&key)))
     }
 
     fn augment_args_for_update(command: Command) -> Command {
@@ -58,13 +58,13 @@ impl<C: JsonSchema> Args for ConfigFlags<C> {
 
 impl<C: JsonSchema> FromArgMatches for ConfigFlags<C> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
-        let texts = |key: &ConfigKey| {
+        let values_of = |key: &ConfigKey| {
             let texts = matches.get_many::<String>(&key.name)?;
             Some((key.name.clone(), texts.cloned().collect()))
         };
         Ok(Self {
-            given: flags::<C>().filter_map(|key| texts(&key)).collect(),
-            side: PhantomData,
+            values: flag_keys::<C>().filter_map(|key| values_of(&key)).collect(),
+            config_type: PhantomData,
         })
     }
 

@@ -51,7 +51,7 @@ pub(crate) struct NodeAttributeArgs {
 }
 
 impl NodeAttributeArgs {
-    pub(crate) fn get(&self) -> NodeAttributes {
+    pub(crate) fn to_attributes(&self) -> NodeAttributes {
         NodeAttributes {
             addresses: self.addresses.clone(),
             pool: self.pool.clone(),
@@ -91,7 +91,7 @@ pub(super) fn label(text: &str) -> Result<(String, String), String> {
     let Some((key, value)) = text.split_once('=') else {
         return Err("write KEY=VALUE, as in tier=gold".into());
     };
-    if let Some(fault) = policy::label(key).or_else(|| policy::label(value)) {
+    if let Some(fault) = policy::label_fault(key).or_else(|| policy::label_fault(value)) {
         return Err(fault);
     }
     Ok((key.to_owned(), value.to_owned()))

@@ -21,10 +21,10 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 
 /// Under this name a running process notes its admin address in its data directory.
-pub(super) const NAME: &str = "admin";
+pub(super) const ADMIN_ADDRESS_FILE: &str = "admin";
 
 /// A process on the same machine that does not answer within this is stuck.
-const PATIENCE: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The address and socket at which a running process is asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,11 +51,11 @@ impl fmt::Display for AdminAddress {
 }
 
 /// The admin address, and in words where it was found.
-pub(super) fn address(
-    given: Option<String>,
+pub(super) fn find_address(
+    admin_flag: Option<String>,
     data_dir: &Path,
 ) -> anyhow::Result<(AdminAddress, String)> {
-    if let Some(address) = given {
+    if let Some(address) = admin_flag {
         return Ok((address.into(), "from --admin".into()));
     }
     let remedy =
@@ -73,8 +73,8 @@ pub(super) fn address(
 }
 
 /// Forgets where a process is asked that ends.
-pub(super) fn forget(store: &Store) -> Result<(), StoreError> {
-    store.remove_runtime(NAME)?;
+pub(super) fn remove_address(store: &Store) -> Result<(), StoreError> {
+    store.remove_runtime(ADMIN_ADDRESS_FILE)?;
     // A leftover socket does no harm; the next process replaces it.
     let _ = std::fs::remove_file(store.admin_socket());
     Ok(())
@@ -82,15 +82,15 @@ pub(super) fn forget(store: &Store) -> Result<(), StoreError> {
 
 /// The admin address of the process that lives on a data directory, if there are such a directory and process.
 pub(super) fn address_from_data_dir(data_dir: &Path) -> anyhow::Result<Option<AdminAddress>> {
-    let asked = Store::open(data_dir, OpenMode::Existing).and_then(|store| {
-        let address = store.read_runtime(NAME)?;
+    let stored = Store::open(data_dir, OpenMode::Existing).and_then(|store| {
+        let address = store.read_runtime(ADMIN_ADDRESS_FILE)?;
         Ok(address.map(|address| AdminAddress {
             address: address.trim().to_owned(),
             socket: Some(store.admin_socket()),
         }))
     });
-    match asked {
-        Ok(place) => Ok(place),
+    match stored {
+        Ok(address) => Ok(address),
         Err(StoreError::Missing { .. }) => Ok(None),
         Err(error) => Err(error.into()),
     }
@@ -105,27 +105,27 @@ pub(super) fn is_denied(error: &anyhow::Error) -> bool {
 }
 
 /// The answer's status and body to a GET.
-pub(super) async fn get(place: &AdminAddress, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
-    request(Method::GET, place, path).await
+pub(super) async fn get(address: &AdminAddress, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
+    request(Method::GET, address, path).await
 }
 
 /// The answer's status and body.
 pub(super) async fn request(
     method: Method,
-    place: &AdminAddress,
+    address: &AdminAddress,
     path: &str,
 ) -> anyhow::Result<(StatusCode, Bytes)> {
-    let asking = async {
-        if let Some(socket) = &place.socket
+    let attempt = async {
+        if let Some(socket) = &address.socket
             && let Ok(stream) = UnixStream::connect(socket).await
         {
-            return exchange(method, stream, (place, path)).await;
+            return exchange(method, stream, (address, path)).await;
         }
-        exchange(method, connect(&place.address).await?, (place, path)).await
+        exchange(method, connect(&address.address).await?, (address, path)).await
     };
-    tokio::time::timeout(PATIENCE, asking)
+    tokio::time::timeout(REQUEST_TIMEOUT, attempt)
         .await
-        .with_context(|| format!("{place} did not answer within {PATIENCE:?}"))?
+        .with_context(|| format!("{address} did not answer within {REQUEST_TIMEOUT:?}"))?
 }
 
 async fn connect(address: &str) -> anyhow::Result<TcpStream> {
@@ -141,22 +141,22 @@ async fn connect(address: &str) -> anyhow::Result<TcpStream> {
 async fn exchange(
     method: Method,
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    (place, path): (&AdminAddress, &str),
+    (address, path): (&AdminAddress, &str),
 ) -> anyhow::Result<(StatusCode, Bytes)> {
     let request = Request::builder()
         .method(method)
         .uri(path)
-        .header(header::HOST, &place.address)
+        .header(header::HOST, &address.address)
         .body(Full::<Bytes>::default())?;
-    let ask = async {
+    let sending = async {
         let (response, _connection) = http_client::send(stream, request).await?;
         let status = response.status();
         let body = response.into_body().collect().await?.to_bytes();
         Ok::<_, hyper::Error>((status, body))
     };
-    ask.await.with_context(|| {
+    sending.await.with_context(|| {
         format!(
-            "the response of {place} is not that of an admin listener; is it the admin address?"
+            "the response of {address} is not that of an admin listener; is it the admin address?"
         )
     })
 }
@@ -204,14 +204,14 @@ mod tests {
 
     #[test]
     fn an_explicit_address_wins() {
-        let found = address(Some("127.0.0.1:1".into()), Path::new("/nowhere")).unwrap();
+        let found = find_address(Some("127.0.0.1:1".into()), Path::new("/nowhere")).unwrap();
         assert_eq!(found.0, AdminAddress::from("127.0.0.1:1".to_owned()));
     }
 
     #[test]
     fn where_no_gateway_runs_the_remedy_is_said() {
         let folder = tempfile::tempdir().unwrap();
-        let error = address(None, folder.path()).unwrap_err();
+        let error = find_address(None, folder.path()).unwrap_err();
         assert!(
             format!("{error:#}").contains("--admin HOST:PORT"),
             "{error:#}"

@@ -15,74 +15,94 @@ use crate::cli::Bootstrap;
 use crate::output::outln;
 
 /// A token that is kept must leave its node the time to start.
-const MARGIN: Duration = Duration::from_mins(1);
+const MIN_VALIDITY: Duration = Duration::from_mins(1);
 
 /// Makes what is missing, and says what it made.
-pub(crate) fn run(ask: &Bootstrap) -> anyhow::Result<()> {
-    let nodes: Vec<NodeName> = ask
+pub(crate) fn run(args: &Bootstrap) -> anyhow::Result<()> {
+    let nodes: Vec<NodeName> = args
         .nodes
         .iter()
         .map(|node| NodeName::parse(node).with_context(|| format!("--node {node}")))
         .collect::<anyhow::Result<_>>()?;
-    if ask.clients.iter().any(|name| name == "ca") {
+    if args.clients.iter().any(|name| name == "ca") {
         bail!("--client ca: ca.pem is the file of the root certificate; choose another name");
     }
-    let (store, authority) = ca::ensure(&ask.data.data_dir, &ask.trust_domain)?;
-    fs::create_dir_all(&ask.out)
-        .with_context(|| format!("cannot create the directory {}", ask.out.display()))?;
-    private_file::write(&ask.out.join("ca.pem"), &authority.client_bundle_pem())?;
+    let (store, authority) = ca::ensure_ca(&args.data.data_dir, &args.trust_domain)?;
+    fs::create_dir_all(&args.out)
+        .with_context(|| format!("cannot create the directory {}", args.out.display()))?;
+    private_file::write(&args.out.join("ca.pem"), &authority.client_bundle_pem())?;
     for node in &nodes {
-        let file = ask.out.join(format!("{node}.token"));
-        outln!("{node}: {}", token(&store, node, &file, ask.token_ttl)?)?;
+        let file = args.out.join(format!("{node}.token"));
+        outln!(
+            "{node}: {}",
+            ensure_token(&store, node, &file, args.token_ttl)?
+        )?;
     }
-    for name in &ask.clients {
-        outln!("{name}: {}", client(&authority, name, ask)?)?;
+    for name in &args.clients {
+        outln!(
+            "{name}: {}",
+            write_client_certificate(&authority, name, args)?
+        )?;
     }
     Ok(())
 }
 
 /// Sees to a node's token; says what became of it.
-fn token(store: &Store, node: &NodeName, file: &Path, ttl: Duration) -> anyhow::Result<String> {
-    let place = file.display();
-    if store.nodes().all()?.iter().any(|known| known.node == *node) {
+fn ensure_token(
+    store: &Store,
+    node: &NodeName,
+    file: &Path,
+    ttl: Duration,
+) -> anyhow::Result<String> {
+    let path = file.display();
+    if store
+        .nodes()
+        .all()?
+        .iter()
+        .any(|existing| existing.node == *node)
+    {
         return Ok(format!(
             "has already joined and needs no token (if its data is lost: causeway token create --node {node})"
         ));
     }
-    if holds(store, node, file)? {
-        return Ok(format!("the token in {place} is still valid"));
+    if has_valid_token(store, node, file)? {
+        return Ok(format!("the token in {path} is still valid"));
     }
     let token = store
         .tokens()?
         .create(node, ttl, NodeAttributes::default())?;
     private_file::write(file, &format!("{}\n", token.text().expose()))?;
     let ttl = humantime::format_duration(ttl);
-    Ok(format!("token in {place}, valid for {ttl}, used once"))
+    Ok(format!("token in {path}, valid for {ttl}, used once"))
 }
 
 /// Whether the file has an unused token of this data directory for the node.
-fn holds(store: &Store, node: &NodeName, file: &Path) -> anyhow::Result<bool> {
+fn has_valid_token(store: &Store, node: &NodeName, file: &Path) -> anyhow::Result<bool> {
     let Ok(text) = fs::read_to_string(file) else {
         return Ok(false);
     };
-    let Ok(kept) = JoinToken::parse(text.trim()) else {
+    let Ok(stored) = JoinToken::parse(text.trim()) else {
         return Ok(false);
     };
-    let enough = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)? + MARGIN;
+    let min_expiry = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)? + MIN_VALIDITY;
     let records = store.tokens()?.all()?;
     Ok(records.iter().any(|record| {
-        record.id == kept.id
+        record.id == stored.id
             && record.nodes.node().as_ref() == Some(node)
             && record.used.is_empty()
             && record.revoked.is_none()
-            && record.expires > enough.as_secs()
+            && record.expires > min_expiry.as_secs()
     }))
 }
 
 /// Makes a new certificate for a client. Earlier certificates stay valid.
-fn client(authority: &Ca, name: &str, ask: &Bootstrap) -> anyhow::Result<String> {
-    let leaf = authority.issue_client(name, &[], ask.client_ttl)?;
-    let (chain, key) = client::write_certificate(&ask.out, name, &leaf)?;
+fn write_client_certificate(
+    authority: &Ca,
+    name: &str,
+    args: &Bootstrap,
+) -> anyhow::Result<String> {
+    let leaf = authority.issue_client(name, &[], args.client_ttl)?;
+    let (chain, key) = client::write_certificate(&args.out, name, &leaf)?;
     Ok(format!(
         "certificate in {}, key in {}",
         chain.display(),

@@ -22,34 +22,34 @@ use crate::output::{self, outln};
 /// Makes what was asked for.
 pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
     match ca {
-        Ca::Init(ask) => init(&ask),
-        Ca::Rotate(order) => ca_rotate::run(order).await,
-        Ca::Backup(ask) => backup(&ask),
-        Ca::Restore(ask) => restore(&ask),
-        Ca::Csr(ask) => csr(&ask),
-        Ca::Import(ask) => import(&ask).await,
+        Ca::Init(args) => init(&args),
+        Ca::Rotate(subcommand) => ca_rotate::run(subcommand).await,
+        Ca::Backup(args) => backup(&args),
+        Ca::Restore(args) => restore(&args),
+        Ca::Csr(args) => csr(&args),
+        Ca::Import(args) => import(&args).await,
     }
 }
 
 /// Returns the CA of the directory, and its store; both are made if they are not there.
-pub(super) fn ensure(
+pub(super) fn ensure_ca(
     data_dir: &Path,
     trust_domain: &TrustDomain,
 ) -> anyhow::Result<(Store, Authority)> {
     let store = Store::open(data_dir, OpenMode::Create)?;
-    let (ca, news) = if let Some(ca) = store.ca()? {
+    let (ca, message) = if let Some(ca) = store.ca()? {
         (ca, "a CA exists already and stays unchanged")
     } else {
         let ca = Authority::create(trust_domain)?;
         store.save_ca(&ca)?;
         (ca, "created a CA")
     };
-    outln!("{news}: {}", store.root_path().display())?;
+    outln!("{message}: {}", store.root_path().display())?;
     Ok((store, ca))
 }
 
-fn init(ask: &CaInit) -> anyhow::Result<()> {
-    let (_, ca) = ensure(&ask.data.data_dir, &ask.trust_domain)?;
+fn init(args: &CaInit) -> anyhow::Result<()> {
+    let (_, ca) = ensure_ca(&args.data.data_dir, &args.trust_domain)?;
     outln!(
         "trust domain {}, fingerprint {}",
         ca.trust_domain(),
@@ -59,10 +59,10 @@ fn init(ask: &CaInit) -> anyhow::Result<()> {
 }
 
 /// Prints the pending request. Makes it if there is none, or a new one is wanted.
-fn csr(ask: &CaCsr) -> anyhow::Result<()> {
-    let (store, _) = data_dir::with_ca(&ask.data.data_dir)?;
+fn csr(args: &CaCsr) -> anyhow::Result<()> {
+    let (store, _) = data_dir::open_with_ca(&args.data.data_dir)?;
     let (ca, _) = store.change_ca(|ca| {
-        anyhow::Ok(if ask.new {
+        anyhow::Ok(if args.new {
             ca.renew_listener_request()?
         } else {
             ca.request_listener_ca()?
@@ -73,22 +73,22 @@ fn csr(ask: &CaCsr) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn backup(ask: &CaBackup) -> anyhow::Result<()> {
-    let (store, ca) = data_dir::with_ca(&ask.data.data_dir)?;
-    store.backup()?.save(&ask.file)?;
+fn backup(args: &CaBackup) -> anyhow::Result<()> {
+    let (store, ca) = data_dir::open_with_ca(&args.data.data_dir)?;
+    store.backup()?.save(&args.file)?;
     outln!(
         "CA {} with tickets, tokens and nodes: {}; keep it as you keep the CA itself",
         ca.fingerprint(),
-        ask.file.display()
+        args.file.display()
     )?;
     Ok(())
 }
 
-fn restore(ask: &CaBackup) -> anyhow::Result<()> {
-    let backup = Backup::read(&ask.file)?;
-    let directory = &ask.data.data_dir;
+fn restore(args: &CaBackup) -> anyhow::Result<()> {
+    let backup = Backup::read(&args.file)?;
+    let directory = &args.data.data_dir;
     let store = Store::open(directory, OpenMode::Create)?;
-    let before = store.ca().ok().flatten();
+    let previous = store.ca().ok().flatten();
     store.restore(&backup).map_err(|error| match error {
         StoreError::Exists { .. } => anyhow!(
             "there is another CA in {}, and it is not overwritten; restore into an empty directory",
@@ -97,44 +97,47 @@ fn restore(ask: &CaBackup) -> anyhow::Result<()> {
         StoreError::InUse { .. } => anyhow!("{error} (stop the gateway that runs there first)"),
         error => error.into(),
     })?;
-    let made = UNIX_EPOCH + Duration::from_secs(backup.made_at());
+    let backup_time = UNIX_EPOCH + Duration::from_secs(backup.made_at());
     outln!(
         "{} is restored to its state at {}: nodes that were revoked or removed since then are admitted again, and join tokens that were used since then are valid again",
         directory.display(),
-        humantime::format_rfc3339_seconds(made)
+        humantime::format_rfc3339_seconds(backup_time)
     )?;
-    let (before, restored) = (before.as_ref(), store.ca()?);
-    if let (Some(before), Some(restored)) = (before, &restored)
-        && before.has_newer_listener_ca(restored)
+    let (previous, restored) = (previous.as_ref(), store.ca()?);
+    if let (Some(previous), Some(restored)) = (previous, &restored)
+        && previous.has_newer_listener_ca(restored)
     {
-        outln!("{}", older_listener_ca(before, restored))?;
+        outln!("{}", older_listener_ca(previous, restored))?;
     }
     Ok(())
 }
 
 /// Describes a restored chain that is older than the one before.
-fn older_listener_ca(before: &Authority, restored: &Authority) -> String {
-    let shown = |ca: &Authority| {
+fn older_listener_ca(previous: &Authority, restored: &Authority) -> String {
+    let describe_chain = |ca: &Authority| {
         ca.listener_ca().map_or_else(
             || "no imported chain".to_owned(),
             |info| {
-                let (own, root) = (described(&info.intermediate), described(&info.root));
-                format!("the chain of {own} below the root {root}")
+                let (intermediate, root) = (
+                    describe_certificate(&info.intermediate),
+                    describe_certificate(&info.root),
+                );
+                format!("the chain of {intermediate} below the root {root}")
             },
         )
     };
     format!(
         "warning: the backup's requests and chains of listeners are older: it has {}, and the directory had {}. To have a later chain again, make another request (`causeway ca csr --new`), have it signed and import it",
-        shown(restored),
-        shown(before)
+        describe_chain(restored),
+        describe_chain(previous)
     )
 }
 
-async fn import(ask: &CaImport) -> anyhow::Result<()> {
-    let directory = &ask.data.data_dir;
-    match (&ask.from, &ask.root) {
+async fn import(args: &CaImport) -> anyhow::Result<()> {
+    let directory = &args.data.data_dir;
+    match (&args.from, &args.root) {
         (None, _) => remove_chain(directory)?,
-        (Some(from), None) if from.is_dir() => import_shared(from, directory)?,
+        (Some(from), None) if from.is_dir() => import_shared_ca(from, directory)?,
         (Some(from), Some(_)) if from.is_dir() => bail!(
             "--root is for a chain in a file, and {} is a directory",
             from.display()
@@ -147,9 +150,9 @@ async fn import(ask: &CaImport) -> anyhow::Result<()> {
 
 /// Removes the chain of listeners.
 fn remove_chain(directory: &Path) -> anyhow::Result<()> {
-    let (store, _) = data_dir::with_ca(directory)?;
+    let (store, _) = data_dir::open_with_ca(directory)?;
     let (_, step) = store.change_ca(|ca| anyhow::Ok(ca.remove_listener_chain()))?;
-    if step == RotationStep::Standing {
+    if step == RotationStep::Unchanged {
         return outln!("no chain is imported, and nothing changes");
     }
     outln!(
@@ -164,11 +167,11 @@ fn import_chain(from: &Path, root: Option<&Path>, directory: &Path) -> anyhow::R
     let root = root.map(|path| anyhow::Ok((path, read_root(path)?)));
     let root = root.transpose()?;
     let bytes = fs::read(from).with_context(|| format!("cannot read {file}"))?;
-    if let Some(hint) = conversion(&bytes, from) {
+    if let Some(hint) = conversion_hint(&bytes, from) {
         bail!("{file} is not imported: {hint}");
     }
     let chain = String::from_utf8_lossy(&bytes);
-    let (store, before) = data_dir::with_ca(directory)?;
+    let (store, previous_ca) = data_dir::open_with_ca(directory)?;
     let nodes = store.nodes().all()?;
     let names: Vec<_> = nodes.iter().map(|it| HostName::from(&it.node)).collect();
     let (ca, step) = store.change_ca(|ca| {
@@ -176,31 +179,31 @@ fn import_chain(from: &Path, root: Option<&Path>, directory: &Path) -> anyhow::R
             .import_listener_chain(&chain, &names)
             .with_context(|| format!("{file} is not imported"))?;
         let info = ca.listener_ca().context("the chain is gone again")?;
-        if let Some((path, wanted)) = &root
-            && info.root.fingerprint != wanted.fingerprint
+        if let Some((path, expected)) = &root
+            && info.root.fingerprint != expected.fingerprint
         {
             bail!(
                 "{file} is not imported: it ends at the root {}, and {} has the root {}",
-                described(&info.root),
+                describe_certificate(&info.root),
                 path.display(),
-                described(wanted)
+                describe_certificate(expected)
             );
         }
         Ok((ca, step))
     })?;
     let info = ca.listener_ca().context("the chain is gone again")?;
-    let root_before = before.listener_ca().map(|info| info.root.fingerprint);
-    let changed = step == RotationStep::Made && root_before != Some(info.root.fingerprint);
+    let root_before = previous_ca.listener_ca().map(|info| info.root.fingerprint);
+    let root_changed = step == RotationStep::Applied && root_before != Some(info.root.fingerprint);
     let addresses = nodes.iter().flat_map(|node| &node.addresses);
-    let outside = ca.names_outside_chain(addresses.map(|it| HostName::Ip(*it)).collect());
-    outln!("{}", chain_report(&info, step, &outside))?;
+    let not_permitted = ca.names_outside_chain(addresses.map(|it| HostName::Ip(*it)).collect());
+    outln!("{}", chain_report(&info, step, &not_permitted))?;
     let now = SystemTime::now();
-    if let Some(warning) = ends_soon(&info, now) {
+    if let Some(warning) = expiry_warning(&info, now) {
         outln!("{warning}")?;
     }
     let ca_pem = store.root_path();
-    if changed {
-        outln!("{}", change_warning(&info, &ca_pem))?;
+    if root_changed {
+        outln!("{}", root_change_warning(&info, &ca_pem))?;
     }
     Ok(())
 }
@@ -209,18 +212,19 @@ fn import_chain(from: &Path, root: Option<&Path>, directory: &Path) -> anyhow::R
 fn read_root(path: &Path) -> anyhow::Result<CaCertificateInfo> {
     let file = path.display();
     let text = fs::read_to_string(path).with_context(|| format!("cannot read {file}"))?;
-    let found = causeway_certs::certificates(&text).map_err(|why| anyhow!("{file}: {why}"))?;
-    let [root] = &found[..] else {
+    let certificates =
+        causeway_certs::parse_certificates(&text).map_err(|why| anyhow!("{file}: {why}"))?;
+    let [root] = &certificates[..] else {
         bail!(
             "{file} has {} certificates; it must have one, the root",
-            found.len()
+            certificates.len()
         );
     };
-    CaCertificateInfo::read(root).with_context(|| format!("{file} is no CA certificate"))
+    CaCertificateInfo::parse(root).with_context(|| format!("{file} is no CA certificate"))
 }
 
 /// Returns the command that converts a file of another format.
-fn conversion(bytes: &[u8], path: &Path) -> Option<String> {
+fn conversion_hint(bytes: &[u8], path: &Path) -> Option<String> {
     let file = path.display();
     let pkcs7 = |form: &str| {
         format!(
@@ -229,7 +233,7 @@ fn conversion(bytes: &[u8], path: &Path) -> Option<String> {
     };
     if bytes.starts_with(&[0x30]) {
         let certificate = CertificateDer::from(bytes);
-        return Some(if Certificate::read(&certificate).is_ok() {
+        return Some(if Certificate::parse(&certificate).is_ok() {
             format!(
                 "it is a certificate in DER format; convert it by `openssl x509 -inform der -in {file} -out signed.pem`, and append the CAs above it"
             )
@@ -245,7 +249,7 @@ fn conversion(bytes: &[u8], path: &Path) -> Option<String> {
 }
 
 /// Describes a certificate by its subject, fingerprint and end.
-fn described(certificate: &CaCertificateInfo) -> String {
+fn describe_certificate(certificate: &CaCertificateInfo) -> String {
     let CaCertificateInfo {
         subject,
         fingerprint,
@@ -253,33 +257,37 @@ fn described(certificate: &CaCertificateInfo) -> String {
     } = certificate;
     format!(
         "'{subject}' (SHA-256 {fingerprint}, until {})",
-        ends(certificate)
+        format_expiry(certificate)
     )
 }
 
-fn ends(certificate: &CaCertificateInfo) -> humantime::Rfc3339Timestamp {
-    let ends = Duration::from_secs(certificate.not_after.as_secs());
-    humantime::format_rfc3339_seconds(UNIX_EPOCH + ends)
+fn format_expiry(certificate: &CaCertificateInfo) -> humantime::Rfc3339Timestamp {
+    let expiry = Duration::from_secs(certificate.not_after.as_secs());
+    humantime::format_rfc3339_seconds(UNIX_EPOCH + expiry)
 }
 
 /// Describes the chain in use, and the addresses that it does not permit.
-fn chain_report(info: &ListenerCaInfo, step: RotationStep, outside: &[HostName]) -> String {
+fn chain_report(info: &ListenerCaInfo, step: RotationStep, not_permitted: &[HostName]) -> String {
     let mut text = format!(
         "{}\nintermediate {}\nroot {}",
-        if step == RotationStep::Made {
+        if step == RotationStep::Applied {
             "imported"
         } else {
             "imported before"
         },
-        described(&info.intermediate),
-        described(&info.root)
+        describe_certificate(&info.intermediate),
+        describe_certificate(&info.root)
     );
-    if info.limits_names {
+    if info.has_name_constraints {
         text += "\nThe chain has name constraints. For names that these do not permit, listeners present certificates of Causeway's own CA.";
     }
-    if !outside.is_empty() {
-        let shown: Vec<_> = outside.iter().take(5).map(ToString::to_string).collect();
-        let (count, shown) = (outside.len(), shown.join(", "));
+    if !not_permitted.is_empty() {
+        let shown: Vec<_> = not_permitted
+            .iter()
+            .take(5)
+            .map(ToString::to_string)
+            .collect();
+        let (count, shown) = (not_permitted.len(), shown.join(", "));
         // Writing to a String cannot fail.
         let _ = write!(
             text,
@@ -290,32 +298,33 @@ fn chain_report(info: &ListenerCaInfo, step: RotationStep, outside: &[HostName])
 }
 
 /// Returns a warning if the chain ends within 30 days.
-fn ends_soon(info: &ListenerCaInfo, now: SystemTime) -> Option<String> {
-    let first = &info.first_to_end;
-    let left = (UNIX_EPOCH + Duration::from_secs(first.not_after.as_secs())).duration_since(now);
-    let days = left.unwrap_or_default().as_secs() / (24 * 3600);
+fn expiry_warning(info: &ListenerCaInfo, now: SystemTime) -> Option<String> {
+    let first = &info.first_to_expire;
+    let remaining =
+        (UNIX_EPOCH + Duration::from_secs(first.not_after.as_secs())).duration_since(now);
+    let days = remaining.unwrap_or_default().as_secs() / (24 * 3600);
     (days < 30).then(|| {
         format!(
             "warning: the chain ends in {days} days, at {}, with the certificate '{}'; have it renewed, and import it again",
-            ends(first),
+            format_expiry(first),
             first.subject
         )
     })
 }
 
 /// Describes the consequence of another root for clients.
-fn change_warning(info: &ListenerCaInfo, ca_pem: &Path) -> String {
+fn root_change_warning(info: &ListenerCaInfo, ca_pem: &Path) -> String {
     format!(
         "Listeners now present certificates below the root {}. Clients that have only the old ca.pem reject them from now on: give them {}.",
-        described(&info.root),
+        describe_certificate(&info.root),
         ca_pem.display()
     )
 }
 
-fn import_shared(from: &Path, directory: &Path) -> anyhow::Result<()> {
+fn import_shared_ca(from: &Path, directory: &Path) -> anyhow::Result<()> {
     let shared = SharedCa::read(from)?;
     let store = Store::open(directory, OpenMode::Create)?;
-    let taken = store.take_up(&shared).map_err(|error| match error {
+    let outcome = store.import_shared(&shared).map_err(|error| match error {
         StoreError::Exists { .. } => anyhow!(
             "there is another CA in {}, and its edges would be lost; take up the one that it has (causeway k8s ca-secret --data-dir {} makes the Secret), or empty the directory",
             directory.display(),
@@ -323,16 +332,16 @@ fn import_shared(from: &Path, directory: &Path) -> anyhow::Result<()> {
         ),
         error => error.into(),
     })?;
-    outln!("{}", news(taken, shared.ca(), directory))?;
+    outln!("{}", describe_import(outcome, shared.ca(), directory))?;
     Ok(())
 }
 
 /// Describes the outcome of importing the shared CA.
-fn news(taken: ImportOutcome, shared: &Authority, directory: &Path) -> String {
+fn describe_import(outcome: ImportOutcome, shared: &Authority, directory: &Path) -> String {
     let ca = shared.fingerprint();
-    match taken {
-        ImportOutcome::Now => format!("CA {ca} taken up"),
-        ImportOutcome::Before => format!("CA {ca} is there already"),
+    match outcome {
+        ImportOutcome::Imported => format!("CA {ca} taken up"),
+        ImportOutcome::AlreadyImported => format!("CA {ca} is there already"),
         ImportOutcome::Behind => format!(
             "CA {ca} is not taken up: {directory} is ahead of it by a step of `causeway ca rotate`, a request or an imported chain, and stays as it is; let the Secret follow: `causeway k8s ca-secret --data-dir {directory} | kubectl replace -f -`",
             directory = directory.display()
@@ -356,7 +365,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let data_dir = folder.path().join("data");
         let domain = TrustDomain::parse("causeway.test").unwrap();
-        let (store, _) = ensure(&data_dir, &domain).unwrap();
+        let (store, _) = ensure_ca(&data_dir, &domain).unwrap();
         for (name, text) in store.shared().unwrap().files().unwrap() {
             std::fs::write(folder.path().join(name), text).unwrap();
         }
@@ -373,8 +382,8 @@ mod tests {
         import(&ask).await.unwrap();
         assert_eq!(std::fs::read(data_dir.join("ca.json")).unwrap(), ahead);
         let shared = SharedCa::read(folder.path()).unwrap();
-        let said = news(
-            store.take_up(&shared).unwrap(),
+        let said = describe_import(
+            store.import_shared(&shared).unwrap(),
             shared.ca(),
             Path::new("/data"),
         );
@@ -389,16 +398,16 @@ mod tests {
     fn a_secret_that_has_diverged_is_told_from_one_that_was_left_behind() {
         let folder = tempfile::tempdir().unwrap();
         let domain = TrustDomain::parse("causeway.test").unwrap();
-        let (store, _) = ensure(&folder.path().join("data"), &domain).unwrap();
+        let (store, _) = ensure_ca(&folder.path().join("data"), &domain).unwrap();
         let other = Store::open(folder.path().join("other"), OpenMode::Create).unwrap();
-        other.take_up(&store.shared().unwrap()).unwrap();
+        other.import_shared(&store.shared().unwrap()).unwrap();
         for store in [&store, &other] {
             let request = |ca: Authority| anyhow::Ok(ca.request_listener_ca()?);
             store.change_ca(request).unwrap();
         }
         let shared = other.shared().unwrap();
-        let taken = store.take_up(&shared).unwrap();
-        let said = news(taken, shared.ca(), Path::new("/data"));
+        let taken = store.import_shared(&shared).unwrap();
+        let said = describe_import(taken, shared.ca(), Path::new("/data"));
         assert!(said.contains("/data have diverged"), "{said}");
         assert!(!said.contains("is ahead"), "{said}");
     }
@@ -408,16 +417,16 @@ mod tests {
         let certificate = |subject: &str, days: u64| CaCertificateInfo {
             certificate: CertificateDer::from(Vec::new()),
             subject: subject.to_owned(),
-            fingerprint: Fingerprint::of(&CertificateDer::from(Vec::new())),
+            fingerprint: Fingerprint::of_certificate(&CertificateDer::from(Vec::new())),
             not_after: UnixTime::since_unix_epoch(Duration::from_hours(24 * days)),
         };
         let info = ListenerCaInfo {
             intermediate: certificate("Listeners", 200),
             root: certificate("Root", 300),
-            first_to_end: certificate("Issuing", 100),
-            limits_names: false,
+            first_to_expire: certificate("Issuing", 100),
+            has_name_constraints: false,
         };
-        let at = |days: u64| ends_soon(&info, UNIX_EPOCH + Duration::from_hours(24 * days));
+        let at = |days: u64| expiry_warning(&info, UNIX_EPOCH + Duration::from_hours(24 * days));
         assert_eq!(at(70), None);
         let said = at(71).unwrap();
         assert!(

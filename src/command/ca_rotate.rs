@@ -17,9 +17,9 @@ use crate::cli::{Rotate, RotateArgs};
 use crate::output::outln;
 
 /// Path at which a gateway reports the progress of edges.
-const PROGRESS: &str = "/api/v1/ca";
+const PROGRESS_PATH: &str = "/api/v1/ca";
 /// Nodes that are named before the rest is counted.
-const NAMED: usize = 5;
+const MAX_NAMED_NODES: usize = 5;
 
 /// Rotation status that a gateway reports.
 #[derive(Debug, Deserialize)]
@@ -38,19 +38,19 @@ struct RootStatus {
 }
 
 /// Makes a step.
-pub(crate) async fn run(order: Rotate) -> anyhow::Result<()> {
-    match order {
-        Rotate::Prepare(ask) => prepare(&ask).await,
-        Rotate::Activate(ask) => activate(&ask).await,
-        Rotate::Retire(ask) => retire(&ask).await,
+pub(crate) async fn run(subcommand: Rotate) -> anyhow::Result<()> {
+    match subcommand {
+        Rotate::Prepare(args) => prepare(&args).await,
+        Rotate::Activate(args) => activate(&args).await,
+        Rotate::Retire(args) => retire(&args).await,
     }
 }
 
-async fn prepare(ask: &RotateArgs) -> anyhow::Result<()> {
-    let directory = &ask.data.data_dir;
-    let (store, _) = data_dir::with_ca(directory)?;
-    let (ca, step) = change(&store, Ca::prepare)?;
-    say(
+async fn prepare(args: &RotateArgs) -> anyhow::Result<()> {
+    let directory = &args.data.data_dir;
+    let (store, _) = data_dir::open_with_ca(directory)?;
+    let (ca, step) = apply_step(&store, Ca::prepare)?;
+    print_step(
         step,
         "a new root is prepared; it is trusted in addition to the root that signs",
         "a new root has already been prepared",
@@ -58,19 +58,19 @@ async fn prepare(ask: &RotateArgs) -> anyhow::Result<()> {
     if let Some((_, next)) = ca.other() {
         outln!("signs     {}\nprepared  {next}", ca.fingerprint())?;
     }
-    let heard = load_in_gateway(directory)
+    let progress_text = load_in_gateway(directory)
         .await?
         .map_or_else(String::new, |progress| {
-            let (all, left) = (progress.connected, progress.without_roots.len());
+            let (connected, without_root) = (progress.connected, progress.without_roots.len());
             format!(
-                "{} of {all} connected edges trust it; ",
-                all - left.min(all)
+                "{} of {connected} connected edges trust it; ",
+                connected - without_root.min(connected)
             )
         });
     outln!(
-        "{heard}copy the new {} to the clients that use it {}; next: causeway ca rotate activate",
+        "{progress_text}copy the new {} to the clients that use it {}; next: causeway ca rotate activate",
         store.root_path().display(),
-        if ca.signs_itself() {
+        if ca.signs_leaves_directly() {
             "before that step, because the old root signs listener certificates directly"
         } else {
             "before the old root is retired"
@@ -79,12 +79,12 @@ async fn prepare(ask: &RotateArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn activate(ask: &RotateArgs) -> anyhow::Result<()> {
-    let directory = &ask.data.data_dir;
-    let (store, ca) = data_dir::with_ca(directory)?;
-    let prepared = matches!(ca.other(), Some((RootStage::Prepared, _)));
-    if prepared
-        && !ask.force
+async fn activate(args: &RotateArgs) -> anyhow::Result<()> {
+    let directory = &args.data.data_dir;
+    let (store, ca) = data_dir::open_with_ca(directory)?;
+    let is_prepared = matches!(ca.other(), Some((RootStage::Prepared, _)));
+    if is_prepared
+        && !args.force
         && let Some(progress) = load_in_gateway(directory).await?
         && !progress.without_roots.is_empty()
     {
@@ -93,18 +93,18 @@ async fn activate(ask: &RotateArgs) -> anyhow::Result<()> {
                 "{} of {} connected edges have a version that cannot install a new root: {}; upgrade them first, or continue with --force and let them join again with new tokens afterwards",
                 progress.too_old.len(),
                 progress.connected,
-                names(&progress.too_old)
+                format_nodes(&progress.too_old)
             );
         }
         bail!(
             "{} of {} connected edges do not trust the prepared root yet: {}; wait for them (causeway status), or continue with --force: they receive the root later",
             progress.without_roots.len(),
             progress.connected,
-            names(&progress.without_roots)
+            format_nodes(&progress.without_roots)
         );
     }
-    let (ca, step) = change(&store, Ca::activate)?;
-    say(
+    let (ca, step) = apply_step(&store, Ca::activate)?;
+    print_step(
         step,
         "the new root signs certificates from now on",
         "the new root signs certificates already",
@@ -117,32 +117,32 @@ async fn activate(ask: &RotateArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn retire(ask: &RotateArgs) -> anyhow::Result<()> {
-    let directory = &ask.data.data_dir;
-    let (store, ca) = data_dir::with_ca(directory)?;
-    let retiring = matches!(ca.other(), Some((RootStage::Retiring, _)));
-    if retiring && !ask.force {
-        let mut left = on_another_root(&store, ca.fingerprint())?;
+async fn retire(args: &RotateArgs) -> anyhow::Result<()> {
+    let directory = &args.data.data_dir;
+    let (store, ca) = data_dir::open_with_ca(directory)?;
+    let is_retiring = matches!(ca.other(), Some((RootStage::Retiring, _)));
+    if is_retiring && !args.force {
+        let mut remaining = on_another_root(&store, ca.fingerprint())?;
         if let Some(progress) = load_in_gateway(directory).await? {
-            left.extend(progress.on_another_root);
+            remaining.extend(progress.on_another_root);
         }
-        if !left.is_empty() {
+        if !remaining.is_empty() {
             bail!(
                 "{} enrolled edges still have certificates of the old root and would be refused: {}; wait until they have renewed (causeway status), remove nodes that no longer exist (causeway node remove NODE), or continue with --force: these edges are then refused",
-                left.len(),
-                names(&left)
+                remaining.len(),
+                format_nodes(&remaining)
             );
         }
     }
-    let (ca, step) = change(&store, Ca::retire)?;
-    say(
+    let (ca, step) = apply_step(&store, Ca::retire)?;
+    print_step(
         step,
         "the old root is no longer trusted",
         "there is only one root; there is nothing to retire",
     )?;
     outln!("signs     {}", ca.fingerprint())?;
     load_in_gateway(directory).await?;
-    if step == RotationStep::Made {
+    if step == RotationStep::Applied {
         outln!(
             "join tokens and client certificates of the old root are no longer valid; create new ones where they are needed"
         )?;
@@ -162,7 +162,7 @@ fn unchanged_listener_key(ca: &Ca) -> Option<String> {
     ))
 }
 
-fn change(
+fn apply_step(
     store: &Store,
     step: impl FnOnce(Ca) -> Result<(Ca, RotationStep), causeway_certs::CaError>,
 ) -> anyhow::Result<(Ca, RotationStep)> {
@@ -171,7 +171,7 @@ fn change(
 
 /// Has the gateway that runs on the directory load the CA. Returns how far the edges are, if one runs there.
 pub(super) async fn load_in_gateway(directory: &Path) -> anyhow::Result<Option<RotationStatus>> {
-    let Some(body) = data_dir::post(directory, PROGRESS, "the CA is changed").await? else {
+    let Some(body) = data_dir::post(directory, PROGRESS_PATH, "the CA is changed").await? else {
         return Ok(None);
     };
     let progress = serde_json::from_slice(&body);
@@ -184,60 +184,64 @@ pub(super) async fn load_in_gateway(directory: &Path) -> anyhow::Result<Option<R
 fn on_another_root(store: &Store, root: Fingerprint) -> anyhow::Result<BTreeSet<NodeName>> {
     let now = UnixTime::now().as_secs();
     let records = store.nodes().all()?.into_iter();
-    let left = records.filter(|record| {
-        let ended = record.not_after.is_some_and(|ends| ends < now);
+    let remaining = records.filter(|record| {
+        let is_expired = record.not_after.is_some_and(|not_after| not_after < now);
         // Nodes with certificates of an external CA have no serial.
-        let ours = !record.serial.is_empty();
-        ours && record.root != Some(root) && !ended && record.revoked.is_none()
+        let has_serial = !record.serial.is_empty();
+        has_serial && record.root != Some(root) && !is_expired && record.revoked.is_none()
     });
-    Ok(left.map(|record| record.node).collect())
+    Ok(remaining.map(|record| record.node).collect())
 }
 
-fn say(step: RotationStep, made: &str, standing: &str) -> anyhow::Result<()> {
+fn print_step(
+    step: RotationStep,
+    done_message: &str,
+    unchanged_message: &str,
+) -> anyhow::Result<()> {
     outln!(
         "{}",
-        if step == RotationStep::Made {
-            made
+        if step == RotationStep::Applied {
+            done_message
         } else {
-            standing
+            unchanged_message
         }
     )
 }
 
 /// The first few of them.
-fn names(nodes: &BTreeSet<NodeName>) -> String {
+fn format_nodes(nodes: &BTreeSet<NodeName>) -> String {
     let mut text = String::new();
-    for node in nodes.iter().take(NAMED) {
+    for node in nodes.iter().take(MAX_NAMED_NODES) {
         let comma = if text.is_empty() { "" } else { ", " };
         // Writing to a String cannot fail.
         let _ = write!(text, "{comma}{node}");
     }
-    if nodes.len() > NAMED {
-        let _ = write!(text, " and {} more", nodes.len() - NAMED);
+    if nodes.len() > MAX_NAMED_NODES {
+        let _ = write!(text, " and {} more", nodes.len() - MAX_NAMED_NODES);
     }
     text
 }
 
 /// Returns the progress of a rotation for the list of edges, or nothing if no rotation is under way.
 pub(super) async fn status_line(address: &admin_client::AdminAddress) -> Option<String> {
-    let (status, body) = admin_client::get(address, PROGRESS).await.ok()?;
+    let (status, body) = admin_client::get(address, PROGRESS_PATH).await.ok()?;
     // Edges and older gateways do not have this endpoint.
     let progress: RotationStatus = serde_json::from_slice(&body)
         .ok()
         .filter(|_| status.is_success())?;
-    let all = progress.connected;
-    let of = |stage| {
+    let connected = progress.connected;
+    let has_stage = |stage| {
         progress
             .roots
             .iter()
             .any(|root: &RootStatus| root.stage == stage)
     };
-    let (what, left) = if of(RootStage::Prepared) {
+    let (description, remaining) = if has_stage(RootStage::Prepared) {
         (
             "a new root is prepared; it is trusted by",
             &progress.without_roots,
         )
-    } else if of(RootStage::Retiring) {
+    } else if has_stage(RootStage::Retiring) {
         (
             "a new root signs certificates; its certificates are used by",
             &progress.on_another_root,
@@ -246,11 +250,11 @@ pub(super) async fn status_line(address: &admin_client::AdminAddress) -> Option<
         return None;
     };
     let mut text = format!(
-        "{what} {} of {all} connected edges",
-        all - left.len().min(all)
+        "{description} {} of {connected} connected edges",
+        connected - remaining.len().min(connected)
     );
-    if !left.is_empty() {
-        let _ = write!(text, ", but not by {}", names(left));
+    if !remaining.is_empty() {
+        let _ = write!(text, ", but not by {}", format_nodes(remaining));
     }
     Some(text)
 }
@@ -262,7 +266,10 @@ mod tests {
     #[test]
     fn a_few_nodes_are_named_and_the_rest_is_counted() {
         let nodes = |count: u32| (1..=count).map(|n| NodeName::parse(&format!("n{n}")).unwrap());
-        assert_eq!(names(&nodes(2).collect()), "n1, n2");
-        assert_eq!(names(&nodes(7).collect()), "n1, n2, n3, n4, n5 and 2 more");
+        assert_eq!(format_nodes(&nodes(2).collect()), "n1, n2");
+        assert_eq!(
+            format_nodes(&nodes(7).collect()),
+            "n1, n2, n3, n4, n5 and 2 more"
+        );
     }
 }

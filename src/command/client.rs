@@ -19,18 +19,18 @@ use crate::output::{errln, outln};
 /// Runs the command.
 pub(crate) fn run(client: ClientCommand) -> anyhow::Result<()> {
     match client {
-        ClientCommand::Certificate(ask) => certificate(&ask),
-        ClientCommand::Token(ask) => {
-            let token = add(&ask)?;
-            let file = ask.file.display();
-            errln!("token of client {}; its hash is in {file}", ask.name);
+        ClientCommand::Certificate(args) => issue_certificate(&args),
+        ClientCommand::Token(args) => {
+            let token = add_token(&args)?;
+            let file = args.file.display();
+            errln!("token of client {}; its hash is in {file}", args.name);
             errln!("send it as: Authorization: Bearer TOKEN");
             outln!("{token}")?;
             Ok(())
         }
-        ClientCommand::Revoke(ask) => {
-            let tokens = revoke(&ask)?;
-            let (name, file) = (&ask.name, ask.file.display());
+        ClientCommand::Revoke(args) => {
+            let tokens = revoke(&args)?;
+            let (name, file) = (&args.name, args.file.display());
             outln!(
                 "revoked {tokens} of {name} in {file}; a running gateway applies this at its next reload: causeway reload"
             )?;
@@ -39,10 +39,10 @@ pub(crate) fn run(client: ClientCommand) -> anyhow::Result<()> {
     }
 }
 
-fn certificate(ask: &ClientCertificate) -> anyhow::Result<()> {
-    let (store, ca) = data_dir::with_ca(&ask.data.data_dir)?;
-    let leaf = ca.issue_client(&ask.name, &ask.groups, ask.ttl)?;
-    let (chain, key) = write_certificate(&ask.out, &ask.name, &leaf)?;
+fn issue_certificate(args: &ClientCertificate) -> anyhow::Result<()> {
+    let (store, ca) = data_dir::open_with_ca(&args.data.data_dir)?;
+    let leaf = ca.issue_client(&args.name, &args.groups, args.ttl)?;
+    let (chain, key) = write_certificate(&args.out, &args.name, &leaf)?;
     outln!("certificate {}", chain.display())?;
     outln!("key         {}", key.display())?;
     outln!(
@@ -68,67 +68,68 @@ pub(super) fn write_certificate(
 }
 
 /// Adds a token to the file, which is created if absent. Returns the token.
-fn add(ask: &ClientToken) -> anyhow::Result<String> {
-    let (token, line) = StaticTokens::generate(&ask.name, &ask.groups)?;
+fn add_token(args: &ClientToken) -> anyhow::Result<String> {
+    let (token, line) = StaticTokens::generate(&args.name, &args.groups)?;
     let mut options = OpenOptions::new();
     options.read(true).append(true);
-    let (mut file, text) = open(&ask.file, &options)?;
-    let gap = if text.is_empty() || text.ends_with('\n') {
+    let (mut file, text) = open_token_file(&args.file, &options)?;
+    let separator = if text.is_empty() || text.ends_with('\n') {
         ""
     } else {
         "\n"
     };
-    append(&mut file, &format!("{gap}{line}\n")).with_context(|| ask.file.display().to_string())?;
+    append(&mut file, &format!("{separator}{line}\n"))
+        .with_context(|| args.file.display().to_string())?;
     Ok(token.expose().to_owned())
 }
 
 /// Turns the lines of the client's tokens into comments, byte by byte in place, and returns their number ("2 tokens").
-fn revoke(ask: &ClientRevoke) -> anyhow::Result<String> {
-    let place = || ask.file.display().to_string();
+fn revoke(args: &ClientRevoke) -> anyhow::Result<String> {
+    let path_text = || args.file.display().to_string();
     ensure!(
-        ask.file.exists(),
+        args.file.exists(),
         "the file {} does not exist; give the file of a listener's client_auth.tokens with --file",
-        place()
+        path_text()
     );
     let mut options = OpenOptions::new();
     options.read(true).write(true);
-    let (file, text) = open(&ask.file, &options)?;
+    let (file, text) = open_token_file(&args.file, &options)?;
     let mut count = 0;
     let mut start = 0;
     for line in text.split_inclusive('\n') {
         let token = line.split('#').next().unwrap_or_default();
-        if token.split_whitespace().nth(1) == Some(&ask.name) {
-            file.write_all_at(b"#", start).with_context(place)?;
+        if token.split_whitespace().nth(1) == Some(&args.name) {
+            file.write_all_at(b"#", start).with_context(path_text)?;
             count += 1;
         }
         start += line.len() as u64;
     }
-    file.sync_all().with_context(place)?;
+    file.sync_all().with_context(path_text)?;
     match count {
-        0 => anyhow::bail!("{} contains no token of client {}", place(), ask.name),
+        0 => anyhow::bail!("{} contains no token of client {}", path_text(), args.name),
         1 => Ok("1 token".into()),
-        many => Ok(format!("{many} tokens")),
+        count => Ok(format!("{count} tokens")),
     }
 }
 
 /// Opens a token file, locks it, and returns it with its text, which must be valid.
-fn open(path: &Path, options: &OpenOptions) -> anyhow::Result<(File, String)> {
-    let place = || path.display().to_string();
-    let mut file = open_private(path, options).with_context(place)?;
-    file.lock().with_context(place)?;
+fn open_token_file(path: &Path, options: &OpenOptions) -> anyhow::Result<(File, String)> {
+    let path_text = || path.display().to_string();
+    let mut file = open_private(path, options).with_context(path_text)?;
+    file.lock().with_context(path_text)?;
     let mut text = String::new();
-    file.read_to_string(&mut text).with_context(place)?;
-    StaticTokens::parse(&text).with_context(place)?;
+    file.read_to_string(&mut text).with_context(path_text)?;
+    StaticTokens::parse(&text).with_context(path_text)?;
     Ok((file, text))
 }
 
 fn append(file: &mut File, text: &str) -> std::io::Result<()> {
-    let before = file.metadata()?.len();
+    let previous_len = file.metadata()?.len();
     file.write_all(text.as_bytes())
         .and_then(|()| file.sync_all())
         .inspect_err(|_| {
             // Half a line would be refused at the next reload; this error is the one to report.
-            let _ = file.set_len(before);
+            let _ = file.set_len(previous_len);
         })
 }
 
@@ -149,10 +150,10 @@ mod tests {
     fn the_file_keeps_hashes_only_and_grows_by_a_line_each() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("clients");
-        let first = add(&ask(&file, "prometheus")).unwrap();
+        let first = add_token(&ask(&file, "prometheus")).unwrap();
         let text = std::fs::read_to_string(&file).unwrap();
         std::fs::write(&file, text.trim_end()).unwrap();
-        let second = add(&ask(&file, "curl")).unwrap();
+        let second = add_token(&ask(&file, "curl")).unwrap();
 
         let text = std::fs::read_to_string(&file).unwrap();
         assert!(!text.contains(&first) && !text.contains(&second));
@@ -168,7 +169,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("notes");
         std::fs::write(&file, "milk, eggs\n").unwrap();
-        let error = format!("{:#}", add(&ask(&file, "curl")).unwrap_err());
+        let error = format!("{:#}", add_token(&ask(&file, "curl")).unwrap_err());
         assert!(
             error.contains("notes") && error.contains("line 1"),
             "{error}"
@@ -193,9 +194,9 @@ mod tests {
                 .to_string()
                 .contains("does not exist")
         );
-        let first = add(&ask(&file, "ann")).unwrap();
-        let other = add(&ask(&file, "annabel")).unwrap();
-        let second = add(&ask(&file, "ann")).unwrap();
+        let first = add_token(&ask(&file, "ann")).unwrap();
+        let other = add_token(&ask(&file, "annabel")).unwrap();
+        let second = add_token(&ask(&file, "ann")).unwrap();
         assert_eq!(revoke("ann").unwrap(), "2 tokens");
         let text = std::fs::read_to_string(&file).unwrap();
         let tokens = StaticTokens::parse(&text).unwrap();
@@ -212,8 +213,8 @@ mod tests {
             data_dir: folder.path().join("data"),
         };
         let domain = "causeway.test".parse().unwrap();
-        super::super::ca::ensure(&data.data_dir, &domain).unwrap();
-        certificate(&ClientCertificate {
+        super::super::ca::ensure_ca(&data.data_dir, &domain).unwrap();
+        issue_certificate(&ClientCertificate {
             name: "curl".into(),
             groups: vec!["admins".into()],
             ttl: std::time::Duration::from_hours(1),

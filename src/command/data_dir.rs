@@ -12,22 +12,22 @@ use super::admin_client;
 use crate::output::outln;
 
 /// The directory of a gateway, which may have no CA where edges bring their certificates.
-pub(super) fn of_gateway(directory: &Path) -> anyhow::Result<Store> {
-    let shown = directory.display();
-    let none = || {
+pub(super) fn open_gateway_store(directory: &Path) -> anyhow::Result<Store> {
+    let path = directory.display();
+    let not_a_gateway = || {
         format!(
-            "{shown} is not the data directory of a gateway; give that directory with --data-dir, or start the gateway, which creates it"
+            "{path} is not the data directory of a gateway; give that directory with --data-dir, or start the gateway, which creates it"
         )
     };
-    let store = Store::open(directory, OpenMode::Existing).with_context(none)?;
-    if !store.is_of_a_gateway() {
-        bail!("{}", none());
+    let store = Store::open(directory, OpenMode::Existing).with_context(not_a_gateway)?;
+    if !store.is_gateway_dir() {
+        bail!("{}", not_a_gateway());
     }
     Ok(store)
 }
 
 /// The directory and its CA; both must be there.
-pub(super) fn with_ca(directory: &Path) -> anyhow::Result<(Store, Ca)> {
+pub(super) fn open_with_ca(directory: &Path) -> anyhow::Result<(Store, Ca)> {
     let remedy = || {
         let directory = directory.display();
         format!(
@@ -40,42 +40,42 @@ pub(super) fn with_ca(directory: &Path) -> anyhow::Result<(Store, Ca)> {
 }
 
 /// Notifies the gateway that runs on the directory of a change, and prints what was done.
-pub(super) async fn notify_gateway(directory: &Path, done: &str) -> anyhow::Result<()> {
-    match post(directory, "/api/v1/refresh", done).await? {
-        Some(_) => outln!("{done}")?,
-        None => outln!("{done}; no gateway runs in {}", directory.display())?,
+pub(super) async fn notify_gateway(directory: &Path, description: &str) -> anyhow::Result<()> {
+    match post(directory, "/api/v1/refresh", description).await? {
+        Some(_) => outln!("{description}")?,
+        None => outln!("{description}; no gateway runs in {}", directory.display())?,
     }
     Ok(())
 }
 
 /// Has the gateway that runs on the directory apply a change. Returns its answer, or `None` if no gateway runs there. An error
-/// begins with what was `done` in the directory.
+/// begins with what was `description` in the directory.
 pub(super) async fn post(
     directory: &Path,
     path: &str,
-    done: &str,
+    description: &str,
 ) -> anyhow::Result<Option<Bytes>> {
     let Some(address) = admin_client::address_from_data_dir(directory)? else {
         return Ok(None);
     };
-    let answer = admin_client::request(Method::POST, &address, path).await;
-    let (status, body) = answer.with_context(|| {
+    let response = admin_client::request(Method::POST, &address, path).await;
+    let (status, body) = response.with_context(|| {
         format!(
-            "{done} in {}, but the gateway on this data directory does not answer; it applies the change at a reload (SIGHUP, `systemctl reload causeway-gateway`) or at its next start",
+            "{description} in {}, but the gateway on this data directory does not answer; it applies the change at a reload (SIGHUP, `systemctl reload causeway-gateway`) or at its next start",
             directory.display()
         )
     })?;
     if !status.is_success() {
-        let said = String::from_utf8_lossy(&body);
+        let message = String::from_utf8_lossy(&body);
         bail!(
-            "{done} on disk, but the gateway at {address} did not apply the change: {status} {}",
-            said.trim()
+            "{description} on disk, but the gateway at {address} did not apply the change: {status} {}",
+            message.trim()
         );
     }
     Ok(Some(body))
 }
 
-pub(super) fn open(directory: &Path, node: &str) -> anyhow::Result<(Store, NodeName)> {
+pub(super) fn open_for_node(directory: &Path, node: &str) -> anyhow::Result<(Store, NodeName)> {
     let node = NodeName::parse(node)?;
-    Ok((of_gateway(directory)?, node))
+    Ok((open_gateway_store(directory)?, node))
 }

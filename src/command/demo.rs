@@ -28,7 +28,7 @@ use super::admin_client;
 use crate::cli;
 use crate::output::outln;
 use crate::signal::Signals;
-use files::{DRAIN, DemoFiles, PATIENCE, PORT};
+use files::{DRAIN_TIMEOUT, DemoFiles, PORT, START_TIMEOUT};
 
 /// The nodes of the demo.
 const NODES: [&str; 2] = ["edge-1", "edge-2"];
@@ -36,11 +36,11 @@ const NODES: [&str; 2] = ["edge-1", "edge-2"];
 pub(crate) async fn run(args: cli::Demo) -> anyhow::Result<()> {
     let mut signals = Signals::listen()?;
     let stop = signals.stop.clone();
-    let live = Box::pin(live(args, stop));
+    let live = Box::pin(run_demo(args, stop));
     signals.run(live).await.unwrap_or(Ok(()))
 }
 
-async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
+async fn run_demo(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
     let temporary = tempfile::Builder::new()
         .prefix("causeway-demo-")
         .tempdir()?;
@@ -49,12 +49,13 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
         Some(dir) => std::path::absolute(dir)?,
         None => temporary.path().to_owned(),
     };
-    let files = DemoFiles::make(&dir)?;
-    let cloud = DemoGateway::bind(&dir, args.listen)?;
-    let (addresses, listener) = (cloud.addresses.clone(), cloud.listener);
-    files
-        .store
-        .write_runtime(admin_client::NAME, &addresses.admin.to_string())?;
+    let files = DemoFiles::create(&dir)?;
+    let demo_gateway = DemoGateway::bind(&dir, args.listen)?;
+    let (addresses, listener) = (demo_gateway.addresses.clone(), demo_gateway.listener);
+    files.store.write_runtime(
+        admin_client::ADMIN_ADDRESS_FILE,
+        &addresses.admin.to_string(),
+    )?;
     outln!("causeway demo: a gateway and two edges in one process\n")?;
     outln!(
         "data directory  {}{}",
@@ -72,77 +73,77 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
     )?;
 
     let tasks = TaskGroup::default();
-    let (ask, demo) = (CancellationToken::new(), stop.clone());
-    let serving = cloud.run(ask.clone());
-    let running = async {
-        let ready = begin(&files, (&addresses, listener), &tasks, &ask).await;
+    let (gateway_stop, demo_stop) = (CancellationToken::new(), stop.clone());
+    let gateway_task = demo_gateway.run(gateway_stop.clone());
+    let demo_task = async {
+        let ready = start_edges(&files, (&addresses, listener), &tasks, &gateway_stop).await;
         if ready.is_ok() {
-            demo.cancelled().await;
+            demo_stop.cancelled().await;
         }
-        ask.cancel();
+        gateway_stop.cancel();
         ready.and_then(|()| outln!("\nstopping"))
     };
-    let (outcome, served) = tokio::join!(running, serving);
-    tasks.drain(DRAIN).await;
-    admin_client::forget(&files.store)?;
+    let (outcome, served) = tokio::join!(demo_task, gateway_task);
+    tasks.drain(DRAIN_TIMEOUT).await;
+    admin_client::remove_address(&files.store)?;
     outcome.and(served)
 }
 
 /// Starts the edges and shows that they can be reached.
-async fn begin(
+async fn start_edges(
     files: &DemoFiles,
     (addresses, listener): (&BoundAddresses, SocketAddr),
     tasks: &TaskGroup,
     stop: &CancellationToken,
 ) -> anyhow::Result<()> {
-    let mut readers = Vec::new();
+    let mut cache_addresses = Vec::new();
     for node in NODES {
-        let began = Instant::now();
-        let (app, reader) = edge(files, node, addresses.tunnel, tasks, stop).await?;
+        let started = Instant::now();
+        let (app, cache_address) = start_edge(files, node, addresses.tunnel, tasks, stop).await?;
         outln!(
             "{node}          joined with a token in {} ms; its port {PORT} leads to the app at {app}",
-            began.elapsed().as_millis()
+            started.elapsed().as_millis()
         )?;
-        readers.push(reader);
+        cache_addresses.push(cache_address);
     }
     outln!("")?;
     for node in NODES {
-        let began = Instant::now();
-        let patience = tokio::time::timeout(PATIENCE, probe::get(files, listener, node));
-        let (took, line) = patience
+        let started = Instant::now();
+        let attempt = tokio::time::timeout(START_TIMEOUT, probe::probe_node(files, listener, node));
+        let (elapsed, line) = attempt
             .await
-            .with_context(|| format!("{node} could not be reached within {PATIENCE:?}"))??;
+            .with_context(|| format!("{node} could not be reached within {START_TIMEOUT:?}"))??;
         outln!(
-            "GET https://{node}:{PORT}/  200 in {took:.1?} ({:.1?} after its edge had joined): {line}",
-            began.elapsed()
+            "GET https://{node}:{PORT}/  200 in {elapsed:.1?} ({:.1?} after its edge had joined): {line}",
+            started.elapsed()
         )?;
     }
-    for (node, reader) in NODES.iter().zip(&readers) {
-        let patience = tokio::time::timeout(PATIENCE, gateway::read_at(*reader));
-        let count = patience
-            .await
-            .with_context(|| format!("{node} did not fill its API cache within {PATIENCE:?}"))??;
+    for (node, cache_address) in NODES.iter().zip(&cache_addresses) {
+        let attempt = tokio::time::timeout(START_TIMEOUT, gateway::count_slices(*cache_address));
+        let count = attempt.await.with_context(|| {
+            format!("{node} did not fill its API cache within {START_TIMEOUT:?}")
+        })??;
         outln!(
-            "GET http://{reader}{SLICES}  200: {count} EndpointSlices in the API cache of {node}",
-            SLICES = gateway::SLICES
+            "GET http://{cache_address}{SLICES}  200: {count} EndpointSlices in the API cache of {node}",
+            SLICES = gateway::SLICES_PATH
         )?;
     }
     print_commands(files, listener)?;
-    if let Some(reader) = readers.first() {
-        print_reading(*reader)?;
+    if let Some(cache_address) = cache_addresses.first() {
+        print_cache_commands(*cache_address)?;
     }
     outln!("\nready")
 }
 
 fn print_commands(files: &DemoFiles, listener: SocketAddr) -> anyhow::Result<()> {
-    let curl = |node: &str, rest: &str| {
-        let to = if listener.port() == PORT {
+    let curl = |node: &str, arguments: &str| {
+        let resolve_option = if listener.port() == PORT {
             format!("--resolve {node}:{PORT}:{}", listener.ip())
         } else {
             format!("--connect-to {node}:{PORT}:{listener}")
         };
-        let (ca, client) = (quoted(&files.root), quoted(&files.client));
-        outln!("curl -sS --cacert {ca} --cert {client} {to} {rest}")
+        let (ca, client) = (shell_quote(&files.root), shell_quote(&files.client));
+        outln!("curl -sS --cacert {ca} --cert {client} {resolve_option} {arguments}")
     };
     outln!("\nTry it from another terminal:\n")?;
     for node in NODES {
@@ -156,7 +157,7 @@ fn print_commands(files: &DemoFiles, listener: SocketAddr) -> anyhow::Result<()>
         "edge-2",
         &format!(
             "--data-binary @{} https://edge-2:{PORT}/upload",
-            quoted(&files.root)
+            shell_quote(&files.root)
         ),
     )?;
     curl(
@@ -169,15 +170,15 @@ fn print_commands(files: &DemoFiles, listener: SocketAddr) -> anyhow::Result<()>
     let program = program.as_deref().unwrap_or(Path::new("causeway"));
     outln!(
         "{} status --data-dir {}",
-        quoted(program),
-        quoted(&files.dir)
+        shell_quote(program),
+        shell_quote(&files.dir)
     )
 }
 
-fn print_reading(reader: SocketAddr) -> anyhow::Result<()> {
-    let (node, slices, id) = (NODES[0], gateway::SLICES, std::process::id());
+fn print_cache_commands(cache_address: SocketAddr) -> anyhow::Result<()> {
+    let (node, slices, id) = (NODES[0], gateway::SLICES_PATH, std::process::id());
     outln!("\nRead cluster objects from the API cache of {node}, as programs on the node do:\n")?;
-    outln!("curl -sS http://{reader}{slices}")?;
+    outln!("curl -sS http://{cache_address}{slices}")?;
     outln!(
         "\nTry the same without the cloud: the first signal stops the gateway, the second one starts it again.\n"
     )?;
@@ -185,17 +186,17 @@ fn print_reading(reader: SocketAddr) -> anyhow::Result<()> {
 }
 
 /// A path as a shell reads it.
-fn quoted(path: &Path) -> String {
+fn shell_quote(path: &Path) -> String {
     let text = path.display().to_string();
-    let plain = |char: char| char.is_ascii_alphanumeric() || "/.-_+:,@%".contains(char);
-    if text.chars().all(plain) {
+    let is_plain = |char: char| char.is_ascii_alphanumeric() || "/.-_+:,@%".contains(char);
+    if text.chars().all(is_plain) {
         return text;
     }
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
 /// Starts one edge and its app; returns the app's address, and where programs read, when the edge has joined.
-async fn edge(
+async fn start_edge(
     files: &DemoFiles,
     node: &str,
     gateway: SocketAddr,
@@ -225,7 +226,7 @@ async fn edge(
         ..Default::default()
     };
     config.admin.listen = loopback;
-    config.timeouts.drain = DRAIN;
+    config.timeouts.drain = DRAIN_TIMEOUT;
     config.api_cache = Some(causeway_edge::config::ApiCache {
         listen: loopback,
         ..Default::default()
@@ -245,13 +246,13 @@ async fn edge(
         );
     }
     let bound = edge.bind().await?;
-    let reader = bound.reader_addr();
-    let reader = reader.context("an edge with a reader has an address for it")?;
+    let cache_address = bound.api_cache_addr();
+    let cache_address = cache_address.context("an edge with a reader has an address for it")?;
     let stop = stop.clone();
     tasks.spawn(info_span!("edge", node), async move {
         if let Err(error) = bound.run(stop).await {
             tracing::error!(%error, "an edge of the demo stopped");
         }
     });
-    Ok((app, reader))
+    Ok((app, cache_address))
 }

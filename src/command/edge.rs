@@ -24,86 +24,88 @@ pub(crate) async fn run(
     rejoin: bool,
 ) -> anyhow::Result<()> {
     // A pool leader has hundreds of members, and its own tunnels must never lack a file descriptor.
-    open_files::raise();
+    open_files::raise_limit();
     // Joining may take days, so files are noted before it.
-    let mut noted = FileHashes::default();
-    noted.files(files(&config, &sources));
+    let mut file_hashes = FileHashes::default();
+    file_hashes.record(watched_files(&config, &sources));
     let mut signals = Signals::listen()?;
     let hangup = signals.hangup.take();
     let stop = signals.stop.clone();
     let notify = SystemdNotifier::from_environment();
     let live = async {
         let drain = config.timeouts.drain;
-        let tell = |why: &str| notify.not_joined(why);
-        let cluster = kubernetes::vouching(&config)?;
-        let opening = Box::pin(Edge::open_by(config, cluster, (&stop, &tell)));
-        let bound = match Box::pin(notify.joining(opening)).await {
+        let report = |why: &str| notify.notify_not_joined(why);
+        let csr_client = kubernetes::csr_client(&config)?;
+        let open = Box::pin(Edge::open_with_csr(config, csr_client, (&stop, &report)));
+        let bound = match Box::pin(notify.run_join(open)).await {
             // Stopped before the edge had joined; nothing was started.
             Err(Error::Stopped) => return Ok(()),
             opened => opened?.rejoin(rejoin).bind().await?,
         };
-        let (reloads, asked) = causeway_config::reloads();
-        let bound = bound.reloads(reloads);
+        let (reload_sender, reload_requests) = causeway_config::reload_channel();
+        let bound = bound.with_reloads(reload_sender);
         let reloader = bound.reloader();
         let store = bound.store().clone();
         // The edge must also run with a full disk; `causeway health` then needs --admin.
-        if let Err(error) = store.write_runtime(admin_client::NAME, &bound.local_addr().to_string())
-        {
+        if let Err(error) = store.write_runtime(
+            admin_client::ADMIN_ADDRESS_FILE,
+            &bound.local_addr().to_string(),
+        ) {
             tracing::warn!(%error, "cannot write the admin address to the data directory; `causeway status` and `causeway health` need --admin");
         }
-        let (reader, grace) = (bound.reader(), (stop.clone(), drain));
+        let (reader, grace) = (bound.status_reader(), (stop.clone(), drain));
         let running = bound.run(stop.clone());
-        let reasons = ReloadTriggers {
+        let triggers = ReloadTriggers {
             hangup,
-            asked,
-            files: noted,
+            requests: reload_requests,
+            file_hashes,
         };
-        let again = Arc::new(move |noted: &mut FileHashes| {
-            let done = reloaded(&sources, &reloader, noted);
-            done.inspect_err(|_| reloader.refused())
+        let on_reload = Arc::new(move |file_hashes: &mut FileHashes| {
+            let result = reload_config(&sources, &reloader, file_hashes);
+            result.inspect_err(|_| reloader.record_refusal())
         });
-        let live = notify.edge(reader, grace, running);
-        let ended = Box::pin(reload::run_with_reload(live, reasons, again)).await;
+        let live = notify.run_edge(reader, grace, running);
+        let result = Box::pin(reload::run_with_reload(live, triggers, on_reload)).await;
         // A successor process has already written its own address.
         if let Ok(_claim) = store.claim()
-            && let Err(error) = admin_client::forget(&store)
+            && let Err(error) = admin_client::remove_address(&store)
         {
             tracing::debug!(%error, "cannot remove the admin address from the data directory");
         }
-        Ok(ended?)
+        Ok(result?)
     };
     match signals.run(Box::pin(live)).await {
-        Some(outcome) => outcome.inspect_err(|error| notify.status(&explain(error))),
+        Some(outcome) => outcome.inspect_err(|error| notify.notify_status(&explain(error))),
         None => bail!("stopped at once by a second signal; open streams were cut"),
     }
 }
 
-fn reloaded(
+fn reload_config(
     sources: &ConfigSources,
     reloader: &Reloader,
-    noted: &mut FileHashes,
+    file_hashes: &mut FileHashes,
 ) -> anyhow::Result<String> {
-    noted.files(sources.file.clone());
+    file_hashes.record(sources.file.clone());
     let config: Config = config_loader::reload(sources)?;
-    noted.files(config.files());
+    file_hashes.record(config.files());
     Ok(reloader.prepare(&config)?.apply().to_string())
 }
 
 /// Gives up the identity in an edge's data directory.
-pub(super) fn leave(ask: &EdgeLeave) -> anyhow::Result<()> {
-    let shown = ask.data_dir.display();
-    let store = Store::open(&ask.data_dir, OpenMode::Existing).with_context(|| {
-        format!("{shown} is not the data directory of an edge; give that directory with --data-dir")
+pub(super) fn leave(args: &EdgeLeave) -> anyhow::Result<()> {
+    let path = args.data_dir.display();
+    let store = Store::open(&args.data_dir, OpenMode::Existing).with_context(|| {
+        format!("{path} is not the data directory of an edge; give that directory with --data-dir")
     })?;
     let _claim = store.claim().with_context(|| {
-        format!("an edge is running on the data directory {shown}; stop it first, for example with `systemctl stop causeway-edge`")
+        format!("an edge is running on the data directory {path}; stop it first, for example with `systemctl stop causeway-edge`")
     })?;
-    let Some(kept) = store.leave_edge()? else {
-        bail!("there is no identity in {shown}; there is nothing to give up");
+    let Some(backup_path) = store.leave_edge()? else {
+        bail!("there is no identity in {path}; there is nothing to give up");
     };
     outln!(
         "this node no longer has an identity; the old identity is kept as {}",
-        kept.display()
+        backup_path.display()
     )?;
     outln!(
         "to join again, it needs a new token (`causeway token create --node NODE`); to remove the node from a gateway, run `causeway node remove NODE` there"
@@ -113,7 +115,7 @@ pub(super) fn leave(ask: &EdgeLeave) -> anyhow::Result<()> {
 
 /// Reads what the configuration names, as far as an edge would run without it.
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
-    causeway_edge::check(config)?;
+    causeway_edge::check_files(config)?;
     // The running process may get a gateway by a flag or variable, so this is only a warning.
     if !causeway_edge::knows_gateway(config) {
         errln!(
@@ -124,6 +126,6 @@ pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
 }
 
 /// All files that count.
-fn files(config: &Config, sources: &ConfigSources) -> Vec<PathBuf> {
+fn watched_files(config: &Config, sources: &ConfigSources) -> Vec<PathBuf> {
     sources.file.iter().cloned().chain(config.files()).collect()
 }

@@ -21,90 +21,97 @@ use crate::systemd::SystemdNotifier;
 
 /// Binds everything, serves until SIGTERM or SIGINT, then drains. Reads `sources` anew whenever there is a reason.
 pub(crate) async fn run(config: Config, sources: ConfigSources) -> anyhow::Result<()> {
-    let config = config.completed();
-    let (mut noted, mut signals) = (FileHashes::default(), Signals::listen()?);
-    noted.files(files(&config, &sources));
+    let config = config.with_certificate_paths();
+    let (mut file_hashes, mut signals) = (FileHashes::default(), Signals::listen()?);
+    file_hashes.record(watched_files(&config, &sources));
     let stop = signals.stop.clone();
     let (notify, drain) = (SystemdNotifier::from_environment(), config.timeouts.drain);
-    let rules = PolicyState::read(&config)?;
-    tracing::info!("{rules}");
-    let policy = PolicyWriter::new(rules.policy);
-    let cluster = KubernetesControllers::read(&config)
+    let policy_state = PolicyState::read(&config)?;
+    tracing::info!("{policy_state}");
+    let policy = PolicyWriter::new(policy_state.policy);
+    let cluster = KubernetesControllers::from_config(&config)
         .await
-        .inspect_err(|error| notify.status(&error.to_string()))?;
-    match begun(&cluster, &config, (&mut signals, &notify)).await {
-        Some(begun) => begun?,
+        .inspect_err(|error| notify.notify_status(&error.to_string()))?;
+    match wait_for_cluster(&cluster, &config, (&mut signals, &notify)).await {
+        Some(ready) => ready?,
         // Stopped before anything was started.
         None => return Ok(()),
     }
-    let (reloads, asked) = causeway_config::reloads();
-    let reasons = ReloadTriggers {
+    let (reload_sender, reload_requests) = causeway_config::reload_channel();
+    let triggers = ReloadTriggers {
         hangup: signals.hangup.take(),
-        asked,
-        files: noted,
+        requests: reload_requests,
+        file_hashes,
     };
-    let (dir, kubernetes) = (directory(&config), config.kubernetes.clone());
-    let gateway = Gateway::new(within_files(config))
+    let (manifests_dir, kubernetes) = (manifests_dir(&config), config.kubernetes.clone());
+    let gateway = Gateway::new(limit_connections(config))
         .policy(policy.reader())
-        .reloads(reloads.clone());
+        .reloads(reload_sender.clone());
     let bound = cluster
         .attach_to(gateway)
         .bind()
-        .inspect_err(|error| notify.status(&error.to_string()))?;
-    let pool = bound.pool();
-    hold(dir.as_deref(), pool.as_ref())
-        .inspect_err(|error| notify.status(&format!("{error:#}")))?;
-    let (listing, heard) = ClusterInputs::by(reloads);
-    let cluster = cluster.follow(&bound, listing, stop.clone());
+        .inspect_err(|error| notify.notify_status(&error.to_string()))?;
+    let cache = bound.watch_cache();
+    load_manifests(manifests_dir.as_deref(), cache.as_ref())
+        .inspect_err(|error| notify.notify_status(&format!("{error:#}")))?;
+    let (senders, inputs) = ClusterInputs::channel(reload_sender);
+    let cluster = cluster.spawn_controllers(&bound, senders, stop.clone());
     let store = bound.store().clone();
-    let rules_now = policy.reader().rules();
-    policy::warn_of_labels(rules_now.as_deref(), kubernetes.as_ref(), &store);
-    store.write_runtime(admin_client::NAME, &bound.addresses().admin.to_string())?;
-    let live = RunningGateway {
+    let current_rules = policy.reader().rules();
+    policy::warn_of_labels(current_rules.as_deref(), kubernetes.as_ref(), &store);
+    store.write_runtime(
+        admin_client::ADMIN_ADDRESS_FILE,
+        &bound.addresses().admin.to_string(),
+    )?;
+    let running_gateway = RunningGateway {
         sources,
         reloader: bound.reloader(),
         policy,
-        pool,
-        heard,
-        text: Mutex::new(rules.text),
+        cache,
+        inputs,
+        policy_text: Mutex::new(policy_state.text),
         store: store.clone(),
     };
-    let again = Arc::new(move |noted: &mut FileHashes| live.again(noted));
-    let (pulse, grace) = (bound.pulse(), (stop.clone(), drain));
-    let live = notify.gateway(pulse, grace, bound.run(stop));
-    let live = Box::pin(reload::run_with_reload(live, reasons, again));
-    let live = Box::pin(kubernetes::beside(live, cluster));
-    let ended = signals.run(live).await;
-    admin_client::forget(&store)?;
-    if ended.is_none() {
+    let on_reload = Arc::new(move |file_hashes: &mut FileHashes| {
+        running_gateway.reload_and_record(file_hashes)
+    });
+    let (pulse, grace) = (bound.watchdog(), (stop.clone(), drain));
+    let serving = notify.run_gateway(pulse, grace, bound.run(stop));
+    let serving = Box::pin(reload::run_with_reload(serving, triggers, on_reload));
+    let serving = Box::pin(kubernetes::run_alongside(serving, cluster));
+    let result = signals.run(serving).await;
+    admin_client::remove_address(&store)?;
+    if result.is_none() {
         bail!("stopped at once by a second signal; open streams were cut");
     }
     Ok(())
 }
 
 /// Has edges read what the manifests say, if there are any.
-fn hold(dir: Option<&Path>, pool: Option<&Arc<WatchCache>>) -> anyhow::Result<()> {
-    if let Some(objects) = objects(dir, pool)? {
+fn load_manifests(dir: Option<&Path>, cache: Option<&Arc<WatchCache>>) -> anyhow::Result<()> {
+    if let Some(objects) = read_manifests(dir, cache)? {
         tracing::info!(
             objects = objects.count(),
             "edges can read the objects of the manifests"
         );
-        objects.hold();
+        objects.load();
     }
     Ok(())
 }
 
 /// Waits for the inputs without which a gateway cannot start. Returns nothing if the gateway is asked to stop meanwhile.
-async fn begun(
+async fn wait_for_cluster(
     cluster: &KubernetesControllers,
     config: &Config,
     (signals, notify): (&mut Signals, &SystemdNotifier),
 ) -> Option<anyhow::Result<()>> {
     let stop = signals.stop.clone();
-    let tell = |why: &str| notify.not_begun(why);
-    let begin = stop.run_until_cancelled(Box::pin(cluster.begin(config, &tell)));
-    let silence = "not serving yet: the API server of the cluster has not answered yet";
-    signals.run(notify.beginning(begin, silence)).await?
+    let report = |why: &str| notify.notify_not_started(why);
+    let waiting = stop.run_until_cancelled(Box::pin(cluster.wait_for_certificate(config, &report)));
+    let waiting_status = "not serving yet: the API server of the cluster has not answered yet";
+    signals
+        .run(notify.run_startup(waiting, waiting_status))
+        .await?
 }
 
 /// A gateway that runs.
@@ -113,12 +120,12 @@ struct RunningGateway {
     reloader: Reloader,
     policy: PolicyWriter,
     /// Watch cache that edges read.
-    pool: Option<Arc<WatchCache>>,
-    heard: ClusterInputs,
+    cache: Option<Arc<WatchCache>>,
+    inputs: ClusterInputs,
     /// The nodes that have joined.
     store: Store,
     /// The text of the rules that are in force.
-    text: Mutex<Option<String>>,
+    policy_text: Mutex<Option<String>>,
 }
 
 /// Inputs received from the cluster so far.
@@ -126,85 +133,99 @@ struct ClusterInputs {
     /// The ports that it lists; until they are known edges keep those that they know.
     listed: watch::Receiver<Option<NodePorts>>,
     /// Endpoints at which edges reach this gateway, and how many there are.
-    found: watch::Receiver<DiscoveredEndpoints>,
+    endpoints: watch::Receiver<DiscoveredEndpoints>,
 }
 
 impl ClusterInputs {
     /// With what says it, and asks for it to be taken up.
-    fn by(reloads: ReloadSender) -> (ClusterSenders, Self) {
-        let (ports, listed) = watch::channel(None);
-        let (advertised, found) = watch::channel(DiscoveredEndpoints::default());
-        let listing = ClusterSenders {
-            ports,
-            advertised,
-            reloads,
+    fn channel(reload_sender: ReloadSender) -> (ClusterSenders, Self) {
+        let (ports_sender, ports_receiver) = watch::channel(None);
+        let (endpoints_sender, endpoints_receiver) = watch::channel(DiscoveredEndpoints::default());
+        let senders = ClusterSenders {
+            ports: ports_sender,
+            advertised: endpoints_sender,
+            reload_sender,
         };
-        (listing, Self { listed, found })
+        (
+            senders,
+            Self {
+                listed: ports_receiver,
+                endpoints: endpoints_receiver,
+            },
+        )
     }
 }
 
 impl RunningGateway {
     /// Reads everything anew, and notes where that is refused.
-    fn again(&self, noted: &mut FileHashes) -> anyhow::Result<String> {
-        let done = self.reload(noted);
-        done.inspect_err(|_| self.reloader.refused())
+    fn reload_and_record(&self, file_hashes: &mut FileHashes) -> anyhow::Result<String> {
+        let result = self.reload(file_hashes);
+        result.inspect_err(|_| self.reloader.record_refused())
     }
 
     /// Everything is read and built before anything is put into force.
-    fn reload(&self, noted: &mut FileHashes) -> anyhow::Result<String> {
-        noted.files(self.sources.file.clone());
+    fn reload(&self, file_hashes: &mut FileHashes) -> anyhow::Result<String> {
+        file_hashes.record(self.sources.file.clone());
         let config: Config = config_loader::reload(&self.sources)?;
-        let config = config.completed();
-        noted.files(files(&config, &self.sources));
-        let rules = PolicyState::read(&config)?;
-        let config = listing(config, self.heard.listed.borrow().as_ref())?;
-        let config = config.advertising(&self.heard.found.borrow());
+        let config = config.with_certificate_paths();
+        file_hashes.record(watched_files(&config, &self.sources));
+        let policy_state = PolicyState::read(&config)?;
+        let config = with_listed_ports(config, self.inputs.listed.borrow().as_ref())?;
+        let config = config.with_endpoints(&self.inputs.endpoints.borrow());
         let kubernetes = config.kubernetes.clone();
-        let objects = objects(directory(&config).as_deref(), self.pool.as_ref())?;
-        let prepared = self.reloader.prepare(&within_files(config))?;
+        let objects = read_manifests(manifests_dir(&config).as_deref(), self.cache.as_ref())?;
+        let prepared = self.reloader.prepare(&limit_connections(config))?;
         if let Some(objects) = objects {
-            objects.hold();
+            objects.load();
         }
-        let mut text = self.text.lock().unwrap_or_else(PoisonError::into_inner);
-        if *text == rules.text {
+        let mut text = self
+            .policy_text
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if *text == policy_state.text {
             return Ok(prepared.apply().to_string());
         }
-        let said = rules.to_string();
-        if rules.policy.is_none() {
-            tracing::warn!("{said}");
+        let description = policy_state.to_string();
+        if policy_state.policy.is_none() {
+            tracing::warn!("{description}");
         }
-        policy::warn_of_labels(rules.policy.as_ref(), kubernetes.as_ref(), &self.store);
-        *text = rules.text;
-        let changed = prepared.apply_with(Some(|| self.policy.replace(rules.policy)));
-        Ok(format!("{said}; {changed}"))
+        policy::warn_of_labels(
+            policy_state.policy.as_ref(),
+            kubernetes.as_ref(),
+            &self.store,
+        );
+        *text = policy_state.text;
+        let changed = prepared.apply_with(Some(|| self.policy.replace(policy_state.policy)));
+        Ok(format!("{description}; {changed}"))
     }
 }
 
 /// The directory of manifests, if edges read those.
-fn directory(config: &Config) -> Option<PathBuf> {
+fn manifests_dir(config: &Config) -> Option<PathBuf> {
     config.api_cache.as_ref()?.manifests.clone()
 }
 
 /// Returns the objects that edges read, if they come from manifests.
-fn objects(
+fn read_manifests(
     dir: Option<&Path>,
-    pool: Option<&Arc<WatchCache>>,
+    cache: Option<&Arc<WatchCache>>,
 ) -> anyhow::Result<Option<Manifests>> {
-    let from = dir.zip(pool);
-    from.map(|(dir, pool)| manifests::read(dir, pool.clone()))
+    let source = dir.zip(cache);
+    source
+        .map(|(dir, cache)| manifests::read_manifests(dir, cache.clone()))
         .transpose()
 }
 
 /// A configuration with the ports that the cluster lists.
-fn listing(config: Config, listed: Option<&NodePorts>) -> anyhow::Result<Config> {
+fn with_listed_ports(config: Config, listed: Option<&NodePorts>) -> anyhow::Result<Config> {
     let Some(listed) = listed else {
         return Ok(config);
     };
-    config.listing(listed).map_err(|faults| {
-        let said: Vec<_> = faults.iter().map(ToString::to_string).collect();
+    config.with_listed_ports(listed).map_err(|faults| {
+        let faults_text: Vec<_> = faults.iter().map(ToString::to_string).collect();
         anyhow!(
             "not valid with the ports that the cluster lists: {}",
-            said.join("; ")
+            faults_text.join("; ")
         )
     })
 }
@@ -241,8 +262,8 @@ impl fmt::Display for PolicyState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (&self.policy, &self.file) {
             (Some(policy), Some(file)) => {
-                let (rules, many) = (policy.len(), if policy.len() == 1 { "" } else { "s" });
-                write!(f, "policy: {rules} rule{many} from {}", file.display())
+                let (rules, plural) = (policy.len(), if policy.len() == 1 { "" } else { "s" });
+                write!(f, "policy: {rules} rule{plural} from {}", file.display())
             }
             _ => f.write_str(
                 "no policy: every client that a listener admits may do everything on every node",
@@ -252,19 +273,19 @@ impl fmt::Display for PolicyState {
 }
 
 /// All files that count.
-fn files(config: &Config, sources: &ConfigSources) -> Vec<PathBuf> {
-    let manifests = directory(config).map(|dir| manifests::files(&dir));
+fn watched_files(config: &Config, sources: &ConfigSources) -> Vec<PathBuf> {
+    let manifests = manifests_dir(config).map(|dir| manifests::manifest_files(&dir));
     let manifests = manifests.into_iter().flatten();
-    let own = sources.file.iter().cloned().chain(config.files());
-    own.chain(manifests).collect()
+    let config_files = sources.file.iter().cloned().chain(config.files());
+    config_files.chain(manifests).collect()
 }
 
 /// Reads what the configuration names, as far as that can be judged without the data directory.
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
     config.policy.0.as_deref().map(policy::read).transpose()?;
     causeway_gateway::check(config)?;
-    if let Some((api_cache, dir)) = config.api_cache.as_ref().zip(directory(config)) {
-        manifests::read(
+    if let Some((api_cache, dir)) = config.api_cache.as_ref().zip(manifests_dir(config)) {
+        manifests::read_manifests(
             &dir,
             WatchCache::new(&api_cache.resources(), &api_cache.limits()),
         )?;
@@ -274,8 +295,8 @@ pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
 
 /// Raises the limit of open files as far as the system allows, and limits client connections to the number that fits: a
 /// gateway that is out of files could not accept a tunnel again.
-fn within_files(mut config: Config) -> Config {
-    config.limits.connections = rlimit::allow(config.limits.connections);
+fn limit_connections(mut config: Config) -> Config {
+    config.limits.connections = rlimit::limit_connections(config.limits.connections);
     config
 }
 

@@ -12,20 +12,20 @@ use crate::cli::Health;
 use crate::output::{errln, outln};
 
 /// Default data directories of gateway and edge.
-pub(super) const DATA: [&str; 2] = ["/var/lib/causeway", "/var/lib/causeway-edge"];
+pub(super) const DEFAULT_DATA_DIRS: [&str; 2] = ["/var/lib/causeway", "/var/lib/causeway-edge"];
 
 /// Asks `/healthz`, or `/readyz`.
 pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
     let path = if health.ready { "/readyz" } else { "/healthz" };
     for address in addresses(health.admin, health.data_dir)? {
         let (status, body) = admin_client::get(&address, path).await?;
-        let said = String::from_utf8_lossy(&body);
-        let said = said.trim();
+        let message = String::from_utf8_lossy(&body);
+        let message = message.trim();
         if !status.is_success() {
-            let lacks = if health.ready { "ready" } else { "healthy" };
-            bail!("{address} is not {lacks}: {status} {said}");
+            let expected_state = if health.ready { "ready" } else { "healthy" };
+            bail!("{address} is not {expected_state}: {status} {message}");
         }
-        outln!("{said}")?;
+        outln!("{message}")?;
     }
     Ok(())
 }
@@ -37,36 +37,36 @@ pub(super) fn addresses(
 ) -> anyhow::Result<Vec<AdminAddress>> {
     match (admin, data_dir) {
         (Some(address), _) => Ok(vec![address.into()]),
-        (None, Some(directory)) => Ok(vec![admin_client::address(None, &directory)?.0]),
-        (None, None) => running(&DATA.map(Path::new)),
+        (None, Some(directory)) => Ok(vec![admin_client::find_address(None, &directory)?.0]),
+        (None, None) => find_running(&DEFAULT_DATA_DIRS.map(Path::new)),
     }
 }
 
 /// Returns the admin addresses of what runs in these data directories: one at least. A directory that this user may not read is
 /// passed over with a warning where another one has a process.
-pub(super) fn running(directories: &[&Path]) -> anyhow::Result<Vec<AdminAddress>> {
-    let (mut found, mut unreadable) = (Vec::new(), None);
+pub(super) fn find_running(directories: &[&Path]) -> anyhow::Result<Vec<AdminAddress>> {
+    let (mut found, mut denied) = (Vec::new(), None);
     for directory in directories {
         match admin_client::address_from_data_dir(directory) {
-            Ok(place) => found.extend(place),
-            Err(error) if admin_client::is_denied(&error) => unreadable = Some(error),
+            Ok(address) => found.extend(address),
+            Err(error) if admin_client::is_denied(&error) => denied = Some(error),
             Err(error) => return Err(error),
         }
     }
-    match unreadable {
+    match denied {
         Some(error) if found.is_empty() => return Err(error),
         Some(error) => errln!("warning: {error:#}"),
         None => {}
     }
     if found.is_empty() {
-        let places: Vec<_> = directories
+        let paths: Vec<_> = directories
             .iter()
-            .map(|place| place.display().to_string())
+            .map(|path| path.display().to_string())
             .collect();
         bail!(
             "no gateway or edge is running here, or the edge has not joined yet: found no admin address in {}; \
              give its admin address with --admin HOST:PORT, or its data directory with --data-dir DIR",
-            places.join(" or ")
+            paths.join(" or ")
         );
     }
     Ok(found)
@@ -82,7 +82,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let [gateway, edge] = ["gateway", "edge"].map(|name| folder.path().join(name));
         let places = [gateway.as_path(), edge.as_path()];
-        let error = running(&places).unwrap_err().to_string();
+        let error = find_running(&places).unwrap_err().to_string();
         assert!(
             error.contains("has not joined yet") && error.contains("gateway or "),
             "{error}"
@@ -90,18 +90,18 @@ mod tests {
 
         let store = Store::open(&edge, OpenMode::Create).unwrap();
         assert!(
-            running(&places).is_err(),
+            find_running(&places).is_err(),
             "it has not stored its address yet"
         );
         store
-            .write_runtime(admin_client::NAME, "127.0.0.1:1\n")
+            .write_runtime(admin_client::ADMIN_ADDRESS_FILE, "127.0.0.1:1\n")
             .unwrap();
-        assert_eq!(running(&places).unwrap()[0].to_string(), "127.0.0.1:1");
+        assert_eq!(find_running(&places).unwrap()[0].to_string(), "127.0.0.1:1");
 
         Store::open(&gateway, OpenMode::Create).unwrap();
         std::fs::write(gateway.join("version"), "99").unwrap();
         assert!(
-            running(&places).is_err(),
+            find_running(&places).is_err(),
             "an unreadable file is not skipped"
         );
     }

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
-use causeway_certs::{Ca, SharedCa, certificates, encode_chain};
+use causeway_certs::{Ca, SharedCa, encode_chain, parse_certificates};
 use causeway_k8s::egress_config::Endpoint;
 use serde_json::json;
 
@@ -13,37 +13,37 @@ use super::data_dir;
 use crate::cli::{CaSecret, EgressConfig, K8s};
 use crate::output::{self, outln};
 
-pub(crate) fn run(order: K8s) -> anyhow::Result<()> {
-    match order {
-        K8s::EgressConfig(ask) => {
-            let listener = listener(ask)?;
-            listener.check().map_err(|why| anyhow!(why))?;
-            output::write(format_args!("{listener}"))?;
+pub(crate) fn run(subcommand: K8s) -> anyhow::Result<()> {
+    match subcommand {
+        K8s::EgressConfig(args) => {
+            let endpoint = egress_endpoint(args)?;
+            endpoint.check().map_err(|why| anyhow!(why))?;
+            output::write(format_args!("{endpoint}"))?;
             Ok(())
         }
-        K8s::CaBundle(ask) => {
-            let (_, ca) = data_dir::with_ca(&ask.data.data_dir)?;
+        K8s::CaBundle(args) => {
+            let (_, ca) = data_dir::open_with_ca(&args.data.data_dir)?;
             output::write(format_args!(
                 "{}",
-                bundle(&ca.client_bundle_pem(), &ask.kubelet_ca)?
+                merge_bundles(&ca.client_bundle_pem(), &args.kubelet_ca)?
             ))?;
             Ok(())
         }
-        K8s::CaSecret(ask) => {
-            outln!("{}", secret(&ask)?)?;
+        K8s::CaSecret(args) => {
+            outln!("{}", render_secret(&args)?)?;
             Ok(())
         }
     }
 }
 
 /// The certificates of our own roots, then those of the files, each once and nothing else of them.
-fn bundle(own: &str, files: &[PathBuf]) -> anyhow::Result<String> {
-    let mut all = certificates(own).map_err(|why| anyhow!(why))?;
+fn merge_bundles(own_roots: &str, files: &[PathBuf]) -> anyhow::Result<String> {
+    let mut all = parse_certificates(own_roots).map_err(|why| anyhow!(why))?;
     for file in files {
-        let shown = || file.display().to_string();
-        let text = fs::read_to_string(file).with_context(shown)?;
-        let certificates = certificates(&text).map_err(|why| anyhow!(why));
-        for certificate in certificates.with_context(shown)? {
+        let path_text = || file.display().to_string();
+        let text = fs::read_to_string(file).with_context(path_text)?;
+        let certificates = parse_certificates(&text).map_err(|why| anyhow!(why));
+        for certificate in certificates.with_context(path_text)? {
             if !all.contains(&certificate) {
                 all.push(certificate);
             }
@@ -53,23 +53,23 @@ fn bundle(own: &str, files: &[PathBuf]) -> anyhow::Result<String> {
 }
 
 /// The Secret, as kubectl takes it.
-fn secret(ask: &CaSecret) -> anyhow::Result<String> {
-    let shared = if let Some(directory) = &ask.data_dir {
-        data_dir::with_ca(directory)?.0.shared()?
+fn render_secret(args: &CaSecret) -> anyhow::Result<String> {
+    let shared = if let Some(directory) = &args.data_dir {
+        data_dir::open_with_ca(directory)?.0.shared()?
     } else {
-        SharedCa::new(Ca::create(&ask.trust_domain)?)
+        SharedCa::new(Ca::create(&args.trust_domain)?)
     };
-    let texts: BTreeMap<_, _> = shared.files()?.into();
+    let files: BTreeMap<_, _> = shared.files()?.into();
     let secret = json!({
         "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
-        "metadata": { "name": ask.name, "namespace": ask.namespace },
-        "stringData": texts,
+        "metadata": { "name": args.name, "namespace": args.namespace },
+        "stringData": files,
     });
     Ok(serde_json::to_string_pretty(&secret)?)
 }
 
-fn listener(ask: EgressConfig) -> anyhow::Result<Endpoint> {
-    let text = |path: &Path| {
+fn egress_endpoint(args: EgressConfig) -> anyhow::Result<Endpoint> {
+    let utf8_path = |path: &Path| {
         let text = path.to_str().map(str::to_owned);
         text.with_context(|| {
             format!(
@@ -78,16 +78,16 @@ fn listener(ask: EgressConfig) -> anyhow::Result<Endpoint> {
             )
         })
     };
-    if let Some(path) = ask.socket {
-        return Ok(Endpoint::Socket(text(&path)?));
+    if let Some(path) = args.socket {
+        return Ok(Endpoint::Socket(utf8_path(&path)?));
     }
-    let needed = "the command line requires it";
+    let missing_argument = "the command line requires it";
     Ok(Endpoint::Tls {
-        url: ask.url.context(needed)?,
-        ca: ask.ca.as_deref().map(text).transpose()?,
-        certificate: text(&ask.certificate.context(needed)?)?,
-        key: text(&ask.key.context(needed)?)?,
-        name: ask.server_name,
+        url: args.url.context(missing_argument)?,
+        ca: args.ca.as_deref().map(utf8_path).transpose()?,
+        certificate: utf8_path(&args.certificate.context(missing_argument)?)?,
+        key: utf8_path(&args.key.context(missing_argument)?)?,
+        name: args.server_name,
     })
 }
 
@@ -105,10 +105,10 @@ mod tests {
         let key = kubelets.key_pem();
         let text = format!("{}{}{}", own.root_pem(), kubelets.root_pem(), key.expose());
         fs::write(&file, text).unwrap();
-        let all = bundle(&own.bundle_pem(), &[file.clone(), file.clone()]).unwrap();
+        let all = merge_bundles(&own.bundle_pem(), &[file.clone(), file.clone()]).unwrap();
         assert_eq!(all, own.root_pem() + &kubelets.root_pem());
         fs::write(&file, key.expose()).unwrap();
-        let refused = bundle(&own.bundle_pem(), &[file]).unwrap_err();
+        let refused = merge_bundles(&own.bundle_pem(), &[file]).unwrap_err();
         let refused = format!("{refused:#}");
         assert!(
             refused.contains("kubelets.pem") && refused.contains("no certificate"),
@@ -126,7 +126,7 @@ mod tests {
             data_dir: None,
         };
         let made = |ask: &CaSecret| -> serde_json::Value {
-            serde_json::from_str(&secret(ask).unwrap()).unwrap()
+            serde_json::from_str(&render_secret(ask).unwrap()).unwrap()
         };
         let first = made(&ask);
         assert_eq!(first["metadata"]["namespace"], "causeway");
@@ -137,7 +137,7 @@ mod tests {
         assert_eq!(shared.ca().trust_domain().to_string(), "test.example");
         let data = folder.path().join("data");
         let store = Store::open(&data, OpenMode::Create).unwrap();
-        store.take_up(&shared).unwrap();
+        store.import_shared(&shared).unwrap();
         ask.data_dir = Some(data);
         assert_eq!(made(&ask), first);
     }

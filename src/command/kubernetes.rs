@@ -12,7 +12,7 @@ use causeway_certs::{OpenMode, Store};
 use causeway_gateway::config::{DiscoveredEndpoints, NodePorts, ReloadSender};
 use causeway_gateway::{Bound, Config, Gateway};
 #[cfg(feature = "k8s")]
-use causeway_gateway::{config::Kubernetes, server::names};
+use causeway_gateway::{config::Kubernetes, server::advertised_names};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -25,14 +25,14 @@ pub(super) type CsrClientHandle = Option<std::sync::Arc<dyn causeway_edge::CsrCl
     clippy::unnecessary_wraps,
     reason = "the build without the feature has the same signature"
 )]
-pub(super) fn vouching(config: &causeway_edge::Config) -> anyhow::Result<CsrClientHandle> {
-    let rules = config.kubernetes.clone();
-    Ok(rules.map(|rules| std::sync::Arc::new(causeway_k8s::NodeCsrClient::new(rules)) as _))
+pub(super) fn csr_client(config: &causeway_edge::Config) -> anyhow::Result<CsrClientHandle> {
+    let settings = config.kubernetes.clone();
+    Ok(settings.map(|rules| std::sync::Arc::new(causeway_k8s::NodeCsrClient::new(rules)) as _))
 }
 
 /// As above, in a build that knows no cluster.
 #[cfg(not(feature = "k8s"))]
-pub(super) fn vouching(config: &causeway_edge::Config) -> anyhow::Result<CsrClientHandle> {
+pub(super) fn csr_client(config: &causeway_edge::Config) -> anyhow::Result<CsrClientHandle> {
     if config.kubernetes.is_some() {
         anyhow::bail!(
             "kubernetes: this build does not support Kubernetes; build it with --features k8s"
@@ -53,7 +53,7 @@ pub(super) struct ClusterSenders {
     pub(super) ports: watch::Sender<Option<NodePorts>>,
     /// Endpoints at which edges reach the gateway.
     pub(super) advertised: watch::Sender<DiscoveredEndpoints>,
-    pub(super) reloads: ReloadSender,
+    pub(super) reload_sender: ReloadSender,
 }
 
 /// A cluster, if one is configured.
@@ -62,44 +62,50 @@ pub(super) struct KubernetesControllers(Option<Inner>);
 
 #[cfg(feature = "k8s")]
 struct Inner {
-    rules: Kubernetes,
+    settings: Kubernetes,
     client: causeway_k8s::Client,
     /// Asks for this gateway's own certificate.
-    own: Option<causeway_k8s::GatewayCertificate>,
+    own_certificate: Option<causeway_k8s::GatewayCertificate>,
     /// Ask for the client certificates of apps.
     app_clients: Vec<causeway_k8s::GatewayCertificate>,
     /// Addresses that the hosts file gives for the nodes of edges.
     addresses: Vec<std::net::IpAddr>,
     /// Nothing else says where edges reach the gateway.
-    nowhere: bool,
+    has_no_address: bool,
 }
 
 #[cfg(feature = "k8s")]
 impl KubernetesControllers {
     /// Reads how its API is reached; nothing is dialled.
-    pub(super) async fn read(config: &Config) -> anyhow::Result<Self> {
-        let Some(rules) = config.kubernetes.clone() else {
+    pub(super) async fn from_config(config: &Config) -> anyhow::Result<Self> {
+        let Some(settings) = config.kubernetes.clone() else {
             return Ok(Self(None));
         };
-        let client = causeway_k8s::client(rules.kubeconfig.as_deref()).await?;
+        let client = causeway_k8s::build_client(settings.kubeconfig.as_deref()).await?;
         Ok(Self(Some(Inner {
-            own: own(&client, config)?,
+            own_certificate: own_certificate(&client, config)?,
             app_clients: app_clients(&client, config)?,
-            rules,
+            settings,
             client,
-            addresses: config.hosted_addresses(),
-            nowhere: config.tunnel.advertise.is_empty(),
+            addresses: config.hosts_file_addresses(),
+            has_no_address: config.tunnel.advertise.is_empty(),
         })))
     }
 
     /// Returns once there is what a gateway cannot begin without: its own certificate, where the cluster makes that.
-    pub(super) async fn begin(
+    pub(super) async fn wait_for_certificate(
         &self,
         config: &Config,
-        tell: &(dyn Fn(&str) + Sync),
+        report: &(dyn Fn(&str) + Sync),
     ) -> anyhow::Result<()> {
-        if let Some(own) = self.0.as_ref().and_then(|parts| parts.own.as_ref()) {
-            own.first(&names(config)?, tell).await;
+        if let Some(own_certificate) = self
+            .0
+            .as_ref()
+            .and_then(|parts| parts.own_certificate.as_ref())
+        {
+            own_certificate
+                .wait_for_first(&advertised_names(config)?, report)
+                .await;
         }
         Ok(())
     }
@@ -107,9 +113,9 @@ impl KubernetesControllers {
     /// Adds the lookup of pods and the reviews of clients by the cluster to a gateway.
     pub(super) fn attach_to(&self, gateway: Gateway) -> Gateway {
         match &self.0 {
-            Some(parts) => {
-                let pods = causeway_k8s::PodLookup::new(parts.client.clone());
-                let reviews = causeway_k8s::ReviewClient::new(parts.client.clone());
+            Some(inner) => {
+                let pods = causeway_k8s::PodLookup::new(inner.client.clone());
+                let reviews = causeway_k8s::ReviewClient::new(inner.client.clone());
                 let gateway = gateway.pods(std::sync::Arc::new(pods));
                 gateway.reviews(std::sync::Arc::new(reviews))
             }
@@ -119,52 +125,56 @@ impl KubernetesControllers {
 
     /// Returns the task that watches the cluster's nodes once it is polled. The gateway is not ready (`/readyz`) before the
     /// nodes are known. With `stop` the task gives up what others wait for.
-    pub(super) fn follow(
+    pub(super) fn spawn_controllers(
         self,
         bound: &Bound,
-        listing: ClusterSenders,
+        senders: ClusterSenders,
         stop: CancellationToken,
     ) -> ControllerFuture {
-        let Some(parts) = self.0 else {
+        let Some(inner) = self.0 else {
             return Box::pin(std::future::pending());
         };
-        let (hosts, advertised) = (parts.hosts(bound), parts.advertised(bound, &listing));
-        let listed = parts.listed(bound, listing);
-        let certificates = parts.certificates(bound);
-        let (read, hubs) = (parts.read(bound), parts.hubs(bound));
-        let state = parts.state(bound);
-        let app_clients = parts.app_clients.into_iter().map(|client| {
+        let (hosts_controller, service_watcher) = (
+            inner.hosts_controller(bound),
+            inner.service_watcher(bound, &senders),
+        );
+        let port_list = inner.port_list(bound, senders);
+        let csr_controller = inner.csr_controller(bound);
+        let (api_cache_source, yurthub_leaders) =
+            (inner.api_cache_source(bound), inner.yurthub_leaders(bound));
+        let shared_state = inner.shared_state(bound);
+        let app_clients = inner.app_clients.into_iter().map(|client| {
             let why =
                 "the client certificate for apps (upstream_tls.*.signer) has not been issued yet";
-            client.run_holding(bound.hold(why))
+            client.run_with_readiness_block(bound.hold(why))
         });
         let app_clients = futures_util::future::join_all(app_clients);
-        let (own, reloader) = (parts.own, bound.reloader());
+        let (own, reloader) = (inner.own_certificate, bound.reloader());
         let informer = causeway_k8s::NodeInformer {
-            client: parts.client,
-            rules: parts.rules,
+            client: inner.client,
+            settings: inner.settings,
             nodes: bound.nodes(),
-            metrics: bound.metrics().cluster(),
+            metrics: bound.metrics().kubernetes_metrics(),
         };
         let conflicts = causeway_k8s::ConflictEvents {
             client: informer.client.clone(),
             nodes: bound.nodes(),
-            gateway: this_gateway(),
+            gateway: gateway_name(),
         };
-        let unread = state
+        let sync_block = shared_state
             .is_some()
             .then(|| bound.hold("revocations and pinned keys have not been loaded yet"));
-        let hold = bound.hold("the nodes of the cluster have not been loaded yet");
+        let nodes_block = bound.hold("the nodes of the cluster have not been loaded yet");
         // Nodes of the cluster are admitted only after revocations are known.
         let nodes = async move {
-            let Some((state, unread)) = state.zip(unread) else {
-                return informer.run(hold).await;
+            let Some((state, unread)) = shared_state.zip(sync_block) else {
+                return informer.run(nodes_block).await;
             };
             state.initial_sync(unread).await;
-            tokio::join!(informer.run(hold), state.run());
+            tokio::join!(informer.run(nodes_block), state.run());
         };
         let hosts = async move {
-            if let Some(hosts) = hosts {
+            if let Some(hosts) = hosts_controller {
                 hosts.run(stop).await;
             }
         };
@@ -172,12 +182,12 @@ impl KubernetesControllers {
             let ((), (), never, ..) = tokio::join!(
                 nodes,
                 hosts,
-                endless(listed.map(causeway_k8s::PortListController::run)),
-                endless(certificates.map(causeway_k8s::CsrController::run)),
-                endless(advertised.map(causeway_k8s::ServiceWatcher::run)),
-                endless(own.map(|own| own.run(|| reloader.names()))),
-                endless(read.map(causeway_k8s::ApiCacheSource::run)),
-                endless(hubs.map(causeway_k8s::YurtHubLeaders::run)),
+                run_or_pend(port_list.map(causeway_k8s::PortListController::run)),
+                run_or_pend(csr_controller.map(causeway_k8s::CsrController::run)),
+                run_or_pend(service_watcher.map(causeway_k8s::ServiceWatcher::run)),
+                run_or_pend(own.map(|own| own.run(|| reloader.names()))),
+                run_or_pend(api_cache_source.map(causeway_k8s::ApiCacheSource::run)),
+                run_or_pend(yurthub_leaders.map(causeway_k8s::YurtHubLeaders::run)),
                 conflicts.run(),
                 app_clients,
             );
@@ -188,113 +198,114 @@ impl KubernetesControllers {
 
 #[cfg(feature = "k8s")]
 impl Inner {
-    fn listed(
+    fn port_list(
         &self,
         bound: &Bound,
-        listing: ClusterSenders,
+        senders: ClusterSenders,
     ) -> Option<causeway_k8s::PortListController> {
-        let rules = self.rules.ports.clone()?;
+        let port_list = self.settings.ports.clone()?;
         Some(causeway_k8s::PortListController {
             client: self.client.clone(),
             readiness: bound.readiness(),
-            rules,
-            listed: listing.ports,
-            reloads: listing.reloads,
+            settings: port_list,
+            ports_sender: senders.ports,
+            reload_sender: senders.reload_sender,
             metrics: bound.metrics(),
-            gateway: this_gateway(),
+            gateway: gateway_name(),
             store: bound.store().clone(),
         })
     }
 
     /// Starts the discovery of the gateway's address. If no address is configured either, clients wait until edges can learn one.
-    fn advertised(
+    fn service_watcher(
         &self,
         bound: &Bound,
-        listing: &ClusterSenders,
+        senders: &ClusterSenders,
     ) -> Option<causeway_k8s::ServiceWatcher> {
-        let rules = self.rules.advertise.clone()?;
-        let why = format!("Service {} has not been loaded yet", rules.service);
+        let service = self.settings.advertise.clone()?;
+        let why = format!("Service {} has not been loaded yet", service.service);
         Some(causeway_k8s::ServiceWatcher {
             client: self.client.clone(),
-            rules,
-            found: listing.advertised.clone(),
-            reloads: listing.reloads.clone(),
+            settings: service,
+            discovered: senders.advertised.clone(),
+            reload_sender: senders.reload_sender.clone(),
             nodes: bound.nodes(),
-            hold: self.nowhere.then(|| bound.hold(why)),
+            readiness_block: self.has_no_address.then(|| bound.hold(why)),
         })
     }
 
-    fn certificates(&self, bound: &Bound) -> Option<causeway_k8s::CsrController> {
+    fn csr_controller(&self, bound: &Bound) -> Option<causeway_k8s::CsrController> {
         Some(causeway_k8s::CsrController {
             client: self.client.clone(),
-            rules: self.rules.certificates.clone()?,
+            settings: self.settings.certificates.clone()?,
             signer: bound.signer(),
             roots: bound.roots(),
             nodes: bound.nodes(),
             metrics: bound.metrics(),
-            gateway: this_gateway(),
+            gateway: gateway_name(),
         })
     }
 
     /// Task that keeps revocations and pinned keys in a Secret.
-    fn state(&self, bound: &Bound) -> Option<causeway_k8s::SharedState> {
-        let (namespace, name) = self.rules.state.as_deref()?.split_once('/')?;
+    fn shared_state(&self, bound: &Bound) -> Option<causeway_k8s::SharedState> {
+        let (namespace, name) = self.settings.state.as_deref()?.split_once('/')?;
         Some(causeway_k8s::SharedState {
             client: self.client.clone(),
             namespace: namespace.to_owned(),
             name: name.to_owned(),
-            roll: bound.roll(),
+            node_sync: bound.node_sync(),
         })
     }
 
     /// Returns the source that fills the API cache of edges.
-    fn read(&self, bound: &Bound) -> Option<causeway_k8s::ApiCacheSource> {
+    fn api_cache_source(&self, bound: &Bound) -> Option<causeway_k8s::ApiCacheSource> {
         Some(causeway_k8s::ApiCacheSource {
             client: self.client.clone(),
-            pool: bound.pool()?,
+            cache: bound.watch_cache()?,
         })
     }
 
     /// Returns the publisher that tells YurtHubs where to read.
-    fn hubs(&self, bound: &Bound) -> Option<causeway_k8s::YurtHubLeaders> {
+    fn yurthub_leaders(&self, bound: &Bound) -> Option<causeway_k8s::YurtHubLeaders> {
         Some(causeway_k8s::YurtHubLeaders {
             client: self.client.clone(),
-            rules: self.rules.yurthub.clone()?,
-            hubs: bound.hubs()?,
+            settings: self.settings.yurthub.clone()?,
+            endpoints: bound.watch_yurthub_endpoints()?,
             nodes: bound.nodes().reader(),
-            gateway: this_gateway(),
+            gateway: gateway_name(),
         })
     }
 
-    fn hosts(&self, bound: &Bound) -> Option<causeway_k8s::HostsController> {
+    fn hosts_controller(&self, bound: &Bound) -> Option<causeway_k8s::HostsController> {
         Some(causeway_k8s::HostsController {
             client: self.client.clone(),
-            rules: self.rules.hosts.clone()?,
+            settings: self.settings.hosts.clone()?,
             addresses: self.addresses.clone(),
             nodes: bound.nodes(),
             metrics: bound.metrics(),
-            gateway: this_gateway(),
+            gateway: gateway_name(),
         })
     }
 }
 
 /// Some work, if there is any.
 #[cfg(feature = "k8s")]
-async fn endless(work: Option<impl Future<Output = Infallible>>) -> Infallible {
-    match work {
-        Some(work) => work.await,
+async fn run_or_pend(controller: Option<impl Future<Output = Infallible>>) -> Infallible {
+    match controller {
+        Some(controller) => controller.await,
         None => std::future::pending().await,
     }
 }
 
 /// Returns the requester of this gateway's own certificate, if the cluster is to issue it.
 #[cfg(feature = "k8s")]
-fn own(
+fn own_certificate(
     client: &causeway_k8s::Client,
     config: &Config,
 ) -> anyhow::Result<Option<causeway_k8s::GatewayCertificate>> {
     let identity = config.tunnel.identity.as_ref();
-    let Some((signer, domain)) = identity.and_then(causeway_gateway::config::Identity::asked)
+    let Some((signer, domain)) =
+        identity.and_then(causeway_gateway::config::Identity::certificate_request)
     else {
         return Ok(None);
     };
@@ -304,7 +315,7 @@ fn own(
         purpose: causeway_k8s::Purpose::TunnelPort(domain),
         approve: false,
         store: Store::open(&config.data_dir, OpenMode::Create)?,
-        gateway: this_gateway(),
+        gateway: gateway_name(),
     }))
 }
 
@@ -315,8 +326,8 @@ fn app_clients(
     config: &Config,
 ) -> anyhow::Result<Vec<causeway_k8s::GatewayCertificate>> {
     let apps = config.upstream_tls.iter();
-    let asked = apps.filter_map(|(port, app)| Some((*port, app, app.signer.clone()?)));
-    asked
+    let with_signer = apps.filter_map(|(port, app)| Some((*port, app, app.signer.clone()?)));
+    with_signer
         .map(|(port, app, signer)| {
             Ok(causeway_k8s::GatewayCertificate {
                 client: client.clone(),
@@ -324,7 +335,7 @@ fn app_clients(
                 purpose: causeway_k8s::Purpose::AppClient(port, app.user.clone()),
                 approve: app.approve,
                 store: Store::open(&config.data_dir, OpenMode::Create)?,
-                gateway: this_gateway(),
+                gateway: gateway_name(),
             })
         })
         .collect()
@@ -332,7 +343,7 @@ fn app_clients(
 
 /// Its name to others: the host's.
 #[cfg(feature = "k8s")]
-fn this_gateway() -> String {
+fn gateway_name() -> String {
     let name = nix::unistd::gethostname().ok();
     let name = name.and_then(|name| name.into_string().ok());
     name.unwrap_or_else(|| "gateway".to_owned())
@@ -349,7 +360,7 @@ pub(super) struct KubernetesControllers;
     reason = "as the other build has them"
 )]
 impl KubernetesControllers {
-    pub(super) async fn read(config: &Config) -> anyhow::Result<Self> {
+    pub(super) async fn from_config(config: &Config) -> anyhow::Result<Self> {
         if config.kubernetes.is_some() {
             anyhow::bail!(
                 "kubernetes: this build does not support Kubernetes; build it with --features k8s"
@@ -358,7 +369,11 @@ impl KubernetesControllers {
         Ok(Self)
     }
 
-    pub(super) async fn begin(&self, _: &Config, _: &(dyn Fn(&str) + Sync)) -> anyhow::Result<()> {
+    pub(super) async fn wait_for_certificate(
+        &self,
+        _: &Config,
+        _: &(dyn Fn(&str) + Sync),
+    ) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -366,7 +381,7 @@ impl KubernetesControllers {
         gateway
     }
 
-    pub(super) fn follow(
+    pub(super) fn spawn_controllers(
         self,
         _: &Bound,
         _: ClusterSenders,
@@ -376,10 +391,13 @@ impl KubernetesControllers {
     }
 }
 
-/// Runs `work` while `live` runs, and ends when `live` ends.
-pub(super) async fn beside<T>(live: impl Future<Output = T>, work: ControllerFuture) -> T {
+/// Runs `work` while `serving` runs, and ends when `serving` ends.
+pub(super) async fn run_alongside<T>(
+    serving: impl Future<Output = T>,
+    controllers: ControllerFuture,
+) -> T {
     tokio::select! {
-        outcome = live => outcome,
-        never = work => match never {},
+        outcome = serving => outcome,
+        never = controllers => match never {},
     }
 }

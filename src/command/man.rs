@@ -19,7 +19,7 @@ use crate::config_loader::{ConfigKey, keys};
 /// A term and what it means.
 type Term = (String, String);
 
-const CODES: &[(&str, &str)] = &[
+const EXIT_CODES: &[(&str, &str)] = &[
     (
         "0",
         "Success, or stopped by a signal after all streams had ended.",
@@ -48,7 +48,7 @@ const VARIABLES: &[(&str, &str)] = &[
         "Set by systemd for units with Type=notify and WatchdogSec=; see sd_notify(3).",
     ),
 ];
-const PROXIES: &[(&str, &str)] = &[
+const PROXY_VARIABLES: &[(&str, &str)] = &[
     (
         "HTTPS_PROXY",
         "Proxy to the gateways if the configuration names none.",
@@ -105,8 +105,8 @@ pub(crate) fn run(directory: &Path) -> anyhow::Result<()> {
         .with_context(|| format!("cannot create the directory {}", directory.display()))?;
     let mut tree = Cli::command().disable_help_subcommand(true);
     tree.build();
-    for command in shown(&tree) {
-        let path = directory.join(format!("{}.1", name(command)));
+    for command in visible_commands(&tree) {
+        let path = directory.join(format!("{}.1", display_name(command)));
         fs::write(&path, page(command)?)
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
@@ -114,17 +114,17 @@ pub(crate) fn run(directory: &Path) -> anyhow::Result<()> {
 }
 
 /// A command and all below it, but those that are hidden.
-fn shown(command: &Command) -> Vec<&Command> {
-    let below = command
+fn visible_commands(command: &Command) -> Vec<&Command> {
+    let subcommands = command
         .get_subcommands()
         .filter(|below| !below.is_hide_set());
     std::iter::once(command)
-        .chain(below.flat_map(shown))
+        .chain(subcommands.flat_map(visible_commands))
         .collect()
 }
 
 /// `causeway-token-create`.
-fn name(command: &Command) -> &str {
+fn display_name(command: &Command) -> &str {
     command.get_display_name().unwrap_or(command.get_name())
 }
 
@@ -143,40 +143,42 @@ fn page(command: &Command) -> anyhow::Result<Vec<u8>> {
     if command.has_subcommands() {
         man.render_subcommands_section(&mut page)?;
     }
-    let mut more = Roff::new();
-    sections(command, &mut more);
-    more.to_writer(&mut page)?;
+    let mut extra_sections = Roff::new();
+    add_sections(command, &mut extra_sections);
+    extra_sections.to_writer(&mut page)?;
     Ok(page)
 }
 
-fn sections(command: &Command, page: &mut Roff) {
-    let (keys, files, runs) = match name(command) {
+fn add_sections(command: &Command, page: &mut Roff) {
+    let (keys, files, is_process) = match display_name(command) {
         "causeway-gateway" => (keys::<GatewayConfig>(), GATEWAY_FILES, true),
         "causeway-edge" => (keys::<EdgeConfig>(), EDGE_FILES, true),
         _ => (Vec::new(), DATA_FILES, false),
     };
-    let inner = keys.iter().filter(|key| !key.settable);
-    let inner: Vec<Term> = inner.map(|key| (key.name.clone(), meaning(key))).collect();
-    terms(page, "KEYS INSIDE LISTS AND MAPS", inner);
-    terms(page, "ENVIRONMENT", variables(command, &keys));
-    let takes_data = command
+    let nested_keys = keys.iter().filter(|key| !key.settable);
+    let nested_keys: Vec<Term> = nested_keys
+        .map(|key| (key.name.clone(), key_help(key)))
+        .collect();
+    add_terms(page, "KEYS INSIDE LISTS AND MAPS", nested_keys);
+    add_terms(page, "ENVIRONMENT", variable_terms(command, &keys));
+    let takes_data_dir = command
         .get_arguments()
         .any(|arg| arg.get_id() == "data_dir");
-    if runs || takes_data {
-        terms(page, "FILES", owned(files));
+    if is_process || takes_data_dir {
+        add_terms(page, "FILES", to_terms(files));
     }
-    if runs {
-        terms(page, "SIGNALS", owned(SIGNALS));
+    if is_process {
+        add_terms(page, "SIGNALS", to_terms(SIGNALS));
     }
-    terms(page, "EXIT STATUS", owned(CODES));
-    if name(command) != "causeway" {
+    add_terms(page, "EXIT STATUS", to_terms(EXIT_CODES));
+    if display_name(command) != "causeway" {
         page.control("SH", ["SEE ALSO"]);
         page.text([bold("causeway"), roman("(1)")]);
     }
 }
 
 /// All variables that a command reads, in words.
-fn variables(command: &Command, keys: &[ConfigKey]) -> Vec<Term> {
+fn variable_terms(command: &Command, keys: &[ConfigKey]) -> Vec<Term> {
     let flags = command.get_arguments().filter_map(|arg| {
         let flag = format!("As --{}.", arg.get_long()?);
         Some((arg.get_env()?.to_str()?.to_owned(), flag))
@@ -188,25 +190,25 @@ fn variables(command: &Command, keys: &[ConfigKey]) -> Vec<Term> {
             format!("The key {}; same as --{}.", key.name, key.flag()),
         )
     });
-    let common = match name(command) {
-        "causeway-gateway" => owned(VARIABLES),
-        "causeway-edge" => [owned(PROXIES), owned(VARIABLES)].concat(),
+    let common = match display_name(command) {
+        "causeway-gateway" => to_terms(VARIABLES),
+        "causeway-edge" => [to_terms(PROXY_VARIABLES), to_terms(VARIABLES)].concat(),
         _ => Vec::new(),
     };
     flags.chain(settable).chain(common).collect()
 }
 
-fn meaning(key: &ConfigKey) -> String {
+fn key_help(key: &ConfigKey) -> String {
     key.help.replace('\n', " ")
 }
 
-fn owned(terms: &[(&str, &str)]) -> Vec<Term> {
-    let own = |(term, meaning): &(&str, &str)| ((*term).to_owned(), (*meaning).to_owned());
-    terms.iter().map(own).collect()
+fn to_terms(terms: &[(&str, &str)]) -> Vec<Term> {
+    let to_term = |(term, meaning): &(&str, &str)| ((*term).to_owned(), (*meaning).to_owned());
+    terms.iter().map(to_term).collect()
 }
 
 /// A section of terms; none if there are none.
-fn terms(page: &mut Roff, title: &str, terms: Vec<Term>) {
+fn add_terms(page: &mut Roff, title: &str, terms: Vec<Term>) {
     if terms.is_empty() {
         return;
     }

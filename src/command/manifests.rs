@@ -10,17 +10,17 @@ use causeway_watch_cache::{WatchCache, manifests::Manifests};
 use crate::config_loader;
 
 /// Files whose names end so are manifests.
-const ENDS: [&str; 3] = ["yaml", "yml", "json"];
+const MANIFEST_EXTENSIONS: [&str; 3] = ["yaml", "yml", "json"];
 
 /// The manifests in a directory, by name; the directory itself comes first, since a new file in it counts as well.
-pub(super) fn files(dir: &Path) -> Vec<PathBuf> {
+pub(super) fn manifest_files(dir: &Path) -> Vec<PathBuf> {
     let mut files: Vec<_> = fs::read_dir(dir)
         .into_iter()
         .flatten()
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|file| {
-            let end = file.extension().and_then(|end| end.to_str());
-            end.is_some_and(|end| ENDS.contains(&end)) && file.is_file()
+            let extension = file.extension().and_then(|end| end.to_str());
+            extension.is_some_and(|end| MANIFEST_EXTENSIONS.contains(&end)) && file.is_file()
         })
         .collect();
     files.sort();
@@ -32,13 +32,13 @@ pub(super) fn files(dir: &Path) -> Vec<PathBuf> {
 ///
 /// # Errors
 /// If one of them is not what it should be; the error names the file.
-pub(super) fn read(dir: &Path, pool: Arc<WatchCache>) -> anyhow::Result<Manifests> {
+pub(super) fn read_manifests(dir: &Path, cache: Arc<WatchCache>) -> anyhow::Result<Manifests> {
     // A directory that cannot be read is not an empty one.
     fs::read_dir(dir).with_context(|| format!("api_cache.manifests: {}", dir.display()))?;
-    let mut manifests = Manifests::new(pool);
-    for file in files(dir).iter().skip(1) {
+    let mut manifests = Manifests::new(cache);
+    for file in manifest_files(dir).iter().skip(1) {
         let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
-        let value = config_loader::untyped(&text);
+        let value = config_loader::parse_untyped(&text);
         let value = value.map_err(|fault| anyhow!("{}:{fault}", file.display()))?;
         manifests
             .add(value)
@@ -54,8 +54,8 @@ mod tests {
 
     fn pool() -> Arc<WatchCache> {
         let limits = CacheLimits {
-            cache: 1 << 20,
-            window: 1 << 20,
+            response_bytes: 1 << 20,
+            event_buffer_bytes: 1 << 20,
         };
         WatchCache::new(&GroupVersionResource::defaults(), &limits)
     }
@@ -73,8 +73,8 @@ mod tests {
             r#"{ "apiVersion": "v1", "kind": "Service", "metadata": { "name": "b", "namespace": "n" } }"#,
         );
         write("README.md", "not one");
-        assert_eq!(files(folder.path()).len(), 3);
-        assert_eq!(read(folder.path(), pool()).unwrap().count(), 2);
+        assert_eq!(manifest_files(folder.path()).len(), 3);
+        assert_eq!(read_manifests(folder.path(), pool()).unwrap().count(), 2);
         for (text, says) in [
             ("kind: Service\nkind: Service\n", "c.yaml:2:"),
             (
@@ -84,10 +84,10 @@ mod tests {
             ("{", "not YAML"),
         ] {
             write("c.yaml", text);
-            let error = format!("{:#}", read(folder.path(), pool()).unwrap_err());
+            let error = format!("{:#}", read_manifests(folder.path(), pool()).unwrap_err());
             assert!(error.contains(says) && error.contains("c.yaml"), "{error}");
         }
-        let error = read(&folder.path().join("none"), pool()).unwrap_err();
+        let error = read_manifests(&folder.path().join("none"), pool()).unwrap_err();
         assert!(
             format!("{error:#}").contains("api_cache.manifests"),
             "{error:#}"

@@ -11,66 +11,70 @@ use rustls::pki_types::UnixTime;
 use serde_json::{Value, json};
 
 use super::{
-    data_dir::{self, notify_gateway, open},
+    data_dir::{self, notify_gateway, open_for_node},
     pins,
-    token::{self, date},
+    token::{self, format_date},
 };
 use crate::cli::{ListFormat, NodeAdd, NodeArg, NodeCommand, NodeList, NodeRevoke};
 use crate::output::outln;
 
 /// Longest reason, in bytes: it goes to the edge in one line.
-const LONGEST: usize = 512;
+const MAX_REASON_BYTES: usize = 512;
 
 /// Does what was ordered.
-pub(crate) async fn run(order: NodeCommand) -> anyhow::Result<()> {
-    let (directory, node, done) = match order {
-        NodeCommand::Add(ask) => {
-            let (store, node) = open(&ask.data.data_dir, &ask.node)?;
-            warn_of_what_is_known(&store, &node, &ask)?;
-            store
-                .nodes()
-                .confirm(&node, ask.confirmed.get(), UnixTime::now().as_secs())?;
-            (ask.data.data_dir, node, "admitted")
+pub(crate) async fn run(command: NodeCommand) -> anyhow::Result<()> {
+    let (directory, node, outcome) = match command {
+        NodeCommand::Add(args) => {
+            let (store, node) = open_for_node(&args.data.data_dir, &args.node)?;
+            warn_if_known(&store, &node, &args)?;
+            store.nodes().confirm(
+                &node,
+                args.confirmed.to_attributes(),
+                UnixTime::now().as_secs(),
+            )?;
+            (args.data.data_dir, node, "admitted")
         }
-        NodeCommand::Revoke(ask) => {
-            let (store, node) = open(&ask.data.data_dir, &ask.node)?;
-            revoke(&store, &node, &ask)?;
-            store.pins().forget(&node, None)?;
-            (ask.data.data_dir, node, "revoked")
+        NodeCommand::Revoke(args) => {
+            let (store, node) = open_for_node(&args.data.data_dir, &args.node)?;
+            revoke(&store, &node, &args)?;
+            store.pins().remove(&node, None)?;
+            (args.data.data_dir, node, "revoked")
         }
         NodeCommand::Allow(NodeArg { node, data }) => {
-            let (store, node) = open(&data.data_dir, &node)?;
-            known(store.nodes().set_revoked(&node, None)?, &store, &node)?;
+            let (store, node) = open_for_node(&data.data_dir, &node)?;
+            check_found(store.nodes().set_revoked(&node, None)?, &store, &node)?;
             (data.data_dir, node, "admitted again")
         }
-        NodeCommand::List(ask) => return list(&ask),
-        NodeCommand::Pins(ask) => return pins::list(&ask),
-        NodeCommand::Unpin(ask) => return pins::unpin(ask).await,
+        NodeCommand::List(args) => return list(&args),
+        NodeCommand::Pins(args) => return pins::list(&args),
+        NodeCommand::Unpin(args) => return pins::unpin(args).await,
         NodeCommand::Remove(NodeArg { node, data }) => {
-            let (store, node) = open(&data.data_dir, &node)?;
-            known(store.nodes().remove(&node)?, &store, &node)?;
+            let (store, node) = open_for_node(&data.data_dir, &node)?;
+            check_found(store.nodes().remove(&node)?, &store, &node)?;
             // Another machine may get this name.
-            store.pins().forget(&node, None)?;
+            store.pins().remove(&node, None)?;
             (data.data_dir, node, "removed")
         }
     };
-    notify_gateway(&directory, &format!("{node} is {done}")).await
+    notify_gateway(&directory, &format!("{node} is {outcome}")).await
 }
 
 /// Prints the nodes of the data directory.
-fn list(ask: &NodeList) -> anyhow::Result<()> {
-    let all = data_dir::of_gateway(&ask.data.data_dir)?.nodes().all()?;
-    match ask.output {
+fn list(args: &NodeList) -> anyhow::Result<()> {
+    let all = data_dir::open_gateway_store(&args.data.data_dir)?
+        .nodes()
+        .all()?;
+    match args.output {
         ListFormat::Table => outln!("{}", table(&all))?,
         ListFormat::Json => {
-            let rows: Vec<_> = all.iter().map(row).collect();
+            let rows: Vec<_> = all.iter().map(json_row).collect();
             outln!("{}", serde_json::to_string_pretty(&rows)?)?;
         }
     }
     Ok(())
 }
 
-fn row(record: &NodeRecord) -> Value {
+fn json_row(record: &NodeRecord) -> Value {
     let revoked = record.revoked.as_ref();
     json!({
         "node": record.node,
@@ -78,9 +82,9 @@ fn row(record: &NodeRecord) -> Value {
         "pool": record.pool,
         "addresses": record.addresses,
         "labels": record.labels,
-        "enrolled": date(record.enrolled_at),
-        "certificate_expires": record.not_after.map(date),
-        "revoked": revoked.map(|it| json!({ "at": date(it.at), "reason": it.reason })),
+        "enrolled": format_date(record.enrolled_at),
+        "certificate_expires": record.not_after.map(format_date),
+        "revoked": revoked.map(|it| json!({ "at": format_date(it.at), "reason": it.reason })),
     })
 }
 
@@ -118,8 +122,8 @@ fn table(all: &[NodeRecord]) -> String {
             record.node.to_string(),
             state(record).to_owned(),
             or_none(record.pool.clone().unwrap_or_default()),
-            date(record.enrolled_at),
-            or_none(record.not_after.map(date).unwrap_or_default()),
+            format_date(record.enrolled_at),
+            or_none(record.not_after.map(format_date).unwrap_or_default()),
             or_none(addresses.join(",")),
             or_none(labels.join(",")),
         ]);
@@ -131,37 +135,41 @@ fn table(all: &[NodeRecord]) -> String {
 }
 
 /// Of a node that is known, this changes what is confirmed, and nothing else.
-fn warn_of_what_is_known(store: &Store, node: &NodeName, ask: &NodeAdd) -> anyhow::Result<()> {
+fn warn_if_known(store: &Store, node: &NodeName, args: &NodeAdd) -> anyhow::Result<()> {
     let all = store.nodes().all()?;
-    let Some(known) = all.iter().find(|known| known.node == *node) else {
+    let Some(existing) = all.iter().find(|known| known.node == *node) else {
         return Ok(());
     };
-    if let Some(revoked) = &known.revoked {
+    if let Some(revoked) = &existing.revoked {
         let reason = &revoked.reason;
         bail!("{node} is revoked: {reason}; `causeway node allow {node}` admits it again");
     }
-    token::warn_of_change(known, &ask.confirmed.get(), "this command replaces them");
+    token::warn_of_change(
+        existing,
+        &args.confirmed.to_attributes(),
+        "this command replaces them",
+    );
     Ok(())
 }
 
-fn revoke(store: &Store, node: &NodeName, ask: &NodeRevoke) -> anyhow::Result<()> {
-    let reason = ask.reason.trim();
-    if reason.is_empty() || reason.len() > LONGEST || reason.contains(char::is_control) {
-        bail!("--reason must be one line of 1 to {LONGEST} bytes");
+fn revoke(store: &Store, node: &NodeName, args: &NodeRevoke) -> anyhow::Result<()> {
+    let reason = args.reason.trim();
+    if reason.is_empty() || reason.len() > MAX_REASON_BYTES || reason.contains(char::is_control) {
+        bail!("--reason must be one line of 1 to {MAX_REASON_BYTES} bytes");
     }
     let revoked = Revocation {
         at: UnixTime::now().as_secs(),
         reason: reason.to_owned(),
     };
-    if ask.unseen {
-        return Ok(store.nodes().shut_out(node, &revoked)?);
+    if args.unseen {
+        return Ok(store.nodes().revoke_or_create(node, &revoked)?);
     }
     let found = store.nodes().set_revoked(node, Some(revoked))?;
-    known(found, store, node)
+    check_found(found, store, node)
         .map_err(|error| anyhow!("{error}; to revoke a node that has not joined yet, add --unseen"))
 }
 
-fn known(found: bool, store: &Store, node: &NodeName) -> anyhow::Result<()> {
+fn check_found(found: bool, store: &Store, node: &NodeName) -> anyhow::Result<()> {
     if found {
         return Ok(());
     }

@@ -7,19 +7,21 @@ use causeway_certs::{Pin, PinTable};
 use comfy_table::{Table, presets};
 use serde_json::json;
 
-use super::{data_dir, token::date};
+use super::{data_dir, token::format_date};
 use crate::cli::{ListFormat, NodeList, NodeUnpin};
 use crate::output::outln;
 
 /// Prints the pinned keys by node and port.
-pub(super) fn list(ask: &NodeList) -> anyhow::Result<()> {
-    let all = data_dir::of_gateway(&ask.data.data_dir)?.pins().all()?;
-    match ask.output {
+pub(super) fn list(args: &NodeList) -> anyhow::Result<()> {
+    let all = data_dir::open_gateway_store(&args.data.data_dir)?
+        .pins()
+        .all()?;
+    match args.output {
         ListFormat::Table => outln!("{}", table(&all))?,
         ListFormat::Json => {
-            let rows: Vec<_> = rows(&all)
+            let rows: Vec<_> = pin_rows(&all)
                 .map(|(node, port, pin)| {
-                    json!({ "node": node, "port": port, "key": pin.key, "since": date(pin.since) })
+                    json!({ "node": node, "port": port, "key": pin.key, "since": format_date(pin.since) })
                 })
                 .collect();
             outln!("{}", serde_json::to_string_pretty(&rows)?)?;
@@ -28,7 +30,7 @@ pub(super) fn list(ask: &NodeList) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn rows(all: &PinTable) -> impl Iterator<Item = (&str, u16, &Pin)> {
+fn pin_rows(all: &PinTable) -> impl Iterator<Item = (&str, u16, &Pin)> {
     all.iter().flat_map(|(node, ports)| {
         let pins = ports.iter();
         pins.map(move |(port, pin)| (node.as_str(), *port, pin))
@@ -43,12 +45,12 @@ fn table(all: &PinTable) -> String {
     table
         .load_style(presets::NOTHING)
         .set_header(["NODE", "PORT", "KEY (SHA-256)", "SINCE"]);
-    for (node, port, pin) in rows(all) {
+    for (node, port, pin) in pin_rows(all) {
         table.add_row([
             node.to_owned(),
             port.to_string(),
             pin.key.to_string(),
-            date(pin.since),
+            format_date(pin.since),
         ]);
     }
     if let Some(first) = table.column_mut(0) {
@@ -58,20 +60,20 @@ fn table(all: &PinTable) -> String {
 }
 
 /// Removes the pinned keys of a node, or of one of its ports.
-pub(super) async fn unpin(ask: NodeUnpin) -> anyhow::Result<()> {
-    let (store, name) = data_dir::open(&ask.data.data_dir, &ask.node)?;
-    let forgotten = store.pins().forget(&name, ask.port)?;
-    if forgotten.is_empty() {
-        let which = match ask.port {
+pub(super) async fn unpin(args: NodeUnpin) -> anyhow::Result<()> {
+    let (store, name) = data_dir::open_for_node(&args.data.data_dir, &args.node)?;
+    let removed = store.pins().remove(&name, args.port)?;
+    if removed.is_empty() {
+        let subject = match args.port {
             Some(port) => format!("port {port} of {name}"),
             None => name.to_string(),
         };
-        bail!("no key of {which} is pinned here; `causeway node pins` lists the pinned keys");
+        bail!("no key of {subject} is pinned here; `causeway node pins` lists the pinned keys");
     }
-    let ports: Vec<_> = forgotten.keys().map(u16::to_string).collect();
-    let done = format!(
+    let ports: Vec<_> = removed.keys().map(u16::to_string).collect();
+    let description = format!(
         "the pinned key of {name} at port {} is removed",
         ports.join(", ")
     );
-    data_dir::notify_gateway(&ask.data.data_dir, &done).await
+    data_dir::notify_gateway(&args.data.data_dir, &description).await
 }

@@ -30,12 +30,12 @@ use crate::output::{errln, outln};
 
 /// Answers what was asked.
 pub(crate) fn run(policy: Policy) -> anyhow::Result<()> {
-    let answered = match policy {
-        Policy::Check(ask) => check(&ask),
-        Policy::Test(ask) => test_table::run(&ask),
+    let result = match policy {
+        Policy::Check(args) => check(&args),
+        Policy::Test(args) => test_table::run(&args),
     };
     // A script that checks for a denial must not mistake a typing error for one.
-    answered.map_err(|error| {
+    result.map_err(|error| {
         if error.is::<Denied>() || error.is::<config_loader::RejectedConfig>() {
             return error;
         }
@@ -58,12 +58,12 @@ pub(crate) fn warn_of_labels(
     let Ok(records) = store.nodes().all() else {
         return;
     };
-    let given = |key: &str| {
+    let is_given = |key: &str| {
         let mut all = records.iter();
         all.any(|record| record.labels.contains_key(key))
     };
     for (by, key) in
-        idle_labels(rules, |key| kubernetes.counts_label(key) || given(key)).take(MAX_LINES)
+        unusable_labels(rules, |key| kubernetes.trusts_label(key) || is_given(key)).take(MAX_LINES)
     {
         tracing::warn!(
             rule = %by.rule,
@@ -73,7 +73,7 @@ pub(crate) fn warn_of_labels(
         );
     }
     let has_pool = records.iter().any(|record| record.pool.is_some());
-    if rules.reads_pools() && !has_pool && !kubernetes.counts_label(&kubernetes.pool_label) {
+    if rules.depends_on_pools() && !has_pool && !kubernetes.trusts_label(&kubernetes.pool_label) {
         tracing::warn!(
             label = kubernetes.pool_label,
             "no node can have a pool in the policy: no join token confirms one, and kubernetes.pool_label is not used there because a kubelet can write it (kubernetes.policy_labels)"
@@ -82,14 +82,14 @@ pub(crate) fn warn_of_labels(
 }
 
 /// The labels that rules go by and no node can have.
-fn idle_labels(
+fn unusable_labels(
     rules: &Rules,
-    counts: impl Fn(&str) -> bool,
+    is_usable: impl Fn(&str) -> bool,
 ) -> impl Iterator<Item = (&MatchedRule, &str)> {
-    rules.by_labels().flat_map(move |(by, labels)| {
+    rules.rules_by_labels().flat_map(move |(by, labels)| {
         let keys = labels.iter().map(|(key, _)| key.as_str());
-        let idle: Vec<_> = keys.filter(|key| !counts(key)).collect();
-        idle.into_iter().map(move |key| (by, key))
+        let unusable: Vec<_> = keys.filter(|key| !is_usable(key)).collect();
+        unusable.into_iter().map(move |key| (by, key))
     })
 }
 
@@ -100,15 +100,15 @@ struct Denied(String);
 
 /// The rules of a file, compiled.
 pub(crate) fn read(file: &Path) -> anyhow::Result<Rules> {
-    let (mut policy, lines) = config_loader::document::<policy::Policy>(file)?;
+    let (mut policy, lines) = config_loader::load_document::<policy::Policy>(file)?;
     for (index, rule) in policy.rules.iter_mut().enumerate() {
-        rule.line = lines.of(&format!("rules[{index}]"));
+        rule.line = lines.line_of(&format!("rules[{index}]"));
     }
     Rules::compile(&policy).map_err(|faults| {
-        let said = faults
+        let messages = faults
             .iter()
             .map(|fault| format!("{}: {}", fault.path, fault.message));
-        config_loader::RejectedConfig::from(said.collect::<Vec<_>>()).into()
+        config_loader::RejectedConfig::from(messages.collect::<Vec<_>>()).into()
     })
 }
 
@@ -118,7 +118,7 @@ struct RequestSpec {
     to: To,
     port: u16,
     path: String,
-    act: Action,
+    action: Action,
 }
 
 /// The destination of the request.
@@ -131,28 +131,28 @@ enum To {
 
 impl RequestSpec {
     /// Of `https://edge-1:10250/exec/…`, or of `edge-1:22` where it is a CONNECT.
-    fn of(method: &Method, url: &str, upgrade: bool) -> anyhow::Result<Self> {
-        let says =
+    fn parse(method: &Method, url: &str, upgrade: bool) -> anyhow::Result<Self> {
+        let not_a_url =
             || format!("\"{url}\" is not the URL of a request; write https://edge-1:10250/metrics");
-        let (authority, path, act) = if method == Method::CONNECT {
+        let (authority, path, action) = if method == Method::CONNECT {
             (url.to_owned(), String::new(), Action::Connect)
         } else {
-            let uri: Uri = url.parse().with_context(says)?;
+            let uri: Uri = url.parse().with_context(not_a_url)?;
             // `edge-1:9100` alone is read as an authority without a path, which no rule for paths matches.
-            let http = matches!(uri.scheme_str(), Some("http" | "https"));
-            let authority = uri.authority().filter(|_| http);
-            let authority = authority.ok_or_else(|| anyhow!(says()))?;
-            let act = if upgrade {
+            let is_http = matches!(uri.scheme_str(), Some("http" | "https"));
+            let authority = uri.authority().filter(|_| is_http);
+            let authority = authority.ok_or_else(|| anyhow!(not_a_url()))?;
+            let action = if upgrade {
                 Action::Upgrade
             } else {
                 Action::Request
             };
-            (authority.to_string(), uri.path().to_owned(), act)
+            (authority.to_string(), uri.path().to_owned(), action)
         };
-        let (host, port) = target::split(&authority)
+        let (host, port) = target::split_host_port(&authority)
             .map_err(|why| anyhow!("\"{authority}\" is not a node and its port: {why}"))?;
         let to = match host.parse() {
-            Ok(address) if act == Action::Connect => To::Direct(address),
+            Ok(address) if action == Action::Connect => To::Direct(address),
             _ => To::Node(
                 NodeName::parse(host)
                     .with_context(|| format!("\"{host}\" is not the name of a node"))?,
@@ -165,7 +165,7 @@ impl RequestSpec {
             to,
             port,
             path,
-            act,
+            action,
         })
     }
 
@@ -185,14 +185,14 @@ impl RequestSpec {
             user: client.user.unwrap_or_default(),
             groups: client.groups,
             uris: client.uris,
-            known: client.user.is_some(),
-            from: client.from,
+            is_authenticated: client.user.is_some(),
+            client_address: client.source,
             node: name,
-            direct,
+            direct_address: direct,
             pool: node.pool.as_deref(),
             labels: &node.labels,
             port: self.port,
-            act: self.act,
+            action: self.action,
             method: method.as_str(),
             path: &self.path,
         })
@@ -205,24 +205,24 @@ struct Subject<'a> {
     user: Option<&'a str>,
     groups: &'a [String],
     uris: &'a [String],
-    from: Option<IpAddr>,
+    source: Option<IpAddr>,
 }
 
-fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
-    let file = &ask.file.policy;
+fn check(args: &PolicyCheck) -> anyhow::Result<()> {
+    let file = &args.file.policy;
     let rules = read(file)?;
-    let mut written = RequestSpec::of(&ask.method, &ask.url, ask.upgrade)?;
-    let (node, is_known) = confirmed(ask, &mut written.to)?;
+    let mut request = RequestSpec::parse(&args.method, &args.url, args.upgrade)?;
+    let (node, is_known) = confirmed_node(args, &mut request.to)?;
     let client = Subject {
-        user: ask.user.as_deref(),
-        groups: &ask.groups,
-        uris: &ask.uris,
-        from: ask.from,
+        user: args.user.as_deref(),
+        groups: &args.groups,
+        uris: &args.uris,
+        source: args.from,
     };
-    let decision = written.decide(&rules, &ask.method, &client, &node);
-    let is_otherwise =
-        |node: &Node| written.decide(&rules, &ask.method, &client, node).allow != decision.allow;
-    let label = hinge(&rules, &node, is_otherwise).filter(|_| ask.labels.is_empty());
+    let decision = request.decide(&rules, &args.method, &client, &node);
+    let differs =
+        |node: &Node| request.decide(&rules, &args.method, &client, node).allow != decision.allow;
+    let label = deciding_label(&rules, &node, differs).filter(|_| args.labels.is_empty());
     if let Some(label) = label {
         if config::is_restricted(label) {
             bail!(
@@ -234,22 +234,22 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
         );
     }
     // An address without an edge has no pool, and rules with pools do not match it.
-    if let To::Node(name) = &written.to
-        && ask.pool.is_none()
+    if let To::Node(name) = &request.to
+        && args.pool.is_none()
         && node.pool.is_none()
-        && depends_on_pool(&rules, &node, ask.labels.is_empty(), is_otherwise)
+        && depends_on_pool(&rules, &node, args.labels.is_empty(), differs)
     {
         if !is_known {
-            let data = ask.data.data_dir.display();
+            let data_dir = args.data.data_dir.display();
             bail!(
-                "the decision depends on the pool of {name}, which is not in {data}, and this command does not read the cluster; give the pool with --pool, or --pool \"\" for none"
+                "the decision depends on the pool of {name}, which is not in {data_dir}, and this command does not read the cluster; give the pool with --pool, or --pool \"\" for none"
             );
         }
         errln!(
             "note: the decision depends on the pool of {name}, which no token confirms; if the policy uses kubernetes.pool_label, give the pool of the Node object with --pool"
         );
     }
-    outln!("{}", said(&decision, file))?;
+    outln!("{}", format_decision(&decision, file))?;
     if !decision.allow {
         return Err(Denied("the policy denies the request".into()).into());
     }
@@ -257,18 +257,20 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
 }
 
 /// Returns the first label that a token has not given and by which it would be decided otherwise.
-fn hinge<'a>(
+fn deciding_label<'a>(
     rules: &'a Rules,
     node: &Node,
-    is_otherwise: impl Fn(&Node) -> bool,
+    differs: impl Fn(&Node) -> bool,
 ) -> Option<&'a str> {
     // Other labels do not matter: the first matching rule then matches by its own labels.
-    rules.by_labels().find_map(|(_, labels)| {
-        let lacking = |(key, _): &&(String, String)| !node.labels.contains_key(key);
-        let (key, _) = labels.iter().find(lacking)?;
+    rules.rules_by_labels().find_map(|(_, labels)| {
+        let is_missing = |(key, _): &&(String, String)| !node.labels.contains_key(key);
+        let (key, _) = labels.iter().find(is_missing)?;
         let mut other = node.clone();
-        other.labels.extend(labels.iter().filter(lacking).cloned());
-        is_otherwise(&other).then_some(key.as_str())
+        other
+            .labels
+            .extend(labels.iter().filter(is_missing).cloned());
+        differs(&other).then_some(key.as_str())
     })
 }
 
@@ -277,22 +279,22 @@ fn depends_on_pool(
     rules: &Rules,
     node: &Node,
     lacks_labels: bool,
-    is_otherwise: impl Fn(&Node) -> bool,
+    differs: impl Fn(&Node) -> bool,
 ) -> bool {
-    rules.pools().any(|pool| {
+    rules.sample_pools().any(|pool| {
         let mut other = node.clone();
         other.pool = Some(pool);
-        is_otherwise(&other)
+        differs(&other)
             || lacks_labels
-                && hinge(rules, node, &is_otherwise).is_none()
-                && hinge(rules, &other, &is_otherwise).is_some()
+                && deciding_label(rules, node, &differs).is_none()
+                && deciding_label(rules, &other, &differs).is_some()
     })
 }
 
 /// Returns the facts of the node that are confirmed, as given or else as its gateway knows them, and whether the data directory
 /// knows the node. An address that a token confirmed is the node's.
-fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool)> {
-    let nodes = match Store::open(&ask.data.data_dir, OpenMode::Existing) {
+fn confirmed_node(args: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool)> {
+    let nodes = match Store::open(&args.data.data_dir, OpenMode::Existing) {
         // The command also runs on machines without a data directory.
         Err(StoreError::Missing { .. }) => Vec::new(),
         store => store?.nodes().all()?,
@@ -304,32 +306,32 @@ fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool)> {
     if let Some(record) = &found {
         *to = To::Node(record.node.clone());
     }
-    let data = ask.data.data_dir.display();
+    let data_dir = args.data.data_dir.display();
     match &*to {
         To::Direct(address) => {
             errln!(
-                "note: no node in {data} has the address {address}, so it is treated as an address without an edge (direct); for a node with an edge, give its name"
+                "note: no node in {data_dir} has the address {address}, so it is treated as an address without an edge (direct); for a node with an edge, give its name"
             );
             return Ok((Node::default(), false));
         }
-        To::Node(node) if found.is_none() && (ask.pool.is_none() || ask.labels.is_empty()) => {
+        To::Node(node) if found.is_none() && (args.pool.is_none() || args.labels.is_empty()) => {
             errln!(
-                "note: {data} has no node {node}; only --pool and --label determine its pool and labels"
+                "note: {data_dir} has no node {node}; only --pool and --label determine its pool and labels"
             );
         }
         To::Node(_) => {}
     }
-    if ask.from.is_none() {
+    if args.from.is_none() {
         errln!("note: without --from the client has no source address, as on a unix socket");
     }
     let is_known = found.is_some();
     let (pool, labels) = found.map_or_else(Default::default, |record| (record.pool, record.labels));
     let node = Node {
-        pool: ask.pool.clone().or(pool).filter(|pool| !pool.is_empty()),
-        labels: if ask.labels.is_empty() {
+        pool: args.pool.clone().or(pool).filter(|pool| !pool.is_empty()),
+        labels: if args.labels.is_empty() {
             labels
         } else {
-            ask.labels.iter().cloned().collect()
+            args.labels.iter().cloned().collect()
         },
         ..Node::default()
     };
@@ -337,11 +339,11 @@ fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool)> {
 }
 
 /// A decision, with the line that made it.
-fn said(decision: &Decision, file: &Path) -> String {
-    let word = if decision.allow { "allow" } else { "deny" };
-    match &decision.by {
-        Some(by) => format!("{word}: {} ({}:{})", by.rule, file.display(), by.line),
-        None => format!("{word}: no rule of {} matches", file.display()),
+fn format_decision(decision: &Decision, file: &Path) -> String {
+    let verdict = if decision.allow { "allow" } else { "deny" };
+    match &decision.matched {
+        Some(by) => format!("{verdict}: {} ({}:{})", by.rule, file.display(), by.line),
+        None => format!("{verdict}: no rule of {} matches", file.display()),
     }
 }
 

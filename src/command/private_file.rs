@@ -7,7 +7,7 @@ use anyhow::Context;
 
 /// A new private file (0600) in place of the old: written beside it, brought to disk, renamed.
 pub(super) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
-    let attempt = || {
+    let write_and_rename = || {
         let directory = path
             .parent()
             .filter(|parent| !parent.as_os_str().is_empty());
@@ -17,5 +17,5 @@ pub(super) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
         file.persist(path)?;
         anyhow::Ok(())
     };
-    attempt().with_context(|| format!("cannot write {}", path.display()))
+    write_and_rename().with_context(|| format!("cannot write {}", path.display()))
 }

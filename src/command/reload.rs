@@ -15,14 +15,14 @@ pub(crate) async fn run(reload: Reload) -> anyhow::Result<()> {
     for address in health::addresses(reload.admin, reload.data_dir)? {
         let (status, body) =
             admin_client::request(Method::POST, &address, "/api/v1/reload").await?;
-        let said = String::from_utf8_lossy(&body);
-        let said = said.trim();
+        let message = String::from_utf8_lossy(&body);
+        let message = message.trim();
         match status {
-            StatusCode::OK => outln!("{said}")?,
+            StatusCode::OK => outln!("{message}")?,
             StatusCode::UNPROCESSABLE_ENTITY => {
-                return Err(RejectedConfig::from(vec![said.to_owned()]).into());
+                return Err(RejectedConfig::from(vec![message.to_owned()]).into());
             }
-            _ => bail!("{address} did not reload its configuration: {status} {said}"),
+            _ => bail!("{address} did not reload its configuration: {status} {message}"),
         }
     }
     Ok(())

@@ -3,10 +3,10 @@
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// Files reserved for uses other than client connections: tunnels, listeners, the data directory.
-const RESERVE: usize = 256;
+const RESERVED_FILES: usize = 256;
 
 /// Takes as many files as the system gives; how many there may be, where that is known.
-pub(super) fn raise() -> Option<usize> {
+pub(super) fn raise_limit() -> Option<usize> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
     let raised = setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok();
     let files = if raised { hard } else { soft };
@@ -14,19 +14,19 @@ pub(super) fn raise() -> Option<usize> {
 }
 
 /// Takes as many files as the system gives. So many connections may there be: no more than were asked for.
-pub(super) fn allow(connections: usize) -> usize {
-    let Some(files) = raise() else {
+pub(super) fn limit_connections(connections: usize) -> usize {
+    let Some(files) = raise_limit() else {
         return connections;
     };
     // With a low limit, half is for connections and half for everything else.
-    let most = files.saturating_sub(RESERVE).max(files / 2);
-    let most = most.max(1);
-    if connections > most {
+    let max_connections = files.saturating_sub(RESERVED_FILES).max(files / 2);
+    let max_connections = max_connections.max(1);
+    if connections > max_connections {
         tracing::warn!(
             files,
-            connections = most,
+            connections = max_connections,
             "the gateway accepts fewer connections than limits.connections, because the limit of open files is too low; raise it (LimitNOFILE, ulimit -n)"
         );
     }
-    connections.min(most)
+    connections.min(max_connections)
 }

@@ -14,18 +14,18 @@ use serde_json::Value;
 
 use super::admin_client::{self, AdminAddress};
 use super::ca_rotate;
-use super::health::{self, DATA};
+use super::health::{self, DEFAULT_DATA_DIRS};
 use crate::cli::{Output, Status};
 use crate::output::outln;
 
 /// Asks the gateway or edge and prints what it says.
 pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
-    let (address, found) = address(status.admin, status.data_dir.as_deref())?;
+    let (address, source) = find_address(status.admin, status.data_dir.as_deref())?;
     let (code, body) = admin_client::get(&address, "/api/v1/edges")
         .await
-        .with_context(|| format!("the admin address is {address} ({found})"))?;
+        .with_context(|| format!("the admin address is {address} ({source})"))?;
     if code == StatusCode::NOT_FOUND {
-        return of_edge(&address, status.output).await;
+        return print_edge(&address, status.output).await;
     }
     if !code.is_success() {
         bail!(
@@ -41,18 +41,18 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
     })?;
     outln!(
         "{}",
-        render(&edges, status.output == Output::Wide, SystemTime::now())
+        render_edges(&edges, status.output == Output::Wide, SystemTime::now())
     )?;
-    for remark in readiness(&address).await {
+    for remark in readiness_lines(&address).await {
         outln!("\n{remark}")?;
     }
-    for remark in conflicts(&edges) {
+    for remark in conflict_lines(&edges) {
         outln!("\n{remark}")?;
     }
-    if let Some(table) = certificates(&address).await {
+    if let Some(table) = certificate_report(&address).await {
         outln!("\n{table}")?;
     }
-    if let Some(remark) = reading(&address).await {
+    if let Some(remark) = api_cache_line(&address).await {
         outln!("\n{remark}")?;
     }
     if let Some(remark) = ca_rotate::status_line(&address).await {
@@ -63,19 +63,22 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
 
 /// Returns the admin address, and in words where it was found. Of the usual data directories the gateway's is first: where
 /// both run, the edge is one of those that the gateway shows.
-fn address(
-    given: Option<String>,
+fn find_address(
+    admin_flag: Option<String>,
     data_dir: Option<&Path>,
 ) -> anyhow::Result<(AdminAddress, String)> {
-    if given.is_none() && data_dir.is_none() {
-        let mut running = health::running(&DATA.map(Path::new))?;
+    if admin_flag.is_none() && data_dir.is_none() {
+        let mut running = health::find_running(&DEFAULT_DATA_DIRS.map(Path::new))?;
         return Ok((running.swap_remove(0), "from its data directory".into()));
     }
-    admin_client::address(given, data_dir.unwrap_or(Path::new(DATA[0])))
+    admin_client::find_address(
+        admin_flag,
+        data_dir.unwrap_or(Path::new(DEFAULT_DATA_DIRS[0])),
+    )
 }
 
 /// Prints what an edge says of itself.
-async fn of_edge(address: &AdminAddress, output: Output) -> anyhow::Result<()> {
+async fn print_edge(address: &AdminAddress, output: Output) -> anyhow::Result<()> {
     let (code, body) = admin_client::get(address, "/status").await?;
     if !code.is_success() {
         bail!(
@@ -92,12 +95,12 @@ async fn of_edge(address: &AdminAddress, output: Output) -> anyhow::Result<()> {
 
 /// Returns the state of an edge, a table of its tunnels, its certificate, and what last went wrong.
 fn render_edge(status: &Value, now: SystemTime) -> String {
-    let word = |value: &Value| text(value).content();
+    let to_word = |value: &Value| text_cell(value).content();
     let mut parts = vec![format!(
         "{} is {} (version {})",
-        word(&status["node"]),
-        word(&status["state"]),
-        word(&status["version"])
+        to_word(&status["node"]),
+        to_word(&status["state"]),
+        to_word(&status["version"])
     )];
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header([
@@ -108,14 +111,14 @@ fn render_edge(status: &Value, now: SystemTime) -> String {
         let round_trip = tunnel["round_trip_us"].as_f64();
         let round_trip = round_trip.map(|micros| format!("{:.1} ms", micros / 1e3).into());
         table.add_row([
-            text(&tunnel["gateway"]),
-            text(&tunnel["state"]),
-            age(&time(&tunnel["since"]), now),
-            text(&round_trip.unwrap_or_default()),
-            number(&tunnel["streams"]),
-            bytes(&tunnel["sent"]),
-            bytes(&tunnel["received"]),
-            text(&tunnel["address"]),
+            text_cell(&tunnel["gateway"]),
+            text_cell(&tunnel["state"]),
+            age_cell(&rfc3339_time(&tunnel["since"]), now),
+            text_cell(&round_trip.unwrap_or_default()),
+            number_cell(&tunnel["streams"]),
+            bytes_cell(&tunnel["sent"]),
+            bytes_cell(&tunnel["received"]),
+            text_cell(&tunnel["address"]),
         ]);
     }
     if let Some(first) = table.column_mut(0) {
@@ -125,21 +128,21 @@ fn render_edge(status: &Value, now: SystemTime) -> String {
         parts.push(format!("\n{}", table.trim_fmt()));
     }
     let certificate = &status["certificate"];
-    let ends = time(&certificate["not_after"]);
-    if !ends.is_null() {
-        let (ends, left) = (word(&ends), left(&ends, now).content());
-        parts.push(format!("\ncertificate: until {ends}, {left}"));
+    let expiry = rfc3339_time(&certificate["not_after"]);
+    if !expiry.is_null() {
+        let (expiry, remaining) = (to_word(&expiry), time_left(&expiry, now).content());
+        parts.push(format!("\ncertificate: until {expiry}, {remaining}"));
     }
-    for trouble in [&status["trouble"], &certificate["trouble"]] {
-        if !trouble["what"].is_null() {
-            parts.push(format!("trouble: {}", word(&trouble["what"])));
+    for problem in [&status["trouble"], &certificate["trouble"]] {
+        if !problem["what"].is_null() {
+            parts.push(format!("trouble: {}", to_word(&problem["what"])));
         }
     }
     parts.join("\n")
 }
 
 /// Returns a time in milliseconds of the Unix epoch as an RFC 3339 time.
-fn time(millis: &Value) -> Value {
+fn rfc3339_time(millis: &Value) -> Value {
     millis.as_u64().map_or(Value::Null, |millis| {
         let time = SystemTime::UNIX_EPOCH + Duration::from_millis(millis);
         humantime::format_rfc3339_seconds(time).to_string().into()
@@ -147,13 +150,13 @@ fn time(millis: &Value) -> Value {
 }
 
 /// Returns why the gateway is not ready, and its faults that keep no clients away: a line for each.
-async fn readiness(address: &AdminAddress) -> Vec<String> {
+async fn readiness_lines(address: &AdminAddress) -> Vec<String> {
     let Ok((code, body)) = admin_client::get(address, "/readyz").await else {
         return Vec::new();
     };
     let text = String::from_utf8_lossy(&body);
     let lines = text.lines().enumerate();
-    let line = |(at, line): (usize, &str)| match at {
+    let line = |(index, line): (usize, &str)| match index {
         0 if code.is_success() => None,
         0 => Some(format!("not ready: {line}")),
         _ => Some(line.to_owned()),
@@ -162,7 +165,7 @@ async fn readiness(address: &AdminAddress) -> Vec<String> {
 }
 
 /// Returns a line for each address that several nodes have.
-fn conflicts(edges: &[Value]) -> Vec<String> {
+fn conflict_lines(edges: &[Value]) -> Vec<String> {
     let mut conflicts: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for edge in edges {
         for (address, others) in edge["address_conflicts"].as_object().into_iter().flatten() {
@@ -188,7 +191,7 @@ fn conflicts(edges: &[Value]) -> Vec<String> {
 }
 
 /// Returns a table of the certificates that the gateway uses.
-async fn certificates(address: &AdminAddress) -> Option<String> {
+async fn certificate_report(address: &AdminAddress) -> Option<String> {
     let (code, body) = admin_client::get(address, "/api/v1/certificates")
         .await
         .ok()?;
@@ -203,16 +206,16 @@ fn certificate_table(certificates: &[Value], now: SystemTime) -> String {
     let mut table = Table::new();
     let header = ["CERTIFICATE", "SUBJECT", "EXPIRES", "LEFT", "FROM"];
     table.load_style(presets::NOTHING).set_header(header);
-    for one in certificates {
-        let from = match one["own"].as_bool() {
+    for certificate in certificates {
+        let from = match certificate["own"].as_bool() {
             Some(true) => "renewed by the gateway".into(),
-            _ => text(&one["file"]),
+            _ => text_cell(&certificate["file"]),
         };
         table.add_row([
-            text(&one["used_for"]),
-            text(&one["subject"]),
-            text(&one["not_after"]),
-            left(&one["not_after"], now),
+            text_cell(&certificate["used_for"]),
+            text_cell(&certificate["subject"]),
+            text_cell(&certificate["not_after"]),
+            time_left(&certificate["not_after"], now),
             from,
         ]);
     }
@@ -223,11 +226,13 @@ fn certificate_table(certificates: &[Value], now: SystemTime) -> String {
 }
 
 /// The time until an RFC 3339 time, in whole days or hours.
-fn left(value: &Value, now: SystemTime) -> Cell {
+fn time_left(value: &Value, now: SystemTime) -> Cell {
     let time = value
         .as_str()
         .and_then(|time| humantime::parse_rfc3339_weak(time).ok());
-    let Some(time) = time else { return text(value) };
+    let Some(time) = time else {
+        return text_cell(value);
+    };
     match time.duration_since(now) {
         Err(_) => "expired".into(),
         Ok(left) if left.as_secs() < 2 * 86_400 => format!("{}h", left.as_secs() / 3_600).into(),
@@ -236,39 +241,41 @@ fn left(value: &Value, now: SystemTime) -> Cell {
 }
 
 /// Returns one line about the objects that edges may read here, if there are any.
-async fn reading(address: &AdminAddress) -> Option<String> {
+async fn api_cache_line(address: &AdminAddress) -> Option<String> {
     let (code, body) = admin_client::get(address, "/api/v1/pool").await.ok()?;
     // Older gateways, and gateways without an API cache, do not report this.
-    let kept: Value = serde_json::from_slice(&body)
+    let cache_status: Value = serde_json::from_slice(&body)
         .ok()
         .filter(|_| code.is_success())?;
-    Some(kept_in_words(&kept))
+    Some(describe_cache(&cache_status))
 }
 
-fn kept_in_words(kept: &Value) -> String {
-    let resources = kept["resources"].as_array().map(Vec::as_slice);
+fn describe_cache(cache_status: &Value) -> String {
+    let resources = cache_status["resources"].as_array().map(Vec::as_slice);
     let resources = resources.unwrap_or_default();
     let count = |key: &str| resources.iter().filter_map(|one| one[key].as_u64()).sum();
-    let lost = resources
+    let lost_since = resources
         .iter()
         .filter_map(|one| one["lost"].as_u64())
         .min();
-    let away = resources.iter().filter(|one| !one["lost"].is_null());
-    let names: Vec<&str> = away.filter_map(|one| one["resource"].as_str()).collect();
+    let disconnected = resources.iter().filter(|one| !one["lost"].is_null());
+    let names: Vec<&str> = disconnected
+        .filter_map(|one| one["resource"].as_str())
+        .collect();
     // A missing permission affects some resources, an unreachable API server affects all.
-    let which = if names.len() == resources.len() {
+    let affected = if names.len() == resources.len() {
         "API".to_owned()
     } else {
         names.join(", ")
     };
-    let state = match lost {
+    let state = match lost_since {
         None => "connected".to_owned(),
         // Never connected.
-        Some(0) => format!("{which} not read yet; see the gateway's log for the reason"),
+        Some(0) => format!("{affected} not read yet; see the gateway's log for the reason"),
         Some(millis) => {
             let since = SystemTime::UNIX_EPOCH + Duration::from_millis(millis);
             format!(
-                "{which} unreachable since {}",
+                "{affected} unreachable since {}",
                 humantime::format_rfc3339_seconds(since)
             )
         }
@@ -276,19 +283,19 @@ fn kept_in_words(kept: &Value) -> String {
     format!(
         "API cache: {} resources, {} objects, {state}",
         resources.len(),
-        thousands(count("objects"))
+        group_thousands(count("objects"))
     )
 }
 
 /// A number as people read it.
-fn thousands(number: u64) -> String {
+fn group_thousands(number: u64) -> String {
     if number < 1000 {
         return number.to_string();
     }
-    format!("{},{:03}", thousands(number / 1000), number % 1000)
+    format!("{},{:03}", group_thousands(number / 1000), number % 1000)
 }
 
-fn render(edges: &[Value], wide: bool, now: SystemTime) -> String {
+fn render_edges(edges: &[Value], wide: bool, now: SystemTime) -> String {
     if edges.is_empty() {
         return "no edges; create a token with: causeway token create --node NODE\n(if an external CA issues the edges' certificates, admit each node with: causeway node add NODE)".into();
     }
@@ -310,25 +317,26 @@ fn render(edges: &[Value], wide: bool, now: SystemTime) -> String {
     table.load_style(presets::NOTHING).set_header(header);
     for edge in edges {
         let mut row = vec![
-            text(&edge["node"]),
-            text(&edge["state"]),
-            age(&edge["since"], now),
-            edge["rtt_ms"]
-                .as_f64()
-                .map_or_else(|| "-".into(), |rtt| text(&format!("{rtt:.1} ms").into())),
-            number(&edge["streams"]),
-            bytes(&edge["bytes_up"]),
-            bytes(&edge["bytes_down"]),
-            text(&edge["version"]),
-            text(&edge["address"]),
+            text_cell(&edge["node"]),
+            text_cell(&edge["state"]),
+            age_cell(&edge["since"], now),
+            edge["rtt_ms"].as_f64().map_or_else(
+                || "-".into(),
+                |rtt| text_cell(&format!("{rtt:.1} ms").into()),
+            ),
+            number_cell(&edge["streams"]),
+            bytes_cell(&edge["bytes_up"]),
+            bytes_cell(&edge["bytes_down"]),
+            text_cell(&edge["version"]),
+            text_cell(&edge["address"]),
         ];
         if wide {
             row.extend([
-                number(&edge["tunnels"]),
-                text(&edge["pool"]),
-                text(&edge["reading"]),
-                text(&edge["instance"]),
-                age(&edge["last_seen"], now),
+                number_cell(&edge["tunnels"]),
+                text_cell(&edge["pool"]),
+                text_cell(&edge["reading"]),
+                text_cell(&edge["instance"]),
+                age_cell(&edge["last_seen"], now),
             ]);
         }
         table.add_row(row);
@@ -340,7 +348,7 @@ fn render(edges: &[Value], wide: bool, now: SystemTime) -> String {
     table.trim_fmt()
 }
 
-fn text(value: &Value) -> Cell {
+fn text_cell(value: &Value) -> Cell {
     match value {
         Value::Null => "-".into(),
         Value::String(text) if text.is_empty() => "-".into(),
@@ -354,42 +362,44 @@ fn text(value: &Value) -> Cell {
     }
 }
 
-fn number(value: &Value) -> Cell {
+fn number_cell(value: &Value) -> Cell {
     let count = value
         .as_array()
         .map_or_else(|| value.clone(), |list| list.len().into());
-    text(&count).set_alignment(CellAlignment::Right)
+    text_cell(&count).set_alignment(CellAlignment::Right)
 }
 
 /// How long ago an RFC 3339 time was, in its two largest units.
-fn age(value: &Value, now: SystemTime) -> Cell {
+fn age_cell(value: &Value, now: SystemTime) -> Cell {
     let time = value
         .as_str()
         .and_then(|time| humantime::parse_rfc3339_weak(time).ok());
-    let Some(time) = time else { return text(value) };
+    let Some(time) = time else {
+        return text_cell(value);
+    };
     let seconds = now.duration_since(time).unwrap_or_default().as_secs();
-    let whole = match seconds {
+    let rounded = match seconds {
         0..3_600 => seconds,
         3_600..86_400 => seconds - seconds % 60,
         _ => seconds - seconds % 3_600,
     };
-    humantime::format_duration(Duration::from_secs(whole))
+    humantime::format_duration(Duration::from_secs(rounded))
         .to_string()
         .into()
 }
 
-fn bytes(value: &Value) -> Cell {
+fn bytes_cell(value: &Value) -> Cell {
     let Some(bytes) = value.as_u64() else {
-        return number(value);
+        return number_cell(value);
     };
     let units = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
     let unit = units.into_iter().find(|(_, unit)| bytes >= *unit);
-    let written = match unit {
+    let text = match unit {
         // Integer tenths, because counters exceed the exact range of floats.
         Some((name, unit)) => format!("{}.{} {name}", bytes / unit, bytes % unit * 10 / unit),
         None => format!("{bytes} B"),
     };
-    Cell::new(written).set_alignment(CellAlignment::Right)
+    Cell::new(text).set_alignment(CellAlignment::Right)
 }
 
 #[cfg(test)]
@@ -409,7 +419,7 @@ mod tests {
     }
 
     fn rendered(wide: bool) -> String {
-        render(
+        render_edges(
             &edges(),
             wide,
             humantime::parse_rfc3339("2026-01-03T01:10:30Z").unwrap(),
@@ -484,7 +494,7 @@ mod tests {
         let kept = |lost: Option<u64>| {
             let resources = [1_230_000, 4]
                 .map(|objects| json!({ "resource": "v1/nodes", "objects": objects, "lost": lost }));
-            kept_in_words(&json!({ "resources": resources }))
+            describe_cache(&json!({ "resources": resources }))
         };
         let begin = "API cache: 2 resources, 1,230,004 objects, ";
         assert_eq!(kept(None), format!("{begin}connected"));
@@ -494,7 +504,7 @@ mod tests {
         );
         assert!(kept(Some(0)).contains("API not read yet"));
         let one = json!({ "resource": "v1/services", "objects": 0, "lost": 0 });
-        let some = kept_in_words(&json!({ "resources": [one, { "resource": "v1/nodes" }] }));
+        let some = describe_cache(&json!({ "resources": [one, { "resource": "v1/nodes" }] }));
         assert!(some.contains("v1/services not read yet"), "{some}");
     }
 
@@ -505,7 +515,7 @@ mod tests {
             json!({ "node": "edge-1", "address_conflicts": { "10.0.0.5": ["cloud-1", "edge-2"] } }),
             json!({ "node": "edge-3" }),
         ];
-        let lines = conflicts(&edges);
+        let lines = conflict_lines(&edges);
         let named = "conflict: 10.0.0.5 is an address of cloud-1, edge-1, edge-2;";
         assert!(lines.len() == 1 && lines[0].starts_with(named), "{lines:?}");
     }
@@ -517,6 +527,6 @@ mod tests {
 
     #[test]
     fn no_edges_says_how_to_get_one() {
-        assert!(render(&[], false, SystemTime::now()).contains("token create"));
+        assert!(render_edges(&[], false, SystemTime::now()).contains("token create"));
     }
 }

@@ -16,20 +16,20 @@ use crate::output::{errln, outln};
 /// Does what was asked for.
 pub(crate) fn run(token: Token) -> anyhow::Result<()> {
     match token {
-        Token::Create(ask) => {
-            let token = create(&ask)?;
-            explain(&ask);
+        Token::Create(args) => {
+            let token = create(&args)?;
+            print_usage(&args);
             outln!("{token}")?;
             Ok(())
         }
-        Token::List(ask) => list(&ask),
-        Token::Revoke(ask) => revoke(&ask),
+        Token::List(args) => list(&args),
+        Token::Revoke(args) => revoke(&args),
     }
 }
 
-fn explain(ask: &TokenCreate) {
-    let ttl = humantime::format_duration(ask.ttl);
-    let (times, which, named) = match (ask.node.contains('*'), ask.uses) {
+fn print_usage(args: &TokenCreate) {
+    let ttl = humantime::format_duration(args.ttl);
+    let (times, on_node, node_flag) = match (args.node.contains('*'), args.uses) {
         (false, _) => ("once".to_owned(), "this node", ""),
         (true, 1) => ("for one such node".to_owned(), "the node", " --node NAME"),
         (true, uses) => (
@@ -39,77 +39,82 @@ fn explain(ask: &TokenCreate) {
         ),
     };
     errln!(
-        "for node {}, valid for {ttl}, {times}; on {which} run:",
-        ask.node
+        "for node {}, valid for {ttl}, {times}; on {on_node} run:",
+        args.node
     );
-    errln!("  causeway edge --join TOKEN{named} --gateway HOST:10262 --ports '{{9100: {{}}}}'");
+    errln!("  causeway edge --join TOKEN{node_flag} --gateway HOST:10262 --ports '{{9100: {{}}}}'");
     errln!("with the address of the gateway, and the ports of the node that clients may reach");
 }
 
-fn create(ask: &TokenCreate) -> anyhow::Result<String> {
-    let nodes = NodePattern::parse(&ask.node)?;
+fn create(args: &TokenCreate) -> anyhow::Result<String> {
+    let nodes = NodePattern::parse(&args.node)?;
     let node = nodes.node();
     ensure!(
-        node.is_none() || ask.uses == 1,
+        node.is_none() || args.uses == 1,
         "--uses {}: a token for one node is used once; name several nodes with a pattern, as in --node 'site-7-*'",
-        ask.uses
+        args.uses
     );
     ensure!(
-        node.is_some() || ask.confirmed.addresses.is_empty(),
+        node.is_some() || args.confirmed.addresses.is_empty(),
         "--address: only one node can have an address; create a token for that one node by its name"
     );
-    let (store, _) = data_dir::with_ca(&ask.data.data_dir)?;
-    let confirmed = ask.confirmed.get();
-    let known = store.nodes().all()?;
-    if let Some(known) = known
+    let (store, _) = data_dir::open_with_ca(&args.data.data_dir)?;
+    let confirmed = args.confirmed.to_attributes();
+    let existing = store.nodes().all()?;
+    if let Some(existing) = existing
         .iter()
         .find(|known| Some(&known.node) == node.as_ref())
     {
-        let what = "joining with this token replaces them";
-        warn_of_change(known, &confirmed, what);
+        let consequence = "joining with this token replaces them";
+        warn_of_change(existing, &confirmed, consequence);
     }
-    let made = store
+    let token = store
         .tokens()?
-        .create_for((&nodes, ask.uses), ask.ttl, confirmed)?;
-    Ok(made.text().expose().to_owned())
+        .create_for((&nodes, args.uses), args.ttl, confirmed)?;
+    Ok(token.text().expose().to_owned())
 }
 
 /// Joining again replaces what is confirmed of a node.
-pub(super) fn warn_of_change(known: &NodeRecord, confirmed: &NodeAttributes, what: &str) {
-    if (&known.pool, &known.labels) == (&confirmed.pool, &confirmed.labels) {
+pub(super) fn warn_of_change(existing: &NodeRecord, confirmed: &NodeAttributes, consequence: &str) {
+    if (&existing.pool, &existing.labels) == (&confirmed.pool, &confirmed.labels) {
         return;
     }
-    let labels = known
+    let labels = existing
         .labels
         .iter()
         .map(|(key, value)| format!(" {key}={value}"));
     errln!(
-        "note: {} already exists with pool {} and labels{}; {what}",
-        known.node,
-        known.pool.as_deref().unwrap_or("(none)"),
+        "note: {} already exists with pool {} and labels{}; {consequence}",
+        existing.node,
+        existing.pool.as_deref().unwrap_or("(none)"),
         labels
             .reduce(|all, one| all + &one)
             .unwrap_or_else(|| " (none)".into())
     );
 }
 
-fn list(ask: &TokenList) -> anyhow::Result<()> {
-    let (store, _) = data_dir::with_ca(&ask.data.data_dir)?;
+fn list(args: &TokenList) -> anyhow::Result<()> {
+    let (store, _) = data_dir::open_with_ca(&args.data.data_dir)?;
     let tokens = store.tokens()?;
     let records = tokens.all()?;
-    let at = (&tokens, UnixTime::now().as_secs());
-    match ask.output {
-        ListFormat::Table => outln!("{}", table(&records, at))?,
+    let context = (&tokens, UnixTime::now().as_secs());
+    match args.output {
+        ListFormat::Table => outln!("{}", table(&records, context))?,
         ListFormat::Json => {
-            let all: Vec<_> = records.iter().map(|record| row(record, at)).collect();
+            let all: Vec<_> = records
+                .iter()
+                .map(|record| json_row(record, context))
+                .collect();
             outln!("{}", serde_json::to_string_pretty(&all)?)?;
         }
     }
-    let lost = records.iter().filter(|one| state(one, at) == ROOT_RETIRED);
-    let lost = lost.count();
-    if lost > 0 {
+    let with_retired_root = records
+        .iter()
+        .filter(|one| state(one, context) == ROOT_RETIRED);
+    let with_retired_root = with_retired_root.count();
+    if with_retired_root > 0 {
         errln!(
-            "note: {lost} of these tokens contain a CA root that is no longer trusted, so no edge can join with them; create new \
+            "note: {with_retired_root} of these tokens contain a CA root that is no longer trusted, so no edge can join with them; create new \
              ones: causeway token create --node NODE"
         );
     }
@@ -135,27 +140,27 @@ fn state(record: &TokenRecord, (tokens, now): (&TokenStore, u64)) -> &'static st
 }
 
 /// All but the hash.
-fn row(record: &TokenRecord, at: (&TokenStore, u64)) -> serde_json::Value {
+fn json_row(record: &TokenRecord, context: (&TokenStore, u64)) -> serde_json::Value {
     let used = record
         .used
         .iter()
-        .map(|one| json!({ "node": one.node, "at": date(one.at) }));
+        .map(|one| json!({ "node": one.node, "at": format_date(one.at) }));
     json!({
         "id": record.id,
         "nodes": record.nodes,
-        "state": state(record, at),
+        "state": state(record, context),
         "uses": record.uses,
         "used": used.collect::<Vec<_>>(),
         "addresses": record.addresses,
         "pool": record.pool,
         "labels": record.labels,
-        "created": date(record.created),
-        "expires": date(record.expires),
-        "revoked": record.revoked.map(date),
+        "created": format_date(record.created),
+        "expires": format_date(record.expires),
+        "revoked": record.revoked.map(format_date),
     })
 }
 
-fn table(records: &[TokenRecord], at: (&TokenStore, u64)) -> String {
+fn table(records: &[TokenRecord], context: (&TokenStore, u64)) -> String {
     if records.is_empty() {
         return "no tokens; create one with: causeway token create --node NODE".into();
     }
@@ -172,9 +177,9 @@ fn table(records: &[TokenRecord], at: (&TokenStore, u64)) -> String {
         table.add_row([
             record.id.clone(),
             record.nodes.to_string(),
-            state(record, at).to_owned(),
+            state(record, context).to_owned(),
             format!("{}/{}", record.used.len(), record.uses),
-            date(record.expires),
+            format_date(record.expires),
             record.pool.clone().unwrap_or_else(|| "-".into()),
             if labels.is_empty() {
                 "-".into()
@@ -190,29 +195,29 @@ fn table(records: &[TokenRecord], at: (&TokenStore, u64)) -> String {
     table.trim_fmt()
 }
 
-pub(super) fn date(seconds: u64) -> String {
+pub(super) fn format_date(seconds: u64) -> String {
     let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
     humantime::format_rfc3339_seconds(time).to_string()
 }
 
-fn revoke(ask: &TokenRevoke) -> anyhow::Result<()> {
-    let (store, _) = data_dir::with_ca(&ask.data.data_dir)?;
+fn revoke(args: &TokenRevoke) -> anyhow::Result<()> {
+    let (store, _) = data_dir::open_with_ca(&args.data.data_dir)?;
     let tokens = store.tokens()?;
-    let mut unknown = Vec::new();
-    for id in &ask.ids {
+    let mut not_found = Vec::new();
+    for id in &args.ids {
         let found = tokens
             .revoke(id, UnixTime::now())
             .with_context(|| format!("token {id} is not revoked"))?;
         if found {
             outln!("revoked {id}")?;
         } else {
-            unknown.push(id.as_str());
+            not_found.push(id.as_str());
         }
     }
-    if !unknown.is_empty() {
+    if !not_found.is_empty() {
         bail!(
             "there is no token {}; `causeway token list` shows the tokens",
-            unknown.join(", ")
+            not_found.join(", ")
         );
     }
     Ok(())
@@ -284,7 +289,7 @@ mod tests {
         assert!(table(&records, (&tokens, records[0].expires)).contains("expired"));
         let hash = serde_json::to_string(&records[0].hash).unwrap();
         assert!(
-            !row(&records[0], (&tokens, 0))
+            !json_row(&records[0], (&tokens, 0))
                 .to_string()
                 .contains(hash.trim_matches('"'))
         );

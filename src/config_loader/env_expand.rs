@@ -17,23 +17,23 @@ impl Environment {
     }
 
     /// The text with what these say in the place of their names; an address of IPv6 gets the brackets that it needs.
-    pub(super) fn fill(&self, text: &str) -> Result<String, String> {
-        let (mut filled, mut rest) = (String::new(), text);
-        while let Some((before, named)) = rest.split_once("$(") {
-            let Some((name, after)) = named.split_once(')') else {
+    pub(super) fn expand(&self, text: &str) -> Result<String, String> {
+        let (mut expanded, mut remaining) = (String::new(), text);
+        while let Some((before, tail)) = remaining.split_once("$(") {
+            let Some((name, after)) = tail.split_once(')') else {
                 break;
             };
-            filled.push_str(before);
-            let value = self.of(name)?;
-            let bare = value.parse::<Ipv6Addr>().is_ok() && !before.ends_with('[');
-            let (open, close) = if bare { ("[", "]") } else { ("", "") };
-            filled.extend([open, value, close]);
-            rest = after;
+            expanded.push_str(before);
+            let value = self.value_of(name)?;
+            let is_bare_ipv6 = value.parse::<Ipv6Addr>().is_ok() && !before.ends_with('[');
+            let (open, close) = if is_bare_ipv6 { ("[", "]") } else { ("", "") };
+            expanded.extend([open, value, close]);
+            remaining = after;
         }
-        Ok(filled + rest)
+        Ok(expanded + remaining)
     }
 
-    fn of(&self, name: &str) -> Result<&str, String> {
+    fn value_of(&self, name: &str) -> Result<&str, String> {
         let found = self.0.iter().find(|(variable, _)| variable == name);
         let value = found.map(|(_, value)| value.trim());
         // Many tools unset a variable by making it empty.
@@ -47,7 +47,7 @@ impl Environment {
 
 /// Returns a sentence for each variable `CAUSEWAY_…` that is not among the known ones. `texts` are what a process was
 /// given besides: variables that stand there in an address are known.
-pub(crate) fn unknown(
+pub(crate) fn unknown_variable_warnings(
     environment: &[(String, String)],
     known: &[String],
     texts: &[&str],
@@ -55,18 +55,19 @@ pub(crate) fn unknown(
     let names = environment.iter().map(|(name, _)| name.as_str());
     let names: Vec<_> = names.filter(|name| name.starts_with(PREFIX)).collect();
     // For a Service named causeway-… the kubelet sets such variables in all pods of the namespace.
-    let of_services: Vec<_> = names
+    let service_prefixes: Vec<_> = names
         .iter()
         .filter_map(|name| name.strip_suffix("_SERVICE_HOST"))
         .collect();
-    let of_service = |name: &str| {
-        let rest = of_services
+    let is_service_variable = |name: &str| {
+        let suffixes = service_prefixes
             .iter()
             .filter_map(|service| name.strip_prefix(service));
-        rest.into_iter()
+        suffixes
+            .into_iter()
             .any(|rest| rest.starts_with("_SERVICE_") || rest.starts_with("_PORT"))
     };
-    let stands = |name: &str| {
+    let is_referenced = |name: &str| {
         let reference = format!("$({name})");
         let values = environment.iter().map(|(_, value)| value.as_str());
         values
@@ -74,17 +75,17 @@ pub(crate) fn unknown(
             .any(|text| text.contains(&reference))
     };
     let is_known = |name: &str| known.iter().any(|known| known == name);
-    let unknown = names
+    let unknown_names = names
         .iter()
-        .filter(|name| !is_known(name) && !of_service(name) && !stands(name));
-    let lower: Vec<String> = known.iter().map(|known| known.to_lowercase()).collect();
-    let say = |name: &&str| {
-        let near = nearest(name, lower.iter().map(String::as_str));
-        let near = near.map(|near| format!("; did you mean {}?", near.to_uppercase()));
-        let near = near.unwrap_or_default();
-        format!("the variable {name} is unknown and has no effect{near}")
+        .filter(|name| !is_known(name) && !is_service_variable(name) && !is_referenced(name));
+    let lowercase_names: Vec<String> = known.iter().map(|known| known.to_lowercase()).collect();
+    let to_warning = |name: &&str| {
+        let suggestion = nearest(name, lowercase_names.iter().map(String::as_str));
+        let suggestion = suggestion.map(|near| format!("; did you mean {}?", near.to_uppercase()));
+        let suggestion = suggestion.unwrap_or_default();
+        format!("the variable {name} is unknown and has no effect{suggestion}")
     };
-    unknown.map(say).collect()
+    unknown_names.map(to_warning).collect()
 }
 
 /// How the variables of this program begin.
@@ -109,10 +110,10 @@ mod tests {
             ("127.0.0.1:1", "127.0.0.1:1"),
             ("$(POD_IP:1", "$(POD_IP:1"),
         ] {
-            assert_eq!(variables.fill(text).unwrap(), filled);
+            assert_eq!(variables.expand(text).unwrap(), filled);
         }
         for absent in ["NOBODYS", "EMPTY", ""] {
-            let why = variables.fill(&format!("$({absent}):1")).unwrap_err();
+            let why = variables.expand(&format!("$({absent}):1")).unwrap_err();
             assert!(
                 why.starts_with(&format!("the environment variable {absent} is not set;")),
                 "{why}"
@@ -139,7 +140,7 @@ mod tests {
             "CAUSEWAY_LOG_FORMAT",
             "CAUSEWAY_LISTEN",
         ];
-        let found = unknown(
+        let found = unknown_variable_warnings(
             &environment,
             &known.map(String::from),
             &["at: $(CAUSEWAY_POD_IP):1"],

@@ -28,20 +28,20 @@ impl ValuePath {
     }
 
     pub(super) fn key(&self, key: &str) -> Self {
-        self.step(PathSegment::Key(key.into()))
+        self.child(PathSegment::Key(key.into()))
     }
 
     pub(super) fn index(&self, index: usize) -> Self {
-        self.step(PathSegment::Index(index))
+        self.child(PathSegment::Index(index))
     }
 
-    pub(super) fn step(&self, step: PathSegment) -> Self {
+    pub(super) fn child(&self, step: PathSegment) -> Self {
         let mut steps = self.0.clone();
         steps.push(step);
         Self(steps)
     }
 
-    pub(super) fn steps(&self) -> &[PathSegment] {
+    pub(super) fn segments(&self) -> &[PathSegment] {
         &self.0
     }
 
@@ -60,15 +60,15 @@ impl ValuePath {
 
     /// Puts a value at a path of keys; what is no map on the way becomes one.
     pub(super) fn set(&self, root: &mut Value, value: Value) {
-        let mut at = root;
+        let mut current = root;
         for step in &self.0 {
             let PathSegment::Key(key) = step else { return };
-            if !at.is_object() {
-                *at = Value::Object(serde_json::Map::new());
+            if !current.is_object() {
+                *current = Value::Object(serde_json::Map::new());
             }
-            at = &mut at[key.as_str()];
+            current = &mut current[key.as_str()];
         }
-        *at = value;
+        *current = value;
     }
 
     /// Takes the value out; whether there was one.

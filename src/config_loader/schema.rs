@@ -62,7 +62,7 @@ impl ConfigKey {
 }
 
 /// Returns the schema of `C` (JSON Schema, draft 2020-12) without references.
-pub(super) fn of<C: JsonSchema>() -> Value {
+pub(super) fn schema_of<C: JsonSchema>() -> Value {
     generate::<C>(settings())
 }
 
@@ -92,20 +92,20 @@ fn allow_empty_section(schema: &mut Schema) {
 /// All keys of `C`, in the order of its definition.
 pub(crate) fn keys<C: JsonSchema>() -> Vec<ConfigKey> {
     let mut keys = Vec::new();
-    collect(&of::<C>(), "", true, &mut keys);
+    collect_keys(&schema_of::<C>(), "", true, &mut keys);
     keys
 }
 
-fn collect(schema: &Value, prefix: &str, settable: bool, keys: &mut Vec<ConfigKey>) {
+fn collect_keys(schema: &Value, prefix: &str, settable: bool, keys: &mut Vec<ConfigKey>) {
     for (name, schema) in properties(schema) {
         let name = format!("{prefix}{name}");
         if is_section(schema) {
-            collect(schema, &format!("{name}."), settable, keys);
+            collect_keys(schema, &format!("{name}."), settable, keys);
             continue;
         }
         let text = |field: &str| schema[field].as_str().unwrap_or_default().to_owned();
         keys.push(ConfigKey {
-            form: form(schema),
+            form: value_form(schema),
             help: text("description"),
             kind: kind(schema),
             default: schema
@@ -115,15 +115,15 @@ fn collect(schema: &Value, prefix: &str, settable: bool, keys: &mut Vec<ConfigKe
             name: name.clone(),
             settable,
         });
-        if let Some(inner) = schema.get("items").or_else(|| entries(schema)) {
-            let hole = if schema.get("items").is_some() {
+        if let Some(nested) = schema.get("items").or_else(|| entry_schema(schema)) {
+            let separator = if schema.get("items").is_some() {
                 "[]."
             } else {
                 ".*."
             };
-            collect(inner, &format!("{name}{hole}"), false, keys);
+            collect_keys(nested, &format!("{name}{separator}"), false, keys);
         } else {
-            collect(schema, &format!("{name}."), false, keys);
+            collect_keys(schema, &format!("{name}."), false, keys);
         }
     }
 }
@@ -134,7 +134,7 @@ pub(super) fn properties(schema: &Value) -> impl Iterator<Item = (&String, &Valu
 }
 
 /// The schema of a map's values where its keys are free.
-pub(super) fn entries(schema: &Value) -> Option<&Value> {
+pub(super) fn entry_schema(schema: &Value) -> Option<&Value> {
     let patterns = schema["patternProperties"].as_object();
     patterns
         .and_then(|patterns| patterns.values().next())
@@ -146,16 +146,16 @@ pub(super) fn entries(schema: &Value) -> Option<&Value> {
 }
 
 /// Whether the value may have this type.
-pub(super) fn allows(schema: &Value, kind: &str) -> bool {
+pub(super) fn allows_type(schema: &Value, type_name: &str) -> bool {
     match &schema["type"] {
-        Value::String(only) => only == kind,
-        Value::Array(several) => several.iter().any(|one| one == kind),
+        Value::String(only) => only == type_name,
+        Value::Array(several) => several.iter().any(|one| one == type_name),
         _ => false,
     }
 }
 
 /// The words of an enumeration.
-pub(super) fn words(schema: &Value) -> Vec<&str> {
+pub(super) fn enum_values(schema: &Value) -> Vec<&str> {
     let listed = schema["enum"].as_array().into_iter().flatten();
     let described = schema["oneOf"].as_array().into_iter().flatten();
     listed
@@ -165,22 +165,22 @@ pub(super) fn words(schema: &Value) -> Vec<&str> {
 }
 
 fn is_section(schema: &Value) -> bool {
-    schema.get("properties").is_some() && !allows(schema, "null")
+    schema.get("properties").is_some() && !allows_type(schema, "null")
 }
 
-fn form(schema: &Value) -> ValueForm {
-    if allows(schema, "array") {
-        let text = allows(&schema["items"], "string");
-        return if text {
+fn value_form(schema: &Value) -> ValueForm {
+    if allows_type(schema, "array") {
+        let is_text = allows_type(&schema["items"], "string");
+        return if is_text {
             ValueForm::List
         } else {
             ValueForm::Yaml
         };
     }
-    if allows(schema, "object") {
+    if allows_type(schema, "object") {
         return ValueForm::Yaml;
     }
-    if allows(schema, "string") || !words(schema).is_empty() {
+    if allows_type(schema, "string") || !enum_values(schema).is_empty() {
         return ValueForm::Text;
     }
     ValueForm::Scalar
@@ -188,7 +188,7 @@ fn form(schema: &Value) -> ValueForm {
 
 /// Returns the type of a value in the words of the reference.
 fn kind(schema: &Value) -> String {
-    let words = words(schema);
+    let words = enum_values(schema);
     if !words.is_empty() {
         let words: Vec<_> = words.iter().map(|word| format!("`{word}`")).collect();
         return words.join(", ");
@@ -201,10 +201,10 @@ fn kind(schema: &Value) -> String {
         Some("uint16") => return "port".into(),
         _ => {}
     }
-    if allows(schema, "array") {
+    if allows_type(schema, "array") {
         return format!("list of: {}", kind(&schema["items"]));
     }
-    if let Some(inner) = entries(schema) {
+    if let Some(inner) = entry_schema(schema) {
         let key = schema.get("patternProperties").map_or("text", |_| "port");
         return format!("map of {key} to: {}", kind(inner));
     }
@@ -213,19 +213,19 @@ fn kind(schema: &Value) -> String {
         ("boolean", "boolean"),
         ("integer", "number"),
     ];
-    let known = simple.iter().find(|(name, _)| allows(schema, name));
+    let known = simple.iter().find(|(name, _)| allows_type(schema, name));
     known.map_or("text", |(_, word)| word).into()
 }
 
 /// Returns a default value as it would stand in the file.
-pub(crate) fn plain(value: &Value) -> String {
+pub(crate) fn plain_text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         // The default listener: the meaning describes it.
         Value::Array(list) if list.iter().any(Value::is_object) => "…".into(),
         Value::Array(list) => format!(
             "[{}]",
-            list.iter().map(plain).collect::<Vec<_>>().join(", ")
+            list.iter().map(plain_text).collect::<Vec<_>>().join(", ")
         ),
         other => other.to_string(),
     }
@@ -267,7 +267,7 @@ mod tests {
         let index = compiler.compile("config.json", &mut schemas).unwrap();
         move |file| {
             let text = std::fs::read_to_string(file).unwrap();
-            let value = crate::config_loader::untyped(&text).unwrap();
+            let value = crate::config_loader::parse_untyped(&text).unwrap();
             let result = schemas.validate(&value, index);
             result.map_err(|error| format!("{}: {error:#}", file.display()))
         }

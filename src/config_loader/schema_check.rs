@@ -26,58 +26,64 @@ pub(super) struct SchemaError {
 #[derive(Debug, Default)]
 pub(super) struct PrunedValue {
     paths: Vec<ValuePath>,
-    elements: BTreeMap<ValuePath, BTreeSet<usize>>,
+    removed_elements: BTreeMap<ValuePath, BTreeSet<usize>>,
 }
 
 impl PrunedValue {
     pub(super) fn add(&mut self, path: ValuePath) {
-        if let (Some(list), Some(PathSegment::Index(index))) = (path.parent(), path.steps().last())
+        if let (Some(list), Some(PathSegment::Index(index))) =
+            (path.parent(), path.segments().last())
         {
-            self.elements.entry(list).or_default().insert(*index);
+            self.removed_elements
+                .entry(list)
+                .or_default()
+                .insert(*index);
         }
         self.paths.push(path);
     }
 
     /// A path in what is left → the path in what was written.
-    pub(super) fn original(&self, path: &ValuePath) -> ValuePath {
-        let mut written = ValuePath::default();
-        for step in path.steps() {
-            written = match (step, self.elements.get(&written)) {
-                (PathSegment::Index(index), Some(gone)) => {
-                    let left = (0..).filter(|number| !gone.contains(number)).nth(*index);
-                    written.index(left.unwrap_or(*index))
+    pub(super) fn original_path(&self, path: &ValuePath) -> ValuePath {
+        let mut original = ValuePath::default();
+        for step in path.segments() {
+            original = match (step, self.removed_elements.get(&original)) {
+                (PathSegment::Index(index), Some(removed)) => {
+                    let original_index =
+                        (0..).filter(|number| !removed.contains(number)).nth(*index);
+                    original.index(original_index.unwrap_or(*index))
                 }
-                _ => written.step(step.clone()),
+                _ => original.child(step.clone()),
             };
         }
-        written
+        original
     }
 
     /// Something inside this value was taken out, so that it may lack what was written.
-    pub(super) fn within(&self, path: &ValuePath) -> bool {
+    pub(super) fn has_removed_within(&self, path: &ValuePath) -> bool {
         self.paths
             .iter()
-            .any(|gone| gone.steps().starts_with(path.steps()))
+            .any(|gone| gone.segments().starts_with(path.segments()))
     }
 
     /// The list element or map entry around a value that was taken out: what else is
     /// wrong with it cannot be told before that is put right.
-    pub(super) fn spoilt(&self) -> BTreeSet<String> {
-        let owner = |gone: &ValuePath| {
-            let element = gone
-                .steps()
+    pub(super) fn affected_elements(&self) -> BTreeSet<String> {
+        let owner_path = |removed_path: &ValuePath| {
+            let element = removed_path
+                .segments()
                 .iter()
                 .position(|step| matches!(step, PathSegment::Index(_)));
-            let take = element.map_or(gone.steps().len().min(2), |index| index + 1);
+            let length = element.map_or(removed_path.segments().len().min(2), |index| index + 1);
             let start = ValuePath::default();
-            gone.steps()
+            removed_path
+                .segments()
                 .iter()
-                .take(take)
-                .fold(start, |path, step| path.step(step.clone()))
+                .take(length)
+                .fold(start, |path, step| path.child(step.clone()))
         };
         self.paths
             .iter()
-            .map(|gone| owner(gone).to_string())
+            .map(|gone| owner_path(gone).to_string())
             .collect()
     }
 }
@@ -85,126 +91,132 @@ impl PrunedValue {
 /// Checks and prunes.
 #[derive(Debug, Default)]
 pub(super) struct SchemaChecker {
-    pub(super) findings: Vec<SchemaError>,
+    pub(super) errors: Vec<SchemaError>,
     pub(super) pruned: PrunedValue,
     variables: Environment,
 }
 
 impl SchemaChecker {
     /// With what addresses of listeners may name.
-    pub(super) fn by(variables: Environment) -> Self {
+    pub(super) fn with_environment(environment: Environment) -> Self {
         Self {
-            variables,
+            variables: environment,
             ..Self::default()
         }
     }
 
     /// Whether the value, less what was taken out of it, can stay.
     pub(super) fn check(&mut self, value: &mut Value, schema: &Value, path: &ValuePath) -> bool {
-        if value.is_null() && !schema::allows(schema, "null") && schema::allows(schema, "object") {
+        if value.is_null()
+            && !schema::allows_type(schema, "null")
+            && schema::allows_type(schema, "object")
+        {
             // `tunnel:` with every line below it commented out.
             *value = Value::Object(Map::new());
         }
-        let words = schema::words(schema);
-        if !words.is_empty() && value.is_null() {
+        let enum_values = schema::enum_values(schema);
+        if !enum_values.is_empty() && value.is_null() {
             let message = format!(
                 "has no value; it must be one of {}, or remove the key",
-                words.join(", ")
+                enum_values.join(", ")
             );
-            self.find(false, path.clone(), message);
+            self.report(false, path.clone(), message);
             return false;
         }
-        if !words.is_empty() {
-            return self.word(value, &words, path);
+        if !enum_values.is_empty() {
+            return self.check_enum_value(value, &enum_values, path);
         }
-        if let Some(expected) = mismatch(value, schema) {
-            self.find(false, path.clone(), expected);
+        if let Some(expected) = type_mismatch(value, schema) {
+            self.report(false, path.clone(), expected);
             return false;
         }
-        if let (Value::String(text), "listen") = (&mut *value, format(schema)) {
-            match self.variables.fill(text) {
-                Ok(filled) => *text = filled,
-                Err(absent) => {
-                    self.find(false, path.clone(), absent);
+        if let (Value::String(text), "listen") = (&mut *value, format_of(schema)) {
+            match self.variables.expand(text) {
+                Ok(expanded) => *text = expanded,
+                Err(message) => {
+                    self.report(false, path.clone(), message);
                     return false;
                 }
             }
         }
         match value {
-            Value::Object(map) if schema::entries(schema).is_some() => {
-                self.entries(map, schema, path)
+            Value::Object(map) if schema::entry_schema(schema).is_some() => {
+                self.check_entries(map, schema, path)
             }
-            Value::Object(map) => self.properties(map, schema, path),
+            Value::Object(map) => self.check_properties(map, schema, path),
             Value::Array(list) => {
-                self.elements(list, &schema["items"], path);
+                self.check_elements(list, &schema["items"], path);
                 true
             }
             _ => true,
         }
     }
 
-    fn find(&mut self, at_key: bool, path: ValuePath, message: impl Into<String>) {
+    fn report(&mut self, at_key: bool, path: ValuePath, message: impl Into<String>) {
         let message = message.into();
-        self.findings.push(SchemaError {
+        self.errors.push(SchemaError {
             at_key,
             path,
             message,
         });
     }
 
-    fn word(&mut self, value: &Value, words: &[&str], path: &ValuePath) -> bool {
-        let given = match value {
+    fn check_enum_value(&mut self, value: &Value, allowed: &[&str], path: &ValuePath) -> bool {
+        let value_text = match value {
             Value::String(text) => text.clone(),
             other => other.to_string(),
         };
-        if words.contains(&given.as_str()) {
+        if allowed.contains(&value_text.as_str()) {
             return true;
         }
-        let near = nearest(&given, words.iter().copied());
-        let hint = near.map_or(String::new(), |word| format!("; did you mean \"{word}\"?"));
-        self.find(
+        let suggestion = nearest(&value_text, allowed.iter().copied());
+        let hint = suggestion.map_or(String::new(), |word| format!("; did you mean \"{word}\"?"));
+        self.report(
             false,
             path.clone(),
-            format!("\"{given}\" is not one of {}{hint}", words.join(", ")),
+            format!(
+                "\"{value_text}\" is not one of {}{hint}",
+                allowed.join(", ")
+            ),
         );
         false
     }
 
-    fn properties(
+    fn check_properties(
         &mut self,
         map: &mut Map<String, Value>,
         schema: &Value,
         path: &ValuePath,
     ) -> bool {
-        let known: BTreeMap<_, _> = schema::properties(schema).collect();
-        let given: BTreeSet<String> = map.keys().cloned().collect();
+        let known_keys: BTreeMap<_, _> = schema::properties(schema).collect();
+        let given_keys: BTreeSet<String> = map.keys().cloned().collect();
         map.retain(|key, value| {
-            let here = path.key(key);
-            let keep = if let Some(schema) = known.get(key) {
-                self.check(value, schema, &here)
+            let child_path = path.key(key);
+            let is_valid = if let Some(schema) = known_keys.get(key) {
+                self.check(value, schema, &child_path)
             } else {
-                let names = known.keys().map(|name| name.as_str());
-                self.find(true, here.clone(), unknown(key, names));
+                let names = known_keys.keys().map(|name| name.as_str());
+                self.report(true, child_path.clone(), unknown_key_message(key, names));
                 false
             };
-            if !keep {
-                self.pruned.add(here);
+            if !is_valid {
+                self.pruned.add(child_path);
             }
-            keep
+            is_valid
         });
         let required = schema["required"]
             .as_array()
             .into_iter()
             .flatten()
             .filter_map(Value::as_str);
-        let mut whole = true;
+        let mut is_complete = true;
         for name in required.filter(|name| !map.contains_key(*name)) {
-            whole = false;
-            if !given.contains(name) {
+            is_complete = false;
+            if !given_keys.contains(name) {
                 let help = schema["properties"][name]["description"]
                     .as_str()
                     .unwrap_or_default();
-                self.find(
+                self.report(
                     false,
                     path.clone(),
                     format!(
@@ -214,49 +226,54 @@ impl SchemaChecker {
                 );
             }
         }
-        whole
+        is_complete
     }
 
-    fn entries(&mut self, map: &mut Map<String, Value>, schema: &Value, path: &ValuePath) -> bool {
-        let numbers = schema.get("patternProperties").is_some();
-        let entry = schema::entries(schema).cloned().unwrap_or_default();
+    fn check_entries(
+        &mut self,
+        map: &mut Map<String, Value>,
+        schema: &Value,
+        path: &ValuePath,
+    ) -> bool {
+        let has_port_keys = schema.get("patternProperties").is_some();
+        let entry = schema::entry_schema(schema).cloned().unwrap_or_default();
         map.retain(|key, value| {
-            let here = path.key(key);
+            let child_path = path.key(key);
             // Ports are the only map with a pattern.
-            let keep = if numbers && key.parse::<u16>().is_err() {
-                self.find(
+            let is_valid = if has_port_keys && key.parse::<u16>().is_err() {
+                self.report(
                     true,
-                    here.clone(),
+                    child_path.clone(),
                     format!("\"{key}\" is not a port; ports are 1 to 65535"),
                 );
                 false
             } else {
-                self.check(value, &entry, &here)
+                self.check(value, &entry, &child_path)
             };
-            if !keep {
-                self.pruned.add(here);
+            if !is_valid {
+                self.pruned.add(child_path);
             }
-            keep
+            is_valid
         });
         true
     }
 
-    fn elements(&mut self, list: &mut Vec<Value>, schema: &Value, path: &ValuePath) {
+    fn check_elements(&mut self, list: &mut Vec<Value>, schema: &Value, path: &ValuePath) {
         let mut index = 0;
         list.retain_mut(|value| {
-            let here = path.index(index);
+            let child_path = path.index(index);
             index += 1;
-            let keep = self.check(value, schema, &here);
-            if !keep {
-                self.pruned.add(here);
+            let is_valid = self.check(value, schema, &child_path);
+            if !is_valid {
+                self.pruned.add(child_path);
             }
-            keep
+            is_valid
         });
     }
 }
 
 /// Keys of earlier versions, each with its present name.
-const RENAMED: &[(&str, &str)] = &[
+const RENAMED_KEYS: &[(&str, &str)] = &[
     ("cores", "workers"),
     ("fronts", "listeners"),
     ("kind", "protocol"),
@@ -278,39 +295,39 @@ const RENAMED: &[(&str, &str)] = &[
     ("app_idle", "upstream_idle"),
 ];
 
-fn unknown<'a>(key: &str, known: impl Iterator<Item = &'a str>) -> String {
-    let known: Vec<_> = known.collect();
-    let renamed = RENAMED.iter().find(|(old, _)| *old == key);
+fn unknown_key_message<'a>(key: &str, known_keys: impl Iterator<Item = &'a str>) -> String {
+    let known_keys: Vec<_> = known_keys.collect();
+    let renamed = RENAMED_KEYS.iter().find(|(old, _)| *old == key);
     let renamed = renamed
         .map(|(_, new)| *new)
-        .filter(|new| known.contains(new));
-    match renamed.or_else(|| nearest(key, known.iter().copied())) {
-        Some(near) => format!("unknown key; did you mean \"{near}\"?"),
-        None if known.is_empty() => "unknown key; remove it".into(),
+        .filter(|new| known_keys.contains(new));
+    match renamed.or_else(|| nearest(key, known_keys.iter().copied())) {
+        Some(suggestion) => format!("unknown key; did you mean \"{suggestion}\"?"),
+        None if known_keys.is_empty() => "unknown key; remove it".into(),
         None => format!(
             "unknown key; the keys allowed here are {}",
-            known.join(", ")
+            known_keys.join(", ")
         ),
     }
 }
 
 /// Returns what must be written instead if the value has the wrong type or is out of bounds.
-fn mismatch(value: &Value, schema: &Value) -> Option<String> {
-    let fits = match value {
-        Value::Null => schema::allows(schema, "null"),
-        Value::Bool(_) => schema::allows(schema, "boolean"),
+fn type_mismatch(value: &Value, schema: &Value) -> Option<String> {
+    let is_match = match value {
+        Value::Null => schema::allows_type(schema, "null"),
+        Value::Bool(_) => schema::allows_type(schema, "boolean"),
         Value::Number(number) => {
-            schema::allows(schema, "integer")
+            schema::allows_type(schema, "integer")
                 && number
                     .as_u64()
-                    .is_some_and(|number| bounded(number, schema))
+                    .is_some_and(|number| is_in_bounds(number, schema))
         }
         Value::String(text) if schema["format"] == "ip" => text.parse::<std::net::IpAddr>().is_ok(),
-        Value::String(_) => schema::allows(schema, "string"),
-        Value::Array(_) => schema::allows(schema, "array"),
-        Value::Object(_) => schema::allows(schema, "object"),
+        Value::String(_) => schema::allows_type(schema, "string"),
+        Value::Array(_) => schema::allows_type(schema, "array"),
+        Value::Object(_) => schema::allows_type(schema, "object"),
     };
-    if fits || schema.get("type").is_none() {
+    if is_match || schema.get("type").is_none() {
         return None;
     }
     let expected = match schema["format"].as_str() {
@@ -322,15 +339,15 @@ fn mismatch(value: &Value, schema: &Value) -> Option<String> {
             "must be an address without a port, such as 192.168.1.7 or 2001:db8::7".into()
         }
         Some("listen") => "must be IP:PORT, such as 0.0.0.0:10263 or [::]:10263".into(),
-        _ if schema::allows(schema, "boolean") => "must be true or false".into(),
-        _ if schema::allows(schema, "integer") => match schema["maximum"].as_u64() {
+        _ if schema::allows_type(schema, "boolean") => "must be true or false".into(),
+        _ if schema::allows_type(schema, "integer") => match schema["maximum"].as_u64() {
             Some(maximum) => format!("must be a number from 0 to {maximum}"),
             None => "must be a whole number, 0 or more".into(),
         },
-        _ if schema::allows(schema, "array") => {
+        _ if schema::allows_type(schema, "array") => {
             "must be a list: write [ONE, TWO], or a line \"- ONE\" for each".into()
         }
-        _ if schema::allows(schema, "object") => {
+        _ if schema::allows_type(schema, "object") => {
             "must be a map: lines of \"key: value\", indented further".into()
         }
         _ => "must be text; put it in quotes".into(),
@@ -342,11 +359,11 @@ fn mismatch(value: &Value, schema: &Value) -> Option<String> {
     })
 }
 
-fn format(schema: &Value) -> &str {
+fn format_of(schema: &Value) -> &str {
     schema["format"].as_str().unwrap_or_default()
 }
 
-fn bounded(number: u64, schema: &Value) -> bool {
+fn is_in_bounds(number: u64, schema: &Value) -> bool {
     schema["maximum"]
         .as_u64()
         .is_none_or(|maximum| number <= maximum)
@@ -373,8 +390,8 @@ mod tests {
         let mut pruned = PrunedValue::default();
         pruned.add(list.index(0));
         pruned.add(list.index(2));
-        let original = pruned.original(&list.index(1).key("listen"));
+        let original = pruned.original_path(&list.index(1).key("listen"));
         assert_eq!(original.to_string(), "listeners[3].listen");
-        assert!(pruned.within(&list) && !pruned.within(&list.index(1)));
+        assert!(pruned.has_removed_within(&list) && !pruned.has_removed_within(&list.index(1)));
     }
 }

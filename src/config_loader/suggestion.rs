@@ -1,17 +1,22 @@
 //! Suggestion of the word that was meant.
 
 /// The nearest word, if it is near enough to have been meant.
-pub(super) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub(super) fn nearest<'a>(
+    word: &str,
+    candidates: impl Iterator<Item = &'a str>,
+) -> Option<&'a str> {
     let word = word.to_lowercase().replace('-', "_");
     // A third of the letters: `prot` is `port`, `colour` is not `cores`.
-    let enough = (word.len() / 3).max(1);
-    let score = |known: &&str| {
-        let begun = word.len() > 2 && known.starts_with(&word);
-        if begun {
+    let max_distance = (word.len() / 3).max(1);
+    let distance = |known: &&str| {
+        let is_prefix = word.len() > 2 && known.starts_with(&word);
+        if is_prefix {
             1
         } else {
             strsim::damerau_levenshtein(&word, known)
         }
     };
-    known.min_by_key(score).filter(|near| score(near) <= enough)
+    candidates
+        .min_by_key(distance)
+        .filter(|near| distance(near) <= max_distance)
 }

@@ -14,7 +14,7 @@ use serde_json::{Map, Number, Value};
 use super::path::ValuePath;
 
 /// Deeper than any configuration; a bound on recursion.
-const DEPTH: usize = 64;
+const MAX_DEPTH: usize = 64;
 
 /// A line and a column, both from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -34,7 +34,7 @@ pub(super) struct KeyValuePositions {
 #[derive(Debug)]
 pub(super) struct YamlDocument {
     pub(super) value: Value,
-    pub(super) spots: HashMap<String, KeyValuePositions>,
+    pub(super) positions: HashMap<String, KeyValuePositions>,
     /// Each with the path that it is about; empty for the text as a whole.
     pub(super) faults: Vec<(Position, String, String)>,
 }
@@ -43,13 +43,13 @@ pub(super) struct YamlDocument {
 pub(super) fn parse(text: &str) -> YamlDocument {
     let mut composer = Composer {
         parser: Parser::new_from_str(text),
-        spots: HashMap::new(),
+        positions: HashMap::new(),
         faults: Vec::new(),
     };
-    let value = composer.document().unwrap_or_else(|error| {
-        let spot = Position::from_marker(*error.marker());
-        composer.fault(
-            spot,
+    let value = composer.parse_document().unwrap_or_else(|error| {
+        let position = Position::from_marker(*error.marker());
+        composer.add_fault(
+            position,
             &ValuePath::default(),
             format!("not YAML: {}", error.info()),
         );
@@ -57,37 +57,41 @@ pub(super) fn parse(text: &str) -> YamlDocument {
     });
     YamlDocument {
         value,
-        spots: composer.spots,
+        positions: composer.positions,
         faults: composer.faults,
     }
 }
 
 /// A plain scalar's meaning in the core schema.
-pub(super) fn scalar(text: &str) -> Value {
+pub(super) fn parse_scalar(text: &str) -> Value {
     match text {
         "" | "~" | "null" | "Null" | "NULL" => Value::Null,
         "true" | "True" | "TRUE" => true.into(),
         "false" | "False" | "FALSE" => false.into(),
-        _ => number(text).map_or_else(|| text.into(), Value::Number),
+        _ => parse_number(text).map_or_else(|| text.into(), Value::Number),
     }
 }
 
-fn number(text: &str) -> Option<Number> {
-    let radix = |prefix, radix| {
+fn parse_number(text: &str) -> Option<Number> {
+    let with_radix = |prefix, radix| {
         let digits = text.strip_prefix(prefix)?;
         u64::from_str_radix(digits, radix).ok().map(Number::from)
     };
-    let decimal = text
+    let is_decimal = text
         .bytes()
         .all(|b| b.is_ascii_digit() || b"+-.eE".contains(&b));
-    radix("0x", 16).or_else(|| radix("0o", 8)).or_else(|| {
-        if !decimal {
-            return None;
-        }
-        let whole = text.parse::<u64>().map(Number::from);
-        let whole = whole.or_else(|_| text.parse::<i64>().map(Number::from));
-        whole.ok().or_else(|| Number::from_f64(text.parse().ok()?))
-    })
+    with_radix("0x", 16)
+        .or_else(|| with_radix("0o", 8))
+        .or_else(|| {
+            if !is_decimal {
+                return None;
+            }
+            let integer = text.parse::<u64>().map(Number::from);
+            let integer = integer.or_else(|_| text.parse::<i64>().map(Number::from));
+            integer
+                .ok()
+                .or_else(|| Number::from_f64(text.parse().ok()?))
+        })
 }
 
 impl Position {
@@ -101,41 +105,42 @@ impl Position {
 
 struct Composer<'a> {
     parser: Parser<'a, StrInput<'a>>,
-    spots: HashMap<String, KeyValuePositions>,
+    positions: HashMap<String, KeyValuePositions>,
     faults: Vec<(Position, String, String)>,
 }
 
 impl<'a> Composer<'a> {
-    fn fault(&mut self, spot: Position, path: &ValuePath, message: impl Into<String>) {
-        self.faults.push((spot, path.to_string(), message.into()));
+    fn add_fault(&mut self, position: Position, path: &ValuePath, message: impl Into<String>) {
+        self.faults
+            .push((position, path.to_string(), message.into()));
     }
 
-    fn next(&mut self) -> Result<(Event<'a>, Position), ScanError> {
-        let end = || {
+    fn next_event(&mut self) -> Result<(Event<'a>, Position), ScanError> {
+        let unexpected_end = || {
             ScanError::new_str(
                 saphyr_parser::Marker::default(),
                 "unexpected end of the text",
             )
         };
-        let (event, span): (Event, Span) = self.parser.next().ok_or_else(end)??;
+        let (event, span): (Event, Span) = self.parser.next().ok_or_else(unexpected_end)??;
         Ok((event, Position::from_marker(span.start)))
     }
 
-    fn document(&mut self) -> Result<Value, ScanError> {
+    fn parse_document(&mut self) -> Result<Value, ScanError> {
         let mut value = Value::Object(Map::new());
         let mut documents = 0;
         loop {
-            match self.next()? {
+            match self.next_event()? {
                 (Event::StreamEnd, _) => return Ok(value),
-                (Event::DocumentStart(_), spot) => {
+                (Event::DocumentStart(_), position) => {
                     documents += 1;
-                    let (event, start) = self.next()?;
-                    let root = self.node(event, start, &ValuePath::default())?;
+                    let (event, start) = self.next_event()?;
+                    let root = self.parse_node(event, start, &ValuePath::default())?;
                     if documents == 1 && !root.is_null() {
                         value = root;
                     } else if documents == 2 {
-                        self.fault(
-                            spot,
+                        self.add_fault(
+                            position,
                             &ValuePath::default(),
                             "a second document; a file may contain only one",
                         );
@@ -146,100 +151,110 @@ impl<'a> Composer<'a> {
         }
     }
 
-    fn node(
+    fn parse_node(
         &mut self,
         event: Event<'a>,
-        spot: Position,
+        position: Position,
         path: &ValuePath,
     ) -> Result<Value, ScanError> {
-        if path.steps().len() > DEPTH {
-            let marker = saphyr_parser::Marker::new(0, spot.line, spot.column - 1);
+        if path.segments().len() > MAX_DEPTH {
+            let marker = saphyr_parser::Marker::new(0, position.line, position.column - 1);
             return Err(ScanError::new_str(marker, "nested too deeply"));
         }
         match event {
-            Event::Scalar(text, style, _, tag) => Ok(self.leaf(&text, style, tag, (spot, path))),
-            Event::SequenceStart(..) => self.sequence(path),
-            Event::MappingStart(..) => self.mapping(path),
+            Event::Scalar(text, style, _, tag) => {
+                Ok(self.parse_leaf(&text, style, tag, (position, path)))
+            }
+            Event::SequenceStart(..) => self.parse_sequence(path),
+            Event::MappingStart(..) => self.parse_mapping(path),
             Event::Alias(_) => {
-                self.fault(spot, path, "aliases are not supported; write the value out");
+                self.add_fault(
+                    position,
+                    path,
+                    "aliases are not supported; write the value out",
+                );
                 Ok(Value::Null)
             }
             _ => Ok(Value::Null),
         }
     }
 
-    fn leaf(
+    fn parse_leaf(
         &mut self,
         text: &str,
         style: ScalarStyle,
         tag: Option<Cow<'_, Tag>>,
-        (spot, path): (Position, &ValuePath),
+        (position, path): (Position, &ValuePath),
     ) -> Value {
         match tag {
             Some(tag) if !(tag.is_yaml_core_schema() && tag.suffix == "str") => {
-                self.fault(spot, path, format!("tag {tag} is not supported; remove it"));
+                self.add_fault(
+                    position,
+                    path,
+                    format!("tag {tag} is not supported; remove it"),
+                );
                 Value::Null
             }
-            None if style == ScalarStyle::Plain => scalar(text),
+            None if style == ScalarStyle::Plain => parse_scalar(text),
             _ => text.into(),
         }
     }
 
-    fn sequence(&mut self, path: &ValuePath) -> Result<Value, ScanError> {
+    fn parse_sequence(&mut self, path: &ValuePath) -> Result<Value, ScanError> {
         let mut list = Vec::new();
         loop {
-            let (event, spot) = self.next()?;
+            let (event, position) = self.next_event()?;
             if event == Event::SequenceEnd {
                 return Ok(Value::Array(list));
             }
             let path = path.index(list.len());
-            self.spots.insert(
+            self.positions.insert(
                 path.to_string(),
                 KeyValuePositions {
-                    key: spot,
-                    value: spot,
+                    key: position,
+                    value: position,
                 },
             );
-            list.push(self.node(event, spot, &path)?);
+            list.push(self.parse_node(event, position, &path)?);
         }
     }
 
-    fn mapping(&mut self, path: &ValuePath) -> Result<Value, ScanError> {
+    fn parse_mapping(&mut self, path: &ValuePath) -> Result<Value, ScanError> {
         let mut map = Map::new();
         loop {
-            let (event, key_spot) = self.next()?;
+            let (event, key_position) = self.next_event()?;
             let key = match event {
                 Event::MappingEnd => return Ok(Value::Object(map)),
                 Event::Scalar(text, ..) => text,
                 other => {
-                    self.node(other, key_spot, path)?;
-                    self.fault(key_spot, path, "a key must be plain text");
+                    self.parse_node(other, key_position, path)?;
+                    self.add_fault(key_position, path, "a key must be plain text");
                     "".into()
                 }
             };
-            let (event, spot) = self.next()?;
+            let (event, position) = self.next_event()?;
             let path = path.key(&key);
             let text = path.to_string();
-            if let Some(first) = self.spots.get(&text).copied() {
+            if let Some(first_positions) = self.positions.get(&text).copied() {
                 let message = format!(
                     "duplicate key; line {} already has it; keep one of the two",
-                    first.key.line
+                    first_positions.key.line
                 );
-                self.fault(key_spot, &path, message);
+                self.add_fault(key_position, &path, message);
                 // Parsed without recording positions, so that those of the first occurrence stay.
-                let spots = std::mem::take(&mut self.spots);
-                self.node(event, spot, &path)?;
-                self.spots = spots;
+                let saved_positions = std::mem::take(&mut self.positions);
+                self.parse_node(event, position, &path)?;
+                self.positions = saved_positions;
                 continue;
             }
-            self.spots.insert(
+            self.positions.insert(
                 text,
                 KeyValuePositions {
-                    key: key_spot,
-                    value: spot,
+                    key: key_position,
+                    value: position,
                 },
             );
-            let value = self.node(event, spot, &path)?;
+            let value = self.parse_node(event, position, &path)?;
             map.insert(key.into_owned(), value);
         }
     }
@@ -261,7 +276,7 @@ mod tests {
             document.value,
             json!({ "a": 1, "list": [{ "name": "x", "port": "y" }] })
         );
-        let port = document.spots["list[0].port"];
+        let port = document.positions["list[0].port"];
         assert_eq!((port.key, port.value), (spot(4, 5), spot(4, 11)));
         assert_eq!(document.faults, []);
     }

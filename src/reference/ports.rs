@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::config_loader::{ConfigKey, ProcessConfig, keys, plain};
+use crate::config_loader::{ConfigKey, ProcessConfig, keys, plain_text};
 
 /// Socket at which a process listens.
 struct Listener {
@@ -206,7 +206,9 @@ fn default<C: ProcessConfig>(key: &str) -> String {
     let all = keys::<C>();
     let found: Option<&ConfigKey> = all.iter().find(|found| found.name == key);
     let default = found.and_then(|key| key.default.as_ref());
-    default.map_or("none".into(), |default| format!("`{}`", plain(default)))
+    default.map_or("none".into(), |default| {
+        format!("`{}`", plain_text(default))
+    })
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::config_loader::untyped;
+use crate::config_loader::parse_untyped;
 
 /// Purpose of each role that a binding of the manifests names.
 const PURPOSES: &[(&str, &str)] = &[
@@ -200,7 +200,7 @@ fn files() -> Vec<(String, PathBuf)> {
 fn objects(file: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(file).unwrap();
     let documents = text.split("\n---\n");
-    documents.map(|text| untyped(text).unwrap()).collect()
+    documents.map(|text| parse_untyped(text).unwrap()).collect()
 }
 
 /// Returns the kind and the name of a role, or of a reference to one.

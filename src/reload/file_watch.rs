@@ -21,13 +21,13 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
 
 /// Time for which the content of a file must stay the same. Files that belong together are rarely written at once: a
 /// certificate, then its key.
-const SETTLED: Duration = Duration::from_millis(300);
+const STABLE_PERIOD: Duration = Duration::from_millis(300);
 /// A writer that has not come to an end by then has forgotten the file.
-const WRITING: Duration = Duration::from_secs(10);
+const MAX_WRITE_WAIT: Duration = Duration::from_secs(10);
 /// Interval at which files are checked if the system does not report changes, as on NFS.
-const LOOK: Duration = Duration::from_mins(1);
+const CHECK_INTERVAL: Duration = Duration::from_mins(1);
 /// Interval of checks if the system has no watcher left: Linux has 128 for each user.
-const LOOK_OURSELVES: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Files, and what each says as a hash; nothing where it cannot be read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -35,37 +35,37 @@ pub(crate) struct FileHashes(BTreeMap<PathBuf, Option<[u8; 32]>>);
 
 impl FileHashes {
     /// Notes what the files say now. Blocks on the disk.
-    pub(crate) fn files(&mut self, files: impl IntoIterator<Item = PathBuf>) {
+    pub(crate) fn record(&mut self, files: impl IntoIterator<Item = PathBuf>) {
         for file in files {
-            let said = said(&file);
-            self.0.insert(file, said);
+            let hash = content_hash(&file);
+            self.0.insert(file, hash);
         }
     }
 
     /// Both; where both know a file, `other` knows it better.
-    pub(super) fn and(mut self, other: Self) -> Self {
+    pub(super) fn merge(mut self, other: Self) -> Self {
         self.0.extend(other.0);
         self
     }
 
     /// Returns the current hashes of the same files. Blocks on the disk.
-    pub(super) fn anew(&self) -> Self {
-        let mut now = Self::default();
-        now.files(self.0.keys().cloned());
-        now
+    pub(super) fn rehash(&self) -> Self {
+        let mut current = Self::default();
+        current.record(self.0.keys().cloned());
+        current
     }
 
     /// The same, on a thread that may block.
-    async fn now(&self) -> Self {
-        let noted = self.clone();
+    async fn rehash_blocking(&self) -> Self {
+        let hashes = self.clone();
         // The task does not panic; if it is cancelled, nothing counts as changed.
-        let read = spawn_blocking(move || noted.anew()).await;
-        read.unwrap_or_else(|_| self.clone())
+        let result = spawn_blocking(move || hashes.rehash()).await;
+        result.unwrap_or_else(|_| self.clone())
     }
 }
 
 /// Of a directory it is the names in it that count.
-fn said(file: &Path) -> Option<[u8; 32]> {
+fn content_hash(file: &Path) -> Option<[u8; 32]> {
     if let Ok(entries) = std::fs::read_dir(file) {
         let names = entries.filter_map(|entry| Some(entry.ok()?.file_name()));
         let names: BTreeSet<_> = names.collect();
@@ -76,11 +76,11 @@ fn said(file: &Path) -> Option<[u8; 32]> {
 }
 
 /// Changes of a folder that the watcher receives.
-const NAMES: AddWatchFlags = AddWatchFlags::IN_CREATE
+const NAME_EVENTS: AddWatchFlags = AddWatchFlags::IN_CREATE
     .union(AddWatchFlags::IN_DELETE)
     .union(AddWatchFlags::IN_MOVE);
 /// Changes of a file that the watcher receives.
-const WRITES: AddWatchFlags = AddWatchFlags::IN_MODIFY.union(AddWatchFlags::IN_CLOSE_WRITE);
+const WRITE_EVENTS: AddWatchFlags = AddWatchFlags::IN_MODIFY.union(AddWatchFlags::IN_CLOSE_WRITE);
 
 /// Watch over files and their folders by inotify(7).
 #[derive(Debug)]
@@ -88,7 +88,7 @@ struct Watcher {
     inotify: AsyncFd<Source>,
     files: Vec<PathBuf>,
     /// Files that are being written.
-    writing: Mutex<BTreeSet<WatchDescriptor>>,
+    files_being_written: Mutex<BTreeSet<WatchDescriptor>>,
 }
 
 #[derive(Debug)]
@@ -101,12 +101,15 @@ impl AsRawFd for Source {
 }
 
 impl Watcher {
-    fn new(noted: &FileHashes) -> io::Result<Self> {
+    fn new(hashes: &FileHashes) -> io::Result<Self> {
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
-        let files: Vec<PathBuf> = noted.0.keys().cloned().collect();
-        let folders: BTreeSet<PathBuf> = files.iter().filter_map(|file| folder(file)).collect();
+        let files: Vec<PathBuf> = hashes.0.keys().cloned().collect();
+        let folders: BTreeSet<PathBuf> = files
+            .iter()
+            .filter_map(|file| parent_folder(file))
+            .collect();
         for folder in folders {
-            inotify.add_watch(&folder, NAMES)?;
+            inotify.add_watch(&folder, NAME_EVENTS)?;
         }
         #[expect(
             deprecated,
@@ -116,7 +119,7 @@ impl Watcher {
         let watcher = Self {
             inotify,
             files,
-            writing: Mutex::default(),
+            files_being_written: Mutex::default(),
         };
         watcher.watch_files();
         Ok(watcher)
@@ -127,7 +130,7 @@ impl Watcher {
         let inotify = &self.inotify.get_ref().0;
         for file in self.files.iter().filter(|file| !file.is_dir()) {
             // For a missing file, the watch on its directory reports its creation.
-            let _ = inotify.add_watch(file, WRITES);
+            let _ = inotify.add_watch(file, WRITE_EVENTS);
         }
     }
 
@@ -139,7 +142,7 @@ impl Watcher {
                 return std::future::pending().await;
             };
             match ready.try_io(|source| Ok(source.get_ref().0.read_events()?)) {
-                Ok(Ok(events)) if !self.take(&events) => {}
+                Ok(Ok(events)) if !self.process_events(&events) => {}
                 Ok(_) => return,
                 Err(_would_block) => {}
             }
@@ -150,108 +153,113 @@ impl Watcher {
     fn is_writing(&self) -> bool {
         loop {
             match self.inotify.get_ref().0.read_events() {
-                Ok(events) => self.take(&events),
+                Ok(events) => self.process_events(&events),
                 Err(Errno::EINTR) => continue,
                 Err(_) => break,
             };
         }
-        !self.writing().is_empty()
+        !self.lock_files_being_written().is_empty()
     }
 
     /// Notes who writes. Returns whether something is different that is no unfinished write.
-    fn take(&self, events: &[InotifyEvent]) -> bool {
-        let mut finished = false;
+    fn process_events(&self, events: &[InotifyEvent]) -> bool {
+        let mut is_finished = false;
         for event in events {
             if event.mask.contains(AddWatchFlags::IN_MODIFY) {
-                self.writing().insert(event.wd);
+                self.lock_files_being_written().insert(event.wd);
                 continue;
             }
-            finished = true;
-            if event.mask.intersects(NAMES) {
+            is_finished = true;
+            if event.mask.intersects(NAME_EVENTS) {
                 self.watch_files();
             } else {
                 // The file was closed or deleted.
-                self.writing().remove(&event.wd);
+                self.lock_files_being_written().remove(&event.wd);
             }
         }
-        finished
+        is_finished
     }
 
-    fn writing(&self) -> std::sync::MutexGuard<'_, BTreeSet<WatchDescriptor>> {
-        self.writing.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_files_being_written(&self) -> std::sync::MutexGuard<'_, BTreeSet<WatchDescriptor>> {
+        self.files_being_written
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The files that count, and what they said last.
 pub(crate) struct WatchedFiles {
-    noted: FileHashes,
+    hashes: FileHashes,
     watcher: Option<Watcher>,
 }
 
 impl WatchedFiles {
-    pub(super) fn watch(noted: FileHashes) -> Self {
-        let watcher = Watcher::new(&noted).inspect_err(|error| {
-            tracing::info!(%error, "inotify is not available; checking files for changes every {LOOK_OURSELVES:?}");
+    pub(super) fn watch(hashes: FileHashes) -> Self {
+        let watcher = Watcher::new(&hashes).inspect_err(|error| {
+            tracing::info!(%error, "inotify is not available; checking files for changes every {POLL_INTERVAL:?}");
         });
         Self {
-            noted,
+            hashes,
             watcher: watcher.ok(),
         }
     }
 
     /// The same files or others, as they were when they were read.
-    pub(super) fn replaced(mut self, noted: FileHashes) -> Self {
-        if self.noted.0.keys().eq(noted.0.keys()) {
-            self.noted = noted;
+    pub(super) fn with_hashes(mut self, hashes: FileHashes) -> Self {
+        if self.hashes.0.keys().eq(hashes.0.keys()) {
+            self.hashes = hashes;
             return self;
         }
-        Self::watch(noted)
+        Self::watch(hashes)
     }
 
     /// Returns the hashes that were recorded last.
-    pub(super) fn noted(&self) -> FileHashes {
-        self.noted.clone()
+    pub(super) fn hashes(&self) -> FileHashes {
+        self.hashes.clone()
     }
 
     /// Returns once what they say is not what they said.
     pub(super) async fn changed(&self) {
-        let each = self.watcher.as_ref().map_or(LOOK_OURSELVES, |_| LOOK);
-        let mut look = interval_at(Instant::now() + each, each);
-        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        while self.noted.now().await == self.noted {
+        let period = self
+            .watcher
+            .as_ref()
+            .map_or(POLL_INTERVAL, |_| CHECK_INTERVAL);
+        let mut ticker = interval_at(Instant::now() + period, period);
+        ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        while self.hashes.rehash_blocking().await == self.hashes {
             match &self.watcher {
                 Some(watcher) => tokio::select! {
-                    () = watcher.changed() => sleep(SETTLED).await,
-                    _ = look.tick() => {}
+                    () = watcher.changed() => sleep(STABLE_PERIOD).await,
+                    _ = ticker.tick() => {}
                 },
                 None => {
-                    look.tick().await;
+                    ticker.tick().await;
                 }
             }
         }
     }
 
     /// Waits, within a bound, until nothing writes the files and two checks find the same content.
-    pub(super) async fn settled(&self) {
-        let end = Instant::now() + WRITING;
-        let mut last = self.noted.now().await;
+    pub(super) async fn wait_until_stable(&self) {
+        let deadline = Instant::now() + MAX_WRITE_WAIT;
+        let mut previous = self.hashes.rehash_blocking().await;
         loop {
-            sleep(SETTLED).await;
-            let now = self.noted.now().await;
-            let writing = self.watcher.as_ref().is_some_and(Watcher::is_writing);
-            if (now == last && !writing) || Instant::now() >= end {
+            sleep(STABLE_PERIOD).await;
+            let current = self.hashes.rehash_blocking().await;
+            let is_writing = self.watcher.as_ref().is_some_and(Watcher::is_writing);
+            if (current == previous && !is_writing) || Instant::now() >= deadline {
                 if let Some(watcher) = &self.watcher {
-                    watcher.writing().clear();
+                    watcher.lock_files_being_written().clear();
                 }
                 return;
             }
-            last = now;
+            previous = current;
         }
     }
 }
 
 /// Returns the folder that reports changes of the file. A directory reports its own changes.
-fn folder(file: &Path) -> Option<PathBuf> {
+fn parent_folder(file: &Path) -> Option<PathBuf> {
     if file.is_dir() {
         return Some(file.to_owned());
     }
@@ -270,7 +278,7 @@ mod tests {
 
     fn noted(files: &[&Path]) -> FileHashes {
         let mut noted = FileHashes::default();
-        noted.files(files.iter().map(|file| file.to_path_buf()));
+        noted.record(files.iter().map(|file| file.to_path_buf()));
         noted
     }
 
@@ -282,12 +290,14 @@ mod tests {
         let files = WatchedFiles::watch(noted(&[&file]));
         let mut slow = File::create(&file).unwrap();
         // Another reason for a reload, such as SIGHUP.
-        let early = timeout(5 * SETTLED, files.settled()).await;
+        let early = timeout(5 * STABLE_PERIOD, files.wait_until_stable()).await;
         assert!(early.is_err(), "it is empty and open");
         slow.write_all(b"after").unwrap();
         drop(slow);
-        timeout(LOOK / 2, files.changed()).await.unwrap();
-        timeout(WRITING * 9 / 10, files.settled()).await.unwrap();
+        timeout(CHECK_INTERVAL / 2, files.changed()).await.unwrap();
+        timeout(MAX_WRITE_WAIT * 9 / 10, files.wait_until_stable())
+            .await
+            .unwrap();
         assert_eq!(fs::read(&file).unwrap(), b"after");
     }
 
@@ -311,10 +321,13 @@ mod tests {
         let mut slow = File::create(&file).unwrap();
         slow.write_all(b"af").unwrap();
         let watcher = files.watcher.as_ref().unwrap();
-        assert!(!watcher.take(&events().unwrap()), "it is not finished");
+        assert!(
+            !watcher.process_events(&events().unwrap()),
+            "it is not finished"
+        );
         slow.write_all(b"ter").unwrap();
         drop(slow);
-        assert!(watcher.take(&events().unwrap()));
+        assert!(watcher.process_events(&events().unwrap()));
         assert!(!watcher.is_writing());
     }
 
@@ -331,7 +344,9 @@ mod tests {
             } else {
                 fs::write(&file, "").unwrap();
             }
-            timeout(LOOK / 2, watcher.changed()).await.unwrap();
+            timeout(CHECK_INTERVAL / 2, watcher.changed())
+                .await
+                .unwrap();
             assert!(!watcher.is_writing());
             let mut slow = fs::OpenOptions::new().append(true).open(&file).unwrap();
             slow.write_all(b"more").unwrap();
@@ -356,14 +371,14 @@ mod tests {
         let files = WatchedFiles::watch(noted(&[&file]));
         std::os::unix::fs::symlink("v2", path("..new")).unwrap();
         fs::rename(path("..new"), path("..data")).unwrap();
-        timeout(LOOK / 2, files.changed()).await.unwrap();
+        timeout(CHECK_INTERVAL / 2, files.changed()).await.unwrap();
 
-        let files = files.replaced(noted(&[&file]));
+        let files = files.with_hashes(noted(&[&file]));
         fs::remove_file(&file).unwrap();
-        timeout(LOOK / 2, files.changed()).await.unwrap();
-        let files = files.replaced(noted(&[&file]));
+        timeout(CHECK_INTERVAL / 2, files.changed()).await.unwrap();
+        let files = files.with_hashes(noted(&[&file]));
         fs::write(&file, "three").unwrap();
-        timeout(LOOK / 2, files.changed()).await.unwrap();
+        timeout(CHECK_INTERVAL / 2, files.changed()).await.unwrap();
     }
 
     #[tokio::test(start_paused = true)]
@@ -372,10 +387,10 @@ mod tests {
         let file = folder.path().join("file");
         fs::write(&file, "one").unwrap();
         let files = WatchedFiles {
-            noted: noted(&[&file]),
+            hashes: noted(&[&file]),
             watcher: None,
         };
         fs::write(&file, "two").unwrap();
-        timeout(2 * LOOK, files.changed()).await.unwrap();
+        timeout(2 * CHECK_INTERVAL, files.changed()).await.unwrap();
     }
 }

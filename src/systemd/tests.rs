@@ -57,9 +57,9 @@ async fn ready_is_sent_once_and_a_status_line_on_each_change() {
     let systemd = Systemd::new();
     let notify = systemd.notify(None);
     for status in ["serving", "serving", "two\nlines"] {
-        notify.ready(status);
+        notify.notify_ready(status);
     }
-    notify.alive();
+    notify.notify_alive();
     assert_eq!(systemd.heard().await, "READY=1");
     assert_eq!(systemd.heard().await, "STATUS=serving");
     assert_eq!(systemd.heard().await, "STATUS=two lines");
@@ -70,8 +70,8 @@ async fn ready_is_sent_once_and_a_status_line_on_each_change() {
 async fn a_stopping_process_reports_its_maximum_stop_time() {
     let systemd = Systemd::new();
     let notify = systemd.notify(None);
-    notify.stopping(Duration::from_mins(2));
-    notify.stopping(Duration::from_mins(2));
+    notify.notify_stopping(Duration::from_mins(2));
+    notify.notify_stopping(Duration::from_mins(2));
     assert_eq!(
         systemd.heard().await,
         "STOPPING=1\nEXTEND_TIMEOUT_USEC=130000000"
@@ -89,7 +89,7 @@ async fn an_abstract_socket_is_one_too() {
     let address = SocketAddr::from_abstract_name(&name).unwrap();
     let socket = UnixDatagram::bind_addr(&address).unwrap();
     let notify = SystemdNotifier::connect(OsStr::new(&format!("@{name}")), None).unwrap();
-    notify.ready("here");
+    notify.notify_ready("here");
     let mut words = [0; 64];
     assert_eq!(socket.recv(&mut words).unwrap(), "READY=1".len());
 }
@@ -97,8 +97,8 @@ async fn an_abstract_socket_is_one_too() {
 #[tokio::test]
 async fn without_a_service_manager_the_work_is_done_all_the_same() {
     let notify = SystemdNotifier::default();
-    notify.not_joined("nobody hears");
-    assert_eq!(notify.joining(async { 7 }).await, 7);
+    notify.notify_not_joined("nobody hears");
+    assert_eq!(notify.run_join(async { 7 }).await, 7);
 }
 
 #[tokio::test]
@@ -106,7 +106,7 @@ async fn a_service_manager_that_does_not_read_causes_no_delay() {
     let systemd = Systemd::new();
     let notify = systemd.notify(None);
     for round in 0..10_000 {
-        notify.status(&round.to_string());
+        notify.notify_status(&round.to_string());
     }
 }
 
@@ -137,7 +137,7 @@ async fn a_gateway_lives_only_as_long_as_each_of_its_workers_answers() {
     let notify = systemd.notify(Some(Duration::from_secs(2)));
     let (stop, hung) = (CancellationToken::new(), TaskGroup::default());
     let bound = gateway(folder.path(), &workers);
-    let pulse = bound.pulse();
+    let pulse = bound.watchdog();
     let asked = (stop.clone(), Duration::from_millis(100));
     let told = async {
         let begin = systemd.heard_until("STATUS=0 nodes connected").await;
@@ -158,7 +158,7 @@ async fn a_gateway_lives_only_as_long_as_each_of_its_workers_answers() {
         // All notifications from here on follow a whole round without an answer: none is a sign of life.
         let mut silent = vec![systemd.socket.try_recv(&mut [0; 64]).is_err()];
         for _ in 0..3 {
-            pulse.silent(Duration::from_secs(1)).await;
+            pulse.unresponsive_workers(Duration::from_secs(1)).await;
             silent.push(systemd.socket.try_recv(&mut [0; 64]).is_err());
         }
         assert_eq!(silent, [true; 4]);
@@ -171,7 +171,7 @@ async fn a_gateway_lives_only_as_long_as_each_of_its_workers_answers() {
             .await;
     };
     tokio::join!(
-        notify.gateway(pulse.clone(), asked, bound.run(stop.clone())),
+        notify.run_gateway(pulse.clone(), asked, bound.run(stop.clone())),
         told
     );
 }
@@ -180,7 +180,7 @@ async fn a_gateway_lives_only_as_long_as_each_of_its_workers_answers() {
 async fn an_edge_that_cannot_join_yet_counts_as_started_and_says_why() {
     let systemd = Systemd::new();
     let notify = systemd.notify(None);
-    notify.not_joined("gw:10262: connection refused");
+    notify.notify_not_joined("gw:10262: connection refused");
     assert_eq!(systemd.heard().await, "READY=1");
     let status = "STATUS=not joined yet: gw:10262: connection refused";
     assert_eq!(systemd.heard().await, status);
@@ -201,7 +201,10 @@ fn an_edge_status_names_its_connection_or_the_obstacle() {
         certificate: None,
         api_cache: None,
     };
-    assert_eq!(fares(&status), "edge-1: connecting to 2 gateways");
+    assert_eq!(
+        edge_status_line(&status),
+        "edge-1: connecting to 2 gateways"
+    );
     status.trouble = Some(LastErrorStatus {
         at: 0,
         what: "nobody answers".into(),
@@ -209,7 +212,7 @@ fn an_edge_status_names_its_connection_or_the_obstacle() {
         retry_at: 0,
     });
     assert_eq!(
-        fares(&status),
+        edge_status_line(&status),
         "edge-1: not connected: nobody answers; retrying"
     );
     let tunnel = |slot| TunnelStatus {
@@ -226,20 +229,27 @@ fn an_edge_status_names_its_connection_or_the_obstacle() {
         unread: 0,
     };
     status.tunnels = vec![tunnel(0), tunnel(1)];
-    assert_eq!(fares(&status), "edge-1: connected to 1 of 2 gateways: a:1");
+    assert_eq!(
+        edge_status_line(&status),
+        "edge-1: connected to 1 of 2 gateways: a:1"
+    );
     status.gateways.truncate(1);
-    assert_eq!(fares(&status), "edge-1: connected to a:1");
+    assert_eq!(edge_status_line(&status), "edge-1: connected to a:1");
     status.tunnels[0].address = Some("192.0.2.1:1".parse().unwrap());
     status.tunnels[1].address = Some("192.0.2.2:1".parse().unwrap());
     assert_eq!(
-        fares(&status),
+        edge_status_line(&status),
         "edge-1: connected to a:1 (192.0.2.1:1), a:1 (192.0.2.2:1)"
     );
     status.reached = Some(ConnectedGatewaysStatus { gateways: 2, of: 3 });
     assert_eq!(
-        fares(&status),
+        edge_status_line(&status),
         "edge-1: connected to 2 of 3 gateways: a:1 (192.0.2.1:1), a:1 (192.0.2.2:1)"
     );
     status.reached = Some(ConnectedGatewaysStatus { gateways: 2, of: 2 });
-    assert!(!fares(&status).contains("of"), "{}", fares(&status));
+    assert!(
+        !edge_status_line(&status).contains("of"),
+        "{}",
+        edge_status_line(&status)
+    );
 }

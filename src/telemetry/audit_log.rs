@@ -12,9 +12,9 @@ use causeway_certs::store::open_private;
 use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuilder, WorkerGuard};
 
 /// Lines that wait for the disk: some seconds of a busy gateway's.
-const LINES: usize = 10_000;
+const MAX_QUEUED_LINES: usize = 10_000;
 /// How often is said that lines are lost.
-const SAID: Duration = Duration::from_secs(10);
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Whether a reload has asked for the file to be opened anew.
 static REOPEN: AtomicBool = AtomicBool::new(false);
@@ -22,7 +22,7 @@ static REOPEN: AtomicBool = AtomicBool::new(false);
 /// The audit log of this process; dropping it writes what is left.
 pub(crate) struct AuditLog {
     writer: NonBlocking,
-    lost: Arc<OnceLock<ErrorCounter>>,
+    drop_counter: Arc<OnceLock<ErrorCounter>>,
     _worker: WorkerGuard,
 }
 
@@ -33,25 +33,25 @@ impl AuditLog {
             let path = path.display();
             format!("cannot append to the audit log {path} (audit_log)")
         })?;
-        let lost = file.lost.clone();
+        let drop_counter = file.drop_counter.clone();
         let (writer, worker) = NonBlockingBuilder::default()
-            .buffered_lines_limit(LINES)
+            .buffered_lines_limit(MAX_QUEUED_LINES)
             .thread_name("audit")
             .finish(file);
         // Set only here.
-        let _ = lost.set(writer.error_counter());
+        let _ = drop_counter.set(writer.error_counter());
         Ok(Self {
-            lost,
+            drop_counter,
             writer,
             _worker: worker,
         })
     }
 
     /// Returns a function that counts the lines for which there was no room.
-    pub(super) fn lost(&self) -> impl Fn() -> u64 + Send + Sync + use<> {
-        let lost = self.lost.clone();
+    pub(super) fn dropped_lines(&self) -> impl Fn() -> u64 + Send + Sync + use<> {
+        let drop_counter = self.drop_counter.clone();
         move || {
-            let lines = lost.get().map_or(0, ErrorCounter::dropped_lines);
+            let lines = drop_counter.get().map_or(0, ErrorCounter::dropped_lines);
             u64::try_from(lines).unwrap_or(u64::MAX)
         }
     }
@@ -63,7 +63,10 @@ impl AuditLog {
 
 impl Drop for AuditLog {
     fn drop(&mut self) {
-        let lost = self.lost.get().map_or(0, ErrorCounter::dropped_lines);
+        let lost = self
+            .drop_counter
+            .get()
+            .map_or(0, ErrorCounter::dropped_lines);
         if lost > 0 {
             tracing::error!(lost, "{TOO_SLOW}");
         }
@@ -82,25 +85,27 @@ struct AuditFile {
     path: PathBuf,
     file: File,
     /// Counts the lines for which there was no room.
-    lost: Arc<OnceLock<ErrorCounter>>,
-    told: DropReport,
+    drop_counter: Arc<OnceLock<ErrorCounter>>,
+    drop_report: DropReport,
 }
 
 /// Last report of lost lines.
 #[derive(Default)]
 struct DropReport {
-    lost: usize,
-    last: Option<Instant>,
+    reported: usize,
+    last_report: Option<Instant>,
 }
 
 impl DropReport {
     /// Whether it is time to say something again.
-    fn again(&mut self) -> bool {
-        let due = self.last.is_none_or(|last| last.elapsed() >= SAID);
-        if due {
-            self.last = Some(Instant::now());
+    fn is_due(&mut self) -> bool {
+        let is_due = self
+            .last_report
+            .is_none_or(|last| last.elapsed() >= REPORT_INTERVAL);
+        if is_due {
+            self.last_report = Some(Instant::now());
         }
-        due
+        is_due
     }
 }
 
@@ -108,14 +113,14 @@ impl AuditFile {
     fn open(path: &Path) -> io::Result<Self> {
         Ok(Self {
             path: path.to_owned(),
-            file: appended(path)?,
-            lost: Arc::default(),
-            told: DropReport::default(),
+            file: open_append(path)?,
+            drop_counter: Arc::default(),
+            drop_report: DropReport::default(),
         })
     }
 }
 
-fn appended(path: &Path) -> io::Result<File> {
+fn open_append(path: &Path) -> io::Result<File> {
     open_private(path, OpenOptions::new().append(true))
 }
 
@@ -124,21 +129,24 @@ impl Write for AuditFile {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let path = self.path.display();
         if REOPEN.swap(false, Ordering::Relaxed) {
-            match appended(&self.path) {
+            match open_append(&self.path) {
                 Ok(file) => self.file = file,
                 Err(error) => {
                     tracing::error!(%path, %error, "cannot reopen the audit log; still writing to the file that was open before");
                 }
             }
         }
-        let lost = self.lost.get().map_or(0, ErrorCounter::dropped_lines);
-        if lost > self.told.lost && self.told.again() {
-            self.told.lost = lost;
+        let lost = self
+            .drop_counter
+            .get()
+            .map_or(0, ErrorCounter::dropped_lines);
+        if lost > self.drop_report.reported && self.drop_report.is_due() {
+            self.drop_report.reported = lost;
             tracing::error!(lost, "{TOO_SLOW}");
         }
         let written = self.file.write_all(line);
         if let Err(error) = &written
-            && self.told.again()
+            && self.drop_report.is_due()
         {
             tracing::error!(%path, %error, "cannot write to the audit log; lines are missing");
         }

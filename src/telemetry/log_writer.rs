@@ -50,20 +50,20 @@ impl DroppedLines {
 
 impl LogWriter {
     /// Starts the thread that writes to `out`.
-    pub(super) fn to(out: impl Write + Send + 'static) -> Self {
-        Self::bounded(out, MAX_LINES)
+    pub(super) fn new(out: impl Write + Send + 'static) -> Self {
+        Self::with_queue_limit(out, MAX_LINES)
     }
 
-    fn bounded(out: impl Write + Send + 'static, lines: usize) -> Self {
+    fn with_queue_limit(out: impl Write + Send + 'static, lines: usize) -> Self {
         let dropped = DroppedLines::default();
-        let (end, written) = channel();
+        let (done_sender, done_receiver) = channel();
         let batches = BatchWriter {
             out,
             batch: Vec::with_capacity(MAX_BATCH_BYTES),
             lines: 0,
             dropped: dropped.clone(),
-            told: (0, None),
-            _end: end,
+            reported: (0, None),
+            _done_sender: done_sender,
         };
         let (writer, worker) = NonBlockingBuilder::default()
             .buffered_lines_limit(lines)
@@ -75,7 +75,7 @@ impl LogWriter {
             writer,
             dropped,
             worker: Some(worker),
-            written,
+            written: done_receiver,
         }
     }
 
@@ -104,8 +104,8 @@ struct BatchWriter<W> {
     lines: u64,
     dropped: DroppedLines,
     /// Dropped lines that the log has reported, and when.
-    told: (u64, Option<Instant>),
-    _end: Sender<Infallible>,
+    reported: (u64, Option<Instant>),
+    _done_sender: Sender<Infallible>,
 }
 
 impl<W: Write> BatchWriter<W> {
@@ -130,9 +130,9 @@ impl<W: Write> Write for BatchWriter<W> {
 
     fn flush(&mut self) -> io::Result<()> {
         self.write_batch();
-        let (lines, (told, last)) = (self.dropped.lines(), self.told);
-        if lines > told && last.is_none_or(|last| last.elapsed() >= REPORT_INTERVAL) {
-            self.told = (lines, Some(Instant::now()));
+        let (lines, (reported, last)) = (self.dropped.lines(), self.reported);
+        if lines > reported && last.is_none_or(|last| last.elapsed() >= REPORT_INTERVAL) {
+            self.reported = (lines, Some(Instant::now()));
             tracing::warn!(
                 lines,
                 "log lines are missing, because standard error is not read fast enough"
@@ -172,7 +172,7 @@ mod tests {
     #[test]
     fn an_unread_log_blocks_no_task_and_its_lines_are_counted() {
         let ((began, begins), (open, go), (writes, all)) = (channel(), channel(), channel());
-        let lines = LogWriter::bounded(Gated { began, go, writes }, 4);
+        let lines = LogWriter::with_queue_limit(Gated { began, go, writes }, 4);
         let mut line_queue = lines.writer();
         line_queue.write_all(b"first\n").unwrap();
         begins.recv().unwrap();
@@ -194,7 +194,7 @@ mod tests {
     fn process_exit_waits_for_a_slow_reader_of_the_log() {
         let ((began, begins), (open, go)) = (channel(), channel());
         let (writes, written) = channel();
-        let lines = LogWriter::to(Gated { began, go, writes });
+        let lines = LogWriter::new(Gated { began, go, writes });
         let mut line_queue = lines.writer();
         line_queue.write_all(b"first\n").unwrap();
         begins.recv().unwrap();
@@ -229,7 +229,7 @@ mod tests {
 
     #[test]
     fn lines_that_cannot_be_written_are_counted() {
-        let lines = LogWriter::to(Full);
+        let lines = LogWriter::new(Full);
         let (mut writer, dropped) = (lines.writer(), lines.dropped());
         for _ in 0..3 {
             writer.write_all(b"line\n").unwrap();

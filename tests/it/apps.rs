@@ -236,14 +236,14 @@ async fn a_client_certificate_is_sent_and_a_reload_replaces_it() {
     }
     assert_eq!(app.shown(), [first.chain()[0].to_vec()]);
     let unchanged = world.reload(|_| {}).unwrap();
-    assert!(!unchanged.apps);
+    assert!(!unchanged.upstream_tls);
     assert_eq!(world.client().get(url).await.text(), "well");
     assert_eq!(app.connections(), 1);
 
     let folder = world.folder().to_owned();
     asked(&folder, &authority, Some(&second));
     let changed = world.reload(|_| {}).unwrap();
-    assert!(changed.apps);
+    assert!(changed.upstream_tls);
     assert!(changed.to_string().contains("upstream_tls"), "{changed}");
     assert_eq!(
         app.end().await,

@@ -307,7 +307,7 @@ async fn each_certificate_in_use_has_a_metric_and_an_expiry_warning() {
         fs::write(&path, text).unwrap();
         path
     };
-    let shown = other.mint_listener(&["it.test".parse().unwrap()], minute);
+    let shown = other.issue_listener(&["it.test".parse().unwrap()], minute);
     let shown = shown.unwrap();
     let client = other.issue_client("causeway", &[], minute).unwrap();
     let ca = file("other.pem", &other.root_pem());
@@ -337,7 +337,7 @@ async fn each_certificate_in_use_has_a_metric_and_an_expiry_warning() {
         let labels = [("certificate", used_for)];
         metrics.sum("certificate_expiry_timestamp_seconds", &labels)
     };
-    let root = Certificate::read(other.root()).unwrap().not_after;
+    let root = Certificate::parse(other.root()).unwrap().not_after;
     for (used_for, expected) in [
         ("listener:given", shown.not_after().as_secs()),
         ("listener_client_ca:given", root),
@@ -345,7 +345,7 @@ async fn each_certificate_in_use_has_a_metric_and_an_expiry_warning() {
         ("app_ca:10250", root),
         (
             "ca",
-            Certificate::read(world.ca().root()).unwrap().not_after,
+            Certificate::parse(world.ca().root()).unwrap().not_after,
         ),
     ] {
         assert_eq!(ends(used_for), expected, "{used_for}");

@@ -274,7 +274,7 @@ async fn direct_dials_wait_until_the_nodes_are_known() {
     assert_eq!(app.connections(), 0);
     world
         .nodes()
-        .pending("the nodes of the cluster have not been loaded yet: forbidden");
+        .set_pending("the nodes of the cluster have not been loaded yet: forbidden");
     let answer = refused(&world, "wide", &address).await;
     assert_problem(
         &answer,
@@ -284,7 +284,7 @@ async fn direct_dials_wait_until_the_nodes_are_known() {
     );
     world
         .nodes()
-        .cluster([(NodeName::parse("cloud-1").unwrap(), ClusterNode::default())].into());
+        .replace_cluster([(NodeName::parse("cloud-1").unwrap(), ClusterNode::default())].into());
     let (_wire, answer) = asked(&world, "wide", &address).await;
     assert!(answer.starts_with(HELLO), "{answer}");
 }

@@ -212,7 +212,7 @@ async fn a_reload_changes_names_and_reports_what_needs_a_restart() {
         dns.ttl = Duration::from_secs(9);
     });
     let changed = changed.unwrap();
-    assert!(changed.dns && changed.at_restart.is_empty(), "{changed}");
+    assert!(changed.dns && changed.needs_restart.is_empty(), "{changed}");
     for name in ["edge-1.other.test", "edge-1"] {
         let said = dig(server, name).await;
         assert!(said.contains("\t9\tIN\tA\t192.0.2.77"), "{name}: {said}");
@@ -225,9 +225,9 @@ async fn a_reload_changes_names_and_reports_what_needs_a_restart() {
     let again = world.reload(|_| {}).unwrap();
     assert!(!again.dns, "{again}");
     let moved = world.reload(|config| config.dns.0.as_mut().unwrap().listen.set_port(1));
-    assert_eq!(moved.unwrap().at_restart, ["dns.listen"]);
+    assert_eq!(moved.unwrap().needs_restart, ["dns.listen"]);
     let gone = world.reload(|config| config.dns.0 = None).unwrap();
-    assert_eq!(gone.at_restart, ["dns"]);
+    assert_eq!(gone.needs_restart, ["dns"]);
     assert_eq!(
         short(server, "edge-1").await,
         "192.0.2.77",

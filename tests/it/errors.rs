@@ -274,13 +274,15 @@ impl Authorize for NoSecrets {
             "{client} may not {} {} of {node}:{port}",
             ask.method, ask.path
         );
-        match (ask.act, ask.path) {
+        match (ask.action, ask.path) {
             (Action::Request, "/open") => AuthzDecision::Allow,
-            (Action::Request, "/asked") => AuthzDecision::Ask(Box::pin(async { Ok(()) })),
+            (Action::Request, "/asked") => AuthzDecision::Pending(Box::pin(async { Ok(()) })),
             (Action::Request, "/dependency_unavailable") => {
-                AuthzDecision::Ask(Box::pin(std::future::pending()))
+                AuthzDecision::Pending(Box::pin(std::future::pending()))
             }
-            (Action::Upgrade, _) => AuthzDecision::Ask(Box::pin(async { Err(sentence.into()) })),
+            (Action::Upgrade, _) => {
+                AuthzDecision::Pending(Box::pin(async { Err(sentence.into()) }))
+            }
             _ => AuthzDecision::Deny(sentence.into()),
         }
     }

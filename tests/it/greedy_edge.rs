@@ -134,7 +134,7 @@ async fn unread_single_bytes_count_with_their_memory_cost() {
 async fn a_node_has_no_more_tunnels_than_it_needs() {
     let mut ground = Ground::new().await;
     let mut tunnels = Vec::new();
-    for slot in 0..causeway_tunnel::wire::MOST_TUNNELS {
+    for slot in 0..causeway_tunnel::wire::MAX_TUNNELS_PER_EDGE {
         tunnels.push(Evil::registered_as(&ground.site, slot).await);
     }
     let one_more = Evil::greeted(&ground.site).await;

@@ -87,7 +87,7 @@ fn join(data: &Path) {
     store.nodes().put(record).unwrap();
     let key = "a".repeat(64).parse().unwrap();
     let met = (node, 10250, Pin { key, since: 1 });
-    store.pins().note(&[met]).unwrap();
+    store.pins().record_new(&[met]).unwrap();
 }
 
 fn copy(from: &Path, to: &Path) {

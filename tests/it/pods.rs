@@ -19,7 +19,7 @@ use std::{borrow::Cow, time::Duration};
 struct Known;
 
 impl PodLookup for Known {
-    fn node(
+    fn find_node(
         &self,
         namespace: &str,
         name: &str,

@@ -129,12 +129,12 @@ async fn labels_of_a_token_survive_a_cluster_node_of_that_name() {
     let _gold = edge.port(9100, app.address()).join().await;
     for labels in [json!({}), json!({ "tier": "tin" })] {
         let member = ClusterNode {
-            edge: true,
+            is_edge: true,
             labels: serde_json::from_value(labels).unwrap(),
             ..ClusterNode::default()
         };
         let node = NodeName::parse("edge-1").unwrap();
-        world.nodes().cluster([(node, member)].into());
+        world.nodes().replace_cluster([(node, member)].into());
         let answer = world.client().get("https://edge-1:9100/exec/a").await;
         assert_problem(&answer, 403, "forbidden", "does not allow tester");
         assert_eq!(decided(&world), "no shells on gold");
@@ -215,7 +215,7 @@ async fn a_gateway_without_its_configured_policy_does_not_start() {
     };
     config.tunnel.listen = loopback();
     config.admin.listen = loopback();
-    let bind = |gateway: Gateway| gateway.workers(Workers::here()).bind();
+    let bind = |gateway: Gateway| gateway.workers(Workers::on_current_runtime()).bind();
     let refused = bind(Gateway::new(config.clone())).unwrap_err().to_string();
     assert!(refused.contains("policy.yaml"), "{refused}");
     let rules = PolicyWriter::new(Some(Policy::default()));

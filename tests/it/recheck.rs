@@ -216,7 +216,7 @@ fn of_another_ca(world: &std::path::Path, ca: &Ca) -> Listener {
 }
 
 fn serial(leaf: &LeafCertificate) -> Serial {
-    let certificate = Certificate::read(&leaf.chain()[0]).unwrap();
+    let certificate = Certificate::parse(&leaf.chain()[0]).unwrap();
     Serial::try_from(certificate.serial_hex().to_uppercase()).unwrap()
 }
 
@@ -509,14 +509,14 @@ async fn a_node_that_changes_labels_or_pool_loses_denied_streams() {
     let cluster = |labels: &[(&str, &str)]| {
         let labels = labels.iter();
         let member = ClusterNode {
-            edge: true,
+            is_edge: true,
             labels: labels
                 .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
                 .collect(),
             ..ClusterNode::default()
         };
         let name = NodeName::parse("edge-3").unwrap();
-        world.nodes().cluster([(name, member)].into());
+        world.nodes().replace_cluster([(name, member)].into());
     };
     cluster(&[("tier", "gold")]);
     let mut sessions = Vec::new();
@@ -527,7 +527,7 @@ async fn a_node_that_changes_labels_or_pool_loses_denied_streams() {
         let name = NodeName::parse(node).unwrap();
         let mut known = world.nodes().reader().get(&name).unwrap();
         change(&mut known);
-        world.nodes().put(name, known);
+        world.nodes().upsert(name, known);
     };
     // No rule reads this field.
     change("edge-2", &|node| {
@@ -687,7 +687,7 @@ impl Authorize for Judge {
             1 => {
                 self.0.waiting.fetch_add(1, SeqCst);
                 let gate = self.0.gate.clone();
-                AuthzDecision::Ask(Box::pin(async move {
+                AuthzDecision::Pending(Box::pin(async move {
                     gate.notified().await;
                     Ok(())
                 }))
@@ -696,7 +696,7 @@ impl Authorize for Judge {
         }
     }
 
-    fn changes(&self) -> u64 {
+    fn generation(&self) -> u64 {
         self.0.rounds.fetch_add(1, SeqCst);
         self.0.changes.load(SeqCst)
     }

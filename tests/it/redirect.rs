@@ -337,7 +337,7 @@ async fn a_missing_capability_or_taken_table_name_is_reported() {
     let nodes = NodesWriter::default();
     let ports = watch::Sender::default().subscribe();
     let taken = Nat::install(&Redirect::default().table, &nodes, ports);
-    assert!(matches!(taken, Err(NatError::Taken(_))), "{taken:?}");
+    assert!(matches!(taken, Err(NatError::TableInUse(_))), "{taken:?}");
     site.gateway.signal("KILL").await;
     let less = program("setpriv").args(["--bounding-set=-net_admin", binary(), "gateway"]);
     let less = less
@@ -413,7 +413,7 @@ async fn five_thousand_nodes_need_no_more_rules_than_one() {
     assert!(there(5000) && !there(5001));
     let (name, added) = node(5001);
     let began = Instant::now();
-    nodes.put(name, added);
+    nodes.upsert(name, added);
     until("the node's address is redirected", async || there(5001)).await;
     let changed = began.elapsed();
     let began = Instant::now();

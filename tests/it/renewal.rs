@@ -10,7 +10,7 @@ const DUE: Duration = Duration::from_mins(10);
 fn stored(edge: &Edge) -> Certificate {
     let store = Store::open(edge.folder(), OpenMode::Existing).unwrap();
     let identity = store.edge().unwrap().unwrap();
-    Certificate::read(&identity.leaf.chain()[0]).unwrap()
+    Certificate::parse(&identity.leaf.chain()[0]).unwrap()
 }
 
 #[tokio::test]

@@ -55,13 +55,13 @@ struct Api(Arc<Cluster>);
 
 fn away() -> ReviewError {
     ReviewError {
-        says: "the cluster's API does not answer".into(),
+        detail: "the cluster's API does not answer".into(),
         cause: "connection refused".into(),
     }
 }
 
 impl ReviewClient for Api {
-    fn token(
+    fn review_token(
         &self,
         token: &str,
         audiences: &[String],
@@ -92,7 +92,10 @@ impl ReviewClient for Api {
         async { Ok(Some(account)) }.boxed()
     }
 
-    fn access(&self, access: &ReviewAttributes) -> BoxFuture<'static, Result<bool, ReviewError>> {
+    fn review_access(
+        &self,
+        access: &ReviewAttributes,
+    ) -> BoxFuture<'static, Result<bool, ReviewError>> {
         self.0.accesses.fetch_add(1, SeqCst);
         if self.0.away.load(SeqCst) {
             return async { Err(away()) }.boxed();

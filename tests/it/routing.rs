@@ -245,7 +245,7 @@ async fn only_routes_known_from_the_host_alone_cross_workers() {
     let listener = anonymous("plain", ListenerProtocol::Http);
     let world = World::build().listener(listener).workers(2).start().await;
     let workers = Workers::start(2).unwrap();
-    let worker = |node: &str| workers.of(&NodeName::parse(node).unwrap());
+    let worker = |node: &str| workers.worker_of(&NodeName::parse(node).unwrap());
     let mut names = (1..).map(|number| format!("edge-{number}"));
     let one = names.next().unwrap();
     let two = names.find(|name| worker(name) != worker(&one)).unwrap();

@@ -139,7 +139,7 @@ async fn grpc_passes_in_all_kinds_of_call_to_an_app_with_tls() {
     let folder = build.folder().to_owned();
     let world = build.start().await;
     let name = ListenerName::parse("app.test").unwrap();
-    let leaf = world.ca().mint_listener(&[name], Duration::from_mins(10));
+    let leaf = world.ca().issue_listener(&[name], Duration::from_mins(10));
     let leaf = leaf.unwrap();
     let files = [
         world.write(&leaf.chain_pem()),

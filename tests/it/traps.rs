@@ -251,7 +251,7 @@ async fn trap_8_a_kubelet_without_alpn_is_spoken_to_in_http1() {
     let name = ListenerName::parse("kubelet.test").unwrap();
     let leaf = world
         .ca()
-        .mint_listener(&[name], Duration::from_mins(10))
+        .issue_listener(&[name], Duration::from_mins(10))
         .unwrap();
     let key = PrivateKeyDer::from_pem_slice(leaf.key_pem().expose().as_bytes()).unwrap();
     let config = ServerConfig::builder().with_no_client_auth();

@@ -368,7 +368,7 @@ fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
     let node = NodeName::parse("edge-2").unwrap();
     let store = Store::open(&data, OpenMode::Existing).unwrap();
     let pins = [(node, 10250, Pin { key, since })];
-    store.pins().note(&pins).unwrap();
+    store.pins().record_new(&pins).unwrap();
     until("both are in the Secret", || {
         let state = shared_state(&world);
         state["revoked"]["edge-1"]["reason"] == "stolen"

@@ -48,7 +48,7 @@ impl Body for StreamReceiver {
 }
 
 /// Chunks shorter than this are joined with what is ready behind them.
-const JOIN_BELOW: usize = 16 * 1024;
+const MIN_CHUNK_BYTES: usize = 16 * 1024;
 
 /// Why a body did not get through.
 #[derive(Debug, thiserror::Error)]
@@ -65,100 +65,108 @@ pub enum PumpError<E> {
 }
 
 /// Sends all of `body`, and its trailers, into the stream. A body that fails resets the stream, behind what it
-/// brought before. With `patience` the stream is reset when the other end takes nothing of a chunk for so long.
+/// brought before. With `write_timeout` the stream is reset when the other end takes nothing of a chunk for so long.
 ///
 /// # Errors
 /// If the body or the stream fails, or patience ends.
 pub async fn pump<B>(
     mut body: B,
     send: &mut StreamSender,
-    patience: Option<Duration>,
+    write_timeout: Option<Duration>,
 ) -> Result<(), PumpError<B::Error>>
 where
     B: Body<Data = Bytes> + Unpin,
 {
-    let mut next = None;
+    let mut next_frame = None;
     loop {
-        let frame = if let Some(frame) = next.take() {
+        let frame = if let Some(frame) = next_frame.take() {
             frame
         } else {
             tokio::select! {
                 biased;
                 frame = frame(&mut body) => frame,
-                error = send.reset() => return Err(error.into()),
+                error = send.wait_for_reset() => return Err(error.into()),
             }
         };
         let frame = match frame {
             None => return Ok(send.end()?),
             Some(Err(error)) => {
-                send.break_off().await;
+                send.flush_and_abort().await;
                 return Err(PumpError::Body(error));
             }
             Some(Ok(frame)) => frame,
         };
         match frame.into_data() {
             Ok(chunk) => {
-                let chunk = join(chunk, &mut body, &mut next);
+                let chunk = coalesce(chunk, &mut body, &mut next_frame);
                 if chunk.is_empty() {
                     continue;
                 }
-                if body.is_end_stream() && next.is_none() {
-                    return patient(patience, send, async |send| send.last(chunk).await).await;
+                if body.is_end_stream() && next_frame.is_none() {
+                    return send_with_timeout(write_timeout, send, async |send| {
+                        send.send_last(chunk).await
+                    })
+                    .await;
                 }
-                patient(patience, send, async |send| send.data(chunk).await).await?;
+                send_with_timeout(write_timeout, send, async |send| {
+                    send.send_data(chunk).await
+                })
+                .await?;
             }
-            Err(other) => {
-                let trailers = other.into_trailers().unwrap_or_else(|_| HeaderMap::new());
-                return Ok(send.trailers(trailers)?);
+            Err(trailers_frame) => {
+                let trailers = trailers_frame
+                    .into_trailers()
+                    .unwrap_or_else(|_| HeaderMap::new());
+                return Ok(send.send_trailers(trailers)?);
             }
         }
     }
 }
 
-/// Sends one chunk; gives the stream up if that takes longer than `patience`.
-async fn patient<E>(
-    patience: Option<Duration>,
+/// Sends one chunk; gives the stream up if that takes longer than `write_timeout`.
+async fn send_with_timeout<E>(
+    write_timeout: Option<Duration>,
     send: &mut StreamSender,
-    chunk: impl AsyncFnOnce(&mut StreamSender) -> Result<(), StreamError>,
+    send_chunk: impl AsyncFnOnce(&mut StreamSender) -> Result<(), StreamError>,
 ) -> Result<(), PumpError<E>> {
-    let Some(patience) = patience else {
-        return Ok(chunk(send).await?);
+    let Some(write_timeout) = write_timeout else {
+        return Ok(send_chunk(send).await?);
     };
-    if let Ok(taken) = timeout(patience, chunk(send)).await {
-        return Ok(taken?);
+    if let Ok(result) = timeout(write_timeout, send_chunk(send)).await {
+        return Ok(result?);
     }
     send.abort();
-    Err(PumpError::Stalled(patience))
+    Err(PumpError::Stalled(write_timeout))
 }
 
 type PolledFrame<E> = Option<Option<Result<Frame<Bytes>, E>>>;
 
-/// Appends what is ready behind a short chunk. What is not data is left in `next`.
-fn join<B>(first: Bytes, body: &mut B, next: &mut PolledFrame<B::Error>) -> Bytes
+/// Appends what is ready behind a short chunk. What is not data is left in `next_frame`.
+fn coalesce<B>(first: Bytes, body: &mut B, next_frame: &mut PolledFrame<B::Error>) -> Bytes
 where
     B: Body<Data = Bytes> + Unpin,
 {
-    if first.len() >= JOIN_BELOW || body.is_end_stream() {
+    if first.len() >= MIN_CHUNK_BYTES || body.is_end_stream() {
         return first;
     }
     let mut joined = BytesMut::new();
-    let mut single = Some(first);
-    while joined.len() < JOIN_BELOW && !body.is_end_stream() {
+    let mut first_chunk = Some(first);
+    while joined.len() < MIN_CHUNK_BYTES && !body.is_end_stream() {
         match frame(body).now_or_never() {
             Some(Some(Ok(frame))) if frame.is_data() => {
                 let Ok(more) = frame.into_data() else { break };
-                if let Some(first) = single.take() {
+                if let Some(first) = first_chunk.take() {
                     joined.extend_from_slice(&first);
                 }
                 joined.extend_from_slice(&more);
             }
-            other => {
-                *next = other;
+            polled => {
+                *next_frame = polled;
                 break;
             }
         }
     }
-    single.unwrap_or_else(|| joined.freeze())
+    first_chunk.unwrap_or_else(|| joined.freeze())
 }
 
 fn frame<B>(body: &mut B) -> impl Future<Output = Option<Result<Frame<Bytes>, B::Error>>>

@@ -27,19 +27,19 @@ pub const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub(crate) struct BufferedStreams {
     streams: Mutex<Inner>,
-    pressure: Arc<MemoryBudget>,
+    memory_budget: Arc<MemoryBudget>,
 }
 
 #[derive(Debug)]
 struct Inner {
-    open: Slab<StreamEntry>,
+    receivers: Slab<StreamEntry>,
     /// Those that send, and had to wait for the other end's window.
     senders: Slab<Sender>,
     /// Contribution of the streams to the sums of process and node.
-    all: BudgetShare,
-    stalled: BudgetShare,
+    total_share: BudgetShare,
+    stalled_share: BudgetShare,
     /// Nothing arrives any more, and each gives back what it holds when its reader goes.
-    ended: bool,
+    is_ended: bool,
 }
 
 #[derive(Debug)]
@@ -47,91 +47,98 @@ struct StreamEntry {
     id: u32,
     flow: FlowControl,
     /// Bytes that the stream held at the last look.
-    held: usize,
+    last_buffered: usize,
     progress: Arc<Progress>,
-    mark: ProgressMark,
+    progress_mark: ProgressMark,
 }
 
 #[derive(Debug)]
 struct Sender {
     progress: Arc<Progress>,
-    mark: ProgressMark,
+    progress_mark: ProgressMark,
 }
 
 /// Bytes that the streams of a tunnel hold, with the additional cost of their small frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BufferedBytes {
     /// All of them.
-    pub all: usize,
+    pub total: usize,
     /// Bytes of the streams that hold just as much as the last time: they are not being consumed.
     pub stalled: usize,
 }
 
 impl BufferedStreams {
     /// Bytes that all streams hold now. Asks each of them, and remembers nothing.
-    pub(crate) fn total(&self) -> usize {
-        let streams = self.streams();
-        let open = streams.open.iter();
+    pub(crate) fn total_bytes(&self) -> usize {
+        let streams = self.lock();
+        let open = streams.receivers.iter();
         open.map(|(_, stream)| stream.flow.used_capacity()).sum()
     }
 
-    /// Of a tunnel among `siblings`.
-    pub(crate) fn new(pressure: Arc<MemoryBudget>, siblings: &NodeBudget) -> Arc<Self> {
-        let unread = Arc::new(Self {
+    /// Of a tunnel among `node_budget`.
+    pub(crate) fn new(memory_budget: Arc<MemoryBudget>, node_budget: &NodeBudget) -> Arc<Self> {
+        let buffered_streams = Arc::new(Self {
             streams: Mutex::new(Inner {
-                open: Slab::new(),
+                receivers: Slab::new(),
                 senders: Slab::new(),
-                all: BudgetShare::new(pressure.clone()),
-                stalled: siblings.part(),
-                ended: false,
+                total_share: BudgetShare::new(memory_budget.clone()),
+                stalled_share: node_budget.share(),
+                is_ended: false,
             }),
-            pressure,
+            memory_budget,
         });
-        let source: Arc<dyn StallSource> = unread.clone();
-        unread.pressure.stalls.add(Arc::downgrade(&source));
-        unread
+        let source: Arc<dyn StallSource> = buffered_streams.clone();
+        buffered_streams
+            .memory_budget
+            .stall_monitor
+            .add(Arc::downgrade(&source));
+        buffered_streams
     }
 
     /// Returns the bytes that all streams hold now. Asks each of them, so it is too costly for every poll.
-    pub(crate) fn weigh(&self, small: &SmallFrames) -> BufferedBytes {
-        let held = self.streams().weigh(small);
-        if held.all > 0 {
-            self.pressure.stalls.may_begin();
+    pub(crate) fn sample(&self, small_frames: &SmallFrames) -> BufferedBytes {
+        let buffered = self.lock().sample(small_frames);
+        if buffered.total > 0 {
+            self.memory_budget.stall_monitor.notify_possible_stall();
         }
-        held
+        buffered
     }
 
     /// The tunnel has ended: what arrived for a reader that stalls is in memory until he goes.
-    pub(crate) fn end(&self, small: &SmallFrames) {
-        let mut streams = self.streams();
-        let held = streams.weigh(small);
-        streams.stalled.set(held.all);
-        streams.ended = true;
+    pub(crate) fn mark_ended(&self, small_frames: &SmallFrames) {
+        let mut streams = self.lock();
+        let buffered = streams.sample(small_frames);
+        streams.stalled_share.set(buffered.total);
+        streams.is_ended = true;
     }
 
-    fn streams(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
         self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl StallSource for BufferedStreams {
-    fn stalled(&self, now: Instant, found: &mut Vec<StalledStream>) {
-        let mut streams = self.streams();
-        for (_, stream) in &mut streams.open {
-            let held = stream.flow.used_capacity();
-            let since = stream.mark.look(held > 0, &stream.progress, now);
+    fn collect_stalled(&self, now: Instant, found: &mut Vec<StalledStream>) {
+        let mut streams = self.lock();
+        for (_, stream) in &mut streams.receivers {
+            let buffered = stream.flow.used_capacity();
+            let since = stream
+                .progress_mark
+                .update(buffered > 0, &stream.progress, now);
             found.extend(since.map(|since| StalledStream {
                 since,
-                held,
+                buffered,
                 progress: stream.progress.clone(),
             }));
         }
         for (_, sender) in &mut streams.senders {
-            let waits = sender.progress.is_blocked();
-            let since = sender.mark.look(waits, &sender.progress, now);
+            let is_waiting = sender.progress.is_blocked();
+            let since = sender
+                .progress_mark
+                .update(is_waiting, &sender.progress, now);
             found.extend(since.map(|since| StalledStream {
                 since,
-                held: 0,
+                buffered: 0,
                 progress: sender.progress.clone(),
             }));
         }
@@ -139,59 +146,59 @@ impl StallSource for BufferedStreams {
 }
 
 impl Inner {
-    fn weigh(&mut self, small: &SmallFrames) -> BufferedBytes {
+    fn sample(&mut self, small_frames: &SmallFrames) -> BufferedBytes {
         let mut sum = BufferedBytes::default();
-        for (_, stream) in &mut self.open {
+        for (_, stream) in &mut self.receivers {
             // After windows have shrunk, a peer may wait for capacity that the reader has already released.
             // h2 sends that update only with the next release, so this releases 0 bytes for streams without held bytes.
             if stream.flow.used_capacity() == 0 {
                 let _ = stream.flow.release_capacity(0);
             }
-            let held = stream.flow.used_capacity() + small.cost(stream.id);
-            sum.all += held;
-            if held == stream.held {
-                sum.stalled += held;
+            let buffered = stream.flow.used_capacity() + small_frames.stream_cost(stream.id);
+            sum.total += buffered;
+            if buffered == stream.last_buffered {
+                sum.stalled += buffered;
             }
-            stream.held = held;
+            stream.last_buffered = buffered;
         }
-        self.all.set(sum.all);
-        self.stalled.set(sum.stalled);
+        self.total_share.set(sum.total);
+        self.stalled_share.set(sum.stalled);
         sum
     }
 
     fn remove(&mut self, key: usize) -> Option<StreamEntry> {
-        let gone = self.open.try_remove(key)?;
-        if self.ended {
-            for part in [&mut self.all, &mut self.stalled] {
-                part.set(part.bytes().saturating_sub(gone.held));
+        let removed = self.receivers.try_remove(key)?;
+        if self.is_ended {
+            for share in [&mut self.total_share, &mut self.stalled_share] {
+                share.set(share.bytes().saturating_sub(removed.last_buffered));
             }
         }
-        Some(gone)
+        Some(removed)
     }
 }
 
 /// A stream's place among those that can hold unread bytes.
 #[derive(Debug)]
 pub(crate) struct BufferedStream {
-    unread: Arc<BufferedStreams>,
+    buffered_streams: Arc<BufferedStreams>,
     key: usize,
     progress: Arc<Progress>,
 }
 
 impl BufferedStream {
     /// Enters a stream. It has to leave before its last other handle does, or it would never be given up.
-    pub(crate) fn new(unread: &Arc<BufferedStreams>, id: u32, flow: FlowControl) -> Self {
+    pub(crate) fn new(buffered_streams: &Arc<BufferedStreams>, id: u32, flow: FlowControl) -> Self {
         let progress = Arc::<Progress>::default();
         let stream = StreamEntry {
             id,
             flow,
-            held: 0,
+            last_buffered: 0,
             progress: progress.clone(),
-            mark: ProgressMark::default(),
+            progress_mark: ProgressMark::default(),
         };
-        let key = unread.streams().open.insert(stream);
+        let key = buffered_streams.lock().receivers.insert(stream);
         Self {
-            unread: unread.clone(),
+            buffered_streams: buffered_streams.clone(),
             key,
             progress,
         }
@@ -204,7 +211,7 @@ impl BufferedStream {
 
 impl Drop for BufferedStream {
     fn drop(&mut self) {
-        let stream = self.unread.streams().remove(self.key);
+        let stream = self.buffered_streams.lock().remove(self.key);
         // Dropped outside of the lock, because it may take h2's lock.
         drop(stream);
     }
@@ -213,30 +220,33 @@ impl Drop for BufferedStream {
 /// A sender's place among those that may wait for the other end's window.
 #[derive(Debug)]
 pub(crate) struct SenderEntry {
-    unread: Arc<BufferedStreams>,
+    buffered_streams: Arc<BufferedStreams>,
     key: usize,
     progress: Arc<Progress>,
 }
 
 impl SenderEntry {
-    pub(crate) fn new(unread: &Arc<BufferedStreams>) -> Self {
+    pub(crate) fn new(buffered_streams: &Arc<BufferedStreams>) -> Self {
         let progress = Arc::<Progress>::default();
         let sender = Sender {
             progress: progress.clone(),
-            mark: ProgressMark::default(),
+            progress_mark: ProgressMark::default(),
         };
-        let key = unread.streams().senders.insert(sender);
+        let key = buffered_streams.lock().senders.insert(sender);
         Self {
-            unread: unread.clone(),
+            buffered_streams: buffered_streams.clone(),
             key,
             progress,
         }
     }
 
     /// Notes that the sender waits.
-    pub(crate) fn blocked(&self) {
+    pub(crate) fn mark_blocked(&self) {
         self.progress.set_blocked(true);
-        self.unread.pressure.stalls.may_begin();
+        self.buffered_streams
+            .memory_budget
+            .stall_monitor
+            .notify_possible_stall();
     }
 
     pub(crate) fn progress(&self) -> &Progress {
@@ -246,7 +256,7 @@ impl SenderEntry {
 
 impl Drop for SenderEntry {
     fn drop(&mut self) {
-        self.unread.streams().senders.try_remove(self.key);
+        self.buffered_streams.lock().senders.try_remove(self.key);
     }
 }
 
@@ -254,23 +264,23 @@ impl Drop for SenderEntry {
 #[derive(Debug)]
 pub struct MemoryBudget {
     bytes: AtomicUsize,
-    bound: usize,
-    stalls: StallMonitor,
+    limit: usize,
+    stall_monitor: StallMonitor,
 }
 
 impl MemoryBudget {
-    /// None yet; `bound` bytes at most.
-    pub fn new(bound: usize) -> Self {
+    /// None yet; `limit` bytes at most.
+    pub fn new(limit: usize) -> Self {
         Self {
             bytes: AtomicUsize::new(0),
-            bound,
-            stalls: StallMonitor::default(),
+            limit,
+            stall_monitor: StallMonitor::default(),
         }
     }
 
     /// The streams that may stand still.
-    pub fn stalls(&self) -> &StallMonitor {
-        &self.stalls
+    pub fn stall_monitor(&self) -> &StallMonitor {
+        &self.stall_monitor
     }
 
     /// Bytes that were unread when each part last looked.
@@ -279,18 +289,18 @@ impl MemoryBudget {
     }
 
     /// Bytes that may be unread.
-    pub fn bound(&self) -> usize {
-        self.bound
+    pub fn limit(&self) -> usize {
+        self.limit
     }
 
     /// Whether windows have to be small: half of the bound is taken.
     pub fn is_high(&self) -> bool {
-        self.bytes() >= self.bound / 2
+        self.bytes() >= self.limit / 2
     }
 
     /// Whether there is room for no further stream.
     pub fn is_full(&self) -> bool {
-        self.bytes() >= self.bound
+        self.bytes() >= self.limit
     }
 }
 
@@ -307,42 +317,45 @@ impl Default for MemoryBudget {
 #[derive(Debug, Default)]
 pub struct NodeBudget {
     streams: AtomicUsize,
-    stalled: Arc<MemoryBudget>,
+    stalled_budget: Arc<MemoryBudget>,
 }
 
 impl NodeBudget {
     /// Streams that are open in all of them.
-    pub(crate) fn streams(&self) -> usize {
+    pub(crate) fn open_streams(&self) -> usize {
         self.streams.load(Relaxed)
     }
 
     /// One more, or one less.
-    pub(crate) fn count(&self) -> &AtomicUsize {
+    pub(crate) fn stream_count(&self) -> &AtomicUsize {
         &self.streams
     }
 
     /// Bytes that stalled streams hold, in all of them.
-    pub(crate) fn stalled(&self) -> usize {
-        self.stalled.bytes()
+    pub(crate) fn stalled_bytes(&self) -> usize {
+        self.stalled_budget.bytes()
     }
 
     /// Returns the share of one tunnel in the stalled bytes.
-    pub(crate) fn part(&self) -> BudgetShare {
-        BudgetShare::new(self.stalled.clone())
+    pub(crate) fn share(&self) -> BudgetShare {
+        BudgetShare::new(self.stalled_budget.clone())
     }
 }
 
 /// Share of one tunnel, or of one body on its way into a tunnel, in the pressure. Dropping it subtracts the share.
 #[derive(Debug)]
 pub struct BudgetShare {
-    pressure: Arc<MemoryBudget>,
+    memory_budget: Arc<MemoryBudget>,
     bytes: usize,
 }
 
 impl BudgetShare {
     /// Nothing yet.
-    pub fn new(pressure: Arc<MemoryBudget>) -> Self {
-        Self { pressure, bytes: 0 }
+    pub fn new(memory_budget: Arc<MemoryBudget>) -> Self {
+        Self {
+            memory_budget,
+            bytes: 0,
+        }
     }
 
     /// Returns the bytes that the share adds now.
@@ -352,11 +365,11 @@ impl BudgetShare {
 
     /// Adds so much from now on.
     pub fn set(&mut self, bytes: usize) {
-        let all = &self.pressure.bytes;
+        let total = &self.memory_budget.bytes;
         if bytes >= self.bytes {
-            all.fetch_add(bytes - self.bytes, Relaxed);
+            total.fetch_add(bytes - self.bytes, Relaxed);
         } else {
-            all.fetch_sub(self.bytes - bytes, Relaxed);
+            total.fetch_sub(self.bytes - bytes, Relaxed);
         }
         self.bytes = bytes;
     }

@@ -43,11 +43,11 @@ const MAX_DISCARDED_BYTES: usize = 1 << 20;
 pub struct ControlFrameLimiter<S, F> {
     io: S,
     on_flood: F,
-    read: ClientFrames,
-    written: FrameParser,
-    purse: TokenBucket,
+    read_frames: ClientFrames,
+    write_parser: FrameParser,
+    bucket: TokenBucket,
     last_stream: u32,
-    farewell: Option<Box<GoAwayClose>>,
+    goaway_close: Option<Box<GoAwayClose>>,
 }
 
 impl<S, F: Fn()> ControlFrameLimiter<S, F> {
@@ -56,45 +56,47 @@ impl<S, F: Fn()> ControlFrameLimiter<S, F> {
         Self {
             io,
             on_flood,
-            read: ClientFrames::default(),
-            written: FrameParser::default(),
-            purse: TokenBucket::new(MAX_POINTS, POINTS_PER_SECOND),
+            read_frames: ClientFrames::default(),
+            write_parser: FrameParser::default(),
+            bucket: TokenBucket::new(MAX_POINTS, POINTS_PER_SECOND),
             last_stream: 0,
-            farewell: None,
+            goaway_close: None,
         }
     }
 
     /// Whether the budget covers the frames that begin in these bytes.
-    fn pay(&mut self, bytes: &[u8]) -> bool {
+    fn charge(&mut self, bytes: &[u8]) -> bool {
         let Self {
-            read,
-            purse,
+            read_frames,
+            bucket,
             last_stream,
             ..
         } = self;
         let mut now = None;
-        let mut covered = true;
-        read.pass(bytes, |part| {
-            let FrameEvent::Head(head) = part else { return };
-            let price = match head.kind {
+        let mut is_covered = true;
+        read_frames.parse(bytes, |part| {
+            let FrameEvent::Header(head) = part else {
+                return;
+            };
+            let cost = match head.kind {
                 DATA => return,
                 // A request; trailers use an existing stream.
                 HEADERS if head.stream > *last_stream => {
                     *last_stream = head.stream;
-                    return purse.sent(0, 1, POINTS_PER_STREAM);
+                    return bucket.earn_for_sent(0, 1, POINTS_PER_STREAM);
                 }
                 HEADERS | CONTINUATION | PRIORITY | RST_STREAM | WINDOW_UPDATE => 1,
                 _ => RARE_FRAME_COST,
             };
-            covered &= purse.pay(price, *now.get_or_insert_with(Instant::now));
+            is_covered &= bucket.try_spend(cost, *now.get_or_insert_with(Instant::now));
         });
-        covered
+        is_covered
     }
 
     fn earn_for_written(&mut self, bytes: &[u8]) {
-        if self.read.is_http2() {
-            self.written.pass(bytes, |_| {});
-            self.purse.sent(bytes.len(), 0, POINTS_PER_STREAM);
+        if self.read_frames.is_http2() {
+            self.write_parser.parse(bytes, |_| {});
+            self.bucket.earn_for_sent(bytes.len(), 0, POINTS_PER_STREAM);
         }
     }
 }
@@ -104,8 +106,8 @@ impl<S, F: Fn()> ControlFrameLimiter<S, F> {
 struct GoAwayClose {
     goaway: Vec<u8>,
     sent: usize,
-    thrown: usize,
-    until: Pin<Box<Sleep>>,
+    discarded: usize,
+    deadline: Pin<Box<Sleep>>,
 }
 
 impl GoAwayClose {
@@ -120,8 +122,8 @@ impl GoAwayClose {
         Self {
             goaway,
             sent: 0,
-            thrown: 0,
-            until: Box::pin(sleep(GOAWAY_GRACE)),
+            discarded: 0,
+            deadline: Box::pin(sleep(GOAWAY_GRACE)),
         }
     }
 
@@ -130,7 +132,7 @@ impl GoAwayClose {
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
-        if self.until.as_mut().poll(cx).is_ready() {
+        if self.deadline.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Ok(()));
         }
         while let Some(rest @ [_, ..]) = self.goaway.get(self.sent..) {
@@ -139,21 +141,21 @@ impl GoAwayClose {
         ready!(Pin::new(&mut *io).poll_flush(cx))?;
         ready!(Pin::new(&mut *io).poll_shutdown(cx))?;
         let mut scratch = [0; 4096];
-        while self.thrown < MAX_DISCARDED_BYTES {
+        while self.discarded < MAX_DISCARDED_BYTES {
             let mut buf = ReadBuf::new(&mut scratch);
             ready!(Pin::new(&mut *io).poll_read(cx, &mut buf))?;
             if buf.filled().is_empty() {
                 break;
             }
-            self.thrown += buf.filled().len();
+            self.discarded += buf.filled().len();
         }
         Poll::Ready(Ok(()))
     }
 }
 
 fn flood_error() -> io::Error {
-    let why = "the client sent too many HTTP/2 control frames";
-    io::Error::new(io::ErrorKind::InvalidData, why)
+    let detail = "the client sent too many HTTP/2 control frames";
+    io::Error::new(io::ErrorKind::InvalidData, detail)
 }
 
 impl<S, F> AsyncRead for ControlFrameLimiter<S, F>
@@ -167,20 +169,21 @@ where
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        if this.farewell.is_none() {
-            let before = buf.filled().len();
+        if this.goaway_close.is_none() {
+            let filled_before = buf.filled().len();
             ready!(Pin::new(&mut this.io).poll_read(cx, buf))?;
-            if this.pay(buf.filled().get(before..).unwrap_or_default()) {
+            if this.charge(buf.filled().get(filled_before..).unwrap_or_default()) {
                 return Poll::Ready(Ok(()));
             }
-            buf.set_filled(before);
+            buf.set_filled(filled_before);
             (this.on_flood)();
-            let farewell = GoAwayClose::new(this.last_stream, this.written.is_between());
-            this.farewell = Some(Box::new(farewell));
+            let goaway_close =
+                GoAwayClose::new(this.last_stream, this.write_parser.is_at_frame_boundary());
+            this.goaway_close = Some(Box::new(goaway_close));
         }
-        if let Some(farewell) = &mut this.farewell {
+        if let Some(goaway_close) = &mut this.goaway_close {
             // It does not matter if the peer is already gone.
-            let _ = ready!(farewell.poll(&mut this.io, cx));
+            let _ = ready!(goaway_close.poll(&mut this.io, cx));
         }
         Poll::Ready(Err(flood_error()))
     }
@@ -197,7 +200,7 @@ where
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        if this.farewell.is_some() {
+        if this.goaway_close.is_some() {
             // The read side closes the connection and wakes its task.
             return Poll::Pending;
         }
@@ -208,7 +211,7 @@ where
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        if this.farewell.is_some() {
+        if this.goaway_close.is_some() {
             return Poll::Pending;
         }
         Pin::new(&mut this.io).poll_flush(cx)
@@ -220,7 +223,7 @@ where
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        if this.farewell.is_some() {
+        if this.goaway_close.is_some() {
             return Poll::Pending;
         }
         let written = ready!(Pin::new(&mut this.io).poll_write_vectored(cx, bufs))?;

@@ -122,7 +122,7 @@ pub struct AnnouncedPorts {
 
 impl AnnouncedPorts {
     /// As many as there may be: in a line of either end they leave room for more than half of what else it says.
-    pub const MOST: usize = 4096;
+    pub const MAX_PORTS: usize = 4096;
 }
 
 /// Members with which an edge reads the cluster's objects: one of a pool reads for all of it, at the gateway, and the others
@@ -135,7 +135,7 @@ pub struct NodePoolMembers {
     /// The node that reads at the gateway for all of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leader: Option<String>,
-    /// Those of the pool that serve other members, the edge itself with them if it is one: [`NodePoolMembers::MOST`] at
+    /// Those of the pool that serve other members, the edge itself with them if it is one: [`NodePoolMembers::MAX_MEMBERS`] at
     /// most.
     #[serde(default)]
     pub members: Vec<NodePoolMember>,
@@ -143,7 +143,7 @@ pub struct NodePoolMembers {
 
 impl NodePoolMembers {
     /// As many as there may be: with names of a hundred letters and two addresses each they fit into a line.
-    pub const MOST: usize = 256;
+    pub const MAX_MEMBERS: usize = 256;
 }
 
 /// Address of one member of a node pool.
@@ -172,7 +172,7 @@ pub enum GoAway {
 
 impl GoAway {
     /// The word, for logs and metric labels.
-    pub fn word(self) -> &'static str {
+    pub fn as_str(self) -> &'static str {
         match self {
             Self::Superseded => "superseded",
             Self::Unwelcome => "not_admitted",
@@ -203,7 +203,7 @@ pub enum GatewayMessage {
         /// To this many bytes at most.
         bytes: u32,
     },
-    /// The node ports that the gateway's cluster lists, all of them and [`AnnouncedPorts::MOST`] at most: an edge serves those that its
+    /// The node ports that the gateway's cluster lists, all of them and [`AnnouncedPorts::MAX_PORTS`] at most: an edge serves those that its
     /// owner lets be listed.
     Ports(AnnouncedPorts),
     /// With whom the edge reads what its cluster has, from now on.
@@ -292,23 +292,23 @@ pub enum ControlStreamError {
 /// One end of a control stream. Reading is cancel-safe.
 #[derive(Debug)]
 pub struct ControlStream {
-    pub(crate) send: StreamSender,
-    receive: StreamReceiver,
+    pub(crate) sender: StreamSender,
+    receiver: StreamReceiver,
     /// Lines that the other end's window has not taken yet.
-    unsent: Bytes,
-    unread: BytesMut,
+    write_buffer: Bytes,
+    read_buffer: BytesMut,
     /// How much of it holds no end of a line.
-    seen: usize,
+    scanned: usize,
 }
 
 impl ControlStream {
-    pub(crate) fn new(send: StreamSender, receive: StreamReceiver) -> Self {
+    pub(crate) fn new(sender: StreamSender, receiver: StreamReceiver) -> Self {
         Self {
-            send,
-            receive,
-            unsent: Bytes::new(),
-            unread: BytesMut::new(),
-            seen: 0,
+            sender,
+            receiver,
+            write_buffer: Bytes::new(),
+            read_buffer: BytesMut::new(),
+            scanned: 0,
         }
     }
 
@@ -316,8 +316,8 @@ impl ControlStream {
     ///
     /// # Errors
     /// If the stream is gone.
-    pub async fn tell<M: Serialize>(&mut self, message: &M) -> Result<(), ControlStreamError> {
-        self.queue(message)?;
+    pub async fn send<M: Serialize>(&mut self, message: &M) -> Result<(), ControlStreamError> {
+        self.enqueue(message)?;
         poll_fn(|cx| self.poll_send(cx)).await
     }
 
@@ -325,88 +325,88 @@ impl ControlStream {
     ///
     /// # Errors
     /// If the line cannot be written.
-    pub fn queue<M: Serialize>(&mut self, message: &M) -> Result<(), ControlStreamError> {
-        let mut lines = Vec::from(std::mem::take(&mut self.unsent));
-        serde_json::to_writer(&mut lines, message)?;
-        lines.push(b'\n');
-        self.unsent = lines.into();
+    pub fn enqueue<M: Serialize>(&mut self, message: &M) -> Result<(), ControlStreamError> {
+        let mut buffer = Vec::from(std::mem::take(&mut self.write_buffer));
+        serde_json::to_writer(&mut buffer, message)?;
+        buffer.push(b'\n');
+        self.write_buffer = buffer.into();
         Ok(())
     }
 
     /// Whether queued lines are not sent yet.
-    pub fn is_behind(&self) -> bool {
-        !self.unsent.is_empty()
+    pub fn has_unsent(&self) -> bool {
+        !self.write_buffer.is_empty()
     }
 
     /// The next line.
     ///
     /// # Errors
     /// If the stream is gone, or the line is too long or malformed.
-    pub async fn hear<M: DeserializeOwned>(&mut self) -> Result<M, ControlStreamError> {
-        poll_fn(|cx| self.poll_hear(cx)).await
+    pub async fn receive<M: DeserializeOwned>(&mut self) -> Result<M, ControlStreamError> {
+        poll_fn(|cx| self.poll_receive(cx)).await
     }
 
     /// Sends the queued lines and waits for the next line, which it returns, or `None` once all queued lines are sent.
     /// Cancel-safe.
     ///
     /// # Errors
-    /// As [`ControlStream::hear`].
+    /// As [`ControlStream::receive`].
     pub async fn exchange<M: DeserializeOwned>(&mut self) -> Result<Option<M>, ControlStreamError> {
         poll_fn(|cx| {
-            if self.is_behind()
+            if self.has_unsent()
                 && let Poll::Ready(sent) = self.poll_send(cx)
             {
                 return Poll::Ready(sent.map(|()| None));
             }
-            self.poll_hear(cx).map_ok(Some)
+            self.poll_receive(cx).map_ok(Some)
         })
         .await
     }
 
     fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), ControlStreamError>> {
-        self.send
-            .poll_data(cx, &mut self.unsent)
+        self.sender
+            .poll_send_data(cx, &mut self.write_buffer)
             .map_err(Into::into)
     }
 
-    fn poll_hear<M: DeserializeOwned>(
+    fn poll_receive<M: DeserializeOwned>(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Result<M, ControlStreamError>> {
         loop {
             // Only new bytes are searched, so a line that arrives byte by byte stays cheap.
-            let new = self.unread.get(self.seen..).unwrap_or_default();
-            if let Some(end) = new.iter().position(|byte| *byte == b'\n') {
-                let line = self.unread.split_to(self.seen + end + 1);
-                self.seen = 0;
-                return Poll::Ready(parse(&line));
+            let unscanned = self.read_buffer.get(self.scanned..).unwrap_or_default();
+            if let Some(end) = unscanned.iter().position(|byte| *byte == b'\n') {
+                let line = self.read_buffer.split_to(self.scanned + end + 1);
+                self.scanned = 0;
+                return Poll::Ready(parse_message(&line));
             }
-            self.seen = self.unread.len();
-            if self.unread.len() > MAX_MESSAGE {
+            self.scanned = self.read_buffer.len();
+            if self.read_buffer.len() > MAX_MESSAGE {
                 return Poll::Ready(Err(ControlStreamError::TooLong));
             }
-            let chunk = ready!(self.receive.poll_data(cx)).ok_or(ControlStreamError::Closed)??;
-            self.unread.extend_from_slice(&chunk);
+            let chunk = ready!(self.receiver.poll_data(cx)).ok_or(ControlStreamError::Closed)??;
+            self.read_buffer.extend_from_slice(&chunk);
         }
     }
 
-    /// As [`ControlStream::hear`], within a bound.
+    /// As [`ControlStream::receive`], within a bound.
     ///
     /// # Errors
-    /// As [`ControlStream::hear`], and [`ControlStreamError::TooSlow`].
-    pub async fn hear_within<M: DeserializeOwned>(
+    /// As [`ControlStream::receive`], and [`ControlStreamError::TooSlow`].
+    pub async fn receive_within<M: DeserializeOwned>(
         &mut self,
-        bound: Duration,
+        timeout: Duration,
     ) -> Result<M, ControlStreamError> {
-        tokio::time::timeout(bound, self.hear())
+        tokio::time::timeout(timeout, self.receive())
             .await
-            .map_err(|_| ControlStreamError::TooSlow(bound))?
+            .map_err(|_| ControlStreamError::TooSlow(timeout))?
     }
 
     /// Ends this side of the stream in order.
     pub fn close(&mut self) {
         // A lost stream counts as closed.
-        let _ = self.send.end();
+        let _ = self.sender.end();
     }
 }
 
@@ -414,7 +414,7 @@ impl ControlStream {
 ///
 /// # Errors
 /// If it is too long or not the message that is expected here.
-pub fn parse<M: DeserializeOwned>(line: &[u8]) -> Result<M, ControlStreamError> {
+pub fn parse_message<M: DeserializeOwned>(line: &[u8]) -> Result<M, ControlStreamError> {
     if line.len() > MAX_MESSAGE + 1 {
         return Err(ControlStreamError::TooLong);
     }
@@ -433,14 +433,14 @@ mod tests {
     fn an_edge_hello_without_neighbours_keeps_the_old_format() {
         let silent = written(&EdgeMessage::Welcome(Box::default()));
         assert!(!silent.contains("site"), "{silent}");
-        let EdgeMessage::Welcome(heard) = parse(silent.as_bytes()).unwrap() else {
+        let EdgeMessage::Welcome(heard) = parse_message(silent.as_bytes()).unwrap() else {
             panic!("a welcome is one");
         };
         assert_eq!(heard.site, None);
         // For an older edge this is a message of a later gateway, like any unknown message.
         let later = br#"{"type":"of_a_later_gateway","members":[1]}"#;
         assert_eq!(
-            parse::<GatewayMessage>(later).unwrap(),
+            parse_message::<GatewayMessage>(later).unwrap(),
             GatewayMessage::Unknown
         );
     }
@@ -461,13 +461,13 @@ mod tests {
             "{line}"
         );
         assert_eq!(
-            parse::<GatewayMessage>(line.as_bytes()).unwrap(),
+            parse_message::<GatewayMessage>(line.as_bytes()).unwrap(),
             GatewayMessage::Pool(members)
         );
-        let none = parse::<GatewayMessage>(br#"{"type":"pool"}"#).unwrap();
+        let none = parse_message::<GatewayMessage>(br#"{"type":"pool"}"#).unwrap();
         assert_eq!(none, GatewayMessage::Pool(NodePoolMembers::default()));
         let site = br#"{"type":"welcome","protocol":1,"version":"1","instance":"a","started":0,"slot":0,"site":[]}"#;
-        let EdgeMessage::Welcome(leads_none) = parse(site).unwrap() else {
+        let EdgeMessage::Welcome(leads_none) = parse_message(site).unwrap() else {
             panic!("a welcome is one");
         };
         assert_eq!(leads_none.site, Some(Vec::new()));
@@ -482,7 +482,7 @@ mod tests {
         let line = GatewayMessage::Pool(NodePoolMembers {
             pool: Some("p".repeat(63)),
             leader: Some(member(0).node),
-            members: (0..NodePoolMembers::MOST).map(member).collect(),
+            members: (0..NodePoolMembers::MAX_MEMBERS).map(member).collect(),
         });
         assert!(written(&line).len() < MAX_MESSAGE);
     }

@@ -24,8 +24,8 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_util::io::poll_read_buf;
 
-const SMALLEST: usize = 2 * 1024;
-const LARGEST: usize = 64 * 1024;
+const MIN_BUFFER_BYTES: usize = 2 * 1024;
+const MAX_BUFFER_BYTES: usize = 64 * 1024;
 
 /// Counters of the bytes that passed, which can be read while the relay runs.
 #[derive(Debug, Default)]
@@ -42,20 +42,20 @@ pub enum CopyOutcome {
     /// Both directions ended in order.
     Clean,
     /// The socket's peer reset or broke its connection; the stream was reset.
-    Near(io::Error),
+    Socket(io::Error),
     /// The stream was reset or its tunnel lost; the socket closes with a reset.
-    Far(StreamError),
+    Stream(StreamError),
 }
 
 /// A socket that closes with a reset unless its relay came to its end in order: one that is given up must not look whole.
 struct Relayed<S: ResetOnClose> {
     socket: S,
-    is_whole: bool,
+    is_complete: bool,
 }
 
 impl<S: ResetOnClose> Drop for Relayed<S> {
     fn drop(&mut self) {
-        if !self.is_whole {
+        if !self.is_complete {
             self.socket.abort();
         }
     }
@@ -63,33 +63,38 @@ impl<S: ResetOnClose> Drop for Relayed<S> {
 
 /// Relays until both directions have ended. Dropped before, it resets both.
 ///
-/// With `hold`, the target's bytes wait until the socket has sent its first: kube-apiserver wants no byte
+/// With `wait_for_socket`, the target's bytes wait until the socket has sent its first: kube-apiserver wants no byte
 /// behind the answer to its CONNECT before it has spoken (invariant 4).
 pub async fn relay<S>(
     socket: S,
     send: StreamSender,
     receive: StreamReceiver,
-    passed: Arc<ByteCounters>,
-    hold: bool,
+    counters: Arc<ByteCounters>,
+    wait_for_socket: bool,
 ) -> CopyOutcome
 where
     S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
 {
     let mut up = ToStream::new(send);
     let mut down = FromStream::new(receive);
-    let mut near = Relayed {
+    let mut guarded = Relayed {
         socket,
-        is_whole: false,
+        is_complete: false,
     };
     let outcome = poll_fn(|cx| {
         let halves = (&mut up, &mut down);
-        poll_both(cx, &mut near.socket, halves, (&passed, hold))
+        poll_both(
+            cx,
+            &mut guarded.socket,
+            halves,
+            (&counters, wait_for_socket),
+        )
     })
     .await;
     match &outcome {
-        CopyOutcome::Clean => near.is_whole = true,
-        CopyOutcome::Near(_) => up.send.break_off().await,
-        CopyOutcome::Far(_) => {}
+        CopyOutcome::Clean => guarded.is_complete = true,
+        CopyOutcome::Socket(_) => up.send.flush_and_abort().await,
+        CopyOutcome::Stream(_) => {}
     }
     outcome
 }
@@ -98,58 +103,58 @@ fn poll_both<S>(
     cx: &mut Context<'_>,
     socket: &mut S,
     (up, down): (&mut ToStream, &mut FromStream),
-    (passed, hold): (&ByteCounters, bool),
+    (counters, wait_for_socket): (&ByteCounters, bool),
 ) -> Poll<CopyOutcome>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
-    if !up.done
-        && let Poll::Ready(Err(outcome)) = up.poll(cx, socket, &passed.up)
+    if !up.is_done
+        && let Poll::Ready(Err(outcome)) = up.poll(cx, socket, &counters.up)
     {
         return Poll::Ready(outcome);
     }
-    let waits = hold && !up.done && passed.up.load(Relaxed) == 0;
-    if !waits
-        && !down.done
-        && down.broken.is_none()
-        && let Poll::Ready(Err(outcome)) = down.poll(cx, socket, &passed.down)
+    let is_waiting = wait_for_socket && !up.is_done && counters.up.load(Relaxed) == 0;
+    if !is_waiting
+        && !down.is_done
+        && down.write_error.is_none()
+        && let Poll::Ready(Err(outcome)) = down.poll(cx, socket, &counters.down)
     {
         match outcome {
-            CopyOutcome::Near(error) if is_of_peer(&error) => down.broken = Some(error),
+            CopyOutcome::Socket(error) if is_peer_reset(&error) => down.write_error = Some(error),
             outcome => return Poll::Ready(outcome),
         }
     }
     // Bytes that the peer sent before it broke the connection must still be read.
-    if let Some(error) = down.broken.take() {
-        let read = if up.done {
+    if let Some(error) = down.write_error.take() {
+        let read = if up.is_done {
             Poll::Ready(Ok(()))
         } else {
-            up.poll(cx, socket, &passed.up)
+            up.poll(cx, socket, &counters.up)
         };
         match read {
-            Poll::Pending => down.broken = Some(error),
-            Poll::Ready(Err(outcome @ CopyOutcome::Far(_))) => return Poll::Ready(outcome),
-            Poll::Ready(_) => return Poll::Ready(CopyOutcome::Near(error)),
+            Poll::Pending => down.write_error = Some(error),
+            Poll::Ready(Err(outcome @ CopyOutcome::Stream(_))) => return Poll::Ready(outcome),
+            Poll::Ready(_) => return Poll::Ready(CopyOutcome::Socket(error)),
         }
     }
-    if up.done && down.done {
+    if up.is_done && down.is_done {
         return Poll::Ready(CopyOutcome::Clean);
     }
     // While the socket is not read, only a flush reports that the peer is gone.
     if !up.chunk.is_empty()
         && let Poll::Ready(Err(error)) = Pin::new(&mut *socket).poll_flush(cx)
     {
-        return Poll::Ready(CopyOutcome::Near(error));
+        return Poll::Ready(CopyOutcome::Socket(error));
     }
     // If `down` is done, waiting or blocked by the socket and `up` is idle, only this detects a reset.
-    let stuck = !down.chunk.is_empty();
-    if !down.done && down.receive.poll_evicted(cx).is_ready() {
-        return Poll::Ready(CopyOutcome::Far(StreamError::Evicted));
+    let has_unwritten = !down.chunk.is_empty();
+    if !down.is_done && down.receive.poll_evicted(cx).is_ready() {
+        return Poll::Ready(CopyOutcome::Stream(StreamError::Evicted));
     }
-    if (stuck || (!up.done && (waits || down.done)))
+    if (has_unwritten || (!up.is_done && (is_waiting || down.is_done)))
         && let Poll::Ready(error) = up.send.poll_reset(cx)
     {
-        return Poll::Ready(CopyOutcome::Far(error));
+        return Poll::Ready(CopyOutcome::Stream(error));
     }
     Poll::Pending
 }
@@ -158,9 +163,9 @@ where
 struct ToStream {
     send: StreamSender,
     buffer: BytesMut,
-    size: usize,
+    buffer_size: usize,
     chunk: Bytes,
-    done: bool,
+    is_done: bool,
 }
 
 impl ToStream {
@@ -168,9 +173,9 @@ impl ToStream {
         Self {
             send,
             buffer: BytesMut::new(),
-            size: SMALLEST,
+            buffer_size: MIN_BUFFER_BYTES,
             chunk: Bytes::new(),
-            done: false,
+            is_done: false,
         }
     }
 
@@ -178,19 +183,20 @@ impl ToStream {
         &mut self,
         cx: &mut Context<'_>,
         socket: &mut S,
-        passed: &AtomicU64,
+        counter: &AtomicU64,
     ) -> Poll<Result<(), CopyOutcome>> {
         loop {
             if !self.chunk.is_empty() {
-                ready!(self.send.poll_data(cx, &mut self.chunk)).map_err(CopyOutcome::Far)?;
+                ready!(self.send.poll_send_data(cx, &mut self.chunk))
+                    .map_err(CopyOutcome::Stream)?;
             }
-            let read = ready!(self.poll_read(cx, socket)).map_err(CopyOutcome::Near)?;
+            let read = ready!(self.poll_read(cx, socket)).map_err(CopyOutcome::Socket)?;
             if read == 0 {
-                self.done = true;
+                self.is_done = true;
                 self.buffer = BytesMut::new();
-                return Poll::Ready(self.send.end().map_err(CopyOutcome::Far));
+                return Poll::Ready(self.send.end().map_err(CopyOutcome::Stream));
             }
-            passed.fetch_add(u64::try_from(read).unwrap_or(u64::MAX), Relaxed);
+            counter.fetch_add(u64::try_from(read).unwrap_or(u64::MAX), Relaxed);
             self.chunk = self.buffer.split().freeze();
         }
     }
@@ -200,15 +206,17 @@ impl ToStream {
         cx: &mut Context<'_>,
         socket: &mut S,
     ) -> Poll<io::Result<usize>> {
-        self.buffer.reserve(self.size);
-        let room = self.buffer.capacity();
+        self.buffer.reserve(self.buffer_size);
+        let capacity = self.buffer.capacity();
         let polled = poll_read_buf(Pin::new(socket), cx, &mut self.buffer);
         match &polled {
-            Poll::Ready(Ok(read)) if *read >= room => self.size = (self.size * 2).min(LARGEST),
+            Poll::Ready(Ok(read)) if *read >= capacity => {
+                self.buffer_size = (self.buffer_size * 2).min(MAX_BUFFER_BYTES);
+            }
             Poll::Ready(_) => {}
             Poll::Pending => {
                 self.buffer = BytesMut::new();
-                self.size = SMALLEST;
+                self.buffer_size = MIN_BUFFER_BYTES;
             }
         }
         polled
@@ -221,13 +229,13 @@ struct FromStream {
     chunk: Bytes,
     unflushed: bool,
     ended: bool,
-    done: bool,
+    is_done: bool,
     /// The socket takes nothing any more.
-    broken: Option<io::Error>,
+    write_error: Option<io::Error>,
 }
 
 /// Whether a write failed because the peer has reset the connection.
-fn is_of_peer(error: &io::Error) -> bool {
+fn is_peer_reset(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
@@ -241,8 +249,8 @@ impl FromStream {
             chunk: Bytes::new(),
             unflushed: false,
             ended: false,
-            done: false,
-            broken: None,
+            is_done: false,
+            write_error: None,
         }
     }
 
@@ -250,26 +258,28 @@ impl FromStream {
         &mut self,
         cx: &mut Context<'_>,
         socket: &mut S,
-        passed: &AtomicU64,
+        counter: &AtomicU64,
     ) -> Poll<Result<(), CopyOutcome>> {
         while !self.ended {
-            ready!(self.poll_write(cx, socket, passed)).map_err(CopyOutcome::Near)?;
+            ready!(self.poll_write(cx, socket, counter)).map_err(CopyOutcome::Socket)?;
             match self.receive.poll_data(cx) {
                 Poll::Ready(Some(Ok(chunk))) => self.chunk = chunk,
-                Poll::Ready(Some(Err(error))) => return Poll::Ready(Err(CopyOutcome::Far(error))),
+                Poll::Ready(Some(Err(error))) => {
+                    return Poll::Ready(Err(CopyOutcome::Stream(error)));
+                }
                 Poll::Ready(None) => self.ended = true,
                 Poll::Pending => {
-                    ready!(self.poll_flush(cx, socket)).map_err(CopyOutcome::Near)?;
+                    ready!(self.poll_flush(cx, socket)).map_err(CopyOutcome::Socket)?;
                     return Poll::Pending;
                 }
             }
         }
         // A peer that closed both ways already needs no half-close; its reset, if any, is read by `Up`.
-        let shut = ready!(Pin::new(socket).poll_shutdown(cx));
-        self.done = true;
-        match shut {
+        let shutdown_result = ready!(Pin::new(socket).poll_shutdown(cx));
+        self.is_done = true;
+        match shutdown_result {
             Err(error) if error.kind() != io::ErrorKind::NotConnected => {
-                Poll::Ready(Err(CopyOutcome::Near(error)))
+                Poll::Ready(Err(CopyOutcome::Socket(error)))
             }
             _ => Poll::Ready(Ok(())),
         }
@@ -279,7 +289,7 @@ impl FromStream {
         &mut self,
         cx: &mut Context<'_>,
         socket: &mut S,
-        passed: &AtomicU64,
+        counter: &AtomicU64,
     ) -> Poll<io::Result<()>> {
         while !self.chunk.is_empty() {
             let written = ready!(Pin::new(&mut *socket).poll_write(cx, &self.chunk))?;
@@ -287,7 +297,7 @@ impl FromStream {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
             self.unflushed = true;
-            passed.fetch_add(u64::try_from(written).unwrap_or(u64::MAX), Relaxed);
+            counter.fetch_add(u64::try_from(written).unwrap_or(u64::MAX), Relaxed);
             self.chunk = self.chunk.split_off(written);
         }
         Poll::Ready(Ok(()))
@@ -316,6 +326,6 @@ pub async fn unless_reset<F: Future>(
 ) -> Result<F::Output, StreamError> {
     tokio::select! {
         output = future => Ok(output),
-        error = send.reset() => Err(error),
+        error = send.wait_for_reset() => Err(error),
     }
 }

@@ -14,9 +14,9 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// Maximum number of buffered bytes: the plaintext of one TLS record (RFC 8446 §5.1).
-const MOST: usize = 16 * 1024;
+const MAX_BUFFERED_BYTES: usize = 16 * 1024;
 /// From this many bytes on, a write is passed on as it is.
-const LARGE: usize = 4 * 1024;
+const PASS_THROUGH_BYTES: usize = 4 * 1024;
 
 /// Connection whose small writes are buffered until [`Cork::uncork`]. h2 has one handle, its driver the other.
 #[derive(Debug)]
@@ -26,12 +26,12 @@ pub(crate) struct Cork<S>(Arc<Mutex<Inner<S>>>);
 struct Inner<S> {
     io: S,
     /// Bytes written by h2 and not yet by this type. An idle tunnel allocates nothing for them.
-    bytes: Vec<u8>,
+    buffer: Vec<u8>,
     /// Whether the connection below may have something to flush.
     unflushed: bool,
     /// Error of an uncork: h2 receives it when it reads or writes next.
-    broken: Option<io::Error>,
-    holds: bool,
+    pending_error: Option<io::Error>,
+    is_corked: bool,
 }
 
 impl<S> Clone for Cork<S> {
@@ -41,20 +41,20 @@ impl<S> Clone for Cork<S> {
 }
 
 impl<S> Cork<S> {
-    /// Holds nothing before [`Cork::hold`].
+    /// Holds nothing before [`Cork::cork`].
     pub(crate) fn new(io: S) -> Self {
         Self(Arc::new(Mutex::new(Inner {
             io,
-            bytes: Vec::new(),
+            buffer: Vec::new(),
             unflushed: false,
-            broken: None,
-            holds: false,
+            pending_error: None,
+            is_corked: false,
         })))
     }
 
     /// Buffers small writes from now on until [`Cork::uncork`], which the calling code has to ensure.
     pub(crate) fn cork(&self) {
-        self.inner().holds = true;
+        self.inner().is_corked = true;
     }
 
     /// Locks the state. Both handles belong to one task, so the lock never waits.
@@ -69,45 +69,45 @@ impl<S: AsyncWrite + Unpin> Cork<S> {
     pub(crate) fn uncork(&self, cx: &mut Context<'_>) {
         let mut inner = self.inner();
         if let Poll::Ready(Err(error)) = inner.poll_flush(cx) {
-            inner.broken = Some(error);
+            inner.pending_error = Some(error);
             cx.waker().wake_by_ref();
         }
     }
 }
 
 impl<S> Inner<S> {
-    fn check(&mut self) -> io::Result<()> {
-        self.broken.take().map_or(Ok(()), Err)
+    fn take_pending_error(&mut self) -> io::Result<()> {
+        self.pending_error.take().map_or(Ok(()), Err)
     }
 }
 
 impl<S: AsyncWrite + Unpin> Inner<S> {
     /// Passes on the buffered bytes, without flushing the connection below.
-    fn poll_empty(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let mut passed = 0;
+    fn poll_write_buffer(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut written_len = 0;
         let outcome = loop {
-            let rest = self.bytes.get(passed..).unwrap_or_default();
-            if rest.is_empty() {
+            let unwritten = self.buffer.get(written_len..).unwrap_or_default();
+            if unwritten.is_empty() {
                 break Poll::Ready(Ok(()));
             }
             self.unflushed = true;
-            match Pin::new(&mut self.io).poll_write(cx, rest) {
+            match Pin::new(&mut self.io).poll_write(cx, unwritten) {
                 Poll::Ready(Ok(0)) => break Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
-                Poll::Ready(Ok(written)) => passed += written,
+                Poll::Ready(Ok(written)) => written_len += written,
                 Poll::Ready(Err(error)) => break Poll::Ready(Err(error)),
                 Poll::Pending => break Poll::Pending,
             }
         };
-        if passed == self.bytes.len() {
-            self.bytes = Vec::new();
+        if written_len == self.buffer.len() {
+            self.buffer = Vec::new();
         } else {
-            self.bytes.drain(..passed);
+            self.buffer.drain(..written_len);
         }
         outcome
     }
 
     fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        ready!(self.poll_empty(cx))?;
+        ready!(self.poll_write_buffer(cx))?;
         if self.unflushed {
             ready!(Pin::new(&mut self.io).poll_flush(cx))?;
             self.unflushed = false;
@@ -121,18 +121,18 @@ impl<S: AsyncWrite + Unpin> Inner<S> {
         cx: &mut Context<'_>,
         bufs: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.check()?;
+        self.take_pending_error()?;
         let length = bufs.iter().map(|buf| buf.len()).sum::<usize>();
-        let small = self.holds && length < LARGE;
-        if !small || self.bytes.len() + length > MOST {
-            ready!(self.poll_empty(cx))?;
+        let is_small = self.is_corked && length < PASS_THROUGH_BYTES;
+        if !is_small || self.buffer.len() + length > MAX_BUFFERED_BYTES {
+            ready!(self.poll_write_buffer(cx))?;
         }
-        if small {
-            if self.bytes.capacity() == 0 {
-                self.bytes.reserve_exact(MOST);
+        if is_small {
+            if self.buffer.capacity() == 0 {
+                self.buffer.reserve_exact(MAX_BUFFERED_BYTES);
             }
             for buf in bufs {
-                self.bytes.extend_from_slice(buf);
+                self.buffer.extend_from_slice(buf);
             }
             return Poll::Ready(Ok(length));
         }
@@ -148,7 +148,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Cork<S> {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let mut inner = self.inner();
-        inner.check()?;
+        inner.take_pending_error()?;
         Pin::new(&mut inner.io).poll_read(cx, buf)
     }
 }
@@ -164,8 +164,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Cork<S> {
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let mut inner = self.inner();
-        inner.check()?;
-        if inner.holds {
+        inner.take_pending_error()?;
+        if inner.is_corked {
             return Poll::Ready(Ok(()));
         }
         inner.poll_flush(cx)
@@ -173,7 +173,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Cork<S> {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let mut inner = self.inner();
-        inner.check()?;
+        inner.take_pending_error()?;
         ready!(inner.poll_flush(cx))?;
         Pin::new(&mut inner.io).poll_shutdown(cx)
     }
@@ -279,13 +279,13 @@ mod tests {
         assert_eq!(inner.io.writes, [b"onetwothree"]);
         // One flush for all writes; a turn without writes does not flush.
         assert_eq!(inner.io.flushes, 1);
-        assert_eq!(inner.bytes.capacity(), 0);
+        assert_eq!(inner.buffer.capacity(), 0);
     }
 
     #[test]
     fn a_large_write_follows_the_buffered_bytes_unbuffered() {
         let mut cork = holding(usize::MAX);
-        let large = vec![b'x'; LARGE];
+        let large = vec![b'x'; PASS_THROUGH_BYTES];
         assert!(write(&mut cork, b"head").is_ready());
         assert!(write(&mut cork, &large).is_ready());
         assert_eq!(cork.inner().io.writes, [b"head".to_vec(), large]);
@@ -294,15 +294,15 @@ mod tests {
     #[test]
     fn at_most_one_record_is_buffered_and_stalls_lose_no_bytes() {
         let mut cork = holding(0);
-        let part: Vec<u8> = (0..=255).cycle().take(LARGE - 1).collect();
+        let part: Vec<u8> = (0..=255).cycle().take(PASS_THROUGH_BYTES - 1).collect();
         let mut taken = Vec::new();
         while write(&mut cork, &part).is_ready() {
             taken.extend_from_slice(&part);
             cork.uncork(&mut cx());
         }
-        assert!(taken.len() <= MOST && taken.len() + part.len() > MOST);
+        assert!(taken.len() <= MAX_BUFFERED_BYTES && taken.len() + part.len() > MAX_BUFFERED_BYTES);
         // In small parts, as on a slow link.
-        for room in [1, 700, MOST] {
+        for room in [1, 700, MAX_BUFFERED_BYTES] {
             cork.inner().io.room = room;
             cork.uncork(&mut cx());
         }

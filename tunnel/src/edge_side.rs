@@ -34,7 +34,7 @@ use tokio::{
 #[derive(Clone, Debug)]
 pub struct EdgeSideConfig {
     /// Silence after which the tunnel is given up.
-    pub silence: Duration,
+    pub read_timeout: Duration,
     /// Bytes that all streams of the tunnel may have unread at this end.
     pub budget: usize,
     /// Streams that may be open at once.
@@ -42,20 +42,20 @@ pub struct EdgeSideConfig {
     /// The round trip that TLS's handshake took.
     pub round_trip: Duration,
     /// A stream is bulk once it has moved more than this many bytes within [`load::BULK_SPAN`].
-    pub bulk: u64,
+    pub bulk_threshold: u64,
     /// Bytes that all tunnels of this process leave unread.
-    pub pressure: Arc<buffered::MemoryBudget>,
+    pub memory_budget: Arc<buffered::MemoryBudget>,
 }
 
 impl Default for EdgeSideConfig {
     fn default() -> Self {
         Self {
-            silence: Duration::from_secs(15),
+            read_timeout: Duration::from_secs(15),
             budget: 64 << 20,
             max_streams: 10_000,
             round_trip: Duration::ZERO,
-            bulk: load::BULK_BYTES,
-            pressure: Arc::default(),
+            bulk_threshold: load::BULK_BYTES,
+            memory_budget: Arc::default(),
         }
     }
 }
@@ -67,9 +67,9 @@ pub struct EdgeSide<S: AsyncRead + AsyncWrite + Unpin> {
     cork: Cork<S>,
     traffic: Arc<IoActivity>,
     load: Arc<TunnelLoad>,
-    settings: EdgeSideConfig,
-    window: u32,
-    weighed: Instant,
+    config: EdgeSideConfig,
+    stream_window: u32,
+    last_sample: Instant,
 }
 
 /// A stream from the gateway.
@@ -91,18 +91,18 @@ pub struct StreamRequest {
     /// The request as the upstream is to see it, without private fields.
     pub head: Request<()>,
     /// How many of the body's first bytes are the rest of the target.
-    pub target_rest: usize,
+    pub target_overflow_len: usize,
     /// The request's body, or the far half of a session.
     pub body: StreamReceiver,
     /// Responder for the stream.
-    pub reply: StreamResponder,
+    pub responder: StreamResponder,
 }
 
 /// Responder for a stream. Dropping it resets the stream.
 #[derive(Debug)]
 pub struct StreamResponder {
     inner: h2::server::SendResponse<Bytes>,
-    moved: ByteCounter,
+    counter: ByteCounter,
 }
 
 /// Handle by which a stream is withdrawn: the edge's policy does not allow it any more.
@@ -123,41 +123,41 @@ impl Withdrawal {
 pub async fn accept<S>(
     io: S,
     traffic: Arc<IoActivity>,
-    settings: EdgeSideConfig,
+    config: EdgeSideConfig,
 ) -> Result<EdgeSide<S>, TunnelEnd>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
-    let window = flow_control::size(settings.round_trip, 1, settings.budget);
+    let window = flow_control::window_size(config.round_trip, 1, config.budget);
     let cork = Cork::new(io);
     let handshake = h2::server::Builder::new()
         .initial_window_size(window)
         .initial_connection_window_size(wire::CONNECTION_WINDOW)
         .max_frame_size(wire::MAX_FRAME)
         .max_header_list_size(wire::MAX_HEADER_LIST)
-        .max_concurrent_streams(settings.max_streams)
+        .max_concurrent_streams(config.max_streams)
         .max_concurrent_reset_streams(wire::MAX_RESETS)
         .max_pending_accept_reset_streams(wire::MAX_RESETS)
         .max_local_error_reset_streams(None)
         .data_frame_budget(wire::DATA_FRAME_BUDGET)
         .enable_connect_protocol()
         .handshake(cork.clone());
-    let connection = tokio::time::timeout(settings.silence, handshake)
+    let connection = tokio::time::timeout(config.read_timeout, handshake)
         .await
         .map_err(|_| TunnelEnd::Silent)?
-        .map_err(|error| TunnelEnd::of(Err(error)))?;
+        .map_err(|error| TunnelEnd::from_result(Err(error)))?;
     cork.cork();
     Ok(EdgeSide {
         connection,
         cork,
         traffic,
-        load: Arc::new(TunnelLoad::of_process(
-            settings.bulk,
-            settings.pressure.clone(),
+        load: Arc::new(TunnelLoad::for_process(
+            config.bulk_threshold,
+            config.memory_budget.clone(),
         )),
-        settings,
-        window,
-        weighed: Instant::now(),
+        config,
+        stream_window: window,
+        last_sample: Instant::now(),
     })
 }
 
@@ -170,14 +170,22 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
     /// Changes the window of the streams, to `most` bytes at most and to what this end's own budget allows. Only when the gateway
     /// has said that it may (invariant 11). Returns the window as it is then, in bytes.
     /// How long the link is, the gateway has measured since; this end knows what it was at the handshake.
-    pub fn resize(&mut self, most: u32) -> u32 {
-        let left = (self.settings.budget).saturating_sub(self.load.weigh().stalled);
-        let wanted = flow_control::per_stream_share(self.load.streams(), left).min(most);
+    pub fn resize_window(&mut self, max_window: u32) -> u32 {
+        let available_budget =
+            (self.config.budget).saturating_sub(self.load.sample_buffered().stalled);
+        let desired_window =
+            flow_control::per_stream_share(self.load.open_streams(), available_budget)
+                .min(max_window);
         // h2 refuses this while an earlier change is not acknowledged; the next turn retries.
-        if wanted != self.window && self.connection.set_initial_window_size(wanted).is_ok() {
-            self.window = wanted;
+        if desired_window != self.stream_window
+            && self
+                .connection
+                .set_initial_window_size(desired_window)
+                .is_ok()
+        {
+            self.stream_window = desired_window;
         }
-        self.window
+        self.stream_window
     }
 
     /// The next stream. Drives the whole connection: it must be polled for any stream to move.
@@ -185,22 +193,23 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
     ///
     /// # Errors
     /// How the tunnel ended.
-    pub async fn next(&mut self) -> Result<IncomingStream, TunnelEnd> {
+    pub async fn next_stream(&mut self) -> Result<IncomingStream, TunnelEnd> {
         loop {
-            let (request, respond) = self.accept().await?;
-            let max = usize::try_from(self.settings.max_streams).unwrap_or(usize::MAX);
-            let Some(open) = OpenStreamGuard::new(&self.load, max.saturating_add(1)) else {
+            let (request, respond) = self.accept_request().await?;
+            let max_streams = usize::try_from(self.config.max_streams).unwrap_or(usize::MAX);
+            let Some(guard) = OpenStreamGuard::new(&self.load, max_streams.saturating_add(1))
+            else {
                 continue;
             };
-            let reply = StreamResponder {
+            let responder = StreamResponder {
                 inner: respond,
-                moved: ByteCounter::new(open.clone()),
+                counter: ByteCounter::new(guard.clone()),
             };
             let (head, body) = request.into_parts();
-            let body = StreamReceiver::new(body, ByteCounter::new(open));
+            let body = StreamReceiver::new(body, ByteCounter::new(guard));
             let head = Request::from_parts(head, ());
             if head.headers().contains_key(wire::CONTROL) {
-                if let Ok(send) = reply.send(Response::new(()), false) {
+                if let Ok(send) = responder.send(Response::new(()), false) {
                     return Ok(IncomingStream::Control(Box::new(ControlStream::new(
                         send, body,
                     ))));
@@ -208,58 +217,58 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
                 continue;
             }
             match parse_request(head) {
-                Ok((kind, target, target_rest, head)) => {
-                    let asked = StreamRequest {
+                Ok((kind, target, target_overflow_len, head)) => {
+                    let stream_request = StreamRequest {
                         kind,
                         target,
                         head,
-                        target_rest,
+                        target_overflow_len,
                         body,
-                        reply,
+                        responder,
                     };
-                    return Ok(IncomingStream::Stream(Box::new(asked)));
+                    return Ok(IncomingStream::Stream(Box::new(stream_request)));
                 }
-                Err(detail) => reply.refuse(&crate::RejectCode::Malformed.because(detail)),
+                Err(detail) => responder.reject(&crate::RejectCode::Malformed.with_detail(detail)),
             }
         }
     }
 
-    async fn accept(
+    async fn accept_request(
         &mut self,
     ) -> Result<(Request<h2::RecvStream>, h2::server::SendResponse<Bytes>), TunnelEnd> {
-        let silence = self.settings.silence;
-        let mut timer = std::pin::pin!(sleep_until(self.traffic.last_read() + silence));
+        let read_timeout = self.config.read_timeout;
+        let mut timer = std::pin::pin!(sleep_until(self.traffic.last_read() + read_timeout));
         let Self {
             connection,
             cork,
             load,
-            weighed,
+            last_sample,
             ..
         } = self;
-        let mut accept = poll_fn(|cx| {
+        let mut next_request = poll_fn(|cx| {
             let accepted = connection.poll_accept(cx);
             cork.uncork(cx);
             // Stalls are detected by comparison with the last sample; shrunk windows also need this without new streams.
-            if weighed.elapsed() >= buffered::SAMPLE_INTERVAL {
-                *weighed = Instant::now();
-                load.weigh();
+            if last_sample.elapsed() >= buffered::SAMPLE_INTERVAL {
+                *last_sample = Instant::now();
+                load.sample_buffered();
             }
             accepted
         });
         loop {
             tokio::select! {
                 biased;
-                accepted = &mut accept => return match accepted {
+                accepted = &mut next_request => return match accepted {
                     Some(Ok(accepted)) => Ok(accepted),
-                    Some(Err(error)) => Err(TunnelEnd::of(Err(error))),
+                    Some(Err(error)) => Err(TunnelEnd::from_result(Err(error))),
                     None => Err(TunnelEnd::Peer),
                 },
                 () = timer.as_mut() => {
-                    let due = self.traffic.last_read() + silence;
-                    if due <= Instant::now() {
+                    let deadline = self.traffic.last_read() + read_timeout;
+                    if deadline <= Instant::now() {
                         return Err(TunnelEnd::Silent);
                     }
-                    timer.as_mut().reset(due);
+                    timer.as_mut().reset(deadline);
                 }
             }
         }
@@ -296,14 +305,14 @@ fn parse_request(
     if let Some(length) = head.headers_mut().remove(wire::CONTENT) {
         head.headers_mut().insert(CONTENT_LENGTH, length);
     }
-    let rest = match take_header(head.headers_mut(), &wire::TARGET_REST) {
+    let overflow_len = match take_header(head.headers_mut(), &wire::TARGET_REST) {
         None => 0,
         Some(length) => (length.parse().ok())
             .filter(|length| (1..=MAX_OVERFLOW_BYTES).contains(length))
             .ok_or("a split request target whose remaining length is invalid or too large")?,
     };
     crate::headers::strip_private(head.headers_mut());
-    Ok((kind, target, rest, head))
+    Ok((kind, target, overflow_len, head))
 }
 
 fn take_header(headers: &mut HeaderMap, name: &http::HeaderName) -> Option<String> {
@@ -311,55 +320,59 @@ fn take_header(headers: &mut HeaderMap, name: &http::HeaderName) -> Option<Strin
 }
 
 impl StreamResponder {
-    /// Answers; with `end` nothing follows the head.
+    /// Answers; with `end_stream` nothing follows the head.
     ///
     /// # Errors
     /// If the stream was reset, the tunnel is gone, or the head is too large. In the last case the client receives the
     /// reason.
-    pub fn send(mut self, head: Response<()>, end: bool) -> Result<StreamSender, StreamError> {
-        let size = headers::size(head.headers());
+    pub fn send(
+        mut self,
+        head: Response<()>,
+        end_stream: bool,
+    ) -> Result<StreamSender, StreamError> {
+        let size = headers::header_list_size(head.headers());
         if size > wire::MAX_HEAD {
-            let most = wire::MAX_HEAD;
+            let max_size = wire::MAX_HEAD;
             let detail =
-                format!("the response header has {size} bytes; a tunnel allows at most {most}");
-            self.refuse(&RejectCode::TargetBroken.because(detail));
+                format!("the response header has {size} bytes; a tunnel allows at most {max_size}");
+            self.reject(&RejectCode::TargetBroken.with_detail(detail));
             return Err(StreamError::TooLarge);
         }
-        let send = self.inner.send_response(head, end)?;
-        Ok(StreamSender::new(send, self.moved, end))
+        let send = self.inner.send_response(head, end_stream)?;
+        Ok(StreamSender::new(send, self.counter, end_stream))
     }
 
     /// Sends an interim answer (1xx, RFC 9110 §15.2), unless it is too large: it is advice.
     ///
     /// # Errors
     /// If the stream was reset or the tunnel is gone.
-    pub fn interim(&mut self, head: Response<()>) -> Result<(), StreamError> {
-        if headers::size(head.headers()) > wire::MAX_HEAD {
+    pub fn send_informational(&mut self, head: Response<()>) -> Result<(), StreamError> {
+        if headers::header_list_size(head.headers()) > wire::MAX_HEAD {
             return Ok(());
         }
         Ok(self.inner.send_informational(head)?)
     }
 
     /// Answers that the edge itself failed the stream.
-    pub fn refuse(self, refused: &Rejected) {
+    pub fn reject(self, rejection: &Rejected) {
         let mut head = Response::new(());
         *head.status_mut() = StatusCode::BAD_GATEWAY;
-        let word = HeaderValue::from_static(refused.refusal.word());
-        head.headers_mut().insert(wire::FAILURE, word);
+        let code = HeaderValue::from_static(rejection.code.as_str());
+        head.headers_mut().insert(wire::FAILURE, code);
         // Only visible ASCII is a valid header value.
-        let plain: String = refused
+        let sanitized_detail: String = rejection
             .detail
             .chars()
-            .map(|each| {
-                if each.is_ascii_graphic() || each == ' ' {
-                    each
+            .map(|ch| {
+                if ch.is_ascii_graphic() || ch == ' ' {
+                    ch
                 } else {
                     '?'
                 }
             })
             .take(1024)
             .collect();
-        if let Ok(detail) = HeaderValue::try_from(plain) {
+        if let Ok(detail) = HeaderValue::try_from(sanitized_detail) {
             head.headers_mut().insert(wire::DETAIL, detail);
         }
         // A disconnected client needs no response.
@@ -367,12 +380,12 @@ impl StreamResponder {
     }
 
     /// Handle by which the stream is withdrawn later on.
-    pub fn withdrawal(&self) -> Withdrawal {
-        Withdrawal(self.moved.open().clone())
+    pub fn withdrawal_handle(&self) -> Withdrawal {
+        Withdrawal(self.counter.guard().clone())
     }
 
     /// Waits until the gateway resets the stream, which means that the client went away.
-    pub async fn reset(&mut self) -> StreamError {
+    pub async fn wait_for_reset(&mut self) -> StreamError {
         poll_fn(|cx| self.poll_reset(cx)).await
     }
 

@@ -34,7 +34,7 @@ pub enum StreamError {
     TooLarge,
     /// The other end did what the protocol forbids.
     #[error("{0}")]
-    Nonsense(&'static str),
+    ProtocolViolation(&'static str),
 }
 
 impl StreamError {
@@ -65,7 +65,7 @@ impl StreamError {
 
     /// Whether the other end closed the connection in order below a stream that it had not answered.
     pub fn is_closed(&self) -> bool {
-        matches!(self, Self::Lost { cause } if is_close_of_engine(cause))
+        matches!(self, Self::Lost { cause } if is_h2_close(cause))
     }
 
     /// A reset, as against a lost tunnel.
@@ -89,29 +89,29 @@ pub fn is_close(error: &(dyn std::error::Error + 'static)) -> bool {
     if error.is::<StreamError>() {
         return false;
     }
-    if let Some(engine) = error.downcast_ref::<h2::Error>() {
-        return engine.reason() == Some(h2::Reason::REFUSED_STREAM) || is_close_of_engine(engine);
+    if let Some(h2_error) = error.downcast_ref::<h2::Error>() {
+        return h2_error.reason() == Some(h2::Reason::REFUSED_STREAM) || is_h2_close(h2_error);
     }
     if let Some(io) = error.downcast_ref::<io::Error>() {
         // An `io::Error` does not return its inner error as `source`.
-        let below = io.get_ref();
-        return below.map_or_else(
-            || is_close_of_socket(io),
-            |below| is_close(below) || (!below.is::<StreamError>() && is_close_of_socket(io)),
+        let inner = io.get_ref();
+        return inner.map_or_else(
+            || is_socket_close(io),
+            |below| is_close(below) || (!below.is::<StreamError>() && is_socket_close(io)),
         );
     }
     error.source().is_some_and(is_close)
 }
 
-fn is_close_of_engine(error: &h2::Error) -> bool {
+fn is_h2_close(error: &h2::Error) -> bool {
     if error.is_go_away() {
         return error.is_remote() && error.reason() == Some(h2::Reason::NO_ERROR);
     }
-    error.get_io().is_some_and(is_close_of_socket)
+    error.get_io().is_some_and(is_socket_close)
 }
 
 /// A write behind the peer's FIN, or TLS that ended without `close_notify`.
-fn is_close_of_socket(error: &io::Error) -> bool {
+fn is_socket_close(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::BrokenPipe | io::ErrorKind::UnexpectedEof
@@ -123,14 +123,14 @@ fn is_close_of_socket(error: &io::Error) -> bool {
 pub fn is_exhaustion(error: &io::Error) -> bool {
     use io::ErrorKind::{AddrInUse, AddrNotAvailable, OutOfMemory, WouldBlock};
     // `connect` reports the lack of local ports by the first two kinds, `bind` by the second.
-    has_code(error, &[Errno::EMFILE, Errno::ENFILE, Errno::ENOBUFS])
+    has_errno(error, &[Errno::EMFILE, Errno::ENFILE, Errno::ENOBUFS])
         || matches!(
             error.kind(),
             AddrNotAvailable | AddrInUse | OutOfMemory | WouldBlock
         )
 }
 
-fn has_code(error: &io::Error, codes: &[Errno]) -> bool {
+fn has_errno(error: &io::Error, codes: &[Errno]) -> bool {
     let code = error.raw_os_error().map(Errno::from_raw);
     code.is_some_and(|code| codes.contains(&code))
 }
@@ -149,7 +149,7 @@ pub enum TunnelEnd {
 }
 
 impl TunnelEnd {
-    pub(crate) fn of(result: Result<(), h2::Error>) -> Self {
+    pub(crate) fn from_result(result: Result<(), h2::Error>) -> Self {
         result.err().map_or(Self::Peer, |error| Self::by(&error))
     }
 
@@ -167,7 +167,7 @@ impl TunnelEnd {
     }
 
     /// One word, for logs and metric labels.
-    pub fn word(&self) -> &'static str {
+    pub fn as_str(&self) -> &'static str {
         match self {
             Self::Peer => "peer_gone",
             Self::Closed => "closed",
@@ -229,7 +229,7 @@ impl RejectCode {
     ];
 
     /// The word on the wire.
-    pub fn word(self) -> &'static str {
+    pub fn as_str(self) -> &'static str {
         match self {
             Self::Policy => "policy",
             Self::TargetRefused => "target-refused",
@@ -246,18 +246,20 @@ impl RejectCode {
 
     /// The refusal that a word names.
     pub fn parse(word: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|refusal| refusal.word() == word)
+        Self::ALL
+            .into_iter()
+            .find(|refusal| refusal.as_str() == word)
     }
 
     /// The refusal that the error of a TCP connection attempt at this address means.
-    pub fn of_dial(error: &io::Error, address: IpAddr) -> Self {
+    pub fn from_dial_error(error: &io::Error, address: IpAddr) -> Self {
         use io::ErrorKind::{
             AddrNotAvailable, HostUnreachable, NetworkDown, NetworkUnreachable, PermissionDenied,
             TimedOut,
         };
         // Errors of `connect` for IPv6 on a system without IPv6.
         let without_ipv6 = address.is_ipv6()
-            && (error.kind() == AddrNotAvailable || has_code(error, &[Errno::EAFNOSUPPORT]));
+            && (error.kind() == AddrNotAvailable || has_errno(error, &[Errno::EAFNOSUPPORT]));
         if without_ipv6 {
             return Self::TargetUnreachable;
         }
@@ -274,9 +276,9 @@ impl RejectCode {
     }
 
     /// The refusal with the sentence that a person reads.
-    pub fn because(self, detail: impl Into<Cow<'static, str>>) -> Rejected {
+    pub fn with_detail(self, detail: impl Into<Cow<'static, str>>) -> Rejected {
         Rejected {
-            refusal: self,
+            code: self,
             detail: detail.into(),
         }
     }
@@ -287,7 +289,7 @@ impl RejectCode {
 #[error("{detail}")]
 pub struct Rejected {
     /// The kind.
-    pub refusal: RejectCode,
+    pub code: RejectCode,
     /// Description of the failure for the client.
     pub detail: Cow<'static, str>,
 }
@@ -315,13 +317,17 @@ mod tests {
         ] {
             let error = io::Error::from_raw_os_error(code as i32);
             let address = IpAddr::from([127, 0, 0, 1]);
-            assert_eq!(RejectCode::of_dial(&error, address), refusal, "{code}");
+            assert_eq!(
+                RejectCode::from_dial_error(&error, address),
+                refusal,
+                "{code}"
+            );
         }
         // A system without IPv6.
         let error = io::Error::from_raw_os_error(Errno::EADDRNOTAVAIL as i32);
         let address = "::1".parse().unwrap();
         assert_eq!(
-            RejectCode::of_dial(&error, address),
+            RejectCode::from_dial_error(&error, address),
             RejectCode::TargetUnreachable
         );
     }

@@ -24,13 +24,13 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// Time that a stream stands still before it may be evicted. Shorter pauses are those of readers on long links.
 const MIN_STALL: Duration = Duration::from_millis(100);
 /// The same while the kernel's memory has only passed its bound, maybe because of other programs, and not yet half as much again.
-const SLOW_AFTER: Duration = Duration::from_secs(5);
+const SLOW_STALL: Duration = Duration::from_secs(5);
 /// Looks without a stream that stands still, after which the guard rests.
 const IDLE_CHECKS: u32 = 20;
 
 impl StalledStream {
     fn cost(&self) -> usize {
-        self.held + STREAM_OVERHEAD_BYTES
+        self.buffered + STREAM_OVERHEAD_BYTES
     }
 }
 
@@ -38,21 +38,21 @@ impl StalledStream {
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     /// Memory of this process, in bytes.
-    pub memory: usize,
+    pub max_memory: usize,
     /// The kernel's memory for TCP, in bytes, as the kernel counts it for all processes; half of where pressure begins if absent.
-    pub tcp_memory: Option<usize>,
+    pub max_tcp_memory: Option<usize>,
     /// Time that the reader of a plain answer may take nothing.
-    pub patience: Option<Duration>,
+    pub response_timeout: Option<Duration>,
 }
 
 /// Reason of an eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Shortage {
-    /// This process's own memory ([`Bounds::memory`]).
+    /// This process's own memory ([`Bounds::max_memory`]).
     Memory,
-    /// The kernel's memory for TCP ([`Bounds::tcp_memory`]).
+    /// The kernel's memory for TCP ([`Bounds::max_tcp_memory`]).
     TcpMemory,
-    /// The reader took nothing for too long ([`Bounds::patience`]).
+    /// The reader took nothing for too long ([`Bounds::response_timeout`]).
     Time,
 }
 
@@ -61,7 +61,7 @@ impl Shortage {
     pub const ALL: [Self; 3] = [Self::Memory, Self::TcpMemory, Self::Time];
 
     /// The word in logs and metrics.
-    pub fn word(self) -> &'static str {
+    pub fn as_str(self) -> &'static str {
         match self {
             Self::Memory => "memory",
             Self::TcpMemory => "tcp_memory",
@@ -71,99 +71,106 @@ impl Shortage {
 }
 
 /// Number of the `stalled` streams, the longest first, whose eviction brings `used` bytes of the kernel's memory below
-/// `bound`. The kernel does not tell how much of it belongs to which stream, so each is taken to hold an equal part of all.
+/// `limit`. The kernel does not tell how much of it belongs to which stream, so each is taken to hold an equal part of all.
 /// Streams that cannot hold an eighth of it together stay, since other programs use that memory and evicting the streams
 /// would free too little.
-fn excess_of_kernel(stalled: usize, used: usize, bound: usize) -> usize {
-    let over = used.saturating_sub(bound);
-    if over == 0 || stalled.saturating_mul(MAX_SOCKET_BUFFERS) < used / 8 {
+fn excess_of_kernel(stalled: usize, used: usize, limit: usize) -> usize {
+    let excess = used.saturating_sub(limit);
+    if excess == 0 || stalled.saturating_mul(MAX_SOCKET_BUFFERS) < used / 8 {
         return 0;
     }
-    stalled.saturating_mul(over).div_ceil(used).min(stalled)
+    stalled.saturating_mul(excess).div_ceil(used).min(stalled)
 }
 
-/// Number of streams, the longest first, whose eviction brings what all cost below `bound`.
-fn excess_of_process(stalled: &[StalledStream], bound: usize) -> usize {
-    let mut left: usize = stalled.iter().map(StalledStream::cost).sum();
+/// Number of streams, the longest first, whose eviction brings what all cost below `limit`.
+fn excess_of_process(stalled: &[StalledStream], limit: usize) -> usize {
+    let mut remaining_cost: usize = stalled.iter().map(StalledStream::cost).sum();
     stalled
         .iter()
         .take_while(|stream| {
-            let over = left > bound;
-            left -= stream.cost();
-            over
+            let is_over = remaining_cost > limit;
+            remaining_cost -= stream.cost();
+            is_over
         })
         .count()
 }
 
 /// Runs for as long as the process has streams: evicts those that have stood still for longest whenever a bound is passed.
 pub async fn guard(
-    stalls: &StallMonitor,
+    monitor: &StallMonitor,
     bounds: Bounds,
-    mut evicted: impl FnMut(Shortage, usize),
+    mut on_evicted: impl FnMut(Shortage, usize),
 ) {
-    let memory = TcpMemory::open(bounds.tcp_memory);
+    let tcp_memory = TcpMemory::open(bounds.max_tcp_memory);
     loop {
-        stalls.begun.notified().await;
-        stalls.looking.store(true, Relaxed);
-        let mut quiet = 0;
-        while quiet < IDLE_CHECKS {
+        monitor.stall_notify.notified().await;
+        monitor.is_checking.store(true, Relaxed);
+        let mut idle_checks = 0;
+        while idle_checks < IDLE_CHECKS {
             let now = Instant::now();
-            let stalled = stalls.look(now);
-            quiet = if stalled.is_empty() { quiet + 1 } else { 0 };
-            for (shortage, count) in relieve(&stalled, now, &bounds, memory.as_ref()) {
-                evicted(shortage, count);
+            let stalled = monitor.sample_stalled(now);
+            idle_checks = if stalled.is_empty() {
+                idle_checks + 1
+            } else {
+                0
+            };
+            for (shortage, count) in evict_excess(&stalled, now, &bounds, tcp_memory.as_ref()) {
+                on_evicted(shortage, count);
             }
             sleep(CHECK_INTERVAL).await;
         }
-        stalls.looking.store(false, Relaxed);
+        monitor.is_checking.store(false, Relaxed);
         // A stall that began between the last check and the line above was not reported.
-        stalls.may_begin_unless_idle();
+        monitor.notify_if_stalled();
     }
 }
 
 /// Evicts what passes the bounds.
-fn relieve(
+fn evict_excess(
     stalled: &[StalledStream],
     now: Instant,
     bounds: &Bounds,
-    memory: Option<&TcpMemory>,
+    tcp_memory: Option<&TcpMemory>,
 ) -> Vec<(Shortage, usize)> {
-    let ripe = stalled.partition_point(|stream| now - stream.since >= MIN_STALL);
-    let ripe = &stalled[..ripe];
-    for stream in ripe {
+    let evictable = stalled.partition_point(|stream| now - stream.since >= MIN_STALL);
+    let evictable = &stalled[..evictable];
+    for stream in evictable {
         stream.progress.mark_stalled();
     }
-    if ripe.is_empty() {
+    if evictable.is_empty() {
         return Vec::new();
     }
-    let kernel = memory.map_or(0, |memory| {
+    let kernel_count = tcp_memory.map_or(0, |memory| {
         let used = memory.used().unwrap_or_default();
-        let slow = ripe.partition_point(|stream| now - stream.since >= SLOW_AFTER);
-        let bound = memory.bound();
-        let soon = excess_of_kernel(stalled.len(), used, bound.saturating_add(bound / 2));
-        let late = excess_of_kernel(stalled.len(), used, bound);
-        soon.min(ripe.len()).max(late.min(slow))
+        let slow_count = evictable.partition_point(|stream| now - stream.since >= SLOW_STALL);
+        let limit = memory.limit();
+        let urgent_count = excess_of_kernel(stalled.len(), used, limit.saturating_add(limit / 2));
+        let slow_excess = excess_of_kernel(stalled.len(), used, limit);
+        urgent_count
+            .min(evictable.len())
+            .max(slow_excess.min(slow_count))
     });
-    let process = excess_of_process(stalled, bounds.memory).min(ripe.len());
-    let (shortage, count) = if kernel >= process {
-        (Shortage::TcpMemory, kernel)
+    let process_count = excess_of_process(stalled, bounds.max_memory).min(evictable.len());
+    let (shortage, count) = if kernel_count >= process_count {
+        (Shortage::TcpMemory, kernel_count)
     } else {
-        (Shortage::Memory, process)
+        (Shortage::Memory, process_count)
     };
-    let (gone, stay) = ripe.split_at(count);
-    for stream in gone {
+    let (to_evict, to_keep) = evictable.split_at(count);
+    for stream in to_evict {
         stream.progress.evict();
     }
-    let mut late = 0;
-    if let Some(patience) = bounds.patience {
-        let is_late =
-            |stream: &&StalledStream| stream.progress.is_answer() && now - stream.since >= patience;
-        for stream in stay.iter().filter(is_late) {
+    let mut timed_out = 0;
+    if let Some(response_timeout) = bounds.response_timeout {
+        let is_timed_out = |stream: &&StalledStream| {
+            stream.progress.is_response() && now - stream.since >= response_timeout
+        };
+        for stream in to_keep.iter().filter(is_timed_out) {
             stream.progress.evict();
-            late += 1;
+            timed_out += 1;
         }
     }
-    let all = [(shortage, count), (Shortage::Time, late)];
+    let all = [(shortage, count), (Shortage::Time, timed_out)];
     all.into_iter().filter(|(_, count)| *count > 0).collect()
 }
 
@@ -178,7 +185,7 @@ mod tests {
         held.iter()
             .map(|held| StalledStream {
                 since,
-                held: *held,
+                buffered: *held,
                 progress: Arc::default(),
             })
             .collect()
@@ -205,15 +212,15 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_longest_stalled_streams_end_first_and_short_pauses_none() {
         let bounds = Bounds {
-            memory: STREAM_OVERHEAD_BYTES,
-            tcp_memory: None,
-            patience: None,
+            max_memory: STREAM_OVERHEAD_BYTES,
+            max_tcp_memory: None,
+            response_timeout: None,
         };
         let old = stalled(&[0, 0]);
         tokio::time::advance(MIN_STALL).await;
         let young = stalled(&[0, 0]);
         let all: Vec<_> = old.iter().chain(&young).cloned().collect();
-        let gone = relieve(&all, Instant::now(), &bounds, None);
+        let gone = evict_excess(&all, Instant::now(), &bounds, None);
         assert_eq!(gone, [(Shortage::Memory, 2)]);
         assert!(old.iter().all(|stream| stream.progress.is_evicted()));
         assert!(!young.iter().any(|stream| stream.progress.is_evicted()));
@@ -222,16 +229,16 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn unread_answers_time_out_and_sessions_do_not() {
         let bounds = Bounds {
-            memory: usize::MAX,
-            tcp_memory: None,
-            patience: Some(Duration::from_mins(1)),
+            max_memory: usize::MAX,
+            max_tcp_memory: None,
+            response_timeout: Some(Duration::from_mins(1)),
         };
         let streams = stalled(&[0, 0]);
-        Eviction::new(&streams[1].progress).answer();
+        Eviction::new(&streams[1].progress).mark_response();
         tokio::time::advance(Duration::from_secs(59)).await;
-        assert!(relieve(&streams, Instant::now(), &bounds, None).is_empty());
+        assert!(evict_excess(&streams, Instant::now(), &bounds, None).is_empty());
         tokio::time::advance(Duration::from_secs(1)).await;
-        let gone = relieve(&streams, Instant::now(), &bounds, None);
+        let gone = evict_excess(&streams, Instant::now(), &bounds, None);
         assert_eq!(gone, [(Shortage::Time, 1)]);
         assert!(streams[1].progress.is_evicted());
     }
@@ -240,12 +247,12 @@ mod tests {
     async fn a_reader_that_makes_progress_restarts_its_timeout() {
         let (progress, mut mark) = (Progress::default(), ProgressMark::default());
         let began = Instant::now();
-        assert_eq!(mark.look(true, &progress, began), Some(began));
+        assert_eq!(mark.update(true, &progress, began), Some(began));
         tokio::time::advance(Duration::from_secs(1)).await;
-        assert_eq!(mark.look(true, &progress, Instant::now()), Some(began));
-        progress.moved();
+        assert_eq!(mark.update(true, &progress, Instant::now()), Some(began));
+        progress.record_chunk();
         let later = Instant::now();
-        assert_eq!(mark.look(true, &progress, later), Some(later));
-        assert_eq!(mark.look(false, &progress, later), None);
+        assert_eq!(mark.update(true, &progress, later), Some(later));
+        assert_eq!(mark.update(false, &progress, later), None);
     }
 }

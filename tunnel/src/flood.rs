@@ -24,15 +24,15 @@ use std::{
 use tokio::time::Instant;
 
 /// Points at the beginning, and at most: all streams of a full tunnel may end at once, several times over.
-const MOST: u64 = 100_000;
+const MAX_TOKENS: u64 = 100_000;
 /// Points that a second earns. Liveness and windows need less than one PING and SETTINGS a second.
-const PER_SECOND: u64 = 10_000;
+const TOKENS_PER_SECOND: u64 = 10_000;
 /// Points that a stream earns: its answer, its trailers, its reset, and interim answers now and then.
-const PER_STREAM: u64 = 8;
+const TOKENS_PER_STREAM: u64 = 8;
 /// Bytes sent that earn a point: peers give windows back in larger parts.
-const BYTES: u64 = 1024;
+const BYTES_PER_TOKEN: u64 = 1024;
 /// Cost of a frame that an honest peer sends seldom or never.
-const RARE: u64 = 10;
+const RARE_FRAME_COST: u64 = 10;
 
 /// Frames that are read before others on this thread get their turn.
 const YIELD_AFTER_FRAMES: u32 = 1_000;
@@ -40,54 +40,54 @@ const YIELD_AFTER_FRAMES: u32 = 1_000;
 pub(crate) type FloodGuardedIo<S> = ObservedIo<S, FloodGuard>;
 
 /// A connection whose preface is still to be sent.
-pub(crate) fn guard_io<S>(io: S, small: Arc<SmallFrames>) -> FloodGuardedIo<S> {
-    ObservedIo::new(io, FloodGuard::new(small))
+pub(crate) fn guard_io<S>(io: S, small_frames: Arc<SmallFrames>) -> FloodGuardedIo<S> {
+    ObservedIo::new(io, FloodGuard::new(small_frames))
 }
 
 /// Observer of the peer's frames that charges for small ones.
 #[derive(Debug)]
 pub(crate) struct FloodGuard {
-    read: FrameParser,
-    written: FrameParser,
-    purse: TokenBucket,
-    small: Arc<SmallFrames>,
+    read_parser: FrameParser,
+    write_parser: FrameParser,
+    bucket: TokenBucket,
+    small_frames: Arc<SmallFrames>,
     /// Frames since others had their turn.
-    frames: u32,
+    frames_since_yield: u32,
 }
 
 impl FloodGuard {
-    fn new(small: Arc<SmallFrames>) -> Self {
+    fn new(small_frames: Arc<SmallFrames>) -> Self {
         Self {
-            read: FrameParser::default(),
-            written: FrameParser::of_client(),
-            purse: TokenBucket::new(MOST, PER_SECOND),
-            small,
-            frames: 0,
+            read_parser: FrameParser::default(),
+            write_parser: FrameParser::for_client(),
+            bucket: TokenBucket::new(MAX_TOKENS, TOKENS_PER_SECOND),
+            small_frames,
+            frames_since_yield: 0,
         }
     }
 }
 
 impl IoObserver for FloodGuard {
-    fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        if self.frames < YIELD_AFTER_FRAMES {
+    fn poll_read_ready(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.frames_since_yield < YIELD_AFTER_FRAMES {
             return Poll::Ready(());
         }
-        self.frames = 0;
+        self.frames_since_yield = 0;
         cx.waker().wake_by_ref();
         Poll::Pending
     }
 
-    fn read(&mut self, bytes: &[u8]) -> io::Result<()> {
+    fn on_read(&mut self, bytes: &[u8]) -> io::Result<()> {
         let Self {
-            purse,
-            small,
-            frames,
+            bucket,
+            small_frames,
+            frames_since_yield,
             ..
         } = self;
         let now = Instant::now();
-        let mut flooded = None;
-        self.read.pass(bytes, |part| {
-            let FrameEvent::Head(FrameHeader {
+        let mut flooding_kind = None;
+        self.read_parser.parse(bytes, |part| {
+            let FrameEvent::Header(FrameHeader {
                 kind,
                 length,
                 stream,
@@ -96,86 +96,89 @@ impl IoObserver for FloodGuard {
             else {
                 return;
             };
-            *frames += 1;
+            *frames_since_yield += 1;
             if kind == DATA {
-                small.received(stream, usize::try_from(length).unwrap_or(usize::MAX));
-            } else if !purse.pay(price(kind), now) {
-                flooded = Some(kind);
+                small_frames.record_received(stream, usize::try_from(length).unwrap_or(usize::MAX));
+            } else if !bucket.try_spend(frame_cost(kind), now) {
+                flooding_kind = Some(kind);
             }
         });
-        let Some(kind) = flooded else { return Ok(()) };
-        let why = format!("the edge floods its tunnel with {}", name(kind));
-        Err(io::Error::new(io::ErrorKind::InvalidData, why))
+        let Some(kind) = flooding_kind else {
+            return Ok(());
+        };
+        let detail = format!("the edge floods its tunnel with {}", frame_name(kind));
+        Err(io::Error::new(io::ErrorKind::InvalidData, detail))
     }
 
-    fn written(&mut self, bytes: &[u8]) {
+    fn on_written(&mut self, bytes: &[u8]) {
         let mut streams = 0;
-        self.written.pass(bytes, |part| {
-            let opens = matches!(part, FrameEvent::Head(head) if head.kind == HEADERS);
+        self.write_parser.parse(bytes, |part| {
+            let opens = matches!(part, FrameEvent::Header(head) if head.kind == HEADERS);
             streams += u64::from(opens);
         });
-        self.purse.sent(bytes.len(), streams, PER_STREAM);
+        self.bucket
+            .earn_for_sent(bytes.len(), streams, TOKENS_PER_STREAM);
     }
 }
 
 /// The peer's points.
 #[derive(Debug)]
 pub(crate) struct TokenBucket {
-    points: u64,
-    most: u64,
+    tokens: u64,
+    max_tokens: u64,
     per_second: u64,
-    counted: Instant,
+    refilled_at: Instant,
     /// Sent, and not yet turned into points.
-    bytes: u64,
+    unconverted_bytes: u64,
 }
 
 impl TokenBucket {
     /// A full purse, which time fills again.
-    pub(crate) fn new(most: u64, per_second: u64) -> Self {
+    pub(crate) fn new(max_tokens: u64, per_second: u64) -> Self {
         Self {
-            points: most,
-            most,
+            tokens: max_tokens,
+            max_tokens,
             per_second,
-            counted: Instant::now(),
-            bytes: 0,
+            refilled_at: Instant::now(),
+            unconverted_bytes: 0,
         }
     }
 
-    /// Earns points for bytes sent to the peer, and `each` for so many streams.
-    pub(crate) fn sent(&mut self, bytes: usize, streams: u64, each: u64) {
-        self.bytes += u64::try_from(bytes).unwrap_or(u64::MAX);
-        self.earn(self.bytes / BYTES + streams * each);
-        self.bytes %= BYTES;
+    /// Earns points for bytes sent to the peer, and `tokens_per_stream` for so many streams.
+    pub(crate) fn earn_for_sent(&mut self, bytes: usize, streams: u64, tokens_per_stream: u64) {
+        self.unconverted_bytes += u64::try_from(bytes).unwrap_or(u64::MAX);
+        self.add_tokens(self.unconverted_bytes / BYTES_PER_TOKEN + streams * tokens_per_stream);
+        self.unconverted_bytes %= BYTES_PER_TOKEN;
     }
 
-    fn earn(&mut self, points: u64) {
-        self.points = self.points.saturating_add(points).min(self.most);
+    fn add_tokens(&mut self, tokens: u64) {
+        self.tokens = self.tokens.saturating_add(tokens).min(self.max_tokens);
     }
 
     /// Takes a frame's price; false where there is not enough.
-    pub(crate) fn pay(&mut self, price: u64, now: Instant) -> bool {
-        if self.points < price {
-            let micros = now.saturating_duration_since(self.counted).as_micros();
+    pub(crate) fn try_spend(&mut self, cost: u64, now: Instant) -> bool {
+        if self.tokens < cost {
+            let micros = now.saturating_duration_since(self.refilled_at).as_micros();
             let micros = u64::try_from(micros).unwrap_or(u64::MAX);
-            self.earn(micros.saturating_mul(self.per_second) / 1_000_000);
-            self.counted = now;
+            self.add_tokens(micros.saturating_mul(self.per_second) / 1_000_000);
+            self.refilled_at = now;
         }
-        match self.points.checked_sub(price) {
-            Some(left) => self.points = left,
+        match self.tokens.checked_sub(cost) {
+            Some(left) => self.tokens = left,
             None => return false,
         }
         true
     }
 }
 
-fn price(kind: u8) -> u64 {
+fn frame_cost(kind: u8) -> u64 {
     match kind {
         HEADERS | CONTINUATION | RST_STREAM | WINDOW_UPDATE => 1,
-        _ => RARE,
+        _ => RARE_FRAME_COST,
     }
 }
 
-fn name(kind: u8) -> &'static str {
+fn frame_name(kind: u8) -> &'static str {
     match kind {
         HEADERS => "HEADERS",
         RST_STREAM => "RST_STREAM",
@@ -193,8 +196,8 @@ mod tests {
     use std::time::Duration;
 
     fn times(purse: &mut TokenBucket, kind: u8, now: Instant) -> u64 {
-        (0..2 * MOST)
-            .take_while(|_| purse.pay(price(kind), now))
+        (0..2 * MAX_TOKENS)
+            .take_while(|_| purse.try_spend(frame_cost(kind), now))
             .count() as u64
     }
 
@@ -205,21 +208,28 @@ mod tests {
         let frame = [0, 0, 0, DATA, 0, 0, 0, 0, 1];
         for _ in 0..3 {
             for _ in 0..YIELD_AFTER_FRAMES {
-                assert!(guard.poll_turn(&mut cx).is_ready());
-                guard.read(&frame).unwrap();
+                assert!(guard.poll_read_ready(&mut cx).is_ready());
+                guard.on_read(&frame).unwrap();
             }
-            assert!(guard.poll_turn(&mut cx).is_pending());
+            assert!(guard.poll_read_ready(&mut cx).is_pending());
         }
     }
 
     #[test]
     fn a_flood_is_paid_for_a_while_and_time_and_traffic_earn_more() {
-        let mut purse = TokenBucket::new(MOST, PER_SECOND);
-        let now = purse.counted;
-        assert_eq!(times(&mut purse, PING, now), MOST / RARE);
+        let mut purse = TokenBucket::new(MAX_TOKENS, TOKENS_PER_SECOND);
+        let now = purse.refilled_at;
+        assert_eq!(times(&mut purse, PING, now), MAX_TOKENS / RARE_FRAME_COST);
         let later = now + Duration::from_secs(1);
-        assert_eq!(times(&mut purse, PING, later), PER_SECOND / RARE);
-        purse.sent(usize::try_from(BYTES).unwrap() * 5, 2, PER_STREAM);
-        assert_eq!(times(&mut purse, HEADERS, later), 5 + 2 * PER_STREAM);
+        assert_eq!(
+            times(&mut purse, PING, later),
+            TOKENS_PER_SECOND / RARE_FRAME_COST
+        );
+        purse.earn_for_sent(
+            usize::try_from(BYTES_PER_TOKEN).unwrap() * 5,
+            2,
+            TOKENS_PER_STREAM,
+        );
+        assert_eq!(times(&mut purse, HEADERS, later), 5 + 2 * TOKENS_PER_STREAM);
     }
 }

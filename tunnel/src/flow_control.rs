@@ -9,38 +9,42 @@
 use std::time::Duration;
 
 /// Rate at which a window fills a link: bytes per second of round trip.
-const RATE: u64 = 160_000_000;
-const LEAST_FILL: u64 = 4 << 20;
-const MOST_FILL: u64 = 16 << 20;
-const FLOOR: u64 = 64 << 10;
+const WINDOW_BYTES_PER_SECOND: u64 = 160_000_000;
+const MIN_BDP_WINDOW: u64 = 4 << 20;
+const MAX_BDP_WINDOW: u64 = 16 << 20;
+const MIN_STREAM_WINDOW: u64 = 64 << 10;
 
 /// The window that fills a link of this round trip, in bytes: 4, 8 or 16 MiB.
 pub fn bdp_window(round_trip: Duration) -> u32 {
     let micros = u64::try_from(round_trip.as_micros()).unwrap_or(u64::MAX);
-    let bytes = (RATE / 1_000_000).saturating_mul(micros);
-    let bytes = bytes.clamp(LEAST_FILL, MOST_FILL).next_power_of_two();
+    let bytes = (WINDOW_BYTES_PER_SECOND / 1_000_000).saturating_mul(micros);
+    let bytes = bytes
+        .clamp(MIN_BDP_WINDOW, MAX_BDP_WINDOW)
+        .next_power_of_two();
     u32::try_from(bytes).unwrap_or(u32::MAX)
 }
 
 /// The window for `streams` open streams that share `budget` bytes, less what stalled ones hold already.
-pub fn size(round_trip: Duration, streams: usize, budget: usize) -> u32 {
+pub fn window_size(round_trip: Duration, streams: usize, budget: usize) -> u32 {
     per_stream_share(streams, budget).min(bdp_window(round_trip))
 }
 
 /// Returns the share of each of `streams` open streams in `budget` bytes, independent of the length of the link.
 pub(crate) fn per_stream_share(streams: usize, budget: usize) -> u32 {
     let share = budget / streams.max(1);
-    let share = u64::try_from(share).unwrap_or(u64::MAX).max(FLOOR);
+    let share = u64::try_from(share)
+        .unwrap_or(u64::MAX)
+        .max(MIN_STREAM_WINDOW);
     u32::try_from(share).unwrap_or(u32::MAX)
 }
 
 /// The window to change to, if `wanted` is at least a factor of two away from `current`.
-pub(crate) fn next_window(current: u32, wanted: u32) -> Option<u32> {
+pub(crate) fn next_window(current: u32, desired: u32) -> Option<u32> {
     let mut next = current;
-    while next > wanted {
+    while next > desired {
         next = next.div_ceil(2);
     }
-    while next <= wanted / 2 {
+    while next <= desired / 2 {
         next *= 2;
     }
     (next != current).then_some(next.max(64 << 10))
@@ -65,11 +69,11 @@ mod tests {
     fn a_window_follows_the_round_trip_and_the_crowd() {
         let near = Duration::from_micros(100);
         let far = Duration::from_millis(50);
-        assert_eq!(size(near, 1, BUDGET), 4 << 20);
-        assert_eq!(size(far, 1, BUDGET), 8 << 20);
-        assert_eq!(size(Duration::from_millis(200), 1, BUDGET), 16 << 20);
-        assert_eq!(size(far, 64, BUDGET), 1 << 20);
-        assert_eq!(size(far, 100_000, BUDGET), 64 << 10);
+        assert_eq!(window_size(near, 1, BUDGET), 4 << 20);
+        assert_eq!(window_size(far, 1, BUDGET), 8 << 20);
+        assert_eq!(window_size(Duration::from_millis(200), 1, BUDGET), 16 << 20);
+        assert_eq!(window_size(far, 64, BUDGET), 1 << 20);
+        assert_eq!(window_size(far, 100_000, BUDGET), 64 << 10);
     }
 
     #[test]
@@ -79,7 +83,7 @@ mod tests {
             for then in [micros * 97 / 100, micros, micros * 103 / 100] {
                 let wanted = bdp_window(Duration::from_micros(then));
                 let window = next_window(first, wanted).unwrap_or(first);
-                let needed = (RATE / 1_000_000 * then).min(MOST_FILL);
+                let needed = (WINDOW_BYTES_PER_SECOND / 1_000_000 * then).min(MAX_BDP_WINDOW);
                 assert!(
                     u64::from(window) >= needed,
                     "{micros} us, then {then} us: {window} bytes"
@@ -106,11 +110,11 @@ mod tests {
             assert_eq!(
                 next_window(
                     window,
-                    size(Duration::ZERO, streams - 1, BUDGET).min(window)
+                    window_size(Duration::ZERO, streams - 1, BUDGET).min(window)
                 ),
                 None
             );
-            assert!(next_window(window, size(Duration::ZERO, streams, BUDGET)).is_some());
+            assert!(next_window(window, window_size(Duration::ZERO, streams, BUDGET)).is_some());
         }
     }
 }

@@ -30,7 +30,7 @@ pub const ACK: u8 = 1;
 pub const END_HEADERS: u8 = 4;
 
 /// Length, kind, flags, stream.
-const HEAD: usize = 9;
+const FRAME_HEADER_LEN: usize = 9;
 
 /// The head of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,60 +49,60 @@ pub struct FrameHeader {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameEvent<'a> {
     /// It begins.
-    Head(FrameHeader),
+    Header(FrameHeader),
     /// Some of its payload; a frame without any has one part that is empty.
     Payload {
         /// These bytes.
         bytes: &'a [u8],
         /// How many follow.
-        left: u32,
+        remaining: u32,
     },
 }
 
 /// Parser state of one direction of a connection.
 #[derive(Debug, Default)]
 pub struct FrameParser {
-    head: [u8; HEAD],
-    have: usize,
+    head_buf: [u8; FRAME_HEADER_LEN],
+    head_len: usize,
     /// Of the payload, in bytes.
-    left: u32,
+    remaining: u32,
 }
 
 impl FrameParser {
     /// Creates a parser for the bytes of a client: it begins with the preface, which is reported as payload.
-    pub fn of_client() -> Self {
+    pub fn for_client() -> Self {
         Self {
-            left: u32::try_from(PREFACE.len()).unwrap_or(0),
+            remaining: u32::try_from(PREFACE.len()).unwrap_or(0),
             ..Self::default()
         }
     }
 
     /// Whether the last frame is whole and the next one has not begun.
-    pub fn is_between(&self) -> bool {
-        self.have == 0 && self.left == 0
+    pub fn is_at_frame_boundary(&self) -> bool {
+        self.head_len == 0 && self.remaining == 0
     }
 
     /// Shows what the next bytes are, however they are cut.
-    pub fn pass<'a>(&mut self, mut bytes: &'a [u8], mut seen: impl FnMut(FrameEvent<'a>)) {
+    pub fn parse<'a>(&mut self, mut bytes: &'a [u8], mut on_event: impl FnMut(FrameEvent<'a>)) {
         while !bytes.is_empty() {
-            let wanted = match self.left {
-                0 => HEAD - self.have,
+            let needed = match self.remaining {
+                0 => FRAME_HEADER_LEN - self.head_len,
                 left => usize::try_from(left).unwrap_or(usize::MAX),
             };
-            let (part, rest) = bytes.split_at(wanted.min(bytes.len()));
+            let (part, rest) = bytes.split_at(needed.min(bytes.len()));
             bytes = rest;
-            if self.left > 0 {
-                self.left -= u32::try_from(part.len()).unwrap_or(self.left);
-                seen(FrameEvent::Payload {
+            if self.remaining > 0 {
+                self.remaining -= u32::try_from(part.len()).unwrap_or(self.remaining);
+                on_event(FrameEvent::Payload {
                     bytes: part,
-                    left: self.left,
+                    remaining: self.remaining,
                 });
-            } else if let Some(head) = self.head(part) {
-                seen(FrameEvent::Head(head));
+            } else if let Some(head) = self.parse_header(part) {
+                on_event(FrameEvent::Header(head));
                 if head.length == 0 {
-                    seen(FrameEvent::Payload {
+                    on_event(FrameEvent::Payload {
                         bytes: &[],
-                        left: 0,
+                        remaining: 0,
                     });
                 }
             }
@@ -110,19 +110,19 @@ impl FrameParser {
     }
 
     /// Takes some bytes of a head; the head once it is whole.
-    fn head(&mut self, part: &[u8]) -> Option<FrameHeader> {
-        self.head[self.have..self.have + part.len()].copy_from_slice(part);
-        self.have += part.len();
-        if self.have < HEAD {
+    fn parse_header(&mut self, part: &[u8]) -> Option<FrameHeader> {
+        self.head_buf[self.head_len..self.head_len + part.len()].copy_from_slice(part);
+        self.head_len += part.len();
+        if self.head_len < FRAME_HEADER_LEN {
             return None;
         }
-        let [high, middle, low, kind, flags, stream @ ..] = self.head;
-        self.have = 0;
-        self.left = u32::from_be_bytes([0, high, middle, low]);
+        let [high, middle, low, kind, flags, stream @ ..] = self.head_buf;
+        self.head_len = 0;
+        self.remaining = u32::from_be_bytes([0, high, middle, low]);
         Some(FrameHeader {
             kind,
             flags,
-            length: self.left,
+            length: self.remaining,
             // The first bit is reserved.
             stream: u32::from_be_bytes(stream) & (u32::MAX >> 1),
         })
@@ -133,14 +133,14 @@ impl FrameParser {
 #[derive(Debug)]
 pub struct ClientFrames {
     /// How much of the preface has come; `None` where something else came.
-    preface: Option<usize>,
+    preface_len: Option<usize>,
     frames: FrameParser,
 }
 
 impl Default for ClientFrames {
     fn default() -> Self {
         Self {
-            preface: Some(0),
+            preface_len: Some(0),
             frames: FrameParser::default(),
         }
     }
@@ -149,22 +149,25 @@ impl Default for ClientFrames {
 impl ClientFrames {
     /// Whether the whole preface has come.
     pub fn is_http2(&self) -> bool {
-        self.preface == Some(PREFACE.len())
+        self.preface_len == Some(PREFACE.len())
     }
 
     /// Whether something else than the preface has come.
-    pub fn is_other(&self) -> bool {
-        self.preface.is_none()
+    pub fn is_not_http2(&self) -> bool {
+        self.preface_len.is_none()
     }
 
     /// Shows what the next bytes are, however they are cut.
-    pub fn pass<'a>(&mut self, bytes: &'a [u8], seen: impl FnMut(FrameEvent<'a>)) {
-        let Some(have) = self.preface else { return };
-        let (taken, rest) = bytes.split_at(bytes.len().min(PREFACE.len() - have));
-        let sound = PREFACE.get(have..have + taken.len()) == Some(taken);
-        self.preface = sound.then_some(have + taken.len());
-        if sound {
-            self.frames.pass(rest, seen);
+    pub fn parse<'a>(&mut self, bytes: &'a [u8], on_event: impl FnMut(FrameEvent<'a>)) {
+        let Some(received) = self.preface_len else {
+            return;
+        };
+        let (preface_part, rest) = bytes.split_at(bytes.len().min(PREFACE.len() - received));
+        let matches_preface =
+            PREFACE.get(received..received + preface_part.len()) == Some(preface_part);
+        self.preface_len = matches_preface.then_some(received + preface_part.len());
+        if matches_preface {
+            self.frames.parse(rest, on_event);
         }
     }
 }
@@ -192,12 +195,15 @@ mod tests {
             stream: 258,
         });
         for cut in 1..=bytes.len() {
-            let mut frames = FrameParser::of_client();
+            let mut frames = FrameParser::for_client();
             let (mut seen, mut payload, mut ends) = (Vec::new(), Vec::new(), 0);
             for part in bytes.chunks(cut) {
-                frames.pass(part, |part| match part {
-                    FrameEvent::Head(head) => seen.push(head),
-                    FrameEvent::Payload { bytes, left } => {
+                frames.parse(part, |part| match part {
+                    FrameEvent::Header(head) => seen.push(head),
+                    FrameEvent::Payload {
+                        bytes,
+                        remaining: left,
+                    } => {
                         payload.extend_from_slice(bytes);
                         ends += usize::from(left == 0);
                     }

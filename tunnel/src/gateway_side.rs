@@ -40,38 +40,38 @@ use std::{
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// Time without an answer to a PING after which a tunnel is stuck if it has read less than [`STUCK_BELOW`] meanwhile. The
+/// Time without an answer to a PING after which a tunnel is stuck if it has read less than [`STUCK_MAX_BYTES`] meanwhile. The
 /// answer waits behind what the edge's kernel holds, up to 256 KiB, which takes a slow link longer.
 const STUCK_AFTER: Duration = Duration::from_secs(10);
 /// Bytes, see [`STUCK_AFTER`]: 3 kB/s.
-const STUCK_BELOW: u64 = 32 << 10;
+const STUCK_MAX_BYTES: u64 = 32 << 10;
 
 /// Configuration of the gateway's end of a tunnel.
 #[derive(Clone, Debug)]
 pub struct GatewaySideConfig {
     /// The bounds of liveness.
-    pub liveness: KeepaliveConfig,
+    pub keepalive: KeepaliveConfig,
     /// Bytes that all streams of the node's tunnels may have unread at this end.
     pub budget: usize,
     /// Budget that the tunnels of the node share.
-    pub siblings: Arc<NodeBudget>,
+    pub node_budget: Arc<NodeBudget>,
     /// Streams that may be open at once.
     pub max_streams: usize,
     /// The round trip that TLS's handshake took.
     pub round_trip: Duration,
     /// Budget of the bytes that all tunnels of this process leave unread. Windows stay small while it is high.
-    pub pressure: Arc<MemoryBudget>,
+    pub memory_budget: Arc<MemoryBudget>,
 }
 
 impl Default for GatewaySideConfig {
     fn default() -> Self {
         Self {
-            liveness: KeepaliveConfig::default(),
+            keepalive: KeepaliveConfig::default(),
             budget: 64 << 20,
-            siblings: Arc::default(),
+            node_budget: Arc::default(),
             max_streams: 10_000,
             round_trip: Duration::ZERO,
-            pressure: Arc::default(),
+            memory_budget: Arc::default(),
         }
     }
 }
@@ -86,85 +86,85 @@ pub struct Tunnel {
 #[derive(Debug)]
 struct Inner {
     load: Arc<TunnelLoad>,
-    settings: GatewaySideConfig,
+    config: GatewaySideConfig,
     traffic: Arc<IoActivity>,
     suspect: AtomicBool,
     /// A probe is to be sent before it is due.
-    hurry: AtomicBool,
-    /// When the probe was sent that nothing has been read since, in milliseconds from `began`; none is 0.
-    probed_ms: AtomicU64,
-    /// When the PING was sent that has no answer, in milliseconds from `began`; none is 0.
-    pinged_ms: AtomicU64,
+    probe_requested: AtomicBool,
+    /// When the probe was sent that nothing has been read since, in milliseconds from `started_at`; none is 0.
+    probe_sent_ms: AtomicU64,
+    /// When the PING was sent that has no answer, in milliseconds from `started_at`; none is 0.
+    ping_sent_ms: AtomicU64,
     /// Bytes that had been read from the socket by then.
-    pinged_read: AtomicU64,
-    began: Instant,
+    read_at_ping: AtomicU64,
+    started_at: Instant,
     draining: AtomicBool,
     round_trip_us: AtomicU64,
-    turn: WindowGrant,
+    window_grant: WindowGrant,
     long_targets: AtomicBool,
     upgrade_bodies: AtomicBool,
-    close: CancellationToken,
+    close_token: CancellationToken,
     /// Token that is cancelled with `draining`, for tasks that wait for it. It is cancelled with `close` as well.
-    leaving: CancellationToken,
+    leaving_token: CancellationToken,
 }
 
 impl Inner {
-    fn new(load: Arc<TunnelLoad>, traffic: Arc<IoActivity>, settings: &GatewaySideConfig) -> Self {
-        let round_trip = u64::try_from(settings.round_trip.as_micros()).unwrap_or(u64::MAX);
-        let close = CancellationToken::new();
+    fn new(load: Arc<TunnelLoad>, traffic: Arc<IoActivity>, config: &GatewaySideConfig) -> Self {
+        let round_trip = u64::try_from(config.round_trip.as_micros()).unwrap_or(u64::MAX);
+        let close_token = CancellationToken::new();
         Self {
             load,
-            settings: settings.clone(),
+            config: config.clone(),
             traffic,
             suspect: AtomicBool::new(false),
-            hurry: AtomicBool::new(false),
-            probed_ms: AtomicU64::new(0),
-            pinged_ms: AtomicU64::new(0),
-            pinged_read: AtomicU64::new(0),
-            began: Instant::now(),
+            probe_requested: AtomicBool::new(false),
+            probe_sent_ms: AtomicU64::new(0),
+            ping_sent_ms: AtomicU64::new(0),
+            read_at_ping: AtomicU64::new(0),
+            started_at: Instant::now(),
             draining: AtomicBool::new(false),
             round_trip_us: AtomicU64::new(round_trip),
-            turn: WindowGrant::default(),
+            window_grant: WindowGrant::default(),
             long_targets: AtomicBool::new(false),
             upgrade_bodies: AtomicBool::new(false),
-            leaving: close.child_token(),
-            close,
+            leaving_token: close_token.child_token(),
+            close_token,
         }
     }
 
     /// Notes that a PING was sent.
-    fn pinged(&self) {
-        self.pinged_read.store(self.traffic.read(), Relaxed);
-        let after = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.pinged_ms.store(after.max(1), Relaxed);
+    fn record_ping(&self) {
+        self.read_at_ping.store(self.traffic.bytes_read(), Relaxed);
+        let elapsed_ms = u64::try_from(self.started_at.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.ping_sent_ms.store(elapsed_ms.max(1), Relaxed);
     }
 
     /// Notes that no PING is without an answer.
-    fn ponged(&self) {
-        self.pinged_ms.store(0, Relaxed);
+    fn clear_ping(&self) {
+        self.ping_sent_ms.store(0, Relaxed);
     }
 
     /// Whether the tunnel makes no progress worth the name, although single bytes come.
     fn is_stuck(&self) -> bool {
-        let pinged = self.pinged_ms.load(Relaxed);
-        let waits = self
-            .began
+        let ping_sent_ms = self.ping_sent_ms.load(Relaxed);
+        let unanswered_for = self
+            .started_at
             .elapsed()
-            .saturating_sub(Duration::from_millis(pinged));
+            .saturating_sub(Duration::from_millis(ping_sent_ms));
         let read = self
             .traffic
-            .read()
-            .saturating_sub(self.pinged_read.load(Relaxed));
-        pinged > 0 && waits >= STUCK_AFTER && read < STUCK_BELOW
+            .bytes_read()
+            .saturating_sub(self.read_at_ping.load(Relaxed));
+        ping_sent_ms > 0 && unanswered_for >= STUCK_AFTER && read < STUCK_MAX_BYTES
     }
 
     /// Notes since when a probe is without an answer.
-    fn unanswered(&self, probed: Option<Instant>) {
-        let after = probed.map(|probed| probed.saturating_duration_since(self.began));
+    fn record_unanswered_probe(&self, probe_sent_at: Option<Instant>) {
+        let after = probe_sent_at.map(|probed| probed.saturating_duration_since(self.started_at));
         let after = after.map_or(0, |after| {
             u64::try_from(after.as_millis()).unwrap_or(1).max(1)
         });
-        self.probed_ms.store(after, Relaxed);
+        self.probe_sent_ms.store(after, Relaxed);
     }
 }
 
@@ -174,22 +174,22 @@ pub struct OpenStream {
     /// The request's body, or the near half of a session.
     pub send: StreamSender,
     /// The answer.
-    pub answer: StreamResponse,
+    pub response: StreamResponse,
 }
 
 /// The answer of an opened stream.
 #[derive(Debug)]
 pub struct StreamResponse {
     inner: h2::client::ResponseFuture,
-    moved: Option<ByteCounter>,
-    interims: usize,
+    counter: Option<ByteCounter>,
+    interim_count: usize,
 }
 
 impl Tunnel {
     /// Opens a stream. The only place that does.
     ///
     /// `head` is the request as the upstream is to see it: its method, path, `:authority` or none, and fields that are ready
-    /// for HTTP/2 (see [`crate::headers`]). With `end` nothing is sent behind it. A [`TargetOverflow`] among its extensions
+    /// for HTTP/2 (see [`crate::headers`]). With `end_stream` nothing is sent behind it. A [`TargetOverflow`] among its extensions
     /// is sent here.
     ///
     /// # Errors
@@ -197,45 +197,45 @@ impl Tunnel {
     pub async fn open(
         &self,
         head: Request<()>,
-        ask: &StreamKind,
+        kind: &StreamKind,
         target: &Target,
-        end: bool,
+        end_stream: bool,
     ) -> Result<OpenStream, StreamError> {
-        let mut head = prepare(head, ask, target)?;
-        let rest = head.extensions_mut().remove::<TargetOverflow>();
-        if rest.is_some() && !self.shared.long_targets.load(Relaxed) {
-            return Err(StreamError::Nonsense(
+        let mut head = prepare_head(head, kind, target)?;
+        let overflow = head.extensions_mut().remove::<TargetOverflow>();
+        if overflow.is_some() && !self.shared.long_targets.load(Relaxed) {
+            return Err(StreamError::ProtocolViolation(
                 "the edge's version does not support request targets of more than 65534 bytes; upgrade the edge",
             ));
         }
-        if matches!(ask, StreamKind::Upgrade(_))
+        if matches!(kind, StreamKind::Upgrade(_))
             && !self.sender.is_extended_connect_protocol_enabled()
         {
-            return Err(StreamError::Nonsense(
+            return Err(StreamError::ProtocolViolation(
                 "the edge has not announced support for upgrades",
             ));
         }
         let has_content = head.headers().contains_key(wire::CONTENT);
         if has_content && !self.shared.upgrade_bodies.load(Relaxed) {
             // An older edge would mistake the body for the first bytes of the session.
-            return Err(StreamError::Nonsense(
+            return Err(StreamError::ProtocolViolation(
                 "the edge's version does not support upgrades with a body; upgrade the edge",
             ));
         }
-        let Some(TargetOverflow(rest)) = rest else {
-            return self.start(head, end).await;
+        let Some(TargetOverflow(overflow)) = overflow else {
+            return self.open_h2_stream(head, end_stream).await;
         };
         let fields = head.headers_mut();
-        fields.insert(wire::TARGET_REST, HeaderValue::from(rest.len()));
+        fields.insert(wire::TARGET_REST, HeaderValue::from(overflow.len()));
         // Content-Length would not match the bytes of the stream.
         if let Some(length) = fields.remove(CONTENT_LENGTH) {
             fields.insert(wire::CONTENT, length);
         }
-        let mut opened = self.start(head, false).await?;
-        let sent = if end {
-            opened.send.last(rest).await
+        let mut opened = self.open_h2_stream(head, false).await?;
+        let sent = if end_stream {
+            opened.send.send_last(overflow).await
         } else {
-            opened.send.data(rest).await
+            opened.send.send_data(overflow).await
         };
         // An edge that refuses the request stops reading it and sends the reason in its response.
         drop(sent);
@@ -246,50 +246,60 @@ impl Tunnel {
     ///
     /// # Errors
     /// As [`Tunnel::open`].
-    pub async fn ask(&self, head: Request<()>, end: bool) -> Result<OpenStream, StreamError> {
-        self.start(head, end).await
+    pub async fn send_request(
+        &self,
+        head: Request<()>,
+        end_stream: bool,
+    ) -> Result<OpenStream, StreamError> {
+        self.open_h2_stream(head, end_stream).await
     }
 
     /// Returns the configuration for a connection that a stream of this tunnel carries: the unread bytes of its streams
     /// belong to the same budget.
-    pub fn within(&self) -> GatewaySideConfig {
-        self.shared.settings.clone()
+    pub fn nested_config(&self) -> GatewaySideConfig {
+        self.shared.config.clone()
     }
 
     /// Opens the control stream (see [`crate::control_stream`]).
     ///
     /// # Errors
     /// If the tunnel is gone, or the edge does not take the stream.
-    pub async fn control(&self) -> Result<ControlStream, StreamError> {
+    pub async fn open_control_stream(&self) -> Result<ControlStream, StreamError> {
         let mut head = Request::new(());
         *head.method_mut() = Method::POST;
         let version = HeaderValue::from(wire::VERSION);
         head.headers_mut().insert(wire::CONTROL, version);
-        let opened = self.start(head, false).await?;
-        let (head, receive) = opened.answer.await?.into_parts();
+        let opened = self.open_h2_stream(head, false).await?;
+        let (head, receive) = opened.response.await?.into_parts();
         if !head.status.is_success() {
-            return Err(StreamError::Nonsense("the edge refused the control stream"));
+            return Err(StreamError::ProtocolViolation(
+                "the edge refused the control stream",
+            ));
         }
         Ok(ControlStream::new(opened.send, receive))
     }
 
-    async fn start(&self, head: Request<()>, end: bool) -> Result<OpenStream, StreamError> {
-        let open = OpenStreamGuard::new(&self.shared.load, self.shared.settings.max_streams)
+    async fn open_h2_stream(
+        &self,
+        head: Request<()>,
+        end_stream: bool,
+    ) -> Result<OpenStream, StreamError> {
+        let guard = OpenStreamGuard::new(&self.shared.load, self.shared.config.max_streams)
             .ok_or(StreamError::Busy)?;
         let path = head.uri().path_and_query();
-        let path = path.map_or(0, |path| path.as_str().len());
-        if headers::size(head.headers()) + path > wire::MAX_HEAD {
+        let path_len = path.map_or(0, |path| path.as_str().len());
+        if headers::header_list_size(head.headers()) + path_len > wire::MAX_HEAD {
             return Err(StreamError::TooLarge);
         }
-        let mut ready = self.sender.clone().ready().await?;
-        let (inner, send) = ready.send_request(head, end)?;
+        let mut ready_sender = self.sender.clone().ready().await?;
+        let (inner, send) = ready_sender.send_request(head, end_stream)?;
         let id = inner.stream_id().as_u32();
         Ok(OpenStream {
-            send: StreamSender::new(send, ByteCounter::new(open.clone()), end),
-            answer: StreamResponse {
+            send: StreamSender::new(send, ByteCounter::new(guard.clone()), end_stream),
+            response: StreamResponse {
                 inner,
-                moved: Some(ByteCounter::of(open, id)),
-                interims: 0,
+                counter: Some(ByteCounter::with_small_frames(guard, id)),
+                interim_count: 0,
             },
         })
     }
@@ -303,7 +313,7 @@ impl Tunnel {
     pub fn is_open(&self) -> bool {
         !self.is_suspect()
             && !self.shared.draining.load(Relaxed)
-            && !self.shared.close.is_cancelled()
+            && !self.shared.close_token.is_cancelled()
     }
 
     /// Whether a probe went unanswered, or nothing worth the name has come since the last PING.
@@ -314,25 +324,25 @@ impl Tunnel {
     /// How long a probe has been without an answer; nothing while none is. Long before the tunnel is suspect, it may say that
     /// another one would do better.
     pub fn unanswered_for(&self) -> Duration {
-        match self.shared.probed_ms.load(Relaxed) {
+        match self.shared.probe_sent_ms.load(Relaxed) {
             0 => Duration::ZERO,
             probed => self
                 .shared
-                .began
+                .started_at
                 .elapsed()
                 .saturating_sub(Duration::from_millis(probed)),
         }
     }
 
     /// How long nothing has been read.
-    pub fn silent_for(&self) -> Duration {
+    pub fn idle_for(&self) -> Duration {
         self.shared.traffic.last_read().elapsed()
     }
 
     /// Requests an immediate probe, unless a probe is outstanding, for code that cannot wait until the next one is due.
-    pub fn probe(&self) {
-        self.shared.hurry.store(true, Relaxed);
-        self.shared.load.crowded().wake();
+    pub fn request_probe(&self) {
+        self.shared.probe_requested.store(true, Relaxed);
+        self.shared.load.driver_waker().wake();
     }
 
     /// Whether the tunnel accepts no more streamss because one end leaves.
@@ -346,30 +356,30 @@ impl Tunnel {
         self.leave();
     }
 
-    /// Ends what rests on the tunnel (see [`Tunnel::leaving`]); streams may still be opened.
+    /// Ends what rests on the tunnel (see [`Tunnel::leaving_token`]); streams may still be opened.
     pub fn leave(&self) {
-        self.shared.leaving.cancel();
+        self.shared.leaving_token.cancel();
     }
 
     /// Returns the token that is cancelled when one end leaves, or the tunnel is closed: the tunnel is then unfit for later
     /// use.
-    pub fn leaving(&self) -> &CancellationToken {
-        &self.shared.leaving
+    pub fn leaving_token(&self) -> &CancellationToken {
+        &self.shared.leaving_token
     }
 
     /// Whether the tunnel has been closed, or has ended by itself.
     pub fn is_closed(&self) -> bool {
-        self.shared.close.is_cancelled()
+        self.shared.close_token.is_cancelled()
     }
 
     /// Closes the tunnel at once, with all its streams.
     pub fn close(&self) {
-        self.shared.close.cancel();
+        self.shared.close_token.cancel();
     }
 
-    /// From now on the edge is given its turns: see [`Tunnel::turn`].
-    pub fn give_turns(&self) {
-        self.shared.turn.give();
+    /// From now on the edge is given its turns: see [`Tunnel::next_window_grant`].
+    pub fn enable_window_grants(&self) {
+        self.shared.window_grant.enable();
     }
 
     /// Whether requests may have a [`TargetOverflow`] from now on.
@@ -383,15 +393,15 @@ impl Tunnel {
     }
 
     /// Waits until it is the edge's turn to change its window, to this many bytes at most. Until
-    /// [`Tunnel::turn_over`] this end sends neither PING nor SETTINGS of its own (invariant 11).
-    pub async fn turn(&self) -> u32 {
-        self.shared.turn.asked().await
+    /// [`Tunnel::complete_window_grant`] this end sends neither PING nor SETTINGS of its own (invariant 11).
+    pub async fn next_window_grant(&self) -> u32 {
+        self.shared.window_grant.next_offer().await
     }
 
     /// The edge has changed its window to this many bytes.
-    pub fn turn_over(&self, window: u32) {
-        self.shared.turn.over(window);
-        self.shared.load.crowded().wake();
+    pub fn complete_window_grant(&self, window: u32) {
+        self.shared.window_grant.complete(window);
+        self.shared.load.driver_waker().wake();
     }
 
     /// The least of the recent round trips (at first: of TLS's handshake).
@@ -400,24 +410,25 @@ impl Tunnel {
     }
 }
 
-fn prepare(
+fn prepare_head(
     mut head: Request<()>,
-    ask: &StreamKind,
+    kind: &StreamKind,
     target: &Target,
 ) -> Result<Request<()>, StreamError> {
-    let target = target.text();
-    match ask {
+    let target = target.to_host_port();
+    match kind {
         StreamKind::Tcp => {
             *head.method_mut() = Method::CONNECT;
             *head.uri_mut() = Uri::builder()
                 .authority(target)
                 .build()
-                .map_err(|_| StreamError::Nonsense("the target is not an authority"))?;
+                .map_err(|_| StreamError::ProtocolViolation("the target is not an authority"))?;
             return Ok(head);
         }
         StreamKind::Upgrade(token) => {
-            let method = HeaderValue::from_str(head.method().as_str())
-                .map_err(|_| StreamError::Nonsense("the method is not a valid header value"))?;
+            let method = HeaderValue::from_str(head.method().as_str()).map_err(|_| {
+                StreamError::ProtocolViolation("the method is not a valid header value")
+            })?;
             head.headers_mut().insert(wire::METHOD, method);
             *head.method_mut() = Method::CONNECT;
             head.extensions_mut().insert(Protocol::from(token.as_str()));
@@ -425,7 +436,7 @@ fn prepare(
         StreamKind::Request => {}
     }
     let target = HeaderValue::try_from(target)
-        .map_err(|_| StreamError::Nonsense("the target is not a valid header value"))?;
+        .map_err(|_| StreamError::ProtocolViolation("the target is not a valid header value"))?;
     head.headers_mut().insert(wire::TARGET, target);
     Ok(head)
 }
@@ -435,18 +446,18 @@ impl StreamResponse {
     ///
     /// # Errors
     /// If the stream was reset or the tunnel is gone.
-    pub async fn interim(&mut self) -> Result<Option<Response<()>>, StreamError> {
+    pub async fn next_informational(&mut self) -> Result<Option<Response<()>>, StreamError> {
         let interim = poll_fn(|cx| self.inner.poll_informational(cx)).await;
         if interim.is_some() {
-            self.count()?;
+            self.count_interim()?;
         }
         interim.transpose().map_err(StreamError::from)
     }
 
-    fn count(&mut self) -> Result<(), StreamError> {
-        self.interims += 1;
-        if self.interims > wire::MOST_INTERIMS {
-            return Err(StreamError::Nonsense(
+    fn count_interim(&mut self) -> Result<(), StreamError> {
+        self.interim_count += 1;
+        if self.interim_count > wire::MAX_INTERIM_RESPONSES {
+            return Err(StreamError::ProtocolViolation(
                 "too many interim responses came without a final response",
             ));
         }
@@ -461,14 +472,13 @@ impl Future for StreamResponse {
         // h2 would buffer interim responses without a limit until the final response is polled.
         while let Some(interim) = ready!(self.inner.poll_informational(cx)) {
             interim?;
-            self.count()?;
+            self.count_interim()?;
         }
-        let answered = ready!(self.inner.poll_unpin(cx))?;
-        let moved = self
-            .moved
-            .take()
-            .ok_or(StreamError::Nonsense("the response was read twice"))?;
-        Poll::Ready(Ok(answered.map(|body| StreamReceiver::new(body, moved))))
+        let response = ready!(self.inner.poll_unpin(cx))?;
+        let counter = self.counter.take().ok_or(StreamError::ProtocolViolation(
+            "the response was read twice",
+        ))?;
+        Poll::Ready(Ok(response.map(|body| StreamReceiver::new(body, counter))))
     }
 }
 

@@ -17,7 +17,7 @@ const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
 /// Fields that belong to one connection, besides those that `Connection` names.
-static OF_A_CONNECTION: [HeaderName; 6] = [
+static HOP_BY_HOP_HEADERS: [HeaderName; 6] = [
     CONNECTION,
     KEEP_ALIVE,
     PROXY_CONNECTION,
@@ -32,10 +32,10 @@ static OF_A_CONNECTION: [HeaderName; 6] = [
 /// `Connection` cannot name away what routing and framing stand on (`Host`, `Content-Length` …).
 pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
     // A single pass, because most messages have none of these headers.
-    if !headers.keys().any(|name| OF_A_CONNECTION.contains(name)) {
+    if !headers.keys().any(|name| HOP_BY_HOP_HEADERS.contains(name)) {
         return;
     }
-    let named: Vec<HeaderName> = headers
+    let connection_listed: Vec<HeaderName> = headers
         .get_all(CONNECTION)
         .iter()
         .filter_map(|value| value.to_str().ok())
@@ -43,10 +43,10 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
         .filter_map(|token| HeaderName::from_bytes(token.trim().as_bytes()).ok())
         .filter(|name| name != HOST && name != CONTENT_LENGTH && name != TE && name != TRAILER)
         .collect();
-    for name in named {
+    for name in connection_listed {
         headers.remove(name);
     }
-    for name in OF_A_CONNECTION.iter().filter(|name| *name != TE) {
+    for name in HOP_BY_HOP_HEADERS.iter().filter(|name| *name != TE) {
         headers.remove(name);
     }
     keep_te_trailers(headers);
@@ -57,7 +57,7 @@ fn keep_te_trailers(headers: &mut HeaderMap) {
     if !headers.contains_key(TE) {
         return;
     }
-    let trailers = lists(headers, &TE, "trailers");
+    let trailers = contains_token(headers, &TE, "trailers");
     headers.remove(TE);
     if trailers {
         headers.insert(TE, HeaderValue::from_static("trailers"));
@@ -65,7 +65,7 @@ fn keep_te_trailers(headers: &mut HeaderMap) {
 }
 
 /// Whether a comma-separated field holds `token`, independent of its case and parameters.
-pub fn lists(headers: &HeaderMap, name: &HeaderName, token: &str) -> bool {
+pub fn contains_token(headers: &HeaderMap, name: &HeaderName, token: &str) -> bool {
     headers
         .get_all(name)
         .iter()
@@ -76,7 +76,7 @@ pub fn lists(headers: &HeaderMap, name: &HeaderName, token: &str) -> bool {
 }
 
 /// The size of a header list as HTTP/2 counts it (RFC 7541 §4.1): each field has 32 bytes besides its own.
-pub fn size(headers: &HeaderMap) -> usize {
+pub fn header_list_size(headers: &HeaderMap) -> usize {
     let fields = headers.iter();
     fields
         .map(|(name, value)| name.as_str().len() + value.len() + 32)
@@ -85,11 +85,12 @@ pub fn size(headers: &HeaderMap) -> usize {
 
 /// Whether a body comes in one coding at most, `chunked`. A parser undoes one `chunked` where it is the last coding
 /// (RFC 9112 §6.1); of others the receiver would get the bytes without the name.
-pub fn codes_only_by_chunks(headers: &HeaderMap) -> bool {
+pub fn is_unencoded_or_chunked(headers: &HeaderMap) -> bool {
     let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
     let first = codings.next();
-    let plain = first.is_none_or(|value| value.as_bytes().eq_ignore_ascii_case(b"chunked"));
-    plain && codings.next().is_none()
+    let is_plain_or_chunked =
+        first.is_none_or(|value| value.as_bytes().eq_ignore_ascii_case(b"chunked"));
+    is_plain_or_chunked && codings.next().is_none()
 }
 
 /// Makes the fields that frame an answer anew (RFC 9112 §6.3), before those of one connection are removed: a
@@ -97,8 +98,11 @@ pub fn codes_only_by_chunks(headers: &HeaderMap) -> bool {
 ///
 /// # Errors
 /// Fault of an answer's sender, as the end of a sentence about it.
-pub fn reframe_answer(status: StatusCode, fields: &mut HeaderMap) -> Result<(), &'static str> {
-    if !codes_only_by_chunks(fields) {
+pub fn normalize_response_framing(
+    status: StatusCode,
+    fields: &mut HeaderMap,
+) -> Result<(), &'static str> {
+    if !is_unencoded_or_chunked(fields) {
         return Err("sent a response whose Transfer-Encoding is not just chunked");
     }
     let mut lengths = fields.get_all(CONTENT_LENGTH).iter();
@@ -106,14 +110,14 @@ pub fn reframe_answer(status: StatusCode, fields: &mut HeaderMap) -> Result<(), 
         return Ok(());
     };
     // RFC 9110 §8.6 for the latter two.
-    let framed_otherwise = fields.contains_key(TRANSFER_ENCODING)
+    let ignores_content_length = fields.contains_key(TRANSFER_ENCODING)
         || status.is_informational()
         || status == StatusCode::NO_CONTENT;
-    if framed_otherwise {
+    if ignores_content_length {
         fields.remove(CONTENT_LENGTH);
         return Ok(());
     }
-    if lengths.next().is_none() && is_length(first.as_bytes()) {
+    if lengths.next().is_none() && is_valid_length(first.as_bytes()) {
         return Ok(());
     }
     let length = common_length(fields)
@@ -123,10 +127,10 @@ pub fn reframe_answer(status: StatusCode, fields: &mut HeaderMap) -> Result<(), 
 }
 
 /// The longest number that HTTP/2 engines take for a length, in digits: any number of them fits 64 bits.
-const LENGTH_DIGITS: usize = 19;
+const MAX_LENGTH_DIGITS: usize = 19;
 
-fn is_length(value: &[u8]) -> bool {
-    (1..=LENGTH_DIGITS).contains(&value.len()) && value.iter().all(u8::is_ascii_digit)
+fn is_valid_length(value: &[u8]) -> bool {
+    (1..=MAX_LENGTH_DIGITS).contains(&value.len()) && value.iter().all(u8::is_ascii_digit)
 }
 
 /// The number that all values of `Content-Length`, and all items of lists in them, are.
@@ -138,7 +142,7 @@ fn common_length(fields: &HeaderMap) -> Option<u64> {
             let digits = item.trim_start_matches('0');
             let number = match digits {
                 "" if !item.is_empty() => 0,
-                digits if is_length(digits.as_bytes()) => digits.parse().ok()?,
+                digits if is_valid_length(digits.as_bytes()) => digits.parse().ok()?,
                 _ => return None,
             };
             if *common.get_or_insert(number) != number {
@@ -153,30 +157,31 @@ fn common_length(fields: &HeaderMap) -> Option<u64> {
 /// only where `Connection` names it.
 pub fn upgrade_token(headers: &HeaderMap) -> Option<&str> {
     let token = headers.get(UPGRADE)?.to_str().ok()?;
-    (lists(headers, &CONNECTION, "upgrade") && !token.is_empty()).then_some(token)
+    (contains_token(headers, &CONNECTION, "upgrade") && !token.is_empty()).then_some(token)
 }
 
 /// Whether the content type is gRPC's: alone, or with a suffix for the encoding of messages such as `+proto`. gRPC-Web
 /// (`application/grpc-web`) is not: HTTP/1.1 carries it, and its clients read HTTP statuses.
 pub fn is_grpc(headers: &HeaderMap) -> bool {
     const GRPC: &[u8] = b"application/grpc";
-    let Some(kind) = headers.get(http::header::CONTENT_TYPE) else {
+    let Some(content_type) = headers.get(http::header::CONTENT_TYPE) else {
         return false;
     };
-    let split = kind.as_bytes().split_at_checked(GRPC.len());
-    split.is_some_and(|(kind, rest)| {
-        kind.eq_ignore_ascii_case(GRPC) && matches!(rest.first(), None | Some(b'+' | b';' | b' '))
+    let split = content_type.as_bytes().split_at_checked(GRPC.len());
+    split.is_some_and(|(media_type, suffix)| {
+        media_type.eq_ignore_ascii_case(GRPC)
+            && matches!(suffix.first(), None | Some(b'+' | b';' | b' '))
     })
 }
 
 /// Removes every private field, so that a client cannot speak for a gateway nor an upstream for an edge.
 pub fn strip_private(headers: &mut HeaderMap) {
-    let private: Vec<HeaderName> = headers
+    let private_names: Vec<HeaderName> = headers
         .keys()
         .filter(|name| name.as_str().starts_with(PRIVATE_PREFIX))
         .cloned()
         .collect();
-    for name in private {
+    for name in private_names {
         headers.remove(name);
     }
 }
@@ -198,7 +203,7 @@ pub fn take_host(headers: &mut HeaderMap) -> Option<Authority> {
 }
 
 /// Puts `:authority` back into the Host field, and that in front of the others (RFC 9110 §7.2).
-pub fn put_host(headers: &mut HeaderMap, authority: &Authority) {
+pub fn restore_host_from_authority(headers: &mut HeaderMap, authority: &Authority) {
     if let Ok(value) = HeaderValue::from_str(authority.as_str()) {
         set_host(headers, value);
     }
@@ -280,7 +285,7 @@ mod tests {
         let reframed = |status: u16, lines: &[(&'static str, &'static str)]| {
             let mut headers = fields(lines);
             let status = StatusCode::from_u16(status).unwrap();
-            reframe_answer(status, &mut headers).map(|()| {
+            normalize_response_framing(status, &mut headers).map(|()| {
                 let lengths = headers.get_all(CONTENT_LENGTH).iter();
                 let lengths: Vec<_> = lengths.map(|value| value.to_str().unwrap()).collect();
                 lengths.join("|")
@@ -395,7 +400,7 @@ mod tests {
         for count in 0..=all.len() {
             let mut headers = fields(&all[..count]);
             let expected = headers.clone();
-            put_host(&mut headers, &Authority::from_static("edge-1"));
+            restore_host_from_authority(&mut headers, &Authority::from_static("edge-1"));
             assert_eq!(headers.keys().next(), Some(&HOST));
             assert_eq!(headers.remove(HOST).unwrap(), "edge-1");
             assert_eq!(headers, expected, "{count}");
@@ -407,7 +412,7 @@ mod tests {
         let mut headers = fields(&[("host", "edge-1:9100")]);
         let authority = take_host(&mut headers).unwrap();
         assert!(headers.is_empty());
-        put_host(&mut headers, &authority);
+        restore_host_from_authority(&mut headers, &authority);
         assert_eq!(headers, fields(&[("host", "edge-1:9100")]));
     }
 }

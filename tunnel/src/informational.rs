@@ -56,9 +56,9 @@ pub struct InformationalResponses(Arc<Shared>);
 struct Shared {
     queue: Mutex<Queue>,
     /// How many answers wait.
-    waiting: AtomicUsize,
+    queued_count: AtomicUsize,
     /// Number of streams that have begun and that hyper has not handed over.
-    begun: AtomicUsize,
+    pending_count: AtomicUsize,
     /// The socket takes nothing.
     blocked: AtomicBool,
     waker: AtomicWaker,
@@ -66,33 +66,35 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Queue {
-    answers: VecDeque<(ExchangeId, Bytes)>,
-    begun: VecDeque<u32>,
+    responses: VecDeque<(ExchangeId, Bytes)>,
+    pending_streams: VecDeque<u32>,
     /// Whether new streams cannot be told apart any more.
-    lost: bool,
+    is_out_of_sync: bool,
 }
 
 impl Queue {
-    fn lose(&mut self) {
-        self.lost = true;
-        self.begun.clear();
+    fn mark_out_of_sync(&mut self) {
+        self.is_out_of_sync = true;
+        self.pending_streams.clear();
     }
 }
 
 impl InformationalResponses {
     /// Returns the stream of the HTTP/2 request that hyper hands over now.
-    pub fn accepted(&self) -> ExchangeId {
+    pub fn next_exchange(&self) -> ExchangeId {
         let shared = &self.0;
         let mut queue = shared.queue();
-        let stream = queue.begun.pop_front();
+        let stream = queue.pending_streams.pop_front();
         // Refusals of earlier streams may not have been written yet.
-        queue.lost |= shared.blocked.load(Relaxed) && !queue.begun.is_empty();
-        if queue.lost {
-            queue.begun.clear();
+        queue.is_out_of_sync |= shared.blocked.load(Relaxed) && !queue.pending_streams.is_empty();
+        if queue.is_out_of_sync {
+            queue.pending_streams.clear();
         }
-        shared.begun.store(queue.begun.len(), Relaxed);
+        shared
+            .pending_count
+            .store(queue.pending_streams.len(), Relaxed);
         match stream {
-            Some(stream) if !queue.lost => ExchangeId::Http2(stream),
+            Some(stream) if !queue.is_out_of_sync => ExchangeId::Http2(stream),
             _ => ExchangeId::None,
         }
     }
@@ -101,15 +103,15 @@ impl InformationalResponses {
     pub fn send(&self, exchange: ExchangeId, status: StatusCode, fields: &HeaderMap) {
         let bytes = match exchange {
             ExchangeId::None => return,
-            ExchangeId::Http1 => head(status, fields),
-            ExchangeId::Http2(stream) => frame(stream, status, fields),
+            ExchangeId::Http1 => encode_http1(status, fields),
+            ExchangeId::Http2(stream) => encode_http2(stream, status, fields),
         };
         let mut queue = self.0.queue();
-        let held: usize = queue.answers.iter().map(|(_, bytes)| bytes.len()).sum();
-        let fits = bytes.len() <= MAX_HEAD_BYTES && held + bytes.len() <= MAX_QUEUED_BYTES;
-        if fits && queue.answers.len() < MAX_QUEUED {
-            queue.answers.push_back((exchange, bytes.into()));
-            self.0.waiting.store(queue.answers.len(), Relaxed);
+        let queued_bytes: usize = queue.responses.iter().map(|(_, bytes)| bytes.len()).sum();
+        let fits = bytes.len() <= MAX_HEAD_BYTES && queued_bytes + bytes.len() <= MAX_QUEUED_BYTES;
+        if fits && queue.responses.len() < MAX_QUEUED {
+            queue.responses.push_back((exchange, bytes.into()));
+            self.0.queued_count.store(queue.responses.len(), Relaxed);
             self.0.waker.wake();
         }
     }
@@ -120,61 +122,63 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn next(&self) -> Option<Bytes> {
-        if self.waiting.load(Relaxed) == 0 {
+    fn pop_queued(&self) -> Option<Bytes> {
+        if self.queued_count.load(Relaxed) == 0 {
             return None;
         }
         let mut queue = self.queue();
-        let answer = queue.answers.pop_front();
-        self.waiting.store(queue.answers.len(), Relaxed);
-        answer.map(|(_, bytes)| bytes)
+        let response = queue.responses.pop_front();
+        self.queued_count.store(queue.responses.len(), Relaxed);
+        response.map(|(_, bytes)| bytes)
     }
 
     /// Sends no more interim answers over HTTP/2.
-    fn lose(&self) {
-        self.queue().lose();
-        self.begun.store(0, Relaxed);
-        self.drop_waiting(|of| matches!(of, ExchangeId::Http2(_)));
+    fn disable_http2(&self) {
+        self.queue().mark_out_of_sync();
+        self.pending_count.store(0, Relaxed);
+        self.drop_queued(|of| matches!(of, ExchangeId::Http2(_)));
     }
 
-    fn begins(&self, stream: u32) {
+    fn record_stream(&self, stream: u32) {
         let mut queue = self.queue();
-        if !queue.lost {
-            queue.begun.push_back(stream);
-            self.begun.store(queue.begun.len(), Relaxed);
+        if !queue.is_out_of_sync {
+            queue.pending_streams.push_back(stream);
+            self.pending_count
+                .store(queue.pending_streams.len(), Relaxed);
         }
     }
 
     /// Drops what waits for such requests.
-    fn drop_waiting(&self, of: impl Fn(ExchangeId) -> bool) {
-        if self.waiting.load(Relaxed) > 0 {
+    fn drop_queued(&self, matches: impl Fn(ExchangeId) -> bool) {
+        if self.queued_count.load(Relaxed) > 0 {
             let mut queue = self.queue();
-            queue.answers.retain(|(exchange, _)| !of(*exchange));
-            self.waiting.store(queue.answers.len(), Relaxed);
+            queue.responses.retain(|(exchange, _)| !matches(*exchange));
+            self.queued_count.store(queue.responses.len(), Relaxed);
         }
     }
 
     /// Handles a frame that hyper has written.
-    fn wrote(&self, kind: u8, stream: u32) {
+    fn record_written_frame(&self, kind: u8, stream: u32) {
         if matches!(kind, RST_STREAM | HEADERS) {
             // The final response was sent.
-            self.drop_waiting(|of| of == ExchangeId::Http2(stream));
+            self.drop_queued(|of| of == ExchangeId::Http2(stream));
         }
-        let refuses = matches!(kind, RST_STREAM | HEADERS) && self.begun.load(Relaxed) > 0;
+        let may_refuse =
+            matches!(kind, RST_STREAM | HEADERS) && self.pending_count.load(Relaxed) > 0;
         // h2 ignores streams that begin after a GOAWAY.
-        if refuses || kind == GOAWAY {
+        if may_refuse || kind == GOAWAY {
             let mut queue = self.queue();
             // h2 may or may not return a stream that it has reset.
-            if kind == GOAWAY || queue.begun.contains(&stream) {
-                queue.lose();
-                self.begun.store(0, Relaxed);
+            if kind == GOAWAY || queue.pending_streams.contains(&stream) {
+                queue.mark_out_of_sync();
+                self.pending_count.store(0, Relaxed);
             }
         }
     }
 }
 
 /// An interim answer of HTTP/1.1 (RFC 9112 §4).
-fn head(status: StatusCode, fields: &HeaderMap) -> Vec<u8> {
+fn encode_http1(status: StatusCode, fields: &HeaderMap) -> Vec<u8> {
     let reason = status.canonical_reason().unwrap_or_default();
     let mut bytes = format!("HTTP/1.1 {} {reason}\r\n", status.as_str()).into_bytes();
     for (name, value) in fields {
@@ -189,29 +193,29 @@ fn head(status: StatusCode, fields: &HeaderMap) -> Vec<u8> {
 
 /// An interim answer of HTTP/2: a HEADERS frame without `END_STREAM` (RFC 9113 §8.1), whose fields are literals that are
 /// not indexed (RFC 7541 §6.2.2).
-fn frame(stream: u32, status: StatusCode, fields: &HeaderMap) -> Vec<u8> {
-    const HEAD: usize = 9;
+fn encode_http2(stream: u32, status: StatusCode, fields: &HeaderMap) -> Vec<u8> {
+    const FRAME_HEADER_LEN: usize = 9;
     /// The name `:status` in the static table (RFC 7541, Appendix A).
-    const STATUS: u8 = 8;
-    let mut bytes = vec![0; HEAD];
-    bytes.push(STATUS);
-    string(&mut bytes, status.as_str().as_bytes());
+    const STATUS_NAME_INDEX: u8 = 8;
+    let mut bytes = vec![0; FRAME_HEADER_LEN];
+    bytes.push(STATUS_NAME_INDEX);
+    encode_string(&mut bytes, status.as_str().as_bytes());
     for (name, value) in fields {
         bytes.push(0);
-        string(&mut bytes, name.as_str().as_bytes());
-        string(&mut bytes, value.as_bytes());
+        encode_string(&mut bytes, name.as_str().as_bytes());
+        encode_string(&mut bytes, value.as_bytes());
     }
-    let length = u32::try_from(bytes.len() - HEAD).unwrap_or(u32::MAX);
+    let length = u32::try_from(bytes.len() - FRAME_HEADER_LEN).unwrap_or(u32::MAX);
     let [_, length @ ..] = length.to_be_bytes();
     bytes[..3].copy_from_slice(&length);
     bytes[3] = HEADERS;
     bytes[4] = END_HEADERS;
-    bytes[5..HEAD].copy_from_slice(&stream.to_be_bytes());
+    bytes[5..FRAME_HEADER_LEN].copy_from_slice(&stream.to_be_bytes());
     bytes
 }
 
 /// Appends a string that is not Huffman-coded, behind its length with a prefix of seven bits (RFC 7541 §5).
-fn string(bytes: &mut Vec<u8>, text: &[u8]) {
+fn encode_string(bytes: &mut Vec<u8>, text: &[u8]) {
     const PREFIX: usize = 127;
     if text.len() < PREFIX {
         bytes.extend(u8::try_from(text.len()));
@@ -231,39 +235,39 @@ fn string(bytes: &mut Vec<u8>, text: &[u8]) {
 #[derive(Debug, Default)]
 struct Settings {
     /// A frame of SETTINGS is under way.
-    within: bool,
+    in_frame: bool,
     /// Frames of SETTINGS that have come.
     frames: usize,
     /// Bytes of a value that has not come as a whole.
-    part: Vec<u8>,
+    partial_value: Vec<u8>,
 }
 
 impl Settings {
     /// Returns whether the table of the compression may have become smaller.
-    fn change_table(&mut self, part: FrameEvent<'_>) -> bool {
+    fn may_shrink_table(&mut self, part: FrameEvent<'_>) -> bool {
         /// Bytes of one value: identifier and number (RFC 9113 §6.5.1).
-        const VALUE: usize = 6;
+        const SETTING_LEN: usize = 6;
         /// The size that a table begins with (RFC 7541 §4.2, RFC 9113 §6.5.2).
-        const FIRST: u32 = 4096;
+        const DEFAULT_TABLE_SIZE: u32 = 4096;
         match part {
-            FrameEvent::Head(head) => {
-                self.within = head.kind == SETTINGS && head.flags & ACK == 0;
-                self.frames += usize::from(self.within);
-                self.part.clear();
+            FrameEvent::Header(head) => {
+                self.in_frame = head.kind == SETTINGS && head.flags & ACK == 0;
+                self.frames += usize::from(self.in_frame);
+                self.partial_value.clear();
                 false
             }
-            FrameEvent::Payload { bytes, .. } if self.within => {
-                self.part.extend_from_slice(bytes);
-                let changes = self.part.chunks_exact(VALUE).any(|value| {
+            FrameEvent::Payload { bytes, .. } if self.in_frame => {
+                self.partial_value.extend_from_slice(bytes);
+                let may_shrink = self.partial_value.chunks_exact(SETTING_LEN).any(|value| {
                     let (name, size) = value.split_at(2);
                     let size = size
                         .iter()
                         .fold(0, |size, byte| size << 8 | u32::from(*byte));
-                    name == [0, 1] && (size < FIRST || self.frames > 1)
+                    name == [0, 1] && (size < DEFAULT_TABLE_SIZE || self.frames > 1)
                 });
-                let whole = self.part.len() / VALUE * VALUE;
-                self.part.drain(..whole);
-                changes
+                let complete_len = self.partial_value.len() / SETTING_LEN * SETTING_LEN;
+                self.partial_value.drain(..complete_len);
+                may_shrink
             }
             FrameEvent::Payload { .. } => false,
         }
@@ -274,111 +278,113 @@ impl Settings {
 #[derive(Debug)]
 pub struct InformationalIo<S> {
     io: S,
-    interims: InformationalResponses,
-    read: ClientFrames,
+    responses: InformationalResponses,
+    read_frames: ClientFrames,
     last_stream: u32,
     settings: Settings,
-    written: FrameParser,
+    write_parser: FrameParser,
     /// Whether hyper is within a head of several frames.
     in_head: bool,
     /// Whether hyper has written nothing since it flushed all it had.
     flushed: bool,
     /// Rest of the answer that is being written.
-    rest: Bytes,
+    partial_response: Bytes,
 }
 
 impl<S> InformationalIo<S> {
     /// A connection that has just begun.
-    pub fn new(io: S, interims: InformationalResponses) -> Self {
+    pub fn new(io: S, responses: InformationalResponses) -> Self {
         Self {
             io,
-            interims,
-            read: ClientFrames::default(),
+            responses,
+            read_frames: ClientFrames::default(),
             last_stream: 0,
             settings: Settings::default(),
-            written: FrameParser::default(),
+            write_parser: FrameParser::default(),
             in_head: false,
             flushed: true,
-            rest: Bytes::new(),
+            partial_response: Bytes::new(),
         }
     }
 
     fn observe_read(&mut self, bytes: &[u8]) {
         let Self {
-            read,
+            read_frames,
             last_stream,
             settings,
-            interims,
+            responses,
             ..
         } = self;
-        read.pass(bytes, |part| {
-            if let FrameEvent::Head(head) = part
+        read_frames.parse(bytes, |part| {
+            if let FrameEvent::Header(head) = part
                 && head.kind == HEADERS
                 && head.stream > *last_stream
             {
                 *last_stream = head.stream;
-                interims.0.begins(head.stream);
+                responses.0.record_stream(head.stream);
             }
-            if settings.change_table(part) {
-                interims.0.lose();
+            if settings.may_shrink_table(part) {
+                responses.0.disable_http2();
             }
         });
     }
 
     fn observe_write(&mut self, bytes: &[u8]) {
-        if !self.read.is_http2() {
+        if !self.read_frames.is_http2() {
             return;
         }
         let Self {
-            written,
+            write_parser,
             in_head,
-            interims,
+            responses,
             ..
         } = self;
-        written.pass(bytes, |part| {
-            let FrameEvent::Head(head) = part else { return };
-            let of_head = matches!(head.kind, HEADERS | CONTINUATION);
-            *in_head = of_head && head.flags & END_HEADERS == 0;
-            interims.0.wrote(head.kind, head.stream);
+        write_parser.parse(bytes, |part| {
+            let FrameEvent::Header(head) = part else {
+                return;
+            };
+            let is_head_frame = matches!(head.kind, HEADERS | CONTINUATION);
+            *in_head = is_head_frame && head.flags & END_HEADERS == 0;
+            responses.0.record_written_frame(head.kind, head.stream);
         });
     }
 }
 
 impl<S: AsyncWrite + Unpin> InformationalIo<S> {
     /// Writes the interim answers that may go now. While it is pending nothing else may be written.
-    fn poll_interims(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+    fn poll_write_responses(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         loop {
-            while !self.rest.is_empty() {
-                let sent = ready!(Pin::new(&mut self.io).poll_write(cx, &self.rest))?;
+            while !self.partial_response.is_empty() {
+                let sent = ready!(Pin::new(&mut self.io).poll_write(cx, &self.partial_response))?;
                 if sent == 0 {
                     return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
                 }
-                self.rest.advance(sent);
+                self.partial_response.advance(sent);
             }
-            let may = if self.read.is_http2() {
-                self.written.is_between() && !self.in_head
+            let can_write = if self.read_frames.is_http2() {
+                self.write_parser.is_at_frame_boundary() && !self.in_head
             } else {
                 self.flushed
             };
-            match may.then(|| self.interims.0.next()).flatten() {
-                Some(next) => self.rest = next,
+            match can_write.then(|| self.responses.0.pop_queued()).flatten() {
+                Some(next) => self.partial_response = next,
                 None => return Poll::Ready(Ok(())),
             }
         }
     }
 
     /// Gets ready for bytes from hyper, which belong to an answer if the connection speaks HTTP/1.1.
-    fn poll_engine(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        ready!(self.poll_interims(cx))?;
+    fn poll_before_hyper_write(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.poll_write_responses(cx))?;
         self.flushed = false;
-        self.interims.0.drop_waiting(|of| of == ExchangeId::Http1);
+        self.responses.0.drop_queued(|of| of == ExchangeId::Http1);
         Poll::Ready(Ok(()))
     }
 
-    fn note<T>(&self, polled: &Poll<T>) {
+    fn record_blocked<T>(&self, polled: &Poll<T>) {
         let blocked = polled.is_pending();
-        if self.interims.0.blocked.load(Relaxed) != blocked {
-            self.interims.0.blocked.store(blocked, Relaxed);
+        if self.responses.0.blocked.load(Relaxed) != blocked {
+            self.responses.0.blocked.store(blocked, Relaxed);
         }
     }
 }
@@ -390,12 +396,12 @@ impl<S: AsyncRead + Unpin> AsyncRead for InformationalIo<S> {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let before = buf.filled().len();
+        let filled_before = buf.filled().len();
         let polled = Pin::new(&mut this.io).poll_read(cx, buf);
         if polled.is_pending() {
-            this.interims.0.waker.register(cx.waker());
+            this.responses.0.waker.register(cx.waker());
         }
-        this.observe_read(buf.filled().get(before..).unwrap_or_default());
+        this.observe_read(buf.filled().get(filled_before..).unwrap_or_default());
         polled
     }
 }
@@ -407,9 +413,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for InformationalIo<S> {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        ready!(this.poll_engine(cx))?;
+        ready!(this.poll_before_hyper_write(cx))?;
         let polled = Pin::new(&mut this.io).poll_write(cx, buf);
-        this.note(&polled);
+        this.record_blocked(&polled);
         let written = ready!(polled)?;
         this.observe_write(buf.get(..written).unwrap_or_default());
         Poll::Ready(Ok(written))
@@ -419,7 +425,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for InformationalIo<S> {
         let this = self.get_mut();
         // h2 has nothing left to write when it flushes.
         this.flushed = true;
-        ready!(this.poll_interims(cx))?;
+        ready!(this.poll_write_responses(cx))?;
         Pin::new(&mut this.io).poll_flush(cx)
     }
 
@@ -429,9 +435,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for InformationalIo<S> {
         bufs: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        ready!(this.poll_engine(cx))?;
+        ready!(this.poll_before_hyper_write(cx))?;
         let polled = Pin::new(&mut this.io).poll_write_vectored(cx, bufs);
-        this.note(&polled);
+        this.record_blocked(&polled);
         let written = ready!(polled)?;
         let mut left = written;
         for buf in bufs {
@@ -476,7 +482,7 @@ mod tests {
             let mut replies = Vec::new();
             while let Some(accepted) = server.accept().await {
                 let (_, reply) = accepted.unwrap();
-                replies.push((interims.accepted(), reply));
+                replies.push((interims.next_exchange(), reply));
                 if replies.len() < 3 {
                     continue;
                 }
@@ -555,7 +561,7 @@ mod tests {
         for expected in [ExchangeId::Http2(1), ExchangeId::None] {
             let accepted = timeout(SOON, server.accept()).await.unwrap();
             drop(accepted.unwrap().unwrap());
-            assert_eq!(interims.accepted(), expected);
+            assert_eq!(interims.next_exchange(), expected);
             far.write_all(&refused.concat()).await.unwrap();
         }
     }
@@ -591,7 +597,7 @@ mod tests {
         io.read_exact(&mut [0; PREFACE.len()]).await.unwrap();
         let part = |kind, flags| [0, 0, 1, kind, flags, 0, 0, 0, 1, 0x88];
         let (first, last) = (part(HEADERS, 0), part(CONTINUATION, END_HEADERS));
-        let hint = frame(3, StatusCode::EARLY_HINTS, &links(1));
+        let hint = encode_http2(3, StatusCode::EARLY_HINTS, &links(1));
         io.write_all(&first).await.unwrap();
         interims.send(ExchangeId::Http2(3), StatusCode::EARLY_HINTS, &links(1));
         io.flush().await.unwrap();
@@ -611,7 +617,7 @@ mod tests {
                 let exchange = ExchangeId::Http2(2 * stream + 1);
                 interims.send(exchange, StatusCode::EARLY_HINTS, &links(length));
             }
-            assert_eq!(interims.0.queue().answers.len(), most, "{length}");
+            assert_eq!(interims.0.queue().responses.len(), most, "{length}");
         }
     }
 
@@ -645,7 +651,7 @@ mod tests {
                 for part in [PREFACE, &sent, &request].concat().chunks(cut) {
                     io.observe_read(part);
                 }
-                let exchange = interims.accepted();
+                let exchange = interims.next_exchange();
                 assert_eq!(exchange == ExchangeId::Http2(1), known, "{sent:?} {cut}");
             }
         }

@@ -12,26 +12,26 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 /// Observer of a connection's reads and writes.
 pub trait IoObserver {
     /// Called before each read. Returning `Pending` postpones the read; the implementation must wake the task.
-    fn poll_turn(&mut self, _cx: &mut Context<'_>) -> Poll<()> {
+    fn poll_read_ready(&mut self, _cx: &mut Context<'_>) -> Poll<()> {
         Poll::Ready(())
     }
 
-    /// These bytes were read, and may be changed before [`IoObserver::read`] gets them.
-    fn adjust(&mut self, _bytes: &mut [u8]) {}
+    /// These bytes were read, and may be changed before [`IoObserver::on_read`] gets them.
+    fn rewrite_read(&mut self, _bytes: &mut [u8]) {}
 
     /// Called with the bytes that were read; an empty slice is the end.
     ///
     /// # Errors
     /// The error that the connection is to fail with.
-    fn read(&mut self, _bytes: &[u8]) -> io::Result<()> {
+    fn on_read(&mut self, _bytes: &[u8]) -> io::Result<()> {
         Ok(())
     }
 
     /// A read has failed.
-    fn failed(&mut self, _error: &io::Error) {}
+    fn on_read_failed(&mut self, _error: &io::Error) {}
 
     /// These bytes were written.
-    fn written(&mut self, _bytes: &[u8]) {}
+    fn on_written(&mut self, _bytes: &[u8]) {}
 
     /// Ends the writing half.
     fn poll_shutdown<S: AsyncRead + AsyncWrite + Unpin>(
@@ -46,7 +46,7 @@ pub trait IoObserver {
     ///
     /// # Errors
     /// The error, unless what is written from now on is to be thrown away in silence.
-    fn write_failed(&mut self, error: io::Error) -> io::Result<()> {
+    fn on_write_failed(&mut self, error: io::Error) -> io::Result<()> {
         Err(error)
     }
 }
@@ -55,13 +55,13 @@ pub trait IoObserver {
 #[derive(Debug)]
 pub struct ObservedIo<S, L> {
     io: S,
-    listener: L,
+    observer: L,
 }
 
 impl<S, L> ObservedIo<S, L> {
-    /// Lets `listener` hear what passes through `io`.
-    pub fn new(io: S, listener: L) -> Self {
-        Self { io, listener }
+    /// Lets `observer` hear what passes through `io`.
+    pub fn new(io: S, observer: L) -> Self {
+        Self { io, observer }
     }
 
     /// Returns the connection for a look at it.
@@ -82,17 +82,20 @@ impl<S: AsyncRead + Unpin, L: IoObserver + Unpin> AsyncRead for ObservedIo<S, L>
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        ready!(this.listener.poll_turn(cx));
-        let before = buf.filled().len();
-        let read = ready!(Pin::new(&mut this.io).poll_read(cx, buf));
-        Poll::Ready(match read {
+        ready!(this.observer.poll_read_ready(cx));
+        let filled_before = buf.filled().len();
+        let result = ready!(Pin::new(&mut this.io).poll_read(cx, buf));
+        Poll::Ready(match result {
             Ok(()) => {
-                let bytes = buf.filled_mut().get_mut(before..).unwrap_or_default();
-                this.listener.adjust(bytes);
-                this.listener.read(bytes)
+                let bytes = buf
+                    .filled_mut()
+                    .get_mut(filled_before..)
+                    .unwrap_or_default();
+                this.observer.rewrite_read(bytes);
+                this.observer.on_read(bytes)
             }
             Err(error) => {
-                this.listener.failed(&error);
+                this.observer.on_read_failed(&error);
                 Err(error)
             }
         })
@@ -108,23 +111,23 @@ impl<S: AsyncRead + AsyncWrite + Unpin, L: IoObserver + Unpin> AsyncWrite for Ob
         let this = self.get_mut();
         Poll::Ready(match ready!(Pin::new(&mut this.io).poll_write(cx, buf)) {
             Ok(written) => {
-                this.listener
-                    .written(buf.get(..written).unwrap_or_default());
+                this.observer
+                    .on_written(buf.get(..written).unwrap_or_default());
                 Ok(written)
             }
-            Err(error) => this.listener.write_failed(error).map(|()| buf.len()),
+            Err(error) => this.observer.on_write_failed(error).map(|()| buf.len()),
         })
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let flushed = ready!(Pin::new(&mut this.io).poll_flush(cx));
-        Poll::Ready(flushed.or_else(|error| this.listener.write_failed(error)))
+        Poll::Ready(flushed.or_else(|error| this.observer.on_write_failed(error)))
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        this.listener.poll_shutdown(&mut this.io, cx)
+        this.observer.poll_shutdown(&mut this.io, cx)
     }
 
     fn poll_write_vectored(
@@ -136,14 +139,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin, L: IoObserver + Unpin> AsyncWrite for Ob
         let written = match ready!(Pin::new(&mut this.io).poll_write_vectored(cx, bufs)) {
             Ok(written) => written,
             Err(error) => {
-                this.listener.write_failed(error)?;
+                this.observer.on_write_failed(error)?;
                 return Poll::Ready(Ok(bufs.iter().map(|buf| buf.len()).sum()));
             }
         };
         let mut left = written;
         for buf in bufs {
             let part = buf.len().min(left);
-            this.listener.written(buf.get(..part).unwrap_or_default());
+            this.observer
+                .on_written(buf.get(..part).unwrap_or_default());
             left -= part;
         }
         Poll::Ready(Ok(written))

@@ -36,7 +36,7 @@ impl Default for KeepaliveConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KeepaliveAction {
     /// All is well; look again then.
-    Well(Instant),
+    Healthy(Instant),
     /// Send a probe, and look again then.
     Probe(Instant),
     /// A probe went unanswered: not for new streams. Look again then.
@@ -48,26 +48,26 @@ pub(crate) enum KeepaliveAction {
 /// The state of liveness on the side that probes.
 #[derive(Debug)]
 pub(crate) struct Keepalive {
-    bounds: KeepaliveConfig,
+    config: KeepaliveConfig,
     /// `probe_after`, shortened by up to a tenth so that a fleet's probes spread.
     probe_after: Duration,
-    probed: Option<Instant>,
+    probe_sent_at: Option<Instant>,
 }
 
 impl Keepalive {
     /// `jitter` is from 0 to 1.
-    pub(crate) fn new(bounds: KeepaliveConfig, jitter: f64) -> Self {
-        let shorten = bounds.probe_after.mul_f64(jitter.clamp(0.0, 1.0) / 10.0);
+    pub(crate) fn new(config: KeepaliveConfig, jitter: f64) -> Self {
+        let reduction = config.probe_after.mul_f64(jitter.clamp(0.0, 1.0) / 10.0);
         Self {
-            bounds,
-            probe_after: bounds.probe_after.saturating_sub(shorten),
-            probed: None,
+            config,
+            probe_after: config.probe_after.saturating_sub(reduction),
+            probe_sent_at: None,
         }
     }
 
     /// When the probe was sent that nothing has been read since.
-    pub(crate) fn unanswered(&self) -> Option<Instant> {
-        self.probed
+    pub(crate) fn unanswered_probe_since(&self) -> Option<Instant> {
+        self.probe_sent_at
     }
 
     /// Returns the action to take now. With `hurry` a probe is due whatever was read or written, unless one is outstanding.
@@ -75,27 +75,27 @@ impl Keepalive {
         &mut self,
         now: Instant,
         (read, written): (Instant, Instant),
-        hurry: bool,
+        force_probe: bool,
     ) -> KeepaliveAction {
-        if self.probed.is_some_and(|probed| read >= probed) {
-            self.probed = None;
+        if self.probe_sent_at.is_some_and(|probed| read >= probed) {
+            self.probe_sent_at = None;
         }
-        let Some(probed) = self.probed else {
-            let due = read.min(written) + self.probe_after;
-            if now < due && !hurry {
-                return KeepaliveAction::Well(due);
+        let Some(probed) = self.probe_sent_at else {
+            let probe_at = read.min(written) + self.probe_after;
+            if now < probe_at && !force_probe {
+                return KeepaliveAction::Healthy(probe_at);
             }
-            self.probed = Some(now);
-            return KeepaliveAction::Probe(now + self.bounds.suspect_after);
+            self.probe_sent_at = Some(now);
+            return KeepaliveAction::Probe(now + self.config.suspect_after);
         };
-        let suspect = probed + self.bounds.suspect_after;
-        let dead = suspect + self.bounds.close_after;
-        if now >= dead {
+        let suspect_at = probed + self.config.suspect_after;
+        let dead_at = suspect_at + self.config.close_after;
+        if now >= dead_at {
             KeepaliveAction::Dead
-        } else if now >= suspect {
-            KeepaliveAction::Suspect(dead)
+        } else if now >= suspect_at {
+            KeepaliveAction::Suspect(dead_at)
         } else {
-            KeepaliveAction::Well(suspect)
+            KeepaliveAction::Healthy(suspect_at)
         }
     }
 }
@@ -113,9 +113,9 @@ mod tests {
         let start = Instant::now();
         let mut liveness = Keepalive::new(KeepaliveConfig::default(), 0.0);
         let mut at = |after: u64| liveness.check(start + seconds(after), (start, start), false);
-        assert_eq!(at(0), KeepaliveAction::Well(start + seconds(5)));
+        assert_eq!(at(0), KeepaliveAction::Healthy(start + seconds(5)));
         assert_eq!(at(5), KeepaliveAction::Probe(start + seconds(10)));
-        assert_eq!(at(9), KeepaliveAction::Well(start + seconds(10)));
+        assert_eq!(at(9), KeepaliveAction::Healthy(start + seconds(10)));
         assert_eq!(at(10), KeepaliveAction::Suspect(start + seconds(15)));
         assert_eq!(at(15), KeepaliveAction::Dead);
     }
@@ -127,7 +127,7 @@ mod tests {
         liveness.check(start + seconds(5), (start, start), false);
         let read = start + seconds(12);
         let verdict = liveness.check(start + seconds(13), (read, start + seconds(11)), false);
-        assert_eq!(verdict, KeepaliveAction::Well(start + seconds(16)));
+        assert_eq!(verdict, KeepaliveAction::Healthy(start + seconds(16)));
     }
 
     #[tokio::test(start_paused = true)]
@@ -153,12 +153,12 @@ mod tests {
         );
         assert_eq!(
             at(2, true, start),
-            KeepaliveAction::Well(start + seconds(6))
+            KeepaliveAction::Healthy(start + seconds(6))
         );
         let read = start + seconds(3);
         assert_eq!(
             at(3, false, read),
-            KeepaliveAction::Well(start + seconds(8))
+            KeepaliveAction::Healthy(start + seconds(8))
         );
         assert_eq!(
             at(4, true, read),
@@ -173,7 +173,7 @@ mod tests {
         let verdict = liveness.check(start, (start, start), false);
         assert_eq!(
             verdict,
-            KeepaliveAction::Well(start + Duration::from_millis(4_500))
+            KeepaliveAction::Healthy(start + Duration::from_millis(4_500))
         );
     }
 }

@@ -28,30 +28,30 @@ pub const BULK_BYTES: u64 = 1024 * 1024;
 pub const BULK_SPAN: Duration = Duration::from_secs(2);
 
 /// Every tunnel has its control stream open.
-const CONTROL: usize = 1;
+const CONTROL_STREAMS: usize = 1;
 
 /// The load of one tunnel.
 #[derive(Debug)]
 pub struct TunnelLoad {
-    began: Instant,
+    created_at: Instant,
     /// A stream is bulk once it has moved more than this many bytes within [`BULK_SPAN`].
-    bulk: AtomicU64,
+    bulk_threshold: AtomicU64,
     /// Open streams in two generations.
-    streams: [AtomicUsize; 2],
+    open_streams: [AtomicUsize; 2],
     /// Generation of streams that are opened now. The first one holds the control stream for good.
     generation: AtomicUsize,
-    siblings: Arc<NodeBudget>,
-    opened: AtomicU64,
-    sent: AtomicU64,
-    received: AtomicU64,
-    /// Milliseconds after `began` at which bulk was last seen, plus one; 0 is never.
-    bulk_at: AtomicU64,
-    bulk_seen: Notify,
+    node_budget: Arc<NodeBudget>,
+    streams_opened: AtomicU64,
+    bytes_sent: AtomicU64,
+    bytes_received: AtomicU64,
+    /// Milliseconds after `created_at` at which bulk was last seen, plus one; 0 is never.
+    last_bulk_ms: AtomicU64,
+    bulk_notify: Notify,
     /// Number of the node's streams at which the task that sizes windows is woken.
-    crowd: AtomicUsize,
-    crowded: AtomicWaker,
-    unread: Arc<BufferedStreams>,
-    small: Arc<SmallFrames>,
+    resize_threshold: AtomicUsize,
+    driver_waker: AtomicWaker,
+    buffered_streams: Arc<BufferedStreams>,
+    small_frames: Arc<SmallFrames>,
 }
 
 impl Default for TunnelLoad {
@@ -62,136 +62,145 @@ impl Default for TunnelLoad {
 
 impl TunnelLoad {
     /// A load that calls a stream bulk once it has moved more than `bulk` bytes within [`BULK_SPAN`].
-    pub fn new(bulk: u64) -> Self {
-        Self::shared(bulk, Arc::default(), Arc::default())
+    pub fn new(bulk_threshold: u64) -> Self {
+        Self::with_budgets(bulk_threshold, Arc::default(), Arc::default())
     }
 
-    fn shared(bulk: u64, siblings: Arc<NodeBudget>, pressure: Arc<MemoryBudget>) -> Self {
+    fn with_budgets(
+        bulk_threshold: u64,
+        node_budget: Arc<NodeBudget>,
+        memory_budget: Arc<MemoryBudget>,
+    ) -> Self {
         Self {
-            began: Instant::now(),
-            bulk: AtomicU64::new(bulk),
-            streams: Default::default(),
+            created_at: Instant::now(),
+            bulk_threshold: AtomicU64::new(bulk_threshold),
+            open_streams: Default::default(),
             generation: AtomicUsize::new(0),
-            opened: AtomicU64::new(0),
-            sent: AtomicU64::new(0),
-            received: AtomicU64::new(0),
-            bulk_at: AtomicU64::new(0),
-            bulk_seen: Notify::new(),
-            crowd: AtomicUsize::new(usize::MAX),
-            crowded: AtomicWaker::new(),
-            unread: BufferedStreams::new(pressure, &siblings),
-            siblings,
-            small: Arc::default(),
+            streams_opened: AtomicU64::new(0),
+            bytes_sent: AtomicU64::new(0),
+            bytes_received: AtomicU64::new(0),
+            last_bulk_ms: AtomicU64::new(0),
+            bulk_notify: Notify::new(),
+            resize_threshold: AtomicUsize::new(usize::MAX),
+            driver_waker: AtomicWaker::new(),
+            buffered_streams: BufferedStreams::new(memory_budget, &node_budget),
+            node_budget,
+            small_frames: Arc::default(),
         }
     }
 
     /// The load of a tunnel whose streams count for the process.
-    pub(crate) fn of_process(bulk: u64, pressure: Arc<MemoryBudget>) -> Self {
-        Self::shared(bulk, Arc::default(), pressure)
+    pub(crate) fn for_process(bulk_threshold: u64, memory_budget: Arc<MemoryBudget>) -> Self {
+        Self::with_budgets(bulk_threshold, Arc::default(), memory_budget)
     }
 
     /// The load of one of several tunnels of a node, whose unread bytes count for the process.
-    pub(crate) fn among(siblings: Arc<NodeBudget>, pressure: Arc<MemoryBudget>) -> Self {
-        Self::shared(BULK_BYTES, siblings, pressure)
+    pub(crate) fn for_node(node_budget: Arc<NodeBudget>, memory_budget: Arc<MemoryBudget>) -> Self {
+        Self::with_budgets(BULK_BYTES, node_budget, memory_budget)
     }
 
     /// From now on calls a stream bulk once it has moved more than `bytes` within [`BULK_SPAN`].
-    pub fn set_bulk(&self, bytes: u64) {
-        self.bulk.store(bytes, Relaxed);
+    pub fn set_bulk_threshold(&self, bytes: u64) {
+        self.bulk_threshold.store(bytes, Relaxed);
     }
 
     /// The tunnel has ended; its readers may be there a while longer.
-    pub(crate) fn end(&self) {
-        self.unread.end(&self.small);
+    pub(crate) fn mark_ended(&self) {
+        self.buffered_streams.mark_ended(&self.small_frames);
     }
 
     /// Returns the budget that the tunnels of the node share.
-    pub(crate) fn siblings(&self) -> &NodeBudget {
-        &self.siblings
+    pub(crate) fn node_budget(&self) -> &NodeBudget {
+        &self.node_budget
     }
 
     /// Streams that are open now.
-    pub fn streams(&self) -> usize {
-        self.streams.iter().map(|part| part.load(Relaxed)).sum()
+    pub fn open_streams(&self) -> usize {
+        self.open_streams
+            .iter()
+            .map(|part| part.load(Relaxed))
+            .sum()
     }
 
     /// Returns whether all streams that were open at the previous call have ended, and counts those that are open now for the
     /// next call. The first call returns true. The tunnel's first stream is its control stream and does not count.
-    pub fn turn_over(&self) -> bool {
-        let ended = self.earlier() == 0;
+    pub fn rotate_generation(&self) -> bool {
+        let ended = self.earlier_streams() == 0;
         if ended {
             self.generation.fetch_xor(1, Relaxed);
         }
         ended
     }
 
-    /// Returns the number of streams that were open at the last [`TunnelLoad::turn_over`] that returned true, and still are.
-    pub fn earlier(&self) -> usize {
+    /// Returns the number of streams that were open at the last [`TunnelLoad::rotate_generation`] that returned true, and still are.
+    pub fn earlier_streams(&self) -> usize {
         match self.generation.load(Relaxed) {
-            0 => self.streams[1].load(Relaxed),
-            _ => self.streams[0].load(Relaxed).saturating_sub(CONTROL),
+            0 => self.open_streams[1].load(Relaxed),
+            _ => self.open_streams[0]
+                .load(Relaxed)
+                .saturating_sub(CONTROL_STREAMS),
         }
     }
 
     /// Streams opened since the tunnel began.
-    pub fn opened(&self) -> u64 {
-        self.opened.load(Relaxed)
+    pub fn streams_opened(&self) -> u64 {
+        self.streams_opened.load(Relaxed)
     }
 
     /// Payload bytes sent into the tunnel since it began.
-    pub fn sent(&self) -> u64 {
-        self.sent.load(Relaxed)
+    pub fn bytes_sent(&self) -> u64 {
+        self.bytes_sent.load(Relaxed)
     }
 
     /// Payload bytes received from the tunnel since it began.
-    pub fn received(&self) -> u64 {
-        self.received.load(Relaxed)
+    pub fn bytes_received(&self) -> u64 {
+        self.bytes_received.load(Relaxed)
     }
 
     /// Whether a stream moved bulk within the last [`BULK_SPAN`].
-    pub fn is_bulky(&self, now: Instant) -> bool {
+    pub fn is_bulk(&self, now: Instant) -> bool {
         self.bulk_age(now).is_some_and(|age| age <= BULK_SPAN)
     }
 
     /// How long ago a stream last moved bulk.
     pub fn bulk_age(&self, now: Instant) -> Option<Duration> {
-        let at = self.bulk_at.load(Relaxed).checked_sub(1)?;
-        Some(now.saturating_duration_since(self.began + Duration::from_millis(at)))
+        let last_bulk_ms = self.last_bulk_ms.load(Relaxed).checked_sub(1)?;
+        Some(now.saturating_duration_since(self.created_at + Duration::from_millis(last_bulk_ms)))
     }
 
     /// Waits until a stream moves bulk.
-    pub async fn bulk(&self) {
-        self.bulk_seen.notified().await;
+    pub async fn wait_for_bulk(&self) {
+        self.bulk_notify.notified().await;
     }
 
     /// Returns the bytes that have arrived and have not been consumed, without the additional cost of small frames.
-    pub fn unread(&self) -> usize {
-        self.unread.total()
+    pub fn unread_bytes(&self) -> usize {
+        self.buffered_streams.total_bytes()
     }
 
     /// Returns the bytes that have arrived and have not been consumed. Asks each stream, so it is too costly for every poll.
-    pub fn weigh(&self) -> BufferedBytes {
-        self.unread.weigh(&self.small)
+    pub fn sample_buffered(&self) -> BufferedBytes {
+        self.buffered_streams.sample(&self.small_frames)
     }
 
     /// Returns the counter of small frames.
-    pub(crate) fn small(&self) -> &Arc<SmallFrames> {
-        &self.small
+    pub(crate) fn small_frames(&self) -> &Arc<SmallFrames> {
+        &self.small_frames
     }
 
-    pub(crate) fn set_crowd(&self, streams: usize) {
-        self.crowd.store(streams, Relaxed);
+    pub(crate) fn set_resize_threshold(&self, streams: usize) {
+        self.resize_threshold.store(streams, Relaxed);
     }
 
-    pub(crate) fn crowded(&self) -> &AtomicWaker {
-        &self.crowded
+    pub(crate) fn driver_waker(&self) -> &AtomicWaker {
+        &self.driver_waker
     }
 
     fn mark_bulk(&self, now: Instant) {
-        let age = now.saturating_duration_since(self.began).as_millis();
-        self.bulk_at
+        let age = now.saturating_duration_since(self.created_at).as_millis();
+        self.last_bulk_ms
             .store(u64::try_from(age).unwrap_or(u64::MAX - 1) + 1, Relaxed);
-        self.bulk_seen.notify_one();
+        self.bulk_notify.notify_one();
     }
 }
 
@@ -215,77 +224,77 @@ impl OpenStreamGuard {
     /// Counts a stream, unless there are `limit` already.
     pub(crate) fn new(load: &Arc<TunnelLoad>, limit: usize) -> Option<Self> {
         let generation = load.generation.load(Relaxed);
-        load.streams[generation].fetch_add(1, Relaxed);
-        let crowd = load.siblings.count().fetch_add(1, Relaxed) + 1;
-        let open = Self(Arc::new(Inner {
+        load.open_streams[generation].fetch_add(1, Relaxed);
+        let node_streams = load.node_budget.stream_count().fetch_add(1, Relaxed) + 1;
+        let guard = Self(Arc::new(Inner {
             load: load.clone(),
             generation,
             withdrawn: AtomicBool::new(false),
         }));
-        if load.streams() > limit {
+        if load.open_streams() > limit {
             return None;
         }
-        load.opened.fetch_add(1, Relaxed);
-        if crowd >= load.crowd.load(Relaxed) {
-            load.crowded.wake();
+        load.streams_opened.fetch_add(1, Relaxed);
+        if node_streams >= load.resize_threshold.load(Relaxed) {
+            load.driver_waker.wake();
         }
-        Some(open)
+        Some(guard)
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.load.streams[self.generation].fetch_sub(1, Relaxed);
-        self.load.siblings.count().fetch_sub(1, Relaxed);
+        self.load.open_streams[self.generation].fetch_sub(1, Relaxed);
+        self.load.node_budget.stream_count().fetch_sub(1, Relaxed);
     }
 }
 
 /// The bytes of one direction of a stream.
 #[derive(Debug)]
 pub(crate) struct ByteCounter {
-    open: OpenStreamGuard,
-    since: Instant,
-    recent: u64,
-    small: Option<SmallFrameCounter>,
+    guard: OpenStreamGuard,
+    window_start: Instant,
+    window_bytes: u64,
+    small_frames: Option<SmallFrameCounter>,
 }
 
 impl ByteCounter {
-    pub(crate) fn new(open: OpenStreamGuard) -> Self {
+    pub(crate) fn new(guard: OpenStreamGuard) -> Self {
         Self {
-            open,
-            since: Instant::now(),
-            recent: 0,
-            small: None,
+            guard,
+            window_start: Instant::now(),
+            window_bytes: 0,
+            small_frames: None,
         }
     }
 
-    /// As [`Moved::new`], of the stream with this number, whose small frames are counted.
-    pub(crate) fn of(open: OpenStreamGuard, stream: u32) -> Self {
-        let small = SmallFrameCounter::new(&open.0.load.small, stream);
+    /// As [`ByteCounter::new`], of the stream with this number, whose small frames are counted.
+    pub(crate) fn with_small_frames(guard: OpenStreamGuard, stream: u32) -> Self {
+        let small = SmallFrameCounter::new(&guard.0.load.small_frames, stream);
         Self {
-            small: Some(small),
-            ..Self::new(open)
+            small_frames: Some(small),
+            ..Self::new(guard)
         }
     }
 
     /// Enters the stream among those that can hold unread bytes.
-    pub(crate) fn holds(&self, stream: u32, flow: FlowControl) -> BufferedStream {
-        BufferedStream::new(&self.open.0.load.unread, stream, flow)
+    pub(crate) fn register_receiver(&self, stream: u32, flow: FlowControl) -> BufferedStream {
+        BufferedStream::new(&self.guard.0.load.buffered_streams, stream, flow)
     }
 
     /// Streams of the tunnel that are open now.
-    pub(crate) fn streams(&self) -> usize {
-        self.open.0.load.streams()
+    pub(crate) fn open_streams(&self) -> usize {
+        self.guard.0.load.open_streams()
     }
 
     /// The stream that the bytes are of.
-    pub(crate) fn open(&self) -> &OpenStreamGuard {
-        &self.open
+    pub(crate) fn guard(&self) -> &OpenStreamGuard {
+        &self.guard
     }
 
     /// The code by which this end gives the stream up.
-    pub(crate) fn code(&self) -> Reason {
-        if self.open.0.withdrawn.load(Relaxed) {
+    pub(crate) fn reset_code(&self) -> Reason {
+        if self.guard.0.withdrawn.load(Relaxed) {
             wire::WITHDRAWN
         } else {
             Reason::CANCEL
@@ -293,37 +302,37 @@ impl ByteCounter {
     }
 
     /// Enters the stream among those whose senders may wait.
-    pub(crate) fn waits(&self) -> SenderEntry {
-        SenderEntry::new(&self.open.0.load.unread)
+    pub(crate) fn register_sender(&self) -> SenderEntry {
+        SenderEntry::new(&self.guard.0.load.buffered_streams)
     }
 
-    pub(crate) fn sent(&mut self, bytes: usize) {
+    pub(crate) fn record_sent(&mut self, bytes: usize) {
         let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
-        self.open.0.load.sent.fetch_add(bytes, Relaxed);
-        self.add(bytes);
+        self.guard.0.load.bytes_sent.fetch_add(bytes, Relaxed);
+        self.add_bytes(bytes);
     }
 
     /// A frame was taken, maybe an empty one.
-    pub(crate) fn received(&mut self, bytes: usize) {
-        if let Some(small) = &self.small {
-            small.took(bytes);
+    pub(crate) fn record_received(&mut self, bytes: usize) {
+        if let Some(small) = &self.small_frames {
+            small.record_consumed(bytes);
         }
         let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
-        self.open.0.load.received.fetch_add(bytes, Relaxed);
-        self.add(bytes);
+        self.guard.0.load.bytes_received.fetch_add(bytes, Relaxed);
+        self.add_bytes(bytes);
     }
 
-    fn add(&mut self, bytes: u64) {
-        self.recent += bytes;
-        if self.recent <= self.open.0.load.bulk.load(Relaxed) {
+    fn add_bytes(&mut self, bytes: u64) {
+        self.window_bytes += bytes;
+        if self.window_bytes <= self.guard.0.load.bulk_threshold.load(Relaxed) {
             return;
         }
         let now = Instant::now();
-        if now - self.since <= BULK_SPAN {
-            self.open.0.load.mark_bulk(now);
+        if now - self.window_start <= BULK_SPAN {
+            self.guard.0.load.mark_bulk(now);
         }
-        self.since = now;
-        self.recent = 0;
+        self.window_start = now;
+        self.window_bytes = 0;
     }
 }
 
@@ -335,25 +344,25 @@ mod tests {
     async fn a_stream_is_bulk_while_it_moves_a_mebibyte_in_two_seconds() {
         let load = Arc::new(TunnelLoad::default());
         let mut fast = ByteCounter::new(OpenStreamGuard::new(&load, 9).unwrap());
-        fast.received(1024 * 1024);
-        assert!(!load.is_bulky(Instant::now()), "exactly 1 MiB is not more");
-        fast.received(1);
-        assert!(load.is_bulky(Instant::now()));
+        fast.record_received(1024 * 1024);
+        assert!(!load.is_bulk(Instant::now()), "exactly 1 MiB is not more");
+        fast.record_received(1);
+        assert!(load.is_bulk(Instant::now()));
         tokio::time::advance(Duration::from_millis(2_001)).await;
-        assert!(!load.is_bulky(Instant::now()));
+        assert!(!load.is_bulk(Instant::now()));
 
-        load.set_bulk(1000);
-        ByteCounter::new(OpenStreamGuard::new(&load, 9).unwrap()).received(1001);
-        assert!(load.is_bulky(Instant::now()), "as at the edge");
+        load.set_bulk_threshold(1000);
+        ByteCounter::new(OpenStreamGuard::new(&load, 9).unwrap()).record_received(1001);
+        assert!(load.is_bulk(Instant::now()), "as at the edge");
         tokio::time::advance(Duration::from_millis(2_001)).await;
-        load.set_bulk(BULK_BYTES);
+        load.set_bulk_threshold(BULK_BYTES);
 
         let mut slow = ByteCounter::new(OpenStreamGuard::new(&load, 9).unwrap());
         for _ in 0..10 {
             tokio::time::advance(Duration::from_secs(1)).await;
-            slow.sent(300_000);
+            slow.record_sent(300_000);
         }
-        assert!(!load.is_bulky(Instant::now()), "300 kB/s is not bulk");
+        assert!(!load.is_bulk(Instant::now()), "300 kB/s is not bulk");
     }
 
     #[test]
@@ -363,10 +372,10 @@ mod tests {
         assert!(OpenStreamGuard::new(&load, 1).is_none(), "over the limit");
         let half = open.clone();
         drop(open);
-        assert_eq!(load.streams(), 1);
+        assert_eq!(load.open_streams(), 1);
         drop(half);
-        assert_eq!(load.streams(), 0);
-        assert_eq!(load.opened(), 1);
+        assert_eq!(load.open_streams(), 0);
+        assert_eq!(load.streams_opened(), 1);
     }
 
     #[test]
@@ -374,19 +383,19 @@ mod tests {
         let load = Arc::new(TunnelLoad::default());
         let _control = OpenStreamGuard::new(&load, 3).unwrap();
         let session = OpenStreamGuard::new(&load, 3).unwrap();
-        assert!(load.turn_over());
+        assert!(load.rotate_generation());
         let mut request = OpenStreamGuard::new(&load, 3).unwrap();
         assert!(OpenStreamGuard::new(&load, 3).is_none(), "over the limit");
-        assert!(!load.turn_over());
-        assert_eq!((load.earlier(), load.streams()), (1, 3));
+        assert!(!load.rotate_generation());
+        assert_eq!((load.earlier_streams(), load.open_streams()), (1, 3));
         drop(session);
         for _ in 0..3 {
-            assert!(load.turn_over());
+            assert!(load.rotate_generation());
             request = OpenStreamGuard::new(&load, 3).unwrap();
         }
-        assert!(load.turn_over());
-        assert!(!load.turn_over(), "the last one lasts");
+        assert!(load.rotate_generation());
+        assert!(!load.rotate_generation(), "the last one lasts");
         drop(request);
-        assert!(load.turn_over());
+        assert!(load.rotate_generation());
     }
 }

@@ -75,19 +75,21 @@ impl Drop for OverflowBuffer {
 #[derive(Debug)]
 pub struct TargetWriter<S> {
     io: S,
-    rest: Bytes,
+    overflow: Bytes,
     /// Spaces of the request line that were written.
-    spaces: u8,
+    spaces_written: u8,
 }
 
 impl<S> TargetWriter<S> {
     /// Inserts `rest`, if there is one.
-    pub fn new(io: S, rest: Option<TargetOverflow>) -> Self {
-        let rest = rest.map(|TargetOverflow(rest)| rest).unwrap_or_default();
+    pub fn new(io: S, overflow: Option<TargetOverflow>) -> Self {
+        let overflow = overflow
+            .map(|TargetOverflow(rest)| rest)
+            .unwrap_or_default();
         Self {
             io,
-            rest,
-            spaces: 0,
+            overflow,
+            spaces_written: 0,
         }
     }
 
@@ -97,8 +99,8 @@ impl<S> TargetWriter<S> {
     }
 
     /// Returns how many of `bytes` come before the space behind the target, and the spaces up to there.
-    fn before_rest(&self, bytes: &[u8]) -> (usize, u8) {
-        let mut spaces = self.spaces;
+    fn split_at_target_end(&self, bytes: &[u8]) -> (usize, u8) {
+        let mut spaces = self.spaces_written;
         for (at, byte) in bytes.iter().enumerate() {
             if *byte == b' ' {
                 if spaces == 1 {
@@ -122,19 +124,21 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for TargetWriter<S> {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        while !this.rest.is_empty() {
-            let (before, _) = this.before_rest(buf);
+        while !this.overflow.is_empty() {
+            let (before, _) = this.split_at_target_end(buf);
             if before > 0 {
                 let part = buf.get(..before).unwrap_or_default();
                 let written = ready!(Pin::new(&mut this.io).poll_write(cx, part))?;
-                this.spaces = this.before_rest(part.get(..written).unwrap_or_default()).1;
+                this.spaces_written = this
+                    .split_at_target_end(part.get(..written).unwrap_or_default())
+                    .1;
                 return Poll::Ready(Ok(written));
             }
-            let written = ready!(Pin::new(&mut this.io).poll_write(cx, &this.rest))?;
+            let written = ready!(Pin::new(&mut this.io).poll_write(cx, &this.overflow))?;
             if written == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
-            this.rest.advance(written);
+            this.overflow.advance(written);
         }
         Pin::new(&mut this.io).poll_write(cx, buf)
     }
@@ -144,7 +148,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for TargetWriter<S> {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        if self.rest.is_empty() {
+        if self.overflow.is_empty() {
             return Pin::new(&mut self.get_mut().io).poll_write_vectored(cx, bufs);
         }
         let first = bufs.iter().find(|buf| !buf.is_empty());

@@ -13,47 +13,47 @@ use std::{
 };
 
 /// Bytes that h2 needs for a frame besides its payload.
-const PLACE: usize = 256;
+const FRAME_OVERHEAD_BYTES: usize = 256;
 /// Frames of this many bytes have places that count no more.
-const LARGE: usize = 1024;
+const LARGE_FRAME_BYTES: usize = 1024;
 
 /// How many small frames the streams that are open hold.
 #[derive(Debug, Default)]
 pub(crate) struct SmallFrames {
     streams: Mutex<HashMap<u32, usize>>,
     /// All of them.
-    held: AtomicUsize,
+    total: AtomicUsize,
 }
 
 impl SmallFrames {
     /// A frame has arrived.
-    pub(crate) fn received(&self, stream: u32, length: usize) {
-        if length < LARGE
+    pub(crate) fn record_received(&self, stream: u32, length: usize) {
+        if length < LARGE_FRAME_BYTES
             && let Some(count) = self.streams().get_mut(&stream)
         {
             *count += 1;
-            self.held.fetch_add(1, Relaxed);
+            self.total.fetch_add(1, Relaxed);
         }
     }
 
     /// Returns the bytes that the small frames of all streams cost besides their own. Asks no stream.
-    pub(crate) fn cost_of_all(&self) -> usize {
-        self.held.load(Relaxed) * PLACE
+    pub(crate) fn total_cost(&self) -> usize {
+        self.total.load(Relaxed) * FRAME_OVERHEAD_BYTES
     }
 
     /// Bytes that a stream's small frames cost besides their own.
-    pub(crate) fn cost(&self, stream: u32) -> usize {
+    pub(crate) fn stream_cost(&self, stream: u32) -> usize {
         let count = self.streams().get(&stream).copied();
-        count.unwrap_or_default() * PLACE
+        count.unwrap_or_default() * FRAME_OVERHEAD_BYTES
     }
 
-    fn consumed(&self, stream: u32, length: usize) {
-        if length < LARGE
+    fn record_consumed(&self, stream: u32, length: usize) {
+        if length < LARGE_FRAME_BYTES
             && let Some(count) = self.streams().get_mut(&stream)
             && let Some(left) = count.checked_sub(1)
         {
             *count = left;
-            self.held.fetch_sub(1, Relaxed);
+            self.total.fetch_sub(1, Relaxed);
         }
     }
 
@@ -65,30 +65,30 @@ impl SmallFrames {
 /// A stream whose small frames are counted, from before the first can come until its owner is gone.
 #[derive(Debug)]
 pub(crate) struct SmallFrameCounter {
-    small: Arc<SmallFrames>,
+    small_frames: Arc<SmallFrames>,
     stream: u32,
 }
 
 impl SmallFrameCounter {
-    pub(crate) fn new(small: &Arc<SmallFrames>, stream: u32) -> Self {
-        small.streams().insert(stream, 0);
+    pub(crate) fn new(small_frames: &Arc<SmallFrames>, stream: u32) -> Self {
+        small_frames.streams().insert(stream, 0);
         Self {
-            small: small.clone(),
+            small_frames: small_frames.clone(),
             stream,
         }
     }
 
     /// A frame was taken.
-    pub(crate) fn took(&self, length: usize) {
-        self.small.consumed(self.stream, length);
+    pub(crate) fn record_consumed(&self, length: usize) {
+        self.small_frames.record_consumed(self.stream, length);
     }
 }
 
 impl Drop for SmallFrameCounter {
     fn drop(&mut self) {
-        let count = self.small.streams().remove(&self.stream);
-        self.small
-            .held
+        let count = self.small_frames.streams().remove(&self.stream);
+        self.small_frames
+            .total
             .fetch_sub(count.unwrap_or_default(), Relaxed);
     }
 }
@@ -100,27 +100,36 @@ mod tests {
     #[test]
     fn buffered_bytes_are_counted_while_their_stream_is_open() {
         let small = Arc::new(SmallFrames::default());
-        small.received(1, 1);
-        assert_eq!(small.cost(1), 0, "no stream was opened");
+        small.record_received(1, 1);
+        assert_eq!(small.stream_cost(1), 0, "no stream was opened");
         let stream = SmallFrameCounter::new(&small, 1);
-        for length in [0, 1, LARGE - 1, LARGE, 60_000] {
-            small.received(1, length);
-            small.received(3, length);
+        for length in [0, 1, LARGE_FRAME_BYTES - 1, LARGE_FRAME_BYTES, 60_000] {
+            small.record_received(1, length);
+            small.record_received(3, length);
         }
-        assert_eq!((small.cost(1), small.cost_of_all()), (3 * PLACE, 3 * PLACE));
-        stream.took(LARGE);
-        stream.took(1);
+        assert_eq!(
+            (small.stream_cost(1), small.total_cost()),
+            (3 * FRAME_OVERHEAD_BYTES, 3 * FRAME_OVERHEAD_BYTES)
+        );
+        stream.record_consumed(LARGE_FRAME_BYTES);
+        stream.record_consumed(1);
         let other = SmallFrameCounter::new(&small, 5);
-        small.received(5, 1);
-        assert_eq!((small.cost(1), small.cost_of_all()), (2 * PLACE, 3 * PLACE));
+        small.record_received(5, 1);
+        assert_eq!(
+            (small.stream_cost(1), small.total_cost()),
+            (2 * FRAME_OVERHEAD_BYTES, 3 * FRAME_OVERHEAD_BYTES)
+        );
         for _ in 0..9 {
-            stream.took(0);
+            stream.record_consumed(0);
         }
-        assert_eq!((small.cost(1), small.cost_of_all()), (0, PLACE));
+        assert_eq!(
+            (small.stream_cost(1), small.total_cost()),
+            (0, FRAME_OVERHEAD_BYTES)
+        );
         drop((stream, other));
         assert!(small.streams().is_empty());
         assert_eq!(
-            small.cost_of_all(),
+            small.total_cost(),
             0,
             "the bytes of a stream are released with it"
         );

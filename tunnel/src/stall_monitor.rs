@@ -15,35 +15,35 @@ use tokio::{sync::Notify, time::Instant};
 /// Movement of one direction of a stream, and whether the stream was evicted.
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
-    moved: AtomicUsize,
+    chunks_moved: AtomicUsize,
     /// The sender waits for the peer's window.
-    blocked: AtomicBool,
+    is_blocked: AtomicBool,
     /// The stream stands still: its holder also looks whether the other end has evicted it.
-    still: AtomicBool,
-    /// A plain answer, whose reader has a bound of its own ([`crate::eviction::Bounds::patience`]).
-    answer: AtomicBool,
-    evicted: AtomicBool,
+    is_stalled: AtomicBool,
+    /// A plain answer, whose reader has a bound of its own ([`crate::eviction::Bounds::response_timeout`]).
+    is_response: AtomicBool,
+    is_evicted: AtomicBool,
     waker: AtomicWaker,
 }
 
 impl Progress {
     /// Counts a chunk that moved.
-    pub(crate) fn moved(&self) {
-        self.moved.fetch_add(1, Relaxed);
+    pub(crate) fn record_chunk(&self) {
+        self.chunks_moved.fetch_add(1, Relaxed);
     }
 
     pub(crate) fn set_blocked(&self, blocked: bool) {
-        self.blocked.store(blocked, Relaxed);
+        self.is_blocked.store(blocked, Relaxed);
     }
 
     pub(crate) fn is_blocked(&self) -> bool {
-        self.blocked.load(Relaxed)
+        self.is_blocked.load(Relaxed)
     }
 
     /// Ready once the stream is evicted.
     pub(crate) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
         self.waker.register(cx.waker());
-        if self.evicted.load(Relaxed) {
+        if self.is_evicted.load(Relaxed) {
             Poll::Ready(())
         } else {
             Poll::Pending
@@ -51,37 +51,37 @@ impl Progress {
     }
 
     pub(crate) fn is_evicted(&self) -> bool {
-        self.evicted.load(Relaxed)
+        self.is_evicted.load(Relaxed)
     }
 
     /// Whether the holder also looks if the other end has evicted the stream.
     pub(crate) fn is_stalled(&self) -> bool {
-        self.still.load(Relaxed)
+        self.is_stalled.load(Relaxed)
     }
 
     /// Notes that the other end has evicted the stream, as its holder has seen.
     pub(crate) fn set_evicted(&self) {
-        self.evicted.store(true, Relaxed);
+        self.is_evicted.store(true, Relaxed);
     }
 
     /// Whether the reader has a bound of its own.
-    pub(crate) fn is_answer(&self) -> bool {
-        self.answer.load(Relaxed)
+    pub(crate) fn is_response(&self) -> bool {
+        self.is_response.load(Relaxed)
     }
 
-    pub(crate) fn set_answer(&self) {
-        self.answer.store(true, Relaxed);
+    pub(crate) fn mark_response(&self) {
+        self.is_response.store(true, Relaxed);
     }
 
     /// Has the holder look whether the other end has evicted the stream.
     pub(crate) fn mark_stalled(&self) {
-        if !self.still.swap(true, Relaxed) {
+        if !self.is_stalled.swap(true, Relaxed) {
             self.waker.wake();
         }
     }
 
     pub(crate) fn evict(&self) {
-        self.evicted.store(true, Relaxed);
+        self.is_evicted.store(true, Relaxed);
         self.waker.wake();
     }
 }
@@ -89,24 +89,24 @@ impl Progress {
 /// Since when one direction of a stream stands still, by comparison of two looks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ProgressMark {
-    moved: usize,
+    chunks_moved: usize,
     since: Option<Instant>,
 }
 
 impl ProgressMark {
     /// Looks at a direction in which bytes wait, or none do. Returns since when nothing has moved.
-    pub(crate) fn look(
+    pub(crate) fn update(
         &mut self,
-        waits: bool,
+        is_waiting: bool,
         progress: &Progress,
         now: Instant,
     ) -> Option<Instant> {
-        let moved = progress.moved.load(Relaxed);
-        if !waits {
+        let moved = progress.chunks_moved.load(Relaxed);
+        if !is_waiting {
             self.since = None;
-        } else if self.since.is_none() || moved != self.moved {
+        } else if self.since.is_none() || moved != self.chunks_moved {
             *self = Self {
-                moved,
+                chunks_moved: moved,
                 since: Some(now),
             };
         }
@@ -119,14 +119,14 @@ impl ProgressMark {
 pub(crate) struct StalledStream {
     pub(crate) since: Instant,
     /// Bytes that wait at this end.
-    pub(crate) held: usize,
+    pub(crate) buffered: usize,
     pub(crate) progress: Arc<Progress>,
 }
 
 /// Streams of a tunnel, some of which may stand still.
 pub(crate) trait StallSource: fmt::Debug + Send + Sync {
     /// Adds the streams that stand still: bytes wait in them and did at the last look, and none has moved since.
-    fn stalled(&self, now: Instant, found: &mut Vec<StalledStream>);
+    fn collect_stalled(&self, now: Instant, out: &mut Vec<StalledStream>);
 }
 
 /// Streams of a process that may stand still.
@@ -134,10 +134,10 @@ pub(crate) trait StallSource: fmt::Debug + Send + Sync {
 pub struct StallMonitor {
     tunnels: Mutex<Vec<Weak<dyn StallSource>>>,
     /// Streams that stood still at the last look.
-    count: AtomicUsize,
+    stalled_count: AtomicUsize,
     /// The guard looks regularly, and need not be woken.
-    pub(crate) looking: AtomicBool,
-    pub(crate) begun: Notify,
+    pub(crate) is_checking: AtomicBool,
+    pub(crate) stall_notify: Notify,
 }
 
 impl StallMonitor {
@@ -151,28 +151,28 @@ impl StallMonitor {
     }
 
     /// Wakes the guard, since a stream may stand still.
-    pub(crate) fn may_begin(&self) {
-        if !self.looking.load(Relaxed) {
-            self.begun.notify_one();
+    pub(crate) fn notify_possible_stall(&self) {
+        if !self.is_checking.load(Relaxed) {
+            self.stall_notify.notify_one();
         }
     }
 
     /// Streams that stood still at the last look.
-    pub fn count(&self) -> usize {
-        self.count.load(Relaxed)
+    pub fn stalled_count(&self) -> usize {
+        self.stalled_count.load(Relaxed)
     }
 
     /// Streams that stand still now, the longest first.
-    pub(crate) fn look(&self, now: Instant) -> Vec<StalledStream> {
+    pub(crate) fn sample_stalled(&self, now: Instant) -> Vec<StalledStream> {
         let mut tunnels = self.tunnels();
         tunnels.retain(|tunnel| tunnel.strong_count() > 0);
         let tunnels: Vec<_> = tunnels.iter().filter_map(Weak::upgrade).collect();
         let mut stalled = Vec::new();
         for tunnel in tunnels {
-            tunnel.stalled(now, &mut stalled);
+            tunnel.collect_stalled(now, &mut stalled);
         }
-        self.count.store(stalled.len(), Relaxed);
-        stalled.sort_unstable_by_key(|stream| (stream.since, Reverse(stream.held)));
+        self.stalled_count.store(stalled.len(), Relaxed);
+        stalled.sort_unstable_by_key(|stream| (stream.since, Reverse(stream.buffered)));
         stalled
     }
 
@@ -181,9 +181,9 @@ impl StallMonitor {
     }
 
     /// Wakes the guard if a stream stands still.
-    pub(crate) fn may_begin_unless_idle(&self) {
-        if !self.look(Instant::now()).is_empty() {
-            self.begun.notify_one();
+    pub(crate) fn notify_if_stalled(&self) {
+        if !self.sample_stalled(Instant::now()).is_empty() {
+            self.stall_notify.notify_one();
         }
     }
 }

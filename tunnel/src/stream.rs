@@ -33,27 +33,27 @@ pub enum StreamKind {
 }
 
 /// Streams of a tunnel from which on each sends smaller frames: h2 lets them take turns by frames.
-const CROWD: usize = 64;
+const SMALL_FRAME_STREAMS: usize = 64;
 /// Bytes of such a frame. With 64 KiB, a small answer waits behind 160 MB of 2,500 large ones.
-const SMALL: usize = 16 << 10;
+const SMALL_FRAME_BYTES: usize = 16 << 10;
 
 /// Sending half of a stream.
 #[derive(Debug)]
 pub struct StreamSender {
     inner: h2::SendStream<Bytes>,
-    moved: ByteCounter,
+    counter: ByteCounter,
     ended: bool,
     /// Entered when it had to wait for the first time.
-    waits: Option<SenderEntry>,
+    sender_entry: Option<SenderEntry>,
 }
 
 impl StreamSender {
-    pub(crate) fn new(inner: h2::SendStream<Bytes>, moved: ByteCounter, ended: bool) -> Self {
+    pub(crate) fn new(inner: h2::SendStream<Bytes>, counter: ByteCounter, ended: bool) -> Self {
         Self {
             inner,
-            moved,
+            counter,
             ended,
-            waits: None,
+            sender_entry: None,
         }
     }
 
@@ -61,23 +61,23 @@ impl StreamSender {
     ///
     /// # Errors
     /// If the peer reset the stream or the tunnel is gone.
-    pub async fn data(&mut self, mut chunk: Bytes) -> Result<(), StreamError> {
-        poll_fn(|cx| self.poll_data(cx, &mut chunk)).await
+    pub async fn send_data(&mut self, mut chunk: Bytes) -> Result<(), StreamError> {
+        poll_fn(|cx| self.poll_send_data(cx, &mut chunk)).await
     }
 
     /// Sends as much of `chunk` as the window takes; ready when it is empty.
     ///
     /// # Errors
-    /// As [`StreamSender::data`].
-    pub fn poll_data(
+    /// As [`StreamSender::send_data`].
+    pub fn poll_send_data(
         &mut self,
         cx: &mut Context<'_>,
         chunk: &mut Bytes,
     ) -> Poll<Result<(), StreamError>> {
         while !chunk.is_empty() {
-            let room = ready!(self.poll_room(cx, chunk.len()))?;
-            let part = chunk.split_to(room.min(chunk.len()));
-            self.moved.sent(part.len());
+            let capacity = ready!(self.poll_send_capacity(cx, chunk.len()))?;
+            let part = chunk.split_to(capacity.min(chunk.len()));
+            self.counter.record_sent(part.len());
             self.inner.send_data(part, false)?;
         }
         Poll::Ready(Ok(()))
@@ -86,8 +86,8 @@ impl StreamSender {
     /// Sends what the window takes of `bytes`, which is said; ready when that is something, or there is nothing to send.
     ///
     /// # Errors
-    /// As [`StreamSender::data`].
-    pub fn poll_some(
+    /// As [`StreamSender::send_data`].
+    pub fn poll_send_some(
         &mut self,
         cx: &mut Context<'_>,
         bytes: &[u8],
@@ -95,45 +95,47 @@ impl StreamSender {
         if bytes.is_empty() {
             return Poll::Ready(Ok(0));
         }
-        let room = ready!(self.poll_room(cx, bytes.len()))?;
-        let part = &bytes[..room.min(bytes.len())];
-        self.moved.sent(part.len());
+        let capacity = ready!(self.poll_send_capacity(cx, bytes.len()))?;
+        let part = &bytes[..capacity.min(bytes.len())];
+        self.counter.record_sent(part.len());
         self.inner.send_data(Bytes::copy_from_slice(part), false)?;
         Poll::Ready(Ok(part.len()))
     }
 
-    fn poll_room(
+    fn poll_send_capacity(
         &mut self,
         cx: &mut Context<'_>,
-        wanted: usize,
+        requested: usize,
     ) -> Poll<Result<usize, StreamError>> {
-        self.inner.reserve_capacity(wanted);
+        self.inner.reserve_capacity(requested);
         loop {
-            let room = self.inner.capacity();
-            if room > 0 {
-                let room = if self.moved.streams() > CROWD {
-                    room.min(SMALL)
+            let capacity = self.inner.capacity();
+            if capacity > 0 {
+                let capacity = if self.counter.open_streams() > SMALL_FRAME_STREAMS {
+                    capacity.min(SMALL_FRAME_BYTES)
                 } else {
-                    room
+                    capacity
                 };
-                if let Some(waits) = &self.waits {
-                    waits.progress().set_blocked(false);
-                    waits.progress().moved();
+                if let Some(sender_entry) = &self.sender_entry {
+                    sender_entry.progress().set_blocked(false);
+                    sender_entry.progress().record_chunk();
                 }
-                return Poll::Ready(Ok(room));
+                return Poll::Ready(Ok(capacity));
             }
-            let capacity = self.inner.poll_capacity(cx);
-            if capacity.is_pending() {
-                let waits = self.waits.get_or_insert_with(|| self.moved.waits());
-                waits.blocked();
-                if waits.progress().poll_evicted(cx).is_ready() {
+            let polled = self.inner.poll_capacity(cx);
+            if polled.is_pending() {
+                let sender_entry = self
+                    .sender_entry
+                    .get_or_insert_with(|| self.counter.register_sender());
+                sender_entry.mark_blocked();
+                if sender_entry.progress().poll_evicted(cx).is_ready() {
                     // The code tells the peer that it was too slow.
                     self.ended = true;
                     self.inner.send_reset(Reason::ENHANCE_YOUR_CALM);
                     return Poll::Ready(Err(StreamError::Evicted));
                 }
             }
-            match ready!(capacity) {
+            match ready!(polled) {
                 Some(Ok(_)) => {}
                 Some(Err(error)) => return Poll::Ready(Err(error.into())),
                 None => return Poll::Ready(Err(StreamError::cancelled())),
@@ -156,23 +158,23 @@ impl StreamSender {
     /// Sends the last chunk and ends this half, in one frame if the window allows.
     ///
     /// # Errors
-    /// As [`StreamSender::data`].
-    pub async fn last(&mut self, chunk: Bytes) -> Result<(), StreamError> {
+    /// As [`StreamSender::send_data`].
+    pub async fn send_last(&mut self, chunk: Bytes) -> Result<(), StreamError> {
         let mut chunk = chunk;
         poll_fn(|cx| {
             while !chunk.is_empty() {
-                let room = ready!(self.poll_room(cx, chunk.len()))?;
-                if room >= chunk.len() {
+                let capacity = ready!(self.poll_send_capacity(cx, chunk.len()))?;
+                if capacity >= chunk.len() {
                     break;
                 }
-                let part = chunk.split_to(room);
-                self.moved.sent(part.len());
+                let part = chunk.split_to(capacity);
+                self.counter.record_sent(part.len());
                 self.inner.send_data(part, false)?;
             }
             Poll::Ready(Ok::<_, StreamError>(()))
         })
         .await?;
-        self.moved.sent(chunk.len());
+        self.counter.record_sent(chunk.len());
         self.ended = true;
         Ok(self.inner.send_data(chunk, true)?)
     }
@@ -181,12 +183,12 @@ impl StreamSender {
     ///
     /// # Errors
     /// If the stream is reset already, or they are too large, which resets it.
-    pub fn trailers(&mut self, mut trailers: HeaderMap) -> Result<(), StreamError> {
+    pub fn send_trailers(&mut self, mut trailers: HeaderMap) -> Result<(), StreamError> {
         headers::clean_trailers(&mut trailers);
         if trailers.is_empty() {
             return self.end();
         }
-        if headers::size(&trailers) > wire::MAX_HEAD {
+        if headers::header_list_size(&trailers) > wire::MAX_HEAD {
             self.abort();
             return Err(StreamError::TooLarge);
         }
@@ -197,23 +199,23 @@ impl StreamSender {
     /// Gives the whole stream up, both directions (`RST_STREAM` with CANCEL, unless it was withdrawn).
     pub fn abort(&mut self) {
         self.ended = true;
-        self.inner.send_reset(self.moved.code());
+        self.inner.send_reset(self.counter.reset_code());
     }
 
     /// As [`StreamSender::abort`], for a far end that broke off: its last bytes are still good, and go first if the
     /// tunnel takes them at once.
-    pub async fn break_off(&mut self) {
+    pub async fn flush_and_abort(&mut self) {
         // A reset discards queued frames including the head, so h2's driver runs once before.
         tokio::task::yield_now().await;
         self.abort();
     }
 
     /// Waits until the other end resets the stream (or the tunnel goes).
-    pub async fn reset(&mut self) -> StreamError {
+    pub async fn wait_for_reset(&mut self) -> StreamError {
         poll_fn(|cx| self.poll_reset(cx)).await
     }
 
-    /// See [`StreamSender::reset`].
+    /// See [`StreamSender::wait_for_reset`].
     pub fn poll_reset(&mut self, cx: &mut Context<'_>) -> Poll<StreamError> {
         match ready!(self.inner.poll_reset(cx)) {
             Ok(reason) => Poll::Ready(h2::Error::from(reason).into()),
@@ -225,7 +227,7 @@ impl StreamSender {
 impl Drop for StreamSender {
     fn drop(&mut self) {
         if !self.ended {
-            self.inner.send_reset(self.moved.code());
+            self.inner.send_reset(self.counter.reset_code());
         }
     }
 }
@@ -234,23 +236,23 @@ impl Drop for StreamSender {
 #[derive(Debug)]
 pub struct StreamReceiver {
     /// Leaves before `inner` does.
-    holds: Option<BufferedStream>,
+    buffered: Option<BufferedStream>,
     inner: h2::RecvStream,
-    moved: ByteCounter,
+    counter: ByteCounter,
     /// Bytes handed out whose window has not been given back.
-    held: usize,
+    unreleased: usize,
     ended: bool,
 }
 
 impl StreamReceiver {
-    pub(crate) fn new(mut inner: h2::RecvStream, moved: ByteCounter) -> Self {
+    pub(crate) fn new(mut inner: h2::RecvStream, counter: ByteCounter) -> Self {
         let id = inner.stream_id().as_u32();
         let flow = (!inner.is_end_stream()).then(|| inner.flow_control().clone());
         Self {
-            holds: flow.map(|flow| moved.holds(id, flow)),
+            buffered: flow.map(|flow| counter.register_receiver(id, flow)),
             inner,
-            moved,
-            held: 0,
+            counter,
+            unreleased: 0,
             ended: false,
         }
     }
@@ -259,31 +261,31 @@ impl StreamReceiver {
     ///
     /// # Errors
     /// If the peer reset the stream or the tunnel is gone.
-    pub async fn data(&mut self) -> Option<Result<Bytes, StreamError>> {
+    pub async fn next_chunk(&mut self) -> Option<Result<Bytes, StreamError>> {
         poll_fn(|cx| self.poll_data(cx)).await
     }
 
-    /// See [`StreamReceiver::data`].
+    /// See [`StreamReceiver::next_chunk`].
     pub fn poll_data(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, StreamError>>> {
-        if self.held > 0 {
-            let held = std::mem::take(&mut self.held);
+        if self.unreleased > 0 {
+            let unreleased = std::mem::take(&mut self.unreleased);
             // The poll below returns the error of a reset stream.
-            let _ = self.inner.flow_control().release_capacity(held);
+            let _ = self.inner.flow_control().release_capacity(unreleased);
         }
         if self.ended {
             return Poll::Ready(None);
         }
-        if (self.holds.as_ref()).is_some_and(|holds| holds.progress().is_evicted()) {
+        if (self.buffered.as_ref()).is_some_and(|holds| holds.progress().is_evicted()) {
             self.ended = true;
             return Poll::Ready(Some(Err(StreamError::Evicted)));
         }
         match ready!(self.poll_chunk(cx)) {
             Some(Ok(chunk)) => {
-                if let Some(holds) = &self.holds {
-                    holds.progress().moved();
+                if let Some(buffered) = &self.buffered {
+                    buffered.progress().record_chunk();
                 }
-                self.held = chunk.len();
-                self.moved.received(chunk.len());
+                self.unreleased = chunk.len();
+                self.counter.record_received(chunk.len());
                 Poll::Ready(Some(Ok(chunk)))
             }
             Some(Err(error)) => {
@@ -301,8 +303,8 @@ impl StreamReceiver {
     fn poll_chunk(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, h2::Error>>> {
         loop {
             match ready!(self.inner.poll_data(cx)) {
-                Some(Ok(chunk)) if chunk.is_empty() => self.moved.received(0),
-                other => return Poll::Ready(other),
+                Some(Ok(chunk)) if chunk.is_empty() => self.counter.record_received(0),
+                polled => return Poll::Ready(polled),
             }
         }
     }
@@ -310,7 +312,7 @@ impl StreamReceiver {
     /// The trailers, after the last chunk: nothing in them is the other end's own word.
     ///
     /// # Errors
-    /// As [`StreamReceiver::data`].
+    /// As [`StreamReceiver::next_chunk`].
     pub fn poll_trailers(
         &mut self,
         cx: &mut Context<'_>,
@@ -323,15 +325,15 @@ impl StreamReceiver {
     }
 
     /// Handle by which the holder of this half learns that the stream is evicted; none where nothing will come.
-    pub fn eviction(&self) -> Option<Eviction> {
-        let holds = self.holds.as_ref();
-        holds.map(|holds| Eviction::new(holds.progress()))
+    pub fn eviction_handle(&self) -> Option<Eviction> {
+        let buffered = self.buffered.as_ref();
+        buffered.map(|holds| Eviction::new(holds.progress()))
     }
 
     /// Ready once the stream is evicted, see [`crate::eviction`].
     pub(crate) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
-        match &self.holds {
-            Some(holds) => holds.progress().poll_evicted(cx),
+        match &self.buffered {
+            Some(buffered) => buffered.progress().poll_evicted(cx),
             None => Poll::Pending,
         }
     }
@@ -347,26 +349,26 @@ impl StreamReceiver {
 pub struct Eviction {
     progress: Arc<Progress>,
     /// The near half, which has ended, and reports a reset by the other end.
-    send: Arc<Mutex<Option<StreamSender>>>,
+    sender: Arc<Mutex<Option<StreamSender>>>,
 }
 
 impl Eviction {
     pub(crate) fn new(progress: &Arc<Progress>) -> Self {
         Self {
             progress: progress.clone(),
-            send: Arc::default(),
+            sender: Arc::default(),
         }
     }
 
     /// Also listens to evictions by the other end, of which a reader that takes nothing does not hear. `send` has ended.
-    pub fn attach_sender(&self, send: StreamSender) {
-        *self.send() = Some(send);
+    pub fn attach_sender(&self, sender: StreamSender) {
+        *self.sender() = Some(sender);
     }
 
     /// Drops the half that was given to [`Eviction::attach_sender`]: the stream has ended for its holder.
     pub fn release(&self) {
-        let send = self.send().take();
-        drop(send);
+        let sender = self.sender().take();
+        drop(sender);
     }
 
     /// Ready once the stream is evicted, by this end or the other one. One task at a time is woken.
@@ -377,15 +379,15 @@ impl Eviction {
         if !self.progress.is_stalled() {
             return Poll::Pending;
         }
-        let mut send = self.send();
-        match send.as_mut().map(|send| send.poll_reset(cx)) {
+        let mut sender = self.sender();
+        match sender.as_mut().map(|send| send.poll_reset(cx)) {
             Some(Poll::Ready(error)) if error.is_eviction() => {
                 self.progress.set_evicted();
                 Poll::Ready(())
             }
             // Data from before another end is still valid; the reader receives the end after it.
             Some(Poll::Ready(_)) => {
-                *send = None;
+                *sender = None;
                 Poll::Pending
             }
             Some(Poll::Pending) | None => Poll::Pending,
@@ -393,7 +395,7 @@ impl Eviction {
     }
 
     /// Waits until the stream is evicted.
-    pub async fn evicted(&self) {
+    pub async fn wait_for_eviction(&self) {
         poll_fn(|cx| self.poll_evicted(cx)).await;
     }
 
@@ -407,12 +409,12 @@ impl Eviction {
         self.progress.evict();
     }
 
-    /// Makes the stream subject to [`crate::eviction::Bounds::patience`].
-    pub fn answer(&self) {
-        self.progress.set_answer();
+    /// Makes the stream subject to [`crate::eviction::Bounds::response_timeout`].
+    pub fn mark_response(&self) {
+        self.progress.mark_response();
     }
 
-    fn send(&self) -> MutexGuard<'_, Option<StreamSender>> {
-        self.send.lock().unwrap_or_else(PoisonError::into_inner)
+    fn sender(&self) -> MutexGuard<'_, Option<StreamSender>> {
+        self.sender.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -19,7 +19,7 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// Bytes that are joined for one frame, at most: a TLS record.
-const JOIN: usize = 17 * 1024;
+const MAX_JOINED_BYTES: usize = 17 * 1024;
 
 /// Both halves of a stream.
 #[derive(Debug)]
@@ -27,7 +27,7 @@ pub struct StreamIo {
     send: StreamSender,
     receive: StreamReceiver,
     /// Bytes that were received and not taken yet.
-    chunk: Bytes,
+    unread: Bytes,
 }
 
 impl StreamIo {
@@ -36,12 +36,12 @@ impl StreamIo {
         Self {
             send,
             receive,
-            chunk: Bytes::new(),
+            unread: Bytes::new(),
         }
     }
 }
 
-fn broken(error: StreamError) -> io::Error {
+fn to_io_error(error: StreamError) -> io::Error {
     let kind = if error.is_reset() {
         io::ErrorKind::ConnectionReset
     } else {
@@ -63,15 +63,15 @@ impl AsyncRead for StreamIo {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        if this.chunk.is_empty() {
+        if this.unread.is_empty() {
             match ready!(this.receive.poll_data(cx)) {
                 None => return Poll::Ready(Ok(())),
-                Some(chunk) => this.chunk = chunk.map_err(broken)?,
+                Some(chunk) => this.unread = chunk.map_err(to_io_error)?,
             }
         }
-        let part = this.chunk.len().min(buf.remaining());
-        buf.put_slice(&this.chunk[..part]);
-        this.chunk.advance(part);
+        let part = this.unread.len().min(buf.remaining());
+        buf.put_slice(&this.unread[..part]);
+        this.unread.advance(part);
         Poll::Ready(Ok(()))
     }
 }
@@ -82,7 +82,10 @@ impl AsyncWrite for StreamIo {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        self.get_mut().send.poll_some(cx, buf).map_err(broken)
+        self.get_mut()
+            .send
+            .poll_send_some(cx, buf)
+            .map_err(to_io_error)
     }
 
     /// One frame for all that is ready: each costs the other end as much as a large one (invariant 1).
@@ -99,11 +102,11 @@ impl AsyncWrite for StreamIo {
             if joined.is_empty() {
                 joined.extend_from_slice(first);
             }
-            let room = JOIN.saturating_sub(joined.len());
+            let room = MAX_JOINED_BYTES.saturating_sub(joined.len());
             joined.extend_from_slice(&part[..room.min(part.len())]);
         }
         let bytes = if joined.is_empty() { first } else { &joined };
-        this.send.poll_some(cx, bytes).map_err(broken)
+        this.send.poll_send_some(cx, bytes).map_err(to_io_error)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -116,6 +119,6 @@ impl AsyncWrite for StreamIo {
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(self.get_mut().send.end().map_err(broken))
+        Poll::Ready(self.get_mut().send.end().map_err(to_io_error))
     }
 }

@@ -38,7 +38,7 @@ impl Target {
     }
 
     /// As text, without the formatter: every request has one.
-    pub fn text(&self) -> String {
+    pub fn to_host_port(&self) -> String {
         let mut text = String::with_capacity(self.host.len() + "[]:65535".len());
         if self.host.contains(':') {
             text.push('[');
@@ -63,7 +63,7 @@ impl Target {
 ///
 /// # Errors
 /// If the host is empty or not a host, or the port is not a port. A missing port is `None`.
-pub fn split(text: &str) -> Result<(&str, Option<u16>), TargetError> {
+pub fn split_host_port(text: &str) -> Result<(&str, Option<u16>), TargetError> {
     let (host, port) = if let Some(rest) = text.strip_prefix('[') {
         let (host, rest) = rest.split_once(']').ok_or(TargetError::BadHost)?;
         host.parse::<std::net::Ipv6Addr>()
@@ -79,7 +79,7 @@ pub fn split(text: &str) -> Result<(&str, Option<u16>), TargetError> {
             None => (text, None),
         }
     };
-    if !host_is_sound(host) {
+    if !is_valid_host(host) {
         return Err(TargetError::BadHost);
     }
     // An empty port counts as no port (RFC 3986, section 3.2.3).
@@ -97,17 +97,18 @@ fn parse_port(text: &str) -> Result<u16, TargetError> {
     }
 }
 
-fn host_is_sound(host: &str) -> bool {
-    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
+fn is_valid_host(host: &str) -> bool {
+    let is_host_byte =
+        |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
     let is_v6 = host.contains(':') && host.parse::<std::net::Ipv6Addr>().is_ok();
-    !host.is_empty() && host.len() <= 255 && (is_v6 || host.bytes().all(allowed))
+    !host.is_empty() && host.len() <= 255 && (is_v6 || host.bytes().all(is_host_byte))
 }
 
 impl FromStr for Target {
     type Err = TargetError;
 
     fn from_str(text: &str) -> Result<Self, TargetError> {
-        match split(text)? {
+        match split_host_port(text)? {
             (host, Some(port)) => Ok(Self::new(host, port)),
             (_, None) => Err(TargetError::NoPort),
         }
@@ -116,7 +117,7 @@ impl FromStr for Target {
 
 impl fmt::Display for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text())
+        f.write_str(&self.to_host_port())
     }
 }
 

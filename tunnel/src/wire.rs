@@ -48,7 +48,7 @@ pub const MAX_FRAME: u32 = 64 * 1024;
 pub const TLS_BUFFER: usize = MAX_FRAME as usize + 4 * 1024;
 /// The connection window, in bytes: the maximum of RFC 9113 §6.9.1, so that it is never the bottleneck.
 pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
-/// Largest head or trailers that either end sends, in bytes of [`crate::headers::size`] (upstreams may send 60 KiB and
+/// Largest head or trailers that either end sends, in bytes of [`crate::headers::header_list_size`] (upstreams may send 60 KiB and
 /// more).
 pub const MAX_HEAD: usize = 256 * 1024;
 /// Largest header list that either end accepts, in bytes: four times [`MAX_HEAD`]. From it h2 derives the number of
@@ -56,13 +56,13 @@ pub const MAX_HEAD: usize = 256 * 1024;
 /// that number ends the whole tunnel.
 pub const MAX_HEADER_LIST: u32 = 1024 * 1024;
 /// Interim answers of one stream at most: a 102 every 20 seconds (RFC 2518 §10.1) for five hours.
-pub const MOST_INTERIMS: usize = 1_000;
+pub const MAX_INTERIM_RESPONSES: usize = 1_000;
 
 /// Tunnels of one process of an edge at most: one, and those that it dials beside bulk.
-pub const MOST_TUNNELS: u32 = 16;
+pub const MAX_TUNNELS_PER_EDGE: u32 = 16;
 
 /// Gateways at which one edge has tunnels at most, however many there are.
-pub const MOST_GATEWAYS: u32 = 64;
+pub const MAX_GATEWAYS_PER_EDGE: u32 = 64;
 
 /// Maximum number of streams of a tunnel whose reset is still remembered: the peer is authenticated, and many clients may
 /// hang up at once.

@@ -33,8 +33,8 @@ impl AlpnConfigs {
     }
 
     /// Returns the configuration that offers these versions.
-    pub fn offering(&self, offer: Alpn) -> Arc<ClientConfig> {
-        match offer {
+    pub fn config_for(&self, alpn: Alpn) -> Arc<ClientConfig> {
+        match alpn {
             Alpn::Any => self.any.clone(),
             Alpn::Http1 => self.http1.clone(),
         }

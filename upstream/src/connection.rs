@@ -16,7 +16,7 @@ use tokio_util::either::Either;
 /// (invariant 9).
 #[derive(Debug)]
 pub struct UpstreamIo<S> {
-    early: Bytes,
+    prefix: Bytes,
     io: Either<S, Box<TlsStream<S>>>,
 }
 
@@ -24,7 +24,7 @@ impl<S> UpstreamIo<S> {
     /// In the clear.
     pub fn plain(io: S) -> Self {
         Self {
-            early: Bytes::new(),
+            prefix: Bytes::new(),
             io: Either::Left(io),
         }
     }
@@ -32,15 +32,15 @@ impl<S> UpstreamIo<S> {
     /// Over TLS.
     pub fn tls(tls: TlsStream<S>) -> Self {
         Self {
-            early: Bytes::new(),
+            prefix: Bytes::new(),
             io: Either::Right(Box::new(tls)),
         }
     }
 
     /// Puts bytes that were read from the connection in front of it.
     #[must_use]
-    pub fn behind(self, early: Bytes) -> Self {
-        Self { early, ..self }
+    pub fn with_prefix(self, prefix: Bytes) -> Self {
+        Self { prefix, ..self }
     }
 
     /// Whether the upstream chose HTTP/2.
@@ -64,12 +64,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for UpstreamIo<S> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.early.is_empty() {
+        if self.prefix.is_empty() {
             return Pin::new(&mut self.io).poll_read(cx, buf);
         }
-        let part = self.early.len().min(buf.remaining());
-        buf.put_slice(&self.early[..part]);
-        self.early.advance(part);
+        let part = self.prefix.len().min(buf.remaining());
+        buf.put_slice(&self.prefix[..part]);
+        self.prefix.advance(part);
         Poll::Ready(Ok(()))
     }
 }

@@ -61,9 +61,9 @@ fn to_origin<B>(request: &mut Request<B>, target: &Target) {
     let fields = request.headers_mut();
     headers::join_cookies(fields);
     if let Some(authority) = authority {
-        headers::put_host(fields, &authority);
+        headers::restore_host_from_authority(fields, &authority);
     } else if !fields.contains_key(HOST)
-        && let Ok(host) = HeaderValue::try_from(target.text())
+        && let Ok(host) = HeaderValue::try_from(target.to_host_port())
     {
         headers::set_host(fields, host);
     }
@@ -76,7 +76,8 @@ pub fn to_http2<B>(request: &mut Request<B>, target: &Target, scheme: &'static s
     let authority = headers::take_host(request.headers_mut());
     let authority = authority.or_else(|| request.uri().authority().cloned());
     *request.version_mut() = Version::HTTP_2;
-    let authority = authority.map_or_else(|| target.text(), |authority| authority.to_string());
+    let authority =
+        authority.map_or_else(|| target.to_host_port(), |authority| authority.to_string());
     let uri = Uri::builder()
         .scheme(scheme)
         .authority(authority)

@@ -22,7 +22,7 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite};
 
 /// Fields of an answer that hyper takes by default.
-const ENGINE_FIELDS: usize = 100;
+const HYPER_MAX_HEADERS: usize = 100;
 
 /// A connection as hyper has it.
 pub type Http1Io<S> = TokioIo<ObservedIo<TargetWriter<S>, Answering>>;
@@ -33,20 +33,20 @@ pub struct Answering(Arc<AtomicBool>, StatusLine);
 
 impl Answering {
     /// Begins the record of another request.
-    pub fn begin(&self) {
+    pub fn reset(&self) {
         self.0.store(false, Relaxed);
     }
 
     /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with
     /// `error`.
     pub fn closed_unanswered(&self, error: &hyper::Error) -> bool {
-        let closed = error.is_incomplete_message() || is_close(error);
-        closed && !self.0.load(Relaxed)
+        let is_closed = error.is_incomplete_message() || is_close(error);
+        is_closed && !self.0.load(Relaxed)
     }
 }
 
 impl IoObserver for Answering {
-    fn adjust(&mut self, bytes: &mut [u8]) {
+    fn rewrite_read(&mut self, bytes: &mut [u8]) {
         if !bytes.is_empty() {
             if !self.0.swap(true, Relaxed) {
                 self.1.begin();
@@ -57,7 +57,7 @@ impl IoObserver for Answering {
 
     /// Ignores broken pipes and resets. An upstream that has answered before it read the request's body may close its
     /// connection over that: the answer is still to be read.
-    fn write_failed(&mut self, error: io::Error) -> io::Result<()> {
+    fn on_write_failed(&mut self, error: io::Error) -> io::Result<()> {
         match error.kind() {
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Ok(()),
             _ => Err(error),
@@ -72,26 +72,26 @@ impl IoObserver for Answering {
 /// If hyper does not accept the connection.
 pub async fn handshake<S, B>(
     connection: S,
-    rest: Option<TargetOverflow>,
-    (most_fields, most_bytes): (usize, Option<usize>),
+    overflow: Option<TargetOverflow>,
+    (max_headers, max_buffer): (usize, Option<usize>),
 ) -> hyper::Result<(SendRequest<B>, Connection<Http1Io<S>, B>, Answering)>
 where
     S: AsyncRead + AsyncWrite + Unpin,
     B: Body<Data: Send, Error: Into<Box<dyn Error + Send + Sync>>> + 'static,
 {
-    let answering = Answering::default();
-    let connection = ObservedIo::new(TargetWriter::new(connection, rest), answering.clone());
+    let observer = Answering::default();
+    let connection = ObservedIo::new(TargetWriter::new(connection, overflow), observer.clone());
     let mut builder = Builder::new();
     builder.title_case_headers(true);
-    if most_fields != ENGINE_FIELDS {
+    if max_headers != HYPER_MAX_HEADERS {
         // Setting it costs an allocation for each response, so the default is not set.
-        builder.max_headers(most_fields);
+        builder.max_headers(max_headers);
     }
-    if let Some(bytes) = most_bytes {
+    if let Some(bytes) = max_buffer {
         builder.max_buf_size(bytes);
     }
     let (sender, connection) = builder.handshake(TokioIo::new(connection)).await?;
-    Ok((sender, connection, answering))
+    Ok((sender, connection, observer))
 }
 
 /// Returns the connection below HTTP/1.1.
@@ -164,7 +164,7 @@ mod tests {
             resets: resets.clone(),
             written: written.clone(),
         };
-        let begun = handshake(near, None, (ENGINE_FIELDS, None)).await;
+        let begun = handshake(near, None, (HYPER_MAX_HEADERS, None)).await;
         let (mut sender, connection, _) = begun.unwrap();
         let (body, mut parts) = mpsc::channel::<Bytes>(1);
         let parts = futures_util::stream::poll_fn(move |cx| {

@@ -10,117 +10,120 @@ use causeway_tunnel::{
         ACK, DATA, END_STREAM, FrameEvent, FrameHeader, FrameParser, HEADERS, RST_STREAM, SETTINGS,
     },
     io_observer::{IoObserver, ObservedIo},
-    wire::MOST_INTERIMS,
+    wire::MAX_INTERIM_RESPONSES,
 };
 use std::{collections::HashMap, io};
 use tokio::sync::watch;
 
 /// Identifier and value.
-const SETTING: usize = 6;
+const SETTING_LEN: usize = 6;
 const MAX_CONCURRENT_STREAMS: u16 = 3;
 /// Streams whose heads are counted, at most. An upstream that opens so many that did not end begins to count anew: it needs
 /// far fewer frames to be found out.
-const MOST_COUNTED: usize = 4_096;
+const MAX_COUNTED_STREAMS: usize = 4_096;
 
 /// Number of streams that an upstream allows at once. `None`: it has not said yet.
 pub type MaxConcurrentStreams = watch::Receiver<Option<u32>>;
 
 /// Wraps a connection to an HTTP/2 upstream in an observer, and returns the number of streams that the upstream allows.
 pub fn observe<S>(io: S) -> (ObservedIo<S, Http2Observer>, MaxConcurrentStreams) {
-    let (ear, allowed) = Http2Observer::new();
-    (ObservedIo::new(io, ear), allowed)
+    let (observer, max_streams) = Http2Observer::new();
+    (ObservedIo::new(io, observer), max_streams)
 }
 
 /// Observer of an upstream's frames, with the facts that it has announced so far.
 #[derive(Debug)]
 pub struct Http2Observer {
     frames: FrameParser,
-    said: ObserverState,
+    state: ObserverState,
 }
 
 #[derive(Debug)]
 struct ObserverState {
     /// The setting that is being read, while its frame is.
-    settings: Option<([u8; SETTING], usize)>,
+    partial_setting: Option<([u8; SETTING_LEN], usize)>,
     /// Heads without an end, by stream: interim answers, and perhaps the answer.
-    heads: HashMap<u32, usize>,
-    allows: watch::Sender<Option<u32>>,
+    heads_by_stream: HashMap<u32, usize>,
+    max_streams_tx: watch::Sender<Option<u32>>,
 }
 
 impl Http2Observer {
     fn new() -> (Self, MaxConcurrentStreams) {
-        let (allows, allowed) = watch::channel(None);
-        let said = ObserverState {
-            settings: None,
-            heads: HashMap::new(),
-            allows,
+        let (max_streams_tx, max_streams) = watch::channel(None);
+        let state = ObserverState {
+            partial_setting: None,
+            heads_by_stream: HashMap::new(),
+            max_streams_tx,
         };
         let frames = FrameParser::default();
-        (Self { frames, said }, allowed)
+        (Self { frames, state }, max_streams)
     }
 }
 
 impl IoObserver for Http2Observer {
-    fn read(&mut self, bytes: &[u8]) -> io::Result<()> {
-        let mut sane = true;
-        self.frames.pass(bytes, |part| match part {
-            FrameEvent::Head(head) => sane &= self.said.begins(head),
-            FrameEvent::Payload { bytes, left } => self.said.payload(bytes, left),
+    fn on_read(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let mut is_within_limit = true;
+        self.frames.parse(bytes, |part| match part {
+            FrameEvent::Header(head) => is_within_limit &= self.state.on_frame_header(head),
+            FrameEvent::Payload { bytes, remaining } => self.state.on_payload(bytes, remaining),
         });
-        if sane {
+        if is_within_limit {
             return Ok(());
         }
-        let why = "it sent too many interim responses without a final response";
-        Err(io::Error::new(io::ErrorKind::InvalidData, why))
+        let detail = "it sent too many interim responses without a final response";
+        Err(io::Error::new(io::ErrorKind::InvalidData, detail))
     }
 }
 
 impl ObserverState {
     /// Handles the begin of a frame. Returns false if the upstream has sent too many interim responses.
-    fn begins(&mut self, head: FrameHeader) -> bool {
+    fn on_frame_header(&mut self, head: FrameHeader) -> bool {
         let FrameHeader { kind, stream, .. } = head;
         match kind {
-            DATA | HEADERS if head.flags & END_STREAM != 0 => drop(self.heads.remove(&stream)),
-            RST_STREAM => drop(self.heads.remove(&stream)),
-            HEADERS => return self.count(stream),
-            SETTINGS if head.flags & ACK == 0 => self.settings = Some(([0; SETTING], 0)),
+            DATA | HEADERS if head.flags & END_STREAM != 0 => {
+                self.heads_by_stream.remove(&stream);
+            }
+            RST_STREAM => drop(self.heads_by_stream.remove(&stream)),
+            HEADERS => return self.count_head(stream),
+            SETTINGS if head.flags & ACK == 0 => self.partial_setting = Some(([0; SETTING_LEN], 0)),
             _ => {}
         }
         true
     }
 
-    fn count(&mut self, stream: u32) -> bool {
-        if self.heads.len() >= MOST_COUNTED {
-            self.heads.clear();
+    fn count_head(&mut self, stream: u32) -> bool {
+        if self.heads_by_stream.len() >= MAX_COUNTED_STREAMS {
+            self.heads_by_stream.clear();
         }
-        let heads = self.heads.entry(stream).or_default();
+        let heads = self.heads_by_stream.entry(stream).or_default();
         *heads += 1;
         // One of them may be the final response.
-        *heads <= MOST_INTERIMS + 1
+        *heads <= MAX_INTERIM_RESPONSES + 1
     }
 
     /// Some of a frame's payload.
-    fn payload(&mut self, part: &[u8], left: u32) {
-        let Some((setting, have)) = &mut self.settings else {
+    fn on_payload(&mut self, part: &[u8], remaining: u32) {
+        let Some((setting, filled)) = &mut self.partial_setting else {
             return;
         };
         for byte in part {
-            setting[*have] = *byte;
-            *have = (*have + 1) % SETTING;
+            setting[*filled] = *byte;
+            *filled = (*filled + 1) % SETTING_LEN;
             let [high, low, value @ ..] = *setting;
-            if *have == 0 && u16::from_be_bytes([high, low]) == MAX_CONCURRENT_STREAMS {
-                self.allows.send_replace(Some(u32::from_be_bytes(value)));
+            if *filled == 0 && u16::from_be_bytes([high, low]) == MAX_CONCURRENT_STREAMS {
+                self.max_streams_tx
+                    .send_replace(Some(u32::from_be_bytes(value)));
             }
         }
-        if left == 0 {
-            self.settings = None;
+        if remaining == 0 {
+            self.partial_setting = None;
             // RFC 9113 §6.5.2: without this setting there is no limit.
-            let unlimited = |allowed: &mut Option<u32>| {
-                let silent = allowed.is_none();
-                *allowed = allowed.or(Some(u32::MAX));
-                silent
+            let set_unlimited = |max_streams: &mut Option<u32>| {
+                let was_unset = max_streams.is_none();
+                *max_streams = max_streams.or(Some(u32::MAX));
+                was_unset
             };
-            self.allows.send_if_modified(unlimited);
+            self.max_streams_tx.send_if_modified(set_unlimited);
         }
     }
 }
@@ -154,7 +157,7 @@ mod tests {
             for cut in 1..=bytes.len() {
                 let (mut ear, said) = Http2Observer::new();
                 for part in bytes.chunks(cut) {
-                    ear.read(part).unwrap();
+                    ear.on_read(part).unwrap();
                 }
                 assert_eq!(*said.borrow(), Some(allowed), "{cut}");
             }
@@ -165,13 +168,13 @@ mod tests {
     fn interim_answers_without_end_are_heard_by_stream() {
         let (mut ear, _allowed) = Http2Observer::new();
         let head = |stream| frame(HEADERS, 4, stream, b"\x88");
-        for _ in 0..=MOST_INTERIMS {
-            ear.read(&head(1)).unwrap();
-            ear.read(&head(3)).unwrap();
+        for _ in 0..=MAX_INTERIM_RESPONSES {
+            ear.on_read(&head(1)).unwrap();
+            ear.on_read(&head(3)).unwrap();
         }
         let ended = frame(HEADERS, 4 | END_STREAM, 3, b"\x88");
-        ear.read(&ended).unwrap();
-        ear.read(&head(3)).unwrap();
-        assert!(ear.read(&head(1)).is_err());
+        ear.on_read(&ended).unwrap();
+        ear.on_read(&head(3)).unwrap();
+        assert!(ear.on_read(&head(1)).is_err());
     }
 }

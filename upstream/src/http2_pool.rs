@@ -25,49 +25,49 @@ pub const MAX_CONNECTIONS: usize = 64;
 /// Connection that streams share.
 pub trait MultiplexedConnection: Clone {
     /// Whether a stream more can be opened at once, where `taken` are open and `allowed` may be.
-    fn has_place(&self, taken: usize, allowed: usize) -> bool;
+    fn has_capacity(&self, open_streams: usize, max_streams: usize) -> bool;
 }
 
 /// Connections to one upstream.
 #[derive(Debug)]
 pub struct Http2Pool<C> {
-    known: Mutex<Http2PoolState<C>>,
+    state: Mutex<Http2PoolState<C>>,
     /// Lock of the stream that dials.
-    dialling: tokio::sync::Mutex<()>,
+    dial_lock: tokio::sync::Mutex<()>,
     /// A stream has ended, or there is a connection more.
-    freed: Arc<Notify>,
+    slot_freed: Arc<Notify>,
 }
 
 #[derive(Debug)]
 struct Http2PoolState<C> {
     /// The upstream chose HTTP/1.1 last.
-    http1: bool,
+    is_http1: bool,
     /// The first with a place gets the next stream, so the last ones come to rest.
-    lines: Vec<Http2PoolEntry<C>>,
+    connections: Vec<Http2PoolEntry<C>>,
     /// The number of the last that was dialled; they count from 1.
-    newest: u64,
+    newest_id: u64,
 }
 
 #[derive(Debug)]
 struct Http2PoolEntry<C> {
-    number: u64,
+    id: u64,
     connection: C,
-    allowed: MaxConcurrentStreams,
-    taken: Arc<AtomicUsize>,
-    used: Instant,
+    max_streams: MaxConcurrentStreams,
+    open_streams: Arc<AtomicUsize>,
+    last_used: Instant,
 }
 
 /// A place for one stream on a connection, until all that is sent or received on it is over.
 #[derive(Debug)]
 pub struct StreamPermit {
-    taken: Arc<AtomicUsize>,
-    freed: Arc<Notify>,
+    open_streams: Arc<AtomicUsize>,
+    slot_freed: Arc<Notify>,
 }
 
 impl Drop for StreamPermit {
     fn drop(&mut self) {
-        self.taken.fetch_sub(1, Relaxed);
-        self.freed.notify_one();
+        self.open_streams.fetch_sub(1, Relaxed);
+        self.slot_freed.notify_one();
     }
 }
 
@@ -77,10 +77,10 @@ pub struct StreamSlot<C> {
     /// Connection on which to open the stream.
     pub connection: C,
     /// Its place there.
-    pub place: StreamPermit,
+    pub permit: StreamPermit,
     /// Number of the youngest connection that existed. A failed request is repeated on one with a number above: a peer that
     /// closed one of the existing connections may have closed them all.
-    pub newest: u64,
+    pub newest_id: u64,
 }
 
 /// Result of a pool checkout: a stream slot, HTTP/1.1, or the right to dial.
@@ -97,13 +97,13 @@ pub enum Checkout<'a, C> {
 impl<C> Default for Http2Pool<C> {
     fn default() -> Self {
         Self {
-            known: Mutex::new(Http2PoolState {
-                http1: false,
-                lines: Vec::new(),
-                newest: 0,
+            state: Mutex::new(Http2PoolState {
+                is_http1: false,
+                connections: Vec::new(),
+                newest_id: 0,
             }),
-            dialling: tokio::sync::Mutex::default(),
-            freed: Arc::default(),
+            dial_lock: tokio::sync::Mutex::default(),
+            slot_freed: Arc::default(),
         }
     }
 }
@@ -111,41 +111,41 @@ impl<C> Default for Http2Pool<C> {
 impl<C: MultiplexedConnection> Http2Pool<C> {
     /// Waits, without a bound, for a place on a connection with a number above `after`, or for the turn to dial one.
     /// Connections that are not `alive` are forgotten.
-    pub async fn turn(&self, after: u64, alive: impl Fn(&C) -> bool) -> Checkout<'_, C> {
+    pub async fn checkout(&self, after: u64, alive: impl Fn(&C) -> bool) -> Checkout<'_, C> {
         loop {
-            let mut freed = pin!(self.freed.notified());
-            if let Some(turn) = self.at_once(after, &alive) {
-                return turn;
+            let mut slot_freed = pin!(self.slot_freed.notified());
+            if let Some(checkout) = self.try_checkout(after, &alive) {
+                return checkout;
             }
             tokio::select! {
                 biased;
-                () = &mut freed => continue,
-                turn = self.dialling.lock() => {
+                () = &mut slot_freed => continue,
+                guard = self.dial_lock.lock() => {
                     // The connection that was opened meanwhile may have capacity.
-                    if let Some(found) = self.at_once(after, &alive) {
+                    if let Some(found) = self.try_checkout(after, &alive) {
                         return found;
                     }
                     if !self.is_full() {
-                        return Checkout::Dial(turn);
+                        return Checkout::Dial(guard);
                     }
                 }
             }
-            freed.await;
+            slot_freed.await;
         }
     }
 
-    /// Waits for [`Http2Pool::turn`] until `deadline`.
+    /// Waits for [`Http2Pool::checkout`] until `deadline`.
     ///
     /// # Errors
     /// The reason, as the end of a sentence about the upstream.
-    pub async fn turn_until(
+    pub async fn checkout_until(
         &self,
         deadline: Instant,
         after: u64,
         alive: impl Fn(&C) -> bool,
     ) -> Result<Checkout<'_, C>, &'static str> {
-        let turn = timeout_at(deadline, self.turn(after, alive)).await;
-        turn.map_err(|_| {
+        let checkout = timeout_at(deadline, self.checkout(after, alive)).await;
+        checkout.map_err(|_| {
             if self.is_full() {
                 "has reached its own limit of streams, and none ended in time"
             } else {
@@ -154,97 +154,107 @@ impl<C: MultiplexedConnection> Http2Pool<C> {
         })
     }
 
-    fn at_once(&self, after: u64, alive: impl Fn(&C) -> bool) -> Option<Checkout<'static, C>> {
-        let mut known = self.known();
-        known.lines.retain(|line| alive(&line.connection));
-        let newest = known.newest;
-        let mut younger = known.lines.iter_mut().filter(|line| line.number > after);
-        if let Some(line) = younger.find(|line| line.has_place()) {
-            return Some(Checkout::Open(line.open(newest, &self.freed)));
+    fn try_checkout(&self, after: u64, alive: impl Fn(&C) -> bool) -> Option<Checkout<'static, C>> {
+        let mut state = self.lock();
+        state.connections.retain(|entry| alive(&entry.connection));
+        let newest_id = state.newest_id;
+        let mut newer = state
+            .connections
+            .iter_mut()
+            .filter(|entry| entry.id > after);
+        if let Some(entry) = newer.find(|line| line.has_capacity()) {
+            return Some(Checkout::Open(entry.open(newest_id, &self.slot_freed)));
         }
-        known.http1.then_some(Checkout::Http1)
+        state.is_http1.then_some(Checkout::Http1)
     }
 
     /// The number of a connection that is to be added.
-    pub fn next(&self) -> u64 {
-        let mut known = self.known();
-        known.newest += 1;
-        known.newest
+    pub fn allocate_id(&self) -> u64 {
+        let mut state = self.lock();
+        state.newest_id += 1;
+        state.newest_id
     }
 
     /// Adds the connection of this number, and opens the first stream on it.
-    pub fn add(&self, number: u64, connection: C, allowed: MaxConcurrentStreams) -> StreamSlot<C> {
-        let mut line = Http2PoolEntry {
-            number,
+    pub fn insert(
+        &self,
+        id: u64,
+        connection: C,
+        max_streams: MaxConcurrentStreams,
+    ) -> StreamSlot<C> {
+        let mut entry = Http2PoolEntry {
+            id,
             connection,
-            allowed,
-            taken: Arc::default(),
-            used: Instant::now(),
+            max_streams,
+            open_streams: Arc::default(),
+            last_used: Instant::now(),
         };
-        let mut known = self.known();
-        known.http1 = false;
-        let stream = line.open(number, &self.freed);
-        known.lines.push(line);
-        drop(known);
-        self.freed.notify_waiters();
+        let mut state = self.lock();
+        state.is_http1 = false;
+        let stream = entry.open(id, &self.slot_freed);
+        state.connections.push(entry);
+        drop(state);
+        self.slot_freed.notify_waiters();
         stream
     }
 
     /// Records that the upstream has chosen HTTP/1.1.
-    pub fn chose_http1(&self) {
-        self.known().http1 = true;
+    pub fn set_http1(&self) {
+        self.lock().is_http1 = true;
     }
 
     /// Lets no further stream onto this connection.
-    pub fn forget(&self, number: u64) {
-        self.known().lines.retain(|line| line.number != number);
+    pub fn remove(&self, id: u64) {
+        self.lock().connections.retain(|line| line.id != id);
     }
 
     /// Forgets connections that are not `alive`, and those that no stream has needed for `bound`, except the first.
     /// False: nothing is known.
-    pub fn sweep(&self, bound: Duration, alive: impl Fn(&C) -> bool) -> bool {
-        let mut known = self.known();
-        known.lines.retain(|line| alive(&line.connection));
-        let mut first = true;
-        known.lines.retain(|line| {
-            let needed = line.taken.load(Relaxed) > 0 || line.used.elapsed() < bound;
-            std::mem::take(&mut first) || needed
+    pub fn sweep(&self, idle_timeout: Duration, alive: impl Fn(&C) -> bool) -> bool {
+        let mut state = self.lock();
+        state.connections.retain(|entry| alive(&entry.connection));
+        let mut is_first = true;
+        state.connections.retain(|line| {
+            let is_needed =
+                line.open_streams.load(Relaxed) > 0 || line.last_used.elapsed() < idle_timeout;
+            std::mem::take(&mut is_first) || is_needed
         });
-        known.http1 || !known.lines.is_empty()
+        state.is_http1 || !state.connections.is_empty()
     }
 
     /// Whether no further connection may be dialled.
     fn is_full(&self) -> bool {
-        self.known().lines.len() >= MAX_CONNECTIONS
+        self.lock().connections.len() >= MAX_CONNECTIONS
     }
 
     /// Whether there is no connection.
     pub fn is_empty(&self) -> bool {
-        self.known().lines.is_empty()
+        self.lock().connections.is_empty()
     }
 
-    fn known(&self) -> MutexGuard<'_, Http2PoolState<C>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Http2PoolState<C>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<C: MultiplexedConnection> Http2PoolEntry<C> {
-    fn has_place(&self) -> bool {
-        let allowed = self.allowed.borrow().unwrap_or_default();
-        let allowed = usize::try_from(allowed).unwrap_or(usize::MAX);
-        self.connection.has_place(self.taken.load(Relaxed), allowed)
+    fn has_capacity(&self) -> bool {
+        let max_streams = self.max_streams.borrow().unwrap_or_default();
+        let max_streams = usize::try_from(max_streams).unwrap_or(usize::MAX);
+        self.connection
+            .has_capacity(self.open_streams.load(Relaxed), max_streams)
     }
 
-    fn open(&mut self, newest: u64, freed: &Arc<Notify>) -> StreamSlot<C> {
-        self.taken.fetch_add(1, Relaxed);
-        self.used = Instant::now();
+    fn open(&mut self, newest_id: u64, slot_freed: &Arc<Notify>) -> StreamSlot<C> {
+        self.open_streams.fetch_add(1, Relaxed);
+        self.last_used = Instant::now();
         StreamSlot {
             connection: self.connection.clone(),
-            place: StreamPermit {
-                taken: self.taken.clone(),
-                freed: freed.clone(),
+            permit: StreamPermit {
+                open_streams: self.open_streams.clone(),
+                slot_freed: slot_freed.clone(),
             },
-            newest,
+            newest_id,
         }
     }
 }
@@ -260,7 +270,7 @@ mod tests {
     struct Named(&'static str);
 
     impl MultiplexedConnection for Named {
-        fn has_place(&self, taken: usize, allowed: usize) -> bool {
+        fn has_capacity(&self, taken: usize, allowed: usize) -> bool {
             taken < allowed
         }
     }
@@ -275,7 +285,7 @@ mod tests {
 
     /// Returns the checkout that is available without waiting.
     fn now(places: &Http2Pool<Named>, after: u64) -> Option<Checkout<'_, Named>> {
-        places.turn(after, all).now_or_never()
+        places.checkout(after, all).now_or_never()
     }
 
     fn opened(places: &Http2Pool<Named>, after: u64) -> StreamSlot<Named> {
@@ -292,15 +302,15 @@ mod tests {
             panic!("no dial is made");
         };
         assert!(now(&places, 0).is_none(), "two dial at a time");
-        let mut waits = pin!(places.turn(0, all));
+        let mut waits = pin!(places.checkout(0, all));
         assert!((&mut waits).now_or_never().is_none());
         let (_says, allowed) = allows(2);
-        let first = places.add(places.next(), Named("a"), allowed);
+        let first = places.insert(places.allocate_id(), Named("a"), allowed);
         drop(turn);
         let Checkout::Open(second) = waits.await else {
             panic!("who waited dials as well");
         };
-        assert_eq!((second.newest, second.connection), (1, Named("a")));
+        assert_eq!((second.newest_id, second.connection), (1, Named("a")));
         // The upstream accepts no more streams, so a third connection is opened.
         assert!(matches!(now(&places, 0), Some(Checkout::Dial(_))));
         drop(first);
@@ -314,9 +324,9 @@ mod tests {
         let places = Http2Pool::default();
         let (_says, allowed) = allows(1);
         let mut streams: Vec<_> = (0..MAX_CONNECTIONS)
-            .map(|_| places.add(places.next(), Named("a"), allowed.clone()))
+            .map(|_| places.insert(places.allocate_id(), Named("a"), allowed.clone()))
             .collect();
-        let mut waits = pin!(places.turn(0, all));
+        let mut waits = pin!(places.checkout(0, all));
         assert!(
             (&mut waits).now_or_never().is_none(),
             "a further one is dialled"
@@ -325,7 +335,7 @@ mod tests {
         let Checkout::Open(stream) = waits.await else {
             panic!("one more is dialled than may be");
         };
-        assert_eq!(stream.newest, 64);
+        assert_eq!(stream.newest_id, 64);
     }
 
     #[tokio::test]
@@ -334,10 +344,10 @@ mod tests {
         let Some(Checkout::Dial(_turn)) = now(&places, 0) else {
             panic!("no dial is made");
         };
-        places.chose_http1();
+        places.set_http1();
         assert!(matches!(now(&places, 0), Some(Checkout::Http1)));
         let (_says, allowed) = allows(1);
-        drop(places.add(places.next(), Named("a"), allowed));
+        drop(places.insert(places.allocate_id(), Named("a"), allowed));
         opened(&places, 0);
     }
 
@@ -347,9 +357,9 @@ mod tests {
         let bound = Duration::from_mins(1);
         let (says, allowed) = allows(10);
         assert!(!places.sweep(bound, all), "nothing is known");
-        let kept = places.add(places.next(), Named("a"), allowed.clone());
-        drop(places.add(places.next(), Named("b"), allowed.clone()));
-        let used = places.add(places.next(), Named("c"), allowed);
+        let kept = places.insert(places.allocate_id(), Named("a"), allowed.clone());
+        drop(places.insert(places.allocate_id(), Named("b"), allowed.clone()));
+        let used = places.insert(places.allocate_id(), Named("c"), allowed);
         drop(kept);
         tokio::time::advance(bound).await;
         // The first connection and those in use stay.
@@ -364,7 +374,7 @@ mod tests {
             "the app accepts no stream"
         );
         says.send_replace(Some(10));
-        places.forget(3);
+        places.remove(3);
         drop(used);
         assert!(places.is_empty() && !places.sweep(bound, all));
     }

@@ -10,7 +10,7 @@ use std::{
 };
 
 /// Idle connections for each key at most: more clients at once than this are not ordinary on a node.
-const MOST_IDLE: usize = 256;
+const MAX_IDLE_PER_KEY: usize = 256;
 
 /// Pooled connections, by the key of interchangeable ones.
 #[derive(Debug)]
@@ -32,7 +32,7 @@ impl<K: Clone + Eq + Hash, C, M: Default> Pool<K, C, M> {
     /// Returns the idle connection that was used last, if one is `alive`.
     pub fn checkout(&self, key: &K, mut alive: impl FnMut(&mut C) -> bool) -> Option<C> {
         loop {
-            let mut connection = locked(&self.idle).get_mut(key)?.pop()?;
+            let mut connection = lock(&self.idle).get_mut(key)?.pop()?;
             if alive(&mut connection) {
                 return Some(connection);
             }
@@ -41,22 +41,22 @@ impl<K: Clone + Eq + Hash, C, M: Default> Pool<K, C, M> {
 
     /// Keeps an idle connection. Returns false if there are enough of them.
     pub fn checkin(&self, key: K, connection: C) -> bool {
-        let mut idle = locked(&self.idle);
+        let mut idle = lock(&self.idle);
         let connections = idle.entry(key).or_default();
-        let room = connections.len() < MOST_IDLE;
-        if room {
+        let has_room = connections.len() < MAX_IDLE_PER_KEY;
+        if has_room {
             connections.push(connection);
         }
-        room
+        has_room
     }
 
     /// Removes an idle connection. Returns false if it is not here.
-    pub fn remove(&self, key: &K, is_it: impl Fn(&C) -> bool) -> bool {
-        let mut idle = locked(&self.idle);
+    pub fn remove(&self, key: &K, matches: impl Fn(&C) -> bool) -> bool {
+        let mut idle = lock(&self.idle);
         let Some(connections) = idle.get_mut(key) else {
             return false;
         };
-        let at = connections.iter().position(is_it);
+        let at = connections.iter().position(matches);
         let removed = at.map(|at| connections.remove(at));
         if connections.is_empty() {
             idle.remove(key);
@@ -67,7 +67,7 @@ impl<K: Clone + Eq + Hash, C, M: Default> Pool<K, C, M> {
 
     /// Returns the connections that requests share.
     pub fn shared(&self, key: &K) -> Arc<M> {
-        let mut shared = locked(&self.shared);
+        let mut shared = lock(&self.shared);
         if let Some(found) = shared.get(key) {
             return found.clone();
         }
@@ -75,31 +75,31 @@ impl<K: Clone + Eq + Hash, C, M: Default> Pool<K, C, M> {
     }
 
     /// Removes the shared connections of a key if nothing is `known` of them. A request that is about to dial holds them.
-    pub fn forget_shared(&self, key: &K, known: impl Fn(&M) -> bool) {
-        let mut shared = locked(&self.shared);
-        let unused = |found: &Arc<M>| Arc::strong_count(found) == 1 && !known(found);
-        if shared.get(key).is_some_and(unused) {
+    pub fn forget_shared(&self, key: &K, is_in_use: impl Fn(&M) -> bool) {
+        let mut shared = lock(&self.shared);
+        let is_unused = |found: &Arc<M>| Arc::strong_count(found) == 1 && !is_in_use(found);
+        if shared.get(key).is_some_and(is_unused) {
             shared.remove(key);
         }
     }
 
     /// Removes idle connections that are not `alive`, and shared ones of which nothing is `known`.
-    pub fn sweep(&self, mut alive: impl FnMut(&mut C) -> bool, known: impl Fn(&M) -> bool) {
-        locked(&self.idle).retain(|_, connections| {
+    pub fn sweep(&self, mut alive: impl FnMut(&mut C) -> bool, is_in_use: impl Fn(&M) -> bool) {
+        lock(&self.idle).retain(|_, connections| {
             connections.retain_mut(&mut alive);
             !connections.is_empty()
         });
         // A request that is about to dial holds what it will put there.
-        locked(&self.shared).retain(|_, shared| known(shared) || Arc::strong_count(shared) > 1);
+        lock(&self.shared).retain(|_, shared| is_in_use(shared) || Arc::strong_count(shared) > 1);
     }
 
     /// Returns how many connections are idle.
-    pub fn idle(&self) -> usize {
-        locked(&self.idle).values().map(Vec::len).sum()
+    pub fn idle_count(&self) -> usize {
+        lock(&self.idle).values().map(Vec::len).sum()
     }
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -110,13 +110,13 @@ mod tests {
     #[test]
     fn the_last_used_that_lives_is_taken_and_what_is_full_takes_none() {
         let pool = Pool::<_, usize, ()>::default();
-        for each in 0..MOST_IDLE {
+        for each in 0..MAX_IDLE_PER_KEY {
             assert!(pool.checkin("a", each));
         }
-        assert!(!pool.checkin("a", MOST_IDLE) && pool.checkin("b", 0));
+        assert!(!pool.checkin("a", MAX_IDLE_PER_KEY) && pool.checkin("b", 0));
         assert_eq!(pool.checkout(&"a", |each| *each < 7), Some(6));
         assert!(pool.remove(&"a", |each| *each == 3) && !pool.remove(&"a", |each| *each == 3));
-        assert_eq!(pool.idle(), 6);
+        assert_eq!(pool.idle_count(), 6);
         pool.sweep(|each| *each > 4, |()| true);
         assert_eq!(pool.checkout(&"a", |_| true), Some(5));
         assert_eq!(pool.checkout(&"b", |_| true), None);

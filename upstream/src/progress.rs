@@ -10,16 +10,16 @@ use tokio::time::timeout;
 /// Waits for `work` for as long as the body moves: an upstream may read for hours. `taken` is the number of parts of the body
 /// that were taken. Returns `None` once there was none for `bound`.
 pub async fn while_moving<T>(
-    bound: Duration,
-    taken: &AtomicUsize,
+    idle_timeout: Duration,
+    progress: &AtomicUsize,
     work: impl Future<Output = T>,
 ) -> Option<T> {
     let mut work = pin!(work);
     loop {
-        let before = taken.load(Relaxed);
-        match timeout(bound, &mut work).await {
+        let before = progress.load(Relaxed);
+        match timeout(idle_timeout, &mut work).await {
             Ok(done) => return Some(done),
-            Err(_) if taken.load(Relaxed) == before => return None,
+            Err(_) if progress.load(Relaxed) == before => return None,
             Err(_) => {}
         }
     }

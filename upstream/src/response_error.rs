@@ -6,17 +6,17 @@ use std::{
 };
 
 /// Returns what the upstream did, as the end of a sentence about it. `when` says at which point ("before it sent a response"),
-/// `bounds` what the head of an answer must not exceed.
-pub fn describe(error: &hyper::Error, when: &str, bounds: &str) -> String {
+/// `limits` what the head of an answer must not exceed.
+pub fn describe(error: &hyper::Error, when: &str, limits: &str) -> String {
     if error.is_parse_too_large() {
-        return format!("answered with {bounds}");
+        return format!("answered with {limits}");
     }
     if error.is_parse() {
         return format!("sent a response that is not HTTP: {error}");
     }
     // Many apps end without a close_notify.
-    let cut = find::<io::Error>(error).is_some_and(|error| error.kind() == UnexpectedEof);
-    if cut || error.is_incomplete_message() || error.is_closed() || error.is_canceled() {
+    let is_truncated = find::<io::Error>(error).is_some_and(|error| error.kind() == UnexpectedEof);
+    if is_truncated || error.is_incomplete_message() || error.is_closed() || error.is_canceled() {
         return format!("closed the connection {when}");
     }
     let cause = error

@@ -8,17 +8,17 @@ use hyper::client::conn::TrySendError;
 
 /// The right to send a request once more.
 pub struct Retry<B> {
-    reused: bool,
+    was_reused: bool,
     copy: Option<Request<B>>,
 }
 
 impl<B: Default> Retry<B> {
-    /// Of a request that is about to be sent. `reused` is true if other requests have used its connection before.
-    pub fn new<A>(request: &Request<A>, reused: bool, has_body: bool) -> Self {
-        let repeatable = reused && !has_body && is_idempotent(request);
+    /// Of a request that is about to be sent. `was_reused` is true if other requests have used its connection before.
+    pub fn new<A>(request: &Request<A>, was_reused: bool, has_body: bool) -> Self {
+        let is_repeatable = was_reused && !has_body && is_idempotent(request);
         Self {
-            reused,
-            copy: repeatable.then(|| copy(request)),
+            was_reused,
+            copy: is_repeatable.then(|| clone_request(request)),
         }
     }
 
@@ -29,7 +29,7 @@ impl<B: Default> Retry<B> {
         error: &mut TrySendError<Request<B>>,
         closed_unanswered: impl FnOnce(&hyper::Error) -> bool,
     ) -> Option<Request<B>> {
-        let unsent = error.take_message().filter(|_| self.reused);
+        let unsent = error.take_message().filter(|_| self.was_reused);
         unsent.or_else(|| self.copy.filter(|_| closed_unanswered(error.error())))
     }
 }
@@ -42,7 +42,7 @@ pub fn is_idempotent<B>(request: &Request<B>) -> bool {
     )
 }
 
-fn copy<A, B: Default>(request: &Request<A>) -> Request<B> {
+fn clone_request<A, B: Default>(request: &Request<A>) -> Request<B> {
     let mut copy = Request::new(B::default());
     *copy.method_mut() = request.method().clone();
     *copy.uri_mut() = request.uri().clone();

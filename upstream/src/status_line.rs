@@ -8,29 +8,29 @@ const VERSION: &[u8] = b"HTTP/1.";
 #[derive(Clone, Debug, Default)]
 pub(crate) struct StatusLine {
     /// Bytes of [`VERSION`] that were read; one more behind the line.
-    at: usize,
+    position: usize,
 }
 
 impl StatusLine {
     /// Begins another answer.
     pub(crate) fn begin(&mut self) {
-        self.at = 0;
+        self.position = 0;
     }
 
     /// Takes the next bytes.
     pub(crate) fn rewrite(&mut self, bytes: &mut [u8]) {
         let mut bytes = bytes.iter_mut();
-        while self.at <= VERSION.len()
+        while self.position <= VERSION.len()
             && let Some(byte) = bytes.next()
         {
-            match VERSION.get(self.at) {
-                Some(expected) if expected == byte => self.at += 1,
-                Some(_) => self.at = VERSION.len() + 1,
+            match VERSION.get(self.position) {
+                Some(expected) if expected == byte => self.position += 1,
+                Some(_) => self.position = VERSION.len() + 1,
                 None => {
                     if matches!(byte, b'2'..=b'9') {
                         *byte = b'1';
                     }
-                    self.at += 1;
+                    self.position += 1;
                 }
             }
         }

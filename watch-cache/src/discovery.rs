@@ -6,31 +6,31 @@ use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::Arc};
 
 /// Returns the response to a path of discovery, or `None` if no resource of it is served.
-pub(crate) fn answer(place: &RequestPath<'_>, stores: &[&Arc<Store>]) -> Option<Value> {
-    match place {
-        RequestPath::Core => Some(core(stores)),
+pub(crate) fn discovery_response(path: &RequestPath<'_>, stores: &[&Arc<Store>]) -> Option<Value> {
+    match path {
+        RequestPath::Core => Some(core_versions(stores)),
         RequestPath::Groups => {
-            let groups = groups(stores);
+            let groups = group_versions(stores);
             let groups: Vec<_> = groups
                 .iter()
-                .map(|(name, versions)| group(name, versions))
+                .map(|(name, versions)| api_group(name, versions))
                 .collect();
             Some(json!({ "kind": "APIGroupList", "apiVersion": "v1", "groups": groups }))
         }
         RequestPath::Group(name) => {
-            let groups = groups(stores);
+            let groups = group_versions(stores);
             let versions = groups.get(name)?;
-            let mut group = group(name, versions);
+            let mut group = api_group(name, versions);
             group["kind"] = "APIGroup".into();
             group["apiVersion"] = "v1".into();
             Some(group)
         }
-        RequestPath::Resources { group, version } => resources(group, version, stores),
+        RequestPath::Resources { group, version } => resource_list(group, version, stores),
         _ => None,
     }
 }
 
-fn core(stores: &[&Arc<Store>]) -> Value {
+fn core_versions(stores: &[&Arc<Store>]) -> Value {
     let core = stores.iter().map(|store| store.resource());
     let core = core.filter(|resource| resource.group.is_empty());
     let mut versions: Vec<_> = core.map(|resource| &resource.version).collect();
@@ -40,7 +40,7 @@ fn core(stores: &[&Arc<Store>]) -> Value {
 }
 
 /// Returns the versions of each group except the core one.
-fn groups<'a>(stores: &[&'a Arc<Store>]) -> BTreeMap<&'a str, Vec<&'a str>> {
+fn group_versions<'a>(stores: &[&'a Arc<Store>]) -> BTreeMap<&'a str, Vec<&'a str>> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for resource in stores.iter().map(|store| store.resource()) {
         if !resource.group.is_empty() {
@@ -53,7 +53,7 @@ fn groups<'a>(stores: &[&'a Arc<Store>]) -> BTreeMap<&'a str, Vec<&'a str>> {
     groups
 }
 
-fn group(name: &str, versions: &[&str]) -> Value {
+fn api_group(name: &str, versions: &[&str]) -> Value {
     let versions: Vec<_> = versions
         .iter()
         .map(|version| json!({ "groupVersion": format!("{name}/{version}"), "version": version }))
@@ -61,12 +61,12 @@ fn group(name: &str, versions: &[&str]) -> Value {
     json!({ "name": name, "versions": versions, "preferredVersion": versions.first() })
 }
 
-fn resources(group: &str, version: &str, stores: &[&Arc<Store>]) -> Option<Value> {
-    let of_group = stores.iter().filter(|store| {
+fn resource_list(group: &str, version: &str, stores: &[&Arc<Store>]) -> Option<Value> {
+    let matching = stores.iter().filter(|store| {
         let resource = store.resource();
         resource.group == group && resource.version == version
     });
-    let resources: Vec<_> = of_group
+    let resources: Vec<_> = matching
         .filter_map(|store| {
             let (resource, kind) = (store.resource(), store.kind()?);
             Some(json!({
@@ -79,8 +79,8 @@ fn resources(group: &str, version: &str, stores: &[&Arc<Store>]) -> Option<Value
             }))
         })
         .collect();
-    let name = stores.iter().map(|store| store.resource());
-    let name = name
+    let resource = stores.iter().map(|store| store.resource());
+    let name = resource
         .clone()
         .find(|resource| resource.group == group && resource.version == version)?;
     Some(json!({

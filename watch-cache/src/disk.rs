@@ -29,10 +29,10 @@ use std::{
 /// First word of a file.
 const MAGIC: &str = "causeway-pool/1";
 /// Maximum ratio between the size of a state and the size of its file.
-const INFLATES: u64 = 64;
+const MAX_INFLATION: u64 = 64;
 
 /// Name of the file with the time until which each state was known to be the newest.
-const TIMES: &str = "times.json";
+const TIMES_FILE: &str = "times.json";
 
 /// By resource: the version, and the time until which it was known to be the newest, in milliseconds of the Unix epoch.
 type Times = BTreeMap<String, (u64, u64)>;
@@ -58,31 +58,34 @@ struct SnapshotHeader {
 
 impl SnapshotDir {
     /// Returns the snapshots in this directory, of `most` bytes each at most.
-    pub fn new(dir: PathBuf, most: u64) -> Self {
-        Self { dir, most }
+    pub fn new(dir: PathBuf, max_bytes: u64) -> Self {
+        Self {
+            dir,
+            most: max_bytes,
+        }
     }
 
-    fn file(&self, store: &Store) -> PathBuf {
+    fn snapshot_path(&self, store: &Store) -> PathBuf {
         let name = store.resource().to_string().replace('/', "_");
         self.dir.join(format!("{name}.pool"))
     }
 
     /// Fills empty stores from the snapshots. Returns a description of each snapshot that could not be used.
-    pub fn load(&self, pool: &WatchCache) -> Vec<String> {
+    pub fn load(&self, cache: &WatchCache) -> Vec<String> {
         let mut faults = Vec::new();
         // Without them, the file times determine the age of the snapshots.
-        let times = fs::read(self.dir.join(TIMES)).ok();
+        let times = fs::read(self.dir.join(TIMES_FILE)).ok();
         let times = times.and_then(|text| serde_json::from_slice::<Times>(&text).ok());
         let times = times.unwrap_or_default();
-        for store in pool.stores() {
-            let file = self.file(store);
-            let why = match self.read(&file, store) {
+        for store in cache.stores() {
+            let file = self.snapshot_path(store);
+            let why = match self.read_snapshot(&file, store) {
                 Ok(Some(mut snapshot)) => {
                     if let Some((version, at)) = times.get(&store.resource().to_string())
                         && *version == snapshot.version
                     {
                         let at = UNIX_EPOCH + Duration::from_millis(*at);
-                        snapshot.at = snapshot.at.max(at);
+                        snapshot.as_of = snapshot.as_of.max(at);
                     }
                     store.restore(snapshot);
                     continue;
@@ -90,17 +93,17 @@ impl SnapshotDir {
                 Ok(None) => continue,
                 Err(why) => why,
             };
-            let aside = file.with_extension("bad");
-            let said = match fs::rename(&file, &aside) {
-                Ok(()) => format!("{}: {why}; kept as {}", file.display(), aside.display()),
+            let bad_path = file.with_extension("bad");
+            let fault = match fs::rename(&file, &bad_path) {
+                Ok(()) => format!("{}: {why}; kept as {}", file.display(), bad_path.display()),
                 Err(_) => format!("{}: {why}", file.display()),
             };
-            faults.push(said);
+            faults.push(fault);
         }
         faults
     }
 
-    fn read(&self, file: &Path, store: &Store) -> Result<Option<Snapshot>, String> {
+    fn read_snapshot(&self, file: &Path, store: &Store) -> Result<Option<Snapshot>, String> {
         let bytes = match fs::metadata(file) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error.to_string()),
@@ -110,49 +113,49 @@ impl SnapshotDir {
             Ok(_) => fs::read(file).map_err(|error| error.to_string())?,
         };
         let end = bytes.iter().position(|byte| *byte == b'\n');
-        let (line, packed) = bytes.split_at(end.ok_or("not a saved snapshot")?);
-        let packed = packed.get(1..).unwrap_or_default();
-        let expected = format!("{MAGIC} {}", hash(packed));
+        let (line, compressed) = bytes.split_at(end.ok_or("not a saved snapshot")?);
+        let compressed = compressed.get(1..).unwrap_or_default();
+        let expected = format!("{MAGIC} {}", sha256_hex(compressed));
         if line != expected.as_bytes() {
             return Err("damaged: the checksum does not match".to_owned());
         }
-        let most = self.most.saturating_mul(INFLATES);
-        let mut lines = BufReader::new(GzDecoder::new(packed).take(most)).lines();
-        let mut next = || {
+        let max_inflated = self.most.saturating_mul(MAX_INFLATION);
+        let mut lines = BufReader::new(GzDecoder::new(compressed).take(max_inflated)).lines();
+        let mut next_line = || {
             let line = lines.next().transpose();
             line.map_err(|error| error.to_string())
         };
-        let head: SnapshotHeader = serde_json::from_str(&next()?.unwrap_or_default())
+        let header: SnapshotHeader = serde_json::from_str(&next_line()?.unwrap_or_default())
             .map_err(|error| error.to_string())?;
-        if head.resource != store.resource().to_string() || head.version == 0 {
+        if header.resource != store.resource().to_string() || header.version == 0 {
             return Err(format!(
                 "it contains {} at version {}",
-                head.resource, head.version
+                header.resource, header.version
             ));
         }
         let api_version = store.resource().api_version();
-        let named = TypeMeta {
-            kind: &head.kind,
+        let type_meta = TypeMeta {
+            kind: &header.kind,
             api_version: &api_version,
         };
         let mut objects = Vec::new();
-        while let Some(line) = next()? {
+        while let Some(line) = next_line()? {
             let raw: &RawValue = serde_json::from_str(&line).map_err(|error| error.to_string())?;
-            let object = Object::read(raw, named).map_err(|error| error.to_string())?;
+            let object = Object::parse(raw, type_meta).map_err(|error| error.to_string())?;
             objects.push(Arc::new(object));
         }
-        if objects.len() != head.objects {
+        if objects.len() != header.objects {
             return Err(format!(
                 "damaged: it has {} objects instead of {}",
                 objects.len(),
-                head.objects
+                header.objects
             ));
         }
         Ok(Some(Snapshot {
-            kind: head.kind,
-            namespaced: head.namespaced,
-            version: head.version,
-            at: UNIX_EPOCH + Duration::from_millis(head.at),
+            kind: header.kind,
+            namespaced: header.namespaced,
+            version: header.version,
+            as_of: UNIX_EPOCH + Duration::from_millis(header.at),
             objects,
         }))
     }
@@ -165,33 +168,38 @@ impl SnapshotDir {
         let Some(snapshot) = store.snapshot() else {
             return Ok(());
         };
-        let packed = packed(store, &snapshot)?;
-        let head = format!("{MAGIC} {}\n", hash(&packed));
-        if (head.len() + packed.len()) as u64 > self.most {
-            let said = format!(
+        let compressed = compress_snapshot(store, &snapshot)?;
+        let header = format!("{MAGIC} {}\n", sha256_hex(&compressed));
+        if (header.len() + compressed.len()) as u64 > self.most {
+            let fault = format!(
                 "the snapshot of {} has {} bytes, which is more than the limit of {} (api_cache.save)",
                 store.resource(),
-                packed.len(),
+                compressed.len(),
                 self.most
             );
-            return Err(io::Error::other(said));
+            return Err(io::Error::other(fault));
         }
-        self.put(&self.file(store), &[head.as_bytes(), &packed])
+        self.replace_file(
+            &self.snapshot_path(store),
+            &[header.as_bytes(), &compressed],
+        )
     }
 
     /// Records the time until which the states of a cache were known to be the newest. Blocks.
     ///
     /// # Errors
     /// If the write fails.
-    pub fn write_times(&self, pool: &WatchCache) -> io::Result<()> {
-        let millis = |at: SystemTime| {
-            let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
-            u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+    pub fn write_times(&self, cache: &WatchCache) -> io::Result<()> {
+        let unix_millis = |at: SystemTime| {
+            let elapsed = at.duration_since(UNIX_EPOCH).unwrap_or_default();
+            u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX)
         };
-        let filled = pool.stores().iter().map(|store| store.status());
-        let filled = filled.filter(|status| status.synced);
-        let times = filled.map(|status| {
-            let at = status.lost.unwrap_or_else(|| millis(SystemTime::now()));
+        let synced = cache.stores().iter().map(|store| store.status());
+        let synced = synced.filter(|status| status.synced);
+        let times = synced.map(|status| {
+            let at = status
+                .lost
+                .unwrap_or_else(|| unix_millis(SystemTime::now()));
             (status.resource, (status.version, at))
         });
         let times: Times = times.collect();
@@ -199,11 +207,11 @@ impl SnapshotDir {
             return Ok(());
         }
         let text = serde_json::to_vec(&times).map_err(io::Error::other)?;
-        self.put(&self.dir.join(TIMES), &[&text])
+        self.replace_file(&self.dir.join(TIMES_FILE), &[&text])
     }
 
     /// Replaces the content of a file by these bytes.
-    fn put(&self, path: &Path, parts: &[&[u8]]) -> io::Result<()> {
+    fn replace_file(&self, path: &Path, parts: &[&[u8]]) -> io::Result<()> {
         fs::create_dir_all(&self.dir)?;
         let mut file = tempfile::Builder::new()
             .prefix(".pool-")
@@ -217,9 +225,12 @@ impl SnapshotDir {
     }
 }
 
-fn packed(store: &Store, snapshot: &Snapshot) -> io::Result<Vec<u8>> {
-    let at = snapshot.at.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let head = SnapshotHeader {
+fn compress_snapshot(store: &Store, snapshot: &Snapshot) -> io::Result<Vec<u8>> {
+    let at = snapshot
+        .as_of
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    let header = SnapshotHeader {
         resource: store.resource().to_string(),
         kind: snapshot.kind.clone(),
         namespaced: snapshot.namespaced,
@@ -228,13 +239,13 @@ fn packed(store: &Store, snapshot: &Snapshot) -> io::Result<Vec<u8>> {
         objects: snapshot.objects.len(),
     };
     let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
-    encoder.write_all(&serde_json::to_vec(&head)?)?;
+    encoder.write_all(&serde_json::to_vec(&header)?)?;
     for object in &snapshot.objects {
         encoder.write_all(b"\n")?;
         // One line each: API servers send no line breaks outside strings, and JSON escapes those inside.
-        let broken = object.json.contains(&b'\n');
-        if broken {
-            encoder.write_all(object.value().to_string().as_bytes())?;
+        let has_line_break = object.json.contains(&b'\n');
+        if has_line_break {
+            encoder.write_all(object.to_value().to_string().as_bytes())?;
         } else {
             encoder.write_all(&object.json)?;
         }
@@ -242,7 +253,7 @@ fn packed(store: &Store, snapshot: &Snapshot) -> io::Result<Vec<u8>> {
     encoder.finish()
 }
 
-fn hash(bytes: &[u8]) -> String {
+fn sha256_hex(bytes: &[u8]) -> String {
     let digest = Sha256::digest(bytes);
     HEXLOWER.encode(&digest)
 }
@@ -255,8 +266,8 @@ mod tests {
     fn pool() -> Arc<WatchCache> {
         let services: GroupVersionResource = "v1/services".parse().unwrap();
         let limits = CacheLimits {
-            cache: 1 << 20,
-            window: 1 << 20,
+            response_bytes: 1 << 20,
+            event_buffer_bytes: 1 << 20,
         };
         WatchCache::new(&[services], &limits)
     }
@@ -299,13 +310,13 @@ mod tests {
         let (day, hour) = (Duration::from_hours(24), Duration::from_hours(1));
         let before = filled();
         let store = &before.stores()[0];
-        store.found(Some(day));
+        store.mark_connected(Some(day));
         saved.write(store).unwrap();
         let kept = pool();
         saved.load(&kept);
         assert!(age(&kept) >= day, "{:?}", age(&kept));
 
-        store.found(Some(hour));
+        store.mark_connected(Some(hour));
         saved.write_times(&before).unwrap();
         let kept = pool();
         saved.load(&kept);
@@ -328,7 +339,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let saved = SnapshotDir::new(folder.path().to_owned(), 1 << 20);
         let store = &filled().stores()[0].clone();
-        let file = saved.file(store);
+        let file = saved.snapshot_path(store);
         saved.write(store).unwrap();
         let whole = fs::read(&file).unwrap();
         for at in 0..whole.len() {

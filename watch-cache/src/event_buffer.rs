@@ -29,37 +29,37 @@ pub(crate) struct EventBuffer {
     bytes: usize,
     most: usize,
     /// First version from which no event is missing.
-    since: u64,
+    complete_since: u64,
     /// The number of the next event.
-    next: u64,
+    next_number: u64,
     /// Ranges between two versions of which only the ends are known: an object that was created and deleted within one was never
     /// seen.
     gaps: VecDeque<(u64, u64)>,
 }
 
 impl EventBuffer {
-    pub(crate) fn new(most: usize) -> Self {
+    pub(crate) fn new(max_bytes: usize) -> Self {
         Self {
             events: VecDeque::new(),
             bytes: 0,
-            most,
-            since: 0,
-            next: 0,
+            most: max_bytes,
+            complete_since: 0,
+            next_number: 0,
             gaps: VecDeque::new(),
         }
     }
 
     /// Drops all events: the time before this version is unknown.
-    pub(crate) fn begin(&mut self, version: u64) {
+    pub(crate) fn reset(&mut self, version: u64) {
         self.events.clear();
         self.gaps.clear();
         self.bytes = 0;
-        self.since = version;
+        self.complete_since = version;
     }
 
     /// The number of the next event.
-    pub(crate) fn next(&self) -> u64 {
-        self.next
+    pub(crate) fn next_number(&self) -> u64 {
+        self.next_number
     }
 
     pub(crate) fn push(
@@ -69,13 +69,13 @@ impl EventBuffer {
         (object, deleted): (Arc<Object>, bool),
     ) {
         let event = Event {
-            number: self.next,
+            number: self.next_number,
             version,
             before,
             object,
             deleted,
         };
-        self.next += 1;
+        self.next_number += 1;
         self.bytes += weight(&event);
         self.events.push_back(event);
         while self.bytes > self.most {
@@ -83,14 +83,14 @@ impl EventBuffer {
                 break;
             };
             self.bytes -= weight(&oldest);
-            self.since = self.since.max(oldest.version);
+            self.complete_since = self.complete_since.max(oldest.version);
         }
-        let since = self.since;
-        self.gaps.retain(|gap| gap.1 > since);
+        let complete_since = self.complete_since;
+        self.gaps.retain(|gap| gap.1 > complete_since);
     }
 
     /// Records that only the difference between these two versions is known. Returns whether there are versions between.
-    pub(crate) fn gap(&mut self, from: u64, to: u64) -> bool {
+    pub(crate) fn record_gap(&mut self, from: u64, to: u64) -> bool {
         if to <= from.saturating_add(1) {
             return false;
         }
@@ -105,37 +105,41 @@ impl EventBuffer {
     }
 
     /// Whether the buffer has every event after this version, for a client that knows all events up to it.
-    pub(crate) fn reaches(&self, version: u64) -> bool {
+    pub(crate) fn has_all_after(&self, version: u64) -> bool {
         let mut gaps = self.gaps.iter();
-        version >= self.since && !gaps.any(|gap| gap.0 < version && version < gap.1)
+        version >= self.complete_since && !gaps.any(|gap| gap.0 < version && version < gap.1)
     }
 
     /// The number of the first event after this version.
-    pub(crate) fn after(&self, version: u64) -> u64 {
-        let at = self
+    pub(crate) fn first_number_after(&self, version: u64) -> u64 {
+        let index = self
             .events
             .partition_point(|event| event.version <= version);
-        self.events.get(at).map_or(self.next, |event| event.number)
+        self.events
+            .get(index)
+            .map_or(self.next_number, |event| event.number)
     }
 
-    /// Returns the event with this number, or `None` if there is none yet. Events before [`EventBuffer::first`] are gone.
+    /// Returns the event with this number, or `None` if there is none yet. Events before [`EventBuffer::first_number`] are gone.
     pub(crate) fn get(&self, number: u64) -> Option<&Event> {
-        let at = number.checked_sub(self.first())?;
-        self.events.get(usize::try_from(at).ok()?)
+        let index = number.checked_sub(self.first_number())?;
+        self.events.get(usize::try_from(index).ok()?)
     }
 
     /// The number of the oldest event.
-    pub(crate) fn first(&self) -> u64 {
-        self.events.front().map_or(self.next, |event| event.number)
+    pub(crate) fn first_number(&self) -> u64 {
+        self.events
+            .front()
+            .map_or(self.next_number, |event| event.number)
     }
 
     /// Whether of some of what came after this version only the outcome is known.
-    pub(crate) fn guesses(&self, version: u64) -> bool {
+    pub(crate) fn has_gap_after(&self, version: u64) -> bool {
         self.gaps.iter().any(|gap| gap.1 > version)
     }
 
     /// Returns the former state of each object that changed after `version`, `None` if it did not exist. The buffer must reach
-    /// that version ([`EventBuffer::reaches`]).
+    /// that version ([`EventBuffer::has_all_after`]).
     pub(crate) fn rewind(&self, version: u64) -> BTreeMap<NamespacedName, Option<Arc<Object>>> {
         let later = self.events.iter().rev();
         let later = later.take_while(|event| event.version > version);
@@ -147,5 +151,5 @@ impl EventBuffer {
 
 /// Returns the approximate memory of an event in bytes, beyond the objects that exist now.
 fn weight(event: &Event) -> usize {
-    event.object.weight() + event.before.as_ref().map_or(0, |_| 64) + 64
+    event.object.memory_size() + event.before.as_ref().map_or(0, |_| 64) + 64
 }

@@ -2,7 +2,7 @@
 //!
 //! A gateway, the leader edge of a node pool and each other member of the pool hold the same [`WatchCache`]. For each
 //! [`GroupVersionResource`] it has a [`Store`] with all objects and a buffer of the latest events. [`reflect`] fills a store by
-//! list and watch from a [`ListWatch`], which is the cloud's API, a gateway or another member. [`WatchCache::answer`] serves the
+//! list and watch from a [`ListWatch`], which is the cloud's API, a gateway or another member. [`WatchCache::handle_request`] serves the
 //! very same list and watch to the clients of this level. Versions are the cloud's own at each level, so a client can resume at
 //! one level from its version at another.
 //!

@@ -11,22 +11,24 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 /// Time for which a request waits for a version that is not known yet, as in kube-apiserver.
-const AHEAD: Duration = Duration::from_secs(3);
+const VERSION_WAIT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Waits until the store knows this version.
 pub(crate) async fn wait_for_version(store: &Store, version: u64) -> Result<(), ApiStatus> {
-    let mut changed = store.changed();
-    let reached = async {
+    let mut version_changes = store.subscribe();
+    let version_reached = async {
         while store.version() < version {
-            if changed.changed().await.is_err() {
+            if version_changes.changed().await.is_err() {
                 return;
             }
         }
     };
-    timeout(AHEAD, reached).await.map_err(|_| {
-        let known = VersionError::Future(store.version());
-        ApiStatus::unknown(store.resource(), version, known)
-    })
+    timeout(VERSION_WAIT_TIMEOUT, version_reached)
+        .await
+        .map_err(|_| {
+            let current = VersionError::Future(store.version());
+            ApiStatus::version_error(store.resource(), version, current)
+        })
 }
 
 /// Returns the version of a list that is not the newest, and the position at which it continues.
@@ -35,14 +37,14 @@ pub(crate) async fn start_version(
     options: &ListOptions,
 ) -> Result<(Option<u64>, Option<ContinueToken>), ApiStatus> {
     if store.version() == 0 {
-        return Err(ApiStatus::not_yet(store.resource()));
+        return Err(ApiStatus::not_loaded(store.resource()));
     }
-    if !options.from.is_empty() {
-        options.version()?;
-        let from = ContinueToken::parse(&options.from)?;
-        return Ok((Some(from.version), Some(from)));
+    if !options.continue_token.is_empty() {
+        options.requested_version()?;
+        let continue_token = ContinueToken::parse(&options.continue_token)?;
+        return Ok((Some(continue_token.version), Some(continue_token)));
     }
-    match options.version()? {
+    match options.requested_version()? {
         VersionMatch::Any => Ok((None, None)),
         VersionMatch::NotOlderThan(version) => {
             wait_for_version(store, version).await?;
@@ -56,51 +58,51 @@ pub(crate) async fn start_version(
 }
 
 /// Returns a page of the list.
-pub(crate) fn page(
+pub(crate) fn list_page(
     store: &Store,
-    (version, from): (Option<u64>, Option<&ContinueToken>),
+    (version, continue_token): (Option<u64>, Option<&ContinueToken>),
     selector: &Selector,
     limit: usize,
 ) -> Result<ListPage, ApiStatus> {
-    let unknown = |why| match (why, from) {
+    let to_status = |why| match (why, continue_token) {
         (VersionError::Expired, Some(_)) => ApiStatus::expired(
             "The provided continue parameter is too old to display a consistent list result. You must start a new list without the continue parameter",
         ),
-        (why, _) => ApiStatus::unknown(store.resource(), version.unwrap_or(0), why),
+        (why, _) => ApiStatus::version_error(store.resource(), version.unwrap_or(0), why),
     };
-    let state = store.at(version).map_err(unknown)?;
-    Ok(truncate(&state, from, selector, limit))
+    let state = store.state_at(version).map_err(to_status)?;
+    Ok(truncate(&state, continue_token, selector, limit))
 }
 
 fn truncate(
     state: &ListState,
-    from: Option<&ContinueToken>,
+    continue_token: Option<&ContinueToken>,
     selector: &Selector,
     limit: usize,
 ) -> ListPage {
-    let told = from.map(|from| (&*from.namespace, &*from.name));
-    let is_due = |key: (&str, &str)| told.is_none_or(|told| key > told);
-    let due = state
+    let last_sent = continue_token.map(|from| (&*from.namespace, &*from.name));
+    let is_after_last = |key: (&str, &str)| last_sent.is_none_or(|told| key > told);
+    let selected = state
         .objects
         .iter()
-        .filter(|object| is_due((&object.key.0, &object.key.1)) && selector.matches(object));
-    let mut objects: Vec<_> = due.cloned().collect();
-    let mut more = None;
+        .filter(|object| is_after_last((&object.key.0, &object.key.1)) && selector.matches(object));
+    let mut objects: Vec<_> = selected.cloned().collect();
+    let mut continuation = None;
     if limit > 0 && objects.len() > limit {
         let remaining = objects.len() - limit;
         objects.truncate(limit);
-        more = objects.last().map(|last| {
+        continuation = objects.last().map(|last| {
             let next = ContinueToken {
                 version: state.version,
                 namespace: last.key.0.to_string(),
                 name: last.key.1.to_string(),
             };
-            (next.text(), remaining as u64)
+            (next.encode(), remaining as u64)
         });
     }
     ListPage {
         version: state.version,
         objects,
-        more,
+        continuation,
     }
 }

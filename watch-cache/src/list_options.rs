@@ -32,19 +32,19 @@ pub(crate) enum RequestPath<'a> {
 }
 
 impl<'a> RequestPath<'a> {
-    pub(crate) fn of(path: &'a str) -> Option<Self> {
+    pub(crate) fn parse(path: &'a str) -> Option<Self> {
         let parts: Vec<_> = path.trim_matches('/').split('/').collect();
-        let (group, version, rest) = match parts[..] {
+        let (group, version, segments) = match parts[..] {
             ["version"] => return Some(Self::Version),
             ["healthz" | "livez" | "readyz", ..] => return Some(Self::Health),
             ["api"] => return Some(Self::Core),
             ["apis"] => return Some(Self::Groups),
             ["apis", group] => return Some(Self::Group(group)),
-            ["api", version, ref rest @ ..] => ("", version, rest),
-            ["apis", group, version, ref rest @ ..] => (group, version, rest),
+            ["api", version, ref segments @ ..] => ("", version, segments),
+            ["apis", group, version, ref segments @ ..] => (group, version, segments),
             _ => return None,
         };
-        let (namespace, plural, name) = match *rest {
+        let (namespace, plural, name) = match *segments {
             [] => return Some(Self::Resources { group, version }),
             [plural] => (None, plural, None),
             [plural, name] => (None, plural, Some(name)),
@@ -61,7 +61,7 @@ impl<'a> RequestPath<'a> {
         })
     }
 
-    pub(crate) fn is(&self, resource: &GroupVersionResource) -> bool {
+    pub(crate) fn matches_resource(&self, resource: &GroupVersionResource) -> bool {
         let Self::Objects {
             group,
             version,
@@ -97,14 +97,14 @@ pub(crate) struct ListOptions {
     pub(crate) resource_version: String,
     pub(crate) version_match: String,
     pub(crate) limit: usize,
-    pub(crate) from: String,
+    pub(crate) continue_token: String,
     pub(crate) labels: String,
     pub(crate) fields: String,
     pub(crate) timeout: Option<Duration>,
     pub(crate) bookmarks: bool,
     pub(crate) initial_events: Option<bool>,
     /// Whether the client refuses a watch whose own source is away: it is a follower that has another source.
-    pub(crate) fresh: bool,
+    pub(crate) require_fresh: bool,
 }
 
 impl ListOptions {
@@ -122,20 +122,20 @@ impl ListOptions {
 
     fn set(&mut self, name: &str, value: &str) -> Result<(), ApiStatus> {
         let malformed =
-            |wants: &str| ApiStatus::malformed(format!("{name}={value:?} is not {wants}"));
-        let truth = || match value {
+            |expected: &str| ApiStatus::malformed(format!("{name}={value:?} is not {expected}"));
+        let parse_bool = || match value {
             "" | "1" | "true" | "True" | "TRUE" | "t" | "T" => Ok(true),
             "0" | "false" | "False" | "FALSE" | "f" | "F" => Ok(false),
             _ => Err(malformed("true or false")),
         };
         match name {
-            "watch" => self.watch = truth()?,
-            "allowWatchBookmarks" => self.bookmarks = truth()?,
-            "sendInitialEvents" => self.initial_events = Some(truth()?),
-            "fresh" => self.fresh = truth()?,
+            "watch" => self.watch = parse_bool()?,
+            "allowWatchBookmarks" => self.bookmarks = parse_bool()?,
+            "sendInitialEvents" => self.initial_events = Some(parse_bool()?),
+            "fresh" => self.require_fresh = parse_bool()?,
             "resourceVersion" => value.clone_into(&mut self.resource_version),
             "resourceVersionMatch" => value.clone_into(&mut self.version_match),
-            "continue" => value.clone_into(&mut self.from),
+            "continue" => value.clone_into(&mut self.continue_token),
             "labelSelector" => value.clone_into(&mut self.labels),
             "fieldSelector" => value.clone_into(&mut self.fields),
             "limit" | "timeoutSeconds" if value.is_empty() => {}
@@ -153,7 +153,7 @@ impl ListOptions {
     }
 
     /// Returns the version as a number: 0 is any.
-    pub(crate) fn number(&self) -> Result<u64, ApiStatus> {
+    pub(crate) fn version_number(&self) -> Result<u64, ApiStatus> {
         if self.resource_version.is_empty() {
             return Ok(0);
         }
@@ -165,13 +165,13 @@ impl ListOptions {
     }
 
     /// Returns the version that the list must have.
-    pub(crate) fn version(&self) -> Result<VersionMatch, ApiStatus> {
-        let number = self.number()?;
+    pub(crate) fn requested_version(&self) -> Result<VersionMatch, ApiStatus> {
+        let number = self.version_number()?;
         let forbidden =
             |why: &str| Err(ApiStatus::malformed(format!("resourceVersionMatch: {why}")));
         match &*self.version_match {
             "" if number == 0 => Ok(VersionMatch::Any),
-            "" | "NotOlderThan" if !self.from.is_empty() => {
+            "" | "NotOlderThan" if !self.continue_token.is_empty() => {
                 forbidden("not allowed together with continue")
             }
             "" => Ok(VersionMatch::NotOlderThan(number)),
@@ -202,11 +202,11 @@ pub(crate) struct ContinueToken {
 impl ContinueToken {
     pub(crate) fn parse(text: &str) -> Result<Self, ApiStatus> {
         let bytes = URL_SAFE_NO_PAD.decode(text).ok();
-        let read = bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-        read.ok_or_else(|| ApiStatus::malformed("continue key is not valid"))
+        let parsed = bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        parsed.ok_or_else(|| ApiStatus::malformed("continue key is not valid"))
     }
 
-    pub(crate) fn text(&self) -> String {
+    pub(crate) fn encode(&self) -> String {
         URL_SAFE_NO_PAD.encode(serde_json::to_vec(self).unwrap_or_default())
     }
 }
@@ -218,11 +218,11 @@ mod tests {
     #[test]
     fn paths_map_like_in_kubernetes() {
         let slices: GroupVersionResource = "discovery.k8s.io/v1/endpointslices".parse().unwrap();
-        let of = |path| RequestPath::of(path).unwrap();
+        let of = |path| RequestPath::parse(path).unwrap();
         let all = of("/apis/discovery.k8s.io/v1/endpointslices");
-        assert!(all.is(&slices));
+        assert!(all.matches_resource(&slices));
         let one = of("/apis/discovery.k8s.io/v1/namespaces/n/endpointslices/a");
-        assert!(one.is(&slices));
+        assert!(one.matches_resource(&slices));
         assert!(matches!(
             one,
             RequestPath::Objects {
@@ -256,7 +256,7 @@ mod tests {
             "/metrics",
             "/openapi/v3",
         ] {
-            assert_eq!(RequestPath::of(path), None, "{path}");
+            assert_eq!(RequestPath::parse(path), None, "{path}");
         }
     }
 
@@ -272,11 +272,19 @@ mod tests {
             (options.limit, options.timeout),
             (5, Some(Duration::from_secs(7)))
         );
-        assert_eq!(options.version(), Ok(VersionMatch::NotOlderThan(9)));
+        assert_eq!(
+            options.requested_version(),
+            Ok(VersionMatch::NotOlderThan(9))
+        );
         for query in ["watch=maybe", "limit=-1", "timeoutSeconds=x"] {
             let failure = ListOptions::parse(query).unwrap_err();
             let name = query.split('=').next().unwrap();
-            assert!(failure.value()["message"].as_str().unwrap().contains(name));
+            assert!(
+                failure.to_json()["message"]
+                    .as_str()
+                    .unwrap()
+                    .contains(name)
+            );
         }
     }
 
@@ -302,7 +310,7 @@ mod tests {
             ("resourceVersion=5&resourceVersionMatch=Nearly", None),
             ("resourceVersion=x", None),
         ] {
-            let version = ListOptions::parse(query).unwrap().version();
+            let version = ListOptions::parse(query).unwrap().requested_version();
             assert_eq!(version.ok(), expected, "{query}");
         }
     }
@@ -314,7 +322,7 @@ mod tests {
             namespace: "n".into(),
             name: "a".into(),
         };
-        assert_eq!(ContinueToken::parse(&told.text()), Ok(told));
+        assert_eq!(ContinueToken::parse(&told.encode()), Ok(told));
         assert!(ContinueToken::parse("nonsense").is_err());
     }
 }

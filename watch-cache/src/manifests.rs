@@ -27,12 +27,12 @@ pub struct Manifests {
 pub enum ManifestError {
     /// The object states no kind.
     #[error("an object has no apiVersion or no kind")]
-    Unnamed,
+    MissingKind,
     /// Clients may not read its kind.
     #[error(
         "the resource of {kind} in {api_version} is not in api_cache.resources; add the resource there, or remove the object"
     )]
-    NotRead {
+    NotServed {
         /// Kind that the object states.
         kind: String,
         /// API version that the object states.
@@ -43,17 +43,21 @@ pub enum ManifestError {
     Object(#[from] ObjectError),
     /// There are two objects of one name.
     #[error("{0:?} occurs twice")]
-    Twice(String),
+    Duplicate(String),
 }
 
 impl Manifests {
     /// Returns an empty set of objects for this cache.
-    pub fn new(pool: Arc<WatchCache>) -> Self {
+    pub fn new(cache: Arc<WatchCache>) -> Self {
         // A resource without objects is empty, not unread.
-        let known = pool.stores().iter().enumerate();
-        let of = known.filter_map(|(at, store)| Some((at, (store.kind()?.kind, Vec::new()))));
-        let of = of.collect();
-        Self { pool, of }
+        let stores = cache.stores().iter().enumerate();
+        let objects_by_store =
+            stores.filter_map(|(at, store)| Some((at, (store.kind()?.kind, Vec::new()))));
+        let objects_by_store = objects_by_store.collect();
+        Self {
+            pool: cache,
+            of: objects_by_store,
+        }
     }
 
     /// Adds an object, or all of a `List`.
@@ -61,37 +65,37 @@ impl Manifests {
     /// # Errors
     /// If the object is invalid or its kind may not be read.
     pub fn add(&mut self, mut value: Value) -> Result<(), ManifestError> {
-        let text = |field: &str| value.get(field).and_then(Value::as_str).map(str::to_owned);
-        let (kind, api_version) = text("kind")
-            .zip(text("apiVersion"))
-            .ok_or(ManifestError::Unnamed)?;
+        let field_text = |field: &str| value.get(field).and_then(Value::as_str).map(str::to_owned);
+        let (kind, api_version) = field_text("kind")
+            .zip(field_text("apiVersion"))
+            .ok_or(ManifestError::MissingKind)?;
         if let Some(Value::Array(items)) = value.get_mut("items").map(Value::take) {
             return items.into_iter().try_for_each(|item| self.add(item));
         }
         let mut stores = self.pool.stores().iter();
-        let at = stores.position(|store| is_of(store, &kind, &api_version));
+        let at = stores.position(|store| serves_kind(store, &kind, &api_version));
         let Some(at) = at else {
-            return Err(ManifestError::NotRead { kind, api_version });
+            return Err(ManifestError::NotServed { kind, api_version });
         };
         // Errors are reported before any object is served.
-        let named = TypeMeta {
+        let type_meta = TypeMeta {
             kind: &kind,
             api_version: &api_version,
         };
-        let object = versioned(&value, 1, named)?;
-        let (_, known) = self
+        let object = object_at_version(&value, 1, type_meta)?;
+        let (_, objects) = self
             .of
             .entry(at)
             .or_insert_with(|| (kind.clone(), Vec::new()));
-        let same = |known: &Value| {
+        let is_same_object = |existing: &Value| {
             ["name", "namespace"]
                 .iter()
-                .all(|field| known["metadata"][field] == value["metadata"][field])
+                .all(|field| existing["metadata"][field] == value["metadata"][field])
         };
-        if known.iter().any(same) {
-            return Err(ManifestError::Twice(object.key.1.to_string()));
+        if objects.iter().any(is_same_object) {
+            return Err(ManifestError::Duplicate(object.key.1.to_string()));
         }
-        known.push(value);
+        objects.push(value);
         Ok(())
     }
 
@@ -101,67 +105,73 @@ impl Manifests {
     }
 
     /// Has the pool hold these, and no others.
-    pub fn hold(self) {
+    pub fn load(self) {
         for (at, (kind, objects)) in self.of {
             if let Some(store) = self.pool.stores().get(at) {
-                hold(store, &kind, &objects);
+                load_store(store, &kind, &objects);
             }
         }
     }
 }
 
 /// Whether objects of this kind are a store's.
-fn is_of(store: &Store, kind: &str, api_version: &str) -> bool {
+fn serves_kind(store: &Store, kind: &str, api_version: &str) -> bool {
     let resource = store.resource();
-    let plural = || {
+    let matches_plural = || {
         let lower = kind.to_lowercase();
         ["s", "es"]
             .iter()
-            .any(|end| format!("{lower}{end}") == resource.plural)
+            .any(|suffix| format!("{lower}{suffix}") == resource.plural)
             || lower == resource.plural
     };
     resource.api_version() == api_version
-        && store.kind().map_or_else(plural, |known| known.kind == kind)
+        && store
+            .kind()
+            .map_or_else(matches_plural, |kind_of_store| kind_of_store.kind == kind)
 }
 
-fn hold(store: &Store, kind: &str, objects: &[Value]) {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    let now = now.map_or(1, |now| u64::try_from(now.as_millis()).unwrap_or(u64::MAX));
-    let mut version = now.max(store.version() + 1);
+fn load_store(store: &Store, kind: &str, objects: &[Value]) {
+    let now_millis = SystemTime::now().duration_since(UNIX_EPOCH);
+    let now_millis = now_millis.map_or(1, |now| u64::try_from(now.as_millis()).unwrap_or(u64::MAX));
+    let mut version = now_millis.max(store.version() + 1);
     let api_version = store.resource().api_version();
-    let named = TypeMeta {
+    let type_meta = TypeMeta {
         kind,
         api_version: &api_version,
     };
-    let mut read = Vec::with_capacity(objects.len());
+    let mut parsed = Vec::with_capacity(objects.len());
     // The objects have already been parsed once.
     for value in objects {
-        let Ok(object) = versioned(value, version, named) else {
+        let Ok(object) = object_at_version(value, version, type_meta) else {
             continue;
         };
-        let known = store
+        let previous = store
             .get(&object.key)
-            .filter(|known| known.at(version) == object);
-        if let Some(known) = known {
-            read.push(Object::clone(&known));
+            .filter(|previous| previous.with_version(version) == object);
+        if let Some(previous) = previous {
+            parsed.push(Object::clone(&previous));
         } else {
-            read.push(object);
+            parsed.push(object);
             version += 1;
         }
     }
-    store.learn(kind);
-    store.replace(version, read);
-    store.found(None);
+    store.set_kind(kind);
+    store.replace(version, parsed);
+    store.mark_connected(None);
 }
 
 /// Returns the object in the form of an API server.
-fn versioned(value: &Value, version: u64, named: TypeMeta<'_>) -> Result<Object, ObjectError> {
+fn object_at_version(
+    value: &Value,
+    version: u64,
+    type_meta: TypeMeta<'_>,
+) -> Result<Object, ObjectError> {
     let mut value = value.clone();
     if let Some(meta) = value.get_mut("metadata").and_then(Value::as_object_mut) {
         meta.insert("resourceVersion".to_owned(), version.to_string().into());
     }
     let raw = to_raw_value(&value)?;
-    Object::read(&raw, named)
+    Object::parse(&raw, type_meta)
 }
 
 #[cfg(test)]
@@ -176,8 +186,8 @@ mod tests {
         WatchCache::new(
             &[services, widgets],
             &CacheLimits {
-                cache: 1 << 20,
-                window: 1 << 20,
+                response_bytes: 1 << 20,
+                event_buffer_bytes: 1 << 20,
             },
         )
     }
@@ -191,7 +201,7 @@ mod tests {
         for object in objects {
             manifests.add(object).unwrap();
         }
-        manifests.hold();
+        manifests.load();
     }
 
     #[test]

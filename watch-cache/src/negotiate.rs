@@ -24,7 +24,7 @@ pub(crate) enum View {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Negotiated {
     pub(crate) format: MediaType,
-    pub(crate) shape: View,
+    pub(crate) view: View,
 }
 
 impl Negotiated {
@@ -35,17 +35,17 @@ impl Negotiated {
         };
         accept
             .split(',')
-            .find_map(|wanted| Self::of(wanted, api_version, kind))
+            .find_map(|media_range| Self::parse_media_range(media_range, api_version, kind))
     }
 
     /// Whole objects, as JSON.
     pub(crate) const JSON: Self = Self {
         format: MediaType::Json,
-        shape: View::Whole,
+        view: View::Whole,
     };
 
-    fn of(wanted: &str, api_version: &str, kind: &str) -> Option<Self> {
-        let mut parts = wanted.split(';').map(str::trim);
+    fn parse_media_range(media_range: &str, api_version: &str, kind: &str) -> Option<Self> {
+        let mut parts = media_range.split(';').map(str::trim);
         let format = match parts.next()?.to_ascii_lowercase().as_str() {
             "application/json" | "application/*" | "*/*" => MediaType::Json,
             "application/vnd.kubernetes.protobuf" => MediaType::Protobuf,
@@ -55,21 +55,21 @@ impl Negotiated {
             let mut parts = parts.clone();
             parts.find_map(|part| part.strip_prefix(name)?.strip_prefix('='))
         };
-        let shape = match parameter("as") {
+        let view = match parameter("as") {
             None => View::Whole,
             Some("PartialObjectMetadata" | "PartialObjectMetadataList") => View::Metadata,
             Some(_) => return None,
         };
-        let of_meta = parameter("v").is_none_or(|version| version == "v1")
+        let is_meta_group = parameter("v").is_none_or(|version| version == "v1")
             && parameter("g").is_none_or(|group| group == "meta.k8s.io");
-        if shape != View::Whole && !of_meta {
+        if view != View::Whole && !is_meta_group {
             return None;
         }
-        let can = match (format, shape) {
+        let is_available = match (format, view) {
             (MediaType::Json, _) | (MediaType::Protobuf, View::Metadata) => true,
-            (MediaType::Protobuf, View::Whole) => protobuf::has(api_version, kind),
+            (MediaType::Protobuf, View::Whole) => protobuf::has_schema(api_version, kind),
         };
-        can.then_some(Self { format, shape })
+        is_available.then_some(Self { format, view })
     }
 
     pub(crate) fn content_type(self, watch: bool) -> &'static str {
@@ -87,7 +87,7 @@ mod tests {
 
     fn negotiate(accept: &str, kind: &str) -> Option<(MediaType, View)> {
         let form = Negotiated::negotiate(Some(accept), "v1", kind);
-        form.map(|form| (form.format, form.shape))
+        form.map(|form| (form.format, form.view))
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub enum ObjectError {
     Malformed(#[from] serde_json::Error),
     /// The object has no name.
     #[error("an object has no metadata.name")]
-    Nameless,
+    MissingName,
     /// The version of the object is not a number.
     #[error("{name}: metadata.resourceVersion {version:?} is not a number")]
     Version {
@@ -71,25 +71,25 @@ impl Object {
     ///
     /// # Errors
     /// If the text is no object.
-    pub(crate) fn read(raw: &RawValue, named: TypeMeta<'_>) -> Result<Self, ObjectError> {
+    pub(crate) fn parse(raw: &RawValue, type_meta: TypeMeta<'_>) -> Result<Self, ObjectError> {
         let text = raw.get();
-        let seen: PartialObject<'_> = serde_json::from_str(text)?;
-        let json = if seen.kind.is_some() {
+        let partial: PartialObject<'_> = serde_json::from_str(text)?;
+        let json = if partial.kind.is_some() {
             Bytes::copy_from_slice(text.as_bytes())
         } else {
             // The text after the opening brace follows the kind and version.
-            let mut json = serde_json::to_vec(&named)?;
+            let mut json = serde_json::to_vec(&type_meta)?;
             json.pop();
-            let rest = text.trim_start().get(1..).unwrap_or_default();
-            if !rest.trim_start().starts_with('}') {
+            let remainder = text.trim_start().get(1..).unwrap_or_default();
+            if !remainder.trim_start().starts_with('}') {
                 json.push(b',');
             }
-            json.extend_from_slice(rest.as_bytes());
+            json.extend_from_slice(remainder.as_bytes());
             Bytes::from(json)
         };
-        let meta = seen.metadata;
+        let meta = partial.metadata;
         let name = meta.name.filter(|name| !name.is_empty());
-        let name = name.ok_or(ObjectError::Nameless)?;
+        let name = name.ok_or(ObjectError::MissingName)?;
         let version = meta.resource_version.unwrap_or_default();
         let number = version.parse().map_err(|_| ObjectError::Version {
             name: name.to_string(),
@@ -109,8 +109,8 @@ impl Object {
     }
 
     /// Returns the same object at another version.
-    pub(crate) fn at(&self, version: u64) -> Self {
-        let mut value = self.value();
+    pub(crate) fn with_version(&self, version: u64) -> Self {
+        let mut value = self.to_value();
         if let Some(meta) = value.get_mut("metadata") {
             meta["resourceVersion"] = Value::String(version.to_string());
         }
@@ -123,13 +123,13 @@ impl Object {
     }
 
     /// Returns the whole object, parsed.
-    pub(crate) fn value(&self) -> Value {
+    pub(crate) fn to_value(&self) -> Value {
         // The object has already been parsed once.
         serde_json::from_slice(&self.json).unwrap_or_default()
     }
 
     /// Returns the approximate size in memory, in bytes.
-    pub(crate) fn weight(&self) -> usize {
+    pub(crate) fn memory_size(&self) -> usize {
         let labels: usize = self
             .labels
             .iter()
@@ -161,7 +161,7 @@ pub(crate) mod tests {
     };
 
     pub(crate) fn read(text: &str) -> Result<Object, ObjectError> {
-        Object::read(serde_json::from_str(text).unwrap(), NAMED)
+        Object::parse(serde_json::from_str(text).unwrap(), NAMED)
     }
 
     #[test]
@@ -173,7 +173,7 @@ pub(crate) mod tests {
         assert_eq!(object.version, 7);
         assert_eq!((&*object.key.0, &*object.key.1), ("n", "a"));
         assert_eq!(object.label("k"), Some("v"));
-        let value = object.value();
+        let value = object.to_value();
         assert_eq!(
             (&value["kind"], &value["apiVersion"]),
             (&"Service".into(), &"v1".into())
@@ -187,9 +187,12 @@ pub(crate) mod tests {
     fn another_version_differs_only_in_its_version() {
         let object =
             read(r#"{"metadata":{"name":"a","resourceVersion":"7"},"spec":{"x":1}}"#).unwrap();
-        let later = object.at(9);
-        assert_eq!(later.value()["metadata"]["resourceVersion"], "9");
-        assert_eq!((later.version, &later.value()["spec"]["x"]), (9, &1.into()));
+        let later = object.with_version(9);
+        assert_eq!(later.to_value()["metadata"]["resourceVersion"], "9");
+        assert_eq!(
+            (later.version, &later.to_value()["spec"]["x"]),
+            (9, &1.into())
+        );
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub(crate) struct ListMeta<'a> {
     /// The list's resourceVersion.
     pub(crate) version: &'a str,
     /// `continue`: the token for the next page.
-    pub(crate) next: Option<&'a str>,
+    pub(crate) continue_token: Option<&'a str>,
     /// Number of items on the pages after this one.
     pub(crate) remaining: Option<u64>,
 }
@@ -38,63 +38,67 @@ pub(crate) struct ListMeta<'a> {
 /// Encodes one object in Kubernetes' envelope, for a GET and as the object of a watch event.
 ///
 /// Returns `None` if its kind has no schema here, or if the object does not match its schema; the response is JSON then.
-pub(crate) fn object(value: &Value) -> Option<Vec<u8>> {
+pub(crate) fn encode_object(value: &Value) -> Option<Vec<u8>> {
     let api_version = value.get("apiVersion")?.as_str()?;
     let kind = value.get("kind")?.as_str()?;
-    Some(envelope(
+    Some(encode_envelope(
         api_version,
         kind,
-        &bare(api_version, kind, value)?,
+        &encode_message(api_version, kind, value)?,
     ))
 }
 
 /// Whether objects of this kind have a schema here.
-pub(crate) fn has(api_version: &str, kind: &str) -> bool {
-    schema::fields(api_version, kind).is_some()
+pub(crate) fn has_schema(api_version: &str, kind: &str) -> bool {
+    schema::fields_of_kind(api_version, kind).is_some()
 }
 
 /// Encodes one object's own message without envelope, for use in a list. `kind` is that of the object, not the list's. As a
 /// `PartialObjectMetadata` an object of any kind can be encoded.
 ///
 /// Returns `None` in the same cases as `object`.
-pub(crate) fn bare(api_version: &str, kind: &str, value: &Value) -> Option<Vec<u8>> {
+pub(crate) fn encode_message(api_version: &str, kind: &str, value: &Value) -> Option<Vec<u8>> {
     let mut out = Vec::new();
-    message(&mut out, schema::fields(api_version, kind)?, value)?;
+    put_message(&mut out, schema::fields_of_kind(api_version, kind)?, value)?;
     Some(out)
 }
 
-/// A list in its envelope, of items as `bare` gives them.
-pub(crate) fn list(
+/// A list in its envelope, of items as `encode_message` gives them.
+pub(crate) fn encode_list(
     api_version: &str,
     list_kind: &str,
     meta: &ListMeta,
     items: &mut dyn Iterator<Item = &[u8]>,
 ) -> Vec<u8> {
-    let (mut out, raw) = begin(api_version, list_kind);
-    let start = open(&mut out, 1);
+    let (mut out, object_start) = begin_envelope(api_version, list_kind);
+    let start = open_message(&mut out, 1);
     // selfLink, which is empty since Kubernetes 1.20 but still always written.
-    bytes(&mut out, 1, b"");
-    bytes(&mut out, 2, meta.version.as_bytes());
-    bytes(&mut out, 3, meta.next.unwrap_or_default().as_bytes());
+    put_bytes(&mut out, 1, b"");
+    put_bytes(&mut out, 2, meta.version.as_bytes());
+    put_bytes(
+        &mut out,
+        3,
+        meta.continue_token.unwrap_or_default().as_bytes(),
+    );
     if let Some(remaining) = meta.remaining {
-        integer(&mut out, 4, remaining);
+        put_integer(&mut out, 4, remaining);
     }
-    close(&mut out, start);
+    close_message(&mut out, start);
     for item in items {
-        bytes(&mut out, 2, item);
+        put_bytes(&mut out, 2, item);
     }
-    end(out, raw)
+    end_envelope(out, object_start)
 }
 
 /// Encodes one event of a watch (`ADDED` and so on) with an object as `object` returns it, or a status for `ERROR`.
 ///
 /// The event itself has neither magic nor envelope, but its length in four bytes before it.
-pub(crate) fn frame(kind: &str, object_envelope: &[u8]) -> Vec<u8> {
+pub(crate) fn encode_watch_frame(event_type: &str, object_envelope: &[u8]) -> Vec<u8> {
     let mut out = vec![0; 4];
-    bytes(&mut out, 1, kind.as_bytes());
-    let raw = open(&mut out, 2);
-    bytes(&mut out, 1, object_envelope);
-    close(&mut out, raw);
+    put_bytes(&mut out, 1, event_type.as_bytes());
+    let object_start = open_message(&mut out, 2);
+    put_bytes(&mut out, 1, object_envelope);
+    close_message(&mut out, object_start);
     let length = u32::try_from(out.len() - 4).expect("an object has far less than 4 GiB");
     out[..4].copy_from_slice(&length.to_be_bytes());
     out
@@ -102,138 +106,138 @@ pub(crate) fn frame(kind: &str, object_envelope: &[u8]) -> Vec<u8> {
 
 /// Encodes a `Status` in its envelope. A `Status` that does not match its schema is encoded as an empty one: the status code of
 /// the response is sufficient.
-pub(crate) fn status(value: &Value) -> Vec<u8> {
-    envelope(
+pub(crate) fn encode_status(value: &Value) -> Vec<u8> {
+    encode_envelope(
         "v1",
         "Status",
-        &bare("v1", "Status", value).unwrap_or_default(),
+        &encode_message("v1", "Status", value).unwrap_or_default(),
     )
 }
 
-fn envelope(api_version: &str, kind: &str, raw: &[u8]) -> Vec<u8> {
-    let (mut out, start) = begin(api_version, kind);
+fn encode_envelope(api_version: &str, kind: &str, raw: &[u8]) -> Vec<u8> {
+    let (mut out, object_start) = begin_envelope(api_version, kind);
     out.extend_from_slice(raw);
-    end(out, start)
+    end_envelope(out, object_start)
 }
 
 /// Begins the envelope (runtime.Unknown), up to the start of its object.
-fn begin(api_version: &str, kind: &str) -> (Vec<u8>, usize) {
+fn begin_envelope(api_version: &str, kind: &str) -> (Vec<u8>, usize) {
     let mut out = MAGIC.to_vec();
-    let start = open(&mut out, 1);
-    bytes(&mut out, 1, api_version.as_bytes());
-    bytes(&mut out, 2, kind.as_bytes());
-    close(&mut out, start);
-    let raw = open(&mut out, 2);
-    (out, raw)
+    let start = open_message(&mut out, 1);
+    put_bytes(&mut out, 1, api_version.as_bytes());
+    put_bytes(&mut out, 2, kind.as_bytes());
+    close_message(&mut out, start);
+    let object_start = open_message(&mut out, 2);
+    (out, object_start)
 }
 
 /// Ends the envelope after its object: contentEncoding and contentType, which are always written, and always empty.
-fn end(mut out: Vec<u8>, raw: usize) -> Vec<u8> {
-    close(&mut out, raw);
-    bytes(&mut out, 3, b"");
-    bytes(&mut out, 4, b"");
+fn end_envelope(mut out: Vec<u8>, object_start: usize) -> Vec<u8> {
+    close_message(&mut out, object_start);
+    put_bytes(&mut out, 3, b"");
+    put_bytes(&mut out, 4, b"");
     out
 }
 
 /// Encodes the fields that `value` has. Fields that the schema does not know are of a newer Kubernetes than the schema: they are
 /// left out, as an equally old decoder would skip them.
-fn message(out: &mut Vec<u8>, fields: &[Field], value: &Value) -> Option<()> {
+fn put_message(out: &mut Vec<u8>, fields: &[Field], value: &Value) -> Option<()> {
     let object = value.as_object()?;
     for Field(name, number, kind) in fields {
         if let Some(value) = object.get(*name) {
-            put(out, *number, kind, value)?;
+            put_field(out, *number, kind, value)?;
         }
     }
     Some(())
 }
 
 /// Encodes one field. Returns `None` if the value is not of the field's kind.
-fn put(out: &mut Vec<u8>, number: u32, kind: &Kind, value: &Value) -> Option<()> {
+fn put_field(out: &mut Vec<u8>, number: u32, kind: &Kind, value: &Value) -> Option<()> {
     match (kind, value) {
         (_, Value::Null) => {}
-        (Kind::Text, Value::String(text)) => bytes(out, number, text.as_bytes()),
+        (Kind::Text, Value::String(text)) => put_bytes(out, number, text.as_bytes()),
         // Protobuf encodes negative numbers as 64-bit two's complement for every field size.
-        (Kind::Int, Value::Number(whole)) => integer(out, number, whole.as_i64()?.cast_unsigned()),
-        (Kind::Flag, Value::Bool(flag)) => integer(out, number, u64::from(*flag)),
-        (Kind::Bytes, Value::String(text)) => bytes(out, number, &STANDARD.decode(text).ok()?),
-        (Kind::Many(each), Value::Array(items)) => {
+        (Kind::Int, Value::Number(int)) => put_integer(out, number, int.as_i64()?.cast_unsigned()),
+        (Kind::Flag, Value::Bool(flag)) => put_integer(out, number, u64::from(*flag)),
+        (Kind::Bytes, Value::String(text)) => put_bytes(out, number, &STANDARD.decode(text).ok()?),
+        (Kind::Repeated(item_kind), Value::Array(items)) => {
             for item in items {
                 // A null in an array counts as an item, which protobuf cannot encode.
                 (!item.is_null()).then_some(())?;
-                put(out, number, each, item)?;
+                put_field(out, number, item_kind, item)?;
             }
         }
-        (Kind::Map(each), Value::Object(entries)) => {
+        (Kind::Map(value_kind), Value::Object(entries)) => {
             for (key, value) in entries {
-                let start = open(out, number);
-                bytes(out, 1, key.as_bytes());
-                put(out, 2, each, value)?;
-                close(out, start);
+                let start = open_message(out, number);
+                put_bytes(out, 1, key.as_bytes());
+                put_field(out, 2, value_kind, value)?;
+                close_message(out, start);
             }
         }
         _ => {
-            let start = open(out, number);
-            within(out, kind, value)?;
-            close(out, start);
+            let start = open_message(out, number);
+            put_nested(out, kind, value)?;
+            close_message(out, start);
         }
     }
     Some(())
 }
 
 /// Encodes the content of a field that is a message of its own.
-fn within(out: &mut Vec<u8>, kind: &Kind, value: &Value) -> Option<()> {
+fn put_nested(out: &mut Vec<u8>, kind: &Kind, value: &Value) -> Option<()> {
     match (kind, value) {
-        (Kind::Message(fields), _) => message(out, fields, value)?,
+        (Kind::Message(fields), _) => put_message(out, fields, value)?,
         (Kind::Time, Value::String(text)) => {
             let time = humantime::parse_rfc3339(text).ok()?;
-            integer(out, 1, time.duration_since(UNIX_EPOCH).ok()?.as_secs());
+            put_integer(out, 1, time.duration_since(UNIX_EPOCH).ok()?.as_secs());
             // Kubernetes omits the nanoseconds of Time, because its JSON does not have them.
-            integer(out, 2, 0);
+            put_integer(out, 2, 0);
         }
-        (Kind::Quantity, Value::String(text)) => bytes(out, 1, text.as_bytes()),
-        (Kind::IntOrText, Value::Number(whole)) => {
-            integer(out, 1, 0);
-            integer(out, 2, whole.as_i64()?.cast_unsigned());
-            bytes(out, 3, b"");
+        (Kind::Quantity, Value::String(text)) => put_bytes(out, 1, text.as_bytes()),
+        (Kind::IntOrText, Value::Number(int)) => {
+            put_integer(out, 1, 0);
+            put_integer(out, 2, int.as_i64()?.cast_unsigned());
+            put_bytes(out, 3, b"");
         }
         (Kind::IntOrText, Value::String(text)) => {
-            integer(out, 1, 1);
-            integer(out, 2, 0);
-            bytes(out, 3, text.as_bytes());
+            put_integer(out, 1, 1);
+            put_integer(out, 2, 0);
+            put_bytes(out, 3, text.as_bytes());
         }
-        (Kind::Json, _) => bytes(out, 1, value.to_string().as_bytes()),
+        (Kind::Json, _) => put_bytes(out, 1, value.to_string().as_bytes()),
         _ => return None,
     }
     Some(())
 }
 
-fn integer(out: &mut Vec<u8>, number: u32, value: u64) {
-    varint(out, u64::from(number << 3 | VARINT));
-    varint(out, value);
+fn put_integer(out: &mut Vec<u8>, number: u32, value: u64) {
+    put_varint(out, u64::from(number << 3 | VARINT));
+    put_varint(out, value);
 }
 
-fn bytes(out: &mut Vec<u8>, number: u32, value: &[u8]) {
-    varint(out, u64::from(number << 3 | BYTES));
-    varint(out, value.len() as u64);
+fn put_bytes(out: &mut Vec<u8>, number: u32, value: &[u8]) {
+    put_varint(out, u64::from(number << 3 | BYTES));
+    put_varint(out, value.len() as u64);
     out.extend_from_slice(value);
 }
 
-/// Begins a message within another. Returns its position, for `close`.
-fn open(out: &mut Vec<u8>, number: u32) -> usize {
-    varint(out, u64::from(number << 3 | BYTES));
+/// Begins a message within another. Returns its position, for `close_message`.
+fn open_message(out: &mut Vec<u8>, number: u32) -> usize {
+    put_varint(out, u64::from(number << 3 | BYTES));
     out.len()
 }
 
 /// Ends the message that began at `start`. Its length belongs before it and is known only now. The length is written behind the
 /// message, and rotated to its beginning.
-fn close(out: &mut Vec<u8>, start: usize) {
-    let behind = out.len();
-    varint(out, (behind - start) as u64);
-    let length = out.len() - behind;
+fn close_message(out: &mut Vec<u8>, start: usize) {
+    let content_end = out.len();
+    put_varint(out, (content_end - start) as u64);
+    let length = out.len() - content_end;
     out[start..].rotate_right(length);
 }
 
-fn varint(out: &mut Vec<u8>, mut value: u64) {
+fn put_varint(out: &mut Vec<u8>, mut value: u64) {
     while value >= 0x80 {
         out.push(value.to_le_bytes()[0] | 0x80);
         value >>= 7;

@@ -24,21 +24,21 @@ use std::{io::Read, time::Duration};
 use tokio::time::{Instant, timeout};
 
 /// Objects in one part of a list.
-const PAGE: usize = 500;
+const PAGE_SIZE: usize = 500;
 /// The largest part of a list, and the largest event, in bytes.
-const MOST: usize = 64 << 20;
+const MAX_RESPONSE_BYTES: usize = 64 << 20;
 /// Size limit of all parts of a list together: an endless list must not fill the memory.
-const ALL: usize = 512 << 20;
+const MAX_LIST_BYTES: usize = 512 << 20;
 /// Time limit of a list.
-const LIST: Duration = Duration::from_mins(1);
+const LIST_TIMEOUT: Duration = Duration::from_mins(1);
 /// Time limit for the start of a watch: one of our sources waits 3 s for a version that it does not know yet.
-const BEGIN: Duration = Duration::from_secs(20);
+const WATCH_START_TIMEOUT: Duration = Duration::from_secs(20);
 /// A source that is in touch and has known less for this long is right.
-const BEHIND: Duration = Duration::from_secs(30);
+const MAX_BEHIND: Duration = Duration::from_secs(30);
 /// A watch that ends sooner than this without an event has failed.
-const SHORT: Duration = Duration::from_secs(1);
+const MIN_WATCH_DURATION: Duration = Duration::from_secs(1);
 /// Maximum `Retry-After` that is accepted from a source.
-const AWAY: Duration = Duration::from_mins(5);
+const MAX_RETRY_AFTER: Duration = Duration::from_mins(5);
 
 /// Source of a store.
 pub trait ListWatch: Send + Sync {
@@ -46,12 +46,12 @@ pub trait ListWatch: Send + Sync {
     fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<SourceResponse, String>>;
 
     /// Returns the time since the source was last heard of, if it is known. Its data was current until then.
-    fn silent(&self) -> Duration {
+    fn time_since_contact(&self) -> Duration {
         Duration::ZERO
     }
 
     /// Whether it is another [`WatchCache`](crate::WatchCache), which ends watches when it is out of touch itself.
-    fn is_pool(&self) -> bool {
+    fn is_watch_cache(&self) -> bool {
         true
     }
 }
@@ -80,41 +80,46 @@ pub enum ReflectorError {
 /// Outcome of a watch.
 enum WatchEnd {
     /// The watch has reached its timeout.
-    Over,
+    Completed,
     /// The known version is too old to resume from.
     Expired,
 }
 
 /// Fills the store from the source until that fails. The store counts as lost from the last contact with the source.
 pub async fn reflect(store: &Store, source: &dyn ListWatch) -> ReflectorError {
-    let begun = Instant::now();
-    let ended = match Box::pin(run(store, source)).await {
+    let started = Instant::now();
+    let error = match Box::pin(run(store, source)).await {
         Ok(never) => match never {},
-        Err(ended) => ended,
+        Err(error) => error,
     };
-    let away = match ended {
+    let stale_for = match error {
         ReflectorError::Stale(_, away) => away,
         _ => Duration::ZERO,
     };
     // Earlier silence belongs to the previous source.
-    store.lost_for(source.silent().max(away).min(begun.elapsed()));
-    ended
+    store.mark_lost(
+        source
+            .time_since_contact()
+            .max(stale_for)
+            .min(started.elapsed()),
+    );
+    error
 }
 
 async fn run(
     store: &Store,
     source: &dyn ListWatch,
 ) -> Result<std::convert::Infallible, ReflectorError> {
-    let mut known = store.version() > 0;
+    let mut is_listed = store.version() > 0;
     loop {
-        if !known {
+        if !is_listed {
             list(store, source).await?;
         }
-        let begun = Instant::now();
-        known = match watch(store, source).await? {
+        let started = Instant::now();
+        is_listed = match watch(store, source).await? {
             WatchEnd::Expired => false,
-            WatchEnd::Over if begun.elapsed() > SHORT => true,
-            WatchEnd::Over => return Err(broken("the watch ended immediately")),
+            WatchEnd::Completed if started.elapsed() > MIN_WATCH_DURATION => true,
+            WatchEnd::Completed => return Err(broken("the watch ended immediately")),
         };
     }
 }
@@ -143,25 +148,27 @@ async fn list(store: &Store, source: &dyn ListWatch) -> Result<(), ReflectorErro
     let path = store.resource().path();
     let version = store.version();
     // A pool source with older data must wait; the newest version of the cloud is always right.
-    let held = source.is_pool() && version > 0 && !is_right(store);
+    let require_newer = source.is_watch_cache() && version > 0 && !is_source_trusted(store);
     let api_version = store.resource().api_version();
-    let (mut objects, mut from, mut read) = (Vec::new(), String::new(), 0);
+    let (mut objects, mut continue_token, mut total_bytes) = (Vec::new(), String::new(), 0);
     loop {
-        let query = if !from.is_empty() {
-            format!("?limit={PAGE}&continue={from}")
-        } else if held {
-            format!("?limit={PAGE}&resourceVersion={version}&resourceVersionMatch=NotOlderThan")
+        let query = if !continue_token.is_empty() {
+            format!("?limit={PAGE_SIZE}&continue={continue_token}")
+        } else if require_newer {
+            format!(
+                "?limit={PAGE_SIZE}&resourceVersion={version}&resourceVersionMatch=NotOlderThan"
+            )
         } else {
-            format!("?limit={PAGE}")
+            format!("?limit={PAGE_SIZE}")
         };
-        let asked = source.get(format!("{path}{query}"));
-        let (bytes, age) = timeout(LIST, whole(store, asked))
+        let request = source.get(format!("{path}{query}"));
+        let (bytes, age) = timeout(LIST_TIMEOUT, read_response(store, request))
             .await
             .map_err(|_| broken("no list response within a minute"))??;
-        read += bytes.len();
-        if read > ALL {
+        total_bytes += bytes.len();
+        if total_bytes > MAX_LIST_BYTES {
             return Err(broken(format!(
-                "a list response is larger than {ALL} bytes"
+                "a list response is larger than {MAX_LIST_BYTES} bytes"
             )));
         }
         let malformed =
@@ -172,35 +179,37 @@ async fn list(store: &Store, source: &dyn ListWatch) -> Result<(), ReflectorErro
             .kind
             .strip_suffix("List")
             .ok_or_else(|| malformed(&page.kind))?;
-        let named = TypeMeta {
+        let type_meta = TypeMeta {
             kind,
             api_version: &api_version,
         };
         for item in page.items.into_iter().flatten() {
-            objects.push(Object::read(item, named).map_err(|error| malformed(&error))?);
+            objects.push(Object::parse(item, type_meta).map_err(|error| malformed(&error))?);
         }
-        from = page.metadata.r#continue;
-        if from.is_empty() {
+        continue_token = page.metadata.r#continue;
+        if continue_token.is_empty() {
             let version: u64 = page.metadata.resource_version.parse().unwrap_or_default();
             if version == 0 {
                 return Err(malformed(&"it has no resourceVersion"));
             }
-            in_touch(store, age)?;
-            store.learn(kind);
+            check_freshness(store, age)?;
+            store.set_kind(kind);
             store.replace(version, objects);
-            store.found(age);
+            store.mark_connected(age);
             return Ok(());
         }
     }
 }
 
 /// Whether a source that knows less than the store has been in touch long enough to be trusted.
-fn is_right(store: &Store) -> bool {
-    store.is_behind().is_some_and(|lasts| lasts > BEHIND)
+fn is_source_trusted(store: &Store) -> bool {
+    store
+        .behind_duration()
+        .is_some_and(|duration| duration > MAX_BEHIND)
 }
 
 /// A view that has an age is of no use to a store that has something.
-fn in_touch(store: &Store, age: Option<Duration>) -> Result<(), ReflectorError> {
+fn check_freshness(store: &Store, age: Option<Duration>) -> Result<(), ReflectorError> {
     let why = || "the source itself is disconnected from the cloud".to_owned();
     match age {
         Some(age) if store.version() > 0 => Err(ReflectorError::Stale(why(), age)),
@@ -209,98 +218,111 @@ fn in_touch(store: &Store, age: Option<Duration>) -> Result<(), ReflectorError> 
 }
 
 /// A whole answer, and how old its view is.
-async fn whole(
+async fn read_response(
     store: &Store,
-    asked: BoxFuture<'_, Result<SourceResponse, String>>,
+    request: BoxFuture<'_, Result<SourceResponse, String>>,
 ) -> Result<(Vec<u8>, Option<Duration>), ReflectorError> {
-    let mut answer = asked.await.map_err(ReflectorError::Broken)?;
-    let bytes = drained(&mut answer).await?;
-    if !answer.status.is_success() {
-        return Err(map_status(store, &answer, &bytes));
+    let mut response = request.await.map_err(ReflectorError::Broken)?;
+    let bytes = read_body(&mut response).await?;
+    if !response.status.is_success() {
+        return Err(map_status(store, &response, &bytes));
     }
-    Ok((bytes, view_age(&answer.headers)))
+    Ok((bytes, view_age(&response.headers)))
 }
 
-async fn drained(answer: &mut SourceResponse) -> Result<Vec<u8>, ReflectorError> {
+async fn read_body(response: &mut SourceResponse) -> Result<Vec<u8>, ReflectorError> {
     let mut bytes = Vec::new();
-    while let Some(chunk) = answer.body.next().await {
+    while let Some(chunk) = response.body.next().await {
         bytes.extend_from_slice(&chunk.map_err(ReflectorError::Broken)?);
-        if bytes.len() > MOST {
-            return Err(broken(format!("a response is larger than {MOST} bytes")));
+        if bytes.len() > MAX_RESPONSE_BYTES {
+            return Err(broken(format!(
+                "a response is larger than {MAX_RESPONSE_BYTES} bytes"
+            )));
         }
     }
-    if answer
+    if response
         .headers
         .get(CONTENT_ENCODING)
         .is_none_or(|coding| coding != "gzip")
     {
         return Ok(bytes);
     }
-    let mut plain = Vec::new();
-    let read = GzDecoder::new(&*bytes)
-        .take(MOST as u64 + 1)
-        .read_to_end(&mut plain);
-    match read {
-        Ok(length) if length <= MOST => Ok(plain),
-        Ok(_) => Err(broken(format!("a response is larger than {MOST} bytes"))),
+    let mut decompressed = Vec::new();
+    let result = GzDecoder::new(&*bytes)
+        .take(MAX_RESPONSE_BYTES as u64 + 1)
+        .read_to_end(&mut decompressed);
+    match result {
+        Ok(length) if length <= MAX_RESPONSE_BYTES => Ok(decompressed),
+        Ok(_) => Err(broken(format!(
+            "a response is larger than {MAX_RESPONSE_BYTES} bytes"
+        ))),
         Err(error) => Err(broken(format!("cannot decompress a response: {error}"))),
     }
 }
 
 async fn watch(store: &Store, source: &dyn ListWatch) -> Result<WatchEnd, ReflectorError> {
-    if is_right(store) {
+    if is_source_trusted(store) {
         return Ok(WatchEnd::Expired);
     }
     let (path, version) = (store.resource().path(), store.version());
-    let fresh = if source.is_pool() { "&fresh=true" } else { "" };
+    let fresh_parameter = if source.is_watch_cache() {
+        "&fresh=true"
+    } else {
+        ""
+    };
     // Jitter for watches that began at the same time.
     let seconds = rand::random_range(240..480);
-    let asked = source.get(format!(
-        "{path}?watch=true&allowWatchBookmarks=true&resourceVersion={version}&timeoutSeconds={seconds}{fresh}"
+    let request = source.get(format!(
+        "{path}?watch=true&allowWatchBookmarks=true&resourceVersion={version}&timeoutSeconds={seconds}{fresh_parameter}"
     ));
-    let answer = timeout(BEGIN, asked).await;
-    let mut answer = answer
+    let response = timeout(WATCH_START_TIMEOUT, request).await;
+    let mut response = response
         .map_err(|_| broken("a watch did not start within 20 s"))?
         .map_err(ReflectorError::Broken)?;
-    if answer.status == StatusCode::GONE {
+    if response.status == StatusCode::GONE {
         return Ok(WatchEnd::Expired);
     }
-    if !answer.status.is_success() {
-        let bytes = timeout(BEGIN, drained(&mut answer)).await;
+    if !response.status.is_success() {
+        let bytes = timeout(WATCH_START_TIMEOUT, read_body(&mut response)).await;
         let bytes = bytes.map_err(|_| broken("no response within 20 s"))??;
-        return Err(map_status(store, &answer, &bytes));
+        return Err(map_status(store, &response, &bytes));
     }
-    let age = view_age(&answer.headers);
-    in_touch(store, age)?;
-    store.found(age);
-    let within = Duration::from_secs(seconds) + BEGIN;
-    match timeout(within, events(store, &mut answer)).await {
-        Ok(watched) => watched,
+    let age = view_age(&response.headers);
+    check_freshness(store, age)?;
+    store.mark_connected(age);
+    let watch_timeout = Duration::from_secs(seconds) + WATCH_START_TIMEOUT;
+    match timeout(watch_timeout, read_events(store, &mut response)).await {
+        Ok(watch_end) => watch_end,
         Err(_) => Err(broken("a watch did not end at its timeout")),
     }
 }
 
-async fn events(store: &Store, answer: &mut SourceResponse) -> Result<WatchEnd, ReflectorError> {
-    let mut unread = BytesMut::new();
-    let mut seen = 0;
-    while let Some(chunk) = answer.body.next().await {
-        unread.extend_from_slice(&chunk.map_err(ReflectorError::Broken)?);
-        while let Some(end) = unread
-            .get(seen..)
+async fn read_events(
+    store: &Store,
+    response: &mut SourceResponse,
+) -> Result<WatchEnd, ReflectorError> {
+    let mut buffer = BytesMut::new();
+    let mut scanned = 0;
+    while let Some(chunk) = response.body.next().await {
+        buffer.extend_from_slice(&chunk.map_err(ReflectorError::Broken)?);
+        while let Some(end) = buffer
+            .get(scanned..)
             .and_then(|new| new.iter().position(|byte| *byte == b'\n'))
         {
-            let line = unread.split_to(seen + end + 1);
-            seen = 0;
-            if let Some(watched) = event(store, &line)? {
-                return Ok(watched);
+            let line = buffer.split_to(scanned + end + 1);
+            scanned = 0;
+            if let Some(watch_end) = apply_event(store, &line)? {
+                return Ok(watch_end);
             }
         }
-        seen = unread.len();
-        if seen > MOST {
-            return Err(broken(format!("a watch event is larger than {MOST} bytes")));
+        scanned = buffer.len();
+        if scanned > MAX_RESPONSE_BYTES {
+            return Err(broken(format!(
+                "a watch event is larger than {MAX_RESPONSE_BYTES} bytes"
+            )));
         }
     }
-    Ok(WatchEnd::Over)
+    Ok(WatchEnd::Completed)
 }
 
 #[derive(Deserialize)]
@@ -315,36 +337,38 @@ struct Bookmark {
     metadata: ListMeta,
 }
 
-fn event(store: &Store, line: &[u8]) -> Result<Option<WatchEnd>, ReflectorError> {
+fn apply_event(store: &Store, line: &[u8]) -> Result<Option<WatchEnd>, ReflectorError> {
     let malformed =
         |why: &dyn std::fmt::Display| broken(format!("cannot parse a watch event: {why}"));
-    let happened: WatchEvent<'_> =
+    let watch_event: WatchEvent<'_> =
         serde_json::from_slice(line).map_err(|error| malformed(&error))?;
     let api_version = store.resource().api_version();
-    let read = |raw: &RawValue| {
-        let named = TypeMeta {
+    let parse_object = |raw: &RawValue| {
+        let type_meta = TypeMeta {
             kind: "",
             api_version: &api_version,
         };
-        Object::read(raw, named).map_err(|error| malformed(&error))
+        Object::parse(raw, type_meta).map_err(|error| malformed(&error))
     };
-    let object = happened.object;
-    match &*happened.r#type {
-        kind @ ("ADDED" | "MODIFIED" | "DELETED") => store.apply(read(object)?, kind == "DELETED"),
+    let object = watch_event.object;
+    match &*watch_event.r#type {
+        event_type @ ("ADDED" | "MODIFIED" | "DELETED") => {
+            store.apply(parse_object(object)?, event_type == "DELETED");
+        }
         "BOOKMARK" => {
-            let marked: Bookmark =
+            let bookmark: Bookmark =
                 serde_json::from_str(object.get()).map_err(|error| malformed(&error))?;
-            let version = marked.metadata.resource_version;
-            store.pass(version.parse().unwrap_or_default());
+            let version = bookmark.metadata.resource_version;
+            store.advance_version(version.parse().unwrap_or_default());
         }
         "ERROR" => {
-            let said: SourceStatus = serde_json::from_str(object.get()).unwrap_or_default();
-            if said.is_gone() {
+            let status: SourceStatus = serde_json::from_str(object.get()).unwrap_or_default();
+            if status.is_gone() {
                 return Ok(Some(WatchEnd::Expired));
             }
             return Err(broken(format!(
                 "the watch returned an error: {}",
-                said.message
+                status.message
             )));
         }
         other => return Err(malformed(&other)),
@@ -393,23 +417,23 @@ impl SourceStatus {
 }
 
 /// Returns the meaning of a failure, by its status and its message.
-fn map_status(store: &Store, answer: &SourceResponse, bytes: &[u8]) -> ReflectorError {
-    let said: SourceStatus = serde_json::from_slice(bytes).unwrap_or_default();
-    let behind = said.is_behind();
-    let message = if said.message.is_empty() {
-        answer.status.to_string()
+fn map_status(store: &Store, response: &SourceResponse, bytes: &[u8]) -> ReflectorError {
+    let status: SourceStatus = serde_json::from_slice(bytes).unwrap_or_default();
+    let is_behind = status.is_behind();
+    let message = if status.message.is_empty() {
+        response.status.to_string()
     } else {
-        said.message
+        status.message
     };
-    if behind && view_age(&answer.headers).is_none() {
-        store.behind();
+    if is_behind && view_age(&response.headers).is_none() {
+        store.mark_behind();
         return ReflectorError::Stale(message, Duration::ZERO);
     }
-    let retry = answer.headers.get(RETRY_AFTER);
-    let retry = retry
+    let retry_after = response.headers.get(RETRY_AFTER);
+    let retry_after = retry_after
         .and_then(|text| text.to_str().ok()?.parse().ok())
-        .map(|seconds| Duration::from_secs(seconds).min(AWAY));
-    ReflectorError::Refused(answer.status, message, retry)
+        .map(|seconds| Duration::from_secs(seconds).min(MAX_RETRY_AFTER));
+    ReflectorError::Refused(response.status, message, retry_after)
 }
 
 #[cfg(test)]

@@ -32,7 +32,7 @@ pub(crate) struct GroupVersionKind {
 }
 
 /// Properties of resources that are known before the first list: kind, whether namespaced, short names.
-const KNOWN: [(&str, &str, bool, &[&str]); 8] = [
+const KNOWN_RESOURCES: [(&str, &str, bool, &[&str]); 8] = [
     (
         "discovery.k8s.io/v1/endpointslices",
         "EndpointSlice",
@@ -56,7 +56,7 @@ const KNOWN: [(&str, &str, bool, &[&str]); 8] = [
 impl GroupVersionResource {
     /// Returns the default resources: `EndpointSlice`s, Endpoints and Services.
     pub fn defaults() -> Vec<Self> {
-        let known = KNOWN.iter().take(3);
+        let known = KNOWN_RESOURCES.iter().take(3);
         known.filter_map(|known| known.0.parse().ok()).collect()
     }
 
@@ -77,7 +77,7 @@ impl GroupVersionResource {
     }
 
     /// `endpointslices.discovery.k8s.io`, as Kubernetes names it in messages.
-    pub(crate) fn qualified(&self) -> String {
+    pub(crate) fn qualified_name(&self) -> String {
         if self.group.is_empty() {
             return self.plural.clone();
         }
@@ -86,21 +86,21 @@ impl GroupVersionResource {
 
     /// Returns the kind of the resource, if it is known before the first list.
     pub(crate) fn kind(&self) -> Option<GroupVersionKind> {
-        self.known().map(|known| GroupVersionKind {
+        self.known_properties().map(|known| GroupVersionKind {
             kind: known.1.to_owned(),
             namespaced: known.2,
         })
     }
 
     pub(crate) fn short_names(&self) -> &'static [&'static str] {
-        self.known().map_or(&[], |known| known.3)
+        self.known_properties().map_or(&[], |known| known.3)
     }
 
-    fn known(
+    fn known_properties(
         &self,
     ) -> Option<&'static (&'static str, &'static str, bool, &'static [&'static str])> {
         let name = self.to_string();
-        KNOWN.iter().find(|known| known.0 == name)
+        KNOWN_RESOURCES.iter().find(|known| known.0 == name)
     }
 }
 
@@ -115,13 +115,15 @@ impl FromStr for GroupVersionResource {
             [version, plural] => ("", version, plural),
             _ => return Err(ResourceError(text.to_owned())),
         };
-        let lower = |text: &str, more: &str| {
-            let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || more.contains(c);
-            text.chars().all(fits)
+        let is_valid_name = |text: &str, extra: &str| {
+            let is_allowed =
+                |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || extra.contains(c);
+            text.chars().all(is_allowed)
         };
-        let is_version = version.starts_with('v') && version.len() > 1 && lower(version, "");
-        let is_plural = !plural.is_empty() && lower(plural, "-.");
-        if !is_version || !is_plural || !lower(group, "-.") {
+        let is_version =
+            version.starts_with('v') && version.len() > 1 && is_valid_name(version, "");
+        let is_plural = !plural.is_empty() && is_valid_name(plural, "-.");
+        if !is_version || !is_plural || !is_valid_name(group, "-.") {
             return Err(ResourceError(text.to_owned()));
         }
         Ok(Self {

@@ -5,7 +5,7 @@ use bytes::Bytes;
 use moka::sync::Cache;
 
 /// Overhead of an entry of the cache beyond its bytes.
-const ENTRY: usize = 160;
+const ENTRY_OVERHEAD: usize = 160;
 
 /// Encoded responses by request. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -13,22 +13,25 @@ pub(crate) struct ResponseCache(Cache<Box<str>, Bytes>);
 
 impl ResponseCache {
     /// Returns a cache with room for this many bytes.
-    pub(crate) fn new(most: u64) -> Self {
-        let cache = Cache::builder().max_capacity(most).weigher(weight).build();
+    pub(crate) fn new(max_bytes: u64) -> Self {
+        let cache = Cache::builder()
+            .max_capacity(max_bytes)
+            .weigher(weight)
+            .build();
         Self(cache)
     }
 
-    pub(crate) fn get(&self, asked: &str) -> Option<Bytes> {
-        self.0.get(asked)
+    pub(crate) fn get(&self, key: &str) -> Option<Bytes> {
+        self.0.get(key)
     }
 
-    pub(crate) fn put(&self, asked: &str, bytes: &Bytes) {
-        self.0.insert(asked.into(), bytes.clone());
+    pub(crate) fn put(&self, key: &str, bytes: &Bytes) {
+        self.0.insert(key.into(), bytes.clone());
     }
 
     /// Returns the bytes that are cached now.
     #[cfg(test)]
-    pub(crate) fn held(&self) -> u64 {
+    pub(crate) fn cached_bytes(&self) -> u64 {
         self.0.run_pending_tasks();
         self.0.weighted_size()
     }
@@ -36,8 +39,8 @@ impl ResponseCache {
 
 /// Returns what an entry costs, in bytes.
 #[expect(clippy::borrowed_box, reason = "the signature of moka's weigher")]
-fn weight(asked: &Box<str>, bytes: &Bytes) -> u32 {
-    u32::try_from(asked.len() + bytes.len() + ENTRY).unwrap_or(u32::MAX)
+fn weight(key: &Box<str>, bytes: &Bytes) -> u32 {
+    u32::try_from(key.len() + bytes.len() + ENTRY_OVERHEAD).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]
@@ -50,7 +53,7 @@ mod tests {
         let bytes = Bytes::from(vec![0; 1000]);
         for number in 0..1000 {
             cache.put(&format!("{number}"), &bytes);
-            assert!(cache.held() <= 100_000);
+            assert!(cache.cached_bytes() <= 100_000);
         }
         assert!((0..1000).any(|number| cache.get(&format!("{number}")).is_some()));
         assert!(cache.get("1001").is_none());

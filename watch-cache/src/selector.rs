@@ -18,14 +18,14 @@ struct Requirement {
     /// Sorted values; `None` if the key only has to exist.
     values: Option<Vec<Box<str>>>,
     /// Whether the requirement is negated.
-    not: bool,
+    is_negated: bool,
 }
 
 /// Path of a field, its text, and whether the requirement is negated.
 type Field = (Vec<Box<str>>, Box<str>, bool);
 
 /// Fields by which objects can be selected besides name and namespace.
-const FIELDS: [(&str, &str); 4] = [
+const SUPPORTED_FIELDS: [(&str, &str); 4] = [
     ("v1/services", "spec.clusterIP"),
     ("v1/services", "spec.type"),
     ("v1/nodes", "spec.unschedulable"),
@@ -34,7 +34,7 @@ const FIELDS: [(&str, &str); 4] = [
 
 /// Requirements of one kind in a selector, at most: each is checked for each object, and a query is long enough for tens of
 /// thousands.
-const MOST: usize = 128;
+const MAX_REQUIREMENTS: usize = 128;
 
 impl Selector {
     /// Parses the conditions, all of which must hold. The error is a description of the fault.
@@ -54,38 +54,41 @@ impl Selector {
     pub(crate) fn matches(&self, object: &Object) -> bool {
         let namespace = self.namespace.as_deref();
         namespace.is_none_or(|namespace| namespace == &*object.key.0)
-            && self.labels.iter().all(|one| one.matches(object))
+            && self
+                .labels
+                .iter()
+                .all(|requirement| requirement.matches(object))
             && self.has_fields(object)
     }
 
     fn has_fields(&self, object: &Object) -> bool {
         // Cheap checks come first; the object is parsed at most once.
-        let known = |path: &[Box<str>]| match path {
+        let indexed_value = |path: &[Box<str>]| match path {
             [meta, own] if **meta == *"metadata" && **own == *"name" => Some(&*object.key.1),
             [meta, own] if **meta == *"metadata" && **own == *"namespace" => Some(&*object.key.0),
             _ => None,
         };
-        let mut cheap = self.fields.iter();
-        if !cheap
-            .all(|(path, value, not)| known(path).is_none_or(|known| (*known == **value) != *not))
-        {
+        let mut fields = self.fields.iter();
+        if !fields.all(|(path, value, not)| {
+            indexed_value(path).is_none_or(|known| (*known == **value) != *not)
+        }) {
             return false;
         }
         let mut others = self
             .fields
             .iter()
-            .filter(|field| known(&field.0).is_none())
+            .filter(|field| indexed_value(&field.0).is_none())
             .peekable();
         if others.peek().is_none() {
             return true;
         }
-        let json = object.value();
-        others.all(|(path, value, not)| (field(&json, path) == **value) != *not)
+        let json = object.to_value();
+        others.all(|(path, value, not)| (field_text(&json, path) == **value) != *not)
     }
 }
 
 /// A field's text; what is not there is empty, as it is to a selector of Kubernetes.
-fn field<'a>(object: &'a Value, path: &[Box<str>]) -> Cow<'a, str> {
+fn field_text<'a>(object: &'a Value, path: &[Box<str>]) -> Cow<'a, str> {
     let found = path
         .iter()
         .try_fold(object, |value, part| value.get(&**part));
@@ -100,7 +103,7 @@ fn field<'a>(object: &'a Value, path: &[Box<str>]) -> Cow<'a, str> {
 impl Requirement {
     fn matches(&self, object: &Object) -> bool {
         let label = object.label(&self.key);
-        let found = match (&self.values, label) {
+        let is_match = match (&self.values, label) {
             (None, label) => label.is_some(),
             (Some(values), Some(label)) => {
                 let found = values.binary_search_by(|value| (**value).cmp(label));
@@ -108,7 +111,7 @@ impl Requirement {
             }
             (Some(_), None) => false,
         };
-        found != self.not
+        is_match != self.is_negated
     }
 }
 
@@ -127,8 +130,8 @@ fn parse_fields(resource: &GroupVersionResource, text: &str) -> Result<Vec<Field
                     "invalid field selector {term:?}: write PATH=VALUE or PATH!=VALUE"
                 ));
             };
-            let own = FIELDS.contains(&(resource.to_string().as_str(), path));
-            if !own && !["metadata.name", "metadata.namespace"].contains(&path) {
+            let is_supported = SUPPORTED_FIELDS.contains(&(resource.to_string().as_str(), path));
+            if !is_supported && !["metadata.name", "metadata.namespace"].contains(&path) {
                 return Err(format!(
                     "{path:?} is not a known field selector of {resource}"
                 ));
@@ -136,27 +139,31 @@ fn parse_fields(resource: &GroupVersionResource, text: &str) -> Result<Vec<Field
             Ok((path.split('.').map(Into::into).collect(), value.into(), not))
         })
         .collect();
-    few(fields?)
+    sort_and_limit(fields?)
 }
 
 /// Sorts and deduplicates values, so that equal requests share one response.
-fn few<T: Ord>(mut all: Vec<T>) -> Result<Vec<T>, String> {
+fn sort_and_limit<T: Ord>(mut all: Vec<T>) -> Result<Vec<T>, String> {
     all.sort_unstable();
     all.dedup();
-    if all.len() > MOST {
-        return Err(format!("a selector may have at most {MOST} requirements"));
+    if all.len() > MAX_REQUIREMENTS {
+        return Err(format!(
+            "a selector may have at most {MAX_REQUIREMENTS} requirements"
+        ));
     }
     Ok(all)
 }
 
 /// `a=b,c!=d,e in (f,g),h notin (i),j,!k`.
 fn parse_labels(text: &str) -> Result<Vec<Requirement>, String> {
-    let labels: Result<Vec<_>, _> = terms(text).map(|term| parse_label(term.trim())).collect();
-    few(labels?)
+    let labels: Result<Vec<_>, _> = split_terms(text)
+        .map(|term| parse_label(term.trim()))
+        .collect();
+    sort_and_limit(labels?)
 }
 
 /// Returns the parts between commas that are not in parentheses.
-fn terms(text: &str) -> impl Iterator<Item = &str> {
+fn split_terms(text: &str) -> impl Iterator<Item = &str> {
     let mut depth = 0_usize;
     text.split(move |c| {
         match c {
@@ -173,44 +180,47 @@ fn parse_label(term: &str) -> Result<Requirement, String> {
     let malformed = || format!("unable to parse requirement {term:?} of the label selector");
     let requirement = |key: &str, values: Option<Vec<Box<str>>>, not| {
         let key = key.trim();
-        let fits = |c: char| c.is_ascii_alphanumeric() || "-._/".contains(c);
-        if key.is_empty() || !key.chars().all(fits) {
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-._/".contains(c);
+        if key.is_empty() || !key.chars().all(is_allowed) {
             return Err(malformed());
         }
         Ok(Requirement {
             key: key.into(),
             values,
-            not,
+            is_negated: not,
         })
     };
-    let one = |value: &str| {
+    let parse_value = |value: &str| {
         let value = value.trim();
-        let fits = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
         value
             .chars()
-            .all(fits)
+            .all(is_allowed)
             .then(|| vec![Box::from(value)])
             .ok_or_else(malformed)
     };
     if let Some(inner) = term.strip_suffix(')') {
-        let (left, values) = inner.split_once('(').ok_or_else(malformed)?;
-        let left = left.trim();
-        let (key, not) = if let Some(key) = left.strip_suffix(" notin") {
+        let (key_and_operator, values) = inner.split_once('(').ok_or_else(malformed)?;
+        let key_and_operator = key_and_operator.trim();
+        let (key, not) = if let Some(key) = key_and_operator.strip_suffix(" notin") {
             (key, true)
         } else {
-            (left.strip_suffix(" in").ok_or_else(malformed)?, false)
+            (
+                key_and_operator.strip_suffix(" in").ok_or_else(malformed)?,
+                false,
+            )
         };
-        let values: Result<Vec<_>, _> = values.split(',').map(one).collect();
+        let values: Result<Vec<_>, _> = values.split(',').map(parse_value).collect();
         let mut values = values?.concat();
         values.sort_unstable();
         values.dedup();
         return requirement(key, Some(values), not);
     }
     if let Some((key, value)) = term.split_once("!=") {
-        return requirement(key, Some(one(value)?), true);
+        return requirement(key, Some(parse_value(value)?), true);
     }
     if let Some((key, value)) = term.split_once("==").or_else(|| term.split_once('=')) {
-        return requirement(key, Some(one(value)?), false);
+        return requirement(key, Some(parse_value(value)?), false);
     }
     match term.strip_prefix('!') {
         Some(key) => requirement(key, None, true),

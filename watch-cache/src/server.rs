@@ -36,17 +36,17 @@ use std::{
 };
 
 /// Size from which responses are compressed for clients that accept it, in bytes.
-const COMPRESS: usize = 8 * 1024;
+const MIN_COMPRESS_BYTES: usize = 8 * 1024;
 /// The largest number of seconds that `Age` need hold (RFC 9111, 1.2.2).
-const OLDEST: u64 = 1 << 31;
+const MAX_AGE_SECONDS: u64 = 1 << 31;
 
 /// Memory limits of a cache, beside the objects themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheLimits {
     /// Encoded answers, in bytes.
-    pub cache: u64,
+    pub response_bytes: u64,
     /// Limit of the event buffer of each resource, in bytes.
-    pub window: usize,
+    pub event_buffer_bytes: usize,
 }
 
 /// Subset of the objects that a client may read.
@@ -62,20 +62,21 @@ pub struct AccessScope {
 #[derive(Debug)]
 pub struct WatchCache {
     stores: Vec<Arc<Store>>,
-    cache: ResponseCache,
+    response_cache: ResponseCache,
     /// Version that the cloud's API reports.
-    release: Mutex<Option<Bytes>>,
+    version_info: Mutex<Option<Bytes>>,
 }
 
 impl WatchCache {
     /// A pool of these resources, with nothing in it.
     pub fn new(resources: &[GroupVersionResource], limits: &CacheLimits) -> Arc<Self> {
-        let store =
-            |resource: &GroupVersionResource| Arc::new(Store::new(resource.clone(), limits.window));
+        let store = |resource: &GroupVersionResource| {
+            Arc::new(Store::new(resource.clone(), limits.event_buffer_bytes))
+        };
         Arc::new(Self {
             stores: resources.iter().map(store).collect(),
-            cache: ResponseCache::new(limits.cache),
-            release: Mutex::default(),
+            response_cache: ResponseCache::new(limits.response_bytes),
+            version_info: Mutex::default(),
         })
     }
 
@@ -92,53 +93,59 @@ impl WatchCache {
     }
 
     /// Sets the version that the cloud's API reports (`version.Info`), as JSON; served at `/version`.
-    pub fn release(&self, json: Bytes) {
-        *self.release.lock().unwrap_or_else(PoisonError::into_inner) = Some(json);
+    pub fn set_version_info(&self, json: Bytes) {
+        *self
+            .version_info
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(json);
     }
 
     /// Answers a request of a client that may read the objects in `grant`, or all objects without a grant.
-    pub async fn answer(
+    pub async fn handle_request(
         &self,
         head: &Parts,
-        grant: Option<&AccessScope>,
+        scope: Option<&AccessScope>,
     ) -> Response<ResponseBody> {
-        let answered = self.serve(head, grant).await;
-        let answer = answered.unwrap_or_else(|failure| failed(&failure));
+        let result = self.dispatch(head, scope).await;
+        let response = result.unwrap_or_else(|failure| error_response(&failure));
         if head.method == Method::HEAD {
-            return answer.map(|_| ResponseBody(Inner::Whole(Bytes::new())));
+            return response.map(|_| ResponseBody(Inner::Whole(Bytes::new())));
         }
-        answer
+        response
     }
 
-    async fn serve(
+    async fn dispatch(
         &self,
         head: &Parts,
-        grant: Option<&AccessScope>,
+        scope: Option<&AccessScope>,
     ) -> Result<Response<ResponseBody>, ApiStatus> {
-        let place = RequestPath::of(head.uri.path()).ok_or_else(ApiStatus::not_served)?;
+        let path = RequestPath::parse(head.uri.path()).ok_or_else(ApiStatus::not_served)?;
         if head.method != Method::GET && head.method != Method::HEAD {
             return Err(ApiStatus::read_only());
         }
-        let granted = |store: &&Arc<Store>| {
-            grant.is_none_or(|grant| grant.resources.contains(store.resource()))
+        let is_granted = |store: &&Arc<Store>| {
+            scope.is_none_or(|grant| grant.resources.contains(store.resource()))
         };
-        match place {
+        match path {
             RequestPath::Objects { .. } => {
-                let store = self.stores.iter().find(|store| place.is(store.resource()));
+                let store = self
+                    .stores
+                    .iter()
+                    .find(|store| path.matches_resource(store.resource()));
                 let store = store.ok_or_else(ApiStatus::not_served)?;
-                if !granted(&store) {
+                if !is_granted(&store) {
                     return Err(ApiStatus::forbidden(&store.resource().to_string()));
                 }
-                let answered = self.objects(head, (&place, store), grant).await;
-                Ok(answered.unwrap_or_else(|failure| dated(failed(&failure), store)))
+                let result = self.serve_objects(head, (&path, store), scope).await;
+                Ok(result.unwrap_or_else(|failure| with_age(error_response(&failure), store)))
             }
-            RequestPath::Version => Ok(self.version()),
+            RequestPath::Version => Ok(self.version_response()),
             RequestPath::Health => self.health(),
             _ => {
-                let stores: Vec<_> = self.stores.iter().filter(granted).collect();
-                let found = discovery::answer(&place, &stores);
-                found
-                    .map(|found| json_answer(&found))
+                let stores: Vec<_> = self.stores.iter().filter(is_granted).collect();
+                let document = discovery::discovery_response(&path, &stores);
+                document
+                    .map(|document| json_response(&document))
                     .ok_or_else(ApiStatus::not_served)
             }
         }
@@ -146,60 +153,64 @@ impl WatchCache {
 
     /// Returns the health: good as soon as each resource has a state.
     fn health(&self) -> Result<Response<ResponseBody>, ApiStatus> {
-        let empty = self.stores.iter().find(|store| store.version() == 0);
-        match empty {
-            Some(empty) => Err(ApiStatus::not_yet(empty.resource())),
-            None => Ok(answered(
+        let unfilled = self.stores.iter().find(|store| store.version() == 0);
+        match unfilled {
+            Some(unfilled) => Err(ApiStatus::not_loaded(unfilled.resource())),
+            None => Ok(ok_response(
                 "text/plain; charset=utf-8",
                 Bytes::from_static(b"ok"),
             )),
         }
     }
 
-    fn version(&self) -> Response<ResponseBody> {
-        let known = self.release.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*known {
-            Some(known) => answered("application/json", known.clone()),
+    fn version_response(&self) -> Response<ResponseBody> {
+        let version_info = self
+            .version_info
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        match &*version_info {
+            Some(version_info) => ok_response("application/json", version_info.clone()),
             // The served API has not changed since this version.
-            None => json_answer(&json!({ "major": "1", "minor": "30", "gitVersion": "v1.30.0" })),
+            None => json_response(&json!({ "major": "1", "minor": "30", "gitVersion": "v1.30.0" })),
         }
     }
 
-    async fn objects(
+    async fn serve_objects(
         &self,
         head: &Parts,
-        (place, store): (&RequestPath<'_>, &Arc<Store>),
-        grant: Option<&AccessScope>,
+        (path, store): (&RequestPath<'_>, &Arc<Store>),
+        scope: Option<&AccessScope>,
     ) -> Result<Response<ResponseBody>, ApiStatus> {
         let RequestPath::Objects {
             namespace, name, ..
-        } = *place
+        } = *path
         else {
             return Err(ApiStatus::not_served());
         };
-        let allowed = grant.and_then(|grant| grant.namespaces.as_ref());
-        let is_allowed =
-            |own: &str| allowed.is_none_or(|allowed| allowed.iter().any(|one| one == own));
-        if allowed.is_some() && !namespace.is_some_and(is_allowed) {
-            let whose = namespace.map_or("in all namespaces".to_owned(), |own| {
+        let allowed_namespaces = scope.and_then(|grant| grant.namespaces.as_ref());
+        let is_allowed = |own: &str| {
+            allowed_namespaces.is_none_or(|allowed| allowed.iter().any(|one| one == own))
+        };
+        if allowed_namespaces.is_some() && !namespace.is_some_and(is_allowed) {
+            let requested_scope = namespace.map_or("in all namespaces".to_owned(), |own| {
                 format!("in namespace {own}")
             });
             return Err(ApiStatus::forbidden(&format!(
-                "{} {whose}",
+                "{} {requested_scope}",
                 store.resource()
             )));
         }
         let options = ListOptions::parse(head.uri.query().unwrap_or_default())?;
         let kind = store.kind().filter(|_| store.version() > 0);
-        let kind = kind.ok_or_else(|| ApiStatus::not_yet(store.resource()))?;
+        let kind = kind.ok_or_else(|| ApiStatus::not_loaded(store.resource()))?;
         let accept = head
             .headers
             .get(ACCEPT)
             .and_then(|accept| accept.to_str().ok());
         let api_version = store.resource().api_version();
-        let form = Negotiated::negotiate(accept, &api_version, &kind.kind);
-        let encoding = Encoder {
-            form: form.ok_or_else(ApiStatus::not_acceptable)?,
+        let negotiated = Negotiated::negotiate(accept, &api_version, &kind.kind);
+        let encoder = Encoder {
+            negotiated: negotiated.ok_or_else(ApiStatus::not_acceptable)?,
             api_version,
             kind: kind.kind,
         };
@@ -207,76 +218,83 @@ impl WatchCache {
             let key = (namespace.unwrap_or_default().into(), name.into());
             let object = store.get(&key);
             let object = object.ok_or_else(|| ApiStatus::not_found(store.resource(), name))?;
-            let (bytes, form) = encoding.object(&object);
-            let answer = answered(form.content_type(false), bytes);
-            return Ok(dated(answer, store));
+            let (bytes, form) = encoder.encode_object(&object);
+            let response = ok_response(form.content_type(false), bytes);
+            return Ok(with_age(response, store));
         }
-        let by_name = name.map(|name| format!("metadata.name={name}"));
-        let fields = [by_name.unwrap_or_default(), options.fields.clone()].join(",");
+        let name_selector = name.map(|name| format!("metadata.name={name}"));
+        let fields = [name_selector.unwrap_or_default(), options.fields.clone()].join(",");
         let selector = Selector::parse(store.resource(), namespace, &options.labels, &fields);
         let selector = selector.map_err(ApiStatus::malformed)?;
         if options.watch {
-            let with = (encoding, selector, self.cache.clone());
-            let kind = with.0.form.content_type(true);
-            let watch = Watch::begin(store, with, options).await?;
+            let watch_arguments = (encoder, selector, self.response_cache.clone());
+            let content_type = watch_arguments.0.negotiated.content_type(true);
+            let watch = Watch::start(store, watch_arguments, options).await?;
             let body = ResponseBody(Inner::Stream(watch.stream()));
-            return Ok(dated(with_type(Response::new(body), kind), store));
+            return Ok(with_age(
+                with_content_type(Response::new(body), content_type),
+                store,
+            ));
         }
-        self.list(head, store, (&encoding, &selector), &options)
+        self.serve_list(head, store, (&encoder, &selector), &options)
             .await
     }
 
-    async fn list(
+    async fn serve_list(
         &self,
         head: &Parts,
         store: &Store,
-        (encoding, selector): (&Encoder, &Selector),
+        (encoder, selector): (&Encoder, &Selector),
         options: &ListOptions,
     ) -> Result<Response<ResponseBody>, ApiStatus> {
-        let (version, from) = list::start_version(store, options).await?;
+        let (version, continue_token) = list::start_version(store, options).await?;
         // With resourceVersion=0 the whole list is returned without a limit, as kube-apiserver does.
         let limit = if options.resource_version == "0" {
             0
         } else {
             options.limit
         };
-        let gzip = takes_gzip(&head.headers);
-        let (history, newest, next) = store.position();
-        let at = version.unwrap_or(newest);
+        let accepts_compression = accepts_gzip(&head.headers);
+        let (epoch, newest, next_event) = store.position();
+        let list_version = version.unwrap_or(newest);
         // The newest version also changes with the history.
-        let parameters = (selector, &from, limit, gzip);
-        let asked = format!(
-            "{}@{at}/{next}/{}{parameters:?}{}",
+        let parameters = (selector, &continue_token, limit, accepts_compression);
+        let cache_key = format!(
+            "{}@{list_version}/{next_event}/{}{parameters:?}{}",
             store.resource(),
-            history.number,
-            encoding.word()
+            epoch.restarts,
+            encoder.cache_key()
         );
-        let (bytes, form) = if let Some(bytes) = self.cache.get(&asked) {
-            (bytes, encoding.form)
+        let (bytes, form) = if let Some(bytes) = self.response_cache.get(&cache_key) {
+            (bytes, encoder.negotiated)
         } else {
-            let page = list::page(store, (version, from.as_ref()), selector, limit)?;
-            let (bytes, form) = encoding.list(&page);
-            let packs = gzip && bytes.len() >= COMPRESS;
-            let bytes = if packs { compressed(&bytes) } else { bytes };
+            let page = list::list_page(store, (version, continue_token.as_ref()), selector, limit)?;
+            let (bytes, form) = encoder.encode_list(&page);
+            let should_compress = accepts_compression && bytes.len() >= MIN_COMPRESS_BYTES;
+            let bytes = if should_compress {
+                gzip_compress(&bytes)
+            } else {
+                bytes
+            };
             // If changes arrived meanwhile, this is not the requested version and is not cached.
-            let is_it = form == encoding.form && page.version == at;
-            if is_it {
-                self.cache.put(&asked, &bytes);
+            let is_requested_version = form == encoder.negotiated && page.version == list_version;
+            if is_requested_version {
+                self.response_cache.put(&cache_key, &bytes);
             }
             (bytes, form)
         };
-        let is_compressed = gzip && bytes.starts_with(&[0x1f, 0x8b]);
-        let mut answer = answered(form.content_type(false), bytes);
+        let is_compressed = accepts_compression && bytes.starts_with(&[0x1f, 0x8b]);
+        let mut response = ok_response(form.content_type(false), bytes);
         if is_compressed {
-            let headers = answer.headers_mut();
+            let headers = response.headers_mut();
             headers.insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
             headers.insert(VARY, HeaderValue::from_static("accept, accept-encoding"));
         }
-        Ok(dated(answer, store))
+        Ok(with_age(response, store))
     }
 }
 
-fn takes_gzip(headers: &HeaderMap) -> bool {
+fn accepts_gzip(headers: &HeaderMap) -> bool {
     let mut fields = headers.get_all(ACCEPT_ENCODING).iter();
     fields.any(|field| {
         field
@@ -285,66 +303,74 @@ fn takes_gzip(headers: &HeaderMap) -> bool {
     })
 }
 
-fn compressed(bytes: &Bytes) -> Bytes {
+fn gzip_compress(bytes: &Bytes) -> Bytes {
     let mut encoder = GzEncoder::new(Vec::with_capacity(bytes.len() / 4), Compression::fast());
     // Writing to memory cannot fail.
     match encoder.write_all(bytes).and_then(|()| encoder.finish()) {
         // Shrunk, because the cache counts the length and not the capacity.
-        Ok(small) => small.into_boxed_slice().into(),
+        Ok(compressed) => compressed.into_boxed_slice().into(),
         Err(_) => bytes.clone(),
     }
 }
 
-fn answered(kind: &'static str, bytes: Bytes) -> Response<ResponseBody> {
-    with_type(Response::new(ResponseBody(Inner::Whole(bytes))), kind)
+fn ok_response(content_type: &'static str, bytes: Bytes) -> Response<ResponseBody> {
+    with_content_type(
+        Response::new(ResponseBody(Inner::Whole(bytes))),
+        content_type,
+    )
 }
 
-fn with_type(mut answer: Response<ResponseBody>, kind: &'static str) -> Response<ResponseBody> {
-    let headers = answer.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+fn with_content_type(
+    mut response: Response<ResponseBody>,
+    content_type: &'static str,
+) -> Response<ResponseBody> {
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
     headers.insert(
         "cache-control",
         HeaderValue::from_static("no-cache, private"),
     );
-    answer
+    response
 }
 
-fn json_answer(value: &Value) -> Response<ResponseBody> {
-    answered("application/json", Bytes::from(value.to_string()))
+fn json_response(value: &Value) -> Response<ResponseBody> {
+    ok_response("application/json", Bytes::from(value.to_string()))
 }
 
 /// Adds the age of the view if it is not refreshed: `Age` for programs, and a warning that kubectl shows. A resource that was
 /// never read has no age.
-fn dated(mut answer: Response<ResponseBody>, store: &Store) -> Response<ResponseBody> {
-    let is_view = store.version() > 0;
-    if let Some(age) = store.age().filter(|_| is_view) {
-        let seconds = age.as_secs().min(OLDEST);
-        answer.headers_mut().insert(AGE, HeaderValue::from(seconds));
-        let lasts = Duration::from_secs(seconds);
+fn with_age(mut response: Response<ResponseBody>, store: &Store) -> Response<ResponseBody> {
+    let has_state = store.version() > 0;
+    if let Some(age) = store.stale_age().filter(|_| has_state) {
+        let seconds = age.as_secs().min(MAX_AGE_SECONDS);
+        response
+            .headers_mut()
+            .insert(AGE, HeaderValue::from(seconds));
+        let rounded_age = Duration::from_secs(seconds);
         let warning = format!(
-            "299 causeway \"the API server is unreachable: this response is {lasts:?} old\""
+            "299 causeway \"the API server is unreachable: this response is {rounded_age:?} old\""
         );
         if let Ok(warning) = HeaderValue::from_str(&warning) {
-            answer.headers_mut().insert(WARNING, warning);
+            response.headers_mut().insert(WARNING, warning);
         }
     }
-    answer
+    response
 }
 
-fn failed(failure: &ApiStatus) -> Response<ResponseBody> {
-    let mut answer = json_answer(&failure.value());
-    *answer.status_mut() = failure.status;
+fn error_response(failure: &ApiStatus) -> Response<ResponseBody> {
+    let mut response = json_response(&failure.to_json());
+    *response.status_mut() = failure.status;
     if let Some(seconds) = failure.retry_after {
-        answer
+        response
             .headers_mut()
             .insert(RETRY_AFTER, HeaderValue::from(seconds));
     }
     if failure.status == StatusCode::METHOD_NOT_ALLOWED {
         let allow = HeaderValue::from_static("GET, HEAD");
-        answer.headers_mut().insert(http::header::ALLOW, allow);
+        response.headers_mut().insert(http::header::ALLOW, allow);
     }
-    answer.headers_mut().remove(CONTENT_LENGTH);
-    answer
+    response.headers_mut().remove(CONTENT_LENGTH);
+    response
 }
 
 /// Body of a response: all at once, or a watch.

@@ -36,7 +36,7 @@ impl ApiStatus {
     }
 
     pub(crate) fn not_found(resource: &GroupVersionResource, name: &str) -> Self {
-        let message = format!("{} {name:?} not found", resource.qualified());
+        let message = format!("{} {name:?} not found", resource.qualified_name());
         Self::new(StatusCode::NOT_FOUND, "NotFound", message)
     }
 
@@ -45,9 +45,9 @@ impl ApiStatus {
         Self::new(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed", message)
     }
 
-    pub(crate) fn forbidden(what: &str) -> Self {
+    pub(crate) fn forbidden(subject: &str) -> Self {
         let message = format!(
-            "this node is not allowed to read {what}: see `api_cache.allow` of the gateway for the node's pool"
+            "this node is not allowed to read {subject}: see `api_cache.allow` of the gateway for the node's pool"
         );
         Self::new(StatusCode::FORBIDDEN, "Forbidden", message)
     }
@@ -64,7 +64,7 @@ impl ApiStatus {
     }
 
     /// Returns the error for a resource that has not been read so far.
-    pub(crate) fn not_yet(resource: &GroupVersionResource) -> Self {
+    pub(crate) fn not_loaded(resource: &GroupVersionResource) -> Self {
         let message = format!("{resource} have not been read yet, please try again later");
         Self {
             retry_after: Some(1),
@@ -80,8 +80,8 @@ impl ApiStatus {
         Self::expired(format!("too old resource version: {version}"))
     }
 
-    pub(crate) fn too_large(version: u64, known: u64) -> Self {
-        let message = format!("Timeout: Too large resource version: {version}, current: {known}");
+    pub(crate) fn future_version(version: u64, current: u64) -> Self {
+        let message = format!("Timeout: Too large resource version: {version}, current: {current}");
         Self {
             cause: Some("ResourceVersionTooLarge"),
             retry_after: Some(1),
@@ -90,20 +90,20 @@ impl ApiStatus {
     }
 
     /// Returns the error for a version without a state.
-    pub(crate) fn unknown(
+    pub(crate) fn version_error(
         resource: &GroupVersionResource,
         version: u64,
         why: VersionError,
     ) -> Self {
         match why {
-            VersionError::Empty => Self::not_yet(resource),
+            VersionError::Empty => Self::not_loaded(resource),
             VersionError::Expired => Self::too_old(version),
-            VersionError::Future(known) => Self::too_large(version, known),
+            VersionError::Future(current) => Self::future_version(version, current),
         }
     }
 
     /// Returns the error as a `Status`.
-    pub(crate) fn value(&self) -> Value {
+    pub(crate) fn to_json(&self) -> Value {
         let mut status = json!({
             "kind": "Status",
             "apiVersion": "v1",

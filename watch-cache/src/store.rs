@@ -25,21 +25,21 @@ use std::{
 use tokio::{sync::watch, time::Instant};
 
 /// Time without contact to the source after which a view counts as old: a change of sources is no outage.
-pub(crate) const GRACE: Duration = Duration::from_secs(10);
-/// Minimum time after the loss was noticed before a view counts as old. The notice may take as long as `GRACE`, and the next
+pub(crate) const STALE_AFTER: Duration = Duration::from_secs(10);
+/// Minimum time after the loss was noticed before a view counts as old. The notice may take as long as `STALE_AFTER`, and the next
 /// source may be found within this time.
-const TURN: Duration = Duration::from_secs(3);
+const STALE_NOTICE_DELAY: Duration = Duration::from_secs(3);
 /// Period for which a state is retained while it is sent to a client.
-const TELLING: Duration = Duration::from_mins(1);
+const LIST_STATE_TTL: Duration = Duration::from_mins(1);
 /// Retained states, at most: one a second, if clients start during changes.
-const STATES: usize = 60;
+const MAX_LIST_STATES: usize = 60;
 
 /// The objects of one resource.
 #[derive(Debug)]
 pub struct Store {
     resource: GroupVersionResource,
     inner: Mutex<Inner>,
-    changed: watch::Sender<u64>,
+    version_sender: watch::Sender<u64>,
     watchers: AtomicUsize,
 }
 
@@ -50,14 +50,14 @@ struct Inner {
     bytes: usize,
     /// Present version; 0 if the store was never filled.
     version: u64,
-    window: EventBuffer,
-    history: Epoch,
-    lost: Option<SystemTime>,
+    event_buffer: EventBuffer,
+    epoch: Epoch,
+    lost_since: Option<SystemTime>,
     /// Time when the loss of a connected source was noticed.
-    noticed: Option<Instant>,
+    loss_noticed_at: Option<Instant>,
     /// Time since when a source that is in touch has known less than this store.
-    behind: Option<Instant>,
-    states: VecDeque<(Instant, Arc<ListState>)>,
+    behind_since: Option<Instant>,
+    list_states: VecDeque<(Instant, Arc<ListState>)>,
 }
 
 /// All objects at one version.
@@ -67,7 +67,7 @@ pub struct Snapshot {
     pub(crate) namespaced: bool,
     pub(crate) version: u64,
     /// Time when the version was known to be the newest.
-    pub(crate) at: SystemTime,
+    pub(crate) as_of: SystemTime,
     pub(crate) objects: Vec<Arc<Object>>,
 }
 
@@ -96,7 +96,7 @@ pub struct Status {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Epoch {
     /// Number of restarts of the history.
-    pub(crate) number: u64,
+    pub(crate) restarts: u64,
     /// Number of outages after which events were derived from two lists. A client that serves others must not take derived events
     /// for real ones, because its own clients at a version in between would miss some.
     pub(crate) outages: u64,
@@ -106,9 +106,9 @@ pub(crate) struct Epoch {
 #[derive(Debug)]
 pub(crate) struct ListState {
     pub(crate) version: u64,
-    pub(crate) history: Epoch,
+    pub(crate) epoch: Epoch,
     /// The number of the first event after it.
-    pub(crate) next: u64,
+    pub(crate) next_event: u64,
     pub(crate) objects: Vec<Arc<Object>>,
 }
 
@@ -143,72 +143,70 @@ impl Drop for WatchGuard {
 }
 
 impl Inner {
-    fn put(&mut self, object: Arc<Object>) -> Option<Arc<Object>> {
-        self.bytes += object.weight();
-        let before = self.objects.insert(object.key.clone(), object);
-        self.bytes -= before.as_ref().map_or(0, |before| before.weight());
-        before
+    fn insert(&mut self, object: Arc<Object>) -> Option<Arc<Object>> {
+        self.bytes += object.memory_size();
+        let previous = self.objects.insert(object.key.clone(), object);
+        self.bytes -= previous.as_ref().map_or(0, |before| before.memory_size());
+        previous
     }
 
-    fn take(&mut self, key: &NamespacedName) -> Option<Arc<Object>> {
-        let before = self.objects.remove(key)?;
-        self.bytes -= before.weight();
-        Some(before)
+    fn remove(&mut self, key: &NamespacedName) -> Option<Arc<Object>> {
+        let previous = self.objects.remove(key)?;
+        self.bytes -= previous.memory_size();
+        Some(previous)
     }
 
     /// An object is like this now.
-    fn set(&mut self, version: u64, object: Arc<Object>) {
-        let before = self.put(object.clone());
-        self.window.push(version, before, (object, false));
+    fn upsert(&mut self, version: u64, object: Arc<Object>) {
+        let previous = self.insert(object.clone());
+        self.event_buffer.push(version, previous, (object, false));
     }
 
     /// Begins a new history with these objects; the events that led to them are unknown.
-    fn begin(&mut self, version: u64, objects: Vec<Arc<Object>>) {
+    fn start_epoch(&mut self, version: u64, objects: Vec<Arc<Object>>) {
         self.version = version;
-        self.history.number += 1;
-        self.window.begin(version);
+        self.epoch.restarts += 1;
+        self.event_buffer.reset(version);
         self.objects.clear();
         self.bytes = 0;
-        self.states.clear();
+        self.list_states.clear();
         for object in objects {
-            self.put(object);
+            self.insert(object);
         }
     }
 
     /// Drops states that were sent for a minute or are too many. Their clients start anew.
-    fn prune(&mut self) {
-        while self
-            .states
-            .front()
-            .is_some_and(|state| self.states.len() > STATES || state.0.elapsed() > TELLING)
-        {
-            self.states.pop_front();
+    fn prune_list_states(&mut self) {
+        while self.list_states.front().is_some_and(|state| {
+            self.list_states.len() > MAX_LIST_STATES || state.0.elapsed() > LIST_STATE_TTL
+        }) {
+            self.list_states.pop_front();
         }
     }
 }
 
 impl Store {
-    pub(crate) fn new(resource: GroupVersionResource, window: usize) -> Self {
+    pub(crate) fn new(resource: GroupVersionResource, event_buffer_bytes: usize) -> Self {
         Self {
             inner: Mutex::new(Inner {
                 kind: resource.kind(),
                 objects: BTreeMap::new(),
                 bytes: 0,
                 version: 0,
-                window: EventBuffer::new(window),
-                history: Epoch::default(),
-                lost: Some(UNIX_EPOCH),
-                noticed: None,
-                behind: None,
-                states: VecDeque::new(),
+                event_buffer: EventBuffer::new(event_buffer_bytes),
+                epoch: Epoch::default(),
+                lost_since: Some(UNIX_EPOCH),
+                loss_noticed_at: None,
+                behind_since: None,
+                list_states: VecDeque::new(),
             }),
             resource,
-            changed: watch::Sender::new(0),
+            version_sender: watch::Sender::new(0),
             watchers: AtomicUsize::new(0),
         }
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -219,20 +217,20 @@ impl Store {
 
     /// Returns the kind of the resource, once it is known.
     pub(crate) fn kind(&self) -> Option<GroupVersionKind> {
-        self.inner().kind.clone()
+        self.lock().kind.clone()
     }
 
     /// Returns a receiver of the version, which changes whenever the version changes, or the source is lost or found.
-    pub fn changed(&self) -> watch::Receiver<u64> {
-        self.changed.subscribe()
+    pub fn subscribe(&self) -> watch::Receiver<u64> {
+        self.version_sender.subscribe()
     }
 
     /// Returns the present status.
     pub fn status(&self) -> Status {
-        let inner = self.inner();
-        let millis = |lost: SystemTime| {
-            let since = lost.duration_since(UNIX_EPOCH).unwrap_or_default();
-            u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+        let inner = self.lock();
+        let unix_millis = |lost: SystemTime| {
+            let elapsed = lost.duration_since(UNIX_EPOCH).unwrap_or_default();
+            u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX)
         };
         Status {
             resource: self.resource.to_string(),
@@ -240,56 +238,62 @@ impl Store {
             bytes: inner.bytes,
             version: inner.version,
             synced: inner.version > 0,
-            lost: inner.lost.map(millis),
+            lost: inner.lost_since.map(unix_millis),
             watchers: self.watchers.load(Relaxed),
         }
     }
 
     /// Returns the newest version; 0 if the store was never filled.
     pub(crate) fn version(&self) -> u64 {
-        self.inner().version
+        self.lock().version
     }
 
     /// Returns the age of the view, if it is longer than a change of sources takes.
-    pub(crate) fn age(&self) -> Option<Duration> {
-        let inner = self.inner();
+    pub(crate) fn stale_age(&self) -> Option<Duration> {
+        let inner = self.lock();
         // If the clock went back, the view counts as new and readers do not wait.
-        let age = inner.lost?.elapsed().unwrap_or_default();
-        let turned = inner
-            .noticed
-            .is_none_or(|noticed| noticed.elapsed() >= TURN);
-        (age > GRACE && turned).then_some(age)
+        let age = inner.lost_since?.elapsed().unwrap_or_default();
+        let notice_elapsed = inner
+            .loss_noticed_at
+            .is_none_or(|noticed_at| noticed_at.elapsed() >= STALE_NOTICE_DELAY);
+        (age > STALE_AFTER && notice_elapsed).then_some(age)
     }
 
     /// Returns the time until the view becomes old, if it is not yet and its source does not come back.
-    pub(crate) fn ages_in(&self) -> Option<Duration> {
-        let inner = self.inner();
-        let age = inner.lost?.elapsed().unwrap_or_default();
-        let turns = inner.noticed.map_or(TURN, |noticed| noticed.elapsed());
-        Some(GRACE.saturating_sub(age).max(TURN.saturating_sub(turns)))
+    pub(crate) fn time_until_stale(&self) -> Option<Duration> {
+        let inner = self.lock();
+        let age = inner.lost_since?.elapsed().unwrap_or_default();
+        let since_notice = inner
+            .loss_noticed_at
+            .map_or(STALE_NOTICE_DELAY, |noticed| noticed.elapsed());
+        Some(
+            STALE_AFTER
+                .saturating_sub(age)
+                .max(STALE_NOTICE_DELAY.saturating_sub(since_notice)),
+        )
     }
 
-    pub(crate) fn watching(self: &Arc<Self>) -> WatchGuard {
+    pub(crate) fn register_watch(self: &Arc<Self>) -> WatchGuard {
         self.watchers.fetch_add(1, Relaxed);
         WatchGuard(self.clone())
     }
 
     /// Returns a snapshot for the disk.
     pub fn snapshot(&self) -> Option<Snapshot> {
-        let inner = self.inner();
+        let inner = self.lock();
         let kind = inner.kind.as_ref().filter(|_| inner.version > 0)?;
         Some(Snapshot {
             kind: kind.kind.clone(),
             namespaced: kind.namespaced,
             version: inner.version,
-            at: inner.lost.unwrap_or_else(SystemTime::now),
+            as_of: inner.lost_since.unwrap_or_else(SystemTime::now),
             objects: inner.objects.values().cloned().collect(),
         })
     }
 
     /// Restores a snapshot, if no newer state has come meanwhile. The state has the age of the snapshot.
     pub fn restore(&self, snapshot: Snapshot) {
-        let mut inner = self.inner();
+        let mut inner = self.lock();
         let inner = &mut *inner;
         if inner.version > 0 {
             return;
@@ -298,9 +302,9 @@ impl Store {
             kind: snapshot.kind,
             namespaced: snapshot.namespaced,
         });
-        inner.begin(snapshot.version, snapshot.objects);
-        (inner.lost, inner.noticed) = (Some(snapshot.at), None);
-        self.say(inner);
+        inner.start_epoch(snapshot.version, snapshot.objects);
+        (inner.lost_since, inner.loss_noticed_at) = (Some(snapshot.as_of), None);
+        self.notify(inner);
     }
 }
 

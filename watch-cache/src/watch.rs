@@ -25,28 +25,28 @@ use tokio::{
 };
 
 /// A watch that names no end of its own ends after this time at least, and twice this at most, as kube-apiserver's do.
-const LEAST: Duration = Duration::from_mins(30);
+const MIN_TIMEOUT: Duration = Duration::from_mins(30);
 /// Limit of a watch whose requested timeout is later than a clock can hold.
-const LONGEST: Duration = Duration::from_hours(24);
+const MAX_TIMEOUT: Duration = Duration::from_hours(24);
 /// Interval of the bookmarks that tell a client its version.
-const BOOKMARK: Duration = Duration::from_mins(1);
+const BOOKMARK_INTERVAL: Duration = Duration::from_mins(1);
 /// Maximum size of a chunk, in bytes.
-const CHUNK: usize = 64 * 1024;
+const MAX_CHUNK_BYTES: usize = 64 * 1024;
 /// Events that are processed at once, at most.
-const EVENTS: usize = 64;
+const MAX_BATCH_EVENTS: usize = 64;
 
 /// State of one watch.
 pub(crate) struct Watch {
     pub(crate) store: Arc<Store>,
-    pub(crate) encoding: Encoder,
+    pub(crate) encoder: Encoder,
     pub(crate) selector: Selector,
     pub(crate) cache: ResponseCache,
     options: ListOptions,
     phase: WatchPhase,
-    ends: Instant,
-    bookmark: Instant,
-    changed: watch::Receiver<u64>,
-    _counted: WatchGuard,
+    deadline: Instant,
+    next_bookmark: Instant,
+    version_changes: watch::Receiver<u64>,
+    _watch_guard: WatchGuard,
 }
 
 enum WatchPhase {
@@ -58,10 +58,10 @@ enum WatchPhase {
     Expired(u64),
     /// Sends the events from this number on.
     Events {
-        history: Epoch,
-        next: u64,
+        epoch: Epoch,
+        next_event: u64,
     },
-    Over,
+    Ended,
 }
 
 /// Next part of the watch.
@@ -69,7 +69,7 @@ enum NextEvent {
     Bytes(Bytes),
     /// There is nothing new.
     Wait,
-    Over,
+    Ended,
 }
 
 impl Watch {
@@ -77,93 +77,104 @@ impl Watch {
     ///
     /// # Errors
     /// If the request cannot be served. An error that a client can correct by a list is sent within the watch.
-    pub(crate) async fn begin(
+    pub(crate) async fn start(
         store: &Arc<Store>,
-        (encoding, selector, cache): (Encoder, Selector, ResponseCache),
+        (encoder, selector, cache): (Encoder, Selector, ResponseCache),
         options: ListOptions,
     ) -> Result<Self, ApiStatus> {
-        let version = options.number()?;
-        let initial = options.initial_events;
-        if initial.is_some() && options.version_match != "NotOlderThan" {
+        let version = options.version_number()?;
+        let send_initial_events = options.initial_events;
+        if send_initial_events.is_some() && options.version_match != "NotOlderThan" {
             let message = "sendInitialEvents requires resourceVersionMatch=NotOlderThan";
             return Err(ApiStatus::malformed(message));
         }
-        if initial == Some(true) || options.fresh {
+        if send_initial_events == Some(true) || options.require_fresh {
             list::wait_for_version(store, version).await?;
         }
-        let unknown = |why| ApiStatus::unknown(store.resource(), version, why);
-        let phase = if initial.unwrap_or(version == 0) {
-            WatchPhase::Initial(store.state().map_err(unknown)?, 0)
+        let to_status = |why| ApiStatus::version_error(store.resource(), version, why);
+        let phase = if send_initial_events.unwrap_or(version == 0) {
+            WatchPhase::Initial(store.list_state().map_err(to_status)?, 0)
         } else {
             // Version 0 without initial events starts at the current version.
-            let from = if version == 0 {
+            let start_version = if version == 0 {
                 store.version()
             } else {
                 version
             };
-            match store.after(from, options.fresh) {
-                Ok((history, next)) => WatchPhase::Events { history, next },
-                Err(VersionError::Future(_)) => WatchPhase::Ahead(from),
-                Err(why @ VersionError::Empty) => return Err(unknown(why)),
+            match store.position_after(start_version, options.require_fresh) {
+                Ok((history, next)) => WatchPhase::Events {
+                    epoch: history,
+                    next_event: next,
+                },
+                Err(VersionError::Future(_)) => WatchPhase::Ahead(start_version),
+                Err(why @ VersionError::Empty) => return Err(to_status(why)),
                 // A valid watch request receives this error as a watch event.
-                Err(VersionError::Expired) => WatchPhase::Expired(from),
+                Err(VersionError::Expired) => WatchPhase::Expired(start_version),
             }
         };
-        let ends = options
+        let timeout = options
             .timeout
-            .unwrap_or_else(|| LEAST.mul_f64(1.0 + rand::random::<f64>()))
-            .min(LONGEST);
+            .unwrap_or_else(|| MIN_TIMEOUT.mul_f64(1.0 + rand::random::<f64>()))
+            .min(MAX_TIMEOUT);
         Ok(Self {
-            changed: store.changed(),
-            _counted: store.watching(),
+            version_changes: store.subscribe(),
+            _watch_guard: store.register_watch(),
             store: store.clone(),
-            encoding,
+            encoder,
             selector,
             cache,
             phase,
-            ends: Instant::now() + ends,
-            bookmark: Instant::now() + BOOKMARK.mul_f64(0.75 + rand::random::<f64>() / 4.0),
+            deadline: Instant::now() + timeout,
+            next_bookmark: Instant::now()
+                + BOOKMARK_INTERVAL.mul_f64(0.75 + rand::random::<f64>() / 4.0),
             options,
         })
     }
 
     /// Returns the bytes of the watch.
     pub(crate) fn stream(self) -> BoxStream<'static, Bytes> {
-        let next = |mut watch: Self| async move {
-            let bytes = watch.next().await?;
+        let next_chunk = |mut watch: Self| async move {
+            let bytes = watch.next_chunk().await?;
             Some((bytes, watch))
         };
-        stream::unfold(self, next).boxed()
+        stream::unfold(self, next_chunk).boxed()
     }
 
-    async fn next(&mut self) -> Option<Bytes> {
+    async fn next_chunk(&mut self) -> Option<Bytes> {
         loop {
-            self.changed.mark_unchanged();
-            match self.step() {
+            self.version_changes.mark_unchanged();
+            match self.advance() {
                 // Empty chunks are skipped.
                 NextEvent::Bytes(bytes) if bytes.is_empty() => continue,
                 NextEvent::Bytes(bytes) => return Some(bytes),
-                NextEvent::Over => return None,
+                NextEvent::Ended => return None,
                 NextEvent::Wait => {}
             }
-            let stale = self.options.fresh.then(|| self.store.ages_in()).flatten();
-            let stale = stale.map(|within| Instant::now() + within);
-            let until = stale.unwrap_or(self.ends).min(self.ends).min(self.bookmark);
+            let stale_in = self
+                .options
+                .require_fresh
+                .then(|| self.store.time_until_stale())
+                .flatten();
+            let stale_at = stale_in.map(|remaining| Instant::now() + remaining);
+            let wake_at = stale_at
+                .unwrap_or(self.deadline)
+                .min(self.deadline)
+                .min(self.next_bookmark);
             tokio::select! {
                 biased;
-                changed = self.changed.changed() => changed.ok()?,
-                () = sleep_until(until) => {
+                changed = self.version_changes.changed() => changed.ok()?,
+                () = sleep_until(wake_at) => {
                     let now = Instant::now();
-                    if now >= self.ends {
-                        self.phase = WatchPhase::Over;
+                    if now >= self.deadline {
+                        self.phase = WatchPhase::Ended;
                     }
                     // The watch ends, so that a follower selects a connected source.
-                    if self.options.fresh && self.store.age().is_some() {
+                    if self.options.require_fresh && self.store.stale_age().is_some() {
                         return None;
                     }
-                    if now >= self.bookmark || now >= self.ends {
-                        self.bookmark = now + BOOKMARK;
-                        if let Some(bytes) = self.mark() {
+                    if now >= self.next_bookmark || now >= self.deadline {
+                        self.next_bookmark = now + BOOKMARK_INTERVAL;
+                        if let Some(bytes) = self.bookmark_if_current() {
                             return Some(bytes);
                         }
                     }
@@ -172,40 +183,40 @@ impl Watch {
         }
     }
 
-    fn step(&mut self) -> NextEvent {
+    fn advance(&mut self) -> NextEvent {
         match &self.phase {
-            WatchPhase::Over => NextEvent::Over,
+            WatchPhase::Ended => NextEvent::Ended,
             WatchPhase::Expired(version) => self.fail(&ApiStatus::too_old(*version)),
             WatchPhase::Initial(state, from) => match state.upgrade() {
-                Some(state) => self.tell(&state.clone(), *from),
+                Some(state) => self.send_initial(&state.clone(), *from),
                 None => self.fail(&ApiStatus::expired(
                     "the initial state of this watch is no longer available, because the client read too slowly",
                 )),
             },
             WatchPhase::Ahead(version) => {
                 let version = *version;
-                match self.store.after(version, self.options.fresh) {
+                match self.store.position_after(version, self.options.require_fresh) {
                     Ok((history, next)) => {
-                        self.phase = WatchPhase::Events { history, next };
-                        self.step()
+                        self.phase = WatchPhase::Events { epoch: history, next_event: next };
+                        self.advance()
                     }
                     Err(VersionError::Expired) => self.fail(&ApiStatus::too_old(version)),
                     Err(_) => NextEvent::Wait,
                 }
             }
-            WatchPhase::Events { history, next } => {
+            WatchPhase::Events { epoch: history, next_event: next } => {
                 let (history, next) = (*history, *next);
                 match self
                     .store
-                    .events(history, next, (EVENTS, self.options.fresh))
+                    .read_events(history, next, (MAX_BATCH_EVENTS, self.options.require_fresh))
                 {
                     EventBatch::Missed => self.fail(&ApiStatus::expired(
                         "too old resource version: later events are no longer available",
                     )),
                     EventBatch::Events(events, _) if events.is_empty() => NextEvent::Wait,
                     EventBatch::Events(events, next) => {
-                        self.phase = WatchPhase::Events { history, next };
-                        self.events(&events)
+                        self.phase = WatchPhase::Events { epoch: history, next_event: next };
+                        self.encode_events(&events)
                     }
                 }
             }
@@ -213,46 +224,46 @@ impl Watch {
     }
 
     fn fail(&mut self, failure: &ApiStatus) -> NextEvent {
-        self.phase = WatchPhase::Over;
-        NextEvent::Bytes(self.encoding.error(failure))
+        self.phase = WatchPhase::Ended;
+        NextEvent::Bytes(self.encoder.encode_error(failure))
     }
 
     /// Sends the initial objects, a chunk at a time.
-    fn tell(&mut self, state: &ListState, from: usize) -> NextEvent {
+    fn send_initial(&mut self, state: &ListState, from: usize) -> NextEvent {
         let mut bytes = BytesMut::new();
-        let mut at = from;
+        let mut position = from;
         for object in state.objects.iter().skip(from) {
-            at += 1;
+            position += 1;
             if self.selector.matches(object) {
-                bytes.extend_from_slice(&self.encoding.event(ADDED, object));
-                if bytes.len() >= CHUNK {
+                bytes.extend_from_slice(&self.encoder.encode_event(ADDED, object));
+                if bytes.len() >= MAX_CHUNK_BYTES {
                     break;
                 }
             }
         }
-        if at < state.objects.len() {
+        if position < state.objects.len() {
             if let WatchPhase::Initial(_, from) = &mut self.phase {
-                *from = at;
+                *from = position;
             }
             return NextEvent::Bytes(bytes.freeze());
         }
         self.phase = WatchPhase::Events {
-            history: state.history,
-            next: state.next,
+            epoch: state.epoch,
+            next_event: state.next_event,
         };
         if self.options.initial_events == Some(true) && self.options.bookmarks {
-            bytes.extend_from_slice(&self.encoding.bookmark(state.version, true));
+            bytes.extend_from_slice(&self.encoder.encode_bookmark(state.version, true));
         }
         if bytes.is_empty() {
-            return self.step();
+            return self.advance();
         }
         NextEvent::Bytes(bytes.freeze())
     }
 
-    fn events(&self, events: &[Event]) -> NextEvent {
+    fn encode_events(&self, events: &[Event]) -> NextEvent {
         let mut bytes = BytesMut::new();
         for event in events {
-            if let Some(frame) = self.event(event) {
+            if let Some(frame) = self.encode_event(event) {
                 bytes.extend_from_slice(&frame);
             }
         }
@@ -260,47 +271,47 @@ impl Watch {
     }
 
     /// Encodes an event for a client that selects some of the objects. Returns `None` if the event does not concern the client.
-    fn event(&self, event: &Event) -> Option<Bytes> {
-        let was = event
+    fn encode_event(&self, event: &Event) -> Option<Bytes> {
+        let was_selected = event
             .before
             .as_ref()
             .is_some_and(|before| self.selector.matches(before));
-        let is = !event.deleted && self.selector.matches(&event.object);
-        let word = match (was, is) {
+        let is_selected = !event.deleted && self.selector.matches(&event.object);
+        let event_type = match (was_selected, is_selected) {
             (false, false) => return None,
             (false, true) => ADDED,
             (true, true) => MODIFIED,
             (true, false) => DELETED,
         };
         // DELETED contains the object as it was when selected, as in kube-apiserver.
-        let left = event
+        let deselected = event
             .before
             .as_ref()
-            .filter(|_| was && !is && !event.deleted);
-        let left = left.map(|before| before.at(event.version));
-        let object = left.as_ref().unwrap_or(&event.object);
-        if self.encoding.is_plain() {
-            return Some(self.encoding.event(word, object));
+            .filter(|_| was_selected && !is_selected && !event.deleted);
+        let deselected = deselected.map(|before| before.with_version(event.version));
+        let object = deselected.as_ref().unwrap_or(&event.object);
+        if self.encoder.is_plain() {
+            return Some(self.encoder.encode_event(event_type, object));
         }
-        let asked = format!(
-            "{}#{}{word}{}",
+        let cache_key = format!(
+            "{}#{}{event_type}{}",
             self.store.resource(),
             event.number,
-            self.encoding.word()
+            self.encoder.cache_key()
         );
-        if let Some(bytes) = self.cache.get(&asked) {
+        if let Some(bytes) = self.cache.get(&cache_key) {
             return Some(bytes);
         }
-        let bytes = self.encoding.event(word, object);
-        self.cache.put(&asked, &bytes);
+        let bytes = self.encoder.encode_event(event_type, object);
+        self.cache.put(&cache_key, &bytes);
         Some(bytes)
     }
 
     /// Returns a bookmark, if the client wants them and has received all events.
-    fn mark(&mut self) -> Option<Bytes> {
-        let (history, version, next) = self.store.position();
-        let told = matches!(self.phase, WatchPhase::Events { history: own, next: from } if (own, from) == (history, next));
-        (self.options.bookmarks && told).then(|| self.encoding.bookmark(version, false))
+    fn bookmark_if_current(&mut self) -> Option<Bytes> {
+        let (epoch, version, next_event) = self.store.position();
+        let is_current = matches!(self.phase, WatchPhase::Events { epoch: own, next_event: from } if (own, from) == (epoch, next_event));
+        (self.options.bookmarks && is_current).then(|| self.encoder.encode_bookmark(version, false))
     }
 }
 

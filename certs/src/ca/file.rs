@@ -81,16 +81,18 @@ struct KeyPairFile {
 }
 
 impl CaFile {
-    pub(crate) fn of(ca: &Ca) -> Self {
-        let roots = ca.all().map(|(stage, root)| RootFile::of(stage, root));
+    pub(crate) fn from_ca(ca: &Ca) -> Self {
+        let roots = ca
+            .all_roots()
+            .map(|(stage, root)| RootFile::from_root(stage, root));
         Self {
             version: VERSION,
             roots: roots.collect(),
-            listeners: ListenersFile::of(&ca.listeners),
+            listeners: ListenersFile::from_listener_ca(&ca.listeners),
         }
     }
 
-    pub(crate) fn read(self) -> Result<Ca, CaError> {
+    pub(crate) fn into_ca(self) -> Result<Ca, CaError> {
         let bad = |why: &str| CaError::Unusable {
             part: "file",
             why: why.to_owned(),
@@ -103,7 +105,7 @@ impl CaFile {
         }
         let mut roots = Vec::new();
         for file in self.roots {
-            roots.push((file.stage, file.read()?));
+            roots.push((file.stage, file.into_root()?));
         }
         let mut roots = roots.into_iter();
         let (Some((RootStage::Active, active)), other, None) =
@@ -120,41 +122,43 @@ impl CaFile {
                 "the second root is also active, or has another trust domain",
             ));
         }
-        let unbelieved = false;
-        let listeners = self.listeners.map(ListenersFile::read);
+        let is_placeholder = false;
+        let listeners = self.listeners.map(ListenersFile::into_listener_ca);
         let listeners = listeners.transpose()?.unwrap_or_default();
         Ok(Ca {
             active,
             other,
-            unbelieved,
+            is_placeholder,
             listeners,
         })
     }
 }
 
-fn certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, CaError> {
-    pem::certificates(text).map_err(|why| CaError::Unusable {
+fn parse_certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, CaError> {
+    pem::parse_certificates(text).map_err(|why| CaError::Unusable {
         part: "certificate",
         why,
     })
 }
 
 impl RootFile {
-    fn of(stage: RootStage, root: &Root) -> Self {
-        let crossed = root.crossed.as_ref();
+    fn from_root(stage: RootStage, root: &Root) -> Self {
+        let crossed = root.cross_certificate.as_ref();
         Self {
             stage,
-            certificate: root.own.certificate_pem(),
-            key: root.own.key_pem().expose().to_owned(),
+            certificate: root.signer.certificate_pem(),
+            key: root.signer.key_pem().expose().to_owned(),
             crossed: crossed.map(|crossed| pem::encode_chain(std::slice::from_ref(crossed))),
             above: None,
-            issuers: root.issuers().and_then(IntermediatesFile::of),
+            issuers: root
+                .issuers()
+                .and_then(IntermediatesFile::from_intermediates),
         }
     }
 
-    fn read(self) -> Result<Root, CaError> {
+    fn into_root(self) -> Result<Root, CaError> {
         let root = Root::load(&self.certificate, &self.key)?;
-        let read = |pair: KeyPairFile| Intermediate::load(&pair.certificate, &pair.key);
+        let load_pair = |pair: KeyPairFile| Intermediate::load(&pair.certificate, &pair.key);
         let issuers = self.issuers.map(|issuers| {
             let pairs = [
                 issuers.edges,
@@ -162,16 +166,23 @@ impl RootFile {
                 issuers.replicas,
                 issuers.clients,
             ];
-            pairs.map(read).into_iter().collect::<Result<Vec<_>, _>>()
+            pairs
+                .map(load_pair)
+                .into_iter()
+                .collect::<Result<Vec<_>, _>>()
         });
-        let crossed = self.crossed.as_deref().map(certificates).transpose()?;
+        let crossed = self
+            .crossed
+            .as_deref()
+            .map(parse_certificates)
+            .transpose()?;
         let crossed = crossed.map(|mut found| found.swap_remove(0));
-        root.with(issuers.transpose()?, crossed)
+        root.with_intermediates(issuers.transpose()?, crossed)
     }
 }
 
 impl ListenersFile {
-    fn of(of: &ListenerCa) -> Option<Self> {
+    fn from_listener_ca(of: &ListenerCa) -> Option<Self> {
         let chain = of.chain.as_ref().map(|chain| KeyPairFile {
             certificate: pem::encode_chain(&chain.certificates),
             key: chain.signer.key_pem().expose().to_owned(),
@@ -180,12 +191,19 @@ impl ListenersFile {
             generation: of.generation,
             request_key: of.request_key.as_ref().map(KeyPair::serialize_pem),
             chain,
-            former_roots: of.former_roots.iter().map(FormerRootFile::of).collect(),
+            former_roots: of
+                .former_roots
+                .iter()
+                .map(FormerRootFile::from_former_root)
+                .collect(),
         })
     }
 
-    fn read(self) -> Result<ListenerCa, CaError> {
-        let former = self.former_roots.into_iter().map(FormerRootFile::read);
+    fn into_listener_ca(self) -> Result<ListenerCa, CaError> {
+        let former = self
+            .former_roots
+            .into_iter()
+            .map(FormerRootFile::into_former_root);
         let key = self.request_key.map(|key| KeyPair::from_pem(&key));
         let chain = self
             .chain
@@ -200,24 +218,24 @@ impl ListenersFile {
 }
 
 impl FormerRootFile {
-    fn of(root: &FormerRoot) -> Self {
+    fn from_former_root(root: &FormerRoot) -> Self {
         Self {
             certificate: pem::encode_chain(std::slice::from_ref(&root.certificate)),
-            until: root.until,
+            until: root.expires,
         }
     }
 
-    fn read(self) -> Result<FormerRoot, CaError> {
+    fn into_former_root(self) -> Result<FormerRoot, CaError> {
         Ok(FormerRoot {
-            certificate: certificates(&self.certificate)?.swap_remove(0),
-            until: self.until,
+            certificate: parse_certificates(&self.certificate)?.swap_remove(0),
+            expires: self.until,
         })
     }
 }
 
 impl IntermediatesFile {
     /// Returns the intermediates in the order of [`crate::identity::IssuerPurpose::ALL`].
-    fn of(signers: &[Intermediate]) -> Option<Self> {
+    fn from_intermediates(signers: &[Intermediate]) -> Option<Self> {
         let mut pairs = signers.iter().map(|signer| KeyPairFile {
             certificate: signer.certificate_pem(),
             key: signer.key_pem().expose().to_owned(),

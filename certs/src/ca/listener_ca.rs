@@ -11,9 +11,9 @@ use rustls_pki_types::{CertificateDer, UnixTime};
 use webpki::{EndEntityCert, KeyUsage};
 use x509_parser::prelude::{FromDer, X509Certificate, X509Error};
 
-use super::root::{Intermediate, LeafProfile, sign_leaf, subject};
+use super::root::{Intermediate, LeafProfile, distinguished_name, sign_leaf};
 use super::{Ca, CaError, LeafCertificate, RotationStep};
-use crate::certificate::{CaConstraints, Certificate, date};
+use crate::certificate::{CaConstraints, Certificate, format_date};
 use crate::crypto::provider;
 use crate::identity::IssuerPurpose;
 use crate::name::HostName;
@@ -42,7 +42,7 @@ pub(super) struct ListenerCa {
 pub(super) struct FormerRoot {
     pub(super) certificate: CertificateDer<'static>,
     /// Last second of the replaced chain, in Unix time.
-    pub(super) until: u64,
+    pub(super) expires: u64,
 }
 
 /// Intermediate with the certificates up to its root.
@@ -52,7 +52,7 @@ pub(super) struct ListenerChain {
     /// The intermediate first, the root last.
     pub(super) certificates: Vec<CertificateDer<'static>>,
     pub(super) fingerprint: Fingerprint,
-    pub(super) limits_names: bool,
+    pub(super) has_name_constraints: bool,
     /// Names of listeners and nodes that the chain does not permit, as far as that was logged.
     reported: Mutex<HashSet<String>>,
 }
@@ -65,9 +65,9 @@ pub struct ListenerCaInfo {
     /// The root that clients trust.
     pub root: CaCertificateInfo,
     /// The certificate of the chain that ends first.
-    pub first_to_end: CaCertificateInfo,
+    pub first_to_expire: CaCertificateInfo,
     /// Whether the chain has name constraints.
-    pub limits_names: bool,
+    pub has_name_constraints: bool,
 }
 
 /// Facts of one certificate of a chain.
@@ -88,31 +88,31 @@ impl CaCertificateInfo {
     ///
     /// # Errors
     /// If it cannot be parsed.
-    pub fn read(certificate: &CertificateDer<'_>) -> Result<Self, CaError> {
-        let ends = Duration::from_secs(Certificate::read(certificate)?.not_after);
+    pub fn parse(certificate: &CertificateDer<'_>) -> Result<Self, CaError> {
+        let not_after = Duration::from_secs(Certificate::parse(certificate)?.not_after);
         Ok(Self {
-            subject: CaConstraints::read(certificate)?.subject.common,
-            fingerprint: Fingerprint::of(certificate),
-            not_after: UnixTime::since_unix_epoch(ends),
+            subject: CaConstraints::parse(certificate)?.subject.display_name,
+            fingerprint: Fingerprint::of_certificate(certificate),
+            not_after: UnixTime::since_unix_epoch(not_after),
             certificate: certificate.clone().into_owned(),
         })
     }
 }
 
-fn unusable(why: String) -> CaError {
+fn chain_error(why: String) -> CaError {
     CaError::Unusable { part: "chain", why }
 }
 
 impl ListenerCa {
     /// Whether this state is `before` or a later one.
-    pub(super) fn goes_on_from(&self, before: &Self) -> bool {
-        let content = |of: &Self| {
-            let key = of.request_key.as_ref();
-            let chain = of.chain.as_ref().map(|chain| chain.fingerprint);
+    pub(super) fn is_same_or_newer(&self, previous: &Self) -> bool {
+        let content = |state: &Self| {
+            let key = state.request_key.as_ref();
+            let chain = state.chain.as_ref().map(|chain| chain.fingerprint);
             (key.map(KeyPair::subject_public_key_info), chain)
         };
-        self.generation > before.generation
-            || self.generation == before.generation && content(self) == content(before)
+        self.generation > previous.generation
+            || self.generation == previous.generation && content(self) == content(previous)
     }
 
     /// Returns the chain, unless it has expired: listeners then use our own intermediate again.
@@ -131,7 +131,7 @@ impl ListenerCa {
     pub(super) fn client_roots(&self) -> String {
         let now = UnixTime::now().as_secs();
         let chain = self.chain.iter().flat_map(ListenerChain::root);
-        let former = self.former_roots.iter().filter(|root| now <= root.until);
+        let former = self.former_roots.iter().filter(|root| now <= root.expires);
         let roots: Vec<_> = chain
             .chain(former.map(|root| &root.certificate))
             .cloned()
@@ -141,19 +141,19 @@ impl ListenerCa {
 
     /// Installs a chain, and keeps the root of the one before if it is another.
     fn install(&mut self, chain: ListenerChain) {
-        let before = self.chain.take();
-        let before = before.iter().filter_map(|before| {
+        let previous = self.chain.take();
+        let previous = previous.iter().filter_map(|before| {
             Some(FormerRoot {
                 certificate: before.root().first()?.clone(),
-                until: before.signer.facts.not_after,
+                expires: before.signer.parsed.not_after,
             })
         });
-        self.former_roots.extend(before);
+        self.former_roots.extend(previous);
         let now = UnixTime::now().as_secs();
-        let stays =
-            |root: &FormerRoot| now <= root.until && *chain.root() != [root.certificate.clone()];
-        self.former_roots.retain(stays);
-        self.former_roots.sort_by_key(|root| Reverse(root.until));
+        let is_needed =
+            |root: &FormerRoot| now <= root.expires && *chain.root() != [root.certificate.clone()];
+        self.former_roots.retain(is_needed);
+        self.former_roots.sort_by_key(|root| Reverse(root.expires));
         let mut seen = HashSet::new();
         self.former_roots
             .retain(|root| seen.insert(root.certificate.clone()));
@@ -162,8 +162,8 @@ impl ListenerCa {
     }
 
     /// Whether a certificate is of the pending request, or of the intermediate in use.
-    fn is_ours(&self, certificate: &CertificateDer<'_>) -> Result<bool, CaError> {
-        let public_key = Certificate::read(certificate)?.public_key;
+    fn has_key_for(&self, certificate: &CertificateDer<'_>) -> Result<bool, CaError> {
+        let public_key = Certificate::parse(certificate)?.public_key;
         Ok(self.key_for(&public_key).is_ok())
     }
 
@@ -172,7 +172,7 @@ impl ListenerCa {
         let [first, .., last] = chain else {
             return Ok(());
         };
-        if !self.is_ours(first)? && self.is_ours(last)? {
+        if !self.has_key_for(first)? && self.has_key_for(last)? {
             chain.reverse();
         }
         Ok(())
@@ -183,13 +183,13 @@ impl ListenerCa {
         let installed = self.chain.iter().map(|chain| chain.signer.issuer.key());
         let mut keys = self.request_key.iter().chain(installed).peekable();
         if keys.peek().is_none() {
-            return Err(unusable(
+            return Err(chain_error(
                 "no request was made in this data directory: make one by `causeway ca csr` and have it signed".into(),
             ));
         }
         let found = keys.find(|key| key.subject_public_key_info() == public_key);
         found.map(KeyPair::serialize_pem).ok_or_else(|| {
-            unusable(
+            chain_error(
                 "its first certificate has another public key than the request of this data directory: put the signed certificate first; `causeway ca csr` prints the request again".into(),
             )
         })
@@ -199,23 +199,23 @@ impl ListenerCa {
 impl ListenerChain {
     /// Reads what was checked when it was imported.
     pub(super) fn load(chain_pem: &str, key_pem: &str) -> Result<Self, CaError> {
-        let certificates = pem::certificates(chain_pem).map_err(unusable)?;
+        let certificates = pem::parse_certificates(chain_pem).map_err(chain_error)?;
         let mut signer = Intermediate::load(chain_pem, key_pem)?;
         for certificate in &certificates {
-            let ends = Certificate::read(certificate)?.not_after;
-            signer.facts.not_after = signer.facts.not_after.min(ends);
+            let not_after = Certificate::parse(certificate)?.not_after;
+            signer.parsed.not_after = signer.parsed.not_after.min(not_after);
         }
         Ok(Self {
             signer,
             fingerprint: Fingerprint::digest(pem::encode_chain(&certificates).as_bytes()),
-            limits_names: limits_names(&certificates),
+            has_name_constraints: has_name_constraints(&certificates),
             reported: Mutex::default(),
             certificates,
         })
     }
 
     fn is_valid_at(&self, now: UnixTime) -> bool {
-        now.as_secs() <= self.signer.facts.not_after
+        now.as_secs() <= self.signer.parsed.not_after
     }
 
     /// Returns the root, which clients trust and listeners do not send.
@@ -225,7 +225,7 @@ impl ListenerChain {
     }
 
     /// Returns the certificates that listeners send behind the leaf.
-    pub(super) fn sent(&self) -> &[CertificateDer<'static>] {
+    pub(super) fn sent_intermediates(&self) -> &[CertificateDer<'static>] {
         let end = self.certificates.len().saturating_sub(1);
         self.certificates.get(..end).unwrap_or_default()
     }
@@ -233,23 +233,23 @@ impl ListenerChain {
     /// Signs a leaf, with a name or none, and verifies it as a client does that trusts the root only.
     fn verify_name(&self, name: Option<&HostName>) -> Result<(), CaError> {
         let names = name.map_or(&[][..], std::slice::from_ref);
-        let profile = LeafProfile::of_listener(names, Duration::from_mins(1));
+        let profile = LeafProfile::for_listener(names, Duration::from_mins(1));
         let key = KeyPair::generate()?;
         let leaf = sign_leaf(&self.signer, IssuerPurpose::Listeners, &key, profile)?;
-        let signer = CaConstraints::read(&self.signer.certificate)?;
-        if CaConstraints::read(&leaf)?.issuer.der != signer.subject.der {
-            return Err(unusable(format!(
+        let signer = CaConstraints::parse(&self.signer.certificate)?;
+        if CaConstraints::parse(&leaf)?.issuer.der != signer.subject.der {
+            return Err(chain_error(format!(
                 "the subject of {} has an attribute twice, or several in one part, and cannot be copied into certificates; have the request signed with its own subject",
-                signer.subject.common
+                signer.subject.display_name
             )));
         }
-        let shown = name.map_or_else(|| "no name".to_owned(), ToString::to_string);
+        let name_text = name.map_or_else(|| "no name".to_owned(), ToString::to_string);
         self.verify(&leaf).map_err(|error| {
-            unusable(match error {
+            chain_error(match error {
                 webpki::Error::NameConstraintViolation => format!(
-                    "its name constraints do not permit {shown}; have the request signed by a CA that permits the names of nodes and listeners"
+                    "its name constraints do not permit {name_text}; have the request signed by a CA that permits the names of nodes and listeners"
                 ),
-                error => format!("a certificate that it signs for {shown} does not verify: {error}"),
+                error => format!("a certificate that it signs for {name_text} does not verify: {error}"),
             })
         })
     }
@@ -262,7 +262,7 @@ impl ListenerChain {
         EndEntityCert::try_from(leaf)?.verify_for_usage(
             provider().signature_verification_algorithms.all,
             &[webpki::anchor_from_trusted_cert(root)?],
-            self.sent(),
+            self.sent_intermediates(),
             UnixTime::now(),
             KeyUsage::server_auth(),
             None,
@@ -272,21 +272,23 @@ impl ListenerChain {
     }
 
     /// Signs a leaf, unless the chain's name constraints do not permit one of its names. A client would reject that.
-    pub(super) fn mint(
+    pub(super) fn issue(
         &self,
         names: &[HostName],
         lifetime: Duration,
     ) -> Result<Option<LeafCertificate>, CaError> {
         let (key, purpose) = (KeyPair::generate()?, IssuerPurpose::Listeners);
-        let profile = LeafProfile::of_listener(names, lifetime);
+        let profile = LeafProfile::for_listener(names, lifetime);
         let leaf = sign_leaf(&self.signer, purpose, &key, profile)?;
-        if self.limits_names
+        if self.has_name_constraints
             && let Err(error) = self.verify(&leaf)
         {
-            self.report(names, &error);
+            self.log_not_permitted(names, &error);
             return Ok(None);
         }
-        let chain = [leaf].into_iter().chain(self.sent().iter().cloned());
+        let chain = [leaf]
+            .into_iter()
+            .chain(self.sent_intermediates().iter().cloned());
         Ok(Some(LeafCertificate::new(
             chain.collect(),
             key.serialize_der(),
@@ -294,7 +296,7 @@ impl ListenerChain {
     }
 
     /// Logs, once, that the chain does not permit these names.
-    fn report(&self, names: &[HostName], error: &webpki::Error) {
+    fn log_not_permitted(&self, names: &[HostName], error: &webpki::Error) {
         let names: Vec<_> = names.iter().map(ToString::to_string).collect();
         let names = names.join(", ");
         let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
@@ -310,32 +312,32 @@ impl ListenerChain {
 
 /// Checks each certificate, and that each is signed by the one behind it, up to a root.
 fn check_chain(chain: &[CertificateDer<'_>]) -> Result<(), CaError> {
-    let mut behind = chain.iter().skip(1);
+    let mut issuers = chain.iter().skip(1);
     for (below, certificate) in (0..).zip(chain) {
-        let authority = CaConstraints::read(certificate)?;
-        let name = &authority.subject.common;
-        check_ca(&authority, &Certificate::read(certificate)?, below)?;
-        let above = match behind.next() {
+        let constraints = CaConstraints::parse(certificate)?;
+        let name = &constraints.subject.display_name;
+        check_ca(&constraints, &Certificate::parse(certificate)?, below)?;
+        let above = match issuers.next() {
             Some(above) => above,
-            None if authority.is_root() => certificate,
+            None if constraints.is_root() => certificate,
             None => {
-                return Err(unusable(format!(
+                return Err(chain_error(format!(
                     "it ends at {name}, which {} has signed: append that certificate, and so on up to the root",
-                    authority.issuer.common
+                    constraints.issuer.display_name
                 )));
             }
         };
-        let issuer = CaConstraints::read(above)?.subject;
-        if authority.issuer.der != issuer.der {
-            return Err(unusable(format!(
+        let issuer = CaConstraints::parse(above)?.subject;
+        if constraints.issuer.der != issuer.der {
+            return Err(chain_error(format!(
                 "{name} is signed by {}, but the next certificate is {}: put each certificate before its issuer, and no other certificate into the file",
-                authority.issuer.common, issuer.common
+                constraints.issuer.display_name, issuer.display_name
             )));
         }
         if !is_signed_by(certificate, above) {
-            return Err(unusable(format!(
+            return Err(chain_error(format!(
                 "the signature of {name} is not by the key of {} behind it; that may be an older or a newer certificate of the same CA",
-                issuer.common
+                issuer.display_name
             )));
         }
     }
@@ -344,8 +346,8 @@ fn check_chain(chain: &[CertificateDer<'_>]) -> Result<(), CaError> {
 
 /// Whether a signature is right, as far as its kind is known here. `verify_leaf` checks all of them, without saying which is wrong.
 fn is_signed_by(certificate: &CertificateDer<'_>, above: &CertificateDer<'_>) -> bool {
-    let read = |der| X509Certificate::from_der(der).ok().map(|(_, read)| read);
-    let (Some(below), Some(above)) = (read(certificate), read(above)) else {
+    let parse = |der| X509Certificate::from_der(der).ok().map(|(_, read)| read);
+    let (Some(below), Some(above)) = (parse(certificate), parse(above)) else {
         return false;
     };
     let verified = below.verify_signature(Some(above.public_key()));
@@ -353,37 +355,37 @@ fn is_signed_by(certificate: &CertificateDer<'_>, above: &CertificateDer<'_>) ->
 }
 
 /// Checks that a certificate may be, now, a CA with `below` others between itself and the listeners' certificates.
-fn check_ca(authority: &CaConstraints, facts: &Certificate, below: u32) -> Result<(), CaError> {
-    let name = &authority.subject.common;
+fn check_ca(constraints: &CaConstraints, parsed: &Certificate, below: u32) -> Result<(), CaError> {
+    let name = &constraints.subject.display_name;
     let now = UnixTime::now().as_secs();
-    let why = if !authority.signs {
+    let why = if !constraints.can_sign {
         format!(
             "{name} may not sign certificates; it must be a CA certificate (CA:TRUE, and keyCertSign as key usage)"
         )
-    } else if now > facts.not_after {
-        format!("{name} expired at {}", date(facts.not_after))
-    } else if now < facts.not_before {
-        let begins = date(facts.not_before);
-        format!("{name} is not valid before {begins}; check the clocks")
-    } else if !authority.servers {
+    } else if now > parsed.not_after {
+        format!("{name} expired at {}", format_date(parsed.not_after))
+    } else if now < parsed.not_before {
+        let not_before = format_date(parsed.not_before);
+        format!("{name} is not valid before {not_before}; check the clocks")
+    } else if !constraints.allows_server_auth {
         format!("{name} is not for servers: its extended key usage has no serverAuth")
-    } else if let Some(depth) = authority.depth.filter(|depth| *depth < below) {
+    } else if let Some(depth) = constraints.path_length.filter(|depth| *depth < below) {
         format!(
             "{name} permits {depth} CAs below it (pathLenConstraint), and {below} stand before it in the file"
         )
     } else {
         return Ok(());
     };
-    Err(unusable(why))
+    Err(chain_error(why))
 }
 
 /// Checks that the intermediate cannot sign certificates of clients, whoever has its key.
 fn check_usage(certificate: &CertificateDer<'_>) -> Result<(), CaError> {
-    let intermediate = Certificate::read(certificate)?;
-    if intermediate.server_auth && !intermediate.client_auth && !intermediate.any_use {
+    let intermediate = Certificate::parse(certificate)?;
+    if intermediate.server_auth && !intermediate.client_auth && !intermediate.is_any_purpose {
         return Ok(());
     }
-    Err(unusable(format!(
+    Err(chain_error(format!(
         "{} may sign certificates of clients too; ask the CA to sign the request with the extended key usage serverAuth and no other (openssl: extendedKeyUsage=serverAuth)",
         intermediate
             .common_name
@@ -399,7 +401,7 @@ impl Ca {
     /// If no key can be made.
     pub fn request_listener_ca(self) -> Result<(Self, RotationStep), CaError> {
         if self.listeners.request_key.is_some() {
-            return Ok((self, RotationStep::Standing));
+            return Ok((self, RotationStep::Unchanged));
         }
         self.renew_listener_request()
     }
@@ -411,7 +413,7 @@ impl Ca {
     pub fn renew_listener_request(mut self) -> Result<(Self, RotationStep), CaError> {
         self.listeners.request_key = Some(KeyPair::generate()?);
         self.listeners.generation += 1;
-        Ok((self, RotationStep::Made))
+        Ok((self, RotationStep::Applied))
     }
 
     /// Returns the pending request in PEM. Its signature differs each time, its content does not.
@@ -426,7 +428,7 @@ impl Ca {
         let id: String = id.chars().take(8).collect();
         let mut params = CertificateParams::default();
         let name = format!("Causeway {id} listeners {}", self.trust_domain());
-        params.distinguished_name = subject(&name, None);
+        params.distinguished_name = distinguished_name(&name, None);
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
@@ -442,10 +444,10 @@ impl Ca {
         chain_pem: &str,
         names: &[HostName],
     ) -> Result<(Self, RotationStep), CaError> {
-        let mut certificates = pem::certificates(chain_pem).map_err(unusable)?;
+        let mut certificates = pem::parse_certificates(chain_pem).map_err(chain_error)?;
         self.listeners.put_intermediate_first(&mut certificates)?;
         let intermediate = certificates.first().ok_or(CaError::Expired)?;
-        let public_key = Certificate::read(intermediate)?.public_key;
+        let public_key = Certificate::parse(intermediate)?.public_key;
         let key = self.listeners.key_for(&public_key)?;
         check_chain(&certificates)?;
         check_usage(intermediate)?;
@@ -455,36 +457,36 @@ impl Ca {
         }
         let installed = self.listeners.chain.as_ref();
         if installed.is_some_and(|it| it.fingerprint == chain.fingerprint) {
-            return Ok((self, RotationStep::Standing));
+            return Ok((self, RotationStep::Unchanged));
         }
         self.listeners
             .request_key
             .take_if(|key| key.subject_public_key_info() == public_key);
         self.listeners.install(chain);
-        Ok((self, RotationStep::Made))
+        Ok((self, RotationStep::Applied))
     }
 
     /// Removes the imported chain and its key: listeners present certificates of our own intermediate again.
     #[must_use]
     pub fn remove_listener_chain(mut self) -> (Self, RotationStep) {
         if self.listeners.chain.take().is_none() {
-            return (self, RotationStep::Standing);
+            return (self, RotationStep::Unchanged);
         }
         self.listeners.former_roots.clear();
         self.listeners.generation += 1;
-        (self, RotationStep::Made)
+        (self, RotationStep::Applied)
     }
 
     /// Returns the facts of the imported intermediate, if there is one, even if it has expired.
     pub fn listener_ca(&self) -> Option<ListenerCaInfo> {
         let certificates = &self.listeners.chain.as_ref()?.certificates;
-        let all: Result<Vec<_>, _> = certificates.iter().map(CaCertificateInfo::read).collect();
-        let all = all.ok()?;
+        let infos: Result<Vec<_>, _> = certificates.iter().map(CaCertificateInfo::parse).collect();
+        let infos = infos.ok()?;
         Some(ListenerCaInfo {
-            intermediate: all.first()?.clone(),
-            root: all.last()?.clone(),
-            first_to_end: all.iter().min_by_key(|it| it.not_after)?.clone(),
-            limits_names: limits_names(certificates),
+            intermediate: infos.first()?.clone(),
+            root: infos.last()?.clone(),
+            first_to_expire: infos.iter().min_by_key(|it| it.not_after)?.clone(),
+            has_name_constraints: has_name_constraints(certificates),
         })
     }
 
@@ -497,17 +499,19 @@ impl Ca {
     /// intermediate for them.
     pub fn names_outside_chain(&self, names: Vec<HostName>) -> Vec<HostName> {
         let chain = self.listeners.chain.as_ref();
-        let Some(chain) = chain.filter(|chain| chain.limits_names) else {
+        let Some(chain) = chain.filter(|chain| chain.has_name_constraints) else {
             return Vec::new();
         };
-        let outside = |name: &HostName| chain.verify_name(Some(name)).is_err();
-        names.into_iter().filter(outside).collect()
+        let is_not_permitted = |name: &HostName| chain.verify_name(Some(name)).is_err();
+        names.into_iter().filter(is_not_permitted).collect()
     }
 }
 
-fn limits_names(chain: &[CertificateDer<'_>]) -> bool {
-    let read = chain.iter().map(CaConstraints::read);
-    read.flatten().any(|authority| authority.limits_names)
+fn has_name_constraints(chain: &[CertificateDer<'_>]) -> bool {
+    let parsed = chain.iter().map(CaConstraints::parse);
+    parsed
+        .flatten()
+        .any(|constraints| constraints.has_name_constraints)
 }
 
 #[cfg(test)]

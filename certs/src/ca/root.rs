@@ -22,7 +22,7 @@ use crate::secret::{self, Fingerprint};
 use causeway_config::Secret;
 
 /// Lifetime of a root and of its intermediates.
-const LIFETIME: Duration = Duration::from_hours(24 * 3650);
+const ROOT_LIFETIME: Duration = Duration::from_hours(24 * 3650);
 
 /// Longest validity of a listener's certificate: Apple's clients refuse more than 825 days, also below a private CA
 /// (<https://support.apple.com/en-us/103769>).
@@ -31,7 +31,7 @@ const MAX_LISTENER_VALIDITY: Duration = Duration::from_hours(24 * 825);
 /// Longest common name (RFC 5280, ub-common-name).
 const MAX_COMMON_NAME: usize = 64;
 /// A root signs its intermediates, and the certificate by which its successor's are recognised.
-const DEPTH: u8 = 2;
+const ROOT_PATH_LENGTH: u8 = 2;
 
 /// Properties that differ between kinds of leaf.
 pub(super) struct LeafProfile<'a> {
@@ -45,7 +45,7 @@ pub(super) struct LeafProfile<'a> {
 impl<'a> LeafProfile<'a> {
     /// Returns the profile of a listener's leaf. An address is no common name: where no DNS name is among the alternative names,
     /// OpenSSL checks the common name by the name constraints of DNS names.
-    pub(super) fn of_listener(names: &'a [HostName], lifetime: Duration) -> Self {
+    pub(super) fn for_listener(names: &'a [HostName], lifetime: Duration) -> Self {
         let dns = names.iter().find_map(|name| match name {
             HostName::Dns(name) => Some(name.as_ref()),
             HostName::Ip(_) => None,
@@ -64,17 +64,17 @@ impl<'a> LeafProfile<'a> {
 pub(super) struct Intermediate {
     pub(super) certificate: CertificateDer<'static>,
     pub(super) issuer: Issuer<'static, KeyPair>,
-    pub(super) facts: Certificate,
+    pub(super) parsed: Certificate,
 }
 
 /// A root.
 pub(super) struct Root {
-    pub(super) own: Intermediate,
+    pub(super) signer: Intermediate,
     /// Intermediates in the order of [`IssuerPurpose::ALL`].
     issuers: Option<Vec<Intermediate>>,
     /// Cross certificate of the same name and key by the root before. A peer that trusts only that one recognises this root by
     /// it.
-    pub(super) crossed: Option<CertificateDer<'static>>,
+    pub(super) cross_certificate: Option<CertificateDer<'static>>,
     pub(super) fingerprint: Fingerprint,
     pub(super) domain: TrustDomain,
 }
@@ -87,22 +87,22 @@ impl Intermediate {
             why,
         };
         let bad_key = |why| CaError::Unusable { part: "key", why };
-        let certificate = pem::certificates(certificate_pem)
+        let certificate = pem::parse_certificates(certificate_pem)
             .map_err(bad_certificate)?
             .swap_remove(0);
-        let facts =
-            Certificate::read(&certificate).map_err(|error| bad_certificate(error.to_string()))?;
-        if !facts.authority {
+        let parsed =
+            Certificate::parse(&certificate).map_err(|error| bad_certificate(error.to_string()))?;
+        if !parsed.is_ca {
             return Err(bad_certificate("it may not sign certificates".into()));
         }
         let key = KeyPair::from_pem(key_pem).map_err(|error| bad_key(error.to_string()))?;
-        if key.subject_public_key_info() != facts.public_key {
+        if key.subject_public_key_info() != parsed.public_key {
             return Err(bad_key("the key does not match the CA certificate".into()));
         }
         Ok(Self {
             issuer: Issuer::from_ca_cert_der(&certificate, key)?,
             certificate,
-            facts,
+            parsed,
         })
     }
 
@@ -118,27 +118,31 @@ impl Intermediate {
 impl Root {
     /// A new root with new intermediates.
     pub(super) fn create(domain: &TrustDomain) -> Result<Self, CaError> {
-        Self::create_since(domain, begin())
+        Self::create_valid_from(domain, issue_not_before())
     }
 
-    /// Creates a root with new intermediates, valid from `begins` on. A root that replaces another is valid from the beginning of
+    /// Creates a root with new intermediates, valid from `not_before` on. A root that replaces another is valid from the beginning of
     /// the other, for machines whose clocks are behind.
-    pub(super) fn create_since(domain: &TrustDomain, begins: u64) -> Result<Self, CaError> {
+    pub(super) fn create_valid_from(
+        domain: &TrustDomain,
+        not_before: u64,
+    ) -> Result<Self, CaError> {
         let key = KeyPair::generate()?;
         let now = UnixTime::now().as_secs();
-        let ends = now.saturating_add(LIFETIME.as_secs());
+        let not_after = now.saturating_add(ROOT_LIFETIME.as_secs());
         // If all roots had the same name, a certificate of another gateway
         // would be reported as badly signed instead of unknown.
-        let id = u32::from_be_bytes(secret::random::<4>());
-        let mut params = authority((begins, ends), DEPTH);
-        params.distinguished_name = subject(&format!("Causeway {id:08x} {domain}"), None);
+        let id = u32::from_be_bytes(secret::random_bytes::<4>());
+        let mut params = ca_params((not_before, not_after), ROOT_PATH_LENGTH);
+        params.distinguished_name =
+            distinguished_name(&format!("Causeway {id:08x} {domain}"), None);
         params.subject_alt_names = vec![SanType::URI(identity::root_uri(domain).try_into()?)];
         let root = params.self_signed(&key)?;
         let mut root = Self::load(&root.pem(), &key.serialize_pem())?;
-        let make = |purpose| root.intermediate(purpose, id);
+        let make_intermediate = |purpose| root.intermediate(purpose, id);
         root.issuers = Some(
             IssuerPurpose::ALL
-                .map(make)
+                .map(make_intermediate)
                 .into_iter()
                 .collect::<Result<_, _>>()?,
         );
@@ -147,52 +151,56 @@ impl Root {
 
     /// Reads a root that signs leaves itself.
     pub(super) fn load(certificate_pem: &str, key_pem: &str) -> Result<Self, CaError> {
-        let own = Intermediate::load(certificate_pem, key_pem)?;
-        let domain = identity::domain_of_root(&own.facts).map_err(|error| CaError::Unusable {
-            part: "certificate",
-            why: error.to_string(),
-        })?;
-        let fingerprint = Fingerprint::of(&own.certificate);
+        let signer = Intermediate::load(certificate_pem, key_pem)?;
+        let domain =
+            identity::trust_domain_of_root(&signer.parsed).map_err(|error| CaError::Unusable {
+                part: "certificate",
+                why: error.to_string(),
+            })?;
+        let fingerprint = Fingerprint::of_certificate(&signer.certificate);
         Ok(Self {
             fingerprint,
-            own,
+            signer,
             issuers: None,
-            crossed: None,
+            cross_certificate: None,
             domain,
         })
     }
 
     /// Combines a root with the stored intermediates, in the order of [`IssuerPurpose::ALL`].
-    pub(super) fn with(
+    pub(super) fn with_intermediates(
         mut self,
         issuers: Option<Vec<Intermediate>>,
-        crossed: Option<CertificateDer<'static>>,
+        cross_certificate: Option<CertificateDer<'static>>,
     ) -> Result<Self, CaError> {
         let bad = |why: String| CaError::Unusable {
             part: "certificate",
             why,
         };
         for (purpose, signer) in IssuerPurpose::ALL.iter().zip(issuers.iter().flatten()) {
-            if identity::issuer_purpose(&signer.facts, &self.domain) != Some(*purpose) {
+            if identity::issuer_purpose(&signer.parsed, &self.domain) != Some(*purpose) {
                 return Err(bad(format!(
                     "it is not the intermediate that signs {purpose}"
                 )));
             }
         }
-        let again = crossed.as_ref().map(Certificate::read).transpose()?;
-        if again.is_some_and(|facts| facts.public_key != self.own.facts.public_key) {
+        let cross_parsed = cross_certificate
+            .as_ref()
+            .map(Certificate::parse)
+            .transpose()?;
+        if cross_parsed.is_some_and(|parsed| parsed.public_key != self.signer.parsed.public_key) {
             return Err(bad(
                 "the previous root has cross-signed another root".to_owned()
             ));
         }
-        (self.issuers, self.crossed) = (issuers, crossed);
+        (self.issuers, self.cross_certificate) = (issuers, cross_certificate);
         Ok(self)
     }
 
     #[cfg(test)]
     pub(super) fn end_issuers(&mut self, not_after: UnixTime) {
         for issuer in self.issuers.iter_mut().flatten() {
-            issuer.facts.not_after = not_after.as_secs();
+            issuer.parsed.not_after = not_after.as_secs();
         }
     }
 
@@ -202,28 +210,34 @@ impl Root {
 
     fn intermediate(&self, purpose: IssuerPurpose, id: u32) -> Result<Intermediate, CaError> {
         let (key, domain) = (KeyPair::generate()?, &self.domain);
-        let own = &self.own.facts;
-        let mut params = authority((own.not_before, own.not_after), 0);
-        params.distinguished_name = subject(&format!("Causeway {id:08x} {purpose} {domain}"), None);
+        let parsed = &self.signer.parsed;
+        let mut params = ca_params((parsed.not_before, parsed.not_after), 0);
+        params.distinguished_name =
+            distinguished_name(&format!("Causeway {id:08x} {purpose} {domain}"), None);
         let uri = identity::issuer_uri(domain, purpose);
         params.subject_alt_names = vec![SanType::URI(uri.try_into()?)];
-        params.extended_key_usages = usages(purpose);
+        params.extended_key_usages = extended_key_usages(purpose);
         params.use_authority_key_identifier_extension = true;
-        let signed = params.signed_by(&key, &self.own.issuer)?;
+        let signed = params.signed_by(&key, &self.signer.issuer)?;
         Intermediate::load(&signed.pem(), &key.serialize_pem())
     }
 
     /// Signs the root that follows this one.
-    pub(super) fn cross(&self, next: &Self) -> Result<CertificateDer<'static>, CaError> {
-        let own = &self.own.facts;
-        let ends = own.not_after.min(next.own.facts.not_after);
-        let mut params = authority((own.not_before, ends), 1);
-        let name = next.own.facts.common_name.as_deref().unwrap_or_default();
-        params.distinguished_name = subject(name, None);
+    pub(super) fn cross_sign(&self, next: &Self) -> Result<CertificateDer<'static>, CaError> {
+        let parsed = &self.signer.parsed;
+        let not_after = parsed.not_after.min(next.signer.parsed.not_after);
+        let mut params = ca_params((parsed.not_before, not_after), 1);
+        let name = next
+            .signer
+            .parsed
+            .common_name
+            .as_deref()
+            .unwrap_or_default();
+        params.distinguished_name = distinguished_name(name, None);
         let uri = identity::root_uri(&next.domain);
         params.subject_alt_names = vec![SanType::URI(uri.try_into()?)];
         params.use_authority_key_identifier_extension = true;
-        let signed = params.signed_by(next.own.issuer.key(), &self.own.issuer)?;
+        let signed = params.signed_by(next.signer.issuer.key(), &self.signer.issuer)?;
         Ok(signed.der().clone())
     }
 
@@ -232,16 +246,16 @@ impl Root {
         &self,
         purpose: IssuerPurpose,
         key: &impl PublicKeyData,
-        kind: LeafProfile<'_>,
+        profile: LeafProfile<'_>,
     ) -> Result<Vec<CertificateDer<'static>>, CaError> {
         let issuers = self.issuers.as_deref().into_iter().flatten();
         let mut issuers = IssuerPurpose::ALL.iter().zip(issuers);
-        let intermediate = issuers.find(|(of, _)| **of == purpose);
+        let intermediate = issuers.find(|(issuer_purpose, _)| **issuer_purpose == purpose);
         let intermediate = intermediate.map(|(_, signer)| signer);
-        let signer = intermediate.unwrap_or(&self.own);
-        let leaf = sign_leaf(signer, purpose, key, kind)?;
-        let behind = intermediate.map(|signer| signer.certificate.clone());
-        Ok([leaf].into_iter().chain(behind).collect())
+        let signer = intermediate.unwrap_or(&self.signer);
+        let leaf = sign_leaf(signer, purpose, key, profile)?;
+        let issuer = intermediate.map(|signer| signer.certificate.clone());
+        Ok([leaf].into_iter().chain(issuer).collect())
     }
 }
 
@@ -250,46 +264,46 @@ pub(super) fn sign_leaf(
     signer: &Intermediate,
     purpose: IssuerPurpose,
     key: &impl PublicKeyData,
-    kind: LeafProfile<'_>,
+    profile: LeafProfile<'_>,
 ) -> Result<CertificateDer<'static>, CaError> {
     let now = UnixTime::now().as_secs();
-    if now > signer.facts.not_after {
+    if now > signer.parsed.not_after {
         return Err(CaError::Expired);
     }
-    let ends = now
-        .saturating_add(kind.lifetime.as_secs())
-        .min(signer.facts.not_after);
-    let mut names = Vec::with_capacity(kind.names.len() + 1);
-    for name in kind.names {
-        names.push(name.alternative()?);
+    let not_after = now
+        .saturating_add(profile.lifetime.as_secs())
+        .min(signer.parsed.not_after);
+    let mut names = Vec::with_capacity(profile.names.len() + 1);
+    for name in profile.names {
+        names.push(name.to_san()?);
     }
-    if let Some(uri) = kind.uri {
+    if let Some(uri) = profile.uri {
         names.push(SanType::URI(uri.try_into()?));
     }
     // Machines with slow clocks verify server certificates. Gateways verify the others, and read the time
     // of issue from `not_before`.
-    let begins = match purpose {
-        IssuerPurpose::Replicas => signer.facts.not_before,
+    let not_before = match purpose {
+        IssuerPurpose::Replicas => signer.parsed.not_before,
         IssuerPurpose::Listeners => {
-            let earliest = ends.saturating_sub(MAX_LISTENER_VALIDITY.as_secs());
-            let earliest = signer.facts.not_before.max(earliest.saturating_add(1));
-            earliest.min(begin())
+            let earliest = not_after.saturating_sub(MAX_LISTENER_VALIDITY.as_secs());
+            let earliest = signer.parsed.not_before.max(earliest.saturating_add(1));
+            earliest.min(issue_not_before())
         }
-        IssuerPurpose::Edges | IssuerPurpose::Clients => begin(),
+        IssuerPurpose::Edges | IssuerPurpose::Clients => issue_not_before(),
     };
-    let mut params = dated(begins, ends);
-    params.distinguished_name = subject(kind.common_name, kind.groups);
+    let mut params = params_with_dates(not_before, not_after);
+    params.distinguished_name = distinguished_name(profile.common_name, profile.groups);
     params.subject_alt_names = names;
     params.is_ca = IsCa::ExplicitNoCa;
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-    params.extended_key_usages = usages(purpose).into_iter().take(1).collect();
+    params.extended_key_usages = extended_key_usages(purpose).into_iter().take(1).collect();
     // Strict verifiers (Python from 3.13 on) refuse a leaf without it.
     params.use_authority_key_identifier_extension = true;
     Ok(params.signed_by(key, &signer.issuer)?.der().clone())
 }
 
 /// Extended key usages that an intermediate permits. Its leaves have the first one; a gateway that is a client of another gateway needs both.
-fn usages(purpose: IssuerPurpose) -> Vec<ExtendedKeyUsagePurpose> {
+fn extended_key_usages(purpose: IssuerPurpose) -> Vec<ExtendedKeyUsagePurpose> {
     use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
     match purpose {
         IssuerPurpose::Edges | IssuerPurpose::Clients => vec![ClientAuth],
@@ -298,42 +312,42 @@ fn usages(purpose: IssuerPurpose) -> Vec<ExtendedKeyUsagePurpose> {
     }
 }
 
-fn authority((begins, ends): (u64, u64), depth: u8) -> CertificateParams {
-    let mut params = dated(begins, ends);
+fn ca_params((not_before, not_after): (u64, u64), depth: u8) -> CertificateParams {
+    let mut params = params_with_dates(not_before, not_after);
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(depth));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     params
 }
 
 /// Returns the beginning of a certificate that is issued now, in Unix seconds.
-fn begin() -> u64 {
+fn issue_not_before() -> u64 {
     UnixTime::now()
         .as_secs()
         .saturating_sub(CLOCK_SKEW.as_secs())
 }
 
-fn dated(begins: u64, ends: u64) -> CertificateParams {
+fn params_with_dates(not_before: u64, not_after: u64) -> CertificateParams {
     let mut params = CertificateParams::default();
-    params.serial_number = Some(serial());
-    params.not_before = moment(begins);
-    params.not_after = moment(ends);
+    params.serial_number = Some(random_serial());
+    params.not_before = to_offset_date_time(not_before);
+    params.not_after = to_offset_date_time(not_after);
     params
 }
 
-pub(super) fn subject(common_name: &str, groups: Option<String>) -> DistinguishedName {
+pub(super) fn distinguished_name(common_name: &str, groups: Option<String>) -> DistinguishedName {
     let mut subject = DistinguishedName::new();
     if let Some(groups) = groups {
         subject.push(DnType::OrganizationName, groups);
     }
-    let short: String = common_name.chars().take(MAX_COMMON_NAME).collect();
-    subject.push(DnType::CommonName, short);
+    let truncated: String = common_name.chars().take(MAX_COMMON_NAME).collect();
+    subject.push(DnType::CommonName, truncated);
     subject
 }
 
 /// Returns a random serial number. rcgen otherwise derives it from the key: a renewal with the same key would repeat it, and
 /// revoking one certificate would revoke both.
-fn serial() -> SerialNumber {
-    let mut bytes = secret::random::<16>();
+fn random_serial() -> SerialNumber {
+    let mut bytes = secret::random_bytes::<16>();
     // Positive and without a leading zero, so that it reads back as it was written.
     bytes[0] = bytes[0] & 0x7f | 0x40;
     SerialNumber::from_slice(&bytes)
@@ -341,7 +355,7 @@ fn serial() -> SerialNumber {
 
 /// A moment that no certificate can name (after the year 9999) becomes 1970, which expires at once:
 /// it cannot arise, since every end is cut to the root's.
-fn moment(seconds: u64) -> OffsetDateTime {
+fn to_offset_date_time(seconds: u64) -> OffsetDateTime {
     i64::try_from(seconds)
         .ok()
         .and_then(|seconds| OffsetDateTime::from_unix_timestamp(seconds).ok())

@@ -16,24 +16,24 @@ impl Ca {
     /// Whether this is what the other CA is, or what its next steps make of it: then nothing is lost where this takes the place
     /// of that. The same holds for the intermediate of
     /// listeners that another CA signs.
-    pub(crate) fn goes_on_from(&self, before: &Self) -> bool {
-        if !self.listeners.goes_on_from(&before.listeners) {
+    pub(crate) fn is_same_or_newer(&self, previous: &Self) -> bool {
+        if !self.listeners.is_same_or_newer(&previous.listeners) {
             return false;
         }
-        let (signed, other) = (before.fingerprint(), before.other());
-        let (signs, comes_or_goes) = (self.fingerprint(), self.other());
-        if (signs, comes_or_goes) == (signed, other) {
+        let (previous_active, previous_other) = (previous.fingerprint(), previous.other());
+        let (active, current_other) = (self.fingerprint(), self.other());
+        if (active, current_other) == (previous_active, previous_other) {
             return true;
         }
-        let newest = match other {
+        let newest = match previous_other {
             Some((RootStage::Prepared, next)) => next,
-            _ => signed,
+            _ => previous_active,
         };
-        match comes_or_goes {
-            Some((RootStage::Retiring, goes)) => {
-                goes == newest || (signs == newest && goes == signed)
+        match current_other {
+            Some((RootStage::Retiring, retiring)) => {
+                retiring == newest || (active == newest && retiring == previous_active)
             }
-            _ => signs == newest,
+            _ => active == newest,
         }
     }
 
@@ -43,13 +43,13 @@ impl Ca {
             Some((RootStage::Retiring, _)) => Err(CaError::Order(
                 "the old root of the last rotation is still trusted: run `causeway ca rotate retire` first",
             )),
-            Some(_) => Ok((self, RotationStep::Standing)),
+            Some(_) => Ok((self, RotationStep::Unchanged)),
             None => {
-                let begins = self.active.own.facts.not_before;
-                let mut next = Root::create_since(self.trust_domain(), begins)?;
-                next.crossed = Some(self.active.cross(&next)?);
+                let not_before = self.active.signer.parsed.not_before;
+                let mut next = Root::create_valid_from(self.trust_domain(), not_before)?;
+                next.cross_certificate = Some(self.active.cross_sign(&next)?);
                 self.other = Some((RootStage::Prepared, next));
-                Ok((self, RotationStep::Made))
+                Ok((self, RotationStep::Applied))
             }
         }
     }
@@ -61,22 +61,22 @@ impl Ca {
                 "no new root is prepared: run `causeway ca rotate prepare` first",
             )),
             Some((RootStage::Prepared, next)) => {
-                let before = std::mem::replace(&mut self.active, next);
-                self.other = Some((RootStage::Retiring, before));
-                Ok((self, RotationStep::Made))
+                let old_root = std::mem::replace(&mut self.active, next);
+                self.other = Some((RootStage::Retiring, old_root));
+                Ok((self, RotationStep::Applied))
             }
-            Some(_) => Ok((self, RotationStep::Standing)),
+            Some(_) => Ok((self, RotationStep::Unchanged)),
         }
     }
 
     /// The root before is trusted no more.
     pub fn retire(mut self) -> Result<(Self, RotationStep), CaError> {
         match self.other {
-            None => Ok((self, RotationStep::Standing)),
+            None => Ok((self, RotationStep::Unchanged)),
             Some((RootStage::Retiring, _)) => {
                 self.other = None;
-                self.active.crossed = None;
-                Ok((self, RotationStep::Made))
+                self.active.cross_certificate = None;
+                Ok((self, RotationStep::Applied))
             }
             Some(_) => Err(CaError::Order(
                 "the prepared root does not sign certificates yet: run `causeway ca rotate activate` first",

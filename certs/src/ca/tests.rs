@@ -1,5 +1,5 @@
 use super::file::CaFile;
-use super::root::subject;
+use super::root::distinguished_name;
 use super::*;
 use crate::NameError;
 use crate::PrivateKey;
@@ -17,7 +17,7 @@ fn ca() -> Ca {
 }
 
 fn facts(leaf: &LeafCertificate) -> Certificate {
-    Certificate::read(&leaf.chain()[0]).unwrap()
+    Certificate::parse(&leaf.chain()[0]).unwrap()
 }
 
 /// A request that asks for everything that it must not get.
@@ -29,7 +29,7 @@ fn greedy_request() -> Vec<u8> {
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-    params.distinguished_name = subject("root", Some("system:masters".into()));
+    params.distinguished_name = distinguished_name("root", Some("system:masters".into()));
     params
         .serialize_request(&KeyPair::generate().unwrap())
         .unwrap()
@@ -43,9 +43,9 @@ fn trap_12_only_the_key_is_taken_from_a_request() {
     let key = VerifiedPublicKey::verify(&greedy_request()).unwrap();
     let node = NodeName::parse("edge-1").unwrap();
     let issued = ca.issue_edge(&key, &node, DAY).unwrap();
-    let facts = Certificate::read(&issued.certificate).unwrap();
+    let facts = Certificate::parse(&issued.certificate).unwrap();
     assert_eq!(facts.uris, ["spiffe://td.example/edge/edge-1"]);
-    assert!(facts.client_auth && !facts.server_auth && !facts.authority);
+    assert!(facts.client_auth && !facts.server_auth && !facts.is_ca);
     assert_eq!(facts.common_name.as_deref(), Some("edge-1"));
     assert!(facts.organizations.is_empty());
     assert_eq!(facts.public_key, key.public_key().subject_public_key_info());
@@ -58,12 +58,12 @@ fn trap_12_only_the_key_is_taken_from_a_request() {
 #[test]
 fn a_root_is_one_for_ten_years_and_reads_back() {
     let ca = ca();
-    let facts = Certificate::read(ca.root()).unwrap();
-    assert!(facts.authority && !facts.client_auth && !facts.server_auth);
+    let facts = Certificate::parse(ca.root()).unwrap();
+    assert!(facts.is_ca && !facts.client_auth && !facts.server_auth);
     assert!(facts.not_after - UnixTime::now().as_secs() > 3649 * 86_400);
-    let text = serde_json::to_string(&CaFile::of(&ca)).unwrap();
+    let text = serde_json::to_string(&CaFile::from_ca(&ca)).unwrap();
     let file: CaFile = serde_json::from_str(&text).unwrap();
-    let again = file.read().unwrap();
+    let again = file.into_ca().unwrap();
     assert_eq!(
         (again.root(), again.fingerprint()),
         (ca.root(), ca.fingerprint())
@@ -81,7 +81,7 @@ fn a_root_that_is_none_or_has_another_key_is_refused() {
     assert_eq!(part(&one.root_pem(), two.key_pem().expose()), "key");
     assert_eq!(part(&one.root_pem(), "nonsense"), "key");
     assert_eq!(part("nonsense", one.key_pem().expose()), "certificate");
-    let leaf = one.mint_listener(&[], DAY).unwrap();
+    let leaf = one.issue_listener(&[], DAY).unwrap();
     assert_eq!(
         part(&leaf.chain_pem(), leaf.key_pem().expose()),
         "certificate"
@@ -96,11 +96,13 @@ fn each_kind_has_its_purpose_and_its_identity() {
         HostName::parse("::1").unwrap(),
     ];
     let gateway = ca.issue_gateway(&names, DAY).unwrap();
-    let listener = ca.mint_listener(&names, DAY).unwrap();
+    let listener = ca.issue_listener(&names, DAY).unwrap();
     let client = ca
         .issue_client("ann", &["ops".into(), "dev".into()], DAY)
         .unwrap();
-    let of = |leaf: &LeafCertificate| Identity::of_ours(&leaf.chain()[0], ca.trust_domain());
+    let of = |leaf: &LeafCertificate| {
+        Identity::from_own_certificate(&leaf.chain()[0], ca.trust_domain())
+    };
     assert_eq!(of(&gateway).unwrap(), Identity::Gateway);
     assert!(matches!(
         of(&listener),
@@ -120,7 +122,7 @@ fn each_kind_has_its_purpose_and_its_identity() {
         ((false, true), (false, true), (true, false))
     );
     assert_eq!(gateway.chain()[2], *ca.root());
-    let signer = |leaf: &LeafCertificate| Certificate::read(&leaf.chain()[1]).unwrap().uris;
+    let signer = |leaf: &LeafCertificate| Certificate::parse(&leaf.chain()[1]).unwrap().uris;
     let signers = [&gateway, &listener, &client].map(signer).concat();
     let uris =
         ["replicas", "listeners", "clients"].map(|of| format!("spiffe://td.example/issuer/{of}"));
@@ -132,9 +134,9 @@ fn old_ca(age: Duration) -> Ca {
     let domain = TrustDomain::parse("td.example").unwrap();
     let begins = UnixTime::now().as_secs() - age.as_secs();
     Ca {
-        active: Root::create_since(&domain, begins).unwrap(),
+        active: Root::create_valid_from(&domain, begins).unwrap(),
         other: None,
-        unbelieved: false,
+        is_placeholder: false,
         listeners: ListenerCa::default(),
     }
 }
@@ -142,24 +144,24 @@ fn old_ca(age: Duration) -> Ca {
 #[test]
 fn server_certificates_begin_with_the_ca_for_every_signer() {
     let mut ca = old_ca(500 * DAY);
-    let begins = Certificate::read(ca.root()).unwrap().not_before;
+    let begins = Certificate::parse(ca.root()).unwrap().not_before;
     let names = [HostName::parse("gw.example").unwrap()];
     for step in [Ca::prepare, Ca::activate, Ca::retire] {
         let gateway = ca.issue_gateway(&names, DAY).unwrap();
         for certificate in gateway.chain() {
-            assert_eq!(Certificate::read(certificate).unwrap().not_before, begins);
+            assert_eq!(Certificate::parse(certificate).unwrap().not_before, begins);
         }
-        let listener = ca.mint_listener(&names, DAY).unwrap();
+        let listener = ca.issue_listener(&names, DAY).unwrap();
         assert_eq!(facts(&listener).not_before, begins);
         ca = step(ca).unwrap().0;
     }
-    assert_eq!(Certificate::read(ca.root()).unwrap().not_before, begins);
+    assert_eq!(Certificate::parse(ca.root()).unwrap().not_before, begins);
 }
 
 #[test]
 fn a_listener_certificate_stays_within_clients_maximum_validity() {
     let ca = old_ca(2000 * DAY);
-    let listener = facts(&ca.mint_listener(&[], 7 * DAY).unwrap());
+    let listener = facts(&ca.issue_listener(&[], 7 * DAY).unwrap());
     let life = Duration::from_secs(listener.not_after - listener.not_before);
     assert!(life < 825 * DAY && life > 824 * DAY, "{life:?}");
 }
@@ -173,7 +175,7 @@ fn a_client_certificate_begins_when_it_is_issued() {
     let node = NodeName::parse("edge-1").unwrap();
     let edge = ca.issue_edge(&key, &node, DAY).unwrap().certificate;
     let client = facts(&ca.issue_client("ann", &[], DAY).unwrap());
-    for one in [Certificate::read(&edge).unwrap(), client] {
+    for one in [Certificate::parse(&edge).unwrap(), client] {
         assert!(one.issued_at().abs_diff(now) < 60, "{one:?}");
     }
 }
@@ -183,13 +185,13 @@ fn a_leaf_begins_an_hour_ago_and_never_outlives_its_root() {
     let ca = ca();
     let now = UnixTime::now().as_secs();
     let leaf = facts(
-        &ca.mint_listener(&[], Duration::from_secs(u64::MAX))
+        &ca.issue_listener(&[], Duration::from_secs(u64::MAX))
             .unwrap(),
     );
     assert!(leaf.not_before <= now - 3595);
     assert_eq!(
         leaf.not_after,
-        Certificate::read(ca.root()).unwrap().not_after
+        Certificate::parse(ca.root()).unwrap().not_after
     );
 }
 
@@ -236,14 +238,14 @@ fn a_root_without_purposes_signs_as_before() {
 
 #[test]
 fn intermediates_that_were_mixed_up_are_refused() {
-    let text = serde_json::to_string(&CaFile::of(&ca())).unwrap();
+    let text = serde_json::to_string(&CaFile::from_ca(&ca())).unwrap();
     let mut file: serde_json::Value = serde_json::from_str(&text).unwrap();
     let issuers = file["roots"][0]["issuers"].as_object_mut().unwrap();
     let (edges, clients) = (issuers["edges"].clone(), issuers["clients"].clone());
     issuers.insert("edges".into(), clients);
     issuers.insert("clients".into(), edges);
     let file: CaFile = serde_json::from_value(file).unwrap();
-    let refused = file.read().unwrap_err().to_string();
+    let refused = file.into_ca().unwrap_err().to_string();
     assert!(refused.contains("signs edges"), "{refused}");
 }
 
@@ -256,39 +258,42 @@ fn rotation_steps_are_ordered_and_repeatable() {
         other => panic!("{other:?}"),
     };
     let again = |ca: &Ca| {
-        let text = serde_json::to_string(&CaFile::of(ca)).unwrap();
+        let text = serde_json::to_string(&CaFile::from_ca(ca)).unwrap();
         serde_json::from_str::<CaFile>(&text)
             .unwrap()
-            .read()
+            .into_ca()
             .unwrap()
     };
     assert!(order(again(&first).activate()).contains("rotate prepare"));
-    assert_eq!(again(&first).retire().unwrap().1, RotationStep::Standing);
+    assert_eq!(again(&first).retire().unwrap().1, RotationStep::Unchanged);
 
     let (prepared, step) = first.prepare().unwrap();
-    assert_eq!((step, prepared.fingerprint()), (RotationStep::Made, old));
+    assert_eq!((step, prepared.fingerprint()), (RotationStep::Applied, old));
     let both = prepared.fingerprints();
     let (prepared, step) = again(&prepared).prepare().unwrap();
     assert_eq!(
         (step, prepared.fingerprints()),
-        (RotationStep::Standing, both.clone())
+        (RotationStep::Unchanged, both.clone())
     );
     assert!(order(again(&prepared).retire()).contains("rotate activate"));
 
     let (active, step) = prepared.activate().unwrap();
     assert_eq!(
         (step, active.fingerprints()),
-        (RotationStep::Made, vec![both[1], old])
+        (RotationStep::Applied, vec![both[1], old])
     );
-    assert_eq!(again(&active).activate().unwrap().1, RotationStep::Standing);
+    assert_eq!(
+        again(&active).activate().unwrap().1,
+        RotationStep::Unchanged
+    );
     assert!(order(again(&active).prepare()).contains("rotate retire"));
     assert_eq!(active.other(), Some((RootStage::Retiring, old)));
 
     let (retired, step) = active.retire().unwrap();
     assert_eq!(
         (step, retired.fingerprints()),
-        (RotationStep::Made, vec![both[1]])
+        (RotationStep::Applied, vec![both[1]])
     );
-    assert_eq!(again(&retired).retire().unwrap().1, RotationStep::Standing);
-    assert_eq!(again(&retired).prepare().unwrap().1, RotationStep::Made);
+    assert_eq!(again(&retired).retire().unwrap().1, RotationStep::Unchanged);
+    assert_eq!(again(&retired).prepare().unwrap().1, RotationStep::Applied);
 }

@@ -27,41 +27,41 @@ fn made(ca: &Ca, node: &str) -> (String, String) {
 fn identity_and_trust_domain_are_read_from_the_certificate() {
     let ca = ca();
     let shown = ca.issue_gateway(&[], LIFE).unwrap();
-    let (_, of) = gateway(&shown.chain_pem(), shown.key_pem().expose()).unwrap();
+    let (_, of) = load_gateway(&shown.chain_pem(), shown.key_pem().expose()).unwrap();
     assert_eq!(of, domain());
     let (chain, key) = made(&ca, "edge-1");
-    let edge = EdgeIdentity::given(&ca.root_pem(), &chain, &key).unwrap();
+    let edge = EdgeIdentity::from_external(&ca.root_pem(), &chain, &key).unwrap();
     assert_eq!(
         (edge.node.as_str(), edge.trust_domain),
         ("edge-1", domain())
     );
     let said = |error: ExternalIdentityError| error.to_string();
-    let wrong = said(gateway(&chain, &key).unwrap_err());
+    let wrong = said(load_gateway(&chain, &key).unwrap_err());
     assert!(
         wrong.contains("for edge edge-1") && wrong.contains("/gateway"),
         "{wrong}"
     );
     let shown = (shown.chain_pem(), shown.key_pem());
-    let wrong = said(super::edge(&shown.0, shown.1.expose()).unwrap_err());
+    let wrong = said(super::load_edge(&shown.0, shown.1.expose()).unwrap_err());
     assert!(
         wrong.contains("for gateway") && wrong.contains("/edge/NODE"),
         "{wrong}"
     );
-    let listener = ca.mint_listener(&[], LIFE).unwrap();
-    let wrong = said(gateway(&listener.chain_pem(), listener.key_pem().expose()).unwrap_err());
+    let listener = ca.issue_listener(&[], LIFE).unwrap();
+    let wrong = said(load_gateway(&listener.chain_pem(), listener.key_pem().expose()).unwrap_err());
     assert!(wrong.contains("0 identities"), "{wrong}");
-    assert!(said(roots(&chain).unwrap_err()).contains("may not sign"));
-    assert!(roots("").is_err());
+    assert!(said(parse_roots(&chain).unwrap_err()).contains("may not sign"));
+    assert!(parse_roots("").is_err());
 }
 
 #[test]
 fn certificates_below_a_named_root_are_accepted_by_that_root() {
     let (ca, other) = (ca(), self::ca());
-    let below = roots(&ca.root_pem()).unwrap();
-    let trust = TrustStore::given(&below, &domain()).unwrap();
+    let below = parse_roots(&ca.root_pem()).unwrap();
+    let trust = TrustStore::external(&below, &domain()).unwrap();
     let prove = |ca: &Ca, trust: &TrustStore| {
         let (chain, key) = made(ca, "edge-1");
-        let (leaf, ..) = super::edge(&chain, &key).unwrap();
+        let (leaf, ..) = super::load_edge(&chain, &key).unwrap();
         verify_peer(
             Some(leaf.chain()),
             Purpose::Edge,
@@ -71,15 +71,21 @@ fn certificates_below_a_named_root_are_accepted_by_that_root() {
         )
     };
     let proven = prove(&ca, &trust).unwrap();
-    assert!(trust.knows(proven.root.unwrap()));
+    assert!(trust.is_trusted_root(proven.root.unwrap()));
     assert_eq!(prove(&other, &trust), Err(PeerRejected::UnknownIssuer));
-    let both = [below, roots(&other.root_pem()).unwrap()].concat();
-    let both = TrustStore::given(&both, &domain()).unwrap();
-    assert!(both.knows(proven.root.unwrap()), "one more changes nothing");
+    let both = [below, parse_roots(&other.root_pem()).unwrap()].concat();
+    let both = TrustStore::external(&both, &domain()).unwrap();
+    assert!(
+        both.is_trusted_root(proven.root.unwrap()),
+        "one more changes nothing"
+    );
     let later = prove(&other, &both).unwrap();
-    assert!(both.knows(later.root.unwrap()) && !trust.knows(later.root.unwrap()));
+    assert!(
+        both.is_trusted_root(later.root.unwrap()) && !trust.is_trusted_root(later.root.unwrap())
+    );
     let elsewhere = TrustDomain::parse("other.test").unwrap();
-    let elsewhere = TrustStore::given(&roots(&ca.root_pem()).unwrap(), &elsewhere).unwrap();
+    let elsewhere =
+        TrustStore::external(&parse_roots(&ca.root_pem()).unwrap(), &elsewhere).unwrap();
     assert!(matches!(
         prove(&ca, &elsewhere),
         Err(PeerRejected::Identity(_))

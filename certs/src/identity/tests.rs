@@ -9,7 +9,7 @@ fn certificate(uris: &[&str], organizations: &[&str]) -> Certificate {
 }
 
 fn identity(uris: &[&str]) -> Result<Identity, NameError> {
-    Identity::ours(
+    Identity::from_own(
         &certificate(uris, &["a,b"]),
         &TrustDomain::parse("td.example").unwrap(),
     )
@@ -74,5 +74,5 @@ fn identities_of_other_trust_domains_are_unknown() {
 #[test]
 fn a_foreign_certificate_is_foreign_for_every_content() {
     let claims = certificate(&["spiffe://td.example/edge/edge-1"], &["system:masters"]);
-    assert_eq!(Identity::foreign(claims).kind(), "foreign");
+    assert_eq!(Identity::from_foreign(claims).kind(), "foreign");
 }

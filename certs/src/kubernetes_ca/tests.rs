@@ -30,7 +30,7 @@ impl Cluster {
         let made = params.signed_by(&key, &self.issuer).unwrap();
         let shown = self
             .trust
-            .node(Some(&[made.der().clone()]), UnixTime::now());
+            .verify_node(Some(&[made.der().clone()]), UnixTime::now());
         shown.map(|shown| shown.node)
     }
 }
@@ -115,10 +115,15 @@ fn no_other_certificate_of_the_clusters_ca_is_an_edges() {
     let key = KeyPair::generate().unwrap();
     let made = client(&KUBELET).signed_by(&key, &other.issuer).unwrap();
     let chain = [made.der().clone()];
-    assert!(cluster.trust.node(Some(&chain), UnixTime::now()).is_err());
+    assert!(
+        cluster
+            .trust
+            .verify_node(Some(&chain), UnixTime::now())
+            .is_err()
+    );
     assert_eq!(
-        cluster.trust.node(None, UnixTime::now()),
-        Err(PeerRejected::Missing)
+        cluster.trust.verify_node(None, UnixTime::now()),
+        Err(PeerRejected::NoCertificate)
     );
 }
 
@@ -136,7 +141,11 @@ fn of_two_organizations_or_names_neither_counts() {
         let mut twice = written.clone();
         twice[at.unwrap() + 2] = kind;
         let (_, name) = X509Name::from_der(&twice).unwrap();
-        assert_eq!(SignerProfile::Kubelet.node(&name), None, "{name}");
+        assert_eq!(
+            SignerProfile::Kubelet.node_of_subject(&name),
+            None,
+            "{name}"
+        );
     }
 }
 
@@ -149,10 +158,10 @@ fn a_request_for_these_signers_has_only_the_expected_subject() {
         der.unwrap().to_vec()
     };
     let subject = SignerProfile::Client;
-    let request = der(&key.request_as(subject, &node("edge-1")).unwrap());
-    VerifiedPublicKey::of_subject(&request, subject, &node("edge-1")).unwrap();
+    let request = der(&key.cluster_request(subject, &node("edge-1")).unwrap());
+    VerifiedPublicKey::verify_subject(&request, subject, &node("edge-1")).unwrap();
     let refused = |subject, name| {
-        let refused = VerifiedPublicKey::of_subject(&request, subject, &node(name));
+        let refused = VerifiedPublicKey::verify_subject(&request, subject, &node(name));
         refused.unwrap_err().to_string()
     };
     assert!(refused(subject, "edge-2").contains("is for node edge-1, and not for edge-2"));
@@ -164,7 +173,7 @@ fn a_request_for_these_signers_has_only_the_expected_subject() {
     ]);
     more.subject_alt_names = vec![SanType::DnsName("listener".try_into().unwrap())];
     let more = more.serialize_request(&KeyPair::generate().unwrap());
-    let refused = VerifiedPublicKey::of_subject(more.unwrap().der(), subject, &node("edge-1"));
+    let refused = VerifiedPublicKey::verify_subject(more.unwrap().der(), subject, &node("edge-1"));
     assert!(
         refused
             .unwrap_err()
@@ -176,6 +185,6 @@ fn a_request_for_these_signers_has_only_the_expected_subject() {
 #[test]
 fn signers_that_make_no_clients_certificates_are_none_of_these() {
     for signer in ["causeway.io/edge", "kubernetes.io/kubelet-serving", ""] {
-        assert_eq!(SignerProfile::of(signer), None);
+        assert_eq!(SignerProfile::from_signer_name(signer), None);
     }
 }

@@ -22,9 +22,9 @@ use super::file_owner::{chown_to_parent, open_private};
 
 /// Prefix of temporary files that are not in their place yet. A process that holds the lock and has made none can remove all of
 /// them.
-const NEW: &str = ".new-";
-const LOCK: &str = ".lock";
-const CLAIM: &str = ".in-use";
+const TEMP_PREFIX: &str = ".new-";
+const LOCK_FILE: &str = ".lock";
+const CLAIM_FILE: &str = ".in-use";
 
 /// Error that makes the data directory unusable.
 #[derive(Debug, Error)]
@@ -90,11 +90,11 @@ impl Dir {
             .recursive(true)
             .mode(0o700)
             .create(path)
-            .map_err(failed("make", path))?;
+            .map_err(io_error("make", path))?;
         Ok(Self(path.into()))
     }
 
-    pub(crate) fn existing(path: &Path) -> Result<Self, StoreError> {
+    pub(crate) fn open_existing(path: &Path) -> Result<Self, StoreError> {
         match fs::metadata(path) {
             Ok(found) if found.is_dir() => Ok(Self(path.into())),
             Ok(_) => Err(StoreError::Corrupt {
@@ -104,7 +104,7 @@ impl Dir {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 Err(StoreError::Missing { path: path.into() })
             }
-            Err(error) => Err(failed("open", path)(error)),
+            Err(error) => Err(io_error("open", path)(error)),
         }
     }
 
@@ -128,7 +128,7 @@ impl Dir {
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                 Err(self.corrupt(name, "not UTF-8 text"))
             }
-            Err(error) => Err(failed("read", &path)(error)),
+            Err(error) => Err(io_error("read", &path)(error)),
         }
     }
 
@@ -140,31 +140,35 @@ impl Dir {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 Err(StoreError::Missing { path })
             }
-            Err(error) => Err(failed("read", &path)(error)),
+            Err(error) => Err(io_error("read", &path)(error)),
         }
     }
 
     /// Puts a file in place of the old one: after this returns `Ok` it is on the disk. Under the lock only.
     pub(crate) fn write(&self, name: &str, text: &str) -> Result<(), StoreError> {
         let path = self.path(name);
-        self.replace(&path, text).map_err(failed("write", &path))
+        self.replace(&path, text).map_err(io_error("write", &path))
     }
 
     /// Whether a file of this size could be written now. Leaves nothing behind.
-    pub(crate) fn rehearse(&self, name: &str, size: usize) -> Result<(), StoreError> {
-        let written = self.beside(&" ".repeat(size));
-        written.map(drop).map_err(failed("write", &self.path(name)))
+    pub(crate) fn check_space(&self, name: &str, size: usize) -> Result<(), StoreError> {
+        let written = self.write_temp_file(&" ".repeat(size));
+        written
+            .map(drop)
+            .map_err(io_error("write", &self.path(name)))
     }
 
     fn replace(&self, path: &Path, text: &str) -> io::Result<()> {
-        self.beside(text)?.persist(path)?;
+        self.write_temp_file(text)?.persist(path)?;
         File::open(&self.0)?.sync_all()
     }
 
     /// Writes a temporary file beside its later place, synced to the disk. tempfile makes it 0600, and removes it if it is not
     /// renamed to its place. The file belongs to the directory's user, whichever user runs this.
-    fn beside(&self, text: &str) -> io::Result<NamedTempFile> {
-        let mut file = tempfile::Builder::new().prefix(NEW).tempfile_in(&self.0)?;
+    fn write_temp_file(&self, text: &str) -> io::Result<NamedTempFile> {
+        let mut file = tempfile::Builder::new()
+            .prefix(TEMP_PREFIX)
+            .tempfile_in(&self.0)?;
         chown_to_parent(file.as_file(), &self.0)?;
         file.write_all(text.as_bytes())?;
         file.as_file().sync_all()?;
@@ -176,10 +180,10 @@ impl Dir {
         let path = self.path(name);
         match fs::rename(&path, self.path(to)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-            renamed => renamed.map_err(failed("rename", &path))?,
+            renamed => renamed.map_err(io_error("rename", &path))?,
         }
         let synced = File::open(&*self.0).and_then(|directory| directory.sync_all());
-        synced.map_err(failed("rename", &path))?;
+        synced.map_err(io_error("rename", &path))?;
         Ok(true)
     }
 
@@ -187,7 +191,7 @@ impl Dir {
         let path = self.path(name);
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                Err(failed("remove", &path)(error))
+                Err(io_error("remove", &path)(error))
             }
             _ => Ok(()),
         }
@@ -207,29 +211,29 @@ impl Dir {
 
     pub(crate) fn write_json(&self, name: &str, value: &impl Serialize) -> Result<(), StoreError> {
         let text = serde_json::to_string_pretty(value)
-            .map_err(|error| failed("write", &self.path(name))(error.into()))?;
+            .map_err(|error| io_error("write", &self.path(name))(error.into()))?;
         self.write(name, &(text + "\n"))
     }
 
     /// Waits until no other process or thread changes files here.
     pub(crate) fn lock(&self) -> Result<Lock, StoreError> {
-        let path = self.path(LOCK);
+        let path = self.path(LOCK_FILE);
         let locked = open_lock(&path).and_then(|file| file.lock().map(|()| file));
-        let locked = locked.map(Lock).map_err(failed("lock", &path))?;
-        self.sweep();
+        let locked = locked.map(Lock).map_err(io_error("lock", &path))?;
+        self.remove_temp_files();
         Ok(locked)
     }
 
     /// Removes what a process left that was killed before it had written all of it.
-    fn sweep(&self) {
+    fn remove_temp_files(&self) {
         let entries = fs::read_dir(&*self.0).into_iter().flatten().flatten();
-        let left = entries.filter(|entry| {
+        let leftovers = entries.filter(|entry| {
             entry
                 .file_name()
                 .as_encoded_bytes()
-                .starts_with(NEW.as_bytes())
+                .starts_with(TEMP_PREFIX.as_bytes())
         });
-        for entry in left {
+        for entry in leftovers {
             // The next write tries again.
             let _ = fs::remove_file(entry.path());
         }
@@ -237,8 +241,8 @@ impl Dir {
 
     /// Claims the directory for one process, until the lock is dropped or the process ends.
     pub(crate) fn claim(&self) -> Result<Lock, StoreError> {
-        let path = self.path(CLAIM);
-        let file = open_lock(&path).map_err(failed("lock", &path))?;
+        let path = self.path(CLAIM_FILE);
+        let file = open_lock(&path).map_err(io_error("lock", &path))?;
         match file.try_lock() {
             Ok(()) => {
                 // The previous process detects its successor by this time; without it, it keeps its ports longer.
@@ -248,13 +252,13 @@ impl Dir {
             Err(TryLockError::WouldBlock) => Err(StoreError::InUse {
                 path: self.0.to_path_buf(),
             }),
-            Err(TryLockError::Error(error)) => Err(failed("lock", &path)(error)),
+            Err(TryLockError::Error(error)) => Err(io_error("lock", &path)(error)),
         }
     }
 
     /// Returns the time of the last claim of the directory.
-    pub(crate) fn claimed(&self) -> Option<SystemTime> {
-        let claim = fs::metadata(self.path(CLAIM));
+    pub(crate) fn last_claim(&self) -> Option<SystemTime> {
+        let claim = fs::metadata(self.path(CLAIM_FILE));
         claim.and_then(|claim| claim.modified()).ok()
     }
 
@@ -281,7 +285,7 @@ fn open_lock(path: &Path) -> io::Result<File> {
     open_private(path, OpenOptions::new().write(true))
 }
 
-pub(super) fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
+pub(super) fn io_error(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
     move |source| StoreError::Io {
         doing,
         path: path.into(),

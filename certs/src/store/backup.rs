@@ -5,13 +5,13 @@
 //! rename. From then on the next process that opens the directory completes the restore. No process may use the directory
 //! meanwhile.
 
-use super::atomic_file::{StoreError, failed};
-use super::data_dir::{CA, Store, TICKETS};
-use super::nodes::{NODES, NodeRecord};
-use super::pins::{PINS, PinTable};
+use super::atomic_file::{StoreError, io_error};
+use super::data_dir::{CA_FILE, Store, TICKETS_FILE};
+use super::nodes::{NODES_FILE, NodeRecord};
+use super::pins::{PINS_FILE, PinTable};
 use crate::ca::{Ca, file::CaFile};
 use crate::name::NodeName;
-use crate::token::TOKENS;
+use crate::token::TOKENS_FILE;
 use crate::token::TokenRecord;
 use crate::verify::TicketSecret;
 use rustls_pki_types::UnixTime;
@@ -21,12 +21,12 @@ use std::io::{self, Write};
 use std::path::Path;
 
 /// A backup that is being put into its place.
-const PENDING: &str = ".restore.json";
+const PENDING_FILE: &str = ".restore.json";
 const VERSION: u32 = 1;
 /// Maximum difference between two clocks, in seconds.
-const DAY: u64 = 24 * 60 * 60;
+const MAX_CLOCK_SKEW: u64 = 24 * 60 * 60;
 /// Files in a backup. The CA comes last; the restored state is not valid without it.
-const PARTS: [&str; 5] = [TOKENS, NODES, PINS, TICKETS, CA];
+const BACKUP_FILES: [&str; 5] = [TOKENS_FILE, NODES_FILE, PINS_FILE, TICKETS_FILE, CA_FILE];
 
 /// A backup that was read and judged, or made.
 #[derive(Serialize, Deserialize)]
@@ -54,7 +54,7 @@ impl Backup {
     /// # Errors
     /// If any part does not read.
     pub fn read(path: &Path) -> Result<Self, StoreError> {
-        let text = std::fs::read_to_string(path).map_err(failed("read", path))?;
+        let text = std::fs::read_to_string(path).map_err(io_error("read", path))?;
         Self::parse(&text).map_err(|why| StoreError::Corrupt {
             path: path.into(),
             why,
@@ -72,39 +72,39 @@ impl Backup {
         if let Some(other) = backup
             .files
             .keys()
-            .find(|name| !PARTS.contains(&name.as_str()))
+            .find(|name| !BACKUP_FILES.contains(&name.as_str()))
         {
             return Err(format!(
                 "it contains {other}, which is not part of a backup"
             ));
         }
-        if backup.made_at > UnixTime::now().as_secs() + DAY {
+        if backup.made_at > UnixTime::now().as_secs() + MAX_CLOCK_SKEW {
             return Err("its creation time is in the future; check the clock".to_owned());
         }
         backup.ca()?;
-        backup.part::<BTreeMap<NodeName, NodeRecord>>(NODES)?;
-        backup.part::<Vec<TokenRecord>>(TOKENS)?;
-        backup.part::<PinTable>(PINS)?;
+        backup.parse_file::<BTreeMap<NodeName, NodeRecord>>(NODES_FILE)?;
+        backup.parse_file::<Vec<TokenRecord>>(TOKENS_FILE)?;
+        backup.parse_file::<PinTable>(PINS_FILE)?;
         match backup
             .files
-            .get(TICKETS)
+            .get(TICKETS_FILE)
             .map(|text| TicketSecret::parse(text))
         {
-            Some(None) => Err(format!("{TICKETS} in it is damaged")),
+            Some(None) => Err(format!("{TICKETS_FILE} in it is damaged")),
             _ => Ok(backup),
         }
     }
 
-    fn part<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<Option<T>, String> {
+    fn parse_file<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<Option<T>, String> {
         let part = self.files.get(name).map(|text| serde_json::from_str(text));
         part.transpose()
             .map_err(|error| format!("{name} in it is damaged: {error}"))
     }
 
     fn ca(&self) -> Result<Ca, String> {
-        let file: CaFile = self.part(CA)?.ok_or("there is no CA in it")?;
-        file.read()
-            .map_err(|error| format!("{CA} in it is damaged: {error}"))
+        let file: CaFile = self.parse_file(CA_FILE)?.ok_or("there is no CA in it")?;
+        file.into_ca()
+            .map_err(|error| format!("{CA_FILE} in it is damaged: {error}"))
     }
 
     /// Returns the time of the backup, in Unix seconds.
@@ -117,23 +117,23 @@ impl Backup {
     /// # Errors
     /// If the file exists already, or it cannot be written.
     pub fn save(&self, path: &Path) -> Result<(), StoreError> {
-        let folder = match path.parent() {
+        let directory = match path.parent() {
             Some(folder) if folder != Path::new("") => folder,
             _ => Path::new("."),
         };
         let write = || -> io::Result<()> {
-            let mut file = tempfile::NamedTempFile::new_in(folder)?;
+            let mut file = tempfile::NamedTempFile::new_in(directory)?;
             serde_json::to_writer_pretty(&mut file, self)?;
             file.write_all(b"\n")?;
             file.as_file().sync_all()?;
             file.persist_noclobber(path)?;
-            std::fs::File::open(folder)?.sync_all()
+            std::fs::File::open(directory)?.sync_all()
         };
         match write() {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 Err(StoreError::Exists { path: path.into() })
             }
-            written => written.map_err(failed("write", path)),
+            written => written.map_err(io_error("write", path)),
         }
     }
 }
@@ -143,20 +143,20 @@ impl Store {
     pub fn backup(&self) -> Result<Backup, StoreError> {
         let _lock = self.dir.lock()?;
         let missing = || StoreError::Missing {
-            path: self.dir.path(CA),
+            path: self.dir.path(CA_FILE),
         };
         let ca = self.read_ca()?.ok_or_else(missing)?;
         let mut files = BTreeMap::new();
-        for name in PARTS {
+        for name in BACKUP_FILES {
             if let Some(text) = self.dir.read(name)? {
                 files.insert(name.to_owned(), text);
             }
         }
         // A CA older than `ca.json` is converted to that format.
-        if !files.contains_key(CA) {
-            let text = serde_json::to_string_pretty(&CaFile::of(&ca));
-            let text = text.map_err(|error| self.dir.corrupt(CA, error))?;
-            files.insert(CA.to_owned(), text);
+        if !files.contains_key(CA_FILE) {
+            let text = serde_json::to_string_pretty(&CaFile::from_ca(&ca));
+            let text = text.map_err(|error| self.dir.corrupt(CA_FILE, error))?;
+            files.insert(CA_FILE.to_owned(), text);
         }
         Ok(Backup {
             version: VERSION,
@@ -172,37 +172,40 @@ impl Store {
     pub fn restore(&self, backup: &Backup) -> Result<(), StoreError> {
         let _claim = self.claim()?;
         let _lock = self.dir.lock()?;
-        let ours = backup
+        let backup_roots = backup
             .ca()
-            .map_err(|why| self.dir.corrupt(CA, why))?
+            .map_err(|why| self.dir.corrupt(CA_FILE, why))?
             .fingerprints();
-        if let Some(there) = self.read_ca()?
-            && !there.fingerprints().iter().any(|root| ours.contains(root))
+        if let Some(existing) = self.read_ca()?
+            && !existing
+                .fingerprints()
+                .iter()
+                .any(|root| backup_roots.contains(root))
         {
             return Err(StoreError::Exists {
                 path: self.root_path(),
             });
         }
-        self.dir.write_json(PENDING, backup)?;
-        self.finish(backup)
+        self.dir.write_json(PENDING_FILE, backup)?;
+        self.write_files(backup)
     }
 
     /// Finishes a restore that was begun.
     pub(super) fn finish_restore(&self) -> Result<(), StoreError> {
-        if self.dir.read(PENDING)?.is_none() {
+        if self.dir.read(PENDING_FILE)?.is_none() {
             return Ok(());
         }
         let _lock = self.dir.lock()?;
         // The previous holder of the lock may have done it.
-        let Some(text) = self.dir.read(PENDING)? else {
+        let Some(text) = self.dir.read(PENDING_FILE)? else {
             return Ok(());
         };
-        let backup = Backup::parse(&text).map_err(|why| self.dir.corrupt(PENDING, why))?;
-        self.finish(&backup)
+        let backup = Backup::parse(&text).map_err(|why| self.dir.corrupt(PENDING_FILE, why))?;
+        self.write_files(&backup)
     }
 
-    fn finish(&self, backup: &Backup) -> Result<(), StoreError> {
-        for name in PARTS {
+    fn write_files(&self, backup: &Backup) -> Result<(), StoreError> {
+        for name in BACKUP_FILES {
             match backup.files.get(name) {
                 Some(text) => self.dir.write(name, text)?,
                 None => self.dir.remove(name)?,
@@ -210,8 +213,8 @@ impl Store {
         }
         // Writes the root file for users, and removes old keys.
         if let Some(ca) = self.read_ca()? {
-            self.settle(&ca)?;
+            self.write_derived_files(&ca)?;
         }
-        self.dir.remove(PENDING)
+        self.dir.remove(PENDING_FILE)
     }
 }

@@ -5,52 +5,56 @@
 //! one file with the first step of a rotation.
 
 use super::atomic_file::StoreError;
-use super::data_dir::{CA, ROOTS, Store, TICKETS};
+use super::data_dir::{CA_FILE, ROOTS_FILE, Store, TICKETS_FILE};
 use crate::ca::{Ca, CaError, RotationStep, file::CaFile};
 use crate::token::TokenStore;
 use std::path::PathBuf;
 
 /// The key of a root from before `ca.json`.
-const OLD_KEY: &str = "ca.key";
+const OLD_KEY_FILE: &str = "ca.key";
 
 impl Store {
     /// Returns the path of our roots, for `curl --cacert` at a client.
     pub fn root_path(&self) -> PathBuf {
-        self.dir.path(ROOTS)
+        self.dir.path(ROOTS_FILE)
     }
 
     /// The CA, if one was made here.
     pub fn ca(&self) -> Result<Option<Ca>, StoreError> {
         let found = self.read_ca()?;
-        let settled = found.as_ref().is_none_or(|ca| self.is_settled(ca));
-        if settled || self.dir.read(CA)?.is_none() {
+        let is_settled = found
+            .as_ref()
+            .is_none_or(|ca| self.has_current_derived_files(ca));
+        if is_settled || self.dir.read(CA_FILE)?.is_none() {
             return Ok(found);
         }
         let _lock = self.dir.lock()?;
         // The previous holder of the lock may have finished.
         let found = self.read_ca()?;
         if let Some(ca) = &found {
-            self.settle(ca)?;
+            self.write_derived_files(ca)?;
         }
         Ok(found)
     }
 
     /// Reads the CA, independent of the other files.
     pub(super) fn read_ca(&self) -> Result<Option<Ca>, StoreError> {
-        if let Some(file) = self.dir.read_json::<CaFile>(CA)? {
-            let ca = file.read().map_err(|error| self.dir.corrupt(CA, error))?;
+        if let Some(file) = self.dir.read_json::<CaFile>(CA_FILE)? {
+            let ca = file
+                .into_ca()
+                .map_err(|error| self.dir.corrupt(CA_FILE, error))?;
             return Ok(Some(ca));
         }
-        match (self.dir.read(ROOTS)?, self.dir.read(OLD_KEY)?) {
+        match (self.dir.read(ROOTS_FILE)?, self.dir.read(OLD_KEY_FILE)?) {
             (Some(root), Some(key)) => match Ca::load(&root, &key) {
                 Ok(ca) => Ok(Some(ca)),
                 Err(error @ CaError::Unusable { part: "key", .. }) => {
-                    Err(self.dir.corrupt(OLD_KEY, error))
+                    Err(self.dir.corrupt(OLD_KEY_FILE, error))
                 }
-                Err(error) => Err(self.dir.corrupt(ROOTS, error)),
+                Err(error) => Err(self.dir.corrupt(ROOTS_FILE, error)),
             },
             (Some(_), None) => Err(StoreError::Missing {
-                path: self.dir.path(CA),
+                path: self.dir.path(CA_FILE),
             }),
             // Older versions left a key alone after an interrupted `ca init`.
             (None, _) => Ok(None),
@@ -60,7 +64,7 @@ impl Store {
     /// Stores a new CA. Refuses to replace one: every edge would be lost.
     pub fn save_ca(&self, ca: &Ca) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        for name in [CA, ROOTS] {
+        for name in [CA_FILE, ROOTS_FILE] {
             if self.dir.read(name)?.is_some() {
                 return Err(StoreError::Exists {
                     path: self.dir.path(name),
@@ -68,8 +72,8 @@ impl Store {
             }
         }
         // TLS sessions of the previous CA must not be resumed under this one.
-        self.dir.remove(TICKETS)?;
-        self.keep(ca)
+        self.dir.remove(TICKETS_FILE)?;
+        self.write_ca(ca)
     }
 
     /// Takes the CA a step further, if `change` makes one.
@@ -82,18 +86,18 @@ impl Store {
     ) -> Result<(Ca, RotationStep), E> {
         let _lock = self.dir.lock()?;
         let missing = || StoreError::Missing {
-            path: self.dir.path(CA),
+            path: self.dir.path(CA_FILE),
         };
-        let before = self.read_ca()?.ok_or_else(missing)?;
-        let roots = before.fingerprints();
-        let (ca, step) = change(before)?;
-        if step == RotationStep::Made {
+        let previous = self.read_ca()?.ok_or_else(missing)?;
+        let roots = previous.fingerprints();
+        let (ca, step) = change(previous)?;
+        if step == RotationStep::Applied {
             // Sessions of a removed root must not be resumed: who stole the root may also have the ticket secret.
-            let stay = ca.fingerprints();
-            if !roots.iter().all(|root| stay.contains(root)) {
-                self.dir.remove(TICKETS)?;
+            let remaining = ca.fingerprints();
+            if !roots.iter().all(|root| remaining.contains(root)) {
+                self.dir.remove(TICKETS_FILE)?;
             }
-            self.keep(&ca)?;
+            self.write_ca(&ca)?;
         }
         Ok((ca, step))
     }
@@ -112,22 +116,22 @@ impl Store {
     }
 
     /// Writes the CA. Before the one rename nothing has changed, after it everything has. [`Store::ca`] completes the rest.
-    fn keep(&self, ca: &Ca) -> Result<(), StoreError> {
-        self.dir.write_json(CA, &CaFile::of(ca))?;
-        self.settle(ca)
+    fn write_ca(&self, ca: &Ca) -> Result<(), StoreError> {
+        self.dir.write_json(CA_FILE, &CaFile::from_ca(ca))?;
+        self.write_derived_files(ca)
     }
 
     /// Writes the files that are derived from `ca.json`.
-    pub(super) fn settle(&self, ca: &Ca) -> Result<(), StoreError> {
-        if !self.is_settled(ca) {
-            self.dir.write(ROOTS, &ca.client_bundle_pem())?;
+    pub(super) fn write_derived_files(&self, ca: &Ca) -> Result<(), StoreError> {
+        if !self.has_current_derived_files(ca) {
+            self.dir.write(ROOTS_FILE, &ca.client_bundle_pem())?;
         }
-        self.dir.remove(OLD_KEY)
+        self.dir.remove(OLD_KEY_FILE)
     }
 
     /// Roots that do not read are not worth more than those that are not there.
-    fn is_settled(&self, ca: &Ca) -> bool {
-        let shown = self.dir.read(ROOTS).ok().flatten();
-        shown.as_ref() == Some(&ca.client_bundle_pem()) && !self.dir.path(OLD_KEY).exists()
+    fn has_current_derived_files(&self, ca: &Ca) -> bool {
+        let written = self.dir.read(ROOTS_FILE).ok().flatten();
+        written.as_ref() == Some(&ca.client_bundle_pem()) && !self.dir.path(OLD_KEY_FILE).exists()
     }
 }

@@ -10,11 +10,11 @@ const VERSION_FILE: &str = "version";
 /// The version of the files that this program reads and writes.
 const VERSION: &str = "1";
 /// File of the CA.
-pub(super) const CA: &str = "ca.json";
+pub(super) const CA_FILE: &str = "ca.json";
 /// File of the roots, for clients.
-pub(super) const ROOTS: &str = "ca.pem";
+pub(super) const ROOTS_FILE: &str = "ca.pem";
 /// File of the secret from which the keys of session tickets are derived.
-pub(super) const TICKETS: &str = "tickets.key";
+pub(super) const TICKETS_FILE: &str = "tickets.key";
 /// Whether a data directory may be made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OpenMode {
@@ -35,7 +35,7 @@ impl DirLock {
     /// Releases the directory. The result then shows whether another process has claimed it.
     pub fn release(self) -> ReleasedClaim {
         ReleasedClaim {
-            claimed: self.lock.modified(),
+            claimed_at: self.lock.modified(),
             dir: self.dir,
         }
     }
@@ -44,14 +44,14 @@ impl DirLock {
 /// Former claim of a process that goes on for a while.
 #[derive(Debug)]
 pub struct ReleasedClaim {
-    claimed: Option<SystemTime>,
+    claimed_at: Option<SystemTime>,
     dir: Dir,
 }
 
 impl ReleasedClaim {
     /// Whether another process has claimed the directory since.
     pub fn is_taken(&self) -> bool {
-        self.dir.claimed() != self.claimed
+        self.dir.last_claim() != self.claimed_at
     }
 }
 
@@ -66,7 +66,7 @@ impl Store {
     pub fn open(path: impl AsRef<Path>, access: OpenMode) -> Result<Self, StoreError> {
         let dir = match access {
             OpenMode::Create => Dir::create(path.as_ref())?,
-            OpenMode::Existing => Dir::existing(path.as_ref())?,
+            OpenMode::Existing => Dir::open_existing(path.as_ref())?,
         };
         match (dir.read(VERSION_FILE)?, access) {
             (Some(version), _) if version.trim() == VERSION => {}
@@ -82,7 +82,7 @@ impl Store {
                 dir.write(VERSION_FILE, &format!("{VERSION}\n"))?;
             }
             // The CA was copied from another gateway; reading it checks its version.
-            (None, OpenMode::Existing) if dir.path(CA).exists() => {}
+            (None, OpenMode::Existing) if dir.path(CA_FILE).exists() => {}
             (None, OpenMode::Existing) => {
                 return Err(StoreError::Missing {
                     path: dir.path(VERSION_FILE),
@@ -95,20 +95,21 @@ impl Store {
     }
 
     /// Whether a gateway has it, or is going to: there is a CA, or what a gateway makes when it starts.
-    pub fn is_of_a_gateway(&self) -> bool {
-        let there = |name: &str| self.dir.path(name).exists();
-        there(TICKETS) || there(CA) || there(ROOTS)
+    pub fn is_gateway_dir(&self) -> bool {
+        let exists = |name: &str| self.dir.path(name).exists();
+        exists(TICKETS_FILE) || exists(CA_FILE) || exists(ROOTS_FILE)
     }
 
     /// The secret of session tickets, made at the first call. Gateways that share it resume each other's sessions.
     pub fn ticket_secret(&self) -> Result<TicketSecret, StoreError> {
         let _lock = self.dir.lock()?;
-        if let Some(text) = self.dir.read(TICKETS)? {
+        if let Some(text) = self.dir.read(TICKETS_FILE)? {
             let why = "it is not 32 bytes in base64url; delete the file, and the next start creates a new one";
-            return TicketSecret::parse(&text).ok_or_else(|| self.dir.corrupt(TICKETS, why));
+            return TicketSecret::parse(&text).ok_or_else(|| self.dir.corrupt(TICKETS_FILE, why));
         }
         let secret = TicketSecret::random();
-        self.dir.write(TICKETS, &format!("{}\n", secret.text()))?;
+        self.dir
+            .write(TICKETS_FILE, &format!("{}\n", secret.text()))?;
         Ok(secret)
     }
 
@@ -121,30 +122,31 @@ impl Store {
 
     /// Returns the path of the unix socket at which the running process takes commands.
     pub fn admin_socket(&self) -> PathBuf {
-        self.dir.path(&format!("{}.sock", runtime("admin")))
+        self.dir
+            .path(&format!("{}.sock", runtime_file_name("admin")))
     }
 
     /// Notes a small fact about the running process, such as its admin address.
     pub fn write_runtime(&self, name: &str, text: &str) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        self.dir.write(&runtime(name), text)
+        self.dir.write(&runtime_file_name(name), text)
     }
 
     /// Reads such a fact.
     pub fn read_runtime(&self, name: &str) -> Result<Option<String>, StoreError> {
-        self.dir.read(&runtime(name))
+        self.dir.read(&runtime_file_name(name))
     }
 
     /// Forgets such a fact, as a process does that ends.
     pub fn remove_runtime(&self, name: &str) -> Result<(), StoreError> {
-        self.dir.remove(&runtime(name))
+        self.dir.remove(&runtime_file_name(name))
     }
 }
 
 /// Returns the name of a run file. `name` is chosen by our code; any content is made safe, so that the file stays in the
 /// directory.
-fn runtime(name: &str) -> String {
-    let safe: String = name
+fn runtime_file_name(name: &str) -> String {
+    let sanitized: String = name
         .chars()
         .map(|char| {
             if char.is_ascii_alphanumeric() {
@@ -154,5 +156,5 @@ fn runtime(name: &str) -> String {
             }
         })
         .collect();
-    format!("run-{safe}")
+    format!("run-{sanitized}")
 }

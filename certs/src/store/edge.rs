@@ -7,39 +7,39 @@ use crate::edge_identity::{EdgeFile, EdgeIdentity};
 use rustls_pki_types::UnixTime;
 use std::path::PathBuf;
 
-const EDGE: &str = "edge.json";
+const EDGE_FILE: &str = "edge.json";
 /// File of the id of the join token that created the identity in `edge.json`.
-const JOINED_BY: &str = "joined-by";
+const JOINED_BY_FILE: &str = "joined-by";
 /// File of the gateways that an edge has learned, if an external CA makes the edge's identity.
-const GATEWAYS: &str = "gateways.json";
+const GATEWAYS_FILE: &str = "gateways.json";
 /// Twice what an identity takes with two certificates, a key and some gateways, in bytes.
-const EDGE_SIZE: usize = 8 * 1024;
+const RESERVED_EDGE_BYTES: usize = 8 * 1024;
 
 impl Store {
     /// The edge's identity, if this edge has enrolled.
     pub fn edge(&self) -> Result<Option<EdgeIdentity>, StoreError> {
-        let Some(file) = self.dir.read_json::<EdgeFile>(EDGE)? else {
+        let Some(file) = self.dir.read_json::<EdgeFile>(EDGE_FILE)? else {
             return Ok(None);
         };
         EdgeIdentity::from_file(file)
             .map(Some)
-            .map_err(|error| self.dir.corrupt(EDGE, error))
+            .map_err(|error| self.dir.corrupt(EDGE_FILE, error))
     }
 
     /// Checks that an edge's identity can be stored, before a token is spent on it.
-    pub fn prepare_edge(&self) -> Result<(), StoreError> {
+    pub fn check_edge_space(&self) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        self.dir.rehearse(EDGE, EDGE_SIZE)
+        self.dir.check_space(EDGE_FILE, RESERVED_EDGE_BYTES)
     }
 
     /// Stores an edge's identity in place of the one before, atomically. If an external CA makes the identity, only the learned
     /// gateways are stored.
     pub fn save_edge(&self, edge: &EdgeIdentity) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        if edge.given {
-            return self.dir.write_json(GATEWAYS, &edge.gateways);
+        if edge.is_external {
+            return self.dir.write_json(GATEWAYS_FILE, &edge.gateways);
         }
-        self.dir.write_json(EDGE, &edge.to_file())
+        self.dir.write_json(EDGE_FILE, &edge.to_file())
     }
 
     /// Stores the identity that came from a join token of this id, or from the node's cluster. The identity before it stays in
@@ -50,55 +50,55 @@ impl Store {
         token: Option<&str>,
     ) -> Result<Option<PathBuf>, StoreError> {
         let _lock = self.dir.lock()?;
-        let kept = match self.dir.read(EDGE)? {
+        let backup_path = match self.dir.read(EDGE_FILE)? {
             Some(text) => {
-                let name = self.unused_name();
+                let name = self.unused_backup_name();
                 self.dir.write(&name, &text)?;
                 Some(self.dir.path(&name))
             }
             None => None,
         };
-        self.dir.write_json(EDGE, &edge.to_file())?;
+        self.dir.write_json(EDGE_FILE, &edge.to_file())?;
         match token {
             // Last: after a crash before this write, the used token is only refused again.
-            Some(id) => self.dir.write(JOINED_BY, &format!("{id}\n"))?,
-            None => self.dir.remove(JOINED_BY)?,
+            Some(id) => self.dir.write(JOINED_BY_FILE, &format!("{id}\n"))?,
+            None => self.dir.remove(JOINED_BY_FILE)?,
         }
-        Ok(kept)
+        Ok(backup_path)
     }
 
     /// Gives up the edge's identity, which stays in the directory under another name: returns its new place, or `None` if
     /// there is no identity. The file is not read, so that one that is damaged can be given up as well.
     pub fn leave_edge(&self) -> Result<Option<PathBuf>, StoreError> {
         let _lock = self.dir.lock()?;
-        let name = self.unused_name();
-        let left = self.dir.rename(EDGE, &name)?;
-        self.dir.remove(JOINED_BY)?;
-        self.forget_request(Requested::Identity)?;
-        Ok(left.then(|| self.dir.path(&name)))
+        let name = self.unused_backup_name();
+        let was_renamed = self.dir.rename(EDGE_FILE, &name)?;
+        self.dir.remove(JOINED_BY_FILE)?;
+        self.remove_request(Requested::Identity)?;
+        Ok(was_renamed.then(|| self.dir.path(&name)))
     }
 
     /// Returns an unused name for an identity that is set aside.
-    fn unused_name(&self) -> String {
-        let mut at = UnixTime::now().as_secs();
+    fn unused_backup_name(&self) -> String {
+        let mut suffix = UnixTime::now().as_secs();
         loop {
-            let name = format!("edge-replaced-{at}.json");
+            let name = format!("edge-replaced-{suffix}.json");
             if !self.dir.path(&name).exists() {
                 return name;
             }
-            at += 1;
+            suffix += 1;
         }
     }
 
     /// Returns the id of the join token that created the edge's identity, if there was a token and its id was recorded.
     pub fn joined_by(&self) -> Result<Option<String>, StoreError> {
-        let id = self.dir.read(JOINED_BY)?;
+        let id = self.dir.read(JOINED_BY_FILE)?;
         Ok(id.map(|id| id.trim().to_owned()))
     }
 
     /// Returns the gateways that an edge has learned, if an external CA makes the edge's identity.
     pub fn learned_gateways(&self) -> Result<Vec<String>, StoreError> {
-        let learned = self.dir.read_json::<Vec<String>>(GATEWAYS)?;
+        let learned = self.dir.read_json::<Vec<String>>(GATEWAYS_FILE)?;
         Ok(learned.unwrap_or_default())
     }
 }

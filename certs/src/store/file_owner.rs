@@ -12,7 +12,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::Path;
 
 /// Root's number.
-const ROOT: u32 = 0;
+const ROOT_UID: u32 = 0;
 
 /// Opens a private file for writing. Creates it if it does not exist, with mode 0600 and owned by the directory's user.
 ///
@@ -39,12 +39,14 @@ pub fn open_private(path: &Path, options: &OpenOptions) -> io::Result<File> {
 
 /// Gives a file that was just made to the user of the directory in which it stands, if it is root's and that is not.
 pub(super) fn chown_to_parent(file: &File, directory: &Path) -> io::Result<()> {
-    if file.metadata()?.uid() != ROOT || !is_foreign_owner(directory)? {
+    if file.metadata()?.uid() != ROOT_UID || !is_foreign_owner(directory)? {
         return Ok(());
     }
     // A user who could replace this directory must not become the owner of the file.
-    let above = fs::metadata(fs::canonicalize(directory)?.parent().unwrap_or(directory))?;
-    if above.uid() != ROOT || above.mode() & 0o022 != 0 && above.mode() & 0o1000 == 0 {
+    let parent_metadata = fs::metadata(fs::canonicalize(directory)?.parent().unwrap_or(directory))?;
+    if parent_metadata.uid() != ROOT_UID
+        || parent_metadata.mode() & 0o022 != 0 && parent_metadata.mode() & 0o1000 == 0
+    {
         return Ok(());
     }
     let owner = fs::metadata(directory)?;
@@ -53,7 +55,7 @@ pub(super) fn chown_to_parent(file: &File, directory: &Path) -> io::Result<()> {
 
 /// Whether root looks at another user's directory.
 fn is_foreign_owner(directory: &Path) -> io::Result<bool> {
-    Ok(geteuid().is_root() && fs::metadata(directory)?.uid() != ROOT)
+    Ok(geteuid().is_root() && fs::metadata(directory)?.uid() != ROOT_UID)
 }
 
 fn parent(path: &Path) -> &Path {

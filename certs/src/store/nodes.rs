@@ -13,7 +13,7 @@ use crate::secret::Fingerprint;
 use crate::token::NodeAttributes;
 
 /// File of the records.
-pub(super) const NODES: &str = "nodes.json";
+pub(super) const NODES_FILE: &str = "nodes.json";
 
 /// Record of a node, as confirmed by enrolment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,7 +51,7 @@ pub struct NodeRecord {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NodeUpdate {
     /// The node has connected with a certificate of an external CA, without enrolment. Facts that are recorded already stay.
-    Arrived {
+    Connected {
         /// Time of the connection, in Unix seconds.
         at: u64,
     },
@@ -68,7 +68,7 @@ pub enum NodeUpdate {
 
 impl NodeRecord {
     /// Returns the record of a node of which only the name is known, because an external CA makes its certificates.
-    pub fn arrived(node: &NodeName, at: u64) -> Self {
+    pub fn name_only(node: &NodeName, at: u64) -> Self {
         Self {
             node: node.clone(),
             addresses: Vec::new(),
@@ -84,7 +84,7 @@ impl NodeRecord {
     }
 
     /// Records this certificate, unless the node is revoked.
-    fn note(&mut self, issued: &IssuedCertificate) {
+    fn record_certificate(&mut self, issued: &IssuedCertificate) {
         if self.revoked.is_none() {
             self.serial = issued.serial_hex();
             self.root = Some(issued.root);
@@ -127,10 +127,10 @@ impl NodeStore {
     /// Stores many records like [`NodeStore::put`], but with one write: one by one, each would rewrite all before it.
     pub fn put_all(&self, records: impl IntoIterator<Item = NodeRecord>) -> Result<(), StoreError> {
         self.dir
-            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+            .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
                 for mut record in records {
-                    if let Some(before) = nodes.get(&record.node) {
-                        record.revoked.clone_from(&before.revoked);
+                    if let Some(previous) = nodes.get(&record.node) {
+                        record.revoked.clone_from(&previous.revoked);
                     }
                     nodes.insert(record.node.clone(), record);
                 }
@@ -145,37 +145,41 @@ impl NodeStore {
         changes: &[(NodeName, NodeUpdate)],
     ) -> Result<Vec<Option<NodeRecord>>, StoreError> {
         self.dir
-            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
-                let made = changes.iter().map(|(node, change)| match change {
-                    NodeUpdate::Arrived { at } => {
-                        let record = || NodeRecord::arrived(node, *at);
+            .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                let outcomes = changes.iter().map(|(node, change)| match change {
+                    NodeUpdate::Connected { at } => {
+                        let record = || NodeRecord::name_only(node, *at);
                         Some(nodes.entry(node.clone()).or_insert_with(record).clone())
                     }
                     NodeUpdate::Renewed(issued) => nodes.get_mut(node).map(|record| {
-                        record.note(issued);
+                        record.record_certificate(issued);
                         record.clone()
                     }),
                     NodeUpdate::Joined { at, issued } => {
-                        let record = || NodeRecord::arrived(node, *at);
+                        let record = || NodeRecord::name_only(node, *at);
                         let record = nodes.entry(node.clone()).or_insert_with(record);
                         if record.revoked.is_none() {
                             record.enrolled_at = record.enrolled_at.max(*at);
                         }
-                        record.note(issued);
+                        record.record_certificate(issued);
                         Some(record.clone())
                     }
                 });
-                Ok(made.collect())
+                Ok(outcomes.collect())
             })
     }
 
     /// Records that a node is revoked, whether it has a record or not.
-    pub fn shut_out(&self, node: &NodeName, revoked: &Revocation) -> Result<(), StoreError> {
+    pub fn revoke_or_create(
+        &self,
+        node: &NodeName,
+        revoked: &Revocation,
+    ) -> Result<(), StoreError> {
         self.dir
-            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
-                let record = || NodeRecord::arrived(node, revoked.at);
-                let known = nodes.entry(node.clone()).or_insert_with(record);
-                known.revoked = Some(revoked.clone());
+            .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                let record = || NodeRecord::name_only(node, revoked.at);
+                let entry = nodes.entry(node.clone()).or_insert_with(record);
+                entry.revoked = Some(revoked.clone());
                 Ok(())
             })
     }
@@ -187,7 +191,7 @@ impl NodeStore {
         revoked: Option<Revocation>,
     ) -> Result<bool, StoreError> {
         self.dir
-            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+            .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
                 let known = nodes.get_mut(node);
                 Ok(known.map(|record| record.revoked = revoked).is_some())
             })
@@ -201,14 +205,14 @@ impl NodeStore {
         let _lock = self.dir.lock()?;
         let nodes = self
             .dir
-            .read_json::<BTreeMap<NodeName, NodeRecord>>(NODES)?;
+            .read_json::<BTreeMap<NodeName, NodeRecord>>(NODES_FILE)?;
         let mut nodes = nodes.unwrap_or_default();
         let revoked =
             |(name, node): (&NodeName, &NodeRecord)| Some((name.clone(), node.revoked.clone()?));
-        let before: BTreeMap<_, _> = nodes.iter().filter_map(revoked).collect();
-        let mut after = before.clone();
+        let previous: BTreeMap<_, _> = nodes.iter().filter_map(revoked).collect();
+        let mut after = previous.clone();
         change(&mut after);
-        if after == before {
+        if after == previous {
             return Ok(after);
         }
         for (name, node) in &mut nodes {
@@ -216,12 +220,12 @@ impl NodeStore {
         }
         for (name, revoked) in &after {
             if !nodes.contains_key(name) {
-                let mut node = NodeRecord::arrived(name, revoked.at);
+                let mut node = NodeRecord::name_only(name, revoked.at);
                 node.revoked = Some(revoked.clone());
                 nodes.insert(name.clone(), node);
             }
         }
-        self.dir.write_json(NODES, &nodes)?;
+        self.dir.write_json(NODES_FILE, &nodes)?;
         Ok(after)
     }
 
@@ -233,14 +237,14 @@ impl NodeStore {
         at: u64,
     ) -> Result<(), StoreError> {
         self.dir
-            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
-                let known = nodes.remove(node);
+            .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                let previous = nodes.remove(node);
                 let record = NodeRecord {
                     addresses: confirmed.addresses,
                     pool: confirmed.pool,
                     labels: confirmed.labels,
                     follows_cluster: false,
-                    ..known.unwrap_or_else(|| NodeRecord::arrived(node, at))
+                    ..previous.unwrap_or_else(|| NodeRecord::name_only(node, at))
                 };
                 nodes.insert(node.clone(), record);
                 Ok(())
@@ -250,21 +254,21 @@ impl NodeStore {
     /// Forgets a node; whether it was known.
     pub fn remove(&self, node: &NodeName) -> Result<bool, StoreError> {
         self.dir
-            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+            .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
                 Ok(nodes.remove(node).is_some())
             })
     }
 
     /// Fails if the file of nodes is missing. Code that has read the file before must not take a missing file for an empty one.
     pub fn require(&self) -> Result<(), StoreError> {
-        self.dir.require(NODES)
+        self.dir.require(NODES_FILE)
     }
 
     /// Returns all nodes, by name.
     pub fn all(&self) -> Result<Vec<NodeRecord>, StoreError> {
         let nodes = self
             .dir
-            .read_json::<BTreeMap<NodeName, NodeRecord>>(NODES)?;
+            .read_json::<BTreeMap<NodeName, NodeRecord>>(NODES_FILE)?;
         Ok(nodes.unwrap_or_default().into_values().collect())
     }
 }

@@ -21,7 +21,7 @@ pub enum Requested {
 
 impl Requested {
     /// The file of the request that waits.
-    fn pending(self) -> String {
+    fn pending_file(self) -> String {
         match self {
             Self::Identity => "request.json".to_owned(),
             Self::AppClient(port) => format!("request-app-{port}.json"),
@@ -29,7 +29,7 @@ impl Requested {
     }
 
     /// The file of the certificate, for a gateway.
-    fn made(self) -> String {
+    fn certificate_file(self) -> String {
         match self {
             Self::Identity => "identity.pem".to_owned(),
             Self::AppClient(port) => format!("app-{port}.pem"),
@@ -38,7 +38,7 @@ impl Requested {
 }
 
 /// Room for a key and a chain.
-const MADE_SIZE: usize = 16 * 1024;
+const RESERVED_CERTIFICATE_BYTES: usize = 16 * 1024;
 
 /// A request, and the key that it is for.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,50 +78,51 @@ impl PendingCsr {
 
 impl Store {
     /// Returns the pending request, if any.
-    pub fn pending(&self, what: Requested) -> Result<Option<PendingCsr>, StoreError> {
-        self.dir.read_json(&what.pending())
+    pub fn pending(&self, kind: Requested) -> Result<Option<PendingCsr>, StoreError> {
+        self.dir.read_json(&kind.pending_file())
     }
 
     /// Stores the pending request, before it is submitted.
-    pub fn save_pending(&self, what: Requested, pending: &PendingCsr) -> Result<(), StoreError> {
+    pub fn save_pending(&self, kind: Requested, pending: &PendingCsr) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        self.dir.write_json(&what.pending(), pending)
+        self.dir.write_json(&kind.pending_file(), pending)
     }
 
     /// Removes the pending request.
-    pub fn forget_pending(&self, what: Requested) -> Result<(), StoreError> {
+    pub fn remove_pending(&self, kind: Requested) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        self.forget_request(what)
+        self.remove_request(kind)
     }
 
     /// Removes the request. Under the lock only.
-    pub(super) fn forget_request(&self, what: Requested) -> Result<(), StoreError> {
-        self.dir.remove(&what.pending())
+    pub(super) fn remove_request(&self, kind: Requested) -> Result<(), StoreError> {
+        self.dir.remove(&kind.pending_file())
     }
 }
 
 /// Certificates that a gateway's cluster has made for it.
 impl Store {
     /// The file of a certificate that a gateway's cluster makes: chain and key in one, so that they change at once.
-    pub fn made_path(data_dir: &Path, what: Requested) -> PathBuf {
-        data_dir.join(what.made())
+    pub fn issued_certificate_path(data_dir: &Path, kind: Requested) -> PathBuf {
+        data_dir.join(kind.certificate_file())
     }
 
     /// Checks that such a certificate can be stored, before it is requested.
-    pub fn prepare_made(&self, what: Requested) -> Result<(), StoreError> {
+    pub fn check_issued_certificate_space(&self, kind: Requested) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        self.dir.rehearse(&what.made(), MADE_SIZE)
+        self.dir
+            .check_space(&kind.certificate_file(), RESERVED_CERTIFICATE_BYTES)
     }
 
     /// Returns the stored certificate and key.
-    pub fn made(&self, what: Requested) -> Result<Option<String>, StoreError> {
-        self.dir.read(&what.made())
+    pub fn issued_certificate(&self, kind: Requested) -> Result<Option<String>, StoreError> {
+        self.dir.read(&kind.certificate_file())
     }
 
     /// Stores the certificate and key in place of the ones before.
-    pub fn save_made(&self, what: Requested, text: &str) -> Result<(), StoreError> {
+    pub fn save_issued_certificate(&self, kind: Requested, text: &str) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        self.dir.write(&what.made(), text)
+        self.dir.write(&kind.certificate_file(), text)
     }
 }
 
@@ -145,8 +146,8 @@ mod tests {
         assert_eq!(kept.key().unwrap().key_pem(), key.key_pem());
         let mode = std::fs::metadata(dir.path().join("request.json")).unwrap();
         assert_eq!(mode.permissions().mode() & 0o777, 0o600);
-        store.forget_pending(Requested::Identity).unwrap();
-        store.forget_pending(Requested::Identity).unwrap();
+        store.remove_pending(Requested::Identity).unwrap();
+        store.remove_pending(Requested::Identity).unwrap();
         assert_eq!(store.pending(Requested::Identity).unwrap(), None);
     }
 }

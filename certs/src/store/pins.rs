@@ -13,9 +13,9 @@ use super::data_dir::Store;
 use crate::name::NodeName;
 use crate::secret::Fingerprint;
 
-pub(super) const PINS: &str = "pins.json";
+pub(super) const PINS_FILE: &str = "pins.json";
 /// Pinned ports of one node, at most: far more than a node has upstreams, so that the file has a bound.
-const MOST: usize = 256;
+const MAX_PINS_PER_NODE: usize = 256;
 
 /// The key by which an upstream is identified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,41 +48,41 @@ impl Store {
 impl Pins {
     /// Returns all pins.
     pub fn all(&self) -> Result<PinTable, StoreError> {
-        Ok(self.dir.read_json(PINS)?.unwrap_or_default())
+        Ok(self.dir.read_json(PINS_FILE)?.unwrap_or_default())
     }
 
     /// Fails if the file of pins is missing. Code that has read the file before must not take a missing file for an empty one.
     pub fn require(&self) -> Result<(), StoreError> {
-        self.dir.require(PINS)
+        self.dir.require(PINS_FILE)
     }
 
     /// Records each pin unless its upstream has a pin already or its node has too many. Returns the recorded pins of all nodes.
-    pub fn note(&self, met: &[(NodeName, u16, Pin)]) -> Result<PinTable, StoreError> {
+    pub fn record_new(&self, observed: &[(NodeName, u16, Pin)]) -> Result<PinTable, StoreError> {
         self.change(|pins| {
-            for (node, port, pin) in met {
-                let of_node = pins.entry(node.clone()).or_default();
-                if of_node.len() < MOST {
-                    of_node.entry(*port).or_insert(*pin);
+            for (node, port, pin) in observed {
+                let node_pins = pins.entry(node.clone()).or_default();
+                if node_pins.len() < MAX_PINS_PER_NODE {
+                    node_pins.entry(*port).or_insert(*pin);
                 }
             }
         })
     }
 
     /// Removes the pins of a node, or of one port of it. Returns the removed pins.
-    pub fn forget(
+    pub fn remove(
         &self,
         node: &NodeName,
         port: Option<u16>,
     ) -> Result<BTreeMap<u16, Pin>, StoreError> {
-        let mut forgotten = BTreeMap::new();
+        let mut removed = BTreeMap::new();
         self.change(|pins| match port {
-            None => forgotten = pins.remove(node).unwrap_or_default(),
+            None => removed = pins.remove(node).unwrap_or_default(),
             Some(port) => {
                 let found = pins.get_mut(node).and_then(|pins| pins.remove(&port));
-                forgotten.extend(found.map(|pin| (port, pin)));
+                removed.extend(found.map(|pin| (port, pin)));
             }
         })?;
-        Ok(forgotten)
+        Ok(removed)
     }
 
     /// Removes the nodes for which `keep` returns `false`. Returns the recorded pins.
@@ -93,12 +93,12 @@ impl Pins {
     /// Changes the pins under the lock, and returns the recorded ones. An error leaves the file unchanged.
     pub fn change(&self, change: impl FnOnce(&mut PinTable)) -> Result<PinTable, StoreError> {
         let _lock = self.dir.lock()?;
-        let before = self.all()?;
-        let mut pins = before.clone();
+        let previous = self.all()?;
+        let mut pins = previous.clone();
         change(&mut pins);
         pins.retain(|_, ports| !ports.is_empty());
-        if pins != before {
-            self.dir.write_json(PINS, &pins)?;
+        if pins != previous {
+            self.dir.write_json(PINS_FILE, &pins)?;
         }
         Ok(pins)
     }
@@ -131,15 +131,20 @@ mod tests {
         let (_folder, store) = store();
         let (pins, node) = (store.pins(), name("edge-1"));
         let met = |port, key| (node.clone(), port, pin(key));
-        let noted = pins.note(&[met(1, "a"), met(1, "b"), met(2, "c")]).unwrap();
+        let noted = pins
+            .record_new(&[met(1, "a"), met(1, "b"), met(2, "c")])
+            .unwrap();
         let expected = BTreeMap::from([(1, pin("a")), (2, pin("c"))]);
         assert_eq!(noted[&node], expected);
-        let later = pins.note(&[met(1, "b")]).unwrap();
+        let later = pins.record_new(&[met(1, "b")]).unwrap();
         assert_eq!((&later, pins.all().unwrap()), (&noted, noted.clone()));
-        assert_eq!(pins.forget(&node, Some(1)).unwrap(), [(1, pin("a"))].into());
-        assert!(pins.forget(&node, Some(1)).unwrap().is_empty());
-        assert_eq!(pins.note(&[met(1, "b")]).unwrap()[&node][&1], pin("b"));
-        assert_eq!(pins.forget(&node, None).unwrap().len(), 2);
+        assert_eq!(pins.remove(&node, Some(1)).unwrap(), [(1, pin("a"))].into());
+        assert!(pins.remove(&node, Some(1)).unwrap().is_empty());
+        assert_eq!(
+            pins.record_new(&[met(1, "b")]).unwrap()[&node][&1],
+            pin("b")
+        );
+        assert_eq!(pins.remove(&node, None).unwrap().len(), 2);
         assert!(pins.all().unwrap().is_empty());
     }
 
@@ -147,15 +152,15 @@ mod tests {
     fn a_node_has_so_many_pins_and_no_more_and_another_has_its_own() {
         let (_folder, store) = store();
         let (pins, node) = (store.pins(), name("edge-1"));
-        let most = u16::try_from(MOST).unwrap();
+        let most = u16::try_from(MAX_PINS_PER_NODE).unwrap();
         let met: Vec<_> = (1..=most + 1)
             .map(|port| (node.clone(), port, pin("a")))
             .collect();
-        let noted = pins.note(&met).unwrap();
-        assert_eq!(noted[&node].len(), MOST);
+        let noted = pins.record_new(&met).unwrap();
+        assert_eq!(noted[&node].len(), MAX_PINS_PER_NODE);
         assert!(!noted[&node].contains_key(&(most + 1)));
         let other = name("edge-2");
-        assert!(pins.note(&[(other.clone(), 1, pin("b"))]).unwrap()[&other].contains_key(&1));
+        assert!(pins.record_new(&[(other.clone(), 1, pin("b"))]).unwrap()[&other].contains_key(&1));
         let kept = pins.retain(|known| *known == other).unwrap();
         assert_eq!(kept.keys().collect::<Vec<_>>(), [&other]);
     }
@@ -164,12 +169,12 @@ mod tests {
     fn unchanged_pins_are_not_written_and_damaged_ones_are_named() {
         let (folder, store) = store();
         store.pins().retain(|_| true).unwrap();
-        let file = folder.path().join(PINS);
+        let file = folder.path().join(PINS_FILE);
         assert!(!file.exists());
         std::fs::write(&file, "{\"edge-1\": {\"10250\": 1}}").unwrap();
         let said = store.pins().all().unwrap_err().to_string();
         assert!(said.contains("pins.json is damaged"), "{said}");
         let met = [(name("edge-1"), 1, pin("a"))];
-        store.pins().note(&met).unwrap_err();
+        store.pins().record_new(&met).unwrap_err();
     }
 }

@@ -4,8 +4,8 @@
 //! tokens and nodes. A directory with another CA is left unchanged, because its edges would be lost. So is a directory whose
 //! rotation is further ahead. The import would bring back a retired root, or lose the only key of a new root.
 
-use super::atomic_file::{StoreError, failed};
-use super::data_dir::{CA, Store, TICKETS};
+use super::atomic_file::{StoreError, io_error};
+use super::data_dir::{CA_FILE, Store, TICKETS_FILE};
 use crate::ca::{Ca, file::CaFile};
 use crate::verify::TicketSecret;
 use std::io;
@@ -22,9 +22,9 @@ pub struct SharedCa {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ImportOutcome {
     /// The shared state was imported now.
-    Now,
+    Imported,
     /// The shared state was imported before.
-    Before,
+    AlreadyImported,
     /// The shared state is older than the local one. The local state is unchanged.
     Behind,
     /// Each of the two has a change that the other lacks: a root, a request or a chain. The local state is unchanged.
@@ -44,25 +44,25 @@ impl SharedCa {
     ///
     /// # Errors
     /// If one of the two files is missing or cannot be parsed.
-    pub fn read(folder: &Path) -> Result<Self, StoreError> {
-        let text = |name: &str| {
-            let path = folder.join(name);
+    pub fn read(directory: &Path) -> Result<Self, StoreError> {
+        let read_text = |name: &str| {
+            let path = directory.join(name);
             std::fs::read_to_string(&path).map_err(|error| match error.kind() {
                 io::ErrorKind::NotFound => StoreError::Missing { path },
-                _ => failed("read", &path)(error),
+                _ => io_error("read", &path)(error),
             })
         };
         let corrupt = |name: &str, why: String| StoreError::Corrupt {
-            path: folder.join(name),
+            path: directory.join(name),
             why,
         };
-        let file: CaFile =
-            serde_json::from_str(&text(CA)?).map_err(|error| corrupt(CA, error.to_string()))?;
+        let file: CaFile = serde_json::from_str(&read_text(CA_FILE)?)
+            .map_err(|error| corrupt(CA_FILE, error.to_string()))?;
         let ca = file
-            .read()
-            .map_err(|error| corrupt(CA, error.to_string()))?;
-        let tickets = TicketSecret::parse(&text(TICKETS)?)
-            .ok_or_else(|| corrupt(TICKETS, "it is not 32 bytes in base64url".to_owned()))?;
+            .into_ca()
+            .map_err(|error| corrupt(CA_FILE, error.to_string()))?;
+        let tickets = TicketSecret::parse(&read_text(TICKETS_FILE)?)
+            .ok_or_else(|| corrupt(TICKETS_FILE, "it is not 32 bytes in base64url".to_owned()))?;
         Ok(Self { ca, tickets })
     }
 
@@ -76,8 +76,11 @@ impl SharedCa {
     /// # Errors
     /// If the state cannot be written as JSON.
     pub fn files(&self) -> Result<[(&'static str, String); 2], serde_json::Error> {
-        let ca = serde_json::to_string_pretty(&CaFile::of(&self.ca))?;
-        Ok([(CA, ca), (TICKETS, format!("{}\n", self.tickets.text()))])
+        let ca = serde_json::to_string_pretty(&CaFile::from_ca(&self.ca))?;
+        Ok([
+            (CA_FILE, ca),
+            (TICKETS_FILE, format!("{}\n", self.tickets.text())),
+        ])
     }
 }
 
@@ -85,7 +88,7 @@ impl Store {
     /// Returns the state that this directory shares with others. The directory must have a CA.
     pub fn shared(&self) -> Result<SharedCa, StoreError> {
         let ca = self.ca()?.ok_or_else(|| StoreError::Missing {
-            path: self.dir.path(CA),
+            path: self.dir.path(CA_FILE),
         })?;
         let tickets = self.ticket_secret()?;
         Ok(SharedCa { ca, tickets })
@@ -95,40 +98,40 @@ impl Store {
     ///
     /// # Errors
     /// If this directory has another CA, none of whose roots is in the shared one; then nothing has changed.
-    pub fn take_up(&self, shared: &SharedCa) -> Result<ImportOutcome, StoreError> {
+    pub fn import_shared(&self, shared: &SharedCa) -> Result<ImportOutcome, StoreError> {
         let _lock = self.dir.lock()?;
-        let before = self.read_ca()?;
+        let current = self.read_ca()?;
         let roots = shared.ca.fingerprints();
-        if let Some(before) = &before {
-            let mut known = before.fingerprints().into_iter();
-            if !known.any(|root| roots.contains(&root)) {
+        if let Some(current) = &current {
+            let mut current_roots = current.fingerprints().into_iter();
+            if !current_roots.any(|root| roots.contains(&root)) {
                 return Err(StoreError::Exists {
-                    path: self.dir.path(CA),
+                    path: self.dir.path(CA_FILE),
                 });
             }
-            if !shared.ca.goes_on_from(before) {
-                return Ok(if before.goes_on_from(&shared.ca) {
+            if !shared.ca.is_same_or_newer(current) {
+                return Ok(if current.is_same_or_newer(&shared.ca) {
                     ImportOutcome::Behind
                 } else {
                     ImportOutcome::Diverged
                 });
             }
         }
-        let mut taken = ImportOutcome::Before;
+        let mut outcome = ImportOutcome::AlreadyImported;
         let files = shared.files();
         // The CA is written last, because the other files have no effect without it.
         for (name, text) in files
-            .map_err(|error| self.dir.corrupt(CA, error))?
+            .map_err(|error| self.dir.corrupt(CA_FILE, error))?
             .iter()
             .rev()
         {
             if self.dir.read(name)?.as_ref() != Some(text) {
                 self.dir.write(name, text)?;
-                taken = ImportOutcome::Now;
+                outcome = ImportOutcome::Imported;
             }
         }
-        self.settle(&shared.ca)?;
-        Ok(taken)
+        self.write_derived_files(&shared.ca)?;
+        Ok(outcome)
     }
 }
 
@@ -157,13 +160,16 @@ mod tests {
         let first = SharedCa::new(ca());
         keep(folder.path(), &first);
         let read = || SharedCa::read(folder.path()).unwrap();
-        assert_eq!(one.take_up(&read()).unwrap(), ImportOutcome::Now);
-        assert_eq!(one.take_up(&read()).unwrap(), ImportOutcome::Before);
-        other.take_up(&read()).unwrap();
+        assert_eq!(one.import_shared(&read()).unwrap(), ImportOutcome::Imported);
+        assert_eq!(
+            one.import_shared(&read()).unwrap(),
+            ImportOutcome::AlreadyImported
+        );
+        other.import_shared(&read()).unwrap();
         let secret = |store: &Store| store.ticket_secret().unwrap();
         assert!(secret(&one) == secret(&other));
         let node = NodeName::parse("edge-1").unwrap();
-        other.nodes().put(NodeRecord::arrived(&node, 7)).unwrap();
+        other.nodes().put(NodeRecord::name_only(&node, 7)).unwrap();
 
         for step in [Ca::prepare, Ca::activate, Ca::retire] {
             let before = secret(&one);
@@ -173,7 +179,10 @@ mod tests {
             let gone = shared.ca().other().is_none();
             assert_eq!(secret(&one) != before, gone, "with a removed root");
             keep(folder.path(), &shared);
-            assert_eq!(other.take_up(&read()).unwrap(), ImportOutcome::Now);
+            assert_eq!(
+                other.import_shared(&read()).unwrap(),
+                ImportOutcome::Imported
+            );
             let roots = |store: &Store| store.ca().unwrap().unwrap().bundle_pem();
             assert_eq!(roots(&one), roots(&other));
             assert!(secret(&one) == secret(&other));
@@ -183,13 +192,16 @@ mod tests {
 
     /// Returns everything in which two directories could differ.
     fn whole(store: &Store) -> [Option<String>; 3] {
-        [CA, TICKETS, "ca.pem"].map(|name| store.dir.read(name).unwrap())
+        [CA_FILE, TICKETS_FILE, "ca.pem"].map(|name| store.dir.read(name).unwrap())
     }
 
     /// A store that has this CA, and its own copy of what it shares.
     fn at(place: &Path, shared: &SharedCa) -> Store {
         let store = Store::open(place, OpenMode::Create).unwrap();
-        assert_eq!(store.take_up(shared).unwrap(), ImportOutcome::Now);
+        assert_eq!(
+            store.import_shared(shared).unwrap(),
+            ImportOutcome::Imported
+        );
         store
     }
 
@@ -223,7 +235,7 @@ mod tests {
                 let known = own.ca.fingerprints();
                 let roots = shared.ca.fingerprints();
                 let common = known.iter().any(|root| roots.contains(root));
-                let taken = store.take_up(shared);
+                let taken = store.import_shared(shared);
                 if !common {
                     assert!(matches!(taken, Err(StoreError::Exists { .. })));
                     assert_eq!(whole(&store), before);
@@ -236,12 +248,16 @@ mod tests {
                     assert_eq!(whole(&store), before, "{there} after {here}");
                     back += 1;
                 } else if there > here {
-                    assert_eq!(taken.unwrap(), ImportOutcome::Now, "{there} after {here}");
+                    assert_eq!(
+                        taken.unwrap(),
+                        ImportOutcome::Imported,
+                        "{there} after {here}"
+                    );
                     let after = store.shared().unwrap().files().unwrap();
                     assert!(after == shared.files().unwrap(), "{there} after {here}");
                     forward += 1;
                 } else {
-                    assert_eq!(taken.unwrap(), ImportOutcome::Before);
+                    assert_eq!(taken.unwrap(), ImportOutcome::AlreadyImported);
                 }
             }
         }
@@ -260,7 +276,10 @@ mod tests {
         for step in [Ca::prepare, Ca::activate] {
             history(&other, &[step]);
             let before = whole(&other);
-            assert_eq!(other.take_up(prepared).unwrap(), ImportOutcome::Diverged);
+            assert_eq!(
+                other.import_shared(prepared).unwrap(),
+                ImportOutcome::Diverged
+            );
             assert_eq!(whole(&other), before);
         }
     }
@@ -284,19 +303,34 @@ mod tests {
         let all = history(&source, &steps);
         let store = at(&folder.path().join("data"), &all[0]);
         for pair in all.windows(2) {
-            assert_eq!(store.take_up(&pair[1]).unwrap(), ImportOutcome::Now);
+            assert_eq!(
+                store.import_shared(&pair[1]).unwrap(),
+                ImportOutcome::Imported
+            );
             let before = whole(&store);
-            assert_eq!(store.take_up(&pair[0]).unwrap(), ImportOutcome::Behind);
+            assert_eq!(
+                store.import_shared(&pair[0]).unwrap(),
+                ImportOutcome::Behind
+            );
             assert_eq!(whole(&store), before);
-            assert_eq!(store.take_up(&pair[1]).unwrap(), ImportOutcome::Before);
+            assert_eq!(
+                store.import_shared(&pair[1]).unwrap(),
+                ImportOutcome::AlreadyImported
+            );
         }
         // Two gateways with different pending requests keep their own.
         let apart = at(&folder.path().join("apart"), &all[0]);
         history(&apart, &[Ca::request_listener_ca]);
-        assert_eq!(apart.take_up(&all[1]).unwrap(), ImportOutcome::Diverged);
+        assert_eq!(
+            apart.import_shared(&all[1]).unwrap(),
+            ImportOutcome::Diverged
+        );
         history(&apart, &[import]);
         let before = whole(&apart);
-        assert_eq!(apart.take_up(&all[2]).unwrap(), ImportOutcome::Diverged);
+        assert_eq!(
+            apart.import_shared(&all[2]).unwrap(),
+            ImportOutcome::Diverged
+        );
         assert_eq!(whole(&apart), before);
     }
 
@@ -304,13 +338,16 @@ mod tests {
     fn a_different_or_incomplete_ca_changes_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path().join("data"), OpenMode::Create).unwrap();
-        store.take_up(&SharedCa::new(ca())).unwrap();
+        store.import_shared(&SharedCa::new(ca())).unwrap();
         let roots = store.ca().unwrap().unwrap().bundle_pem();
-        let refused = store.take_up(&SharedCa::new(ca())).unwrap_err();
+        let refused = store.import_shared(&SharedCa::new(ca())).unwrap_err();
         assert!(matches!(refused, StoreError::Exists { .. }), "{refused}");
         assert_eq!(store.ca().unwrap().unwrap().bundle_pem(), roots);
         keep(folder.path(), &SharedCa::new(ca()));
-        for (name, text, says) in [(TICKETS, "short", "base64url"), (CA, "{}", "damaged")] {
+        for (name, text, says) in [
+            (TICKETS_FILE, "short", "base64url"),
+            (CA_FILE, "{}", "damaged"),
+        ] {
             std::fs::write(folder.path().join(name), text).unwrap();
             let refused = SharedCa::read(folder.path()).unwrap_err().to_string();
             assert!(refused.contains(says), "{refused}");

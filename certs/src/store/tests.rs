@@ -186,7 +186,7 @@ fn an_old_format_root_is_read_and_migrated_at_rotation() {
             })
         })
         .unwrap();
-    assert_eq!(step, RotationStep::Made);
+    assert_eq!(step, RotationStep::Applied);
     assert!(data.join("ca.json").exists() && !data.join("ca.key").exists());
     let again = store.ca().unwrap().unwrap();
     assert_eq!(again.fingerprints(), prepared.fingerprints());
@@ -366,12 +366,12 @@ fn runtime_facts_stay_in_the_directory() {
 fn preparing_for_an_edge_leaves_no_files_and_names_the_obstacle() {
     let (dir, store) = open();
     let data = dir.path().join("data");
-    store.prepare_edge().unwrap();
+    store.check_edge_space().unwrap();
     let mut left = names(&data);
     left.sort();
     assert_eq!(left, [".lock", "version"]);
     fs::remove_dir_all(&data).unwrap();
-    let error = store.prepare_edge().unwrap_err().to_string();
+    let error = store.check_edge_space().unwrap_err().to_string();
     assert!(error.contains(data.to_str().unwrap()), "{error}");
 }
 
@@ -403,7 +403,7 @@ fn full() -> (tempfile::TempDir, Store, Ca) {
     store.nodes().put(record("edge-1")).unwrap();
     let (key, since) = (crate::Fingerprint::digest(b"an app's"), 7);
     let met = (node, 10250, crate::Pin { key, since });
-    store.pins().note(&[met]).unwrap();
+    store.pins().record_new(&[met]).unwrap();
     (dir, store, ca)
 }
 
@@ -547,9 +547,11 @@ fn revocations_are_replaced_together_and_records_stay() {
         reason: reason.to_owned(),
     };
     let nodes = store.nodes();
-    nodes.put(NodeRecord::arrived(&name("edge-1"), 1)).unwrap();
     nodes
-        .shut_out(&name("edge-2"), &revocation("lost"))
+        .put(NodeRecord::name_only(&name("edge-1"), 1))
+        .unwrap();
+    nodes
+        .revoke_or_create(&name("edge-2"), &revocation("lost"))
         .unwrap();
     let all = nodes.change_revoked(|all| {
         assert_eq!(all.len(), 1);

@@ -11,15 +11,15 @@ use thiserror::Error;
 
 use super::{JoinRecord, JoinToken, NodeAttributes, TokenRecord};
 use crate::ca::Ca;
-use crate::certificate::date;
+use crate::certificate::format_date;
 use crate::name::{NodeName, NodePattern};
 use crate::secret::Fingerprint;
 use crate::store::atomic_file::{Dir, StoreError};
 
 /// The file in the data directory.
-pub(crate) const TOKENS: &str = "tokens.json";
+pub(crate) const TOKENS_FILE: &str = "tokens.json";
 /// Period for which a token is remembered after its end, so that a late user learns "used" or "expired" rather than "unknown".
-const REMEMBERED: u64 = 30 * 86_400;
+const RETENTION_SECS: u64 = 30 * 86_400;
 
 /// Error that refuses a token.
 #[derive(Debug, Error)]
@@ -28,19 +28,19 @@ pub enum TokenRejected {
     #[error("the join token is unknown to this gateway")]
     Unknown,
     /// The token has expired.
-    #[error("the join token expired at {}", date(*when))]
+    #[error("the join token expired at {}", format_date(*when))]
     Expired {
         /// Time of its end.
         when: u64,
     },
     /// The maximum number of nodes has joined with it.
-    #[error("the join token was already used at {}; create a new one", date(*when))]
+    #[error("the join token was already used at {}; create a new one", format_date(*when))]
     Used {
         /// Time when it was spent.
         when: u64,
     },
     /// The operator has revoked it.
-    #[error("the join token was revoked at {}; create a new one", date(*when))]
+    #[error("the join token was revoked at {}; create a new one", format_date(*when))]
     Revoked {
         /// Time of the revocation.
         when: u64,
@@ -85,17 +85,17 @@ pub enum NodeStatus {
 pub struct TokenStore {
     dir: Dir,
     /// Fingerprint of the active root: new tokens carry it.
-    signs: Fingerprint,
+    active_root: Fingerprint,
     /// Fingerprints of the trusted roots: tokens of these are valid.
-    trusted: Vec<Fingerprint>,
+    trusted_roots: Vec<Fingerprint>,
 }
 
 impl TokenStore {
     pub(crate) fn new(dir: Dir, ca: &Ca) -> Self {
         Self {
             dir,
-            signs: ca.fingerprint(),
-            trusted: ca.fingerprints(),
+            active_root: ca.fingerprint(),
+            trusted_roots: ca.fingerprints(),
         }
     }
 
@@ -117,7 +117,7 @@ impl TokenStore {
         ttl: Duration,
         confirmed: NodeAttributes,
     ) -> Result<JoinToken, StoreError> {
-        let token = JoinToken::generate(self.signs);
+        let token = JoinToken::generate(self.active_root);
         let now = UnixTime::now().as_secs();
         let NodeAttributes {
             addresses,
@@ -126,7 +126,7 @@ impl TokenStore {
         } = confirmed;
         let record = TokenRecord {
             id: token.id.clone(),
-            hash: hash(&token),
+            hash: secret_hash(&token),
             nodes: nodes.clone(),
             addresses,
             pool,
@@ -138,11 +138,12 @@ impl TokenStore {
             revoked: None,
             root: Some(token.root),
         };
-        self.dir.update(TOKENS, |records: &mut Vec<TokenRecord>| {
-            records.retain(|old| old.expires.saturating_add(REMEMBERED) > now);
-            records.push(record);
-            Ok::<_, StoreError>(())
-        })?;
+        self.dir
+            .update(TOKENS_FILE, |records: &mut Vec<TokenRecord>| {
+                records.retain(|old| old.expires.saturating_add(RETENTION_SECS) > now);
+                records.push(record);
+                Ok::<_, StoreError>(())
+            })?;
         Ok(token)
     }
 
@@ -151,34 +152,35 @@ impl TokenStore {
     pub fn redeem(
         &self,
         token: &JoinToken,
-        (requested, standing): (&NodeName, NodeStatus),
+        (requested, status): (&NodeName, NodeStatus),
         now: UnixTime,
     ) -> Result<TokenRecord, TokenRejected> {
-        if !self.trusted.contains(&token.root) {
+        if !self.trusted_roots.contains(&token.root) {
             return Err(TokenRejected::UnexpectedCa);
         }
-        let (presented, now) = (hash(token), now.as_secs());
-        self.dir.update(TOKENS, |records: &mut Vec<TokenRecord>| {
-            let record = records
-                .iter_mut()
-                .find(|record| record.id == token.id)
-                .filter(|record| record.hash.matches(&presented))
-                .ok_or(TokenRejected::Unknown)?;
-            refusal(record, requested, standing, now)?;
-            record.used.push(JoinRecord {
-                node: Some(requested.clone()),
-                at: now,
-            });
-            Ok(record.clone())
-        })
+        let (presented_hash, now) = (secret_hash(token), now.as_secs());
+        self.dir
+            .update(TOKENS_FILE, |records: &mut Vec<TokenRecord>| {
+                let record = records
+                    .iter_mut()
+                    .find(|record| record.id == token.id)
+                    .filter(|record| record.hash.matches(&presented_hash))
+                    .ok_or(TokenRejected::Unknown)?;
+                check_record(record, requested, status, now)?;
+                record.used.push(JoinRecord {
+                    node: Some(requested.clone()),
+                    at: now,
+                });
+                Ok(record.clone())
+            })
     }
 
     /// Returns the nodes for which a token was made.
-    pub fn meant(&self, token: &JoinToken) -> Result<NodePattern, TokenRejected> {
-        let presented = hash(token);
+    pub fn nodes_of(&self, token: &JoinToken) -> Result<NodePattern, TokenRejected> {
+        let presented_hash = secret_hash(token);
         let record = self.all()?.into_iter().find(|record| record.id == token.id);
         record
-            .filter(|record| record.hash.matches(&presented))
+            .filter(|record| record.hash.matches(&presented_hash))
             .map(|record| record.nodes)
             .ok_or(TokenRejected::Unknown)
     }
@@ -186,39 +188,45 @@ impl TokenStore {
     /// Returns whether the root that a token carries is trusted. Records of older versions do not name the root and count
     /// as trusted.
     pub fn trusts(&self, record: &TokenRecord) -> bool {
-        record.root.is_none_or(|root| self.trusted.contains(&root))
+        record
+            .root
+            .is_none_or(|root| self.trusted_roots.contains(&root))
     }
 
     /// Revokes a token. Returns whether the token existed. The record stays, so that the holder of the token learns the reason.
     pub fn revoke(&self, id: &str, now: UnixTime) -> Result<bool, StoreError> {
-        self.dir.update(TOKENS, |records: &mut Vec<TokenRecord>| {
-            let found = records.iter_mut().find(|record| record.id == id);
-            Ok(found
-                .map(|record| record.revoked.get_or_insert(now.as_secs()))
-                .is_some())
-        })
+        self.dir
+            .update(TOKENS_FILE, |records: &mut Vec<TokenRecord>| {
+                let found = records.iter_mut().find(|record| record.id == id);
+                Ok(found
+                    .map(|record| record.revoked.get_or_insert(now.as_secs()))
+                    .is_some())
+            })
     }
 
     /// Returns all remembered tokens.
     pub fn all(&self) -> Result<Vec<TokenRecord>, StoreError> {
-        self.dir.read_json(TOKENS).map(Option::unwrap_or_default)
+        self.dir
+            .read_json(TOKENS_FILE)
+            .map(Option::unwrap_or_default)
     }
 
     /// Forgets a token; whether there was one.
     pub fn remove(&self, id: &str) -> Result<bool, StoreError> {
-        self.dir.update(TOKENS, |records: &mut Vec<TokenRecord>| {
-            let before = records.len();
-            records.retain(|record| record.id != id);
-            Ok(records.len() < before)
-        })
+        self.dir
+            .update(TOKENS_FILE, |records: &mut Vec<TokenRecord>| {
+                let previous_len = records.len();
+                records.retain(|record| record.id != id);
+                Ok(records.len() < previous_len)
+            })
     }
 }
 
 /// Returns the reason why a known token is not valid.
-fn refusal(
+fn check_record(
     record: &TokenRecord,
     requested: &NodeName,
-    standing: NodeStatus,
+    status: NodeStatus,
     now: u64,
 ) -> Result<(), TokenRejected> {
     if !record.nodes.matches(requested) {
@@ -239,7 +247,7 @@ fn refusal(
             when: record.expires,
         });
     }
-    if standing == NodeStatus::Known && record.nodes.node().is_none() {
+    if status == NodeStatus::Known && record.nodes.node().is_none() {
         return Err(TokenRejected::NotNew {
             node: requested.clone(),
             bound_to: record.nodes.clone(),
@@ -248,6 +256,6 @@ fn refusal(
     Ok(())
 }
 
-fn hash(token: &JoinToken) -> Fingerprint {
+fn secret_hash(token: &JoinToken) -> Fingerprint {
     Fingerprint::digest(token.secret.expose().as_bytes())
 }

@@ -48,7 +48,7 @@ pub struct UnexpectedCa {
 impl UnexpectedCa {
     /// Finds it in what a handshake failed with, `io::Error` and `rustls::Error` included.
     pub fn find<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a Self> {
-        find(error)
+        find_cause(error)
     }
 }
 
@@ -60,12 +60,12 @@ pub struct NotAGateway;
 impl NotAGateway {
     /// Returns whether a handshake failed with this error.
     pub fn is_in(error: &(dyn StdError + 'static)) -> bool {
-        find::<Self>(error).is_some()
+        find_cause::<Self>(error).is_some()
     }
 }
 
 /// Finds an error of type `T` among the causes of `error`, `io::Error` and `rustls::Error` included.
-fn find<'a, T: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Option<&'a T> {
+fn find_cause<'a, T: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Option<&'a T> {
     if let Some(found) = error.downcast_ref::<T>() {
         return Some(found);
     }
@@ -80,42 +80,46 @@ fn find<'a, T: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Optio
         } else {
             error.source()
         };
-    inner.and_then(find)
+    inner.and_then(find_cause)
 }
 
 /// The edge's end of a tunnel: TLS 1.3, `rh2`, with the edge's certificate.
 pub fn tunnel_client(edge: &EdgeIdentity) -> Result<Arc<ClientConfig>, TrustError> {
-    enrolled(edge, &[ALPN_TUNNEL])
+    enrolled_client_config(edge, &[ALPN_TUNNEL])
 }
 
 /// The edge's other requests (renewal and so on): as the tunnel, but `h2` or `http/1.1`.
 pub fn control_client(edge: &EdgeIdentity) -> Result<Arc<ClientConfig>, TrustError> {
-    enrolled(edge, &ALPN_CONTROL)
+    enrolled_client_config(edge, &ALPN_CONTROL)
 }
 
 /// Joining: no certificate yet, the gateway recognised by the token's fingerprint. A failure is
 /// recognisable by `UnexpectedCa::find`.
 pub fn join_client(root: Fingerprint) -> Result<Arc<ClientConfig>, TrustError> {
-    let anchor = RootSource::Pinned(root);
+    let root_source = RootSource::Pinned(root);
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(GatewayCertVerifier::new(anchor)))
+        .with_custom_certificate_verifier(Arc::new(GatewayCertVerifier::new(root_source)))
         .with_no_client_auth();
-    config.alpn_protocols = owned(&ALPN_CONTROL);
+    config.alpn_protocols = owned_alpn(&ALPN_CONTROL);
     Ok(Arc::new(config))
 }
 
 /// Joining by what a cluster's signer has made for this node: gateways are recognised by these roots.
 pub fn csr_exchange_client(
     roots_pem: &str,
-    shown: &LeafCertificate,
+    node_certificate: &LeafCertificate,
 ) -> Result<Arc<ClientConfig>, TrustError> {
     let unusable = |error: &dyn StdError| TrustError::Root(error.to_string());
-    let roots = pem::certificates(roots_pem).map_err(TrustError::Root)?;
-    let domain = EdgeIdentity::domain_of(roots_pem).map_err(|error| unusable(&error))?;
-    let anchor = RootSource::Root(TrustStore::below(&roots, &domain)?);
-    showing(anchor, (shown.chain().to_vec(), shown), &ALPN_CONTROL)
+    let roots = pem::parse_certificates(roots_pem).map_err(TrustError::Root)?;
+    let domain = EdgeIdentity::trust_domain_of(roots_pem).map_err(|error| unusable(&error))?;
+    let root_source = RootSource::Root(TrustStore::from_roots(&roots, &domain)?);
+    client_config(
+        root_source,
+        (node_certificate.chain().to_vec(), node_certificate),
+        &ALPN_CONTROL,
+    )
 }
 
 /// Returns the certificate of a chain that has this fingerprint: after joining, the root to store.
@@ -125,32 +129,45 @@ pub fn pinned_root(
 ) -> Option<CertificateDer<'static>> {
     let found = chain
         .iter()
-        .find(|certificate| Fingerprint::of(certificate) == root)?;
+        .find(|certificate| Fingerprint::of_certificate(certificate) == root)?;
     Some(found.clone().into_owned())
 }
 
-fn enrolled(edge: &EdgeIdentity, alpn: &[&[u8]]) -> Result<Arc<ClientConfig>, TrustError> {
+fn enrolled_client_config(
+    edge: &EdgeIdentity,
+    alpn: &[&[u8]],
+) -> Result<Arc<ClientConfig>, TrustError> {
     // The gateway knows our intermediates, so only the leaf is sent.
-    let shown = if edge.given { usize::MAX } else { 1 };
-    let own = edge.leaf.chain().iter().take(shown).cloned().collect();
-    showing(RootSource::Root(edge.trust()?), (own, &edge.leaf), alpn)
+    let chain_length = if edge.is_external { usize::MAX } else { 1 };
+    let chain = edge
+        .leaf
+        .chain()
+        .iter()
+        .take(chain_length)
+        .cloned()
+        .collect();
+    client_config(
+        RootSource::Root(edge.trust_store()?),
+        (chain, &edge.leaf),
+        alpn,
+    )
 }
 
-fn showing(
-    anchor: RootSource,
-    (own, leaf): (Vec<CertificateDer<'static>>, &LeafCertificate),
+fn client_config(
+    root_source: RootSource,
+    (chain, leaf): (Vec<CertificateDer<'static>>, &LeafCertificate),
     alpn: &[&[u8]],
 ) -> Result<Arc<ClientConfig>, TrustError> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(GatewayCertVerifier::new(anchor)))
-        .with_client_auth_cert(own, leaf.key())?;
-    config.alpn_protocols = owned(alpn);
+        .with_custom_certificate_verifier(Arc::new(GatewayCertVerifier::new(root_source)))
+        .with_client_auth_cert(chain, leaf.key())?;
+    config.alpn_protocols = owned_alpn(alpn);
     Ok(Arc::new(config))
 }
 
-pub(super) fn owned(alpn: &[&[u8]]) -> Vec<Vec<u8>> {
+pub(super) fn owned_alpn(alpn: &[&[u8]]) -> Vec<Vec<u8>> {
     alpn.iter().map(|protocol| protocol.to_vec()).collect()
 }
 
@@ -169,9 +186,9 @@ struct GatewayCertVerifier {
 }
 
 impl GatewayCertVerifier {
-    fn new(anchor: RootSource) -> Self {
+    fn new(root_source: RootSource) -> Self {
         Self {
-            anchor,
+            anchor: root_source,
             provider: provider(),
         }
     }
@@ -186,21 +203,28 @@ impl ServerCertVerifier for GatewayCertVerifier {
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        let facts = Certificate::read(end_entity).map_err(other)?;
-        if !identity::names_gateway(&facts) {
-            return Err(other(NotAGateway));
+        let parsed = Certificate::parse(end_entity).map_err(other_error)?;
+        if !identity::names_gateway(&parsed) {
+            return Err(other_error(NotAGateway));
         }
         let pinned;
-        let trust = match &self.anchor {
+        let trust_store = match &self.anchor {
             RootSource::Root(trust) => trust,
             RootSource::Pinned(expected) => {
-                pinned = pin(end_entity, intermediates, *expected)?;
+                pinned = pinned_trust_store(end_entity, intermediates, *expected)?;
                 &pinned
             }
         };
         let mut chain = vec![end_entity.clone()];
         chain.extend_from_slice(intermediates);
-        check_peer(Some(&chain), Purpose::Gateway, now, trust, &none_revoked).map_err(alert)?;
+        check_peer(
+            Some(&chain),
+            Purpose::Gateway,
+            now,
+            trust_store,
+            &none_revoked,
+        )
+        .map_err(to_tls_error)?;
         Ok(ServerCertVerified::assertion())
     }
 
@@ -232,33 +256,33 @@ impl ServerCertVerifier for GatewayCertVerifier {
 }
 
 /// Returns the trust in the certificate that the token names. It must be a CA of its own: a pinned leaf would vouch for itself.
-fn pin(
+fn pinned_trust_store(
     end_entity: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
     expected: Fingerprint,
 ) -> Result<TrustStore, Error> {
     let Some(root) = pinned_root(intermediates, expected) else {
-        let presented = Fingerprint::of(intermediates.last().unwrap_or(end_entity));
-        return Err(other(UnexpectedCa {
+        let presented = Fingerprint::of_certificate(intermediates.last().unwrap_or(end_entity));
+        return Err(other_error(UnexpectedCa {
             presented,
             expected,
         }));
     };
-    let facts = Certificate::read(&root).map_err(other)?;
-    let domain = identity::domain_of_root(&facts).map_err(other)?;
-    TrustStore::below([&root], &domain).map_err(other)
+    let parsed = Certificate::parse(&root).map_err(other_error)?;
+    let domain = identity::trust_domain_of_root(&parsed).map_err(other_error)?;
+    TrustStore::from_roots([&root], &domain).map_err(other_error)
 }
 
 /// Returns the error of a refusal, with the TLS alert that fits.
-pub(super) fn alert(refused: PeerRejected) -> Error {
-    match refused {
+pub(super) fn to_tls_error(rejection: PeerRejected) -> Error {
+    match rejection {
         PeerRejected::UnknownIssuer => CertificateError::UnknownIssuer.into(),
         PeerRejected::Expired { .. } => CertificateError::Expired.into(),
         PeerRejected::NotYetValid { .. } => CertificateError::NotValidYet.into(),
-        refused => other(refused),
+        rejection => other_error(rejection),
     }
 }
 
-pub(super) fn other(error: impl StdError + Send + Sync + 'static) -> Error {
+pub(super) fn other_error(error: impl StdError + Send + Sync + 'static) -> Error {
     CertificateError::Other(OtherError(Arc::new(error))).into()
 }

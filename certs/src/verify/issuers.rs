@@ -5,7 +5,7 @@
 //! signature does not change, so [`SignatureCache`] holds digests. Other facts are checked each time: the dates here, revocation
 //! in `check_peer`. Certificates between a leaf and our issuer are ignored.
 
-use super::roots::{TrustError, store, verifier};
+use super::roots::{TrustError, build_verifier, root_store};
 use crate::ca::Ca;
 use crate::certificate::Certificate;
 use crate::crypto::provider;
@@ -27,10 +27,10 @@ use std::{
 };
 
 /// Certificates behind a client's own, at most. Each may cost a signature before it is known to lead nowhere.
-pub(super) const MOST_BEHIND: usize = 8;
+pub(super) const MAX_INTERMEDIATES: usize = 8;
 
 /// Certificates of one generation. Two generations are cached, 4 MiB at most.
-const GENERATION: usize = 16_384;
+const MAX_GENERATION_ENTRIES: usize = 16_384;
 
 /// First and last second of a certificate and the place of its signer, by the digest of its bytes.
 type CacheGeneration = HashMap<[u8; 32], (RangeInclusive<u64>, usize)>;
@@ -41,34 +41,34 @@ struct SignatureCache(Mutex<(CacheGeneration, CacheGeneration)>);
 
 impl SignatureCache {
     /// Returns the issuer of this certificate, if the signature was verified and the certificate is within its dates.
-    fn by(&self, digest: &[u8; 32], now: UnixTime) -> Option<usize> {
-        let mut generations = self.generations();
+    fn issuer_of(&self, digest: &[u8; 32], now: UnixTime) -> Option<usize> {
+        let mut generations = self.lock();
         let (newer, older) = &mut *generations;
-        let (dates, by) = newer.get(digest).or_else(|| older.get(digest)).cloned()?;
+        let (dates, issuer_index) = newer.get(digest).or_else(|| older.get(digest)).cloned()?;
         if !newer.contains_key(digest) {
-            keep(&mut generations, *digest, (dates.clone(), by));
+            insert_entry(&mut generations, *digest, (dates.clone(), issuer_index));
         }
-        dates.contains(&now.as_secs()).then_some(by)
+        dates.contains(&now.as_secs()).then_some(issuer_index)
     }
 
-    fn keep(&self, digest: [u8; 32], dates: RangeInclusive<u64>, by: usize) {
-        keep(&mut self.generations(), digest, (dates, by));
+    fn insert(&self, digest: [u8; 32], dates: RangeInclusive<u64>, issuer_index: usize) {
+        insert_entry(&mut self.lock(), digest, (dates, issuer_index));
     }
 
-    fn generations(&self) -> MutexGuard<'_, (CacheGeneration, CacheGeneration)> {
+    fn lock(&self) -> MutexGuard<'_, (CacheGeneration, CacheGeneration)> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn keep(
+fn insert_entry(
     (newer, older): &mut (CacheGeneration, CacheGeneration),
     digest: [u8; 32],
-    facts: (RangeInclusive<u64>, usize),
+    entry: (RangeInclusive<u64>, usize),
 ) {
-    if newer.len() >= GENERATION {
+    if newer.len() >= MAX_GENERATION_ENTRIES {
         *older = mem::take(newer);
     }
-    newer.insert(digest, facts);
+    newer.insert(digest, entry);
 }
 
 /// One of our own issuers.
@@ -84,65 +84,70 @@ pub(super) struct Issuer {
 /// All our own issuers, and the cache of their verified signatures.
 #[derive(Debug)]
 pub(super) struct Issuers {
-    all: Vec<Issuer>,
-    seen: SignatureCache,
+    list: Vec<Issuer>,
+    signature_cache: SignatureCache,
 }
 
 impl Issuers {
     /// Whether one of the issuers is below this root.
-    pub(super) fn know(&self, root: Fingerprint) -> bool {
-        self.all.iter().any(|issuer| issuer.root == root)
+    pub(super) fn contains_root(&self, root: Fingerprint) -> bool {
+        self.list.iter().any(|issuer| issuer.root == root)
     }
 
-    pub(super) fn of(ca: &Ca) -> Result<Self, TrustError> {
+    pub(super) fn from_ca(ca: &Ca) -> Result<Self, TrustError> {
         let issuer = |anchor: crate::ca::TrustAnchor<'_>| {
             Ok(Issuer {
                 purpose: anchor.purpose,
                 root: anchor.root,
-                verifier: verifier(&store([anchor.certificate])?)?,
+                verifier: build_verifier(&root_store([anchor.certificate])?)?,
             })
         };
         Ok(Self {
-            all: ca
+            list: ca
                 .anchors()
                 .into_iter()
                 .map(issuer)
                 .collect::<Result<_, TrustError>>()?,
-            seen: SignatureCache::default(),
+            signature_cache: SignatureCache::default(),
         })
     }
 
     /// Returns the issuer that has signed this client's certificate, if the certificate is valid now.
     pub(super) fn find(&self, leaf: &CertificateDer<'_>, now: UnixTime) -> Result<&Issuer, Error> {
         let digest = Sha256::digest(leaf).into();
-        if let Some(issuer) = self.seen.by(&digest, now).and_then(|by| self.all.get(by)) {
+        if let Some(issuer) = self
+            .signature_cache
+            .issuer_of(&digest, now)
+            .and_then(|by| self.list.get(by))
+        {
             return Ok(issuer);
         }
-        for (by, issuer) in self.all.iter().enumerate() {
+        for (index, issuer) in self.list.iter().enumerate() {
             match issuer.verifier.verify_client_cert(leaf, &[], now) {
                 Ok(_) => {
-                    if let Ok(facts) = Certificate::read(leaf) {
-                        let dates = facts.not_before..=facts.not_after;
-                        self.seen.keep(digest, dates, by);
+                    if let Ok(parsed) = Certificate::parse(leaf) {
+                        let dates = parsed.not_before..=parsed.not_after;
+                        self.signature_cache.insert(digest, dates, index);
                     }
                     return Ok(issuer);
                 }
-                Err(error) if is_anothers(&error) => {}
+                Err(error) if is_other_issuer(&error) => {}
                 Err(error) => return Err(error),
             }
         }
         Err(CertificateError::UnknownIssuer.into())
     }
 
-    fn hints(&self, asked: IssuerPurpose) -> impl Iterator<Item = DistinguishedName> {
-        let all = self.all.iter();
-        let asked = all.filter(move |issuer| issuer.purpose.is_none_or(|purpose| purpose == asked));
-        asked.flat_map(|issuer| issuer.verifier.root_hint_subjects().to_vec())
+    fn hint_subjects(&self, wanted: IssuerPurpose) -> impl Iterator<Item = DistinguishedName> {
+        let all = self.list.iter();
+        let matching =
+            all.filter(move |issuer| issuer.purpose.is_none_or(|purpose| purpose == wanted));
+        matching.flat_map(|issuer| issuer.verifier.root_hint_subjects().to_vec())
     }
 }
 
 /// Whether another CA has signed. A bad signature under our issuer's name is the same case: another root may have the same name.
-pub(super) fn is_anothers(error: &Error) -> bool {
+pub(super) fn is_other_issuer(error: &Error) -> bool {
     matches!(
         error,
         Error::InvalidCertificate(
@@ -156,26 +161,28 @@ pub(super) fn is_anothers(error: &Error) -> bool {
 /// Verifier of client certificates for rustls: of ours, of other CAs', or of both.
 #[derive(Debug)]
 pub(super) struct ClientVerifier {
-    own: Option<Arc<Issuers>>,
-    foreign: Option<Arc<dyn ClientCertVerifier>>,
+    own_issuers: Option<Arc<Issuers>>,
+    foreign_verifier: Option<Arc<dyn ClientCertVerifier>>,
     required: bool,
     hints: Vec<DistinguishedName>,
 }
 
 impl ClientVerifier {
     pub(super) fn new(
-        own: Option<Arc<Issuers>>,
-        foreign: Option<Arc<dyn ClientCertVerifier>>,
-        (asked, required): (IssuerPurpose, bool),
+        own_issuers: Option<Arc<Issuers>>,
+        foreign_verifier: Option<Arc<dyn ClientCertVerifier>>,
+        (purpose, required): (IssuerPurpose, bool),
     ) -> Arc<Self> {
-        let ours = own.iter().flat_map(|own| own.hints(asked));
-        let theirs = foreign
+        let own_hints = own_issuers
+            .iter()
+            .flat_map(|own| own.hint_subjects(purpose));
+        let foreign_hints = foreign_verifier
             .iter()
             .flat_map(|foreign| foreign.root_hint_subjects().to_vec());
         Arc::new(Self {
-            hints: ours.chain(theirs).collect(),
-            own,
-            foreign,
+            hints: own_hints.chain(foreign_hints).collect(),
+            own_issuers,
+            foreign_verifier,
             required,
         })
     }
@@ -188,16 +195,16 @@ impl ClientCertVerifier for ClientVerifier {
         issuers: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        let ours = self.own.as_ref().map(|own| own.find(leaf, now));
-        match (ours, &self.foreign) {
+        let own_result = self.own_issuers.as_ref().map(|own| own.find(leaf, now));
+        match (own_result, &self.foreign_verifier) {
             (Some(Ok(_)), _) => Ok(ClientCertVerified::assertion()),
             (Some(Err(error)), None) => Err(error),
-            (Some(Err(error)), Some(_)) if !is_anothers(&error) => Err(error),
-            (_, Some(_)) if issuers.len() > MOST_BEHIND => {
+            (Some(Err(error)), Some(_)) if !is_other_issuer(&error) => Err(error),
+            (_, Some(_)) if issuers.len() > MAX_INTERMEDIATES => {
                 let why = "the client sent too many intermediate certificates";
                 Err(Error::General(why.into()))
             }
-            (_, Some(foreign)) => foreign.verify_client_cert(leaf, issuers, now),
+            (_, Some(verifier)) => verifier.verify_client_cert(leaf, issuers, now),
             (None, None) => Err(CertificateError::UnknownIssuer.into()),
         }
     }
@@ -218,20 +225,20 @@ impl ClientCertVerifier for ClientVerifier {
         &self,
         message: &[u8],
         leaf: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
+        signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
         let algorithms = &provider().signature_verification_algorithms;
-        verify_tls12_signature(message, leaf, signed, algorithms)
+        verify_tls12_signature(message, leaf, signature, algorithms)
     }
 
     fn verify_tls13_signature(
         &self,
         message: &[u8],
         leaf: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
+        signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
         let algorithms = &provider().signature_verification_algorithms;
-        verify_tls13_signature(message, leaf, signed, algorithms)
+        verify_tls13_signature(message, leaf, signature, algorithms)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
@@ -263,10 +270,13 @@ mod tests {
                 .ok()
                 .map(|issuer| issuer.purpose)
         };
-        let (knows, mut stranger) = (Issuers::of(&ours).unwrap(), Issuers::of(&other).unwrap());
+        let (knows, mut stranger) = (
+            Issuers::from_ca(&ours).unwrap(),
+            Issuers::from_ca(&other).unwrap(),
+        );
         assert_eq!(passes(&stranger, &ann), None);
         assert_eq!(passes(&knows, &ann), Some(Some(IssuerPurpose::Clients)));
-        stranger.seen = knows.seen;
+        stranger.signature_cache = knows.signature_cache;
         assert_eq!(
             passes(&stranger, &ann),
             Some(Some(IssuerPurpose::Clients)),
@@ -282,15 +292,18 @@ mod tests {
             .issue_client("ann", &[], Duration::from_hours(1))
             .unwrap();
         let (own, behind) = leaf.chain().split_first().unwrap();
-        let roots = store([ca.root()]).unwrap();
+        let roots = root_store([ca.root()]).unwrap();
         let asked = (IssuerPurpose::Clients, true);
-        let clients = ClientVerifier::new(None, Some(verifier(&roots).unwrap()), asked);
+        let clients = ClientVerifier::new(None, Some(build_verifier(&roots).unwrap()), asked);
         let with = |count| {
             let behind = vec![behind[0].clone(); count];
             clients.verify_client_cert(own, &behind, UnixTime::now())
         };
-        with(MOST_BEHIND).unwrap();
-        assert!(matches!(with(MOST_BEHIND + 1), Err(Error::General(_))));
+        with(MAX_INTERMEDIATES).unwrap();
+        assert!(matches!(
+            with(MAX_INTERMEDIATES + 1),
+            Err(Error::General(_))
+        ));
     }
 
     #[test]
@@ -302,23 +315,26 @@ mod tests {
             digest[..8].copy_from_slice(&number.to_be_bytes());
             digest
         };
-        let most = u64::try_from(GENERATION).unwrap();
+        let most = u64::try_from(MAX_GENERATION_ENTRIES).unwrap();
         for number in 0..5 * most {
-            seen.keep(digest(number), 0..=100, 3);
+            seen.insert(digest(number), 0..=100, 3);
             // Used all the time, so it is never evicted.
-            assert_eq!(seen.by(&digest(0), now), Some(3));
+            assert_eq!(seen.issuer_of(&digest(0), now), Some(3));
         }
-        assert!(seen.by(&digest(1), now).is_none());
-        let generations = seen.generations();
-        assert!(generations.0.len() <= GENERATION && generations.1.len() <= GENERATION);
+        assert!(seen.issuer_of(&digest(1), now).is_none());
+        let generations = seen.lock();
+        assert!(
+            generations.0.len() <= MAX_GENERATION_ENTRIES
+                && generations.1.len() <= MAX_GENERATION_ENTRIES
+        );
     }
 
     #[test]
     fn dates_are_looked_at_each_time() {
         let seen = SignatureCache::default();
-        seen.keep([1; 32], 10..=20, 0);
+        seen.insert([1; 32], 10..=20, 0);
         let at = |seconds| {
-            seen.by(
+            seen.issuer_of(
                 &[1; 32],
                 UnixTime::since_unix_epoch(Duration::from_secs(seconds)),
             )

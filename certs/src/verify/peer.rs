@@ -14,9 +14,9 @@ use rustls_pki_types::{CertificateDer, UnixTime};
 use thiserror::Error;
 use webpki::{EndEntityCert, KeyUsage};
 
-use super::issuers::is_anothers;
+use super::issuers::is_other_issuer;
 use super::trust_store::{TrustStore, root_key};
-use crate::certificate::{Certificate, CertificateError, date};
+use crate::certificate::{Certificate, CertificateError, format_date};
 use crate::crypto::provider;
 use crate::identity::{Identity, IssuerPurpose, issuer_purpose};
 use crate::name::NameError;
@@ -56,18 +56,18 @@ pub fn none_revoked(_serial: &[u8], _identity: &Identity) -> bool {
 pub enum PeerRejected {
     /// There is no certificate; a client may authenticate otherwise.
     #[error("no certificate presented")]
-    Missing,
+    NoCertificate,
     /// No root that this port trusts has signed it.
     #[error("the certificate is not issued by a CA that is trusted here")]
     UnknownIssuer,
     /// The certificate has expired.
-    #[error("the certificate expired at {}", date(*not_after))]
+    #[error("the certificate expired at {}", format_date(*not_after))]
     Expired {
         /// Last second of the certificate.
         not_after: u64,
     },
     /// The certificate is not valid yet: one of the two clocks is wrong.
-    #[error("the certificate is not valid before {}; check the clocks of both machines", date(*not_before))]
+    #[error("the certificate is not valid before {}; check the clocks of both machines", format_date(*not_before))]
     NotYetValid {
         /// First second of the certificate.
         not_before: u64,
@@ -80,7 +80,7 @@ pub enum PeerRejected {
     },
     /// The certificate is genuine, but of another kind.
     #[error("a certificate of kind {found} cannot be used as {wanted}")]
-    Kind {
+    WrongKind {
         /// Role of the peer.
         wanted: Purpose,
         /// Kind of the certificate.
@@ -140,7 +140,7 @@ pub fn check_peer(
     trust: &TrustStore,
     revoked: IsRevokedFn<'_>,
 ) -> Result<Identity, PeerRejected> {
-    verify_peer(chain, purpose, now, trust, revoked).map(|proven| proven.identity)
+    verify_peer(chain, purpose, now, trust, revoked).map(|verified| verified.identity)
 }
 
 /// Verifies a peer like [`check_peer`], and returns its certificate's facts as well.
@@ -153,43 +153,46 @@ pub fn verify_peer(
 ) -> Result<VerifiedPeer, PeerRejected> {
     let (leaf, issuers) = chain
         .and_then(<[_]>::split_first)
-        .ok_or(PeerRejected::Missing)?;
-    let facts = Certificate::read(leaf).map_err(unreadable)?;
-    if now.as_secs() > facts.not_after {
+        .ok_or(PeerRejected::NoCertificate)?;
+    let parsed = Certificate::parse(leaf).map_err(certificate_error)?;
+    if now.as_secs() > parsed.not_after {
         return Err(PeerRejected::Expired {
-            not_after: facts.not_after,
+            not_after: parsed.not_after,
         });
     }
-    if now.as_secs() < facts.not_before {
+    if now.as_secs() < parsed.not_before {
         return Err(PeerRejected::NotYetValid {
-            not_before: facts.not_before,
+            not_before: parsed.not_before,
         });
     }
-    let signed = ChainInProgress {
+    let chain_check = ChainInProgress {
         leaf,
         issuers,
         now,
         purpose,
     };
-    let (serial, serial_hex) = (facts.serial.clone(), facts.serial_hex());
-    let (issued_at, not_after) = (facts.issued_at(), facts.not_after);
+    let (serial, serial_hex) = (parsed.serial.clone(), parsed.serial_hex());
+    let (issued_at, not_after) = (parsed.issued_at(), parsed.not_after);
     let mut root = None;
-    let identity = if let Some(signer) = signed.by_us(trust)? {
-        let identity = Identity::ours(&facts, &trust.domain)?;
-        check_kind(&identity, &facts, purpose)?;
-        if let Some(found) = signer.purpose.filter(|found| *found != purpose.issuing()) {
+    let identity = if let Some(signer) = chain_check.find_own_signer(trust)? {
+        let identity = Identity::from_own(&parsed, &trust.domain)?;
+        check_kind(&identity, &parsed, purpose)?;
+        if let Some(found) = signer
+            .purpose
+            .filter(|found| *found != purpose.required_issuer())
+        {
             let wanted = purpose;
             return Err(PeerRejected::WrongIssuer { wanted, found });
         }
         root = signer.root;
         identity
-    } else if signed.by_a_foreign_root(trust)? {
+    } else if chain_check.has_foreign_signer(trust)? {
         // If one CA issues the certificates of edges and clients, an edge's must not be used as a client's.
-        if let Some(found) = Identity::machine(&facts, &trust.domain) {
+        if let Some(found) = Identity::own_machine_kind(&parsed, &trust.domain) {
             let wanted = purpose;
-            return Err(PeerRejected::Kind { wanted, found });
+            return Err(PeerRejected::WrongKind { wanted, found });
         }
-        Identity::foreign(facts)
+        Identity::from_foreign(parsed)
     } else {
         return Err(PeerRejected::UnknownIssuer);
     };
@@ -220,34 +223,34 @@ struct SignerInfo {
 }
 
 impl ChainInProgress<'_> {
-    fn by_us(&self, trust: &TrustStore) -> Result<Option<SignerInfo>, PeerRejected> {
+    fn find_own_signer(&self, trust: &TrustStore) -> Result<Option<SignerInfo>, PeerRejected> {
         match (&trust.issuers, self.purpose) {
             (Some(issuers), Purpose::Edge | Purpose::Client) => {
                 let found = issuers.find(self.leaf, self.now);
-                self.judge(found).map(|found| {
+                self.classify(found).map(|found| {
                     found.map(|issuer| SignerInfo {
                         purpose: issuer.purpose,
                         root: Some(issuer.root),
                     })
                 })
             }
-            _ => self.below_a_root(trust),
+            _ => self.verify_to_root(trust),
         }
     }
 
     /// Returns whether a foreign root has signed the certificate. Only clients may have a foreign certificate.
-    fn by_a_foreign_root(&self, trust: &TrustStore) -> Result<bool, PeerRejected> {
-        match (&trust.foreign, self.purpose) {
+    fn has_foreign_signer(&self, trust: &TrustStore) -> Result<bool, PeerRejected> {
+        match (&trust.foreign_verifier, self.purpose) {
             (Some(foreign), Purpose::Client) => {
                 let verified = foreign.verify_client_cert(self.leaf, self.issuers, self.now);
-                self.judge(verified).map(|verified| verified.is_some())
+                self.classify(verified).map(|verified| verified.is_some())
             }
             _ => Ok(false),
         }
     }
 
     /// Follows the chain to one of our roots. Only the issuer of the leaf counts, and no other certificate of the chain.
-    fn below_a_root(&self, trust: &TrustStore) -> Result<Option<SignerInfo>, PeerRejected> {
+    fn verify_to_root(&self, trust: &TrustStore) -> Result<Option<SignerInfo>, PeerRejected> {
         use webpki::Error;
         if trust.roots.is_empty() {
             return Ok(None);
@@ -260,7 +263,7 @@ impl ChainInProgress<'_> {
         let leaf = EndEntityCert::try_from(self.leaf).map_err(invalid)?;
         let algorithms = provider().signature_verification_algorithms.all;
         let anchors = &trust.roots.roots;
-        let found = leaf.verify_for_usage(
+        let path_result = leaf.verify_for_usage(
             algorithms,
             anchors,
             self.issuers,
@@ -269,19 +272,20 @@ impl ChainInProgress<'_> {
             None,
             None,
         );
-        match found {
+        match path_result {
             Ok(path) => {
-                if trust.is_given() {
+                if trust.is_external() {
                     let (purpose, root) = (None, Some(root_key(path.anchor())));
                     return Ok(Some(SignerInfo { purpose, root }));
                 }
                 let signer = path.intermediate_certificates().next();
-                let facts = signer.map(|signer| Certificate::read(&signer.der()));
-                let purpose = match facts.transpose().map_err(unreadable)? {
+                let parsed_signer = signer.map(|signer| Certificate::parse(&signer.der()));
+                let purpose = match parsed_signer.transpose().map_err(certificate_error)? {
                     // The root signed the leaf directly.
                     None => None,
-                    Some(facts) => Some(
-                        issuer_purpose(&facts, &trust.domain).ok_or(PeerRejected::UnknownIssuer)?,
+                    Some(parsed_signer) => Some(
+                        issuer_purpose(&parsed_signer, &trust.domain)
+                            .ok_or(PeerRejected::UnknownIssuer)?,
                     ),
                 };
                 let root = None;
@@ -300,10 +304,10 @@ impl ChainInProgress<'_> {
     }
 
     /// Whether these have signed.
-    fn judge<T>(&self, outcome: Result<T, TlsError>) -> Result<Option<T>, PeerRejected> {
+    fn classify<T>(&self, outcome: Result<T, TlsError>) -> Result<Option<T>, PeerRejected> {
         match outcome {
             Ok(found) => Ok(Some(found)),
-            Err(error) if is_anothers(&error) => Ok(None),
+            Err(error) if is_other_issuer(&error) => Ok(None),
             Err(TlsError::InvalidCertificate(
                 TlsCertificateError::InvalidPurpose
                 | TlsCertificateError::InvalidPurposeContext { .. },
@@ -317,7 +321,7 @@ impl ChainInProgress<'_> {
 
 impl Purpose {
     /// Returns the purpose of the issuer for certificates of this purpose.
-    pub(super) fn issuing(self) -> IssuerPurpose {
+    pub(super) fn required_issuer(self) -> IssuerPurpose {
         match self {
             Self::Edge => IssuerPurpose::Edges,
             Self::Client => IssuerPurpose::Clients,
@@ -329,18 +333,18 @@ impl Purpose {
 /// Our own certificates always name their purpose, so a missing extension is refused too.
 fn check_kind(
     identity: &Identity,
-    facts: &Certificate,
+    parsed: &Certificate,
     purpose: Purpose,
 ) -> Result<(), PeerRejected> {
-    let usage = match purpose {
-        Purpose::Edge | Purpose::Client => facts.client_auth,
-        Purpose::Gateway => facts.server_auth,
+    let has_usage = match purpose {
+        Purpose::Edge | Purpose::Client => parsed.client_auth,
+        Purpose::Gateway => parsed.server_auth,
     };
     match (purpose, identity) {
         (Purpose::Edge, Identity::Edge(_))
         | (Purpose::Client, Identity::Client { .. })
         | (Purpose::Gateway, Identity::Gateway)
-            if usage =>
+            if has_usage =>
         {
             Ok(())
         }
@@ -349,13 +353,13 @@ fn check_kind(
         | (Purpose::Gateway, Identity::Gateway) => {
             Err(PeerRejected::WrongPurpose { wanted: purpose })
         }
-        _ => Err(PeerRejected::Kind {
+        _ => Err(PeerRejected::WrongKind {
             wanted: purpose,
             found: identity.kind(),
         }),
     }
 }
 
-fn unreadable(error: CertificateError) -> PeerRejected {
+fn certificate_error(error: CertificateError) -> PeerRejected {
     PeerRejected::Identity(NameError::Certificate(error))
 }

@@ -11,14 +11,14 @@ use webpki::EndEntityCert;
 
 use super::alpn::ALPN_CONTROL;
 use super::roots::TrustError;
-use super::server::config;
+use super::server::build_server_config;
 use crate::leaf::LeafCertificate;
 
 /// TLS configuration of a listener without client authentication.
 #[derive(Clone)]
 pub struct ServerOnlyTls {
     certificate: CertificateDer<'static>,
-    server: Arc<ServerConfig>,
+    server_config: Arc<ServerConfig>,
 }
 
 impl fmt::Debug for ServerOnlyTls {
@@ -35,22 +35,28 @@ impl ServerOnlyTls {
     pub fn new(leaf: &LeafCertificate) -> Result<Self, TrustError> {
         let certificate = leaf.certified_key().end_entity_cert()?.clone().into_owned();
         let versions = [&version::TLS13, &version::TLS12];
-        let anybody = WebPkiClientVerifier::no_client_auth();
+        let no_client_auth = WebPkiClientVerifier::no_client_auth();
         let tickets = Some(Ticketer::new()?);
-        let server = config(&versions, anybody, leaf.resolver(), &ALPN_CONTROL, tickets)?;
+        let server = build_server_config(
+            &versions,
+            no_client_auth,
+            leaf.resolver(),
+            &ALPN_CONTROL,
+            tickets,
+        )?;
         Ok(Self {
             certificate,
-            server,
+            server_config: server,
         })
     }
 
     /// The accepting end: TLS 1.2 and 1.3, `h2` or `http/1.1`.
-    pub fn server(&self) -> Arc<ServerConfig> {
-        self.server.clone()
+    pub fn server_config(&self) -> Arc<ServerConfig> {
+        self.server_config.clone()
     }
 
     /// Whether a client that asks for this name, or IP, takes the certificate for it (RFC 9525).
-    pub fn is_for(&self, host: &str) -> bool {
+    pub fn matches_host(&self, host: &str) -> bool {
         let Ok(name) = ServerName::try_from(host) else {
             return false;
         };
@@ -73,7 +79,7 @@ mod tests {
         let leaf = LeafCertificate::load(&made.pem(), &key.serialize_pem()).unwrap();
         let shown = ServerOnlyTls::new(&leaf).unwrap();
         for host in ["Kubernetes.default.svc", "a.example.com", "127.0.0.1"] {
-            assert!(shown.is_for(host), "{host}");
+            assert!(shown.matches_host(host), "{host}");
         }
         for host in [
             "kubernetes.default",
@@ -84,7 +90,7 @@ mod tests {
             "",
             "a b",
         ] {
-            assert!(!shown.is_for(host), "{host}");
+            assert!(!shown.matches_host(host), "{host}");
         }
     }
 }

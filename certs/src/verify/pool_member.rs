@@ -21,10 +21,10 @@ use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use thiserror::Error as ThisError;
 
 use super::alpn::ALPN_CONTROL;
-use super::client::{alert, other, owned};
+use super::client::{other_error, owned_alpn, to_tls_error};
 use super::peer::{PeerRejected, Purpose, check_peer, none_revoked};
 use super::roots::TrustError;
-use super::server::config;
+use super::server::build_server_config;
 use super::trust_store::TrustStore;
 use crate::certificate::Certificate;
 use crate::crypto::provider;
@@ -43,10 +43,10 @@ pub enum PoolMemberRejected {
     Peer(#[from] PeerRejected),
     /// The peer is not a member of this pool.
     #[error("{0} is not a member of this node's pool")]
-    NoMember(Identity),
+    NotAMember(Identity),
     /// The peer is another member than the one that was dialled.
     #[error("node {found} responds at the address of node {meant}")]
-    Another {
+    UnexpectedMember {
         /// Node that the certificate names.
         found: NodeName,
         /// Node that was dialled.
@@ -56,7 +56,7 @@ pub enum PoolMemberRejected {
 
 /// An edge among the members of its pool: its certificate and roots as they are now, and who is a member.
 pub struct PoolMemberTls {
-    trust: TrustStore,
+    trust_store: TrustStore,
     is_member: IsMemberFn,
     edge: EdgeIdentity,
 }
@@ -73,55 +73,67 @@ impl PoolMemberTls {
     /// Returns the TLS configuration of this edge, with its present certificate and roots. Fails if an external CA makes the
     /// certificate: its issuer signs for any purpose.
     pub fn new(edge: &EdgeIdentity, is_member: IsMemberFn) -> Result<Arc<Self>, TrustError> {
-        if edge.given {
-            return Err(TrustError::NobodyTrusted);
+        if edge.is_external {
+            return Err(TrustError::NoTrustedRoots);
         }
         Ok(Arc::new(Self {
-            trust: TrustStore::below(&edge.roots, &edge.trust_domain)?,
+            trust_store: TrustStore::from_roots(&edge.roots, &edge.trust_domain)?,
             is_member,
             edge: edge.clone(),
         }))
     }
 
     /// Whether the configuration shows and trusts the same certificates as this identity.
-    pub fn is_of(&self, edge: &EdgeIdentity) -> bool {
+    pub fn matches_identity(&self, edge: &EdgeIdentity) -> bool {
         self.edge.leaf == edge.leaf && self.edge.roots == edge.roots
     }
 
     /// Returns the node that this chain names, if it is a member.
-    pub fn member(
+    pub fn verify_member(
         &self,
         chain: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<NodeName, PoolMemberRejected> {
         // Our CA issues no certificates for the future, so a clock before `not_before` is wrong. Nodes without a
         // battery-backed clock can still reach their pool members.
-        let facts = chain.first().map(Certificate::read);
-        let begins = facts.and_then(Result::ok).unwrap_or_default().not_before;
-        let now = now.max(UnixTime::since_unix_epoch(Duration::from_secs(begins)));
-        let found = check_peer(Some(chain), Purpose::Edge, now, &self.trust, &none_revoked)?;
-        match found {
+        let parsed = chain.first().map(Certificate::parse);
+        let not_before = parsed.and_then(Result::ok).unwrap_or_default().not_before;
+        let now = now.max(UnixTime::since_unix_epoch(Duration::from_secs(not_before)));
+        let identity = check_peer(
+            Some(chain),
+            Purpose::Edge,
+            now,
+            &self.trust_store,
+            &none_revoked,
+        )?;
+        match identity {
             Identity::Edge(node) if (self.is_member)(&node) => Ok(node),
-            found => Err(PoolMemberRejected::NoMember(found)),
+            found => Err(PoolMemberRejected::NotAMember(found)),
         }
     }
 
     /// The accepting end.
-    pub fn server(self: &Arc<Self>) -> Result<Arc<ServerConfig>, TrustError> {
+    pub fn server_config(self: &Arc<Self>) -> Result<Arc<ServerConfig>, TrustError> {
         let leaf = self.edge.leaf.resolver();
         let versions = [&version::TLS13];
-        Ok(config(&versions, self.clone(), leaf, &ALPN_CONTROL, None)?)
+        Ok(build_server_config(
+            &versions,
+            self.clone(),
+            leaf,
+            &ALPN_CONTROL,
+            None,
+        )?)
     }
 
     /// Returns the configuration of the dialling end, which speaks HTTP/1.1; the server's name is the expected node.
-    pub fn client(self: &Arc<Self>) -> Result<Arc<ClientConfig>, TrustError> {
+    pub fn client_config(self: &Arc<Self>) -> Result<Arc<ClientConfig>, TrustError> {
         let leaf = &self.edge.leaf;
         let mut config = ClientConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&version::TLS13])?
             .dangerous()
             .with_custom_certificate_verifier(self.clone())
             .with_client_auth_cert(leaf.chain().to_vec(), leaf.key())?;
-        config.alpn_protocols = owned(&ALPN_CONTROL[1..]);
+        config.alpn_protocols = owned_alpn(&ALPN_CONTROL[1..]);
         config.resumption = Resumption::disabled();
         config.enable_sni = false;
         Ok(Arc::new(config))
@@ -133,18 +145,19 @@ impl PoolMemberTls {
         issuers: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<NodeName, Error> {
-        if issuers.len() > super::issuers::MOST_BEHIND {
+        if issuers.len() > super::issuers::MAX_INTERMEDIATES {
             let why = "the pool member sent too many intermediate certificates";
             return Err(Error::General(why.into()));
         }
         let chain: Vec<_> = [leaf].into_iter().chain(issuers).cloned().collect();
-        self.member(&chain, now).map_err(|refused| match refused {
-            PoolMemberRejected::Peer(refused) => alert(refused),
-            refused => other(refused),
-        })
+        self.verify_member(&chain, now)
+            .map_err(|rejection| match rejection {
+                PoolMemberRejected::Peer(rejection) => to_tls_error(rejection),
+                refused => other_error(refused),
+            })
     }
 
-    fn signed(
+    fn verify_signature(
         message: &[u8],
         leaf: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
@@ -159,18 +172,18 @@ impl ServerCertVerifier for PoolMemberTls {
         &self,
         leaf: &CertificateDer<'_>,
         issuers: &[CertificateDer<'_>],
-        meant: &ServerName<'_>,
+        expected: &ServerName<'_>,
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         let node = self.verify(leaf, issuers, now)?;
-        let meant = meant.to_str();
-        if meant.eq_ignore_ascii_case(node.as_str()) {
+        let expected = expected.to_str();
+        if expected.eq_ignore_ascii_case(node.as_str()) {
             return Ok(ServerCertVerified::assertion());
         }
-        Err(other(PoolMemberRejected::Another {
+        Err(other_error(PoolMemberRejected::UnexpectedMember {
             found: node,
-            meant: meant.into_owned(),
+            meant: expected.into_owned(),
         }))
     }
 
@@ -190,11 +203,11 @@ impl ServerCertVerifier for PoolMemberTls {
         leaf: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        Self::signed(message, leaf, signed)
+        Self::verify_signature(message, leaf, signed)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        schemes()
+        supported_schemes()
     }
 }
 
@@ -230,15 +243,15 @@ impl ClientCertVerifier for PoolMemberTls {
         leaf: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        Self::signed(message, leaf, signed)
+        Self::verify_signature(message, leaf, signed)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        schemes()
+        supported_schemes()
     }
 }
 
-fn schemes() -> Vec<SignatureScheme> {
+fn supported_schemes() -> Vec<SignatureScheme> {
     provider()
         .signature_verification_algorithms
         .supported_schemes()

@@ -22,13 +22,13 @@ pub enum TrustError {
     Name(IpAddr, String),
     /// Certificates are required, but no root is trusted to issue one.
     #[error("a client certificate is required, but no CA for client certificates is configured")]
-    NobodyTrusted,
+    NoTrustedRoots,
     /// rustls refused.
     #[error(transparent)]
     Tls(#[from] rustls::Error),
 }
 
-pub(super) fn store<'a>(
+pub(super) fn root_store<'a>(
     roots: impl IntoIterator<Item = &'a CertificateDer<'static>>,
 ) -> Result<Arc<RootCertStore>, TrustError> {
     let mut store = RootCertStore::empty();
@@ -41,7 +41,7 @@ pub(super) fn store<'a>(
 }
 
 /// rustls' verifier of client certificates below `roots`.
-pub(super) fn verifier(
+pub(super) fn build_verifier(
     roots: &Arc<RootCertStore>,
 ) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
     WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider())
@@ -54,7 +54,7 @@ pub(crate) fn client_verifier(
     roots: &[CertificateDer<'static>],
 ) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
     if roots.is_empty() {
-        return Err(TrustError::NobodyTrusted);
+        return Err(TrustError::NoTrustedRoots);
     }
-    verifier(&store(roots)?)
+    build_verifier(&root_store(roots)?)
 }

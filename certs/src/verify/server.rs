@@ -29,10 +29,16 @@ pub fn tunnel_server(
     trust: &TrustStore,
     tickets: &TicketSecret,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let clients = edges(trust, None, true)?;
+    let verifier = edge_verifier(trust, None, true)?;
     let tickets = Some(Arc::new(SharedTicketer::new(tickets)) as Arc<dyn ProducesTickets>);
     let versions = [&version::TLS13];
-    Ok(config(&versions, clients, leaf, &[ALPN_TUNNEL], tickets)?)
+    Ok(build_server_config(
+        &versions,
+        verifier,
+        leaf,
+        &[ALPN_TUNNEL],
+        tickets,
+    )?)
 }
 
 /// Returns the configuration for joining and the edge's other requests: TLS 1.3, `h2` or `http/1.1`. A client certificate that
@@ -43,25 +49,29 @@ pub fn join_server(
     trust: &TrustStore,
     cluster: Option<&ClusterCa>,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let clients = edges(trust, cluster, false)?;
-    Ok(config(
+    let verifier = edge_verifier(trust, cluster, false)?;
+    Ok(build_server_config(
         &[&version::TLS13],
-        clients,
+        verifier,
         leaf,
         &ALPN_CONTROL,
         None,
     )?)
 }
 
-fn edges(
+fn edge_verifier(
     trust: &TrustStore,
     cluster: Option<&ClusterCa>,
     required: bool,
 ) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
-    let asked = (IssuerPurpose::Edges, required);
-    let others = trust.of_others()?;
-    let others = others.or_else(|| cluster.map(|cluster| cluster.verifier.clone()));
-    Ok(ClientVerifier::new(trust.issuers.clone(), others, asked))
+    let requirement = (IssuerPurpose::Edges, required);
+    let other_verifier = trust.foreign_client_verifier()?;
+    let other_verifier = other_verifier.or_else(|| cluster.map(|cluster| cluster.verifier.clone()));
+    Ok(ClientVerifier::new(
+        trust.issuers.clone(),
+        other_verifier,
+        requirement,
+    ))
 }
 
 /// Returns the configuration of a listener: TLS 1.2 and 1.3, client certificates that `trust` accepts, `required` or not.
@@ -71,31 +81,37 @@ pub fn listener_server(
     required: bool,
     alpn: &[&[u8]],
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let nobody = trust.issuers.is_none() && trust.foreign.is_none();
-    let clients = match (nobody, required) {
-        (true, true) => return Err(TrustError::NobodyTrusted),
+    let trusts_nobody = trust.issuers.is_none() && trust.foreign_verifier.is_none();
+    let verifier = match (trusts_nobody, required) {
+        (true, true) => return Err(TrustError::NoTrustedRoots),
         (true, false) => WebPkiClientVerifier::no_client_auth(),
         (false, required) => ClientVerifier::new(
             trust.issuers.clone(),
-            trust.foreign.clone(),
+            trust.foreign_verifier.clone(),
             (IssuerPurpose::Clients, required),
         ),
     };
     let versions = [&version::TLS13, &version::TLS12];
     let tickets = Ticketer::new()?;
-    Ok(config(&versions, clients, leaves, alpn, Some(tickets))?)
+    Ok(build_server_config(
+        &versions,
+        verifier,
+        leaves,
+        alpn,
+        Some(tickets),
+    )?)
 }
 
-pub(super) fn config(
+pub(super) fn build_server_config(
     versions: &[&'static SupportedProtocolVersion],
-    clients: Arc<dyn ClientCertVerifier>,
+    verifier: Arc<dyn ClientCertVerifier>,
     leaf: Arc<dyn ResolvesServerCert>,
     alpn: &[&[u8]],
     tickets: Option<Arc<dyn ProducesTickets>>,
 ) -> Result<Arc<ServerConfig>, rustls::Error> {
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(versions)?
-        .with_client_cert_verifier(clients)
+        .with_client_cert_verifier(verifier)
         .with_cert_resolver(leaf);
     config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
     if let Some(tickets) = tickets {

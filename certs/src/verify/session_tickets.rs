@@ -12,19 +12,19 @@ use aws_lc_rs::hkdf::{self, HKDF_SHA256, Prk, Salt};
 use rustls::server::ProducesTickets;
 use rustls_pki_types::UnixTime;
 
-use crate::secret::{base64url, from_base64url, random};
+use crate::secret::{base64url, from_base64url, random_bytes};
 
 /// Period for which one key seals, in seconds: a nonce is random, and a key is good for 2^32 of them (NIST SP 800-38D §8.3).
-const PERIOD: u64 = 24 * 60 * 60;
+const PERIOD_SECS: u64 = 24 * 60 * 60;
 /// Number of periods for which a ticket opens: as long as any may (RFC 8446 §4.6.1). An edge gets one only when it dials, and may
 /// dial again after days.
-const LIFE: u64 = 7;
+const MAX_AGE_PERIODS: u64 = 7;
 /// Bytes of a period's number, which a ticket begins with.
-const NUMBER: usize = 8;
+const PERIOD_NUMBER_LEN: usize = 8;
 const SALT: &[u8] = b"causeway session tickets";
 /// Version of the sealed format. Another version of rustls may understand it otherwise. A ticket that cannot be opened only costs
 /// a full handshake.
-const FORMAT: &[u8] = b"rustls 0.23";
+const FORMAT_VERSION: &[u8] = b"rustls 0.23";
 
 /// Secret from which the keys of tickets are derived: 32 random bytes.
 #[derive(Clone, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub struct TicketSecret([u8; 32]);
 impl TicketSecret {
     /// A new one.
     pub fn random() -> Self {
-        Self(random())
+        Self(random_bytes())
     }
 
     /// Reads what [`TicketSecret::text`] wrote; `None` if it is anything else.
@@ -69,7 +69,7 @@ impl SharedTicketer {
 
     /// Derives the key of a period each time: microseconds of a handshake's hundreds, and no key has to be replaced on time.
     fn key(&self, period: u64) -> Option<RandomizedNonceKey> {
-        let info = [FORMAT, &period.to_be_bytes()];
+        let info = [FORMAT_VERSION, &period.to_be_bytes()];
         let mut key = [0; 32];
         let derived = self.secret.expand(&info, Key32).ok()?;
         derived.fill(&mut key).ok()?;
@@ -77,28 +77,28 @@ impl SharedTicketer {
     }
 
     fn seal(&self, session: &[u8], period: u64) -> Option<Vec<u8>> {
-        let number = period.to_be_bytes();
+        let period_bytes = period.to_be_bytes();
         let mut sealed = session.to_vec();
         let nonce = self.key(period)?;
-        let nonce = nonce.seal_in_place_append_tag(Aad::from(number), &mut sealed);
-        Some([&number[..], nonce.ok()?.as_ref(), &sealed].concat())
+        let nonce = nonce.seal_in_place_append_tag(Aad::from(period_bytes), &mut sealed);
+        Some([&period_bytes[..], nonce.ok()?.as_ref(), &sealed].concat())
     }
 
     fn open(&self, ticket: &[u8], now: u64) -> Option<Vec<u8>> {
-        let (number, rest) = ticket.split_at_checked(NUMBER)?;
-        let (nonce, sealed) = rest.split_at_checked(NONCE_LEN)?;
-        let number: [u8; NUMBER] = number.try_into().ok()?;
-        let period = u64::from_be_bytes(number);
+        let (period_bytes, remainder) = ticket.split_at_checked(PERIOD_NUMBER_LEN)?;
+        let (nonce, sealed) = remainder.split_at_checked(NONCE_LEN)?;
+        let period_bytes: [u8; PERIOD_NUMBER_LEN] = period_bytes.try_into().ok()?;
+        let period = u64::from_be_bytes(period_bytes);
         // One period ahead is accepted, because the replicas' clocks differ.
-        if period > now + 1 || now.saturating_sub(period) > LIFE {
+        if period > now + 1 || now.saturating_sub(period) > MAX_AGE_PERIODS {
             return None;
         }
         let nonce = Nonce::try_assume_unique_for_key(nonce).ok()?;
         let mut session = sealed.to_vec();
-        let opened = self
-            .key(period)?
-            .open_in_place(nonce, Aad::from(number), &mut session);
-        let length = opened.ok()?.len();
+        let plaintext =
+            self.key(period)?
+                .open_in_place(nonce, Aad::from(period_bytes), &mut session);
+        let length = plaintext.ok()?.len();
         session.truncate(length);
         Some(session)
     }
@@ -110,21 +110,21 @@ impl ProducesTickets for SharedTicketer {
     }
 
     fn lifetime(&self) -> u32 {
-        u32::try_from(LIFE * PERIOD).unwrap_or(u32::MAX)
+        u32::try_from(MAX_AGE_PERIODS * PERIOD_SECS).unwrap_or(u32::MAX)
     }
 
     fn encrypt(&self, session: &[u8]) -> Option<Vec<u8>> {
-        self.seal(session, period())
+        self.seal(session, current_period())
     }
 
     fn decrypt(&self, ticket: &[u8]) -> Option<Vec<u8>> {
-        self.open(ticket, period())
+        self.open(ticket, current_period())
     }
 }
 
 /// The number of the current period.
-fn period() -> u64 {
-    UnixTime::now().as_secs() / PERIOD
+fn current_period() -> u64 {
+    UnixTime::now().as_secs() / PERIOD_SECS
 }
 
 /// Length of a key, in the form that HKDF requires.
@@ -167,7 +167,7 @@ mod tests {
         }
         // The number is authenticated, so an old ticket cannot be made newer.
         let mut younger = ticket.clone();
-        younger[NUMBER - 1] += 1;
+        younger[PERIOD_NUMBER_LEN - 1] += 1;
         assert_eq!(tickets.open(&younger, 101), None);
     }
 

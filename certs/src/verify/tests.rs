@@ -1,5 +1,5 @@
 use super::*;
-use crate::verify::roots::store;
+use crate::verify::roots::root_store;
 use crate::{
     Ca, Certificate, EdgeIdentity, Fingerprint, Identity, IssuerPurpose, LeafCertificate,
     ListenerName, NodeName, PrivateKey, TrustDomain, VerifiedPublicKey,
@@ -29,7 +29,7 @@ impl World {
     }
 
     fn with(ca: Ca) -> Self {
-        let trust = TrustStore::of(&ca).unwrap();
+        let trust = TrustStore::from_ca(&ca).unwrap();
         Self {
             ca,
             trust,
@@ -90,9 +90,9 @@ impl World {
     fn listener(&self, other: &Ca) -> (ListenerClientTrust, TrustStore) {
         let client_roots = vec![other.root().clone()];
         let listener = ListenerClientTrust {
-            own: true,
+            accepts_own: true,
             client_roots,
-            require: true,
+            is_required: true,
         };
         let trust = TrustStore::listener(&self.ca, &listener).unwrap();
         (listener, trust)
@@ -108,7 +108,7 @@ fn curl(ca: &Ca, leaf: Option<&LeafCertificate>, alpn: &[&[u8]]) -> Arc<ClientCo
     let builder = ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()
         .unwrap()
-        .with_root_certificates(store([ca.root()]).unwrap());
+        .with_root_certificates(root_store([ca.root()]).unwrap());
     let mut config = match leaf {
         Some(leaf) => builder
             .with_client_auth_cert(leaf.chain().to_vec(), leaf.key())
@@ -229,8 +229,11 @@ fn the_tunnel_wants_a_certificate_and_rh2() {
         &world.trust,
         &none_revoked,
     );
-    assert_eq!(missing, Err(PeerRejected::Missing));
-    assert_eq!(world.check(&[], Purpose::Edge), Err(PeerRejected::Missing));
+    assert_eq!(missing, Err(PeerRejected::NoCertificate));
+    assert_eq!(
+        world.check(&[], Purpose::Edge),
+        Err(PeerRejected::NoCertificate)
+    );
 }
 
 #[test]
@@ -238,7 +241,7 @@ fn an_edge_cannot_pose_as_a_gateway_nor_can_a_listener() {
     let world = World::new();
     let listener = world
         .ca
-        .mint_listener(&[ListenerName::parse("gw").unwrap()], HOUR)
+        .issue_listener(&[ListenerName::parse("gw").unwrap()], HOUR)
         .unwrap();
     for leaf in [world.edge().leaf, world.client(), listener] {
         let server = tunnel_server(leaf.resolver(), &world.trust, &world.tickets).unwrap();
@@ -280,7 +283,7 @@ fn a_token_of_another_ca_names_both_fingerprints() {
 fn a_listener_certificate_is_not_accepted_as_another_ca_gateway() {
     let world = World::new();
     let names = [crate::ListenerName::parse("gw").unwrap()];
-    let listener = world.ca.mint_listener(&names, HOUR).unwrap();
+    let listener = world.ca.issue_listener(&names, HOUR).unwrap();
     let server = join_server(listener.resolver(), &world.trust, None).unwrap();
     for client in [
         join_client(world.ca.fingerprint()).unwrap(),
@@ -310,7 +313,7 @@ fn a_foreign_leaf_followed_by_our_root_is_refused() {
 #[test]
 fn a_token_that_pins_a_leaf_does_not_make_it_a_root() {
     let world = World::new();
-    let client = join_client(Fingerprint::of(&world.gateway().chain()[0])).unwrap();
+    let client = join_client(Fingerprint::of_certificate(&world.gateway().chain()[0])).unwrap();
     let failed = dial(&client, &world.join(), "gw").unwrap_err();
     assert!(UnexpectedCa::find(&failed).is_some());
 }
@@ -380,7 +383,7 @@ fn trap_10_a_resumed_session_is_checked_again() {
     let (client, server) = dial(&client, &server, "gw").unwrap();
     assert_eq!(server.handshake_kind(), Some(HandshakeKind::Resumed));
     let chain = server.peer_certificates().unwrap();
-    let serial = Certificate::read(&chain[0]).unwrap().serial;
+    let serial = Certificate::parse(&chain[0]).unwrap().serial;
     let revoked = |found: &[u8], who: &Identity| found == serial && *who == edge_1();
     let check = |now, revoked| check_peer(Some(chain), Purpose::Edge, now, &world.trust, revoked);
     assert!(check(UnixTime::now(), &none_revoked).is_ok());
@@ -462,7 +465,7 @@ fn shared_ticket_keys_do_not_resume_without_a_certificate() {
     let chain = server.peer_certificates();
     let now = UnixTime::now();
     let refused = check_peer(chain, Purpose::Edge, now, &world.trust, &none_revoked);
-    assert_eq!(refused, Err(PeerRejected::Missing));
+    assert_eq!(refused, Err(PeerRejected::NoCertificate));
 }
 
 #[test]
@@ -471,10 +474,15 @@ fn a_listener_knows_our_clients_and_foreign_ones_apart() {
     let (listener, trust) = world.listener(&other.ca);
     let leaf = world
         .ca
-        .mint_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
+        .issue_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
         .unwrap();
-    let server =
-        listener_server(leaf.resolver(), &trust, listener.require, &[b"http/1.1"]).unwrap();
+    let server = listener_server(
+        leaf.resolver(),
+        &trust,
+        listener.is_required,
+        &[b"http/1.1"],
+    )
+    .unwrap();
     let identity = |client: &LeafCertificate| {
         let client = curl(&world.ca, Some(client), &[b"http/1.1"]);
         let (_client, server) = dial(&client, &server, "edge-1").unwrap();
@@ -507,7 +515,7 @@ fn an_edge_is_no_client_and_a_client_no_edge() {
     let world = World::new();
     let (edge, client, gateway) = (world.edge().leaf, world.client(), world.gateway());
     let kind = |leaf: &LeafCertificate, purpose| match world.check(leaf.chain(), purpose) {
-        Err(PeerRejected::Kind { found, .. }) => found,
+        Err(PeerRejected::WrongKind { found, .. }) => found,
         other => panic!("{other:?}"),
     };
     assert_eq!(kind(&edge, Purpose::Client), "edge");
@@ -553,7 +561,7 @@ fn a_foreign_ca_cannot_mint_an_edge() {
     // In the same trust domain it names one of our machines, which no client is.
     assert_eq!(
         check(&edge, Purpose::Client),
-        Err(PeerRejected::Kind {
+        Err(PeerRejected::WrongKind {
             wanted: Purpose::Client,
             found: "edge"
         })
@@ -606,7 +614,7 @@ fn our_root_among_a_listeners_foreign_ones_is_still_ours() {
     assert_eq!(check(&world.client()).unwrap().kind(), "client");
     assert!(matches!(
         check(&world.edge().leaf),
-        Err(PeerRejected::Kind { .. })
+        Err(PeerRejected::WrongKind { .. })
     ));
 }
 
@@ -615,21 +623,31 @@ fn a_listener_without_client_ca_neither_asks_nor_requires() {
     let world = World::new();
     let leaf = world
         .ca
-        .mint_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
+        .issue_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
         .unwrap();
     let listener = ListenerClientTrust::default();
     let trust = |listener: &ListenerClientTrust| TrustStore::listener(&world.ca, listener).unwrap();
-    let server =
-        listener_server(leaf.resolver(), &trust(&listener), listener.require, &[]).unwrap();
+    let server = listener_server(
+        leaf.resolver(),
+        &trust(&listener),
+        listener.is_required,
+        &[],
+    )
+    .unwrap();
     let client = curl(&world.ca, Some(&world.client()), &[]);
     let (_client, server) = dial(&client, &server, "edge-1").unwrap();
     assert!(server.peer_certificates().is_none());
     let required = ListenerClientTrust {
-        require: true,
+        is_required: true,
         ..listener
     };
-    let refused = listener_server(leaf.resolver(), &trust(&required), required.require, &[]);
-    assert!(matches!(refused, Err(TrustError::NobodyTrusted)));
+    let refused = listener_server(
+        leaf.resolver(),
+        &trust(&required),
+        required.is_required,
+        &[],
+    );
+    assert!(matches!(refused, Err(TrustError::NoTrustedRoots)));
 }
 
 /// A root with our root's subject, but its own key.
@@ -644,9 +662,9 @@ fn a_foreign_root_of_the_same_name_stays_foreign() {
     let world = World::new();
     let (twin, root) = namesake(&world);
     let listener = ListenerClientTrust {
-        own: true,
+        accepts_own: true,
         client_roots: vec![root],
-        require: true,
+        is_required: true,
     };
     let trust = TrustStore::listener(&world.ca, &listener).unwrap();
     let client = twin.issue_client("ann", &[], HOUR).unwrap();
@@ -663,10 +681,10 @@ fn a_foreign_root_of_the_same_name_stays_foreign() {
 
 /// Returns the issuer for this purpose below the CA's first root, with the key.
 fn signer(ca: &Ca, purpose: IssuerPurpose) -> (CertificateDer<'static>, Issuer<'static, KeyPair>) {
-    let file = serde_json::to_value(crate::ca::file::CaFile::of(ca)).unwrap();
+    let file = serde_json::to_value(crate::ca::file::CaFile::from_ca(ca)).unwrap();
     let pair = &file["roots"][0]["issuers"][purpose.to_string()];
     let text = |part: &str| pair[part].as_str().unwrap().to_owned();
-    let certificate = crate::pem::certificates(&text("certificate"))
+    let certificate = crate::pem::parse_certificates(&text("certificate"))
         .unwrap()
         .remove(0);
     let key = KeyPair::from_pem(&text("key")).unwrap();
@@ -709,7 +727,7 @@ fn certificates_without_purpose_or_with_two_ids_are_refused() {
 fn an_issuer_of_one_purpose_signs_for_no_other() {
     use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
     let world = World::new();
-    let below = TrustStore::below([world.ca.root()], world.ca.trust_domain()).unwrap();
+    let below = TrustStore::from_roots([world.ca.root()], world.ca.trust_domain()).unwrap();
     for (uri, purpose) in [
         ("spiffe://td/edge/edge-1", Purpose::Edge),
         ("spiffe://td/client/ann", Purpose::Client),
@@ -721,12 +739,12 @@ fn an_issuer_of_one_purpose_signs_for_no_other() {
             let leaf = params(&[uri], &[ClientAuth, ServerAuth]);
             let leaf = leaf.signed_by(&own, &issuer).unwrap().der().clone();
             // The chain also contains an issuer for the right purpose, which has signed nothing in it.
-            let decoy = signer(&world.ca, purpose.issuing()).0;
+            let decoy = signer(&world.ca, purpose.required_issuer()).0;
             let chain = [leaf, decoy, certificate];
             for trust in [&world.trust, &below] {
                 let now = UnixTime::now();
                 let found = check_peer(Some(&chain), purpose, now, trust, &none_revoked);
-                if signs == purpose.issuing() {
+                if signs == purpose.required_issuer() {
                     found.unwrap();
                     continue;
                 }
@@ -769,7 +787,7 @@ fn an_intermediate_makes_no_further_ones() {
         world.check(&chain, Purpose::Edge),
         Err(PeerRejected::UnknownIssuer)
     );
-    let below = TrustStore::below([world.ca.root()], world.ca.trust_domain()).unwrap();
+    let below = TrustStore::from_roots([world.ca.root()], world.ca.trust_domain()).unwrap();
     let now = UnixTime::now();
     assert!(check_peer(Some(&chain), Purpose::Edge, now, &below, &none_revoked).is_err());
 }
@@ -793,7 +811,7 @@ fn a_root_without_purposes_is_trusted_for_all_kinds() {
         "client"
     );
     let refused = world.check(other.chain(), Purpose::Edge);
-    assert!(matches!(refused, Err(PeerRejected::Kind { .. })));
+    assert!(matches!(refused, Err(PeerRejected::WrongKind { .. })));
 }
 
 /// Returns the first CA, with or without separate purposes, and then its rotation, step by step.
@@ -801,17 +819,17 @@ fn rotated(kept_apart: bool) -> [Ca; 4] {
     let first = World::new().ca;
     let old = || {
         if kept_apart {
-            let file = serde_json::to_value(crate::ca::file::CaFile::of(&first)).unwrap();
+            let file = serde_json::to_value(crate::ca::file::CaFile::from_ca(&first)).unwrap();
             let file: crate::ca::file::CaFile = serde_json::from_value(file).unwrap();
-            file.read().unwrap()
+            file.into_ca().unwrap()
         } else {
             Ca::load(&first.root_pem(), first.key_pem().expose()).unwrap()
         }
     };
     let again = |ca: &Ca| {
-        let file = serde_json::to_value(crate::ca::file::CaFile::of(ca)).unwrap();
+        let file = serde_json::to_value(crate::ca::file::CaFile::from_ca(ca)).unwrap();
         let file: crate::ca::file::CaFile = serde_json::from_value(file).unwrap();
-        file.read().unwrap()
+        file.into_ca().unwrap()
     };
     let prepared = old().prepare().unwrap().0;
     let active = again(&prepared).activate().unwrap().0;
@@ -867,7 +885,7 @@ fn peers_of_both_roots_trust_each_other_until_one_is_retired() {
         assert_eq!(proven.unwrap().root, Some(first));
         let leaf = active
             .ca
-            .mint_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
+            .issue_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
             .unwrap();
         let server = listener_server(leaf.resolver(), &active.trust, true, &[]).unwrap();
         for ca in [&old.ca, &retired.ca] {

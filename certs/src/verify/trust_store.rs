@@ -7,7 +7,7 @@ use rustls::server::danger::ClientCertVerifier;
 use rustls_pki_types::{CertificateDer, TrustAnchor};
 
 use super::issuers::Issuers;
-use super::roots::{TrustError, store, verifier};
+use super::roots::{TrustError, build_verifier, root_store};
 use crate::ca::Ca;
 use crate::name::TrustDomain;
 use crate::secret::Fingerprint;
@@ -16,11 +16,11 @@ use crate::secret::Fingerprint;
 #[derive(Debug, Clone, Default)]
 pub struct ListenerClientTrust {
     /// Whether certificates that our own CA issued to clients are accepted.
-    pub own: bool,
+    pub accepts_own: bool,
     /// Further roots, from the listener's configuration.
     pub client_roots: Vec<CertificateDer<'static>>,
     /// Whether the handshake fails without a certificate.
-    pub require: bool,
+    pub is_required: bool,
 }
 
 /// Signers that an acceptor or a dialler trusts: our own issuers, foreign roots, or both.
@@ -31,82 +31,90 @@ pub struct TrustStore {
     pub(super) roots: Arc<RootCertStore>,
     /// Our own issuers, if they are known.
     pub(super) issuers: Option<Arc<Issuers>>,
-    pub(super) foreign: Option<Arc<dyn ClientCertVerifier>>,
+    pub(super) foreign_verifier: Option<Arc<dyn ClientCertVerifier>>,
     /// Fingerprint of each of `roots` by name and key, if they are an external CA's. Then intermediates state no purposes.
-    pub(super) given: Option<Arc<[Fingerprint]>>,
+    pub(super) external_roots: Option<Arc<[Fingerprint]>>,
 }
 
 impl TrustStore {
     /// Returns a store that trusts only certificates of this CA: for tunnels and joining, at a gateway.
-    pub fn of(ca: &Ca) -> Result<Self, TrustError> {
+    pub fn from_ca(ca: &Ca) -> Result<Self, TrustError> {
         Ok(Self {
             domain: ca.trust_domain().clone(),
-            roots: store(ca.roots().into_iter().map(|(_, root)| root))?,
-            issuers: Some(Arc::new(Issuers::of(ca)?)),
-            foreign: None,
-            given: None,
+            roots: root_store(ca.roots().into_iter().map(|(_, root)| root))?,
+            issuers: Some(Arc::new(Issuers::from_ca(ca)?)),
+            foreign_verifier: None,
+            external_roots: None,
         })
     }
 
     /// Returns a store that trusts only certificates below these roots: for gateways, as edges see them.
-    pub fn below<'a>(
+    pub fn from_roots<'a>(
         roots: impl IntoIterator<Item = &'a CertificateDer<'static>>,
         domain: &TrustDomain,
     ) -> Result<Self, TrustError> {
         Ok(Self {
             domain: domain.clone(),
-            roots: store(roots)?,
+            roots: root_store(roots)?,
             issuers: None,
-            foreign: None,
-            given: None,
+            foreign_verifier: None,
+            external_roots: None,
         })
     }
 
     /// Returns a store for edges or gateways with certificates of an external CA. It trusts every certificate below these roots
     /// that has an identity of this trust domain.
-    pub fn given(
+    pub fn external(
         roots: &[CertificateDer<'static>],
         domain: &TrustDomain,
     ) -> Result<Self, TrustError> {
-        let trust = Self::below(roots, domain)?;
+        let trust = Self::from_roots(roots, domain)?;
         Ok(Self {
-            given: Some(trust.roots.roots.iter().map(root_key).collect()),
+            external_roots: Some(trust.roots.roots.iter().map(root_key).collect()),
             ..trust
         })
     }
 
     /// Whether an external CA makes the trusted certificates.
-    pub fn is_given(&self) -> bool {
-        self.given.is_some()
+    pub fn is_external(&self) -> bool {
+        self.external_roots.is_some()
     }
 
     /// Returns the store for a listener's configuration. Our roots among its foreign ones count as our own.
     pub fn listener(ca: &Ca, listener: &ListenerClientTrust) -> Result<Self, TrustError> {
-        let ours = ca.roots();
-        let is_ours = |other: &&CertificateDer<'_>| ours.iter().any(|(_, root)| root == other);
-        let (named, foreign): (Vec<_>, Vec<_>) = listener.client_roots.iter().partition(is_ours);
-        let mut trust = Self::of(ca)?;
-        if !listener.own && named.is_empty() {
-            (trust.roots, trust.issuers) = (store([])?, None);
+        let own_roots = ca.roots();
+        let is_ours = |other: &&CertificateDer<'_>| own_roots.iter().any(|(_, root)| root == other);
+        let (own_listed, foreign): (Vec<_>, Vec<_>) =
+            listener.client_roots.iter().partition(is_ours);
+        let mut trust = Self::from_ca(ca)?;
+        if !listener.accepts_own && own_listed.is_empty() {
+            (trust.roots, trust.issuers) = (root_store([])?, None);
         }
         if !foreign.is_empty() {
-            trust.foreign = Some(verifier(&store(foreign)?)?);
+            trust.foreign_verifier = Some(build_verifier(&root_store(foreign)?)?);
         }
         Ok(trust)
     }
 
     /// Whether this is a trusted root: one of ours, or one of an external CA.
-    pub fn knows(&self, root: Fingerprint) -> bool {
+    pub fn is_trusted_root(&self, root: Fingerprint) -> bool {
         let issuers = self.issuers.as_deref();
-        let given = self.given.as_deref();
-        issuers.is_some_and(|issuers| issuers.know(root))
-            || given.is_some_and(|given| given.contains(&root))
+        let external_roots = self.external_roots.as_deref();
+        issuers.is_some_and(|issuers| issuers.contains_root(root))
+            || external_roots.is_some_and(|given| given.contains(&root))
     }
 
     /// Returns the verifier of client certificates that are not ours.
-    pub(super) fn of_others(&self) -> Result<Option<Arc<dyn ClientCertVerifier>>, TrustError> {
-        let given = self.given.as_ref().map(|_| verifier(&self.roots));
-        Ok(given.transpose()?.or_else(|| self.foreign.clone()))
+    pub(super) fn foreign_client_verifier(
+        &self,
+    ) -> Result<Option<Arc<dyn ClientCertVerifier>>, TrustError> {
+        let external_verifier = self
+            .external_roots
+            .as_ref()
+            .map(|_| build_verifier(&self.roots));
+        Ok(external_verifier
+            .transpose()?
+            .or_else(|| self.foreign_verifier.clone()))
     }
 
     /// Whether a URI is of our own trust domain, in which another root has no say.

@@ -17,19 +17,19 @@ use super::alpn::ALPN_CONTROL;
 use super::issuers::ClientVerifier;
 use super::peer::PeerRejected;
 use super::roots::{TrustError, client_verifier};
-use super::server::config;
+use super::server::build_server_config;
 use crate::certificate::Certificate;
 use crate::identity::IssuerPurpose;
 use crate::leaf::LeafCertificate;
 
 /// The group of all nodes of a cluster, and how the name of each begins.
-const NODES: (&str, &str) = ("system:nodes", "system:node:");
+const NODE_GROUP_AND_PREFIX: (&str, &str) = ("system:nodes", "system:node:");
 
 /// TLS configuration of a node's listener for `YurtHub`: accepted client certificates, and the server certificate.
 #[derive(Clone)]
 pub struct YurtHubServerTls {
     verifier: Arc<dyn ClientCertVerifier>,
-    server: Arc<ServerConfig>,
+    server_config: Arc<ServerConfig>,
 }
 
 impl fmt::Debug for YurtHubServerTls {
@@ -48,46 +48,49 @@ impl YurtHubServerTls {
     pub fn new(
         leaf: &LeafCertificate,
         roots: &[CertificateDer<'static>],
-        at: IpAddr,
+        address: IpAddr,
     ) -> Result<Self, TrustError> {
-        let shown = leaf.chain().first().ok_or(TrustError::NobodyTrusted)?;
-        EndEntityCert::try_from(shown)
-            .and_then(|shown| shown.verify_is_valid_for_subject_name(&at.into()))
-            .map_err(|error| TrustError::Name(at, error.to_string()))?;
+        let certificate = leaf.chain().first().ok_or(TrustError::NoTrustedRoots)?;
+        EndEntityCert::try_from(certificate)
+            .and_then(|shown| shown.verify_is_valid_for_subject_name(&address.into()))
+            .map_err(|error| TrustError::Name(address, error.to_string()))?;
         let verifier = client_verifier(roots)?;
-        let asked = (IssuerPurpose::Clients, true);
-        let clients = ClientVerifier::new(None, Some(verifier.clone()), asked);
+        let requirement = (IssuerPurpose::Clients, true);
+        let clients = ClientVerifier::new(None, Some(verifier.clone()), requirement);
         let versions = [&version::TLS13, &version::TLS12];
-        let server = config(&versions, clients, leaf.resolver(), &ALPN_CONTROL, None)?;
-        Ok(Self { verifier, server })
+        let server = build_server_config(&versions, clients, leaf.resolver(), &ALPN_CONTROL, None)?;
+        Ok(Self {
+            verifier,
+            server_config: server,
+        })
     }
 
     /// The accepting end.
-    pub fn server(&self) -> Arc<ServerConfig> {
-        self.server.clone()
+    pub fn server_config(&self) -> Arc<ServerConfig> {
+        self.server_config.clone()
     }
 
     /// Returns the node that this `YurtHub`'s chain names, if the node may still connect.
     ///
     /// # Errors
     /// If the chain is not the cluster's, has expired, or does not name a node.
-    pub fn node(
+    pub fn verify_node(
         &self,
         chain: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<String, PeerRejected> {
-        let (leaf, issuers) = chain.split_first().ok_or(PeerRejected::Missing)?;
+        let (leaf, issuers) = chain.split_first().ok_or(PeerRejected::NoCertificate)?;
         let invalid = |why: &dyn fmt::Display| PeerRejected::Invalid(why.to_string());
         let verified = self.verifier.verify_client_cert(leaf, issuers, now);
         verified.map_err(|error| invalid(&error))?;
-        let facts = Certificate::read(leaf).map_err(|error| invalid(&error))?;
-        let (group, prefix) = NODES;
-        let of_nodes = facts.organizations.iter().any(|one| one == group);
-        let name = facts.common_name.unwrap_or_default();
+        let parsed = Certificate::parse(leaf).map_err(|error| invalid(&error))?;
+        let (group, prefix) = NODE_GROUP_AND_PREFIX;
+        let is_in_group = parsed.organizations.iter().any(|one| one == group);
+        let name = parsed.common_name.unwrap_or_default();
         match name.strip_prefix(prefix) {
-            Some(node) if of_nodes && !node.is_empty() => Ok(node.to_owned()),
+            Some(node) if is_in_group && !node.is_empty() => Ok(node.to_owned()),
             _ => Err(PeerRejected::Subject {
-                found: format!("O={}, CN={name}", facts.organizations.join(",")),
+                found: format!("O={}, CN={name}", parsed.organizations.join(",")),
                 wanted: format!("O={group}, CN={prefix}NODE"),
             }),
         }

@@ -81,9 +81,9 @@ impl FromStr for AllowedHost {
         if let Ok(address) = text.parse::<IpAddr>() {
             return Ok(Self::Net(address.to_canonical().into()));
         }
-        let letters = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-        let digits = text.chars().all(|c| c.is_ascii_digit() || c == '.');
-        if digits || !text.chars().all(letters) {
+        let is_host_char = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+        let is_numeric = text.chars().all(|c| c.is_ascii_digit() || c == '.');
+        if is_numeric || !text.chars().all(is_host_char) {
             return Err(format!(
                 "\"{text}\" is not a network, an address or a host name; write 10.0.0.0/8, \
                  192.168.1.7 or printer.local, without a port"

@@ -11,19 +11,22 @@ use super::{Config, PortRange};
 pub(crate) struct AnnouncedPortPolicy {
     ranges: Vec<PortRange>,
     /// This edge is of a cluster's node, whose own addresses are it as loopback is.
-    pub(crate) of_cluster: bool,
+    pub(crate) is_cluster_node: bool,
 }
 
 impl AnnouncedPortPolicy {
     /// Returns the policy that this configuration describes.
-    pub(crate) fn of(config: &Config) -> Self {
-        let of_cluster = config.kubernetes.is_some();
-        let all = || of_cluster.then_some(PortRange(1..=u16::MAX));
+    pub(crate) fn from_config(config: &Config) -> Self {
+        let is_cluster_node = config.kubernetes.is_some();
+        let all_ports = || is_cluster_node.then_some(PortRange(1..=u16::MAX));
         let ranges = match &config.listed_ports {
-            Some(said) => said.clone(),
-            None => all().into_iter().collect(),
+            Some(configured) => configured.clone(),
+            None => all_ports().into_iter().collect(),
         };
-        Self { ranges, of_cluster }
+        Self {
+            ranges,
+            is_cluster_node,
+        }
     }
 
     /// Whether nothing may be listed.
@@ -31,12 +34,12 @@ impl AnnouncedPortPolicy {
         self.ranges.is_empty()
     }
 
-    /// Whether this port may be, at an edge whose own listeners have the ports `own`.
-    pub(crate) fn permits(&self, port: u16, own: &[u16]) -> bool {
-        let says = |range: &PortRange| {
-            let alone = range.0 == (port..=port);
-            alone || (!own.contains(&port) && range.contains(port))
+    /// Whether this port may be, at an edge whose own listeners have the ports `own_ports`.
+    pub(crate) fn permits(&self, port: u16, own_ports: &[u16]) -> bool {
+        let permits_port = |range: &PortRange| {
+            let is_exact = range.0 == (port..=port);
+            is_exact || (!own_ports.contains(&port) && range.contains(port))
         };
-        self.ranges.iter().any(says)
+        self.ranges.iter().any(permits_port)
     }
 }

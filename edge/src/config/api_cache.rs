@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 /// Maximum number of addresses of one node that the other members learn.
-const MOST_ADDRESSES: usize = 8;
+const MAX_ADDRESSES: usize = 8;
 
 /// Cluster objects that are cached, saved to disk, and served on this node while the cloud is unreachable.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -74,43 +74,49 @@ impl Default for ApiCache {
 impl ApiCache {
     /// Returns the files that this configuration names.
     pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
-        let shown = self.tls.iter().flat_map(ServerCertificate::files);
-        shown.chain(self.yurthub.iter().flat_map(YurtHubListener::files))
+        let certificate_files = self.tls.iter().flat_map(ServerCertificate::files);
+        certificate_files.chain(self.yurthub.iter().flat_map(YurtHubListener::files))
     }
 
     /// The same without the paths of [`Self::files`].
     pub(crate) fn without_files(&self) -> Self {
-        let mut same = self.clone();
-        if let Some(ServerCertificate { certificate, key }) = &mut same.tls {
+        let mut copy = self.clone();
+        if let Some(ServerCertificate { certificate, key }) = &mut copy.tls {
             for path in [certificate, key] {
                 path.clear();
             }
         }
-        if let Some(hubs) = &mut same.yurthub {
-            for path in [&mut hubs.certificate, &mut hubs.key, &mut hubs.ca] {
+        if let Some(yurthub) = &mut copy.yurthub {
+            for path in [&mut yurthub.certificate, &mut yurthub.key, &mut yurthub.ca] {
                 path.clear();
             }
         }
-        same
+        copy
     }
 
     /// Returns the addresses at which pool members read; none without a site.
-    pub fn neighbours(&self) -> Vec<String> {
-        let site = self.members.as_ref();
-        site.map(|site| site.addresses.clone()).unwrap_or_default()
+    pub fn member_addresses(&self) -> Vec<String> {
+        let members = self.members.as_ref();
+        members
+            .map(|site| site.addresses.clone())
+            .unwrap_or_default()
     }
 
     /// Returns the resources that `YurtHub`s read here: those of this node that a pool shares. The rest is for this node's own programs.
-    pub fn of_hubs(&self) -> Vec<GroupVersionResource> {
+    pub fn yurthub_resources(&self) -> Vec<GroupVersionResource> {
         let mut shared = GroupVersionResource::defaults();
         shared.retain(|one| self.resources.contains(&one.to_string()));
         shared
     }
 
     /// Returns the address and the resources for `YurtHub`s.
-    pub fn for_hubs(&self) -> Option<YurtHubAddr> {
+    pub fn yurthub_addr(&self) -> Option<YurtHubAddr> {
         let at = self.yurthub.as_ref()?.listen.ip().to_canonical();
-        let resources = self.of_hubs().iter().map(ToString::to_string).collect();
+        let resources = self
+            .yurthub_resources()
+            .iter()
+            .map(ToString::to_string)
+            .collect();
         Some(YurtHubAddr { at, resources })
     }
 }
@@ -162,7 +168,7 @@ impl YurtHubListener {
         [&self.certificate, &self.key, &self.ca].into_iter()
     }
 
-    fn check(&self, faults: &mut ConfigErrors) {
+    fn validate(&self, errors: &mut ConfigErrors) {
         let ip = self.listen.ip().to_canonical();
         if ip.is_unspecified() || ip.is_loopback() {
             let message = format!(
@@ -170,33 +176,33 @@ impl YurtHubListener {
                 self.listen,
                 self.listen.port()
             );
-            faults.add("api_cache.yurthub.listen", message);
+            errors.add("api_cache.yurthub.listen", message);
         }
     }
 }
 
 impl Config {
     /// Checks the keys of `api_cache`.
-    pub(super) fn reading(&self, faults: &mut ConfigErrors) {
+    pub(super) fn validate_api_cache(&self, errors: &mut ConfigErrors) {
         let Some(api_cache) = &self.api_cache else {
             return;
         };
-        self.listeners_of(api_cache, faults);
+        self.validate_listeners(api_cache, errors);
         if !api_cache.listen.ip().to_canonical().is_loopback() {
             let message = format!(
                 "{} is not a loopback address, and this listener has no authentication; write 127.0.0.1:{}",
                 api_cache.listen,
                 api_cache.listen.port()
             );
-            faults.add("api_cache.listen", message);
+            errors.add("api_cache.listen", message);
         }
         if api_cache.resources.is_empty() {
             let message = "is an empty list; name at least one resource, or remove the key to cache the resources that kube-proxy and CoreDNS read";
-            faults.add("api_cache.resources", message);
+            errors.add("api_cache.resources", message);
         }
         for (index, text) in api_cache.resources.iter().enumerate() {
             if let Err(error) = text.parse::<GroupVersionResource>() {
-                faults.add(format!("api_cache.resources[{index}]"), error.to_string());
+                errors.add(format!("api_cache.resources[{index}]"), error.to_string());
             }
         }
         let sizes = [
@@ -204,22 +210,22 @@ impl Config {
             ("cache", api_cache.cache),
             ("event_buffer", api_cache.event_buffer),
         ];
-        faults.at_least_one("api_cache", &sizes);
-        faults.not_zero("api_cache", &[("save_every", api_cache.save_every)]);
-        if let Some(site) = &api_cache.members {
-            self.site(site, faults);
+        errors.check_at_least_one("api_cache", &sizes);
+        errors.check_not_zero("api_cache", &[("save_every", api_cache.save_every)]);
+        if let Some(members) = &api_cache.members {
+            self.validate_members(members, errors);
         }
-        if let Some(hubs) = &api_cache.yurthub {
-            hubs.check(faults);
-            if api_cache.of_hubs().is_empty() {
+        if let Some(yurthub) = &api_cache.yurthub {
+            yurthub.validate(errors);
+            if api_cache.yurthub_resources().is_empty() {
                 let message = "YurtHubs read Services, Endpoints and EndpointSlices, but api_cache.resources contains none of them; add v1/services there";
-                faults.add("api_cache.yurthub", message);
+                errors.add("api_cache.yurthub", message);
             }
         }
     }
 
     /// Reports listeners with conflicting addresses.
-    fn listeners_of(&self, api_cache: &ApiCache, faults: &mut ConfigErrors) {
+    fn validate_listeners(&self, api_cache: &ApiCache, errors: &mut ConfigErrors) {
         let mut listeners = ListenAddrs::default();
         let all = [
             (
@@ -241,30 +247,30 @@ impl Config {
         ];
         for (path, name, listen) in all {
             if let Some(listen) = listen {
-                listeners.add(path, name, listen, faults);
+                listeners.add(path, name, listen, errors);
             }
         }
     }
 
-    fn site(&self, site: &MemberListener, faults: &mut ConfigErrors) {
+    fn validate_members(&self, site: &MemberListener, errors: &mut ConfigErrors) {
         let path = "api_cache.members.addresses";
         if self.identity.is_some() {
             let message = "pool members authenticate each other with certificates of Causeway's own CA, but an external CA issues this node's certificate (identity); remove one of the two keys";
-            faults.add("api_cache.members", message);
+            errors.add("api_cache.members", message);
         }
         if site.addresses.is_empty() {
             let message = "is an empty list; write the addresses at which pool members reach this node: [HOST:PORT]";
-            faults.add(path, message);
+            errors.add(path, message);
         }
-        if site.addresses.len() > MOST_ADDRESSES {
+        if site.addresses.len() > MAX_ADDRESSES {
             let message = format!(
-                "must have at most {MOST_ADDRESSES} entries, because pool members try them one after the other"
+                "must have at most {MAX_ADDRESSES} entries, because pool members try them one after the other"
             );
-            faults.add(path, message);
+            errors.add(path, message);
         }
         for (index, text) in site.addresses.iter().enumerate() {
             if let Err(message) = host_port(text) {
-                faults.add(format!("{path}[{index}]"), message);
+                errors.add(format!("{path}[{index}]"), message);
             }
         }
     }

@@ -88,7 +88,8 @@ mod tests {
 
     #[test]
     fn a_cluster_node_serves_listed_ports_within_its_owners_limits() {
-        let of = |config| AnnouncedPortPolicy::of(&serde_json::from_value(config).unwrap());
+        let of =
+            |config| AnnouncedPortPolicy::from_config(&serde_json::from_value(config).unwrap());
         for (config, takes) in [
             (json!({}), [false; 3]),
             (json!({ "kubernetes": {} }), [true, true, false]),

@@ -8,25 +8,25 @@ use std::net::IpAddr;
 
 use causeway_certs::{NodeName, SignerProfile};
 use causeway_config::{ConfigError, ConfigErrors, Secret, Validate, host_port};
-use causeway_tunnel::{load::BULK_SPAN, wire::MOST_TUNNELS};
+use causeway_tunnel::{load::BULK_SPAN, wire::MAX_TUNNELS_PER_EDGE};
 
 use super::{Allow, Config, Port, Protocol};
 
 impl Validate for Config {
     fn validate(&self) -> Vec<ConfigError> {
-        let mut faults = ConfigErrors::default();
+        let mut errors = ConfigErrors::default();
         for (index, text) in self.gateways.iter().enumerate() {
             if let Err(message) = host_port(text) {
-                faults.add(format!("gateways[{index}]"), message);
+                errors.add(format!("gateways[{index}]"), message);
             }
         }
         if let Some(node) = &self.node
             && let Err(error) = NodeName::parse(node)
         {
-            faults.add("node", error.to_string());
+            errors.add("node", error.to_string());
         }
         if self.join.is_some() && self.join_file.is_some() {
-            faults.add(
+            errors.add(
                 "join_file",
                 "join already contains a token; keep one of the two keys",
             );
@@ -35,69 +35,69 @@ impl Validate for Config {
             ("join", self.join.is_some()),
             ("join_file", self.join_file.is_some()),
         ];
-        for (key, given) in token {
-            if given && self.identity.is_some() {
-                faults.add(
+        for (key, is_set) in token {
+            if is_set && self.identity.is_some() {
+                errors.add(
                     key,
                     "identity already configures this node's certificate; keep one of the two keys",
                 );
             }
         }
-        self.cluster(&mut faults);
+        self.validate_kubernetes(&mut errors);
         if let Some(proxy) = &self.proxy
             && let Err(message) = proxy_address(proxy)
         {
-            faults.add("proxy", message);
+            errors.add("proxy", message);
         }
-        self.numbers(&mut faults);
-        self.reading(&mut faults);
+        self.validate_limits(&mut errors);
+        self.validate_api_cache(&mut errors);
         for (number, port) in &self.ports {
             let path = format!("ports.{number}");
             if *number == 0 {
-                faults.add(path.as_str(), "0 is not a port; ports are 1 to 65535");
+                errors.add(path.as_str(), "0 is not a port; ports are 1 to 65535");
                 continue;
             }
             PortValidator {
                 port,
                 path,
-                faults: &mut faults,
+                errors: &mut errors,
             }
             .run(*number, &self.allow);
         }
-        faults.into_vec()
+        errors.into_vec()
     }
 
     fn validate_files(&self) -> Vec<ConfigError> {
-        let mut faults = ConfigErrors::default();
+        let mut errors = ConfigErrors::default();
         if let Some(files) = &self.identity {
-            faults.file("identity.chain", &files.chain);
-            faults.file("identity.key", &files.key);
-            faults.file("identity.ca", &files.ca);
+            errors.check_file("identity.chain", &files.chain);
+            errors.check_file("identity.key", &files.key);
+            errors.check_file("identity.ca", &files.ca);
         }
         if let Some(cluster) = &self.kubernetes
             && let Some(file) = &cluster.kubeconfig
         {
-            faults.file("kubernetes.kubeconfig", file);
+            errors.check_file("kubernetes.kubeconfig", file);
         }
         let Some(api_cache) = &self.api_cache else {
-            return faults.into_vec();
+            return errors.into_vec();
         };
-        if let Some(shown) = &api_cache.tls {
-            faults.file("api_cache.tls.certificate", &shown.certificate);
-            faults.file("api_cache.tls.key", &shown.key);
+        if let Some(tls) = &api_cache.tls {
+            errors.check_file("api_cache.tls.certificate", &tls.certificate);
+            errors.check_file("api_cache.tls.key", &tls.key);
         }
-        if let Some(hubs) = &api_cache.yurthub {
-            faults.file("api_cache.yurthub.certificate", &hubs.certificate);
-            faults.file("api_cache.yurthub.key", &hubs.key);
-            faults.file("api_cache.yurthub.ca", &hubs.ca);
+        if let Some(yurthub) = &api_cache.yurthub {
+            errors.check_file("api_cache.yurthub.certificate", &yurthub.certificate);
+            errors.check_file("api_cache.yurthub.key", &yurthub.key);
+            errors.check_file("api_cache.yurthub.ca", &yurthub.ca);
         }
-        faults.into_vec()
+        errors.into_vec()
     }
 }
 
 impl Config {
     /// One of a token, files and a cluster says who this node is.
-    fn cluster(&self, faults: &mut ConfigErrors) {
+    fn validate_kubernetes(&self, errors: &mut ConfigErrors) {
         let Some(cluster) = &self.kubernetes else {
             return;
         };
@@ -106,32 +106,33 @@ impl Config {
             ("join_file", self.join_file.is_some()),
             ("identity", self.identity.is_some()),
         ];
-        for (key, given) in others {
-            if given {
+        for (key, is_set) in others {
+            if is_set {
                 let message = "the cluster (kubernetes) already provides this node's certificate; keep one of the two keys";
-                faults.add(key, message);
+                errors.add(key, message);
             }
         }
-        let clusters = cluster.signer.contains("kubernetes.io/");
-        if !cluster.signer.contains('/') || clusters && SignerProfile::of(&cluster.signer).is_none()
+        let is_kubernetes_signer = cluster.signer.contains("kubernetes.io/");
+        if !cluster.signer.contains('/')
+            || is_kubernetes_signer && SignerProfile::from_signer_name(&cluster.signer).is_none()
         {
             let message = format!(
                 "\"{}\" is not a signer that this edge can use; write the same value as the gateway's kubernetes.certificates.signer, such as causeway.io/edge or kubernetes.io/kube-apiserver-client",
                 cluster.signer
             );
-            faults.add("kubernetes.signer", message);
+            errors.add("kubernetes.signer", message);
         }
         for (key, name) in [("namespace", &cluster.namespace), ("name", &cluster.name)] {
             if let Err(error) = NodeName::parse(name) {
-                faults.add(format!("kubernetes.{key}"), error.to_string());
+                errors.add(format!("kubernetes.{key}"), error.to_string());
             }
         }
     }
 
-    fn numbers(&self, faults: &mut ConfigErrors) {
+    fn validate_limits(&self, errors: &mut ConfigErrors) {
         let timeouts = &self.timeouts;
-        faults.not_zero("tunnels", &[("resolve_after", self.tunnels.resolve_after)]);
-        faults.not_zero(
+        errors.check_not_zero("tunnels", &[("resolve_after", self.tunnels.resolve_after)]);
+        errors.check_not_zero(
             "timeouts",
             &[
                 ("tcp", timeouts.tcp),
@@ -145,7 +146,7 @@ impl Config {
             ],
         );
         let backoff = &self.backoff;
-        faults.not_zero(
+        errors.check_not_zero(
             "backoff",
             &[
                 ("silent_max", backoff.silent_max),
@@ -153,12 +154,12 @@ impl Config {
             ],
         );
         let tunnels = &self.tunnels;
-        faults.at_least_one(
+        errors.check_at_least_one(
             "tunnels",
             &[("max", tunnels.max), ("bulk_after", tunnels.bulk_after)],
         );
         let limits = &self.limits;
-        faults.at_least_one(
+        errors.check_at_least_one(
             "limits",
             &[
                 ("streams", limits.streams),
@@ -170,13 +171,13 @@ impl Config {
             let detail = format!(
                 "must be at least {BULK_SPAN:?}, the time over which bulk is measured: else the additional tunnel would close during the transfer"
             );
-            faults.add("tunnels.bulk_idle", detail);
+            errors.add("tunnels.bulk_idle", detail);
         }
-        if !u32::try_from(tunnels.max).is_ok_and(|max| max <= MOST_TUNNELS) {
+        if !u32::try_from(tunnels.max).is_ok_and(|max| max <= MAX_TUNNELS_PER_EDGE) {
             let detail = format!(
-                "must be at most {MOST_TUNNELS}, because a gateway accepts no more tunnels of one edge"
+                "must be at most {MAX_TUNNELS_PER_EDGE}, because a gateway accepts no more tunnels of one edge"
             );
-            faults.add("tunnels.max", detail);
+            errors.add("tunnels.max", detail);
         }
     }
 }
@@ -185,7 +186,7 @@ impl Config {
 struct PortValidator<'a> {
     port: &'a Port,
     path: String,
-    faults: &'a mut ConfigErrors,
+    errors: &'a mut ConfigErrors,
 }
 
 impl PortValidator<'_> {
@@ -199,7 +200,7 @@ impl PortValidator<'_> {
     }
 
     fn add(&mut self, key: &str, message: impl Into<String>) {
-        self.faults.add(format!("{}.{key}", self.path), message);
+        self.errors.add(format!("{}.{key}", self.path), message);
     }
 
     fn target(&mut self, number: u16, allow: &Allow) {
@@ -210,7 +211,7 @@ impl PortValidator<'_> {
                 let message = format!(
                     "`allow` does not permit connections to {address}; add it to allow.hosts"
                 );
-                self.faults
+                self.errors
                     .add_against(format!("{}.target", self.path), "allow.hosts", message);
             }
             Ok(_) => {}
@@ -220,7 +221,7 @@ impl PortValidator<'_> {
     fn https(&mut self) {
         let port = self.port;
         match (&port.ca, port.verify) {
-            (None, true) => self.faults.add(
+            (None, true) => self.errors.add(
                 self.path.as_str(),
                 "https needs \"ca\", the file of the CA that issued the app's certificate; to accept any \
                  certificate, write verify: false",
@@ -250,7 +251,7 @@ impl PortValidator<'_> {
         ];
         for (key, file) in files {
             if let Some(file) = file {
-                self.faults.file(format!("{}.{key}", self.path), file);
+                self.errors.check_file(format!("{}.{key}", self.path), file);
             }
         }
     }
@@ -261,14 +262,14 @@ impl PortValidator<'_> {
             "requires scheme https, but this port has scheme {}; set scheme: https or remove this key",
             port.scheme.as_str()
         );
-        for (key, given) in [
+        for (key, is_set) in [
             ("ca", port.ca.is_some()),
             ("server_name", port.server_name.is_some()),
             ("certificate", port.certificate.is_some()),
             ("key", port.key.is_some()),
             ("verify", !port.verify),
         ] {
-            if given {
+            if is_set {
                 self.add(key, message.as_str());
             }
         }
@@ -277,20 +278,20 @@ impl PortValidator<'_> {
 
 /// The text is never repeated: it may hold a password.
 fn proxy_address(proxy: &Secret) -> Result<(), String> {
-    let form = "write http://HOST:PORT or socks5://HOST:PORT, with USER:PASSWORD@ before the host if the proxy requires authentication";
+    let hint = "write http://HOST:PORT or socks5://HOST:PORT, with USER:PASSWORD@ before the host if the proxy requires authentication";
     let (scheme, rest) = proxy
         .expose()
         .split_once("://")
-        .ok_or_else(|| format!("the scheme is missing; {form}"))?;
+        .ok_or_else(|| format!("the scheme is missing; {hint}"))?;
     if !matches!(scheme, "http" | "socks5" | "socks5h") {
         return Err(format!(
-            "the proxy scheme \"{scheme}\" is not supported; {form}"
+            "the proxy scheme \"{scheme}\" is not supported; {hint}"
         ));
     }
     let address = rest.rsplit_once('@').map_or(rest, |(_, address)| address);
     host_port(address.trim_end_matches('/'))
         .map(drop)
-        .map_err(|_| form.into())
+        .map_err(|_| hint.into())
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! way, and not while they refuse it; it is ready while a tunnel stands.
 
 use super::http_server::{
-    AllowedHosts, ConnectionPlace, LimitedListener, announcing_close, check_host, keep_place,
+    AllowedHosts, ConnectionPlace, LimitedListener, check_host, hold_slot, with_connection_close,
 };
 use crate::{
     config::{Admin, ReloadSender},
@@ -35,19 +35,19 @@ use tower_http::timeout::TimeoutLayer;
 use tracing::debug;
 
 /// No answer here takes longer than this.
-const BOUND: Duration = Duration::from_secs(5);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Connections at once.
-const CONNECTIONS: usize = 256;
+const MAX_CONNECTIONS: usize = 256;
 
 /// The admin listener, and the socket in the data directory for commands.
 pub(crate) type Listeners = (TcpListener, Option<UnixListener>);
 
 #[derive(Clone)]
 struct AdminState {
-    reader: StatusReader,
+    status_reader: StatusReader,
     metrics: Arc<Metrics>,
-    pressure: Arc<MemoryBudget>,
+    memory_budget: Arc<MemoryBudget>,
     reloads: ReloadSender,
 }
 
@@ -118,11 +118,11 @@ pub(crate) async fn run(
     ),
     (stopping, stop): (CancellationToken, CancellationToken),
 ) {
-    let limited = metrics.clone();
-    let own = Arc::new(AllowedHosts {
+    let limit_metrics = metrics.clone();
+    let allowed_hosts = Arc::new(AllowedHosts {
         address: listener.local_addr().map(|address| address.ip()).ok(),
         node: reader.status().node,
-        shown: None,
+        certificate: None,
     });
     let router = operations()
         .into_iter()
@@ -131,25 +131,25 @@ pub(crate) async fn run(
         })
         .layer(TimeoutLayer::with_status_code(
             StatusCode::GATEWAY_TIMEOUT,
-            BOUND,
+            REQUEST_TIMEOUT,
         ))
         .layer(middleware::from_fn(move |request, next| {
-            check_host(own.clone(), request, next)
+            check_host(allowed_hosts.clone(), request, next)
         }))
         .with_state(AdminState {
-            reader,
+            status_reader: reader,
             metrics,
-            pressure,
+            memory_budget: pressure,
             reloads,
         });
-    let router = announcing_close(router, stopping);
-    let limit = limited.connection_limit("admin_connections", CONNECTIONS);
+    let router = with_connection_close(router, stopping);
+    let limit = limit_metrics.connection_limit("admin_connections", MAX_CONNECTIONS);
     let listener = LimitedListener::new(limit, listener, stop.clone());
-    let places = router.clone().layer(middleware::from_fn(keep_place));
-    let places = places.into_make_service_with_connect_info::<ConnectionPlace>();
+    let service = router.clone().layer(middleware::from_fn(hold_slot));
+    let service = service.into_make_service_with_connect_info::<ConnectionPlace>();
     tokio::select! {
         // Responses are short, so nothing is lost if the listener stops at once.
-        served = async { axum::serve(listener, places).await } => {
+        served = async { axum::serve(listener, service).await } => {
             debug!(?served, "the admin listener stopped");
         }
         // Only the owner of the data directory and root can connect, so no connection limit is needed.
@@ -165,47 +165,52 @@ pub(crate) async fn run(
     }
 }
 
-async fn health(State(tables): State<AdminState>) -> Response {
-    let status = tables.reader.status();
-    let well = status.state != "refused";
-    answer(well, status)
+async fn health(State(state): State<AdminState>) -> Response {
+    let status = state.status_reader.status();
+    let is_healthy = status.state != "refused";
+    health_response(is_healthy, status)
 }
 
-async fn ready(State(tables): State<AdminState>) -> Response {
-    let status = tables.reader.status();
-    let ready = status.state == "connected";
-    answer(ready, status)
+async fn ready(State(state): State<AdminState>) -> Response {
+    let status = state.status_reader.status();
+    let is_ready = status.state == "connected";
+    health_response(is_ready, status)
 }
 
-fn answer(well: bool, status: Status) -> Response {
-    let code = if well {
+fn health_response(is_ok: bool, status: Status) -> Response {
+    let code = if is_ok {
         StatusCode::OK
     } else {
         StatusCode::SERVICE_UNAVAILABLE
     };
-    let trouble = status
+    let detail = status
         .trouble
         .map_or_else(String::new, |trouble| format!(": {}", trouble.what));
-    (code, format!("{}{trouble}\n", status.state)).into_response()
+    (code, format!("{}{detail}\n", status.state)).into_response()
 }
 
-async fn metrics_text(State(tables): State<AdminState>, fields: HeaderMap) -> Response {
-    if let Some(reading) = tables.reader.status().api_cache {
-        tables.metrics.reads(&reading);
+async fn metrics_text(State(state): State<AdminState>, headers: HeaderMap) -> Response {
+    if let Some(cache_status) = state.status_reader.status().api_cache {
+        state.metrics.update_api_cache(&cache_status);
     }
-    tables.metrics.stalled(tables.pressure.stalls().count());
-    let accept = fields.get(ACCEPT);
+    state
+        .metrics
+        .set_stalled(state.memory_budget.stall_monitor().stalled_count());
+    let accept = headers.get(ACCEPT);
     let format = Exposition::negotiate(accept.and_then(|accept| accept.to_str().ok()));
     let content = [(CONTENT_TYPE, format.content_type())];
-    (content, tables.metrics.encode(format)).into_response()
+    (content, state.metrics.encode(format)).into_response()
 }
 
 /// Has the configuration read anew, and says what that did.
-async fn reload(State(tables): State<AdminState>, fields: HeaderMap) -> (StatusCode, String) {
-    let (code, said) = tables.reloads.answer(fields.contains_key(ORIGIN)).await;
-    (StatusCode::from_u16(code).unwrap_or_default(), said)
+async fn reload(State(state): State<AdminState>, headers: HeaderMap) -> (StatusCode, String) {
+    let (code, summary) = state
+        .reloads
+        .handle_admin_request(headers.contains_key(ORIGIN))
+        .await;
+    (StatusCode::from_u16(code).unwrap_or_default(), summary)
 }
 
-async fn status(State(tables): State<AdminState>) -> Response {
-    Json(tables.reader.status()).into_response()
+async fn status(State(state): State<AdminState>) -> Response {
+    Json(state.status_reader.status()).into_response()
 }

@@ -54,26 +54,26 @@ use tracing::{Span, info, info_span};
 /// API cache of a node, built and not yet running.
 pub(crate) struct ApiCacheConfig {
     config: config::ApiCache,
-    pool: Arc<WatchCache>,
-    told: Membership,
-    keep: DiskWriter,
-    tls: MemberTls,
-    endpoint: LocalServer,
-    site: Option<TcpListener>,
-    hubs: Option<(TcpListener, watch::Receiver<Option<YurtHubServerTls>>)>,
+    cache: Arc<WatchCache>,
+    membership: Membership,
+    disk_writer: DiskWriter,
+    member_tls: MemberTls,
+    local: LocalServer,
+    member_listener: Option<TcpListener>,
+    yurthub_listener: Option<(TcpListener, watch::Receiver<Option<YurtHubServerTls>>)>,
 }
 
 /// Sockets of the API cache's listeners.
 pub(crate) struct ApiCacheListeners {
     /// For this node's own programs, with what they are shown if they read over TLS.
-    pub(crate) endpoint: (
+    pub(crate) local: (
         std::net::TcpListener,
         Option<watch::Receiver<Option<ServerOnlyTls>>>,
     ),
     /// Listener for the members of the pool.
-    pub(crate) site: Option<std::net::TcpListener>,
+    pub(crate) members: Option<std::net::TcpListener>,
     /// Listener for `YurtHub`s, with the certificates by which they are admitted.
-    pub(crate) hubs: Option<(
+    pub(crate) yurthub: Option<(
         std::net::TcpListener,
         watch::Receiver<Option<YurtHubServerTls>>,
     )>,
@@ -87,11 +87,11 @@ type SourceWatches = (watch::Receiver<Arc<SelectedSource>>, watch::Receiver<usiz
 
 /// Context that the cache runs in, and the token that ends it.
 pub(crate) struct ApiCacheContext<'a> {
-    pub(crate) links: Arc<TunnelContext>,
-    pub(crate) state: &'a StatusReader,
+    pub(crate) context: Arc<TunnelContext>,
+    pub(crate) status: &'a StatusReader,
     pub(crate) tasks: &'a Arc<TaskGroup>,
     /// Ends the cache's listeners, with all connections that are open there.
-    pub(crate) done: CancellationToken,
+    pub(crate) close_listeners: CancellationToken,
 }
 
 impl ApiCacheConfig {
@@ -101,7 +101,7 @@ impl ApiCacheConfig {
     /// If the runtime cannot take the listeners.
     pub(crate) fn new(
         (config, data_dir): (&config::ApiCache, &std::path::Path),
-        held: &IdentityStore,
+        identity_store: &IdentityStore,
         listeners: ApiCacheListeners,
     ) -> io::Result<Self> {
         let mut resources: Vec<GroupVersionResource> = Vec::new();
@@ -111,163 +111,177 @@ impl ApiCacheConfig {
                 resources.push(resource);
             }
         }
-        let bytes = |size: usize| u64::try_from(size).unwrap_or(u64::MAX);
+        let to_u64 = |size: usize| u64::try_from(size).unwrap_or(u64::MAX);
         let limits = CacheLimits {
-            cache: bytes(config.cache),
-            window: config.event_buffer,
+            response_bytes: to_u64(config.cache),
+            event_buffer_bytes: config.event_buffer,
         };
-        let pool = WatchCache::new(&resources, &limits);
-        let told = Membership::load(held.store());
-        let saved = (data_dir.join("pool"), bytes(config.save));
-        let known = (told.clone(), held.store().clone());
+        let cache = WatchCache::new(&resources, &limits);
+        let membership = Membership::load(identity_store.store());
+        let snapshots = (data_dir.join("pool"), to_u64(config.save));
+        let membership_store = (membership.clone(), identity_store.store().clone());
         Ok(Self {
-            keep: DiskWriter::new(pool.clone(), saved, known),
-            tls: MemberTls::new(held.clone(), told.clone()),
-            endpoint: LocalServer {
-                listener: TcpListener::from_std(listeners.endpoint.0)?,
-                shown: listeners.endpoint.1,
+            disk_writer: DiskWriter::new(cache.clone(), snapshots, membership_store),
+            member_tls: MemberTls::new(identity_store.clone(), membership.clone()),
+            local: LocalServer {
+                listener: TcpListener::from_std(listeners.local.0)?,
+                certificate: listeners.local.1,
             },
-            site: listeners.site.map(TcpListener::from_std).transpose()?,
-            hubs: listeners
-                .hubs
-                .map(|(listener, known)| TcpListener::from_std(listener).map(|tcp| (tcp, known)))
+            member_listener: listeners.members.map(TcpListener::from_std).transpose()?,
+            yurthub_listener: listeners
+                .yurthub
+                .map(|(listener, tls)| TcpListener::from_std(listener).map(|tcp| (tcp, tls)))
                 .transpose()?,
             config: config.clone(),
-            pool,
-            told,
+            cache,
+            membership,
         })
     }
 
     /// Returns the membership that gateways update.
-    pub(crate) fn hears(&self) -> Membership {
-        self.told.clone()
+    pub(crate) fn membership(&self) -> Membership {
+        self.membership.clone()
     }
 
     /// Reads and serves, in tasks, until what it runs with ends.
-    pub(crate) fn begin(self, with: ApiCacheContext<'_>) -> FinalSave {
-        let last = FinalSave(self.keep.clone());
+    pub(crate) fn start(self, run_context: ApiCacheContext<'_>) -> FinalSave {
+        let final_save = FinalSave(self.disk_writer.clone());
         let ApiCacheContext {
-            links,
-            state,
+            context,
+            status,
             tasks,
-            done,
-        } = with;
-        let gateway = Arc::new(GatewaySource::new(links.clone(), tasks.clone()));
-        let (at, chosen) = watch::channel(SelectedSource::nobody());
-        let (tell, fallen) = mpsc::channel(16);
-        let report = StatusReporter {
-            own: links.node.clone(),
-            pool: self.pool.clone(),
-            told: self.told.clone(),
-            at: chosen.clone(),
+            close_listeners,
+        } = run_context;
+        let gateway = Arc::new(GatewaySource::new(context.clone(), tasks.clone()));
+        let (selected_tx, selected) = watch::channel(SelectedSource::unselected());
+        let (lost_tx, lost_rx) = mpsc::channel(16);
+        let reporter = StatusReporter {
+            node: context.node.clone(),
+            cache: self.cache.clone(),
+            membership: self.membership.clone(),
+            selected: selected.clone(),
             gateway: Arc::downgrade(&gateway),
         };
-        state.reads(report.clone().status());
-        let chooser = SourceSelector {
-            own: links.node.clone(),
-            pool: self.pool.clone(),
-            told: self.told.clone(),
-            tls: self.tls.clone(),
+        status.set_api_cache_source(reporter.clone().status());
+        let selector = SourceSelector {
+            node: context.node.clone(),
+            cache: self.cache.clone(),
+            membership: self.membership.clone(),
+            tls: self.member_tls.clone(),
             tasks: tasks.clone(),
-            gateway,
-            standing: state.standing(),
-            at,
-            fallen,
-            metrics: links.metrics.clone(),
+            gateway_source: gateway,
+            tunnel_count: status.open_tunnels(),
+            selected: selected_tx,
+            source_lost: lost_rx,
+            metrics: context.metrics.clone(),
         };
-        let metrics = links.metrics.clone();
-        let bounds = &links.config.backoff;
-        let backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
-        let stores = self.pool.stores().iter().cloned();
-        let holds = stores.map(|store| -> BoxFuture<'static, ()> {
+        let metrics = context.metrics.clone();
+        let backoff_config = &context.config.backoff;
+        let backoff = Backoff::new(backoff_config.silent_max, backoff_config.refused_max);
+        let stores = self.cache.stores().iter().cloned();
+        let sync_tasks = stores.map(|store| -> BoxFuture<'static, ()> {
             Box::pin(sync::sync_store(
                 store,
-                chosen.clone(),
-                tell.clone(),
+                selected.clone(),
+                lost_tx.clone(),
                 backoff,
             ))
         });
-        let mut parts: Vec<BoxFuture<'static, ()>> = holds.collect();
-        parts.push(Box::pin(sync::poll_version(
-            self.pool.clone(),
-            chosen.clone(),
+        let mut futures: Vec<BoxFuture<'static, ()>> = sync_tasks.collect();
+        futures.push(Box::pin(sync::poll_version(
+            self.cache.clone(),
+            selected.clone(),
         )));
-        parts.push(Box::pin(chooser.run()));
-        parts.push(Box::pin(report.run()));
-        let heard = (chosen.clone(), state.standing());
-        let spawn = (tasks.clone(), links.node.clone(), heard);
-        let ends = (links.stop.clone(), done);
+        futures.push(Box::pin(selector.run()));
+        futures.push(Box::pin(reporter.run()));
+        let watches = (selected.clone(), status.open_tunnels());
+        let spawn_context = (tasks.clone(), context.node.clone(), watches);
+        let stop_tokens = (context.stop.clone(), close_listeners);
         tasks.spawn(
             info_span!("api_cache"),
-            Box::pin(self.run(parts, spawn, metrics, ends)) as BoxFuture<'static, ()>,
+            Box::pin(self.run(futures, spawn_context, metrics, stop_tokens))
+                as BoxFuture<'static, ()>,
         );
-        last
+        final_save
     }
 
     async fn run(
         self,
-        parts: Vec<BoxFuture<'static, ()>>,
-        (tasks, node, (at, standing)): (Arc<TaskGroup>, String, SourceWatches),
+        futures: Vec<BoxFuture<'static, ()>>,
+        (tasks, node, (selected, tunnel_count)): (Arc<TaskGroup>, String, SourceWatches),
         metrics: Arc<Metrics>,
-        (stop, done): (CancellationToken, CancellationToken),
+        (stop, close_listeners): (CancellationToken, CancellationToken),
     ) {
         let Self {
             config,
-            pool,
-            keep,
-            tls,
-            endpoint,
-            site,
-            hubs,
+            cache,
+            disk_writer,
+            member_tls,
+            local,
+            member_listener,
+            yurthub_listener,
             ..
         } = self;
         // Requests are served only after the saved data has been loaded.
-        keep.load().await;
-        if let Ok(address) = endpoint.listener.local_addr() {
-            let tls = endpoint.shown.is_some();
+        disk_writer.load().await;
+        if let Ok(address) = local.listener.local_addr() {
+            let tls = local.certificate.is_some();
             info!(%address, tls, resources = ?config.resources, "the API cache is ready for programs on this node");
         }
-        let closing = |router| http_server::announcing_close(router, stop.clone());
-        let router = closing(local_server::serve_options(pool.clone(), None, None));
-        let mut parts = parts;
-        if let Some(listener) = site {
-            let router = closing(local_server::serve_options(
-                pool.clone(),
-                Some(at.clone()),
+        let with_close = |router| http_server::with_connection_close(router, stop.clone());
+        let router = with_close(local_server::cache_router(cache.clone(), None, None));
+        let mut futures = futures;
+        if let Some(listener) = member_listener {
+            let router = with_close(local_server::cache_router(
+                cache.clone(),
+                Some(selected.clone()),
                 None,
             ));
-            let at = at.clone();
-            let door = QuotaAcceptor {
+            let selected = selected.clone();
+            let acceptor = QuotaAcceptor {
                 listener,
-                host: Arc::new(MemberClients { tls, at }),
-                guests: "neighbour",
+                policy: Arc::new(MemberClients {
+                    tls: member_tls,
+                    selected,
+                }),
+                client_kind: "neighbour",
                 metrics: metrics.clone(),
-                most: member_server::max_connections(config.resources.len()),
-                each: member_server::max_per_member(config.resources.len()),
+                max_connections: member_server::max_connections(config.resources.len()),
+                max_per_client: member_server::max_per_member(config.resources.len()),
             };
-            parts.push(Box::pin(door.run(router, done.clone())));
+            futures.push(Box::pin(acceptor.run(router, close_listeners.clone())));
         }
-        if let Some((listener, known)) = hubs {
-            let touch = yurthub_server::UpstreamHealth { at, standing };
-            let router = closing(yurthub_server::serving(
-                pool,
-                config.of_hubs(),
-                touch.clone(),
+        if let Some((listener, yurthub_tls)) = yurthub_listener {
+            let health = yurthub_server::UpstreamHealth {
+                selected,
+                tunnel_count,
+            };
+            let router = with_close(yurthub_server::router(
+                cache,
+                config.yurthub_resources(),
+                health.clone(),
             ));
-            let door = QuotaAcceptor {
+            let acceptor = QuotaAcceptor {
                 listener,
-                host: Arc::new(yurthub_server::YurtHubClients { known, touch }),
-                guests: "hub",
+                policy: Arc::new(yurthub_server::YurtHubClients {
+                    tls: yurthub_tls,
+                    health,
+                }),
+                client_kind: "hub",
                 metrics: metrics.clone(),
-                most: yurthub_server::MAX_CONNECTIONS,
-                each: yurthub_server::MAX_PER_CLIENT,
+                max_connections: yurthub_server::MAX_CONNECTIONS,
+                max_per_client: yurthub_server::MAX_PER_CLIENT,
             };
-            parts.push(Box::pin(door.run(router, done.clone())));
+            futures.push(Box::pin(acceptor.run(router, close_listeners.clone())));
         }
-        parts.push(Box::pin(endpoint.run((router, node), metrics, done)));
-        parts.push(Box::pin(keep.run(config.save_every)));
-        for part in parts {
-            tasks.spawn(Span::current(), part);
+        futures.push(Box::pin(local.run(
+            (router, node),
+            metrics,
+            close_listeners,
+        )));
+        futures.push(Box::pin(disk_writer.run(config.save_every)));
+        for future in futures {
+            tasks.spawn(Span::current(), future);
         }
     }
 }
@@ -275,7 +289,7 @@ impl ApiCacheConfig {
 impl FinalSave {
     /// Leaves on the disk what is known.
     pub(crate) async fn end(self) {
-        self.0.end().await;
+        self.0.final_save().await;
     }
 }
 

@@ -14,13 +14,13 @@ use std::{
 };
 
 /// The shortest delay after an attempt that has waited itself; jittered like any other.
-const LEAST: Duration = Duration::from_millis(250);
+const MIN_DELAY: Duration = Duration::from_millis(250);
 
 /// Failure of a connection to a gateway.
 #[derive(Clone, Debug)]
 pub(crate) struct ConnectError {
-    kind: RetryClass,
-    what: String,
+    retry_class: RetryClass,
+    detail: String,
     wrong_ca: Option<UnexpectedCa>,
     refusal: Option<IdentityRefusal>,
 }
@@ -48,8 +48,8 @@ impl ConnectError {
     /// Creates the error of a peer that did not answer.
     pub(crate) fn silent(what: impl Into<String>) -> Self {
         Self {
-            kind: RetryClass::Silent(Duration::ZERO),
-            what: what.into(),
+            retry_class: RetryClass::Silent(Duration::ZERO),
+            detail: what.into(),
             wrong_ca: None,
             refusal: None,
         }
@@ -58,7 +58,7 @@ impl ConnectError {
     /// Creates the error of a TCP handshake that received no answer for this long.
     pub(crate) fn unanswered(what: impl Into<String>, waited: Duration) -> Self {
         Self {
-            kind: RetryClass::Silent(waited),
+            retry_class: RetryClass::Silent(waited),
             ..Self::silent(what)
         }
     }
@@ -66,8 +66,8 @@ impl ConnectError {
     /// The other end refused.
     pub(crate) fn refused(what: impl Into<String>) -> Self {
         Self {
-            kind: RetryClass::Refused(None),
-            what: what.into(),
+            retry_class: RetryClass::Refused(None),
+            detail: what.into(),
             wrong_ca: None,
             refusal: None,
         }
@@ -76,8 +76,8 @@ impl ConnectError {
     /// The other end refused, and will again.
     pub(crate) fn unwelcome(what: impl Into<String>) -> Self {
         Self {
-            kind: RetryClass::Unwelcome(Duration::ZERO),
-            what: what.into(),
+            retry_class: RetryClass::Unwelcome(Duration::ZERO),
+            detail: what.into(),
             wrong_ca: None,
             refusal: None,
         }
@@ -85,16 +85,16 @@ impl ConnectError {
 
     /// The gateway sent the tunnel away.
     pub(crate) fn dismissed(why: GoAway, detail: &str, retry_after: Duration) -> Self {
-        let what = format!("the gateway refused this edge ({}): {detail}", why.word());
-        let kind = match why {
+        let detail = format!("the gateway refused this edge ({}): {detail}", why.as_str());
+        let retry_class = match why {
             GoAway::Superseded | GoAway::Unwelcome => RetryClass::Unwelcome(retry_after),
             GoAway::Malformed | GoAway::Full => RetryClass::Refused(Some(retry_after)),
         };
         // The gateway accepts two processes with one identity, so this is not an identity error.
         let refusal = (why == GoAway::Unwelcome).then_some(IdentityRefusal::NotAccepted);
         Self {
-            kind,
-            what,
+            retry_class,
+            detail,
             wrong_ca: None,
             refusal,
         }
@@ -109,7 +109,7 @@ impl ConnectError {
     }
 
     /// A connection failed; `tls` is TLS's own error if it had one.
-    pub(crate) fn ended(ended: &TunnelEnd, tls: Option<&TlsError>) -> Self {
+    pub(crate) fn tunnel_ended(ended: &TunnelEnd, tls: Option<&TlsError>) -> Self {
         match tls {
             Some(error) => Self::tls(error),
             None => Self::silent(ended.to_string()),
@@ -127,15 +127,16 @@ impl ConnectError {
         if NotAGateway::is_in(error) {
             return Self::refused(not_a_tunnel_port(gateway, &NotAGateway));
         }
-        match inner(error) {
-            Some(error) if is_of_another_protocol(error) => {
+        match find_tls_error(error) {
+            Some(error) if is_other_protocol(error) => {
                 Self::refused(not_a_tunnel_port(gateway, error))
             }
             Some(error) => Self {
                 // In TLS 1.3 a gateway sees this edge's certificate only after this edge has completed the handshake
                 // (RFC 8446, section 2). Anybody on the network path can send an alert before that.
-                refusal: matches!(error, TlsError::InvalidCertificate(why) if !is_about_time(why))
-                    .then_some(IdentityRefusal::UnknownCa),
+                refusal:
+                    matches!(error, TlsError::InvalidCertificate(why) if !is_validity_error(why))
+                        .then_some(IdentityRefusal::UnknownCa),
                 ..Self::tls(error)
             },
             None => Self::silent(format!(
@@ -156,7 +157,7 @@ impl ConnectError {
     /// TLS failed.
     pub(crate) fn tls(error: &TlsError) -> Self {
         match error {
-            TlsError::InvalidCertificate(why) if is_about_time(why) => Self::refused(format!(
+            TlsError::InvalidCertificate(why) if is_validity_error(why) => Self::refused(format!(
                 "the gateway's certificate is not valid at this machine's time, {}; check the clock ({error})",
                 humantime::format_rfc3339_seconds(SystemTime::now()),
             )),
@@ -167,7 +168,7 @@ impl ConnectError {
                      CA now, or another server answers at its address"
                 ))
             },
-            TlsError::AlertReceived(alert) if is_about_certificate(*alert) => {
+            TlsError::AlertReceived(alert) if is_certificate_alert(*alert) => {
                 Self::not_accepted(format!(
                     "the gateway does not accept this node's certificate ({alert:?}): it is revoked, expired, or of another \
                      gateway's CA"
@@ -179,27 +180,27 @@ impl ConnectError {
 
     /// How long to wait before the next attempt.
     pub(crate) fn delay(&self, backoff: &mut Backoff, random: f64) -> Duration {
-        match self.kind {
+        match self.retry_class {
             // A network that returns is noticed by the next attempt: they begin a delay apart, however long each
             // waits. Such attempts cost no peer anything, because no peer responds.
             RetryClass::Silent(waited) => {
                 let delay = backoff.silent(random);
-                let least = LEAST.mul_f64(0.5 + random.clamp(0.0, 1.0) / 2.0);
-                delay.saturating_sub(waited).max(least.min(delay))
+                let min_delay = MIN_DELAY.mul_f64(0.5 + random.clamp(0.0, 1.0) / 2.0);
+                delay.saturating_sub(waited).max(min_delay.min(delay))
             }
-            RetryClass::Refused(asked) => backoff.refused(asked, random),
+            RetryClass::Refused(requested) => backoff.refused(requested, random),
             // Jitter for edges that were dismissed at the same time.
-            RetryClass::Unwelcome(asked) => {
-                let spread = asked.mul_f64(1.0 + random.clamp(0.0, 1.0) / 2.0);
-                backoff.most(random).max(spread)
+            RetryClass::Unwelcome(requested) => {
+                let min_requested = requested.mul_f64(1.0 + random.clamp(0.0, 1.0) / 2.0);
+                backoff.max_delay(random).max(min_requested)
             }
         }
     }
 
     /// How long to wait before the next attempt at an address, while the edge has a tunnel by another one: the network is well,
     /// so what does not answer there is away for as long as it was, and the pauses grow to the longest.
-    pub(crate) fn delay_of_one(&self, backoff: &mut Backoff, random: f64) -> Duration {
-        match self.kind {
+    pub(crate) fn delay_while_connected(&self, backoff: &mut Backoff, random: f64) -> Duration {
+        match self.retry_class {
             RetryClass::Silent(_) => backoff.refused(None, random),
             RetryClass::Refused(_) | RetryClass::Unwelcome(_) => self.delay(backoff, random),
         }
@@ -207,17 +208,17 @@ impl ConnectError {
 
     /// Whether the other end refused.
     pub(crate) fn is_refusal(&self) -> bool {
-        !matches!(self.kind, RetryClass::Silent(_))
+        !matches!(self.retry_class, RetryClass::Silent(_))
     }
 
     /// Whether a change of the network may mend it.
-    pub(crate) fn may_be_the_network(&self) -> bool {
-        !matches!(self.kind, RetryClass::Unwelcome(_))
+    pub(crate) fn may_be_network_error(&self) -> bool {
+        !matches!(self.retry_class, RetryClass::Unwelcome(_))
     }
 
     /// Returns the description of the failure, for people.
-    pub(crate) fn what(&self) -> &str {
-        &self.what
+    pub(crate) fn detail(&self) -> &str {
+        &self.detail
     }
 
     /// The gateway is of another CA than the token that was to be used.
@@ -231,8 +232,8 @@ impl ConnectError {
     }
 
     /// One word, for metric labels.
-    pub(crate) fn word(&self) -> &'static str {
-        match self.kind {
+    pub(crate) fn label(&self) -> &'static str {
+        match self.retry_class {
             RetryClass::Silent(_) => "silent",
             RetryClass::Refused(_) => "refused",
             RetryClass::Unwelcome(_) => "refused_permanently",
@@ -248,7 +249,7 @@ impl ConnectError {
     }
 
     fn rank(&self) -> u8 {
-        match self.kind {
+        match self.retry_class {
             RetryClass::Silent(_) => 0,
             RetryClass::Refused(_) => 1,
             RetryClass::Unwelcome(_) => 2,
@@ -257,7 +258,7 @@ impl ConnectError {
 }
 
 /// TLS's own error inside an I/O error.
-pub(crate) fn inner(error: &io::Error) -> Option<&TlsError> {
+pub(crate) fn find_tls_error(error: &io::Error) -> Option<&TlsError> {
     error.get_ref()?.downcast_ref()
 }
 
@@ -269,7 +270,7 @@ fn not_a_tunnel_port(gateway: &str, error: &dyn std::error::Error) -> String {
 }
 
 /// Whether the server speaks another protocol than TLS, or one over TLS that is not the tunnel's.
-fn is_of_another_protocol(error: &TlsError) -> bool {
+fn is_other_protocol(error: &TlsError) -> bool {
     matches!(
         error,
         TlsError::InvalidMessage(_)
@@ -284,7 +285,7 @@ fn is_of_another_protocol(error: &TlsError) -> bool {
     )
 }
 
-fn is_about_time(why: &CertificateError) -> bool {
+fn is_validity_error(why: &CertificateError) -> bool {
     matches!(
         why,
         CertificateError::Expired
@@ -294,7 +295,7 @@ fn is_about_time(why: &CertificateError) -> bool {
     )
 }
 
-fn is_about_certificate(alert: Alert) -> bool {
+fn is_certificate_alert(alert: Alert) -> bool {
     matches!(
         alert,
         Alert::BadCertificate
@@ -352,12 +353,12 @@ mod tests {
     fn an_address_that_alone_does_not_answer_is_tried_less_and_less() {
         let mut backoff = backoff();
         let trouble = ConnectError::unanswered("", Duration::from_secs(2));
-        let delays = (0..12).map(|_| trouble.delay_of_one(&mut backoff, 1.0));
+        let delays = (0..12).map(|_| trouble.delay_while_connected(&mut backoff, 1.0));
         let delays: Vec<_> = delays.collect();
         assert!(delays.is_sorted() && delays[0] < Duration::from_secs(1));
         assert_eq!(delays[11], Duration::from_mins(1));
         backoff.reset();
-        assert_eq!(trouble.delay_of_one(&mut backoff, 1.0), delays[0]);
+        assert_eq!(trouble.delay_while_connected(&mut backoff, 1.0), delays[0]);
     }
 
     #[test]
@@ -367,7 +368,7 @@ mod tests {
         assert_eq!(trouble.delay(&mut backoff(), 1.0), Duration::from_mins(1));
         let early = io::Error::other(TlsError::InvalidCertificate(CertificateError::NotValidYet));
         let trouble = ConnectError::handshake("gw:10262", &early);
-        assert!(trouble.what().contains("clock"), "{}", trouble.what());
+        assert!(trouble.detail().contains("clock"), "{}", trouble.detail());
         assert!(
             trouble.is_refusal() && trouble.delay(&mut backoff(), 1.0) < Duration::from_secs(1)
         );

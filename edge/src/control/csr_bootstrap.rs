@@ -9,7 +9,7 @@
 //!    shown to a gateway, once, for a certificate of that CA.
 //!
 //! Only the first certificate, and the one after one that has ended, are obtained by these steps: gateways renew (`renew`).
-//! This module knows nothing of Kubernetes: a [`Cluster`] does.
+//! This module knows nothing of Kubernetes: a [`CsrClient`] does.
 
 use super::{
     connect_error::ConnectError,
@@ -33,25 +33,28 @@ use tokio::{
 use tracing::{info, warn};
 
 /// Time that the edge waits for one request: a cluster forgets requests that are not approved after a day.
-const PATIENCE: Duration = Duration::from_hours(1);
+const REQUEST_TIMEOUT: Duration = Duration::from_hours(1);
 
 /// The cluster that this node is of.
 pub trait CsrClient: Send + Sync {
     /// The name of this node, as the API server knows who asks.
-    fn node(&self) -> BoxFuture<'_, Result<String, CsrRequestError>>;
+    fn node_name(&self) -> BoxFuture<'_, Result<String, CsrRequestError>>;
     /// The CA certificates of gateways, as PEM.
     fn roots(&self) -> BoxFuture<'_, Result<String, CsrRequestError>>;
     /// Asks for a certificate by a request in PEM, under a name by which to look for the answer. What has been asked under
     /// that name is not asked again.
-    fn ask<'a>(
+    fn submit<'a>(
         &'a self,
         name: &'a str,
         request: &'a str,
     ) -> BoxFuture<'a, Result<(), CsrRequestError>>;
     /// How its signer names nodes, where that is one of the cluster's own.
-    fn subject(&self) -> Option<SignerProfile>;
+    fn signer_profile(&self) -> Option<SignerProfile>;
     /// Returns the current status of a request.
-    fn answer<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<CsrStatus, CsrRequestError>>;
+    fn request_status<'a>(
+        &'a self,
+        name: &'a str,
+    ) -> BoxFuture<'a, Result<CsrStatus, CsrRequestError>>;
 }
 
 /// Status of a request for a certificate.
@@ -60,7 +63,7 @@ pub enum CsrStatus {
     /// The certificate with what it hangs by, as PEM.
     Signed(String),
     /// Not yet; what is waited for.
-    Waiting(String),
+    Pending(String),
     /// Nothing will come of it.
     Refused(String),
 }
@@ -83,16 +86,16 @@ impl From<CsrRequestError> for ConnectError {
     }
 }
 
-/// Joins by the cluster's word. Returns only with an identity: everything else is tried again, and `tell` hears of it each
+/// Joins by the cluster's word. Returns only with an identity: everything else is tried again, and `on_progress` hears of it each
 /// time. Drop the future to stop.
 pub(crate) async fn join(
     cluster: &dyn CsrClient,
     (config, store): (&Config, &Store),
-    tell: &ProgressFn<'_>,
+    on_progress: &ProgressFn<'_>,
 ) -> EdgeIdentity {
-    let mut backoff = bounds(config);
+    let mut backoff = new_backoff(config);
     loop {
-        let trouble = match submit_and_wait(cluster, (config, store), tell).await {
+        let error = match submit_and_wait(cluster, (config, store), on_progress).await {
             Ok(identity) => {
                 info!(
                     node = identity.node.as_str(),
@@ -100,11 +103,11 @@ pub(crate) async fn join(
                 );
                 return identity;
             }
-            Err(trouble) => trouble,
+            Err(error) => error,
         };
-        let delay = trouble.delay(&mut backoff, rand::random());
-        warn!(what = trouble.what(), retry_in = ?delay, "not joined yet");
-        tell(trouble.what());
+        let delay = error.delay(&mut backoff, rand::random());
+        warn!(what = error.detail(), retry_in = ?delay, "not joined yet");
+        on_progress(error.detail());
         sleep(delay).await;
     }
 }
@@ -113,39 +116,44 @@ pub(crate) async fn join(
 pub(crate) async fn submit_and_wait(
     cluster: &dyn CsrClient,
     (config, store): (&Config, &Store),
-    tell: &ProgressFn<'_>,
+    on_progress: &ProgressFn<'_>,
 ) -> Result<EdgeIdentity, ConnectError> {
     // No certificate is requested if it could not be stored.
-    on_disk(store, Store::prepare_edge).await?;
+    run_blocking(store, Store::check_edge_space).await?;
     let roots = cluster.roots().await?;
-    let domain = EdgeIdentity::domain_of(&roots);
-    let domain = domain.map_err(|error| unsound(&"the CA that the cluster publishes", &error))?;
+    let domain = EdgeIdentity::trust_domain_of(&roots);
+    let domain =
+        domain.map_err(|error| unusable_error(&"the CA that the cluster publishes", &error))?;
     let node = match &config.node {
         Some(node) => node.clone(),
-        None => cluster.node().await?,
+        None => cluster.node_name().await?,
     };
-    let node = NodeName::parse(&node).map_err(|error| unsound(&"the node's name", &error))?;
-    let own = |error| unsound(&"the key", &error);
-    let subject = cluster.subject();
-    let asks = subject.map_or_else(|| domain.to_string(), |subject| subject.to_string());
-    let pending = pending(store, &node, asks).await?;
-    let key = pending.key().map_err(own)?;
-    let request = match subject {
-        Some(subject) => key.request_as(subject, &node),
-        None => key.request_of(&domain, &node),
+    let node =
+        NodeName::parse(&node).map_err(|error| unusable_error(&"the node's name", &error))?;
+    let key_error = |error| unusable_error(&"the key", &error);
+    let signer_profile = cluster.signer_profile();
+    let subject_text =
+        signer_profile.map_or_else(|| domain.to_string(), |subject| subject.to_string());
+    let pending = load_or_create_pending(store, &node, subject_text).await?;
+    let key = pending.key().map_err(key_error)?;
+    let request = match signer_profile {
+        Some(subject) => key.cluster_request(subject, &node),
+        None => key.edge_request(&domain, &node),
     };
-    cluster.ask(&pending.name, &request.map_err(own)?).await?;
-    let made = answered(cluster, &pending, (config, tell)).await;
+    cluster
+        .submit(&pending.name, &request.map_err(key_error)?)
+        .await?;
+    let result = wait_for_certificate(cluster, &pending, (config, on_progress)).await;
     // In every case: the next request uses another key.
-    on_disk(store, |store| store.forget_pending(Requested::Identity)).await?;
-    let chain = made?;
+    run_blocking(store, |store| store.remove_pending(Requested::Identity)).await?;
+    let chain = result?;
     // The roots may have changed meanwhile.
     let roots = cluster.roots().await?;
-    let unusable = |error: &dyn Display| unsound(&"the certificate of the cluster", error);
-    let identity = if subject.is_some() {
-        let shown = LeafCertificate::load(&chain, key.key_pem().expose());
-        let shown = shown.map_err(|error| unusable(&error))?;
-        exchange_certificate(&roots, &shown, (config, tell)).await?
+    let unusable = |error: &dyn Display| unusable_error(&"the certificate of the cluster", error);
+    let identity = if signer_profile.is_some() {
+        let client_cert = LeafCertificate::load(&chain, key.key_pem().expose());
+        let client_cert = client_cert.map_err(|error| unusable(&error))?;
+        exchange_certificate(&roots, &client_cert, (config, on_progress)).await?
     } else {
         let identity = EdgeIdentity::new(&roots, &chain, &key.key_pem());
         identity.map_err(|error| unusable(&error))?
@@ -158,54 +166,63 @@ pub(crate) async fn submit_and_wait(
 }
 
 /// Returns the request that waits, or a new one, which is saved before it is submitted.
-async fn pending(store: &Store, node: &NodeName, asks: String) -> Result<PendingCsr, ConnectError> {
-    let asks = format!("{node}: {asks}");
-    let kept = on_disk(store, |store| store.pending(Requested::Identity)).await?;
+async fn load_or_create_pending(
+    store: &Store,
+    node: &NodeName,
+    subject_text: String,
+) -> Result<PendingCsr, ConnectError> {
+    let asks = format!("{node}: {subject_text}");
+    let saved = run_blocking(store, |store| store.pending(Requested::Identity)).await?;
     let now = UnixTime::now().as_secs();
-    let waits = |kept: &PendingCsr| kept.asks == asks && now < kept.since + PATIENCE.as_secs();
-    if let Some(kept) = kept.filter(waits) {
-        return Ok(kept);
+    let is_still_pending =
+        |kept: &PendingCsr| kept.asks == asks && now < kept.since + REQUEST_TIMEOUT.as_secs();
+    if let Some(saved) = saved.filter(is_still_pending) {
+        return Ok(saved);
     }
-    let key = PrivateKey::generate().map_err(|error| unsound(&"the key", &error))?;
+    let key = PrivateKey::generate().map_err(|error| unusable_error(&"the key", &error))?;
     let name = format!("causeway-edge-{node}-{:08x}", rand::random::<u32>());
     let pending = PendingCsr::new(name, asks, now, &key);
-    let kept = pending.clone();
-    on_disk(store, move |store| {
-        store.save_pending(Requested::Identity, &kept)
+    let to_save = pending.clone();
+    run_blocking(store, move |store| {
+        store.save_pending(Requested::Identity, &to_save)
     })
     .await?;
     Ok(pending)
 }
 
-async fn on_disk<T: Send + 'static>(
+async fn run_blocking<T: Send + 'static>(
     store: &Store,
     work: impl FnOnce(&Store) -> Result<T, StoreError> + Send + 'static,
 ) -> Result<T, ConnectError> {
     let store = store.clone();
-    let done = spawn_blocking(move || work(&store)).await;
-    let done = done.map_err(|error| unsound(&"the data directory", &error))?;
-    done.map_err(|error| unsound(&"the data directory", &error))
+    let result = spawn_blocking(move || work(&store)).await;
+    let result = result.map_err(|error| unusable_error(&"the data directory", &error))?;
+    result.map_err(|error| unusable_error(&"the data directory", &error))
 }
 
 /// One of the gateways' certificates for that of the cluster, with a key of its own.
 async fn exchange_certificate(
     roots: &str,
-    shown: &LeafCertificate,
-    (config, tell): (&Config, &ProgressFn<'_>),
+    client_cert: &LeafCertificate,
+    (config, on_progress): (&Config, &ProgressFn<'_>),
 ) -> Result<EdgeIdentity, ConnectError> {
-    let own = |error: &dyn Display| unsound(&"the cluster's certificate", error);
-    let tls = csr_exchange_client(roots, shown).map_err(|error| own(&error))?;
-    let key = PrivateKey::generate().map_err(|error| own(&error))?;
-    let asking = EnrolRequest::new(&key).map_err(|error| own(&error))?;
-    let dialler = GatewayConnector::new(enrol_client::http1(&tls), config);
-    let (mut backoff, until) = (bounds(config), Instant::now() + PATIENCE);
+    let cluster_cert_error =
+        |error: &dyn Display| unusable_error(&"the cluster's certificate", error);
+    let tls =
+        csr_exchange_client(roots, client_cert).map_err(|error| cluster_cert_error(&error))?;
+    let key = PrivateKey::generate().map_err(|error| cluster_cert_error(&error))?;
+    let request = EnrolRequest::new(&key).map_err(|error| cluster_cert_error(&error))?;
+    let connector = GatewayConnector::new(enrol_client::http1(&tls), config);
+    let (mut backoff, deadline) = (new_backoff(config), Instant::now() + REQUEST_TIMEOUT);
     let granted = loop {
-        let asked = asking.ask(&dialler, &config.gateways, "/v1/vouched").await;
-        let trouble = match asked {
+        let response = request
+            .send(&connector, &config.gateways, "/v1/vouched")
+            .await;
+        let error = match response {
             Ok(granted) => break granted,
-            Err(EnrolRequestError::Trouble(trouble)) => trouble,
-            Err(EnrolRequestError::Answer(why)) => {
-                return Err(unsound(&"the gateway's response", &why));
+            Err(EnrolRequestError::Retryable(error)) => error,
+            Err(EnrolRequestError::MalformedResponse(why)) => {
+                return Err(unusable_error(&"the gateway's response", &why));
             }
             // The refusal concerns the node; the cluster's certificate remains valid.
             Err(EnrolRequestError::Refused { reason, detail }) => {
@@ -213,55 +230,56 @@ async fn exchange_certificate(
                 ConnectError::unwelcome(why)
             }
         };
-        if Instant::now() >= until {
-            return Err(trouble);
+        if Instant::now() >= deadline {
+            return Err(error);
         }
-        let delay = trouble.delay(&mut backoff, rand::random());
-        warn!(what = trouble.what(), retry_in = ?delay, "not joined yet");
-        tell(trouble.what());
+        let delay = error.delay(&mut backoff, rand::random());
+        warn!(what = error.detail(), retry_in = ?delay, "not joined yet");
+        on_progress(error.detail());
         sleep(delay).await;
     };
     let identity = EdgeIdentity::new(&granted.root, &granted.certificate, &key.key_pem());
-    let mut identity = identity.map_err(|error| unsound(&"the gateway's response", &error))?;
+    let mut identity =
+        identity.map_err(|error| unusable_error(&"the gateway's response", &error))?;
     identity.gateways = granted.gateways;
     Ok(identity)
 }
 
 /// Waited for within its time, or until it is clear that nothing comes.
-async fn answered(
+async fn wait_for_certificate(
     cluster: &dyn CsrClient,
     pending: &PendingCsr,
-    (config, tell): (&Config, &ProgressFn<'_>),
+    (config, on_progress): (&Config, &ProgressFn<'_>),
 ) -> Result<String, ConnectError> {
-    let mut backoff = bounds(config);
-    let begun = Instant::now();
+    let mut backoff = new_backoff(config);
+    let started = Instant::now();
     let waited = UnixTime::now().as_secs().saturating_sub(pending.since);
-    let patience = PATIENCE.saturating_sub(Duration::from_secs(waited));
+    let remaining = REQUEST_TIMEOUT.saturating_sub(Duration::from_secs(waited));
     loop {
-        let trouble = match cluster.answer(&pending.name).await {
+        let error = match cluster.request_status(&pending.name).await {
             Ok(CsrStatus::Signed(chain)) => return Ok(chain),
             Ok(CsrStatus::Refused(why)) => return Err(ConnectError::unwelcome(why)),
-            Ok(CsrStatus::Waiting(why)) => ConnectError::refused(why),
+            Ok(CsrStatus::Pending(why)) => ConnectError::refused(why),
             Err(why) => why.into(),
         };
-        if begun.elapsed() >= patience {
-            return Err(trouble);
+        if started.elapsed() >= remaining {
+            return Err(error);
         }
-        let delay = trouble.delay(&mut backoff, rand::random());
+        let delay = error.delay(&mut backoff, rand::random());
         // The first delay is short, so it is not logged.
         if delay > Duration::from_secs(1) {
-            warn!(what = trouble.what(), retry_in = ?delay, "not joined yet");
+            warn!(what = error.detail(), retry_in = ?delay, "not joined yet");
         }
-        tell(trouble.what());
+        on_progress(error.detail());
         sleep(delay).await;
     }
 }
 
-fn bounds(config: &Config) -> Backoff {
+fn new_backoff(config: &Config) -> Backoff {
     Backoff::new(config.backoff.silent_max, config.backoff.refused_max)
 }
 
-fn unsound(what: &dyn Display, why: &dyn Display) -> ConnectError {
+fn unusable_error(what: &dyn Display, why: &dyn Display) -> ConnectError {
     ConnectError::unwelcome(format!("{what} cannot be used: {why}"))
 }
 

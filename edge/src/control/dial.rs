@@ -10,7 +10,7 @@ use crate::config::{Config, Timeouts};
 use arc_swap::ArcSwap;
 use causeway_config::{Secret, host_port};
 use causeway_rt::resolve;
-use causeway_rt::socket::{CountedIo, tune_tunnel};
+use causeway_rt::socket::{CountedIo, set_tunnel_options};
 use causeway_tunnel::{Target, wire};
 use futures_util::{
     StreamExt,
@@ -58,11 +58,11 @@ struct Proxy {
 impl Proxy {
     /// The proxy for this target, if it is not dialled without one.
     fn intercept(&self, host: &str, port: u16) -> Option<Intercept> {
-        let of_port = |entry: &String| match host_port(entry) {
-            Ok((host, meant)) => (meant == port).then(|| host.to_owned()),
+        let for_port = |entry: &String| match host_port(entry) {
+            Ok((host, only_port)) => (only_port == port).then(|| host.to_owned()),
             Err(_) => Some(entry.clone()),
         };
-        let exempt: Vec<_> = self.exempt.iter().filter_map(of_port).collect();
+        let exempt: Vec<_> = self.exempt.iter().filter_map(for_port).collect();
         if exempt.iter().any(|entry| entry.trim() == "*") {
             return None;
         }
@@ -81,7 +81,7 @@ pub(crate) struct GatewayConnection {
     /// The connection.
     pub(crate) io: TlsStream<CountedIo<TcpStream>>,
     /// The gateway, as it was dialled.
-    pub(crate) place: GatewayAddr,
+    pub(crate) gateway_addr: GatewayAddr,
     /// Duration of the TLS handshake.
     pub(crate) round_trip: Duration,
 }
@@ -98,8 +98,8 @@ pub(crate) struct GatewayAddr {
 impl fmt::Display for GatewayAddr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.gateway)?;
-        let own = self.address.map(|address| address.to_string());
-        match own.filter(|own| *own != self.gateway) {
+        let resolved = self.address.map(|address| address.to_string());
+        match resolved.filter(|own| *own != self.gateway) {
             Some(address) => write!(f, " ({address})"),
             None => Ok(()),
         }
@@ -121,7 +121,7 @@ impl GatewayConnector {
     }
 
     /// From now on dials with this identity or trust.
-    pub(crate) fn identify(&self, tls: Arc<ClientConfig>) {
+    pub(crate) fn set_tls(&self, tls: Arc<ClientConfig>) {
         self.tls.store(tls);
     }
 
@@ -138,22 +138,22 @@ impl GatewayConnector {
         for gateway in gateways {
             match self.dial_gateway(gateway, avoid).await {
                 Ok(dialled) => {
-                    if let Some(trouble) = worst {
-                        let what = trouble.what();
+                    if let Some(error) = worst {
+                        let what = error.detail();
                         info!(%gateway, what, "connected to this gateway after others could not be used");
                     }
                     return Ok(dialled);
                 }
-                Err(trouble) => {
-                    debug!(%gateway, trouble = trouble.what(), "cannot connect to gateway");
-                    worst = Some(trouble.or_worse(worst));
+                Err(error) => {
+                    debug!(%gateway, trouble = error.detail(), "cannot connect to gateway");
+                    worst = Some(error.or_worse(worst));
                 }
             }
         }
-        if let Some(place) = avoid {
-            match self.dial_at(place).await {
+        if let Some(gateway_addr) = avoid {
+            match self.dial_addr(gateway_addr).await {
                 Ok(dialled) => return Ok(dialled),
-                Err(trouble) => worst = Some(trouble.or_worse(worst)),
+                Err(error) => worst = Some(error.or_worse(worst)),
             }
         }
         Err(worst.unwrap_or_else(|| ConnectError::silent("no gateway is configured")))
@@ -163,28 +163,28 @@ impl GatewayConnector {
     ///
     /// # Errors
     /// The trouble with it.
-    pub(crate) async fn dial_at(
+    pub(crate) async fn dial_addr(
         &self,
-        place: &GatewayAddr,
+        gateway_addr: &GatewayAddr,
     ) -> Result<GatewayConnection, ConnectError> {
-        let (host, port) = host_port(&place.gateway).map_err(ConnectError::silent)?;
-        let tcp = self.connect(place, host, port).await?;
-        self.handshake(place, tcp, host).await
+        let (host, port) = host_port(&gateway_addr.gateway).map_err(ConnectError::silent)?;
+        let tcp = self.connect(gateway_addr, host, port).await?;
+        self.handshake(gateway_addr, tcp, host).await
     }
 
     /// Resolves the current addresses of each of the gateways, in their order.
-    pub(crate) async fn places_of(
+    pub(crate) async fn resolve_all(
         &self,
         gateways: &[String],
     ) -> Vec<(String, Result<Vec<GatewayAddr>, ConnectError>)> {
-        let found = gateways.iter().map(async |gateway| {
-            let places = match host_port(gateway) {
-                Ok((host, port)) => self.places(gateway, host, port).await,
+        let resolving = gateways.iter().map(async |gateway| {
+            let addresses = match host_port(gateway) {
+                Ok((host, port)) => self.resolve_addrs(gateway, host, port).await,
                 Err(why) => Err(ConnectError::silent(why)),
             };
-            (gateway.clone(), places)
+            (gateway.clone(), addresses)
         });
-        join_all(found).await
+        join_all(resolving).await
     }
 
     async fn dial_gateway(
@@ -194,22 +194,21 @@ impl GatewayConnector {
     ) -> Result<GatewayConnection, ConnectError> {
         let (host, port) = host_port(gateway).map_err(ConnectError::silent)?;
         let mut worst = None;
-        let mut places = self.places(gateway, host, port).await?;
-        places.retain(|place| Some(place) != avoid);
+        let mut addresses = self.resolve_addrs(gateway, host, port).await?;
+        addresses.retain(|place| Some(place) != avoid);
         let is_v6 = |place: &GatewayAddr| place.address.is_some_and(|address| address.is_ipv6());
-        let mut places = alternating(places, is_v6);
+        let mut addresses = interleave_families(addresses, is_v6);
         // If a server that is not a gateway responds, the next address is tried.
         loop {
-            let connect =
-                |place: GatewayAddr| async move { self.connect(&place, host, port).await };
-            let (connected, troubles) = race(&mut places, connect).await;
-            worst = troubles
+            let connect = |addr: GatewayAddr| async move { self.connect(&addr, host, port).await };
+            let (connected, errors) = race(&mut addresses, connect).await;
+            worst = errors
                 .into_iter()
-                .fold(worst, |worst, trouble| Some(trouble.or_worse(worst)));
-            let Some((place, tcp)) = connected else { break };
-            match self.handshake(&place, tcp, host).await {
+                .fold(worst, |worst, error| Some(error.or_worse(worst)));
+            let Some((addr, tcp)) = connected else { break };
+            match self.handshake(&addr, tcp, host).await {
                 Ok(dialled) => return Ok(dialled),
-                Err(trouble) => worst = Some(trouble.or_worse(worst)),
+                Err(error) => worst = Some(error.or_worse(worst)),
             }
         }
         Err(worst.unwrap_or_else(|| {
@@ -221,23 +220,23 @@ impl GatewayConnector {
         self.proxy.as_ref()?.intercept(host, port)
     }
 
-    async fn places(
+    async fn resolve_addrs(
         &self,
         gateway: &str,
         host: &str,
         port: u16,
     ) -> Result<Vec<GatewayAddr>, ConnectError> {
-        let place = |address| GatewayAddr {
+        let to_addr = |address| GatewayAddr {
             gateway: gateway.to_owned(),
             address,
         };
         if self.intercept(host, port).is_some() {
-            return Ok(vec![place(None)]);
+            return Ok(vec![to_addr(None)]);
         }
         match timeout(self.timeouts.tls, resolve(host, port)).await {
             Ok(Ok(addresses)) => Ok(addresses
                 .into_iter()
-                .map(|address| place(Some(address)))
+                .map(|address| to_addr(Some(address)))
                 .collect()),
             Ok(Err(error)) => Err(ConnectError::silent(format!(
                 "could not resolve {host}: {error}"
@@ -251,32 +250,32 @@ impl GatewayConnector {
     /// A connection to this place, or through the proxy.
     async fn connect(
         &self,
-        place: &GatewayAddr,
+        gateway_addr: &GatewayAddr,
         host: &str,
         port: u16,
     ) -> Result<TcpStream, ConnectError> {
-        match (place.address, self.intercept(host, port)) {
-            (Some(address), _) => self.connect_to(place, address).await,
-            (None, Some(proxy)) => self.through(&proxy, host, port).await,
+        match (gateway_addr.address, self.intercept(host, port)) {
+            (Some(address), _) => self.connect_to(gateway_addr, address).await,
+            (None, Some(proxy)) => self.connect_via_proxy(&proxy, host, port).await,
             (None, None) => Err(ConnectError::silent(format!(
                 "{} has no address",
-                place.gateway
+                gateway_addr.gateway
             ))),
         }
     }
 
     async fn handshake(
         &self,
-        place: &GatewayAddr,
+        gateway_addr: &GatewayAddr,
         tcp: TcpStream,
         host: &str,
     ) -> Result<GatewayConnection, ConnectError> {
-        tune_tunnel(&tcp);
+        set_tunnel_options(&tcp);
         // The zone of an address is local to this machine (RFC 6874).
         let host = host.split_once('%').map_or(host, |(address, _)| address);
         let name = ServerName::try_from(host.to_owned())
             .map_err(|_| ConnectError::silent(format!("{host} is not a host name")))?;
-        let began = Instant::now();
+        let started = Instant::now();
         let connector = TlsConnector::from(self.tls.load_full());
         match timeout(
             self.timeouts.tls,
@@ -288,25 +287,28 @@ impl GatewayConnector {
                 io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
                 Ok(GatewayConnection {
                     io,
-                    place: place.clone(),
-                    round_trip: began.elapsed(),
+                    gateway_addr: gateway_addr.clone(),
+                    round_trip: started.elapsed(),
                 })
             }
-            Ok(Err(error)) => Err(ConnectError::handshake(&place.gateway, &error)),
-            Err(_) => Err(ConnectError::slow_handshake(&place.gateway)),
+            Ok(Err(error)) => Err(ConnectError::handshake(&gateway_addr.gateway, &error)),
+            Err(_) => Err(ConnectError::slow_handshake(&gateway_addr.gateway)),
         }
     }
 
     async fn connect_to(
         &self,
-        place: &GatewayAddr,
+        gateway_addr: &GatewayAddr,
         address: SocketAddr,
     ) -> Result<TcpStream, ConnectError> {
-        let bound = self.timeouts.tcp;
-        connect(address, bound).await.map_err(|error| {
-            let what = format!("could not dial {} ({address}): {error}", place.gateway);
+        let tcp_timeout = self.timeouts.tcp;
+        connect(address, tcp_timeout).await.map_err(|error| {
+            let what = format!(
+                "could not dial {} ({address}): {error}",
+                gateway_addr.gateway
+            );
             if error.kind() == io::ErrorKind::TimedOut {
-                ConnectError::unanswered(what, bound)
+                ConnectError::unanswered(what, tcp_timeout)
             } else {
                 ConnectError::silent(what)
             }
@@ -314,22 +316,21 @@ impl GatewayConnector {
     }
 
     /// A connection through the proxy.
-    async fn through(
+    async fn connect_via_proxy(
         &self,
         proxy: &Intercept,
         host: &str,
         port: u16,
     ) -> Result<TcpStream, ConnectError> {
-        let bound = self.timeouts.tcp;
-        let dial =
-            service_fn(
-                move |uri: Uri| async move { dial_proxy(&uri, bound).await.map(TokioIo::new) },
-            );
+        let tcp_timeout = self.timeouts.tcp;
+        let dial = service_fn(move |uri: Uri| async move {
+            dial_proxy(&uri, tcp_timeout).await.map(TokioIo::new)
+        });
         let target: Uri = format!("https://{}", Target::new(host, port))
             .parse()
             .map_err(|_| ConnectError::silent(format!("{host} is not a host")))?;
         let uri = proxy.uri().clone();
-        let asking = async {
+        let connecting = async {
             if uri
                 .scheme_str()
                 .is_some_and(|scheme| scheme.starts_with("socks5"))
@@ -353,7 +354,7 @@ impl GatewayConnector {
                     .map_err(|error| refused_by_proxy(&error))
             }
         };
-        match timeout(bound + self.timeouts.tls, asking).await {
+        match timeout(tcp_timeout + self.timeouts.tls, connecting).await {
             Ok(connected) => connected.map(TokioIo::into_inner),
             Err(_) => Err(ConnectError::silent("the proxy did not respond in time")),
         }
@@ -362,25 +363,25 @@ impl GatewayConnector {
 
 fn refused_by_proxy(error: &(dyn Error + 'static)) -> ConnectError {
     let mut cause = Some(error);
-    while let Some(each) = cause {
-        if let Some(error) = each.downcast_ref::<io::Error>() {
+    while let Some(current) = cause {
+        if let Some(error) = current.downcast_ref::<io::Error>() {
             return ConnectError::silent(format!("cannot use the proxy: {error}"));
         }
-        cause = each.source();
+        cause = current.source();
     }
     let what = format!("the proxy refused: {error}");
     // The types of these errors are private to the library.
-    let denied = ["proxy authorization required", "credentials not accepted"];
-    if denied.iter().any(|denied| what.ends_with(denied)) {
+    let denials = ["proxy authorization required", "credentials not accepted"];
+    if denials.iter().any(|denied| what.ends_with(denied)) {
         return ConnectError::unwelcome(format!("{what}; set the user and password in `proxy`"));
     }
     ConnectError::refused(what)
 }
 
 /// IPv6 and IPv4 in turn, each in its order, beginning with the family of the first (RFC 8305 section 4).
-fn alternating<P>(places: Vec<P>, is_v6: impl Fn(&P) -> bool) -> VecDeque<P> {
-    let first = places.first().is_some_and(&is_v6);
-    let (own, other): (Vec<_>, Vec<_>) = places.into_iter().partition(|it| is_v6(it) == first);
+fn interleave_families<P>(addresses: Vec<P>, is_v6: impl Fn(&P) -> bool) -> VecDeque<P> {
+    let first = addresses.first().is_some_and(&is_v6);
+    let (own, other): (Vec<_>, Vec<_>) = addresses.into_iter().partition(|it| is_v6(it) == first);
     let (mut own, mut other) = (own.into_iter(), other.into_iter());
     let mut all = VecDeque::new();
     loop {
@@ -395,46 +396,46 @@ fn alternating<P>(places: Vec<P>, is_v6: impl Fn(&P) -> bool) -> VecDeque<P> {
 /// Connects to the places in their order, to the next one when an attempt has failed or has taken [`STAGGER`]. Returns the first
 /// connection, and the troubles with places that failed. Those that are left were not tried to their end.
 async fn race<P: Clone + PartialEq, T, E, F: Future<Output = Result<T, E>>>(
-    places: &mut VecDeque<P>,
+    addresses: &mut VecDeque<P>,
     connect: impl Fn(P) -> F,
 ) -> (Option<(P, T)>, Vec<E>) {
-    let (mut troubles, mut connected) = (Vec::new(), None);
-    let mut begun: Vec<P> = Vec::new();
+    let (mut errors, mut connected) = (Vec::new(), None);
+    let mut started: Vec<P> = Vec::new();
     let mut attempts = FuturesUnordered::new();
     while connected.is_none() {
-        if let Some(place) = places.pop_front() {
-            begun.push(place.clone());
-            let connecting = connect(place.clone());
-            attempts.push(async move { (place, connecting.await) });
+        if let Some(addr) = addresses.pop_front() {
+            started.push(addr.clone());
+            let connecting = connect(addr.clone());
+            attempts.push(async move { (addr, connecting.await) });
         } else if attempts.is_empty() {
             break;
         }
-        let next = async {
-            if places.is_empty() {
+        let next_attempt = async {
+            if addresses.is_empty() {
                 pending::<()>().await;
             }
             sleep(STAGGER).await;
         };
         tokio::select! {
             biased;
-            Some((place, done)) = attempts.next() => {
-                begun.retain(|it| *it != place);
+            Some((addr, done)) = attempts.next() => {
+                started.retain(|it| *it != addr);
                 match done {
-                    Ok(done) => connected = Some((place, done)),
-                    Err(trouble) => troubles.push(trouble),
+                    Ok(done) => connected = Some((addr, done)),
+                    Err(error) => errors.push(error),
                 }
             }
-            () = next => {}
+            () = next_attempt => {}
         }
     }
     // They were first before, so they are first among the remaining ones.
-    for place in begun.into_iter().rev() {
-        places.push_front(place);
+    for addr in started.into_iter().rev() {
+        addresses.push_front(addr);
     }
-    (connected, troubles)
+    (connected, errors)
 }
 
-async fn dial_proxy(uri: &Uri, bound: Duration) -> io::Result<TcpStream> {
+async fn dial_proxy(uri: &Uri, connect_timeout: Duration) -> io::Result<TcpStream> {
     let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
     let port = uri
         .port_u16()
@@ -443,19 +444,19 @@ async fn dial_proxy(uri: &Uri, bound: Duration) -> io::Result<TcpStream> {
         } else {
             1080
         });
-    let mut addresses = alternating(resolve(host, port).await?, SocketAddr::is_ipv6);
-    let connect = |address| connect(address, bound);
+    let mut addresses = interleave_families(resolve(host, port).await?, SocketAddr::is_ipv6);
+    let connect = |address| connect(address, connect_timeout);
     let (connected, mut errors) = race(&mut addresses, connect).await;
-    let nothing = || {
+    let last_error = || {
         errors
             .pop()
             .unwrap_or_else(|| io::ErrorKind::NotFound.into())
     };
-    connected.map(|(_, tcp)| tcp).ok_or_else(nothing)
+    connected.map(|(_, tcp)| tcp).ok_or_else(last_error)
 }
 
-async fn connect(address: SocketAddr, bound: Duration) -> io::Result<TcpStream> {
-    timeout(bound, TcpStream::connect(address))
+async fn connect(address: SocketAddr, connect_timeout: Duration) -> io::Result<TcpStream> {
+    timeout(connect_timeout, TcpStream::connect(address))
         .await
         .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
@@ -491,25 +492,25 @@ mod tests {
 
     #[test]
     fn families_alternate_from_the_first_on() {
-        let all = alternating(vec![6, 6, 6, 4], |family| *family == 6);
+        let all = interleave_families(vec![6, 6, 6, 4], |family| *family == 6);
         assert_eq!(all, [6, 4, 6, 6]);
-        let all = alternating(vec![4, 6, 6], |family| *family == 6);
+        let all = interleave_families(vec![4, 6, 6], |family| *family == 6);
         assert_eq!(all, [4, 6, 6]);
     }
 
     /// `silent` takes the packets of an attempt and never answers.
     #[tokio::test(start_paused = true)]
     async fn a_silent_address_delays_the_next_by_250_milliseconds() {
-        let began = Instant::now();
+        let started = Instant::now();
         let connect = async |place| match place {
             "silent" => pending().await,
             "refused" => Err("refused"),
             _ => Ok(()),
         };
         let mut places = VecDeque::from(["silent", "refused", "good", "unused"]);
-        let (connected, troubles) = race(&mut places, connect).await;
-        assert_eq!((connected, troubles), (Some(("good", ())), vec!["refused"]));
-        assert_eq!(began.elapsed(), STAGGER);
+        let (connected, errors) = race(&mut places, connect).await;
+        assert_eq!((connected, errors), (Some(("good", ())), vec!["refused"]));
+        assert_eq!(started.elapsed(), STAGGER);
         assert_eq!(
             places,
             ["silent", "unused"],
@@ -517,8 +518,8 @@ mod tests {
         );
 
         let mut places = VecDeque::from(["refused"]);
-        let (connected, troubles) = race(&mut places, connect).await;
-        assert_eq!((connected, troubles), (None, vec!["refused"]));
+        let (connected, errors) = race(&mut places, connect).await;
+        assert_eq!((connected, errors), (None, vec!["refused"]));
     }
 
     /// The trouble with a proxy that gives these answers, one to each read.
@@ -562,7 +563,7 @@ mod tests {
             ("http", busy, "refused"),
         ] {
             let trouble = trouble_with(scheme, answers).await;
-            assert_eq!(trouble.word(), word, "{}", trouble.what());
+            assert_eq!(trouble.label(), word, "{}", trouble.detail());
         }
     }
 }

@@ -21,7 +21,7 @@ use tracing::{info, warn};
 
 /// Further requests with a token that no gateway knows: a balancer may have several gateways behind one address, each with
 /// tokens of its own. With the pauses of refusals these take 6 to 12 s.
-const UNKNOWN_TRIES: u32 = 5;
+const MAX_UNKNOWN_TOKEN_TRIES: u32 = 5;
 
 /// Callback that receives the reason why joining takes longer than it should.
 pub(crate) type ProgressFn<'a> = dyn Fn(&str) + Send + Sync + 'a;
@@ -61,7 +61,7 @@ pub enum EnrolError {
     Refused(String),
     /// The gateway's answer makes no identity.
     #[error("the gateway's response is not a certificate for this node: {0}")]
-    Answer(String),
+    MalformedResponse(String),
     /// Key or request could not be made.
     #[error(transparent)]
     Key(#[from] CsrError),
@@ -72,7 +72,7 @@ pub enum EnrolError {
 
 impl EnrolError {
     /// Whether the token is what is wrong: then only another one helps.
-    pub fn is_of_token(&self) -> bool {
+    pub fn is_token_error(&self) -> bool {
         matches!(
             self,
             Self::Unknown(_)
@@ -88,7 +88,7 @@ impl EnrolError {
 
 /// Joins with `token` at one of the gateways of `config`.
 ///
-/// Returns only with an identity or a final error: silence is tried again, and `tell` is called each time. Drop the future
+/// Returns only with an identity or a final error: silence is tried again, and `on_progress` is called each time. Drop the future
 /// to stop.
 ///
 /// # Errors
@@ -96,19 +96,21 @@ impl EnrolError {
 pub(crate) async fn join(
     token: &JoinToken,
     config: &Config,
-    tell: &ProgressFn<'_>,
+    on_progress: &ProgressFn<'_>,
 ) -> Result<EdgeIdentity, EnrolError> {
     let request = JoinRequest::new(token, config.node.as_deref(), config)?;
     let mut backoff = Backoff::new(config.backoff.silent_max, config.backoff.refused_max);
-    let mut unknown = 0;
+    let mut unknown_tries = 0;
     let identity = loop {
         let trouble = match request.send(&config.gateways).await {
             Ok(identity) => break identity,
-            Err(NotJoined::Trouble(trouble)) => trouble
+            Err(NotJoined::Retryable(connect_error)) => connect_error
                 .wrong_ca()
-                .map_or(Ok(trouble), |wrong| Err(EnrolError::from(wrong)))?,
-            Err(NotJoined::Refused(error @ EnrolError::Unknown(_))) if unknown < UNKNOWN_TRIES => {
-                unknown += 1;
+                .map_or(Ok(connect_error), |wrong| Err(EnrolError::from(wrong)))?,
+            Err(NotJoined::Refused(error @ EnrolError::Unknown(_)))
+                if unknown_tries < MAX_UNKNOWN_TOKEN_TRIES =>
+            {
+                unknown_tries += 1;
                 ConnectError::refused(format!(
                     "{error}; another gateway behind the same address may know the token"
                 ))
@@ -116,8 +118,8 @@ pub(crate) async fn join(
             Err(NotJoined::Refused(error)) => return Err(error),
         };
         let delay = trouble.delay(&mut backoff, rand::random());
-        warn!(what = trouble.what(), retry_in = ?delay, "not joined yet");
-        tell(trouble.what());
+        warn!(what = trouble.detail(), retry_in = ?delay, "not joined yet");
+        on_progress(trouble.detail());
         sleep(delay).await;
     };
     info!(node = identity.node.as_str(), "joined");
@@ -127,16 +129,16 @@ pub(crate) async fn join(
 /// A request to join with a token, with one key however often it is sent.
 pub(crate) struct JoinRequest {
     key: PrivateKey,
-    asking: EnrolRequest,
-    dialler: GatewayConnector,
+    request: EnrolRequest,
+    connector: GatewayConnector,
     /// The root that the token names.
-    root: Fingerprint,
+    expected_root: Fingerprint,
 }
 
 /// Why one request to join has brought no identity.
 pub(crate) enum NotJoined {
     /// A later request may succeed.
-    Trouble(ConnectError),
+    Retryable(ConnectError),
     /// The gateway refuses, and would again.
     Refused(EnrolError),
 }
@@ -153,9 +155,9 @@ impl JoinRequest {
     ) -> Result<Self, EnrolError> {
         let key = PrivateKey::generate()?;
         Ok(Self {
-            asking: EnrolRequest::new(&key)?.joining(token.text(), node),
-            dialler: GatewayConnector::new(trust(token.root)?, config),
-            root: token.root,
+            request: EnrolRequest::new(&key)?.with_token(token.text(), node),
+            connector: GatewayConnector::new(tls_config(token.root)?, config),
+            expected_root: token.root,
             key,
         })
     }
@@ -166,54 +168,59 @@ impl JoinRequest {
     /// # Errors
     /// Why there is no identity. A token is unknown if all gateways say so.
     pub(crate) async fn send(&self, gateways: &[String]) -> Result<EdgeIdentity, NotJoined> {
-        let (mut trouble, mut unknown) = (None, None);
+        let (mut worst, mut unknown) = (None, None);
         for gateway in gateways {
             match self.send_to(gateway).await {
-                Err(NotJoined::Trouble(next)) => trouble = Some(next.or_worse(trouble)),
+                Err(NotJoined::Retryable(next)) => worst = Some(next.or_worse(worst)),
                 Err(NotJoined::Refused(error @ EnrolError::Unknown(_))) => unknown = Some(error),
-                done => return done,
+                outcome => return outcome,
             }
         }
         // An unreachable gateway may know the token, so its error has precedence.
-        Err(match (trouble, unknown) {
+        Err(match (worst, unknown) {
             (None, Some(unknown)) => NotJoined::Refused(unknown),
-            (Some(trouble), _) => NotJoined::Trouble(trouble),
-            (None, None) => NotJoined::Trouble(ConnectError::silent("no gateway is configured")),
+            (Some(trouble), _) => NotJoined::Retryable(trouble),
+            (None, None) => NotJoined::Retryable(ConnectError::silent("no gateway is configured")),
         })
     }
 
     async fn send_to(&self, gateway: &String) -> Result<EdgeIdentity, NotJoined> {
         let gateways = std::slice::from_ref(gateway);
-        let asked = self.asking.ask(&self.dialler, gateways, "/v1/enrol").await;
-        let granted = asked.map_err(|failed| match failed {
-            EnrolRequestError::Trouble(trouble) => NotJoined::Trouble(trouble),
-            EnrolRequestError::Answer(why) => NotJoined::Refused(EnrolError::Answer(why)),
+        let response = self
+            .request
+            .send(&self.connector, gateways, "/v1/enrol")
+            .await;
+        let granted = response.map_err(|error| match error {
+            EnrolRequestError::Retryable(error) => NotJoined::Retryable(error),
+            EnrolRequestError::MalformedResponse(why) => {
+                NotJoined::Refused(EnrolError::MalformedResponse(why))
+            }
             EnrolRequestError::Refused { reason, detail } => {
-                NotJoined::Refused(refusal(&reason, detail))
+                NotJoined::Refused(to_enrol_error(&reason, detail))
             }
         })?;
-        identity(&granted, &self.key, self.root).map_err(NotJoined::Refused)
+        build_identity(&granted, &self.key, self.expected_root).map_err(NotJoined::Refused)
     }
 }
 
-fn trust(root: Fingerprint) -> Result<Arc<ClientConfig>, EnrolError> {
+fn tls_config(root: Fingerprint) -> Result<Arc<ClientConfig>, EnrolError> {
     let config = join_client(root).map_err(|error| EnrolError::Tls(error.to_string()))?;
     Ok(enrol_client::http1(&config))
 }
 
-fn identity(
+fn build_identity(
     granted: &EnrolResponse,
     key: &PrivateKey,
-    root: Fingerprint,
+    expected_root: Fingerprint,
 ) -> Result<EdgeIdentity, EnrolError> {
     let mut identity = EdgeIdentity::new(&granted.root, &granted.certificate, &key.key_pem())
-        .map_err(|error| EnrolError::Answer(error.to_string()))?;
+        .map_err(|error| EnrolError::MalformedResponse(error.to_string()))?;
     // The token was sent only to a server below the root in the token; during a rotation there are two roots.
     let roots = identity.fingerprints();
-    if let (false, Some(presented)) = (roots.contains(&root), roots.first()) {
+    if let (false, Some(presented)) = (roots.contains(&expected_root), roots.first()) {
         return Err(UnexpectedCa {
             presented: *presented,
-            expected: root,
+            expected: expected_root,
         }
         .into());
     }
@@ -222,7 +229,7 @@ fn identity(
 }
 
 /// The error for a gateway's reason.
-fn refusal(reason: &str, detail: String) -> EnrolError {
+fn to_enrol_error(reason: &str, detail: String) -> EnrolError {
     match reason {
         "token_unknown" => EnrolError::Unknown(detail),
         "token_expired" => EnrolError::Expired(detail),
@@ -252,7 +259,7 @@ mod tests {
             ("node_missing", "--node NAME"),
             ("csr_invalid", "refused"),
         ] {
-            let text = refusal(reason, "said so".to_owned()).to_string();
+            let text = to_enrol_error(reason, "said so".to_owned()).to_string();
             assert!(text.contains(words) && text.contains("said so"), "{text}");
         }
     }

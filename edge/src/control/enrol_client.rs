@@ -24,9 +24,9 @@ use std::{error::Error, io, sync::Arc, time::Duration};
 use tokio::time::timeout;
 
 /// Largest answer to a request for a certificate, in bytes.
-const MOST: usize = 256 * 1024;
+const MAX_RESPONSE_BYTES: usize = 256 * 1024;
 /// How long a gateway may take to answer: it stores the certificate first.
-const ANSWER: Duration = Duration::from_secs(30);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Request to a gateway for a certificate.
 #[derive(Serialize)]
@@ -57,9 +57,9 @@ pub(crate) enum EnrolRequestError {
     /// The gateway refused this request, and would again: its reason and its sentence.
     Refused { reason: String, detail: String },
     /// The gateway's answer does not read.
-    Answer(String),
+    MalformedResponse(String),
     /// It may work later.
-    Trouble(ConnectError),
+    Retryable(ConnectError),
 }
 
 #[derive(Default, Deserialize)]
@@ -91,7 +91,7 @@ impl EnrolRequest {
     }
 
     /// The same with a token, and the name that the edge believes to be its own.
-    pub(crate) fn joining(self, token: Secret, node: Option<&str>) -> Self {
+    pub(crate) fn with_token(self, token: Secret, node: Option<&str>) -> Self {
         Self {
             token: Some(token),
             node: node.map(ToOwned::to_owned),
@@ -103,21 +103,22 @@ impl EnrolRequest {
     ///
     /// # Errors
     /// The refusal of a gateway, or the reason why none answered.
-    pub(crate) async fn ask(
+    pub(crate) async fn send(
         &self,
-        dialler: &GatewayConnector,
+        connector: &GatewayConnector,
         gateways: &[String],
         path: &str,
     ) -> Result<EnrolResponse, EnrolRequestError> {
-        let text = serde_json::to_vec(self)
-            .map_err(|error| EnrolRequestError::Answer(error.to_string()))?;
-        let connection = dialler.dial(gateways, None).await;
-        let connection = connection.map_err(EnrolRequestError::Trouble)?;
-        let answered = timeout(ANSWER, post(connection, path, text.into())).await;
-        let silent = || ConnectError::silent("the gateway did not respond to the request in time");
-        let answered = answered.unwrap_or_else(|_| Err(silent()));
-        let (status, body) = answered.map_err(EnrolRequestError::Trouble)?;
-        read(status, &body)
+        let payload = serde_json::to_vec(self)
+            .map_err(|error| EnrolRequestError::MalformedResponse(error.to_string()))?;
+        let connection = connector.dial(gateways, None).await;
+        let connection = connection.map_err(EnrolRequestError::Retryable)?;
+        let response = timeout(RESPONSE_TIMEOUT, post(connection, path, payload.into())).await;
+        let timeout_error =
+            || ConnectError::silent("the gateway did not respond to the request in time");
+        let response = response.unwrap_or_else(|_| Err(timeout_error()));
+        let (status, body) = response.map_err(EnrolRequestError::Retryable)?;
+        parse_response(status, &body)
     }
 }
 
@@ -129,36 +130,38 @@ pub(crate) fn http1(config: &ClientConfig) -> Arc<ClientConfig> {
 }
 
 async fn post(
-    dialled: GatewayConnection,
+    connection: GatewayConnection,
     path: &str,
-    text: Bytes,
+    payload: Bytes,
 ) -> Result<(StatusCode, Bytes), ConnectError> {
     let request = Request::post(path)
-        .header(HOST, dialled.place.gateway.as_str())
+        .header(HOST, connection.gateway_addr.gateway.as_str())
         .header(CONTENT_TYPE, "application/json")
-        .body(Full::new(text))
+        .body(Full::new(payload))
         .map_err(|error| ConnectError::silent(error.to_string()))?;
-    let (response, _connection) = http_client::send(dialled.io, request)
+    let (response, _connection) = http_client::send(connection.io, request)
         .await
-        .map_err(|error| broke_off(&error))?;
+        .map_err(|error| request_error(&error))?;
     let status = response.status();
-    let body = Limited::new(response.into_body(), MOST).collect().await;
+    let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES)
+        .collect()
+        .await;
     body.map(|body| (status, body.to_bytes()))
-        .map_err(|error| broke_off(&*error))
+        .map_err(|error| request_error(&*error))
 }
 
 /// With TLS 1.3 a gateway refuses a certificate only after the edge's handshake is done: the alert is what the
 /// request fails with.
-fn broke_off(error: &(dyn Error + 'static)) -> ConnectError {
+fn request_error(error: &(dyn Error + 'static)) -> ConnectError {
     let mut cause = Some(error);
-    while let Some(each) = cause {
-        let tls = each
+    while let Some(current) = cause {
+        let tls = current
             .downcast_ref::<io::Error>()
-            .and_then(connect_error::inner);
+            .and_then(connect_error::find_tls_error);
         if let Some(tls) = tls {
             return ConnectError::tls(tls);
         }
-        cause = each.source();
+        cause = current.source();
     }
     ConnectError::silent(format!(
         "the gateway did not respond to the request: {error}"
@@ -166,10 +169,10 @@ fn broke_off(error: &(dyn Error + 'static)) -> ConnectError {
 }
 
 /// Parses the gateway's answer.
-fn read(status: StatusCode, body: &[u8]) -> Result<EnrolResponse, EnrolRequestError> {
+fn parse_response(status: StatusCode, body: &[u8]) -> Result<EnrolResponse, EnrolRequestError> {
     if status.is_success() {
         return serde_json::from_slice(body)
-            .map_err(|error| EnrolRequestError::Answer(error.to_string()));
+            .map_err(|error| EnrolRequestError::MalformedResponse(error.to_string()));
     }
     let ProblemDetails { reason, detail } = serde_json::from_slice(body).unwrap_or_default();
     let detail = if detail.is_empty() {
@@ -178,9 +181,9 @@ fn read(status: StatusCode, body: &[u8]) -> Result<EnrolResponse, EnrolRequestEr
         detail
     };
     if !status.is_client_error() || status == StatusCode::TOO_MANY_REQUESTS {
-        return Err(EnrolRequestError::Trouble(ConnectError::refused(format!(
-            "the gateway cannot issue a certificate now: {detail}"
-        ))));
+        return Err(EnrolRequestError::Retryable(ConnectError::refused(
+            format!("the gateway cannot issue a certificate now: {detail}"),
+        )));
     }
     Err(EnrolRequestError::Refused { reason, detail })
 }
@@ -193,18 +196,20 @@ mod tests {
     fn a_busy_gateway_is_asked_again_and_one_that_refuses_says_why() {
         let body = br#"{ "reason": "because", "detail": "said so" }"#;
         for status in [429, 500, 503] {
-            let read = read(StatusCode::from_u16(status).unwrap(), body);
+            let read = parse_response(StatusCode::from_u16(status).unwrap(), body);
             assert!(
-                matches!(read, Err(EnrolRequestError::Trouble(_))),
+                matches!(read, Err(EnrolRequestError::Retryable(_))),
                 "{status}"
             );
         }
-        let Err(EnrolRequestError::Refused { reason, detail }) = read(StatusCode::FORBIDDEN, body)
+        let Err(EnrolRequestError::Refused { reason, detail }) =
+            parse_response(StatusCode::FORBIDDEN, body)
         else {
             panic!("no refusal");
         };
         assert_eq!((reason.as_str(), detail.as_str()), ("because", "said so"));
-        let Err(EnrolRequestError::Refused { detail, .. }) = read(StatusCode::NOT_FOUND, b"<html>")
+        let Err(EnrolRequestError::Refused { detail, .. }) =
+            parse_response(StatusCode::NOT_FOUND, b"<html>")
         else {
             panic!("no refusal");
         };

@@ -13,26 +13,26 @@ use tracing::warn;
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Runs until it is dropped.
-pub(crate) async fn run(limits: Limits, pressure: Arc<MemoryBudget>, metrics: Arc<Metrics>) {
+pub(crate) async fn run(limits: Limits, memory_budget: Arc<MemoryBudget>, metrics: Arc<Metrics>) {
     let bounds = Bounds {
-        memory: limits.stalled,
-        tcp_memory: Some(limits.tcp_memory).filter(|bytes| *bytes > 0),
+        max_memory: limits.stalled,
+        max_tcp_memory: Some(limits.tcp_memory).filter(|bytes| *bytes > 0),
         // The gateway handles idle readers, because only it knows which streams are sessions.
-        patience: None,
+        response_timeout: None,
     };
-    let (mut streams, mut said) = (0, None::<Instant>);
-    let evicted = |shortage: eviction::Shortage, count: usize| {
-        metrics.evicted(shortage.word(), count);
+    let (mut streams, mut last_logged) = (0, None::<Instant>);
+    let on_evicted = |shortage: eviction::Shortage, count: usize| {
+        metrics.count_evicted(shortage.as_str(), count);
         streams += count;
-        if said.is_none_or(|said| said.elapsed() >= LOG_INTERVAL) {
-            said = Some(Instant::now());
+        if last_logged.is_none_or(|said| said.elapsed() >= LOG_INTERVAL) {
+            last_logged = Some(Instant::now());
             warn!(
-                reason = shortage.word(),
+                reason = shortage.as_str(),
                 streams,
                 "streams were reset, because their buffered bytes were not read (limits.stalled, limits.tcp_memory)"
             );
             streams = 0;
         }
     };
-    eviction::guard(pressure.stalls(), bounds, evicted).await;
+    eviction::guard(memory_budget.stall_monitor(), bounds, on_evicted).await;
 }

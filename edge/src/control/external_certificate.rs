@@ -15,80 +15,82 @@ use tokio::{sync::watch, time::sleep};
 use tracing::{info, warn};
 
 /// Interval between two messages that the certificate is not renewed.
-const AGAIN: Duration = Duration::from_hours(1);
+const WARN_INTERVAL: Duration = Duration::from_hours(1);
 
-/// Takes up what is `made`, for as long as it is polled.
+/// Takes up what is `external_identity`, for as long as it is polled.
 pub(crate) async fn run(
-    links: Arc<TunnelContext>,
-    held: IdentityStore,
-    mut made: watch::Receiver<Option<EdgeIdentity>>,
+    context: Arc<TunnelContext>,
+    identity_store: IdentityStore,
+    mut external_identity: watch::Receiver<Option<EdgeIdentity>>,
 ) {
     // Handles a certificate that arrived before this task started.
-    made.mark_changed();
+    external_identity.mark_changed();
     loop {
-        let schedule = RenewalSchedule::given(&held.identity());
-        schedule.tell(&links);
+        let schedule = RenewalSchedule::for_external_ca(&identity_store.identity());
+        schedule.publish(&context);
         tokio::select! {
-            changed = made.changed() => if changed.is_err() {
+            changed = external_identity.changed() => if changed.is_err() {
                 return;
             },
-            () = nobody_renews(&links, &schedule) => {}
+            () = warn_if_not_renewed(&context, &schedule) => {}
         }
-        let next = made.borrow_and_update().clone();
-        let Some(next) = next.filter(|next| is_another(&held.identity(), next)) else {
+        let next = external_identity.borrow_and_update().clone();
+        let Some(next) = next.filter(|next| is_different(&identity_store.identity(), next)) else {
             continue;
         };
-        let taken_up = take_up(&links, &held, next).await;
-        links
+        let result = apply_identity(&context, &identity_store, next).await;
+        context
             .metrics
-            .renewal(taken_up.as_ref().map_or("failed", |()| "given"));
-        if let Err(why) = taken_up {
+            .count_renewal(result.as_ref().map_or("failed", |()| "given"));
+        if let Err(why) = result {
             warn!(why, "this node's new certificate cannot be used");
         }
     }
 }
 
-fn is_another(before: &EdgeIdentity, next: &EdgeIdentity) -> bool {
+fn is_different(before: &EdgeIdentity, next: &EdgeIdentity) -> bool {
     before.leaf != next.leaf || before.roots != next.roots
 }
 
-async fn take_up(
-    links: &TunnelContext,
-    held: &IdentityStore,
+async fn apply_identity(
+    context: &TunnelContext,
+    identity_store: &IdentityStore,
     next: EdgeIdentity,
 ) -> Result<(), String> {
     let tls = tunnel_client(&next).map_err(|error| error.to_string())?;
-    let changed = held.change(move |identity| {
+    let update = identity_store.update(move |identity| {
         let gateways = std::mem::take(&mut identity.gateways);
         *identity = EdgeIdentity { gateways, ..next };
     });
-    changed.await.map_err(|error| error.to_string())?;
-    links.dialler.identify(tls);
-    links.anew.send_replace(());
+    update.await.map_err(|error| error.to_string())?;
+    context.connector.set_tls(tls);
+    context.reconnect.send_replace(());
     info!("this node's certificate or trusted CAs were replaced");
     Ok(())
 }
 
 /// Logs repeatedly that the certificate is not renewed, once the external CA should have renewed it.
-async fn nobody_renews(links: &TunnelContext, schedule: &RenewalSchedule) {
+async fn warn_if_not_renewed(context: &TunnelContext, schedule: &RenewalSchedule) {
     schedule.wait(SystemTime::now).await;
     loop {
-        let ends = humantime::format_rfc3339_seconds(schedule.not_after);
-        let left = schedule.not_after.duration_since(SystemTime::now());
-        let what = if left.is_ok() {
-            format!("this node's certificate expires at {ends}")
+        let expiry = humantime::format_rfc3339_seconds(schedule.not_after);
+        let remaining = schedule.not_after.duration_since(SystemTime::now());
+        let what = if remaining.is_ok() {
+            format!("this node's certificate expires at {expiry}")
         } else {
             format!(
-                "this node's certificate expired at {ends}, unless this machine's clock is wrong"
+                "this node's certificate expired at {expiry}, unless this machine's clock is wrong"
             )
         };
         let what = format!(
             "{what}, and it has not been replaced: either the external CA has not issued a new one (identity), or the last reload was rejected"
         );
         // The warning is repeated at expiry.
-        let again = left.map_or(AGAIN, |left| AGAIN.min(left + Duration::from_secs(1)));
+        let next_warning = remaining.map_or(WARN_INTERVAL, |left| {
+            WARN_INTERVAL.min(left + Duration::from_secs(1))
+        });
         warn!(what);
-        links.state.not_renewed(&what, false, again);
-        sleep(again).await;
+        context.status.set_renewal_error(&what, false, next_warning);
+        sleep(next_warning).await;
     }
 }

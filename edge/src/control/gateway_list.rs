@@ -11,46 +11,46 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 
 /// More addresses than this are no gateways but a mistake.
-const MOST: usize = 64;
+const MAX_GATEWAYS: usize = 64;
 
 /// The addresses at which gateways are looked for.
 #[derive(Debug)]
 pub(crate) struct GatewayList {
     configured: Vec<String>,
-    told: Mutex<Vec<String>>,
-    held: IdentityStore,
-    last: Mutex<Option<String>>,
-    state: Arc<StatusWriter>,
+    announced: Mutex<Vec<String>>,
+    identity_store: IdentityStore,
+    last_connected: Mutex<Option<String>>,
+    status: Arc<StatusWriter>,
     changed: watch::Sender<()>,
 }
 
 impl GatewayList {
     pub(crate) fn new(
         configured: Vec<String>,
-        held: IdentityStore,
-        state: Arc<StatusWriter>,
+        identity_store: IdentityStore,
+        status: Arc<StatusWriter>,
     ) -> Self {
         let gateways = Self {
             configured,
-            told: Mutex::new(held.identity().gateways),
-            held,
-            last: Mutex::default(),
-            state,
+            announced: Mutex::new(identity_store.identity().gateways),
+            identity_store,
+            last_connected: Mutex::default(),
+            status,
             changed: watch::Sender::default(),
         };
-        gateways.state.gateways(gateways.all());
+        gateways.status.set_gateways(gateways.all());
         gateways
     }
 
     /// All of them, each once; the one that stood last comes first.
     pub(crate) fn all(&self) -> Vec<String> {
-        let last = locked(&self.last).clone();
-        let told = locked(&self.told).clone();
+        let last_connected = locked(&self.last_connected).clone();
+        let announced = locked(&self.announced).clone();
         let mut all: Vec<String> = Vec::new();
-        for gateway in last
+        for gateway in last_connected
             .into_iter()
             .chain(self.configured.iter().cloned())
-            .chain(told)
+            .chain(announced)
         {
             if !all.contains(&gateway) {
                 all.push(gateway);
@@ -65,33 +65,36 @@ impl GatewayList {
     }
 
     /// This one stands.
-    pub(crate) fn stood(&self, gateway: &str) {
-        *locked(&self.last) = Some(gateway.to_owned());
+    pub(crate) fn mark_connected(&self, gateway: &str) {
+        *locked(&self.last_connected) = Some(gateway.to_owned());
     }
 
     /// Takes the addresses of gateways that a gateway announced.
-    pub(crate) async fn learn(&self, told: Vec<String>) {
-        let mut sound: Vec<String> = told
+    pub(crate) async fn update_announced(&self, announced: Vec<String>) {
+        let mut valid: Vec<String> = announced
             .into_iter()
             .filter(|each| host_port(each).is_ok())
-            .take(MOST)
+            .take(MAX_GATEWAYS)
             .collect();
-        sound.dedup();
+        valid.dedup();
         {
-            let mut told = locked(&self.told);
-            if *told == sound || sound.is_empty() {
+            let mut current = locked(&self.announced);
+            if *current == valid || valid.is_empty() {
                 return;
             }
-            told.clone_from(&sound);
+            current.clone_from(&valid);
         }
-        info!(gateways = ?sound, "the gateway announced its addresses");
+        info!(gateways = ?valid, "the gateway announced its addresses");
         self.changed.send_replace(());
-        let kept = self.held.change(|identity| identity.gateways = sound).await;
-        if let Err(error) = kept {
+        let saved = self
+            .identity_store
+            .update(|identity| identity.gateways = valid)
+            .await;
+        if let Err(error) = saved {
             warn!(%error, "cannot save the gateway's addresses; they are lost at the next restart");
         }
         // The status shows them once they are on the disk.
-        self.state.gateways(self.all());
+        self.status.set_gateways(self.all());
     }
 }
 

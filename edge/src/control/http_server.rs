@@ -38,22 +38,22 @@ use tokio::{
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// A peer that is gone without a word is noticed after three of these: readers wait for days on a connection that is silent.
-const SILENT: Duration = Duration::from_secs(5);
-const PROBES: u32 = 2;
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
+const KEEPALIVE_PROBES: u32 = 2;
 /// Time after which a client that takes none of the sent bytes is considered gone, too.
-const UNTAKEN: Duration = Duration::from_secs(30);
+const USER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Notices peers that are gone.
 pub(super) fn set_keepalive(tcp: &TcpStream) {
     let socket = SockRef::from(tcp);
     let keepalive = TcpKeepalive::new()
-        .with_time(SILENT)
-        .with_interval(SILENT)
-        .with_retries(PROBES);
+        .with_time(KEEPALIVE_INTERVAL)
+        .with_interval(KEEPALIVE_INTERVAL)
+        .with_retries(KEEPALIVE_PROBES);
     // Refused options cost time, not correctness.
     let _ = socket.set_tcp_nodelay(true);
     let _ = socket.set_tcp_keepalive(&keepalive);
-    let _ = socket.set_tcp_user_timeout(Some(UNTAKEN));
+    let _ = socket.set_tcp_user_timeout(Some(USER_TIMEOUT));
 }
 
 /// A listener with a bounded number of connections, which end with `stop` at the latest.
@@ -86,11 +86,11 @@ impl Listener for LimitedListener {
             let (tcp, from) = Listener::accept(&mut self.listener).await;
             set_keepalive(&tcp);
             // Above the limit a client is closed at once, so that it retries instead of waiting.
-            let Ok(place) = self.limit.admit(from.ip()) else {
+            let Ok(slot) = self.limit.admit(from.ip()) else {
                 continue;
             };
             return (
-                LimitedConnection::new(tcp, place, self.stop.child_token()),
+                LimitedConnection::new(tcp, slot, self.stop.child_token()),
                 from,
             );
         }
@@ -103,7 +103,7 @@ impl Listener for LimitedListener {
 
 /// A listener of connections that another task has accepted and has completed the TLS handshake of.
 pub(super) struct AcceptedConnections<S> {
-    pub(super) accepted: mpsc::Receiver<(S, SocketAddr)>,
+    pub(super) connections: mpsc::Receiver<(S, SocketAddr)>,
     pub(super) address: SocketAddr,
 }
 
@@ -112,7 +112,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Listener for AcceptedCo
     type Addr = SocketAddr;
 
     async fn accept(&mut self) -> (S, SocketAddr) {
-        match self.accepted.recv().await {
+        match self.connections.recv().await {
             Some(accepted) => accepted,
             // The accepting task has ended, and ends the server as well.
             None => std::future::pending().await,
@@ -125,30 +125,30 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Listener for AcceptedCo
 }
 
 /// A connection that occupies one of a bounded number of places. It ends with its token, or when it loses its place to another
-/// one: [`keep_place`] prevents that while a request is answered.
+/// one: [`hold_slot`] prevents that while a request is answered.
 pub(super) struct LimitedConnection<S> {
     io: S,
     over: BoxFuture<'static, ()>,
-    _gone: DropGuard,
-    place: Slot,
+    _end_guard: DropGuard,
+    slot: Slot,
 }
 
 impl<S> LimitedConnection<S> {
     /// Ends with `token`, which is cancelled when this is dropped.
-    pub(super) fn new(io: S, place: Slot, token: CancellationToken) -> Self {
-        let (ended, evicted) = (token.clone(), place.clone());
+    pub(super) fn new(io: S, slot: Slot, token: CancellationToken) -> Self {
+        let (closed, evicted) = (token.clone(), slot.clone());
         Self {
             io,
             over: Box::pin(async move {
-                evicted.run(pin!(ended.cancelled())).await;
+                evicted.run(pin!(closed.cancelled())).await;
             }),
-            _gone: token.drop_guard(),
-            place,
+            _end_guard: token.drop_guard(),
+            slot,
         }
     }
 
     /// Whether it goes on.
-    fn goes_on(&mut self, context: &mut Context<'_>) -> io::Result<()> {
+    fn check_open(&mut self, context: &mut Context<'_>) -> io::Result<()> {
         match self.over.as_mut().poll(context) {
             Poll::Ready(()) => Err(io::ErrorKind::ConnectionAborted.into()),
             Poll::Pending => Ok(()),
@@ -162,7 +162,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for LimitedConnection<S> {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        self.goes_on(context)?;
+        self.check_open(context)?;
         Pin::new(&mut self.io).poll_read(context, buffer)
     }
 }
@@ -173,17 +173,17 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedConnection<S> {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        self.goes_on(context)?;
+        self.check_open(context)?;
         Pin::new(&mut self.io).poll_write(context, bytes)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.goes_on(context)?;
+        self.check_open(context)?;
         Pin::new(&mut self.io).poll_flush(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.goes_on(context)?;
+        self.check_open(context)?;
         Pin::new(&mut self.io).poll_shutdown(context)
     }
 
@@ -192,7 +192,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedConnection<S> {
         context: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.goes_on(context)?;
+        self.check_open(context)?;
         Pin::new(&mut self.io).poll_write_vectored(context, bytes)
     }
 
@@ -207,7 +207,7 @@ pub(super) struct ConnectionPlace(Slot);
 
 impl Connected<IncomingStream<'_, LimitedListener>> for ConnectionPlace {
     fn connect_info(stream: IncomingStream<'_, LimitedListener>) -> Self {
-        Self(stream.io().place.clone())
+        Self(stream.io().slot.clone())
     }
 }
 
@@ -216,17 +216,17 @@ where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     fn connect_info(stream: IncomingStream<'_, AcceptedConnections<LimitedConnection<S>>>) -> Self {
-        Self(stream.io().place.clone())
+        Self(stream.io().slot.clone())
     }
 }
 
 /// Keeps the place of a connection from the first byte of an answer's work to its last byte. A connection without a request,
 /// such as one whose head never ends, can lose its place.
-pub(super) async fn keep_place(request: Request, next: Next) -> Response {
-    let place = request.extensions().get::<ConnectInfo<ConnectionPlace>>();
-    let busy = place.map(|ConnectInfo(ConnectionPlace(slot))| slot.busy());
-    let answer = next.run(request).await;
-    answer.map(|body| Body::new(PlacedBody { body, _busy: busy }))
+pub(super) async fn hold_slot(request: Request, next: Next) -> Response {
+    let connection_slot = request.extensions().get::<ConnectInfo<ConnectionPlace>>();
+    let busy = connection_slot.map(|ConnectInfo(ConnectionPlace(slot))| slot.busy());
+    let response = next.run(request).await;
+    response.map(|body| Body::new(PlacedBody { body, _busy: busy }))
 }
 
 /// An answer's body, which keeps the place of its connection until it is written.
@@ -257,7 +257,7 @@ impl http_body::Body for PlacedBody {
 
 /// Announces with each response of HTTP/1.1 that its connection ends, once the edge stops: closed without that, it would
 /// lose a request that is on its way (RFC 9112, section 9.6). hyper then closes it.
-pub(super) fn announcing_close(router: Router, stop: CancellationToken) -> Router {
+pub(super) fn with_connection_close(router: Router, stop: CancellationToken) -> Router {
     router.layer(from_fn(move |request: Request, next: Next| {
         let stop = stop.clone();
         async move {
@@ -274,16 +274,23 @@ pub(super) fn announcing_close(router: Router, stop: CancellationToken) -> Route
 
 /// Refuses requests for a foreign host name: a page in a browser on this machine does not read a listener under a name of
 /// its own (DNS rebinding).
-pub(super) async fn check_host(own: Arc<AllowedHosts>, request: Request, next: Next) -> Response {
+pub(super) async fn check_host(
+    allowed_hosts: Arc<AllowedHosts>,
+    request: Request,
+    next: Next,
+) -> Response {
     let authority = request.uri().authority().map(Authority::as_str);
     let host = request.headers().get(HOST).map(HeaderValue::to_str);
     let host = host.map(Result::unwrap_or_default);
     // HTTP/1.0 without a Host comes from probes, never from a browser.
-    if authority.or(host).is_none_or(|host| own.is(host)) {
+    if authority
+        .or(host)
+        .is_none_or(|host| allowed_hosts.contains(host))
+    {
         return next.run(request).await;
     }
-    let said = "the Host header must be localhost, this node, this listener's address or a name in its certificate\n";
-    (StatusCode::MISDIRECTED_REQUEST, said).into_response()
+    let message = "the Host header must be localhost, this node, this listener's address or a name in its certificate\n";
+    (StatusCode::MISDIRECTED_REQUEST, message).into_response()
 }
 
 /// The names by which a listener is asked.
@@ -293,12 +300,12 @@ pub(super) struct AllowedHosts {
     /// Name of the node: clients that come through a tunnel know the listener by it.
     pub(super) node: String,
     /// Certificate of the listener: a page cannot own the names that a certificate has.
-    pub(super) shown: Option<watch::Receiver<Option<ServerOnlyTls>>>,
+    pub(super) certificate: Option<watch::Receiver<Option<ServerOnlyTls>>>,
 }
 
 impl AllowedHosts {
-    fn is(&self, host: &str) -> bool {
-        let Ok((host, _)) = target::split(host) else {
+    fn contains(&self, host: &str) -> bool {
+        let Ok((host, _)) = target::split_host_port(host) else {
             return false;
         };
         match host.parse::<IpAddr>() {
@@ -309,19 +316,20 @@ impl AllowedHosts {
                     || self
                         .address
                         .is_some_and(|own| own == ip || own.is_unspecified())
-                    || self.shows(host)
+                    || self.is_in_certificate(host)
             }
             Err(_) => {
                 host.eq_ignore_ascii_case("localhost")
                     || host.eq_ignore_ascii_case(&self.node)
-                    || self.shows(host)
+                    || self.is_in_certificate(host)
             }
         }
     }
 
-    fn shows(&self, host: &str) -> bool {
-        let shown = self.shown.as_ref().map(watch::Receiver::borrow);
-        shown.is_some_and(|shown| shown.as_ref().is_some_and(|shown| shown.is_for(host)))
+    fn is_in_certificate(&self, host: &str) -> bool {
+        let certificate = self.certificate.as_ref().map(watch::Receiver::borrow);
+        certificate
+            .is_some_and(|shown| shown.as_ref().is_some_and(|shown| shown.matches_host(host)))
     }
 }
 
@@ -338,7 +346,7 @@ mod tests {
         AllowedHosts {
             address: address.parse().ok(),
             node: "edge-1".into(),
-            shown: None,
+            certificate: None,
         }
     }
 
@@ -352,7 +360,7 @@ mod tests {
             "10.0.0.5:10266",
             "Edge-1:10266",
         ] {
-            assert!(own_address.is(host), "{host}");
+            assert!(own_address.contains(host), "{host}");
         }
         for host in [
             "evil.example",
@@ -362,9 +370,9 @@ mod tests {
             "edge-2",
             "",
         ] {
-            assert!(!own_address.is(host), "{host}");
+            assert!(!own_address.contains(host), "{host}");
         }
-        assert!(own("0.0.0.0").is("10.0.0.6"));
+        assert!(own("0.0.0.0").contains("10.0.0.6"));
     }
 
     #[test]
@@ -376,14 +384,14 @@ mod tests {
         let leaf = LeafCertificate::load(&made.pem(), &key.serialize_pem()).unwrap();
         let shown = ServerOnlyTls::new(&leaf).unwrap();
         let known = AllowedHosts {
-            shown: Some(watch::channel(Some(shown)).1),
+            certificate: Some(watch::channel(Some(shown)).1),
             ..own("127.0.0.1")
         };
         for host in ["kubernetes.default.svc:10270", "10.96.0.1", "localhost"] {
-            assert!(known.is(host), "{host}");
+            assert!(known.contains(host), "{host}");
         }
         for host in ["kubernetes.default", "10.96.0.2", "evil.example"] {
-            assert!(!known.is(host), "{host}");
+            assert!(!known.contains(host), "{host}");
         }
     }
 
@@ -394,7 +402,7 @@ mod tests {
         let (near, mut far) = duplex(64);
         let token = CancellationToken::new();
         let settled = place().unwrap();
-        settled.settle();
+        settled.protect();
         let mut kept = LimitedConnection::new(near, settled, token.clone());
         far.write_all(b"x").await.unwrap();
         assert_eq!(kept.read_u8().await.unwrap(), b'x');
@@ -422,7 +430,7 @@ mod tests {
         let watch = move || async move { Body::from_stream(first.chain(stream::pending())) };
         let router = Router::new()
             .route("/watch", get(watch))
-            .layer(from_fn(keep_place));
+            .layer(from_fn(hold_slot));
         let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = tcp.local_addr().unwrap();
         let limit = ConnectionLimit::new("test", 1, drop);

@@ -27,7 +27,7 @@ struct Inner {
     /// Whether another process has the data directory: it is not written any more.
     released: AtomicBool,
     /// Locked while the disk is written, by threads that may block.
-    changing: Mutex<()>,
+    write_lock: Mutex<()>,
 }
 
 /// Reason why a change is not stored.
@@ -47,7 +47,7 @@ impl IdentityStore {
             store,
             current: Mutex::new(identity),
             released: AtomicBool::new(false),
-            changing: Mutex::default(),
+            write_lock: Mutex::default(),
         }))
     }
 
@@ -70,24 +70,24 @@ impl IdentityStore {
     ///
     /// # Errors
     /// If it could not be stored; then nothing has changed.
-    pub(crate) async fn change(
+    pub(crate) async fn update(
         &self,
         change: impl FnOnce(&mut EdgeIdentity) + Send + 'static,
     ) -> Result<(), IdentityStoreError> {
-        let held = self.clone();
-        let changed = spawn_blocking(move || {
-            let _changing = locked(&held.0.changing);
-            let mut next = held.identity();
+        let this = self.clone();
+        let update_task = spawn_blocking(move || {
+            let _changing = locked(&this.0.write_lock);
+            let mut next = this.identity();
             change(&mut next);
             // For a certificate of an external CA only the gateways are stored here.
-            let is_kept = !next.given || next.gateways != held.identity().gateways;
-            if is_kept && !held.0.released.load(Relaxed) {
-                held.0.store.save_edge(&next)?;
+            let should_save = !next.is_external || next.gateways != this.identity().gateways;
+            if should_save && !this.0.released.load(Relaxed) {
+                this.0.store.save_edge(&next)?;
             }
-            *locked(&held.0.current) = next;
+            *locked(&this.0.current) = next;
             Ok(())
         });
-        changed.await.map_err(io::Error::from)?
+        update_task.await.map_err(io::Error::from)?
     }
 
     /// Replaces the identity by one that the join token of this id, or the cluster, has brought: on the disk, then here.
@@ -100,32 +100,32 @@ impl IdentityStore {
         next: EdgeIdentity,
         token: Option<String>,
     ) -> Result<Option<PathBuf>, IdentityStoreError> {
-        let held = self.clone();
-        let replaced = spawn_blocking(move || {
-            let _changing = locked(&held.0.changing);
-            if held.0.released.load(Relaxed) {
+        let this = self.clone();
+        let replace_task = spawn_blocking(move || {
+            let _changing = locked(&this.0.write_lock);
+            if this.0.released.load(Relaxed) {
                 return Ok(None);
             }
-            let kept = held.0.store.replace_edge(&next, token.as_deref())?;
-            *locked(&held.0.current) = next;
-            Ok(kept)
+            let backup_path = this.0.store.replace_edge(&next, token.as_deref())?;
+            *locked(&this.0.current) = next;
+            Ok(backup_path)
         });
-        replaced.await.map_err(io::Error::from)?
+        replace_task.await.map_err(io::Error::from)?
     }
 
-    /// Returns once the CA of a gateway, which has `shown` this, is not believed any more. What is open there ends at once:
-    /// its gateway gets no stream more to answer. What is believed changes when tunnels are dialled `anew`.
-    pub(crate) async fn disbelieve(
+    /// Returns once the CA of a gateway, which has `gateway_chain` this, is not believed any more. What is open there ends at once:
+    /// its gateway gets no stream more to answer. What is believed changes when tunnels are dialled `reconnect`.
+    pub(crate) async fn wait_until_untrusted(
         self,
-        shown: Vec<CertificateDer<'static>>,
-        mut anew: watch::Receiver<()>,
+        gateway_chain: Vec<CertificateDer<'static>>,
+        mut reconnect: watch::Receiver<()>,
     ) {
-        while self.identity().given {
+        while self.identity().is_external {
             // It may have changed since the gateway was dialled.
-            if !self.identity().believes(&shown) {
+            if !self.identity().trusts_gateway(&gateway_chain) {
                 return;
             }
-            if anew.changed().await.is_err() {
+            if reconnect.changed().await.is_err() {
                 break;
             }
         }

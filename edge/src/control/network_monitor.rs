@@ -13,30 +13,32 @@ use tokio::{
 use tracing::{debug, info_span};
 
 /// A burst is over when nothing has changed for this long: DHCP sets address and route apart.
-const QUIET: Duration = Duration::from_millis(100);
+const BURST_END: Duration = Duration::from_millis(100);
 /// Interval of the reports about a network that never rests.
-const BURST: Duration = Duration::from_millis(500);
+const MAX_BURST: Duration = Duration::from_millis(500);
 
 /// Links, and addresses and routes of both families (RTMGRP_…, rtnetlink(7)).
-const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x100 | 0x400;
+const NETLINK_GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x100 | 0x400;
 /// ENOBUFS, as Linux has it on x86 and ARM.
-const NO_BUFFERS: i32 = 105;
+const ENOBUFS: i32 = 105;
 /// Bytes of a message that are read. The content of a change does not matter: the rest of a longer message is dropped.
-const GLANCE: usize = 64;
+const READ_BYTES: usize = 64;
 
-fn listening() -> io::Result<TokioSocket> {
+fn open_netlink_socket() -> io::Result<TokioSocket> {
     let mut socket = TokioSocket::new(NETLINK_ROUTE)?;
-    socket.socket_mut().bind(&SocketAddr::new(0, GROUPS))?;
+    socket
+        .socket_mut()
+        .bind(&SocketAddr::new(0, NETLINK_GROUPS))?;
     Ok(socket)
 }
 
 /// Waits for a message; false where none will come any more.
-async fn heard(socket: &TokioSocket) -> bool {
-    let mut glance = [0; GLANCE];
-    match socket.recv(&mut &mut glance[..]).await {
+async fn wait_for_message(socket: &TokioSocket) -> bool {
+    let mut buffer = [0; READ_BYTES];
+    match socket.recv(&mut &mut buffer[..]).await {
         Ok(()) => true,
         // The kernel's buffer overflowed (ENOBUFS), so there were changes.
-        Err(error) if error.raw_os_error() == Some(NO_BUFFERS) => true,
+        Err(error) if error.raw_os_error() == Some(ENOBUFS) => true,
         Err(error) => {
             debug!(%error, "the network is no longer monitored for changes");
             false
@@ -50,9 +52,9 @@ pub(crate) struct NetworkMonitor(watch::Receiver<u64>);
 
 impl NetworkMonitor {
     /// Begins to listen, with tasks of `tasks`.
-    pub(crate) fn listen(tasks: &TaskGroup) -> Self {
-        let (told, changes) = watch::channel(0);
-        let socket = match listening() {
+    pub(crate) fn start(tasks: &TaskGroup) -> Self {
+        let (change_counter, changes) = watch::channel(0);
+        let socket = match open_netlink_socket() {
             Ok(socket) => socket,
             Err(error) => {
                 debug!(%error, "netlink is not available; the network is not monitored for changes");
@@ -60,32 +62,34 @@ impl NetworkMonitor {
             }
         };
         tasks.spawn(info_span!("changes"), async move {
-            while heard(&socket).await {
-                let burst = async { while let Ok(true) = timeout(QUIET, heard(&socket)).await {} };
-                let _ = timeout(BURST, burst).await;
-                told.send_modify(|count| *count = count.wrapping_add(1));
+            while wait_for_message(&socket).await {
+                let burst = async {
+                    while let Ok(true) = timeout(BURST_END, wait_for_message(&socket)).await {}
+                };
+                let _ = timeout(MAX_BURST, burst).await;
+                change_counter.send_modify(|count| *count = count.wrapping_add(1));
             }
         });
         Self(changes)
     }
 
     /// Waits for the next change, or for ever where none can be heard.
-    pub(crate) async fn next(&mut self) {
+    pub(crate) async fn changed(&mut self) {
         if self.0.changed().await.is_err() {
             std::future::pending::<()>().await;
         }
     }
 
     /// Marks all changes until now as seen.
-    pub(crate) fn forget(&mut self) {
+    pub(crate) fn mark_seen(&mut self) {
         self.0.mark_unchanged();
     }
 
     /// Waits for `delay`, or less if the network has changed since it was last known.
-    pub(crate) async fn wait(&mut self, delay: Duration) {
+    pub(crate) async fn sleep_unless_changed(&mut self, delay: Duration) {
         tokio::select! {
             () = sleep(delay) => {}
-            () = self.next() => debug!("the network changed"),
+            () = self.changed() => debug!("the network changed"),
         }
     }
 }

@@ -22,7 +22,7 @@ use tracing::warn;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RejoinReason {
     /// The owner asks for it.
-    Asked,
+    Requested,
     /// Gateways refuse the identity.
     Refused(IdentityRefusal),
 }
@@ -31,16 +31,16 @@ pub(super) enum RejoinReason {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TokenUnusable {
     /// It has brought the identity that this node has.
-    JoinedBy,
+    AlreadyUsed,
     /// It is of a CA that the identity trusts, and the gateway is of another.
-    OtherServer,
+    CaMismatch,
 }
 
 impl fmt::Display for TokenUnusable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::JoinedBy => "the configured join token was already used for this identity",
-            Self::OtherServer => {
+            Self::AlreadyUsed => "the configured join token was already used for this identity",
+            Self::CaMismatch => {
                 "the configured join token is of the CA that this node already trusts, but the gateway has another CA: \
                  another server answers at its address, or the token is older than the gateway's CA"
             }
@@ -56,11 +56,11 @@ fn check_token(
     reason: RejoinReason,
 ) -> Result<(), TokenUnusable> {
     if joined_by == Some(token.id.as_str()) {
-        return Err(TokenUnusable::JoinedBy);
+        return Err(TokenUnusable::AlreadyUsed);
     }
-    let stranger = reason == RejoinReason::Refused(IdentityRefusal::UnknownCa);
-    if stranger && roots.contains(&token.root) {
-        return Err(TokenUnusable::OtherServer);
+    let is_unknown_ca = reason == RejoinReason::Refused(IdentityRefusal::UnknownCa);
+    if is_unknown_ca && roots.contains(&token.root) {
+        return Err(TokenUnusable::CaMismatch);
     }
     Ok(())
 }
@@ -70,49 +70,49 @@ pub(super) enum RejoinOutcome {
     /// Tunnels are dialled with another identity from now on.
     Replaced,
     /// The identity stays; nothing that is configured replaces it.
-    Kept,
+    Unchanged,
     /// A later attempt may succeed.
     Failed(ConnectError),
 }
 
 /// Replaces the identity of an edge that runs.
 pub(super) struct Rejoin<'a> {
-    links: &'a TunnelContext,
-    held: &'a IdentityStore,
+    context: &'a TunnelContext,
+    identity_store: &'a IdentityStore,
     /// The token that a gateway has refused for good, and how.
-    refused: Option<(String, String)>,
+    refused_token: Option<(String, String)>,
 }
 
 impl<'a> Rejoin<'a> {
-    pub(super) fn new(links: &'a TunnelContext, held: &'a IdentityStore) -> Self {
+    pub(super) fn new(context: &'a TunnelContext, identity_store: &'a IdentityStore) -> Self {
         Self {
-            links,
-            held,
-            refused: None,
+            context,
+            identity_store,
+            refused_token: None,
         }
     }
 
     /// Makes one attempt, and logs the command that helps if the attempt fails.
     pub(super) async fn attempt(&mut self, reason: RejoinReason) -> RejoinOutcome {
-        if self.held.identity().given {
-            return RejoinOutcome::Kept;
+        if self.identity_store.identity().is_external {
+            return RejoinOutcome::Unchanged;
         }
-        if reason != RejoinReason::Asked && self.is_accepted().await {
-            return RejoinOutcome::Kept;
+        if reason != RejoinReason::Requested && self.is_accepted().await {
+            return RejoinOutcome::Unchanged;
         }
-        let attempted = match &self.links.cluster {
-            Some(cluster) => self.by_cluster(&**cluster, reason).await,
-            None => self.by_token(reason).await,
+        let attempted = match &self.context.csr_client {
+            Some(cluster) => self.rejoin_with_csr(&**cluster, reason).await,
+            None => self.rejoin_with_token(reason).await,
         };
         match attempted {
             Ok(()) => RejoinOutcome::Replaced,
-            Err(RejoinError::Trouble(trouble)) => {
-                self.log_outcome(trouble.what());
-                RejoinOutcome::Failed(trouble)
+            Err(RejoinError::Retryable(error)) => {
+                self.log_outcome(error.detail());
+                RejoinOutcome::Failed(error)
             }
             Err(RejoinError::Unusable(why)) => {
                 self.log_outcome(&why);
-                RejoinOutcome::Kept
+                RejoinOutcome::Unchanged
             }
         }
     }
@@ -120,26 +120,26 @@ impl<'a> Rejoin<'a> {
     /// Whether some gateway accepts the identity. Gateways are dialled at the same time, and one that refuses may be the
     /// first to answer: the others have as long as a dial may take.
     async fn is_accepted(&self) -> bool {
-        let timeouts = &self.links.config.timeouts;
-        let dial = timeouts.tcp + timeouts.tls + timeouts.hello;
-        let connected = self.links.state.connected();
-        timeout(dial, connected).await.is_ok()
+        let timeouts = &self.context.config.timeouts;
+        let dial_timeout = timeouts.tcp + timeouts.tls + timeouts.hello;
+        let connected = self.context.status.wait_until_connected();
+        timeout(dial_timeout, connected).await.is_ok()
     }
 
-    async fn by_token(&mut self, reason: RejoinReason) -> Result<(), RejoinError> {
-        let old = self.held.identity();
+    async fn rejoin_with_token(&mut self, reason: RejoinReason) -> Result<(), RejoinError> {
+        let old = self.identity_store.identity();
         let command = format!(
             "to replace this node's identity, create a token with `causeway token create --node {}` at the gateway and give \
              it to this edge with --join or join_file",
             old.node
         );
         let unusable = |why: &dyn fmt::Display| RejoinError::Unusable(format!("{why}; {command}"));
-        let token = self.token(&old, reason).await;
+        let token = self.usable_token(&old, reason).await;
         let Some(token) = token.map_err(|why| unusable(&why))? else {
             return Err(RejoinError::Unusable(command));
         };
-        let gateways = self.links.gateways.all();
-        let request = JoinRequest::new(&token, Some(old.node.as_str()), &self.links.config);
+        let gateways = self.context.gateways.all();
+        let request = JoinRequest::new(&token, Some(old.node.as_str()), &self.context.config);
         let request = request.map_err(|error| unusable(&error))?;
         let error = match request.send(&gateways).await {
             Ok(new) if new.node == old.node => return self.replace(new, Some(token.id)).await,
@@ -149,16 +149,16 @@ impl<'a> Rejoin<'a> {
                     new.node
                 )));
             }
-            Err(NotJoined::Trouble(trouble)) => {
-                return Err(match trouble.wrong_ca() {
+            Err(NotJoined::Retryable(error)) => {
+                return Err(match error.wrong_ca() {
                     Some(wrong) => unusable(&wrong),
-                    None => RejoinError::Trouble(trouble),
+                    None => RejoinError::Retryable(error),
                 });
             }
             Err(NotJoined::Refused(error)) => error,
         };
-        if error.is_of_token() {
-            self.refused = Some((token.id, error.to_string()));
+        if error.is_token_error() {
+            self.refused_token = Some((token.id, error.to_string()));
         }
         Err(match error {
             // A revoked node cannot join with any token.
@@ -171,38 +171,40 @@ impl<'a> Rejoin<'a> {
     }
 
     /// Returns the configured token if it may replace this identity, or why it may not.
-    async fn token(
+    async fn usable_token(
         &self,
         old: &EdgeIdentity,
         reason: RejoinReason,
     ) -> Result<Option<JoinToken>, String> {
-        let source = self.links.rejoin.token.load_full();
-        let store = self.held.store().clone();
-        let read = spawn_blocking(move || {
+        let source = self.context.rejoin.token.load_full();
+        let store = self.identity_store.store().clone();
+        let loaded = spawn_blocking(move || {
             let token = source.read().map_err(|error| error.to_string())?;
             // The token is not spent if the identity could not be stored.
-            store.prepare_edge().map_err(|error| error.to_string())?;
+            store
+                .check_edge_space()
+                .map_err(|error| error.to_string())?;
             // If the record is unreadable, the gateway refuses a used token.
             Ok((token, store.joined_by().ok().flatten()))
         });
-        let read: Result<_, String> = read.await.map_err(|error| error.to_string())?;
-        let (Some(token), joined_by) = read? else {
+        let loaded: Result<_, String> = loaded.await.map_err(|error| error.to_string())?;
+        let (Some(token), joined_by) = loaded? else {
             return Ok(None);
         };
         check_token(&token, joined_by.as_deref(), &old.fingerprints(), reason)
             .map_err(|why| why.to_string())?;
-        match &self.refused {
+        match &self.refused_token {
             Some((id, why)) if *id == token.id => Err(why.clone()),
             _ => Ok(Some(token)),
         }
     }
 
-    async fn by_cluster(
+    async fn rejoin_with_csr(
         &self,
         cluster: &dyn CsrClient,
         reason: RejoinReason,
     ) -> Result<(), RejoinError> {
-        let old = self.held.identity();
+        let old = self.identity_store.identity();
         if reason == RejoinReason::Refused(IdentityRefusal::UnknownCa) {
             let roots = cluster.roots().await.map_err(ConnectError::from)?;
             if old.trusts_all(&roots) {
@@ -212,10 +214,13 @@ impl<'a> Rejoin<'a> {
                 return Err(RejoinError::Unusable(why.to_owned()));
             }
         }
-        let tell = |why: &str| self.log_outcome(why);
-        let asked =
-            csr_bootstrap::submit_and_wait(cluster, (&self.links.config, self.held.store()), &tell);
-        let new = asked.await?;
+        let on_progress = |why: &str| self.log_outcome(why);
+        let request = csr_bootstrap::submit_and_wait(
+            cluster,
+            (&self.context.config, self.identity_store.store()),
+            &on_progress,
+        );
+        let new = request.await?;
         if new.node != old.node {
             let why = format!(
                 "the cluster names this node {}: restart this edge to join with that name",
@@ -230,14 +235,14 @@ impl<'a> Rejoin<'a> {
         let gateways = new.gateways.clone();
         let (node, roots) = (new.node.to_string(), new.fingerprints());
         let by = token.clone();
-        let local = |why: &dyn fmt::Display| {
+        let local_error = |why: &dyn fmt::Display| {
             ConnectError::unwelcome(format!("the new identity cannot be used: {why}"))
         };
-        let tls = tunnel_client(&new).map_err(|error| local(&error))?;
-        let kept = self.held.replace(new, token).await;
-        let kept = kept.map_err(|error| local(&error))?;
-        self.links.dialler.identify(tls);
-        self.links.anew.send_replace(());
+        let tls = tunnel_client(&new).map_err(|error| local_error(&error))?;
+        let kept = self.identity_store.replace(new, token).await;
+        let kept = kept.map_err(|error| local_error(&error))?;
+        self.context.connector.set_tls(tls);
+        self.context.reconnect.send_replace(());
         let kept = kept.map(|path| path.display().to_string());
         warn!(
             node,
@@ -246,14 +251,14 @@ impl<'a> Rejoin<'a> {
             kept,
             "this node's identity is replaced; the old identity is kept as a copy"
         );
-        self.links.state.identity_hint(None);
-        self.links.gateways.learn(gateways).await;
+        self.context.status.set_identity_hint(None);
+        self.context.gateways.update_announced(gateways).await;
         Ok(())
     }
 
     /// Logs the instruction for the operator. Repeated words are not logged again.
     fn log_outcome(&self, what: &str) {
-        if self.links.state.identity_hint(Some(what)) {
+        if self.context.status.set_identity_hint(Some(what)) {
             warn!(what, "this node's identity is not replaced");
         }
     }
@@ -261,14 +266,14 @@ impl<'a> Rejoin<'a> {
 
 enum RejoinError {
     /// A later attempt may succeed.
-    Trouble(ConnectError),
+    Retryable(ConnectError),
     /// The operator has to do something first.
     Unusable(String),
 }
 
 impl From<ConnectError> for RejoinError {
-    fn from(trouble: ConnectError) -> Self {
-        Self::Trouble(trouble)
+    fn from(error: ConnectError) -> Self {
+        Self::Retryable(error)
     }
 }
 

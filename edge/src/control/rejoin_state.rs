@@ -34,7 +34,7 @@ pub enum TokenReadError {
 }
 
 impl TokenSource {
-    pub(crate) fn of(config: &Config) -> Self {
+    pub(crate) fn from_config(config: &Config) -> Self {
         Self {
             token: config.join.clone(),
             file: config.join_file.clone(),
@@ -67,15 +67,15 @@ pub(crate) struct RejoinState {
     /// How gateways refused the identity last.
     pub(crate) refusals: watch::Sender<Option<IdentityRefusal>>,
     /// The owner asks for another identity (`--rejoin`).
-    pub(crate) asked: bool,
+    pub(crate) is_requested: bool,
 }
 
 impl RejoinState {
-    pub(crate) fn new(config: &Config, asked: bool) -> Arc<Self> {
+    pub(crate) fn new(config: &Config, is_requested: bool) -> Arc<Self> {
         Arc::new(Self {
-            token: ArcSwap::from_pointee(TokenSource::of(config)),
+            token: ArcSwap::from_pointee(TokenSource::from_config(config)),
             refusals: watch::Sender::default(),
-            asked,
+            is_requested,
         })
     }
 }

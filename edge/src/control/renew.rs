@@ -27,7 +27,7 @@ use causeway_certs::{
     verify::{control_client, tunnel_client},
 };
 use causeway_rt::backoff::Backoff;
-use schedule::{LOOK, RenewalSchedule, dates};
+use schedule::{CLOCK_CHECK_INTERVAL, RenewalSchedule, validity};
 use std::{
     fmt::Display,
     sync::Arc,
@@ -37,67 +37,74 @@ use tokio::{sync::watch, time::sleep};
 use tracing::{info, warn};
 
 /// Between two renewals, however short a life the gateway grants: one costs it a signature and two writes.
-const APART: Duration = Duration::from_secs(10);
+const MIN_RENEWAL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Renews the certificate for as long as it is polled; or takes up the one that an external CA has `made`.
+/// Renews the certificate for as long as it is polled; or takes up the one that an external CA has `external_identity`.
 pub(crate) async fn run(
-    links: Arc<TunnelContext>,
-    held: IdentityStore,
-    made: watch::Receiver<Option<EdgeIdentity>>,
+    context: Arc<TunnelContext>,
+    identity_store: IdentityStore,
+    external_identity: watch::Receiver<Option<EdgeIdentity>>,
 ) {
-    if held.identity().given {
-        return external_certificate::run(links, held, made).await;
+    if identity_store.identity().is_external {
+        return external_certificate::run(context, identity_store, external_identity).await;
     }
-    let mut schedule = RenewalSchedule::of(&held.identity(), UNIX_EPOCH, rand::random());
-    schedule.tell(&links);
-    let mut asked = links.renewal.subscribe();
-    let mut refusals = links.rejoin.refusals.subscribe();
-    let mut rejoin = Rejoin::new(&links, &held);
-    if links.rejoin.asked && !rejoined(&mut rejoin, links.backoff()).await {
+    let mut schedule =
+        RenewalSchedule::for_identity(&identity_store.identity(), UNIX_EPOCH, rand::random());
+    schedule.publish(&context);
+    let mut renewal_requests = context.renewal_requests.subscribe();
+    let mut refusals = context.rejoin.refusals.subscribe();
+    let mut rejoin = Rejoin::new(&context, &identity_store);
+    if context.rejoin.is_requested && !rejoin_on_request(&mut rejoin, context.backoff()).await {
         info!("--rejoin failed: keeping the current identity of this node");
     }
     loop {
         tokio::select! {
             () = schedule.wait(SystemTime::now) => {
-                until_renewed(&links, &held, (&schedule, &mut rejoin)).await;
+                renew_until_success(&context, &identity_store, (&schedule, &mut rejoin)).await;
             }
-            () = asked_for(&mut asked) => {
-                until_renewed(&links, &held, (&schedule, &mut rejoin)).await;
+            () = wait_for_renewal_request(&mut renewal_requests) => {
+                renew_until_success(&context, &identity_store, (&schedule, &mut rejoin)).await;
             }
-            refusal = refused(&mut refusals) => {
+            refusal = wait_for_refusal(&mut refusals) => {
                 let attempt = rejoin.attempt(RejoinReason::Refused(refusal)).await;
                 if !matches!(attempt, RejoinOutcome::Replaced) {
                     continue;
                 }
             }
         }
-        schedule = RenewalSchedule::of(&held.identity(), SystemTime::now(), rand::random());
-        schedule.tell(&links);
+        schedule = RenewalSchedule::for_identity(
+            &identity_store.identity(),
+            SystemTime::now(),
+            rand::random(),
+        );
+        schedule.publish(&context);
         info!(
             not_after = %humantime::format_rfc3339_seconds(schedule.not_after),
             "this node's certificate is renewed"
         );
         // Requests from before this renewal are fulfilled.
-        asked.mark_unchanged();
-        sleep(APART).await;
+        renewal_requests.mark_unchanged();
+        sleep(MIN_RENEWAL_INTERVAL).await;
     }
 }
 
 /// Replaces the identity, since the owner asks for that. Returns false if nothing that is configured replaces it.
-async fn rejoined(rejoin: &mut Rejoin<'_>, mut backoff: Backoff) -> bool {
+async fn rejoin_on_request(rejoin: &mut Rejoin<'_>, mut backoff: Backoff) -> bool {
     loop {
-        match rejoin.attempt(RejoinReason::Asked).await {
+        match rejoin.attempt(RejoinReason::Requested).await {
             RejoinOutcome::Replaced => return true,
-            RejoinOutcome::Kept => return false,
-            RejoinOutcome::Failed(trouble) => {
-                sleep(trouble.delay(&mut backoff, rand::random())).await;
+            RejoinOutcome::Unchanged => return false,
+            RejoinOutcome::Failed(error) => {
+                sleep(error.delay(&mut backoff, rand::random())).await;
             }
         }
     }
 }
 
 /// Returns once gateways have refused the identity.
-async fn refused(refusals: &mut watch::Receiver<Option<IdentityRefusal>>) -> IdentityRefusal {
+async fn wait_for_refusal(
+    refusals: &mut watch::Receiver<Option<IdentityRefusal>>,
+) -> IdentityRefusal {
     loop {
         // The sender lives at least as long as the tunnels.
         let _ = refusals.changed().await;
@@ -108,119 +115,132 @@ async fn refused(refusals: &mut watch::Receiver<Option<IdentityRefusal>>) -> Ide
 }
 
 /// Returns at some moment within the time in which a gateway wants a new certificate to be had.
-async fn asked_for(asked: &mut watch::Receiver<Duration>) {
+async fn wait_for_renewal_request(renewal_requests: &mut watch::Receiver<Duration>) {
     // The sender lives at least as long as the tunnels.
-    let _ = asked.changed().await;
-    let within = *asked.borrow_and_update();
-    sleep(within.min(LOOK).mul_f64(rand::random())).await;
+    let _ = renewal_requests.changed().await;
+    let within = *renewal_requests.borrow_and_update();
+    sleep(within.min(CLOCK_CHECK_INTERVAL).mul_f64(rand::random())).await;
 }
 
 /// Asks until there is a new certificate and all further dials show it.
-async fn until_renewed(
-    links: &TunnelContext,
-    held: &IdentityStore,
+async fn renew_until_success(
+    context: &TunnelContext,
+    identity_store: &IdentityStore,
     (schedule, rejoin): (&RenewalSchedule, &mut Rejoin<'_>),
 ) {
-    let bounds = &links.config.backoff;
-    let mut backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
+    let backoff_config = &context.config.backoff;
+    let mut backoff = Backoff::new(backoff_config.silent_max, backoff_config.refused_max);
     loop {
-        let renewed = renew(links, held, rejoin).await;
-        let outcome = renewed
+        let result = renew(context, identity_store, rejoin).await;
+        let outcome = result
             .as_ref()
-            .map_or_else(ConnectError::word, |()| "renewed");
-        links.metrics.renewal(outcome);
-        let Err(trouble) = renewed else {
+            .map_or_else(ConnectError::label, |()| "renewed");
+        context.metrics.count_renewal(outcome);
+        let Err(error) = result else {
             return;
         };
-        let trouble = match links.cluster {
+        let error = match context.csr_client {
             // After expiry the cluster issues a new certificate.
-            Some(_) => trouble,
-            None => schedule.weigh(trouble, SystemTime::now()),
+            Some(_) => error,
+            None => schedule.error_to_report(error, SystemTime::now()),
         };
-        let delay = trouble.delay(&mut backoff, rand::random());
+        let delay = error.delay(&mut backoff, rand::random());
         warn!(
-            reason = trouble.word(),
-            what = trouble.what(),
+            reason = error.label(),
+            what = error.detail(),
             retry_in = ?delay,
             "this node's certificate is not renewed"
         );
-        links
-            .state
-            .not_renewed(trouble.what(), trouble.is_refusal(), delay);
+        context
+            .status
+            .set_renewal_error(error.detail(), error.is_refusal(), delay);
         sleep(delay).await;
     }
 }
 
 async fn renew(
-    links: &TunnelContext,
-    held: &IdentityStore,
+    context: &TunnelContext,
+    identity_store: &IdentityStore,
     rejoin: &mut Rejoin<'_>,
 ) -> Result<(), ConnectError> {
-    let old = held.identity();
-    let asked = match &links.cluster {
+    let old = identity_store.identity();
+    let result = match &context.csr_client {
         // Gateways do not renew expired certificates.
-        Some(cluster) if dates(&old).1 < SystemTime::now() => {
-            let tell = |why: &str| links.state.not_renewed(why, true, Duration::ZERO);
-            csr_bootstrap::submit_and_wait(&**cluster, (&links.config, held.store()), &tell).await
+        Some(cluster) if validity(&old).1 < SystemTime::now() => {
+            let on_progress =
+                |why: &str| context.status.set_renewal_error(why, true, Duration::ZERO);
+            csr_bootstrap::submit_and_wait(
+                &**cluster,
+                (&context.config, identity_store.store()),
+                &on_progress,
+            )
+            .await
         }
-        _ => ask(links, &old).await,
+        _ => request_renewal(context, &old).await,
     };
-    let new = match asked {
+    let new = match result {
         Ok(new) => new,
-        Err(trouble) => {
-            let Some(refusal) = trouble.identity_refusal() else {
-                return Err(trouble);
+        Err(error) => {
+            let Some(refusal) = error.identity_refusal() else {
+                return Err(error);
             };
             return match rejoin.attempt(RejoinReason::Refused(refusal)).await {
                 RejoinOutcome::Replaced => Ok(()),
-                RejoinOutcome::Kept | RejoinOutcome::Failed(_) => Err(trouble),
+                RejoinOutcome::Unchanged | RejoinOutcome::Failed(_) => Err(error),
             };
         }
     };
-    let tls = tunnel_client(&new).map_err(local)?;
+    let tls = tunnel_client(&new).map_err(local_error)?;
     // The gateway's own certificate was verified with a root trusted before.
     let (leaf, roots) = (new.leaf, new.roots);
-    held.change(|identity| (identity.leaf, identity.roots) = (leaf, roots))
+    identity_store
+        .update(|identity| (identity.leaf, identity.roots) = (leaf, roots))
         .await
-        .map_err(local)?;
-    links.dialler.identify(tls);
-    links.anew.send_replace(());
+        .map_err(local_error)?;
+    context.connector.set_tls(tls);
+    context.reconnect.send_replace(());
     Ok(())
 }
 
-async fn ask(links: &TunnelContext, old: &EdgeIdentity) -> Result<EdgeIdentity, ConnectError> {
-    let key = PrivateKey::generate().map_err(local)?;
-    let asking = EnrolRequest::new(&key).map_err(local)?;
-    let tls = control_client(old).map_err(local)?;
-    let dialler = GatewayConnector::new(enrol_client::http1(&tls), &links.config);
-    let gateways = links.gateways.all();
-    let asked = asking.ask(&dialler, &gateways, "/v1/renew").await;
-    let unsound = |why: &dyn Display| {
+async fn request_renewal(
+    context: &TunnelContext,
+    old: &EdgeIdentity,
+) -> Result<EdgeIdentity, ConnectError> {
+    let key = PrivateKey::generate().map_err(local_error)?;
+    let request = EnrolRequest::new(&key).map_err(local_error)?;
+    let tls = control_client(old).map_err(local_error)?;
+    let connector = GatewayConnector::new(enrol_client::http1(&tls), &context.config);
+    let gateways = context.gateways.all();
+    let response = request.send(&connector, &gateways, "/v1/renew").await;
+    let invalid_response = |why: &dyn Display| {
         ConnectError::unwelcome(format!(
             "the gateway's response is not a certificate: {why}"
         ))
     };
-    let granted = asked.map_err(|failed| match failed {
-        EnrolRequestError::Trouble(trouble) => trouble,
-        EnrolRequestError::Answer(why) => unsound(&why),
+    let granted = response.map_err(|error| match error {
+        EnrolRequestError::Retryable(error) => error,
+        EnrolRequestError::MalformedResponse(why) => invalid_response(&why),
         EnrolRequestError::Refused { reason, detail } => ConnectError::not_accepted(format!(
             "the gateway refuses to renew this node's certificate ({reason}): {detail}"
         )),
     })?;
     let new = EdgeIdentity::new(&granted.root, &granted.certificate, &key.key_pem());
-    let new = new.map_err(|error| unsound(&error))?;
+    let new = new.map_err(|error| invalid_response(&error))?;
     if new.node != old.node {
-        return Err(unsound(&format_args!("it is for node {}", new.node)));
+        return Err(invalid_response(&format_args!(
+            "it is for node {}",
+            new.node
+        )));
     }
     // A rotation trusts the new root in addition to the old one first.
     if !new.roots.iter().any(|root| old.roots.contains(root)) {
-        return Err(unsound(&"it is of another CA"));
+        return Err(invalid_response(&"it is of another CA"));
     }
     Ok(new)
 }
 
 /// Returns the error of this machine's own fault: the gateway is not asked for certificates that cannot be stored.
-fn local(why: impl Display) -> ConnectError {
+fn local_error(why: impl Display) -> ConnectError {
     ConnectError::unwelcome(format!("a new certificate cannot be used: {why}"))
 }
 

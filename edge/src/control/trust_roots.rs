@@ -8,37 +8,39 @@ use causeway_certs::verify::tunnel_client;
 use tracing::{info, warn};
 
 /// Takes up these roots; returns those that are believed now.
-pub(super) async fn update_roots(links: &TunnelContext, pem: &str) -> Vec<String> {
-    if let Err(why) = take_up(links, pem).await {
+pub(super) async fn update_roots(context: &TunnelContext, pem: &str) -> Vec<String> {
+    if let Err(why) = install_roots(context, pem).await {
         warn!(
             why,
             "the CA roots announced by the gateway were not installed"
         );
     }
-    roots_from_message(&links.held)
+    trusted_fingerprints(&context.identity_store)
 }
 
 /// Returns the fingerprints of the roots, as a gateway receives them.
-pub(super) fn roots_from_message(held: &IdentityStore) -> Vec<String> {
-    let roots = held.identity().fingerprints();
+pub(super) fn trusted_fingerprints(identity_store: &IdentityStore) -> Vec<String> {
+    let roots = identity_store.identity().fingerprints();
     roots.iter().map(ToString::to_string).collect()
 }
 
-async fn take_up(links: &TunnelContext, pem: &str) -> Result<(), String> {
-    let before = links.held.identity();
-    if before.given {
+async fn install_roots(context: &TunnelContext, pem: &str) -> Result<(), String> {
+    let current = context.identity_store.identity();
+    if current.is_external {
         return Err("the trusted CAs are configured (identity.ca)".to_owned());
     }
-    let roots = before.read_roots(pem).map_err(|error| error.to_string())?;
-    if roots == before.roots {
+    let roots = current.read_roots(pem).map_err(|error| error.to_string())?;
+    if roots == current.roots {
         return Ok(());
     }
-    let changed = links.held.change(|identity| identity.roots = roots);
-    changed.await.map_err(|error| error.to_string())?;
-    let now = links.held.identity();
-    links
-        .dialler
-        .identify(tunnel_client(&now).map_err(|error| error.to_string())?);
-    info!(roots = ?now.fingerprints(), "trusted CA roots were replaced");
+    let update = context
+        .identity_store
+        .update(|identity| identity.roots = roots);
+    update.await.map_err(|error| error.to_string())?;
+    let updated = context.identity_store.identity();
+    context
+        .connector
+        .set_tls(tunnel_client(&updated).map_err(|error| error.to_string())?);
+    info!(roots = ?updated.fingerprints(), "trusted CA roots were replaced");
     Ok(())
 }

@@ -25,7 +25,11 @@ impl TunnelContext {
     /// Keeps the tunnels until the edge stops, then leaves in order.
     pub(crate) async fn run(self: Arc<Self>, changes: NetworkMonitor) {
         match self.config.tunnels.gateways {
-            TunnelMode::One => TunnelSlots::anywhere(self).keep(None, changes).await,
+            TunnelMode::One => {
+                TunnelSlots::at_any_gateway(self)
+                    .run_to_end(None, changes)
+                    .await;
+            }
             TunnelMode::Every => Box::pin(all_gateways::run(self, changes)).await,
         }
     }

@@ -30,7 +30,7 @@ pub(super) struct ApiCacheMetrics {
 
 impl ApiCacheMetrics {
     pub(super) fn new() -> Self {
-        let mut reading = Self {
+        let mut metrics = Self {
             registry: Registry::with_prefix("causeway_edge"),
             role: Family::default(),
             ready: Gauge::default(),
@@ -39,50 +39,50 @@ impl ApiCacheMetrics {
             watchers: Family::default(),
             changes: Counter::default(),
         };
-        let registry = &mut reading.registry;
+        let registry = &mut metrics.registry;
         let role = "Role of this edge in its pool: pending (has not read all objects yet), follower or leader";
-        registry.register("api_cache_role", role, reading.role.clone());
+        registry.register("api_cache_role", role, metrics.role.clone());
         let ready = "Whether all resources have been read and are connected to their source";
-        registry.register("api_cache_ready", ready, reading.ready.clone());
+        registry.register("api_cache_ready", ready, metrics.ready.clone());
         registry.register_with_unit(
             "api_cache_lost_timestamp",
             "Time since which a resource has been disconnected from its source, in Unix time; 0 if all are connected",
             Unit::Seconds,
-            reading.lost.clone(),
+            metrics.lost.clone(),
         );
         let objects = "Cached objects, by resource";
-        registry.register("api_cache_objects", objects, reading.objects.clone());
+        registry.register("api_cache_objects", objects, metrics.objects.clone());
         let watchers = "Open watches of clients, by resource";
-        registry.register("api_cache_watchers", watchers, reading.watchers.clone());
+        registry.register("api_cache_watchers", watchers, metrics.watchers.clone());
         let changes = "Changes of the source that the API cache reads from";
-        registry.register("api_cache_changes", changes, reading.changes.clone());
-        reading
+        registry.register("api_cache_changes", changes, metrics.changes.clone());
+        metrics
     }
 
     /// Updates the metrics from the status.
-    pub(super) fn goes(&self, status: &ApiCacheStatus) {
+    pub(super) fn update(&self, status: &ApiCacheStatus) {
         for role in ["pending", "follower", "leader"] {
             let gauge = self.role.get_or_create(&RoleLabel { role });
             gauge.set((status.role == role).into());
         }
         self.ready.set(status.ready.into());
-        let whole = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        let to_i64 = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         let lost = status.resources.iter().filter_map(|one| one.lost).min();
         let lost = i64::try_from(lost.unwrap_or(0) / 1000).unwrap_or(i64::MAX);
         self.lost.set(lost);
-        for one in &status.resources {
+        for resource in &status.resources {
             let label = ResourceLabel {
-                resource: one.resource.clone(),
+                resource: resource.resource.clone(),
             };
             let objects = self.objects.get_or_create(&label);
-            objects.set(whole(one.objects));
+            objects.set(to_i64(resource.objects));
             let watchers = self.watchers.get_or_create(&label);
-            watchers.set(whole(one.watchers));
+            watchers.set(to_i64(resource.watchers));
         }
     }
 
     /// Counts a change of the source.
-    pub(super) fn changed(&self) {
+    pub(super) fn count_source_change(&self) {
         self.changes.inc();
     }
 

@@ -7,7 +7,7 @@
 
 use super::{
     policy::Policy,
-    upstream::{Upstream, UpstreamIo, slow},
+    upstream::{Upstream, UpstreamIo, timeout_error},
     upstream_tls::UpstreamTls,
 };
 use crate::metrics::Metrics;
@@ -59,14 +59,14 @@ impl Dialer {
     /// A new connection to `app` that is ready for HTTP, until `deadline`, and the address that took it.
     pub(super) async fn connect(
         &self,
-        app: &Upstream,
-        offer: Alpn,
+        upstream: &Upstream,
+        alpn: Alpn,
         deadline: Instant,
     ) -> Result<(UpstreamIo, SocketAddr), Rejected> {
-        let (tcp, address) = self.dial(app, deadline).await?;
-        let connection = match &app.tls {
+        let (tcp, address) = self.dial(upstream, deadline).await?;
+        let connection = match &upstream.tls {
             None => UpstreamIo::plain(tcp),
-            Some(tls) => secure(app, tls, tcp, (offer, deadline)).await?,
+            Some(tls) => connect_tls(upstream, tls, tcp, (alpn, deadline)).await?,
         };
         Ok((connection, address))
     }
@@ -74,55 +74,63 @@ impl Dialer {
     /// A new TCP connection, counted, and the address that took it.
     pub(super) async fn dial(
         &self,
-        app: &Upstream,
+        upstream: &Upstream,
         deadline: Instant,
     ) -> Result<(TcpStream, SocketAddr), Rejected> {
         let began = Instant::now();
-        let dialled = dial(&self.policy, app, deadline).await;
-        let cause = dialled.as_ref().err().map(|refused| refused.refusal);
-        self.metrics.dialled(cause, began.elapsed());
-        dialled.inspect_err(|refused| {
-            if refused.refusal == RejectCode::Exhausted {
-                self.exhaustion.write(app, refused);
+        let dialled = dial(&self.policy, upstream, deadline).await;
+        let cause = dialled.as_ref().err().map(|rejection| rejection.code);
+        self.metrics.record_dial(cause, began.elapsed());
+        dialled.inspect_err(|rejection| {
+            if rejection.code == RejectCode::Exhausted {
+                self.exhaustion.write(upstream, rejection);
             }
         })
     }
 }
 
-async fn secure(
-    app: &Upstream,
+async fn connect_tls(
+    upstream: &Upstream,
     tls: &UpstreamTls,
     tcp: TcpStream,
-    (offer, deadline): (Alpn, Instant),
+    (alpn, deadline): (Alpn, Instant),
 ) -> Result<UpstreamIo, Rejected> {
-    let connector = TlsConnector::from(tls.configs().offering(offer));
+    let connector = TlsConnector::from(tls.configs().config_for(alpn));
     match timeout_at(deadline, connector.connect(tls.server_name(), tcp)).await {
         Ok(Ok(stream)) => Ok(UpstreamIo::tls(stream)),
         Ok(Err(error)) => {
             let why = reason(&error);
-            let detail = format!("{} failed TLS with {}: {why}", app.node, app.target);
-            Err(RejectCode::TargetBroken.because(detail))
+            let detail = format!(
+                "{} failed TLS with {}: {why}",
+                upstream.node, upstream.target
+            );
+            Err(RejectCode::TargetBroken.with_detail(detail))
         }
-        Err(_) => Err(slow(app, "did not complete TLS in time")),
+        Err(_) => Err(timeout_error(upstream, "did not complete TLS in time")),
     }
 }
 
 /// Dials `app`, until `deadline`. Returns the connection with the address that took it.
 async fn dial(
     policy: &Policy,
-    app: &Upstream,
+    upstream: &Upstream,
     deadline: Instant,
 ) -> Result<(TcpStream, SocketAddr), Rejected> {
-    let addresses = resolve(app, deadline).await?;
+    let addresses = resolve(upstream, deadline).await?;
     let allowed: Vec<SocketAddr> = addresses
         .into_iter()
-        .filter_map(|address| policy.check(app, address))
+        .filter_map(|address| policy.permitted_address(upstream, address))
         .collect();
-    let mut refused: Option<Rejected> = None;
-    for (tried, address) in allowed.iter().enumerate() {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let share = left / u32::try_from(allowed.len() - tried).unwrap_or(u32::MAX);
-        match timeout_at(Instant::now() + share, connect(policy, app, *address)).await {
+    let mut rejection: Option<Rejected> = None;
+    for (index, address) in allowed.iter().enumerate() {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        let attempt_timeout = remaining / u32::try_from(allowed.len() - index).unwrap_or(u32::MAX);
+        match timeout_at(
+            Instant::now() + attempt_timeout,
+            connect(policy, upstream, *address),
+        )
+        .await
+        {
             Ok(Ok(tcp)) => {
                 if address.ip().is_loopback() {
                     socket::set_local_tcp_options(&tcp);
@@ -132,22 +140,29 @@ async fn dial(
                 return Ok((tcp, *address));
             }
             // Not an address of this node any more, so the error of loopback counts.
-            Ok(Err(error)) if not_here(&error) && refused.is_some() => {}
+            Ok(Err(error)) if is_addr_not_available(&error) && rejection.is_some() => {}
             Ok(Err(error)) => {
-                let refusal = if not_here(&error) && policy.only_here(app, address.ip()) {
+                let code = if is_addr_not_available(&error)
+                    && policy.is_own_only(upstream, address.ip())
+                {
                     RejectCode::TargetUnreachable
                 } else {
-                    RejectCode::of_dial(&error, address.ip())
+                    RejectCode::from_dial_error(&error, address.ip())
                 };
                 // An unreachable address is less informative than one that responded, such as loopback of the other family.
-                if refused.is_none() || refusal != RejectCode::TargetUnreachable {
-                    refused = Some(failed(app, refusal, &error));
+                if rejection.is_none() || code != RejectCode::TargetUnreachable {
+                    rejection = Some(dial_error(upstream, code, &error));
                 }
             }
-            Err(_) => refused = Some(slow(app, "did not accept the connection in time")),
+            Err(_) => {
+                rejection = Some(timeout_error(
+                    upstream,
+                    "did not accept the connection in time",
+                ));
+            }
         }
     }
-    Err(refused.unwrap_or_else(|| policy.forbidden(&app.target)))
+    Err(rejection.unwrap_or_else(|| policy.not_allowed(&upstream.target)))
 }
 
 /// The address that a stream is connected to, as its request passes from one connection to another.
@@ -159,28 +174,32 @@ pub(super) struct Connected {
 
 impl Connected {
     pub(super) fn set(&self, address: SocketAddr) {
-        *self.locked() = Some(address);
+        *self.lock() = Some(address);
         self.waker.wake();
     }
 
     /// Waits for an address other than this one. One task waits at a time.
-    pub(super) async fn other_than(&self, seen: Option<SocketAddr>) -> SocketAddr {
+    pub(super) async fn wait_for_change_from(&self, seen: Option<SocketAddr>) -> SocketAddr {
         poll_fn(|cx| {
             self.waker.register(cx.waker());
-            let other = self.locked().filter(|address| Some(*address) != seen);
-            other.map_or(Poll::Pending, Poll::Ready)
+            let changed = self.lock().filter(|address| Some(*address) != seen);
+            changed.map_or(Poll::Pending, Poll::Ready)
         })
         .await
     }
 
-    fn locked(&self) -> MutexGuard<'_, Option<SocketAddr>> {
+    fn lock(&self) -> MutexGuard<'_, Option<SocketAddr>> {
         self.address.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-async fn connect(policy: &Policy, app: &Upstream, address: SocketAddr) -> io::Result<TcpStream> {
+async fn connect(
+    policy: &Policy,
+    upstream: &Upstream,
+    address: SocketAddr,
+) -> io::Result<TcpStream> {
     let ip = address.ip();
-    if !policy.only_here(app, ip) {
+    if !policy.is_own_only(upstream, ip) {
         return TcpStream::connect(address).await;
     }
     let socket = match ip {
@@ -193,49 +212,54 @@ async fn connect(policy: &Policy, app: &Upstream, address: SocketAddr) -> io::Re
     socket.connect(address).await
 }
 
-fn not_here(error: &io::Error) -> bool {
+fn is_addr_not_available(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::AddrNotAvailable
 }
 
-async fn resolve(app: &Upstream, deadline: Instant) -> Result<Vec<SocketAddr>, Rejected> {
-    let (host, port) = (app.target.host.as_str(), app.target.port);
-    if let Some(ip) = app.target.ip() {
-        let all = [ip].into_iter().chain(app.also.iter().copied());
+async fn resolve(upstream: &Upstream, deadline: Instant) -> Result<Vec<SocketAddr>, Rejected> {
+    let (host, port) = (upstream.target.host.as_str(), upstream.target.port);
+    if let Some(ip) = upstream.target.ip() {
+        let all = [ip]
+            .into_iter()
+            .chain(upstream.fallback_addresses.iter().copied());
         return Ok(all.map(|ip| SocketAddr::new(ip, port)).collect());
     }
     match timeout_at(deadline, causeway_rt::resolve(host, port)).await {
         Ok(Ok(addresses)) => Ok(addresses),
         Ok(Err(error)) => {
             // A resolver without file descriptors may report an unknown name.
-            let lack = TcpSocket::new_v4().err().filter(is_exhaustion);
-            let (refusal, error) = match lack {
+            let exhaustion = TcpSocket::new_v4().err().filter(is_exhaustion);
+            let (code, error) = match exhaustion {
                 Some(lack) => (RejectCode::Exhausted, lack),
                 None if error.kind() == io::ErrorKind::TimedOut => {
                     (RejectCode::ResolveTimeout, error)
                 }
                 None => (RejectCode::TargetUnresolved, error),
             };
-            let detail = format!("{} could not resolve {host}: {error}", app.node);
-            Err(refusal.because(detail))
+            let detail = format!("{} could not resolve {host}: {error}", upstream.node);
+            Err(code.with_detail(detail))
         }
         Err(_) => {
-            let detail = format!("timeout while resolving the name of {}", app.sentence());
-            Err(RejectCode::ResolveTimeout.because(detail))
+            let detail = format!(
+                "timeout while resolving the name of {}",
+                upstream.describe()
+            );
+            Err(RejectCode::ResolveTimeout.with_detail(detail))
         }
     }
 }
 
-fn failed(app: &Upstream, refusal: RejectCode, error: &io::Error) -> Rejected {
-    refusal.because(format!(
+fn dial_error(upstream: &Upstream, code: RejectCode, error: &io::Error) -> Rejected {
+    code.with_detail(format!(
         "{} could not dial {}: {}",
-        app.node,
-        app.target,
+        upstream.node,
+        upstream.target,
         reason(error)
     ))
 }
 
 /// The least time between two log lines about the exhaustion of this process.
-const LOG_PAUSE: Duration = Duration::from_mins(1);
+const LOG_INTERVAL: Duration = Duration::from_mins(1);
 
 /// Log of dials that failed because this process has no file descriptors, local ports or memory left.
 #[derive(Debug, Default)]
@@ -245,7 +269,7 @@ impl ExhaustionLog {
     /// Logs the refusal, unless one was logged a moment ago: each request may meet it.
     fn write(&self, app: &Upstream, refused: &Rejected) {
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if last.is_none_or(|last| last.elapsed() >= LOG_PAUSE) {
+        if last.is_none_or(|last| last.elapsed() >= LOG_INTERVAL) {
             *last = Some(Instant::now());
             let (target, error) = (&app.target, &refused.detail);
             tracing::warn!(%target, %error, "this edge is out of file descriptors, local ports or memory");
@@ -284,8 +308,8 @@ mod tests {
             tcp: Vec::new(),
         };
         let policy = Policy::new("edge-1", &config).unwrap();
-        let policy = policy.listing(&listed, &LocalNode::default());
-        let app = policy.decide(&Target::new("edge-1", port), &StreamKind::Request);
+        let policy = policy.with_announced(&listed, &LocalNode::default());
+        let app = policy.select_upstream(&Target::new("edge-1", port), &StreamKind::Request);
         let app = app?;
         let dialled = dial(&policy, &app, Instant::now() + Duration::from_mins(2)).await;
         dialled.map(|(tcp, _)| tcp)
@@ -304,7 +328,7 @@ mod tests {
         );
         // A documentation address (RFC 5737): the error of loopback counts.
         let refused = dialled(port, "192.0.2.1").await.unwrap_err();
-        assert_eq!(refused.refusal, RejectCode::TargetRefused);
+        assert_eq!(refused.code, RejectCode::TargetRefused);
         let said = format!("edge-1 could not dial 127.0.0.1:{port}: connection refused");
         assert_eq!(refused.detail, said);
     }

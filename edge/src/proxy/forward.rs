@@ -13,7 +13,9 @@ use super::{
     informational::InformationalQueue,
     request_body::{RequestBody, SendError},
     response::{ResponseBody, ResponseTail, UpstreamResponse},
-    upstream::{RequestError, Upstream, UpstreamIo, broken, caused_by_client, map_error, slow},
+    upstream::{
+        RequestError, Upstream, UpstreamIo, broken, caused_by_client, map_error, timeout_error,
+    },
 };
 use crate::{config::Protocol, metrics::Metrics};
 use causeway_rt::task::TaskGroup;
@@ -48,60 +50,64 @@ enum ConnectionInUse {
 /// Sends the request to the upstream.
 pub(super) async fn send_request(
     client: &UpstreamClient,
-    app: &Arc<Upstream>,
+    upstream: &Arc<Upstream>,
     (head, body): (Request<()>, StreamReceiver),
-    (interim, connected): (&InformationalQueue, &Connected),
+    (informational, connected): (&InformationalQueue, &Connected),
 ) -> Result<UpstreamResponse, RequestError> {
-    let wants_http2 = wants_http2(app, head.headers());
-    let rest = head.extensions().get::<TargetOverflow>().cloned();
+    let wants_http2 = wants_http2(upstream, head.headers());
+    let overflow = head.extensions().get::<TargetOverflow>().cloned();
     let body = (!body.is_end()).then_some(body);
     let mut request = head.map(|()| RequestBody::new(body));
-    interim.listen(&mut request);
-    let (mut asking, reused) = match rest {
-        None => open(client, app, wants_http2, None).await?,
-        Some(rest) => (Box::pin(open_alone(client, app, rest)).await?, false),
+    informational.attach(&mut request);
+    let (mut connection, reused) = match overflow {
+        None => checkout_or_connect(client, upstream, wants_http2, None).await?,
+        Some(rest) => (
+            Box::pin(connect_exclusive(client, upstream, rest)).await?,
+            false,
+        ),
     };
-    connected.set(asking.address());
-    prepare(&mut request, app, &asking);
+    connected.set(connection.address());
+    prepare_head(&mut request, upstream, &connection);
     let retry = Retry::new(&request, reused, request.body().is_some());
-    let mut error = match asking.ask(request).await {
-        Ok(answer) => return answered(app, asking, answer),
+    let mut error = match connection.send(request).await {
+        Ok(response) => return to_upstream_response(upstream, connection, response),
         Err(error) => error,
     };
-    let again = retry.request(&mut error, |error| asking.closed_unanswered(error));
-    let Some(mut request) = again else {
-        return Err(unanswered(app, &error));
+    let retry_request = retry.request(&mut error, |error| connection.closed_unanswered(error));
+    let Some(mut request) = retry_request else {
+        return Err(request_error(upstream, &error));
     };
     if caused_by_client(error.error()) {
         return Err(RequestError::Client);
     }
-    client.metrics.retried();
-    let newest = asking.newest();
-    drop(asking);
-    let (mut asking, _) = open(client, app, wants_http2, Some(newest)).await?;
+    client.metrics.count_retry();
+    let newest_id = connection.newest_id();
+    drop(connection);
+    let (mut asking, _) =
+        checkout_or_connect(client, upstream, wants_http2, Some(newest_id)).await?;
     connected.set(asking.address());
-    prepare(&mut request, app, &asking);
-    match asking.ask(request).await {
-        Ok(answer) => answered(app, asking, answer),
-        Err(error) => Err(unanswered(app, &error)),
+    prepare_head(&mut request, upstream, &asking);
+    match asking.send(request).await {
+        Ok(response) => to_upstream_response(upstream, asking, response),
+        Err(error) => Err(request_error(upstream, &error)),
     }
 }
 
 impl ConnectionInUse {
-    async fn ask(
+    async fn send(
         &mut self,
         request: Request<RequestBody>,
     ) -> Result<Response<Incoming>, SendError> {
         match self {
-            Self::Http1(line) => line.ask(request).await,
-            Self::Http2(stream) => stream.ask(request).await,
+            Self::Http1(connection) => connection.send_request(request).await,
+            Self::Http2(stream) => stream.send_request(request).await,
         }
     }
 
     /// Returns the address that the connection was dialled to.
     fn address(&self) -> SocketAddr {
         match self {
-            Self::Http1(line) => line.address(),
+            Self::Http1(connection) => connection.address(),
             Self::Http2(stream) => stream.address,
         }
     }
@@ -109,22 +115,22 @@ impl ConnectionInUse {
     /// Whether the upstream closed the connection without an answer to the request, which failed with `error`.
     fn closed_unanswered(&self, error: &hyper::Error) -> bool {
         match self {
-            Self::Http1(line) => line.closed_unanswered(error),
+            Self::Http1(connection) => connection.closed_unanswered(error),
             Self::Http2(_) => is_close(error),
         }
     }
 
     /// The youngest of the connections that may be used again, if this is one of them.
-    fn newest(&self) -> u64 {
+    fn newest_id(&self) -> u64 {
         match self {
             Self::Http1(_) => 0,
-            Self::Http2(stream) => stream.newest,
+            Self::Http2(stream) => stream.newest_id,
         }
     }
 }
 
-fn wants_http2(app: &Upstream, fields: &HeaderMap) -> bool {
-    match app.scheme {
+fn wants_http2(upstream: &Upstream, fields: &HeaderMap) -> bool {
+    match upstream.scheme {
         Protocol::H2c | Protocol::Https => true,
         Protocol::Http | Protocol::Tcp => headers::is_grpc(fields),
     }
@@ -132,107 +138,132 @@ fn wants_http2(app: &Upstream, fields: &HeaderMap) -> bool {
 
 /// Returns a pooled connection and true, or a new one and false. With `after`, only a shared connection that was dialled
 /// later than that one will do.
-async fn open(
+async fn checkout_or_connect(
     client: &UpstreamClient,
-    app: &Upstream,
+    upstream: &Upstream,
     http2: bool,
     after: Option<u64>,
 ) -> Result<(ConnectionInUse, bool), RequestError> {
     let deadline = client.dialer.deadline();
-    if http2 && let Some(opened) = open_http2(client, app, after.unwrap_or(0), deadline).await? {
+    if http2
+        && let Some(opened) = checkout_http2(client, upstream, after.unwrap_or(0), deadline).await?
+    {
         return Ok(opened);
     }
     if after.is_none()
-        && let Some(line) = client.kept.checkout(&app.id)
+        && let Some(line) = client.kept.checkout(&upstream.id)
     {
-        client.metrics.connection(true);
+        client.metrics.count_connection(true);
         return Ok((ConnectionInUse::Http1(Box::new(line)), true));
     }
     // Boxed, because most requests find an idle connection.
-    let connection = Box::pin(client.dialer.connect(app, Alpn::Http1, deadline)).await?;
-    client.metrics.connection(false);
-    Ok((begin(client, app, connection, None).await?, false))
+    let connection = Box::pin(client.dialer.connect(upstream, Alpn::Http1, deadline)).await?;
+    client.metrics.count_connection(false);
+    Ok((
+        begin_http1(client, upstream, connection, None).await?,
+        false,
+    ))
 }
 
 /// A new connection of HTTP/1.1 for a request with this rest of its target.
-async fn open_alone(
+async fn connect_exclusive(
     client: &UpstreamClient,
-    app: &Upstream,
-    rest: TargetOverflow,
+    upstream: &Upstream,
+    overflow: TargetOverflow,
 ) -> Result<ConnectionInUse, RequestError> {
-    if app.scheme == Protocol::H2c {
+    if upstream.scheme == Protocol::H2c {
         let detail = "the request target is too long for HTTP/2, which is configured for this port";
-        return Err(RejectCode::Malformed.because(detail).into());
+        return Err(RejectCode::Malformed.with_detail(detail).into());
     }
     let deadline = client.dialer.deadline();
-    let connection = client.dialer.connect(app, Alpn::Http1, deadline).await?;
-    client.metrics.connection(false);
-    begin(client, app, connection, Some(rest)).await
+    let connection = client
+        .dialer
+        .connect(upstream, Alpn::Http1, deadline)
+        .await?;
+    client.metrics.count_connection(false);
+    begin_http1(client, upstream, connection, Some(overflow)).await
 }
 
 /// Returns a place on a shared HTTP/2 connection; `None` if the upstream chose HTTP/1.1 before.
-async fn open_http2(
+async fn checkout_http2(
     client: &UpstreamClient,
-    app: &Upstream,
+    upstream: &Upstream,
     after: u64,
     deadline: Instant,
 ) -> Result<Option<(ConnectionInUse, bool)>, RequestError> {
-    let shared = client.kept.shared(&app.id);
-    let turn = shared.turn_until(deadline, after, Http2Sender::is_alive);
-    let _turn = match turn.await.map_err(|what| slow(app, what))? {
+    let shared = client.kept.shared(&upstream.id);
+    let checkout = shared.checkout_until(deadline, after, Http2Sender::is_alive);
+    let _turn = match checkout
+        .await
+        .map_err(|what| timeout_error(upstream, what))?
+    {
         Checkout::Http1 => return Ok(None),
         Checkout::Open(stream) => {
-            client.metrics.connection(true);
+            client.metrics.count_connection(true);
             return Ok(Some((ConnectionInUse::Http2(stream.into()), true)));
         }
-        Checkout::Dial(turn) => turn,
+        Checkout::Dial(guard) => guard,
     };
-    let connection = Box::pin(client.dialer.connect(app, Alpn::Any, deadline)).await?;
-    client.metrics.connection(false);
-    if app.tls.is_some() && !connection.0.chose_http2() {
-        shared.chose_http1();
-        return Ok(Some((begin(client, app, connection, None).await?, false)));
+    let connection = Box::pin(client.dialer.connect(upstream, Alpn::Any, deadline)).await?;
+    client.metrics.count_connection(false);
+    if upstream.tls.is_some() && !connection.0.chose_http2() {
+        shared.set_http1();
+        return Ok(Some((
+            begin_http1(client, upstream, connection, None).await?,
+            false,
+        )));
     }
     let by = (&client.tasks, deadline);
-    let stream = Box::pin(http2_pool::begin(&shared, app, connection, by));
+    let stream = Box::pin(http2_pool::open(&shared, upstream, connection, by));
     Ok(Some((ConnectionInUse::Http2(stream.await?), false)))
 }
 
 /// Begins HTTP/1.1 on a connection.
-async fn begin(
+async fn begin_http1(
     client: &UpstreamClient,
-    app: &Upstream,
+    upstream: &Upstream,
     connection: (UpstreamIo, SocketAddr),
-    rest: Option<TargetOverflow>,
+    overflow: Option<TargetOverflow>,
 ) -> Result<ConnectionInUse, RequestError> {
-    match PooledConnection::begin(connection, rest, client.most_fields).await {
-        Ok(line) => Ok(ConnectionInUse::Http1(Box::new(line))),
-        Err(error) => Err(map_error(app, &error)),
+    match PooledConnection::open(connection, overflow, client.most_fields).await {
+        Ok(pooled) => Ok(ConnectionInUse::Http1(Box::new(pooled))),
+        Err(error) => Err(map_error(upstream, &error)),
     }
 }
 
 /// Puts the head into the form of the connection's HTTP version.
-fn prepare(request: &mut Request<RequestBody>, app: &Upstream, asking: &ConnectionInUse) {
-    if matches!(asking, ConnectionInUse::Http2(_)) {
-        let scheme = if app.tls.is_some() { "https" } else { "http" };
-        return head::to_http2(request, &app.target, scheme);
+fn prepare_head(
+    request: &mut Request<RequestBody>,
+    upstream: &Upstream,
+    connection: &ConnectionInUse,
+) {
+    if matches!(connection, ConnectionInUse::Http2(_)) {
+        let scheme = if upstream.tls.is_some() {
+            "https"
+        } else {
+            "http"
+        };
+        return head::to_http2(request, &upstream.target, scheme);
     }
     let has_body = request.body().is_some();
-    head::to_http1(request, &app.target, has_body);
+    head::to_http1(request, &upstream.target, has_body);
 }
 
-fn answered(
-    app: &Upstream,
-    asking: ConnectionInUse,
-    answer: Response<Incoming>,
+fn to_upstream_response(
+    upstream: &Upstream,
+    connection: ConnectionInUse,
+    response: Response<Incoming>,
 ) -> Result<UpstreamResponse, RequestError> {
-    let (head, incoming) = ended_head(app, answer)?;
+    let (head, incoming) = sanitize_head(upstream, response)?;
     if head.status() == StatusCode::SWITCHING_PROTOCOLS {
-        return Err(broken(app, "switched protocols without a request to do so"));
+        return Err(broken(
+            upstream,
+            "switched protocols without a request to do so",
+        ));
     }
-    let body = match asking {
-        ConnectionInUse::Http1(line) => ResponseBody::http1(app, line, incoming),
-        ConnectionInUse::Http2(stream) => ResponseBody::http2(stream.place, incoming),
+    let body = match connection {
+        ConnectionInUse::Http1(connection) => ResponseBody::http1(upstream, connection, incoming),
+        ConnectionInUse::Http2(stream) => ResponseBody::http2(stream.permit, incoming),
     };
     Ok(UpstreamResponse {
         head,
@@ -241,20 +272,21 @@ fn answered(
 }
 
 /// The head as it travels: framed anew, without the fields of one connection, and without private ones.
-pub(super) fn ended_head(
-    app: &Upstream,
-    answer: Response<Incoming>,
+pub(super) fn sanitize_head(
+    upstream: &Upstream,
+    response: Response<Incoming>,
 ) -> Result<(Response<()>, Incoming), RequestError> {
-    let (parts, incoming) = answer.into_parts();
+    let (parts, incoming) = response.into_parts();
     let mut head = Response::new(());
     *head.status_mut() = parts.status;
     *head.headers_mut() = parts.headers;
-    headers::reframe_answer(parts.status, head.headers_mut()).map_err(|what| broken(app, what))?;
+    headers::normalize_response_framing(parts.status, head.headers_mut())
+        .map_err(|what| broken(upstream, what))?;
     headers::strip_hop_by_hop(head.headers_mut());
     headers::strip_private(head.headers_mut());
     Ok((head, incoming))
 }
 
-fn unanswered(app: &Upstream, error: &SendError) -> RequestError {
-    map_error(app, error.error())
+fn request_error(upstream: &Upstream, error: &SendError) -> RequestError {
+    map_error(upstream, error.error())
 }

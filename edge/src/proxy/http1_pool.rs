@@ -32,62 +32,63 @@ use tokio::time::Instant;
 
 /// One HTTP/1.1 connection, driven by the task that holds it.
 pub(super) struct PooledConnection {
-    driven: ConnectionDriver,
+    driver: ConnectionDriver,
     sender: http1::SendRequest<RequestBody>,
-    since: Instant,
+    idle_since: Instant,
     address: SocketAddr,
     /// A request is under way.
-    busy: bool,
+    is_busy: bool,
     /// Of its body.
-    taken: Arc<AtomicUsize>,
-    answering: Answering,
+    body_progress: Arc<AtomicUsize>,
+    response_observer: Answering,
 }
 
 /// Pooled connections, by upstream.
 pub(super) struct ConnectionPool {
     pool: Pool<UpstreamKey, PooledConnection, UpstreamHttp2Pool>,
-    bound: Duration,
+    idle_timeout: Duration,
 }
 
 impl ConnectionPool {
     /// Keeps what is idle for `bound` at most.
-    pub(super) fn new(bound: Duration) -> Self {
+    pub(super) fn new(idle_timeout: Duration) -> Self {
         Self {
             pool: Pool::default(),
-            bound,
+            idle_timeout,
         }
     }
 
     /// The idle connection that was used last, if one is alive.
-    pub(super) fn checkout(&self, app: &UpstreamKey) -> Option<PooledConnection> {
-        self.pool.checkout(app, |line| line.is_alive(self.bound))
+    pub(super) fn checkout(&self, key: &UpstreamKey) -> Option<PooledConnection> {
+        self.pool
+            .checkout(key, |connection| connection.is_alive(self.idle_timeout))
     }
 
     /// Keeps a connection, once it has come to rest.
-    pub(super) async fn checkin(&self, app: UpstreamKey, mut line: PooledConnection) {
-        if line.rests(self.bound).await {
-            line.since = Instant::now();
-            self.pool.checkin(app, line);
+    pub(super) async fn checkin(&self, key: UpstreamKey, mut connection: PooledConnection) {
+        if connection.wait_until_idle(self.idle_timeout).await {
+            connection.idle_since = Instant::now();
+            self.pool.checkin(key, connection);
         }
     }
 
     /// How many HTTP/1 connections rest.
     #[cfg(test)]
     pub(super) fn idle(&self) -> usize {
-        self.pool.idle()
+        self.pool.idle_count()
     }
 
     /// Returns the upstream's shared connections.
-    pub(super) fn shared(&self, app: &UpstreamKey) -> Arc<UpstreamHttp2Pool> {
-        self.pool.shared(app)
+    pub(super) fn shared(&self, key: &UpstreamKey) -> Arc<UpstreamHttp2Pool> {
+        self.pool.shared(key)
     }
 
     /// Closes connections that were idle for too long, or were closed by their upstream.
     pub(super) fn evict_expired(&self) {
-        let bound = self.bound;
+        let idle_timeout = self.idle_timeout;
         self.pool.sweep(
-            |line| line.is_alive(bound),
-            |shared| shared.sweep(bound, Http2Sender::is_alive),
+            |connection| connection.is_alive(idle_timeout),
+            |shared| shared.sweep(idle_timeout, Http2Sender::is_alive),
         );
     }
 }
@@ -100,17 +101,17 @@ struct ConnectionDriver {
     /// `None` once it was given up.
     connection: Option<Engine>,
     /// It must not be polled again, but may still hold bytes behind a 101.
-    over: bool,
+    is_finished: bool,
 }
 
 impl ConnectionDriver {
     /// Moves bytes. An error is how it ended.
     fn drive(&mut self, cx: &mut Context<'_>) -> hyper::Result<()> {
         match &mut self.connection {
-            Some(connection) if !self.over => match connection.poll_without_shutdown(cx) {
+            Some(connection) if !self.is_finished => match connection.poll_without_shutdown(cx) {
                 Poll::Pending => Ok(()),
                 Poll::Ready(ended) => {
-                    self.over = true;
+                    self.is_finished = true;
                     ended
                 }
             },
@@ -118,15 +119,15 @@ impl ConnectionDriver {
         }
     }
 
-    /// Polls `fed` while it drives the connection. Gives up a connection that is over before any task waits for it.
-    fn feed<T>(
+    /// Polls `poll` while it drives the connection. Gives up a connection that is over before any task waits for it.
+    fn poll_driven<T>(
         &mut self,
         cx: &mut Context<'_>,
-        mut fed: impl FnMut(&mut Context<'_>) -> Poll<T>,
+        mut poll: impl FnMut(&mut Context<'_>) -> Poll<T>,
     ) -> Poll<T> {
-        let polled = fed(cx);
-        if polled.is_pending() && self.over && self.connection.take().is_some() {
-            return fed(cx);
+        let polled = poll(cx);
+        if polled.is_pending() && self.is_finished && self.connection.take().is_some() {
+            return poll(cx);
         }
         polled
     }
@@ -134,24 +135,25 @@ impl ConnectionDriver {
 
 impl PooledConnection {
     /// Begins HTTP/1.1 on a connection, whose first request has this rest of its target. Answers have so many fields at most.
-    pub(super) async fn begin(
+    pub(super) async fn open(
         (connection, address): (UpstreamIo, SocketAddr),
-        rest: Option<TargetOverflow>,
-        most_fields: usize,
+        overflow: Option<TargetOverflow>,
+        max_response_headers: usize,
     ) -> hyper::Result<Self> {
-        let begun = handshake(connection, rest, (most_fields, None)).await?;
-        let (sender, connection, answering) = begun;
+        let handshake_result =
+            handshake(connection, overflow, (max_response_headers, None)).await?;
+        let (sender, connection, answering) = handshake_result;
         Ok(Self {
-            driven: ConnectionDriver {
+            driver: ConnectionDriver {
                 connection: Some(connection),
-                over: false,
+                is_finished: false,
             },
             sender,
-            since: Instant::now(),
+            idle_since: Instant::now(),
             address,
-            busy: false,
-            taken: Arc::default(),
-            answering,
+            is_busy: false,
+            body_progress: Arc::default(),
+            response_observer: answering,
         })
     }
 
@@ -161,19 +163,19 @@ impl PooledConnection {
     }
 
     /// Asks, and waits for the answer's head.
-    pub(super) async fn ask(
+    pub(super) async fn send_request(
         &mut self,
         request: Request<RequestBody>,
     ) -> Result<Response<Incoming>, SendError> {
-        self.busy = true;
-        self.taken = request.body().taken();
-        self.answering.begin();
-        let mut answer = pin!(self.sender.try_send_request(request));
-        let driven = &mut self.driven;
+        self.is_busy = true;
+        self.body_progress = request.body().chunks_taken();
+        self.response_observer.reset();
+        let mut response = pin!(self.sender.try_send_request(request));
+        let driver = &mut self.driver;
         poll_fn(|cx| {
-            // `answer` receives the error as well.
-            let _ = driven.drive(cx);
-            driven.feed(cx, |cx| answer.as_mut().poll(cx))
+            // `response` receives the error as well.
+            let _ = driver.drive(cx);
+            driver.poll_driven(cx, |cx| response.as_mut().poll(cx))
         })
         .await
     }
@@ -181,7 +183,7 @@ impl PooledConnection {
     /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with
     /// `error`.
     pub(super) fn closed_unanswered(&self, error: &hyper::Error) -> bool {
-        self.answering.closed_unanswered(error)
+        self.response_observer.closed_unanswered(error)
     }
 
     /// The next frame of the answer's body.
@@ -190,10 +192,10 @@ impl PooledConnection {
         incoming: &mut Incoming,
         cx: &mut Context<'_>,
     ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
-        let ended = self.driven.drive(cx);
+        let ended = self.driver.drive(cx);
         match self
-            .driven
-            .feed(cx, |cx| Pin::new(&mut *incoming).poll_frame(cx))
+            .driver
+            .poll_driven(cx, |cx| Pin::new(&mut *incoming).poll_frame(cx))
         {
             // hyper reports a clean end for a body whose connection failed; the error is returned instead.
             Poll::Ready(None) => Poll::Ready(ended.err().map(Err)),
@@ -202,11 +204,11 @@ impl PooledConnection {
     }
 
     /// Returns the switched protocol's connection after a 101, with the bytes behind the 101.
-    pub(super) async fn into_bytes(mut self) -> hyper::Result<Option<(Bytes, UpstreamIo)>> {
-        let Some(connection) = self.driven.connection.take() else {
+    pub(super) async fn into_upgraded(mut self) -> hyper::Result<Option<(Bytes, UpstreamIo)>> {
+        let Some(connection) = self.driver.connection.take() else {
             return Ok(None);
         };
-        let parts = if self.driven.over {
+        let parts = if self.driver.is_finished {
             connection.into_parts()
         } else {
             connection.without_shutdown().await?
@@ -217,32 +219,32 @@ impl PooledConnection {
     /// Waits until the next request can be sent, for as long as the request's body moves. False if the connection ended
     /// instead. A body that the upstream does not read, or that its client does not send, has `bound` and no more than that
     /// again.
-    async fn rests(&mut self, bound: Duration) -> bool {
-        let Self { driven, sender, .. } = self;
-        let rest = poll_fn(|cx| {
-            if driven.drive(cx).is_err() || driven.over {
+    async fn wait_until_idle(&mut self, timeout: Duration) -> bool {
+        let Self { driver, sender, .. } = self;
+        let idle = poll_fn(|cx| {
+            if driver.drive(cx).is_err() || driver.is_finished {
                 return Poll::Ready(false);
             }
             sender.poll_ready(cx).map(|ready| ready.is_ok())
         });
-        let rested = while_moving(bound, &self.taken, rest).await;
-        self.busy = rested != Some(true);
-        !self.busy
+        let is_ready = while_moving(timeout, &self.body_progress, idle).await;
+        self.is_busy = is_ready != Some(true);
+        !self.is_busy
     }
 
     /// Whether an idle connection can be used: not too old, and not closed by the upstream.
-    fn is_alive(&mut self, bound: Duration) -> bool {
-        let mut unwatched = Context::from_waker(Waker::noop());
-        let sound = self.driven.drive(&mut unwatched).is_ok() && !self.driven.over;
-        sound && self.since.elapsed() < bound && self.sender.is_ready()
+    fn is_alive(&mut self, idle_timeout: Duration) -> bool {
+        let mut noop_context = Context::from_waker(Waker::noop());
+        let is_open = self.driver.drive(&mut noop_context).is_ok() && !self.driver.is_finished;
+        is_open && self.idle_since.elapsed() < idle_timeout && self.sender.is_ready()
     }
 }
 
 impl Drop for PooledConnection {
     /// Resets a busy connection: an upstream whose request is given up must not take it for one that ended in order.
     fn drop(&mut self) {
-        if self.busy
-            && let Some(connection) = self.driven.connection.take()
+        if self.is_busy
+            && let Some(connection) = self.driver.connection.take()
         {
             into_inner(connection.into_parts().io).abort();
         }

@@ -1,11 +1,11 @@
-//! An upstream's HTTP/2 connections, which streams share ([`http2_pool`](causeway_upstream::http2_pool)).
+//! An upstream's HTTP/2 connections, which streams share ([`causeway_upstream::http2_pool`]).
 //!
 //! A request that failed is repeated on a connection younger than the failure, and not on any that was there before: an
 //! upstream that closed one of them may have closed them all.
 
 use super::{
     request_body::{RequestBody, SendError},
-    upstream::{RequestError, Upstream, UpstreamIo, broken, map_error, slow},
+    upstream::{RequestError, Upstream, UpstreamIo, broken, map_error, timeout_error},
 };
 use causeway_rt::task::{TaskExecutor, TaskGroup};
 use causeway_upstream::{
@@ -19,7 +19,7 @@ use tokio::time::{Instant, timeout_at};
 use tracing::info_span;
 
 /// Largest head of an answer, in bytes.
-const MOST_HEAD: u32 = 256 << 10;
+const MAX_RESPONSE_HEAD: u32 = 256 << 10;
 /// Bytes that an upstream may send ahead on one stream. The window of the whole connection is the largest that there is, so
 /// that stalled streams do not block the others.
 const STREAM_WINDOW: u32 = 1 << 20;
@@ -32,7 +32,7 @@ pub(super) type UpstreamHttp2Pool = Http2Pool<Http2Sender>;
 pub(super) struct Http2Sender(http2::SendRequest<RequestBody>, SocketAddr);
 
 impl http2_pool::MultiplexedConnection for Http2Sender {
-    fn has_place(&self, taken: usize, allowed: usize) -> bool {
+    fn has_capacity(&self, taken: usize, allowed: usize) -> bool {
         taken < allowed && self.0.is_ready()
     }
 }
@@ -48,9 +48,9 @@ pub(super) struct UpstreamStreamPermit {
     sender: http2::SendRequest<RequestBody>,
     /// Address that the connection was dialled to.
     pub(super) address: SocketAddr,
-    pub(super) place: Arc<StreamPermit>,
+    pub(super) permit: Arc<StreamPermit>,
     /// The youngest connection that there was.
-    pub(super) newest: u64,
+    pub(super) newest_id: u64,
 }
 
 impl From<http2_pool::StreamSlot<Http2Sender>> for UpstreamStreamPermit {
@@ -58,57 +58,57 @@ impl From<http2_pool::StreamSlot<Http2Sender>> for UpstreamStreamPermit {
         Self {
             sender: stream.connection.0,
             address: stream.connection.1,
-            place: Arc::new(stream.place),
-            newest: stream.newest,
+            permit: Arc::new(stream.permit),
+            newest_id: stream.newest_id,
         }
     }
 }
 
 impl UpstreamStreamPermit {
     /// Asks, and waits for the answer's head.
-    pub(super) async fn ask(
+    pub(super) async fn send_request(
         &mut self,
         mut request: Request<RequestBody>,
     ) -> Result<Response<Incoming>, SendError> {
         // The upstream may respond before it has read the body, which is still being sent.
-        request.body_mut().hold(self.place.clone());
+        request.body_mut().hold_permit(self.permit.clone());
         self.sender.try_send_request(request).await
     }
 }
 
 /// Begins HTTP/2 on a connection, which a task of `tasks` drives, and opens the first stream.
-pub(super) async fn begin(
+pub(super) async fn open(
     shared: &UpstreamHttp2Pool,
-    app: &Upstream,
+    upstream: &Upstream,
     (connection, address): (UpstreamIo, SocketAddr),
     (tasks, deadline): (&Arc<TaskGroup>, Instant),
 ) -> Result<UpstreamStreamPermit, RequestError> {
-    let (heard, mut allowed) = observe(connection);
+    let (observed, mut max_streams) = observe(connection);
     let (sender, connection) =
         http2::Builder::new(TaskExecutor::new(tasks.clone(), || info_span!("app")))
             .initial_stream_window_size(STREAM_WINDOW)
             // The same limit as in a tunnel; hyper's default is 16 KiB.
-            .max_header_list_size(MOST_HEAD)
+            .max_header_list_size(MAX_RESPONSE_HEAD)
             .initial_connection_window_size(CONNECTION_WINDOW)
-            .handshake(TokioIo::new(heard))
+            .handshake(TokioIo::new(observed))
             .await
-            .map_err(|error| map_error(app, &error))?;
+            .map_err(|error| map_error(upstream, &error))?;
     tasks.spawn(info_span!("app"), async move {
         // Each stream receives the error.
         let _ = connection.await;
     });
     // SETTINGS is the first frame of a server (RFC 9113 §3.4).
-    match timeout_at(deadline, allowed.wait_for(Option::is_some)).await {
+    match timeout_at(deadline, max_streams.wait_for(Option::is_some)).await {
         Ok(Ok(_)) => {}
         Ok(Err(_)) => {
             return Err(broken(
-                app,
+                upstream,
                 "closed the connection or does not support HTTP/2",
             ));
         }
-        Err(_) => return Err(slow(app, "did not start HTTP/2 in time").into()),
+        Err(_) => return Err(timeout_error(upstream, "did not start HTTP/2 in time").into()),
     }
-    let number = shared.next();
-    let stream = shared.add(number, Http2Sender(sender, address), allowed);
+    let id = shared.allocate_id();
+    let stream = shared.insert(id, Http2Sender(sender, address), max_streams);
     Ok(stream.into())
 }

@@ -5,7 +5,7 @@
 //! advice, save 100 Continue, which passes, once. Of the others a few pass at once and then one a second, the latest; large
 //! ones never do. An upstream that sends them without end never comes to its answer.
 
-use causeway_tunnel::{headers, wire::MOST_INTERIMS};
+use causeway_tunnel::{headers, wire::MAX_INTERIM_RESPONSES};
 use futures_util::task::AtomicWaker;
 use http::{HeaderMap, Request, Response, StatusCode, header::CONTENT_LENGTH};
 use std::{
@@ -23,11 +23,11 @@ use tokio::time::{Instant, sleep};
 
 /// How many of a stream's interim answers pass as they come. With the answer, its trailers and a reset they are no more
 /// frames than a tunnel bears of each stream.
-const AT_ONCE: usize = 4;
+const MAX_IMMEDIATE: usize = 4;
 /// Pause between the interim answers behind those.
-const PAUSE: Duration = Duration::from_secs(1);
+const MIN_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes of the fields of one that passes.
-const MOST_FIELDS: usize = 16 << 10;
+const MAX_HEADER_BYTES: usize = 16 << 10;
 
 /// The interim answers of one stream. Clones share them.
 #[derive(Clone, Debug, Default)]
@@ -35,9 +35,9 @@ pub(super) struct InformationalQueue(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    waiting: Mutex<PendingResponse>,
+    pending: Mutex<PendingResponse>,
     /// How many have come, passed on or not.
-    came: AtomicUsize,
+    received_count: AtomicUsize,
     waker: AtomicWaker,
 }
 
@@ -45,36 +45,36 @@ struct Inner {
 #[derive(Debug, Default)]
 struct PendingResponse {
     /// Now.
-    heads: VecDeque<Response<()>>,
+    ready: VecDeque<Response<()>>,
     /// The last that came too soon after another.
-    latest: Option<Response<()>>,
+    deferred: Option<Response<()>>,
     /// When one of the others passed last.
-    passed: Option<Instant>,
+    last_sent: Option<Instant>,
     /// How many of the others have passed as they came.
-    at_once: usize,
+    immediate_count: usize,
     /// There was a 100.
-    continued: bool,
+    has_continue: bool,
 }
 
 impl Inner {
-    fn came(&self, status: StatusCode, fields: &HeaderMap) {
-        if self.came.fetch_add(1, Relaxed) < MOST_INTERIMS {
-            self.waiting().came(status, fields);
+    fn push(&self, status: StatusCode, fields: &HeaderMap) {
+        if self.received_count.fetch_add(1, Relaxed) < MAX_INTERIM_RESPONSES {
+            self.lock().push(status, fields);
         }
         self.waker.wake();
     }
 
-    fn waiting(&self) -> MutexGuard<'_, PendingResponse> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, PendingResponse> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl PendingResponse {
-    fn came(&mut self, status: StatusCode, fields: &HeaderMap) {
+    fn push(&mut self, status: StatusCode, fields: &HeaderMap) {
         let mut head = Response::new(());
         *head.status_mut() = status;
-        let large = headers::size(fields) > MOST_FIELDS;
-        if !large {
+        let is_too_large = headers::header_list_size(fields) > MAX_HEADER_BYTES;
+        if !is_too_large {
             head.headers_mut().clone_from(fields);
             // An interim response has no body, and its length would be mistaken for the final response's.
             head.headers_mut().remove(CONTENT_LENGTH);
@@ -82,54 +82,56 @@ impl PendingResponse {
             headers::strip_private(head.headers_mut());
         }
         if status == StatusCode::CONTINUE {
-            if !std::mem::replace(&mut self.continued, true) {
-                self.heads.push_back(head);
+            if !std::mem::replace(&mut self.has_continue, true) {
+                self.ready.push_back(head);
             }
             return;
         }
-        if large {
+        if is_too_large {
             return;
         }
-        if self.at_once < AT_ONCE {
-            self.at_once += 1;
-            self.passed = Some(Instant::now());
-            self.heads.push_back(head);
+        if self.immediate_count < MAX_IMMEDIATE {
+            self.immediate_count += 1;
+            self.last_sent = Some(Instant::now());
+            self.ready.push_back(head);
         } else {
-            self.latest = Some(head);
+            self.deferred = Some(head);
         }
     }
 
     /// The next that may pass now.
     fn pop(&mut self) -> Option<Response<()>> {
-        if let Some(head) = self.heads.pop_front() {
+        if let Some(head) = self.ready.pop_front() {
             return Some(head);
         }
-        if self.latest.is_some() && self.pause().is_zero() {
-            self.passed = Some(Instant::now());
-            return self.latest.take();
+        if self.deferred.is_some() && self.remaining_pause().is_zero() {
+            self.last_sent = Some(Instant::now());
+            return self.deferred.take();
         }
         None
     }
 
     /// Returns the rest of the pause behind the last.
-    fn pause(&self) -> Duration {
-        let gone = self.passed.map_or(PAUSE, |passed| passed.elapsed());
-        PAUSE.saturating_sub(gone)
+    fn remaining_pause(&self) -> Duration {
+        let elapsed = self
+            .last_sent
+            .map_or(MIN_INTERVAL, |passed| passed.elapsed());
+        MIN_INTERVAL.saturating_sub(elapsed)
     }
 }
 
 impl InformationalQueue {
     /// Makes hyper report the interim answers to `request` here.
-    pub(super) fn listen<B>(&self, request: &mut Request<B>) {
+    pub(super) fn attach<B>(&self, request: &mut Request<B>) {
         let queue = self.0.clone();
         hyper::ext::on_informational(request, move |answer| {
-            queue.came(answer.status(), answer.headers());
+            queue.push(answer.status(), answer.headers());
         });
     }
 
     /// The next, if it may pass now. What must wait is of no use once there is an answer.
     pub(super) fn pop(&self) -> Option<Response<()>> {
-        self.0.waiting().pop()
+        self.0.lock().pop()
     }
 
     /// Waits for the next. `None`: there have been too many.
@@ -138,17 +140,17 @@ impl InformationalQueue {
         let mut pause = pin!(None);
         poll_fn(|cx| {
             self.0.waker.register(cx.waker());
-            if self.0.came.load(Relaxed) > MOST_INTERIMS {
+            if self.0.received_count.load(Relaxed) > MAX_INTERIM_RESPONSES {
                 return Poll::Ready(None);
             }
-            let mut waiting = self.0.waiting();
-            if let Some(head) = waiting.pop() {
+            let mut pending = self.0.lock();
+            if let Some(head) = pending.pop() {
                 return Poll::Ready(Some(head));
             }
-            if waiting.latest.is_some() {
-                pause.set(Some(sleep(waiting.pause())));
-                let over = pause.as_mut().as_pin_mut().map(|pause| pause.poll(cx));
-                if over.is_some_and(|over| over.is_ready()) {
+            if pending.deferred.is_some() {
+                pause.set(Some(sleep(pending.remaining_pause())));
+                let is_elapsed = pause.as_mut().as_pin_mut().map(|pause| pause.poll(cx));
+                if is_elapsed.is_some_and(|over| over.is_ready()) {
                     cx.waker().wake_by_ref();
                 }
             }
@@ -180,15 +182,15 @@ mod tests {
         let interim = InformationalQueue::default();
         let began = Instant::now();
         for sent in 0..100 {
-            interim.0.came(HINTS, &hint(sent));
+            interim.0.push(HINTS, &hint(sent));
         }
         for expected in ["0", "1", "2", "3", "99"] {
             assert_eq!(number(&interim.next().await.unwrap()), expected);
         }
         let gone = began.elapsed();
-        assert!(gone >= PAUSE && gone < 2 * PAUSE, "{gone:?}");
+        assert!(gone >= MIN_INTERVAL && gone < 2 * MIN_INTERVAL, "{gone:?}");
         assert!(interim.next().now_or_never().is_none());
-        interim.0.came(HINTS, &hint(100));
+        interim.0.push(HINTS, &hint(100));
         // The final response arrived.
         assert!(interim.pop().is_none());
         assert_eq!(number(&interim.next().await.unwrap()), "100");
@@ -198,13 +200,13 @@ mod tests {
     async fn a_continue_passes_after_other_hints_and_large_hints_do_not() {
         let interim = InformationalQueue::default();
         let mut large = hint(0);
-        large.insert("x-large", "x".repeat(MOST_FIELDS).parse().unwrap());
-        interim.0.came(HINTS, &large);
+        large.insert("x-large", "x".repeat(MAX_HEADER_BYTES).parse().unwrap());
+        interim.0.push(HINTS, &large);
         for sent in 1..10 {
-            interim.0.came(HINTS, &hint(sent));
+            interim.0.push(HINTS, &hint(sent));
         }
         for _ in 0..2 {
-            interim.0.came(StatusCode::CONTINUE, &large);
+            interim.0.push(StatusCode::CONTINUE, &large);
         }
         let mut passed = Vec::new();
         while let Some(head) = interim.pop() {
@@ -217,8 +219,8 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn endless_hints_are_reported_even_if_none_passes() {
         let interim = InformationalQueue::default();
-        for sent in 0..=MOST_INTERIMS {
-            interim.0.came(HINTS, &hint(sent));
+        for sent in 0..=MAX_INTERIM_RESPONSES {
+            interim.0.push(HINTS, &hint(sent));
         }
         assert!(interim.next().await.is_none());
     }

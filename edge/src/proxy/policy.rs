@@ -37,8 +37,8 @@ pub(crate) struct Policy {
     allow: Allow,
     ports: BTreeMap<u16, Arc<Upstream>>,
     /// Policy for the ports that a gateway may list, and those of them that it lists.
-    listable: AnnouncedPortPolicy,
-    listed: BTreeMap<u16, Arc<Upstream>>,
+    announced_rules: AnnouncedPortPolicy,
+    announced: BTreeMap<u16, Arc<Upstream>>,
 }
 
 impl Policy {
@@ -51,123 +51,129 @@ impl Policy {
             let Ok(target) = text.parse::<Target>() else {
                 return Err(TlsError::Target(*number, text));
             };
-            let app = Upstream {
+            let upstream = Upstream {
                 id: UpstreamKey::Port(*number),
                 node: node.clone(),
                 tls: upstream_tls::load(*number, port, &target)?,
                 target,
-                also: Vec::new(),
+                fallback_addresses: Vec::new(),
                 scheme: port.scheme,
             };
-            ports.insert(*number, Arc::new(app));
+            ports.insert(*number, Arc::new(upstream));
         }
         Ok(Self {
             node,
             addresses: config.addresses.iter().map(IpAddr::to_canonical).collect(),
             allow: config.allow.clone(),
             ports,
-            listable: AnnouncedPortPolicy::of(config),
-            listed: BTreeMap::new(),
+            announced_rules: AnnouncedPortPolicy::from_config(config),
+            announced: BTreeMap::new(),
         })
     }
 
     /// The same, with these ports listed. What the configuration says of a port wins, and bytes where a port is listed twice.
-    pub(crate) fn listing(self, listed: &AnnouncedPorts, own: &LocalNode) -> Self {
-        let with = |scheme| move |port: &u16| (*port, scheme);
-        let all = listed.http.iter().map(with(Protocol::Http));
-        let all = all.chain(listed.tcp.iter().map(with(Protocol::Tcp)));
-        let may = |port: u16| self.listable.permits(port, &own.ports);
-        let all = all.filter(|(port, _)| may(*port) && !self.ports.contains_key(port));
-        let mut also = self.addresses.clone();
-        for ip in own.addresses.iter().map(IpAddr::to_canonical) {
-            if !ip.is_loopback() && !also.contains(&ip) {
-                also.push(ip);
+    pub(crate) fn with_announced(self, announced: &AnnouncedPorts, local_node: &LocalNode) -> Self {
+        let with_scheme = |scheme| move |port: &u16| (*port, scheme);
+        let ports = announced.http.iter().map(with_scheme(Protocol::Http));
+        let ports = ports.chain(announced.tcp.iter().map(with_scheme(Protocol::Tcp)));
+        let is_permitted = |port: u16| self.announced_rules.permits(port, &local_node.ports);
+        let ports = ports.filter(|(port, _)| is_permitted(*port) && !self.ports.contains_key(port));
+        let mut fallback_addresses = self.addresses.clone();
+        for ip in local_node.addresses.iter().map(IpAddr::to_canonical) {
+            if !ip.is_loopback() && !fallback_addresses.contains(&ip) {
+                fallback_addresses.push(ip);
             }
         }
-        let app = |port: u16, scheme| Upstream {
+        let to_upstream = |port: u16, scheme| Upstream {
             id: UpstreamKey::Port(port),
             node: self.node.clone(),
             target: Target::new("127.0.0.1", port),
             // The gateway that lists the port does not know where the node's apps listen.
-            also: also.clone(),
+            fallback_addresses: fallback_addresses.clone(),
             scheme,
             tls: None,
         };
-        let listed = all
-            .map(|(port, scheme)| (port, Arc::new(app(port, scheme))))
+        let announced = ports
+            .map(|(port, scheme)| (port, Arc::new(to_upstream(port, scheme))))
             .collect();
-        Self { listed, ..self }
+        Self { announced, ..self }
     }
 
     /// Returns the upstream of a node port.
     fn port(&self, port: u16) -> Option<&Arc<Upstream>> {
-        self.ports.get(&port).or_else(|| self.listed.get(&port))
+        self.ports.get(&port).or_else(|| self.announced.get(&port))
     }
 
     /// Returns the upstream that a stream asks for, if this edge serves it that way.
-    pub(crate) fn decide(
+    pub(crate) fn select_upstream(
         &self,
         target: &Target,
         kind: &StreamKind,
     ) -> Result<Arc<Upstream>, Rejected> {
-        let app = if self.is_self(target) {
+        let upstream = if self.is_self(target) {
             self.port(target.port).cloned().ok_or_else(|| {
                 let detail = format!("{} does not serve port {}", self.node, target.port);
-                RejectCode::Policy.because(detail)
+                RejectCode::Policy.with_detail(detail)
             })?
         } else {
-            self.elsewhere(target)?
+            self.find_other(target)?
         };
         match kind {
             StreamKind::Upgrade(_) if !self.allow.upgrades => {
-                Err(self.refuse("does not allow upgrades"))
+                Err(self.reject("does not allow upgrades"))
             }
-            StreamKind::Upgrade(_) | StreamKind::Request if app.scheme == Protocol::Tcp => {
-                Err(self.refuse(&format!("serves {target} as tcp only, with CONNECT")))
+            StreamKind::Upgrade(_) | StreamKind::Request if upstream.scheme == Protocol::Tcp => {
+                Err(self.reject(&format!("serves {target} as tcp only, with CONNECT")))
             }
-            _ => Ok(app),
+            _ => Ok(upstream),
         }
     }
 
     /// Returns the address to dial for an upstream that resolved to `address`, if that may be dialled.
-    pub(crate) fn check(&self, app: &Upstream, address: SocketAddr) -> Option<SocketAddr> {
+    pub(crate) fn permitted_address(
+        &self,
+        upstream: &Upstream,
+        address: SocketAddr,
+    ) -> Option<SocketAddr> {
         let ip = address.ip().to_canonical();
-        let named = self.allow.permits_name(&app.target.host);
-        let local = ip.is_loopback() || ip.is_unspecified();
-        let permitted = match app.id {
+        let is_named = self.allow.permits_name(&upstream.target.host);
+        let is_local = ip.is_loopback() || ip.is_unspecified();
+        let is_permitted = match upstream.id {
             // A name that resolves to this machine must not bypass the list of ports: a hostile DNS server
             // could open all of them. `localhost` is allowed if configured explicitly.
-            UpstreamKey::Other(_) if local => {
-                named && app.target.host.eq_ignore_ascii_case("localhost")
+            UpstreamKey::Other(_) if is_local => {
+                is_named && upstream.target.host.eq_ignore_ascii_case("localhost")
             }
-            _ => named || self.allow.permits(ip) || self.is_here(app, ip),
+            _ => is_named || self.allow.permits(ip) || self.is_own_address(upstream, ip),
         };
-        permitted.then(|| SocketAddr::new(ip, address.port()))
+        is_permitted.then(|| SocketAddr::new(ip, address.port()))
     }
 
     /// Whether this is an address of the node itself, for a port that its cluster lists: who may dial loopback may dial it.
-    fn is_here(&self, app: &Upstream, ip: IpAddr) -> bool {
+    fn is_own_address(&self, upstream: &Upstream, ip: IpAddr) -> bool {
         let loopback = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        self.listable.of_cluster && app.also.contains(&ip) && self.allow.permits(loopback)
+        self.announced_rules.is_cluster_node
+            && upstream.fallback_addresses.contains(&ip)
+            && self.allow.permits(loopback)
     }
 
     /// Whether an address that may be dialled may be because it is the node's own.
-    pub(crate) fn only_here(&self, app: &Upstream, ip: IpAddr) -> bool {
-        let named = self.allow.permits_name(&app.target.host);
-        !named && !self.allow.permits(ip)
+    pub(crate) fn is_own_only(&self, upstream: &Upstream, ip: IpAddr) -> bool {
+        let is_named = self.allow.permits_name(&upstream.target.host);
+        !is_named && !self.allow.permits(ip)
     }
 
     /// The node ports that are served.
     pub(crate) fn ports(&self) -> Vec<u16> {
-        let all = self.ports.keys().chain(self.listed.keys());
+        let all = self.ports.keys().chain(self.announced.keys());
         let mut all: Vec<_> = all.copied().collect();
         all.sort_unstable();
         all
     }
 
     /// The refusal of a target none of whose addresses may be dialled.
-    pub(crate) fn forbidden(&self, target: &Target) -> Rejected {
-        self.refuse(&format!(
+    pub(crate) fn not_allowed(&self, target: &Target) -> Rejected {
+        self.reject(&format!(
             "does not allow {target}; see the keys allow.hosts and ports of the edge"
         ))
     }
@@ -183,42 +189,46 @@ impl Policy {
         }
     }
 
-    fn elsewhere(&self, target: &Target) -> Result<Arc<Upstream>, Rejected> {
+    fn find_other(&self, target: &Target) -> Result<Arc<Upstream>, Rejected> {
         let ip = target.ip().map(|ip| ip.to_canonical());
-        let leads_there = |app: &&Arc<Upstream>| {
-            let same_host = match app.target.ip() {
+        let matches_target = |app: &&Arc<Upstream>| {
+            let is_same_host = match app.target.ip() {
                 Some(own) => Some(own.to_canonical()) == ip,
                 None => app.target.host.eq_ignore_ascii_case(&target.host),
             };
-            same_host && app.target.port == target.port
+            is_same_host && app.target.port == target.port
         };
-        if let Some(app) = self
+        if let Some(upstream) = self
             .ports
             .values()
-            .chain(self.listed.values())
-            .find(leads_there)
+            .chain(self.announced.values())
+            .find(matches_target)
         {
-            return Ok(app.clone());
+            return Ok(upstream.clone());
         }
-        let app = Upstream {
+        let upstream = Upstream {
             id: UpstreamKey::Other(target.clone()),
             node: self.node.clone(),
             target: target.clone(),
-            also: Vec::new(),
+            fallback_addresses: Vec::new(),
             scheme: Protocol::Http,
             tls: None,
         };
         match ip {
             // The addresses of a name are checked after resolution.
-            Some(ip) if self.check(&app, SocketAddr::new(ip, target.port)).is_none() => {
-                Err(self.forbidden(target))
+            Some(ip)
+                if self
+                    .permitted_address(&upstream, SocketAddr::new(ip, target.port))
+                    .is_none() =>
+            {
+                Err(self.not_allowed(target))
             }
-            _ => Ok(Arc::new(app)),
+            _ => Ok(Arc::new(upstream)),
         }
     }
 
-    fn refuse(&self, what: &str) -> Rejected {
-        RejectCode::Policy.because(format!("{} {what}", self.node))
+    fn reject(&self, what: &str) -> Rejected {
+        RejectCode::Policy.with_detail(format!("{} {what}", self.node))
     }
 }
 
@@ -237,9 +247,9 @@ mod tests {
     }
 
     fn decide_as(policy: &Policy, target: &str, kind: &StreamKind) -> Result<String, RejectCode> {
-        match policy.decide(&target.parse().unwrap(), kind) {
+        match policy.select_upstream(&target.parse().unwrap(), kind) {
             Ok(app) => Ok(app.target.to_string()),
-            Err(refused) => Err(refused.refusal),
+            Err(refused) => Err(refused.code),
         }
     }
 
@@ -254,7 +264,7 @@ mod tests {
         assert_eq!(decide(&policy, "10.0.0.5:80").unwrap(), "127.0.0.1:80");
         assert_eq!(decide(&policy, "edge-1:22"), Err(RejectCode::Policy));
         let refused = policy
-            .decide(&"edge-1:22".parse().unwrap(), &StreamKind::Tcp)
+            .select_upstream(&"edge-1:22".parse().unwrap(), &StreamKind::Tcp)
             .err();
         assert_eq!(refused.unwrap().detail, "edge-1 does not serve port 22");
     }
@@ -269,7 +279,9 @@ mod tests {
             http: vec![9051, 9100, 22],
             tcp: vec![10250, 10255],
         };
-        let with = policy.clone().listing(&listed, &LocalNode::default());
+        let with = policy
+            .clone()
+            .with_announced(&listed, &LocalNode::default());
         assert_eq!(with.ports(), [9051, 9100, 10250]);
         assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
         assert_eq!(decide(&with, "edge-1:9100").unwrap(), "127.0.0.1:45123");
@@ -278,7 +290,7 @@ mod tests {
         for target in ["edge-1:22", "edge-1:10255", "edge-1:10250", "127.0.0.1:22"] {
             assert_eq!(decide(&with, target), Err(RejectCode::Policy), "{target}");
         }
-        let without = with.listing(&AnnouncedPorts::default(), &LocalNode::default());
+        let without = with.with_announced(&AnnouncedPorts::default(), &LocalNode::default());
         assert_eq!(without.ports(), [9100]);
     }
 
@@ -302,7 +314,7 @@ mod tests {
             let policy = policy(json!({
                 "listed_ports": ["9100"], "addresses": ["10.0.0.5"], "allow": { "hosts": hosts },
             }));
-            policy.listing(&listed(&[9100]), &at("10.0.0.5"))
+            policy.with_announced(&listed(&[9100]), &at("10.0.0.5"))
         };
         let own: SocketAddr = "10.0.0.5:9100".parse().unwrap();
         for (hosts, may) in [
@@ -310,10 +322,10 @@ mod tests {
             (vec!["127.0.0.0/8", "10.0.0.5"], Some(own)),
         ] {
             let policy = with(&hosts);
-            let app = policy.decide(&"edge-1:9100".parse().unwrap(), &StreamKind::Request);
+            let app = policy.select_upstream(&"edge-1:9100".parse().unwrap(), &StreamKind::Request);
             let app = app.unwrap();
-            assert_eq!(app.also, [own.ip()]);
-            assert_eq!(policy.check(&app, own), may);
+            assert_eq!(app.fallback_addresses, [own.ip()]);
+            assert_eq!(policy.permitted_address(&app, own), may);
         }
     }
 
@@ -323,12 +335,12 @@ mod tests {
             let mut config = json!({ "kubernetes": {}, "addresses": ["10.0.0.5"] });
             let all = config.as_object_mut().unwrap();
             all.extend(more.as_object().unwrap().clone());
-            policy(config).listing(&listed(ports), &own)
+            policy(config).with_announced(&listed(ports), &own)
         };
         let nothing = json!({});
         let with = listing(nothing.clone(), &[9051, 22], at("::ffff:192.168.1.7"));
         let app = with
-            .decide(&"edge-1:9051".parse().unwrap(), &StreamKind::Request)
+            .select_upstream(&"edge-1:9051".parse().unwrap(), &StreamKind::Request)
             .unwrap();
         for (address, may) in [
             ("127.0.0.1:9051", true),
@@ -338,11 +350,14 @@ mod tests {
             ("10.0.0.6:9051", false),
         ] {
             let address = address.parse().unwrap();
-            assert_eq!(with.check(&app, address), may.then_some(address));
+            assert_eq!(
+                with.permitted_address(&app, address),
+                may.then_some(address)
+            );
         }
         // The same addresses can only be reached through listed ports.
-        let other = with.decide(&"192.168.1.7:22".parse().unwrap(), &StreamKind::Tcp);
-        assert_eq!(other.unwrap_err().refusal, RejectCode::Policy);
+        let other = with.select_upstream(&"192.168.1.7:22".parse().unwrap(), &StreamKind::Tcp);
+        assert_eq!(other.unwrap_err().code, RejectCode::Policy);
         for (more, serves) in [
             (json!({ "listed_ports": [] }), vec![]),
             (json!({ "listed_ports": ["9000-9999"] }), vec![9051]),
@@ -355,19 +370,22 @@ mod tests {
         let hosts = json!({ "allow": { "hosts": ["192.168.9.0/24"] } });
         let with = listing(hosts, &[9051], at("192.168.1.7"));
         let own = "192.168.1.7:9051".parse().unwrap();
-        assert_eq!(with.check(&app, own), None);
+        assert_eq!(with.permitted_address(&app, own), None);
         // A gateway on the same host is dialled from loopback, which adds no address.
         let with = listing(nothing, &[9051], at("127.0.0.1"));
         let app = with
-            .decide(&"edge-1:9051".parse().unwrap(), &StreamKind::Request)
+            .select_upstream(&"edge-1:9051".parse().unwrap(), &StreamKind::Request)
             .unwrap();
-        assert_eq!(app.also, ["10.0.0.5".parse::<IpAddr>().unwrap()]);
+        assert_eq!(
+            app.fallback_addresses,
+            ["10.0.0.5".parse::<IpAddr>().unwrap()]
+        );
     }
 
     #[test]
     fn defaults_and_ranges_never_open_the_edges_admin_listener() {
         let serves = |config: serde_json::Value| {
-            let with = policy(config).listing(&listed(&[10265, 10266]), &at("10.0.0.5"));
+            let with = policy(config).with_announced(&listed(&[10265, 10266]), &at("10.0.0.5"));
             with.ports()
         };
         for (config, ports) in [
@@ -390,7 +408,7 @@ mod tests {
             http: all,
             tcp: vec![9443],
         };
-        let with = policy(json!({ "kubernetes": {} })).listing(&twice, &at("10.0.0.5"));
+        let with = policy(json!({ "kubernetes": {} })).with_announced(&twice, &at("10.0.0.5"));
         assert_eq!(
             with.ports().len(),
             65_534,
@@ -402,7 +420,7 @@ mod tests {
         let elsewhere = serde_json::from_value::<AnnouncedPorts>(json!({
             "http": [9051], "tcp": [], "host": "10.9.9.9", "https": [9443],
         }));
-        let with = with.listing(&elsewhere.unwrap(), &LocalNode::default());
+        let with = with.with_announced(&elsewhere.unwrap(), &LocalNode::default());
         assert_eq!(with.ports(), [9051]);
         assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
     }
@@ -432,9 +450,12 @@ mod tests {
             assert_eq!(decide(&policy, target), Err(RejectCode::Policy), "{target}");
         }
         let name = policy
-            .decide(&"localhost:22".parse().unwrap(), &StreamKind::Tcp)
+            .select_upstream(&"localhost:22".parse().unwrap(), &StreamKind::Tcp)
             .unwrap();
-        assert_eq!(policy.check(&name, "127.0.0.1:22".parse().unwrap()), None);
+        assert_eq!(
+            policy.permitted_address(&name, "127.0.0.1:22".parse().unwrap()),
+            None
+        );
     }
 
     #[test]
@@ -452,14 +473,14 @@ mod tests {
         }
         let away: SocketAddr = "10.9.9.9:631".parse().unwrap();
         let named = policy
-            .decide(&"printer.local:631".parse().unwrap(), &StreamKind::Tcp)
+            .select_upstream(&"printer.local:631".parse().unwrap(), &StreamKind::Tcp)
             .unwrap();
-        assert_eq!(policy.check(&named, away), Some(away));
+        assert_eq!(policy.permitted_address(&named, away), Some(away));
         let other = policy
-            .decide(&"evil.local:631".parse().unwrap(), &StreamKind::Tcp)
+            .select_upstream(&"evil.local:631".parse().unwrap(), &StreamKind::Tcp)
             .unwrap();
-        assert_eq!(policy.check(&other, away), None);
-        let mapped = policy.check(&other, "[::ffff:192.168.1.7]:631".parse().unwrap());
+        assert_eq!(policy.permitted_address(&other, away), None);
+        let mapped = policy.permitted_address(&other, "[::ffff:192.168.1.7]:631".parse().unwrap());
         assert_eq!(mapped, Some("192.168.1.7:631".parse().unwrap()));
     }
 

@@ -18,13 +18,13 @@ use http::Response;
 use std::sync::Arc;
 
 /// Dials the upstream.
-pub(super) async fn ask(
+pub(super) async fn dial_upstream(
     dialer: &Dialer,
-    app: &Upstream,
+    upstream: &Upstream,
     body: StreamReceiver,
     connected: &Connected,
 ) -> Result<UpstreamResponse, RequestError> {
-    let (tcp, address) = dialer.dial(app, dialer.deadline()).await?;
+    let (tcp, address) = dialer.dial(upstream, dialer.deadline()).await?;
     connected.set(address);
     Ok(UpstreamResponse {
         head: Response::new(()),
@@ -33,17 +33,17 @@ pub(super) async fn ask(
 }
 
 /// Passes bytes until both directions have ended. Serves upgrades too.
-pub(super) async fn pass(
+pub(super) async fn relay_bytes(
     socket: UpstreamIo,
     send: StreamSender,
     receive: StreamReceiver,
 ) -> StreamOutcome {
-    let passed = Arc::new(copy::ByteCounters::default());
-    match copy::relay(socket, send, receive, passed, false).await {
+    let counters = Arc::new(copy::ByteCounters::default());
+    match copy::relay(socket, send, receive, counters, false).await {
         CopyOutcome::Clean => StreamOutcome::Done,
-        CopyOutcome::Near(_) => StreamOutcome::UpstreamFailed,
-        CopyOutcome::Far(StreamError::Lost { .. }) => StreamOutcome::TunnelLost,
-        CopyOutcome::Far(StreamError::Evicted) => StreamOutcome::Evicted,
-        CopyOutcome::Far(_) => StreamOutcome::ClientClosed,
+        CopyOutcome::Socket(_) => StreamOutcome::UpstreamFailed,
+        CopyOutcome::Stream(StreamError::Lost { .. }) => StreamOutcome::TunnelLost,
+        CopyOutcome::Stream(StreamError::Evicted) => StreamOutcome::Evicted,
+        CopyOutcome::Stream(_) => StreamOutcome::ClientClosed,
     }
 }

@@ -22,10 +22,10 @@ use tokio::sync::oneshot;
 #[derive(Default)]
 pub(super) struct RequestBody {
     /// `None`: it has none.
-    body: Option<Source>,
+    source: Option<Source>,
     /// Number of parts that hyper has taken.
     taken: Arc<AtomicUsize>,
-    place: Option<Arc<StreamPermit>>,
+    permit: Option<Arc<StreamPermit>>,
 }
 
 /// A request that was not sent, or not answered.
@@ -42,8 +42,8 @@ enum Source {
 /// The body of an upgrade: so many bytes of a stream, which belongs to the session behind them.
 struct Content {
     stream: Option<StreamReceiver>,
-    left: u64,
-    session: Option<oneshot::Sender<Behind>>,
+    remaining: u64,
+    session_tx: Option<oneshot::Sender<Behind>>,
 }
 
 /// A stream behind the body of an upgrade, and bytes that were read of it too early.
@@ -59,16 +59,16 @@ impl Content {
         };
         let Some(mut chunk) = ready!(stream.poll_data(cx)).transpose()? else {
             let what = "the stream ended in the middle of the request body";
-            return Poll::Ready(Some(Err(StreamError::Nonsense(what))));
+            return Poll::Ready(Some(Err(StreamError::ProtocolViolation(what))));
         };
-        let most = usize::try_from(self.left).unwrap_or(usize::MAX);
-        let behind = chunk.split_off(most.min(chunk.len()));
-        self.left -= u64::try_from(chunk.len()).unwrap_or(self.left);
-        if self.left == 0
-            && let (Some(stream), Some(session)) = (self.stream.take(), self.session.take())
+        let remaining = usize::try_from(self.remaining).unwrap_or(usize::MAX);
+        let rest = chunk.split_off(remaining.min(chunk.len()));
+        self.remaining -= u64::try_from(chunk.len()).unwrap_or(self.remaining);
+        if self.remaining == 0
+            && let (Some(stream), Some(session)) = (self.stream.take(), self.session_tx.take())
         {
             // The receiver is gone if the upgrade was aborted.
-            let _ = session.send((stream, behind));
+            let _ = session.send((stream, rest));
         }
         Poll::Ready(Some(Ok(Frame::data(chunk))))
     }
@@ -82,7 +82,7 @@ impl http_body::Body for RequestBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
-        let frame = match &mut self.body {
+        let frame = match &mut self.source {
             None => return Poll::Ready(None),
             Some(Source::Stream(receive)) => ready!(Pin::new(receive).poll_frame(cx)),
             Some(Source::Content(content)) => ready!(content.poll_frame(cx)),
@@ -92,10 +92,10 @@ impl http_body::Body for RequestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        match &self.body {
+        match &self.source {
             None => true,
             Some(Source::Stream(receive)) => receive.is_end(),
-            Some(Source::Content(content)) => content.left == 0,
+            Some(Source::Content(content)) => content.remaining == 0,
         }
     }
 }
@@ -103,7 +103,7 @@ impl http_body::Body for RequestBody {
 impl RequestBody {
     pub(super) fn new(body: Option<StreamReceiver>) -> Self {
         Self {
-            body: body.map(Source::Stream),
+            source: body.map(Source::Stream),
             ..Self::default()
         }
     }
@@ -113,31 +113,31 @@ impl RequestBody {
         stream: StreamReceiver,
         length: u64,
     ) -> (Self, oneshot::Receiver<Behind>) {
-        let (session, behind) = oneshot::channel();
+        let (session_tx, session_rx) = oneshot::channel();
         let content = Content {
             stream: Some(stream),
-            left: length,
-            session: Some(session),
+            remaining: length,
+            session_tx: Some(session_tx),
         };
         let body = Self {
-            body: Some(Source::Content(Box::new(content))),
+            source: Some(Source::Content(Box::new(content))),
             ..Self::default()
         };
-        (body, behind)
+        (body, session_rx)
     }
 
     /// Number of parts that hyper has taken.
-    pub(super) fn taken(&self) -> Arc<AtomicUsize> {
+    pub(super) fn chunks_taken(&self) -> Arc<AtomicUsize> {
         self.taken.clone()
     }
 
     /// Whether there is a body.
     pub(super) fn is_some(&self) -> bool {
-        self.body.is_some()
+        self.source.is_some()
     }
 
     /// Keeps a stream's place until the body has been sent or given up.
-    pub(super) fn hold(&mut self, place: Arc<StreamPermit>) {
-        drop(self.place.replace(place));
+    pub(super) fn hold_permit(&mut self, permit: Arc<StreamPermit>) {
+        drop(self.permit.replace(permit));
     }
 }

@@ -34,29 +34,33 @@ pub(super) enum ResponseTail {
 /// An answer's body from the upstream, and the connection that brings it.
 pub(super) enum ResponseBody {
     Http1 {
-        app: UpstreamKey,
-        line: Box<PooledConnection>,
+        key: UpstreamKey,
+        connection: Box<PooledConnection>,
         incoming: Incoming,
     },
     Http2 {
         incoming: Incoming,
-        _place: Arc<StreamPermit>,
+        _permit: Arc<StreamPermit>,
     },
 }
 
 impl ResponseBody {
-    pub(super) fn http1(app: &Upstream, line: Box<PooledConnection>, incoming: Incoming) -> Self {
+    pub(super) fn http1(
+        upstream: &Upstream,
+        connection: Box<PooledConnection>,
+        incoming: Incoming,
+    ) -> Self {
         Self::Http1 {
-            app: app.id.clone(),
-            line,
+            key: upstream.id.clone(),
+            connection,
             incoming,
         }
     }
 
-    pub(super) fn http2(place: Arc<StreamPermit>, incoming: Incoming) -> Self {
+    pub(super) fn http2(permit: Arc<StreamPermit>, incoming: Incoming) -> Self {
         Self::Http2 {
             incoming,
-            _place: place,
+            _permit: permit,
         }
     }
 
@@ -68,15 +72,15 @@ impl ResponseBody {
     }
 
     /// Keeps the connection for the next request, after the last byte.
-    pub(super) async fn keep(self, kept: &ConnectionPool) {
+    pub(super) async fn return_connection(self, pool: &ConnectionPool) {
         if let Self::Http1 {
-            app,
-            line,
+            key: app,
+            connection: line,
             incoming,
         } = self
         {
             drop(incoming);
-            kept.checkin(app, *line).await;
+            pool.checkin(app, *line).await;
         }
     }
 }
@@ -91,7 +95,11 @@ impl http_body::Body for ResponseBody {
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         match self.get_mut() {
             Self::Http2 { incoming, .. } => Pin::new(incoming).poll_frame(cx),
-            Self::Http1 { line, incoming, .. } => line.poll_frame(incoming, cx),
+            Self::Http1 {
+                connection,
+                incoming,
+                ..
+            } => connection.poll_frame(incoming, cx),
         }
     }
 

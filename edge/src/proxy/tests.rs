@@ -63,7 +63,7 @@ impl World {
         let streams = TaskGroup::default();
         let ways = newest.clone();
         tasks.spawn(tracing::info_span!("edge"), async move {
-            while let Ok(IncomingStream::Stream(asked)) = server.next().await {
+            while let Ok(IncomingStream::Stream(asked)) = server.next_stream().await {
                 let ways = ways.clone();
                 streams.spawn(tracing::info_span!("stream"), async move {
                     let newest = || ways.lock().unwrap().clone();
@@ -124,7 +124,7 @@ impl World {
         target: &str,
     ) -> Result<Response<StreamReceiver>, StreamError> {
         let opened = self.open(head, ask, target, true).await;
-        timeout(SOON, opened.answer).await.unwrap()
+        timeout(SOON, opened.response).await.unwrap()
     }
 
     async fn get(&self, path: &str) -> Response<StreamReceiver> {
@@ -139,7 +139,7 @@ fn way(config: Value, listed: &AnnouncedPorts) -> Arc<Proxy> {
     let mut config: Config = serde_json::from_value(config).unwrap();
     config.timeouts.upgrade = Duration::from_millis(300);
     let policy = Policy::new("edge-1", &config).unwrap();
-    let policy = policy.listing(listed, &LocalNode::default());
+    let policy = policy.with_announced(listed, &LocalNode::default());
     let bounds = (config.timeouts, config.limits.max_headers);
     Arc::new(Proxy::new(policy, bounds, Arc::default(), Arc::default()))
 }
@@ -161,7 +161,7 @@ fn failure(answer: &Response<StreamReceiver>) -> (&str, &str) {
 
 async fn text(mut body: StreamReceiver) -> Result<String, StreamError> {
     let mut text = Vec::new();
-    while let Some(chunk) = timeout(SOON, body.data()).await.unwrap() {
+    while let Some(chunk) = timeout(SOON, body.next_chunk()).await.unwrap() {
         text.extend_from_slice(&chunk?);
     }
     Ok(String::from_utf8(text).unwrap())
@@ -325,12 +325,20 @@ async fn a_body_without_length_is_chunked_and_an_early_answer_passes() {
         head.contains("\r\nTransfer-Encoding: chunked\r\n"),
         "{head}"
     );
-    opened.send.data(Bytes::from_static(b"abc")).await.unwrap();
+    opened
+        .send
+        .send_data(Bytes::from_static(b"abc"))
+        .await
+        .unwrap();
     assert_eq!(read_to(&mut app, "abc\r\n").await, "3\r\nabc\r\n");
     app.write_all(OK).await.unwrap();
-    let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+    let answer = timeout(SOON, opened.response).await.unwrap().unwrap();
     assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
-    opened.send.last(Bytes::from_static(b"d")).await.unwrap();
+    opened
+        .send
+        .send_last(Bytes::from_static(b"d"))
+        .await
+        .unwrap();
     assert_eq!(read_to(&mut app, "0\r\n\r\n").await, "1\r\nd\r\n0\r\n\r\n");
 }
 
@@ -348,11 +356,15 @@ async fn an_upload_read_after_the_answer_is_cut_only_by_silence() {
     let mut app = accept(&app).await;
     read_to(&mut app, "\r\n\r\n").await;
     app.write_all(OK).await.unwrap();
-    let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+    let answer = timeout(SOON, opened.response).await.unwrap().unwrap();
     assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
     let answered = tokio::time::Instant::now();
     while answered.elapsed() < 3 * idle / 2 {
-        opened.send.data(Bytes::from_static(b"part")).await.unwrap();
+        opened
+            .send
+            .send_data(Bytes::from_static(b"part"))
+            .await
+            .unwrap();
         assert_eq!(read_to(&mut app, "part\r\n").await, "4\r\npart\r\n");
         // Time is the subject: the upload never pauses for as long as the limit.
         tokio::time::sleep(idle / 20).await;
@@ -381,18 +393,22 @@ async fn interim_answers_pass_and_a_body_may_wait_for_them() {
     app.write_all(b"HTTP/1.1 100 Continue\r\n\r\n")
         .await
         .unwrap();
-    let interim = timeout(SOON, opened.answer.interim())
+    let interim = timeout(SOON, opened.response.next_informational())
         .await
         .unwrap()
         .unwrap();
     assert_eq!(interim.unwrap().status(), StatusCode::CONTINUE);
-    opened.send.last(Bytes::from_static(b"body")).await.unwrap();
+    opened
+        .send
+        .send_last(Bytes::from_static(b"body"))
+        .await
+        .unwrap();
     assert_eq!(read_to(&mut app, "body").await, "body");
     app.write_all(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n")
         .await
         .unwrap();
     app.write_all(OK).await.unwrap();
-    let interim = timeout(SOON, opened.answer.interim())
+    let interim = timeout(SOON, opened.response.next_informational())
         .await
         .unwrap()
         .unwrap()
@@ -401,7 +417,7 @@ async fn interim_answers_pass_and_a_body_may_wait_for_them() {
         (interim.status().as_u16(), &interim.headers()["link"]),
         (103, &HeaderValue::from_static("</a>"))
     );
-    assert_eq!(opened.answer.await.unwrap().status(), StatusCode::OK);
+    assert_eq!(opened.response.await.unwrap().status(), StatusCode::OK);
 }
 
 #[tokio::test]
@@ -449,8 +465,8 @@ async fn a_client_that_goes_away_ends_the_apps_request_at_once() {
         .write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n")
         .await
         .unwrap();
-    let mut body = opened.answer.await.unwrap().into_body();
-    assert_eq!(body.data().await.unwrap().unwrap(), "ok");
+    let mut body = opened.response.await.unwrap().into_body();
+    assert_eq!(body.next_chunk().await.unwrap().unwrap(), "ok");
     drop((body, opened.send));
     assert_reset(streaming).await;
 }
@@ -473,12 +489,12 @@ async fn an_aborting_upstream_resets_the_stream_without_a_clean_end() {
             };
             let (answer, app) = tokio::join!(world.get("/"), serving);
             let mut body = answer.into_body();
-            assert_eq!(body.data().await.unwrap().unwrap(), "ok");
+            assert_eq!(body.next_chunk().await.unwrap().unwrap(), "ok");
             if reset {
                 app.abort();
             }
             drop(app);
-            let end = timeout(SOON, body.data()).await.unwrap();
+            let end = timeout(SOON, body.next_chunk()).await.unwrap();
             assert!(
                 matches!(end, Some(Err(StreamError::Reset { .. }))),
                 "{head:?} {reset} {end:?}"
@@ -500,10 +516,10 @@ async fn a_reset_ends_a_close_delimited_answer_as_a_reset() {
     };
     let (answer, app) = tokio::join!(world.get("/"), serving);
     let mut body = answer.into_body();
-    assert_eq!(body.data().await.unwrap().unwrap(), "ok");
+    assert_eq!(body.next_chunk().await.unwrap().unwrap(), "ok");
     app.abort();
     drop(app);
-    let end = timeout(SOON, body.data()).await.unwrap();
+    let end = timeout(SOON, body.next_chunk()).await.unwrap();
     assert!(
         matches!(end, Some(Err(StreamError::Reset { .. }))),
         "{end:?}"
@@ -602,7 +618,7 @@ async fn an_upgrade_keeps_method_fields_and_the_bytes_behind_the_101() {
     let answer = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\
                   X-Stream-Protocol-Version: v4\r\n\r\nfirst";
     app.write_all(answer.as_bytes()).await.unwrap();
-    let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+    let answer = timeout(SOON, opened.response).await.unwrap().unwrap();
     assert_eq!(
         (answer.status(), &answer.headers()[wire::SWITCHED]),
         (StatusCode::OK, &HeaderValue::from_static("SPDY/3.1"))
@@ -611,10 +627,18 @@ async fn an_upgrade_keeps_method_fields_and_the_bytes_behind_the_101() {
     assert!(!answer.headers().contains_key("upgrade"));
     let mut body = answer.into_body();
     assert_eq!(
-        timeout(SOON, body.data()).await.unwrap().unwrap().unwrap(),
+        timeout(SOON, body.next_chunk())
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap(),
         "first"
     );
-    opened.send.last(Bytes::from_static(b"ping")).await.unwrap();
+    opened
+        .send
+        .send_last(Bytes::from_static(b"ping"))
+        .await
+        .unwrap();
     assert_eq!(read_to(&mut app, "ping").await, "ping");
     assert_eq!(
         timeout(SOON, app.read(&mut [0])).await.unwrap().unwrap(),
@@ -649,7 +673,7 @@ async fn the_body_of_an_upgrade_goes_before_the_session_bytes() {
         .await;
     // In one frame with the first bytes of the session.
     let bytes = Bytes::from_static(b"xyzping");
-    opened.send.data(bytes).await.unwrap();
+    opened.send.send_data(bytes).await.unwrap();
     let mut app = accept(&app).await;
     let head = read_to(&mut app, "\r\n\r\n").await;
     assert!(head.contains("Content-Length: 3\r\n"), "{head}");
@@ -658,10 +682,14 @@ async fn the_body_of_an_upgrade_goes_before_the_session_bytes() {
     assert_eq!(&body, b"xyz");
     let answer = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n";
     app.write_all(answer.as_bytes()).await.unwrap();
-    let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+    let answer = timeout(SOON, opened.response).await.unwrap().unwrap();
     assert_eq!(failure(&answer), ("", ""));
     assert_eq!(read_to(&mut app, "ping").await, "ping");
-    opened.send.last(Bytes::from_static(b"-end")).await.unwrap();
+    opened
+        .send
+        .send_last(Bytes::from_static(b"-end"))
+        .await
+        .unwrap();
     assert_eq!(read_to(&mut app, "-end").await, "-end");
     app.write_all(b"pong").await.unwrap();
     drop(app);
@@ -708,7 +736,7 @@ async fn an_apps_refusal_of_an_upgrade_comes_back_whole() {
     app.write_all(b"HTTP/1.1 403 Forbidden\r\nX-Why: no\r\nContent-Length: 4\r\n\r\nnope")
         .await
         .unwrap();
-    let answer = timeout(SOON, asking.answer).await.unwrap().unwrap();
+    let answer = timeout(SOON, asking.response).await.unwrap().unwrap();
     assert_eq!(
         (answer.status(), &answer.headers()["x-why"]),
         (StatusCode::FORBIDDEN, &HeaderValue::from_static("no"))
@@ -729,7 +757,7 @@ async fn a_refused_upgrade_in_a_coding_of_its_own_is_target_broken() {
     )
     .await
     .unwrap();
-    let answer = timeout(SOON, asking.answer).await.unwrap().unwrap();
+    let answer = timeout(SOON, asking.response).await.unwrap().unwrap();
     let (reason, detail) = failure(&answer);
     assert_eq!(reason, "target-broken", "{detail}");
     assert!(detail.contains("Transfer-Encoding"), "{detail}");
@@ -747,7 +775,7 @@ async fn an_unanswered_upgrade_times_out() {
         )
         .await;
     let _app = accept(&app).await;
-    let answer = timeout(SOON, asking.answer).await.unwrap().unwrap();
+    let answer = timeout(SOON, asking.response).await.unwrap().unwrap();
     assert_eq!(failure(&answer).0, "target-timeout");
 }
 
@@ -764,12 +792,12 @@ async fn a_reset_of_a_session_reaches_the_other_side_as_a_reset() {
                     .await
                     .unwrap();
             }
-            let gateway_side::OpenStream { mut send, answer } = opened;
-            let mut body = timeout(SOON, answer).await.unwrap().unwrap().into_body();
+            let gateway_side::OpenStream { mut send, response } = opened;
+            let mut body = timeout(SOON, response).await.unwrap().unwrap().into_body();
             if by_app {
                 app.abort();
                 drop(app);
-                let end = timeout(SOON, body.data()).await.unwrap();
+                let end = timeout(SOON, body.next_chunk()).await.unwrap();
                 assert!(
                     matches!(end, Some(Err(StreamError::Reset { .. }))),
                     "{end:?}"
@@ -792,9 +820,9 @@ async fn upstream_tls_verifies_the_named_ca_and_offers_a_certificate() {
     let other = Ca::create(&TrustDomain::parse("site").unwrap()).unwrap();
     let hour = Duration::from_hours(1);
     let names = [ListenerName::parse("localhost").unwrap()];
-    let leaf = ca.mint_listener(&names, hour).unwrap();
+    let leaf = ca.issue_listener(&names, hour).unwrap();
     let client = ca.issue_client("edge", &[], hour).unwrap();
-    let (trust, alpn): (_, [&[u8]; 2]) = (TrustStore::of(&ca).unwrap(), [b"h2", b"http/1.1"]);
+    let (trust, alpn): (_, [&[u8]; 2]) = (TrustStore::from_ca(&ca).unwrap(), [b"h2", b"http/1.1"]);
     let server = listener_server(leaf.resolver(), &trust, true, &alpn).unwrap();
     let files = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
@@ -889,18 +917,22 @@ async fn grpc_goes_by_http2_both_ways_at_once_with_trailers() {
             let mut opened = world
                 .open(head, StreamKind::Request, "edge-1:80", false)
                 .await;
-            let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+            let answer = timeout(SOON, opened.response).await.unwrap().unwrap();
             assert_eq!(failure(&answer), ("", ""));
             let mut body = answer.into_body();
             for message in ["one", "two"] {
-                opened.send.data(Bytes::from(message)).await.unwrap();
+                opened.send.send_data(Bytes::from(message)).await.unwrap();
                 assert_eq!(
-                    timeout(SOON, body.data()).await.unwrap().unwrap().unwrap(),
+                    timeout(SOON, body.next_chunk())
+                        .await
+                        .unwrap()
+                        .unwrap()
+                        .unwrap(),
                     message
                 );
             }
             opened.send.end().unwrap();
-            assert!(timeout(SOON, body.data()).await.unwrap().is_none());
+            assert!(timeout(SOON, body.next_chunk()).await.unwrap().is_none());
             let trailers = poll_fn(|cx| body.poll_trailers(cx)).await.unwrap().unwrap();
             assert_eq!(trailers["grpc-status"], "0");
         }
@@ -931,7 +963,7 @@ async fn trap_1_an_http2_app_may_answer_in_chunks_of_a_few_bytes() {
     tasks.spawn(tracing::info_span!("app"), serve_small_chunks(app));
     let mut body = world.get("/").await.into_body();
     let mut received = 0;
-    while let Some(chunk) = timeout(SOON, body.data()).await.unwrap() {
+    while let Some(chunk) = timeout(SOON, body.next_chunk()).await.unwrap() {
         received += chunk.unwrap().len();
     }
     assert_eq!(received, 6_400_000);
@@ -960,7 +992,7 @@ async fn a_stream_is_authorized_by_the_address_that_it_connects_to() {
         let opened = world.open(get("/"), ask, &target, false).await;
         let mut app = accept(&app).await;
         app.write_all(says.as_bytes()).await.unwrap();
-        let mut body = timeout(SOON, opened.answer)
+        let mut body = timeout(SOON, opened.response)
             .await
             .unwrap()
             .unwrap()
@@ -972,11 +1004,11 @@ async fn a_stream_is_authorized_by_the_address_that_it_connects_to() {
         for hosts in [&["127.0.0.2"][..], &["127.0.0.1", "127.0.0.2"]] {
             allow_hosts(hosts);
             app.write_all(b"more").await.unwrap();
-            let more = timeout(SOON, body.data()).await.unwrap();
+            let more = timeout(SOON, body.next_chunk()).await.unwrap();
             assert_eq!(more.unwrap().unwrap(), "more", "{scheme}");
         }
         allow_hosts(&["127.0.0.1"]);
-        let end = timeout(SOON, body.data()).await.unwrap();
+        let end = timeout(SOON, body.next_chunk()).await.unwrap();
         assert!(
             matches!(end, Some(Err(StreamError::Reset { .. }))),
             "{scheme}: {end:?}"

@@ -7,12 +7,12 @@
 
 use super::{
     dial::Connected,
-    forward::{UpstreamClient, ended_head},
+    forward::{UpstreamClient, sanitize_head},
     http1_pool::PooledConnection,
     informational::InformationalQueue,
     request_body::{Behind, RequestBody},
     response::{ResponseBody, ResponseTail, UpstreamResponse},
-    upstream::{RequestError, Upstream, broken, map_error, slow},
+    upstream::{RequestError, Upstream, broken, map_error, timeout_error},
 };
 use causeway_tunnel::{StreamReceiver, request_target::TargetOverflow, wire};
 use causeway_upstream::{alpn::Alpn, head, progress::while_moving};
@@ -32,42 +32,49 @@ enum Session {
 }
 
 /// Asks the upstream to switch protocols.
-pub(super) async fn ask(
+pub(super) async fn send_upgrade(
     client: &UpstreamClient,
-    app: &Upstream,
+    upstream: &Upstream,
     token: &str,
     (head, body): (Request<()>, StreamReceiver),
-    (interim, connected): (&InformationalQueue, &Connected),
+    (informational, connected): (&InformationalQueue, &Connected),
 ) -> Result<UpstreamResponse, RequestError> {
-    let (mut request, session) = prepare(head, app, token, body)
-        .ok_or_else(|| broken(app, "cannot be requested with this upgrade protocol"))?;
-    interim.listen(&mut request);
+    let (mut request, session) = prepare_request(head, upstream, token, body)
+        .ok_or_else(|| broken(upstream, "cannot be requested with this upgrade protocol"))?;
+    informational.attach(&mut request);
     let deadline = client.dialer.deadline();
-    let connection = client.dialer.connect(app, Alpn::Http1, deadline).await?;
+    let connection = client
+        .dialer
+        .connect(upstream, Alpn::Http1, deadline)
+        .await?;
     connected.set(connection.1);
-    let rest = request.extensions_mut().remove::<TargetOverflow>();
-    let mut line = PooledConnection::begin(connection, rest, client.most_fields)
+    let overflow = request.extensions_mut().remove::<TargetOverflow>();
+    let mut line = PooledConnection::open(connection, overflow, client.most_fields)
         .await
-        .map_err(|error| map_error(app, &error))?;
-    let (progress, bound) = (request.body().taken(), client.upgrade_bound);
-    let Some(answer) = while_moving(bound, &progress, line.ask(request)).await else {
+        .map_err(|error| map_error(upstream, &error))?;
+    let (progress, bound) = (request.body().chunks_taken(), client.upgrade_bound);
+    let Some(response) = while_moving(bound, &progress, line.send_request(request)).await else {
         let what = format!("did not answer the upgrade within {bound:?}");
-        return Err(slow(app, &what).into());
+        return Err(timeout_error(upstream, &what).into());
     };
-    let answer = answer.map_err(|error| map_error(app, error.error()))?;
+    let answer = response.map_err(|error| map_error(upstream, error.error()))?;
     if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
-        return switched(app, line, answer, session).await;
+        return to_switched_response(upstream, line, answer, session).await;
     }
-    let (head, incoming) = ended_head(app, answer)?;
+    let (head, incoming) = sanitize_head(upstream, answer)?;
     Ok(UpstreamResponse {
         head,
-        then: ResponseTail::Body(Box::new(ResponseBody::http1(app, Box::new(line), incoming))),
+        then: ResponseTail::Body(Box::new(ResponseBody::http1(
+            upstream,
+            Box::new(line),
+            incoming,
+        ))),
     })
 }
 
-fn prepare(
+fn prepare_request(
     head: Request<()>,
-    app: &Upstream,
+    upstream: &Upstream,
     token: &str,
     stream: StreamReceiver,
 ) -> Option<(Request<RequestBody>, Session)> {
@@ -76,42 +83,47 @@ fn prepare(
     let (content, session) = if length == 0 {
         (RequestBody::default(), Session::Whole(stream))
     } else {
-        let (content, behind) = RequestBody::content(stream, length);
-        (content, Session::Behind(behind))
+        let (content, rest) = RequestBody::content(stream, length);
+        (content, Session::Behind(rest))
     };
     let mut request = head.map(|()| content);
-    head::to_upgrade(&mut request, &app.target, (token, length > 0))?;
+    head::to_upgrade(&mut request, &upstream.target, (token, length > 0))?;
     Some((request, session))
 }
 
-async fn switched(
-    app: &Upstream,
-    line: PooledConnection,
-    answer: Response<Incoming>,
+async fn to_switched_response(
+    upstream: &Upstream,
+    pooled: PooledConnection,
+    response: Response<Incoming>,
     session: Session,
 ) -> Result<UpstreamResponse, RequestError> {
-    let token = answer.headers().get(UPGRADE).cloned();
-    let token = token.ok_or_else(|| broken(app, "switched protocols without an Upgrade header"))?;
-    let (mut head, _) = ended_head(app, answer)?;
+    let token = response.headers().get(UPGRADE).cloned();
+    let token =
+        token.ok_or_else(|| broken(upstream, "switched protocols without an Upgrade header"))?;
+    let (mut head, _) = sanitize_head(upstream, response)?;
     *head.status_mut() = StatusCode::OK;
     head.headers_mut().insert(wire::SWITCHED, token);
-    let bytes = line.into_bytes().await;
-    let bytes = bytes.map_err(|error| map_error(app, &error))?;
-    let (early, mut connection) =
-        bytes.ok_or_else(|| broken(app, "closed the connection after its 101 response"))?;
+    let upgraded = pooled.into_upgraded().await;
+    let bytes = upgraded.map_err(|error| map_error(upstream, &error))?;
+    let (prefix, mut connection) =
+        bytes.ok_or_else(|| broken(upstream, "closed the connection after its 101 response"))?;
     let stream = match session {
         Session::Whole(stream) => stream,
-        Session::Behind(mut behind) => {
-            let (stream, first) = behind
-                .try_recv()
-                .map_err(|_| broken(app, "switched protocols before it had read the request"))?;
-            let written = connection.write_all(&first).await;
-            written.map_err(|_| broken(app, "closed the connection after its 101 response"))?;
+        Session::Behind(mut rest) => {
+            let (stream, first_bytes) = rest.try_recv().map_err(|_| {
+                broken(
+                    upstream,
+                    "switched protocols before it had read the request",
+                )
+            })?;
+            let written = connection.write_all(&first_bytes).await;
+            written
+                .map_err(|_| broken(upstream, "closed the connection after its 101 response"))?;
             stream
         }
     };
     Ok(UpstreamResponse {
         head,
-        then: ResponseTail::Bytes(Box::new(connection.behind(early)), stream),
+        then: ResponseTail::Bytes(Box::new(connection.with_prefix(prefix)), stream),
     })
 }

@@ -29,14 +29,14 @@ pub(crate) struct Upstream {
     pub(super) node: Arc<str>,
     pub(super) target: Target,
     /// Addresses that are tried as well, at the same port, if the target does not take a connection.
-    pub(super) also: Vec<IpAddr>,
+    pub(super) fallback_addresses: Vec<IpAddr>,
     pub(super) scheme: Protocol,
     pub(super) tls: Option<UpstreamTls>,
 }
 
 impl Upstream {
     /// Returns the beginning of a sentence about the upstream: "127.0.0.1:9100 on edge-1".
-    pub(super) fn sentence(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         format!("{} on {}", self.target, self.node)
     }
 }
@@ -51,29 +51,32 @@ pub(super) enum RequestError {
 }
 
 impl From<Rejected> for RequestError {
-    fn from(refused: Rejected) -> Self {
-        Self::Refused(refused)
+    fn from(rejection: Rejected) -> Self {
+        Self::Refused(rejection)
     }
 }
 
 /// Returns the error of an upstream that took too long.
-pub(super) fn slow(app: &Upstream, what: &str) -> Rejected {
-    RejectCode::TargetTimeout.because(format!("{} {what}", app.sentence()))
+pub(super) fn timeout_error(upstream: &Upstream, what: &str) -> Rejected {
+    RejectCode::TargetTimeout.with_detail(format!("{} {what}", upstream.describe()))
 }
 
 /// Returns the error of an upstream that answered, but not as it should.
 pub(super) fn broken(app: &Upstream, what: &str) -> RequestError {
-    let detail = format!("{} {what}", app.sentence());
-    RejectCode::TargetBroken.because(detail).into()
+    let detail = format!("{} {what}", app.describe());
+    RejectCode::TargetBroken.with_detail(detail).into()
 }
 
 /// Returns why the upstream did not answer, or the client did not complete its request.
-pub(super) fn map_error(app: &Upstream, error: &hyper::Error) -> RequestError {
+pub(super) fn map_error(upstream: &Upstream, error: &hyper::Error) -> RequestError {
     if caused_by_client(error) {
         return RequestError::Client;
     }
-    let bounds = "more fields than limits.max_headers of this edge allows, or with a head of more than 400 kB";
-    broken(app, &describe(error, "before it sent a response", bounds))
+    let limits = "more fields than limits.max_headers of this edge allows, or with a head of more than 400 kB";
+    broken(
+        upstream,
+        &describe(error, "before it sent a response", limits),
+    )
 }
 
 pub(super) fn caused_by_client(error: &hyper::Error) -> bool {

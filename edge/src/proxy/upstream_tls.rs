@@ -43,7 +43,7 @@ pub enum TlsError {
 #[derive(Clone, Debug)]
 pub(crate) struct UpstreamTls {
     configs: AlpnConfigs,
-    name: ServerName<'static>,
+    server_name: ServerName<'static>,
 }
 
 impl UpstreamTls {
@@ -52,7 +52,7 @@ impl UpstreamTls {
     }
 
     pub(super) fn server_name(&self) -> ServerName<'static> {
-        self.name.clone()
+        self.server_name.clone()
     }
 }
 
@@ -65,28 +65,28 @@ pub(super) fn load(
     if port.scheme != Protocol::Https {
         return Ok(None);
     }
-    let name = port.server_name.as_deref().unwrap_or(&target.host);
-    let name = ServerName::try_from(name.to_owned())
-        .map_err(|_| TlsError::Name(number, name.to_owned()))?;
-    let config = identified(number, port, trusting(number, port)?)?;
+    let server_name = port.server_name.as_deref().unwrap_or(&target.host);
+    let server_name = ServerName::try_from(server_name.to_owned())
+        .map_err(|_| TlsError::Name(number, server_name.to_owned()))?;
+    let config = with_client_certificate(number, port, builder_with_roots(number, port)?)?;
     Ok(Some(UpstreamTls {
         configs: AlpnConfigs::new(config),
-        name,
+        server_name,
     }))
 }
 
 type WantsClient = rustls::ConfigBuilder<ClientConfig, WantsClientCert>;
 
-fn trusting(number: u16, port: &Port) -> Result<WantsClient, TlsError> {
+fn builder_with_roots(number: u16, port: &Port) -> Result<WantsClient, TlsError> {
     let builder = ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()
         .map_err(|error| TlsError::Certificate(number, error))?;
     match &port.ca {
         Some(path) => {
             let mut roots = RootCertStore::empty();
-            let (added, _) = roots.add_parsable_certificates(certificates(path)?);
+            let (added, _) = roots.add_parsable_certificates(read_certificates(path)?);
             if added == 0 {
-                return Err(file(path, &"holds no usable CA certificate"));
+                return Err(file_error(path, &"holds no usable CA certificate"));
             }
             Ok(builder.with_root_certificates(roots))
         }
@@ -97,28 +97,32 @@ fn trusting(number: u16, port: &Port) -> Result<WantsClient, TlsError> {
     }
 }
 
-fn identified(number: u16, port: &Port, builder: WantsClient) -> Result<ClientConfig, TlsError> {
+fn with_client_certificate(
+    number: u16,
+    port: &Port,
+    builder: WantsClient,
+) -> Result<ClientConfig, TlsError> {
     let (Some(certificate), Some(key)) = (&port.certificate, &port.key) else {
         return Ok(builder.with_no_client_auth());
     };
-    let chain = certificates(certificate)?;
-    let key = PrivateKeyDer::from_pem_file(key).map_err(|error| file(key, &error))?;
+    let chain = read_certificates(certificate)?;
+    let key = PrivateKeyDer::from_pem_file(key).map_err(|error| file_error(key, &error))?;
     builder
         .with_client_auth_cert(chain, key)
         .map_err(|error| TlsError::Certificate(number, error))
 }
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let found: Vec<_> = CertificateDer::pem_file_iter(path)
+fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let certificates: Vec<_> = CertificateDer::pem_file_iter(path)
         .and_then(Iterator::collect)
-        .map_err(|error| file(path, &error))?;
-    if found.is_empty() {
-        return Err(file(path, &"holds no certificate"));
+        .map_err(|error| file_error(path, &error))?;
+    if certificates.is_empty() {
+        return Err(file_error(path, &"holds no certificate"));
     }
-    Ok(found)
+    Ok(certificates)
 }
 
-fn file(path: &Path, why: &impl ToString) -> TlsError {
+fn file_error(path: &Path, why: &impl ToString) -> TlsError {
     TlsError::File {
         path: path.to_owned(),
         why: why.to_string(),

@@ -1,7 +1,7 @@
 //! API cache as a part of an edge: its listeners are bound with the admin listener, it begins with the tunnels, and when
 //! these are gone it saves its objects on the disk.
 
-use super::{LOOK, error::Error, reload::Reloadable};
+use super::{SUCCESSOR_CHECK_INTERVAL, error::Error, reload::Reloadable};
 use crate::{
     config::Config,
     control::{
@@ -22,13 +22,13 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 /// How long addresses that are in use are asked for.
-const GIVEN_UP: Duration = Duration::from_secs(2);
+const BIND_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Listeners of the API cache for this node's programs, pool members and `YurtHub`s.
 pub(super) struct ApiCacheListeners {
-    pub(super) endpoint: TcpListener,
-    pub(super) site: Option<TcpListener>,
-    pub(super) hubs: Option<TcpListener>,
+    pub(super) local: TcpListener,
+    pub(super) members: Option<TcpListener>,
+    pub(super) yurthub: Option<TcpListener>,
 }
 
 impl ApiCacheListeners {
@@ -37,37 +37,37 @@ impl ApiCacheListeners {
         let Some(api_cache) = &config.api_cache else {
             return Ok(None);
         };
-        let (site, hubs) = (api_cache.members.as_ref(), api_cache.yurthub.as_ref());
+        let (members, yurthub) = (api_cache.members.as_ref(), api_cache.yurthub.as_ref());
         Ok(Some(Self {
-            endpoint: bind(api_cache.listen, "api_cache.listen")?,
-            site: site
+            local: bind(api_cache.listen, "api_cache.listen")?,
+            members: members
                 .map(|site| bind(site.listen, "api_cache.members.listen"))
                 .transpose()?,
-            hubs: hubs
+            yurthub: yurthub
                 .map(|hubs| bind(hubs.listen, "api_cache.yurthub.listen"))
                 .transpose()?,
         }))
     }
 
     /// Returns the address of the endpoint's listener.
-    pub(super) fn endpoint(&self) -> Option<SocketAddr> {
-        self.endpoint.local_addr().ok()
+    pub(super) fn local_addr(&self) -> Option<SocketAddr> {
+        self.local.local_addr().ok()
     }
 
     /// Returns the address of the site's listener.
-    pub(super) fn site(&self) -> Option<SocketAddr> {
-        self.site.as_ref()?.local_addr().ok()
+    pub(super) fn members_addr(&self) -> Option<SocketAddr> {
+        self.members.as_ref()?.local_addr().ok()
     }
 
     /// Returns the address of the listener for `YurtHub`s.
-    pub(super) fn hubs(&self) -> Option<SocketAddr> {
-        self.hubs.as_ref()?.local_addr().ok()
+    pub(super) fn yurthub_addr(&self) -> Option<SocketAddr> {
+        self.yurthub.as_ref()?.local_addr().ok()
     }
 }
 
 /// Returns the ports of listeners that have no authentication: the gateway's list opens none of them by a range.
-pub(super) fn own_ports(admin: SocketAddr, reading: Option<&ApiCacheListeners>) -> Vec<u16> {
-    let endpoint = reading.and_then(ApiCacheListeners::endpoint);
+pub(super) fn own_ports(admin: SocketAddr, listeners: Option<&ApiCacheListeners>) -> Vec<u16> {
+    let endpoint = listeners.and_then(ApiCacheListeners::local_addr);
     let all = [Some(admin), endpoint].into_iter().flatten();
     all.map(|address| address.port()).collect()
 }
@@ -75,49 +75,52 @@ pub(super) fn own_ports(admin: SocketAddr, reading: Option<&ApiCacheListeners>) 
 /// Builds the API cache of this node, if it is configured.
 pub(super) fn from_config(
     (config, parts): (&Config, &Reloadable),
-    held: &IdentityStore,
+    identity_store: &IdentityStore,
     listeners: Option<ApiCacheListeners>,
 ) -> Result<Option<ApiCacheConfig>, Error> {
-    let (Some(rules), Some(listeners)) = (&config.api_cache, listeners) else {
+    let (Some(cache_config), Some(listeners)) = (&config.api_cache, listeners) else {
         return Ok(None);
     };
-    let fault = fault(rules.listen, "api_cache.listen");
+    let to_bind_error = bind_error(cache_config.listen, "api_cache.listen");
     let ApiCacheListeners {
-        endpoint,
-        site,
-        hubs,
+        local,
+        members,
+        yurthub,
     } = listeners;
     let listeners = api_cache::ApiCacheListeners {
-        endpoint: (
-            endpoint,
-            rules.tls.is_some().then(|| parts.shown.subscribe()),
+        local: (
+            local,
+            cache_config
+                .tls
+                .is_some()
+                .then(|| parts.endpoint_tls.subscribe()),
         ),
-        site,
-        hubs: hubs.map(|listener| (listener, parts.hubs.subscribe())),
+        members,
+        yurthub: yurthub.map(|listener| (listener, parts.yurthub_tls.subscribe())),
     };
-    let reading = ApiCacheConfig::new((rules, &config.data_dir), held, listeners);
-    reading.map(Some).map_err(fault)
+    let cache = ApiCacheConfig::new((cache_config, &config.data_dir), identity_store, listeners);
+    cache.map(Some).map_err(to_bind_error)
 }
 
 /// Begins to read.
 pub(super) fn start(
-    reading: Option<ApiCacheConfig>,
-    (links, parts): (&Arc<TunnelContext>, &Reloadable),
-    (state, done): (&StatusReader, &CancellationToken),
+    cache: Option<ApiCacheConfig>,
+    (context, parts): (&Arc<TunnelContext>, &Reloadable),
+    (status, close_listeners): (&StatusReader, &CancellationToken),
 ) -> Option<FinalSave> {
-    let with = ApiCacheContext {
-        links: links.clone(),
-        state,
+    let run_context = ApiCacheContext {
+        context: context.clone(),
+        status,
         tasks: &parts.tasks,
-        done: done.clone(),
+        close_listeners: close_listeners.clone(),
     };
-    Some(reading?.begin(with))
+    Some(cache?.start(run_context))
 }
 
 /// Leaves on the disk what is known.
-pub(super) async fn shutdown(last: Option<FinalSave>) {
-    if let Some(last) = last {
-        last.end().await;
+pub(super) async fn shutdown(final_save: Option<FinalSave>) {
+    if let Some(final_save) = final_save {
+        final_save.end().await;
     }
 }
 
@@ -130,13 +133,13 @@ pub(super) async fn bind_all(
         let admin = bind(config.admin.listen, "admin.listen")?;
         Ok((admin, ApiCacheListeners::bind(config)?))
     };
-    let deadline = Instant::now() + GIVEN_UP;
+    let deadline = Instant::now() + BIND_TIMEOUT;
     loop {
         match bind_once() {
             Err(Error::Bind { source, .. })
                 if source.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline =>
             {
-                sleep(LOOK).await;
+                sleep(SUCCESSOR_CHECK_INTERVAL).await;
             }
             bound => return bound,
         }
@@ -145,16 +148,21 @@ pub(super) async fn bind_all(
 
 /// Takes an address.
 pub(super) fn bind(address: SocketAddr, key: &'static str) -> Result<TcpListener, Error> {
-    let fault = fault(address, key);
+    let to_bind_error = bind_error(address, key);
     match listener::BoundSocket::tcp(address) {
         Ok(listener::BoundSocket::Tcp(listener)) => Ok(listener),
-        Ok(listener::BoundSocket::Unix(..)) => Err(fault(io::ErrorKind::Unsupported.into())),
-        Err(source) => Err(fault(source)),
+        Ok(listener::BoundSocket::Unix(..)) => {
+            Err(to_bind_error(io::ErrorKind::Unsupported.into()))
+        }
+        Err(source) => Err(to_bind_error(source)),
     }
 }
 
 /// Why an address cannot be had.
-pub(super) fn fault(address: SocketAddr, key: &'static str) -> impl FnOnce(io::Error) -> Error {
+pub(super) fn bind_error(
+    address: SocketAddr,
+    key: &'static str,
+) -> impl FnOnce(io::Error) -> Error {
     move |source| Error::Bind {
         address,
         key,

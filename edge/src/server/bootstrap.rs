@@ -19,26 +19,26 @@ use tracing::{info, warn};
 pub(super) async fn load_or_join(
     config: &Config,
     store: &Store,
-    cluster: Option<&dyn CsrClient>,
-    (stop, tell): (&CancellationToken, &(dyn Fn(&str) + Send + Sync)),
+    csr_client: Option<&dyn CsrClient>,
+    (stop, on_progress): (&CancellationToken, &(dyn Fn(&str) + Send + Sync)),
 ) -> Result<EdgeIdentity, Error> {
     let stored = store.edge().map_err(|error| match error {
         StoreError::Corrupt { .. } => Error::DamagedIdentity(error),
         error => Error::Store(error),
     })?;
-    let other = match (stored, &config.node) {
+    let previous = match (stored, &config.node) {
         (None, _) => None,
         (Some(identity), Some(node)) if !node.eq_ignore_ascii_case(identity.node.as_str()) => {
             Some((identity.node, node.clone()))
         }
         (Some(identity), _) => return Ok(identity),
     };
-    if let Some((certificate, configured)) = &other {
+    if let Some((certificate, configured)) = &previous {
         warn!(%certificate, configured, "the configured node name differs from the name in the identity: joining with the new name");
     }
-    let joined = stop.run_until_cancelled(join(config, store, (cluster, tell)));
+    let joined = stop.run_until_cancelled(join(config, store, (csr_client, on_progress)));
     let joined = joined.await.ok_or(Error::Stopped)?;
-    match (joined, other) {
+    match (joined, previous) {
         (Err(error), Some((certificate, configured))) if error.is_final() => {
             Err(Error::OtherNode {
                 configured,
@@ -50,18 +50,18 @@ pub(super) async fn load_or_join(
     }
 }
 
-fn end_of(identity: &EdgeIdentity) -> SystemTime {
+fn expiry(identity: &EdgeIdentity) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(identity.leaf.not_after().as_secs())
 }
 
 /// An expired certificate is refused by the gateway; only this machine can say that its clock may be why.
 pub(super) fn warn_of_expiry(identity: &EdgeIdentity) {
-    let end = end_of(identity);
+    let expiry_time = expiry(identity);
     let now = SystemTime::now();
     // Certificates of an external CA have their own repeated warning.
-    if now > end && !identity.given {
+    if now > expiry_time && !identity.is_external {
         warn!(
-            expired = %humantime::format_rfc3339_seconds(end),
+            expired = %humantime::format_rfc3339_seconds(expiry_time),
             now = %humantime::format_rfc3339_seconds(now),
             "this node's certificate has expired, unless this machine's clock is wrong",
         );
@@ -71,28 +71,28 @@ pub(super) fn warn_of_expiry(identity: &EdgeIdentity) {
 async fn join(
     config: &Config,
     store: &Store,
-    (cluster, tell): (Option<&dyn CsrClient>, &enrol::ProgressFn<'_>),
+    (csr_client, on_progress): (Option<&dyn CsrClient>, &enrol::ProgressFn<'_>),
 ) -> Result<EdgeIdentity, Error> {
     let token = if config.kubernetes.is_some() {
         None
     } else {
-        let token = TokenSource::of(config).read()?;
+        let token = TokenSource::from_config(config).read()?;
         Some(token.ok_or_else(|| Error::NoIdentity(config.data_dir.display().to_string()))?)
     };
     if config.gateways.is_empty() {
         return Err(Error::NoGateway);
     }
     // A token is used once, so it is not sent if the identity could not be stored.
-    store.prepare_edge()?;
+    store.check_edge_space()?;
     let identity = if let Some(token) = &token {
-        enrol::join(token, config, tell).await?
+        enrol::join(token, config, on_progress).await?
     } else {
-        let cluster = cluster.ok_or(Error::NoCluster)?;
-        csr_bootstrap::join(cluster, (config, store), tell).await
+        let cluster = csr_client.ok_or(Error::NoCluster)?;
+        csr_bootstrap::join(cluster, (config, store), on_progress).await
     };
     let id = token.as_ref().map(|token| token.id.as_str());
-    if let Some(kept) = store.replace_edge(&identity, id)? {
-        info!(kept = %kept.display(), "the old identity of this node is kept as a copy");
+    if let Some(backup_path) = store.replace_edge(&identity, id)? {
+        info!(kept = %backup_path.display(), "the old identity of this node is kept as a copy");
     }
     Ok(identity)
 }

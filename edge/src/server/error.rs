@@ -40,7 +40,7 @@ pub enum Error {
     Token(#[from] TokenReadError),
     /// A file of one of the reader's listeners cannot be used.
     #[error("{key}: {path}: {why}")]
-    Reader {
+    ApiCacheFile {
         /// The key that names it.
         key: &'static str,
         /// The file.
@@ -70,7 +70,7 @@ pub enum Error {
     Store(#[from] StoreError),
     /// TLS to an upstream cannot be set up.
     #[error(transparent)]
-    App(#[from] TlsError),
+    UpstreamTls(#[from] TlsError),
     /// TLS to gateways cannot be set up.
     #[error("cannot set up TLS to gateways: {0}")]
     Tls(#[from] causeway_certs::verify::TrustError),
@@ -99,13 +99,13 @@ impl Error {
             | Self::OtherNode { .. }
             | Self::Token(_) => true,
             // Other errors may pass: a captive portal or another server may respond instead of a gateway.
-            Self::Enrol(error) => error.is_of_token(),
+            Self::Enrol(error) => error.is_token_error(),
             // The external CA may issue the certificate later.
             Self::Identity { .. }
-            | Self::Reader { .. }
+            | Self::ApiCacheFile { .. }
             | Self::DamagedIdentity(_)
             | Self::Store(_)
-            | Self::App(_)
+            | Self::UpstreamTls(_)
             | Self::Tls(_)
             | Self::Bind { .. }
             | Self::Stopped => false,

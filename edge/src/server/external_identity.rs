@@ -23,16 +23,16 @@ pub(super) fn load_with_gateways(
 
 /// Loads the identity from the files.
 pub(super) fn load(files: &config::Identity) -> Result<EdgeIdentity, Error> {
-    let (chain, key) = (text(&files.chain)?, text(&files.key)?);
-    let identity = EdgeIdentity::given(&text(&files.ca)?, &chain, &key);
-    let identity = identity.map_err(|error| fault(files, &error))?;
+    let (chain, key) = (read_file(&files.chain)?, read_file(&files.key)?);
+    let identity = EdgeIdentity::from_external(&read_file(&files.ca)?, &chain, &key);
+    let identity = identity.map_err(|error| identity_error(files, &error))?;
     // Rejects an identity that cannot be used for tunnels.
     tunnel_client(&identity)?;
     Ok(identity)
 }
 
 /// An error about the certificate in the files.
-pub(super) fn fault(files: &config::Identity, why: &dyn fmt::Display) -> Error {
+pub(super) fn identity_error(files: &config::Identity, why: &dyn fmt::Display) -> Error {
     Error::Identity {
         path: files.chain.display().to_string(),
         why: why.to_string(),
@@ -49,94 +49,94 @@ pub(super) struct ApiCacheTls {
     /// Certificate of the listener for this node's programs.
     pub(super) endpoint: Option<ServerOnlyTls>,
     /// Certificate of the listener for `YurtHub`s, and the roots by which it admits them.
-    pub(super) hubs: Option<YurtHubServerTls>,
+    pub(super) yurthub: Option<YurtHubServerTls>,
     /// The certificates that are shown.
-    pub(super) leaves: Leaves,
+    pub(super) certificates: Leaves,
     /// Why what is configured and missing here cannot be had.
-    pub(super) faults: Vec<Error>,
+    pub(super) errors: Vec<Error>,
 }
 
 impl ApiCacheTls {
     /// Reads the files of the listeners. Certificates that are not valid do not replace valid ones of `current`.
     pub(super) fn read(config: &config::Config, current: &Leaves) -> Self {
-        let mut faces = Self::default();
+        let mut tls = Self::default();
         let Some(api_cache) = &config.api_cache else {
-            return faces;
+            return tls;
         };
-        let of = |listener| current.get(listener);
+        let current_of = |listener| current.get(listener);
         let endpoint = api_cache.tls.as_ref();
-        let endpoint = endpoint.map(|files| shown(files, of("endpoint")));
-        faces.endpoint = faces.noted("endpoint", endpoint);
-        let hubs = api_cache
+        let endpoint = endpoint.map(|files| load_endpoint_tls(files, current_of("endpoint")));
+        tls.endpoint = tls.record("endpoint", endpoint);
+        let yurthub = api_cache
             .yurthub
             .as_ref()
-            .map(|files| hubs(files, of("hubs")));
-        faces.hubs = faces.noted("hubs", hubs);
-        faces
+            .map(|files| load_yurthub_tls(files, current_of("hubs")));
+        tls.yurthub = tls.record("hubs", yurthub);
+        tls
     }
 
     /// Says what is wrong as an edge begins, and when the certificates end.
     pub(super) fn report(&self, metrics: &Metrics) {
-        for fault in &self.faults {
+        for fault in &self.errors {
             warn!(error = %fault, "this listener refuses all clients until the error is corrected; the files are watched");
         }
-        metrics.listeners_end(&self.leaves);
-        if !self.faults.is_empty() {
-            metrics.begins_with_faults();
+        metrics.set_listener_expiries(&self.certificates);
+        if !self.errors.is_empty() {
+            metrics.mark_startup_errors();
         }
     }
 
-    fn noted<T>(
+    fn record<T>(
         &mut self,
         listener: &'static str,
-        read: Option<Result<(T, LeafCertificate), Error>>,
+        loaded: Option<Result<(T, LeafCertificate), Error>>,
     ) -> Option<T> {
-        match read? {
-            Ok((face, leaf)) => {
-                self.leaves.insert(listener, leaf);
-                Some(face)
+        match loaded? {
+            Ok((server_tls, leaf)) => {
+                self.certificates.insert(listener, leaf);
+                Some(server_tls)
             }
-            Err(fault) => {
-                self.faults.push(fault);
+            Err(error) => {
+                self.errors.push(error);
                 None
             }
         }
     }
 }
 
-fn shown(
+fn load_endpoint_tls(
     files: &config::ServerCertificate,
     current: Option<&LeafCertificate>,
 ) -> Result<(ServerOnlyTls, LeafCertificate), Error> {
-    let of = CertificateFiles("api_cache.tls");
-    let leaf = of.leaf(&files.certificate, &files.key, current)?;
-    let shown = ServerOnlyTls::new(&leaf);
-    let shown = shown.map_err(|error| of.fault(&files.certificate, &error))?;
-    of.warn_of_end(&leaf, &files.certificate);
-    Ok((shown, leaf))
+    let key_files = CertificateFiles("api_cache.tls");
+    let leaf = key_files.leaf(&files.certificate, &files.key, current)?;
+    let server_tls = ServerOnlyTls::new(&leaf);
+    let server_tls = server_tls.map_err(|error| key_files.error_at(&files.certificate, &error))?;
+    key_files.warn_if_expired(&leaf, &files.certificate);
+    Ok((server_tls, leaf))
 }
 
-fn hubs(
+fn load_yurthub_tls(
     files: &config::YurtHubListener,
     current: Option<&LeafCertificate>,
 ) -> Result<(YurtHubServerTls, LeafCertificate), Error> {
-    let of = CertificateFiles("api_cache.yurthub");
-    let leaf = of.leaf(&files.certificate, &files.key, current)?;
-    let roots = external::roots(&of.text(&files.ca)?);
-    let roots = roots.map_err(|error| of.fault(&files.ca, &error))?;
+    let key_files = CertificateFiles("api_cache.yurthub");
+    let leaf = key_files.leaf(&files.certificate, &files.key, current)?;
+    let roots = external::parse_roots(&key_files.read_text(&files.ca)?);
+    let roots = roots.map_err(|error| key_files.error_at(&files.ca, &error))?;
     let at = files.listen.ip().to_canonical();
-    let hubs = YurtHubServerTls::new(&leaf, &roots, at);
-    let hubs = hubs.map_err(|error| of.fault(&files.certificate, &error))?;
-    of.warn_of_end(&leaf, &files.certificate);
-    Ok((hubs, leaf))
+    let server_tls = YurtHubServerTls::new(&leaf, &roots, at);
+    let server_tls = server_tls.map_err(|error| key_files.error_at(&files.certificate, &error))?;
+    key_files.warn_if_expired(&leaf, &files.certificate);
+    Ok((server_tls, leaf))
 }
 
 /// Files of a listener of the API cache, by the key that names them.
 struct CertificateFiles(&'static str);
 
 impl CertificateFiles {
-    fn text(&self, path: &Path) -> Result<String, Error> {
-        fs::read_to_string(path).map_err(|error| self.fault(path, &error))
+    fn read_text(&self, path: &Path) -> Result<String, Error> {
+        fs::read_to_string(path).map_err(|error| self.error_at(path, &error))
     }
 
     fn leaf(
@@ -145,21 +145,21 @@ impl CertificateFiles {
         key: &Path,
         current: Option<&LeafCertificate>,
     ) -> Result<LeafCertificate, Error> {
-        let (chain, key) = (self.text(certificate)?, self.text(key)?);
+        let (chain, key) = (self.read_text(certificate)?, self.read_text(key)?);
         LeafCertificate::load_for(Role::Server, &chain, &key)
             .and_then(|leaf| leaf.replacing(current, UnixTime::now()))
-            .map_err(|error| self.fault(certificate, &error))
+            .map_err(|error| self.error_at(certificate, &error))
     }
 
-    fn fault(&self, path: &Path, why: &dyn fmt::Display) -> Error {
-        Error::Reader {
+    fn error_at(&self, path: &Path, why: &dyn fmt::Display) -> Error {
+        Error::ApiCacheFile {
             key: self.0,
             path: path.display().to_string(),
             why: why.to_string(),
         }
     }
 
-    fn warn_of_end(&self, leaf: &LeafCertificate, path: &Path) {
+    fn warn_if_expired(&self, leaf: &LeafCertificate, path: &Path) {
         if leaf.not_after() < UnixTime::now() {
             warn!(key = self.0, path = %path.display(), "the certificate has expired: clients that verify it cannot read until it is replaced");
         }
@@ -175,10 +175,10 @@ pub(super) fn check_node_name(
     let why = format!(
         "the certificate is for node {certificate}, but the configuration names {configured}"
     );
-    fault(files, &why)
+    identity_error(files, &why)
 }
 
-fn text(path: &Path) -> Result<String, Error> {
+fn read_file(path: &Path) -> Result<String, Error> {
     fs::read_to_string(path).map_err(|error| Error::Identity {
         path: path.display().to_string(),
         why: error.to_string(),

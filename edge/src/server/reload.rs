@@ -40,39 +40,39 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 /// Interval at which pooled connections to upstreams are checked.
-const SWEEP: Duration = Duration::from_secs(5);
+const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Data path that new streams take.
 pub(super) type CurrentProxy = Arc<ArcSwap<Proxy>>;
 
 /// Returns the data path as a session of a tunnel calls it.
-pub(super) fn serving(now: &CurrentProxy) -> ServeFn {
+pub(super) fn serve_fn(now: &CurrentProxy) -> ServeFn {
     let now = now.clone();
-    Arc::new(move |asked| {
-        let (way, now) = (now.load_full(), now.clone());
-        Box::pin(async move { way.serve(asked, || now.load_full()).await })
+    Arc::new(move |request| {
+        let (proxy, now) = (now.load_full(), now.clone());
+        Box::pin(async move { proxy.serve(request, || now.load_full()).await })
     })
 }
 
 /// The list of ports as a session of a tunnel knows it.
-pub(super) fn listing(reloader: &Reloader) -> AnnouncedPortsFn {
+pub(super) fn announced_ports_fn(reloader: &Reloader) -> AnnouncedPortsFn {
     let reloader = reloader.clone();
-    Arc::new(move |listed, from| reloader.parts().list(listed, from))
+    Arc::new(move |listed, from| reloader.parts().apply_announced_ports(listed, from))
 }
 
 /// Closes connections to upstreams that are idle for too long.
-pub(super) async fn sweep(now: CurrentProxy) {
-    let mut each = interval(SWEEP);
-    each.set_missed_tick_behavior(MissedTickBehavior::Delay);
+pub(super) async fn sweep_idle_connections(now: CurrentProxy) {
+    let mut tick = interval(SWEEP_INTERVAL);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     // Long streams keep the proxy with which they started.
-    let mut ways: Vec<Weak<Proxy>> = Vec::new();
+    let mut proxies: Vec<Weak<Proxy>> = Vec::new();
     loop {
-        each.tick().await;
+        tick.tick().await;
         let newest = Arc::downgrade(&now.load_full());
-        if !ways.iter().any(|way| way.ptr_eq(&newest)) {
-            ways.push(newest);
+        if !proxies.iter().any(|way| way.ptr_eq(&newest)) {
+            proxies.push(newest);
         }
-        ways.retain(|way| way.upgrade().inspect(|way| way.sweep()).is_some());
+        proxies.retain(|way| way.upgrade().inspect(|way| way.sweep()).is_some());
     }
 }
 
@@ -85,99 +85,114 @@ pub(super) struct Reloadable {
     pub(super) node: String,
     pub(super) trust_domain: TrustDomain,
     /// Configuration that the edge began with.
-    pub(super) began: Config,
-    pub(super) now: CurrentProxy,
+    pub(super) initial_config: Config,
+    pub(super) current_proxy: CurrentProxy,
     pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
-    pub(super) allowed: Mutex<PolicyInputs>,
+    pub(super) policy_inputs: Mutex<PolicyInputs>,
     /// The ports of the admin listener, and of the API cache's endpoint.
-    pub(super) own: Vec<u16>,
+    pub(super) own_ports: Vec<u16>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tasks: Arc<TaskGroup>,
     /// Identity that an external CA issues, if it is not this edge's own.
-    pub(super) given: watch::Sender<Option<EdgeIdentity>>,
+    pub(super) external_identity: watch::Sender<Option<EdgeIdentity>>,
     /// Inputs of the decision whether the identity is replaced.
     pub(super) rejoin: Arc<RejoinState>,
     /// Certificate of the listener for this node's programs, if they read over TLS.
-    pub(super) shown: watch::Sender<Option<ServerOnlyTls>>,
+    pub(super) endpoint_tls: watch::Sender<Option<ServerOnlyTls>>,
     /// Certificate and roots of the listener for `YurtHub`s, if there is one.
-    pub(super) hubs: watch::Sender<Option<YurtHubServerTls>>,
+    pub(super) yurthub_tls: watch::Sender<Option<YurtHubServerTls>>,
     /// The certificates that both show.
-    pub(super) leaves: ArcSwap<Leaves>,
+    pub(super) listener_certificates: ArcSwap<Leaves>,
 }
 
 /// Number of remembered addresses from which gateways were dialled. The edge dials none that this node has no more.
-const MOST_OWN: usize = 8;
+const MAX_OWN_ADDRESSES: usize = 8;
 
 /// Inputs from which the current data path has been built.
 pub(super) struct PolicyInputs {
     /// As the owner configured it.
     policy: Policy,
     /// Ports that a gateway listed last.
-    listed: AnnouncedPorts,
+    announced: AnnouncedPorts,
     /// From where gateways that list were dialled, the last one last.
-    from: Vec<IpAddr>,
+    own_addresses: Vec<IpAddr>,
     /// Cancelled once the owner has configured another policy.
     replaced: CancellationToken,
 }
 
 impl PolicyInputs {
     /// Before any gateway has listed anything.
-    pub(super) fn begin(policy: Policy, way: &Proxy) -> Mutex<Self> {
+    pub(super) fn new(policy: Policy, proxy: &Proxy) -> Mutex<Self> {
         Mutex::new(Self {
             policy,
-            listed: AnnouncedPorts::default(),
-            from: Vec::new(),
-            replaced: way.replaced().clone(),
+            announced: AnnouncedPorts::default(),
+            own_addresses: Vec::new(),
+            replaced: proxy.replaced().clone(),
         })
     }
 }
 
 impl Reloadable {
     /// Takes this up, for each stream that begins from now on. Returns the node's ports that are served then.
-    fn allow(&self, change: impl FnOnce(&mut PolicyInputs)) -> Vec<u16> {
+    fn update_policy(&self, change: impl FnOnce(&mut PolicyInputs)) -> Vec<u16> {
         // The lock makes concurrent changes see each other.
-        let mut allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
-        change(&mut allowed);
-        let own = LocalNode {
-            ports: self.own.clone(),
-            addresses: allowed.from.clone(),
+        let mut policy_inputs = self
+            .policy_inputs
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        change(&mut policy_inputs);
+        let local_node = LocalNode {
+            ports: self.own_ports.clone(),
+            addresses: policy_inputs.own_addresses.clone(),
         };
-        let policy = allowed.policy.clone().listing(&allowed.listed, &own);
+        let policy = policy_inputs
+            .policy
+            .clone()
+            .with_announced(&policy_inputs.announced, &local_node);
         let ports = policy.ports();
-        let way = Proxy::new(
+        let proxy = Proxy::new(
             policy,
-            (self.began.timeouts.clone(), self.began.limits.max_headers),
+            (
+                self.initial_config.timeouts.clone(),
+                self.initial_config.limits.max_headers,
+            ),
             self.metrics.clone(),
             self.tasks.clone(),
         );
-        let way = way.until(allowed.replaced.clone());
-        self.now.store(Arc::new(way));
+        let proxy = proxy.with_replaced_token(policy_inputs.replaced.clone());
+        self.current_proxy.store(Arc::new(proxy));
         self.ports.store(Arc::new(ports.clone()));
         ports
     }
 
     /// Takes the node ports of the cluster, as a gateway listed them that was dialled from this address.
-    pub(super) fn list(&self, listed: AnnouncedPorts, from: Option<IpAddr>) {
-        let count = listed.http.len() + listed.tcp.len();
-        if count > AnnouncedPorts::MOST {
-            let most = AnnouncedPorts::MOST;
+    pub(super) fn apply_announced_ports(&self, announced: AnnouncedPorts, from: Option<IpAddr>) {
+        let count = announced.http.len() + announced.tcp.len();
+        if count > AnnouncedPorts::MAX_PORTS {
+            let most = AnnouncedPorts::MAX_PORTS;
             warn!(
                 count,
                 most, "a gateway listed more ports than allowed; keeping the previous list"
             );
             return;
         }
-        let allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
+        let policy_inputs = self
+            .policy_inputs
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         // The edge may connect to gateways from several addresses of this node, and each gateway sends the list.
-        let from = from.filter(|from| !allowed.from.contains(from));
-        let same = allowed.listed == listed && from.is_none();
-        drop(allowed);
-        if !same {
-            let ports = self.allow(|allowed| {
-                allowed.listed = listed;
-                allowed.from.extend(from);
-                let over = allowed.from.len().saturating_sub(MOST_OWN);
-                allowed.from.drain(..over);
+        let from = from.filter(|from| !policy_inputs.own_addresses.contains(from));
+        let is_unchanged = policy_inputs.announced == announced && from.is_none();
+        drop(policy_inputs);
+        if !is_unchanged {
+            let ports = self.update_policy(|allowed| {
+                allowed.announced = announced;
+                allowed.own_addresses.extend(from);
+                let excess = allowed
+                    .own_addresses
+                    .len()
+                    .saturating_sub(MAX_OWN_ADDRESSES);
+                allowed.own_addresses.drain(..excess);
             });
             info!(?ports, "the gateway listed ports");
         }
@@ -186,12 +201,12 @@ impl Reloadable {
 
 /// A configuration of which all is built and nothing is in force. Dropped, it leaves everything as it was.
 pub struct PendingReload<'a> {
-    parts: &'a Reloadable,
+    reloadable: &'a Reloadable,
     policy: Policy,
-    given: Option<EdgeIdentity>,
+    external_identity: Option<EdgeIdentity>,
     token: TokenSource,
-    faces: ApiCacheTls,
-    at_restart: Vec<&'static str>,
+    api_cache_tls: ApiCacheTls,
+    restart_keys: Vec<&'static str>,
 }
 
 /// Result of a reload.
@@ -200,10 +215,10 @@ pub struct ReloadSummary {
     /// The node's ports that are served.
     pub ports: Vec<u16>,
     /// Keys that differ from what the edge began with, and wait for its next start.
-    pub at_restart: Vec<&'static str>,
+    pub restart_keys: Vec<&'static str>,
     /// Parts that stay as they were, with the reason: files of the API cache's listeners, which do not block the other
     /// parts.
-    pub left: Vec<String>,
+    pub unchanged: Vec<String>,
 }
 
 impl Reloader {
@@ -222,31 +237,39 @@ impl Reloader {
     /// If anything is missing or malformed; everything is as it was then.
     pub fn prepare(&self, config: &Config) -> Result<PendingReload<'_>, Error> {
         // `kubernetes` and everything derived from it change only at the next start.
-        let began = self.0.began.kubernetes.clone();
-        let as_began = Config {
+        let began = self.0.initial_config.kubernetes.clone();
+        let effective = Config {
             kubernetes: began,
             ..config.clone()
         };
         Ok(PendingReload {
-            policy: Policy::new(&self.0.node, &as_began)?,
-            given: self.given(config)?,
-            token: TokenSource::of(config),
+            policy: Policy::new(&self.0.node, &effective)?,
+            external_identity: self.load_external_identity(config)?,
+            token: TokenSource::from_config(config),
             // An invalid listener certificate is reported and keeps its old value; the rest of the reload continues.
-            faces: ApiCacheTls::read(&listening(&self.0.began, config), &self.0.leaves.load()),
-            at_restart: RESTART_KEYS.changed(&self.0.began, config),
-            parts: &self.0,
+            api_cache_tls: ApiCacheTls::read(
+                &with_current_listeners(&self.0.initial_config, config),
+                &self.0.listener_certificates.load(),
+            ),
+            restart_keys: RESTART_KEYS.changed(&self.0.initial_config, config),
+            reloadable: &self.0,
         })
     }
 
     /// Returns the identity that the external CA has issued meanwhile. An edge manages its own identity itself.
-    fn given(&self, config: &Config) -> Result<Option<EdgeIdentity>, Error> {
-        let (Some(files), Some(_)) = (&config.identity, &self.0.began.identity) else {
+    fn load_external_identity(&self, config: &Config) -> Result<Option<EdgeIdentity>, Error> {
+        let (Some(files), Some(_)) = (&config.identity, &self.0.initial_config.identity) else {
             return Ok(None);
         };
         let mut next = external_identity::load(files)?;
-        let current = self.0.given.borrow().as_ref().map(|now| now.leaf.clone());
+        let current = self
+            .0
+            .external_identity
+            .borrow()
+            .as_ref()
+            .map(|now| now.leaf.clone());
         let leaf = next.leaf.replacing(current.as_ref(), UnixTime::now());
-        next.leaf = leaf.map_err(|error| external_identity::fault(files, &error))?;
+        next.leaf = leaf.map_err(|error| external_identity::identity_error(files, &error))?;
         let (node, domain) = (&self.0.node, &self.0.trust_domain);
         if next.node.as_str() == node && next.trust_domain == *domain {
             return Ok(Some(next));
@@ -255,12 +278,12 @@ impl Reloader {
             "the certificate is for node {} of trust domain {}, but this edge stays {node} of {domain} until a restart",
             next.node, next.trust_domain
         );
-        Err(external_identity::fault(files, &why))
+        Err(external_identity::identity_error(files, &why))
     }
 
     /// Notes that a configuration was refused: it could not be read, or not be prepared.
-    pub fn refused(&self) {
-        self.0.metrics.reloaded(false);
+    pub fn record_refusal(&self) {
+        self.0.metrics.count_reload(false);
     }
 }
 
@@ -268,60 +291,61 @@ impl PendingReload<'_> {
     /// Puts it into force, for each stream that begins from now on. Open streams that it refuses end.
     pub fn apply(self) -> ReloadSummary {
         let Self {
-            parts: edge,
+            reloadable: edge,
             policy,
-            given,
+            external_identity,
             token,
-            faces,
-            at_restart,
+            api_cache_tls,
+            restart_keys,
         } = self;
         edge.rejoin.token.store(Arc::new(token));
-        if given.is_some() {
-            edge.given.send_replace(given);
+        if external_identity.is_some() {
+            edge.external_identity.send_replace(external_identity);
         }
-        if faces.endpoint.is_some() {
-            edge.shown.send_replace(faces.endpoint);
+        if api_cache_tls.endpoint.is_some() {
+            edge.endpoint_tls.send_replace(api_cache_tls.endpoint);
         }
-        if faces.hubs.is_some() {
-            edge.hubs.send_replace(faces.hubs);
+        if api_cache_tls.yurthub.is_some() {
+            edge.yurthub_tls.send_replace(api_cache_tls.yurthub);
         }
-        edge.metrics.listeners_end(&faces.leaves);
-        let mut leaves = (**edge.leaves.load()).clone();
-        leaves.extend(faces.leaves);
-        edge.leaves.store(Arc::new(leaves));
-        let left: Vec<String> = faces.faults.iter().map(Error::to_string).collect();
-        for fault in &left {
+        edge.metrics
+            .set_listener_expiries(&api_cache_tls.certificates);
+        let mut leaves = (**edge.listener_certificates.load()).clone();
+        leaves.extend(api_cache_tls.certificates);
+        edge.listener_certificates.store(Arc::new(leaves));
+        let unchanged: Vec<String> = api_cache_tls.errors.iter().map(Error::to_string).collect();
+        for fault in &unchanged {
             warn!(
                 fault,
                 "cannot replace a listener's certificate; the previous one stays in use"
             );
         }
         let mut replaced = CancellationToken::new();
-        let ports = edge.allow(|allowed| {
+        let ports = edge.update_policy(|allowed| {
             allowed.policy = policy;
             std::mem::swap(&mut allowed.replaced, &mut replaced);
         });
         replaced.cancel();
-        edge.metrics.reloaded(left.is_empty());
+        edge.metrics.count_reload(unchanged.is_empty());
         ReloadSummary {
             ports,
-            at_restart,
-            left,
+            restart_keys,
+            unchanged,
         }
     }
 }
 
 /// The configuration with the listeners that there are until the next start: files are read for these, and judged by their addresses.
-fn listening(began: &Config, now: &Config) -> Config {
-    let mut config = now.clone();
-    let (Some(began), Some(now)) = (&began.api_cache, &mut config.api_cache) else {
+fn with_current_listeners(initial: &Config, updated: &Config) -> Config {
+    let mut config = updated.clone();
+    let (Some(initial), Some(updated)) = (&initial.api_cache, &mut config.api_cache) else {
         config.api_cache = None;
         return config;
     };
-    if began.tls.is_none() {
-        now.tls = None;
+    if initial.tls.is_none() {
+        updated.tls = None;
     }
-    match (&mut now.yurthub, &began.yurthub) {
+    match (&mut updated.yurthub, &initial.yurthub) {
         (Some(now), Some(began)) => now.listen = began.listen,
         (hubs, _) => *hubs = None,
     }
@@ -385,11 +409,11 @@ impl fmt::Display for ReloadSummary {
             let ports: Vec<_> = self.ports.iter().map(u16::to_string).collect();
             write!(f, "serves {}", ports.join(", "))?;
         }
-        if !self.at_restart.is_empty() {
-            let keys = self.at_restart.join(", ");
+        if !self.restart_keys.is_empty() {
+            let keys = self.restart_keys.join(", ");
             write!(f, "; takes effect at the next start: {keys}")?;
         }
-        for fault in &self.left {
+        for fault in &self.unchanged {
             write!(f, "; not changed: {fault}")?;
         }
         Ok(())
@@ -411,30 +435,31 @@ mod tests {
         let began = config(said);
         let policy = Policy::new("edge-1", &began).unwrap();
         let (metrics, tasks) = (Arc::default(), Arc::default());
-        let way = Proxy::new(
+        let proxy = Proxy::new(
             policy.clone(),
             (began.timeouts.clone(), began.limits.max_headers),
             Arc::clone(&metrics),
             Arc::clone(&tasks),
         );
-        let allowed = PolicyInputs::begin(policy, &way);
+        let allowed = PolicyInputs::new(policy, &proxy);
         let edge = Reloader::new(Reloadable {
             node: "edge-1".into(),
             trust_domain: TrustDomain::parse("causeway.local").unwrap(),
-            began,
-            now: Arc::new(ArcSwap::from_pointee(way)),
+            initial_config: began,
+            current_proxy: Arc::new(ArcSwap::from_pointee(proxy)),
             ports: Arc::default(),
-            allowed,
-            own: vec![10266],
+            policy_inputs: allowed,
+            own_ports: vec![10266],
             metrics,
             tasks,
-            given: watch::Sender::default(),
+            external_identity: watch::Sender::default(),
             rejoin: RejoinState::new(&Config::default(), false),
-            shown: watch::Sender::default(),
-            hubs: watch::Sender::default(),
-            leaves: ArcSwap::default(),
+            endpoint_tls: watch::Sender::default(),
+            yurthub_tls: watch::Sender::default(),
+            listener_certificates: ArcSwap::default(),
         });
-        edge.parts().list(listed(&[9051, 10266]), None);
+        edge.parts()
+            .apply_announced_ports(listed(&[9051, 10266]), None);
         edge
     }
 
@@ -452,7 +477,7 @@ mod tests {
     #[test]
     fn files_are_read_for_the_listeners_that_there_are() {
         let listening = |began: &Value, now: &Value| {
-            let read = listening(
+            let read = with_current_listeners(
                 &config(json!({ "api_cache": began })),
                 &config(json!({ "api_cache": now })),
             );
@@ -495,7 +520,10 @@ mod tests {
         let alone = began(json!({}));
         let done = alone.prepare(&config(json!({ "kubernetes": {} })));
         let done = done.unwrap().apply();
-        assert_eq!((done.ports, done.at_restart), (vec![], vec!["kubernetes"]));
+        assert_eq!(
+            (done.ports, done.restart_keys),
+            (vec![], vec!["kubernetes"])
+        );
     }
 
     #[tokio::test]
@@ -517,7 +545,11 @@ mod tests {
             let mut narrowed = said.clone();
             narrowed["listed_ports"] = json!([]);
             let done = edge.prepare(&config(narrowed)).unwrap().apply();
-            assert_eq!((&done.ports, &done.at_restart), (&vec![], &waits), "{said}");
+            assert_eq!(
+                (&done.ports, &done.restart_keys),
+                (&vec![], &waits),
+                "{said}"
+            );
             assert_eq!(
                 done.to_string().contains("not changed: api_cache.tls"),
                 faulty,
@@ -530,30 +562,39 @@ mod tests {
     async fn an_oversized_list_keeps_the_previous_list() {
         let edge = began(json!({ "kubernetes": {} }));
         let all: Vec<u16> = (1..=u16::MAX).collect();
-        let most = u16::try_from(AnnouncedPorts::MOST).unwrap();
+        let most = u16::try_from(AnnouncedPorts::MAX_PORTS).unwrap();
         for too_many in [u16::MAX, most + 1] {
             edge.parts()
-                .list(listed(&all[..usize::from(too_many)]), None);
+                .apply_announced_ports(listed(&all[..usize::from(too_many)]), None);
             assert_eq!(serves(&edge), [9051]);
         }
         edge.parts()
-            .list(listed(&all[..AnnouncedPorts::MOST]), None);
-        assert_eq!(serves(&edge).len(), AnnouncedPorts::MOST);
+            .apply_announced_ports(listed(&all[..AnnouncedPorts::MAX_PORTS]), None);
+        assert_eq!(serves(&edge).len(), AnnouncedPorts::MAX_PORTS);
     }
 
     #[tokio::test]
     async fn a_dialled_gateway_address_stays_while_any_gateway_lists_it() {
         let edge = began(json!({ "kubernetes": {} }));
-        let known = || edge.parts().allowed.lock().unwrap().from.clone();
+        let known = || {
+            edge.parts()
+                .policy_inputs
+                .lock()
+                .unwrap()
+                .own_addresses
+                .clone()
+        };
         let (one, two) = ("192.168.1.7".parse().unwrap(), "10.0.0.5".parse().unwrap());
         for from in [one, two, one] {
-            edge.parts().list(listed(&[9051]), Some(from));
+            edge.parts()
+                .apply_announced_ports(listed(&[9051]), Some(from));
         }
         assert_eq!(known(), [one, two]);
         for last in 1..=20 {
             let from = std::net::Ipv4Addr::new(10, 0, 1, last).into();
-            edge.parts().list(listed(&[9051]), Some(from));
+            edge.parts()
+                .apply_announced_ports(listed(&[9051]), Some(from));
         }
-        assert_eq!(known().len(), MOST_OWN);
+        assert_eq!(known().len(), MAX_OWN_ADDRESSES);
     }
 }

@@ -33,13 +33,13 @@ type StatusFn = Box<dyn Fn() -> ApiCacheStatus + Send + Sync>;
 pub(super) struct ApiCacheStatusSlot(OnceLock<StatusFn>);
 
 impl ApiCacheStatusSlot {
-    pub(super) fn begin(&self, says: StatusFn) {
+    pub(super) fn set(&self, status_fn: StatusFn) {
         // The API cache starts only once.
-        let _ = self.0.set(says);
+        let _ = self.0.set(status_fn);
     }
 
     pub(super) fn status(&self) -> Option<ApiCacheStatus> {
-        self.0.get().map(|says| says())
+        self.0.get().map(|status_fn| status_fn())
     }
 }
 

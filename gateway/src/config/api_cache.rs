@@ -10,7 +10,7 @@ use causeway_watch_cache::{AccessScope, CacheLimits, GroupVersionResource};
 use serde::{Deserialize, Serialize};
 
 /// Minimum of `event_buffer`: one object of the largest size that etcd accepts has to fit.
-const LEAST_WINDOW: usize = 2 << 20;
+const MIN_EVENT_BUFFER: usize = 2 << 20;
 
 /// Cluster resources that edges may read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -55,7 +55,7 @@ pub enum AccessLevel {
     /// There are no rules: the edge may read everything.
     Everything,
     /// The rule of `api_cache.allow` with this index.
-    By(usize),
+    Rule(usize),
     /// No rule applies to the edge.
     Nothing,
 }
@@ -82,54 +82,54 @@ impl Default for ApiCache {
 impl ApiCache {
     /// Returns the resources of a configuration that has been validated.
     pub fn resources(&self) -> Vec<GroupVersionResource> {
-        parsed(&self.resources)
+        parse_resources(&self.resources)
     }
 
     /// Returns the memory limits of the cache.
     pub fn limits(&self) -> CacheLimits {
         CacheLimits {
-            cache: u64::try_from(self.cache).unwrap_or(u64::MAX),
-            window: self.event_buffer,
+            response_bytes: u64::try_from(self.cache).unwrap_or(u64::MAX),
+            event_buffer_bytes: self.event_buffer,
         }
     }
 
     /// Returns the rule that applies to an edge of this pool.
-    pub fn right(&self, pool: Option<&str>) -> AccessLevel {
+    pub fn access_level(&self, pool: Option<&str>) -> AccessLevel {
         let Some(rules) = &self.allow else {
             return AccessLevel::Everything;
         };
-        let names = |rule: &AccessRule| match (&rule.pools, pool) {
+        let matches_pool = |rule: &AccessRule| match (&rule.pools, pool) {
             (None, _) => true,
-            (Some(patterns), Some(pool)) => patterns.iter().any(|one| fits(one, pool)),
+            (Some(patterns), Some(pool)) => patterns.iter().any(|one| matches_pattern(one, pool)),
             (Some(_), None) => false,
         };
         rules
             .iter()
-            .position(names)
-            .map_or(AccessLevel::Nothing, AccessLevel::By)
+            .position(matches_pool)
+            .map_or(AccessLevel::Nothing, AccessLevel::Rule)
     }
 
     /// Returns the scope that the rule allows, or `None` if that is everything.
-    pub fn grant(&self, right: AccessLevel) -> Option<AccessScope> {
+    pub fn access_scope(&self, right: AccessLevel) -> Option<AccessScope> {
         let rule = match right {
             AccessLevel::Everything => return None,
-            AccessLevel::By(index) => self.allow.as_ref().and_then(|rules| rules.get(index)),
+            AccessLevel::Rule(index) => self.allow.as_ref().and_then(|rules| rules.get(index)),
             AccessLevel::Nothing => None,
         };
-        let none = || AccessScope {
+        let empty_scope = || AccessScope {
             resources: Vec::new(),
             namespaces: None,
         };
-        Some(rule.map_or_else(none, |rule| AccessScope {
-            resources: parsed(rule.resources.as_ref().unwrap_or(&self.resources)),
+        Some(rule.map_or_else(empty_scope, |rule| AccessScope {
+            resources: parse_resources(rule.resources.as_ref().unwrap_or(&self.resources)),
             namespaces: rule.namespaces.clone(),
         }))
     }
 
     pub(super) fn validate(&self, of_a_cluster: bool, faults: &mut ConfigErrors) {
         let bounds = [("cache", self.cache), ("connections", self.connections)];
-        faults.at_least_one("api_cache", &bounds);
-        if self.event_buffer < LEAST_WINDOW {
+        faults.check_at_least_one("api_cache", &bounds);
+        if self.event_buffer < MIN_EVENT_BUFFER {
             faults.add(
                 "api_cache.event_buffer",
                 "is less than 2MiB, which a single object can need",
@@ -168,7 +168,7 @@ impl ApiCache {
 }
 
 impl AccessRule {
-    fn validate(&self, path: &str, kept: &[GroupVersionResource], faults: &mut ConfigErrors) {
+    fn validate(&self, path: &str, cached: &[GroupVersionResource], faults: &mut ConfigErrors) {
         let lists = [
             ("pools", &self.pools),
             ("resources", &self.resources),
@@ -190,7 +190,7 @@ impl AccessRule {
         }
         for (index, text) in self.resources.iter().flatten().enumerate() {
             let known = text.parse::<GroupVersionResource>().ok();
-            if !known.is_some_and(|known| kept.contains(&known)) {
+            if !known.is_some_and(|known| cached.contains(&known)) {
                 let message = format!(
                     "\"{text}\" is not listed in api_cache.resources; add it there, or remove it here"
                 );
@@ -200,12 +200,12 @@ impl AccessRule {
     }
 }
 
-fn parsed(texts: &[String]) -> Vec<GroupVersionResource> {
+fn parse_resources(texts: &[String]) -> Vec<GroupVersionResource> {
     texts.iter().filter_map(|text| text.parse().ok()).collect()
 }
 
 /// Whether a name matches a pattern, in which `*` stands for any characters.
-fn fits(pattern: &str, name: &str) -> bool {
+fn matches_pattern(pattern: &str, name: &str) -> bool {
     let Some((begin, rest)) = pattern.split_once('*') else {
         return pattern == name;
     };
@@ -215,14 +215,14 @@ fn fits(pattern: &str, name: &str) -> bool {
     ) else {
         return false;
     };
-    let Some(mut left) = name.strip_suffix(end) else {
+    let Some(mut remaining) = name.strip_suffix(end) else {
         return false;
     };
     // Each part as early as it can be: whatever fits at all fits so.
     middle.split('*').all(|part| {
-        let found = left.find(part);
-        left = found
-            .and_then(|at| left.get(at + part.len()..))
+        let found = remaining.find(part);
+        remaining = found
+            .and_then(|at| remaining.get(at + part.len()..))
             .unwrap_or_default();
         found.is_some()
     })
@@ -250,15 +250,15 @@ mod tests {
             ("ab*ba", "aba", false),
             ("a**c", "ac", true),
         ] {
-            assert_eq!(fits(pattern, name), expected, "{pattern} {name}");
+            assert_eq!(matches_pattern(pattern, name), expected, "{pattern} {name}");
         }
     }
 
     #[test]
     fn the_first_rule_of_a_pool_applies_and_no_rules_allow_all() {
         let mut api_cache = ApiCache::default();
-        assert_eq!(api_cache.right(None), AccessLevel::Everything);
-        assert!(api_cache.grant(AccessLevel::Everything).is_none());
+        assert_eq!(api_cache.access_level(None), AccessLevel::Everything);
+        assert!(api_cache.access_scope(AccessLevel::Everything).is_none());
         let rule = |pools, namespaces| AccessRule {
             pools,
             resources: Some(texts(&["v1/services"])),
@@ -268,24 +268,34 @@ mod tests {
             rule(Some(texts(&["north-*", "south"])), Some(texts(&["shop"]))),
             rule(Some(texts(&["*"])), None),
         ]);
-        assert_eq!(api_cache.right(Some("north-1")), AccessLevel::By(0));
-        assert_eq!(api_cache.right(Some("west")), AccessLevel::By(1));
+        assert_eq!(
+            api_cache.access_level(Some("north-1")),
+            AccessLevel::Rule(0)
+        );
+        assert_eq!(api_cache.access_level(Some("west")), AccessLevel::Rule(1));
         // An object without a pool belongs to no pool, even if its name suggests one.
-        assert_eq!(api_cache.right(None), AccessLevel::Nothing);
-        let grant = api_cache.grant(AccessLevel::By(0)).unwrap();
-        assert_eq!(grant.resources, parsed(&["v1/services".to_owned()]));
+        assert_eq!(api_cache.access_level(None), AccessLevel::Nothing);
+        let grant = api_cache.access_scope(AccessLevel::Rule(0)).unwrap();
+        assert_eq!(
+            grant.resources,
+            parse_resources(&["v1/services".to_owned()])
+        );
         assert_eq!(grant.namespaces, Some(texts(&["shop"])));
         assert!(
             api_cache
-                .grant(AccessLevel::Nothing)
+                .access_scope(AccessLevel::Nothing)
                 .unwrap()
                 .resources
                 .is_empty()
         );
         api_cache.allow = Some(vec![AccessRule::default()]);
-        assert_eq!(api_cache.right(None), AccessLevel::By(0));
+        assert_eq!(api_cache.access_level(None), AccessLevel::Rule(0));
         assert_eq!(
-            api_cache.grant(AccessLevel::By(0)).unwrap().resources.len(),
+            api_cache
+                .access_scope(AccessLevel::Rule(0))
+                .unwrap()
+                .resources
+                .len(),
             3
         );
     }

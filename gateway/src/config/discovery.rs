@@ -12,23 +12,24 @@ use super::{Config, DiscoveredEndpoints, Listener, ListenerProtocol, NodePorts};
 impl Config {
     /// Returns this configuration with the paths at which the gateway stores requested certificates.
     #[must_use]
-    pub fn completed(mut self) -> Self {
+    pub fn with_certificate_paths(mut self) -> Self {
         if let Some(identity) = &mut self.tunnel.identity
             && identity.signer.is_some()
         {
-            let kept = Store::made_path(&self.data_dir, Requested::Identity);
+            let kept = Store::issued_certificate_path(&self.data_dir, Requested::Identity);
             (identity.chain, identity.key) = (Some(kept.clone()), Some(kept));
         }
         for (port, app) in &mut self.upstream_tls {
             if app.signer.is_some() {
-                let kept = Store::made_path(&self.data_dir, Requested::AppClient(*port));
+                let kept =
+                    Store::issued_certificate_path(&self.data_dir, Requested::AppClient(*port));
                 (app.certificate, app.key) = (Some(kept.clone()), Some(kept));
             }
         }
         self
     }
 
-    /// Returns this configuration without the paths that [`Config::completed`] has added.
+    /// Returns this configuration without the paths that [`Config::with_certificate_paths`] has added.
     fn without_stored_paths(mut self) -> Self {
         if let Some(identity) = &mut self.tunnel.identity
             && identity.signer.is_some()
@@ -45,18 +46,18 @@ impl Config {
 
     /// Returns this configuration with the endpoints that the cluster gives.
     #[must_use]
-    pub fn advertising(mut self, found: &DiscoveredEndpoints) -> Self {
+    pub fn with_endpoints(mut self, endpoints: &DiscoveredEndpoints) -> Self {
         let rules = self.kubernetes.as_ref();
         if rules.is_some_and(|rules| rules.advertise.is_some()) {
             let own = std::mem::take(&mut self.tunnel.advertise);
             let all = &mut self.tunnel.advertise;
-            for each in found.addresses.iter().cloned().chain(own) {
+            for each in endpoints.addresses.iter().cloned().chain(own) {
                 if !all.contains(&each) {
                     all.push(each);
                 }
             }
             // A number that the user sets explicitly is intended.
-            self.tunnel.replicas = self.tunnel.replicas.or(found.replicas);
+            self.tunnel.replicas = self.tunnel.replicas.or(endpoints.replicas);
         }
         self
     }
@@ -65,7 +66,7 @@ impl Config {
     ///
     /// # Errors
     /// All faults of the resulting configuration.
-    pub fn listing(mut self, listed: &NodePorts) -> Result<Self, Vec<ConfigError>> {
+    pub fn with_listed_ports(mut self, listed: &NodePorts) -> Result<Self, Vec<ConfigError>> {
         let rules = self.kubernetes.as_ref();
         let Some(rules) = rules.and_then(|rules| rules.ports.clone()) else {
             return Ok(self);
@@ -86,7 +87,7 @@ impl Config {
                 listeners.find(|listener| listener.name == name).cloned()
             });
             match listener {
-                Some(listener) => self.serve(&listener, ports, &mut faults),
+                Some(listener) => self.add_listeners(&listener, ports, &mut faults),
                 None if ports.is_empty() || rules.listeners().next().is_none() => {}
                 None => faults.add(
                     format!("{key}-proxy-ports"),
@@ -96,16 +97,16 @@ impl Config {
                 ),
             }
         }
-        let told = self.told(listed);
-        let count = told.http.len() + told.tcp.len();
-        if count > AnnouncedPorts::MOST {
-            let most = AnnouncedPorts::MOST;
+        let announced = self.announced_ports(listed);
+        let count = announced.http.len() + announced.tcp.len();
+        if count > AnnouncedPorts::MAX_PORTS {
+            let most = AnnouncedPorts::MAX_PORTS;
             let message = format!(
                 "with all others, {count} ports are listed, but edges accept at most {most}"
             );
             faults.add("localhost-proxy-ports", message);
         }
-        self.listed = Some(told);
+        self.announced_ports = Some(announced);
         let mut faults = faults.into_vec();
         if faults.is_empty() {
             faults = self.clone().without_stored_paths().validate();
@@ -118,7 +119,7 @@ impl Config {
     }
 
     /// Returns the announcement of these ports to edges.
-    fn told(&self, listed: &NodePorts) -> AnnouncedPorts {
+    fn announced_ports(&self, listed: &NodePorts) -> AnnouncedPorts {
         let http = listed.http.union(&listed.loopback);
         let tcp = listed.https.iter().chain(self.upstream_tls.keys());
         AnnouncedPorts {
@@ -128,8 +129,13 @@ impl Config {
     }
 
     /// Serves these ports with `listener` as the template.
-    fn serve(&mut self, listener: &Listener, ports: &BTreeSet<u16>, faults: &mut ConfigErrors) {
-        let by_hand: BTreeMap<u16, &Listener> = match &self.redirect {
+    fn add_listeners(
+        &mut self,
+        listener: &Listener,
+        ports: &BTreeSet<u16>,
+        faults: &mut ConfigErrors,
+    ) {
+        let configured: BTreeMap<u16, &Listener> = match &self.redirect {
             Some(redirect) if listener.original_destination => redirect.by_port(&self.listeners),
             _ => {
                 let all = self
@@ -140,20 +146,20 @@ impl Config {
                     .collect()
             }
         };
-        let new: Vec<u16> = ports
+        let unserved: Vec<u16> = ports
             .iter()
-            .filter(|port| !by_hand.contains_key(port))
+            .filter(|port| !configured.contains_key(port))
             .copied()
             .collect();
-        let app = listener
+        let upstream_tls = listener
             .node_port()
             .and_then(|port| self.upstream_tls.get(&port))
             .cloned();
-        for port in new {
+        for port in unserved {
             if listener.protocol == ListenerProtocol::Https
                 && !self.upstream_tls.contains_key(&port)
             {
-                let Some(app) = &app else {
+                let Some(app) = &upstream_tls else {
                     let message = format!(
                         "upstream_tls has no key for this port, which the listener \"{}\" would serve; add the port to upstream_tls",
                         listener.name
@@ -173,18 +179,18 @@ impl Config {
                 }
                 continue;
             }
-            let mut own = listener.clone();
-            own.name = format!("{}-{port}", listener.name);
-            own.port = Some(port);
-            own.original_destination = false;
-            if let ListenAddr::Tcp(address) = &mut own.listen {
+            let mut port_listener = listener.clone();
+            port_listener.name = format!("{}-{port}", listener.name);
+            port_listener.port = Some(port);
+            port_listener.original_destination = false;
+            if let ListenAddr::Tcp(address) = &mut port_listener.listen {
                 address.set_port(port);
             }
             // The user opened this listener to anonymous clients for some ports; the listed ports are included, here and above.
-            if !own.anonymous_ports.is_empty() {
-                own.anonymous_ports = vec![port];
+            if !port_listener.anonymous_ports.is_empty() {
+                port_listener.anonymous_ports = vec![port];
             }
-            self.listeners.push(own);
+            self.listeners.push(port_listener);
         }
     }
 }
@@ -238,21 +244,21 @@ mod tests {
                 .to_vec(),
             replicas: Some(3),
         };
-        let with = advertised(&json!({})).advertising(&found);
+        let with = advertised(&json!({})).with_endpoints(&found);
         assert_eq!(with.tunnel.advertise, found.addresses);
         assert_eq!(with.tunnel.replicas, Some(3));
-        let without = advertised(&json!(null)).advertising(&found);
+        let without = advertised(&json!(null)).with_endpoints(&found);
         assert_eq!(without.tunnel.advertise, found.addresses[1..]);
         assert_eq!(without.tunnel.replicas, None);
         let mut own = advertised(&json!({}));
         own.tunnel.replicas = Some(2);
-        assert_eq!(own.advertising(&found).tunnel.replicas, Some(2));
+        assert_eq!(own.with_endpoints(&found).tunnel.replicas, Some(2));
     }
 
     #[test]
     fn a_listed_port_is_as_its_listener_with_a_listener_of_its_own() {
         let config = config(&json!({}))
-            .listing(&listed(&[9051, 10255], &[9443]))
+            .with_listed_ports(&listed(&[9051, 10255], &[9443]))
             .unwrap();
         let listener = |name: &str| {
             config
@@ -270,7 +276,7 @@ mod tests {
         assert_eq!(tls.listen.to_string(), "0.0.0.0:9443");
         assert_eq!(config.upstream_tls[&9443], config.upstream_tls[&10250]);
         assert_eq!(config.listeners.len(), 4, "10255 is there by hand");
-        let told = config.listed.unwrap();
+        let told = config.announced_ports.unwrap();
         assert_eq!(
             (told.http, told.tcp),
             (vec![9051, 10255, 10267], vec![9443, 9443, 10250])
@@ -282,7 +288,9 @@ mod tests {
         let config = config(&json!({
             "upstream_tls": { "10250": { "verify": false, "signer": "kubernetes.io/kube-apiserver-client" } },
         }));
-        let config = config.completed().listing(&listed(&[9051], &[9443]));
+        let config = config
+            .with_certificate_paths()
+            .with_listed_ports(&listed(&[9051], &[9443]));
         let apps = config.unwrap().upstream_tls;
         assert!(apps[&10250].certificate.is_some());
         assert_eq!(apps[&9443], apps[&10250]);
@@ -295,7 +303,7 @@ mod tests {
             "listeners": [{ "name": "kubelets", "protocol": "https", "listen": "0.0.0.0:10263", "original_destination": true }],
             "kubernetes": { "ports": { "https": "kubelets" } },
         }));
-        let config = config.listing(&listed(&[], &[9443])).unwrap();
+        let config = config.with_listed_ports(&listed(&[], &[9443])).unwrap();
         assert_eq!(config.listeners.len(), 1);
         assert_eq!(config.redirect.unwrap().ports[&9443], "kubelets");
         let config = self::config(&json!({
@@ -304,7 +312,7 @@ mod tests {
                          "original_destination": true, "anonymous": true, "anonymous_ports": [10255] }],
             "kubernetes": { "ports": { "http": "any" } },
         }));
-        let config = config.listing(&listed(&[9051], &[])).unwrap();
+        let config = config.with_listed_ports(&listed(&[9051], &[])).unwrap();
         assert_eq!(config.listeners[0].anonymous_ports, [10255, 9051]);
     }
 
@@ -315,28 +323,28 @@ mod tests {
             "listeners": [{ "name": "api", "protocol": "connect", "listen": "unix:/run/it.sock" }],
         }));
         assert_eq!(said(&config.validate()), "");
-        let config = config.listing(&listed(&[9051], &[9443])).unwrap();
+        let config = config.with_listed_ports(&listed(&[9051], &[9443])).unwrap();
         assert_eq!(config.listeners.len(), 1);
-        assert_eq!(config.listed.unwrap().http, [9051, 10267]);
+        assert_eq!(config.announced_ports.unwrap().http, [9051, 10267]);
     }
 
     #[test]
     fn unsupported_ports_are_named() {
-        let both = config(&json!({})).listing(&listed(&[9443], &[9443]));
+        let both = config(&json!({})).with_listed_ports(&listed(&[9443], &[9443]));
         assert!(said(&both.unwrap_err()).contains("9443: is listed both as http and as https"));
         let alone = json!({ "kubernetes": { "ports": { "https": "kubelets" } } });
-        let alone = config(&alone).listing(&listed(&[9051], &[]));
+        let alone = config(&alone).with_listed_ports(&listed(&[9051], &[]));
         assert!(said(&alone.unwrap_err()).contains("kubernetes.ports.http"));
         let crowd = NodePorts {
             loopback: (1..=u16::MAX).collect(),
             ..NodePorts::default()
         };
-        let crowd = config(&json!({})).listing(&crowd);
+        let crowd = config(&json!({})).with_listed_ports(&crowd);
         assert!(
             said(&crowd.unwrap_err())
                 .contains("65536 ports are listed, but edges accept at most 4096")
         );
-        let bare = config(&json!({ "upstream_tls": {} })).listing(&listed(&[], &[9443]));
+        let bare = config(&json!({ "upstream_tls": {} })).with_listed_ports(&listed(&[], &[9443]));
         assert!(said(&bare.unwrap_err()).contains("upstream_tls has no key"));
         for (ports, says) in [
             (json!({}), "lists ports but no listener"),

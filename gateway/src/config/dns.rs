@@ -46,8 +46,8 @@ impl Default for Dns {
 impl Dns {
     pub(super) fn validate(&self, listeners: &[IpAddr], faults: &mut ConfigErrors) {
         if self.zones.is_empty() {
-            let nothing = "is empty, so no name would be answered; set a zone, such as [nodes.example.internal]";
-            faults.add("dns.zones", nothing);
+            let empty_message = "is empty, so no name would be answered; set a zone, such as [nodes.example.internal]";
+            faults.add("dns.zones", empty_message);
         }
         check_zones("dns.zones", &self.zones, faults);
         check_addresses("dns.addresses", &self.addresses, faults);
@@ -67,7 +67,7 @@ pub(super) fn check_zones(key: &str, zones: &[String], faults: &mut ConfigErrors
     let mut earlier = Vec::new();
     for (index, zone) in zones.iter().enumerate() {
         let path = format!("{key}[{index}]");
-        let plain = plain(zone);
+        let plain = normalize_zone(zone);
         match (plain.as_str(), NodeName::parse(&plain)) {
             ("", _) if zone == "." => {}
             (_, Err(error)) => faults.add(&path, error.to_string()),
@@ -97,7 +97,7 @@ pub(super) fn check_addresses(key: &str, addresses: &[IpAddr], faults: &mut Conf
 }
 
 /// Returns a zone without the root's dot and in lower case; the root is empty.
-fn plain(zone: &str) -> String {
+fn normalize_zone(zone: &str) -> String {
     let zone = zone.strip_suffix('.').unwrap_or(zone);
     zone.to_ascii_lowercase()
 }

@@ -20,7 +20,7 @@ pub struct IdentityHeaders {
 }
 
 /// Names of fields that HTTP, an intermediary or this gateway uses itself.
-const TAKEN: &[&str] = &[
+const STANDARD_FIELDS: &[&str] = &[
     "accept",
     "accept-encoding",
     "authorization",
@@ -71,21 +71,24 @@ const TAKEN: &[&str] = &[
 ];
 
 /// Folded prefix of fields without a standard: too wide to be a family.
-const EXTENSIONS: &str = "x-";
+const EXTENSION_PREFIX: &str = "x-";
 
 impl IdentityHeaders {
     /// Returns each key with the field name that it gives.
-    pub(crate) fn names(&self) -> impl Iterator<Item = (&'static str, &str)> {
+    pub(crate) fn field_names(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let keys = [("user", &self.user), ("groups", &self.groups)];
         keys.into_iter()
             .filter_map(|(key, name)| Some((key, name.as_deref()?)))
     }
 
     /// Returns the prefixes of the family, [folded](fold).
-    pub(crate) fn families(&self) -> Vec<String> {
+    pub(crate) fn family_prefixes(&self) -> Vec<String> {
         let mut prefixes: Vec<_> = match &self.strip_prefixes {
             Some(prefixes) => prefixes.iter().map(|prefix| fold(prefix)).collect(),
-            None => self.names().filter_map(|(_, name)| stem(name)).collect(),
+            None => self
+                .field_names()
+                .filter_map(|(_, name)| family_prefix(name))
+                .collect(),
         };
         prefixes.sort_unstable();
         prefixes.dedup();
@@ -94,11 +97,11 @@ impl IdentityHeaders {
 }
 
 /// Returns the name up to its last separator, [folded](fold), if that is narrow enough to be the prefix of a family.
-fn stem(name: &str) -> Option<String> {
+fn family_prefix(name: &str) -> Option<String> {
     let folded = fold(name);
     let end = folded.rfind('-')? + 1;
     let stem = folded.get(..end)?;
-    (stem != EXTENSIONS).then(|| stem.to_owned())
+    (stem != EXTENSION_PREFIX).then(|| stem.to_owned())
 }
 
 /// Returns the name as the most lenient applications read it: CGI reads `_` as `-`, PHP `.` too, and some servers all
@@ -119,8 +122,8 @@ pub(crate) fn fold_byte(byte: u8) -> u8 {
 }
 
 /// Whether a field of this name, in lower case, has a meaning of its own, which no prefix covers.
-pub(crate) fn is_taken(name: &str) -> bool {
-    TAKEN.contains(&name)
+pub(crate) fn is_standard_field(name: &str) -> bool {
+    STANDARD_FIELDS.contains(&name)
 }
 
 /// Checks the prefix of a family of fields.
@@ -133,7 +136,7 @@ pub(crate) fn check_prefix(prefix: &str) -> Result<(), String> {
             "\"{prefix}\" is not the beginning of a field name; write X-Remote-"
         ));
     }
-    if EXTENSIONS.starts_with(&fold(prefix)) {
+    if EXTENSION_PREFIX.starts_with(&fold(prefix)) {
         return Err(format!(
             "\"{prefix}\" would remove every non-standard field; write a longer prefix, such as X-Remote-"
         ));
@@ -145,12 +148,12 @@ pub(crate) fn check_prefix(prefix: &str) -> Result<(), String> {
 ///
 /// # Errors
 /// The fault of the name, if there is one.
-pub(crate) fn field(name: &str) -> Result<HeaderName, String> {
+pub(crate) fn parse_field_name(name: &str) -> Result<HeaderName, String> {
     let parsed = HeaderName::from_bytes(name.as_bytes());
     let parsed = parsed.map_err(|_| {
         format!("\"{name}\" is not a valid field name; write a name such as X-Remote-User")
     })?;
-    if is_taken(parsed.as_str()) || parsed.as_str().starts_with(PRIVATE_PREFIX) {
+    if is_standard_field(parsed.as_str()) || parsed.as_str().starts_with(PRIVATE_PREFIX) {
         return Err(format!(
             "\"{name}\" is a standard field with another meaning; write another name, such as X-Remote-User"
         ));
@@ -164,9 +167,9 @@ mod tests {
 
     #[test]
     fn a_field_with_another_meaning_cannot_carry_client_identity() {
-        assert_eq!(field("X-Remote-User").unwrap(), "x-remote-user");
+        assert_eq!(parse_field_name("X-Remote-User").unwrap(), "x-remote-user");
         for bad in ["Host", "AUTHORIZATION", "te", "Causeway-Target", "a b", ""] {
-            assert!(field(bad).is_err(), "{bad}");
+            assert!(parse_field_name(bad).is_err(), "{bad}");
         }
     }
 
@@ -180,7 +183,7 @@ mod tests {
                 groups: Some(groups.into()),
                 strip_prefixes: prefixes.map(owned),
             };
-            headers.families()
+            headers.family_prefixes()
         };
         assert_eq!(
             families("X-Remote-User", "X-Remote-Group", None),

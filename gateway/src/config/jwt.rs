@@ -128,9 +128,9 @@ impl FromStr for Jwks {
                 Ok(Self::File(text.into()))
             };
         };
-        let refuse = |why: &str| Err(format!("\"{text}\" {why}"));
+        let invalid = |why: &str| Err(format!("\"{text}\" {why}"));
         let Ok(url) = text.parse::<Uri>() else {
-            return refuse("is not a valid URL; write https://host/path");
+            return invalid("is not a valid URL; write https://host/path");
         };
         let authority = url.authority().map_or("", |authority| authority.as_str());
         // The message leaves out the text because it contains a password.
@@ -138,13 +138,13 @@ impl FromStr for Jwks {
             return Err("the URL of the keys must not contain a user or a password".to_owned());
         }
         match (scheme.to_ascii_lowercase().as_str(), url.host()) {
-            (_, None | Some("")) => refuse("contains no host"),
+            (_, None | Some("")) => invalid("contains no host"),
             ("https", Some(_)) => Ok(Self::Url(url)),
             ("http", Some(host)) if is_loopback(host) => Ok(Self::Url(url)),
-            ("http", Some(_)) => refuse(
+            ("http", Some(_)) => invalid(
                 "would fetch keys without encryption, so an attacker could change them; write https://",
             ),
-            _ => refuse("is neither a file nor a URL; write https://host/path"),
+            _ => invalid("is neither a file nor a URL; write https://host/path"),
         }
     }
 }

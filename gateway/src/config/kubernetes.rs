@@ -169,11 +169,11 @@ impl YurtHub {
 }
 
 /// Prefix of label keys that a kubelet cannot write on its own Node (the admission plugin `NodeRestriction`).
-const RESTRICTED: &str = "node-restriction.kubernetes.io";
+const RESTRICTED_PREFIX: &str = "node-restriction.kubernetes.io";
 
 impl Kubernetes {
     /// Whether the policy trusts labels of Node objects with this key.
-    pub fn counts_label(&self, key: &str) -> bool {
+    pub fn trusts_label(&self, key: &str) -> bool {
         is_restricted(key) || self.policy_labels.iter().any(|listed| listed == key)
     }
 }
@@ -182,7 +182,7 @@ impl Kubernetes {
 pub fn is_restricted(key: &str) -> bool {
     key.split_once('/').is_some_and(|(prefix, _)| {
         prefix
-            .strip_suffix(RESTRICTED)
+            .strip_suffix(RESTRICTED_PREFIX)
             .is_some_and(|sub| sub.is_empty() || sub.ends_with('.'))
     })
 }
@@ -206,11 +206,11 @@ impl TryFrom<String> for Label {
             Some((key, value)) => (key, Some(value.to_owned())),
             None => (text.as_str(), None),
         };
-        let fits = |part: &str| {
+        let is_label_part = |part: &str| {
             let plain = |each: char| each.is_ascii_alphanumeric() || "-_./".contains(each);
             part.len() <= 317 && part.chars().all(plain)
         };
-        if key.is_empty() || !fits(key) || !value.as_deref().is_none_or(fits) {
+        if key.is_empty() || !is_label_part(key) || !value.as_deref().is_none_or(is_label_part) {
             return Err(format!(
                 "\"{text}\" is not a valid label; write KEY=VALUE or KEY, such as causeway.io/edge=true"
             ));
@@ -253,7 +253,7 @@ mod tests {
             ("kubernetes.io/hostname", false),
             ("causeway.io/edge", false),
         ] {
-            assert_eq!(rules.counts_label(key), counts, "{key}");
+            assert_eq!(rules.trusts_label(key), counts, "{key}");
         }
     }
 

@@ -130,9 +130,9 @@ impl Listener {
     /// Whether clients speak TLS here. `http` listeners and unix sockets have no TLS, nor has an anonymous `tcp` listener: ssh and
     /// netcat speak no TLS, and if the upstream sends first, the gateway cannot distinguish the two.
     pub fn has_tls(&self) -> bool {
-        let bare = self.protocol == ListenerProtocol::Http
+        let is_plain = self.protocol == ListenerProtocol::Http
             || (self.protocol == ListenerProtocol::Tcp && self.anonymous);
-        !bare && matches!(self.listen, ListenAddr::Tcp(_))
+        !is_plain && matches!(self.listen, ListenAddr::Tcp(_))
     }
 }
 

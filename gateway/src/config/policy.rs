@@ -216,7 +216,7 @@ impl schemars::JsonSchema for PortRange {
 
 impl Rule {
     /// Returns the rule's label for logs and refusals: its name, or its place.
-    pub fn called(&self, index: usize) -> String {
+    pub fn label(&self, index: usize) -> String {
         let name = self.name.clone();
         name.unwrap_or_else(|| format!("rules[{index}]"))
     }
@@ -242,9 +242,9 @@ impl Validate for Policy {
             if let Some(name) = &rule.name {
                 check.name(name, names.insert(name.as_str()));
             }
-            check.who(&rule.who);
-            check.nodes(&rule.r#where);
-            check.what(&rule.what);
+            check.check_subjects(&rule.who);
+            check.check_nodes(&rule.r#where);
+            check.check_request(&rule.what);
         }
         faults.into_vec()
     }
@@ -261,13 +261,13 @@ impl RuleValidator<'_> {
         self.faults.add(format!("{}.{key}", self.path), message);
     }
 
-    fn name(&mut self, name: &str, new: bool) {
+    fn name(&mut self, name: &str, is_unique: bool) {
         if name.trim().is_empty() || name.chars().any(char::is_control) {
             self.add(
                 "name",
                 "must be one or more words; remove the key if the rule needs no name",
             );
-        } else if !new {
+        } else if !is_unique {
             let message = format!(
                 "the name \"{name}\" is used by an earlier rule; each rule needs its own name"
             );
@@ -276,7 +276,7 @@ impl RuleValidator<'_> {
     }
 
     /// Adds the faults of each item of a given list, and a fault if the list is empty.
-    fn each<T>(
+    fn check_each<T>(
         &mut self,
         key: &str,
         list: &Specified<Vec<T>>,
@@ -293,18 +293,18 @@ impl RuleValidator<'_> {
         }
     }
 
-    fn who(&mut self, who: &Specified<Subjects>) {
+    fn check_subjects(&mut self, who: &Specified<Subjects>) {
         let Some(who) = &who.0 else { return };
         if *who == Subjects::default() {
             self.add("who", "is empty; set users, groups, spiffe or networks, or remove the key to match every client");
         }
-        self.each("who.users", &who.users, |text| pattern(text));
-        self.each("who.groups", &who.groups, |text| pattern(text));
-        self.each("who.spiffe", &who.spiffe, |text| {
+        self.check_each("who.users", &who.users, |text| pattern_fault(text));
+        self.check_each("who.groups", &who.groups, |text| pattern_fault(text));
+        self.check_each("who.spiffe", &who.spiffe, |text| {
             let other = || {
                 format!("\"{text}\" is not a SPIFFE ID; write spiffe://example.org/ns/monitoring/*")
             };
-            pattern(text).or_else(|| (!text.starts_with("spiffe://")).then(other))
+            pattern_fault(text).or_else(|| (!text.starts_with("spiffe://")).then(other))
         });
         if who
             .networks
@@ -316,7 +316,7 @@ impl RuleValidator<'_> {
         }
     }
 
-    fn nodes(&mut self, nodes: &Specified<NodeSelector>) {
+    fn check_nodes(&mut self, nodes: &Specified<NodeSelector>) {
         let Some(nodes) = &nodes.0 else { return };
         if *nodes == NodeSelector::default() {
             self.add(
@@ -336,44 +336,44 @@ impl RuleValidator<'_> {
                 self.add("where.direct", "matches only addresses that belong to no node, so nodes, pools and labels in the same rule match nothing; write two rules");
             }
         }
-        self.each("where.nodes", &nodes.nodes, |text| {
+        self.check_each("where.nodes", &nodes.nodes, |text| {
             let letter = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.*".contains(c);
             let other = || format!("\"{text}\" cannot be a node name; names have lower-case letters, digits, '-' and '.', and * matches any of them");
-            pattern(text).or_else(|| (!text.chars().all(letter)).then(other))
+            pattern_fault(text).or_else(|| (!text.chars().all(letter)).then(other))
         });
-        self.each("where.pools", &nodes.pools, |text| pattern(text));
+        self.check_each("where.pools", &nodes.pools, |text| pattern_fault(text));
         if nodes.labels.0.as_ref().is_some_and(BTreeMap::is_empty) {
             self.add("where.labels", EMPTY);
         }
         for (key, value) in nodes.labels.0.iter().flatten() {
-            if let Some(message) = label(key).or_else(|| label(value)) {
+            if let Some(message) = label_fault(key).or_else(|| label_fault(value)) {
                 self.add("where.labels", message);
             }
         }
     }
 
-    fn what(&mut self, what: &Specified<RequestMatch>) {
+    fn check_request(&mut self, what: &Specified<RequestMatch>) {
         let Some(what) = &what.0 else { return };
         if *what == RequestMatch::default() {
             self.add("what", "is empty; set ports, methods, paths or streams, or remove the key to match everything");
         }
-        self.each("what.ports", &what.ports, |_| None);
-        self.each("what.methods", &what.methods, |text| {
+        self.check_each("what.ports", &what.ports, |_| None);
+        self.check_each("what.methods", &what.methods, |text| {
             let letter = |b: u8| b.is_ascii_uppercase() || b"-_".contains(&b);
-            let sound = !text.is_empty() && text.bytes().all(letter);
-            (!sound).then(|| {
+            let is_valid = !text.is_empty() && text.bytes().all(letter);
+            (!is_valid).then(|| {
                 format!("\"{text}\" is not a valid method; write GET, POST and so on, in capitals")
             })
         });
-        self.each("what.paths", &what.paths, |text| path(text));
-        self.each("what.streams", &what.streams, |_| None);
+        self.check_each("what.paths", &what.paths, |text| path_fault(text));
+        self.check_each("what.streams", &what.streams, |_| None);
     }
 }
 
 const EMPTY: &str = "is empty and would match nothing; list at least one value, or remove the key to match any value";
 
 /// Returns the fault of a pattern, if there is one.
-fn pattern(text: &str) -> Option<String> {
+fn pattern_fault(text: &str) -> Option<String> {
     if text.is_empty() {
         return Some("is empty; write a name, or * for any".into());
     }
@@ -386,15 +386,15 @@ fn pattern(text: &str) -> Option<String> {
 }
 
 /// Returns the fault of a label's key or value, if there is one.
-pub fn label(text: &str) -> Option<String> {
+pub fn label_fault(text: &str) -> Option<String> {
     let star = || {
         format!("\"{text}\" contains *, which is not a wildcard in a label; write the whole word")
     };
-    pattern(text).or_else(|| text.contains('*').then(star))
+    pattern_fault(text).or_else(|| text.contains('*').then(star))
 }
 
 /// Returns the fault of a path, if there is one.
-fn path(text: &str) -> Option<String> {
+fn path_fault(text: &str) -> Option<String> {
     if canonical(text).as_deref() != Some(text) || text.contains(['*', '?', '#']) {
         return Some(format!(
             "\"{text}\" is not a valid path for a rule; write /metrics, without *, ?, %, ; and dots between slashes: \

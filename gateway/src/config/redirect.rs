@@ -52,7 +52,7 @@ impl Redirect {
     }
 
     /// Returns the listener to which connections to pods are redirected.
-    pub(crate) fn of_pods<'a>(&self, listeners: &'a [Listener]) -> Option<&'a Listener> {
+    pub(crate) fn pod_listener<'a>(&self, listeners: &'a [Listener]) -> Option<&'a Listener> {
         let name = self.pods.as_ref()?;
         listeners.iter().find(|listener| listener.name == *name)
     }
@@ -70,10 +70,10 @@ impl Redirect {
                 "redirects nothing; set listeners, or set ports with a listener for each, or remove this key",
             );
         }
-        let mut taken = BTreeMap::new();
+        let mut used_ports = BTreeMap::new();
         for (index, name) in self.listeners.iter().enumerate() {
             let path = format!("redirect.listeners[{index}]");
-            let Some(listener) = known(&path, name, listeners, faults) else {
+            let Some(listener) = find_redirect_listener(&path, name, listeners, faults) else {
                 continue;
             };
             let Some(port) = listener.node_port() else {
@@ -83,7 +83,7 @@ impl Redirect {
                 faults.add(path, message);
                 continue;
             };
-            if let Some(other) = taken.insert(port, name) {
+            if let Some(other) = used_ports.insert(port, name) {
                 let message =
                     format!("node port {port} is already redirected to listener \"{other}\"");
                 faults.add(path, message);
@@ -97,12 +97,12 @@ impl Redirect {
                     "0 is not a valid node port; use a port from 1 to 65535",
                 );
             }
-            if let Some(other) = taken.get(port) {
+            if let Some(other) = used_ports.get(port) {
                 let message =
                     format!("node port {port} is already redirected to listener \"{other}\"");
                 faults.add(&path, message);
             }
-            known(&path, name, listeners, faults);
+            find_redirect_listener(&path, name, listeners, faults);
         }
         self.check_pods(listeners, networks, faults);
         check_table("redirect.table", &self.table, faults);
@@ -113,7 +113,7 @@ impl Redirect {
             return;
         };
         let path = "redirect.pods";
-        if let Some(listener) = known(path, name, listeners, faults)
+        if let Some(listener) = find_redirect_listener(path, name, listeners, faults)
             && listener.protocol != ListenerProtocol::Tcp
         {
             let message = format!(
@@ -132,9 +132,9 @@ impl Redirect {
 /// Checks that this can be the name of a table.
 fn check_table(path: &str, table: &str, faults: &mut ConfigErrors) {
     let mut letters = table.chars();
-    let begins = letters.next().is_some_and(|c| c.is_ascii_alphabetic());
-    let goes_on = letters.all(|c| c.is_ascii_alphanumeric() || c == '_');
-    if !(begins && goes_on && table.len() <= MAX_TABLE) {
+    let has_valid_start = letters.next().is_some_and(|c| c.is_ascii_alphabetic());
+    let has_valid_rest = letters.all(|c| c.is_ascii_alphanumeric() || c == '_');
+    if !(has_valid_start && has_valid_rest && table.len() <= MAX_TABLE) {
         let message = format!(
             "{table:?} is not a valid table name; use a letter, then letters, digits and _, at most {MAX_TABLE} characters in all"
         );
@@ -146,7 +146,7 @@ fn check_table(path: &str, table: &str, faults: &mut ConfigErrors) {
 const MAX_TABLE: usize = 64;
 
 /// Returns the listener of this name, and adds a fault if connections cannot be redirected to it.
-fn known<'a>(
+fn find_redirect_listener<'a>(
     path: &str,
     name: &str,
     listeners: &'a [Listener],
@@ -162,7 +162,7 @@ fn known<'a>(
         );
         faults.add(path, message);
     }
-    if !matches!(listener.listen, ListenAddr::Tcp(address) if reached(address)) {
+    if !matches!(listener.listen, ListenAddr::Tcp(address) if receives_redirected(address)) {
         let message = format!(
             "listener \"{name}\" is on {}, which receives no redirected connections; let it listen on 0.0.0.0, [::], 127.0.0.1 or [::1]",
             listener.listen
@@ -174,7 +174,7 @@ fn known<'a>(
 
 /// Whether redirected connections reach this address. The kernel redirects a connection from another host to the address at
 /// which it arrived, and one from this host to loopback.
-fn reached(listen: SocketAddr) -> bool {
+fn receives_redirected(listen: SocketAddr) -> bool {
     let own = [
         IpAddr::from(Ipv4Addr::LOCALHOST),
         Ipv6Addr::LOCALHOST.into(),

@@ -29,7 +29,7 @@ pub struct Identity {
 
 impl Identity {
     /// Returns the signer and the trust domain of the requested certificate, if one is requested.
-    pub fn asked(&self) -> Option<(&str, TrustDomain)> {
+    pub fn certificate_request(&self) -> Option<(&str, TrustDomain)> {
         let domain = TrustDomain::parse(self.trust_domain.as_deref()?).ok()?;
         Some((self.signer.as_deref()?, domain))
     }
@@ -120,12 +120,16 @@ mod tests {
         let asked =
             json!({ "signer": "example.com/gateways", "trust_domain": "td", "client_ca": ["c"] });
         assert_eq!(faults(&asked), "");
-        let kept = config(&asked).completed().tunnel.identity.unwrap();
+        let kept = config(&asked)
+            .with_certificate_paths()
+            .tunnel
+            .identity
+            .unwrap();
         assert_eq!(kept.chain, Some("/data/identity.pem".into()));
         assert_eq!(kept.key, kept.chain);
         let files = json!({ "chain": "a", "key": "b", "client_ca": ["c"] });
         assert_eq!(faults(&files), "");
-        assert_eq!(config(&files).completed(), config(&files));
+        assert_eq!(config(&files).with_certificate_paths(), config(&files));
         for (change, says) in [
             (json!({ "chain": "a" }), "keep one of the two"),
             (json!({ "signer": null }), "or a signer"),

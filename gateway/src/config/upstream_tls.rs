@@ -131,7 +131,7 @@ impl UpstreamTls {
         ];
         for (key, file) in files {
             if let Some(file) = file {
-                faults.file(format!("{path}.{key}"), file);
+                faults.check_file(format!("{path}.{key}"), file);
             }
         }
     }

@@ -50,7 +50,7 @@ impl Validate for Config {
             let networks = networks.map(Vec::as_slice).unwrap_or_default();
             redirect.check(&self.listeners, networks, &mut faults);
         }
-        self.reviews(&mut faults);
+        self.check_reviews(&mut faults);
         for (port, app) in &self.upstream_tls {
             app.validate(*port, of_a_cluster, &mut faults);
         }
@@ -60,22 +60,22 @@ impl Validate for Config {
     fn validate_files(&self) -> Vec<ConfigError> {
         let mut faults = ConfigErrors::default();
         if let Some(file) = &self.policy.0 {
-            faults.file("policy", file);
+            faults.check_file("policy", file);
         }
         if let Some(identity) = &self.tunnel.identity {
             for (key, file) in [("chain", &identity.chain), ("key", &identity.key)] {
                 if let Some(file) = file {
-                    faults.file(format!("tunnel.identity.{key}"), file);
+                    faults.check_file(format!("tunnel.identity.{key}"), file);
                 }
             }
             for (index, file) in identity.client_ca.iter().enumerate() {
-                faults.file(format!("tunnel.identity.client_ca[{index}]"), file);
+                faults.check_file(format!("tunnel.identity.client_ca[{index}]"), file);
             }
         }
         if let Some(cluster) = &self.kubernetes
             && let Some(file) = &cluster.kubeconfig
         {
-            faults.file("kubernetes.kubeconfig", file);
+            faults.check_file("kubernetes.kubeconfig", file);
         }
         for (index, file) in self
             .signer()
@@ -83,12 +83,12 @@ impl Validate for Config {
             .flat_map(|rules| &rules.client_ca)
             .enumerate()
         {
-            faults.file(format!("kubernetes.certificates.client_ca[{index}]"), file);
+            faults.check_file(format!("kubernetes.certificates.client_ca[{index}]"), file);
         }
         if let Some(api_cache) = &self.api_cache
             && let Some(directory) = &api_cache.manifests
         {
-            faults.directory("api_cache.manifests", directory);
+            faults.check_directory("api_cache.manifests", directory);
         }
         faults.into_vec()
     }
@@ -97,7 +97,7 @@ impl Validate for Config {
 impl Config {
     fn numbers(&self, faults: &mut ConfigErrors) {
         let tunnel = &self.tunnel;
-        faults.not_zero(
+        faults.check_not_zero(
             "tunnel",
             &[
                 ("handshake_timeout", tunnel.handshake_timeout),
@@ -112,7 +112,7 @@ impl Config {
             ],
         );
         let timeouts = &self.timeouts;
-        faults.not_zero(
+        faults.check_not_zero(
             "timeouts",
             &[
                 ("tls", timeouts.tls),
@@ -126,7 +126,7 @@ impl Config {
                 ("authorize", timeouts.authorize),
             ],
         );
-        faults.at_least_one(
+        faults.check_at_least_one(
             "tunnel",
             &[
                 ("memory", tunnel.memory),
@@ -134,10 +134,10 @@ impl Config {
             ],
         );
         let replicas = tunnel.replicas;
-        if replicas.is_some_and(|replicas| !(1..=wire::MOST_GATEWAYS).contains(&replicas)) {
+        if replicas.is_some_and(|replicas| !(1..=wire::MAX_GATEWAYS_PER_EDGE).contains(&replicas)) {
             let message = format!(
                 "must be from 1 to {}: the number of gateways to which each edge has tunnels",
-                wire::MOST_GATEWAYS
+                wire::MAX_GATEWAYS_PER_EDGE
             );
             faults.add("tunnel.replicas", message);
         }
@@ -146,7 +146,7 @@ impl Config {
 
     fn validate_limits(&self, faults: &mut ConfigErrors) {
         let limits = &self.limits;
-        faults.at_least_one(
+        faults.check_at_least_one(
             "limits",
             &[
                 ("streams", limits.streams),
@@ -225,11 +225,11 @@ impl ListenerValidator<'_> {
         self.target();
         self.proxied();
         self.files();
-        self.clients();
-        self.issuers();
-        self.identity_headers();
+        self.check_clients();
+        self.check_issuers();
+        self.check_identity_headers();
         self.forwarding_headers();
-        self.anonymous();
+        self.check_anonymous();
     }
 
     fn add(&mut self, key: &str, message: impl Into<String>) {
@@ -321,30 +321,30 @@ impl ListenerValidator<'_> {
         let listener = self.listener;
         if let Some(certificate) = &listener.certificate {
             if listener.has_tls() {
-                self.faults.file(
+                self.faults.check_file(
                     format!("{}.certificate.chain", self.path),
                     &certificate.chain,
                 );
                 self.faults
-                    .file(format!("{}.certificate.key", self.path), &certificate.key);
+                    .check_file(format!("{}.certificate.key", self.path), &certificate.key);
             } else {
-                let message = format!("{} is served without TLS; remove this key", self.place());
+                let message = format!("{} is served without TLS; remove this key", self.location());
                 self.add("certificate", message);
             }
         }
         for (index, file) in listener.client_auth.client_ca.iter().enumerate() {
-            self.faults.file(
+            self.faults.check_file(
                 format!("{}.client_auth.client_ca[{index}]", self.path),
                 file,
             );
         }
         if let Some(file) = &listener.client_auth.tokens {
             self.faults
-                .file(format!("{}.client_auth.tokens", self.path), file);
+                .check_file(format!("{}.client_auth.tokens", self.path), file);
         }
     }
 
-    fn place(&self) -> String {
+    fn location(&self) -> String {
         match self.listener.listen {
             ListenAddr::Unix(_) => "a unix socket".into(),
             ListenAddr::Tcp(_) if self.listener.protocol == ListenerProtocol::Tcp => {
@@ -354,14 +354,14 @@ impl ListenerValidator<'_> {
         }
     }
 
-    fn clients(&mut self) {
+    fn check_clients(&mut self) {
         let listener = self.listener;
-        let by_certificate =
+        let accepts_certificates =
             listener.client_auth.own_ca || !listener.client_auth.client_ca.is_empty();
         if !listener.has_tls() && !listener.client_auth.client_ca.is_empty() {
             let message = format!(
                 "{} is served without TLS, so clients cannot show a certificate; use client_auth.tokens or client_auth.jwt",
-                self.place()
+                self.location()
             );
             self.add("client_auth.client_ca", message);
         }
@@ -371,11 +371,11 @@ impl ListenerValidator<'_> {
                 "a plain TCP connection cannot carry a token; use client_auth.client_ca",
             );
         }
-        let by_token = listener.client_auth.tokens.is_some()
+        let accepts_tokens = listener.client_auth.tokens.is_some()
             || !listener.client_auth.jwt.is_empty()
             || listener.client_auth.token_review.is_some();
-        let known = (listener.has_tls() && by_certificate)
-            || (listener.protocol != ListenerProtocol::Tcp && by_token)
+        let known = (listener.has_tls() && accepts_certificates)
+            || (listener.protocol != ListenerProtocol::Tcp && accepts_tokens)
             // The socket's mode (0600) lets in its owner only.
             || matches!(listener.listen, ListenAddr::Unix(_));
         if !known && !listener.anonymous {
@@ -394,7 +394,7 @@ impl ListenerValidator<'_> {
         }
     }
 
-    fn anonymous(&mut self) {
+    fn check_anonymous(&mut self) {
         let listener = self.listener;
         for (key, given) in [
             ("anonymous_from", !listener.anonymous_from.is_empty()),

@@ -21,14 +21,14 @@ const MAX_NAMES: usize = 5;
 
 /// Reports conflicts until the table of nodes is gone.
 pub(crate) async fn run(nodes: NodesWriter, metrics: Arc<Metrics>) {
-    let mut changes = nodes.changes();
+    let mut changes = nodes.subscribe();
     let nodes = nodes.reader();
-    let mut known = AddressConflicts::new();
+    let mut reported = AddressConflicts::new();
     loop {
-        let found = nodes.address_conflicts();
-        metrics.address_conflicts(found.len());
-        report(&known, &found);
-        known = found;
+        let conflicts = nodes.address_conflicts();
+        metrics.set_address_conflicts(conflicts.len());
+        report(&reported, &conflicts);
+        reported = conflicts;
         sleep(BATCH_INTERVAL).await;
         if changes.changed().await.is_err() {
             return;
@@ -36,10 +36,10 @@ pub(crate) async fn run(nodes: NodesWriter, metrics: Arc<Metrics>) {
     }
 }
 
-fn report(known: &AddressConflicts, found: &AddressConflicts) {
-    let new = found
+fn report(reported: &AddressConflicts, current: &AddressConflicts) {
+    let new = current
         .iter()
-        .filter(|(address, conflict)| known.get(address) != Some(conflict));
+        .filter(|(address, conflict)| reported.get(address) != Some(conflict));
     for (address, conflict) in new.clone().take(MAX_LINES) {
         let nodes = join_names(&conflict.nodes);
         if let Some(holder) = &conflict.holder {
@@ -55,8 +55,10 @@ fn report(known: &AddressConflicts, found: &AddressConflicts) {
             "several nodes have the same address; `causeway status` lists them"
         );
     }
-    let over = known.keys().filter(|address| !found.contains_key(address));
-    for address in over.take(MAX_LINES) {
+    let resolved = reported
+        .keys()
+        .filter(|address| !current.contains_key(address));
+    for address in resolved.take(MAX_LINES) {
         tracing::info!(%address, "only one node has this address now");
     }
 }

@@ -55,7 +55,7 @@ use tower_http::{
 use tracing::Level;
 
 /// Timeout of a request. All data is in memory, so a client that takes longer is stuck.
-const WITHIN: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// State that the admin listener shows.
 #[derive(Clone, Debug)]
@@ -67,45 +67,45 @@ pub struct AdminState {
     /// The metrics.
     pub metrics: Arc<Metrics>,
     /// The memory budget of bytes that clients leave unread.
-    pub pressure: Arc<MemoryBudget>,
+    pub memory_budget: Arc<MemoryBudget>,
     /// Whether clients should be sent to this gateway.
     pub readiness: Readiness,
     /// Address of the listener.
     pub address: SocketAddr,
     /// Requests reloads of the configuration.
-    pub reloads: ReloadSender,
+    pub reload_sender: ReloadSender,
     /// Reloads the nodes of the data directory, and closes tunnels of rejected nodes.
-    pub roll: NodeSync,
+    pub node_sync: NodeSync,
     /// The CA that signs.
     pub ca: LiveCa,
     /// The certificates in use.
     pub certificates: CertificateInventory,
     /// Loads a CA that has changed.
-    pub take_up: CaReloadFn,
+    pub reload_ca: CaReloadFn,
 }
 
 /// Returns the admin listener's routes.
-pub fn router(app: AdminState) -> Router {
-    let address = app.address.ip();
+pub fn router(state: AdminState) -> Router {
+    let address = state.address.ip();
     let router = operations()
         .into_iter()
         .fold(Router::new(), |router, (operation, handler)| {
             router.route(operation.path, handler)
         })
         .fallback(path_unknown)
-        .with_state(app);
-    bounded(router.layer(middleware::from_fn(move |request, next| {
-        guard(address, request, next)
+        .with_state(state);
+    with_common_layers(router.layer(middleware::from_fn(move |request, next| {
+        check_host(address, request, next)
     })))
 }
 
 /// Returns the routes of `admin.metrics_listen`: `/metrics` alone. A scraper may use any host name.
-pub fn metrics_router(app: AdminState) -> Router {
+pub fn metrics_router(state: AdminState) -> Router {
     let router = Router::new()
         .route("/metrics", get(scrape))
         .fallback(path_unknown)
-        .with_state(app);
-    bounded(router)
+        .with_state(state);
+    with_common_layers(router)
 }
 
 async fn path_unknown() -> ProblemDetails {
@@ -116,35 +116,37 @@ async fn path_unknown() -> ProblemDetails {
     )
 }
 
-fn bounded(router: Router) -> Router {
+fn with_common_layers(router: Router) -> Router {
     router
         .layer(CompressionLayer::new())
         .layer(TimeoutLayer::with_status_code(
             StatusCode::GATEWAY_TIMEOUT,
-            WITHIN,
+            REQUEST_TIMEOUT,
         ))
         // A 503 of `/readyz` is a normal answer, and probes request it every few seconds.
         .layer(TraceLayer::new_for_http().on_failure(DefaultOnFailure::new().level(Level::DEBUG)))
 }
 
 /// Refuses requests for another host name.
-async fn guard(address: IpAddr, request: Request, next: Next) -> Response {
+async fn check_host(address: IpAddr, request: Request, next: Next) -> Response {
     let authority = request.uri().authority().map(Authority::as_str);
     let host = request
         .headers()
         .get(header::HOST)
         .and_then(|host| host.to_str().ok());
     // HTTP/1.0 without a Host comes from probes, never from a browser.
-    let ours = authority.or(host).is_none_or(|host| is_ours(host, address));
-    if ours {
+    let is_own_host = authority
+        .or(host)
+        .is_none_or(|host| is_own_host_name(host, address));
+    if is_own_host {
         return next.run(request).await;
     }
     let detail = "the Host is neither localhost nor the address of the admin listener";
     ProblemDetails::new(StatusCode::MISDIRECTED_REQUEST, "misdirected", detail).into_response()
 }
 
-fn is_ours(host: &str, address: IpAddr) -> bool {
-    let Ok((host, _)) = target::split(host) else {
+fn is_own_host_name(host: &str, address: IpAddr) -> bool {
+    let Ok((host, _)) = target::split_host_port(host) else {
         return false;
     };
     match host.parse::<IpAddr>() {
@@ -155,8 +157,8 @@ fn is_ours(host: &str, address: IpAddr) -> bool {
 }
 
 async fn readyz(State(app): State<AdminState>) -> (StatusCode, String) {
-    let why = app.readiness.why_not().map(str::to_owned);
-    let (code, mut text) = match why.or_else(|| app.readiness.held()) {
+    let reason = app.readiness.not_ready_reason().map(str::to_owned);
+    let (code, mut text) = match reason.or_else(|| app.readiness.hold_reason()) {
         None => (StatusCode::OK, "ready\n".to_owned()),
         Some(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
     };
@@ -170,18 +172,21 @@ async fn scrape(State(app): State<AdminState>, fields: HeaderMap) -> Response {
     let edges = app.registry.all();
     let round_trips = edges
         .iter()
-        .map(|(_, edge)| edge.admitted.tunnel.round_trip());
-    app.metrics.round_trips(round_trips.collect());
-    let suspect = edges
+        .map(|(_, edge)| edge.tunnel.tunnel.round_trip());
+    app.metrics.set_round_trips(round_trips.collect());
+    let suspect_tunnels = edges
         .iter()
-        .filter(|(_, edge)| edge.admitted.tunnel.is_suspect());
-    app.metrics.suspect(suspect.count());
-    app.metrics
-        .unread(app.pressure.bytes(), app.pressure.stalls().count());
+        .filter(|(_, edge)| edge.tunnel.tunnel.is_suspect());
+    app.metrics.set_suspect_tunnels(suspect_tunnels.count());
+    app.metrics.set_unread(
+        app.memory_budget.bytes(),
+        app.memory_budget.stall_monitor().stalled_count(),
+    );
     app.certificates.update_metrics(&app.metrics);
-    if let Some(reading) = &app.roll.reading {
-        let stores = reading.pool().stores().iter();
-        app.metrics.pool(stores.map(|store| store.status()));
+    if let Some(api_cache) = &app.node_sync.api_cache {
+        let stores = api_cache.watch_cache().stores().iter();
+        app.metrics
+            .set_resource_status(stores.map(|store| store.status()));
     }
     let accept = fields.get(header::ACCEPT);
     let format = Exposition::negotiate(accept.and_then(|accept| accept.to_str().ok()));
@@ -189,8 +194,12 @@ async fn scrape(State(app): State<AdminState>, fields: HeaderMap) -> Response {
     (content, app.metrics.encode(format)).into_response()
 }
 
-async fn all(State(app): State<AdminState>) -> Json<Vec<EdgeSummary>> {
-    Json(edges::all(&app.registry, &app.nodes, &led(&app)))
+async fn list_edges(State(app): State<AdminState>) -> Json<Vec<EdgeSummary>> {
+    Json(edges::list_edges(
+        &app.registry,
+        &app.nodes,
+        &pool_leaders(&app),
+    ))
 }
 
 /// Returns the certificates in use.
@@ -204,8 +213,11 @@ async fn certificates(
 }
 
 /// Returns the leader of each pool, if edges may read.
-fn led(app: &AdminState) -> Option<BTreeMap<String, NodeName>> {
-    app.roll.reading.as_ref().map(ApiCacheServer::led)
+fn pool_leaders(app: &AdminState) -> Option<BTreeMap<String, NodeName>> {
+    app.node_sync
+        .api_cache
+        .as_ref()
+        .map(ApiCacheServer::leaders)
 }
 
 /// Resources that edges may read, and the leader of each pool.
@@ -218,26 +230,26 @@ struct ApiCacheSummary {
 }
 
 async fn pool(State(app): State<AdminState>) -> Result<Json<ApiCacheSummary>, ProblemDetails> {
-    let Some(reading) = &app.roll.reading else {
+    let Some(reading) = &app.node_sync.api_cache else {
         let detail =
             "this gateway serves no API objects to edges: the configuration has no api_cache";
-        let unknown = ProblemDetails::new(StatusCode::NOT_FOUND, "path_unknown", detail);
-        return Err(unknown);
+        let not_configured = ProblemDetails::new(StatusCode::NOT_FOUND, "path_unknown", detail);
+        return Err(not_configured);
     };
-    let stores = reading.pool().stores().iter();
+    let stores = reading.watch_cache().stores().iter();
     Ok(Json(ApiCacheSummary {
         resources: stores.map(|store| store.status()).collect(),
-        leaders: reading.led(),
+        leaders: reading.leaders(),
     }))
 }
 
 /// Requests a reload of the configuration, and returns its result.
 async fn reload(State(app): State<AdminState>, fields: HeaderMap) -> (StatusCode, String) {
-    let (code, said) = app
-        .reloads
-        .answer(fields.contains_key(header::ORIGIN))
+    let (code, message) = app
+        .reload_sender
+        .handle_admin_request(fields.contains_key(header::ORIGIN))
         .await;
-    (StatusCode::from_u16(code).unwrap_or_default(), said)
+    (StatusCode::from_u16(code).unwrap_or_default(), message)
 }
 
 /// Reloads the nodes of the data directory, and returns the nodes whose tunnels were closed for that.
@@ -249,23 +261,23 @@ async fn refresh(
         let detail = "requests from a browser page are not allowed here";
         return Err(ProblemDetails::new(StatusCode::FORBIDDEN, "origin", detail));
     }
-    let failed = |detail: String| {
+    let internal_error = |detail: String| {
         ProblemDetails::new(StatusCode::INTERNAL_SERVER_ERROR, "gateway_failed", detail)
     };
-    match app.roll.refreshed().await {
-        Some(Ok(gone)) => Ok(Json(gone)),
-        Some(Err(error)) => Err(failed(error.to_string())),
-        None => Err(failed("the gateway is shutting down".to_owned())),
+    match app.node_sync.refresh_detached().await {
+        Some(Ok(closed)) => Ok(Json(closed)),
+        Some(Err(error)) => Err(internal_error(error.to_string())),
+        None => Err(internal_error("the gateway is shutting down".to_owned())),
     }
 }
 
 /// Returns the roots, and the progress of the edges with them.
 async fn rotation(State(app): State<AdminState>) -> Json<RotationStatus> {
-    Json(ca_rotation::progress(&app.ca, &app.registry))
+    Json(ca_rotation::rotation_status(&app.ca, &app.registry))
 }
 
 /// Loads the current CA of the data directory.
-async fn take_up(
+async fn load_ca(
     State(app): State<AdminState>,
     fields: HeaderMap,
 ) -> Result<Json<RotationStatus>, ProblemDetails> {
@@ -273,9 +285,9 @@ async fn take_up(
         let detail = "requests from a browser page are not allowed here";
         return Err(ProblemDetails::new(StatusCode::FORBIDDEN, "origin", detail));
     }
-    let CaReloadFn(take_up) = app.take_up.clone();
-    let taken = spawn_blocking(move || take_up()).await;
-    let taken = taken.unwrap_or_else(|failed| Err(failed.to_string()));
+    let CaReloadFn(take_up) = app.reload_ca.clone();
+    let reloaded = spawn_blocking(move || take_up()).await;
+    let taken = reloaded.unwrap_or_else(|join_error| Err(join_error.to_string()));
     taken.map_err(|error| {
         let detail = format!("the CA in the data directory cannot be loaded: {error}");
         ProblemDetails::new(StatusCode::INTERNAL_SERVER_ERROR, "gateway_failed", detail)
@@ -283,13 +295,14 @@ async fn take_up(
     Ok(rotation(State(app)).await)
 }
 
-async fn one(
+async fn get_edge(
     State(app): State<AdminState>,
     Path(node): Path<String>,
 ) -> Result<Json<EdgeDetail>, ProblemDetails> {
     let node = NodeName::parse(&node).ok();
-    let found = node.and_then(|node| edges::one(&app.registry, &app.nodes, (&node, &led(&app))));
-    found.map(Json).ok_or_else(|| {
+    let edge_detail = node
+        .and_then(|node| edges::find_edge(&app.registry, &app.nodes, (&node, &pool_leaders(&app))));
+    edge_detail.map(Json).ok_or_else(|| {
         let detail = "no node with this name is enrolled at or connected to this gateway";
         ProblemDetails::new(StatusCode::NOT_FOUND, "node_unknown", detail)
     })

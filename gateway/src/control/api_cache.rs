@@ -59,32 +59,32 @@ use tokio_rustls::server::TlsStream;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 /// Maximum number of connections of one node: one for its cache, and further ones while it reconnects.
-const PER_NODE: usize = 4;
+const MAX_CONNECTIONS_PER_NODE: usize = 4;
 /// Limits of a reading connection. An edge forwards the watches of each client on its node: some tens at once.
-const BOUNDS: ServerLimits = ServerLimits {
-    life: None,
+const CONNECTION_LIMITS: ServerLimits = ServerLimits {
+    max_lifetime: None,
     streams: 64,
     grace: Duration::from_secs(2),
     // A refused reader sends no further requests.
     last_request: Duration::ZERO,
 };
 /// Period over which connections are closed when the gateway drains: a fleet that reconnects at once is a storm.
-const SPREAD: Duration = Duration::from_secs(3);
+const DRAIN_SPREAD: Duration = Duration::from_secs(3);
 
 /// Server of the API cache, with the access rules and the leaders of pools. Cheap to clone.
 #[derive(Clone)]
 pub struct ApiCacheServer {
     rules: Arc<config::ApiCache>,
-    pool: Arc<WatchCache>,
+    watch_cache: Arc<WatchCache>,
     nodes: Nodes,
-    readings: ApiCacheConnections,
+    connections: ApiCacheConnections,
     permits: Arc<Semaphore>,
     metrics: Arc<Metrics>,
     /// Notified when the leaders of pools have to be checked.
-    stirred: Arc<Notify>,
-    led: NodePoolLeaders,
+    leaders_changed: Arc<Notify>,
+    leaders: NodePoolLeaders,
     /// Endpoints at which `YurtHub`s read.
-    hubs: Arc<watch::Sender<YurtHubEndpoints>>,
+    yurthub_endpoints: Arc<watch::Sender<YurtHubEndpoints>>,
 }
 
 /// Edge that reads.
@@ -107,125 +107,131 @@ pub(super) enum AccessDenied {
 impl ApiCacheServer {
     /// Returns a server for these rules, with an empty cache.
     pub fn new(rules: &config::ApiCache, nodes: &Nodes, metrics: &Arc<Metrics>) -> Self {
-        metrics.reader_limit(rules.connections);
+        metrics.set_reader_limit(rules.connections);
         Self {
-            pool: WatchCache::new(&rules.resources(), &rules.limits()),
+            watch_cache: WatchCache::new(&rules.resources(), &rules.limits()),
             rules: Arc::new(rules.clone()),
             nodes: nodes.clone(),
-            readings: ApiCacheConnections::default(),
+            connections: ApiCacheConnections::default(),
             permits: Arc::new(Semaphore::new(
                 rules.connections.min(Semaphore::MAX_PERMITS),
             )),
             metrics: metrics.clone(),
-            stirred: Arc::default(),
-            led: NodePoolLeaders::default(),
-            hubs: Arc::default(),
+            leaders_changed: Arc::default(),
+            leaders: NodePoolLeaders::default(),
+            yurthub_endpoints: Arc::default(),
         }
     }
 
     /// Returns the cache.
-    pub fn pool(&self) -> &Arc<WatchCache> {
-        &self.pool
+    pub fn watch_cache(&self) -> &Arc<WatchCache> {
+        &self.watch_cache
     }
 
     /// Returns the leader of each pool.
-    pub(super) fn led(&self) -> std::collections::BTreeMap<String, NodeName> {
-        self.led.all()
+    pub(super) fn leaders(&self) -> std::collections::BTreeMap<String, NodeName> {
+        self.leaders.get()
     }
 
     /// Returns a watch of the endpoints at which `YurtHub`s of each pool read.
-    pub fn hubs(&self) -> watch::Receiver<YurtHubEndpoints> {
-        self.hubs.subscribe()
+    pub fn watch_yurthub_endpoints(&self) -> watch::Receiver<YurtHubEndpoints> {
+        self.yurthub_endpoints.subscribe()
     }
 
     /// Returns the resources that edges of this pool may read.
-    fn granted(&self, pool: &str) -> Vec<GroupVersionResource> {
-        let right = self.rules.right(Some(pool));
-        let grant = self.rules.grant(right);
+    fn readable_resources(&self, pool: &str) -> Vec<GroupVersionResource> {
+        let right = self.rules.access_level(Some(pool));
+        let grant = self.rules.access_scope(right);
         grant.map_or_else(|| self.rules.resources(), |grant| grant.resources)
     }
 
     /// Reports that an edge has connected.
-    pub(super) fn stir(&self) {
-        self.stirred.notify_one();
+    pub(super) fn request_leader_check(&self) {
+        self.leaders_changed.notify_one();
     }
 
-    /// Closes connections of nodes that are rejected, or whose rule has changed. `also` returns a further reason to close one.
-    pub(super) fn judge(&self, also: impl Fn(&NodeName, &EdgeCertificate) -> Option<String>) {
-        self.readings.end(|node, reading| {
-            rejection_reason(&self.nodes, node, &reading.certificate)
-                .or_else(|| also(node, &reading.certificate))
+    /// Closes connections of nodes that are rejected, or whose rule has changed. `additional_reason` returns a further reason to close one.
+    pub(super) fn close_rejected(
+        &self,
+        additional_reason: impl Fn(&NodeName, &EdgeCertificate) -> Option<String>,
+    ) {
+        self.connections.cancel_where(|node, connection| {
+            rejection_reason(&self.nodes, node, &connection.certificate)
+                .or_else(|| additional_reason(node, &connection.certificate))
                 .or_else(|| {
-                    let other = self.right(node) != reading.right;
-                    other.then(|| "the set of objects that it may read has changed".to_owned())
+                    let has_changed = self.access_level(node) != connection.access;
+                    has_changed
+                        .then(|| "the set of objects that it may read has changed".to_owned())
                 })
         });
     }
 
     /// Returns the rule that applies to a node.
-    fn right(&self, node: &NodeName) -> AccessLevel {
+    fn access_level(&self, node: &NodeName) -> AccessLevel {
         self.nodes
-            .with(node, |known| self.rules.right(known.pool.as_deref()))
+            .with(node, |known| self.rules.access_level(known.pool.as_deref()))
     }
 
-    /// Serves one connection until it ends, or is asked to. `judged` returns the reason why its certificate is no longer valid.
+    /// Serves one connection until it ends, or is asked to. `rejection` returns the reason why its certificate is no longer valid.
     pub(super) async fn serve(
         &self,
         reader: AuthorizedEdge,
-        judged: impl Fn(&EdgeCertificate) -> Option<String>,
+        rejection: impl Fn(&EdgeCertificate) -> Option<String>,
         (stop, drain): (CancellationToken, Duration),
     ) -> Result<(), AccessDenied> {
         let Ok(_permit) = self.permits.try_acquire() else {
-            self.metrics.limit("api_cache_connections");
+            self.metrics.count_limit_reached("api_cache_connections");
             return Err(AccessDenied::Full);
         };
         let (node, certificate) = (&reader.node, reader.certificate);
-        let right = self.right(node);
-        let shown = (certificate.clone(), right);
-        let entered = self.readings.enter(node, shown, PER_NODE);
+        let right = self.access_level(node);
+        let credentials = (certificate.clone(), right);
+        let connection_guard =
+            self.connections
+                .register(node, credentials, MAX_CONNECTIONS_PER_NODE);
         // Connections that were checked before this one was registered are checked here.
-        let why =
-            rejection_reason(&self.nodes, node, &certificate).or_else(|| judged(&certificate));
-        if let Some(why) = why {
+        let rejection_reason_now =
+            rejection_reason(&self.nodes, node, &certificate).or_else(|| rejection(&certificate));
+        if let Some(why) = rejection_reason_now {
             return Err(AccessDenied::Unwelcome(why));
         }
-        let _open = self.metrics.reader();
+        let _reader_guard = self.metrics.reader_guard();
         tracing::debug!(%node, ?right, "{node} reads here");
-        let router = self.router(right, &entered);
+        let router = self.router(right, &connection_guard);
         let serving = http::serve(
             reader.io,
             router,
             (reader.peer, None),
-            BOUNDS,
-            entered.end.clone().into(),
+            CONNECTION_LIMITS,
+            connection_guard.cancel_token.clone().into(),
         );
-        let leaving = async {
+        let drain_close = async {
             stop.cancelled().await;
-            sleep(SPREAD.min(drain / 4).mul_f64(rand::random())).await;
-            entered.end.cancel();
+            sleep(DRAIN_SPREAD.min(drain / 4).mul_f64(rand::random())).await;
+            connection_guard.cancel_token.cancel();
             pending::<Infallible>().await
         };
         tokio::select! {
             () = serving => Ok(()),
-            never = leaving => match never {},
+            never = drain_close => match never {},
         }
     }
 
     /// Returns the routes for edges with this rule.
-    fn router(&self, right: AccessLevel, entered: &ConnectionGuard) -> Router {
-        let desk = Arc::new(ConnectionState {
-            pool: self.pool.clone(),
-            nothing: right == AccessLevel::Nothing,
-            grant: self.rules.grant(right),
-            end: entered.end.clone(),
+    fn router(&self, access_level: AccessLevel, connection_guard: &ConnectionGuard) -> Router {
+        let connection_state = Arc::new(ConnectionState {
+            watch_cache: self.watch_cache.clone(),
+            is_forbidden: access_level == AccessLevel::Nothing,
+            grant: self.rules.access_scope(access_level),
+            cancel_token: connection_guard.cancel_token.clone(),
         });
-        Router::new().fallback(move |request: Request| desk.clone().answer(request))
+        Router::new().fallback(move |request: Request| connection_state.clone().answer(request))
     }
 }
 
 impl fmt::Debug for ApiCacheServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (rules, readings) = (&self.rules, &self.readings);
+        let (rules, readings) = (&self.rules, &self.connections);
         f.debug_struct("ApiCacheServer")
             .field("rules", rules)
             .field("readings", readings)
@@ -235,28 +241,31 @@ impl fmt::Debug for ApiCacheServer {
 
 /// State that the requests of one connection share.
 struct ConnectionState {
-    pool: Arc<WatchCache>,
+    watch_cache: Arc<WatchCache>,
     /// Whether no rule applies to this edge.
-    nothing: bool,
+    is_forbidden: bool,
     grant: Option<AccessScope>,
-    end: CancellationToken,
+    cancel_token: CancellationToken,
 }
 
 impl ConnectionState {
     fn answer(self: Arc<Self>, request: Request) -> BoxFuture<'static, Response> {
         Box::pin(async move {
-            if self.nothing {
+            if self.is_forbidden {
                 return forbidden();
             }
             let (head, _) = request.into_parts();
-            let answer = self.pool.answer(&head, self.grant.as_ref()).await;
+            let answer = self
+                .watch_cache
+                .handle_request(&head, self.grant.as_ref())
+                .await;
             answer.map(|body| {
                 if !body.is_watch() {
                     return Body::new(body);
                 }
                 Body::new(CancellableWatch {
                     body: Box::pin(body),
-                    end: Box::pin(self.end.clone().cancelled_owned()),
+                    cancelled: Box::pin(self.cancel_token.clone().cancelled_owned()),
                 })
             })
         })
@@ -281,7 +290,7 @@ fn forbidden() -> Response {
 /// Watch that ends, in order, when its connection has to.
 struct CancellableWatch {
     body: Pin<Box<causeway_watch_cache::ResponseBody>>,
-    end: Pin<Box<WaitForCancellationFutureOwned>>,
+    cancelled: Pin<Box<WaitForCancellationFutureOwned>>,
 }
 
 impl http_body::Body for CancellableWatch {
@@ -292,7 +301,7 @@ impl http_body::Body for CancellableWatch {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Self::Data>, Infallible>>> {
-        if self.end.as_mut().poll(context).is_ready() {
+        if self.cancelled.as_mut().poll(context).is_ready() {
             return Poll::Ready(None);
         }
         self.body.as_mut().poll_frame(context)

@@ -6,18 +6,24 @@ use causeway_tunnel::control_stream::GatewayMessage;
 /// Sends each connected edge its messages.
 pub(crate) fn announce<L: IntoIterator<Item = GatewayMessage>>(
     registry: &Registry,
-    lines: impl Fn(&TunnelInfo) -> L,
+    messages: impl Fn(&TunnelInfo) -> L,
 ) {
     for (_, edge) in registry.all() {
-        for line in lines(&edge) {
+        for message in messages(&edge) {
             // A tunnel that does not accept the message ends soon, and its edge receives the message when it reconnects.
-            let _ = edge.admitted.control.try_send(Box::new(line));
+            let _ = edge.tunnel.control.try_send(Box::new(message));
         }
     }
 }
 
 /// Returns the announcement of the ports that the cluster lists, if the edge accepts it.
-pub(crate) fn listing(admitted: &NewTunnel, listed: &AnnouncedPortsCell) -> Option<GatewayMessage> {
-    let takes = admitted.welcome.listed;
-    listed.all().filter(|_| takes).map(GatewayMessage::Ports)
+pub(crate) fn ports_message(
+    new_tunnel: &NewTunnel,
+    announced_ports: &AnnouncedPortsCell,
+) -> Option<GatewayMessage> {
+    let accepts_ports = new_tunnel.hello.listed;
+    announced_ports
+        .get()
+        .filter(|_| accepts_ports)
+        .map(GatewayMessage::Ports)
 }

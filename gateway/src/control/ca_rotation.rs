@@ -13,9 +13,9 @@ use serde::Serialize;
 use std::{collections::BTreeSet, fmt, sync::Arc, time::Duration};
 
 /// Minimum period over which renewals are spread.
-const SPREAD: Duration = Duration::from_secs(5);
+const RENEWAL_SPREAD: Duration = Duration::from_secs(5);
 /// Additional period for each tunnel: a renewal costs a gateway a signature and two writes.
-const EACH: Duration = Duration::from_millis(10);
+const RENEWAL_SPREAD_PER_TUNNEL: Duration = Duration::from_millis(10);
 
 /// Function that loads the CA of the data directory, and returns whether it has changed. Blocks on the disk.
 #[derive(Clone)]
@@ -28,48 +28,49 @@ impl fmt::Debug for CaReloadFn {
 }
 
 /// Maximum number of an edge's roots that are stored.
-const MOST_ROOTS: usize = 8;
+const MAX_ROOTS: usize = 8;
 
 /// Parses the roots that an edge reports. An invalid one is left out, so that the edge counts as one with other roots. More than
 /// a few give no further information.
-pub(super) fn named(roots: &[String]) -> Vec<Fingerprint> {
-    let roots = roots.iter().take(MOST_ROOTS);
+pub(super) fn parse_roots(roots: &[String]) -> Vec<Fingerprint> {
+    let roots = roots.iter().take(MAX_ROOTS);
     roots.filter_map(|root| root.parse().ok()).collect()
 }
 
 /// Returns the messages that an edge with this tunnel still has to act on. `tunnels` returns how many edges might do so at once.
-pub(crate) fn missing(
+pub(crate) fn pending_messages(
     ca: &Ca,
-    admitted: &NewTunnel,
+    new_tunnel: &NewTunnel,
     tunnels: impl FnOnce() -> usize,
 ) -> Vec<GatewayMessage> {
-    let Some(believes) = admitted.roots.load_full() else {
+    let Some(trusted_by_edge) = new_tunnel.roots.load_full() else {
         return Vec::new();
     };
-    if admitted.certificate.given.is_some() {
+    if new_tunnel.certificate.external_chain.is_some() {
         return Vec::new();
     }
-    let mut lines = Vec::new();
-    if *believes != ca.fingerprints() {
-        lines.push(GatewayMessage::Roots {
+    let mut messages = Vec::new();
+    if *trusted_by_edge != ca.fingerprints() {
+        messages.push(GatewayMessage::Roots {
             pem: ca.bundle_pem(),
         });
     }
-    let hangs = admitted.certificate.root;
-    if hangs.is_some_and(|root| root != ca.fingerprint()) {
-        let within = SPREAD + EACH * u32::try_from(tunnels()).unwrap_or(u32::MAX);
-        let within_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
-        lines.push(GatewayMessage::Renew { within_ms });
+    let certificate_root = new_tunnel.certificate.root;
+    if certificate_root.is_some_and(|root| root != ca.fingerprint()) {
+        let spread = RENEWAL_SPREAD
+            + RENEWAL_SPREAD_PER_TUNNEL * u32::try_from(tunnels()).unwrap_or(u32::MAX);
+        let within_ms = u64::try_from(spread.as_millis()).unwrap_or(u64::MAX);
+        messages.push(GatewayMessage::Renew { within_ms });
     }
-    lines
+    messages
 }
 
 /// Sends every connected edge the messages that it still has to act on.
-pub(crate) fn tell(ca: &Ca, registry: &Registry) {
-    let tunnels = registry.connected();
+pub(crate) fn announce_rotation(ca: &Ca, registry: &Registry) {
+    let tunnels = registry.connected_nodes();
     announce(registry, |edge| {
-        let current = !edge.is_leaving();
-        let missing = current.then(|| missing(ca, &edge.admitted, || tunnels));
+        let is_active = !edge.is_leaving();
+        let missing = is_active.then(|| pending_messages(ca, &edge.tunnel, || tunnels));
         missing.unwrap_or_default()
     });
 }
@@ -99,31 +100,32 @@ struct RootStatus {
 }
 
 /// Returns the progress of a rotation.
-pub(super) fn progress(ca: &LiveCa, registry: &Registry) -> RotationStatus {
+pub(super) fn rotation_status(ca: &LiveCa, registry: &Registry) -> RotationStatus {
     let ca = ca.get();
     let edges = registry.all();
     // Certificates of an external CA were not issued by this CA.
-    let counts =
-        |edge: &TunnelInfo| !edge.is_leaving() && edge.admitted.certificate.given.is_none();
-    let current = || edges.iter().filter(|(_, edge)| counts(edge));
-    let those = |is: &dyn Fn(&TunnelInfo) -> bool| {
+    let is_counted =
+        |edge: &TunnelInfo| !edge.is_leaving() && edge.tunnel.certificate.external_chain.is_none();
+    let current = || edges.iter().filter(|(_, edge)| is_counted(edge));
+    let nodes_where = |is: &dyn Fn(&TunnelInfo) -> bool| {
         let found = current().filter(|(_, edge)| is(edge));
         found.map(|(node, _)| node.clone()).collect()
     };
     let stages = ca.roots().into_iter().map(|(stage, _)| stage);
     let trusted = ca.fingerprints();
-    let believes = |edge: &TunnelInfo| {
-        let roots = edge.admitted.roots.load();
+    let trusts_all_roots = |edge: &TunnelInfo| {
+        let roots = edge.tunnel.roots.load();
         let roots = roots.as_deref().map(Vec::as_slice).unwrap_or_default();
         trusted.iter().all(|root| roots.contains(root))
     };
     let all: BTreeSet<_> = current().map(|(node, _)| node).collect();
-    let hangs = |edge: &TunnelInfo| edge.admitted.certificate.root == Some(ca.fingerprint());
+    let is_on_signing_root =
+        |edge: &TunnelInfo| edge.tunnel.certificate.root == Some(ca.fingerprint());
     RotationStatus {
         connected: all.len(),
-        too_old: those(&|edge| edge.admitted.roots.load().is_none()),
-        without_roots: those(&|edge| !believes(edge)),
-        on_another_root: those(&|edge| !hangs(edge)),
+        too_old: nodes_where(&|edge| edge.tunnel.roots.load().is_none()),
+        without_roots: nodes_where(&|edge| !trusts_all_roots(edge)),
+        on_another_root: nodes_where(&|edge| !is_on_signing_root(edge)),
         roots: stages
             .zip(ca.fingerprints())
             .map(|(stage, fingerprint)| RootStatus { stage, fingerprint })

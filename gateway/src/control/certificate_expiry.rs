@@ -64,7 +64,7 @@ impl CertificateInUse {
         certificate: &CertificateDer<'_>,
         file: Option<PathBuf>,
     ) -> Option<Self> {
-        let facts = Certificate::read(certificate).ok()?;
+        let facts = Certificate::parse(certificate).ok()?;
         let subject = facts.common_name.or_else(|| facts.uris.into_iter().next());
         Some(Self {
             used_for: used_for.into(),
@@ -87,12 +87,12 @@ impl CertificateInUse {
         let left = self.not_after.saturating_sub(now);
         // Certificates of a day are renewed in time as well.
         let life = self.not_after.saturating_sub(self.not_before);
-        let soon = if self.own {
+        let warn_within = if self.own {
             OWN_WARN_BEFORE
         } else {
             WARN_BEFORE.min(life / 4)
         };
-        (left <= soon).then_some(left)
+        (left <= warn_within).then_some(left)
     }
 }
 
@@ -118,12 +118,12 @@ impl CertificateInventory {
     /// Sets the metric to the current expiries: of several certificates with one use, to the first that expires.
     pub fn update_metrics(&self, metrics: &Metrics) {
         let Some(all) = self.list() else { return };
-        let mut first: BTreeMap<String, u64> = BTreeMap::new();
+        let mut first_expiry: BTreeMap<String, u64> = BTreeMap::new();
         for certificate in all {
-            let ends = first.entry(certificate.used_for).or_insert(u64::MAX);
+            let ends = first_expiry.entry(certificate.used_for).or_insert(u64::MAX);
             *ends = certificate.not_after.min(*ends);
         }
-        metrics.certificates_end(first);
+        metrics.set_certificate_expiries(first_expiry);
     }
 
     /// Logs warnings about certificates that expire soon. Never ends.
@@ -169,14 +169,15 @@ fn select_expiring<'a>(
             certificate.not_after,
         );
         let has_ended = certificate.not_after < now;
-        let last = warned.get(&key).copied();
-        let pause = if has_ended && last.is_some_and(|last| last <= certificate.not_after) {
-            // The expiry is logged immediately.
-            0
-        } else {
-            REPEAT_AFTER
-        };
-        if last.is_some_and(|last| now < last.saturating_add(pause)) {
+        let last_warning = warned.get(&key).copied();
+        let repeat_after =
+            if has_ended && last_warning.is_some_and(|last| last <= certificate.not_after) {
+                // The expiry is logged immediately.
+                0
+            } else {
+                REPEAT_AFTER
+            };
+        if last_warning.is_some_and(|last| now < last.saturating_add(repeat_after)) {
             return false;
         }
         warned.insert(key, now);

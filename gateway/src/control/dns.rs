@@ -23,7 +23,7 @@ use std::{
 use tokio_util::sync::CancellationToken;
 
 /// Maximum number of attempts to find a port that is free for datagrams and connections, if the system chooses the port.
-const TRIES: usize = 16;
+const MAX_BIND_ATTEMPTS: usize = 16;
 
 /// Both sockets, which belong to no runtime yet.
 #[derive(Debug)]
@@ -37,19 +37,23 @@ impl BoundSockets {
     ///
     /// # Errors
     /// The system's error, most often that the address is in use.
-    pub fn at(address: SocketAddr) -> io::Result<Self> {
-        let tries = if address.port() == 0 { TRIES } else { 1 };
-        let mut bound = Self::once(address);
-        for _ in 1..tries {
-            if bound.is_ok() {
+    pub fn bind(address: SocketAddr) -> io::Result<Self> {
+        let attempts = if address.port() == 0 {
+            MAX_BIND_ATTEMPTS
+        } else {
+            1
+        };
+        let mut result = Self::bind_once(address);
+        for _ in 1..attempts {
+            if result.is_ok() {
                 break;
             }
-            bound = Self::once(address);
+            result = Self::bind_once(address);
         }
-        bound
+        result
     }
 
-    fn once(address: SocketAddr) -> io::Result<Self> {
+    fn bind_once(address: SocketAddr) -> io::Result<Self> {
         let tcp = listener::BoundSocket::tcp(address)?;
         // If the system chooses the port, UDP and TCP use the same one.
         let address = tcp.local_addr().unwrap_or(address);

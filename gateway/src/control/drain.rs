@@ -27,16 +27,16 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 /// Period over which edges are informed, or a quarter of the grace period.
-const SPREAD: Duration = Duration::from_secs(3);
+const ANNOUNCE_SPREAD: Duration = Duration::from_secs(3);
 /// Minimum time for which listeners stay open, or a quarter of the grace period: a load balancer has to see `/readyz` first,
 /// and refusing clients at once would lose some.
-const LAME_DUCK: Duration = Duration::from_secs(3);
+const MIN_LISTENERS_OPEN: Duration = Duration::from_secs(3);
 /// Time for clients that connected before the listeners closed to send a request, or half of the grace period.
-const LATE: Duration = Duration::from_secs(1);
+const LATE_REQUEST_WAIT: Duration = Duration::from_secs(1);
 /// Age from which a stream counts as lasting, or an eighth of the grace period: short requests end within it.
-const SETTLE: Duration = Duration::from_secs(1);
+const STREAM_SETTLE_AGE: Duration = Duration::from_secs(1);
 /// Interval of checks while waiting.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const STARTING: u8 = 0;
 const READY: u8 = 1;
 const DRAINING: u8 = 2;
@@ -45,7 +45,7 @@ const DRAINING: u8 = 2;
 #[derive(Clone, Debug, Default)]
 pub struct Readiness {
     stage: Arc<AtomicU8>,
-    holds: Reasons,
+    hold_reasons: Reasons,
     faults: Reasons,
 }
 
@@ -59,21 +59,21 @@ pub struct ReadinessBlock(Arc<Mutex<String>>);
 
 impl ReadinessBlock {
     /// Replaces the text of the reason.
-    pub fn says(&self, why: impl Into<String>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = why.into();
+    pub fn set_reason(&self, reason: impl Into<String>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = reason.into();
     }
 }
 
 impl Readiness {
     /// Reports that all listeners are bound. A gateway that drains does not become ready again.
-    pub fn ready(&self) {
+    pub fn set_ready(&self) {
         // Anything but STARTING stays as it is.
         let stage = &self.stage;
         let _ = stage.compare_exchange(STARTING, READY, Relaxed, Relaxed);
     }
 
     /// Reports that the gateway drains.
-    pub fn drains(&self) {
+    pub fn set_draining(&self) {
         self.stage.store(DRAINING, Relaxed);
     }
 
@@ -83,27 +83,27 @@ impl Readiness {
     }
 
     /// Keeps clients away until the returned block is dropped.
-    pub fn hold(&self, why: impl Into<String>) -> ReadinessBlock {
-        enter(&self.holds, why)
+    pub fn hold(&self, reason: impl Into<String>) -> ReadinessBlock {
+        add_reason(&self.hold_reasons, reason)
     }
 
     /// Reports a fault that does not keep clients away, until the returned block is dropped.
-    pub fn fault(&self, what: impl Into<String>) -> ReadinessBlock {
-        enter(&self.faults, what)
+    pub fn report_fault(&self, fault: impl Into<String>) -> ReadinessBlock {
+        add_reason(&self.faults, fault)
     }
 
     /// Returns the reason why clients are kept away, if there is one.
-    pub fn held(&self) -> Option<String> {
-        list(&self.holds).into_iter().next()
+    pub fn hold_reason(&self) -> Option<String> {
+        active_reasons(&self.hold_reasons).into_iter().next()
     }
 
     /// Returns faults that do not keep clients away.
     pub fn faults(&self) -> Vec<String> {
-        list(&self.faults)
+        active_reasons(&self.faults)
     }
 
     /// Returns the reason why clients should not be sent here, if the gateway's own stage is the reason.
-    pub fn why_not(&self) -> Option<&'static str> {
+    pub fn not_ready_reason(&self) -> Option<&'static str> {
         match self.stage.load(Relaxed) {
             READY => None,
             DRAINING => Some("the gateway is draining"),
@@ -112,14 +112,14 @@ impl Readiness {
     }
 }
 
-fn enter(reasons: &Reasons, why: impl Into<String>) -> ReadinessBlock {
-    let reason = Arc::new(Mutex::new(why.into()));
+fn add_reason(reasons: &Reasons, text: impl Into<String>) -> ReadinessBlock {
+    let reason = Arc::new(Mutex::new(text.into()));
     let mut reasons = reasons.lock().unwrap_or_else(PoisonError::into_inner);
     reasons.push(Arc::downgrade(&reason));
     ReadinessBlock(reason)
 }
 
-fn list(reasons: &Reasons) -> Vec<String> {
+fn active_reasons(reasons: &Reasons) -> Vec<String> {
     let mut reasons = reasons.lock().unwrap_or_else(PoisonError::into_inner);
     reasons.retain(|reason| reason.strong_count() > 0);
     let reasons = reasons.iter().filter_map(Weak::upgrade);
@@ -147,72 +147,73 @@ pub async fn drain(
     listeners: DrainListeners<'_>,
     grace: Duration,
 ) {
-    readiness.drains();
-    metrics.drains();
+    readiness.set_draining();
+    metrics.set_draining();
     // An edge that has disconnected does not reconnect to this gateway.
-    registry.close();
+    registry.start_drain();
     let begin = Instant::now();
     let end = begin + grace;
-    let going = async {
-        announce_drain(registry, grace, SPREAD.min(grace / 4)).await;
+    let edges_leaving = async {
+        announce_drain(registry, grace, ANNOUNCE_SPREAD.min(grace / 4)).await;
         // Edges have half of the time to connect to other gateways; open streams continue and may use the rest.
         let half = begin + grace / 2;
-        until(half, || {
+        poll_until(half, || {
             registry.all().iter().all(|(_, edge)| is_leaving(edge))
         })
         .await;
     };
-    tokio::join!(going, sleep(LAME_DUCK.min(grace / 4)));
-    let end = serve_on(registry, end, grace).await;
+    tokio::join!(edges_leaving, sleep(MIN_LISTENERS_OPEN.min(grace / 4)));
+    let end = wait_for_remaining_edges(registry, end, grace).await;
     listeners.close.cancel();
     // Some connections are still in the kernel's queue and not counted before this.
-    sleep(LOOK.min(grace / 4)).await;
-    let late = end.min(Instant::now() + LATE.min(grace / 2));
-    until(late, || (listeners.clients)() == 0).await;
+    sleep(POLL_INTERVAL.min(grace / 4)).await;
+    let late_deadline = end.min(Instant::now() + LATE_REQUEST_WAIT.min(grace / 2));
+    poll_until(late_deadline, || (listeners.clients)() == 0).await;
     for (_, edge) in registry.all() {
-        edge.admitted.tunnel.drain();
+        edge.tunnel.tunnel.drain();
     }
-    until(end, || {
+    poll_until(end, || {
         registry.all().iter().all(|(_, edge)| edge.streams() == 0)
     })
     .await;
-    let left = registry.all();
-    let streams: usize = left.iter().map(|(_, edge)| edge.streams()).sum();
+    let remaining = registry.all();
+    let streams: usize = remaining.iter().map(|(_, edge)| edge.streams()).sum();
     if streams > 0 {
         tracing::warn!(streams, "the drain time is over: closing the open streams");
     }
-    registry.end();
-    for (_, edge) in left {
-        edge.admitted.tunnel.close();
+    registry.expire_drain();
+    for (_, edge) in remaining {
+        edge.tunnel.tunnel.close();
     }
 }
 
 /// Waits while edges are connected that have not left, and streams last. Returns the time at which the streams that are open
 /// then must end. If edges stay, no gateway serves them in the meantime.
-async fn serve_on(registry: &Registry, end: Instant, grace: Duration) -> Instant {
-    let settle = SETTLE.min(grace / 8);
-    let last = end - LATE.min(grace / 8);
+async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Duration) -> Instant {
+    let settle_age = STREAM_SETTLE_AGE.min(grace / 8);
+    let last_check = end - LATE_REQUEST_WAIT.min(grace / 8);
     let tunnels = || registry.all().into_iter().map(|(_, edge)| edge);
     if tunnels().all(|edge| edge.is_leaving()) {
         return end;
     }
     for edge in tunnels() {
         // An idle connection between two requests does not count as an open stream.
-        edge.admitted.tunnel.leave();
+        edge.tunnel.tunnel.leave();
     }
     tracing::info!("edges have no other gateway: listeners stay open until all streams have ended");
     // Every tunnel is checked each time.
-    let lasts = || {
-        let lasting = tunnels().filter(|edge| !edge.admitted.tunnel.load().turn_over());
-        lasting.count() > 0
+    let has_lasting_streams = || {
+        let lasting_tunnels =
+            tunnels().filter(|edge| !edge.tunnel.tunnel.load().rotate_generation());
+        lasting_tunnels.count() > 0
     };
-    lasts();
+    has_lasting_streams();
     loop {
-        sleep_until(last.min(Instant::now() + settle)).await;
-        if !lasts() {
-            return end.min(Instant::now() + LATE + settle);
+        sleep_until(last_check.min(Instant::now() + settle_age)).await;
+        if !has_lasting_streams() {
+            return end.min(Instant::now() + LATE_REQUEST_WAIT + settle_age);
         }
-        if Instant::now() >= last {
+        if Instant::now() >= last_check {
             return end;
         }
     }
@@ -235,22 +236,22 @@ async fn announce_drain(registry: &Registry, grace: Duration, spread: Duration) 
     for (after, edge) in edges {
         sleep_until(begin + after).await;
         let left = grace.saturating_sub(begin.elapsed()).as_millis();
-        let line = GatewayMessage::Drain {
+        let message = GatewayMessage::Drain {
             grace_ms: u64::try_from(left).unwrap_or(u64::MAX),
         };
         // A tunnel whose control stream is closed or stuck ends by itself soon.
-        let _ = edge.admitted.control.try_send(Box::new(line));
+        let _ = edge.tunnel.control.try_send(Box::new(message));
     }
 }
 
-async fn until(end: Instant, done: impl Fn() -> bool) {
-    while !done() && Instant::now() < end {
-        sleep(LOOK).await;
+async fn poll_until(deadline: Instant, is_done: impl Fn() -> bool) {
+    while !is_done() && Instant::now() < deadline {
+        sleep(POLL_INTERVAL).await;
     }
 }
 
 fn is_leaving(edge: &TunnelInfo) -> bool {
-    edge.is_leaving() || !edge.admitted.welcome.elsewhere
+    edge.is_leaving() || !edge.tunnel.hello.elsewhere
 }
 
 #[cfg(test)]
@@ -260,14 +261,17 @@ mod tests {
     #[test]
     fn clients_wait_until_all_startup_conditions_are_met() {
         let readiness = Readiness::default();
-        assert_eq!(readiness.held(), None);
+        assert_eq!(readiness.hold_reason(), None);
         let (nodes, other) = (readiness.hold("no nodes yet"), readiness.hold("another"));
-        assert_eq!(readiness.held().as_deref(), Some("no nodes yet"));
-        nodes.says("no nodes yet: refused");
-        assert_eq!(readiness.held().as_deref(), Some("no nodes yet: refused"));
+        assert_eq!(readiness.hold_reason().as_deref(), Some("no nodes yet"));
+        nodes.set_reason("no nodes yet: refused");
+        assert_eq!(
+            readiness.hold_reason().as_deref(),
+            Some("no nodes yet: refused")
+        );
         drop(nodes);
-        assert_eq!(readiness.held().as_deref(), Some("another"));
+        assert_eq!(readiness.hold_reason().as_deref(), Some("another"));
         drop(other);
-        assert_eq!(readiness.held(), None);
+        assert_eq!(readiness.hold_reason(), None);
     }
 }

@@ -9,39 +9,39 @@ use std::time::Duration;
 /// backoff.
 const REJECTED_BACKOFF: Duration = Duration::from_secs(40);
 /// Time for which an edge stays away, likewise, that cannot be checked yet.
-const SOON: Duration = Duration::from_secs(10);
+const UNCHECKED_BACKOFF: Duration = Duration::from_secs(10);
 /// Message to such an edge.
-const EARLY: &str = "this gateway does not know the nodes of the cluster yet, because the cluster's API has not answered; try again later";
+const NODES_PENDING_DETAIL: &str = "this gateway does not know the nodes of the cluster yet, because the cluster's API has not answered; try again later";
 
 /// Returns the message that makes an edge retry soon, since it cannot be checked yet.
 pub(super) fn retry_later_message() -> GatewayMessage {
     GatewayMessage::Dismiss {
         why: GoAway::Full,
-        detail: EARLY.to_owned(),
-        retry_after_ms: u64::try_from(SOON.as_millis()).unwrap_or(u64::MAX),
+        detail: NODES_PENDING_DETAIL.to_owned(),
+        retry_after_ms: u64::try_from(UNCHECKED_BACKOFF.as_millis()).unwrap_or(u64::MAX),
     }
 }
 
 /// Returns the message that makes an edge disconnect.
-pub(super) fn goaway_message(why: GoAway, detail: String) -> GatewayMessage {
+pub(super) fn goaway_message(reason: GoAway, detail: String) -> GatewayMessage {
     GatewayMessage::Dismiss {
-        why,
+        why: reason,
         detail,
         retry_after_ms: u64::try_from(REJECTED_BACKOFF.as_millis()).unwrap_or(u64::MAX),
     }
 }
 
-/// Returns the reason why a node is rejected with the certificate that it has `shown`, if it is.
+/// Returns the reason why a node is rejected with the certificate that it has `certificate`, if it is.
 pub(super) fn rejection_reason(
     nodes: &Nodes,
     node: &NodeName,
-    shown: &EdgeCertificate,
+    certificate: &EdgeCertificate,
 ) -> Option<String> {
     match nodes.get(node) {
-        None if nodes.is_clusters_edge(node) == Some(false) => Some(format!(
+        None if nodes.cluster_says_edge(node) == Some(false) => Some(format!(
             "the cluster's Node {node} is not an edge node: it has none of the labels in kubernetes.edge_labels, and no token names it"
         )),
-        None if shown.given.is_some() => Some(format!(
+        None if certificate.external_chain.is_some() => Some(format!(
             "node {node} is not registered at this gateway: run `causeway node add {node}` at the gateway to admit it"
         )),
         None => Some(format!(
@@ -51,34 +51,34 @@ pub(super) fn rejection_reason(
             revoked: Some(reason),
             ..
         }) => {
-            let why = nodes.revoked(node);
-            Some(why.unwrap_or_else(|| record_revoked(node, &reason)))
+            let revocation_reason = nodes.revocation_reason(node);
+            Some(revocation_reason.unwrap_or_else(|| record_revoked(node, &reason)))
         }
         // A stolen machine has an old certificate of the node whose replacement has joined since.
-        Some(Node { joined_at, .. }) if shown.issued_at < joined_at => Some(format!(
+        Some(Node { joined_at, .. }) if certificate.issued_at < joined_at => Some(format!(
             "this certificate of node {node} was issued before the node joined again; join again with a new token of `causeway token create --node {node}`"
         )),
         Some(_) => None,
     }
 }
 
-/// Returns the reason why the certificate that a node has `shown` is no longer valid, if it is not `believed`.
+/// Returns the reason why the certificate that a node has `certificate` is no longer valid, if it is not `is_trusted`.
 pub(super) fn untrusted_reason(
-    believed: bool,
+    is_trusted: bool,
     node: &NodeName,
-    shown: &EdgeCertificate,
+    certificate: &EdgeCertificate,
 ) -> Option<String> {
-    let why = if shown.given.is_some() {
+    let cause = if certificate.external_chain.is_some() {
         "is no longer trusted by this gateway (tunnel.identity.client_ca)".to_owned()
     } else {
         format!("was retired; join again with a new token of `causeway token create --node {node}`")
     };
-    (!believed)
-        .then(|| format!("the certificate of node {node} was issued under a root that {why}"))
+    (!is_trusted)
+        .then(|| format!("the certificate of node {node} was issued under a root that {cause}"))
 }
 
 /// Converts a record of the disk to an entry of the table.
-pub(super) fn known(record: NodeRecord) -> (NodeName, Node) {
+pub(super) fn node_from_record(record: NodeRecord) -> (NodeName, Node) {
     let node = Node {
         addresses: record.addresses,
         pool: record.pool,

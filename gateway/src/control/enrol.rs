@@ -48,9 +48,9 @@ use tracing::{error, info, warn};
 /// Maximum size of a body: a request for an RSA-8192 key takes 5 KiB in base64.
 const MAX_BODY: usize = 16 * 1024;
 /// Maximum number of concurrent requests without a certificate: 4 MiB in total. Further ones wait for a permit.
-const STRANGERS_AT_ONCE: usize = 256;
+const MAX_UNAUTHENTICATED: usize = 256;
 /// Timeout of a request, which needs a signature and a few writes to the disk.
-const WITHIN: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// State of the enrolment, which issues edges' certificates.
 #[derive(Debug)]
@@ -62,7 +62,7 @@ pub struct Enrolment {
     /// Table to which enrolled nodes are added.
     pub nodes: NodesWriter,
     /// Writer of renewals.
-    pub ledger: NodeRecordWriter,
+    pub record_writer: NodeRecordWriter,
     /// The metrics.
     pub metrics: Arc<Metrics>,
     /// Lifetime of an edge's certificate.
@@ -70,9 +70,9 @@ pub struct Enrolment {
     /// The addresses that are announced to edges.
     pub advertised: AdvertisedGateways,
     /// Whether edges join by their identity in the cluster, here or at another gateway of this CA.
-    pub vouched: bool,
+    pub accepts_cluster_identity: bool,
     /// Whether these edges join by a certificate of a signer of the cluster's own.
-    pub by_cluster: bool,
+    pub accepts_cluster_certificates: bool,
 }
 
 /// Request of an edge that joins.
@@ -110,100 +110,101 @@ struct JoinResponse {
 struct HandlerState {
     enrolment: Enrolment,
     /// Serializes enrolments.
-    joining: Mutex<()>,
-    strangers: JoinRateLimiter,
+    enrolment_lock: Mutex<()>,
+    rate_limiter: JoinRateLimiter,
 }
 
 /// Returns the routes for edges' own requests: `POST /v1/enrol`, `POST /v1/vouched` and `POST /v1/renew`.
 pub fn router(enrolment: Enrolment) -> Router {
-    let desk = HandlerState {
+    let state = HandlerState {
         enrolment,
-        joining: Mutex::default(),
-        strangers: JoinRateLimiter::default(),
+        enrolment_lock: Mutex::default(),
+        rate_limiter: JoinRateLimiter::default(),
     };
     let routes = Router::new()
         .route("/v1/enrol", post(enrol))
         .route("/v1/vouched", post(vouched))
         .route("/v1/renew", post(renew));
-    bounded(routes).with_state(Arc::new(desk))
+    with_common_layers(routes).with_state(Arc::new(state))
 }
 
 /// Returns the same routes for edges with certificates of an external CA: each request is refused with the reason.
-pub fn closed(metrics: Arc<Metrics>) -> Router {
+pub fn disabled_router(metrics: Arc<Metrics>) -> Router {
     // The body is read to its end: over HTTP/2 a reset of an unread body could arrive before the answer.
-    let refused = move |Extension(peer): Extension<Peer>, _: Bytes| async move {
-        let problem = refuse(
+    let refuse_request = move |Extension(peer): Extension<Peer>, _: Bytes| async move {
+        let problem = problem(
             StatusCode::NOT_IMPLEMENTED,
             "certificates_given",
             "this gateway issues no certificates: edges use certificates of an external CA (identity)",
         );
         report(&metrics, "enrol", &peer, Err(problem))
     };
-    bounded(
+    with_common_layers(
         Router::new()
-            .route("/v1/enrol", post(refused.clone()))
-            .route("/v1/vouched", post(refused.clone()))
-            .route("/v1/renew", post(refused)),
+            .route("/v1/enrol", post(refuse_request.clone()))
+            .route("/v1/vouched", post(refuse_request.clone()))
+            .route("/v1/renew", post(refuse_request)),
     )
 }
 
-fn bounded<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Router<S> {
-    let room = ConnectionLimit::new("joining", STRANGERS_AT_ONCE, drop);
-    let placed = move |Extension(peer): Extension<Peer>, request: Request, next: Next| {
-        let room = room.clone();
-        async move {
-            let address = peer.address.filter(|_| peer.identity.is_none());
-            let _place = match address {
-                Some(address) => Some(room.acquire(address).await),
-                None => None,
-            };
-            next.run(request).await
-        }
-    };
+fn with_common_layers<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Router<S> {
+    let concurrency_limit = ConnectionLimit::new("joining", MAX_UNAUTHENTICATED, drop);
+    let limit_concurrency =
+        move |Extension(peer): Extension<Peer>, request: Request, next: Next| {
+            let room = concurrency_limit.clone();
+            async move {
+                let address = peer.address.filter(|_| peer.identity.is_none());
+                let _slot = match address {
+                    Some(address) => Some(room.acquire(address).await),
+                    None => None,
+                };
+                next.run(request).await
+            }
+        };
     router
-        .layer(from_fn(placed))
+        .layer(from_fn(limit_concurrency))
         .layer(RequestBodyLimitLayer::new(MAX_BODY))
         .layer(TimeoutLayer::with_status_code(
             StatusCode::GATEWAY_TIMEOUT,
-            WITHIN,
+            REQUEST_TIMEOUT,
         ))
         .layer(TraceLayer::new_for_http())
 }
 
 async fn enrol(
-    State(desk): State<Arc<HandlerState>>,
+    State(state): State<Arc<HandlerState>>,
     Extension(peer): Extension<Peer>,
     body: Result<Json<JoinRequest>, JsonRejection>,
 ) -> Result<Json<JoinResponse>, ProblemDetails> {
-    let done = match body {
-        Ok(Json(join)) => desk.clone().enrol(&peer, join).await,
-        Err(rejection) => Err(unreadable(&rejection)),
+    let result = match body {
+        Ok(Json(join)) => state.clone().enrol(&peer, join).await,
+        Err(rejection) => Err(malformed_request_problem(&rejection)),
     };
-    report(&desk.enrolment.metrics, "enrol", &peer, done)
+    report(&state.enrolment.metrics, "enrol", &peer, result)
 }
 
 async fn renew(
-    State(desk): State<Arc<HandlerState>>,
+    State(state): State<Arc<HandlerState>>,
     Extension(peer): Extension<Peer>,
     body: Result<Json<RenewRequest>, JsonRejection>,
 ) -> Result<Json<JoinResponse>, ProblemDetails> {
-    let done = match body {
-        Ok(Json(renew)) => desk.clone().renew(&peer, renew).await,
-        Err(rejection) => Err(unreadable(&rejection)),
+    let result = match body {
+        Ok(Json(renew)) => state.clone().renew(&peer, renew).await,
+        Err(rejection) => Err(malformed_request_problem(&rejection)),
     };
-    report(&desk.enrolment.metrics, "renew", &peer, done)
+    report(&state.enrolment.metrics, "renew", &peer, result)
 }
 
 async fn vouched(
-    State(desk): State<Arc<HandlerState>>,
+    State(state): State<Arc<HandlerState>>,
     Extension(peer): Extension<Peer>,
     body: Result<Json<RenewRequest>, JsonRejection>,
 ) -> Result<Json<JoinResponse>, ProblemDetails> {
-    let done = match body {
-        Ok(Json(asked)) => desk.clone().vouched(&peer, asked).await,
-        Err(rejection) => Err(unreadable(&rejection)),
+    let result = match body {
+        Ok(Json(asked)) => state.clone().exchange_certificate(&peer, asked).await,
+        Err(rejection) => Err(malformed_request_problem(&rejection)),
     };
-    report(&desk.enrolment.metrics, "vouched", &peer, done)
+    report(&state.enrolment.metrics, "vouched", &peer, result)
 }
 
 impl HandlerState {
@@ -214,9 +215,9 @@ impl HandlerState {
     ) -> Result<JoinResponse, ProblemDetails> {
         if let Some(wait) = peer
             .address
-            .and_then(|address| self.strangers.wait(address))
+            .and_then(|address| self.rate_limiter.retry_after(address))
         {
-            let mut problem = refuse(
+            let mut problem = problem(
                 StatusCode::TOO_MANY_REQUESTS,
                 "too_many_attempts",
                 "too many invalid join tokens were sent from this address",
@@ -224,9 +225,9 @@ impl HandlerState {
             problem.retry_after = Some(wait);
             return Err(problem);
         }
-        let key = key(&join.csr)?;
+        let verify_csr = verify_csr(&join.csr)?;
         let token = JoinToken::parse(&join.token).map_err(|error| {
-            refuse(
+            problem(
                 StatusCode::BAD_REQUEST,
                 "token_malformed",
                 error.to_string(),
@@ -238,21 +239,24 @@ impl HandlerState {
             .map(NodeName::parse)
             .transpose()
             .map_err(|error| {
-                refuse(StatusCode::BAD_REQUEST, "node_malformed", error.to_string())
+                problem(StatusCode::BAD_REQUEST, "node_malformed", error.to_string())
             })?;
-        let (desk, address, version) = (self.clone(), peer.address, join.version);
+        let (state, address, version) = (self.clone(), peer.address, join.version);
         let enrolled = spawn_blocking(move || {
             // If two edges join as the same new node, the second finds that the node has joined.
-            let _turn = desk.joining.lock().unwrap_or_else(PoisonError::into_inner);
-            let (node, record) = desk.redeem(&token, node)?;
+            let _enrolment_guard = state
+                .enrolment_lock
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            let (node, record) = state.redeem(&token, node)?;
             info!(%node, token = %token.id, ?version, "a join token was used");
-            desk.issue(&key, node, record)
+            state.issue(&verify_csr, node, record)
         });
-        let enrolled = enrolled.await.map_err(|error| broken(&error))?;
+        let enrolled = enrolled.await.map_err(|error| internal_problem(&error))?;
         if let (Err(problem), Some(address)) = (&enrolled, address)
             && problem.reason == "token_unknown"
         {
-            self.strangers.failed(address, &join.token);
+            self.rate_limiter.record_failure(address, &join.token);
         }
         enrolled
     }
@@ -263,32 +267,32 @@ impl HandlerState {
         renew: RenewRequest,
     ) -> Result<JoinResponse, ProblemDetails> {
         let Some(Identity::Edge(node)) = peer.identity.clone() else {
-            return Err(refuse(
+            return Err(problem(
                 StatusCode::UNAUTHORIZED,
                 "certificate_missing",
                 "renewal requires the edge's certificate; an edge without one must join with a token",
             ));
         };
-        let key = key(&renew.csr)?;
+        let key = verify_csr(&renew.csr)?;
         let nodes = self.enrolment.nodes.reader();
-        let shown = EdgeCertificate {
-            issued_at: peer.issued,
+        let certificate = EdgeCertificate {
+            issued_at: peer.issued_at,
             root: peer.root,
             ..EdgeCertificate::default()
         };
-        self.can_judge(&node)?;
+        self.check_nodes_loaded(&node)?;
         if nodes.get(&node).is_none() {
-            return Err(unknown(&node));
+            return Err(unknown_node_problem(&node));
         }
-        if let Some(why) = nodes.revoked(&node) {
-            return Err(revoked(why));
+        if let Some(reason) = nodes.revocation_reason(&node) {
+            return Err(revoked_node_problem(reason));
         }
-        if let Some(why) = rejection_reason(&nodes, &node, &shown) {
-            return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
+        if let Some(why) = rejection_reason(&nodes, &node, &certificate) {
+            return Err(problem(StatusCode::FORBIDDEN, "certificate_replaced", why));
         }
         let version = renew.version;
         info!(%node, ?version, "a certificate is renewed");
-        self.reissue(key, node, shown).await
+        self.reissue(key, node, certificate).await
     }
 }
 
@@ -297,14 +301,14 @@ fn report(
     metrics: &Metrics,
     operation: &'static str,
     peer: &Peer,
-    done: Result<JoinResponse, ProblemDetails>,
+    result: Result<JoinResponse, ProblemDetails>,
 ) -> Result<Json<JoinResponse>, ProblemDetails> {
-    let outcome = done
+    let outcome = result
         .as_ref()
         .map_or_else(|problem| problem.reason, |_| "ok");
-    metrics.enrolment(operation, outcome);
+    metrics.count_enrolment(operation, outcome);
     let from = peer.address.map(tracing::field::display);
-    match done {
+    match result {
         Ok(enrolled) => {
             info!(node = %enrolled.node, from, operation, "issued an edge's certificate");
             Ok(Json(enrolled))
@@ -318,7 +322,7 @@ fn report(
                 ?detail,
                 "refused an edge's certificate"
             );
-            let vouched = peer.vouched.as_ref();
+            let vouched = peer.cluster_certificate.as_ref();
             let edge = peer.identity.as_ref().map(ToString::to_string);
             let edge = edge.or_else(|| vouched.map(|vouched| vouched.node.to_string()));
             let from = peer.address.map(|address| address.to_string());
@@ -333,15 +337,15 @@ fn report(
     }
 }
 
-fn key(csr: &str) -> Result<VerifiedPublicKey, ProblemDetails> {
-    let invalid = |detail| refuse(StatusCode::BAD_REQUEST, "csr_invalid", detail);
+fn verify_csr(csr: &str) -> Result<VerifiedPublicKey, ProblemDetails> {
+    let csr_invalid = |detail| problem(StatusCode::BAD_REQUEST, "csr_invalid", detail);
     let der = STANDARD
         .decode(csr)
-        .map_err(|error| invalid(format!("the certificate request is not base64: {error}")))?;
-    VerifiedPublicKey::verify(&der).map_err(|error| invalid(error.to_string()))
+        .map_err(|error| csr_invalid(format!("the certificate request is not base64: {error}")))?;
+    VerifiedPublicKey::verify(&der).map_err(|error| csr_invalid(error.to_string()))
 }
 
-fn refuse(
+fn problem(
     status: StatusCode,
     reason: &'static str,
     detail: impl Into<Cow<'static, str>>,
@@ -349,7 +353,7 @@ fn refuse(
     ProblemDetails::new(status, reason, detail)
 }
 
-fn refused(why: &TokenRejected) -> ProblemDetails {
+fn token_problem(why: &TokenRejected) -> ProblemDetails {
     let (status, reason) = match why {
         TokenRejected::Unknown => (StatusCode::FORBIDDEN, "token_unknown"),
         TokenRejected::Expired { .. } => (StatusCode::FORBIDDEN, "token_expired"),
@@ -358,33 +362,33 @@ fn refused(why: &TokenRejected) -> ProblemDetails {
         TokenRejected::NotNew { .. } => (StatusCode::FORBIDDEN, "token_not_new"),
         TokenRejected::OtherNode { .. } => (StatusCode::FORBIDDEN, "token_other_node"),
         TokenRejected::UnexpectedCa => (StatusCode::FORBIDDEN, "token_wrong_ca"),
-        TokenRejected::Store(error) => return broken(error),
+        TokenRejected::Store(error) => return internal_problem(error),
     };
-    refuse(status, reason, why.to_string())
+    problem(status, reason, why.to_string())
 }
 
-fn unknown(node: &NodeName) -> ProblemDetails {
+fn unknown_node_problem(node: &NodeName) -> ProblemDetails {
     let detail = format!("node {node} is not enrolled at this gateway (or was removed)");
-    refuse(StatusCode::FORBIDDEN, "node_unknown", detail)
+    problem(StatusCode::FORBIDDEN, "node_unknown", detail)
 }
 
-fn revoked(why: String) -> ProblemDetails {
-    refuse(StatusCode::FORBIDDEN, "node_revoked", why)
+fn revoked_node_problem(why: String) -> ProblemDetails {
+    problem(StatusCode::FORBIDDEN, "node_revoked", why)
 }
 
-fn unreadable(rejection: &JsonRejection) -> ProblemDetails {
+fn malformed_request_problem(rejection: &JsonRejection) -> ProblemDetails {
     let detail: Cow<'static, str> = match rejection {
         // The error text quotes the body, which may contain a token.
         JsonRejection::JsonDataError(_) => "the body is not the expected JSON object".into(),
         other => other.body_text().into(),
     };
-    refuse(rejection.status(), "request_malformed", detail)
+    problem(rejection.status(), "request_malformed", detail)
 }
 
 /// Returns the error for the gateway's own fault: the log has the cause, and the edge learns only that it may retry.
-fn broken(why: &dyn std::error::Error) -> ProblemDetails {
+fn internal_problem(why: &dyn std::error::Error) -> ProblemDetails {
     error!(%why, "cannot issue an edge's certificate");
-    let mut problem = refuse(
+    let mut problem = problem(
         StatusCode::INTERNAL_SERVER_ERROR,
         "gateway_failed",
         "the gateway could not issue the certificate; see its log for the cause",

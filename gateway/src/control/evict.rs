@@ -9,29 +9,34 @@ use causeway_tunnel::{
 use std::sync::Arc;
 
 /// Returns the bounds of a configuration.
-fn bounds(config: &Config) -> Bounds {
+fn eviction_bounds(config: &Config) -> Bounds {
     let limits = &config.limits;
     Bounds {
-        memory: limits.stalled,
-        tcp_memory: Some(limits.tcp_memory).filter(|bytes| *bytes > 0),
-        patience: Some(config.timeouts.download),
+        max_memory: limits.stalled,
+        max_tcp_memory: Some(limits.tcp_memory).filter(|bytes| *bytes > 0),
+        response_timeout: Some(config.timeouts.download),
     }
 }
 
 /// Runs until it is dropped.
-pub(crate) async fn run(config: Config, pressure: Arc<MemoryBudget>, metrics: Arc<Metrics>) {
-    let (said, mut streams) = (LogThrottle::default(), 0);
-    let evicted = |shortage: eviction::Shortage, count: usize| {
-        metrics.evicted(shortage.word(), count);
+pub(crate) async fn run(config: Config, memory_budget: Arc<MemoryBudget>, metrics: Arc<Metrics>) {
+    let (log_throttle, mut streams) = (LogThrottle::default(), 0);
+    let on_evicted = |shortage: eviction::Shortage, count: usize| {
+        metrics.count_evicted(shortage.as_str(), count);
         streams += count;
-        if said.happened().is_some() {
+        if log_throttle.record().is_some() {
             tracing::warn!(
-                reason = shortage.word(),
+                reason = shortage.as_str(),
                 streams,
                 "streams were reset because their peers do not read the buffered bytes (limits.stalled, limits.tcp_memory, timeouts.download)"
             );
             streams = 0;
         }
     };
-    eviction::guard(pressure.stalls(), bounds(&config), evicted).await;
+    eviction::guard(
+        memory_budget.stall_monitor(),
+        eviction_bounds(&config),
+        on_evicted,
+    )
+    .await;
 }

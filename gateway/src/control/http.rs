@@ -45,19 +45,19 @@ use tower::Service;
 use tracing::info_span;
 
 /// Timeout of a request's head.
-const HEAD_WITHIN: Duration = Duration::from_secs(10);
+const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum unread bytes of heads and bodies of a connection: peers without a certificate have connections too.
-const UNREAD: u32 = 64 * 1024;
+const MAX_UNREAD_BYTES: u32 = 64 * 1024;
 /// Maximum number of connections to one listener, at about 20 KiB each.
-pub(crate) const CONNECTIONS: usize = 256;
+pub(crate) const MAX_CONNECTIONS: usize = 256;
 /// Time in which requests may end when the listener stops.
-const GRACE: Duration = Duration::from_secs(5);
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
 /// Limits of one connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ServerLimits {
     /// Time after which the connection is asked to end, if there is one.
-    pub(crate) life: Option<Duration>,
+    pub(crate) max_lifetime: Option<Duration>,
     /// Maximum number of concurrent HTTP/2 requests.
     pub(crate) streams: u32,
     /// Time in which requests may end when the connection is asked to.
@@ -69,10 +69,10 @@ pub(crate) struct ServerLimits {
 
 /// Limits for clients with short requests: a scraper that comes every minute keeps its own connection, and that of a peer
 /// without a certificate is gone soon.
-pub(crate) const SHORT: ServerLimits = ServerLimits {
-    life: Some(Duration::from_mins(5)),
+pub(crate) const SHORT_REQUEST_LIMITS: ServerLimits = ServerLimits {
+    max_lifetime: Some(Duration::from_mins(5)),
     streams: 16,
-    grace: GRACE,
+    grace: SHUTDOWN_GRACE,
     last_request: Duration::from_secs(1),
 };
 
@@ -84,18 +84,18 @@ pub struct Peer {
     /// Its identity, if it presented a certificate that was verified.
     pub identity: Option<Identity>,
     /// Time at which that certificate was issued, in Unix seconds.
-    pub issued: u64,
+    pub issued_at: u64,
     /// Root of that certificate.
     pub root: Option<Fingerprint>,
     /// Node as which the peer may join, by a certificate of the cluster's.
-    pub vouched: Option<VerifiedNodeCertificate>,
+    pub cluster_certificate: Option<VerifiedNodeCertificate>,
 }
 
 /// Signals that end a listener or a connection.
 #[derive(Clone, Debug)]
 pub struct Stop {
     /// Cancelled when responses begin to announce the end.
-    pub announced: CancellationToken,
+    pub end_announced: CancellationToken,
     /// Cancelled at the end.
     pub end: CancellationToken,
 }
@@ -103,7 +103,7 @@ pub struct Stop {
 impl From<CancellationToken> for Stop {
     fn from(end: CancellationToken) -> Self {
         Self {
-            announced: end.clone(),
+            end_announced: end.clone(),
             end,
         }
     }
@@ -131,17 +131,23 @@ pub async fn run(listener: BoundSocket, router: Router, limit: ConnectionLimit, 
         let peer = Peer {
             address: from.ip(),
             identity: None,
-            issued: 0,
+            issued_at: 0,
             root: None,
-            vouched: None,
+            cluster_certificate: None,
         };
         let (router, stop) = (router.clone(), stop.clone());
         connections.spawn(info_span!("control", %from), async move {
-            let serving = pin!(serve(socket, router, (peer, Some(&slot)), SHORT, stop));
+            let serving = pin!(serve(
+                socket,
+                router,
+                (peer, Some(&slot)),
+                SHORT_REQUEST_LIMITS,
+                stop
+            ));
             slot.run(serving).await;
         });
     }
-    connections.drain(GRACE).await;
+    connections.drain(SHUTDOWN_GRACE).await;
 }
 
 /// Serves one connection until its peer, its lifetime or `stop` ends it. Each request keeps `slot` busy until its answer is
@@ -150,18 +156,18 @@ pub(crate) async fn serve(
     io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     router: Router,
     (peer, slot): (Peer, Option<&Slot>),
-    bounds: ServerLimits,
+    limits: ServerLimits,
     stop: Stop,
 ) {
-    let builder = builder(bounds);
-    let ending = Arc::new(Ending::default());
-    let noted = ending.clone();
+    let builder = builder(limits);
+    let connection_end = Arc::new(Ending::default());
+    let shared_end = connection_end.clone();
     let service = service_fn(move |mut request: hyper::Request<Incoming>| {
-        let ending = noted.clone();
+        let ending = shared_end.clone();
         let is_http2 = request.version() == Version::HTTP_2;
         ending.is_http2.store(is_http2, Relaxed);
         request.extensions_mut().insert(peer.clone());
-        let busy = slot.map(Slot::busy);
+        let busy_guard = slot.map(Slot::busy);
         let answer = router.clone().call(request);
         async move {
             let mut answer = answer.await?;
@@ -172,40 +178,40 @@ pub(crate) async fn serve(
             }
             Ok::<_, Infallible>(answer.map(|body| {
                 body.map_frame(move |frame| {
-                    let _until_written = &busy;
+                    let _held_until_written = &busy_guard;
                     frame
                 })
             }))
         }
     });
     let mut connection = pin!(builder.serve_connection(TokioIo::new(io), service));
-    let ended = tokio::select! {
+    let result = tokio::select! {
         ended = connection.as_mut() => ended,
-        () = ending.reached(bounds, &stop) => {
+        () = connection_end.wait_end(limits, &stop) => {
             connection.as_mut().graceful_shutdown();
-            timeout(bounds.grace, connection.as_mut()).await.unwrap_or(Ok(()))
+            timeout(limits.grace, connection.as_mut()).await.unwrap_or(Ok(()))
         }
     };
-    if let Err(error) = ended {
+    if let Err(error) = result {
         tracing::debug!(error, "a control connection ended with an error");
     }
 }
 
-fn builder(bounds: ServerLimits) -> auto::Builder<TaskExecutor> {
+fn builder(limits: ServerLimits) -> auto::Builder<TaskExecutor> {
     let mut builder = auto::Builder::new(TaskExecutor::new(Arc::default(), tracing::Span::current));
     builder
         .http1()
         .timer(TokioTimer::new())
-        .max_buf_size(UNREAD as usize)
-        .header_read_timeout(HEAD_WITHIN);
+        .max_buf_size(MAX_UNREAD_BYTES as usize)
+        .header_read_timeout(HEAD_TIMEOUT);
     builder
         .http2()
         .timer(TokioTimer::new())
-        .max_concurrent_streams(bounds.streams)
-        .initial_stream_window_size(UNREAD)
-        .initial_connection_window_size(UNREAD)
-        .keep_alive_interval(HEAD_WITHIN)
-        .keep_alive_timeout(HEAD_WITHIN);
+        .max_concurrent_streams(limits.streams)
+        .initial_stream_window_size(MAX_UNREAD_BYTES)
+        .initial_connection_window_size(MAX_UNREAD_BYTES)
+        .keep_alive_interval(HEAD_TIMEOUT)
+        .keep_alive_timeout(HEAD_TIMEOUT);
     builder
 }
 
@@ -219,21 +225,21 @@ struct Ending {
 
 impl Ending {
     /// Waits until the connection is to end, by its age or by `stop`, and has been announced for long enough.
-    async fn reached(&self, bounds: ServerLimits, stop: &Stop) {
-        let aged = async {
-            match bounds.life {
+    async fn wait_end(&self, limits: ServerLimits, stop: &Stop) {
+        let lifetime_over = async {
+            match limits.max_lifetime {
                 Some(life) => sleep(life).await,
                 None => pending().await,
             }
         };
         let is_aged = tokio::select! {
-            () = aged => true,
-            () = stop.announced.cancelled() => false,
+            () = lifetime_over => true,
+            () = stop.end_announced.cancelled() => false,
             () = stop.end.cancelled() => false,
         };
         self.is_due.store(true, Relaxed);
         if !self.is_http2.load(Relaxed) {
-            sleep(bounds.last_request).await;
+            sleep(limits.last_request).await;
         }
         if !is_aged {
             stop.end.cancelled().await;
@@ -324,12 +330,18 @@ mod tests {
         let peer = Peer {
             address: None,
             identity: None,
-            issued: 0,
+            issued_at: 0,
             root: None,
-            vouched: None,
+            cluster_certificate: None,
         };
         let router = Router::new().route("/", get(|| async { "it" }));
-        let serving = serve(server, router, (peer, None), SHORT, stop.clone().into());
+        let serving = serve(
+            server,
+            router,
+            (peer, None),
+            SHORT_REQUEST_LIMITS,
+            stop.clone().into(),
+        );
         let asking = async {
             let head = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
             client.write_all(head).await.unwrap();
@@ -339,7 +351,7 @@ mod tests {
             assert!(!first.contains("connection: close"), "{first}");
             stop.cancel();
             // The connection is idle and sends one more request.
-            sleep(SHORT.last_request / 2).await;
+            sleep(SHORT_REQUEST_LIMITS.last_request / 2).await;
             client.write_all(head).await.unwrap();
             let mut last = String::new();
             client.read_to_string(&mut last).await.unwrap();

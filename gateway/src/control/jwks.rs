@@ -14,7 +14,7 @@ use crate::{
     metrics::Metrics,
     state::{
         JwksCache, JwksWriter, KeySet,
-        jwks::{PAUSE, WeakJwksCache},
+        jwks::{MIN_FETCH_INTERVAL, WeakJwksCache},
     },
 };
 use causeway_rt::task::TaskGroup;
@@ -31,7 +31,7 @@ use tokio::{
 use tracing::info_span;
 
 /// Maximum time between retries for an issuer that does not answer: once it is back, it should be used soon.
-const SLOWEST: Duration = Duration::from_mins(1);
+const MAX_RETRY_DELAY: Duration = Duration::from_mins(1);
 
 /// All issuers whose keys are fetched.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ pub struct JwksFetchers {
     tasks: TaskGroup,
     runtime: Handle,
     /// Timeout of one fetch.
-    bound: Duration,
+    fetch_timeout: Duration,
     metrics: Arc<Metrics>,
     shared: Mutex<HashMap<JwksEndpoint, WeakJwksCache>>,
 }
@@ -56,11 +56,16 @@ struct JwksEndpoint {
 
 impl JwksFetchers {
     /// Returns an empty set. `tasks` run on `runtime`; a fetch takes `bound` at most.
-    pub fn new(tasks: TaskGroup, runtime: Handle, bound: Duration, metrics: Arc<Metrics>) -> Self {
+    pub fn new(
+        tasks: TaskGroup,
+        runtime: Handle,
+        fetch_timeout: Duration,
+        metrics: Arc<Metrics>,
+    ) -> Self {
         Self {
             tasks,
             runtime,
-            bound,
+            fetch_timeout,
             metrics,
             shared: Mutex::default(),
         }
@@ -75,30 +80,31 @@ impl JwksFetchers {
         let Jwks::Url(url) = &jwt.jwks else {
             return Err("keys in a file are not fetched".to_owned());
         };
-        let place = JwksEndpoint {
+        let endpoint = JwksEndpoint {
             url: url.to_string(),
             ca: ca.map(str::to_owned),
             refresh: jwt.jwks_refresh,
             max_age: jwt.jwks_max_age,
         };
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(keys) = shared.get(&place).and_then(WeakJwksCache::upgrade) {
+        if let Some(keys) = shared.get(&endpoint).and_then(WeakJwksCache::upgrade) {
             return Ok(keys);
         }
         let source = Arc::new(JwksSource::new(url, ca)?);
-        let (keys, writer) = JwksCache::fetched(jwt.jwks_max_age);
+        let (keys, writer) = JwksCache::refreshable(jwt.jwks_max_age);
         shared.retain(|_, keys| keys.upgrade().is_some());
-        shared.insert(place, keys.downgrade());
-        let (metrics, bound, refresh) = (self.metrics.clone(), self.bound, jwt.jwks_refresh);
+        shared.insert(endpoint, keys.downgrade());
+        let (metrics, bound, refresh) =
+            (self.metrics.clone(), self.fetch_timeout, jwt.jwks_refresh);
         let span = info_span!("jwks", url = %source);
         let task = async move {
             let fetch = || {
                 let (source, metrics) = (source.clone(), metrics.clone());
-                async move { once(&source, bound, &metrics).await }
+                async move { fetch_once(&source, bound, &metrics).await }
             };
             tokio::select! {
-                () = keep(&writer, refresh, fetch) => {}
-                () = writer.unread() => {}
+                () = run_fetches(&writer, refresh, fetch) => {}
+                () = writer.all_readers_dropped() => {}
             }
         };
         self.tasks.spawn_on(&self.runtime, span, task);
@@ -106,12 +112,16 @@ impl JwksFetchers {
     }
 }
 
-async fn once(source: &JwksSource, bound: Duration, metrics: &Metrics) -> Option<KeySet> {
-    let fetched = match tokio::time::timeout(bound, source.fetch()).await {
+async fn fetch_once(
+    source: &JwksSource,
+    fetch_timeout: Duration,
+    metrics: &Metrics,
+) -> Option<KeySet> {
+    let fetched = match tokio::time::timeout(fetch_timeout, source.fetch()).await {
         Ok(fetched) => fetched,
-        Err(_) => Err(format!("no answer within {bound:?}")),
+        Err(_) => Err(format!("no answer within {fetch_timeout:?}")),
     };
-    metrics.jwks_fetched(fetched.is_ok());
+    metrics.count_jwks_fetch(fetched.is_ok());
     fetched
         .inspect_err(|error| {
             tracing::warn!(url = %source, error, "the keys of a JWT issuer cannot be fetched; the previous keys stay valid until jwks_max_age");
@@ -120,28 +130,30 @@ async fn once(source: &JwksSource, bound: Duration, metrics: &Metrics) -> Option
 }
 
 /// Fetches at each due time. Never ends.
-async fn keep<F>(writer: &JwksWriter, refresh: Duration, mut fetch: impl FnMut() -> F)
+async fn run_fetches<F>(writer: &JwksWriter, refresh: Duration, mut fetch: impl FnMut() -> F)
 where
     F: Future<Output = Option<KeySet>>,
 {
     let mut failures = 0;
     loop {
         let began = Instant::now();
-        writer.begins();
+        writer.fetch_started();
         let fetched = fetch().await;
         let next = if fetched.is_some() {
             failures = 0;
             refresh
         } else {
             failures += 1;
-            (PAUSE * failures).min(SLOWEST).min(refresh)
+            (MIN_FETCH_INTERVAL * failures)
+                .min(MAX_RETRY_DELAY)
+                .min(refresh)
         };
-        if writer.ended(fetched) {
+        if writer.fetch_finished(fetched) {
             tracing::info!("the keys of a JWT issuer changed");
         }
         tokio::select! {
             () = sleep_until(began + next) => {}
-            () = writer.wanted() => sleep_until(began + PAUSE).await,
+            () = writer.fetch_requested() => sleep_until(began + MIN_FETCH_INTERVAL).await,
         }
     }
 }

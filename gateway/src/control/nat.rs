@@ -34,7 +34,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 /// Pause after a change that the kernel refused.
-const AGAIN: Duration = Duration::from_secs(1);
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Error that prevents redirection.
 #[derive(Debug, thiserror::Error)]
@@ -51,7 +51,7 @@ pub enum NatError {
     #[error(
         "another running process owns the nftables table inet {0}; stop that process, or choose another table name (redirect.table)"
     )]
-    Taken(String),
+    TableInUse(String),
     /// The kernel refused the rules.
     #[error(
         "the kernel refused the nftables rules (they need Linux 5.12, with nft_fib_inet and nft_redir): {0}"
@@ -65,7 +65,7 @@ pub struct PortMap {
     /// For connections that this host makes.
     local: [BTreeMap<u16, u16>; 2],
     /// For connections that this host would forward.
-    forwarded: [BTreeMap<u16, u16>; 2],
+    forwarded_ports: [BTreeMap<u16, u16>; 2],
     /// Port to which all ports of pods are redirected, likewise: first for connections that this host makes.
     pods: [[Option<u16>; 2]; 2],
 }
@@ -75,57 +75,71 @@ impl PortMap {
     pub(crate) fn new(
         redirect: &Redirect,
         listeners: &[Listener],
-        standing: &[(String, Option<SocketAddr>)],
+        bound_addresses: &[(String, Option<SocketAddr>)],
     ) -> Self {
         let mut ports = Self::default();
-        let at = |listener: &Listener| {
-            let stands = standing.iter().find(|(name, _)| *name == listener.name);
-            stands.and_then(|(_, address)| *address)
+        let address_of = |listener: &Listener| {
+            let bound = bound_addresses
+                .iter()
+                .find(|(name, _)| *name == listener.name);
+            bound.and_then(|(_, address)| *address)
         };
         for (port, listener) in redirect.by_port(listeners) {
-            if let Some(at) = at(listener) {
-                ports.lead(port, at);
+            if let Some(at) = address_of(listener) {
+                ports.redirect_port(port, at);
             }
         }
-        if let Some(at) = redirect.of_pods(listeners).and_then(at) {
-            ports.lead_pods(at);
+        if let Some(at) = redirect.pod_listener(listeners).and_then(address_of) {
+            ports.redirect_pods(at);
         }
         ports
     }
 
-    fn lead_pods(&mut self, at: SocketAddr) {
-        for (family, _) in takes(at).iter().enumerate().filter(|(_, takes)| **takes) {
+    fn redirect_pods(&mut self, at: SocketAddr) {
+        for (family, _) in accepted_families(at)
+            .iter()
+            .enumerate()
+            .filter(|(_, takes)| **takes)
+        {
             self.pods[0][family] = Some(at.port());
             self.pods[1][family] = Some(at.port()).filter(|_| at.ip().is_unspecified());
         }
     }
 
-    fn lead(&mut self, port: u16, at: SocketAddr) {
-        for (place, _) in takes(at).iter().enumerate().filter(|(_, takes)| **takes) {
-            self.local[place].insert(port, at.port());
+    fn redirect_port(&mut self, port: u16, at: SocketAddr) {
+        for (family, _) in accepted_families(at)
+            .iter()
+            .enumerate()
+            .filter(|(_, takes)| **takes)
+        {
+            self.local[family].insert(port, at.port());
             if at.ip().is_unspecified() {
-                self.forwarded[place].insert(port, at.port());
+                self.forwarded_ports[family].insert(port, at.port());
             }
         }
     }
 
-    fn of(&self, local: bool, v4: bool) -> &BTreeMap<u16, u16> {
-        let families = if local { &self.local } else { &self.forwarded };
+    fn ports_of(&self, local: bool, v4: bool) -> &BTreeMap<u16, u16> {
+        let families = if local {
+            &self.local
+        } else {
+            &self.forwarded_ports
+        };
         &families[usize::from(!v4)]
     }
 
     /// Returns the port on this host to which connections to pods are redirected.
-    fn of_pods(&self, local: bool, v4: bool) -> Option<u16> {
+    fn pod_port(&self, local: bool, v4: bool) -> Option<u16> {
         self.pods[usize::from(!local)][usize::from(!v4)]
     }
 
-    fn leads_pods(&self) -> bool {
+    fn redirects_pods(&self) -> bool {
         self.pods.iter().flatten().any(Option::is_some)
     }
 }
 
 /// Returns the families that a listener at this address accepts: IPv4, IPv6. An IPv6 wildcard accepts IPv4 as well.
-fn takes(at: SocketAddr) -> [bool; 2] {
+fn accepted_families(at: SocketAddr) -> [bool; 2] {
     [at.is_ipv4() || at.ip().is_unspecified(), at.is_ipv6()]
 }
 
@@ -133,13 +147,13 @@ fn takes(at: SocketAddr) -> [bool; 2] {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct RedirectSet {
     /// The nodes' own addresses.
-    edges: BTreeSet<IpAddr>,
+    edge_addresses: BTreeSet<IpAddr>,
     /// The networks of their pods.
-    pods: BTreeSet<IpNet>,
+    pod_networks: BTreeSet<IpNet>,
 }
 
 /// Whether connections to this address may be redirected, whichever node has it.
-fn routable(address: &IpAddr) -> bool {
+fn is_redirectable(address: &IpAddr) -> bool {
     let broadcast = matches!(address, IpAddr::V4(v4) if v4.is_broadcast());
     !(address.is_loopback() || address.is_unspecified() || address.is_multicast() || broadcast)
 }
@@ -149,48 +163,60 @@ fn routable(address: &IpAddr) -> bool {
 struct KernelRules {
     table: Table,
     /// Socket for deleting tracked connections: in the same network namespace as the table, on any thread.
-    memory: Netlink,
-    led: RedirectSet,
+    conntrack_socket: Netlink,
+    redirected: RedirectSet,
     ports: PortMap,
     /// Whether the rules in the kernel are complete.
-    sound: bool,
+    is_complete: bool,
     /// Whether a warning was logged that tracked connections are not deleted.
-    complained: bool,
+    has_warned: bool,
 }
 
 impl KernelRules {
     /// Updates the kernel's rules to these.
-    fn become_these(&mut self, led: RedirectSet, ports: PortMap) -> Result<(), NatError> {
-        let added: BTreeSet<_> = led.edges.difference(&self.led.edges).copied().collect();
-        let removed: BTreeSet<_> = self.led.edges.difference(&led.edges).copied().collect();
-        let pods: Vec<_> = led.pods.symmetric_difference(&self.led.pods).collect();
-        let done = if !self.sound || ports != self.ports || !pods.is_empty() {
-            self.table.replace(&led, &ports)
+    fn apply(&mut self, wanted: RedirectSet, ports: PortMap) -> Result<(), NatError> {
+        let added: BTreeSet<_> = wanted
+            .edge_addresses
+            .difference(&self.redirected.edge_addresses)
+            .copied()
+            .collect();
+        let removed: BTreeSet<_> = self
+            .redirected
+            .edge_addresses
+            .difference(&wanted.edge_addresses)
+            .copied()
+            .collect();
+        let pods: Vec<_> = wanted
+            .pod_networks
+            .symmetric_difference(&self.redirected.pod_networks)
+            .collect();
+        let result = if !self.is_complete || ports != self.ports || !pods.is_empty() {
+            self.table.replace(&wanted, &ports)
         } else if added.is_empty() && removed.is_empty() {
             return Ok(());
         } else {
             self.table.change(&added, &removed)
         };
-        self.sound = done.is_ok();
-        done?;
-        let own = &added | &removed;
-        let changed = !(own.is_empty() && pods.is_empty());
-        let handed = |address: &IpAddr| {
-            own.contains(address) || pods.iter().any(|net| net.contains(address))
+        self.is_complete = result.is_ok();
+        result?;
+        let changed_addresses = &added | &removed;
+        let changed = !(changed_addresses.is_empty() && pods.is_empty());
+        let is_moved = |address: &IpAddr| {
+            changed_addresses.contains(address) || pods.iter().any(|net| net.contains(address))
         };
         let forgotten = if changed {
-            conntrack::forget(&self.memory, handed)
+            conntrack::delete_connections(&self.conntrack_socket, is_moved)
         } else {
             Ok(0)
         };
-        (self.led, self.ports) = (led, ports);
+        (self.redirected, self.ports) = (wanted, ports);
         match forgotten {
             Ok(0) => {}
             Ok(forgotten) => tracing::debug!(
                 forgotten,
                 "connection tracking entries of addresses that move to another node are deleted"
             ),
-            Err(error) if !std::mem::replace(&mut self.complained, true) => {
+            Err(error) if !std::mem::replace(&mut self.has_warned, true) => {
                 tracing::warn!(%error, "connections that began before an address moved to another node continue unchanged: the kernel does not list them (nf_conntrack_netlink)");
             }
             Err(_) => {}
@@ -207,7 +233,7 @@ pub struct Nat {
     changes: watch::Receiver<()>,
     ports: watch::Receiver<PortMap>,
     /// Networks of pods that were already reported as not redirected.
-    shared: BTreeSet<IpNet>,
+    reported_networks: BTreeSet<IpNet>,
 }
 
 impl Nat {
@@ -223,20 +249,20 @@ impl Nat {
         let mut nat = Self {
             rules: KernelRules {
                 table: Table::open(table)?,
-                memory: Netlink::open().map_err(NatError::Unsupported)?,
-                led: RedirectSet::default(),
+                conntrack_socket: Netlink::open().map_err(NatError::Unsupported)?,
+                redirected: RedirectSet::default(),
                 ports: PortMap::default(),
-                sound: false,
-                complained: false,
+                is_complete: false,
+                has_warned: false,
             },
-            changes: nodes.changes(),
+            changes: nodes.subscribe(),
             nodes: nodes.reader(),
             ports,
-            shared: BTreeSet::new(),
+            reported_networks: BTreeSet::new(),
         };
-        let (led, ports) = nat.wanted();
-        nat.rules.become_these(led, ports)?;
-        let addresses = nat.rules.led.edges.len();
+        let (led, ports) = nat.desired_state();
+        nat.rules.apply(led, ports)?;
+        let addresses = nat.rules.redirected.edge_addresses.len();
         tracing::info!(
             table,
             addresses,
@@ -245,23 +271,29 @@ impl Nat {
         Ok(nat)
     }
 
-    fn wanted(&mut self) -> (RedirectSet, PortMap) {
+    fn desired_state(&mut self) -> (RedirectSet, PortMap) {
         let ports = self.ports.borrow_and_update().clone();
         let mut edges = self.nodes.edge_addresses();
-        edges.retain(routable);
+        edges.retain(is_redirectable);
         let mut pods = BTreeSet::new();
-        if ports.leads_pods() {
+        if ports.redirects_pods() {
             let [alone, shared] = self.nodes.edge_pod_networks();
-            self.tell(shared);
+            self.warn_shared_networks(shared);
             pods = alone;
-            pods.retain(|net| routable(&net.network()) && routable(&net.broadcast()));
+            pods.retain(|net| is_redirectable(&net.network()) && is_redirectable(&net.broadcast()));
         }
-        (RedirectSet { edges, pods }, ports)
+        (
+            RedirectSet {
+                edge_addresses: edges,
+                pod_networks: pods,
+            },
+            ports,
+        )
     }
 
     /// Logs once that pods are not redirected; their clients only see that no server answers.
-    fn tell(&mut self, shared: BTreeSet<IpNet>) {
-        let new: Vec<_> = shared.difference(&self.shared).collect();
+    fn warn_shared_networks(&mut self, shared: BTreeSet<IpNet>) {
+        let new: Vec<_> = shared.difference(&self.reported_networks).collect();
         if let Some(network) = new.first() {
             tracing::warn!(
                 %network,
@@ -269,26 +301,26 @@ impl Nat {
                 "several nodes have pods or addresses in this network: connections to its pods are not redirected, and no pod address in it leads to a node"
             );
         }
-        self.shared = shared;
+        self.reported_networks = shared;
     }
 
     /// Keeps the rules up to date until `stop`, then removes them.
     pub async fn run(mut self, stop: CancellationToken) {
         loop {
-            let sound = self.rules.sound;
+            let is_complete = self.rules.is_complete;
             tokio::select! {
                 biased;
                 () = stop.cancelled() => break,
                 Ok(()) = self.changes.changed() => {}
                 Ok(()) = self.ports.changed() => {}
-                () = sleep(AGAIN), if !sound => {}
+                () = sleep(RETRY_DELAY), if !is_complete => {}
             }
-            let (led, ports) = self.wanted();
+            let (led, ports) = self.desired_state();
             let mut rules = self.rules;
             // The kernel waits for its other workers before it answers: clients of this gateway do not wait for that.
-            let began = Instant::now();
+            let started_at = Instant::now();
             let done = spawn_blocking(move || {
-                let done = rules.become_these(led, ports);
+                let done = rules.apply(led, ports);
                 (rules, done)
             });
             let Ok((rules, done)) = done.await else {
@@ -297,7 +329,10 @@ impl Nat {
                 );
             };
             self.rules = rules;
-            let (addresses, took) = (self.rules.led.edges.len(), began.elapsed());
+            let (addresses, took) = (
+                self.rules.redirected.edge_addresses.len(),
+                started_at.elapsed(),
+            );
             tracing::debug!(addresses, ?took, "redirections match the current nodes");
             if let Err(error) = done {
                 tracing::warn!(%error, "redirections could not be updated, retrying");

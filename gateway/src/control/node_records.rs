@@ -4,7 +4,7 @@
 //! fleet that connects or renews at once takes a few writes. A write that has begun ends, whether or not a task still waits for
 //! it.
 
-use super::eligibility::known;
+use super::eligibility::node_from_record;
 use crate::state::NodesWriter;
 use causeway_certs::{IssuedCertificate, NodeName, NodeRecord, NodeUpdate, Store, StoreError};
 use rustls::pki_types::UnixTime;
@@ -25,9 +25,9 @@ pub struct NodeRecordWriter(Arc<Inner>);
 struct Inner {
     store: Store,
     nodes: NodesWriter,
-    gathered: Mutex<Vec<PendingWrite>>,
+    pending: Mutex<Vec<PendingWrite>>,
     /// Lock that is held while the disk is written.
-    writing: Arc<sync::Mutex<()>>,
+    write_lock: Arc<sync::Mutex<()>>,
     #[cfg(test)]
     writes: std::sync::atomic::AtomicUsize,
 }
@@ -36,7 +36,7 @@ struct Inner {
 struct PendingWrite {
     node: NodeName,
     change: NodeUpdate,
-    tell: oneshot::Sender<WriteResult>,
+    responder: oneshot::Sender<WriteResult>,
 }
 
 /// Record of a node once it is written, or the reason why it could not be.
@@ -48,12 +48,12 @@ pub(super) type WriteResult = Result<Option<NodeRecord>, WriteError>;
 pub struct WriteError(String);
 
 impl WriteError {
-    fn because(error: &impl ToString) -> Self {
+    fn from_error(error: &impl ToString) -> Self {
         Self(error.to_string())
     }
 
     /// Returns the error for a process that ends while it writes.
-    fn given_up<E>(_: E) -> Self {
+    fn cancelled<E>(_: E) -> Self {
         Self("the write was cancelled because the gateway is shutting down".to_owned())
     }
 }
@@ -64,8 +64,8 @@ impl NodeRecordWriter {
         Self(Arc::new(Inner {
             store: store.clone(),
             nodes: nodes.clone(),
-            gathered: Mutex::default(),
-            writing: Arc::default(),
+            pending: Mutex::default(),
+            write_lock: Arc::default(),
             #[cfg(test)]
             writes: std::sync::atomic::AtomicUsize::default(),
         }))
@@ -75,12 +75,12 @@ impl NodeRecordWriter {
     ///
     /// # Errors
     /// If the disk cannot be written; then there is no new record of the node.
-    pub async fn arrived(&self, node: &NodeName) -> Result<(), WriteError> {
+    pub async fn ensure_record(&self, node: &NodeName) -> Result<(), WriteError> {
         if self.0.nodes.reader().get(node).is_some() {
             return Ok(());
         }
         let at = UnixTime::now().as_secs();
-        self.arrived_at(node, at).await
+        self.ensure_record_at(node, at).await
     }
 
     /// Records a node's next certificate, unless the node is revoked. Returns the node's record then, or nothing if the node was
@@ -88,8 +88,8 @@ impl NodeRecordWriter {
     ///
     /// # Errors
     /// If the disk cannot be written.
-    pub async fn renewed(&self, node: &NodeName, issued: IssuedCertificate) -> WriteResult {
-        self.note(node, NodeUpdate::Renewed(issued)).await
+    pub async fn record_renewal(&self, node: &NodeName, issued: IssuedCertificate) -> WriteResult {
+        self.enqueue(node, NodeUpdate::Renewed(issued)).await
     }
 
     /// Records the certificate of a node that joins by its identity in the cluster. Returns the node's record then. Certificates
@@ -97,83 +97,96 @@ impl NodeRecordWriter {
     ///
     /// # Errors
     /// If the disk cannot be written.
-    pub async fn joined(&self, node: &NodeName, at: u64, issued: IssuedCertificate) -> WriteResult {
-        self.note(node, NodeUpdate::Joined { at, issued }).await
+    pub async fn record_join(
+        &self,
+        node: &NodeName,
+        at: u64,
+        issued: IssuedCertificate,
+    ) -> WriteResult {
+        self.enqueue(node, NodeUpdate::Joined { at, issued }).await
     }
 
     /// Makes sure that there is a record of a node that its cluster admits and that has joined at another gateway.
     ///
     /// # Errors
     /// If the disk cannot be written.
-    pub async fn arrived_at(&self, node: &NodeName, at: u64) -> Result<(), WriteError> {
-        self.note(node, NodeUpdate::Arrived { at }).await?;
+    pub async fn ensure_record_at(&self, node: &NodeName, at: u64) -> Result<(), WriteError> {
+        self.enqueue(node, NodeUpdate::Connected { at }).await?;
         Ok(())
     }
 
-    async fn note(&self, node: &NodeName, change: NodeUpdate) -> WriteResult {
-        let (tell, mut told) = oneshot::channel();
-        self.0.gathered(|gathered| {
+    async fn enqueue(&self, node: &NodeName, change: NodeUpdate) -> WriteResult {
+        let (tell, mut response) = oneshot::channel();
+        self.0.with_pending(|gathered| {
             gathered.push(PendingWrite {
                 node: node.clone(),
                 change,
-                tell,
+                responder: tell,
             });
         });
-        let writing = tokio::select! {
+        let write_guard = tokio::select! {
             biased;
-            written = &mut told => return written.map_err(WriteError::given_up)?,
-            writing = self.0.writing.clone().lock_owned() => writing,
+            written = &mut response => return written.map_err(WriteError::cancelled)?,
+            writing = self.0.write_lock.clone().lock_owned() => writing,
         };
         let inner = self.0.clone();
         // Writes all collected records, including this one unless another task has written it in the meantime.
         let written = spawn_blocking(move || {
             // No other write begins before this one ends, regardless of the waiting task.
-            let _writing = writing;
+            let _writing = write_guard;
             inner.write();
         });
-        written.await.map_err(|error| WriteError::because(&error))?;
-        told.await.map_err(WriteError::given_up)?
+        written
+            .await
+            .map_err(|error| WriteError::from_error(&error))?;
+        response.await.map_err(WriteError::cancelled)?
     }
 }
 
 impl Inner {
-    fn gathered<T>(&self, with: impl FnOnce(&mut Vec<PendingWrite>) -> T) -> T {
-        let gathered = self.gathered.lock();
+    fn with_pending<T>(&self, with: impl FnOnce(&mut Vec<PendingWrite>) -> T) -> T {
+        let gathered = self.pending.lock();
         with(&mut gathered.unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Writes the collected changes. Blocks on the disk.
     fn write(&self) {
-        let entries = self.gathered(mem::take);
+        let entries = self.with_pending(mem::take);
         if entries.is_empty() {
             return;
         }
-        let (changes, tellers): (Vec<_>, Vec<_>) = entries
+        let (changes, responders): (Vec<_>, Vec<_>) = entries
             .into_iter()
-            .map(|PendingWrite { node, change, tell }| ((node, change), tell))
+            .map(
+                |PendingWrite {
+                     node,
+                     change,
+                     responder: tell,
+                 }| ((node, change), tell),
+            )
             .unzip();
         #[cfg(test)]
         self.writes
             .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let mut records = Vec::new();
-        let written = self.nodes.add(|| {
+        let written = self.nodes.add_records(|| {
             records = self.store.nodes().change(&changes)?;
-            let made = changes.iter().zip(&records);
-            let anew = made.filter_map(|((_, change), record)| {
+            let updates = changes.iter().zip(&records);
+            let new_nodes = updates.filter_map(|((_, change), record)| {
                 // A renewal changes nothing in the table.
-                let renewed = matches!(change, NodeUpdate::Renewed(_));
-                record.clone().filter(|_| !renewed).map(known)
+                let is_renewal = matches!(change, NodeUpdate::Renewed(_));
+                record.clone().filter(|_| !is_renewal).map(node_from_record)
             });
-            Ok::<_, StoreError>(anew.collect())
+            Ok::<_, StoreError>(new_nodes.collect())
         });
-        let told: Vec<WriteResult> = match written {
+        let results: Vec<WriteResult> = match written {
             Ok(()) => records.into_iter().map(Ok).collect(),
             Err(error) => {
-                let why = WriteError::because(&error);
-                tellers.iter().map(|_| Err(why.clone())).collect()
+                let why = WriteError::from_error(&error);
+                responders.iter().map(|_| Err(why.clone())).collect()
             }
         };
-        for (tell, written) in tellers.into_iter().zip(told) {
+        for (tell, written) in responders.into_iter().zip(results) {
             // The requester may have gone.
             let _ = tell.send(written);
         }
@@ -222,12 +235,12 @@ mod tests {
         let world = world();
         let all: Vec<_> = (0..500).map(|n| name(&format!("edge-{n}"))).collect();
         // The first holds the disk until all others have gathered.
-        let disk = world.ledger.0.writing.lock().await;
-        let coming = join_all(all.iter().map(|node| world.ledger.arrived(node)));
+        let disk = world.ledger.0.write_lock.lock().await;
+        let coming = join_all(all.iter().map(|node| world.ledger.ensure_record(node)));
         let mut coming = std::pin::pin!(coming);
         assert!(futures_util::poll!(&mut coming).is_pending());
         assert_eq!(
-            world.ledger.0.gathered(|gathered| gathered.len()),
+            world.ledger.0.with_pending(|gathered| gathered.len()),
             all.len()
         );
         drop(disk);
@@ -248,11 +261,11 @@ mod tests {
     async fn a_cancelled_waiter_leaves_the_answer_to_other_waiters() {
         let world = world();
         let (first, second) = (name("edge-1"), name("edge-2"));
-        let disk = world.ledger.0.writing.lock().await;
-        let mut gone = Box::pin(world.ledger.arrived(&first));
+        let disk = world.ledger.0.write_lock.lock().await;
+        let mut gone = Box::pin(world.ledger.ensure_record(&first));
         assert!(futures_util::poll!(&mut gone).is_pending());
         drop((gone, disk));
-        world.ledger.arrived(&second).await.unwrap();
+        world.ledger.ensure_record(&second).await.unwrap();
         assert_eq!(world.nodes.reader().names(), [first, second]);
     }
 
@@ -261,14 +274,14 @@ mod tests {
         let world = world();
         let (known, new) = (name("edge-1"), name("edge-2"));
         let pool = Some("north".to_owned());
-        world.nodes.put(
+        world.nodes.upsert(
             known.clone(),
             Node {
                 pool: pool.clone(),
                 ..Node::default()
             },
         );
-        world.ledger.arrived(&known).await.unwrap();
+        world.ledger.ensure_record(&known).await.unwrap();
         assert_eq!(world.nodes.reader().get(&known).unwrap().pool, pool);
         // The disk has newer records than the table, as after a command that did not notify the gateway.
         let (late, at) = (name("edge-3"), 7);
@@ -278,16 +291,16 @@ mod tests {
         nodes
             .set_revoked(&late, Some(Revocation { at, reason }))
             .unwrap();
-        world.ledger.arrived(&late).await.unwrap();
+        world.ledger.ensure_record(&late).await.unwrap();
         let found = world.nodes.reader().get(&late).unwrap();
         assert_eq!(
             (found.joined_at, found.revoked.as_deref()),
             (at, Some("stolen"))
         );
-        let nobody = world.ledger.renewed(&new, issued(&new)).await;
+        let nobody = world.ledger.record_renewal(&new, issued(&new)).await;
         assert_eq!(nobody, Ok(None), "it has not joined");
         std::fs::remove_dir_all(world.folder.path().join("data")).unwrap();
-        world.ledger.arrived(&new).await.unwrap_err();
+        world.ledger.ensure_record(&new).await.unwrap_err();
         assert_eq!(world.nodes.reader().get(&new), None);
     }
 }

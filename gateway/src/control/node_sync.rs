@@ -5,7 +5,7 @@
 
 use super::{
     api_cache::ApiCacheServer,
-    eligibility::{goaway_message, known, rejection_reason, untrusted_reason},
+    eligibility::{goaway_message, node_from_record, rejection_reason, untrusted_reason},
     pin_writer::PinWriter,
     tunnel_listener::LiveTls,
 };
@@ -22,7 +22,7 @@ use tokio::{runtime::Handle, sync::oneshot, task::spawn_blocking, time::sleep};
 use tracing::Span;
 
 /// Time to wait for further changes of nodes after the first.
-const GATHER: Duration = Duration::from_millis(500);
+const BATCH_INTERVAL: Duration = Duration::from_millis(500);
 /// Time for an edge to read why it is disconnected. Then the gateway closes the connection.
 const CLOSE_GRACE: Duration = Duration::from_millis(300);
 
@@ -50,13 +50,13 @@ pub struct NodeSync {
     /// The table.
     pub nodes: NodesWriter,
     /// The pinned keys of upstreams on the nodes.
-    pub keeper: PinWriter,
+    pub pin_writer: PinWriter,
     /// The tunnel port's TLS, with the trusted CAs.
     pub tls: LiveTls,
     /// The connected tunnels.
     pub registry: Registry,
     /// Server of the API cache, if edges may read.
-    pub reading: Option<ApiCacheServer>,
+    pub api_cache: Option<ApiCacheServer>,
     /// Tasks that close the tunnels, even if the client that requested it disconnects.
     pub tasks: Arc<TaskGroup>,
     /// Runtime of these tasks.
@@ -68,23 +68,23 @@ impl NodeSync {
     ///
     /// # Errors
     /// Those of [`NodeSync::refresh`]. Returns `None` if the gateway ends meanwhile.
-    pub async fn refreshed(&self) -> Option<Result<Vec<NodeName>, RefreshError>> {
+    pub async fn refresh_detached(&self) -> Option<Result<Vec<NodeName>, RefreshError>> {
         let (tell, told) = oneshot::channel();
-        let roll = self.clone();
+        let node_sync = self.clone();
         self.tasks
             .spawn_on(&self.runtime, Span::current(), async move {
                 // The send fails if the requester has gone.
-                let _ = tell.send(roll.refresh().await);
+                let _ = tell.send(node_sync.refresh().await);
             });
         told.await.ok()
     }
 
     /// Starts the same without waiting for it; errors are logged.
-    pub fn look(&self) {
-        let roll = self.clone();
+    pub fn spawn_refresh(&self) {
+        let node_sync = self.clone();
         self.tasks
             .spawn_on(&self.runtime, Span::current(), async move {
-                if let Err(error) = roll.refresh().await {
+                if let Err(error) = node_sync.refresh().await {
                     tracing::error!(%error, "the records of admitted nodes could not be reloaded");
                 }
             });
@@ -96,120 +96,127 @@ impl NodeSync {
     /// If the disk cannot be read; then the table is unchanged, and tunnels with untrusted certificates are closed all the same.
     pub async fn refresh(&self) -> Result<Vec<NodeName>, RefreshError> {
         let (store, nodes) = (self.store.clone(), self.nodes.clone());
-        let keeper = self.keeper.clone();
-        let before = nodes.reader().record_names();
-        let read = spawn_blocking(move || {
+        let pin_writer = self.pin_writer.clone();
+        let previous_names = nodes.reader().record_names();
+        let reloaded = spawn_blocking(move || {
             reload_records(&nodes, &store)?;
             // Keeps only the keys of nodes that are admitted now, without keys recorded in the meantime for others.
-            keeper.refresh().map_err(RefreshError::Keys)
+            pin_writer.refresh().map_err(RefreshError::Keys)
         })
         .await?;
-        let after = self.nodes.reader().record_names();
-        let removed = before.difference(&after).cloned().collect();
+        let current_names = self.nodes.reader().record_names();
+        let removed = previous_names.difference(&current_names).cloned().collect();
         // The trusted roots do not depend on the node records on the disk.
-        let gone = self.expel(removed).await?;
-        read?;
-        Ok(gone)
+        let closed = self.close_rejected(removed).await?;
+        reloaded?;
+        Ok(closed)
     }
 
     /// Closes the tunnels of all rejected nodes, and of those whose record was `removed`. A cluster may vouch for such a node all
     /// the same, and then its edge is admitted again.
-    async fn expel(&self, removed: BTreeSet<NodeName>) -> Result<Vec<NodeName>, RefreshError> {
+    async fn close_rejected(
+        &self,
+        removed: BTreeSet<NodeName>,
+    ) -> Result<Vec<NodeName>, RefreshError> {
         // If a root was removed, each chain takes two signature verifications.
-        let roll = self.clone();
-        let leaving = spawn_blocking(move || roll.leaving(&removed)).await?;
-        Ok(send_away(leaving).await)
+        let node_sync = self.clone();
+        let rejected = spawn_blocking(move || node_sync.rejected_tunnels(&removed)).await?;
+        Ok(close_tunnels(rejected).await)
     }
 
     /// Closes, as long as it is polled, the tunnels of nodes that the cluster newly reports as not at the edge. A deleted Node
     /// closes none: its kubelet may create it again.
     pub async fn follow_cluster(self) {
-        let (nodes, mut changes) = (self.nodes.reader(), self.nodes.changes());
+        let (nodes, mut changes) = (self.nodes.reader(), self.nodes.subscribe());
         while changes.changed().await.is_ok() {
             // Changes of many nodes cause only one check of the tunnels.
-            sleep(GATHER).await;
+            sleep(BATCH_INTERVAL).await;
             changes.mark_unchanged();
-            let moved = |node: &NodeName| nodes.is_clusters_edge(node) == Some(false);
+            let is_cloud_node = |node: &NodeName| nodes.cluster_says_edge(node) == Some(false);
             let judged = self.registry.all().into_iter();
-            let judged = judged.filter(|(node, _)| moved(node));
+            let judged = judged.filter(|(node, _)| is_cloud_node(node));
             let leaving = judged.filter_map(|(node, edge)| {
-                let why = rejection_reason(&nodes, &node, &edge.admitted.certificate)?;
+                let why = rejection_reason(&nodes, &node, &edge.tunnel.certificate)?;
                 Some((node, edge, why))
             });
             let leaving: Vec<_> = leaving.collect();
             if !leaving.is_empty()
-                && let Some(reading) = &self.reading
+                && let Some(reading) = &self.api_cache
             {
-                reading.judge(|_, _| None);
+                reading.close_rejected(|_, _| None);
             }
-            send_away(leaving).await;
+            close_tunnels(leaving).await;
         }
     }
 
     /// Returns the tunnels of rejected nodes with the reasons, and closes these nodes' connections to the API cache. A tunnel
     /// whose root was retired keeps its streams, and gets no new ones, if its process has another tunnel by a trusted root.
-    fn leaving(&self, removed: &BTreeSet<NodeName>) -> Vec<(NodeName, TunnelInfo, String)> {
+    fn rejected_tunnels(
+        &self,
+        removed: &BTreeSet<NodeName>,
+    ) -> Vec<(NodeName, TunnelInfo, String)> {
         let (nodes, tls) = (self.nodes.reader(), self.tls.load());
-        let forgotten = |node: &NodeName| {
+        let removal_reason = |node: &NodeName| {
             let forgotten = removed.contains(node);
             forgotten.then(|| format!("node {node} was removed at this gateway"))
         };
-        if let Some(reading) = &self.reading {
-            reading.judge(|node, shown| {
-                untrusted_reason(tls.believes(shown), node, shown).or_else(|| forgotten(node))
+        if let Some(reading) = &self.api_cache {
+            reading.close_rejected(|node, shown| {
+                untrusted_reason(tls.is_still_trusted(shown), node, shown)
+                    .or_else(|| removal_reason(node))
             });
         }
-        let process = |node: &NodeName, edge: &TunnelInfo| {
-            let instance = edge.admitted.welcome.instance.clone();
+        let process_of = |node: &NodeName, edge: &TunnelInfo| {
+            let instance = edge.tunnel.hello.instance.clone();
             (node.clone(), instance)
         };
-        let judged = self.registry.all().into_iter().map(|(node, edge)| {
-            let shown = &edge.admitted.certificate;
-            let gone = untrusted_reason(tls.believes(shown), &node, shown);
-            (node, edge, gone)
+        let checked = self.registry.all().into_iter().map(|(node, edge)| {
+            let shown = &edge.tunnel.certificate;
+            let untrusted = untrusted_reason(tls.is_still_trusted(shown), &node, shown);
+            (node, edge, untrusted)
         });
-        let judged: Vec<_> = judged.collect();
+        let judged: Vec<_> = checked.collect();
         let standing = judged
             .iter()
             .filter(|(_, edge, gone)| !edge.is_leaving() && gone.is_none());
         let standing: BTreeSet<_> = standing
-            .map(|(node, edge, _)| process(node, edge))
+            .map(|(node, edge, _)| process_of(node, edge))
             .collect();
-        let unwelcome = |(node, edge, gone): (NodeName, TunnelInfo, Option<String>)| {
-            let why = rejection_reason(&nodes, &node, &edge.admitted.certificate)
-                .or_else(|| forgotten(&node));
-            if why.is_none() && gone.is_some() && standing.contains(&process(&node, &edge)) {
-                edge.admitted.tunnel.drain();
-                self.registry.leaves(&node, edge.id);
-                edge.admitted.taken_over.cancel();
+        let to_reject = |(node, edge, gone): (NodeName, TunnelInfo, Option<String>)| {
+            let why = rejection_reason(&nodes, &node, &edge.tunnel.certificate)
+                .or_else(|| removal_reason(&node));
+            if why.is_none() && gone.is_some() && standing.contains(&process_of(&node, &edge)) {
+                edge.tunnel.tunnel.drain();
+                self.registry.mark_leaving(&node, edge.id);
+                edge.tunnel.taken_over.cancel();
                 return None;
             }
             Some((node, edge, why.or(gone)?))
         };
-        judged.into_iter().filter_map(unwelcome).collect()
+        judged.into_iter().filter_map(to_reject).collect()
     }
 }
 
 /// Closes these tunnels, each for its reason. Returns their nodes.
-async fn send_away(leaving: Vec<(NodeName, TunnelInfo, String)>) -> Vec<NodeName> {
-    if leaving.is_empty() {
+async fn close_tunnels(rejected: Vec<(NodeName, TunnelInfo, String)>) -> Vec<NodeName> {
+    if rejected.is_empty() {
         return Vec::new();
     }
-    for (node, edge, why) in &leaving {
+    for (node, edge, why) in &rejected {
         tracing::warn!(%node, why, "closing a tunnel of {node}");
-        edge.admitted.tunnel.drain();
-        let line = goaway_message(GoAway::Unwelcome, why.clone());
+        edge.tunnel.tunnel.drain();
+        let message = goaway_message(GoAway::Unwelcome, why.clone());
         // An edge that does not read the control stream receives nothing.
-        let _ = edge.admitted.control.try_send(Box::new(line));
+        let _ = edge.tunnel.control.try_send(Box::new(message));
     }
     sleep(CLOSE_GRACE).await;
-    let mut gone = Vec::new();
-    for (node, edge, _) in leaving {
-        edge.admitted.tunnel.close();
-        gone.push(node);
+    let mut closed = Vec::new();
+    for (node, edge, _) in rejected {
+        edge.tunnel.tunnel.close();
+        closed.push(node);
     }
-    gone.dedup();
-    gone
+    closed.dedup();
+    closed
 }
 
 /// Replaces the records in the table by those on the disk.
@@ -222,11 +229,16 @@ pub(crate) fn reload_records(nodes: &NodesWriter, store: &Store) -> Result<(), S
         if has_records {
             store.nodes().require()?;
         }
-        records(store)
+        read_records(store)
     })
 }
 
 /// Returns the node records of the disk.
-pub(crate) fn records(store: &Store) -> Result<BTreeMap<NodeName, Node>, StoreError> {
-    Ok(store.nodes().all()?.into_iter().map(known).collect())
+pub(crate) fn read_records(store: &Store) -> Result<BTreeMap<NodeName, Node>, StoreError> {
+    Ok(store
+        .nodes()
+        .all()?
+        .into_iter()
+        .map(node_from_record)
+        .collect())
 }

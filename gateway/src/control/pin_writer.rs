@@ -14,7 +14,7 @@ use rustls_pki_types::UnixTime;
 use tokio::{sync::mpsc, task::spawn_blocking};
 
 /// Maximum number of keys of one write.
-const AT_ONCE: usize = 1_024;
+const MAX_BATCH: usize = 1_024;
 
 /// The pinned keys of upstreams, on the disk and in their table. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -24,20 +24,20 @@ pub struct PinWriter {
     /// The table of nodes.
     pub nodes: Nodes,
     /// Whether a cluster names nodes as well, of which there may be no record here.
-    pub cluster: bool,
+    pub follows_cluster: bool,
     /// The table.
     pub writer: PinsWriter,
 }
 
 impl PinWriter {
     /// Stores new keys, as long as there are connections that may report one.
-    pub async fn run(self, mut meetings: mpsc::Receiver<NewPin>) {
-        let mut met = Vec::new();
-        while meetings.recv_many(&mut met, AT_ONCE).await > 0 {
-            let (keeper, batch) = (self.clone(), std::mem::take(&mut met));
+    pub async fn run(self, mut new_pins: mpsc::Receiver<NewPin>) {
+        let mut pending = Vec::new();
+        while new_pins.recv_many(&mut pending, MAX_BATCH).await > 0 {
+            let (pin_writer, batch) = (self.clone(), std::mem::take(&mut pending));
             // If the send fails, the waiting task receives the error that the writer has ended.
-            let begins = spawn_blocking(move || keeper.note(batch)).await;
-            if begins.unwrap_or(false) {
+            let stored_first = spawn_blocking(move || pin_writer.store_pins(batch)).await;
+            if stored_first.unwrap_or(false) {
                 tracing::warn!(
                     "this data directory contains no pinned keys: the gateway trusts and pins the first key that each app shows. If the directory is deleted with its pod, this happens again after each restart: set the CA of such apps (`apps.PORT.ca` instead of `pin: true`), keep the directory, or store the keys in a Secret (`kubernetes.state`)"
                 );
@@ -52,38 +52,38 @@ impl PinWriter {
     pub fn refresh(&self) -> Result<(), StoreError> {
         let pins = self.store.pins();
         self.writer.replace(|| {
-            self.require()?;
-            pins.retain(|node| self.may_be_welcome(node))
+            self.require_file()?;
+            pins.retain(|node| self.may_be_admitted(node))
         })
     }
 
     /// Fails if there are keys and their file is gone: upstreams would be trusted at first use once more.
-    fn require(&self) -> Result<(), StoreError> {
+    fn require_file(&self) -> Result<(), StoreError> {
         if self.writer.is_empty() {
             return Ok(());
         }
         self.store.pins().require()
     }
 
-    fn is_welcome(&self, node: &NodeName) -> bool {
-        self.nodes.revoked(node).is_none() && self.nodes.get(node).is_some()
+    fn is_admitted(&self, node: &NodeName) -> bool {
+        self.nodes.revocation_reason(node).is_none() && self.nodes.get(node).is_some()
     }
 
     /// Whether a node may have keys. Until the cluster has named its nodes, an unknown node may.
-    fn may_be_welcome(&self, node: &NodeName) -> bool {
-        let unsaid = self.cluster && !self.nodes.has_cluster();
-        self.is_welcome(node) || unsaid && self.nodes.revoked(node).is_none()
+    fn may_be_admitted(&self, node: &NodeName) -> bool {
+        let is_cluster_pending = self.follows_cluster && !self.nodes.has_cluster();
+        self.is_admitted(node) || is_cluster_pending && self.nodes.revocation_reason(node).is_none()
     }
 
     /// Stores new keys, and returns whether they are the first in this data directory. Blocks on the disk.
-    fn note(&self, met: Vec<NewPin>) -> bool {
+    fn store_pins(&self, new_pins: Vec<NewPin>) -> bool {
         let since = UnixTime::now().as_secs();
-        let mut noted = PinTable::new();
+        let mut stored = PinTable::new();
         let mut was_empty = false;
         let written = self.writer.replace(|| {
-            self.require()?;
-            let welcome = met.iter().filter(|met| self.is_welcome(&met.node));
-            let new: Vec<_> = welcome
+            self.require_file()?;
+            let admitted = new_pins.iter().filter(|met| self.is_admitted(&met.node));
+            let new: Vec<_> = admitted
                 .map(|met| {
                     let pin = Pin {
                         key: met.key,
@@ -93,33 +93,33 @@ impl PinWriter {
                 })
                 .collect();
             was_empty = self.store.pins().all()?.is_empty();
-            noted = self.store.pins().note(&new)?;
-            Ok::<_, StoreError>(noted.clone())
+            stored = self.store.pins().record_new(&new)?;
+            Ok::<_, StoreError>(stored.clone())
         });
         let failed = written.err().map(|error| error.to_string());
-        for met in met {
-            let pin = noted.get(&met.node).and_then(|ports| ports.get(&met.port));
-            let told = match (&failed, pin) {
+        for met in new_pins {
+            let pin = stored.get(&met.node).and_then(|ports| ports.get(&met.port));
+            let result = match (&failed, pin) {
                 (Some(why), _) => Err(why.clone()),
                 (None, Some(pin)) => Ok(*pin),
-                (None, None) if self.is_welcome(&met.node) => {
+                (None, None) if self.is_admitted(&met.node) => {
                     Err("too many keys of this node are pinned already".to_owned())
                 }
                 (None, None) => Err("the node is no longer admitted".to_owned()),
             };
-            say(&met, &told, since);
+            log_result(&met, &result, since);
             // The stream that recorded the key may have gone.
-            let _ = met.tell.send(told);
+            let _ = met.responder.send(result);
         }
-        was_empty && !noted.is_empty()
+        was_empty && !stored.is_empty()
     }
 }
 
-fn say(met: &NewPin, told: &Result<Pin, String>, now: u64) {
+fn log_result(new_pin: &NewPin, result: &Result<Pin, String>, now: u64) {
     let NewPin {
         node, port, key, ..
-    } = met;
-    match told {
+    } = new_pin;
+    match result {
         Ok(pin) if pin.key == *key && pin.since == now => {
             tracing::info!(%node, port, %key, "the key of port {port} of {node} is now pinned");
         }
@@ -160,12 +160,12 @@ mod tests {
             let nodes = NodesWriter::default();
             let (pins, writer, meetings) = pins(PinTable::new());
             for node in ["edge-1", "edge-2"] {
-                nodes.put(name(node), Node::default());
+                nodes.upsert(name(node), Node::default());
             }
             let keeper = PinWriter {
                 store,
                 nodes: nodes.reader(),
-                cluster: true,
+                follows_cluster: true,
                 writer,
             };
             Self {
@@ -187,7 +187,9 @@ mod tests {
         }
 
         async fn met(&self, node: &str, key: &str) -> Result<Pin, String> {
-            self.pins.first((&name(node), 1), a(key), BOUND).await
+            self.pins
+                .pin_first_use((&name(node), 1), a(key), BOUND)
+                .await
         }
     }
 
@@ -199,12 +201,12 @@ mod tests {
     fn first_keys_of_a_data_directory_are_separated_from_later_keys() {
         let world = World::new();
         let note = |node: &str, key: &str| {
-            let (tell, _told) = oneshot::channel();
-            world.keeper.note(vec![NewPin {
+            let (responder, _receiver) = oneshot::channel();
+            world.keeper.store_pins(vec![NewPin {
                 node: name(node),
                 port: 1,
                 key: a(key),
-                tell,
+                responder,
             }])
         };
         assert!(!note("edge-9", "a"), "the node is not admitted");
@@ -262,10 +264,10 @@ mod tests {
                 world.keeper.refresh().unwrap();
                 assert!(world.pins.get(&name("edge-1"), 1).is_some());
                 let here = ClusterNode {
-                    edge: true,
+                    is_edge: true,
                     ..ClusterNode::default()
                 };
-                world.nodes.cluster([(name("edge-4"), here)].into());
+                world.nodes.replace_cluster([(name("edge-4"), here)].into());
                 world.met("edge-4", "a").await.unwrap();
                 let said = world.met("edge-3", "a").await.unwrap_err();
                 assert!(said.contains("no longer admitted"), "{said}");
@@ -280,7 +282,7 @@ mod tests {
         assert_eq!(left.into_keys().collect::<Vec<_>>(), kept);
         // The pins of nodes that the configuration revokes are dropped too.
         let revoked = [name("edge-4")].into();
-        world.nodes.revoke(revoked);
+        world.nodes.replace_revoked(revoked);
         world.keeper.refresh().unwrap();
         assert_eq!(world.pins.get(&name("edge-4"), 1), None);
     }
@@ -290,7 +292,7 @@ mod tests {
         let mut world = World::new();
         let little = Duration::from_millis(20);
         let node = name("edge-1");
-        let late = world.pins.first((&node, 1), a("a"), little).await;
+        let late = world.pins.pin_first_use((&node, 1), a("a"), little).await;
         assert!(late.unwrap_err().contains("within"));
         drop(world.meetings.take());
         let ending = world.met("edge-1", "a").await.unwrap_err();

@@ -12,14 +12,14 @@ use std::{fmt, time::Duration};
 use tokio::task::spawn_blocking;
 
 /// Maximum difference between the clocks of a cluster and of several gateways.
-const SKEW: Duration = Duration::from_mins(1);
+const MAX_CLOCK_SKEW: Duration = Duration::from_mins(1);
 
 /// Signer for edges of a cluster. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Signer {
     pub(crate) ca: LiveCa,
     pub(crate) nodes: Nodes,
-    pub(crate) ledger: NodeRecordWriter,
+    pub(crate) record_writer: NodeRecordWriter,
     /// Lifetime of an edge's certificate.
     pub(crate) lifetime: Duration,
 }
@@ -30,14 +30,14 @@ pub struct Signer {
 pub struct SignError(String);
 
 impl SignError {
-    fn because(why: impl fmt::Display) -> Self {
-        Self(why.to_string())
+    fn from_cause(cause: impl fmt::Display) -> Self {
+        Self(cause.to_string())
     }
 }
 
 impl Signer {
     /// Returns the maximum lifetime of a certificate.
-    pub fn longest(&self) -> Duration {
+    pub fn max_lifetime(&self) -> Duration {
         self.lifetime
     }
 
@@ -45,14 +45,18 @@ impl Signer {
     ///
     /// # Errors
     /// The fault of the request.
-    pub fn read(&self, request: &[u8], node: &NodeName) -> Result<VerifiedPublicKey, CsrError> {
-        VerifiedPublicKey::of_edge(request, self.ca.get().trust_domain(), node)
+    pub fn verify_request(
+        &self,
+        request: &[u8],
+        node: &NodeName,
+    ) -> Result<VerifiedPublicKey, CsrError> {
+        VerifiedPublicKey::verify_edge(request, self.ca.get().trust_domain(), node)
     }
 
     /// Returns the reason why the node may have no certificate now, if it may not.
-    pub fn refuses(&self, node: &NodeName) -> Option<String> {
-        let revoked = self.nodes.revoked(node);
-        match self.nodes.is_clusters_edge(node) {
+    pub fn refusal_reason(&self, node: &NodeName) -> Option<String> {
+        let revoked = self.nodes.revocation_reason(node);
+        match self.nodes.cluster_says_edge(node) {
             _ if revoked.is_some() => revoked,
             None => Some(format!("the cluster has no Node {node}")),
             Some(false) => Some(format!(
@@ -69,10 +73,10 @@ impl Signer {
     pub async fn sign(
         &self,
         (key, node): (VerifiedPublicKey, &NodeName),
-        life: Option<Duration>,
+        lifetime: Option<Duration>,
         asked_at: u64,
     ) -> Result<String, SignError> {
-        let issued = self.issue((key, node), life, asked_at).await?;
+        let issued = self.issue((key, node), lifetime, asked_at).await?;
         Ok(issued.pem())
     }
 
@@ -80,21 +84,24 @@ impl Signer {
     pub(super) async fn issue(
         &self,
         (key, node): (VerifiedPublicKey, &NodeName),
-        life: Option<Duration>,
+        lifetime: Option<Duration>,
         asked_at: u64,
     ) -> Result<IssuedCertificate, SignError> {
-        let (ca, of) = (self.ca.get(), node.clone());
-        let life = life.map_or(self.lifetime, |life| life.min(self.lifetime));
+        let (ca, node_name) = (self.ca.get(), node.clone());
+        let life = lifetime.map_or(self.lifetime, |life| life.min(self.lifetime));
         // The newest of several requests must win, regardless of the order in which they are signed.
         let since = asked_at
             .min(UnixTime::now().as_secs())
-            .saturating_sub(SKEW.as_secs());
-        let issued = spawn_blocking(move || ca.issue_edge(&key, &of, life)).await;
+            .saturating_sub(MAX_CLOCK_SKEW.as_secs());
+        let issued = spawn_blocking(move || ca.issue_edge(&key, &node_name, life)).await;
         let issued = issued
-            .map_err(SignError::because)?
-            .map_err(SignError::because)?;
-        let noted = self.ledger.joined(node, since, issued.clone()).await;
-        let noted = noted.map_err(SignError::because)?;
+            .map_err(SignError::from_cause)?
+            .map_err(SignError::from_cause)?;
+        let recorded = self
+            .record_writer
+            .record_join(node, since, issued.clone())
+            .await;
+        let noted = recorded.map_err(SignError::from_cause)?;
         if let Some(revoked) = noted.and_then(|record| record.revoked) {
             let why = format!("node {node} is revoked: {}", revoked.reason);
             return Err(SignError(why));
@@ -116,14 +123,14 @@ mod tests {
         Signer {
             ca: world.live.clone(),
             nodes: world.reader(),
-            ledger: NodeRecordWriter::new(&world.store, &world.nodes),
+            record_writer: NodeRecordWriter::new(&world.store, &world.nodes),
             lifetime: Duration::from_hours(1),
         }
     }
 
     fn member(edge: bool) -> ClusterNode {
         ClusterNode {
-            edge,
+            is_edge: edge,
             ..ClusterNode::default()
         }
     }
@@ -131,7 +138,7 @@ mod tests {
     fn request(world: &World, key: &PrivateKey, node: &str) -> Vec<u8> {
         use rustls::pki_types::{CertificateSigningRequestDer, pem::PemObject};
         let pem = key
-            .request_of(world.ca.trust_domain(), &name(node))
+            .edge_request(world.ca.trust_domain(), &name(node))
             .unwrap();
         let der = CertificateSigningRequestDer::from_pem_slice(pem.as_bytes());
         der.unwrap().to_vec()
@@ -141,10 +148,12 @@ mod tests {
     async fn a_cluster_approved_node_gets_a_certificate_replacing_older() {
         let world = World::start();
         let (signer, key) = (signer(&world), PrivateKey::generate().unwrap());
-        world.nodes.cluster([(name("edge-1"), member(true))].into());
+        world
+            .nodes
+            .replace_cluster([(name("edge-1"), member(true))].into());
         let now = UnixTime::now().as_secs();
         let request = request(&world, &key, "edge-1");
-        let read = || signer.read(&request, &name("edge-1")).unwrap();
+        let read = || signer.verify_request(&request, &name("edge-1")).unwrap();
         let shorter = Some(Duration::from_mins(10));
         let node = name("edge-1");
         let asked = signer.sign((read(), &node), shorter, now);
@@ -166,9 +175,9 @@ mod tests {
     async fn a_foreign_or_revoked_node_is_refused_with_the_reason() {
         let world = World::start();
         let signer = signer(&world);
-        let refused = |node: &str| signer.refuses(&name(node)).unwrap_or_default();
+        let refused = |node: &str| signer.refusal_reason(&name(node)).unwrap_or_default();
         assert!(refused("edge-1").contains("no Node edge-1"));
-        world.nodes.cluster(
+        world.nodes.replace_cluster(
             [
                 (name("edge-1"), member(true)),
                 (name("cloud"), member(false)),
@@ -177,19 +186,22 @@ mod tests {
         );
         assert_eq!(refused("edge-1"), "");
         assert!(refused("cloud").contains("not an edge node"));
-        world.nodes.revoke([name("edge-1")].into());
+        world.nodes.replace_revoked([name("edge-1")].into());
         assert!(refused("edge-1").contains("tunnel.revoked names it"));
-        world.nodes.revoke([].into());
+        world.nodes.replace_revoked([].into());
         assert_eq!(refused("edge-1"), "");
         let revoked = Revocation {
             at: 1,
             reason: "stolen".to_owned(),
         };
         let store = &world.store;
-        store.nodes().shut_out(&name("edge-1"), &revoked).unwrap();
+        store
+            .nodes()
+            .revoke_or_create(&name("edge-1"), &revoked)
+            .unwrap();
         let key = PrivateKey::generate().unwrap();
         let request = request(&world, &key, "edge-1");
-        let key = signer.read(&request, &name("edge-1")).unwrap();
+        let key = signer.verify_request(&request, &name("edge-1")).unwrap();
         // The state on the disk takes precedence.
         let refusal = signer.sign((key, &name("edge-1")), None, 0).await;
         assert!(refusal.unwrap_err().to_string().contains("stolen"));

@@ -54,16 +54,16 @@ pub struct StartupHold {
     /// The nodes.
     pub nodes: Nodes,
     /// Maximum time to wait.
-    pub bound: Duration,
+    pub max_wait: Duration,
 }
 
 impl StartupHold {
     /// Drops `hold` when the edges are back, or the time is over.
     pub async fn run(self, hold: ReadinessBlock) {
-        let end = Instant::now() + self.bound;
+        let end = Instant::now() + self.max_wait;
         let store = self.store.clone();
-        let noted = spawn_blocking(move || take_connected_nodes(&store)).await;
-        let noted = match noted {
+        let saved_nodes = spawn_blocking(move || take_connected_nodes(&store)).await;
+        let noted = match saved_nodes {
             Ok(Ok(noted)) => noted,
             Ok(Err(error)) => {
                 tracing::warn!(%error, "the list of nodes that were connected before the start cannot be read");
@@ -79,7 +79,7 @@ impl StartupHold {
                     "ready without waiting for the remaining edges (timeouts.edges)"
                 );
             }
-            hold.says(format!(
+            hold.set_reason(format!(
                 "waiting for edges: {back} of {of} nodes are connected (timeouts.edges)"
             ));
             sleep(POLL_INTERVAL).await;
@@ -87,15 +87,16 @@ impl StartupHold {
     }
 
     /// Returns how many of the awaited nodes are connected, and the number of all awaited nodes, unless all are connected.
-    fn missing_nodes(&self, noted: Option<&BTreeSet<NodeName>>) -> Option<(usize, usize)> {
-        let known = self.nodes.names().into_iter();
-        let awaited = known.filter(|node| {
-            noted.is_none_or(|noted| noted.contains(node)) && self.nodes.revoked(node).is_none()
+    fn missing_nodes(&self, saved_nodes: Option<&BTreeSet<NodeName>>) -> Option<(usize, usize)> {
+        let known_nodes = self.nodes.names().into_iter();
+        let awaited = known_nodes.filter(|node| {
+            saved_nodes.is_none_or(|noted| noted.contains(node))
+                && self.nodes.revocation_reason(node).is_none()
         });
         let awaited: Vec<_> = awaited.collect();
-        let back = awaited.iter().filter(|node| self.registry.holds(node));
+        let back = awaited.iter().filter(|node| self.registry.has_tunnel(node));
         let (back, of) = (back.count(), awaited.len());
-        (back < of || self.nodes.pending().is_some()).then_some((back, of))
+        (back < of || self.nodes.pending_reason().is_some()).then_some((back, of))
     }
 }
 
@@ -113,10 +114,10 @@ mod tests {
             store: world.store.clone(),
             registry: world.registry.clone(),
             nodes: world.reader(),
-            bound,
+            max_wait: bound,
         };
         let running = arrivals.run(world.readiness.hold("waiting for edges"));
-        let said = || world.readiness.held();
+        let said = || world.readiness.hold_reason();
         let looked = async {
             while said().is_some_and(|why| why == "waiting for edges") {
                 tokio::task::yield_now().await;
@@ -135,7 +136,7 @@ mod tests {
         let world = World::start();
         assert!(!waits(&world, long).await, "there is no node");
         let one = world.enrolled("edge-1");
-        world.nodes.put(name("edge-2"), Node::default());
+        world.nodes.upsert(name("edge-2"), Node::default());
         assert!(waits(&world, long).await);
         assert!(!waits(&world, Duration::ZERO).await);
         let edge = world.joined(&one, "a", 0).await;
@@ -148,12 +149,14 @@ mod tests {
         save_connected_nodes(&world.store, &world.registry).await;
         drop(edge);
         world
-            .until(|world| !world.registry.holds(&name("edge-1")))
+            .until(|world| !world.registry.has_tunnel(&name("edge-1")))
             .await;
         assert!(waits(&world, long).await);
         // The gateway does not wait for a node that is no longer admitted.
         save_connected_nodes(&world.store, &world.registry).await;
-        world.nodes.revoke([name("edge-1"), name("edge-2")].into());
+        world
+            .nodes
+            .replace_revoked([name("edge-1"), name("edge-2")].into());
         assert!(!waits(&world, long).await);
     }
 }

@@ -66,7 +66,7 @@ impl FakeEdge {
         let mut server = edge_side::accept(io, traffic, edge_side::EdgeSideConfig::default())
             .await
             .unwrap();
-        let Ok(IncomingStream::Control(mut control)) = server.next().await else {
+        let Ok(IncomingStream::Control(mut control)) = server.next_stream().await else {
             panic!("the first stream is the control stream");
         };
         let (stream, streams) = mpsc::unbounded_channel();
@@ -79,7 +79,7 @@ impl FakeEdge {
                     return;
                 };
                 let next = tokio::select! {
-                    next = server.next() => next,
+                    next = server.next_stream() => next,
                     Ok(()) = hush.changed() => continue,
                 };
                 match next {
@@ -90,7 +90,7 @@ impl FakeEdge {
             };
             let _ = tell.send(ended);
         });
-        let hello = timeout(LONG, control.hear()).await.unwrap().unwrap();
+        let hello = timeout(LONG, control.receive()).await.unwrap().unwrap();
         Self {
             hello,
             control: *control,
@@ -103,7 +103,10 @@ impl FakeEdge {
 
     /// Returns the next message from the gateway.
     pub(crate) async fn hear(&mut self) -> GatewayMessage {
-        timeout(LONG, self.control.hear()).await.unwrap().unwrap()
+        timeout(LONG, self.control.receive())
+            .await
+            .unwrap()
+            .unwrap()
     }
 
     /// Whether the gateway has closed the connection.

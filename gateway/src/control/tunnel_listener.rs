@@ -35,7 +35,7 @@ use causeway_rt::{
 };
 use causeway_tunnel::wire;
 use context::HandshakenEdge;
-pub use context::{Places, TunnelListener};
+pub use context::{TunnelListener, TunnelPortLimits};
 use std::{io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 use tls::{AlpnProtocol, Io, TlsError};
 pub use tls::{LiveTls, Tls};
@@ -44,14 +44,14 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info_span, warn};
 
 /// Time, beyond the drain time, for a tunnel to get the last message and to disconnect.
-const FAREWELL: Duration = Duration::from_secs(2);
+const GOODBYE_TIME: Duration = Duration::from_secs(2);
 /// The label of this listener in metrics.
-const LISTENER: &str = "tunnel";
+const METRICS_LABEL: &str = "tunnel";
 
 /// Reason why a connection failed.
 #[derive(Debug, thiserror::Error)]
 enum HandshakeError {
-    #[error("{}", said(.0))]
+    #[error("{}", tls_error_text(.0))]
     Tls(#[from] io::Error),
     #[error("no TLS handshake within {0:?}")]
     TooSlow(Duration),
@@ -66,11 +66,11 @@ enum HandshakeError {
     )]
     Evicted,
     #[error(transparent)]
-    Unread(#[from] AccessDenied),
+    ApiCacheDenied(#[from] AccessDenied),
 }
 
 /// Returns the text of rustls for an error of TLS, otherwise that of the system.
-fn said(error: &io::Error) -> String {
+fn tls_error_text(error: &io::Error) -> String {
     match tls_error(error) {
         Some(error) => error.to_string(),
         None => error.to_string(),
@@ -83,15 +83,15 @@ fn tls_error(error: &io::Error) -> Option<&rustls::Error> {
 
 impl HandshakeError {
     /// Returns one word for the metric, and whether an operator should look at the error.
-    fn weigh(&self) -> (&'static str, bool) {
+    fn classify(&self) -> (&'static str, bool) {
         let error = match self {
             Self::TooSlow(_) => return ("timeout", false),
             Self::Peer(_) => return ("certificate", true),
             Self::Stopping => return ("draining", false),
             // Counted and logged as such.
             Self::Evicted => return ("evicted", false),
-            Self::Full | Self::Unread(AccessDenied::Full) => return ("full", true),
-            Self::Unread(AccessDenied::Unwelcome(_)) => return ("not_admitted", true),
+            Self::Full | Self::ApiCacheDenied(AccessDenied::Full) => return ("full", true),
+            Self::ApiCacheDenied(AccessDenied::Unwelcome(_)) => return ("not_admitted", true),
             Self::Tls(error) => tls_error(error),
         };
         match error {
@@ -110,9 +110,9 @@ impl HandshakeError {
 #[derive(Clone)]
 struct HandshakeContext {
     admission: Arc<TunnelListener>,
-    arrived: mpsc::Sender<Box<HandshakenEdge>>,
-    arriving: ConnectionLimit,
-    shaking: ConnectionLimit,
+    handshaken_sender: mpsc::Sender<Box<HandshakenEdge>>,
+    tls_limit: ConnectionLimit,
+    tunnel_handshake_limit: ConnectionLimit,
     joining: ConnectionLimit,
     renewing: ConnectionLimit,
     stop: CancellationToken,
@@ -122,21 +122,21 @@ impl TunnelListener {
     /// Waits until this node can be checked, and returns whether it can. A node that only the cluster can know waits until the
     /// cluster has named its nodes: a rejection now would keep it away for a minute. If every node with a trusted certificate is
     /// admitted, the cluster is not asked.
-    async fn can_judge(&self, node: &NodeName, bound: Duration) -> bool {
+    async fn wait_until_checkable(&self, node: &NodeName, wait_limit: Duration) -> bool {
         let Some(mut changes) = self.cluster.clone() else {
             return true;
         };
-        if self.tls.load().lets_any_in() {
+        if self.tls.load().admits_any_node() {
             return true;
         }
-        let known = async {
+        let node_known = async {
             while !self.nodes.has_cluster() && self.nodes.get(node).is_none() {
                 if changes.changed().await.is_err() {
                     return;
                 }
             }
         };
-        timeout(bound, known).await.is_ok()
+        timeout(wait_limit, node_known).await.is_ok()
     }
 
     /// Accepts edges until `stop`. Then lets the tunnels continue for the drain time (`control::drain` empties them meanwhile),
@@ -149,18 +149,18 @@ impl TunnelListener {
                 return;
             }
         };
-        let grace = self.drain + FAREWELL;
+        let grace = self.drain + GOODBYE_TIME;
         let workers: Vec<WorkerId> = self.workers.all().collect();
         let mut next = workers.iter().copied().cycle();
-        let (arrived, mut arrivals) = mpsc::channel(self.places.handshakes);
-        let limit = |name, most| self.metrics.connection_limit(name, most);
-        let desk = HandshakeContext {
-            arriving: limit("tunnel_arriving", self.places.arriving),
-            shaking: limit("tunnel_handshakes", self.places.handshakes),
-            joining: limit("joining", self.places.joining),
-            renewing: limit("renewing", self.places.renewing),
+        let (handshaken_sender, mut handshaken_receiver) = mpsc::channel(self.limits.handshakes);
+        let limit = |name, max| self.metrics.connection_limit(name, max);
+        let context = HandshakeContext {
+            tls_limit: limit("tunnel_arriving", self.limits.arriving),
+            tunnel_handshake_limit: limit("tunnel_handshakes", self.limits.handshakes),
+            joining: limit("joining", self.limits.joining),
+            renewing: limit("renewing", self.limits.renewing),
             admission: Arc::new(self),
-            arrived,
+            handshaken_sender,
             stop: stop.clone(),
         };
         let tasks = TaskGroup::new(&CancellationToken::new());
@@ -168,112 +168,122 @@ impl TunnelListener {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => break,
-                Some(arrived) = arrivals.recv() => desk.admission.carry(&tasks, arrived),
+                Some(arrived) = handshaken_receiver.recv() => context.admission.spawn_session(&tasks, arrived),
                 (socket, peer) = listener.accept() => {
-                    let (listener::RemoteAddr::Tcp(from), Ok(slot)) = (peer, desk.arriving.admit(peer)) else {
+                    let (listener::RemoteAddr::Tcp(from), Ok(slot)) = (peer, context.tls_limit.admit(peer)) else {
                         continue;
                     };
                     let worker = next.next().unwrap_or(WorkerId(0));
                     let span = info_span!("handshake", %from);
-                    let runtime = desk.admission.workers.runtime(worker);
-                    tasks.spawn_on(runtime, span, desk.clone().greet(slot, socket.detach(), from));
+                    let runtime = context.admission.workers.runtime(worker);
+                    tasks.spawn_on(runtime, span, context.clone().handle_connection(slot, socket.detach(), from));
                 }
             }
         }
         // An edge that is refused at once tries another gateway sooner than an edge that waits in a queue.
-        drop((listener, arrivals));
+        drop((listener, handshaken_receiver));
         tasks.drain(grace).await;
     }
 
     /// Begins the session with an edge on the worker of its node.
-    fn carry(self: &Arc<Self>, tasks: &TaskGroup, arrived: Box<HandshakenEdge>) {
-        let node = arrived.node.as_ref();
-        let worker = node.map_or(WorkerId(0), |node| self.workers.of(node));
+    fn spawn_session(self: &Arc<Self>, tasks: &TaskGroup, edge: Box<HandshakenEdge>) {
+        let node = edge.node.as_ref();
+        let worker = node.map_or(WorkerId(0), |node| self.workers.worker_of(node));
         let name = node.map_or("(refused)", NodeName::as_str);
-        let span = info_span!("tunnel", node = name, from = %arrived.from);
-        let conversation = session::run(self.clone(), arrived);
-        tasks.spawn_on(self.workers.runtime(worker), span, conversation);
+        let span = info_span!("tunnel", node = name, from = %edge.from);
+        let session = session::run(self.clone(), edge);
+        tasks.spawn_on(self.workers.runtime(worker), span, session);
     }
 }
 
 impl HandshakeContext {
     /// Handles one connection, from its first byte to its tunnel or to the end of its requests.
-    async fn greet(self, slot: Slot, socket: io::Result<DetachedSocket>, from: SocketAddr) {
-        let shaken = match slot.run(pin!(self.shake(&slot, socket, from))).await {
+    async fn handle_connection(
+        self,
+        slot: Slot,
+        socket: io::Result<DetachedSocket>,
+        from: SocketAddr,
+    ) {
+        let handshaken = match slot.run(pin!(self.finish_tls(&slot, socket, from))).await {
             Some(Ok(Some(shaken))) => shaken,
             Some(Ok(None)) => return,
-            Some(Err(failed)) => return self.refused(from, &failed),
-            None => return self.refused(from, &HandshakeError::Evicted),
+            Some(Err(handshake_error)) => return self.report_failure(from, &handshake_error),
+            None => return self.report_failure(from, &HandshakeError::Evicted),
         };
         drop(slot);
-        let done = match shaken {
-            (AlpnProtocol::Tunnel, io, round_trip) => self.hand_over(io, from, round_trip).await,
+        let result = match handshaken {
+            (AlpnProtocol::Tunnel, io, round_trip) => {
+                self.send_to_session(io, from, round_trip).await
+            }
             // Boxed: serving HTTP takes ten times the room of a handshake, and a tunnel never needs it.
-            (AlpnProtocol::Join, io, _) => Box::pin(self.join(io, from)).await,
+            (AlpnProtocol::Join, io, _) => Box::pin(self.serve_join(io, from)).await,
         };
-        if let Err(failed) = done {
-            self.refused(from, &failed);
+        if let Err(failed) = result {
+            self.report_failure(from, &failed);
         }
     }
 
     /// Finishes TLS within its timeout. Returns `None` if the handshake failed and the peer was told the reason.
-    async fn shake(
+    async fn finish_tls(
         &self,
         slot: &Slot,
         socket: io::Result<DetachedSocket>,
         from: SocketAddr,
     ) -> Result<Option<(AlpnProtocol, Io, Duration)>, HandshakeError> {
-        let bound = self.admission.settings.handshake_timeout;
+        let handshake_timeout = self.admission.settings.handshake_timeout;
         let tls = self.admission.tls.load_full();
-        let turn = async {
-            let busy = slot.busy();
-            (busy, self.shaking.acquire(from.ip()).await)
+        let acquire_slot = async {
+            let busy_guard = slot.busy();
+            (
+                busy_guard,
+                self.tunnel_handshake_limit.acquire(from.ip()).await,
+            )
         };
-        match timeout(bound, tls.handshake(socket, turn)).await {
+        match timeout(handshake_timeout, tls.handshake(socket, acquire_slot)).await {
             Ok(Ok(shaken)) => Ok(Some(shaken)),
             Ok(Err(TlsError { error, socket })) => {
-                self.refused(from, &error.into());
+                self.report_failure(from, &error.into());
                 // The lingering close lets the peer read the alert; the connection keeps its place until then.
                 if let Some(socket) = socket {
                     lingering_close::close(socket).await;
                 }
                 Ok(None)
             }
-            Err(_) => Err(HandshakeError::TooSlow(bound)),
+            Err(_) => Err(HandshakeError::TooSlow(handshake_timeout)),
         }
     }
 
     /// Counts and logs a failed connection.
-    fn refused(&self, from: SocketAddr, failed: &HandshakeError) {
-        let (word, notable) = failed.weigh();
-        self.admission.metrics.handshake_failed(LISTENER, word);
-        if let HandshakeError::Tls(error) = failed
+    fn report_failure(&self, from: SocketAddr, handshake_error: &HandshakeError) {
+        let (word, is_notable) = handshake_error.classify();
+        self.admission.metrics.handshake_failed(METRICS_LABEL, word);
+        if let HandshakeError::Tls(error) = handshake_error
             && let Some(rustls::Error::AlertReceived(alert)) = tls_error(error)
         {
             let cause = tls::likely_cause(*alert);
             warn!(peer = %from, ?alert, cause, "the peer ended the TLS handshake with an alert");
             return;
         }
-        if notable {
-            warn!(peer = %from, why = %failed, "refused a connection to the tunnel port");
-            audit::log_rejected_edge("(unknown)", &from, word, failed);
+        if is_notable {
+            warn!(peer = %from, why = %handshake_error, "refused a connection to the tunnel port");
+            audit::log_rejected_edge("(unknown)", &from, word, handshake_error);
         } else {
-            debug!(peer = %from, why = %failed, "a connection to the tunnel port ended before its handshake");
+            debug!(peer = %from, why = %handshake_error, "a connection to the tunnel port ended before its handshake");
         }
     }
 
-    async fn hand_over(
+    async fn send_to_session(
         &self,
         mut io: Io,
         from: SocketAddr,
         round_trip: Duration,
     ) -> Result<(), HandshakeError> {
-        let (node, certificate) = match self.admission.tls.load().edge(&io) {
+        let (node, certificate) = match self.admission.tls.load().verify_edge(&io) {
             Ok((node, shown)) => (Ok(node), Some(shown)),
-            Err(refused) => (Err(refused), None),
+            Err(rejection) => (Err(rejection), None),
         };
         let socket = io.get_mut().0.take().ok_or(HandshakeError::Stopping)?;
-        let arrived = Box::new(HandshakenEdge {
+        let edge = Box::new(HandshakenEdge {
             io,
             socket: socket.detach()?,
             node,
@@ -281,81 +291,87 @@ impl HandshakeContext {
             from,
             round_trip,
         });
-        self.arrived
-            .send(arrived)
+        self.handshaken_sender
+            .send(edge)
             .await
             .map_err(|_| HandshakeError::Stopping)
     }
 
-    async fn join(&self, io: Io, from: SocketAddr) -> Result<(), HandshakeError> {
+    async fn serve_join(&self, io: Io, from: SocketAddr) -> Result<(), HandshakeError> {
         let tls = self.admission.tls.load_full();
-        let reads = io.get_ref().1.alpn_protocol() == Some(wire::ALPN_H2);
-        if let Some(reading) = self.admission.reading.as_ref().filter(|_| reads)
-            && let Ok((node, certificate)) = tls.edge(&io)
+        let speaks_http2 = io.get_ref().1.alpn_protocol() == Some(wire::ALPN_H2);
+        if let Some(api_cache) = self.admission.api_cache.as_ref().filter(|_| speaks_http2)
+            && let Ok((node, certificate)) = tls.verify_edge(&io)
         {
-            return self.read(reading, io, (node, certificate), from).await;
+            return self
+                .serve_api_cache(api_cache, io, (node, certificate), from)
+                .await;
         }
-        let nobody = (None, 0, None, None);
-        let (identity, issued, root, vouched) = match tls.check(&io) {
+        let unidentified = (None, 0, None, None);
+        let (identity, issued, root, vouched) = match tls.verify_peer_certificate(&io) {
             Ok(proven) => (Some(proven.identity), proven.issued_at, proven.root, None),
-            Err(PeerRejected::Missing) => nobody,
-            Err(refused @ PeerRejected::UnknownIssuer) => match tls.joins(&io) {
+            Err(PeerRejected::NoCertificate) => unidentified,
+            Err(refused @ PeerRejected::UnknownIssuer) => match tls.verify_join_certificate(&io) {
                 Some(node) => (None, 0, None, Some(node?)),
                 None => return Err(refused.into()),
             },
             Err(refused) => return Err(refused.into()),
         };
         // A certificate of the cluster's own signers names a node as well.
-        let known = identity.is_some() || vouched.is_some();
-        let limit = if known { &self.renewing } else { &self.joining };
+        let is_identified = identity.is_some() || vouched.is_some();
+        let limit = if is_identified {
+            &self.renewing
+        } else {
+            &self.joining
+        };
         let slot = limit.admit(from.ip()).map_err(|_| HandshakeError::Full)?;
         let peer = Peer {
             address: Some(from.ip().to_canonical()),
             identity,
-            issued,
+            issued_at: issued,
             root,
-            vouched,
+            cluster_certificate: vouched,
         };
         let (router, stop) = (self.admission.enrol.clone(), self.stop.clone());
-        let bounds = http::SHORT;
+        let limits = http::SHORT_REQUEST_LIMITS;
         let serving = pin!(http::serve(
             io,
             router,
             (peer, Some(&slot)),
-            bounds,
+            limits,
             stop.into()
         ));
         slot.run(serving).await.ok_or(HandshakeError::Evicted)
     }
 
     /// Serves an edge that reads resources of its cluster.
-    async fn read(
+    async fn serve_api_cache(
         &self,
-        reading: &ApiCacheServer,
+        api_cache: &ApiCacheServer,
         io: Io,
         (node, certificate): (NodeName, EdgeCertificate),
         from: SocketAddr,
     ) -> Result<(), HandshakeError> {
         let admission = &self.admission;
         // While the gateway cannot check the node, it refuses the edge, and the edge retries.
-        let bound = admission.settings.hello_timeout / 2;
-        admission.can_judge(&node, bound).await;
+        let wait_limit = admission.settings.hello_timeout / 2;
+        admission.wait_until_checkable(&node, wait_limit).await;
         let reader = AuthorizedEdge {
             io,
             peer: Peer {
                 address: Some(from.ip().to_canonical()),
                 identity: Some(Identity::Edge(node.clone())),
-                issued: certificate.issued_at,
+                issued_at: certificate.issued_at,
                 root: certificate.root,
-                vouched: None,
+                cluster_certificate: None,
             },
             certificate,
             node: node.clone(),
         };
-        let judged = |shown: &EdgeCertificate| {
-            untrusted_reason(admission.tls.load().believes(shown), &node, shown)
+        let rejection = |shown: &EdgeCertificate| {
+            untrusted_reason(admission.tls.load().is_still_trusted(shown), &node, shown)
         };
-        let until = (self.stop.clone(), admission.drain);
-        Ok(reading.serve(reader, judged, until).await?)
+        let stop_and_drain = (self.stop.clone(), admission.drain);
+        Ok(api_cache.serve(reader, rejection, stop_and_drain).await?)
     }
 }

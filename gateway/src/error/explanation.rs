@@ -5,7 +5,7 @@ use super::Reason;
 #[allow(clippy::too_many_lines, reason = "one text for each reason")]
 impl Reason {
     /// Returns what has happened, in one or two sentences (Markdown).
-    pub fn meaning(self) -> &'static str {
+    pub fn explanation(self) -> &'static str {
         match self {
             Self::NodeUnknown => "No node of this name or address has joined this gateway.",
             Self::NodeNotConnected => {

@@ -52,10 +52,10 @@ impl AtomicHistogram {
     /// Counts one duration.
     pub(super) fn observe(&self, duration: Duration) {
         let micros = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
-        let at = BOUNDS.partition_point(|bound| *bound < micros);
+        let bucket = BOUNDS.partition_point(|bound| *bound < micros);
         self.0
             .below
-            .get(at)
+            .get(bucket)
             .unwrap_or(&self.0.above)
             .fetch_add(1, Relaxed);
         self.0.sum_us.fetch_add(micros, Relaxed);

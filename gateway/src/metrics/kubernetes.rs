@@ -11,7 +11,7 @@ pub struct KubernetesMetrics {
 }
 
 impl KubernetesMetrics {
-    pub(super) fn of(nodes: &Family<[Label; 1], Gauge>, lost: &Gauge) -> Self {
+    pub(super) fn from_gauges(nodes: &Family<[Label; 1], Gauge>, lost: &Gauge) -> Self {
         Self {
             nodes: nodes.clone(),
             lost: lost.clone(),
@@ -19,7 +19,7 @@ impl KubernetesMetrics {
     }
 
     /// So many nodes does the cluster have, at the edge and elsewhere.
-    pub fn nodes(&self, edge: usize, elsewhere: usize) {
+    pub fn set_nodes(&self, edge: usize, elsewhere: usize) {
         for (place, count) in [("edge", edge), ("elsewhere", elsewhere)] {
             let gauge = self.nodes.get_or_create(&[("place", place)]);
             gauge.set(i64::try_from(count).unwrap_or(i64::MAX));
@@ -27,7 +27,7 @@ impl KubernetesMetrics {
     }
 
     /// The cluster's API answers, or does not since then, in Unix time.
-    pub fn lost(&self, since: Option<u64>) {
+    pub fn set_lost(&self, since: Option<u64>) {
         let since = i64::try_from(since.unwrap_or_default()).unwrap_or(i64::MAX);
         self.lost.set(since);
     }

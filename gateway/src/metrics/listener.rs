@@ -55,7 +55,7 @@ pub struct StreamOutcome {
 }
 
 impl ListenerMetrics {
-    pub(super) fn of(declared: &Declared, name: &str) -> Self {
+    pub(super) fn from_declared(declared: &Declared, name: &str) -> Self {
         let one = || [label("listener", name)];
         let streams = |outcome| {
             let labels = [label("listener", name), label("outcome", outcome)];
@@ -86,7 +86,7 @@ impl ListenerMetrics {
     }
 
     /// A connection was accepted.
-    pub fn connection(&self) -> ConnectionGuard {
+    pub fn connection_guard(&self) -> ConnectionGuard {
         self.connections.inc();
         ConnectionGuard {
             _open: OpenGauge::new(&self.open_connections),
@@ -94,25 +94,25 @@ impl ListenerMetrics {
     }
 
     /// A stream began.
-    pub fn stream(&self) -> StreamGuard {
+    pub fn stream_guard(&self) -> StreamGuard {
         StreamGuard {
             _open: OpenGauge::new(&self.open_streams),
         }
     }
 
     /// A stream ended.
-    pub fn stream_ended(&self, over: &StreamOutcome) {
-        self.outcome(over.reason).inc();
-        let class = usize::from(over.status / 100).checked_sub(1);
+    pub fn stream_ended(&self, outcome: &StreamOutcome) {
+        self.outcome(outcome.reason).inc();
+        let class = usize::from(outcome.status / 100).checked_sub(1);
         if let Some(responses) = class.and_then(|class| self.responses.get(class)) {
             responses.inc();
         }
-        self.duration.observe(over.duration);
-        if let Some(first_byte) = over.first_byte {
+        self.duration.observe(outcome.duration);
+        if let Some(first_byte) = outcome.first_byte {
             self.first_byte.observe(first_byte);
         }
-        self.up.inc_by(over.up);
-        self.down.inc_by(over.down);
+        self.up.inc_by(outcome.up);
+        self.down.inc_by(outcome.down);
     }
 
     fn outcome(&self, reason: Option<Reason>) -> &Counter {

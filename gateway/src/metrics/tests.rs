@@ -11,8 +11,8 @@ fn line(all: &str, begin: &str) -> Option<String> {
 fn guards_count_open_connections() {
     let metrics = Metrics::new();
     let open = r#"open_connections{listener="https"}"#;
-    let connection = metrics.listener("https").connection();
-    let stream = metrics.listener("tcp").stream();
+    let connection = metrics.listener("https").connection_guard();
+    let stream = metrics.listener("tcp").stream_guard();
     assert_eq!(
         line(&metrics.encode(Exposition::OpenMetrics), open).as_deref(),
         Some("1")
@@ -111,13 +111,13 @@ fn a_value_on_a_bound_is_below_it() {
 #[test]
 fn round_trips_are_quantiles_of_the_moment() {
     let metrics = Metrics::new();
-    metrics.round_trips((1..=100).map(Duration::from_millis).collect());
+    metrics.set_round_trips((1..=100).map(Duration::from_millis).collect());
     let all = metrics.encode(Exposition::OpenMetrics);
     for (quantile, seconds) in [("0.5", "0.05"), ("0.99", "0.099"), ("1", "0.1")] {
         let begin = format!(r#"tunnel_round_trip_seconds{{quantile="{quantile}"}}"#);
         assert_eq!(line(&all, &begin).as_deref(), Some(seconds));
     }
-    metrics.round_trips(Vec::new());
+    metrics.set_round_trips(Vec::new());
     let slowest = r#"tunnel_round_trip_seconds{quantile="1"}"#;
     assert_eq!(
         line(&metrics.encode(Exposition::OpenMetrics), slowest).as_deref(),
@@ -129,13 +129,13 @@ fn round_trips_are_quantiles_of_the_moment() {
 fn the_text_has_help_for_each_metric_and_an_openmetrics_end() {
     let metrics = Metrics::new();
     metrics.handshake_failed("tunnel", "timeout");
-    metrics.limit("per_node");
-    metrics.crossed();
-    metrics.registration("ok");
-    metrics.tunnel_ended("silent");
-    metrics.enrolment("enrol", "ok");
-    metrics.drains();
-    drop(metrics.tunnel());
+    metrics.count_limit_reached("per_node");
+    metrics.count_worker_crossing();
+    metrics.count_registration("ok");
+    metrics.count_tunnel_end("silent");
+    metrics.count_enrolment("enrol", "ok");
+    metrics.set_draining();
+    drop(metrics.tunnel_guard());
     let all = metrics.encode(Exposition::OpenMetrics);
     assert!(all.ends_with("# EOF\n"));
     for metric in all.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {

@@ -47,14 +47,14 @@ use std::{
 use tokio_util::sync::CancellationToken;
 
 /// Maximum bytes of a path in a log line: lines wait in memory until the log is written.
-const LONGEST_PATH: usize = 4096;
+const MAX_PATH_BYTES: usize = 4096;
 
 /// The open streams of a gateway, by the worker that serves them.
 #[derive(Debug)]
 pub struct OpenStreams {
     workers: Box<[Mutex<Slab<Weak<AccessRecord>>>]>,
     /// Rises with each change that may refuse a stream which is open.
-    changes: AtomicU64,
+    generation: AtomicU64,
     authorizer: Arc<dyn Authorize>,
     registry: Registry,
     /// Selection of the streams that leave a line in the access log.
@@ -76,7 +76,7 @@ impl OpenStreams {
     ) -> Self {
         Self {
             workers: (0..workers).map(|_| Mutex::default()).collect(),
-            changes: AtomicU64::new(0),
+            generation: AtomicU64::new(0),
             authorizer,
             registry,
             log,
@@ -85,14 +85,14 @@ impl OpenStreams {
     }
 
     /// Returns the number of changes after which open streams are decided about again.
-    pub(super) fn changes(&self) -> u64 {
-        let changes = self.changes.load(Acquire);
-        changes.wrapping_add(self.authorizer.changes())
+    pub(super) fn generation(&self) -> u64 {
+        let changes = self.generation.load(Acquire);
+        changes.wrapping_add(self.authorizer.generation())
     }
 
     /// Has all open streams checked again.
-    pub fn changed(&self) {
-        self.changes.fetch_add(1, Release);
+    pub fn request_recheck(&self) {
+        self.generation.fetch_add(1, Release);
     }
 
     fn insert(&self, worker: WorkerId, record: &Arc<AccessRecord>) -> StreamIndex {
@@ -112,7 +112,7 @@ impl OpenStreams {
     pub(super) fn select(
         &self,
         worker: WorkerId,
-        wanted: impl Fn(&AccessRecord) -> bool,
+        predicate: impl Fn(&AccessRecord) -> bool,
     ) -> Vec<Arc<AccessRecord>> {
         // Outside the lock: the last holder of a record removes it.
         let all: Vec<_> = self
@@ -121,14 +121,14 @@ impl OpenStreams {
             .map(|(_, open)| open.clone())
             .collect();
         let open = all.iter().filter_map(Weak::upgrade);
-        open.filter(|record| wanted(record)).collect()
+        open.filter(|record| predicate(record)).collect()
     }
 }
 
 /// The request that a stream was allowed for.
 #[derive(Debug)]
 pub(super) struct GrantedAccess {
-    pub(super) act: Action,
+    pub(super) action: Action,
     pub(super) method: Method,
     /// The path of the request, without its query.
     pub(super) path: String,
@@ -139,9 +139,13 @@ pub(super) struct GrantedAccess {
 }
 
 impl GrantedAccess {
-    pub(super) fn new<B>(act: Action, request: &Request<B>, connection: &ClientConnection) -> Self {
+    pub(super) fn new<B>(
+        action: Action,
+        request: &Request<B>,
+        connection: &ClientConnection,
+    ) -> Self {
         // Copied: a field may be a slice of a whole read buffer.
-        let copied = |value: &HeaderValue| {
+        let copy_value = |value: &HeaderValue| {
             let mut copy = HeaderValue::from_bytes(value.as_bytes()).ok()?;
             copy.set_sensitive(true);
             Some(copy)
@@ -149,21 +153,21 @@ impl GrantedAccess {
         let credential = request.headers().get(AUTHORIZATION);
         let credential = credential.filter(|_| matches!(connection.credentials.client, Ok(None)));
         Self {
-            act,
+            action,
             method: request.method().clone(),
-            path: match act {
+            path: match action {
                 Action::Connect => String::new(),
                 Action::Request | Action::Upgrade => request.uri().path().to_owned(),
             },
             port: request.uri().port_u16(),
-            authorization: credential.and_then(copied),
+            authorization: credential.and_then(copy_value),
         }
     }
 
     /// Returns the access of a session of a TCP listener.
     pub(super) fn session() -> Self {
         Self {
-            act: Action::Connect,
+            action: Action::Connect,
             method: Method::CONNECT,
             path: String::new(),
             port: None,
@@ -179,23 +183,23 @@ pub struct AccessRecord {
     listener: Arc<Listener>,
     worker: WorkerId,
     connection: Arc<ClientConnection>,
-    began: Instant,
+    started_at: Instant,
     method: String,
     path: String,
     trace: Trace,
     /// Keeps the connection's place for as long as the stream lives.
-    _busy: Busy,
+    _busy_guard: Busy,
     /// Bytes both ways: up is from the client, down is to it.
-    pub passed: Arc<ByteCounters>,
-    filled: Mutex<RecordFields>,
+    pub bytes: Arc<ByteCounters>,
+    fields: Mutex<RecordFields>,
     /// The changes (`OpenStreams`) that the decision to allow this stream has seen.
-    decided_at: AtomicU64,
-    ended: AtomicBool,
+    decided_generation: AtomicU64,
+    is_ended: AtomicBool,
     /// The task that carries the stream.
-    carrier: AtomicWaker,
+    stream_waker: AtomicWaker,
     /// The task that carries the body of the request.
-    uploader: AtomicWaker,
-    checking: AtomicBool,
+    upload_waker: AtomicWaker,
+    is_checking: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -203,25 +207,25 @@ struct RecordFields {
     client: Option<ClientIdentity>,
     route: Option<Route>,
     /// The address that is dialled from here, where there is no route.
-    direct: Option<SocketAddr>,
+    direct_address: Option<SocketAddr>,
     tunnel: Option<TunnelId>,
     /// The request that was allowed, and the place of the stream among those that are open.
-    allowed: Option<(Arc<GrantedAccess>, StreamIndex)>,
-    by: Option<MatchedRule>,
+    granted: Option<(Arc<GrantedAccess>, StreamIndex)>,
+    matched_rule: Option<MatchedRule>,
     /// Ends the connection to an upstream on which the body of the request goes.
-    upload_line: Option<CancellationToken>,
+    upload_connection: Option<CancellationToken>,
     /// Ends the answer of a client that reads nothing.
-    eviction: Option<Eviction>,
+    eviction_handle: Option<Eviction>,
     status: u16,
     reason: Option<Reason>,
     detail: String,
     first_byte: Option<Duration>,
     /// A session runs: an upgrade, a CONNECT or a TCP session.
-    session: bool,
+    is_session: bool,
     /// The session has come to its end in order.
-    session_ended: bool,
+    session_ended_cleanly: bool,
     permit: Option<Permit>,
-    _open: Option<StreamGuard>,
+    _stream_guard: Option<StreamGuard>,
 }
 
 impl AccessRecord {
@@ -236,7 +240,7 @@ impl AccessRecord {
             Some(authority) if is_connect(request.method()) => authority.as_str(),
             _ => request.uri().path(),
         };
-        let trace = Trace::of(request.headers());
+        let trace = Trace::from_headers(request.headers());
         Self::new(
             streams,
             at,
@@ -252,7 +256,7 @@ impl AccessRecord {
         at: (&Arc<Listener>, WorkerId),
         connection: &Arc<ClientConnection>,
     ) -> Arc<Self> {
-        Self::new(streams, at, connection, ("TCP", ""), Trace::begin())
+        Self::new(streams, at, connection, ("TCP", ""), Trace::generate())
     }
 
     /// Begins the record of an HTTP request whose head cannot be parsed.
@@ -261,7 +265,7 @@ impl AccessRecord {
         at: (&Arc<Listener>, WorkerId),
         connection: &Arc<ClientConnection>,
     ) -> Arc<Self> {
-        Self::new(streams, at, connection, ("-", "-"), Trace::begin())
+        Self::new(streams, at, connection, ("-", "-"), Trace::generate())
     }
 
     fn new(
@@ -272,14 +276,14 @@ impl AccessRecord {
         trace: Trace,
     ) -> Arc<Self> {
         // A stream that begins at a replaced listener is checked by the new listener.
-        let changes = streams.changes();
+        let changes = streams.generation();
         let changes = if listener.is_retired() {
             u64::MAX
         } else {
             changes
         };
-        let filled = RecordFields {
-            _open: Some(listener.metrics.stream()),
+        let fields = RecordFields {
+            _stream_guard: Some(listener.metrics.stream_guard()),
             ..RecordFields::default()
         };
         Arc::new(Self {
@@ -287,38 +291,40 @@ impl AccessRecord {
             listener: listener.clone(),
             worker,
             connection: connection.clone(),
-            began: Instant::now(),
+            started_at: Instant::now(),
             method: method.to_owned(),
-            path: path[..path.floor_char_boundary(LONGEST_PATH)].to_owned(),
+            path: path[..path.floor_char_boundary(MAX_PATH_BYTES)].to_owned(),
             trace,
-            _busy: connection.room.busy(),
-            passed: Arc::default(),
-            filled: Mutex::new(filled),
-            decided_at: AtomicU64::new(changes),
-            ended: AtomicBool::new(false),
-            carrier: AtomicWaker::new(),
-            uploader: AtomicWaker::new(),
-            checking: AtomicBool::new(false),
+            _busy_guard: connection.slot.busy(),
+            bytes: Arc::default(),
+            fields: Mutex::new(fields),
+            decided_generation: AtomicU64::new(changes),
+            is_ended: AtomicBool::new(false),
+            stream_waker: AtomicWaker::new(),
+            upload_waker: AtomicWaker::new(),
+            is_checking: AtomicBool::new(false),
         })
     }
 
     /// Records the access that is about to be granted: from now on the stream is among those that are checked again.
-    pub(super) fn allow(self: &Arc<Self>, allowed: GrantedAccess) {
+    pub(super) fn record_granted_access(self: &Arc<Self>, granted_access: GrantedAccess) {
         let place = self.streams.insert(self.worker, self);
-        self.filled().allowed = Some((Arc::new(allowed), place));
+        self.lock_fields().granted = Some((Arc::new(granted_access), place));
     }
 
     /// Returns the granted access with the client and the route, if access was granted.
-    pub(super) fn allowed(&self) -> Option<(Arc<GrantedAccess>, ClientIdentity, Option<Route>)> {
-        let filled = self.filled();
-        let (allowed, _) = filled.allowed.as_ref()?;
-        let client = filled.client.clone()?;
-        Some((allowed.clone(), client, filled.route.clone()))
+    pub(super) fn granted_access(
+        &self,
+    ) -> Option<(Arc<GrantedAccess>, ClientIdentity, Option<Route>)> {
+        let fields = self.lock_fields();
+        let (allowed, _) = fields.granted.as_ref()?;
+        let client = fields.client.clone()?;
+        Some((allowed.clone(), client, fields.route.clone()))
     }
 
     /// Returns the address that is dialled from here, if one is.
-    pub(super) fn direct(&self) -> Option<SocketAddr> {
-        self.filled().direct
+    pub(super) fn direct_address(&self) -> Option<SocketAddr> {
+        self.lock_fields().direct_address
     }
 
     /// Returns the listener that accepted the stream.
@@ -332,81 +338,85 @@ impl AccessRecord {
     }
 
     /// Returns the changes that the last decision about this stream has seen, and notes those of another one.
-    pub(super) fn decided_at(&self, changes: u64) -> u64 {
-        self.decided_at.swap(changes, Relaxed)
+    pub(super) fn swap_decided_generation(&self, changes: u64) -> u64 {
+        self.decided_generation.swap(changes, Relaxed)
     }
 
     /// Whether the credential of the client has lapsed, at a listener that ends streams for that.
-    pub(super) fn has_lapsed(&self) -> bool {
-        let filled = self.filled();
-        let validity = filled
+    pub(super) fn has_expired_credential(&self) -> bool {
+        let fields = self.lock_fields();
+        let validity = fields
             .client
             .as_ref()
             .and_then(|client| client.validity.as_ref());
         validity.is_some_and(|validity| {
-            validity.has_other_keys()
-                || (validity.is_over() && self.listener.latest().disconnect_expired)
+            validity.keys_changed()
+                || (validity.is_expired() && self.listener.latest().disconnect_expired)
         })
     }
 
     /// Whether the stream leads to one of these nodes.
     pub(super) fn leads_to(&self, nodes: &BTreeSet<NodeName>) -> bool {
-        let leads = |route: &Route| nodes.contains(&route.node);
-        !nodes.is_empty() && self.filled().route.as_ref().is_some_and(leads)
+        let is_listed = |route: &Route| nodes.contains(&route.node);
+        !nodes.is_empty() && self.lock_fields().route.as_ref().is_some_and(is_listed)
     }
 
     /// Notes the token that ends the connection to an upstream on which the body of the request goes, as long as it does.
-    pub(super) fn uploads_on(&self, line: Option<CancellationToken>) {
-        self.filled().upload_line = line;
+    pub(super) fn set_upload_connection(&self, cancel_token: Option<CancellationToken>) {
+        self.lock_fields().upload_connection = cancel_token;
     }
 
     /// Whether the stream was ended after its answer, so that no client waits for an answer.
-    pub(super) fn has_ended_answered(&self) -> bool {
-        self.ended.load(Acquire) && self.filled().status != 0
+    pub(super) fn has_ended_after_response(&self) -> bool {
+        self.is_ended.load(Acquire) && self.lock_fields().status != 0
     }
 
     /// Ends the stream because its client may no longer have it.
-    pub(super) fn end(&self, refusal: &Error) {
-        self.failed(refusal);
-        self.ended.store(true, Release);
+    pub(super) fn terminate(&self, refusal: &Error) {
+        self.record_failure(refusal);
+        self.is_ended.store(true, Release);
         {
-            let filled = self.filled();
+            let fields = self.lock_fields();
             // Before its answer the request goes as a whole, and the refusal is the answer.
-            if let Some(line) = filled.upload_line.as_ref().filter(|_| filled.status != 0) {
-                line.cancel();
+            if let Some(upload_connection) = fields
+                .upload_connection
+                .as_ref()
+                .filter(|_| fields.status != 0)
+            {
+                upload_connection.cancel();
             }
         }
-        self.carrier.wake();
-        self.uploader.wake();
+        self.stream_waker.wake();
+        self.upload_waker.wake();
     }
 
     /// Notes by which handle the answer ends though its client reads nothing.
-    pub(super) fn evictable(&self, eviction: Eviction) {
-        self.filled().eviction = Some(eviction);
+    pub(super) fn set_eviction(&self, eviction: Eviction) {
+        self.lock_fields().eviction_handle = Some(eviction);
     }
 
-    /// Ends the answer of a stream that [`Record::end`] has not ended, since its client reads nothing.
+    /// Ends the answer of a stream that [`AccessRecord::terminate`] has not ended, since its client reads nothing.
     pub(super) fn evict(&self) {
-        if let Some(eviction) = &self.filled().eviction {
+        if let Some(eviction) = &self.lock_fields().eviction_handle {
             eviction.evict();
         }
     }
 
     /// Has the stream decided about again with the next check.
-    pub(super) fn decide_anew(&self) {
-        self.decided_at.store(u64::MAX, Relaxed);
+    pub(super) fn request_recheck(&self) {
+        self.decided_generation.store(u64::MAX, Relaxed);
     }
 
     /// Notes that the stream is, or is no longer, being checked. Returns whether it was.
-    pub(super) fn checking(&self, now: bool) -> bool {
-        self.checking.swap(now, Relaxed)
+    pub(super) fn set_checking(&self, now: bool) -> bool {
+        self.is_checking.swap(now, Relaxed)
     }
 
     /// Waits until the stream is to end, for the task that carries the body of the request.
-    pub(super) async fn upload_ended(&self) {
+    pub(super) async fn wait_terminated_upload(&self) {
         poll_fn(|cx| {
-            self.uploader.register(cx.waker());
-            if self.ended.load(Acquire) {
+            self.upload_waker.register(cx.waker());
+            if self.is_ended.load(Acquire) {
                 Poll::Ready(())
             } else {
                 Poll::Pending
@@ -415,10 +425,10 @@ impl AccessRecord {
         .await;
     }
 
-    /// Ready once the stream is to end, with the reason in [`Record::failure`]. Wakes the task that asked last.
-    pub(super) fn poll_ended(&self, cx: &mut Context<'_>) -> Poll<()> {
-        self.carrier.register(cx.waker());
-        if self.ended.load(Acquire) {
+    /// Ready once the stream is to end, with the reason in [`AccessRecord::failure`]. Wakes the task that asked last.
+    pub(super) fn poll_terminated(&self, cx: &mut Context<'_>) -> Poll<()> {
+        self.stream_waker.register(cx.waker());
+        if self.is_ended.load(Acquire) {
             Poll::Ready(())
         } else {
             Poll::Pending
@@ -429,26 +439,26 @@ impl AccessRecord {
     ///
     /// # Errors
     /// The refusal for which it was ended.
-    pub(super) async fn unless_ended<T>(
+    pub(super) async fn run_unless_terminated<T>(
         &self,
         work: Pin<&mut impl Future<Output = T>>,
     ) -> Result<T, Error> {
-        let ended = poll_fn(|cx| self.poll_ended(cx));
+        let terminated = poll_fn(|cx| self.poll_terminated(cx));
         tokio::select! {
             biased;
-            done = work => Ok(done),
-            () = ended => Err(self
+            output = work => Ok(output),
+            () = terminated => Err(self
                 .failure()
                 .unwrap_or_else(|| Reason::Unauthenticated.error("the stream was ended"))),
         }
     }
 
     /// Carries a session by `work`, and resets the connection of its client if the session is ended before.
-    pub(super) async fn session_unless_ended<T>(
+    pub(super) async fn run_session_unless_terminated<T>(
         &self,
         work: Pin<&mut impl Future<Output = T>>,
     ) -> Option<T> {
-        let done = self.unless_ended(work).await;
+        let done = self.run_unless_terminated(work).await;
         if done.is_err() {
             self.connection.condition.abort();
         }
@@ -456,58 +466,58 @@ impl AccessRecord {
     }
 
     /// Notes who called.
-    pub fn client(&self, client: &ClientIdentity) {
-        self.filled().client = Some(client.clone());
+    pub fn set_client(&self, client: &ClientIdentity) {
+        self.lock_fields().client = Some(client.clone());
     }
 
     /// Notes where to.
-    pub fn route(&self, route: &Route) {
-        self.filled().route = Some(route.clone());
+    pub fn set_route(&self, route: &Route) {
+        self.lock_fields().route = Some(route.clone());
     }
 
     /// Notes the address that is about to be decided about and dialled from here.
-    pub(super) fn dials(&self, address: SocketAddr) {
-        self.filled().direct = Some(address);
+    pub(super) fn set_direct_address(&self, address: SocketAddr) {
+        self.lock_fields().direct_address = Some(address);
     }
 
     /// Notes by which rule it was decided.
-    pub fn decided(&self, by: MatchedRule) {
-        self.filled().by = Some(by);
+    pub fn set_matched_rule(&self, matched_rule: MatchedRule) {
+        self.lock_fields().matched_rule = Some(matched_rule);
     }
 
     /// Notes on which tunnel.
-    pub fn tunnel(&self, tunnel: TunnelId) {
-        self.filled().tunnel = Some(tunnel);
+    pub fn set_tunnel(&self, tunnel: TunnelId) {
+        self.lock_fields().tunnel = Some(tunnel);
     }
 
     /// Keeps the permit for as long as the stream lives.
-    pub fn permit(&self, permit: Permit) {
-        self.filled().permit = Some(permit);
+    pub fn set_permit(&self, permit: Permit) {
+        self.lock_fields().permit = Some(permit);
     }
 
     /// Notes the answer's head.
-    pub fn answered(&self, status: StatusCode) {
-        let mut filled = self.filled();
+    pub fn response_started(&self, status: StatusCode) {
+        let mut filled = self.lock_fields();
         filled.status = status.as_u16();
         filled
             .first_byte
-            .get_or_insert_with(|| self.began.elapsed());
+            .get_or_insert_with(|| self.started_at.elapsed());
     }
 
     /// Notes that the answer's head begins a session, and writes that to the audit log at once.
-    pub fn opened(&self, status: StatusCode) {
-        self.answered(status);
-        let mut filled = self.filled();
-        filled.session = true;
-        self.audit("opened", &filled, (self.began.elapsed(), 0, 0));
+    pub fn session_started(&self, status: StatusCode) {
+        self.response_started(status);
+        let mut filled = self.lock_fields();
+        filled.is_session = true;
+        self.audit("opened", &filled, (self.started_at.elapsed(), 0, 0));
     }
 
     /// Notes why the stream failed; the first reason stands.
-    pub fn failed(&self, error: &Error) {
-        let mut filled = self.filled();
+    pub fn record_failure(&self, error: &Error) {
+        let mut filled = self.lock_fields();
         if filled.reason.is_none() {
-            if error.reason == Reason::TunnelLost && self.streams.registry.is_over() {
-                self.ended_by_drain(&mut filled);
+            if error.reason == Reason::TunnelLost && self.streams.registry.is_drain_expired() {
+                self.set_ended_by_drain(&mut filled);
                 return;
             }
             filled.reason = Some(error.reason);
@@ -519,19 +529,19 @@ impl AccessRecord {
     }
 
     /// Notes that the session has come to its end in order.
-    pub(super) fn session_ended(&self) {
-        self.filled().session_ended = true;
+    pub(super) fn mark_session_ended(&self) {
+        self.lock_fields().session_ended_cleanly = true;
     }
 
     /// Notes that the stream was abandoned before its end: the drain's time is over, or else the client has left. A reason that
     /// is known already stands.
-    pub fn abandoned(&self, detail: &str) {
-        let mut filled = self.filled();
+    pub fn record_abandoned(&self, detail: &str) {
+        let mut filled = self.lock_fields();
         if filled.reason.is_some() {
             return;
         }
-        if self.streams.registry.is_over() {
-            return self.ended_by_drain(&mut filled);
+        if self.streams.registry.is_drain_expired() {
+            return self.set_ended_by_drain(&mut filled);
         }
         filled.reason = Some(Reason::ClientClosed);
         detail.clone_into(&mut filled.detail);
@@ -539,11 +549,11 @@ impl AccessRecord {
 
     /// Whether the answer has no body by its method or status (RFC 9110, section 6.4.1).
     pub(super) fn is_bodiless(&self) -> bool {
-        self.method == Method::HEAD.as_str() || matches!(self.filled().status, 204 | 304)
+        self.method == Method::HEAD.as_str() || matches!(self.lock_fields().status, 204 | 304)
     }
 
     /// Notes that the gateway stopped before the stream ended.
-    fn ended_by_drain(&self, filled: &mut RecordFields) {
+    fn set_ended_by_drain(&self, filled: &mut RecordFields) {
         let drain = humantime::format_duration(self.streams.drain);
         filled.reason = Some(Reason::Draining);
         filled.detail =
@@ -551,8 +561,8 @@ impl AccessRecord {
     }
 
     /// Notes that the client went away, if it has no answer yet.
-    pub fn client_closed(&self, detail: &str) {
-        let mut filled = self.filled();
+    pub fn record_client_closed(&self, detail: &str) {
+        let mut filled = self.lock_fields();
         if filled.reason.is_none() && filled.status == 0 {
             filled.reason = Some(Reason::ClientClosed);
             detail.clone_into(&mut filled.detail);
@@ -561,14 +571,14 @@ impl AccessRecord {
 
     /// Why the stream failed, if it has.
     pub fn failure(&self) -> Option<Error> {
-        let filled = self.filled();
-        filled
+        let fields = self.lock_fields();
+        fields
             .reason
-            .map(|reason| reason.error(filled.detail.clone()))
+            .map(|reason| reason.error(fields.detail.clone()))
     }
 
     /// Whether a CONNECT was asked.
-    pub fn is_of_connect(&self) -> bool {
+    pub fn is_connect_request(&self) -> bool {
         self.method == Method::CONNECT.as_str()
     }
 
@@ -577,33 +587,36 @@ impl AccessRecord {
         &self.trace
     }
 
-    fn filled(&self) -> MutexGuard<'_, RecordFields> {
-        self.filled.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_fields(&self) -> MutexGuard<'_, RecordFields> {
+        self.fields.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for AccessRecord {
     fn drop(&mut self) {
         let (status, in_session) = {
-            let filled = self.filled();
-            (filled.status, filled.session && !filled.session_ended)
+            let fields = self.lock_fields();
+            (
+                fields.status,
+                fields.is_session && !fields.session_ended_cleanly,
+            )
         };
         if status == 0 {
-            self.abandoned("the client disconnected before it received an answer");
+            self.record_abandoned("the client disconnected before it received an answer");
         } else if in_session {
-            self.abandoned("the client disconnected before the end of its session");
+            self.record_abandoned("the client disconnected before the end of its session");
         }
-        let mut filled = std::mem::take(&mut *self.filled());
+        let mut filled = std::mem::take(&mut *self.lock_fields());
         if let Some(reason @ (Reason::ClientClosed | Reason::Draining)) = filled.reason
             && filled.status == 0
         {
             filled.status = reason.status().as_u16();
         }
-        if let Some((_, place)) = filled.allowed {
-            self.streams.remove(place);
+        if let Some((_, stream_index)) = filled.granted {
+            self.streams.remove(stream_index);
         }
-        let duration = self.began.elapsed();
-        let (up, down) = (self.passed.up.load(Relaxed), self.passed.down.load(Relaxed));
+        let duration = self.started_at.elapsed();
+        let (up, down) = (self.bytes.up.load(Relaxed), self.bytes.down.load(Relaxed));
         self.listener.metrics.stream_ended(&StreamOutcome {
             reason: filled.reason,
             status: filled.status,
@@ -620,7 +633,7 @@ impl Drop for AccessRecord {
         if wanted {
             self.write(&filled, duration, (up, down));
         }
-        if filled.session {
+        if filled.is_session {
             self.audit("closed", &filled, (duration, up, down));
         } else if filled.reason.is_some_and(Reason::is_refusal) {
             self.audit("refused", &filled, (duration, up, down));
@@ -629,28 +642,28 @@ impl Drop for AccessRecord {
 }
 
 impl AccessRecord {
-    fn write(&self, filled: &RecordFields, duration: Duration, (up, down): (u64, u64)) {
-        let client = filled.client.as_ref();
+    fn write(&self, fields: &RecordFields, duration: Duration, (up, down): (u64, u64)) {
+        let client = fields.client.as_ref();
         tracing::info!(
             target: "access",
             listener = self.listener.name,
             peer = %self.connection.peer,
             client = client.map_or("-", |client| &client.name),
             by = client.map_or("-", |client| client.method.word()),
-            node = filled.route.as_ref().map_or("-", |route| route.node.as_str()),
-            port = filled.route.as_ref().map(|route| route.target.port),
+            node = fields.route.as_ref().map_or("-", |route| route.node.as_str()),
+            port = fields.route.as_ref().map(|route| route.target.port),
             method = self.method,
             path = self.path,
-            rule = filled.by.as_ref().map(|by| &*by.rule),
-            rule_line = filled.by.as_ref().map(|by| by.line),
-            status = filled.status,
-            reason = filled.reason.map(Reason::word),
-            detail = (!filled.detail.is_empty()).then_some(filled.detail.as_str()),
+            rule = fields.matched_rule.as_ref().map(|by| &*by.rule),
+            rule_line = fields.matched_rule.as_ref().map(|by| by.line),
+            status = fields.status,
+            reason = fields.reason.map(Reason::word),
+            detail = (!fields.detail.is_empty()).then_some(fields.detail.as_str()),
             up,
             down,
             ms = millis(duration),
-            first_byte_ms = filled.first_byte.map(millis),
-            tunnel = filled.tunnel.map(|tunnel| tunnel.0),
+            first_byte_ms = fields.first_byte.map(millis),
+            tunnel = fields.tunnel.map(|tunnel| tunnel.0),
             trace = self.trace.as_str(),
         );
     }
@@ -660,11 +673,11 @@ impl AccessRecord {
     fn audit(
         &self,
         event: &str,
-        filled: &RecordFields,
+        fields: &RecordFields,
         (duration, up, down): (Duration, u64, u64),
     ) {
-        let client = filled.client.as_ref();
-        let route = filled.route.as_ref();
+        let client = fields.client.as_ref();
+        let route = fields.route.as_ref();
         tracing::info!(
             target: AUDIT,
             event,
@@ -680,11 +693,11 @@ impl AccessRecord {
             port = route.map(|route| route.target.port),
             method = self.method,
             path = self.path,
-            rule = filled.by.as_ref().map(|by| &*by.rule),
-            rule_line = filled.by.as_ref().map(|by| by.line),
-            status = filled.status,
-            reason = filled.reason.map(Reason::word),
-            detail = (!filled.detail.is_empty()).then_some(filled.detail.as_str()),
+            rule = fields.matched_rule.as_ref().map(|by| &*by.rule),
+            rule_line = fields.matched_rule.as_ref().map(|by| by.line),
+            status = fields.status,
+            reason = fields.reason.map(Reason::word),
+            detail = (!fields.detail.is_empty()).then_some(fields.detail.as_str()),
             up,
             down,
             ms = millis(duration),

@@ -31,25 +31,28 @@ use std::sync::Arc;
 pub(super) async fn check(
     kubelets: &[u16],
     reviews: Option<&ReviewCache>,
-    ask: &AuthzRequest<'_>,
+    authz_request: &AuthzRequest<'_>,
 ) -> Result<(), Error> {
-    let port = ask.destination.port();
+    let port = authz_request.destination.port();
     // For every address of the node: a kubelet listens on all of them, including those on the pod network.
     if !kubelets.contains(&port) {
         return Ok(());
     }
-    let what = "your permission for this request";
-    let Some(answers) = reviews else {
+    let subject = "your permission for this request";
+    let Some(review_cache) = reviews else {
         return Err(Reason::DependencyUnavailable.error(format!(
-            "{what} cannot be reviewed: this gateway has no API of a cluster"
+            "{subject} cannot be reviewed: this gateway has no API of a cluster"
         )));
     };
-    let account = account(ask.client);
+    let account = account(authz_request.client);
     // For the cluster, an empty name means every node: an address outside the edges may belong to any other kubelet.
-    let node = ask.destination.node().map_or("", NodeName::as_str);
+    let node = authz_request
+        .destination
+        .node()
+        .map_or("", NodeName::as_str);
     let (verb, subresources) = (
-        kubelet_attributes::verb(ask),
-        kubelet_attributes::subresources(ask),
+        kubelet_attributes::verb(authz_request),
+        kubelet_attributes::subresources(authz_request),
     );
     for subresource in subresources {
         let access = ReviewAttributes {
@@ -58,13 +61,18 @@ pub(super) async fn check(
             node: node.to_owned(),
             subresource,
         };
-        let allowed = answers.access(access, ask.from).await;
-        if allowed.map_err(|unanswered| unanswered.of(what))? {
+        let allowed = review_cache
+            .review_access(access, authz_request.remote_address)
+            .await;
+        if allowed.map_err(|review_error| review_error.into_error(subject))? {
             return Ok(());
         }
     }
-    let node = ask.destination.node().map_or("any node", NodeName::as_str);
-    let client = ask.client;
+    let node = authz_request
+        .destination
+        .node()
+        .map_or("any node", NodeName::as_str);
+    let client = authz_request.client;
     Err(Reason::Forbidden.error(format!(
         "the cluster does not allow {client} to {verb} nodes/{} of {node}",
         subresources.join(" or nodes/")
@@ -80,10 +88,11 @@ fn account(client: &ClientIdentity) -> Arc<UserInfo> {
         (ANONYMOUS, vec![UNAUTHENTICATED.to_owned()])
     } else {
         // A client's own claim that it is authenticated or anonymous is ignored.
-        let said = client.groups.iter();
-        let said = said.filter(|group| ![AUTHENTICATED, UNAUTHENTICATED].contains(&group.as_str()));
-        let known = [AUTHENTICATED.to_owned()];
-        (&*client.name, said.cloned().chain(known).collect())
+        let claimed_groups = client.groups.iter();
+        let said = claimed_groups
+            .filter(|group| ![AUTHENTICATED, UNAUTHENTICATED].contains(&group.as_str()));
+        let implied_groups = [AUTHENTICATED.to_owned()];
+        (&*client.name, said.cloned().chain(implied_groups).collect())
     };
     Arc::new(UserInfo {
         user: user.to_owned(),

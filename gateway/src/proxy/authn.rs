@@ -29,7 +29,7 @@ use std::{collections::BTreeSet, sync::OnceLock, time::Duration};
 use token_review::TokenReview;
 
 use bearer::TokenCache;
-pub(crate) use identity::UID;
+pub(crate) use identity::UID_PREFIX;
 use identity::now;
 pub use identity::{AuthMethod, ClientIdentity, PresentedCertificate, Validity};
 
@@ -47,12 +47,14 @@ impl ClientIdentity {
             return Ok(());
         };
         if revoked.contains(&certificate.serial) {
-            return Err(refusal(&PeerRejected::Revoked(self.name.to_string())));
+            return Err(certificate_error(&PeerRejected::Revoked(
+                self.name.to_string(),
+            )));
         }
         match &self.validity {
-            Some(validity) if disconnect_expired && validity.is_over() => {
-                let not_after = validity.until;
-                Err(refusal(&PeerRejected::Expired { not_after }))
+            Some(validity) if disconnect_expired && validity.is_expired() => {
+                let not_after = validity.valid_until;
+                Err(certificate_error(&PeerRejected::Expired { not_after }))
             }
             _ => Ok(()),
         }
@@ -65,10 +67,12 @@ impl ClientIdentity {
     pub(crate) fn is_in_time(&self, disconnect_expired: bool) -> Result<(), Error> {
         match &self.validity {
             Some(validity)
-                if self.method == AuthMethod::Jwt && disconnect_expired && validity.is_over() =>
+                if self.method == AuthMethod::Jwt
+                    && disconnect_expired
+                    && validity.is_expired() =>
             {
-                let why = jwt::expired(validity.until);
-                Err(Reason::Unauthenticated.error(why).of_token())
+                let detail = jwt::expired_detail(validity.valid_until);
+                Err(Reason::Unauthenticated.error(detail).as_token_error())
             }
             _ => Ok(()),
         }
@@ -86,7 +90,7 @@ impl PresentedCertificate {
         disconnect_expired: bool,
     ) -> Result<(), Error> {
         let Some(trust) = trust else {
-            return Err(refusal(&PeerRejected::UnknownIssuer));
+            return Err(certificate_error(&PeerRejected::UnknownIssuer));
         };
         let seconds = if disconnect_expired {
             now()
@@ -94,8 +98,10 @@ impl PresentedCertificate {
             now().min(self.not_after)
         };
         let at = UnixTime::since_unix_epoch(Duration::from_secs(seconds));
-        let proven = verify_peer(Some(&self.chain), Purpose::Client, at, trust, &none_revoked);
-        proven.map(drop).map_err(|refused| refusal(&refused))
+        let result = verify_peer(Some(&self.chain), Purpose::Client, at, trust, &none_revoked);
+        result
+            .map(drop)
+            .map_err(|rejection| certificate_error(&rejection))
     }
 }
 
@@ -105,7 +111,7 @@ pub(crate) struct ConnectionCredentials {
     /// The client, if the connection identifies it (certificate, unix socket), or the reason why its certificate does not count.
     pub(crate) client: Result<Option<ClientIdentity>, PeerRejected>,
     pub(crate) last_token: TokenCache,
-    nobody: OnceLock<ClientIdentity>,
+    anonymous_client: OnceLock<ClientIdentity>,
 }
 
 impl ConnectionCredentials {
@@ -113,19 +119,19 @@ impl ConnectionCredentials {
         Self {
             client,
             last_token: TokenCache::default(),
-            nobody: OnceLock::new(),
+            anonymous_client: OnceLock::new(),
         }
     }
 
     /// Returns the anonymous client of this connection.
     fn nobody(&self, peer: RemoteAddr, limits: &Limits) -> ClientIdentity {
-        let make = || {
+        let new_client = || {
             let name = peer
                 .ip()
                 .map_or_else(|| "unix".to_owned(), |ip| ip.to_string());
             ClientIdentity::new(&name, Vec::new(), AuthMethod::Anonymous, limits)
         };
-        self.nobody.get_or_init(make).clone()
+        self.anonymous_client.get_or_init(new_client).clone()
     }
 }
 
@@ -149,9 +155,9 @@ pub struct Authenticator {
     /// Tokens that the cluster's API reviews, if the listener accepts them.
     pub review: Option<TokenReview>,
     /// Whether certificates are requested (for the sentence of a refusal).
-    pub certificates: bool,
+    pub accepts_certificates: bool,
     /// Whether anonymous clients are served.
-    pub anonymous: bool,
+    pub allows_anonymous: bool,
     /// The networks from which anonymous clients are served; empty means all.
     pub anonymous_from: Vec<IpNet>,
     /// The node ports that anonymous clients may reach; empty means all.
@@ -174,36 +180,37 @@ impl Authenticator {
     ) -> Result<ClientIdentity, Error> {
         match &credentials.client {
             Ok(Some(client)) => return Ok(client.clone()),
-            Err(refused) => return Err(refusal(refused)),
+            Err(rejection) => return Err(certificate_error(rejection)),
             Ok(None) => {}
         }
-        if self.takes_bearers()
+        if self.accepts_bearer_tokens()
             && let Some(presented) = fields.get(AUTHORIZATION)
         {
             let presented = (presented.as_bytes(), expired);
             return bearer::identify(self, presented, (credentials, peer), context).await;
         }
-        if self.admits_nobody(peer, port) {
+        if self.admits_anonymous(peer, port) {
             return Ok(credentials.nobody(peer, context.limits));
         }
-        Err(Reason::Unauthenticated.error(self.wants()))
+        Err(Reason::Unauthenticated.error(self.missing_credentials_detail()))
     }
 
     /// Whether this listener accepts a token in `Authorization`.
-    pub fn takes_bearers(&self) -> bool {
+    pub fn accepts_bearer_tokens(&self) -> bool {
         self.tokens.is_some() || self.jwts.is_some() || self.review.is_some()
     }
 
-    fn admits_nobody(&self, peer: RemoteAddr, port: Option<u16>) -> bool {
-        let from = |ip| self.anonymous_from.iter().any(|net| net.contains(&ip));
-        let source = self.anonymous_from.is_empty() || peer.ip().is_some_and(from);
-        let listed = |port| self.anonymous_ports.contains(&port);
-        let port = self.anonymous_ports.is_empty() || port.is_some_and(listed);
-        self.anonymous && source && port
+    fn admits_anonymous(&self, peer: RemoteAddr, port: Option<u16>) -> bool {
+        let is_listed_source = |ip| self.anonymous_from.iter().any(|net| net.contains(&ip));
+        let source_allowed =
+            self.anonymous_from.is_empty() || peer.ip().is_some_and(is_listed_source);
+        let is_listed_port = |port| self.anonymous_ports.contains(&port);
+        let port = self.anonymous_ports.is_empty() || port.is_some_and(is_listed_port);
+        self.allows_anonymous && source_allowed && port
     }
 
-    fn wants(&self) -> &'static str {
-        match (self.certificates, self.takes_bearers()) {
+    fn missing_credentials_detail(&self) -> &'static str {
+        match (self.accepts_certificates, self.accepts_bearer_tokens()) {
             (true, true) => {
                 "no credentials were presented; this listener requires a client certificate or a bearer token \
                  (a client does not send a certificate from a CA that this listener does not list)"
@@ -219,8 +226,8 @@ impl Authenticator {
 }
 
 /// Returns why a certificate does not count, for its holder. Further details are for the log.
-fn refusal(refused: &PeerRejected) -> Error {
-    let said = match refused {
+fn certificate_error(rejection: &PeerRejected) -> Error {
+    let detail = match rejection {
         PeerRejected::Identity(_) | PeerRejected::Invalid(_) => "not readable".to_owned(),
         PeerRejected::Revoked(_) => "revoked".to_owned(),
         other => {
@@ -230,7 +237,7 @@ fn refusal(refused: &PeerRejected) -> Error {
                 .to_owned()
         }
     };
-    Reason::Unauthenticated.with_source(format!("certificate: {said}"), refused.clone())
+    Reason::Unauthenticated.with_source(format!("certificate: {detail}"), rejection.clone())
 }
 
 #[cfg(test)]
@@ -260,9 +267,9 @@ mod tests {
                 "certificate: not readable",
             ),
         ] {
-            let error = refusal(&refused);
+            let error = certificate_error(&refused);
             assert!(error.detail.starts_with(says), "{error}");
-            assert!(!error.of_token);
+            assert!(!error.is_token_error);
             let cause = error.cause.unwrap().to_string();
             assert_eq!(cause, refused.to_string(), "the log has all of it");
         }
@@ -271,18 +278,18 @@ mod tests {
     #[test]
     fn anonymous_clients_need_a_listed_network_and_port() {
         let listener = Authenticator {
-            anonymous: true,
+            allows_anonymous: true,
             anonymous_from: vec!["10.0.0.0/8".parse().unwrap()],
             anonymous_ports: vec![9100],
             ..Authenticator::default()
         };
         let from = |text: &str| RemoteAddr::Tcp(text.parse().unwrap());
-        assert!(listener.admits_nobody(from("10.1.2.3:5"), Some(9100)));
-        assert!(listener.admits_nobody(from("[::ffff:10.1.2.3]:5"), Some(9100)));
-        assert!(!listener.admits_nobody(from("10.1.2.3:5"), Some(10250)));
-        assert!(!listener.admits_nobody(from("10.1.2.3:5"), None));
-        assert!(!listener.admits_nobody(from("192.168.1.1:5"), Some(9100)));
-        assert!(!listener.admits_nobody(RemoteAddr::Unix(0), Some(9100)));
-        assert!(!Authenticator::default().admits_nobody(from("127.0.0.1:5"), None));
+        assert!(listener.admits_anonymous(from("10.1.2.3:5"), Some(9100)));
+        assert!(listener.admits_anonymous(from("[::ffff:10.1.2.3]:5"), Some(9100)));
+        assert!(!listener.admits_anonymous(from("10.1.2.3:5"), Some(10250)));
+        assert!(!listener.admits_anonymous(from("10.1.2.3:5"), None));
+        assert!(!listener.admits_anonymous(from("192.168.1.1:5"), Some(9100)));
+        assert!(!listener.admits_anonymous(RemoteAddr::Unix(0), Some(9100)));
+        assert!(!Authenticator::default().admits_anonymous(from("127.0.0.1:5"), None));
     }
 }

@@ -34,11 +34,11 @@ pub struct AuthzRequest<'a> {
     /// Identity of the client.
     pub client: &'a ClientIdentity,
     /// Address of the client.
-    pub from: RemoteAddr,
+    pub remote_address: RemoteAddr,
     /// The node or address that the stream goes to.
     pub destination: Destination<'a>,
     /// Kind of stream.
-    pub act: Action,
+    pub action: Action,
     /// The method (CONNECT for a TCP session).
     pub method: &'a Method,
     /// The path as it will be sent, without the query.
@@ -92,16 +92,16 @@ pub enum AuthzDecision {
     /// It cannot be decided yet; the sentence is for the client.
     DependencyUnavailable(Cow<'static, str>),
     /// Another service must be asked.
-    Ask(BoxFuture<'static, Result<(), Cow<'static, str>>>),
+    Pending(BoxFuture<'static, Result<(), Cow<'static, str>>>),
 }
 
 /// Authorizer of streams.
 pub trait Authorize: Debug + Send + Sync + 'static {
     /// Decides, without waiting.
-    fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision;
+    fn authorize(&self, authz_request: &AuthzRequest<'_>) -> AuthzDecision;
 
     /// Returns a number that rises when a granted access may be denied now: open streams are then decided again.
-    fn changes(&self) -> u64 {
+    fn generation(&self) -> u64 {
         0
     }
 }
@@ -127,50 +127,56 @@ pub struct PolicyAuthorizer {
 
 impl Authorize for PolicyAuthorizer {
     fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
-        if self.policy.is_open() {
+        if self.policy.allows_all() {
             return AuthzDecision::Allow;
         }
-        let decide = |direct, node: &Node| {
-            AuthzDecision::Policy(self.policy.decide(&question(ask, direct, node)))
+        let decide_for = |direct, node: &Node| {
+            AuthzDecision::Policy(self.policy.decide(&policy_input(ask, direct, node)))
         };
         let route = match &ask.destination {
             Destination::Node(route) => route,
-            Destination::Direct(address) => return decide(Some(address.ip()), &Node::default()),
+            Destination::Direct(address) => {
+                return decide_for(Some(address.ip()), &Node::default());
+            }
         };
         // A rule that denies by a label matches no node whose labels are missing.
-        if self.policy.reads_nodes()
-            && let Some(reason) = self.nodes.pending()
+        if self.policy.depends_on_nodes()
+            && let Some(reason) = self.nodes.pending_reason()
         {
             return AuthzDecision::DependencyUnavailable(reason.to_string().into());
         }
-        self.nodes.with(&route.node, |node| decide(None, node))
+        self.nodes.with(&route.node, |node| decide_for(None, node))
     }
 
-    fn changes(&self) -> u64 {
-        self.policy.replaced()
+    fn generation(&self) -> u64 {
+        self.policy.generation()
     }
 }
 
 /// Returns the input of the rules, with the address that is dialled `direct` or the confirmed data of the node.
-fn question<'a>(ask: &AuthzRequest<'a>, direct: Option<IpAddr>, node: &'a Node) -> PolicyInput<'a> {
-    let AuthzRequest { client, .. } = ask;
+fn policy_input<'a>(
+    authz_request: &AuthzRequest<'a>,
+    direct_address: Option<IpAddr>,
+    node: &'a Node,
+) -> PolicyInput<'a> {
+    let AuthzRequest { client, .. } = authz_request;
     PolicyInput {
         user: &client.name,
         groups: &client.groups,
         uris: &client.uris,
-        known: client.method != AuthMethod::Anonymous,
-        from: ask.from.ip(),
-        node: match ask.destination {
+        is_authenticated: client.method != AuthMethod::Anonymous,
+        client_address: authz_request.remote_address.ip(),
+        node: match authz_request.destination {
             Destination::Node(route) => Some(&route.node),
             Destination::Direct(_) => None,
         },
-        direct,
+        direct_address,
         pool: node.policy_pool.as_deref(),
         labels: &node.labels,
-        port: ask.destination.port(),
-        act: ask.act,
-        method: ask.method.as_str(),
-        path: ask.path,
+        port: authz_request.destination.port(),
+        action: authz_request.action,
+        method: authz_request.method.as_str(),
+        path: authz_request.path,
     }
 }
 
@@ -180,52 +186,60 @@ fn question<'a>(ask: &AuthzRequest<'a>, direct: Option<IpAddr>, node: &'a Node) 
 /// [`Reason::Forbidden`], or [`Reason::DependencyUnavailable`] if no decision came in time.
 pub async fn check(
     authorizer: &dyn Authorize,
-    ask: &AuthzRequest<'_>,
-    bound: Duration,
+    authz_request: &AuthzRequest<'_>,
+    wait_limit: Duration,
 ) -> (Option<MatchedRule>, Result<(), Error>) {
-    let forbidden = |why| Err(Reason::Forbidden.error(why));
-    match authorizer.authorize(ask) {
+    let forbid = |why| Err(Reason::Forbidden.error(why));
+    match authorizer.authorize(authz_request) {
         AuthzDecision::Allow => (None, Ok(())),
-        AuthzDecision::Deny(why) => (None, forbidden(why)),
-        AuthzDecision::Policy(Decision { allow: true, by }) => (by, Ok(())),
-        AuthzDecision::Policy(Decision { by, .. }) => (by, forbidden(refusal(ask).into())),
+        AuthzDecision::Deny(why) => (None, forbid(why)),
+        AuthzDecision::Policy(Decision {
+            allow: true,
+            matched: by,
+        }) => (by, Ok(())),
+        AuthzDecision::Policy(Decision { matched: by, .. }) => {
+            (by, forbid(refusal_detail(authz_request).into()))
+        }
         AuthzDecision::DependencyUnavailable(why) => {
             (None, Err(Reason::DependencyUnavailable.error(why)))
         }
-        AuthzDecision::Ask(question) => {
-            let decided = match tokio::time::timeout(bound, question).await {
+        AuthzDecision::Pending(pending) => {
+            let result = match tokio::time::timeout(wait_limit, pending).await {
                 Ok(Ok(())) => Ok(()),
-                Ok(Err(why)) => forbidden(why),
+                Ok(Err(why)) => forbid(why),
                 Err(_) => {
                     let detail = format!(
-                        "your permission for this request was not decided within {bound:?}"
+                        "your permission for this request was not decided within {wait_limit:?}"
                     );
                     Err(Reason::DependencyUnavailable.error(detail))
                 }
             };
-            (None, decided)
+            (None, result)
         }
     }
 }
 
 /// As much of a path as a refusal repeats, in bytes.
-const LONGEST: usize = 256;
+const MAX_DETAIL_PATH: usize = 256;
 
 /// Returns the sentence for the client; the rule is for the log.
-fn refusal(ask: &AuthzRequest<'_>) -> String {
+fn refusal_detail(authz_request: &AuthzRequest<'_>) -> String {
     let AuthzRequest {
         client,
         destination,
         ..
-    } = ask;
-    match ask.act {
+    } = authz_request;
+    match authz_request.action {
         Action::Connect => {
             format!("the policy does not allow {client} to connect to {destination}")
         }
         Action::Request | Action::Upgrade => format!(
             "the policy does not allow {client} to {} {} at {destination}",
-            ask.method,
-            ask.path.get(..LONGEST).unwrap_or(ask.path)
+            authz_request.method,
+            authz_request
+                .path
+                .get(..MAX_DETAIL_PATH)
+                .unwrap_or(authz_request.path)
         ),
     }
 }
@@ -240,7 +254,7 @@ mod tests {
 
     impl Authorize for Slow {
         fn authorize(&self, _: &AuthzRequest<'_>) -> AuthzDecision {
-            AuthzDecision::Ask(Box::pin(std::future::pending()))
+            AuthzDecision::Pending(Box::pin(std::future::pending()))
         }
     }
 
@@ -254,9 +268,9 @@ mod tests {
         let client = ClientIdentity::for_test("alice");
         let ask = AuthzRequest {
             client: &client,
-            from: RemoteAddr::Unix(0),
+            remote_address: RemoteAddr::Unix(0),
             destination: Destination::Node(&route),
-            act: Action::Request,
+            action: Action::Request,
             method: &Method::GET,
             path: "/",
         };

@@ -33,11 +33,11 @@ pub struct ProxyState {
     /// How many streams may be open.
     pub limits: Arc<Limits>,
     /// Sessions that are dialled from here.
-    pub direct: Counter,
+    pub direct_streams: Counter,
     /// The streams that are open.
     pub streams: Arc<OpenStreams>,
     /// Upstreams to which this gateway itself speaks TLS.
-    pub apps: UpstreamTlsPorts,
+    pub upstream_tls_ports: UpstreamTlsPorts,
     /// Lookup of the nodes of pods, if there is one.
     pub pods: Option<Arc<dyn PodLookup>>,
     /// Cache of the reviews of clients by the cluster's API, if there is one.
@@ -49,9 +49,9 @@ pub struct ProxyState {
     /// The bounds of waits.
     pub timeouts: Timeouts,
     /// Longest target of a request, in bytes.
-    pub uri_bytes: usize,
+    pub max_uri_bytes: usize,
     /// Longest target at listeners whose errors are for kubectl, in bytes.
-    pub kubernetes_uri_bytes: usize,
+    pub max_kubernetes_uri_bytes: usize,
     /// Largest fields of a request, in bytes.
     pub header_bytes: usize,
     /// Most fields in a request head.
@@ -78,12 +78,12 @@ impl Proxy {
         ask: &AuthzRequest<'_>,
         record: &AccessRecord,
     ) -> Result<(), Error> {
-        let (authorizer, bound) = (&self.shared.authorizer, self.shared.timeouts.authorize);
-        let (by, decided) = authz::check(authorizer.as_ref(), ask, bound).await;
-        if let Some(by) = by {
-            record.decided(by);
+        let (authorizer, wait_limit) = (&self.shared.authorizer, self.shared.timeouts.authorize);
+        let (matched_rule, decision) = authz::check(authorizer.as_ref(), ask, wait_limit).await;
+        if let Some(rule) = matched_rule {
+            record.set_matched_rule(rule);
         }
-        decided?;
+        decision?;
         let reviews = self.shared.reviews.as_ref();
         access_review::check(&self.listener.kubelets, reviews, ask).await
     }

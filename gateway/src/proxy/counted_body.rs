@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 /// Time that a body waits for an upstream that was asked to `100-continue` (RFC 9110 §10.1.1: a client need not wait for ever
 /// either; curl waits as long).
-pub(super) const CONTINUE: Duration = Duration::from_secs(1);
+pub(super) const CONTINUE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A request's body, counted.
 pub(super) struct CountedRequestBody {
@@ -43,56 +43,56 @@ impl CountedRequestBody {
     }
 
     /// Reports its chunks to `waiting` from now on.
-    pub(super) fn tells(&mut self, waiting: BufferedBody) {
-        self.waiting = waiting;
+    pub(super) fn set_buffered(&mut self, buffered: BufferedBody) {
+        self.waiting = buffered;
     }
 
     /// Notes the token that ends the upstream connection on which the body goes from now on; `None` if it goes on none any more.
-    pub(super) fn goes_on(&self, line: Option<CancellationToken>) {
-        self.record.uploads_on(line);
+    pub(super) fn set_upload_connection(&self, cancel_token: Option<CancellationToken>) {
+        self.record.set_upload_connection(cancel_token);
     }
 
     /// Returns the maximum number of bytes that are buffered here while this chunk waits: the chunk itself, and the bytes that
     /// hyper or h2 has read after it.
-    fn held(&self, chunk: &Bytes) -> usize {
+    fn buffered_len(&self, chunk: &Bytes) -> usize {
         if self.inner.is_end_stream() {
             return chunk.len();
         }
-        let behind = match self.window {
+        let read_ahead = match self.window {
             Some(window) => u64::from(window),
             // hyper reads one chunk ahead, of about the same size.
             None => u64::try_from(chunk.len()).unwrap_or(u64::MAX),
         };
-        let left = self.inner.size_hint().upper().unwrap_or(u64::MAX);
-        let behind = usize::try_from(behind.min(left)).unwrap_or(usize::MAX);
+        let remaining = self.inner.size_hint().upper().unwrap_or(u64::MAX);
+        let behind = usize::try_from(read_ahead.min(remaining)).unwrap_or(usize::MAX);
         chunk.len() + behind
     }
 
-    fn checked(
+    fn check_frame(
         &self,
         frame: Result<Frame<Bytes>, hyper::Error>,
     ) -> Result<Frame<Bytes>, UploadError> {
         let mut frame = frame.map_err(|error| {
             if is_malformed(&error) {
                 let detail = format!("the request body is malformed: {error}");
-                self.record.failed(&Reason::Malformed.error(detail));
+                self.record.record_failure(&Reason::Malformed.error(detail));
             } else {
                 let detail = format!("the client aborted its request body: {error}");
-                self.record.client_closed(&detail);
+                self.record.record_client_closed(&detail);
             }
-            UploadError::Broken(error)
+            UploadError::Transport(error)
         })?;
         if let Some(chunk) = frame.data_ref() {
             let length = u64::try_from(chunk.len()).unwrap_or(u64::MAX);
-            self.record.passed.up.fetch_add(length, Relaxed);
+            self.record.bytes.up.fetch_add(length, Relaxed);
         }
         if let Some(trailers) = frame.trailers_mut() {
-            let checked = request::trailers(trailers, self.bounds.0, self.bounds.1);
+            let checked = request::check_trailers(trailers, self.bounds.0, self.bounds.1);
             checked.map_err(|error| {
-                self.record.failed(&error);
-                UploadError::Refused(error.detail.into_owned())
+                self.record.record_failure(&error);
+                UploadError::Rejected(error.detail.into_owned())
             })?;
-            self.told.strip(trailers);
+            self.told.strip_fields(trailers);
             forwarding_headers::strip_trailers(trailers);
         }
         Ok(frame)
@@ -103,9 +103,9 @@ impl CountedRequestBody {
 #[derive(Debug, thiserror::Error)]
 pub(super) enum UploadError {
     #[error(transparent)]
-    Broken(hyper::Error),
+    Transport(hyper::Error),
     #[error("{0}")]
-    Refused(String),
+    Rejected(String),
 }
 
 impl Body for CountedRequestBody {
@@ -118,14 +118,15 @@ impl Body for CountedRequestBody {
     ) -> Poll<Option<Result<Frame<Bytes>, UploadError>>> {
         let polled = Pin::new(&mut self.inner).poll_frame(cx);
         if polled.is_pending() {
-            self.waiting.none();
+            self.waiting.note_pending();
             return Poll::Pending;
         }
-        let frame = ready!(polled).map(|frame| self.checked(frame));
+        let frame = ready!(polled).map(|frame| self.check_frame(frame));
         let chunk = frame
             .as_ref()
             .and_then(|frame| frame.as_ref().ok()?.data_ref());
-        self.waiting.some(chunk.map_or(0, |chunk| self.held(chunk)));
+        self.waiting
+            .note_chunk(chunk.map_or(0, |chunk| self.buffered_len(chunk)));
         Poll::Ready(frame)
     }
 
@@ -136,8 +137,8 @@ impl Body for CountedRequestBody {
 
 impl Drop for CountedRequestBody {
     fn drop(&mut self) {
-        if self.record.has_ended_answered() {
-            self.inner.cut();
+        if self.record.has_ended_after_response() {
+            self.inner.abort_on_drop();
         }
     }
 }

@@ -49,10 +49,10 @@ use tokio::{
 use tracing::debug_span;
 
 /// Bytes that are read at once, each way.
-const CHUNK: usize = 16 * 1024;
+const COPY_BUFFER_SIZE: usize = 16 * 1024;
 
 /// The least time between two log lines about the exhaustion of this process.
-const LOG_PAUSE: Duration = Duration::from_mins(1);
+const LOG_INTERVAL: Duration = Duration::from_mins(1);
 
 /// Context of a CONNECT that the gateway dials itself.
 pub struct DirectConnect<'a> {
@@ -69,13 +69,20 @@ pub struct DirectConnect<'a> {
 }
 
 /// Returns the target of a CONNECT that this listener may dial itself, because the target is at no edge.
-pub(crate) fn target(networks: &[IpNet], asked: &RouteInput<'_>, nodes: &Nodes) -> Option<Target> {
+pub(crate) fn direct_target(
+    networks: &[IpNet],
+    route_input: &RouteInput<'_>,
+    nodes: &Nodes,
+) -> Option<Target> {
     if networks.is_empty() {
         return None;
     }
-    let unknown =
-        matches!(route::of(asked, nodes), Err(error) if error.reason == Reason::NodeUnknown);
-    asked.authority.filter(|_| unknown)?.parse().ok()
+    let is_unknown_node = matches!(route::find_route(route_input, nodes), Err(error) if error.reason == Reason::NodeUnknown);
+    route_input
+        .authority
+        .filter(|_| is_unknown_node)?
+        .parse()
+        .ok()
 }
 
 /// Answers a CONNECT once the target is dialled, and relays bytes after the answer.
@@ -87,15 +94,17 @@ pub(super) async fn connect(
     mut request: Request<RequestBody>,
 ) -> Result<Response<ResponseBody>, Error> {
     let shared = &direct.proxy.shared;
-    let permit = shared.limits.admit(&direct.client.open, &shared.direct)?;
-    direct.record.permit(permit);
-    let switched = upgrade::on(&mut request);
+    let permit = shared
+        .limits
+        .admit_stream(&direct.client.open_streams, &shared.direct_streams)?;
+    direct.record.set_permit(permit);
+    let on_upgrade = upgrade::on(&mut request);
     let deadline = Instant::now() + shared.timeouts.connect;
     let (tcp, address) = dial(&direct, deadline).await?;
     // A reload from now on finds the address in the record; this finds one from before.
     check(&direct.proxy.listener.latest(), &shared.nodes, address)?;
-    direct.record.opened(StatusCode::OK);
-    spawn(&direct, switched, tcp);
+    direct.record.session_started(StatusCode::OK);
+    spawn_session(&direct, on_upgrade, tcp);
     Ok(Response::new(ResponseBody::empty()))
 }
 
@@ -104,44 +113,54 @@ async fn dial(
     deadline: Instant,
 ) -> Result<(TcpStream, SocketAddr), Error> {
     let target = direct.target;
-    let addresses = look_up(direct, deadline).await?;
+    let addresses = resolve_target(direct, deadline).await?;
     let nodes = &direct.proxy.shared.nodes;
-    let inside = |address: &&SocketAddr| is_meant(&direct.proxy.listener, nodes, address.ip());
-    let inside: Vec<_> = addresses.iter().filter(inside).collect();
-    let mut failed = None;
-    for (tried, address) in inside.iter().enumerate() {
-        match may(direct, **address).await {
+    let is_inside =
+        |address: &&SocketAddr| is_dialled_here(&direct.proxy.listener, nodes, address.ip());
+    let candidates: Vec<_> = addresses.iter().filter(is_inside).collect();
+    let mut last_error = None;
+    for (attempts, address) in candidates.iter().enumerate() {
+        match authorize_address(direct, **address).await {
             Err(refusal) if refusal.reason == Reason::Forbidden => {
-                failed = Some(refusal);
+                last_error = Some(refusal);
                 continue;
             }
-            decided => decided?,
+            result => result?,
         }
-        let left = deadline.saturating_duration_since(Instant::now());
-        let share = left / u32::try_from(inside.len() - tried).unwrap_or(u32::MAX);
-        match timeout_at(Instant::now() + share, TcpStream::connect(address)).await {
+        let remaining_time = deadline.saturating_duration_since(Instant::now());
+        let attempt_timeout =
+            remaining_time / u32::try_from(candidates.len() - attempts).unwrap_or(u32::MAX);
+        match timeout_at(
+            Instant::now() + attempt_timeout,
+            TcpStream::connect(address),
+        )
+        .await
+        {
             Ok(Ok(tcp)) => {
                 socket::set_tcp_options(&tcp);
                 return Ok((tcp, **address));
             }
             Ok(Err(cause)) => {
                 let detail = format!("this gateway could not dial {target}: {cause}");
-                let reason = Reason::from(RejectCode::of_dial(&cause, address.ip()));
+                let reason = Reason::from(RejectCode::from_dial_error(&cause, address.ip()));
                 if reason == Reason::Exhausted
-                    && let Some(count) =
-                        direct.proxy.listener.exhaustions.happened_within(LOG_PAUSE)
+                    && let Some(count) = direct
+                        .proxy
+                        .listener
+                        .exhaustion_throttle
+                        .record_within(LOG_INTERVAL)
                 {
                     tracing::warn!(%target, error = %cause, count, "this gateway is out of file descriptors, local ports or memory");
                 }
-                failed = Some(reason.with_source(detail, cause));
+                last_error = Some(reason.with_source(detail, cause));
             }
             Err(_) => {
                 let detail = format!("{target} did not accept this gateway's connection in time");
-                failed = Some(Reason::TargetTimeout.error(detail));
+                last_error = Some(Reason::TargetTimeout.error(detail));
             }
         }
     }
-    Err(failed.unwrap_or_else(|| {
+    Err(last_error.unwrap_or_else(|| {
         let listener = &direct.proxy.listener.name;
         Reason::Forbidden.error(format!(
             "{target} belongs to no edge, and is in no network that listener {listener:?} dials itself (direct)"
@@ -154,7 +173,7 @@ async fn dial(
 /// # Errors
 /// [`Reason::Forbidden`] if the address no longer lies in any of the listener's networks.
 pub(super) fn check(listener: &Listener, nodes: &Nodes, address: SocketAddr) -> Result<(), Error> {
-    if is_meant(listener, nodes, address.ip()) {
+    if is_dialled_here(listener, nodes, address.ip()) {
         return Ok(());
     }
     Err(Reason::Forbidden.error(format!(
@@ -164,33 +183,36 @@ pub(super) fn check(listener: &Listener, nodes: &Nodes, address: SocketAddr) -> 
 }
 
 /// Whether a listener dials this address itself.
-fn is_meant(listener: &Listener, nodes: &Nodes, address: IpAddr) -> bool {
+fn is_dialled_here(listener: &Listener, nodes: &Nodes, address: IpAddr) -> bool {
     // A kubelet on this host is dialled like any other.
-    let is_own = special_addresses::own_addresses().contains(&address.to_canonical())
+    let is_host_address = special_addresses::own_addresses().contains(&address.to_canonical())
         && !nodes.is_elsewhere(address);
-    let mut networks = listener.direct.iter();
-    networks.any(|network| special_addresses::is_allowed_in(address, network, is_own))
+    let mut networks = listener.direct_networks.iter();
+    networks.any(|network| special_addresses::is_allowed_in(address, network, is_host_address))
 }
 
 /// Whether the client may connect to this address.
-async fn may(direct: &DirectConnect<'_>, address: SocketAddr) -> Result<(), Error> {
+async fn authorize_address(direct: &DirectConnect<'_>, address: SocketAddr) -> Result<(), Error> {
     // Recorded first: a later change of the policy is checked against this address.
-    direct.record.dials(address);
-    let ask = AuthzRequest {
+    direct.record.set_direct_address(address);
+    let authz_request = AuthzRequest {
         client: direct.client,
-        from: direct.connection.peer,
+        remote_address: direct.connection.peer,
         destination: Destination::Direct(address),
-        act: Action::Connect,
+        action: Action::Connect,
         method: &Method::CONNECT,
         path: "",
     };
-    direct.proxy.authorize(&ask, direct.record).await
+    direct.proxy.authorize(&authz_request, direct.record).await
 }
 
 /// Resolves the target: the node's own addresses if the target is a node of the cluster, or else the result of name resolution.
-async fn look_up(direct: &DirectConnect<'_>, deadline: Instant) -> Result<Vec<SocketAddr>, Error> {
+async fn resolve_target(
+    direct: &DirectConnect<'_>,
+    deadline: Instant,
+) -> Result<Vec<SocketAddr>, Error> {
     let Target { host, port } = direct.target;
-    if let Some(NodeLocation::Elsewhere(addresses)) = direct.proxy.shared.nodes.place(host) {
+    if let Some(NodeLocation::Elsewhere(addresses)) = direct.proxy.shared.nodes.location(host) {
         let addresses = addresses.into_iter();
         return Ok(addresses.map(|ip| SocketAddr::new(ip, *port)).collect());
     }
@@ -209,91 +231,101 @@ async fn look_up(direct: &DirectConnect<'_>, deadline: Instant) -> Result<Vec<So
     }
 }
 
-fn spawn(direct: &DirectConnect<'_>, switched: OnUpgrade, tcp: TcpStream) {
+fn spawn_session(direct: &DirectConnect<'_>, on_upgrade: OnUpgrade, tcp: TcpStream) {
     let connection = direct.connection.clone();
     let record = direct.record.clone();
-    let hold = direct.proxy.listener.errors == ErrorFormat::Kubernetes;
+    let client_speaks_first = direct.proxy.listener.error_format == ErrorFormat::Kubernetes;
     // The answer is over at once.
-    let busy = connection.idle.busy();
+    let busy_guard = connection.idle.begin_request();
     let work = async move {
-        let upgraded = match switched.await {
+        let upgraded = match on_upgrade.await {
             Ok(upgraded) => upgraded,
             Err(error) => {
                 return tracing::debug!(%error, "a client disconnected before its session began");
             }
         };
-        let session =
-            UpgradedClient::new(upgraded, connection, (None, BufferedBody::default()), busy);
-        let mut far = CountedIo::new(tcp, record.passed.clone());
-        let passed = {
-            let work = pin!(pass(session, &mut far, hold));
-            record.session_unless_ended(work).await
+        let session = UpgradedClient::new(
+            upgraded,
+            connection,
+            (None, BufferedBody::default()),
+            busy_guard,
+        );
+        let mut target_io = CountedIo::new(tcp, record.bytes.clone());
+        let relayed = {
+            let work = pin!(relay(session, &mut target_io, client_speaks_first));
+            record.run_session_unless_terminated(work).await
         };
-        match passed {
-            Some(Ok(())) => record.session_ended(),
-            Some(Err(error)) if far.is_broken() => {
+        match relayed {
+            Some(Ok(())) => record.mark_session_ended(),
+            Some(Err(error)) if target_io.is_broken() => {
                 let detail = format!("the target aborted the session: {error}");
-                record.failed(&Reason::TargetBroken.error(detail));
+                record.record_failure(&Reason::TargetBroken.error(detail));
             }
             Some(Err(error)) => {
-                record.abandoned(&format!("the client aborted its session: {error}"));
+                record.record_abandoned(&format!("the client aborted its session: {error}"));
             }
             // A target must not treat the bytes received so far as the complete stream.
-            None => far.io.abort(),
+            None => target_io.inner.abort(),
         }
     };
     direct.proxy.tasks.spawn(debug_span!("session"), work);
 }
 
 /// Relays bytes both ways, and half-closes as well. A failure on one side resets the other.
-pub(super) async fn pass<S, F>(mut near: S, far: &mut CountedIo<F>, hold: bool) -> io::Result<()>
+pub(super) async fn relay<S, F>(
+    mut client: S,
+    target: &mut CountedIo<F>,
+    client_speaks_first: bool,
+) -> io::Result<()>
 where
     S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
     F: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
 {
-    let work = async {
-        if hold {
+    let copy_task = async {
+        if client_speaks_first {
             // kube-apiserver must receive no byte after the answer to its CONNECT before it has sent data (invariant 4).
-            let mut first = vec![0; CHUNK];
-            let read = near.read(&mut first).await?;
-            far.write_all(first.get(..read).unwrap_or_default()).await?;
+            let mut first_bytes = vec![0; COPY_BUFFER_SIZE];
+            let read = client.read(&mut first_bytes).await?;
+            target
+                .write_all(first_bytes.get(..read).unwrap_or_default())
+                .await?;
             if read == 0 {
-                far.shutdown().await?;
+                target.shutdown().await?;
             }
         }
-        copy_bidirectional_with_sizes(&mut near, far, CHUNK, CHUNK).await
+        copy_bidirectional_with_sizes(&mut client, target, COPY_BUFFER_SIZE, COPY_BUFFER_SIZE).await
     };
-    let done = work.await;
-    if done.is_err() {
-        near.abort();
-        far.io.abort();
+    let result = copy_task.await;
+    if result.is_err() {
+        client.abort();
+        target.inner.abort();
     }
-    done.map(drop)
+    result.map(drop)
 }
 
 /// Connection to the target, whose bytes are counted.
 pub(super) struct CountedIo<F> {
-    io: F,
-    passed: Arc<ByteCounters>,
-    broken: bool,
+    inner: F,
+    bytes: Arc<ByteCounters>,
+    has_failed: bool,
 }
 
 impl<F> CountedIo<F> {
-    pub(super) fn new(io: F, passed: Arc<ByteCounters>) -> Self {
+    pub(super) fn new(inner: F, bytes: Arc<ByteCounters>) -> Self {
         Self {
-            io,
-            passed,
-            broken: false,
+            inner,
+            bytes,
+            has_failed: false,
         }
     }
 
     /// Whether the connection has failed, and not that of the client.
     pub(super) fn is_broken(&self) -> bool {
-        self.broken
+        self.has_failed
     }
 
-    fn noted<T>(&mut self, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        self.broken |= matches!(polled, Poll::Ready(Err(_)));
+    fn note_failure<T>(&mut self, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        self.has_failed |= matches!(polled, Poll::Ready(Err(_)));
         polled
     }
 }
@@ -304,11 +336,11 @@ impl<F: AsyncRead + Unpin> AsyncRead for CountedIo<F> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let before = buf.filled().len();
-        let polled = Pin::new(&mut self.io).poll_read(cx, buf);
-        ready!(self.noted(polled))?;
-        let read = u64::try_from(buf.filled().len() - before).unwrap_or_default();
-        self.passed.down.fetch_add(read, Relaxed);
+        let filled_before = buf.filled().len();
+        let polled = Pin::new(&mut self.inner).poll_read(cx, buf);
+        ready!(self.note_failure(polled))?;
+        let read = u64::try_from(buf.filled().len() - filled_before).unwrap_or_default();
+        self.bytes.down.fetch_add(read, Relaxed);
         Poll::Ready(Ok(()))
     }
 }
@@ -319,20 +351,20 @@ impl<F: AsyncWrite + Unpin> AsyncWrite for CountedIo<F> {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let polled = Pin::new(&mut self.io).poll_write(cx, buf);
-        let written = ready!(self.noted(polled))?;
-        let up = u64::try_from(written).unwrap_or_default();
-        self.passed.up.fetch_add(up, Relaxed);
-        Poll::Ready(Ok(written))
+        let polled = Pin::new(&mut self.inner).poll_write(cx, buf);
+        let written_len = ready!(self.note_failure(polled))?;
+        let up = u64::try_from(written_len).unwrap_or_default();
+        self.bytes.up.fetch_add(up, Relaxed);
+        Poll::Ready(Ok(written_len))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let polled = Pin::new(&mut self.io).poll_flush(cx);
-        self.noted(polled)
+        let polled = Pin::new(&mut self.inner).poll_flush(cx);
+        self.note_failure(polled)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let polled = Pin::new(&mut self.io).poll_shutdown(cx);
-        self.noted(polled)
+        let polled = Pin::new(&mut self.inner).poll_shutdown(cx);
+        self.note_failure(polled)
     }
 }

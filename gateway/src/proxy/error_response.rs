@@ -30,7 +30,7 @@ const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 /// Bytes that a `grpc-message` percent-encodes, besides those that are not ASCII.
 const GRPC_ENCODED: &AsciiSet = &CONTROLS.add(b'%');
 /// Characters of an error's sentence in a field: clients bound the size of a head.
-const MOST_CHARACTERS: usize = 512;
+const MAX_DETAIL_CHARS: usize = 512;
 
 /// Protocol in which a client expects errors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,39 +58,39 @@ impl ErrorProtocol {
 }
 
 /// The answer that says why there is no other, to a request of this protocol.
-pub fn of(
+pub fn error_response(
     listener: &Listener,
     record: &AccessRecord,
     (protocol, error): (ErrorProtocol, &Error),
 ) -> Response<ResponseBody> {
-    record.failed(error);
+    record.record_failure(error);
     if protocol == ErrorProtocol::Grpc {
-        record.answered(StatusCode::OK);
+        record.response_started(StatusCode::OK);
         let mut response = Response::new(ResponseBody::empty());
         grpc_fields(response.headers_mut(), error);
         return response;
     }
-    let status = match listener.errors {
+    let status = match listener.error_format {
         ErrorFormat::Problem => error.reason.status(),
         ErrorFormat::Kubernetes => StatusCode::BAD_GATEWAY,
     };
-    record.answered(status);
-    let (kind, text) = match listener.errors {
+    record.response_started(status);
+    let (content_type, text) = match listener.error_format {
         ErrorFormat::Problem => ("application/problem+json", problem(error, record)),
         ErrorFormat::Kubernetes if protocol == ErrorProtocol::Upgrade => {
-            ("application/json", of_kubernetes(error))
+            ("application/json", kubernetes_status(error))
         }
         ErrorFormat::Kubernetes => ("text/plain; charset=utf-8", format!("{error}\n")),
     };
     let mut response = Response::new(ResponseBody::text(text));
     *response.status_mut() = status;
-    fields(response.headers_mut(), listener, error);
+    set_error_headers(response.headers_mut(), listener, error);
     response
         .headers_mut()
-        .insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+        .insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
     // For all requests to a `connect` listener, and for a CONNECT of an egress selector to another kind of listener.
-    if (listener.kind == ListenerProtocol::Connect || record.is_of_connect())
-        && let Ok(phrase) = ReasonPhrase::try_from(visible(&error.detail))
+    if (listener.protocol == ListenerProtocol::Connect || record.is_connect_request())
+        && let Ok(phrase) = ReasonPhrase::try_from(visible_ascii(&error.detail))
     {
         response.extensions_mut().insert(phrase);
     }
@@ -102,7 +102,7 @@ fn problem(error: &Error, record: &AccessRecord) -> String {
 }
 
 /// A `Status` of Kubernetes' API.
-fn of_kubernetes(error: &Error) -> String {
+fn kubernetes_status(error: &Error) -> String {
     let status = json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {},
         "status": "Failure", "message": error.detail, "code": StatusCode::BAD_GATEWAY.as_u16(),
@@ -115,7 +115,7 @@ fn grpc_fields(headers: &mut HeaderMap, error: &Error) {
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     let status = error.reason.grpc_status();
     headers.insert(GRPC_STATUS, HeaderValue::from(u16::from(status)));
-    let message: String = error.detail.chars().take(MOST_CHARACTERS).collect();
+    let message: String = error.detail.chars().take(MAX_DETAIL_CHARS).collect();
     let message = utf8_percent_encode(&message, GRPC_ENCODED).to_string();
     if let Ok(message) = HeaderValue::try_from(message) {
         headers.insert(GRPC_MESSAGE, message);
@@ -124,7 +124,7 @@ fn grpc_fields(headers: &mut HeaderMap, error: &Error) {
 }
 
 fn proxy_status(headers: &mut HeaderMap, error: &Error) {
-    let detail = visible(&error.detail)
+    let detail = visible_ascii(&error.detail)
         .replace('\\', "\\\\")
         .replace('"', "\\\"");
     let kind = error.reason.proxy_status();
@@ -137,17 +137,17 @@ fn proxy_status(headers: &mut HeaderMap, error: &Error) {
     }
 }
 
-fn fields(headers: &mut HeaderMap, listener: &Listener, error: &Error) {
+fn set_error_headers(headers: &mut HeaderMap, listener: &Listener, error: &Error) {
     proxy_status(headers, error);
-    if listener.errors == ErrorFormat::Kubernetes {
+    if listener.error_format == ErrorFormat::Kubernetes {
         return;
     }
-    if let Some(after) = error.reason.retry_after() {
-        headers.insert(RETRY_AFTER, HeaderValue::from(after.as_secs()));
+    if let Some(retry_after) = error.reason.retry_after() {
+        headers.insert(RETRY_AFTER, HeaderValue::from(retry_after.as_secs()));
     }
-    if error.reason == Reason::Unauthenticated && listener.authentication.takes_bearers() {
+    if error.reason == Reason::Unauthenticated && listener.authentication.accepts_bearer_tokens() {
         // RFC 6750 §3: no error code if the request contained no token.
-        let challenge = if error.of_token {
+        let challenge = if error.is_token_error {
             "Bearer realm=\"causeway\", error=\"invalid_token\""
         } else {
             "Bearer realm=\"causeway\""
@@ -155,7 +155,7 @@ fn fields(headers: &mut HeaderMap, listener: &Listener, error: &Error) {
         headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
     }
     if error.reason == Reason::MethodNotAllowed {
-        let allow = if listener.kind == ListenerProtocol::Connect {
+        let allow = if listener.protocol == ListenerProtocol::Connect {
             "CONNECT"
         } else {
             "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
@@ -165,15 +165,18 @@ fn fields(headers: &mut HeaderMap, listener: &Listener, error: &Error) {
 }
 
 /// Returns the text as visible ASCII and spaces, which a status line and a quoted string can contain.
-fn visible(text: &str) -> String {
-    let seen = |each: char| {
+fn visible_ascii(text: &str) -> String {
+    let replace_invisible = |each: char| {
         if each.is_ascii_graphic() || each == ' ' {
             each
         } else {
             '?'
         }
     };
-    text.chars().map(seen).take(MOST_CHARACTERS).collect()
+    text.chars()
+        .map(replace_invisible)
+        .take(MAX_DETAIL_CHARS)
+        .collect()
 }
 
 #[cfg(test)]
@@ -211,7 +214,7 @@ mod tests {
         let mut fields = HeaderMap::new();
         grpc_fields(&mut fields, &Reason::EdgePolicy.error("x".repeat(70_000)));
         assert_eq!(fields[GRPC_STATUS], "7");
-        assert_eq!(fields[GRPC_MESSAGE].len(), MOST_CHARACTERS);
+        assert_eq!(fields[GRPC_MESSAGE].len(), MAX_DETAIL_CHARS);
     }
 
     #[test]

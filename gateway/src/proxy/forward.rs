@@ -8,7 +8,7 @@ use crate::{
     proxy::{
         access_log::AccessRecord,
         context::StreamContext,
-        counted_body::{CONTINUE, CountedRequestBody},
+        counted_body::{CONTINUE_TIMEOUT, CountedRequestBody},
         forwarding_headers::Hop,
         listener::ClientConnection,
         request,
@@ -44,58 +44,68 @@ use tracing::debug_span;
 ///
 /// # Errors
 /// If the stream cannot be opened, or breaks before the answer's head.
-pub async fn run(
-    way: StreamContext<'_>,
+pub async fn forward_request(
+    ctx: StreamContext<'_>,
     request: Request<RequestBody>,
 ) -> Result<Response<ResponseBody>, Error> {
     let (parts, body) = request.into_parts();
-    let expects = headers::lists(&parts.headers, &EXPECT, "100-continue");
+    let expects_continue = headers::contains_token(&parts.headers, &EXPECT, "100-continue");
     let version = parts.version;
-    let head = head(way, parts)?;
-    let end = body.is_end_stream();
-    let opened = way
+    let tunnel_head = build_head(ctx, parts)?;
+    let end_stream = body.is_end_stream();
+    let opened = ctx
         .tunnel
-        .open(head, &StreamKind::Request, &way.route.target, end)
+        .open(
+            tunnel_head,
+            &StreamKind::Request,
+            &ctx.route.target,
+            end_stream,
+        )
         .await
-        .map_err(|error| failed(way, &error))?;
-    let (go, upload, request) = if end {
+        .map_err(|error| stream_error(ctx, &error))?;
+    let (release_body, upload, sender) = if end_stream {
         (None, None, Some(opened.send))
     } else {
-        let given_up = CancellationToken::new();
+        let cancel_token = CancellationToken::new();
         let go = start_upload(
-            way,
+            ctx,
             (body, version),
-            (opened.send, given_up.clone()),
-            expects,
+            (opened.send, cancel_token.clone()),
+            expects_continue,
         );
-        (go, Some(given_up.drop_guard()), None)
+        (go, Some(cancel_token.drop_guard()), None)
     };
-    let answer = match wait(way, opened.answer, go).await {
+    let answer = match wait_for_response(ctx, opened.response, release_body).await {
         Ok(answer) => answer,
         // The stream may have failed because of the client's own data, which is not a fault of the node.
-        Err(error) => return Err(way.record.failure().unwrap_or_else(|| failed(way, &error))),
+        Err(error) => {
+            return Err(ctx
+                .record
+                .failure()
+                .unwrap_or_else(|| stream_error(ctx, &error)));
+        }
     };
-    Ok(respond(way, answer)?.map(|body| body.with_upload(upload).with_request(request)))
+    Ok(into_client_response(ctx, answer)?.map(|body| body.with_upload(upload).with_sender(sender)))
 }
 
 /// Sends the body in a task of its own, which ends with the request or its answer, even while it waits for a tunnel that takes
 /// nothing. Until then its waiting bytes count as buffered. With `expects` it waits for the sender that is returned.
 pub(super) fn start_upload(
-    way: StreamContext<'_>,
+    ctx: StreamContext<'_>,
     (inner, version): (RequestBody, Version),
-    (send, given_up): (StreamSender, CancellationToken),
+    (send, cancel_token): (StreamSender, CancellationToken),
     expects: bool,
 ) -> Option<oneshot::Sender<()>> {
     let (tell, told) = oneshot::channel();
     let told = OptionFuture::from(expects.then_some(told));
     let waiting = BufferedBody::default();
-    let body = counted(way, (inner, version), waiting.clone());
-    let shared = way.proxy.shared.clone();
-    let record = way.record.clone();
+    let body = counted(ctx, (inner, version), waiting.clone());
+    let shared = ctx.proxy.shared.clone();
+    let record = ctx.record.clone();
     // The body may continue after a complete answer.
-    let busy = (version == Version::HTTP_2).then(|| way.connection.idle.busy());
-    let node = way.route.node.clone();
-    way.proxy.tasks.spawn(debug_span!("body"), async move {
+    let busy = (version == Version::HTTP_2).then(|| ctx.connection.idle.begin_request());
+    let node = ctx.route.node.clone();
+    ctx.proxy.tasks.spawn(debug_span!("body"), async move {
         let task = pin!(upload(
             body,
             send,
@@ -104,9 +114,9 @@ pub(super) fn start_upload(
         ));
         tokio::select! {
             biased;
-            () = record.upload_ended() => {}
-            () = given_up.cancelled() => {}
-            () = track_buffered(shared.limits.pressure(), &waiting, task) => {}
+            () = record.wait_terminated_upload() => {}
+            () = cancel_token.cancelled() => {}
+            () = track_buffered(shared.limits.memory_budget(), &waiting, task) => {}
         }
         drop(busy);
     });
@@ -116,24 +126,25 @@ pub(super) fn start_upload(
 async fn upload(
     body: CountedRequestBody,
     mut send: StreamSender,
-    go: OptionFuture<oneshot::Receiver<()>>,
+    release: OptionFuture<oneshot::Receiver<()>>,
     (node, patience, record): (NodeName, Duration, &AccessRecord),
 ) {
     // If a request is cancelled while it waits, its stream below is cancelled as well.
-    let _ = go.await;
+    let _ = release.await;
     match pump(body, &mut send, Some(patience)).await {
         Ok(()) => {}
         Err(PumpError::Stalled(_)) => {
-            let patience = humantime::format_duration(patience);
-            let detail =
-                format!("the app on {node} has read nothing from the request body for {patience}");
-            record.failed(&Reason::TargetTimeout.error(detail));
+            let formatted_timeout = humantime::format_duration(patience);
+            let detail = format!(
+                "the app on {node} has read nothing from the request body for {formatted_timeout}"
+            );
+            record.record_failure(&Reason::TargetTimeout.error(detail));
         }
         Err(PumpError::Body(error)) => {
             tracing::debug!(%error, "a client aborted its request body");
         }
         Err(PumpError::Stream(error @ StreamError::Evicted)) => {
-            record.failed(&Error::of_stream(node.as_str(), &error));
+            record.record_failure(&Error::from_stream_error(node.as_str(), &error));
         }
         Err(PumpError::Stream(error)) => {
             tracing::debug!(%error, "a request body was not read to its end");
@@ -143,34 +154,34 @@ async fn upload(
 
 /// Returns the body of a request, which reports its chunks to `waiting`.
 pub(super) fn counted(
-    way: StreamContext<'_>,
+    ctx: StreamContext<'_>,
     (inner, version): (RequestBody, Version),
     waiting: BufferedBody,
 ) -> CountedRequestBody {
-    let shared = &way.proxy.shared;
+    let shared = &ctx.proxy.shared;
     CountedRequestBody {
         inner,
-        window: (version == Version::HTTP_2).then_some(way.connection.window),
+        window: (version == Version::HTTP_2).then_some(ctx.connection.window),
         waiting,
-        record: way.record.clone(),
-        told: way.proxy.listener.told.clone(),
+        record: ctx.record.clone(),
+        told: ctx.proxy.listener.identity_headers.clone(),
         bounds: (shared.header_bytes, shared.max_headers),
     }
 }
 
 /// Waits for the final answer, and forwards interim ones. Releases the body at the upstream's 100, at its answer, or after a
 /// timeout.
-pub(super) async fn wait(
-    way: StreamContext<'_>,
+pub(super) async fn wait_for_response(
+    ctx: StreamContext<'_>,
     mut answer: StreamResponse,
-    go: Option<oneshot::Sender<()>>,
+    release_body: Option<oneshot::Sender<()>>,
 ) -> Result<Response<StreamReceiver>, StreamError> {
-    if let Some(go) = go {
-        let asked = async {
-            while let Some(interim) = answer.interim().await? {
-                let exchange = way.exchange;
-                pass_interim(
-                    way.connection,
+    if let Some(go) = release_body {
+        let wait_continue = async {
+            while let Some(interim) = answer.next_informational().await? {
+                let exchange = ctx.exchange;
+                forward_informational(
+                    ctx.connection,
                     exchange,
                     interim.status(),
                     interim.headers(),
@@ -181,16 +192,16 @@ pub(super) async fn wait(
             }
             Ok::<_, StreamError>(())
         };
-        if let Ok(failed) = tokio::time::timeout(CONTINUE, asked).await {
-            failed?;
+        if let Ok(outcome) = tokio::time::timeout(CONTINUE_TIMEOUT, wait_continue).await {
+            outcome?;
         }
         // A body that is gone needs no leave.
         let _ = go.send(());
     }
-    while let Some(interim) = answer.interim().await? {
-        let exchange = way.exchange;
-        pass_interim(
-            way.connection,
+    while let Some(interim) = answer.next_informational().await? {
+        let exchange = ctx.exchange;
+        forward_informational(
+            ctx.connection,
             exchange,
             interim.status(),
             interim.headers(),
@@ -200,47 +211,50 @@ pub(super) async fn wait(
 }
 
 /// Passes an interim answer on to the client (RFC 9110 §15.2).
-pub(super) fn pass_interim(
+pub(super) fn forward_informational(
     connection: &ClientConnection,
     exchange: ExchangeId,
     status: StatusCode,
     fields: &HeaderMap,
 ) {
-    let of_engine = exchange == ExchangeId::Http1 && status == StatusCode::CONTINUE;
-    if of_engine || exchange == ExchangeId::None {
+    let is_sent_by_hyper = exchange == ExchangeId::Http1 && status == StatusCode::CONTINUE;
+    if is_sent_by_hyper || exchange == ExchangeId::None {
         // hyper sends its own 100 for HTTP/1.1 when the body is polled.
         return;
     }
     let mut fields = fields.clone();
-    request::clean(&mut fields);
+    request::strip_connection_headers(&mut fields);
     fields.remove(CONTENT_LENGTH);
     connection.interims.send(exchange, status, &fields);
 }
 
 /// The request's head as the tunnel takes it.
-pub(super) fn head(
-    way: StreamContext<'_>,
+pub(super) fn build_head(
+    ctx: StreamContext<'_>,
     parts: http::request::Parts,
 ) -> Result<Request<()>, Error> {
-    let (version, scheme) = (parts.version, scheme(way));
+    let (version, scheme) = (parts.version, scheme(ctx));
     let mut fields = parts.headers;
-    if !way.proxy.listener.forward_authorization {
+    if !ctx.proxy.listener.forward_authorization {
         fields.remove(AUTHORIZATION);
     }
     let host = headers::take_host(&mut fields);
     let authority = parts.uri.authority().cloned().or(host);
-    request::clean(&mut fields);
+    request::strip_connection_headers(&mut fields);
     let hop = Hop {
-        peer: way.connection.peer.ip(),
-        tls: way.connection.tls,
+        peer: ctx.connection.peer.ip(),
+        tls: ctx.connection.tls,
         authority: authority.as_ref(),
-        last: &way.connection.forwarded,
+        cached_values: &ctx.connection.forwarded,
     };
-    way.proxy.listener.forwarding.apply(hop, &mut fields);
-    via(&mut fields, version);
+    ctx.proxy.listener.forwarding.apply(hop, &mut fields);
+    append_via(&mut fields, version);
     trace_context::never_index(&mut fields);
     // After `clean`, so that the client's `Connection` field cannot remove it.
-    way.proxy.listener.told.put(&mut fields, way.client);
+    ctx.proxy
+        .listener
+        .identity_headers
+        .set_identity(&mut fields, ctx.client);
 
     let mut target = uri::Parts::default();
     target.path_and_query = parts.uri.path_and_query().cloned();
@@ -254,14 +268,14 @@ pub(super) fn head(
         Reason::Malformed.with_source("the request's target is malformed", error)
     })?;
     *head.headers_mut() = fields;
-    if let Some(rest) = parts.extensions.get::<TargetOverflow>() {
-        head.extensions_mut().insert(rest.clone());
+    if let Some(overflow) = parts.extensions.get::<TargetOverflow>() {
+        head.extensions_mut().insert(overflow.clone());
     }
     Ok(head)
 }
 
-fn scheme(way: StreamContext<'_>) -> uri::Scheme {
-    if way.connection.tls {
+fn scheme(ctx: StreamContext<'_>) -> uri::Scheme {
+    if ctx.connection.tls {
         uri::Scheme::HTTPS
     } else {
         uri::Scheme::HTTP
@@ -269,7 +283,7 @@ fn scheme(way: StreamContext<'_>) -> uri::Scheme {
 }
 
 /// Adds this hop (RFC 9110 §7.6.3).
-pub(super) fn via(fields: &mut HeaderMap, version: Version) {
+pub(super) fn append_via(fields: &mut HeaderMap, version: Version) {
     let value = if version == Version::HTTP_2 {
         "2 causeway"
     } else {
@@ -279,22 +293,23 @@ pub(super) fn via(fields: &mut HeaderMap, version: Version) {
 }
 
 /// Returns the upstream's answer, or the edge's refusal as an error.
-pub(super) fn respond(
-    way: StreamContext<'_>,
+pub(super) fn into_client_response(
+    ctx: StreamContext<'_>,
     answer: Response<StreamReceiver>,
 ) -> Result<Response<ResponseBody>, Error> {
     let (mut parts, body) = answer.into_parts();
-    refusal(way, &parts.headers)?;
-    headers::reframe_answer(parts.status, &mut parts.headers).map_err(|what| {
-        let (target, node) = (&way.route.target, way.route.node.as_str());
+    check_edge_rejection(ctx, &parts.headers)?;
+    headers::normalize_response_framing(parts.status, &mut parts.headers).map_err(|what| {
+        let (target, node) = (&ctx.route.target, ctx.route.node.as_str());
         Reason::TargetBroken.error(format!("{target} on {node} {what}"))
     })?;
-    request::clean(&mut parts.headers);
-    via(&mut parts.headers, Version::HTTP_2);
+    request::strip_connection_headers(&mut parts.headers);
+    append_via(&mut parts.headers, Version::HTTP_2);
     parts.version = Version::default();
     parts.extensions.clear();
-    way.record.answered(parts.status);
-    let body = ResponseBody::stream(body, &way.route.node, way.record).sized(&parts.headers);
+    ctx.record.response_started(parts.status);
+    let body =
+        ResponseBody::stream(body, &ctx.route.node, ctx.record).with_content_length(&parts.headers);
     Ok(Response::from_parts(parts, body))
 }
 
@@ -302,24 +317,28 @@ pub(super) fn respond(
 ///
 /// # Errors
 /// The refusal.
-pub(super) fn refusal(way: StreamContext<'_>, fields: &HeaderMap) -> Result<(), Error> {
-    let text = |name: &HeaderName| fields.get(name).and_then(|value| value.to_str().ok());
-    let Some(word) = text(&wire::FAILURE) else {
+pub(super) fn check_edge_rejection(
+    way: StreamContext<'_>,
+    fields: &HeaderMap,
+) -> Result<(), Error> {
+    let header_text = |name: &HeaderName| fields.get(name).and_then(|value| value.to_str().ok());
+    let Some(code) = header_text(&wire::FAILURE) else {
         return Ok(());
     };
-    let detail = text(&wire::DETAIL)
+    let detail = header_text(&wire::DETAIL)
         .unwrap_or("the edge failed the request")
         .to_owned();
-    let reason = RejectCode::parse(word).map_or(Reason::TargetBroken, Reason::from);
+    let reason = RejectCode::parse(code).map_or(Reason::TargetBroken, Reason::from);
     // Edges name themselves in most messages; a client should always see which edge sent the message.
     let node = way.route.node.as_str();
-    let named = detail.starts_with(node);
-    let mut detail = if named {
+    let names_node = detail.starts_with(node);
+    let mut detail = if names_node {
         detail
     } else {
         format!("{node}: {detail}")
     };
-    if reason == Reason::EdgePolicy && way.proxy.listener.listens == Some(way.route.target.port) {
+    if reason == Reason::EdgePolicy && way.proxy.listener.bound_port == Some(way.route.target.port)
+    {
         detail.push_str(
             "; that is the number that this listener listens on: write the node's own port into the URL, \
              and the listener's address into --connect-to or DNS",
@@ -329,6 +348,6 @@ pub(super) fn refusal(way: StreamContext<'_>, fields: &HeaderMap) -> Result<(), 
 }
 
 /// A stream that failed before its answer.
-pub(super) fn failed(way: StreamContext<'_>, error: &StreamError) -> Error {
-    Error::of_stream(way.route.node.as_str(), error)
+pub(super) fn stream_error(way: StreamContext<'_>, error: &StreamError) -> Error {
+    Error::from_stream_error(way.route.node.as_str(), error)
 }

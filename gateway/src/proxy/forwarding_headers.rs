@@ -7,7 +7,7 @@
 
 use crate::{
     config::{self, ForwardingHeader},
-    proxy::identity_headers::alike,
+    proxy::identity_headers::names_equal_folded,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, header::FORWARDED, uri::Authority};
 use ipnet::IpNet;
@@ -53,11 +53,11 @@ pub(super) struct Hop<'a> {
     pub(super) tls: bool,
     pub(super) authority: Option<&'a Authority>,
     /// The values of the last request of the connection.
-    pub(super) last: &'a LastValues,
+    pub(super) cached_values: &'a CachedValues,
 }
 
 /// Values of the last request of a connection: clients mostly ask for one authority.
-pub(crate) type LastValues = Mutex<Option<Values>>;
+pub(crate) type CachedValues = Mutex<Option<Values>>;
 
 #[derive(Debug)]
 pub(crate) struct Values {
@@ -78,49 +78,57 @@ impl ForwardingHeaders {
 
     /// Sets the fields of a request.
     pub(super) fn apply(&self, hop: Hop<'_>, fields: &mut HeaderMap) {
-        let trusted = hop.peer.is_some_and(|peer| self.trusts(peer));
-        remove(fields, trusted);
+        let trusted = hop.peer.is_some_and(|peer| self.is_trusted(peer));
+        remove_forwarding_headers(fields, trusted);
         // With `Via`: a small head grows once, and not with each field.
         fields.reserve(self.headers.len() + 1);
-        let mut last = hop.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cache = hop
+            .cached_values
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let authority = hop.authority.map(Authority::as_str);
-        let values = match &mut *last {
+        let values = match &mut *cache {
             Some(values) if values.authority.as_deref() == authority => values,
             last => last.insert(Values::new(hop)),
         };
-        if self.sets(ForwardingHeader::XRealIp) {
-            let client = values.address.as_ref();
+        if self.is_enabled(ForwardingHeader::XRealIp) {
+            let peer_address = values.address.as_ref();
             // Before this hop is appended to the list.
             let client = if trusted {
-                self.client(fields).or_else(|| client.cloned())
+                self.original_client(fields)
+                    .or_else(|| peer_address.cloned())
             } else {
-                client.cloned()
+                peer_address.cloned()
             };
-            set(fields, X_REAL_IP, client);
+            insert_value(fields, X_REAL_IP, client);
         }
-        if self.sets(ForwardingHeader::Forwarded)
+        if self.is_enabled(ForwardingHeader::Forwarded)
             && let Some(value) = &values.forwarded
         {
             fields.append(FORWARDED, value.clone());
         }
-        if self.sets(ForwardingHeader::XForwardedFor)
+        if self.is_enabled(ForwardingHeader::XForwardedFor)
             && let Some(value) = &values.address
         {
-            append(fields, X_FORWARDED_FOR, value);
+            append_to_list(fields, X_FORWARDED_FOR, value);
         }
-        if self.sets(ForwardingHeader::XForwardedProto) && !fields.contains_key(X_FORWARDED_PROTO) {
+        if self.is_enabled(ForwardingHeader::XForwardedProto)
+            && !fields.contains_key(X_FORWARDED_PROTO)
+        {
             fields.insert(X_FORWARDED_PROTO, HeaderValue::from_static(hop.scheme()));
         }
-        if self.sets(ForwardingHeader::XForwardedHost) && !fields.contains_key(X_FORWARDED_HOST) {
-            set(fields, X_FORWARDED_HOST, values.host.clone());
+        if self.is_enabled(ForwardingHeader::XForwardedHost)
+            && !fields.contains_key(X_FORWARDED_HOST)
+        {
+            insert_value(fields, X_FORWARDED_HOST, values.host.clone());
         }
     }
 
-    fn sets(&self, header: ForwardingHeader) -> bool {
+    fn is_enabled(&self, header: ForwardingHeader) -> bool {
         self.headers.contains(&header)
     }
 
-    fn trusts(&self, address: IpAddr) -> bool {
+    fn is_trusted(&self, address: IpAddr) -> bool {
         self.trusted_proxies
             .iter()
             .any(|net| net.contains(&address))
@@ -129,13 +137,13 @@ impl ForwardingHeaders {
     /// Returns the client that a trusted proxy names: the last address of `X-Forwarded-For` that is no trusted proxy itself, or
     /// else the value of `X-Real-IP`. The list counts first: load balancers that write the list pass a client's `X-Real-IP`
     /// unchanged.
-    fn client(&self, fields: &HeaderMap) -> Option<HeaderValue> {
-        let lists = fields.get_all(X_FORWARDED_FOR).iter().rev();
-        let items = lists.flat_map(|list| list.to_str().unwrap_or_default().rsplit(','));
+    fn original_client(&self, fields: &HeaderMap) -> Option<HeaderValue> {
+        let reversed_lists = fields.get_all(X_FORWARDED_FOR).iter().rev();
+        let items = reversed_lists.flat_map(|list| list.to_str().unwrap_or_default().rsplit(','));
         let mut client = None;
-        for address in items.map_while(address) {
+        for address in items.map_while(parse_address) {
             client = Some(address);
-            if !self.trusts(address) {
+            if !self.is_trusted(address) {
                 break;
             }
         }
@@ -148,7 +156,7 @@ impl ForwardingHeaders {
 
 impl Values {
     fn new(hop: Hop<'_>) -> Self {
-        let node = match hop.peer {
+        let for_node = match hop.peer {
             Some(IpAddr::V4(ip)) => ip.to_string(),
             Some(IpAddr::V6(ip)) => format!("\"[{ip}]\""),
             None => "unknown".to_owned(),
@@ -157,7 +165,7 @@ impl Values {
         let host = authority
             .map(|host| format!(";host=\"{host}\""))
             .unwrap_or_default();
-        let forwarded = format!("for={node}{host};proto={}", hop.scheme());
+        let forwarded = format!("for={for_node}{host};proto={}", hop.scheme());
         Self {
             // Copied: an authority may be a slice of a whole read buffer.
             authority: authority.map(Into::into),
@@ -178,33 +186,37 @@ impl Hop<'_> {
 
 /// Removes these fields from trailers: they belong in a head.
 pub(super) fn strip_trailers(trailers: &mut HeaderMap) {
-    remove(trailers, false);
+    remove_forwarding_headers(trailers, false);
 }
 
-/// Removes all forwarding headers, or with `keep` only other spellings of their names, which no proxy writes.
-fn remove(fields: &mut HeaderMap, keep: bool) {
-    let goes = |name: &HeaderName| {
+/// Removes all forwarding headers, or with `keep_exact` only other spellings of their names, which no proxy writes.
+fn remove_forwarding_headers(fields: &mut HeaderMap, keep_exact: bool) {
+    let should_remove = |name: &HeaderName| {
         let name = name.as_str();
         name.starts_with(['f', 'x'])
             && FORWARDING_HEADERS
                 .iter()
-                .any(|own| alike(own, name) && !(keep && *own == name))
+                .any(|own| names_equal_folded(own, name) && !(keep_exact && *own == name))
     };
     // Allocates only if there are any.
-    let names: Vec<_> = fields.keys().filter(|name| goes(name)).cloned().collect();
+    let names: Vec<_> = fields
+        .keys()
+        .filter(|name| should_remove(name))
+        .cloned()
+        .collect();
     for name in names {
         fields.remove(name);
     }
 }
 
-fn set(fields: &mut HeaderMap, name: HeaderName, value: Option<HeaderValue>) {
+fn insert_value(fields: &mut HeaderMap, name: HeaderName, value: Option<HeaderValue>) {
     if let Some(value) = value {
         fields.insert(name, value);
     }
 }
 
 /// Appends to a list, in one field: many applications read the first field of a name only.
-fn append(fields: &mut HeaderMap, name: HeaderName, value: &HeaderValue) {
+fn append_to_list(fields: &mut HeaderMap, name: HeaderName, value: &HeaderValue) {
     let mut joined: Vec<u8> = Vec::new();
     for list in fields.get_all(&name).iter().filter(|list| !list.is_empty()) {
         joined.extend_from_slice(list.as_bytes());
@@ -215,11 +227,11 @@ fn append(fields: &mut HeaderMap, name: HeaderName, value: &HeaderValue) {
         return;
     }
     joined.extend_from_slice(value.as_bytes());
-    set(fields, name, HeaderValue::from_maybe_shared(joined).ok());
+    insert_value(fields, name, HeaderValue::from_maybe_shared(joined).ok());
 }
 
 /// Returns an item's address, with or without brackets and a port.
-fn address(item: &str) -> Option<IpAddr> {
+fn parse_address(item: &str) -> Option<IpAddr> {
     let item = item.trim();
     let bare = item
         .strip_prefix('[')
@@ -256,7 +268,7 @@ mod tests {
             peer: Some([10, 0, 0, 7].into()),
             tls: true,
             authority: Some(&Authority::from_static("edge-1:9100")),
-            last: &LastValues::default(),
+            cached_values: &CachedValues::default(),
         };
         ForwardingHeaders::new(listener).apply(hop, &mut fields);
         fields
@@ -360,7 +372,7 @@ mod tests {
     fn values_follow_the_authority_and_omit_an_unknown_address() {
         let (headers, last) = (
             ForwardingHeaders::new(&listener(&[])),
-            LastValues::default(),
+            CachedValues::default(),
         );
         for host in ["edge-1", "edge-1", "edge-2"] {
             let mut fields = fields(&[("x-forwarded-for", "forged")]);
@@ -369,7 +381,7 @@ mod tests {
                 peer: None,
                 tls: false,
                 authority: Some(&authority),
-                last: &last,
+                cached_values: &last,
             };
             headers.apply(hop, &mut fields);
             assert_eq!(fields["x-forwarded-host"], host);
@@ -386,7 +398,7 @@ mod tests {
             peer,
             tls: false,
             authority: None,
-            last: &last,
+            cached_values: &last,
         };
         headers.apply(hop, &mut fields);
         assert_eq!(fields["forwarded"], "for=\"[2001:db8::1]\";proto=http");

@@ -9,7 +9,7 @@
 use crate::{
     config::{
         IdentityHeaders,
-        identity_headers::{field, fold_byte, is_taken},
+        identity_headers::{fold_byte, is_standard_field, parse_field_name},
     },
     proxy::authn::identity::{AuthMethod, ClientIdentity},
 };
@@ -37,68 +37,73 @@ impl IdentityHeaderFields {
     ///
     /// # Errors
     /// If a name is none that this gateway could set.
-    pub fn of(names: &IdentityHeaders) -> Result<Self, String> {
-        let parsed = |name: &Option<String>| name.as_deref().map(field).transpose();
-        let (user, groups) = (parsed(&names.user)?, parsed(&names.groups)?);
-        let families = names.families();
-        let any = user.is_some() || groups.is_some() || !families.is_empty();
+    pub fn from_config(names: &IdentityHeaders) -> Result<Self, String> {
+        let parse_name = |name: &Option<String>| name.as_deref().map(parse_field_name).transpose();
+        let (user, groups) = (parse_name(&names.user)?, parse_name(&names.groups)?);
+        let families = names.family_prefixes();
+        let has_any = user.is_some() || groups.is_some() || !families.is_empty();
         let names = HeaderNames {
             user,
             groups,
             families,
         };
-        Ok(Self(any.then(|| Arc::new(names))))
+        Ok(Self(has_any.then(|| Arc::new(names))))
     }
 
     /// Removes these fields from a client's request.
-    pub fn strip(&self, fields: &mut HeaderMap) {
+    pub fn strip_fields(&self, fields: &mut HeaderMap) {
         let Some(names) = &self.0 else { return };
-        let ours = |name: &HeaderName| {
-            let own = [&names.user, &names.groups].into_iter().flatten();
+        let is_reserved = |name: &HeaderName| {
+            let exact_names = [&names.user, &names.groups].into_iter().flatten();
             let mut families = names.families.iter();
-            own.map(HeaderName::as_str)
-                .any(|own| alike(own, name.as_str()))
-                || (families.any(|family| begins_alike(family, name.as_str()))
-                    && !is_taken(name.as_str()))
+            exact_names
+                .map(HeaderName::as_str)
+                .any(|own| names_equal_folded(own, name.as_str()))
+                || (families.any(|family| has_folded_prefix(family, name.as_str()))
+                    && !is_standard_field(name.as_str()))
         };
-        let theirs: Vec<_> = fields.keys().filter(|name| ours(name)).cloned().collect();
-        for name in theirs {
+        let client_fields: Vec<_> = fields
+            .keys()
+            .filter(|name| is_reserved(name))
+            .cloned()
+            .collect();
+        for name in client_fields {
             fields.remove(name);
         }
     }
 
     /// Sets the client's identity, and removes these fields of the client's request. An anonymous client has no name.
-    pub fn put(&self, fields: &mut HeaderMap, client: &ClientIdentity) {
-        self.strip(fields);
+    pub fn set_identity(&self, fields: &mut HeaderMap, client: &ClientIdentity) {
+        self.strip_fields(fields);
         let Some(names) = &self.0 else { return };
         if client.method == AuthMethod::Anonymous {
             return;
         }
         if let Some(name) = &names.user {
-            add(fields, name, &client.name);
+            append_encoded(fields, name, &client.name);
         }
         if let Some(name) = &names.groups {
             for group in &*client.groups {
-                add(fields, name, group);
+                append_encoded(fields, name, group);
             }
         }
     }
 }
 
-fn add(fields: &mut HeaderMap, name: &HeaderName, word: &str) {
+fn append_encoded(fields: &mut HeaderMap, name: &HeaderName, text: &str) {
     // Nothing but visible ASCII is left, so this cannot fail.
-    if let Ok(value) = HeaderValue::try_from(utf8_percent_encode(word, ENCODED).to_string()) {
+    if let Ok(value) = HeaderValue::try_from(utf8_percent_encode(text, ENCODED).to_string()) {
         fields.append(name.clone(), value);
     }
 }
 
 /// Whether an application may read one name as the other.
-pub(super) fn alike(one: &str, other: &str) -> bool {
-    one.len() == other.len() && begins_alike(one, other)
+pub(super) fn names_equal_folded(one: &str, other: &str) -> bool {
+    one.len() == other.len() && has_folded_prefix(one, other)
 }
 
 /// Whether an application may read the name as one that begins with the prefix.
-fn begins_alike(prefix: &str, name: &str) -> bool {
+fn has_folded_prefix(prefix: &str, name: &str) -> bool {
     let (prefix, name) = (prefix.as_bytes(), name.as_bytes());
     name.get(..prefix.len()).is_some_and(|begin| {
         let fold = |byte: &u8| fold_byte(*byte);
@@ -111,7 +116,7 @@ mod tests {
     use super::*;
 
     fn told() -> IdentityHeaderFields {
-        IdentityHeaderFields::of(&IdentityHeaders {
+        IdentityHeaderFields::from_config(&IdentityHeaders {
             user: Some("X-Remote-User".into()),
             groups: Some("X-Remote-Group".into()),
             strip_prefixes: None,
@@ -150,31 +155,31 @@ mod tests {
         let mut fields = forged();
         let mut client = ClientIdentity::for_test("ann");
         client.groups = ["ops".to_owned(), "dev".to_owned()].into();
-        told().put(&mut fields, &client);
+        told().set_identity(&mut fields, &client);
         assert_eq!(all(&fields, "x-remote-user"), ["ann"]);
         assert_eq!(all(&fields, "x-remote-group"), ["ops", "dev"]);
         assert_eq!(fields.keys_len(), 3, "{fields:?}");
 
         let mut fields = forged();
         client.method = AuthMethod::Anonymous;
-        told().put(&mut fields, &client);
+        told().set_identity(&mut fields, &client);
         assert_eq!(
             fields.keys_len(),
             1,
             "an anonymous client has no name: {fields:?}"
         );
         let mut fields = forged();
-        told().strip(&mut fields);
+        told().strip_fields(&mut fields);
         assert_eq!(all(&fields, "x-other"), ["root", "admin"]);
         assert_eq!(fields.keys_len(), 1);
         let mut fields = forged();
-        IdentityHeaderFields::default().put(&mut fields, &client);
+        IdentityHeaderFields::default().set_identity(&mut fields, &client);
         assert_eq!(fields, forged(), "without the setting no field is changed");
     }
 
     #[test]
     fn the_header_family_is_configured_and_takes_no_other_field() {
-        let told = IdentityHeaderFields::of(&IdentityHeaders {
+        let told = IdentityHeaderFields::from_config(&IdentityHeaders {
             user: Some("X-Forwarded-User".into()),
             groups: None,
             strip_prefixes: Some(vec!["X-Forwarded-".into(), "X-Auth-".into()]),
@@ -190,7 +195,7 @@ mod tests {
             fields.append(name, "root".parse().unwrap());
         }
         told.unwrap()
-            .put(&mut fields, &ClientIdentity::for_test("ann"));
+            .set_identity(&mut fields, &ClientIdentity::for_test("ann"));
         assert_eq!(all(&fields, "x-forwarded-user"), ["ann"]);
         assert_eq!(all(&fields, "x-forwarded-for"), ["root"]);
         assert_eq!(all(&fields, "x-remote-uid"), ["root"]);
@@ -201,9 +206,9 @@ mod tests {
             ..IdentityHeaders::default()
         };
         let mut fields = forged();
-        IdentityHeaderFields::of(&prefixes)
+        IdentityHeaderFields::from_config(&prefixes)
             .unwrap()
-            .strip(&mut fields);
+            .strip_fields(&mut fields);
         assert_eq!(fields.keys_len(), 1, "prefixes alone do: {fields:?}");
     }
 
@@ -225,7 +230,7 @@ mod tests {
             ),
         ] {
             let mut fields = HeaderMap::new();
-            told().put(&mut fields, &ClientIdentity::for_test(name));
+            told().set_identity(&mut fields, &ClientIdentity::for_test(name));
             assert_eq!(all(&fields, "x-remote-user"), [value]);
         }
     }

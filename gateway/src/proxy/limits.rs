@@ -31,18 +31,18 @@ pub type Counter = Arc<AtomicUsize>;
 /// The bounds and what is open.
 #[derive(Debug)]
 pub struct Limits {
-    bounds: config::Limits,
-    all: Counter,
+    config: config::Limits,
+    open_streams: Counter,
     connections: ConnectionLimit,
     discarded_bodies: ConnectionLimit,
     clients: Mutex<HashMap<Arc<str>, Weak<AtomicUsize>>>,
-    pressure: Arc<MemoryBudget>,
+    memory_budget: Arc<MemoryBudget>,
 }
 
 /// The right to one open stream.
 #[derive(Debug)]
 pub struct Permit {
-    _all: CounterGuard,
+    _gateway: CounterGuard,
     _client: CounterGuard,
     _node: CounterGuard,
 }
@@ -57,26 +57,26 @@ impl Drop for CounterGuard {
     }
 }
 
-fn take(count: &Counter, most: usize) -> Option<CounterGuard> {
-    let taken = CounterGuard(count.clone());
-    (count.fetch_add(1, Relaxed) < most).then_some(taken)
+fn acquire(count: &Counter, limit: usize) -> Option<CounterGuard> {
+    let guard = CounterGuard(count.clone());
+    (count.fetch_add(1, Relaxed) < limit).then_some(guard)
 }
 
 impl Limits {
     /// Nothing is open.
-    pub fn new(bounds: config::Limits, metrics: &Arc<Metrics>) -> Self {
+    pub fn new(config: config::Limits, metrics: &Arc<Metrics>) -> Self {
         Self {
-            pressure: Arc::new(MemoryBudget::new(bounds.buffered_bytes)),
-            connections: metrics.connection_limit("connections", bounds.connections),
+            memory_budget: Arc::new(MemoryBudget::new(config.buffered_bytes)),
+            connections: metrics.connection_limit("connections", config.connections),
             discarded_bodies: metrics.connection_limit("discarded_bodies", DISCARDED_BODIES),
-            bounds,
-            all: Counter::default(),
+            config,
+            open_streams: Counter::default(),
             clients: Mutex::default(),
         }
     }
 
     /// Returns the count of a client, shared by all its connections.
-    pub fn client(&self, name: &Arc<str>) -> Counter {
+    pub fn client_counter(&self, name: &Arc<str>) -> Counter {
         let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = clients.get(name).and_then(Weak::upgrade) {
             return count;
@@ -91,22 +91,22 @@ impl Limits {
     }
 
     /// Returns the memory budget of buffered bytes, to which tunnels and uploads add theirs.
-    pub fn pressure(&self) -> &Arc<MemoryBudget> {
-        &self.pressure
+    pub fn memory_budget(&self) -> &Arc<MemoryBudget> {
+        &self.memory_budget
     }
 
     /// Returns the number of open client connections.
-    pub fn connections(&self) -> usize {
+    pub fn open_connections(&self) -> usize {
         self.connections.open_connections()
     }
 
     /// Returns the place of one more connection of a client, if there is one.
-    pub fn connection(&self, peer: RemoteAddr) -> Option<Slot> {
+    pub fn admit_connection(&self, peer: RemoteAddr) -> Option<Slot> {
         self.connections.admit(peer).ok()
     }
 
     /// Returns the place of a body of this client that is discarded, the one of an older body if need be.
-    pub fn discarded_body(&self, peer: RemoteAddr) -> Option<Slot> {
+    pub fn admit_discarded_body(&self, peer: RemoteAddr) -> Option<Slot> {
         self.discarded_bodies.admit(peer).ok()
     }
 
@@ -114,26 +114,27 @@ impl Limits {
     ///
     /// # Errors
     /// [`Reason::LimitReached`], naming the limit.
-    pub fn admit(&self, client: &Counter, node: &Counter) -> Result<Permit, Error> {
-        let full = |whose: &str, most: usize| {
+    pub fn admit_stream(&self, client: &Counter, node: &Counter) -> Result<Permit, Error> {
+        let limit_error = |subject: &str, limit: usize| {
             Reason::LimitReached.error(format!(
-                "{whose} has reached its limit of {most} open streams"
+                "{subject} has reached its limit of {limit} open streams"
             ))
         };
-        let bounds = &self.bounds;
-        if self.pressure.is_full() {
+        let bounds = &self.config;
+        if self.memory_budget.is_full() {
             return Err(Reason::LimitReached.error(format!(
                 "this gateway buffers {} bytes for slow readers and has reached its limit of {} bytes (limits.buffered_bytes)",
-                self.pressure.bytes(),
+                self.memory_budget.bytes(),
                 bounds.buffered_bytes
             )));
         }
         Ok(Permit {
-            _all: take(&self.all, bounds.streams)
-                .ok_or_else(|| full("this gateway", bounds.streams))?,
-            _client: take(client, bounds.per_client)
-                .ok_or_else(|| full("this client", bounds.per_client))?,
-            _node: take(node, bounds.per_node).ok_or_else(|| full("this node", bounds.per_node))?,
+            _gateway: acquire(&self.open_streams, bounds.streams)
+                .ok_or_else(|| limit_error("this gateway", bounds.streams))?,
+            _client: acquire(client, bounds.per_client)
+                .ok_or_else(|| limit_error("this client", bounds.per_client))?,
+            _node: acquire(node, bounds.per_node)
+                .ok_or_else(|| limit_error("this node", bounds.per_node))?,
         })
     }
 }
@@ -151,21 +152,30 @@ mod tests {
             ..config::Limits::default()
         };
         let limits = Limits::new(bounds, &Metrics::new());
-        let alice = limits.client(&"alice".into());
-        let bob = limits.client(&"bob".into());
+        let alice = limits.client_counter(&"alice".into());
+        let bob = limits.client_counter(&"bob".into());
         let (near, far) = (Counter::default(), Counter::default());
-        let first = limits.admit(&alice, &near).unwrap();
-        let _second = limits.admit(&alice, &far).unwrap();
+        let first = limits.admit_stream(&alice, &near).unwrap();
+        let _second = limits.admit_stream(&alice, &far).unwrap();
         let word = |error: Error| error.detail.split(' ').nth(1).unwrap().to_owned();
-        assert_eq!(word(limits.admit(&alice, &far).unwrap_err()), "client");
-        let _third = limits.admit(&bob, &near).unwrap();
-        assert_eq!(word(limits.admit(&bob, &far).unwrap_err()), "gateway");
+        assert_eq!(
+            word(limits.admit_stream(&alice, &far).unwrap_err()),
+            "client"
+        );
+        let _third = limits.admit_stream(&bob, &near).unwrap();
+        assert_eq!(
+            word(limits.admit_stream(&bob, &far).unwrap_err()),
+            "gateway"
+        );
         drop(first);
         assert_eq!(near.load(Relaxed), 1);
-        let _fourth = limits.admit(&bob, &near).unwrap();
-        assert_eq!(word(limits.admit(&alice, &near).unwrap_err()), "gateway");
+        let _fourth = limits.admit_stream(&bob, &near).unwrap();
         assert_eq!(
-            limits.client(&"alice".into()).load(Relaxed),
+            word(limits.admit_stream(&alice, &near).unwrap_err()),
+            "gateway"
+        );
+        assert_eq!(
+            limits.client_counter(&"alice".into()).load(Relaxed),
             1,
             "the same count"
         );
@@ -179,10 +189,10 @@ mod tests {
         };
         let limits = Limits::new(bounds, &Metrics::new());
         let (client, node) = (Counter::default(), Counter::default());
-        let _held = limits.admit(&client, &node).unwrap();
+        let _held = limits.admit_stream(&client, &node).unwrap();
         assert!(
             limits
-                .admit(&client, &node)
+                .admit_stream(&client, &node)
                 .unwrap_err()
                 .detail
                 .contains("this node")

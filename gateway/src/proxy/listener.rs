@@ -20,7 +20,7 @@ use crate::{
     metrics::{ConnectionGuard, ListenerMetrics},
     proxy::{
         authn::{Authenticator, ConnectionCredentials},
-        forwarding_headers::{ForwardingHeaders, LastValues},
+        forwarding_headers::{CachedValues, ForwardingHeaders},
         identity_headers::IdentityHeaderFields,
         route::RouteInput,
     },
@@ -45,7 +45,7 @@ use tokio::time::Instant;
 
 /// Time in which streams may still begin on a connection whose listener has been replaced: its client learns of that within a
 /// second and a round trip, unless it reads nothing.
-const LAST_ORDERS: Duration = Duration::from_secs(3);
+const RETIRE_GRACE: Duration = Duration::from_secs(3);
 
 /// A cloud-facing listener, as configured.
 #[derive(Debug)]
@@ -53,13 +53,13 @@ pub struct Listener {
     /// Its name in configuration and log.
     pub name: String,
     /// The protocol that it speaks.
-    pub kind: ListenerProtocol,
+    pub protocol: ListenerProtocol,
     /// The node that it stands for, if it stands for one.
     pub node: Option<NodeName>,
     /// The node port that it stands for.
     pub port: Option<u16>,
     /// The port that it listens on, which stands for nothing.
-    pub listens: Option<u16>,
+    pub bound_port: Option<u16>,
     /// TLS, if it speaks it.
     pub tls: Option<ArcSwap<ListenerTls>>,
     /// Authentication of its clients.
@@ -73,26 +73,26 @@ pub struct Listener {
     /// Whether the client's Authorization goes to the upstream.
     pub forward_authorization: bool,
     /// The fields that tell the upstream who the client is.
-    pub told: IdentityHeaderFields,
+    pub identity_headers: IdentityHeaderFields,
     /// The fields that tell the upstream the client's address, the scheme and the host.
     pub forwarding: ForwardingHeaders,
     /// Form of its error responses.
-    pub errors: ErrorFormat,
+    pub error_format: ErrorFormat,
     /// Whether DNAT's original destination is asked for.
     pub original_destination: bool,
     /// Networks in which the gateway dials the target of a CONNECT itself, if the target is at no edge.
-    pub direct: Vec<IpNet>,
+    pub direct_networks: Vec<IpNet>,
     /// Networks whose connections begin with a PROXY v2 header that names the client.
     pub proxy_protocol: Vec<IpNet>,
     /// Its metrics.
     pub metrics: Arc<ListenerMetrics>,
     /// Limits the log lines of clients that ask for an unknown name or refuse the certificate.
-    pub(crate) tls_refusals: LogThrottle,
+    pub(crate) tls_refusal_throttle: LogThrottle,
     /// Connections that this listener dials itself and that failed because this process is out of file descriptors, local
     /// ports or memory.
-    pub(crate) exhaustions: LogThrottle,
+    pub(crate) exhaustion_throttle: LogThrottle,
     /// Time from which nothing begins here any more, once it is known.
-    pub(crate) retired: OnceLock<Instant>,
+    pub(crate) retired_at: OnceLock<Instant>,
     /// The listener that has replaced this one, if one has.
     pub(crate) successor: OnceLock<Arc<Listener>>,
 }
@@ -101,7 +101,7 @@ pub struct Listener {
 #[derive(Debug)]
 pub struct ListenerTls {
     /// TLS configuration with the certificate.
-    pub config: Arc<ServerConfig>,
+    pub server_config: Arc<ServerConfig>,
     /// Trust roots for client certificates.
     pub trust: TrustStore,
     /// Resolver that makes the leaf for an address, if leaves are made here.
@@ -110,44 +110,44 @@ pub struct ListenerTls {
 
 impl ListenerTls {
     /// Returns whether no certificate that is made here bears this server name.
-    fn lacks(&self, server_name: &str) -> bool {
+    fn lacks_certificate_for(&self, server_name: &str) -> bool {
         let leaves = self.leaves.as_ref();
         leaves.is_some_and(|leaves| !leaves.recognizes(server_name))
     }
 
     /// Returns the TLS configuration for a client that dialled `original`. The leaf contains this address if the address names a
     /// node and nothing else that the client sends names one.
-    fn shown(&self, original: Option<SocketAddr>, nodes: &Nodes) -> Arc<ServerConfig> {
+    fn config_for_address(&self, original: Option<SocketAddr>, nodes: &Nodes) -> Arc<ServerConfig> {
         let (Some(leaves), Some(original)) = (&self.leaves, original) else {
-            return self.config.clone();
+            return self.server_config.clone();
         };
         let node = match nodes.by_address(original.ip()) {
             AddressMatch::Node(node) => Some(node),
             // The client finds the address in the certificate, and reads in the answer which nodes have it.
             AddressMatch::Several(nodes) => nodes.into_iter().next(),
-            AddressMatch::Pod(_) | AddressMatch::Nobody => None,
+            AddressMatch::Pod(_) | AddressMatch::Unknown => None,
         };
         let Some(node) = node else {
-            return self.config.clone();
+            return self.server_config.clone();
         };
-        let mut config = ServerConfig::clone(&self.config);
-        config.cert_resolver = leaves.at(node, original.ip());
+        let mut config = ServerConfig::clone(&self.server_config);
+        config.cert_resolver = leaves.for_address(node, original.ip());
         Arc::new(config)
     }
 }
 
 impl Listener {
     /// The certificate that the listener shows under its own names, if it makes that itself.
-    pub(crate) fn made_certificate(&self) -> Option<CertificateDer<'static>> {
+    pub(crate) fn generated_certificate(&self) -> Option<CertificateDer<'static>> {
         let tls = self.tls.as_ref()?.load();
-        let shown = tls.leaves.as_ref()?.leaf(None)?;
-        shown.cert.first().cloned()
+        let leaf = tls.leaves.as_ref()?.leaf_for_sni(None)?;
+        leaf.cert.first().cloned()
     }
 
     /// Whether who came by this root is believed still.
-    pub(crate) fn believes(&self, root: Option<Fingerprint>) -> bool {
+    pub(crate) fn trusts_root(&self, root: Option<Fingerprint>) -> bool {
         match (root, &self.tls) {
-            (Some(root), Some(tls)) => tls.load().trust.knows(root),
+            (Some(root), Some(tls)) => tls.load().trust.is_trusted_root(root),
             _ => true,
         }
     }
@@ -163,35 +163,42 @@ impl Listener {
 
     /// Whether connections of this peer begin with a PROXY v2 header.
     fn is_proxied(&self, peer: RemoteAddr) -> bool {
-        let among = |ip| self.proxy_protocol.iter().any(|net| net.contains(&ip));
-        peer.ip().is_some_and(among)
+        let is_listed = |ip| self.proxy_protocol.iter().any(|net| net.contains(&ip));
+        peer.ip().is_some_and(is_listed)
     }
 
     /// Retires this listener, which others replace. Streams that begin at once are finished. No stream begins at all without
-    /// `linger`.
-    fn retire(&self, linger: bool) {
-        let rest = if linger { LAST_ORDERS } else { Duration::ZERO };
-        self.retired.get_or_init(|| Instant::now() + rest);
+    /// `has_grace_period`.
+    fn retire(&self, has_grace_period: bool) {
+        let grace_period = if has_grace_period {
+            RETIRE_GRACE
+        } else {
+            Duration::ZERO
+        };
+        self.retired_at
+            .get_or_init(|| Instant::now() + grace_period);
     }
 
     pub(crate) fn is_retired(&self) -> bool {
-        self.retired.get().is_some()
+        self.retired_at.get().is_some()
     }
 
     /// Whether nothing begins here any more.
-    pub(crate) fn is_over(&self) -> bool {
-        self.retired.get().is_some_and(|end| Instant::now() >= *end)
+    pub(crate) fn is_closed_to_streams(&self) -> bool {
+        self.retired_at
+            .get()
+            .is_some_and(|end| Instant::now() >= *end)
     }
 
     /// Shows and trusts otherwise from now on, if it speaks TLS.
-    pub fn turn_to(&self, tls: ListenerTls) {
-        if let Some(own) = &self.tls {
-            own.store(Arc::new(tls));
+    pub fn replace_tls(&self, tls: ListenerTls) {
+        if let Some(current) = &self.tls {
+            current.store(Arc::new(tls));
         }
     }
 
     /// Returns the input of the route: from a stream's connection, this listener and the head's `authority`.
-    pub fn asked<'a>(
+    pub fn route_input<'a>(
         &'a self,
         connection: &'a ClientConnection,
         authority: Option<&'a str>,
@@ -228,8 +235,8 @@ pub struct ClientConnection {
     /// Interim answers to its requests.
     pub(crate) interims: InformationalResponses,
     /// Values of the forwarding headers of the last request.
-    pub(crate) forwarded: LastValues,
+    pub(crate) forwarded: CachedValues,
     /// The place of the connection, which each of its streams holds.
-    pub(crate) room: Slot,
-    _open: ConnectionGuard,
+    pub(crate) slot: Slot,
+    _connection_guard: ConnectionGuard,
 }

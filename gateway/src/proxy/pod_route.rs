@@ -18,7 +18,7 @@ use std::{borrow::Cow, fmt::Debug, time::Duration};
 /// Lookup of the node of a pod.
 pub trait PodLookup: Debug + Send + Sync + 'static {
     /// Returns the node of the pod with this namespace and name, or the reason why it is not known.
-    fn node(
+    fn find_node(
         &self,
         namespace: &str,
         name: &str,
@@ -50,14 +50,14 @@ pub(super) async fn or_route(
         Err(error) => error,
     };
     let pods = pods.filter(|_| error.reason == Reason::NodeUnknown);
-    let (Some(pods), Some((namespace, name))) = (pods, meant(path)) else {
+    let (Some(pods), Some((namespace, name))) = (pods, pod_of_path(path)) else {
         return Err(error);
     };
     let bound = pods.bound;
-    let node = match tokio::time::timeout(bound, pods.lookup.node(namespace, name)).await {
+    let node = match tokio::time::timeout(bound, pods.lookup.find_node(namespace, name)).await {
         Ok(Ok(found)) => found,
-        Ok(Err(why)) => {
-            let detail = format!("the node of pod {namespace}/{name} could not be found: {why}");
+        Ok(Err(reason)) => {
+            let detail = format!("the node of pod {namespace}/{name} could not be found: {reason}");
             return Err(Reason::NodeUnknown.error(detail));
         }
         Err(_) => {
@@ -77,7 +77,7 @@ pub(super) async fn or_route(
 }
 
 /// Namespace and name of the pod that a path of kubelet's API means.
-fn meant(path: &str) -> Option<(&str, &str)> {
+fn pod_of_path(path: &str) -> Option<(&str, &str)> {
     let mut parts = path.strip_prefix('/')?.split('/');
     let api = parts.next()?;
     if !["exec", "attach", "portForward", "containerLogs"].contains(&api) {
@@ -89,14 +89,14 @@ fn meant(path: &str) -> Option<(&str, &str)> {
 
 /// RFC 1123, as Kubernetes names pods: nothing that means something else in a path.
 fn is_name(text: &str) -> bool {
-    let plain =
+    let is_name_byte =
         |each: u8| each.is_ascii_lowercase() || each.is_ascii_digit() || b"-.".contains(&each);
-    let ends = |each: Option<&u8>| each.is_some_and(u8::is_ascii_alphanumeric);
+    let is_alphanumeric = |each: Option<&u8>| each.is_some_and(u8::is_ascii_alphanumeric);
     let bytes = text.as_bytes();
     bytes.len() <= 253
-        && bytes.iter().copied().all(plain)
-        && ends(bytes.first())
-        && ends(bytes.last())
+        && bytes.iter().copied().all(is_name_byte)
+        && is_alphanumeric(bytes.first())
+        && is_alphanumeric(bytes.last())
 }
 
 #[cfg(test)]
@@ -112,7 +112,7 @@ mod tests {
             "/containerLogs/default/web-1/app",
             "/exec/default/web-1/0f3c/app",
         ] {
-            assert_eq!(meant(path), Some(("default", "web-1")), "{path}");
+            assert_eq!(pod_of_path(path), Some(("default", "web-1")), "{path}");
         }
         for path in [
             "/",
@@ -129,7 +129,7 @@ mod tests {
             "/execs/default/web-1",
             "exec/default/web-1",
         ] {
-            assert_eq!(meant(path), None, "{path}");
+            assert_eq!(pod_of_path(path), None, "{path}");
         }
     }
 }

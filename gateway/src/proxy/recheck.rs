@@ -25,42 +25,47 @@ use std::{sync::Arc, time::Duration};
 use tokio::time::{MissedTickBehavior, interval, sleep};
 
 /// Time between two checks.
-const INTERVAL: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Streams that are checked before others on their worker have a turn.
 const MAX_CONCURRENT_CHECKS: usize = 32;
 
 /// Checks the open streams of one worker for as long as the gateway runs.
-pub async fn run(shared: Arc<ProxyState>, worker: WorkerId, tasks: Arc<TaskGroup>) {
-    let mut ticks = interval(INTERVAL);
+pub async fn run_rechecks(shared: Arc<ProxyState>, worker: WorkerId, tasks: Arc<TaskGroup>) {
+    let mut ticks = interval(CHECK_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut waiting = FuturesUnordered::new();
+    let mut pending_checks = FuturesUnordered::new();
     let mut labels_seen = 0;
     loop {
         tokio::select! {
             _ = ticks.tick() => {}
-            Some(()) = waiting.next() => continue,
+            Some(()) = pending_checks.next() => continue,
         }
-        let changes = shared.streams.changes();
-        let (labels, relabelled) = shared.nodes.relabelled_since(labels_seen);
-        labels_seen = labels;
-        let due = |record: &AccessRecord| {
-            let seen = record.decided_at(changes) == changes;
-            !seen || record.has_lapsed() || record.leads_to(&relabelled)
+        let changes = shared.streams.generation();
+        let (label_generation, relabelled) = shared.nodes.relabelled_since(labels_seen);
+        labels_seen = label_generation;
+        let is_due = |record: &AccessRecord| {
+            let is_current = record.swap_decided_generation(changes) == changes;
+            !is_current || record.has_expired_credential() || record.leads_to(&relabelled)
         };
-        for (index, record) in shared.streams.select(worker, due).into_iter().enumerate() {
+        for (index, record) in shared
+            .streams
+            .select(worker, is_due)
+            .into_iter()
+            .enumerate()
+        {
             if index % MAX_CONCURRENT_CHECKS == MAX_CONCURRENT_CHECKS - 1 {
                 tokio::task::yield_now().await;
             }
-            if record.checking(true) {
+            if record.set_checking(true) {
                 // The decision that is under way may not have seen this change.
-                record.decide_anew();
+                record.request_recheck();
                 continue;
             }
-            let mut checked = Box::pin(check(&shared, worker, &tasks, record));
+            let mut checking = Box::pin(check(&shared, worker, &tasks, record));
             // Most decisions do not wait, and a decision that waits delays no other.
-            if checked.as_mut().now_or_never().is_none() {
-                waiting.push(checked);
+            if checking.as_mut().now_or_never().is_none() {
+                pending_checks.push(checking);
             }
         }
     }
@@ -79,12 +84,12 @@ async fn check(
         worker,
         tasks: tasks.clone(),
     };
-    match proxy.decide_again(&record).await {
+    match proxy.recheck_stream(&record).await {
         Ok(()) => {}
-        Err(refusal) if refusal.reason == Reason::DependencyUnavailable => record.decide_anew(),
+        Err(refusal) if refusal.reason == Reason::DependencyUnavailable => record.request_recheck(),
         Err(refusal) => {
             tracing::debug!(%refusal, "a stream was closed because its client is no longer authorized");
-            record.end(&refusal);
+            record.terminate(&refusal);
             let open = Arc::downgrade(&record);
             drop(record);
             sleep(FLUSH_TIMEOUT).await;
@@ -94,21 +99,21 @@ async fn check(
             return;
         }
     }
-    record.checking(false);
+    record.set_checking(false);
 }
 
 impl Proxy {
-    async fn decide_again(&self, record: &AccessRecord) -> Result<(), Error> {
-        let Some((allowed, client, route)) = record.allowed() else {
+    async fn recheck_stream(&self, record: &AccessRecord) -> Result<(), Error> {
+        let Some((granted, client, route)) = record.granted_access() else {
             return Ok(());
         };
         let mut fields = HeaderMap::new();
-        if let Some(authorization) = &allowed.authorization {
+        if let Some(authorization) = &granted.authorization {
             fields.insert(AUTHORIZATION, authorization.clone());
         }
         let connection = record.connection();
         let port = route.as_ref().map(|route| route.target.port);
-        let port = port.or(allowed.port);
+        let port = port.or(granted.port);
         if let Some(certificate) = &client.certificate {
             let tls = self.listener.tls.as_ref().map(ArcSwap::load);
             let trust = tls.as_ref().map(|tls| &tls.trust);
@@ -117,11 +122,13 @@ impl Proxy {
         // Results of another listener are not used.
         bearer::forget(&connection.credentials.last_token);
         let expired = if self.listener.disconnect_expired {
-            Expired::Refused
+            Expired::Reject
         } else {
-            Expired::Taken(&client)
+            Expired::AcceptFor(&client)
         };
-        let identified = self.identify_by(connection, (&fields, expired), port).await;
+        let identified = self
+            .identify_with(connection, (&fields, expired), port)
+            .await;
         let (client, dependency_unavailable) = match identified {
             Err(error) if error.reason == Reason::DependencyUnavailable => {
                 client.is_in_time(self.listener.disconnect_expired)?;
@@ -129,24 +136,24 @@ impl Proxy {
             }
             identified => (identified?, None),
         };
-        record.client(&client);
-        if let Some(address) = record.direct() {
+        record.set_client(&client);
+        if let Some(address) = record.direct_address() {
             direct::check(&self.listener, &self.shared.nodes, address)?;
         }
-        let dialled = record.direct().map(Destination::Direct);
+        let direct_destination = record.direct_address().map(Destination::Direct);
         // If neither is known yet, the stream has not been authorized yet.
-        let Some(destination) = route.as_ref().map(Destination::Node).or(dialled) else {
+        let Some(destination) = route.as_ref().map(Destination::Node).or(direct_destination) else {
             return dependency_unavailable.map_or(Ok(()), Err);
         };
-        let ask = AuthzRequest {
+        let authz_request = AuthzRequest {
             client: &client,
-            from: connection.peer,
+            remote_address: connection.peer,
             destination,
-            act: allowed.act,
-            method: &allowed.method,
-            path: &allowed.path,
+            action: granted.action,
+            method: &granted.method,
+            path: &granted.path,
         };
-        self.authorize(&ask, record).await?;
+        self.authorize(&authz_request, record).await?;
         dependency_unavailable.map_or(Ok(()), Err)
     }
 }

@@ -35,46 +35,48 @@ use tracing::debug_span;
 /// # Errors
 /// If the stream cannot be opened or the target cannot be dialled.
 pub async fn connect(
-    way: StreamContext<'_>,
+    ctx: StreamContext<'_>,
     mut request: Request<RequestBody>,
 ) -> Result<Response<ResponseBody>, Error> {
-    let switched = hyper::upgrade::on(&mut request);
-    let window = (request.version() == Version::HTTP_2).then_some(way.connection.window);
-    let halves = open(way).await?;
-    way.record.opened(StatusCode::OK);
-    let hold = way.proxy.listener.errors == ErrorFormat::Kubernetes;
-    spawn(way, (switched, window), halves, hold);
+    let on_upgrade = hyper::upgrade::on(&mut request);
+    let window = (request.version() == Version::HTTP_2).then_some(ctx.connection.window);
+    let halves = open_tcp_stream(ctx).await?;
+    ctx.record.session_started(StatusCode::OK);
+    let client_speaks_first = ctx.proxy.listener.error_format == ErrorFormat::Kubernetes;
+    spawn_relay(ctx, (on_upgrade, window), halves, client_speaks_first);
     Ok(Response::new(ResponseBody::empty()))
 }
 
 /// Opens a TCP stream to the target of the route, within a bound.
-pub(super) async fn open(way: StreamContext<'_>) -> Result<(StreamSender, StreamReceiver), Error> {
-    let bound = way.proxy.shared.timeouts.connect;
-    let answered = async {
-        let opened = way
+pub(super) async fn open_tcp_stream(
+    ctx: StreamContext<'_>,
+) -> Result<(StreamSender, StreamReceiver), Error> {
+    let connect_timeout = ctx.proxy.shared.timeouts.connect;
+    let connecting = async {
+        let opened = ctx
             .tunnel
-            .open(Request::new(()), &StreamKind::Tcp, &way.route.target, false)
+            .open(Request::new(()), &StreamKind::Tcp, &ctx.route.target, false)
             .await?;
-        Ok((opened.send, opened.answer.await?))
+        Ok((opened.send, opened.response.await?))
     };
-    match tokio::time::timeout(bound, answered).await {
-        Ok(Ok((send, answer))) => {
-            forward::refusal(way, answer.headers())?;
+    match tokio::time::timeout(connect_timeout, connecting).await {
+        Ok(Ok((sender, answer))) => {
+            forward::check_edge_rejection(ctx, answer.headers())?;
             if answer.status() != StatusCode::OK {
                 let detail = format!(
                     "{} answered {} to a CONNECT",
-                    way.route.node,
+                    ctx.route.node,
                     answer.status()
                 );
                 return Err(Reason::TargetBroken.error(detail));
             }
-            Ok((send, answer.into_body()))
+            Ok((sender, answer.into_body()))
         }
-        Ok(Err(error)) => Err(forward::failed(way, &error)),
+        Ok(Err(error)) => Err(forward::stream_error(ctx, &error)),
         Err(_) => {
             let detail = format!(
-                "{} did not connect to {} within {bound:?}",
-                way.route.node, way.route.target
+                "{} did not connect to {} within {connect_timeout:?}",
+                ctx.route.node, ctx.route.target
             );
             Err(Reason::TargetTimeout.error(detail))
         }
@@ -82,36 +84,41 @@ pub(super) async fn open(way: StreamContext<'_>) -> Result<(StreamSender, Stream
 }
 
 /// Relays between a stream and the client's connection, or the client's HTTP/2 stream with this window, in a task of its own.
-pub(super) fn spawn(
-    way: StreamContext<'_>,
-    (switched, window): (OnUpgrade, Option<u32>),
-    (send, receive): (StreamSender, StreamReceiver),
-    hold: bool,
+pub(super) fn spawn_relay(
+    ctx: StreamContext<'_>,
+    (on_upgrade, window): (OnUpgrade, Option<u32>),
+    (sender, receiver): (StreamSender, StreamReceiver),
+    client_speaks_first: bool,
 ) {
-    let connection = way.connection.clone();
-    let shared = way.proxy.shared.clone();
+    let connection = ctx.connection.clone();
+    let shared = ctx.proxy.shared.clone();
     // The answer is over at once.
-    let busy = connection.idle.busy();
-    let record = way.record.clone();
-    let node = way.route.node.clone();
-    way.proxy.tasks.spawn(debug_span!("session"), async move {
-        let upgraded = match switched.await {
+    let busy_guard = connection.idle.begin_request();
+    let record = ctx.record.clone();
+    let node = ctx.route.node.clone();
+    ctx.proxy.tasks.spawn(debug_span!("session"), async move {
+        let upgraded = match on_upgrade.await {
             Ok(upgraded) => upgraded,
             Err(error) => {
                 return tracing::debug!(%error, "a client disconnected before its session began");
             }
         };
-        let waiting = BufferedBody::default();
-        let session = UpgradedClient::new(upgraded, connection, (window, waiting.clone()), busy);
-        let work = pin!(copy::relay(
+        let buffered = BufferedBody::default();
+        let session =
+            UpgradedClient::new(upgraded, connection, (window, buffered.clone()), busy_guard);
+        let relaying = pin!(copy::relay(
             session,
-            send,
-            receive,
-            record.passed.clone(),
-            hold
+            sender,
+            receiver,
+            record.bytes.clone(),
+            client_speaks_first
         ));
-        let work = pin!(track_buffered(shared.limits.pressure(), &waiting, work));
-        if let Some(outcome) = record.session_unless_ended(work).await {
+        let work = pin!(track_buffered(
+            shared.limits.memory_budget(),
+            &buffered,
+            relaying
+        ));
+        if let Some(outcome) = record.run_session_unless_terminated(work).await {
             note(&record, node.as_str(), &outcome);
         }
     });
@@ -120,11 +127,13 @@ pub(super) fn spawn(
 /// Notes how a session has ended.
 pub(super) fn note(record: &AccessRecord, node: &str, outcome: &copy::CopyOutcome) {
     match outcome {
-        copy::CopyOutcome::Clean => record.session_ended(),
-        copy::CopyOutcome::Near(error) => {
-            record.abandoned(&format!("the client aborted its session: {error}"));
+        copy::CopyOutcome::Clean => record.mark_session_ended(),
+        copy::CopyOutcome::Socket(error) => {
+            record.record_abandoned(&format!("the client aborted its session: {error}"));
         }
-        copy::CopyOutcome::Far(error) => record.failed(&Error::of_stream(node, error)),
+        copy::CopyOutcome::Stream(error) => {
+            record.record_failure(&Error::from_stream_error(node, error));
+        }
     }
 }
 
@@ -134,8 +143,8 @@ pub(super) struct UpgradedClient {
     connection: Arc<ClientConnection>,
     /// Maximum bytes buffered behind the last bytes read, if HTTP/2 is spoken.
     window: Option<u32>,
-    waiting: BufferedBody,
-    _busy: ActiveRequest,
+    buffered: BufferedBody,
+    _busy_guard: ActiveRequest,
 }
 
 impl UpgradedClient {
@@ -143,15 +152,15 @@ impl UpgradedClient {
     pub(super) fn new(
         upgraded: Upgraded,
         connection: Arc<ClientConnection>,
-        (window, waiting): (Option<u32>, BufferedBody),
-        busy: ActiveRequest,
+        (window, buffered): (Option<u32>, BufferedBody),
+        busy_guard: ActiveRequest,
     ) -> Self {
         Self {
             io: TokioIo::new(upgraded),
             connection,
             window,
-            waiting,
-            _busy: busy,
+            buffered,
+            _busy_guard: busy_guard,
         }
     }
 }
@@ -168,17 +177,17 @@ impl AsyncRead for UpgradedClient {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let before = buf.filled().len();
+        let filled_before = buf.filled().len();
         let polled = Pin::new(&mut self.io).poll_read(cx, buf);
         let Some(window) = self.window else {
             return polled;
         };
-        match buf.filled().len() - before {
-            0 if polled.is_pending() => self.waiting.none(),
-            0 => self.waiting.some(0),
+        match buf.filled().len() - filled_before {
+            0 if polled.is_pending() => self.buffered.note_pending(),
+            0 => self.buffered.note_chunk(0),
             read => {
                 let window = usize::try_from(window).unwrap_or(usize::MAX);
-                self.waiting.some(read + window);
+                self.buffered.note_chunk(read + window);
             }
         }
         polled

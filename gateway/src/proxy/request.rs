@@ -31,13 +31,13 @@ impl From<&StreamKind> for config::policy::Action {
 
 /// Bounds of a request's head.
 #[derive(Clone, Copy, Debug)]
-pub struct Bounds {
+pub struct RequestLimits {
     /// Bytes of the target.
-    pub target: usize,
+    pub target_bytes: usize,
     /// Bytes of the fields.
     pub header_bytes: usize,
     /// Fields.
-    pub headers: usize,
+    pub max_headers: usize,
 }
 
 /// Refuses a request that is too large or ambiguous.
@@ -45,10 +45,10 @@ pub struct Bounds {
 /// # Errors
 /// [`Reason::UriTooLong`], [`Reason::HeaderTooLarge`] or [`Reason::Malformed`]; [`Reason::LimitReached`] if long targets have
 /// no memory left.
-pub fn check<B>(request: &Request<B>, bounds: Bounds) -> Result<(), Error> {
-    target(request, bounds.target)?;
+pub fn check<B>(request: &Request<B>, limits: RequestLimits) -> Result<(), Error> {
+    check_target(request, limits.target_bytes)?;
     let fields = request.headers();
-    let (header_bytes, headers) = (bounds.header_bytes, bounds.headers);
+    let (header_bytes, headers) = (limits.header_bytes, limits.max_headers);
     if fields.len() > headers {
         let detail = format!(
             "the request has {} header fields; at most {headers} are allowed",
@@ -79,20 +79,20 @@ pub fn check<B>(request: &Request<B>, bounds: Bounds) -> Result<(), Error> {
             Reason::Malformed.error("the request has both Content-Length and Transfer-Encoding")
         );
     }
-    if !headers::codes_only_by_chunks(fields) {
+    if !headers::is_unencoded_or_chunked(fields) {
         return Err(Reason::Malformed.error("a Transfer-Encoding must be chunked and nothing else"));
     }
     if request.version() == Version::HTTP_11 && !fields.contains_key(HOST) {
         return Err(Reason::Malformed.error("an HTTP/1.1 request needs a Host"));
     }
-    path(request)
+    check_path(request)
 }
 
 /// Refuses a target that is too long, or was not stored for another reason (see `listener::LongTarget`).
-fn target<B>(request: &Request<B>, most: usize) -> Result<(), Error> {
+fn check_target<B>(request: &Request<B>, max_bytes: usize) -> Result<(), Error> {
     let extensions = request.extensions();
-    let refused = extensions.get::<Reason>().copied();
-    if let Some(reason) = refused.filter(|reason| *reason != Reason::UriTooLong) {
+    let rejection = extensions.get::<Reason>().copied();
+    if let Some(reason) = rejection.filter(|reason| *reason != Reason::UriTooLong) {
         return Err(reason.error(if reason == Reason::LimitReached {
             "requests with long targets use all memory that the gateway reserves for them"
         } else {
@@ -108,19 +108,19 @@ fn target<B>(request: &Request<B>, most: usize) -> Result<(), Error> {
         let detail = "the target of the request has bytes that are not ASCII; percent-encode them (RFC 3986)";
         return Err(Reason::Malformed.error(detail));
     }
-    let rest = extensions.get::<TargetOverflow>();
-    let length = path.len() + rest.map_or(0, |TargetOverflow(rest)| rest.len());
-    if refused.is_none() && length <= most {
+    let overflow = extensions.get::<TargetOverflow>();
+    let length = path.len() + overflow.map_or(0, |TargetOverflow(rest)| rest.len());
+    if rejection.is_none() && length <= max_bytes {
         return Ok(());
     }
-    let detail = if refused.is_some() {
+    let detail = if rejection.is_some() {
         format!(
-            "the target of the request is too long: at most {most} bytes are allowed \
+            "the target of the request is too long: at most {max_bytes} bytes are allowed \
              (limits.max_uri_bytes, limits.max_kubernetes_uri_bytes), and {MAX_URI_BYTES} of a path"
         )
     } else {
         format!(
-            "the target of the request has {length} bytes, at most {most} are allowed \
+            "the target of the request has {length} bytes, at most {max_bytes} are allowed \
              (limits.max_uri_bytes, limits.max_kubernetes_uri_bytes)"
         )
     };
@@ -131,28 +131,32 @@ fn target<B>(request: &Request<B>, most: usize) -> Result<(), Error> {
 ///
 /// # Errors
 /// [`Reason::HeaderTooLarge`].
-pub fn trailers(fields: &HeaderMap, header_bytes: usize, most: usize) -> Result<(), Error> {
+pub fn check_trailers(
+    fields: &HeaderMap,
+    header_bytes: usize,
+    max_fields: usize,
+) -> Result<(), Error> {
     // With RFC 7541's 32 bytes a field (§4.1): an app's engine counts them so, and ends its connection.
-    let size = headers::size(fields);
-    if fields.len() <= most && size <= header_bytes {
+    let size = headers::header_list_size(fields);
+    if fields.len() <= max_fields && size <= header_bytes {
         return Ok(());
     }
     Err(Reason::HeaderTooLarge.error(format!(
-        "the request's trailers are {} fields of {size} bytes, at most {most} of {header_bytes} are allowed",
+        "the request's trailers are {} fields of {size} bytes, at most {max_fields} of {header_bytes} are allowed",
         fields.len()
     )))
 }
 
 /// RFC 9112 §3.2: an authority is the target of CONNECT alone, and `*` of OPTIONS. A policy would be asked for a
 /// path that no rule begins with, or for one where there is none.
-fn path<B>(request: &Request<B>) -> Result<(), Error> {
+fn check_path<B>(request: &Request<B>) -> Result<(), Error> {
     let path = request.uri().path();
-    let (sound, rule) = match *request.method() {
+    let (is_valid, rule) = match *request.method() {
         Method::CONNECT => (path.is_empty(), "is host:port"),
         Method::OPTIONS if path == "*" => return Ok(()),
         _ => (path.starts_with('/'), "begins with a slash"),
     };
-    if sound {
+    if is_valid {
         return Ok(());
     }
     let detail = format!("the target of a {} {rule}", request.method());
@@ -163,12 +167,12 @@ fn path<B>(request: &Request<B>) -> Result<(), Error> {
 ///
 /// # Errors
 /// [`Reason::Malformed`] for a CONNECT with content, [`Reason::MethodNotAllowed`] if a listener of this kind does not serve it.
-pub fn kind<B: Body>(
+pub fn stream_kind<B: Body>(
     request: &Request<B>,
     listener: config::ListenerProtocol,
 ) -> Result<StreamKind, Error> {
-    let connect = is_connect(request.method());
-    match (listener, connect) {
+    let is_connect_method = is_connect(request.method());
+    match (listener, is_connect_method) {
         // RFC 9110 §9.3.6: a CONNECT has no content, and bytes parsed as content would be missing from the session.
         (config::ListenerProtocol::Connect, true)
             if request.version() < Version::HTTP_2 && !request.body().is_end_stream() =>
@@ -181,25 +185,27 @@ pub fn kind<B: Body>(
         }
         (_, true) => Err(Reason::MethodNotAllowed
             .error("CONNECT is served by a listener with protocol connect only")),
-        (_, false) => Ok(upgrade(request).map_or(StreamKind::Request, |token| {
-            StreamKind::Upgrade(token.to_owned())
-        })),
+        (_, false) => Ok(
+            upgrade_protocol(request).map_or(StreamKind::Request, |token| {
+                StreamKind::Upgrade(token.to_owned())
+            }),
+        ),
     }
 }
 
 /// Returns the protocol to switch to. A server may ignore an upgrade (RFC 9110 §7.8), and we do for HTTP itself, in TLS (RFC
 /// 2817) or not: requests inside the upgrade would bypass the policy.
-fn upgrade<B>(request: &Request<B>) -> Option<&str> {
+fn upgrade_protocol<B>(request: &Request<B>) -> Option<&str> {
     let token = headers::upgrade_token(request.headers())?;
-    let ours = request.version() == Version::HTTP_11;
-    let hides = |each: &str| {
+    let is_http11 = request.version() == Version::HTTP_11;
+    let is_http_or_tls = |each: &str| {
         let each = each.trim().to_ascii_lowercase();
         ["h2", "h3", "http", "tls"]
             .iter()
             .any(|kind| each.starts_with(kind))
     };
-    let hidden = token.split(',').any(hides);
-    (ours && !hidden).then_some(token)
+    let has_http_or_tls = token.split(',').any(is_http_or_tls);
+    (is_http11 && !has_http_or_tls).then_some(token)
 }
 
 /// The authority that a request names: of its target, or of its Host, which must be the same.
@@ -212,7 +218,7 @@ pub fn authority<B>(request: &Request<B>) -> Result<Option<&str>, Error> {
     if request.method() == Method::CONNECT {
         return Ok(target);
     }
-    let host = host(request.headers())?;
+    let host = host_header(request.headers())?;
     match (target, host) {
         (Some(target), Some(host)) if !target.eq_ignore_ascii_case(host) => Err(Reason::Malformed
             .error(format!(
@@ -225,7 +231,7 @@ pub fn authority<B>(request: &Request<B>) -> Result<Option<&str>, Error> {
     }
 }
 
-fn host(fields: &HeaderMap) -> Result<Option<&str>, Error> {
+fn host_header(fields: &HeaderMap) -> Result<Option<&str>, Error> {
     let Some(value) = fields.get(HOST) else {
         return Ok(None);
     };
@@ -241,7 +247,7 @@ fn host(fields: &HeaderMap) -> Result<Option<&str>, Error> {
 }
 
 /// Makes a client's fields fit for a tunnel: removes the fields of its connection, and those that only the gateway may set.
-pub fn clean(fields: &mut HeaderMap) {
+pub fn strip_connection_headers(fields: &mut HeaderMap) {
     headers::strip_hop_by_hop(fields);
     headers::strip_private(fields);
     debug_assert!(!fields.contains_key(wire::TARGET));
@@ -267,10 +273,10 @@ mod tests {
 
     fn refused(lines: &[(&str, &str)], uri: &str) -> Reason {
         let request = request(lines, uri);
-        let bounds = Bounds {
-            target: 500,
+        let bounds = RequestLimits {
+            target_bytes: 500,
             header_bytes: 1000,
-            headers: 10,
+            max_headers: 10,
         };
         let checked = check(&request, bounds).and_then(|()| authority(&request).map(|_| ()));
         checked.unwrap_err().reason
@@ -343,9 +349,9 @@ mod tests {
             };
             (0..count).map(each).collect()
         };
-        assert!(trailers(&list(10, 64), 1000, 10).is_ok());
+        assert!(check_trailers(&list(10, 64), 1000, 10).is_ok());
         for (count, length) in [(10, 65), (11, 0), (1, 2000)] {
-            let refused = trailers(&list(count, length), 1000, 10).unwrap_err();
+            let refused = check_trailers(&list(count, length), 1000, 10).unwrap_err();
             assert_eq!(
                 refused.reason,
                 Reason::HeaderTooLarge,
@@ -357,7 +363,7 @@ mod tests {
     #[test]
     fn an_upgrade_to_http_or_tls_is_a_plain_request() {
         let kind_of = |lines: &[(&str, &str)]| {
-            kind(&request(lines, "/"), config::ListenerProtocol::Https).unwrap()
+            stream_kind(&request(lines, "/"), config::ListenerProtocol::Https).unwrap()
         };
         assert_eq!(
             kind_of(&[("connection", "Upgrade"), ("upgrade", "websocket")]),
@@ -366,7 +372,7 @@ mod tests {
         let with_body = request(&[("connection", "Upgrade"), ("upgrade", "tcp")], "/");
         let with_body = with_body.map(|_| http_body_util::Full::new(bytes::Bytes::from("xyz")));
         assert_eq!(
-            kind(&with_body, config::ListenerProtocol::Https).unwrap(),
+            stream_kind(&with_body, config::ListenerProtocol::Https).unwrap(),
             StreamKind::Upgrade("tcp".into())
         );
         for token in ["h2c", "H2C", "TLS/1.0", "HTTP/2.0", "websocket, tls/1.2"] {
@@ -381,7 +387,7 @@ mod tests {
         let mut connect = request(&[("host", "127.0.0.1")], "edge-1:10250");
         *connect.method_mut() = Method::CONNECT;
         assert_eq!(
-            kind(&connect, config::ListenerProtocol::Connect).unwrap(),
+            stream_kind(&connect, config::ListenerProtocol::Connect).unwrap(),
             StreamKind::Tcp
         );
         assert_eq!(
@@ -389,9 +395,9 @@ mod tests {
             Some("edge-1:10250"),
             "its Host is not compared"
         );
-        let elsewhere = kind(&connect, config::ListenerProtocol::Https).unwrap_err();
+        let elsewhere = stream_kind(&connect, config::ListenerProtocol::Https).unwrap_err();
         assert_eq!(elsewhere.reason, Reason::MethodNotAllowed);
         let get = request(&[("host", "a")], "/");
-        assert!(kind(&get, config::ListenerProtocol::Connect).is_err());
+        assert!(stream_kind(&get, config::ListenerProtocol::Connect).is_err());
     }
 }

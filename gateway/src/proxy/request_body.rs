@@ -30,9 +30,9 @@ const MAX_DISCARD_BYTES: usize = 256 << 20;
 pub struct RequestBody {
     inner: Option<Incoming>,
     /// Connection of a client that speaks HTTP/1.1, which hears of the body's end.
-    condition: Option<Arc<ConnState>>,
+    connection_state: Option<Arc<ConnState>>,
     /// None where there is no body, or where the client waits to be asked for it.
-    discarding: Option<Discarding>,
+    discarder: Option<Discarding>,
 }
 
 /// Whatever discards the rest of a body.
@@ -44,18 +44,18 @@ struct Discarding {
 }
 
 impl RequestBody {
-    /// Returns the body of a request. If `is_awaited`, the client waits for a 100 before it sends any body.
+    /// Returns the body of a request. If `expects_continue`, the client waits for a 100 before it sends any body.
     pub fn new(
         inner: Incoming,
-        is_awaited: bool,
+        expects_continue: bool,
         (limits, tasks, peer): (&Arc<Limits>, &Arc<TaskGroup>, RemoteAddr),
-        condition: Option<&Arc<ConnState>>,
+        connection_state: Option<&Arc<ConnState>>,
     ) -> Self {
-        let discards = !is_awaited && !inner.is_end_stream();
+        let should_discard = !expects_continue && !inner.is_end_stream();
         Self {
-            condition: condition.filter(|_| !inner.is_end_stream()).cloned(),
+            connection_state: connection_state.filter(|_| !inner.is_end_stream()).cloned(),
             inner: Some(inner),
-            discarding: discards.then(|| Discarding {
+            discarder: should_discard.then(|| Discarding {
                 limits: limits.clone(),
                 tasks: tasks.clone(),
                 peer,
@@ -64,8 +64,8 @@ impl RequestBody {
     }
 
     /// Has the body broken off when it is dropped, and not read to its end.
-    pub(super) fn cut(&mut self) {
-        self.discarding = None;
+    pub(super) fn abort_on_drop(&mut self) {
+        self.discarder = None;
     }
 }
 
@@ -82,7 +82,7 @@ impl Body for RequestBody {
         };
         let frame = ready!(Pin::new(&mut *inner).poll_frame(cx));
         if (frame.is_none() || inner.is_end_stream())
-            && let Some(condition) = &self.condition
+            && let Some(condition) = &self.connection_state
         {
             condition.body_ended();
         }
@@ -101,30 +101,30 @@ impl Body for RequestBody {
 
 impl Drop for RequestBody {
     fn drop(&mut self) {
-        if let (Some(inner), Some(discarding)) = (self.inner.take(), self.discarding.take())
+        if let (Some(inner), Some(discarder)) = (self.inner.take(), self.discarder.take())
             && !inner.is_end_stream()
-            && let Some(place) = discarding.limits.discarded_body(discarding.peer)
+            && let Some(place) = discarder.limits.admit_discarded_body(discarder.peer)
         {
             let span = tracing::debug_span!("unwanted");
-            discarding.tasks.spawn(span, discard(inner, place));
+            discarder.tasks.spawn(span, discard(inner, place));
         }
     }
 }
 
-async fn discard(mut body: Incoming, place: Slot) {
-    let discarded = async {
-        let mut left = MAX_DISCARD_BYTES;
+async fn discard(mut body: Incoming, slot: Slot) {
+    let discarding = async {
+        let mut remaining = MAX_DISCARD_BYTES;
         while let Some(Ok(frame)) = body.frame().await {
             let length = frame.data_ref().map_or(0, Bytes::len);
-            left = left.saturating_sub(length);
-            if left == 0 {
+            remaining = remaining.saturating_sub(length);
+            if remaining == 0 {
                 return;
             }
         }
     };
     // A body that continues is aborted; over HTTP/1.1 its connection is closed too.
     tokio::select! {
-        _ = timeout(MAX_DISCARD_TIME, discarded) => {}
-        () = place.evicted() => {}
+        _ = timeout(MAX_DISCARD_TIME, discarding) => {}
+        () = slot.evicted() => {}
     }
 }

@@ -28,7 +28,7 @@ use tokio::time::Sleep;
 use tokio_util::sync::DropGuard;
 
 /// Time for which a client that does not read may delay the end of a broken answer.
-const FLUSH: Duration = Duration::from_secs(5);
+const ABORT_FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Time in which a client may take the bytes that came before its stream ended. The stream of a client that takes nothing ends
 /// without them.
@@ -41,7 +41,7 @@ pub struct ResponseBody {
     /// The socket of a client that speaks HTTP/1.1, whose next head is awaited after this body.
     socket: Option<Arc<ConnState>>,
     /// Guard of a client that speaks HTTP/2: its connection is not idle meanwhile.
-    busy: Option<ActiveRequest>,
+    busy_guard: Option<ActiveRequest>,
 }
 
 #[derive(Debug)]
@@ -59,7 +59,7 @@ enum BodySource {
     /// A stream of a tunnel.
     Tunnel(StreamReceiver),
     /// An upstream to which the gateway speaks through a tunnel.
-    App(Box<UpstreamResponseBody>),
+    Upstream(Box<UpstreamResponseBody>),
 }
 
 /// A body from a tunnel.
@@ -68,92 +68,92 @@ struct TunnelBody {
     source: BodySource,
     node: NodeName,
     record: Arc<AccessRecord>,
-    broken: Option<(StreamError, Pin<Box<Sleep>>)>,
+    failure: Option<(StreamError, Pin<Box<Sleep>>)>,
     /// Whether the connection of a client that speaks HTTP/2 had a turn to take the bytes before the break.
-    yielded: bool,
+    has_yielded: bool,
     /// Bytes that the answer's Content-Length leaves, where it has one.
-    left: Option<u64>,
+    remaining: Option<u64>,
     /// The request's body, which ends with an answer that is given up.
-    upload: Option<DropGuard>,
-    eviction: Option<Eviction>,
+    upload_guard: Option<DropGuard>,
+    eviction_handle: Option<Eviction>,
 }
 
 impl ResponseBody {
     /// No body. `record` ends with the head.
     pub fn empty() -> Self {
-        Self::of(Inner::Empty)
+        Self::from_inner(Inner::Empty)
     }
 
     /// A text of our own.
     pub fn text(text: impl Into<Bytes>) -> Self {
-        Self::of(Inner::Text(Some(text.into())))
+        Self::from_inner(Inner::Text(Some(text.into())))
     }
 
     /// A body from a tunnel.
-    pub fn stream(receive: StreamReceiver, node: &NodeName, record: &Arc<AccessRecord>) -> Self {
-        Self::streamed(BodySource::Tunnel(receive), node, record)
+    pub fn stream(receiver: StreamReceiver, node: &NodeName, record: &Arc<AccessRecord>) -> Self {
+        Self::from_source(BodySource::Tunnel(receiver), node, record)
     }
 
     /// Returns a body from an upstream to which the gateway speaks through a tunnel.
-    pub(super) fn app(
+    pub(super) fn upstream(
         body: UpstreamResponseBody,
         node: &NodeName,
         record: &Arc<AccessRecord>,
     ) -> Self {
-        Self::streamed(BodySource::App(Box::new(body)), node, record)
+        Self::from_source(BodySource::Upstream(Box::new(body)), node, record)
     }
 
-    fn streamed(source: BodySource, node: &NodeName, record: &Arc<AccessRecord>) -> Self {
+    fn from_source(source: BodySource, node: &NodeName, record: &Arc<AccessRecord>) -> Self {
         let eviction = source.eviction();
         if let Some(eviction) = &eviction {
-            eviction.answer();
-            record.evictable(eviction.clone());
+            eviction.mark_response();
+            record.set_eviction(eviction.clone());
         }
-        let streamed = TunnelBody {
-            eviction,
+        let tunnel_body = TunnelBody {
+            eviction_handle: eviction,
             source,
             node: node.clone(),
             record: record.clone(),
-            broken: None,
-            yielded: false,
-            left: None,
-            upload: None,
+            failure: None,
+            has_yielded: false,
+            remaining: None,
+            upload_guard: None,
         };
-        Self::of(Inner::Stream(Box::new(streamed)))
+        Self::from_inner(Inner::Stream(Box::new(tunnel_body)))
     }
 
-    fn of(inner: Inner) -> Self {
+    fn from_inner(inner: Inner) -> Self {
         Self {
             inner,
             socket: None,
-            busy: None,
+            busy_guard: None,
         }
     }
 
     /// Notes the Content-Length: after that many bytes the body's end may never be polled.
     #[must_use]
-    pub(super) fn sized(mut self, fields: &HeaderMap) -> Self {
+    pub(super) fn with_content_length(mut self, fields: &HeaderMap) -> Self {
         if let Inner::Stream(streamed) = &mut self.inner {
             let length = fields.get(CONTENT_LENGTH);
             let length = length.and_then(|length| length.to_str().ok());
-            streamed.left = length.and_then(|length| length.parse().ok());
+            streamed.remaining = length.and_then(|length| length.parse().ok());
         }
         self
     }
 
     /// Ties the request's body to this one: it may go on after a complete answer, but not after an abandoned one.
     #[must_use]
-    pub fn with_upload(mut self, upload: Option<DropGuard>) -> Self {
+    pub fn with_upload(mut self, upload_guard: Option<DropGuard>) -> Self {
         if let Inner::Stream(streamed) = &mut self.inner {
-            streamed.upload = upload;
+            streamed.upload_guard = upload_guard;
         }
         self
     }
 
     /// Ties the request's half of the stream to this one: if the edge gives the stream up, a client that reads nothing loses it.
     #[must_use]
-    pub fn with_request(self, send: Option<StreamSender>) -> Self {
-        if let (Some(eviction), Some(send)) = (self.eviction(), send) {
+    pub fn with_sender(self, sender: Option<StreamSender>) -> Self {
+        if let (Some(eviction), Some(send)) = (self.eviction_handle(), sender) {
             eviction.attach_sender(send);
         }
         self
@@ -161,22 +161,22 @@ impl ResponseBody {
 
     /// Keeps the connection of a client that speaks HTTP/2 busy.
     #[must_use]
-    pub fn keeping(mut self, busy: ActiveRequest) -> Self {
-        self.busy = Some(busy);
+    pub fn with_busy_guard(mut self, busy_guard: ActiveRequest) -> Self {
+        self.busy_guard = Some(busy_guard);
         self
     }
 
     /// Handle by which the connection learns that the stream is evicted; none if no tunnel brings the body.
-    pub(super) fn eviction(&self) -> Option<Eviction> {
+    pub(super) fn eviction_handle(&self) -> Option<Eviction> {
         match &self.inner {
-            Inner::Stream(streamed) => streamed.eviction.clone(),
+            Inner::Stream(streamed) => streamed.eviction_handle.clone(),
             Inner::Empty | Inner::Text(_) => None,
         }
     }
 
     /// Ties the body to the socket of a client that speaks HTTP/1.1.
     #[must_use]
-    pub fn over(mut self, socket: Option<Arc<ConnState>>) -> Self {
+    pub fn with_socket(mut self, socket: Option<Arc<ConnState>>) -> Self {
         self.socket = socket;
         self
     }
@@ -185,26 +185,26 @@ impl ResponseBody {
 impl Drop for ResponseBody {
     fn drop(&mut self) {
         if let Some(socket) = &self.socket {
-            socket.answered();
+            socket.response_complete();
         }
     }
 }
 
 impl Drop for TunnelBody {
     fn drop(&mut self) {
-        if (self.eviction.as_ref()).is_some_and(Eviction::is_evicted) {
-            let evicted = Error::of_stream(self.node.as_str(), &StreamError::Evicted);
-            self.record.failed(&evicted);
+        if (self.eviction_handle.as_ref()).is_some_and(Eviction::is_evicted) {
+            let evicted = Error::from_stream_error(self.node.as_str(), &StreamError::Evicted);
+            self.record.record_failure(&evicted);
         }
-        if let Some(eviction) = &self.eviction {
+        if let Some(eviction) = &self.eviction_handle {
             eviction.release();
         }
-        if !self.source.is_end() && self.left != Some(0) && !self.record.is_bodiless() {
+        if !self.source.is_end() && self.remaining != Some(0) && !self.record.is_bodiless() {
             let detail = "the client disconnected before the end of its answer";
-            self.record.abandoned(detail);
+            self.record.record_abandoned(detail);
         }
         if self.source.is_end()
-            && let Some(upload) = self.upload.take()
+            && let Some(upload) = self.upload_guard.take()
         {
             upload.disarm();
         }
@@ -214,15 +214,15 @@ impl Drop for TunnelBody {
 impl BodySource {
     fn eviction(&self) -> Option<Eviction> {
         match self {
-            Self::Tunnel(receive) => receive.eviction(),
-            Self::App(body) => body.eviction(),
+            Self::Tunnel(receive) => receive.eviction_handle(),
+            Self::Upstream(body) => body.eviction(),
         }
     }
 
     fn is_end(&self) -> bool {
         match self {
             Self::Tunnel(receive) => receive.is_end(),
-            Self::App(body) => body.is_end(),
+            Self::Upstream(body) => body.is_end(),
         }
     }
 }
@@ -238,7 +238,7 @@ impl TunnelBody {
                 let polled = ready!(Pin::new(receive).poll_frame(cx));
                 if let Some(Err(error)) = &polled {
                     self.record
-                        .failed(&Error::of_stream(self.node.as_str(), error));
+                        .record_failure(&Error::from_stream_error(self.node.as_str(), error));
                 }
                 // An edge sends that code to this gateway.
                 Poll::Ready(polled.map(|frame| {
@@ -248,9 +248,9 @@ impl TunnelBody {
                     })
                 }))
             }
-            BodySource::App(body) => match ready!(body.poll_frame(cx)) {
+            BodySource::Upstream(body) => match ready!(body.poll_frame(cx)) {
                 Some(Err((why, error))) => {
-                    self.record.failed(&why);
+                    self.record.record_failure(&why);
                     Poll::Ready(Some(Err(error)))
                 }
                 Some(Ok(frame)) => Poll::Ready(Some(Ok(frame))),
@@ -264,37 +264,37 @@ impl TunnelBody {
         cx: &mut Context<'_>,
         socket: Option<&Arc<ConnState>>,
     ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
-        if self.broken.is_none() && self.record.poll_ended(cx).is_ready() {
-            let ended = StreamError::cancelled();
-            self.broken = Some((ended, Box::pin(tokio::time::sleep(FLUSH_TIMEOUT))));
+        if self.failure.is_none() && self.record.poll_terminated(cx).is_ready() {
+            let cancelled = StreamError::cancelled();
+            self.failure = Some((cancelled, Box::pin(tokio::time::sleep(FLUSH_TIMEOUT))));
         }
-        if self.broken.is_none() {
+        if self.failure.is_none() {
             match ready!(self.poll_source(cx)) {
                 Some(Err(error)) => {
-                    self.broken = Some((error, Box::pin(tokio::time::sleep(FLUSH))));
+                    self.failure = Some((error, Box::pin(tokio::time::sleep(ABORT_FLUSH_TIMEOUT))));
                 }
                 Some(Ok(frame)) => {
                     if let Some(chunk) = frame.data_ref() {
                         let length = u64::try_from(chunk.len()).unwrap_or(u64::MAX);
-                        self.record.passed.down.fetch_add(length, Relaxed);
-                        self.left = self.left.map(|left| left.saturating_sub(length));
+                        self.record.bytes.down.fetch_add(length, Relaxed);
+                        self.remaining = self.remaining.map(|left| left.saturating_sub(length));
                     }
                     return Poll::Ready(Some(Ok(frame)));
                 }
                 None => return Poll::Ready(None),
             }
         }
-        if let (Some(socket), Some((_, bound))) = (socket, &mut self.broken) {
+        if let (Some(socket), Some((_, flush_timer))) = (socket, &mut self.failure) {
             let flushed = socket.poll_flushed(cx);
             if flushed.is_pending() {
-                ready!(bound.as_mut().poll(cx));
+                ready!(flush_timer.as_mut().poll(cx));
             }
-        } else if !std::mem::replace(&mut self.yielded, true) {
+        } else if !std::mem::replace(&mut self.has_yielded, true) {
             // A reset discards the data that h2 has queued for the stream.
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
-        Poll::Ready(self.broken.take().map(|(error, _)| Err(error)))
+        Poll::Ready(self.failure.take().map(|(error, _)| Err(error)))
     }
 }
 
@@ -318,7 +318,7 @@ impl Body for ResponseBody {
         match &self.inner {
             Inner::Empty => true,
             Inner::Text(text) => text.is_none(),
-            Inner::Stream(streamed) => streamed.broken.is_none() && streamed.source.is_end(),
+            Inner::Stream(streamed) => streamed.failure.is_none() && streamed.source.is_end(),
         }
     }
 

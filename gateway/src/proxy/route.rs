@@ -42,8 +42,11 @@ pub struct Route {
 }
 
 /// Returns the node that the connection or the listener names before HTTP is parsed.
-pub fn node(asked: &RouteInput<'_>, nodes: &Nodes) -> Option<NodeName> {
-    bound(asked, nodes).ok().flatten().map(|(node, _)| node)
+pub fn bound_node(input: &RouteInput<'_>, nodes: &Nodes) -> Option<NodeName> {
+    find_binding(input, nodes)
+        .ok()
+        .flatten()
+        .map(|(node, _)| node)
 }
 
 /// Meaning of an authority.
@@ -54,48 +57,53 @@ struct AuthorityMatch {
     pod: Option<IpAddr>,
     port: Option<u16>,
     /// Whether an address named the node, or a pod of it.
-    by_address: bool,
+    is_by_address: bool,
 }
 
 /// The route of a stream.
 ///
 /// # Errors
 /// [`Reason::NodeUnknown`], [`Reason::Misdirected`] or [`Reason::Malformed`], with the names.
-pub fn of(asked: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error> {
-    let meant = asked
+pub fn find_route(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error> {
+    let authority_match = input
         .authority
-        .map(|text| meaning(text, nodes))
+        .map(|text| match_authority(text, nodes))
         .transpose()?;
-    let named = meant.as_ref().and_then(|meant| meant.node.clone());
-    let bound = bound(asked, nodes)?;
-    let by_name = named.is_some() && meant.as_ref().is_some_and(|meant| !meant.by_address);
-    if bound.is_none() && !by_name {
-        pending(nodes)?;
+    let named_node = authority_match
+        .as_ref()
+        .and_then(|meant| meant.node.clone());
+    let binding = find_binding(input, nodes)?;
+    let is_named = named_node.is_some()
+        && authority_match
+            .as_ref()
+            .is_some_and(|meant| !meant.is_by_address);
+    if binding.is_none() && !is_named {
+        check_nodes_loaded(nodes)?;
     }
-    let node = match (bound, named.clone()) {
+    let node = match (binding, named_node.clone()) {
         (Some((node, by)), Some(other)) if node != other => {
-            let host = asked.authority.unwrap_or_default();
+            let host = input.authority.unwrap_or_default();
             return Err(Reason::Misdirected.error(format!(
                 "{by} names {node}, and the Host {host:?} names {other}; one of them is wrong"
             )));
         }
         (Some((node, _)), _) | (None, Some(node)) => node,
-        (None, None) => return Err(nobody(asked)),
+        (None, None) => return Err(unknown_node_error(input)),
     };
-    let ours = meant.filter(|_| named.is_some());
-    let port = ours
+    let own_match = authority_match.filter(|_| named_node.is_some());
+    let port = own_match
         .as_ref()
         .and_then(|meant| meant.port)
-        .or(asked.original.map(|address| address.port()))
-        .or(asked.port)
+        .or(input.original.map(|address| address.port()))
+        .or(input.port)
         .ok_or_else(|| {
             Reason::Malformed.error(format!(
                 "the request names no port of {node}; write {node}:<port>"
             ))
         })?;
-    let host = match ours
+    let host = match own_match
         .and_then(|meant| meant.pod)
-        .or_else(|| pod(asked.original, &node, nodes))
+        .or_else(|| pod_destination(input.original, &node, nodes))
     {
         Some(pod) => pod.to_string(),
         None => node.to_string(),
@@ -107,21 +115,24 @@ pub fn of(asked: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error> {
 }
 
 /// Returns the node that the connection or the listener is bound to, and the source of that binding.
-fn bound(asked: &RouteInput<'_>, nodes: &Nodes) -> Result<Option<(NodeName, &'static str)>, Error> {
-    if let Some(node) = asked.sni.and_then(|name| nodes.by_name(name)) {
+fn find_binding(
+    input: &RouteInput<'_>,
+    nodes: &Nodes,
+) -> Result<Option<(NodeName, &'static str)>, Error> {
+    if let Some(node) = input.sni.and_then(|name| nodes.by_name(name)) {
         return Ok(Some((node, "the SNI")));
     }
-    if let Some(original) = asked.original {
-        pending(nodes)?;
-        if let Some(node) = by_address(original.ip(), nodes)?.node {
+    if let Some(original) = input.original {
+        check_nodes_loaded(nodes)?;
+        if let Some(node) = match_address(original.ip(), nodes)?.node {
             return Ok(Some((node, "the original destination")));
         }
     }
-    Ok(asked.fixed.map(|node| (node.clone(), "this listener")))
+    Ok(input.fixed.map(|node| (node.clone(), "this listener")))
 }
 
-fn meaning(authority: &str, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
-    let (host, port) = target::split(authority).map_err(|why| {
+fn match_authority(authority: &str, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
+    let (host, port) = target::split_host_port(authority).map_err(|why| {
         Reason::Malformed.error(format!("{authority:?} is not a valid target: {why}"))
     })?;
     if let Some(node) = nodes.by_name(host) {
@@ -129,25 +140,25 @@ fn meaning(authority: &str, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
             node: Some(node),
             pod: None,
             port,
-            by_address: false,
+            is_by_address: false,
         });
     }
     match host.parse() {
-        Ok(address) => by_address(address, nodes).map(|meant| AuthorityMatch { port, ..meant }),
+        Ok(address) => match_address(address, nodes).map(|meant| AuthorityMatch { port, ..meant }),
         Err(_) => Ok(AuthorityMatch {
             node: None,
             pod: None,
             port,
-            by_address: false,
+            is_by_address: false,
         }),
     }
 }
 
-fn by_address(address: IpAddr, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
+fn match_address(address: IpAddr, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
     let (node, pod) = match nodes.by_address(address) {
         AddressMatch::Node(node) => (Some(node), None),
         AddressMatch::Pod(node) => (Some(node), Some(address.to_canonical())),
-        AddressMatch::Nobody => (None, None),
+        AddressMatch::Unknown => (None, None),
         AddressMatch::Several(several) => {
             let names: Vec<_> = several.iter().map(NodeName::as_str).collect();
             return Err(Reason::Misdirected.error(format!(
@@ -160,41 +171,42 @@ fn by_address(address: IpAddr, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
         node,
         pod,
         port: None,
-        by_address: true,
+        is_by_address: true,
     })
 }
 
 /// Fails while the nodes of the cluster are not known: an address that no node has yet may be an edge's, and one that a record
 /// has may be another node's.
-fn pending(nodes: &Nodes) -> Result<(), Error> {
-    match nodes.pending() {
+fn check_nodes_loaded(nodes: &Nodes) -> Result<(), Error> {
+    match nodes.pending_reason() {
         Some(reason) => Err(Reason::DependencyUnavailable.error(reason.to_string())),
         None => Ok(()),
     }
 }
 
 /// The original destination, if it is a pod of this very node.
-fn pod(original: Option<SocketAddr>, node: &NodeName, nodes: &Nodes) -> Option<IpAddr> {
+fn pod_destination(original: Option<SocketAddr>, node: &NodeName, nodes: &Nodes) -> Option<IpAddr> {
     let address = original?.ip();
-    let its_own = matches!(nodes.by_address(address), AddressMatch::Pod(holder) if holder == *node);
-    its_own.then(|| address.to_canonical())
+    let is_own_pod =
+        matches!(nodes.by_address(address), AddressMatch::Pod(holder) if holder == *node);
+    is_own_pod.then(|| address.to_canonical())
 }
 
-fn nobody(asked: &RouteInput<'_>) -> Error {
-    let tried: Vec<String> = [
-        asked.sni.map(|name| format!("SNI {name:?}")),
-        asked
+fn unknown_node_error(input: &RouteInput<'_>) -> Error {
+    let candidates: Vec<String> = [
+        input.sni.map(|name| format!("SNI {name:?}")),
+        input
             .original
             .map(|address| format!("original destination {address}")),
-        asked.authority.map(|text| format!("Host {text:?}")),
+        input.authority.map(|text| format!("Host {text:?}")),
     ]
     .into_iter()
     .flatten()
     .collect();
-    if tried.is_empty() {
+    if candidates.is_empty() {
         return Reason::Malformed.error("neither SNI, original destination nor Host names a node");
     }
-    Reason::NodeUnknown.error(format!("no node matches {}", tried.join(" or ")))
+    Reason::NodeUnknown.error(format!("no node matches {}", candidates.join(" or ")))
 }
 
 #[cfg(test)]

@@ -10,28 +10,28 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 /// Section 3.2 of the recommendation.
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 /// Hexadecimal digits of the identifiers of a trace and of a span.
-const TRACE: usize = 32;
-const SPAN: usize = 16;
+const TRACE_ID_LEN: usize = 32;
+const SPAN_ID_LEN: usize = 16;
 
 /// Identifier of a stream in access records and problem bodies: the trace of a valid `traceparent`, or else a random one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Trace([u8; TRACE]);
+pub struct Trace([u8; TRACE_ID_LEN]);
 
 impl Trace {
     /// Returns the trace of the client's `traceparent`, or a new identifier if that is absent or invalid.
-    pub fn of(fields: &HeaderMap) -> Self {
+    pub fn from_headers(fields: &HeaderMap) -> Self {
         let mut all = fields.get_all(TRACEPARENT).iter();
         match (all.next(), all.next()) {
-            (Some(only), None) => trace_id(only).map_or_else(Self::begin, Self),
+            (Some(only), None) => trace_id(only).map_or_else(Self::generate, Self),
             // Several fields are treated as none, because it is not clear which one is valid.
-            _ => Self::begin(),
+            _ => Self::generate(),
         }
     }
 
     /// Returns a new identifier.
-    pub fn begin() -> Self {
-        let bytes: [u8; TRACE / 2] = rand::random();
-        let mut id = [0; TRACE];
+    pub fn generate() -> Self {
+        let bytes: [u8; TRACE_ID_LEN / 2] = rand::random();
+        let mut id = [0; TRACE_ID_LEN];
         HEXLOWER.encode_mut(&bytes, &mut id);
         Self(id)
     }
@@ -52,26 +52,26 @@ pub(super) fn never_index(fields: &mut HeaderMap) {
 
 /// Returns the trace identifier of a valid `traceparent` (section 3.2.2): version, trace, span, flags. Later versions may
 /// append to it.
-fn trace_id(value: &HeaderValue) -> Option<[u8; TRACE]> {
+fn trace_id(value: &HeaderValue) -> Option<[u8; TRACE_ID_LEN]> {
     let mut parts = value.as_bytes().split(|byte| *byte == b'-');
     let (version, trace, span) = (parts.next()?, parts.next()?, parts.next()?);
     let flags = parts.next()?;
-    let ends = parts.next().is_none();
+    let is_last = parts.next().is_none();
     let is_hex = |part: &[u8], length: usize| {
         part.len() == length
             && part
                 .iter()
                 .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
     };
-    let zero = |part: &[u8]| part.iter().all(|byte| *byte == b'0');
+    let is_all_zero = |part: &[u8]| part.iter().all(|byte| *byte == b'0');
     let valid = is_hex(version, 2)
         && version != b"ff"
-        && (ends || version != b"00")
-        && is_hex(trace, TRACE)
-        && is_hex(span, SPAN)
+        && (is_last || version != b"00")
+        && is_hex(trace, TRACE_ID_LEN)
+        && is_hex(span, SPAN_ID_LEN)
         && is_hex(flags, 2)
-        && !zero(trace)
-        && !zero(span);
+        && !is_all_zero(trace)
+        && !is_all_zero(span);
     valid.then(|| trace.try_into().ok()).flatten()
 }
 
@@ -94,7 +94,7 @@ mod tests {
             // A later version may say more.
             format!("01-{CAME}-00f067aa0ba902b7-01-more"),
         ] {
-            assert_eq!(Trace::of(&with(&text)).as_str(), CAME);
+            assert_eq!(Trace::from_headers(&with(&text)).as_str(), CAME);
         }
     }
 
@@ -109,14 +109,14 @@ mod tests {
             &format!("00-{CAME}-00f067aa0ba902b7-01-more"),
             "nonsense",
         ] {
-            let trace = Trace::of(&with(text));
+            let trace = Trace::from_headers(&with(text));
             assert_ne!(trace.as_str(), CAME, "{text}");
-            assert_eq!(trace.as_str().len(), TRACE);
+            assert_eq!(trace.as_str().len(), TRACE_ID_LEN);
         }
         let mut twice = with(&format!("00-{CAME}-00f067aa0ba902b7-01"));
         twice.append(TRACEPARENT, twice[TRACEPARENT].clone());
-        assert_ne!(Trace::of(&twice).as_str(), CAME);
-        assert_ne!(Trace::of(&HeaderMap::new()), Trace::begin());
+        assert_ne!(Trace::from_headers(&twice).as_str(), CAME);
+        assert_ne!(Trace::from_headers(&HeaderMap::new()), Trace::generate());
     }
 
     #[test]

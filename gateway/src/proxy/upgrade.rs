@@ -29,43 +29,49 @@ use std::{
 use tokio::time::timeout;
 
 /// Bytes of a body without a length at most.
-const MOST_COLLECTED: usize = 64 << 10;
+const MAX_COLLECTED_BYTES: usize = 64 << 10;
 
 /// Forwards an upgrade to the protocol that `token` names.
 ///
 /// # Errors
 /// If the stream cannot be opened, or the upstream does not answer in time.
-pub async fn run(
-    way: StreamContext<'_>,
+pub async fn forward_upgrade(
+    ctx: StreamContext<'_>,
     mut request: Request<RequestBody>,
     token: &str,
 ) -> Result<Response<ResponseBody>, Error> {
-    let switched = hyper::upgrade::on(&mut request);
+    let on_upgrade = hyper::upgrade::on(&mut request);
     let (parts, body) = request.into_parts();
     let version = parts.version;
-    let mut head = forward::head(way, parts)?;
+    let mut head = forward::build_head(ctx, parts)?;
     head.headers_mut().remove(CONTENT_LENGTH);
-    let (waiting, has_content) = (BufferedBody::default(), !body.is_end_stream());
+    let (buffered, has_content) = (BufferedBody::default(), !body.is_end_stream());
     let mut content = Content {
-        body: forward::counted(way, (body, version), waiting.clone()),
+        body: forward::counted(ctx, (body, version), buffered.clone()),
         first: None,
     };
-    if has_content && let Some(length) = content.length(way).await? {
+    if has_content && let Some(length) = content.body_length(ctx).await? {
         head.headers_mut().insert(wire::CONTENT, length.into());
     }
-    let ask = StreamKind::Upgrade(token.to_owned());
-    let opened = way.tunnel.open(head, &ask, &way.route.target, false);
-    let opened = within_bound(way, opened).await?;
-    let mut send = opened.send;
-    let mut answer = pin!(forward::wait(way, opened.answer, None));
+    let stream_kind = StreamKind::Upgrade(token.to_owned());
+    let opened = ctx
+        .tunnel
+        .open(head, &stream_kind, &ctx.route.target, false);
+    let opened = with_upgrade_timeout(ctx, opened).await?;
+    let mut sender = opened.send;
+    let mut answer = pin!(forward::wait_for_response(ctx, opened.response, None));
     let answer = if has_content {
-        let pressure = way.proxy.shared.limits.pressure();
-        let mut sending = pin!(content.send(way, &mut send));
-        let mut sending = pin!(track_buffered(pressure, &waiting, sending.as_mut()));
+        let memory_budget = ctx.proxy.shared.limits.memory_budget();
+        let mut sending_body = pin!(content.send_body(ctx, &mut sender));
+        let mut sending = pin!(track_buffered(
+            memory_budget,
+            &buffered,
+            sending_body.as_mut()
+        ));
         tokio::select! {
             biased;
             early = &mut answer => {
-                let early = early.map_err(|error| forward::failed(way, &error))?;
+                let early = early.map_err(|error| forward::stream_error(ctx, &error))?;
                 if early.headers().contains_key(wire::SWITCHED) {
                     sending.await?;
                 }
@@ -73,40 +79,40 @@ pub async fn run(
             }
             done = &mut sending => {
                 done?;
-                within_bound(way, &mut answer).await?
+                with_upgrade_timeout(ctx, &mut answer).await?
             }
         }
     } else {
-        within_bound(way, &mut answer).await?
+        with_upgrade_timeout(ctx, &mut answer).await?
     };
     let Some(protocol) = answer.headers().get(wire::SWITCHED).cloned() else {
-        return refused(way, send, answer);
+        return respond_without_upgrade(ctx, sender, answer);
     };
     let (mut parts, receive) = answer.into_parts();
-    request::clean(&mut parts.headers);
+    request::strip_connection_headers(&mut parts.headers);
     parts.status = StatusCode::SWITCHING_PROTOCOLS;
     parts.version = Version::HTTP_11;
     parts
         .headers
         .insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     parts.headers.insert(UPGRADE, protocol);
-    way.record.opened(parts.status);
-    relay::spawn(way, (switched, None), (send, receive), false);
+    ctx.record.session_started(parts.status);
+    relay::spawn_relay(ctx, (on_upgrade, None), (sender, receive), false);
     Ok(Response::from_parts(parts, ResponseBody::empty()))
 }
 
-/// Waits for `work` as long as an upgrade may take.
-async fn within_bound<T>(
-    way: StreamContext<'_>,
-    work: impl Future<Output = Result<T, StreamError>>,
+/// Waits for `operation` as long as an upgrade may take.
+async fn with_upgrade_timeout<T>(
+    ctx: StreamContext<'_>,
+    operation: impl Future<Output = Result<T, StreamError>>,
 ) -> Result<T, Error> {
-    let bound = way.proxy.shared.timeouts.upgrade_first_byte;
-    let done = timeout(bound, work).await.map_err(|_| {
-        let node = &way.route.node;
-        let detail = format!("{node} did not answer the upgrade within {bound:?}");
+    let upgrade_timeout = ctx.proxy.shared.timeouts.upgrade_first_byte;
+    let result = timeout(upgrade_timeout, operation).await.map_err(|_| {
+        let node = &ctx.route.node;
+        let detail = format!("{node} did not answer the upgrade within {upgrade_timeout:?}");
         Reason::TargetTimeout.error(detail)
     })?;
-    done.map_err(|error| forward::failed(way, &error))
+    result.map_err(|error| forward::stream_error(ctx, &error))
 }
 
 /// The body of an upgrade.
@@ -118,15 +124,15 @@ struct Content {
 
 impl Content {
     /// Returns the length of a body that is not empty, after it was collected if it does not say one.
-    async fn length(&mut self, way: StreamContext<'_>) -> Result<Option<u64>, Error> {
+    async fn body_length(&mut self, ctx: StreamContext<'_>) -> Result<Option<u64>, Error> {
         if let Some(length) = self.body.length() {
             return Ok((length > 0).then_some(length));
         }
         let mut collected = BytesMut::new();
-        while let Some(chunk) = self.next(way).await? {
-            if collected.len() + chunk.len() > MOST_COLLECTED {
+        while let Some(chunk) = self.next_chunk(ctx).await? {
+            if collected.len() + chunk.len() > MAX_COLLECTED_BYTES {
                 let detail = format!(
-                    "the body of an upgrade request has more than {MOST_COLLECTED} bytes and no Content-Length; send a Content-Length for a larger body"
+                    "the body of an upgrade request has more than {MAX_COLLECTED_BYTES} bytes and no Content-Length; send a Content-Length for a larger body"
                 );
                 return Err(Reason::ContentTooLarge.error(detail));
             }
@@ -138,28 +144,35 @@ impl Content {
     }
 
     /// Sends it on a stream that goes on behind it.
-    async fn send(&mut self, way: StreamContext<'_>, send: &mut StreamSender) -> Result<(), Error> {
-        let patience = way.proxy.shared.timeouts.upload;
-        while let Some(chunk) = self.next(way).await? {
-            let taken = timeout(patience, send.data(chunk)).await.map_err(|_| {
-                let (node, patience) = (&way.route.node, humantime::format_duration(patience));
-                let detail = format!(
-                    "the app on {node} has read nothing from the request body for {patience}"
-                );
-                Reason::TargetTimeout.error(detail)
-            })?;
-            taken.map_err(|error| forward::failed(way, &error))?;
+    async fn send_body(
+        &mut self,
+        ctx: StreamContext<'_>,
+        send: &mut StreamSender,
+    ) -> Result<(), Error> {
+        let read_timeout = ctx.proxy.shared.timeouts.upload;
+        while let Some(chunk) = self.next_chunk(ctx).await? {
+            let result = timeout(read_timeout, send.send_data(chunk))
+                .await
+                .map_err(|_| {
+                    let (node, patience) =
+                        (&ctx.route.node, humantime::format_duration(read_timeout));
+                    let detail = format!(
+                        "the app on {node} has read nothing from the request body for {patience}"
+                    );
+                    Reason::TargetTimeout.error(detail)
+                })?;
+            result.map_err(|error| forward::stream_error(ctx, &error))?;
         }
         Ok(())
     }
 
-    async fn next(&mut self, way: StreamContext<'_>) -> Result<Option<Bytes>, Error> {
+    async fn next_chunk(&mut self, ctx: StreamContext<'_>) -> Result<Option<Bytes>, Error> {
         if let Some(first) = self.first.take() {
             return Ok(Some(first).filter(|first| !first.is_empty()));
         }
         loop {
             let frame = poll_fn(|cx| Pin::new(&mut self.body).poll_frame(cx)).await;
-            let Some(frame) = frame.transpose().map_err(|fault| broken(way, fault))? else {
+            let Some(frame) = frame.transpose().map_err(|fault| body_error(ctx, fault))? else {
                 return Ok(None);
             };
             // Trailers are not possible before a session.
@@ -172,20 +185,20 @@ impl Content {
     }
 }
 
-fn broken(way: StreamContext<'_>, fault: UploadError) -> Error {
-    way.record
-        .failure()
-        .unwrap_or_else(|| Reason::Malformed.with_source("the request body is incomplete", fault))
+fn body_error(ctx: StreamContext<'_>, upload_error: UploadError) -> Error {
+    ctx.record.failure().unwrap_or_else(|| {
+        Reason::Malformed.with_source("the request body is incomplete", upload_error)
+    })
 }
 
 /// Returns the answer of an upstream that did not switch, which passes whole. The rest of the answer comes over the same stream,
 /// so this end of it ends in order and not with a reset.
-fn refused(
-    way: StreamContext<'_>,
-    mut send: StreamSender,
+fn respond_without_upgrade(
+    ctx: StreamContext<'_>,
+    mut sender: StreamSender,
     answer: Response<StreamReceiver>,
 ) -> Result<Response<ResponseBody>, Error> {
     // A stream that is gone already says so in the body.
-    let _ = send.end();
-    forward::respond(way, answer)
+    let _ = sender.end();
+    forward::into_client_response(ctx, answer)
 }

@@ -23,72 +23,74 @@ pub(super) struct BufferedBody(Arc<Inner>);
 #[derive(Debug, Default)]
 struct Inner {
     /// Bytes of the last chunk, and of those that may be buffered after it.
-    held: AtomicUsize,
+    buffered_len: AtomicUsize,
     /// Since the last poll began, a chunk was handed out.
-    handed: AtomicBool,
+    has_handed_out: AtomicBool,
     /// Since the last poll began, the body was polled in vain, and nothing was handed out after it.
-    asks: AtomicBool,
+    is_polled_empty: AtomicBool,
 }
 
 impl BufferedBody {
     /// Notes that the body was polled and brings nothing yet.
-    pub(super) fn none(&self) {
-        self.0.asks.store(true, Relaxed);
+    pub(super) fn note_pending(&self) {
+        self.0.is_polled_empty.store(true, Relaxed);
     }
 
     /// Notes that the body brings a chunk. `bytes` is the size of the chunk and of the bytes that may be buffered after it; after
     /// the body's end it is 0.
-    pub(super) fn some(&self, bytes: usize) {
-        self.0.held.store(bytes, Relaxed);
-        self.0.asks.store(false, Relaxed);
-        self.0.handed.store(true, Relaxed);
+    pub(super) fn note_chunk(&self, bytes: usize) {
+        self.0.buffered_len.store(bytes, Relaxed);
+        self.0.is_polled_empty.store(false, Relaxed);
+        self.0.has_handed_out.store(true, Relaxed);
     }
 
     /// Whether bytes wait and the body was not polled for more.
-    pub(super) fn waits(&self) -> bool {
-        self.0.held.load(Relaxed) > 0 && !self.0.asks.load(Relaxed)
+    pub(super) fn is_blocked(&self) -> bool {
+        self.0.buffered_len.load(Relaxed) > 0 && !self.0.is_polled_empty.load(Relaxed)
     }
 
-    fn begin(&self) {
-        self.0.asks.store(false, Relaxed);
-        self.0.handed.store(false, Relaxed);
+    fn start_poll(&self) {
+        self.0.is_polled_empty.store(false, Relaxed);
+        self.0.has_handed_out.store(false, Relaxed);
     }
 }
 
 /// Runs `work`, which reads a body and forwards it. The buffered bytes count towards `pressure` meanwhile.
 pub(super) async fn track_buffered<F: Future>(
-    pressure: &Arc<MemoryBudget>,
-    waiting: &BufferedBody,
-    mut work: Pin<&mut F>,
+    memory_budget: &Arc<MemoryBudget>,
+    buffered: &BufferedBody,
+    mut task: Pin<&mut F>,
 ) -> F::Output {
-    let mut part = BudgetShare::new(pressure.clone());
-    let mut look = pin!(sleep(SAMPLE_INTERVAL));
-    let mut looks = false;
+    let mut share = BudgetShare::new(memory_budget.clone());
+    let mut sample_timer = pin!(sleep(SAMPLE_INTERVAL));
+    let mut is_sampling = false;
     poll_fn(|cx| {
-        waiting.begin();
-        let polled = work.as_mut().poll(cx);
+        buffered.start_poll();
+        let polled = task.as_mut().poll(cx);
         if polled.is_ready() {
             return polled;
         }
-        let held = waiting.0.held.load(Relaxed);
-        let handed = waiting.0.handed.load(Relaxed);
-        if waiting.0.asks.load(Relaxed) {
-            part.set(0);
+        let buffered_len = buffered.0.buffered_len.load(Relaxed);
+        let has_handed_out = buffered.0.has_handed_out.load(Relaxed);
+        if buffered.0.is_polled_empty.load(Relaxed) {
+            share.set(0);
             // The consumer may have polled to join chunks and may wait now: the next check shows it.
-            looks = false;
-            if !handed {
+            is_sampling = false;
+            if !has_handed_out {
                 return Poll::Pending;
             }
-        } else if held == 0 || part.bytes() > 0 {
-            looks = false;
-            part.set(held);
+        } else if buffered_len == 0 || share.bytes() > 0 {
+            is_sampling = false;
+            share.set(buffered_len);
             return Poll::Pending;
         }
-        if !std::mem::replace(&mut looks, true) {
-            look.as_mut().reset(Instant::now() + SAMPLE_INTERVAL);
+        if !std::mem::replace(&mut is_sampling, true) {
+            sample_timer
+                .as_mut()
+                .reset(Instant::now() + SAMPLE_INTERVAL);
         }
-        if look.as_mut().poll(cx).is_ready() {
-            part.set(held);
+        if sample_timer.as_mut().poll(cx).is_ready() {
+            share.set(buffered_len);
         }
         Poll::Pending
     })
@@ -114,15 +116,15 @@ mod tests {
                 let asked = poll_fn(|cx| {
                     let polled = said.poll_recv(cx);
                     match polled {
-                        Poll::Ready(bytes) => waiting.some(bytes.unwrap_or(0)),
-                        Poll::Pending => waiting.none(),
+                        Poll::Ready(bytes) => waiting.note_chunk(bytes.unwrap_or(0)),
+                        Poll::Pending => waiting.note_pending(),
                     }
                     polled
                 });
                 asked.await;
                 // Like code that joins chunks: it polls once more and then waits anyway.
                 if said.is_empty() {
-                    waiting.none();
+                    waiting.note_pending();
                 }
                 room.acquire().await.unwrap().forget();
             }

@@ -33,7 +33,7 @@ use std::{collections::BTreeMap, sync::Arc};
 #[derive(Debug)]
 pub struct UpstreamTlsPorts {
     by_port: ArcSwap<ByPort>,
-    kept: Arc<ConnectionPool>,
+    pool: Arc<ConnectionPool>,
     pins: Pins,
 }
 
@@ -50,10 +50,10 @@ pub(crate) enum CertificateUse {
 pub(crate) type ByPort = BTreeMap<u16, Arc<UpstreamTls>>;
 
 impl UpstreamTlsPorts {
-    pub(crate) fn new(by_port: ByPort, kept: ConnectionPool, pins: Pins) -> Self {
+    pub(crate) fn new(by_port: ByPort, pool: ConnectionPool, pins: Pins) -> Self {
         Self {
             by_port: ArcSwap::from_pointee(by_port),
-            kept: Arc::new(kept),
+            pool: Arc::new(pool),
             pins,
         }
     }
@@ -63,12 +63,12 @@ impl UpstreamTlsPorts {
         &self.pins
     }
 
-    pub(super) fn kept(&self) -> &Arc<ConnectionPool> {
-        &self.kept
+    pub(super) fn pool(&self) -> &Arc<ConnectionPool> {
+        &self.pool
     }
 
     /// Returns the upstream that a route leads to, if it is one of these: a port of the node's own, not of a pod on it.
-    pub(super) fn of(&self, route: &Route) -> Option<Arc<UpstreamTls>> {
+    pub(super) fn find_upstream(&self, route: &Route) -> Option<Arc<UpstreamTls>> {
         let by_port = self.by_port.load();
         if by_port.is_empty() || route.target.host != route.node.as_str() {
             return None;
@@ -77,28 +77,36 @@ impl UpstreamTlsPorts {
     }
 
     /// Returns the current upstream of a port, if it is made of this material.
-    pub(crate) fn made_of(
+    pub(crate) fn reuse_if_same_source(
         &self,
         port: u16,
-        material: &UpstreamTlsSource,
+        source: &UpstreamTlsSource,
     ) -> Option<Arc<UpstreamTls>> {
         let by_port = self.by_port.load();
-        let app = by_port.get(&port)?;
-        (app.material() == material).then(|| app.clone())
+        let upstream_tls = by_port.get(&port)?;
+        (upstream_tls.source() == source).then(|| upstream_tls.clone())
     }
 
     /// Returns the client certificate that the gateway presents to the upstream of this port.
-    pub(crate) fn leaf(&self, port: u16) -> Option<LeafCertificate> {
-        self.by_port.load().get(&port)?.material().leaf.clone()
+    pub(crate) fn client_certificate(&self, port: u16) -> Option<LeafCertificate> {
+        self.by_port
+            .load()
+            .get(&port)?
+            .source()
+            .client_certificate
+            .clone()
     }
 
     /// Returns the client certificates and the CA certificates of all upstreams, by port.
     pub(crate) fn certificates(&self) -> Vec<(u16, CertificateUse, CertificateDer<'static>)> {
-        let of = |(port, app): (&u16, &Arc<UpstreamTls>)| {
-            let material = app.material();
-            let leaf = material.leaf.as_ref().and_then(|leaf| leaf.chain().first());
+        let certificates_of_port = |(port, app): (&u16, &Arc<UpstreamTls>)| {
+            let material = app.source();
+            let leaf = material
+                .client_certificate
+                .as_ref()
+                .and_then(|leaf| leaf.chain().first());
             let leaf = leaf.map(|leaf| (*port, CertificateUse::Client, leaf.clone()));
-            let roots = match &material.believed {
+            let roots = match &material.trust {
                 ServerTrust::Signed(roots) => roots.as_slice(),
                 ServerTrust::Pinned | ServerTrust::Any => &[],
             };
@@ -107,23 +115,28 @@ impl UpstreamTlsPorts {
                 .map(|root| (*port, CertificateUse::Ca, root.clone()));
             leaf.into_iter().chain(roots).collect::<Vec<_>>()
         };
-        self.by_port.load().iter().flat_map(of).collect()
+        self.by_port
+            .load()
+            .iter()
+            .flat_map(certificates_of_port)
+            .collect()
     }
 
     /// Replaces the upstreams. Connections to those that are gone end when they become idle. Returns whether anything changed.
     pub(crate) fn replace(&self, by_port: ByPort) -> bool {
-        let same = |(port, old): (&u16, &Arc<UpstreamTls>), new: &ByPort| {
+        let is_same = |(port, old): (&u16, &Arc<UpstreamTls>), new: &ByPort| {
             new.get(port).is_some_and(|app| Arc::ptr_eq(app, old))
         };
         let old = self.by_port.load_full();
-        let unchanged = old.len() == by_port.len() && old.iter().all(|each| same(each, &by_port));
+        let unchanged =
+            old.len() == by_port.len() && old.iter().all(|each| is_same(each, &by_port));
         if unchanged {
             return false;
         }
         self.by_port.store(Arc::new(by_port));
-        let now = self.by_port.load();
+        let current = self.by_port.load();
         for (port, app) in old.iter() {
-            if !same((port, app), &now) {
+            if !is_same((port, app), &current) {
                 app.retire();
             }
         }

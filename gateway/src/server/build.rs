@@ -50,73 +50,93 @@ use std::{
 };
 use tokio::{runtime::Handle, sync::watch};
 use tokio_util::sync::CancellationToken;
-use tunnel_listener::admission;
+use tunnel_listener::build_tunnel_listener;
 
-pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
+pub(super) fn bind_gateway(gateway: Gateway) -> Result<Bound, BindError> {
     let config = gateway.config;
-    let base = DataDirState::open(&config)?;
-    let authorizer = authorizer(gateway.deciding, &config, &base)?;
-    let (workers, threads) = started(gateway.workers, &config)?;
+    let data_dir_state = DataDirState::open(&config)?;
+    let authorizer = authorizer(gateway.deciding, &config, &data_dir_state)?;
+    let (workers, owned_workers) = start_workers(gateway.workers, &config)?;
     let tunnel = bind("the tunnel port", &ListenAddr::Tcp(config.tunnel.listen))?;
     let admin = admin_listeners(&config)?;
     let hooks = (authorizer, gateway.pods, gateway.reviews);
-    let shared = Arc::new(shared(&config, &base, &workers, hooks)?);
-    let (dns, names) = dns(&config, &shared)?;
-    let port = (&config, base.given.clone());
-    let identity = TunnelIdentity::new(&base.ca, &base.store, port)?;
+    let shared = Arc::new(build_proxy_state(
+        &config,
+        &data_dir_state,
+        &workers,
+        hooks,
+    )?);
+    let (dns, names) = bind_dns(&config, &shared)?;
+    let identity_inputs = (&config, data_dir_state.external_identity.clone());
+    let identity = TunnelIdentity::new(&data_dir_state.ca, &data_dir_state.store, identity_inputs)?;
     let (ending, tasks) = (CancellationToken::new(), Arc::new(TaskGroup::default()));
-    let owner = (&tasks, &ending);
-    let listeners = Arc::new(Listeners::new(&base.ca, &shared, &workers, owner));
+    let task_owner = (&tasks, &ending);
+    let listeners = Arc::new(Listeners::new(
+        &data_dir_state.ca,
+        &shared,
+        &workers,
+        task_owner,
+    ));
     listeners.plan(&config.listeners)?.apply(None::<fn()>);
     // From here on the directory may be written to.
-    let claim = base.store.claim()?;
+    let dir_lock = data_dir_state.store.claim()?;
     let address = tunnel.local_addr();
-    let to_edges = to_edges(&config, address);
-    let admission = admission(&config, &base, &shared, (&workers, &identity), &to_edges)?;
-    let (ports, nat) = redirected(&config, &base, &listeners)?;
-    let authority = Arc::new(authority(&base, &admission, (&identity, &listeners)));
+    let to_edges = build_announcements(&config, address);
+    let tunnel_listener = build_tunnel_listener(
+        &config,
+        &data_dir_state,
+        &shared,
+        (&workers, &identity),
+        &to_edges,
+    )?;
+    let (ports, nat) = install_redirects(&config, &data_dir_state, &listeners)?;
+    let authority = Arc::new(build_ca_reload(
+        &data_dir_state,
+        &tunnel_listener,
+        (&identity, &listeners),
+    ));
     let reloader = Reloader::new(Reloadable {
         authority,
-        began: config.clone(),
+        startup_config: config.clone(),
         tunnel: address,
         listeners,
         identity,
-        to_edges,
-        nodes: base.nodes.clone(),
+        announcements: to_edges,
+        nodes: data_dir_state.nodes.clone(),
         names,
         ports,
         shared: shared.clone(),
     });
     let readiness = Readiness::default();
     let admin_app = admin_app(
-        &base,
+        &data_dir_state,
         &shared,
         ((&readiness, &admin, gateway.reloads), &reloader),
     );
     Ok(Bound {
         config,
-        claim,
-        admin_socket: admin_socket(&base.store),
-        store: base.store,
-        pins: (base.keeper, base.meetings),
+        dir_lock,
+        admin_socket: admin_socket(&data_dir_state.store),
+        store: data_dir_state.store,
+        pins: (data_dir_state.pin_writer, data_dir_state.new_pins),
         workers,
-        threads,
+        owned_workers,
         shared,
         tasks,
-        admission,
-        tunnel,
+        tunnel_listener,
+        tunnel_socket: tunnel,
         admin,
-        admin_app,
+        admin_state: admin_app,
         dns,
         reloader,
         nat,
         readiness,
-        ending,
+        end_token: ending,
     })
 }
 
 /// Returns the given workers, or starts those of the configuration, whose threads then end with the gateway.
-fn started(
+fn start_workers(
     workers: Option<Workers>,
     config: &Config,
 ) -> Result<(Workers, OwnedWorkers), BindError> {
@@ -128,7 +148,7 @@ fn started(
 }
 
 /// Returns the sender of redirected ports, for reloads, and the task that applies them.
-fn redirected(
+fn install_redirects(
     config: &Config,
     base: &DataDirState,
     listeners: &Listeners,
@@ -137,12 +157,12 @@ fn redirected(
         return Ok((watch::Sender::default(), None));
     };
     let ports = PortMap::new(redirect, &config.listeners, &listeners.addresses());
-    let (ports, told) = watch::channel(ports);
-    let nat = Nat::install(&redirect.table, &base.nodes, told)?;
+    let (ports, port_receiver) = watch::channel(ports);
+    let nat = Nat::install(&redirect.table, &base.nodes, port_receiver)?;
     Ok((ports, Some(nat)))
 }
 
-fn authority(
+fn build_ca_reload(
     base: &DataDirState,
     admission: &TunnelListener,
     (identity, listeners): (&TunnelIdentity, &Arc<Listeners>),
@@ -154,19 +174,19 @@ fn authority(
         identity: identity.clone(),
         listeners: listeners.clone(),
         registry: admission.registry.clone(),
-        ledger: admission.ledger.clone(),
+        record_writer: admission.record_writer.clone(),
         roots: watch::Sender::new(base.ca.get().bundle_pem()),
-        roll: NodeSync {
+        node_sync: NodeSync {
             store: base.store.clone(),
             nodes: base.nodes.clone(),
-            keeper: base.keeper.clone(),
+            pin_writer: base.pin_writer.clone(),
             tls: admission.tls.clone(),
             registry: admission.registry.clone(),
-            reading: admission.reading.clone(),
+            api_cache: admission.api_cache.clone(),
             tasks: Arc::default(),
             runtime: admission.workers.runtime(WorkerId(0)).clone(),
         },
-        changing: Mutex::default(),
+        change_lock: Mutex::default(),
     }
 }
 
@@ -175,7 +195,7 @@ fn admin_listeners(config: &Config) -> Result<AdminListeners, BindError> {
     let listen = ListenAddr::Tcp(config.admin.listen);
     let metrics = config.admin.metrics_listen.as_ref();
     Ok(AdminListeners {
-        pages: bind("the admin listener", &listen)?,
+        admin: bind("the admin listener", &listen)?,
         metrics: metrics
             .map(|listen| bind("admin.metrics_listen", listen))
             .transpose()?,
@@ -184,7 +204,7 @@ fn admin_listeners(config: &Config) -> Result<AdminListeners, BindError> {
 
 /// Binds the socket for commands. The client holds the lock of the directory, so an existing socket is a dead process's.
 fn admin_socket(store: &Store) -> Option<BoundSocket> {
-    let bound = BoundSocket::unix_instead(&store.admin_socket());
+    let bound = BoundSocket::unix_replacing(&store.admin_socket());
     bound
         .inspect_err(|error| {
             tracing::warn!(%error, "the Unix socket for commands is not available: commands use the admin listener");
@@ -195,47 +215,53 @@ fn admin_socket(store: &Store) -> Option<BoundSocket> {
 fn admin_app(
     base: &DataDirState,
     shared: &ProxyState,
-    ((readiness, bound, reloads), reloader): (
+    ((readiness, admin_listeners, reloads), reloader): (
         (&Readiness, &AdminListeners, ReloadSender),
         &Reloader,
     ),
 ) -> admin::AdminState {
-    let (reloader, roll) = (reloader.clone(), reloader.parts().authority.roll.clone());
-    let listens = reloader.parts().began.admin.listen;
+    let (reloader, node_sync) = (
+        reloader.clone(),
+        reloader.parts().authority.node_sync.clone(),
+    );
+    let configured_address = reloader.parts().startup_config.admin.listen;
     let certificates = {
         let reloader = reloader.clone();
         CertificateInventory(Arc::new(move || {
             certificates::certificates_in_use(reloader.parts())
         }))
     };
-    let take_up = move || {
+    let reload_ca = move || {
         let authority = &reloader.parts().authority;
-        authority.take_up().map_err(|error| error.to_string())
+        authority.reload_ca().map_err(|error| error.to_string())
     };
     admin::AdminState {
         nodes: shared.nodes.clone(),
         registry: shared.registry.clone(),
         metrics: shared.metrics.clone(),
-        pressure: shared.limits.pressure().clone(),
+        memory_budget: shared.limits.memory_budget().clone(),
         readiness: readiness.clone(),
-        address: bound.pages.local_addr().unwrap_or(listens),
-        reloads,
+        address: admin_listeners
+            .admin
+            .local_addr()
+            .unwrap_or(configured_address),
+        reload_sender: reloads,
         ca: base.ca.clone(),
         certificates,
-        take_up: CaReloadFn(Arc::new(take_up)),
-        roll,
+        reload_ca: CaReloadFn(Arc::new(reload_ca)),
+        node_sync,
     }
 }
 
 fn authorizer(
-    deciding: AuthorizerSource,
+    source: AuthorizerSource,
     config: &Config,
     base: &DataDirState,
 ) -> Result<Arc<dyn Authorize>, BindError> {
-    match (deciding, &config.policy.0) {
+    match (source, &config.policy.0) {
         (AuthorizerSource::By(authorizer), _) => Ok(authorizer),
         // Must not allow everything only because the caller has not loaded the policy file.
-        (AuthorizerSource::Policy(policy), Some(path)) if policy.is_open() => {
+        (AuthorizerSource::Policy(policy), Some(path)) if policy.allows_all() => {
             Err(BindError::File {
                 what: "policy".to_owned(),
                 path: path.clone(),
@@ -256,7 +282,7 @@ type Deciders = (
     Option<(Arc<dyn ReviewClient>, Handle)>,
 );
 
-fn shared(
+fn build_proxy_state(
     config: &Config,
     base: &DataDirState,
     workers: &Workers,
@@ -264,16 +290,16 @@ fn shared(
 ) -> Result<ProxyState, BindError> {
     let known = (&base.nodes.reader(), &base.pins);
     let by_port = upstream_tls::read_all(&config.upstream_tls, known, None)?;
-    let kept = ConnectionPool::new(workers.all().count(), config.timeouts.idle_keepalive);
+    let pool = ConnectionPool::new(workers.all().count(), config.timeouts.idle_keepalive);
     let (metrics, bound) = (Metrics::new(), config.timeouts.authorize);
     let kubernetes = config.kubernetes.clone().unwrap_or_default();
-    let answers = |asked| ReviewCache::new(asked, &kubernetes, bound, &metrics);
+    let new_review_cache = |asked| ReviewCache::new(asked, &kubernetes, bound, &metrics);
     let registry = Registry::new(workers);
     Ok(ProxyState {
-        reviews: reviews.map(answers),
+        reviews: reviews.map(new_review_cache),
         nodes: base.nodes.reader(),
         limits: Arc::new(Limits::new(config.limits.clone(), &metrics)),
-        direct: Counter::default(),
+        direct_streams: Counter::default(),
         streams: Arc::new(OpenStreams::new(
             workers.all().count(),
             (authorizer.clone(), registry.clone()),
@@ -281,38 +307,41 @@ fn shared(
         )),
         registry,
         authorizer,
-        apps: UpstreamTlsPorts::new(by_port, kept, base.pins.clone()),
+        upstream_tls_ports: UpstreamTlsPorts::new(by_port, pool, base.pins.clone()),
         pods,
         metrics,
         timeouts: config.timeouts.clone(),
-        uri_bytes: config.limits.max_uri_bytes,
-        kubernetes_uri_bytes: config.limits.max_kubernetes_uri_bytes,
+        max_uri_bytes: config.limits.max_uri_bytes,
+        max_kubernetes_uri_bytes: config.limits.max_kubernetes_uri_bytes,
         header_bytes: config.limits.max_header_bytes,
         max_headers: config.limits.max_headers,
     })
 }
 
-fn dns(
+fn bind_dns(
     config: &Config,
     shared: &ProxyState,
 ) -> Result<(Option<dns::BoundSockets>, NodeNames), BindError> {
     let bound = config.dns.0.as_ref().map(|dns| {
-        dns::BoundSockets::at(dns.listen).map_err(|cause| BindError::Listen {
+        dns::BoundSockets::bind(dns.listen).map_err(|cause| BindError::Listen {
             what: "the DNS server".to_owned(),
             listen: dns.listen.to_string(),
             cause,
         })
     });
-    let zones = Zones::of(config).map_err(BindError::Name)?;
+    let zones = Zones::from_config(config).map_err(BindError::Name)?;
     let names = NodeNames::new(zones, shared.nodes.clone(), shared.metrics.clone());
     Ok((bound.transpose()?, names))
 }
 
 /// Returns the addresses and ports that are announced to edges.
-fn to_edges(
+fn build_announcements(
     config: &Config,
     address: Option<SocketAddr>,
 ) -> (AdvertisedGateways, AnnouncedPortsCell) {
     let advertised = AdvertisedGateways::new(advertised(&config.tunnel, address));
-    (advertised, AnnouncedPortsCell::new(config.listed.clone()))
+    (
+        advertised,
+        AnnouncedPortsCell::new(config.announced_ports.clone()),
+    )
 }

@@ -32,12 +32,12 @@ pub(super) struct CaReload {
     pub(super) identity: TunnelIdentity,
     pub(super) listeners: Arc<Listeners>,
     pub(super) registry: Registry,
-    pub(super) roll: NodeSync,
-    pub(super) ledger: NodeRecordWriter,
+    pub(super) node_sync: NodeSync,
+    pub(super) record_writer: NodeRecordWriter,
     /// The roots that edges are to trust, as PEM.
     pub(super) roots: watch::Sender<String>,
     /// Serializes changes.
-    pub(super) changing: Mutex<()>,
+    pub(super) change_lock: Mutex<()>,
 }
 
 impl CaReload {
@@ -45,19 +45,22 @@ impl CaReload {
     ///
     /// # Errors
     /// If the CA cannot be read or used; then nothing changes.
-    pub(super) fn take_up(&self) -> Result<bool, BindError> {
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(super) fn reload_ca(&self) -> Result<bool, BindError> {
+        let _changing = self
+            .change_lock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let Some(next) = self.store.ca()? else {
-            if !self.ca.get().is_believed() {
+            if !self.ca.get().is_trusted() {
                 return Ok(false);
             }
             return Err(BindError::NoCa(self.store.root_path()));
         };
-        if next.state() == self.ca.get().state() {
+        if next.version() == self.ca.get().version() {
             return Ok(false);
         }
         let same_domain = next.trust_domain() == self.ca.get().trust_domain();
-        if !same_domain && !self.ca.get().is_believed() {
+        if !same_domain && !self.ca.get().is_trusted() {
             let (found, here) = (next.trust_domain().clone(), self.ca.get());
             tracing::error!(
                 %found,
@@ -70,47 +73,47 @@ impl CaReload {
             let why = "the CA in the data directory has another trust domain; it takes effect at the next start";
             return Err(BindError::Name(why.to_owned()));
         }
-        let port = self.identity.turn_to(&next)?;
-        let listeners = self.listeners.turn_to(&next)?;
-        let stays = next.fingerprints();
-        let gone = self.ca.get().fingerprints();
-        let gone = !gone.iter().all(|root| stays.contains(root));
+        let tunnel_update = self.identity.prepare_ca(&next)?;
+        let listeners = self.listeners.prepare_ca(&next)?;
+        let next_roots = next.fingerprints();
+        let current_roots = self.ca.get().fingerprints();
+        let gone = !current_roots.iter().all(|root| next_roots.contains(root));
         let before = self.ca.get();
         self.roots.send_replace(next.bundle_pem());
         self.ca.swap(next);
-        if let Some((tls, leaf)) = port {
+        if let Some((tls, leaf)) = tunnel_update {
             self.tls.store(Arc::new(tls));
-            self.identity.show(leaf);
+            self.identity.replace_certificate(leaf);
         }
         listeners.apply();
         log_change(&before, &self.ca.get());
-        ca_rotation::tell(&self.ca.get(), &self.registry);
+        ca_rotation::announce_rotation(&self.ca.get(), &self.registry);
         if gone {
-            self.roll.look();
+            self.node_sync.spawn_refresh();
         }
         Ok(true)
     }
 
     /// Reloads the nodes of the data directory.
-    pub(super) fn look(&self) {
-        self.roll.look();
+    pub(super) fn refresh_nodes(&self) {
+        self.node_sync.spawn_refresh();
     }
 
     /// Installs the tunnel port's new TLS, and disconnects edges that it does not trust.
-    pub(super) fn turn(&self, tls: Tls) {
+    pub(super) fn install_tls(&self, tls: Tls) {
         self.tls.store(Arc::new(tls));
-        self.roll.look();
+        self.node_sync.spawn_refresh();
     }
 }
 
 /// Logs what has changed: the roots, the imported chain of listeners, or both.
-fn log_change(before: &Ca, now: &Ca) {
-    let (signs, other) = (now.fingerprint(), now.other());
-    if (signs, other) != (before.fingerprint(), before.other()) {
+fn log_change(previous: &Ca, current: &Ca) {
+    let (signs, other) = (current.fingerprint(), current.other());
+    if (signs, other) != (previous.fingerprint(), previous.other()) {
         tracing::info!(%signs, ?other, "another CA is in use");
     }
-    let chain = now.listener_ca();
-    if chain == before.listener_ca() {
+    let chain = current.listener_ca();
+    if chain == previous.listener_ca() {
         return;
     }
     let Some(chain) = chain else {
@@ -119,7 +122,7 @@ fn log_change(before: &Ca, now: &Ca) {
         );
         return;
     };
-    let ends = Duration::from_secs(chain.first_to_end.not_after.as_secs());
+    let ends = Duration::from_secs(chain.first_to_expire.not_after.as_secs());
     tracing::info!(
         chain = chain.intermediate.subject,
         root = chain.root.subject,

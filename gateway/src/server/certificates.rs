@@ -10,9 +10,9 @@ pub(super) fn certificates_in_use(parts: &Reloadable) -> Option<Vec<CertificateI
     let mut all = ca_certificates(&parts.authority.ca.get());
     all.extend(parts.identity.certificates());
     all.extend(parts.listeners.certificates()?);
-    let apps = parts.shared.apps.certificates().into_iter();
-    all.extend(apps.filter_map(|(port, shown, certificate)| {
-        let used_for = match shown {
+    let apps = parts.shared.upstream_tls_ports.certificates().into_iter();
+    all.extend(apps.filter_map(|(port, certificate_use, certificate)| {
+        let used_for = match certificate_use {
             CertificateUse::Client => format!("app:{port}"),
             CertificateUse::Ca => format!("app_ca:{port}"),
         };
@@ -23,7 +23,7 @@ pub(super) fn certificates_in_use(parts: &Reloadable) -> Option<Vec<CertificateI
 
 /// Returns the roots of the own CA, and of an imported chain of listeners the certificate that ends first.
 fn ca_certificates(ca: &Ca) -> Vec<CertificateInUse> {
-    if !ca.is_believed() {
+    if !ca.is_trusted() {
         return Vec::new();
     }
     let roots = ca.roots().into_iter().filter_map(|(stage, root)| {
@@ -35,7 +35,7 @@ fn ca_certificates(ca: &Ca) -> Vec<CertificateInUse> {
         CertificateInUse::read(used_for, root, None)
     });
     let listener_ca = ca.listener_ca().and_then(|info| {
-        let first = info.first_to_end;
+        let first = info.first_to_expire;
         let read = CertificateInUse::read("listener_ca", &first.certificate, None)?;
         let subject = first.subject;
         Some(CertificateInUse { subject, ..read })

@@ -21,9 +21,9 @@ pub(super) struct DataDirState {
     pub(super) ca: LiveCa,
     pub(super) nodes: NodesWriter,
     pub(super) pins: Pins,
-    pub(super) keeper: PinWriter,
-    pub(super) meetings: mpsc::Receiver<NewPin>,
-    pub(super) given: Option<ExternalIdentity>,
+    pub(super) pin_writer: PinWriter,
+    pub(super) new_pins: mpsc::Receiver<NewPin>,
+    pub(super) external_identity: Option<ExternalIdentity>,
 }
 
 impl DataDirState {
@@ -35,7 +35,7 @@ impl DataDirState {
         let access = given
             .as_ref()
             .map_or(OpenMode::Existing, |_| OpenMode::Create);
-        let there = config.data_dir.exists();
+        let existed = config.data_dir.exists();
         let store = match Store::open(&config.data_dir, access) {
             Err(StoreError::Missing { .. }) => return Err(no_ca()),
             opened => opened?,
@@ -49,40 +49,40 @@ impl DataDirState {
                 )));
             }
             (Some(ca), _) => ca,
-            (None, Some(given)) => Ca::unbelieved(&given.domain)?,
+            (None, Some(given)) => Ca::placeholder(&given.domain)?,
             (None, None) => return Err(no_ca()),
         };
-        if !there {
+        if !existed {
             let data_dir = config.data_dir.display();
             tracing::warn!(%data_dir, "the data directory was created now, so it contains no nodes and no revocations");
         }
-        let nodes = known(config, &store)?;
+        let nodes = load_nodes(config, &store)?;
         let (pins, writer, meetings) = pins(store.pins().all()?);
         let keeper = PinWriter {
             store: store.clone(),
             nodes: nodes.reader(),
-            cluster: config.kubernetes.is_some(),
+            follows_cluster: config.kubernetes.is_some(),
             writer,
         };
         Ok(Self {
             nodes,
             pins,
-            keeper,
-            meetings,
+            pin_writer: keeper,
+            new_pins: meetings,
             ca: LiveCa::new(ca),
             store,
-            given,
+            external_identity: given,
         })
     }
 }
 
-fn known(config: &Config, store: &Store) -> Result<NodesWriter, BindError> {
+fn load_nodes(config: &Config, store: &Store) -> Result<NodesWriter, BindError> {
     let nodes = NodesWriter::default();
-    nodes.replace(node_sync::records(store)?);
-    nodes.zones(&config.zones());
-    nodes.revoke(config.tunnel.unwelcome());
+    nodes.replace(node_sync::read_records(store)?);
+    nodes.replace_zones(&config.zones());
+    nodes.replace_revoked(config.tunnel.revoked_nodes());
     if config.kubernetes.is_some() {
-        nodes.pending(NODES_PENDING);
+        nodes.set_pending(NODES_PENDING);
     }
     Ok(nodes)
 }

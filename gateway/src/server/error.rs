@@ -46,15 +46,15 @@ pub enum BindError {
     },
     /// The socket of another listener of this gateway occupies the address.
     #[error(
-        "listener {listener:?} cannot listen on {listen}: listener {by:?} of this gateway uses that address; remove {by:?} with one reload, and add {listener:?} with the next"
+        "listener {listener:?} cannot listen on {listen}: listener {holder:?} of this gateway uses that address; remove {holder:?} with one reload, and add {listener:?} with the next"
     )]
-    Held {
+    AddressHeld {
         /// The listener to be opened.
         listener: String,
         /// Its address.
         listen: String,
         /// The listener that has the socket.
-        by: String,
+        holder: String,
     },
     /// A name in the configuration is invalid.
     #[error("{0}")]
@@ -64,7 +64,7 @@ pub enum BindError {
     Redirect(#[from] NatError),
     /// A gateway that drains opens no listeners any more.
     #[error("the gateway is draining; the configuration takes effect at the next start")]
-    Leaving,
+    Draining,
     /// The workers cannot be started.
     #[error("the gateway's threads cannot be started: {0}")]
     Workers(io::Error),

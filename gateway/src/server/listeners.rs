@@ -33,17 +33,17 @@ pub(super) struct Listeners {
     workers: Workers,
     tasks: Arc<TaskGroup>,
     /// Asks all listeners, and their connections, to finish.
-    ending: CancellationToken,
-    standing: Mutex<ActiveListeners>,
+    end_token: CancellationToken,
+    active: Mutex<ActiveListeners>,
 }
 
 /// The current listeners.
 #[derive(Debug, Default)]
 struct ActiveListeners {
     /// Whether clients are admitted; new listeners then open at once.
-    open: bool,
+    is_open: bool,
     /// Whether the gateway drains; no listener opens any more.
-    over: bool,
+    is_draining: bool,
     listeners: Vec<ActiveListener>,
     removed: Vec<Removed>,
 }
@@ -56,51 +56,51 @@ impl ActiveListeners {
             let Some(listener) = removed.listener.upgrade() else {
                 return false;
             };
-            let name = &removed.material.listener.name;
-            let back = listeners
+            let name = &removed.source.listener.name;
+            let reopened = listeners
                 .iter()
-                .find(|stand| stand.material.listener.name == *name);
-            if let Some(back) = back {
+                .find(|stand| stand.source.listener.name == *name);
+            if let Some(back) = reopened {
                 let _ = listener.successor.set(back.listener.clone());
             }
-            back.is_none()
+            reopened.is_none()
         });
     }
 
     /// Returns the removed listeners that still have streams.
     fn removed(&self) -> impl Iterator<Item = (&ListenerSource, Arc<Listener>)> {
         let removed = self.removed.iter();
-        removed.filter_map(|removed| Some((&removed.material, removed.listener.upgrade()?)))
+        removed.filter_map(|removed| Some((&removed.source, removed.listener.upgrade()?)))
     }
 
     /// Makes the streams of removed listeners subject to the rebuilt listeners.
-    fn replace_removed(&mut self, all: Vec<Rebuilt>) {
+    fn apply_rebuilt(&mut self, all: Vec<Rebuilt>) {
         for rebuilt in all {
-            let before = Arc::downgrade(&rebuilt.before);
+            let before = Arc::downgrade(&rebuilt.previous);
             let mut removed = self.removed.iter_mut();
             if let Some(removed) = removed.find(|removed| removed.listener.ptr_eq(&before)) {
                 removed.listener = Arc::downgrade(&rebuilt.listener);
-                removed.material = rebuilt.material;
+                removed.source = rebuilt.source;
                 // Each listener is replaced once.
-                let _ = rebuilt.before.successor.set(rebuilt.listener);
+                let _ = rebuilt.previous.successor.set(rebuilt.listener);
             }
         }
     }
 
     /// Adds to a bind error which other listener of this gateway has the socket.
-    fn explain(&self, listener: &config::Listener, error: BindError) -> BindError {
+    fn explain_bind_error(&self, listener: &config::Listener, error: BindError) -> BindError {
         let config::ListenAddr::Tcp(address) = listener.listen else {
             return error;
         };
         let port = |stand: &&ActiveListener| {
-            let there = stand.socket.local_addr();
-            there.is_some_and(|there| there.port() == address.port())
+            let local_addr = stand.socket.local_addr();
+            local_addr.is_some_and(|there| there.port() == address.port())
         };
         match (error, self.listeners.iter().find(port)) {
-            (BindError::Listen { listen, .. }, Some(stand)) => BindError::Held {
+            (BindError::Listen { listen, .. }, Some(stand)) => BindError::AddressHeld {
                 listener: listener.name.clone(),
                 listen,
-                by: stand.material.listener.name.clone(),
+                holder: stand.source.listener.name.clone(),
             },
             (error, _) => error,
         }
@@ -110,25 +110,25 @@ impl ActiveListeners {
 /// One listener, with its socket.
 #[derive(Debug)]
 struct ActiveListener {
-    material: ListenerSource,
+    source: ListenerSource,
     listener: Arc<Listener>,
-    entrance: Arc<ListenerSocket>,
+    listener_socket: Arc<ListenerSocket>,
     socket: BoundSocket,
 }
 
 impl ActiveListener {
     /// Whether `listener` continues on this socket, that is, has the same address. If the system chooses the port, the name
     /// distinguishes listeners.
-    fn carries(&self, listener: &config::Listener) -> bool {
-        let own = &self.material.listener;
-        let chosen =
+    fn can_continue_as(&self, listener: &config::Listener) -> bool {
+        let own = &self.source.listener;
+        let is_system_port =
             matches!(listener.listen, config::ListenAddr::Tcp(address) if address.port() == 0);
-        own.listen == listener.listen && (own.name == listener.name || !chosen)
+        own.listen == listener.listen && (own.name == listener.name || !is_system_port)
     }
 
     fn open(&self) {
-        let listener = &self.material.listener.name;
-        match self.entrance.open(&self.socket) {
+        let listener = &self.source.listener.name;
+        match self.listener_socket.start_accepting(&self.socket) {
             Ok(()) => {
                 let address = self.socket.local_addr();
                 let address = address.map_or_else(|| "unix".to_owned(), |at| at.to_string());
@@ -142,15 +142,15 @@ impl ActiveListener {
 /// Listener that a reload has removed, as long as it has open streams.
 #[derive(Debug)]
 struct Removed {
-    material: ListenerSource,
+    source: ListenerSource,
     listener: Weak<Listener>,
 }
 
 /// Removed listener, rebuilt from the current state of its files and of the other listeners.
 #[derive(Debug)]
 struct Rebuilt {
-    before: Arc<Listener>,
-    material: ListenerSource,
+    previous: Arc<Listener>,
+    source: ListenerSource,
     listener: Arc<Listener>,
 }
 
@@ -167,16 +167,16 @@ enum ListenerChange {
 
 impl ListenerChange {
     /// Whether the listener at this index of the old list stays.
-    fn is_at(&self, place: usize) -> bool {
-        matches!(self, Self::Keep(kept) | Self::Replace(kept, ..) if *kept == place)
+    fn keeps_index(&self, index: usize) -> bool {
+        matches!(self, Self::Keep(kept) | Self::Replace(kept, ..) if *kept == index)
     }
 
     /// The configuration and file contents that the listener is made of.
-    fn material<'a>(&'a self, standing: &'a ActiveListeners) -> &'a ListenerSource {
+    fn source<'a>(&'a self, active: &'a ActiveListeners) -> &'a ListenerSource {
         match self {
-            Self::Keep(place) => &standing.listeners[*place].material,
+            Self::Keep(place) => &active.listeners[*place].source,
             Self::Replace(_, material, _) => material,
-            Self::Open(stand) => &stand.material,
+            Self::Open(stand) => &stand.source,
         }
     }
 }
@@ -184,7 +184,7 @@ impl ListenerChange {
 /// New list of listeners, completely built and not yet applied.
 #[derive(Debug)]
 pub(super) struct ListenerUpdate<'a> {
-    standing: MutexGuard<'a, ActiveListeners>,
+    active: MutexGuard<'a, ActiveListeners>,
     steps: Vec<ListenerChange>,
     removed: Vec<Rebuilt>,
 }
@@ -192,22 +192,22 @@ pub(super) struct ListenerUpdate<'a> {
 /// New TLS configurations of all listeners, built for the new CA and not yet installed.
 #[derive(Debug)]
 pub(super) struct TlsUpdate<'a> {
-    _standing: MutexGuard<'a, ActiveListeners>,
+    _active: MutexGuard<'a, ActiveListeners>,
     shared: &'a ProxyState,
-    turned: Vec<(Arc<Listener>, ListenerTls)>,
+    updates: Vec<(Arc<Listener>, ListenerTls)>,
 }
 
 impl TlsUpdate<'_> {
     /// Installs the configurations, for new connections.
     pub(super) fn apply(self) {
-        for (listener, tls) in self.turned {
+        for (listener, tls) in self.updates {
             // Mints the leaf by the new CA, which logs names that an imported chain does not permit.
             if let Some(leaves) = &tls.leaves {
-                leaves.leaf(None);
+                leaves.leaf_for_sni(None);
             }
-            listener.turn_to(tls);
+            listener.replace_tls(tls);
         }
-        self.shared.streams.changed();
+        self.shared.streams.request_recheck();
     }
 }
 
@@ -230,59 +230,65 @@ impl Listeners {
         workers: &Workers,
         (tasks, ending): (&Arc<TaskGroup>, &CancellationToken),
     ) -> Self {
-        let (fetching, runtime) = (TaskGroup::new(ending), workers.runtime(WorkerId(0)).clone());
+        let (fetch_tasks, runtime) = (TaskGroup::new(ending), workers.runtime(WorkerId(0)).clone());
         let (bound, metrics) = (shared.timeouts.authorize, shared.metrics.clone());
         Self {
-            issuers: JwksFetchers::new(fetching, runtime, bound, metrics),
+            issuers: JwksFetchers::new(fetch_tasks, runtime, bound, metrics),
             ca: ca.clone(),
             shared: shared.clone(),
             workers: workers.clone(),
             tasks: tasks.clone(),
-            ending: ending.clone(),
-            standing: Mutex::default(),
+            end_token: ending.clone(),
+            active: Mutex::default(),
         }
     }
 
     /// Returns names and addresses; unix sockets have no address.
     pub(super) fn addresses(&self) -> Vec<(String, Option<SocketAddr>)> {
-        let address = |stand: &ActiveListener| {
-            let name = stand.material.listener.name.clone();
+        let address_of = |stand: &ActiveListener| {
+            let name = stand.source.listener.name.clone();
             (name, stand.socket.local_addr())
         };
-        self.standing().listeners.iter().map(address).collect()
+        self.standing().listeners.iter().map(address_of).collect()
     }
 
     /// Returns the certificates of all listeners, presented and trusted; or `None` while a reload reads files.
     pub(super) fn certificates(&self) -> Option<Vec<CertificateInUse>> {
-        let standing = match self.standing.try_lock() {
+        let standing = match self.active.try_lock() {
             Ok(standing) => standing,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        let of = |stand: &ActiveListener| {
-            let mut all = stand.material.certificates();
-            let made = stand.listener.made_certificate();
-            let used_for = format!("listener:{}", stand.material.listener.name);
-            let made = made.and_then(|made| CertificateInUse::read(used_for, &made, None));
+        let certificates_of = |stand: &ActiveListener| {
+            let mut all = stand.source.certificates();
+            let generated = stand.listener.generated_certificate();
+            let used_for = format!("listener:{}", stand.source.listener.name);
+            let made = generated.and_then(|made| CertificateInUse::read(used_for, &made, None));
             all.extend(made.map(CertificateInUse::issued_by_us));
             all
         };
-        Some(standing.listeners.iter().flat_map(of).collect())
+        Some(
+            standing
+                .listeners
+                .iter()
+                .flat_map(certificates_of)
+                .collect(),
+        )
     }
 
     /// Opens the listeners to clients.
     pub(super) fn open(&self) {
         let mut standing = self.standing();
-        standing.open = true;
+        standing.is_open = true;
         standing.listeners.iter().for_each(ActiveListener::open);
     }
 
     /// Waits until all listeners are asked to finish, and closes their sockets: new clients are then refused at once and do not
     /// wait in vain.
     pub(super) async fn retire(&self) {
-        self.ending.cancelled().await;
+        self.end_token.cancelled().await;
         let mut standing = self.standing();
-        standing.over = true;
+        standing.is_draining = true;
         standing.listeners.clear();
     }
 
@@ -292,19 +298,19 @@ impl Listeners {
         listeners: &[config::Listener],
     ) -> Result<ListenerUpdate<'_>, BindError> {
         let standing = self.standing();
-        if standing.over {
-            return Err(BindError::Leaving);
+        if standing.is_draining {
+            return Err(BindError::Draining);
         }
         let mut steps: Vec<ListenerChange> = Vec::with_capacity(listeners.len());
         for listener in listeners {
-            let place = standing
+            let index = standing
                 .listeners
                 .iter()
-                .position(|stand| stand.carries(listener));
-            let current = place.map(|place| &standing.listeners[place].material);
-            let material = ListenerSource::read_in_place_of(listener, current)?;
-            steps.push(match place {
-                Some(place) if standing.listeners[place].material == material => {
+                .position(|stand| stand.can_continue_as(listener));
+            let current = index.map(|place| &standing.listeners[place].source);
+            let material = ListenerSource::read_replacing(listener, current)?;
+            steps.push(match index {
+                Some(place) if standing.listeners[place].source == material => {
                     ListenerChange::Keep(place)
                 }
                 Some(place) => {
@@ -312,14 +318,16 @@ impl Listeners {
                     ListenerChange::Replace(place, material, proxies)
                 }
                 None => {
-                    let opened = self.stand(material);
-                    ListenerChange::Open(opened.map_err(|error| standing.explain(listener, error))?)
+                    let opened = self.open_listener(material);
+                    ListenerChange::Open(
+                        opened.map_err(|error| standing.explain_bind_error(listener, error))?,
+                    )
                 }
             });
         }
         let removed = self.rebuild_removed(&standing, &steps);
         Ok(ListenerUpdate {
-            standing,
+            active: standing,
             steps,
             removed,
         })
@@ -333,18 +341,22 @@ impl Listeners {
         standing: &ActiveListeners,
         steps: &[ListenerChange],
     ) -> Vec<Rebuilt> {
-        let others: Vec<_> = steps.iter().map(|step| step.material(standing)).collect();
-        let stays = |(place, stand): &(usize, &ActiveListener)| {
-            let name = &stand.material.listener.name;
-            let named = others.iter().any(|other| other.listener.name == *name);
-            named || steps.iter().any(|step| step.is_at(*place))
+        let current_sources: Vec<_> = steps.iter().map(|step| step.source(standing)).collect();
+        let is_kept = |(place, stand): &(usize, &ActiveListener)| {
+            let name = &stand.source.listener.name;
+            let named = current_sources
+                .iter()
+                .any(|other| other.listener.name == *name);
+            named || steps.iter().any(|step| step.keeps_index(*place))
         };
-        let going = standing.listeners.iter().enumerate();
-        let going = going.filter(|going| !stays(going));
-        let going = going.map(|(_, stand)| (&stand.material, stand.listener.clone()));
+        let removed_now = standing.listeners.iter().enumerate();
+        let going = removed_now.filter(|going| !is_kept(going));
+        let going = going.map(|(_, stand)| (&stand.source, stand.listener.clone()));
         let mut rebuilt = Vec::new();
         for (before, listener) in standing.removed().chain(going) {
-            let revoked = others.iter().filter(|other| before.shares_ca(other));
+            let revoked = current_sources
+                .iter()
+                .filter(|other| before.shares_ca(other));
             let revoked = revoked.flat_map(|other| &other.listener.client_auth.revoked);
             match self.rebuild((before, &listener), revoked) {
                 Ok(Some(built)) => rebuilt.push(built),
@@ -361,10 +373,10 @@ impl Listeners {
     /// Rebuilds a removed listener, if its inputs have changed.
     fn rebuild<'a>(
         &self,
-        (before, listener): (&ListenerSource, &Arc<Listener>),
+        (previous_source, listener): (&ListenerSource, &Arc<Listener>),
         revoked: impl Iterator<Item = &'a config::Serial>,
     ) -> Result<Option<Rebuilt>, BindError> {
-        let mut configured = before.listener.clone();
+        let mut configured = previous_source.listener.clone();
         let listed = &mut configured.client_auth.revoked;
         for serial in revoked {
             if !listed.contains(serial) {
@@ -372,43 +384,43 @@ impl Listeners {
             }
         }
         let material = ListenerSource::read(&configured)?;
-        if material == *before {
+        if material == *previous_source {
             return Ok(None);
         }
-        let built = material.build((&self.ca, &self.issuers), &self.shared, listener.listens)?;
+        let built = material.build((&self.ca, &self.issuers), &self.shared, listener.bound_port)?;
         Ok(Some(Rebuilt {
-            before: listener.clone(),
-            material,
+            previous: listener.clone(),
+            source: material,
             listener: Arc::new(built),
         }))
     }
 
     /// Builds the TLS of all listeners for another CA. Blocks other calls that plan.
-    pub(super) fn turn_to(&self, ca: &Ca) -> Result<TlsUpdate<'_>, BindError> {
+    pub(super) fn prepare_ca(&self, ca: &Ca) -> Result<TlsUpdate<'_>, BindError> {
         let standing = self.standing();
         let all = standing.listeners.iter();
-        let all = all.map(|stand| (&stand.material, stand.listener.clone()));
-        let mut turned = Vec::new();
+        let all = all.map(|stand| (&stand.source, stand.listener.clone()));
+        let mut updates = Vec::new();
         for (material, listener) in all.chain(standing.removed()) {
             let tls = material.tls(ca, (&self.ca, &self.shared.nodes))?;
-            turned.extend(tls.map(|tls| (listener, tls)));
+            updates.extend(tls.map(|tls| (listener, tls)));
         }
         Ok(TlsUpdate {
-            _standing: standing,
+            _active: standing,
             shared: &self.shared,
-            turned,
+            updates,
         })
     }
 
-    fn stand(&self, material: ListenerSource) -> Result<ActiveListener, BindError> {
+    fn open_listener(&self, material: ListenerSource) -> Result<ActiveListener, BindError> {
         let listener = &material.listener;
         let socket = bind(&format!("listener {:?}", listener.name), &listener.listen)?;
         let (built, proxies) = self.proxies(&material, &socket)?;
-        let entrance = ListenerSocket::new(&self.workers, proxies, self.ending.child_token());
+        let entrance = ListenerSocket::new(&self.workers, proxies, self.end_token.child_token());
         Ok(ActiveListener {
-            material,
+            source: material,
             listener: built,
-            entrance,
+            listener_socket: entrance,
             socket,
         })
     }
@@ -432,7 +444,7 @@ impl Listeners {
     }
 
     fn standing(&self) -> MutexGuard<'_, ActiveListeners> {
-        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+        self.active.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -440,68 +452,68 @@ impl ListenerUpdate<'_> {
     /// Applies the update. New `rules` come into force in between, so that no stream of a new listener is checked by the old
     /// rules, and no stream of an old listener by the new ones.
     pub(super) fn apply(mut self, rules: Option<impl FnOnce()>) -> ListenerDiff {
-        let mut done = ListenerDiff::default();
-        let before = std::mem::take(&mut self.standing.listeners);
+        let mut diff = ListenerDiff::default();
+        let before = std::mem::take(&mut self.active.listeners);
         let mut before: Vec<Option<ActiveListener>> = before.into_iter().map(Some).collect();
-        let linger = rules.is_none();
+        let has_grace_period = rules.is_none();
         for (place, stand) in before.iter().flatten().enumerate() {
-            let stays = |step: &ListenerChange| matches!(step, ListenerChange::Keep(kept) if *kept == place);
-            if !self.steps.iter().any(stays) {
-                stand.entrance.retire(linger);
+            let is_keep = |step: &ListenerChange| matches!(step, ListenerChange::Keep(kept) if *kept == place);
+            if !self.steps.iter().any(is_keep) {
+                stand.listener_socket.retire(has_grace_period);
             }
         }
         if let Some(rules) = rules {
             rules();
         }
         for step in self.steps {
-            let name = |stand: &ActiveListener| stand.material.listener.name.clone();
+            let name = |stand: &ActiveListener| stand.source.listener.name.clone();
             let stand = match step {
                 ListenerChange::Keep(place) => before[place].take(),
                 ListenerChange::Replace(place, material, (listener, proxies)) => before[place]
                     .take()
                     .map(|stand| {
-                        stand.entrance.replace(proxies);
+                        stand.listener_socket.replace_config(proxies);
                         // Each listener is replaced once.
                         let _ = stand.listener.successor.set(listener.clone());
                         ActiveListener {
-                            material,
+                            source: material,
                             listener,
                             ..stand
                         }
                     })
-                    .inspect(|stand| done.replaced.push(name(stand))),
+                    .inspect(|stand| diff.replaced.push(name(stand))),
                 ListenerChange::Open(stand) => {
-                    if self.standing.open {
+                    if self.active.is_open {
                         stand.open();
                     }
-                    done.opened.push(name(&stand));
+                    diff.opened.push(name(&stand));
                     Some(stand)
                 }
             };
-            self.standing.listeners.extend(stand);
+            self.active.listeners.extend(stand);
         }
-        self.standing.forget_removed();
+        self.active.forget_removed();
         for stand in before.into_iter().flatten() {
             // The streams of a listener that has moved are decided about by its new rules.
-            let name = &stand.material.listener.name;
-            let mut listeners = self.standing.listeners.iter();
-            if let Some(moved) = listeners.find(|moved| moved.material.listener.name == *name) {
+            let name = &stand.source.listener.name;
+            let mut listeners = self.active.listeners.iter();
+            if let Some(moved) = listeners.find(|moved| moved.source.listener.name == *name) {
                 let _ = stand.listener.successor.set(moved.listener.clone());
             }
-            stand.entrance.close();
-            if let config::ListenAddr::Unix(path) = &stand.material.listener.listen {
+            stand.listener_socket.close();
+            if let config::ListenAddr::Unix(path) = &stand.source.listener.listen {
                 // A task that has removed it already has done the same.
                 let _ = std::fs::remove_file(path);
             }
-            done.closed.push(stand.material.listener.name.clone());
+            diff.closed.push(stand.source.listener.name.clone());
             if stand.listener.successor.get().is_none() {
-                self.standing.removed.push(Removed {
+                self.active.removed.push(Removed {
                     listener: Arc::downgrade(&stand.listener),
-                    material: stand.material,
+                    source: stand.source,
                 });
             }
         }
-        self.standing.replace_removed(self.removed);
-        done
+        self.active.apply_rebuilt(self.removed);
+        diff
     }
 }

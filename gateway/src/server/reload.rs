@@ -14,7 +14,7 @@ use super::{
 use crate::{
     config::{self, Config, Redirect},
     control::{
-        broadcast::{announce, listing},
+        broadcast::{announce, ports_message},
         dns::{NodeNames, Zones},
         nat::PortMap,
     },
@@ -41,13 +41,13 @@ pub struct Reloader(Arc<Reloadable>);
 pub(super) struct Reloadable {
     pub(super) authority: Arc<CaReload>,
     /// Configuration at the start of the gateway.
-    pub(super) began: Config,
+    pub(super) startup_config: Config,
     /// Address of the tunnel port.
     pub(super) tunnel: Option<SocketAddr>,
     pub(super) listeners: Arc<Listeners>,
     pub(super) identity: TunnelIdentity,
     /// Addresses and ports that are announced to edges.
-    pub(super) to_edges: (AdvertisedGateways, AnnouncedPortsCell),
+    pub(super) announcements: (AdvertisedGateways, AnnouncedPortsCell),
     pub(super) nodes: NodesWriter,
     pub(super) names: NodeNames,
     /// Redirected ports.
@@ -62,13 +62,13 @@ pub struct PendingReload<'a> {
     listeners: ListenerUpdate<'a>,
     redirect: Option<(Redirect, Vec<config::Listener>)>,
     identity: PendingIdentity,
-    apps: ByPort,
+    upstream_tls: ByPort,
     advertised: GatewayEndpoints,
-    listed: Option<AnnouncedPorts>,
+    announced_ports: Option<AnnouncedPorts>,
     revoked: BTreeSet<NodeName>,
     node_zones: Vec<String>,
     zones: Option<Zones>,
-    at_restart: Vec<&'static str>,
+    needs_restart: Vec<&'static str>,
 }
 
 /// Summary of a reload.
@@ -80,7 +80,7 @@ pub struct ReloadSummary {
     /// Whether the identity of the tunnel port has changed (`tunnel.identity`).
     pub identity: bool,
     /// Whether the upstreams to which the gateway speaks TLS, or their files, have changed.
-    pub apps: bool,
+    pub upstream_tls: bool,
     /// Whether the addresses or the number of gateways announced to edges have changed.
     pub advertised: bool,
     /// Whether the revoked nodes have changed (`tunnel.revoked`).
@@ -88,7 +88,7 @@ pub struct ReloadSummary {
     /// Whether DNS answers for names of nodes have changed (`dns`).
     pub dns: bool,
     /// Keys that differ from the configuration at the start, and wait for the next start.
-    pub at_restart: Vec<&'static str>,
+    pub needs_restart: Vec<&'static str>,
 }
 
 impl Reloader {
@@ -104,7 +104,7 @@ impl Reloader {
     pub fn prepare(&self, config: &Config) -> Result<PendingReload<'_>, BindError> {
         let parts = &self.0;
         // Independent of the configuration, everything that depends on the CA is built from the current CA.
-        parts.authority.take_up()?;
+        parts.authority.reload_ca()?;
         Ok(PendingReload {
             listeners: parts.listeners.plan(&config.listeners)?,
             redirect: config
@@ -113,20 +113,20 @@ impl Reloader {
                 .map(|redirect| (redirect, config.listeners.clone())),
             identity: parts.identity.prepare(&config::Tunnel {
                 // The current address of the port, and not the address after a restart.
-                listen: parts.began.tunnel.listen,
+                listen: parts.startup_config.tunnel.listen,
                 ..config.tunnel.clone()
             })?,
-            apps: {
-                let apps = &parts.shared.apps;
+            upstream_tls: {
+                let apps = &parts.shared.upstream_tls_ports;
                 let known = (&parts.shared.nodes, apps.pins());
                 upstream_tls::read_all(&config.upstream_tls, known, Some(apps))?
             },
             advertised: advertised(&config.tunnel, parts.tunnel),
-            listed: config.listed.clone(),
-            revoked: config.tunnel.unwelcome(),
+            announced_ports: config.announced_ports.clone(),
+            revoked: config.tunnel.revoked_nodes(),
             node_zones: config.zones(),
-            zones: zones(&parts.began, config)?,
-            at_restart: RESTART_KEYS.changed(&parts.began, config),
+            zones: zones(&parts.startup_config, config)?,
+            needs_restart: RESTART_KEYS.changed(&parts.startup_config, config),
             parts,
         })
     }
@@ -142,8 +142,8 @@ impl Reloader {
     }
 
     /// Records that a configuration was refused: it could not be read, or not be prepared.
-    pub fn refused(&self) {
-        self.0.shared.metrics.reloaded(false);
+    pub fn record_refused(&self) {
+        self.0.shared.metrics.count_reload(false);
     }
 
     pub(super) fn parts(&self) -> &Reloadable {
@@ -162,54 +162,54 @@ impl PendingReload<'_> {
     pub fn apply_with(self, rules: Option<impl FnOnce()>) -> ReloadSummary {
         let parts = self.parts;
         // Done before the admitted nodes are checked.
-        let revoked = parts.nodes.revoke(self.revoked);
+        let revoked = parts.nodes.replace_revoked(self.revoked);
         let tls = parts.identity.apply(self.identity);
         let identity = tls.is_some();
         match tls {
-            Some(tls) => parts.authority.turn(tls),
+            Some(tls) => parts.authority.install_tls(tls),
             // The directory may have been replaced by that of another gateway.
-            None => parts.authority.look(),
+            None => parts.authority.refresh_nodes(),
         }
-        let (all, listed) = &parts.to_edges;
+        let (all, listed) = &parts.announcements;
         let advertised = all.replace(self.advertised);
         if advertised {
-            let GatewayEndpoints { gateways, replicas } = all.all();
-            let line = GatewayMessage::Gateways { gateways, replicas };
-            announce(&parts.shared.registry, |_| [line.clone()]);
+            let GatewayEndpoints { gateways, replicas } = all.get();
+            let message = GatewayMessage::Gateways { gateways, replicas };
+            announce(&parts.shared.registry, |_| [message.clone()]);
         }
         // A name that DNS serves must be known to the gateway.
-        parts.nodes.zones(&self.node_zones);
+        parts.nodes.replace_zones(&self.node_zones);
         let dns = self.zones.is_some_and(|zones| parts.names.replace(zones));
-        let apps = parts.shared.apps.replace(self.apps);
+        let apps = parts.shared.upstream_tls_ports.replace(self.upstream_tls);
         let listeners = self.listeners.apply(rules);
         if let Some((redirect, configured)) = self.redirect {
-            let redirected = PortMap::new(&redirect, &configured, &parts.listeners.addresses());
-            parts.ports.send_replace(redirected);
+            let port_map = PortMap::new(&redirect, &configured, &parts.listeners.addresses());
+            parts.ports.send_replace(port_map);
         }
-        parts.shared.streams.changed();
+        parts.shared.streams.request_recheck();
         // Announced after the listeners changed, except for removals: an edge would refuse requests that are still in transit.
-        if listed.replace(self.listed) {
+        if listed.replace(self.announced_ports) {
             announce(&parts.shared.registry, |edge| {
-                listing(&edge.admitted, listed)
+                ports_message(&edge.tunnel, listed)
             });
         }
-        parts.shared.metrics.reloaded(true);
+        parts.shared.metrics.count_reload(true);
         ReloadSummary {
             listeners,
             identity,
-            apps,
+            upstream_tls: apps,
             advertised,
             revoked,
             dns,
-            at_restart: self.at_restart,
+            needs_restart: self.needs_restart,
         }
     }
 }
 
 /// Returns the new zones of the DNS server. A server that is removed or added at the next start stays as it is until then.
-fn zones(began: &Config, now: &Config) -> Result<Option<Zones>, BindError> {
-    let stays = began.dns.0.is_some() && now.dns.0.is_some();
-    let zones = stays.then(|| Zones::of(now)).transpose();
+fn zones(startup: &Config, current: &Config) -> Result<Option<Zones>, BindError> {
+    let has_server = startup.dns.0.is_some() && current.dns.0.is_some();
+    let zones = has_server.then(|| Zones::from_config(current)).transpose();
     zones.map_err(BindError::Name)
 }
 
@@ -328,26 +328,26 @@ impl fmt::Display for ReloadSummary {
             replaced,
             closed,
         } = &self.listeners;
-        let mut said = Vec::new();
+        let mut parts = Vec::new();
         for (what, names) in [
             ("opened", opened),
             ("changed", replaced),
             ("closed", closed),
         ] {
             if !names.is_empty() {
-                said.push(format!("{what} {}", names.join(", ")));
+                parts.push(format!("{what} {}", names.join(", ")));
             }
         }
-        let listeners = if said.is_empty() {
+        let listeners = if parts.is_empty() {
             "listeners unchanged".to_owned()
         } else {
-            format!("listeners: {}", said.join("; "))
+            format!("listeners: {}", parts.join("; "))
         };
         f.write_str(&listeners)?;
         if self.identity {
             f.write_str("; tunnel.identity files changed")?;
         }
-        if self.apps {
+        if self.upstream_tls {
             f.write_str("; upstream_tls changed")?;
         }
         if self.advertised {
@@ -359,11 +359,11 @@ impl fmt::Display for ReloadSummary {
         if self.dns {
             f.write_str("; dns changed")?;
         }
-        if !self.at_restart.is_empty() {
+        if !self.needs_restart.is_empty() {
             write!(
                 f,
                 "; takes effect at the next start: {}",
-                self.at_restart.join(", ")
+                self.needs_restart.join(", ")
             )?;
         }
         Ok(())

@@ -34,11 +34,11 @@ use tokio::time::sleep;
 const LIFETIME: Duration = Duration::from_hours(7 * 24);
 /// Divisor of a certificate's lifetime: an external certificate with less than this part left is late. Vault's agent renews at a
 /// tenth.
-const LATE: u64 = 20;
+const LATE_DIVISOR: u64 = 20;
 /// Configuration key of the external identity.
-const WHAT: &str = "tunnel.identity";
+const CONFIG_KEY: &str = "tunnel.identity";
 /// Maximum time between checks of the certificate. A timer stands still while a machine is suspended.
-const LOOK: Duration = Duration::from_hours(1);
+const CHECK_INTERVAL: Duration = Duration::from_hours(1);
 
 /// Current certificate and trust of the tunnel port. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -47,7 +47,7 @@ pub(super) struct TunnelIdentity {
     store: Store,
     names: Arc<ArcSwap<Vec<HostName>>>,
     leaf: Arc<ReloadableCert>,
-    given: Option<Arc<Mutex<ExternalIdentity>>>,
+    external: Option<Arc<Mutex<ExternalIdentity>>>,
     cluster: Option<KubernetesIdentity>,
 }
 
@@ -66,7 +66,7 @@ pub(super) struct ExternalIdentity {
 pub(super) struct PendingIdentity {
     names: Vec<HostName>,
     leaf: Option<LeafCertificate>,
-    given: Option<(ExternalIdentity, Tls)>,
+    external: Option<(ExternalIdentity, Tls)>,
     cluster: Option<(ClusterCa, Tls)>,
 }
 
@@ -87,8 +87,8 @@ pub(super) fn check(config: &config::Config) -> Result<(), BindError> {
 fn roots(files: &config::Identity) -> Result<Vec<CertificateDer<'static>>, BindError> {
     let mut roots = Vec::new();
     for path in &files.client_ca {
-        let found = external::roots(&text(WHAT, path)?);
-        roots.extend(found.map_err(|error| file(WHAT, path, error.to_string()))?);
+        let found = external::parse_roots(&text(CONFIG_KEY, path)?);
+        roots.extend(found.map_err(|error| file(CONFIG_KEY, path, error.to_string()))?);
     }
     Ok(roots)
 }
@@ -98,44 +98,48 @@ impl ExternalIdentity {
     pub(super) fn read(files: &config::Identity) -> Result<Self, BindError> {
         // Both are set: the validation of the configuration ensures it.
         let path = |path: &Option<PathBuf>| path.clone().unwrap_or_default();
-        let (shown, key) = (path(&files.chain), path(&files.key));
-        let read = external::gateway(&text(WHAT, &shown)?, &text(WHAT, &key)?);
-        let (leaf, domain) = read.map_err(|error| file(WHAT, &shown, error.to_string()))?;
+        let (chain_path, key) = (path(&files.chain), path(&files.key));
+        let read =
+            external::load_gateway(&text(CONFIG_KEY, &chain_path)?, &text(CONFIG_KEY, &key)?);
+        let (leaf, domain) =
+            read.map_err(|error| file(CONFIG_KEY, &chain_path, error.to_string()))?;
         Ok(Self {
             leaf,
-            chain: shown,
+            chain: chain_path,
             roots: roots(files)?,
             domain,
             any_node: files.any_node,
         })
     }
 
-    fn tls(&self, shows: Arc<dyn ResolvesServerCert>, store: &Store) -> Result<Tls, BindError> {
-        let trust = TrustStore::given(&self.roots, &self.domain).map_err(unbuilt)?;
+    fn tls(&self, resolver: Arc<dyn ResolvesServerCert>, store: &Store) -> Result<Tls, BindError> {
+        let trust = TrustStore::external(&self.roots, &self.domain).map_err(trust_error)?;
         let tickets = store.ticket_secret()?;
-        let tls = Tls::new(shows, trust, &tickets).map_err(unbuilt)?;
+        let tls = Tls::new(resolver, trust, &tickets).map_err(trust_error)?;
         Ok(tls.any_node(self.any_node))
     }
 
     /// Logs if the certificate has expired or should have been renewed. Returns the time until the next check.
-    fn look(&self) -> Duration {
-        let facts = self.leaf.chain().first().map(Certificate::read);
-        let Some(Ok(facts)) = facts else { return LOOK };
-        let (now, ends) = (UnixTime::now().as_secs(), facts.not_after);
-        let late = ends.saturating_sub(facts.not_before) / LATE;
-        let (chain, left) = (self.chain.display(), ends.saturating_sub(now));
-        let next = if now > ends {
+    fn check_expiry(&self) -> Duration {
+        let facts = self.leaf.chain().first().map(Certificate::parse);
+        let Some(Ok(facts)) = facts else {
+            return CHECK_INTERVAL;
+        };
+        let (now, not_after) = (UnixTime::now().as_secs(), facts.not_after);
+        let late_before = not_after.saturating_sub(facts.not_before) / LATE_DIVISOR;
+        let (chain, left) = (self.chain.display(), not_after.saturating_sub(now));
+        let next = if now > not_after {
             tracing::error!(%chain, "the certificate of the tunnel port has expired: edges refuse it");
-            LOOK.as_secs()
-        } else if left <= late {
+            CHECK_INTERVAL.as_secs()
+        } else if left <= late_before {
             let left = humantime::format_duration(Duration::from_secs(left));
             tracing::warn!(%chain, %left, "the certificate of the tunnel port expires soon, and no new one was loaded: renew the certificate, or check whether the last reload was refused");
             // It is logged again at the expiry.
-            ends - now + 1
+            not_after - now + 1
         } else {
-            left - late
+            left - late_before
         };
-        LOOK.min(Duration::from_secs(next))
+        CHECK_INTERVAL.min(Duration::from_secs(next))
     }
 }
 
@@ -147,7 +151,7 @@ impl TunnelIdentity {
     ) -> Result<Self, BindError> {
         let cluster = KubernetesIdentity::read(config.signer())?;
         let config = &config.tunnel;
-        let names = names(&config.advertise, config.listen.ip())?;
+        let names = host_names(&config.advertise, config.listen.ip())?;
         let leaf = match &given {
             Some(given) => given.leaf.clone(),
             None => ca.get().issue_gateway(&names, LIFETIME)?,
@@ -157,44 +161,46 @@ impl TunnelIdentity {
             store: store.clone(),
             names: Arc::new(ArcSwap::from_pointee(names)),
             leaf: Arc::new(ReloadableCert::new(leaf)),
-            given: given.map(|given| Arc::new(Mutex::new(given))),
+            external: given.map(|given| Arc::new(Mutex::new(given))),
             cluster,
         })
     }
 
-    fn given(&self) -> Option<ExternalIdentity> {
-        let given = self.given.as_ref()?;
+    fn external_identity(&self) -> Option<ExternalIdentity> {
+        let given = self.external.as_ref()?;
         let given = given.lock().unwrap_or_else(PoisonError::into_inner);
         Some(given.clone())
     }
 
     /// Returns the tunnel port's TLS, with `ca` as the signer unless an external CA is configured.
     pub(super) fn tls(&self, ca: &Ca) -> Result<Tls, BindError> {
-        if let Some(given) = self.given() {
+        if let Some(given) = self.external_identity() {
             return given.tls(self.leaf.clone(), &self.store);
         }
-        self.signing(ca, self.cluster.as_ref().map(KubernetesIdentity::trust))
+        self.tls_for_own_ca(ca, self.cluster.as_ref().map(KubernetesIdentity::trust))
     }
 
-    fn signing(&self, ca: &Ca, cluster: Option<ClusterCa>) -> Result<Tls, BindError> {
-        let trust = TrustStore::of(ca).map_err(unbuilt)?;
+    fn tls_for_own_ca(&self, ca: &Ca, cluster: Option<ClusterCa>) -> Result<Tls, BindError> {
+        let trust = TrustStore::from_ca(ca).map_err(trust_error)?;
         let tickets = self.store.ticket_secret()?;
-        let tls = Tls::new(self.leaf.clone(), trust, &tickets).map_err(unbuilt)?;
-        tls.vouched(self.leaf.clone(), cluster).map_err(unbuilt)
+        let tls = Tls::new(self.leaf.clone(), trust, &tickets).map_err(trust_error)?;
+        tls.with_cluster_ca(self.leaf.clone(), cluster)
+            .map_err(trust_error)
     }
 
     /// Builds the identity of a new configuration.
     pub(super) fn prepare(&self, config: &config::Tunnel) -> Result<PendingIdentity, BindError> {
-        let names = names(&config.advertise, config.listen.ip())?;
-        match (&config.identity, self.given()) {
+        let names = host_names(&config.advertise, config.listen.ip())?;
+        match (&config.identity, self.external_identity()) {
             (Some(files), Some(now)) => {
                 let mut next = ExternalIdentity::read(files)?;
                 let leaf = next.leaf.replacing(Some(&now.leaf), UnixTime::now());
-                next.leaf = leaf.map_err(|error| file(WHAT, &next.chain, error.to_string()))?;
+                next.leaf =
+                    leaf.map_err(|error| file(CONFIG_KEY, &next.chain, error.to_string()))?;
                 if next.domain != now.domain {
                     let (next, now) = (next.domain, now.domain);
                     return Err(file(
-                        WHAT,
+                        CONFIG_KEY,
                         &files.chain.clone().unwrap_or_default(),
                         format!(
                             "it has trust domain {next}, but this gateway has trust domain {now} until its next start"
@@ -208,7 +214,7 @@ impl TunnelIdentity {
                 Ok(PendingIdentity {
                     names,
                     leaf: None,
-                    given: given.transpose()?,
+                    external: given.transpose()?,
                     cluster: None,
                 })
             }
@@ -216,33 +222,33 @@ impl TunnelIdentity {
             (None, Some(_)) => Ok(PendingIdentity {
                 names,
                 leaf: None,
-                given: None,
+                external: None,
                 cluster: None,
             }),
             (_, None) => {
-                let same = **self.names.load() == names;
-                let leaf = (!same).then(|| self.ca.get().issue_gateway(&names, LIFETIME));
+                let same_names = **self.names.load() == names;
+                let leaf = (!same_names).then(|| self.ca.get().issue_gateway(&names, LIFETIME));
                 Ok(PendingIdentity {
                     leaf: leaf.transpose()?,
                     names,
-                    given: None,
-                    cluster: self.another_cluster()?,
+                    external: None,
+                    cluster: self.reload_cluster_ca()?,
                 })
             }
         }
     }
 
     /// Returns the cluster's CA, if its files differ from the CA that is trusted now.
-    fn another_cluster(&self) -> Result<Option<(ClusterCa, Tls)>, BindError> {
+    fn reload_cluster_ca(&self) -> Result<Option<(ClusterCa, Tls)>, BindError> {
         let next = self
             .cluster
             .as_ref()
-            .map(KubernetesIdentity::again)
+            .map(KubernetesIdentity::reload_if_changed)
             .transpose()?;
         let Some(next) = next.flatten() else {
             return Ok(None);
         };
-        let tls = self.signing(&self.ca.get(), Some(next.clone()))?;
+        let tls = self.tls_for_own_ca(&self.ca.get(), Some(next.clone()))?;
         Ok(Some((next, tls)))
     }
 
@@ -250,44 +256,44 @@ impl TunnelIdentity {
     pub(super) fn apply(&self, next: PendingIdentity) -> Option<Tls> {
         self.names.store(Arc::new(next.names));
         if let Some(leaf) = next.leaf {
-            self.show(leaf);
+            self.replace_certificate(leaf);
         }
         if let (Some(cluster), Some((next, tls))) = (&self.cluster, next.cluster) {
-            cluster.turn(next);
+            cluster.replace_trust(next);
             return Some(tls);
         }
-        let (next, tls) = next.given?;
-        self.show(next.leaf.clone());
-        if let Some(given) = &self.given {
+        let (next, tls) = next.external?;
+        self.replace_certificate(next.leaf.clone());
+        if let Some(given) = &self.external {
             *given.lock().unwrap_or_else(PoisonError::into_inner) = next;
         }
         Some(tls)
     }
 
     /// Returns TLS and certificate of the tunnel port for this CA, or `None` with an external CA.
-    pub(super) fn turn_to(&self, ca: &Ca) -> Result<Option<(Tls, LeafCertificate)>, BindError> {
-        if self.given.is_some() {
+    pub(super) fn prepare_ca(&self, ca: &Ca) -> Result<Option<(Tls, LeafCertificate)>, BindError> {
+        if self.external.is_some() {
             return Ok(None);
         }
-        Ok(Some((self.tls(ca)?, self.leaf_of(ca)?)))
+        Ok(Some((self.tls(ca)?, self.issue_certificate(ca)?)))
     }
 
-    fn leaf_of(&self, ca: &Ca) -> Result<LeafCertificate, CaError> {
+    fn issue_certificate(&self, ca: &Ca) -> Result<LeafCertificate, CaError> {
         ca.issue_gateway(&self.names.load(), LIFETIME)
     }
 
     /// Returns the certificates of the tunnel port, presented and trusted.
     pub(super) fn certificates(&self) -> Vec<CertificateInUse> {
         let leaf = self.leaf.get();
-        let Some(given) = self.given() else {
-            let own = leaf.chain().first();
-            let own = own.and_then(|own| CertificateInUse::read("tunnel", own, None));
+        let Some(given) = self.external_identity() else {
+            let presented = leaf.chain().first();
+            let own = presented.and_then(|own| CertificateInUse::read("tunnel", own, None));
             let own = own.map(CertificateInUse::issued_by_us).into_iter();
             let cluster = self.cluster.as_ref().map(KubernetesIdentity::certificates);
             return own.chain(cluster.into_iter().flatten()).collect();
         };
-        let shown = leaf.chain().first();
-        let shown = shown
+        let presented = leaf.chain().first();
+        let shown = presented
             .and_then(|shown| CertificateInUse::read("tunnel", shown, Some(given.chain.clone())));
         let roots = given.roots.iter();
         let roots = roots.filter_map(|root| CertificateInUse::read("tunnel_client_ca", root, None));
@@ -300,7 +306,7 @@ impl TunnelIdentity {
     }
 
     /// Presents this certificate from now on.
-    pub(super) fn show(&self, leaf: LeafCertificate) {
+    pub(super) fn replace_certificate(&self, leaf: LeafCertificate) {
         self.leaf.swap(leaf);
     }
 
@@ -308,13 +314,13 @@ impl TunnelIdentity {
     /// Never ends.
     pub(super) async fn renew(self) {
         loop {
-            if let Some(given) = self.given() {
-                sleep(given.look()).await;
+            if let Some(given) = self.external_identity() {
+                sleep(given.check_expiry()).await;
                 continue;
             }
             sleep(LIFETIME / 2).await;
-            match self.leaf_of(&self.ca.get()) {
-                Ok(leaf) => self.show(leaf),
+            match self.issue_certificate(&self.ca.get()) {
+                Ok(leaf) => self.replace_certificate(leaf),
                 Err(error) => {
                     tracing::error!(%error, "the gateway's certificate cannot be renewed");
                 }
@@ -324,10 +330,10 @@ impl TunnelIdentity {
 }
 
 /// Returns the names in `host:port` texts; without any, the address itself and the loopback.
-pub(super) fn names(texts: &[String], listen: IpAddr) -> Result<Vec<HostName>, BindError> {
+pub(super) fn host_names(texts: &[String], listen: IpAddr) -> Result<Vec<HostName>, BindError> {
     let mut names = Vec::new();
     for text in texts {
-        let host = target::split(text).map_or(text.as_str(), |(host, _)| host);
+        let host = target::split_host_port(text).map_or(text.as_str(), |(host, _)| host);
         let name =
             HostName::parse(host).map_err(|error| BindError::Name(format!("{text:?}: {error}")))?;
         names.push(name);
@@ -359,7 +365,7 @@ fn file(what: &str, path: &Path, why: String) -> BindError {
     }
 }
 
-fn unbuilt(cause: causeway_certs::verify::TrustError) -> BindError {
+fn trust_error(cause: causeway_certs::verify::TrustError) -> BindError {
     BindError::Trust {
         what: "the tunnel port".to_owned(),
         cause,

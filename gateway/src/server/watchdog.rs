@@ -25,23 +25,23 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Waits for an answer of every worker, and returns the workers that do not answer within `patience`.
-    pub async fn silent(&self, patience: Duration) -> Vec<WorkerId> {
-        let deadline = Instant::now() + patience;
+    /// Waits for an answer of every worker, and returns the workers that do not answer within `wait_limit`.
+    pub async fn unresponsive_workers(&self, wait_limit: Duration) -> Vec<WorkerId> {
+        let deadline = Instant::now() + wait_limit;
         // Dropping this group cancels the probes that a worker has not run.
         let tasks = TaskGroup::default();
-        let ask = |worker| {
-            let (tell, told) = oneshot::channel();
+        let ping = |worker| {
+            let (responder, response) = oneshot::channel();
             let answer = async move {
-                let _ = tell.send(());
+                let _ = responder.send(());
             };
             tasks.spawn_on(self.workers.runtime(worker), info_span!("pulse"), answer);
-            (worker, told)
+            (worker, response)
         };
-        let asked: Vec<_> = self.workers.all().map(ask).collect();
+        let pings: Vec<_> = self.workers.all().map(ping).collect();
         let mut silent = Vec::new();
-        for (worker, told) in asked {
-            if !matches!(timeout_at(deadline, told).await, Ok(Ok(()))) {
+        for (worker, response) in pings {
+            if !matches!(timeout_at(deadline, response).await, Ok(Ok(()))) {
                 silent.push(worker);
             }
         }
@@ -50,12 +50,12 @@ impl Watchdog {
 
     /// Whether all listeners are open and the gateway does not drain.
     pub fn is_ready(&self) -> bool {
-        self.readiness.why_not().is_none()
+        self.readiness.not_ready_reason().is_none()
     }
 
     /// Returns the number of nodes that have a tunnel here.
     pub fn nodes(&self) -> usize {
-        self.registry.connected()
+        self.registry.connected_nodes()
     }
 }
 
@@ -74,7 +74,7 @@ mod tests {
             readiness: Readiness::default(),
             workers,
         };
-        assert_eq!(pulse.silent(SOON).await, []);
+        assert_eq!(pulse.unresponsive_workers(SOON).await, []);
         let ((hangs, hung), (release, held)) = (mpsc::channel(), mpsc::channel::<()>());
         let tasks = TaskGroup::default();
         tasks.spawn_on(
@@ -86,8 +86,11 @@ mod tests {
             },
         );
         hung.recv().unwrap();
-        assert_eq!(pulse.silent(Duration::from_secs(3)).await, [WorkerId(1)]);
+        assert_eq!(
+            pulse.unresponsive_workers(Duration::from_secs(3)).await,
+            [WorkerId(1)]
+        );
         release.send(()).unwrap();
-        assert_eq!(pulse.silent(SOON).await, []);
+        assert_eq!(pulse.unresponsive_workers(SOON).await, []);
     }
 }

@@ -26,20 +26,20 @@ pub type AnnouncedPortsCell = SharedCell<Option<AnnouncedPorts>>;
 
 impl<T: Clone + PartialEq> SharedCell<T> {
     /// Returns a cell with this value.
-    pub fn new(begin: T) -> Self {
-        Self(Arc::new(ArcSwap::from_pointee(begin)))
+    pub fn new(initial: T) -> Self {
+        Self(Arc::new(ArcSwap::from_pointee(initial)))
     }
 
     /// Returns the current value.
-    pub fn all(&self) -> T {
+    pub fn get(&self) -> T {
         T::clone(&self.0.load())
     }
 
     /// Replaces the value. Returns whether it has changed.
     pub fn replace(&self, next: T) -> bool {
-        let new = **self.0.load() != next;
+        let changed = **self.0.load() != next;
         self.0.store(Arc::new(next));
-        new
+        changed
     }
 }
 

@@ -22,9 +22,9 @@ pub struct ApiCacheConnection {
     /// The certificate by which it came.
     pub certificate: EdgeCertificate,
     /// By which rule it reads.
-    pub right: AccessLevel,
+    pub access: AccessLevel,
     /// Cancelled when it is to end.
-    pub end: CancellationToken,
+    pub cancel_token: CancellationToken,
 }
 
 type ByNode = BTreeMap<NodeName, Vec<ApiCacheConnection>>;
@@ -32,76 +32,82 @@ type ByNode = BTreeMap<NodeName, Vec<ApiCacheConnection>>;
 /// All of them; a cheap clone for any thread.
 #[derive(Clone, Debug, Default)]
 pub struct ApiCacheConnections {
-    all: Arc<Mutex<ByNode>>,
-    next: Arc<AtomicU64>,
+    by_node: Arc<Mutex<ByNode>>,
+    next_id: Arc<AtomicU64>,
 }
 
 /// A connection's place; dropping it gives that up.
 #[derive(Debug)]
 pub struct ConnectionGuard {
-    readings: ApiCacheConnections,
+    connections: ApiCacheConnections,
     node: NodeName,
     id: u64,
     /// Cancelled when the connection is to end.
-    pub end: CancellationToken,
+    pub cancel_token: CancellationToken,
 }
 
 impl ApiCacheConnections {
-    /// Enters a connection of this node. Where it has `most` already the oldest is asked to end.
-    pub fn enter(
+    /// Enters a connection of this node. Where it has `max_connections` already the oldest is asked to end.
+    pub fn register(
         &self,
         node: &NodeName,
-        (certificate, right): (EdgeCertificate, AccessLevel),
-        most: usize,
+        (certificate, access): (EdgeCertificate, AccessLevel),
+        max_connections: usize,
     ) -> ConnectionGuard {
-        let (id, end) = (self.next.fetch_add(1, Relaxed), CancellationToken::new());
+        let (id, end) = (self.next_id.fetch_add(1, Relaxed), CancellationToken::new());
         let mut all = self.lock();
-        let own = all.entry(node.clone()).or_default();
-        let beyond = (own.len() + 1).saturating_sub(most);
-        for oldest in own.iter().take(beyond) {
-            oldest.end.cancel();
+        let node_connections = all.entry(node.clone()).or_default();
+        let excess = (node_connections.len() + 1).saturating_sub(max_connections);
+        for oldest in node_connections.iter().take(excess) {
+            oldest.cancel_token.cancel();
         }
-        own.push(ApiCacheConnection {
+        node_connections.push(ApiCacheConnection {
             id,
             certificate,
-            right,
-            end: end.clone(),
+            access,
+            cancel_token: end.clone(),
         });
         ConnectionGuard {
-            readings: self.clone(),
+            connections: self.clone(),
             node: node.clone(),
             id,
-            end,
+            cancel_token: end,
         }
     }
 
     /// Asks each to end for which there is a reason, and says it.
-    pub fn end(&self, gone: impl Fn(&NodeName, &ApiCacheConnection) -> Option<String>) {
+    pub fn cancel_where(
+        &self,
+        close_reason: impl Fn(&NodeName, &ApiCacheConnection) -> Option<String>,
+    ) {
         // Computing the reason may take time, and others may register meanwhile: they are checked after they have registered.
         let all = self.lock().clone();
         for (node, own) in &all {
-            for reading in own.iter().filter(|reading| !reading.end.is_cancelled()) {
-                if let Some(why) = gone(node, reading) {
+            for connection in own
+                .iter()
+                .filter(|reading| !reading.cancel_token.is_cancelled())
+            {
+                if let Some(why) = close_reason(node, connection) {
                     tracing::info!(%node, why, "closing an API cache connection of {node}");
-                    reading.end.cancel();
+                    connection.cancel_token.cancel();
                 }
             }
         }
     }
 
     /// How many there are of a node.
-    pub fn of(&self, node: &NodeName) -> usize {
+    pub fn count(&self, node: &NodeName) -> usize {
         self.lock().get(node).map_or(0, Vec::len)
     }
 
     fn lock(&self) -> MutexGuard<'_, ByNode> {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+        self.by_node.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for ConnectionGuard {
     fn drop(&mut self) {
-        let mut all = self.readings.lock();
+        let mut all = self.connections.lock();
         if let Some(own) = all.get_mut(&self.node) {
             own.retain(|reading| reading.id != self.id);
             if own.is_empty() {

@@ -2,7 +2,7 @@
 //!
 //! 1. A request uses the cached keys, without waiting, as long as they are not too old.
 //! 2. A request that misses a key asks for a fetch of all keys and waits for its end. All requests that wait share one fetch.
-//! 3. Fetches begin at least [`PAUSE`] apart. A request that misses a key sooner does not wait.
+//! 3. Fetches begin at least [`MIN_FETCH_INTERVAL`] apart. A request that misses a key sooner does not wait.
 //!
 //! This module never fetches. When the last [`JwksCache`] is dropped, the writer is notified and ends.
 
@@ -22,13 +22,13 @@ use tokio::{
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// Minimum time between the begins of two fetches: tokens with unknown key ids cost an issuer no more than this.
-pub const PAUSE: Duration = Duration::from_secs(10);
+pub const MIN_FETCH_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Why there are no keys to go by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyError {
     /// They never came.
-    NotYet,
+    NotFetched,
     /// They could not be fetched for this long, which is too long.
     TooOld(Duration),
 }
@@ -40,53 +40,53 @@ pub struct JwksCache(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     table: Arc<KeyTable>,
-    _kept: DropGuard,
+    _cancel_on_drop: DropGuard,
 }
 
 #[derive(Debug)]
 struct KeyTable {
-    known: ArcSwapOption<CachedKeys>,
+    cached: ArcSwapOption<CachedKeys>,
     /// None where they do not age: they stand in a file that is watched.
     max_age: Option<Duration>,
-    fetching: watch::Sender<FetchState>,
-    wanted: Notify,
+    fetch_state: watch::Sender<FetchState>,
+    fetch_requested: Notify,
 }
 
 #[derive(Debug)]
 struct CachedKeys {
     set: Arc<KeySet>,
     /// When its issuer last said so.
-    at: Instant,
+    fetched_at: Instant,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct FetchState {
-    began: Option<Instant>,
-    runs: bool,
-    ended: u64,
+    started_at: Option<Instant>,
+    is_running: bool,
+    completed: u64,
 }
 
 impl JwksCache {
     /// These, for good: they were read from a file.
     pub fn fixed(set: KeySet) -> Self {
-        let (keys, writer) = of(None);
-        writer.ended(Some(set));
+        let (keys, writer) = new_cache(None);
+        writer.fetch_finished(Some(set));
         keys
     }
 
     /// Returns keys that are yet to be fetched, and the writer for them. Keys count for `max_age`.
-    pub fn fetched(max_age: Duration) -> (Self, JwksWriter) {
-        of(Some(max_age))
+    pub fn refreshable(max_age: Duration) -> (Self, JwksWriter) {
+        new_cache(Some(max_age))
     }
 
     /// Returns the keys that count now.
     ///
     /// # Errors
     /// If there are none.
-    pub fn now(&self) -> Result<Arc<KeySet>, KeyError> {
-        let known = self.0.table.known.load();
-        let known = known.as_ref().ok_or(KeyError::NotYet)?;
-        let age = known.at.elapsed();
+    pub fn current(&self) -> Result<Arc<KeySet>, KeyError> {
+        let known = self.0.table.cached.load();
+        let known = known.as_ref().ok_or(KeyError::NotFetched)?;
+        let age = known.fetched_at.elapsed();
         match self.0.table.max_age {
             Some(most) if age > most => Err(KeyError::TooOld(age)),
             _ => Ok(known.set.clone()),
@@ -94,26 +94,33 @@ impl JwksCache {
     }
 
     /// Whether these are the keys that count now.
-    pub fn are(&self, set: &Arc<KeySet>) -> bool {
-        self.now().is_ok_and(|now| Arc::ptr_eq(&now, set))
+    pub fn is_current(&self, set: &Arc<KeySet>) -> bool {
+        self.current().is_ok_and(|now| Arc::ptr_eq(&now, set))
     }
 
-    /// Asks for them anew, and waits for that, but no longer than `bound`, and not at all where it was just done.
-    pub async fn anew(&self, bound: Duration) {
+    /// Asks for them anew, and waits for that, but no longer than `wait_limit`, and not at all where it was just done.
+    pub async fn request_fetch(&self, wait_limit: Duration) {
         let table = &self.0.table;
         if table.max_age.is_none() {
             return;
         }
-        let mut fetching = table.fetching.subscribe();
-        let now = *fetching.borrow_and_update();
-        if !now.runs {
-            table.wanted.notify_one();
-            if now.began.is_some_and(|began| began.elapsed() < PAUSE) {
+        let mut fetching = table.fetch_state.subscribe();
+        let before_fetch = *fetching.borrow_and_update();
+        if !before_fetch.is_running {
+            table.fetch_requested.notify_one();
+            if before_fetch
+                .started_at
+                .is_some_and(|began| began.elapsed() < MIN_FETCH_INTERVAL)
+            {
                 return;
             }
         }
         // If the fetch takes longer, the request continues without the keys.
-        let _ = timeout(bound, fetching.wait_for(|later| later.ended > now.ended)).await;
+        let _ = timeout(
+            wait_limit,
+            fetching.wait_for(|later| later.completed > before_fetch.completed),
+        )
+        .await;
     }
 
     /// Returns a weak handle, which shares the keys as long as a [`JwksCache`] exists.
@@ -137,63 +144,70 @@ impl WeakJwksCache {
 #[derive(Debug)]
 pub struct JwksWriter {
     table: Arc<KeyTable>,
-    unread: CancellationToken,
+    unread_token: CancellationToken,
 }
 
 impl JwksWriter {
     /// A fetch begins.
-    pub fn begins(&self) {
-        self.table.fetching.send_modify(|fetching| {
-            fetching.began = Some(Instant::now());
-            fetching.runs = true;
+    pub fn fetch_started(&self) {
+        self.table.fetch_state.send_modify(|fetching| {
+            fetching.started_at = Some(Instant::now());
+            fetching.is_running = true;
         });
     }
 
     /// A fetch has ended, with these keys or with none: then those before go on counting until they are too old.
     /// Whether they are others than before.
-    pub fn ended(&self, set: Option<KeySet>) -> bool {
+    pub fn fetch_finished(&self, set: Option<KeySet>) -> bool {
         let mut new = false;
         if let Some(set) = set {
-            let before = self.table.known.load();
+            let before = self.table.cached.load();
             let same = before.as_ref().filter(|known| *known.set == set);
             new = same.is_none();
             let set = same.map_or_else(|| Arc::new(set), |known| known.set.clone());
             let at = Instant::now();
-            self.table
-                .known
-                .store(Some(Arc::new(CachedKeys { set, at })));
+            self.table.cached.store(Some(Arc::new(CachedKeys {
+                set,
+                fetched_at: at,
+            })));
         }
-        self.table.fetching.send_modify(|fetching| {
-            fetching.runs = false;
-            fetching.ended += 1;
+        self.table.fetch_state.send_modify(|fetching| {
+            fetching.is_running = false;
+            fetching.completed += 1;
         });
         new
     }
 
     /// Returns once a request misses a key.
-    pub async fn wanted(&self) {
-        self.table.wanted.notified().await;
+    pub async fn fetch_requested(&self) {
+        self.table.fetch_requested.notified().await;
     }
 
     /// Returns once the last [`JwksCache`] is dropped.
-    pub async fn unread(&self) {
-        self.unread.cancelled().await;
+    pub async fn all_readers_dropped(&self) {
+        self.unread_token.cancelled().await;
     }
 }
 
-fn of(max_age: Option<Duration>) -> (JwksCache, JwksWriter) {
+fn new_cache(max_age: Option<Duration>) -> (JwksCache, JwksWriter) {
     let table = Arc::new(KeyTable {
-        known: ArcSwapOption::empty(),
+        cached: ArcSwapOption::empty(),
         max_age,
-        fetching: watch::Sender::default(),
-        wanted: Notify::new(),
+        fetch_state: watch::Sender::default(),
+        fetch_requested: Notify::new(),
     });
     let unread = CancellationToken::new();
     let keys = JwksCache(Arc::new(Inner {
         table: table.clone(),
-        _kept: unread.clone().drop_guard(),
+        _cancel_on_drop: unread.clone().drop_guard(),
     }));
-    (keys, JwksWriter { table, unread })
+    (
+        keys,
+        JwksWriter {
+            table,
+            unread_token: unread,
+        },
+    )
 }
 
 #[cfg(test)]
@@ -210,65 +224,74 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn keys_that_cannot_be_refetched_stay_valid_up_to_a_maximum_age() {
-        let (keys, writer) = JwksCache::fetched(DAY);
-        assert_eq!(keys.now().unwrap_err(), KeyError::NotYet);
-        assert!(writer.ended(Some(set("one"))));
-        let first = keys.now().unwrap();
+        let (keys, writer) = JwksCache::refreshable(DAY);
+        assert_eq!(keys.current().unwrap_err(), KeyError::NotFetched);
+        assert!(writer.fetch_finished(Some(set("one"))));
+        let first = keys.current().unwrap();
         tokio::time::advance(DAY).await;
-        writer.ended(None);
-        assert!(keys.are(&first));
+        writer.fetch_finished(None);
+        assert!(keys.is_current(&first));
         tokio::time::advance(Duration::from_secs(1)).await;
-        assert!(matches!(keys.now(), Err(KeyError::TooOld(age)) if age > DAY));
-        assert!(!keys.are(&first));
-        assert!(!writer.ended(Some(set("one"))), "the same as before");
-        assert!(keys.are(&first), "tokens that they verified stay valid");
-        assert!(writer.ended(Some(set("two"))));
-        assert!(!keys.are(&first));
+        assert!(matches!(keys.current(), Err(KeyError::TooOld(age)) if age > DAY));
+        assert!(!keys.is_current(&first));
+        assert!(
+            !writer.fetch_finished(Some(set("one"))),
+            "the same as before"
+        );
+        assert!(
+            keys.is_current(&first),
+            "tokens that they verified stay valid"
+        );
+        assert!(writer.fetch_finished(Some(set("two"))));
+        assert!(!keys.is_current(&first));
     }
 
     #[tokio::test(start_paused = true)]
     async fn requests_that_miss_a_key_share_one_fetch() {
-        let (keys, writer) = JwksCache::fetched(DAY);
+        let (keys, writer) = JwksCache::refreshable(DAY);
         let fetches = async {
-            writer.wanted().await;
-            writer.begins();
+            writer.fetch_requested().await;
+            writer.fetch_started();
             tokio::time::sleep(Duration::from_secs(1)).await;
-            writer.ended(Some(set("one")));
+            writer.fetch_finished(Some(set("one")));
         };
         let began = Instant::now();
-        let missing = futures_util::future::join_all((0..50).map(|_| keys.anew(BOUND)));
+        let missing = futures_util::future::join_all((0..50).map(|_| keys.request_fetch(BOUND)));
         tokio::join!(fetches, missing);
         assert_eq!(began.elapsed(), Duration::from_secs(1));
-        keys.anew(BOUND).await;
+        keys.request_fetch(BOUND).await;
         assert_eq!(
             began.elapsed(),
             Duration::from_secs(1),
             "the change is announced at once"
         );
-        assert!(writer.wanted().now_or_never().is_some(), "and noted");
-        assert!(writer.wanted().now_or_never().is_none(), "once");
+        assert!(
+            writer.fetch_requested().now_or_never().is_some(),
+            "and noted"
+        );
+        assert!(writer.fetch_requested().now_or_never().is_none(), "once");
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_slow_fetch_delays_requests_only_up_to_the_bound() {
-        let (keys, writer) = JwksCache::fetched(DAY);
-        writer.begins();
+        let (keys, writer) = JwksCache::refreshable(DAY);
+        writer.fetch_started();
         let began = Instant::now();
-        keys.anew(BOUND).await;
+        keys.request_fetch(BOUND).await;
         assert_eq!(began.elapsed(), BOUND);
-        JwksCache::fixed(set("one")).anew(BOUND).await;
+        JwksCache::fixed(set("one")).request_fetch(BOUND).await;
         assert_eq!(began.elapsed(), BOUND, "a file is not fetched");
     }
 
     #[tokio::test]
     async fn a_writer_without_readers_learns_of_it() {
-        let (keys, writer) = JwksCache::fetched(DAY);
+        let (keys, writer) = JwksCache::refreshable(DAY);
         let weak = keys.downgrade();
         let second = weak.upgrade().unwrap();
         drop(keys);
-        assert!(writer.unread().now_or_never().is_none());
+        assert!(writer.all_readers_dropped().now_or_never().is_none());
         drop(second);
-        writer.unread().await;
+        writer.all_readers_dropped().await;
         assert!(weak.upgrade().is_none());
     }
 }

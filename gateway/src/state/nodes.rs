@@ -47,13 +47,13 @@ pub struct Node {
 pub struct ClusterNode {
     /// It is at the edge. Others are reached by their own addresses; one that was let in here by its name is at the edge
     /// anyhow.
-    pub edge: bool,
+    pub is_edge: bool,
     /// When its object was made, in Unix seconds.
-    pub created: u64,
+    pub created_at: u64,
     /// Its own addresses.
     pub addresses: Vec<IpAddr>,
     /// Of these those by which it is reached from outside, where it is elsewhere.
-    pub outward: Vec<IpAddr>,
+    pub external_addresses: Vec<IpAddr>,
     /// Networks of the pods on it.
     pub pod_networks: Vec<IpNet>,
     /// Those of its labels that count in the policy.
@@ -61,7 +61,7 @@ pub struct ClusterNode {
     /// The pool that a label of it names.
     pub pool: Option<String>,
     /// Whether that label counts in the policy.
-    pub pool_counts: bool,
+    pub is_policy_pool: bool,
 }
 
 /// Location of a node.
@@ -74,10 +74,10 @@ pub enum NodeLocation {
 }
 
 /// Reason of a revocation by the configuration, in place of one in the node's record.
-pub(crate) const REVOKED: &str = "tunnel.revoked names it";
+pub(crate) const REVOKED_BY_CONFIG: &str = "tunnel.revoked names it";
 
 /// Changes of labels after which it is not known any more that those of a node which is gone have changed.
-const FORGOTTEN: u64 = 1024;
+const RELABEL_HISTORY: u64 = 1024;
 
 /// Sources of the data of nodes.
 #[derive(Clone, Debug, Default)]
@@ -114,14 +114,14 @@ impl Cluster {
 
 #[derive(Debug, Default)]
 struct Table {
-    said: NodeSources,
+    sources: NodeSources,
     /// Nodes at the edge, by records and cluster.
     nodes: BTreeMap<NodeName, Node>,
     by_address: HashMap<IpAddr, AddressClaims>,
     /// Longest prefix first.
     pod_networks: Vec<(IpNet, NodeName)>,
     /// Number of tables in which a node had other labels or another pool than in the one before.
-    relabelled: u64,
+    relabel_generation: u64,
     /// The last of these tables, by node.
     relabelled_at: BTreeMap<NodeName, u64>,
 }
@@ -136,7 +136,7 @@ pub enum AddressMatch {
     /// Several nodes.
     Several(Vec<NodeName>),
     /// None.
-    Nobody,
+    Unknown,
 }
 
 /// Read access to the table: a cheap clone that never waits.
@@ -144,31 +144,34 @@ pub enum AddressMatch {
 pub struct Nodes(Arc<ArcSwap<Table>>);
 
 impl Table {
-    fn of(said: NodeSources) -> Self {
-        let mut nodes = said.records.clone();
+    fn from_sources(sources: NodeSources) -> Self {
+        let mut nodes = sources.records.clone();
         for node in nodes.values_mut() {
             node.policy_pool.clone_from(&node.pool);
         }
         let mut by_address: HashMap<IpAddr, AddressClaims> = HashMap::new();
-        for (name, member) in said.cluster.members().into_iter().flatten() {
-            if said.is_at_edge(name, member) {
-                nodes.entry(name.clone()).or_default().adopt(member);
+        for (name, member) in sources.cluster.members().into_iter().flatten() {
+            if sources.is_at_edge(name, member) {
+                nodes
+                    .entry(name.clone())
+                    .or_default()
+                    .apply_cluster_data(member);
             } else {
                 nodes.remove(name);
-                enter(&mut by_address, name, &member.addresses, |_| {
+                add_claims(&mut by_address, name, &member.addresses, |_| {
                     ClaimPriority::Elsewhere
                 });
             }
         }
-        for name in said.revoked.iter() {
+        for name in sources.revoked.iter() {
             if let Some(node) = nodes.get_mut(name) {
-                node.revoked = Some(REVOKED.to_owned());
+                node.revoked = Some(REVOKED_BY_CONFIG.to_owned());
             }
         }
         let mut pod_networks = Vec::new();
         for (name, node) in &nodes {
-            enter(&mut by_address, name, &node.addresses, |address| {
-                said.right(name, address)
+            add_claims(&mut by_address, name, &node.addresses, |address| {
+                sources.claim_priority(name, address)
             });
             pod_networks.extend(node.pod_networks.iter().map(|net| (*net, name.clone())));
         }
@@ -176,32 +179,36 @@ impl Table {
         by_address.retain(|_, claims| claims.names().any(|name| nodes.contains_key(name)));
         pod_networks.sort_by_key(|(net, _)| std::cmp::Reverse(net.prefix_len()));
         Self {
-            said,
+            sources,
             nodes,
             by_address,
             pod_networks,
-            relabelled: 0,
+            relabel_generation: 0,
             relabelled_at: BTreeMap::new(),
         }
     }
 
-    /// Notes which nodes have other labels or another pool than in the table `before`.
-    fn follow(&mut self, before: &Self) {
-        let all = self.nodes.keys().chain(before.nodes.keys());
+    /// Notes which nodes have other labels or another pool than in the table `previous`.
+    fn record_relabels(&mut self, previous: &Self) {
+        let all = self.nodes.keys().chain(previous.nodes.keys());
         let changed: BTreeSet<NodeName> = all
-            .filter(|name| self.standing(name) != before.standing(name))
+            .filter(|name| self.pool_and_labels(name) != previous.pool_and_labels(name))
             .cloned()
             .collect();
-        let number = before.relabelled + u64::from(!changed.is_empty());
-        let mut numbers = before.relabelled_at.clone();
-        numbers.extend(changed.into_iter().map(|name| (name, number)));
+        let generation = previous.relabel_generation + u64::from(!changed.is_empty());
+        let mut generations = previous.relabelled_at.clone();
+        generations.extend(changed.into_iter().map(|name| (name, generation)));
         // Readers ask each second, so a node that is gone is noted long enough.
-        numbers.retain(|name, at| self.nodes.contains_key(name) || number - *at < FORGOTTEN);
-        (self.relabelled, self.relabelled_at) = (number, numbers);
+        generations
+            .retain(|name, at| self.nodes.contains_key(name) || generation - *at < RELABEL_HISTORY);
+        (self.relabel_generation, self.relabelled_at) = (generation, generations);
     }
 
     /// The pool and the labels of a node, which has none if it is not known.
-    fn standing(&self, name: &NodeName) -> (Option<&str>, Option<&BTreeMap<String, String>>) {
+    fn pool_and_labels(
+        &self,
+        name: &NodeName,
+    ) -> (Option<&str>, Option<&BTreeMap<String, String>>) {
         let node = self.nodes.get(name);
         let pool = node.and_then(|node| node.pool.as_deref());
         let labels = node.map(|node| &node.labels);
@@ -211,7 +218,7 @@ impl Table {
 
 impl Table {
     /// The node at the edge of exactly this name.
-    fn edge(&self, name: &str) -> Option<NodeName> {
+    fn edge_by_name(&self, name: &str) -> Option<NodeName> {
         if let Some((known, _)) = self.nodes.get_key_value(name) {
             return Some(known.clone());
         }
@@ -224,45 +231,45 @@ impl NodeSources {
     /// Whether a node of the cluster is reached through a tunnel.
     fn is_at_edge(&self, name: &NodeName, member: &ClusterNode) -> bool {
         let record = self.records.get(name);
-        member.edge || record.is_some_and(|record| !record.follows_cluster)
+        member.is_edge || record.is_some_and(|record| !record.follows_cluster)
     }
 
     /// Returns the right that a node at the edge has to an address of its own.
-    fn right(&self, name: &NodeName, address: IpAddr) -> ClaimPriority {
+    fn claim_priority(&self, name: &NodeName, address: IpAddr) -> ClaimPriority {
         let record = self.records.get(name);
         let mut confirmed = record.into_iter().flat_map(|record| &record.addresses);
         if confirmed.any(|confirmed| confirmed.to_canonical() == address) {
             return ClaimPriority::Token;
         }
         let member = self.cluster.members().and_then(|all| all.get(name));
-        ClaimPriority::Object(member.map_or(u64::MAX, |member| member.created))
+        ClaimPriority::Object(member.map_or(u64::MAX, |member| member.created_at))
     }
 }
 
 impl Node {
     /// Adopts the data that the cluster has of it.
-    fn adopt(&mut self, member: &ClusterNode) {
+    fn apply_cluster_data(&mut self, member: &ClusterNode) {
         self.addresses.clone_from(&member.addresses);
         self.pod_networks.clone_from(&member.pod_networks);
-        let own = std::mem::replace(&mut self.labels, member.labels.clone());
-        self.labels.extend(own);
+        let record_labels = std::mem::replace(&mut self.labels, member.labels.clone());
+        self.labels.extend(record_labels);
         if self.pool.is_none() {
             self.pool.clone_from(&member.pool);
-            self.policy_pool = member.pool.clone().filter(|_| member.pool_counts);
+            self.policy_pool = member.pool.clone().filter(|_| member.is_policy_pool);
         }
     }
 }
 
-fn enter(
-    all: &mut HashMap<IpAddr, AddressClaims>,
+fn add_claims(
+    claims_by_address: &mut HashMap<IpAddr, AddressClaims>,
     name: &NodeName,
     addresses: &[IpAddr],
-    right: impl Fn(IpAddr) -> ClaimPriority,
+    priority: impl Fn(IpAddr) -> ClaimPriority,
 ) {
     for address in addresses {
         let address = address.to_canonical();
-        let claims = all.entry(address).or_default();
-        claims.add(right(address), name);
+        let claims = claims_by_address.entry(address).or_default();
+        claims.add(priority(address), name);
     }
 }
 
@@ -273,28 +280,28 @@ pub(crate) fn record_revoked(node: &NodeName, reason: &str) -> String {
 
 impl Nodes {
     /// Returns the location of the node of this name, if there is one. Names compare as in [`Nodes::by_name`].
-    pub fn place(&self, name: &str) -> Option<NodeLocation> {
+    pub fn location(&self, name: &str) -> Option<NodeLocation> {
         let table = self.0.load();
         let name = name.strip_suffix('.').unwrap_or(name);
-        if let Some(edge) = table.edge(name) {
+        if let Some(edge) = table.edge_by_name(name) {
             return Some(NodeLocation::Edge(edge));
         }
         let name = NodeName::parse(name).ok()?;
-        let member = table.said.cluster.members()?.get(&name)?;
+        let member = table.sources.cluster.members()?.get(&name)?;
         Some(NodeLocation::Elsewhere(member.addresses.clone()))
     }
 
     /// Whether the cluster's node of exactly this name is at the edge; nothing where the cluster has none.
-    pub fn is_clusters_edge(&self, name: &NodeName) -> Option<bool> {
+    pub fn cluster_says_edge(&self, name: &NodeName) -> Option<bool> {
         let table = self.0.load();
-        let member = table.said.cluster.members()?.get(name)?;
-        Some(table.said.is_at_edge(name, member))
+        let member = table.sources.cluster.members()?.get(name)?;
+        Some(table.sources.is_at_edge(name, member))
     }
 
     /// Whether a node of the cluster that is not at the edge has this address.
     pub fn is_elsewhere(&self, address: IpAddr) -> bool {
         let table = self.0.load();
-        let mut members = table.said.cluster.members().into_iter().flatten();
+        let mut members = table.sources.cluster.members().into_iter().flatten();
         members.any(|(name, member)| {
             member.addresses.contains(&address.to_canonical()) && !table.nodes.contains_key(name)
         })
@@ -302,14 +309,14 @@ impl Nodes {
 
     /// Whether the cluster has named its nodes.
     pub fn has_cluster(&self) -> bool {
-        self.0.load().said.cluster.members().is_some()
+        self.0.load().sources.cluster.members().is_some()
     }
 
     /// Returns why the nodes of the cluster have not been loaded yet, or `None` if they are or no cluster is followed.
     ///
     /// Until then a name or an address that no record has may still be an edge's, and labels and pools may be missing.
-    pub fn pending(&self) -> Option<Arc<str>> {
-        match &self.0.load().said.cluster {
+    pub fn pending_reason(&self) -> Option<Arc<str>> {
+        match &self.0.load().sources.cluster {
             Cluster::Pending(reason) => Some(reason.clone()),
             Cluster::None | Cluster::Known(_) => None,
         }
@@ -317,14 +324,14 @@ impl Nodes {
 
     /// Whether any record of a node is known.
     pub fn has_records(&self) -> bool {
-        !self.0.load().said.records.is_empty()
+        !self.0.load().sources.records.is_empty()
     }
 
     /// Returns the location of each node, or `None` until the cluster has named its own: an empty result would say that there are
     /// none.
-    pub fn places(&self) -> Option<BTreeMap<NodeName, NodeLocation>> {
+    pub fn locations(&self) -> Option<BTreeMap<NodeName, NodeLocation>> {
         let table = self.0.load();
-        let cluster = table.said.cluster.members()?.iter();
+        let cluster = table.sources.cluster.members()?.iter();
         let elsewhere = |(name, member): (&NodeName, &ClusterNode)| {
             (
                 name.clone(),
@@ -343,14 +350,15 @@ impl Nodes {
     pub fn by_name(&self, name: &str) -> Option<NodeName> {
         let table = self.0.load();
         let name = name.strip_suffix('.').unwrap_or(name);
-        let within = |zone: &String| {
+        let find_in_zone = |zone: &String| {
             let (name, end) = name.split_at_checked(name.len().checked_sub(zone.len())?)?;
-            end.eq_ignore_ascii_case(zone).then(|| table.edge(name))?
+            end.eq_ignore_ascii_case(zone)
+                .then(|| table.edge_by_name(name))?
         };
         // A node whose own name ends with a zone takes precedence over nodes within that zone.
         table
-            .edge(name)
-            .or_else(|| table.said.zones.iter().find_map(within))
+            .edge_by_name(name)
+            .or_else(|| table.sources.zones.iter().find_map(find_in_zone))
     }
 
     /// Returns the meaning of an address: a node by its confirmed addresses, else by its pods' networks.
@@ -364,23 +372,23 @@ impl Nodes {
         {
             Some(ClaimHolder::Edge(node)) => return AddressMatch::Node(node.clone()),
             // The pods of an edge node are not reachable there either.
-            Some(ClaimHolder::Elsewhere(_)) => return AddressMatch::Nobody,
+            Some(ClaimHolder::Elsewhere(_)) => return AddressMatch::Unknown,
             Some(ClaimHolder::Several(all)) => {
                 return AddressMatch::Several(all.into_iter().cloned().collect());
             }
             None => {}
         }
-        let mut holding = table
+        let mut matching = table
             .pod_networks
             .iter()
             .filter(|(net, _)| net.contains(&address));
-        let Some((net, node)) = holding.next() else {
-            return AddressMatch::Nobody;
+        let Some((net, node)) = matching.next() else {
+            return AddressMatch::Unknown;
         };
         let mut all = vec![node.clone()];
-        let alike = holding.take_while(|(other, _)| other.prefix_len() == net.prefix_len());
+        let same_prefix = matching.take_while(|(other, _)| other.prefix_len() == net.prefix_len());
         all.extend(
-            alike
+            same_prefix
                 .map(|(_, node)| node.clone())
                 .filter(|other| other != node),
         );
@@ -390,7 +398,7 @@ impl Nodes {
                 all.push(last);
                 AddressMatch::Several(all)
             }
-            None => AddressMatch::Nobody,
+            None => AddressMatch::Unknown,
         }
     }
 
@@ -405,12 +413,12 @@ impl Nodes {
     /// Returns the nodes whose labels or pool have changed since this number, with the number for the next call.
     pub fn relabelled_since(&self, number: u64) -> (u64, BTreeSet<NodeName>) {
         let table = self.0.load();
-        if table.relabelled == number {
+        if table.relabel_generation == number {
             return (number, BTreeSet::new());
         }
         let since = table.relabelled_at.iter().filter(|(_, at)| **at > number);
         (
-            table.relabelled,
+            table.relabel_generation,
             since.map(|(name, _)| name.clone()).collect(),
         )
     }
@@ -422,25 +430,25 @@ impl Nodes {
 
     /// Returns the names of all nodes that the records have.
     pub fn record_names(&self) -> BTreeSet<NodeName> {
-        self.0.load().said.records.keys().cloned().collect()
+        self.0.load().sources.records.keys().cloned().collect()
     }
 
     /// Returns the record of a node that has joined, whatever the cluster has of it.
-    pub fn recorded(&self, name: &NodeName) -> Option<Node> {
-        self.0.load().said.records.get(name).cloned()
+    pub fn get_record(&self, name: &NodeName) -> Option<Node> {
+        self.0.load().sources.records.get(name).cloned()
     }
 
     /// Returns why a node is revoked, by its record or by the configuration, and how it is allowed again. The node need not be
     /// known.
-    pub fn revoked(&self, name: &NodeName) -> Option<String> {
+    pub fn revocation_reason(&self, name: &NodeName) -> Option<String> {
         let table = self.0.load();
-        if table.said.revoked.contains(name) {
+        if table.sources.revoked.contains(name) {
             return Some(format!(
-                "node {name} is revoked: {REVOKED}; to admit it again, remove it there"
+                "node {name} is revoked: {REVOKED_BY_CONFIG}; to admit it again, remove it there"
             ));
         }
         let known = table.nodes.get(name);
-        let known = known.or_else(|| table.said.records.get(name))?;
+        let known = known.or_else(|| table.sources.records.get(name))?;
         Some(record_revoked(name, known.revoked.as_ref()?))
     }
 
@@ -481,7 +489,7 @@ impl Nodes {
             all.extend(node.addresses.iter().map(|ip| ((*ip).into(), name, false)));
             all.extend(node.pod_networks.iter().map(|net| (*net, name, true)));
         }
-        for (name, member) in table.said.cluster.members().into_iter().flatten() {
+        for (name, member) in table.sources.cluster.members().into_iter().flatten() {
             if !table.nodes.contains_key(name) {
                 let own = member.addresses.iter().map(|ip| IpNet::from(*ip));
                 let nets = own.chain(member.pod_networks.iter().copied());
@@ -494,11 +502,11 @@ impl Nodes {
     }
 
     /// By which addresses the cluster's nodes elsewhere are reached from outside, in the order of their names.
-    pub fn outward(&self) -> Vec<IpAddr> {
+    pub fn external_addresses(&self) -> Vec<IpAddr> {
         let table = self.0.load();
-        let members = table.said.cluster.members().into_iter().flatten();
+        let members = table.sources.cluster.members().into_iter().flatten();
         let elsewhere = members.filter(|(name, _)| !table.nodes.contains_key(*name));
-        let all = elsewhere.flat_map(|(_, member)| member.outward.iter().copied());
+        let all = elsewhere.flat_map(|(_, member)| member.external_addresses.iter().copied());
         all.collect()
     }
 
@@ -512,22 +520,22 @@ impl Nodes {
 fn disjoint_pod_networks(mut all: Vec<(IpNet, &NodeName, bool)>) -> [BTreeSet<IpNet>; 2] {
     // Networks nest or lie apart: each comes behind those that hold it.
     all.sort_unstable();
-    let mut shared = vec![false; all.len()];
-    let mut holding: Vec<usize> = Vec::new();
-    for (place, (net, name, _)) in all.iter().enumerate() {
-        holding.retain(|holder| all[*holder].0.contains(net));
-        for holder in &holding {
-            if all[*holder].1 != *name {
-                (shared[*holder], shared[place]) = (true, true);
+    let mut overlaps = vec![false; all.len()];
+    let mut enclosing: Vec<usize> = Vec::new();
+    for (index, (net, name, _)) in all.iter().enumerate() {
+        enclosing.retain(|holder| all[*holder].0.contains(net));
+        for outer in &enclosing {
+            if all[*outer].1 != *name {
+                (overlaps[*outer], overlaps[index]) = (true, true);
             }
         }
-        holding.push(place);
+        enclosing.push(index);
     }
-    let mut apart = [BTreeSet::new(), BTreeSet::new()];
-    for ((net, _, _), shared) in all.iter().zip(shared).filter(|((_, _, pods), _)| *pods) {
-        apart[usize::from(shared)].insert(*net);
+    let mut disjoint_and_shared = [BTreeSet::new(), BTreeSet::new()];
+    for ((net, _, _), shared) in all.iter().zip(overlaps).filter(|((_, _, pods), _)| *pods) {
+        disjoint_and_shared[usize::from(shared)].insert(*net);
     }
-    apart
+    disjoint_and_shared
 }
 
 #[cfg(test)]
@@ -564,27 +572,27 @@ mod tests {
                 .map(|name| name.to_string())
                 .collect::<Vec<_>>()
         };
-        writer.put(name("edge-1"), labelled("", "north"));
-        writer.put(name("edge-2"), labelled("mill", "north"));
+        writer.upsert(name("edge-1"), labelled("", "north"));
+        writer.upsert(name("edge-2"), labelled("mill", "north"));
         assert_eq!(told(), ["edge-1", "edge-2"]);
         let readdressed = Node {
             addresses: vec!["10.0.0.1".parse().unwrap()],
             ..labelled("", "north")
         };
-        writer.put(name("edge-1"), readdressed);
-        writer.put(name("edge-3"), Node::default());
+        writer.upsert(name("edge-1"), readdressed);
+        writer.upsert(name("edge-3"), Node::default());
         assert!(told().is_empty(), "neither pool nor labels");
-        writer.put(name("edge-2"), labelled("quay", "north"));
+        writer.upsert(name("edge-2"), labelled("quay", "north"));
         assert_eq!(told(), ["edge-2"]);
         let member = ClusterNode {
-            edge: true,
+            is_edge: true,
             labels: [("line".to_owned(), "south".to_owned())].into(),
             ..ClusterNode::default()
         };
-        writer.cluster([(name("edge-1"), member)].into());
+        writer.replace_cluster([(name("edge-1"), member)].into());
         assert_eq!(told(), ["edge-1"]);
         writer.remove(&name("edge-2"));
-        writer.put(name("edge-3"), labelled("", "north"));
+        writer.upsert(name("edge-3"), labelled("", "north"));
         assert_eq!(told(), ["edge-2", "edge-3"], "a removed node has none");
         assert!(told().is_empty());
     }
@@ -592,9 +600,9 @@ mod tests {
     #[test]
     fn a_node_has_its_name_in_each_zone_as_well() {
         let writer = NodesWriter::default();
-        writer.zones(&[".".into(), "Nodes.Example".into(), "b.example.".into()]);
+        writer.replace_zones(&[".".into(), "Nodes.Example".into(), "b.example.".into()]);
         for known in ["edge-1", "edge-2.nodes.example"] {
-            writer.put(name(known), Node::default());
+            writer.upsert(name(known), Node::default());
         }
         let nodes = writer.reader();
         for (asked, found) in [
@@ -612,18 +620,18 @@ mod tests {
             assert_eq!(nodes.by_name(asked), found.map(name), "{asked}");
         }
         assert!(
-            nodes.place("edge-1.nodes.example").is_none(),
+            nodes.location("edge-1.nodes.example").is_none(),
             "duplicates of a zone count once"
         );
-        writer.zones(&[]);
+        writer.replace_zones(&[]);
         assert_eq!(nodes.by_name("edge-1.nodes.example"), None);
     }
 
     #[test]
     fn a_node_is_found_by_name_then_address_then_pod_network() {
         let writer = NodesWriter::default();
-        writer.put(name("edge-1"), node(&["10.0.0.1"], &["10.244.1.0/24"]));
-        writer.put(name("edge-2"), node(&["10.0.0.2"], &["10.244.0.0/16"]));
+        writer.upsert(name("edge-1"), node(&["10.0.0.1"], &["10.244.1.0/24"]));
+        writer.upsert(name("edge-2"), node(&["10.0.0.2"], &["10.244.0.0/16"]));
         let nodes = writer.reader();
         let at = |text: &str| nodes.by_address(text.parse().unwrap());
         assert_eq!(nodes.by_name("EDGE-1"), Some(name("edge-1")));
@@ -640,16 +648,16 @@ mod tests {
             "longest prefix"
         );
         assert_eq!(at("10.244.2.7"), AddressMatch::Pod(name("edge-2")));
-        assert_eq!(at("10.9.9.9"), AddressMatch::Nobody);
+        assert_eq!(at("10.9.9.9"), AddressMatch::Unknown);
         writer.remove(&name("edge-2"));
-        assert_eq!(at("10.0.0.2"), AddressMatch::Nobody);
+        assert_eq!(at("10.0.0.2"), AddressMatch::Unknown);
     }
 
     fn member(edge: bool, addresses: &[&str], pods: &[&str]) -> ClusterNode {
         let node = node(addresses, pods);
         ClusterNode {
-            edge,
-            outward: Vec::new(),
+            is_edge: edge,
+            external_addresses: Vec::new(),
             addresses: node.addresses,
             pod_networks: node.pod_networks,
             labels: [("site".to_owned(), "north".to_owned())].into(),
@@ -665,10 +673,10 @@ mod tests {
         joined.joined_at = 7;
         joined.pool = Some("of-a-token".to_owned());
         joined.labels = [("tier".to_owned(), "gold".to_owned())].into();
-        writer.put(name("edge-1"), joined);
-        writer.put(name("edge-2"), node(&["10.0.0.2"], &[]));
-        assert_eq!(writer.reader().places(), None, "not known yet");
-        writer.cluster(
+        writer.upsert(name("edge-1"), joined);
+        writer.upsert(name("edge-2"), node(&["10.0.0.2"], &[]));
+        assert_eq!(writer.reader().locations(), None, "not known yet");
+        writer.replace_cluster(
             [
                 (
                     name("edge-1"),
@@ -681,7 +689,7 @@ mod tests {
         );
         let nodes = writer.reader();
         let at = |text: &str| nodes.by_address(text.parse().unwrap());
-        assert_eq!(at("192.168.0.1"), AddressMatch::Nobody, "the record's");
+        assert_eq!(at("192.168.0.1"), AddressMatch::Unknown, "the record's");
         assert_eq!(at("10.0.0.1"), AddressMatch::Node(name("edge-1")));
         assert_eq!(at("10.244.1.7"), AddressMatch::Pod(name("edge-1")));
         assert_eq!(nodes.get(&name("edge-1")).unwrap().joined_at, 7);
@@ -695,27 +703,30 @@ mod tests {
         // There is no Node object.
         assert_eq!(at("10.0.0.2"), AddressMatch::Node(name("edge-2")));
         let edge = NodeLocation::Edge(name("edge-3"));
-        assert_eq!(nodes.place("EDGE-3."), Some(edge));
+        assert_eq!(nodes.location("EDGE-3."), Some(edge));
         let own = vec!["10.0.9.1".parse().unwrap()];
-        assert_eq!(nodes.place("Cloud-1"), Some(NodeLocation::Elsewhere(own)));
+        assert_eq!(
+            nodes.location("Cloud-1"),
+            Some(NodeLocation::Elsewhere(own))
+        );
         assert_eq!(
             (nodes.by_name("cloud-1"), at("10.0.9.1")),
-            (None, AddressMatch::Nobody)
+            (None, AddressMatch::Unknown)
         );
-        assert_eq!(nodes.place("nobody"), None);
-        let places = nodes.places().unwrap();
+        assert_eq!(nodes.location("nobody"), None);
+        let places = nodes.locations().unwrap();
         assert_eq!(places.len(), 4);
         for (name, place) in places {
-            assert_eq!(nodes.place(name.as_str()), Some(place), "{name}");
+            assert_eq!(nodes.location(name.as_str()), Some(place), "{name}");
         }
 
         // Nodes that join or leave later do not change that, and the cluster does not change records.
-        writer.put(name("edge-4"), Node::default());
+        writer.upsert(name("edge-4"), Node::default());
         assert_eq!(at("10.0.0.1"), AddressMatch::Node(name("edge-1")));
-        writer.cluster(BTreeMap::new());
+        writer.replace_cluster(BTreeMap::new());
         assert_eq!(at("192.168.0.1"), AddressMatch::Node(name("edge-1")));
         assert_eq!(
-            (nodes.place("edge-3"), nodes.place("cloud-1")),
+            (nodes.location("edge-3"), nodes.location("cloud-1")),
             (None, None)
         );
     }
@@ -735,13 +746,13 @@ mod tests {
         let counted = |pool_counts| ClusterNode {
             labels: labels(&[("tier", "tin"), ("site", "north")]),
             pool: Some("east".to_owned()),
-            pool_counts,
+            is_policy_pool: pool_counts,
             ..member(true, &[], &[])
         };
-        writer.put(name("edge-1"), token);
+        writer.upsert(name("edge-1"), token);
         for pool_counts in [false, true] {
             let members = [name("edge-1"), name("edge-2")].map(|name| (name, counted(pool_counts)));
-            writer.cluster(members.into());
+            writer.replace_cluster(members.into());
             let get = |node| writer.reader().get(&name(node)).unwrap();
             let both = labels(&[("tier", "gold"), ("site", "north")]);
             assert_eq!(get("edge-1").labels, both);
@@ -755,7 +766,7 @@ mod tests {
             pool: Some("west".to_owned()),
             ..node(&[], &[])
         };
-        writer.put(name("edge-1"), token);
+        writer.upsert(name("edge-1"), token);
         let known = writer.reader().get(&name("edge-1")).unwrap();
         assert_eq!(known.pool.as_deref(), Some("west"));
         assert_eq!(known.policy_pool, known.pool);
@@ -769,22 +780,29 @@ mod tests {
             revoked: Some("stolen".to_owned()),
             ..node(&["10.0.0.1"], &[])
         };
-        writer.put(name("n"), follows);
+        writer.upsert(name("n"), follows);
         let nodes = writer.reader();
         let edge = Some(NodeLocation::Edge(name("n")));
-        assert_eq!(nodes.place("n"), edge, "there is no cluster");
-        writer.cluster([(name("n"), member(false, &["10.0.9.1"], &[]))].into());
-        assert!(matches!(nodes.place("n"), Some(NodeLocation::Elsewhere(_))));
-        assert_eq!(nodes.is_clusters_edge(&name("n")), Some(false));
+        assert_eq!(nodes.location("n"), edge, "there is no cluster");
+        writer.replace_cluster([(name("n"), member(false, &["10.0.9.1"], &[]))].into());
+        assert!(matches!(
+            nodes.location("n"),
+            Some(NodeLocation::Elsewhere(_))
+        ));
+        assert_eq!(nodes.cluster_says_edge(&name("n")), Some(false));
         assert_eq!(nodes.by_name("n"), None);
         assert!(
-            nodes.revoked(&name("n")).is_some(),
+            nodes.revocation_reason(&name("n")).is_some(),
             "the node stays revoked"
         );
-        writer.cluster([(name("n"), member(true, &["10.0.9.1"], &[]))].into());
-        assert_eq!(nodes.place("n"), edge);
-        writer.cluster(BTreeMap::new());
-        assert_eq!(nodes.place("n"), edge, "the cluster has none of this name");
+        writer.replace_cluster([(name("n"), member(true, &["10.0.9.1"], &[]))].into());
+        assert_eq!(nodes.location("n"), edge);
+        writer.replace_cluster(BTreeMap::new());
+        assert_eq!(
+            nodes.location("n"),
+            edge,
+            "the cluster has none of this name"
+        );
     }
 
     #[test]
@@ -794,12 +812,12 @@ mod tests {
             (name("cloud-1"), member(false, &["10.0.9.1"], &[])),
             (name("edge-1"), member(true, &["10.0.9.1", "10.0.0.1"], &[])),
         ];
-        writer.cluster(cluster.into());
+        writer.replace_cluster(cluster.into());
         let nodes = writer.reader();
         let at = |text: &str| nodes.by_address(text.parse().unwrap());
         assert_eq!(
             at("10.0.9.1"),
-            AddressMatch::Nobody,
+            AddressMatch::Unknown,
             "the cloud node's alone"
         );
         assert_eq!(at("10.0.0.1"), AddressMatch::Node(name("edge-1")));
@@ -818,14 +836,14 @@ mod tests {
     fn a_claim_neither_takes_nor_gains_an_owned_address() {
         let writer = NodesWriter::default();
         let object = |edge, created, addresses: &[&str]| ClusterNode {
-            created,
+            created_at: created,
             ..member(edge, addresses, &[])
         };
         let stolen = &[
             "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.9.1", "10.0.0.5", "10.0.0.6",
         ];
-        writer.put(name("edge-2"), node(&["10.0.0.2"], &[]));
-        writer.put(name("edge-3"), node(&["10.0.0.3"], &[]));
+        writer.upsert(name("edge-2"), node(&["10.0.0.2"], &[]));
+        writer.upsert(name("edge-3"), node(&["10.0.0.3"], &[]));
         let members = [
             (name("edge-1"), object(true, 10, &["10.0.0.1"])),
             // A token has confirmed its address, though its object is younger.
@@ -838,8 +856,8 @@ mod tests {
         let nodes = writer.reader();
         for members in [members.clone(), members] {
             // As after a restart: the same is known anew.
-            writer.cluster(BTreeMap::new());
-            writer.cluster(members.into());
+            writer.replace_cluster(BTreeMap::new());
+            writer.replace_cluster(members.into());
             for (address, holder) in [
                 ("10.0.0.1", Some("edge-1")),
                 ("10.0.0.2", Some("edge-2")),
@@ -850,7 +868,7 @@ mod tests {
                 ("10.0.0.6", Some("a-stolen")),
             ] {
                 let found = nodes.by_address(address.parse().unwrap());
-                let holder = holder.map_or(AddressMatch::Nobody, |holder| {
+                let holder = holder.map_or(AddressMatch::Unknown, |holder| {
                     AddressMatch::Node(name(holder))
                 });
                 assert_eq!(found, holder, "{address}");
@@ -867,8 +885,8 @@ mod tests {
     #[test]
     fn an_address_that_tokens_confirm_of_two_nodes_names_neither() {
         let writer = NodesWriter::default();
-        writer.put(name("edge-1"), node(&["192.168.0.2"], &["10.244.0.0/24"]));
-        writer.put(name("edge-2"), node(&["192.168.0.2"], &["10.244.0.0/24"]));
+        writer.upsert(name("edge-1"), node(&["192.168.0.2"], &["10.244.0.0/24"]));
+        writer.upsert(name("edge-2"), node(&["192.168.0.2"], &["10.244.0.0/24"]));
         let nodes = writer.reader();
         let at = |text: &str| nodes.by_address(text.parse().unwrap());
         assert!(matches!(at("192.168.0.2"), AddressMatch::Several(all) if all.len() == 2));
@@ -878,9 +896,9 @@ mod tests {
     #[test]
     fn addresses_of_each_node_are_listed_and_changes_are_sent() {
         let writer = NodesWriter::default();
-        let (nodes, mut changes) = (writer.reader(), writer.changes());
-        writer.put(name("edge-1"), node(&["10.0.0.1", "192.168.0.2"], &[]));
-        writer.put(
+        let (nodes, mut changes) = (writer.reader(), writer.subscribe());
+        writer.upsert(name("edge-1"), node(&["10.0.0.1", "192.168.0.2"], &[]));
+        writer.upsert(
             name("edge-2"),
             node(&["::ffff:10.0.0.2", "192.168.0.2"], &[]),
         );
@@ -922,7 +940,7 @@ mod tests {
         let member = |edge, addresses: &[&str], pods: &[&str]| {
             let node = node(addresses, pods);
             ClusterNode {
-                edge,
+                is_edge: edge,
                 addresses: node.addresses,
                 pod_networks: node.pod_networks,
                 ..ClusterNode::default()
@@ -936,7 +954,7 @@ mod tests {
             name("cloud-1"),
             member(false, &["10.9.0.5"], &["10.245.7.0/24"]),
         );
-        writer.cluster(all);
+        writer.replace_cluster(all);
         let found = writer.reader().edge_pod_networks();
         let [found, shared] =
             found.map(|nets| nets.iter().map(ToString::to_string).collect::<Vec<_>>());

@@ -19,13 +19,13 @@ use tokio::{
 };
 
 /// Maximum number of first keys that wait to be pinned; further requests wait too.
-const WAITING: usize = 1_024;
+const MAX_PENDING_PINS: usize = 1_024;
 
 /// Read access to the pins: a cheap clone that waits only when an upstream is met for the first time.
 #[derive(Clone, Debug)]
 pub struct Pins {
     table: Arc<ArcSwap<PinTable>>,
-    met: mpsc::Sender<NewPin>,
+    new_pins: mpsc::Sender<NewPin>,
 }
 
 /// Key of an upstream that is met for the first time.
@@ -38,7 +38,7 @@ pub struct NewPin {
     /// The key that it has proven to hold.
     pub key: Fingerprint,
     /// Sender for the request that waits: the key that is then pinned, or the reason why none is.
-    pub tell: oneshot::Sender<Result<Pin, String>>,
+    pub responder: oneshot::Sender<Result<Pin, String>>,
 }
 
 /// Write access to the pins. Clones write the same table.
@@ -46,19 +46,19 @@ pub struct NewPin {
 pub struct PinsWriter {
     table: Arc<ArcSwap<PinTable>>,
     /// Locked while a new table is built, including the write to the disk.
-    making: Arc<Mutex<()>>,
+    write_lock: Arc<Mutex<()>>,
 }
 
 /// Returns a table of the keys that are already pinned, and the receiver of those to be pinned. No key is pinned until the
 /// receiver is read.
-pub fn pins(noted: PinTable) -> (Pins, PinsWriter, mpsc::Receiver<NewPin>) {
-    let table = Arc::new(ArcSwap::from_pointee(noted));
-    let (met, meetings) = mpsc::channel(WAITING);
+pub fn pins(stored: PinTable) -> (Pins, PinsWriter, mpsc::Receiver<NewPin>) {
+    let table = Arc::new(ArcSwap::from_pointee(stored));
+    let (new_pins, meetings) = mpsc::channel(MAX_PENDING_PINS);
     let writer = PinsWriter {
         table: table.clone(),
-        making: Arc::default(),
+        write_lock: Arc::default(),
     };
-    (Pins { table, met }, writer, meetings)
+    (Pins { table, new_pins }, writer, meetings)
 }
 
 impl Pins {
@@ -70,28 +70,31 @@ impl Pins {
     /// Has this key pinned, unless another one is. Returns the key that is then pinned.
     ///
     /// # Errors
-    /// The reason why none is pinned; after `bound` at the latest.
-    pub async fn first(
+    /// The reason why none is pinned; after `wait_limit` at the latest.
+    pub async fn pin_first_use(
         &self,
         (node, port): (&NodeName, u16),
         key: Fingerprint,
-        bound: Duration,
+        wait_limit: Duration,
     ) -> Result<Pin, String> {
-        let (tell, told) = oneshot::channel();
-        let met = NewPin {
+        let (responder, response) = oneshot::channel();
+        let new_pin = NewPin {
             node: node.clone(),
             port,
             key,
-            tell,
+            responder,
         };
-        let noting = async {
+        let pinning = async {
             // A writer that has ended receives no further requests.
-            self.met.send(met).await.ok()?;
-            told.await.ok()
+            self.new_pins.send(new_pin).await.ok()?;
+            response.await.ok()
         };
-        let late = || format!("the data directory did not store the key within {bound:?}");
-        let noted = timeout(bound, noting).await.map_err(|_| late())?;
-        noted.unwrap_or_else(|| Err("the gateway is shutting down".to_owned()))
+        let timeout_message =
+            || format!("the data directory did not store the key within {wait_limit:?}");
+        let result = timeout(wait_limit, pinning)
+            .await
+            .map_err(|_| timeout_message())?;
+        result.unwrap_or_else(|| Err("the gateway is shutting down".to_owned()))
     }
 }
 
@@ -101,13 +104,16 @@ impl PinsWriter {
         self.table.load().is_empty()
     }
 
-    /// Replaces all pins by those that `written` has put on the disk. The table is locked meanwhile.
+    /// Replaces all pins by those that `write_pins` has put on the disk. The table is locked meanwhile.
     ///
     /// # Errors
-    /// The error of `written`; then the table is unchanged.
-    pub fn replace<E>(&self, written: impl FnOnce() -> Result<PinTable, E>) -> Result<(), E> {
-        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        self.table.store(Arc::new(written()?));
+    /// The error of `write_pins`; then the table is unchanged.
+    pub fn replace<E>(&self, write_pins: impl FnOnce() -> Result<PinTable, E>) -> Result<(), E> {
+        let _making = self
+            .write_lock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        self.table.store(Arc::new(write_pins()?));
         Ok(())
     }
 

@@ -48,13 +48,13 @@ pub struct PolicyInput<'a> {
     /// The URIs in the client's certificate.
     pub uris: &'a [String],
     /// Whether the client is identified.
-    pub known: bool,
+    pub is_authenticated: bool,
     /// The client's address; a unix socket has no address.
-    pub from: Option<IpAddr>,
+    pub client_address: Option<IpAddr>,
     /// The node; `None` for a target that is at no edge.
     pub node: Option<&'a NodeName>,
     /// The address that the gateway dials itself, if there is no node.
-    pub direct: Option<IpAddr>,
+    pub direct_address: Option<IpAddr>,
     /// Its confirmed pool.
     pub pool: Option<&'a str>,
     /// Its confirmed labels.
@@ -62,7 +62,7 @@ pub struct PolicyInput<'a> {
     /// The port.
     pub port: u16,
     /// The kind of stream.
-    pub act: Action,
+    pub action: Action,
     /// The method.
     pub method: &'a str,
     /// The path as it will be sent, without the query.
@@ -72,7 +72,7 @@ pub struct PolicyInput<'a> {
 impl PolicyInput<'_> {
     /// Returns the path as every upstream reads it; a session's is not known.
     fn path(&self) -> Option<Cow<'_, str>> {
-        match self.act {
+        match self.action {
             Action::Connect => None,
             Action::Request | Action::Upgrade => canonical(self.path),
         }
@@ -85,7 +85,7 @@ pub struct Decision {
     /// Whether the access is allowed.
     pub allow: bool,
     /// The rule that matched, or `None` if none did.
-    pub by: Option<MatchedRule>,
+    pub matched: Option<MatchedRule>,
 }
 
 /// A rule that matched.
@@ -102,7 +102,7 @@ pub struct MatchedRule {
 pub struct Policy {
     rules: Vec<CompiledRule>,
     /// By user, group and SPIFFE id: one of them is enough.
-    who: Condition<(Patterns, Patterns, Patterns)>,
+    identities: Condition<(Patterns, Patterns, Patterns)>,
     networks: Condition<(Prefixes<32>, Prefixes<128>)>,
     nodes: Condition<Patterns>,
     direct: Condition<(Prefixes<32>, Prefixes<128>)>,
@@ -112,12 +112,12 @@ pub struct Policy {
     ports: Condition<Prefixes<16>>,
     methods: Condition<ExactIndex>,
     paths: Condition<Paths>,
-    acts: Condition<ExactIndex>,
+    actions: Condition<ExactIndex>,
     /// Rules that deny some methods, and some paths.
     deny_methods: RuleSet,
     deny_paths: RuleSet,
     /// The latter by their paths in small letters.
-    deny_folded: Paths,
+    deny_paths_lowercase: Paths,
 }
 
 impl Policy {
@@ -132,111 +132,120 @@ impl Policy {
     }
 
     /// Whether any rule depends on the pool or the labels of a node.
-    pub fn reads_nodes(&self) -> bool {
-        self.reads_pools() || self.labels.is_named()
+    pub fn depends_on_nodes(&self) -> bool {
+        self.depends_on_pools() || self.labels.is_named()
     }
 
     /// Whether any rule depends on the pool of a node.
-    pub fn reads_pools(&self) -> bool {
+    pub fn depends_on_pools(&self) -> bool {
         self.pools.is_named()
     }
 
     /// Returns the rules that depend on labels of a node, each with all that a node needs to have.
-    pub fn by_labels(&self) -> impl Iterator<Item = (&MatchedRule, &[(String, String)])> {
+    pub fn rules_by_labels(&self) -> impl Iterator<Item = (&MatchedRule, &[(String, String)])> {
         let all = self.rules.iter();
         let labelled = all.filter(|rule| !rule.labels.is_empty());
         labelled.map(|rule| (&rule.matched, &*rule.labels))
     }
 
     /// Returns a pool for each pattern of pools that a rule names.
-    pub fn pools(&self) -> impl Iterator<Item = String> {
+    pub fn sample_pools(&self) -> impl Iterator<Item = String> {
         let patterns = self.rules.iter().flat_map(|rule| &rule.pools);
         patterns.map(|pattern| pattern.replace('*', "x"))
     }
 
     /// Decides.
-    pub fn decide(&self, asked: &PolicyInput<'_>) -> Decision {
-        let mut left = index::RemainingRules::all(self.rules.len());
-        self.narrow_who(asked, &mut left);
-        self.nodes.narrow(&mut left, |nodes, into| {
-            if let Some(node) = asked.node {
+    pub fn decide(&self, input: &PolicyInput<'_>) -> Decision {
+        let mut remaining = index::RemainingRules::all(self.rules.len());
+        self.narrow_by_identity(input, &mut remaining);
+        self.nodes.narrow(&mut remaining, |nodes, into| {
+            if let Some(node) = input.node {
                 nodes.find(node.as_str(), into);
             }
         });
-        self.direct.narrow(&mut left, |direct, into| {
-            find_address(direct, asked.direct, into);
+        self.direct.narrow(&mut remaining, |direct, into| {
+            find_address(direct, input.direct_address, into);
         });
-        self.pools.narrow(&mut left, |pools, into| {
-            if let Some(pool) = asked.pool {
+        self.pools.narrow(&mut remaining, |pools, into| {
+            if let Some(pool) = input.pool {
                 pools.find(pool, into);
             }
         });
-        self.labels
-            .narrow(&mut left, |labels, into| labels.find(asked.labels, into));
-        self.ports
-            .narrow(&mut left, |ports, into| ports.find(asked.port.into(), into));
-        self.acts
-            .narrow(&mut left, |acts, into| acts.find(asked.act.word(), into));
-        self.methods.narrow(&mut left, |methods, into| {
-            methods.find(asked.method, into);
+        self.labels.narrow(&mut remaining, |labels, into| {
+            labels.find(input.labels, into);
+        });
+        self.ports.narrow(&mut remaining, |ports, into| {
+            ports.find(input.port.into(), into);
+        });
+        self.actions.narrow(&mut remaining, |acts, into| {
+            acts.find(input.action.word(), into);
+        });
+        self.methods.narrow(&mut remaining, |methods, into| {
+            methods.find(input.method, into);
             // Some apps read `post` as POST.
-            let odd = asked.method.bytes().any(|b| b.is_ascii_lowercase());
-            if odd || asked.act == Action::Connect {
+            let has_lowercase = input.method.bytes().any(|b| b.is_ascii_lowercase());
+            if has_lowercase || input.action == Action::Connect {
                 into.add(&self.deny_methods);
             }
         });
         self.paths
-            .narrow(&mut left, |paths, into| match asked.path() {
+            .narrow(&mut remaining, |paths, into| match input.path() {
                 Some(path) => {
                     paths.find(&path, into);
                     // Some apps read `/ADMIN` as `/admin`.
-                    self.deny_folded.find_folded(&path, into);
+                    self.deny_paths_lowercase.find_folded(&path, into);
                 }
                 None => into.add(&self.deny_paths),
             });
-        let first = left.iter().map(|index| &self.rules[index]).find(|rule| {
-            rule.labels
-                .iter()
-                .all(|(key, value)| asked.labels.get(key) == Some(value))
-        });
+        let matched = remaining
+            .iter()
+            .map(|index| &self.rules[index])
+            .find(|rule| {
+                rule.labels
+                    .iter()
+                    .all(|(key, value)| input.labels.get(key) == Some(value))
+            });
         Decision {
-            allow: first.is_some_and(|rule| rule.then == Effect::Allow),
-            by: first.map(|rule| rule.matched.clone()),
+            allow: matched.is_some_and(|rule| rule.effect == Effect::Allow),
+            matched: matched.map(|rule| rule.matched.clone()),
         }
     }
 
-    fn narrow_who(&self, asked: &PolicyInput<'_>, left: &mut index::RemainingRules) {
-        self.who.narrow(left, |(users, groups, spiffe), into| {
-            if !asked.known {
-                // Only if written explicitly: `*` matches every authenticated client.
-                users.find_word(ANONYMOUS, into);
-                return groups.find_word(UNAUTHENTICATED, into);
-            }
-            users.find(asked.user, into);
-            groups.find_word(AUTHENTICATED, into);
-            // A client's own claim that it is authenticated or anonymous is ignored.
-            let said = asked.groups.iter().map(String::as_str);
-            for group in said.filter(|group| ![AUTHENTICATED, UNAUTHENTICATED].contains(group)) {
-                groups.find(group, into);
-            }
-            for uri in asked.uris {
-                spiffe.find(uri, into);
-            }
-        });
-        self.networks.narrow(left, |networks, into| {
-            find_address(networks, asked.from, into);
+    fn narrow_by_identity(&self, input: &PolicyInput<'_>, remaining: &mut index::RemainingRules) {
+        self.identities
+            .narrow(remaining, |(users, groups, spiffe), into| {
+                if !input.is_authenticated {
+                    // Only if written explicitly: `*` matches every authenticated client.
+                    users.find_exact(ANONYMOUS, into);
+                    return groups.find_exact(UNAUTHENTICATED, into);
+                }
+                users.find(input.user, into);
+                groups.find_exact(AUTHENTICATED, into);
+                // A client's own claim that it is authenticated or anonymous is ignored.
+                let claimed_groups = input.groups.iter().map(String::as_str);
+                for group in
+                    claimed_groups.filter(|group| ![AUTHENTICATED, UNAUTHENTICATED].contains(group))
+                {
+                    groups.find(group, into);
+                }
+                for uri in input.uris {
+                    spiffe.find(uri, into);
+                }
+            });
+        self.networks.narrow(remaining, |networks, into| {
+            find_address(networks, input.client_address, into);
         });
     }
 }
 
 fn find_address(
-    (four, six): &(Prefixes<32>, Prefixes<128>),
+    (ipv4, ipv6): &(Prefixes<32>, Prefixes<128>),
     address: Option<IpAddr>,
     into: &mut index::RuleBits,
 ) {
     match address.map(|ip| ip.to_canonical()) {
-        Some(IpAddr::V4(ip)) => four.find(ip.to_bits().into(), into),
-        Some(IpAddr::V6(ip)) => six.find(ip.to_bits(), into),
+        Some(IpAddr::V4(ip)) => ipv4.find(ip.to_bits().into(), into),
+        Some(IpAddr::V6(ip)) => ipv6.find(ip.to_bits(), into),
         None => {}
     }
 }
@@ -248,28 +257,28 @@ pub struct PolicyReader(Arc<Current>);
 #[derive(Debug, Default)]
 struct Current {
     policy: ArcSwapOption<Policy>,
-    replaced: AtomicU64,
+    generation: AtomicU64,
 }
 
 impl PolicyReader {
     /// Decides by the rules that hold now; where there are none, everything is allowed.
-    pub fn decide(&self, asked: &PolicyInput<'_>) -> Decision {
+    pub fn decide(&self, input: &PolicyInput<'_>) -> Decision {
         match self.0.policy.load().as_ref() {
-            Some(rules) => rules.decide(asked),
+            Some(rules) => rules.decide(input),
             None => Decision {
                 allow: true,
-                by: None,
+                matched: None,
             },
         }
     }
 
     /// Whether any rule depends on the pool or the labels of a node.
-    pub fn reads_nodes(&self) -> bool {
+    pub fn depends_on_nodes(&self) -> bool {
         self.0
             .policy
             .load()
             .as_ref()
-            .is_some_and(|rules| rules.reads_nodes())
+            .is_some_and(|rules| rules.depends_on_nodes())
     }
 
     /// Returns the rules that hold now, if there are any.
@@ -278,13 +287,13 @@ impl PolicyReader {
     }
 
     /// Whether there are no rules.
-    pub fn is_open(&self) -> bool {
+    pub fn allows_all(&self) -> bool {
         self.0.policy.load().is_none()
     }
 
     /// Returns how often the rules were replaced.
-    pub fn replaced(&self) -> u64 {
-        self.0.replaced.load(Acquire)
+    pub fn generation(&self) -> u64 {
+        self.0.generation.load(Acquire)
     }
 }
 
@@ -297,7 +306,7 @@ impl PolicyWriter {
     pub fn new(policy: Option<Policy>) -> Self {
         Self(PolicyReader(Arc::new(Current {
             policy: ArcSwapOption::from_pointee(policy),
-            replaced: AtomicU64::new(0),
+            generation: AtomicU64::new(0),
         })))
     }
 
@@ -310,7 +319,7 @@ impl PolicyWriter {
     pub fn replace(&self, policy: Option<Policy>) {
         let rules = &self.0.0;
         rules.policy.store(policy.map(Arc::new));
-        rules.replaced.fetch_add(1, Release);
+        rules.generation.fetch_add(1, Release);
     }
 }
 

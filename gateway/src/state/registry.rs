@@ -16,7 +16,7 @@ use causeway_tunnel::{
     Tunnel,
     buffered::NodeBudget,
     control_stream::{EdgeHello, GatewayMessage},
-    wire::MOST_TUNNELS,
+    wire::MAX_TUNNELS_PER_EDGE,
 };
 use rustls::pki_types::CertificateDer;
 use std::{
@@ -45,9 +45,9 @@ pub struct NewTunnel {
     /// The tunnel.
     pub tunnel: Tunnel,
     /// Hello of the edge.
-    pub welcome: Arc<EdgeHello>,
+    pub hello: Arc<EdgeHello>,
     /// Address from which the edge dialled.
-    pub from: SocketAddr,
+    pub remote_address: SocketAddr,
     /// The certificate of the edge on this tunnel.
     pub certificate: EdgeCertificate,
     /// The roots that the edge trusts, if it announces them.
@@ -70,7 +70,7 @@ pub struct EdgeCertificate {
     /// The root on which it hangs.
     pub root: Option<Fingerprint>,
     /// The whole certificate chain, if an external CA has issued it: the root alone is then not sufficient.
-    pub given: Option<Arc<[CertificateDer<'static>]>>,
+    pub external_chain: Option<Arc<[CertificateDer<'static>]>>,
 }
 
 /// A registered tunnel, as seen from outside.
@@ -79,24 +79,24 @@ pub struct TunnelInfo {
     /// The tunnel's identity.
     pub id: TunnelId,
     /// The tunnel and its data.
-    pub admitted: NewTunnel,
+    pub tunnel: NewTunnel,
     /// When it was registered.
     pub since: SystemTime,
     /// It closes with its last stream.
-    leaving: bool,
+    is_leaving: bool,
 }
 
 impl TunnelInfo {
     /// Whether the tunnel closes with its last stream: another one has taken over, or its edge has announced it. It gets a
     /// new stream only if the edge stops and the node has no other tunnel.
     pub fn is_leaving(&self) -> bool {
-        self.leaving
+        self.is_leaving
     }
 
     /// Returns the number of clients' streams that are open on the tunnel.
     pub fn streams(&self) -> usize {
-        let streams = self.admitted.tunnel.load().streams();
-        streams.saturating_sub(CONTROL)
+        let streams = self.tunnel.tunnel.load().open_streams();
+        streams.saturating_sub(CONTROL_STREAMS)
     }
 }
 
@@ -104,18 +104,18 @@ impl TunnelInfo {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NodeUnavailable {
     /// It was never seen by this process.
-    Never,
+    NeverSeen,
     /// It was last seen then, from there.
-    Last {
+    LastSeen {
         /// When its last tunnel ended.
-        seen: SystemTime,
+        ended_at: SystemTime,
         /// Address from which that tunnel came.
-        from: SocketAddr,
+        remote_address: SocketAddr,
     },
     /// Its tunnels are connected and do not answer.
     Suspect {
         /// Address from which the newest of them came.
-        from: SocketAddr,
+        remote_address: SocketAddr,
     },
     /// All its tunnels drain.
     Draining,
@@ -127,21 +127,21 @@ pub enum RegisterError {
     /// This instance of the edge was superseded by another, which lives.
     Superseded {
         /// The instance that took the node over.
-        by: String,
+        instance: String,
         /// Address from which that instance dialled.
-        from: SocketAddr,
+        remote_address: SocketAddr,
     },
-    /// This instance has [`MOST_TUNNELS`] already.
-    Full,
+    /// This instance has [`MAX_TUNNELS_PER_EDGE`] already.
+    TooManyTunnels,
 }
 
 /// A tunnel that a registration replaced.
 #[derive(Debug)]
 pub struct ReplacedTunnel {
     /// The tunnel.
-    pub edge: TunnelInfo,
+    pub tunnel: TunnelInfo,
     /// Effect of the replacement on it.
-    pub fate: ReplaceMode,
+    pub mode: ReplaceMode,
 }
 
 /// Effect of a replacement on the tunnel that a registration replaced.
@@ -160,24 +160,24 @@ struct NodeTunnels {
     tunnels: Vec<TunnelInfo>,
     /// Instances that were replaced while their successor lives; the latest of them.
     superseded: VecDeque<String>,
-    last: Option<(SystemTime, SocketAddr)>,
+    last_seen: Option<(SystemTime, SocketAddr)>,
     streams: Arc<AtomicUsize>,
-    siblings: Arc<NodeBudget>,
+    node_budget: Arc<NodeBudget>,
     /// Wakes requests that wait for a tunnel of this node.
-    arrival: Option<Arc<Notify>>,
+    tunnel_registered: Option<Arc<Notify>>,
 }
 
 /// Requests that wait for tunnels at most. Further ones are refused at once.
-const MOST_WAITING: usize = 4096;
+const MAX_WAITING_REQUESTS: usize = 4096;
 
 /// Every tunnel has its control stream open.
-const CONTROL: usize = 1;
+const CONTROL_STREAMS: usize = 1;
 
 /// Leaving tunnels of a node without streams that wait for their end; the oldest beyond these is closed.
-const MOST_IDLE: usize = 16;
+const MAX_IDLE_LEAVING: usize = 16;
 
 /// Replaced instances of a node that are remembered: two of them, or three, are an accident.
-const REMEMBERED: usize = 16;
+const MAX_SUPERSEDED: usize = 16;
 
 type Shard = Mutex<HashMap<NodeName, NodeTunnels>>;
 
@@ -186,15 +186,15 @@ type Shard = Mutex<HashMap<NodeName, NodeTunnels>>;
 pub struct Registry {
     shards: Arc<[Shard]>,
     workers: Workers,
-    next: Arc<AtomicU64>,
-    began: Instant,
-    waiting: Arc<Semaphore>,
+    next_id: Arc<AtomicU64>,
+    started_at: Instant,
+    wait_permits: Arc<Semaphore>,
     /// No tunnel is waited for any more.
-    closed: CancellationToken,
+    drain_token: CancellationToken,
     /// The same, for requests: a look at the token takes a lock.
-    drains: Arc<AtomicBool>,
+    is_draining: Arc<AtomicBool>,
     /// The drain's time is over, and tunnels are closed with their streams.
-    over: Arc<AtomicBool>,
+    drain_expired: Arc<AtomicBool>,
 }
 
 /// A choice for one request.
@@ -214,19 +214,19 @@ impl Registry {
         Self {
             shards: workers.all().map(|_| Shard::default()).collect(),
             workers: workers.clone(),
-            next: Arc::new(AtomicU64::new(1)),
-            began: Instant::now(),
-            waiting: Arc::new(Semaphore::new(MOST_WAITING)),
-            closed: CancellationToken::new(),
-            drains: Arc::default(),
-            over: Arc::default(),
+            next_id: Arc::new(AtomicU64::new(1)),
+            started_at: Instant::now(),
+            wait_permits: Arc::new(Semaphore::new(MAX_WAITING_REQUESTS)),
+            drain_token: CancellationToken::new(),
+            is_draining: Arc::default(),
+            drain_expired: Arc::default(),
         }
     }
 
     /// Returns the budget that all tunnels of a node share, registered or about to be.
-    pub fn siblings(&self, node: &NodeName) -> Arc<NodeBudget> {
+    pub fn node_budget(&self, node: &NodeName) -> Arc<NodeBudget> {
         let mut shard = self.shard(node);
-        shard.entry(node.clone()).or_default().siblings.clone()
+        shard.entry(node.clone()).or_default().node_budget.clone()
     }
 
     /// Registers a tunnel. Returns the tunnels that it replaces, which must be informed and closed.
@@ -236,62 +236,62 @@ impl Registry {
     pub fn register(
         &self,
         node: &NodeName,
-        admitted: NewTunnel,
+        new_tunnel: NewTunnel,
     ) -> Result<(TunnelId, Vec<ReplacedTunnel>), RegisterError> {
         let mut shard = self.shard(node);
-        let held = shard.entry(node.clone()).or_default();
-        let instance = admitted.welcome.instance.clone();
-        let successor = held
+        let entry = shard.entry(node.clone()).or_default();
+        let instance = new_tunnel.hello.instance.clone();
+        let successor = entry
             .tunnels
             .iter()
-            .find(|edge| !edge.leaving && edge.admitted.welcome.instance != instance);
-        if let Some(edge) = successor.filter(|_| held.superseded.contains(&instance)) {
+            .find(|edge| !edge.is_leaving && edge.tunnel.hello.instance != instance);
+        if let Some(newer) = successor.filter(|_| entry.superseded.contains(&instance)) {
             return Err(RegisterError::Superseded {
-                by: edge.admitted.welcome.instance.clone(),
-                from: edge.admitted.from,
+                instance: newer.tunnel.hello.instance.clone(),
+                remote_address: newer.tunnel.remote_address,
             });
         }
-        let slot = admitted.welcome.slot;
-        if held.others(&instance, slot) >= MOST_TUNNELS {
-            return Err(RegisterError::Full);
+        let slot = new_tunnel.hello.slot;
+        if entry.count_other_slots(&instance, slot) >= MAX_TUNNELS_PER_EDGE {
+            return Err(RegisterError::TooManyTunnels);
         }
-        held.supersede_others(&instance);
-        let replaced = held.make_room(&admitted.welcome);
-        let id = TunnelId(self.next.fetch_add(1, Relaxed));
-        held.tunnels.push(TunnelInfo {
+        entry.supersede_others(&instance);
+        let replaced = entry.make_room(&new_tunnel.hello);
+        let id = TunnelId(self.next_id.fetch_add(1, Relaxed));
+        entry.tunnels.push(TunnelInfo {
             id,
-            admitted,
+            tunnel: new_tunnel,
             since: SystemTime::now(),
-            leaving: false,
+            is_leaving: false,
         });
-        if let Some(arrival) = held.arrival.take() {
+        if let Some(arrival) = entry.tunnel_registered.take() {
             arrival.notify_waiters();
         }
         Ok((id, replaced))
     }
 
     /// Notes that a tunnel's edge has announced that it leaves.
-    pub fn leaves(&self, node: &NodeName, id: TunnelId) {
+    pub fn mark_leaving(&self, node: &NodeName, id: TunnelId) {
         let mut shard = self.shard(node);
         let tunnels = shard.get_mut(node).map(|held| &mut held.tunnels);
         if let Some(edge) = tunnels.into_iter().flatten().find(|edge| edge.id == id) {
-            edge.leaving = true;
+            edge.is_leaving = true;
         }
     }
 
     /// Removes a tunnel, if it is still the one that is registered. True if it was.
     pub fn unregister(&self, node: &NodeName, id: TunnelId) -> bool {
         let mut shard = self.shard(node);
-        let Some(held) = shard.get_mut(node) else {
+        let Some(entry) = shard.get_mut(node) else {
             return false;
         };
-        let Some(at) = held.tunnels.iter().position(|edge| edge.id == id) else {
+        let Some(at) = entry.tunnels.iter().position(|edge| edge.id == id) else {
             return false;
         };
-        let gone = held.tunnels.remove(at);
-        held.last = Some((SystemTime::now(), gone.admitted.from));
-        if held.tunnels.is_empty() {
-            held.superseded.clear();
+        let removed = entry.tunnels.remove(at);
+        entry.last_seen = Some((SystemTime::now(), removed.tunnel.remote_address));
+        if entry.tunnels.is_empty() {
+            entry.superseded.clear();
         }
         true
     }
@@ -300,116 +300,122 @@ impl Registry {
     ///
     /// # Errors
     /// Why there is none.
-    pub fn pick(&self, node: &NodeName) -> Result<SelectedTunnel, NodeUnavailable> {
+    pub fn select_tunnel(&self, node: &NodeName) -> Result<SelectedTunnel, NodeUnavailable> {
         let now = Instant::now();
         let shard = self.shard(node);
-        let held = shard.get(node).ok_or(NodeUnavailable::Never)?;
-        let best = held
+        let entry = shard.get(node).ok_or(NodeUnavailable::NeverSeen)?;
+        let best = entry
             .tunnels
             .iter()
-            .filter(|edge| edge.admitted.tunnel.is_open())
+            .filter(|edge| edge.tunnel.tunnel.is_open())
             .min_by_key(|edge| {
-                let load = edge.admitted.tunnel.load();
-                (edge.leaving, load.is_bulky(now), load.streams())
+                let load = edge.tunnel.tunnel.load();
+                (edge.is_leaving, load.is_bulk(now), load.open_streams())
             });
         match best {
             Some(edge) => Ok(SelectedTunnel {
-                tunnel: edge.admitted.tunnel.clone(),
+                tunnel: edge.tunnel.tunnel.clone(),
                 id: edge.id,
-                streams: held.streams.clone(),
+                streams: entry.streams.clone(),
             }),
-            None => Err(held.away()),
+            None => Err(entry.unavailable()),
         }
     }
 
-    /// Chooses a tunnel as [`Registry::pick`] does. A node that had a tunnel less than `bound` ago is waited for until `bound`
+    /// Chooses a tunnel as [`Registry::select_tunnel`] does. A node that had a tunnel less than `wait_limit` ago is waited for until `wait_limit`
     /// is over, and so is any node as long ago as this gateway started: its edge is probably dialling.
     ///
     /// # Errors
     /// Why there is none.
-    pub async fn pick_within(
+    pub async fn select_tunnel_within(
         &self,
         node: &NodeName,
-        bound: Duration,
+        wait_limit: Duration,
     ) -> Result<SelectedTunnel, NodeUnavailable> {
-        let away = match self.pick(node) {
-            Err(away) if !self.closed.is_cancelled() => away,
+        let unavailable = match self.select_tunnel(node) {
+            Err(away) if !self.drain_token.is_cancelled() => away,
             picked => return picked,
         };
-        let since = match away {
-            NodeUnavailable::Last { seen, .. } => {
-                seen.elapsed().unwrap_or_default().min(self.began.elapsed())
-            }
-            NodeUnavailable::Never => self.began.elapsed(),
+        let offline_for = match unavailable {
+            NodeUnavailable::LastSeen { ended_at: seen, .. } => seen
+                .elapsed()
+                .unwrap_or_default()
+                .min(self.started_at.elapsed()),
+            NodeUnavailable::NeverSeen => self.started_at.elapsed(),
             NodeUnavailable::Draining => Duration::ZERO,
-            NodeUnavailable::Suspect { .. } => return Err(away),
+            NodeUnavailable::Suspect { .. } => return Err(unavailable),
         };
-        let left = bound.saturating_sub(since);
-        let Ok(_place) = self.waiting.try_acquire() else {
-            return Err(away);
+        let remaining = wait_limit.saturating_sub(offline_for);
+        let Ok(_permit) = self.wait_permits.try_acquire() else {
+            return Err(unavailable);
         };
-        let come = self.closed.run_until_cancelled(self.arrival(node));
-        match timeout(left, come).await {
+        let next_tunnel = self
+            .drain_token
+            .run_until_cancelled(self.wait_for_tunnel(node));
+        match timeout(remaining, next_tunnel).await {
             Ok(Some(picked)) => Ok(picked),
-            _ => self.pick(node),
+            _ => self.select_tunnel(node),
         }
     }
 
     /// Waits until the node has a tunnel that can be chosen.
-    async fn arrival(&self, node: &NodeName) -> SelectedTunnel {
+    async fn wait_for_tunnel(&self, node: &NodeName) -> SelectedTunnel {
         loop {
-            let arrival = {
+            let notify = {
                 let mut shard = self.shard(node);
-                let held = shard.entry(node.clone()).or_default();
-                held.arrival.get_or_insert_default().clone()
+                let entry = shard.entry(node.clone()).or_default();
+                entry.tunnel_registered.get_or_insert_default().clone()
             };
-            let mut arrived = pin!(arrival.notified());
+            let mut notified = pin!(notify.notified());
             // A change that arrives before the check below is noticed as well.
-            arrived.as_mut().enable();
-            if let Ok(picked) = self.pick(node) {
+            notified.as_mut().enable();
+            if let Ok(picked) = self.select_tunnel(node) {
                 return picked;
             }
-            arrived.await;
+            notified.await;
         }
     }
 
     /// Lets no request wait for a tunnel any more: this gateway drains.
-    pub fn close(&self) {
-        self.drains.store(true, Relaxed);
-        self.closed.cancel();
+    pub fn start_drain(&self) {
+        self.is_draining.store(true, Relaxed);
+        self.drain_token.cancel();
     }
 
     /// Waits until this gateway drains.
-    pub async fn closed(&self) {
-        self.closed.cancelled().await;
+    pub async fn drain_started(&self) {
+        self.drain_token.cancelled().await;
     }
 
     /// Whether this gateway drains.
-    pub fn is_closed(&self) -> bool {
-        self.drains.load(Relaxed)
+    pub fn is_draining(&self) -> bool {
+        self.is_draining.load(Relaxed)
     }
 
     /// Notes that the drain's time is over: the streams that are still open end for that reason.
-    pub fn end(&self) {
-        self.over.store(true, Relaxed);
+    pub fn expire_drain(&self) {
+        self.drain_expired.store(true, Relaxed);
     }
 
     /// Whether the drain's time is over.
-    pub fn is_over(&self) -> bool {
-        self.over.load(Relaxed)
+    pub fn is_drain_expired(&self) -> bool {
+        self.drain_expired.load(Relaxed)
     }
 
     /// Whether any tunnel of this node is registered.
-    pub fn holds(&self, node: &NodeName) -> bool {
+    pub fn has_tunnel(&self, node: &NodeName) -> bool {
         self.shard(node)
             .get(node)
             .is_some_and(|held| !held.tunnels.is_empty())
     }
 
     /// The tunnels of one node, and when and from where its last one was seen.
-    pub fn of(&self, node: &NodeName) -> (Vec<TunnelInfo>, Option<(SystemTime, SocketAddr)>) {
+    pub fn node_tunnels(
+        &self,
+        node: &NodeName,
+    ) -> (Vec<TunnelInfo>, Option<(SystemTime, SocketAddr)>) {
         match self.shard(node).get(node) {
-            Some(held) => (held.tunnels.clone(), held.last),
+            Some(entry) => (entry.tunnels.clone(), entry.last_seen),
             None => (Vec::new(), None),
         }
     }
@@ -427,7 +433,7 @@ impl Registry {
     }
 
     /// How many nodes have a tunnel. Locks one shard at a time.
-    pub fn connected(&self) -> usize {
+    pub fn connected_nodes(&self) -> usize {
         let count = |shard: &Shard| {
             let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
             shard
@@ -440,11 +446,11 @@ impl Registry {
 
     /// The worker that a node belongs to.
     pub fn worker(&self, node: &NodeName) -> WorkerId {
-        self.workers.of(node)
+        self.workers.worker_of(node)
     }
 
     fn shard(&self, node: &NodeName) -> MutexGuard<'_, HashMap<NodeName, NodeTunnels>> {
-        self.shards[self.workers.of(node).0]
+        self.shards[self.workers.worker_of(node).0]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
@@ -453,84 +459,92 @@ impl Registry {
 impl NodeTunnels {
     /// Remembers the other processes of this node, which must not take it back while their successor lives.
     fn supersede_others(&mut self, instance: &str) {
-        let others = self.tunnels.iter().map(|edge| &edge.admitted.welcome);
-        for other in others.filter(|other| other.instance != instance) {
+        let other_hellos = self.tunnels.iter().map(|edge| &edge.tunnel.hello);
+        for other in other_hellos.filter(|other| other.instance != instance) {
             if !self.superseded.contains(&other.instance) {
                 self.superseded.push_back(other.instance.clone());
             }
         }
         self.superseded.retain(|known| known != instance);
-        let beyond = self.superseded.len().saturating_sub(REMEMBERED);
-        self.superseded.drain(..beyond);
+        let excess = self.superseded.len().saturating_sub(MAX_SUPERSEDED);
+        self.superseded.drain(..excess);
     }
 
     /// Puts the tunnels that a new one replaces out of use. Each keeps its streams, unless its own process has given it up.
-    /// A process that dials without end leaves no more idle tunnels than [`MOST_IDLE`].
-    fn make_room(&mut self, new: &EdgeHello) -> Vec<ReplacedTunnel> {
-        let (mut replaced, mut kept) = (Vec::new(), Vec::new());
+    /// A process that dials without end leaves no more idle tunnels than [`MAX_IDLE_LEAVING`].
+    fn make_room(&mut self, new_hello: &EdgeHello) -> Vec<ReplacedTunnel> {
+        let (mut replaced, mut remaining) = (Vec::new(), Vec::new());
         for mut edge in std::mem::take(&mut self.tunnels) {
-            let old = &edge.admitted.welcome;
-            let fate = if edge.leaving {
+            let old = &edge.tunnel.hello;
+            let mode = if edge.is_leaving {
                 None
-            } else if old.instance != new.instance {
+            } else if old.instance != new_hello.instance {
                 Some(ReplaceMode::Superseded)
-            } else if old.slot != new.slot {
+            } else if old.slot != new_hello.slot {
                 None
-            } else if new.takes_over {
+            } else if new_hello.takes_over {
                 Some(ReplaceMode::TakenOver)
             } else {
                 Some(ReplaceMode::Lost)
             };
-            if let Some(fate) = fate {
+            if let Some(mode) = mode {
                 // Takes effect at once: from here on the new tunnel is selected.
-                edge.leaving = true;
-                edge.admitted.tunnel.drain();
+                edge.is_leaving = true;
+                edge.tunnel.tunnel.drain();
                 let edge = edge.clone();
-                replaced.push(ReplacedTunnel { edge, fate });
+                replaced.push(ReplacedTunnel { tunnel: edge, mode });
             }
-            if fate != Some(ReplaceMode::Lost) {
-                kept.push(edge);
+            if mode != Some(ReplaceMode::Lost) {
+                remaining.push(edge);
             }
         }
-        let is_idle = |edge: &TunnelInfo| edge.leaving && edge.streams() == 0;
-        let mut beyond = kept.iter().filter(|edge| is_idle(edge)).count();
-        beyond = beyond.saturating_sub(MOST_IDLE);
-        for edge in kept.extract_if(.., |edge| {
-            let closes = beyond > 0 && is_idle(edge);
-            beyond -= usize::from(closes);
+        let is_idle = |edge: &TunnelInfo| edge.is_leaving && edge.streams() == 0;
+        let mut excess_idle = remaining.iter().filter(|edge| is_idle(edge)).count();
+        excess_idle = excess_idle.saturating_sub(MAX_IDLE_LEAVING);
+        for edge in remaining.extract_if(.., |edge| {
+            let closes = excess_idle > 0 && is_idle(edge);
+            excess_idle -= usize::from(closes);
             closes
         }) {
             let fate = ReplaceMode::Lost;
-            replaced.push(ReplacedTunnel { edge, fate });
+            replaced.push(ReplacedTunnel {
+                tunnel: edge,
+                mode: fate,
+            });
         }
-        self.tunnels = kept;
+        self.tunnels = remaining;
         replaced
     }
 
     /// Tunnels of an instance besides the one in this slot.
-    fn others(&self, instance: &str, slot: u32) -> u32 {
-        let others = self.tunnels.iter().filter(|edge| {
-            let welcome = &edge.admitted.welcome;
-            welcome.instance == instance && welcome.slot != slot && !edge.leaving
+    fn count_other_slots(&self, instance: &str, slot: u32) -> u32 {
+        let other_tunnels = self.tunnels.iter().filter(|edge| {
+            let hello = &edge.tunnel.hello;
+            hello.instance == instance && hello.slot != slot && !edge.is_leaving
         });
-        u32::try_from(others.count()).unwrap_or(u32::MAX)
+        u32::try_from(other_tunnels.count()).unwrap_or(u32::MAX)
     }
 
-    fn away(&self) -> NodeUnavailable {
-        let mut newest_first = self.tunnels.iter().rev().map(|edge| &edge.admitted);
+    fn unavailable(&self) -> NodeUnavailable {
+        let mut newest_first = self.tunnels.iter().rev().map(|edge| &edge.tunnel);
         if let Some(newest) = newest_first.find(|admitted| !admitted.tunnel.is_closed()) {
             return if newest.tunnel.is_draining() {
                 NodeUnavailable::Draining
             } else {
-                NodeUnavailable::Suspect { from: newest.from }
+                NodeUnavailable::Suspect {
+                    remote_address: newest.remote_address,
+                }
             };
         }
         // A tunnel that has just ended is registered until its conversation has noticed that.
-        let ended = self.tunnels.last();
-        let ended = ended.map(|edge| (SystemTime::now(), edge.admitted.from));
-        match ended.or(self.last) {
-            Some((seen, from)) => NodeUnavailable::Last { seen, from },
-            None => NodeUnavailable::Never,
+        let ended_tunnel = self.tunnels.last();
+        let ended = ended_tunnel.map(|edge| (SystemTime::now(), edge.tunnel.remote_address));
+        match ended.or(self.last_seen) {
+            Some((seen, remote_address)) => NodeUnavailable::LastSeen {
+                ended_at: seen,
+                remote_address,
+            },
+            None => NodeUnavailable::NeverSeen,
         }
     }
 }

@@ -14,7 +14,7 @@ pub type YurtHubEndpoints = BTreeMap<String, NodePoolEndpoints>;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodePoolEndpoints {
     /// The IP of each edge that serves `YurtHub`s.
-    pub at: BTreeMap<NodeName, IpAddr>,
+    pub addresses: BTreeMap<NodeName, IpAddr>,
     /// Resources that `YurtHub`s can read at each of them.
     pub resources: BTreeSet<GroupVersionResource>,
 }
@@ -29,23 +29,26 @@ impl NodePoolEndpoints {
         at: IpAddr,
         resources: BTreeSet<GroupVersionResource>,
     ) {
-        let nowhere = at.is_unspecified() || at.is_loopback() || at.is_multicast();
-        let common: BTreeSet<GroupVersionResource> = if self.at.is_empty() {
+        let is_unreachable = at.is_unspecified() || at.is_loopback() || at.is_multicast();
+        let common_resources: BTreeSet<GroupVersionResource> = if self.addresses.is_empty() {
             resources
         } else {
             &self.resources & &resources
         };
-        if nowhere || common.is_empty() || self.at.len() >= MOST {
+        if is_unreachable
+            || common_resources.is_empty()
+            || self.addresses.len() >= MAX_ANNOUNCED_EDGES
+        {
             tracing::debug!(%node, %at, "this edge is not announced to YurtHubs");
             return;
         }
-        self.resources = common;
-        self.at.insert(node.clone(), at);
+        self.resources = common_resources;
+        self.addresses.insert(node.clone(), at);
     }
 }
 
 /// Maximum number of edges of one pool that `YurtHub`s learn of: they alternate between them, and avoid those that do not answer.
-const MOST: usize = 8;
+const MAX_ANNOUNCED_EDGES: usize = 8;
 
 #[cfg(test)]
 mod tests {
@@ -59,9 +62,9 @@ mod tests {
         let mut hubs = NodePoolEndpoints::default();
         let node = |name: String| NodeName::parse(&name).unwrap();
         let add = |hubs: &mut NodePoolEndpoints, name: &str, at: &str, has: &[&str]| {
-            let before = hubs.at.len();
+            let before = hubs.addresses.len();
             hubs.add(&node(name.to_owned()), at.parse().unwrap(), set(has));
-            hubs.at.len() > before
+            hubs.addresses.len() > before
         };
         let both = ["v1/services", "v1/pods"];
         for nowhere in ["0.0.0.0", "127.0.0.1", "::1", "224.0.0.1"] {
@@ -70,11 +73,14 @@ mod tests {
         assert!(!add(&mut hubs, "edge-0", "10.1.0.1", &[]));
         assert!(add(&mut hubs, "edge-0", "10.1.0.1", &both));
         assert!(!add(&mut hubs, "edge-1", "10.1.0.2", &["v1/nodes"]));
-        for number in 1..MOST {
+        for number in 1..MAX_ANNOUNCED_EDGES {
             let name = format!("edge-{number}");
             assert!(add(&mut hubs, &name, "10.1.0.2", &["v1/pods"]));
         }
         assert!(!add(&mut hubs, "one-more", "10.1.0.3", &both));
-        assert_eq!((hubs.at.len(), hubs.resources), (MOST, set(&["v1/pods"])));
+        assert_eq!(
+            (hubs.addresses.len(), hubs.resources),
+            (MAX_ANNOUNCED_EDGES, set(&["v1/pods"]))
+        );
     }
 }

@@ -42,7 +42,7 @@ fn name(text: &str) -> NodeName {
 /// Returns the cluster's edge-1 with its address and label.
 fn members() -> BTreeMap<NodeName, ClusterNode> {
     let member = ClusterNode {
-        edge: true,
+        is_edge: true,
         addresses: vec!["10.0.0.1".parse().unwrap()],
         pod_networks: vec!["10.244.1.0/24".parse().unwrap()],
         labels: [("site".to_owned(), "north".to_owned())].into(),
@@ -59,21 +59,21 @@ fn tables() -> [NodesWriter; 3] {
             addresses: vec!["10.0.0.9".parse().unwrap()],
             ..Node::default()
         };
-        writer.put(name("edge-9"), node);
-        writer.pending("not known yet");
+        writer.upsert(name("edge-9"), node);
+        writer.set_pending("not known yet");
         writer
     };
     let [not_yet, stale, gone] = [table(), table(), table()];
-    stale.cluster(members());
+    stale.replace_cluster(members());
     // The informer reports this for an unavailable API, with or without an earlier list.
-    stale.pending("the API is away");
-    gone.cluster(members());
-    gone.cluster(BTreeMap::new());
+    stale.set_pending("the API is away");
+    gone.replace_cluster(members());
+    gone.replace_cluster(BTreeMap::new());
     [not_yet, stale, gone]
 }
 
 fn routed(nodes: &Nodes, asked: &RouteInput<'_>) -> Result<String, Reason> {
-    let route = route::of(asked, nodes).map_err(|error| error.reason)?;
+    let route = route::find_route(asked, nodes).map_err(|error| error.reason)?;
     Ok(route.target.to_string())
 }
 
@@ -122,7 +122,7 @@ fn an_address_is_an_edges_or_undecided_until_nodes_are_known() {
         let networks = ["0.0.0.0/0".parse().unwrap()];
         for (table, expected) in tables().iter().zip(states) {
             let (nodes, asked) = (table.reader(), by(authority));
-            let dials = direct::target(&networks, &asked, &nodes).is_some();
+            let dials = direct::direct_target(&networks, &asked, &nodes).is_some();
             assert_eq!(dials, expected == Err(NodeUnknown), "{authority}");
             assert_eq!(routed(&nodes, &asked), expected, "{authority}");
             let (ip, _) = authority.split_once(':').unwrap();
@@ -193,9 +193,9 @@ async fn decided(nodes: &Nodes, policy: &PolicyWriter) -> Result<(), Reason> {
     };
     let ask = AuthzRequest {
         client: &ClientIdentity::for_test("alice"),
-        from: RemoteAddr::Unix(0),
+        remote_address: RemoteAddr::Unix(0),
         destination: Destination::Node(&route),
-        act: Action::Request,
+        action: Action::Request,
         method: &Method::GET,
         path: "/",
     };
@@ -242,7 +242,7 @@ fn records_that_vanish_from_the_disk_end_no_revocation() {
     let (folder, store) = store();
     let nodes = NodesWriter::default();
     node_sync::reload_records(&nodes, &store).expect("there are none yet");
-    let mut record = NodeRecord::arrived(&name("edge-1"), 7);
+    let mut record = NodeRecord::name_only(&name("edge-1"), 7);
     let reason = "stolen".to_owned();
     record.revoked = Some(Revocation { at: 8, reason });
     store.nodes().put(record).unwrap();
@@ -256,7 +256,7 @@ fn records_that_vanish_from_the_disk_end_no_revocation() {
         }
         node_sync::reload_records(&nodes, &store).unwrap_err();
         assert!(
-            nodes.reader().revoked(&name("edge-1")).is_some(),
+            nodes.reader().revocation_reason(&name("edge-1")).is_some(),
             "{broken:?}"
         );
     }
@@ -268,19 +268,19 @@ fn records_that_vanish_from_the_disk_end_no_revocation() {
 fn pins_that_vanish_from_the_disk_believe_no_other_key() {
     let (folder, store) = store();
     let nodes = NodesWriter::default();
-    nodes.put(name("edge-1"), Node::default());
+    nodes.upsert(name("edge-1"), Node::default());
     let (pins, writer, _meetings) = pins::pins(PinTable::new());
     let keeper = PinWriter {
         store: store.clone(),
         nodes: nodes.reader(),
-        cluster: false,
+        follows_cluster: false,
         writer,
     };
     keeper.refresh().expect("there are none yet");
     let key: Fingerprint = "a".repeat(64).parse().unwrap();
     store
         .pins()
-        .note(&[(name("edge-1"), 443, Pin { key, since: 1 })])
+        .record_new(&[(name("edge-1"), 443, Pin { key, since: 1 })])
         .unwrap();
     keeper.refresh().unwrap();
     let file = folder.path().join("data/pins.json");

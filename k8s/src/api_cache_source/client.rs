@@ -24,124 +24,124 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 /// Time limit for the API's version.
-const BOUND: Duration = Duration::from_secs(10);
+const VERSION_TIMEOUT: Duration = Duration::from_secs(10);
 /// Silence of the API after which it is probed.
-const SILENT: Duration = Duration::from_secs(5);
+const PROBE_AFTER: Duration = Duration::from_secs(5);
 /// Time limit of a probe, in two tries.
-const LIVES: Duration = Duration::from_secs(5);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause between two failed probes.
-const AGAIN: Duration = Duration::from_secs(1);
+const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Path of the probe. The API answers it under any load: no priority and fairness delays it.
-const ASKED: &str = "/livez";
+const PROBE_PATH: &str = "/livez";
 
 /// Client of the cluster's API. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct ApiClient {
     client: Client,
-    line: Arc<Mutex<ApiHealth>>,
+    health: Arc<Mutex<ApiHealth>>,
 }
 
 /// Health of the API.
 struct ApiHealth {
-    heard: Instant,
+    last_response: Instant,
     /// Token that ends the requests that were sent before the API was found to be away.
-    away: CancellationToken,
+    cancel_token: CancellationToken,
     /// The last request got no answer.
-    failed: bool,
+    last_request_failed: bool,
     /// Counts answers after a request that got none.
-    returns: watch::Sender<u64>,
+    recoveries: watch::Sender<u64>,
 }
 
 impl ApiClient {
     pub(super) fn new(client: Client) -> Self {
-        let line = ApiHealth {
-            heard: Instant::now(),
-            away: CancellationToken::new(),
-            failed: false,
-            returns: watch::Sender::default(),
+        let health = ApiHealth {
+            last_response: Instant::now(),
+            cancel_token: CancellationToken::new(),
+            last_request_failed: false,
+            recoveries: watch::Sender::default(),
         };
         Self {
             client,
-            line: Arc::new(Mutex::new(line)),
+            health: Arc::new(Mutex::new(health)),
         }
     }
 
-    fn line(&self) -> MutexGuard<'_, ApiHealth> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_health(&self) -> MutexGuard<'_, ApiHealth> {
+        self.health.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn hears(&self) {
-        let mut line = self.line();
-        line.heard = Instant::now();
-        if std::mem::take(&mut line.failed) {
-            line.returns.send_modify(|returns| *returns += 1);
+    fn record_response(&self) {
+        let mut health = self.lock_health();
+        health.last_response = Instant::now();
+        if std::mem::take(&mut health.last_request_failed) {
+            health.recoveries.send_modify(|returns| *returns += 1);
         }
     }
 
     /// Returns a receiver that changes whenever the API responds again after a failure.
-    pub(super) fn returns(&self) -> watch::Receiver<u64> {
-        self.line().returns.subscribe()
+    pub(super) fn subscribe_recoveries(&self) -> watch::Receiver<u64> {
+        self.lock_health().recoveries.subscribe()
     }
 
     /// Probes the API whenever it has been silent for a while.
-    pub(super) async fn listen(&self) -> Infallible {
+    pub(super) async fn run_probes(&self) -> Infallible {
         loop {
-            let heard = self.line().heard;
-            sleep_until(heard + SILENT).await;
-            if self.line().heard == heard && !self.lives().await {
+            let last_response = self.lock_health().last_response;
+            sleep_until(last_response + PROBE_AFTER).await;
+            if self.lock_health().last_response == last_response && !self.probe().await {
                 // The reader receives the error.
-                let away = {
-                    let mut line = self.line();
-                    line.failed = true;
-                    std::mem::take(&mut line.away)
+                let stale_token = {
+                    let mut health = self.lock_health();
+                    health.last_request_failed = true;
+                    std::mem::take(&mut health.cancel_token)
                 };
-                away.cancel();
-                sleep(AGAIN).await;
+                stale_token.cancel();
+                sleep(PROBE_INTERVAL).await;
             }
         }
     }
 
     /// Returns whether the API responds in time. An immediate failure proves nothing about open watches: a token that is not
     /// available, a full table of files. If several servers are behind one address, the probe may reach another one.
-    async fn lives(&self) -> bool {
-        let heard = self.line().heard;
-        let end = Instant::now() + LIVES;
-        while Instant::now() < end && self.line().heard == heard {
-            let again = Instant::now() + AGAIN;
-            let asking = async {
-                let answer = self.ask(ASKED.to_owned()).await?;
+    async fn probe(&self) -> bool {
+        let last_response = self.lock_health().last_response;
+        let deadline = Instant::now() + PROBE_TIMEOUT;
+        while Instant::now() < deadline && self.lock_health().last_response == last_response {
+            let next_attempt = Instant::now() + PROBE_INTERVAL;
+            let probe_request = async {
+                let response = self.send_get(PROBE_PATH.to_owned()).await?;
                 // Read to its end, so that the connection can be reused.
-                answer.body.try_collect::<Vec<_>>().await
+                response.body.try_collect::<Vec<_>>().await
             };
-            if !matches!(timeout(LIVES / 2, asking).await, Ok(Ok(_))) {
-                sleep_until(again).await;
+            if !matches!(timeout(PROBE_TIMEOUT / 2, probe_request).await, Ok(Ok(_))) {
+                sleep_until(next_attempt).await;
             }
         }
-        self.line().heard > heard
+        self.lock_health().last_response > last_response
     }
 
-    async fn ask(&self, path_and_query: String) -> Result<SourceResponse, String> {
+    async fn send_get(&self, path_and_query: String) -> Result<SourceResponse, String> {
         let request = Request::get(path_and_query).header("accept", "application/json");
         let request = request.body(Body::empty());
         let request = request.map_err(|error| error.to_string())?;
-        let asked = self.client.send(request).await;
-        let answer = asked.map_err(|error| {
-            self.line().failed = true;
+        let result = self.client.send(request).await;
+        let response = result.map_err(|error| {
+            self.lock_health().last_request_failed = true;
             error_message(&error)
         })?;
-        self.hears();
-        let away = self.line().away.clone();
-        let (head, body) = answer.into_parts();
-        let reading = (body.into_data_stream(), away, self.clone());
-        let body = unfold(reading, async |(mut body, away, api)| {
-            let chunk = match away.run_until_cancelled(body.next()).await {
-                None => Err(gone()),
+        self.record_response();
+        let cancel_token = self.lock_health().cancel_token.clone();
+        let (head, body) = response.into_parts();
+        let stream_state = (body.into_data_stream(), cancel_token, self.clone());
+        let body = unfold(stream_state, async |(mut body, cancel_token, api)| {
+            let chunk = match cancel_token.run_until_cancelled(body.next()).await {
+                None => Err(silence_error()),
                 Some(chunk) => chunk?.map_err(|error| error.to_string()),
             };
             if chunk.is_ok() {
-                api.hears();
+                api.record_response();
             }
-            Some((chunk, (body, away, api)))
+            Some((chunk, (body, cancel_token, api)))
         });
         Ok(SourceResponse {
             status: head.status,
@@ -151,37 +151,39 @@ impl ApiClient {
     }
 
     /// Has the cache report the API's version as its own. Without it, the cache reports the oldest version that serves the same.
-    pub(super) async fn release(&self, pool: &WatchCache) {
-        let asked = async {
-            let answer = self.ask("/version".to_owned()).await?;
-            if !answer.status.is_success() {
-                return Err(answer.status.to_string());
+    pub(super) async fn refresh_version(&self, cache: &WatchCache) {
+        let version_request = async {
+            let response = self.send_get("/version".to_owned()).await?;
+            if !response.status.is_success() {
+                return Err(response.status.to_string());
             }
-            let chunks: Vec<Bytes> = answer.body.try_collect().await?;
+            let chunks: Vec<Bytes> = response.body.try_collect().await?;
             Ok(Bytes::from(chunks.concat()))
         };
-        match timeout(BOUND, asked).await {
-            Ok(Ok(json)) => pool.release(json),
+        match timeout(VERSION_TIMEOUT, version_request).await {
+            Ok(Ok(json)) => cache.set_version_info(json),
             Ok(Err(why)) => tracing::debug!(why, "the cluster's API did not report its version"),
             Err(_) => tracing::debug!("the cluster's API did not report its version in time"),
         }
     }
 }
 
-fn gone() -> String {
-    format!("the cluster's API sends nothing and did not answer {ASKED} within {LIVES:?}")
+fn silence_error() -> String {
+    format!(
+        "the cluster's API sends nothing and did not answer {PROBE_PATH} within {PROBE_TIMEOUT:?}"
+    )
 }
 
 impl ListWatch for ApiClient {
     fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<SourceResponse, String>> {
-        Box::pin(self.ask(path_and_query))
+        Box::pin(self.send_get(path_and_query))
     }
 
-    fn silent(&self) -> Duration {
-        self.line().heard.elapsed()
+    fn time_since_contact(&self) -> Duration {
+        self.lock_health().last_response.elapsed()
     }
 
-    fn is_pool(&self) -> bool {
+    fn is_watch_cache(&self) -> bool {
         false
     }
 }

@@ -34,12 +34,12 @@ fn follower(
         async move { Ok::<_, kube::Error>(answer) }
     });
     let limits = causeway_watch_cache::CacheLimits {
-        cache: 1 << 20,
-        window: 1 << 20,
+        response_bytes: 1 << 20,
+        event_buffer_bytes: 1 << 20,
     };
     ApiCacheSource {
         client: Client::new(api, "it"),
-        pool: WatchCache::new(&[resource.parse().unwrap()], &limits),
+        cache: WatchCache::new(&[resource.parse().unwrap()], &limits),
     }
 }
 
@@ -67,9 +67,9 @@ async fn a_failed_api_request_is_retried_and_cached_objects_stay() {
         }
         answer(500, &json!({}))
     });
-    let pool = follower.pool.clone();
+    let pool = follower.cache.clone();
     let store = pool.stores()[0].clone();
-    let mut changes = store.changed();
+    let mut changes = store.subscribe();
     let seen = async {
         while store.status().version != 9 || store.status().lost.is_none() {
             changes.changed().await.unwrap();
@@ -81,7 +81,7 @@ async fn a_failed_api_request_is_retried_and_cached_objects_stay() {
     }
     assert_eq!((store.status().objects, lists.load(Relaxed)), (0, 1));
     let head = Request::get("/version").body(()).unwrap().into_parts().0;
-    let said = pool.answer(&head, None).await.into_body();
+    let said = pool.handle_request(&head, None).await.into_body();
     let said = said.collect().await.unwrap().to_bytes();
     assert!(said.windows(7).any(|part| part == b"v1.36.3"));
 }
@@ -128,10 +128,10 @@ async fn a_silent_api_is_lost_since_its_last_byte_and_a_quiet_one_not() {
     let asked = watch::Sender::new(0);
     let mut follower = follower("v1/services", |_| unreachable!());
     follower.client = quiet(is, asked.clone());
-    let store = follower.pool.stores()[0].clone();
+    let store = follower.cache.stores()[0].clone();
     let mut running = JoinSet::new();
     running.spawn(follower.run());
-    let mut changes = store.changed();
+    let mut changes = store.subscribe();
     let mut until = async |lost: bool| {
         let seen = async {
             while !store.status().synced || store.status().lost.is_some() != lost {
@@ -188,7 +188,7 @@ async fn a_silent_api_is_lost_since_its_last_byte_and_a_quiet_one_not() {
 fn a_missing_permission_or_resource_error_states_the_remedy() {
     let resource: GroupVersionResource = "v1/services".parse().unwrap();
     let refused = |status, why: &str| {
-        explained(
+        describe_error(
             &resource,
             ReflectorError::Refused(status, why.to_owned(), None),
         )
@@ -201,6 +201,6 @@ fn a_missing_permission_or_resource_error_states_the_remedy() {
     }
     let unknown = refused(StatusCode::NOT_FOUND, "not found");
     assert!(unknown.contains("api_cache.resources"), "{unknown}");
-    let broken = explained(&resource, ReflectorError::Broken("reset".to_owned())).0;
+    let broken = describe_error(&resource, ReflectorError::Broken("reset".to_owned())).0;
     assert_eq!(broken, "v1/services: reset");
 }

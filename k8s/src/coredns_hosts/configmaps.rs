@@ -5,7 +5,7 @@
 
 use crate::{
     client::{error_message, watch_error_message},
-    ownership::{LABEL, foreign_managers, metadata, patch_params},
+    ownership::{MANAGED_BY_LABEL, last_foreign_writer, owned_metadata, patch_params},
 };
 use futures_util::{StreamExt, TryStreamExt, stream::BoxStream};
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -18,7 +18,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 /// Time limit of one request; a file can be close to a megabyte.
-const BOUND: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Client and names of the `ConfigMap`s.
 #[derive(Clone)]
 pub(super) struct ConfigMaps {
@@ -55,7 +55,7 @@ impl ConfigMaps {
 
     pub(super) async fn read(&self, number: usize) -> Result<Option<ConfigMap>, WriteError> {
         let (api, name) = (self.api(), self.name(number));
-        timeout(BOUND, api.get_opt(&name))
+        timeout(REQUEST_TIMEOUT, api.get_opt(&name))
             .await?
             .map_err(Into::into)
     }
@@ -64,7 +64,7 @@ impl ConfigMaps {
     pub(super) async fn write(
         &self,
         number: usize,
-        before: Option<&ConfigMap>,
+        previous: Option<&ConfigMap>,
         text: &str,
     ) -> Result<ConfigMap, WriteError> {
         let (api, name) = (self.api(), self.name(number));
@@ -73,11 +73,11 @@ impl ConfigMaps {
             data: Some([(self.key.clone(), text.to_owned())].into()),
             binary_data: None,
             immutable: None,
-            metadata: metadata(&name, before),
+            metadata: owned_metadata(&name, previous),
         };
-        let written = match before {
-            Some(_) => timeout(BOUND, api.replace(&name, &parameters, &map)).await?,
-            None => timeout(BOUND, api.create(&parameters, &map)).await?,
+        let written = match previous {
+            Some(_) => timeout(REQUEST_TIMEOUT, api.replace(&name, &parameters, &map)).await?,
+            None => timeout(REQUEST_TIMEOUT, api.create(&parameters, &map)).await?,
         };
         Ok(written?)
     }
@@ -85,27 +85,27 @@ impl ConfigMaps {
     /// Removes the version that was read.
     pub(super) async fn remove(&self, map: &ConfigMap) -> Result<(), WriteError> {
         let (api, name) = (self.api(), map.name_any());
-        let same = Preconditions {
+        let preconditions = Preconditions {
             resource_version: map.resource_version(),
             uid: map.uid(),
         };
-        let parameters = DeleteParams::default().preconditions(same);
-        timeout(BOUND, api.delete(&name, &parameters)).await??;
+        let parameters = DeleteParams::default().preconditions(preconditions);
+        timeout(REQUEST_TIMEOUT, api.delete(&name, &parameters)).await??;
         Ok(())
     }
 
     /// Whether the object has this content and no other.
-    pub(super) fn holds(&self, map: &ConfigMap, text: &str) -> bool {
+    pub(super) fn has_content(&self, map: &ConfigMap, text: &str) -> bool {
         let data = map.data.iter().flatten();
         let binary = map.binary_data.iter().flatten();
         data.eq([(&self.key, &text.to_owned())]) && binary.count() == 0
     }
 
     /// Returns the error that the object is not ours, with its remedy.
-    pub(super) fn foreign(&self, map: &ConfigMap) -> WriteError {
-        let (key, value) = LABEL;
+    pub(super) fn foreign_error(&self, map: &ConfigMap) -> WriteError {
+        let (key, value) = MANAGED_BY_LABEL;
         let (name, namespace) = (map.name_any(), &self.namespace);
-        let by = match foreign_managers(map) {
+        let by = match last_foreign_writer(map) {
             Some(other) => format!(" but to {other}"),
             None => String::new(),
         };
@@ -117,13 +117,16 @@ impl ConfigMaps {
     }
 
     /// Returns a stream of the versions of the file with this number, from now on.
-    pub(super) fn versions(&self, number: usize) -> BoxStream<'static, (usize, ResourceVersion)> {
+    pub(super) fn watch_versions(
+        &self,
+        number: usize,
+    ) -> BoxStream<'static, (usize, ResourceVersion)> {
         // For an object that exists already, only its version is requested.
         let api =
             Api::<PartialObjectMeta<ConfigMap>>::namespaced(self.client.clone(), &self.namespace);
-        let states = watch_object(api, &self.name(number)).default_backoff();
+        let updates = watch_object(api, &self.name(number)).default_backoff();
         let version = |map: PartialObjectMeta<ConfigMap>| map.resource_version();
-        states
+        updates
             .map_ok(move |map| map.and_then(version))
             .map_err(|error| watch_error_message(&error))
             .map(move |version| (number, version))
@@ -138,26 +141,26 @@ pub(super) enum WriteError {
     #[error("{0}")]
     Foreign(String),
     #[error("{}", error_message(.0))]
-    Asked(#[from] kube::Error),
+    Api(#[from] kube::Error),
     #[error("the cluster's API did not answer in time")]
-    Silent(#[from] tokio::time::error::Elapsed),
+    Timeout(#[from] tokio::time::error::Elapsed),
 }
 
 impl WriteError {
     /// Whether a retry may succeed soon: another writer was faster, or the API did not respond.
-    pub(super) fn passes(&self) -> bool {
+    pub(super) fn is_transient(&self) -> bool {
         match self {
             Self::Foreign(_) => false,
-            Self::Asked(kube::Error::Api(status)) => {
+            Self::Api(kube::Error::Api(status)) => {
                 status.is_conflict() || status.is_already_exists() || status.is_not_found()
             }
-            Self::Asked(_) | Self::Silent(_) => true,
+            Self::Api(_) | Self::Timeout(_) => true,
         }
     }
 
     /// Whether another writer was faster, which is no fault.
     pub(super) fn is_conflict(&self) -> bool {
-        let Self::Asked(kube::Error::Api(status)) = self else {
+        let Self::Api(kube::Error::Api(status)) = self else {
             return false;
         };
         status.is_conflict() || status.is_already_exists()

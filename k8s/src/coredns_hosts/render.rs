@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 use std::{collections::BTreeMap, fmt::Write, net::IpAddr};
 
 /// Size limit of one file, in bytes. An object may have 1 MiB; names of its fields and metadata of other managers need some.
-pub(super) const LIMIT: usize = 900_000;
+pub(super) const MAX_FILE_BYTES: usize = 900_000;
 
 /// Format of the files.
 pub(super) struct RenderOptions {
@@ -39,69 +39,70 @@ impl HostEntry {
     }
 
     /// To which of so many files it belongs.
-    fn file(&self, of: usize) -> usize {
+    fn file_index(&self, file_count: usize) -> usize {
         let hash = |file: &usize| {
             let mut hash = Sha256::new();
             hash.update(u64::try_from(*file).unwrap_or_default().to_be_bytes());
             hash.update(self.name.as_str());
             hash.finalize()
         };
-        (0..of).max_by_key(hash).unwrap_or_default()
+        (0..file_count).max_by_key(hash).unwrap_or_default()
     }
 }
 
 impl RenderOptions {
     /// Returns the options of the configuration.
-    pub(super) fn new(rules: &CoreDnsHosts, addresses: Vec<IpAddr>, limit: usize) -> Self {
+    pub(super) fn new(settings: &CoreDnsHosts, addresses: Vec<IpAddr>, limit: usize) -> Self {
         let zone = |zone: &String| zone.trim_end_matches('.').to_ascii_lowercase();
         Self {
-            format: rules.format,
-            zones: rules.zones.iter().map(zone).collect(),
+            format: settings.format,
+            zones: settings.zones.iter().map(zone).collect(),
             addresses,
             limit,
         }
     }
 
     /// Returns all files, if there are `at_present` files now.
-    pub(super) fn files(
+    pub(super) fn render_files(
         &self,
-        places: &BTreeMap<NodeName, NodeLocation>,
+        locations: &BTreeMap<NodeName, NodeLocation>,
         at_present: usize,
     ) -> Vec<String> {
-        let entries: Vec<HostEntry> = places
+        let entries: Vec<HostEntry> = locations
             .iter()
-            .map(|(name, place)| HostEntry {
+            .map(|(name, location)| HostEntry {
                 name: name.clone(),
-                lines: self.lines(name, place),
+                lines: self.render_lines(name, location),
             })
             .collect();
-        let all: usize = entries.iter().map(HostEntry::len).sum();
-        let mut count = all.div_ceil(self.limit).max(1);
+        let total_len: usize = entries.iter().map(HostEntry::len).sum();
+        let mut count = total_len.div_ceil(self.limit).max(1);
         loop {
-            let room = if count < at_present {
+            let max_len = if count < at_present {
                 self.limit / 4 * 3
             } else {
                 self.limit
             };
-            let files = Self::spread(&entries, count);
-            let fits = |file: &Vec<&HostEntry>| file.iter().map(|entry| entry.len()).sum::<usize>();
-            if files.iter().all(|file| fits(file) <= room) || count > entries.len() {
-                return files.iter().map(|file| self.text(file)).collect();
+            let files = Self::assign_to_files(&entries, count);
+            let file_len =
+                |file: &Vec<&HostEntry>| file.iter().map(|entry| entry.len()).sum::<usize>();
+            if files.iter().all(|file| file_len(file) <= max_len) || count > entries.len() {
+                return files.iter().map(|file| self.render_text(file)).collect();
             }
             count += 1;
         }
     }
 
-    fn spread(entries: &[HostEntry], count: usize) -> Vec<Vec<&HostEntry>> {
+    fn assign_to_files(entries: &[HostEntry], count: usize) -> Vec<Vec<&HostEntry>> {
         let mut files = vec![Vec::new(); count];
         for entry in entries {
-            files[entry.file(count)].push(entry);
+            files[entry.file_index(count)].push(entry);
         }
         files
     }
 
-    fn lines(&self, name: &NodeName, place: &NodeLocation) -> Vec<String> {
-        let addresses = match place {
+    fn render_lines(&self, name: &NodeName, location: &NodeLocation) -> Vec<String> {
+        let addresses = match location {
             NodeLocation::Edge(_) => &self.addresses,
             NodeLocation::Elsewhere(own) => own,
         };
@@ -122,7 +123,7 @@ impl RenderOptions {
         }
     }
 
-    fn text(&self, entries: &[&HostEntry]) -> String {
+    fn render_text(&self, entries: &[&HostEntry]) -> String {
         let lines = entries.iter().flat_map(|entry| &entry.lines);
         let mut lines: Vec<&str> = lines.map(String::as_str).collect();
         match self.format {

@@ -4,10 +4,10 @@
 //! roots are restored. So several gateways that apply a new root one after the other do not overwrite each other. When the last
 //! one has retired the old root, that root is gone.
 
-use super::{BOUND, PAUSES};
+use super::{BACKOFF_RANGE, REQUEST_TIMEOUT};
 use crate::{
     client::{error_message, watch_error_message},
-    csr::KEY,
+    csr::CA_BUNDLE_KEY,
     log_throttle::LogThrottle,
 };
 use causeway_gateway::config;
@@ -28,7 +28,7 @@ use tokio::{
 };
 
 /// Field manager under which the API records writes.
-const MANAGER: &str = "causeway-ca";
+const FIELD_MANAGER: &str = "causeway-ca";
 
 /// Publisher that keeps the `ConfigMap` in step with the roots.
 pub(super) struct CaPublisher {
@@ -37,85 +37,85 @@ pub(super) struct CaPublisher {
     name: String,
     roots: watch::Receiver<String>,
     /// Present content, once it is known; an empty text if there is none.
-    there: Option<String>,
+    current: Option<String>,
     /// Whether the content has to be exactly our roots.
-    exactly: bool,
-    watching: LogThrottle,
-    writing: LogThrottle,
+    must_match: bool,
+    watch_log: LogThrottle,
+    write_log: LogThrottle,
 }
 
 impl CaPublisher {
     pub(super) fn new(
         client: Client,
-        rules: &config::CsrSigning,
+        settings: &config::CsrSigning,
         roots: watch::Receiver<String>,
     ) -> Self {
         Self {
             client,
-            namespace: rules.namespace.clone(),
-            name: rules.name.clone(),
+            namespace: settings.namespace.clone(),
+            name: settings.name.clone(),
             roots,
-            there: None,
-            exactly: true,
-            watching: LogThrottle::new("watching the ConfigMap of the CA"),
-            writing: LogThrottle::new("publishing the CA in a ConfigMap"),
+            current: None,
+            must_match: true,
+            watch_log: LogThrottle::new("watching the ConfigMap of the CA"),
+            write_log: LogThrottle::new("publishing the CA in a ConfigMap"),
         }
     }
 
     /// Runs the publisher. Never returns.
     pub(super) async fn run(mut self) -> Infallible {
-        let maps = Api::<ConfigMap>::namespaced(self.client.clone(), &self.namespace);
-        let states = watch_object(maps.clone(), &self.name).default_backoff();
-        let mut states = pin!(states.map_err(|error| watch_error_message(&error)));
+        let api = Api::<ConfigMap>::namespaced(self.client.clone(), &self.namespace);
+        let updates = watch_object(api.clone(), &self.name).default_backoff();
+        let mut updates = pin!(updates.map_err(|error| watch_error_message(&error)));
         let mut roots = self.roots.clone();
-        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        let mut backoff = Backoff::new(BACKOFF_RANGE.0, BACKOFF_RANGE.1);
         loop {
-            let again = match self.settle(&maps).await {
+            let retry_at = match self.reconcile(&api).await {
                 Ok(()) => {
                     backoff.reset();
-                    self.writing.over();
+                    self.write_log.log_recovery();
                     None
                 }
                 Err(why) => {
-                    self.writing.say(&why);
+                    self.write_log.log_failure(&why);
                     Some(Instant::now() + backoff.refused(None, rand::random()))
                 }
             };
             tokio::select! {
-                Some(now) = states.next() => self.heard(now),
-                Ok(()) = roots.changed() => self.exactly = true,
-                Some(()) = OptionFuture::from(again.map(sleep_until)) => {}
+                Some(now) = updates.next() => self.handle_update(now),
+                Ok(()) = roots.changed() => self.must_match = true,
+                Some(()) = OptionFuture::from(retry_at.map(sleep_until)) => {}
             }
         }
     }
 
-    fn heard(&mut self, now: Result<Option<ConfigMap>, String>) {
-        match now {
+    fn handle_update(&mut self, update: Result<Option<ConfigMap>, String>) {
+        match update {
             Ok(map) => {
-                self.watching.over();
+                self.watch_log.log_recovery();
                 let data = map.and_then(|map| map.data);
-                let text = data.and_then(|mut data| data.remove(KEY));
-                self.there = Some(text.unwrap_or_default());
+                let text = data.and_then(|mut data| data.remove(CA_BUNDLE_KEY));
+                self.current = Some(text.unwrap_or_default());
             }
-            Err(why) => self.watching.say(&why),
+            Err(why) => self.watch_log.log_failure(&why),
         }
     }
 
-    async fn settle(&mut self, maps: &Api<ConfigMap>) -> Result<(), String> {
-        let Some(there) = &self.there else {
+    async fn reconcile(&mut self, api: &Api<ConfigMap>) -> Result<(), String> {
+        let Some(current) = &self.current else {
             return Ok(());
         };
-        let own = self.roots.borrow_and_update().clone();
-        let wanted = wanted(there, &own, self.exactly);
-        if let Some(text) = wanted {
-            let apply = json!({
+        let own_roots = self.roots.borrow_and_update().clone();
+        let desired = desired_content(current, &own_roots, self.must_match);
+        if let Some(text) = desired {
+            let manifest = json!({
                 "apiVersion": "v1", "kind": "ConfigMap",
                 "metadata": { "name": self.name, "namespace": self.namespace },
-                "data": { KEY: text },
+                "data": { CA_BUNDLE_KEY: text },
             });
-            let parameters = PatchParams::apply(MANAGER).force();
-            let (name, patch) = (&self.name, Patch::Apply(&apply));
-            let written = timeout(BOUND, maps.patch(name, &parameters, &patch)).await;
+            let parameters = PatchParams::apply(FIELD_MANAGER).force();
+            let (name, patch) = (&self.name, Patch::Apply(&manifest));
+            let written = timeout(REQUEST_TIMEOUT, api.patch(name, &parameters, &patch)).await;
             let written =
                 written.map_err(|_| "the cluster's API did not answer in time".to_owned())?;
             written.map_err(|error| error_message(&error))?;
@@ -124,35 +124,35 @@ impl CaPublisher {
                 namespace = self.namespace,
                 "the CA is published"
             );
-            self.there = Some(text);
+            self.current = Some(text);
         }
-        self.exactly = false;
+        self.must_match = false;
         Ok(())
     }
 }
 
 /// Returns the content to write, or `None` if the present content is right.
-fn wanted(there: &str, own: &str, exactly: bool) -> Option<String> {
-    let known = certificates(there);
-    let missing = certificates(own)
+fn desired_content(current: &str, own_roots: &str, must_match: bool) -> Option<String> {
+    let current_certificates = parse_certificates(current);
+    let missing = parse_certificates(own_roots)
         .into_iter()
-        .any(|root| !known.contains(&root));
-    if exactly {
-        return (there != own).then(|| own.to_owned());
+        .any(|root| !current_certificates.contains(&root));
+    if must_match {
+        return (current != own_roots).then(|| own_roots.to_owned());
     }
     missing.then(|| {
-        let mut text = own.to_owned();
-        let mine = certificates(own);
-        let others: Vec<_> = known
+        let mut text = own_roots.to_owned();
+        let own_certificates = parse_certificates(own_roots);
+        let other_certificates: Vec<_> = current_certificates
             .into_iter()
-            .filter(|root| !mine.contains(root))
+            .filter(|root| !own_certificates.contains(root))
             .collect();
-        text.push_str(&causeway_certs::encode_chain(&others));
+        text.push_str(&causeway_certs::encode_chain(&other_certificates));
         text
     })
 }
 
-fn certificates(text: &str) -> Vec<CertificateDer<'static>> {
+fn parse_certificates(text: &str) -> Vec<CertificateDer<'static>> {
     CertificateDer::pem_slice_iter(text.as_bytes())
         .filter_map(Result::ok)
         .collect()
@@ -171,16 +171,16 @@ mod tests {
         };
         let (old, new) = (root(), root());
         let both = old.clone() + &new;
-        assert_eq!(wanted("", &old, true), Some(old.clone()));
+        assert_eq!(desired_content("", &old, true), Some(old.clone()));
         // A gateway that has both roots adds the new one, and a gateway that has only one changes nothing.
-        assert_eq!(wanted(&old, &both, true), Some(both.clone()));
-        assert_eq!(wanted(&both, &old, false), None);
+        assert_eq!(desired_content(&old, &both, true), Some(both.clone()));
+        assert_eq!(desired_content(&both, &old, false), None);
         // A root that is removed while a gateway still has it is added again beside the others.
-        let back = wanted(&new, &old, false).unwrap();
-        assert_eq!(certificates(&back).len(), 2);
-        assert_eq!(wanted(&back, &new, false), None);
+        let back = desired_content(&new, &old, false).unwrap();
+        assert_eq!(parse_certificates(&back).len(), 2);
+        assert_eq!(desired_content(&back, &new, false), None);
         // The last gateway that retires the old root removes it.
-        assert_eq!(wanted(&back, &new, true), Some(new.clone()));
-        assert_eq!(wanted("nonsense", &new, false), Some(new));
+        assert_eq!(desired_content(&back, &new, true), Some(new.clone()));
+        assert_eq!(desired_content("nonsense", &new, false), Some(new));
     }
 }

@@ -4,7 +4,7 @@
 //! exists: a watch that restarts must not cause a second report.
 
 use super::validate::ValidCsr;
-use crate::csr_client::condition;
+use crate::csr_client::find_condition;
 use k8s_openapi::api::{certificates::v1::CertificateSigningRequest, core::v1::ObjectReference};
 use kube::{Resource, ResourceExt};
 use std::{
@@ -20,151 +20,151 @@ pub(super) struct Csr {
     pub(super) version: String,
     pub(super) requester: String,
     /// Time of the request, in Unix seconds.
-    pub(super) asked_at: u64,
+    pub(super) requested_at: u64,
     pub(super) approved: bool,
     /// Whether it is exactly what its node may ask for; else why not.
-    pub(super) judged: Result<ValidCsr, String>,
+    pub(super) validation: Result<ValidCsr, String>,
     /// Reference to the request, for events.
-    pub(super) about: ObjectReference,
+    pub(super) object_ref: ObjectReference,
 }
 
 #[derive(Debug)]
 struct QueueEntry {
     request: Arc<Csr>,
     /// Last reported reason why the request was left as it is.
-    told: Option<String>,
+    reported_reason: Option<String>,
     /// Whether the gateway has signed the request; later events of it are out of date.
-    done: bool,
+    is_signed: bool,
     /// Whether the request is queued already.
-    due: bool,
+    is_queued: bool,
     /// Whether the request was in the list that is in progress.
-    listed: bool,
+    is_listed: bool,
 }
 
 /// Queue of all requests.
 #[derive(Debug, Default)]
 pub(super) struct CsrQueue {
-    all: BTreeMap<String, QueueEntry>,
-    due: VecDeque<String>,
+    entries: BTreeMap<String, QueueEntry>,
+    pending: VecDeque<String>,
 }
 
 impl CsrQueue {
     /// A list begins.
-    pub(super) fn listing(&mut self) {
-        for entry in self.all.values_mut() {
-            entry.listed = false;
+    pub(super) fn begin_list(&mut self) {
+        for entry in self.entries.values_mut() {
+            entry.is_listed = false;
         }
     }
 
     /// Ends a list: removes the requests that were not in it.
-    pub(super) fn whole(&mut self) {
-        self.all.retain(|_, entry| entry.listed);
+    pub(super) fn end_list(&mut self) {
+        self.entries.retain(|_, entry| entry.is_listed);
     }
 
     /// Adds or updates a request, and validates it.
-    pub(super) fn take(
+    pub(super) fn apply(
         &mut self,
-        heard: &CertificateSigningRequest,
-        judge: impl FnOnce(&CertificateSigningRequest) -> Result<ValidCsr, String>,
+        object: &CertificateSigningRequest,
+        validate: impl FnOnce(&CertificateSigningRequest) -> Result<ValidCsr, String>,
     ) {
-        let (name, uid) = (heard.name_any(), heard.uid().unwrap_or_default());
-        let known = self.all.remove(&name);
-        let known = known.filter(|entry| entry.request.uid == uid);
-        let over = ["Denied", "Failed"]
+        let (name, uid) = (object.name_any(), object.uid().unwrap_or_default());
+        let previous = self.entries.remove(&name);
+        let previous = previous.filter(|entry| entry.request.uid == uid);
+        let is_finished = ["Denied", "Failed"]
             .iter()
-            .any(|kind| condition(heard, kind).is_some());
-        let certificate = heard
+            .any(|kind| find_condition(object, kind).is_some());
+        let certificate = object
             .status
             .as_ref()
             .and_then(|status| status.certificate.as_ref());
-        if over || certificate.is_some_and(|certificate| !certificate.0.is_empty()) {
+        if is_finished || certificate.is_some_and(|certificate| !certificate.0.is_empty()) {
             return;
         }
-        let (judged, told, done, due) = match known {
+        let (validation, reported_reason, is_signed, is_queued) = match previous {
             Some(QueueEntry {
                 request,
-                told,
-                done,
-                due,
+                reported_reason: told,
+                is_signed: done,
+                is_queued: due,
                 ..
-            }) => (request.judged.clone(), told, done, due),
-            None => (judge(heard), None, false, false),
+            }) => (request.validation.clone(), told, done, due),
+            None => (validate(object), None, false, false),
         };
-        let asked_at = heard.creation_timestamp();
-        let asked_at = asked_at.and_then(|time| time.0.as_second().try_into().ok());
+        let requested_at = object.creation_timestamp();
+        let requested_at = requested_at.and_then(|time| time.0.as_second().try_into().ok());
         let request = Csr {
             uid,
-            version: heard.resource_version().unwrap_or_default(),
-            requester: heard.spec.username.clone().unwrap_or_default(),
-            asked_at: asked_at.unwrap_or_default(),
-            approved: condition(heard, "Approved").is_some(),
-            judged,
-            about: heard.object_ref(&()),
+            version: object.resource_version().unwrap_or_default(),
+            requester: object.spec.username.clone().unwrap_or_default(),
+            requested_at: requested_at.unwrap_or_default(),
+            approved: find_condition(object, "Approved").is_some(),
+            validation,
+            object_ref: object.object_ref(&()),
             name: name.clone(),
         };
         let entry = QueueEntry {
             request: Arc::new(request),
-            told,
-            done,
-            due: due || !done,
-            listed: true,
+            reported_reason,
+            is_signed,
+            is_queued: is_queued || !is_signed,
+            is_listed: true,
         };
-        if !done && !due {
-            self.due.push_back(name.clone());
+        if !is_signed && !is_queued {
+            self.pending.push_back(name.clone());
         }
-        self.all.insert(name, entry);
+        self.entries.insert(name, entry);
     }
 
     /// Removes a request that no longer exists.
-    pub(super) fn gone(&mut self, name: &str) {
-        self.all.remove(name);
+    pub(super) fn remove(&mut self, name: &str) {
+        self.entries.remove(name);
     }
 
     /// Queues every request again whose outcome depends on the table of nodes.
-    pub(super) fn again(&mut self) {
-        for (name, entry) in &mut self.all {
-            if !entry.done && !entry.due && entry.request.judged.is_ok() {
-                entry.due = true;
-                self.due.push_back(name.clone());
+    pub(super) fn requeue_all(&mut self) {
+        for (name, entry) in &mut self.entries {
+            if !entry.is_signed && !entry.is_queued && entry.request.validation.is_ok() {
+                entry.is_queued = true;
+                self.pending.push_back(name.clone());
             }
         }
     }
 
-    pub(super) fn is_due(&self) -> bool {
-        !self.due.is_empty()
+    pub(super) fn has_pending(&self) -> bool {
+        !self.pending.is_empty()
     }
 
     /// Returns the next request that is due, if it still exists.
-    pub(super) fn next(&mut self) -> Option<Arc<Csr>> {
-        let entry = self.all.get_mut(&self.due.pop_front()?)?;
-        entry.due = false;
-        (!entry.done).then(|| entry.request.clone())
+    pub(super) fn pop(&mut self) -> Option<Arc<Csr>> {
+        let entry = self.entries.get_mut(&self.pending.pop_front()?)?;
+        entry.is_queued = false;
+        (!entry.is_signed).then(|| entry.request.clone())
     }
 
     /// Queues the request again, after the others.
-    pub(super) fn put_back(&mut self, request: &Csr) {
-        if let Some(entry) = self.all.get_mut(&request.name)
-            && !entry.due
+    pub(super) fn requeue(&mut self, request: &Csr) {
+        if let Some(entry) = self.entries.get_mut(&request.name)
+            && !entry.is_queued
         {
-            entry.due = true;
-            self.due.push_back(request.name.clone());
+            entry.is_queued = true;
+            self.pending.push_back(request.name.clone());
         }
     }
 
     /// Marks the request as signed.
-    pub(super) fn done(&mut self, request: &Csr) {
-        if let Some(entry) = self.all.get_mut(&request.name) {
-            entry.done = true;
+    pub(super) fn mark_signed(&mut self, request: &Csr) {
+        if let Some(entry) = self.entries.get_mut(&request.name) {
+            entry.is_signed = true;
         }
     }
 
     /// Records the reason why the request is left as it is. Returns whether this reason was not reported yet.
-    pub(super) fn tells(&mut self, request: &Csr, why: &str) -> bool {
-        let Some(entry) = self.all.get_mut(&request.name) else {
+    pub(super) fn record_reason(&mut self, request: &Csr, why: &str) -> bool {
+        let Some(entry) = self.entries.get_mut(&request.name) else {
             return false;
         };
-        let known = entry.told.replace(why.to_owned());
-        known.as_deref() != Some(why)
+        let previous = entry.reported_reason.replace(why.to_owned());
+        previous.as_deref() != Some(why)
     }
 }
 
@@ -204,37 +204,37 @@ mod tests {
     #[test]
     fn a_new_list_repeats_no_report_except_for_a_new_request() {
         let mut requests = CsrQueue::default();
-        requests.take(&heard("a", "1", None), wrong);
-        let request = requests.next().unwrap();
-        assert!(requests.tells(&request, "no node asks"));
-        requests.listing();
-        requests.take(&heard("a", "1", Some("Approved")), never);
-        requests.whole();
-        let request = requests.next().unwrap();
-        assert!(request.approved && !requests.tells(&request, "no node asks"));
-        requests.take(&heard("a", "2", None), wrong);
-        let request = requests.next().unwrap();
-        assert!(requests.tells(&request, "no node asks"));
-        assert!(!requests.is_due());
+        requests.apply(&heard("a", "1", None), wrong);
+        let request = requests.pop().unwrap();
+        assert!(requests.record_reason(&request, "no node asks"));
+        requests.begin_list();
+        requests.apply(&heard("a", "1", Some("Approved")), never);
+        requests.end_list();
+        let request = requests.pop().unwrap();
+        assert!(request.approved && !requests.record_reason(&request, "no node asks"));
+        requests.apply(&heard("a", "2", None), wrong);
+        let request = requests.pop().unwrap();
+        assert!(requests.record_reason(&request, "no node asks"));
+        assert!(!requests.has_pending());
     }
 
     #[test]
     fn finished_requests_are_forgotten_and_never_signed_twice() {
         let mut requests = CsrQueue::default();
-        requests.take(&heard("denied", "1", Some("Denied")), never);
+        requests.apply(&heard("denied", "1", Some("Denied")), never);
         let mut signed = heard("signed", "2", Some("Approved"));
         signed.status.as_mut().unwrap().certificate = Some(ByteString(b"PEM".to_vec()));
-        requests.take(&signed, never);
-        assert!(!requests.is_due());
-        requests.take(&heard("ours", "3", None), wrong);
-        let ours = requests.next().unwrap();
-        requests.done(&ours);
-        requests.take(&heard("ours", "3", Some("Approved")), never);
-        assert!(requests.next().is_none());
-        requests.take(&heard("gone", "4", None), wrong);
-        requests.listing();
-        requests.whole();
-        assert!(requests.next().is_none());
+        requests.apply(&signed, never);
+        assert!(!requests.has_pending());
+        requests.apply(&heard("ours", "3", None), wrong);
+        let ours = requests.pop().unwrap();
+        requests.mark_signed(&ours);
+        requests.apply(&heard("ours", "3", Some("Approved")), never);
+        assert!(requests.pop().is_none());
+        requests.apply(&heard("gone", "4", None), wrong);
+        requests.begin_list();
+        requests.end_list();
+        assert!(requests.pop().is_none());
     }
 
     #[test]
@@ -244,19 +244,19 @@ mod tests {
             Ok(ValidCsr {
                 node: causeway_certs::NodeName::parse("edge-1").unwrap(),
                 request: Vec::new(),
-                life: None,
+                lifetime: None,
             })
         };
-        requests.take(&heard("a", "1", None), right);
-        requests.take(&heard("b", "2", None), right);
-        requests.take(&heard("a", "1", None), never);
-        requests.again();
-        let first = requests.next().unwrap();
-        requests.put_back(&first);
-        requests.put_back(&first);
-        let names = std::iter::from_fn(|| requests.next().map(|one| one.name.clone()));
+        requests.apply(&heard("a", "1", None), right);
+        requests.apply(&heard("b", "2", None), right);
+        requests.apply(&heard("a", "1", None), never);
+        requests.requeue_all();
+        let first = requests.pop().unwrap();
+        requests.requeue(&first);
+        requests.requeue(&first);
+        let names = std::iter::from_fn(|| requests.pop().map(|one| one.name.clone()));
         assert_eq!(names.collect::<Vec<_>>(), ["b", "a"]);
-        requests.again();
-        assert!(requests.is_due());
+        requests.requeue_all();
+        assert!(requests.has_pending());
     }
 }

@@ -4,7 +4,7 @@
 //! credentials, or the token of a service account that was given to a pod on that node. A request for more or less than an edge
 //! needs is invalid: the gateway approves nothing that a person should have looked at.
 
-use crate::csr::{NODE, SHOWN_WITHIN, USAGES};
+use crate::csr::{CERTIFICATE_SECONDS, CSR_USAGES, POD_NODE_KEY};
 use causeway_certs::{NodeName, VerifiedPublicKey};
 use causeway_gateway::{config::CsrSigning, control::signer::Signer};
 use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
@@ -19,52 +19,58 @@ pub(super) struct ValidCsr {
     /// The request in DER.
     pub(super) request: Vec<u8>,
     /// Requested lifetime of the certificate, if any.
-    pub(super) life: Option<Duration>,
+    pub(super) lifetime: Option<Duration>,
 }
 
 pub(super) fn validate(
-    asked: &CertificateSigningRequest,
-    rules: &CsrSigning,
+    csr: &CertificateSigningRequest,
+    settings: &CsrSigning,
     signer: &Signer,
 ) -> Result<ValidCsr, String> {
-    let node = node(asked, &rules.service_accounts)?;
-    let request = request(asked)?;
-    let (read, life) = match rules.subject() {
+    let node = requesting_node(csr, &settings.service_accounts)?;
+    let request = decode_request(csr)?;
+    let (key_result, lifetime) = match settings.subject() {
         Some(subject) => (
-            VerifiedPublicKey::of_subject(&request, subject, &node),
-            requested_lifetime(asked)?,
+            VerifiedPublicKey::verify_subject(&request, subject, &node),
+            requested_lifetime(csr)?,
         ),
-        None => (signer.read(&request, &node), life(asked, signer.longest())?),
+        None => (
+            signer.verify_request(&request, &node),
+            granted_lifetime(csr, signer.max_lifetime())?,
+        ),
     };
-    usages(asked)?;
-    read.map_err(|error| error.to_string())?;
+    check_usages(csr)?;
+    key_result.map_err(|error| error.to_string())?;
     Ok(ValidCsr {
         node,
         request,
-        life,
+        lifetime,
     })
 }
 
 /// Whether it is one that edges ask for: the cluster's own signers are asked by others, too.
-pub(super) fn is_ours(asked: &CertificateSigningRequest, rules: &CsrSigning) -> bool {
-    let request = request(asked).unwrap_or_default();
-    let subject = rules.subject();
-    subject.is_none_or(|subject| subject.is_meant(&request))
+pub(super) fn is_edge_request(csr: &CertificateSigningRequest, settings: &CsrSigning) -> bool {
+    let request = decode_request(csr).unwrap_or_default();
+    let subject = settings.subject();
+    subject.is_none_or(|subject| subject.is_edge_request(&request))
 }
 
 /// Returns the request in DER.
-fn request(asked: &CertificateSigningRequest) -> Result<Vec<u8>, String> {
-    let request = CertificateSigningRequestDer::from_pem_slice(&asked.spec.request.0);
+fn decode_request(csr: &CertificateSigningRequest) -> Result<Vec<u8>, String> {
+    let request = CertificateSigningRequestDer::from_pem_slice(&csr.spec.request.0);
     let request =
         request.map_err(|error| format!("the certificate request is not valid PEM: {error:?}"))?;
     Ok(request.to_vec())
 }
 
 /// Returns the node that sent the request.
-fn node(asked: &CertificateSigningRequest, accounts: &[String]) -> Result<NodeName, String> {
-    let spec = &asked.spec;
-    let who = spec.username.as_deref().unwrap_or_default();
-    let name = if let Some(name) = who.strip_prefix("system:node:") {
+fn requesting_node(
+    csr: &CertificateSigningRequest,
+    accounts: &[String],
+) -> Result<NodeName, String> {
+    let spec = &csr.spec;
+    let username = spec.username.as_deref().unwrap_or_default();
+    let name = if let Some(name) = username.strip_prefix("system:node:") {
         if !spec
             .groups
             .iter()
@@ -72,26 +78,29 @@ fn node(asked: &CertificateSigningRequest, accounts: &[String]) -> Result<NodeNa
             .any(|group| group == "system:nodes")
         {
             return Err(format!(
-                "{who} is not in the group system:nodes, so it is not a node"
+                "{username} is not in the group system:nodes, so it is not a node"
             ));
         }
         name
     } else {
-        let account = who
+        let account = username
             .strip_prefix("system:serviceaccount:")
             .unwrap_or_default();
         let account = account.replacen(':', "/", 1);
         if !accounts.contains(&account) {
             return Err(format!(
-                "the requester is \"{who}\": neither a node nor listed in kubernetes.certificates.service_accounts"
+                "the requester is \"{username}\": neither a node nor listed in kubernetes.certificates.service_accounts"
             ));
         }
-        let extra = spec.extra.as_ref().and_then(|extra| extra.get(NODE));
+        let extra = spec
+            .extra
+            .as_ref()
+            .and_then(|extra| extra.get(POD_NODE_KEY));
         match extra.map(Vec::as_slice) {
             Some([name]) => name,
             _ => {
                 return Err(format!(
-                    "the token of {who} does not name its node: it must be the token of a pod, and the cluster must be version 1.32 or newer"
+                    "the token of {username} does not name its node: it must be the token of a pod, and the cluster must be version 1.32 or newer"
                 ));
             }
         }
@@ -103,8 +112,8 @@ fn node(asked: &CertificateSigningRequest, accounts: &[String]) -> Result<NodeNa
     }
 }
 
-fn usages(asked: &CertificateSigningRequest) -> Result<(), String> {
-    let mut usages: Vec<&str> = asked
+fn check_usages(csr: &CertificateSigningRequest) -> Result<(), String> {
+    let mut usages: Vec<&str> = csr
         .spec
         .usages
         .iter()
@@ -112,36 +121,39 @@ fn usages(asked: &CertificateSigningRequest) -> Result<(), String> {
         .map(String::as_str)
         .collect();
     usages.sort_unstable();
-    if usages == USAGES {
+    if usages == CSR_USAGES {
         return Ok(());
     }
     Err(format!(
         "it requests the usages {}; the certificate of an edge has {}",
         usages.join(", "),
-        USAGES.join(", ")
+        CSR_USAGES.join(", ")
     ))
 }
 
-fn life(asked: &CertificateSigningRequest, longest: Duration) -> Result<Option<Duration>, String> {
-    let Some(seconds) = asked.spec.expiration_seconds else {
+fn granted_lifetime(
+    csr: &CertificateSigningRequest,
+    max_lifetime: Duration,
+) -> Result<Option<Duration>, String> {
+    let Some(seconds) = csr.spec.expiration_seconds else {
         return Ok(None);
     };
-    let life = Duration::from_secs(u64::try_from(seconds).unwrap_or_default());
-    if life.is_zero() || life > longest {
+    let lifetime = Duration::from_secs(u64::try_from(seconds).unwrap_or_default());
+    if lifetime.is_zero() || lifetime > max_lifetime {
         return Err(format!(
             "it requests a lifetime of {seconds} s; the certificate of an edge is valid for at most {} s (tunnel.edge_certificate_lifetime)",
-            longest.as_secs()
+            max_lifetime.as_secs()
         ));
     }
-    Ok(Some(life))
+    Ok(Some(lifetime))
 }
 
 /// Returns the requested lifetime. Without one, the cluster's signer issues for a year.
-fn requested_lifetime(asked: &CertificateSigningRequest) -> Result<Option<Duration>, String> {
-    match asked.spec.expiration_seconds {
-        Some(1..=SHOWN_WITHIN) => Ok(None),
+fn requested_lifetime(csr: &CertificateSigningRequest) -> Result<Option<Duration>, String> {
+    match csr.spec.expiration_seconds {
+        Some(1..=CERTIFICATE_SECONDS) => Ok(None),
         other => Err(format!(
-            "it requests a lifetime of {} s; an edge uses the cluster's certificate only once, so its lifetime is at most {SHOWN_WITHIN} s",
+            "it requests a lifetime of {} s; an edge uses the cluster's certificate only once, so its lifetime is at most {CERTIFICATE_SECONDS} s",
             other.map_or_else(|| "unlimited".to_owned(), |seconds| seconds.to_string())
         )),
     }
@@ -168,7 +180,7 @@ mod tests {
     }
 
     fn refused(asked: &CertificateSigningRequest) -> String {
-        node(asked, &["edges/edge".to_owned()]).unwrap_err()
+        requesting_node(asked, &["edges/edge".to_owned()]).unwrap_err()
     }
 
     #[test]
@@ -177,7 +189,7 @@ mod tests {
             "system:node:edge-1",
             &["system:nodes", "system:authenticated"],
         );
-        assert_eq!(node(&kubelet, &[]).unwrap().as_str(), "edge-1");
+        assert_eq!(requesting_node(&kubelet, &[]).unwrap().as_str(), "edge-1");
         let outside = asked("system:node:edge-1", &["system:authenticated"]);
         assert!(refused(&outside).contains("system:nodes"));
         for who in [
@@ -200,16 +212,20 @@ mod tests {
     fn a_service_account_represents_the_node_of_its_bound_token() {
         let mut pod = asked("system:serviceaccount:edges:edge", &[]);
         assert!(refused(&pod).contains("does not name its node"));
-        pod.spec.extra = Some([(NODE.to_owned(), vec!["edge-2".to_owned()])].into());
+        pod.spec.extra = Some([(POD_NODE_KEY.to_owned(), vec!["edge-2".to_owned()])].into());
         let accounts = ["edges/edge".to_owned()];
-        assert_eq!(node(&pod, &accounts).unwrap().as_str(), "edge-2");
+        assert_eq!(requesting_node(&pod, &accounts).unwrap().as_str(), "edge-2");
         let two = vec!["edge-1".to_owned(), "edge-2".to_owned()];
-        pod.spec.extra = Some([(NODE.to_owned(), two)].into());
+        pod.spec.extra = Some([(POD_NODE_KEY.to_owned(), two)].into());
         assert!(refused(&pod).contains("does not name its node"));
-        assert!(node(&pod, &[]).unwrap_err().contains("service_accounts"));
+        assert!(
+            requesting_node(&pod, &[])
+                .unwrap_err()
+                .contains("service_accounts")
+        );
         // An account with the same name in a similarly named namespace is a different account.
         let alike = asked("system:serviceaccount:edges/edge", &[]);
-        assert!(node(&alike, &accounts).is_err());
+        assert!(requesting_node(&alike, &accounts).is_err());
     }
 
     #[test]
@@ -218,8 +234,8 @@ mod tests {
         for (seconds, fits) in [
             (None, false),
             (Some(0), false),
-            (Some(SHOWN_WITHIN), true),
-            (Some(SHOWN_WITHIN + 1), false),
+            (Some(CERTIFICATE_SECONDS), true),
+            (Some(CERTIFICATE_SECONDS + 1), false),
         ] {
             csr.spec.expiration_seconds = seconds;
             assert_eq!(requested_lifetime(&csr).is_ok(), fits, "{seconds:?}");
@@ -229,22 +245,26 @@ mod tests {
     #[test]
     fn usages_must_match_an_edge_and_lifetimes_are_capped() {
         let mut csr = asked("", &[]);
-        usages(&csr).unwrap();
+        check_usages(&csr).unwrap();
         csr.spec
             .usages
             .as_mut()
             .unwrap()
             .push("server auth".to_owned());
-        assert!(usages(&csr).unwrap_err().contains("server auth"));
+        assert!(check_usages(&csr).unwrap_err().contains("server auth"));
         csr.spec.usages = Some(vec!["client auth".to_owned()]);
-        assert!(usages(&csr).is_err());
+        assert!(check_usages(&csr).is_err());
         let hour = Duration::from_hours(1);
-        assert_eq!(life(&csr, hour), Ok(None));
+        assert_eq!(granted_lifetime(&csr, hour), Ok(None));
         csr.spec.expiration_seconds = Some(3600);
-        assert_eq!(life(&csr, hour), Ok(Some(hour)));
+        assert_eq!(granted_lifetime(&csr, hour), Ok(Some(hour)));
         for seconds in [3601, 0, -1] {
             csr.spec.expiration_seconds = Some(seconds);
-            assert!(life(&csr, hour).unwrap_err().contains("at most 3600 s"));
+            assert!(
+                granted_lifetime(&csr, hour)
+                    .unwrap_err()
+                    .contains("at most 3600 s")
+            );
         }
     }
 }

@@ -43,16 +43,16 @@ async fn a_foreign_lease_is_free_after_its_duration_by_the_own_clock() {
     let mut lease = lease();
     // Independent of the clock of the other gateway.
     for renewed in [0, 4_000_000_000] {
-        lease.see(&of(Some("b"), Some(20), renewed));
+        lease.observe(&of(Some("b"), Some(20), renewed));
         assert!(!lease.is_free(after(19)), "{renewed}");
         assert!(lease.is_free(after(20)), "{renewed}");
     }
     tokio::time::advance(Duration::from_secs(19)).await;
-    lease.see(&of(Some("b"), Some(20), 4_000_000_000));
+    lease.observe(&of(Some("b"), Some(20), 4_000_000_000));
     assert!(lease.is_free(after(1)), "seen again, and not renewed");
-    lease.see(&of(Some("b"), Some(20), 4_000_000_001));
+    lease.observe(&of(Some("b"), Some(20), 4_000_000_001));
     assert!(!lease.is_free(after(19)), "renewed");
-    lease.see(&of(Some("b"), None, 0));
+    lease.observe(&of(Some("b"), None, 0));
     assert!(!lease.is_free(after(14)) && lease.is_free(after(15)));
 }
 
@@ -60,7 +60,7 @@ async fn a_foreign_lease_is_free_after_its_duration_by_the_own_clock() {
 async fn an_unheld_or_own_lease_is_free() {
     let mut lease = lease();
     for holder in [None, Some(""), Some("a")] {
-        lease.see(&of(holder, Some(20), 0));
+        lease.observe(&of(holder, Some(20), 0));
         assert!(lease.is_free(after(0)), "{holder:?}");
     }
 }
@@ -68,16 +68,19 @@ async fn an_unheld_or_own_lease_is_free() {
 #[tokio::test]
 async fn holder_changes_are_counted_and_renewals_keep_acquire_time() {
     let lease = lease();
-    let taken = lease.ours(Some(of(Some("b"), Some(20), 0))).spec.unwrap();
+    let taken = lease
+        .owned_lease(Some(of(Some("b"), Some(20), 0)))
+        .spec
+        .unwrap();
     assert_eq!(taken.lease_transitions, Some(4));
     assert_eq!(taken.lease_duration_seconds, Some(15));
     assert_eq!(taken.holder_identity.as_deref(), Some("a"));
     let mut ours = of(None, None, 0);
     ours.spec = Some(taken.clone());
-    let again = lease.ours(Some(ours)).spec.unwrap();
+    let again = lease.owned_lease(Some(ours)).spec.unwrap();
     assert_eq!(again.lease_transitions, Some(4));
     assert_eq!(again.acquire_time, taken.acquire_time);
-    let first = lease.ours(None);
+    let first = lease.owned_lease(None);
     assert_eq!(first.metadata.name.as_deref(), Some("it"));
     assert_eq!(first.spec.unwrap().lease_transitions, Some(0));
 }
@@ -89,16 +92,16 @@ async fn an_unrenewed_lease_is_lost_after_two_thirds_of_its_duration() {
         ready(Ok(answer.unwrap()))
     };
     for mut lease in [by(pending), by(broken)] {
-        lease.see(&of(Some("a"), Some(15), 0));
+        lease.observe(&of(Some("a"), Some(15), 0));
         let begun = Instant::now();
-        lease.renewed = Some(begun);
-        lease.keep().await;
+        lease.renewed_at = Some(begun);
+        lease.renew_until_lost().await;
         let lasted = begun.elapsed();
         assert!(
             (Duration::from_secs(10)..Duration::from_secs(12)).contains(&lasted),
             "{lasted:?}"
         );
         // There is no lease to release.
-        assert!(lease.renewed.is_none());
+        assert!(lease.renewed_at.is_none());
     }
 }

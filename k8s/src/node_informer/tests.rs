@@ -37,14 +37,14 @@ fn edge_nodes_have_labels_of_causeway_openyurt_or_superedge() {
         (json!({}), false),
     ] {
         let node = object("n", &labels, &[], &[]);
-        assert_eq!(member(&node, &rules()).edge, edge, "{labels}");
+        assert_eq!(cluster_node(&node, &rules()).is_edge, edge, "{labels}");
     }
     let any = Kubernetes {
         edge_labels: vec![Label::try_from("site".to_owned()).unwrap()],
         ..Kubernetes::default()
     };
     let node = object("n", &json!({ "site": "north" }), &[], &[]);
-    assert!(member(&node, &any).edge);
+    assert!(cluster_node(&node, &any).is_edge);
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn of_addresses_only_those_count_that_can_be_one_nodes_own() {
         ("InternalIP", "nonsense"),
     ];
     let node = object("n", &json!({}), &claimed, &[]);
-    let member = member(&node, &rules());
+    let member = cluster_node(&node, &rules());
     assert_eq!(texts(&member.addresses), ["10.0.0.1", "2001:db8::1"]);
 }
 
@@ -79,13 +79,13 @@ fn node_addresses_are_limited_and_the_age_is_the_clusters() {
     ] {
         let mut known = NodeCache::default();
         for event in events {
-            known.take(seen(&event, &rules()));
+            known.apply(reduce_event(&event, &rules()));
         }
-        let member = known.members.values().next().unwrap();
-        assert_eq!(member.addresses.len(), MOST_ADDRESSES);
+        let member = known.nodes.values().next().unwrap();
+        assert_eq!(member.addresses.len(), MAX_ADDRESSES);
         assert_eq!(texts(&member.addresses[..1]), ["10.0.0.1"]);
-        assert_eq!(member.outward.len(), MOST_ADDRESSES);
-        assert_eq!(member.created, 1_795_629_600);
+        assert_eq!(member.external_addresses.len(), MAX_ADDRESSES);
+        assert_eq!(member.created_at, 1_795_629_600);
     }
 }
 
@@ -96,24 +96,24 @@ fn only_protected_and_configured_labels_count() {
         "apps.openyurt.io/nodepool": "east",
     });
     let node = object("n", &labels, &[], &[]);
-    let silent = member(&node, &rules());
+    let silent = cluster_node(&node, &rules());
     let keys = |member: &ClusterNode| member.labels.keys().cloned().collect::<Vec<_>>();
     let restricted = "node-restriction.kubernetes.io/tier";
     assert_eq!(keys(&silent), [restricted]);
     assert_eq!(
-        (silent.pool.as_deref(), silent.pool_counts),
+        (silent.pool.as_deref(), silent.is_policy_pool),
         (Some("east"), false)
     );
     let listing = Kubernetes {
         policy_labels: vec!["site".to_owned(), "apps.openyurt.io/nodepool".to_owned()],
         ..rules()
     };
-    let listed = member(&node, &listing);
+    let listed = cluster_node(&node, &listing);
     assert_eq!(
         keys(&listed),
         ["apps.openyurt.io/nodepool", restricted, "site"]
     );
-    assert!(listed.pool_counts);
+    assert!(listed.is_policy_pool);
 }
 
 #[test]
@@ -123,7 +123,7 @@ fn an_outside_client_uses_external_addresses_else_internal_ones() {
             address_networks: vec!["10.1.0.0/16".parse().unwrap()],
             ..rules()
         };
-        texts(&member(&object("n", &json!({}), claimed, &[]), &narrow).outward)
+        texts(&cluster_node(&object("n", &json!({}), claimed, &[]), &narrow).external_addresses)
     };
     let inside = ("InternalIP", "10.0.0.1");
     assert_eq!(outward(&[inside, ("Hostname", "n")]), ["10.0.0.1"]);
@@ -133,7 +133,8 @@ fn an_outside_client_uses_external_addresses_else_internal_ones() {
 
 #[test]
 fn a_label_of_a_node_names_its_pool() {
-    let pool = |labels, rules: &Kubernetes| member(&object("n", &labels, &[], &[]), rules).pool;
+    let pool =
+        |labels, rules: &Kubernetes| cluster_node(&object("n", &labels, &[], &[]), rules).pool;
     let openyurt = json!({ "apps.openyurt.io/nodepool": "north" });
     assert_eq!(pool(openyurt.clone(), &rules()).as_deref(), Some("north"));
     assert_eq!(pool(json!({ "other": "north" }), &rules()), None);
@@ -157,11 +158,11 @@ fn addresses_outside_of_the_networks_are_ignored() {
         address_networks: vec!["10.0.0.0/16".parse().unwrap()],
         ..rules()
     };
-    let believed = member(&node, &narrow);
+    let believed = cluster_node(&node, &narrow);
     assert_eq!(texts(&believed.addresses), ["10.0.0.1"]);
     assert_eq!(believed.pod_networks, ["10.244.1.0/24".parse().unwrap()]);
     let silent = Kubernetes::default();
-    assert!(member(&node, &silent).pod_networks.is_empty());
+    assert!(cluster_node(&node, &silent).pod_networks.is_empty());
 }
 
 #[test]
@@ -169,7 +170,7 @@ fn a_list_replaces_all_nodes_and_a_heartbeat_changes_none() {
     let node =
         |name: &str, address: &str| object(name, &json!({}), &[("InternalIP", address)], &[]);
     let mut known = NodeCache::default();
-    let mut take = |event| known.take(seen(&event, &rules()));
+    let mut take = |event| known.apply(reduce_event(&event, &rules()));
     assert!(!take(Event::Init));
     assert!(!take(Event::InitApply(node("a", "10.0.0.1"))));
     assert!(!take(Event::InitApply(node("b", "10.0.0.2"))));
@@ -182,20 +183,12 @@ fn a_list_replaces_all_nodes_and_a_heartbeat_changes_none() {
     assert!(!take(Event::Init));
     assert!(!take(Event::InitApply(node("c", "10.0.0.4"))));
     assert_eq!(
-        known
-            .members
-            .keys()
-            .map(NodeName::as_str)
-            .collect::<Vec<_>>(),
+        known.nodes.keys().map(NodeName::as_str).collect::<Vec<_>>(),
         ["a"]
     );
-    assert!(known.take(seen(&Event::InitDone, &rules())));
+    assert!(known.apply(reduce_event(&Event::InitDone, &rules())));
     assert_eq!(
-        known
-            .members
-            .keys()
-            .map(NodeName::as_str)
-            .collect::<Vec<_>>(),
+        known.nodes.keys().map(NodeName::as_str).collect::<Vec<_>>(),
         ["c"]
     );
 }

@@ -4,25 +4,27 @@ use causeway_gateway::config::NodePorts;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Ports that have listeners of their own in OpenYurt's tunnel server. The list does not concern them.
-const FIXED: [u16; 2] = [10250, 10255];
+const RESERVED_PORTS: [u16; 2] = [10250, 10255];
 /// HTTP port of OpenYurt's tunnel server, to which the older key mapped ports.
-const INSECURE: &str = "10264";
+const INSECURE_PORT: &str = "10264";
 /// The older key.
-const PAIRS: &str = "dnat-ports-pair";
+const PAIRS_KEY: &str = "dnat-ports-pair";
 /// Maximum number of ports. Each is a listener; more are a mistake.
-const MOST: usize = 256;
+const MAX_PORTS: usize = 256;
 
 /// Returns the ports under these keys, and by its key each entry that is no port.
 ///
 /// # Errors
 /// If there are too many.
-pub(super) fn read(data: &BTreeMap<String, String>) -> Result<(NodePorts, Vec<String>), String> {
+pub(super) fn parse_ports(
+    data: &BTreeMap<String, String>,
+) -> Result<(NodePorts, Vec<String>), String> {
     let mut faults = Vec::new();
-    let mut each = |key: &str| -> BTreeSet<u16> {
+    let mut parse_key = |key: &str| -> BTreeSet<u16> {
         let mut ports = BTreeSet::new();
-        for part in parts(data, key) {
-            match port(key, part) {
-                Ok(port) if FIXED.contains(&port) => {}
+        for part in split_entries(data, key) {
+            match parse_port(key, part) {
+                Ok(port) if RESERVED_PORTS.contains(&port) => {}
                 Ok(port) => {
                     ports.insert(port);
                 }
@@ -32,49 +34,52 @@ pub(super) fn read(data: &BTreeMap<String, String>) -> Result<(NodePorts, Vec<St
         ports
     };
     let mut ports = NodePorts {
-        http: each("http-proxy-ports"),
-        https: each("https-proxy-ports"),
-        loopback: each("localhost-proxy-ports"),
+        http: parse_key("http-proxy-ports"),
+        https: parse_key("https-proxy-ports"),
+        loopback: parse_key("localhost-proxy-ports"),
     };
-    for pair in parts(data, PAIRS) {
-        match from(pair) {
+    for pair in split_entries(data, PAIRS_KEY) {
+        match mapped_port(pair) {
             Ok(from) => ports.http.extend(from),
             Err(fault) => faults.push(fault),
         }
     }
-    let both: Vec<u16> = ports.http.intersection(&ports.https).copied().collect();
-    for port in both {
+    let conflicting: Vec<u16> = ports.http.intersection(&ports.https).copied().collect();
+    for port in conflicting {
         ports.http.remove(&port);
         ports.https.remove(&port);
         faults.push(format!("{port} is listed both as http and as https"));
     }
     let count = ports.served().count();
-    if count > MOST {
+    if count > MAX_PORTS {
         return Err(format!(
-            "{count} ports are listed, but at most {MOST} are allowed"
+            "{count} ports are listed, but at most {MAX_PORTS} are allowed"
         ));
     }
     Ok((ports, faults))
 }
 
 /// Returns the port of a pair, if the pair maps it to the listener for HTTP.
-fn from(pair: &str) -> Result<Option<u16>, String> {
+fn mapped_port(pair: &str) -> Result<Option<u16>, String> {
     let Some((from, to)) = pair.split_once('=') else {
         return Err(format!(
-            "{PAIRS}: \"{pair}\" is not a valid pair; write 9100={INSECURE}"
+            "{PAIRS_KEY}: \"{pair}\" is not a valid pair; write 9100={INSECURE_PORT}"
         ));
     };
-    let from = port(PAIRS, from.trim())?;
-    Ok((to.trim() == INSECURE && !FIXED.contains(&from)).then_some(from))
+    let from = parse_port(PAIRS_KEY, from.trim())?;
+    Ok((to.trim() == INSECURE_PORT && !RESERVED_PORTS.contains(&from)).then_some(from))
 }
 
-fn parts<'a>(data: &'a BTreeMap<String, String>, key: &str) -> impl Iterator<Item = &'a str> {
+fn split_entries<'a>(
+    data: &'a BTreeMap<String, String>,
+    key: &str,
+) -> impl Iterator<Item = &'a str> {
     let value = data.get(key).map_or("", String::as_str);
     let parts = value.split(',').map(str::trim);
     parts.filter(|part| !part.is_empty())
 }
 
-fn port(key: &str, text: &str) -> Result<u16, String> {
+fn parse_port(key: &str, text: &str) -> Result<u16, String> {
     let port = text.parse().ok().filter(|port| *port > 0);
     port.ok_or_else(|| {
         format!("{key}: \"{text}\" is not a valid port; write numbers from 1 to 65535, separated by commas")
@@ -87,7 +92,7 @@ mod tests {
 
     fn read_of(pairs: &[(&str, &str)]) -> Result<(NodePorts, Vec<String>), String> {
         let pairs = pairs.iter();
-        read(
+        parse_ports(
             &pairs
                 .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
                 .collect(),

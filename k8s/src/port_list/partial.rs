@@ -21,35 +21,35 @@ enum List {
 /// # Errors
 /// The reason if nothing new could be applied: then `before` is in force.
 pub(super) async fn apply(
-    before: &NodePorts,
-    wanted: &NodePorts,
-    mut attempt: impl AsyncFnMut(NodePorts) -> Result<(), String>,
+    previous: &NodePorts,
+    desired: &NodePorts,
+    mut try_apply: impl AsyncFnMut(NodePorts) -> Result<(), String>,
 ) -> Result<(NodePorts, Vec<String>), String> {
-    let Err(refused) = attempt(wanted.clone()).await else {
-        return Ok((wanted.clone(), Vec::new()));
+    let Err(rejection) = try_apply(desired.clone()).await else {
+        return Ok((desired.clone(), Vec::new()));
     };
-    let (wanted, before) = (entries(wanted), entries(before));
-    let mut served: BTreeSet<Entry> = wanted.intersection(&before).copied().collect();
-    let new: Vec<Entry> = wanted.difference(&before).copied().collect();
-    if new.len() == 1 && served == before {
-        return Ok((ports(&served), vec![refused]));
+    let (desired, previous) = (entries(desired), entries(previous));
+    let mut served: BTreeSet<Entry> = desired.intersection(&previous).copied().collect();
+    let new: Vec<Entry> = desired.difference(&previous).copied().collect();
+    if new.len() == 1 && served == previous {
+        return Ok((ports(&served), vec![rejection]));
     }
     // If that is refused as well, no single entry is the cause.
-    attempt(ports(&served)).await?;
+    try_apply(ports(&served)).await?;
     if new.len() < 2 {
-        return Ok((ports(&served), vec![refused]));
+        return Ok((ports(&served), vec![rejection]));
     }
-    let mut refusals = Vec::new();
-    let mut parts: Vec<&[Entry]> = halves(&new).into();
-    while let Some(part) = parts.pop() {
-        let with: BTreeSet<Entry> = served.iter().chain(part).copied().collect();
-        match attempt(ports(&with)).await {
-            Ok(()) => served = with,
-            Err(refused) if part.len() == 1 => refusals.push(refused),
-            Err(_) => parts.extend(halves(part)),
+    let mut rejections = Vec::new();
+    let mut pending: Vec<&[Entry]> = halves(&new).into();
+    while let Some(part) = pending.pop() {
+        let candidate: BTreeSet<Entry> = served.iter().chain(part).copied().collect();
+        match try_apply(ports(&candidate)).await {
+            Ok(()) => served = candidate,
+            Err(rejection) if part.len() == 1 => rejections.push(rejection),
+            Err(_) => pending.extend(halves(part)),
         }
     }
-    Ok((ports(&served), refusals))
+    Ok((ports(&served), rejections))
 }
 
 /// Returns the second half, and the first, which is taken from the end first.
@@ -59,27 +59,27 @@ fn halves(entries: &[Entry]) -> [&[Entry]; 2] {
 }
 
 fn entries(ports: &NodePorts) -> BTreeSet<Entry> {
-    let of = |list, ports: &BTreeSet<u16>| {
+    let entries_of = |list, ports: &BTreeSet<u16>| {
         let entries = ports.iter().map(move |port| (list, *port));
         entries.collect::<Vec<_>>()
     };
     let lists = [
-        of(List::Http, &ports.http),
-        of(List::Https, &ports.https),
-        of(List::Loopback, &ports.loopback),
+        entries_of(List::Http, &ports.http),
+        entries_of(List::Https, &ports.https),
+        entries_of(List::Loopback, &ports.loopback),
     ];
     lists.into_iter().flatten().collect()
 }
 
 fn ports(entries: &BTreeSet<Entry>) -> NodePorts {
-    let of = |list| {
+    let ports_of = |list| {
         let ports = entries.iter().filter(move |entry| entry.0 == list);
         ports.map(|entry| entry.1).collect()
     };
     NodePorts {
-        http: of(List::Http),
-        https: of(List::Https),
-        loopback: of(List::Loopback),
+        http: ports_of(List::Http),
+        https: ports_of(List::Https),
+        loopback: ports_of(List::Loopback),
     }
 }
 

@@ -19,25 +19,25 @@ use tokio::time::Instant;
 /// Prefix of each map's name; the pool follows.
 pub(super) const PREFIX: &str = "leader-hub-";
 /// Label by which `YurtHub` finds the map. Its value is the map's name.
-pub(super) const LABEL: &str = "openyurt.io/configmap-name";
+pub(super) const CONFIGMAP_NAME_LABEL: &str = "openyurt.io/configmap-name";
 /// Annotation with the facts of each leader edge: a JSON object.
-const KNOWN: &str = "causeway.io/leaders";
+const LEADERS_ANNOTATION: &str = "causeway.io/leaders";
 /// Prefix of names of edges among leaders.
-const OURS: &str = "causeway:";
+const EDGE_PREFIX: &str = "causeway:";
 /// Delay before an edge that is no longer connected here is removed: an edge that reconnects should not cause `YurtHub` to move.
-const GRACE: Duration = Duration::from_secs(30);
-/// Interval at which a gateway confirms its edges, in seconds. A gateway without a confirmation for `ENDED` has ended, whatever
+const REMOVAL_DELAY: Duration = Duration::from_secs(30);
+/// Interval at which a gateway confirms its edges, in seconds. A gateway without a confirmation for `CONFIRM_EXPIRY` has ended, whatever
 /// clocks say.
-const AGAIN: u64 = 10 * 60;
-const ENDED: u64 = 30 * 60;
+const CONFIRM_INTERVAL: u64 = 10 * 60;
+const CONFIRM_EXPIRY: u64 = 30 * 60;
 /// Edges of one pool in the map, at most.
-const MOST: usize = 8;
+const MAX_LEADERS: usize = 8;
 
 /// Keys of the map's data, as `OpenYurt`'s `hubleaderconfig` controller writes them.
-const LEADERS: &str = "leaders";
-const RESOURCES: &str = "pool-scoped-metadata";
-const ENABLED: &str = "enable-leader-election";
-const CONNECTED: &str = "interconnectivity";
+const LEADERS_KEY: &str = "leaders";
+const RESOURCES_KEY: &str = "pool-scoped-metadata";
+const ELECTION_KEY: &str = "enable-leader-election";
+const INTERCONNECTIVITY_KEY: &str = "interconnectivity";
 
 /// An edge at which `YurtHub` reads.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
@@ -60,123 +60,130 @@ pub(super) struct LeaderMap {
     /// Resources that `YurtHub` was told to read, if there is no edge.
     resources: BTreeSet<String>,
     /// Whether the map has exactly this content.
-    whole: bool,
+    is_canonical: bool,
 }
 
 /// Gateway that renders the map, and the time.
 pub(super) struct RenderContext<'a> {
     /// Name of this gateway.
-    pub(super) own: &'a str,
+    pub(super) gateway: &'a str,
     pub(super) now: Instant,
     /// Time in Unix seconds.
-    pub(super) clock: u64,
+    pub(super) unix_now: u64,
     /// Edges of this gateway that are no longer connected here, and since when.
-    pub(super) absent: &'a mut BTreeMap<String, Instant>,
+    pub(super) absent_since: &'a mut BTreeMap<String, Instant>,
     /// Whether a node may be a leader at all, if this gateway does not serve it.
-    pub(super) may: &'a dyn Fn(&str) -> bool,
+    pub(super) may_lead: &'a dyn Fn(&str) -> bool,
 }
 
 impl LeaderMap {
     /// Parses the content of a map.
-    pub(super) fn read(map: &ConfigMap) -> Self {
+    pub(super) fn parse(map: &ConfigMap) -> Self {
         let data = |key: &str| {
             let data = map.data.as_ref();
             data.and_then(|data| data.get(key))
                 .map_or("", String::as_str)
         };
-        let known = map.annotations().get(KNOWN);
-        let mut known: BTreeMap<String, LeaderEntry> = known
+        let recorded = map.annotations().get(LEADERS_ANNOTATION);
+        let mut recorded: BTreeMap<String, LeaderEntry> = recorded
             .and_then(|text| serde_json::from_str(text).ok())
             .unwrap_or_default();
         let mut leader = |part: &str| {
-            let (name, at) = part.split_once('/')?;
-            let mut leader = known.remove(name).unwrap_or_default();
-            at.clone_into(&mut leader.at);
+            let (name, address) = part.split_once('/')?;
+            let mut leader = recorded.remove(name).unwrap_or_default();
+            address.clone_into(&mut leader.at);
             Some((name.to_owned(), leader))
         };
         let mut read = Self {
-            leaders: data(LEADERS).split(',').filter_map(&mut leader).collect(),
-            resources: words(data(RESOURCES)),
-            whole: true,
+            leaders: data(LEADERS_KEY)
+                .split(',')
+                .filter_map(&mut leader)
+                .collect(),
+            resources: split_list(data(RESOURCES_KEY)),
+            is_canonical: true,
         };
-        let mut again = ConfigMap::default();
-        read.write(&mut again, &map.name_any());
-        let same = |key: &str| map.annotations().get(key) == again.annotations().get(key);
-        read.whole = map.data == again.data
-            && same(KNOWN)
-            && map.labels().get(LABEL) == again.labels().get(LABEL);
+        let mut rendered = ConfigMap::default();
+        read.write(&mut rendered, &map.name_any());
+        let same_annotation =
+            |key: &str| map.annotations().get(key) == rendered.annotations().get(key);
+        read.is_canonical = map.data == rendered.data
+            && same_annotation(LEADERS_ANNOTATION)
+            && map.labels().get(CONFIGMAP_NAME_LABEL)
+                == rendered.labels().get(CONFIGMAP_NAME_LABEL);
         read
     }
 
     /// Returns the next content, with these edges connected here.
-    pub(super) fn next(
+    pub(super) fn next_content(
         &self,
-        hubs: Option<&NodePoolEndpoints>,
-        looks: &mut RenderContext<'_>,
+        endpoints: Option<&NodePoolEndpoints>,
+        context: &mut RenderContext<'_>,
     ) -> Self {
-        let mut leaders = self.kept(hubs, looks);
-        for (node, at) in hubs.iter().flat_map(|hubs| &hubs.at) {
-            let name = format!("{OURS}{node}");
-            let before = leaders.remove(&name);
-            let is_new = before.is_none();
-            let mut leader = before.unwrap_or_default();
-            leader.at = host(*at);
-            leader.resources = hubs
+        let mut leaders = self.remaining_leaders(endpoints, context);
+        for (node, address) in endpoints.iter().flat_map(|hubs| &hubs.addresses) {
+            let name = format!("{EDGE_PREFIX}{node}");
+            let previous = leaders.remove(&name);
+            let is_new = previous.is_none();
+            let mut leader = previous.unwrap_or_default();
+            leader.at = url_host(*address);
+            leader.resources = endpoints
                 .iter()
                 .flat_map(|hubs| &hubs.resources)
-                .map(ours)
+                .map(resource_path)
                 .collect();
-            let said = leader.by.entry(looks.own.to_owned()).or_default();
-            if looks.clock.abs_diff(*said) >= AGAIN {
-                *said = looks.clock;
+            let confirmed_at = leader.by.entry(context.gateway.to_owned()).or_default();
+            if context.unix_now.abs_diff(*confirmed_at) >= CONFIRM_INTERVAL {
+                *confirmed_at = context.unix_now;
             }
             // A leader without the objects that all others have would leave YurtHubs without data.
-            let others = common(&leaders);
-            let fits = others.is_none_or(|others| !others.is_disjoint(&leader.resources));
-            if fits && !(is_new && leaders.len() >= MOST) {
+            let shared_resources = common_resources(&leaders);
+            let has_common_resources =
+                shared_resources.is_none_or(|others| !others.is_disjoint(&leader.resources));
+            if has_common_resources && !(is_new && leaders.len() >= MAX_LEADERS) {
                 leaders.insert(name, leader);
             }
         }
         Self {
-            resources: common(&leaders).unwrap_or_else(|| self.resources.clone()),
+            resources: common_resources(&leaders).unwrap_or_else(|| self.resources.clone()),
             leaders,
-            whole: true,
+            is_canonical: true,
         }
     }
 
     /// Returns the leaders that stay, without the facts of edges that are connected here.
-    fn kept(
+    fn remaining_leaders(
         &self,
-        hubs: Option<&NodePoolEndpoints>,
-        looks: &mut RenderContext<'_>,
+        endpoints: Option<&NodePoolEndpoints>,
+        context: &mut RenderContext<'_>,
     ) -> BTreeMap<String, LeaderEntry> {
-        let here =
-            |node: &str| hubs.is_some_and(|hubs| hubs.at.keys().any(|own| own.as_str() == node));
-        let (mut kept, mut gone) = (BTreeMap::new(), BTreeMap::new());
+        let is_connected = |node: &str| {
+            endpoints.is_some_and(|hubs| hubs.addresses.keys().any(|own| own.as_str() == node))
+        };
+        let (mut remaining, mut absent_since) = (BTreeMap::new(), BTreeMap::new());
         for (name, leader) in &self.leaders {
-            let Some(node) = name.strip_prefix(OURS) else {
+            let Some(node) = name.strip_prefix(EDGE_PREFIX) else {
                 continue;
             };
             let mut leader = leader.clone();
-            leader
-                .by
-                .retain(|by, said| by == looks.own || looks.clock.abs_diff(*said) < ENDED);
-            if !here(node) {
-                if leader.by.contains_key(looks.own) {
-                    let since = *looks.absent.get(name).unwrap_or(&looks.now);
-                    gone.insert(name.clone(), since);
-                    if looks.now - since >= GRACE {
-                        leader.by.remove(looks.own);
+            leader.by.retain(|by, confirmed_at| {
+                by == context.gateway || context.unix_now.abs_diff(*confirmed_at) < CONFIRM_EXPIRY
+            });
+            if !is_connected(node) {
+                if leader.by.contains_key(context.gateway) {
+                    let since = *context.absent_since.get(name).unwrap_or(&context.now);
+                    absent_since.insert(name.clone(), since);
+                    if context.now - since >= REMOVAL_DELAY {
+                        leader.by.remove(context.gateway);
                     }
                 }
-                if leader.by.is_empty() || !(looks.may)(node) {
+                if leader.by.is_empty() || !(context.may_lead)(node) {
                     continue;
                 }
             }
-            kept.insert(name.clone(), leader);
+            remaining.insert(name.clone(), leader);
         }
-        *looks.absent = gone;
-        kept
+        *context.absent_since = absent_since;
+        remaining
     }
 
     /// Writes the content to a map.
@@ -184,15 +191,17 @@ impl LeaderMap {
         let resources: Vec<&str> = self.resources.iter().map(String::as_str).collect();
         let enabled = !self.leaders.is_empty();
         let data = [
-            (LEADERS, self.leaders()),
-            (RESOURCES, resources.join(",")),
-            (ENABLED, enabled.to_string()),
-            (CONNECTED, "true".to_owned()),
+            (LEADERS_KEY, self.leaders()),
+            (RESOURCES_KEY, resources.join(",")),
+            (ELECTION_KEY, enabled.to_string()),
+            (INTERCONNECTIVITY_KEY, "true".to_owned()),
         ];
         map.data = Some(data.map(|(key, value)| (key.to_owned(), value)).into());
-        let known = serde_json::to_string(&self.leaders).unwrap_or_default();
-        map.annotations_mut().insert(KNOWN.to_owned(), known);
-        map.labels_mut().insert(LABEL.to_owned(), name.to_owned());
+        let recorded = serde_json::to_string(&self.leaders).unwrap_or_default();
+        map.annotations_mut()
+            .insert(LEADERS_ANNOTATION.to_owned(), recorded);
+        map.labels_mut()
+            .insert(CONFIGMAP_NAME_LABEL.to_owned(), name.to_owned());
     }
 
     /// Returns the leaders in `YurtHub`'s format: sorted, each `NAME/IP`.
@@ -205,34 +214,34 @@ impl LeaderMap {
     }
 
     /// Whether both maps tell `YurtHub` the same.
-    pub(super) fn tells(&self, other: &Self) -> bool {
+    pub(super) fn has_same_leaders(&self, other: &Self) -> bool {
         self.leaders() == other.leaders() && self.resources == other.resources
     }
 }
 
 /// Returns the resources that can be read at each leader, or `None` if there is no leader.
-fn common(leaders: &BTreeMap<String, LeaderEntry>) -> Option<BTreeSet<String>> {
+fn common_resources(leaders: &BTreeMap<String, LeaderEntry>) -> Option<BTreeSet<String>> {
     let all = leaders.values().map(|leader| leader.resources.clone());
     all.reduce(|all, one| &all & &one)
 }
 
 /// Returns an IP for a URL: `YurtHub` writes `https://`, this, and its port.
-fn host(at: IpAddr) -> String {
-    match at {
+fn url_host(address: IpAddr) -> String {
+    match address {
         IpAddr::V4(at) => at.to_string(),
         IpAddr::V6(at) => format!("[{at}]"),
     }
 }
 
 /// Returns a resource in `YurtHub`'s format: group, version and plural, with nothing before the first slash for the core group.
-fn ours(resource: &causeway_watch_cache::GroupVersionResource) -> String {
+fn resource_path(resource: &causeway_watch_cache::GroupVersionResource) -> String {
     format!(
         "{}/{}/{}",
         resource.group, resource.version, resource.plural
     )
 }
 
-fn words(text: &str) -> BTreeSet<String> {
+fn split_list(text: &str) -> BTreeSet<String> {
     let words = text.split(',').filter(|word| !word.is_empty());
     words.map(str::to_owned).collect()
 }

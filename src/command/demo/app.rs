@@ -35,10 +35,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
 /// Time that open requests have to finish. It is short because a user does not wait for a demo.
-const GRACE: Duration = Duration::from_secs(1);
-const TICK: Duration = Duration::from_secs(1);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+const TICK_INTERVAL: Duration = Duration::from_secs(1);
 /// As large as a DATA frame on the tunnel.
-const CHUNK: usize = 64 * 1024;
+const CHUNK_BYTES: usize = 64 * 1024;
 const DEFAULT_DOWNLOAD: u64 = 1024 * 1024;
 
 const ROUTES: [(&str, &str); 4] = [
@@ -74,25 +74,29 @@ pub(crate) async fn serve(listener: TcpListener, node: String, stop: Cancellatio
             () = stop.cancelled() => break,
             accepted = listener.accept() => accepted,
         };
-        let connection = connection(socket, service.clone(), stop.clone());
+        let connection = serve_connection(socket, service.clone(), stop.clone());
         connections.spawn(info_span!("app", %client), connection);
     }
-    connections.drain(GRACE).await;
+    connections.drain(DRAIN_TIMEOUT).await;
 }
 
-async fn connection(socket: Socket, service: TowerToHyperService<Router>, stop: CancellationToken) {
+async fn serve_connection(
+    socket: Socket,
+    service: TowerToHyperService<Router>,
+    stop: CancellationToken,
+) {
     let mut server = auto::Builder::new(TokioExecutor::new());
     server.http1().timer(TokioTimer::new());
     server.http2().timer(TokioTimer::new());
     let mut connection = pin!(server.serve_connection_with_upgrades(TokioIo::new(socket), service));
-    let ended = select! {
+    let result = select! {
         ended = connection.as_mut() => ended,
         () = stop.cancelled() => {
             connection.as_mut().graceful_shutdown();
             connection.await
         }
     };
-    if let Err(error) = ended {
+    if let Err(error) = result {
         tracing::debug!(%error, "a connection of the demo's app failed");
     }
 }
@@ -113,23 +117,23 @@ async fn hello(State(app): State<App>, headers: HeaderMap) -> Response {
     if !accept.contains("text/html") {
         return format!("hello from {}\n", app.node).into_response();
     }
-    let mut facts = String::new();
+    let mut rows = String::new();
     for name in [
         header::HOST,
         header::FORWARDED,
         header::VIA,
         header::USER_AGENT,
     ] {
-        let value = escaped(field(name.clone()).unwrap_or("–"));
-        let _ = writeln!(facts, "<tr><th>{name}<td>{value}");
+        let value = escape_html(field(name.clone()).unwrap_or("–"));
+        let _ = writeln!(rows, "<tr><th>{name}<td>{value}");
     }
-    Html(page(&escaped(&app.node), &facts)).into_response()
+    Html(page(&escape_html(&app.node), &rows)).into_response()
 }
 
-fn page(node: &str, facts: &str) -> String {
+fn page(node: &str, rows: &str) -> String {
     let mut routes = String::new();
-    for (path, what) in ROUTES {
-        let _ = writeln!(routes, "<tr><th>{path}<td>{what}");
+    for (path, description) in ROUTES {
+        let _ = writeln!(routes, "<tr><th>{path}<td>{description}");
     }
     format!(
         "<!doctype html>\n\
@@ -138,13 +142,13 @@ fn page(node: &str, facts: &str) -> String {
          <style>body {{ font: 1rem/1.5 system-ui; margin: 3rem }} th {{ text-align: left; padding-right: 2rem }}</style>\n\
          <h1>hello from {node}</h1>\n\
          <p>Your request reached this node through the tunnel that the node itself opened. It contained:\n\
-         <table>\n{facts}</table>\n\
+         <table>\n{rows}</table>\n\
          <p>Other paths of this app:\n\
          <table>\n{routes}</table>\n"
     )
 }
 
-fn escaped(text: &str) -> String {
+fn escape_html(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('>', "&gt;")
@@ -155,35 +159,35 @@ struct Ticks {
     ticks: Option<u64>,
 }
 
-async fn ticks(State(app): State<App>, Query(wanted): Query<Ticks>) -> Response {
-    let clock = interval_at(Instant::now(), TICK);
+async fn ticks(State(app): State<App>, Query(query): Query<Ticks>) -> Response {
+    let clock = interval_at(Instant::now(), TICK_INTERVAL);
     let node = app.node;
-    let lines = stream::unfold((clock, 0_u64), move |(mut clock, told)| {
+    let lines = stream::unfold((clock, 0_u64), move |(mut clock, sent)| {
         let node = node.clone();
         async move {
-            if wanted.ticks.is_some_and(|wanted| told >= wanted) {
+            if query.ticks.is_some_and(|wanted| sent >= wanted) {
                 return None;
             }
             clock.tick().await;
-            let number = told + 1;
+            let number = sent + 1;
             let line = Bytes::from(format!("{node} tick {number}\n"));
             Some((Ok::<_, Infallible>(line), (clock, number)))
         }
     });
     let lines = lines.take_until(app.stop.cancelled_owned());
-    let plain = (header::CONTENT_TYPE, "text/plain; charset=utf-8");
+    let content_type = (header::CONTENT_TYPE, "text/plain; charset=utf-8");
     // Prevents caches and compressors from delaying the lines.
-    let at_once = (header::CACHE_CONTROL, "no-store, no-transform");
-    ([plain, at_once], Body::from_stream(lines)).into_response()
+    let cache_control = (header::CACHE_CONTROL, "no-store, no-transform");
+    ([content_type, cache_control], Body::from_stream(lines)).into_response()
 }
 
 async fn echo(State(app): State<App>, upgrade: WebSocketUpgrade) -> Response {
     upgrade.on_upgrade(async move |socket| {
-        app.stop.run_until_cancelled(converse(socket)).await;
+        app.stop.run_until_cancelled(echo_messages(socket)).await;
     })
 }
 
-async fn converse(mut socket: WebSocket) {
+async fn echo_messages(mut socket: WebSocket) {
     while let Some(Ok(message)) = socket.recv().await {
         // Pings are answered and a close is confirmed by the library.
         if !matches!(message, Message::Text(_) | Message::Binary(_)) {
@@ -210,9 +214,9 @@ async fn upload(body: Body) -> Result<Response, StatusCode> {
         let _ = write!(sha256, "{byte:02x}");
     }
     // Ends with a newline, for terminals.
-    let answer = format!("{{\"bytes\":{bytes},\"sha256\":\"{sha256}\"}}\n");
+    let response = format!("{{\"bytes\":{bytes},\"sha256\":\"{sha256}\"}}\n");
     let json = (header::CONTENT_TYPE, "application/json");
-    Ok(([json], answer).into_response())
+    Ok(([json], response).into_response())
 }
 
 #[derive(Deserialize)]
@@ -220,26 +224,28 @@ struct Download {
     bytes: Option<u64>,
 }
 
-async fn download(Query(wanted): Query<Download>) -> Response {
-    let total = wanted.bytes.unwrap_or(DEFAULT_DOWNLOAD);
+async fn download(Query(query): Query<Download>) -> Response {
+    let total = query.bytes.unwrap_or(DEFAULT_DOWNLOAD);
     let chunks = stream::unfold((0, total), async |(block, left)| {
-        let length = usize::try_from(left).unwrap_or(CHUNK).min(CHUNK);
+        let length = usize::try_from(left)
+            .unwrap_or(CHUNK_BYTES)
+            .min(CHUNK_BYTES);
         if length == 0 {
             return None;
         }
-        let (chunk, next) = noise(block, length);
+        let (chunk, next) = pseudo_random_bytes(block, length);
         let left = left - u64::try_from(length).unwrap_or(left);
         Some((Ok::<_, Infallible>(chunk), (next, left)))
     });
-    let kind = (header::CONTENT_TYPE, "application/octet-stream".to_owned());
+    let content_type = (header::CONTENT_TYPE, "application/octet-stream".to_owned());
     let length = (header::CONTENT_LENGTH, total.to_string());
-    ([kind, length], Body::from_stream(chunks)).into_response()
+    ([content_type, length], Body::from_stream(chunks)).into_response()
 }
 
 /// `length` bytes that do not compress, from the eight-byte block numbered `block` on, and the block after them.
 ///
 /// Each block is splitmix64 of its number, so that the bytes depend on their place alone.
-fn noise(mut block: u64, length: usize) -> (Bytes, u64) {
+fn pseudo_random_bytes(mut block: u64, length: usize) -> (Bytes, u64) {
     let mut bytes = Vec::with_capacity(length + 8);
     while bytes.len() < length {
         block = block.wrapping_add(1);

@@ -10,11 +10,11 @@ use causeway_certs::{Ca, OpenMode, Store, TrustDomain};
 /// The node port that each app is reached as.
 pub(super) const PORT: u16 = 9100;
 /// Name of the client in the printed commands.
-pub(super) const CLIENT: &str = "demo";
+pub(super) const CLIENT_NAME: &str = "demo";
 /// Edges and their first requests take milliseconds; a loaded machine gets this long.
-pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const START_TIMEOUT: Duration = Duration::from_secs(20);
 /// Ctrl-C should not be felt.
-pub(super) const DRAIN: Duration = Duration::from_millis(500);
+pub(super) const DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Files in the data directory that the demo and its user need.
 pub(super) struct DemoFiles {
@@ -26,7 +26,7 @@ pub(super) struct DemoFiles {
 }
 
 impl DemoFiles {
-    pub(super) fn make(dir: &Path) -> anyhow::Result<Self> {
+    pub(super) fn create(dir: &Path) -> anyhow::Result<Self> {
         let store = Store::open(dir, OpenMode::Create)?;
         let ca = if let Some(ca) = store.ca()? {
             ca
@@ -35,7 +35,7 @@ impl DemoFiles {
             store.save_ca(&ca)?;
             ca
         };
-        let leaf = ca.issue_client(CLIENT, &[], Duration::from_hours(24))?;
+        let leaf = ca.issue_client(CLIENT_NAME, &[], Duration::from_hours(24))?;
         let (root, client) = (dir.join("demo-ca.pem"), dir.join("demo-client.pem"));
         write(&root, &ca.root_pem())?;
         write(

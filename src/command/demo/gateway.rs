@@ -2,7 +2,7 @@
 //!
 //! It comes back where it was: edges dial the address that they know, and printed commands go on working.
 
-use super::files::{DRAIN, PATIENCE, PORT};
+use super::files::{DRAIN_TIMEOUT, PORT, START_TIMEOUT};
 use crate::command::{admin_client, manifests};
 use crate::output::outln;
 use anyhow::Context;
@@ -27,11 +27,11 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 /// The path of all `EndpointSlices`.
-pub(super) const SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
+pub(super) const SLICES_PATH: &str = "/apis/discovery.k8s.io/v1/endpointslices";
 /// How often a free address is looked for.
-const TRIES: usize = 3;
+const MAX_BIND_ATTEMPTS: usize = 3;
 /// Between two looks at what an edge has read.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A gateway that is bound.
 pub(super) struct DemoGateway {
@@ -40,13 +40,13 @@ pub(super) struct DemoGateway {
     bound: Bound,
     /// With all addresses as they are.
     config: Config,
-    switch: Signal,
+    toggle_signal: Signal,
 }
 
 impl DemoGateway {
     /// Binds a gateway on free ports, and at `listen` for clients if `listen` is set.
     pub(super) fn bind(dir: &Path, listen: Option<SocketAddr>) -> anyhow::Result<Self> {
-        let switch = signal(SignalKind::user_defined1())
+        let toggle_signal = signal(SignalKind::user_defined1())
             .context("cannot install the handler for SIGUSR1")?;
         let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let mut config = Config {
@@ -59,15 +59,15 @@ impl DemoGateway {
         };
         config.tunnel.listen = loopback;
         config.admin.listen = loopback;
-        config.timeouts.drain = DRAIN;
+        config.timeouts.drain = DRAIN_TIMEOUT;
         config.access_log = AccessLog::None;
         write_objects(&dir.join("objects"))?;
         let bound = match listen {
-            Some(listen) => begin(&at(&config, listen))?,
+            Some(listen) => bind_gateway(&with_listener(&config, listen))?,
             // Another demo may take this address first; enough others remain.
-            None => (0..TRIES)
-                .find_map(|_| begin(&at(&config, free(PORT))).ok())
-                .map_or_else(|| begin(&at(&config, loopback)), Ok)?,
+            None => (0..MAX_BIND_ATTEMPTS)
+                .find_map(|_| bind_gateway(&with_listener(&config, find_free_address(PORT))).ok())
+                .map_or_else(|| bind_gateway(&with_listener(&config, loopback)), Ok)?,
         };
         let addresses = bound.addresses();
         let listener = addresses.listener("https");
@@ -75,11 +75,11 @@ impl DemoGateway {
         config.tunnel.listen = addresses.tunnel;
         config.admin.listen = addresses.admin;
         Ok(Self {
-            config: at(&config, listener),
+            config: with_listener(&config, listener),
             addresses,
             listener,
             bound,
-            switch,
+            toggle_signal,
         })
     }
 
@@ -88,16 +88,16 @@ impl DemoGateway {
         let Self {
             mut bound,
             config,
-            mut switch,
+            toggle_signal: mut switch,
             ..
         } = self;
         loop {
-            let off = stop.child_token();
-            let mut running = pin!(bound.run(off.clone()));
+            let run_stop = stop.child_token();
+            let mut running = pin!(bound.run(run_stop.clone()));
             tokio::select! {
                 () = running.as_mut() => return Ok(()),
                 _ = switch.recv() => {
-                    off.cancel();
+                    run_stop.cancel();
                     running.await;
                 }
             }
@@ -109,7 +109,7 @@ impl DemoGateway {
             }
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
-                begun = begin_again(&config) => bound = begun?,
+                begun = rebind(&config) => bound = begun?,
             }
             let _ = outln!("the gateway is running again");
         }
@@ -117,7 +117,7 @@ impl DemoGateway {
 }
 
 /// Returns the same configuration with its listener at this address.
-fn at(config: &Config, listener: SocketAddr) -> Config {
+fn with_listener(config: &Config, listener: SocketAddr) -> Config {
     let listener = Listener {
         port: Some(PORT),
         ..Listener::new("https", ListenerProtocol::Https, ListenAddr::Tcp(listener))
@@ -129,39 +129,39 @@ fn at(config: &Config, listener: SocketAddr) -> Config {
 }
 
 /// A loopback address where `port` is free, so that URLs can name the node's own port; else any port.
-fn free(port: u16) -> SocketAddr {
+fn find_free_address(port: u16) -> SocketAddr {
     (1..=254)
         .map(|last| SocketAddr::from((Ipv4Addr::new(127, 0, 0, last), port)))
         .find(|address| std::net::TcpListener::bind(address).is_ok())
         .unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
 }
 
-/// As [`begin`], within [`PATIENCE`]: while nothing listened, another process may have taken a port for a connection of its own.
-async fn begin_again(config: &Config) -> anyhow::Result<Bound> {
-    let end = Instant::now() + PATIENCE;
-    let mut has_said = false;
+/// As [`bind_gateway`], within [`START_TIMEOUT`]: while nothing listened, another process may have taken a port for a connection of its own.
+async fn rebind(config: &Config) -> anyhow::Result<Bound> {
+    let deadline = Instant::now() + START_TIMEOUT;
+    let mut is_logged = false;
     loop {
-        match begin(config) {
-            Err(error) if Instant::now() < end => {
-                if !std::mem::replace(&mut has_said, true) {
+        match bind_gateway(config) {
+            Err(error) if Instant::now() < deadline => {
+                if !std::mem::replace(&mut is_logged, true) {
                     let _ = outln!("the gateway cannot start again yet: {error:#}");
                 }
-                sleep(LOOK).await;
+                sleep(POLL_INTERVAL).await;
             }
-            begun => return begun,
+            bound => return bound,
         }
     }
 }
 
 /// Binds a gateway that has its objects.
-fn begin(config: &Config) -> anyhow::Result<Bound> {
+fn bind_gateway(config: &Config) -> anyhow::Result<Bound> {
     let bound = Gateway::new(config.clone()).bind()?;
     let dir = config
         .api_cache
         .as_ref()
         .and_then(|api_cache| api_cache.manifests.as_ref());
-    if let Some((dir, pool)) = dir.zip(bound.pool()) {
-        manifests::read(dir, pool)?.hold();
+    if let Some((dir, cache)) = dir.zip(bound.watch_cache()) {
+        manifests::read_manifests(dir, cache)?.load();
     }
     Ok(bound)
 }
@@ -176,11 +176,11 @@ fn write_objects(dir: &Path) -> anyhow::Result<()> {
             "spec": { "clusterIP": address, "ports": [{ "port": PORT }] },
         })
     };
-    let slice = |name: &str, of: &str, address: &str| {
+    let slice = |name: &str, service_name: &str, address: &str| {
         json!({
             "apiVersion": "discovery.k8s.io/v1",
             "kind": "EndpointSlice",
-            "metadata": { "name": name, "namespace": "demo", "labels": { "kubernetes.io/service-name": of } },
+            "metadata": { "name": name, "namespace": "demo", "labels": { "kubernetes.io/service-name": service_name } },
             "addressType": "IPv4",
             "endpoints": [{ "addresses": [address] }],
             "ports": [{ "port": PORT }],
@@ -201,14 +201,15 @@ fn write_objects(dir: &Path) -> anyhow::Result<()> {
 }
 
 /// How many slices are to be read at an edge, as soon as it has them.
-pub(super) async fn read_at(reader: SocketAddr) -> anyhow::Result<usize> {
+pub(super) async fn count_slices(cache_address: SocketAddr) -> anyhow::Result<usize> {
     loop {
-        let (status, body) = admin_client::get(&reader.to_string().into(), SLICES).await?;
+        let (status, body) =
+            admin_client::get(&cache_address.to_string().into(), SLICES_PATH).await?;
         if status == StatusCode::OK {
             let list: Value = serde_json::from_slice(&body)?;
             return Ok(list["items"].as_array().map_or(0, Vec::len));
         }
         // The edge has not read them yet.
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }

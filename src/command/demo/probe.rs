@@ -18,19 +18,19 @@ use tokio_rustls::TlsConnector;
 use super::files::{DemoFiles, PORT};
 
 /// Gets `/` of a node as soon as its edge is connected: how long that request took, and its first line.
-pub(super) async fn get(
+pub(super) async fn probe_node(
     files: &DemoFiles,
     listener: SocketAddr,
     node: &str,
 ) -> anyhow::Result<(Duration, String)> {
-    let tls = TlsConnector::from(Arc::new(client(files)?));
+    let tls = TlsConnector::from(Arc::new(client_config(files)?));
     loop {
-        let began = Instant::now();
-        let (status, body) = once(&tls, listener, node).await?;
+        let started = Instant::now();
+        let (status, body) = send_request(&tls, listener, node).await?;
         match status {
             StatusCode::OK => {
                 let line = body.lines().next().unwrap_or_default().to_owned();
-                return Ok((began.elapsed(), line));
+                return Ok((started.elapsed(), line));
             }
             // The edge has joined, but its tunnel is not open yet.
             StatusCode::SERVICE_UNAVAILABLE | StatusCode::NOT_FOUND => {
@@ -41,7 +41,7 @@ pub(super) async fn get(
     }
 }
 
-fn client(files: &DemoFiles) -> anyhow::Result<ClientConfig> {
+fn client_config(files: &DemoFiles) -> anyhow::Result<ClientConfig> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(&files.root)?)?;
     let chain = CertificateDer::pem_file_iter(&files.client)?.collect::<Result<Vec<_>, _>>()?;
@@ -52,7 +52,7 @@ fn client(files: &DemoFiles) -> anyhow::Result<ClientConfig> {
         .with_client_auth_cert(chain, key)?)
 }
 
-async fn once(
+async fn send_request(
     tls: &TlsConnector,
     listener: SocketAddr,
     node: &str,

@@ -85,15 +85,15 @@ struct Expectation {
 }
 
 impl Expectation {
-    fn request(&self) -> anyhow::Result<(Method, RequestSpec)> {
+    fn parse_request(&self) -> anyhow::Result<(Method, RequestSpec)> {
         let method = Method::from_str(&self.method)
             .with_context(|| format!("\"{}\" is not an HTTP method", self.method))?;
-        let written = RequestSpec::of(&method, &self.url, self.upgrade)?;
-        Ok((method, written))
+        let request = RequestSpec::parse(&method, &self.url, self.upgrade)?;
+        Ok((method, request))
     }
 
     fn is_met(&self, decision: &Decision) -> bool {
-        let rule = decision.by.as_ref().map(|by| &*by.rule);
+        let rule = decision.matched.as_ref().map(|by| &*by.rule);
         decision.allow == (self.then == Effect::Allow)
             && (self.rule.is_none() || self.rule.as_deref() == rule)
     }
@@ -109,16 +109,16 @@ impl Validate for TestTable {
         }
         for (index, expectation) in self.expect.iter().enumerate() {
             let path = format!("expect[{index}]");
-            let listed =
+            let is_listed =
                 |node: &NodeName| self.nodes.is_empty() || self.nodes.contains_key(node.as_str());
-            match expectation.request() {
+            match expectation.parse_request() {
                 Err(error) => faults.add(path, format!("{error:#}")),
                 Ok((
                     _,
                     RequestSpec {
                         to: To::Node(node), ..
                     },
-                )) if !listed(&node) => {
+                )) if !is_listed(&node) => {
                     faults.add(path, format!("{node} is missing from `nodes`; add it, with {{}} if it has no confirmed attributes"));
                 }
                 Ok(_) => {}
@@ -135,18 +135,18 @@ impl Validate for TestTable {
 }
 
 /// Prints each expectation that is not met, and how many are.
-pub(super) fn run(ask: &PolicyTest) -> anyhow::Result<()> {
-    let (table, lines) = config_loader::document::<TestTable>(&ask.table)?;
-    let policy = file(ask, &table)?;
+pub(super) fn run(args: &PolicyTest) -> anyhow::Result<()> {
+    let (table, lines) = config_loader::load_document::<TestTable>(&args.table)?;
+    let policy = policy_path(args, &table)?;
     let rules = read(&policy)?;
-    let mut missed = 0;
+    let mut failed = 0;
     for (index, expectation) in table.expect.iter().enumerate() {
-        let (method, written) = expectation.request()?;
-        let known = match &written.to {
+        let (method, request) = expectation.parse_request()?;
+        let spec = match &request.to {
             To::Node(node) => table.nodes.get(node.as_str()),
             To::Direct(_) => None,
         };
-        let node = known.map_or_else(Node::default, |known| Node {
+        let node = spec.map_or_else(Node::default, |known| Node {
             pool: known.pool.clone(),
             labels: known.labels.clone(),
             ..Node::default()
@@ -155,42 +155,42 @@ pub(super) fn run(ask: &PolicyTest) -> anyhow::Result<()> {
             user: expectation.user.as_deref(),
             groups: &expectation.groups,
             uris: &expectation.spiffe,
-            from: expectation.from,
+            source: expectation.from,
         };
-        let decision = written.decide(&rules, &method, &client, &node);
+        let decision = request.decide(&rules, &method, &client, &node);
         if !expectation.is_met(&decision) {
-            missed += 1;
-            let line = lines.of(&format!("expect[{index}]"));
+            failed += 1;
+            let line = lines.line_of(&format!("expect[{index}]"));
             outln!(
                 "{}:{line}: {} {method} {}: {}",
-                ask.table.display(),
+                args.table.display(),
                 expectation.user.as_deref().unwrap_or("(nobody)"),
                 expectation.url,
-                super::said(&decision, &policy)
+                super::format_decision(&decision, &policy)
             )?;
         }
     }
     let all = table.expect.len();
-    outln!("{} of {all} expectations are met", all - missed)?;
-    if missed > 0 {
-        let said = format!(
-            "{missed} of {all} expectations are not met by {}",
+    outln!("{} of {all} expectations are met", all - failed)?;
+    if failed > 0 {
+        let message = format!(
+            "{failed} of {all} expectations are not met by {}",
             policy.display()
         );
-        return Err(Denied(said).into());
+        return Err(Denied(message).into());
     }
     Ok(())
 }
 
-fn file(ask: &PolicyTest, table: &TestTable) -> anyhow::Result<PathBuf> {
-    if let Some(given) = &ask.policy {
-        return Ok(given.clone());
+fn policy_path(args: &PolicyTest, table: &TestTable) -> anyhow::Result<PathBuf> {
+    if let Some(path) = &args.policy {
+        return Ok(path.clone());
     }
-    let Some(named) = &table.policy else {
+    let Some(path) = &table.policy else {
         bail!(
             "{} does not name a policy; add the key \"policy\", or give --policy FILE",
-            ask.table.display()
+            args.table.display()
         );
     };
-    Ok(ask.table.parent().unwrap_or(Path::new("")).join(named))
+    Ok(args.table.parent().unwrap_or(Path::new("")).join(path))
 }

@@ -55,29 +55,29 @@ fn a_request_without_a_scheme_is_no_url() {
         "ftp://edge-1:9100/",
         "/metrics",
     ] {
-        let error = RequestSpec::of(&Method::GET, url, false).unwrap_err();
+        let error = RequestSpec::parse(&Method::GET, url, false).unwrap_err();
         let error = format!("{error:#}");
         assert!(
             error.contains("write https://edge-1:10250/metrics"),
             "{error}"
         );
     }
-    assert!(RequestSpec::of(&Method::GET, "http://edge-1:9100", false).is_ok());
-    assert!(RequestSpec::of(&Method::CONNECT, "edge-1:22", false).is_ok());
+    assert!(RequestSpec::parse(&Method::GET, "http://edge-1:9100", false).is_ok());
+    assert!(RequestSpec::parse(&Method::CONNECT, "edge-1:22", false).is_ok());
 }
 
 fn decided(ask: &PolicyCheck) -> String {
     let rules = read(&ask.file.policy).unwrap();
-    let mut written = RequestSpec::of(&ask.method, &ask.url, ask.upgrade).unwrap();
+    let mut written = RequestSpec::parse(&ask.method, &ask.url, ask.upgrade).unwrap();
     let client = Subject {
         user: ask.user.as_deref(),
         groups: &ask.groups,
         uris: &ask.uris,
-        from: ask.from,
+        source: ask.from,
     };
-    let (node, _) = confirmed(ask, &mut written.to).unwrap();
+    let (node, _) = confirmed_node(ask, &mut written.to).unwrap();
     let decision = written.decide(&rules, &ask.method, &client, &node);
-    said(&decision, Path::new("policy.yaml"))
+    format_decision(&decision, Path::new("policy.yaml"))
 }
 
 #[test]
@@ -129,7 +129,7 @@ rules:
     let store = Store::open(&ask.data.data_dir, OpenMode::Create).unwrap();
     let record = NodeRecord {
         addresses: vec!["10.1.0.1".parse().unwrap()],
-        ..NodeRecord::arrived(&NodeName::parse("edge-1").unwrap(), 0)
+        ..NodeRecord::name_only(&NodeName::parse("edge-1").unwrap(), 0)
     };
     store.nodes().put(record).unwrap();
     for (target, said) in [
@@ -167,7 +167,7 @@ fn a_label_that_only_the_cluster_knows_is_not_guessed() {
     let store = Store::open(&ask.data.data_dir, OpenMode::Create).unwrap();
     let record = NodeRecord {
         labels: [(key.to_owned(), "tin".to_owned())].into(),
-        ..NodeRecord::arrived(&NodeName::parse("edge-1").unwrap(), 0)
+        ..NodeRecord::name_only(&NodeName::parse("edge-1").unwrap(), 0)
     };
     store.nodes().put(record).unwrap();
     assert!(check(&ask).is_ok());
@@ -204,7 +204,7 @@ fn a_pool_that_only_the_cluster_knows_is_not_guessed() {
     // For a gateway that knows the node, no token has given the node a pool.
     ask.pool = None;
     let store = Store::open(&ask.data.data_dir, OpenMode::Create).unwrap();
-    let record = NodeRecord::arrived(&NodeName::parse("edge-1").unwrap(), 0);
+    let record = NodeRecord::name_only(&NodeName::parse("edge-1").unwrap(), 0);
     store.nodes().put(record).unwrap();
     assert!(check(&ask).is_ok());
 }
@@ -222,8 +222,8 @@ fn a_label_that_no_node_can_have_is_named_with_its_rules() {
         ..Kubernetes::default()
     };
     let idle = |given: &str| {
-        let counts = |key: &str| kubernetes.counts_label(key) || key == given;
-        let all = idle_labels(&rules, counts);
+        let counts = |key: &str| kubernetes.trusts_label(key) || key == given;
+        let all = unusable_labels(&rules, counts);
         all.map(|(by, key)| format!("{} {key}", by.rule))
             .collect::<Vec<_>>()
     };
@@ -239,7 +239,7 @@ fn a_malformed_request_is_reported_with_an_example() {
         (Method::CONNECT, "edge-1", "edge-1:10250"),
         (Method::GET, "https://edge_1:1/", "not the name of a node"),
     ] {
-        let error = format!("{:#}", RequestSpec::of(&method, url, false).unwrap_err());
+        let error = format!("{:#}", RequestSpec::parse(&method, url, false).unwrap_err());
         assert!(error.contains(says), "{url}: {error}");
     }
 }

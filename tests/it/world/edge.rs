@@ -171,7 +171,7 @@ impl Edge {
         };
         let bound = timeout(PATIENCE, opening).await;
         let bound = bound.expect("the edge joins or is refused")?;
-        let (reader, reloader) = (bound.reader(), bound.reloader());
+        let (reader, reloader) = (bound.status_reader(), bound.reloader());
         let admin = bound.local_addr();
         let mut task = JoinSet::new();
         task.spawn(bound.run(stop.clone()));

@@ -155,7 +155,7 @@ impl Build {
         self
     }
 
-    /// A bearer token for a client; its hash goes to [`Build::tokens`].
+    /// A bearer token for a client; its hash goes to [`Build::static_tokens`].
     pub(crate) fn token(&self, client: &str) -> String {
         let (token, line) = StaticTokens::generate(client, &[]).unwrap();
         let mut file = OpenOptions::new();
@@ -234,7 +234,7 @@ impl Build {
     fn bind(&self) -> Result<causeway_gateway::Bound, BindError> {
         let workers = match self.workers {
             Some(count) => Workers::start(count).unwrap(),
-            None => Workers::here(),
+            None => Workers::on_current_runtime(),
         };
         let mut gateway = Gateway::new(self.config.clone()).workers(workers);
         if let Some(authorizer) = &self.authorizer {

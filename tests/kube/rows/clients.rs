@@ -47,7 +47,7 @@ pub(super) fn an_unauthenticated_api_server_gets_the_reason(world: &mut World) {
     let cluster = of(Path::new(&world.cluster.pki.path("ca.pem")));
     let other = of(&road.ca());
     road.gateway_anew(|text| text.replace(&cluster, &other));
-    let alert = "remote error: tls: unknown certificate authority";
+    let alert = "remote error: unknown certificate authority";
     told(world, alert, &[ENDED]);
     let said = road.said();
     let why = "a client's certificate is refused listener=\"kubelets\" peer=10.97.0.1:";

@@ -35,7 +35,7 @@ pub(super) fn trials(name: &str, way: Way) -> Vec<Trial> {
         ));
     }
     let wanted = match way {
-        Way::Unix => "connect.sock: connect: connection refused".to_owned(),
+        Way::Unix => "connect.sock: connection refused".to_owned(),
         // Queries for names are answered until the end.
         Way::Names(_) => format!("dial tcp {CLOUD}:10250: connect: connection refused"),
         _ => return trials,

@@ -23,7 +23,7 @@ const MIN_STREAM_WINDOW: usize = 64 << 10;
 /// Returns twice the cost of small frames, in bytes: h2's list of them grows by copying, and its earlier memory is freed
 /// later.
 pub(super) fn small_frame_cost(load: &TunnelLoad) -> usize {
-    load.small().cost_of_all().saturating_mul(2)
+    load.small_frames().total_cost().saturating_mul(2)
 }
 
 /// Returns the cost of small frames, or 0 when it is below 1/8 of the budget: short bursts cost little, and windows do not
@@ -40,66 +40,79 @@ pub(super) fn significant_small_frame_cost(load: &TunnelLoad, budget: usize) -> 
 /// Monitor of the streams of one tunnel: the last sample, and its time.
 #[derive(Debug)]
 pub(super) struct BufferMonitor {
-    held: BufferedBytes,
-    weighed: Instant,
+    last_sample: BufferedBytes,
+    sampled_at: Instant,
     /// Bytes that had been read from the socket at the last quick check.
-    glanced: u64,
+    read_at_check: u64,
     /// Cost of small frames at the last quick check, or less, in bytes.
-    small: usize,
+    small_cost_at_check: usize,
 }
 
 impl BufferMonitor {
     pub(super) fn new() -> Self {
         Self {
-            held: BufferedBytes::default(),
-            weighed: Instant::now(),
-            glanced: 0,
-            small: 0,
+            last_sample: BufferedBytes::default(),
+            sampled_at: Instant::now(),
+            read_at_check: 0,
+            small_cost_at_check: 0,
         }
     }
 
     /// When the streams are to be weighed without anything happening before.
-    pub(super) fn due(&self, load: &TunnelLoad, last_read: Instant) -> Option<Instant> {
+    pub(super) fn next_sample_at(&self, load: &TunnelLoad, last_read: Instant) -> Option<Instant> {
         // Whether bytes arrived after the last sample.
-        let arrived = last_read > self.weighed || self.held.all > self.held.stalled;
-        (self.holds(load) && arrived).then(|| self.weighed + SAMPLE_INTERVAL)
+        let has_new_bytes =
+            last_read > self.sampled_at || self.last_sample.total > self.last_sample.stalled;
+        (self.may_hold_bytes(load) && has_new_bytes).then(|| self.sampled_at + SAMPLE_INTERVAL)
     }
 
     /// Asks the streams what they hold, but not too often.
     pub(super) fn sample(&mut self, load: &TunnelLoad) {
-        if self.holds(load) && self.weighed.elapsed() >= SAMPLE_INTERVAL {
-            self.weighed = Instant::now();
-            self.held = load.weigh();
+        if self.may_hold_bytes(load) && self.sampled_at.elapsed() >= SAMPLE_INTERVAL {
+            self.sampled_at = Instant::now();
+            self.last_sample = load.sample_buffered();
         }
     }
 
-    /// Returns the bytes that the streams hold, if that is more than their windows allow. `read` is the number of all bytes
+    /// Returns the bytes that the streams hold, if that is more than their windows allow. `total_read` is the number of all bytes
     /// from the socket, and `budget` the number of bytes that the tunnel may leave unread.
-    pub(super) fn overrun(&mut self, load: &TunnelLoad, read: u64, budget: usize) -> Option<usize> {
-        let most = budget.saturating_mul(OVERRUN_FACTOR) + load.streams() * MIN_STREAM_WINDOW;
-        let (small, glanced) = (
-            load.small().cost_of_all(),
-            self.quick_check(load, read, budget),
+    pub(super) fn overrun(
+        &mut self,
+        load: &TunnelLoad,
+        total_read: u64,
+        budget: usize,
+    ) -> Option<usize> {
+        let max_buffered =
+            budget.saturating_mul(OVERRUN_FACTOR) + load.open_streams() * MIN_STREAM_WINDOW;
+        let (small_cost, checked_bytes) = (
+            load.small_frames().total_cost(),
+            self.quick_check(load, total_read, budget),
         );
         // The sample counts small frames only once.
-        let held = self.held.all.saturating_add(small).max(glanced);
-        (held > most).then_some(held)
+        let buffered_bytes = self
+            .last_sample
+            .total
+            .saturating_add(small_cost)
+            .max(checked_bytes);
+        (buffered_bytes > max_buffered).then_some(buffered_bytes)
     }
 
     /// Returns the bytes that the streams hold if much has arrived since the last quick check, else 0.
-    fn quick_check(&mut self, load: &TunnelLoad, read: u64, budget: usize) -> usize {
-        let small = load.small().cost_of_all();
-        self.small = self.small.min(small);
-        if read - self.glanced < budget as u64 && small - self.small < budget / RECHECK_FRACTION {
+    fn quick_check(&mut self, load: &TunnelLoad, total_read: u64, budget: usize) -> usize {
+        let small_cost = load.small_frames().total_cost();
+        self.small_cost_at_check = self.small_cost_at_check.min(small_cost);
+        if total_read - self.read_at_check < budget as u64
+            && small_cost - self.small_cost_at_check < budget / RECHECK_FRACTION
+        {
             return 0;
         }
-        (self.glanced, self.small) = (read, small);
-        load.unread() + small_frame_cost(load)
+        (self.read_at_check, self.small_cost_at_check) = (total_read, small_cost);
+        load.unread_bytes() + small_frame_cost(load)
     }
 
     /// Whether there can be anything to weigh: a tunnel that has nothing but its control stream, whose lines are taken as
     /// they come, is woken by nothing but probes.
-    fn holds(&self, load: &TunnelLoad) -> bool {
-        self.held.all > 0 || load.streams() > 1
+    fn may_hold_bytes(&self, load: &TunnelLoad) -> bool {
+        self.last_sample.total > 0 || load.open_streams() > 1
     }
 }

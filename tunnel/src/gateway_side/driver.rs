@@ -38,13 +38,13 @@ use tokio::{
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
 /// How many PINGs the round trip is the least of: one under load measures queues.
-const RECENT: usize = 8;
+const ROUND_TRIP_SAMPLES: usize = 8;
 /// Maximum time for an edge's answer to SETTINGS or a turn while bytes arrive: all that the edge sent before comes first.
-const ANSWER: Duration = Duration::from_mins(1);
+const ACK_TIMEOUT: Duration = Duration::from_mins(1);
 /// Every tunnel has its control stream open.
-const CONTROL: usize = 1;
+const CONTROL_STREAMS: usize = 1;
 /// A window is not raised more often than this: a crowd comes and goes.
-const RAISE_AFTER: Duration = Duration::from_secs(1);
+const RAISE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Begins HTTP/2 on a connection whose TLS is done.
 ///
@@ -53,15 +53,15 @@ const RAISE_AFTER: Duration = Duration::from_secs(1);
 pub async fn connect<S>(
     io: S,
     traffic: Arc<IoActivity>,
-    settings: GatewaySideConfig,
+    config: GatewaySideConfig,
 ) -> Result<(Tunnel, ConnectionDriver<S>), TunnelEnd>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
-    let window = flow_control::size(settings.round_trip, 1, settings.budget);
-    let load = Arc::new(TunnelLoad::among(
-        settings.siblings.clone(),
-        settings.pressure.clone(),
+    let window = flow_control::window_size(config.round_trip, 1, config.budget);
+    let load = Arc::new(TunnelLoad::for_node(
+        config.node_budget.clone(),
+        config.memory_budget.clone(),
     ));
     let cork = Cork::new(io);
     let (sender, mut connection) = h2::client::Builder::new()
@@ -75,39 +75,39 @@ where
         .data_frame_budget(wire::DATA_FRAME_BUDGET)
         .initial_max_send_streams(1)
         .enable_push(false)
-        .handshake(guard_io(cork.clone(), load.small().clone()))
+        .handshake(guard_io(cork.clone(), load.small_frames().clone()))
         .await
-        .map_err(|error| TunnelEnd::of(Err(error)))?;
+        .map_err(|error| TunnelEnd::from_result(Err(error)))?;
     cork.cork();
     let ping_pong = connection
         .ping_pong()
         .ok_or_else(|| TunnelEnd::Failed("the HTTP/2 PING handle is not available".into()))?;
-    load.set_crowd(flow_control::stream_threshold(window, settings.budget));
-    let shared = Arc::new(Inner::new(load.clone(), traffic.clone(), &settings));
+    load.set_resize_threshold(flow_control::stream_threshold(window, config.budget));
+    let shared = Arc::new(Inner::new(load.clone(), traffic.clone(), &config));
     let tunnel = Tunnel {
         sender,
         shared: shared.clone(),
     };
-    let closing = Box::pin(shared.close.clone().cancelled_owned());
+    let close_requested = Box::pin(shared.close_token.clone().cancelled_owned());
     let driver = ConnectionDriver {
         connection,
         cork,
         ping_pong,
         shared,
         traffic,
-        liveness: Keepalive::new(settings.liveness, rand::random()),
+        keepalive: Keepalive::new(config.keepalive, rand::random()),
         timer: Box::pin(tokio::time::sleep(Duration::ZERO)),
         round_trips: VecDeque::new(),
         _end: EndNotifier(load),
-        settings,
-        window,
-        raised: Instant::now(),
-        pinged: Instant::now(),
-        scales: BufferMonitor::new(),
-        again: GrantBackoff::default(),
-        air: PendingControlFrame::Clear,
-        unanswered: None,
-        closing,
+        config,
+        stream_window: window,
+        last_resize: Instant::now(),
+        last_ping: Instant::now(),
+        buffer_monitor: BufferMonitor::new(),
+        grant_backoff: GrantBackoff::default(),
+        pending_frame: PendingControlFrame::Idle,
+        awaiting_ack_since: None,
+        close_requested,
     };
     Ok((tunnel, driver))
 }
@@ -116,13 +116,13 @@ where
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PendingControlFrame {
     /// None.
-    Clear,
+    Idle,
     /// A PING, sent then.
     Ping(Instant),
     /// SETTINGS, whose acknowledgement h2 does not show.
     Settings,
     /// The edge's turn: it was informed that it may change its window.
-    Turn,
+    WindowGrant,
 }
 
 /// The task that owns a tunnel's connection on the gateway's side.
@@ -133,20 +133,20 @@ pub struct ConnectionDriver<S: AsyncRead + AsyncWrite + Unpin> {
     ping_pong: PingPong,
     shared: Arc<Inner>,
     traffic: Arc<IoActivity>,
-    liveness: Keepalive,
+    keepalive: Keepalive,
     timer: Pin<Box<Sleep>>,
     round_trips: VecDeque<Duration>,
-    settings: GatewaySideConfig,
-    window: u32,
-    raised: Instant,
+    config: GatewaySideConfig,
+    stream_window: u32,
+    last_resize: Instant,
     /// When the last PING was sent.
-    pinged: Instant,
-    scales: BufferMonitor,
-    again: GrantBackoff,
-    air: PendingControlFrame,
+    last_ping: Instant,
+    buffer_monitor: BufferMonitor,
+    grant_backoff: GrantBackoff,
+    pending_frame: PendingControlFrame,
     /// Since when the edge owes the acknowledgement of SETTINGS, or its turn, that is waited for.
-    unanswered: Option<Instant>,
-    closing: Pin<Box<WaitForCancellationFutureOwned>>,
+    awaiting_ack_since: Option<Instant>,
+    close_requested: Pin<Box<WaitForCancellationFutureOwned>>,
     /// Behind the connection.
     _end: EndNotifier,
 }
@@ -157,7 +157,7 @@ struct EndNotifier(Arc<TunnelLoad>);
 
 impl Drop for EndNotifier {
     fn drop(&mut self) {
-        self.0.end();
+        self.0.mark_ended();
     }
 }
 
@@ -168,10 +168,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Future for RunningDriver<S> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<TunnelEnd> {
         let driver = &mut self.get_mut().0;
-        let ended = std::task::ready!(driver.drive(cx));
+        let tunnel_end = std::task::ready!(driver.drive(cx));
         // Remaining handles see a closed tunnel.
-        driver.shared.close.cancel();
-        Poll::Ready(ended)
+        driver.shared.close_token.cancel();
+        Poll::Ready(tunnel_end)
     }
 }
 
@@ -183,7 +183,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
     }
 
     fn drive(&mut self, cx: &mut Context<'_>) -> Poll<TunnelEnd> {
-        if self.closing.as_mut().poll(cx).is_ready() {
+        if self.close_requested.as_mut().poll(cx).is_ready() {
             return Poll::Ready(TunnelEnd::Closed);
         }
         self.poll(cx)
@@ -192,20 +192,20 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<TunnelEnd> {
         loop {
             if let Poll::Ready(result) = self.connection.poll_unpin(cx) {
-                return Poll::Ready(TunnelEnd::of(result));
+                return Poll::Ready(TunnelEnd::from_result(result));
             }
             self.cork.uncork(cx);
             if let Poll::Ready(pong) = self.ping_pong.poll_pong(cx) {
                 match pong {
-                    Ok(_) => self.answered(),
-                    Err(error) => return Poll::Ready(TunnelEnd::of(Err(error))),
+                    Ok(_) => self.record_pong(),
+                    Err(error) => return Poll::Ready(TunnelEnd::from_result(Err(error))),
                 }
             }
-            let resized = self.resize(cx);
-            if let Some(why) = self.misbehaves() {
+            let resized = self.resize_windows(cx);
+            if let Some(why) = self.detect_violation() {
                 return Poll::Ready(TunnelEnd::Failed(why));
             }
-            match self.watch(cx) {
+            match self.poll_keepalive(cx) {
                 Poll::Ready(Some(ended)) => return Poll::Ready(ended),
                 // The next poll of the connection writes the queued frames.
                 Poll::Ready(None) => {}
@@ -216,34 +216,36 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
     }
 
     /// Liveness: ready when something was sent or the tunnel is dead.
-    fn watch(&mut self, cx: &mut Context<'_>) -> Poll<Option<TunnelEnd>> {
+    fn poll_keepalive(&mut self, cx: &mut Context<'_>) -> Poll<Option<TunnelEnd>> {
         loop {
             let now = Instant::now();
             let (read, written) = (self.traffic.last_read(), self.traffic.last_written());
             // Only one probe may be outstanding; the response to a turn also proves liveness.
-            let asked = self.shared.hurry.swap(false, Relaxed);
+            let probe_requested = self.shared.probe_requested.swap(false, Relaxed);
             // A tunnel may be stuck although single bytes arrive; only the response to a PING proves progress.
-            let streams = self.shared.load.streams() > CONTROL;
-            let due = self.pinged + self.settings.liveness.probe_after;
-            let hurry = self.air != PendingControlFrame::Turn && (asked || (streams && due <= now));
-            let verdict = self.liveness.check(now, (read, written), hurry);
-            let suspect = matches!(verdict, KeepaliveAction::Suspect(_));
+            let streams = self.shared.load.open_streams() > CONTROL_STREAMS;
+            let next_probe = self.last_ping + self.config.keepalive.probe_after;
+            let force_probe = self.pending_frame != PendingControlFrame::WindowGrant
+                && (probe_requested || (streams && next_probe <= now));
+            let action = self.keepalive.check(now, (read, written), force_probe);
+            let suspect = matches!(action, KeepaliveAction::Suspect(_));
             self.shared.suspect.store(suspect, Relaxed);
-            self.shared.unanswered(self.liveness.unanswered());
-            let (until, sent) = match verdict {
+            self.shared
+                .record_unanswered_probe(self.keepalive.unanswered_probe_since());
+            let (wake_at, sent) = match action {
                 KeepaliveAction::Dead => return Poll::Ready(Some(TunnelEnd::Silent)),
-                KeepaliveAction::Well(until) | KeepaliveAction::Suspect(until) => (until, false),
-                KeepaliveAction::Probe(until) => (until, self.probe(now, read)),
+                KeepaliveAction::Healthy(until) | KeepaliveAction::Suspect(until) => (until, false),
+                KeepaliveAction::Probe(until) => (until, self.send_probe(now, read)),
             };
-            let until = match self.look(now) {
+            let wake_at = match self.next_check(now) {
                 // The caller handles windows.
                 Some(due) if due <= now => return Poll::Ready(None),
-                Some(due) => until.min(due),
-                None => until,
+                Some(due) => wake_at.min(due),
+                None => wake_at,
             };
             // Resetting the timer for every byte would cost more than one extra check.
-            if self.timer.is_elapsed() || until < self.timer.deadline() {
-                self.timer.as_mut().reset(until);
+            if self.timer.is_elapsed() || wake_at < self.timer.deadline() {
+                self.timer.as_mut().reset(wake_at);
             }
             if sent {
                 return Poll::Ready(None);
@@ -256,146 +258,163 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
 
     /// Sends a PING, or SETTINGS that change nothing if earlier ones may still be outstanding: h2 refuses new ones while
     /// they are.
-    fn probe(&mut self, now: Instant, read: Instant) -> bool {
-        let quiet = now.saturating_duration_since(read) >= self.settings.liveness.probe_after / 2;
-        match self.air {
+    fn send_probe(&mut self, now: Instant, last_read: Instant) -> bool {
+        let is_quiet =
+            now.saturating_duration_since(last_read) >= self.config.keepalive.probe_after / 2;
+        match self.pending_frame {
             // The response to a turn is equivalent to a PING.
-            PendingControlFrame::Ping(_) | PendingControlFrame::Turn => false,
+            PendingControlFrame::Ping(_) | PendingControlFrame::WindowGrant => false,
             // A quiet peer has sent everything, including its acknowledgement.
-            PendingControlFrame::Settings if !quiet => self.set_window(self.window),
-            PendingControlFrame::Clear | PendingControlFrame::Settings => {
+            PendingControlFrame::Settings if !is_quiet => self.set_window(self.stream_window),
+            PendingControlFrame::Idle | PendingControlFrame::Settings => {
                 let sent = self.ping_pong.send_ping(Ping::opaque()).is_ok();
                 if sent {
-                    self.air = PendingControlFrame::Ping(now);
-                    self.pinged = now;
-                    self.shared.pinged();
+                    self.pending_frame = PendingControlFrame::Ping(now);
+                    self.last_ping = now;
+                    self.shared.record_ping();
                 }
                 sent
             }
         }
     }
 
-    fn answered(&mut self) {
-        if let PendingControlFrame::Ping(sent) = self.air {
+    fn record_pong(&mut self) {
+        if let PendingControlFrame::Ping(sent) = self.pending_frame {
             self.round_trips.push_back(sent.elapsed());
-            if self.round_trips.len() > RECENT {
+            if self.round_trips.len() > ROUND_TRIP_SAMPLES {
                 self.round_trips.pop_front();
             }
-            if let Some(least) = self.round_trips.iter().min() {
-                let least = u64::try_from(least.as_micros()).unwrap_or(u64::MAX);
-                self.shared.round_trip_us.store(least, Relaxed);
+            if let Some(min_round_trip) = self.round_trips.iter().min() {
+                let min_round_trip = u64::try_from(min_round_trip.as_micros()).unwrap_or(u64::MAX);
+                self.shared.round_trip_us.store(min_round_trip, Relaxed);
             }
         }
-        self.air = PendingControlFrame::Clear;
-        self.shared.ponged();
+        self.pending_frame = PendingControlFrame::Idle;
+        self.shared.clear_ping();
     }
 
     /// The window that a single stream would have.
-    fn most(&self) -> u32 {
+    fn max_window(&self) -> u32 {
         let round_trip = Duration::from_micros(self.shared.round_trip_us.load(Relaxed));
-        let most = flow_control::size(round_trip, 1, self.settings.budget);
-        flow_control::next_window(self.window, most).unwrap_or(self.window)
+        let max_window = flow_control::window_size(round_trip, 1, self.config.budget);
+        flow_control::next_window(self.stream_window, max_window).unwrap_or(self.stream_window)
     }
 
     /// When windows are to be looked at without anything happening before.
-    fn look(&self, now: Instant) -> Option<Instant> {
-        let raise = (self.window < self.most()).then(|| now + RAISE_AFTER);
-        let again = self.again.after().map(|after| now + after);
-        let weigh = self.scales.due(&self.shared.load, self.traffic.last_read());
-        let owed = self.unanswered.map(|since| since + ANSWER);
-        [raise, again, weigh, owed].into_iter().flatten().min()
+    fn next_check(&self, now: Instant) -> Option<Instant> {
+        let next_raise = (self.stream_window < self.max_window()).then(|| now + RAISE_INTERVAL);
+        let retry_grant = self.grant_backoff.retry_delay().map(|after| now + after);
+        let next_sample = self
+            .buffer_monitor
+            .next_sample_at(&self.shared.load, self.traffic.last_read());
+        let ack_due = self.awaiting_ack_since.map(|since| since + ACK_TIMEOUT);
+        [next_raise, retry_grant, next_sample, ack_due]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     /// Returns a description of behaviour that an honest edge does not show: the bounds on its unread bytes here rest on its
     /// acknowledgements.
-    fn misbehaves(&mut self) -> Option<String> {
-        let (read, budget) = (self.traffic.read(), self.settings.budget);
-        let excess = self.scales.overrun(&self.shared.load, read, budget);
-        if let Some(held) = excess {
+    fn detect_violation(&mut self) -> Option<String> {
+        let (read, budget) = (self.traffic.bytes_read(), self.config.budget);
+        let overrun = self.buffer_monitor.overrun(&self.shared.load, read, budget);
+        if let Some(buffered) = overrun {
             return Some(format!(
-                "the edge exceeded its flow-control windows: {held} bytes are buffered"
+                "the edge exceeded its flow-control windows: {buffered} bytes are buffered"
             ));
         }
-        let owed = self.unanswered.filter(|since| since.elapsed() >= ANSWER);
-        owed.map(|_| format!("the edge has not acknowledged new SETTINGS for {ANSWER:?}"))
+        let overdue_since = self
+            .awaiting_ack_since
+            .filter(|since| since.elapsed() >= ACK_TIMEOUT);
+        overdue_since
+            .map(|_| format!("the edge has not acknowledged new SETTINGS for {ACK_TIMEOUT:?}"))
     }
 
     /// Changes the window of the streams; false where the edge has not acknowledged the last change.
     fn set_window(&mut self, window: u32) -> bool {
         let sent = self.connection.set_initial_window_size(window).is_ok();
         if sent {
-            self.unanswered = None;
+            self.awaiting_ack_since = None;
         } else {
-            self.unanswered.get_or_insert_with(Instant::now);
+            self.awaiting_ack_since.get_or_insert_with(Instant::now);
         }
         sent
     }
 
     /// The window that the open streams should have.
-    fn wanted(&self) -> u32 {
+    fn desired_window(&self) -> u32 {
         let round_trip = Duration::from_micros(self.shared.round_trip_us.load(Relaxed));
-        let streams = self.shared.load.siblings().streams();
-        flow_control::size(round_trip, streams, self.budget())
+        let streams = self.shared.load.node_budget().open_streams();
+        flow_control::window_size(round_trip, streams, self.available_budget())
     }
 
     /// Returns the bytes that the moving streams may share.
-    fn budget(&self) -> usize {
-        if self.settings.pressure.is_high() {
+    fn available_budget(&self) -> usize {
+        if self.config.memory_budget.is_high() {
             return 0;
         }
-        let stalled = self.shared.load.siblings().stalled();
+        let stalled_bytes = self.shared.load.node_budget().stalled_bytes();
         // Small frames cost more memory than a window counts, so an honest edge is slowed down before the limit.
-        let small =
-            buffer_monitor::significant_small_frame_cost(&self.shared.load, self.settings.budget);
-        self.settings.budget.saturating_sub(stalled.max(small))
+        let small_frame_cost =
+            buffer_monitor::significant_small_frame_cost(&self.shared.load, self.config.budget);
+        self.config
+            .budget
+            .saturating_sub(stalled_bytes.max(small_frame_cost))
     }
 
     /// Changes the windows of both ends if the crowd, the round trip or what is unread asks for it. True if
     /// SETTINGS were queued.
-    fn resize(&mut self, cx: &mut Context<'_>) -> bool {
-        self.shared.load.crowded().register(cx.waker());
-        self.scales.sample(&self.shared.load);
-        if let Some(taken) = self.shared.turn.taken() {
-            self.again.took(taken, self.window);
-            if self.air == PendingControlFrame::Turn {
-                self.air = PendingControlFrame::Clear;
-                self.unanswered = None;
+    fn resize_windows(&mut self, cx: &mut Context<'_>) -> bool {
+        self.shared.load.driver_waker().register(cx.waker());
+        self.buffer_monitor.sample(&self.shared.load);
+        if let Some(accepted_window) = self.shared.window_grant.take_accepted() {
+            self.grant_backoff
+                .record(accepted_window, self.stream_window);
+            if self.pending_frame == PendingControlFrame::WindowGrant {
+                self.pending_frame = PendingControlFrame::Idle;
+                self.awaiting_ack_since = None;
             }
         }
         if matches!(
-            self.air,
-            PendingControlFrame::Ping(_) | PendingControlFrame::Turn
+            self.pending_frame,
+            PendingControlFrame::Ping(_) | PendingControlFrame::WindowGrant
         ) {
             return false;
         }
-        let rest = self.raised.elapsed();
-        let rested = rest >= RAISE_AFTER;
-        let next = flow_control::next_window(self.window, self.wanted());
-        let Some(next) = next.filter(|next| *next < self.window || rested) else {
-            self.unanswered = None;
-            if self.again.after().is_some_and(|after| rest >= after) {
-                self.raised = Instant::now();
-                self.offer();
+        let since_resize = self.last_resize.elapsed();
+        let may_raise = since_resize >= RAISE_INTERVAL;
+        let next_window = flow_control::next_window(self.stream_window, self.desired_window());
+        let Some(next_window) = next_window.filter(|next| *next < self.stream_window || may_raise)
+        else {
+            self.awaiting_ack_since = None;
+            if self
+                .grant_backoff
+                .retry_delay()
+                .is_some_and(|after| since_resize >= after)
+            {
+                self.last_resize = Instant::now();
+                self.offer_grant();
             }
             return false;
         };
-        if !self.set_window(next) {
+        if !self.set_window(next_window) {
             return false;
         }
-        self.window = next;
-        self.raised = Instant::now();
-        self.air = PendingControlFrame::Settings;
-        self.offer();
-        let crowd = flow_control::stream_threshold(next, self.budget());
-        self.shared.load.set_crowd(crowd);
+        self.stream_window = next_window;
+        self.last_resize = Instant::now();
+        self.pending_frame = PendingControlFrame::Settings;
+        self.offer_grant();
+        let resize_threshold = flow_control::stream_threshold(next_window, self.available_budget());
+        self.shared.load.set_resize_threshold(resize_threshold);
         true
     }
 
     /// Offers the edge to do the same.
-    fn offer(&mut self) {
-        if self.shared.turn.offer(self.window) {
-            self.air = PendingControlFrame::Turn;
-            self.unanswered = Some(Instant::now());
+    fn offer_grant(&mut self) {
+        if self.shared.window_grant.offer(self.stream_window) {
+            self.pending_frame = PendingControlFrame::WindowGrant;
+            self.awaiting_ack_since = Some(Instant::now());
         }
     }
 }

@@ -93,15 +93,15 @@ async fn a_tunnel_continues_after_its_connection_blocked_for_a_while() {
     // Many small answers in one turn: each is held, and the connection takes 64 bytes at a time.
     ended.tasks.spawn(async move {
         let (mut asked, mut replies) = (Vec::new(), JoinSet::new());
-        while let Ok(IncomingStream::Stream(stream)) = edge.next().await {
+        while let Ok(IncomingStream::Stream(stream)) = edge.next_stream().await {
             asked.push(*stream);
             if asked.len() < 32 {
                 continue;
             }
             for (index, stream) in asked.drain(..).enumerate() {
-                let mut send = stream.reply.send(Response::new(()), false).unwrap();
+                let mut send = stream.responder.send(Response::new(()), false).unwrap();
                 let body = Bytes::from(vec![u8::try_from(index).unwrap(); 3000]);
-                replies.spawn(async move { send.last(body).await });
+                replies.spawn(async move { send.send_last(body).await });
             }
         }
     });
@@ -110,13 +110,13 @@ async fn a_tunnel_continues_after_its_connection_blocked_for_a_while() {
         let head = Request::new(());
         let target = Target::new("edge-1", 80);
         let opened = tunnel.open(head, &StreamKind::Request, &target, true).await;
-        answers.push((index, opened.unwrap().answer));
+        answers.push((index, opened.unwrap().response));
     }
     let all_come = async {
         for (index, answer) in answers {
             let mut body = answer.await.unwrap().into_body();
             let mut all = Vec::new();
-            while let Some(data) = body.data().await {
+            while let Some(data) = body.next_chunk().await {
                 all.extend_from_slice(&data.unwrap());
             }
             assert_eq!(all, vec![index; 3000]);
@@ -144,21 +144,21 @@ async fn edge_taking_turns(mut server: Edge, tell: mpsc::UnboundedSender<StreamR
     loop {
         let heard = async {
             match &mut control {
-                Some(control) => control.hear::<GatewayMessage>().await,
+                Some(control) => control.receive::<GatewayMessage>().await,
                 None => std::future::pending().await,
             }
         };
         tokio::select! {
-            incoming = server.next() => match incoming {
+            incoming = server.next_stream() => match incoming {
                 Ok(IncomingStream::Stream(stream)) => drop(tell.send(*stream)),
                 Ok(IncomingStream::Control(opened)) => control = Some(*opened),
                 Err(_) => return,
             },
             line = heard => {
                 let Ok(GatewayMessage::Window { bytes }) = line else { return };
-                let bytes = server.resize(bytes);
+                let bytes = server.resize_window(bytes);
                 let control = control.as_mut().unwrap();
-                control.tell(&EdgeMessage::Window { bytes }).await.unwrap();
+                control.send(&EdgeMessage::Window { bytes }).await.unwrap();
             }
         }
     }
@@ -186,21 +186,21 @@ async fn taking_turns_within(settings: GatewaySideConfig, budget: usize) -> Turn
     let load = server.load();
     let (tell, asked) = mpsc::unbounded_channel();
     ended.tasks.spawn(edge_taking_turns(server, tell));
-    let mut control = tunnel.control().await.unwrap();
-    tunnel.give_turns();
+    let mut control = tunnel.open_control_stream().await.unwrap();
+    tunnel.enable_window_grants();
     let turns = tunnel.clone();
     let (took, taken) = mpsc::unbounded_channel();
     ended.tasks.spawn(async move {
         loop {
             tokio::select! {
-                bytes = turns.turn() => {
-                    if control.tell(&GatewayMessage::Window { bytes }).await.is_err() {
+                bytes = turns.next_window_grant() => {
+                    if control.send(&GatewayMessage::Window { bytes }).await.is_err() {
                         return;
                     }
                 }
-                heard = control.hear() => match heard {
+                heard = control.receive() => match heard {
                     Ok(EdgeMessage::Window { bytes }) => {
-                        turns.turn_over(bytes);
+                        turns.complete_window_grant(bytes);
                         let _ = took.send(bytes);
                     }
                     _ => return,
@@ -229,7 +229,7 @@ where
         let mut served = JoinSet::new();
         loop {
             tokio::select! {
-                incoming = edge.next() => match incoming {
+                incoming = edge.next_stream() => match incoming {
                     Ok(IncomingStream::Stream(asked)) => drop(served.spawn(serve(asked))),
                     Ok(_) => {}
                     Err(_) => return,
@@ -256,12 +256,12 @@ async fn fetch(tunnel: &Tunnel, path: &str) -> Result<Bytes, StreamError> {
     let opened = tunnel
         .open(get(path), &StreamKind::Request, &target(), true)
         .await?;
-    let body = opened.answer.await?.into_body();
+    let body = opened.response.await?.into_body();
     Ok(body.collect().await?.to_bytes())
 }
 
 async fn answer_with(asked: Box<StreamRequest>, body: Bytes) {
-    let mut send = asked.reply.send(Response::new(()), false).unwrap();
+    let mut send = asked.responder.send(Response::new(()), false).unwrap();
     let _ = pump(Full::new(body), &mut send, None).await;
 }
 
@@ -302,7 +302,7 @@ async fn an_upgrade_keeps_its_method_and_token() {
     *head.method_mut() = Method::POST;
     let ask = StreamKind::Upgrade("SPDY/3.1".into());
     let opened = tunnel.open(head, &ask, &target(), false).await.unwrap();
-    let answer = opened.answer.await.unwrap();
+    let answer = opened.response.await.unwrap();
     assert_eq!(
         answer.into_body().collect().await.unwrap().to_bytes(),
         "whole"
@@ -313,15 +313,15 @@ async fn an_upgrade_keeps_its_method_and_token() {
 async fn an_edges_refusal_carries_its_word_and_sentence() {
     let (tunnel, _tasks) = serving(|asked| async move {
         asked
-            .reply
-            .refuse(&RejectCode::TargetRefused.because("could not dial 127.0.0.1:9: refused"));
+            .responder
+            .reject(&RejectCode::TargetRefused.with_detail("could not dial 127.0.0.1:9: refused"));
     })
     .await;
     let opened = tunnel
         .open(Request::new(()), &StreamKind::Tcp, &target(), false)
         .await
         .unwrap();
-    let answer = opened.answer.await.unwrap();
+    let answer = opened.response.await.unwrap();
     assert_eq!(answer.status(), StatusCode::BAD_GATEWAY);
     let word = answer.headers()[wire::FAILURE].to_str().unwrap();
     assert_eq!(RejectCode::parse(word), Some(RejectCode::TargetRefused));
@@ -336,7 +336,7 @@ async fn an_edges_refusal_carries_its_word_and_sentence() {
 #[tokio::test]
 async fn trap_1_many_small_chunks_and_no_empty_frames_keep_the_tunnel() {
     let (tunnel, _tasks) = serving(|asked| async move {
-        let mut send = asked.reply.send(Response::new(()), false).unwrap();
+        let mut send = asked.responder.send(Response::new(()), false).unwrap();
         let chunk = |_| {
             Ok::<_, std::convert::Infallible>(http_body::Frame::data(Bytes::from_static(&[7; 64])))
         };
@@ -354,7 +354,7 @@ async fn trap_1_many_small_chunks_and_no_empty_frames_keep_the_tunnel() {
 #[tokio::test]
 async fn trap_2_clients_that_hang_up_by_the_thousand_keep_the_tunnel() {
     let (tunnel, _tasks) = serving(|mut asked| async move {
-        asked.reply.reset().await;
+        asked.responder.wait_for_reset().await;
     })
     .await;
     for _ in 0..100 {
@@ -369,7 +369,7 @@ async fn trap_2_clients_that_hang_up_by_the_thousand_keep_the_tunnel() {
         tokio::task::yield_now().await;
         drop(waiting);
     }
-    assert_eq!(tunnel.load().streams(), 0);
+    assert_eq!(tunnel.load().open_streams(), 0);
     assert!(tunnel.is_open());
     let opened = tunnel
         .open(get("/"), &StreamKind::Request, &target(), true)
@@ -383,9 +383,9 @@ async fn trap_3_an_abort_is_a_reset_and_never_a_clean_end() {
     let (tunnel, _tasks) = serving(move |mut asked| {
         let saw = saw.clone();
         async move {
-            let first = asked.body.data().await;
+            let first = asked.body.next_chunk().await;
             assert!(matches!(first, Some(Ok(_))));
-            let second = asked.body.data().await;
+            let second = asked.body.next_chunk().await;
             saw.send(matches!(second, Some(Err(error)) if error.is_reset()))
                 .unwrap();
         }
@@ -395,14 +395,18 @@ async fn trap_3_an_abort_is_a_reset_and_never_a_clean_end() {
         .open(get("/"), &StreamKind::Request, &target(), false)
         .await
         .unwrap();
-    opened.send.data(Bytes::from_static(b"half")).await.unwrap();
+    opened
+        .send
+        .send_data(Bytes::from_static(b"half"))
+        .await
+        .unwrap();
     tokio::task::yield_now().await;
     drop(opened.send);
     assert!(seen.recv().await.unwrap());
 
     let (tunnel, _tasks) = serving(|asked| async move {
-        let mut send = asked.reply.send(Response::new(()), false).unwrap();
-        send.data(Bytes::from_static(b"half")).await.unwrap();
+        let mut send = asked.responder.send(Response::new(()), false).unwrap();
+        send.send_data(Bytes::from_static(b"half")).await.unwrap();
         drop(send);
     })
     .await;
@@ -413,9 +417,11 @@ async fn trap_3_an_abort_is_a_reset_and_never_a_clean_end() {
 #[tokio::test]
 async fn an_answer_before_the_request_is_read_is_whole() {
     let (tunnel, _tasks) = serving(|asked| async move {
-        let StreamRequest { reply, body, .. } = *asked;
-        let mut send = reply.send(Response::new(()), false).unwrap();
-        send.last(Bytes::from(vec![1; 300_000])).await.unwrap();
+        let StreamRequest {
+            responder, body, ..
+        } = *asked;
+        let mut send = responder.send(Response::new(()), false).unwrap();
+        send.send_last(Bytes::from(vec![1; 300_000])).await.unwrap();
         drop((send, body));
     })
     .await;
@@ -424,8 +430,11 @@ async fn an_answer_before_the_request_is_read_is_whole() {
         .await
         .unwrap();
     // May fail already: the edge needs no more of it.
-    let _ = opened.send.data(Bytes::from_static(b"never read")).await;
-    let body = opened.answer.await.unwrap().into_body();
+    let _ = opened
+        .send
+        .send_data(Bytes::from_static(b"never read"))
+        .await;
+    let body = opened.response.await.unwrap().into_body();
     assert_eq!(body.collect().await.unwrap().to_bytes().len(), 300_000);
 }
 
@@ -435,7 +444,7 @@ async fn a_half_close_and_a_reset_travel_through_a_relay() {
     let address = listener.local_addr().unwrap();
     let (tunnel, _tasks) = serving(move |asked| async move {
         let app = TcpStream::connect(address).await.unwrap();
-        let send = asked.reply.send(Response::new(()), false).unwrap();
+        let send = asked.responder.send(Response::new(()), false).unwrap();
         copy::relay(
             app,
             send,
@@ -452,18 +461,20 @@ async fn a_half_close_and_a_reset_travel_through_a_relay() {
             .await
             .unwrap();
         let (app, _) = listener.accept().await.unwrap();
-        (opened.send, opened.answer.await.unwrap().into_body(), app)
+        (opened.send, opened.response.await.unwrap().into_body(), app)
     };
 
     let (mut send, mut receive, mut app) = open().await;
-    send.last(Bytes::from_static(b"question")).await.unwrap();
+    send.send_last(Bytes::from_static(b"question"))
+        .await
+        .unwrap();
     let mut heard = Vec::new();
     app.read_to_end(&mut heard).await.unwrap();
     assert_eq!(heard, b"question", "the app sees the half-close");
     app.write_all(b"answer").await.unwrap();
-    assert_eq!(receive.data().await.unwrap().unwrap(), "answer");
+    assert_eq!(receive.next_chunk().await.unwrap().unwrap(), "answer");
     drop(app);
-    let end = receive.data().await;
+    let end = receive.next_chunk().await;
     assert!(end.is_none(), "a clean end stays clean: {end:?}");
 
     let (_send, mut receive, app) = open().await;
@@ -471,7 +482,7 @@ async fn a_half_close_and_a_reset_travel_through_a_relay() {
         .set_linger(Some(Duration::ZERO))
         .unwrap();
     drop(app);
-    assert!(receive.data().await.unwrap().unwrap_err().is_reset());
+    assert!(receive.next_chunk().await.unwrap().unwrap_err().is_reset());
 
     let (send, receive, mut app) = open().await;
     drop((send, receive));
@@ -484,26 +495,29 @@ async fn the_control_stream_speaks_both_ways() {
     let (tunnel, _ended, mut edge) = pair(GatewaySideConfig::default()).await;
     let mut tasks = Tasks::default();
     tasks.spawn(async move {
-        let Ok(IncomingStream::Control(mut control)) = edge.next().await else {
+        let Ok(IncomingStream::Control(mut control)) = edge.next_stream().await else {
             panic!("the first stream is the control stream");
         };
         let talk = async {
-            let heard: GatewayMessage = control.hear().await.unwrap();
+            let heard: GatewayMessage = control.receive().await.unwrap();
             assert_eq!(heard, GatewayMessage::Registered);
             let leave = EdgeMessage::Leave {
                 detail: "bye".into(),
                 until_idle: false,
                 serves: false,
             };
-            control.tell(&leave).await.unwrap();
-            let end = control.hear::<GatewayMessage>().await;
+            control.send(&leave).await.unwrap();
+            let end = control.receive::<GatewayMessage>().await;
             assert!(end.is_err());
         };
-        tokio::select! { () = talk => {}, _ = edge.next() => panic!("no other stream") }
+        tokio::select! { () = talk => {}, _ = edge.next_stream() => panic!("no other stream") }
     });
-    let mut control = tunnel.control().await.unwrap();
-    control.tell(&GatewayMessage::Registered).await.unwrap();
-    let heard: EdgeMessage = control.hear_within(Duration::from_secs(5)).await.unwrap();
+    let mut control = tunnel.open_control_stream().await.unwrap();
+    control.send(&GatewayMessage::Registered).await.unwrap();
+    let heard: EdgeMessage = control
+        .receive_within(Duration::from_secs(5))
+        .await
+        .unwrap();
     assert_eq!(
         heard,
         EdgeMessage::Leave {
@@ -525,7 +539,7 @@ async fn streams_beyond_the_limit_are_refused_and_counted_back() {
     let (tunnel, mut ended, mut edge) = pair(settings).await;
     ended
         .tasks
-        .spawn(async move { while edge.next().await.is_ok() {} });
+        .spawn(async move { while edge.next_stream().await.is_ok() {} });
     let open = || async {
         tunnel
             .open(get("/"), &StreamKind::Request, &target(), true)
@@ -599,26 +613,26 @@ async fn a_trickling_tunnel_without_pongs_takes_no_new_streams() {
     let _ended = Ended::of(driver.run());
     let (finish, finished) = tokio::sync::oneshot::channel::<()>();
     tasks.spawn(async move {
-        let Ok(IncomingStream::Stream(stream)) = edge.next().await else {
+        let Ok(IncomingStream::Stream(stream)) = edge.next_stream().await else {
             return;
         };
         let answering = async {
-            let mut send = stream.reply.send(Response::new(()), false).unwrap();
-            let endless = async { while send.data(vec![0; 65536].into()).await.is_ok() {} };
+            let mut send = stream.responder.send(Response::new(()), false).unwrap();
+            let endless = async { while send.send_data(vec![0; 65536].into()).await.is_ok() {} };
             tokio::select! {
                 () = endless => {}
                 _ = finished => {}
             }
         };
-        let _ = tokio::join!(answering, edge.next());
+        let _ = tokio::join!(answering, edge.next_stream());
     });
     // Like the control stream of every tunnel.
     let _control = OpenStreamGuard::new(tunnel.load(), 9).unwrap();
     let head = Request::new(());
     let target = Target::new("edge-1", 80);
     let opened = tunnel.open(head, &StreamKind::Request, &target, true).await;
-    let mut body = opened.unwrap().answer.await.unwrap().into_body();
-    tasks.spawn(async move { while body.data().await.is_some() {} });
+    let mut body = opened.unwrap().response.await.unwrap().into_body();
+    tasks.spawn(async move { while body.next_chunk().await.is_some() {} });
 
     trickles.store(true, Relaxed);
     let until = async |suspect: bool| {
@@ -643,16 +657,16 @@ async fn an_early_probe_measures_the_silence_of_a_tunnel() {
     let (tunnel, _ended, mut edge) = pair(GatewaySideConfig::default()).await;
     tokio::time::sleep(2 * second).await;
     // The edge has not received it yet.
-    tunnel.probe();
+    tunnel.request_probe();
     tokio::time::sleep(second).await;
-    assert!(tunnel.unanswered_for() >= second / 2 && tunnel.silent_for() >= 2 * second);
+    assert!(tunnel.unanswered_for() >= second / 2 && tunnel.idle_for() >= 2 * second);
     let mut driven = Tasks::default();
-    driven.spawn(async move { drop(edge.next().await) });
+    driven.spawn(async move { drop(edge.next_stream().await) });
     tokio::time::sleep(second).await;
     assert_eq!(tunnel.unanswered_for(), Duration::ZERO);
-    tunnel.probe();
+    tunnel.request_probe();
     tokio::time::sleep(second / 2).await;
-    assert!(tunnel.silent_for() < second);
+    assert!(tunnel.idle_for() < second);
     assert!(!driven.has_ended());
 }
 
@@ -660,7 +674,7 @@ async fn an_early_probe_measures_the_silence_of_a_tunnel() {
 async fn an_idle_tunnel_is_kept_alive_by_pings_seen_at_both_ends() {
     let (tunnel, mut ended, mut edge) = pair(GatewaySideConfig::default()).await;
     let mut driven = Tasks::default();
-    driven.spawn(async move { drop(edge.next().await) });
+    driven.spawn(async move { drop(edge.next_stream().await) });
     tokio::time::sleep(Duration::from_mins(10)).await;
     assert!(tunnel.is_open());
     assert_eq!(tunnel.unanswered_for(), Duration::ZERO);
@@ -681,7 +695,7 @@ async fn an_edge_gives_up_after_fifteen_seconds_of_silence() {
     // The driver is never polled: the gateway has died without notice.
     let _dead = connected.unwrap();
     let started = Instant::now();
-    let ended = accepted.unwrap().next().await.unwrap_err();
+    let ended = accepted.unwrap().next_stream().await.unwrap_err();
     assert_eq!(ended, TunnelEnd::Silent);
     assert!(started.elapsed() <= Duration::from_secs(15));
 }
@@ -692,11 +706,13 @@ async fn echo(mut all: mpsc::UnboundedReceiver<StreamRequest>) {
     while let Some(asked) = all.recv().await {
         echoes.spawn(async move {
             let StreamRequest {
-                reply, mut body, ..
+                responder: reply,
+                mut body,
+                ..
             } = asked;
             let mut send = reply.send(Response::new(()), false).unwrap();
-            while let Some(Ok(chunk)) = body.data().await {
-                if send.data(chunk).await.is_err() {
+            while let Some(Ok(chunk)) = body.next_chunk().await {
+                if send.send_data(chunk).await.is_err() {
                     return;
                 }
             }
@@ -716,13 +732,15 @@ async fn shout(tunnel: Tunnel, times: usize) -> usize {
         let mut send = opened.send;
         let up = async move {
             for _ in 0..64 {
-                send.data(Bytes::from(vec![3; 64 * 1024])).await.unwrap();
+                send.send_data(Bytes::from(vec![3; 64 * 1024]))
+                    .await
+                    .unwrap();
             }
             send.end().unwrap();
         };
         let down = async {
-            let mut body = opened.answer.await.unwrap().into_body();
-            while let Some(chunk) = body.data().await {
+            let mut body = opened.response.await.unwrap().into_body();
+            while let Some(chunk) = body.next_chunk().await {
                 moved += chunk.unwrap().len();
             }
         };
@@ -738,7 +756,7 @@ async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
         ..KeepaliveConfig::default()
     };
     let settings = GatewaySideConfig {
-        liveness,
+        keepalive: liveness,
         budget: 16 << 20,
         round_trip: Duration::from_millis(100),
         ..GatewaySideConfig::default()
@@ -785,7 +803,7 @@ async fn an_edge_follows_the_round_trip_that_the_gateway_knows() {
     let settings = GatewaySideConfig {
         round_trip: Duration::from_millis(50),
         // No further measurement is made.
-        liveness: KeepaliveConfig {
+        keepalive: KeepaliveConfig {
             probe_after: Duration::from_hours(1),
             suspect_after: Duration::from_hours(2),
             close_after: Duration::from_hours(3),
@@ -819,7 +837,7 @@ async fn an_edge_follows_the_round_trip_that_the_gateway_knows() {
 async fn a_control_line_may_arrive_bytewise_or_with_the_next_line() {
     let (tunnel, _ended, mut edge) = pair(GatewaySideConfig::default()).await;
     let speaking = async {
-        let Ok(IncomingStream::Control(mut control)) = edge.next().await else {
+        let Ok(IncomingStream::Control(mut control)) = edge.next_stream().await else {
             panic!("the first stream is the control stream");
         };
         let line = |bytes| {
@@ -830,18 +848,29 @@ async fn a_control_line_may_arrive_bytewise_or_with_the_next_line() {
         let both = [line(70_000), line(80_000)].concat();
         let (most, rest) = both.split_at(both.len() / 2 - 1);
         for byte in most {
-            control.send.data(Bytes::from(vec![*byte])).await.unwrap();
+            control
+                .sender
+                .send_data(Bytes::from(vec![*byte]))
+                .await
+                .unwrap();
             // The sent bytes leave as a separate frame.
-            while edge.next().now_or_never().is_some() {}
+            while edge.next_stream().now_or_never().is_some() {}
         }
-        control.send.data(Bytes::from(rest.to_vec())).await.unwrap();
+        control
+            .sender
+            .send_data(Bytes::from(rest.to_vec()))
+            .await
+            .unwrap();
         // Drives the connection until the other side has all bytes and closes.
-        while edge.next().await.is_ok() {}
+        while edge.next_stream().await.is_ok() {}
     };
     let hearing = async {
-        let mut control = tunnel.control().await.unwrap();
+        let mut control = tunnel.open_control_stream().await.unwrap();
         for expected in [70_000, 80_000] {
-            let heard = control.hear_within(Duration::from_secs(20)).await.unwrap();
+            let heard = control
+                .receive_within(Duration::from_secs(20))
+                .await
+                .unwrap();
             assert!(matches!(heard, EdgeMessage::Window { bytes } if bytes == expected));
         }
         tunnel.close();

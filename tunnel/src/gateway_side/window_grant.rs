@@ -15,41 +15,41 @@ use std::{
 use tokio::sync::Notify;
 
 /// How long an edge that took less than it was offered is left alone at first, and at most.
-const PATIENCE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(32));
+const RETRY_DELAY_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(32));
 
 /// Whether the edge is to be offered its turn again. One that took less than it could may have had a crowd; one that never
 /// takes more than before is asked more and more seldom.
 #[derive(Debug)]
 pub(super) struct GrantBackoff {
     /// Bytes that the edge took last, if that was less than it was offered.
-    less: Option<u32>,
-    patience: Duration,
+    last_partial: Option<u32>,
+    retry_delay: Duration,
 }
 
 impl Default for GrantBackoff {
     fn default() -> Self {
         Self {
-            less: None,
-            patience: PATIENCE.0,
+            last_partial: None,
+            retry_delay: RETRY_DELAY_RANGE.0,
         }
     }
 }
 
 impl GrantBackoff {
     /// The edge took so much of what it was offered, in bytes.
-    pub(super) fn took(&mut self, taken: u32, offered: u32) {
-        let stays = self.less.is_some_and(|before| taken <= before);
-        self.patience = if stays {
-            (self.patience * 2).min(PATIENCE.1)
+    pub(super) fn record(&mut self, accepted: u32, offered: u32) {
+        let is_unchanged = self.last_partial.is_some_and(|before| accepted <= before);
+        self.retry_delay = if is_unchanged {
+            (self.retry_delay * 2).min(RETRY_DELAY_RANGE.1)
         } else {
-            PATIENCE.0
+            RETRY_DELAY_RANGE.0
         };
-        self.less = (taken < offered).then_some(taken);
+        self.last_partial = (accepted < offered).then_some(accepted);
     }
 
     /// How long behind its last turn it has its next, if it has one.
-    pub(super) fn after(&self) -> Option<Duration> {
-        self.less.map(|_| self.patience)
+    pub(super) fn retry_delay(&self) -> Option<Duration> {
+        self.last_partial.map(|_| self.retry_delay)
     }
 }
 
@@ -57,8 +57,8 @@ impl GrantBackoff {
 #[derive(Debug, Default)]
 pub(super) struct WindowGrant {
     /// Whether the edge knows of turns.
-    given: AtomicBool,
-    asked: Notify,
+    is_enabled: AtomicBool,
+    offer_notify: Notify,
     state: Mutex<GrantState>,
 }
 
@@ -67,43 +67,43 @@ struct GrantState {
     /// Window to offer to the edge, taken once.
     offered: Option<u32>,
     /// Window that the edge took.
-    taken: Option<u32>,
+    accepted: Option<u32>,
 }
 
 impl WindowGrant {
-    pub(super) fn give(&self) {
-        self.given.store(true, Relaxed);
+    pub(super) fn enable(&self) {
+        self.is_enabled.store(true, Relaxed);
     }
 
     /// Offers the edge its turn. False where the edge knows of none.
     pub(super) fn offer(&self, window: u32) -> bool {
-        if !self.given.load(Relaxed) {
+        if !self.is_enabled.load(Relaxed) {
             return false;
         }
-        self.state(|state| state.offered = Some(window));
-        self.asked.notify_one();
+        self.with_state(|state| state.offered = Some(window));
+        self.offer_notify.notify_one();
         true
     }
 
-    pub(super) async fn asked(&self) -> u32 {
+    pub(super) async fn next_offer(&self) -> u32 {
         loop {
-            if let Some(window) = self.state(|state| state.offered.take()) {
+            if let Some(window) = self.with_state(|state| state.offered.take()) {
                 return window;
             }
-            self.asked.notified().await;
+            self.offer_notify.notified().await;
         }
     }
 
-    pub(super) fn over(&self, window: u32) {
-        self.state(|state| state.taken = Some(window));
+    pub(super) fn complete(&self, window: u32) {
+        self.with_state(|state| state.accepted = Some(window));
     }
 
     /// Returns the window that the edge took, once.
-    pub(super) fn taken(&self) -> Option<u32> {
-        self.state(|state| state.taken.take())
+    pub(super) fn take_accepted(&self) -> Option<u32> {
+        self.with_state(|state| state.accepted.take())
     }
 
-    fn state<T>(&self, change: impl FnOnce(&mut GrantState) -> T) -> T {
+    fn with_state<T>(&self, change: impl FnOnce(&mut GrantState) -> T) -> T {
         change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

@@ -8,7 +8,7 @@ mod meta;
 #[cfg(test)]
 mod tests;
 
-use Kind::{Bytes, Flag, Int, IntOrText, Many, Map, Message, Quantity, Text, Time};
+use Kind::{Bytes, Flag, Int, IntOrText, Map, Message, Quantity, Repeated, Text, Time};
 use meta::{CONDITION, OBJECT_META, OBJECT_REFERENCE, STATUS};
 
 /// A field of a message: its name in JSON, its number, what it holds.
@@ -30,12 +30,12 @@ pub(super) enum Kind {
     /// JSON as it stands, as the bytes of a message.
     Json,
     Message(&'static [Field]),
-    Many(&'static Kind),
+    Repeated(&'static Kind),
     Map(&'static Kind),
 }
 
 /// Returns the fields of a kind, or `None` if it has no schema here.
-pub(super) fn fields(api_version: &str, kind: &str) -> Option<&'static [Field]> {
+pub(super) fn fields_of_kind(api_version: &str, kind: &str) -> Option<&'static [Field]> {
     KINDS
         .iter()
         .find(|known| known.0 == api_version && known.1 == kind)
@@ -55,21 +55,21 @@ const KINDS: &[(&str, &str, &[Field])] = &[
     ("v1", "Status", STATUS),
 ];
 
-const TEXTS: Kind = Many(&Text);
-const LABELS: Kind = Map(&Text);
-const AMOUNTS: Kind = Map(&Quantity);
+const STRING_LIST: Kind = Repeated(&Text);
+const STRING_MAP: Kind = Map(&Text);
+const QUANTITY_MAP: Kind = Map(&Quantity);
 const METADATA: Field = Field("metadata", 1, Message(OBJECT_META));
-const CONDITIONS: Kind = Many(&Message(CONDITION));
+const CONDITIONS: Kind = Repeated(&Message(CONDITION));
 
 const ENDPOINT_SLICE: &[Field] = &[
     METADATA,
-    Field("endpoints", 2, Many(&Message(ENDPOINT))),
-    Field("ports", 3, Many(&Message(ENDPOINT_SLICE_PORT))),
+    Field("endpoints", 2, Repeated(&Message(ENDPOINT))),
+    Field("ports", 3, Repeated(&Message(ENDPOINT_SLICE_PORT))),
     Field("addressType", 4, Text),
 ];
 
 const ENDPOINT: &[Field] = &[
-    Field("addresses", 1, TEXTS),
+    Field("addresses", 1, STRING_LIST),
     Field(
         "conditions",
         2,
@@ -81,15 +81,15 @@ const ENDPOINT: &[Field] = &[
     ),
     Field("hostname", 3, Text),
     Field("targetRef", 4, Message(OBJECT_REFERENCE)),
-    Field("deprecatedTopology", 5, LABELS),
+    Field("deprecatedTopology", 5, STRING_MAP),
     Field("nodeName", 6, Text),
     Field("zone", 7, Text),
     Field(
         "hints",
         8,
         Message(&[
-            Field("forZones", 1, Many(&Message(&[Field("name", 1, Text)]))),
-            Field("forNodes", 2, Many(&Message(&[Field("name", 1, Text)]))),
+            Field("forZones", 1, Repeated(&Message(&[Field("name", 1, Text)]))),
+            Field("forNodes", 2, Repeated(&Message(&[Field("name", 1, Text)]))),
         ]),
     ),
 ];
@@ -107,10 +107,10 @@ const ENDPOINTS: &[Field] = &[
     Field(
         "subsets",
         2,
-        Many(&Message(&[
-            Field("addresses", 1, Many(&Message(ENDPOINT_ADDRESS))),
-            Field("notReadyAddresses", 2, Many(&Message(ENDPOINT_ADDRESS))),
-            Field("ports", 3, Many(&Message(ENDPOINT_PORT))),
+        Repeated(&Message(&[
+            Field("addresses", 1, Repeated(&Message(ENDPOINT_ADDRESS))),
+            Field("notReadyAddresses", 2, Repeated(&Message(ENDPOINT_ADDRESS))),
+            Field("ports", 3, Repeated(&Message(ENDPOINT_PORT))),
         ])),
     ),
 ];
@@ -139,7 +139,7 @@ const SERVICE: &[Field] = &[
             Field(
                 "loadBalancer",
                 1,
-                Message(&[Field("ingress", 1, Many(&Message(INGRESS)))]),
+                Message(&[Field("ingress", 1, Repeated(&Message(INGRESS)))]),
             ),
             Field("conditions", 2, CONDITIONS),
         ]),
@@ -147,14 +147,14 @@ const SERVICE: &[Field] = &[
 ];
 
 const SERVICE_SPEC: &[Field] = &[
-    Field("ports", 1, Many(&Message(SERVICE_PORT))),
-    Field("selector", 2, LABELS),
+    Field("ports", 1, Repeated(&Message(SERVICE_PORT))),
+    Field("selector", 2, STRING_MAP),
     Field("clusterIP", 3, Text),
     Field("type", 4, Text),
-    Field("externalIPs", 5, TEXTS),
+    Field("externalIPs", 5, STRING_LIST),
     Field("sessionAffinity", 7, Text),
     Field("loadBalancerIP", 8, Text),
-    Field("loadBalancerSourceRanges", 9, TEXTS),
+    Field("loadBalancerSourceRanges", 9, STRING_LIST),
     Field("externalName", 10, Text),
     Field("externalTrafficPolicy", 11, Text),
     Field("healthCheckNodePort", 12, Int),
@@ -169,8 +169,8 @@ const SERVICE_SPEC: &[Field] = &[
         )]),
     ),
     Field("ipFamilyPolicy", 17, Text),
-    Field("clusterIPs", 18, TEXTS),
-    Field("ipFamilies", 19, TEXTS),
+    Field("clusterIPs", 18, STRING_LIST),
+    Field("ipFamilies", 19, STRING_LIST),
     Field("allocateLoadBalancerNodePorts", 20, Flag),
     Field("loadBalancerClass", 21, Text),
     Field("internalTrafficPolicy", 22, Text),
@@ -193,7 +193,7 @@ const INGRESS: &[Field] = &[
     Field(
         "ports",
         4,
-        Many(&Message(&[
+        Repeated(&Message(&[
             Field("port", 1, Int),
             Field("protocol", 2, Text),
             Field("error", 3, Text),
@@ -203,7 +203,7 @@ const INGRESS: &[Field] = &[
 
 const NAMESPACE: &[Field] = &[
     METADATA,
-    Field("spec", 2, Message(&[Field("finalizers", 1, TEXTS)])),
+    Field("spec", 2, Message(&[Field("finalizers", 1, STRING_LIST)])),
     Field(
         "status",
         3,
@@ -229,7 +229,7 @@ const NODE_SPEC: &[Field] = &[
     Field(
         "taints",
         5,
-        Many(&Message(&[
+        Repeated(&Message(&[
             Field("key", 1, Text),
             Field("value", 2, Text),
             Field("effect", 3, Text),
@@ -237,11 +237,11 @@ const NODE_SPEC: &[Field] = &[
         ])),
     ),
     Field("configSource", 6, Message(NODE_CONFIG_SOURCE)),
-    Field("podCIDRs", 7, TEXTS),
+    Field("podCIDRs", 7, STRING_LIST),
     Field(
         "podPreemptionPolicy",
         8,
-        Message(&[Field("disableResizePreemption", 1, TEXTS)]),
+        Message(&[Field("disableResizePreemption", 1, STRING_LIST)]),
     ),
 ];
 
@@ -258,14 +258,14 @@ const NODE_CONFIG_SOURCE: &[Field] = &[Field(
 )];
 
 const NODE_STATUS: &[Field] = &[
-    Field("capacity", 1, AMOUNTS),
-    Field("allocatable", 2, AMOUNTS),
+    Field("capacity", 1, QUANTITY_MAP),
+    Field("allocatable", 2, QUANTITY_MAP),
     Field("phase", 3, Text),
-    Field("conditions", 4, Many(&Message(NODE_CONDITION))),
+    Field("conditions", 4, Repeated(&Message(NODE_CONDITION))),
     Field(
         "addresses",
         5,
-        Many(&Message(&[
+        Repeated(&Message(&[
             Field("type", 1, Text),
             Field("address", 2, Text),
         ])),
@@ -284,28 +284,28 @@ const NODE_STATUS: &[Field] = &[
     Field(
         "images",
         8,
-        Many(&Message(&[
-            Field("names", 1, TEXTS),
+        Repeated(&Message(&[
+            Field("names", 1, STRING_LIST),
             Field("sizeBytes", 2, Int),
         ])),
     ),
-    Field("volumesInUse", 9, TEXTS),
+    Field("volumesInUse", 9, STRING_LIST),
     Field(
         "volumesAttached",
         10,
-        Many(&Message(&[
+        Repeated(&Message(&[
             Field("name", 1, Text),
             Field("devicePath", 2, Text),
         ])),
     ),
     Field("config", 11, Message(NODE_CONFIG)),
-    Field("runtimeHandlers", 12, Many(&Message(RUNTIME_HANDLER))),
+    Field("runtimeHandlers", 12, Repeated(&Message(RUNTIME_HANDLER))),
     Field(
         "features",
         13,
         Message(&[Field("supplementalGroupsPolicy", 1, Flag)]),
     ),
-    Field("declaredFeatures", 14, TEXTS),
+    Field("declaredFeatures", 14, STRING_LIST),
 ];
 
 const NODE_CONDITION: &[Field] = &[
@@ -353,13 +353,13 @@ const RUNTIME_HANDLER: &[Field] = &[
 
 const CONFIG_MAP: &[Field] = &[
     METADATA,
-    Field("data", 2, LABELS),
+    Field("data", 2, STRING_MAP),
     Field("binaryData", 3, Map(&Bytes)),
     Field("immutable", 4, Flag),
 ];
 
 const SERVICE_CIDR: &[Field] = &[
     METADATA,
-    Field("spec", 2, Message(&[Field("cidrs", 1, TEXTS)])),
+    Field("spec", 2, Message(&[Field("cidrs", 1, STRING_LIST)])),
     Field("status", 3, Message(&[Field("conditions", 1, CONDITIONS)])),
 ];

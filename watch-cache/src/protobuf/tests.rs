@@ -20,7 +20,7 @@ macro_rules! sample {
 /// Checks a sample in which every field is set: then no field is written by Go only.
 fn with_every_field(sample: (Value, Vec<u8>)) {
     let (object, go) = sample;
-    let ours = super::object(&object).unwrap();
+    let ours = super::encode_object(&object).unwrap();
     assert_eq!(decoded(&go), object, "the output of Go");
     assert_eq!(decoded(&ours), object, "our output");
     assert_eq!(ours, go);
@@ -29,7 +29,7 @@ fn with_every_field(sample: (Value, Vec<u8>)) {
 /// Checks a sample as kube-apiserver sends it: Go writes zeros that are not in the JSON.
 fn as_it_is_met(sample: (Value, Vec<u8>)) {
     let (object, go) = sample;
-    let ours = decoded(&super::object(&object).unwrap());
+    let ours = decoded(&super::encode_object(&object).unwrap());
     assert_eq!(ours, without(&object, &|value| value.is_null()));
     let zeros = [json!(null), json!(""), json!(0), json!(false), json!({})];
     let zero = |value: &Value| zeros.contains(value);
@@ -79,7 +79,7 @@ fn metadata_alone_with_every_field_matches_go() {
 #[test]
 fn a_status_with_every_field_matches_go() {
     let (object, go) = sample!("every-status");
-    assert_eq!(status(&object), go);
+    assert_eq!(encode_status(&object), go);
     with_every_field((object, go));
 }
 
@@ -98,15 +98,15 @@ fn a_list_matches_go() {
         .as_array()
         .unwrap()
         .iter()
-        .map(|item| bare("discovery.k8s.io/v1", "EndpointSlice", item).unwrap())
+        .map(|item| encode_message("discovery.k8s.io/v1", "EndpointSlice", item).unwrap())
         .collect();
     let meta = ListMeta {
         version: "12345",
-        next: Some("eyJ2Ijo"),
+        continue_token: Some("eyJ2Ijo"),
         remaining: Some(300),
     };
     let mut items = items.iter().map(Vec::as_slice);
-    let ours = list(
+    let ours = encode_list(
         "discovery.k8s.io/v1",
         "EndpointSliceList",
         &meta,
@@ -118,15 +118,15 @@ fn a_list_matches_go() {
 #[test]
 fn a_watch_event_is_framed_as_go_frames_it() {
     let (event, go) = sample!("frame");
-    let object = super::object(&event["object"]).unwrap();
-    assert_eq!(frame("MODIFIED", &object), go);
+    let object = super::encode_object(&event["object"]).unwrap();
+    assert_eq!(encode_watch_frame("MODIFIED", &object), go);
 }
 
 #[test]
 fn metadata_alone_can_be_said_of_an_object_of_any_kind() {
     let (object, _) = sample!("service");
-    let ours = bare("meta.k8s.io/v1", "PartialObjectMetadata", &object).unwrap();
-    let fields = schema::fields("meta.k8s.io/v1", "PartialObjectMetadata").unwrap();
+    let ours = encode_message("meta.k8s.io/v1", "PartialObjectMetadata", &object).unwrap();
+    let fields = schema::fields_of_kind("meta.k8s.io/v1", "PartialObjectMetadata").unwrap();
     assert_eq!(
         Value::Object(message_of(&ours, fields))["metadata"],
         object["metadata"]
@@ -136,10 +136,10 @@ fn metadata_alone_can_be_said_of_an_object_of_any_kind() {
 #[test]
 fn objects_that_do_not_match_a_schema_are_not_sent_in_protobuf() {
     let widget = json!({"apiVersion": "example.com/v1", "kind": "Widget", "metadata": {}});
-    assert_eq!(super::object(&widget), None);
-    assert!(!has("example.com/v1", "Widget"));
+    assert_eq!(super::encode_object(&widget), None);
+    assert!(!has_schema("example.com/v1", "Widget"));
     // Two kinds of this name, with different fields.
-    assert!(has("v1", "Service") && !has("serving.knative.dev/v1", "Service"));
+    assert!(has_schema("v1", "Service") && !has_schema("serving.knative.dev/v1", "Service"));
     for spoilt in [
         json!({"metadata": {"deletionTimestamp": "yesterday"}}),
         json!({"metadata": {"generation": "3"}}),
@@ -150,14 +150,14 @@ fn objects_that_do_not_match_a_schema_are_not_sent_in_protobuf() {
         json!({"binaryData": {"a": "not base64!"}}),
         json!([]),
     ] {
-        assert_eq!(bare("v1", "ConfigMap", &spoilt), None, "{spoilt}");
+        assert_eq!(encode_message("v1", "ConfigMap", &spoilt), None, "{spoilt}");
     }
 }
 
 #[test]
 fn a_status_that_is_none_is_an_empty_one() {
-    let empty = status(&json!({}));
-    assert_eq!(status(&json!({"code": "four"})), empty);
+    let empty = encode_status(&json!({}));
+    assert_eq!(encode_status(&json!({"code": "four"})), empty);
     assert_eq!(
         decoded(&empty),
         json!({"apiVersion": "v1", "kind": "Status"})
@@ -169,8 +169,8 @@ fn fields_of_a_newer_kubernetes_are_passed_over() {
     let namespace = json!({"metadata": {"name": "a"}, "later": {"than": "this"}});
     let known = json!({"metadata": {"name": "a"}});
     assert_eq!(
-        bare("v1", "Namespace", &namespace),
-        bare("v1", "Namespace", &known)
+        encode_message("v1", "Namespace", &namespace),
+        encode_message("v1", "Namespace", &known)
     );
 }
 
@@ -205,7 +205,7 @@ fn decoded(envelope: &[u8]) -> Value {
     }
     object.extend(message_of(
         &raw,
-        schema::fields(&api_version, &kind).unwrap(),
+        schema::fields_of_kind(&api_version, &kind).unwrap(),
     ));
     object.insert("kind".to_owned(), kind.into());
     object.insert("apiVersion".to_owned(), api_version.into());
@@ -221,7 +221,7 @@ fn message_of(bytes: &[u8], fields: &[Field]) -> Map<String, Value> {
             .unwrap_or_else(|| panic!("field {number} is in no table"));
         let entry = object.entry(*name).or_insert(Value::Null);
         match kind {
-            Kind::Many(each) => match entry {
+            Kind::Repeated(each) => match entry {
                 Value::Array(items) => items.push(value_of(&part, each)),
                 _ => *entry = vec![value_of(&part, each)].into(),
             },
@@ -257,7 +257,7 @@ fn value_of(part: &Part, kind: &Kind) -> Value {
         Kind::IntOrText => within()[1].1.int().into(),
         Kind::Json => serde_json::from_slice(within()[0].1.bytes()).unwrap(),
         Kind::Message(fields) => message_of(part.bytes(), fields).into(),
-        Kind::Many(_) | Kind::Map(_) => unreachable!("neither is within the other"),
+        Kind::Repeated(_) | Kind::Map(_) => unreachable!("neither is within the other"),
     }
 }
 

@@ -63,7 +63,7 @@ impl ListWatch for Through {
             }
             let request = Request::get(&asked).header("accept-encoding", "gzip");
             let head = request.body(()).unwrap().into_parts().0;
-            let (head, body) = self.pool.answer(&head, None).await.into_parts();
+            let (head, body) = self.pool.handle_request(&head, None).await.into_parts();
             let cut = self.cut.clone();
             let count = cut.count.load(Relaxed);
             let next = move |mut body: crate::ResponseBody| {
@@ -89,7 +89,7 @@ impl ListWatch for Through {
         })
     }
 
-    fn is_pool(&self) -> bool {
+    fn is_watch_cache(&self) -> bool {
         self.as_pool
     }
 }
@@ -102,7 +102,7 @@ impl ListWatch for Silent {
         self.0.get(asked)
     }
 
-    fn silent(&self) -> Duration {
+    fn time_since_contact(&self) -> Duration {
         Duration::from_mins(1)
     }
 }
@@ -112,8 +112,8 @@ fn pool(window: usize) -> Arc<WatchCache> {
     WatchCache::new(
         &[services],
         &CacheLimits {
-            cache: 1 << 20,
-            window,
+            response_bytes: 1 << 20,
+            event_buffer_bytes: window,
         },
     )
 }
@@ -149,7 +149,7 @@ fn keep(tasks: &mut JoinSet<()>, pool: &Arc<WatchCache>, source: Arc<Through>) {
 
 async fn until(pool: &Arc<WatchCache>, version: u64) {
     let store = store(pool);
-    let mut changed = store.changed();
+    let mut changed = store.subscribe();
     let reached = async {
         while store.version() < version {
             changed.changed().await.unwrap();
@@ -165,7 +165,7 @@ async fn a_paged_list_and_later_events_fill_a_store() {
     let (cloud, own) = (pool(1 << 20), pool(1 << 20));
     let many = (0..1200).map(|number| object("n", &format!("s{number:04}"), number + 1));
     store(&cloud).replace(2000, many.collect());
-    store(&cloud).found(None);
+    store(&cloud).mark_connected(None);
     let source = Through::new(&cloud, false);
     let mut tasks = JoinSet::new();
     keep(&mut tasks, &own, source.clone());
@@ -187,7 +187,7 @@ async fn a_paged_list_and_later_events_fill_a_store() {
 async fn a_reflector_resumes_after_a_cut_and_lists_only_if_needed() {
     let (cloud, own) = (pool(10_000), pool(1 << 20));
     store(&cloud).replace(10, vec![object("n", "a", 10)]);
-    store(&cloud).found(None);
+    store(&cloud).mark_connected(None);
     let source = Through::new(&cloud, true);
     let mut tasks = JoinSet::new();
     keep(&mut tasks, &own, source.clone());
@@ -229,7 +229,7 @@ async fn a_reflector_resumes_after_a_cut_and_lists_only_if_needed() {
 async fn a_stale_source_is_no_source_for_a_filled_store() {
     let (leader, own) = (pool(1 << 20), pool(1 << 20));
     store(&leader).replace(10, vec![object("n", "a", 10)]);
-    store(&leader).lost_for(Duration::from_mins(1));
+    store(&leader).mark_lost(Duration::from_mins(1));
     let source = Through::new(&leader, true);
     // A cache without data takes the data of any age, and its watch ends.
     let ended = timeout(Duration::from_mins(1), reflect(&store(&own), &*source))
@@ -237,7 +237,7 @@ async fn a_stale_source_is_no_source_for_a_filled_store() {
         .unwrap();
     assert!(matches!(ended, ReflectorError::Stale(..)), "{ended:?}");
     assert_eq!(held(&own), held(&leader));
-    assert!(store(&own).age().unwrap() >= Duration::from_secs(59));
+    assert!(store(&own).stale_age().unwrap() >= Duration::from_secs(59));
     let ended = reflect(&store(&own), &*source).await;
     assert!(matches!(ended, ReflectorError::Stale(..)), "{ended:?}");
 }
@@ -245,9 +245,13 @@ async fn a_stale_source_is_no_source_for_a_filled_store() {
 /// Checks that the view has this age, which is reported a while after it was noticed. The system's clock runs beside the
 /// paused one.
 async fn is_old(store: &Store, seconds: u64) {
-    assert_eq!(store.age(), None, "another source may be there at once");
+    assert_eq!(
+        store.stale_age(),
+        None,
+        "another source may be there at once"
+    );
     tokio::time::advance(Duration::from_secs(3)).await;
-    let age = store.age().unwrap_or_default().as_secs();
+    let age = store.stale_age().unwrap_or_default().as_secs();
     assert!(
         (seconds..seconds + 5).contains(&age),
         "{age} s, not {seconds}"
@@ -258,7 +262,7 @@ async fn is_old(store: &Store, seconds: u64) {
 async fn the_age_of_a_view_counts_from_the_sources_last_message() {
     let (cloud, here) = (pool(1 << 20), pool(1 << 20));
     store(&cloud).replace(5, vec![object("n", "a", 5)]);
-    store(&cloud).found(None);
+    store(&cloud).mark_connected(None);
     let source = Through::new(&cloud, false);
     for (followed, age) in [(20, 20), (3600, 60)] {
         let silent = Silent(source.clone());
@@ -279,29 +283,29 @@ async fn the_age_of_a_view_counts_from_the_sources_last_message() {
 async fn a_stale_view_is_stale_at_the_next_level_with_the_same_age() {
     let (leader, here) = (pool(1 << 20), pool(1 << 20));
     store(&leader).replace(5, vec![object("n", "a", 5)]);
-    store(&leader).found(None);
+    store(&leader).mark_connected(None);
     let (source, own) = (Through::new(&leader, true), store(&here));
     let following = async { reflect(&own, &*source).await };
     let losing = async {
         tokio::time::sleep(Duration::from_mins(2)).await;
-        store(&leader).lost_for(Duration::from_mins(1));
+        store(&leader).mark_lost(Duration::from_mins(1));
     };
     let (ended, ()) = tokio::join!(following, losing);
     assert!(matches!(ended, ReflectorError::Stale(..)), "{ended:?}");
     is_old(&own, 60).await;
     // A cache that another source has just updated does not take over the age of this source.
-    own.found(None);
+    own.mark_connected(None);
     let ended = reflect(&own, &*source).await;
     assert!(matches!(ended, ReflectorError::Stale(..)), "{ended:?}");
     tokio::time::advance(Duration::from_secs(3)).await;
-    assert_eq!(own.age(), None);
+    assert_eq!(own.stale_age(), None);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_view_never_goes_back_except_after_30_s_of_an_older_cloud() {
     let (gateway, own) = (pool(1 << 20), pool(1 << 20));
     store(&gateway).replace(10, vec![object("n", "a", 10)]);
-    store(&gateway).found(None);
+    store(&gateway).mark_connected(None);
     store(&own).replace(100, vec![object("n", "z", 100)]);
     let source = Through::new(&gateway, true);
     let ended = reflect(&store(&own), &*source).await;
@@ -337,7 +341,7 @@ impl Client {
     async fn get(&self, query: &str) -> (StatusCode, crate::ResponseBody) {
         let asked = format!("/api/v1/services?labelSelector={}&{query}", self.selector);
         let head = Request::get(asked).body(()).unwrap().into_parts().0;
-        let (head, body) = self.pool.answer(&head, None).await.into_parts();
+        let (head, body) = self.pool.handle_request(&head, None).await.into_parts();
         (head.status, body)
     }
 
@@ -525,7 +529,7 @@ async fn readers_stay_consistent_through_10000_changes_and_cuts() {
     // The windows are small, so that outages exceed them.
     let levels = [pool(200_000), pool(100_000), pool(100_000), pool(50_000)];
     store(&levels[0]).replace(100, vec![object("n", "s0", 50)]);
-    store(&levels[0]).found(None);
+    store(&levels[0]).mark_connected(None);
     let (mut tasks, mut cuts) = (JoinSet::new(), Vec::new());
     for (number, pair) in levels.windows(2).enumerate() {
         let source = Through::new(&pair[0], number > 0);
@@ -587,7 +591,7 @@ async fn a_reader_reads_granted_resources_and_others_are_forbidden() {
         (&services, "/api/v1/pods", 404),
     ] {
         let head = Request::get(path).body(()).unwrap().into_parts().0;
-        let answer = pool.answer(&head, Some(grant)).await;
+        let answer = pool.handle_request(&head, Some(grant)).await;
         assert_eq!(answer.status().as_u16(), status, "{path}");
     }
 }

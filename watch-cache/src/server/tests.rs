@@ -15,14 +15,20 @@ impl Served {
     pub(crate) fn new(window: usize, cache: u64) -> Self {
         let names = ["v1/services", "discovery.k8s.io/v1/endpointslices"];
         let resources = names.map(|name| name.parse().unwrap());
-        Self(WatchCache::new(&resources, &CacheLimits { cache, window }))
+        Self(WatchCache::new(
+            &resources,
+            &CacheLimits {
+                response_bytes: cache,
+                event_buffer_bytes: window,
+            },
+        ))
     }
 
     /// Services at a version.
     pub(crate) fn of(version: u64, objects: Vec<Object>) -> Self {
         let served = Self::new(1 << 20, 1 << 20);
         served.store().replace(version, objects);
-        served.store().found(None);
+        served.store().mark_connected(None);
         served
     }
 
@@ -41,7 +47,7 @@ impl Served {
             request = request.header(*name, *value);
         }
         let head = request.body(()).unwrap().into_parts().0;
-        self.0.answer(&head, None).await
+        self.0.handle_request(&head, None).await
     }
 
     async fn json(&self, asked: &str) -> (u16, Value) {
@@ -252,7 +258,7 @@ async fn gzip_is_used_for_large_answers_if_the_client_accepts_it() {
 #[tokio::test(start_paused = true)]
 async fn only_an_old_view_reports_its_age() {
     let served = Served::of(100, several(1));
-    served.store().lost_for(Duration::from_secs(9));
+    served.store().mark_lost(Duration::from_secs(9));
     assert!(
         served
             .ask("GET", "/api/v1/services", &[])
@@ -261,7 +267,7 @@ async fn only_an_old_view_reports_its_age() {
             .get(AGE)
             .is_none()
     );
-    served.store().lost_for(Duration::from_secs(75));
+    served.store().mark_lost(Duration::from_secs(75));
     // An age that was noticed just now is reported a while later.
     tokio::time::advance(Duration::from_secs(3)).await;
     for (asked, status) in [
@@ -280,7 +286,7 @@ async fn only_an_old_view_reports_its_age() {
             "{warning}"
         );
     }
-    served.store().found(None);
+    served.store().mark_connected(None);
     assert!(
         served
             .ask("GET", "/api/v1/services", &[])
@@ -455,7 +461,7 @@ async fn discovery_matches_the_needs_of_kubectl() {
     assert_eq!(served.json("/version").await.1["major"], "1");
     served
         .0
-        .release(Bytes::from_static(br#"{"major":"1","minor":"36"}"#));
+        .set_version_info(Bytes::from_static(br#"{"major":"1","minor":"36"}"#));
     assert_eq!(served.json("/version").await.1["minor"], "36");
 }
 
@@ -484,7 +490,7 @@ async fn a_small_cache_under_many_queries_stays_small_and_correct() {
             assert_eq!(names(&list)[0], format!("s{number:04}"));
         }
         assert_eq!(names(&served.list("").await).len(), 5000);
-        let held = served.0.cache.held();
+        let held = served.0.response_cache.cached_bytes();
         assert!((100_000..=1 << 20).contains(&held), "{held}");
     }
 }
@@ -495,7 +501,7 @@ async fn a_repeated_version_of_another_history_misses_the_cache() {
     assert_eq!(names(&served.list("").await).len(), 2);
     // The cloud's etcd was restored, and then reached exactly the same version again.
     served.store().replace(90, several(1));
-    served.store().pass(100);
+    served.store().advance_version(100);
     let list = served.list("").await;
     assert_eq!((version(&list), names(&list).len()), ("100", 1));
 }

@@ -10,34 +10,34 @@ use tokio::time::Instant;
 
 impl Store {
     /// Returns the present state, for a watch that begins with it.
-    pub(crate) fn state(&self) -> Result<Weak<ListState>, VersionError> {
-        let mut inner = self.inner();
+    pub(crate) fn list_state(&self) -> Result<Weak<ListState>, VersionError> {
+        let mut inner = self.lock();
         if inner.version == 0 {
             return Err(VersionError::Empty);
         }
-        inner.prune();
-        let newest = inner.states.back();
-        let same = |state: &ListState| {
-            (state.version, state.history, state.next)
-                == (inner.version, inner.history, inner.window.next())
+        inner.prune_list_states();
+        let latest = inner.list_states.back();
+        let is_current = |state: &ListState| {
+            (state.version, state.epoch, state.next_event)
+                == (inner.version, inner.epoch, inner.event_buffer.next_number())
         };
-        if let Some((_, state)) = newest.filter(|(_, state)| same(state)) {
+        if let Some((_, state)) = latest.filter(|(_, state)| is_current(state)) {
             return Ok(Arc::downgrade(state));
         }
         let state = Arc::new(ListState {
             version: inner.version,
-            history: inner.history,
-            next: inner.window.next(),
+            epoch: inner.epoch,
+            next_event: inner.event_buffer.next_number(),
             objects: inner.objects.values().cloned().collect(),
         });
-        let told = Arc::downgrade(&state);
-        inner.states.push_back((Instant::now(), state));
-        Ok(told)
+        let weak_state = Arc::downgrade(&state);
+        inner.list_states.push_back((Instant::now(), state));
+        Ok(weak_state)
     }
 
     /// Returns the state at a version, or the present state without one.
-    pub(crate) fn at(&self, version: Option<u64>) -> Result<ListState, VersionError> {
-        let inner = self.inner();
+    pub(crate) fn state_at(&self, version: Option<u64>) -> Result<ListState, VersionError> {
+        let inner = self.lock();
         if inner.version == 0 {
             return Err(VersionError::Empty);
         }
@@ -45,70 +45,76 @@ impl Store {
         if version > inner.version {
             return Err(VersionError::Future(inner.version));
         }
-        let mut then = BTreeMap::new();
+        let mut former = BTreeMap::new();
         if version < inner.version {
-            if !inner.window.reaches(version) {
+            if !inner.event_buffer.has_all_after(version) {
                 return Err(VersionError::Expired);
             }
-            then = inner.window.rewind(version);
+            former = inner.event_buffer.rewind(version);
         }
-        let (history, next) = (inner.history, inner.window.after(version));
-        let now: Vec<_> = inner.objects.values().cloned().collect();
+        let (epoch, next_event) = (inner.epoch, inner.event_buffer.first_number_after(version));
+        let current: Vec<_> = inner.objects.values().cloned().collect();
         // Released early, so that the reflector and other readers do not wait longer.
         drop(inner);
-        let objects = if then.is_empty() {
-            now
+        let objects = if former.is_empty() {
+            current
         } else {
-            back(now, then)
+            restore_former(current, former)
         };
         Ok(ListState {
             version,
-            history,
-            next,
+            epoch,
+            next_event,
             objects,
         })
     }
 
     pub(crate) fn get(&self, key: &NamespacedName) -> Option<Arc<Object>> {
-        self.inner().objects.get(key).cloned()
+        self.lock().objects.get(key).cloned()
     }
 
     /// Returns the present history, and the number of the first event after a version that a client knows. A client that
-    /// `follows` serves others, and receives only events that are known to have happened.
-    pub(crate) fn after(&self, version: u64, follows: bool) -> Result<(Epoch, u64), VersionError> {
-        let inner = self.inner();
+    /// `is_follower` serves others, and receives only events that are known to have happened.
+    pub(crate) fn position_after(
+        &self,
+        version: u64,
+        is_follower: bool,
+    ) -> Result<(Epoch, u64), VersionError> {
+        let inner = self.lock();
         match inner.version {
             0 => Err(VersionError::Empty),
             newest if version > newest => Err(VersionError::Future(newest)),
-            _ if !inner.window.reaches(version) => Err(VersionError::Expired),
-            _ if follows && inner.window.guesses(version) => Err(VersionError::Expired),
-            _ => Ok((inner.history, inner.window.after(version))),
+            _ if !inner.event_buffer.has_all_after(version) => Err(VersionError::Expired),
+            _ if is_follower && inner.event_buffer.has_gap_after(version) => {
+                Err(VersionError::Expired)
+            }
+            _ => Ok((inner.epoch, inner.event_buffer.first_number_after(version))),
         }
     }
 
     /// Returns the present history, the newest version, and the number of the first event after it.
     pub(crate) fn position(&self) -> (Epoch, u64, u64) {
-        let inner = self.inner();
-        (inner.history, inner.version, inner.window.next())
+        let inner = self.lock();
+        (inner.epoch, inner.version, inner.event_buffer.next_number())
     }
 
-    /// Returns events from this number on, `most` of them, for a client that `follows` or one that does not.
-    pub(crate) fn events(
+    /// Returns events from this number on, `limit` of them, for a client that `is_follower` or one that does not.
+    pub(crate) fn read_events(
         &self,
-        history: Epoch,
+        epoch: Epoch,
         from: u64,
-        (most, follows): (usize, bool),
+        (limit, is_follower): (usize, bool),
     ) -> EventBatch {
-        let inner = self.inner();
-        let window = &inner.window;
-        let is_same = history.number == inner.history.number
-            && (!follows || history.outages == inner.history.outages);
-        if !is_same || from < window.first() {
+        let inner = self.lock();
+        let event_buffer = &inner.event_buffer;
+        let is_same = epoch.restarts == inner.epoch.restarts
+            && (!is_follower || epoch.outages == inner.epoch.outages);
+        if !is_same || from < event_buffer.first_number() {
             return EventBatch::Missed;
         }
         let events: Vec<_> = (from..)
-            .map_while(|number| window.get(number))
-            .take(most)
+            .map_while(|number| event_buffer.get(number))
+            .take(limit)
             .cloned()
             .collect();
         let next = from + events.len() as u64;
@@ -118,16 +124,19 @@ impl Store {
 
 /// Returns objects in their former state, from the present state and the former state of those that have changed; both are in the
 /// order of their keys.
-fn back(
-    now: Vec<Arc<Object>>,
-    mut then: BTreeMap<NamespacedName, Option<Arc<Object>>>,
+fn restore_former(
+    current: Vec<Arc<Object>>,
+    mut former: BTreeMap<NamespacedName, Option<Arc<Object>>>,
 ) -> Vec<Arc<Object>> {
-    let mut objects = Vec::with_capacity(now.len() + then.len());
-    for object in now {
-        while let Some(entry) = then.first_entry().filter(|entry| *entry.key() < object.key) {
+    let mut objects = Vec::with_capacity(current.len() + former.len());
+    for object in current {
+        while let Some(entry) = former
+            .first_entry()
+            .filter(|entry| *entry.key() < object.key)
+        {
             objects.extend(entry.remove());
         }
-        match then
+        match former
             .first_entry()
             .filter(|entry| *entry.key() == object.key)
         {
@@ -135,6 +144,6 @@ fn back(
             None => objects.push(object),
         }
     }
-    objects.extend(then.into_values().flatten());
+    objects.extend(former.into_values().flatten());
     objects
 }

@@ -18,8 +18,8 @@ pub(crate) fn store(window: usize) -> Arc<Store> {
 
 /// Name, version and whether it was deleted, of the events after a version.
 fn after(store: &Store, version: u64) -> Result<Vec<(String, u64, bool)>, VersionError> {
-    let (history, next) = store.after(version, false)?;
-    match store.events(history, next, (1000, false)) {
+    let (history, next) = store.position_after(version, false)?;
+    match store.read_events(history, next, (1000, false)) {
         EventBatch::Events(events, _) => Ok(events
             .iter()
             .map(|event| (event.object.key.1.to_string(), event.version, event.deleted))
@@ -65,7 +65,7 @@ fn events_after_a_version_and_the_state_at_it_are_known() {
         (12, vec![of("a", 12), of("b", 10), of("c", 11)]),
         (13, vec![of("a", 12), of("c", 11)]),
     ] {
-        let state = store.at(Some(version)).unwrap();
+        let state = store.state_at(Some(version)).unwrap();
         assert_eq!(
             (state.version, names(&state)),
             (version, expected),
@@ -102,12 +102,12 @@ fn a_list_after_an_outage_is_converted_to_events() {
         ])
     );
     // An object that disappeared gets a deletion at that version.
-    let (history, next) = store.after(10, false).unwrap();
-    let EventBatch::Events(events, _) = store.events(history, next, (10, false)) else {
+    let (history, next) = store.position_after(10, false).unwrap();
+    let EventBatch::Events(events, _) = store.read_events(history, next, (10, false)) else {
         panic!()
     };
     assert_eq!(
-        events[2].object.value()["metadata"]["resourceVersion"],
+        events[2].object.to_value()["metadata"]["resourceVersion"],
         "20"
     );
     // Objects that existed only within the outage were never seen here.
@@ -120,7 +120,7 @@ fn a_list_after_an_outage_is_converted_to_events() {
     }
     assert_eq!(after(&store, 20), Ok(vec![]));
     assert_eq!(
-        names(&store.at(Some(10)).unwrap()),
+        names(&store.state_at(Some(10)).unwrap()),
         [of("a", 3), of("b", 10), of("c", 4)]
     );
 }
@@ -129,27 +129,27 @@ fn a_list_after_an_outage_is_converted_to_events() {
 fn a_version_that_went_back_is_another_history() {
     let store = store(1 << 20);
     store.replace(10, vec![object("n", "a", 3)]);
-    let (history, next) = store.after(10, false).unwrap();
+    let (history, next) = store.position_after(10, false).unwrap();
     store.replace(7, vec![object("n", "b", 7)]);
     assert!(matches!(
-        store.events(history, next, (10, false)),
+        store.read_events(history, next, (10, false)),
         EventBatch::Missed
     ));
     assert_eq!(after(&store, 10), Err(VersionError::Future(7)));
-    assert_eq!(names(&store.at(None).unwrap()), [of("b", 7)]);
+    assert_eq!(names(&store.state_at(None).unwrap()), [of("b", 7)]);
 }
 
 #[test]
 fn the_window_is_bounded_in_bytes_and_older_versions_expire() {
     let store = store(20_000);
     store.replace(10, vec![]);
-    let (history, next) = store.after(10, false).unwrap();
+    let (history, next) = store.position_after(10, false).unwrap();
     for version in 11..1000 {
         store.apply(object("n", "a", version), false);
     }
     assert_eq!(after(&store, 10), Err(VersionError::Expired));
     assert!(matches!(
-        store.events(history, next, (10, false)),
+        store.read_events(history, next, (10, false)),
         EventBatch::Missed
     ));
     let oldest = (10..1000)
@@ -160,13 +160,13 @@ fn the_window_is_bounded_in_bytes_and_older_versions_expire() {
         after(&store, oldest).unwrap().len(),
         999 - usize::try_from(oldest).unwrap()
     );
-    let inner = store.inner();
+    let inner = store.lock();
     assert_eq!(
         inner.bytes,
         inner
             .objects
             .values()
-            .map(|object| object.weight())
+            .map(|object| object.memory_size())
             .sum::<usize>()
     );
 }
@@ -179,8 +179,8 @@ fn known_objects_cause_no_event_and_bookmarks_pass() {
     store.apply(object("n", "x", 9), false);
     store.apply(object("n", "y", 12), true);
     assert_eq!(after(&store, 10), Ok(vec![]));
-    store.pass(15);
-    store.pass(14);
+    store.advance_version(15);
+    store.advance_version(14);
     assert_eq!(store.version(), 15);
     assert_eq!(after(&store, 15), Ok(vec![]));
 }
@@ -189,34 +189,34 @@ fn known_objects_cause_no_event_and_bookmarks_pass() {
 async fn a_lost_source_makes_a_view_old_only_after_a_while() {
     let store = store(1 << 20);
     store.replace(10, vec![]);
-    store.found(None);
-    assert_eq!((store.age(), store.status().lost), (None, None));
-    store.lost_for(Duration::ZERO);
-    assert_eq!(store.age(), None);
+    store.mark_connected(None);
+    assert_eq!((store.stale_age(), store.status().lost), (None, None));
+    store.mark_lost(Duration::ZERO);
+    assert_eq!(store.stale_age(), None);
     assert!(store.status().lost.is_some());
-    store.lost_for(Duration::from_mins(1));
+    store.mark_lost(Duration::from_mins(1));
     // Independent of the time until the silence was noticed.
-    assert_eq!(store.age(), None);
-    assert_eq!(store.ages_in(), Some(TURN));
-    tokio::time::advance(TURN).await;
-    assert_eq!(store.ages_in(), Some(Duration::ZERO));
-    let age = store.age().unwrap().as_secs();
+    assert_eq!(store.stale_age(), None);
+    assert_eq!(store.time_until_stale(), Some(STALE_NOTICE_DELAY));
+    tokio::time::advance(STALE_NOTICE_DELAY).await;
+    assert_eq!(store.time_until_stale(), Some(Duration::ZERO));
+    let age = store.stale_age().unwrap().as_secs();
     assert!((59..65).contains(&age), "{age}");
     // A further loss does not make it younger.
-    store.lost_for(Duration::ZERO);
-    assert!(store.age().unwrap().as_secs() >= 59);
-    store.found(None);
-    assert_eq!(store.age(), None);
+    store.mark_lost(Duration::ZERO);
+    assert!(store.stale_age().unwrap().as_secs() >= 59);
+    store.mark_connected(None);
+    assert_eq!(store.stale_age(), None);
 }
 
 #[test]
 fn readers_that_begin_at_one_version_share_its_state() {
     let store = store(1 << 20);
     store.replace(10, vec![object("n", "a", 3)]);
-    let (one, two) = (store.state().unwrap(), store.state().unwrap());
+    let (one, two) = (store.list_state().unwrap(), store.list_state().unwrap());
     assert!(one.ptr_eq(&two) && one.upgrade().is_some());
     store.apply(object("n", "b", 11), false);
-    assert!(!store.state().unwrap().ptr_eq(&one));
+    assert!(!store.list_state().unwrap().ptr_eq(&one));
 }
 
 #[test]
@@ -238,7 +238,7 @@ fn an_object_with_many_changes_is_known_at_each_version() {
         (15, vec![of("a", 13), of("b", 14), of("d", 6), of("e", 15)]),
         (16, vec![of("b", 14), of("d", 6), of("e", 15)]),
     ] {
-        let state = store.at(Some(version)).unwrap();
+        let state = store.state_at(Some(version)).unwrap();
         assert_eq!(names(&state), expected, "{version}");
     }
 }
@@ -248,13 +248,13 @@ fn a_list_with_more_changes_than_versions_is_of_another_cloud() {
     for version in [10, 11] {
         let store = store(1 << 20);
         store.replace(10, vec![object("n", "a", 3), object("n", "b", 4)]);
-        let (history, next) = store.after(10, false).unwrap();
+        let (history, next) = store.position_after(10, false).unwrap();
         store.replace(version, vec![object("n", "c", 9)]);
         assert!(matches!(
-            store.events(history, next, (10, false)),
+            store.read_events(history, next, (10, false)),
             EventBatch::Missed
         ));
-        assert_eq!(names(&store.at(None).unwrap()), [of("c", 9)]);
+        assert_eq!(names(&store.state_at(None).unwrap()), [of("c", 9)]);
     }
 }
 
@@ -263,6 +263,9 @@ fn the_largest_possible_version_is_handled() {
     let store = store(1 << 20);
     store.replace(u64::MAX, vec![object("n", "a", 3)]);
     store.replace(u64::MAX, vec![object("n", "b", 3)]);
-    store.pass(u64::MAX);
-    assert_eq!(names(&store.at(Some(u64::MAX)).unwrap()), [of("b", 3)]);
+    store.advance_version(u64::MAX);
+    assert_eq!(
+        names(&store.state_at(Some(u64::MAX)).unwrap()),
+        [of("b", 3)]
+    );
 }

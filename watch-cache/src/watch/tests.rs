@@ -173,7 +173,7 @@ async fn a_reader_gets_a_bookmark_each_minute_until_its_timeout() {
         "resourceVersion=10&allowWatchBookmarks=true&timeoutSeconds=200",
     )
     .await;
-    served.store().pass(15);
+    served.store().advance_version(15);
     let mut marks = 0;
     while let Some(event) = reader.event().await {
         assert_eq!(told(&event), of("BOOKMARK", "", 15));
@@ -262,7 +262,7 @@ async fn a_reader_that_does_not_read_is_dropped_and_frees_its_memory() {
     let mut initial = Reader::json(&served, "").await;
     let mut later = Reader::json(&served, "resourceVersion=1000").await;
     assert!(initial.read().await);
-    let weak = served.store().state().unwrap();
+    let weak = served.store().list_state().unwrap();
     assert!(weak.upgrade().is_some());
     assert_eq!(served.store().status().watchers, 2);
     advance(Duration::from_secs(61)).await;
@@ -284,7 +284,7 @@ async fn readers_that_begin_during_changes_hold_few_states() {
     let mut states = Vec::new();
     for version in 11..1000 {
         served.store().apply(object("n", "a", version), false);
-        states.push(served.store().state().unwrap());
+        states.push(served.store().list_state().unwrap());
     }
     let held = states
         .iter()
@@ -298,7 +298,7 @@ async fn only_followers_are_released_after_a_source_outage() {
     let served = served();
     let mut follower = Reader::json(&served, "resourceVersion=10&fresh=true").await;
     let mut reader = Reader::json(&served, "resourceVersion=10").await;
-    served.store().lost_for(Duration::from_mins(1));
+    served.store().mark_lost(Duration::from_mins(1));
     let begun = tokio::time::Instant::now();
     assert_eq!(follower.event().await, None);
     let let_go = begun.elapsed().as_secs();

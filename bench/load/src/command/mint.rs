@@ -74,7 +74,7 @@ pub(super) fn run(asked: &cli::Mint) -> anyhow::Result<()> {
             pool: None,
             labels: BTreeMap::new(),
             enrolled_at,
-            serial: Certificate::read(&issued.certificate)?.serial_hex(),
+            serial: Certificate::parse(&issued.certificate)?.serial_hex(),
             root: Some(issued.root),
             not_after: Some(issued.not_after.as_secs()),
             revoked: None,

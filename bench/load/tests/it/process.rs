@@ -34,7 +34,7 @@ impl Load {
         )
     }
 
-    /// As [`Load::start`], in a network namespace.
+    /// As [`Load::open_h2_stream`], in a network namespace.
     pub(crate) fn start_in(netns: &str, line: &str) -> Self {
         let mut command = Command::new("ip");
         let binary = env!("CARGO_BIN_EXE_causeway-bench-load");

@@ -84,9 +84,9 @@ fn requesting() -> Ca {
 }
 
 fn again(ca: &Ca) -> Ca {
-    let text = serde_json::to_string(&CaFile::of(ca)).unwrap();
+    let text = serde_json::to_string(&CaFile::from_ca(ca)).unwrap();
     let file = serde_json::from_str::<CaFile>(&text).unwrap();
-    file.read().unwrap()
+    file.into_ca().unwrap()
 }
 
 fn names() -> Vec<HostName> {
@@ -97,12 +97,12 @@ fn names() -> Vec<HostName> {
 
 fn import(ca: Ca, chain: &str) -> Ca {
     let (ca, step) = ca.import_listener_chain(chain, &names()).unwrap();
-    assert_eq!(step, RotationStep::Made);
+    assert_eq!(step, RotationStep::Applied);
     again(&ca)
 }
 
 fn leaf(ca: &Ca) -> LeafCertificate {
-    ca.mint_listener(&names(), DAY).unwrap()
+    ca.issue_listener(&names(), DAY).unwrap()
 }
 
 /// Whether a client that trusts only `root` verifies a listener.
@@ -141,7 +141,7 @@ fn company_root_clients_verify_listeners_through_rotation() {
     }
     assert_ne!(ca.bundle_pem(), ours);
     let (ca, step) = ca.import_listener_chain(&chain, &names()).unwrap();
-    assert_eq!(step, RotationStep::Standing);
+    assert_eq!(step, RotationStep::Unchanged);
     assert!(trusts(company.root.der(), &ca));
 }
 
@@ -151,15 +151,15 @@ fn a_request_stays_until_its_chain_is_imported_then_key_changes() {
     let request = |ca: &Ca| ca.listener_request_pem().unwrap().unwrap();
     let (first, key) = (request(&ca), company.chain(&ca));
     let (ca, step) = again(&ca).request_listener_ca().unwrap();
-    assert_eq!(step, RotationStep::Standing);
-    assert!(crate::csr::asks_the_same(
+    assert_eq!(step, RotationStep::Unchanged);
+    assert!(crate::csr::is_same_request(
         first.as_bytes(),
         request(&ca).as_bytes()
     ));
     let before = import(ca, &key);
     let (ca, step) = before.request_listener_ca().unwrap();
-    assert_eq!(step, RotationStep::Made);
-    assert!(!crate::csr::asks_the_same(
+    assert_eq!(step, RotationStep::Applied);
+    assert!(!crate::csr::is_same_request(
         first.as_bytes(),
         request(&ca).as_bytes()
     ));
@@ -178,9 +178,9 @@ fn a_chain_renewed_for_the_same_key_needs_no_new_request() {
     let (company, ca) = (Company::new(), requesting());
     let (first, second) = (company.chain(&ca), company.chain(&ca));
     let ca = import(ca, &first);
-    let before = ca.state();
+    let before = ca.version();
     let ca = import(ca, &second);
-    assert!(trusts(company.root.der(), &ca) && ca.state() != before);
+    assert!(trusts(company.root.der(), &ca) && ca.version() != before);
 }
 
 #[test]
@@ -207,7 +207,7 @@ fn a_leaf_expires_no_later_than_any_certificate_of_its_chain() {
     let ca = requesting();
     let chain = company.chain(&ca);
     let ca = import(ca, &chain);
-    let first = ca.listener_ca().unwrap().first_to_end;
+    let first = ca.listener_ca().unwrap().first_to_expire;
     assert_eq!(first.subject, "Issuing");
     let ends = first.not_after;
     assert_eq!(leaf(&ca).not_after(), ends);
@@ -219,7 +219,7 @@ fn an_expired_chain_gives_way_to_our_own_intermediate() {
     let (company, ca) = (Company::new(), requesting());
     let chain = company.chain(&ca);
     let mut ca = import(ca, &chain);
-    ca.listeners.chain.as_mut().unwrap().signer.facts.not_after = 1;
+    ca.listeners.chain.as_mut().unwrap().signer.parsed.not_after = 1;
     assert!(trusts(ca.root(), &ca) && !trusts(company.root.der(), &ca));
 }
 
@@ -231,9 +231,9 @@ fn a_listener_shows_our_own_intermediate_as_soon_as_the_chain_has_expired() {
     let mut ended = again(&ca);
     let live = LiveCa::new(ca);
     let resolver = SniCertResolver::new(live.clone(), vec![], Arc::new(|_| true)).unwrap();
-    let shown = || resolver.leaf(Some("edge-1")).unwrap().cert[1].clone();
+    let shown = || resolver.leaf_for_sni(Some("edge-1")).unwrap().cert[1].clone();
     let before = shown();
-    assert_eq!(before, pem::certificates(&chain).unwrap()[0]);
+    assert_eq!(before, pem::parse_certificates(&chain).unwrap()[0]);
     // The same chain, at a later time.
     ended
         .listeners
@@ -241,9 +241,13 @@ fn a_listener_shows_our_own_intermediate_as_soon_as_the_chain_has_expired() {
         .as_mut()
         .unwrap()
         .signer
-        .facts
+        .parsed
         .not_after = 1;
-    assert_ne!(ended.state(), live.get().state(), "a gateway notices it");
+    assert_ne!(
+        ended.version(),
+        live.get().version(),
+        "a gateway notices it"
+    );
     live.swap(ended);
     assert_eq!(
         facts_of(&shown()).uris,
@@ -254,17 +258,17 @@ fn a_listener_shows_our_own_intermediate_as_soon_as_the_chain_has_expired() {
 #[test]
 fn a_ca_that_an_earlier_version_had_signed_is_read() {
     let ca = requesting();
-    let mut file = serde_json::to_value(CaFile::of(&ca)).unwrap();
+    let mut file = serde_json::to_value(CaFile::from_ca(&ca)).unwrap();
     file["roots"][0]["above"] = "-----BEGIN CERTIFICATE-----".into();
-    let read = serde_json::from_value::<CaFile>(file).unwrap().read();
+    let read = serde_json::from_value::<CaFile>(file).unwrap().into_ca();
     let again = read.unwrap();
-    assert_eq!(again.state(), ca.state());
-    let written = serde_json::to_value(CaFile::of(&again)).unwrap();
+    assert_eq!(again.version(), ca.version());
+    let written = serde_json::to_value(CaFile::from_ca(&again)).unwrap();
     assert!(written["roots"][0].get("above").is_none());
 }
 
 fn facts_of(certificate: &CertificateDer<'_>) -> Certificate {
-    Certificate::read(certificate).unwrap()
+    Certificate::parse(certificate).unwrap()
 }
 
 /// Permits this DNS name, and no address.
@@ -284,10 +288,10 @@ fn names_that_a_chain_does_not_permit_have_certificates_of_our_own_ca() {
     let [edge, address] = names().try_into().unwrap();
     let ca = ca.import_listener_chain(&chain, std::slice::from_ref(&edge));
     let ca = again(&ca.unwrap().0);
-    assert!(ca.listener_ca().unwrap().limits_names);
+    assert!(ca.listener_ca().unwrap().has_name_constraints);
     let below = |names: &[HostName]| {
-        let leaf = ca.mint_listener(names, DAY).unwrap();
-        leaf.chain()[1] == pem::certificates(&chain).unwrap()[0]
+        let leaf = ca.issue_listener(names, DAY).unwrap();
+        leaf.chain()[1] == pem::parse_certificates(&chain).unwrap()[0]
     };
     let edge_2 = HostName::parse("edge-2").unwrap();
     assert!(below(std::slice::from_ref(&edge)) && below(&[]));
@@ -313,7 +317,7 @@ fn names_that_a_chain_does_not_permit_have_certificates_of_our_own_ca() {
 fn an_address_is_no_common_name() {
     let ca = requesting();
     let common = |names: &[HostName]| {
-        let leaf = ca.mint_listener(names, DAY).unwrap();
+        let leaf = ca.issue_listener(names, DAY).unwrap();
         facts_of(&leaf.chain()[0]).common_name.unwrap()
     };
     let [edge, address] = names().try_into().unwrap();
@@ -327,7 +331,7 @@ fn a_new_request_replaces_a_pending_one_and_its_key() {
     let stolen = company.chain(&ca);
     let (ca, step) = ca.renew_listener_request().unwrap();
     let ca = again(&ca);
-    assert_eq!((step, ca.listeners.generation), (RotationStep::Made, 2));
+    assert_eq!((step, ca.listeners.generation), (RotationStep::Applied, 2));
     let chain = company.chain(&ca);
     assert!(ca.import_listener_chain(&stolen, &[]).is_err());
     let (ca, _) = requesting().renew_listener_request().unwrap();
@@ -348,7 +352,7 @@ fn a_replaced_root_stays_for_clients_until_its_chain_has_ended() {
     let mut ca = import(ca, &chain);
     let both = ours.clone() + &second.root.pem() + &first.root.pem();
     assert_eq!(ca.client_bundle_pem(), both);
-    ca.listeners.former_roots[0].until = 1;
+    ca.listeners.former_roots[0].expires = 1;
     assert_eq!(ca.client_bundle_pem(), ours + &second.root.pem());
 }
 
@@ -358,13 +362,13 @@ fn a_chain_that_is_removed_gives_way_to_our_own_intermediate() {
     let chain = company.chain(&ca);
     let (ca, step) = import(ca, &chain).remove_listener_chain();
     let ca = again(&ca);
-    assert_eq!((step, ca.listeners.generation), (RotationStep::Made, 3));
+    assert_eq!((step, ca.listeners.generation), (RotationStep::Applied, 3));
     assert!(trusts(ca.root(), &ca) && !trusts(company.root.der(), &ca));
     assert_eq!(
         (ca.listener_ca(), ca.client_bundle_pem()),
         (None, ca.bundle_pem())
     );
-    assert_eq!(ca.remove_listener_chain().1, RotationStep::Standing);
+    assert_eq!(ca.remove_listener_chain().1, RotationStep::Unchanged);
 }
 
 #[test]
@@ -375,7 +379,7 @@ fn a_chain_in_the_reverse_order_is_imported() {
     assert!(trusts(company.root.der(), &ca));
     let chain = own + &company.issuing.pem() + &company.root.pem();
     let (_, step) = ca.import_listener_chain(&chain, &names()).unwrap();
-    assert_eq!(step, RotationStep::Standing);
+    assert_eq!(step, RotationStep::Unchanged);
 }
 
 #[test]
@@ -392,7 +396,10 @@ fn names_of_certificates_are_shown_without_control_characters() {
     let chain = company.chain(&ca);
     let root = import(ca, &chain).listener_ca().unwrap().root;
     assert_eq!(root.subject, "Ro\u{fffd}[2Kot\u{fffd}");
-    assert_eq!(root.fingerprint, Fingerprint::of(company.root.der()));
+    assert_eq!(
+        root.fingerprint,
+        Fingerprint::of_certificate(company.root.der())
+    );
 }
 
 #[test]
@@ -456,7 +463,7 @@ fn a_chain_that_is_wrong_is_refused_with_the_reason() {
 fn a_chain_with_wrong_certificates_or_order_is_refused() {
     let (company, other) = (Company::new(), Company::new());
     let ca = requesting();
-    let text = serde_json::to_string(&CaFile::of(&ca)).unwrap();
+    let text = serde_json::to_string(&CaFile::from_ca(&ca)).unwrap();
     let own = company.sign(&ca, |_| {});
     let (issuing, root) = (company.issuing.pem(), company.root.pem());
     for (chain, why) in [
@@ -496,7 +503,7 @@ fn a_chain_with_wrong_certificates_or_order_is_refused() {
     ] {
         let ca = serde_json::from_str::<CaFile>(&text)
             .unwrap()
-            .read()
+            .into_ca()
             .unwrap();
         let imported = ca.import_listener_chain(&chain, &names());
         let refused = imported.unwrap_err().to_string();
@@ -523,7 +530,7 @@ fn a_chain_vouches_for_no_edge_and_no_client() {
     let edge_key = crate::PrivateKey::generate().unwrap();
     let key = VerifiedPublicKey::verify(&edge_key.request().unwrap()).unwrap();
     let edge = ca.issue_edge(&key, &NodeName::parse("edge-1").unwrap(), DAY);
-    let edge = pem::certificates(&edge.unwrap().pem()).unwrap();
+    let edge = pem::parse_certificates(&edge.unwrap().pem()).unwrap();
     let root = webpki::anchor_from_trusted_cert(company.root.der()).unwrap();
     let listeners = &leaf(&ca).chain()[1..].to_vec();
     for own in [edge.as_slice(), client.chain()] {
@@ -547,13 +554,13 @@ fn a_listener_shows_an_imported_chain_from_then_on() {
     let (company, ca) = (Company::new(), requesting());
     let (live, chain) = (LiveCa::new(again(&ca)), company.chain(&ca));
     let resolver = SniCertResolver::new(live.clone(), vec![], Arc::new(|_| true)).unwrap();
-    let before = resolver.leaf(Some("edge-1")).unwrap();
+    let before = resolver.leaf_for_sni(Some("edge-1")).unwrap();
     live.swap(again(&ca));
     assert!(Arc::ptr_eq(
         &before,
-        &resolver.leaf(Some("edge-1")).unwrap()
+        &resolver.leaf_for_sni(Some("edge-1")).unwrap()
     ));
     live.swap(import(ca, &chain));
-    let after = resolver.leaf(Some("edge-1")).unwrap();
+    let after = resolver.leaf_for_sni(Some("edge-1")).unwrap();
     assert_eq!(after.cert.last(), Some(company.issuing.der()));
 }

@@ -65,8 +65,8 @@ fn pool_members_use_tls_1_3_without_resumption() {
     let ca = ca();
     let (one, two) = (edge(&ca, "edge-1"), edge(&ca, "edge-2"));
     let (near, far) = (
-        site(&one, &BOTH).client().unwrap(),
-        site(&two, &BOTH).server().unwrap(),
+        site(&one, &BOTH).client_config().unwrap(),
+        site(&two, &BOTH).server_config().unwrap(),
     );
     for _ in 0..2 {
         let (client, server) = shake(near.clone(), far.clone(), "edge-2").unwrap();
@@ -75,7 +75,7 @@ fn pool_members_use_tls_1_3_without_resumption() {
         assert_eq!(server.alpn_protocol(), Some(&b"http/1.1"[..]));
         assert_eq!(server.server_name(), None, "no name travels");
         let shown = server.peer_certificates().unwrap();
-        let known = site(&two, &BOTH).member(shown, UnixTime::now());
+        let known = site(&two, &BOTH).verify_member(shown, UnixTime::now());
         assert_eq!(known.unwrap(), one.node);
     }
 }
@@ -86,8 +86,8 @@ fn a_node_of_another_pool_is_refused_at_either_end() {
     let (one, two) = (edge(&ca, "edge-1"), edge(&ca, "edge-2"));
     for (near, far) in [(&BOTH[..1], &BOTH[..]), (&BOTH[..], &BOTH[1..])] {
         let refused = shake(
-            site(&one, near).client().unwrap(),
-            site(&two, far).server().unwrap(),
+            site(&one, near).client_config().unwrap(),
+            site(&two, far).server_config().unwrap(),
             "edge-2",
         );
         let why = refused.map(drop).unwrap_err().to_string();
@@ -101,8 +101,8 @@ fn a_different_pool_member_than_expected_is_refused() {
     let (one, two) = (edge(&ca, "edge-1"), edge(&ca, "edge-2"));
     let all = ["edge-1", "edge-2", "edge-3"];
     let refused = shake(
-        site(&one, &all).client().unwrap(),
-        site(&two, &all).server().unwrap(),
+        site(&one, &all).client_config().unwrap(),
+        site(&two, &all).server_config().unwrap(),
         "edge-3",
     );
     let why = refused.map(drop).unwrap_err().to_string();
@@ -115,8 +115,8 @@ fn a_certificate_of_another_ca_is_refused_for_every_name() {
     let (one, two) = (edge(&ours, "edge-1"), edge(&other, "edge-2"));
     for (dials, serves) in [(&one, &two), (&two, &one)] {
         let refused = shake(
-            site(dials, &BOTH).client().unwrap(),
-            site(serves, &BOTH).server().unwrap(),
+            site(dials, &BOTH).client_config().unwrap(),
+            site(serves, &BOTH).server_config().unwrap(),
             serves.node.as_str(),
         );
         assert!(matches!(refused, Err(Error::InvalidCertificate(_))));
@@ -128,7 +128,8 @@ fn came_with(ca: &Ca, leaf: &LeafCertificate) -> PoolMemberRejected {
     let one = edge(ca, "edge-1");
     let everybody: IsMemberFn = Arc::new(|_| true);
     let site = PoolMemberTls::new(&one, everybody).unwrap();
-    site.member(leaf.chain(), UnixTime::now()).unwrap_err()
+    site.verify_member(leaf.chain(), UnixTime::now())
+        .unwrap_err()
 }
 
 #[test]
@@ -149,7 +150,7 @@ fn expired_certificates_are_refused() {
     let ca = ca();
     let one = edge(&ca, "edge-1");
     let later = UnixTime::since_unix_epoch(Duration::from_secs(one.leaf.not_after().as_secs() + 1));
-    let refused = site(&one, &BOTH).member(one.leaf.chain(), later);
+    let refused = site(&one, &BOTH).verify_member(one.leaf.chain(), later);
     let expired = matches!(
         refused,
         Err(PoolMemberRejected::Peer(PeerRejected::Expired { .. }))
@@ -160,7 +161,7 @@ fn expired_certificates_are_refused() {
 #[test]
 fn a_certificate_of_another_system_has_no_site() {
     let mut given = edge(&ca(), "edge-1");
-    given.given = true;
+    given.is_external = true;
     assert!(PoolMemberTls::new(&given, Arc::new(|_| true)).is_err());
 }
 
@@ -169,6 +170,6 @@ fn a_member_with_a_slow_clock_accepts_its_neighbours() {
     let ca = ca();
     let (one, two) = (edge(&ca, "edge-1"), edge(&ca, "edge-2"));
     let epoch = UnixTime::since_unix_epoch(Duration::ZERO);
-    let member = site(&one, &BOTH).member(two.leaf.chain(), epoch);
+    let member = site(&one, &BOTH).verify_member(two.leaf.chain(), epoch);
     assert_eq!(member.unwrap(), two.node);
 }

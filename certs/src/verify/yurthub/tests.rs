@@ -65,7 +65,7 @@ fn only_a_nodes_own_certificate_of_the_clusters_ca_reads() {
     assert!(why.contains("not for 10.1.0.6"), "{why}");
     let judged = |leaf: &LeafCertificate, after: Duration| {
         let now = UnixTime::now().as_secs() + after.as_secs();
-        hubs.node(
+        hubs.verify_node(
             leaf.chain(),
             UnixTime::since_unix_epoch(Duration::from_secs(now)),
         )
@@ -95,8 +95,8 @@ fn only_a_nodes_own_certificate_of_the_clusters_ca_reads() {
         assert!(judged(&leaf, Duration::ZERO).is_err(), "{why}");
     }
     assert_eq!(
-        hubs.node(&[], UnixTime::now()),
-        Err(PeerRejected::Missing),
+        hubs.verify_node(&[], UnixTime::now()),
+        Err(PeerRejected::NoCertificate),
         "without any"
     );
 }

@@ -19,51 +19,51 @@ use tokio::{
 use tracing::{debug, warn};
 
 /// How often it is noted until when the states were the newest: a small file, and a disk that wears out.
-const NOTE: Duration = Duration::from_mins(1);
+const TIMES_INTERVAL: Duration = Duration::from_mins(1);
 /// A disk that hangs does not keep an edge from stopping.
-const LAST: Duration = Duration::from_secs(5);
+const FINAL_SAVE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Writer that saves a cache to disk. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct DiskWriter(Arc<Inner>);
 
 struct Inner {
-    pool: Arc<WatchCache>,
-    saved: SnapshotDir,
-    told: Membership,
-    data: DataDir,
+    cache: Arc<WatchCache>,
+    snapshots: SnapshotDir,
+    membership: Membership,
+    data_dir: DataDir,
     /// Version of each store that is on the disk. Locked while it is written, by threads that may block.
-    written: Mutex<Vec<u64>>,
+    saved_versions: Mutex<Vec<u64>>,
 }
 
 impl DiskWriter {
     pub(super) fn new(
-        pool: Arc<WatchCache>,
-        (dir, most): (PathBuf, u64),
+        cache: Arc<WatchCache>,
+        (dir, max_bytes): (PathBuf, u64),
         (told, data): (Membership, DataDir),
     ) -> Self {
         Self(Arc::new(Inner {
-            written: Mutex::new(vec![0; pool.stores().len()]),
-            saved: SnapshotDir::new(dir, most),
-            pool,
-            told,
-            data,
+            saved_versions: Mutex::new(vec![0; cache.stores().len()]),
+            snapshots: SnapshotDir::new(dir, max_bytes),
+            cache,
+            membership: told,
+            data_dir: data,
         }))
     }
 
     /// Takes up what is on the disk. Returns when it is there.
     pub(super) async fn load(&self) {
-        let keep = self.clone();
+        let this = self.clone();
         let loaded = spawn_blocking(move || {
-            for fault in keep.0.saved.load(&keep.0.pool) {
+            for fault in this.0.snapshots.load(&this.0.cache) {
                 warn!(fault, "cannot use saved API cache data");
             }
-            let versions = keep.0.pool.stores().iter().map(|store| version(store));
-            *keep
+            let current_versions = this.0.cache.stores().iter().map(|store| version(store));
+            *this
                 .0
-                .written
+                .saved_versions
                 .lock()
-                .unwrap_or_else(PoisonError::into_inner) = versions.collect();
+                .unwrap_or_else(PoisonError::into_inner) = current_versions.collect();
         });
         if let Err(error) = loaded.await {
             debug!(%error, "saved API cache data is not loaded, because this edge is stopping");
@@ -71,87 +71,91 @@ impl DiskWriter {
     }
 
     /// Writes what changes, for as long as it is polled.
-    pub(super) async fn run(self, every: Duration) {
-        let mut changes: Vec<_> = self
+    pub(super) async fn run(self, save_interval: Duration) {
+        let mut store_changes: Vec<_> = self
             .0
-            .pool
+            .cache
             .stores()
             .iter()
-            .map(|store| store.changed())
+            .map(|store| store.subscribe())
             .collect();
-        let mut told = self.0.told.changes();
-        let mut note = interval(NOTE);
+        let mut membership_changes = self.0.membership.changes();
+        let mut save_times = interval(TIMES_INTERVAL);
         loop {
             tokio::select! {
-                () = any_changed(&mut changes) => {
+                () = any_changed(&mut store_changes) => {
                     // Batches changes that follow soon.
-                    sleep(every).await;
-                    changes.iter_mut().for_each(tokio::sync::watch::Receiver::mark_unchanged);
-                    self.write().await;
+                    sleep(save_interval).await;
+                    store_changes.iter_mut().for_each(tokio::sync::watch::Receiver::mark_unchanged);
+                    self.save_changed().await;
                 }
-                _ = note.tick() => {
-                    let stores = self.0.pool.stores();
+                _ = save_times.tick() => {
+                    let stores = self.0.cache.stores();
                     if stores.iter().any(|store| store.status().lost.is_none()) {
-                        self.note().await;
+                        self.save_times().await;
                     }
                 }
-                heard = told.changed() => {
-                    if heard.is_err() {
+                changed = membership_changes.changed() => {
+                    if changed.is_err() {
                         return;
                     }
-                    told.mark_unchanged();
-                    let keep = self.clone();
+                    membership_changes.mark_unchanged();
+                    let this = self.clone();
                     // A failed write is repeated with the next change.
-                    let _ = spawn_blocking(move || keep.0.told.keep(&keep.0.data)).await;
+                    let _ = spawn_blocking(move || this.0.membership.save(&this.0.data_dir)).await;
                 }
             }
         }
     }
 
     /// Writes what is not on the disk.
-    async fn write(&self) {
-        let keep = self.clone();
-        let writing = spawn_blocking(move || {
-            let inner = &keep.0;
-            let mut written = inner.written.lock().unwrap_or_else(PoisonError::into_inner);
-            for (store, on_disk) in inner.pool.stores().iter().zip(written.iter_mut()) {
-                let now = version(store);
-                if now == *on_disk {
+    async fn save_changed(&self) {
+        let this = self.clone();
+        let save_task = spawn_blocking(move || {
+            let inner = &this.0;
+            let mut saved_versions = inner
+                .saved_versions
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            for (store, saved_version) in inner.cache.stores().iter().zip(saved_versions.iter_mut())
+            {
+                let current_version = version(store);
+                if current_version == *saved_version {
                     continue;
                 }
-                match inner.saved.write(store) {
-                    Ok(()) => *on_disk = now,
+                match inner.snapshots.write(store) {
+                    Ok(()) => *saved_version = current_version,
                     Err(error) => {
                         warn!(resource = %store.resource(), %error, "cannot save API cache data to disk; retrying");
                     }
                 }
             }
         });
-        if let Err(error) = writing.await {
+        if let Err(error) = save_task.await {
             debug!(%error, "API cache data is not saved, because this edge is stopping");
         }
     }
 
     /// Notes until when what is on the disk was the newest.
-    async fn note(&self) {
-        let keep = self.clone();
-        let noting = spawn_blocking(move || {
-            if let Err(error) = keep.0.saved.write_times(&keep.0.pool) {
+    async fn save_times(&self) {
+        let this = self.clone();
+        let save_task = spawn_blocking(move || {
+            if let Err(error) = this.0.snapshots.write_times(&this.0.cache) {
                 warn!(%error, "cannot save the age of the API cache data; retrying");
             }
         });
-        if let Err(error) = noting.await {
+        if let Err(error) = save_task.await {
             debug!(%error, "the age of the API cache data is not saved, because this edge is stopping");
         }
     }
 
     /// Writes what is not on the disk, before the end.
-    pub(super) async fn end(&self) {
+    pub(super) async fn final_save(&self) {
         let last = async {
-            self.write().await;
-            self.note().await;
+            self.save_changed().await;
+            self.save_times().await;
         };
-        if timeout(LAST, last).await.is_err() {
+        if timeout(FINAL_SAVE_TIMEOUT, last).await.is_err() {
             warn!("the disk is too slow: the latest API cache data is not saved");
         }
     }

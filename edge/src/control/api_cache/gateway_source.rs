@@ -4,7 +4,7 @@
 //! for the same one. With another identity, or at another gateway, the next question has a connection of its own, and watches
 //! that are open keep theirs until they end by themselves. How long to wait after a failure is what it is for tunnels.
 
-use super::list_watch_http::{build_request, error_chain, to_answer};
+use super::list_watch_http::{build_request, error_chain, to_source_response};
 use crate::control::{
     connect_error::ConnectError,
     dial::{GatewayConnection, GatewayConnector},
@@ -39,20 +39,20 @@ use tokio::{
 use tracing::{debug, info, info_span};
 
 /// A gateway is asked whether it is there this often, and is gone when it does not say so within this time.
-const PING: Duration = Duration::from_secs(5);
-const PONG: Duration = Duration::from_secs(10);
+const PING_INTERVAL: Duration = Duration::from_secs(5);
+const PING_TIMEOUT: Duration = Duration::from_secs(10);
 /// A gateway has what it serves in memory; a watch of a version that it does not know yet waits 3 s for it.
-const ANSWER: Duration = Duration::from_secs(15);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Between two gateways that do not serve what is asked.
-const MOVES: Duration = Duration::from_secs(30);
+const MIN_SWITCH_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Source that reads at any gateway that answers.
 pub(super) struct GatewaySource {
-    links: Arc<TunnelContext>,
+    context: Arc<TunnelContext>,
     tasks: Arc<TaskGroup>,
-    line: Mutex<SourceConnection>,
+    state: Mutex<SourceConnection>,
     /// Lock of the task that dials.
-    turn: Turn<()>,
+    dial_lock: Turn<()>,
 }
 
 /// The connection, and what is known for the next one.
@@ -60,11 +60,11 @@ struct SourceConnection {
     open: Option<OpenConnection>,
     backoff: Backoff,
     /// Nothing is dialled before.
-    after: Option<Instant>,
+    not_before: Option<Instant>,
     /// Gateways that did not serve this node, the last one last.
-    refused: Vec<String>,
+    rejected_gateways: Vec<String>,
     /// When it last went to another.
-    moved: Option<Instant>,
+    switched_at: Option<Instant>,
     /// Traffic of the connection that was dialled last. Watches on an earlier connection, of another identity or gateway,
     /// are taken to be as silent as this.
     traffic: Option<Arc<IoActivity>>,
@@ -75,112 +75,122 @@ struct OpenConnection {
     sender: SendRequest<Full<Bytes>>,
     gateway: String,
     /// As whom it was dialled.
-    shown: LeafCertificate,
+    certificate: LeafCertificate,
 }
 
 impl GatewaySource {
-    pub(super) fn new(links: Arc<TunnelContext>, tasks: Arc<TaskGroup>) -> Self {
-        let bounds = &links.config.backoff;
-        let line = SourceConnection {
+    pub(super) fn new(context: Arc<TunnelContext>, tasks: Arc<TaskGroup>) -> Self {
+        let backoff_config = &context.config.backoff;
+        let state = SourceConnection {
             open: None,
-            backoff: Backoff::new(bounds.silent_max, bounds.refused_max),
-            after: None,
-            refused: Vec::new(),
-            moved: None,
+            backoff: Backoff::new(backoff_config.silent_max, backoff_config.refused_max),
+            not_before: None,
+            rejected_gateways: Vec::new(),
+            switched_at: None,
             traffic: None,
         };
         Self {
-            links,
+            context,
             tasks,
-            line: Mutex::new(line),
-            turn: Turn::default(),
+            state: Mutex::new(state),
+            dial_lock: Turn::default(),
         }
     }
 
-    fn line(&self) -> MutexGuard<'_, SourceConnection> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, SourceConnection> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the gateway that it reads from now.
-    pub(super) fn at(&self) -> Option<String> {
-        self.line().open.as_ref().map(|open| open.gateway.clone())
+    pub(super) fn gateway(&self) -> Option<String> {
+        self.lock().open.as_ref().map(|open| open.gateway.clone())
     }
 
     /// Dials another gateway next, if there is one: this one does not serve what is asked. Where none does that is no reason to
     /// go round without end.
-    pub(super) fn elsewhere(&self) {
-        let mut line = self.line();
-        if line.moved.is_some_and(|moved| moved.elapsed() < MOVES) {
+    pub(super) fn switch_gateway(&self) {
+        let mut state = self.lock();
+        if state
+            .switched_at
+            .is_some_and(|moved| moved.elapsed() < MIN_SWITCH_INTERVAL)
+        {
             return;
         }
-        if let Some(open) = line.open.take() {
-            line.moved = Some(Instant::now());
-            line.refused.retain(|gateway| *gateway != open.gateway);
-            line.refused.push(open.gateway);
+        if let Some(open) = state.open.take() {
+            state.switched_at = Some(Instant::now());
+            state
+                .rejected_gateways
+                .retain(|gateway| *gateway != open.gateway);
+            state.rejected_gateways.push(open.gateway);
         }
     }
 
     /// Needs no connection for now.
-    pub(super) fn rest(&self) {
-        self.line().open = None;
+    pub(super) fn disconnect(&self) {
+        self.lock().open = None;
     }
 
     /// The connection that is open, as this node is now.
-    fn opened(&self) -> Option<OpenConnection> {
-        let own = self.links.held.identity().leaf;
-        let mut line = self.line();
-        let open = line.open.take();
-        line.open = open.filter(|open| open.shown == own && !open.sender.is_closed());
-        line.open.clone()
+    fn reusable_connection(&self) -> Option<OpenConnection> {
+        let current_certificate = self.context.identity_store.identity().leaf;
+        let mut state = self.lock();
+        let open = state.open.take();
+        state.open =
+            open.filter(|open| open.certificate == current_certificate && !open.sender.is_closed());
+        state.open.clone()
     }
 
     /// The connection that is open, or the next.
-    async fn open(&self) -> Result<OpenConnection, String> {
-        if let Some(open) = self.opened() {
+    async fn connect(&self) -> Result<OpenConnection, String> {
+        if let Some(open) = self.reusable_connection() {
             return Ok(open);
         }
-        let _turn = self.turn.lock().await;
+        let _dial_guard = self.dial_lock.lock().await;
         // The previous holder of the lock may have opened a connection.
-        if let Some(open) = self.opened() {
+        if let Some(open) = self.reusable_connection() {
             return Ok(open);
         }
-        let (after, refused) = {
-            let line = self.line();
-            (line.after, line.refused.clone())
+        let (not_before, rejected_gateways) = {
+            let state = self.lock();
+            (state.not_before, state.rejected_gateways.clone())
         };
-        if let Some(after) = after {
-            sleep_until(after).await;
+        if let Some(not_before) = not_before {
+            sleep_until(not_before).await;
         }
-        let dialled = self.dial(&refused).await;
-        let mut line = self.line();
-        match dialled {
+        let result = self.dial(&rejected_gateways).await;
+        let mut state = self.lock();
+        match result {
             Ok((open, traffic)) => {
-                line.backoff.reset();
-                line.after = None;
-                line.traffic = Some(traffic);
+                state.backoff.reset();
+                state.not_before = None;
+                state.traffic = Some(traffic);
                 info!(gateway = open.gateway, "API cache reads from a gateway");
-                Ok(line.open.insert(open).clone())
+                Ok(state.open.insert(open).clone())
             }
-            Err(trouble) => {
-                let delay = trouble.delay(&mut line.backoff, rand::random());
-                line.after = Some(Instant::now() + delay);
-                Err(trouble.what().to_owned())
+            Err(error) => {
+                let delay = error.delay(&mut state.backoff, rand::random());
+                state.not_before = Some(Instant::now() + delay);
+                Err(error.detail().to_owned())
             }
         }
     }
 
     async fn dial(
         &self,
-        refused: &[String],
+        rejected_gateways: &[String],
     ) -> Result<(OpenConnection, Arc<IoActivity>), ConnectError> {
-        let identity = self.links.held.identity();
+        let identity = self.context.identity_store.identity();
         let tls = control_client(&identity);
         let tls = tls.map_err(|error| ConnectError::unwelcome(error.to_string()))?;
-        let dialler = GatewayConnector::new(http2_only(&tls), &self.links.config);
-        let mut gateways = self.links.gateways.all();
+        let connector = GatewayConnector::new(http2_only(&tls), &self.context.config);
+        let mut gateways = self.context.gateways.all();
         // Gateways that refused come last, the most recent refusal at the end.
-        gateways.sort_by_key(|gateway| refused.iter().position(|one| one == gateway));
-        let GatewayConnection { io, place, .. } = dialler.dial(&gateways, None).await?;
+        gateways.sort_by_key(|gateway| rejected_gateways.iter().position(|one| one == gateway));
+        let GatewayConnection {
+            io,
+            gateway_addr: place,
+            ..
+        } = connector.dial(&gateways, None).await?;
         // Gateways without API cache support may negotiate HTTP/1.1 here.
         if io.get_ref().1.alpn_protocol() != Some(wire::ALPN_H2) {
             return Err(ConnectError::refused(format!(
@@ -192,13 +202,13 @@ impl GatewaySource {
             info_span!("reading")
         }))
         .timer(TokioTimer::new())
-        .keep_alive_interval(PING)
-        .keep_alive_timeout(PONG)
+        .keep_alive_interval(PING_INTERVAL)
+        .keep_alive_timeout(PING_TIMEOUT)
         .keep_alive_while_idle(true)
         .handshake(TokioIo::new(io))
         .await;
-        let silent = |error: hyper::Error| ConnectError::silent(error_chain(&error));
-        let (sender, connection) = handshake.map_err(silent)?;
+        let to_connect_error = |error: hyper::Error| ConnectError::silent(error_chain(&error));
+        let (sender, connection) = handshake.map_err(to_connect_error)?;
         let gateway = place.gateway.clone();
         self.tasks.spawn(info_span!("reading", %place), async move {
             let ended = connection.await;
@@ -207,40 +217,42 @@ impl GatewaySource {
         let open = OpenConnection {
             sender,
             gateway,
-            shown: identity.leaf,
+            certificate: identity.leaf,
         };
         Ok((open, traffic))
     }
 
-    async fn ask(&self, path_and_query: &str) -> Result<SourceResponse, String> {
-        let mut open = self.open().await?;
+    async fn send_request(&self, path_and_query: &str) -> Result<SourceResponse, String> {
+        let mut open = self.connect().await?;
         let fields = [(ACCEPT_ENCODING, HeaderValue::from_static("gzip"))];
         let uri = format!("https://{}{path_and_query}", open.gateway);
         let request = build_request(&uri, HeaderMap::from_iter(fields))?;
-        let late = "no response in time";
-        let answer = match timeout(ANSWER, open.sender.send_request(request)).await {
-            Ok(answer) => answer.map(to_answer).map_err(|error| error_chain(&error)),
-            Err(_) => Err(late.to_owned()),
+        let timeout_message = "no response in time";
+        let response = match timeout(RESPONSE_TIMEOUT, open.sender.send_request(request)).await {
+            Ok(answer) => answer
+                .map(to_source_response)
+                .map_err(|error| error_chain(&error)),
+            Err(_) => Err(timeout_message.to_owned()),
         };
-        if answer.is_err() {
-            let mut line = self.line();
-            let same = |now: &OpenConnection| now.gateway == open.gateway;
+        if response.is_err() {
+            let mut state = self.lock();
+            let is_same = |now: &OpenConnection| now.gateway == open.gateway;
             // Other requests on this connection may still finish.
-            line.open = line.open.take().filter(|now| !same(now));
+            state.open = state.open.take().filter(|now| !is_same(now));
         }
-        answer.map_err(|why| format!("gateway {}: {why}", open.gateway))
+        response.map_err(|why| format!("gateway {}: {why}", open.gateway))
     }
 }
 
 impl ListWatch for GatewaySource {
     fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<SourceResponse, String>> {
-        Box::pin(async move { self.ask(&path_and_query).await })
+        Box::pin(async move { self.send_request(&path_and_query).await })
     }
 
     /// By its answers to pings, when it says nothing else.
-    fn silent(&self) -> Duration {
-        let line = self.line();
-        let traffic = line.traffic.as_ref();
+    fn time_since_contact(&self) -> Duration {
+        let state = self.lock();
+        let traffic = state.traffic.as_ref();
         traffic.map_or(Duration::ZERO, |traffic| traffic.last_read().elapsed())
     }
 }

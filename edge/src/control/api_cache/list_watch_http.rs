@@ -13,23 +13,23 @@ use hyper::body::Incoming;
 use std::error::Error;
 
 /// As whom a pool's reader asks.
-const AGENT: &str = concat!("causeway-edge/", env!("CARGO_PKG_VERSION"));
+const USER_AGENT_VALUE: &str = concat!("causeway-edge/", env!("CARGO_PKG_VERSION"));
 
 /// A request for this.
 pub(super) fn build_request(
     uri: &str,
-    mut fields: HeaderMap,
+    mut headers: HeaderMap,
 ) -> Result<Request<Full<Bytes>>, String> {
-    fields.insert(ACCEPT, HeaderValue::from_static("application/json"));
-    fields.insert(USER_AGENT, HeaderValue::from_static(AGENT));
+    headers.insert(ACCEPT, HeaderValue::from_static("application/json"));
+    headers.insert(USER_AGENT, HeaderValue::from_static(USER_AGENT_VALUE));
     let request = Request::get(uri).body(Full::default());
     let mut request = request.map_err(|error| error.to_string())?;
-    *request.headers_mut() = fields;
+    *request.headers_mut() = headers;
     Ok(request)
 }
 
 /// An answer as a store follows it.
-pub(super) fn to_answer(response: Response<Incoming>) -> SourceResponse {
+pub(super) fn to_source_response(response: Response<Incoming>) -> SourceResponse {
     let (head, body) = response.into_parts();
     let body = unfold(body, async |mut body| {
         loop {
@@ -55,9 +55,9 @@ pub(super) fn to_answer(response: Response<Incoming>) -> SourceResponse {
 pub(super) fn error_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
-    while let Some(each) = cause {
-        text = format!("{text}: {each}");
-        cause = each.source();
+    while let Some(current) = cause {
+        text = format!("{text}: {current}");
+        cause = current.source();
     }
     text
 }

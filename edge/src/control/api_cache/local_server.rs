@@ -8,9 +8,7 @@ use super::{
     tls_acceptor::{ClientPolicy, PresentedChain, QuotaAcceptor},
 };
 use crate::{
-    control::http_server::{
-        AllowedHosts, ConnectionPlace, LimitedListener, check_host, keep_place,
-    },
+    control::http_server::{AllowedHosts, ConnectionPlace, LimitedListener, check_host, hold_slot},
     metrics::Metrics,
 };
 use axum::{
@@ -32,27 +30,30 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 /// Connections at once: a node's kube-proxy, name server and some more have a few each.
-const MOST: usize = 256;
+const MAX_CONNECTIONS: usize = 256;
 
 /// Returns the router of a listener. For pool members (`at`) a view that comes from another member is marked as out of
-/// touch, though not for long. A client with a `grant` reads the resources of the grant, and a client without one
+/// touch, though not for long. A client with a `scope` reads the resources of the grant, and a client without one
 /// everything.
-pub(super) fn serve_options(
-    pool: Arc<WatchCache>,
-    at: Option<watch::Receiver<Arc<SelectedSource>>>,
-    grant: Option<Arc<AccessScope>>,
+pub(super) fn cache_router(
+    cache: Arc<WatchCache>,
+    selected: Option<watch::Receiver<Arc<SelectedSource>>>,
+    scope: Option<Arc<AccessScope>>,
 ) -> Router {
     Router::new().fallback(move |request: Request| {
-        let (pool, at, grant) = (pool.clone(), at.clone(), grant.clone());
+        let (cache, selected, scope) = (cache.clone(), selected.clone(), scope.clone());
         async move {
             // The request body is ignored, because the API cache is read-only.
             let (head, _) = request.into_parts();
-            let mut answer = pool.answer(&head, grant.as_deref()).await.map(Body::new);
-            if at.is_some_and(|at| !at.borrow().is_first_hand()) {
-                let age = answer.headers_mut().entry(AGE);
+            let mut response = cache
+                .handle_request(&head, scope.as_deref())
+                .await
+                .map(Body::new);
+            if selected.is_some_and(|at| !at.borrow().is_from_gateway()) {
+                let age = response.headers_mut().entry(AGE);
                 age.or_insert(HeaderValue::from_static("0"));
             }
-            answer
+            response
         }
     })
 }
@@ -60,7 +61,7 @@ pub(super) fn serve_options(
 /// The listener, with what is shown there if programs read over TLS.
 pub(super) struct LocalServer {
     pub(super) listener: TcpListener,
-    pub(super) shown: Option<watch::Receiver<Option<ServerOnlyTls>>>,
+    pub(super) certificate: Option<watch::Receiver<Option<ServerOnlyTls>>>,
 }
 
 impl LocalServer {
@@ -71,40 +72,43 @@ impl LocalServer {
         metrics: Arc<Metrics>,
         stop: CancellationToken,
     ) {
-        let Self { listener, shown } = self;
-        let own = Arc::new(AllowedHosts {
+        let Self {
+            listener,
+            certificate: shown,
+        } = self;
+        let allowed_hosts = Arc::new(AllowedHosts {
             address: listener.local_addr().map(|address| address.ip()).ok(),
             node,
-            shown: shown.clone(),
+            certificate: shown.clone(),
         });
         let router = router.layer(middleware::from_fn(move |request, next| {
-            check_host(own.clone(), request, next)
+            check_host(allowed_hosts.clone(), request, next)
         }));
-        let Some(shown) = shown else {
-            let places = metrics.connection_limit("reader_endpoint", MOST);
-            return plain(places, listener, router, stop).await;
+        let Some(certificate) = shown else {
+            let limit = metrics.connection_limit("reader_endpoint", MAX_CONNECTIONS);
+            return serve_plain(limit, listener, router, stop).await;
         };
-        let door = QuotaAcceptor {
+        let acceptor = QuotaAcceptor {
             listener,
-            host: Arc::new(AnyClient(shown)),
-            guests: "program",
+            policy: Arc::new(AnyClient(certificate)),
+            client_kind: "program",
             metrics,
-            most: MOST,
+            max_connections: MAX_CONNECTIONS,
             // All programs count as one client.
-            each: MOST,
+            max_per_client: MAX_CONNECTIONS,
         };
-        door.run(router, stop).await;
+        acceptor.run(router, stop).await;
     }
 }
 
-async fn plain(
+async fn serve_plain(
     limit: ConnectionLimit,
     listener: TcpListener,
     router: Router,
     stop: CancellationToken,
 ) {
     let listener = LimitedListener::new(limit, listener, stop.clone());
-    let router = router.layer(middleware::from_fn(keep_place));
+    let router = router.layer(middleware::from_fn(hold_slot));
     let service = router.into_make_service_with_connect_info::<ConnectionPlace>();
     tokio::select! {
         served = async { axum::serve(listener, service).await } => {
@@ -118,20 +122,20 @@ async fn plain(
 struct AnyClient(watch::Receiver<Option<ServerOnlyTls>>);
 
 impl ClientPolicy for AnyClient {
-    fn accepts(&self) -> Result<TlsAcceptor, String> {
-        let shown = self.0.borrow();
-        let shown = shown
+    fn acceptor(&self) -> Result<TlsAcceptor, String> {
+        let certificate = self.0.borrow();
+        let certificate = certificate
             .as_ref()
             .ok_or("no certificate is available for this listener")?;
-        Ok(shown.server().into())
+        Ok(certificate.server_config().into())
     }
 
-    fn guest(&self, _: &[CertificateDer<'_>]) -> Result<String, String> {
+    fn client_name(&self, _: &[CertificateDer<'_>]) -> Result<String, String> {
         Ok("a program on this node".to_owned())
     }
 
     /// It has shown nothing that could end.
-    fn goes(&self, _: PresentedChain) -> BoxFuture<'static, String> {
+    fn wait_for_revocation(&self, _: PresentedChain) -> BoxFuture<'static, String> {
         Box::pin(pending())
     }
 }

@@ -25,7 +25,7 @@ use tracing::info;
 
 /// Connections at once: each watch of a member is one, and each list for a moment.
 pub(super) const fn max_connections(resources: usize) -> usize {
-    NodePoolMembers::MOST * (resources + 1)
+    NodePoolMembers::MAX_MEMBERS * (resources + 1)
 }
 
 /// Of these, for one member, with what has not ended yet; it may read more resources than this node.
@@ -34,112 +34,119 @@ pub(super) fn max_per_member(resources: usize) -> usize {
 }
 
 /// Interval of the checks of a member that stays connected: certificates end, and roots go out of use.
-const AGAIN: Duration = Duration::from_mins(1);
+const RECHECK_INTERVAL: Duration = Duration::from_mins(1);
 
 /// Certificate and roots of this node on its site network. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct MemberTls(Arc<Inner>);
 
 struct Inner {
-    held: IdentityStore,
-    told: Membership,
-    made: Mutex<Option<Arc<MemberTlsPair>>>,
+    identity_store: IdentityStore,
+    membership: Membership,
+    cached: Mutex<Option<Arc<MemberTlsPair>>>,
 }
 
 /// Both ends, of one identity.
 pub(super) struct MemberTlsPair {
-    site: Arc<PoolMemberTls>,
-    accepts: TlsAcceptor,
-    pub(super) dials: TlsConnector,
+    tls: Arc<PoolMemberTls>,
+    acceptor: TlsAcceptor,
+    pub(super) connector: TlsConnector,
 }
 
 impl MemberTls {
-    pub(super) fn new(held: IdentityStore, told: Membership) -> Self {
-        let made = Mutex::default();
-        Self(Arc::new(Inner { held, told, made }))
+    pub(super) fn new(identity_store: IdentityStore, membership: Membership) -> Self {
+        let cached = Mutex::default();
+        Self(Arc::new(Inner {
+            identity_store,
+            membership,
+            cached,
+        }))
     }
 
     /// Both ends as this node is now.
     ///
     /// # Errors
     /// If its certificate has no place on a site network.
-    pub(super) fn now(&self) -> Result<Arc<MemberTlsPair>, String> {
-        let identity = self.0.held.identity();
-        let mut made = self.0.made.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(made) = made.as_ref().filter(|made| made.site.is_of(&identity)) {
-            return Ok(made.clone());
+    pub(super) fn current(&self) -> Result<Arc<MemberTlsPair>, String> {
+        let identity = self.0.identity_store.identity();
+        let mut cached = self.0.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cached_pair) = cached
+            .as_ref()
+            .filter(|made| made.tls.matches_identity(&identity))
+        {
+            return Ok(cached_pair.clone());
         }
         let build = || {
-            let site = PoolMemberTls::new(&identity, self.0.told.is_member())?;
+            let tls = PoolMemberTls::new(&identity, self.0.membership.is_member())?;
             Ok(MemberTlsPair {
-                accepts: site.server()?.into(),
-                dials: site.client()?.into(),
-                site,
+                acceptor: tls.server_config()?.into(),
+                connector: tls.client_config()?.into(),
+                tls,
             })
         };
-        let both = build().map_err(|error: causeway_certs::verify::TrustError| {
+        let pair = build().map_err(|error: causeway_certs::verify::TrustError| {
             format!("this node's certificate cannot be used with pool members: {error}")
         })?;
-        Ok(made.insert(Arc::new(both)).clone())
+        Ok(cached.insert(Arc::new(pair)).clone())
     }
 
     /// Returns the node that has presented this chain, if it is still a member.
-    fn neighbour(&self, chain: &[CertificateDer<'_>]) -> Result<String, String> {
-        let member = self.now()?.site.member(chain, UnixTime::now());
+    fn member_name(&self, chain: &[CertificateDer<'_>]) -> Result<String, String> {
+        let member = self.current()?.tls.verify_member(chain, UnixTime::now());
         member
             .map(|node| node.as_str().to_owned())
-            .map_err(|refused| refused.to_string())
+            .map_err(|error| error.to_string())
     }
 }
 
 /// Admission policy for pool members.
 pub(super) struct MemberClients {
     pub(super) tls: MemberTls,
-    pub(super) at: watch::Receiver<Arc<SelectedSource>>,
+    pub(super) selected: watch::Receiver<Arc<SelectedSource>>,
 }
 
 impl ClientPolicy for MemberClients {
-    fn accepts(&self) -> Result<TlsAcceptor, String> {
-        Ok(self.tls.now()?.accepts.clone())
+    fn acceptor(&self) -> Result<TlsAcceptor, String> {
+        Ok(self.tls.current()?.acceptor.clone())
     }
 
-    fn guest(&self, chain: &[CertificateDer<'_>]) -> Result<String, String> {
-        self.tls.neighbour(chain)
+    fn client_name(&self, chain: &[CertificateDer<'_>]) -> Result<String, String> {
+        self.tls.member_name(chain)
     }
 
-    fn goes(&self, chain: PresentedChain) -> BoxFuture<'static, String> {
-        let (tls, at) = (self.tls.clone(), self.at.clone());
+    fn wait_for_revocation(&self, chain: PresentedChain) -> BoxFuture<'static, String> {
+        let (tls, selected) = (self.tls.clone(), self.selected.clone());
         Box::pin(async move {
             tokio::select! {
-                why = membership_revoked(&tls, &chain) => {
+                why = wait_until_revoked(&tls, &chain) => {
                     info!(why, "closing the connection of a node that is no longer a pool member");
                     why
                 }
-                () = upstream_lost(at) => "this node no longer reads from a gateway".to_owned(),
+                () = wait_until_upstream_lost(selected) => "this node no longer reads from a gateway".to_owned(),
             }
         })
     }
 }
 
 /// Returns when this node, which has read at a gateway, does not any more: its clients are then to select a source anew.
-async fn upstream_lost(mut at: watch::Receiver<Arc<SelectedSource>>) {
+async fn wait_until_upstream_lost(mut selected: watch::Receiver<Arc<SelectedSource>>) {
     // The source selector lives at least as long as this task.
-    let _ = at.wait_for(|at| at.is_first_hand()).await;
-    let _ = at.wait_for(|at| !at.is_first_hand()).await;
+    let _ = selected.wait_for(|at| at.is_from_gateway()).await;
+    let _ = selected.wait_for(|at| !at.is_from_gateway()).await;
 }
 
 /// Returns the reason once this chain is no longer that of a member.
-async fn membership_revoked(tls: &MemberTls, chain: &[CertificateDer<'_>]) -> String {
-    let mut told = tls.0.told.changes();
+async fn wait_until_revoked(tls: &MemberTls, chain: &[CertificateDer<'_>]) -> String {
+    let mut membership_changes = tls.0.membership.changes();
     loop {
-        if let Err(why) = tls.neighbour(chain) {
+        if let Err(why) = tls.member_name(chain) {
             return why;
         }
         tokio::select! {
-            changed = told.changed() => if changed.is_err() {
+            changed = membership_changes.changed() => if changed.is_err() {
                 return "this edge is stopping".to_owned();
             },
-            () = sleep(AGAIN) => {}
+            () = sleep(RECHECK_INTERVAL) => {}
         }
     }
 }

@@ -4,7 +4,7 @@
 //! that is noticed by TCP.
 
 use super::{
-    list_watch_http::{build_request, error_chain, to_answer},
+    list_watch_http::{build_request, error_chain, to_source_response},
     member_server::MemberTls,
     source_policy::Freshness,
 };
@@ -28,11 +28,11 @@ use tokio_rustls::client::TlsStream;
 use tracing::info_span;
 
 /// Time within which a member answers, or is considered away.
-pub(super) const ANSWER: Duration = Duration::from_secs(5);
+pub(super) const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// One of its addresses may be one that is not reached from here.
-const CONNECT: Duration = Duration::from_secs(2);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Bytes within which a list's own version stands in its text, for a list of one object.
-const GLANCE: usize = 4 << 20;
+const MAX_LIST_BYTES: usize = 4 << 20;
 
 /// A member that is read from. Cheap to clone.
 #[derive(Clone)]
@@ -47,7 +47,7 @@ impl MemberSource {
         Self { member, tls, tasks }
     }
 
-    async fn ask(&self, path_and_query: &str) -> Result<SourceResponse, String> {
+    async fn send_request(&self, path_and_query: &str) -> Result<SourceResponse, String> {
         let io = self.dial().await?;
         let handshake = http1::handshake(TokioIo::new(io)).await;
         let (mut sender, connection) = handshake.map_err(|error| error_chain(&error))?;
@@ -57,78 +57,85 @@ impl MemberSource {
         });
         let host = HeaderValue::try_from(&self.member.node).map_err(|error| error.to_string())?;
         let request = build_request(path_and_query, HeaderMap::from_iter([(HOST, host)]))?;
-        let answer = sender.send_request(request).await;
-        answer.map(to_answer).map_err(|error| error_chain(&error))
+        let response = sender.send_request(request).await;
+        response
+            .map(to_source_response)
+            .map_err(|error| error_chain(&error))
     }
 
     /// The first of its addresses at which it is.
     async fn dial(&self) -> Result<TlsStream<TcpStream>, String> {
-        let name = ServerName::try_from(self.member.node.clone());
-        let name = name.map_err(|error| error.to_string())?;
-        let dials = self.tls.now()?.dials.clone();
-        let mut worst = "the node has no address".to_owned();
+        let server_name = ServerName::try_from(self.member.node.clone());
+        let server_name = server_name.map_err(|error| error.to_string())?;
+        let connector = self.tls.current()?.connector.clone();
+        let mut last_error = "the node has no address".to_owned();
         for at in &self.member.at {
             let connected = match connect(at).await {
-                Ok(tcp) => dials.connect(name.clone(), tcp).await,
+                Ok(tcp) => connector.connect(server_name.clone(), tcp).await,
                 Err(error) => Err(error),
             };
             match connected {
                 Ok(io) => return Ok(io),
-                Err(error) => worst = format!("{at}: {error}"),
+                Err(error) => last_error = format!("{at}: {error}"),
             }
         }
-        Err(worst)
+        Err(last_error)
     }
 
-    async fn get_within(&self, path_and_query: &str) -> Result<SourceResponse, String> {
-        let answered = timeout(ANSWER, self.ask(path_and_query)).await;
-        let answered = answered.unwrap_or_else(|_| Err("no response in time".to_owned()));
-        answered.map_err(|why| format!("node {}: {why}", self.member.node))
+    async fn get_with_timeout(&self, path_and_query: &str) -> Result<SourceResponse, String> {
+        let response = timeout(RESPONSE_TIMEOUT, self.send_request(path_and_query)).await;
+        let response = response.unwrap_or_else(|_| Err("no response in time".to_owned()));
+        response.map_err(|why| format!("node {}: {why}", self.member.node))
     }
 
     /// How good its view of what is listed at `path` is, if it has one.
-    pub(super) async fn view(&self, path: &str) -> Option<Freshness> {
-        let seeing = async {
-            let answer = self.get_within(&format!("{path}?limit=1")).await.ok()?;
-            if answer.status != StatusCode::OK {
+    pub(super) async fn freshness(&self, path: &str) -> Option<Freshness> {
+        let request = async {
+            let response = self
+                .get_with_timeout(&format!("{path}?limit=1"))
+                .await
+                .ok()?;
+            if response.status != StatusCode::OK {
                 return None;
             }
-            let age = answer.headers.get(AGE);
+            let age = response.headers.get(AGE);
             let age = age.and_then(|age| age.to_str().ok()?.parse().ok());
-            let (mut text, mut body) = (Vec::new(), answer.body);
+            let (mut text, mut body) = (Vec::new(), response.body);
             while let Some(bytes) = body.next().await {
                 text.extend_from_slice(&bytes.ok()?);
-                if text.len() > GLANCE {
+                if text.len() > MAX_LIST_BYTES {
                     return None;
                 }
             }
             let version = version_of(&text)?;
             Some(Freshness { age, version })
         };
-        timeout(ANSWER, seeing).await.ok().flatten()
+        timeout(RESPONSE_TIMEOUT, request).await.ok().flatten()
     }
 }
 
 impl ListWatch for MemberSource {
     fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<SourceResponse, String>> {
-        Box::pin(async move { self.get_within(&path_and_query).await })
+        Box::pin(async move { self.get_with_timeout(&path_and_query).await })
     }
 }
 
 async fn connect(at: &str) -> std::io::Result<TcpStream> {
     let (host, port) = host_port(at).map_err(std::io::Error::other)?;
     let connecting = async {
-        let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
+        let mut last_error = std::io::Error::from(std::io::ErrorKind::NotFound);
         for address in resolve(host, port).await? {
             match TcpStream::connect(address).await {
                 Ok(tcp) => return Ok(tcp),
-                Err(error) => last = error,
+                Err(error) => last_error = error,
             }
         }
-        Err(last)
+        Err(last_error)
     };
-    let late = |_| Err(std::io::ErrorKind::TimedOut.into());
-    let tcp = timeout(CONNECT, connecting).await.unwrap_or_else(late)?;
+    let timeout_error = |_| Err(std::io::ErrorKind::TimedOut.into());
+    let tcp = timeout(CONNECT_TIMEOUT, connecting)
+        .await
+        .unwrap_or_else(timeout_error)?;
     set_keepalive(&tcp);
     Ok(tcp)
 }

@@ -19,7 +19,7 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 
 /// Name of the saved members in the data directory.
-const KEPT: &str = "members";
+const MEMBERS_FILE: &str = "members";
 
 /// Members of this node's pool. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -27,10 +27,10 @@ pub(crate) struct Membership(Arc<MembershipState>);
 
 #[derive(Debug)]
 struct MembershipState {
-    now: watch::Sender<NodePoolMembers>,
+    current: watch::Sender<NodePoolMembers>,
     /// Last announcement of each tunnel's gateway, the one that counts first.
-    voices: Mutex<BTreeMap<AnnouncerKey, NodePoolMembers>>,
-    tunnels: AtomicU64,
+    announcements: Mutex<BTreeMap<AnnouncerKey, NodePoolMembers>>,
+    next_tunnel: AtomicU64,
 }
 
 /// The gateway's process, and of its tunnels the newest: an older one that only waits for its streams hears nothing more.
@@ -38,16 +38,16 @@ type AnnouncerKey = (String, Reverse<u64>);
 
 /// Handle for the announcements of one tunnel's gateway, until the gateway is gone or drains.
 pub(crate) struct MembershipUpdater {
-    told: Membership,
+    membership: Membership,
     key: AnnouncerKey,
 }
 
 impl MembershipUpdater {
     /// Takes the members that the gateway announces.
-    pub(crate) fn says(&self, mut members: NodePoolMembers) {
+    pub(crate) fn update(&self, mut members: NodePoolMembers) {
         let count = members.members.len();
-        if count > NodePoolMembers::MOST {
-            let most = NodePoolMembers::MOST;
+        if count > NodePoolMembers::MAX_MEMBERS {
+            let most = NodePoolMembers::MAX_MEMBERS;
             warn!(
                 count,
                 most,
@@ -58,54 +58,57 @@ impl MembershipUpdater {
         for member in &mut members.members {
             member.at.retain(|at| host_port(at).is_ok());
         }
-        let mut voices = self.told.voices();
-        voices.insert(self.key.clone(), members);
-        self.told.heed(&voices);
+        let mut announcements = self.membership.announcements();
+        announcements.insert(self.key.clone(), members);
+        self.membership.apply(&announcements);
     }
 }
 
 impl Drop for MembershipUpdater {
     fn drop(&mut self) {
-        let mut voices = self.told.voices();
-        voices.remove(&self.key);
-        self.told.heed(&voices);
+        let mut announcements = self.membership.announcements();
+        announcements.remove(&self.key);
+        self.membership.apply(&announcements);
     }
 }
 
 impl Membership {
     /// Loads the last announcement of the previous run.
     pub(super) fn load(store: &Store) -> Self {
-        let kept = store.read_runtime(KEPT).unwrap_or_else(|error| {
+        let saved = store.read_runtime(MEMBERS_FILE).unwrap_or_else(|error| {
             warn!(%error, "cannot read the saved pool members; they are unknown until a gateway announces them");
             None
         });
-        let read = kept.and_then(|text| serde_json::from_str(&text).ok());
+        let members = saved.and_then(|text| serde_json::from_str(&text).ok());
         Self(Arc::new(MembershipState {
-            now: watch::Sender::new(read.unwrap_or_default()),
-            voices: Mutex::default(),
-            tunnels: AtomicU64::default(),
+            current: watch::Sender::new(members.unwrap_or_default()),
+            announcements: Mutex::default(),
+            next_tunnel: AtomicU64::default(),
         }))
     }
 
     /// Returns the handle for the announcements of a gateway over a new tunnel.
-    pub(crate) fn voice(&self, gateway: &str) -> MembershipUpdater {
-        let newest = self.0.tunnels.fetch_add(1, Relaxed);
+    pub(crate) fn updater(&self, gateway: &str) -> MembershipUpdater {
+        let tunnel = self.0.next_tunnel.fetch_add(1, Relaxed);
         MembershipUpdater {
-            told: self.clone(),
-            key: (gateway.to_owned(), Reverse(newest)),
+            membership: self.clone(),
+            key: (gateway.to_owned(), Reverse(tunnel)),
         }
     }
 
-    fn voices(&self) -> MutexGuard<'_, BTreeMap<AnnouncerKey, NodePoolMembers>> {
-        self.0.voices.lock().unwrap_or_else(PoisonError::into_inner)
+    fn announcements(&self) -> MutexGuard<'_, BTreeMap<AnnouncerKey, NodePoolMembers>> {
+        self.0
+            .announcements
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes up what counts now.
-    fn heed(&self, voices: &BTreeMap<AnnouncerKey, NodePoolMembers>) {
-        let Some(members) = voices.values().next() else {
+    fn apply(&self, announcements: &BTreeMap<AnnouncerKey, NodePoolMembers>) {
+        let Some(members) = announcements.values().next() else {
             return;
         };
-        self.0.now.send_if_modified(|now| {
+        self.0.current.send_if_modified(|now| {
             let differs = *now != *members;
             if differs {
                 info!(pool = ?members.pool, leader = ?members.leader, members = members.members.len(), "the gateway announced the pool members of this node");
@@ -116,29 +119,29 @@ impl Membership {
     }
 
     /// As it is now.
-    pub(super) fn now(&self) -> NodePoolMembers {
-        self.0.now.borrow().clone()
+    pub(super) fn current(&self) -> NodePoolMembers {
+        self.0.current.borrow().clone()
     }
 
     /// Whenever it is another.
     pub(super) fn changes(&self) -> watch::Receiver<NodePoolMembers> {
-        self.0.now.subscribe()
+        self.0.current.subscribe()
     }
 
     /// Says whether a node is a member now.
     pub(super) fn is_member(&self) -> IsMemberFn {
-        let told = self.clone();
+        let membership = self.clone();
         Arc::new(move |node: &NodeName| {
-            let now = told.0.now.borrow();
-            let mut members = now.members.iter();
-            now.pool.is_some() && members.any(|member| member.node == node.as_str())
+            let current = membership.0.current.borrow();
+            let mut members = current.members.iter();
+            current.pool.is_some() && members.any(|member| member.node == node.as_str())
         })
     }
 
     /// Keeps it on the disk. Blocks.
-    pub(super) fn keep(&self, store: &Store) {
-        let text = serde_json::to_string(&self.now()).unwrap_or_default();
-        if let Err(error) = store.write_runtime(KEPT, &text) {
+    pub(super) fn save(&self, store: &Store) {
+        let text = serde_json::to_string(&self.current()).unwrap_or_default();
+        if let Err(error) = store.write_runtime(MEMBERS_FILE, &text) {
             warn!(%error, "cannot save the pool members; they are lost at the next restart");
         }
     }
@@ -155,7 +158,7 @@ mod tests {
         let data = tempfile::TempDir::new().unwrap();
         let store = Store::open(data.path(), OpenMode::Create).unwrap();
         let told = Membership::load(&store);
-        assert_eq!(told.now(), NodePoolMembers::default());
+        assert_eq!(told.current(), NodePoolMembers::default());
         let member = |node: &str, at: &[&str]| NodePoolMember {
             node: node.into(),
             at: at.iter().map(ToString::to_string).collect(),
@@ -165,22 +168,25 @@ mod tests {
             leader: Some("a".into()),
             members,
         };
-        let gateway = told.voice("gateway");
-        gateway.says(all(vec![
+        let gateway = told.updater("gateway");
+        gateway.update(all(vec![
             member("a", &["10.1.0.5:10271", "10.1.0.5"]),
             member("b", &[]),
         ]));
-        gateway.says(all(vec![member("c", &[]); NodePoolMembers::MOST + 1]));
-        told.keep(&store);
+        gateway.update(all(vec![
+            member("c", &[]);
+            NodePoolMembers::MAX_MEMBERS + 1
+        ]));
+        told.save(&store);
         let again = Membership::load(&store);
         assert_eq!(
-            again.now().members,
+            again.current().members,
             [member("a", &["10.1.0.5:10271"]), member("b", &[])]
         );
         let is_member = again.is_member();
         let known = ["a", "b", "c"].map(|node| is_member(&NodeName::parse(node).unwrap()));
         assert_eq!(known, [true, true, false]);
-        again.voice("gateway").says(NodePoolMembers::default());
+        again.updater("gateway").update(NodePoolMembers::default());
         assert!(!is_member(&NodeName::parse("a").unwrap()));
     }
 
@@ -196,10 +202,10 @@ mod tests {
         // Independent of the order of arrival.
         for order in [["1", "2"], ["2", "1"]] {
             let told = Membership::load(&store);
-            let leader = || told.now().leader.unwrap_or_default();
+            let leader = || told.current().leader.unwrap_or_default();
             let [mut one, mut two] = order.map(|gateway| {
-                let voice = told.voice(gateway);
-                voice.says(led(&format!("by-{gateway}")));
+                let voice = told.updater(gateway);
+                voice.update(led(&format!("by-{gateway}")));
                 Some(voice)
             });
             assert_eq!(leader(), "by-1");
@@ -207,11 +213,11 @@ mod tests {
                 std::mem::swap(&mut one, &mut two);
             }
             // A tunnel replaces another one: its announcement counts, and the old tunnel's does not.
-            let newer = told.voice("1");
+            let newer = told.updater("1");
             assert_eq!(leader(), "by-1");
-            newer.says(led("newer-by-1"));
-            one.as_ref().unwrap().says(led("late"));
-            two.as_ref().unwrap().says(led("newer-by-2"));
+            newer.update(led("newer-by-1"));
+            one.as_ref().unwrap().update(led("late"));
+            two.as_ref().unwrap().update(led("newer-by-2"));
             assert_eq!(leader(), "newer-by-1");
             drop(one);
             assert_eq!(leader(), "newer-by-1");

@@ -12,8 +12,8 @@ pub(super) struct Quota<K>(Arc<Mutex<HashMap<K, usize>>>);
 
 /// One of them; it is given back when this is dropped.
 pub(super) struct QuotaGuard<K: Eq + Hash> {
-    of: Quota<K>,
-    who: K,
+    quota: Quota<K>,
+    key: K,
 }
 
 impl<K: Eq + Hash + Clone> Quota<K> {
@@ -22,24 +22,24 @@ impl<K: Eq + Hash + Clone> Quota<K> {
     }
 
     /// One more for this one, unless it has as many.
-    pub(super) fn take(&self, who: K, many: usize) -> Option<QuotaGuard<K>> {
-        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if taken.get(&who).is_some_and(|count| *count >= many) {
+    pub(super) fn acquire(&self, key: K, limit: usize) -> Option<QuotaGuard<K>> {
+        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if counts.get(&key).is_some_and(|count| *count >= limit) {
             return None;
         }
-        *taken.entry(who.clone()).or_default() += 1;
-        let of = self.clone();
-        Some(QuotaGuard { of, who })
+        *counts.entry(key.clone()).or_default() += 1;
+        let quota = self.clone();
+        Some(QuotaGuard { quota, key })
     }
 }
 
 impl<K: Eq + Hash> Drop for QuotaGuard<K> {
     fn drop(&mut self) {
-        let mut taken = self.of.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = taken.get_mut(&self.who) {
+        let mut counts = self.quota.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = counts.get_mut(&self.key) {
             *count -= 1;
             if *count == 0 {
-                taken.remove(&self.who);
+                counts.remove(&self.key);
             }
         }
     }
@@ -52,11 +52,11 @@ mod tests {
     #[test]
     fn each_client_has_its_share_and_returns_it() {
         let shares = Quota::new();
-        let mut first: Vec<_> = (0..3).filter_map(|_| shares.take("first", 2)).collect();
+        let mut first: Vec<_> = (0..3).filter_map(|_| shares.acquire("first", 2)).collect();
         assert_eq!(first.len(), 2);
-        assert!(shares.take("second", 2).is_some());
+        assert!(shares.acquire("second", 2).is_some());
         first.pop();
-        assert!(shares.take("first", 2).is_some());
+        assert!(shares.acquire("first", 2).is_some());
         drop(first);
         assert!(shares.0.lock().unwrap().is_empty());
     }

@@ -8,51 +8,51 @@ use std::{fmt, sync::Arc, time::Duration};
 #[derive(Clone)]
 pub(super) struct SelectedSource {
     /// Another one at each change.
-    pub(super) turn: u64,
-    pub(super) who: SourceKind,
+    pub(super) generation: u64,
+    pub(super) kind: SourceKind,
     pub(super) source: Option<Arc<dyn ListWatch>>,
 }
 
 /// Kind and name of the source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum SourceKind {
-    Nobody,
+    Unselected,
     Gateway,
     Leader(NodePoolMember),
-    Neighbour(NodePoolMember),
+    Member(NodePoolMember),
 }
 
 /// Message of a store whose source has ended.
 pub(super) struct SourceLost {
-    pub(super) turn: u64,
-    pub(super) why: ReflectorError,
+    pub(super) generation: u64,
+    pub(super) error: ReflectorError,
     /// How long it was followed.
-    pub(super) lasted: Duration,
+    pub(super) duration: Duration,
 }
 
 impl fmt::Display for SourceKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Nobody => f.write_str("no source"),
+            Self::Unselected => f.write_str("no source"),
             Self::Gateway => f.write_str("a gateway"),
             Self::Leader(leader) => write!(f, "pool leader {}", leader.node),
-            Self::Neighbour(member) => write!(f, "pool member {}", member.node),
+            Self::Member(member) => write!(f, "pool member {}", member.node),
         }
     }
 }
 
 impl SelectedSource {
     /// At the beginning.
-    pub(super) fn nobody() -> Arc<Self> {
+    pub(super) fn unselected() -> Arc<Self> {
         Arc::new(Self {
-            turn: 0,
-            who: SourceKind::Nobody,
+            generation: 0,
+            kind: SourceKind::Unselected,
             source: None,
         })
     }
 
     /// Whether the objects come from a gateway, and from no other member.
-    pub(super) fn is_first_hand(&self) -> bool {
-        self.who == SourceKind::Gateway
+    pub(super) fn is_from_gateway(&self) -> bool {
+        self.kind == SourceKind::Gateway
     }
 }

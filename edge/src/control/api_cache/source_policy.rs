@@ -16,13 +16,13 @@ use causeway_tunnel::control_stream::{NodePoolMember, NodePoolMembers};
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SelectionInput<'a> {
     /// This node.
-    pub(super) own: &'a str,
+    pub(super) node: &'a str,
     /// Members of the pool, as last announced.
-    pub(super) told: &'a NodePoolMembers,
+    pub(super) members: &'a NodePoolMembers,
     /// The leader does not answer, or has no fresh view.
-    pub(super) leader_fails: bool,
+    pub(super) has_leader_failed: bool,
     /// A gateway is in touch.
-    pub(super) gateway: bool,
+    pub(super) is_gateway_reachable: bool,
 }
 
 /// Source to read from.
@@ -37,33 +37,39 @@ pub(super) enum SourceChoice {
 }
 
 /// Chooses the source from the current membership and health.
-pub(super) fn choose_source(facts: SelectionInput<'_>) -> SourceChoice {
-    let mut others = others(facts);
-    let leader = others.first().filter(|first| leads(facts.told, first));
+pub(super) fn choose_source(input: SelectionInput<'_>) -> SourceChoice {
+    let mut candidates = readable_members(input);
+    let leader = candidates
+        .first()
+        .filter(|first| is_leader(input.members, first));
     match leader {
-        Some(leader) if !facts.leader_fails => SourceChoice::Leader(leader.clone()),
-        _ if facts.gateway || others.is_empty() => SourceChoice::Gateway,
-        _ => SourceChoice::Freshest(std::mem::take(&mut others)),
+        Some(leader) if !input.has_leader_failed => SourceChoice::Leader(leader.clone()),
+        _ if input.is_gateway_reachable || candidates.is_empty() => SourceChoice::Gateway,
+        _ => SourceChoice::Freshest(std::mem::take(&mut candidates)),
     }
 }
 
 /// The members that can be read from, the leader first: none for a node that is no member, which they would not let in.
-fn others(facts: SelectionInput<'_>) -> Vec<NodePoolMember> {
-    let own = facts.told.members.iter().any(|one| one.node == facts.own);
-    if facts.told.pool.is_none() || !own {
+fn readable_members(input: SelectionInput<'_>) -> Vec<NodePoolMember> {
+    let is_member = input
+        .members
+        .members
+        .iter()
+        .any(|one| one.node == input.node);
+    if input.members.pool.is_none() || !is_member {
         return Vec::new();
     }
-    let members = facts.told.members.iter();
-    let mut others: Vec<_> = members
-        .filter(|member| member.node != facts.own && !member.at.is_empty())
+    let members = input.members.members.iter();
+    let mut candidates: Vec<_> = members
+        .filter(|member| member.node != input.node && !member.at.is_empty())
         .cloned()
         .collect();
-    others.sort_by_key(|member| !leads(facts.told, member));
-    others
+    candidates.sort_by_key(|member| !is_leader(input.members, member));
+    candidates
 }
 
-fn leads(told: &NodePoolMembers, member: &NodePoolMember) -> bool {
-    told.leader.as_ref() == Some(&member.node)
+fn is_leader(members: &NodePoolMembers, member: &NodePoolMember) -> bool {
+    members.leader.as_ref() == Some(&member.node)
 }
 
 /// Freshness of the view of a member that answered.
@@ -88,12 +94,14 @@ impl Freshness {
 
 /// Returns the member to read from, of those that answered. Without a fresh one a node stays with its own view, and takes a
 /// stale one only if it has no view.
-pub(super) fn freshest_member<T>(answered: Vec<(T, Freshness)>, has_a_view: bool) -> Option<T> {
-    let good = answered
+pub(super) fn freshest_member<T>(responses: Vec<(T, Freshness)>, has_a_view: bool) -> Option<T> {
+    let usable = responses
         .into_iter()
         .filter(|(_, view)| view.is_fresh() || !has_a_view);
     // Among equal candidates the first one wins, which is the leader if it responded.
-    good.min_by_key(|(_, view)| view.rank()).map(|(who, _)| who)
+    usable
+        .min_by_key(|(_, view)| view.rank())
+        .map(|(who, _)| who)
 }
 
 #[cfg(test)]
@@ -135,10 +143,10 @@ mod tests {
             ("b", Some("d"), false, true, gateway.clone()),
         ] {
             let facts = SelectionInput {
-                own,
-                told: &told(named),
-                leader_fails,
-                gateway: at_gateway,
+                node: own,
+                members: &told(named),
+                has_leader_failed: leader_fails,
+                is_gateway_reachable: at_gateway,
             };
             assert_eq!(choose_source(facts), expected, "{facts:?}");
         }
@@ -160,10 +168,10 @@ mod tests {
         for told in [NodePoolMembers::default(), none, alone, silent, elsewhere] {
             for gateway in [true, false] {
                 let facts = SelectionInput {
-                    own: "a",
-                    told: &told,
-                    leader_fails: false,
-                    gateway,
+                    node: "a",
+                    members: &told,
+                    has_leader_failed: false,
+                    is_gateway_reachable: gateway,
                 };
                 assert_eq!(choose_source(facts), SourceChoice::Gateway, "{facts:?}");
             }

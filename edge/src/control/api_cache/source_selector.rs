@@ -8,7 +8,7 @@
 use super::{
     gateway_source::GatewaySource,
     member_server::MemberTls,
-    member_source::{ANSWER, MemberSource},
+    member_source::{MemberSource, RESPONSE_TIMEOUT},
     membership::Membership,
     selected_source::{SelectedSource, SourceKind, SourceLost},
     source_policy::{Freshness, SelectionInput, SourceChoice, choose_source, freshest_member},
@@ -32,7 +32,7 @@ const POLL_INTERVAL: Duration = Duration::from_secs(10);
 /// The leader is asked this long before the others are.
 const LEADER_HEAD_START: Duration = Duration::from_millis(300);
 /// Members that are asked at once.
-const AT_ONCE: usize = 16;
+const MAX_CONCURRENT_REQUESTS: usize = 16;
 /// How long the others have, once one with a fresh view has answered.
 const STRAGGLER_WAIT: Duration = Duration::from_millis(300);
 /// Between two rounds of questions to all members, when none of them is in touch: each costs each of them a handshake.
@@ -41,244 +41,256 @@ const POLL_BACKOFF_MAX: Duration = Duration::from_secs(40);
 
 /// Selects the source that the API cache is filled from, and switches it when the source fails.
 pub(super) struct SourceSelector {
-    pub(super) own: String,
-    pub(super) pool: Arc<WatchCache>,
-    pub(super) told: Membership,
+    pub(super) node: String,
+    pub(super) cache: Arc<WatchCache>,
+    pub(super) membership: Membership,
     pub(super) tls: MemberTls,
     pub(super) tasks: Arc<TaskGroup>,
-    pub(super) gateway: Arc<GatewaySource>,
+    pub(super) gateway_source: Arc<GatewaySource>,
     /// How many tunnels stand.
-    pub(super) standing: watch::Receiver<usize>,
-    pub(super) at: watch::Sender<Arc<SelectedSource>>,
-    pub(super) fallen: mpsc::Receiver<SourceLost>,
+    pub(super) tunnel_count: watch::Receiver<usize>,
+    pub(super) selected: watch::Sender<Arc<SelectedSource>>,
+    pub(super) source_lost: mpsc::Receiver<SourceLost>,
     pub(super) metrics: Arc<Metrics>,
 }
 
 /// Facts known of the leader and of the other members, and the requests in progress.
 #[derive(Default)]
 struct SelectorState {
-    leader_fails: bool,
+    has_leader_failed: bool,
     /// Since when the leader has not answered.
-    silent: Option<Instant>,
+    leader_silent_since: Option<Instant>,
     /// Request for the freshness of the leader's view, once the leader failed.
-    look: Option<BoxFuture<'static, Option<Freshness>>>,
+    leader_check: Option<BoxFuture<'static, Option<Freshness>>>,
     /// Request to all members for the one with the freshest view.
-    round: Option<BoxFuture<'static, Option<NodePoolMember>>>,
+    poll: Option<BoxFuture<'static, Option<NodePoolMember>>>,
     /// Before the next round.
-    pause: Duration,
+    poll_pause: Duration,
     /// A gateway is in touch until then, whether a tunnel stands or not.
-    touch: Option<Instant>,
+    gateway_ok_until: Option<Instant>,
     /// A tunnel stood when it last looked.
-    stood: bool,
+    had_tunnel: bool,
 }
 
 impl SourceSelector {
     /// Chooses for as long as it is polled.
     pub(super) async fn run(mut self) {
-        let mut known = SelectorState {
-            touch: Some(Instant::now() + GATEWAY_LOST_AFTER),
+        let mut state = SelectorState {
+            gateway_ok_until: Some(Instant::now() + GATEWAY_LOST_AFTER),
             ..SelectorState::default()
         };
-        let mut members = self.told.changes();
-        let mut look = interval(POLL_INTERVAL);
-        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut named = self.leader();
+        let mut members = self.membership.changes();
+        let mut poll_tick = interval(POLL_INTERVAL);
+        poll_tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut last_leader = self.leader();
         loop {
-            known.touched(*self.standing.borrow() > 0);
-            self.choose(&mut known);
+            state.update_tunnel_state(*self.tunnel_count.borrow() > 0);
+            self.update_source(&mut state);
             tokio::select! {
-                view = asked(&mut known.look) => {
-                    known.look = None;
+                view = poll_pending(&mut state.leader_check) => {
+                    state.leader_check = None;
                     if view.is_some_and(Freshness::is_fresh) {
-                        known.anew();
+                        state.reset_leader();
                     }
                 }
-                found = asked(&mut known.round) => {
-                    known.round = None;
-                    self.found(found, &mut known);
+                best = poll_pending(&mut state.poll) => {
+                    state.poll = None;
+                    self.handle_poll_result(best, &mut state);
                 }
                 _ = members.changed() => {
                     members.mark_unchanged();
                     let leader = self.leader();
                     // A newly announced leader, or a leader with a new address, has not failed yet.
-                    if leader != named {
-                        named = leader;
-                        known.anew();
+                    if leader != last_leader {
+                        last_leader = leader;
+                        state.reset_leader();
                     }
-                    known.round = None;
+                    state.poll = None;
                 }
-                _ = self.standing.changed() => {}
-                () = until(known.touch) => known.touch = None,
-                Some(fallen) = self.fallen.recv() => self.fell(&fallen, &mut known),
-                _ = look.tick() => if known.leader_fails && known.look.is_none() {
-                    known.look = self.look_at_the_leader();
+                _ = self.tunnel_count.changed() => {}
+                () = sleep_until_some(state.gateway_ok_until) => state.gateway_ok_until = None,
+                Some(lost) = self.source_lost.recv() => self.handle_source_lost(&lost, &mut state),
+                _ = poll_tick.tick() => if state.has_leader_failed && state.leader_check.is_none() {
+                    state.leader_check = self.check_leader();
                 },
             }
         }
     }
 
-    fn wants(&self, known: &SelectorState) -> SourceChoice {
-        let told = self.told.now();
+    fn desired_source(&self, state: &SelectorState) -> SourceChoice {
+        let membership = self.membership.current();
         choose_source(SelectionInput {
-            own: &self.own,
-            told: &told,
-            leader_fails: known.leader_fails,
-            gateway: *self.standing.borrow() > 0 || known.touch.is_some(),
+            node: &self.node,
+            members: &membership,
+            has_leader_failed: state.has_leader_failed,
+            is_gateway_reachable: *self.tunnel_count.borrow() > 0
+                || state.gateway_ok_until.is_some(),
         })
     }
 
     /// Changes to the source that should be used now; begins to ask the members if it is not known.
-    fn choose(&self, known: &mut SelectorState) {
-        let now = self.at.borrow().who.clone();
-        let who = match self.wants(known) {
+    fn update_source(&self, state: &mut SelectorState) {
+        let current = self.selected.borrow().kind.clone();
+        let kind = match self.desired_source(state) {
             SourceChoice::Gateway => SourceKind::Gateway,
             SourceChoice::Leader(leader) => SourceKind::Leader(leader),
-            SourceChoice::Freshest(members) => match &now {
-                SourceKind::Neighbour(member) if members.contains(member) => return,
+            SourceChoice::Freshest(members) => match &current {
+                SourceKind::Member(member) if members.contains(member) => return,
                 _ => {
-                    if known.round.is_none() {
-                        known.round = Some(self.ask_all(&members, known.pause));
+                    if state.poll.is_none() {
+                        state.poll = Some(self.poll_members(&members, state.poll_pause));
                     }
-                    SourceKind::Nobody
+                    SourceKind::Unselected
                 }
             },
         };
-        if who != SourceKind::Nobody {
-            (known.round, known.pause) = (None, Duration::ZERO);
+        if kind != SourceKind::Unselected {
+            (state.poll, state.poll_pause) = (None, Duration::ZERO);
         }
-        if who != now {
-            self.turn_to(who);
+        if kind != current {
+            self.switch_to(kind);
         }
     }
 
-    fn turn_to(&self, who: SourceKind) {
-        let source: Option<Arc<dyn ListWatch>> = match &who {
-            SourceKind::Nobody => None,
-            SourceKind::Gateway => Some(self.gateway.clone()),
-            SourceKind::Leader(member) | SourceKind::Neighbour(member) => {
-                Some(Arc::new(self.neighbour(member)))
+    fn switch_to(&self, kind: SourceKind) {
+        let source: Option<Arc<dyn ListWatch>> = match &kind {
+            SourceKind::Unselected => None,
+            SourceKind::Gateway => Some(self.gateway_source.clone()),
+            SourceKind::Leader(member) | SourceKind::Member(member) => {
+                Some(Arc::new(self.member_source(member)))
             }
         };
-        info!(at = %who, "API cache source changed");
-        self.metrics.reads_elsewhere();
-        let turn = self.at.borrow().turn + 1;
-        let rests = who != SourceKind::Gateway;
-        self.at
-            .send_replace(Arc::new(SelectedSource { turn, who, source }));
-        if rests {
-            self.gateway.rest();
+        info!(at = %kind, "API cache source changed");
+        self.metrics.count_source_change();
+        let generation = self.selected.borrow().generation + 1;
+        let leaves_gateway = kind != SourceKind::Gateway;
+        self.selected.send_replace(Arc::new(SelectedSource {
+            generation,
+            kind,
+            source,
+        }));
+        if leaves_gateway {
+            self.gateway_source.disconnect();
         }
     }
 
-    fn neighbour(&self, member: &NodePoolMember) -> MemberSource {
+    fn member_source(&self, member: &NodePoolMember) -> MemberSource {
         MemberSource::new(member.clone(), self.tls.clone(), self.tasks.clone())
     }
 
     /// A store's source has ended.
-    fn fell(&self, fallen: &SourceLost, known: &mut SelectorState) {
-        let at = self.at.borrow().clone();
+    fn handle_source_lost(&self, lost: &SourceLost, state: &mut SelectorState) {
+        let selected = self.selected.borrow().clone();
         // One disconnected store does not move the others to another source.
-        if fallen.turn != at.turn || self.pool.stores().iter().any(|store| in_touch(store)) {
+        if lost.generation != selected.generation
+            || self.cache.stores().iter().any(|store| is_in_touch(store))
+        {
             return;
         }
-        let broken = matches!(fallen.why, ReflectorError::Broken(_));
-        match &at.who {
-            SourceKind::Nobody => {}
+        let is_broken = matches!(lost.error, ReflectorError::Broken(_));
+        match &selected.kind {
+            SourceKind::Unselected => {}
             // An unreachable gateway is dialled again, and then another one if it is still unreachable.
-            SourceKind::Gateway if broken => {}
-            SourceKind::Gateway => self.gateway.elsewhere(),
+            SourceKind::Gateway if is_broken => {}
+            SourceKind::Gateway => self.gateway_source.switch_gateway(),
             SourceKind::Leader(leader) => {
-                if known.fails(broken, fallen.lasted) {
-                    info!(node = leader.node, why = ?fallen.why, "cannot read from the pool leader");
-                    known.leader_fails = true;
+                if state.is_leader_failed(is_broken, lost.duration) {
+                    info!(node = leader.node, why = ?lost.error, "cannot read from the pool leader");
+                    state.has_leader_failed = true;
                 }
             }
-            SourceKind::Neighbour(_) => self.turn_to(SourceKind::Nobody),
+            SourceKind::Member(_) => self.switch_to(SourceKind::Unselected),
         }
     }
 
     /// A round of questions is over.
-    fn found(&self, found: Option<NodePoolMember>, known: &mut SelectorState) {
+    fn handle_poll_result(&self, found: Option<NodePoolMember>, state: &mut SelectorState) {
         match found {
-            Some(member) => self.turn_to(SourceKind::Neighbour(member)),
-            None => known.pause = (known.pause * 2).clamp(POLL_BACKOFF_MIN, POLL_BACKOFF_MAX),
+            Some(member) => self.switch_to(SourceKind::Member(member)),
+            None => {
+                state.poll_pause = (state.poll_pause * 2).clamp(POLL_BACKOFF_MIN, POLL_BACKOFF_MAX);
+            }
         }
     }
 
     /// Returns the path by which a view is judged: one resource stands for all.
     fn path(&self) -> Option<String> {
-        let first = self.pool.stores().first()?;
+        let first = self.cache.stores().first()?;
         Some(first.resource().path())
     }
 
     /// The leader, where it is another node.
     fn leader(&self) -> Option<NodePoolMember> {
-        let told = self.told.now();
-        let leader = told.leader.filter(|leader| *leader != self.own)?;
-        let mut members = told.members.into_iter();
+        let membership = self.membership.current();
+        let leader = membership.leader.filter(|leader| *leader != self.node)?;
+        let mut members = membership.members.into_iter();
         members.find(|member| member.node == leader)
     }
 
-    fn look_at_the_leader(&self) -> Option<BoxFuture<'static, Option<Freshness>>> {
-        let (leader, path) = (self.neighbour(&self.leader()?), self.path()?);
-        Some(Box::pin(async move { leader.view(&path).await }))
+    fn check_leader(&self) -> Option<BoxFuture<'static, Option<Freshness>>> {
+        let (leader, path) = (self.member_source(&self.leader()?), self.path()?);
+        Some(Box::pin(async move { leader.freshness(&path).await }))
     }
 
     /// Asks all of them for their views, after a pause; the first is the leader.
-    fn ask_all(
+    fn poll_members(
         &self,
         members: &[NodePoolMember],
-        pause: Duration,
+        poll_pause: Duration,
     ) -> BoxFuture<'static, Option<NodePoolMember>> {
         let members: Vec<_> = members
             .iter()
-            .map(|member| self.neighbour(member))
+            .map(|member| self.member_source(member))
             .collect();
         let path = self.path().unwrap_or_default();
-        let stores = self.pool.stores();
+        let stores = self.cache.stores();
         let has_a_view = stores.iter().all(|store| store.status().synced);
         // Jitter for members that lost their gateway at the same time.
-        let pause = pause.mul_f64(1.0 - rand::random::<f64>() / 4.0);
+        let pause = poll_pause.mul_f64(1.0 - rand::random::<f64>() / 4.0);
         Box::pin(async move {
             sleep(pause).await;
-            freshest_member(views(members, &path).await, has_a_view)
+            freshest_member(query_freshness(members, &path).await, has_a_view)
         })
     }
 }
 
 impl SelectorState {
     /// A tunnel stands, or none does.
-    fn touched(&mut self, stands: bool) {
-        if stands {
-            self.stood = true;
-            self.touch = None;
-        } else if std::mem::take(&mut self.stood) {
-            self.touch = Some(Instant::now() + GATEWAY_LOST_AFTER);
+    fn update_tunnel_state(&mut self, has_tunnel: bool) {
+        if has_tunnel {
+            self.had_tunnel = true;
+            self.gateway_ok_until = None;
+        } else if std::mem::take(&mut self.had_tunnel) {
+            self.gateway_ok_until = Some(Instant::now() + GATEWAY_LOST_AFTER);
         }
     }
 
     /// Nothing is known against the leader.
-    fn anew(&mut self) {
-        (self.leader_fails, self.silent, self.look) = (false, None, None);
+    fn reset_leader(&mut self) {
+        (
+            self.has_leader_failed,
+            self.leader_silent_since,
+            self.leader_check,
+        ) = (false, None, None);
     }
 
     /// Whether a leader fails whose source ended so: at once where it says so itself, and where it does not answer after the time
     /// that an answer may take.
-    fn fails(&mut self, broken: bool, lasted: Duration) -> bool {
+    fn is_leader_failed(&mut self, is_broken: bool, duration: Duration) -> bool {
         let now = Instant::now();
         // The timeout of a leader that was connected until now starts now.
-        let since = if lasted > ANSWER + POLL_INTERVAL / 20 {
-            self.silent = None;
+        let since = if duration > RESPONSE_TIMEOUT + POLL_INTERVAL / 20 {
+            self.leader_silent_since = None;
             now
         } else {
-            now.checked_sub(lasted).unwrap_or(now)
+            now.checked_sub(duration).unwrap_or(now)
         };
-        let since = *self.silent.get_or_insert(since);
-        !broken || now.duration_since(since) + POLL_INTERVAL / 50 >= ANSWER
+        let since = *self.leader_silent_since.get_or_insert(since);
+        !is_broken || now.duration_since(since) + POLL_INTERVAL / 50 >= RESPONSE_TIMEOUT
     }
 }
 
-async fn until(moment: Option<Instant>) {
+async fn sleep_until_some(moment: Option<Instant>) {
     match moment {
         Some(moment) => sleep_until(moment).await,
         None => std::future::pending().await,
@@ -286,43 +298,46 @@ async fn until(moment: Option<Instant>) {
 }
 
 /// Waits for the result of the request, or for ever if there is none.
-async fn asked<T>(asking: &mut Option<BoxFuture<'static, T>>) -> T {
-    match asking {
-        Some(asking) => asking.await,
+async fn poll_pending<T>(request: &mut Option<BoxFuture<'static, T>>) -> T {
+    match request {
+        Some(request) => request.await,
         None => std::future::pending().await,
     }
 }
 
-fn in_touch(store: &Store) -> bool {
+fn is_in_touch(store: &Store) -> bool {
     let status = store.status();
     status.synced && status.lost.is_none()
 }
 
 /// The views of all that answer in time, in the order of `members`.
-async fn views(members: Vec<MemberSource>, path: &str) -> Vec<(NodePoolMember, Freshness)> {
+async fn query_freshness(
+    members: Vec<MemberSource>,
+    path: &str,
+) -> Vec<(NodePoolMember, Freshness)> {
     let all: Vec<_> = members.iter().cloned().enumerate().collect();
-    let asking = all.into_iter().map(|(nth, member)| {
+    let requests = all.into_iter().map(|(index, member)| {
         let path = path.to_owned();
         async move {
-            if nth > 0 {
+            if index > 0 {
                 sleep(LEADER_HEAD_START).await;
             }
-            (nth, member.view(&path).await)
+            (index, member.freshness(&path).await)
         }
     });
-    let mut asking = iter(asking).buffer_unordered(AT_ONCE);
-    let (mut answered, mut until) = (Vec::new(), Instant::now() + POLL_BACKOFF_MAX);
-    while let Ok(Some((nth, view))) = timeout_at(until, asking.next()).await {
+    let mut requests = iter(requests).buffer_unordered(MAX_CONCURRENT_REQUESTS);
+    let (mut responses, mut deadline) = (Vec::new(), Instant::now() + POLL_BACKOFF_MAX);
+    while let Ok(Some((nth, view))) = timeout_at(deadline, requests.next()).await {
         let Some(view) = view else { continue };
         if view.is_fresh() {
-            until = until.min(Instant::now() + STRAGGLER_WAIT);
+            deadline = deadline.min(Instant::now() + STRAGGLER_WAIT);
         }
-        answered.push((nth, view));
+        responses.push((nth, view));
     }
-    answered.sort_by_key(|(nth, _)| *nth);
-    let member = |nth: usize| members.get(nth).map(|one| one.member.clone());
-    let named = answered.into_iter();
-    named
+    responses.sort_by_key(|(nth, _)| *nth);
+    let member = |nth: usize| members.get(nth).map(|source| source.member.clone());
+    let ordered = responses.into_iter();
+    ordered
         .filter_map(|(nth, view)| Some((member(nth)?, view)))
         .collect()
 }
@@ -335,23 +350,23 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_leader_has_five_seconds_to_answer_unless_it_reports_stale() {
         let second = Duration::from_secs(1);
-        assert!(SelectorState::default().fails(false, second));
+        assert!(SelectorState::default().is_leader_failed(false, second));
         // A silent leader uses up the whole time at once.
-        assert!(SelectorState::default().fails(true, ANSWER));
+        assert!(SelectorState::default().is_leader_failed(true, RESPONSE_TIMEOUT));
         // A leader that refuses is asked repeatedly.
         let mut refuses = SelectorState::default();
         for _ in 0..5 {
-            assert!(!refuses.fails(true, Duration::ZERO));
+            assert!(!refuses.is_leader_failed(true, Duration::ZERO));
             advance(second).await;
         }
-        assert!(refuses.fails(true, Duration::ZERO));
+        assert!(refuses.is_leader_failed(true, Duration::ZERO));
         // The timeout of a leader that was connected until now starts now.
         let mut was_there = SelectorState::default();
-        assert!(!was_there.fails(true, 60 * second));
+        assert!(!was_there.is_leader_failed(true, 60 * second));
         advance(4 * second).await;
-        assert!(!was_there.fails(true, Duration::ZERO));
-        assert!(!was_there.fails(true, 60 * second));
+        assert!(!was_there.is_leader_failed(true, Duration::ZERO));
+        assert!(!was_there.is_leader_failed(true, 60 * second));
         advance(5 * second).await;
-        assert!(was_there.fails(true, Duration::ZERO));
+        assert!(was_there.is_leader_failed(true, Duration::ZERO));
     }
 }

@@ -20,15 +20,15 @@ use tokio::{sync::watch, time::sleep};
 use tracing::info;
 
 /// Time within which several changes are reported as one.
-const TOGETHER: Duration = Duration::from_millis(100);
+const DEBOUNCE: Duration = Duration::from_millis(100);
 
 /// Reporter of the cache's state. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct StatusReporter {
-    pub(super) own: String,
-    pub(super) pool: Arc<WatchCache>,
-    pub(super) told: Membership,
-    pub(super) at: watch::Receiver<Arc<SelectedSource>>,
+    pub(super) node: String,
+    pub(super) cache: Arc<WatchCache>,
+    pub(super) membership: Membership,
+    pub(super) selected: watch::Receiver<Arc<SelectedSource>>,
     /// It knows the table that shows this.
     pub(super) gateway: Weak<GatewaySource>,
 }
@@ -36,65 +36,67 @@ pub(super) struct StatusReporter {
 impl StatusReporter {
     /// Returns a function that reports the current state.
     pub(super) fn status(self) -> Box<dyn Fn() -> ApiCacheStatus + Send + Sync> {
-        Box::new(move || self.now())
+        Box::new(move || self.current())
     }
 
-    fn now(&self) -> ApiCacheStatus {
-        let stores = self.pool.stores().iter();
+    fn current(&self) -> ApiCacheStatus {
+        let stores = self.cache.stores().iter();
         let resources: Vec<_> = stores.map(|store| store.status()).collect();
-        let told = self.told.now();
+        let membership = self.membership.current();
         let pending = resources.iter().any(|resource| !resource.synced);
-        let leads = told.pool.is_some() && told.leader.as_ref() == Some(&self.own);
+        let is_leader = membership.pool.is_some() && membership.leader.as_ref() == Some(&self.node);
         ApiCacheStatus {
-            role: match (pending, leads) {
+            role: match (pending, is_leader) {
                 (true, _) => "pending",
                 (false, true) => "leader",
                 (false, false) => "follower",
             },
             healthy: !pending,
             ready: resources.iter().all(|one| one.synced && one.lost.is_none()),
-            pool: told.pool,
-            leader: told.leader,
-            reads_at: self.reads_at(),
-            members: told.members.into_iter().map(|one| one.node).collect(),
+            pool: membership.pool,
+            leader: membership.leader,
+            reads_at: self.current_source(),
+            members: membership.members.into_iter().map(|one| one.node).collect(),
             resources,
         }
     }
 
-    fn reads_at(&self) -> Option<String> {
-        match &self.at.borrow().who {
-            SourceKind::Nobody => None,
-            SourceKind::Gateway => self.gateway.upgrade()?.at(),
-            SourceKind::Leader(member) | SourceKind::Neighbour(member) => Some(member.node.clone()),
+    fn current_source(&self) -> Option<String> {
+        match &self.selected.borrow().kind {
+            SourceKind::Unselected => None,
+            SourceKind::Gateway => self.gateway.upgrade()?.gateway(),
+            SourceKind::Leader(member) | SourceKind::Member(member) => Some(member.node.clone()),
         }
     }
 
     /// Says in the log what changes, for as long as it is polled.
     pub(super) async fn run(mut self) {
-        let stores = self.pool.stores().iter();
-        let mut changes: Vec<_> = stores.map(|store| store.changed()).collect();
-        let mut told = self.told.changes();
-        let mut said = None;
+        let stores = self.cache.stores().iter();
+        let mut store_changes: Vec<_> = stores.map(|store| store.subscribe()).collect();
+        let mut membership_changes = self.membership.changes();
+        let mut last_logged = None;
         loop {
-            let now = self.now();
-            let short = (now.role, now.ready);
-            if said != Some(short) {
-                let (role, ready, healthy) = (now.role, now.ready, now.healthy);
-                let (leader, reads_at) = (now.leader, now.reads_at);
+            let status = self.current();
+            let summary = (status.role, status.ready);
+            if last_logged != Some(summary) {
+                let (role, ready, healthy) = (status.role, status.ready, status.healthy);
+                let (leader, reads_at) = (status.leader, status.reads_at);
                 info!(role, healthy, ready, leader, reads_at, "reading");
-                said = Some(short);
+                last_logged = Some(summary);
             }
             tokio::select! {
-                () = any_changed(&mut changes) => {}
-                heard = told.changed() => if heard.is_err() {
+                () = any_changed(&mut store_changes) => {}
+                changed = membership_changes.changed() => if changed.is_err() {
                     return;
                 },
-                turned = self.at.changed() => if turned.is_err() {
+                changed = self.selected.changed() => if changed.is_err() {
                     return;
                 },
             }
-            sleep(TOGETHER).await;
-            changes.iter_mut().for_each(watch::Receiver::mark_unchanged);
+            sleep(DEBOUNCE).await;
+            store_changes
+                .iter_mut()
+                .for_each(watch::Receiver::mark_unchanged);
         }
     }
 }

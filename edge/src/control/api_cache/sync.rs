@@ -16,37 +16,37 @@ use tokio::{
 use tracing::debug;
 
 /// A source that was followed for this long was good: the next trouble begins anew.
-const GOOD: Duration = Duration::from_secs(10);
+const MIN_GOOD_DURATION: Duration = Duration::from_secs(10);
 /// Most that is read of what an API says its version is, in bytes.
-const RELEASE: usize = 64 * 1024;
+const MAX_VERSION_BYTES: usize = 64 * 1024;
 
 /// Keeps the store filled for as long as it is polled.
 pub(super) async fn sync_store(
     store: Arc<Store>,
-    mut at: watch::Receiver<Arc<SelectedSource>>,
-    fallen: mpsc::Sender<SourceLost>,
-    bounds: Backoff,
+    mut selected: watch::Receiver<Arc<SelectedSource>>,
+    lost_tx: mpsc::Sender<SourceLost>,
+    initial_backoff: Backoff,
 ) {
-    let mut backoff = bounds;
-    let mut last: Option<(Arc<dyn ListWatch>, Instant)> = None;
+    let mut backoff = initial_backoff;
+    let mut last_source: Option<(Arc<dyn ListWatch>, Instant)> = None;
     loop {
-        let now = at.borrow_and_update().clone();
-        let Some(source) = &now.source else {
+        let current = selected.borrow_and_update().clone();
+        let Some(source) = &current.source else {
             // The previous source may have been silent before it was given up.
-            let silent = last
+            let silent_for = last_source
                 .take()
-                .map(|(was, began)| was.silent().min(began.elapsed()));
-            store.lost_for(silent.unwrap_or_default());
-            if at.changed().await.is_err() {
+                .map(|(previous, began)| previous.time_since_contact().min(began.elapsed()));
+            store.mark_lost(silent_for.unwrap_or_default());
+            if selected.changed().await.is_err() {
                 return;
             }
             continue;
         };
-        let began = Instant::now();
-        last = Some((source.clone(), began));
+        let started = Instant::now();
+        last_source = Some((source.clone(), started));
         let why = tokio::select! {
             why = reflect(&store, &**source) => why,
-            changed = at.changed() => match changed {
+            changed = selected.changed() => match changed {
                 Ok(()) => {
                     backoff.reset();
                     continue;
@@ -54,29 +54,39 @@ pub(super) async fn sync_store(
                 Err(_) => return,
             },
         };
-        let lasted = began.elapsed();
+        let duration = started.elapsed();
         debug!(resource = %store.resource(), ?why, "API cache source closed or failed");
-        if lasted > GOOD {
+        if duration > MIN_GOOD_DURATION {
             backoff.reset();
         }
         let random = rand::random();
-        let pause = match &why {
+        let delay = match &why {
             ReflectorError::Broken(_) => backoff.silent(random),
             // Jitter for clients that received the same delay from the source.
-            ReflectorError::Refused(_, _, Some(asked)) => asked.mul_f64(1.0 + random / 2.0),
+            ReflectorError::Refused(_, _, Some(retry_after)) => {
+                retry_after.mul_f64(1.0 + random / 2.0)
+            }
             ReflectorError::Refused(..) => backoff.refused(None, random),
             // A member without a source may find one soon.
-            ReflectorError::Stale(..) => backoff.refused(None, random).min(GOOD),
+            ReflectorError::Stale(..) => backoff.refused(None, random).min(MIN_GOOD_DURATION),
         };
-        let turn = now.turn;
-        if fallen.send(SourceLost { turn, why, lasted }).await.is_err() {
+        let generation = current.generation;
+        if lost_tx
+            .send(SourceLost {
+                generation,
+                error: why,
+                duration,
+            })
+            .await
+            .is_err()
+        {
             return;
         }
         tokio::select! {
-            () = sleep(pause) => {}
-            changed = at.changed() => match changed {
+            () = sleep(delay) => {}
+            changed = selected.changed() => match changed {
                 Ok(()) => {
-                    at.mark_changed();
+                    selected.mark_changed();
                     backoff.reset();
                 }
                 Err(_) => return,
@@ -87,19 +97,19 @@ pub(super) async fn sync_store(
 
 /// Asks the selected source for the version of the cloud's API, for as long as it is polled.
 pub(super) async fn poll_version(
-    pool: Arc<WatchCache>,
-    mut at: watch::Receiver<Arc<SelectedSource>>,
+    cache: Arc<WatchCache>,
+    mut selected: watch::Receiver<Arc<SelectedSource>>,
 ) {
     loop {
-        let source = at.borrow_and_update().source.clone();
+        let source = selected.borrow_and_update().source.clone();
         tokio::select! {
-            said = query_version(source.as_deref()) => {
-                pool.release(said.into());
-                if at.changed().await.is_err() {
+            version = query_version(source.as_deref()) => {
+                cache.set_version_info(version.into());
+                if selected.changed().await.is_err() {
                     return;
                 }
             }
-            changed = at.changed() => if changed.is_err() {
+            changed = selected.changed() => if changed.is_err() {
                 return;
             },
         }
@@ -112,13 +122,13 @@ async fn query_version(source: Option<&dyn ListWatch>) -> Vec<u8> {
         return std::future::pending().await;
     };
     loop {
-        if let Ok(answer) = source.get("/version".to_owned()).await
-            && answer.status.is_success()
+        if let Ok(response) = source.get("/version".to_owned()).await
+            && response.status.is_success()
         {
-            let mut body = answer.body;
+            let mut body = response.body;
             let mut text = Vec::new();
             while let Some(Ok(bytes)) = body.next().await
-                && text.len() <= RELEASE
+                && text.len() <= MAX_VERSION_BYTES
             {
                 text.extend_from_slice(&bytes);
             }
@@ -126,6 +136,6 @@ async fn query_version(source: Option<&dyn ListWatch>) -> Vec<u8> {
                 return text;
             }
         }
-        sleep(GOOD).await;
+        sleep(MIN_GOOD_DURATION).await;
     }
 }

@@ -6,7 +6,7 @@
 use super::quota::Quota;
 use crate::{
     control::http_server::{
-        AcceptedConnections, ConnectionPlace, LimitedConnection, keep_place, set_keepalive,
+        AcceptedConnections, ConnectionPlace, LimitedConnection, hold_slot, set_keepalive,
     },
     metrics::Metrics,
 };
@@ -28,11 +28,11 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info_span, warn};
 
 /// A handshake takes two round trips of a site.
-const HANDSHAKE: Duration = Duration::from_secs(5);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Handshakes at once: each costs a signature or two.
-const HANDS: usize = 256;
+const MAX_HANDSHAKES: usize = 256;
 /// Time for which a message that was logged once is logged at debug only.
-const QUIET: Duration = Duration::from_mins(10);
+const LOG_INTERVAL: Duration = Duration::from_mins(10);
 
 /// Certificate chain that the client has presented: its certificate, and the certificates behind it.
 pub(super) type PresentedChain = Arc<[CertificateDer<'static>]>;
@@ -43,27 +43,27 @@ pub(super) trait ClientPolicy: Send + Sync + 'static {
     ///
     /// # Errors
     /// If there can be none now.
-    fn accepts(&self) -> Result<TlsAcceptor, String>;
+    fn acceptor(&self) -> Result<TlsAcceptor, String>;
 
     /// Returns the name of the client that has presented this chain, or the reason why it may not stay.
-    fn guest(&self, chain: &[CertificateDer<'_>]) -> Result<String, String>;
+    fn client_name(&self, chain: &[CertificateDer<'_>]) -> Result<String, String>;
 
     /// Returns once a guest has to go, with why.
-    fn goes(&self, chain: PresentedChain) -> BoxFuture<'static, String>;
+    fn wait_for_revocation(&self, chain: PresentedChain) -> BoxFuture<'static, String>;
 }
 
 /// A listener, with whom it lets in, as whom, and how many.
 pub(super) struct QuotaAcceptor {
     pub(super) listener: TcpListener,
-    pub(super) host: Arc<dyn ClientPolicy>,
+    pub(super) policy: Arc<dyn ClientPolicy>,
     /// A word for them in the log.
-    pub(super) guests: &'static str,
+    pub(super) client_kind: &'static str,
     /// Metrics of the edge.
     pub(super) metrics: Arc<Metrics>,
     /// Connections at once.
-    pub(super) most: usize,
+    pub(super) max_connections: usize,
     /// Of these, for one of its guests.
-    pub(super) each: usize,
+    pub(super) max_per_client: usize,
 }
 
 impl QuotaAcceptor {
@@ -72,27 +72,34 @@ impl QuotaAcceptor {
         let Ok(address) = self.listener.local_addr() else {
             return;
         };
-        let (hand_over, accepted) = mpsc::channel(1);
+        let (connections_tx, connections_rx) = mpsc::channel(1);
         let tasks = Arc::new(TaskGroup::new(&stop));
-        let hall = AcceptQueue {
-            shaking: self.metrics.connection_limit("reader_handshakes", HANDS),
-            places: self.metrics.connection_limit("api_cache", self.most),
-            staying: Quota::new(),
-            each: self.each,
-            host: self.host,
-            guests: self.guests,
-            hand_over,
+        let queue = AcceptQueue {
+            handshake_limit: self
+                .metrics
+                .connection_limit("reader_handshakes", MAX_HANDSHAKES),
+            connection_limit: self
+                .metrics
+                .connection_limit("api_cache", self.max_connections),
+            quota: Quota::new(),
+            max_per_client: self.max_per_client,
+            policy: self.policy,
+            client_kind: self.client_kind,
+            connections_tx,
             stop: stop.clone(),
-            refused: Arc::default(),
+            refusal_log: Arc::default(),
         };
-        let listener = AcceptedConnections { accepted, address };
-        let router = router.layer(middleware::from_fn(keep_place));
+        let listener = AcceptedConnections {
+            connections: connections_rx,
+            address,
+        };
+        let router = router.layer(middleware::from_fn(hold_slot));
         let service = router.into_make_service_with_connect_info::<ConnectionPlace>();
         tokio::select! {
             served = async { axum::serve(listener, service).await } => {
                 debug!(?served, "an API cache listener stopped");
             }
-            () = hall.accept(self.listener, &tasks) => {}
+            () = queue.accept(self.listener, &tasks) => {}
             () = stop.cancelled() => {}
         }
     }
@@ -101,51 +108,59 @@ impl QuotaAcceptor {
 /// Between the listener and the server.
 #[derive(Clone)]
 struct AcceptQueue {
-    shaking: ConnectionLimit,
-    places: ConnectionLimit,
+    handshake_limit: ConnectionLimit,
+    connection_limit: ConnectionLimit,
     /// Limit on connections, shared by their sources.
-    staying: Quota<String>,
-    each: usize,
-    host: Arc<dyn ClientPolicy>,
-    guests: &'static str,
-    hand_over: mpsc::Sender<(LimitedConnection<TlsStream<TcpStream>>, SocketAddr)>,
+    quota: Quota<String>,
+    max_per_client: usize,
+    policy: Arc<dyn ClientPolicy>,
+    client_kind: &'static str,
+    connections_tx: mpsc::Sender<(LimitedConnection<TlsStream<TcpStream>>, SocketAddr)>,
     stop: CancellationToken,
     /// Throttle of the log message about refused clients.
-    refused: Arc<LogThrottle>,
+    refusal_log: Arc<LogThrottle>,
 }
 
 impl AcceptQueue {
     async fn accept(&self, mut listener: TcpListener, tasks: &TaskGroup) {
         loop {
             let (tcp, from) = Listener::accept(&mut listener).await;
-            let Ok(hand) = self.shaking.admit(from.ip()) else {
+            let Ok(handshake_slot) = self.handshake_limit.admit(from.ip()) else {
                 continue;
             };
             set_keepalive(&tcp);
-            let hall = self.clone();
-            tasks.spawn(info_span!("guest", kind = self.guests, %from), async move {
-                let shaken = hand.run(pin!(timeout(HANDSHAKE, hall.shake(tcp)))).await;
-                match shaken {
-                    Some(Ok(Ok(tls))) => {
-                        drop(hand);
-                        hall.keep(tls, from).await;
+            let queue = self.clone();
+            tasks.spawn(
+                info_span!("guest", kind = self.client_kind, %from),
+                async move {
+                    let handshake = handshake_slot
+                        .run(pin!(timeout(
+                            HANDSHAKE_TIMEOUT,
+                            queue.perform_handshake(tcp)
+                        )))
+                        .await;
+                    match handshake {
+                        Some(Ok(Ok(tls))) => {
+                            drop(handshake_slot);
+                            queue.serve_until_revoked(tls, from).await;
+                        }
+                        Some(Ok(Err((why, tcp)))) => {
+                            queue.log_refused(&why);
+                            handshake_slot.run(pin!(lingering_close::close(tcp))).await;
+                        }
+                        Some(Err(_)) => queue.log_refused("TLS handshake timeout"),
+                        // The connection limit counts and logs evictions.
+                        None => {}
                     }
-                    Some(Ok(Err((why, tcp)))) => {
-                        hall.refused(&why);
-                        hand.run(pin!(lingering_close::close(tcp))).await;
-                    }
-                    Some(Err(_)) => hall.refused("TLS handshake timeout"),
-                    // The connection limit counts and logs evictions.
-                    None => {}
-                }
-            });
+                },
+            );
         }
     }
 
     /// Logs the reason why a client was refused.
-    fn refused(&self, why: &str) {
-        let guests = self.guests;
-        if self.refused.happened_within(QUIET).is_some() {
+    fn log_refused(&self, why: &str) {
+        let guests = self.client_kind;
+        if self.refusal_log.record_within(LOG_INTERVAL).is_some() {
             warn!(
                 why,
                 guests, "client refused; further ones are logged at debug level for ten minutes"
@@ -156,13 +171,16 @@ impl AcceptQueue {
     }
 
     /// Performs the TLS handshake; on failure returns the reason, and the socket by which the client can be told.
-    async fn shake(&self, tcp: TcpStream) -> Result<TlsStream<TcpStream>, (String, TcpStream)> {
-        let accepts = match self.host.accepts() {
+    async fn perform_handshake(
+        &self,
+        tcp: TcpStream,
+    ) -> Result<TlsStream<TcpStream>, (String, TcpStream)> {
+        let acceptor = match self.policy.acceptor() {
             Ok(accepts) => accepts,
             Err(why) => return Err((why, tcp)),
         };
-        let shaken = accepts.accept(tcp).into_fallible().await;
-        shaken.map_err(|(error, tcp)| {
+        let handshake = acceptor.accept(tcp).into_fallible().await;
+        handshake.map_err(|(error, tcp)| {
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
             let content = InvalidMessage::InvalidContentType;
             if inner == Some(&rustls::Error::InvalidMessage(content)) {
@@ -174,33 +192,36 @@ impl AcceptQueue {
     }
 
     /// Hands the connection over, and closes it once the client has to go.
-    async fn keep(&self, tls: TlsStream<TcpStream>, from: SocketAddr) {
+    async fn serve_until_revoked(&self, tls: TlsStream<TcpStream>, from: SocketAddr) {
         let chain = tls.get_ref().1.peer_certificates().unwrap_or_default();
-        let chain: PresentedChain = chain.iter().map(|one| one.clone().into_owned()).collect();
-        let who = match self.host.guest(&chain) {
+        let chain: PresentedChain = chain
+            .iter()
+            .map(|certificate| certificate.clone().into_owned())
+            .collect();
+        let who = match self.policy.client_name(&chain) {
             Ok(who) => who,
-            Err(why) => return self.refused(&why),
+            Err(why) => return self.log_refused(&why),
         };
-        let Some(_share) = self.staying.take(who.clone(), self.each) else {
-            return self.refused("the client has reached its limit of connections");
+        let Some(_share) = self.quota.acquire(who.clone(), self.max_per_client) else {
+            return self.log_refused("the client has reached its limit of connections");
         };
-        let Ok(place) = self.places.admit(from.ip()) else {
+        let Ok(slot) = self.connection_limit.admit(from.ip()) else {
             return;
         };
         if !chain.is_empty() {
             // The client is authenticated, so it is not evicted for new connections.
-            place.settle();
+            slot.protect();
         }
-        let over = self.stop.child_token();
-        let connection = LimitedConnection::new(tls, place, over.clone());
-        if self.hand_over.send((connection, from)).await.is_err() {
+        let close_token = self.stop.child_token();
+        let connection = LimitedConnection::new(tls, slot, close_token.clone());
+        if self.connections_tx.send((connection, from)).await.is_err() {
             return;
         }
         tokio::select! {
-            () = over.cancelled() => {}
-            why = self.host.goes(chain) => {
+            () = close_token.cancelled() => {}
+            why = self.policy.wait_for_revocation(chain) => {
                 debug!(who, why, "closing the connection of a client");
-                over.cancel();
+                close_token.cancel();
             }
         }
     }

@@ -33,51 +33,51 @@ pub(super) const MAX_CONNECTIONS: usize = 1024;
 /// Of these, connections of the `YurtHub` of one node.
 pub(super) const MAX_PER_CLIENT: usize = 128;
 /// Interval of the checks of a `YurtHub` that stays connected: certificates end.
-const AGAIN: Duration = Duration::from_mins(1);
+const RECHECK_INTERVAL: Duration = Duration::from_mins(1);
 /// Time without any tunnel, and without a member that has one, after which a node is out of touch.
-const AWAY: Duration = Duration::from_secs(5);
+const LOST_AFTER: Duration = Duration::from_secs(5);
 /// The longest watch, in seconds, while this node has lost its source.
-const SHORT_WATCH: u64 = 30;
+const MAX_WATCH_WHILE_LOST_SECS: u64 = 30;
 /// By what a client says how long its watch may last (`ListOptions` of `k8s.io/apimachinery`).
-const TIMEOUT: &str = "timeoutSeconds";
+const TIMEOUT_PARAM: &str = "timeoutSeconds";
 
 /// Connectivity of this node with the cloud, by itself or by another member.
 #[derive(Clone)]
 pub(super) struct UpstreamHealth {
-    pub(super) at: watch::Receiver<Arc<SelectedSource>>,
+    pub(super) selected: watch::Receiver<Arc<SelectedSource>>,
     /// How many tunnels stand.
-    pub(super) standing: watch::Receiver<usize>,
+    pub(super) tunnel_count: watch::Receiver<usize>,
 }
 
 impl UpstreamHealth {
-    fn is(&self) -> bool {
-        match self.at.borrow().who {
-            SourceKind::Nobody => false,
-            SourceKind::Gateway => *self.standing.borrow() > 0,
-            SourceKind::Leader(_) | SourceKind::Neighbour(_) => true,
+    fn is_connected(&self) -> bool {
+        match self.selected.borrow().kind {
+            SourceKind::Unselected => false,
+            SourceKind::Gateway => *self.tunnel_count.borrow() > 0,
+            SourceKind::Leader(_) | SourceKind::Member(_) => true,
         }
     }
 
     /// Waits for a change. False: this edge is stopping.
     async fn changed(&mut self) -> bool {
         tokio::select! {
-            changed = self.at.changed() => changed.is_ok(),
-            changed = self.standing.changed() => changed.is_ok(),
+            changed = self.selected.changed() => changed.is_ok(),
+            changed = self.tunnel_count.changed() => changed.is_ok(),
         }
     }
 
     /// Returns once it has been lost for a while, after it was there.
-    async fn lost(mut self) {
-        let mut was = false;
+    async fn wait_until_lost(mut self) {
+        let mut was_connected = false;
         loop {
-            let is = self.is();
-            if was && !is {
-                match timeout(AWAY, self.changed()).await {
+            let is_connected = self.is_connected();
+            if was_connected && !is_connected {
+                match timeout(LOST_AFTER, self.changed()).await {
                     Ok(true) => continue,
                     Ok(false) | Err(_) => return,
                 }
             }
-            was |= is;
+            was_connected |= is_connected;
             if !self.changed().await {
                 return;
             }
@@ -88,68 +88,68 @@ impl UpstreamHealth {
 /// Admission policy for `YurtHub`s.
 pub(super) struct YurtHubClients {
     /// Current certificate of this node and the roots that it trusts.
-    pub(super) known: watch::Receiver<Option<YurtHubServerTls>>,
-    pub(super) touch: UpstreamHealth,
+    pub(super) tls: watch::Receiver<Option<YurtHubServerTls>>,
+    pub(super) health: UpstreamHealth,
 }
 
 impl ClientPolicy for YurtHubClients {
-    fn accepts(&self) -> Result<TlsAcceptor, String> {
-        let known = self.known.borrow();
-        let hubs = known
+    fn acceptor(&self) -> Result<TlsAcceptor, String> {
+        let current = self.tls.borrow();
+        let server_tls = current
             .as_ref()
             .ok_or("no certificate is available for YurtHubs")?;
-        Ok(hubs.server().into())
+        Ok(server_tls.server_config().into())
     }
 
-    fn guest(&self, chain: &[CertificateDer<'_>]) -> Result<String, String> {
-        guest(&self.known, chain)
+    fn client_name(&self, chain: &[CertificateDer<'_>]) -> Result<String, String> {
+        client_node(&self.tls, chain)
     }
 
-    fn goes(&self, chain: PresentedChain) -> BoxFuture<'static, String> {
-        let (mut known, touch) = (self.known.clone(), self.touch.clone());
+    fn wait_for_revocation(&self, chain: PresentedChain) -> BoxFuture<'static, String> {
+        let (mut tls, health) = (self.tls.clone(), self.health.clone());
         Box::pin(async move {
-            let stranger = async {
+            let revoked = async {
                 loop {
-                    if let Err(why) = guest(&known, &chain) {
+                    if let Err(why) = client_node(&tls, &chain) {
                         return why;
                     }
                     tokio::select! {
-                        changed = known.changed() => if changed.is_err() {
+                        changed = tls.changed() => if changed.is_err() {
                             return "this edge is stopping".to_owned();
                         },
-                        () = sleep(AGAIN) => {}
+                        () = sleep(RECHECK_INTERVAL) => {}
                     }
                 }
             };
             tokio::select! {
-                why = stranger => why,
-                () = touch.lost() => "this node has lost its source".to_owned(),
+                why = revoked => why,
+                () = health.wait_until_lost() => "this node has lost its source".to_owned(),
             }
         })
     }
 }
 
-fn guest(
-    known: &watch::Receiver<Option<YurtHubServerTls>>,
+fn client_node(
+    tls: &watch::Receiver<Option<YurtHubServerTls>>,
     chain: &[CertificateDer<'_>],
 ) -> Result<String, String> {
-    let known = known.borrow();
-    let hubs = known
+    let current = tls.borrow();
+    let server_tls = current
         .as_ref()
         .ok_or("no certificate is available for YurtHubs")?;
-    let node = hubs.node(chain, UnixTime::now());
+    let node = server_tls.verify_node(chain, UnixTime::now());
     node.map_err(|refused| refused.to_string())
 }
 
 /// Returns the router for `YurtHub`s, which serves these resources.
-pub(super) fn serving(
-    pool: Arc<WatchCache>,
+pub(super) fn router(
+    cache: Arc<WatchCache>,
     resources: Vec<GroupVersionResource>,
-    touch: UpstreamHealth,
+    health: UpstreamHealth,
 ) -> Router {
-    let bounded = move |mut request: Request, next: Next| {
-        if !touch.is()
-            && let Some(uri) = bounded(request.uri())
+    let limit_watches = move |mut request: Request, next: Next| {
+        if !health.is_connected()
+            && let Some(uri) = limit_watch(request.uri())
         {
             *request.uri_mut() = uri;
         }
@@ -159,26 +159,29 @@ pub(super) fn serving(
         resources,
         namespaces: None,
     });
-    local_server::serve_options(pool, None, Some(grant)).layer(middleware::from_fn(bounded))
+    local_server::cache_router(cache, None, Some(grant)).layer(middleware::from_fn(limit_watches))
 }
 
-/// The same request, whose watch lasts no longer than [`SHORT`].
-fn bounded(uri: &Uri) -> Option<Uri> {
+/// The same request, whose watch lasts no longer than [`MAX_WATCH_WHILE_LOST_SECS`].
+fn limit_watch(uri: &Uri) -> Option<Uri> {
     let query = uri.query().unwrap_or_default();
-    let words = query.split('&').filter(|word| !word.is_empty());
-    let of = |word: &&str| word.split('=').next() == Some(TIMEOUT);
-    let said = words.clone().filter(of);
-    let said = said.filter_map(|word| word.split_once('=')?.1.parse::<u64>().ok());
+    let params = query.split('&').filter(|word| !word.is_empty());
+    let is_timeout = |param: &&str| param.split('=').next() == Some(TIMEOUT_PARAM);
+    let timeouts = params.clone().filter(is_timeout);
+    let timeouts = timeouts.filter_map(|word| word.split_once('=')?.1.parse::<u64>().ok());
     // A missing value and 0 mean the server's own timeout.
-    let least = said
+    let requested = timeouts
         .filter(|seconds| *seconds > 0)
         .min()
-        .unwrap_or(SHORT_WATCH);
-    let kept = words.filter(|word| !of(word)).map(str::to_owned);
-    let all: Vec<_> = kept
-        .chain([format!("{TIMEOUT}={}", least.min(SHORT_WATCH))])
+        .unwrap_or(MAX_WATCH_WHILE_LOST_SECS);
+    let others = params.filter(|word| !is_timeout(word)).map(str::to_owned);
+    let new_params: Vec<_> = others
+        .chain([format!(
+            "{TIMEOUT_PARAM}={}",
+            requested.min(MAX_WATCH_WHILE_LOST_SECS)
+        )])
         .collect();
-    let text = format!("{}?{}", uri.path(), all.join("&"));
+    let text = format!("{}?{}", uri.path(), new_params.join("&"));
     let mut parts = uri.clone().into_parts();
     parts.path_and_query = Some(PathAndQuery::try_from(text).ok()?);
     Uri::from_parts(parts).ok()
@@ -191,37 +194,40 @@ mod tests {
 
     fn at(who: SourceKind) -> Arc<SelectedSource> {
         Arc::new(SelectedSource {
-            who,
-            ..SelectedSource::clone(&SelectedSource::nobody())
+            kind: who,
+            ..SelectedSource::clone(&SelectedSource::unselected())
         })
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_node_without_neighbours_goes_stale_after_its_last_tunnel() {
-        let (who, heard) = watch::channel(at(SourceKind::Nobody));
+        let (who, heard) = watch::channel(at(SourceKind::Unselected));
         let (tunnels, standing) = watch::channel(0);
         let touch = UpstreamHealth {
-            at: heard,
-            standing,
+            selected: heard,
+            tunnel_count: standing,
         };
-        assert!(!touch.is());
-        let lost = touch.clone().lost();
+        assert!(!touch.is_connected());
+        let lost = touch.clone().wait_until_lost();
         let began = Instant::now();
         let changes = async {
             who.send_replace(at(SourceKind::Gateway));
             tunnels.send_replace(1);
             sleep(Duration::from_mins(1)).await;
-            assert!(touch.is());
+            assert!(touch.is_connected());
             tunnels.send_replace(0);
-            sleep(AWAY / 2).await;
-            assert!(!touch.is());
+            sleep(LOST_AFTER / 2).await;
+            assert!(!touch.is_connected());
             // It reconnected in time.
             tunnels.send_replace(1);
             sleep(Duration::from_mins(1)).await;
             tunnels.send_replace(0);
         };
         tokio::join!(lost, changes);
-        assert_eq!(began.elapsed(), Duration::from_mins(2) + AWAY / 2 + AWAY);
+        assert_eq!(
+            began.elapsed(),
+            Duration::from_mins(2) + LOST_AFTER / 2 + LOST_AFTER
+        );
     }
 
     #[test]
@@ -243,7 +249,7 @@ mod tests {
             ("/api/v1/services?timeoutSeconds=0", "timeoutSeconds=30"),
             ("/api/v1/services?timeoutSeconds=x", "timeoutSeconds=30"),
         ] {
-            let uri = bounded(&asked.parse().unwrap()).unwrap();
+            let uri = limit_watch(&asked.parse().unwrap()).unwrap();
             assert_eq!(uri.query(), Some(answered), "{asked}");
             assert_eq!(uri.path(), "/api/v1/services");
         }

@@ -36,7 +36,7 @@ impl Api {
         let (_, request) = asked.iter().find(|(known, _)| known == name).unwrap();
         let der = CertificateSigningRequestDer::from_pem_slice(request.as_bytes()).unwrap();
         let node = NodeName::parse("edge-1").unwrap();
-        let key = VerifiedPublicKey::of_edge(&der, self.ca.trust_domain(), &node).unwrap();
+        let key = VerifiedPublicKey::verify_edge(&der, self.ca.trust_domain(), &node).unwrap();
         let node = NodeName::parse(self.signs).unwrap();
         let life = Duration::from_hours(1);
         self.ca.issue_edge(&key, &node, life).unwrap().pem()
@@ -44,7 +44,7 @@ impl Api {
 }
 
 impl CsrClient for Api {
-    fn node(&self) -> BoxFuture<'_, Result<String, CsrRequestError>> {
+    fn node_name(&self) -> BoxFuture<'_, Result<String, CsrRequestError>> {
         Box::pin(async { Ok("edge-1".to_owned()) })
     }
 
@@ -52,7 +52,7 @@ impl CsrClient for Api {
         Box::pin(async { Ok(self.ca.bundle_pem()) })
     }
 
-    fn ask<'a>(
+    fn submit<'a>(
         &'a self,
         name: &'a str,
         request: &'a str,
@@ -64,18 +64,21 @@ impl CsrClient for Api {
         Box::pin(async { Ok(()) })
     }
 
-    fn subject(&self) -> Option<SignerProfile> {
+    fn signer_profile(&self) -> Option<SignerProfile> {
         None
     }
 
-    fn answer<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<CsrStatus, CsrRequestError>> {
+    fn request_status<'a>(
+        &'a self,
+        name: &'a str,
+    ) -> BoxFuture<'a, Result<CsrStatus, CsrRequestError>> {
         let looks = self.looks.fetch_add(1, Relaxed);
         let denied = self.denied.load(Relaxed) > 0;
         Box::pin(async move {
             match looks {
                 0 => Err(CsrRequestError::Silent("nobody is there".to_owned())),
                 1 if denied => Ok(CsrStatus::Refused("it was denied".to_owned())),
-                1 => Ok(CsrStatus::Waiting("it is not approved yet".to_owned())),
+                1 => Ok(CsrStatus::Pending("it is not approved yet".to_owned())),
                 _ => Ok(CsrStatus::Signed(self.signed(name))),
             }
         })
@@ -96,7 +99,7 @@ async fn an_edge_waits_for_approval_logs_why_and_stores_the_result() {
     let (data, stop) = (tempfile::tempdir().unwrap(), CancellationToken::new());
     let (api, told) = (Arc::new(Api::new("edge-1")), Mutex::new(Vec::new()));
     let tell = |why: &str| told.lock().unwrap().push(why.to_owned());
-    let open = || Edge::open_by(config(data.path()), Some(api.clone()), (&stop, &tell));
+    let open = || Edge::open_with_csr(config(data.path()), Some(api.clone()), (&stop, &tell));
     assert_eq!(open().await.unwrap().node(), "edge-1");
     let whys = told.lock().unwrap().clone();
     assert_eq!(whys, ["nobody is there", "it is not approved yet"]);
@@ -127,10 +130,10 @@ async fn a_restarted_edge_waits_for_the_same_request() {
             stop.cancel();
         }
     };
-    let opened = Edge::open_by(config(data.path()), Some(api.clone()), (&stop, &tell));
+    let opened = Edge::open_with_csr(config(data.path()), Some(api.clone()), (&stop, &tell));
     assert!(matches!(opened.await, Err(Error::Stopped)));
     let stop = CancellationToken::new();
-    let opened = Edge::open_by(config(data.path()), Some(api.clone()), (&stop, &|_| {}));
+    let opened = Edge::open_with_csr(config(data.path()), Some(api.clone()), (&stop, &|_| {}));
     assert_eq!(opened.await.unwrap().node(), "edge-1");
     assert_eq!(api.asked.lock().unwrap().len(), 1);
     let store = Store::open(data.path(), OpenMode::Existing).unwrap();
@@ -146,9 +149,9 @@ async fn a_certificate_for_another_node_is_not_taken() {
         .await
         .unwrap_err();
     assert!(
-        trouble.what().contains("it is for node edge-2"),
+        trouble.detail().contains("it is for node edge-2"),
         "{}",
-        trouble.what()
+        trouble.detail()
     );
 }
 
@@ -174,14 +177,14 @@ async fn a_certificate_expired_at_run_time_is_requested_again() {
     let mut config = config(data.path());
     config.admin.listen = "127.0.0.1:0".parse().unwrap();
     let stop = CancellationToken::new();
-    let edge = Edge::open_by(config, Some(api.clone()), (&stop, &|_| {}));
+    let edge = Edge::open_with_csr(config, Some(api.clone()), (&stop, &|_| {}));
     let bound = edge.await.unwrap().bind().await.unwrap();
     assert!(
         api.asked.lock().unwrap().is_empty(),
         "the certificate is still valid"
     );
     let key = key.key_pem();
-    let reader = bound.reader();
+    let reader = bound.status_reader();
     let is_another = |_: &_| store.edge().unwrap().unwrap().leaf.key_pem() != key;
     tokio::select! {
         _ = reader.wait_for(is_another) => {}
@@ -205,7 +208,7 @@ async fn a_renamed_node_joins_anew_and_keeps_the_old_identity() {
         node: Some("edge-1".to_owned()),
         ..config(data.path())
     };
-    let opened = Edge::open_by(config, Some(api), (&stop, &|_| {})).await;
+    let opened = Edge::open_with_csr(config, Some(api), (&stop, &|_| {})).await;
     assert_eq!(opened.unwrap().node(), "edge-1");
     let entries = std::fs::read_dir(data.path()).unwrap();
     let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());

@@ -1,7 +1,7 @@
 use super::*;
 use crate::control::rejoin_state::TokenSource;
 use IdentityRefusal::{NotAccepted, UnknownCa};
-use RejoinReason::{Asked, Refused};
+use RejoinReason::{Refused, Requested};
 use causeway_certs::{Ca, NodeAttributes, NodeName, OpenMode, Store, TrustDomain};
 use std::time::Duration;
 
@@ -24,30 +24,30 @@ fn a_token_rejoins_once_and_never_at_a_foreign_gateway() {
     let (same, another) = ([token.root], [other.root]);
     let (itself, before) = (Some(token.id.as_str()), Some(other.id.as_str()));
     for (reason, joined_by, roots, expected) in [
-        (Asked, None, same, Ok(())),
-        (Asked, before, same, Ok(())),
-        (Asked, before, another, Ok(())),
-        (Asked, itself, same, Err(TokenUnusable::JoinedBy)),
+        (Requested, None, same, Ok(())),
+        (Requested, before, same, Ok(())),
+        (Requested, before, another, Ok(())),
+        (Requested, itself, same, Err(TokenUnusable::AlreadyUsed)),
         (Refused(NotAccepted), None, same, Ok(())),
         (Refused(NotAccepted), before, another, Ok(())),
         (
             Refused(NotAccepted),
             itself,
             same,
-            Err(TokenUnusable::JoinedBy),
+            Err(TokenUnusable::AlreadyUsed),
         ),
         (Refused(UnknownCa), before, another, Ok(())),
         (
             Refused(UnknownCa),
             before,
             same,
-            Err(TokenUnusable::OtherServer),
+            Err(TokenUnusable::CaMismatch),
         ),
         (
             Refused(UnknownCa),
             itself,
             another,
-            Err(TokenUnusable::JoinedBy),
+            Err(TokenUnusable::AlreadyUsed),
         ),
     ] {
         let judged = check_token(&token, joined_by, &roots, reason);

@@ -94,12 +94,12 @@ async fn renewal_uses_the_wall_clock_and_follows_sleep_within_an_hour() {
 #[test]
 fn an_expired_certificate_needs_a_token_despite_network_errors() {
     let schedule = RenewalSchedule::new(day(100), day(115), 0.0);
-    let weighed = |now| schedule.weigh(ConnectError::silent("nobody there"), now);
-    assert_eq!(weighed(day(115)).word(), "silent");
+    let weighed = |now| schedule.error_to_report(ConnectError::silent("nobody there"), now);
+    assert_eq!(weighed(day(115)).label(), "silent");
     let ended = weighed(day(116));
-    assert_eq!(ended.word(), "refused_permanently");
+    assert_eq!(ended.label(), "refused_permanently");
     for words in ["rejoin with a new token", "clock", "nobody there"] {
-        assert!(ended.what().contains(words), "{}", ended.what());
+        assert!(ended.detail().contains(words), "{}", ended.detail());
     }
 }
 
@@ -131,7 +131,7 @@ impl Gateway {
         let address = listener.local_addr().unwrap();
         let name = GatewayName::parse("localhost").unwrap();
         let leaf = ca.issue_gateway(&[name], HOUR).unwrap();
-        let trust = TrustStore::of(ca).unwrap();
+        let trust = TrustStore::from_ca(ca).unwrap();
         let config = join_server(leaf.resolver(), &trust, None).unwrap();
         let mut config = rustls::ServerConfig::clone(&config);
         config.alpn_protocols = vec![wire::ALPN_TUNNEL.to_vec(), wire::ALPN_HTTP11.to_vec()];
@@ -241,7 +241,7 @@ impl Joined {
         ) = (second, second, second);
         config.kubernetes = cluster.as_ref().map(|_| config::Kubernetes::default());
         let (cluster, stop) = (cluster.map(|api| api as _), CancellationToken::new());
-        let edge = Edge::open_by(config, cluster, (&stop, &|_| {})).await;
+        let edge = Edge::open_with_csr(config, cluster, (&stop, &|_| {})).await;
         edge.unwrap().bind().await.unwrap()
     }
 
@@ -251,7 +251,7 @@ impl Joined {
     }
 
     async fn until(bound: Bound, wanted: impl Fn(&Status) -> bool) -> Status {
-        let reader = bound.reader();
+        let reader = bound.status_reader();
         tokio::select! {
             status = reader.wait_for(wanted) => status,
             ended = Box::pin(bound.run(CancellationToken::new())) => panic!("{ended:?}"),
@@ -281,7 +281,7 @@ async fn a_renewal_is_stored_with_a_new_key_and_used_by_the_next_dial() {
     let mut gateway =
         Gateway::start(&ca, move |asked| (200, issue(&grants, "edge-1", &asked))).await;
     let bound = edge.bind(gateway.address).await;
-    let (reader, admin) = (bound.reader(), bound.local_addr());
+    let (reader, admin) = (bound.status_reader(), bound.local_addr());
     let renewed = async {
         gateway.dialled_with(&edge.before.leaf.chain()[0]).await;
         reader.wait_for(|_| !edge.is_as_before()).await;
@@ -399,8 +399,8 @@ async fn a_change_of_gateways_and_a_renewal_do_not_undo_each_other() {
     let held = IdentityStore::new(edge.before.clone(), store);
     let leaf = other.before.leaf.clone();
     let (one, two) = tokio::join!(
-        held.change(|identity| identity.gateways = vec!["new.test:1".to_owned()]),
-        held.change(move |identity| identity.leaf = leaf),
+        held.update(|identity| identity.gateways = vec!["new.test:1".to_owned()]),
+        held.update(move |identity| identity.leaf = leaf),
     );
     one.unwrap();
     two.unwrap();
@@ -412,7 +412,7 @@ async fn a_change_of_gateways_and_a_renewal_do_not_undo_each_other() {
     drop(edge);
     let leaf = other.before.leaf.clone();
     let unkept = held
-        .change(move |identity| {
+        .update(move |identity| {
             identity.gateways.clear();
             identity.leaf = leaf;
         })
@@ -426,7 +426,7 @@ async fn an_identity_of_a_lost_ca_is_replaced_by_the_clusters_word() {
     let (edge, api) = (Joined::new(&ca(), DAY), Arc::new(Api::new("edge-1")));
     let mut gateway = Gateway::start(&api.ca, |_| panic!("it was asked to renew")).await;
     let bound = edge.bind_in(gateway.address, Some(api.clone())).await;
-    let reader = bound.reader();
+    let reader = bound.status_reader();
     let replaced = async {
         reader.wait_for(|_| !edge.is_as_before()).await;
         let after = edge.stored();

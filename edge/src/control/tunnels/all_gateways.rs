@@ -7,7 +7,7 @@
 //! lead at first.
 
 use super::{
-    context::{LEAVING, TunnelContext},
+    context::{LEAVE_TIMEOUT, TunnelContext},
     discovery::GatewayDiscovery,
     slots::TunnelSlots,
 };
@@ -25,58 +25,58 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, info_span, warn};
 
 /// Names that lead to more addresses than this lead to no gateways.
-const MOST: usize = 64;
+const MAX_ADDRESSES: usize = 64;
 
 /// All gateways of an edge.
 struct AllGateways<'a> {
-    links: Arc<TunnelContext>,
+    context: Arc<TunnelContext>,
     tasks: &'a TaskGroup,
     /// Current addresses of the gateways.
     places: watch::Sender<BTreeSet<GatewayAddr>>,
     /// Addresses with tunnels, until the token is cancelled.
-    at: BTreeMap<GatewayAddr, CancellationToken>,
+    slots: BTreeMap<GatewayAddr, CancellationToken>,
     /// Why names cannot be resolved, as far as it has been said.
-    unresolved: BTreeMap<String, String>,
+    resolve_errors: BTreeMap<String, String>,
 }
 
 /// Keeps tunnels at every gateway until the edge stops, then leaves in order.
-pub(super) async fn run(links: Arc<TunnelContext>, changes: NetworkMonitor) {
+pub(super) async fn run(context: Arc<TunnelContext>, changes: NetworkMonitor) {
     let tasks = TaskGroup::default();
-    let (places, found) = watch::channel(BTreeSet::new());
-    let every = AllGateways {
-        links: links.clone(),
+    let (addresses_tx, addresses_rx) = watch::channel(BTreeSet::new());
+    let gateways = AllGateways {
+        context: context.clone(),
         tasks: &tasks,
-        places,
-        at: BTreeMap::new(),
-        unresolved: BTreeMap::new(),
+        places: addresses_tx,
+        slots: BTreeMap::new(),
+        resolve_errors: BTreeMap::new(),
     };
-    let seeker = GatewayDiscovery::at(links.clone(), found);
+    let discovery = GatewayDiscovery::new(context.clone(), addresses_rx);
     tokio::join!(
-        every.run(changes.clone()),
-        seeker.run(changes.clone(), &tasks)
+        gateways.run(changes.clone()),
+        discovery.run(changes.clone(), &tasks)
     );
     // Each address waits for its slots, and then for open streams.
-    let grace = links.config.timeouts.drain + 3 * LEAVING;
+    let grace = context.config.timeouts.drain + 3 * LEAVE_TIMEOUT;
     tasks.drain(grace).await;
 }
 
 impl AllGateways<'_> {
     /// Follows the names until the edge stops.
     async fn run(mut self, mut changes: NetworkMonitor) {
-        let links = self.links.clone();
-        let (stop, config) = (&links.stop, &links.config);
-        let mut backoff = links.backoff();
-        let mut told = links.gateways.changes();
+        let context = self.context.clone();
+        let (stop, config) = (&context.stop, &context.config);
+        let mut backoff = context.backoff();
+        let mut gateway_changes = context.gateways.changes();
         loop {
-            changes.forget();
-            told.mark_unchanged();
-            let gateways = links.gateways.all();
-            let found = links.dialler.places_of(&gateways);
-            let Some(found) = stop.run_until_cancelled(found).await else {
+            changes.mark_seen();
+            gateway_changes.mark_unchanged();
+            let gateways = context.gateways.all();
+            let resolving = context.connector.resolve_all(&gateways);
+            let Some(results) = stop.run_until_cancelled(resolving).await else {
                 break;
             };
-            let resolved = found.iter().all(|(_, places)| places.is_ok());
-            let delay = if resolved {
+            let all_resolved = results.iter().all(|(_, places)| places.is_ok());
+            let delay = if all_resolved {
                 backoff.reset();
                 // Jitter for edges that started at the same time.
                 let jitter = 0.75 + rand::random::<f64>() / 4.0;
@@ -84,101 +84,106 @@ impl AllGateways<'_> {
             } else {
                 backoff.silent(rand::random())
             };
-            self.follow(found, delay, &changes);
+            self.update_slots(results, delay, &changes);
             tokio::select! {
                 () = sleep(delay) => {}
-                () = changes.next() => {}
+                () = changes.changed() => {}
                 // The sender lives at least as long as this task.
-                _ = told.changed() => {}
+                _ = gateway_changes.changed() => {}
                 () = stop.cancelled() => break,
             }
         }
     }
 
     /// Keeps tunnels where gateways are now.
-    fn follow(
+    fn update_slots(
         &mut self,
-        found: Vec<(String, Result<Vec<GatewayAddr>, ConnectError>)>,
-        again: Duration,
+        results: Vec<(String, Result<Vec<GatewayAddr>, ConnectError>)>,
+        retry_in: Duration,
         changes: &NetworkMonitor,
     ) {
-        self.at.retain(|_, over| !over.is_cancelled());
-        let named: BTreeSet<String> = found.iter().map(|(gateway, _)| gateway.clone()).collect();
-        self.unresolved.retain(|gateway, _| named.contains(gateway));
-        let mut wanted = BTreeSet::new();
-        for (gateway, places) in found {
-            match places {
-                Ok(places) => {
-                    self.resolved(&gateway);
-                    wanted.extend(places);
+        self.slots.retain(|_, over| !over.is_cancelled());
+        let gateway_names: BTreeSet<String> =
+            results.iter().map(|(gateway, _)| gateway.clone()).collect();
+        self.resolve_errors
+            .retain(|gateway, _| gateway_names.contains(gateway));
+        let mut addresses = BTreeSet::new();
+        for (gateway, resolved) in results {
+            match resolved {
+                Ok(found) => {
+                    self.mark_resolved(&gateway);
+                    addresses.extend(found);
                 }
-                Err(trouble) => {
-                    self.unresolved(&gateway, &trouble, again);
-                    let known = self.at.keys().filter(|place| place.gateway == gateway);
-                    wanted.extend(known.cloned());
+                Err(error) => {
+                    self.mark_unresolved(&gateway, &error, retry_in);
+                    let known_addresses =
+                        self.slots.keys().filter(|place| place.gateway == gateway);
+                    addresses.extend(known_addresses.cloned());
                 }
             }
         }
-        let wanted = self.distinct(wanted);
-        let before = self.places.send_replace(wanted.clone());
-        for place in before.difference(&wanted) {
-            if self.at.contains_key(place) {
+        let addresses = self.distinct_addresses(addresses);
+        let previous = self.places.send_replace(addresses.clone());
+        for place in previous.difference(&addresses) {
+            if self.slots.contains_key(place) {
                 info!(%place, "no gateway name resolves to this address any more");
             }
         }
-        for place in wanted {
-            if !self.at.contains_key(&place) {
-                let over = self.keep(place.clone(), changes.clone());
-                self.at.insert(place, over);
+        for addr in addresses {
+            if !self.slots.contains_key(&addr) {
+                let slot_end = self.spawn_slots(addr.clone(), changes.clone());
+                self.slots.insert(addr, slot_end);
             }
         }
     }
 
     /// Returns each address once, by the name under which it is known already if there is one.
-    fn distinct(&self, places: BTreeSet<GatewayAddr>) -> BTreeSet<GatewayAddr> {
+    fn distinct_addresses(&self, places: BTreeSet<GatewayAddr>) -> BTreeSet<GatewayAddr> {
         let (known, new): (Vec<_>, Vec<_>) = places
             .into_iter()
-            .partition(|place| self.at.contains_key(place));
+            .partition(|place| self.slots.contains_key(place));
         let mut addresses = BTreeSet::new();
         let mut distinct = BTreeSet::new();
-        for place in known.into_iter().chain(new) {
-            let is_new = place
-                .address
-                .is_none_or(|address| addresses.insert(address));
-            if is_new && distinct.len() < MOST {
-                distinct.insert(place);
+        for addr in known.into_iter().chain(new) {
+            let is_new = addr.address.is_none_or(|address| addresses.insert(address));
+            if is_new && distinct.len() < MAX_ADDRESSES {
+                distinct.insert(addr);
             }
         }
         distinct
     }
 
-    fn keep(&self, place: GatewayAddr, changes: NetworkMonitor) -> CancellationToken {
-        let over = CancellationToken::new();
-        let ended = over.clone().drop_guard();
-        let stop = self.links.stop.clone();
+    fn spawn_slots(&self, place: GatewayAddr, changes: NetworkMonitor) -> CancellationToken {
+        let slot_end = CancellationToken::new();
+        let end_guard = slot_end.clone().drop_guard();
+        let stop = self.context.stop.clone();
         let span = info_span!("gateway", %place);
-        let slots = TunnelSlots::at(self.links.clone(), place, self.places.subscribe());
+        let slots = TunnelSlots::at_gateway(self.context.clone(), place, self.places.subscribe());
         self.tasks.spawn(span, async move {
             let leaving = slots.run(None, changes).await;
             // The address may be dialled again meanwhile.
-            drop(ended);
+            drop(end_guard);
             leaving.end(&stop).await;
         });
-        over
+        slot_end
     }
 
-    fn resolved(&mut self, gateway: &str) {
-        if self.unresolved.remove(gateway).is_some() {
+    fn mark_resolved(&mut self, gateway: &str) {
+        if self.resolve_errors.remove(gateway).is_some() {
             info!(gateway, "the gateway name resolves again");
-            self.links.state.mended(gateway);
+            self.context.status.clear_error(gateway);
         }
     }
 
-    fn unresolved(&mut self, gateway: &str, trouble: &ConnectError, again: Duration) {
-        let what = trouble.what();
-        self.links.state.trouble(gateway, what, false, again);
-        let said = self.unresolved.insert(gateway.to_owned(), what.to_owned());
-        if said.as_deref() != Some(what) {
+    fn mark_unresolved(&mut self, gateway: &str, error: &ConnectError, retry_in: Duration) {
+        let what = error.detail();
+        self.context
+            .status
+            .set_error(gateway, what, false, retry_in);
+        let previous = self
+            .resolve_errors
+            .insert(gateway.to_owned(), what.to_owned());
+        if previous.as_deref() != Some(what) {
             warn!(gateway, what, "cannot resolve a gateway name");
         }
     }

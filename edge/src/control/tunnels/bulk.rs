@@ -11,7 +11,7 @@ use tokio::{
 };
 
 /// A mark that is this young is not renewed: bulk marks at every mebibyte.
-const FRESH: Duration = Duration::from_millis(250);
+const MIN_MARK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// When each slot last moved bulk.
 #[derive(Debug)]
@@ -27,7 +27,9 @@ impl BulkTracker {
     /// A stream of this slot's tunnel moves bulk.
     pub(crate) fn mark(&self, slot: u32) {
         self.0.send_if_modified(|marks| {
-            let stale = marks.get(&slot).is_none_or(|at| at.elapsed() >= FRESH);
+            let stale = marks
+                .get(&slot)
+                .is_none_or(|at| at.elapsed() >= MIN_MARK_INTERVAL);
             if stale {
                 marks.insert(slot, Instant::now());
             }
@@ -36,7 +38,7 @@ impl BulkTracker {
     }
 
     /// Waits until this slot moves bulk.
-    pub(crate) async fn wait(&self, slot: u32) {
+    pub(crate) async fn wait_for_bulk(&self, slot: u32) {
         let mut marks = self.0.subscribe();
         let fresh = |marks: &BTreeMap<u32, Instant>| {
             marks.get(&slot).is_some_and(|at| at.elapsed() <= BULK_SPAN)
@@ -45,15 +47,15 @@ impl BulkTracker {
         let _ = marks.wait_for(fresh).await;
     }
 
-    /// Waits until no slot has moved bulk for `bound`.
-    pub(crate) async fn idle(&self, bound: Duration) {
+    /// Waits until no slot has moved bulk for `idle_timeout`.
+    pub(crate) async fn wait_until_idle(&self, idle_timeout: Duration) {
         loop {
             let latest = self.0.borrow().values().max().copied();
-            let due = latest.unwrap_or_else(Instant::now) + bound;
-            if latest.is_some() && due <= Instant::now() {
+            let deadline = latest.unwrap_or_else(Instant::now) + idle_timeout;
+            if latest.is_some() && deadline <= Instant::now() {
                 return;
             }
-            sleep_until(due).await;
+            sleep_until(deadline).await;
         }
     }
 }
@@ -66,14 +68,14 @@ mod tests {
     async fn bulk_adds_a_tunnel_at_once_until_a_minute_without_bulk() {
         let bulk = BulkTracker::default();
         bulk.mark(0);
-        bulk.wait(0).await;
+        bulk.wait_for_bulk(0).await;
         let began = Instant::now();
         let minute = Duration::from_mins(1);
         let marking = async {
             tokio::time::sleep(Duration::from_secs(30)).await;
             bulk.mark(1);
         };
-        tokio::join!(marking, bulk.idle(minute));
+        tokio::join!(marking, bulk.wait_until_idle(minute));
         assert_eq!(began.elapsed(), Duration::from_secs(90));
     }
 }

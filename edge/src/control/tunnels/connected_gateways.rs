@@ -8,7 +8,7 @@
 
 use crate::control::dial::GatewayAddr;
 use causeway_rt::backoff::Backoff;
-use causeway_tunnel::wire::MOST_GATEWAYS;
+use causeway_tunnel::wire::MAX_GATEWAYS_PER_EDGE;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{
@@ -21,23 +21,23 @@ use tokio::{sync::watch, time::Instant};
 use tracing::info;
 
 /// A gateway that was reached for this long counts when it is lost: one that is found and lost again at once is of no use.
-pub(super) const OF_USE: Duration = Duration::from_secs(10);
+pub(super) const MIN_USEFUL_DURATION: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
 struct OwnersByInstance {
     /// Of each gateway's process who holds it.
-    held: BTreeMap<String, GatewayOwner>,
+    owners: BTreeMap<String, GatewayOwner>,
     /// How often a gateway that was of use began to drain or was lost.
-    lost: u64,
+    lost_count: u64,
     /// Addresses at which nothing answers.
-    dead: BTreeSet<GatewayAddr>,
+    unreachable: BTreeSet<GatewayAddr>,
 }
 
 /// Table of the connected gateways. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ConnectedGateways {
     table: Arc<watch::Sender<OwnersByInstance>>,
-    parties: Arc<AtomicU64>,
+    next_group: Arc<AtomicU64>,
 }
 
 /// The tunnels of an edge that belong together: those at one gateway.
@@ -46,18 +46,18 @@ pub(super) struct TunnelGroup(u64);
 
 #[derive(Debug)]
 struct GatewayOwner {
-    by: TunnelGroup,
+    group: TunnelGroup,
     since: Instant,
     tunnels: usize,
     /// Whether it drains: it still serves, but is of no use to new clients.
-    drains: bool,
+    is_draining: bool,
     /// How many gateways there are, as it says.
     replicas: Option<u32>,
 }
 
 impl GatewayOwner {
-    fn is_of_use(&self) -> bool {
-        self.since.elapsed() >= OF_USE
+    fn is_useful(&self) -> bool {
+        self.since.elapsed() >= MIN_USEFUL_DURATION
     }
 }
 
@@ -65,33 +65,38 @@ impl GatewayOwner {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct GatewayCount {
     /// Those that do not drain.
-    pub(super) reached: u32,
+    pub(super) connected: u32,
     /// And how many there are, if one of those says so; of those that drain, where all do.
-    pub(super) of: Option<u32>,
+    pub(super) total: Option<u32>,
     /// Number of gateways with tunnels, whether these are of use or not.
-    held: u32,
+    with_tunnels: u32,
     /// How often one that was of use began to drain or was lost.
-    pub(super) lost: u64,
+    pub(super) lost_count: u64,
 }
 
 impl GatewayCount {
     /// Whether there are others, of which those that are reached know.
-    pub(super) fn is_short(self) -> bool {
+    pub(super) fn has_missing(self) -> bool {
         // Bounds the tunnels, whatever number gateways announce and however often they drain.
-        self.held < 2 * MOST_GATEWAYS && self.of.is_some_and(|of| of > self.reached)
+        self.with_tunnels < 2 * MAX_GATEWAYS_PER_EDGE
+            && self.total.is_some_and(|of| of > self.connected)
     }
 
-    fn of(table: &OwnersByInstance) -> Self {
-        let stay = || table.held.values().filter(|hold| !hold.drains);
-        let reached = stay().count();
-        let word = |hold: &GatewayOwner| hold.replicas.filter(|_| reached == 0 || !hold.drains);
-        let of = table.held.values().filter_map(word).max();
-        let number = |many: usize| u32::try_from(many).unwrap_or(u32::MAX);
+    fn from_table(table: &OwnersByInstance) -> Self {
+        let active = || table.owners.values().filter(|hold| !hold.is_draining);
+        let reached = active().count();
+        let announced_replicas = |owner: &GatewayOwner| {
+            owner
+                .replicas
+                .filter(|_| reached == 0 || !owner.is_draining)
+        };
+        let total = table.owners.values().filter_map(announced_replicas).max();
+        let to_u32 = |many: usize| u32::try_from(many).unwrap_or(u32::MAX);
         Self {
-            reached: number(reached),
-            of: of.map(|of| of.min(MOST_GATEWAYS)),
-            held: number(table.held.len()),
-            lost: table.lost,
+            connected: to_u32(reached),
+            total: total.map(|of| of.min(MAX_GATEWAYS_PER_EDGE)),
+            with_tunnels: to_u32(table.owners.len()),
+            lost_count: table.lost_count,
         }
     }
 }
@@ -99,7 +104,7 @@ impl GatewayCount {
 /// Lease of a gateway, which lasts as long as this lives.
 #[derive(Debug)]
 pub(super) struct GatewayLease {
-    reached: ConnectedGateways,
+    connected_gateways: ConnectedGateways,
     instance: String,
 }
 
@@ -112,68 +117,68 @@ pub(super) fn wrong_gateway_backoff(backoff: &mut Backoff) -> Duration {
 
 impl ConnectedGateways {
     /// Someone who may hold a gateway.
-    pub(super) fn party(&self) -> TunnelGroup {
-        TunnelGroup(self.parties.fetch_add(1, Relaxed))
+    pub(super) fn new_group(&self) -> TunnelGroup {
+        TunnelGroup(self.next_group.fetch_add(1, Relaxed))
     }
 
     /// Takes this gateway for this party; `None` where another one has it, or where this party holds another gateway, or
-    /// `keeps` to one that it holds and holds none any more.
+    /// `only_held` to one that it holds and holds none any more.
     pub(super) fn claim(
         &self,
         instance: &str,
-        by: TunnelGroup,
-        keeps: bool,
+        group: TunnelGroup,
+        only_held: bool,
     ) -> Option<GatewayLease> {
-        let mut ours = false;
+        let mut is_owner = false;
         self.change(|table| {
-            let stays = keeps || table.held.values().any(|hold| hold.by == by);
-            if stays && !table.held.contains_key(instance) {
+            let is_bound = only_held || table.owners.values().any(|hold| hold.group == group);
+            if is_bound && !table.owners.contains_key(instance) {
                 return;
             }
-            let hold = table
-                .held
+            let owner = table
+                .owners
                 .entry(instance.to_owned())
                 .or_insert(GatewayOwner {
-                    by,
+                    group,
                     since: Instant::now(),
                     tunnels: 0,
-                    drains: false,
+                    is_draining: false,
                     replicas: None,
                 });
-            ours = hold.by == by;
-            hold.tunnels += usize::from(ours);
+            is_owner = owner.group == group;
+            owner.tunnels += usize::from(is_owner);
         });
-        ours.then(|| GatewayLease {
-            reached: self.clone(),
+        is_owner.then(|| GatewayLease {
+            connected_gateways: self.clone(),
             instance: instance.to_owned(),
         })
     }
 
     /// Whether this party holds a gateway.
-    pub(super) fn is_by(&self, party: TunnelGroup) -> bool {
+    pub(super) fn has_group(&self, group: TunnelGroup) -> bool {
         let table = self.table.borrow();
-        table.held.values().any(|hold| hold.by == party)
+        table.owners.values().any(|hold| hold.group == group)
     }
 
     /// Whether any gateway is reached: then the network is well, and an address that does not answer is dead.
-    pub(super) fn is_any(&self) -> bool {
-        !self.table.borrow().held.is_empty()
+    pub(super) fn is_any_connected(&self) -> bool {
+        !self.table.borrow().owners.is_empty()
     }
 
     /// Waits until no gateway is reached.
-    pub(super) async fn none(&self) {
+    pub(super) async fn wait_until_none(&self) {
         let mut table = self.table.subscribe();
         // The sender lives at least as long as this task.
-        let _ = table.wait_for(|table| table.held.is_empty()).await;
+        let _ = table.wait_for(|table| table.owners.is_empty()).await;
     }
 
     /// Notes whether something answers at this address.
-    pub(super) fn answers(&self, place: &GatewayAddr, answers: bool) {
+    pub(super) fn set_reachable(&self, addr: &GatewayAddr, answers: bool) {
         self.table.send_if_modified(|table| {
             if answers {
-                table.dead.remove(place);
+                table.unreachable.remove(addr);
             } else {
-                table.dead.insert(place.clone());
+                table.unreachable.insert(addr.clone());
             }
             // No waiting task depends on this change.
             false
@@ -181,59 +186,59 @@ impl ConnectedGateways {
     }
 
     /// Whether nothing answers at this address.
-    pub(super) fn is_dead(&self, place: &GatewayAddr) -> bool {
-        self.table.borrow().dead.contains(place)
+    pub(super) fn is_unreachable(&self, addr: &GatewayAddr) -> bool {
+        self.table.borrow().unreachable.contains(addr)
     }
 
     /// How many there are now.
     pub(super) fn count(&self) -> GatewayCount {
-        GatewayCount::of(&self.table.borrow())
+        GatewayCount::from_table(&self.table.borrow())
     }
 
     /// Waits until there is another count than this.
-    pub(super) async fn other_than(&self, count: GatewayCount) {
+    pub(super) async fn wait_for_change_from(&self, count: GatewayCount) {
         let mut table = self.table.subscribe();
         // The sender lives at least as long as this task.
         let _ = table
-            .wait_for(|table| GatewayCount::of(table) != count)
+            .wait_for(|table| GatewayCount::from_table(table) != count)
             .await;
     }
 
     /// Waits until this gateway is reached nowhere.
-    pub(super) async fn lost(&self, instance: &str) {
+    pub(super) async fn wait_until_lost(&self, instance: &str) {
         let mut table = self.table.subscribe();
         // The sender lives at least as long as this task.
         let _ = table
-            .wait_for(|table| !table.held.contains_key(instance))
+            .wait_for(|table| !table.owners.contains_key(instance))
             .await;
     }
 
     /// Changes the table. Wakes no task if no gateway has come, gone or announced another state.
     fn change(&self, change: impl FnOnce(&mut OwnersByInstance)) {
         self.table.send_if_modified(|table| {
-            let before = GatewayCount::of(table);
+            let before = GatewayCount::from_table(table);
             change(table);
-            before != GatewayCount::of(table)
+            before != GatewayCount::from_table(table)
         });
     }
 }
 
 impl GatewayLease {
     /// How many gateways there are, as this one says.
-    pub(super) fn says(&self, replicas: Option<u32>) {
-        self.reached.change(|table| {
-            if let Some(hold) = table.held.get_mut(&self.instance) {
-                hold.replicas = replicas;
+    pub(super) fn set_replicas(&self, replicas: Option<u32>) {
+        self.connected_gateways.change(|table| {
+            if let Some(owner) = table.owners.get_mut(&self.instance) {
+                owner.replicas = replicas;
             }
         });
     }
 
     /// This gateway drains.
-    pub(super) fn drains(&self) {
-        self.reached.change(|table| {
-            if let Some(hold) = table.held.get_mut(&self.instance) {
-                table.lost += u64::from(!hold.drains && hold.is_of_use());
-                hold.drains = true;
+    pub(super) fn mark_draining(&self) {
+        self.connected_gateways.change(|table| {
+            if let Some(owner) = table.owners.get_mut(&self.instance) {
+                table.lost_count += u64::from(!owner.is_draining && owner.is_useful());
+                owner.is_draining = true;
             }
         });
     }
@@ -241,14 +246,14 @@ impl GatewayLease {
 
 impl Drop for GatewayLease {
     fn drop(&mut self) {
-        self.reached.change(|table| {
-            let Some(hold) = table.held.get_mut(&self.instance) else {
+        self.connected_gateways.change(|table| {
+            let Some(owner) = table.owners.get_mut(&self.instance) else {
                 return;
             };
-            hold.tunnels -= 1;
-            if hold.tunnels == 0 {
-                table.lost += u64::from(hold.is_of_use());
-                table.held.remove(&self.instance);
+            owner.tunnels -= 1;
+            if owner.tunnels == 0 {
+                table.lost_count += u64::from(owner.is_useful());
+                table.owners.remove(&self.instance);
             }
         });
     }
@@ -262,14 +267,14 @@ mod tests {
     #[tokio::test]
     async fn one_group_holds_a_gateway_until_its_last_tunnel_ends() {
         let reached = ConnectedGateways::default();
-        let (four, six) = (reached.party(), reached.party());
+        let (four, six) = (reached.new_group(), reached.new_group());
         let first = reached.claim("a", four, false).unwrap();
         let second = reached.claim("a", four, true).unwrap();
         assert!(reached.claim("a", six, false).is_none());
         assert!(reached.claim("b", six, false).is_some());
         drop(first);
-        assert!(reached.lost("a").now_or_never().is_none());
-        let lost = reached.lost("a");
+        assert!(reached.wait_until_lost("a").now_or_never().is_none());
+        let lost = reached.wait_until_lost("a");
         drop(second);
         lost.await;
         assert!(reached.claim("a", six, false).is_some());
@@ -278,15 +283,15 @@ mod tests {
     #[test]
     fn later_tunnels_of_a_group_reach_only_its_gateway() {
         let reached = ConnectedGateways::default();
-        let (one, two) = (reached.party(), reached.party());
+        let (one, two) = (reached.new_group(), reached.new_group());
         let _a = reached.claim("a", one, false).unwrap();
         let _b = reached.claim("b", two, false).unwrap();
         assert!(reached.claim("b", one, true).is_none());
         // Nor to an unknown gateway, even by a first tunnel that is dialled again beside an additional one.
         assert!(reached.claim("c", one, true).is_none());
         assert!(reached.claim("c", one, false).is_none());
-        assert!(reached.is_by(one) && !reached.is_by(reached.party()));
-        assert_eq!(reached.count().reached, 2);
+        assert!(reached.has_group(one) && !reached.has_group(reached.new_group()));
+        assert_eq!(reached.count().connected, 2);
     }
 
     #[test]
@@ -294,25 +299,25 @@ mod tests {
         let reached = ConnectedGateways::default();
         let short = || {
             let count = reached.count();
-            (count.is_short(), count.reached, count.of)
+            (count.has_missing(), count.connected, count.total)
         };
         assert_eq!(short(), (false, 0, None));
-        let a = reached.claim("a", reached.party(), false).unwrap();
+        let a = reached.claim("a", reached.new_group(), false).unwrap();
         assert_eq!(short(), (false, 1, None));
-        a.says(Some(2));
+        a.set_replicas(Some(2));
         assert_eq!(short(), (true, 1, Some(2)));
-        let b = reached.claim("b", reached.party(), false).unwrap();
+        let b = reached.claim("b", reached.new_group(), false).unwrap();
         assert_eq!(short(), (false, 2, Some(2)));
         // One gateway knows fewer gateways, and one drains.
-        b.says(Some(1));
+        b.set_replicas(Some(1));
         assert_eq!(short(), (false, 2, Some(2)));
-        a.drains();
+        a.mark_draining();
         assert_eq!(short(), (false, 1, Some(1)));
-        b.says(Some(u32::MAX));
+        b.set_replicas(Some(u32::MAX));
         assert_eq!(short(), (true, 1, Some(64)));
         // All gateways drain and are replaced.
-        b.says(Some(1));
-        b.drains();
+        b.set_replicas(Some(1));
+        b.mark_draining();
         assert_eq!(short(), (true, 0, Some(2)));
         drop((a, b));
         // No gateway is left.
@@ -322,40 +327,40 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_useful_gateway_counts_when_draining_and_when_lost() {
         let reached = ConnectedGateways::default();
-        let brief = reached.claim("brief", reached.party(), false).unwrap();
-        brief.drains();
+        let brief = reached.claim("brief", reached.new_group(), false).unwrap();
+        brief.mark_draining();
         drop(brief);
-        assert_eq!(reached.count().lost, 0);
+        assert_eq!(reached.count().lost_count, 0);
         let (rolls, dies) = (
-            reached.claim("rolls", reached.party(), false).unwrap(),
-            reached.claim("dies", reached.party(), false).unwrap(),
+            reached.claim("rolls", reached.new_group(), false).unwrap(),
+            reached.claim("dies", reached.new_group(), false).unwrap(),
         );
-        tokio::time::advance(OF_USE).await;
-        rolls.drains();
-        rolls.drains();
-        assert_eq!(reached.count().lost, 1);
+        tokio::time::advance(MIN_USEFUL_DURATION).await;
+        rolls.mark_draining();
+        rolls.mark_draining();
+        assert_eq!(reached.count().lost_count, 1);
         drop(rolls);
-        assert_eq!(reached.count().lost, 2);
+        assert_eq!(reached.count().lost_count, 2);
         drop(dies);
-        assert_eq!(reached.count().lost, 3);
-        assert!(!reached.is_any());
-        reached.none().await;
+        assert_eq!(reached.count().lost_count, 3);
+        assert!(!reached.is_any_connected());
+        reached.wait_until_none().await;
     }
 
     #[test]
     fn gateways_that_drain_at_once_do_not_cause_endless_discovery() {
         let reached = ConnectedGateways::default();
-        let stays = reached.claim("stays", reached.party(), false).unwrap();
-        stays.says(Some(64));
+        let stays = reached.claim("stays", reached.new_group(), false).unwrap();
+        stays.set_replicas(Some(64));
         let mut claims = Vec::new();
-        while reached.count().is_short() {
+        while reached.count().has_missing() {
             assert!(claims.len() < 200, "without end");
             let name = claims.len().to_string();
-            let claim = reached.claim(&name, reached.party(), false).unwrap();
-            claim.drains();
+            let claim = reached.claim(&name, reached.new_group(), false).unwrap();
+            claim.mark_draining();
             claims.push(claim);
         }
         claims.pop();
-        assert!(reached.count().is_short());
+        assert!(reached.count().has_missing());
     }
 }

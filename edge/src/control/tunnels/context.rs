@@ -22,7 +22,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
 /// How much longer than its streams a tunnel may take to leave.
-pub(super) const LEAVING: Duration = Duration::from_secs(2);
+pub(super) const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Function that serves a stream. The data path is behind it, of which nothing is known here.
 pub(crate) type ServeFn = Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + Send + Sync>;
@@ -37,53 +37,53 @@ pub(crate) struct TunnelContext {
     pub(crate) instance: String,
     /// The node's ports that are served now.
     pub(crate) ports: Arc<ArcSwap<Vec<u16>>>,
-    pub(crate) dialler: GatewayConnector,
+    pub(crate) connector: GatewayConnector,
     pub(crate) gateways: GatewayList,
     /// Gateways that are connected, if the edge has tunnels at all of them.
-    pub(crate) reached: ConnectedGateways,
+    pub(crate) connected_gateways: ConnectedGateways,
     /// The newest session of each slot at each gateway.
-    pub(crate) newest: NewestSessions,
-    pub(crate) serve: ServeFn,
-    pub(crate) list: AnnouncedPortsFn,
+    pub(crate) newest_sessions: NewestSessions,
+    pub(crate) serve_stream: ServeFn,
+    pub(crate) on_announced_ports: AnnouncedPortsFn,
     /// Membership that gateways update, if this node has an API cache.
-    pub(crate) members: Option<Membership>,
+    pub(crate) membership: Option<Membership>,
     pub(crate) metrics: Arc<Metrics>,
     /// Bytes that streams of all tunnels leave unread here.
-    pub(crate) pressure: Arc<MemoryBudget>,
+    pub(crate) memory_budget: Arc<MemoryBudget>,
     /// Places for streams, of all tunnels.
-    pub(crate) places: Arc<Semaphore>,
-    pub(crate) state: Arc<StatusWriter>,
+    pub(crate) stream_permits: Arc<Semaphore>,
+    pub(crate) status: Arc<StatusWriter>,
     /// Changes whenever tunnels are to be dialled anew, since what they would be dialled with is another.
-    pub(crate) anew: watch::Sender<()>,
+    pub(crate) reconnect: watch::Sender<()>,
     /// The identity by which tunnels are dialled.
-    pub(crate) held: IdentityStore,
+    pub(crate) identity_store: IdentityStore,
     /// A gateway asks for a new certificate to be had within this time.
-    pub(crate) renewal: watch::Sender<Duration>,
+    pub(crate) renewal_requests: watch::Sender<Duration>,
     /// Inputs of the decision whether the identity is replaced.
     pub(crate) rejoin: Arc<RejoinState>,
     /// The edge stops.
     pub(crate) stop: CancellationToken,
     /// Says who this node is, where its certificate has ended.
-    pub(crate) cluster: Option<Arc<dyn CsrClient>>,
+    pub(crate) csr_client: Option<Arc<dyn CsrClient>>,
 }
 
 /// Why there is no tunnel.
 pub(super) enum TunnelUnavailable {
-    Trouble(ConnectError),
+    ConnectFailed(ConnectError),
     /// The gateway of this instance has tunnels already, or is not the one whose tunnel is to be taken over.
-    Reached(String),
+    AlreadyConnected(String),
 }
 
 impl From<ConnectError> for TunnelUnavailable {
-    fn from(trouble: ConnectError) -> Self {
-        Self::Trouble(trouble)
+    fn from(error: ConnectError) -> Self {
+        Self::ConnectFailed(error)
     }
 }
 
 impl TunnelContext {
     /// Pauses between attempts, as the configuration has them.
     pub(crate) fn backoff(&self) -> Backoff {
-        let bounds = &self.config.backoff;
-        Backoff::new(bounds.silent_max, bounds.refused_max)
+        let backoff_config = &self.config.backoff;
+        Backoff::new(backoff_config.silent_max, backoff_config.refused_max)
     }
 }

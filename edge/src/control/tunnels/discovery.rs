@@ -11,7 +11,7 @@
 //! A balancer that leads to one of them only, for any reason, costs one attempt in each of the longest pauses.
 
 use super::{
-    connected_gateways::{GatewayCount, OF_USE},
+    connected_gateways::{GatewayCount, MIN_USEFUL_DURATION},
     context::{TunnelContext, TunnelUnavailable},
     slots::TunnelSlots,
 };
@@ -31,120 +31,129 @@ use tokio::{
 use tracing::{debug, info, info_span, warn};
 
 /// The first pauses at most: about what a balancer takes to notice that a gateway came or went.
-const FIRST: Duration = Duration::from_secs(1);
+const INITIAL_PAUSE: Duration = Duration::from_secs(1);
 /// Attempts for each gateway before pauses double. One of three is found by 18 attempts, which take 30 s, by all edges but
 /// one of 1,500, if a balancer leads each time to any; that is how long a gateway waits before it takes clients (`deploy/`).
 const ATTEMPTS_PER_GATEWAY: u32 = 2;
 /// How often what changes may have pauses begin anew in as many of the longest pauses.
-const ANEW: u32 = 8;
+const MAX_RESETS: u32 = 8;
 
 /// Finds the gateways that have no address of their own.
 pub(super) struct GatewayDiscovery {
-    links: Arc<TunnelContext>,
+    context: Arc<TunnelContext>,
     /// Addresses at which gateways are looked for.
-    places: watch::Receiver<BTreeSet<GatewayAddr>>,
-    turn: usize,
+    addresses: watch::Receiver<BTreeSet<GatewayAddr>>,
+    next_index: usize,
     /// Refusal of this edge by the gateways, as far as it has been logged.
-    refused: Option<String>,
+    logged_refusal: Option<String>,
 }
 
 impl GatewayDiscovery {
     /// Looks behind these places.
-    pub(super) fn at(
-        links: Arc<TunnelContext>,
-        places: watch::Receiver<BTreeSet<GatewayAddr>>,
+    pub(super) fn new(
+        context: Arc<TunnelContext>,
+        addresses: watch::Receiver<BTreeSet<GatewayAddr>>,
     ) -> Self {
         Self {
-            links,
-            places,
-            turn: 0,
-            refused: None,
+            context,
+            addresses,
+            next_index: 0,
+            logged_refusal: None,
         }
     }
 
     /// Looks for gateways until the edge stops. What it finds has tunnels as tasks of `tasks`.
     pub(super) async fn run(mut self, mut changes: NetworkMonitor, tasks: &TaskGroup) {
-        let links = self.links.clone();
-        let most = links.config.backoff.refused_max;
+        let context = self.context.clone();
+        let max_pause = context.config.backoff.refused_max;
         // Time of the next attempt, and the earliest time that a gateway requested.
-        let (mut due, mut not_before) = (None, Instant::now());
+        let (mut next_attempt, mut not_before) = (None, Instant::now());
         // Whether the last attempt failed for a reason that a network change may resolve.
-        let mut cut_off = false;
-        let (mut count, mut said) = (GatewayCount::default(), None);
-        let (mut tries, mut backoff) = (DiscoveryBackoff::default(), links.backoff());
+        let mut is_network_down = false;
+        let (mut count, mut logged_count) = (GatewayCount::default(), None);
+        let (mut discovery_backoff, mut backoff) = (DiscoveryBackoff::default(), context.backoff());
         loop {
-            let now = links.reached.count();
+            let now = context.connected_gateways.count();
             if now != count {
-                if now.lost == count.lost {
-                    tries.changed(most);
+                if now.lost_count == count.lost_count {
+                    discovery_backoff.record_change(max_pause);
                 } else {
-                    tries.lost();
+                    discovery_backoff.record_lost();
                 }
                 count = now;
-                links.state.reached(count.reached, count.of);
-                say(count, &mut said);
+                context
+                    .status
+                    .set_connected_gateways(count.connected, count.total);
+                log_count(count, &mut logged_count);
             }
             // Changes make the next attempt earlier, never later.
-            let of = count.of.filter(|_| count.is_short());
-            due = of.map(|of| tries.next(of, most, due));
-            let next = due.map(|due| due.max(not_before));
-            changes.forget();
+            let of = count.total.filter(|_| count.has_missing());
+            next_attempt = of.map(|of| discovery_backoff.next_attempt(of, max_pause, next_attempt));
+            let next = next_attempt.map(|due| due.max(not_before));
+            changes.mark_seen();
             tokio::select! {
-                () = links.stop.cancelled() => return,
-                () = links.reached.other_than(count) => continue,
-                () = at(next) => {
-                    tries.tried();
-                    due = None;
+                () = context.stop.cancelled() => return,
+                () = context.connected_gateways.wait_for_change_from(count) => continue,
+                () = sleep_until_some(next) => {
+                    discovery_backoff.record_attempt();
+                    next_attempt = None;
                 }
-                () = changes.next(), if cut_off => {
-                    tries.changed(most);
+                () = changes.changed(), if is_network_down => {
+                    discovery_backoff.record_change(max_pause);
                     not_before = Instant::now();
                     continue;
                 }
             }
-            let Some(place) = self.next() else { continue };
-            let slots = TunnelSlots::found(links.clone(), place.clone());
-            let begun = Box::pin(slots.begin());
-            let Some(found) = links.stop.run_until_cancelled(begun).await else {
+            let Some(place) = self.next_address() else {
+                continue;
+            };
+            let slots = TunnelSlots::at_discovered_gateway(context.clone(), place.clone());
+            let dialling = Box::pin(slots.dial_first());
+            let Some(result) = context.stop.run_until_cancelled(dialling).await else {
                 return;
             };
-            cut_off = false;
-            match found {
+            is_network_down = false;
+            match result {
                 Ok(session) => {
-                    let kept = slots.keep(Some(session), changes.clone());
-                    tasks.spawn(info_span!("gateway", %place), kept);
+                    let slots_task = slots.run_to_end(Some(session), changes.clone());
+                    tasks.spawn(info_span!("gateway", %place), slots_task);
                     backoff.reset();
-                    tries.found();
+                    discovery_backoff.record_found();
                 }
-                Err(TunnelUnavailable::Reached(_)) => {}
+                Err(TunnelUnavailable::AlreadyConnected(_)) => {}
                 // The gateway may have requested a delay.
-                Err(TunnelUnavailable::Trouble(trouble)) => {
-                    self.troubled(&place, &trouble);
-                    cut_off = trouble.may_be_the_network();
-                    not_before = Instant::now() + trouble.delay(&mut backoff, rand::random());
+                Err(TunnelUnavailable::ConnectFailed(error)) => {
+                    self.log_failure(&place, &error);
+                    is_network_down = error.may_be_network_error();
+                    not_before = Instant::now() + error.delay(&mut backoff, rand::random());
                 }
             }
         }
     }
 
     /// The place whose turn it is.
-    fn next(&mut self) -> Option<GatewayAddr> {
-        let places = self.places.borrow();
-        let begin = self.turn % places.len().max(1);
-        let turns = places.iter().enumerate().cycle().skip(begin);
-        let mut turns = turns.take(places.len());
-        let lives = |(_, place): &(usize, &GatewayAddr)| !self.links.reached.is_dead(place);
-        let (turn, place) = turns.clone().find(lives).or_else(|| turns.next())?;
-        self.turn = turn + 1;
+    fn next_address(&mut self) -> Option<GatewayAddr> {
+        let addresses = self.addresses.borrow();
+        let start = self.next_index % addresses.len().max(1);
+        let candidates = addresses.iter().enumerate().cycle().skip(start);
+        let mut candidates = candidates.take(addresses.len());
+        let is_reachable = |(_, place): &(usize, &GatewayAddr)| {
+            !self.context.connected_gateways.is_unreachable(place)
+        };
+        let (index, place) = candidates
+            .clone()
+            .find(is_reachable)
+            .or_else(|| candidates.next())?;
+        self.next_index = index + 1;
         Some(place.clone())
     }
 
     /// Says once that a further gateway refuses this edge; one that is out of reach may be none.
-    fn troubled(&mut self, place: &GatewayAddr, trouble: &ConnectError) {
-        let what = trouble.what();
-        if trouble.is_refusal() && self.refused.as_deref() != Some(what) {
-            warn!(%place, reason = trouble.word(), what, "no tunnel to a further gateway");
-            self.refused = Some(what.to_owned());
+    fn log_failure(&mut self, place: &GatewayAddr, error: &ConnectError) {
+        let what = error.detail();
+        if error.is_refusal() && self.logged_refusal.as_deref() != Some(what) {
+            warn!(%place, reason = error.label(), what, "no tunnel to a further gateway");
+            self.logged_refusal = Some(what.to_owned());
         } else {
             debug!(%place, what, "no further gateway found");
         }
@@ -152,7 +161,7 @@ impl GatewayDiscovery {
 }
 
 /// Waits for this moment; without one for ever.
-async fn at(moment: Option<Instant>) {
+async fn sleep_until_some(moment: Option<Instant>) {
     match moment {
         Some(moment) => sleep_until(moment).await,
         None => std::future::pending().await,
@@ -163,77 +172,88 @@ async fn at(moment: Option<Instant>) {
 #[derive(Debug, Default)]
 struct DiscoveryBackoff {
     /// Attempts since something changed.
-    tries: u32,
+    attempts: u32,
     /// When the last one was found, until it has been of use.
-    found: Option<Instant>,
+    found_at: Option<Instant>,
     /// When pauses began anew last for what may change without end, oldest first.
-    anew: VecDeque<Instant>,
+    resets: VecDeque<Instant>,
 }
 
 impl DiscoveryBackoff {
     /// How long is waited before the next attempt. `random` is from 0 to 1.
-    fn pause(&self, gateways: u32, most: Duration, random: f64) -> Duration {
-        let doubled = self.tries / gateways.saturating_mul(ATTEMPTS_PER_GATEWAY).max(1);
-        let longest = FIRST.saturating_mul(1 << doubled.min(16)).min(most);
+    fn pause(&self, gateways: u32, max_pause: Duration, random: f64) -> Duration {
+        let doublings = self.attempts / gateways.saturating_mul(ATTEMPTS_PER_GATEWAY).max(1);
+        let upper_bound = INITIAL_PAUSE
+            .saturating_mul(1 << doublings.min(16))
+            .min(max_pause);
         // By then it is known whether the last discovered gateway stays connected.
-        let longest = self.found.map_or(longest, |_| longest.min(OF_USE));
-        longest.mul_f64(0.5 + random / 2.0)
+        let upper_bound = self
+            .found_at
+            .map_or(upper_bound, |_| upper_bound.min(MIN_USEFUL_DURATION));
+        upper_bound.mul_f64(0.5 + random / 2.0)
     }
 
     /// When the next attempt is made, which was to be made at `due`.
-    fn next(&self, gateways: u32, most: Duration, due: Option<Instant>) -> Instant {
-        let next = Instant::now() + self.pause(gateways, most, rand::random());
+    fn next_attempt(&self, gateways: u32, max_pause: Duration, due: Option<Instant>) -> Instant {
+        let next = Instant::now() + self.pause(gateways, max_pause, rand::random());
         due.map_or(next, |due| due.min(next))
     }
 
-    fn tried(&mut self) {
+    fn record_attempt(&mut self) {
         // The last discovered gateway stays connected, so the next one may be available too.
         if self
-            .found
-            .take_if(|found| found.elapsed() > OF_USE)
+            .found_at
+            .take_if(|found| found.elapsed() > MIN_USEFUL_DURATION)
             .is_some()
         {
-            self.tries = 0;
+            self.attempts = 0;
         }
-        self.tries = self.tries.saturating_add(1);
+        self.attempts = self.attempts.saturating_add(1);
     }
 
     /// One was found.
-    fn found(&mut self) {
-        self.found = Some(Instant::now());
+    fn record_found(&mut self) {
+        self.found_at = Some(Instant::now());
     }
 
     /// One that was of use drains or is lost: another one comes in its place.
-    fn lost(&mut self) {
-        self.tries = 0;
+    fn record_lost(&mut self) {
+        self.attempts = 0;
     }
 
-    /// Records that the gateways or their number changed. If they change all the time, pauses begin anew once in `most`; a
+    /// Records that the gateways or their number changed. If they change all the time, pauses begin anew once in `max_pause`; a
     /// roll of some gateways has them begin anew each time.
-    fn changed(&mut self, most: Duration) {
-        let lasts = self.found.is_none_or(|found| found.elapsed() > OF_USE);
-        let span = most.saturating_mul(ANEW);
-        self.anew.retain(|anew| anew.elapsed() < span);
-        if lasts && self.anew.len() < ANEW as usize {
-            self.anew.push_back(Instant::now());
-            self.tries = 0;
+    fn record_change(&mut self, max_pause: Duration) {
+        let is_stable = self
+            .found_at
+            .is_none_or(|found| found.elapsed() > MIN_USEFUL_DURATION);
+        let reset_window = max_pause.saturating_mul(MAX_RESETS);
+        self.resets
+            .retain(|reset_at| reset_at.elapsed() < reset_window);
+        if is_stable && self.resets.len() < MAX_RESETS as usize {
+            self.resets.push_back(Instant::now());
+            self.attempts = 0;
         }
     }
 }
 
 /// Says what is looked for, and that it is found: once, however often gateways come and go meanwhile.
-fn say(count: GatewayCount, said: &mut Option<GatewayCount>) {
-    let GatewayCount { reached, of, .. } = count;
+fn log_count(count: GatewayCount, logged: &mut Option<GatewayCount>) {
+    let GatewayCount {
+        connected: reached,
+        total: of,
+        ..
+    } = count;
     let of = of.unwrap_or(reached);
-    if count.is_short() {
-        if said.is_none_or(|said| said.of != count.of) {
+    if count.has_missing() {
+        if logged.is_none_or(|said| said.total != count.total) {
             info!(
                 reached,
                 of, "searching for further gateways behind the known addresses"
             );
-            *said = Some(count);
+            *logged = Some(count);
         }
-    } else if reached > 0 && said.take().is_some() {
+    } else if reached > 0 && logged.take().is_some() {
         info!(reached, of, "connected to all gateways");
     }
 }
@@ -248,7 +268,7 @@ mod tests {
     fn takes(pace: &mut DiscoveryBackoff, tries: u32, random: f64) -> Duration {
         let pauses = (0..tries).map(|_| {
             let pause = pace.pause(3, MOST, random);
-            pace.tried();
+            pace.record_attempt();
             pause
         });
         pauses.sum()
@@ -259,11 +279,11 @@ mod tests {
         let half_a_minute = takes(&mut DiscoveryBackoff::default(), 18, 0.5);
         assert_eq!(half_a_minute, Duration::from_millis(31_500));
         let mut pace = DiscoveryBackoff::default();
-        assert_eq!(pace.pause(3, MOST, 0.0), FIRST / 2);
+        assert_eq!(pace.pause(3, MOST, 0.0), INITIAL_PAUSE / 2);
         // Six attempts each at 1, 2, 4, 8, 16 and 32 s, then one per minute.
         assert_eq!(takes(&mut pace, 36, 1.0), Duration::from_secs(6 * 63));
         assert_eq!(takes(&mut pace, 1, 1.0), MOST);
-        pace.tries = u32::MAX;
+        pace.attempts = u32::MAX;
         assert_eq!(takes(&mut pace, 1, 1.0), MOST);
     }
 
@@ -271,28 +291,32 @@ mod tests {
     async fn changes_restart_discovery_unless_a_gateway_was_lost_at_once() {
         let mut pace = DiscoveryBackoff::default();
         takes(&mut pace, 36, 1.0);
-        pace.found();
-        pace.changed(MOST);
-        assert_eq!(pace.pause(3, MOST, 1.0), OF_USE);
-        tokio::time::advance(OF_USE * 2).await;
-        pace.changed(MOST);
-        assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+        pace.record_found();
+        pace.record_change(MOST);
+        assert_eq!(pace.pause(3, MOST, 1.0), MIN_USEFUL_DURATION);
+        tokio::time::advance(MIN_USEFUL_DURATION * 2).await;
+        pace.record_change(MOST);
+        assert_eq!(pace.pause(3, MOST, 1.0), INITIAL_PAUSE);
     }
 
     #[tokio::test(start_paused = true)]
     async fn constant_changes_reset_the_pause_once_per_longest_pause() {
         let mut pace = DiscoveryBackoff::default();
-        for _ in 0..ANEW {
+        for _ in 0..MAX_RESETS {
             takes(&mut pace, 36, 1.0);
-            pace.changed(MOST);
-            assert_eq!(pace.pause(3, MOST, 1.0), FIRST, "some are a rolling update");
+            pace.record_change(MOST);
+            assert_eq!(
+                pace.pause(3, MOST, 1.0),
+                INITIAL_PAUSE,
+                "some are a rolling update"
+            );
         }
         takes(&mut pace, 36, 1.0);
-        pace.changed(MOST);
+        pace.record_change(MOST);
         assert_eq!(pace.pause(3, MOST, 1.0), MOST);
-        tokio::time::advance(MOST * ANEW).await;
-        pace.changed(MOST);
-        assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+        tokio::time::advance(MOST * MAX_RESETS).await;
+        pace.record_change(MOST);
+        assert_eq!(pace.pause(3, MOST, 1.0), INITIAL_PAUSE);
     }
 
     #[tokio::test(start_paused = true)]
@@ -300,9 +324,9 @@ mod tests {
         let mut pace = DiscoveryBackoff::default();
         for _ in 0..20 {
             takes(&mut pace, 36, 1.0);
-            pace.found();
-            pace.lost();
-            assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+            pace.record_found();
+            pace.record_lost();
+            assert_eq!(pace.pause(3, MOST, 1.0), INITIAL_PAUSE);
         }
     }
 
@@ -310,11 +334,15 @@ mod tests {
     async fn discovery_restarts_after_a_lasting_tunnel() {
         let mut pace = DiscoveryBackoff::default();
         takes(&mut pace, 100, 1.0);
-        pace.found();
-        pace.tried();
-        assert_eq!(pace.pause(3, MOST, 1.0), OF_USE, "it may not last");
-        tokio::time::advance(OF_USE * 2).await;
-        pace.tried();
-        assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+        pace.record_found();
+        pace.record_attempt();
+        assert_eq!(
+            pace.pause(3, MOST, 1.0),
+            MIN_USEFUL_DURATION,
+            "it may not last"
+        );
+        tokio::time::advance(MIN_USEFUL_DURATION * 2).await;
+        pace.record_attempt();
+        assert_eq!(pace.pause(3, MOST, 1.0), INITIAL_PAUSE);
     }
 }

@@ -23,21 +23,21 @@ use tracing::{debug, info};
 
 /// Parts of a tunnel once it is registered.
 pub(super) struct EstablishedTunnel {
-    pub(super) control: ControlStream,
+    pub(super) control_stream: ControlStream,
     /// Identifies the gateway's process.
-    pub(super) gateway: String,
+    pub(super) gateway_instance: String,
     /// Lease of the gateway, if the edge has tunnels at all gateways.
-    pub(super) claim: Option<GatewayLease>,
+    pub(super) lease: Option<GatewayLease>,
     /// Handle for the gateway's announcements of the node's pool, if this node has an API cache.
-    pub(super) voice: Option<MembershipUpdater>,
+    pub(super) membership_updater: Option<MembershipUpdater>,
 }
 
 /// A tunnel before it is registered.
 pub(super) struct TunnelHandshake {
-    pub(super) server: EdgeSide<TunnelIo>,
+    pub(super) edge_side: EdgeSide<TunnelIo>,
     /// Streams that came with the registration, before it was read.
-    pub(super) early: Vec<StreamRequest>,
-    pub(super) fault: TlsErrorSlot,
+    pub(super) early_streams: Vec<StreamRequest>,
+    pub(super) tls_error: TlsErrorSlot,
 }
 
 impl TunnelHandshake {
@@ -49,54 +49,56 @@ impl TunnelHandshake {
         let mut future = pin!(future);
         loop {
             tokio::select! {
-                done = &mut future => return done.map_err(|error| self.trouble(&error)),
-                next = self.server.next() => match next {
-                    Ok(IncomingStream::Stream(asked)) => self.early.push(*asked),
+                done = &mut future => return done.map_err(|error| self.to_connect_error(&error)),
+                next = self.edge_side.next_stream() => match next {
+                    Ok(IncomingStream::Stream(stream)) => self.early_streams.push(*stream),
                     Ok(IncomingStream::Control(_)) => debug!("the gateway opened a second control stream"),
-                    Err(ended) => return Err(self.fault.trouble(&ended)),
+                    Err(ended) => return Err(self.tls_error.to_connect_error(&ended)),
                 },
             }
         }
     }
 
-    async fn control(&mut self) -> Result<ControlStream, ConnectError> {
+    async fn accept_control_stream(&mut self) -> Result<ControlStream, ConnectError> {
         loop {
-            match self.server.next().await {
+            match self.edge_side.next_stream().await {
                 Ok(IncomingStream::Control(control)) => return Ok(*control),
-                Ok(IncomingStream::Stream(asked)) => {
-                    let refused = RejectCode::Malformed
-                        .because("the gateway opened a stream before its hello");
-                    asked.reply.refuse(&refused);
+                Ok(IncomingStream::Stream(stream)) => {
+                    let rejection = RejectCode::Malformed
+                        .with_detail("the gateway opened a stream before its hello");
+                    stream.responder.reject(&rejection);
                 }
-                Err(ended) => return Err(self.fault.trouble(&ended)),
+                Err(ended) => return Err(self.tls_error.to_connect_error(&ended)),
             }
         }
     }
 
-    fn trouble(&self, error: &ControlStreamError) -> ConnectError {
+    fn to_connect_error(&self, error: &ControlStreamError) -> ConnectError {
         match error {
             // The error of the tunnel has more detail than the error of the stream.
-            ControlStreamError::Stream(_) | ControlStreamError::Closed => self.fault.trouble(
-                &TunnelEnd::Failed(format!("the tunnel ended during the hello: {error}")),
-            ),
+            ControlStreamError::Stream(_) | ControlStreamError::Closed => {
+                self.tls_error.to_connect_error(&TunnelEnd::Failed(format!(
+                    "the tunnel ended during the hello: {error}"
+                )))
+            }
             _ => ConnectError::refused(error.to_string()),
         }
     }
 
     /// Hears who the gateway is, says who this edge is, and is registered.
-    pub(super) async fn greet(
+    pub(super) async fn exchange_hello(
         &mut self,
-        links: &TunnelContext,
-        party: TunnelGroup,
-        (slot, keeps): (u32, bool),
+        context: &TunnelContext,
+        group: TunnelGroup,
+        (slot, only_held): (u32, bool),
     ) -> Result<EstablishedTunnel, TunnelUnavailable> {
-        let mut control = self.control().await?;
-        let hello = match self.drive(control.hear()).await? {
+        let mut control_stream = self.accept_control_stream().await?;
+        let hello = match self.drive(control_stream.receive()).await? {
             GatewayMessage::Hello(hello) => hello,
-            other => return Err(unexpected(&other).into()),
+            other => return Err(unexpected_message(&other).into()),
         };
-        check(&hello, links)?;
-        let claim = claim(links, &hello, (party, slot > 0 || keeps))?;
+        check_hello(&hello, context)?;
+        let lease = claim_gateway(context, &hello, (group, slot > 0 || only_held))?;
         info!(
             gateway = hello.gateway,
             version = hello.version,
@@ -104,58 +106,63 @@ impl TunnelHandshake {
         );
         let welcome = EdgeMessage::Welcome(Box::new(EdgeHello {
             // This session must not end the streams of the earlier session of this slot.
-            takes_over: links.newest.stands(process(&hello), slot),
-            ..welcome(links, slot, &hello.gateways)
+            takes_over: context.newest_sessions.is_open(instance_of(&hello), slot),
+            ..build_hello(context, slot, &hello.gateways)
         }));
-        self.drive(control.tell(&welcome)).await?;
+        self.drive(control_stream.send(&welcome)).await?;
         loop {
-            match self.drive(control.hear()).await? {
+            match self.drive(control_stream.receive()).await? {
                 GatewayMessage::Registered => break,
                 GatewayMessage::Gateways { gateways, replicas } => {
-                    if let Some(claim) = &claim {
-                        claim.says(replicas);
+                    if let Some(lease) = &lease {
+                        lease.set_replicas(replicas);
                     }
-                    links.gateways.learn(gateways).await;
+                    context.gateways.update_announced(gateways).await;
                 }
-                other => return Err(unexpected(&other).into()),
+                other => return Err(unexpected_message(&other).into()),
             }
         }
-        let told = links.members.as_ref();
-        let voice = told.map(|told| told.voice(process(&hello)));
-        let gateway = process(&hello).to_owned();
-        links.gateways.learn(hello.gateways).await;
+        let membership = context.membership.as_ref();
+        let membership_updater = membership.map(|told| told.updater(instance_of(&hello)));
+        let instance = instance_of(&hello).to_owned();
+        context.gateways.update_announced(hello.gateways).await;
         Ok(EstablishedTunnel {
-            control,
-            gateway,
-            claim,
-            voice,
+            control_stream,
+            gateway_instance: instance,
+            lease,
+            membership_updater,
         })
     }
 }
 
 /// Returns the name of the gateway's process. An older gateway only has its own name. Two that send the same name count as
 /// one, so that they do not end each other's tunnels.
-fn process(hello: &GatewayHello) -> &str {
+fn instance_of(hello: &GatewayHello) -> &str {
     hello.instance.as_ref().unwrap_or(&hello.gateway)
 }
 
 /// Takes the gateway for this party, where all gateways are reached.
-fn claim(
-    links: &TunnelContext,
+fn claim_gateway(
+    context: &TunnelContext,
     hello: &GatewayHello,
-    (party, keeps): (TunnelGroup, bool),
+    (group, only_held): (TunnelGroup, bool),
 ) -> Result<Option<GatewayLease>, TunnelUnavailable> {
-    if links.config.tunnels.gateways == TunnelMode::One {
+    if context.config.tunnels.gateways == TunnelMode::One {
         return Ok(None);
     }
-    let Some(claim) = links.reached.claim(process(hello), party, keeps) else {
-        return Err(TunnelUnavailable::Reached(process(hello).to_owned()));
+    let Some(lease) = context
+        .connected_gateways
+        .claim(instance_of(hello), group, only_held)
+    else {
+        return Err(TunnelUnavailable::AlreadyConnected(
+            instance_of(hello).to_owned(),
+        ));
     };
-    claim.says(hello.replicas);
-    Ok(Some(claim))
+    lease.set_replicas(hello.replicas);
+    Ok(Some(lease))
 }
 
-fn check(hello: &GatewayHello, links: &TunnelContext) -> Result<(), ConnectError> {
+fn check_hello(hello: &GatewayHello, context: &TunnelContext) -> Result<(), ConnectError> {
     if hello.protocol != wire::VERSION {
         return Err(ConnectError::unwelcome(format!(
             "the gateway {} (version {}) uses protocol {}, but this edge uses {}",
@@ -165,53 +172,56 @@ fn check(hello: &GatewayHello, links: &TunnelContext) -> Result<(), ConnectError
             wire::VERSION,
         )));
     }
-    if hello.node != links.node {
+    if hello.node != context.node {
         return Err(ConnectError::unwelcome(format!(
             "the gateway identifies this edge as {}, but its certificate is for {}",
-            hello.node, links.node,
+            hello.node, context.node,
         )));
     }
     Ok(())
 }
 
-fn welcome(links: &TunnelContext, slot: u32, told: &[String]) -> EdgeHello {
-    let config = &links.config;
+fn build_hello(context: &TunnelContext, slot: u32, announced: &[String]) -> EdgeHello {
+    let config = &context.config;
     // Addresses from the hello are stored at registration, and count as known already here.
-    let mut known = links.gateways.all();
-    known.extend_from_slice(told);
-    known.sort_unstable();
-    known.dedup();
+    let mut gateways = context.gateways.all();
+    gateways.extend_from_slice(announced);
+    gateways.sort_unstable();
+    gateways.dedup();
     EdgeHello {
         protocol: wire::VERSION,
         version: env!("CARGO_PKG_VERSION").into(),
-        instance: links.instance.clone(),
-        started: links.state.started(),
+        instance: context.instance.clone(),
+        started: context.status.started(),
         slot,
         addresses: config.addresses.clone(),
         labels: config.labels.clone(),
         pool: config.pool.clone(),
-        ports: links.ports.load().to_vec(),
+        ports: context.ports.load().to_vec(),
         turns: true,
         // With tunnels to every gateway there is no other gateway to move to.
-        elsewhere: config.tunnels.gateways == TunnelMode::One && known.len() > 1,
+        elsewhere: config.tunnels.gateways == TunnelMode::One && gateways.len() > 1,
         listed: true,
         long_targets: true,
         upgrade_bodies: true,
         takes_over: false,
         bulk_after: u64::try_from(config.tunnels.bulk_after).ok(),
-        roots: Some(trust_roots::roots_from_message(&links.held)),
-        site: config.api_cache.as_ref().map(config::ApiCache::neighbours),
+        roots: Some(trust_roots::trusted_fingerprints(&context.identity_store)),
+        site: config
+            .api_cache
+            .as_ref()
+            .map(config::ApiCache::member_addresses),
         hubs: config
             .api_cache
             .as_ref()
-            .and_then(config::ApiCache::for_hubs)
+            .and_then(config::ApiCache::yurthub_addr)
             .map(Box::new),
     }
 }
 
 /// A dismissal, or what has no place here.
-pub(super) fn unexpected(line: &GatewayMessage) -> ConnectError {
-    match line {
+pub(super) fn unexpected_message(message: &GatewayMessage) -> ConnectError {
+    match message {
         GatewayMessage::Dismiss {
             why,
             detail,

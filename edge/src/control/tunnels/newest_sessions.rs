@@ -12,18 +12,18 @@ pub(crate) struct NewestSessions(Mutex<HashMap<(String, u32), CancellationToken>
 
 impl NewestSessions {
     /// Whether the newest session of this slot at this gateway process still has its tunnel.
-    pub(super) fn stands(&self, gateway: &str, slot: u32) -> bool {
+    pub(super) fn is_open(&self, gateway: &str, slot: u32) -> bool {
         let sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let session = sessions.get(&(gateway.to_owned(), slot));
-        session.is_some_and(|over| !over.is_cancelled())
+        session.is_some_and(|ended| !ended.is_cancelled())
     }
 
     /// Enters a session, which counts until the returned guard is dropped.
-    pub(super) fn enter(&self, gateway: String, slot: u32) -> DropGuard {
+    pub(super) fn insert(&self, gateway: String, slot: u32) -> DropGuard {
         let mut sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        sessions.retain(|_, over| !over.is_cancelled());
-        let over = CancellationToken::new();
-        sessions.insert((gateway, slot), over.clone());
-        over.drop_guard()
+        sessions.retain(|_, ended| !ended.is_cancelled());
+        let ended = CancellationToken::new();
+        sessions.insert((gateway, slot), ended.clone());
+        ended.drop_guard()
     }
 }

@@ -15,7 +15,7 @@ use super::{
     bulk::BulkTracker,
     connected_gateways::{GatewayLease, TunnelGroup},
     context::{TunnelContext, TunnelUnavailable},
-    handshake::{TunnelHandshake, unexpected},
+    handshake::{TunnelHandshake, unexpected_message},
     tls_error::{TlsErrorSlot, TunnelIo},
 };
 use crate::{metrics::TunnelGuard, status::TunnelSummary};
@@ -37,93 +37,93 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{debug, info, info_span};
 
 /// Time that streams get to pass the loss of their tunnel on to their upstreams.
-const LOSS: Duration = Duration::from_secs(5);
+const LOSS_GRACE: Duration = Duration::from_secs(5);
 /// After its last stream a leaving tunnel waits this long for the gateway to close it: a stream may have
 /// been opened while the word was on its way.
 const LINGER: Duration = Duration::from_secs(1);
 /// How often a leaving tunnel looks whether its streams are over.
-const LOOK: Duration = Duration::from_millis(50);
+const LEAVE_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A stopping edge serves new streams while one is older than this; short requests end within it.
-const SETTLE: Duration = Duration::from_secs(1);
+const MAX_LASTING_AGE: Duration = Duration::from_secs(1);
 
 /// A registered tunnel.
 pub(super) struct TunnelSession {
-    server: EdgeSide<TunnelIo>,
-    control: ControlStream,
-    place: GatewayAddr,
+    edge_side: EdgeSide<TunnelIo>,
+    control_stream: ControlStream,
+    gateway_addr: GatewayAddr,
     /// From which address of the node it was dialled.
-    from: Option<IpAddr>,
+    local_addr: Option<IpAddr>,
     /// By what its gateway was believed.
-    shown: Vec<CertificateDer<'static>>,
+    gateway_chain: Vec<CertificateDer<'static>>,
     slot: u32,
-    early: Vec<StreamRequest>,
-    fault: TlsErrorSlot,
+    early_streams: Vec<StreamRequest>,
+    tls_error: TlsErrorSlot,
     load: Arc<TunnelLoad>,
-    bulk: Arc<BulkTracker>,
-    links: Arc<TunnelContext>,
-    row: TunnelSummary,
-    _standing: TunnelGuard,
+    bulk_tracker: Arc<BulkTracker>,
+    context: Arc<TunnelContext>,
+    summary: TunnelSummary,
+    _tunnel_guard: TunnelGuard,
     /// Says until when it counts among the newest sessions.
-    newest: Option<DropGuard>,
+    newest_guard: Option<DropGuard>,
     /// Lease of the gateway, if the edge has tunnels at all gateways.
-    claim: Option<GatewayLease>,
+    lease: Option<GatewayLease>,
     /// Handle for the gateway's announcements of the node's pool, until the gateway drains.
-    voice: Option<MembershipUpdater>,
+    membership_updater: Option<MembershipUpdater>,
 }
 
 /// A tunnel that is served by a task of its own.
 pub(super) struct SessionHandle {
-    pub(super) place: GatewayAddr,
+    pub(super) gateway_addr: GatewayAddr,
     /// Its gateway drains.
-    pub(super) drains: bool,
+    pub(super) is_draining: bool,
     /// Asks it to leave.
-    pub(super) leave: CancellationToken,
+    pub(super) leave_token: CancellationToken,
     /// It is over.
-    pub(super) over: CancellationToken,
+    pub(super) ended: CancellationToken,
 }
 
 impl SessionHandle {
     /// Notes that its gateway drains.
-    pub(super) fn draining(self) -> Self {
+    pub(super) fn into_draining(self) -> Self {
         Self {
-            drains: true,
+            is_draining: true,
             ..self
         }
     }
 }
 
 /// Asks a tunnel to leave, if there is one.
-pub(super) fn request_drain(served: Option<SessionHandle>) {
-    if let Some(served) = served {
-        served.leave.cancel();
+pub(super) fn request_drain(handle: Option<SessionHandle>) {
+    if let Some(handle) = handle {
+        handle.leave_token.cancel();
     }
 }
 
 /// Stage of a tunnel's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    Standing,
+    Open,
     /// The edge stops, and serves what has no other way to its node.
     Serving {
-        until: Instant,
+        deadline: Instant,
         /// When it is looked next whether a stream lasts.
-        next: Instant,
+        next_check: Instant,
     },
     /// It ends when it has had no stream for a while.
     Leaving {
-        quiet: Instant,
+        idle_since: Instant,
     },
 }
 
 /// Owner of the tunnel.
 pub(super) struct SessionOwner {
-    pub(super) party: TunnelGroup,
+    pub(super) group: TunnelGroup,
     pub(super) slot: u32,
     /// It belongs to a tunnel that stands: no other gateway than that one's will do.
-    pub(super) keeps: bool,
+    pub(super) only_held: bool,
     /// Tracker of the slots that move bulk.
-    pub(super) bulk: Arc<BulkTracker>,
+    pub(super) bulk_tracker: Arc<BulkTracker>,
 }
 
 /// Message of a session to its slot, sent once.
@@ -140,168 +140,188 @@ impl TunnelSession {
     /// # Errors
     /// If the gateway does not answer in time, or sends this edge away.
     pub(super) async fn register(
-        links: &Arc<TunnelContext>,
-        dialled: GatewayConnection,
-        whose: SessionOwner,
+        context: &Arc<TunnelContext>,
+        connection: GatewayConnection,
+        owner: SessionOwner,
     ) -> Result<Self, TunnelUnavailable> {
         let GatewayConnection {
             io,
-            place,
+            gateway_addr,
             round_trip,
-        } = dialled;
+        } = connection;
         let traffic = io.get_ref().0.traffic();
         let tcp = io.get_ref().0.get_ref();
-        let from = tcp.and_then(|tcp| tcp.local_addr().ok());
-        let slot = whose.slot;
-        let shown = io.get_ref().1.peer_certificates().unwrap_or_default();
-        let shown = shown.iter().map(|one| one.clone().into_owned()).collect();
-        let fault = TlsErrorSlot::default();
-        let settings = EdgeSideConfig {
-            silence: links.config.timeouts.silence,
+        let local_addr = tcp.and_then(|tcp| tcp.local_addr().ok());
+        let slot = owner.slot;
+        let gateway_chain = io.get_ref().1.peer_certificates().unwrap_or_default();
+        let gateway_chain = gateway_chain
+            .iter()
+            .map(|one| one.clone().into_owned())
+            .collect();
+        let tls_error = TlsErrorSlot::default();
+        let config = EdgeSideConfig {
+            read_timeout: context.config.timeouts.silence,
             round_trip,
-            bulk: u64::try_from(links.config.tunnels.bulk_after).unwrap_or(u64::MAX),
-            pressure: links.pressure.clone(),
+            bulk_threshold: u64::try_from(context.config.tunnels.bulk_after).unwrap_or(u64::MAX),
+            memory_budget: context.memory_budget.clone(),
             ..EdgeSideConfig::default()
         };
-        let bound = links.config.timeouts.hello;
-        let greeting = async {
-            let io = ObservedIo::new(io, fault.clone());
-            let server = edge_side::accept(io, traffic, settings)
+        let hello_timeout = context.config.timeouts.hello;
+        let exchange = async {
+            let io = ObservedIo::new(io, tls_error.clone());
+            let server = edge_side::accept(io, traffic, config)
                 .await
-                .map_err(|ended| fault.trouble(&ended))?;
-            let mut greeting = TunnelHandshake {
-                server,
-                early: Vec::new(),
-                fault: fault.clone(),
+                .map_err(|ended| tls_error.to_connect_error(&ended))?;
+            let mut handshake = TunnelHandshake {
+                edge_side: server,
+                early_streams: Vec::new(),
+                tls_error: tls_error.clone(),
             };
-            let greeted = greeting
-                .greet(links, whose.party, (slot, whose.keeps))
+            let established = handshake
+                .exchange_hello(context, owner.group, (slot, owner.only_held))
                 .await?;
-            Ok::<_, TunnelUnavailable>((greeting, greeted))
+            Ok::<_, TunnelUnavailable>((handshake, established))
         };
-        let late = || ConnectError::silent(format!("{} sent no hello in time", place.gateway));
-        let greeted = timeout(bound, greeting).await.map_err(|_| late())?;
-        let (greeting, greeted) = greeted?;
-        let load = greeting.server.load();
-        info!(gateway = place.gateway, round_trip = ?round_trip, "tunnel registered");
+        let timeout_error =
+            || ConnectError::silent(format!("{} sent no hello in time", gateway_addr.gateway));
+        let result = timeout(hello_timeout, exchange)
+            .await
+            .map_err(|_| timeout_error())?;
+        let (handshake, established) = result?;
+        let load = handshake.edge_side.load();
+        info!(gateway = gateway_addr.gateway, round_trip = ?round_trip, "tunnel registered");
         Ok(Self {
-            server: greeting.server,
-            control: greeted.control,
-            row: links.state.stands(slot, &place, round_trip, load.clone()),
-            place,
-            from: from.map(|from| from.ip()),
-            shown,
+            edge_side: handshake.edge_side,
+            control_stream: established.control_stream,
+            summary: context
+                .status
+                .add_tunnel(slot, &gateway_addr, round_trip, load.clone()),
+            gateway_addr,
+            local_addr: local_addr.map(|from| from.ip()),
+            gateway_chain,
             slot,
-            early: greeting.early,
-            fault: greeting.fault,
+            early_streams: handshake.early_streams,
+            tls_error: handshake.tls_error,
             load,
-            bulk: whose.bulk,
-            newest: Some(links.newest.enter(greeted.gateway, slot)),
-            links: links.clone(),
-            _standing: links.metrics.standing(),
-            claim: greeted.claim,
-            voice: greeted.voice,
+            bulk_tracker: owner.bulk_tracker,
+            newest_guard: Some(
+                context
+                    .newest_sessions
+                    .insert(established.gateway_instance, slot),
+            ),
+            context: context.clone(),
+            _tunnel_guard: context.metrics.tunnel_guard(),
+            lease: established.lease,
+            membership_updater: established.membership_updater,
         })
     }
 
     /// By what its gateway was believed.
-    pub(super) fn shown(&mut self) -> Vec<CertificateDer<'static>> {
-        std::mem::take(&mut self.shown)
+    pub(super) fn take_gateway_chain(&mut self) -> Vec<CertificateDer<'static>> {
+        std::mem::take(&mut self.gateway_chain)
     }
 
     /// Returns the address of the gateway.
-    pub(super) fn place(&self) -> &GatewayAddr {
-        &self.place
+    pub(super) fn gateway_addr(&self) -> &GatewayAddr {
+        &self.gateway_addr
     }
 
     /// Serves until the tunnel ends, or `leave` and the last stream is over.
     pub(super) async fn serve(
         mut self,
-        leave: CancellationToken,
-        told: oneshot::Sender<SessionEnd>,
+        leave_token: CancellationToken,
+        end_tx: oneshot::Sender<SessionEnd>,
     ) {
         let streams = TaskGroup::default();
-        for asked in std::mem::take(&mut self.early) {
-            self.accept_stream(asked, &streams);
+        for request in std::mem::take(&mut self.early_streams) {
+            self.accept_stream(request, &streams);
         }
-        let mut told = Some(told);
-        let ended = self.run(&leave, &mut told, &streams).await;
+        let mut end_tx = Some(end_tx);
+        let error = self.run(&leave_token, &mut end_tx, &streams).await;
         info!(
-            gateway = self.place.gateway,
-            reason = ended.what(),
+            gateway = self.gateway_addr.gateway,
+            reason = error.detail(),
             "tunnel ended"
         );
         // The slot dials again after this session ends, and may then own this gateway again.
-        drop((self.claim.take(), self.voice.take(), self.newest.take()));
-        let Self { server, row, .. } = self;
+        drop((
+            self.lease.take(),
+            self.membership_updater.take(),
+            self.newest_guard.take(),
+        ));
+        let Self {
+            edge_side: server,
+            summary,
+            ..
+        } = self;
         // Removed first: whether another tunnel is open decides how a refused identity is handled.
-        drop(row);
-        if let Some(told) = told {
+        drop(summary);
+        if let Some(end_tx) = end_tx {
             // A stopped slot does not receive this.
-            let _ = told.send(SessionEnd::Ended(ended));
+            let _ = end_tx.send(SessionEnd::Ended(error));
         }
         drop(server);
-        streams.drain(LOSS).await;
+        streams.drain(LOSS_GRACE).await;
     }
 
     async fn run(
         &mut self,
-        leave: &CancellationToken,
-        told: &mut Option<oneshot::Sender<SessionEnd>>,
+        leave_token: &CancellationToken,
+        end_tx: &mut Option<oneshot::Sender<SessionEnd>>,
         streams: &TaskGroup,
     ) -> ConnectError {
-        let mut look = interval(LOOK);
-        let (mut heard, mut phase) = (true, Phase::Standing);
+        let mut leave_check = interval(LEAVE_CHECK_INTERVAL);
+        let (mut is_control_open, mut phase) = (true, Phase::Open);
         loop {
             tokio::select! {
-                next = self.server.next() => match next {
+                next = self.edge_side.next_stream() => match next {
                     Ok(IncomingStream::Stream(asked)) => self.accept_stream(*asked, streams),
                     Ok(IncomingStream::Control(_)) => debug!("the gateway opened a second control stream"),
-                    Err(ended) => return self.fault.trouble(&ended),
+                    Err(ended) => return self.tls_error.to_connect_error(&ended),
                 },
-                line = self.control.exchange(), if heard => {
+                line = self.control_stream.exchange(), if is_control_open => {
                     let Some(line) = line.transpose() else { continue };
                     if let Ok(line @ GatewayMessage::Dismiss { why: GoAway::Superseded, .. }) = &line {
                         // New streams go to another process of this node; open streams continue here.
-                        self.leaves();
-                        phase = Phase::Leaving { quiet: Instant::now() };
-                        if let Some(told) = told.take() {
+                        self.release_claims();
+                        phase = Phase::Leaving { idle_since: Instant::now() };
+                        if let Some(end_tx) = end_tx.take() {
                             // A stopped slot does not receive this.
-                            let _ = told.send(SessionEnd::Ended(unexpected(line)));
+                            let _ = end_tx.send(SessionEnd::Ended(unexpected_message(line)));
                         }
                         continue;
                     }
-                    if let Some(answer) = self.answer(&line).await {
-                        self.tell(&answer);
+                    if let Some(reply) = self.immediate_reply(&line).await {
+                        self.enqueue(&reply);
                         continue;
                     }
-                    match self.hear(line, told).await {
-                        Ok(more) => heard = more,
-                        Err(trouble) => return trouble,
+                    match self.handle_message(line, end_tx).await {
+                        Ok(more) => is_control_open = more,
+                        Err(error) => return error,
                     }
                 }
                 // A leaving tunnel gets no new streams that bulk transfers could delay.
-                () = self.load.bulk(), if phase == Phase::Standing => self.bulk.mark(self.slot),
-                () = leave.cancelled(), if phase == Phase::Standing => {
-                    self.leaves();
-                    phase = self.leave();
+                () = self.load.wait_for_bulk(), if phase == Phase::Open => self.bulk_tracker.mark(self.slot),
+                () = leave_token.cancelled(), if phase == Phase::Open => {
+                    self.release_claims();
+                    phase = self.begin_leave();
                 }
-                _ = look.tick(), if phase != Phase::Standing => match &mut phase {
-                    Phase::Serving { until, next } => {
+                _ = leave_check.tick(), if phase != Phase::Open => match &mut phase {
+                    Phase::Serving { deadline, next_check } => {
                         let now = Instant::now();
-                        let settled = now >= *next && self.load.turn_over();
-                        if now >= *next {
-                            *next = now + self.settle();
+                        let settled = now >= *next_check && self.load.rotate_generation();
+                        if now >= *next_check {
+                            *next_check = now + self.lasting_age();
                         }
-                        if settled || now >= *until {
-                            phase = self.say_leave(false);
+                        if settled || now >= *deadline {
+                            phase = self.send_leave(false);
                         }
                     }
-                    Phase::Leaving { quiet } if !streams.is_empty() => *quiet = Instant::now(),
-                    Phase::Leaving { quiet } if quiet.elapsed() >= LINGER => {
+                    Phase::Leaving { idle_since } if !streams.is_empty() => *idle_since = Instant::now(),
+                    Phase::Leaving { idle_since } if idle_since.elapsed() >= LINGER => {
                         return ConnectError::silent("this edge closed the tunnel");
                     }
-                    Phase::Leaving { .. } | Phase::Standing => {}
+                    Phase::Leaving { .. } | Phase::Open => {}
                 },
             }
         }
@@ -309,94 +329,96 @@ impl TunnelSession {
 
     /// Announces to the gateway that this tunnel leaves. While streams of an edge that stops last, it serves new ones as
     /// well if the gateway has no other tunnel for them.
-    fn leave(&mut self) -> Phase {
-        self.load.turn_over();
-        if !self.links.stop.is_cancelled() || self.load.earlier() == 0 {
-            return self.say_leave(false);
+    fn begin_leave(&mut self) -> Phase {
+        self.load.rotate_generation();
+        if !self.context.stop.is_cancelled() || self.load.earlier_streams() == 0 {
+            return self.send_leave(false);
         }
-        let drain = self.links.config.timeouts.drain;
-        let (now, settle) = (Instant::now(), self.settle());
-        self.say_leave(true);
+        let drain = self.context.config.timeouts.drain;
+        let (now, settle) = (Instant::now(), self.lasting_age());
+        self.send_leave(true);
         Phase::Serving {
-            until: now + drain.saturating_sub(settle),
-            next: now + settle,
+            deadline: now + drain.saturating_sub(settle),
+            next_check: now + settle,
         }
     }
 
     /// Returns the age from which a stream lasts: new streams are given up when none does, and so long before the drain ends.
-    fn settle(&self) -> Duration {
-        SETTLE.min(self.links.config.timeouts.drain / 4)
+    fn lasting_age(&self) -> Duration {
+        MAX_LASTING_AGE.min(self.context.config.timeouts.drain / 4)
     }
 
-    fn say_leave(&mut self, serves: bool) -> Phase {
-        self.tell(&EdgeMessage::Leave {
+    fn send_leave(&mut self, serves: bool) -> Phase {
+        self.enqueue(&EdgeMessage::Leave {
             detail: "this edge is closing the tunnel".into(),
-            until_idle: !self.links.stop.is_cancelled(),
+            until_idle: !self.context.stop.is_cancelled(),
             serves,
         });
-        let quiet = Instant::now();
-        Phase::Leaving { quiet }
+        let idle_since = Instant::now();
+        Phase::Leaving { idle_since }
     }
 
     /// Gives up what only a tunnel has that gets new streams.
-    fn leaves(&mut self) {
-        self.row.leaves();
+    fn release_claims(&mut self) {
+        self.summary.mark_leaving();
         // A gateway with only leaving tunnels is dialled like any other.
-        self.claim = None;
-        self.voice = None;
+        self.lease = None;
+        self.membership_updater = None;
     }
 
     /// Returns the message that is answered at once, if there is one.
-    async fn answer(
+    async fn immediate_reply(
         &mut self,
-        line: &Result<GatewayMessage, ControlStreamError>,
+        message: &Result<GatewayMessage, ControlStreamError>,
     ) -> Option<EdgeMessage> {
-        match line {
+        match message {
             Ok(GatewayMessage::Window { bytes }) => Some(EdgeMessage::Window {
-                bytes: self.server.resize(*bytes),
+                bytes: self.edge_side.resize_window(*bytes),
             }),
             Ok(GatewayMessage::Roots { pem }) => Some(EdgeMessage::Roots {
-                roots: trust_roots::update_roots(&self.links, pem).await,
+                roots: trust_roots::update_roots(&self.context, pem).await,
             }),
             _ => None,
         }
     }
 
     /// Handles a message that the gateway sends while the tunnel stands. Returns false when the gateway will send no more.
-    async fn hear(
+    async fn handle_message(
         &mut self,
-        line: Result<GatewayMessage, ControlStreamError>,
-        told: &mut Option<oneshot::Sender<SessionEnd>>,
+        message: Result<GatewayMessage, ControlStreamError>,
+        end_tx: &mut Option<oneshot::Sender<SessionEnd>>,
     ) -> Result<bool, ConnectError> {
-        match line {
+        match message {
             Ok(GatewayMessage::Drain { .. }) => {
-                self.row.leaves();
-                if let Some(claim) = &self.claim {
-                    claim.drains();
+                self.summary.mark_leaving();
+                if let Some(claim) = &self.lease {
+                    claim.mark_draining();
                 }
                 // A draining gateway no longer announces the pool leader.
-                self.voice = None;
-                if let Some(told) = told.take() {
+                self.membership_updater = None;
+                if let Some(end_tx) = end_tx.take() {
                     // A stopped slot does not receive this.
-                    let _ = told.send(SessionEnd::Draining);
+                    let _ = end_tx.send(SessionEnd::Draining);
                 }
             }
             Ok(GatewayMessage::Gateways { gateways, replicas }) => {
-                if let Some(claim) = &self.claim {
-                    claim.says(replicas);
+                if let Some(claim) = &self.lease {
+                    claim.set_replicas(replicas);
                 }
-                self.links.gateways.learn(gateways).await;
+                self.context.gateways.update_announced(gateways).await;
             }
-            Ok(GatewayMessage::Ports(listed)) => (self.links.list)(listed, self.from),
+            Ok(GatewayMessage::Ports(listed)) => {
+                (self.context.on_announced_ports)(listed, self.local_addr);
+            }
             Ok(GatewayMessage::Pool(members)) => {
-                if let Some(voice) = &self.voice {
-                    voice.says(members);
+                if let Some(voice) = &self.membership_updater {
+                    voice.update(members);
                 }
             }
-            Ok(line @ GatewayMessage::Dismiss { .. }) => return Err(unexpected(&line)),
+            Ok(line @ GatewayMessage::Dismiss { .. }) => return Err(unexpected_message(&line)),
             Ok(GatewayMessage::Renew { within_ms }) => {
                 let within = Duration::from_millis(within_ms);
-                self.links.renewal.send_replace(within);
+                self.context.renewal_requests.send_replace(within);
             }
             Ok(_) => {}
             Err(error) => {
@@ -408,27 +430,29 @@ impl TunnelSession {
     }
 
     /// Queues a line for the gateway. One that does not hear it sees the tunnel close.
-    fn tell(&mut self, message: &EdgeMessage) {
-        if let Err(error) = self.control.queue(message) {
+    fn enqueue(&mut self, message: &EdgeMessage) {
+        if let Err(error) = self.control_stream.enqueue(message) {
             debug!(%error, "cannot send a control message to the gateway");
         }
     }
 
-    fn accept_stream(&self, asked: StreamRequest, streams: &TaskGroup) {
-        let links = &self.links;
-        let Ok(place) = links.places.clone().try_acquire_owned() else {
-            let most = links.config.limits.streams;
+    fn accept_stream(&self, request: StreamRequest, streams: &TaskGroup) {
+        let context = &self.context;
+        let Ok(permit) = context.stream_permits.clone().try_acquire_owned() else {
+            let max_streams = context.config.limits.streams;
             let detail = format!(
-                "{} has {most} streams open, which is its limit (limits.streams)",
-                links.node
+                "{} has {max_streams} streams open, which is its limit (limits.streams)",
+                context.node
             );
-            return asked.reply.refuse(&RejectCode::Busy.because(detail));
+            return request
+                .responder
+                .reject(&RejectCode::Busy.with_detail(detail));
         };
-        let span = info_span!("stream", target = %asked.target);
-        let serving = (links.serve)(asked);
+        let span = info_span!("stream", target = %request.target);
+        let stream_task = (context.serve_stream)(request);
         streams.spawn(span, async move {
-            serving.await;
-            drop(place);
+            stream_task.await;
+            drop(permit);
         });
     }
 }

@@ -1,7 +1,7 @@
 //! The tunnels that an edge has at one gateway.
 //!
 //! Each slot is one task that goes through the states of a tunnel:
-//! 1. dial the gateways in turn, or the one address; on trouble wait (`trouble`, `changes`) and dial again;
+//! 1. dial the gateways in turn, or the one address; on trouble wait (`error`, `changes`) and dial again;
 //! 2. say hello (`session`); what the gateway refuses is trouble like any other;
 //! 3. serve streams until the tunnel ends, which is trouble, or the gateway drains;
 //! 4. on a drain, or with a new certificate, first go back to 1, and leave the old one when the new one stands: its
@@ -12,13 +12,13 @@
 use super::{
     bulk::BulkTracker,
     connected_gateways::{TunnelGroup, wrong_gateway_backoff},
-    context::{LEAVING, TunnelContext, TunnelUnavailable},
+    context::{LEAVE_TIMEOUT, TunnelContext, TunnelUnavailable},
     session::{SessionEnd, SessionHandle, SessionOwner, TunnelSession, request_drain},
 };
 use crate::control::{
     connect_error::ConnectError, dial::GatewayAddr, network_monitor::NetworkMonitor,
 };
-use crate::status::ANY;
+use crate::status::ANY_GATEWAY;
 use causeway_rt::{backoff::Backoff, log_throttle::FailureThrottle, task::TaskGroup};
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tokio::{
@@ -31,15 +31,15 @@ use tracing::{debug, info, info_span, warn};
 /// The tunnels at one gateway. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct TunnelSlots {
-    links: Arc<TunnelContext>,
+    context: Arc<TunnelContext>,
     /// Tracker of those of these slots that move bulk.
-    bulk: Arc<BulkTracker>,
-    party: TunnelGroup,
+    bulk_tracker: Arc<BulkTracker>,
+    group: TunnelGroup,
     /// The one address that is dialled.
-    place: Option<GatewayAddr>,
+    gateway_addr: Option<GatewayAddr>,
     /// Addresses that names resolve to: the address is dialled for as long as it is among these. `None` if a gateway was found
     /// behind it (`discovery`): it is not dialled again for that gateway, since it may lead to any other.
-    wanted: Option<watch::Receiver<BTreeSet<GatewayAddr>>>,
+    resolved: Option<watch::Receiver<BTreeSet<GatewayAddr>>>,
 }
 
 /// A tunnel that was dialled already, and what says since then that it is to be dialled anew.
@@ -56,7 +56,7 @@ impl Leaving {
     /// Waits until their streams have ended: without a bound, until the edge stops.
     pub(super) async fn end(self, stop: &CancellationToken) {
         if stop
-            .run_until_cancelled(self.sessions.idle())
+            .run_until_cancelled(self.sessions.wait_until_idle())
             .await
             .is_some()
         {
@@ -76,91 +76,104 @@ impl Leaving {
 enum SlotEvent {
     Ended(ConnectError),
     /// Nothing to wait for but the loss of what this gateway is reached by.
-    Reached(String),
+    AlreadyConnected(String),
     Draining,
-    Renewed,
+    Reconnect,
     Stopped,
 }
 
 impl TunnelSlots {
     /// Creates slots at any gateway that answers first.
-    pub(super) fn anywhere(links: Arc<TunnelContext>) -> Self {
+    pub(super) fn at_any_gateway(context: Arc<TunnelContext>) -> Self {
         Self {
-            party: links.reached.party(),
-            links,
-            bulk: Arc::default(),
-            place: None,
-            wanted: None,
+            group: context.connected_gateways.new_group(),
+            context,
+            bulk_tracker: Arc::default(),
+            gateway_addr: None,
+            resolved: None,
         }
     }
 
     /// At this place, for as long as it is among those `wanted` or its tunnel stands.
-    pub(super) fn at(
-        links: Arc<TunnelContext>,
-        place: GatewayAddr,
-        wanted: watch::Receiver<BTreeSet<GatewayAddr>>,
+    pub(super) fn at_gateway(
+        context: Arc<TunnelContext>,
+        gateway_addr: GatewayAddr,
+        resolved: watch::Receiver<BTreeSet<GatewayAddr>>,
     ) -> Self {
         Self {
-            wanted: Some(wanted),
-            ..Self::found(links, place)
+            resolved: Some(resolved),
+            ..Self::at_discovered_gateway(context, gateway_addr)
         }
     }
 
     /// At a gateway that this place may lead to, for as long as its tunnel stands.
-    pub(super) fn found(links: Arc<TunnelContext>, place: GatewayAddr) -> Self {
+    pub(super) fn at_discovered_gateway(
+        context: Arc<TunnelContext>,
+        gateway_addr: GatewayAddr,
+    ) -> Self {
         Self {
-            place: Some(place),
-            ..Self::anywhere(links)
+            gateway_addr: Some(gateway_addr),
+            ..Self::at_any_gateway(context)
         }
     }
 
     /// Like `run`, and waits for the streams of the tunnels.
-    pub(super) async fn keep(self, begun: Option<PredialledTunnel>, changes: NetworkMonitor) {
-        let stop = self.links.stop.clone();
-        let leaving = self.run(begun, changes).await;
+    pub(super) async fn run_to_end(
+        self,
+        predialled: Option<PredialledTunnel>,
+        changes: NetworkMonitor,
+    ) {
+        let stop = self.context.stop.clone();
+        let leaving = self.run(predialled, changes).await;
         leaving.end(&stop).await;
     }
 
-    /// Keeps the tunnels, of which the first may have `begun`, until the edge stops, or until their place is wanted no more;
+    /// Keeps the tunnels, of which the first may have `predialled`, until the edge stops, or until their place is wanted no more;
     /// then leaves. Returns the tunnels that still have streams.
     pub(super) async fn run(
         self,
-        mut begun: Option<PredialledTunnel>,
+        mut predialled: Option<PredialledTunnel>,
         changes: NetworkMonitor,
     ) -> Leaving {
         let tasks = Arc::new(TaskGroup::default());
-        let all = TaskGroup::default();
-        let enough = self.links.stop.child_token();
-        let most = u32::try_from(self.links.config.tunnels.max).unwrap_or(u32::MAX);
-        for slot in 0..most {
-            let (slots, enough, changes, tasks) =
-                (self.clone(), enough.clone(), changes.clone(), tasks.clone());
-            let begun = begun.take();
-            all.spawn(info_span!("tunnel", slot), async move {
+        let slot_tasks = TaskGroup::default();
+        let stop_slots = self.context.stop.child_token();
+        let max_tunnels = u32::try_from(self.context.config.tunnels.max).unwrap_or(u32::MAX);
+        for slot in 0..max_tunnels {
+            let (slots, stop_slots, changes, tasks) = (
+                self.clone(),
+                stop_slots.clone(),
+                changes.clone(),
+                tasks.clone(),
+            );
+            let predialled = predialled.take();
+            slot_tasks.spawn(info_span!("tunnel", slot), async move {
                 if slot == 0 {
-                    Box::pin(slots.hold((0, begun), &enough, changes, &tasks)).await;
+                    Box::pin(slots.run_slot((0, predialled), &stop_slots, changes, &tasks)).await;
                     // The additional tunnels end with the first one.
-                    enough.cancel();
+                    stop_slots.cancel();
                 } else {
-                    Box::pin(slots.hold_while_bulky(slot, &enough, changes, &tasks)).await;
+                    Box::pin(slots.run_bulk_slot(slot, &stop_slots, changes, &tasks)).await;
                 }
             });
         }
-        enough.cancelled().await;
-        self.links.state.mended(&self.whose());
-        if let Some(place) = self.named() {
-            self.links.reached.answers(place, true);
+        stop_slots.cancelled().await;
+        self.context.status.clear_error(&self.gateway_label());
+        if let Some(gateway_addr) = self.named_gateway() {
+            self.context
+                .connected_gateways
+                .set_reachable(gateway_addr, true);
         }
         // Each task ends once it has asked its tunnel to leave.
-        all.drain(LEAVING).await;
+        slot_tasks.drain(LEAVE_TIMEOUT).await;
         Leaving {
-            grace: self.links.config.timeouts.drain + LEAVING,
+            grace: self.context.config.timeouts.drain + LEAVE_TIMEOUT,
             sessions: tasks,
         }
     }
 
     /// A further tunnel, for as long as there is bulk.
-    async fn hold_while_bulky(
+    async fn run_bulk_slot(
         &self,
         slot: u32,
         stop: &CancellationToken,
@@ -170,146 +183,170 @@ impl TunnelSlots {
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = self.bulk.wait(slot - 1) => {}
+                () = self.bulk_tracker.wait_for_bulk(slot - 1) => {}
             }
-            let enough = stop.child_token();
+            let stop_slot = stop.child_token();
             let idle = async {
-                self.bulk.idle(self.links.config.tunnels.bulk_idle).await;
+                self.bulk_tracker
+                    .wait_until_idle(self.context.config.tunnels.bulk_idle)
+                    .await;
                 info!("no bulk transfer any more: closing the additional tunnel");
-                enough.cancel();
+                stop_slot.cancel();
             };
             tokio::join!(
-                enough.run_until_cancelled(idle),
-                self.hold((slot, None), &enough, changes.clone(), tasks),
+                stop_slot.run_until_cancelled(idle),
+                self.run_slot((slot, None), &stop_slot, changes.clone(), tasks),
             );
         }
     }
 
     /// A first tunnel at another gateway than those that are reached.
-    pub(super) async fn begin(&self) -> Result<PredialledTunnel, TunnelUnavailable> {
+    pub(super) async fn dial_first(&self) -> Result<PredialledTunnel, TunnelUnavailable> {
         // Subscribed first, so that a certificate that arrives meanwhile counts as new.
-        let anew = self.links.anew.subscribe();
-        Ok((self.connect(None, 0, None).await?, anew))
+        let reconnect = self.context.reconnect.subscribe();
+        Ok((self.connect(None, 0, None).await?, reconnect))
     }
 
     /// Keeps one slot's tunnel until `stop`, and dials it unless it has begun.
-    async fn hold(
+    async fn run_slot(
         &self,
-        (slot, begun): (u32, Option<PredialledTunnel>),
+        (slot, predialled): (u32, Option<PredialledTunnel>),
         stop: &CancellationToken,
         mut changes: NetworkMonitor,
         tasks: &Arc<TaskGroup>,
     ) {
-        let mut backoff = self.links.backoff();
-        let mut said = FailureThrottle::default();
-        let mut old: Option<SessionHandle> = None;
-        let (mut begun, anew) = begun.unzip();
-        let mut anew = anew.unwrap_or_else(|| self.links.anew.subscribe());
-        while begun.is_some() || old.is_some() || self.is_wanted(slot) {
+        let mut backoff = self.context.backoff();
+        let mut throttle = FailureThrottle::default();
+        let mut old_session: Option<SessionHandle> = None;
+        let (mut predialled, reconnect) = predialled.unzip();
+        let mut reconnect = reconnect.unwrap_or_else(|| self.context.reconnect.subscribe());
+        while predialled.is_some() || old_session.is_some() || self.should_dial(slot) {
             // A change during an attempt causes another attempt at once.
-            changes.forget();
-            if begun.is_none() {
-                anew.mark_unchanged();
+            changes.mark_seen();
+            if predialled.is_none() {
+                reconnect.mark_unchanged();
             }
-            let connected = Box::pin(self.connect(begun.take(), slot, old.as_ref()));
+            let connected = Box::pin(self.connect(predialled.take(), slot, old_session.as_ref()));
             let Some(connected) = stop.run_until_cancelled(connected).await else {
                 break;
             };
-            let (event, served) = match connected {
-                Err(TunnelUnavailable::Trouble(trouble)) => (SlotEvent::Ended(trouble), None),
-                Err(TunnelUnavailable::Reached(instance)) => (SlotEvent::Reached(instance), None),
+            let (event, handle) = match connected {
+                Err(TunnelUnavailable::ConnectFailed(error)) => (SlotEvent::Ended(error), None),
+                Err(TunnelUnavailable::AlreadyConnected(instance)) => {
+                    (SlotEvent::AlreadyConnected(instance), None)
+                }
                 Ok(session) => {
                     backoff.reset();
-                    said = FailureThrottle::default();
-                    request_drain(old.take());
-                    self.stand(session, (stop, &mut anew), tasks).await
+                    throttle = FailureThrottle::default();
+                    request_drain(old_session.take());
+                    self.serve_session(session, (stop, &mut reconnect), tasks)
+                        .await
                 }
             };
             match event {
                 SlotEvent::Stopped => {
-                    request_drain(served);
+                    request_drain(handle);
                     break;
                 }
-                SlotEvent::Draining if self.place.is_some() => self.outlast(served, stop).await,
+                SlotEvent::Draining if self.gateway_addr.is_some() => {
+                    self.wait_for_drain_end(handle, stop).await;
+                }
                 SlotEvent::Draining => {
                     info!("the gateway is draining: connecting to another gateway");
-                    old = served.map(SessionHandle::draining);
+                    old_session = handle.map(SessionHandle::into_draining);
                 }
-                SlotEvent::Renewed => {
+                SlotEvent::Reconnect => {
                     info!("reconnecting with this node's new certificate");
-                    old = served;
+                    old_session = handle;
                 }
-                SlotEvent::Reached(instance) if old.is_none() && self.is_to_stand_by(slot) => {
+                SlotEvent::AlreadyConnected(instance)
+                    if old_session.is_none() && self.should_stand_by(slot) =>
+                {
                     self.stand_by(&instance, stop).await;
                 }
                 // A load balancer led to another gateway than the one of these tunnels.
-                SlotEvent::Reached(_) => {
-                    let woken = (sleep(wrong_gateway_backoff(&mut backoff)), &mut anew, stop);
-                    self.wait(woken, &mut backoff, old.as_ref()).await;
-                    old = standing(old, &mut backoff);
+                SlotEvent::AlreadyConnected(_) => {
+                    let wake_events = (
+                        sleep(wrong_gateway_backoff(&mut backoff)),
+                        &mut reconnect,
+                        stop,
+                    );
+                    self.wait(wake_events, &mut backoff, old_session.as_ref())
+                        .await;
+                    old_session = if_open(old_session, &mut backoff);
                 }
-                SlotEvent::Ended(_) if old.is_none() && !self.is_wanted(slot) => {}
-                SlotEvent::Ended(trouble) => {
-                    let woken = (&mut changes, &mut anew, stop);
-                    let pace = (&mut backoff, &mut said);
-                    self.pause(&trouble, pace, woken, old.as_ref()).await;
-                    old = standing(old, &mut backoff);
+                SlotEvent::Ended(_) if old_session.is_none() && !self.should_dial(slot) => {}
+                SlotEvent::Ended(error) => {
+                    let wake_events = (&mut changes, &mut reconnect, stop);
+                    let backoff_state = (&mut backoff, &mut throttle);
+                    self.pause(&error, backoff_state, wake_events, old_session.as_ref())
+                        .await;
+                    old_session = if_open(old_session, &mut backoff);
                 }
             }
         }
-        request_drain(old);
+        request_drain(old_session);
     }
 
     /// Dials, and says hello, unless that has been done.
     async fn connect(
         &self,
-        begun: Option<TunnelSession>,
+        predialled: Option<TunnelSession>,
         slot: u32,
-        old: Option<&SessionHandle>,
+        old_session: Option<&SessionHandle>,
     ) -> Result<TunnelSession, TunnelUnavailable> {
-        if let Some(session) = begun {
+        if let Some(session) = predialled {
             return Ok(session);
         }
-        let links = &self.links;
+        let context = &self.context;
         let attempt = async {
-            let dialled = if let Some(place) = &self.place {
-                links.dialler.dial_at(place).await?
+            let dialled = if let Some(gateway_addr) = &self.gateway_addr {
+                context.connector.dial_addr(gateway_addr).await?
             } else {
-                let avoid = old.filter(|old| old.drains).map(|old| &old.place);
-                links.dialler.dial(&links.gateways.all(), avoid).await?
+                let avoid = old_session
+                    .filter(|old| old.is_draining)
+                    .map(|old| &old.gateway_addr);
+                context
+                    .connector
+                    .dial(&context.gateways.all(), avoid)
+                    .await?
             };
-            let whose = SessionOwner {
-                party: self.party,
+            let owner = SessionOwner {
+                group: self.group,
                 slot,
-                keeps: old.is_some_and(|old| !old.over.is_cancelled()),
-                bulk: self.bulk.clone(),
+                only_held: old_session.is_some_and(|old| !old.ended.is_cancelled()),
+                bulk_tracker: self.bulk_tracker.clone(),
             };
-            TunnelSession::register(&self.links, dialled, whose).await
+            TunnelSession::register(&self.context, dialled, owner).await
         };
         let attempted = attempt.await;
         // While an address does not respond, only its first tunnel is dialled.
-        if let Some(place) = self.named().filter(|_| slot == 0) {
-            let is_dead = matches!(&attempted, Err(TunnelUnavailable::Trouble(trouble)) if !trouble.is_refusal());
-            links.reached.answers(place, !is_dead);
+        if let Some(gateway_addr) = self.named_gateway().filter(|_| slot == 0) {
+            let is_dead = matches!(&attempted, Err(TunnelUnavailable::ConnectFailed(error)) if !error.is_refusal());
+            context
+                .connected_gateways
+                .set_reachable(gateway_addr, !is_dead);
         }
         let outcome = match &attempted {
             Ok(_) => "registered",
-            Err(TunnelUnavailable::Reached(_)) => "reached",
-            Err(TunnelUnavailable::Trouble(trouble)) => trouble.word(),
+            Err(TunnelUnavailable::AlreadyConnected(_)) => "reached",
+            Err(TunnelUnavailable::ConnectFailed(error)) => error.label(),
         };
-        self.links.metrics.attempted(outcome);
+        self.context.metrics.count_attempt(outcome);
         attempted
     }
 
     /// The one address that is dialled, if names lead there and no search did.
-    fn named(&self) -> Option<&GatewayAddr> {
-        self.place.as_ref().filter(|_| self.wanted.is_some())
+    fn named_gateway(&self) -> Option<&GatewayAddr> {
+        self.gateway_addr
+            .as_ref()
+            .filter(|_| self.resolved.is_some())
     }
 
     /// Whether this slot's tunnel is dialled when there is none. At a gateway that was found a further one is for as long as
     /// the first stands.
-    fn is_wanted(&self, slot: u32) -> bool {
-        match (&self.place, &self.wanted) {
+    fn should_dial(&self, slot: u32) -> bool {
+        match (&self.gateway_addr, &self.resolved) {
             (None, _) => true,
             (Some(_), None) => slot > 0,
             (Some(place), Some(wanted)) => wanted.borrow().contains(place),
@@ -317,8 +354,8 @@ impl TunnelSlots {
     }
 
     /// Waits until no name leads to the one address any more.
-    async fn unwanted(&self) {
-        match self.place.as_ref().zip(self.wanted.clone()) {
+    async fn wait_until_unresolved(&self) {
+        match self.gateway_addr.as_ref().zip(self.resolved.clone()) {
             // An error means that the edge is stopping.
             Some((place, mut wanted)) => {
                 drop(wanted.wait_for(|wanted| !wanted.contains(place)).await);
@@ -328,131 +365,138 @@ impl TunnelSlots {
     }
 
     /// A gateway that drains serves on until it closes the tunnel: there is no other place to go to.
-    async fn outlast(&self, served: Option<SessionHandle>, stop: &CancellationToken) {
-        let Some(served) = served else { return };
+    async fn wait_for_drain_end(&self, handle: Option<SessionHandle>, stop: &CancellationToken) {
+        let Some(handle) = handle else { return };
         info!("the gateway is draining");
         tokio::select! {
-            () = served.over.cancelled() => {}
-            () = stop.cancelled() => request_drain(Some(served)),
+            () = handle.ended.cancelled() => {}
+            () = stop.cancelled() => request_drain(Some(handle)),
         }
     }
 
     /// Whether this slot waits where its gateway is reached already: not if it belongs to tunnels at another one.
-    fn is_to_stand_by(&self, slot: u32) -> bool {
-        slot == 0 && !self.links.reached.is_by(self.party)
+    fn should_stand_by(&self, slot: u32) -> bool {
+        slot == 0 && !self.context.connected_gateways.has_group(self.group)
     }
 
     /// Waits until the gateway of this instance is not reached elsewhere any more.
     async fn stand_by(&self, instance: &str, stop: &CancellationToken) {
         info!("another address already leads to this gateway: waiting");
-        self.links.state.mended(&self.whose());
+        self.context.status.clear_error(&self.gateway_label());
         tokio::select! {
-            () = self.links.reached.lost(instance) => {}
-            () = self.unwanted() => {}
+            () = self.context.connected_gateways.wait_until_lost(instance) => {}
+            () = self.wait_until_unresolved() => {}
             () = stop.cancelled() => {}
         }
     }
 
     /// Returns the gateway for which failures are reported.
-    fn whose(&self) -> String {
-        let place = self.place.as_ref();
-        place.map_or_else(|| ANY.to_owned(), GatewayAddr::to_string)
+    fn gateway_label(&self) -> String {
+        let gateway_addr = self.gateway_addr.as_ref();
+        gateway_addr.map_or_else(|| ANY_GATEWAY.to_owned(), GatewayAddr::to_string)
     }
 
     /// Serves a tunnel with a task of its own, since it may outlive its slot's interest in it, until there is
     /// something to do for the slot.
-    async fn stand(
+    async fn serve_session(
         &self,
         mut session: TunnelSession,
-        (stop, anew): (&CancellationToken, &mut watch::Receiver<()>),
+        (stop, reconnect): (&CancellationToken, &mut watch::Receiver<()>),
         tasks: &Arc<TaskGroup>,
     ) -> (SlotEvent, Option<SessionHandle>) {
-        let served = SessionHandle {
-            place: session.place().clone(),
-            drains: false,
-            leave: CancellationToken::new(),
-            over: CancellationToken::new(),
+        let handle = SessionHandle {
+            gateway_addr: session.gateway_addr().clone(),
+            is_draining: false,
+            leave_token: CancellationToken::new(),
+            ended: CancellationToken::new(),
         };
-        if self.place.is_none() {
-            self.links.gateways.stood(&served.place.gateway);
+        if self.gateway_addr.is_none() {
+            self.context
+                .gateways
+                .mark_connected(&handle.gateway_addr.gateway);
         }
-        let (leave, over) = (served.leave.clone(), served.over.clone().drop_guard());
-        let (told, ended) = oneshot::channel();
-        let gateway = served.place.gateway.clone();
-        let (held, changed) = (self.links.held.clone(), anew.clone());
-        let disbelieved = held.disbelieve(session.shown(), changed);
+        let (leave_token, end_guard) = (
+            handle.leave_token.clone(),
+            handle.ended.clone().drop_guard(),
+        );
+        let (end_tx, end_rx) = oneshot::channel();
+        let gateway = handle.gateway_addr.gateway.clone();
+        let (identity_store, changed) = (self.context.identity_store.clone(), reconnect.clone());
+        let untrusted = identity_store.wait_until_untrusted(session.take_gateway_chain(), changed);
         tasks.spawn(info_span!("session"), async move {
             tokio::select! {
-                () = session.serve(leave, told) => {}
-                () = disbelieved => {
+                () = session.serve(leave_token, end_tx) => {}
+                () = untrusted => {
                     warn!(gateway, "the gateway's CA is no longer trusted (identity.ca): closed the tunnel");
                 }
             }
-            drop(over);
+            drop(end_guard);
         });
         let event = tokio::select! {
             () = stop.cancelled() => SlotEvent::Stopped,
             // The sender lives at least as long as this task.
-            _ = anew.changed() => SlotEvent::Renewed,
-            finish = ended => match finish {
+            _ = reconnect.changed() => SlotEvent::Reconnect,
+            finish = end_rx => match finish {
                 Ok(SessionEnd::Draining) => SlotEvent::Draining,
-                Ok(SessionEnd::Ended(trouble)) => SlotEvent::Ended(trouble),
+                Ok(SessionEnd::Ended(error)) => SlotEvent::Ended(error),
                 Err(_) => SlotEvent::Ended(ConnectError::silent("the tunnel was closed")),
             },
         };
-        (event, Some(served))
+        (event, Some(handle))
     }
 
     /// Waits as long as the trouble asks for, or until there is something else to dial with.
     async fn pause(
         &self,
-        trouble: &ConnectError,
-        (backoff, said): (&mut Backoff, &mut FailureThrottle),
-        (changes, anew, stop): (
+        error: &ConnectError,
+        (backoff, throttle): (&mut Backoff, &mut FailureThrottle),
+        (changes, reconnect, stop): (
             &mut NetworkMonitor,
             &mut watch::Receiver<()>,
             &CancellationToken,
         ),
-        old: Option<&SessionHandle>,
+        old_session: Option<&SessionHandle>,
     ) {
         // If another gateway is connected, the network works and only this address does not respond.
-        let is_alone = self.place.is_none() || !self.links.reached.is_any();
-        let delay = if is_alone {
-            trouble.delay(backoff, rand::random())
+        let is_only_address =
+            self.gateway_addr.is_none() || !self.context.connected_gateways.is_any_connected();
+        let delay = if is_only_address {
+            error.delay(backoff, rand::random())
         } else {
-            trouble.delay_of_one(backoff, rand::random())
+            error.delay_while_connected(backoff, rand::random())
         };
-        let (whose, refused) = (self.whose(), trouble.is_refusal());
-        let what = match &self.place {
-            Some(_) => format!("{whose}: {}", trouble.what()),
-            None => trouble.what().to_owned(),
+        let (label, refused) = (self.gateway_label(), error.is_refusal());
+        let what = match &self.gateway_addr {
+            Some(_) => format!("{label}: {}", error.detail()),
+            None => error.detail().to_owned(),
         };
-        if said.is_news(&what) {
-            warn!(reason = trouble.word(), what, retry_in = ?delay, "cannot open a tunnel");
+        if throttle.should_log(&what) {
+            warn!(reason = error.label(), what, retry_in = ?delay, "cannot open a tunnel");
         } else {
-            debug!(reason = trouble.word(), what, retry_in = ?delay, "still cannot open a tunnel");
+            debug!(reason = error.label(), what, retry_in = ?delay, "still cannot open a tunnel");
         }
-        self.links.state.trouble(&whose, &what, refused, delay);
-        if let Some(refusal) = trouble.identity_refusal() {
-            self.links.rejoin.refusals.send_replace(Some(refusal));
+        self.context.status.set_error(&label, &what, refused, delay);
+        if let Some(refusal) = error.identity_refusal() {
+            self.context.rejoin.refusals.send_replace(Some(refusal));
         }
         let wait = async {
             let paused = async {
-                if trouble.may_be_the_network() {
-                    changes.wait(delay).await;
+                if error.may_be_network_error() {
+                    changes.sleep_unless_changed(delay).await;
                 } else {
                     sleep(delay).await;
                 }
             };
             tokio::select! {
                 () = paused => false,
-                () = self.links.reached.none(), if !is_alone && !trouble.is_refusal() => true,
+                () = self.context.connected_gateways.wait_until_none(), if !is_only_address && !error.is_refusal() => true,
             }
         };
-        let mut lost = false;
-        let wait = async { lost = wait.await };
-        self.wait((wait, anew, stop), backoff, old).await;
-        if lost {
+        let mut all_lost = false;
+        let wait = async { all_lost = wait.await };
+        self.wait((wait, reconnect, stop), backoff, old_session)
+            .await;
+        if all_lost {
             // The network may have failed. Jitter for edges that lost their last gateway together.
             backoff.reset();
             sleep(backoff.silent(rand::random())).await;
@@ -462,41 +506,41 @@ impl TunnelSlots {
     /// Waits for `pause`, or until there is something else to dial with, or nothing to dial for.
     async fn wait(
         &self,
-        (pause, anew, stop): (
+        (pause, reconnect, stop): (
             impl Future<Output = ()>,
             &mut watch::Receiver<()>,
             &CancellationToken,
         ),
         backoff: &mut Backoff,
-        old: Option<&SessionHandle>,
+        old_session: Option<&SessionHandle>,
     ) {
-        let old_is_over = async {
-            match old {
-                Some(old) => old.over.cancelled().await,
+        let old_ended = async {
+            match old_session {
+                Some(old_session) => old_session.ended.cancelled().await,
                 None => std::future::pending().await,
             }
         };
         tokio::select! {
             () = pause => {}
             // The sender lives at least as long as this task.
-            _ = anew.changed() => backoff.reset(),
+            _ = reconnect.changed() => backoff.reset(),
             () = stop.cancelled() => {}
-            () = old_is_over => {}
+            () = old_ended => {}
             // While the old tunnel is open, the next attempt is still made on schedule.
-            () = self.unwanted(), if old.is_none() => {}
+            () = self.wait_until_unresolved(), if old_session.is_none() => {}
         }
     }
 }
 
 /// Returns the old tunnel if it stands. With its end the back-off begins anew: its gateway is probably restarting, and attempts
 /// beside a tunnel that stood say nothing of how long that takes.
-fn standing(old: Option<SessionHandle>, backoff: &mut Backoff) -> Option<SessionHandle> {
-    let old = old?;
-    if old.over.is_cancelled() {
+fn if_open(old_session: Option<SessionHandle>, backoff: &mut Backoff) -> Option<SessionHandle> {
+    let old_session = old_session?;
+    if old_session.ended.is_cancelled() {
         backoff.reset();
         return None;
     }
-    Some(old)
+    Some(old_session)
 }
 
 #[cfg(test)]
@@ -507,20 +551,20 @@ mod tests {
     fn the_end_of_an_old_tunnel_resets_the_backoff() {
         let mut backoff = Backoff::new(Duration::from_secs(2), Duration::from_mins(1));
         let old = SessionHandle {
-            place: GatewayAddr {
+            gateway_addr: GatewayAddr {
                 gateway: "gateway:10262".to_owned(),
                 address: None,
             },
-            drains: true,
-            leave: CancellationToken::new(),
-            over: CancellationToken::new(),
+            is_draining: true,
+            leave_token: CancellationToken::new(),
+            ended: CancellationToken::new(),
         };
-        let over = old.over.clone();
+        let over = old.ended.clone();
         let before: Vec<_> = (0..4).map(|_| backoff.silent(1.0)).collect();
-        let old = standing(Some(old), &mut backoff);
+        let old = if_open(Some(old), &mut backoff);
         assert!(old.is_some() && backoff.silent(1.0) > before[0]);
         over.cancel();
-        assert!(standing(old, &mut backoff).is_none());
+        assert!(if_open(old, &mut backoff).is_none());
         assert_eq!(backoff.silent(1.0), before[0]);
     }
 }

@@ -79,7 +79,7 @@ fn acceptor(ca: &Ca, trusted: &Ca) -> TlsAcceptor {
     let leaf = ca
         .issue_gateway(&[GatewayName::parse("localhost").unwrap()], HOUR)
         .unwrap();
-    let trust = TrustStore::of(trusted).unwrap();
+    let trust = TrustStore::from_ca(trusted).unwrap();
     TlsAcceptor::from(tunnel_server(leaf.resolver(), &trust, &TicketSecret::random()).unwrap())
 }
 
@@ -137,7 +137,7 @@ impl Gateway {
 }
 
 async fn greet(tunnel: Tunnel, says: Says) -> Option<Registered> {
-    let mut control = tunnel.control().await.ok()?;
+    let mut control = tunnel.open_control_stream().await.ok()?;
     let hello = GatewayHello {
         protocol: wire::VERSION,
         version: "test".into(),
@@ -147,8 +147,8 @@ async fn greet(tunnel: Tunnel, says: Says) -> Option<Registered> {
         gateways: says.gateways,
         replicas: says.replicas,
     };
-    control.tell(&GatewayMessage::Hello(hello)).await.ok()?;
-    let EdgeMessage::Welcome(welcome) = control.hear().await.ok()? else {
+    control.send(&GatewayMessage::Hello(hello)).await.ok()?;
+    let EdgeMessage::Welcome(welcome) = control.receive().await.ok()? else {
         return None;
     };
     if let Some(why) = says.dismiss {
@@ -157,11 +157,11 @@ async fn greet(tunnel: Tunnel, says: Says) -> Option<Registered> {
             detail: "by a test".into(),
             retry_after_ms: 90_000,
         };
-        control.tell(&dismiss).await.ok()?;
-        control.hear::<EdgeMessage>().await.ok();
+        control.send(&dismiss).await.ok()?;
+        control.receive::<EdgeMessage>().await.ok();
         return None;
     }
-    control.tell(&GatewayMessage::Registered).await.ok()?;
+    control.send(&GatewayMessage::Registered).await.ok()?;
     Some(Registered {
         tunnel,
         control,
@@ -221,7 +221,7 @@ impl World {
 impl Running {
     fn start(bound: Bound) -> Self {
         let (stop, tasks) = (CancellationToken::new(), TaskGroup::default());
-        let (reader, admin) = (bound.reader(), bound.local_addr());
+        let (reader, admin) = (bound.status_reader(), bound.local_addr());
         let asked = stop.clone();
         tasks.spawn(info_span!("edge"), async move {
             bound.run(asked).await.unwrap();
@@ -284,7 +284,7 @@ async fn session(
         .open(Request::new(()), &StreamKind::Tcp, &target, false)
         .await
         .unwrap();
-    let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+    let answer = timeout(SOON, opened.response).await.unwrap().unwrap();
     assert_eq!(answer.status(), 200, "{:?}", answer.headers());
     (opened.send, answer.into_body())
 }
@@ -297,10 +297,10 @@ async fn round_trip(
     let (mut left_to_read, chunk) = (bytes, bytes::Bytes::from(vec![7; bytes]));
     let reading = async {
         while left_to_read > 0 {
-            left_to_read -= receive.data().await.unwrap().unwrap().len();
+            left_to_read -= receive.next_chunk().await.unwrap().unwrap().len();
         }
     };
-    let (written, ()) = timeout(SOON, async { tokio::join!(send.data(chunk), reading) })
+    let (written, ()) = timeout(SOON, async { tokio::join!(send.send_data(chunk), reading) })
         .await
         .unwrap();
     written.unwrap();
@@ -395,7 +395,7 @@ async fn a_drain_connects_elsewhere_first_and_open_streams_continue() {
     } = old.next().await;
     let (mut send, mut receive) = session(&tunnel).await;
     control
-        .tell(&GatewayMessage::Drain { grace_ms: 1000 })
+        .send(&GatewayMessage::Drain { grace_ms: 1000 })
         .await
         .unwrap();
     let second = new.next().await;
@@ -403,17 +403,17 @@ async fn a_drain_connects_elsewhere_first_and_open_streams_continue() {
         (&second.welcome.instance, second.welcome.slot),
         (&welcome.instance, 0)
     );
-    let left = timeout(SOON, control.hear::<EdgeMessage>())
+    let left = timeout(SOON, control.receive::<EdgeMessage>())
         .await
         .unwrap()
         .unwrap();
     assert!(matches!(left, EdgeMessage::Leave { .. }));
     // Longer than a tunnel without streams would have stayed.
-    pass(super::context::LEAVING).await;
+    pass(super::context::LEAVE_TIMEOUT).await;
     round_trip(&mut send, &mut receive, 1000).await;
     assert_eq!(edge.reader.status().tunnels.len(), 2);
     send.end().unwrap();
-    assert!(receive.data().await.is_none());
+    assert!(receive.next_chunk().await.is_none());
     edge.until(|status| status.tunnels.len() == 1).await;
 }
 
@@ -429,9 +429,9 @@ async fn a_drain_tries_the_same_address_if_there_is_no_other() {
     let mut first = gateway.next().await;
     let (mut send, mut receive) = session(&first.tunnel).await;
     let drain = GatewayMessage::Drain { grace_ms: 60_000 };
-    first.control.tell(&drain).await.unwrap();
+    first.control.send(&drain).await.unwrap();
     let _second = gateway.next().await;
-    let left = timeout(SOON, first.control.hear::<EdgeMessage>()).await;
+    let left = timeout(SOON, first.control.receive::<EdgeMessage>()).await;
     assert!(matches!(left.unwrap().unwrap(), EdgeMessage::Leave { .. }));
     round_trip(&mut send, &mut receive, 1000).await;
 }
@@ -532,7 +532,7 @@ async fn bulk_adds_a_second_tunnel_until_bulk_ends() {
         (welcome.slot, &welcome.instance),
         (1, &first.welcome.instance)
     );
-    let left = timeout(SOON, control.hear::<EdgeMessage>())
+    let left = timeout(SOON, control.receive::<EdgeMessage>())
         .await
         .unwrap()
         .unwrap();
@@ -562,7 +562,7 @@ async fn the_next_bulk_tunnel_supersedes_the_leaving_one() {
         );
         let (mut send, mut receive) = session(&further.tunnel).await;
         round_trip(&mut send, &mut receive, 1000).await;
-        let left = further.control.hear::<EdgeMessage>();
+        let left = further.control.receive::<EdgeMessage>();
         let left = timeout(SOON, left).await.unwrap().unwrap();
         assert!(matches!(
             left,
@@ -602,7 +602,7 @@ async fn an_edge_that_another_process_succeeds_keeps_its_open_streams() {
         detail: "by a test".into(),
         retry_after_ms: 90_000,
     };
-    control.tell(&dismiss).await.unwrap();
+    control.send(&dismiss).await.unwrap();
     let status = edge.until(|status| status.trouble.is_some()).await;
     assert_eq!(
         (status.state, status.tunnels[0].state),
@@ -629,7 +629,7 @@ async fn an_edge_that_stops_leaves_and_gives_open_streams_their_time() {
     } = gateway.next().await;
     let (mut send, mut receive) = session(&tunnel).await;
     edge.stop.cancel();
-    let left = timeout(SOON, control.hear::<EdgeMessage>())
+    let left = timeout(SOON, control.receive::<EdgeMessage>())
         .await
         .unwrap()
         .unwrap();
@@ -638,7 +638,7 @@ async fn an_edge_that_stops_leaves_and_gives_open_streams_their_time() {
     pass(Duration::from_millis(300)).await;
     round_trip(&mut send, &mut receive, 1000).await;
     send.end().unwrap();
-    assert!(receive.data().await.is_none());
+    assert!(receive.next_chunk().await.is_none());
     assert_eq!(edge.tasks.drain(SOON).await, 0);
 }
 
@@ -713,7 +713,7 @@ async fn enrolling(
     let leaf = ca
         .issue_gateway(&[GatewayName::parse("localhost").unwrap()], HOUR)
         .unwrap();
-    let trust = TrustStore::of(ca).unwrap();
+    let trust = TrustStore::from_ca(ca).unwrap();
     let acceptor = TlsAcceptor::from(join_server(leaf.resolver(), &trust, None).unwrap());
     tasks.spawn(info_span!("enrol"), async move {
         while let Ok((tcp, _)) = listener.accept().await {
@@ -839,8 +839,8 @@ async fn says(tasks: &TaskGroup, answer: &'static [u8]) -> String {
 
 /// A listener of a gateway: TLS with a certificate of the CA, for HTTP.
 async fn listener(tasks: &TaskGroup, ca: &Ca, alpn: &[&[u8]]) -> String {
-    let leaf = ca.mint_listener(&[GatewayName::parse("localhost").unwrap()], HOUR);
-    let trust = TrustStore::of(ca).unwrap();
+    let leaf = ca.issue_listener(&[GatewayName::parse("localhost").unwrap()], HOUR);
+    let trust = TrustStore::from_ca(ca).unwrap();
     let config = join_server(leaf.unwrap().resolver(), &trust, None).unwrap();
     let mut config = Arc::unwrap_or_clone(config);
     config.alpn_protocols = alpn.iter().map(|one| one.to_vec()).collect();
@@ -886,7 +886,7 @@ async fn a_port_that_is_not_the_tunnel_port_is_named_with_the_default() {
             *heard.lock().unwrap() = Some(why.to_owned());
             stop.cancel();
         };
-        let opened = Edge::open_telling(config, &stop, &tell).await;
+        let opened = Edge::open_with_progress(config, &stop, &tell).await;
         assert!(matches!(opened, Err(Error::Stopped)), "{opened:?}");
         said.extend(heard.into_inner().unwrap());
 
@@ -933,6 +933,6 @@ async fn a_silent_gateway_is_asked_to_join_again_until_stopped() {
             stop.cancel();
         }
     };
-    let opened = Edge::open_telling(config, &stop, &tell).await;
+    let opened = Edge::open_with_progress(config, &stop, &tell).await;
     assert!(matches!(opened, Err(Error::Stopped)));
 }

@@ -25,17 +25,17 @@ pub(super) type TunnelIo = ObservedIo<TlsStream<CountedIo<TcpStream>>, TlsErrorS
 pub(super) struct TlsErrorSlot(Arc<Mutex<Option<rustls::Error>>>);
 
 impl TlsErrorSlot {
-    pub(super) fn trouble(&self, ended: &TunnelEnd) -> ConnectError {
-        let fault = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        ConnectError::ended(ended, fault.as_ref())
+    pub(super) fn to_connect_error(&self, ended: &TunnelEnd) -> ConnectError {
+        let tls_error = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        ConnectError::tunnel_ended(ended, tls_error.as_ref())
     }
 }
 
 impl IoObserver for TlsErrorSlot {
-    fn failed(&mut self, error: &io::Error) {
-        if let Some(error) = connect_error::inner(error) {
-            let mut fault = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            *fault = Some(error.clone());
+    fn on_read_failed(&mut self, error: &io::Error) {
+        if let Some(error) = connect_error::find_tls_error(error) {
+            let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            *slot = Some(error.clone());
         }
     }
 }

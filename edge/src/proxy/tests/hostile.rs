@@ -35,7 +35,7 @@ const ELSEWHERE: [&str; 7] = [
 /// Returns the reason with which the edge refuses this target.
 async fn refusal(world: &World, ask: StreamKind, target: &str) -> RejectCode {
     let opened = world.open(get("/"), ask, target, true).await;
-    let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+    let answer = timeout(SOON, opened.response).await.unwrap().unwrap();
     let failure = answer.headers()[wire::FAILURE].to_str().unwrap();
     RejectCode::parse(failure).unwrap()
 }

@@ -132,7 +132,7 @@ async fn a_stream_at_the_http2_limit_waits_for_a_slot_within_a_bound() {
         .open(get("/"), StreamKind::Request, "edge-1:80", true)
         .await;
     watches.pop();
-    let answer = timeout(SOON, waiting.answer).await.unwrap().unwrap();
+    let answer = timeout(SOON, waiting.response).await.unwrap().unwrap();
     assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
     assert_eq!(app.connections.load(SeqCst), MAX_CONNECTIONS);
 }
@@ -149,7 +149,7 @@ async fn streams_of_a_closed_connection_share_the_next_connection() {
     app.watched(100).await;
     app.over.cancel();
     for opened in herd {
-        let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+        let answer = timeout(SOON, opened.response).await.unwrap().unwrap();
         assert_eq!(failure(&answer), ("", ""));
         assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
     }
@@ -164,9 +164,9 @@ async fn a_request_that_goes_on_over_http1_has_its_form() {
     let world = World::start(json!({ "ports": { "80": port } })).await;
     let ca = Ca::create(&TrustDomain::parse("site").unwrap()).unwrap();
     let names = [ListenerName::parse("localhost").unwrap()];
-    let leaf = ca.mint_listener(&names, Duration::from_hours(1)).unwrap();
+    let leaf = ca.issue_listener(&names, Duration::from_hours(1)).unwrap();
     let accept = async |alpn: &[&[u8]]| {
-        let trust = TrustStore::of(&ca).unwrap();
+        let trust = TrustStore::from_ca(&ca).unwrap();
         let server = listener_server(leaf.resolver(), &trust, false, alpn).unwrap();
         let (tcp, _) = listener.accept().await.unwrap();
         let acceptor = tokio_rustls::TlsAcceptor::from(server);

@@ -43,7 +43,7 @@ impl Default for CsrSigning {
 impl CsrSigning {
     /// Returns how the signer names nodes, if it is one of the cluster's own.
     pub fn subject(&self) -> Option<SignerProfile> {
-        SignerProfile::of(&self.signer)
+        SignerProfile::from_signer_name(&self.signer)
     }
 
     pub(in crate::config) fn validate(&self, external_ca: bool, faults: &mut ConfigErrors) {
@@ -61,8 +61,8 @@ impl CsrSigning {
                 faults.add(path, message);
             }
         }
-        let by_nodes = self.subject() == Some(SignerProfile::Kubelet);
-        if by_nodes && !self.service_accounts.is_empty() {
+        let is_kubelet_signer = self.subject() == Some(SignerProfile::Kubelet);
+        if is_kubelet_signer && !self.service_accounts.is_empty() {
             let message = "the cluster approves the requests to this signer itself, and only for nodes; remove the accounts, or write signer: kubernetes.io/kube-apiserver-client";
             faults.add("kubernetes.certificates.service_accounts", message);
         }

@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 use crate::config::dns;
 
 /// Minimum lease duration. A shorter lease is lost at each short pause of the API, and lease times are whole seconds.
-const SHORTEST: Duration = Duration::from_secs(3);
+const MIN_LEASE: Duration = Duration::from_secs(3);
 /// Maximum lease duration: no file should remain unchanged for longer after its writer has died.
-const LONGEST: Duration = Duration::from_hours(1);
+const MAX_LEASE: Duration = Duration::from_hours(1);
 /// Maximum length of a Kubernetes object name, with room for the number of a further file.
 const MAX_NAME: usize = 240;
 
@@ -70,20 +70,20 @@ pub enum HostsFormat {
 impl CoreDnsHosts {
     /// Returns the name of the `ConfigMap`.
     pub fn name(&self) -> &str {
-        let usual = match self.format {
+        let default_name = match self.format {
             HostsFormat::Causeway => "causeway-nodes",
             HostsFormat::OpenYurt => "yurt-tunnel-nodes",
         };
-        self.name.as_deref().unwrap_or(usual)
+        self.name.as_deref().unwrap_or(default_name)
     }
 
     /// Returns the key of the file in the `ConfigMap`.
     pub fn key(&self) -> &str {
-        let usual = match self.format {
+        let default_name = match self.format {
             HostsFormat::Causeway => "hosts",
             HostsFormat::OpenYurt => "tunnel-nodes",
         };
-        self.key.as_deref().unwrap_or(usual)
+        self.key.as_deref().unwrap_or(default_name)
     }
 
     /// Returns the name of the Lease.
@@ -123,8 +123,9 @@ impl CoreDnsHosts {
                            machine's loopback addresses; list the addresses at which clients reach the listeners";
             faults.add("kubernetes.hosts.addresses", message);
         }
-        let lasts = self.lease_duration;
-        if lasts.subsec_nanos() != 0 || !(SHORTEST..=LONGEST).contains(&lasts) {
+        let lease_duration = self.lease_duration;
+        if lease_duration.subsec_nanos() != 0 || !(MIN_LEASE..=MAX_LEASE).contains(&lease_duration)
+        {
             let message = "must be whole seconds, from 3s to 1h";
             faults.add("kubernetes.hosts.lease_duration", message);
         }

@@ -79,8 +79,8 @@ impl PortList {
             ("service", self.service.as_ref()),
         ];
         check_names("kubernetes.ports", names, faults);
-        let needs_none = |listener: &Listener| listener.protocol == ListenerProtocol::Connect;
-        if self.listeners().next().is_none() && !listeners.iter().any(needs_none) {
+        let is_connect = |listener: &Listener| listener.protocol == ListenerProtocol::Connect;
+        if self.listeners().next().is_none() && !listeners.iter().any(is_connect) {
             let message = "lists ports but no listener; set \"http\" or \"https\" to a listener, or remove this key";
             faults.add("kubernetes.ports", message);
         }

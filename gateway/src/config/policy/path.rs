@@ -11,7 +11,7 @@ use percent_encoding::percent_decode_str;
 /// Returns the path as every upstream reads it, decoded once; `None` if upstreams may differ.
 pub fn canonical(path: &str) -> Option<Cow<'_, str>> {
     // Some apps decode an encoded slash to a separator, others treat it as a character.
-    let hidden = |triple: &[u8]| {
+    let is_encoded_separator = |triple: &[u8]| {
         let [b'%', high, low] = triple else {
             return false;
         };
@@ -20,15 +20,18 @@ pub fn canonical(path: &str) -> Option<Cow<'_, str>> {
             (b'2', b'f') | (b'5', b'c')
         )
     };
-    if path.contains('%') && path.as_bytes().windows(3).any(hidden) {
+    if path.contains('%') && path.as_bytes().windows(3).any(is_encoded_separator) {
         return None;
     }
     let text = percent_decode_str(path).decode_utf8().ok()?;
-    let odd = |c: char| c.is_control() || matches!(c, '%' | '\\' | ';' | '?' | '#');
+    let is_ambiguous = |c: char| c.is_control() || matches!(c, '%' | '\\' | ';' | '?' | '#');
     let mut segments = text.strip_prefix('/')?.split('/').peekable();
     while let Some(segment) = segments.next() {
         let last = segments.peek().is_none();
-        if matches!(segment, "." | "..") || (segment.is_empty() && !last) || segment.contains(odd) {
+        if matches!(segment, "." | "..")
+            || (segment.is_empty() && !last)
+            || segment.contains(is_ambiguous)
+        {
             return None;
         }
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::{ListenerValidator, NOT_READ};
 use crate::config::{
     Jwks, Jwt, ListenAddr, ListenerProtocol,
-    identity_headers::{check_prefix, field},
+    identity_headers::{check_prefix, parse_field_name},
 };
 
 /// Minimum of `jwks_refresh`: a token with an unknown key id causes a fetch this soon anyway.
@@ -17,7 +17,7 @@ const SHORTEST_REFRESH: Duration = Duration::from_secs(10);
 const UID: &str = "uid:";
 
 impl ListenerValidator<'_> {
-    pub(super) fn issuers(&mut self) {
+    pub(super) fn check_issuers(&mut self) {
         let listener = self.listener;
         if listener.protocol == ListenerProtocol::Tcp && !listener.client_auth.jwt.is_empty() {
             self.add(
@@ -39,12 +39,12 @@ impl ListenerValidator<'_> {
                 );
                 self.add(&format!("{key}.issuer"), message);
             }
-            self.issuer(jwt, &key);
-            self.keys(jwt, &key);
+            self.check_issuer(jwt, &key);
+            self.check_keys(jwt, &key);
         }
     }
 
-    fn issuer(&mut self, jwt: &Jwt, key: &str) {
+    fn check_issuer(&mut self, jwt: &Jwt, key: &str) {
         if jwt.issuer.is_empty() {
             self.add(
                 &format!("{key}.issuer"),
@@ -89,9 +89,11 @@ impl ListenerValidator<'_> {
         }
     }
 
-    fn keys(&mut self, jwt: &Jwt, key: &str) {
+    fn check_keys(&mut self, jwt: &Jwt, key: &str) {
         match &jwt.jwks {
-            Jwks::File(file) => self.faults.file(format!("{}.{key}.jwks", self.path), file),
+            Jwks::File(file) => self
+                .faults
+                .check_file(format!("{}.{key}.jwks", self.path), file),
             Jwks::Url(url) => {
                 if jwt.jwks_ca.is_some() && url.scheme_str() == Some("http") {
                     let message =
@@ -114,18 +116,18 @@ impl ListenerValidator<'_> {
             ),
             (Some(file), Jwks::Url(_)) => {
                 self.faults
-                    .file(format!("{}.{key}.jwks_ca", self.path), file);
+                    .check_file(format!("{}.{key}.jwks_ca", self.path), file);
             }
             (None, _) => {}
         }
     }
 
-    pub(super) fn identity_headers(&mut self) {
+    pub(super) fn check_identity_headers(&mut self) {
         let listener = self.listener;
         let mut known = HashSet::new();
-        for (key, name) in listener.identity_headers.names() {
+        for (key, name) in listener.identity_headers.field_names() {
             let key = format!("identity_headers.{key}");
-            match (listener.protocol, field(name)) {
+            match (listener.protocol, parse_field_name(name)) {
                 (ListenerProtocol::Tcp | ListenerProtocol::Connect, _) => self.add(&key, NOT_READ),
                 (_, Err(fault)) => self.add(&key, fault),
                 (_, Ok(name)) if !known.insert(name.clone()) => {

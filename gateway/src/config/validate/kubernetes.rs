@@ -14,7 +14,7 @@ impl Config {
         };
         self.validate_trust(rules, faults);
         if let Some(hosts) = &rules.hosts {
-            hosts.validate(&self.named_addresses(), faults);
+            hosts.validate(&self.node_name_addresses(), faults);
         }
         if let Some(yurthub) = &rules.yurthub {
             yurthub.validate(self.api_cache.is_some(), faults);
@@ -45,19 +45,19 @@ impl Config {
     /// Checks what the gateway trusts of Node objects.
     fn validate_trust(&self, rules: &Kubernetes, faults: &mut ConfigErrors) {
         for (index, key) in rules.policy_labels.iter().enumerate() {
-            let sound = Label::try_from(key.clone()).is_ok_and(|label| label.value.is_none());
-            if !sound {
+            let is_valid = Label::try_from(key.clone()).is_ok_and(|label| label.value.is_none());
+            if !is_valid {
                 let message = format!(
                     "\"{key}\" is not a valid label key; write the key without a value, such as example.com/site"
                 );
                 faults.add(format!("kubernetes.policy_labels[{index}]"), message);
             }
         }
-        let dialling = self
+        let direct_listener = self
             .listeners
             .iter()
             .find(|listener| !listener.direct_networks.is_empty());
-        if let Some(listener) = dialling.filter(|_| rules.address_networks.is_empty()) {
+        if let Some(listener) = direct_listener.filter(|_| rules.address_networks.is_empty()) {
             let message = format!(
                 "is required if a listener dials targets itself (listener \"{}\", direct): a kubelet can write any address into its Node, even the address of a Service; list the networks that contain the nodes",
                 listener.name
@@ -66,9 +66,9 @@ impl Config {
         }
     }
 
-    pub(super) fn reviews(&self, faults: &mut ConfigErrors) {
+    pub(super) fn check_reviews(&self, faults: &mut ConfigErrors) {
         if let Some(kubernetes) = &self.kubernetes {
-            faults.not_zero(
+            faults.check_not_zero(
                 "kubernetes",
                 &[
                     ("review_allowed_for", kubernetes.review_allowed_for),
@@ -79,11 +79,11 @@ impl Config {
             );
         }
         for (index, listener) in self.listeners.iter().enumerate() {
-            self.reviews_of(listener, &format!("listeners[{index}]"), faults);
+            self.check_listener_reviews(listener, &format!("listeners[{index}]"), faults);
         }
     }
 
-    fn reviews_of(&self, listener: &Listener, path: &str, faults: &mut ConfigErrors) {
+    fn check_listener_reviews(&self, listener: &Listener, path: &str, faults: &mut ConfigErrors) {
         let (token, access) = (
             format!("{path}.client_auth.token_review"),
             format!("{path}.subject_access_review"),

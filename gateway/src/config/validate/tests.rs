@@ -471,7 +471,7 @@ fn names_are_explicit_or_the_listen_addresses_of_all_listeners() {
     let named = |config: Value| {
         let config: Config = serde_json::from_value(config).unwrap();
         assert_eq!(config.validate(), []);
-        let named = config.named_addresses();
+        let named = config.node_name_addresses();
         named.iter().map(ToString::to_string).collect::<Vec<_>>()
     };
     let wild = ["0.0.0.0:1", "127.0.0.1:2"];

@@ -133,7 +133,11 @@ struct TunnelSummary {
 }
 
 /// Returns all nodes, by name.
-pub(super) fn all(registry: &Registry, nodes: &Nodes, led: &Leaders) -> Vec<EdgeSummary> {
+pub(super) fn list_edges(
+    registry: &Registry,
+    nodes: &Nodes,
+    leaders: &Leaders,
+) -> Vec<EdgeSummary> {
     let mut tunnels: BTreeMap<NodeName, Vec<TunnelInfo>> = BTreeMap::new();
     for name in nodes.names() {
         tunnels.insert(name, Vec::new());
@@ -144,32 +148,30 @@ pub(super) fn all(registry: &Registry, nodes: &Nodes, led: &Leaders) -> Vec<Edge
     let mut rows = Vec::with_capacity(tunnels.len());
     for (node, edges) in tunnels {
         let last = if edges.is_empty() {
-            registry.of(&node).1
+            registry.node_tunnels(&node).1
         } else {
             None
         };
-        rows.push(row(node, (&edges, last), nodes, led));
+        rows.push(edge_summary(node, (&edges, last), nodes, leaders));
     }
     rows
 }
 
 /// Returns one node, if it is known.
-pub(super) fn one(
+pub(super) fn find_edge(
     registry: &Registry,
     nodes: &Nodes,
     (node, led): (&NodeName, &Leaders),
 ) -> Option<EdgeDetail> {
-    let (edges, last) = registry.of(node);
+    let (edges, last) = registry.node_tunnels(node);
     if edges.is_empty() && nodes.get(node).is_none() {
         return None;
     }
-    let claimed = edges
-        .last()
-        .map(|edge| edge.admitted.welcome.addresses.clone());
+    let claimed = edges.last().map(|edge| edge.tunnel.hello.addresses.clone());
     Some(EdgeDetail {
         claimed_addresses: claimed.unwrap_or_default(),
-        details: edges.iter().map(tunnel).collect(),
-        row: row(node.clone(), (&edges, last), nodes, led),
+        details: edges.iter().map(tunnel_summary).collect(),
+        row: edge_summary(node.clone(), (&edges, last), nodes, led),
     })
 }
 
@@ -179,106 +181,110 @@ fn conflicts(
     addresses: &[IpAddr],
     nodes: &Nodes,
 ) -> BTreeMap<IpAddr, Vec<NodeName>> {
-    let others = |address: &IpAddr| {
+    let conflicting_nodes = |address: &IpAddr| {
         let conflict = nodes.address_conflict(*address)?;
         let all = conflict.nodes.into_iter();
         Some((*address, all.filter(|other| other != node).collect()))
     };
-    addresses.iter().filter_map(others).collect()
+    addresses.iter().filter_map(conflicting_nodes).collect()
 }
 
-fn row(
+fn edge_summary(
     node: NodeName,
     (edges, last): (&[TunnelInfo], Option<(SystemTime, SocketAddr)>),
     nodes: &Nodes,
     led: &Leaders,
 ) -> EdgeSummary {
-    let known = nodes.get(&node).unwrap_or_default();
-    let newest = edges.last().map(|edge| &edge.admitted);
-    let welcome = newest.map(|newest| newest.welcome.as_ref());
-    let handles = || edges.iter().map(|edge| &edge.admitted.tunnel);
-    let away = last.map(|(seen, _)| seen);
-    let seen = newest.map_or(away, |_| Some(SystemTime::now()));
-    let reads = welcome.is_some_and(|welcome| welcome.site.is_some());
-    let led = led.as_ref().filter(|_| reads);
+    let node_data = nodes.get(&node).unwrap_or_default();
+    let newest = edges.last().map(|edge| &edge.tunnel);
+    let hello = newest.map(|newest| newest.hello.as_ref());
+    let tunnels = || edges.iter().map(|edge| &edge.tunnel.tunnel);
+    let last_seen_at = last.map(|(seen, _)| seen);
+    let last_seen = newest.map_or(last_seen_at, |_| Some(SystemTime::now()));
+    let has_api_cache = hello.is_some_and(|welcome| welcome.site.is_some());
+    let leaders = led.as_ref().filter(|_| has_api_cache);
     EdgeSummary {
-        reading: led.map(|led| role(&node, led, known.pool.as_deref())),
-        state: if known.revoked.is_some() {
+        reading: leaders.map(|led| cache_role(&node, led, node_data.pool.as_deref())),
+        state: if node_data.revoked.is_some() {
             NodeState::Revoked
         } else {
-            condition(edges)
+            node_state(edges)
         },
         since: edges
             .iter()
             .map(|edge| edge.since)
             .min()
-            .or(away)
+            .or(last_seen_at)
             .map(rfc3339),
-        last_seen: seen.map(rfc3339),
-        rtt_ms: handles().map(Tunnel::round_trip).min().map(millis),
+        last_seen: last_seen.map(rfc3339),
+        rtt_ms: tunnels().map(Tunnel::round_trip).min().map(millis),
         streams: edges.iter().map(TunnelInfo::streams).sum(),
-        bytes_up: handles().map(|tunnel| tunnel.load().sent()).sum(),
-        bytes_down: handles().map(|tunnel| tunnel.load().received()).sum(),
-        version: welcome.map(|welcome| welcome.version.clone()),
+        bytes_up: tunnels().map(|tunnel| tunnel.load().bytes_sent()).sum(),
+        bytes_down: tunnels().map(|tunnel| tunnel.load().bytes_received()).sum(),
+        version: hello.map(|welcome| welcome.version.clone()),
         address: newest
-            .map(|newest| newest.from)
+            .map(|newest| newest.remote_address)
             .or(last.map(|(_, from)| from)),
         tunnels: edges.len(),
-        instance: welcome.map(|welcome| welcome.instance.clone()),
-        pool: known.pool,
-        confirmed_labels: known.labels,
-        revoked: known.revoked,
-        address_conflicts: conflicts(&node, &known.addresses, nodes),
-        addresses: known.addresses,
-        ports: welcome
+        instance: hello.map(|welcome| welcome.instance.clone()),
+        pool: node_data.pool,
+        confirmed_labels: node_data.labels,
+        revoked: node_data.revoked,
+        address_conflicts: conflicts(&node, &node_data.addresses, nodes),
+        addresses: node_data.addresses,
+        ports: hello
             .map(|welcome| welcome.ports.clone())
             .unwrap_or_default(),
-        labels: welcome
+        labels: hello
             .map(|welcome| welcome.labels.clone())
             .unwrap_or_default(),
         node,
     }
 }
 
-fn role(node: &NodeName, led: &BTreeMap<String, NodeName>, pool: Option<&str>) -> CacheRole {
-    match pool.and_then(|pool| led.get(pool)) {
+fn cache_role(
+    node: &NodeName,
+    leaders: &BTreeMap<String, NodeName>,
+    pool: Option<&str>,
+) -> CacheRole {
+    match pool.and_then(|pool| leaders.get(pool)) {
         Some(leader) if leader == node => CacheRole::Leader,
         Some(_) => CacheRole::Follower,
         None => CacheRole::Alone,
     }
 }
 
-fn tunnel(edge: &TunnelInfo) -> TunnelSummary {
-    let tunnel = &edge.admitted.tunnel;
+fn tunnel_summary(edge: &TunnelInfo) -> TunnelSummary {
+    let tunnel = &edge.tunnel.tunnel;
     TunnelSummary {
         id: edge.id.0,
-        slot: edge.admitted.welcome.slot,
-        state: condition(std::slice::from_ref(edge)),
+        slot: edge.tunnel.hello.slot,
+        state: node_state(std::slice::from_ref(edge)),
         since: rfc3339(edge.since),
         rtt_ms: millis(tunnel.round_trip()),
         streams: edge.streams(),
         // The control stream was the first.
-        streams_opened: tunnel.load().opened().saturating_sub(1),
-        bytes_up: tunnel.load().sent(),
-        bytes_down: tunnel.load().received(),
-        address: edge.admitted.from,
-        certificate: edge.admitted.certificate.serial.clone(),
+        streams_opened: tunnel.load().streams_opened().saturating_sub(1),
+        bytes_up: tunnel.load().bytes_sent(),
+        bytes_down: tunnel.load().bytes_received(),
+        address: edge.tunnel.remote_address,
+        certificate: edge.tunnel.certificate.serial.clone(),
         certificate_ends: rfc3339(
-            UNIX_EPOCH + Duration::from_secs(edge.admitted.certificate.not_after),
+            UNIX_EPOCH + Duration::from_secs(edge.tunnel.certificate.not_after),
         ),
     }
 }
 
 /// Returns the state of a node, which is that of its best tunnel.
-fn condition(edges: &[TunnelInfo]) -> NodeState {
-    let is_open = |edge: &TunnelInfo| edge.admitted.tunnel.is_open();
+fn node_state(edges: &[TunnelInfo]) -> NodeState {
+    let is_open = |edge: &TunnelInfo| edge.tunnel.tunnel.is_open();
     if edges.is_empty() {
         NodeState::Away
     } else if edges.iter().any(|edge| is_open(edge) && !edge.is_leaving()) {
         NodeState::Connected
     } else if edges
         .iter()
-        .any(|edge| is_open(edge) || edge.admitted.tunnel.is_draining())
+        .any(|edge| is_open(edge) || edge.tunnel.tunnel.is_draining())
     {
         NodeState::Draining
     } else {

@@ -1,9 +1,9 @@
 //! The operations of the admin listener. The router and the OpenAPI document are made from this one table.
 
 use super::{
-    AdminState, ApiCacheSummary, all, certificates,
+    AdminState, ApiCacheSummary, certificates,
     edges::{EdgeDetail, EdgeSummary},
-    one, pool, readyz, refresh, reload, rotation, scrape, take_up,
+    get_edge, list_edges, load_ca, pool, readyz, refresh, reload, rotation, scrape,
 };
 use crate::{
     config::Admin,
@@ -26,13 +26,13 @@ type Route = (Operation, MethodRouter<AdminState>);
 
 /// Returns the operations.
 pub(super) fn operations() -> Vec<Route> {
-    let mut all = reads();
-    all.extend(changes());
+    let mut all = read_operations();
+    all.extend(write_operations());
     all
 }
 
 /// Returns the operations that only read tables.
-fn reads() -> Vec<Route> {
+fn read_operations() -> Vec<Route> {
     vec![
         route(
             Operation::get("/healthz", "Health").text(200, "`ok`"),
@@ -51,13 +51,13 @@ fn reads() -> Vec<Route> {
             >>(
                 "The nodes, by name",
             ),
-            all,
+            list_edges,
         ),
         route(
             Operation::get("/api/v1/edges/{node}", "One node with its tunnels")
                 .json::<EdgeDetail>("The node")
                 .response(problem(404, "`node_unknown`: no node has this name")),
-            one,
+            get_edge,
         ),
         route(
             Operation::get("/api/v1/certificates", "Certificates in use")
@@ -80,8 +80,8 @@ fn reads() -> Vec<Route> {
 }
 
 /// Returns the operations that change anything.
-fn changes() -> Vec<Route> {
-    let failed = "`gateway_failed`: the data directory cannot be read";
+fn write_operations() -> Vec<Route> {
+    let unreadable_directory = "`gateway_failed`: the data directory cannot be read";
     vec![
         route(
             Operation::post("/api/v1/reload", "Reload the configuration").reload(),
@@ -90,16 +90,16 @@ fn changes() -> Vec<Route> {
         route(
             Operation::post("/api/v1/refresh", "Read the nodes of the data directory")
                 .json::<Vec<NodeName>>("Nodes whose tunnels were closed")
-                .response(from_page())
-                .response(problem(500, failed)),
+                .response(browser_refused())
+                .response(problem(500, unreadable_directory)),
             refresh,
         ),
         route(
             Operation::post("/api/v1/ca", "Load the CA of the data directory")
                 .json::<RotationStatus>("The roots, after the CA was loaded")
-                .response(from_page())
-                .response(problem(500, failed)),
-            take_up,
+                .response(browser_refused())
+                .response(problem(500, unreadable_directory)),
+            load_ca,
         ),
     ]
 }
@@ -117,7 +117,7 @@ fn problem(status: u16, description: &'static str) -> Response {
     Response::body::<ProblemBody>(status, description, &[PROBLEM_JSON])
 }
 
-fn from_page() -> Response {
+fn browser_refused() -> Response {
     problem(403, "`origin`: the request has a header `Origin`")
 }
 

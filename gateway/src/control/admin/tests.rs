@@ -10,14 +10,14 @@ fn app(world: &World) -> AdminState {
         registry: world.registry.clone(),
         nodes: world.reader(),
         metrics: world.metrics.clone(),
-        pressure: Arc::default(),
+        memory_budget: Arc::default(),
         readiness: world.readiness.clone(),
         address: "127.0.0.1:10265".parse().unwrap(),
-        reloads: ReloadSender::default(),
-        roll: world.roll(),
+        reload_sender: ReloadSender::default(),
+        node_sync: world.roll(),
         ca: world.live.clone(),
         certificates: CertificateInventory(Arc::new(|| Some(Vec::new()))),
-        take_up: CaReloadFn(Arc::new(|| Ok(false))),
+        reload_ca: CaReloadFn(Arc::new(|| Ok(false))),
     }
 }
 
@@ -54,10 +54,10 @@ async fn ready_is_between_bound_and_draining_and_healthy_is_always() {
     let world = World::start();
     let ready = || async { get(&world, "/readyz", "localhost").await };
     assert_eq!(ready().await.0, 503);
-    world.readiness.ready();
+    world.readiness.set_ready();
     assert_eq!(ready().await.0, 200);
-    world.readiness.drains();
-    world.readiness.ready();
+    world.readiness.set_draining();
+    world.readiness.set_ready();
     let (status, _, words) = ready().await;
     assert_eq!((status, words.as_str()), (503, "the gateway is draining\n"));
     assert_eq!(get(&world, "/healthz", "localhost").await.0, 200);
@@ -66,8 +66,8 @@ async fn ready_is_between_bound_and_draining_and_healthy_is_always() {
 #[tokio::test]
 async fn a_fault_is_named_and_leaves_the_gateway_ready() {
     let world = World::start();
-    world.readiness.ready();
-    let fault = world.readiness.fault("9052 is taken");
+    world.readiness.set_ready();
+    let fault = world.readiness.report_fault("9052 is taken");
     let (status, _, text) = get(&world, "/readyz", "localhost").await;
     assert_eq!(
         (status, text.as_str()),
@@ -131,11 +131,11 @@ async fn connected_and_disconnected_edges_are_listed() {
     drop(world.joined(&away, "b", 0).await);
     let _edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
     world
-        .until(|world| !world.registry.holds(&name("edge-2")))
+        .until(|world| !world.registry.has_tunnel(&name("edge-2")))
         .await;
     world
         .nodes
-        .put(name("edge-3"), crate::state::Node::default());
+        .upsert(name("edge-3"), crate::state::Node::default());
     let (status, all) = json(&world, "/api/v1/edges").await;
     assert_eq!((status, all.as_array().unwrap().len()), (200, 3));
     let found: Vec<_> = (0..3)

@@ -13,39 +13,41 @@ pub(super) struct ConnectedReader {
     pub(super) node: NodeName,
     pub(super) pool: Option<String>,
     /// Addresses at which the node serves other members.
-    pub(super) at: Vec<String>,
+    pub(super) addresses: Vec<String>,
     /// Endpoint at which the node serves `YurtHub`s.
-    pub(super) hubs: Option<Box<YurtHubAddr>>,
+    pub(super) yurthub: Option<Box<YurtHubAddr>>,
     pub(super) instance: String,
     /// Tunnels that get announcements.
     pub(super) tunnels: Vec<TunnelInfo>,
 }
 
 impl ConnectedReader {
-    pub(super) fn handles(&self) -> impl Iterator<Item = &Tunnel> {
-        self.tunnels.iter().map(|edge| &edge.admitted.tunnel)
+    pub(super) fn tunnel_handles(&self) -> impl Iterator<Item = &Tunnel> {
+        self.tunnels.iter().map(|edge| &edge.tunnel.tunnel)
     }
 
     /// Whether other members may use this node.
-    pub(super) fn serves(&self) -> bool {
-        !self.at.is_empty() && self.staying().next().is_some()
+    pub(super) fn serves_members(&self) -> bool {
+        !self.addresses.is_empty() && self.active_tunnels().next().is_some()
     }
 
     /// Returns the tunnels that do not drain, whether they answer or not.
-    pub(super) fn staying(&self) -> impl Iterator<Item = &Tunnel> {
-        self.handles().filter(|tunnel| !tunnel.is_draining())
+    pub(super) fn active_tunnels(&self) -> impl Iterator<Item = &Tunnel> {
+        self.tunnel_handles().filter(|tunnel| !tunnel.is_draining())
     }
 
     /// Returns the number of streams of the node's tunnels.
     pub(super) fn streams(&self) -> usize {
-        self.handles().map(|tunnel| tunnel.load().streams()).sum()
+        self.tunnel_handles()
+            .map(|tunnel| tunnel.load().open_streams())
+            .sum()
     }
 
-    pub(super) fn may_lead(&self) -> bool {
-        !self.at.is_empty() && self.is_open()
+    pub(super) fn can_lead(&self) -> bool {
+        !self.addresses.is_empty() && self.is_open()
     }
 
     pub(super) fn is_open(&self) -> bool {
-        self.handles().any(Tunnel::is_open)
+        self.tunnel_handles().any(Tunnel::is_open)
     }
 }

@@ -11,55 +11,55 @@ use causeway_tunnel::Tunnel;
 use std::time::Duration;
 
 /// Time after which a connected edge is likely to stay.
-const STEADY: Duration = Duration::from_secs(10);
+const STEADY_AFTER: Duration = Duration::from_secs(10);
 /// Time without an answer to a probe, after which a leader remains only if no candidate does better. Its tunnel is suspect
 /// 5 s after the probe at the earliest, and the probe comes after 5 s of silence (`tunnel.ping_after`). With the time of a check,
 /// its pool would then be without a leader for more than 10 s. For a link with longer round trips the time is twice the round
 /// trip.
-const LATE: Duration = Duration::from_millis(2_500);
+const UNANSWERED_LIMIT: Duration = Duration::from_millis(2_500);
 /// Time without an answer from the leader, after which other candidates are probed.
-const ASK: Duration = Duration::from_secs(1);
+const PROBE_CANDIDATES_AFTER: Duration = Duration::from_secs(1);
 
 /// Edge that may lead.
 #[derive(Debug)]
 pub(super) struct Candidate<'a> {
     node: &'a NodeName,
     /// Time since the edge connected.
-    lasts: Duration,
+    connected_for: Duration,
     streams: usize,
-    /// Whether the edge has not answered for [`LATE`].
-    late: bool,
+    /// Whether the edge has not answered for [`UNANSWERED_LIMIT`].
+    is_late: bool,
     /// Time for which its probe has had no answer.
-    unanswered: Duration,
+    unanswered_for: Duration,
     /// Time since anything was received from the edge.
-    silent: Duration,
+    silent_for: Duration,
 }
 
 impl<'a> Candidate<'a> {
     /// Returns the candidate of a connected edge. The best of its tunnels counts.
-    pub(super) fn of(here: &'a ConnectedReader, lasts: Duration) -> Self {
-        let late = |tunnel: &Tunnel| LATE.max(2 * tunnel.round_trip());
-        let unanswered = here.staying().map(Tunnel::unanswered_for).min();
-        let silent = here.staying().map(Tunnel::silent_for).min();
+    pub(super) fn from_reader(reader: &'a ConnectedReader, connected_for: Duration) -> Self {
+        let late_after = |tunnel: &Tunnel| UNANSWERED_LIMIT.max(2 * tunnel.round_trip());
+        let unanswered_for = reader.active_tunnels().map(Tunnel::unanswered_for).min();
+        let silent_for = reader.active_tunnels().map(Tunnel::idle_for).min();
         Self {
-            node: &here.node,
-            lasts,
-            streams: here.streams(),
-            late: here
-                .staying()
-                .all(|tunnel| tunnel.unanswered_for() >= late(tunnel)),
-            unanswered: unanswered.unwrap_or_default(),
-            silent: silent.unwrap_or(Duration::MAX),
+            node: &reader.node,
+            connected_for,
+            streams: reader.streams(),
+            is_late: reader
+                .active_tunnels()
+                .all(|tunnel| tunnel.unanswered_for() >= late_after(tunnel)),
+            unanswered_for: unanswered_for.unwrap_or_default(),
+            silent_for: silent_for.unwrap_or(Duration::MAX),
         }
     }
 
     /// Whether the edge was heard since this leader was probed.
     fn is_heard_since(&self, leading: &Candidate<'_>) -> bool {
-        self.silent < leading.unanswered
+        self.silent_for < leading.unanswered_for
     }
 }
 
-fn leading<'a, 'b>(
+fn find_leader<'a, 'b>(
     current: Option<&NodeName>,
     candidates: &'b [Candidate<'a>],
 ) -> Option<&'b Candidate<'a>> {
@@ -71,20 +71,20 @@ pub(super) fn elect<'a>(
     current: Option<&NodeName>,
     candidates: &[Candidate<'a>],
 ) -> Option<&'a NodeName> {
-    let leading = leading(current, candidates);
-    let all_late = candidates.iter().all(|one| one.late);
-    let able = |one: &&Candidate<'_>| match leading {
-        Some(leading) => !one.late && one.is_heard_since(leading),
-        None => all_late || !one.late,
+    let leading = find_leader(current, candidates);
+    let all_late = candidates.iter().all(|one| one.is_late);
+    let is_eligible = |one: &&Candidate<'_>| match leading {
+        Some(leading) => !one.is_late && one.is_heard_since(leading),
+        None => all_late || !one.is_late,
     };
-    let fewest = |steady: Duration| {
-        let fit = candidates.iter().filter(able);
-        let fit = fit.filter(move |one| one.lasts >= steady);
+    let least_loaded = |min_connected: Duration| {
+        let eligible = candidates.iter().filter(is_eligible);
+        let fit = eligible.filter(move |one| one.connected_for >= min_connected);
         fit.min_by_key(|one| (one.streams, one.node))
     };
-    let stays = leading.filter(|one| !one.late);
-    let named = stays.or_else(|| fewest(STEADY));
-    let named = named.or_else(|| fewest(Duration::ZERO));
+    let healthy_leader = leading.filter(|one| !one.is_late);
+    let elected = healthy_leader.or_else(|| least_loaded(STEADY_AFTER));
+    let named = elected.or_else(|| least_loaded(Duration::ZERO));
     named.or(leading).map(|one| one.node)
 }
 
@@ -93,11 +93,13 @@ pub(super) fn candidates_to_probe<'a>(
     current: Option<&NodeName>,
     candidates: &[Candidate<'a>],
 ) -> Vec<&'a NodeName> {
-    let Some(leading) = leading(current, candidates).filter(|one| one.unanswered >= ASK) else {
+    let Some(leading) =
+        find_leader(current, candidates).filter(|one| one.unanswered_for >= PROBE_CANDIDATES_AFTER)
+    else {
         return Vec::new();
     };
-    let unheard = candidates.iter().filter(|one| !one.is_heard_since(leading));
-    unheard.map(|one| one.node).collect()
+    let silent_candidates = candidates.iter().filter(|one| !one.is_heard_since(leading));
+    silent_candidates.map(|one| one.node).collect()
 }
 
 #[cfg(test)]
@@ -152,11 +154,11 @@ mod tests {
         ] {
             let of = |(which, lasts, streams, silent): &(usize, u64, usize, u64)| Candidate {
                 node: &nodes[*which],
-                lasts: seconds(*lasts),
+                connected_for: seconds(*lasts),
                 streams: *streams,
-                late: *silent == 9,
-                unanswered: seconds(if *silent == 9 { 3 } else { 0 }),
-                silent: seconds(*silent),
+                is_late: *silent == 9,
+                unanswered_for: seconds(if *silent == 9 { 3 } else { 0 }),
+                silent_for: seconds(*silent),
             };
             let all: Vec<_> = candidates.iter().map(of).collect();
             let current = current.map(|which: usize| &nodes[which]);
@@ -172,11 +174,11 @@ mod tests {
         for (unanswered, expected) in [(0, &[][..]), (1, &nodes[1..]), (2, &nodes[2..])] {
             let of = |(node, silent)| Candidate {
                 node,
-                lasts: STEADY,
+                connected_for: STEADY_AFTER,
                 streams: 0,
-                late: false,
-                unanswered: seconds(if silent == 9 { unanswered } else { 0 }),
-                silent: seconds(silent),
+                is_late: false,
+                unanswered_for: seconds(if silent == 9 { unanswered } else { 0 }),
+                silent_for: seconds(silent),
             };
             let all: Vec<_> = nodes.iter().zip([0, 1, 9]).map(of).collect();
             let asked: Vec<_> = candidates_to_probe(Some(&nodes[2]), &all);

@@ -15,7 +15,7 @@ use super::{
     ApiCacheServer,
     connected_reader::ConnectedReader,
     leader_policy::{self, Candidate},
-    membership_message::{members, with_itself},
+    membership_message::{pool_members, with_own_member},
 };
 use crate::state::{
     NodePoolEndpoints, Nodes, NodesWriter, Registry, TunnelId, TunnelInfo, YurtHubEndpoints,
@@ -36,15 +36,15 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 /// Interval of checks.
-const LOOK: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause after each check: a fleet that reconnects is checked together.
-const PAUSE: Duration = Duration::from_millis(100);
+const CHECK_PAUSE: Duration = Duration::from_millis(100);
 /// Interval of announcements of members that came or went.
-const GATHER: Duration = Duration::from_secs(3);
+const MEMBERS_INTERVAL: Duration = Duration::from_secs(3);
 /// Maximum number of announced addresses of one edge: one of each family on each of two networks.
-const MOST_ADDRESSES: usize = 4;
+const MAX_ADDRESSES: usize = 4;
 /// Maximum length of an address: a DNS name and a port.
-const LONGEST: usize = 260;
+const MAX_ADDRESS_LEN: usize = 260;
 
 /// Last announcement, and its time.
 #[derive(Clone)]
@@ -55,249 +55,281 @@ struct LastAnnouncement {
 
 /// Assigns leaders and announces them to edges.
 pub(crate) struct LeaderAssigner {
-    reading: ApiCacheServer,
+    api_cache: ApiCacheServer,
     registry: Registry,
     nodes: NodesWriter,
     /// Time since which each edge process is connected.
-    since: HashMap<NodeName, (String, Instant)>,
+    connected_since: HashMap<NodeName, (String, Instant)>,
     /// Last announcement by pool.
-    said: HashMap<Option<String>, LastAnnouncement>,
+    last_by_pool: HashMap<Option<String>, LastAnnouncement>,
     /// Last announcement to each tunnel.
-    told: HashMap<TunnelId, LastAnnouncement>,
+    last_by_tunnel: HashMap<TunnelId, LastAnnouncement>,
     /// Addresses at which each node that has been connected serves other members.
-    met: BTreeMap<NodeName, Vec<String>>,
+    known_addresses: BTreeMap<NodeName, Vec<String>>,
 }
 
 impl LeaderAssigner {
     pub(crate) fn new(reading: &ApiCacheServer, registry: &Registry, nodes: &NodesWriter) -> Self {
         Self {
-            reading: reading.clone(),
+            api_cache: reading.clone(),
             registry: registry.clone(),
             nodes: nodes.clone(),
-            since: HashMap::new(),
-            said: HashMap::new(),
-            told: HashMap::new(),
-            met: BTreeMap::new(),
+            connected_since: HashMap::new(),
+            last_by_pool: HashMap::new(),
+            last_by_tunnel: HashMap::new(),
+            known_addresses: BTreeMap::new(),
         }
     }
 
     /// Runs until `stop`: edges that are asked to connect elsewhere need no leader here.
     pub(crate) async fn run(self, stop: CancellationToken) {
-        stop.run_until_cancelled(self.keep()).await;
+        stop.run_until_cancelled(self.run_checks()).await;
     }
 
-    async fn keep(mut self) -> Infallible {
-        let mut nodes = self.nodes.changes();
-        let stirred = self.reading.stirred.clone();
+    async fn run_checks(mut self) -> Infallible {
+        let mut nodes = self.nodes.subscribe();
+        let leaders_changed = self.api_cache.leaders_changed.clone();
         loop {
             // Each event only causes an earlier check.
-            let sooner = async {
+            let early_check = async {
                 tokio::select! {
                     changed = nodes.changed() => changed.is_ok(),
-                    () = stirred.notified() => false,
+                    () = leaders_changed.notified() => false,
                 }
             };
-            if timeout(LOOK, sooner).await.unwrap_or(false) {
-                self.reading.judge(|_, _| None);
+            if timeout(CHECK_INTERVAL, early_check).await.unwrap_or(false) {
+                self.api_cache.close_rejected(|_, _| None);
             }
-            self.look(Instant::now());
-            sleep(PAUSE).await;
+            self.check(Instant::now());
+            sleep(CHECK_PAUSE).await;
         }
     }
 
-    fn look(&mut self, now: Instant) {
-        let all = gather(&self.registry, &self.nodes.reader());
-        self.age(&all, now);
-        let away = self.away(&all);
+    fn check(&mut self, now: Instant) {
+        let readers = collect_readers(&self.registry, &self.nodes.reader());
+        self.update_connected_since(&readers, now);
+        let disconnected = self.disconnected_members(&readers);
         let mut pools: BTreeMap<Option<&str>, Vec<&ConnectedReader>> = BTreeMap::new();
-        for here in &all {
-            pools.entry(here.pool.as_deref()).or_default().push(here);
+        for reader in &readers {
+            pools
+                .entry(reader.pool.as_deref())
+                .or_default()
+                .push(reader);
         }
-        let before = self.reading.led.all();
+        let previous_leaders = self.api_cache.leaders.get();
         let mut led = BTreeMap::new();
-        let mut said = HashMap::new();
-        let mut hubs = YurtHubEndpoints::new();
-        for (pool, own) in pools {
-            let leader = pool.and_then(|pool| self.leader(before.get(pool), &own, now));
+        let mut announcements = HashMap::new();
+        let mut yurthub_endpoints = YurtHubEndpoints::new();
+        for (pool, pool_readers) in pools {
+            let leader = pool
+                .and_then(|pool| self.elect_leader(previous_leaders.get(pool), &pool_readers, now));
             if let (Some(pool), Some(leader)) = (pool, leader) {
                 led.insert(pool.to_owned(), leader.clone());
             }
-            let absent = away
+            let disconnected_members = disconnected
                 .get(&pool.map(str::to_owned))
                 .map_or(&[][..], Vec::as_slice);
             if let Some(pool) = pool
-                && let Some(of_pool) = self.hubs(pool, leader, &own)
+                && let Some(pool_endpoints) = self.pool_endpoints(pool, leader, &pool_readers)
             {
-                hubs.insert(pool.to_owned(), of_pool);
+                yurthub_endpoints.insert(pool.to_owned(), pool_endpoints);
             }
             let pool = pool.map(str::to_owned);
             let next = LastAnnouncement {
-                members: Arc::new(members(pool.clone(), leader, (&own, absent))),
+                members: Arc::new(pool_members(
+                    pool.clone(),
+                    leader,
+                    (&pool_readers, disconnected_members),
+                )),
                 at: now,
             };
-            let saying = self.saying(&next);
-            for here in own {
-                let leads = Some(&here.node) == leader;
-                self.tell(here, if leads { &next } else { &saying }, &next);
+            let announcement = self.select_announcement(&next);
+            for reader in pool_readers {
+                let is_leader = Some(&reader.node) == leader;
+                self.announce(reader, if is_leader { &next } else { &announcement }, &next);
             }
-            said.insert(pool, saying);
+            announcements.insert(pool, announcement);
         }
-        self.said = said;
-        self.reading.hubs.send_if_modified(|known| {
-            let differs = *known != hubs;
-            *known = hubs;
-            differs
-        });
-        self.reading.metrics.leaders(led.len());
-        if led != before {
+        self.last_by_pool = announcements;
+        self.api_cache
+            .yurthub_endpoints
+            .send_if_modified(|current| {
+                let has_changed = *current != yurthub_endpoints;
+                *current = yurthub_endpoints;
+                has_changed
+            });
+        self.api_cache.metrics.set_leaders(led.len());
+        if led != previous_leaders {
             tracing::debug!(?led, "pool leaders changed");
-            self.reading.led.replace(led);
+            self.api_cache.leaders.replace(led);
         }
     }
 
     /// Records since when each process is connected, and forgets nodes and tunnels that are not connected.
-    fn age(&mut self, all: &[ConnectedReader], now: Instant) {
-        let mut since = HashMap::with_capacity(all.len());
-        for here in all {
-            let known = self.since.remove(&here.node);
-            let same = known.filter(|(instance, _)| *instance == here.instance);
-            let fresh = || (here.instance.clone(), now);
-            since.insert(here.node.clone(), same.unwrap_or_else(fresh));
+    fn update_connected_since(&mut self, readers: &[ConnectedReader], now: Instant) {
+        let mut connected_since = HashMap::with_capacity(readers.len());
+        for reader in readers {
+            let previous = self.connected_since.remove(&reader.node);
+            let same_instance = previous.filter(|(instance, _)| *instance == reader.instance);
+            let new_entry = || (reader.instance.clone(), now);
+            connected_since.insert(reader.node.clone(), same_instance.unwrap_or_else(new_entry));
         }
-        self.since = since;
-        let ids = all.iter().flat_map(|here| &here.tunnels);
+        self.connected_since = connected_since;
+        let ids = readers.iter().flat_map(|here| &here.tunnels);
         let ids: HashSet<TunnelId> = ids.map(|edge| edge.id).collect();
-        self.told.retain(|id, _| ids.contains(id));
+        self.last_by_tunnel.retain(|id, _| ids.contains(id));
     }
 
-    fn leader<'a>(
+    fn elect_leader<'a>(
         &self,
         current: Option<&NodeName>,
-        own: &[&'a ConnectedReader],
+        pool_readers: &[&'a ConnectedReader],
         now: Instant,
     ) -> Option<&'a NodeName> {
         // The current leader stays, suspect or not, until another candidate has answered.
-        let leads = |here: &ConnectedReader| Some(&here.node) == current && here.serves();
-        let able = own.iter().filter(|here| here.may_lead() || leads(here));
-        let candidates = able.map(|here| {
-            let since = self.since.get(&here.node);
-            Candidate::of(
+        let is_current_leader =
+            |here: &ConnectedReader| Some(&here.node) == current && here.serves_members();
+        let eligible = pool_readers
+            .iter()
+            .filter(|here| here.can_lead() || is_current_leader(here));
+        let candidates = eligible.map(|here| {
+            let since = self.connected_since.get(&here.node);
+            Candidate::from_reader(
                 here,
                 since.map_or(Duration::ZERO, |(_, since)| now - *since),
             )
         });
         let candidates: Vec<_> = candidates.collect();
-        let asked = leader_policy::candidates_to_probe(current, &candidates);
-        let heres = own.iter().filter(|here| asked.contains(&&here.node));
-        heres
-            .flat_map(|here| here.staying())
-            .for_each(Tunnel::probe);
+        let to_probe = leader_policy::candidates_to_probe(current, &candidates);
+        let probed_readers = pool_readers
+            .iter()
+            .filter(|here| to_probe.contains(&&here.node));
+        probed_readers
+            .flat_map(|here| here.active_tunnels())
+            .for_each(Tunnel::request_probe);
         leader_policy::elect(current, &candidates)
     }
 
     /// Returns the endpoints for `YurtHub`s of this pool: the leader's first, then those of others that serve them.
-    fn hubs(
+    fn pool_endpoints(
         &self,
         pool: &str,
         leader: Option<&NodeName>,
-        own: &[&ConnectedReader],
+        pool_readers: &[&ConnectedReader],
     ) -> Option<NodePoolEndpoints> {
-        let granted = self.reading.granted(pool);
-        let mut all = NodePoolEndpoints::default();
-        let leads = |here: &&&ConnectedReader| Some(&here.node) == leader;
-        let others = own.iter().filter(|here| !leads(here));
-        for here in own.iter().filter(leads).chain(others) {
-            let Some(hubs) = here.hubs.as_ref().filter(|_| here.is_open()) else {
+        let granted = self.api_cache.readable_resources(pool);
+        let mut endpoints = NodePoolEndpoints::default();
+        let is_leader = |here: &&&ConnectedReader| Some(&here.node) == leader;
+        let others = pool_readers.iter().filter(|here| !is_leader(here));
+        for reader in pool_readers.iter().filter(is_leader).chain(others) {
+            let Some(yurthub) = reader.yurthub.as_ref().filter(|_| reader.is_open()) else {
                 continue;
             };
-            let named = hubs.resources.iter().filter_map(|text| text.parse().ok());
-            let read = named.filter(|resource| granted.contains(resource));
-            all.add(&here.node, hubs.at, read.collect());
+            let declared = yurthub
+                .resources
+                .iter()
+                .filter_map(|text| text.parse().ok());
+            let readable = declared.filter(|resource| granted.contains(resource));
+            endpoints.add(&reader.node, yurthub.at, readable.collect());
         }
-        (!all.at.is_empty()).then_some(all)
+        (!endpoints.addresses.is_empty()).then_some(endpoints)
     }
 
     /// Returns the announcement to a pool from now on: this one, or the last one if that suffices for a while.
-    fn saying(&mut self, next: &LastAnnouncement) -> LastAnnouncement {
-        let Some(before) = self.said.remove(&next.members.pool) else {
+    fn select_announcement(&mut self, next: &LastAnnouncement) -> LastAnnouncement {
+        let Some(previous) = self.last_by_pool.remove(&next.members.pool) else {
             return next.clone();
         };
-        let same_leader = before.members.leader == next.members.leader;
-        let early = next.at.saturating_duration_since(before.at) < GATHER;
-        if before.members == next.members || (same_leader && early) {
-            return before;
+        let same_leader = previous.members.leader == next.members.leader;
+        let is_early = next.at.saturating_duration_since(previous.at) < MEMBERS_INTERVAL;
+        if previous.members == next.members || (same_leader && is_early) {
+            return previous;
         }
         next.clone()
     }
 
     /// Returns nodes by pool that have been connected, are not now, and are neither removed nor revoked.
-    fn away(&mut self, all: &[ConnectedReader]) -> BTreeMap<Option<String>, Vec<NodePoolMember>> {
+    fn disconnected_members(
+        &mut self,
+        readers: &[ConnectedReader],
+    ) -> BTreeMap<Option<String>, Vec<NodePoolMember>> {
         let nodes = self.nodes.reader();
-        self.met
-            .retain(|node, _| nodes.get(node).is_some() && nodes.revoked(node).is_none());
-        for here in all {
-            self.met.insert(here.node.clone(), here.at.clone());
+        self.known_addresses
+            .retain(|node, _| nodes.get(node).is_some() && nodes.revocation_reason(node).is_none());
+        for reader in readers {
+            self.known_addresses
+                .insert(reader.node.clone(), reader.addresses.clone());
         }
-        let here: HashSet<_> = all.iter().map(|here| &here.node).collect();
-        let mut away: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        let connected: HashSet<_> = readers.iter().map(|here| &here.node).collect();
+        let mut disconnected: BTreeMap<_, Vec<_>> = BTreeMap::new();
         for (node, at) in self
-            .met
+            .known_addresses
             .iter()
-            .filter(|(node, at)| !here.contains(node) && !at.is_empty())
+            .filter(|(node, at)| !connected.contains(node) && !at.is_empty())
         {
             let pool = nodes.with(node, |known| known.pool.clone());
             let member = NodePoolMember {
                 node: node.to_string(),
                 at: at.clone(),
             };
-            away.entry(pool).or_default().push(member);
+            disconnected.entry(pool).or_default().push(member);
         }
-        away
+        disconnected
     }
 
     /// Sends the announcement to each of the node's tunnels, unless the tunnel got this or a later one. A new tunnel gets `now`,
     /// the current state: it may be cut off before long.
-    fn tell(&mut self, here: &ConnectedReader, saying: &LastAnnouncement, now: &LastAnnouncement) {
-        for edge in &here.tunnels {
-            let told = self.told.get(&edge.id);
-            let known =
-                |told: &LastAnnouncement| told.members == saying.members || told.at > saying.at;
-            if told.is_some_and(known) {
+    fn announce(
+        &mut self,
+        reader: &ConnectedReader,
+        announcement: &LastAnnouncement,
+        current: &LastAnnouncement,
+    ) {
+        for edge in &reader.tunnels {
+            let last_sent = self.last_by_tunnel.get(&edge.id);
+            let is_up_to_date = |told: &LastAnnouncement| {
+                told.members == announcement.members || told.at > announcement.at
+            };
+            if last_sent.is_some_and(is_up_to_date) {
                 continue;
             }
-            let saying = if told.is_some() { saying } else { now };
-            let line = GatewayMessage::Pool(with_itself(&saying.members, here));
+            let saying = if last_sent.is_some() {
+                announcement
+            } else {
+                current
+            };
+            let message = GatewayMessage::Pool(with_own_member(&saying.members, reader));
             // An edge whose send buffer is full receives the message at the next check.
-            if edge.admitted.control.try_send(Box::new(line)).is_ok() {
-                self.told.insert(edge.id, saying.clone());
+            if edge.tunnel.control.try_send(Box::new(message)).is_ok() {
+                self.last_by_tunnel.insert(edge.id, saying.clone());
             }
         }
     }
 }
 
 /// Returns all nodes with an API cache, in the order of their names.
-fn gather(registry: &Registry, nodes: &Nodes) -> Vec<ConnectedReader> {
+fn collect_readers(registry: &Registry, nodes: &Nodes) -> Vec<ConnectedReader> {
     let mut all: BTreeMap<NodeName, Vec<TunnelInfo>> = BTreeMap::new();
     for (node, edge) in registry.all() {
-        if !edge.is_leaving() && edge.admitted.welcome.site.is_some() {
+        if !edge.is_leaving() && edge.tunnel.hello.site.is_some() {
             all.entry(node).or_default().push(edge);
         }
     }
-    let here = |(node, tunnels): (NodeName, Vec<TunnelInfo>)| {
-        let welcome = &tunnels.last()?.admitted.welcome;
-        let known = nodes.get(&node)?;
-        let site = welcome.site.iter().flatten();
+    let to_reader = |(node, tunnels): (NodeName, Vec<TunnelInfo>)| {
+        let hello = &tunnels.last()?.tunnel.hello;
+        let node_data = nodes.get(&node)?;
+        let site_addresses = hello.site.iter().flatten();
         // The data that an edge reports about itself is sent to the other edges.
-        let site = site.filter(|at| at.len() <= LONGEST && host_port(at).is_ok());
+        let site = site_addresses.filter(|at| at.len() <= MAX_ADDRESS_LEN && host_port(at).is_ok());
         let site = site.cloned();
         Some(ConnectedReader {
-            at: site.take(MOST_ADDRESSES).collect(),
-            hubs: welcome.hubs.clone(),
-            instance: welcome.instance.clone(),
-            pool: known.pool,
+            addresses: site.take(MAX_ADDRESSES).collect(),
+            yurthub: hello.hubs.clone(),
+            instance: hello.instance.clone(),
+            pool: node_data.pool,
             tunnels,
             node,
         })
     };
-    all.into_iter().filter_map(here).collect()
+    all.into_iter().filter_map(to_reader).collect()
 }

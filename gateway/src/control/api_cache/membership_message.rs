@@ -8,73 +8,83 @@ use causeway_tunnel::{
 };
 
 /// Bytes that a message needs beside names and addresses, for each member and in total.
-const AROUND: usize = 32;
+const FIELD_OVERHEAD: usize = 32;
 
 /// Returns the announcement to a pool: the leader first, so that it fits however many members there are, then the others by
 /// name, and then members that are not connected.
-pub(super) fn members(
+pub(super) fn pool_members(
     pool: Option<String>,
     leader: Option<&NodeName>,
-    (own, absent): (&[&ConnectedReader], &[NodePoolMember]),
+    (readers, disconnected): (&[&ConnectedReader], &[NodePoolMember]),
 ) -> NodePoolMembers {
     if pool.is_none() {
         return NodePoolMembers::default();
     }
-    let leads = |here: &&&ConnectedReader| Some(&here.node) == leader;
-    let serving = || own.iter().filter(|here| here.serves());
-    let others = serving().filter(|here| !leads(here));
-    let ordered = serving().filter(leads).chain(others);
-    let mut room = room();
-    let ordered = ordered.map(|here| at(here)).chain(absent.iter().cloned());
-    let fitting = ordered.take_while(|member| {
-        let size = size(member);
-        let fits = size <= room;
-        room = room.saturating_sub(size);
+    let is_leader = |here: &&&ConnectedReader| Some(&here.node) == leader;
+    let serving_readers = || readers.iter().filter(|here| here.serves_members());
+    let others = serving_readers().filter(|here| !is_leader(here));
+    let ordered = serving_readers().filter(is_leader).chain(others);
+    let mut remaining = members_budget();
+    let ordered = ordered
+        .map(|here| pool_member(here))
+        .chain(disconnected.iter().cloned());
+    let fitting_members = ordered.take_while(|member| {
+        let size = max_member_size(member);
+        let fits = size <= remaining;
+        remaining = remaining.saturating_sub(size);
         fits
     });
     NodePoolMembers {
-        members: fitting.take(NodePoolMembers::MOST).collect(),
+        members: fitting_members.take(NodePoolMembers::MAX_MEMBERS).collect(),
         leader: leader.map(ToString::to_string),
         pool,
     }
 }
 
 /// Returns the announcement with the edge itself in it, if the edge is a member.
-pub(super) fn with_itself(members: &NodePoolMembers, here: &ConnectedReader) -> NodePoolMembers {
-    let mut own = members.clone();
-    let known = own.members.iter().any(|one| one.node == here.node.as_str());
-    if members.pool.is_none() || known || !here.serves() {
-        return own;
+pub(super) fn with_own_member(
+    members: &NodePoolMembers,
+    reader: &ConnectedReader,
+) -> NodePoolMembers {
+    let mut announcement = members.clone();
+    let is_listed = announcement
+        .members
+        .iter()
+        .any(|one| one.node == reader.node.as_str());
+    if members.pool.is_none() || is_listed || !reader.serves_members() {
+        return announcement;
     }
-    let member = at(here);
-    let mut left = room();
-    for one in &own.members {
-        left = left.saturating_sub(size(one));
+    let member = pool_member(reader);
+    let mut remaining = members_budget();
+    for one in &announcement.members {
+        remaining = remaining.saturating_sub(max_member_size(one));
     }
-    while own.members.len() >= NodePoolMembers::MOST || left < size(&member) {
-        match own.members.pop() {
-            Some(last) => left += size(&last),
-            None => return own,
+    while announcement.members.len() >= NodePoolMembers::MAX_MEMBERS
+        || remaining < max_member_size(&member)
+    {
+        match announcement.members.pop() {
+            Some(last) => remaining += max_member_size(&last),
+            None => return announcement,
         }
     }
-    own.members.push(member);
-    own
+    announcement.members.push(member);
+    announcement
 }
 
-fn at(here: &ConnectedReader) -> NodePoolMember {
+fn pool_member(here: &ConnectedReader) -> NodePoolMember {
     NodePoolMember {
         node: here.node.to_string(),
-        at: here.at.clone(),
+        at: here.addresses.clone(),
     }
 }
 
 /// Returns the maximum number of bytes that a member needs in a message.
-fn size(member: &NodePoolMember) -> usize {
-    let at = member.at.iter().map(|at| at.len() + AROUND);
-    member.node.len() + AROUND + at.sum::<usize>()
+fn max_member_size(member: &NodePoolMember) -> usize {
+    let at = member.at.iter().map(|at| at.len() + FIELD_OVERHEAD);
+    member.node.len() + FIELD_OVERHEAD + at.sum::<usize>()
 }
 
 /// Returns the number of bytes for members in a message: the rest is for the names of pool and leader.
-fn room() -> usize {
+fn members_budget() -> usize {
     MAX_MESSAGE - MAX_MESSAGE / 8
 }

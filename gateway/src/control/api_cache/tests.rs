@@ -61,7 +61,7 @@ impl ListWatch for Still {
 /// Starts a gateway whose cache has this cluster.
 async fn world(rules: &ApiCache) -> World {
     let world = World::read(rules);
-    for store in world.reading.as_ref().unwrap().pool().stores() {
+    for store in world.reading.as_ref().unwrap().watch_cache().stores() {
         let store = store.clone();
         world.tasks.spawn(info_span!("cluster"), async move {
             reflect(&store, &Still).await;
@@ -69,7 +69,7 @@ async fn world(rules: &ApiCache) -> World {
     }
     world
         .until(|world| {
-            let pool = world.reading.as_ref().unwrap().pool();
+            let pool = world.reading.as_ref().unwrap().watch_cache();
             pool.stores().iter().all(|store| store.status().synced)
         })
         .await;
@@ -201,7 +201,7 @@ async fn revocation_ends_a_nodes_watches_and_refuses_new_ones() {
     let identity = world.enrolled("edge-1");
     let mut reader = Client::dial(&world, Some(&identity)).await;
     let watch = reader.watch().await;
-    world.nodes.revoke([name("edge-1")].into());
+    world.nodes.replace_revoked([name("edge-1")].into());
     over(watch).await;
     world
         .until(|world| world.counted("api_cache_connections 0"))
@@ -222,9 +222,9 @@ async fn retirement_of_its_root_ends_an_idle_nodes_watches() {
     world.take_up();
     // The disk has no record of the node, which is a reason too; its data does not count here.
     let roll = world.roll();
-    let (reading, tls) = (roll.reading.unwrap(), roll.tls.load_full());
-    reading.judge(|node, shown| {
-        super::super::eligibility::untrusted_reason(tls.believes(shown), node, shown)
+    let (reading, tls) = (roll.api_cache.unwrap(), roll.tls.load_full());
+    reading.close_rejected(|node, shown| {
+        super::super::eligibility::untrusted_reason(tls.is_still_trusted(shown), node, shown)
     });
     over(watch).await;
 }
@@ -261,12 +261,12 @@ async fn a_pool_reads_by_its_rule_until_the_node_changes_pool() {
     assert_eq!((code, &status["reason"]), (403, &json!("Forbidden")));
     let message = status["message"].as_str().unwrap();
     assert!(message.contains("api_cache.allow"), "{message}");
-    world.nodes.put(name("edge-1"), of("north-1"));
+    world.nodes.upsert(name("edge-1"), of("north-1"));
     let mut reader = Client::dial(&world, Some(&identity)).await;
     assert_eq!(reader.get(SERVICES).await.0, 200);
     assert_eq!(reader.get("/api/v1/endpoints").await.0, 403);
     let watch = reader.watch().await;
-    world.nodes.put(name("edge-1"), of("south"));
+    world.nodes.upsert(name("edge-1"), of("south"));
     over(watch).await;
 }
 
@@ -296,7 +296,7 @@ async fn one_pool_leader_stays_until_lost_and_members_get_changes() {
     for node in ["edge-1", "edge-2", "edge-4"] {
         is_of_north(&world, node);
     }
-    world.nodes.put(name("edge-3"), Node::default());
+    world.nodes.upsert(name("edge-3"), Node::default());
     let at = |nth: u8| NodePoolMember {
         node: format!("edge-{nth}"),
         at: vec![format!("10.0.0.{nth}:10271")],
@@ -326,7 +326,7 @@ async fn one_pool_leader_stays_until_lost_and_members_get_changes() {
     // An edge that lost its path to the cloud reads from the other, which has to admit it.
     let said = told(&mut second).await;
     assert_eq!(said, expected("edge-2", &[2, 4, 1]));
-    world.nodes.put(name("edge-1"), Node::default());
+    world.nodes.upsert(name("edge-1"), Node::default());
     assert_eq!(told(&mut second).await, expected("edge-2", &[2, 4]));
     assert!(leads_north(&world, "edge-2"));
 }
@@ -343,9 +343,9 @@ async fn a_silent_leader_stays_until_another_node_was_heard() {
     // The messages of a site whose uplink stalls.
     first.hushed.send_replace(true);
     second.hushed.send_replace(true);
-    let tunnel = |node| world.registry.pick(&name(node)).unwrap().tunnel;
+    let tunnel = |node| world.registry.select_tunnel(&name(node)).unwrap().tunnel;
     let (leading, other) = (tunnel("edge-1"), tunnel("edge-2"));
-    leading.probe();
+    leading.request_probe();
     world.until(|_| !other.unanswered_for().is_zero()).await;
     world.until(|_| leading.is_suspect()).await;
     // Longer than the interval between two checks.
@@ -355,7 +355,7 @@ async fn a_silent_leader_stays_until_another_node_was_heard() {
     assert!(leads_north(&world, "edge-1"));
     second.hushed.send_replace(false);
     world.until(|world| leads_north(world, "edge-2")).await;
-    assert!(!leading.leaving().is_cancelled(), "it still exists");
+    assert!(!leading.leaving_token().is_cancelled(), "it still exists");
 }
 
 fn is_of_north(world: &World, node: &str) {
@@ -363,10 +363,10 @@ fn is_of_north(world: &World, node: &str) {
         pool: Some("north".to_owned()),
         ..Node::default()
     };
-    world.nodes.put(name(node), of_north);
+    world.nodes.upsert(name(node), of_north);
 }
 
 fn leads_north(world: &World, node: &str) -> bool {
-    let led = world.reading.as_ref().unwrap().led.all();
+    let led = world.reading.as_ref().unwrap().leaders.get();
     led["north"] == name(node)
 }

@@ -4,7 +4,7 @@
 //! It never asks another server, and never answers an answer: two servers would do so forever. A query that cannot be parsed gets
 //! a header of twelve bytes or nothing, so that a forged source address gets no more bytes than were sent here.
 
-use super::zones::{NEGATIVE, Zone, Zones};
+use super::zones::{NEGATIVE_TTL, Zone, Zones};
 use crate::state::nodes::{NodeLocation, Nodes};
 use hickory_proto::{
     op::{Edns, Header, HeaderCounts, Message, MessageType, Metadata, OpCode, ResponseCode},
@@ -18,7 +18,7 @@ use std::net::IpAddr;
 
 /// Maximum size of a datagram that passes everywhere in one piece: 1280, the minimum MTU of IPv6, less the headers (DNS Flag Day
 /// 2020).
-const DATAGRAM: u16 = 1232;
+const MAX_UDP_PAYLOAD: u16 = 1232;
 
 /// Transport of a query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,14 +66,14 @@ enum QueryMatch {
     Apex,
     Server,
     /// No node, but there is a name below it.
-    Between,
-    Nobody,
+    EmptyNonTerminal,
+    NxDomain,
 }
 
 /// Returns the answer to a `question`, if it gets one, and the outcome.
 pub fn answer(
     question: &[u8],
-    over: Transport,
+    transport: Transport,
     (zones, nodes): (&Zones, &Nodes),
 ) -> (QueryOutcome, Option<Vec<u8>>) {
     let Ok(head) = Header::read(&mut BinDecoder::new(question)) else {
@@ -83,16 +83,25 @@ pub fn answer(
         return (QueryOutcome::Malformed, None);
     }
     if head.op_code != OpCode::Query {
-        return (QueryOutcome::Refused, bare(&head, ResponseCode::NotImp));
+        return (
+            QueryOutcome::Refused,
+            header_only_reply(&head, ResponseCode::NotImp),
+        );
     }
-    let plain = is_plain(head.counts);
-    let Some(query) = plain.then(|| Message::from_vec(question).ok()).flatten() else {
-        return (QueryOutcome::Malformed, bare(&head, ResponseCode::FormErr));
+    let has_plain_counts = has_plain_counts(head.counts);
+    let Some(query) = has_plain_counts
+        .then(|| Message::from_vec(question).ok())
+        .flatten()
+    else {
+        return (
+            QueryOutcome::Malformed,
+            header_only_reply(&head, ResponseCode::FormErr),
+        );
     };
-    let mut reply = begun(&query);
-    let found = fill(&mut reply, &query, (zones, nodes));
-    let limit = match over {
-        Transport::Udp => query.max_payload().min(DATAGRAM),
+    let mut reply = reply_to(&query);
+    let outcome = fill_reply(&mut reply, &query, (zones, nodes));
+    let limit = match transport {
+        Transport::Udp => query.max_payload().min(MAX_UDP_PAYLOAD),
         Transport::Tcp => u16::MAX,
     };
     let mut bytes = reply.to_vec().ok();
@@ -102,38 +111,42 @@ pub fn answer(
     {
         bytes = reply.truncate().to_vec().ok();
     }
-    (found, bytes)
+    (outcome, bytes)
 }
 
 /// Whether there is one question, and beside it at most the records that are allowed: the SOA of a transfer, EDNS and a
 /// signature. This is checked before the rest is read, since reading takes memory and time for as many records as the header
 /// claims.
-fn is_plain(counts: HeaderCounts) -> bool {
+fn has_plain_counts(counts: HeaderCounts) -> bool {
     counts.queries == 1 && counts.answers == 0 && counts.authorities <= 1 && counts.additionals <= 2
 }
 
 /// Returns an answer that is a header only.
-fn bare(head: &Header, code: ResponseCode) -> Option<Vec<u8>> {
+fn header_only_reply(head: &Header, code: ResponseCode) -> Option<Vec<u8>> {
     let mut reply = Message::error_msg(head.id, head.op_code, code);
     reply.metadata.recursion_desired = head.recursion_desired;
     reply.to_vec().ok()
 }
 
 /// Returns an answer without records.
-fn begun(query: &Message) -> Message {
+fn reply_to(query: &Message) -> Message {
     let mut reply = Message::response(query.id, query.op_code);
     reply.metadata = Metadata::response_from_request(&query.metadata);
     reply.add_queries(query.queries.iter().cloned());
-    if let Some(theirs) = &query.edns {
+    if let Some(client_edns) = &query.edns {
         let mut edns = Edns::new();
-        edns.set_max_payload(DATAGRAM)
-            .set_dnssec_ok(theirs.flags().dnssec_ok);
+        edns.set_max_payload(MAX_UDP_PAYLOAD)
+            .set_dnssec_ok(client_edns.flags().dnssec_ok);
         reply.set_edns(edns);
     }
     reply
 }
 
-fn fill(reply: &mut Message, query: &Message, (zones, nodes): (&Zones, &Nodes)) -> QueryOutcome {
+fn fill_reply(
+    reply: &mut Message,
+    query: &Message,
+    (zones, nodes): (&Zones, &Nodes),
+) -> QueryOutcome {
     let refuse = |reply: &mut Message, code| {
         reply.metadata.response_code = code;
         QueryOutcome::Refused
@@ -144,59 +157,65 @@ fn fill(reply: &mut Message, query: &Message, (zones, nodes): (&Zones, &Nodes)) 
     if query.version() > 0 {
         return refuse(reply, ResponseCode::BADVERS);
     }
-    let transfer = matches!(question.query_type, RecordType::AXFR | RecordType::IXFR);
-    let holding = zones.holding(&question.name);
-    let Some(zone) = holding.filter(|_| question.query_class == DNSClass::IN && !transfer) else {
+    let is_transfer = matches!(question.query_type, RecordType::AXFR | RecordType::IXFR);
+    let zone_of_name = zones.find_zone(&question.name);
+    let Some(zone) = zone_of_name.filter(|_| question.query_class == DNSClass::IN && !is_transfer)
+    else {
         return refuse(reply, ResponseCode::Refused);
     };
     reply.metadata.authoritative = true;
-    let meaning = meaning(&question.name, zone, nodes);
-    let unknown = matches!(meaning, QueryMatch::Nobody) && nodes.pending().is_some();
+    let query_match = match_name(&question.name, zone, nodes);
+    let is_unknown =
+        matches!(query_match, QueryMatch::NxDomain) && nodes.pending_reason().is_some();
     // Resolvers cache that a name does not exist. In the root zone, forwarders try another server only after NXDOMAIN, and
     // the name of the cluster's API may be among those.
-    if unknown && !zone.apex.is_root() {
+    if is_unknown && !zone.apex.is_root() {
         return refuse(reply, ResponseCode::ServFail);
     }
-    if let QueryMatch::Nobody = meaning {
+    if let QueryMatch::NxDomain = query_match {
         reply.metadata.response_code = ResponseCode::NXDomain;
     } else {
-        let records = records(&meaning, question.query_type, (zone, zones));
-        let named = |data| Record::from_rdata(question.name.clone(), zones.ttl, data);
-        reply.add_answers(records.into_iter().map(named));
+        let records = records(&query_match, question.query_type, (zone, zones));
+        let to_record = |data| Record::from_rdata(question.name.clone(), zones.ttl, data);
+        reply.add_answers(records.into_iter().map(to_record));
     }
     if reply.answers.is_empty() {
         // The time for which resolvers may cache a negative answer (RFC 2308).
         let soa = RData::SOA(zone.soa.clone());
-        reply.add_authority(Record::from_rdata(zone.apex.clone(), NEGATIVE, soa));
+        reply.add_authority(Record::from_rdata(zone.apex.clone(), NEGATIVE_TTL, soa));
     }
-    match meaning {
+    match query_match {
         QueryMatch::Node(NodeLocation::Edge(_)) => QueryOutcome::Edge,
         QueryMatch::Node(NodeLocation::Elsewhere(_)) => QueryOutcome::Elsewhere,
-        QueryMatch::Apex | QueryMatch::Server | QueryMatch::Between => QueryOutcome::Zone,
-        QueryMatch::Nobody => QueryOutcome::None,
+        QueryMatch::Apex | QueryMatch::Server | QueryMatch::EmptyNonTerminal => QueryOutcome::Zone,
+        QueryMatch::NxDomain => QueryOutcome::None,
     }
 }
 
-fn meaning(name: &Name, zone: &Zone, nodes: &Nodes) -> QueryMatch {
-    let Some(node) = zone.within(name) else {
-        return QueryMatch::Nobody;
+fn match_name(name: &Name, zone: &Zone, nodes: &Nodes) -> QueryMatch {
+    let Some(node) = zone.node_name_in(name) else {
+        return QueryMatch::NxDomain;
     };
     if node.is_empty() {
         return QueryMatch::Apex;
     }
-    if let Some(place) = nodes.place(&node) {
-        return QueryMatch::Node(place);
+    if let Some(location) = nodes.location(&node) {
+        return QueryMatch::Node(location);
     }
     match node.to_ascii_lowercase().as_str() {
         "ns.dns" => QueryMatch::Server,
-        "dns" => QueryMatch::Between,
-        _ => QueryMatch::Nobody,
+        "dns" => QueryMatch::EmptyNonTerminal,
+        _ => QueryMatch::NxDomain,
     }
 }
 
 /// Returns the records of this type.
-fn records(meaning: &QueryMatch, asked: RecordType, (zone, zones): (&Zone, &Zones)) -> Vec<RData> {
-    if asked == RecordType::ANY && !matches!(meaning, QueryMatch::Between) {
+fn records(
+    meaning: &QueryMatch,
+    record_type: RecordType,
+    (zone, zones): (&Zone, &Zones),
+) -> Vec<RData> {
+    if record_type == RecordType::ANY && !matches!(meaning, QueryMatch::EmptyNonTerminal) {
         // The full answer would help amplification attacks with forged sources (RFC 8482).
         return vec![RData::HINFO(HINFO::new(
             "RFC8482".to_owned(),
@@ -205,20 +224,22 @@ fn records(meaning: &QueryMatch, asked: RecordType, (zone, zones): (&Zone, &Zone
     }
     match meaning {
         QueryMatch::Node(NodeLocation::Edge(_)) | QueryMatch::Server => {
-            of_family(&zones.addresses, asked)
+            records_of_family(&zones.addresses, record_type)
         }
-        QueryMatch::Node(NodeLocation::Elsewhere(own)) => of_family(own, asked),
-        QueryMatch::Apex => match asked {
+        QueryMatch::Node(NodeLocation::Elsewhere(addresses)) => {
+            records_of_family(addresses, record_type)
+        }
+        QueryMatch::Apex => match record_type {
             RecordType::SOA => vec![RData::SOA(zone.soa.clone())],
             RecordType::NS => vec![RData::NS(zone.ns.clone())],
             _ => Vec::new(),
         },
-        QueryMatch::Between | QueryMatch::Nobody => Vec::new(),
+        QueryMatch::EmptyNonTerminal | QueryMatch::NxDomain => Vec::new(),
     }
 }
 
-fn of_family(addresses: &[IpAddr], asked: RecordType) -> Vec<RData> {
-    let record = |address: &IpAddr| match (address.to_canonical(), asked) {
+fn records_of_family(addresses: &[IpAddr], record_type: RecordType) -> Vec<RData> {
+    let record = |address: &IpAddr| match (address.to_canonical(), record_type) {
         (IpAddr::V4(address), RecordType::A) => Some(RData::A(A(address))),
         (IpAddr::V6(address), RecordType::AAAA) => Some(RData::AAAA(AAAA(address))),
         _ => None,

@@ -9,7 +9,7 @@ use arc_swap::ArcSwap;
 use std::sync::Arc;
 
 /// Maximum length of a query: a name has 255 bytes at most.
-pub(super) const QUESTION: usize = 4096;
+pub(super) const MAX_QUERY_SIZE: usize = 4096;
 
 /// The zones, which a reload replaces, and the table of nodes. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -31,14 +31,14 @@ impl NodeNames {
 
     /// Replaces the zones, and returns whether they have changed.
     pub fn replace(&self, zones: Zones) -> bool {
-        let new = **self.zones.load() != zones;
+        let changed = **self.zones.load() != zones;
         self.zones.store(Arc::new(zones));
-        new
+        changed
     }
 
-    pub(super) fn answer(&self, question: &[u8], over: Transport) -> Option<Vec<u8>> {
-        let (found, bytes) = answer(question, over, (&self.zones.load(), &self.nodes));
-        self.metrics.dns_query(found.as_str());
+    pub(super) fn answer(&self, question: &[u8], transport: Transport) -> Option<Vec<u8>> {
+        let (outcome, bytes) = answer(question, transport, (&self.zones.load(), &self.nodes));
+        self.metrics.count_dns_query(outcome.as_str());
         bytes
     }
 }

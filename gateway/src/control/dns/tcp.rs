@@ -5,7 +5,7 @@
 
 use super::{
     handler::Transport,
-    names::{NodeNames, QUESTION},
+    names::{MAX_QUERY_SIZE, NodeNames},
 };
 use causeway_rt::{connection_limit::Slot, listener::BoundSocket, socket::Socket, task::TaskGroup};
 use std::{io, pin::pin, time::Duration};
@@ -17,15 +17,15 @@ use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
 /// Maximum number of connections, at less than 10 KiB each.
-const CONNECTIONS: usize = 256;
+const MAX_CONNECTIONS: usize = 256;
 /// Idle timeout: the time for which forwarders commonly keep a connection open.
-const IDLE: Duration = Duration::from_secs(10);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout of the rest of a query, and of sending an answer.
-const TRANSFER: Duration = Duration::from_secs(2);
+const TRANSFER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum lifetime: after this time a connection ends with its next answer.
-const LIFE: Duration = Duration::from_mins(2);
+const MAX_LIFETIME: Duration = Duration::from_mins(2);
 /// Time for an answer that is being written when the server stops.
-const GRACE: Duration = Duration::from_millis(500);
+const SHUTDOWN_GRACE: Duration = Duration::from_millis(500);
 
 pub(super) async fn run(listener: BoundSocket, names: &NodeNames, stop: &CancellationToken) {
     let listener = match listener.attach() {
@@ -38,7 +38,7 @@ pub(super) async fn run(listener: BoundSocket, names: &NodeNames, stop: &Cancell
     let connections = TaskGroup::new(&CancellationToken::new());
     let limit = names
         .metrics
-        .connection_limit("dns_connections", CONNECTIONS);
+        .connection_limit("dns_connections", MAX_CONNECTIONS);
     loop {
         let (socket, from) = tokio::select! {
             biased;
@@ -57,7 +57,7 @@ pub(super) async fn run(listener: BoundSocket, names: &NodeNames, stop: &Cancell
             }
         });
     }
-    connections.drain(GRACE).await;
+    connections.drain(SHUTDOWN_GRACE).await;
 }
 
 async fn serve(
@@ -66,12 +66,12 @@ async fn serve(
     slot: &Slot,
     stop: &CancellationToken,
 ) -> io::Result<()> {
-    let until = Instant::now() + LIFE;
-    while Instant::now() < until {
+    let lifetime_end = Instant::now() + MAX_LIFETIME;
+    while Instant::now() < lifetime_end {
         let length = tokio::select! {
             biased;
             () = stop.cancelled() => return Ok(()),
-            length = timeout(IDLE, socket.read_u16()) => length,
+            length = timeout(IDLE_TIMEOUT, socket.read_u16()) => length,
         };
         let length = match length {
             // Nothing more to ask, or nothing for too long.
@@ -79,19 +79,19 @@ async fn serve(
             Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Ok(length) => usize::from(length?),
         };
-        if length > QUESTION {
+        if length > MAX_QUERY_SIZE {
             return Ok(());
         }
         let mut question = vec![0; length];
-        timeout(TRANSFER, socket.read_exact(&mut question)).await??;
-        let _busy = slot.busy();
+        timeout(TRANSFER_TIMEOUT, socket.read_exact(&mut question)).await??;
+        let _busy_guard = slot.busy();
         let Some(answer) = names.answer(&question, Transport::Tcp) else {
             return Ok(());
         };
         let length = u16::try_from(answer.len()).map_err(io::Error::other)?;
         // Sent as one segment: some clients treat the length alone as an answer.
-        let whole = [&length.to_be_bytes()[..], &answer].concat();
-        timeout(TRANSFER, socket.write_all(&whole)).await??;
+        let message = [&length.to_be_bytes()[..], &answer].concat();
+        timeout(TRANSFER_TIMEOUT, socket.write_all(&message)).await??;
     }
     Ok(())
 }

@@ -6,7 +6,7 @@
 
 use super::{
     handler::Transport,
-    names::{NodeNames, QUESTION},
+    names::{MAX_QUERY_SIZE, NodeNames},
 };
 use nix::{
     cmsg_space,
@@ -26,7 +26,7 @@ use tokio::{io::Interest, net::UdpSocket, time::sleep};
 use tokio_util::sync::CancellationToken;
 
 /// Pause when the machine lacks a resource.
-const PAUSE: Duration = Duration::from_millis(100);
+const ERROR_PAUSE: Duration = Duration::from_millis(100);
 
 /// Address that was queried.
 #[derive(Clone, Copy, Debug)]
@@ -46,25 +46,25 @@ pub(super) async fn run(socket: net::UdpSocket, names: &NodeNames, stop: &Cancel
             return;
         }
     };
-    let mut buffer = [0; QUESTION];
-    let mut said = false;
+    let mut buffer = [0; MAX_QUERY_SIZE];
+    let mut has_logged = false;
     loop {
-        let came = tokio::select! {
+        let received = tokio::select! {
             biased;
             () = stop.cancelled() => return,
             came = socket.async_io(Interest::READABLE, || receive(&socket, &mut buffer)) => came,
         };
-        match came {
-            Ok((length, from, asked)) => {
+        match received {
+            Ok((length, from, local_addr)) => {
                 if let Some(answer) = names.answer(&buffer[..length], Transport::Udp) {
-                    send(&socket, &answer, (&from, asked));
+                    send(&socket, &answer, (&from, local_addr));
                 }
             }
             Err(error) => {
-                if !std::mem::replace(&mut said, true) {
+                if !std::mem::replace(&mut has_logged, true) {
                     tracing::warn!(%error, "cannot receive DNS queries, retrying");
                 }
-                sleep(PAUSE).await;
+                sleep(ERROR_PAUSE).await;
             }
         }
     }
@@ -80,12 +80,16 @@ fn attach(socket: net::UdpSocket) -> io::Result<UdpSocket> {
 }
 
 fn receive(socket: &UdpSocket, buffer: &mut [u8]) -> io::Result<Received> {
-    let mut space = cmsg_space!(in_pktinfo, in6_pktinfo);
+    let mut control_buffer = cmsg_space!(in_pktinfo, in6_pktinfo);
     let mut parts = [IoSliceMut::new(buffer)];
     let flags = MsgFlags::empty();
-    let message =
-        recvmsg::<SockaddrStorage>(socket.as_raw_fd(), &mut parts, Some(&mut space), flags)?;
-    let asked = message.cmsgs()?.find_map(|control| match control {
+    let message = recvmsg::<SockaddrStorage>(
+        socket.as_raw_fd(),
+        &mut parts,
+        Some(&mut control_buffer),
+        flags,
+    )?;
+    let local_addr = message.cmsgs()?.find_map(|control| match control {
         ControlMessageOwned::Ipv4PacketInfo(info) => Some(LocalAddr::V4(in_pktinfo {
             // The routing table decides the return path.
             ipi_ifindex: 0,
@@ -99,11 +103,15 @@ fn receive(socket: &UdpSocket, buffer: &mut [u8]) -> io::Result<Received> {
         _ => None,
     });
     let from = message.address.ok_or(io::ErrorKind::InvalidData)?;
-    Ok((message.bytes, from, asked))
+    Ok((message.bytes, from, local_addr))
 }
 
-fn send(socket: &UdpSocket, answer: &[u8], (to, asked): (&SockaddrStorage, Option<LocalAddr>)) {
-    let from = match &asked {
+fn send(
+    socket: &UdpSocket,
+    answer: &[u8],
+    (to, local_addr): (&SockaddrStorage, Option<LocalAddr>),
+) {
+    let source_info = match &local_addr {
         Some(LocalAddr::V4(info)) => Some(ControlMessage::Ipv4PacketInfo(info)),
         Some(LocalAddr::V6(info)) => Some(ControlMessage::Ipv6PacketInfo(info)),
         None => None,
@@ -114,7 +122,7 @@ fn send(socket: &UdpSocket, answer: &[u8], (to, asked): (&SockaddrStorage, Optio
         Ok(sendmsg(
             fd,
             &parts,
-            from.as_slice(),
+            source_info.as_slice(),
             MsgFlags::empty(),
             Some(to),
         )?)

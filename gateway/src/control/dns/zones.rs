@@ -14,7 +14,7 @@ use hickory_proto::{
 use std::net::IpAddr;
 
 /// TTL of negative answers: an edge that joins must be found at once.
-pub(super) const NEGATIVE: u32 = 1;
+pub(super) const NEGATIVE_TTL: u32 = 1;
 
 /// The zones of a gateway.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -37,22 +37,22 @@ impl Zones {
     ///
     /// # Errors
     /// If a zone is no valid name, which a validated configuration excludes.
-    pub fn of(config: &Config) -> Result<Self, String> {
+    pub fn from_config(config: &Config) -> Result<Self, String> {
         let Some(dns) = &config.dns.0 else {
             return Ok(Self::default());
         };
-        let zone =
+        let parse_zone =
             |text: &String| Zone::of(text).map_err(|error| format!("dns.zones: {text}: {error}"));
-        let all: Result<Vec<Zone>, String> = dns.zones.iter().map(zone).collect();
+        let all: Result<Vec<Zone>, String> = dns.zones.iter().map(parse_zone).collect();
         Ok(Self {
             all: all?,
-            addresses: config.named_addresses(),
-            ttl: seconds(dns),
+            addresses: config.node_name_addresses(),
+            ttl: ttl_seconds(dns),
         })
     }
 
     /// Returns the zone that a name belongs to: the longest, since one may be inside another.
-    pub(super) fn holding(&self, name: &Name) -> Option<&Zone> {
+    pub(super) fn find_zone(&self, name: &Name) -> Option<&Zone> {
         let holding = self.all.iter().filter(|zone| zone.apex.zone_of(name));
         holding.max_by_key(|zone| zone.apex.iter().len())
     }
@@ -63,9 +63,17 @@ impl Zone {
         let mut apex = Name::from_ascii(text)?.to_lowercase();
         apex.set_fqdn(true);
         let server = Name::from_ascii("ns.dns")?.append_domain(&apex)?;
-        let answerable = Name::from_ascii("hostmaster")?.append_domain(&apex)?;
+        let responsible = Name::from_ascii("hostmaster")?.append_domain(&apex)?;
         // No secondary server copies the zone: the serial and the timers have no effect.
-        let soa = SOA::new(server.clone(), answerable, 1, 3600, 600, 86_400, NEGATIVE);
+        let soa = SOA::new(
+            server.clone(),
+            responsible,
+            1,
+            3600,
+            600,
+            86_400,
+            NEGATIVE_TTL,
+        );
         Ok(Self {
             apex,
             ns: NS(server),
@@ -75,7 +83,7 @@ impl Zone {
 
     /// Returns the labels before the zone, as the name of a node; empty at the apex. `None` if they can name no node: a dot
     /// inside a label would look like one between labels.
-    pub(super) fn within(&self, name: &Name) -> Option<String> {
+    pub(super) fn node_name_in(&self, name: &Name) -> Option<String> {
         let labels = name.iter().len().saturating_sub(self.apex.iter().len());
         let mut text = String::new();
         for label in name.iter().take(labels) {
@@ -91,6 +99,6 @@ impl Zone {
     }
 }
 
-fn seconds(dns: &Dns) -> u32 {
+fn ttl_seconds(dns: &Dns) -> u32 {
     u32::try_from(dns.ttl.as_secs()).unwrap_or(u32::MAX)
 }

@@ -1,8 +1,8 @@
 //! Blocking part of the enrolment: spends tokens and issues certificates.
 
 use super::{
-    Enrolment, HandlerState, JoinResponse, broken, exchange::not_yet, refuse, refused, revoked,
-    unknown,
+    Enrolment, HandlerState, JoinResponse, exchange::nodes_pending_problem, internal_problem,
+    problem, revoked_node_problem, token_problem, unknown_node_problem,
 };
 use crate::{
     control::{eligibility::untrusted_reason, http::ProblemDetails, signer::Signer},
@@ -23,7 +23,7 @@ impl Enrolment {
         Signer {
             ca: self.ca.clone(),
             nodes: self.nodes.reader(),
-            ledger: self.ledger.clone(),
+            record_writer: self.record_writer.clone(),
             lifetime: self.lifetime,
         }
     }
@@ -37,40 +37,40 @@ impl HandlerState {
         node: Option<NodeName>,
     ) -> Result<(NodeName, TokenRecord), ProblemDetails> {
         // An edge that does not name its node takes the node name in the token.
-        let node = node.map_or_else(|| self.meant(token), Ok)?;
+        let node = node.map_or_else(|| self.node_of_token(token), Ok)?;
         // A node that only the cluster knows has not joined here yet, so it is new.
         let nodes = self.enrolment.nodes.reader();
-        let standing = match nodes.recorded(&node) {
+        let node_status = match nodes.get_record(&node) {
             Some(_) => NodeStatus::Known,
             None => NodeStatus::New,
         };
-        if let Some(why) = nodes.revoked(&node) {
-            return Err(revoked(why));
+        if let Some(why) = nodes.revocation_reason(&node) {
+            return Err(revoked_node_problem(why));
         }
-        self.may_name_itself(token, &node)?;
+        self.check_node_name(token, &node)?;
         let redeemed = self
             .tokens()
-            .redeem(token, (&node, standing), UnixTime::now());
-        let record = redeemed.map_err(|why| refused(&why))?;
+            .redeem(token, (&node, node_status), UnixTime::now());
+        let record = redeemed.map_err(|why| token_problem(&why))?;
         Ok((node, record))
     }
 
     /// Checks that a node may take this name by a token that does not name it. A cluster's node that is not at the edge may not,
     /// or the owner of such a token would get that node's traffic. The token is not spent, and the reason may be temporary.
-    fn may_name_itself(&self, token: &JoinToken, node: &NodeName) -> Result<(), ProblemDetails> {
+    fn check_node_name(&self, token: &JoinToken, node: &NodeName) -> Result<(), ProblemDetails> {
         // Faults of the token itself are reported when the token is used.
-        let names_it = |meant: NodePattern| meant.node().is_some();
-        if self.tokens().meant(token).map_or(true, names_it) {
+        let names_one_node = |meant: NodePattern| meant.node().is_some();
+        if self.tokens().nodes_of(token).map_or(true, names_one_node) {
             return Ok(());
         }
         let nodes = self.enrolment.nodes.reader();
-        let mut problem = if nodes.pending().is_some() {
-            not_yet()
-        } else if nodes.is_clusters_edge(node) == Some(false) {
+        let mut problem = if nodes.pending_reason().is_some() {
+            nodes_pending_problem()
+        } else if nodes.cluster_says_edge(node) == Some(false) {
             let detail = format!(
                 "the cluster's Node {node} is not an edge node: give it one of the labels in kubernetes.edge_labels, or join with a token that names it (`causeway token create --node {node}`)"
             );
-            refuse(StatusCode::SERVICE_UNAVAILABLE, "node_elsewhere", detail)
+            problem(StatusCode::SERVICE_UNAVAILABLE, "node_elsewhere", detail)
         } else {
             return Ok(());
         };
@@ -84,12 +84,15 @@ impl HandlerState {
     }
 
     /// Returns the node for which a token was made.
-    fn meant(&self, token: &JoinToken) -> Result<NodeName, ProblemDetails> {
-        let nodes = self.tokens().meant(token).map_err(|why| refused(&why))?;
+    fn node_of_token(&self, token: &JoinToken) -> Result<NodeName, ProblemDetails> {
+        let nodes = self
+            .tokens()
+            .nodes_of(token)
+            .map_err(|why| token_problem(&why))?;
         nodes.node().ok_or_else(|| {
             let detail =
                 format!("the join token is for nodes {nodes}: set the name of the edge (node)");
-            refuse(StatusCode::FORBIDDEN, "node_missing", detail)
+            problem(StatusCode::FORBIDDEN, "node_missing", detail)
         })
     }
 
@@ -109,17 +112,17 @@ impl HandlerState {
         } = record;
         let now = UnixTime::now().as_secs();
         let reader = self.enrolment.nodes.reader();
-        let named_before = reader
-            .recorded(&node)
+        let was_named_by_token = reader
+            .get_record(&node)
             .is_some_and(|known| !known.follows_cluster);
-        let known = reader.get(&node).unwrap_or_default();
+        let previous = reader.get(&node).unwrap_or_default();
         let confirmed = Node {
             addresses,
             pool,
             labels,
             joined_at: now,
-            follows_cluster: nodes.node().is_none() && !named_before,
-            ..known
+            follows_cluster: nodes.node().is_none() && !was_named_by_token,
+            ..previous
         };
         let issued = self.sign(key, &node)?;
         let record = NodeRecord {
@@ -136,9 +139,12 @@ impl HandlerState {
             follows_cluster: confirmed.follows_cluster,
         };
         let Enrolment { store, nodes, .. } = &self.enrolment;
-        store.nodes().put(record).map_err(|error| broken(&error))?;
-        nodes.put(node.clone(), confirmed);
-        Ok(self.granted(node, &issued))
+        store
+            .nodes()
+            .put(record)
+            .map_err(|error| internal_problem(&error))?;
+        nodes.upsert(node.clone(), confirmed);
+        Ok(self.join_response(node, &issued))
     }
 
     /// Issues the next certificate of an enrolled edge. The disk decides: a node that is removed or revoked meanwhile stays so.
@@ -146,33 +152,42 @@ impl HandlerState {
         self: Arc<Self>,
         key: VerifiedPublicKey,
         node: NodeName,
-        shown: EdgeCertificate,
+        certificate: EdgeCertificate,
     ) -> Result<JoinResponse, ProblemDetails> {
-        let (desk, of) = (self.clone(), node.clone());
-        let (nodes, issued_at) = (self.enrolment.nodes.reader(), shown.issued_at);
+        let (state, node_name) = (self.clone(), node.clone());
+        let (nodes, issued_at) = (self.enrolment.nodes.reader(), certificate.issued_at);
         let issued = spawn_blocking(move || {
             // The root that admitted this connection may have been retired in the meantime.
-            let ca = desk.enrolment.ca.get();
-            let believed = |root| ca.fingerprints().contains(&root);
-            let believed = shown.root.is_none_or(believed);
-            if let Some(why) = untrusted_reason(believed, &of, &shown) {
-                return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
+            let ca = state.enrolment.ca.get();
+            let is_trusted_root = |root| ca.fingerprints().contains(&root);
+            let believed = certificate.root.is_none_or(is_trusted_root);
+            if let Some(why) = untrusted_reason(believed, &node_name, &certificate) {
+                return Err(problem(StatusCode::FORBIDDEN, "certificate_replaced", why));
             }
-            desk.sign(&key, &of)
+            state.sign(&key, &node_name)
         });
-        let issued = issued.await.map_err(|error| broken(&error))??;
-        let vouched = self.enrolment.vouched && nodes.is_clusters_edge(&node) == Some(true);
-        if vouched && nodes.recorded(&node).is_none() {
-            let arrived = self.enrolment.ledger.arrived_at(&node, issued_at).await;
-            arrived.map_err(|error| broken(&error))?;
+        let issued = issued.await.map_err(|error| internal_problem(&error))??;
+        let is_cluster_edge =
+            self.enrolment.accepts_cluster_identity && nodes.cluster_says_edge(&node) == Some(true);
+        if is_cluster_edge && nodes.get_record(&node).is_none() {
+            let recorded = self
+                .enrolment
+                .record_writer
+                .ensure_record_at(&node, issued_at)
+                .await;
+            recorded.map_err(|error| internal_problem(&error))?;
         }
-        let noted = self.enrolment.ledger.renewed(&node, issued.clone()).await;
-        match noted.map_err(|error| broken(&error))? {
-            None => Err(unknown(&node)),
+        let renewed = self
+            .enrolment
+            .record_writer
+            .record_renewal(&node, issued.clone())
+            .await;
+        match renewed.map_err(|error| internal_problem(&error))? {
+            None => Err(unknown_node_problem(&node)),
             Some(NodeRecord {
                 revoked: Some(why), ..
-            }) => Err(revoked(record_revoked(&node, &why.reason))),
-            Some(_) => Ok(self.granted(node, &issued)),
+            }) => Err(revoked_node_problem(record_revoked(&node, &why.reason))),
+            Some(_) => Ok(self.join_response(node, &issued)),
         }
     }
 
@@ -183,10 +198,10 @@ impl HandlerState {
     ) -> Result<IssuedCertificate, ProblemDetails> {
         let Enrolment { ca, lifetime, .. } = &self.enrolment;
         let issued = ca.get().issue_edge(key, node, *lifetime);
-        issued.map_err(|error| broken(&error))
+        issued.map_err(|error| internal_problem(&error))
     }
 
-    pub(super) fn granted(&self, node: NodeName, issued: &IssuedCertificate) -> JoinResponse {
+    pub(super) fn join_response(&self, node: NodeName, issued: &IssuedCertificate) -> JoinResponse {
         let Enrolment { ca, advertised, .. } = &self.enrolment;
         let ca = ca.get();
         JoinResponse {
@@ -194,7 +209,7 @@ impl HandlerState {
             root: ca.bundle_pem(),
             trust_domain: ca.trust_domain().to_string(),
             node,
-            gateways: advertised.all().gateways,
+            gateways: advertised.get().gateways,
         }
     }
 }

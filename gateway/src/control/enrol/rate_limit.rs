@@ -15,17 +15,17 @@ use std::{
 use tokio::time::Instant;
 
 /// Number of different wrong tokens from one address that are free.
-const FREE: usize = 5;
+const FREE_ATTEMPTS: usize = 5;
 /// Time without a wrong token after which an address starts again.
-const FORGET: Duration = Duration::from_mins(1);
+const FORGET_AFTER: Duration = Duration::from_mins(1);
 /// Maximum number of addresses in the table.
-const MOST: usize = 1024;
+const MAX_ADDRESSES: usize = 1024;
 
 #[derive(Debug)]
 struct FailedAttempts {
-    /// Hashes of the first [`FREE`] tokens.
+    /// Hashes of the first [`FREE_ATTEMPTS`] tokens.
     tokens: Vec<u64>,
-    last: Instant,
+    last_attempt: Instant,
 }
 
 /// The table of addresses.
@@ -37,37 +37,37 @@ pub(super) struct JoinRateLimiter {
 
 impl JoinRateLimiter {
     /// Returns the number of seconds that an address has to wait, if it has to.
-    pub(super) fn wait(&self, address: IpAddr) -> Option<u16> {
+    pub(super) fn retry_after(&self, address: IpAddr) -> Option<u16> {
         let attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
-        let seen = attempts
+        let entry = attempts
             .get(&address)
-            .filter(|seen| seen.tokens.len() >= FREE)?;
-        let left = FORGET.checked_sub(seen.last.elapsed())?;
+            .filter(|seen| seen.tokens.len() >= FREE_ATTEMPTS)?;
+        let left = FORGET_AFTER.checked_sub(entry.last_attempt.elapsed())?;
         u16::try_from(left.as_secs().max(1)).ok()
     }
 
     /// Records a wrong token from this address.
-    pub(super) fn failed(&self, address: IpAddr, token: &str) {
+    pub(super) fn record_failure(&self, address: IpAddr, token: &str) {
         let token = self.hasher.hash_one(token);
         let mut attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
-        if attempts.len() >= MOST && !attempts.contains_key(&address) {
-            let idle = attempts.iter().min_by_key(|(_, seen)| seen.last);
+        if attempts.len() >= MAX_ADDRESSES && !attempts.contains_key(&address) {
+            let idle = attempts.iter().min_by_key(|(_, seen)| seen.last_attempt);
             if let Some(idle) = idle.map(|(address, _)| *address) {
                 attempts.remove(&idle);
             }
         }
         let now = Instant::now();
-        let seen = attempts.entry(address).or_insert(FailedAttempts {
+        let entry = attempts.entry(address).or_insert(FailedAttempts {
             tokens: Vec::new(),
-            last: now,
+            last_attempt: now,
         });
-        if seen.last.elapsed() >= FORGET {
-            seen.tokens.clear();
+        if entry.last_attempt.elapsed() >= FORGET_AFTER {
+            entry.tokens.clear();
         }
-        if !seen.tokens.contains(&token) && seen.tokens.len() < FREE {
-            seen.tokens.push(token);
+        if !entry.tokens.contains(&token) && entry.tokens.len() < FREE_ATTEMPTS {
+            entry.tokens.push(token);
         }
-        seen.last = now;
+        entry.last_attempt = now;
     }
 }
 
@@ -80,23 +80,23 @@ mod tests {
         let strangers = JoinRateLimiter::default();
         let (one, other) = (IpAddr::from([192, 0, 2, 1]), IpAddr::from([192, 0, 2, 2]));
         for token in ["a", "b", "c", "d", "a", "d", "e"] {
-            assert_eq!(strangers.wait(one), None, "{token}");
-            strangers.failed(one, token);
+            assert_eq!(strangers.retry_after(one), None, "{token}");
+            strangers.record_failure(one, token);
         }
-        assert_eq!(strangers.wait(one), Some(60));
-        assert_eq!(strangers.wait(other), None);
-        tokio::time::advance(FORGET + Duration::from_secs(1)).await;
-        assert_eq!(strangers.wait(one), None);
-        strangers.failed(one, "a");
-        assert_eq!(strangers.wait(one), None, "the count starts again");
+        assert_eq!(strangers.retry_after(one), Some(60));
+        assert_eq!(strangers.retry_after(other), None);
+        tokio::time::advance(FORGET_AFTER + Duration::from_secs(1)).await;
+        assert_eq!(strangers.retry_after(one), None);
+        strangers.record_failure(one, "a");
+        assert_eq!(strangers.retry_after(one), None, "the count starts again");
     }
 
     #[test]
     fn the_table_is_bounded() {
         let strangers = JoinRateLimiter::default();
         for address in 0..2_000_u32 {
-            strangers.failed(IpAddr::from(address.to_be_bytes()), "a");
+            strangers.record_failure(IpAddr::from(address.to_be_bytes()), "a");
         }
-        assert_eq!(strangers.attempts.lock().unwrap().len(), MOST);
+        assert_eq!(strangers.attempts.lock().unwrap().len(), MAX_ADDRESSES);
     }
 }

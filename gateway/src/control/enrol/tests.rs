@@ -30,15 +30,15 @@ impl Counter {
             ca: world.live.clone(),
             store: world.store.clone(),
             nodes: world.nodes.clone(),
-            ledger: NodeRecordWriter::new(&world.store, &world.nodes),
+            record_writer: NodeRecordWriter::new(&world.store, &world.nodes),
             metrics: world.metrics.clone(),
             lifetime: Duration::from_hours(1),
             advertised: AdvertisedGateways::new(GatewayEndpoints {
                 gateways: vec!["gw.example:10262".to_owned()],
                 replicas: None,
             }),
-            vouched: true,
-            by_cluster: true,
+            accepts_cluster_identity: true,
+            accepts_cluster_certificates: true,
         });
         Self {
             world,
@@ -65,11 +65,11 @@ impl Counter {
     /// Posts a body, and returns status and answer.
     async fn post(&self, path: &str, peer: Option<Identity>, body: String) -> (u16, Value) {
         let peer = Peer {
-            issued: UnixTime::now().as_secs(),
+            issued_at: UnixTime::now().as_secs(),
             root: None,
             address: Some(HOME),
             identity: peer,
-            vouched: None,
+            cluster_certificate: None,
         };
         self.post_as(path, peer, body).await
     }
@@ -170,11 +170,11 @@ async fn each_refusal_has_its_reason() {
 async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
     let counter = Counter::open();
     let member = crate::state::ClusterNode {
-        edge: true,
+        is_edge: true,
         ..Default::default()
     };
     let members = [(name("edge-1"), member)].into();
-    counter.world.nodes.cluster(members);
+    counter.world.nodes.replace_cluster(members);
     let book = counter.world.store.tokens().unwrap();
     let pattern = (&"edge-*".parse().unwrap(), 2);
     let token = book.create_for(pattern, Duration::from_mins(1), NodeAttributes::default());
@@ -200,11 +200,11 @@ async fn a_pattern_token_takes_no_cluster_node_and_is_not_used_up() {
         create("*"),
         counter.token("cloud-2", Duration::from_mins(1)),
     );
-    nodes.pending("the API has not answered");
+    nodes.set_pending("the API has not answered");
     let refused = async |node| counter.refused(&any, node).await;
     assert_eq!(refused("cloud-1").await, (503, "nodes_unknown".to_owned()));
     let member = |edge| crate::state::ClusterNode {
-        edge,
+        is_edge: edge,
         ..Default::default()
     };
     let cluster = |of_edge_3| {
@@ -214,7 +214,7 @@ async fn a_pattern_token_takes_no_cluster_node_and_is_not_used_up() {
             ("edge-3", of_edge_3),
         ];
         let all = all.map(|(node, edge)| (name(node), member(edge)));
-        nodes.cluster(all.into());
+        nodes.replace_cluster(all.into());
     };
     cluster(true);
     assert_eq!(refused("cloud-1").await, (503, "node_elsewhere".to_owned()));
@@ -260,11 +260,11 @@ async fn requests_without_certificate_are_limited_per_address() {
     let counter = Counter::open();
     let from = |last: u8, identity, body: Body| {
         let peer = Peer {
-            issued: 0,
+            issued_at: 0,
             root: None,
             address: Some([192, 0, 2, last].into()),
             identity,
-            vouched: None,
+            cluster_certificate: None,
         };
         let request = Request::post("/v1/enrol").header("content-type", "application/json");
         let request = request.extension(peer).body(body).unwrap();
@@ -285,7 +285,7 @@ async fn requests_without_certificate_are_limited_per_address() {
         assert!(futures_util::FutureExt::now_or_never(each).is_none());
     }
     let read = asked.load(std::sync::atomic::Ordering::Relaxed);
-    assert!(read < STRANGERS_AT_ONCE, "{read} bodies are read at once");
+    assert!(read < MAX_UNAUTHENTICATED, "{read} bodies are read at once");
     let edge = Some(Identity::Edge(name("edge-1")));
     for (last, identity) in [(2, None), (1, edge)] {
         let answer = from(last, identity, Body::from("{")).await.unwrap();
@@ -330,7 +330,7 @@ async fn a_renewal_keeps_the_node_and_needs_its_certificate() {
     // The cluster, which decides this, has not answered yet.
     let (status, said) = counter.post("/v1/renew", edge(), body()).await;
     assert_eq!((status, &said["reason"]), (503, &json!("nodes_unknown")));
-    counter.world.nodes.cluster([].into());
+    counter.world.nodes.replace_cluster([].into());
     let (status, said) = counter.post("/v1/renew", edge(), body()).await;
     assert_eq!((status, &said["reason"]), (403, &json!("node_unknown")));
     let token = counter.token("edge-1", Duration::from_mins(1));
@@ -351,13 +351,13 @@ async fn an_edge_that_another_gateway_admitted_by_cluster_renews_here() {
     let edge = || Some(Identity::Edge(name("edge-1")));
     let cluster = |edge| {
         let member = crate::state::ClusterNode {
-            edge,
+            is_edge: edge,
             ..Default::default()
         };
         counter
             .world
             .nodes
-            .cluster([(name("edge-1"), member)].into());
+            .replace_cluster([(name("edge-1"), member)].into());
     };
     cluster(false);
     assert_eq!(counter.post("/v1/renew", edge(), body()).await.0, 403);
@@ -375,18 +375,18 @@ async fn a_certificate_that_is_no_longer_valid_renews_nothing() {
     assert_eq!(counter.join(&token, None, &counter.csr()).await.0, 200);
     let body = || json!({ "csr": counter.csr() }).to_string();
     let good = Peer {
-        issued: UnixTime::now().as_secs(),
+        issued_at: UnixTime::now().as_secs(),
         root: Some(counter.world.live.get().fingerprint()),
         address: Some(HOME),
         identity: Some(Identity::Edge(name("edge-1"))),
-        vouched: None,
+        cluster_certificate: None,
     };
     let retired = Peer {
         root: Some(crate::control::tests::world::new_ca("test.example").fingerprint()),
         ..good.clone()
     };
     let earlier = Peer {
-        issued: good.issued - 60,
+        issued_at: good.issued_at - 60,
         ..good.clone()
     };
     assert_eq!(counter.post_as("/v1/renew", good, body()).await.0, 200);
@@ -450,7 +450,7 @@ async fn an_edge_joins_and_renews_over_the_tunnel_port() {
     let control = verify::control_client(&edge).unwrap();
     let said = over_the_port(world, control, "/v1/renew", body.clone()).await;
     assert_eq!(said["node"], "edge-1");
-    world.nodes.cluster([].into());
+    world.nodes.replace_cluster([].into());
     let stranger = verify::control_client(&identity(&world.ca, "edge-9")).unwrap();
     let said = over_the_port(world, stranger, "/v1/renew", body).await;
     assert_eq!(said["reason"], "node_unknown");

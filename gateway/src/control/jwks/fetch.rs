@@ -1,7 +1,7 @@
 //! One fetch of a set of keys: resolve, connect, TLS, one GET.
 //!
 //! The server is trusted by its certificate alone (without TLS: because it is this machine). Redirects are not followed, and at
-//! most [`LARGEST`] bytes of an answer are read.
+//! most [`MAX_RESPONSE_BYTES`] bytes of an answer are read.
 
 use crate::state::KeySet;
 use bytes::Bytes;
@@ -22,7 +22,7 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
 /// Maximum size of an answer, in bytes: a set with 256 keys and their certificates.
-const LARGEST: usize = 1 << 20;
+const MAX_RESPONSE_BYTES: usize = 1 << 20;
 
 /// Source of keys.
 pub(super) struct JwksSource {
@@ -46,7 +46,7 @@ impl fmt::Display for JwksSource {
 }
 
 /// Timeout of connecting to one address: an address that does not answer leaves some of a fetch's time to the next.
-const DIAL: Duration = Duration::from_secs(1);
+const DIAL_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl JwksSource {
     /// Returns the source at a URL, whose server presents a certificate of `ca` (in PEM), or else of a CA that the system trusts.
@@ -59,16 +59,16 @@ impl JwksSource {
             .trim_start_matches('[')
             .trim_end_matches(']')
             .to_owned();
-        let encrypted = url.scheme_str() == Some("https");
-        let tls = if encrypted {
+        let is_https = url.scheme_str() == Some("https");
+        let tls = if is_https {
             let name = ServerName::try_from(host.clone());
             let name = name.map_err(|_| format!("{host} is not a valid name in a certificate"))?;
-            Some((connector(roots(ca)?)?, name))
+            Some((connector(root_store(ca)?)?, name))
         } else {
             None
         };
         Ok(Self {
-            port: url.port_u16().unwrap_or(if encrypted { 443 } else { 80 }),
+            port: url.port_u16().unwrap_or(if is_https { 443 } else { 80 }),
             url: url.clone(),
             host,
             tls,
@@ -94,22 +94,22 @@ impl JwksSource {
 
     async fn dial(&self) -> Result<TcpStream, String> {
         let (host, port) = (&self.host, self.port);
-        let found = resolve(host, port).await;
-        let found = found.map_err(|error| format!("{host} cannot be resolved: {error}"))?;
-        let mut failed =
+        let addresses = resolve(host, port).await;
+        let found = addresses.map_err(|error| format!("{host} cannot be resolved: {error}"))?;
+        let mut last_error =
             format!("{host} is not this machine, but http:// is allowed only for this machine");
         for address in found {
             // A name may resolve to another address than at the time when the configuration was read.
             if self.tls.is_none() && !address.ip().to_canonical().is_loopback() {
                 continue;
             }
-            match timeout(DIAL, TcpStream::connect(address)).await {
+            match timeout(DIAL_TIMEOUT, TcpStream::connect(address)).await {
                 Ok(Ok(tcp)) => return Ok(tcp),
-                Ok(Err(error)) => failed = format!("{address} cannot be reached: {error}"),
-                Err(_) => failed = format!("{address} does not answer within {DIAL:?}"),
+                Ok(Err(error)) => last_error = format!("{address} cannot be reached: {error}"),
+                Err(_) => last_error = format!("{address} does not answer within {DIAL_TIMEOUT:?}"),
             }
         }
-        Err(failed)
+        Err(last_error)
     }
 
     async fn get(
@@ -139,10 +139,14 @@ impl JwksSource {
         if status != StatusCode::OK {
             return Err(format!("the answer is {status}"));
         }
-        let body = Limited::new(response.into_body(), LARGEST).collect().await;
+        let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES)
+            .collect()
+            .await;
         body.map(http_body_util::Collected::to_bytes)
             .map_err(|error| {
-                format!("the answer is larger than {LARGEST} bytes or is incomplete: {error}")
+                format!(
+                    "the answer is larger than {MAX_RESPONSE_BYTES} bytes or is incomplete: {error}"
+                )
             })
     }
 }
@@ -156,11 +160,11 @@ fn connector(roots: RootCertStore) -> Result<TlsConnector, String> {
     Ok(Arc::new(config).into())
 }
 
-fn roots(ca: Option<&str>) -> Result<RootCertStore, String> {
+fn root_store(ca: Option<&str>) -> Result<RootCertStore, String> {
     let mut roots = RootCertStore::empty();
     let Some(ca) = ca else {
-        let found = rustls_native_certs::load_native_certs();
-        if roots.add_parsable_certificates(found.certs).0 == 0 {
+        let native_certs = rustls_native_certs::load_native_certs();
+        if roots.add_parsable_certificates(native_certs.certs).0 == 0 {
             return Err("the system has no CA certificates to verify the URL of the keys (install ca-certificates, or set jwks_ca)".to_owned());
         }
         return Ok(roots);

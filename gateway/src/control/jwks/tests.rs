@@ -28,7 +28,7 @@ async fn fetched_at(
         std::future::ready(answer(fetches.len()))
     };
     tokio::select! {
-        () = keep(writer, REFRESH, fetch) => {}
+        () = run_fetches(writer, REFRESH, fetch) => {}
         () = work(keys) => {}
     }
     fetches.into_inner().unwrap()
@@ -41,7 +41,7 @@ async fn seconds(seconds: u64) {
 
 #[tokio::test(start_paused = true)]
 async fn keys_are_fetched_at_once_and_then_as_often_as_configured() {
-    let table = JwksCache::fetched(REFRESH);
+    let table = JwksCache::refreshable(REFRESH);
     let work = async |_: &JwksCache| seconds(1210).await;
     assert_eq!(
         fetched_at(&table, work, |_| Some(set())).await,
@@ -51,12 +51,12 @@ async fn keys_are_fetched_at_once_and_then_as_often_as_configured() {
 
 #[tokio::test(start_paused = true)]
 async fn a_silent_issuer_is_retried_at_growing_intervals() {
-    let table = JwksCache::fetched(REFRESH);
+    let table = JwksCache::refreshable(REFRESH);
     let work = async |keys: &JwksCache| {
         seconds(60).await;
-        assert!(keys.now().is_err());
+        assert!(keys.current().is_err());
         seconds(41).await;
-        keys.now().unwrap();
+        keys.current().unwrap();
     };
     let answer = |time: usize| (time > 4).then(set);
     assert_eq!(fetched_at(&table, work, answer).await, [0, 10, 30, 60, 100]);
@@ -64,13 +64,13 @@ async fn a_silent_issuer_is_retried_at_growing_intervals() {
 
 #[tokio::test(start_paused = true)]
 async fn unknown_key_ids_cause_one_fetch_in_ten_seconds_per_issuer() {
-    let table = JwksCache::fetched(REFRESH);
+    let table = JwksCache::refreshable(REFRESH);
     let bound = Duration::from_secs(3);
     let work = async |keys: &JwksCache| {
         seconds(100).await;
         for _ in 0..15 {
             for _ in 0..1000 {
-                keys.anew(bound).await;
+                keys.request_fetch(bound).await;
             }
             seconds(1).await;
         }
@@ -170,8 +170,8 @@ async fn listeners_share_a_key_set_and_the_last_one_stops_the_fetches() {
     let jwt = Jwt::new("https://id.test", "causeway", url.parse().unwrap());
     let first = issuers.keys(&jwt, None).unwrap();
     let second = issuers.keys(&jwt, None).unwrap();
-    first.anew(Duration::from_mins(2)).await;
-    assert!(second.are(&first.now().unwrap()));
+    first.request_fetch(Duration::from_mins(2)).await;
+    assert!(second.is_current(&first.current().unwrap()));
     assert_eq!(asked.load(SeqCst), 1);
     assert!(
         metrics
@@ -187,5 +187,5 @@ async fn listeners_share_a_key_set_and_the_last_one_stops_the_fetches() {
     .await
     .unwrap();
     let third = issuers.keys(&jwt, None).unwrap();
-    assert!(third.now().is_err(), "the pauses start again");
+    assert!(third.current().is_err(), "the pauses start again");
 }

@@ -18,30 +18,33 @@ const GET: u16 = CONNTRACK | 1;
 /// `IPCTNL_MSG_CT_DELETE`.
 const DELETE: u16 = CONNTRACK | 2;
 /// `NLM_F_REQUEST | NLM_F_DUMP`.
-const LIST: u16 = 0x301;
+const FLAGS_DUMP: u16 = 0x301;
 /// `NLM_F_REQUEST | NLM_F_ACK`.
-const DO: u16 = 0x5;
+const FLAGS_ACK: u16 = 0x5;
 const TCP: u8 = 6;
 /// `CTA_TUPLE_ORIG`.
 const TUPLE_ORIG: u16 = 1;
 /// `CTA_ZONE`.
 const ZONE: u16 = 18;
 
-/// Deletes all tracked TCP connections to addresses that were `handed` over. Returns their number.
+/// Deletes all tracked TCP connections to addresses that were `is_moved` over. Returns their number.
 ///
 /// # Errors
 /// If the kernel does not list tracked connections, as without `nf_conntrack_netlink`.
-pub(super) fn forget(netlink: &Netlink, handed: impl Fn(&IpAddr) -> bool) -> io::Result<usize> {
-    let mut forgotten = Vec::new();
+pub(super) fn delete_connections(
+    netlink: &Netlink,
+    is_moved: impl Fn(&IpAddr) -> bool,
+) -> io::Result<usize> {
+    let mut deletions = Vec::new();
     let request = Request::new().op_get_dump(&Nfgenmsg::new());
-    let listed = netlink.ask(&message(GET, LIST, request.payload()), |_, body| {
+    let listed = netlink.request(&message(GET, FLAGS_DUMP, request.payload()), |_, body| {
         let (header, known) = OpGetDump::decode_request(body);
-        forgotten.extend(deletion(&header, &known, &handed));
+        deletions.extend(deletion(&header, &known, &is_moved));
     });
     listed.map_err(|(_, error)| error)?;
     let mut count = 0;
-    for deletion in forgotten {
-        match netlink.ask(&deletion, |_, _| {}) {
+    for deletion in deletions {
+        match netlink.request(&deletion, |_, _| {}) {
             Ok(()) => count += 1,
             // It ended by itself meanwhile.
             Err((_, error)) if error.kind() == io::ErrorKind::NotFound => {}
@@ -54,25 +57,25 @@ pub(super) fn forget(netlink: &Netlink, handed: impl Fn(&IpAddr) -> bool) -> io:
 /// Returns the message that deletes this connection, if its destination was handed over.
 fn deletion(
     header: &Nfgenmsg,
-    known: &IterableConntrackAttrs<'_>,
-    handed: impl Fn(&IpAddr) -> bool,
+    attributes: &IterableConntrackAttrs<'_>,
+    is_moved: impl Fn(&IpAddr) -> bool,
 ) -> Option<Vec<u8>> {
-    let original = known.get_tuple_orig().ok()?;
+    let original = attributes.get_tuple_orig().ok()?;
     let ip = original.get_tuple_ip().ok()?;
     let to = ip.get_ip_v4_dst().map(IpAddr::from);
     let to = to.or_else(|_| ip.get_ip_v6_dst().map(IpAddr::from)).ok()?;
     let protocol = original.get_tuple_proto().ok()?.get_proto_num().ok()?;
-    if protocol != TCP || !handed(&to) {
+    if protocol != TCP || !is_moved(&to) {
         return None;
     }
     let mut body = header.as_slice().to_vec();
     let tuple = push_nested_header(&mut body, TUPLE_ORIG);
     body.extend(original.get_buf());
     finalize_nested_header(&mut body, tuple);
-    if let Ok(zone) = known.get_zone() {
+    if let Ok(zone) = attributes.get_zone() {
         push_header(&mut body, ZONE, 2);
         body.extend(zone.to_be_bytes());
         body.extend([0; 2]);
     }
-    Some(message(DELETE, DO, &body))
+    Some(message(DELETE, FLAGS_ACK, &body))
 }

@@ -12,18 +12,18 @@ use nix::{
 use std::io;
 
 /// Buffer size. A batch is one message: 100,000 addresses fit.
-const ROOM: usize = 8 << 20;
+const SOCKET_BUFFER_SIZE: usize = 8 << 20;
 /// Maximum size of one part of a list from the kernel.
-const PIECE: usize = 64 << 10;
+const RECEIVE_CHUNK_SIZE: usize = 64 << 10;
 /// `NLMSG_ERROR`, which is also an acknowledgement, and `NLMSG_DONE`: the messages that end an answer contain its result.
-const ENDS: [u16; 2] = [2, 3];
+const RESULT_MESSAGES: [u16; 2] = [2, 3];
 
 /// Error of a request that the kernel did not execute.
 #[derive(Debug, thiserror::Error)]
-#[error("{what}{cause}")]
+#[error("{message_name}{cause}")]
 pub struct NetlinkError {
     /// Name of the message, if it has one.
-    what: String,
+    message_name: String,
     /// The cause.
     pub(super) cause: io::Error,
 }
@@ -31,7 +31,10 @@ pub struct NetlinkError {
 impl From<io::Error> for NetlinkError {
     fn from(cause: io::Error) -> Self {
         let what = String::new();
-        Self { what, cause }
+        Self {
+            message_name: what,
+            cause,
+        }
     }
 }
 
@@ -51,8 +54,8 @@ impl Netlink {
         socket.set_non_blocking(true)?;
         socket.set_cap_ack(true)?;
         // Fails only for processes without permission for nftables: later operations report that error.
-        let _ = setsockopt(&socket, SndBufForce, &ROOM);
-        socket.set_rx_buf_sz(i32::try_from(ROOM).unwrap_or(i32::MAX))?;
+        let _ = setsockopt(&socket, SndBufForce, &SOCKET_BUFFER_SIZE);
+        socket.set_rx_buf_sz(i32::try_from(SOCKET_BUFFER_SIZE).unwrap_or(i32::MAX))?;
         Ok(Self {
             socket,
             sequence: 0,
@@ -70,18 +73,21 @@ impl Netlink {
     ///
     /// # Errors
     /// The first error of the kernel.
-    pub(super) fn tell(&self, messages: &impl NetlinkChained) -> Result<(), NetlinkError> {
-        let mut heard = 0;
-        let asked = self.ask(messages.payload(), |_, _| heard += 1);
+    pub(super) fn send_acknowledged(
+        &self,
+        messages: &impl NetlinkChained,
+    ) -> Result<(), NetlinkError> {
+        let mut answers = 0;
+        let asked = self.request(messages.payload(), |_, _| answers += 1);
         asked.map_err(|(sequence, cause)| {
-            let place = sequence.and_then(|sequence| messages.get_index(sequence));
-            let name = place.map(|place| format!("{} ({place}): ", messages.name(place)));
+            let index = sequence.and_then(|sequence| messages.get_index(sequence));
+            let name = index.map(|place| format!("{} ({place}): ", messages.name(place)));
             NetlinkError {
-                what: name.unwrap_or_default(),
+                message_name: name.unwrap_or_default(),
                 cause,
             }
         })?;
-        if heard == 0 {
+        if answers == 0 {
             return Err(io::Error::other("the kernel does not answer").into());
         }
         Ok(())
@@ -91,31 +97,33 @@ impl Netlink {
     ///
     /// # Errors
     /// The first error of the kernel, and the number of the message if the error is about one.
-    pub(super) fn ask(
+    pub(super) fn request(
         &self,
         messages: &[u8],
-        mut see: impl FnMut(u16, &[u8]),
+        mut on_message: impl FnMut(u16, &[u8]),
     ) -> Result<(), (Option<u32>, io::Error)> {
         self.socket
             .send(messages, 0)
             .map_err(|error| (None, error))?;
-        let mut failed = None;
-        let mut piece = Vec::with_capacity(PIECE);
+        let mut first_error = None;
+        let mut chunk = Vec::with_capacity(RECEIVE_CHUNK_SIZE);
         loop {
-            piece.clear();
-            match self.socket.recv(&mut piece, 0) {
+            chunk.clear();
+            match self.socket.recv(&mut chunk, 0) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) => return Err((None, error)),
             }
-            each(&piece, |header, body| match error(header.r#type, body) {
-                Some(error) => {
-                    failed.get_or_insert((Some(header.seq), error));
+            for_each_message(&chunk, |header, body| {
+                match message_error(header.r#type, body) {
+                    Some(error) => {
+                        first_error.get_or_insert((Some(header.seq), error));
+                    }
+                    None => on_message(header.r#type, body),
                 }
-                None => see(header.r#type, body),
             });
         }
-        failed.map_or(Ok(()), Err)
+        first_error.map_or(Ok(()), Err)
     }
 }
 
@@ -129,7 +137,7 @@ pub(super) fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
 }
 
 /// Passes each received message to `see`.
-fn each(mut received: &[u8], mut see: impl FnMut(&Nlmsghdr, &[u8])) {
+fn for_each_message(mut received: &[u8], mut see: impl FnMut(&Nlmsghdr, &[u8])) {
     while let Some(header) = received.get(..Nlmsghdr::len()) {
         let Some(header) = Nlmsghdr::new_from_slice(header) else {
             return;
@@ -145,9 +153,9 @@ fn each(mut received: &[u8], mut see: impl FnMut(&Nlmsghdr, &[u8])) {
 }
 
 /// Returns the error of a message, if it has one; an acknowledgement has none.
-fn error(kind: u16, body: &[u8]) -> Option<io::Error> {
+fn message_error(kind: u16, body: &[u8]) -> Option<io::Error> {
     let code = i32::from_ne_bytes(body.get(..4)?.try_into().ok()?);
-    (ENDS.contains(&kind) && code < 0).then(|| Errno::from_raw(-code).into())
+    (RESULT_MESSAGES.contains(&kind) && code < 0).then(|| Errno::from_raw(-code).into())
 }
 
 #[cfg(test)]
@@ -163,9 +171,9 @@ mod tests {
             message(9, 0, b"abc\0"),
         ];
         let mut seen = Vec::new();
-        each(&sent.concat(), |header, body| {
+        for_each_message(&sent.concat(), |header, body| {
             let kind = header.r#type;
-            seen.push((kind, error(kind, body).map(|error| error.kind())));
+            seen.push((kind, message_error(kind, body).map(|error| error.kind())));
         });
         let denied = Some(io::ErrorKind::PermissionDenied);
         assert_eq!(seen, [(2, denied), (2, None), (9, None)]);
@@ -175,7 +183,7 @@ mod tests {
     fn truncated_messages_are_skipped() {
         let whole = message(9, 0, b"abcd");
         for cut in 0..whole.len() {
-            each(&whole[..cut], |_, _| panic!("{cut}"));
+            for_each_message(&whole[..cut], |_, _| panic!("{cut}"));
         }
     }
 }

@@ -17,13 +17,13 @@ use std::ffi::{CStr, CString};
 /// `NF_IP_PRI_NAT_DST`.
 const DSTNAT: i32 = -100;
 /// `NFT_FIB_RESULT_ADDRTYPE`, which the library numbers wrongly.
-const ADDRESS_TYPE: u32 = 3;
+const FIB_ADDRESS_TYPE: u32 = 3;
 /// `RTN_LOCAL`: an address of this host, loopback included.
-const LOCAL: u32 = 2;
+const RTN_LOCAL: u32 = 2;
 const TCP: u8 = 6;
 
 /// Adds a chain at this hook, which excludes this host's own addresses.
-pub(super) fn hooked(batch: &mut Chained<'static>, table: &CString, chain: &str, hook: u32) {
+pub(super) fn add_chain(batch: &mut Chained<'static>, table: &CString, chain: &str, hook: u32) {
     batch
         .request()
         .set_create()
@@ -35,16 +35,16 @@ pub(super) fn hooked(batch: &mut Chained<'static>, table: &CString, chain: &str,
         .nested_hook()
         .push_num(hook)
         .push_priority(DSTNAT);
-    rule(batch, table, chain, |expressions| {
+    add_rule(batch, table, chain, |expressions| {
         let kind = expressions
             .nested_elem()
             .nested_data_fib()
             .push_dreg(REGISTER)
-            .push_result(ADDRESS_TYPE)
+            .push_result(FIB_ADDRESS_TYPE)
             .push_flags(FibFlags::Daddr as u32)
             .end_nested()
             .end_nested();
-        equals(kind, &LOCAL.to_ne_bytes())
+        compare_register(kind, &RTN_LOCAL.to_ne_bytes())
             .nested_elem()
             .nested_data_immediate()
             .push_dreg(Registers::RegVerdict as u32)
@@ -55,14 +55,14 @@ pub(super) fn hooked(batch: &mut Chained<'static>, table: &CString, chain: &str,
 }
 
 /// `meta nfproto FAMILY ip daddr @edges redirect to :tcp dport map @ports`.
-pub(super) fn redirection(
+pub(super) fn add_redirect_rule(
     batch: &mut Chained<'static>,
     table: &CString,
     chain: &str,
     (family, map): (&Family, &str),
 ) {
-    rule(batch, table, chain, |expressions| {
-        let told = to(expressions, family, family.addresses);
+    add_rule(batch, table, chain, |expressions| {
+        let told = match_destination(expressions, family, family.addresses);
         let told = told
             .nested_elem()
             .nested_data_payload()
@@ -78,14 +78,14 @@ pub(super) fn redirection(
 }
 
 /// `meta nfproto FAMILY ip daddr @pods redirect to :PORT`.
-pub(super) fn redirection_of_pods(
+pub(super) fn add_pod_redirect_rule(
     batch: &mut Chained<'static>,
     table: &CString,
     chain: &str,
     (family, port): (&Family, u16),
 ) {
-    rule(batch, table, chain, |expressions| {
-        let told = to(expressions, family, family.pods);
+    add_rule(batch, table, chain, |expressions| {
+        let told = match_destination(expressions, family, family.pods);
         let told = told
             .nested_elem()
             .nested_data_immediate()
@@ -100,13 +100,13 @@ pub(super) fn redirection_of_pods(
 }
 
 /// Continues if the packet is TCP of this family to a member of the set.
-fn to<P: Pusher>(
+fn match_destination<P: Pusher>(
     expressions: PushExprListAttrs<P>,
     family: &Family,
     set: &str,
 ) -> PushExprListAttrs<P> {
-    let told = is(expressions, MetaKeys::Nfproto, family.protocol);
-    let told = is(told, MetaKeys::L4Proto, TCP);
+    let told = match_meta(expressions, MetaKeys::Nfproto, family.protocol);
+    let told = match_meta(told, MetaKeys::L4Proto, TCP);
     let told = told
         .nested_elem()
         .nested_data_payload()
@@ -121,11 +121,11 @@ fn to<P: Pusher>(
 
 const REGISTER: u32 = Registers::Reg1 as u32;
 
-fn rule(
+fn add_rule(
     batch: &mut Chained<'static>,
     table: &CString,
     chain: &str,
-    say: impl FnOnce(PushExprListAttrs<PushRuleAttrs<&mut Vec<u8>>>),
+    fill_expressions: impl FnOnce(PushExprListAttrs<PushRuleAttrs<&mut Vec<u8>>>),
 ) {
     let request = batch.request().set_create().set_append();
     let mut request = request.op_newrule_do(&header());
@@ -133,10 +133,10 @@ fn rule(
         .encode()
         .push_table(table)
         .push_chain_bytes(chain.as_bytes());
-    say(rule.nested_expressions());
+    fill_expressions(rule.nested_expressions());
 }
 
-fn is<P: Pusher>(
+fn match_meta<P: Pusher>(
     expressions: PushExprListAttrs<P>,
     key: MetaKeys,
     value: u8,
@@ -148,11 +148,14 @@ fn is<P: Pusher>(
         .push_key(key as u32)
         .end_nested()
         .end_nested();
-    equals(told, &[value])
+    compare_register(told, &[value])
 }
 
 /// Continues if the register has this value.
-fn equals<P: Pusher>(expressions: PushExprListAttrs<P>, value: &[u8]) -> PushExprListAttrs<P> {
+fn compare_register<P: Pusher>(
+    expressions: PushExprListAttrs<P>,
+    value: &[u8],
+) -> PushExprListAttrs<P> {
     expressions
         .nested_elem()
         .nested_data_cmp()
@@ -177,7 +180,7 @@ fn lookup<P: Pusher>(
     let set = [set.as_bytes(), &[0]].concat();
     let register = REGISTER.to_be_bytes();
     let all: [(u16, &[u8]); 3] = [(SET, &set), (SOURCE, &register), (DESTINATION, &register)];
-    expression(expressions, c"lookup", if map { &all } else { &all[..2] })
+    push_expression(expressions, c"lookup", if map { &all } else { &all[..2] })
 }
 
 /// Redirects to the port in the register. The library has no such expression.
@@ -187,10 +190,10 @@ fn redirect<P: Pusher>(expressions: PushExprListAttrs<P>) {
     /// `NF_NAT_RANGE_PROTO_SPECIFIED`.
     const PROTO_SPECIFIED: u32 = 2;
     let (port, flags) = (REGISTER.to_be_bytes(), PROTO_SPECIFIED.to_be_bytes());
-    expression(expressions, c"redir", &[(PORT, &port), (FLAGS, &flags)]);
+    push_expression(expressions, c"redir", &[(PORT, &port), (FLAGS, &flags)]);
 }
 
-fn expression<P: Pusher>(
+fn push_expression<P: Pusher>(
     expressions: PushExprListAttrs<P>,
     name: &CStr,
     attributes: &[(u16, &[u8])],

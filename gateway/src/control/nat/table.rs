@@ -21,9 +21,9 @@ use std::{
 /// `NFNL_SUBSYS_NFTABLES`, the subsystem of a batch.
 const NFTABLES: u16 = 10;
 /// Maximum number of elements in one message, whose attributes are 64 KiB at most.
-const AT_ONCE: usize = 1000;
+const MAX_ELEMENTS_PER_MESSAGE: usize = 1000;
 /// Type numbers by which `nft` displays the elements of a set.
-const SERVICE: u32 = 13;
+const INET_SERVICE_TYPE: u32 = 13;
 
 /// A hook, its number, and the maps of ports of its chain, by family.
 const CHAINS: [(&str, u32, [&str; 2]); 2] = [
@@ -36,7 +36,7 @@ const CHAINS: [(&str, u32, [&str; 2]); 2] = [
 pub(super) struct Table {
     netlink: Netlink,
     name: CString,
-    stands: bool,
+    exists: bool,
 }
 
 impl Table {
@@ -47,7 +47,7 @@ impl Table {
         let sequence = netlink.reserve(1);
         let mut batch = Chained::new(sequence);
         batch.request().op_getgen_do(&header());
-        let asked = netlink.tell(&batch.finalize());
+        let asked = netlink.send_acknowledged(&batch.finalize());
         asked.map_err(|error| match error.cause.raw_os_error() {
             Some(EPERM | EACCES) => NatError::NotAllowed,
             _ => NatError::Unsupported(error.cause),
@@ -55,24 +55,28 @@ impl Table {
         Ok(Self {
             netlink,
             name: CString::new(name).unwrap_or_default(),
-            stands: false,
+            exists: false,
         })
     }
 
     /// Replaces the table of this name in one step.
-    pub(super) fn replace(&mut self, led: &RedirectSet, ports: &PortMap) -> Result<(), NatError> {
-        let done = self.batch(|batch, name| {
+    pub(super) fn replace(
+        &mut self,
+        redirected: &RedirectSet,
+        ports: &PortMap,
+    ) -> Result<(), NatError> {
+        let done = self.run_batch(|batch, name| {
             // Deleting a table that does not exist fails on kernels before 6.3, so the table is created first.
-            make(batch, name, None);
+            add_table(batch, name, None);
             batch
                 .request()
                 .op_deltable_do(&header())
                 .encode()
                 .push_name(name);
-            make(batch, name, Some(TableFlags::Owner));
+            add_table(batch, name, Some(TableFlags::Owner));
             for family in &FAMILIES {
-                set(batch, name, family.addresses, (family, 0));
-                set(
+                add_set(batch, name, family.addresses, (family, 0));
+                add_set(
                     batch,
                     name,
                     family.pods,
@@ -80,24 +84,29 @@ impl Table {
                 );
             }
             for (chain, hook, maps) in CHAINS {
-                rules::hooked(batch, name, chain, hook);
+                rules::add_chain(batch, name, chain, hook);
                 for (family, map) in FAMILIES.iter().zip(maps) {
-                    let place = (chain == "output", family.length == 4);
-                    port_map(batch, name, map, ports.of(place.0, place.1));
-                    rules::redirection(batch, name, chain, (family, map));
-                    if let Some(port) = ports.of_pods(place.0, place.1) {
-                        rules::redirection_of_pods(batch, name, chain, (family, port));
+                    let origin_and_family = (chain == "output", family.length == 4);
+                    add_port_map(
+                        batch,
+                        name,
+                        map,
+                        ports.ports_of(origin_and_family.0, origin_and_family.1),
+                    );
+                    rules::add_redirect_rule(batch, name, chain, (family, map));
+                    if let Some(port) = ports.pod_port(origin_and_family.0, origin_and_family.1) {
+                        rules::add_pod_redirect_rule(batch, name, chain, (family, port));
                     }
                 }
             }
-            elements(batch, name, &led.edges, true);
-            intervals(batch, name, &led.pods);
+            change_addresses(batch, name, &redirected.edge_addresses, true);
+            add_networks(batch, name, &redirected.pod_networks);
         });
         done.map_err(|error| match error.cause.raw_os_error() {
-            Some(EPERM) => NatError::Taken(self.name.to_string_lossy().into_owned()),
+            Some(EPERM) => NatError::TableInUse(self.name.to_string_lossy().into_owned()),
             _ => NatError::Kernel(error),
         })?;
-        self.stands = true;
+        self.exists = true;
         Ok(())
     }
 
@@ -107,19 +116,19 @@ impl Table {
         added: &BTreeSet<IpAddr>,
         removed: &BTreeSet<IpAddr>,
     ) -> Result<(), NatError> {
-        let done = self.batch(|batch, name| {
-            elements(batch, name, added, true);
-            elements(batch, name, removed, false);
+        let done = self.run_batch(|batch, name| {
+            change_addresses(batch, name, added, true);
+            change_addresses(batch, name, removed, false);
         });
         done.map_err(NatError::Kernel)
     }
 
     /// Removes the table.
     pub(super) fn remove(&mut self) -> Result<(), NatError> {
-        if !std::mem::take(&mut self.stands) {
+        if !std::mem::take(&mut self.exists) {
             return Ok(());
         }
-        let done = self.batch(|batch, name| {
+        let done = self.run_batch(|batch, name| {
             batch
                 .request()
                 .op_deltable_do(&header())
@@ -129,23 +138,23 @@ impl Table {
         done.map_err(NatError::Kernel)
     }
 
-    fn batch(
+    fn run_batch(
         &mut self,
         fill: impl FnOnce(&mut Chained<'static>, &CString),
     ) -> Result<(), NetlinkError> {
-        let mut outer = Nfgenmsg::new();
-        outer.set_res_id(NFTABLES);
+        let mut batch_header = Nfgenmsg::new();
+        batch_header.set_res_id(NFTABLES);
         // More than ever needed: 100,000 addresses take 100 messages.
         let sequence = self.netlink.reserve(1 << 16);
         let mut batch = Chained::new(sequence);
-        batch.request().op_batch_begin_do(&outer);
+        batch.request().op_batch_begin_do(&batch_header);
         fill(&mut batch, &self.name);
-        batch.request().op_batch_end_do(&outer);
-        self.netlink.tell(&batch.finalize())
+        batch.request().op_batch_end_do(&batch_header);
+        self.netlink.send_acknowledged(&batch.finalize())
     }
 }
 
-fn make(batch: &mut Chained<'static>, table: &CString, flags: Option<TableFlags>) {
+fn add_table(batch: &mut Chained<'static>, table: &CString, flags: Option<TableFlags>) {
     let mut made = batch.request().set_create().op_newtable_do(&header());
     let attributes = made.encode().push_name(table);
     if let Some(flags) = flags {
@@ -154,7 +163,12 @@ fn make(batch: &mut Chained<'static>, table: &CString, flags: Option<TableFlags>
 }
 
 /// Adds a set of addresses, or of intervals of addresses.
-fn set(batch: &mut Chained<'static>, table: &CString, name: &str, (family, flags): (&Family, u32)) {
+fn add_set(
+    batch: &mut Chained<'static>,
+    table: &CString,
+    name: &str,
+    (family, flags): (&Family, u32),
+) {
     batch
         .request()
         .set_create()
@@ -163,13 +177,18 @@ fn set(batch: &mut Chained<'static>, table: &CString, name: &str, (family, flags
         .push_table(table)
         .push_name_bytes(name.as_bytes())
         .push_flags(flags)
-        .push_key_type(family.kind)
+        .push_key_type(family.key_type)
         .push_key_len(family.length)
         .push_id(1);
 }
 
 /// Adds a map from a node's port to a port on this host, with its elements.
-fn port_map(batch: &mut Chained<'static>, table: &CString, name: &str, ports: &BTreeMap<u16, u16>) {
+fn add_port_map(
+    batch: &mut Chained<'static>,
+    table: &CString,
+    name: &str,
+    ports: &BTreeMap<u16, u16>,
+) {
     batch
         .request()
         .set_create()
@@ -178,9 +197,9 @@ fn port_map(batch: &mut Chained<'static>, table: &CString, name: &str, ports: &B
         .push_table(table)
         .push_name_bytes(name.as_bytes())
         .push_flags(SetFlags::Map as u32)
-        .push_key_type(SERVICE)
+        .push_key_type(INET_SERVICE_TYPE)
         .push_key_len(2)
-        .push_data_type(SERVICE)
+        .push_data_type(INET_SERVICE_TYPE)
         .push_data_len(2)
         .push_id(2);
     if ports.is_empty() {
@@ -206,29 +225,29 @@ fn port_map(batch: &mut Chained<'static>, table: &CString, name: &str, ports: &B
 }
 
 /// Adds addresses, or removes them.
-fn elements(
+fn change_addresses(
     batch: &mut Chained<'static>,
     table: &CString,
     addresses: &BTreeSet<IpAddr>,
-    add: bool,
+    is_add: bool,
 ) {
     for family in &FAMILIES {
-        let own = addresses
+        let family_addresses = addresses
             .iter()
             .filter(|a| a.is_ipv4() == (family.length == 4));
-        let values: Vec<Vec<u8>> = own.map(octets).collect();
-        for some in values.chunks(AT_ONCE) {
+        let values: Vec<Vec<u8>> = family_addresses.map(octets).collect();
+        for chunk in values.chunks(MAX_ELEMENTS_PER_MESSAGE) {
             let fill = |list: PushSetelemListAttrs<&mut Vec<u8>>| {
                 let list = list
                     .push_table(table)
                     .push_set_bytes(family.addresses.as_bytes());
                 let mut list = list.nested_elements();
-                for value in some {
+                for value in chunk {
                     let element = list.nested_elem().nested_key().push_value(value);
                     list = element.end_nested().end_nested();
                 }
             };
-            if add {
+            if is_add {
                 let request = batch.request().set_create();
                 fill(request.op_newsetelem_do(&header()).encode());
             } else {
@@ -239,7 +258,7 @@ fn elements(
 }
 
 /// Adds networks to the sets of pods. Adjacent and nested networks are merged, since intervals may not overlap.
-fn intervals(batch: &mut Chained<'static>, table: &CString, pods: &BTreeSet<IpNet>) {
+fn add_networks(batch: &mut Chained<'static>, table: &CString, pods: &BTreeSet<IpNet>) {
     /// `NFT_SET_ELEM_INTERVAL_END`.
     const END: u32 = 1;
     let all: Vec<IpNet> = pods.iter().copied().collect();
@@ -249,19 +268,19 @@ fn intervals(batch: &mut Chained<'static>, table: &CString, pods: &BTreeSet<IpNe
             .iter()
             .filter(|net| net.addr().is_ipv4() == (family.length == 4));
         let own: Vec<_> = own.collect();
-        for some in own.chunks(AT_ONCE / 2) {
+        for chunk in own.chunks(MAX_ELEMENTS_PER_MESSAGE / 2) {
             let mut put = batch.request().set_create().op_newsetelem_do(&header());
             let put = put
                 .encode()
                 .push_table(table)
                 .push_set_bytes(family.pods.as_bytes());
             let mut list = put.nested_elements();
-            for net in some {
+            for net in chunk {
                 let element = list.nested_elem().nested_key();
                 let begun = element.push_value(&octets(&net.network()));
                 list = begun.end_nested().end_nested();
                 // The last network of all has no end.
-                if let Some(next) = behind(net) {
+                if let Some(next) = address_after(net) {
                     let element = list.nested_elem().nested_key();
                     let ended = element.push_value(&octets(&next)).end_nested();
                     list = ended.push_flags(&END.to_be_bytes()).end_nested();
@@ -272,7 +291,7 @@ fn intervals(batch: &mut Chained<'static>, table: &CString, pods: &BTreeSet<IpNe
 }
 
 /// Returns the first address after a network.
-fn behind(net: &IpNet) -> Option<IpAddr> {
+fn address_after(net: &IpNet) -> Option<IpAddr> {
     Some(match net.broadcast() {
         IpAddr::V4(last) => Ipv4Addr::from_bits(last.to_bits().checked_add(1)?).into(),
         IpAddr::V6(last) => Ipv6Addr::from_bits(last.to_bits().checked_add(1)?).into(),

@@ -33,7 +33,13 @@ fn a_listener_receives_only_traffic_for_its_socket() {
         ("gone".to_owned(), None),
     ];
     let ports = PortMap::new(&redirect, &listeners, &standing);
-    let of = |local, v4| ports.of(local, v4).clone().into_iter().collect::<Vec<_>>();
+    let of = |local, v4| {
+        ports
+            .ports_of(local, v4)
+            .clone()
+            .into_iter()
+            .collect::<Vec<_>>()
+    };
     assert_eq!(of(true, true), [(9200, 4002), (10250, 4000)]);
     assert_eq!(of(true, false), [(9100, 4001), (9200, 4002)]);
     assert_eq!(of(false, true), [(9200, 4002), (10250, 4000)]);
@@ -53,11 +59,11 @@ fn pod_addresses_are_redirected_only_to_reachable_listeners() {
     ] {
         let standing = [("pods".to_owned(), Some(address.parse().unwrap()))];
         let ports = PortMap::new(&redirect, &[listener("pods", 1)], &standing);
-        let of = |local| [true, false].map(|v4| ports.of_pods(local, v4));
+        let of = |local| [true, false].map(|v4| ports.pod_port(local, v4));
         assert_eq!((of(true), of(false)), (local, forwarded), "{address}");
-        assert!(ports.leads_pods());
+        assert!(ports.redirects_pods());
     }
-    assert!(!PortMap::default().leads_pods());
+    assert!(!PortMap::default().redirects_pods());
 }
 
 #[test]
@@ -71,9 +77,9 @@ fn local_addresses_are_never_redirected() {
         "ff02::1",
         "255.255.255.255",
     ] {
-        assert!(!routable(&text.parse().unwrap()), "{text}");
+        assert!(!is_redirectable(&text.parse().unwrap()), "{text}");
     }
     for text in ["10.0.0.1", "2001:db8::1", "fd00::1"] {
-        assert!(routable(&text.parse().unwrap()), "{text}");
+        assert!(is_redirectable(&text.parse().unwrap()), "{text}");
     }
 }

@@ -8,7 +8,7 @@ use crate::control::{
     node_records::NodeRecordWriter,
     node_sync::NodeSync,
     pin_writer::PinWriter,
-    tunnel_listener::{LiveTls, Places, Tls, TunnelListener},
+    tunnel_listener::{LiveTls, Tls, TunnelListener, TunnelPortLimits},
 };
 use crate::{
     config,
@@ -72,12 +72,12 @@ fn enrolment(
         ca: ca.clone(),
         store: store.clone(),
         nodes: nodes.clone(),
-        ledger: ledger.clone(),
+        record_writer: ledger.clone(),
         metrics: metrics.clone(),
         lifetime: LIFE,
         advertised: advertised(&["gw.example:10262"]),
-        vouched: true,
-        by_cluster: true,
+        accepts_cluster_identity: true,
+        accepts_cluster_certificates: true,
     }
 }
 
@@ -120,12 +120,12 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn start() -> Self {
-        Self::on(&Workers::here())
+        Self::on(&Workers::on_current_runtime())
     }
 
     /// Starts a gateway that follows a cluster, which has not named its nodes yet.
     pub(crate) fn of_a_cluster() -> Self {
-        Self::with(&Workers::here(), true)
+        Self::with(&Workers::on_current_runtime(), true)
     }
 
     pub(crate) fn on(workers: &Workers) -> Self {
@@ -134,7 +134,7 @@ impl World {
 
     /// Starts a gateway from which edges read by these rules.
     pub(crate) fn read(api_cache: &config::ApiCache) -> Self {
-        Self::made(&Workers::here(), false, Some(api_cache))
+        Self::made(&Workers::on_current_runtime(), false, Some(api_cache))
     }
 
     fn with(workers: &Workers, cluster: bool) -> Self {
@@ -142,9 +142,14 @@ impl World {
     }
 
     /// Starts a gateway with these limits, and with the default timeouts.
-    pub(crate) fn with_places(places: Places) -> Self {
+    pub(crate) fn with_places(places: TunnelPortLimits) -> Self {
         let settings = config::Tunnel::default();
-        Self::built(&Workers::here(), false, None, (settings, places))
+        Self::built(
+            &Workers::on_current_runtime(),
+            false,
+            None,
+            (settings, places),
+        )
     }
 
     fn made(workers: &Workers, cluster: bool, api_cache: Option<&config::ApiCache>) -> Self {
@@ -152,7 +157,7 @@ impl World {
             workers,
             cluster,
             api_cache,
-            (impatient(), Places::default()),
+            (impatient(), TunnelPortLimits::default()),
         )
     }
 
@@ -160,7 +165,7 @@ impl World {
         workers: &Workers,
         cluster: bool,
         api_cache: Option<&config::ApiCache>,
-        (settings, places): (config::Tunnel, Places),
+        (settings, places): (config::Tunnel, TunnelPortLimits),
     ) -> Self {
         install_provider();
         let dir = tempfile::tempdir().unwrap();
@@ -171,7 +176,7 @@ impl World {
         let (nodes, metrics) = (NodesWriter::default(), Metrics::new());
         let (registry, tickets) = (Registry::new(workers), TicketSecret::random());
         let live = LiveCa::new(store.ca().unwrap().unwrap());
-        let tls = Tls::new(leaf.resolver(), TrustStore::of(&ca).unwrap(), &tickets).unwrap();
+        let tls = Tls::new(leaf.resolver(), TrustStore::from_ca(&ca).unwrap(), &tickets).unwrap();
         let tls = Arc::new(ArcSwap::from_pointee(tls));
         let ledger = NodeRecordWriter::new(&store, &nodes);
         let reading = api_cache.map(|rules| ApiCacheServer::new(rules, &nodes.reader(), &metrics));
@@ -181,20 +186,20 @@ impl World {
             workers: workers.clone(),
             registry: registry.clone(),
             nodes: nodes.reader(),
-            cluster: cluster.then(|| nodes.changes()),
+            cluster: cluster.then(|| nodes.subscribe()),
             metrics: metrics.clone(),
             tls: tls.clone(),
-            ledger,
+            record_writer: ledger,
             ca: live.clone(),
             settings,
-            places,
-            pressure: Arc::default(),
+            limits: places,
+            memory_budget: Arc::default(),
             drain: LONG,
             advertised: advertised(&["gw.example:10262", "gw2.example:10262"]),
-            listed: AnnouncedPortsCell::default(),
+            announced_ports: AnnouncedPortsCell::default(),
             enrol: enrol::router(enrolment),
-            reading: reading.clone(),
-            early: Arc::default(),
+            api_cache: reading.clone(),
+            early_throttle: Arc::default(),
         };
         let bound = BoundSocket::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = bound.local_addr().unwrap();
@@ -229,16 +234,18 @@ impl World {
     /// Makes the tunnel port trust the current roots of the CA. The presented certificate does not change.
     pub(crate) fn take_up(&self) {
         let tickets = TicketSecret::random();
-        let trust = TrustStore::of(&self.live.get()).unwrap();
+        let trust = TrustStore::from_ca(&self.live.get()).unwrap();
         let tls = Tls::new(self.leaf.resolver(), trust, &tickets);
         self.tls.store(Arc::new(tls.unwrap()));
     }
 
     /// Makes the tunnel port accept nodes with certificates of the cluster's own signers.
     pub(crate) fn believe(&self, cluster: ClusterCa, tickets: &TicketSecret) {
-        let trust = TrustStore::of(&self.ca).unwrap();
+        let trust = TrustStore::from_ca(&self.ca).unwrap();
         let tls = Tls::new(self.leaf.resolver(), trust, tickets).unwrap();
-        let tls = tls.vouched(self.leaf.resolver(), Some(cluster)).unwrap();
+        let tls = tls
+            .with_cluster_ca(self.leaf.resolver(), Some(cluster))
+            .unwrap();
         self.tls.store(Arc::new(tls));
     }
 
@@ -254,15 +261,15 @@ impl World {
         NodeSync {
             store: self.store.clone(),
             nodes: self.nodes.clone(),
-            keeper: PinWriter {
+            pin_writer: PinWriter {
                 store: self.store.clone(),
                 nodes: self.reader(),
-                cluster: false,
+                follows_cluster: false,
                 writer,
             },
             tls: self.tls.clone(),
             registry: self.registry.clone(),
-            reading: self.reading.clone(),
+            api_cache: self.reading.clone(),
             tasks: Arc::default(),
             runtime: Handle::current(),
         }
@@ -270,7 +277,7 @@ impl World {
 
     /// Enrols an edge, and returns its identity.
     pub(crate) fn enrolled(&self, node: &str) -> EdgeIdentity {
-        self.nodes.put(name(node), Node::default());
+        self.nodes.upsert(name(node), Node::default());
         identity(&self.ca, node)
     }
 
@@ -303,7 +310,7 @@ impl World {
     ) -> (FakeEdge, GatewayMessage) {
         let mut edge = self.dial(identity).await;
         edge.control
-            .tell(&EdgeMessage::Welcome(Box::new(welcome)))
+            .send(&EdgeMessage::Welcome(Box::new(welcome)))
             .await
             .unwrap();
         let heard = edge.hear().await;

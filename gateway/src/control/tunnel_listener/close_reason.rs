@@ -15,7 +15,7 @@ pub(super) enum CloseReason {
     #[error("{0}")]
     Tunnel(TunnelEnd),
     #[error("the edge disconnected: {0:?}")]
-    Left(String),
+    EdgeLeft(String),
     #[error(
         "a newer tunnel of the same edge process replaced this tunnel, and the last stream of this tunnel has ended"
     )]
@@ -23,7 +23,7 @@ pub(super) enum CloseReason {
     #[error("{1}")]
     Dismissed(GoAway, String),
     #[error("the nodes of the cluster have not been loaded yet")]
-    Early,
+    NodesPending,
     #[error("control stream: {0}")]
     Control(#[from] ControlStreamError),
 }
@@ -32,16 +32,16 @@ impl CloseReason {
     /// Returns one word, for metrics.
     pub(super) fn word(&self) -> &'static str {
         match self {
-            Self::Tunnel(ended) => ended.word(),
-            Self::Left(_) => "left",
+            Self::Tunnel(ended) => ended.as_str(),
+            Self::EdgeLeft(_) => "left",
             Self::TakenOver => "taken_over",
-            Self::Early => "early",
-            Self::Dismissed(why, _) => why.word(),
+            Self::NodesPending => "early",
+            Self::Dismissed(why, _) => why.as_str(),
             Self::Control(ControlStreamError::TooSlow(_)) => "hello_timeout",
             Self::Control(
                 ControlStreamError::TooLong
                 | ControlStreamError::Malformed(_)
-                | ControlStreamError::Stream(StreamError::Nonsense(_)),
+                | ControlStreamError::Stream(StreamError::ProtocolViolation(_)),
             ) => "malformed",
             Self::Control(ControlStreamError::Stream(_) | ControlStreamError::Closed) => {
                 "control_lost"
@@ -51,8 +51,8 @@ impl CloseReason {
 
     /// Logs the end. A connection lost during the hello is ordinary; a refused edge is a warning.
     pub(super) fn log_refusal(&self, edge: &str, from: SocketAddr, early: &LogThrottle) {
-        if matches!(self, Self::Early) {
-            if let Some(times) = early.happened() {
+        if matches!(self, Self::NodesPending) {
+            if let Some(times) = early.record() {
                 warn!(edge, peer = %from, times, why = %self, "temporarily refused edges");
                 audit::log_rejected_edge(edge, &from, self.word(), self);
             }
@@ -65,7 +65,7 @@ impl CloseReason {
     }
 
     /// Returns the more informative reason: a control stream breaks with its tunnel, whose own error says more.
-    pub(super) fn blame(self, ended: TunnelEnd) -> Self {
+    pub(super) fn prefer_tunnel_end(self, ended: TunnelEnd) -> Self {
         match (self, ended) {
             (end @ Self::Control(_), TunnelEnd::Closed) => end,
             (Self::Control(_), ended) => Self::Tunnel(ended),

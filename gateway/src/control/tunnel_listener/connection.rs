@@ -23,7 +23,7 @@ use causeway_tunnel::{
     control_stream::{ControlStream, ControlStreamError, GatewayMessage, GoAway},
     gateway_side::{self, GatewaySideConfig},
     liveness::KeepaliveConfig,
-    wire::MOST_TUNNELS,
+    wire::MAX_TUNNELS_PER_EDGE,
 };
 use futures_util::future::BoxFuture;
 use std::{future::pending, net::SocketAddr, sync::Arc, time::Duration};
@@ -34,17 +34,17 @@ use tokio::{
 use tracing::Span;
 
 /// Interval of checks whether a leaving edge's streams have ended.
-const LOOK: Duration = Duration::from_millis(100);
+const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Time without streams after which a leaving tunnel without a deadline closes.
-const LINGER: Duration = Duration::from_secs(1);
+const IDLE_CLOSE_AFTER: Duration = Duration::from_secs(1);
 /// Number of streams of an idle tunnel: every tunnel has its control stream open.
-const CONTROL: usize = 1;
+const CONTROL_STREAMS: usize = 1;
 
 /// Tunnel and the task that drives it, which ends with this value.
 pub(super) struct TunnelConnection {
     pub(super) tunnel: Tunnel,
-    over: oneshot::Receiver<TunnelEnd>,
-    ended: Option<TunnelEnd>,
+    end_receiver: oneshot::Receiver<TunnelEnd>,
+    tunnel_end: Option<TunnelEnd>,
     /// Timeout of each wait for the edge.
     pub(super) bound: Duration,
     _driver: TaskGroup,
@@ -54,7 +54,7 @@ impl TunnelConnection {
     /// Begins HTTP/2 on this worker.
     pub(super) async fn open(
         admission: &TunnelListener,
-        arrived: Box<HandshakenEdge>,
+        edge: Box<HandshakenEdge>,
     ) -> Result<Self, TunnelEnd> {
         let failed = |error: std::io::Error| TunnelEnd::Failed(error.to_string());
         let HandshakenEdge {
@@ -63,7 +63,7 @@ impl TunnelConnection {
             round_trip,
             node,
             ..
-        } = *arrived;
+        } = *edge;
         let traffic = {
             let counted = io.get_mut().0;
             counted.put(socket.attach().map_err(failed)?);
@@ -71,20 +71,22 @@ impl TunnelConnection {
         };
         let config = &admission.settings;
         let settings = GatewaySideConfig {
-            liveness: KeepaliveConfig {
+            keepalive: KeepaliveConfig {
                 probe_after: config.ping_after,
                 suspect_after: config.ping_timeout,
                 close_after: config.close_after,
             },
             budget: config.memory,
             // A refused edge has no streams.
-            siblings: node.map_or_else(
+            node_budget: node.map_or_else(
                 |_| Arc::default(),
-                |node| admission.registry.siblings(&node),
+                |node| admission.registry.node_budget(&node),
             ),
-            max_streams: config.max_streams_per_tunnel.saturating_add(CONTROL),
+            max_streams: config
+                .max_streams_per_tunnel
+                .saturating_add(CONTROL_STREAMS),
             round_trip,
-            pressure: admission.pressure.clone(),
+            memory_budget: admission.memory_budget.clone(),
         };
         let (tunnel, driver) = timeout(
             config.hello_timeout,
@@ -92,43 +94,43 @@ impl TunnelConnection {
         )
         .await
         .map_err(|_| TunnelEnd::Silent)??;
-        let (tell, over) = oneshot::channel();
+        let (end_sender, end_receiver) = oneshot::channel();
         let tasks = TaskGroup::default();
         let drive = Box::pin(driver.run());
         tasks.spawn(Span::current(), async move {
             // The send fails only if the session is being dropped.
-            let _ = tell.send(drive.await);
+            let _ = end_sender.send(drive.await);
         });
         Ok(Self {
             tunnel,
-            over,
-            ended: None,
+            end_receiver,
+            tunnel_end: None,
             bound: config.hello_timeout,
             _driver: tasks,
         })
     }
 
     /// Waits until the tunnel has ended. Cancel-safe.
-    pub(super) async fn ended(&mut self) -> TunnelEnd {
-        if let Some(ended) = &self.ended {
+    pub(super) async fn wait_ended(&mut self) -> TunnelEnd {
+        if let Some(ended) = &self.tunnel_end {
             return ended.clone();
         }
-        let ended = (&mut self.over).await.unwrap_or(TunnelEnd::Closed);
-        self.ended.insert(ended).clone()
+        let ended = (&mut self.end_receiver).await.unwrap_or(TunnelEnd::Closed);
+        self.tunnel_end.insert(ended).clone()
     }
 
     /// Closes the tunnel, if it has not ended by itself.
     pub(super) async fn close(&mut self) -> TunnelEnd {
         self.tunnel.close();
-        self.ended().await
+        self.wait_ended().await
     }
 
-    pub(super) async fn tell(
+    pub(super) async fn send_message(
         &self,
         control: &mut ControlStream,
-        line: &GatewayMessage,
+        message: &GatewayMessage,
     ) -> Result<(), ControlStreamError> {
-        timeout(self.bound, control.tell(line))
+        timeout(self.bound, control.send(message))
             .await
             .map_err(|_| ControlStreamError::TooSlow(self.bound))?
     }
@@ -141,18 +143,22 @@ impl TunnelConnection {
         why: GoAway,
         detail: String,
     ) -> CloseReason {
-        let line = goaway_message(why, detail.clone());
-        self.send_away(control, &line).await;
+        let message = goaway_message(why, detail.clone());
+        self.send_goaway(control, &message).await;
         CloseReason::Dismissed(why, detail)
     }
 
     /// Makes the edge disconnect by this message.
-    pub(super) async fn send_away(&mut self, control: &mut ControlStream, line: &GatewayMessage) {
-        if self.tell(control, line).await.is_ok() {
+    pub(super) async fn send_goaway(
+        &mut self,
+        control: &mut ControlStream,
+        message: &GatewayMessage,
+    ) {
+        if self.send_message(control, message).await.is_ok() {
             control.close();
             let bound = self.bound;
             // Either way it is over.
-            let _ = timeout(bound, self.ended()).await;
+            let _ = timeout(bound, self.wait_ended()).await;
         }
     }
 }
@@ -160,7 +166,7 @@ impl TunnelConnection {
 /// Tunnel that accepts no new streams and closes when the open ones have ended.
 pub(super) struct DrainingTunnel {
     /// Completes when the streams have ended.
-    idle: BoxFuture<'static, ()>,
+    idle_future: BoxFuture<'static, ()>,
     pub(super) end: CloseReason,
 }
 
@@ -169,32 +175,32 @@ impl DrainingTunnel {
     pub(super) fn new(tunnel: &Tunnel, until: Option<Instant>, end: CloseReason) -> Self {
         let tunnel = tunnel.clone();
         Self {
-            idle: Box::pin(async move { idle(&tunnel, until).await }),
+            idle_future: Box::pin(async move { wait_idle(&tunnel, until).await }),
             end,
         }
     }
 }
 
 /// Waits until the tunnel has drained, if it drains.
-pub(super) async fn drained(leaving: &mut Option<DrainingTunnel>) {
-    match leaving {
-        Some(leaving) => leaving.idle.as_mut().await,
+pub(super) async fn wait_drained(draining: &mut Option<DrainingTunnel>) {
+    match draining {
+        Some(leaving) => leaving.idle_future.as_mut().await,
         None => pending().await,
     }
 }
 
 /// Waits until no client's stream is open, at most until `end`. Without an end there is no hurry: a client that chose the
 /// tunnel before the tunnel began to leave gets its stream.
-async fn idle(tunnel: &Tunnel, end: Option<Instant>) {
-    let linger = end.map_or(LINGER, |_| Duration::ZERO);
-    let mut quiet = Instant::now();
+async fn wait_idle(tunnel: &Tunnel, end: Option<Instant>) {
+    let idle_period = end.map_or(IDLE_CLOSE_AFTER, |_| Duration::ZERO);
+    let mut last_active = Instant::now();
     while end.is_none_or(|end| Instant::now() < end) {
-        if tunnel.load().streams() > CONTROL {
-            quiet = Instant::now();
-        } else if quiet.elapsed() >= linger {
+        if tunnel.load().open_streams() > CONTROL_STREAMS {
+            last_active = Instant::now();
+        } else if last_active.elapsed() >= idle_period {
             return;
         }
-        sleep(LOOK).await;
+        sleep(IDLE_CHECK_INTERVAL).await;
     }
 }
 
@@ -204,7 +210,7 @@ pub(super) struct Registration {
     node: NodeName,
     id: TunnelId,
     tunnel: Tunnel,
-    _open: TunnelGuard,
+    _tunnel_guard: TunnelGuard,
 }
 
 impl Registration {
@@ -219,16 +225,16 @@ impl Registration {
             node: node.clone(),
             id,
             tunnel: tunnel.clone(),
-            _open: admission.metrics.tunnel(),
+            _tunnel_guard: admission.metrics.tunnel_guard(),
         }
     }
 }
 
 impl Registration {
     /// Records that the edge has announced that this tunnel leaves.
-    pub(super) fn leaves(&self) {
+    pub(super) fn mark_leaving(&self) {
         self.tunnel.leave();
-        self.registry.leaves(&self.node, self.id);
+        self.registry.mark_leaving(&self.node, self.id);
     }
 }
 
@@ -240,15 +246,18 @@ impl Drop for Registration {
 }
 
 /// Returns the reason why a tunnel was not registered, for its edge.
-pub(super) fn register_error(node: &NodeName, refused: &RegisterError) -> (GoAway, String) {
-    match refused {
-        RegisterError::Superseded { from, .. } => {
+pub(super) fn register_error(node: &NodeName, rejection: &RegisterError) -> (GoAway, String) {
+    match rejection {
+        RegisterError::Superseded {
+            remote_address: from,
+            ..
+        } => {
             let detail = format!("a newer edge process of {node} has connected from {from}");
             (GoAway::Superseded, detail)
         }
-        RegisterError::Full => {
+        RegisterError::TooManyTunnels => {
             let detail =
-                format!("{node} has reached its maximum number of tunnels: {MOST_TUNNELS}");
+                format!("{node} has reached its maximum number of tunnels: {MAX_TUNNELS_PER_EDGE}");
             (GoAway::Full, detail)
         }
     }
@@ -256,8 +265,12 @@ pub(super) fn register_error(node: &NodeName, refused: &RegisterError) -> (GoAwa
 
 /// Retires the tunnels that a newer one replaced.
 pub(super) fn retire_replaced(node: &NodeName, from: SocketAddr, replaced: Vec<ReplacedTunnel>) {
-    for ReplacedTunnel { edge, fate } in replaced {
-        let old = edge.admitted;
+    for ReplacedTunnel {
+        tunnel: edge,
+        mode: fate,
+    } in replaced
+    {
+        let old = edge.tunnel;
         match fate {
             ReplaceMode::TakenOver => old.taken_over.cancel(),
             // The same edge process knows that it has opened a new connection.
@@ -265,9 +278,9 @@ pub(super) fn retire_replaced(node: &NodeName, from: SocketAddr, replaced: Vec<R
             ReplaceMode::Superseded => {
                 let detail =
                     format!("a newer edge process of node {node} has connected from {from}");
-                let line = goaway_message(GoAway::Superseded, detail);
+                let message = goaway_message(GoAway::Superseded, detail);
                 // An edge that does not read the control stream receives nothing.
-                if old.control.try_send(Box::new(line)).is_err() {
+                if old.control.try_send(Box::new(message)).is_err() {
                     old.taken_over.cancel();
                 }
             }

@@ -17,7 +17,7 @@ use tokio::sync::watch;
 
 /// Connection limits of the tunnel port.
 #[derive(Clone, Copy, Debug)]
-pub struct Places {
+pub struct TunnelPortLimits {
     /// Connections that have not finished their handshake. At the limit, the oldest connection that has not sent a whole
     /// `ClientHello` is closed.
     pub arriving: usize,
@@ -29,7 +29,7 @@ pub struct Places {
     pub renewing: usize,
 }
 
-impl Default for Places {
+impl Default for TunnelPortLimits {
     fn default() -> Self {
         Self {
             // As many as the accept queue of the kernel holds; each task takes 7 KiB.
@@ -59,27 +59,27 @@ pub struct TunnelListener {
     /// The tunnel port's TLS.
     pub tls: LiveTls,
     /// Writer of records of nodes that connect without having joined.
-    pub ledger: NodeRecordWriter,
+    pub record_writer: NodeRecordWriter,
     /// The CA that signs.
     pub ca: LiveCa,
     /// Timeouts and limits.
     pub settings: config::Tunnel,
     /// Connection limits.
-    pub places: Places,
+    pub limits: TunnelPortLimits,
     /// Memory budget of bytes that clients leave unread, in all tunnels.
-    pub pressure: Arc<MemoryBudget>,
+    pub memory_budget: Arc<MemoryBudget>,
     /// Time in which a leaving edge's open streams may end.
     pub drain: Duration,
     /// Addresses of gateways; the first is this one's name, for people.
     pub advertised: AdvertisedGateways,
     /// The node ports that the cluster lists.
-    pub listed: AnnouncedPortsCell,
+    pub announced_ports: AnnouncedPortsCell,
     /// Routes for edges' own requests.
     pub enrol: Router,
     /// Server of the API cache, if edges may read.
-    pub reading: Option<ApiCacheServer>,
+    pub api_cache: Option<ApiCacheServer>,
     /// Log throttle for edges that connect before the cluster has named its nodes: a whole fleet retries until then.
-    pub(crate) early: Arc<LogThrottle>,
+    pub(crate) early_throttle: Arc<LogThrottle>,
 }
 
 /// Edge whose TLS handshake is done, between two workers.

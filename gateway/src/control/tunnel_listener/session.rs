@@ -9,12 +9,13 @@
 use super::{
     close_reason::CloseReason,
     connection::{
-        DrainingTunnel, Registration, TunnelConnection, drained, register_error, retire_replaced,
+        DrainingTunnel, Registration, TunnelConnection, register_error, retire_replaced,
+        wait_drained,
     },
     context::{HandshakenEdge, TunnelListener},
 };
 use crate::control::{
-    broadcast::listing,
+    broadcast::ports_message,
     ca_rotation,
     eligibility::{rejection_reason, retry_later_message, untrusted_reason},
 };
@@ -38,56 +39,56 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 
 /// Maximum number of messages that wait for an edge; an edge that does not read them is about to end.
-const LINES: usize = 8;
+const MAX_QUEUED_MESSAGES: usize = 8;
 /// Maximum length of the name that an edge gives its process.
 const MAX_INSTANCE: usize = 64;
 
 /// Applies the settings that the edge announces to the tunnel.
-fn heed(tunnel: &Tunnel, welcome: &EdgeHello) {
-    if welcome.turns {
-        tunnel.give_turns();
+fn apply_edge_settings(tunnel: &Tunnel, hello: &EdgeHello) {
+    if hello.turns {
+        tunnel.enable_window_grants();
     }
-    if let Some(bytes) = welcome.bulk_after {
-        tunnel.load().set_bulk(bytes);
+    if let Some(bytes) = hello.bulk_after {
+        tunnel.load().set_bulk_threshold(bytes);
     }
-    tunnel.allow_long_targets(welcome.long_targets);
-    tunnel.allow_upgrade_bodies(welcome.upgrade_bodies);
+    tunnel.allow_long_targets(hello.long_targets);
+    tunnel.allow_upgrade_bodies(hello.upgrade_bodies);
 }
 
 /// Runs the session with an edge until its tunnel is gone.
-pub(super) async fn run(admission: Arc<TunnelListener>, arrived: Box<HandshakenEdge>) {
-    let (node, from) = (arrived.node.clone(), arrived.from);
-    let certificate = arrived.certificate.clone().unwrap_or_default();
+pub(super) async fn run(admission: Arc<TunnelListener>, edge: Box<HandshakenEdge>) {
+    let (node, from) = (edge.node.clone(), edge.from);
+    let certificate = edge.certificate.clone().unwrap_or_default();
     // The state that is needed once is boxed, so that an idle tunnel does not hold it.
-    let mut link = match Box::pin(TunnelConnection::open(&admission, arrived)).await {
+    let mut connection = match Box::pin(TunnelConnection::open(&admission, edge)).await {
         Ok(link) => link,
         Err(ended) => {
             debug!(why = %ended, "an edge closed the connection before its hello");
-            return admission.metrics.registration(ended.word());
+            return admission.metrics.count_registration(ended.as_str());
         }
     };
     let (node, end) =
-        match Box::pin(admission.handshake(&mut link, node, (from, certificate))).await {
-            Ok((mut conversation, node)) => {
-                if let Some(reading) = &admission.reading {
-                    reading.stir();
+        match Box::pin(admission.handshake(&mut connection, node, (from, certificate))).await {
+            Ok((mut session, node)) => {
+                if let Some(api_cache) = &admission.api_cache {
+                    api_cache.request_leader_check();
                 }
-                let end = conversation.run(&mut link).await;
-                let ended = link.close().await;
-                let end = end.blame(ended);
-                admission.metrics.tunnel_ended(end.word());
+                let end = session.run(&mut connection).await;
+                let tunnel_end = connection.close().await;
+                let end = end.prefer_tunnel_end(tunnel_end);
+                admission.metrics.count_tunnel_end(end.word());
                 (node, end)
             }
             Err((name, end)) => {
-                let end = match (end, link.close().await) {
+                let end = match (end, connection.close().await) {
                     // A protocol violation by an edge is not an ordinary disconnect.
                     (CloseReason::Control(_), TunnelEnd::Failed(why)) => {
                         CloseReason::Tunnel(TunnelEnd::Failed(why))
                     }
                     (end, _) => end,
                 };
-                admission.metrics.registration(end.word());
-                return end.log_refusal(&name, from, &admission.early);
+                admission.metrics.count_registration(end.word());
+                return end.log_refusal(&name, from, &admission.early_throttle);
             }
         };
     info!("{node} disconnected: {end}");
@@ -96,100 +97,108 @@ pub(super) async fn run(admission: Arc<TunnelListener>, arrived: Box<HandshakenE
 /// Session of a registered tunnel.
 struct TunnelSession {
     control: ControlStream,
-    lines: mpsc::Receiver<Box<GatewayMessage>>,
+    outgoing: mpsc::Receiver<Box<GatewayMessage>>,
     /// Cancelled when another tunnel has taken over.
     taken_over: CancellationToken,
     /// Roots that the edge trusts.
     roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     drain: Duration,
-    registered: Registration,
+    registration: Registration,
 }
 
 impl TunnelListener {
     /// Exchanges hellos, checks the edge, and registers the tunnel. An error comes with the best known name of the edge.
     async fn handshake(
         &self,
-        link: &mut TunnelConnection,
+        connection: &mut TunnelConnection,
         node: Result<NodeName, PeerRejected>,
-        shown: (SocketAddr, EdgeCertificate),
+        peer: (SocketAddr, EdgeCertificate),
     ) -> Result<(TunnelSession, NodeName), (String, CloseReason)> {
         let name = node
             .as_ref()
             .map_or_else(|_| "(unknown)".to_owned(), ToString::to_string);
         if let Ok(node) = &node
-            && !self.can_judge(node, link.bound / 2).await
+            && !self.wait_until_checkable(node, connection.bound / 2).await
         {
-            let end = self.defer(link, &name).await;
+            let end = self.ask_to_retry(connection, &name).await;
             return Err((name, end));
         }
         // An edge that would be refused anyway receives that reason, and not the error that its hello is missing.
-        let refused = match &node {
-            Ok(node) => match self.record_arrival(node, link.bound).await {
-                Ok(()) => rejection_reason(&self.nodes, node, &shown.1),
+        let rejection = match &node {
+            Ok(node) => match self.record_arrival(node, connection.bound).await {
+                Ok(()) => rejection_reason(&self.nodes, node, &peer.1),
                 Err(why) => Some(why),
             },
             Err(refused) => Some(refused.to_string()),
         };
-        let failed = |end: CloseReason| match (end, &refused) {
+        let with_name = |end: CloseReason| match (end, &rejection) {
             (CloseReason::Control(_), Some(why)) => (
                 name.clone(),
                 CloseReason::Dismissed(GoAway::Unwelcome, why.clone()),
             ),
             (end, _) => (name.clone(), end),
         };
-        let asked = timeout(link.bound, self.ask(link, &name)).await;
-        let (mut control, heard) = asked
-            .map_err(|_| failed(ControlStreamError::TooSlow(link.bound).into()))?
-            .map_err(|error| failed(error.into()))?;
-        let welcome = match heard {
+        let exchanged = timeout(connection.bound, self.exchange_hello(connection, &name)).await;
+        let (mut control, received) = exchanged
+            .map_err(|_| with_name(ControlStreamError::TooSlow(connection.bound).into()))?
+            .map_err(|error| with_name(error.into()))?;
+        let edge_hello = match received {
             Ok(welcome) => welcome,
             Err(error @ (ControlStreamError::TooLong | ControlStreamError::Malformed(_))) => {
                 let detail = error.to_string();
-                let end = link.dismiss(&mut control, GoAway::Malformed, detail).await;
-                return Err(failed(end));
+                let end = connection
+                    .dismiss(&mut control, GoAway::Malformed, detail)
+                    .await;
+                return Err(with_name(end));
             }
-            Err(error) => return Err(failed(error.into())),
+            Err(error) => return Err(with_name(error.into())),
         };
-        let judged = match (node, &refused) {
-            (Ok(node), None) => Self::judge(&welcome).map(|()| node),
+        let checked = match (node, &rejection) {
+            (Ok(node), None) => Self::check_hello(&edge_hello).map(|()| node),
             (_, why) => Err((GoAway::Unwelcome, why.clone().unwrap_or_default())),
         };
-        let node = match judged {
+        let node = match checked {
             Ok(node) => node,
             Err((why, detail)) => {
-                return Err(failed(link.dismiss(&mut control, why, detail).await));
+                return Err(with_name(
+                    connection.dismiss(&mut control, why, detail).await,
+                ));
             }
         };
-        match self.register(link, control, &node, (welcome, shown)).await {
+        match self
+            .register(connection, control, &node, (edge_hello, peer))
+            .await
+        {
             Ok(conversation) => Ok((conversation, node)),
-            Err(end) => Err(failed(end)),
+            Err(end) => Err(with_name(end)),
         }
     }
 
     /// Makes an edge retry that cannot be checked yet.
-    async fn defer(&self, link: &mut TunnelConnection, name: &str) -> CloseReason {
+    async fn ask_to_retry(&self, link: &mut TunnelConnection, name: &str) -> CloseReason {
         // An edge that does not read the message reconnects as well.
-        if let Ok(Ok((mut control, _))) = timeout(link.bound, self.ask(link, name)).await {
-            link.send_away(&mut control, &retry_later_message()).await;
+        if let Ok(Ok((mut control, _))) = timeout(link.bound, self.exchange_hello(link, name)).await
+        {
+            link.send_goaway(&mut control, &retry_later_message()).await;
         }
-        CloseReason::Early
+        CloseReason::NodesPending
     }
 
     /// Records a node that connects without having joined, if the configuration admits such nodes.
-    async fn record_arrival(&self, node: &NodeName, bound: Duration) -> Result<(), String> {
-        if !self.tls.load().lets_any_in() {
+    async fn record_arrival(&self, node: &NodeName, wait_limit: Duration) -> Result<(), String> {
+        if !self.tls.load().admits_any_node() {
             return Ok(());
         }
         // Half of the time that the edge waits for the answer to its hello, so that it receives the reason.
-        let noted = timeout(bound / 2, self.ledger.arrived(node)).await;
-        let late = || {
+        let recorded = timeout(wait_limit / 2, self.record_writer.ensure_record(node)).await;
+        let timeout_message = || {
             format!(
                 "the data directory could not be written within {:?}",
-                bound / 2
+                wait_limit / 2
             )
         };
-        let noted = noted.map_or_else(
-            |_| Err(late()),
+        let noted = recorded.map_or_else(
+            |_| Err(timeout_message()),
             |noted| noted.map_err(|why| why.to_string()),
         );
         noted.map_err(|why| {
@@ -199,41 +208,44 @@ impl TunnelListener {
     }
 
     /// Opens the control stream, sends the hello, and receives one message.
-    async fn ask(
+    async fn exchange_hello(
         &self,
         link: &TunnelConnection,
         node: &str,
     ) -> Result<(ControlStream, Result<EdgeHello, ControlStreamError>), ControlStreamError> {
-        let mut control = link.tunnel.control().await?;
-        let (told, own) = (self.advertised.all(), &self.settings.advertise);
+        let mut control = link.tunnel.open_control_stream().await?;
+        let (advertised, own_addresses) = (self.advertised.get(), &self.settings.advertise);
         let hello = GatewayHello {
             protocol: wire::VERSION,
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            gateway: own.first().map_or("gateway", String::as_str).to_owned(),
+            gateway: own_addresses
+                .first()
+                .map_or("gateway", String::as_str)
+                .to_owned(),
             instance: Some(self.instance.to_string()),
             node: node.to_owned(),
-            gateways: told.gateways,
-            replicas: told.replicas,
+            gateways: advertised.gateways,
+            replicas: advertised.replicas,
         };
-        control.tell(&GatewayMessage::Hello(hello)).await?;
-        let heard = control.hear().await.and_then(|line| match line {
+        control.send(&GatewayMessage::Hello(hello)).await?;
+        let received = control.receive().await.and_then(|line| match line {
             EdgeMessage::Welcome(welcome) => Ok(*welcome),
             _ => Err(ControlStreamError::Closed),
         });
-        Ok((control, heard))
+        Ok((control, received))
     }
 
     /// Checks whether an edge with this hello may stay.
-    fn judge(welcome: &EdgeHello) -> Result<(), (GoAway, String)> {
-        if welcome.protocol != wire::VERSION {
+    fn check_hello(hello: &EdgeHello) -> Result<(), (GoAway, String)> {
+        if hello.protocol != wire::VERSION {
             let detail = format!(
                 "the edge uses version {} of the tunnel protocol, but this gateway uses version {}",
-                welcome.protocol,
+                hello.protocol,
                 wire::VERSION
             );
             return Err((GoAway::Malformed, detail));
         }
-        let instance = welcome.instance.as_bytes();
+        let instance = hello.instance.as_bytes();
         if instance.is_empty() || instance.len() > MAX_INSTANCE {
             let detail = format!(
                 "the instance id must have 1 to {MAX_INSTANCE} bytes, but has {}",
@@ -247,67 +259,74 @@ impl TunnelListener {
     /// Registers the tunnel and informs those that it replaced.
     async fn register(
         &self,
-        link: &mut TunnelConnection,
+        connection: &mut TunnelConnection,
         mut control: ControlStream,
         node: &NodeName,
-        (welcome, (from, certificate)): (EdgeHello, (SocketAddr, EdgeCertificate)),
+        (hello, (from, certificate)): (EdgeHello, (SocketAddr, EdgeCertificate)),
     ) -> Result<TunnelSession, CloseReason> {
         let by = certificate.clone();
-        let unwelcome = || {
-            let retired = || untrusted_reason(self.tls.load().believes(&by), node, &by);
-            rejection_reason(&self.nodes, node, &by).or_else(retired)
+        let current_rejection = || {
+            let retired_root =
+                || untrusted_reason(self.tls.load().is_still_trusted(&by), node, &by);
+            rejection_reason(&self.nodes, node, &by).or_else(retired_root)
         };
         // The edge may take some time to send its welcome; if it was rejected meanwhile, it replaces no other tunnel.
-        if let Some(why) = unwelcome() {
-            return Err(link.dismiss(&mut control, GoAway::Unwelcome, why).await);
+        if let Some(why) = current_rejection() {
+            return Err(connection
+                .dismiss(&mut control, GoAway::Unwelcome, why)
+                .await);
         }
-        let (tell, lines) = mpsc::channel(LINES);
+        let (message_sender, message_receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
         let taken_over = CancellationToken::new();
-        let version = welcome.version.clone();
-        let (slot, instance) = (welcome.slot, welcome.instance.clone());
-        heed(&link.tunnel, &welcome);
-        let roots = welcome.roots.as_deref().map(ca_rotation::named);
+        let version = hello.version.clone();
+        let (slot, instance) = (hello.slot, hello.instance.clone());
+        apply_edge_settings(&connection.tunnel, &hello);
+        let roots = hello.roots.as_deref().map(ca_rotation::parse_roots);
         let roots = Arc::new(ArcSwapOption::new(roots.map(Arc::new)));
-        let admitted = NewTunnel {
-            tunnel: link.tunnel.clone(),
-            welcome: Arc::new(welcome),
-            from,
+        let new_tunnel = NewTunnel {
+            tunnel: connection.tunnel.clone(),
+            hello: Arc::new(hello),
+            remote_address: from,
             certificate,
             roots: roots.clone(),
-            control: tell,
+            control: message_sender,
             taken_over: taken_over.clone(),
         };
-        let (id, replaced) = match self.registry.register(node, admitted.clone()) {
+        let (id, replaced) = match self.registry.register(node, new_tunnel.clone()) {
             Ok(entered) => entered,
             Err(refused) => {
                 let (why, detail) = register_error(node, &refused);
-                return Err(link.dismiss(&mut control, why, detail).await);
+                return Err(connection.dismiss(&mut control, why, detail).await);
             }
         };
-        let registered = Registration::new(self, node, id, &link.tunnel);
+        let registration = Registration::new(self, node, id, &connection.tunnel);
         retire_replaced(node, from, replaced);
         // A node that was revoked between the two checks was not registered yet and could not be disconnected.
-        if let Some(why) = unwelcome() {
-            link.tunnel.drain();
-            return Err(link.dismiss(&mut control, GoAway::Unwelcome, why).await);
+        if let Some(why) = current_rejection() {
+            connection.tunnel.drain();
+            return Err(connection
+                .dismiss(&mut control, GoAway::Unwelcome, why)
+                .await);
         }
-        control.queue(&GatewayMessage::Registered)?;
+        control.enqueue(&GatewayMessage::Registered)?;
         // Changes before the registration are sent here; later changes are sent to all registered tunnels.
-        for line in ca_rotation::missing(&self.ca.get(), &admitted, || self.registry.connected()) {
-            control.queue(&line)?;
+        for message in ca_rotation::pending_messages(&self.ca.get(), &new_tunnel, || {
+            self.registry.connected_nodes()
+        }) {
+            control.enqueue(&message)?;
         }
-        if let Some(line) = listing(&admitted, &self.listed) {
-            control.queue(&line)?;
+        if let Some(message) = ports_message(&new_tunnel, &self.announced_ports) {
+            control.enqueue(&message)?;
         }
-        self.metrics.registration("ok");
+        self.metrics.count_registration("ok");
         info!(%node, %from, slot, ?instance, ?version, "{node} connected");
         Ok(TunnelSession {
             control,
-            lines,
+            outgoing: message_receiver,
             taken_over,
             roots,
             drain: self.drain,
-            registered,
+            registration,
         })
     }
 }
@@ -317,26 +336,26 @@ impl TunnelSession {
     /// long as the tunnel lives: streams continue meanwhile.
     async fn run(&mut self, link: &mut TunnelConnection) -> CloseReason {
         let tunnel = link.tunnel.clone();
-        let mut leaving: Option<DrainingTunnel> = None;
+        let mut draining: Option<DrainingTunnel> = None;
         loop {
-            let goes = leaving.is_some();
-            let behind = self.control.is_behind();
+            let is_draining = draining.is_some();
+            let has_unsent = self.control.has_unsent();
             let message = tokio::select! {
                 biased;
-                ended = link.ended() => return CloseReason::Tunnel(ended),
-                () = drained(&mut leaving) => {
-                    return leaving.map_or(CloseReason::TakenOver, |leaving| leaving.end);
+                ended = link.wait_ended() => return CloseReason::Tunnel(ended),
+                () = wait_drained(&mut draining) => {
+                    return draining.map_or(CloseReason::TakenOver, |leaving| leaving.end);
                 }
-                () = self.taken_over.cancelled(), if !goes => {
-                    leaving = Some(DrainingTunnel::new(&tunnel, None, CloseReason::TakenOver));
+                () = self.taken_over.cancelled(), if !is_draining => {
+                    draining = Some(DrainingTunnel::new(&tunnel, None, CloseReason::TakenOver));
                     continue;
                 }
-                Some(next) = self.lines.recv(), if !behind => *next,
-                bytes = tunnel.turn(), if !behind => GatewayMessage::Window { bytes },
-                heard = self.control.exchange() => match heard {
-                    Ok(said) => {
-                        if let Some(leave) = said.and_then(|said| self.hear(said, &tunnel)) {
-                            leaving = Some(leave);
+                Some(next) = self.outgoing.recv(), if !has_unsent => *next,
+                bytes = tunnel.next_window_grant(), if !has_unsent => GatewayMessage::Window { bytes },
+                exchanged = self.control.exchange() => match exchanged {
+                    Ok(edge_message) => {
+                        if let Some(leave) = edge_message.and_then(|said| self.handle_message(said, &tunnel)) {
+                            draining = Some(leave);
                         }
                         continue;
                     }
@@ -349,29 +368,29 @@ impl TunnelSession {
                     return link.dismiss(&mut self.control, why, detail).await;
                 }
                 // The other process may live as well: its streams go on until they end.
-                leaving = Some(DrainingTunnel::new(
+                draining = Some(DrainingTunnel::new(
                     &tunnel,
                     None,
                     CloseReason::Dismissed(why, detail),
                 ));
             }
-            if let Err(error) = self.control.queue(&message) {
+            if let Err(error) = self.control.enqueue(&message) {
                 return error.into();
             }
         }
     }
 
     /// Handles a message of the edge. Returns the draining tunnel, if the edge says that the tunnel leaves.
-    fn hear(&self, line: EdgeMessage, tunnel: &Tunnel) -> Option<DrainingTunnel> {
-        match line {
-            EdgeMessage::Window { bytes } => tunnel.turn_over(bytes),
+    fn handle_message(&self, message: EdgeMessage, tunnel: &Tunnel) -> Option<DrainingTunnel> {
+        match message {
+            EdgeMessage::Window { bytes } => tunnel.complete_window_grant(bytes),
             EdgeMessage::Leave {
                 detail,
                 until_idle,
                 serves,
             } => {
                 debug!(?detail, until_idle, serves, "the edge is disconnecting");
-                self.registered.leaves();
+                self.registration.mark_leaving();
                 if serves {
                     return None;
                 }
@@ -380,11 +399,12 @@ impl TunnelSession {
                 return Some(DrainingTunnel::new(
                     tunnel,
                     until,
-                    CloseReason::Left(detail),
+                    CloseReason::EdgeLeft(detail),
                 ));
             }
             EdgeMessage::Roots { roots } => {
-                self.roots.store(Some(Arc::new(ca_rotation::named(&roots))));
+                self.roots
+                    .store(Some(Arc::new(ca_rotation::parse_roots(&roots))));
             }
             EdgeMessage::Welcome(_) => debug!("the edge sent a second welcome message"),
             EdgeMessage::Unknown => debug!("the edge sent a message of an unknown type"),

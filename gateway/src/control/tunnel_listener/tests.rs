@@ -1,6 +1,6 @@
 mod streams;
 
-use super::Places;
+use super::TunnelPortLimits;
 use crate::{
     control::{
         ca_rotation,
@@ -66,19 +66,19 @@ async fn an_edge_is_registered_after_its_hello_and_removed_on_close() {
         (wire::VERSION, "edge-1")
     );
     assert_eq!(hello.gateways, ["gw.example:10262", "gw2.example:10262"]);
-    assert!(world.registry.pick(&name("edge-1")).is_ok());
+    assert!(world.registry.select_tunnel(&name("edge-1")).is_ok());
     assert!(world.counted("tunnels 1"));
     drop(edge);
     world
-        .until(|world| !world.registry.holds(&name("edge-1")))
+        .until(|world| !world.registry.has_tunnel(&name("edge-1")))
         .await;
     world
         .until(|world| world.counted(r#"tunnels_ended_total{why="peer_gone"} 1"#))
         .await;
     assert!(world.counted("tunnels 0"));
     assert!(matches!(
-        world.registry.pick(&name("edge-1")),
-        Err(NodeUnavailable::Last { .. })
+        world.registry.select_tunnel(&name("edge-1")),
+        Err(NodeUnavailable::LastSeen { .. })
     ));
 }
 
@@ -89,7 +89,7 @@ async fn a_tunnel_serves_streams_on_the_worker_of_its_node() {
     let mut edges: Vec<FakeEdge> = Vec::new();
     for node in ["edge-1", "edge-2", "edge-3", "edge-4"] {
         let mut edge = world.joined(&world.enrolled(node), "a", 0).await;
-        let tunnel = world.registry.pick(&name(node)).unwrap().tunnel;
+        let tunnel = world.registry.select_tunnel(&name(node)).unwrap().tunnel;
         let head = Request::get("/").body(()).unwrap();
         let target = Target::new(node, 9100);
         let opened = tunnel
@@ -98,12 +98,12 @@ async fn a_tunnel_serves_streams_on_the_worker_of_its_node() {
             .unwrap();
         let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
         assert_eq!(asked.target, target);
-        asked.reply.send(http::Response::new(()), true).unwrap();
-        assert_eq!(opened.answer.await.unwrap().status(), 200);
+        asked.responder.send(http::Response::new(()), true).unwrap();
+        assert_eq!(opened.response.await.unwrap().status(), 200);
         edges.push(edge);
     }
     let used: std::collections::HashSet<_> = ["edge-1", "edge-2", "edge-3", "edge-4"]
-        .map(|node| workers.of(&name(node)).0)
+        .map(|node| workers.worker_of(&name(node)).0)
         .into();
     assert_eq!(
         used.len(),
@@ -144,9 +144,9 @@ async fn an_oversized_or_malformed_hello_is_answered_with_the_reason() {
         edge.ended().await;
     }
     let mut edge = world.dial(&identity).await;
-    edge.control.tell(&"not a welcome").await.unwrap();
+    edge.control.send(&"not a welcome").await.unwrap();
     assert_eq!(dismissal(&edge.hear().await).unwrap().0, GoAway::Malformed);
-    assert!(!world.registry.holds(&name("edge-1")));
+    assert!(!world.registry.has_tunnel(&name("edge-1")));
 }
 
 #[tokio::test]
@@ -185,12 +185,12 @@ async fn before_the_node_list_is_known_refusals_are_short() {
         .until(|world| world.counted(r#"registrations_total{outcome="early"} 1"#))
         .await;
     let member = ClusterNode {
-        edge: true,
+        is_edge: true,
         ..ClusterNode::default()
     };
     let naming = async {
         let members = [(name("edge-2"), member)];
-        world.nodes.cluster(members.into());
+        world.nodes.replace_cluster(members.into());
     };
     let (_edge, ()) = tokio::join!(world.joined(&other, "b", 0), naming);
     let stranger = identity(&world.ca, "edge-3");
@@ -284,12 +284,12 @@ async fn the_newest_instance_wins_and_locks_out_the_old_one() {
     let (_back, heard) = world.says(&identity, welcome("old", 0)).await;
     assert_eq!(dismissal(&heard).unwrap().0, GoAway::Superseded);
     assert!(
-        world.registry.pick(&name("edge-1")).is_ok(),
+        world.registry.select_tunnel(&name("edge-1")).is_ok(),
         "the new one is untouched"
     );
     drop(new);
     world
-        .until(|world| !world.registry.holds(&name("edge-1")))
+        .until(|world| !world.registry.has_tunnel(&name("edge-1")))
         .await;
     world.joined(&identity, "old", 0).await;
 }
@@ -315,11 +315,8 @@ async fn a_redialled_slot_replaces_only_its_old_tunnel() {
     let _again = world.joined(&identity, "a", 0).await;
     first.ended().await;
     world.until(|world| world.counted("tunnels 2")).await;
-    let slots = world.registry.of(&name("edge-1")).0;
-    let slots: Vec<_> = slots
-        .iter()
-        .map(|edge| edge.admitted.welcome.slot)
-        .collect();
+    let slots = world.registry.node_tunnels(&name("edge-1")).0;
+    let slots: Vec<_> = slots.iter().map(|edge| edge.tunnel.hello.slot).collect();
     assert_eq!(slots, [1, 0]);
 }
 
@@ -327,7 +324,11 @@ async fn a_redialled_slot_replaces_only_its_old_tunnel() {
 async fn a_draining_edge_gets_no_new_streams_and_its_open_ones_end() {
     let world = World::start();
     let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
-    let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+    let tunnel = world
+        .registry
+        .select_tunnel(&name("edge-1"))
+        .unwrap()
+        .tunnel;
     let head = Request::get("/").body(()).unwrap();
     let target = Target::new("edge-1", 9100);
     let opened = tunnel
@@ -339,16 +340,16 @@ async fn a_draining_edge_gets_no_new_streams_and_its_open_ones_end() {
         until_idle: false,
         serves: false,
     };
-    edge.control.tell(&leave).await.unwrap();
-    let gone = |world: &World| world.registry.pick(&name("edge-1")).is_err();
+    edge.control.send(&leave).await.unwrap();
+    let gone = |world: &World| world.registry.select_tunnel(&name("edge-1")).is_err();
     world.until(gone).await;
     assert!(matches!(
-        world.registry.pick(&name("edge-1")),
+        world.registry.select_tunnel(&name("edge-1")),
         Err(NodeUnavailable::Draining)
     ));
     let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
-    asked.reply.send(http::Response::new(()), true).unwrap();
-    assert_eq!(opened.answer.await.unwrap().status(), 200);
+    asked.responder.send(http::Response::new(()), true).unwrap();
+    assert_eq!(opened.response.await.unwrap().status(), 200);
     drop((opened.send, asked.body));
     edge.ended().await;
     world
@@ -361,7 +362,7 @@ async fn a_superseded_tunnel_keeps_its_streams_until_the_last_ends() {
     let world = World::start();
     let identity = world.enrolled("edge-1");
     let mut old = world.joined(&identity, "a", 0).await;
-    let before = world.registry.pick(&name("edge-1")).unwrap();
+    let before = world.registry.select_tunnel(&name("edge-1")).unwrap();
     let head = Request::get("/").body(()).unwrap();
     let target = Target::new("edge-1", 9100);
     let opened = before
@@ -375,14 +376,14 @@ async fn a_superseded_tunnel_keeps_its_streams_until_the_last_ends() {
     };
     let (_new, said) = world.says(&identity, takes_over).await;
     assert_eq!(said, GatewayMessage::Registered);
-    let after = world.registry.pick(&name("edge-1")).unwrap();
+    let after = world.registry.select_tunnel(&name("edge-1")).unwrap();
     assert_ne!(after.id, before.id, "new streams go to the new one");
     let leave = EdgeMessage::Leave {
         detail: "as edges say then".to_owned(),
         until_idle: true,
         serves: false,
     };
-    old.control.tell(&leave).await.unwrap();
+    old.control.send(&leave).await.unwrap();
     // An idle connection of the same kind has been closed meanwhile.
     let idle = world.enrolled("edge-2");
     let mut idle_before = world.joined(&idle, "a", 0).await;
@@ -392,15 +393,18 @@ async fn a_superseded_tunnel_keeps_its_streams_until_the_last_ends() {
     };
     let (_idle, said) = world.says(&idle, takes_over).await;
     assert_eq!(said, GatewayMessage::Registered);
-    idle_before.control.tell(&leave).await.unwrap();
+    idle_before.control.send(&leave).await.unwrap();
     idle_before.ended().await;
-    assert_eq!(world.registry.of(&name("edge-1")).0.len(), 2);
+    assert_eq!(world.registry.node_tunnels(&name("edge-1")).0.len(), 2);
     let asked = timeout(LONG, old.streams.recv()).await.unwrap().unwrap();
-    asked.reply.send(http::Response::new(()), true).unwrap();
-    assert_eq!(opened.answer.await.unwrap().status(), 200);
+    asked.responder.send(http::Response::new(()), true).unwrap();
+    assert_eq!(opened.response.await.unwrap().status(), 200);
     drop((opened.send, asked.body));
     old.ended().await;
-    assert_eq!(world.registry.pick(&name("edge-1")).unwrap().id, after.id);
+    assert_eq!(
+        world.registry.select_tunnel(&name("edge-1")).unwrap().id,
+        after.id
+    );
 }
 
 #[tokio::test]
@@ -415,23 +419,29 @@ async fn superseded_tunnels_keep_streams_and_revocation_ends_all() {
         };
         let (edge, said) = world.says(&identity, takes_over).await;
         assert_eq!(said, GatewayMessage::Registered);
-        let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+        let tunnel = world
+            .registry
+            .select_tunnel(&name("edge-1"))
+            .unwrap()
+            .tunnel;
         let head = Request::get("/").body(()).unwrap();
         // The edge answers none of them.
         open.push(tunnel.open(head, &StreamKind::Request, &target, true).await);
         edges.push(edge);
     }
     world
-        .until(|world| world.registry.of(&name("edge-1")).0.len() == 20)
+        .until(|world| world.registry.node_tunnels(&name("edge-1")).0.len() == 20)
         .await;
     let roll = world.roll();
     // The record of the node is removed. A directory without records would be refused.
     let nodes = world.store.nodes();
-    nodes.put(NodeRecord::arrived(&name("edge-1"), 0)).unwrap();
+    nodes
+        .put(NodeRecord::name_only(&name("edge-1"), 0))
+        .unwrap();
     nodes.remove(&name("edge-1")).unwrap();
     assert_eq!(roll.refresh().await.unwrap(), [name("edge-1")]);
     world
-        .until(|world| world.registry.of(&name("edge-1")).0.is_empty())
+        .until(|world| world.registry.node_tunnels(&name("edge-1")).0.is_empty())
         .await;
     drop(open);
 }
@@ -442,19 +452,19 @@ async fn removing_a_node_ends_its_tunnel_despite_a_cluster_node() {
     let node = name("edge-1");
     let identity = world.enrolled("edge-1");
     let nodes = world.store.nodes();
-    nodes.put(NodeRecord::arrived(&node, 0)).unwrap();
+    nodes.put(NodeRecord::name_only(&node, 0)).unwrap();
     let roll = world.roll();
     roll.refresh().await.unwrap();
     let member = ClusterNode {
-        edge: true,
+        is_edge: true,
         ..ClusterNode::default()
     };
-    world.nodes.cluster([(node.clone(), member)].into());
+    world.nodes.replace_cluster([(node.clone(), member)].into());
     let _edge = world.joined(&identity, "a", 0).await;
     nodes.remove(&node).unwrap();
     assert_eq!(roll.refresh().await.unwrap(), std::slice::from_ref(&node));
     world
-        .until(|world| world.registry.of(&node).0.is_empty())
+        .until(|world| world.registry.node_tunnels(&node).0.is_empty())
         .await;
     // The cluster admits the node again.
     let _edge = world.joined(&identity, "b", 0).await;
@@ -466,14 +476,14 @@ async fn a_tunnel_ends_with_the_reason_if_its_node_changes_kind() {
     let world = World::start();
     let [moves, stays, deleted] = ["edge-1", "edge-2", "edge-3"].map(name);
     let member = |edge| ClusterNode {
-        edge,
+        is_edge: edge,
         ..ClusterNode::default()
     };
     let cluster = |nodes: &[(&causeway_certs::NodeName, bool)]| {
         let members = nodes
             .iter()
             .map(|(node, edge)| ((*node).clone(), member(*edge)));
-        world.nodes.cluster(members.collect());
+        world.nodes.replace_cluster(members.collect());
     };
     cluster(&[(&moves, true), (&stays, true), (&deleted, true)]);
     let vouched = |node: &causeway_certs::NodeName| identity(&world.live.get(), node.as_str());
@@ -491,8 +501,10 @@ async fn a_tunnel_ends_with_the_reason_if_its_node_changes_kind() {
         detail.contains("Node edge-1 is not an edge node"),
         "{detail}"
     );
-    world.until(|world| !world.registry.holds(&moves)).await;
-    assert!(world.registry.holds(&stays) && world.registry.holds(&deleted));
+    world
+        .until(|world| !world.registry.has_tunnel(&moves))
+        .await;
+    assert!(world.registry.has_tunnel(&stays) && world.registry.has_tunnel(&deleted));
 }
 
 /// Makes another root sign from then on; both are trusted.
@@ -517,15 +529,15 @@ async fn a_refused_edge_replaces_no_other_tunnel() {
     let marker = identity(&world.live.get(), "edge-1");
     turn(&world, Ca::retire);
     let said = EdgeMessage::Welcome(Box::new(welcome("b", 0)));
-    late.control.tell(&said).await.unwrap();
+    late.control.send(&said).await.unwrap();
     let heard = late.hear().await;
     let (why, detail) = dismissal(&heard).unwrap();
     assert_eq!(why, GoAway::Unwelcome, "{detail}");
     late.ended().await;
     let _marker = world.joined(&marker, "a", 1).await;
-    let said = rightful.control.hear::<GatewayMessage>().now_or_never();
+    let said = rightful.control.receive::<GatewayMessage>().now_or_never();
     assert!(said.is_none(), "it was asked to leave");
-    assert!(world.registry.pick(&name("edge-1")).is_ok());
+    assert!(world.registry.select_tunnel(&name("edge-1")).is_ok());
 }
 
 #[tokio::test]
@@ -539,7 +551,7 @@ async fn an_unreadable_disk_admits_no_node_of_a_retired_root() {
     world.roll().refresh().await.unwrap_err();
     assert!(dismissal(&edge.hear().await).is_some());
     world
-        .until(|world| !world.registry.holds(&name("edge-1")))
+        .until(|world| !world.registry.has_tunnel(&name("edge-1")))
         .await;
 }
 
@@ -550,7 +562,7 @@ async fn a_node_of_a_retired_root_is_closed_unless_it_renewed() {
         world
             .store
             .nodes()
-            .put(NodeRecord::arrived(&name(node), 0))
+            .put(NodeRecord::name_only(&name(node), 0))
             .unwrap();
     }
     let mut late = world.joined(&world.enrolled("edge-1"), "a", 0).await;
@@ -568,14 +580,14 @@ async fn a_node_of_a_retired_root_is_closed_unless_it_renewed() {
     let (mut after, said) = world.says(&renewed, takes_over).await;
     assert_eq!(said, GatewayMessage::Registered);
     turn(&world, Ca::retire);
-    world.roll().look();
+    world.roll().spawn_refresh();
     let said = late.hear().await;
     let (why, detail) = dismissal(&said).unwrap();
     assert_eq!(why, GoAway::Unwelcome);
     assert!(detail.contains("a root that was retired"), "{detail}");
     drop(late);
     world
-        .until(|world| !world.registry.holds(&name("edge-1")))
+        .until(|world| !world.registry.has_tunnel(&name("edge-1")))
         .await;
     // Open streams under the old root of its process continue, and new ones use the new root.
     let third = request(&world, "edge-2", &mut after).await;
@@ -592,7 +604,7 @@ async fn request(
     node: &str,
     edge: &mut FakeEdge,
 ) -> (OpenStream, Box<StreamRequest>) {
-    let tunnel = world.registry.pick(&name(node)).unwrap().tunnel;
+    let tunnel = world.registry.select_tunnel(&name(node)).unwrap().tunnel;
     let (head, target) = (Request::new(()), Target::new(node, 9100));
     let opened = tunnel.open(head, &StreamKind::Request, &target, true).await;
     let asked = timeout(LONG, edge.streams.recv()).await.unwrap();
@@ -601,8 +613,8 @@ async fn request(
 
 /// Lets the edge answer, and checks that the client gets the answer.
 async fn answered((opened, asked): (OpenStream, Box<StreamRequest>)) {
-    asked.reply.send(http::Response::new(()), true).unwrap();
-    let answer = timeout(LONG, opened.answer).await.unwrap();
+    asked.responder.send(http::Response::new(()), true).unwrap();
+    let answer = timeout(LONG, opened.response).await.unwrap();
     assert_eq!(answer.unwrap().status(), 200);
 }
 
@@ -611,8 +623,8 @@ async fn lines_that_an_edge_does_not_take_end_none_of_its_streams() {
     let world = World::start();
     let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
     let open = request(&world, "edge-1", &mut edge).await;
-    let control = world.registry.of(&name("edge-1")).0[0]
-        .admitted
+    let control = world.registry.node_tunnels(&name("edge-1")).0[0]
+        .tunnel
         .control
         .clone();
     let telling = async {
@@ -645,7 +657,7 @@ async fn edges_that_ask_receive_root_changes_and_others_do_not() {
             Ok::<_, StoreError>(stepped)
         });
         world.live.swap(next.unwrap().0);
-        ca_rotation::tell(&world.live.get(), &world.registry);
+        ca_rotation::announce_rotation(&world.live.get(), &world.registry);
     };
     let before = world.live.get().fingerprints();
     let (mut here, heard) = world.says(&world.enrolled("edge-1"), asks(&before)).await;
@@ -661,12 +673,12 @@ async fn edges_that_ask_receive_root_changes_and_others_do_not() {
     let roots = world.live.get().fingerprints();
     let roots: Vec<_> = roots.iter().map(ToString::to_string).collect();
     here.control
-        .tell(&EdgeMessage::Roots { roots })
+        .send(&EdgeMessage::Roots { roots })
         .await
         .unwrap();
     let believes = |world: &World| {
-        let edges = world.registry.of(&name("edge-1")).0;
-        let roots = edges[0].admitted.roots.load();
+        let edges = world.registry.node_tunnels(&name("edge-1")).0;
+        let roots = edges[0].tunnel.roots.load();
         roots.as_ref().is_some_and(|roots| roots.len() == 2)
     };
     world.until(believes).await;
@@ -680,9 +692,9 @@ async fn edges_that_ask_receive_root_changes_and_others_do_not() {
     assert!(matches!(late.hear().await, GatewayMessage::Renew { .. }));
 
     let drain = GatewayMessage::Drain { grace_ms: 1 };
-    let edges = world.registry.of(&name("edge-2")).0;
+    let edges = world.registry.node_tunnels(&name("edge-2")).0;
     edges[0]
-        .admitted
+        .tunnel
         .control
         .try_send(Box::new(drain.clone()))
         .unwrap();
@@ -693,11 +705,15 @@ async fn edges_that_ask_receive_root_changes_and_others_do_not() {
 async fn shutdown_of_the_gateway_leaves_no_task_or_socket() {
     let mut world = World::start();
     let edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
-    let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+    let tunnel = world
+        .registry
+        .select_tunnel(&name("edge-1"))
+        .unwrap()
+        .tunnel;
     drop(std::mem::take(&mut world.tasks));
     edge.ended().await;
     assert!(!tunnel.is_open());
-    assert!(!world.registry.holds(&name("edge-1")));
+    assert!(!world.registry.has_tunnel(&name("edge-1")));
     assert!(world.counted("tunnels 0"));
 }
 
@@ -705,7 +721,11 @@ async fn shutdown_of_the_gateway_leaves_no_task_or_socket() {
 async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
     let world = World::start();
     let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
-    let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+    let tunnel = world
+        .registry
+        .select_tunnel(&name("edge-1"))
+        .unwrap()
+        .tunnel;
     let head = Request::get("/").body(()).unwrap();
     let target = Target::new("edge-1", 9100);
     let opened = tunnel
@@ -713,7 +733,7 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
         .await
         .unwrap();
     let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
-    world.readiness.ready();
+    world.readiness.set_ready();
     world.stop.cancel();
     let grace = LONG;
     let listeners = CancellationToken::new();
@@ -733,8 +753,8 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
         ));
         assert!(world.readiness.is_draining());
         assert!(tunnel.is_open() && !listeners.is_cancelled());
-        asked.reply.send(http::Response::new(()), true).unwrap();
-        assert_eq!(opened.answer.await.unwrap().status(), 200);
+        asked.responder.send(http::Response::new(()), true).unwrap();
+        assert_eq!(opened.response.await.unwrap().status(), 200);
         drop((opened.send, asked.body));
         edge.ended().await;
         assert!(listeners.is_cancelled());
@@ -761,7 +781,11 @@ fn listeners_of(close: &CancellationToken) -> DrainListeners<'_> {
 async fn a_drain_ends_streams_that_do_not_end_themselves() {
     let world = World::start();
     let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
-    let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+    let tunnel = world
+        .registry
+        .select_tunnel(&name("edge-1"))
+        .unwrap()
+        .tunnel;
     let target = Target::new("edge-1", 22);
     let opened = tunnel
         .open(Request::new(()), &StreamKind::Tcp, &target, false)
@@ -779,13 +803,13 @@ async fn a_drain_ends_streams_that_do_not_end_themselves() {
     )
     .await;
     assert!(listeners.is_cancelled());
-    assert!(opened.answer.await.is_err());
+    assert!(opened.response.await.is_err());
     drop(asked);
     edge.ended().await;
 }
 
 /// Small limits, which a test can reach.
-const FEW: Places = Places {
+const FEW: TunnelPortLimits = TunnelPortLimits {
     arriving: 8,
     handshakes: 4,
     joining: 4,

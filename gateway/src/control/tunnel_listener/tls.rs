@@ -6,7 +6,7 @@ use causeway_certs::{
     ClusterCa, Identity, NodeName, PeerRejected, Purpose, TrustStore, VerifiedNodeCertificate,
     verify::{self, TicketSecret, TrustError, VerifiedPeer, verify_peer},
 };
-use causeway_rt::socket::{CountedIo, DetachedSocket, Socket, tune_tunnel};
+use causeway_rt::socket::{CountedIo, DetachedSocket, Socket, set_tunnel_options};
 use causeway_tunnel::wire;
 use rustls::{
     AlertDescription as Alert, ServerConfig,
@@ -26,7 +26,7 @@ pub struct Tls {
     tunnel: Arc<ServerConfig>,
     join: Arc<ServerConfig>,
     trust: TrustStore,
-    any_node: bool,
+    admits_any_node: bool,
     /// CA of the cluster's own signers, for joining.
     cluster: Option<ClusterCa>,
 }
@@ -48,7 +48,7 @@ impl Tls {
             tunnel: verify::tunnel_server(leaf.clone(), &trust, tickets)?,
             join: verify::join_server(leaf, &trust, None)?,
             trust,
-            any_node: false,
+            admits_any_node: false,
             cluster: None,
         })
     }
@@ -56,14 +56,17 @@ impl Tls {
     /// Sets whether a trusted certificate is enough, of whichever node.
     #[must_use]
     pub fn any_node(self, any_node: bool) -> Self {
-        Self { any_node, ..self }
+        Self {
+            admits_any_node: any_node,
+            ..self
+        }
     }
 
     /// Sets the CA of the cluster's own signers, by whose certificates nodes may join.
     ///
     /// # Errors
     /// If no peer could be trusted with these.
-    pub fn vouched(
+    pub fn with_cluster_ca(
         self,
         leaf: Arc<dyn ResolvesServerCert>,
         cluster: Option<ClusterCa>,
@@ -84,29 +87,31 @@ impl Tls {
     }
 
     /// Whether each node with a trusted certificate is admitted.
-    pub(super) fn lets_any_in(&self) -> bool {
-        self.any_node
+    pub(super) fn admits_any_node(&self) -> bool {
+        self.admits_any_node
     }
 
     /// Whether a certificate that was trusted when it was presented still is. Its dates were checked then.
-    pub(in crate::control) fn believes(&self, shown: &EdgeCertificate) -> bool {
-        let by_root = shown.root.is_none_or(|root| self.trust.knows(root));
+    pub(in crate::control) fn is_still_trusted(&self, certificate: &EdgeCertificate) -> bool {
+        let has_trusted_root = certificate
+            .root
+            .is_none_or(|root| self.trust.is_trusted_root(root));
         // If a root replaces an intermediate that was a trust anchor, certificates below it stay valid.
-        by_root
-            || shown
-                .given
+        has_trusted_root
+            || certificate
+                .external_chain
                 .as_deref()
-                .is_some_and(|chain| self.leads(chain, shown))
+                .is_some_and(|chain| self.chain_is_trusted(chain, certificate))
     }
 
-    fn leads(&self, chain: &[CertificateDer<'static>], shown: &EdgeCertificate) -> bool {
-        let ends = UnixTime::since_unix_epoch(Duration::from_secs(shown.not_after));
-        let (at, revoked) = (UnixTime::now().min(ends), &verify::none_revoked);
+    fn chain_is_trusted(&self, chain: &[CertificateDer<'static>], shown: &EdgeCertificate) -> bool {
+        let not_after = UnixTime::since_unix_epoch(Duration::from_secs(shown.not_after));
+        let (at, revoked) = (UnixTime::now().min(not_after), &verify::none_revoked);
         verify_peer(Some(chain), Purpose::Edge, at, &self.trust, revoked).is_ok()
     }
 
     /// Returns the verified owner of the peer's certificate, resumed or not.
-    pub(super) fn check(&self, io: &Io) -> Result<VerifiedPeer, PeerRejected> {
+    pub(super) fn verify_peer_certificate(&self, io: &Io) -> Result<VerifiedPeer, PeerRejected> {
         let chain = io.get_ref().1.peer_certificates();
         let now = UnixTime::now();
         verify_peer(
@@ -119,60 +124,65 @@ impl Tls {
     }
 
     /// Returns the node of the edge, and the certificate that it has presented.
-    pub(super) fn edge(&self, io: &Io) -> Result<(NodeName, EdgeCertificate), PeerRejected> {
-        let proven = self.check(io)?;
-        let Identity::Edge(node) = proven.identity else {
-            let (wanted, found) = (Purpose::Edge, proven.identity.kind());
-            return Err(PeerRejected::Kind { wanted, found });
+    pub(super) fn verify_edge(&self, io: &Io) -> Result<(NodeName, EdgeCertificate), PeerRejected> {
+        let verified = self.verify_peer_certificate(io)?;
+        let Identity::Edge(node) = verified.identity else {
+            let (wanted, found) = (Purpose::Edge, verified.identity.kind());
+            return Err(PeerRejected::WrongKind { wanted, found });
         };
-        let given = self.trust.is_given().then(|| {
+        let external_chain = self.trust.is_external().then(|| {
             let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
             chain.iter().map(|one| one.clone().into_owned()).collect()
         });
         let shown = EdgeCertificate {
-            serial: proven.serial,
+            serial: verified.serial,
             // The external CA decides how and when a node gets a new certificate.
-            issued_at: given.as_ref().map_or(proven.issued_at, |_| u64::MAX),
-            not_after: proven.not_after,
-            root: proven.root,
-            given,
+            issued_at: external_chain
+                .as_ref()
+                .map_or(verified.issued_at, |_| u64::MAX),
+            not_after: verified.not_after,
+            root: verified.root,
+            external_chain,
         };
         Ok((node, shown))
     }
 
     /// Returns the node that may join by the cluster's certificate that the peer presents, if such certificates are accepted.
-    pub(super) fn joins(&self, io: &Io) -> Option<Result<VerifiedNodeCertificate, PeerRejected>> {
+    pub(super) fn verify_join_certificate(
+        &self,
+        io: &Io,
+    ) -> Option<Result<VerifiedNodeCertificate, PeerRejected>> {
         let chain = io.get_ref().1.peer_certificates();
         let cluster = self.cluster.as_ref()?;
-        Some(cluster.node(chain, UnixTime::now()))
+        Some(cluster.verify_node(chain, UnixTime::now()))
     }
 
-    /// Finishes TLS, and measures the time of its last flight: one round trip. Awaits `turn` once the `ClientHello` has arrived,
-    /// and keeps the result of `turn` until the handshake is over.
+    /// Finishes TLS, and measures the time of its last flight: one round trip. Awaits `acquire_slot` once the `ClientHello` has arrived,
+    /// and keeps the result of `acquire_slot` until the handshake is over.
     pub(super) async fn handshake<T>(
         &self,
         socket: io::Result<DetachedSocket>,
-        turn: impl Future<Output = T>,
+        acquire_slot: impl Future<Output = T>,
     ) -> Result<(AlpnProtocol, Io, Duration), TlsError> {
         let socket = socket?.attach()?;
         if let Some(tcp) = socket.tcp() {
-            tune_tunnel(tcp);
+            set_tunnel_options(tcp);
         }
         let acceptor = rustls::server::Acceptor::default();
-        let begun = LazyConfigAcceptor::new(acceptor, CountedIo::new(socket)).await?;
-        let (way, config) = self.choose(&begun.client_hello());
-        let _turn = turn.await;
-        let answered = Instant::now();
-        let shaken = begun.into_stream(config).into_fallible().await;
-        let mut io = shaken.map_err(|(error, socket)| TlsError {
+        let start = LazyConfigAcceptor::new(acceptor, CountedIo::new(socket)).await?;
+        let (protocol, config) = self.select_config(&start.client_hello());
+        let _slot = acquire_slot.await;
+        let flight_sent_at = Instant::now();
+        let handshaken = start.into_stream(config).into_fallible().await;
+        let mut io = handshaken.map_err(|(error, socket)| TlsError {
             error,
             socket: Some(socket),
         })?;
         io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
-        Ok((way, io, answered.elapsed()))
+        Ok((protocol, io, flight_sent_at.elapsed()))
     }
 
-    fn choose(&self, hello: &ClientHello<'_>) -> (AlpnProtocol, Arc<ServerConfig>) {
+    fn select_config(&self, hello: &ClientHello<'_>) -> (AlpnProtocol, Arc<ServerConfig>) {
         let mut offered = hello.alpn().into_iter().flatten();
         if offered.any(|protocol| protocol == wire::ALPN_TUNNEL) {
             (AlpnProtocol::Tunnel, self.tunnel.clone())

@@ -24,82 +24,82 @@ use tokio::{runtime::Handle, sync::oneshot, time::timeout};
 use tracing::info_span;
 
 /// Time for which a missing answer is cached.
-const UNKNOWN: Duration = Duration::from_secs(1);
+const ERROR_TTL: Duration = Duration::from_secs(1);
 /// Maximum number of cached answers of each kind; beyond, the API is asked more often.
-const MOST: u64 = 20_000;
+const MAX_CACHED: u64 = 20_000;
 /// Maximum number of concurrent questions of each kind. A client that sends thousands of wrong tokens waits by itself; neither
 /// the cluster's API nor clients from other addresses do.
-const AT_ONCE: usize = 64;
+const MAX_CONCURRENT_REVIEWS: usize = 64;
 
 type Key = [u8; 32];
 
 /// Cache of reviews, and the client that asks for the missing ones.
 #[derive(Debug)]
 pub struct ReviewCache {
-    by: Arc<dyn ReviewClient>,
-    tokens: CachedResults,
-    accesses: CachedResults,
+    review_client: Arc<dyn ReviewClient>,
+    token_reviews: CachedResults,
+    access_reviews: CachedResults,
     /// Runtime on which questions are asked: that of the review client.
     runtime: Handle,
     tasks: TaskGroup,
-    bound: Duration,
+    review_timeout: Duration,
 }
 
 /// The answers of one kind.
 #[derive(Clone, Debug)]
 struct CachedResults {
-    kind: &'static str,
+    review_kind: &'static str,
     cache: Cache<Key, CachedResult>,
     /// For how long.
-    lives: Ttl,
-    room: ConnectionLimit,
-    heard: Arc<ReviewHealth>,
+    ttl: Ttl,
+    concurrency_limit: ConnectionLimit,
+    health: Arc<ReviewHealth>,
 }
 
 #[derive(Clone, Debug)]
 enum CachedResult {
     /// A token is theirs, until this second since 1970 at most.
-    Theirs(Arc<UserInfo>, Option<u64>),
+    Authenticated(Arc<UserInfo>, Option<u64>),
     Allowed,
     Refused,
-    Unknown(ReviewError),
+    Failed(ReviewError),
 }
 
 impl ReviewCache {
     /// Asks `by` on this runtime, and waits for no answer longer than `bound`.
     pub fn new(
-        (by, runtime): (Arc<dyn ReviewClient>, Handle),
+        (review_client, runtime): (Arc<dyn ReviewClient>, Handle),
         kubernetes: &Kubernetes,
-        bound: Duration,
+        review_timeout: Duration,
         metrics: &Arc<Metrics>,
     ) -> Self {
-        let heard = Arc::new(ReviewHealth {
+        let health = Arc::new(ReviewHealth {
             metrics: metrics.clone(),
-            failing: AtomicBool::default(),
+            is_failing: AtomicBool::default(),
         });
-        let known = |kind, allowed, refused| CachedResults {
-            kind,
-            cache: Cache::new(MOST),
-            lives: Ttl { allowed, refused },
+        let new_cache = |kind, allowed, refused| CachedResults {
+            review_kind: kind,
+            cache: Cache::new(MAX_CACHED),
+            ttl: Ttl { allowed, refused },
             // Waiting reviews are neither evicted nor refused.
-            room: ConnectionLimit::new(kind, AT_ONCE, drop),
-            heard: heard.clone(),
+            concurrency_limit: ConnectionLimit::new(kind, MAX_CONCURRENT_REVIEWS, drop),
+            health: health.clone(),
         };
         Self {
-            by,
-            tokens: known(
+            review_client,
+            token_reviews: new_cache(
                 "token",
                 kubernetes.token_allowed_for,
                 kubernetes.token_refused_for,
             ),
-            accesses: known(
+            access_reviews: new_cache(
                 "access",
                 kubernetes.review_allowed_for,
                 kubernetes.review_refused_for,
             ),
             runtime,
             tasks: TaskGroup::default(),
-            bound,
+            review_timeout,
         }
     }
 
@@ -107,38 +107,42 @@ impl ReviewCache {
     ///
     /// # Errors
     /// If there is no answer.
-    pub async fn token(
+    pub async fn review_token(
         &self,
         token: &str,
         audiences: &[String],
-        from: impl Into<Source>,
+        source: impl Into<Source>,
     ) -> Result<Option<Arc<UserInfo>>, ReviewError> {
         // An expired token needs no review.
-        let until = jwt::end(token);
-        if until.is_some_and(is_over) {
+        let expires_at = jwt::unverified_expiry(token);
+        if expires_at.is_some_and(is_expired) {
             return Ok(None);
         }
         let mut key = KeyHasher::default();
         key.add(token);
-        key.many(audiences);
-        let question = || {
-            let (by, token, audiences) = (self.by.clone(), token.to_owned(), audiences.to_vec());
+        key.add_all(audiences);
+        let review = || {
+            let (by, token, audiences) = (
+                self.review_client.clone(),
+                token.to_owned(),
+                audiences.to_vec(),
+            );
             async move {
-                match by.token(&token, &audiences).await {
-                    Ok(Some(account)) => CachedResult::Theirs(Arc::new(account), until),
+                match by.review_token(&token, &audiences).await {
+                    Ok(Some(account)) => CachedResult::Authenticated(Arc::new(account), expires_at),
                     Ok(None) => CachedResult::Refused,
-                    Err(unanswered) => CachedResult::Unknown(unanswered),
+                    Err(review_error) => CachedResult::Failed(review_error),
                 }
             }
         };
         match self
-            .answer(&self.tokens, key.ended(), from.into(), question)
+            .cached_review(&self.token_reviews, key.finish(), source.into(), review)
             .await
         {
-            CachedResult::Theirs(account, until) => {
-                Ok((!until.is_some_and(is_over)).then_some(account))
+            CachedResult::Authenticated(account, until) => {
+                Ok((!until.is_some_and(is_expired)).then_some(account))
             }
-            CachedResult::Unknown(unanswered) => Err(unanswered),
+            CachedResult::Failed(unanswered) => Err(unanswered),
             CachedResult::Allowed | CachedResult::Refused => Ok(None),
         }
     }
@@ -147,77 +151,77 @@ impl ReviewCache {
     ///
     /// # Errors
     /// If there is no answer.
-    pub async fn access(
+    pub async fn review_access(
         &self,
         access: ReviewAttributes,
-        from: impl Into<Source>,
+        source: impl Into<Source>,
     ) -> Result<bool, ReviewError> {
-        let key = key(&access);
-        let question = || {
-            let by = self.by.clone();
+        let key = access_key(&access);
+        let review = || {
+            let by = self.review_client.clone();
             async move {
-                match by.access(&access).await {
+                match by.review_access(&access).await {
                     Ok(true) => CachedResult::Allowed,
                     Ok(false) => CachedResult::Refused,
-                    Err(unanswered) => CachedResult::Unknown(unanswered),
+                    Err(review_error) => CachedResult::Failed(review_error),
                 }
             }
         };
         match self
-            .answer(&self.accesses, key, from.into(), question)
+            .cached_review(&self.access_reviews, key, source.into(), review)
             .await
         {
-            CachedResult::Unknown(unanswered) => Err(unanswered),
+            CachedResult::Failed(unanswered) => Err(unanswered),
             answer => Ok(matches!(answer, CachedResult::Allowed)),
         }
     }
 
-    async fn answer<Q>(
+    async fn cached_review<Q>(
         &self,
-        known: &CachedResults,
+        results: &CachedResults,
         key: Key,
-        from: Source,
-        question: impl FnOnce() -> Q,
+        source: Source,
+        review: impl FnOnce() -> Q,
     ) -> CachedResult
     where
         Q: Future<Output = CachedResult> + Send + 'static,
     {
-        if let Some(answer) = known.cache.get(&key).await {
+        if let Some(answer) = results.cache.get(&key).await {
             return answer;
         }
-        let (tell, told) = oneshot::channel();
-        let (known, question, bound) = (known.clone(), question(), self.bound);
+        let (response_sender, response_receiver) = oneshot::channel();
+        let (known, question, bound) = (results.clone(), review(), self.review_timeout);
         let asking = async move {
-            let fetch = known.ask(question, from, bound);
+            let fetch = known.run_review(question, source, bound);
             // A client that has disconnected waits for no answer.
-            let _ = tell.send(known.cache.get_or_fetch(key, fetch).await);
+            let _ = response_sender.send(known.cache.get_or_fetch(key, fetch).await);
         };
         self.tasks
             .spawn_on(&self.runtime, info_span!("review"), asking);
-        match timeout(bound, told).await {
+        match timeout(bound, response_receiver).await {
             Ok(Ok(answer)) => answer,
-            Ok(Err(_)) => unknown("the gateway is shutting down"),
-            Err(_) => silent(bound),
+            Ok(Err(_)) => failed_review("the gateway is shutting down"),
+            Err(_) => timed_out_review(bound),
         }
     }
 }
 
 impl CachedResults {
-    async fn ask(
+    async fn run_review(
         &self,
-        question: impl Future<Output = CachedResult>,
-        from: Source,
-        bound: Duration,
+        review: impl Future<Output = CachedResult>,
+        source: Source,
+        review_timeout: Duration,
     ) -> CachedValue<CachedResult> {
-        let asked = async {
-            let _room = self.room.acquire(from).await;
-            question.await
+        let limited_review = async {
+            let _slot = self.concurrency_limit.acquire(source).await;
+            review.await
         };
-        let answer = timeout(bound, asked).await;
-        let answer = answer.unwrap_or_else(|_| silent(bound));
-        self.heard.note(self.kind, &answer);
+        let answer = timeout(review_timeout, limited_review).await;
+        let answer = answer.unwrap_or_else(|_| timed_out_review(review_timeout));
+        self.health.record_answer(self.review_kind, &answer);
         CachedValue {
-            ttl: self.lives.of(&answer),
+            ttl: self.ttl.ttl_of(&answer),
             value: answer,
         }
     }
@@ -227,22 +231,26 @@ impl CachedResults {
 #[derive(Debug)]
 struct ReviewHealth {
     metrics: Arc<Metrics>,
-    failing: AtomicBool,
+    is_failing: AtomicBool,
 }
 
 impl ReviewHealth {
-    fn note(&self, kind: &'static str, answer: &CachedResult) {
+    fn record_answer(&self, kind: &'static str, answer: &CachedResult) {
         let outcome = match answer {
-            CachedResult::Theirs(..) | CachedResult::Allowed => "allowed",
+            CachedResult::Authenticated(..) | CachedResult::Allowed => "allowed",
             CachedResult::Refused => "refused",
-            CachedResult::Unknown(_) => "failed",
+            CachedResult::Failed(_) => "failed",
         };
-        self.metrics.reviewed(kind, outcome);
-        let fails = matches!(answer, CachedResult::Unknown(_));
-        if self.failing.swap(fails, Relaxed) == fails {
+        self.metrics.count_review(kind, outcome);
+        let is_failure = matches!(answer, CachedResult::Failed(_));
+        if self.is_failing.swap(is_failure, Relaxed) == is_failure {
             return;
         }
-        if let CachedResult::Unknown(ReviewError { says, cause }) = answer {
+        if let CachedResult::Failed(ReviewError {
+            detail: says,
+            cause,
+        }) = answer
+        {
             tracing::warn!(kind, %cause, "clients cannot be reviewed and are refused: {says}");
         } else {
             tracing::info!("clients can be reviewed again");
@@ -250,18 +258,18 @@ impl ReviewHealth {
     }
 }
 
-fn unknown(says: &'static str) -> CachedResult {
-    CachedResult::Unknown(ReviewError {
-        says: says.into(),
-        cause: says.into(),
+fn failed_review(detail: &'static str) -> CachedResult {
+    CachedResult::Failed(ReviewError {
+        detail: detail.into(),
+        cause: detail.into(),
     })
 }
 
-fn silent(bound: Duration) -> CachedResult {
-    let says = format!("the cluster's API did not answer within {bound:?}");
-    CachedResult::Unknown(ReviewError {
-        cause: says.as_str().into(),
-        says: says.into(),
+fn timed_out_review(review_timeout: Duration) -> CachedResult {
+    let detail = format!("the cluster's API did not answer within {review_timeout:?}");
+    CachedResult::Failed(ReviewError {
+        cause: detail.as_str().into(),
+        detail: detail.into(),
     })
 }
 
@@ -271,8 +279,8 @@ fn now() -> Duration {
         .unwrap_or_default()
 }
 
-fn is_over(end: u64) -> bool {
-    now() >= Duration::from_secs(end)
+fn is_expired(expires_at: u64) -> bool {
+    now() >= Duration::from_secs(expires_at)
 }
 
 /// Time for which answers are cached.
@@ -283,20 +291,20 @@ struct Ttl {
 }
 
 impl Ttl {
-    fn of(self, answer: &CachedResult) -> Duration {
+    fn ttl_of(self, answer: &CachedResult) -> Duration {
         match answer {
-            CachedResult::Theirs(_, Some(end)) => {
+            CachedResult::Authenticated(_, Some(end)) => {
                 let left = Duration::from_secs(*end).saturating_sub(now());
                 left.min(self.allowed)
             }
-            CachedResult::Theirs(_, None) | CachedResult::Allowed => self.allowed,
+            CachedResult::Authenticated(_, None) | CachedResult::Allowed => self.allowed,
             CachedResult::Refused => self.refused,
-            CachedResult::Unknown(_) => UNKNOWN,
+            CachedResult::Failed(_) => ERROR_TTL,
         }
     }
 }
 
-fn key(access: &ReviewAttributes) -> Key {
+fn access_key(access: &ReviewAttributes) -> Key {
     let ReviewAttributes {
         account,
         verb,
@@ -307,12 +315,12 @@ fn key(access: &ReviewAttributes) -> Key {
     for text in [&account.user, &account.uid, *verb, node, *subresource] {
         key.add(text);
     }
-    key.many(&account.groups);
+    key.add_all(&account.groups);
     for (name, values) in &account.extra {
         key.add(name);
-        key.many(values);
+        key.add_all(values);
     }
-    key.ended()
+    key.finish()
 }
 
 /// A hash of texts, of which no two lists have the same.
@@ -325,14 +333,14 @@ impl KeyHasher {
         self.0.update(text);
     }
 
-    fn many(&mut self, texts: &[String]) {
+    fn add_all(&mut self, texts: &[String]) {
         self.0.update(texts.len().to_le_bytes());
         for text in texts {
             self.add(text);
         }
     }
 
-    fn ended(self) -> Key {
+    fn finish(self) -> Key {
         self.0.finalize().into()
     }
 }

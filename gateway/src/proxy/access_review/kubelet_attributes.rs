@@ -10,14 +10,14 @@ use crate::{
 use http::Method;
 
 /// Subresource of every path that has none of its own.
-const PROXY: &[&str] = &["proxy"];
+const PROXY_ONLY: &[&str] = &["proxy"];
 
 /// Returns the verb: by the method, and `create` for a session.
-pub(super) fn verb(ask: &AuthzRequest<'_>) -> &'static str {
-    if ask.act == Action::Connect {
+pub(super) fn verb(authz_request: &AuthzRequest<'_>) -> &'static str {
+    if authz_request.action == Action::Connect {
         return "create";
     }
-    match *ask.method {
+    match *authz_request.method {
         // kubelet has no verb for HEAD, which reveals no more than GET.
         Method::GET | Method::HEAD => "get",
         Method::POST => "create",
@@ -30,14 +30,16 @@ pub(super) fn verb(ask: &AuthzRequest<'_>) -> &'static str {
 }
 
 /// The subresources of `nodes`, any of which is enough.
-pub(super) fn subresources(ask: &AuthzRequest<'_>) -> &'static [&'static str] {
-    match ask.act {
-        Action::Connect => PROXY,
-        Action::Request | Action::Upgrade => canonical(ask.path).map_or(PROXY, |path| of(&path)),
+pub(super) fn subresources(authz_request: &AuthzRequest<'_>) -> &'static [&'static str] {
+    match authz_request.action {
+        Action::Connect => PROXY_ONLY,
+        Action::Request | Action::Upgrade => {
+            canonical(authz_request.path).map_or(PROXY_ONLY, |path| subresources_of_path(&path))
+        }
     }
 }
 
-fn of(path: &str) -> &'static [&'static str] {
+fn subresources_of_path(path: &str) -> &'static [&'static str] {
     let mut parts = path.split('/').skip(1);
     match parts.next().unwrap_or_default() {
         "stats" => &["stats"],
@@ -50,7 +52,7 @@ fn of(path: &str) -> &'static [&'static str] {
         "pods" | "runningpods" => &["pods", "proxy"],
         "healthz" => &["healthz", "proxy"],
         "configz" => &["configz", "proxy"],
-        _ => PROXY,
+        _ => PROXY_ONLY,
     }
 }
 
@@ -69,9 +71,9 @@ mod tests {
         };
         let ask = AuthzRequest {
             client: &ClientIdentity::for_test("ann"),
-            from: RemoteAddr::Unix(0),
+            remote_address: RemoteAddr::Unix(0),
             destination: Destination::Node(&route),
-            act,
+            action: act,
             method: &method.parse().unwrap(),
             path,
         };
@@ -147,9 +149,9 @@ mod tests {
             "*",
             "",
         ] {
-            assert_eq!(asked(Action::Request, "GET", path).1, PROXY, "{path}");
+            assert_eq!(asked(Action::Request, "GET", path).1, PROXY_ONLY, "{path}");
         }
         let session = asked(Action::Connect, "CONNECT", "/metrics");
-        assert_eq!(session, ("create", PROXY));
+        assert_eq!(session, ("create", PROXY_ONLY));
     }
 }

@@ -8,14 +8,17 @@ use std::{borrow::Cow, collections::BTreeMap, fmt::Debug, sync::Arc};
 pub trait ReviewClient: Debug + Send + Sync + 'static {
     /// Returns the user of this token, if the token is valid for one of these audiences. Without audiences the token must be for
     /// the API server itself.
-    fn token(
+    fn review_token(
         &self,
         token: &str,
         audiences: &[String],
     ) -> BoxFuture<'static, Result<Option<UserInfo>, ReviewError>>;
 
     /// Returns whether the access is allowed.
-    fn access(&self, access: &ReviewAttributes) -> BoxFuture<'static, Result<bool, ReviewError>>;
+    fn review_access(
+        &self,
+        access: &ReviewAttributes,
+    ) -> BoxFuture<'static, Result<bool, ReviewError>>;
 }
 
 /// User, as Kubernetes describes it.
@@ -48,15 +51,15 @@ pub struct ReviewAttributes {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReviewError {
     /// Description for the client.
-    pub says: Cow<'static, str>,
+    pub detail: Cow<'static, str>,
     /// For the log.
     pub cause: Arc<str>,
 }
 
 impl ReviewError {
-    /// Returns the error of a stream that needed a decision about `what`.
-    pub(in crate::proxy) fn of(self, what: &str) -> Error {
-        let detail = format!("{what} could not be reviewed: {}", self.says);
+    /// Returns the error of a stream that needed a decision about `subject`.
+    pub(in crate::proxy) fn into_error(self, subject: &str) -> Error {
+        let detail = format!("{subject} could not be reviewed: {}", self.detail);
         Reason::DependencyUnavailable.with_source(detail, &*self.cause)
     }
 }

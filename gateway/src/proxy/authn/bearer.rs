@@ -21,71 +21,75 @@ pub(crate) type TokenCache = Mutex<Option<CachedIdentity>>;
 /// A token that was tried with success.
 #[derive(Debug)]
 pub(crate) struct CachedIdentity {
-    presented: Vec<u8>,
+    authorization: Vec<u8>,
     client: ClientIdentity,
 }
 
 /// Returns the client that the `Authorization` field identifies.
 pub(super) async fn identify(
     listener: &Authenticator,
-    (presented, expired): (&[u8], Expired<'_>),
+    (authorization, expired): (&[u8], Expired<'_>),
     (credentials, peer): (&ConnectionCredentials, RemoteAddr),
     context: AuthnContext<'_>,
 ) -> Result<ClientIdentity, Error> {
-    if let Some(client) = remembered(&credentials.last_token, presented) {
+    if let Some(client) = cached_client(&credentials.last_token, authorization) {
         return Ok(client);
     }
-    let text = std::str::from_utf8(presented).unwrap_or_default();
+    let text = std::str::from_utf8(authorization).unwrap_or_default();
     let token = match text.split_once(' ') {
         Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => token.trim(),
         _ => {
-            let nothing = "the Authorization field contains no bearer token";
-            return Err(Reason::Unauthenticated.error(nothing));
+            let detail = "the Authorization field contains no bearer token";
+            return Err(Reason::Unauthenticated.error(detail));
         }
     };
-    let client = tried(listener, (token, expired), peer, context).await?;
+    let client = verify_token(listener, (token, expired), peer, context).await?;
     if client.method == AuthMethod::TokenReview {
         return Ok(client);
     }
-    let mut last = last(&credentials.last_token);
+    let mut last = lock_token_cache(&credentials.last_token);
     *last = Some(CachedIdentity {
-        presented: presented.to_vec(),
+        authorization: authorization.to_vec(),
         client: client.clone(),
     });
     Ok(client)
 }
 
-async fn tried(
+async fn verify_token(
     listener: &Authenticator,
     (token, expired): (&str, Expired<'_>),
-    from: RemoteAddr,
+    remote_address: RemoteAddr,
     context: AuthnContext<'_>,
 ) -> Result<ClientIdentity, Error> {
-    let refuse = |why| Reason::Unauthenticated.error(why).of_token();
-    let unproven = |refused| match refused {
-        jwt::Rejection::Wrong(why) => refuse(why),
+    let unauthenticated = |why| Reason::Unauthenticated.error(why).as_token_error();
+    let rejection_error = |refused| match refused {
+        jwt::Rejection::Invalid(why) => unauthenticated(why),
         jwt::Rejection::DependencyUnavailable(why) => Reason::DependencyUnavailable.error(why),
     };
-    let for_jwts = |jwts: &jwt::JwtAuthenticator| match &listener.review {
-        Some(_) => jwts.lists(token),
-        None => listener.tokens.is_none() || jwt::is_one(token),
+    let is_for_jwts = |jwts: &jwt::JwtAuthenticator| match &listener.review {
+        Some(_) => jwts.lists_issuer(token),
+        None => listener.tokens.is_none() || jwt::is_jwt_shaped(token),
     };
-    if let Some(jwts) = listener.jwts.as_ref().filter(|jwts| for_jwts(jwts)) {
+    if let Some(jwts) = listener.jwts.as_ref().filter(|jwts| is_for_jwts(jwts)) {
         let bound = context.bound;
-        let named = jwts.identify((token, expired), bound).await;
-        let named = named.map_err(unproven)?;
-        let client =
-            ClientIdentity::new(&named.name, named.groups, AuthMethod::Jwt, context.limits);
+        let identified = jwts.identify((token, expired), bound).await;
+        let identity = identified.map_err(rejection_error)?;
+        let client = ClientIdentity::new(
+            &identity.name,
+            identity.groups,
+            AuthMethod::Jwt,
+            context.limits,
+        );
         return Ok(ClientIdentity {
-            validity: Some(named.validity),
+            validity: Some(identity.validity),
             ..client
         });
     }
-    let found = listener
+    let static_token = listener
         .tokens
         .as_ref()
         .and_then(|tokens| tokens.lookup(token));
-    match (found, &listener.review) {
+    match (static_token, &listener.review) {
         (Some(found), _) => {
             let groups = found.groups.clone();
             Ok(ClientIdentity::new(
@@ -97,26 +101,32 @@ async fn tried(
         }
         (None, Some(review)) => {
             review
-                .identify((token, expired), from, (context.reviews, context.limits))
+                .identify(
+                    (token, expired),
+                    remote_address,
+                    (context.reviews, context.limits),
+                )
                 .await
         }
-        (None, None) => Err(refuse("token: not known to this listener".into())),
+        (None, None) => Err(unauthenticated("token: not known to this listener".into())),
     }
 }
 
 /// Forgets the last token on a connection.
 pub(crate) fn forget(last_token: &TokenCache) {
-    *last(last_token) = None;
+    *lock_token_cache(last_token) = None;
 }
 
-fn remembered(last_token: &TokenCache, presented: &[u8]) -> Option<ClientIdentity> {
-    let last = last(last_token);
-    let known = last.as_ref().filter(|known| known.presented == presented)?;
-    let validity = known.client.validity.as_ref();
-    let holds = validity.is_none_or(Validity::holds);
-    holds.then(|| known.client.clone())
+fn cached_client(last_token: &TokenCache, authorization: &[u8]) -> Option<ClientIdentity> {
+    let last = lock_token_cache(last_token);
+    let cached = last
+        .as_ref()
+        .filter(|known| known.authorization == authorization)?;
+    let validity = cached.client.validity.as_ref();
+    let is_valid = validity.is_none_or(Validity::is_current);
+    is_valid.then(|| cached.client.clone())
 }
 
-fn last(last_token: &TokenCache) -> std::sync::MutexGuard<'_, Option<CachedIdentity>> {
+fn lock_token_cache(last_token: &TokenCache) -> std::sync::MutexGuard<'_, Option<CachedIdentity>> {
     last_token.lock().unwrap_or_else(PoisonError::into_inner)
 }

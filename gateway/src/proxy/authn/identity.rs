@@ -17,7 +17,7 @@ use std::{
 };
 
 /// Prefix of the names of clients of a unix socket.
-pub(crate) const UID: &str = "uid:";
+pub(crate) const UID_PREFIX: &str = "uid:";
 
 /// Method by which a client was identified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -70,7 +70,7 @@ pub struct ClientIdentity {
     /// User of the cluster, if the cluster has identified the client.
     pub account: Option<Arc<UserInfo>>,
     /// Its streams that are open.
-    pub open: Counter,
+    pub open_streams: Counter,
 }
 
 impl fmt::Display for ClientIdentity {
@@ -84,7 +84,7 @@ impl ClientIdentity {
     pub fn new(name: &str, groups: Vec<String>, method: AuthMethod, limits: &Limits) -> Self {
         let name: Arc<str> = name.into();
         Self {
-            open: limits.client(&name),
+            open_streams: limits.client_counter(&name),
             name,
             groups: groups.into(),
             uris: Arc::default(),
@@ -114,7 +114,7 @@ impl ClientIdentity {
             certificate: None,
             validity: None,
             account: None,
-            open: Counter::default(),
+            open_streams: Counter::default(),
         }
     }
 }
@@ -140,56 +140,58 @@ pub(super) fn now() -> u64 {
 #[derive(Clone, Debug)]
 pub struct Validity {
     /// The last second, since 1970.
-    pub(super) until: u64,
+    pub(super) valid_until: u64,
     /// The keys of a JWT's issuer, and those of them that proved it.
-    keys: Option<(JwksCache, Arc<KeySet>)>,
+    proven_by: Option<(JwksCache, Arc<KeySet>)>,
     /// The audiences for which the cluster's API took a token.
     pub(super) audiences: Option<Arc<[String]>>,
 }
 
 impl Validity {
     /// The validity of a certificate: up to this second since 1970.
-    pub fn until(until: u64) -> Self {
+    pub fn until_second(valid_until: u64) -> Self {
         Self {
-            until,
-            keys: None,
+            valid_until,
+            proven_by: None,
             audiences: None,
         }
     }
 
     /// The validity of a JWT that `set` has proved.
-    pub fn proved(until: u64, keys: JwksCache, set: Arc<KeySet>) -> Self {
+    pub fn for_jwt(valid_until: u64, keys: JwksCache, set: Arc<KeySet>) -> Self {
         Self {
-            until,
-            keys: Some((keys, set)),
+            valid_until,
+            proven_by: Some((keys, set)),
             audiences: None,
         }
     }
 
     /// The validity of a token with this `exp` claim, which the cluster's API took for these audiences.
-    pub fn reviewed(end: u64, audiences: Arc<[String]>) -> Self {
+    pub fn for_reviewed_token(expires_at: u64, audiences: Arc<[String]>) -> Self {
         Self {
             // RFC 7519 section 4.1.4: a token does not count in the second that it names.
-            until: end.saturating_sub(1),
-            keys: None,
+            valid_until: expires_at.saturating_sub(1),
+            proven_by: None,
             audiences: Some(audiences),
         }
     }
 
     /// Whether its last second is over.
-    pub fn is_over(&self) -> bool {
-        now() > self.until
+    pub fn is_expired(&self) -> bool {
+        now() > self.valid_until
     }
 
     /// Whether it counts without another proof: its time is not over, and the keys are the same.
-    pub fn holds(&self) -> bool {
-        let same = |(keys, set): &(JwksCache, Arc<KeySet>)| keys.are(set);
-        !self.is_over() && self.keys.as_ref().is_none_or(same)
+    pub fn is_current(&self) -> bool {
+        let is_same_set = |(keys, set): &(JwksCache, Arc<KeySet>)| keys.is_current(set);
+        !self.is_expired() && self.proven_by.as_ref().is_none_or(is_same_set)
     }
 
     /// Whether its issuer has other keys by now.
-    pub fn has_other_keys(&self) -> bool {
-        let other = |(keys, set): &(JwksCache, Arc<KeySet>)| keys.now().is_ok() && !keys.are(set);
-        self.keys.as_ref().is_some_and(other)
+    pub fn keys_changed(&self) -> bool {
+        let has_changed = |(keys, set): &(JwksCache, Arc<KeySet>)| {
+            keys.current().is_ok() && !keys.is_current(set)
+        };
+        self.proven_by.as_ref().is_some_and(has_changed)
     }
 }

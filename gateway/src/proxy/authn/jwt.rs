@@ -2,7 +2,7 @@
 //!
 //! 1. The token names its issuer; no claim counts before a key of that issuer has verified its signature.
 //! 2. A missing key is fetched, once for all requests that wait: one of the two waits that the request path permits.
-//! 3. Signature, `exp`, `nbf`, `iss` and `aud` are checked, with `LEEWAY` between two clocks.
+//! 3. Signature, `exp`, `nbf`, `iss` and `aud` are checked, with `CLOCK_SKEW_SECONDS` between two clocks.
 //! 4. Its name and groups may be none of those that only the kernel, this gateway or Kubernetes assigns.
 //!
 //! A refusal says what was wrong and discloses nothing: neither the content of the token, nor the expected values.
@@ -33,24 +33,24 @@ use std::{
 };
 
 /// Maximum difference between two clocks, in seconds.
-const LEEWAY: u64 = 60;
+const CLOCK_SKEW_SECONDS: u64 = 60;
 /// Maximum size of a token, in bytes. Larger tokens are not parsed: those with hundreds of groups have half as much.
-pub(super) const LARGEST: usize = 16 << 10;
+pub(super) const MAX_TOKEN_BYTES: usize = 16 << 10;
 /// The last second of the year 9999: later times have no date.
-const LAST: u64 = 253_402_300_799;
+const MAX_TIMESTAMP: u64 = 253_402_300_799;
 
 /// Reason why a token does not count, for its holder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rejection {
     /// The token is not accepted here.
-    Wrong(Cow<'static, str>),
+    Invalid(Cow<'static, str>),
     /// The keys of its issuer are missing, so the token cannot be verified now.
     DependencyUnavailable(Cow<'static, str>),
 }
 
 impl<T: Into<Cow<'static, str>>> From<T> for Rejection {
-    fn from(why: T) -> Self {
-        Self::Wrong(why.into())
+    fn from(detail: T) -> Self {
+        Self::Invalid(detail.into())
     }
 }
 
@@ -58,9 +58,9 @@ impl<T: Into<Cow<'static, str>>> From<T> for Rejection {
 #[derive(Clone, Copy, Debug)]
 pub enum Expired<'a> {
     /// It does not.
-    Refused,
+    Reject,
     /// It does: for a stream that its expiry does not end, and whose client was this.
-    Taken(&'a ClientIdentity),
+    AcceptFor(&'a ClientIdentity),
 }
 
 /// Issuers that a listener accepts.
@@ -72,8 +72,8 @@ pub struct JwtAuthenticator(Vec<Issuer>);
 pub struct Issuer {
     name: String,
     /// Validations, by algorithm.
-    checks: Vec<(Algorithm, Validation)>,
-    naming: ClaimMappings,
+    validations: Vec<(Algorithm, Validation)>,
+    claim_mappings: ClaimMappings,
     keys: JwksCache,
 }
 
@@ -89,13 +89,14 @@ pub struct JwtIdentity {
 }
 
 /// Whether a bearer token has the shape of a JWT: three parts in base64url, the last of which may be empty.
-pub fn is_one(token: &str) -> bool {
-    let part = |part: &str| {
-        let known = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
-        part.bytes().all(known)
+pub fn is_jwt_shaped(token: &str) -> bool {
+    let is_base64url = |part: &str| {
+        let is_base64url_byte =
+            |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+        part.bytes().all(is_base64url_byte)
     };
     let parts: Vec<_> = token.splitn(4, '.').collect();
-    parts.len() == 3 && parts.iter().all(|text| part(text)) && !parts[0].is_empty()
+    parts.len() == 3 && parts.iter().all(|text| is_base64url(text)) && !parts[0].is_empty()
 }
 
 /// Claims that are read before the signature is verified.
@@ -109,27 +110,27 @@ impl Issuer {
     pub fn new(
         (name, audiences): (&str, &[String]),
         algorithms: &[config::Algorithm],
-        naming: ClaimMappings,
+        claim_mappings: ClaimMappings,
         keys: JwksCache,
     ) -> Self {
-        let check = |algorithm| {
-            let mut check = Validation::new(algorithm);
-            check.leeway = LEEWAY;
-            check.validate_nbf = true;
-            check.set_issuer(&[name]);
-            check.set_audience(audiences);
-            check.set_required_spec_claims(&["exp", "iss", "aud"]);
-            (algorithm, check)
+        let build_validation = |algorithm| {
+            let mut validation = Validation::new(algorithm);
+            validation.leeway = CLOCK_SKEW_SECONDS;
+            validation.validate_nbf = true;
+            validation.set_issuer(&[name]);
+            validation.set_audience(audiences);
+            validation.set_required_spec_claims(&["exp", "iss", "aud"]);
+            (algorithm, validation)
         };
         Self {
             name: name.to_owned(),
-            checks: algorithms
+            validations: algorithms
                 .iter()
                 .copied()
                 .map(algorithm)
-                .map(check)
+                .map(build_validation)
                 .collect(),
-            naming,
+            claim_mappings,
             keys,
         }
     }
@@ -138,56 +139,61 @@ impl Issuer {
         &self,
         (token, expired): (&str, Expired<'_>),
         header: &Header,
-        bound: Duration,
+        fetch_timeout: Duration,
     ) -> Result<JwtIdentity, Rejection> {
-        let check = self.checks.iter().find(|(known, _)| *known == header.alg);
-        let (_, check) = check.ok_or("jwt: its algorithm is not accepted")?;
+        let found = self
+            .validations
+            .iter()
+            .find(|(known, _)| *known == header.alg);
+        let (_, check) = found.ok_or("jwt: its algorithm is not accepted")?;
         let mut check = Cow::Borrowed(check);
-        if matches!(expired, Expired::Taken(_)) {
+        if matches!(expired, Expired::AcceptFor(_)) {
             check.to_mut().validate_exp = false;
         }
-        let proven = match self.try_keys(token, header, &check) {
-            Err(VerifyError::Missing(_)) => {
-                self.keys.anew(bound).await;
-                self.try_keys(token, header, &check)
+        let verified = match self.verify_with_cached_keys(token, header, &check) {
+            Err(VerifyError::KeyMissing(_)) => {
+                self.keys.request_fetch(fetch_timeout).await;
+                self.verify_with_cached_keys(token, header, &check)
             }
-            tried => tried,
+            result => result,
         };
-        let (set, claims) = proven.map_err(VerifyError::says)?;
-        let until = claims.get("exp").and_then(seconds).unwrap_or_default();
-        let (name, groups) = self.naming.read(&claims)?;
-        let until = until.saturating_add(LEEWAY);
+        let (set, claims) = verified.map_err(VerifyError::into_rejection)?;
+        let expires_at = claims.get("exp").and_then(seconds).unwrap_or_default();
+        let (name, groups) = self.claim_mappings.map_claims(&claims)?;
+        let until = expires_at.saturating_add(CLOCK_SKEW_SECONDS);
         Ok(JwtIdentity {
             name,
             groups,
-            validity: Validity::proved(until, self.keys.clone(), set),
+            validity: Validity::for_jwt(until, self.keys.clone(), set),
         })
     }
 
-    fn try_keys(
+    fn verify_with_cached_keys(
         &self,
         token: &str,
         header: &Header,
-        check: &Validation,
+        validation: &Validation,
     ) -> Result<VerifiedClaims, VerifyError> {
         let set = self
             .keys
-            .now()
-            .map_err(|missing| VerifyError::Missing(unavailable(missing)))?;
+            .current()
+            .map_err(|key_error| VerifyError::KeyMissing(keys_unavailable(key_error)))?;
         let claims = match set.find(header.kid.as_deref(), header.alg) {
-            KeyLookup::Key(key) => prove(token, key, check).map_err(VerifyError::Wrong)?,
+            KeyLookup::Key(key) => {
+                verify_signature(token, key, validation).map_err(VerifyError::Invalid)?
+            }
             KeyLookup::Several => {
-                return Err(VerifyError::Wrong(
+                return Err(VerifyError::Invalid(
                     "jwt: more than one key of its issuer matches".into(),
                 ));
             }
             KeyLookup::None if header.kid.is_none() => {
-                return Err(VerifyError::Missing(
+                return Err(VerifyError::KeyMissing(
                     "jwt: its issuer has no key for its algorithm".into(),
                 ));
             }
             KeyLookup::None => {
-                return Err(VerifyError::Missing(
+                return Err(VerifyError::KeyMissing(
                     "jwt: its issuer has no key with this id".into(),
                 ));
             }
@@ -201,15 +207,15 @@ type VerifiedClaims = (Arc<KeySet>, Map<String, Value>);
 /// Why a token was not proven.
 enum VerifyError {
     /// By a key that is not here; it may be had.
-    Missing(Rejection),
+    KeyMissing(Rejection),
     /// It never will be.
-    Wrong(Rejection),
+    Invalid(Rejection),
 }
 
 impl VerifyError {
-    fn says(self) -> Rejection {
+    fn into_rejection(self) -> Rejection {
         match self {
-            Self::Missing(why) | Self::Wrong(why) => why,
+            Self::KeyMissing(rejection) | Self::Invalid(rejection) => rejection,
         }
     }
 }
@@ -221,28 +227,29 @@ impl JwtAuthenticator {
     }
 
     /// Whether a token says that it is of one of these.
-    pub fn lists(&self, token: &str) -> bool {
-        let claimed = dangerous::insecure_decode_claims::<UnverifiedClaims>(token);
-        let name = claimed.ok().and_then(|claimed| claimed.iss);
-        is_one(token) && name.is_some_and(|name| self.0.iter().any(|known| known.name == name))
+    pub fn lists_issuer(&self, token: &str) -> bool {
+        let claims = dangerous::insecure_decode_claims::<UnverifiedClaims>(token);
+        let name = claims.ok().and_then(|claimed| claimed.iss);
+        is_jwt_shaped(token)
+            && name.is_some_and(|name| self.0.iter().any(|known| known.name == name))
     }
 
-    /// Returns the client that this token identifies. Waits for missing keys for no longer than `bound`.
+    /// Returns the client that this token identifies. Waits for missing keys for no longer than `fetch_timeout`.
     ///
     /// # Errors
     /// The reason why the token does not count.
     pub async fn identify(
         &self,
         (token, expired): (&str, Expired<'_>),
-        bound: Duration,
+        fetch_timeout: Duration,
     ) -> Result<JwtIdentity, Rejection> {
-        if token.len() > LARGEST {
-            return Err(format!("jwt: larger than {} KiB", LARGEST >> 10).into());
+        if token.len() > MAX_TOKEN_BYTES {
+            return Err(format!("jwt: larger than {} KiB", MAX_TOKEN_BYTES >> 10).into());
         }
-        if !is_one(token) {
+        if !is_jwt_shaped(token) {
             return Err("jwt: the bearer token is not a JWT".into());
         }
-        let header = decode_header(token).map_err(|_| unreadable(token))?;
+        let header = decode_header(token).map_err(|_| unreadable_header(token))?;
         if header.crit.is_some() {
             // RFC 7515 §4.1.11: this gateway supports no extension that `crit` could name.
             return Err("jwt: it requires unsupported extensions (crit)".into());
@@ -252,12 +259,14 @@ impl JwtAuthenticator {
         let name = claimed.iss.ok_or("jwt: it has no issuer")?;
         let issuer = self.0.iter().find(|issuer| issuer.name == name);
         let issuer = issuer.ok_or("jwt: its issuer is not configured for this listener")?;
-        issuer.identify((token, expired), &header, bound).await
+        issuer
+            .identify((token, expired), &header, fetch_timeout)
+            .await
     }
 }
 
 /// A header that the library does not take: most often for an algorithm such as `none`.
-fn unreadable(token: &str) -> Rejection {
+fn unreadable_header(token: &str) -> Rejection {
     let header = token.split('.').next().unwrap_or_default();
     let header = URL_SAFE_NO_PAD.decode(header).unwrap_or_default();
     let header: Value = serde_json::from_slice(&header).unwrap_or_default();
@@ -268,9 +277,9 @@ fn unreadable(token: &str) -> Rejection {
     }
 }
 
-fn unavailable(missing: KeyError) -> Rejection {
-    Rejection::DependencyUnavailable(match missing {
-        KeyError::NotYet => {
+fn keys_unavailable(key_error: KeyError) -> Rejection {
+    Rejection::DependencyUnavailable(match key_error {
+        KeyError::NotFetched => {
             "jwt: the keys of its issuer have not been loaded yet; try again later".into()
         }
         KeyError::TooOld(age) => {
@@ -281,28 +290,32 @@ fn unavailable(missing: KeyError) -> Rejection {
 }
 
 /// Returns why a token that counted up to this second since 1970 does not any more.
-pub(super) fn expired(until: u64) -> Cow<'static, str> {
-    let at = until.saturating_sub(LEEWAY).min(LAST);
+pub(super) fn expired_detail(valid_until: u64) -> Cow<'static, str> {
+    let at = valid_until
+        .saturating_sub(CLOCK_SKEW_SECONDS)
+        .min(MAX_TIMESTAMP);
     let at = humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(at));
     format!("jwt: expired at {at}").into()
 }
 
-fn prove(
+fn verify_signature(
     token: &str,
     key: &DecodingKey,
-    check: &Validation,
+    validation: &Validation,
 ) -> Result<Map<String, Value>, Rejection> {
-    match decode(token, key, check) {
-        Ok(proven) => Ok(proven.claims),
-        Err(error) => Err(refused(token, &error)),
+    match decode(token, key, validation) {
+        Ok(verified) => Ok(verified.claims),
+        Err(error) => Err(rejection_from(token, &error)),
     }
 }
 
-fn refused(token: &str, error: &Error) -> Rejection {
+fn rejection_from(token: &str, error: &Error) -> Rejection {
     match error.kind() {
         ErrorKind::InvalidSignature => "jwt: its signature is not valid".into(),
-        ErrorKind::ExpiredSignature => dated("jwt: expired", "at", token, "exp"),
-        ErrorKind::ImmatureSignature => dated("jwt: not valid", "before", token, "nbf"),
+        ErrorKind::ExpiredSignature => rejection_with_date("jwt: expired", "at", token, "exp"),
+        ErrorKind::ImmatureSignature => {
+            rejection_with_date("jwt: not valid", "before", token, "nbf")
+        }
         ErrorKind::InvalidAudience => "jwt: not for this audience".into(),
         ErrorKind::MissingRequiredClaim(claim) | ErrorKind::InvalidClaimFormat(claim) => {
             format!("jwt: it has no valid claim {claim}").into()
@@ -312,21 +325,21 @@ fn refused(token: &str, error: &Error) -> Rejection {
 }
 
 /// A sentence with the date of a claim, which its signature has proven.
-fn dated(what: &str, preposition: &str, token: &str, claim: &str) -> Rejection {
+fn rejection_with_date(problem: &str, preposition: &str, token: &str, claim: &str) -> Rejection {
     let claims = dangerous::insecure_decode_claims::<Map<String, Value>>(token);
     let at = claims.ok().and_then(|claims| seconds(claims.get(claim)?));
-    match at.filter(|at| *at <= LAST) {
+    match at.filter(|at| *at <= MAX_TIMESTAMP) {
         Some(at) => {
             let at = humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(at));
-            format!("{what} {preposition} {at}").into()
+            format!("{problem} {preposition} {at}").into()
         }
-        None => format!("{what} by its {claim}").into(),
+        None => format!("{problem} by its {claim}").into(),
     }
 }
 
 /// When a token says that it ends, in seconds since 1970, if it is a JWT that does. Nothing of that is proven.
-pub(in crate::proxy) fn end(token: &str) -> Option<u64> {
-    if !is_one(token) {
+pub(in crate::proxy) fn unverified_expiry(token: &str) -> Option<u64> {
+    if !is_jwt_shaped(token) {
         return None;
     }
     let claims = URL_SAFE_NO_PAD.decode(token.split('.').nth(1)?).ok()?;
@@ -336,13 +349,13 @@ pub(in crate::proxy) fn end(token: &str) -> Option<u64> {
 
 /// A date of a claim, as the library reads it: whole, or with a fraction.
 fn seconds(date: &Value) -> Option<u64> {
-    let fraction = || {
+    let rounded = || {
         let seconds = date.as_f64()?.round();
         Duration::try_from_secs_f64(seconds)
             .ok()
             .map(|date| date.as_secs())
     };
-    date.as_u64().or_else(fraction)
+    date.as_u64().or_else(rounded)
 }
 
 fn algorithm(algorithm: config::Algorithm) -> Algorithm {

@@ -25,7 +25,7 @@ pub struct TokenReview {
     /// Audiences that tokens must have; empty is the API server itself.
     pub audiences: Arc<[String]>,
     /// The own trust domain.
-    pub domain: TrustDomain,
+    pub trust_domain: TrustDomain,
 }
 
 impl TokenReview {
@@ -37,55 +37,63 @@ impl TokenReview {
     pub(super) async fn identify(
         &self,
         (token, expired): (&str, Expired<'_>),
-        from: RemoteAddr,
+        remote_address: RemoteAddr,
         (reviews, limits): (Option<&ReviewCache>, &Limits),
     ) -> Result<ClientIdentity, Error> {
-        let what = "your identity";
+        let subject = "your identity";
         let Some(answers) = reviews else {
             return Err(Reason::DependencyUnavailable.error(format!(
-                "{what} cannot be reviewed: this gateway has no API of a cluster"
+                "{subject} cannot be reviewed: this gateway has no API of a cluster"
             )));
         };
-        if token.is_empty() || token.len() > jwt::LARGEST {
-            return Err(refuse("token_review: the token is empty or too large"));
+        if token.is_empty() || token.len() > jwt::MAX_TOKEN_BYTES {
+            return Err(unauthenticated(
+                "token_review: the token is empty or too large",
+            ));
         }
-        let account = if let Some(account) = self.before_it_expired(expired) {
+        let account = if let Some(account) = self.account_before_expiry(expired) {
             account
         } else {
-            let asked = answers.token(token, &self.audiences, from).await;
-            let account = asked.map_err(|unanswered| unanswered.of(what))?;
+            let reviewed = answers
+                .review_token(token, &self.audiences, remote_address)
+                .await;
+            let account = reviewed.map_err(|review_error| review_error.into_error(subject))?;
             // It may have expired meanwhile.
-            let account = account.or_else(|| self.before_it_expired(expired));
-            account.ok_or_else(|| refuse("token_review: the cluster does not accept the token"))?
+            let account = account.or_else(|| self.account_before_expiry(expired));
+            account.ok_or_else(|| {
+                unauthenticated("token_review: the cluster does not accept the token")
+            })?
         };
         let audiences = || self.audiences.clone();
         Ok(ClientIdentity {
-            validity: jwt::end(token).map(|end| Validity::reviewed(end, audiences())),
+            validity: jwt::unverified_expiry(token)
+                .map(|end| Validity::for_reviewed_token(end, audiences())),
             ..self.client(account, limits)?
         })
     }
 
     /// Returns the user of this token for the same audiences, if the token has expired and counts nevertheless.
-    fn before_it_expired(&self, expired: Expired<'_>) -> Option<Arc<UserInfo>> {
-        let Expired::Taken(before) = expired else {
+    fn account_before_expiry(&self, expired: Expired<'_>) -> Option<Arc<UserInfo>> {
+        let Expired::AcceptFor(previous_client) = expired else {
             return None;
         };
-        let validity = before.validity.as_ref()?;
-        let same = validity.audiences.as_deref() == Some(&*self.audiences);
-        (same && validity.is_over()).then(|| before.account.clone())?
+        let validity = previous_client.validity.as_ref()?;
+        let same_audiences = validity.audiences.as_deref() == Some(&*self.audiences);
+        (same_audiences && validity.is_expired()).then(|| previous_client.account.clone())?
     }
 
     fn client(&self, account: Arc<UserInfo>, limits: &Limits) -> Result<ClientIdentity, Error> {
-        let said = account.groups.iter();
-        let groups: Vec<_> = said
+        let claimed_groups = account.groups.iter();
+        let groups: Vec<_> = claimed_groups
             .filter(|group| group.as_str() != AUTHENTICATED)
             .cloned()
             .collect();
-        let given =
-            |name: &String| claims::is_sound(name) && !claims::is_others(name, &self.domain);
-        if !given(&account.user) || !groups.iter().all(given) {
-            let why = "token_review: one of its names or groups is reserved and must not come from a token";
-            return Err(refuse(why));
+        let is_assignable = |name: &String| {
+            claims::is_valid_name(name) && !claims::is_reserved_name(name, &self.trust_domain)
+        };
+        if !is_assignable(&account.user) || !groups.iter().all(is_assignable) {
+            let detail = "token_review: one of its names or groups is reserved and must not come from a token";
+            return Err(unauthenticated(detail));
         }
         let client = ClientIdentity::new(&account.user, groups, AuthMethod::TokenReview, limits);
         Ok(ClientIdentity {
@@ -95,6 +103,8 @@ impl TokenReview {
     }
 }
 
-fn refuse(why: &'static str) -> Error {
-    Reason::Unauthenticated.error(Cow::Borrowed(why)).of_token()
+fn unauthenticated(detail: &'static str) -> Error {
+    Reason::Unauthenticated
+        .error(Cow::Borrowed(detail))
+        .as_token_error()
 }

@@ -22,7 +22,7 @@ const SERVICE_INTERFACES: [&str; 2] = ["kube-ipvs0", "nodelocaldns"];
 /// Networks without addresses that a wide network is written for: this host and its link, metadata services of clouds (which give
 /// machines their credentials), and addresses that do not belong to one machine.
 static SPECIAL_NETWORKS: LazyLock<Vec<IpNet>> = LazyLock::new(|| {
-    let all = [
+    let networks = [
         "0.0.0.0/8",
         "127.0.0.0/8",
         "169.254.0.0/16",
@@ -38,7 +38,7 @@ static SPECIAL_NETWORKS: LazyLock<Vec<IpNet>> = LazyLock::new(|| {
         "fd00:ec2::/32",
         "fd20:ce::/32",
     ];
-    all.iter().filter_map(|net| net.parse().ok()).collect()
+    networks.iter().filter_map(|net| net.parse().ok()).collect()
 });
 
 /// Prefixes of 96 bits behind which an IPv4 address is reached by IPv6: NAT64 (RFC 6052, RFC 8215).
@@ -52,42 +52,42 @@ pub(super) fn is_allowed_in(address: IpAddr, network: &IpNet, is_own: bool) -> b
         return false;
     }
     let is_exact = network.prefix_len() == network.max_prefix_len();
-    let mut special = SPECIAL_NETWORKS
+    let mut containing = SPECIAL_NETWORKS
         .iter()
-        .filter(|net| net.contains(&unmap(address)));
-    let holds_nothing_else = |special: &IpNet| special.contains(network);
-    is_exact || (!is_own && special.all(holds_nothing_else))
+        .filter(|net| net.contains(&strip_nat64(address)));
+    let contains_network = |special: &IpNet| special.contains(network);
+    is_exact || (!is_own && containing.all(contains_network))
 }
 
 /// The address that is reached behind a translation.
-fn unmap(address: IpAddr) -> IpAddr {
-    let IpAddr::V6(six) = address else {
+fn strip_nat64(address: IpAddr) -> IpAddr {
+    let IpAddr::V6(ipv6) = address else {
         return address;
     };
-    let (bits, low) = (six.to_bits(), u128::from(u32::MAX));
-    let translated = NAT64_PREFIXES.contains(&(bits & !low));
-    let four = u32::try_from(bits & low).ok().filter(|_| translated);
-    four.map_or(address, |four| IpAddr::V4(four.into()))
+    let (bits, low_mask) = (ipv6.to_bits(), u128::from(u32::MAX));
+    let translated = NAT64_PREFIXES.contains(&(bits & !low_mask));
+    let ipv4 = u32::try_from(bits & low_mask).ok().filter(|_| translated);
+    ipv4.map_or(address, |four| IpAddr::V4(four.into()))
 }
 
 /// The addresses of this host's interfaces, but for loopback, which is special anyhow.
 pub(super) fn own_addresses() -> Arc<BTreeSet<IpAddr>> {
-    static OWN: Mutex<Option<(Instant, Arc<BTreeSet<IpAddr>>)>> = Mutex::new(None);
-    let mut known = OWN.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, own)) = known
+    static CACHE: Mutex<Option<(Instant, Arc<BTreeSet<IpAddr>>)>> = Mutex::new(None);
+    let mut cache = CACHE.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, addresses)) = cache
         .as_ref()
         .filter(|(since, _)| since.elapsed() < CACHE_TTL)
     {
-        return own.clone();
+        return addresses.clone();
     }
     let own = match getifaddrs() {
         Ok(all) => Arc::new(all.filter_map(|each| own_address(&each)).collect()),
         Err(error) => {
             tracing::warn!(%error, "the addresses of this host cannot be listed: listeners with direct continue with the previous list");
-            known.take().map(|(_, own)| own).unwrap_or_default()
+            cache.take().map(|(_, own)| own).unwrap_or_default()
         }
     };
-    *known = Some((Instant::now(), own.clone()));
+    *cache = Some((Instant::now(), own.clone()));
     own
 }
 
@@ -96,15 +96,15 @@ fn own_address(interface: &InterfaceAddress) -> Option<IpAddr> {
         return None;
     }
     let address = interface.address.as_ref()?;
-    let four = address
+    let ipv4 = address
         .as_sockaddr_in()
         .map(|address| IpAddr::V4(address.ip()));
-    let six = || {
+    let ipv6 = || {
         address
             .as_sockaddr_in6()
             .map(|address| IpAddr::V6(address.ip()))
     };
-    four.or_else(six).filter(|address| !address.is_loopback())
+    ipv4.or_else(ipv6).filter(|address| !address.is_loopback())
 }
 
 #[cfg(test)]

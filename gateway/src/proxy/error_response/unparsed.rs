@@ -17,9 +17,9 @@ struct ProblemDetails<'a> {
 }
 
 /// The whole answer, as HTTP/1.1 has it, to a head that cannot be parsed for this reason.
-pub(in crate::proxy) fn unparsed(form: ErrorFormat, reason: Reason) -> Vec<u8> {
+pub(in crate::proxy) fn unparsed_response(error_format: ErrorFormat, reason: Reason) -> Vec<u8> {
     let detail = unparsed_detail(reason);
-    let (status, kind, text) = match form {
+    let (status, content_type, text) = match error_format {
         ErrorFormat::Problem => {
             let problem = problem_of(reason, detail, "");
             (reason.status(), "application/problem+json", problem)
@@ -29,11 +29,11 @@ pub(in crate::proxy) fn unparsed(form: ErrorFormat, reason: Reason) -> Vec<u8> {
             (StatusCode::BAD_GATEWAY, "text/plain; charset=utf-8", text)
         }
     };
-    let (word, error) = (reason.word(), reason.proxy_status());
+    let (reason_word, error) = (reason.word(), reason.proxy_status());
     let phrase = status.canonical_reason().unwrap_or_default();
     format!(
-        "HTTP/1.1 {} {phrase}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\
-         Proxy-Status: causeway; error={error}; details=\"{word}: {detail}\"\r\n\r\n{text}",
+        "HTTP/1.1 {} {phrase}\r\nContent-Type: {content_type}\r\nContent-Length: {}\r\nConnection: close\r\n\
+         Proxy-Status: causeway; error={error}; details=\"{reason_word}: {detail}\"\r\n\r\n{text}",
         status.as_u16(),
         text.len(),
     )

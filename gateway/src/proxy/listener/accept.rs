@@ -10,8 +10,8 @@ use crate::{
     config::ListenerProtocol,
     proxy::{
         Proxy,
-        authn::{AuthMethod, ClientIdentity, ConnectionCredentials, UID},
-        forwarding_headers::LastValues,
+        authn::{AuthMethod, ClientIdentity, ConnectionCredentials, UID_PREFIX},
+        forwarding_headers::CachedValues,
         route::{self, RouteInput},
     },
     worker::{WorkerId, Workers},
@@ -35,29 +35,29 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
 /// Enough for the runtime to hear of a connection that the kernel has taken.
-const QUEUED: Duration = Duration::from_millis(2);
+const ACCEPT_QUEUE_WAIT: Duration = Duration::from_millis(2);
 /// Maximum time in which a listener that closes still accepts queued connections: in a flood the queue never empties.
-const EMPTYING: Duration = Duration::from_secs(1);
+const MAX_ACCEPT_DRAIN: Duration = Duration::from_secs(1);
 
 /// Socket of one listener: accepts for as long as the socket exists, and leads to the current configuration.
 #[derive(Debug)]
 pub struct ListenerSocket {
-    door: ArcSwap<ListenerConfig>,
+    config: ArcSwap<ListenerConfig>,
     stop: CancellationToken,
 }
 
 impl ListenerSocket {
     /// Returns a socket that leads to these proxies, by worker, and closes when `stop` is cancelled.
     pub fn new(workers: &Workers, proxies: Vec<Proxy>, stop: CancellationToken) -> Arc<Self> {
-        Arc::new_cyclic(|entrance| {
-            let door = ListenerConfig {
+        Arc::new_cyclic(|socket| {
+            let config = ListenerConfig {
                 workers: workers.clone(),
                 proxies: proxies.into(),
                 stop: stop.child_token(),
-                entrance: entrance.clone(),
+                entrance: socket.clone(),
             };
             Self {
-                door: ArcSwap::from_pointee(door),
+                config: ArcSwap::from_pointee(config),
                 stop,
             }
         })
@@ -67,16 +67,16 @@ impl ListenerSocket {
     ///
     /// # Errors
     /// If the socket cannot be shared with the workers.
-    pub fn open(self: &Arc<Self>, listener: &BoundSocket) -> std::io::Result<()> {
-        let door = self.door.load_full();
-        for worker in door.workers.all() {
-            let (entrance, listener) = (self.clone(), listener.try_clone()?);
-            let proxy = &door.proxies[worker.0];
+    pub fn start_accepting(self: &Arc<Self>, listener: &BoundSocket) -> std::io::Result<()> {
+        let config = self.config.load_full();
+        for worker in config.workers.all() {
+            let (socket, listener) = (self.clone(), listener.try_clone()?);
+            let proxy = &config.proxies[worker.0];
             let span = debug_span!("listener", name = proxy.listener.name);
-            let runtime = door.workers.runtime(worker);
+            let runtime = config.workers.runtime(worker);
             proxy.tasks.spawn_on(runtime, span, async move {
                 match listener.attach() {
-                    Ok(listener) => entrance.accept(worker, listener).await,
+                    Ok(listener) => socket.accept(worker, listener).await,
                     Err(error) => {
                         tracing::error!(%error, "a listener cannot listen on this worker");
                     }
@@ -87,20 +87,20 @@ impl ListenerSocket {
     }
 
     /// Retires the current configuration, which is about to be replaced or closed.
-    pub fn retire(&self, linger: bool) {
-        self.door.load().listener().retire(linger);
+    pub fn retire(&self, has_grace_period: bool) {
+        self.config.load().listener().retire(has_grace_period);
     }
 
     /// Leads new clients, and those in a handshake, to these proxies. Existing connections end in order: what they have begun is
     /// finished, and nothing new begins on them.
-    pub fn replace(&self, proxies: Vec<Proxy>) {
-        let old = self.door.load_full();
-        let door = ListenerConfig {
+    pub fn replace_config(&self, proxies: Vec<Proxy>) {
+        let old = self.config.load_full();
+        let config = ListenerConfig {
             proxies: proxies.into(),
             stop: self.stop.child_token(),
             ..ListenerConfig::clone(&old)
         };
-        self.door.store(Arc::new(door));
+        self.config.store(Arc::new(config));
         old.stop.cancel();
     }
 
@@ -116,14 +116,14 @@ impl ListenerSocket {
                 () = self.stop.cancelled() => break,
                 accepted = listener.accept() => accepted,
             };
-            self.door.load().dispatch(worker, socket, peer);
+            self.config.load().dispatch(worker, socket, peer);
         }
         // The kernel would reset connections in its accept queue, with their requests: the queue is emptied first.
-        let end = Instant::now() + EMPTYING;
+        let end = Instant::now() + MAX_ACCEPT_DRAIN;
         while Instant::now() < end
-            && let Ok((socket, peer)) = timeout(QUEUED, listener.accept()).await
+            && let Ok((socket, peer)) = timeout(ACCEPT_QUEUE_WAIT, listener.accept()).await
         {
-            self.door.load().dispatch(worker, socket, peer);
+            self.config.load().dispatch(worker, socket, peer);
         }
     }
 }
@@ -146,74 +146,84 @@ impl ListenerConfig {
 
     /// Returns the current configuration, for a client that came in by this one and has begun nothing yet. Returns `None` if the
     /// listener is gone, or has another kind.
-    pub(super) fn by_now(self) -> Option<Self> {
+    pub(super) fn current(self) -> Option<Self> {
         if !self.listener().is_retired() {
             return Some(self);
         }
-        let now = self.entrance.upgrade()?.door.load_full();
-        let (old, new) = (self.listener(), now.listener());
-        let same = old.kind == new.kind && old.tls.is_some() == new.tls.is_some();
-        (same && !new.is_retired()).then(|| Self::clone(&now))
+        let current = self.entrance.upgrade()?.config.load_full();
+        let (old, new) = (self.listener(), current.listener());
+        let is_compatible = old.protocol == new.protocol && old.tls.is_some() == new.tls.is_some();
+        (is_compatible && !new.is_retired()).then(|| Self::clone(&current))
     }
 
     fn dispatch(&self, worker: WorkerId, socket: Socket, peer: RemoteAddr) {
         let proxy = &self.proxies[worker.0];
         // TLS has not started yet: only the metric and the log show the reason.
-        let Some(room) = proxy.shared.limits.connection(peer) else {
+        let Some(slot) = proxy.shared.limits.admit_connection(peer) else {
             return;
         };
-        let door = self.clone();
+        let config = self.clone();
         let span = debug_span!("connection", %peer);
         proxy.tasks.spawn(span, async move {
-            let place = room.clone();
-            let welcome = pin!(door.welcome(worker, socket, peer, room));
-            place.run(welcome).await;
+            let slot_guard = slot.clone();
+            let serving = pin!(config.prepare_connection(worker, socket, peer, slot));
+            slot_guard.run(serving).await;
         });
     }
 
-    async fn welcome(self, worker: WorkerId, mut socket: Socket, peer: RemoteAddr, room: Slot) {
+    async fn prepare_connection(
+        self,
+        worker: WorkerId,
+        mut socket: Socket,
+        peer: RemoteAddr,
+        slot: Slot,
+    ) {
         let listener = &self.proxies[worker.0].listener;
-        let Some((peer, original)) = self.told(worker, &mut socket, peer).await else {
+        let Some((peer, original)) = self.client_addresses(worker, &mut socket, peer).await else {
             return;
         };
-        let arrival = AcceptedSocket {
+        let accepted = AcceptedSocket {
             peer,
             original,
-            room,
+            room: slot,
         };
         if listener.tls.is_some() {
-            return https::accept_tls(self, worker, socket, arrival).await;
+            return https::accept_tls(self, worker, socket, accepted).await;
         }
-        let home = self.home(worker, None, original);
-        self.hand_over((worker, home), socket, move |door, socket| async move {
-            let Some(door) = door.by_now() else {
-                return;
-            };
-            let proxy = door.proxies[home.0].clone();
-            let client = match peer {
-                RemoteAddr::Unix(uid) => Some(ClientIdentity::new(
-                    &format!("{UID}{uid}"),
-                    Vec::new(),
-                    AuthMethod::Unix,
-                    &proxy.shared.limits,
-                )),
-                RemoteAddr::Tcp(_) => None,
-            };
-            let connection = Arc::new(arrival.connection(&proxy, None, false, Ok(client)));
-            let place = connection.room.clone();
-            let serving = pin!(serve(
-                &proxy,
-                conn_io::ClientIo::plain(socket, &connection.condition, proxy.form()),
-                connection,
-                door.stop.clone(),
-            ));
-            place.run(serving).await;
-        });
+        let home_worker = self.home_worker(worker, None, original);
+        self.move_to_worker(
+            (worker, home_worker),
+            socket,
+            move |config, socket| async move {
+                let Some(door) = config.current() else {
+                    return;
+                };
+                let proxy = door.proxies[home_worker.0].clone();
+                let client = match peer {
+                    RemoteAddr::Unix(uid) => Some(ClientIdentity::new(
+                        &format!("{UID_PREFIX}{uid}"),
+                        Vec::new(),
+                        AuthMethod::Unix,
+                        &proxy.shared.limits,
+                    )),
+                    RemoteAddr::Tcp(_) => None,
+                };
+                let connection = Arc::new(accepted.connection(&proxy, None, false, Ok(client)));
+                let place = connection.slot.clone();
+                let serving = pin!(serve(
+                    &proxy,
+                    conn_io::ClientIo::plain(socket, &connection.condition, proxy.error_format()),
+                    connection,
+                    door.stop.clone(),
+                ));
+                place.run(serving).await;
+            },
+        );
     }
 
     /// Returns the source of a connection, and its original destination if the listener needs that: from a PROXY header if one is
     /// due, else from the kernel.
-    async fn told(
+    async fn client_addresses(
         &self,
         worker: WorkerId,
         socket: &mut Socket,
@@ -221,16 +231,20 @@ impl ListenerConfig {
     ) -> Option<(RemoteAddr, Option<SocketAddr>)> {
         let proxy = &self.proxies[worker.0];
         let listener = &proxy.listener;
-        let asked = |original| listener.original_destination.then_some(original).flatten();
+        let wanted_destination =
+            |original| listener.original_destination.then_some(original).flatten();
         if !listener.is_proxied(peer) {
-            return Some((peer, asked(original_destination(socket))));
+            return Some((peer, wanted_destination(original_destination(socket))));
         }
-        let read = timeout(proxy.shared.timeouts.tls, proxy_protocol::read(socket)).await;
-        match read.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())) {
-            Ok(Some(told)) => Some((RemoteAddr::Tcp(told.source), asked(Some(told.destination)))),
+        let header = timeout(proxy.shared.timeouts.tls, proxy_protocol::read(socket)).await;
+        match header.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())) {
+            Ok(Some(proxied)) => Some((
+                RemoteAddr::Tcp(proxied.source),
+                wanted_destination(Some(proxied.destination)),
+            )),
             Ok(None) => Some((peer, None)),
             Err(error) => {
-                let kind = listener.kind.as_str();
+                let kind = listener.protocol.as_str();
                 proxy.shared.metrics.handshake_failed(kind, "proxy");
                 tracing::debug!(listener = listener.name, %error, "a connection has no valid PROXY header");
                 None
@@ -240,37 +254,38 @@ impl ListenerConfig {
 
     /// Returns the worker that owns the node which the connection names, or the worker that accepted the connection if it names
     /// none.
-    pub(super) fn home(
+    pub(super) fn home_worker(
         &self,
-        here: WorkerId,
+        accepting_worker: WorkerId,
         sni: Option<&str>,
         original: Option<SocketAddr>,
     ) -> WorkerId {
-        let proxy = &self.proxies[here.0];
-        let asked = RouteInput {
+        let proxy = &self.proxies[accepting_worker.0];
+        let route_input = RouteInput {
             sni,
             original,
             fixed: proxy.listener.node.as_ref(),
             ..RouteInput::default()
         };
-        route::node(&asked, &proxy.shared.nodes).map_or(here, |node| self.workers.of(&node))
+        route::bound_node(&route_input, &proxy.shared.nodes)
+            .map_or(accepting_worker, |node| self.workers.worker_of(&node))
     }
 
     /// Serves the socket on its home worker: here if that is here, else it moves.
-    pub(super) fn hand_over<F>(
+    pub(super) fn move_to_worker<F>(
         self,
-        (here, home): (WorkerId, WorkerId),
+        (accepting_worker, home_worker): (WorkerId, WorkerId),
         socket: Socket,
         serve: impl FnOnce(Self, Socket) -> F + Send + 'static,
     ) where
         F: Future<Output = ()> + Send + 'static,
     {
-        let tasks = self.proxies[home.0].tasks.clone();
+        let tasks = self.proxies[home_worker.0].tasks.clone();
         let span = tracing::Span::current();
-        if here == home {
+        if accepting_worker == home_worker {
             return tasks.spawn(span, serve(self, socket));
         }
-        let runtime = self.workers.runtime(home).clone();
+        let runtime = self.workers.runtime(home_worker).clone();
         let detached = match socket.detach() {
             Ok(detached) => detached,
             Err(error) => {
@@ -305,7 +320,7 @@ impl AcceptedSocket {
         client: Result<Option<ClientIdentity>, PeerRejected>,
     ) -> ClientConnection {
         if matches!(client, Ok(Some(_))) {
-            self.room.settle();
+            self.room.protect();
         }
         ClientConnection {
             peer: self.peer,
@@ -315,11 +330,11 @@ impl AcceptedSocket {
             credentials: ConnectionCredentials::new(client),
             condition: Arc::default(),
             idle: Arc::default(),
-            window: http::window(proxy),
+            window: http::stream_window(proxy),
             interims: InformationalResponses::default(),
-            forwarded: LastValues::default(),
-            room: self.room,
-            _open: proxy.listener.metrics.connection(),
+            forwarded: CachedValues::default(),
+            slot: self.room,
+            _connection_guard: proxy.listener.metrics.connection_guard(),
         }
     }
 }
@@ -331,7 +346,7 @@ pub(crate) async fn serve(
     connection: Arc<ClientConnection>,
     stop: CancellationToken,
 ) {
-    match proxy.listener.kind {
+    match proxy.listener.protocol {
         ListenerProtocol::Tcp => tcp::serve(proxy, io, connection).await,
         ListenerProtocol::Https | ListenerProtocol::Http | ListenerProtocol::Connect => {
             http::serve(proxy, io, connection, stop).await;

@@ -9,7 +9,9 @@ use super::{
     header_timeout::HeaderBlockTracker,
     request_line::{LongTarget, RequestLine},
 };
-use crate::{config::ErrorFormat, error::Reason, proxy::error_response::unparsed::unparsed};
+use crate::{
+    config::ErrorFormat, error::Reason, proxy::error_response::unparsed::unparsed_response,
+};
 use causeway_rt::socket::{ResetOnClose, Socket};
 use causeway_tunnel::{eviction::Eviction, wire};
 use futures_util::task::AtomicWaker;
@@ -32,54 +34,54 @@ use tokio::{
 use tokio_rustls::server::TlsStream;
 
 /// Time that a socket takes nothing after which a connection that lost a stream by eviction ends.
-const STUCK: Duration = Duration::from_secs(2);
+const STALL_LIMIT: Duration = Duration::from_secs(2);
 
 /// State that a socket and the bodies above it share.
 #[derive(Debug)]
 pub struct ConnState {
-    began: Instant,
+    created_at: Instant,
     /// The close is to be a reset.
-    broken: AtomicBool,
+    is_broken: AtomicBool,
     /// A broken body waits for a flush.
-    flushing: AtomicBool,
+    is_flushing: AtomicBool,
     flushed: AtomicWaker,
     /// The next byte read is of a new head.
-    expecting: AtomicBool,
+    expects_head: AtomicBool,
     /// When the head on its way began, in milliseconds after `began`, plus one; 0 is none.
-    head: AtomicU64,
+    head_started_at: AtomicU64,
     /// Of the stream that brings the answer, where HTTP/1.1 is spoken.
     eviction: Mutex<Option<Eviction>>,
     /// Since when the socket takes nothing, in milliseconds after `began`, plus one; 0 is none.
-    blocked: AtomicU64,
+    blocked_since: AtomicU64,
     /// A stream was evicted, where HTTP/2 is spoken.
-    lost: Notify,
+    stream_lost: Notify,
     /// The body of the request has not come to its end, where HTTP/1.1 is spoken.
-    body: AtomicBool,
+    has_open_body: AtomicBool,
     /// Bytes were read behind the request while its answer was on its way: the next read may begin within a head.
-    ahead: AtomicBool,
+    has_read_ahead: AtomicBool,
     /// The part of the request's target that hyper has not seen.
-    beyond: Mutex<Option<LongTarget>>,
+    long_target: Mutex<Option<LongTarget>>,
     /// Reason that was answered for a head which hyper cannot parse.
-    unparsed: Mutex<Option<Reason>>,
+    parse_failure: Mutex<Option<Reason>>,
 }
 
 impl Default for ConnState {
     fn default() -> Self {
         Self {
-            began: Instant::now(),
-            broken: AtomicBool::new(false),
-            flushing: AtomicBool::new(false),
+            created_at: Instant::now(),
+            is_broken: AtomicBool::new(false),
+            is_flushing: AtomicBool::new(false),
             flushed: AtomicWaker::new(),
             // The first head is due from the start, whether a byte of it has come or not.
-            expecting: AtomicBool::new(false),
-            head: AtomicU64::new(1),
+            expects_head: AtomicBool::new(false),
+            head_started_at: AtomicU64::new(1),
             eviction: Mutex::default(),
-            blocked: AtomicU64::new(0),
-            lost: Notify::new(),
-            body: AtomicBool::new(false),
-            ahead: AtomicBool::new(false),
-            beyond: Mutex::default(),
-            unparsed: Mutex::default(),
+            blocked_since: AtomicU64::new(0),
+            stream_lost: Notify::new(),
+            has_open_body: AtomicBool::new(false),
+            has_read_ahead: AtomicBool::new(false),
+            long_target: Mutex::default(),
+            parse_failure: Mutex::default(),
         }
     }
 }
@@ -87,15 +89,15 @@ impl Default for ConnState {
 impl ConnState {
     /// Breaks the connection: ready once what was written before is flushed.
     pub fn poll_flushed(&self, cx: &mut Context<'_>) -> Poll<()> {
-        if self.broken.swap(true, Relaxed) {
-            if !self.flushing.load(Relaxed) {
+        if self.is_broken.swap(true, Relaxed) {
+            if !self.is_flushing.load(Relaxed) {
                 return Poll::Ready(());
             }
         } else {
-            self.flushing.store(true, Relaxed);
+            self.is_flushing.store(true, Relaxed);
         }
         self.flushed.register(cx.waker());
-        if self.flushing.load(Relaxed) {
+        if self.is_flushing.load(Relaxed) {
             Poll::Pending
         } else {
             Poll::Ready(())
@@ -103,45 +105,45 @@ impl ConnState {
     }
 
     /// Whether a head is on its way: nothing that is written is an answer of the service.
-    fn reads_head(&self) -> bool {
-        self.head.load(Relaxed) > 0
+    fn is_reading_head(&self) -> bool {
+        self.head_started_at.load(Relaxed) > 0
     }
 
     /// A request's head is complete. For HTTP/2 the socket itself says so.
-    pub fn asked(&self) {
-        self.head.store(0, Relaxed);
+    pub fn head_complete(&self) {
+        self.head_started_at.store(0, Relaxed);
     }
 
     /// Begins a request of HTTP/1.1, which has a body or not. Returns the part of its target that hyper has not seen.
-    pub fn begins(&self, has_body: bool) -> Option<LongTarget> {
-        self.asked();
-        self.body.store(has_body, Relaxed);
-        locked(&self.beyond).take()
+    pub fn begin_request(&self, has_body: bool) -> Option<LongTarget> {
+        self.head_complete();
+        self.has_open_body.store(has_body, Relaxed);
+        lock(&self.long_target).take()
     }
 
     /// The body of the request has come to its end.
     pub fn body_ended(&self) {
-        self.body.store(false, Relaxed);
+        self.has_open_body.store(false, Relaxed);
     }
 
     /// Returns the reason that was answered for a head which hyper cannot parse.
-    pub fn unparsed(&self) -> Option<Reason> {
-        *locked(&self.unparsed)
+    pub fn parse_failure(&self) -> Option<Reason> {
+        *lock(&self.parse_failure)
     }
 
     /// An answer is complete: the next bytes are of a new head.
-    pub fn answered(&self) {
-        self.expecting.store(true, Relaxed);
+    pub fn response_complete(&self) {
+        self.expects_head.store(true, Relaxed);
     }
 
     /// From now on the connection ends when the stream that brings its answer is evicted.
-    pub fn evictable(&self, eviction: Option<Eviction>) {
-        *locked(&self.eviction) = eviction;
+    pub fn set_eviction(&self, eviction: Option<Eviction>) {
+        *lock(&self.eviction) = eviction;
     }
 
     /// Waits until the stream that brings the answer is evicted. Must be polled after the future that reads the stream.
-    pub async fn evicted(&self) {
-        poll_fn(|cx| match locked(&self.eviction).as_ref() {
+    pub async fn wait_evicted(&self) {
+        poll_fn(|cx| match lock(&self.eviction).as_ref() {
             Some(eviction) => eviction.poll_evicted(cx),
             None => Poll::Pending,
         })
@@ -150,99 +152,101 @@ impl ConnState {
 
     /// Notes that a stream was evicted.
     pub fn lost_stream(&self) {
-        self.lost.notify_one();
+        self.stream_lost.notify_one();
     }
 
     /// Waits until the socket takes nothing after a stream was evicted: the bytes that HTTP/2 has queued for the stream are freed
     /// only with the connection.
-    pub async fn stuck(&self) {
+    pub async fn wait_stalled(&self) {
         loop {
-            self.lost.notified().await;
-            while self.blocked.load(Relaxed) > 0 {
-                if self.blocked_for() >= STUCK {
+            self.stream_lost.notified().await;
+            while self.blocked_since.load(Relaxed) > 0 {
+                if self.blocked_for() >= STALL_LIMIT {
                     return;
                 }
-                sleep(STUCK / 2).await;
+                sleep(STALL_LIMIT / 2).await;
             }
         }
     }
 
     fn blocked_for(&self) -> Duration {
-        let since = self.blocked.load(Relaxed).checked_sub(1);
-        let since = since.map(|since| self.began + Duration::from_millis(since));
+        let since = self.blocked_since.load(Relaxed).checked_sub(1);
+        let since = since.map(|since| self.created_at + Duration::from_millis(since));
         since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// Handles the outcome of a write to the socket.
-    fn wrote<T>(&self, polled: &Poll<T>) {
-        let blocked = self.blocked.load(Relaxed) > 0;
-        if polled.is_pending() == blocked {
+    fn note_write<T>(&self, polled: &Poll<T>) {
+        let was_blocked = self.blocked_since.load(Relaxed) > 0;
+        if polled.is_pending() == was_blocked {
             return;
         }
-        let age = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
-        self.blocked
-            .store(if blocked { 0 } else { age + 1 }, Relaxed);
+        let age_millis =
+            u64::try_from(self.created_at.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
+        self.blocked_since
+            .store(if was_blocked { 0 } else { age_millis + 1 }, Relaxed);
     }
 
-    /// Waits until a head has been on its way for longer than `bound`.
-    pub async fn slow_head(&self, bound: Duration) {
-        let mut due = Instant::now();
+    /// Waits until a head has been on its way for longer than `head_timeout`.
+    pub async fn wait_slow_head(&self, head_timeout: Duration) {
+        let mut deadline = Instant::now();
         loop {
-            sleep_until(due).await;
+            sleep_until(deadline).await;
             let now = Instant::now();
-            let began = self.head.load(Relaxed).checked_sub(1);
-            let began = began.map(|began| self.began + Duration::from_millis(began));
+            let began = self.head_started_at.load(Relaxed).checked_sub(1);
+            let began = began.map(|began| self.created_at + Duration::from_millis(began));
             // A head that begins from now on is not late before the next check, so no notification is needed.
-            due = began.unwrap_or(now) + bound;
-            if due <= now {
+            deadline = began.unwrap_or(now) + head_timeout;
+            if deadline <= now {
                 return;
             }
         }
     }
 
     /// Bytes were read. Returns whether they are the beginning of a head, as far as that is known.
-    fn read(&self) -> bool {
-        let has_body = self.body.load(Relaxed);
-        if self.expecting.swap(false, Relaxed) {
-            self.began_head();
-            return !self.ahead.swap(false, Relaxed) && !has_body;
+    fn note_read(&self) -> bool {
+        let has_body = self.has_open_body.load(Relaxed);
+        if self.expects_head.swap(false, Relaxed) {
+            self.start_head();
+            return !self.has_read_ahead.swap(false, Relaxed) && !has_body;
         }
-        if !has_body && !self.reads_head() {
-            self.ahead.store(true, Relaxed);
+        if !has_body && !self.is_reading_head() {
+            self.has_read_ahead.store(true, Relaxed);
         }
         false
     }
 
-    fn began_head(&self) {
-        let age = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
-        self.head.store(age + 1, Relaxed);
+    fn start_head(&self) {
+        let age_millis =
+            u64::try_from(self.created_at.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
+        self.head_started_at.store(age_millis + 1, Relaxed);
     }
 
-    /// Records a change of the field lists of a client that speaks HTTP/2, see [`HeaderBlockTracker::pass`].
-    fn passed(&self, open: Option<bool>) {
+    /// Records a change of the field lists of a client that speaks HTTP/2, see [`HeaderBlockTracker::track`].
+    fn note_header_block(&self, open: Option<bool>) {
         match open {
             // The first head is on its way from the start.
-            Some(true) if self.head.load(Relaxed) == 1 => {}
-            Some(true) => self.began_head(),
-            Some(false) => self.asked(),
+            Some(true) if self.head_started_at.load(Relaxed) == 1 => {}
+            Some(true) => self.start_head(),
+            Some(false) => self.head_complete(),
             None => {}
         }
     }
 
-    fn wrote_all(&self) {
-        if self.flushing.swap(false, Relaxed) {
+    fn note_flush(&self) {
+        if self.is_flushing.swap(false, Relaxed) {
             self.flushed.wake();
         }
     }
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ResetOnClose for ConnState {
     fn abort(&self) {
-        self.broken.store(true, Relaxed);
+        self.is_broken.store(true, Relaxed);
     }
 }
 
@@ -251,16 +255,16 @@ impl ResetOnClose for ConnState {
 pub struct ClientIo {
     transport: Transport,
     condition: Arc<ConnState>,
-    blocks: HeaderBlockTracker,
-    agreed: Agreed,
-    line: RequestLine,
-    unparsed: Unparsed,
-    watch: DisconnectWatch,
+    header_blocks: HeaderBlockTracker,
+    negotiated: Agreed,
+    request_line: RequestLine,
+    parse_error_response: Unparsed,
+    disconnect_watch: DisconnectWatch,
     /// Our half was ended in order.
-    ended: bool,
+    is_shut_down: bool,
     /// Bytes that were discarded behind that, and the time that is left for it.
     discarded: usize,
-    lingers: Option<Pin<Box<Sleep>>>,
+    linger_timer: Option<Pin<Box<Sleep>>>,
 }
 
 /// Answer to a head that hyper cannot parse, in place of hyper's own, which has no text.
@@ -269,41 +273,41 @@ pub struct ClientIo {
 /// body, and by the lack of the fields that all answers of a gateway have.
 #[derive(Debug)]
 struct Unparsed {
-    form: ErrorFormat,
-    text: Vec<u8>,
-    written: usize,
+    error_format: ErrorFormat,
+    response: Vec<u8>,
+    written_len: usize,
 }
 
 impl Unparsed {
-    fn new(form: ErrorFormat) -> Self {
+    fn new(error_format: ErrorFormat) -> Self {
         Self {
-            form,
-            text: Vec::new(),
-            written: 0,
+            error_format,
+            response: Vec::new(),
+            written_len: 0,
         }
     }
 
     /// Prepares the answer if these bytes are one of hyper's own. Returns the reason, if there is one.
-    fn replaces(&mut self, bytes: &[u8], line: &RequestLine) -> Option<Reason> {
+    fn prepare_replacement(&mut self, bytes: &[u8], line: &RequestLine) -> Option<Reason> {
         let status = bytes.strip_prefix(b"HTTP/1.1 4")?;
         let head = String::from_utf8_lossy(bytes).to_ascii_lowercase();
-        let is_of_engine =
+        let is_hyper_response =
             head.contains("\r\ncontent-length: 0\r\n") && !head.contains("\r\nvia: ");
-        if !self.text.is_empty() || !bytes.ends_with(b"\r\n\r\n") || !is_of_engine {
+        if !self.response.is_empty() || !bytes.ends_with(b"\r\n\r\n") || !is_hyper_response {
             return None;
         }
         let reason = match status.first_chunk() {
-            _ if line.is_of_other_version() => Reason::VersionNotSupported,
+            _ if line.has_other_version() => Reason::VersionNotSupported,
             Some(b"00") => Reason::Malformed,
             Some(b"31") if !line.is_target_too_long() => Reason::HeaderTooLarge,
             _ => Reason::UriTooLong,
         };
-        self.text = unparsed(self.form, reason);
+        self.response = unparsed_response(self.error_format, reason);
         Some(reason)
     }
 
     fn is_pending(&self) -> bool {
-        !self.text.is_empty()
+        !self.response.is_empty()
     }
 }
 
@@ -311,7 +315,7 @@ impl Unparsed {
 #[derive(Clone, Copy, Debug)]
 enum Agreed {
     /// The client offered no protocol, or speaks no TLS: its first bytes decide.
-    Nothing,
+    NotNegotiated,
     Http1,
     Http2,
 }
@@ -319,22 +323,22 @@ enum Agreed {
 impl Agreed {
     fn of(stream: &TlsStream<Socket>) -> Self {
         match stream.get_ref().1.alpn_protocol() {
-            None => Self::Nothing,
+            None => Self::NotNegotiated,
             Some(wire::ALPN_H2) => Self::Http2,
             Some(_) => Self::Http1,
         }
     }
 
     /// Checks that the client speaks the version of HTTP that ALPN has agreed on.
-    fn check(self, blocks: &HeaderBlockTracker) -> io::Result<()> {
-        let breaks = match self {
-            Self::Nothing => false,
-            Self::Http1 => blocks.is_http2(),
-            Self::Http2 => blocks.is_other(),
+    fn check(self, header_blocks: &HeaderBlockTracker) -> io::Result<()> {
+        let is_mismatch = match self {
+            Self::NotNegotiated => false,
+            Self::Http1 => header_blocks.is_http2(),
+            Self::Http2 => header_blocks.is_other_protocol(),
         };
-        if breaks {
-            let why = "the client uses another HTTP version than the one negotiated by ALPN";
-            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+        if is_mismatch {
+            let detail = "the client uses another HTTP version than the one negotiated by ALPN";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, detail));
         }
         Ok(())
     }
@@ -348,8 +352,17 @@ enum Transport {
 
 impl ClientIo {
     /// A connection without TLS, to a listener with this form of errors and this limit of targets.
-    pub fn plain(socket: Socket, condition: &Arc<ConnState>, of: (ErrorFormat, usize)) -> Self {
-        Self::new(Transport::Plain(socket), Agreed::Nothing, condition, of)
+    pub fn plain(
+        socket: Socket,
+        condition: &Arc<ConnState>,
+        error_config: (ErrorFormat, usize),
+    ) -> Self {
+        Self::new(
+            Transport::Plain(socket),
+            Agreed::NotNegotiated,
+            condition,
+            error_config,
+        )
     }
 
     /// A connection whose TLS is done.
@@ -358,27 +371,27 @@ impl ClientIo {
         condition: &Arc<ConnState>,
         of: (ErrorFormat, usize),
     ) -> Self {
-        let agreed = Agreed::of(&stream);
-        Self::new(Transport::Tls(Box::new(stream)), agreed, condition, of)
+        let negotiated = Agreed::of(&stream);
+        Self::new(Transport::Tls(Box::new(stream)), negotiated, condition, of)
     }
 
     fn new(
         transport: Transport,
-        agreed: Agreed,
+        negotiated: Agreed,
         condition: &Arc<ConnState>,
-        (form, most_target): (ErrorFormat, usize),
+        (error_format, max_target): (ErrorFormat, usize),
     ) -> Self {
         Self {
             transport,
             condition: condition.clone(),
-            blocks: HeaderBlockTracker::default(),
-            agreed,
-            line: RequestLine::new(most_target),
-            unparsed: Unparsed::new(form),
-            watch: DisconnectWatch::default(),
-            ended: false,
+            header_blocks: HeaderBlockTracker::default(),
+            negotiated,
+            request_line: RequestLine::new(max_target),
+            parse_error_response: Unparsed::new(error_format),
+            disconnect_watch: DisconnectWatch::default(),
+            is_shut_down: false,
             discarded: 0,
-            lingers: None,
+            linger_timer: None,
         }
     }
 }
@@ -387,7 +400,7 @@ impl Transport {
     fn poll_read(&mut self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         match self {
             Self::Plain(socket) => Pin::new(socket).poll_read(cx, buf),
-            Self::Tls(stream) => quiet(Pin::new(stream).poll_read(cx, buf)),
+            Self::Tls(stream) => ignore_missing_close_notify(Pin::new(stream).poll_read(cx, buf)),
         }
     }
 
@@ -406,40 +419,45 @@ impl ClientIo {
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Option<Poll<io::Result<usize>>> {
-        if !self.condition.reads_head() {
+        if !self.condition.is_reading_head() {
             return None;
         }
-        if let Some(reason) = self.unparsed.replaces(bytes, &self.line) {
-            *locked(&self.condition.unparsed) = Some(reason);
+        if let Some(reason) = self
+            .parse_error_response
+            .prepare_replacement(bytes, &self.request_line)
+        {
+            *lock(&self.condition.parse_failure) = Some(reason);
         }
         let length = bytes.len();
-        let is_pending = self.unparsed.is_pending();
+        let is_pending = self.parse_error_response.is_pending();
         is_pending.then(|| self.poll_write_unparsed(cx).map_ok(|()| length))
     }
 
     fn poll_write_unparsed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let unparsed = &mut self.unparsed;
-        while let Some(rest @ [_, ..]) = unparsed.text.get(unparsed.written..) {
-            unparsed.written += ready!(self.transport.poll_write(cx, rest))?;
+        let unparsed = &mut self.parse_error_response;
+        while let Some(unwritten @ [_, ..]) = unparsed.response.get(unparsed.written_len..) {
+            unparsed.written_len += ready!(self.transport.poll_write(cx, unwritten))?;
         }
         Poll::Ready(Ok(()))
     }
 
     /// Whether bytes of the client may wait unread. If the connection were closed over them, it would be reset, and the client
     /// would lose the answer (RFC 9112, section 9.6).
-    fn is_unread(&self) -> bool {
-        !self.watch.reads && !self.condition.broken.load(Relaxed)
+    fn may_have_unread(&self) -> bool {
+        !self.disconnect_watch.is_reading && !self.condition.is_broken.load(Relaxed)
     }
 
     /// Discards the bytes that still come; ready once the client has hung up, or its time is over.
     fn poll_discard(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let lingers = self.lingers.get_or_insert_with(|| Box::pin(sleep(LINGER)));
-        if lingers.as_mut().poll(cx).is_ready() {
+        let linger_timer = self
+            .linger_timer
+            .get_or_insert_with(|| Box::pin(sleep(LINGER)));
+        if linger_timer.as_mut().poll(cx).is_ready() {
             return Poll::Ready(());
         }
-        let mut scratch = [0; 8192];
-        while self.discarded < MOST_DISCARDED {
-            let mut buf = ReadBuf::new(&mut scratch);
+        let mut discard_buffer = [0; 8192];
+        while self.discarded < MAX_DISCARDED {
+            let mut buf = ReadBuf::new(&mut discard_buffer);
             let read = ready!(self.transport.poll_read(cx, &mut buf));
             if read.is_err() || buf.filled().is_empty() {
                 break;
@@ -453,10 +471,10 @@ impl ClientIo {
 /// Time for which the bytes of a client are discarded behind the last answer.
 const LINGER: Duration = Duration::from_secs(2);
 /// Bytes that are discarded: more than a head which is refused for its size.
-const MOST_DISCARDED: usize = 4 << 20;
+const MAX_DISCARDED: usize = 4 << 20;
 
 /// Interval in which a client that no task reads from is checked.
-const LOOK: Duration = Duration::from_secs(5);
+const DISCONNECT_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Detects that a client has disconnected while no task reads from it.
 ///
@@ -465,22 +483,26 @@ const LOOK: Duration = Duration::from_secs(5);
 #[derive(Debug, Default)]
 struct DisconnectWatch {
     /// A task waits for bytes, and would learn of a disconnect.
-    reads: bool,
+    is_reading: bool,
     timer: Option<Pin<Box<Sleep>>>,
 }
 
 impl DisconnectWatch {
     fn poll(&mut self, cx: &mut Context<'_>, socket: &Socket) -> io::Result<()> {
-        if self.reads {
+        if self.is_reading {
             if self.timer.as_ref().is_some_and(|timer| timer.is_elapsed()) {
                 self.timer = None;
             }
             return Ok(());
         }
-        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(LOOK)));
+        let timer = self
+            .timer
+            .get_or_insert_with(|| Box::pin(sleep(DISCONNECT_CHECK_INTERVAL)));
         while timer.as_mut().poll(cx).is_ready() {
-            socket.unbroken()?;
-            timer.as_mut().reset(Instant::now() + LOOK);
+            socket.check_error()?;
+            timer
+                .as_mut()
+                .reset(Instant::now() + DISCONNECT_CHECK_INTERVAL);
         }
         Ok(())
     }
@@ -495,7 +517,7 @@ impl ResetOnClose for ClientIo {
 impl Drop for ClientIo {
     /// Resets the connection if it is dropped before its end, as a drain does with the remaining ones.
     fn drop(&mut self) {
-        if !self.ended || self.condition.broken.load(Relaxed) {
+        if !self.is_shut_down || self.condition.is_broken.load(Relaxed) {
             match &self.transport {
                 Transport::Plain(socket) => socket.abort(),
                 Transport::Tls(stream) => stream.get_ref().0.abort(),
@@ -511,24 +533,25 @@ impl AsyncRead for ClientIo {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let before = buf.filled().len();
+        let filled_before = buf.filled().len();
         loop {
             let polled = this.transport.poll_read(cx, buf);
-            this.watch.reads = polled.is_pending();
-            let Some(new @ [_, ..]) = buf.filled_mut().get_mut(before..) else {
+            this.disconnect_watch.is_reading = polled.is_pending();
+            let Some(received @ [_, ..]) = buf.filled_mut().get_mut(filled_before..) else {
                 return polled;
             };
-            if this.condition.read() {
-                this.line.begin();
+            if this.condition.note_read() {
+                this.request_line.begin();
             }
-            this.condition.passed(this.blocks.pass(new));
-            this.agreed.check(&this.blocks)?;
-            let kept = this.line.rewrite(new);
-            if let Some(beyond) = this.line.take_overflow() {
-                *locked(&this.condition.beyond) = Some(beyond);
+            this.condition
+                .note_header_block(this.header_blocks.track(received));
+            this.negotiated.check(&this.header_blocks)?;
+            let forwarded_len = this.request_line.rewrite(received);
+            if let Some(long_target) = this.request_line.take_overflow() {
+                *lock(&this.condition.long_target) = Some(long_target);
             }
-            buf.set_filled(before + kept);
-            if kept > 0 {
+            buf.set_filled(filled_before + forwarded_len);
+            if forwarded_len > 0 {
                 return polled;
             }
         }
@@ -536,7 +559,7 @@ impl AsyncRead for ClientIo {
 }
 
 /// A peer that goes without `close_notify` is an ordinary disconnect (trap 6).
-fn quiet(polled: Poll<io::Result<()>>) -> Poll<io::Result<()>> {
+fn ignore_missing_close_notify(polled: Poll<io::Result<()>>) -> Poll<io::Result<()>> {
     match polled {
         Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
             Poll::Ready(Ok(()))
@@ -556,7 +579,7 @@ impl AsyncWrite for ClientIo {
             return written;
         }
         let polled = this.transport.poll_write(cx, buf);
-        this.condition.wrote(&polled);
+        this.condition.note_write(&polled);
         polled
     }
 
@@ -567,26 +590,26 @@ impl AsyncWrite for ClientIo {
             Transport::Tls(stream) => Pin::new(stream).poll_flush(cx),
         };
         if polled.is_ready() {
-            this.condition.wrote_all();
+            this.condition.note_flush();
         }
         let socket = match &this.transport {
             Transport::Plain(socket) => socket,
             Transport::Tls(stream) => stream.get_ref().0,
         };
-        this.watch.poll(cx, socket)?;
+        this.disconnect_watch.poll(cx, socket)?;
         polled
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        if !this.ended {
+        if !this.is_shut_down {
             ready!(match &mut this.transport {
                 Transport::Plain(socket) => Pin::new(socket).poll_shutdown(cx),
                 Transport::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
             })?;
-            this.ended = true;
+            this.is_shut_down = true;
         }
-        if this.is_unread() {
+        if this.may_have_unread() {
             ready!(this.poll_discard(cx));
         }
         Poll::Ready(Ok(()))
@@ -607,7 +630,7 @@ impl AsyncWrite for ClientIo {
             Transport::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, bufs),
             Transport::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
         };
-        this.condition.wrote(&polled);
+        this.condition.note_write(&polled);
         polled
     }
 

@@ -12,26 +12,28 @@ use causeway_tunnel::frame_parser::{
 #[derive(Debug, Default)]
 pub(super) struct HeaderBlockTracker {
     frames: ClientFrames,
-    list: HeaderBlock,
+    header_block: HeaderBlock,
 }
 
 #[derive(Debug, Default)]
 struct HeaderBlock {
     /// One has begun.
-    open: bool,
+    is_open: bool,
     /// This frame is its last.
-    last: bool,
+    is_last_frame: bool,
 }
 
 impl HeaderBlockTracker {
     /// Takes the next bytes. True where a list has begun in them and goes on behind them, false where one has ended
     /// and none goes on.
-    pub(super) fn pass(&mut self, bytes: &[u8]) -> Option<bool> {
+    pub(super) fn track(&mut self, bytes: &[u8]) -> Option<bool> {
         let mut changed = None;
-        self.frames.pass(bytes, |part| {
+        self.frames.parse(bytes, |part| {
             let change = match part {
-                FrameEvent::Head(head) => self.list.begins(head),
-                FrameEvent::Payload { left, .. } => self.list.ends(left),
+                FrameEvent::Header(head) => self.header_block.begin_frame(head),
+                FrameEvent::Payload {
+                    remaining: left, ..
+                } => self.header_block.payload_read(left),
             };
             changed = change.or(changed);
         });
@@ -46,27 +48,27 @@ impl HeaderBlockTracker {
     }
 
     /// Whether something else than HTTP/2 is spoken, as far as is known.
-    pub(super) fn is_other(&self) -> bool {
-        self.frames.is_other()
+    pub(super) fn is_other_protocol(&self) -> bool {
+        self.frames.is_not_http2()
     }
 }
 
 impl HeaderBlock {
     /// A frame begins. True where a list begins with it.
-    fn begins(&mut self, head: FrameHeader) -> Option<bool> {
+    fn begin_frame(&mut self, head: FrameHeader) -> Option<bool> {
         if !matches!(head.kind, HEADERS | CONTINUATION) {
             return None;
         }
-        self.last = head.flags & END_HEADERS != 0;
-        let begins = !std::mem::replace(&mut self.open, true);
-        begins.then_some(true)
+        self.is_last_frame = head.flags & END_HEADERS != 0;
+        let is_start = !std::mem::replace(&mut self.is_open, true);
+        is_start.then_some(true)
     }
 
     /// So much is left of a frame. False where a list ends with it.
-    fn ends(&mut self, left: u32) -> Option<bool> {
-        let ends = left == 0 && self.open && self.last;
-        self.open &= !ends;
-        ends.then_some(false)
+    fn payload_read(&mut self, left: u32) -> Option<bool> {
+        let is_end = left == 0 && self.is_open && self.is_last_frame;
+        self.is_open &= !is_end;
+        is_end.then_some(false)
     }
 }
 
@@ -101,9 +103,9 @@ mod tests {
         for cut in 1..=bytes.len() {
             let (mut blocks, mut open, mut at) = (HeaderBlockTracker::default(), false, 0);
             for part in bytes.chunks(cut) {
-                open = blocks.pass(part).unwrap_or(open);
+                open = blocks.track(part).unwrap_or(open);
                 at += part.len();
-                assert_eq!(open, blocks.list.open, "cut to {cut}, at {at}");
+                assert_eq!(open, blocks.header_block.is_open, "cut to {cut}, at {at}");
                 let known = opened.iter().find(|(end, _)| *end == at);
                 assert!(known.is_none_or(|(_, known)| *known == open), "{cut} {at}");
             }
@@ -117,8 +119,8 @@ mod tests {
         for _ in 0..3 {
             let mut text = b"PRINT / HTTP/1.1\r\n".to_vec();
             text.extend(frame(HEADERS, 0, 3));
-            assert_eq!(blocks.pass(&text), None);
+            assert_eq!(blocks.track(&text), None);
         }
-        assert!(!blocks.list.open);
+        assert!(!blocks.header_block.is_open);
     }
 }

@@ -104,19 +104,19 @@ impl<F: Future<Output = ()>> Future for UntilEvicted<F> {
 
 /// Stream window for clients that speak HTTP/2, in bytes: clients are near, 256 KiB fill 2 Gbit/s at 1 ms. Each stream whose
 /// upstream does not read may buffer as much.
-const WINDOW: u32 = 256 << 10;
+const STREAM_WINDOW: u32 = 256 << 10;
 /// Stream window while too many bytes are buffered: the initial window of RFC 9113 §6.9.2.
-const SMALL: u32 = (64 << 10) - 1;
+const SMALL_STREAM_WINDOW: u32 = (64 << 10) - 1;
 /// Bytes of an answer that wait for a client's socket, if HTTP/2 is spoken. hyper's default is 400 KiB.
-const QUEUED: usize = 128 << 10;
+const MAX_SEND_BUFFER: usize = 128 << 10;
 /// Streams on one HTTP/2 connection: as many as Go's server allows; its client opens a second connection beyond.
-const STREAMS: u32 = 250;
+const MAX_CONCURRENT_STREAMS: u32 = 250;
 /// Interval of HTTP/2 pings. A dead client is noticed within twice this.
-const PING: Duration = Duration::from_secs(30);
+const PING_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Time for one more request of HTTP/1.1, whose answer announces that the connection ends. A connection that closed without that
 /// would lose a request that is on its way. An HTTP/2 connection announces its end by GOAWAY and loses none.
-const LAST_REQUEST: Duration = Duration::from_secs(1);
+const LAST_REQUEST_WAIT: Duration = Duration::from_secs(1);
 
 /// Serves one connection until it ends; after `stop` it finishes the requests that have begun.
 pub(super) async fn serve(
@@ -129,44 +129,44 @@ pub(super) async fn serve(
     let service = service_fn(|request: Request<Incoming>| {
         let (proxy, connection) = (proxy.clone(), connection.clone());
         // Done here and not below, because h2 returns streams in their order.
-        let exchange = exchange(&connection, request.version());
-        async move { Ok::<_, Infallible>(answer(&proxy, &connection, request, exchange).await) }
+        let exchange = exchange_id(&connection, request.version());
+        async move { Ok::<_, Infallible>(respond(&proxy, &connection, request, exchange).await) }
     });
-    let io = below_engine(proxy, io, &connection);
-    let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
+    let io = wrap_io(proxy, io, &connection);
+    let mut serving = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
     let condition = connection.condition.clone();
     let mut events = events(proxy, &connection, &stop);
     loop {
         tokio::select! {
             biased;
-            ended = served.as_mut() => {
+            ended = serving.as_mut() => {
                 if let Err(error) = ended {
                     tracing::debug!(%error, "a client's connection ended");
-                    unparsed(proxy, &connection, error.downcast_ref());
+                    record_parse_failure(proxy, &connection, error.downcast_ref());
                 }
                 return;
             }
-            () = condition.evicted() => return,
+            () = condition.wait_evicted() => return,
             Some(event) = events.next() => match event {
-                Event::Stuck => {
+                Event::Stalled => {
                     tracing::debug!("a stream was reset because its client did not read");
                     return;
                 }
                 Event::SlowHead => {
                     tracing::debug!("a client did not send the request head in time");
-                    proxy.shared.metrics.limit("slow_head");
+                    proxy.shared.metrics.count_limit_reached("slow_head");
                     return;
                 }
                 Event::Idle => {
-                    served.as_mut().graceful_shutdown();
-                    let idle = connection.idle.idle(proxy.shared.timeouts.header);
+                    serving.as_mut().graceful_shutdown();
+                    let idle = connection.idle.wait_idle(proxy.shared.timeouts.header);
                     events.push(idle.map(|()| Event::StillIdle).boxed());
                 }
                 Event::StillIdle => {
                     tracing::debug!("an idle client did not close its connection");
                     return;
                 }
-                Event::Stop => served.as_mut().graceful_shutdown(),
+                Event::Stop => serving.as_mut().graceful_shutdown(),
             }
         }
     }
@@ -176,7 +176,7 @@ pub(super) async fn serve(
 /// not with each request: the wait for a drain takes a lock that all connections share.
 enum Event {
     /// The client reads nothing, and has lost a stream.
-    Stuck,
+    Stalled,
     /// The head of a request is too slow.
     SlowHead,
     /// There was no request for long.
@@ -193,14 +193,20 @@ fn events<'a>(
     connection: &'a ClientConnection,
     stop: &'a CancellationToken,
 ) -> FuturesUnordered<BoxFuture<'a, Event>> {
-    let (timeouts, drain) = (&proxy.shared.timeouts, proxy.shared.registry.closed());
+    let (timeouts, drain) = (
+        &proxy.shared.timeouts,
+        proxy.shared.registry.drain_started(),
+    );
     let (condition, idle) = (&connection.condition, &connection.idle);
-    let slow = condition.slow_head(timeouts.header);
+    let slow_head = condition.wait_slow_head(timeouts.header);
     [
-        slow.map(|()| Event::SlowHead).boxed(),
-        condition.stuck().map(|()| Event::Stuck).boxed(),
-        (idle.idle(timeouts.idle_keepalive).map(|()| Event::Idle)).boxed(),
-        (last_orders(drain, stop, idle).map(|()| Event::Stop)).boxed(),
+        slow_head.map(|()| Event::SlowHead).boxed(),
+        condition.wait_stalled().map(|()| Event::Stalled).boxed(),
+        (idle
+            .wait_idle(timeouts.idle_keepalive)
+            .map(|()| Event::Idle))
+        .boxed(),
+        (wait_to_close(drain, stop, idle).map(|()| Event::Stop)).boxed(),
     ]
     .into_iter()
     .collect()
@@ -208,20 +214,24 @@ fn events<'a>(
 
 /// Waits until a connection is to end by `stop`. One of HTTP/1.1 can hear of that with its requests since the drain began, if
 /// there is one, or else since `stop`; it has time for one at least.
-async fn last_orders(drain: impl Future<Output = ()>, stop: &CancellationToken, idle: &IdleTimer) {
+async fn wait_to_close(
+    drain: impl Future<Output = ()>,
+    stop: &CancellationToken,
+    idle: &IdleTimer,
+) {
     tokio::select! {
         () = drain => {}
         () = stop.cancelled() => {}
     }
-    if !idle.has_begun() {
-        sleep(LAST_REQUEST).await;
+    if !idle.has_seen_request() {
+        sleep(LAST_REQUEST_WAIT).await;
     }
     stop.cancelled().await;
 }
 
 /// Whether the connections of this listener end: the gateway drains, or the listener is closed or has another configuration.
-fn closes(proxy: &Proxy) -> bool {
-    proxy.shared.registry.is_closed() || proxy.listener.is_retired()
+fn is_closing(proxy: &Proxy) -> bool {
+    proxy.shared.registry.is_draining() || proxy.listener.is_retired()
 }
 
 /// Announces that the connection of HTTP/1.1 ends after this response; hyper then closes it (RFC 9112, section 9.6). A connection
@@ -237,22 +247,29 @@ fn announce_close(method: &Method, response: &mut Response<ResponseBody>) {
 }
 
 /// Records a request whose head cannot be parsed: no other part of the gateway has seen it.
-fn unparsed(proxy: &Proxy, connection: &Arc<ClientConnection>, error: Option<&hyper::Error>) {
+fn record_parse_failure(
+    proxy: &Proxy,
+    connection: &Arc<ClientConnection>,
+    error: Option<&hyper::Error>,
+) {
     if let Some(error) = error.filter(|error| error.is_parse()) {
-        let guess = if error.is_parse_too_large() {
+        let default_reason = if error.is_parse_too_large() {
             Reason::HeaderTooLarge
         } else {
             Reason::Malformed
         };
-        let reason = connection.condition.unparsed().unwrap_or(guess);
+        let reason = connection
+            .condition
+            .parse_failure()
+            .unwrap_or(default_reason);
         let detail = unparsed_detail(reason);
         let record = AccessRecord::unparsed(
             &proxy.shared.streams,
             (&proxy.listener, proxy.worker),
             connection,
         );
-        record.failed(&reason.with_source(detail, error.to_string()));
-        record.answered(match proxy.listener.errors {
+        record.record_failure(&reason.with_source(detail, error.to_string()));
+        record.response_started(match proxy.listener.error_format {
             ErrorFormat::Problem => reason.status(),
             ErrorFormat::Kubernetes => StatusCode::BAD_GATEWAY,
         });
@@ -260,7 +277,7 @@ fn unparsed(proxy: &Proxy, connection: &Arc<ClientConnection>, error: Option<&hy
 }
 
 /// Returns the connection as hyper sees it.
-fn below_engine(
+fn wrap_io(
     proxy: &Proxy,
     io: ClientIo,
     connection: &ClientConnection,
@@ -268,45 +285,45 @@ fn below_engine(
     let metrics = proxy.shared.metrics.clone();
     let io = ControlFrameLimiter::new(io, move || {
         tracing::debug!("a client flooded its connection with control frames");
-        metrics.limit("control_frames");
+        metrics.count_limit_reached("control_frames");
     });
     InformationalIo::new(io, connection.interims.clone())
 }
 
 /// Returns the exchange that interim answers to the request belong to, which hyper hands over now.
-fn exchange(connection: &ClientConnection, version: Version) -> ExchangeId {
+fn exchange_id(connection: &ClientConnection, version: Version) -> ExchangeId {
     match version {
-        Version::HTTP_2 => connection.interims.accepted(),
+        Version::HTTP_2 => connection.interims.next_exchange(),
         Version::HTTP_11 => ExchangeId::Http1,
         _ => ExchangeId::None,
     }
 }
 
-async fn answer(
+async fn respond(
     proxy: &Proxy,
     connection: &Arc<ClientConnection>,
     mut request: Request<Incoming>,
     exchange: ExchangeId,
 ) -> Response<ResponseBody> {
     if request.version() == Version::HTTP_2 {
-        let busy = connection.idle.busy();
+        let busy_guard = connection.idle.begin_request();
         let response = proxy.handle(connection, request, exchange).await;
-        if let Some(eviction) = response.body().eviction() {
+        if let Some(eviction) = response.body().eviction_handle() {
             // Outside a task of the executor, no waker is registered.
             let _ = EVICTION.try_with(|slot| slot.set((eviction, connection.clone())));
         }
-        return response.map(|body| body.keeping(busy));
+        return response.map(|body| body.with_busy_guard(busy_guard));
     }
     let condition = &connection.condition;
-    match condition.begins(!request.body().is_end_stream()) {
+    match condition.begin_request(!request.body().is_end_stream()) {
         None => {}
-        Some(LongTarget::Rest(rest)) => drop(request.extensions_mut().insert(rest)),
-        Some(LongTarget::Refused(reason)) => drop(request.extensions_mut().insert(reason)),
+        Some(LongTarget::Overflow(rest)) => drop(request.extensions_mut().insert(rest)),
+        Some(LongTarget::Rejected(reason)) => drop(request.extensions_mut().insert(reason)),
     }
-    condition.evictable(None);
+    condition.set_eviction(None);
     let method = request.method().clone();
     let mut response = proxy.handle(connection, request, exchange).await;
-    if closes(proxy) {
+    if is_closing(proxy) {
         announce_close(&method, &mut response);
     }
     if response.status().canonical_reason().is_none() {
@@ -314,22 +331,24 @@ async fn answer(
         let extensions = response.extensions_mut();
         extensions.get_or_insert_with(|| ReasonPhrase::from_static(b""));
     }
-    connection.condition.evictable(response.body().eviction());
-    response.map(|body| body.over(Some(connection.condition.clone())))
+    connection
+        .condition
+        .set_eviction(response.body().eviction_handle());
+    response.map(|body| body.with_socket(Some(connection.condition.clone())))
 }
 
 /// The stream window of a connection that begins now.
-pub(super) fn window(proxy: &Proxy) -> u32 {
-    if proxy.shared.limits.pressure().is_high() {
-        SMALL
+pub(super) fn stream_window(proxy: &Proxy) -> u32 {
+    if proxy.shared.limits.memory_budget().is_high() {
+        SMALL_STREAM_WINDOW
     } else {
-        WINDOW
+        STREAM_WINDOW
     }
 }
 
 fn builder(proxy: &Proxy, window: u32) -> auto::Builder<TaskExecutor> {
     let mut builder = auto::Builder::new(TaskExecutor(proxy.tasks.clone()));
-    let bytes = proxy.shared.header_bytes;
+    let header_bytes = proxy.shared.header_bytes;
     builder
         .http1()
         .timer(TokioTimer::new())
@@ -339,19 +358,19 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<TaskExecutor> {
         .max_headers(proxy.shared.max_headers * 2)
         // A target and fields at their limits. Fields beyond theirs are refused by us as far as they fit, and else by hyper.
         // A body that waits takes as much.
-        .max_buf_size((MAX_URI_BYTES + bytes).max(bytes * 2));
+        .max_buf_size((MAX_URI_BYTES + header_bytes).max(header_bytes * 2));
     builder
         .http2()
         .timer(TokioTimer::new())
         .initial_stream_window_size(window)
         // The window covers all streams at once: a stream whose body is not read delays only itself.
-        .initial_connection_window_size(window * STREAMS)
-        .max_concurrent_streams(STREAMS)
-        .max_send_buf_size(QUEUED)
+        .initial_connection_window_size(window * MAX_CONCURRENT_STREAMS)
+        .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
+        .max_send_buf_size(MAX_SEND_BUFFER)
         .max_frame_size(causeway_tunnel::wire::MAX_FRAME)
-        .max_header_list_size(u32::try_from(MAX_URI_BYTES + bytes * 2).unwrap_or(u32::MAX))
-        .keep_alive_interval(PING)
-        .keep_alive_timeout(PING);
+        .max_header_list_size(u32::try_from(MAX_URI_BYTES + header_bytes * 2).unwrap_or(u32::MAX))
+        .keep_alive_interval(PING_INTERVAL)
+        .keep_alive_timeout(PING_INTERVAL);
     builder
 }
 
@@ -369,16 +388,16 @@ mod tests {
             let (drain, stop, idle) = (drain.clone(), stop.clone(), idle.clone());
             async move {
                 let began = Instant::now();
-                last_orders(drain.cancelled(), &stop, &idle).await;
+                wait_to_close(drain.cancelled(), &stop, &idle).await;
                 assert_eq!(began.elapsed(), after);
             }
         };
-        assert!(ends(LAST_REQUEST).now_or_never().is_none());
+        assert!(ends(LAST_REQUEST_WAIT).now_or_never().is_none());
         // A listener has another configuration.
         stop.cancel();
-        ends(LAST_REQUEST).await;
+        ends(LAST_REQUEST_WAIT).await;
         // Requests are counted for HTTP/2 connections.
-        drop(idle.busy());
+        drop(idle.begin_request());
         ends(Duration::ZERO).await;
     }
 
@@ -388,12 +407,12 @@ mod tests {
         let idle = Arc::new(IdleTimer::default());
         drain.cancel();
         let began = Instant::now();
-        let ending = last_orders(drain.cancelled(), &stop, &idle);
+        let ending = wait_to_close(drain.cancelled(), &stop, &idle);
         let closing = async {
-            sleep(3 * LAST_REQUEST).await;
+            sleep(3 * LAST_REQUEST_WAIT).await;
             stop.cancel();
         };
         tokio::join!(ending, closing);
-        assert_eq!(began.elapsed(), 3 * LAST_REQUEST);
+        assert_eq!(began.elapsed(), 3 * LAST_REQUEST_WAIT);
     }
 }

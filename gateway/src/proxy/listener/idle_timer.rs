@@ -16,63 +16,63 @@ use tokio::time::{Instant, sleep_until};
 /// Open requests of a connection, and the end of the last one.
 #[derive(Debug)]
 pub struct IdleTimer {
-    began: Instant,
-    open: AtomicUsize,
+    created_at: Instant,
+    open_requests: AtomicUsize,
     /// When the last request ended, in milliseconds after `began`, plus one; 0 is never.
-    since: AtomicU64,
+    idle_since: AtomicU64,
 }
 
 impl Default for IdleTimer {
     fn default() -> Self {
         Self {
-            began: Instant::now(),
-            open: AtomicUsize::new(0),
-            since: AtomicU64::new(0),
+            created_at: Instant::now(),
+            open_requests: AtomicUsize::new(0),
+            idle_since: AtomicU64::new(0),
         }
     }
 }
 
 impl IdleTimer {
     /// Returns a guard for a part of a request: the connection is not idle as long as the guard exists.
-    pub fn busy(self: &Arc<Self>) -> ActiveRequest {
-        self.open.fetch_add(1, Relaxed);
+    pub fn begin_request(self: &Arc<Self>) -> ActiveRequest {
+        self.open_requests.fetch_add(1, Relaxed);
         ActiveRequest(self.clone())
     }
 
     /// Whether a request has been made.
-    pub fn has_begun(&self) -> bool {
-        self.open.load(Relaxed) > 0 || self.since.load(Relaxed) > 0
+    pub fn has_seen_request(&self) -> bool {
+        self.open_requests.load(Relaxed) > 0 || self.idle_since.load(Relaxed) > 0
     }
 
-    fn since(&self) -> Option<Instant> {
-        let since = self.since.load(Relaxed).checked_sub(1);
-        let since = since.filter(|_| self.open.load(Relaxed) == 0)?;
-        Some(self.began + Duration::from_millis(since))
+    fn idle_since(&self) -> Option<Instant> {
+        let since = self.idle_since.load(Relaxed).checked_sub(1);
+        let since = since.filter(|_| self.open_requests.load(Relaxed) == 0)?;
+        Some(self.created_at + Duration::from_millis(since))
     }
 
     /// Waits for `bound`, and on until nothing has been open for so long.
-    pub async fn idle(&self, bound: Duration) {
-        let mut due = Instant::now() + bound;
+    pub async fn wait_idle(&self, idle_timeout: Duration) {
+        let mut deadline = Instant::now() + idle_timeout;
         loop {
-            sleep_until(due).await;
+            sleep_until(deadline).await;
             let now = Instant::now();
-            due = self.since().unwrap_or(now) + bound;
-            if due <= now {
+            deadline = self.idle_since().unwrap_or(now) + idle_timeout;
+            if deadline <= now {
                 return;
             }
         }
     }
 }
 
-/// See [`IdleTimer::busy`].
+/// See [`IdleTimer::begin_request`].
 #[derive(Debug)]
 pub struct ActiveRequest(Arc<IdleTimer>);
 
 impl Drop for ActiveRequest {
     fn drop(&mut self) {
-        let age = u64::try_from(self.0.began.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
-        self.0.since.store(age + 1, Relaxed);
-        self.0.open.fetch_sub(1, Relaxed);
+        let age = u64::try_from(self.0.created_at.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
+        self.0.idle_since.store(age + 1, Relaxed);
+        self.0.open_requests.fetch_sub(1, Relaxed);
     }
 }
 
@@ -88,22 +88,22 @@ mod tests {
         let bound = Duration::from_secs(3);
         let long = 10 * bound;
         assert!(
-            timeout(long, idle.idle(bound)).await.is_err(),
+            timeout(long, idle.wait_idle(bound)).await.is_err(),
             "no shutdown was requested"
         );
-        let (first, second) = (idle.busy(), idle.busy());
+        let (first, second) = (idle.begin_request(), idle.begin_request());
         drop(first);
         assert!(
-            timeout(long, idle.idle(bound)).await.is_err(),
+            timeout(long, idle.wait_idle(bound)).await.is_err(),
             "one is open"
         );
         drop(second);
         sleep(bound / 2).await;
-        let again = idle.busy();
+        let again = idle.begin_request();
         drop(again);
-        assert!(idle.idle(bound).now_or_never().is_none());
+        assert!(idle.wait_idle(bound).now_or_never().is_none());
         let began = Instant::now();
-        idle.idle(bound).await;
+        idle.wait_idle(bound).await;
         assert_eq!(began.elapsed(), bound);
     }
 }

@@ -9,10 +9,10 @@ use std::io;
 use tokio::io::{AsyncRead, AsyncReadExt};
 
 /// Length of the fixed part of a header, whose last two bytes are the length of the rest.
-const FIXED: usize = 16;
+const FIXED_HEADER_LEN: usize = 16;
 /// Maximum length of the rest. Addresses are 36 bytes at most; the other contents (TLS versions, names, identifiers) some
 /// hundred.
-const MAX: usize = 4096;
+const MAX_VARIABLE_LEN: usize = 4096;
 /// First bytes of a header of version 2.
 const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 
@@ -22,19 +22,22 @@ const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 /// # Errors
 /// If there is no header, or none that can be trusted.
 pub async fn read(socket: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<ProxiedAddress>> {
-    let mut header = vec![0; FIXED];
+    let mut header = vec![0; FIXED_HEADER_LEN];
     // A client that sends other bytes, and fewer, is detected before the header is complete.
     socket.read_exact(&mut header[..SIGNATURE.len()]).await?;
     if !header.starts_with(SIGNATURE) {
-        return Err(no("it does not begin with a PROXY v2 header"));
+        return Err(invalid_data("it does not begin with a PROXY v2 header"));
     }
     socket.read_exact(&mut header[SIGNATURE.len()..]).await?;
-    let length = usize::from(u16::from_be_bytes([header[FIXED - 2], header[FIXED - 1]]));
-    if length > MAX {
-        return Err(no("the PROXY header is too long"));
+    let length = usize::from(u16::from_be_bytes([
+        header[FIXED_HEADER_LEN - 2],
+        header[FIXED_HEADER_LEN - 1],
+    ]));
+    if length > MAX_VARIABLE_LEN {
+        return Err(invalid_data("the PROXY header is too long"));
     }
-    header.resize(FIXED + length, 0);
-    socket.read_exact(&mut header[FIXED..]).await?;
+    header.resize(FIXED_HEADER_LEN + length, 0);
+    socket.read_exact(&mut header[FIXED_HEADER_LEN..]).await?;
     parse(&header)
 }
 
@@ -49,17 +52,17 @@ fn parse(header: &[u8]) -> io::Result<Option<ProxiedAddress>> {
         allow_v2: true,
     };
     let parsed = ProxyHeader::parse(header, config);
-    let (header, _) = parsed.map_err(|_| no("the PROXY header is malformed"))?;
+    let (header, _) = parsed.map_err(|_| invalid_data("the PROXY header is malformed"))?;
     match header.proxied_address() {
         Some(proxied) if proxied.protocol != Protocol::Stream => {
-            Err(no("the PROXY header is not for TCP"))
+            Err(invalid_data("the PROXY header is not for TCP"))
         }
         proxied => Ok(proxied.cloned()),
     }
 }
 
-fn no(why: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, why)
+fn invalid_data(detail: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, detail)
 }
 
 #[cfg(test)]
@@ -105,7 +108,7 @@ mod tests {
             header(0x22, 0x11, V4),
             header(0x21, 0x12, V4),
             header(0x21, 0x21, V4),
-            header(0x21, 0x11, &[0; MAX + 1]),
+            header(0x21, 0x11, &[0; MAX_VARIABLE_LEN + 1]),
         ];
         refused.extend((0..whole.len()).map(|cut| whole[..cut].to_vec()));
         for sent in refused {

@@ -17,9 +17,9 @@ const VERSION: &[u8] = b"HTTP/1.";
 #[derive(Debug)]
 pub enum LongTarget {
     /// They are the rest of the query.
-    Rest(TargetOverflow),
+    Overflow(TargetOverflow),
     /// They are not stored, for this reason.
-    Refused(Reason),
+    Rejected(Reason),
 }
 
 /// Position in a request's head.
@@ -31,103 +31,105 @@ enum ParseState {
     /// The version, of which so many bytes were read.
     Version(usize),
     /// Behind the line, or in what is no request line of HTTP/1.1.
-    Behind,
+    Done,
 }
 
 /// Follows the request line of each head.
 #[derive(Debug)]
 pub(super) struct RequestLine {
-    at: ParseState,
+    state: ParseState,
     /// Bytes of the target.
-    length: usize,
+    target_len: usize,
     has_query: bool,
     has_fragment: bool,
-    rest: OverflowBuffer,
-    refused: Option<Reason>,
+    overflow: OverflowBuffer,
+    rejection: Option<Reason>,
     /// Longest rest that is stored.
-    most: usize,
-    other_version: bool,
+    max_overflow: usize,
+    has_other_version: bool,
 }
 
 impl RequestLine {
     /// Begins with the first head of a connection; targets of more than `limit` bytes are refused.
     pub(super) fn new(limit: usize) -> Self {
         Self {
-            at: ParseState::Method(0),
-            length: 0,
+            state: ParseState::Method(0),
+            target_len: 0,
             has_query: false,
             has_fragment: false,
-            rest: OverflowBuffer::default(),
-            refused: None,
-            most: limit,
-            other_version: false,
+            overflow: OverflowBuffer::default(),
+            rejection: None,
+            max_overflow: limit,
+            has_other_version: false,
         }
     }
 
     /// Begins another head.
     pub(super) fn begin(&mut self) {
-        *self = Self::new(self.most);
+        *self = Self::new(self.max_overflow);
     }
 
     /// Whether the target is longer than hyper accepts, or has not come to its end.
     pub(super) fn is_target_too_long(&self) -> bool {
-        self.at == ParseState::Target || self.length > MAX_URI_BYTES
+        self.state == ParseState::Target || self.target_len > MAX_URI_BYTES
     }
 
     /// Whether the line names another major version.
-    pub(super) fn is_of_other_version(&self) -> bool {
-        self.other_version
+    pub(super) fn has_other_version(&self) -> bool {
+        self.has_other_version
     }
 
     /// Takes the next bytes, and moves those for hyper to their beginning. Returns how many these are.
     pub(super) fn rewrite(&mut self, bytes: &mut [u8]) -> usize {
-        if self.at == ParseState::Method(0) && is_token_byte(bytes) {
-            self.at = ParseState::Behind;
+        if self.state == ParseState::Method(0) && is_complete_http11_line(bytes) {
+            self.state = ParseState::Done;
         }
-        if self.at == ParseState::Behind {
+        if self.state == ParseState::Done {
             return bytes.len();
         }
-        let (mut read, mut kept) = (0, 0);
-        while self.at != ParseState::Behind && read < bytes.len() {
-            let rest = bytes.get_mut(read..).unwrap_or_default();
-            let (passed, dropped) = match self.at {
-                ParseState::Method(_) => (self.method(rest), 0),
-                ParseState::Target => self.target(rest),
-                ParseState::Version(at) => (self.version(at, rest), 0),
-                ParseState::Behind => break,
+        let (mut read_len, mut kept_len) = (0, 0);
+        while self.state != ParseState::Done && read_len < bytes.len() {
+            let unread = bytes.get_mut(read_len..).unwrap_or_default();
+            let (passed, dropped) = match self.state {
+                ParseState::Method(_) => (self.parse_method(unread), 0),
+                ParseState::Target => self.parse_target(unread),
+                ParseState::Version(at) => (self.parse_version(at, unread), 0),
+                ParseState::Done => break,
             };
-            if kept < read {
-                bytes.copy_within(read..read + passed, kept);
+            if kept_len < read_len {
+                bytes.copy_within(read_len..read_len + passed, kept_len);
             }
-            kept += passed;
-            read += passed + dropped;
+            kept_len += passed;
+            read_len += passed + dropped;
         }
-        if kept == read {
+        if kept_len == read_len {
             return bytes.len();
         }
-        bytes.copy_within(read.., kept);
-        kept + bytes.len() - read
+        bytes.copy_within(read_len.., kept_len);
+        kept_len + bytes.len() - read_len
     }
 
     /// Returns the part of the target that hyper has not seen, once the target has come to its end.
     pub(super) fn take_overflow(&mut self) -> Option<LongTarget> {
-        if self.at == ParseState::Target {
+        if self.state == ParseState::Target {
             return None;
         }
-        if let Some(reason) = self.refused.take() {
-            return Some(LongTarget::Refused(reason));
+        if let Some(reason) = self.rejection.take() {
+            return Some(LongTarget::Rejected(reason));
         }
-        if self.rest.is_empty() {
+        if self.overflow.is_empty() {
             return None;
         }
-        Some(LongTarget::Rest(std::mem::take(&mut self.rest).finish()))
+        Some(LongTarget::Overflow(
+            std::mem::take(&mut self.overflow).finish(),
+        ))
     }
 
-    fn method(&mut self, bytes: &[u8]) -> usize {
+    fn parse_method(&mut self, bytes: &[u8]) -> usize {
         let mut passed = 0;
         for byte in bytes {
             passed += 1;
-            self.at = match (self.at, byte) {
+            self.state = match (self.state, byte) {
                 // RFC 9112 section 2.2 has the server ignore an empty line there.
                 (ParseState::Method(0), b'\r' | b'\n') => ParseState::Method(0),
                 (ParseState::Method(1..), b' ') => ParseState::Target,
@@ -136,9 +138,9 @@ impl RequestLine {
                 {
                     ParseState::Method(at + 1)
                 }
-                _ => ParseState::Behind,
+                _ => ParseState::Done,
             };
-            if !matches!(self.at, ParseState::Method(_)) {
+            if !matches!(self.state, ParseState::Method(_)) {
                 break;
             }
         }
@@ -146,48 +148,48 @@ impl RequestLine {
     }
 
     /// Returns how many bytes of the target pass, and how many behind them do not.
-    fn target(&mut self, bytes: &[u8]) -> (usize, usize) {
+    fn parse_target(&mut self, bytes: &[u8]) -> (usize, usize) {
         let end = bytes
             .iter()
             .position(|byte| matches!(byte, b' ' | b'\r' | b'\n'));
         let target = bytes.get(..end.unwrap_or(bytes.len())).unwrap_or_default();
-        let room = MAX_URI_BYTES.saturating_sub(self.length);
-        let (passed, beyond) = target.split_at(room.min(target.len()));
-        self.length += target.len();
+        let remaining = MAX_URI_BYTES.saturating_sub(self.target_len);
+        let (passed, overflow) = target.split_at(remaining.min(target.len()));
+        self.target_len += target.len();
         self.has_query |= passed.contains(&b'?');
         self.has_fragment |= passed.contains(&b'#');
-        if !beyond.is_empty() {
-            self.keep(beyond);
+        if !overflow.is_empty() {
+            self.store_overflow(overflow);
         }
         if end.is_some() {
-            self.at = ParseState::Version(0);
-        } else if self.length > MAX_URI_BYTES + self.most + MAX_DISCARDED_BYTES {
+            self.state = ParseState::Version(0);
+        } else if self.target_len > MAX_URI_BYTES + self.max_overflow + MAX_DISCARDED_BYTES {
             // hyper refuses a head of this size and answers itself.
-            self.at = ParseState::Behind;
-            self.refused = Some(Reason::UriTooLong);
+            self.state = ParseState::Done;
+            self.rejection = Some(Reason::UriTooLong);
         }
-        (passed.len(), beyond.len())
+        (passed.len(), overflow.len())
     }
 
-    fn keep(&mut self, bytes: &[u8]) {
-        if self.refused.is_some() {
+    fn store_overflow(&mut self, bytes: &[u8]) {
+        if self.rejection.is_some() {
             return;
         }
         // The policy checks the path that hyper has parsed.
-        let reason = if !self.has_query || self.rest.len() + bytes.len() > self.most {
+        let reason = if !self.has_query || self.overflow.len() + bytes.len() > self.max_overflow {
             Reason::UriTooLong
         } else if self.has_fragment || !bytes.iter().all(|byte| is_query_byte(*byte)) {
             Reason::Malformed
-        } else if !self.rest.append(bytes) {
+        } else if !self.overflow.append(bytes) {
             Reason::LimitReached
         } else {
             return;
         };
-        self.refused = Some(reason);
-        self.rest = OverflowBuffer::default();
+        self.rejection = Some(reason);
+        self.overflow = OverflowBuffer::default();
     }
 
-    fn version(&mut self, mut at: usize, bytes: &mut [u8]) -> usize {
+    fn parse_version(&mut self, mut at: usize, bytes: &mut [u8]) -> usize {
         let mut passed = 0;
         for byte in bytes {
             match VERSION.get(at) {
@@ -196,32 +198,32 @@ impl RequestLine {
                     continue;
                 }
                 Some(expected) if expected == byte => {}
-                Some(b'1') if byte.is_ascii_digit() => self.other_version = true,
+                Some(b'1') if byte.is_ascii_digit() => self.has_other_version = true,
                 Some(_) => {
-                    self.at = ParseState::Behind;
+                    self.state = ParseState::Done;
                     return passed;
                 }
                 None => {
-                    if matches!(byte, b'2'..=b'9') && !self.other_version {
+                    if matches!(byte, b'2'..=b'9') && !self.has_other_version {
                         *byte = b'1';
                     }
-                    self.at = ParseState::Behind;
+                    self.state = ParseState::Done;
                     return passed + 1;
                 }
             }
             at += 1;
             passed += 1;
         }
-        self.at = ParseState::Version(at);
+        self.state = ParseState::Version(at);
         passed
     }
 }
 
 /// Whether bytes begin with a whole line of HTTP/1.1 that hyper accepts unchanged. Almost all heads do.
-fn is_token_byte(bytes: &[u8]) -> bool {
-    let most = bytes.get(..MAX_URI_BYTES).unwrap_or(bytes);
-    let end = memchr::memchr(b'\n', most);
-    let line = end.and_then(|end| most.get(..end));
+fn is_complete_http11_line(bytes: &[u8]) -> bool {
+    let prefix = bytes.get(..MAX_URI_BYTES).unwrap_or(bytes);
+    let end = memchr::memchr(b'\n', prefix);
+    let line = end.and_then(|end| prefix.get(..end));
     line.is_some_and(|line| line.ends_with(b" HTTP/1.1\r"))
 }
 
@@ -256,7 +258,7 @@ mod tests {
         for cut in [1, 2, 7, 65_533, 65_539, 65_540, 65_541, 70_000, 100_000] {
             let (kept, beyond) = passed(&head, cut);
             assert!(kept == expected, "{cut}");
-            let Some(LongTarget::Rest(TargetOverflow(found))) = beyond else {
+            let Some(LongTarget::Overflow(TargetOverflow(found))) = beyond else {
                 panic!("{cut}: {beyond:?}");
             };
             assert!(found == rest, "{cut}");

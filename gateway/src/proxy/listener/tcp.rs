@@ -24,7 +24,7 @@ pub(super) async fn serve(proxy: &Proxy, io: ClientIo, connection: Arc<ClientCon
     );
     if let Err(error) = session(proxy, io, &connection, &record).await {
         tracing::debug!(%error, "a TCP session could not begin");
-        record.failed(&error);
+        record.record_failure(&error);
     }
 }
 
@@ -38,49 +38,53 @@ async fn session(
     connection: &Arc<ClientConnection>,
     record: &Arc<AccessRecord>,
 ) -> Result<(), Error> {
-    let begun = begin(proxy, connection, record).await;
-    let (send, receive) = begun.inspect_err(|_| io.abort())?;
-    record.opened(StatusCode::OK);
-    let work = pin!(copy::relay(io, send, receive, record.passed.clone(), false));
-    if let Some(outcome) = record.session_unless_ended(work).await {
+    let opened = open_session(proxy, connection, record).await;
+    let (send, receive) = opened.inspect_err(|_| io.abort())?;
+    record.session_started(StatusCode::OK);
+    let relaying = pin!(copy::relay(io, send, receive, record.bytes.clone(), false));
+    if let Some(outcome) = record.run_session_unless_terminated(relaying).await {
         relay::note(record, proxy.listener.name.as_str(), &outcome);
     }
     Ok(())
 }
 
-async fn begin(
+async fn open_session(
     proxy: &Proxy,
     connection: &Arc<ClientConnection>,
     record: &Arc<AccessRecord>,
 ) -> Result<(StreamSender, StreamReceiver), Error> {
-    let asked = proxy.listener.asked(connection, None);
+    let route_input = proxy.listener.route_input(connection, None);
     let shared = &proxy.shared;
-    let nothing = http::HeaderMap::new();
+    let no_headers = http::HeaderMap::new();
     let (client, route) = proxy
-        .authenticate_and_route(connection, &nothing, &asked)
+        .authenticate_and_route(connection, &no_headers, &route_input)
         .await?;
-    record.client(&client);
-    record.route(&route);
+    record.set_client(&client);
+    record.set_route(&route);
     let ask = AuthzRequest {
         client: &client,
-        from: connection.peer,
+        remote_address: connection.peer,
         destination: Destination::Node(&route),
-        act: Action::Connect,
+        action: Action::Connect,
         method: &Method::CONNECT,
         path: "",
     };
-    record.allow(GrantedAccess::session());
+    record.record_granted_access(GrantedAccess::session());
     proxy.authorize(&ask, record).await?;
-    let picked = proxy.select_tunnel(&route).await?;
-    record.permit(shared.limits.admit(&client.open, &picked.streams)?);
-    record.tunnel(picked.id);
-    relay::open(StreamContext {
+    let selected = proxy.select_tunnel(&route).await?;
+    record.set_permit(
+        shared
+            .limits
+            .admit_stream(&client.open_streams, &selected.streams)?,
+    );
+    record.set_tunnel(selected.id);
+    relay::open_tcp_stream(StreamContext {
         proxy,
         connection,
         client: &client,
         route: &route,
-        tunnel: &picked.tunnel,
-        id: picked.id,
+        tunnel: &selected.tunnel,
+        id: selected.id,
         record,
         exchange: ExchangeId::None,
     })

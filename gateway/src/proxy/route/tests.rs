@@ -16,7 +16,7 @@ fn nodes() -> Nodes {
             pod_networks: vec![pods.parse().unwrap()],
             ..Node::default()
         };
-        writer.put(NodeName::parse(name).unwrap(), node);
+        writer.upsert(NodeName::parse(name).unwrap(), node);
     }
     writer.reader()
 }
@@ -24,7 +24,7 @@ fn nodes() -> Nodes {
 type Routed = Result<(String, String), Reason>;
 
 fn route(asked: &RouteInput<'_>) -> Routed {
-    match of(asked, &nodes()) {
+    match find_route(asked, &nodes()) {
         Ok(route) => to(route.node.as_str(), &route.target.to_string()),
         Err(error) => Err(error.reason),
     }

@@ -45,7 +45,7 @@ pub(super) type GuardedIo = ObservedIo<UpstreamIo<StreamIo>, ResetOnDrop>;
 /// A connection that nothing was asked on yet.
 pub(super) struct UpstreamConnection {
     pub(super) guarded: GuardedIo,
-    pub(super) life: Arc<ConnState>,
+    pub(super) conn_state: Arc<ConnState>,
 }
 
 impl UpstreamConnection {
@@ -53,33 +53,44 @@ impl UpstreamConnection {
     ///
     /// # Errors
     /// The refusal of the edge, or the reason why TLS failed or the upstream is not trusted.
-    pub(super) async fn to(
-        way: StreamContext<'_>,
-        app: &UpstreamTls,
-        offer: Alpn,
+    pub(super) async fn open(
+        ctx: StreamContext<'_>,
+        upstream_tls: &UpstreamTls,
+        alpn: Alpn,
     ) -> Result<Self, Error> {
-        let shared = &way.proxy.shared;
+        let shared = &ctx.proxy.shared;
         let deadline = Instant::now() + shared.timeouts.connect;
-        let (send, receive) = relay::open(way).await?;
-        let name = tls::name(&way.route.node)
-            .ok_or_else(|| error::broken(way.route, "cannot be requested by this node's name"))?;
-        let connector = app.connector(offer);
-        let eviction = receive.eviction();
-        let connecting = connector.connect(name, StreamIo::new(send, receive));
+        let (sender, receiver) = relay::open_tcp_stream(ctx).await?;
+        let name = tls::server_name(&ctx.route.node).ok_or_else(|| {
+            error::broken_upstream(ctx.route, "cannot be requested by this node's name")
+        })?;
+        let connector = upstream_tls.connector(alpn);
+        let eviction = receiver.eviction_handle();
+        let connecting = connector.connect(name, StreamIo::new(sender, receiver));
         let tls = match timeout_at(deadline, connecting).await {
             Ok(Ok(tls)) => tls,
-            Ok(Err(error)) => return Err(error::of_tls(way.route, &error)),
-            Err(_) => return Err(error::slow(way.route, "did not complete TLS in time")),
+            Ok(Err(error)) => return Err(error::tls_error(ctx.route, &error)),
+            Err(_) => {
+                return Err(error::upstream_timeout(
+                    ctx.route,
+                    "did not complete TLS in time",
+                ));
+            }
         };
-        let life = Arc::new(ConnState {
-            key: pin::believed(way.route, app.pins(), (&tls, deadline)).await?,
+        let conn_state = Arc::new(ConnState {
+            key: pin::ensure_pinned(ctx.route, upstream_tls.pins(), (&tls, deadline)).await?,
             eviction,
             ..ConnState::default()
         });
-        let guarded = ObservedIo::new(UpstreamIo::tls(tls), ResetOnDrop(life.clone()));
-        let dialled = Self { guarded, life };
-        shared.metrics.app_connected(dialled.chose_http2());
-        Ok(dialled)
+        let guarded = ObservedIo::new(UpstreamIo::tls(tls), ResetOnDrop(conn_state.clone()));
+        let connection = Self {
+            guarded,
+            conn_state,
+        };
+        shared
+            .metrics
+            .count_upstream_connection(connection.chose_http2());
+        Ok(connection)
     }
 
     /// Whether the upstream chose HTTP/2.
@@ -99,17 +110,17 @@ impl IoObserver for ResetOnDrop {
         io: &mut S,
         cx: &mut Context<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.0.end.is_cancelled() {
+        if self.0.cancel_token.is_cancelled() {
             // hyper may reach this point before its task is notified.
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
         ready!(Pin::new(&mut *io).poll_shutdown(cx))?;
         loop {
-            let mut room = [0; 1024];
-            let mut last = ReadBuf::new(&mut room);
+            let mut buffer = [0; 1024];
+            let mut read_buf = ReadBuf::new(&mut buffer);
             // The result of the read does not matter.
-            let read = ready!(Pin::new(&mut *io).poll_read(cx, &mut last));
-            if read.is_err() || last.filled().is_empty() {
+            let read = ready!(Pin::new(&mut *io).poll_read(cx, &mut read_buf));
+            if read.is_err() || read_buf.filled().is_empty() {
                 return Poll::Ready(Ok(()));
             }
         }

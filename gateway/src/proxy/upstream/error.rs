@@ -18,17 +18,17 @@ use std::{
 use tokio_util::sync::CancellationToken;
 
 /// Returns the error of an upstream that broke the protocol, or closed the connection early.
-pub(super) fn broken(route: &Route, what: &str) -> Error {
-    Reason::TargetBroken.error(sentence(route, what))
+pub(super) fn broken_upstream(route: &Route, what: &str) -> Error {
+    Reason::TargetBroken.error(describe_upstream(route, what))
 }
 
 /// Returns the error of an upstream that took too long.
-pub(super) fn slow(route: &Route, what: &str) -> Error {
-    Reason::TargetTimeout.error(sentence(route, what))
+pub(super) fn upstream_timeout(route: &Route, what: &str) -> Error {
+    Reason::TargetTimeout.error(describe_upstream(route, what))
 }
 
 /// "port 10250 of edge-1 did something".
-pub(super) fn sentence(route: &Route, what: &str) -> String {
+pub(super) fn describe_upstream(route: &Route, what: &str) -> String {
     format!("port {} of {} {what}", route.target.port, route.node)
 }
 
@@ -42,7 +42,7 @@ pub(super) struct KeyMismatch {
 
 impl KeyMismatch {
     /// Returns the error for the client.
-    pub(super) fn at(self, route: &Route) -> Error {
+    pub(super) fn into_error(self, route: &Route) -> Error {
         let Self { known, met } = self;
         let (node, port) = (&route.node, route.target.port);
         let since = UNIX_EPOCH + Duration::from_secs(known.since);
@@ -51,7 +51,7 @@ impl KeyMismatch {
             "has a new key: SHA-256 {met}, but key {} has been pinned since {since}; if the key was replaced on purpose, run `causeway node unpin {node} {port}` at the gateway",
             known.key
         );
-        Reason::TargetKeyChanged.error(sentence(route, &what))
+        Reason::TargetKeyChanged.error(describe_upstream(route, &what))
     }
 
     /// Returns the key mismatch that a TLS error contains.
@@ -66,26 +66,26 @@ impl KeyMismatch {
 }
 
 /// TLS was not begun.
-pub(super) fn of_tls(route: &Route, error: &io::Error) -> Error {
+pub(super) fn tls_error(route: &Route, error: &io::Error) -> Error {
     if let Some(stream) = find::<StreamError>(error) {
-        return of_below(route, stream, "during the TLS handshake");
+        return tunnel_stream_error(route, stream, "during the TLS handshake");
     }
     match find::<rustls::Error>(error) {
         Some(error) => match KeyMismatch::of(error) {
-            Some(changed) => changed.at(route),
-            None => broken(route, &of_peer(error)),
+            Some(mismatch) => mismatch.into_error(route),
+            None => broken_upstream(route, &describe_tls_error(error)),
         },
         None if error.kind() == UnexpectedEof => {
-            broken(route, "closed the connection during the TLS handshake")
+            broken_upstream(route, "closed the connection during the TLS handshake")
         }
-        None => broken(route, &format!("failed TLS: {error}")),
+        None => broken_upstream(route, &format!("failed TLS: {error}")),
     }
 }
 
 /// Describes a TLS error of the upstream.
-fn of_peer(error: &rustls::Error) -> String {
+fn describe_tls_error(error: &rustls::Error) -> String {
     match error {
-        rustls::Error::InvalidCertificate(why) => of_certificate(why),
+        rustls::Error::InvalidCertificate(why) => describe_certificate_error(why),
         rustls::Error::AlertReceived(alert) => {
             format!(
                 "refused the TLS handshake or the client certificate of upstream_tls: {alert:?}"
@@ -96,7 +96,7 @@ fn of_peer(error: &rustls::Error) -> String {
     }
 }
 
-fn of_certificate(why: &CertificateError) -> String {
+fn describe_certificate_error(why: &CertificateError) -> String {
     match why {
         // `BadSignature` occurs if another CA has the same name, as after a cluster was created again.
         CertificateError::UnknownIssuer | CertificateError::BadSignature => {
@@ -110,7 +110,7 @@ fn of_certificate(why: &CertificateError) -> String {
                 [] => "no name at all".to_owned(),
                 names => names
                     .iter()
-                    .map(|name| plain(name))
+                    .map(|name| unwrap_name(name))
                     .collect::<Vec<_>>()
                     .join(", "),
             };
@@ -127,44 +127,46 @@ fn of_certificate(why: &CertificateError) -> String {
 }
 
 /// Returns a name without the wrapper that rustls adds: `DnsName("edge-1")`.
-fn plain(name: &str) -> &str {
+fn unwrap_name(name: &str) -> &str {
     let inner = name.split_once('(').map_or(name, |(_, inner)| inner);
     inner.trim_end_matches(')').trim_matches('"')
 }
 
-/// Returns the error of an answer that did not come to its end; `when` says at which point.
-pub(super) fn of_answer(route: &Route, error: &hyper::Error, when: &str) -> Error {
+/// Returns the error of an answer that did not come to its end; `phase` says at which point.
+pub(super) fn response_error(route: &Route, error: &hyper::Error, phase: &str) -> Error {
     if let Some(stream) = find::<StreamError>(error) {
-        return of_below(route, stream, when);
+        return tunnel_stream_error(route, stream, phase);
     }
     if let Some(error) = find::<rustls::Error>(error) {
-        return broken(route, &of_peer(error));
+        return broken_upstream(route, &describe_tls_error(error));
     }
     let bounds = "more fields than limits.max_headers of this gateway allows, or with a head of more than 256 KiB";
-    broken(route, &describe(error, when, bounds))
+    broken_upstream(route, &describe(error, phase, bounds))
 }
 
-/// Returns the error of the tunnel's stream below the upstream's connection; `when` says at which point it broke. A reset comes
+/// Returns the error of the tunnel's stream below the upstream's connection; `phase` says at which point it broke. A reset comes
 /// from the upstream: an edge gives a reason for a refusal, and the streams of an edge that leaves are lost.
-fn of_below(route: &Route, error: &StreamError, when: &str) -> Error {
+fn tunnel_stream_error(route: &Route, error: &StreamError, phase: &str) -> Error {
     match error {
-        StreamError::Reset { .. } => broken(route, &format!("reset the connection {when}")),
-        error => Error::of_stream(route.node.as_str(), error),
+        StreamError::Reset { .. } => {
+            broken_upstream(route, &format!("reset the connection {phase}"))
+        }
+        error => Error::from_stream_error(route.node.as_str(), error),
     }
 }
 
-/// Returns the error of a stream on an upstream's connection; `when` says at which point it broke. The tunnel below may have
+/// Returns the error of a stream on an upstream's connection; `phase` says at which point it broke. The tunnel below may have
 /// left.
-pub(super) fn of_stream(
+pub(super) fn upstream_stream_error(
     route: &Route,
-    leaving: &CancellationToken,
-    (error, when): (&StreamError, &str),
+    tunnel_leaving: &CancellationToken,
+    (error, phase): (&StreamError, &str),
 ) -> Error {
     match error {
-        StreamError::Reset { .. } => broken(route, &format!("reset the request {when}")),
-        StreamError::Lost { .. } if !leaving.is_cancelled() => {
-            broken(route, &format!("closed the connection {when}"))
+        StreamError::Reset { .. } => broken_upstream(route, &format!("reset the request {phase}")),
+        StreamError::Lost { .. } if !tunnel_leaving.is_cancelled() => {
+            broken_upstream(route, &format!("closed the connection {phase}"))
         }
-        error => Error::of_stream(route.node.as_str(), error),
+        error => Error::from_stream_error(route.node.as_str(), error),
     }
 }

@@ -53,86 +53,98 @@ struct RequestParts {
 /// Connection on which a request is sent. The bool is true if the connection was used before.
 enum ConnectionChoice {
     /// A connection of HTTP/1.1.
-    Line(InUse, bool),
+    Http1(InUse, bool),
     /// A stream of HTTP/2.
-    Stream(UpstreamStreamPermit, bool),
+    Http2(UpstreamStreamPermit, bool),
 }
 
 /// Forwards a plain request.
 ///
 /// # Errors
 /// If there is no connection to the upstream, or it breaks before the answer's head.
-pub(in crate::proxy) async fn run(
-    way: StreamContext<'_>,
-    app: &Arc<UpstreamTls>,
+pub(in crate::proxy) async fn forward_request(
+    ctx: StreamContext<'_>,
+    upstream_tls: &Arc<UpstreamTls>,
     request: Request<RequestBody>,
 ) -> Result<Response<ResponseBody>, Error> {
     let (parts, body) = request.into_parts();
     let content = RequestParts {
         body,
         version: parts.version,
-        expects: headers::lists(&parts.headers, &EXPECT, "100-continue"),
+        expects: headers::contains_token(&parts.headers, &EXPECT, "100-continue"),
     };
-    let mut head = forward::head(way, parts)?;
-    app.alone(head.headers_mut());
-    if let Some(rest) = head.extensions().get::<TargetOverflow>().cloned() {
-        let line = Box::pin(Http1Connection::open(way, app, Some(rest))).await?;
-        return by_line(way, app, (head, content), (line.asking(), false)).await;
+    let mut head = forward::build_head(ctx, parts)?;
+    upstream_tls.strip_authorization(head.headers_mut());
+    if let Some(overflow) = head.extensions().get::<TargetOverflow>().cloned() {
+        let connection = Box::pin(Http1Connection::open(ctx, upstream_tls, Some(overflow))).await?;
+        return by_line(
+            ctx,
+            upstream_tls,
+            (head, content),
+            (connection.into_in_use(), false),
+        )
+        .await;
     }
-    match choose(way, app, 0).await? {
-        ConnectionChoice::Line(asking, reused) => {
-            by_line(way, app, (head, content), (asking, reused)).await
+    match choose(ctx, upstream_tls, 0).await? {
+        ConnectionChoice::Http1(in_use, reused) => {
+            by_line(ctx, upstream_tls, (head, content), (in_use, reused)).await
         }
-        ConnectionChoice::Stream(stream, reused) => {
-            by_stream(way, app, (head, content), (stream, reused)).await
+        ConnectionChoice::Http2(stream, reused) => {
+            by_stream(ctx, upstream_tls, (head, content), (stream, reused)).await
         }
     }
 }
 
-/// Chooses an idle connection, a stream of an open connection, or a new connection of either version. With a nonzero `after`,
+/// Chooses an idle connection, a stream of an open connection, or a new connection of either version. With a nonzero `after_number`,
 /// only a connection that was dialled later than this shared one will do.
 async fn choose(
-    way: StreamContext<'_>,
-    app: &Arc<UpstreamTls>,
-    after: u64,
+    ctx: StreamContext<'_>,
+    upstream_tls: &Arc<UpstreamTls>,
+    after_number: u64,
 ) -> Result<ConnectionChoice, Error> {
-    let (kept, key) = (way.proxy.shared.apps.kept(), pool_key(way, app));
-    while after == 0
-        && let Some(line) = kept.of(&key).checkout(&key, |line| line.is_alive())
+    let (kept, key) = (
+        ctx.proxy.shared.upstream_tls_ports.pool(),
+        pool_key(ctx, upstream_tls),
+    );
+    while after_number == 0
+        && let Some(connection) = kept
+            .worker_pool(&key)
+            .checkout(&key, |line| line.is_alive())
     {
-        let believed = pin::holds(app.pins(), way.route, line.life.key);
+        let believed = pin::holds(upstream_tls.pins(), ctx.route, connection.life.key);
         // Dropping it resets it: the next request opens a new connection to the app.
-        let asking = line.asking();
+        let in_use = connection.into_in_use();
         if believed {
-            return Ok(ConnectionChoice::Line(asking, true));
+            return Ok(ConnectionChoice::Http1(in_use, true));
         }
     }
-    let shared = kept.of(&key).shared(&key);
-    let _turn = match http2::turn(&shared, way, app, after).await? {
-        Checkout::Open(stream) => return Ok(ConnectionChoice::Stream(stream, true)),
+    let upstream_state = kept.worker_pool(&key).shared(&key);
+    let _dial_turn = match http2::checkout(&upstream_state, ctx, upstream_tls, after_number).await?
+    {
+        Checkout::Open(stream) => return Ok(ConnectionChoice::Http2(stream, true)),
         Checkout::Http1 => None,
         Checkout::Dial(turn) => Some(turn),
     };
     // Allocated, since most requests find a connection and the future is moved with each.
     Box::pin(async {
-        let dialled = UpstreamConnection::to(way, app, Alpn::Any).await?;
-        if dialled.chose_http2() {
-            let stream = http2::begin(&shared, way, app, dialled).await?;
-            return Ok(ConnectionChoice::Stream(stream, false));
+        let connection = UpstreamConnection::open(ctx, upstream_tls, Alpn::Any).await?;
+        if connection.chose_http2() {
+            let stream = http2::start_http2(&upstream_state, ctx, upstream_tls, connection).await?;
+            return Ok(ConnectionChoice::Http2(stream, false));
         }
-        shared.chose_http1();
-        let line = Http1Connection::begin(way, app, dialled, None).await?;
-        Ok(ConnectionChoice::Line(line.asking(), false))
+        upstream_state.set_http1();
+        let line = Http1Connection::begin(ctx, upstream_tls, connection, None).await?;
+        Ok(ConnectionChoice::Http1(line.into_in_use(), false))
     })
     .await
 }
 
 /// Asks on a line, and once more on a new one if it was used before.
 async fn by_line(
-    way: StreamContext<'_>,
-    app: &Arc<UpstreamTls>,
+    ctx: StreamContext<'_>,
+    upstream_tls: &Arc<UpstreamTls>,
     (mut head, content): (Request<()>, RequestParts),
-    (mut asking, reused): (InUse, bool),
+    (mut in_use, reused): (InUse, bool),
 ) -> Result<Response<ResponseBody>, Error> {
     let RequestParts {
         body,
@@ -140,54 +152,68 @@ async fn by_line(
         expects,
     } = content;
     let has_body = !body.is_end_stream();
-    head::to_http1(&mut head, &way.route.target, has_body);
+    head::to_http1(&mut head, &ctx.route.target, has_body);
     let retry = Retry::new(&head, reused, has_body);
-    let (go, gone) = oneshot::channel();
-    let body = match asking.life() {
-        Some(life) if has_body => {
-            let upload = forward::counted(way, (body, version), life.waiting.clone());
-            let busy = (version == Version::HTTP_2).then(|| way.connection.idle.busy());
-            UpstreamRequestBody::new((upload, busy), life, expects.then_some(gone))
+    let (release_sender, release_receiver) = oneshot::channel();
+    let body = match in_use.conn_state() {
+        Some(conn_state) if has_body => {
+            let upload = forward::counted(ctx, (body, version), conn_state.waiting.clone());
+            let busy_guard =
+                (version == Version::HTTP_2).then(|| ctx.connection.idle.begin_request());
+            UpstreamRequestBody::new(
+                (upload, busy_guard),
+                conn_state,
+                expects.then_some(release_receiver),
+            )
         }
         _ => UpstreamRequestBody::default(),
     };
     let mut request = head.map(|()| body);
-    listen(way, &mut request, &asking, Some(go));
-    let mut error = match asking.ask(request).await {
-        Ok(answer) => return answered(way, asking, answer),
+    forward_informational_responses(ctx, &mut request, &in_use, Some(release_sender));
+    let mut error = match in_use.send_request(request).await {
+        Ok(answer) => return respond_to_request(ctx, in_use, answer),
         Err(error) => error,
     };
-    let again = retry.request(&mut error, |error| asking.closed_unanswered(error));
-    let Some(request) = again else {
-        return Err(unanswered(way, &asking, error.error()));
+    let retried = retry.request(&mut error, |error| {
+        in_use.was_closed_without_response(error)
+    });
+    let Some(request) = retried else {
+        return Err(no_response_error(ctx, &in_use, error.error()));
     };
-    drop(asking);
-    let line = Box::pin(Http1Connection::open(way, app, None)).await?;
-    let mut request = request.map(|body| body.moved(&line.life));
-    let mut asking = line.asking();
+    drop(in_use);
+    let connection = Box::pin(Http1Connection::open(ctx, upstream_tls, None)).await?;
+    let mut request = request.map(|body| body.on_connection(&connection.life));
+    let mut in_use = connection.into_in_use();
     // A body waits at most its own time limit for a 100.
-    listen(way, &mut request, &asking, None);
-    match asking.ask(request).await {
-        Ok(answer) => answered(way, asking, answer),
-        Err(error) => Err(unanswered(way, &asking, error.error())),
+    forward_informational_responses(ctx, &mut request, &in_use, None);
+    match in_use.send_request(request).await {
+        Ok(answer) => respond_to_request(ctx, in_use, answer),
+        Err(error) => Err(no_response_error(ctx, &in_use, error.error())),
     }
 }
 
 /// Passes interim answers on: a 100 lets the body go, too many end the line.
-pub(super) fn listen(
-    way: StreamContext<'_>,
+pub(super) fn forward_informational_responses(
+    ctx: StreamContext<'_>,
     request: &mut Request<UpstreamRequestBody>,
-    asking: &InUse,
-    go: Option<oneshot::Sender<()>>,
+    in_use: &InUse,
+    release: Option<oneshot::Sender<()>>,
 ) {
-    let Some(life) = asking.life() else { return };
-    let (end, came) = (life.end.clone(), AtomicUsize::new(0));
-    let (connection, exchange) = (way.connection.clone(), way.exchange);
-    let go = Mutex::new(go);
+    let Some(conn_state) = in_use.conn_state() else {
+        return;
+    };
+    let (end, informational_count) = (conn_state.cancel_token.clone(), AtomicUsize::new(0));
+    let (connection, exchange) = (ctx.connection.clone(), ctx.exchange);
+    let go = Mutex::new(release);
     hyper::ext::on_informational(request, move |answer| {
         // A cancelled exchange has its answer already.
         if !end.is_cancelled() {
-            forward::pass_interim(&connection, exchange, answer.status(), answer.headers());
+            forward::forward_informational(
+                &connection,
+                exchange,
+                answer.status(),
+                answer.headers(),
+            );
         }
         if answer.status() == StatusCode::CONTINUE
             && let Some(go) = go.lock().unwrap_or_else(PoisonError::into_inner).take()
@@ -195,81 +221,86 @@ pub(super) fn listen(
             // A body that is gone needs no leave.
             let _ = go.send(());
         }
-        if came.fetch_add(1, Relaxed) >= wire::MOST_INTERIMS {
+        if informational_count.fetch_add(1, Relaxed) >= wire::MAX_INTERIM_RESPONSES {
             end.cancel();
         }
     });
 }
 
-fn answered(
-    way: StreamContext<'_>,
-    asking: InUse,
+fn respond_to_request(
+    ctx: StreamContext<'_>,
+    in_use: InUse,
     answer: Response<Incoming>,
 ) -> Result<Response<ResponseBody>, Error> {
     if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
         let what = "switched protocols without a request to do so";
-        return Err(error::broken(way.route, what));
+        return Err(error::broken_upstream(ctx.route, what));
     }
-    respond_by(way, asking, answer)
+    respond_http1(ctx, in_use, answer)
 }
 
 /// The answer that a line brings, whole.
-pub(super) fn respond_by(
-    way: StreamContext<'_>,
-    asking: InUse,
+pub(super) fn respond_http1(
+    ctx: StreamContext<'_>,
+    in_use: InUse,
     answer: Response<Incoming>,
 ) -> Result<Response<ResponseBody>, Error> {
     let (mut parts, incoming) = answer.into_parts();
-    check(way, &mut parts)?;
-    let body = UpstreamResponseBody::of_line(incoming, asking, way.route);
-    Ok(respond(way, parts, body, Version::HTTP_11))
+    check_response_head(ctx, &mut parts)?;
+    let body = UpstreamResponseBody::from_http1(incoming, in_use, ctx.route);
+    Ok(respond(ctx, parts, body, Version::HTTP_11))
 }
 
 /// Returns the upstream's answer, by this version of HTTP.
 fn respond(
-    way: StreamContext<'_>,
+    ctx: StreamContext<'_>,
     mut parts: http::response::Parts,
     body: UpstreamResponseBody,
     version: Version,
 ) -> Response<ResponseBody> {
-    request::clean(&mut parts.headers);
-    forward::via(&mut parts.headers, version);
+    request::strip_connection_headers(&mut parts.headers);
+    forward::append_via(&mut parts.headers, version);
     parts.version = Version::default();
     parts.extensions.clear();
-    way.record.answered(parts.status);
-    let body = ResponseBody::app(body, &way.route.node, way.record).sized(&parts.headers);
+    ctx.record.response_started(parts.status);
+    let body = ResponseBody::upstream(body, &ctx.route.node, ctx.record)
+        .with_content_length(&parts.headers);
     Response::from_parts(parts, body)
 }
 
 /// Frames an answer anew, and refuses one whose head is larger than the limit of heads.
-pub(super) fn check(
-    way: StreamContext<'_>,
+pub(super) fn check_response_head(
+    ctx: StreamContext<'_>,
     parts: &mut http::response::Parts,
 ) -> Result<(), Error> {
-    let framed = headers::reframe_answer(parts.status, &mut parts.headers);
-    framed.map_err(|what| error::broken(way.route, what))?;
-    if headers::size(&parts.headers) > wire::MAX_HEAD {
+    let framed = headers::normalize_response_framing(parts.status, &mut parts.headers);
+    framed.map_err(|what| error::broken_upstream(ctx.route, what))?;
+    if headers::header_list_size(&parts.headers) > wire::MAX_HEAD {
         let what = "sent an answer whose head is too large";
-        return Err(error::broken(way.route, what));
+        return Err(error::broken_upstream(ctx.route, what));
     }
     Ok(())
 }
 
 /// Why there was no answer.
-pub(super) fn unanswered(way: StreamContext<'_>, asking: &InUse, error: &hyper::Error) -> Error {
+pub(super) fn no_response_error(
+    way: StreamContext<'_>,
+    asking: &InUse,
+    error: &hyper::Error,
+) -> Error {
     if asking.is_stalled() {
-        let patience = humantime::format_duration(way.proxy.shared.timeouts.upload);
-        let what = format!("has read nothing from the request body for {patience}");
-        return error::slow(way.route, &what);
+        let formatted_timeout = humantime::format_duration(way.proxy.shared.timeouts.upload);
+        let what = format!("has read nothing from the request body for {formatted_timeout}");
+        return error::upstream_timeout(way.route, &what);
     }
-    http1::of_http(way, error)
+    http1::http_error(way, error)
 }
 
 /// Why there is no answer.
 struct RequestError {
     error: StreamError,
     /// The upstream may have taken the request.
-    taken: bool,
+    may_be_processed: bool,
 }
 
 /// Sends the request on this stream. `reused` is true if other requests have used its connection before.
@@ -277,28 +308,30 @@ struct RequestError {
 /// # Errors
 /// If the upstream does not take the request, or closes the connection before its answer's head.
 async fn by_stream(
-    way: StreamContext<'_>,
-    app: &Arc<UpstreamTls>,
+    ctx: StreamContext<'_>,
+    upstream_tls: &Arc<UpstreamTls>,
     (head, content): (Request<()>, RequestParts),
     (stream, reused): (UpstreamStreamPermit, bool),
 ) -> Result<Response<ResponseBody>, Error> {
-    let (newest, mut content) = (stream.newest, Some(content));
-    let first = ask(way, &head, &mut content, stream).await;
-    let broke = match first {
+    let (newest, mut content) = (stream.newest_id, Some(content));
+    let first_result = ask(ctx, &head, &mut content, stream).await;
+    let request_error = match first_result {
         Ok(answered) => return answered,
         Err(broke) => broke,
     };
-    let again = reused && (!broke.taken || (broke.error.is_closed() && is_idempotent(&head)));
-    let Some(content) = content.filter(|_| again) else {
-        return Err(unanswered_on_stream(way, &broke));
+    let should_retry = reused
+        && (!request_error.may_be_processed
+            || (request_error.error.is_closed() && is_idempotent(&head)));
+    let Some(content) = content.filter(|_| should_retry) else {
+        return Err(unanswered_on_stream(ctx, &request_error));
     };
-    match choose(way, app, newest).await? {
-        ConnectionChoice::Line(asking, _) => {
-            Box::pin(by_line(way, app, (head, content), (asking, false))).await
+    match choose(ctx, upstream_tls, newest).await? {
+        ConnectionChoice::Http1(asking, _) => {
+            Box::pin(by_line(ctx, upstream_tls, (head, content), (asking, false))).await
         }
-        ConnectionChoice::Stream(stream, _) => {
-            let second = ask(way, &head, &mut Some(content), stream).await;
-            second.unwrap_or_else(|broke| Err(unanswered_on_stream(way, &broke)))
+        ConnectionChoice::Http2(stream, _) => {
+            let second_result = ask(ctx, &head, &mut Some(content), stream).await;
+            second_result.unwrap_or_else(|broke| Err(unanswered_on_stream(ctx, &broke)))
         }
     }
 }
@@ -306,8 +339,8 @@ async fn by_stream(
 fn unanswered_on_stream(way: StreamContext<'_>, broke: &RequestError) -> Error {
     // The stream may have failed because of the client's own data.
     way.record.failure().unwrap_or_else(|| {
-        let leaving = way.tunnel.leaving();
-        error::of_stream(
+        let leaving = way.tunnel.leaving_token();
+        error::upstream_stream_error(
             way.route,
             leaving,
             (&broke.error, "before it sent a response"),
@@ -317,52 +350,56 @@ fn unanswered_on_stream(way: StreamContext<'_>, broke: &RequestError) -> Error {
 
 /// Asks. The content is taken once it is on its way, if there is any.
 async fn ask(
-    way: StreamContext<'_>,
+    ctx: StreamContext<'_>,
     head: &Request<()>,
     content: &mut Option<RequestParts>,
     stream: UpstreamStreamPermit,
 ) -> Result<Result<Response<ResponseBody>, Error>, RequestError> {
-    let (tunnel, place) = (stream.connection.tunnel, stream.place);
+    let (tunnel, permit) = (stream.connection.tunnel, stream.permit);
     let has_body = |content: &mut RequestParts| !content.body.is_end_stream();
-    let end = !content.as_mut().is_some_and(has_body);
+    let end_stream = !content.as_mut().is_some_and(has_body);
     let mut head = head.clone();
-    head::to_http2(&mut head, &way.route.target, "https");
-    let opened = tunnel.ask(head, end).await;
+    head::to_http2(&mut head, &ctx.route.target, "https");
+    let opened = tunnel.send_request(head, end_stream).await;
     let opened = opened.map_err(|error| {
         if matches!(error, StreamError::Lost { .. } | StreamError::Reset { .. }) {
             // The connection accepts no new streams; open streams continue.
             tunnel.drain();
         }
         let taken = false;
-        RequestError { error, taken }
+        RequestError {
+            error,
+            may_be_processed: taken,
+        }
     })?;
-    let (go, upload) = match content.take_if(has_body) {
+    let (release_body, upload) = match content.take_if(has_body) {
         None => (None, None),
         Some(content) => {
             let given_up = CancellationToken::new();
             let body = (content.body, content.version);
             let send = (opened.send, given_up.clone());
-            let go = forward::start_upload(way, body, send, content.expects);
+            let go = forward::start_upload(ctx, body, send, content.expects);
             (go, Some(given_up.drop_guard()))
         }
     };
-    match forward::wait(way, opened.answer, go).await {
-        Ok(answer) => Ok(answered_on_stream(way, answer, (place, upload))),
+    match forward::wait_for_response(ctx, opened.response, release_body).await {
+        Ok(answer) => Ok(answered_on_stream(ctx, answer, (permit, upload))),
         Err(error) => Err(RequestError {
-            taken: !error.is_refused(),
+            may_be_processed: !error.is_refused(),
             error,
         }),
     }
 }
 
 fn answered_on_stream(
-    way: StreamContext<'_>,
+    ctx: StreamContext<'_>,
     answer: Response<StreamReceiver>,
-    (place, upload): (StreamPermit, Option<DropGuard>),
+    (permit, upload): (StreamPermit, Option<DropGuard>),
 ) -> Result<Response<ResponseBody>, Error> {
     let (mut parts, receive) = answer.into_parts();
-    check(way, &mut parts)?;
-    let body = UpstreamResponseBody::of_stream(receive, place, (way.tunnel.leaving(), way.route));
-    let response = respond(way, parts, body, Version::HTTP_2);
+    check_response_head(ctx, &mut parts)?;
+    let body =
+        UpstreamResponseBody::of_stream(receive, permit, (ctx.tunnel.leaving_token(), ctx.route));
+    let response = respond(ctx, parts, body, Version::HTTP_2);
     Ok(response.map(|body| body.with_upload(upload)))
 }

@@ -38,14 +38,14 @@ impl Http1Connection {
     /// Opens a new connection, for upgrades too. Its first request has this rest of its target.
     ///
     /// # Errors
-    /// As [`UpstreamConnection::to`].
+    /// As [`UpstreamConnection::open`].
     pub(super) async fn open(
-        way: StreamContext<'_>,
-        app: &Arc<UpstreamTls>,
-        rest: Option<TargetOverflow>,
+        ctx: StreamContext<'_>,
+        upstream_tls: &Arc<UpstreamTls>,
+        overflow: Option<TargetOverflow>,
     ) -> Result<Self, Error> {
-        let dialled = UpstreamConnection::to(way, app, Alpn::Http1).await?;
-        Self::begin(way, app, dialled, rest).await
+        let connection = UpstreamConnection::open(ctx, upstream_tls, Alpn::Http1).await?;
+        Self::begin(ctx, upstream_tls, connection, overflow).await
     }
 
     /// Begins HTTP/1.1.
@@ -53,39 +53,45 @@ impl Http1Connection {
     /// # Errors
     /// If hyper does not accept the connection.
     pub(super) async fn begin(
-        way: StreamContext<'_>,
-        app: &Arc<UpstreamTls>,
-        UpstreamConnection { guarded, life }: UpstreamConnection,
-        rest: Option<TargetOverflow>,
+        ctx: StreamContext<'_>,
+        upstream_tls: &Arc<UpstreamTls>,
+        UpstreamConnection {
+            guarded,
+            conn_state: life,
+        }: UpstreamConnection,
+        overflow: Option<TargetOverflow>,
     ) -> Result<Self, Error> {
-        let shared = &way.proxy.shared;
-        let most = (shared.max_headers, Some(wire::MAX_HEAD));
-        let (sender, connection, answering) = handshake(guarded, rest, most)
+        let shared = &ctx.proxy.shared;
+        let head_limits = (shared.max_headers, Some(wire::MAX_HEAD));
+        let (sender, connection, answering) = handshake(guarded, overflow, head_limits)
             .await
-            .map_err(|error| of_http(way, &error))?;
-        let (back, returned) = mpsc::channel(1);
-        let driven = DriverConfig {
+            .map_err(|error| http_error(ctx, &error))?;
+        let (return_sender, return_receiver) = mpsc::channel(1);
+        let driver_config = DriverConfig {
             connection,
             life: life.clone(),
-            returned,
-            key: pool_key(way, app),
-            leaving: way.tunnel.leaving().clone(),
-            retired: app.retired().clone(),
-            patience: shared.timeouts.upload,
+            return_receiver,
+            key: pool_key(ctx, upstream_tls),
+            tunnel_leaving: ctx.tunnel.leaving_token().clone(),
+            retired: upstream_tls.retired().clone(),
+            read_timeout: shared.timeouts.upload,
         };
-        let pressure = shared.limits.pressure().clone();
-        let kept = Arc::downgrade(shared.apps.kept());
+        let pressure = shared.limits.memory_budget().clone();
+        let pool = Arc::downgrade(shared.upstream_tls_ports.pool());
         let task = async move {
-            let waiting = driven.life.waiting.clone();
-            let driving = pin!(drive(driven, kept));
-            track_buffered(&pressure, &waiting, driving).await;
+            let buffered = driver_config.life.waiting.clone();
+            let driver = pin!(drive(driver_config, pool));
+            track_buffered(&pressure, &buffered, driver).await;
         };
-        shared.apps.kept().spawn(debug_span!("app"), task);
+        shared
+            .upstream_tls_ports
+            .pool()
+            .spawn(debug_span!("app"), task);
         Ok(Self {
             sender,
             life,
             answering,
-            back,
+            back: return_sender,
         })
     }
 }
@@ -94,90 +100,90 @@ impl Http1Connection {
 struct DriverConfig {
     connection: http1::Connection<Http1Io<GuardedIo>, UpstreamRequestBody>,
     life: Arc<ConnState>,
-    returned: mpsc::Receiver<Http1Connection>,
+    return_receiver: mpsc::Receiver<Http1Connection>,
     key: ConnectionPoolKey,
-    leaving: CancellationToken,
+    tunnel_leaving: CancellationToken,
     retired: CancellationToken,
-    patience: Duration,
+    read_timeout: Duration,
 }
 
 /// Drives a connection to its end, which is in order only if the connection is idle.
-async fn drive(driven: DriverConfig, kept: Weak<ConnectionPool>) {
+async fn drive(config: DriverConfig, pool: Weak<ConnectionPool>) {
     let DriverConfig {
         connection,
         life,
-        returned,
+        return_receiver: returned,
         key,
-        leaving,
+        tunnel_leaving: leaving,
         retired,
-        patience,
-    } = driven;
-    let unwanted = async {
+        read_timeout: patience,
+    } = config;
+    let retire_signal = async {
         tokio::select! {
             () = leaving.cancelled() => {}
             () = retired.cancelled() => {}
         }
     };
-    let rests = rest((&life, &key), returned, unwanted, &kept);
+    let idle_loop = pool_while_idle((&life, &key), returned, retire_signal, &pool);
     // An upgrade takes the connection out of this.
     let connection = pin!(connection.with_upgrades());
     tokio::select! {
         biased;
-        () = life.end.cancelled() => {}
-        ended = connection => if let Err(error) = ended {
+        () = life.cancel_token.cancelled() => {}
+        result = connection => if let Err(error) = result {
             tracing::debug!(%error, "a connection to an app ended");
         },
-        () = rests => {}
-        () = stalls(&life, patience) => {
-            life.stalled.store(true, Relaxed);
+        () = idle_loop => {}
+        () = wait_stalled(&life, patience) => {
+            life.is_stalled.store(true, Relaxed);
             tracing::debug!("an app does not read a request body");
         }
     }
-    if let Some(kept) = kept.upgrade() {
+    if let Some(kept) = pool.upgrade() {
         kept.remove(&key, &life);
     }
 }
 
 /// Puts the connection into the pool whenever it becomes idle. Returns when it is to be ended at once.
-async fn rest(
+async fn pool_while_idle(
     (shared, key): (&Arc<ConnState>, &ConnectionPoolKey),
-    mut returned: mpsc::Receiver<Http1Connection>,
-    unwanted: impl Future<Output = ()>,
-    kept: &Weak<ConnectionPool>,
+    mut return_receiver: mpsc::Receiver<Http1Connection>,
+    retire_signal: impl Future<Output = ()>,
+    pool: &Weak<ConnectionPool>,
 ) {
-    let mut unwanted = pin!(unwanted);
-    let mut is_unwanted = false;
-    let Some(bound) = kept.upgrade().map(|kept| kept.bound()) else {
+    let mut retire_signal = pin!(retire_signal);
+    let mut is_retired = false;
+    let Some(idle_timeout) = pool.upgrade().map(|kept| kept.idle_timeout()) else {
         return;
     };
     let mut next = None;
     loop {
-        let line = match next.take() {
+        let connection = match next.take() {
             Some(line) => line,
-            None => match returned.recv().await {
+            None => match return_receiver.recv().await {
                 Some(line) => line,
                 // The connection has no more users: it ends by itself, or it is an upgraded connection.
                 None => return std::future::pending().await,
             },
         };
-        let Some(line) = quiet(line, bound).await else {
+        let Some(line) = wait_ready(connection, idle_timeout).await else {
             return;
         };
-        let idle = (!is_unwanted)
-            .then(|| kept.upgrade())
+        let is_pooled = (!is_retired)
+            .then(|| pool.upgrade())
             .flatten()
-            .is_some_and(|kept| kept.of(key).checkin(key.clone(), line));
-        if idle {
+            .is_some_and(|kept| kept.worker_pool(key).checkin(key.clone(), line));
+        if is_pooled {
             tokio::select! {
-                line = returned.recv() => {
+                line = return_receiver.recv() => {
                     next = line;
                     continue;
                 }
-                () = &mut unwanted => is_unwanted = true,
-                () = sleep(bound) => {}
+                () = &mut retire_signal => is_retired = true,
+                () = sleep(idle_timeout) => {}
             }
-            let gone = kept.upgrade().is_none_or(|kept| kept.remove(key, shared));
-            if !gone {
+            let was_removed = pool.upgrade().is_none_or(|kept| kept.remove(key, shared));
+            if !was_removed {
                 // The connection carries a new request.
                 continue;
             }
@@ -189,13 +195,16 @@ async fn rest(
 
 /// Waits until the next request can be sent, for as long as the last one's body moves. Returns `None` if the connection cannot
 /// be used again.
-async fn quiet(mut line: Http1Connection, bound: Duration) -> Option<Http1Connection> {
-    let Http1Connection { sender, life, .. } = &mut line;
-    if while_moving(bound, &life.taken, sender.ready())
+async fn wait_ready(
+    mut connection: Http1Connection,
+    stall_timeout: Duration,
+) -> Option<Http1Connection> {
+    let Http1Connection { sender, life, .. } = &mut connection;
+    if while_moving(stall_timeout, &life.taken, sender.ready())
         .await?
         .is_ok()
     {
-        return Some(line);
+        return Some(connection);
     }
     // The connection has ended; TLS closes normally if the tunnel accepts the data in time.
     sleep(SHUTDOWN_TIMEOUT).await;
@@ -203,21 +212,21 @@ async fn quiet(mut line: Http1Connection, bound: Duration) -> Option<Http1Connec
 }
 
 /// Returns when a part of a request's body has waited for the upstream for `patience`, or for twice that.
-async fn stalls(life: &ConnState, patience: Duration) {
-    let mut before = None;
+async fn wait_stalled(life: &ConnState, read_timeout: Duration) {
+    let mut previous = None;
     loop {
-        sleep(patience).await;
-        let now = life.waiting.waits().then(|| life.taken.load(Relaxed));
-        if now.is_some() && now == before {
+        sleep(read_timeout).await;
+        let current = life.waiting.is_blocked().then(|| life.taken.load(Relaxed));
+        if current.is_some() && current == previous {
             return;
         }
-        before = now;
+        previous = current;
     }
 }
 
 /// Returns the error of a request without an answer.
-pub(super) fn of_http(way: StreamContext<'_>, error: &hyper::Error) -> Error {
+pub(super) fn http_error(ctx: StreamContext<'_>, error: &hyper::Error) -> Error {
     // The stream may have failed because of the client's own data.
-    let known = way.record.failure();
-    known.unwrap_or_else(|| error::of_answer(way.route, error, "before it sent a response"))
+    let known = ctx.record.failure();
+    known.unwrap_or_else(|| error::response_error(ctx.route, error, "before it sent a response"))
 }

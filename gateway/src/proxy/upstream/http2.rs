@@ -37,73 +37,77 @@ fn is_alive(connection: &Http2Connection, way: StreamContext<'_>, app: &Upstream
         // The next request must open a new connection to the app.
         connection.tunnel.close();
     }
-    holds && !connection.tunnel.leaving().is_cancelled()
+    holds && !connection.tunnel.leaving_token().is_cancelled()
 }
 
-/// A place on a connection with a number above `after`, or the turn to dial one.
+/// A place on a connection with a number above `after_number`, or the turn to dial one.
 ///
 /// # Errors
 /// If neither comes in time.
-pub(super) async fn turn<'p>(
+pub(super) async fn checkout<'p>(
     pool: &'p UpstreamHttp2Pool,
     way: StreamContext<'_>,
     app: &UpstreamTls,
-    after: u64,
+    after_number: u64,
 ) -> Result<Checkout<'p, Http2Connection>, Error> {
     let deadline = Instant::now() + way.proxy.shared.timeouts.connect;
     let alive = |connection: &Http2Connection| is_alive(connection, way, app);
-    let turn = pool.turn_until(deadline, after, alive).await;
-    turn.map_err(|what| error::slow(way.route, what))
+    let turn = pool.checkout_until(deadline, after_number, alive).await;
+    turn.map_err(|what| error::upstream_timeout(way.route, what))
 }
 
 /// Begins HTTP/2 on a connection, and returns a permit for a stream on it.
 ///
 /// # Errors
 /// If the upstream does not begin it in time.
-pub(super) async fn begin(
+pub(super) async fn start_http2(
     pool: &UpstreamHttp2Pool,
     way: StreamContext<'_>,
     app: &Arc<UpstreamTls>,
-    UpstreamConnection { guarded, life }: UpstreamConnection,
+    UpstreamConnection {
+        guarded,
+        conn_state: life,
+    }: UpstreamConnection,
 ) -> Result<UpstreamStreamPermit, Error> {
     let shared = &way.proxy.shared;
     let deadline = Instant::now() + shared.timeouts.connect;
-    let counted = CountedIo::new(guarded);
-    let traffic = counted.traffic();
-    let (heard, mut allowed) = observe(counted);
+    let counted_io = CountedIo::new(guarded);
+    let traffic = counted_io.traffic();
+    let (observed_io, mut max_streams) = observe(counted_io);
     let settings = GatewaySideConfig {
         max_streams: usize::MAX,
         round_trip: way.tunnel.round_trip(),
-        ..way.tunnel.within()
+        ..way.tunnel.nested_config()
     };
-    let connected = gateway_side::connect(heard, traffic, settings).await;
-    let (tunnel, driver) =
-        connected.map_err(|ended| error::broken(way.route, &format!("failed: {ended}")))?;
-    let kept = shared.apps.kept();
-    let number = pool.next();
-    let watched = DriverConfig {
+    let handshake = gateway_side::connect(observed_io, traffic, settings).await;
+    let (tunnel, driver) = handshake
+        .map_err(|ended| error::broken_upstream(way.route, &format!("failed: {ended}")))?;
+    let pool_tasks = shared.upstream_tls_ports.pool();
+    let number = pool.allocate_id();
+    let driver_config = DriverConfig {
         number,
         load: tunnel.load().clone(),
         leaving: [
-            tunnel.leaving().clone(),
-            way.tunnel.leaving().clone(),
+            tunnel.leaving_token().clone(),
+            way.tunnel.leaving_token().clone(),
             app.retired().clone(),
         ],
         key: pool_key(way, app),
     };
-    let task = drive(driver.run(), watched, Arc::downgrade(kept));
-    kept.spawn(debug_span!("app"), task);
+    let task = drive(driver.run(), driver_config, Arc::downgrade(pool_tasks));
+    pool_tasks.spawn(debug_span!("app"), task);
     // SETTINGS are the first frame that an app sends (RFC 9113 §3.4).
-    let takes = allowed.wait_for(|allowed| allowed.is_some_and(|streams| streams > 0));
-    let settled = timeout_at(deadline, takes).await;
-    if !matches!(settled, Ok(Ok(_))) {
+    let accepts_streams =
+        max_streams.wait_for(|allowed| allowed.is_some_and(|streams| streams > 0));
+    let settings_received = timeout_at(deadline, accepts_streams).await;
+    if !matches!(settings_received, Ok(Ok(_))) {
         tunnel.close();
         let what = "negotiated HTTP/2, but did not start it in time or accepts no request";
-        return Err(error::broken(way.route, what));
+        return Err(error::broken_upstream(way.route, what));
     }
-    drop(settled);
+    drop(settings_received);
     let key = life.key;
-    Ok(pool.add(number, Http2Connection { tunnel, key }, allowed))
+    Ok(pool.insert(number, Http2Connection { tunnel, key }, max_streams))
 }
 
 /// Configuration of a connection's task. It holds no handle: without one, and without streams, the connection ends in order.
@@ -118,53 +122,53 @@ struct DriverConfig {
 /// Drives a connection to its end, which is in order where nothing is under way.
 async fn drive<E: std::fmt::Display>(
     run: impl Future<Output = E>,
-    watched: DriverConfig,
-    kept: Weak<ConnectionPool>,
+    config: DriverConfig,
+    pool: Weak<ConnectionPool>,
 ) {
     let DriverConfig {
         number,
         load,
         leaving: [own, tunnel, retired],
         key,
-    } = watched;
-    let Some(bound) = kept.upgrade().map(|kept| kept.bound()) else {
+    } = config;
+    let Some(idle_timeout) = pool.upgrade().map(|kept| kept.idle_timeout()) else {
         return;
     };
-    let forget = || {
-        if let Some(kept) = kept.upgrade() {
-            kept.forget(&key, number);
+    let remove_from_pool = || {
+        if let Some(kept) = pool.upgrade() {
+            kept.close_to_streams(&key, number);
         }
     };
-    let mut run = pin!(run);
-    let unwanted = async {
+    let mut driver = pin!(run);
+    let retire_signal = async {
         tokio::select! {
             () = own.cancelled() => {}
             () = tunnel.cancelled() => {}
             () = retired.cancelled() => {}
-            () = rests(&load, bound) => {}
+            () = wait_idle(&load, idle_timeout) => {}
         }
     };
     tokio::select! {
         biased;
-        ended = &mut run => {
+        ended = &mut driver => {
             tracing::debug!(%ended, "a connection to an app ended");
-            return forget();
+            return remove_from_pool();
         }
-        () = unwanted => forget(),
+        () = retire_signal => remove_from_pool(),
     }
     // Open streams continue; streams that do not end in time are reset.
-    while timeout(SHUTDOWN_TIMEOUT, &mut run).await.is_err() && load.streams() > 0 {}
+    while timeout(SHUTDOWN_TIMEOUT, &mut driver).await.is_err() && load.open_streams() > 0 {}
 }
 
-/// Returns when nothing was asked for `bound`, or for twice that.
-async fn rests(load: &TunnelLoad, bound: Duration) {
-    let mut before = load.opened();
+/// Returns when nothing was asked for `idle_timeout`, or for twice that.
+async fn wait_idle(load: &TunnelLoad, idle_timeout: Duration) {
+    let mut previous = load.streams_opened();
     loop {
-        sleep(bound).await;
-        let opened = load.opened();
-        if opened == before && load.streams() == 0 {
+        sleep(idle_timeout).await;
+        let opened = load.streams_opened();
+        if opened == previous && load.open_streams() == 0 {
             return;
         }
-        before = opened;
+        previous = opened;
     }
 }

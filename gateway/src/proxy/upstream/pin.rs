@@ -3,7 +3,7 @@
 //! 1. The handshake refuses a key that is not the pinned one (`PinVerifier`), before the gateway presents anything to the
 //!    upstream.
 //! 2. A complete handshake has proven that the upstream holds its key. If no key is pinned yet, this key is pinned now.
-//! 3. No request is sent before the pin on the disk is this very key (`believed`).
+//! 3. No request is sent before the pin on the disk is this very key (`ensure_pinned`).
 //!
 //! Neither names nor dates of a certificate count, nor its issuer: kubelets sign their own, for a year.
 
@@ -29,7 +29,7 @@ use tokio_rustls::client::TlsStream;
 ///
 /// # Errors
 /// If another key is pinned, or this one cannot be recorded until `deadline`.
-pub(super) async fn believed(
+pub(super) async fn ensure_pinned(
     route: &Route,
     pins: Option<&Pins>,
     (tls, deadline): (&TlsStream<StreamIo>, Instant),
@@ -38,30 +38,31 @@ pub(super) async fn believed(
         return Ok(None);
     };
     let chain = tls.get_ref().1.peer_certificates();
-    let met = chain.and_then(|chain| Fingerprint::of_key(chain.first()?));
-    let met = met.ok_or_else(|| error::broken(route, "shows a certificate without a valid key"))?;
+    let presented = chain.and_then(|chain| Fingerprint::of_key(chain.first()?));
+    let met = presented
+        .ok_or_else(|| error::broken_upstream(route, "shows a certificate without a valid key"))?;
     let place = (&route.node, route.target.port);
-    let known = if let Some(known) = pins.get(place.0, place.1) {
+    let pinned = if let Some(known) = pins.get(place.0, place.1) {
         known
     } else {
-        let bound = deadline.saturating_duration_since(Instant::now());
-        let noted = pins.first(place, met, bound).await;
-        noted.map_err(|why| {
+        let wait_limit = deadline.saturating_duration_since(Instant::now());
+        let result = pins.pin_first_use(place, met, wait_limit).await;
+        result.map_err(|why| {
             let what = "connects for the first time, but its key cannot be recorded";
-            Reason::DependencyUnavailable.with_source(error::sentence(route, what), why)
+            Reason::DependencyUnavailable.with_source(error::describe_upstream(route, what), why)
         })?
     };
-    if known.key == met {
+    if pinned.key == met {
         return Ok(Some(met));
     }
-    Err(KeyMismatch { known, met }.at(route))
+    Err(KeyMismatch { known: pinned, met }.into_error(route))
 }
 
 /// Whether an upstream that was trusted by this key still is.
 pub(super) fn holds(pins: Option<&Pins>, route: &Route, key: Option<Fingerprint>) -> bool {
     pins.is_none_or(|pins| {
-        let known = pins.get(&route.node, route.target.port);
-        known.map(|pin| pin.key) == key
+        let pinned = pins.get(&route.node, route.target.port);
+        pinned.map(|pin| pin.key) == key
     })
 }
 
@@ -81,13 +82,16 @@ impl ServerCertVerifier for PinVerifier {
         _: &[u8],
         _: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        let met = Fingerprint::of_key(leaf).ok_or(CertificateError::BadEncoding)?;
+        let presented = Fingerprint::of_key(leaf).ok_or(CertificateError::BadEncoding)?;
         let node = NodeName::parse(&name.to_str());
         let node = node.map_err(|_| CertificateError::NotValidForName)?;
         match self.pins.get(&node, self.port) {
-            Some(known) if known.key != met => {
-                let changed = OtherError(Arc::new(KeyMismatch { known, met }));
-                Err(CertificateError::Other(changed).into())
+            Some(pinned) if pinned.key != presented => {
+                let mismatch = OtherError(Arc::new(KeyMismatch {
+                    known: pinned,
+                    met: presented,
+                }));
+                Err(CertificateError::Other(mismatch).into())
             }
             _ => Ok(ServerCertVerified::assertion()),
         }

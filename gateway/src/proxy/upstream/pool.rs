@@ -68,10 +68,10 @@ pub(super) struct Http1Connection {
 impl Http1Connection {
     /// Whether it can take a request, as far as is known.
     pub(super) fn is_alive(&self) -> bool {
-        !self.sender.is_closed() && !self.life.end.is_cancelled()
+        !self.sender.is_closed() && !self.life.cancel_token.is_cancelled()
     }
 
-    pub(super) fn asking(self) -> InUse {
+    pub(super) fn into_in_use(self) -> InUse {
         InUse(Some(self))
     }
 }
@@ -82,41 +82,42 @@ pub(super) struct InUse(Option<Http1Connection>);
 
 impl InUse {
     /// Sends the request, and waits for the answer's head.
-    pub(super) async fn ask(
+    pub(super) async fn send_request(
         &mut self,
         request: Request<UpstreamRequestBody>,
     ) -> Result<Response<Incoming>, TrySendError<Request<UpstreamRequestBody>>> {
         let line = self.0.as_mut().expect("a line that is asked on is there");
-        line.answering.begin();
+        line.answering.reset();
         line.sender.try_send_request(request).await
     }
 
     /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with `error`.
-    pub(super) fn closed_unanswered(&self, error: &hyper::Error) -> bool {
-        let line = self.0.as_ref();
-        line.is_some_and(|line| line.answering.closed_unanswered(error))
+    pub(super) fn was_closed_without_response(&self, error: &hyper::Error) -> bool {
+        let connection = self.0.as_ref();
+        connection.is_some_and(|line| line.answering.closed_unanswered(error))
     }
 
-    pub(super) fn life(&self) -> Option<&Arc<ConnState>> {
+    pub(super) fn conn_state(&self) -> Option<&Arc<ConnState>> {
         self.0.as_ref().map(|line| &line.life)
     }
 
     /// Whether it took nothing of a request's body for too long.
     pub(super) fn is_stalled(&self) -> bool {
-        self.life().is_some_and(|life| life.stalled.load(Relaxed))
+        self.conn_state()
+            .is_some_and(|life| life.is_stalled.load(Relaxed))
     }
 
     /// Returns the connection to the pool, since its answer came to its end.
-    pub(super) fn settle(&mut self) {
-        if let Some(line) = self.0.take() {
-            let back = line.back.clone();
+    pub(super) fn return_to_pool(&mut self) {
+        if let Some(connection) = self.0.take() {
+            let back = connection.back.clone();
             // A connection whose task has ended needs no idle handling.
-            let _ = back.try_send(line);
+            let _ = back.try_send(connection);
         }
     }
 
     /// Notes that the connection has switched from HTTP to another protocol.
-    pub(super) fn switched(&mut self) {
+    pub(super) fn mark_upgraded(&mut self) {
         self.0 = None;
     }
 }
@@ -124,7 +125,7 @@ impl InUse {
 impl Drop for InUse {
     fn drop(&mut self) {
         if let Some(line) = &self.0 {
-            line.life.end.cancel();
+            line.life.cancel_token.cancel();
         }
     }
 }
@@ -141,9 +142,9 @@ pub(super) struct Http2Connection {
 }
 
 impl http2_pool::MultiplexedConnection for Http2Connection {
-    fn has_place(&self, taken: usize, allowed: usize) -> bool {
+    fn has_capacity(&self, taken: usize, allowed: usize) -> bool {
         // The body of a request may continue after its answer.
-        taken.max(self.tunnel.load().streams()) < allowed
+        taken.max(self.tunnel.load().open_streams()) < allowed
     }
 }
 
@@ -157,22 +158,22 @@ type WorkerPool = Pool<ConnectionPoolKey, Http1Connection, UpstreamHttp2Pool>;
 pub(crate) struct ConnectionPool {
     /// By worker.
     pools: Vec<WorkerPool>,
-    bound: Duration,
+    idle_timeout: Duration,
     tasks: TaskGroup,
 }
 
 impl ConnectionPool {
-    /// Returns an empty pool for this many workers; an idle connection stays for `bound` at most.
-    pub(crate) fn new(workers: usize, bound: Duration) -> Self {
+    /// Returns an empty pool for this many workers; an idle connection stays for `idle_timeout` at most.
+    pub(crate) fn new(workers: usize, idle_timeout: Duration) -> Self {
         Self {
             pools: (0..workers.max(1)).map(|_| Pool::default()).collect(),
-            bound,
+            idle_timeout,
             tasks: TaskGroup::default(),
         }
     }
 
-    pub(super) fn bound(&self) -> Duration {
-        self.bound
+    pub(super) fn idle_timeout(&self) -> Duration {
+        self.idle_timeout
     }
 
     /// Runs the task of a connection, which ends with this pool at the latest.
@@ -181,27 +182,28 @@ impl ConnectionPool {
     }
 
     /// Takes this line away, if it lies here.
-    pub(super) fn remove(&self, key: &ConnectionPoolKey, life: &Arc<ConnState>) -> bool {
-        let removed = self
-            .of(key)
-            .remove(key, |line| Arc::ptr_eq(&line.life, life));
-        self.sweep(key);
-        removed
+    pub(super) fn remove(&self, key: &ConnectionPoolKey, conn_state: &Arc<ConnState>) -> bool {
+        let was_removed = self
+            .worker_pool(key)
+            .remove(key, |line| Arc::ptr_eq(&line.life, conn_state));
+        self.remove_empty_state(key);
+        was_removed
     }
 
     /// Lets no further stream onto this one of them.
-    pub(super) fn forget(&self, key: &ConnectionPoolKey, number: u64) {
-        self.of(key).shared(key).forget(number);
-        self.sweep(key);
+    pub(super) fn close_to_streams(&self, key: &ConnectionPoolKey, number: u64) {
+        self.worker_pool(key).shared(key).remove(number);
+        self.remove_empty_state(key);
     }
 
     /// Removes the state of an upstream that has no connection any more.
-    fn sweep(&self, key: &ConnectionPoolKey) {
-        self.of(key).forget_shared(key, |shared| !shared.is_empty());
+    fn remove_empty_state(&self, key: &ConnectionPoolKey) {
+        self.worker_pool(key)
+            .forget_shared(key, |shared| !shared.is_empty());
     }
 
     /// Returns the connections of the key's worker.
-    pub(super) fn of(&self, key: &ConnectionPoolKey) -> &WorkerPool {
+    pub(super) fn worker_pool(&self, key: &ConnectionPoolKey) -> &WorkerPool {
         &self.pools[key.worker.0 % self.pools.len()]
     }
 }

@@ -3,7 +3,7 @@
 //! The body is sent as hyper takes it, after the upstream's 100 if the client waits for one.
 
 use crate::proxy::{
-    counted_body::{CONTINUE, CountedRequestBody, UploadError},
+    counted_body::{CONTINUE_TIMEOUT, CountedRequestBody, UploadError},
     listener::idle_timer::ActiveRequest,
     upload_budget::BufferedBody,
 };
@@ -34,13 +34,13 @@ pub(super) struct ConnState {
     /// Eviction handle of the stream below.
     pub(super) eviction: Option<Eviction>,
     /// Ends the connection at once, by a reset.
-    pub(super) end: CancellationToken,
+    pub(super) cancel_token: CancellationToken,
     /// Number of parts of request bodies that it has taken.
     pub(super) taken: AtomicUsize,
     /// Buffered bytes of request bodies.
     pub(super) waiting: BufferedBody,
     /// The connection has taken nothing for too long.
-    pub(super) stalled: AtomicBool,
+    pub(super) is_stalled: AtomicBool,
 }
 
 /// A request's body on its way to the upstream.
@@ -51,33 +51,35 @@ struct ActiveUpload {
     upload: CountedRequestBody,
     life: Arc<ConnState>,
     /// Signal that the body waits for before it is sent, and the maximum time of that wait.
-    go: Option<(oneshot::Receiver<()>, Pin<Box<Sleep>>)>,
+    release: Option<(oneshot::Receiver<()>, Pin<Box<Sleep>>)>,
     /// Guard of the client's connection: the body may go on after a complete answer.
-    _busy: Option<ActiveRequest>,
+    _busy_guard: Option<ActiveRequest>,
 }
 
 impl UpstreamRequestBody {
     /// Returns this body, sent on the connection with this state. With `go` it waits for that first.
     pub(super) fn new(
-        (upload, busy): (CountedRequestBody, Option<ActiveRequest>),
-        life: &Arc<ConnState>,
-        go: Option<oneshot::Receiver<()>>,
+        (upload, busy_guard): (CountedRequestBody, Option<ActiveRequest>),
+        conn_state: &Arc<ConnState>,
+        release: Option<oneshot::Receiver<()>>,
     ) -> Self {
-        upload.goes_on(Some(life.end.clone()));
+        upload.set_upload_connection(Some(conn_state.cancel_token.clone()));
         Self(Some(ActiveUpload {
             upload,
-            life: life.clone(),
-            go: go.map(|go| (go, Box::pin(sleep(CONTINUE)))),
-            _busy: busy,
+            life: conn_state.clone(),
+            release: release.map(|go| (go, Box::pin(sleep(CONTINUE_TIMEOUT)))),
+            _busy_guard: busy_guard,
         }))
     }
 
     /// Moves the body to another connection than it was made for.
-    pub(super) fn moved(mut self, life: &Arc<ConnState>) -> Self {
-        if let Some(uploading) = &mut self.0 {
-            uploading.upload.tells(life.waiting.clone());
-            uploading.upload.goes_on(Some(life.end.clone()));
-            uploading.life = life.clone();
+    pub(super) fn on_connection(mut self, conn_state: &Arc<ConnState>) -> Self {
+        if let Some(active) = &mut self.0 {
+            active.upload.set_buffered(conn_state.waiting.clone());
+            active
+                .upload
+                .set_upload_connection(Some(conn_state.cancel_token.clone()));
+            active.life = conn_state.clone();
         }
         self
     }
@@ -94,12 +96,12 @@ impl Body for UpstreamRequestBody {
         let Some(uploading) = &mut self.0 else {
             return Poll::Ready(None);
         };
-        if let Some((go, bound)) = &mut uploading.go {
+        if let Some((release, release_timer)) = &mut uploading.release {
             // If the sender was dropped, the app has answered already.
-            if Pin::new(go).poll(cx).is_pending() {
-                ready!(bound.as_mut().poll(cx));
+            if Pin::new(release).poll(cx).is_pending() {
+                ready!(release_timer.as_mut().poll(cx));
             }
-            uploading.go = None;
+            uploading.release = None;
         }
         let frame = ready!(Pin::new(&mut uploading.upload).poll_frame(cx));
         uploading.life.taken.fetch_add(1, Relaxed);
@@ -116,7 +118,7 @@ impl Body for UpstreamRequestBody {
 impl Drop for ActiveUpload {
     fn drop(&mut self) {
         // hyper does not poll again after the last part.
-        self.life.waiting.some(0);
-        self.upload.goes_on(None);
+        self.life.waiting.note_chunk(0);
+        self.upload.set_upload_connection(None);
     }
 }

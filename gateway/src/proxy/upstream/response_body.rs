@@ -22,7 +22,7 @@ pub(crate) type BodyError = (Error, StreamError);
 /// Chunks shorter than this are joined with those behind them.
 const JOIN_BELOW: usize = 16 * 1024;
 /// How often nothing is said of a short chunk: hyper's HTTP/1.1 asks twice in one turn.
-const LINGER: u8 = 2;
+const MAX_EMPTY_POLLS: u8 = 2;
 
 /// An answer's body on its way from the upstream, and the connection that brings it.
 ///
@@ -33,24 +33,24 @@ const LINGER: u8 = 2;
 pub(crate) struct UpstreamResponseBody {
     source: BodySource,
     route: Route,
-    whole: bool,
+    is_complete: bool,
     /// Short chunks that are not handed out yet.
-    joined: BytesMut,
+    joined_chunks: BytesMut,
     /// Number of polls without a chunk since the last chunk came.
-    lingered: u8,
+    empty_polls: u8,
     /// Frame or end that came after them and is no short chunk.
-    behind: Option<PollFrame>,
+    deferred: Option<PollFrame>,
 }
 
 /// Source of an answer's body.
 #[derive(Debug)]
 enum BodySource {
     /// A connection of HTTP/1.1, to be returned to the pool.
-    Line { incoming: Incoming, asking: InUse },
+    Http1 { incoming: Incoming, in_use: InUse },
     /// A stream of HTTP/2, which holds its permit. Dropped, it is reset.
-    Stream {
-        receive: StreamReceiver,
-        _place: StreamPermit,
+    Http2 {
+        receiver: StreamReceiver,
+        _permit: StreamPermit,
         /// Cancelled when the tunnel below leaves.
         leaving: CancellationToken,
     },
@@ -61,19 +61,19 @@ type PollFrame = Option<Result<Frame<Bytes>, BodyError>>;
 
 impl UpstreamResponseBody {
     /// Returns the body that an HTTP/1.1 connection brings.
-    pub(super) fn of_line(incoming: Incoming, asking: InUse, route: &Route) -> Self {
-        Self::new(BodySource::Line { incoming, asking }, route)
+    pub(super) fn from_http1(incoming: Incoming, in_use: InUse, route: &Route) -> Self {
+        Self::new(BodySource::Http1 { incoming, in_use }, route)
     }
 
     /// Returns the body that an HTTP/2 stream brings.
     pub(super) fn of_stream(
-        receive: StreamReceiver,
-        place: StreamPermit,
+        receiver: StreamReceiver,
+        permit: StreamPermit,
         (leaving, route): (&CancellationToken, &Route),
     ) -> Self {
-        let source = BodySource::Stream {
-            receive,
-            _place: place,
+        let source = BodySource::Http2 {
+            receiver,
+            _permit: permit,
             leaving: leaving.clone(),
         };
         Self::new(source, route)
@@ -83,66 +83,68 @@ impl UpstreamResponseBody {
         Self {
             source,
             route: route.clone(),
-            whole: false,
-            joined: BytesMut::new(),
-            lingered: 0,
-            behind: None,
+            is_complete: false,
+            joined_chunks: BytesMut::new(),
+            empty_polls: 0,
+            deferred: None,
         }
     }
 
     /// Returns the next frame, or the reason why there is none.
     pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<PollFrame> {
         loop {
-            let came = match self.behind.take() {
+            let polled = match self.deferred.take() {
                 Some(came) => came,
-                None => match self.poll_incoming(cx) {
+                None => match self.poll_from_source(cx) {
                     Poll::Ready(came) => came,
-                    Poll::Pending if self.joined.is_empty() => return Poll::Pending,
-                    Poll::Pending if self.lingered == LINGER => return self.hand_out(),
+                    Poll::Pending if self.joined_chunks.is_empty() => return Poll::Pending,
+                    Poll::Pending if self.empty_polls == MAX_EMPTY_POLLS => {
+                        return self.take_joined();
+                    }
                     Poll::Pending => {
-                        self.lingered += 1;
+                        self.empty_polls += 1;
                         cx.waker().wake_by_ref();
                         return Poll::Pending;
                     }
                 },
             };
-            let short = |frame: &Frame<Bytes>| {
+            let is_short = |frame: &Frame<Bytes>| {
                 let chunk = frame.data_ref();
                 chunk.is_some_and(|chunk| chunk.len() < JOIN_BELOW)
             };
-            match came {
-                Some(Ok(frame)) if short(&frame) => {
+            match polled {
+                Some(Ok(frame)) if is_short(&frame) => {
                     let chunk = frame.into_data().unwrap_or_default();
                     let is_last = self.source.is_end();
-                    if self.joined.is_empty() && is_last {
+                    if self.joined_chunks.is_empty() && is_last {
                         return Poll::Ready(Some(Ok(Frame::data(chunk))));
                     }
-                    self.joined.extend_from_slice(&chunk);
-                    self.lingered = 0;
-                    if is_last || self.joined.len() >= JOIN_BELOW {
-                        return self.hand_out();
+                    self.joined_chunks.extend_from_slice(&chunk);
+                    self.empty_polls = 0;
+                    if is_last || self.joined_chunks.len() >= JOIN_BELOW {
+                        return self.take_joined();
                     }
                 }
-                other if self.joined.is_empty() => return Poll::Ready(other),
+                other if self.joined_chunks.is_empty() => return Poll::Ready(other),
                 other => {
-                    self.behind = Some(other);
-                    return self.hand_out();
+                    self.deferred = Some(other);
+                    return self.take_joined();
                 }
             }
         }
     }
 
-    fn hand_out(&mut self) -> Poll<PollFrame> {
-        self.lingered = 0;
-        let joined = self.joined.split().freeze();
+    fn take_joined(&mut self) -> Poll<PollFrame> {
+        self.empty_polls = 0;
+        let joined = self.joined_chunks.split().freeze();
         Poll::Ready(Some(Ok(Frame::data(joined))))
     }
 
-    fn poll_incoming(&mut self, cx: &mut Context<'_>) -> Poll<PollFrame> {
+    fn poll_from_source(&mut self, cx: &mut Context<'_>) -> Poll<PollFrame> {
         let came = ready!(self.source.poll_frame(cx, &self.route));
         if came.is_none() {
-            self.whole = true;
-            self.source.settle();
+            self.is_complete = true;
+            self.source.release_connection();
         }
         Poll::Ready(came)
     }
@@ -150,45 +152,54 @@ impl UpstreamResponseBody {
     /// Handle by which the holder learns that the stream that brings the body is evicted.
     pub(crate) fn eviction(&self) -> Option<Eviction> {
         match &self.source {
-            BodySource::Line { asking, .. } => asking.life()?.eviction.clone(),
-            BodySource::Stream { receive, .. } => receive.eviction(),
+            BodySource::Http1 { in_use: asking, .. } => asking.conn_state()?.eviction.clone(),
+            BodySource::Http2 {
+                receiver: receive, ..
+            } => receive.eviction_handle(),
         }
     }
 
     /// Whether nothing more will come.
     pub(crate) fn is_end(&self) -> bool {
-        self.is_brought() && self.joined.is_empty() && self.behind.is_none()
+        self.is_fully_received() && self.joined_chunks.is_empty() && self.deferred.is_none()
     }
 
     /// Whether the upstream has sent the whole body.
-    fn is_brought(&self) -> bool {
-        self.whole || self.source.is_end()
+    fn is_fully_received(&self) -> bool {
+        self.is_complete || self.source.is_end()
     }
 }
 
 impl BodySource {
     fn poll_frame(&mut self, cx: &mut Context<'_>, route: &Route) -> Poll<PollFrame> {
         Poll::Ready(match self {
-            Self::Line { incoming, .. } => {
+            Self::Http1 { incoming, .. } => {
                 let came = ready!(Pin::new(incoming).poll_frame(cx));
                 came.map(|came| {
                     came.map_err(|error| {
-                        let why = error::of_answer(route, &error, "during the answer");
-                        (why, StreamError::cancelled())
+                        let record_error =
+                            error::response_error(route, &error, "during the answer");
+                        (record_error, StreamError::cancelled())
                     })
                 })
             }
-            Self::Stream {
-                receive, leaving, ..
+            Self::Http2 {
+                receiver: receive,
+                leaving,
+                ..
             } => {
                 let came = ready!(Pin::new(receive).poll_frame(cx));
                 came.map(|came| {
                     came.map_err(|error| {
-                        let why = error::of_stream(route, leaving, (&error, "during the answer"));
+                        let record_error = error::upstream_stream_error(
+                            route,
+                            leaving,
+                            (&error, "during the answer"),
+                        );
                         // A reset code is forwarded; the lost connection is not the client's.
                         let reset = error.is_reset();
                         (
-                            why,
+                            record_error,
                             if reset {
                                 error
                             } else {
@@ -203,15 +214,17 @@ impl BodySource {
 
     fn is_end(&self) -> bool {
         match self {
-            Self::Line { incoming, .. } => incoming.is_end_stream(),
-            Self::Stream { receive, .. } => receive.is_end(),
+            Self::Http1 { incoming, .. } => incoming.is_end_stream(),
+            Self::Http2 {
+                receiver: receive, ..
+            } => receive.is_end(),
         }
     }
 
     /// The answer came to its end.
-    fn settle(&mut self) {
-        if let Self::Line { asking, .. } = self {
-            asking.settle();
+    fn release_connection(&mut self) {
+        if let Self::Http1 { in_use: asking, .. } = self {
+            asking.return_to_pool();
         }
     }
 }
@@ -219,12 +232,12 @@ impl BodySource {
 impl Drop for UpstreamResponseBody {
     fn drop(&mut self) {
         // Before the source is dropped: hyper must know by then that the body was aborted.
-        if self.is_brought() {
-            self.source.settle();
-        } else if let BodySource::Line { asking, .. } = &self.source
-            && let Some(life) = asking.life()
+        if self.is_fully_received() {
+            self.source.release_connection();
+        } else if let BodySource::Http1 { in_use: asking, .. } = &self.source
+            && let Some(life) = asking.conn_state()
         {
-            life.end.cancel();
+            life.cancel_token.cancel();
         }
     }
 }

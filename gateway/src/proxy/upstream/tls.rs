@@ -40,15 +40,15 @@ pub(crate) enum ServerTrust {
 #[derive(Debug, PartialEq)]
 pub(crate) struct UpstreamTlsSource {
     /// Policy by which its certificate is trusted.
-    pub(crate) believed: ServerTrust,
+    pub(crate) trust: ServerTrust,
     /// Client certificate that the gateway presents.
-    pub(crate) leaf: Option<LeafCertificate>,
+    pub(crate) client_certificate: Option<LeafCertificate>,
 }
 
 /// TLS configuration of the upstream of one port.
 #[derive(Debug)]
 pub(crate) struct UpstreamTls {
-    material: UpstreamTlsSource,
+    source: UpstreamTlsSource,
     configs: AlpnConfigs,
     /// Pinned keys, if the upstream is known by its key.
     pins: Option<Pins>,
@@ -61,19 +61,19 @@ impl UpstreamTls {
     /// # Errors
     /// If none of the CAs, or not the client certificate, is of use.
     pub(crate) fn new(
-        material: UpstreamTlsSource,
+        source: UpstreamTlsSource,
         port: u16,
         (nodes, pins): (&Nodes, &Pins),
     ) -> Result<Self, String> {
-        let verifier: Arc<dyn ServerCertVerifier> = match &material.believed {
+        let verifier: Arc<dyn ServerCertVerifier> = match &source.trust {
             ServerTrust::Any => Arc::new(verify::NoServerVerification),
             ServerTrust::Pinned => Arc::new(PinVerifier {
                 pins: pins.clone(),
                 port,
             }),
-            ServerTrust::Signed(given) => {
+            ServerTrust::Signed(ca_certificates) => {
                 let mut roots = RootCertStore::empty();
-                let (added, _) = roots.add_parsable_certificates(given.iter().cloned());
+                let (added, _) = roots.add_parsable_certificates(ca_certificates.iter().cloned());
                 if added == 0 {
                     return Err("holds no usable CA certificate".to_owned());
                 }
@@ -92,18 +92,18 @@ impl UpstreamTls {
             .map_err(|error| error.to_string())?
             .dangerous()
             .with_custom_certificate_verifier(verifier);
-        let mut config = match &material.leaf {
+        let mut config = match &source.client_certificate {
             None => builder.with_no_client_auth(),
             Some(leaf) => {
-                let shown = SingleCertAndKey::from(leaf.certified_key());
-                builder.with_client_cert_resolver(Arc::new(shown))
+                let client_certificate = SingleCertAndKey::from(leaf.certified_key());
+                builder.with_client_cert_resolver(Arc::new(client_certificate))
             }
         };
         config.resumption = Resumption::disabled();
-        let is_pinned = material.believed == ServerTrust::Pinned;
+        let is_pinned = source.trust == ServerTrust::Pinned;
         Ok(Self {
             pins: is_pinned.then(|| pins.clone()),
-            material,
+            source,
             // Kubelets negotiate no ALPN protocol, or either HTTP version.
             configs: AlpnConfigs::new(config),
             retired: CancellationToken::new(),
@@ -115,19 +115,19 @@ impl UpstreamTls {
         self.pins.as_ref()
     }
 
-    pub(super) fn material(&self) -> &UpstreamTlsSource {
-        &self.material
+    pub(super) fn source(&self) -> &UpstreamTlsSource {
+        &self.source
     }
 
     /// Removes a client's credential if the gateway presents its own: an upstream must not have to choose.
-    pub(super) fn alone(&self, fields: &mut HeaderMap) {
-        if self.material.leaf.is_some() {
+    pub(super) fn strip_authorization(&self, fields: &mut HeaderMap) {
+        if self.source.client_certificate.is_some() {
             fields.remove(AUTHORIZATION);
         }
     }
 
-    pub(super) fn connector(&self, offer: Alpn) -> TlsConnector {
-        TlsConnector::from(self.configs.offering(offer))
+    pub(super) fn connector(&self, alpn: Alpn) -> TlsConnector {
+        TlsConnector::from(self.configs.config_for(alpn))
     }
 
     /// Other credentials are in force.
@@ -142,7 +142,7 @@ impl UpstreamTls {
 }
 
 /// Returns the server name of an upstream of this node.
-pub(super) fn name(node: &NodeName) -> Option<ServerName<'static>> {
+pub(super) fn server_name(node: &NodeName) -> Option<ServerName<'static>> {
     ServerName::try_from(node.to_string()).ok()
 }
 
@@ -157,25 +157,27 @@ impl ServerCertVerifier for NodeNameVerifier {
     fn verify_server_cert(
         &self,
         leaf: &CertificateDer<'_>,
-        above: &[CertificateDer<'_>],
+        intermediates: &[CertificateDer<'_>],
         name: &ServerName<'_>,
         ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        let fits =
-            |name: &ServerName<'_>| self.chain.verify_server_cert(leaf, above, name, ocsp, now);
-        let named = match fits(name) {
-            Err(error) if is_of_name(&error) => error,
+        let verify_name = |name: &ServerName<'_>| {
+            self.chain
+                .verify_server_cert(leaf, intermediates, name, ocsp, now)
+        };
+        let name_error = match verify_name(name) {
+            Err(error) if is_name_error(&error) => error,
             done => return done,
         };
         let Ok(node) = NodeName::parse(&name.to_str()) else {
-            return Err(named);
+            return Err(name_error);
         };
         let addresses = self.nodes.with(&node, |node| node.addresses.clone());
-        let any = addresses
+        let matching = addresses
             .into_iter()
-            .find_map(|address| fits(&ServerName::from(address)).ok());
-        any.ok_or(named)
+            .find_map(|address| verify_name(&ServerName::from(address)).ok());
+        matching.ok_or(name_error)
     }
 
     fn verify_tls12_signature(
@@ -203,7 +205,7 @@ impl ServerCertVerifier for NodeNameVerifier {
     }
 }
 
-fn is_of_name(error: &rustls::Error) -> bool {
+fn is_name_error(error: &rustls::Error) -> bool {
     matches!(
         error,
         rustls::Error::InvalidCertificate(

@@ -7,7 +7,9 @@
 use super::{
     connect::GuardedIo,
     error,
-    forward::{check, listen, respond_by, unanswered},
+    forward::{
+        check_response_head, forward_informational_responses, no_response_error, respond_http1,
+    },
     pool::Http1Connection,
     request_body::UpstreamRequestBody,
     tls::UpstreamTls,
@@ -16,7 +18,7 @@ use crate::{
     error::Error,
     proxy::{
         context::StreamContext,
-        direct::{CountedIo, pass},
+        direct::{CountedIo, relay},
         forward,
         relay::UpgradedClient,
         request,
@@ -46,103 +48,118 @@ use tracing::debug_span;
 ///
 /// # Errors
 /// If there is no connection to the upstream, or it does not answer in time.
-pub(in crate::proxy) async fn run(
+pub(in crate::proxy) async fn forward_upgrade(
     way: StreamContext<'_>,
     app: &Arc<UpstreamTls>,
     mut request: Request<RequestBody>,
     token: &str,
 ) -> Result<Response<ResponseBody>, Error> {
-    let switched = hyper::upgrade::on(&mut request);
+    let on_upgrade = hyper::upgrade::on(&mut request);
     let (parts, body) = request.into_parts();
     let version = parts.version;
-    let mut head = forward::head(way, parts)?;
-    app.alone(head.headers_mut());
+    let mut head = forward::build_head(way, parts)?;
+    app.strip_authorization(head.headers_mut());
     let has_body = !body.is_end_stream();
-    head::to_upgrade(&mut head, &way.route.target, (token, has_body))
-        .ok_or_else(|| error::broken(way.route, "cannot be requested to use this protocol"))?;
-    let rest = head.extensions_mut().remove::<TargetOverflow>();
-    let opened = Http1Connection::open(way, app, rest).await?;
-    let life = opened.life.clone();
-    let mut asking = opened.asking();
+    head::to_upgrade(&mut head, &way.route.target, (token, has_body)).ok_or_else(|| {
+        error::broken_upstream(way.route, "cannot be requested to use this protocol")
+    })?;
+    let overflow = head.extensions_mut().remove::<TargetOverflow>();
+    let connection = Http1Connection::open(way, app, overflow).await?;
+    let conn_state = connection.life.clone();
+    let mut in_use = connection.into_in_use();
     let body = if has_body {
-        let upload = forward::counted(way, (body, version), life.waiting.clone());
-        UpstreamRequestBody::new((upload, None), &life, None)
+        let upload = forward::counted(way, (body, version), conn_state.waiting.clone());
+        UpstreamRequestBody::new((upload, None), &conn_state, None)
     } else {
         UpstreamRequestBody::default()
     };
-    let bound = way.proxy.shared.timeouts.upgrade_first_byte;
+    let upgrade_timeout = way.proxy.shared.timeouts.upgrade_first_byte;
     let mut request = head.map(|()| body);
-    listen(way, &mut request, &asking, None);
-    let answered = while_moving(bound, &life.taken, asking.ask(request)).await;
-    let answered = answered.ok_or_else(|| {
-        let what = format!("did not answer the upgrade within {bound:?}");
-        error::slow(way.route, &what)
+    forward_informational_responses(way, &mut request, &in_use, None);
+    let result = while_moving(
+        upgrade_timeout,
+        &conn_state.taken,
+        in_use.send_request(request),
+    )
+    .await;
+    let answered = result.ok_or_else(|| {
+        let what = format!("did not answer the upgrade within {upgrade_timeout:?}");
+        error::upstream_timeout(way.route, &what)
     })?;
-    let mut answer = answered.map_err(|error| unanswered(way, &asking, error.error()))?;
+    let mut answer = answered.map_err(|error| no_response_error(way, &in_use, error.error()))?;
     if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
-        return respond_by(way, asking, answer);
+        return respond_http1(way, in_use, answer);
     }
     let Some(protocol) = answer.headers().get(UPGRADE).cloned() else {
         let what = "switched protocols without naming the new protocol";
-        return Err(error::broken(way.route, what));
+        return Err(error::broken_upstream(way.route, what));
     };
-    let far = hyper::upgrade::on(&mut answer);
+    let upstream_upgrade = hyper::upgrade::on(&mut answer);
     let (mut parts, _) = answer.into_parts();
-    check(way, &mut parts)?;
-    request::clean(&mut parts.headers);
-    forward::via(&mut parts.headers, Version::HTTP_11);
+    check_response_head(way, &mut parts)?;
+    request::strip_connection_headers(&mut parts.headers);
+    forward::append_via(&mut parts.headers, Version::HTTP_11);
     parts.version = Version::HTTP_11;
     parts.extensions.clear();
     let fields = &mut parts.headers;
     fields.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     fields.insert(UPGRADE, protocol);
-    way.record.opened(parts.status);
-    asking.switched();
-    spawn(way, switched, far);
+    way.record.session_started(parts.status);
+    in_use.mark_upgraded();
+    spawn_relay(way, on_upgrade, upstream_upgrade);
     Ok(Response::from_parts(parts, ResponseBody::empty()))
 }
 
 /// Passes bytes between the upgraded connections of the client and of the upstream, in a task of its own.
-fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
+fn spawn_relay(way: StreamContext<'_>, client_upgrade: OnUpgrade, upstream_upgrade: OnUpgrade) {
     let (connection, record) = (way.connection.clone(), way.record.clone());
     let route = way.route.clone();
     // The answer is over at once.
-    let busy = connection.idle.busy();
+    let busy_guard = connection.idle.begin_request();
     let work = async move {
         // The app's half comes first: it is available at once, and a client that has disconnected resets it.
-        let far = match far.await {
-            Ok(far) => released(far),
+        let far = match upstream_upgrade.await {
+            Ok(upgraded) => into_upstream_io(upgraded),
             Err(error) => {
-                return record.failed(&error::of_answer(&route, &error, "after its 101 answer"));
+                return record.record_failure(&error::response_error(
+                    &route,
+                    &error,
+                    "after its 101 answer",
+                ));
             }
         };
         let Some(far) = far else {
             let what = "has a connection that HTTP does not release";
-            return record.failed(&error::broken(&route, what));
+            return record.record_failure(&error::broken_upstream(&route, what));
         };
-        let near = match near.await {
+        let near = match client_upgrade.await {
             Ok(near) => near,
             Err(error) => {
                 return tracing::debug!(%error, "a client disconnected before its session began");
             }
         };
-        let session = UpgradedClient::new(near, connection, (None, BufferedBody::default()), busy);
-        let mut far = CountedIo::new(far, record.passed.clone());
-        let passed = {
-            let work = pin!(pass(session, &mut far, false));
-            record.session_unless_ended(work).await
+        let session = UpgradedClient::new(
+            near,
+            connection,
+            (None, BufferedBody::default()),
+            busy_guard,
+        );
+        let mut upstream_io = CountedIo::new(far, record.bytes.clone());
+        let outcome = {
+            let work = pin!(relay(session, &mut upstream_io, false));
+            record.run_session_unless_terminated(work).await
         };
-        match passed {
+        match outcome {
             None => {}
-            Some(Ok(())) => record.session_ended(),
+            Some(Ok(())) => record.mark_session_ended(),
             Some(Err(error)) => {
                 if let Some(stream) = find::<StreamError>(&error) {
-                    record.failed(&Error::of_stream(route.node.as_str(), stream));
-                } else if far.is_broken() {
+                    record.record_failure(&Error::from_stream_error(route.node.as_str(), stream));
+                } else if upstream_io.is_broken() {
                     let what = format!("aborted the session: {error}");
-                    record.failed(&error::broken(&route, &what));
+                    record.record_failure(&error::broken_upstream(&route, &what));
                 } else {
-                    record.abandoned(&format!("the client aborted its session: {error}"));
+                    record.record_abandoned(&format!("the client aborted its session: {error}"));
                 }
             }
         }
@@ -151,8 +168,8 @@ fn spawn(way: StreamContext<'_>, near: OnUpgrade, far: OnUpgrade) {
 }
 
 /// Returns the upstream's connection from HTTP, behind the bytes that were read of it too early.
-fn released(far: Upgraded) -> Option<UpstreamIo<StreamIo>> {
+fn into_upstream_io(far: Upgraded) -> Option<UpstreamIo<StreamIo>> {
     let parts = far.downcast::<Http1Io<GuardedIo>>().ok()?;
     let connection = http1::into_inner(parts.io).into_inner();
-    Some(connection.behind(parts.read_buf))
+    Some(connection.with_prefix(parts.read_buf))
 }

@@ -16,7 +16,7 @@ use crate::{
         identity_headers::IdentityHeaderFields,
         listener::{Listener, ListenerTls},
     },
-    server::{error::BindError, tunnel_identity::names},
+    server::{error::BindError, tunnel_identity::host_names},
     state::{JwksCache, KeySet, Nodes},
 };
 use arc_swap::ArcSwap;
@@ -46,7 +46,7 @@ pub(crate) struct ListenerSource {
     tokens: Option<String>,
     /// Files of the issuers, in the order of the configuration.
     issuers: Vec<JwtIssuerFiles>,
-    leaf: Option<LeafCertificate>,
+    certificate: Option<LeafCertificate>,
 }
 
 /// Contents of the files of an issuer of JWTs.
@@ -65,23 +65,23 @@ impl ListenerSource {
             client_roots: client_roots(listener)?,
             tokens: tokens.map(|path| text(&listener.name, path)).transpose()?,
             issuers: issuers(listener)?,
-            leaf: leaf(listener)?,
+            certificate: leaf(listener)?,
             listener: listener.clone(),
         })
     }
 
     /// Reads the files that the listener names, in place of those that `current` was made of.
-    pub(crate) fn read_in_place_of(
+    pub(crate) fn read_replacing(
         listener: &config::Listener,
         current: Option<&Self>,
     ) -> Result<Self, BindError> {
         let mut read = Self::read(listener)?;
-        if let (Some(leaf), Some(files)) = (read.leaf.take(), &listener.certificate) {
-            let current = current.and_then(|current| current.leaf.as_ref());
+        if let (Some(leaf), Some(files)) = (read.certificate.take(), &listener.certificate) {
+            let current = current.and_then(|current| current.certificate.as_ref());
             let leaf = leaf.replacing(current, UnixTime::now());
             let leaf =
                 leaf.map_err(|error| file(&listener.name, &files.chain, error.to_string()))?;
-            read.leaf = Some(leaf);
+            read.certificate = Some(leaf);
         }
         Ok(read)
     }
@@ -89,10 +89,10 @@ impl ListenerSource {
     /// Reads the files that the listener names, and checks those that are parsed later.
     pub(crate) fn check(listener: &config::Listener) -> Result<(), BindError> {
         let read = Self::read(listener)?;
-        read.tokens()?;
+        read.static_tokens()?;
         for (jwt, files) in listener.client_auth.jwt.iter().zip(&read.issuers) {
             if let (Some(path), Some(roots)) = (&jwt.jwks_ca, &files.roots) {
-                let found = causeway_certs::certificates(roots);
+                let found = causeway_certs::parse_certificates(roots);
                 found.map_err(|why| file(&listener.name, path, why))?;
             }
         }
@@ -101,9 +101,9 @@ impl ListenerSource {
 
     /// Whether a client certificate may be valid at both listeners.
     pub(crate) fn shares_ca(&self, other: &Self) -> bool {
-        let own = self.listener.client_auth.own_ca && other.listener.client_auth.own_ca;
+        let share_own_ca = self.listener.client_auth.own_ca && other.listener.client_auth.own_ca;
         let has = |root: &_| other.client_roots.contains(root);
-        own || self.client_roots.iter().any(has)
+        share_own_ca || self.client_roots.iter().any(has)
     }
 
     /// Returns the certificates in the files that the listener names.
@@ -113,30 +113,34 @@ impl ListenerSource {
             .certificate
             .as_ref()
             .map(|files| files.chain.clone());
-        let shown = self.leaf.as_ref().and_then(|leaf| leaf.chain().first());
-        let shown = shown.and_then(|shown| {
+        let presented = self
+            .certificate
+            .as_ref()
+            .and_then(|leaf| leaf.chain().first());
+        let shown = presented.and_then(|shown| {
             CertificateInUse::read(format!("listener:{}", listener.name), shown, file)
         });
-        let trusted = format!("listener_client_ca:{}", listener.name);
+        let client_ca_use = format!("listener_client_ca:{}", listener.name);
         let roots = self.client_roots.iter();
-        let roots = roots.filter_map(|root| CertificateInUse::read(trusted.clone(), root, None));
+        let roots =
+            roots.filter_map(|root| CertificateInUse::read(client_ca_use.clone(), root, None));
         let jwks = self
             .issuers
             .iter()
             .filter_map(|issuer| issuer.roots.as_deref());
-        let jwks = jwks.filter_map(|roots| causeway_certs::certificates(roots).ok());
-        let trusted = format!("listener_jwks_ca:{}", listener.name);
+        let jwks = jwks.filter_map(|roots| causeway_certs::parse_certificates(roots).ok());
+        let jwks_ca_use = format!("listener_jwks_ca:{}", listener.name);
         let jwks = jwks.flatten();
-        let jwks = jwks.filter_map(|root| CertificateInUse::read(trusted.clone(), &root, None));
+        let jwks = jwks.filter_map(|root| CertificateInUse::read(jwks_ca_use.clone(), &root, None));
         shown.into_iter().chain(roots).chain(jwks).collect()
     }
 
-    /// Builds the listener, whose socket listens on the port `listens`.
+    /// Builds the listener, whose socket listens on the port `bound_port`.
     pub(crate) fn build(
         &self,
         (ca, issuers): (&LiveCa, &JwksFetchers),
         shared: &ProxyState,
-        listens: Option<u16>,
+        bound_port: Option<u16>,
     ) -> Result<Listener, BindError> {
         let listener = &self.listener;
         let node = match &listener.node {
@@ -145,21 +149,21 @@ impl ListenerSource {
             })?),
             None => None,
         };
-        self.without_ca(&ca.get())?;
+        self.check_ca_available(&ca.get())?;
         let tls = self.tls(&ca.get(), (ca, &shared.nodes))?;
-        let shown = listener.client_auth.own_ca || !self.client_roots.is_empty();
+        let requests_certificates = listener.client_auth.own_ca || !self.client_roots.is_empty();
         Ok(Listener {
             name: listener.name.clone(),
-            kind: listener.protocol,
+            protocol: listener.protocol,
             node,
             port: listener.node_port(),
-            listens,
+            bound_port,
             authentication: Authenticator {
-                tokens: self.tokens()?,
+                tokens: self.static_tokens()?,
                 jwts: self.jwts(&ca.get(), issuers)?,
                 review: self.review(&ca.get(), shared)?,
-                certificates: tls.is_some() && shown,
-                anonymous: listener.anonymous,
+                accepts_certificates: tls.is_some() && requests_certificates,
+                allows_anonymous: listener.anonymous,
                 anonymous_from: listener.anonymous_from.clone(),
                 anonymous_ports: listener.anonymous_ports.clone(),
             },
@@ -168,44 +172,45 @@ impl ListenerSource {
             revoked: listener.client_auth.revoked.iter().cloned().collect(),
             disconnect_expired: listener.disconnect_expired,
             forward_authorization: listener.forward_authorization,
-            told: IdentityHeaderFields::of(&listener.identity_headers).map_err(BindError::Name)?,
+            identity_headers: IdentityHeaderFields::from_config(&listener.identity_headers)
+                .map_err(BindError::Name)?,
             forwarding: ForwardingHeaders::new(listener),
-            errors: listener.errors,
+            error_format: listener.errors,
             original_destination: listener.original_destination,
-            direct: listener.direct_networks.clone(),
+            direct_networks: listener.direct_networks.clone(),
             proxy_protocol: listener.proxy_protocol.clone(),
             metrics: shared.metrics.listener(&listener.name),
-            tls_refusals: LogThrottle::default(),
-            exhaustions: LogThrottle::default(),
-            retired: OnceLock::new(),
+            tls_refusal_throttle: LogThrottle::default(),
+            exhaustion_throttle: LogThrottle::default(),
+            retired_at: OnceLock::new(),
             successor: OnceLock::new(),
         })
     }
 
     /// Fails if a listener needs a CA and there is none: such a listener would admit no client.
-    fn without_ca(&self, ca: &Ca) -> Result<(), BindError> {
+    fn check_ca_available(&self, ca: &Ca) -> Result<(), BindError> {
         let (listener, client_auth) = (&self.listener, &self.listener.client_auth);
-        if ca.is_believed() || !listener.has_tls() {
+        if ca.is_trusted() || !listener.has_tls() {
             return Ok(());
         }
-        let others = client_auth.tokens.is_some()
+        let has_other_auth = client_auth.tokens.is_some()
             || !client_auth.jwt.is_empty()
             || client_auth.token_review.is_some()
             || listener.anonymous;
-        let lacks = if self.leaf.is_none() {
+        let missing = if self.certificate.is_none() {
             "certificate: there is no CA that can issue one"
-        } else if self.client_roots.is_empty() && !others {
+        } else if self.client_roots.is_empty() && !has_other_auth {
             "client_auth: there is no CA that issues client certificates; set client_ca, tokens, jwt or token_review"
         } else {
             return Ok(());
         };
         Err(BindError::Name(format!(
-            "listener {:?} lacks {lacks}",
+            "listener {:?} lacks {missing}",
             listener.name
         )))
     }
 
-    fn tokens(&self) -> Result<Option<StaticTokens>, BindError> {
+    fn static_tokens(&self) -> Result<Option<StaticTokens>, BindError> {
         let (Some(text), Some(path)) = (&self.tokens, &self.listener.client_auth.tokens) else {
             return Ok(None);
         };
@@ -216,9 +221,9 @@ impl ListenerSource {
 
     /// Returns the authenticator of JWTs. Keys of a URL may still have to be fetched.
     fn jwts(&self, ca: &Ca, issuers: &JwksFetchers) -> Result<Option<JwtAuthenticator>, BindError> {
-        let listed = &self.listener.client_auth.jwt;
-        let mut all = Vec::with_capacity(listed.len());
-        for (jwt, files) in listed.iter().zip(&self.issuers) {
+        let configured = &self.listener.client_auth.jwt;
+        let mut all = Vec::with_capacity(configured.len());
+        for (jwt, files) in configured.iter().zip(&self.issuers) {
             let keys = match &files.keys {
                 Some(set) => JwksCache::fixed(set.clone()),
                 None => issuers.keys(jwt, files.roots.as_deref()).map_err(|why| {
@@ -227,15 +232,15 @@ impl ListenerSource {
                     file(&self.listener.name, &path, why)
                 })?,
             };
-            let naming = ClaimMappings {
+            let claim_mappings = ClaimMappings {
                 username_claim: jwt.username_claim.clone(),
                 username_prefix: jwt.username_prefix.clone(),
                 groups_claim: jwt.groups_claim.clone(),
                 groups_prefix: jwt.groups_prefix.clone(),
-                domain: ca.trust_domain().clone(),
+                trust_domain: ca.trust_domain().clone(),
             };
             let named = (jwt.issuer.as_str(), jwt.audiences.as_slice());
-            all.push(Issuer::new(named, &jwt.algorithms, naming, keys));
+            all.push(Issuer::new(named, &jwt.algorithms, claim_mappings, keys));
         }
         Ok((!all.is_empty()).then(|| JwtAuthenticator::new(all)))
     }
@@ -243,8 +248,8 @@ impl ListenerSource {
     /// Returns the review of tokens by the cluster's API. Fails if the listener needs reviews and there is no cluster.
     fn review(&self, ca: &Ca, shared: &ProxyState) -> Result<Option<TokenReview>, BindError> {
         let (listener, review) = (&self.listener, &self.listener.client_auth.token_review);
-        let asks = review.is_some() || !listener.subject_access_review.is_empty();
-        if asks && shared.reviews.is_none() {
+        let needs_reviews = review.is_some() || !listener.subject_access_review.is_empty();
+        if needs_reviews && shared.reviews.is_none() {
             return Err(BindError::Name(format!(
                 "listener {:?} needs the API of a cluster to review clients, but this gateway was started without one (kubernetes)",
                 listener.name
@@ -252,7 +257,7 @@ impl ListenerSource {
         }
         Ok(review.as_ref().map(|review| TokenReview {
             audiences: review.audiences.as_slice().into(),
-            domain: ca.trust_domain().clone(),
+            trust_domain: ca.trust_domain().clone(),
         }))
     }
 
@@ -267,20 +272,21 @@ impl ListenerSource {
         }
         // Clients with a token and anonymous clients show no certificate: the gateway then refuses them with a message.
         let trust = ListenerClientTrust {
-            own: self.listener.client_auth.own_ca && ca.is_believed(),
+            accepts_own: self.listener.client_auth.own_ca && ca.is_trusted(),
             client_roots: self.client_roots.clone(),
-            require: false,
+            is_required: false,
         };
         let fault = |cause| BindError::Trust {
             what: format!("listener {:?}", self.listener.name),
             cause,
         };
-        let (shown, leaves): (Arc<dyn ResolvesServerCert>, _) = if let Some(leaf) = &self.leaf {
-            (leaf.resolver(), None)
-        } else {
-            let leaves = self.leaves(live, nodes)?;
-            (leaves.clone(), Some(leaves))
-        };
+        let (resolver, leaves): (Arc<dyn ResolvesServerCert>, _) =
+            if let Some(leaf) = &self.certificate {
+                (leaf.resolver(), None)
+            } else {
+                let leaves = self.leaves(live, nodes)?;
+                (leaves.clone(), Some(leaves))
+            };
         // A TCP listener forwards the app's protocol and offers no ALPN; kube-apiserver offers no ALPN for CONNECT.
         let alpn: &[&[u8]] = match self.listener.protocol {
             ListenerProtocol::Https => &[wire::ALPN_H2, wire::ALPN_HTTP11, wire::ALPN_HTTP10],
@@ -289,11 +295,11 @@ impl ListenerSource {
             }
             ListenerProtocol::Tcp => &[],
         };
-        let required = trust.require;
+        let required = trust.is_required;
         let trust = TrustStore::listener(ca, &trust).map_err(fault)?;
-        let config = verify::listener_server(shown, &trust, required, alpn).map_err(fault)?;
+        let config = verify::listener_server(resolver, &trust, required, alpn).map_err(fault)?;
         Ok(Some(ListenerTls {
-            config,
+            server_config: config,
             trust,
             leaves,
         }))
@@ -302,13 +308,17 @@ impl ListenerSource {
     /// Returns the certificates of a listener without a configured one: one for each node, from our own CA.
     fn leaves(&self, ca: &LiveCa, nodes: &Nodes) -> Result<Arc<SniCertResolver>, BindError> {
         let nodes = nodes.clone();
-        let known = Arc::new(move |name: &str| nodes.by_name(name).is_some());
+        let is_known_name = Arc::new(move |name: &str| nodes.by_name(name).is_some());
         let listen = match self.listener.listen {
             ListenAddr::Tcp(address) => address.ip(),
             ListenAddr::Unix(_) => IpAddr::V4(Ipv4Addr::LOCALHOST),
         };
-        let names = names(&self.listener.names, listen)?;
-        Ok(Arc::new(SniCertResolver::new(ca.clone(), names, known)?))
+        let names = host_names(&self.listener.names, listen)?;
+        Ok(Arc::new(SniCertResolver::new(
+            ca.clone(),
+            names,
+            is_known_name,
+        )?))
     }
 }
 

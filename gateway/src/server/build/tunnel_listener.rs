@@ -6,7 +6,7 @@ use crate::{
         api_cache::ApiCacheServer,
         enrol,
         node_records::NodeRecordWriter,
-        tunnel_listener::{Places, TunnelListener},
+        tunnel_listener::{TunnelListener, TunnelPortLimits},
     },
     proxy::ProxyState,
     server::{data_dir::DataDirState, error::BindError, tunnel_identity::TunnelIdentity},
@@ -16,30 +16,30 @@ use crate::{
 use arc_swap::ArcSwap;
 use std::sync::Arc;
 
-pub(super) fn admission(
+pub(super) fn build_tunnel_listener(
     config: &Config,
     base: &DataDirState,
     shared: &ProxyState,
     (workers, identity): (&Workers, &TunnelIdentity),
-    (advertised, listed): &(AdvertisedGateways, AnnouncedPortsCell),
+    (advertised, announced_ports): &(AdvertisedGateways, AnnouncedPortsCell),
 ) -> Result<TunnelListener, BindError> {
     let settings = config.tunnel.clone();
-    let ledger = NodeRecordWriter::new(&base.store, &base.nodes);
-    let by_cluster = config.signer().and_then(config::CsrSigning::subject);
+    let record_writer = NodeRecordWriter::new(&base.store, &base.nodes);
+    let cluster_subject = config.signer().and_then(config::CsrSigning::subject);
     let enrolment = enrol::Enrolment {
         ca: base.ca.clone(),
         store: base.store.clone(),
         nodes: base.nodes.clone(),
-        ledger: ledger.clone(),
+        record_writer: record_writer.clone(),
         metrics: shared.metrics.clone(),
         lifetime: settings.edge_certificate_lifetime,
         advertised: advertised.clone(),
-        vouched: config.signer().is_some(),
-        by_cluster: by_cluster.is_some(),
+        accepts_cluster_identity: config.signer().is_some(),
+        accepts_cluster_certificates: cluster_subject.is_some(),
     };
     let tls = identity.tls(&base.ca.get())?;
-    let enrol = match base.given {
-        Some(_) => enrol::closed(shared.metrics.clone()),
+    let enrol = match base.external_identity {
+        Some(_) => enrol::disabled_router(shared.metrics.clone()),
         None => enrol::router(enrolment),
     };
     Ok(TunnelListener {
@@ -47,22 +47,22 @@ pub(super) fn admission(
         workers: workers.clone(),
         registry: shared.registry.clone(),
         nodes: shared.nodes.clone(),
-        cluster: config.kubernetes.is_some().then(|| base.nodes.changes()),
+        cluster: config.kubernetes.is_some().then(|| base.nodes.subscribe()),
         metrics: shared.metrics.clone(),
         tls: Arc::new(ArcSwap::from_pointee(tls)),
-        ledger,
+        record_writer,
         ca: base.ca.clone(),
         settings,
-        places: Places::default(),
-        pressure: shared.limits.pressure().clone(),
+        limits: TunnelPortLimits::default(),
+        memory_budget: shared.limits.memory_budget().clone(),
         drain: config.timeouts.drain,
         advertised: advertised.clone(),
-        listed: listed.clone(),
+        announced_ports: announced_ports.clone(),
         enrol,
-        reading: config
+        api_cache: config
             .api_cache
             .as_ref()
             .map(|rules| ApiCacheServer::new(rules, &shared.nodes, &shared.metrics)),
-        early: Arc::default(),
+        early_throttle: Arc::default(),
     })
 }

@@ -19,27 +19,30 @@ use std::{
 
 /// Reads and builds all upstreams; those of `now` that have not changed remain.
 pub(crate) fn read_all(
-    apps: &BTreeMap<u16, config::UpstreamTls>,
+    configs: &BTreeMap<u16, config::UpstreamTls>,
     (nodes, pins): (&Nodes, &Pins),
-    now: Option<&UpstreamTlsPorts>,
+    current_ports: Option<&UpstreamTlsPorts>,
 ) -> Result<ByPort, BindError> {
     let build = |(port, app): (&u16, &config::UpstreamTls)| {
-        let mut material = read(*port, app)?;
-        if let (Some(leaf), Some(path)) = (material.leaf.take(), &app.certificate) {
-            let current = now.and_then(|now| now.leaf(*port));
+        let mut source = read(*port, app)?;
+        if let (Some(leaf), Some(path)) = (source.client_certificate.take(), &app.certificate) {
+            let current = current_ports.and_then(|now| now.client_certificate(*port));
             let leaf = leaf.replacing(current.as_ref(), UnixTime::now());
-            material.leaf = Some(leaf.map_err(|why| file(*port, path.clone(), why.to_string()))?);
+            source.client_certificate =
+                Some(leaf.map_err(|why| file(*port, path.clone(), why.to_string()))?);
         }
-        if let Some(there) = now.and_then(|now| now.made_of(*port, &material)) {
-            return Ok((*port, there));
+        if let Some(unchanged) =
+            current_ports.and_then(|now| now.reuse_if_same_source(*port, &source))
+        {
+            return Ok((*port, unchanged));
         }
         let named = [&app.ca, &app.certificate].into_iter().flatten().next();
         let path = named.cloned().unwrap_or_default();
-        let built = UpstreamTls::new(material, *port, (nodes, pins));
+        let built = UpstreamTls::new(source, *port, (nodes, pins));
         let built = built.map_err(|why| file(*port, path, why))?;
         Ok((*port, Arc::new(built)))
     };
-    apps.iter().map(build).collect()
+    configs.iter().map(build).collect()
 }
 
 /// Reads the files of all upstreams.
@@ -49,7 +52,7 @@ pub(crate) fn check(apps: &BTreeMap<u16, config::UpstreamTls>) -> Result<(), Bin
 }
 
 fn read(port: u16, app: &config::UpstreamTls) -> Result<UpstreamTlsSource, BindError> {
-    let believed = match (&app.ca, app.pin, app.verify) {
+    let trust = match (&app.ca, app.pin, app.verify) {
         (Some(path), ..) => ServerTrust::Signed(roots(port, path)?),
         (None, true, _) => ServerTrust::Pinned,
         (None, false, false) => ServerTrust::Any,
@@ -71,13 +74,16 @@ fn read(port: u16, app: &config::UpstreamTls) -> Result<UpstreamTlsSource, BindE
         }
         _ => None,
     };
-    Ok(UpstreamTlsSource { believed, leaf })
+    Ok(UpstreamTlsSource {
+        trust,
+        client_certificate: leaf,
+    })
 }
 
 fn roots(port: u16, path: &Path) -> Result<Vec<CertificateDer<'static>>, BindError> {
     let pem = text(port, path)?;
-    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
-    let found = found.map_err(|error| file(port, path.to_owned(), error.to_string()))?;
+    let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
+    let found = certificates.map_err(|error| file(port, path.to_owned(), error.to_string()))?;
     if found.is_empty() {
         let why = "it contains no certificate".to_owned();
         return Err(file(port, path.to_owned(), why));

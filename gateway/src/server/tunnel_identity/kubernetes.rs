@@ -44,13 +44,13 @@ impl KubernetesIdentity {
     }
 
     /// Reads the files again, and returns the CA if it has changed.
-    pub(super) fn again(&self) -> Result<Option<ClusterCa>, BindError> {
+    pub(super) fn reload_if_changed(&self) -> Result<Option<ClusterCa>, BindError> {
         let next = trust(&self.files, self.subject)?;
         Ok((next != self.trust()).then_some(next))
     }
 
     /// Trusts this CA from now on.
-    pub(super) fn turn(&self, next: ClusterCa) {
+    pub(super) fn replace_trust(&self, next: ClusterCa) {
         *self.trust.lock().unwrap_or_else(PoisonError::into_inner) = next;
     }
 }
@@ -59,7 +59,7 @@ fn trust(files: &[PathBuf], subject: SignerProfile) -> Result<ClusterCa, BindErr
     const WHAT: &str = "kubernetes.certificates.client_ca";
     let mut roots = Vec::new();
     for path in files {
-        let found = external::roots(&text(WHAT, path)?);
+        let found = external::parse_roots(&text(WHAT, path)?);
         roots.extend(found.map_err(|error| file(WHAT, path, error.to_string()))?);
     }
     ClusterCa::new(roots, subject).map_err(|cause| BindError::Trust {

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 /// More keys than any issuer has at once.
-const MOST: usize = 256;
+const MAX_KEYS: usize = 256;
 
 /// The keys of an issuer.
 #[derive(Clone, Debug)]
@@ -26,8 +26,8 @@ struct Key {
 /// Compares the JWKs alone.
 impl PartialEq for KeySet {
     fn eq(&self, other: &Self) -> bool {
-        let said = |set: &Self| set.0.iter().map(|key| key.jwk.clone()).collect::<Vec<_>>();
-        said(self) == said(other)
+        let jwks = |set: &Self| set.0.iter().map(|key| key.jwk.clone()).collect::<Vec<_>>();
+        jwks(self) == jwks(other)
     }
 }
 
@@ -53,29 +53,30 @@ impl KeySet {
     /// # Errors
     /// If it is none, or has no key that could prove anything.
     pub fn parse(text: &[u8]) -> Result<Self, String> {
-        let written: RawJwk = serde_json::from_slice(text)
+        let raw: RawJwk = serde_json::from_slice(text)
             .map_err(|error| format!("this is not a JSON Web Key Set (JWKS): {error}"))?;
-        if written.keys.len() > MOST {
-            return Err(format!("it contains more than {MOST} keys"));
+        if raw.keys.len() > MAX_KEYS {
+            return Err(format!("it contains more than {MAX_KEYS} keys"));
         }
-        let keys: Vec<Key> = written.keys.into_iter().filter_map(key).collect();
+        let keys: Vec<Key> = raw.keys.into_iter().filter_map(parse_key).collect();
         if keys.is_empty() {
-            let nothing =
+            let message =
                 "it contains no key that can verify signatures (RSA, P-256, P-384 or Ed25519)";
-            return Err(nothing.to_owned());
+            return Err(message.to_owned());
         }
         Ok(Self(keys))
     }
 
     /// The key that a token of this algorithm means by `id`. One that names none means the only one that fits.
-    pub fn find(&self, id: Option<&str>, algorithm: Algorithm) -> KeyLookup<'_> {
-        let named = |key: &&Key| id.is_none() || key.jwk.common.key_id.as_deref() == id;
-        let mut fitting = self
+    pub fn find(&self, key_id: Option<&str>, algorithm: Algorithm) -> KeyLookup<'_> {
+        let matches_id =
+            |key: &&Key| key_id.is_none() || key.jwk.common.key_id.as_deref() == key_id;
+        let mut candidates = self
             .0
             .iter()
-            .filter(named)
-            .filter(|key| key.fits(algorithm));
-        match (fitting.next(), fitting.next()) {
+            .filter(matches_id)
+            .filter(|key| key.supports(algorithm));
+        match (candidates.next(), candidates.next()) {
             (None, _) => KeyLookup::None,
             (Some(key), None) => KeyLookup::Key(&key.key),
             (Some(_), Some(_)) => KeyLookup::Several,
@@ -84,9 +85,9 @@ impl KeySet {
 }
 
 impl Key {
-    fn fits(&self, algorithm: Algorithm) -> bool {
-        let said = self.jwk.common.key_algorithm;
-        let curve = match &self.jwk.algorithm {
+    fn supports(&self, algorithm: Algorithm) -> bool {
+        let declared_algorithm = self.jwk.common.key_algorithm;
+        let curve_matches = match &self.jwk.algorithm {
             AlgorithmParameters::EllipticCurve(curve) => match curve.curve {
                 EllipticCurve::P256 => algorithm == Algorithm::ES256,
                 EllipticCurve::P384 => algorithm == Algorithm::ES384,
@@ -94,20 +95,23 @@ impl Key {
             },
             _ => true,
         };
-        let own = said.is_none_or(|said| said == KeyAlgorithm::from(algorithm));
-        curve && own && self.key.family() == algorithm.family()
+        let algorithm_matches =
+            declared_algorithm.is_none_or(|said| said == KeyAlgorithm::from(algorithm));
+        curve_matches && algorithm_matches && self.key.family() == algorithm.family()
     }
 }
 
-fn key(written: Value) -> Option<Key> {
-    let jwk: Jwk = serde_json::from_value(written).ok()?;
-    let proves = match (&jwk.common.public_key_use, &jwk.common.key_operations) {
+fn parse_key(value: Value) -> Option<Key> {
+    let jwk: Jwk = serde_json::from_value(value).ok()?;
+    let is_for_verification = match (&jwk.common.public_key_use, &jwk.common.key_operations) {
         (Some(PublicKeyUse::Signature) | None, None) => true,
-        (Some(PublicKeyUse::Signature) | None, Some(does)) => does.contains(&KeyOperations::Verify),
+        (Some(PublicKeyUse::Signature) | None, Some(operations)) => {
+            operations.contains(&KeyOperations::Verify)
+        }
         _ => false,
     };
     let key = DecodingKey::from_jwk(&jwk).ok()?;
-    (proves && key.family() != AlgorithmFamily::Hmac).then_some(Key { jwk, key })
+    (is_for_verification && key.family() != AlgorithmFamily::Hmac).then_some(Key { jwk, key })
 }
 
 #[cfg(test)]

@@ -46,8 +46,8 @@ pub struct AddressConflict {
 pub type AddressConflicts = BTreeMap<IpAddr, AddressConflict>;
 
 impl AddressClaims {
-    pub(super) fn add(&mut self, right: ClaimPriority, node: &NodeName) {
-        self.0.insert((right, node.clone()));
+    pub(super) fn add(&mut self, priority: ClaimPriority, node: &NodeName) {
+        self.0.insert((priority, node.clone()));
     }
 
     pub(super) fn names(&self) -> impl Iterator<Item = &NodeName> {
@@ -56,10 +56,10 @@ impl AddressClaims {
 
     /// Returns the node that is reached by the address, if there is any claim.
     pub(super) fn holder(&self) -> Option<ClaimHolder<'_>> {
-        let (right, first) = self.0.first()?;
-        let alike = self.0.iter().take_while(|(other, _)| other == right);
-        let alike: Vec<_> = alike.map(|(_, name)| name).collect();
-        Some(match right {
+        let (priority, first) = self.0.first()?;
+        let same_priority = self.0.iter().take_while(|(other, _)| other == priority);
+        let alike: Vec<_> = same_priority.map(|(_, name)| name).collect();
+        Some(match priority {
             ClaimPriority::Elsewhere => ClaimHolder::Elsewhere(first),
             ClaimPriority::Token if alike.len() > 1 => ClaimHolder::Several(alike),
             ClaimPriority::Token | ClaimPriority::Object(_) => ClaimHolder::Edge(first),

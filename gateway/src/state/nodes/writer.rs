@@ -13,9 +13,9 @@ use tokio::sync::watch;
 pub struct NodesWriter {
     nodes: Nodes,
     /// Locked while a new table is built from the old one.
-    making: Arc<Mutex<()>>,
+    write_lock: Arc<Mutex<()>>,
     /// Notifies of a new table. The request path never uses it.
-    changes: Arc<watch::Sender<()>>,
+    changed: Arc<watch::Sender<()>>,
 }
 
 impl NodesWriter {
@@ -25,85 +25,103 @@ impl NodesWriter {
     }
 
     /// Subscribes to changes of this table from now on, for data that is derived from the table.
-    pub fn changes(&self) -> watch::Receiver<()> {
-        self.changes.subscribe()
+    pub fn subscribe(&self) -> watch::Receiver<()> {
+        self.changed.subscribe()
     }
 
     /// Adds or replaces one node; one that is revoked stays so.
-    pub fn put(&self, name: NodeName, mut node: Node) {
-        self.change(|nodes| {
-            if let Some(before) = nodes.get(&name) {
-                node.revoked.clone_from(&before.revoked);
+    pub fn upsert(&self, name: NodeName, mut node: Node) {
+        self.edit_records(|nodes| {
+            if let Some(previous) = nodes.get(&name) {
+                node.revoked.clone_from(&previous.revoked);
             }
             nodes.insert(name, node);
         });
     }
 
     /// Replaces the data that the cluster has of its nodes.
-    pub fn cluster(&self, members: BTreeMap<NodeName, ClusterNode>) {
-        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+    pub fn replace_cluster(&self, members: BTreeMap<NodeName, ClusterNode>) {
+        let _making = self
+            .write_lock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let cluster = Cluster::Known(Arc::new(members));
         self.publish(NodeSources {
             cluster,
-            ..self.said()
+            ..self.sources()
         });
     }
 
     /// Notes why the cluster's first list of nodes has not arrived. Does nothing once it has.
-    pub fn pending(&self, reason: &str) {
-        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = self.said();
-        if matches!(before.cluster, Cluster::Known(_)) {
+    pub fn set_pending(&self, reason: &str) {
+        let _making = self
+            .write_lock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let previous = self.sources();
+        if matches!(previous.cluster, Cluster::Known(_)) {
             return;
         }
         self.publish(NodeSources {
             cluster: Cluster::Pending(reason.into()),
-            ..before
+            ..previous
         });
     }
 
     /// Replaces the zones in which nodes have names as well, `NODE.ZONE`.
-    pub fn zones(&self, zones: &[String]) {
-        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        let behind =
+    pub fn replace_zones(&self, zones: &[String]) {
+        let _making = self
+            .write_lock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let to_suffix =
             |zone: &String| format!(".{}", zone.trim_end_matches('.').to_ascii_lowercase());
         let zones: Arc<[String]> = zones
             .iter()
-            .map(behind)
+            .map(to_suffix)
             .filter(|zone| zone != ".")
             .collect();
-        let before = self.said();
-        if before.zones != zones {
-            self.publish(NodeSources { zones, ..before });
+        let previous = self.sources();
+        if previous.zones != zones {
+            self.publish(NodeSources { zones, ..previous });
         }
     }
 
     /// Replaces the revoked nodes, which are revoked whatever the records contain. Returns whether the set has changed.
-    pub fn revoke(&self, names: BTreeSet<NodeName>) -> bool {
-        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        let (before, revoked) = (self.said(), Arc::new(names));
-        let new = before.revoked != revoked;
-        if new {
-            self.publish(NodeSources { revoked, ..before });
+    pub fn replace_revoked(&self, names: BTreeSet<NodeName>) -> bool {
+        let _making = self
+            .write_lock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let (previous, revoked) = (self.sources(), Arc::new(names));
+        let changed = previous.revoked != revoked;
+        if changed {
+            self.publish(NodeSources {
+                revoked,
+                ..previous
+            });
         }
-        new
+        changed
     }
 
     /// Adds the nodes that `written` returns. The table is locked meanwhile.
     ///
     /// # Errors
     /// The error of `written`; then the table is unchanged.
-    pub fn add<E>(
+    pub fn add_records<E>(
         &self,
-        written: impl FnOnce() -> Result<Vec<(NodeName, Node)>, E>,
+        write: impl FnOnce() -> Result<Vec<(NodeName, Node)>, E>,
     ) -> Result<(), E> {
-        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        let written = written()?;
-        if written.is_empty() {
+        let _making = self
+            .write_lock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let new_records = write()?;
+        if new_records.is_empty() {
             return Ok(());
         }
-        self.store(|records| {
-            for (name, node) in written {
+        self.publish_edited(|records| {
+            for (name, node) in new_records {
                 records.insert(name, node);
             }
         });
@@ -116,46 +134,52 @@ impl NodesWriter {
     /// The error of `read`; then the table is unchanged.
     pub fn refresh<E>(
         &self,
-        read: impl FnOnce() -> Result<BTreeMap<NodeName, Node>, E>,
+        read_records: impl FnOnce() -> Result<BTreeMap<NodeName, Node>, E>,
     ) -> Result<(), E> {
-        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        let read = read()?;
-        self.store(|records| *records = read);
+        let _making = self
+            .write_lock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let new_records = read_records()?;
+        self.publish_edited(|records| *records = new_records);
         Ok(())
     }
 
     /// Removes one node.
     pub fn remove(&self, name: &NodeName) {
-        self.change(|nodes| {
+        self.edit_records(|nodes| {
             nodes.remove(name);
         });
     }
 
     /// Replaces all nodes.
     pub fn replace(&self, all: BTreeMap<NodeName, Node>) {
-        self.change(|nodes| *nodes = all);
+        self.edit_records(|nodes| *nodes = all);
     }
 
-    fn change(&self, edit: impl FnOnce(&mut BTreeMap<NodeName, Node>)) {
-        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        self.store(edit);
+    fn edit_records(&self, edit: impl FnOnce(&mut BTreeMap<NodeName, Node>)) {
+        let _making = self
+            .write_lock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        self.publish_edited(edit);
     }
 
-    /// Stores edited records. `making` must be locked.
-    fn store(&self, edit: impl FnOnce(&mut BTreeMap<NodeName, Node>)) {
-        let mut said = self.said();
-        edit(&mut said.records);
-        self.publish(said);
+    /// Stores edited records. `write_lock` must be locked.
+    fn publish_edited(&self, edit: impl FnOnce(&mut BTreeMap<NodeName, Node>)) {
+        let mut sources = self.sources();
+        edit(&mut sources.records);
+        self.publish(sources);
     }
 
-    fn said(&self) -> NodeSources {
-        self.nodes.0.load().said.clone()
+    fn sources(&self) -> NodeSources {
+        self.nodes.0.load().sources.clone()
     }
 
-    fn publish(&self, said: NodeSources) {
-        let mut table = Table::of(said);
-        table.follow(&self.nodes.0.load());
+    fn publish(&self, sources: NodeSources) {
+        let mut table = Table::from_sources(sources);
+        table.record_relabels(&self.nodes.0.load());
         self.nodes.0.store(Arc::new(table));
-        self.changes.send_replace(());
+        self.changed.send_replace(());
     }
 }

@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, HashMap};
 /// Parts of a rule that are needed after it was found.
 #[derive(Debug)]
 pub(super) struct CompiledRule {
-    pub(super) then: Effect,
+    pub(super) effect: Effect,
     pub(super) matched: MatchedRule,
     pub(super) labels: Vec<(String, String)>,
     /// Patterns of pools.
@@ -36,11 +36,15 @@ impl<I> Condition<I> {
     }
 
     /// Retains, of the remaining rules, those that do not match on it and those that `find` finds.
-    pub(super) fn narrow(&self, left: &mut RemainingRules, find: impl FnOnce(&I, &mut RuleBits)) {
-        let Some(index) = self.index.as_ref().filter(|_| !left.is_empty()) else {
+    pub(super) fn narrow(
+        &self,
+        remaining: &mut RemainingRules,
+        find: impl FnOnce(&I, &mut RuleBits),
+    ) {
+        let Some(index) = self.index.as_ref().filter(|_| !remaining.is_empty()) else {
             return;
         };
-        left.narrow(|found| {
+        remaining.retain(|found| {
             found.add(&self.any);
             find(index, found);
         });
@@ -48,7 +52,7 @@ impl<I> Condition<I> {
 }
 
 /// Returns the values that each rule names, with the rule's number, and the rules that name none.
-fn named<K>(rules: impl Iterator<Item = Option<Vec<K>>>) -> (Vec<(K, usize)>, Vec<usize>) {
+fn collect_keys<K>(rules: impl Iterator<Item = Option<Vec<K>>>) -> (Vec<(K, usize)>, Vec<usize>) {
     let (mut keys, mut any) = (Vec::new(), Vec::new());
     for (rule, names) in rules.enumerate() {
         match names {
@@ -59,27 +63,27 @@ fn named<K>(rules: impl Iterator<Item = Option<Vec<K>>>) -> (Vec<(K, usize)>, Ve
     (keys, any)
 }
 
-fn table<I: Index>(
+fn build_condition<I: Index>(
     rules: &[policy::Rule],
-    names: impl Fn(&policy::Rule) -> Option<Vec<I::Key>>,
+    keys_of: impl Fn(&policy::Rule) -> Option<Vec<I::Key>>,
 ) -> Condition<I> {
     let total = rules.len();
-    let (keys, any) = named(rules.iter().map(names));
+    let (keys, any) = collect_keys(rules.iter().map(keys_of));
     Condition {
-        index: (any.len() < total).then(|| I::of(keys, total)),
+        index: (any.len() < total).then(|| I::build(keys, total)),
         any: RuleSet::of(any, total),
     }
 }
 
-fn who(rule: &policy::Rule) -> Option<&Subjects> {
+fn subjects(rule: &policy::Rule) -> Option<&Subjects> {
     rule.who.0.as_ref()
 }
 
-fn nodes(rule: &policy::Rule) -> Option<&NodeSelector> {
+fn node_selector(rule: &policy::Rule) -> Option<&NodeSelector> {
     rule.r#where.0.as_ref()
 }
 
-fn what(rule: &policy::Rule) -> Option<&RequestMatch> {
+fn request_match(rule: &policy::Rule) -> Option<&RequestMatch> {
     rule.what.0.as_ref()
 }
 
@@ -91,67 +95,73 @@ impl Policy {
     pub fn compile(file: &policy::Policy) -> Result<Self, Vec<ConfigError>> {
         let faults = file.validate();
         if faults.is_empty() {
-            Ok(Self::of(&file.rules))
+            Ok(Self::from_rules(&file.rules))
         } else {
             Err(faults)
         }
     }
 
-    fn of(rules: &[policy::Rule]) -> Self {
-        let denies = |narrows: fn(&RequestMatch) -> bool| {
-            let denies =
-                |rule: &policy::Rule| rule.then == Effect::Deny && what(rule).is_some_and(narrows);
-            let found = rules.iter().enumerate().filter(|(_, rule)| denies(rule));
-            RuleSet::of(found.map(|(index, _)| index), rules.len())
+    fn from_rules(rules: &[policy::Rule]) -> Self {
+        let deny_rules = |restricts: fn(&RequestMatch) -> bool| {
+            let is_matching_deny = |rule: &policy::Rule| {
+                rule.then == Effect::Deny && request_match(rule).is_some_and(restricts)
+            };
+            let matching = rules
+                .iter()
+                .enumerate()
+                .filter(|(_, rule)| is_matching_deny(rule));
+            RuleSet::of(matching.map(|(index, _)| index), rules.len())
         };
         Self {
             rules: rules
                 .iter()
                 .enumerate()
-                .map(|(index, rule)| compiled(rule, index))
+                .map(|(index, rule)| compile_rule(rule, index))
                 .collect(),
-            who: identities(rules),
-            networks: networks(rules, |rule| who(rule)?.networks.0.as_ref()),
-            direct: networks(rules, |rule| nodes(rule)?.direct.0.as_ref()),
-            nodes: table(rules, |rule| nodes(rule)?.nodes.0.clone()),
-            pools: table(rules, |rule| nodes(rule)?.pools.0.clone()),
-            labels: labels(rules),
-            ports: table(rules, |rule| {
-                let ports = what(rule)?.ports.0.as_ref()?.iter();
+            identities: compile_identities(rules),
+            networks: compile_networks(rules, |rule| subjects(rule)?.networks.0.as_ref()),
+            direct: compile_networks(rules, |rule| node_selector(rule)?.direct.0.as_ref()),
+            nodes: build_condition(rules, |rule| node_selector(rule)?.nodes.0.clone()),
+            pools: build_condition(rules, |rule| node_selector(rule)?.pools.0.clone()),
+            labels: compile_labels(rules),
+            ports: build_condition(rules, |rule| {
+                let ports = request_match(rule)?.ports.0.as_ref()?.iter();
                 Some(
                     ports
-                        .flat_map(|ports| index::range(*ports.0.start(), *ports.0.end()))
+                        .flat_map(|ports| {
+                            index::prefixes_of_range(*ports.0.start(), *ports.0.end())
+                        })
                         .collect(),
                 )
             }),
-            methods: table(rules, |rule| what(rule)?.methods.0.clone()),
-            paths: table(rules, |rule| what(rule)?.paths.0.clone()),
-            acts: acts(rules),
-            deny_methods: denies(|what| what.methods.0.is_some()),
-            deny_paths: denies(|what| what.paths.0.is_some()),
-            deny_folded: folded(rules),
+            methods: build_condition(rules, |rule| request_match(rule)?.methods.0.clone()),
+            paths: build_condition(rules, |rule| request_match(rule)?.paths.0.clone()),
+            actions: compile_actions(rules),
+            deny_methods: deny_rules(|what| what.methods.0.is_some()),
+            deny_paths: deny_rules(|what| what.paths.0.is_some()),
+            deny_paths_lowercase: lowercase_deny_paths(rules),
         }
     }
 }
 
-fn folded(rules: &[policy::Rule]) -> Paths {
-    let paths = |rule| what(rule)?.paths.0.as_ref();
-    let denies = |(_, rule): &(usize, &policy::Rule)| rule.then == Effect::Deny;
-    let of = rules.iter().enumerate().filter(denies);
-    let named = of.flat_map(|(index, rule)| {
+fn lowercase_deny_paths(rules: &[policy::Rule]) -> Paths {
+    let paths = |rule| request_match(rule)?.paths.0.as_ref();
+    let is_deny = |(_, rule): &(usize, &policy::Rule)| rule.then == Effect::Deny;
+    let deny_rules = rules.iter().enumerate().filter(is_deny);
+    let named = deny_rules.flat_map(|(index, rule)| {
         let paths = paths(rule).into_iter().flatten();
         paths.map(move |path| (path.to_lowercase(), index))
     });
-    Paths::of(named.collect(), rules.len())
+    Paths::build(named.collect(), rules.len())
 }
 
-fn compiled(rule: &policy::Rule, index: usize) -> CompiledRule {
-    let labels = nodes(rule).and_then(|nodes| nodes.labels.0.clone());
-    let pools = nodes(rule).and_then(|nodes| nodes.pools.0.clone());
+fn compile_rule(rule: &policy::Rule, index: usize) -> CompiledRule {
+    let labels = node_selector(rule).and_then(|nodes| nodes.labels.0.clone());
+    let pools = node_selector(rule).and_then(|nodes| nodes.pools.0.clone());
     CompiledRule {
-        then: rule.then,
+        effect: rule.then,
         matched: MatchedRule {
-            rule: rule.called(index).into(),
+            rule: rule.label(index).into(),
             line: rule.line,
         },
         labels: labels.into_iter().flatten().collect(),
@@ -160,69 +170,85 @@ fn compiled(rule: &policy::Rule, index: usize) -> CompiledRule {
 }
 
 /// A node has all labels of a rule, so one finds it; the rarest finds the fewest in vain.
-fn labels(rules: &[policy::Rule]) -> Condition<Labels> {
-    fn of(rule: &policy::Rule) -> Option<&BTreeMap<String, String>> {
-        nodes(rule)?.labels.0.as_ref()
+fn compile_labels(rules: &[policy::Rule]) -> Condition<Labels> {
+    fn rule_labels(rule: &policy::Rule) -> Option<&BTreeMap<String, String>> {
+        node_selector(rule)?.labels.0.as_ref()
     }
     let mut counts: HashMap<(&String, &String), usize> = HashMap::new();
-    for label in rules.iter().filter_map(of).flatten() {
+    for label in rules.iter().filter_map(rule_labels).flatten() {
         *counts.entry(label).or_default() += 1;
     }
-    table(rules, |rule| {
-        let rarest = of(rule)?.iter().min_by_key(|label| counts.get(label))?;
+    build_condition(rules, |rule| {
+        let rarest = rule_labels(rule)?
+            .iter()
+            .min_by_key(|label| counts.get(label))?;
         Some(vec![(rarest.0.clone(), rarest.1.clone())])
     })
 }
 
-fn acts(rules: &[policy::Rule]) -> Condition<ExactIndex> {
-    table(rules, |rule| {
-        let acts = what(rule)?.streams.0.as_ref()?.iter();
-        Some(acts.copied().map(Action::word).map(str::to_owned).collect())
+fn compile_actions(rules: &[policy::Rule]) -> Condition<ExactIndex> {
+    build_condition(rules, |rule| {
+        let actions = request_match(rule)?.streams.0.as_ref()?.iter();
+        Some(
+            actions
+                .copied()
+                .map(Action::word)
+                .map(str::to_owned)
+                .collect(),
+        )
     })
 }
 
 /// A rule that names users, groups or SPIFFE ids is found by each of them; one that names none of the three by anybody.
-fn identities(
+fn compile_identities(
     rules: &[policy::Rule],
 ) -> Condition<(index::Patterns, index::Patterns, index::Patterns)> {
     let total = rules.len();
-    let speaks =
+    let names_any =
         |who: &Subjects| who.users.0.is_some() || who.groups.0.is_some() || who.spiffe.0.is_some();
-    let index = |names: fn(&Subjects) -> Option<Vec<String>>| {
-        let (keys, _) = named(rules.iter().map(|rule| who(rule).and_then(names)));
-        index::Patterns::of(keys, total)
+    let build_index = |names: fn(&Subjects) -> Option<Vec<String>>| {
+        let (keys, _) = collect_keys(rules.iter().map(|rule| subjects(rule).and_then(names)));
+        index::Patterns::build(keys, total)
     };
     let any: Vec<usize> = (0..total)
-        .filter(|rule| who(&rules[*rule]).is_none_or(|who| !speaks(who)))
+        .filter(|rule| subjects(&rules[*rule]).is_none_or(|who| !names_any(who)))
         .collect();
     Condition {
         index: (any.len() < total).then(|| {
             (
-                index(|who| who.users.0.clone()),
-                index(|who| who.groups.0.clone()),
-                index(|who| who.spiffe.0.clone()),
+                build_index(|who| who.users.0.clone()),
+                build_index(|who| who.groups.0.clone()),
+                build_index(|who| who.spiffe.0.clone()),
             )
         }),
         any: RuleSet::of(any, total),
     }
 }
 
-fn networks(
+fn compile_networks(
     rules: &[policy::Rule],
-    of: impl Fn(&policy::Rule) -> Option<&policy::SourceNetworks>,
+    networks_of: impl Fn(&policy::Rule) -> Option<&policy::SourceNetworks>,
 ) -> Condition<(index::Prefixes<32>, index::Prefixes<128>)> {
     let total = rules.len();
-    let nets = |rule| Some(of(rule)?.0.iter().map(index::network).collect());
-    let (keys, any) = named::<(bool, (u32, u128))>(rules.iter().map(nets));
-    let family = |four: bool| {
-        let family = keys.iter().filter(|((is_four, _), _)| *is_four == four);
-        family.map(|((_, key), rule)| (*key, *rule)).collect()
+    let network_keys = |rule| {
+        Some(
+            networks_of(rule)?
+                .0
+                .iter()
+                .map(index::network_prefix)
+                .collect(),
+        )
+    };
+    let (keys, any) = collect_keys::<(bool, (u32, u128))>(rules.iter().map(network_keys));
+    let keys_of_family = |is_ipv4: bool| {
+        let matching = keys.iter().filter(|((is_four, _), _)| *is_four == is_ipv4);
+        matching.map(|((_, key), rule)| (*key, *rule)).collect()
     };
     Condition {
         index: (any.len() < total).then(|| {
             (
-                Index::of(family(true), total),
-                Index::of(family(false), total),
+                Index::build(keys_of_family(true), total),
+                Index::build(keys_of_family(false), total),
             )
         }),
         any: RuleSet::of(any, total),

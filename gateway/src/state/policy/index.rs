@@ -6,32 +6,32 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 
-const BITS: usize = u64::BITS as usize;
+const WORD_BITS: usize = u64::BITS as usize;
 
 /// A set of rules: few by their numbers, many as bits, whichever takes fewer steps.
 #[derive(Clone, Debug)]
 pub(super) enum RuleSet {
-    Few(Vec<usize>),
-    Many(Box<[u64]>),
+    Sparse(Vec<usize>),
+    Dense(Box<[u64]>),
 }
 
 impl Default for RuleSet {
     fn default() -> Self {
-        Self::Few(Vec::new())
+        Self::Sparse(Vec::new())
     }
 }
 
 impl RuleSet {
     /// These rules of `total`.
     pub(super) fn of(rules: impl IntoIterator<Item = usize>, total: usize) -> Self {
-        let few: Vec<usize> = rules.into_iter().collect();
-        let words = total.div_ceil(BITS);
-        if few.len() <= words {
-            return Self::Few(few);
+        let indices: Vec<usize> = rules.into_iter().collect();
+        let words = total.div_ceil(WORD_BITS);
+        if indices.len() <= words {
+            return Self::Sparse(indices);
         }
-        let mut many = RuleBits::none(total);
-        many.add(&Self::Few(few));
-        Self::Many(many.0.into())
+        let mut many = RuleBits::empty(total);
+        many.add(&Self::Sparse(indices));
+        Self::Dense(many.0.into())
     }
 }
 
@@ -41,19 +41,19 @@ pub(super) struct RuleBits(Vec<u64>);
 
 impl RuleBits {
     /// None of `total` rules.
-    pub(super) fn none(total: usize) -> Self {
-        Self(vec![0; total.div_ceil(BITS)])
+    pub(super) fn empty(total: usize) -> Self {
+        Self(vec![0; total.div_ceil(WORD_BITS)])
     }
 
     /// Adds rules.
     pub(super) fn add(&mut self, rules: &RuleSet) {
         match rules {
-            RuleSet::Few(few) => {
+            RuleSet::Sparse(few) => {
                 for rule in few {
-                    self.0[rule / BITS] |= 1 << (rule % BITS);
+                    self.0[rule / WORD_BITS] |= 1 << (rule % WORD_BITS);
                 }
             }
-            RuleSet::Many(many) => {
+            RuleSet::Dense(many) => {
                 for (word, more) in self.0.iter_mut().zip(many) {
                     *word |= more;
                 }
@@ -68,7 +68,7 @@ impl RuleBits {
             std::iter::from_fn(move || {
                 let bit = (word != 0).then(|| word.trailing_zeros() as usize)?;
                 word &= word - 1;
-                Some(index * BITS + bit)
+                Some(index * WORD_BITS + bit)
             })
         })
     }
@@ -77,40 +77,40 @@ impl RuleBits {
 /// The rules that are left, and room for those that are found next.
 #[derive(Debug)]
 pub(super) struct RemainingRules {
-    left: RuleBits,
+    remaining: RuleBits,
     found: RuleBits,
 }
 
 impl RemainingRules {
     /// All of `total` rules.
     pub(super) fn all(total: usize) -> Self {
-        let mut left = vec![u64::MAX; total.div_ceil(BITS)];
-        if let (Some(last), beyond @ 1..) = (left.last_mut(), total % BITS) {
-            *last = (1 << beyond) - 1;
+        let mut left = vec![u64::MAX; total.div_ceil(WORD_BITS)];
+        if let (Some(last), tail_bits @ 1..) = (left.last_mut(), total % WORD_BITS) {
+            *last = (1 << tail_bits) - 1;
         }
         Self {
-            left: RuleBits(left),
-            found: RuleBits::none(total),
+            remaining: RuleBits(left),
+            found: RuleBits::empty(total),
         }
     }
 
     /// Keeps those that `find` finds too.
-    pub(super) fn narrow(&mut self, find: impl FnOnce(&mut RuleBits)) {
+    pub(super) fn retain(&mut self, find: impl FnOnce(&mut RuleBits)) {
         self.found.0.fill(0);
         find(&mut self.found);
-        for (word, found) in self.left.0.iter_mut().zip(&self.found.0) {
+        for (word, found) in self.remaining.0.iter_mut().zip(&self.found.0) {
             *word &= found;
         }
     }
 
     /// Whether none is left.
     pub(super) fn is_empty(&self) -> bool {
-        self.left.0.iter().all(|word| *word == 0)
+        self.remaining.0.iter().all(|word| *word == 0)
     }
 
     /// Those that are left, in order.
     pub(super) fn iter(&self) -> impl Iterator<Item = usize> {
-        self.left.iter()
+        self.remaining.iter()
     }
 }
 
@@ -118,10 +118,13 @@ impl RemainingRules {
 pub(super) trait Index: Default {
     type Key;
     /// Returns an index of `total` rules from the keys in `named`.
-    fn of(named: Vec<(Self::Key, usize)>, total: usize) -> Self;
+    fn build(keys: Vec<(Self::Key, usize)>, total: usize) -> Self;
 }
 
-fn grouped<K: std::hash::Hash + Eq>(named: Vec<(K, usize)>, total: usize) -> HashMap<K, RuleSet> {
+fn group_rules<K: std::hash::Hash + Eq>(
+    named: Vec<(K, usize)>,
+    total: usize,
+) -> HashMap<K, RuleSet> {
     let mut groups: HashMap<K, Vec<usize>> = HashMap::new();
     for (key, rule) in named {
         groups.entry(key).or_default().push(rule);
@@ -140,14 +143,14 @@ pub(super) struct ExactIndex(HashMap<String, RuleSet>);
 impl Index for ExactIndex {
     type Key = String;
 
-    fn of(named: Vec<(String, usize)>, total: usize) -> Self {
-        Self(grouped(named, total))
+    fn build(keys: Vec<(String, usize)>, total: usize) -> Self {
+        Self(group_rules(keys, total))
     }
 }
 
 impl ExactIndex {
-    pub(super) fn find(&self, word: &str, into: &mut RuleBits) {
-        if let Some(rules) = self.0.get(word) {
+    pub(super) fn find(&self, key: &str, into: &mut RuleBits) {
+        if let Some(rules) = self.0.get(key) {
             into.add(rules);
         }
     }
@@ -160,12 +163,12 @@ pub(super) struct Labels(HashMap<String, ExactIndex>);
 impl Index for Labels {
     type Key = (String, String);
 
-    fn of(named: Vec<((String, String), usize)>, total: usize) -> Self {
+    fn build(named: Vec<((String, String), usize)>, total: usize) -> Self {
         let mut keys: HashMap<String, Vec<(String, usize)>> = HashMap::new();
         for ((key, value), rule) in named {
             keys.entry(key).or_default().push((value, rule));
         }
-        let exact = |values| ExactIndex::of(values, total);
+        let exact = |values| ExactIndex::build(values, total);
         Self(
             keys.into_iter()
                 .map(|(key, values)| (key, exact(values)))
@@ -189,11 +192,11 @@ impl Labels {
 pub(super) struct Patterns {
     exact: ExactIndex,
     /// `edge-*`, by the text before the star.
-    beginnings: Affixes,
+    prefixes: Affixes,
     /// `*-edge`, by the text after it.
-    endings: Affixes,
+    suffixes: Affixes,
     /// Stars elsewhere: the texts between them.
-    others: Vec<(Vec<String>, RuleSet)>,
+    inner_wildcards: Vec<(Vec<String>, RuleSet)>,
 }
 
 #[derive(Debug, Default)]
@@ -203,10 +206,10 @@ struct Affixes {
 }
 
 impl Affixes {
-    fn of(named: Vec<(String, usize)>, total: usize) -> Self {
+    fn of(keys: Vec<(String, usize)>, total: usize) -> Self {
         Self {
-            lengths: named.iter().map(|(text, _)| text.len()).collect(),
-            rules: grouped(named, total),
+            lengths: keys.iter().map(|(text, _)| text.len()).collect(),
+            rules: group_rules(keys, total),
         }
     }
 
@@ -228,10 +231,10 @@ impl Affixes {
 impl Index for Patterns {
     type Key = String;
 
-    fn of(named: Vec<(String, usize)>, total: usize) -> Self {
+    fn build(keys: Vec<(String, usize)>, total: usize) -> Self {
         let (mut exact, mut beginnings, mut endings) = (Vec::new(), Vec::new(), Vec::new());
         let mut others: HashMap<Vec<String>, Vec<usize>> = HashMap::new();
-        for (pattern, rule) in named {
+        for (pattern, rule) in keys {
             let parts: Vec<&str> = pattern.split('*').collect();
             match parts.as_slice() {
                 [_] => exact.push((pattern, rule)),
@@ -244,10 +247,10 @@ impl Index for Patterns {
             }
         }
         Self {
-            exact: ExactIndex::of(exact, total),
-            beginnings: Affixes::of(beginnings, total),
-            endings: Affixes::of(endings, total),
-            others: others
+            exact: ExactIndex::build(exact, total),
+            prefixes: Affixes::of(beginnings, total),
+            suffixes: Affixes::of(endings, total),
+            inner_wildcards: others
                 .into_iter()
                 .map(|(parts, rules)| (parts, RuleSet::of(rules, total)))
                 .collect(),
@@ -257,18 +260,18 @@ impl Index for Patterns {
 
 impl Patterns {
     /// By this very word, whatever stars may stand for.
-    pub(super) fn find_word(&self, word: &str, into: &mut RuleBits) {
-        self.exact.find(word, into);
+    pub(super) fn find_exact(&self, text: &str, into: &mut RuleBits) {
+        self.exact.find(text, into);
     }
 
     pub(super) fn find(&self, text: &str, into: &mut RuleBits) {
         self.exact.find(text, into);
         let length = text.len();
-        self.beginnings.find(length, |part| text.get(..part), into);
-        self.endings
+        self.prefixes.find(length, |part| text.get(..part), into);
+        self.suffixes
             .find(length, |part| text.get(length - part..), into);
-        for (parts, rules) in &self.others {
-            if matches(parts, text) {
+        for (parts, rules) in &self.inner_wildcards {
+            if matches_parts(parts, text) {
                 into.add(rules);
             }
         }
@@ -276,13 +279,13 @@ impl Patterns {
 }
 
 /// Whether a text begins with the first part, ends with the last, and has the others between, in order.
-fn matches(parts: &[String], text: &str) -> bool {
+fn matches_parts(parts: &[String], text: &str) -> bool {
     let [first, between @ .., last] = parts else {
         return false;
     };
     let inner = text
         .strip_prefix(first.as_str())
-        .and_then(|rest| rest.strip_suffix(last.as_str()));
+        .and_then(|remainder| remainder.strip_suffix(last.as_str()));
     inner.is_some_and(|inner| {
         between
             .iter()
@@ -304,27 +307,30 @@ impl<const WIDTH: u32> Index for Prefixes<WIDTH> {
     /// How many bits, and a number that begins with them.
     type Key = (u32, u128);
 
-    fn of(named: Vec<((u32, u128), usize)>, total: usize) -> Self {
+    fn build(named: Vec<((u32, u128), usize)>, total: usize) -> Self {
         let named: Vec<_> = named
             .into_iter()
-            .map(|((length, number), rule)| ((length, Self::first(length, number)), rule))
+            .map(|((length, number), rule)| ((length, Self::leading_bits(length, number)), rule))
             .collect();
         Self {
             lengths: named.iter().map(|((length, _), _)| *length).collect(),
-            rules: grouped(named, total),
+            rules: group_rules(named, total),
         }
     }
 }
 
 impl<const WIDTH: u32> Prefixes<WIDTH> {
     /// The first bits of a number. None of them is no shift by 128.
-    fn first(length: u32, number: u128) -> u128 {
+    fn leading_bits(length: u32, number: u128) -> u128 {
         number.checked_shr(WIDTH - length).unwrap_or(0)
     }
 
     pub(super) fn find(&self, number: u128, into: &mut RuleBits) {
         for length in &self.lengths {
-            if let Some(rules) = self.rules.get(&(*length, Self::first(*length, number))) {
+            if let Some(rules) = self
+                .rules
+                .get(&(*length, Self::leading_bits(*length, number)))
+            {
                 into.add(rules);
             }
         }
@@ -332,7 +338,7 @@ impl<const WIDTH: u32> Prefixes<WIDTH> {
 }
 
 /// A network by its first bits; whether it is one of IPv4.
-pub(super) fn network(net: &ipnet::IpNet) -> (bool, (u32, u128)) {
+pub(super) fn network_prefix(net: &ipnet::IpNet) -> (bool, (u32, u128)) {
     let length = u32::from(net.prefix_len());
     match net.network() {
         IpAddr::V4(ip) => (true, (length, ip.to_bits().into())),
@@ -345,14 +351,14 @@ pub(super) fn network(net: &ipnet::IpNet) -> (bool, (u32, u128)) {
 }
 
 /// The fewest prefixes that are together the numbers from `first` to `last`.
-pub(super) fn range(first: u16, last: u16) -> Vec<(u32, u128)> {
+pub(super) fn prefixes_of_range(first: u16, last: u16) -> Vec<(u32, u128)> {
     let (mut next, end) = (u32::from(first), u32::from(last) + 1);
     let mut prefixes = Vec::new();
     while next < end {
         // As large as the alignment of its start and the remaining range allow.
-        let aligned = next.trailing_zeros().min(16);
-        let room = (end - next).ilog2();
-        let bits = aligned.min(room);
+        let alignment_bits = next.trailing_zeros().min(16);
+        let remaining_bits = (end - next).ilog2();
+        let bits = alignment_bits.min(remaining_bits);
         prefixes.push((16 - bits, next.into()));
         next += 1 << bits;
     }
@@ -363,17 +369,17 @@ pub(super) fn range(first: u16, last: u16) -> Vec<(u32, u128)> {
 #[derive(Debug, Default)]
 pub(super) struct Paths {
     root: RuleSet,
-    below: Affixes,
+    prefixes: Affixes,
 }
 
 impl Index for Paths {
     type Key = String;
 
-    fn of(named: Vec<(String, usize)>, total: usize) -> Self {
-        let (root, below): (Vec<_>, Vec<_>) = named.into_iter().partition(|(path, _)| path == "/");
+    fn build(keys: Vec<(String, usize)>, total: usize) -> Self {
+        let (root, below): (Vec<_>, Vec<_>) = keys.into_iter().partition(|(path, _)| path == "/");
         Self {
             root: RuleSet::of(root.into_iter().map(|(_, rule)| rule), total),
-            below: Affixes::of(below, total),
+            prefixes: Affixes::of(below, total),
         }
     }
 }
@@ -381,7 +387,7 @@ impl Index for Paths {
 impl Paths {
     /// By the path in small letters, as these were made of.
     pub(super) fn find_folded(&self, path: &str, into: &mut RuleBits) {
-        if !self.below.rules.is_empty() {
+        if !self.prefixes.rules.is_empty() {
             self.find(&path.to_lowercase(), into);
         }
     }
@@ -389,9 +395,9 @@ impl Paths {
     pub(super) fn find(&self, path: &str, into: &mut RuleBits) {
         into.add(&self.root);
         let bytes = path.as_bytes();
-        let whole = |length| bytes.get(length).is_none_or(|next| *next == b'/');
-        let part = |length| path.get(..length).filter(|_| whole(length));
-        self.below.find(path.len(), part, into);
+        let ends_at_segment = |length| bytes.get(length).is_none_or(|next| *next == b'/');
+        let prefix_at = |length| path.get(..length).filter(|_| ends_at_segment(length));
+        self.prefixes.find(path.len(), prefix_at, into);
     }
 }
 
@@ -400,7 +406,7 @@ mod tests {
     use super::*;
 
     fn found(total: usize, find: impl FnOnce(&mut RuleBits)) -> Vec<usize> {
-        let mut found = RuleBits::none(total);
+        let mut found = RuleBits::empty(total);
         find(&mut found);
         found.iter().collect()
     }
@@ -425,7 +431,7 @@ mod tests {
         let named = named
             .map(|(rule, text)| ((*text).to_owned(), rule))
             .collect();
-        let index = Patterns::of(named, patterns.len());
+        let index = Patterns::build(named, patterns.len());
         let fits = |text: &str| {
             let rules = found(patterns.len(), |left| index.find(text, left));
             rules
@@ -452,7 +458,7 @@ mod tests {
             ("a*b*b", "abb", true),
         ] {
             let parts: Vec<String> = pattern.split('*').map(str::to_owned).collect();
-            assert_eq!(matches(&parts, text), fits, "{pattern} {text}");
+            assert_eq!(matches_parts(&parts, text), fits, "{pattern} {text}");
         }
     }
 
@@ -467,8 +473,11 @@ mod tests {
             (65535, 65535),
             (1023, 1025),
         ] {
-            let named = range(first, last).into_iter().map(|key| (key, 0)).collect();
-            let index = Prefixes::<16>::of(named, 1);
+            let named = prefixes_of_range(first, last)
+                .into_iter()
+                .map(|key| (key, 0))
+                .collect();
+            let index = Prefixes::<16>::build(named, 1);
             for port in 0..=u16::MAX {
                 let holds = !found(1, |left| index.find(port.into(), left)).is_empty();
                 assert_eq!(
@@ -487,7 +496,7 @@ mod tests {
         let named = named
             .map(|(rule, text)| ((*text).to_owned(), rule))
             .collect();
-        let index = Paths::of(named, paths.len());
+        let index = Paths::build(named, paths.len());
         let rules = |path: &str| found(paths.len(), |left| index.find(path, left));
         assert_eq!(rules("/"), [0]);
         assert_eq!(rules("/logs"), [0, 1]);

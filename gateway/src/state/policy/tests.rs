@@ -84,14 +84,14 @@ impl PolicyCase {
             user: self.user,
             groups: &self.groups,
             uris: &self.uris,
-            known: self.known,
-            from: self.from,
+            is_authenticated: self.known,
+            client_address: self.from,
             node: self.direct.is_none().then_some(&self.node),
-            direct: self.direct,
+            direct_address: self.direct,
             pool: self.pool.filter(|_| self.direct.is_none()),
             labels: &self.labels,
             port: self.port,
-            act: self.act,
+            action: self.act,
             method: self.method,
             path: &self.path,
         }
@@ -115,7 +115,7 @@ fn requests_without_a_matching_rule_are_denied() {
         decision,
         Decision {
             allow: false,
-            by: None
+            matched: None
         }
     );
     assert!(!PolicyCase::new().of(&compiled([])));
@@ -149,7 +149,7 @@ fn the_first_rule_that_matches_decides_and_is_named() {
         decision,
         Decision {
             allow: true,
-            by: Some(by)
+            matched: Some(by)
         }
     );
     assert!(!asked(|asked| asked.user = "bob").of(&policy));
@@ -381,9 +381,9 @@ fn rules_can_be_replaced_while_they_are_read() {
     writer.replace(Some(compiled([rule(Effect::Allow)])));
     assert!(reader.decide(&PolicyCase::new().question()).allow);
     writer.replace(Some(compiled([])));
-    assert!(!reader.is_open());
+    assert!(!reader.allows_all());
     writer.replace(None);
-    assert!(reader.is_open() && reader.decide(&PolicyCase::new().question()).allow);
+    assert!(reader.allows_all() && reader.decide(&PolicyCase::new().question()).allow);
 }
 
 /// One of these values, or the key is absent.
@@ -613,7 +613,7 @@ fn compiled_rules_decide_like_the_written_rules() {
             let first = rules.iter().position(|rule| matches(rule, &asked));
             let expected = first.map(|index| format!("rules[{index}]"));
             let found = policy.decide(&asked.question());
-            let by = found.by.as_ref().map(|by| by.rule.to_string());
+            let by = found.matched.as_ref().map(|by| by.rule.to_string());
             assert_eq!(by, expected, "round {round}");
             assert_eq!(
                 found.allow,

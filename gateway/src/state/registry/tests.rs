@@ -21,7 +21,7 @@ struct World {
 impl World {
     fn new() -> Self {
         Self {
-            registry: Registry::new(&Workers::here()),
+            registry: Registry::new(&Workers::on_current_runtime()),
             tasks: TaskGroup::default(),
         }
     }
@@ -35,12 +35,12 @@ impl World {
                 .await
                 .unwrap();
             let (answers, mut open) = (TaskGroup::default(), Vec::new());
-            while let Ok(IncomingStream::Stream(asked)) = server.next().await {
+            while let Ok(IncomingStream::Stream(asked)) = server.next_stream().await {
                 if asked.head.uri().path() == "/bulk" {
                     answers.spawn(info_span!("bulk"), async move {
-                        let mut send = asked.reply.send(Response::new(()), false).unwrap();
+                        let mut send = asked.responder.send(Response::new(()), false).unwrap();
                         let bulk = usize::try_from(BULK_BYTES).unwrap() + 1;
-                        send.last(vec![0; bulk].into()).await.unwrap();
+                        send.send_last(vec![0; bulk].into()).await.unwrap();
                     });
                 } else {
                     open.push(asked);
@@ -66,8 +66,8 @@ impl World {
         };
         NewTunnel {
             tunnel: self.tunnel().await,
-            welcome: Arc::new(welcome),
-            from: FROM.into(),
+            hello: Arc::new(welcome),
+            remote_address: FROM.into(),
             certificate: EdgeCertificate::default(),
             roots: Arc::default(),
             control: mpsc::channel(1).0,
@@ -100,15 +100,15 @@ async fn open(tunnel: &Tunnel, path: &str) -> gateway_side::OpenStream {
 
 fn superseded_by(instance: &str) -> RegisterError {
     RegisterError::Superseded {
-        by: instance.to_owned(),
-        from: FROM.into(),
+        instance: instance.to_owned(),
+        remote_address: FROM.into(),
     }
 }
 
 fn ids(replaced: &[ReplacedTunnel]) -> Vec<(TunnelId, bool)> {
     replaced
         .iter()
-        .map(|old| (old.edge.id, old.fate == ReplaceMode::Superseded))
+        .map(|old| (old.tunnel.id, old.mode == ReplaceMode::Superseded))
         .collect()
 }
 
@@ -119,7 +119,7 @@ async fn the_newest_instance_replaces_all_tunnels_of_the_old_one() {
     let (second, _) = world.register("old", 1).await.unwrap();
     let (newest, replaced) = world.register("new", 0).await.unwrap();
     assert_eq!(ids(&replaced), [(first, true), (second, true)]);
-    assert_eq!(world.registry.pick(&node()).unwrap().id, newest);
+    assert_eq!(world.registry.select_tunnel(&node()).unwrap().id, newest);
 }
 
 #[tokio::test]
@@ -146,11 +146,11 @@ async fn a_second_successor_tunnel_keeps_the_superseded_one_out() {
 #[tokio::test]
 async fn one_process_has_so_many_tunnels_and_no_more() {
     let world = World::new();
-    for slot in 0..MOST_TUNNELS {
+    for slot in 0..MAX_TUNNELS_PER_EDGE {
         world.register("a", slot).await.unwrap();
     }
     let refused = world.register("a", u32::MAX).await.unwrap_err();
-    assert_eq!(refused, RegisterError::Full);
+    assert_eq!(refused, RegisterError::TooManyTunnels);
     // A tunnel that takes a slot again is no further tunnel, and another process has slots of its own.
     world.register("a", 3).await.unwrap();
     world.register("b", u32::MAX).await.unwrap();
@@ -159,11 +159,11 @@ async fn one_process_has_so_many_tunnels_and_no_more() {
 #[tokio::test]
 async fn endless_replacement_of_processes_does_not_grow_the_registry() {
     let world = World::new();
-    for number in 0..3 * REMEMBERED {
+    for number in 0..3 * MAX_SUPERSEDED {
         world.register(&number.to_string(), 0).await.unwrap();
     }
     let shard = world.registry.shard(&node());
-    assert_eq!(shard[&node()].superseded.len(), REMEMBERED);
+    assert_eq!(shard[&node()].superseded.len(), MAX_SUPERSEDED);
 }
 
 #[tokio::test]
@@ -175,7 +175,7 @@ async fn the_same_slot_is_replaced_and_other_slots_stay() {
     assert_eq!(ids(&replaced), [(first, false)]);
     let held: Vec<_> = world
         .registry
-        .of(&node())
+        .node_tunnels(&node())
         .0
         .iter()
         .map(|edge| edge.id)
@@ -189,10 +189,10 @@ async fn the_end_of_an_old_tunnel_does_not_unregister_its_successor() {
     let (old, _) = world.register("a", 0).await.unwrap();
     let (new, _) = world.register("a", 0).await.unwrap();
     assert!(!world.registry.unregister(&node(), old));
-    assert_eq!(world.registry.pick(&node()).unwrap().id, new);
+    assert_eq!(world.registry.select_tunnel(&node()).unwrap().id, new);
     assert!(world.registry.unregister(&node(), new));
     assert!(!world.registry.unregister(&node(), new));
-    assert!(!world.registry.holds(&node()));
+    assert!(!world.registry.has_tunnel(&node()));
 }
 
 #[tokio::test]
@@ -200,37 +200,37 @@ async fn a_stream_goes_where_the_fewest_are() {
     let world = World::new();
     let (first, _) = world.register("a", 0).await.unwrap();
     let (second, _) = world.register("a", 1).await.unwrap();
-    let busy = world.registry.pick(&node()).unwrap();
+    let busy = world.registry.select_tunnel(&node()).unwrap();
     assert_eq!(busy.id, first);
     let _open = open(&busy.tunnel, "/").await;
-    let next = world.registry.pick(&node()).unwrap();
+    let next = world.registry.select_tunnel(&node()).unwrap();
     assert_eq!(next.id, second);
     let _two = (open(&next.tunnel, "/").await, open(&next.tunnel, "/").await);
-    assert_eq!(world.registry.pick(&node()).unwrap().id, first);
+    assert_eq!(world.registry.select_tunnel(&node()).unwrap().id, first);
 }
 
 #[tokio::test]
 async fn a_tunnel_that_moves_bulk_is_chosen_last() {
     let world = World::new();
     world.register("a", 0).await.unwrap();
-    let bulky = world.registry.pick(&node()).unwrap().tunnel;
+    let bulky = world.registry.select_tunnel(&node()).unwrap().tunnel;
     let (second, _) = world.register("a", 1).await.unwrap();
-    let mut answer = open(&bulky, "/bulk").await.answer.await.unwrap();
-    while let Some(chunk) = answer.body_mut().data().await {
+    let mut answer = open(&bulky, "/bulk").await.response.await.unwrap();
+    while let Some(chunk) = answer.body_mut().next_chunk().await {
         chunk.unwrap();
     }
     drop(answer);
-    let calm = world.registry.pick(&node()).unwrap();
+    let calm = world.registry.select_tunnel(&node()).unwrap();
     assert_eq!(calm.id, second);
     let _open = (open(&calm.tunnel, "/").await, open(&calm.tunnel, "/").await);
     assert_eq!(
-        world.registry.pick(&node()).unwrap().id,
+        world.registry.select_tunnel(&node()).unwrap().id,
         second,
         "although it has more streams"
     );
     calm.tunnel.drain();
     assert_ne!(
-        world.registry.pick(&node()).unwrap().id,
+        world.registry.select_tunnel(&node()).unwrap().id,
         second,
         "bulk is better than nothing"
     );
@@ -240,17 +240,17 @@ async fn a_tunnel_that_moves_bulk_is_chosen_last() {
 async fn a_draining_tunnel_is_selected_if_the_node_has_no_other() {
     let world = World::new();
     let (stops, _) = world.register("a", 0).await.unwrap();
-    world.registry.leaves(&node(), stops);
-    assert_eq!(world.registry.pick(&node()).unwrap().id, stops);
+    world.registry.mark_leaving(&node(), stops);
+    assert_eq!(world.registry.select_tunnel(&node()).unwrap().id, stops);
     let (next, _) = world.register("b", 0).await.unwrap();
-    let picked = world.registry.pick(&node()).unwrap();
+    let picked = world.registry.select_tunnel(&node()).unwrap();
     let _busy = (
         open(&picked.tunnel, "/").await,
         open(&picked.tunnel, "/").await,
     );
-    assert_eq!(world.registry.pick(&node()).unwrap().id, next);
+    assert_eq!(world.registry.select_tunnel(&node()).unwrap().id, next);
     world.registry.unregister(&node(), next);
-    assert_eq!(world.registry.pick(&node()).unwrap().id, stops);
+    assert_eq!(world.registry.select_tunnel(&node()).unwrap().id, stops);
 }
 
 #[tokio::test]
@@ -260,7 +260,7 @@ async fn a_node_that_may_be_back_soon_is_waited_for() {
     let name = node();
     // From the start of the gateway on, and from the end of the last tunnel on.
     for _ in 0..2 {
-        let mut waits = pin!(world.registry.pick_within(&name, long));
+        let mut waits = pin!(world.registry.select_tunnel_within(&name, long));
         assert!((&mut waits).now_or_never().is_none());
         let other = NodeName::parse("edge-2").unwrap();
         let admitted = world.admitted("b", 0).await;
@@ -270,11 +270,14 @@ async fn a_node_that_may_be_back_soon_is_waited_for() {
         assert_eq!(waits.await.unwrap().id, id);
         world.registry.unregister(&name, id);
     }
-    let away = world.registry.pick_within(&name, Duration::ZERO).await;
-    assert!(matches!(away, Err(NodeUnavailable::Last { .. })));
-    world.registry.close();
-    let away = world.registry.pick_within(&name, long).await;
-    assert!(matches!(away, Err(NodeUnavailable::Last { .. })));
+    let away = world
+        .registry
+        .select_tunnel_within(&name, Duration::ZERO)
+        .await;
+    assert!(matches!(away, Err(NodeUnavailable::LastSeen { .. })));
+    world.registry.start_drain();
+    let away = world.registry.select_tunnel_within(&name, long).await;
+    assert!(matches!(away, Err(NodeUnavailable::LastSeen { .. })));
 }
 
 /// Its session takes a moment to notice the end.
@@ -282,8 +285,8 @@ async fn a_node_that_may_be_back_soon_is_waited_for() {
 async fn a_node_with_an_ended_tunnel_is_waited_for_until_unregistered() {
     let (world, name, long) = (World::new(), node(), Duration::from_hours(1));
     let (old, _) = world.register("a", 0).await.unwrap();
-    world.registry.pick(&name).unwrap().tunnel.close();
-    let mut waits = pin!(world.registry.pick_within(&name, long));
+    world.registry.select_tunnel(&name).unwrap().tunnel.close();
+    let mut waits = pin!(world.registry.select_tunnel_within(&name, long));
     assert!((&mut waits).now_or_never().is_none());
     world.registry.unregister(&name, old);
     assert!((&mut waits).now_or_never().is_none());
@@ -295,29 +298,31 @@ async fn a_node_with_an_ended_tunnel_is_waited_for_until_unregistered() {
 async fn a_crowd_that_waits_is_bounded() {
     let world = World::new();
     let (name, long) = (node(), Duration::from_hours(1));
-    let waits = || Box::pin(world.registry.pick_within(&name, long));
-    let mut crowd: Vec<_> = (0..MOST_WAITING).map(|_| waits()).collect();
+    let waits = || Box::pin(world.registry.select_tunnel_within(&name, long));
+    let mut crowd: Vec<_> = (0..MAX_WAITING_REQUESTS).map(|_| waits()).collect();
     for one in &mut crowd {
         assert!(one.now_or_never().is_none());
     }
-    assert_eq!(waits().await.unwrap_err(), NodeUnavailable::Never);
+    assert_eq!(waits().await.unwrap_err(), NodeUnavailable::NeverSeen);
 }
 
 #[tokio::test]
 async fn a_node_without_a_tunnel_says_why() {
     let world = World::new();
     assert_eq!(
-        world.registry.pick(&node()).unwrap_err(),
-        NodeUnavailable::Never
+        world.registry.select_tunnel(&node()).unwrap_err(),
+        NodeUnavailable::NeverSeen
     );
     let (id, _) = world.register("a", 0).await.unwrap();
-    let tunnel = world.registry.pick(&node()).unwrap().tunnel;
+    let tunnel = world.registry.select_tunnel(&node()).unwrap().tunnel;
     tunnel.drain();
     assert_eq!(
-        world.registry.pick(&node()).unwrap_err(),
+        world.registry.select_tunnel(&node()).unwrap_err(),
         NodeUnavailable::Draining
     );
     world.registry.unregister(&node(), id);
-    let away = world.registry.pick(&node()).unwrap_err();
-    assert!(matches!(away, NodeUnavailable::Last { from, .. } if from == FROM.into()));
+    let away = world.registry.select_tunnel(&node()).unwrap_err();
+    assert!(
+        matches!(away, NodeUnavailable::LastSeen { remote_address, .. } if remote_address == FROM.into())
+    );
 }

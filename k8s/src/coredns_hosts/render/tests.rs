@@ -34,12 +34,15 @@ fn many(count: usize) -> BTreeMap<NodeName, NodeLocation> {
 fn an_edge_name_maps_to_the_gateway_and_others_to_own_addresses() {
     let rules = CoreDnsHosts::default();
     assert_eq!(
-        style(&rules, LIMIT).files(&places(), 0),
+        style(&rules, MAX_FILE_BYTES).render_files(&places(), 0),
         ["10.0.9.1 cloud-1\nfd01::1 cloud-1\n\
           10.96.0.20 edge-1\nfd00::20 edge-1\n\
           10.96.0.20 edge-2\nfd00::20 edge-2\n"]
     );
-    assert_eq!(style(&rules, LIMIT).files(&BTreeMap::new(), 0), [""]);
+    assert_eq!(
+        style(&rules, MAX_FILE_BYTES).render_files(&BTreeMap::new(), 0),
+        [""]
+    );
 }
 
 #[test]
@@ -48,7 +51,7 @@ fn a_name_stands_in_each_zone_as_well() {
         zones: vec!["Nodes.example.".to_owned(), "n".to_owned()],
         ..CoreDnsHosts::default()
     };
-    let files = style(&rules, LIMIT).files(&places(), 0);
+    let files = style(&rules, MAX_FILE_BYTES).render_files(&places(), 0);
     let first = files[0].lines().next().unwrap();
     assert_eq!(first, "10.0.9.1 cloud-1 cloud-1.nodes.example cloud-1.n");
 }
@@ -60,7 +63,7 @@ fn the_openyurt_format_has_one_sorted_line_per_node() {
         ..CoreDnsHosts::default()
     };
     assert_eq!(
-        style(&rules, LIMIT).files(&places(), 0),
+        style(&rules, MAX_FILE_BYTES).render_files(&places(), 0),
         ["10.0.9.1\tcloud-1\n10.96.0.20\tedge-1\n10.96.0.20\tedge-2"]
     );
 }
@@ -69,7 +72,7 @@ fn the_openyurt_format_has_one_sorted_line_per_node() {
 fn all_names_are_in_one_file_each_and_no_file_is_too_large() {
     let style = style(&CoreDnsHosts::default(), 1000);
     let places = many(200);
-    let files = style.files(&places, 0);
+    let files = style.render_files(&places, 0);
     assert!(files.len() > 6, "{}", files.len());
     assert!(files.iter().all(|file| file.len() <= 1000));
     let mut names: Vec<&str> = files
@@ -87,9 +90,9 @@ fn all_names_are_in_one_file_each_and_no_file_is_too_large() {
 fn one_change_is_one_write() {
     let style = style(&CoreDnsHosts::default(), 1000);
     let mut places = many(200);
-    let before = style.files(&places, 0);
+    let before = style.render_files(&places, 0);
     places.remove("edge-77");
-    let after = style.files(&places, before.len());
+    let after = style.render_files(&places, before.len());
     let changed = before.iter().zip(&after).filter(|(old, new)| old != new);
     assert_eq!((before.len(), changed.count()), (after.len(), 1));
 }
@@ -98,7 +101,7 @@ fn one_change_is_one_write() {
 fn an_additional_file_takes_names_and_changes_no_other_entry() {
     let style = style(&CoreDnsHosts::default(), 1000);
     let places = many(200);
-    let few = style.files(&places, 0);
+    let few = style.render_files(&places, 0);
     let entries: Vec<HostEntry> = places
         .keys()
         .map(|name| HostEntry {
@@ -107,7 +110,7 @@ fn an_additional_file_takes_names_and_changes_no_other_entry() {
         })
         .collect();
     for entry in &entries {
-        let (old, new) = (entry.file(few.len()), entry.file(few.len() + 1));
+        let (old, new) = (entry.file_index(few.len()), entry.file_index(few.len() + 1));
         assert!(new == old || new == few.len(), "{}", entry.name);
     }
 }
@@ -117,8 +120,8 @@ fn there_are_fewer_files_only_once_there_is_room_to_spare() {
     let style = style(&CoreDnsHosts::default(), 1000);
     // Some 35 bytes each: just enough for one file stays in two.
     let tight = many(25);
-    assert_eq!(style.files(&tight, 0).len(), 1);
-    assert_eq!(style.files(&tight, 1).len(), 1);
-    assert_eq!(style.files(&tight, 2).len(), 2);
-    assert_eq!(style.files(&many(15), 2).len(), 1);
+    assert_eq!(style.render_files(&tight, 0).len(), 1);
+    assert_eq!(style.render_files(&tight, 1).len(), 1);
+    assert_eq!(style.render_files(&tight, 2).len(), 2);
+    assert_eq!(style.render_files(&many(15), 2).len(), 1);
 }

@@ -13,7 +13,7 @@ fn reading(all: &[(&str, &str)], resources: &[&str]) -> NodePoolEndpoints {
     });
     let resources = resources.iter().map(|text| text.parse().unwrap());
     NodePoolEndpoints {
-        at: at.collect(),
+        addresses: at.collect(),
         resources: resources.collect(),
     }
 }
@@ -53,13 +53,13 @@ impl Gateway {
         may: bool,
     ) -> LeaderMap {
         let mut looks = RenderContext {
-            own: self.own,
+            gateway: self.own,
             now: Instant::now(),
-            clock,
-            absent: &mut self.absent,
-            may: &|_| may,
+            unix_now: clock,
+            absent_since: &mut self.absent,
+            may_lead: &|_| may,
         };
-        before.next(now, &mut looks)
+        before.next_content(now, &mut looks)
     }
 }
 
@@ -80,12 +80,12 @@ async fn yurthub_config_matches_openyurts_with_unused_node_names() {
         "/v1/services,discovery.k8s.io/v1/endpointslices"
     );
     assert_eq!(said("enable-leader-election"), "true");
-    assert_eq!(map.labels()[LABEL], "leader-hub-north");
+    assert_eq!(map.labels()[CONFIGMAP_NAME_LABEL], "leader-hub-north");
     for name in ["causeway:edge-1", "causeway:edge-2"] {
         assert!(NodeName::parse(name).is_err());
     }
     assert_eq!(
-        LeaderMap::read(&map),
+        LeaderMap::parse(&map),
         content,
         "parsing returns the same data"
     );
@@ -102,7 +102,7 @@ async fn an_edge_is_listed_while_any_gateway_has_it() {
     assert_eq!(one.looks(&both, Some(&north)), both);
     assert_eq!(two.looks(&both, Some(&north)), both);
     assert_eq!(one.looks(&both, None), both, "the node may return");
-    tokio::time::advance(GRACE).await;
+    tokio::time::advance(REMOVAL_DELAY).await;
     let left = one.looks(&both, None);
     assert_eq!(left.leaders(), both.leaders());
     assert_eq!(
@@ -114,7 +114,7 @@ async fn an_edge_is_listed_while_any_gateway_has_it() {
     assert_eq!(one.looks(&left, None), left);
     assert!(one.absent.is_empty());
     assert_eq!(two.looks(&left, None), left);
-    tokio::time::advance(GRACE).await;
+    tokio::time::advance(REMOVAL_DELAY).await;
     let none = two.looks(&left, None);
     assert_eq!(none.leaders(), "");
     let data = map(&none).data.unwrap();
@@ -130,18 +130,21 @@ async fn entries_of_a_dead_gateway_expire_or_end_with_their_node() {
     let north = hubs(&[("edge-1", "10.1.0.1")]);
     let left = Gateway::called("gw-1").looks(&LeaderMap::default(), Some(&north));
     let mut other = Gateway::called("gw-2");
-    assert_eq!(other.looks_at(&left, None, CLOCK + ENDED - 1, true), left);
-    let later = other.looks_at(&left, None, CLOCK + ENDED, true);
+    assert_eq!(
+        other.looks_at(&left, None, CLOCK + CONFIRM_EXPIRY - 1, true),
+        left
+    );
+    let later = other.looks_at(&left, None, CLOCK + CONFIRM_EXPIRY, true);
     assert_eq!(later.leaders(), "");
     assert_eq!(other.looks_at(&left, None, CLOCK, false).leaders(), "");
     // The gateway that has it renews it in time, and not at each check.
     let mut own = Gateway::called("gw-1");
     assert_eq!(
-        own.looks_at(&left, Some(&north), CLOCK + AGAIN - 1, true),
+        own.looks_at(&left, Some(&north), CLOCK + CONFIRM_INTERVAL - 1, true),
         left
     );
-    let again = own.looks_at(&left, Some(&north), CLOCK + AGAIN, true);
-    assert!(again != left && again.tells(&left));
+    let again = own.looks_at(&left, Some(&north), CLOCK + CONFIRM_INTERVAL, true);
+    assert!(again != left && again.has_same_leaders(&left));
 }
 
 #[tokio::test]
@@ -187,7 +190,7 @@ async fn foreign_changes_of_the_config_are_corrected() {
     for change in changes {
         let mut map = map(&right);
         change(&mut map);
-        let found = LeaderMap::read(&map);
+        let found = LeaderMap::parse(&map);
         assert_ne!(found, right);
         assert_eq!(Gateway::called("gw").looks(&found, Some(&north)), right);
     }

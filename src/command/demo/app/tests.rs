@@ -81,7 +81,7 @@ async fn a_stream_ticks_each_second_and_ends_when_asked() {
     let begun = Instant::now();
     let (_, lines) = get_path("/stream?ticks=3").await;
     assert_eq!(lines, "edge-1 tick 1\nedge-1 tick 2\nedge-1 tick 3\n");
-    assert_eq!(begun.elapsed(), 2 * TICK);
+    assert_eq!(begun.elapsed(), 2 * TICK_INTERVAL);
 }
 
 #[tokio::test]
@@ -134,7 +134,7 @@ async fn the_first_tick_is_immediate_and_a_stop_ends_endless_streams() {
     let mut socket = send(address, "GET /stream HTTP/1.1\r\nHost: edge-1\r\n\r\n").await;
     read_until(&mut socket, "edge-1 tick 1\n").await;
     stop.cancel();
-    server.idle().await;
+    server.wait_until_idle().await;
     let mut rest = String::new();
     socket.read_to_string(&mut rest).await.unwrap();
     assert!(rest.ends_with("0\r\n\r\n"), "a clean end: {rest:?}");
@@ -146,6 +146,6 @@ async fn a_stop_closes_idle_connections() {
     let mut socket = send(address, "GET / HTTP/1.1\r\nHost: edge-1\r\n\r\n").await;
     read_until(&mut socket, "hello from edge-1\n").await;
     stop.cancel();
-    server.idle().await;
+    server.wait_until_idle().await;
     assert_eq!(socket.read(&mut [0]).await.unwrap(), 0);
 }

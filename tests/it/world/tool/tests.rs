@@ -15,7 +15,11 @@ async fn server(script: &str) -> (Running, String) {
 
 #[tokio::test]
 async fn a_child_gets_its_input_and_gives_its_output() {
-    let ran = Tool::new("cat").input("in both directions").run().await.ok();
+    let ran = Tool::new("cat")
+        .input("in both directions")
+        .run()
+        .await
+        .ok();
     assert_eq!(ran.text(), "in both directions");
     let ran = Tool::new("sh")
         .args(["-c", "echo \"$WHY\" >&2; exit 7"])

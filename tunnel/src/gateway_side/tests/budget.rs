@@ -19,7 +19,7 @@ const QUIET: Duration = Duration::from_millis(150);
 fn settings(pressure: Arc<MemoryBudget>) -> GatewaySideConfig {
     GatewaySideConfig {
         budget: BUDGET,
-        pressure,
+        memory_budget: pressure,
         ..GatewaySideConfig::default()
     }
 }
@@ -34,14 +34,14 @@ async fn open(tunnel: &Tunnel, end: bool) -> OpenStream {
 async fn answered(turning: &mut Turning) -> (Response<StreamReceiver>, StreamSender) {
     let opened = open(&turning.tunnel, true).await;
     let stream = turning.asked.recv().await.unwrap();
-    let send = stream.reply.send(Response::new(()), false).unwrap();
-    (opened.answer.await.unwrap(), send)
+    let send = stream.responder.send(Response::new(()), false).unwrap();
+    (opened.response.await.unwrap(), send)
 }
 
 /// Sends until no more bytes are accepted.
 async fn fill(send: &mut StreamSender) {
     let chunk = Bytes::from(vec![0; 64 << 10]);
-    while let Ok(sent) = timeout(QUIET, send.data(chunk.clone())).await {
+    while let Ok(sent) = timeout(QUIET, send.send_data(chunk.clone())).await {
         sent.unwrap();
     }
 }
@@ -56,29 +56,32 @@ async fn stalled_uploads_hold_no_more_at_the_edge_than_its_budget() {
         ..
     } = taking_turns(settings(Arc::default())).await;
     let (mut sends, mut deaf) = (Vec::new(), Vec::new());
-    let most = flow_control::size(Duration::ZERO, 1, BUDGET);
+    let most = flow_control::window_size(Duration::ZERO, 1, BUDGET);
     for count in 1..=40 {
         let mut opened = open(&tunnel, false).await;
         deaf.push(asked.recv().await.unwrap());
         fill(&mut opened.send).await;
         sends.push(opened);
-        let held = edge.weigh().all;
+        let held = edge.sample_buffered().total;
         let allowed = BUDGET + count * FLOOR + usize::try_from(most).unwrap();
         assert!(
             held <= allowed,
             "{held} bytes in {count} uploads, {allowed} allowed"
         );
     }
-    assert!(edge.weigh().all >= BUDGET / 2, "the budget is used");
+    assert!(
+        edge.sample_buffered().total >= BUDGET / 2,
+        "the budget is used"
+    );
 
     // An upload that the other end reads continues beside them.
     let mut opened = open(&tunnel, false).await;
     let mut read = asked.recv().await.unwrap();
     let total = 4 << 20;
-    let sending = opened.send.last(Bytes::from(vec![1; total]));
+    let sending = opened.send.send_last(Bytes::from(vec![1; total]));
     let reading = async {
         let mut length = 0;
-        while let Some(chunk) = read.body.data().await {
+        while let Some(chunk) = read.body.next_chunk().await {
             length += chunk.unwrap().len();
         }
         length
@@ -101,15 +104,15 @@ async fn stalled_readers_hold_no_more_at_the_gateway_than_its_budget() {
     } = taking_turns(settings(pressure.clone())).await;
     let mut sending = JoinSet::new();
     let mut stalled = Vec::new();
-    let most = usize::try_from(flow_control::size(Duration::ZERO, 1, BUDGET)).unwrap();
+    let most = usize::try_from(flow_control::window_size(Duration::ZERO, 1, BUDGET)).unwrap();
     for count in 1..=40 {
         let opened = open(&tunnel, true).await;
         let stream = asked.recv().await.unwrap();
-        let mut send = stream.reply.send(Response::new(()), false).unwrap();
+        let mut send = stream.responder.send(Response::new(()), false).unwrap();
         fill(&mut send).await;
         sending.spawn(async move { fill(&mut send).await });
-        stalled.push(opened.answer.await.unwrap());
-        let held = tunnel.load().weigh().all;
+        stalled.push(opened.response.await.unwrap());
+        let held = tunnel.load().sample_buffered().total;
         let allowed = BUDGET + count * FLOOR + most;
         assert!(
             held <= allowed,
@@ -142,7 +145,7 @@ async fn stalled_small_frames_shrink_windows_and_end_no_stream() {
     let sending = all.iter_mut().map(async |(_, send)| {
         let chunk = Bytes::from_static(&[0; FRAME]);
         let mut length = 0;
-        while let Ok(sent) = timeout(QUIET, send.data(chunk.clone())).await {
+        while let Ok(sent) = timeout(QUIET, send.send_data(chunk.clone())).await {
             sent.unwrap();
             length += FRAME;
         }
@@ -158,7 +161,9 @@ async fn stalled_small_frames_shrink_windows_and_end_no_stream() {
         let mut body = answer.into_body();
         let mut length = 0;
         while length < sent {
-            let data = timeout(Duration::from_mins(2), body.data()).await.unwrap();
+            let data = timeout(Duration::from_mins(2), body.next_chunk())
+                .await
+                .unwrap();
             length += data.unwrap().unwrap().len();
         }
     }
@@ -178,8 +183,8 @@ async fn small_frames_that_are_read_at_once_keep_the_windows() {
     let mut body = answer.into_body();
     let mut windows = Vec::new();
     for _ in 0..40 {
-        send.data(Bytes::from_static(b"a line")).await.unwrap();
-        assert_eq!(body.data().await.unwrap().unwrap(), "a line");
+        send.send_data(Bytes::from_static(b"a line")).await.unwrap();
+        assert_eq!(body.next_chunk().await.unwrap().unwrap(), "a line");
         tokio::time::sleep(Duration::from_millis(100)).await;
         windows.extend(std::iter::from_fn(|| turning.taken.try_recv().ok()));
     }
@@ -198,7 +203,7 @@ async fn under_pressure_of_the_whole_process_every_window_is_small() {
     let early = stall(&mut second).await;
     drop(early);
     let _stalled = stall(&mut second).await;
-    let held = second.tunnel.load().weigh().all;
+    let held = second.tunnel.load().sample_buffered().total;
     assert!((FLOOR / 2..=2 * FLOOR).contains(&held), "{held} bytes");
 }
 
@@ -213,7 +218,7 @@ async fn stall(turning: &mut Turning) -> (Response<StreamReceiver>, StreamSender
 async fn data_of_a_dead_tunnel_counts_until_its_readers_are_gone() {
     let pressure = Arc::new(MemoryBudget::new(usize::MAX));
     let settings = settings(pressure.clone());
-    let siblings = settings.siblings.clone();
+    let siblings = settings.node_budget.clone();
     let Turning {
         tunnel,
         mut ended,
@@ -222,15 +227,15 @@ async fn data_of_a_dead_tunnel_counts_until_its_readers_are_gone() {
     } = taking_turns(settings).await;
     let opened = open(&tunnel, true).await;
     let stream = asked.recv().await.unwrap();
-    let mut send = stream.reply.send(Response::new(()), false).unwrap();
+    let mut send = stream.responder.send(Response::new(()), false).unwrap();
     fill(&mut send).await;
-    let stalled = opened.answer.await.unwrap();
-    let held = tunnel.load().weigh().all;
+    let stalled = opened.response.await.unwrap();
+    let held = tunnel.load().sample_buffered().total;
     tunnel.close();
     ended.receiver.recv().await.unwrap();
     drop((opened.send, tunnel));
     assert!(held > 0);
-    let counted = || (pressure.bytes(), siblings.stalled());
+    let counted = || (pressure.bytes(), siblings.stalled_bytes());
     assert_eq!(counted(), (held, held), "the bytes are still in memory");
     drop(stalled);
     assert_eq!(counted(), (0, 0));
@@ -249,12 +254,15 @@ async fn tunnels_of_one_node_share_its_budget() {
     }
     let mut sending = JoinSet::new();
     let mut stalled = Vec::new();
-    let most = usize::try_from(flow_control::size(Duration::ZERO, 1, budget)).unwrap();
+    let most = usize::try_from(flow_control::window_size(Duration::ZERO, 1, budget)).unwrap();
     for count in 1..=40 {
         let (answer, mut send) = stall(&mut ends[count % 2]).await;
         sending.spawn(async move { fill(&mut send).await });
         stalled.push(answer);
-        let held: usize = ends.iter().map(|end| end.tunnel.load().weigh().all).sum();
+        let held: usize = ends
+            .iter()
+            .map(|end| end.tunnel.load().sample_buffered().total)
+            .sum();
         // For each of them one check may be late.
         let allowed = budget + count * FLOOR + 2 * most;
         assert!(
@@ -269,14 +277,14 @@ async fn tunnels_of_one_node_share_its_budget() {
 async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel() {
     let (tunnel, mut ended, mut edge) = pair(settings(Arc::default())).await;
     ended.tasks.spawn(async move {
-        let Ok(IncomingStream::Control(mut control)) = edge.next().await else {
+        let Ok(IncomingStream::Control(mut control)) = edge.next_stream().await else {
             panic!("the first stream is the control stream");
         };
         let mut trickle = interval(Duration::from_secs(1));
         let mut open = Vec::new();
         loop {
             tokio::select! {
-                incoming = edge.next() => match incoming {
+                incoming = edge.next_stream() => match incoming {
                     Ok(incoming) => open.push(incoming),
                     Err(_) => return,
                 },
@@ -285,13 +293,13 @@ async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel() {
                     let until_idle = false;
                     let serves = false;
                     let leave = EdgeMessage::Leave { detail, until_idle, serves };
-                    let _ = control.tell(&leave).await;
+                    let _ = control.send(&leave).await;
                 }
             }
         }
     });
-    let mut control = tunnel.control().await.unwrap();
-    tunnel.give_turns();
+    let mut control = tunnel.open_control_stream().await.unwrap();
+    tunnel.enable_window_grants();
     // With many streams the windows have to be smaller.
     let mut crowd = Vec::new();
     for _ in 0..64 {
@@ -300,11 +308,11 @@ async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel() {
     let began = Instant::now();
     // Neither end is silent.
     let hearing = async {
-        while control.hear::<EdgeMessage>().await.is_ok() {
-            let _ = control.tell(&GatewayMessage::Registered).await;
+        while control.receive::<EdgeMessage>().await.is_ok() {
+            let _ = control.send(&GatewayMessage::Registered).await;
         }
     };
-    let (why, (), _) = tokio::join!(ended.receiver.recv(), hearing, tunnel.turn());
+    let (why, (), _) = tokio::join!(ended.receiver.recv(), hearing, tunnel.next_window_grant());
     let why = why.unwrap().to_string();
     assert!(why.contains("has not acknowledged new SETTINGS"), "{why}");
     let took = began.elapsed();

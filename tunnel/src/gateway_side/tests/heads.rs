@@ -20,16 +20,16 @@ async fn answering() -> (Tunnel, Tasks) {
         let octet = parts.next().unwrap().parse().unwrap();
         let mut head = Response::new(());
         if path.starts_with("/trailers") {
-            let mut send = asked.reply.send(head, false).unwrap();
+            let mut send = asked.responder.send(head, false).unwrap();
             let trailers = [(
                 http::HeaderName::from_static("x-large"),
                 field(octet, length),
             )];
-            let passed = send.trailers(trailers.into_iter().collect()).is_ok();
+            let passed = send.send_trailers(trailers.into_iter().collect()).is_ok();
             assert_eq!(passed, length < MAX_HEAD);
         } else {
             head.headers_mut().insert("x-large", field(octet, length));
-            let _ = asked.reply.send(head, true);
+            let _ = asked.responder.send(head, true);
         }
     })
     .await
@@ -38,7 +38,7 @@ async fn answering() -> (Tunnel, Tasks) {
 async fn answer(tunnel: &Tunnel, path: &str) -> Result<Response<StreamReceiver>, StreamError> {
     let target = target();
     let opened = tunnel.open(get(path), &StreamKind::Request, &target, true);
-    opened.await?.answer.await
+    opened.await?.response.await
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! Fields of objects of every kind: metadata, conditions, references; and `Status`, the response that is no object.
 
-use super::Kind::{Flag, Int, Json, Many, Message, Text, Time};
-use super::{Field, LABELS, TEXTS};
+use super::Kind::{Flag, Int, Json, Message, Repeated, Text, Time};
+use super::{Field, STRING_LIST, STRING_MAP};
 
 pub(super) const OBJECT_META: &[Field] = &[
     Field("name", 1, Text),
@@ -14,11 +14,11 @@ pub(super) const OBJECT_META: &[Field] = &[
     Field("creationTimestamp", 8, Time),
     Field("deletionTimestamp", 9, Time),
     Field("deletionGracePeriodSeconds", 10, Int),
-    Field("labels", 11, LABELS),
-    Field("annotations", 12, LABELS),
-    Field("ownerReferences", 13, Many(&Message(OWNER_REFERENCE))),
-    Field("finalizers", 14, TEXTS),
-    Field("managedFields", 17, Many(&Message(MANAGED_FIELDS))),
+    Field("labels", 11, STRING_MAP),
+    Field("annotations", 12, STRING_MAP),
+    Field("ownerReferences", 13, Repeated(&Message(OWNER_REFERENCE))),
+    Field("finalizers", 14, STRING_LIST),
+    Field("managedFields", 17, Repeated(&Message(MANAGED_FIELDS))),
 ];
 
 const OWNER_REFERENCE: &[Field] = &[
@@ -83,7 +83,7 @@ const STATUS_DETAILS: &[Field] = &[
     Field(
         "causes",
         4,
-        Many(&Message(&[
+        Repeated(&Message(&[
             Field("reason", 1, Text),
             Field("message", 2, Text),
             Field("field", 3, Text),

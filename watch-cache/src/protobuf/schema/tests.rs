@@ -96,7 +96,7 @@ fn fits(kind: &Kind, proto: &str, all: &Messages, missing: &mut Vec<String>) -> 
         | (Kind::IntOrText, "k8s.io.apimachinery.pkg.util.intstr.IntOrString") => true,
         (Kind::Time, _) => proto == format!("{META}.Time"),
         (Kind::Json, _) => proto == format!("{META}.FieldsV1"),
-        (Kind::Many(each), _) => proto
+        (Kind::Repeated(each), _) => proto
             .strip_prefix("repeated ")
             .is_some_and(|proto| fits(each, proto, all, missing)),
         (Kind::Map(each), _) => proto

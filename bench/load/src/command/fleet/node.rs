@@ -7,7 +7,7 @@ use crate::files;
 use bytes::{Buf, Bytes, BytesMut};
 use causeway_rt::{
     backoff::Backoff,
-    socket::{CountedIo, tune_tunnel},
+    socket::{CountedIo, set_tunnel_options},
 };
 use causeway_tunnel::{
     StreamKind, StreamReceiver, StreamSender,
@@ -121,7 +121,7 @@ pub(super) async fn dial(identity: &Identity, fleet: &Fleet) -> Result<(Io, Dura
         .await
         .map_err(|_| Failed::Silent("TCP: no answer in time".into()))?
         .map_err(|error| silent("TCP", &error))?;
-    tune_tunnel(&tcp);
+    set_tunnel_options(&tcp);
     let name = ServerName::from(fleet.gateway.ip());
     let connector = TlsConnector::from(identity.tls.clone());
     let began = Instant::now();
@@ -149,20 +149,20 @@ async fn greet(
         .await
         .map_err(|ended| Failed::Silent(format!("HTTP/2: {ended}")))?;
     let mut control = loop {
-        match server.next().await {
+        match server.next_stream().await {
             Ok(IncomingStream::Control(control)) => break control,
             Ok(IncomingStream::Stream(_)) => {}
             Err(ended) => return Err(Failed::Silent(format!("hello: {ended}"))),
         }
     };
-    match drive(&mut server, fleet, control.hear()).await? {
+    match drive(&mut server, fleet, control.receive()).await? {
         GatewayMessage::Hello(hello) if *hello.node == *identity.node => {}
         other => return Err(unexpected(&other)),
     }
     let welcome = EdgeMessage::Welcome(Box::new(welcome(fleet)));
-    drive(&mut server, fleet, control.tell(&welcome)).await?;
+    drive(&mut server, fleet, control.send(&welcome)).await?;
     loop {
-        match drive(&mut server, fleet, control.hear()).await? {
+        match drive(&mut server, fleet, control.receive()).await? {
             GatewayMessage::Registered => {
                 return Ok(Standing {
                     server,
@@ -206,7 +206,7 @@ async fn drive<T>(
             done = &mut future => {
                 return done.map_err(|error| Failed::Silent(format!("hello: {error}")));
             }
-            next = server.next() => match next {
+            next = server.next_stream() => match next {
                 Ok(incoming) => take(incoming, fleet),
                 Err(ended) => return Err(Failed::Silent(format!("the tunnel ended: {ended}"))),
             },
@@ -235,15 +235,15 @@ impl Standing {
         let mut heard = true;
         loop {
             tokio::select! {
-                next = self.server.next() => match next {
+                next = self.server.next_stream() => match next {
                     Ok(incoming) => take(incoming, fleet),
                     Err(ended) => return Failed::Silent(format!("the tunnel ended: {ended}")),
                 },
-                line = self.control.hear(), if heard => match line {
+                line = self.control.receive(), if heard => match line {
                     Ok(GatewayMessage::Window { bytes }) => {
-                        let bytes = self.server.resize(bytes);
+                        let bytes = self.server.resize_window(bytes);
                         let line = EdgeMessage::Window { bytes };
-                        let told = self.control.tell(&line);
+                        let told = self.control.send(&line);
                         if let Err(failed) = drive(&mut self.server, fleet, told).await {
                             return failed;
                         }
@@ -271,7 +271,10 @@ fn take(incoming: IncomingStream, fleet: &Arc<Fleet>) {
 /// reset when it is dropped.
 async fn answer(asked: StreamRequest, bytes: Bytes) {
     let StreamRequest {
-        kind, body, reply, ..
+        kind,
+        body,
+        responder,
+        ..
     } = asked;
     let mut head = Response::new(());
     match kind {
@@ -279,10 +282,10 @@ async fn answer(asked: StreamRequest, bytes: Bytes) {
             let length = HeaderValue::from(bytes.len());
             head.headers_mut().insert(CONTENT_LENGTH, length);
             if read(body).await
-                && let Ok(mut send) = reply.send(head, false)
+                && let Ok(mut send) = responder.send(head, false)
             {
                 // A client that has left needs no answer.
-                let _ = send.last(bytes).await;
+                let _ = send.send_last(bytes).await;
             }
         }
         StreamKind::Upgrade(token) => {
@@ -290,12 +293,12 @@ async fn answer(asked: StreamRequest, bytes: Bytes) {
                 return;
             };
             head.headers_mut().insert(wire::SWITCHED, token);
-            if let Ok(send) = reply.send(head, false) {
+            if let Ok(send) = responder.send(head, false) {
                 echo(send, body).await;
             }
         }
         StreamKind::Tcp => {
-            if let Ok(send) = reply.send(head, false) {
+            if let Ok(send) = responder.send(head, false) {
                 converse(send, body, &bytes).await;
             }
         }
@@ -304,7 +307,7 @@ async fn answer(asked: StreamRequest, bytes: Bytes) {
 
 /// Reads to the end; returns whether the end was in order.
 async fn read(mut body: StreamReceiver) -> bool {
-    while let Some(chunk) = body.data().await {
+    while let Some(chunk) = body.next_chunk().await {
         if chunk.is_err() {
             return false;
         }
@@ -313,8 +316,8 @@ async fn read(mut body: StreamReceiver) -> bool {
 }
 
 async fn echo(mut send: StreamSender, mut body: StreamReceiver) {
-    while let Some(Ok(chunk)) = body.data().await {
-        if send.data(chunk).await.is_err() {
+    while let Some(Ok(chunk)) = body.next_chunk().await {
+        if send.send_data(chunk).await.is_err() {
             return;
         }
     }
@@ -327,11 +330,11 @@ async fn converse(mut send: StreamSender, mut body: StreamReceiver, bytes: &Byte
     let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", bytes.len());
     let whole = Bytes::from([head.as_bytes(), bytes].concat());
     let mut unread = BytesMut::new();
-    while let Some(Ok(chunk)) = body.data().await {
+    while let Some(Ok(chunk)) = body.next_chunk().await {
         unread.extend_from_slice(&chunk);
         while let Some(end) = unread.windows(4).position(|end| end == b"\r\n\r\n") {
             unread.advance(end + 4);
-            if send.data(whole.clone()).await.is_err() {
+            if send.send_data(whole.clone()).await.is_err() {
                 return;
             }
         }

@@ -33,7 +33,7 @@ impl Node {
         let store = Store::open(data.path(), OpenMode::Create).unwrap();
         let told = Membership::load(&store);
         let nowhere = "127.0.0.1:9".parse().unwrap();
-        told.voice("gateway").says(NodePoolMembers {
+        told.updater("gateway").update(NodePoolMembers {
             pool: Some("north".into()),
             leader: None,
             members: ["edge-1", "edge-2"].map(|node| at(node, nowhere)).into(),
@@ -41,13 +41,13 @@ impl Node {
         let held = IdentityStore::new(identity(ca, name), store);
         let tls = MemberTls::new(held.clone(), told);
         let (sender, at) = watch::channel(Arc::new(SelectedSource {
-            turn: 0,
-            who: SourceKind::Nobody,
+            generation: 0,
+            kind: SourceKind::Unselected,
             source: None,
         }));
         Self {
             held,
-            host: MemberClients { tls, at },
+            host: MemberClients { tls, selected: at },
             _data: data,
             _at: sender,
         }
@@ -58,14 +58,14 @@ impl Node {
         let node = self.held.identity().node;
         let leaf = identity(ca, node.as_str()).leaf;
         let change = move |own: &mut EdgeIdentity| own.leaf = leaf;
-        self.held.change(change).await.unwrap();
+        self.held.update(change).await.unwrap();
     }
 
     /// It trusts these roots from now on.
     async fn believes(&self, roots: &[&Ca]) {
         let roots: Vec<_> = roots.iter().map(|ca| ca.root().clone()).collect();
         let change = move |own: &mut EdgeIdentity| own.roots = roots;
-        self.held.change(change).await.unwrap();
+        self.held.update(change).await.unwrap();
     }
 
     /// Returns the chain that `other` presents here when it connects, and the certificate that this node presents then, or
@@ -76,9 +76,9 @@ impl Node {
     ) -> Result<(PresentedChain, CertificateDer<'static>), String> {
         let (near, far) = tokio::io::duplex(16 * 1024);
         let name = self.held.identity().node.as_str().to_owned();
-        let dials = other.host.tls.now()?.dials.clone();
+        let dials = other.host.tls.current()?.connector.clone();
         let (accepted, dialled) = tokio::join!(
-            self.host.accepts()?.accept(near),
+            self.host.acceptor()?.accept(near),
             dials.connect(ServerName::try_from(name).unwrap(), far)
         );
         let (accepted, dialled) = match (accepted, dialled) {
@@ -89,7 +89,7 @@ impl Node {
             certificates.unwrap_or_default().into()
         };
         let chain = shown(accepted.get_ref().1.peer_certificates());
-        self.host.guest(&chain)?;
+        self.host.client_name(&chain)?;
         let own = shown(dialled.get_ref().1.peer_certificates());
         Ok((chain, own[0].clone()))
     }
@@ -110,7 +110,7 @@ async fn renewed_certificates_and_roots_apply_to_an_open_listener() {
     let (second, again) = one.receives(&two).await.unwrap();
     assert!(second[0] != first[0] && again != shown);
     assert_eq!((&second[0], &again), (&leaf(&two), &leaf(&one)));
-    let mut goes = one.host.goes(first);
+    let mut goes = one.host.wait_for_revocation(first);
     assert_eq!(goes.as_mut().now_or_never(), None);
 
     // One more root, which one of them has first.
@@ -128,7 +128,7 @@ async fn renewed_certificates_and_roots_apply_to_an_open_listener() {
     let why = timeout(6 * SOON, goes).await.expect("the connection ends");
     assert!(began.elapsed() <= 4 * SOON, "{:?}", began.elapsed());
     assert!(!why.is_empty());
-    assert_eq!(one.host.goes(third).now_or_never(), None);
+    assert_eq!(one.host.wait_for_revocation(third).now_or_never(), None);
     one.receives(&two).await.unwrap();
     two.shows(&old).await;
     one.receives(&two).await.unwrap_err();

@@ -37,7 +37,7 @@ async fn served(world: &World) -> (Gateway, Edge, NodePoolMembers) {
 fn dials(identity: &EdgeIdentity) -> Arc<ClientConfig> {
     PoolMemberTls::new(identity, Arc::new(|_| true))
         .unwrap()
-        .client()
+        .client_config()
         .unwrap()
 }
 
@@ -201,21 +201,26 @@ async fn a_pool_of_as_many_as_there_can_be_reads_all_at_one_of_them() {
         .start(&[&gateway], json!({ "resources": resources }))
         .await;
     let mut members = pool("edge-1", &[&edge]);
-    let names: Vec<_> = (1..NodePoolMembers::MOST)
+    let names: Vec<_> = (1..NodePoolMembers::MAX_MEMBERS)
         .map(|at| format!("member-{at}"))
         .collect();
     members
         .members
         .extend(names.iter().map(|name| at(name, edge.site)));
     gateway.tell(&members);
-    edge.until(|api_cache| api_cache.ready && api_cache.members.len() == NodePoolMembers::MOST)
-        .await;
+    edge.until(|api_cache| {
+        api_cache.ready && api_cache.members.len() == NodePoolMembers::MAX_MEMBERS
+    })
+    .await;
     let each = names.iter().map(|name| dials(&identity(&world.ca, name)));
     let all: Vec<_> = each
         .flat_map(|config| resources.map(|resource| watches(&edge, config.clone(), resource)))
         .collect();
     let held: Vec<_> = stream::iter(all).buffered(16).try_collect().await.unwrap();
-    assert_eq!(held.len(), (NodePoolMembers::MOST - 1) * resources.len());
+    assert_eq!(
+        held.len(),
+        (NodePoolMembers::MAX_MEMBERS - 1) * resources.len()
+    );
 }
 
 /// A watch that has begun.

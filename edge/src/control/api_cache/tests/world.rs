@@ -1,6 +1,6 @@
 //! A cloud, gateways that serve its objects, and edges.
 
-use super::super::{super::http_server::AcceptedConnections, local_server::serve_options};
+use super::super::{super::http_server::AcceptedConnections, local_server::cache_router};
 use super::Nodes;
 use crate::{
     Config,
@@ -154,7 +154,7 @@ impl ListWatch for Api {
         })))
     }
 
-    fn is_pool(&self) -> bool {
+    fn is_watch_cache(&self) -> bool {
         false
     }
 }
@@ -198,8 +198,8 @@ impl Gateway {
         let pool = WatchCache::new(
             &cloud.resources,
             &CacheLimits {
-                cache: 1 << 20,
-                window: 1 << 20,
+                response_bytes: 1 << 20,
+                event_buffer_bytes: 1 << 20,
             },
         );
         for store in pool.stores() {
@@ -211,7 +211,7 @@ impl Gateway {
         let leaf = ca
             .issue_gateway(&[GatewayName::parse("localhost").unwrap()], HOUR)
             .unwrap();
-        let trust = TrustStore::of(ca).unwrap();
+        let trust = TrustStore::from_ca(ca).unwrap();
         let (reads, accepted) = mpsc::channel(1);
         let (told, welcomes) = mpsc::channel(16);
         let members = watch::Sender::new(None);
@@ -226,8 +226,11 @@ impl Gateway {
             trust,
         };
         tasks.spawn(info_span!("serve"), async move {
-            let listener = AcceptedConnections { accepted, address };
-            let _ = axum::serve(listener, serve_options(pool, None, None)).await;
+            let listener = AcceptedConnections {
+                connections: accepted,
+                address,
+            };
+            let _ = axum::serve(listener, cache_router(pool, None, None)).await;
         });
         tasks.spawn(info_span!("gateway"), async move {
             let connections = TaskGroup::default();
@@ -328,7 +331,7 @@ impl TestListener {
     }
 
     async fn talk(mut self, tunnel: &causeway_tunnel::Tunnel, node: String) -> Option<()> {
-        let mut control = tunnel.control().await.ok()?;
+        let mut control = tunnel.open_control_stream().await.ok()?;
         let hello = GatewayHello {
             protocol: wire::VERSION,
             version: "test".into(),
@@ -338,17 +341,17 @@ impl TestListener {
             gateways: Vec::new(),
             replicas: None,
         };
-        control.tell(&GatewayMessage::Hello(hello)).await.ok()?;
-        let EdgeMessage::Welcome(welcome) = control.hear().await.ok()? else {
+        control.send(&GatewayMessage::Hello(hello)).await.ok()?;
+        let EdgeMessage::Welcome(welcome) = control.receive().await.ok()? else {
             return None;
         };
         let reads = welcome.site.is_some();
-        control.tell(&GatewayMessage::Registered).await.ok()?;
+        control.send(&GatewayMessage::Registered).await.ok()?;
         self.welcomes.send(*welcome).await.ok()?;
         loop {
             let told = self.members.borrow_and_update().clone();
             if let Some(told) = told.filter(|_| reads) {
-                control.tell(&GatewayMessage::Pool(told)).await.ok()?;
+                control.send(&GatewayMessage::Pool(told)).await.ok()?;
             }
             self.members.changed().await.ok()?;
         }
@@ -447,9 +450,9 @@ impl Node {
         let none = "127.0.0.1:9".parse().unwrap();
         let running = Edge {
             node: self.name,
-            endpoint: bound.reader_addr().unwrap_or(none),
-            site: bound.site_addr().unwrap_or(none),
-            reader: bound.reader(),
+            endpoint: bound.api_cache_addr().unwrap_or(none),
+            site: bound.members_addr().unwrap_or(none),
+            reader: bound.status_reader(),
             admin: bound.local_addr(),
             stop,
             tasks,

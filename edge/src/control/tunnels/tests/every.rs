@@ -89,15 +89,15 @@ async fn the_first_gateways_leader_hint_counts_until_it_goes() {
             members: Vec::new(),
         })
     };
-    two.control.tell(&pool("by-b")).await.unwrap();
+    two.control.send(&pool("by-b")).await.unwrap();
     led("by-b").await;
-    one.control.tell(&pool("by-a")).await.unwrap();
+    one.control.send(&pool("by-a")).await.unwrap();
     led("by-a").await;
-    two.control.tell(&pool("again-by-b")).await.unwrap();
-    one.control.tell(&pool("again-by-a")).await.unwrap();
+    two.control.send(&pool("again-by-b")).await.unwrap();
+    one.control.send(&pool("again-by-a")).await.unwrap();
     led("again-by-a").await;
     let drain = GatewayMessage::Drain { grace_ms: 60_000 };
-    one.control.tell(&drain).await.unwrap();
+    one.control.send(&drain).await.unwrap();
     led("again-by-b").await;
 
     drop((one, first));
@@ -107,9 +107,9 @@ async fn the_first_gateways_leader_hint_counts_until_it_goes() {
         gateways,
         replicas: None,
     };
-    two.control.tell(&line).await.unwrap();
+    two.control.send(&line).await.unwrap();
     let mut came = back.next().await;
-    came.control.tell(&pool("back-by-a")).await.unwrap();
+    came.control.send(&pool("back-by-a")).await.unwrap();
     led("back-by-a").await;
     drop((came, back));
     led("again-by-b").await;
@@ -157,7 +157,7 @@ async fn a_tunnel_of_a_removed_gateway_ends_without_redial() {
         gateways,
         replicas: None,
     };
-    told.control.tell(&line).await.unwrap();
+    told.control.send(&line).await.unwrap();
     new.next().await;
     edge.until(|status| status.gateways.len() == 2 && status.tunnels.len() == 3)
         .await;
@@ -252,7 +252,7 @@ async fn all_gateways_at_one_address_are_found_without_tunnel_loss() {
     let gateways = vec![balancer.address.to_string()];
     let replicas = Some(3);
     let line = GatewayMessage::Gateways { gateways, replicas };
-    first.control.tell(&line).await.unwrap();
+    first.control.send(&line).await.unwrap();
     let third = c.next().await;
     let status = edge.until(reached(3, 3)).await;
     assert_eq!((status.state, status.tunnels.len()), ("connected", 3));
@@ -266,7 +266,7 @@ async fn all_gateways_at_one_address_are_found_without_tunnel_loss() {
     // A draining gateway gets no clients.
     let mut draining = found.control;
     let drain = GatewayMessage::Drain { grace_ms: 1000 };
-    draining.tell(&drain).await.unwrap();
+    draining.send(&drain).await.unwrap();
     edge.until(reached(2, 3)).await;
     for gateway in [&mut a, &mut b] {
         assert!(gateway.registered.try_recv().is_err(), "dialled again");
@@ -390,7 +390,7 @@ async fn a_refusing_gateway_behind_a_balancer_gets_its_retry_delay() {
 #[test]
 fn gateway_messages_parse_without_replicas_or_with_new_fields() {
     let heard = |line: &str| {
-        causeway_tunnel::control_stream::parse::<GatewayMessage>(line.as_bytes()).unwrap()
+        causeway_tunnel::control_stream::parse_message::<GatewayMessage>(line.as_bytes()).unwrap()
     };
     let gateways = |replicas| GatewayMessage::Gateways {
         gateways: vec!["a:1".into()],

@@ -20,7 +20,7 @@ fn zones(zones: &[&str], addresses: &[&str]) -> Zones {
         dns: dns.into(),
         ..Config::default()
     };
-    Zones::of(&config).unwrap()
+    Zones::from_config(&config).unwrap()
 }
 
 fn name(text: &str) -> NodeName {
@@ -31,7 +31,7 @@ fn name(text: &str) -> NodeName {
 fn table() -> NodesWriter {
     let writer = NodesWriter::default();
     for edge in ["edge-1", "edge-1.site-a", "far"] {
-        writer.put(name(edge), Node::default());
+        writer.upsert(name(edge), Node::default());
     }
     let at = |addresses| ClusterNode {
         addresses,
@@ -41,7 +41,7 @@ fn table() -> NodesWriter {
         (name("cloud-1"), at(vec!["192.0.2.1".parse().unwrap()])),
         (name("cloud-2"), at(Vec::new())),
     ];
-    writer.cluster(BTreeMap::from(elsewhere));
+    writer.replace_cluster(BTreeMap::from(elsewhere));
     writer
 }
 
@@ -192,7 +192,7 @@ fn an_edge_that_joins_is_found_by_the_next_question() {
     desk.nodes = table.reader();
     let ask = || desk.short("late.nodes.example.internal.", RecordType::A);
     assert_eq!(ask().1, ResponseCode::NXDomain);
-    table.put(name("late"), Node::default());
+    table.upsert(name("late"), Node::default());
     assert_eq!(ask().2, ["10.96.0.20"]);
     table.remove(&name("late"));
     assert_eq!(ask().1, ResponseCode::NXDomain);
@@ -380,7 +380,7 @@ fn assert_malformed(desk: &TestServer, question: &[u8]) {
 #[test]
 fn without_the_section_everything_is_refused() {
     let mut desk = TestServer::new();
-    desk.zones = Zones::of(&Config::default()).unwrap();
+    desk.zones = Zones::from_config(&Config::default()).unwrap();
     assert_eq!(
         desk.short("edge-1.", RecordType::A).1,
         ResponseCode::Refused
@@ -391,8 +391,8 @@ fn without_the_section_everything_is_refused() {
 #[test]
 fn unknown_names_are_servfail_until_the_nodes_are_known() {
     let writer = NodesWriter::default();
-    writer.put(name("edge-1"), Node::default());
-    writer.pending("not known yet");
+    writer.upsert(name("edge-1"), Node::default());
+    writer.set_pending("not known yet");
     let desk = TestServer {
         nodes: writer.reader(),
         ..TestServer::new()
@@ -409,6 +409,6 @@ fn unknown_names_are_servfail_until_the_nodes_are_known() {
     };
     let (_, elsewhere, _) = root.short("kube-apiserver.example.", RecordType::A);
     assert_eq!(elsewhere, ResponseCode::NXDomain);
-    writer.cluster(BTreeMap::new());
+    writer.replace_cluster(BTreeMap::new());
     assert_eq!(code("edge-2"), ResponseCode::NXDomain);
 }

@@ -79,14 +79,14 @@ async fn a_node_with_its_cluster_certificate_gets_one_of_our_ca() {
     let world = &counter.world;
     let mut signer = Signer::believed_by(world);
     let edge = ClusterNode {
-        edge: true,
+        is_edge: true,
         ..ClusterNode::default()
     };
     let members = [
         (name("edge-1"), edge),
         (name("cloud"), ClusterNode::default()),
     ];
-    world.nodes.cluster(members.into());
+    world.nodes.replace_cluster(members.into());
     let kubelet = signer.kubelet("edge-1");
     let said = asks(&counter, "/v1/vouched", &kubelet).await;
     let (root, chain) = (&said["root"], &said["certificate"]);

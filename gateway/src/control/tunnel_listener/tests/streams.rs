@@ -41,7 +41,7 @@ struct Model {
 impl Model {
     fn new(seed: u64) -> Self {
         let world = World::start();
-        let record = NodeRecord::arrived(&name("edge-1"), 0);
+        let record = NodeRecord::name_only(&name("edge-1"), 0);
         world.store.nodes().put(record).unwrap();
         Self {
             identity: world.enrolled("edge-1"),
@@ -71,7 +71,7 @@ impl Model {
         for session in &mut self.sessions {
             session.leaves |= of_slot(session) || session.process != process;
         }
-        let registered = self.world.registry.of(&name("edge-1")).0;
+        let registered = self.world.registry.node_tunnels(&name("edge-1")).0;
         let id = registered.last().unwrap().id;
         self.newest[slot as usize] = Some(id);
         self.sessions.push(Session {
@@ -93,7 +93,7 @@ impl Model {
             serves: false,
         };
         // A tunnel that the gateway has closed meanwhile sends nothing.
-        let _ = session.edge.control.tell(&leave).await;
+        let _ = session.edge.control.send(&leave).await;
     }
 
     /// Breaks a connection, and its streams with it. The gateway may not have noticed when the edge connects again.
@@ -102,7 +102,7 @@ impl Model {
         self.streams.retain(|stream| stream.on != lost);
         if self.random.random() {
             let gone = |world: &World| {
-                let registered = world.registry.of(&name("edge-1")).0;
+                let registered = world.registry.node_tunnels(&name("edge-1")).0;
                 registered.iter().all(|edge| edge.id != lost)
             };
             self.world.until(gone).await;
@@ -111,7 +111,7 @@ impl Model {
 
     /// Opens a client's request.
     async fn open(&mut self) {
-        let picked = self.world.registry.pick(&name("edge-1"));
+        let picked = self.world.registry.select_tunnel(&name("edge-1"));
         let stands = self.sessions.iter().any(|session| !session.leaves);
         assert!(picked.is_ok() || !stands, "{picked:?}");
         let Ok(picked) = picked else { return };
@@ -180,7 +180,7 @@ impl Model {
             _ => self.open().await,
         }
         for stream in &mut self.streams {
-            let ended = (&mut stream.opened.answer).now_or_never();
+            let ended = (&mut stream.opened.response).now_or_never();
             assert!(ended.is_none(), "{:?} ended: {ended:?}", stream.on);
         }
     }
@@ -197,7 +197,7 @@ impl Model {
         nodes.remove(&name("edge-1")).unwrap();
         self.world.roll().refresh().await.unwrap();
         for stream in self.streams {
-            let ended = timeout(LONG, stream.opened.answer).await.unwrap();
+            let ended = timeout(LONG, stream.opened.response).await.unwrap();
             assert!(ended.is_err(), "a revoked edge answers");
         }
     }

@@ -27,7 +27,7 @@ impl Fake {
 }
 
 impl ReviewClient for Fake {
-    fn token(
+    fn review_token(
         &self,
         token: &str,
         _: &[String],
@@ -38,7 +38,7 @@ impl ReviewClient for Fake {
             Self::opened(gate).await;
             match token.as_str() {
                 "broken" => Err(ReviewError {
-                    says: "broken".into(),
+                    detail: "broken".into(),
                     cause: "broken".into(),
                 }),
                 "wrong" => Ok(None),
@@ -48,7 +48,10 @@ impl ReviewClient for Fake {
         .boxed()
     }
 
-    fn access(&self, access: &ReviewAttributes) -> BoxFuture<'static, Result<bool, ReviewError>> {
+    fn review_access(
+        &self,
+        access: &ReviewAttributes,
+    ) -> BoxFuture<'static, Result<bool, ReviewError>> {
         self.asked.fetch_add(1, Relaxed);
         let (gate, allowed) = (self.gate.clone(), access.verb == "get");
         async move {
@@ -102,8 +105,8 @@ fn jwt(end: u64) -> String {
 #[tokio::test]
 async fn of_a_thousand_that_ask_the_same_one_is_answered_by_asking() {
     let world = world(false, &Kubernetes::default());
-    let tokens = (0..1_000).map(|_| world.answers.token("good", &[], HERE));
-    let accesses = (0..1_000).map(|_| world.answers.access(access("get"), HERE));
+    let tokens = (0..1_000).map(|_| world.answers.review_token("good", &[], HERE));
+    let accesses = (0..1_000).map(|_| world.answers.review_access(access("get"), HERE));
     let open = async { world.gate.send_replace(true) };
     let (tokens, accesses, _) = tokio::join!(join_all(tokens), join_all(accesses), open);
     assert!(tokens.into_iter().all(|found| found.unwrap().is_some()));
@@ -112,7 +115,7 @@ async fn of_a_thousand_that_ask_the_same_one_is_answered_by_asking() {
     assert!(
         world
             .answers
-            .token("wrong", &[], HERE)
+            .review_token("wrong", &[], HERE)
             .await
             .unwrap()
             .is_none()
@@ -120,12 +123,18 @@ async fn of_a_thousand_that_ask_the_same_one_is_answered_by_asking() {
     assert!(
         world
             .answers
-            .token("wrong", &[], HERE)
+            .review_token("wrong", &[], HERE)
             .await
             .unwrap()
             .is_none()
     );
-    assert!(!world.answers.access(access("create"), HERE).await.unwrap());
+    assert!(
+        !world
+            .answers
+            .review_access(access("create"), HERE)
+            .await
+            .unwrap()
+    );
     assert_eq!(world.fake.count(), 4);
 }
 
@@ -133,7 +142,7 @@ async fn of_a_thousand_that_ask_the_same_one_is_answered_by_asking() {
 async fn a_cancelled_client_does_not_cancel_the_review_of_others() {
     let world = world(false, &Kubernetes::default());
     {
-        let mut first = Box::pin(world.answers.token("good", &[], HERE));
+        let mut first = Box::pin(world.answers.review_token("good", &[], HERE));
         while world.fake.count() == 0 {
             assert!(futures_util::poll!(&mut first).is_pending());
             tokio::task::yield_now().await;
@@ -143,7 +152,7 @@ async fn a_cancelled_client_does_not_cancel_the_review_of_others() {
     assert!(
         world
             .answers
-            .token("good", &[], HERE)
+            .review_token("good", &[], HERE)
             .await
             .unwrap()
             .is_some()
@@ -155,20 +164,42 @@ async fn a_cancelled_client_does_not_cancel_the_review_of_others() {
 async fn an_unanswered_review_times_out_and_admits_no_client() {
     let world = world(false, &Kubernetes::default());
     let begun = tokio::time::Instant::now();
-    let why = world.answers.token("good", &[], HERE).await.unwrap_err();
-    assert!(why.says.contains("did not answer within 3s"), "{why:?}");
+    let why = world
+        .answers
+        .review_token("good", &[], HERE)
+        .await
+        .unwrap_err();
+    assert!(why.detail.contains("did not answer within 3s"), "{why:?}");
     assert_eq!(begun.elapsed(), BOUND);
-    assert!(world.answers.access(access("get"), HERE).await.is_err());
+    assert!(
+        world
+            .answers
+            .review_access(access("get"), HERE)
+            .await
+            .is_err()
+    );
 }
 
 #[tokio::test]
 async fn that_there_is_no_answer_is_not_kept() {
     let world = world(true, &Kubernetes::default());
-    assert!(world.answers.token("broken", &[], HERE).await.is_err());
+    assert!(
+        world
+            .answers
+            .review_token("broken", &[], HERE)
+            .await
+            .is_err()
+    );
     let asked = world.fake.count();
     let again = async {
         while world.fake.count() == asked {
-            assert!(world.answers.token("broken", &[], HERE).await.is_err());
+            assert!(
+                world
+                    .answers
+                    .review_token("broken", &[], HERE)
+                    .await
+                    .is_err()
+            );
             tokio::task::yield_now().await;
         }
     };
@@ -191,7 +222,11 @@ async fn an_answer_is_asked_for_again_when_its_time_is_over() {
         let asked = accesses.fake.count();
         let again = async {
             while accesses.fake.count() < asked + 3 {
-                let allowed = accesses.answers.access(access(verb), HERE).await.unwrap();
+                let allowed = accesses
+                    .answers
+                    .review_access(access(verb), HERE)
+                    .await
+                    .unwrap();
                 assert_eq!(allowed, verb == "get");
                 tokio::task::yield_now().await;
             }
@@ -203,7 +238,7 @@ async fn an_answer_is_asked_for_again_when_its_time_is_over() {
         let asked = world.fake.count();
         let again = async {
             while world.fake.count() < asked + 3 {
-                let found = world.answers.token(token, &[], HERE).await.unwrap();
+                let found = world.answers.review_token(token, &[], HERE).await.unwrap();
                 assert_eq!(found.is_some(), token == "good");
                 tokio::task::yield_now().await;
             }
@@ -219,7 +254,7 @@ async fn a_token_never_counts_beyond_its_own_end() {
     assert!(
         world
             .answers
-            .token(&token, &[], HERE)
+            .review_token(&token, &[], HERE)
             .await
             .unwrap()
             .is_some()
@@ -227,7 +262,7 @@ async fn a_token_never_counts_beyond_its_own_end() {
     let over = async {
         while world
             .answers
-            .token(&token, &[], HERE)
+            .review_token(&token, &[], HERE)
             .await
             .unwrap()
             .is_some()
@@ -241,7 +276,7 @@ async fn a_token_never_counts_beyond_its_own_end() {
         assert!(
             world
                 .answers
-                .token(&over, &[], HERE)
+                .review_token(&over, &[], HERE)
                 .await
                 .unwrap()
                 .is_none()
@@ -264,7 +299,7 @@ async fn audiences_are_part_of_the_question() {
         names(&["a", "b"]),
         names(&["ab"]),
     ] {
-        let found = world.answers.token("good", &audiences, HERE).await;
+        let found = world.answers.review_token("good", &audiences, HERE).await;
         assert!(found.unwrap().is_some());
     }
     assert_eq!(world.fake.count(), 4);
@@ -277,7 +312,7 @@ fn no_two_questions_have_one_answer() {
         let mut account = UserInfo::default();
         change(&mut account, &mut access);
         access.account = Arc::new(account);
-        key(&access)
+        access_key(&access)
     };
     let extra = |name: &str, values: &[&str]| {
         let values = values.iter().map(|&each| each.to_owned()).collect();
@@ -307,20 +342,20 @@ fn no_two_questions_have_one_answer() {
 async fn wrong_tokens_of_one_source_hold_up_no_other_source() {
     let world = world(false, &Kubernetes::default());
     let from = |last| std::net::IpAddr::from([192, 0, 2, last]);
-    let tokens: Vec<_> = (0..10 * AT_ONCE)
+    let tokens: Vec<_> = (0..10 * MAX_CONCURRENT_REVIEWS)
         .map(|number| format!("token-{number}"))
         .collect();
     let strangers = tokens
         .iter()
-        .map(|token| world.answers.token(token, &[], from(1)));
+        .map(|token| world.answers.review_token(token, &[], from(1)));
     let mut strangers = Box::pin(join_all(strangers));
-    while world.fake.count() < AT_ONCE * 3 / 4 {
+    while world.fake.count() < MAX_CONCURRENT_REVIEWS * 3 / 4 {
         assert!(futures_util::poll!(&mut strangers).is_pending());
         tokio::task::yield_now().await;
     }
-    let other = world.answers.token("good", &[], from(2));
+    let other = world.answers.review_token("good", &[], from(2));
     let mut other = Box::pin(other);
-    while world.fake.count() <= AT_ONCE * 3 / 4 {
+    while world.fake.count() <= MAX_CONCURRENT_REVIEWS * 3 / 4 {
         assert!(futures_util::poll!(&mut other).is_pending());
         tokio::task::yield_now().await;
     }

@@ -8,16 +8,16 @@
 
 use super::Rejection;
 use crate::{
-    proxy::authn::identity::UID,
+    proxy::authn::identity::UID_PREFIX,
     state::policy::{ANONYMOUS, AUTHENTICATED, UNAUTHENTICATED},
 };
 use causeway_certs::TrustDomain;
 use serde_json::{Map, Value};
 
 /// Prefix of the names that Kubernetes assigns itself.
-const SYSTEM: &str = "system:";
+const SYSTEM_PREFIX: &str = "system:";
 /// Longest name and group, in bytes.
-const LONGEST: usize = 256;
+const MAX_NAME_BYTES: usize = 256;
 
 /// How a token's claims become a name and groups.
 #[derive(Clone, Debug)]
@@ -31,7 +31,7 @@ pub struct ClaimMappings {
     /// Stands before each.
     pub groups_prefix: Option<String>,
     /// The own trust domain.
-    pub domain: TrustDomain,
+    pub trust_domain: TrustDomain,
 }
 
 impl ClaimMappings {
@@ -39,19 +39,21 @@ impl ClaimMappings {
     ///
     /// # Errors
     /// If there is no name that counts, or one that a token cannot give.
-    pub(super) fn read(
+    pub(super) fn map_claims(
         &self,
         claims: &Map<String, Value>,
     ) -> Result<(String, Vec<String>), Rejection> {
         // As Kubernetes does: an address that its issuer has not verified is whatever its holder typed.
-        let verified = claims.get("email_verified");
-        if self.username_claim == "email" && verified.is_some_and(|verified| *verified != true) {
+        let email_verified = claims.get("email_verified");
+        if self.username_claim == "email"
+            && email_verified.is_some_and(|verified| *verified != true)
+        {
             return Err("jwt: its email address is not verified".into());
         }
         let name = claims.get(&self.username_claim).and_then(Value::as_str);
         let name = name.filter(|name| !name.is_empty());
         let name = name.ok_or("jwt: it has no valid user name")?;
-        let name = self.checked(name, self.username_prefix.as_deref())?;
+        let name = self.check_name(name, self.username_prefix.as_deref())?;
         let groups = match claims.get(&self.groups_claim) {
             None | Some(Value::Null) => Vec::new(),
             Some(Value::String(one)) => vec![one.as_str()],
@@ -62,21 +64,23 @@ impl ClaimMappings {
             Some(_) => return Err("jwt: its groups are not readable".into()),
         };
         let prefix = self.groups_prefix.as_deref();
-        let groups = groups.into_iter().map(|group| self.checked(group, prefix));
+        let groups = groups
+            .into_iter()
+            .map(|group| self.check_name(group, prefix));
         Ok((name, groups.collect::<Result<_, _>>()?))
     }
 
-    fn checked(&self, word: &str, prefix: Option<&str>) -> Result<String, Rejection> {
-        let name = format!("{}{word}", prefix.unwrap_or_default());
-        if !is_sound(&name) {
+    fn check_name(&self, claim: &str, prefix: Option<&str>) -> Result<String, Rejection> {
+        let name = format!("{}{claim}", prefix.unwrap_or_default());
+        if !is_valid_name(&name) {
             return Err(
                 "jwt: one of its names or groups is empty, too long or has control characters"
                     .into(),
             );
         }
-        let ours = is_others(&name, &self.domain);
-        let theirs = prefix.is_none() && name.starts_with(SYSTEM);
-        if ours || theirs {
+        let is_reserved = is_reserved_name(&name, &self.trust_domain);
+        let is_unprefixed_system = prefix.is_none() && name.starts_with(SYSTEM_PREFIX);
+        if is_reserved || is_unprefixed_system {
             return Err(
                 "jwt: one of its names or groups is reserved and must not come from a token".into(),
             );
@@ -86,23 +90,23 @@ impl ClaimMappings {
 }
 
 /// Whether a name or group can be one.
-pub(in crate::proxy::authn) fn is_sound(name: &str) -> bool {
-    !name.is_empty() && name.len() <= LONGEST && !name.chars().any(char::is_control)
+pub(in crate::proxy::authn) fn is_valid_name(name: &str) -> bool {
+    !name.is_empty() && name.len() <= MAX_NAME_BYTES && !name.chars().any(char::is_control)
 }
 
 /// Whether a name is given by the kernel, or by this gateway of this trust domain.
-pub(in crate::proxy::authn) fn is_others(name: &str, domain: &TrustDomain) -> bool {
-    name.starts_with(UID)
+pub(in crate::proxy::authn) fn is_reserved_name(name: &str, trust_domain: &TrustDomain) -> bool {
+    name.starts_with(UID_PREFIX)
         || [ANONYMOUS, AUTHENTICATED, UNAUTHENTICATED].contains(&name)
-        || is_own_uri(name, domain)
+        || is_own_uri(name, trust_domain)
 }
 
-fn is_own_uri(name: &str, own: &TrustDomain) -> bool {
+fn is_own_uri(name: &str, trust_domain: &TrustDomain) -> bool {
     let Some((scheme, rest)) = name.split_once("://") else {
         return false;
     };
     let domain = rest.split('/').next().unwrap_or_default();
-    scheme.eq_ignore_ascii_case("spiffe") && domain.eq_ignore_ascii_case(own.as_str())
+    scheme.eq_ignore_ascii_case("spiffe") && domain.eq_ignore_ascii_case(trust_domain.as_str())
 }
 
 #[cfg(test)]
@@ -116,12 +120,12 @@ mod tests {
             username_prefix: username_prefix.map(str::to_owned),
             groups_claim: "groups".into(),
             groups_prefix: groups_prefix.map(str::to_owned),
-            domain: TrustDomain::parse("world.test").unwrap(),
+            trust_domain: TrustDomain::parse("world.test").unwrap(),
         }
     }
 
     fn read(naming: &ClaimMappings, claims: &Value) -> Result<(String, Vec<String>), Rejection> {
-        naming.read(claims.as_object().unwrap())
+        naming.map_claims(claims.as_object().unwrap())
     }
 
     fn named(name: &str, groups: &[&str]) -> (String, Vec<String>) {
@@ -183,7 +187,7 @@ mod tests {
     #[test]
     fn an_unreadable_user_name_is_rejected() {
         let bare = naming(None, None);
-        let long = "x".repeat(LONGEST + 1);
+        let long = "x".repeat(MAX_NAME_BYTES + 1);
         for claims in [
             json!({}),
             json!({ "sub": 7 }),

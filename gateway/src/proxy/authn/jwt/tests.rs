@@ -98,7 +98,7 @@ fn issuer(name: &str, keys: JwksCache) -> Issuer {
         username_prefix: None,
         groups_claim: "groups".into(),
         groups_prefix: None,
-        domain: TrustDomain::parse("world.test").unwrap(),
+        trust_domain: TrustDomain::parse("world.test").unwrap(),
     };
     let audiences = ["causeway".to_owned(), "other".to_owned()];
     Issuer::new((name, &audiences), &config::Algorithm::ALL, naming, keys)
@@ -121,12 +121,12 @@ fn good() -> Value {
 }
 
 async fn proven(jwts: &JwtAuthenticator, token: &str) -> Result<JwtIdentity, Rejection> {
-    jwts.identify((token, Expired::Refused), BOUND).await
+    jwts.identify((token, Expired::Reject), BOUND).await
 }
 
 async fn refusal(jwts: &JwtAuthenticator, token: &str) -> String {
     let refused = match proven(jwts, token).await.unwrap_err() {
-        Rejection::Wrong(why) => why,
+        Rejection::Invalid(why) => why,
         Rejection::DependencyUnavailable(why) => format!("dependency_unavailable: {why}").into(),
     };
     for part in token.split('.').filter(|part| part.len() > 3) {
@@ -153,7 +153,7 @@ async fn a_token_is_accepted_for_every_key_type_of_its_issuer() {
             (named.name.as_str(), named.groups),
             ("ann", vec!["ops".to_owned()])
         );
-        assert!(named.validity.holds());
+        assert!(named.validity.is_current());
     }
     // A token need not name its key if only one key is possible.
     let token = ED.sign_as(Algorithm::EdDSA, None, &good());
@@ -172,7 +172,7 @@ async fn a_token_cannot_choose_its_own_algorithm() {
     for alg in ["none", "None", "HS1", ""] {
         let header = part(&json!({ "alg": alg, "typ": "JWT", "kid": "rsa" }));
         let token = format!("{header}.{}.", part(&good()));
-        assert!(is_one(&token));
+        assert!(is_jwt_shaped(&token));
         assert_eq!(
             refusal(&jwts, &token).await,
             "jwt: its algorithm is not accepted"
@@ -193,7 +193,7 @@ async fn a_token_cannot_choose_its_own_algorithm() {
     );
     // Even with a configuration that allowed it, no public key serves as a secret.
     let careless = Issuer {
-        checks: vec![(Algorithm::HS256, Validation::new(Algorithm::HS256))],
+        validations: vec![(Algorithm::HS256, Validation::new(Algorithm::HS256))],
         ..issuer(ISSUER, JwksCache::fixed(set([&*RSA])))
     };
     let careless = JwtAuthenticator::new(vec![careless]);
@@ -307,7 +307,7 @@ async fn an_unreadable_or_foreign_token_is_rejected() {
         let refused = refusal(&jwts, text).await;
         assert!(refused.starts_with("jwt: "), "{text}: {refused}");
     }
-    let large = ED.sign(&claims(&json!({ "more": "x".repeat(LARGEST) })));
+    let large = ED.sign(&claims(&json!({ "more": "x".repeat(MAX_TOKEN_BYTES) })));
     assert_eq!(refusal(&jwts, &large).await, "jwt: larger than 16 KiB");
 }
 
@@ -330,16 +330,16 @@ async fn one_issuer_never_speaks_for_another() {
 /// Serves each fetch that is requested with the next of these sets.
 async fn serve(writer: &JwksWriter, sets: Vec<Option<KeySet>>) {
     for set in sets {
-        writer.wanted().await;
-        writer.begins();
-        writer.ended(set);
+        writer.fetch_requested().await;
+        writer.fetch_started();
+        writer.fetch_finished(set);
     }
     std::future::pending::<()>().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_missing_key_is_fetched_and_then_the_token_is_accepted() {
-    let (keys, writer) = JwksCache::fetched(Duration::from_hours(1));
+    let (keys, writer) = JwksCache::refreshable(Duration::from_hours(1));
     let jwts = JwtAuthenticator::new(vec![issuer(ISSUER, keys)]);
     let (old, new) = (ed("old"), ed("new"));
     let (by_old, by_new) = (old.sign(&good()), new.sign(&good()));
@@ -349,17 +349,20 @@ async fn a_missing_key_is_fetched_and_then_the_token_is_accepted() {
             refused,
             "dependency_unavailable: jwt: the keys of its issuer have not been loaded yet; try again later"
         );
-        tokio::time::advance(crate::state::jwks::PAUSE).await;
+        tokio::time::advance(crate::state::jwks::MIN_FETCH_INTERVAL).await;
         let first = proven(&jwts, &by_old).await.unwrap();
-        assert!(first.validity.holds());
+        assert!(first.validity.is_current());
         // Fetched just now: it is not fetched again so soon.
         assert_eq!(
             refusal(&jwts, &by_new).await,
             "jwt: its issuer has no key with this id"
         );
-        tokio::time::advance(crate::state::jwks::PAUSE).await;
+        tokio::time::advance(crate::state::jwks::MIN_FETCH_INTERVAL).await;
         assert!(proven(&jwts, &by_new).await.is_ok());
-        assert!(!first.validity.holds(), "the key that proved it is gone");
+        assert!(
+            !first.validity.is_current(),
+            "the key that proved it is gone"
+        );
         assert!(proven(&jwts, &by_old).await.is_err());
         tokio::time::advance(Duration::from_secs(3700)).await;
         let refused = refusal(&jwts, &by_new).await;
@@ -376,23 +379,23 @@ async fn a_missing_key_is_fetched_and_then_the_token_is_accepted() {
 #[tokio::test]
 async fn a_token_expires_at_its_stated_time() {
     let jwts = all();
-    let token = ED.sign(&claims(&json!({ "exp": now() - LEEWAY + 1 })));
+    let token = ED.sign(&claims(&json!({ "exp": now() - CLOCK_SKEW_SECONDS + 1 })));
     let validity = proven(&jwts, &token).await.unwrap().validity;
     let end = now() + 1;
     while now() <= end {
         tokio::task::yield_now().await;
     }
-    assert!(!validity.holds());
+    assert!(!validity.is_current());
     let refused = refusal(&jwts, &token).await;
     assert!(refused.starts_with("jwt: expired at "), "{refused}");
     assert_eq!(
-        expired(validity.until),
+        expired_detail(validity.valid_until),
         refused,
         "the message is the same without keys"
     );
     let proven_again = jwts
         .identify(
-            (&token, Expired::Taken(&ClientIdentity::for_test("ann"))),
+            (&token, Expired::AcceptFor(&ClientIdentity::for_test("ann"))),
             BOUND,
         )
         .await;
@@ -403,7 +406,10 @@ async fn a_token_expires_at_its_stated_time() {
     let forged = ed("ed").sign(&good());
     let proven_again = jwts
         .identify(
-            (&forged, Expired::Taken(&ClientIdentity::for_test("ann"))),
+            (
+                &forged,
+                Expired::AcceptFor(&ClientIdentity::for_test("ann")),
+            ),
             BOUND,
         )
         .await;
@@ -424,6 +430,6 @@ fn a_jwt_is_known_by_its_shape() {
         ("a.b!.c", false),
         ("a.b.c=", false),
     ] {
-        assert_eq!(is_one(text), is, "{text}");
+        assert_eq!(is_jwt_shaped(text), is, "{text}");
     }
 }

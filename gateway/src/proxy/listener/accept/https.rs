@@ -9,7 +9,7 @@ use crate::{
     config::{ListenerProtocol, Serial},
     proxy::{
         Proxy,
-        authn::{AuthMethod, ClientIdentity, PresentedCertificate, UID, Validity},
+        authn::{AuthMethod, ClientIdentity, PresentedCertificate, UID_PREFIX, Validity},
         listener::{ListenerTls, conn_io::ClientIo},
     },
     worker::WorkerId,
@@ -45,18 +45,18 @@ const LOG_INTERVAL: Duration = Duration::from_mins(1);
 
 /// Reads the ClientHello, moves the socket to the worker that it names, and serves it there.
 pub(super) async fn accept_tls(
-    door: ListenerConfig,
+    config: ListenerConfig,
     worker: WorkerId,
     socket: Socket,
-    arrival: AcceptedSocket,
+    accepted_socket: AcceptedSocket,
 ) {
-    let proxy = &door.proxies[worker.0];
+    let proxy = &config.proxies[worker.0];
     let deadline = Instant::now() + proxy.shared.timeouts.tls;
-    let first = timeout_at(deadline, first_byte(&socket)).await;
-    if proxy.listener.kind != ListenerProtocol::Tcp
-        && let Ok(Some(b'A'..=b'Z')) = first
+    let first_byte_result = timeout_at(deadline, first_byte(&socket)).await;
+    if proxy.listener.protocol != ListenerProtocol::Tcp
+        && let Ok(Some(b'A'..=b'Z')) = first_byte_result
     {
-        failed(proxy, "plaintext", &"the client speaks HTTP without TLS");
+        handshake_failed(proxy, "plaintext", &"the client speaks HTTP without TLS");
         return refuse_plaintext(socket).await;
     }
     let hello = timeout_at(
@@ -66,48 +66,56 @@ pub(super) async fn accept_tls(
     .await;
     let start = match hello {
         Ok(Ok(start)) => start,
-        Ok(Err(error)) => return failed(proxy, "hello", &error),
-        Err(_) => return failed(proxy, "slow", &"no ClientHello in time"),
+        Ok(Err(error)) => return handshake_failed(proxy, "hello", &error),
+        Err(_) => return handshake_failed(proxy, "slow", &"no ClientHello in time"),
     };
     let hello = start.client_hello();
     let server_name = hello.server_name();
-    if let Some(name) = server_name.filter(|name| is_unrecognized(proxy, name, &arrival)) {
-        failed(proxy, "unrecognized_name", &"no node has this server name");
+    if let Some(name) = server_name.filter(|name| is_unrecognized(proxy, name, &accepted_socket)) {
+        handshake_failed(proxy, "unrecognized_name", &"no node has this server name");
         log_refusal(
             proxy,
-            &arrival,
+            &accepted_socket,
             (Some(name), "UnrecognisedName"),
             "no certificate is issued for the server name that a client requested: no node has this name",
         );
         return refuse_name(start.io).await;
     }
-    let home = door.home(worker, server_name, arrival.original);
+    let home_worker = config.home_worker(worker, server_name, accepted_socket.original);
     let accepted = start.accepted;
-    door.hand_over((worker, home), start.io, move |door, socket| async move {
-        let proxy = door.proxies[home.0].clone();
-        let place = arrival.room.clone();
-        let serving = pin!(async {
-            let shaken = finish_handshake(&proxy, accepted, (socket, &arrival), deadline).await;
-            if let Some(stream) = shaken {
-                serve_connection(stream, arrival, door, home).await;
-            }
-        });
-        place.run(serving).await;
-    });
+    config.move_to_worker(
+        (worker, home_worker),
+        start.io,
+        move |door, socket| async move {
+            let proxy = door.proxies[home_worker.0].clone();
+            let slot = accepted_socket.room.clone();
+            let handshake_and_serve = pin!(async {
+                let tls_stream =
+                    finish_handshake(&proxy, accepted, (socket, &accepted_socket), deadline).await;
+                if let Some(stream) = tls_stream {
+                    serve_connection(stream, accepted_socket, door, home_worker).await;
+                }
+            });
+            slot.run(handshake_and_serve).await;
+        },
+    );
 }
 
 /// Returns whether only the server name can tell which node a client means, and no node has it. A fixed node, the original
 /// destination or the authority of a CONNECT may name the node otherwise. While the cluster has not named its nodes, the client
 /// gets that answer over HTTP.
-fn is_unrecognized(proxy: &Proxy, server_name: &str, arrival: &AcceptedSocket) -> bool {
+fn is_unrecognized(proxy: &Proxy, server_name: &str, accepted_socket: &AcceptedSocket) -> bool {
     let listener = &proxy.listener;
-    let by_name = matches!(
-        listener.kind,
+    let only_by_name = matches!(
+        listener.protocol,
         ListenerProtocol::Https | ListenerProtocol::Tcp
     ) && listener.node.is_none()
-        && arrival.original.is_none();
-    let lacks = |tls: &ArcSwap<ListenerTls>| tls.load().lacks(server_name);
-    by_name && proxy.shared.nodes.pending().is_none() && listener.tls.as_ref().is_some_and(lacks)
+        && accepted_socket.original.is_none();
+    let lacks_certificate =
+        |tls: &ArcSwap<ListenerTls>| tls.load().lacks_certificate_for(server_name);
+    only_by_name
+        && proxy.shared.nodes.pending_reason().is_none()
+        && listener.tls.as_ref().is_some_and(lacks_certificate)
 }
 
 /// Returns the first byte that a client sends over TCP, and leaves it to be read.
@@ -135,11 +143,11 @@ async fn refuse_name(mut socket: Socket) {
 async fn finish_handshake(
     proxy: &Proxy,
     accepted: Accepted,
-    (socket, arrival): (Socket, &AcceptedSocket),
+    (socket, accepted_socket): (Socket, &AcceptedSocket),
     deadline: Instant,
 ) -> Option<TlsStream<Socket>> {
     let tls = proxy.listener.tls.as_ref()?.load();
-    let config = tls.shown(arrival.original, &proxy.shared.nodes);
+    let config = tls.config_for_address(accepted_socket.original, &proxy.shared.nodes);
     drop(tls);
     let server_name = accepted.client_hello().server_name().map(str::to_owned);
     let start = StartHandshake::from_parts(accepted, socket);
@@ -151,24 +159,24 @@ async fn finish_handshake(
         Ok(Err((error, socket))) => {
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
             if let Some(rustls::Error::InvalidCertificate(_)) = inner {
-                audit::log_rejected_client(&proxy.listener.name, arrival.peer, &error);
+                audit::log_rejected_client(&proxy.listener.name, accepted_socket.peer, &error);
             }
             if let Some(rustls::Error::AlertReceived(alert)) = inner
                 && is_about_certificate(*alert)
             {
                 log_refusal(
                     proxy,
-                    arrival,
+                    accepted_socket,
                     (server_name.as_deref(), alert.as_str().unwrap_or("unknown")),
                     "a client refuses the certificate of this listener: the client trusts another CA, uses a name that is not in the certificate, or has a wrong clock",
                 );
             }
-            failed(proxy, "handshake", &error);
+            handshake_failed(proxy, "handshake", &error);
             lingering_close::close(socket).await;
             None
         }
         Err(_) => {
-            failed(proxy, "slow", &"the handshake took too long");
+            handshake_failed(proxy, "slow", &"the handshake took too long");
             None
         }
     }
@@ -176,28 +184,28 @@ async fn finish_handshake(
 
 async fn serve_connection(
     stream: TlsStream<Socket>,
-    arrival: AcceptedSocket,
-    door: ListenerConfig,
-    home: WorkerId,
+    accepted_socket: AcceptedSocket,
+    config: ListenerConfig,
+    home_worker: WorkerId,
 ) {
     // The listener may have been replaced during the handshake: the new listener then checks the client.
-    let Some(door) = door.by_now() else {
+    let Some(door) = config.current() else {
         return;
     };
-    let proxy = &door.proxies[home.0];
+    let proxy = &door.proxies[home_worker.0];
     let (_, session) = stream.get_ref();
     let sni = session.server_name().map(str::to_owned);
     // An HTTP client receives the reason as text; the access log then contains the reason too.
-    let client = client(proxy, session).inspect_err(|refused| {
-        failed(proxy, "certificate", refused);
+    let client = client_from_certificate(proxy, session).inspect_err(|refused| {
+        handshake_failed(proxy, "certificate", refused);
     });
-    let connection = Arc::new(arrival.connection(proxy, sni, true, client));
-    let io = ClientIo::tls(stream, &connection.condition, proxy.form());
+    let connection = Arc::new(accepted_socket.connection(proxy, sni, true, client));
+    let io = ClientIo::tls(stream, &connection.condition, proxy.error_format());
     serve(proxy, io, connection, door.stop.clone()).await;
 }
 
 /// Returns the client that the certificate names, if the client sent one.
-fn client(
+fn client_from_certificate(
     proxy: &Proxy,
     session: &rustls::ServerConnection,
 ) -> Result<Option<ClientIdentity>, PeerRejected> {
@@ -206,14 +214,14 @@ fn client(
     };
     let tls = tls.load();
     let trust = &tls.trust;
-    let proven = verify_peer(
+    let verified = verify_peer(
         Some(chain),
         Purpose::Client,
         UnixTime::now(),
         trust,
         &none_revoked,
     )?;
-    let (name, groups, uris) = match proven.identity {
+    let (name, groups, uris) = match verified.identity {
         Identity::Client { name, groups } => {
             let uri = trust.client_uri(&name);
             (name, groups, vec![uri])
@@ -226,7 +234,7 @@ fn client(
             // Causeway's own root issues Causeway names, and the kernel reports uids.
             uris.retain(|uri| !trust.is_own_uri(uri));
             let name = uris.first().cloned().or(common_name);
-            let name = name.filter(|name| !name.starts_with(UID));
+            let name = name.filter(|name| !name.starts_with(UID_PREFIX));
             let name = name.unwrap_or_else(|| "unnamed".to_owned());
             (name, organizations, uris)
         }
@@ -235,15 +243,15 @@ fn client(
     };
     let client = ClientIdentity::new(&name, groups, AuthMethod::Certificate, &proxy.shared.limits);
     Ok(Some(ClientIdentity {
-        root: proven.root,
-        certificate: Serial::try_from(proven.serial).ok().map(|serial| {
+        root: verified.root,
+        certificate: Serial::try_from(verified.serial).ok().map(|serial| {
             Arc::new(PresentedCertificate {
                 serial,
                 chain: chain.to_vec(),
-                not_after: proven.not_after,
+                not_after: verified.not_after,
             })
         }),
-        validity: Some(Validity::until(proven.not_after)),
+        validity: Some(Validity::until_second(verified.not_after)),
         ..client.with_uris(uris)
     }))
 }
@@ -260,20 +268,24 @@ fn is_about_certificate(alert: AlertDescription) -> bool {
 /// Logs why a client gets no connection, for each listener once a minute.
 fn log_refusal(
     proxy: &Proxy,
-    arrival: &AcceptedSocket,
+    accepted_socket: &AcceptedSocket,
     (server_name, alert): (Option<&str>, &str),
     message: &'static str,
 ) {
-    if let Some(count) = proxy.listener.tls_refusals.happened_within(LOG_INTERVAL) {
-        let (listener, peer) = (&proxy.listener.name, arrival.peer);
+    if let Some(count) = proxy
+        .listener
+        .tls_refusal_throttle
+        .record_within(LOG_INTERVAL)
+    {
+        let (listener, peer) = (&proxy.listener.name, accepted_socket.peer);
         tracing::info!(listener, %peer, server_name, alert, count, "{message}");
     }
 }
 
-fn failed(proxy: &Proxy, why: &'static str, error: &dyn std::fmt::Display) {
+fn handshake_failed(proxy: &Proxy, why: &'static str, error: &dyn std::fmt::Display) {
     proxy
         .shared
         .metrics
-        .handshake_failed(proxy.listener.kind.as_str(), why);
+        .handshake_failed(proxy.listener.protocol.as_str(), why);
     tracing::debug!(listener = proxy.listener.name, why, %error, "a client's TLS handshake failed");
 }
