@@ -91,7 +91,7 @@ fn a_node_of_another_pool_is_refused_at_either_end() {
             "edge-2",
         );
         let why = refused.map(drop).unwrap_err().to_string();
-        assert!(why.contains("NoMember"), "{why}");
+        assert!(why.contains("NotAMember"), "{why}");
     }
 }
 
@@ -106,7 +106,7 @@ fn a_different_pool_member_than_expected_is_refused() {
         "edge-3",
     );
     let why = refused.map(drop).unwrap_err().to_string();
-    assert!(why.contains("Another"), "{why}");
+    assert!(why.contains("UnexpectedMember"), "{why}");
 }
 
 #[test]
