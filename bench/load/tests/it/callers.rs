@@ -52,7 +52,7 @@ async fn refusals_are_named() {
     let (_app, address) = app().await;
     let missing = format!("connect --front {address} --target any:1 --path /none --for 50ms");
     let outcome = Load::start(&missing).wait().await;
-    assert!(!outcome.good && outcome.complaint.contains("not one request"));
+    assert!(!outcome.good && outcome.complaint.contains("no request"));
     let failures = &outcome.lines.last().unwrap()["failures"];
     assert!(failures["404 Not Found"].as_u64() >= Some(1), "{failures}");
 
