@@ -11,6 +11,17 @@ pub struct RestartKey<C: 'static> {
     pub differs: fn(&C, &C) -> bool,
 }
 
+impl<C> RestartKey<C> {
+    /// Returns a key of which no part changes at a reload.
+    pub const fn whole(name: &'static str, differs: fn(&C, &C) -> bool) -> Self {
+        Self {
+            name,
+            reloads: &[],
+            differs,
+        }
+    }
+}
+
 /// All such keys of a configuration. A reload warns of them, and the reference lists them.
 #[derive(Debug)]
 pub struct RestartKeys<C: 'static>(pub &'static [RestartKey<C>]);

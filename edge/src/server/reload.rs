@@ -354,21 +354,21 @@ fn with_current_listeners(initial: &Config, updated: &Config) -> Config {
 
 /// The keys of which a reload only says that they have changed.
 pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
-    whole("data_dir", |one, two| one.data_dir != two.data_dir),
-    whole("node", |one, two| one.node != two.node),
-    whole("gateways", |one, two| one.gateways != two.gateways),
+    RestartKey::whole("data_dir", |one, two| one.data_dir != two.data_dir),
+    RestartKey::whole("node", |one, two| one.node != two.node),
+    RestartKey::whole("gateways", |one, two| one.gateways != two.gateways),
     RestartKey {
         name: "identity",
         reloads: &["identity.chain", "identity.key", "identity.ca"],
         differs: |one, two| one.identity.is_some() != two.identity.is_some(),
     },
-    whole("kubernetes", |one, two| one.kubernetes != two.kubernetes),
-    whole("proxy", |one, two| one.proxy != two.proxy),
-    whole("no_proxy", |one, two| one.no_proxy != two.no_proxy),
-    whole("admin", |one, two| one.admin != two.admin),
-    whole("labels", |one, two| one.labels != two.labels),
-    whole("addresses", |one, two| one.addresses != two.addresses),
-    whole("pool", |one, two| one.pool != two.pool),
+    RestartKey::whole("kubernetes", |one, two| one.kubernetes != two.kubernetes),
+    RestartKey::whole("proxy", |one, two| one.proxy != two.proxy),
+    RestartKey::whole("no_proxy", |one, two| one.no_proxy != two.no_proxy),
+    RestartKey::whole("admin", |one, two| one.admin != two.admin),
+    RestartKey::whole("labels", |one, two| one.labels != two.labels),
+    RestartKey::whole("addresses", |one, two| one.addresses != two.addresses),
+    RestartKey::whole("pool", |one, two| one.pool != two.pool),
     RestartKey {
         name: "api_cache",
         reloads: &[
@@ -380,20 +380,12 @@ pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
         ],
         differs: |one, two| non_reloadable(one) != non_reloadable(two),
     },
-    whole("tunnels", |one, two| one.tunnels != two.tunnels),
-    whole("limits", |one, two| one.limits != two.limits),
-    whole("timeouts", |one, two| one.timeouts != two.timeouts),
-    whole("backoff", |one, two| one.backoff != two.backoff),
-    whole("log", |one, two| one.log != two.log),
+    RestartKey::whole("tunnels", |one, two| one.tunnels != two.tunnels),
+    RestartKey::whole("limits", |one, two| one.limits != two.limits),
+    RestartKey::whole("timeouts", |one, two| one.timeouts != two.timeouts),
+    RestartKey::whole("backoff", |one, two| one.backoff != two.backoff),
+    RestartKey::whole("log", |one, two| one.log != two.log),
 ]);
-
-const fn whole(name: &'static str, differs: fn(&Config, &Config) -> bool) -> RestartKey<Config> {
-    RestartKey {
-        name,
-        reloads: &[],
-        differs,
-    }
-}
 
 /// The reader's keys without the paths that each reload reads.
 fn non_reloadable(config: &Config) -> Option<ApiCache> {

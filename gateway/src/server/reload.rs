@@ -215,8 +215,8 @@ fn zones(startup: &Config, current: &Config) -> Result<Option<Zones>, BindError>
 
 /// The keys of which a reload only says that they have changed.
 pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
-    whole("data_dir", |one, two| one.data_dir != two.data_dir),
-    whole("workers", |one, two| one.workers != two.workers),
+    RestartKey::whole("data_dir", |one, two| one.data_dir != two.data_dir),
+    RestartKey::whole("workers", |one, two| one.workers != two.workers),
     RestartKey {
         name: "tunnel",
         // Of the tunnel port only these change at run time, and the contents of its TLS files.
@@ -238,13 +238,13 @@ pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
         ],
         differs: |one, two| requested_identity(one) != requested_identity(two),
     },
-    whole("upstream_tls.*.signer", |one, two| {
+    RestartKey::whole("upstream_tls.*.signer", |one, two| {
         upstream_certificates(one) != upstream_certificates(two)
     }),
-    whole("upstream_tls.*.user", |one, two| {
+    RestartKey::whole("upstream_tls.*.user", |one, two| {
         upstream_certificate_differs(one, two, |one, two| one.user != two.user)
     }),
-    whole("upstream_tls.*.approve", |one, two| {
+    RestartKey::whole("upstream_tls.*.approve", |one, two| {
         upstream_certificate_differs(one, two, |one, two| one.approve != two.approve)
     }),
     RestartKey {
@@ -252,32 +252,24 @@ pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
         reloads: &["redirect.listeners", "redirect.ports", "redirect.pods"],
         differs: |one, two| table(one) != table(two),
     },
-    whole("admin", |one, two| one.admin != two.admin),
-    whole("kubernetes", |one, two| one.kubernetes != two.kubernetes),
-    whole("api_cache", |one, two| one.api_cache != two.api_cache),
+    RestartKey::whole("admin", |one, two| one.admin != two.admin),
+    RestartKey::whole("kubernetes", |one, two| one.kubernetes != two.kubernetes),
+    RestartKey::whole("api_cache", |one, two| one.api_cache != two.api_cache),
     RestartKey {
         name: "dns",
         reloads: &["dns.listen", "dns.zones", "dns.addresses", "dns.ttl"],
         differs: |one, two| one.dns.is_absent() != two.dns.is_absent(),
     },
-    whole("dns.listen", |one, two| {
+    RestartKey::whole("dns.listen", |one, two| {
         let of = |config: &Config| config.dns.0.as_ref().map(|dns| dns.listen);
         of(one).zip(of(two)).is_some_and(|(one, two)| one != two)
     }),
-    whole("limits", |one, two| one.limits != two.limits),
-    whole("timeouts", |one, two| one.timeouts != two.timeouts),
-    whole("access_log", |one, two| one.access_log != two.access_log),
-    whole("audit_log", |one, two| one.audit_log != two.audit_log),
-    whole("log", |one, two| one.log != two.log),
+    RestartKey::whole("limits", |one, two| one.limits != two.limits),
+    RestartKey::whole("timeouts", |one, two| one.timeouts != two.timeouts),
+    RestartKey::whole("access_log", |one, two| one.access_log != two.access_log),
+    RestartKey::whole("audit_log", |one, two| one.audit_log != two.audit_log),
+    RestartKey::whole("log", |one, two| one.log != two.log),
 ]);
-
-const fn whole(name: &'static str, differs: fn(&Config, &Config) -> bool) -> RestartKey<Config> {
-    RestartKey {
-        name,
-        reloads: &[],
-        differs,
-    }
-}
 
 /// Returns the part of `tunnel` that does not change at run time.
 fn tunnel(config: &Config) -> config::Tunnel {
