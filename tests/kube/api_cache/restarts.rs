@@ -77,6 +77,9 @@ pub(super) fn nodes_started_without_the_cloud_serve_their_cached_state(scene: &m
             let head = request.run().ok().text().to_ascii_lowercase();
             head.contains("\nage: ")
         });
+    }
+    // Only now: a connected edge gives its pool's members fresh data, which has no age.
+    for edge in &scene.edges {
         edge.site.mend();
     }
     scene.agree();
