@@ -21,6 +21,7 @@ pub mod token;
 
 pub mod edge_identity;
 pub mod external;
+pub mod heartbeat;
 pub mod kubernetes_ca;
 pub mod signer_profile;
 
@@ -41,6 +42,7 @@ pub use causeway_config::Secret;
 pub use certificate::Certificate;
 pub use csr::{CsrError, PrivateKey, VerifiedPublicKey};
 pub use edge_identity::EdgeIdentity;
+pub use heartbeat::{HeartbeatSignatureError, HeartbeatStatement};
 pub use identity::{Identity, IssuerPurpose};
 pub use kubernetes_ca::{ClusterCa, VerifiedNodeCertificate};
 pub use leaf::{LeafCertificate, LeafCertificateError, Role};
