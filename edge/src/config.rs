@@ -7,6 +7,7 @@
 mod allow;
 pub(crate) mod announced_ports;
 mod api_cache;
+pub(crate) mod heartbeat;
 mod port_ranges;
 mod validate;
 
@@ -21,6 +22,7 @@ pub use allow::{Allow, AllowedHost, Port, Protocol};
 pub use api_cache::{ApiCache, MemberListener, ServerCertificate, YurtHubListener};
 use causeway_config::{ByteSize, DurationStr, SocketAddrStr};
 pub use causeway_config::{ConfigError, Log, LogFormat, ReloadSender, Secret, Validate};
+pub use heartbeat::Heartbeat;
 pub use port_ranges::PortRange;
 
 /// The configuration of `causeway edge`.
@@ -66,6 +68,9 @@ pub struct Config {
     /// Cache of cluster objects for this node's own programs and the members of its node pool; disabled if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_cache: Option<ApiCache>,
+    /// Delegated heartbeats: while this node has no gateway, other members of its pool report that its kubelet is alive, so that its pods are not evicted; disabled if absent. Write `{}` for the defaults.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub heartbeat: Option<Heartbeat>,
     /// The tunnels to the gateway.
     pub tunnels: Tunnels,
     /// Limits on streams, memory and headers.
@@ -98,6 +103,7 @@ impl Default for Config {
             addresses: Vec::new(),
             pool: None,
             api_cache: None,
+            heartbeat: None,
             tunnels: Tunnels::default(),
             limits: Limits::default(),
             timeouts: Timeouts::default(),

@@ -5,7 +5,8 @@
 //! `rejoin` replaces one that gateways refuse. All of them send requests by `enrol_client`. `external_certificate` is for a
 //! certificate from an external CA. `identity_store` holds the identity, `gateway_list` the addresses and `trust_roots` the
 //! roots. `connect_error` describes failures and the time to wait. `network_monitor` reports changes of the machine's
-//! network, and `admin` serves health, metrics and status.
+//! network, and `admin` serves health, metrics and status. `heartbeat` has other nodes report this one alive while it has no
+//! gateway.
 
 pub(crate) mod connect_error;
 pub(crate) mod dial;
@@ -27,4 +28,5 @@ mod trust_roots;
 pub(crate) mod admin;
 pub(crate) mod api_cache;
 pub(crate) mod evict;
+pub(crate) mod heartbeat;
 mod http_server;

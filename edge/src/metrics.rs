@@ -4,6 +4,7 @@
 //! is dead code and fails the build.
 
 mod api_cache;
+pub(crate) mod heartbeat;
 
 use crate::status::ApiCacheStatus;
 use api_cache::ApiCacheMetrics;
@@ -11,6 +12,7 @@ use causeway_certs::LeafCertificate;
 use causeway_rt::Exposition;
 use causeway_rt::connection_limit::ConnectionLimit;
 use causeway_tunnel::{RejectCode, StreamKind};
+use heartbeat::HeartbeatMetrics;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{
@@ -111,6 +113,7 @@ pub(crate) struct Metrics {
     reloads: Family<OutcomeLabel, Counter>,
     last_reload_successful: Gauge,
     api_cache: OnceLock<ApiCacheMetrics>,
+    pub(crate) heartbeat: HeartbeatMetrics,
 }
 
 impl fmt::Debug for Metrics {
@@ -142,6 +145,7 @@ impl Default for Metrics {
             reloads: Family::default(),
             last_reload_successful: Gauge::default(),
             api_cache: OnceLock::new(),
+            heartbeat: HeartbeatMetrics::default(),
         };
         // The initial configuration counts as loaded.
         metrics.last_reload_successful.set(1);
@@ -149,6 +153,7 @@ impl Default for Metrics {
         metrics.register_dials();
         metrics.register_stalls();
         metrics.register_expiries();
+        metrics.heartbeat.register(&mut metrics.registry);
         metrics
     }
 }

@@ -366,6 +366,7 @@ impl Bound {
             serve_stream: serve_fn(&parts.current_proxy),
             on_announced_ports: announced_ports_fn(&reloader),
             membership: cache_config.as_ref().map(ApiCacheConfig::membership),
+            heartbeats: api_cache::heartbeat_relay(&config, metrics),
             metrics: metrics.clone(),
             memory_budget: Arc::new(MemoryBudget::new(config.limits.stalled)),
             stream_permits: Arc::new(Semaphore::new(config.limits.streams)),

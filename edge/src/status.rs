@@ -4,6 +4,7 @@
 //! as the tunnel that it is about: its guard removes it.
 
 mod api_cache;
+mod heartbeat;
 
 use crate::control::dial::GatewayAddr;
 use causeway_tunnel::load::TunnelLoad;
@@ -22,6 +23,7 @@ use tokio::sync::watch;
 
 pub use api_cache::ApiCacheStatus;
 use api_cache::ApiCacheStatusSlot;
+pub use heartbeat::HeartbeatStatus;
 
 /// Status of an edge, for `/status` and for the program that embeds it.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
@@ -50,6 +52,9 @@ pub struct Status {
     /// State of the API cache, if this edge has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_cache: Option<ApiCacheStatus>,
+    /// State of delegated heartbeats, if they are configured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub heartbeat: Option<HeartbeatStatus>,
 }
 
 /// One tunnel.
@@ -134,6 +139,7 @@ struct Table {
     /// How the operator replaces an identity that gateways refuse.
     identity_hint: Option<String>,
     certificate: Option<CertificateStatus>,
+    heartbeat: Option<HeartbeatStatus>,
 }
 
 #[derive(Debug)]
@@ -291,6 +297,11 @@ impl StatusWriter {
         });
     }
 
+    /// Changes the state of delegated heartbeats.
+    pub(crate) fn heartbeat(&self, change: impl FnOnce(&mut HeartbeatStatus)) {
+        self.change(|table| change(table.heartbeat.get_or_insert_default()));
+    }
+
     /// Sets the addresses at which gateways are looked for.
     pub(crate) fn set_gateways(&self, gateways: Vec<String>) {
         self.change(|table| table.gateways = gateways);
@@ -359,6 +370,7 @@ impl StatusReader {
             trouble: last_error,
             certificate: table.certificate.clone(),
             api_cache,
+            heartbeat: table.heartbeat.clone(),
         }
     }
 

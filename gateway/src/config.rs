@@ -37,8 +37,8 @@ use dns::canonical;
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
 pub use kubernetes::{
-    AdvertisedService, CoreDnsHosts, CsrSigning, DiscoveredEndpoints, HostsFormat, Kubernetes,
-    Label, NodePorts, PortList, YurtHub, is_restricted,
+    AdvertisedService, CoreDnsHosts, CsrSigning, DiscoveredEndpoints, Heartbeats, HostsFormat,
+    Kubernetes, Label, NodePorts, PortList, YurtHub, is_restricted,
 };
 pub use listener::{
     Certificate, ClientAuth, ErrorFormat, ForwardingHeader, Listener, ListenerProtocol, Serial,

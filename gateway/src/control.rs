@@ -4,7 +4,7 @@
 //! an edge's life: it enrols (or its cluster requests its certificate from the `signer`), is admitted, is listed, and is asked to
 //! connect elsewhere. Beside these, `api_cache` serves what edges read of their cluster, `jwks` fetches the keys that verify
 //! clients' JWTs, `dns` resolves node names for clients, and `nat` redirects connections to nodes' own addresses to listeners.
-//! `address_conflicts` reports addresses that several nodes have, and `certificate_expiry` certificates that expire.
+//! `heartbeat` verifies heartbeats of nodes without a gateway. `address_conflicts` reports addresses that several nodes have, and `certificate_expiry` certificates that expire.
 
 pub(crate) mod broadcast;
 pub mod ca_rotation;
@@ -30,6 +30,7 @@ pub mod admin;
 
 pub mod drain;
 pub(crate) mod evict;
+pub mod heartbeat;
 
 pub mod http;
 

@@ -232,6 +232,23 @@ impl Metrics {
         certificates.get_or_create(&labels).inc();
     }
 
+    /// Counts a delegated heartbeat.
+    pub fn delegated_beat(&self, result: &'static str) {
+        let labels = [("result", result)];
+        self.declared.delegated_beats.get_or_create(&labels).inc();
+    }
+
+    /// Sets the number of nodes whose Lease is renewed by delegated heartbeats.
+    pub fn delegated_nodes(&self, nodes: usize) {
+        let nodes = i64::try_from(nodes).unwrap_or(i64::MAX);
+        self.declared.delegated_nodes.set(nodes);
+    }
+
+    /// Sets whether this gateway manages delegated nodes.
+    pub fn delegated_nodes_leading(&self, leads: bool) {
+        self.declared.delegated_nodes_leading.set(leads.into());
+    }
+
     /// Sets when certificates end, by use.
     pub fn set_certificate_expiries(&self, expiries: impl IntoIterator<Item = (String, u64)>) {
         let family = &self.declared.certificate_expiry_timestamp_seconds;

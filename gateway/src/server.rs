@@ -28,7 +28,9 @@ use crate::{
         certificate_expiry::CertificateInventory,
         dns,
         drain::{self, Readiness, ReadinessBlock},
-        evict, http,
+        evict,
+        heartbeat::AcceptedHeartbeats,
+        http,
         nat::Nat,
         node_sync::NodeSync,
         pin_writer::PinWriter,
@@ -293,6 +295,11 @@ impl Bound {
         )
     }
 
+    /// Returns the accepted heartbeats of nodes without a gateway, if they are enabled, for the component that renews Leases.
+    pub fn heartbeats(&self) -> Option<AcceptedHeartbeats> {
+        self.tunnel_listener.heartbeats.as_ref()?.accepted()
+    }
+
     /// Returns a watch of the roots that edges are to trust, as PEM.
     pub fn roots(&self) -> watch::Receiver<String> {
         self.reloader.parts().authority.roots.subscribe()
@@ -368,12 +375,13 @@ impl Bound {
         let drain_token = CancellationToken::new();
         let runtime = self.workers.runtime(WorkerId(0));
         self.reloader.parts().listeners.open();
-        if let Some(api_cache) = &self.tunnel_listener.api_cache {
-            let nodes = &self.reloader.parts().authority.node_sync.nodes;
-            let leaders = LeaderAssigner::new(api_cache, &self.shared.registry, nodes)
-                .run(drain_token.clone());
-            control_tasks.spawn_on(runtime, info_span!("leaders"), leaders);
-        }
+        let parts = self.reloader.parts();
+        pool_tasks(
+            &self.tunnel_listener,
+            parts,
+            (&control_tasks, runtime),
+            &drain_token,
+        );
         let admission = self
             .tunnel_listener
             .run(self.tunnel_socket, drain_token.clone());
@@ -428,6 +436,25 @@ impl Bound {
         close_token.cancel();
         let stuck = control_tasks.drain(SHUTDOWN_GRACE).await;
         tracing::info!(cut = cut_streams, stuck, "gateway stopped");
+    }
+}
+
+/// Starts the tasks that send messages to members of node pools, until `leaving`.
+fn pool_tasks(
+    admission: &TunnelListener,
+    parts: &Reloadable,
+    (tasks, runtime): (&TaskGroup, &Handle),
+    leaving: &CancellationToken,
+) {
+    let registry = &admission.registry;
+    if let Some(reading) = &admission.api_cache {
+        let nodes = &parts.authority.node_sync.nodes;
+        let leaders = LeaderAssigner::new(reading, registry, nodes).run(leaving.clone());
+        tasks.spawn_on(runtime, info_span!("leaders"), leaders);
+    }
+    if let Some(heartbeats) = admission.heartbeats.clone() {
+        let nonces = heartbeats.run(registry.clone(), leaving.clone());
+        tasks.spawn_on(runtime, info_span!("heartbeats"), nonces);
     }
 }
 

@@ -66,6 +66,7 @@ impl HostsController {
         }
         let mut elector = LeaderElector::new(
             self.client.clone(),
+            "the hosts file",
             (&self.settings.namespace, self.settings.lease()),
             format!("{}_{:016x}", self.gateway, rand::random::<u64>()),
             self.settings.lease_duration,

@@ -33,6 +33,8 @@ pub(crate) struct LeaderElector {
     observed: Option<ObservedLease>,
     /// Start of the last successful renewal, while this candidate holds the Lease.
     renewed_at: Option<Instant>,
+    /// Subject of the Lease in the log.
+    subject: &'static str,
     failure_log: LogThrottle,
 }
 
@@ -44,9 +46,10 @@ struct ObservedLease {
 }
 
 impl LeaderElector {
-    /// Returns an elector that does not hold the Lease. Sends no request.
+    /// Returns an elector that does not hold the Lease. Sends no request. `subject` names in the log what the Lease is for.
     pub(crate) fn new(
         client: Client,
+        subject: &'static str,
         (namespace, name): (&str, &str),
         identity: String,
         lease_duration: Duration,
@@ -58,7 +61,8 @@ impl LeaderElector {
             lease_duration,
             observed: None,
             renewed_at: None,
-            failure_log: LogThrottle::new("acquiring the lease of the hosts file"),
+            subject,
+            failure_log: LogThrottle::new("acquiring a lease"),
         }
     }
 
@@ -75,7 +79,7 @@ impl LeaderElector {
                 Ok(false) => self.failure_log.log_recovery(),
                 // Two have tried at once.
                 Err(LeaseError::Conflict) => {}
-                Err(failure) => self.failure_log.log_failure(&failure.to_string()),
+                Err(failure) => self.say(&failure),
             }
             // Candidates that wait must not send their requests at the same time.
             sleep(
@@ -109,8 +113,13 @@ impl LeaderElector {
                 self.renewed_at = None;
                 return failure.to_string();
             }
-            self.failure_log.log_failure(&failure.to_string());
+            self.say(&failure);
         }
+    }
+
+    fn say(&mut self, failure: &LeaseError) {
+        let why = format!("the lease of {}: {failure}", self.subject);
+        self.failure_log.log_failure(&why);
     }
 
     /// Releases the Lease, if this candidate holds it.
@@ -127,12 +136,13 @@ impl LeaderElector {
         let parameters = PostParams::default();
         let replace = self.api.replace(&self.name, &parameters, &lease);
         match timeout(RELEASE_TIMEOUT, replace).await {
-            Ok(Ok(_)) => tracing::info!("the lease of the hosts file was released"),
+            Ok(Ok(_)) => tracing::info!("the lease of {} was released", self.subject),
             Ok(Err(error)) => tracing::warn!(
                 why = error_message(&error),
-                "the lease of the hosts file was not released"
+                "the lease of {} was not released",
+                self.subject
             ),
-            Err(_) => tracing::warn!("the lease of the hosts file was not released in time"),
+            Err(_) => tracing::warn!("the lease of {} was not released in time", self.subject),
         }
     }
 

@@ -14,6 +14,7 @@
 //! - `node_csr` requests such a certificate at an edge, `gateway_certificate` a gateway's own (`csr_client`).
 //! - `shared_state` stores the state that gateways share in a Secret.
 //! - `api_cache_source` fills the cache of all objects that edges may read.
+//! - `heartbeat` renews Leases of nodes without a gateway by delegated heartbeats.
 //! - `egress_config` writes the egress selector configuration of kube-apiserver.
 
 pub mod address_conflicts;
@@ -27,6 +28,7 @@ pub mod csr_controller;
 pub mod egress_config;
 mod event_writer;
 pub mod gateway_certificate;
+pub mod heartbeat;
 mod leader_election;
 mod log_throttle;
 pub mod node_csr;
@@ -46,6 +48,7 @@ pub use client::{ClientError, build_client};
 pub use coredns_hosts::HostsController;
 pub use csr_controller::CsrController;
 pub use gateway_certificate::{GatewayCertificate, Purpose};
+pub use heartbeat::HeartbeatController;
 pub use kube::Client;
 pub use node_csr::NodeCsrClient;
 pub use node_informer::NodeInformer;

@@ -6,7 +6,10 @@
 //!    machine has. The policy ignores labels that a kubelet can write. If several nodes have one address, `state::nodes` decides.
 //! 3. Changes are put into the table together, at most a tenth of a second late.
 
-use crate::client::{WATCH_TIMEOUT, watch_error_message};
+use crate::{
+    client::{WATCH_TIMEOUT, watch_error_message},
+    heartbeat::NODE_MARK,
+};
 use causeway_certs::NodeName;
 use causeway_gateway::{
     config::{Kubernetes, Label},
@@ -180,6 +183,7 @@ fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
             .filter(|pool| !pool.is_empty())
             .cloned(),
         is_policy_pool: settings.trusts_label(&settings.pool_label),
+        delegated: node.annotations().contains_key(NODE_MARK),
         labels: labels
             .iter()
             .filter(|(key, _)| settings.trusts_label(key))

@@ -142,6 +142,7 @@ impl KubernetesControllers {
         let csr_controller = inner.csr_controller(bound);
         let (api_cache_source, yurthub_leaders) =
             (inner.api_cache_source(bound), inner.yurthub_leaders(bound));
+        let heartbeats = inner.heartbeats(bound, stop.clone());
         let shared_state = inner.shared_state(bound);
         let app_clients = inner.app_clients.into_iter().map(|client| {
             let why =
@@ -179,9 +180,10 @@ impl KubernetesControllers {
             }
         };
         Box::pin(async move {
-            let ((), (), never, ..) = tokio::join!(
+            let ((), (), (), never, ..) = tokio::join!(
                 nodes,
                 hosts,
+                heartbeats,
                 run_or_pend(port_list.map(causeway_k8s::PortListController::run)),
                 run_or_pend(csr_controller.map(causeway_k8s::CsrController::run)),
                 run_or_pend(service_watcher.map(causeway_k8s::ServiceWatcher::run)),
@@ -274,6 +276,26 @@ impl Inner {
             nodes: bound.nodes().reader(),
             gateway: gateway_name(),
         })
+    }
+
+    /// Returns the task that renews the Leases of nodes without a gateway, if it is enabled.
+    fn heartbeats(
+        &self,
+        bound: &Bound,
+        stop: CancellationToken,
+    ) -> Pin<Box<dyn Future<Output = ()>>> {
+        let Some(accepted) = bound.heartbeats() else {
+            return Box::pin(std::future::ready(()));
+        };
+        let controller = causeway_k8s::HeartbeatController {
+            client: self.client.clone(),
+            rules: self.settings.heartbeats.clone(),
+            accepted,
+            nodes: bound.nodes().reader(),
+            metrics: bound.metrics(),
+            gateway: gateway_name(),
+        };
+        Box::pin(controller.run(stop))
     }
 
     fn hosts_controller(&self, bound: &Bound) -> Option<causeway_k8s::HostsController> {

@@ -49,6 +49,9 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
     for remark in conflict_lines(&edges) {
         outln!("\n{remark}")?;
     }
+    if let Some(remark) = delegated(&edges) {
+        outln!("\n{remark}")?;
+    }
     if let Some(table) = certificate_report(&address).await {
         outln!("\n{table}")?;
     }
@@ -133,6 +136,7 @@ fn render_edge(status: &Value, now: SystemTime) -> String {
         let (expiry, remaining) = (to_word(&expiry), time_left(&expiry, now).content());
         parts.push(format!("\ncertificate: until {expiry}, {remaining}"));
     }
+    parts.extend(heartbeat(status));
     for problem in [&status["trouble"], &certificate["trouble"]] {
         if !problem["what"].is_null() {
             parts.push(format!("trouble: {}", to_word(&problem["what"])));
@@ -162,6 +166,35 @@ async fn readiness_lines(address: &AdminAddress) -> Vec<String> {
         _ => Some(line.to_owned()),
     };
     lines.filter_map(line).collect()
+}
+
+/// Returns a line that names the nodes whose Leases are renewed by delegated heartbeats.
+fn delegated(edges: &[Value]) -> Option<String> {
+    let delegated = edges
+        .iter()
+        .filter(|edge| edge["heartbeat_delegated"] == true);
+    let names: Vec<&str> = delegated.filter_map(|edge| edge["node"].as_str()).collect();
+    (!names.is_empty()).then(|| {
+        let names = text_cell(&names.join(", ").into()).content();
+        format!("delegated heartbeats: members of their pools report that these nodes are alive: {names}")
+    })
+}
+
+/// Returns the state of the heartbeats of an edge, if they are configured.
+fn heartbeat(status: &Value) -> Option<String> {
+    let heartbeat = status.get("heartbeat")?;
+    let kubelet = match heartbeat["kubelet"].as_str() {
+        Some("alive") => "the kubelet is alive",
+        Some("not_alive") => "the kubelet is not alive",
+        _ => "the kubelet has not been checked yet",
+    };
+    let more = match (&heartbeat["delegate"], &heartbeat["trouble"]) {
+        (Value::String(node), _) => format!(", delegated through {node}"),
+        (_, Value::String(why)) => format!(", not delegated: {why}"),
+        _ => String::new(),
+    };
+    let line = format!("heartbeat: {kubelet}{more}");
+    Some(text_cell(&line.into()).content())
 }
 
 /// Returns a line for each address that several nodes have.
@@ -506,6 +539,31 @@ mod tests {
         let one = json!({ "resource": "v1/services", "objects": 0, "lost": 0 });
         let some = describe_cache(&json!({ "resources": [one, { "resource": "v1/nodes" }] }));
         assert!(some.contains("v1/services not read yet"), "{some}");
+    }
+
+    #[test]
+    fn delegated_heartbeats_are_shown_at_both_ends() {
+        let edges = [
+            json!({ "node": "edge-1", "heartbeat_delegated": true }),
+            json!({ "node": "edge-2" }),
+        ];
+        let line = delegated(&edges).unwrap();
+        assert!(line.ends_with("alive: edge-1"), "{line}");
+        assert_eq!(delegated(&edges[1..]), None);
+        let shown = |heartbeat: Value| heartbeat_line(&json!({ "heartbeat": heartbeat }));
+        assert_eq!(
+            shown(json!({ "kubelet": "alive", "delegate": "edge-2", "trouble": null })),
+            "heartbeat: the kubelet is alive, delegated through edge-2"
+        );
+        assert_eq!(
+            shown(json!({ "kubelet": "not_alive", "delegate": null, "trouble": "a\u{1b}b" })),
+            "heartbeat: the kubelet is not alive, not delegated: ab"
+        );
+        assert_eq!(heartbeat(&json!({})), None);
+    }
+
+    fn heartbeat_line(status: &Value) -> String {
+        heartbeat(status).unwrap()
     }
 
     #[test]

@@ -73,7 +73,7 @@ const EDGE: &[Listener] = &[
         protocol: "TCP: TLS, both sides with certificates of nodes",
         clients: "edges of the same node pool",
         firewall: "inbound at the node, from the site's network",
-        purpose: "the leader of the pool serves the members",
+        purpose: "the leader of the pool serves the members; members carry [heartbeats](../howto/heartbeats.md)",
     },
     Listener {
         key: "api_cache.yurthub.listen",
@@ -85,7 +85,7 @@ const EDGE: &[Listener] = &[
 ];
 
 /// Connections that gateway and edge open: from, to, port, protocol, purpose.
-const OUTBOUND: [[&str; 5]; 8] = [
+const OUTBOUND: [[&str; 5]; 9] = [
     [
         "edge",
         "gateways (`gateways`, and those that gateways announce)",
@@ -112,14 +112,21 @@ const OUTBOUND: [[&str; 5]; 8] = [
         "edges of its node pool (`api_cache.members`)",
         "as configured",
         "TCP: TLS",
-        "reads at the leader",
+        "reads at the leader, delegated heartbeats",
+    ],
+    [
+        "edge",
+        "kubelet of its node (`heartbeat.kubelet`)",
+        "10248",
+        "TCP: HTTP, on loopback",
+        "health of the kubelet",
     ],
     [
         "gateway",
         "API server of the cluster (`kubernetes.kubeconfig`)",
         "6443 in most clusters",
         "TCP: HTTPS",
-        "nodes, certificates, reviews, lists of ports, objects of the API cache",
+        "nodes, certificates, reviews, lists of ports, objects of the API cache, Leases",
     ],
     [
         "gateway",
@@ -216,7 +223,9 @@ mod tests {
     use super::*;
 
     fn check<C: ProcessConfig>(listeners: &[Listener]) {
+        let dialled = ["heartbeat.kubelet"];
         let found = keys::<C>().into_iter().filter(|key| key.kind == "address");
+        let found = found.filter(|key| !dialled.contains(&&*key.name));
         let mut found: Vec<String> = found.map(|key| key.name).collect();
         let mut listed: Vec<_> = listeners.iter().map(|listener| listener.key).collect();
         found.sort();

@@ -56,6 +56,18 @@ const PURPOSES: &[(&str, &str)] = &[
         "reads the objects that edges may read (`api_cache.resources`); a resource that is added there needs a rule here",
     ),
     (
+        "ClusterRole causeway-gateway-heartbeats",
+        "marks and taints Nodes with delegated heartbeats, and keeps their condition `Ready` (`kubernetes.heartbeats`)",
+    ),
+    (
+        "Role kube-node-lease/causeway-gateway-heartbeats",
+        "renews the Leases of nodes that have lost their gateways",
+    ),
+    (
+        "Role kube-system/causeway-gateway-heartbeats",
+        "selects the one gateway that manages taints, by the Lease `causeway-heartbeats`",
+    ),
+    (
         "ClusterRole causeway-gateway-kubelet-client",
         "requests the gateway's client certificate for kubelets, and approves it (`upstream_tls.*.signer`, `approve`). The right to approve is for every request at this signer",
     ),

@@ -200,6 +200,7 @@ fn an_edge_status_names_its_connection_or_the_obstacle() {
         trouble: None,
         certificate: None,
         api_cache: None,
+        heartbeat: None,
     };
     assert_eq!(
         edge_status_line(&status),

@@ -7,6 +7,7 @@
 
 use crate::{
     error::StreamError,
+    heartbeat::DelegatedHeartbeat,
     stream::{StreamReceiver, StreamSender},
     wire::MAX_MESSAGE,
 };
@@ -100,6 +101,9 @@ pub struct EdgeHello {
     /// Address at which `YurtHub`s read the edge's API cache, if they may.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hubs: Option<Box<YurtHubAddr>>,
+    /// Whether the edge takes [`GatewayMessage::HeartbeatNonce`], and carries heartbeats of other nodes of its pool.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub heartbeats: bool,
 }
 
 /// Address and resources of an edge's listener for `YurtHub`s.
@@ -218,6 +222,12 @@ pub enum GatewayMessage {
         /// At some moment within this time, in milliseconds.
         within_ms: u64,
     },
+    /// Nonce for heartbeats of nodes of the edge's pool that have lost their gateways. The gateway accepts it for a few seconds
+    /// more than the interval in which it sends the next one.
+    HeartbeatNonce {
+        /// Random, and at most [`crate::heartbeat::MAX_NONCE`] bytes.
+        nonce: String,
+    },
     /// The gateway stops: connect elsewhere first.
     Drain {
         /// Time that open streams get, in milliseconds.
@@ -264,6 +274,8 @@ pub enum EdgeMessage {
         /// The SHA-256 of each root, in hexadecimal.
         roots: Vec<String>,
     },
+    /// Heartbeat of another node of the edge's pool, which has lost its gateways.
+    DelegatedHeartbeat(Box<DelegatedHeartbeat>),
     /// Message of a later edge version.
     #[serde(other)]
     Unknown,

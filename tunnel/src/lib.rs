@@ -8,6 +8,7 @@
 pub mod wire;
 
 pub mod control_stream;
+pub mod heartbeat;
 pub mod target;
 
 pub mod edge_side;

@@ -20,7 +20,11 @@ merged into it. With only the values way and address the objects are the same.
 {{- $found := dict }}
 {{- $objects := list }}
 {{- $namespaces := dict "causeway" .Release.Namespace "causeway-edge" .Values.edge.namespace }}
-{{- range $text := splitList "\n---\n" (.Files.Get (printf "manifests/%s.yaml" .Values.way)) }}
+{{- $texts := splitList "\n---\n" (.Files.Get (printf "manifests/%s.yaml" .Values.way)) }}
+{{- if dig "kubernetes" "heartbeats" "enabled" false .Values.gateway.config }}
+{{- $texts = concat $texts (splitList "\n---\n" (.Files.Get "manifests/heartbeats-rbac.yaml")) }}
+{{- end }}
+{{- range $text := $texts }}
 {{- $object := fromYaml $text }}
 {{- $of := $object.metadata.namespace | default "" }}
 {{- $ours := and (ne $object.kind "Namespace") (or (ne $of "causeway-edge") $.Values.edge.enabled) }}

@@ -51,6 +51,11 @@ impl Validate for Config {
         }
         self.validate_limits(&mut errors);
         self.validate_api_cache(&mut errors);
+        if let Some(heartbeat) = &self.heartbeat {
+            let api_cache = self.api_cache.as_ref();
+            let members = api_cache.is_some_and(|api_cache| api_cache.members.is_some());
+            heartbeat.validate(members, &mut errors);
+        }
         for (number, port) in &self.ports {
             let path = format!("ports.{number}");
             if *number == 0 {

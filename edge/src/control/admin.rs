@@ -2,7 +2,7 @@
 //!
 //! It has no authentication and shows no secrets; it belongs on loopback, and a page in a browser there does not read it
 //! under a name of its own (DNS rebinding). An edge is healthy while a tunnel stands or gateways are dialled in the ordinary
-//! way, and not while they refuse it; it is ready while a tunnel stands.
+//! way, and not while they refuse it; it is ready while a tunnel stands. `/readyz?cache` is about the API cache alone.
 
 use super::http_server::{
     AllowedHosts, ConnectionPlace, LimitedListener, check_host, hold_slot, with_connection_close,
@@ -10,11 +10,11 @@ use super::http_server::{
 use crate::{
     config::{Admin, ReloadSender},
     metrics::Metrics,
-    status::{Status, StatusReader},
+    status::{ApiCacheStatus, Status, StatusReader},
 };
 use axum::{
     Json, Router,
-    extract::State,
+    extract::{RawQuery, State},
     handler::Handler,
     http::{
         HeaderMap, StatusCode,
@@ -171,10 +171,35 @@ async fn health(State(state): State<AdminState>) -> Response {
     health_response(is_healthy, status)
 }
 
-async fn ready(State(state): State<AdminState>) -> Response {
-    let status = state.status_reader.status();
+async fn ready(State(tables): State<AdminState>, RawQuery(query): RawQuery) -> Response {
+    let status = tables.status_reader.status();
+    if query.as_deref() == Some("cache") {
+        return cache_ready(status.api_cache.as_ref());
+    }
     let is_ready = status.state == "connected";
     health_response(is_ready, status)
+}
+
+/// Answers whether the API cache has a full view that is in touch with its source. Without a source it is healthy, and serves
+/// the last view.
+fn cache_ready(cache: Option<&ApiCacheStatus>) -> Response {
+    let (code, text) = match cache {
+        None => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            "this edge has no API cache",
+        ),
+        Some(cache) if cache.ready => (StatusCode::OK, "ready"),
+        Some(cache) if cache.healthy => {
+            let text =
+                "healthy: the last full view is served, which is not in touch with its source";
+            (StatusCode::SERVICE_UNAVAILABLE, text)
+        }
+        Some(_) => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            "pending: there is no full view yet",
+        ),
+    };
+    (code, format!("{text}\n")).into_response()
 }
 
 fn health_response(is_ok: bool, status: Status) -> Response {

@@ -16,6 +16,7 @@ mod disk;
 mod gateway_source;
 mod list_watch_http;
 mod local_server;
+pub(crate) mod member_peers;
 mod member_server;
 mod member_source;
 pub(crate) mod membership;
@@ -30,6 +31,7 @@ mod yurthub_server;
 
 use super::{http_server, identity_store::IdentityStore, tunnels::context::TunnelContext};
 use crate::{config, metrics::Metrics, status::StatusReader};
+use axum::Router;
 use causeway_certs::verify::{ServerOnlyTls, YurtHubServerTls};
 use causeway_rt::{backoff::Backoff, task::TaskGroup};
 use causeway_watch_cache::{CacheLimits, GroupVersionResource, WatchCache};
@@ -37,6 +39,7 @@ use disk::DiskWriter;
 use futures_util::future::BoxFuture;
 use gateway_source::GatewaySource;
 use local_server::LocalServer;
+use member_peers::MemberPeers;
 use member_server::{MemberClients, MemberTls};
 use membership::Membership;
 use selected_source::SelectedSource;
@@ -82,14 +85,20 @@ pub(crate) struct ApiCacheListeners {
 /// Final save of the cache when a node that reads ends.
 pub(crate) struct FinalSave(DiskWriter);
 
-/// Watches of the selected source and of the number of tunnels that stand.
-type SourceWatches = (watch::Receiver<Arc<SelectedSource>>, watch::Receiver<usize>);
+/// Watches of the selected source and of the number of tunnels that stand, and further routes for pool members.
+type ServedWith = (
+    watch::Receiver<Arc<SelectedSource>>,
+    watch::Receiver<usize>,
+    Router,
+);
 
 /// Context that the cache runs in, and the token that ends it.
 pub(crate) struct ApiCacheContext<'a> {
     pub(crate) context: Arc<TunnelContext>,
     pub(crate) status: &'a StatusReader,
     pub(crate) tasks: &'a Arc<TaskGroup>,
+    /// Further routes of the listener for pool members.
+    pub(crate) member_routes: Router,
     /// Ends the cache's listeners, with all connections that are open there.
     pub(crate) close_listeners: CancellationToken,
 }
@@ -143,6 +152,15 @@ impl ApiCacheConfig {
         self.membership.clone()
     }
 
+    /// Returns connections to the other members, for this node.
+    pub(crate) fn peers(&self, own: &str, tasks: &Arc<TaskGroup>) -> MemberPeers {
+        MemberPeers::new(
+            own,
+            (self.membership.clone(), self.member_tls.clone()),
+            tasks,
+        )
+    }
+
     /// Reads and serves, in tasks, until what it runs with ends.
     pub(crate) fn start(self, run_context: ApiCacheContext<'_>) -> FinalSave {
         let final_save = FinalSave(self.disk_writer.clone());
@@ -150,6 +168,7 @@ impl ApiCacheConfig {
             context,
             status,
             tasks,
+            member_routes,
             close_listeners,
         } = run_context;
         let gateway = Arc::new(GatewaySource::new(context.clone(), tasks.clone()));
@@ -194,8 +213,8 @@ impl ApiCacheConfig {
         )));
         futures.push(Box::pin(selector.run()));
         futures.push(Box::pin(reporter.run()));
-        let watches = (selected.clone(), status.open_tunnels());
-        let spawn_context = (tasks.clone(), context.node.clone(), watches);
+        let heard = (selected.clone(), status.open_tunnels(), member_routes);
+        let spawn_context = (tasks.clone(), context.node.clone(), heard);
         let stop_tokens = (context.stop.clone(), close_listeners);
         tasks.spawn(
             info_span!("api_cache"),
@@ -208,13 +227,13 @@ impl ApiCacheConfig {
     async fn run(
         self,
         futures: Vec<BoxFuture<'static, ()>>,
-        (tasks, node, (selected, tunnel_count)): (Arc<TaskGroup>, String, SourceWatches),
+        (tasks, node, (at, standing, member_routes)): (Arc<TaskGroup>, String, ServedWith),
         metrics: Arc<Metrics>,
         (stop, close_listeners): (CancellationToken, CancellationToken),
     ) {
         let Self {
             config,
-            cache,
+            cache: pool,
             disk_writer,
             member_tls,
             local,
@@ -229,15 +248,12 @@ impl ApiCacheConfig {
             info!(%address, tls, resources = ?config.resources, "the API cache is ready for programs on this node");
         }
         let with_close = |router| http_server::with_connection_close(router, stop.clone());
-        let router = with_close(local_server::cache_router(cache.clone(), None, None));
+        let router = with_close(local_server::cache_router(pool.clone(), None, None));
         let mut futures = futures;
         if let Some(listener) = member_listener {
-            let router = with_close(local_server::cache_router(
-                cache.clone(),
-                Some(selected.clone()),
-                None,
-            ));
-            let selected = selected.clone();
+            let cache = local_server::cache_router(pool.clone(), Some(at.clone()), None);
+            let router = with_close(member_routes.merge(cache));
+            let selected = at.clone();
             let acceptor = QuotaAcceptor {
                 listener,
                 policy: Arc::new(MemberClients {
@@ -253,11 +269,11 @@ impl ApiCacheConfig {
         }
         if let Some((listener, yurthub_tls)) = yurthub_listener {
             let health = yurthub_server::UpstreamHealth {
-                selected,
-                tunnel_count,
+                selected: at,
+                tunnel_count: standing,
             };
             let router = with_close(yurthub_server::router(
-                cache,
+                pool,
                 config.yurthub_resources(),
                 health.clone(),
             ));

@@ -131,6 +131,8 @@ pub(super) struct LimitedConnection<S> {
     over: BoxFuture<'static, ()>,
     _end_guard: DropGuard,
     slot: Slot,
+    /// Name of the authenticated client, if there is one.
+    client: Option<Arc<str>>,
 }
 
 impl<S> LimitedConnection<S> {
@@ -144,6 +146,16 @@ impl<S> LimitedConnection<S> {
             }),
             _end_guard: token.drop_guard(),
             slot,
+            client: None,
+        }
+    }
+
+    /// Sets the name of the authenticated client.
+    #[must_use]
+    pub(super) fn of(self, client: &str) -> Self {
+        Self {
+            client: Some(client.into()),
+            ..self
         }
     }
 
@@ -201,13 +213,30 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedConnection<S> {
     }
 }
 
-/// The place of a connection, in the extensions of its requests.
+/// The place of a connection and its client, in the extensions of its requests.
 #[derive(Clone)]
-pub(super) struct ConnectionPlace(Slot);
+pub(super) struct ConnectionPlace {
+    slot: Slot,
+    client: Option<Arc<str>>,
+}
+
+impl ConnectionPlace {
+    fn of<S>(connection: &LimitedConnection<S>) -> Self {
+        Self {
+            slot: connection.slot.clone(),
+            client: connection.client.clone(),
+        }
+    }
+
+    /// Returns the name of the authenticated client, if there is one.
+    pub(super) fn client(&self) -> Option<&str> {
+        self.client.as_deref()
+    }
+}
 
 impl Connected<IncomingStream<'_, LimitedListener>> for ConnectionPlace {
     fn connect_info(stream: IncomingStream<'_, LimitedListener>) -> Self {
-        Self(stream.io().slot.clone())
+        Self::of(stream.io())
     }
 }
 
@@ -216,7 +245,7 @@ where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     fn connect_info(stream: IncomingStream<'_, AcceptedConnections<LimitedConnection<S>>>) -> Self {
-        Self(stream.io().slot.clone())
+        Self::of(stream.io())
     }
 }
 
@@ -224,7 +253,7 @@ where
 /// such as one whose head never ends, can lose its place.
 pub(super) async fn hold_slot(request: Request, next: Next) -> Response {
     let connection_slot = request.extensions().get::<ConnectInfo<ConnectionPlace>>();
-    let busy = connection_slot.map(|ConnectInfo(ConnectionPlace(slot))| slot.busy());
+    let busy = connection_slot.map(|ConnectInfo(place)| place.slot.busy());
     let response = next.run(request).await;
     response.map(|body| Body::new(PlacedBody { body, _busy: busy }))
 }

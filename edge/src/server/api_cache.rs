@@ -6,9 +6,11 @@ use crate::{
     config::Config,
     control::{
         api_cache::{self, ApiCacheConfig, ApiCacheContext, FinalSave},
+        heartbeat::{HeartbeatRelay, HeartbeatSender},
         identity_store::IdentityStore,
         tunnels::context::TunnelContext,
     },
+    metrics::Metrics,
     status::StatusReader,
 };
 use causeway_rt::listener;
@@ -20,6 +22,7 @@ use std::{
 };
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
+use tracing::info_span;
 
 /// How long addresses that are in use are asked for.
 const BIND_TIMEOUT: Duration = Duration::from_secs(2);
@@ -108,13 +111,43 @@ pub(super) fn start(
     (context, parts): (&Arc<TunnelContext>, &Reloadable),
     (status, close_listeners): (&StatusReader, &CancellationToken),
 ) -> Option<FinalSave> {
+    let reading = cache?;
+    if let Some(sender) = heartbeat_sender(&reading, (context, parts), status) {
+        parts.tasks.spawn(info_span!("heartbeat"), async move {
+            sender.run().await;
+        });
+    }
+    let relay = context.heartbeats.as_ref();
     let run_context = ApiCacheContext {
         context: context.clone(),
         status,
         tasks: &parts.tasks,
+        member_routes: relay.map(HeartbeatRelay::routes).unwrap_or_default(),
         close_listeners: close_listeners.clone(),
     };
-    Some(cache?.start(run_context))
+    Some(reading.start(run_context))
+}
+
+/// Returns the relay of heartbeats of other pool members, if heartbeats are configured.
+pub(super) fn heartbeat_relay(config: &Config, metrics: &Arc<Metrics>) -> Option<HeartbeatRelay> {
+    let reads = config.heartbeat.is_some() && config.api_cache.is_some();
+    reads.then(|| HeartbeatRelay::new(metrics))
+}
+
+/// Returns the sender of this node's heartbeats, if they are configured.
+fn heartbeat_sender(
+    reading: &ApiCacheConfig,
+    (context, parts): (&Arc<TunnelContext>, &Reloadable),
+    state: &StatusReader,
+) -> Option<HeartbeatSender> {
+    Some(HeartbeatSender {
+        config: context.config.heartbeat.clone()?,
+        identity: context.identity_store.clone(),
+        peers: reading.peers(&context.node, &parts.tasks),
+        standing: state.open_tunnels(),
+        metrics: context.metrics.clone(),
+        status: context.status.clone(),
+    })
 }
 
 /// Leaves on the disk what is known.

@@ -380,6 +380,7 @@ pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
         ],
         differs: |one, two| non_reloadable(one) != non_reloadable(two),
     },
+    RestartKey::whole("heartbeat", |one, two| one.heartbeat != two.heartbeat),
     RestartKey::whole("tunnels", |one, two| one.tunnels != two.tunnels),
     RestartKey::whole("limits", |one, two| one.limits != two.limits),
     RestartKey::whole("timeouts", |one, two| one.timeouts != two.timeouts),

@@ -5,6 +5,7 @@
 
 mod certificates;
 mod coredns_hosts;
+mod heartbeats;
 mod ports;
 
 use std::path::PathBuf;
@@ -17,6 +18,7 @@ use serde::{Deserialize, Serialize};
 pub use certificates::CsrSigning;
 pub(super) use coredns_hosts::is_namespaced_name;
 pub use coredns_hosts::{CoreDnsHosts, HostsFormat};
+pub use heartbeats::Heartbeats;
 pub use ports::{NodePorts, PortList};
 
 /// A cluster's API, from which the gateway learns the nodes.
@@ -64,6 +66,8 @@ pub struct Kubernetes {
     /// Directs `YurtHub`s (`OpenYurt` v1.6.1 and later) to edges of their pool that have `api_cache.yurthub`, by the `ConfigMap` `leader-hub-POOL`. Without this key: nothing is written.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub yurthub: Option<YurtHub>,
+    /// Renews the Leases of nodes that have lost their gateways, while another member of their pool reports that their kubelet is alive.
+    pub heartbeats: Heartbeats,
     /// Stores revocations of nodes and the keys of `upstream_tls.*.pin` in this Secret as well, `NAMESPACE/NAME`, which must exist. All gateways that name the Secret have the same data within some seconds, and a new pod has it from its start. Without this key: the data is in `data_dir` alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
@@ -99,6 +103,7 @@ impl Default for Kubernetes {
             advertise: None,
             certificates: None,
             yurthub: None,
+            heartbeats: Heartbeats::default(),
             state: None,
         }
     }

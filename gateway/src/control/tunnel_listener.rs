@@ -37,6 +37,7 @@ use causeway_tunnel::wire;
 use context::HandshakenEdge;
 pub use context::{TunnelListener, TunnelPortLimits};
 use std::{io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
+pub(crate) use tls::edge_verifier;
 use tls::{AlpnProtocol, Io, TlsError};
 pub use tls::{LiveTls, Tls};
 use tokio::{sync::mpsc, time::timeout};

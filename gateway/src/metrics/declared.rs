@@ -120,6 +120,14 @@ declare! {
     api_cache_connections_limit: Gauge,
     /// Pools with a leader among the edges that are connected here.
     api_cache_leaders: Gauge,
+    /// Delegated heartbeats of nodes without a gateway, by result: renewed (the Lease), fresh (the Lease needed none), conflict,
+    /// `no_lease`, `foreign_lease` or failed; or refused as malformed, kubelet, stale, replayed, forged, rejected, pool, `too_many` or
+    /// overloaded.
+    delegated_beats: Family<[Label; 1], Counter>,
+    /// Nodes whose Lease is renewed by delegated heartbeats.
+    delegated_nodes: Gauge,
+    /// Whether this gateway is the one that manages delegated nodes: their taint, condition and return.
+    delegated_nodes_leading: Gauge,
     /// Expiry of certificates in use, in Unix time, by use: tunnel, listener:NAME, app:PORT, ca and so on.
     certificate_expiry_timestamp_seconds: Family<[ListenerLabel; 1], Gauge>,
 }

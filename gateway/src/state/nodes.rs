@@ -62,6 +62,8 @@ pub struct ClusterNode {
     pub pool: Option<String>,
     /// Whether that label counts in the policy.
     pub is_policy_pool: bool,
+    /// Whether its Lease is renewed by delegated heartbeats.
+    pub delegated: bool,
 }
 
 /// Location of a node.
@@ -305,6 +307,25 @@ impl Nodes {
         members.any(|(name, member)| {
             member.addresses.contains(&address.to_canonical()) && !table.nodes.contains_key(name)
         })
+    }
+
+    /// Returns the nodes of the cluster whose Leases are renewed by delegated heartbeats.
+    pub fn delegated(&self) -> BTreeSet<NodeName> {
+        let table = self.0.load();
+        let members = table.sources.cluster.members().into_iter().flatten();
+        let delegated = members.filter(|(_, member)| member.delegated);
+        delegated.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Whether the Lease of this node of the cluster is renewed by delegated heartbeats.
+    pub fn is_delegated(&self, name: &NodeName) -> bool {
+        let table = self.0.load();
+        let member = table
+            .sources
+            .cluster
+            .members()
+            .and_then(|all| all.get(name));
+        member.is_some_and(|member| member.delegated)
     }
 
     /// Whether the cluster has named its nodes.

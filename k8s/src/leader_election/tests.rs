@@ -11,6 +11,7 @@ where
     let api = tower::service_fn(move |_: Request<Body>| answer());
     LeaderElector::new(
         Client::new(api, "it"),
+        "it",
         ("it", "it"),
         "a".to_owned(),
         Duration::from_secs(15),

@@ -64,7 +64,7 @@ impl MemberSource {
     }
 
     /// The first of its addresses at which it is.
-    async fn dial(&self) -> Result<TlsStream<TcpStream>, String> {
+    pub(super) async fn dial(&self) -> Result<TlsStream<TcpStream>, String> {
         let server_name = ServerName::try_from(self.member.node.clone());
         let server_name = server_name.map_err(|error| error.to_string())?;
         let connector = self.tls.current()?.connector.clone();

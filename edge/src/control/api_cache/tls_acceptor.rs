@@ -213,7 +213,7 @@ impl AcceptQueue {
             slot.protect();
         }
         let close_token = self.stop.child_token();
-        let connection = LimitedConnection::new(tls, slot, close_token.clone());
+        let connection = LimitedConnection::new(tls, slot, close_token.clone()).of(&who);
         if self.connections_tx.send((connection, from)).await.is_err() {
             return;
         }

@@ -5,8 +5,8 @@ use crate::{
     config::Config,
     control::{
         api_cache::membership::Membership, connect_error::ConnectError, csr_bootstrap::CsrClient,
-        dial::GatewayConnector, gateway_list::GatewayList, identity_store::IdentityStore,
-        rejoin_state::RejoinState,
+        dial::GatewayConnector, gateway_list::GatewayList, heartbeat::HeartbeatRelay,
+        identity_store::IdentityStore, rejoin_state::RejoinState,
     },
     metrics::Metrics,
     status::StatusWriter,
@@ -47,6 +47,8 @@ pub(crate) struct TunnelContext {
     pub(crate) on_announced_ports: AnnouncedPortsFn,
     /// Membership that gateways update, if this node has an API cache.
     pub(crate) membership: Option<Membership>,
+    /// Relay of heartbeats of other pool members, if this node has one.
+    pub(crate) heartbeats: Option<HeartbeatRelay>,
     pub(crate) metrics: Arc<Metrics>,
     /// Bytes that streams of all tunnels leave unread here.
     pub(crate) memory_budget: Arc<MemoryBudget>,

@@ -216,6 +216,7 @@ fn build_hello(context: &TunnelContext, slot: u32, announced: &[String]) -> Edge
             .as_ref()
             .and_then(config::ApiCache::yurthub_addr)
             .map(Box::new),
+        heartbeats: context.heartbeats.is_some(),
     }
 }
 

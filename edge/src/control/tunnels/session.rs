@@ -10,6 +10,7 @@ use super::{
         api_cache::membership::MembershipUpdater,
         connect_error::ConnectError,
         dial::{GatewayAddr, GatewayConnection},
+        heartbeat::{HeartbeatRelay, relay::TunnelRelay},
         trust_roots,
     },
     bulk::BulkTracker,
@@ -24,6 +25,7 @@ use causeway_tunnel::{
     RejectCode,
     control_stream::{ControlStream, ControlStreamError, EdgeMessage, GatewayMessage, GoAway},
     edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream, StreamRequest},
+    heartbeat::DelegatedHeartbeat,
     io_observer::ObservedIo,
     load::TunnelLoad,
 };
@@ -70,6 +72,8 @@ pub(super) struct TunnelSession {
     lease: Option<GatewayLease>,
     /// Handle for the gateway's announcements of the node's pool, until the gateway drains.
     membership_updater: Option<MembershipUpdater>,
+    /// Relay of heartbeats of other pool members, until the gateway drains.
+    relay: Option<TunnelRelay>,
 }
 
 /// A tunnel that is served by a task of its own.
@@ -149,10 +153,9 @@ impl TunnelSession {
             gateway_addr,
             round_trip,
         } = connection;
-        let traffic = io.get_ref().0.traffic();
+        let (traffic, slot) = (io.get_ref().0.traffic(), owner.slot);
         let tcp = io.get_ref().0.get_ref();
         let local_addr = tcp.and_then(|tcp| tcp.local_addr().ok());
-        let slot = owner.slot;
         let gateway_chain = io.get_ref().1.peer_certificates().unwrap_or_default();
         let gateway_chain = gateway_chain
             .iter()
@@ -209,6 +212,7 @@ impl TunnelSession {
                     .newest_sessions
                     .insert(established.gateway_instance, slot),
             ),
+            relay: context.heartbeats.as_ref().map(HeartbeatRelay::tunnel),
             context: context.clone(),
             _tunnel_guard: context.metrics.tunnel_guard(),
             lease: established.lease,
@@ -249,6 +253,7 @@ impl TunnelSession {
             self.membership_updater.take(),
             self.newest_guard.take(),
         ));
+        self.relay = None;
         let Self {
             edge_side: server,
             summary,
@@ -299,6 +304,9 @@ impl TunnelSession {
                         Ok(more) => is_control_open = more,
                         Err(error) => return error,
                     }
+                }
+                beat = next_heartbeat(&mut self.relay), if !self.control_stream.has_unsent() => {
+                    self.enqueue(&EdgeMessage::DelegatedHeartbeat(beat));
                 }
                 // A leaving tunnel gets no new streams that bulk transfers could delay.
                 () = self.load.wait_for_bulk(), if phase == Phase::Open => self.bulk_tracker.mark(self.slot),
@@ -364,6 +372,7 @@ impl TunnelSession {
         // A gateway with only leaving tunnels is dialled like any other.
         self.lease = None;
         self.membership_updater = None;
+        self.relay = None;
     }
 
     /// Returns the message that is answered at once, if there is one.
@@ -394,8 +403,9 @@ impl TunnelSession {
                 if let Some(claim) = &self.lease {
                     claim.mark_draining();
                 }
-                // A draining gateway no longer announces the pool leader.
+                // A draining gateway no longer announces the pool leader, and sends no nonces.
                 self.membership_updater = None;
+                self.relay = None;
                 if let Some(end_tx) = end_tx.take() {
                     // A stopped slot does not receive this.
                     let _ = end_tx.send(SessionEnd::Draining);
@@ -413,6 +423,11 @@ impl TunnelSession {
             Ok(GatewayMessage::Pool(members)) => {
                 if let Some(voice) = &self.membership_updater {
                     voice.update(members);
+                }
+            }
+            Ok(GatewayMessage::HeartbeatNonce { nonce }) => {
+                if let Some(relay) = &self.relay {
+                    relay.set_nonce(nonce);
                 }
             }
             Ok(line @ GatewayMessage::Dismiss { .. }) => return Err(unexpected_message(&line)),
@@ -454,5 +469,13 @@ impl TunnelSession {
             stream_task.await;
             drop(permit);
         });
+    }
+}
+
+/// Returns the next heartbeat to send; never, if the tunnel relays none.
+async fn next_heartbeat(relay: &mut Option<TunnelRelay>) -> Box<DelegatedHeartbeat> {
+    match relay {
+        Some(relay) => relay.next().await,
+        None => std::future::pending().await,
     }
 }

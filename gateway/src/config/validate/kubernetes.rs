@@ -19,6 +19,7 @@ impl Config {
         if let Some(yurthub) = &rules.yurthub {
             yurthub.validate(self.api_cache.is_some(), faults);
         }
+        rules.heartbeats.validate(self.api_cache.is_some(), faults);
         if let Some(ports) = &rules.ports {
             ports.validate(&self.listeners, faults);
         }

@@ -75,6 +75,9 @@ pub(super) struct EdgeSummary {
     /// Role in reading the cluster's resources, if the edge reads them.
     #[serde(skip_serializing_if = "Option::is_none")]
     reading: Option<CacheRole>,
+    /// Whether the node's Lease is renewed by delegated heartbeats.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    heartbeat_delegated: bool,
 }
 
 /// Role of an edge in reading the cluster's resources.
@@ -204,6 +207,7 @@ fn edge_summary(
     let has_api_cache = hello.is_some_and(|welcome| welcome.site.is_some());
     let leaders = led.as_ref().filter(|_| has_api_cache);
     EdgeSummary {
+        heartbeat_delegated: nodes.is_delegated(&node),
         reading: leaders.map(|led| cache_role(&node, led, node_data.pool.as_deref())),
         state: if node_data.revoked.is_some() {
             NodeState::Revoked

@@ -248,7 +248,8 @@ impl LeaderAssigner {
         next.clone()
     }
 
-    /// Returns nodes by pool that have been connected, are not now, and are neither removed nor revoked.
+    /// Returns nodes by pool that have been connected, are not now, and are neither removed nor revoked. A node whose heartbeats are
+    /// delegated was connected, too, maybe to this gateway before its restart: members are to let it in.
     fn disconnected_members(
         &mut self,
         readers: &[ConnectedReader],
@@ -273,6 +274,21 @@ impl LeaderAssigner {
                 at: at.clone(),
             };
             disconnected.entry(pool).or_default().push(member);
+        }
+        for node in nodes.delegated() {
+            let met = self
+                .known_addresses
+                .get(&node)
+                .is_some_and(|at| !at.is_empty());
+            let known = nodes.get(&node).filter(|known| known.revoked.is_none());
+            let Some(known) = known.filter(|_| !met && !connected.contains(&node)) else {
+                continue;
+            };
+            let member = NodePoolMember {
+                node: node.to_string(),
+                at: Vec::new(),
+            };
+            disconnected.entry(known.pool).or_default().push(member);
         }
         disconnected
     }

@@ -5,10 +5,11 @@ use crate::control::{
     api_cache::{ApiCacheServer, leaders::LeaderAssigner},
     drain::Readiness,
     enrol::{self, Enrolment},
+    heartbeat::HeartbeatVerifier,
     node_records::NodeRecordWriter,
     node_sync::NodeSync,
     pin_writer::PinWriter,
-    tunnel_listener::{LiveTls, Tls, TunnelListener, TunnelPortLimits},
+    tunnel_listener::{LiveTls, Tls, TunnelListener, TunnelPortLimits, edge_verifier},
 };
 use crate::{
     config,
@@ -97,6 +98,18 @@ fn impatient() -> config::Tunnel {
     }
 }
 
+/// Starts the tasks that send messages to members of node pools.
+fn pool_tasks(
+    tasks: &TaskGroup,
+    leaders: LeaderAssigner,
+    heartbeats: &HeartbeatVerifier,
+    (registry, stop): (&Registry, &CancellationToken),
+) {
+    tasks.spawn(info_span!("leaders"), leaders.run(stop.clone()));
+    let nonces = heartbeats.clone().run(registry.clone(), stop.clone());
+    tasks.spawn(info_span!("heartbeats"), nonces);
+}
+
 /// The tunnel port of a gateway.
 pub(crate) struct World {
     pub(crate) ca: Arc<Ca>,
@@ -113,6 +126,7 @@ pub(crate) struct World {
     leaf: LeafCertificate,
     /// Server of the API cache.
     pub(crate) reading: Option<ApiCacheServer>,
+    pub(crate) heartbeats: HeartbeatVerifier,
     /// Dropping it ends the gateway at once.
     pub(crate) tasks: TaskGroup,
     _dir: tempfile::TempDir,
@@ -172,14 +186,14 @@ impl World {
         let store = Store::open(dir.path().join("data"), OpenMode::Create).unwrap();
         let ca = Arc::new(new_ca("test.example"));
         store.save_ca(&ca).unwrap();
-        let leaf = shown(&ca);
+        let (leaf, live) = (shown(&ca), LiveCa::new(store.ca().unwrap().unwrap()));
         let (nodes, metrics) = (NodesWriter::default(), Metrics::new());
         let (registry, tickets) = (Registry::new(workers), TicketSecret::random());
-        let live = LiveCa::new(store.ca().unwrap().unwrap());
         let tls = Tls::new(leaf.resolver(), TrustStore::from_ca(&ca).unwrap(), &tickets).unwrap();
         let tls = Arc::new(ArcSwap::from_pointee(tls));
         let ledger = NodeRecordWriter::new(&store, &nodes);
         let reading = api_cache.map(|rules| ApiCacheServer::new(rules, &nodes.reader(), &metrics));
+        let heartbeats = HeartbeatVerifier::new(&nodes.reader(), edge_verifier(&tls), &metrics);
         let enrolment = enrolment((&live, &store), (&nodes, &ledger), &metrics);
         let admission = TunnelListener {
             instance: "gateway".into(),
@@ -199,6 +213,7 @@ impl World {
             announced_ports: AnnouncedPortsCell::default(),
             enrol: enrol::router(enrolment),
             api_cache: reading.clone(),
+            heartbeats: Some(heartbeats.clone()),
             early_throttle: Arc::default(),
         };
         let bound = BoundSocket::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -207,7 +222,7 @@ impl World {
         tasks.spawn(info_span!("gateway"), admission.run(bound, stop.clone()));
         if let Some(reading) = &reading {
             let leaders = LeaderAssigner::new(reading, &registry, &nodes);
-            tasks.spawn(info_span!("leaders"), leaders.run(stop.clone()));
+            pool_tasks(&tasks, leaders, &heartbeats, (&registry, &stop));
         }
         Self {
             ca,
@@ -222,6 +237,7 @@ impl World {
             tls,
             leaf,
             reading,
+            heartbeats,
             tasks,
             _dir: dir,
         }

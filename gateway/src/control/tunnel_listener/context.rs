@@ -3,7 +3,9 @@
 use super::tls::{Io, LiveTls};
 use crate::{
     config,
-    control::{api_cache::ApiCacheServer, node_records::NodeRecordWriter},
+    control::{
+        api_cache::ApiCacheServer, heartbeat::HeartbeatVerifier, node_records::NodeRecordWriter,
+    },
     metrics::Metrics,
     state::{AdvertisedGateways, AnnouncedPortsCell, Nodes, Registry, registry::EdgeCertificate},
     worker::Workers,
@@ -78,6 +80,8 @@ pub struct TunnelListener {
     pub enrol: Router,
     /// Server of the API cache, if edges may read.
     pub api_cache: Option<ApiCacheServer>,
+    /// Verifier of delegated heartbeats, if they are enabled.
+    pub heartbeats: Option<HeartbeatVerifier>,
     /// Log throttle for edges that connect before the cluster has named its nodes: a whole fleet retries until then.
     pub(crate) early_throttle: Arc<LogThrottle>,
 }

@@ -18,6 +18,7 @@ use crate::control::{
     broadcast::ports_message,
     ca_rotation,
     eligibility::{rejection_reason, retry_later_message, untrusted_reason},
+    heartbeat::HeartbeatVerifier,
 };
 use crate::state::{NewTunnel, registry::EdgeCertificate};
 use arc_swap::ArcSwapOption;
@@ -104,6 +105,8 @@ struct TunnelSession {
     roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     drain: Duration,
     registration: Registration,
+    node: NodeName,
+    heartbeats: Option<HeartbeatVerifier>,
 }
 
 impl TunnelListener {
@@ -327,6 +330,8 @@ impl TunnelListener {
             roots,
             drain: self.drain,
             registration,
+            node: node.clone(),
+            heartbeats: self.heartbeats.clone(),
         })
     }
 }
@@ -405,6 +410,11 @@ impl TunnelSession {
             EdgeMessage::Roots { roots } => {
                 self.roots
                     .store(Some(Arc::new(ca_rotation::parse_roots(&roots))));
+            }
+            EdgeMessage::DelegatedHeartbeat(beat) => {
+                if let Some(heartbeats) = &self.heartbeats {
+                    heartbeats.receive(&self.node, &beat);
+                }
             }
             EdgeMessage::Welcome(_) => debug!("the edge sent a second welcome message"),
             EdgeMessage::Unknown => debug!("the edge sent a message of an unknown type"),

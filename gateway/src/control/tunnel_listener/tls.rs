@@ -1,6 +1,6 @@
 //! The tunnel port's TLS: the presented certificate, the trusted CAs, and the handshake.
 
-use crate::state::registry::EdgeCertificate;
+use crate::{control::heartbeat::VerifyEdgeFn, state::registry::EdgeCertificate};
 use arc_swap::ArcSwap;
 use causeway_certs::{
     ClusterCa, Identity, NodeName, PeerRejected, Purpose, TrustStore, VerifiedNodeCertificate,
@@ -33,6 +33,12 @@ pub struct Tls {
 
 /// The current TLS of the tunnel port.
 pub type LiveTls = Arc<ArcSwap<Tls>>;
+
+/// Returns a function that verifies chains of edges by the TLS that is current then.
+pub(crate) fn edge_verifier(tls: &LiveTls) -> VerifyEdgeFn {
+    let tls = tls.clone();
+    Box::new(move |chain| tls.load().edge_of(chain))
+}
 
 impl Tls {
     /// Returns the TLS of a gateway that presents `leaf`, trusts the CAs of `trust` and seals sessions by `tickets`.
@@ -112,7 +118,10 @@ impl Tls {
 
     /// Returns the verified owner of the peer's certificate, resumed or not.
     pub(super) fn verify_peer_certificate(&self, io: &Io) -> Result<VerifiedPeer, PeerRejected> {
-        let chain = io.get_ref().1.peer_certificates();
+        self.verify(io.get_ref().1.peer_certificates())
+    }
+
+    fn verify(&self, chain: Option<&[CertificateDer<'_>]>) -> Result<VerifiedPeer, PeerRejected> {
         let now = UnixTime::now();
         verify_peer(
             chain,
@@ -125,24 +134,30 @@ impl Tls {
 
     /// Returns the node of the edge, and the certificate that it has presented.
     pub(super) fn verify_edge(&self, io: &Io) -> Result<(NodeName, EdgeCertificate), PeerRejected> {
-        let verified = self.verify_peer_certificate(io)?;
-        let Identity::Edge(node) = verified.identity else {
-            let (wanted, found) = (Purpose::Edge, verified.identity.kind());
+        let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
+        self.edge_of(chain)
+    }
+
+    /// Returns the node that this chain names, and the certificate, verified as that of an edge that connects.
+    fn edge_of(
+        &self,
+        chain: &[CertificateDer<'_>],
+    ) -> Result<(NodeName, EdgeCertificate), PeerRejected> {
+        let proven = self.verify(Some(chain))?;
+        let Identity::Edge(node) = proven.identity else {
+            let (wanted, found) = (Purpose::Edge, proven.identity.kind());
             return Err(PeerRejected::WrongKind { wanted, found });
         };
-        let external_chain = self.trust.is_external().then(|| {
-            let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
-            chain.iter().map(|one| one.clone().into_owned()).collect()
-        });
+        let owned = |one: &CertificateDer<'_>| one.clone().into_owned();
+        let given = self.trust.is_external();
+        let given = given.then(|| chain.iter().map(owned).collect());
         let shown = EdgeCertificate {
-            serial: verified.serial,
+            serial: proven.serial,
             // The external CA decides how and when a node gets a new certificate.
-            issued_at: external_chain
-                .as_ref()
-                .map_or(verified.issued_at, |_| u64::MAX),
-            not_after: verified.not_after,
-            root: verified.root,
-            external_chain,
+            issued_at: given.as_ref().map_or(proven.issued_at, |_| u64::MAX),
+            not_after: proven.not_after,
+            root: proven.root,
+            external_chain: given,
         };
         Ok((node, shown))
     }

@@ -5,8 +5,9 @@ use crate::{
     control::{
         api_cache::ApiCacheServer,
         enrol,
+        heartbeat::HeartbeatVerifier,
         node_records::NodeRecordWriter,
-        tunnel_listener::{TunnelListener, TunnelPortLimits},
+        tunnel_listener::{TunnelListener, TunnelPortLimits, edge_verifier},
     },
     proxy::ProxyState,
     server::{data_dir::DataDirState, error::BindError, tunnel_identity::TunnelIdentity},
@@ -42,6 +43,11 @@ pub(super) fn build_tunnel_listener(
         Some(_) => enrol::disabled_router(shared.metrics.clone()),
         None => enrol::router(enrolment),
     };
+    let tls = Arc::new(ArcSwap::from_pointee(tls));
+    let rules = config.kubernetes.as_ref();
+    let heartbeats = rules.is_some_and(|rules| rules.heartbeats.enabled);
+    let heartbeats = heartbeats
+        .then(|| HeartbeatVerifier::new(&shared.nodes, edge_verifier(&tls), &shared.metrics));
     Ok(TunnelListener {
         instance: format!("{:032x}", rand::random::<u128>()).into(),
         workers: workers.clone(),
@@ -49,7 +55,7 @@ pub(super) fn build_tunnel_listener(
         nodes: shared.nodes.clone(),
         cluster: config.kubernetes.is_some().then(|| base.nodes.subscribe()),
         metrics: shared.metrics.clone(),
-        tls: Arc::new(ArcSwap::from_pointee(tls)),
+        tls,
         record_writer,
         ca: base.ca.clone(),
         settings,
@@ -63,6 +69,7 @@ pub(super) fn build_tunnel_listener(
             .api_cache
             .as_ref()
             .map(|rules| ApiCacheServer::new(rules, &shared.nodes, &shared.metrics)),
+        heartbeats,
         early_throttle: Arc::default(),
     })
 }

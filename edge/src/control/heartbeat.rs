@@ -1,0 +1,21 @@
+//! Delegated heartbeats: a node that has lost its gateways has another member of its pool report that its kubelet is alive.
+//!
+//! 1. `kubelet` checks the health of this node's own kubelet.
+//! 2. When no tunnel stands, `sender` asks members of the pool for a gateway's nonce, signs it with the key of this node's
+//!    certificate, and gives the member the signed heartbeat. Members are known from the data directory, also after a restart.
+//! 3. `relay` is the member's side: it keeps the newest nonce of each tunnel, hands it out, and sends heartbeats of other nodes
+//!    to the gateway that issued their nonce.
+//!
+//! Whether the node's Lease is renewed is decided at the gateway, by the age of the Lease. A heartbeat of a node whose kubelet
+//! still reaches the API server changes nothing there.
+
+mod kubelet;
+mod member_client;
+pub(crate) mod relay;
+mod sender;
+
+pub(crate) use relay::HeartbeatRelay;
+pub(crate) use sender::HeartbeatSender;
+
+#[cfg(test)]
+mod tests;

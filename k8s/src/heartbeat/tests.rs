@@ -1,0 +1,442 @@
+//! Delegated heartbeats against an API that keeps one Lease and one Node.
+
+use super::{
+    api::NAMESPACE,
+    node_lease::{DELEGATED, LeaseState, Renewal, renew, state, without_annotations},
+    *,
+};
+use causeway_certs::NodeName;
+use causeway_gateway::{
+    control::heartbeat::AcceptedHeartbeat,
+    state::{ClusterNode, NodesWriter},
+};
+use http::{Method, Request, Response, StatusCode};
+use http_body_util::BodyExt;
+use k8s_openapi::{
+    api::coordination::v1::Lease,
+    jiff::{SignedDuration, Timestamp},
+};
+use kube::{ResourceExt, client::Body};
+use serde_json::{Value, json};
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, MutexGuard},
+};
+
+const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/edge-1";
+const NODE: &str = "/api/v1/nodes/edge-1";
+const STATUS: &str = "/api/v1/nodes/edge-1/status";
+
+fn ago(seconds: i64) -> Timestamp {
+    Timestamp::now() - SignedDuration::from_secs(seconds)
+}
+
+/// Lease of edge-1, which its kubelet has renewed `age` seconds ago by a clock that is wrong by `offset` seconds.
+fn lease(age: i64, offset: i64) -> Lease {
+    let changed = ago(age);
+    let renewed = changed + SignedDuration::from_secs(offset);
+    serde_json::from_value(json!({
+        "metadata": {
+            "name": "edge-1",
+            "namespace": NAMESPACE,
+            "resourceVersion": "7",
+            "annotations": { "example.com/kept": "yes" },
+            "managedFields": [{
+                "manager": "kubelet",
+                "operation": "Update",
+                "time": format!("{changed:.0}"),
+            }],
+        },
+        "spec": {
+            "holderIdentity": "edge-1",
+            "leaseDurationSeconds": 40,
+            "renewTime": format!("{renewed:.6}"),
+        },
+    }))
+    .unwrap()
+}
+
+fn renew_time(lease: &Lease) -> Timestamp {
+    lease.spec.as_ref().unwrap().renew_time.as_ref().unwrap().0
+}
+
+fn renewed(lease: &Lease, now: Timestamp) -> (Lease, u32) {
+    match renew(lease, "edge-1", now) {
+        Renewal::Renewed(lease, count) => (*lease, count),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The Lease as an API server returns it after a change at this time.
+fn stored(mut lease: Lease, at: Timestamp) -> Lease {
+    let managed = lease.metadata.managed_fields.as_mut().unwrap();
+    let mut text = serde_json::to_value(&managed[0]).unwrap();
+    text["time"] = json!(format!("{at:.0}"));
+    managed[0] = serde_json::from_value(text).unwrap();
+    lease
+}
+
+#[test]
+fn only_an_old_lease_of_the_node_is_renewed() {
+    let now = Timestamp::now();
+    assert_eq!(renew(&lease(13, 0), "edge-1", now), Renewal::Fresh);
+    assert_eq!(renew(&lease(20, 0), "edge-2", now), Renewal::Foreign);
+    let mut other = lease(20, 0);
+    other.spec.as_mut().unwrap().holder_identity = Some("edge-2".to_owned());
+    assert_eq!(renew(&other, "edge-1", now), Renewal::Foreign);
+    let (renewed, count) = renewed(&lease(20, 0), now);
+    assert_eq!(count, 1);
+    assert_eq!(state(&renewed), LeaseState::Delegated(1));
+    assert_eq!(renewed.annotations()[DELEGATED], "true");
+    assert_eq!(renewed.annotations()["example.com/kept"], "yes");
+    assert_eq!(renewed.metadata.resource_version.as_deref(), Some("7"));
+    assert_eq!(renew_time(&renewed).as_microsecond(), now.as_microsecond());
+    let kept = without_annotations(&renewed).metadata.annotations;
+    assert_eq!(kept.map(|all| all.len()), Some(1));
+}
+
+#[test]
+fn delegated_renewals_are_counted_until_the_node_renews_itself() {
+    let begun = Timestamp::now();
+    let (mut lease, _) = renewed(&lease(20, 0), begun);
+    for count in 2..6 {
+        let last = begun + SignedDuration::from_secs(10 * (count - 2));
+        lease = stored(lease, last);
+        let soon = last + SignedDuration::from_secs(3);
+        assert_eq!(renew(&lease, "edge-1", soon), Renewal::Fresh, "two members");
+        let (next, counted) = renewed(&lease, last + SignedDuration::from_secs(10));
+        assert_eq!(i64::from(counted), count);
+        assert!(renew_time(&next) > renew_time(&lease));
+        lease = next;
+    }
+    // A kubelet copies the annotations.
+    let back = begun + SignedDuration::from_secs(60);
+    lease.spec.as_mut().unwrap().renew_time = Some(serde_json::from_value(json!(back)).unwrap());
+    let lease = stored(lease, back);
+    assert_eq!(state(&lease), LeaseState::Returned);
+    let later = back + SignedDuration::from_secs(10);
+    assert_eq!(renew(&lease, "edge-1", later), Renewal::Fresh);
+    let (_, count) = renewed(&lease, back + SignedDuration::from_secs(20));
+    assert_eq!(count, 1, "the next cut");
+    assert_eq!(state(&without_annotations(&lease)), LeaseState::Direct);
+}
+
+#[test]
+fn a_wrong_clock_of_the_node_changes_nothing() {
+    let day = 86_400;
+    for offset in [-day, day, -30, 0, 4] {
+        let now = Timestamp::now();
+        assert_eq!(renew(&lease(10, offset), "edge-1", now), Renewal::Fresh);
+        let first = lease(20, offset);
+        let mut last = first.clone();
+        for beat in 0..90 {
+            let at = now + SignedDuration::from_secs(10 * beat);
+            let (next, _) = renewed(&last, at);
+            // kube-controller-manager takes later times only.
+            assert!(renew_time(&next) > renew_time(&last), "{offset} {beat}");
+            last = stored(next, at);
+        }
+        // The node returns 5 s after the last delegated renewal, and is taken again from its second renewal on.
+        let back = now + SignedDuration::from_secs(10 * 89 + 5);
+        let own = back + SignedDuration::from_secs(offset + 10);
+        assert!(own > renew_time(&last), "{offset}");
+    }
+}
+
+/// API that keeps a Lease and a Node, and compares versions.
+#[derive(Clone)]
+struct Cluster(Arc<Mutex<State>>);
+
+struct State {
+    lease: Option<Value>,
+    node: Value,
+    version: u64,
+    requests: Vec<String>,
+    events: Vec<String>,
+    /// Another process writes the Lease between a read and the next write.
+    races: bool,
+}
+
+impl Cluster {
+    fn new(lease: Option<&Lease>, ready: &str) -> Self {
+        let node = json!({
+            "metadata": { "name": "edge-1", "resourceVersion": "7", "annotations": { "a": "b" } },
+            "spec": { "taints": [{ "key": "own", "effect": "NoSchedule" }] },
+            "status": { "conditions": [
+                { "type": "MemoryPressure", "status": "Unknown" },
+                { "type": "Ready", "status": ready, "reason": "NodeStatusUnknown" },
+            ] },
+        });
+        Self(Arc::new(Mutex::new(State {
+            lease: lease.map(|lease| serde_json::to_value(lease).unwrap()),
+            node,
+            version: 7,
+            requests: Vec::new(),
+            events: Vec::new(),
+            races: false,
+        })))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap()
+    }
+
+    fn client(&self) -> Client {
+        let cluster = self.clone();
+        let api = tower::service_fn(move |asked: Request<Body>| {
+            let cluster = cluster.clone();
+            async move {
+                let (head, body) = asked.into_parts();
+                let body = body.collect().await.unwrap().to_bytes();
+                let body = serde_json::from_slice(&body).unwrap_or_default();
+                let (status, answer) = cluster.state().answer(&head.method, head.uri.path(), &body);
+                let answer = Response::builder()
+                    .status(status)
+                    .body(Body::from(answer.to_string().into_bytes()));
+                Ok::<_, kube::Error>(answer.unwrap())
+            }
+        });
+        Client::new(api, "causeway")
+    }
+
+    fn lease(&self) -> Lease {
+        serde_json::from_value(self.state().lease.clone().unwrap()).unwrap()
+    }
+
+    fn taints(&self) -> Vec<String> {
+        let state = self.state();
+        let taints = state.node["spec"]["taints"].as_array().unwrap();
+        let key = |taint: &Value| taint["key"].as_str().unwrap().to_owned();
+        taints.iter().map(key).collect()
+    }
+
+    fn ready(&self) -> (String, String) {
+        let state = self.state();
+        let ready = &state.node["status"]["conditions"][1];
+        let text = |key: &str| ready[key].as_str().unwrap_or_default().to_owned();
+        (text("status"), text("reason"))
+    }
+
+    fn writes(&self) -> usize {
+        let state = self.state();
+        let writes = state
+            .requests
+            .iter()
+            .filter(|asked| !asked.starts_with("GET"));
+        writes.count()
+    }
+}
+
+fn failure(code: StatusCode, reason: &str) -> (StatusCode, Value) {
+    let status = json!({
+        "kind": "Status", "apiVersion": "v1", "status": "Failure",
+        "message": reason, "reason": reason, "code": code.as_u16(),
+    });
+    (code, status)
+}
+
+impl State {
+    fn answer(&mut self, method: &Method, path: &str, body: &Value) -> (StatusCode, Value) {
+        self.requests.push(format!("{method} {path}"));
+        let stale = |found: &Value| {
+            let version = &body["metadata"]["resourceVersion"];
+            !version.is_null() && *version != found["metadata"]["resourceVersion"]
+        };
+        match (method.as_str(), path) {
+            ("GET", LEASES) => match &self.lease {
+                Some(lease) => (StatusCode::OK, lease.clone()),
+                None => failure(StatusCode::NOT_FOUND, "NotFound"),
+            },
+            ("PUT", LEASES) => {
+                if self.races || stale(self.lease.as_ref().unwrap()) {
+                    return failure(StatusCode::CONFLICT, "Conflict");
+                }
+                let mut next = body.clone();
+                self.version += 1;
+                next["metadata"]["resourceVersion"] = json!(self.version.to_string());
+                next["metadata"]["managedFields"][0]["time"] =
+                    json!(format!("{:.0}", Timestamp::now()));
+                self.lease = Some(next.clone());
+                (StatusCode::OK, next)
+            }
+            ("GET", NODE) => (StatusCode::OK, self.node.clone()),
+            ("PATCH", NODE | STATUS) => {
+                if stale(&self.node) {
+                    return failure(StatusCode::CONFLICT, "Conflict");
+                }
+                if path == NODE {
+                    merge(&mut self.node, body);
+                } else {
+                    self.node["status"]["conditions"][1] = body["status"]["conditions"][0].clone();
+                }
+                self.version += 1;
+                self.node["metadata"]["resourceVersion"] = json!(self.version.to_string());
+                (StatusCode::OK, self.node.clone())
+            }
+            ("POST", "/apis/events.k8s.io/v1/namespaces/default/events") => {
+                let note = body["note"].as_str().unwrap_or_default();
+                self.events.push(note.to_owned());
+                (StatusCode::CREATED, body.clone())
+            }
+            _ => failure(StatusCode::FORBIDDEN, "Forbidden"),
+        }
+    }
+}
+
+/// A JSON merge patch (RFC 7386).
+fn merge(target: &mut Value, patch: &Value) {
+    let (Some(fields), Some(patch)) = (target.as_object_mut(), patch.as_object()) else {
+        *target = patch.clone();
+        return;
+    };
+    for (key, change) in patch {
+        if change.is_null() {
+            fields.remove(key);
+        } else {
+            merge(fields.entry(key.clone()).or_insert(Value::Null), change);
+        }
+    }
+}
+
+fn name(text: &str) -> NodeName {
+    NodeName::parse(text).unwrap()
+}
+
+fn nodes(delegated: bool) -> NodesWriter {
+    let writer = NodesWriter::default();
+    let member = ClusterNode {
+        is_edge: true,
+        delegated,
+        ..ClusterNode::default()
+    };
+    writer.replace_cluster(BTreeMap::from([(name("edge-1"), member)]));
+    writer
+}
+
+fn renewer(cluster: &Cluster, nodes: &NodesWriter) -> LeaseRenewer {
+    let metrics = Metrics::new();
+    LeaseRenewer::new(&cluster.client(), "gateway", &nodes.reader(), &metrics)
+}
+
+fn reconciler(cluster: &Cluster, rules: &config::Heartbeats) -> Reconciler {
+    Reconciler::new(&cluster.client(), rules, &nodes(true).reader())
+}
+
+fn beat() -> AcceptedHeartbeat {
+    AcceptedHeartbeat {
+        node: name("edge-1"),
+        delegate: name("edge-2"),
+    }
+}
+
+#[tokio::test]
+async fn a_heartbeat_renews_an_old_lease_and_marks_the_node_once() {
+    let cluster = Cluster::new(Some(&lease(20, 0)), "True");
+    let known = nodes(false);
+    let renewer = renewer(&cluster, &known);
+    assert_eq!(renewer.renew(&beat()).await.unwrap(), "renewed");
+    assert_eq!(state(&cluster.lease()), LeaseState::Delegated(1));
+    assert_eq!(
+        cluster.state().node["metadata"]["annotations"][NODE_MARK],
+        "edge-2"
+    );
+    let events = cluster.state().events.clone();
+    assert_eq!(events, ["heartbeat delegated through edge-2"]);
+    // The Lease, the Node and the event.
+    assert_eq!(cluster.writes(), 3);
+    assert_eq!(renewer.renew(&beat()).await.unwrap(), "fresh");
+    assert_eq!(cluster.writes(), 3);
+}
+
+#[tokio::test]
+async fn nothing_is_created_and_a_conflict_means_that_the_node_is_back() {
+    let cluster = Cluster::new(None, "True");
+    let renewing = renewer(&cluster, &nodes(false));
+    assert_eq!(renewing.renew(&beat()).await.unwrap(), "no_lease");
+    assert_eq!(cluster.writes(), 0);
+    let cluster = Cluster::new(Some(&lease(20, 0)), "True");
+    cluster.state().races = true;
+    let renewing = renewer(&cluster, &nodes(false));
+    assert_eq!(renewing.renew(&beat()).await.unwrap(), "conflict");
+    assert_eq!(cluster.writes(), 1, "the refused one");
+}
+
+#[tokio::test]
+async fn a_delegated_node_is_kept_and_tainted_from_the_threshold_on() {
+    let now = Timestamp::now();
+    let (lease, _) = renewed(&lease(20, 0), now);
+    let cluster = Cluster::new(Some(&stored(lease, now)), "Unknown");
+    let rules = config::Heartbeats {
+        threshold: 2,
+        ..config::Heartbeats::default()
+    };
+    let reconciling = reconciler(&cluster, &rules);
+    reconciling.reconcile(&name("edge-1")).await.unwrap();
+    let ready = ("True".to_owned(), "NodeDelegateLease".to_owned());
+    assert_eq!(cluster.ready(), ready);
+    assert_eq!(cluster.taints(), ["own"]);
+    let (lease, count) = renewed(&cluster.lease(), now + SignedDuration::from_secs(10));
+    assert_eq!(count, 2);
+    cluster.state().lease = Some(serde_json::to_value(stored(lease, now)).unwrap());
+    reconciling.reconcile(&name("edge-1")).await.unwrap();
+    assert_eq!(cluster.taints(), ["own", "node.openyurt.io/unschedulable"]);
+    // Idempotent.
+    let writes = cluster.writes();
+    reconciling.reconcile(&name("edge-1")).await.unwrap();
+    assert_eq!(cluster.writes(), writes);
+}
+
+#[tokio::test]
+async fn a_node_without_heartbeats_is_left_to_kubernetes() {
+    let now = ago(60);
+    let (lease, _) = renewed(&lease(80, 0), now);
+    let cluster = Cluster::new(Some(&stored(lease, now)), "Unknown");
+    let rules = config::Heartbeats {
+        threshold: 1,
+        ..config::Heartbeats::default()
+    };
+    let reconciling = reconciler(&cluster, &rules);
+    reconciling.reconcile(&name("edge-1")).await.unwrap();
+    assert_eq!(cluster.ready().0, "Unknown");
+    assert_eq!(cluster.writes(), 0);
+}
+
+#[tokio::test]
+async fn a_returned_node_loses_annotations_taint_and_mark() {
+    let (delegated, _) = renewed(&lease(40, 0), ago(10));
+    let mut back = delegated;
+    let own = serde_json::from_value(json!(ago(1))).unwrap();
+    back.spec.as_mut().unwrap().renew_time = Some(own);
+    let cluster = Cluster::new(Some(&stored(back, ago(1))), "True");
+    {
+        let mut state = cluster.state();
+        state.node["metadata"]["annotations"][NODE_MARK] = json!("edge-2");
+        let taint = json!({ "key": "node.openyurt.io/unschedulable", "effect": "NoSchedule" });
+        state.node["spec"]["taints"]
+            .as_array_mut()
+            .unwrap()
+            .push(taint);
+    }
+    let reconciling = reconciler(&cluster, &config::Heartbeats::default());
+    reconciling.reconcile(&name("edge-1")).await.unwrap();
+    assert_eq!(cluster.taints(), ["own"]);
+    assert_eq!(state(&cluster.lease()), LeaseState::Direct);
+    assert!(!cluster.lease().annotations().contains_key(DELEGATED));
+    let annotations = cluster.state().node["metadata"]["annotations"].clone();
+    assert_eq!(annotations, json!({ "a": "b" }));
+}
+
+#[tokio::test]
+async fn without_taint_only_the_return_is_managed() {
+    let now = Timestamp::now();
+    let (lease, _) = renewed(&lease(20, 0), now);
+    let cluster = Cluster::new(Some(&stored(lease, now)), "Unknown");
+    let rules = config::Heartbeats {
+        threshold: 1,
+        taint: false,
+        ..config::Heartbeats::default()
+    };
+    let reconciling = reconciler(&cluster, &rules);
+    reconciling.reconcile(&name("edge-1")).await.unwrap();
+    assert_eq!(cluster.writes(), 0);
+}
