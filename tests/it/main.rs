@@ -22,6 +22,7 @@ mod errors;
 mod forwarding_headers;
 mod grpc_errors;
 
+mod heartbeats;
 mod identity;
 
 mod jwt;

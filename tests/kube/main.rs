@@ -16,6 +16,7 @@ mod certificates;
 mod deploy;
 mod egress;
 mod fleet;
+mod heartbeats;
 mod hosted;
 mod hosts;
 mod names;
@@ -98,6 +99,7 @@ fn groups() -> [Vec<Trial>; 4] {
         .chain(rows::trials("egress", Way::Unix))
         .chain([ports::proxied("egress", Way::Unix)])
         .chain(fleet::trials())
+        .chain(heartbeats::trials())
         .collect();
     let second = hosted::trials()
         .into_iter()

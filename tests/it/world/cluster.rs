@@ -1,4 +1,6 @@
-//! The part of a cluster's API by which nodes are followed: a list of Node objects, and a watch that continues.
+//! The part of a cluster's API by which nodes are followed: a list of Node objects, and a watch that continues; and their Leases.
+
+mod leases;
 
 use axum::{
     Json, Router,
@@ -24,6 +26,22 @@ use tokio::{net::TcpListener, sync::watch, task::JoinSet};
 struct Objects {
     nodes: BTreeMap<String, Value>,
     happened: Vec<Value>,
+    leases: BTreeMap<String, Value>,
+    /// Notes of events.
+    notes: Vec<String>,
+}
+
+impl Objects {
+    /// Takes a Node, which is new or has changed.
+    fn put(&mut self, mut node: Value) -> Value {
+        let version = (self.happened.len() + 1).to_string();
+        node["metadata"]["resourceVersion"] = json!(version);
+        let name = node["metadata"]["name"].as_str().unwrap().to_owned();
+        let known = self.nodes.insert(name, node.clone());
+        let kind = if known.is_some() { "MODIFIED" } else { "ADDED" };
+        self.happened.push(json!({ "type": kind, "object": node }));
+        node
+    }
 }
 
 /// The API; dropping it stops it.
@@ -40,11 +58,10 @@ impl Cluster {
         let server = listener.local_addr().unwrap();
         let (objects, known) = watch::channel(Objects::default());
         let router = Router::new().route("/api/v1/nodes", get(nodes));
+        let router = router.with_state(known).merge(leases::routes(&objects));
         let mut serving = JoinSet::new();
         serving.spawn(async move {
-            axum::serve(listener, router.with_state(known))
-                .await
-                .unwrap();
+            axum::serve(listener, router).await.unwrap();
         });
         let folder = tempfile::tempdir().unwrap();
         let kubeconfig = json!({
@@ -73,7 +90,6 @@ impl Cluster {
             .map(|address| json!({ "type": "InternalIP", "address": address }));
         let addresses: Vec<_> = addresses.collect();
         self.objects.send_modify(|objects| {
-            let version = (objects.happened.len() + 1).to_string();
             let labels = if edge {
                 json!({ "causeway.io/edge": "true" })
             } else {
@@ -81,15 +97,11 @@ impl Cluster {
             };
             let node = json!({
                 "apiVersion": "v1", "kind": "Node",
-                "metadata": { "name": name, "labels": labels, "resourceVersion": version },
+                "metadata": { "name": name, "labels": labels },
                 "spec": { "podCIDRs": pods },
                 "status": { "addresses": addresses },
             });
-            let known = objects.nodes.insert(name.to_owned(), node.clone());
-            let kind = if known.is_some() { "MODIFIED" } else { "ADDED" };
-            objects
-                .happened
-                .push(json!({ "type": kind, "object": node }));
+            objects.put(node);
         });
     }
 }

@@ -115,6 +115,11 @@ impl Node {
         self.kubelet = Some(kubelet);
     }
 
+    /// Ends its kubelet. Pods stay.
+    pub(crate) fn kubelet_dies(&mut self) {
+        drop(self.kubelet.take());
+    }
+
     /// The certificate that its kubelet makes, and the key, if they exist.
     pub(crate) fn own_certificate(&self) -> [PathBuf; 2] {
         ["crt", "key"].map(|end| self.path(&format!("lib/kubelet/pki/kubelet.{end}")))
@@ -207,7 +212,7 @@ fn kubelet(cluster: &Cluster, (name, serving): (&str, Serving), branch: &str) ->
         |end: &str| (serving != Serving::Own).then(|| path(format!("{name}-kubelet.{end}")));
     serde_json::json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
-        "address": "0.0.0.0", "port": 10250, "healthzPort": 0,
+        "address": "0.0.0.0", "port": 10250, "healthzPort": 10248,
         "tlsCertFile": signed("pem"), "tlsPrivateKeyFile": signed("key"),
         "authentication": {
             "anonymous": { "enabled": false }, "webhook": { "enabled": true },
