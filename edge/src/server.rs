@@ -345,10 +345,8 @@ impl Bound {
         let tls = tunnel_client(&identity)?;
         warn_of_expiry(&identity);
         let _ended = shutdown.clone().drop_guard();
-        let (listeners_stop, stopping) = (shutdown.child_token(), stop.clone());
         let (writer, node) = (Arc::new(writer), identity.node.as_str().to_owned());
         let parts = reloader.parts();
-        let (metrics, tasks) = (&parts.metrics, &parts.tasks);
         log_startup(&config, (&node, address), &parts.ports.load());
         let identity_store = IdentityStore::new(identity, store);
         let cache_config =
@@ -366,35 +364,47 @@ impl Bound {
             serve_stream: serve_fn(&parts.current_proxy),
             on_announced_ports: announced_ports_fn(&reloader),
             membership: cache_config.as_ref().map(ApiCacheConfig::membership),
-            heartbeats: api_cache::heartbeat_relay(&config, metrics),
-            metrics: metrics.clone(),
+            heartbeats: api_cache::heartbeat_relay(&config, &parts.metrics),
+            metrics: parts.metrics.clone(),
             memory_budget: Arc::new(MemoryBudget::new(config.limits.stalled)),
             stream_permits: Arc::new(Semaphore::new(config.limits.streams)),
             status: writer,
             connected_gateways: ConnectedGateways::default(),
             newest_sessions: NewestSessions::default(),
             reconnect: watch::Sender::default(),
-            identity_store: identity_store.clone(),
+            identity_store,
             renewal_requests: watch::Sender::default(),
             rejoin: parts.rejoin.clone(),
             stop,
             config,
             csr_client,
         });
-        let final_save =
-            api_cache::start(cache_config, (&context, parts), (&reader, &listeners_stop));
-        spawn_admin_tasks(parts, &context, (admin, reader, reloads), &listeners_stop);
-        let tunnels = (context, NetworkMonitor::start(tasks));
-        let renewed = (identity_store, parts.external_identity.subscribe());
-        Box::pin(run_tunnels(
-            tunnels,
-            renewed,
-            (dir_lock, &stopping, &listeners_stop),
-            final_save,
-        ))
-        .await;
+        let admin = (admin, reader, reloads);
+        run_until_stopped((context, parts), cache_config, admin, (dir_lock, &shutdown)).await;
         Ok(())
     }
+}
+
+/// Starts the tasks of an edge, and keeps its tunnels until it stops and the last tunnel has ended.
+async fn run_until_stopped(
+    (context, parts): (Arc<TunnelContext>, &Reloadable),
+    cache_config: Option<ApiCacheConfig>,
+    (admin, reader, reloads): (admin::Listeners, StatusReader, ReloadSender),
+    (dir_lock, shutdown): (DirLock, &CancellationToken),
+) {
+    let listeners_stop = shutdown.child_token();
+    let final_save = api_cache::start(cache_config, (&context, parts), (&reader, &listeners_stop));
+    spawn_admin_tasks(parts, &context, (admin, reader, reloads), &listeners_stop);
+    let tunnels = (context, NetworkMonitor::start(&parts.tasks));
+    let external_identity = parts.external_identity.subscribe();
+    let handover = (dir_lock, &listeners_stop);
+    Box::pin(run_tunnels(
+        tunnels,
+        external_identity,
+        handover,
+        final_save,
+    ))
+    .await;
 }
 
 /// Binds the socket for commands. The edge has the claim on the directory, so that a socket there is that of a process
@@ -434,14 +444,15 @@ fn spawn_admin_tasks(
     tasks.spawn(info_span!("evict"), evict_task);
 }
 
-/// Keeps the tunnels, and renews the certificate by them, until `stop` and the end of the last tunnel. Then what was read is
-/// left on the disk.
+/// Keeps the tunnels, and renews the certificate by them, until the edge stops and the last tunnel has ended. Then the
+/// objects of the API cache are saved on the disk.
 async fn run_tunnels(
     (context, changes): (Arc<TunnelContext>, NetworkMonitor),
-    (identity_store, external_identity): (IdentityStore, watch::Receiver<Option<EdgeIdentity>>),
-    (dir_lock, stop, listeners_stop): (DirLock, &CancellationToken, &CancellationToken),
+    external_identity: watch::Receiver<Option<EdgeIdentity>>,
+    (dir_lock, listeners_stop): (DirLock, &CancellationToken),
     final_save: Option<FinalSave>,
 ) {
+    let (identity_store, stop) = (context.identity_store.clone(), context.stop.clone());
     let renewal = renew::run(context.clone(), identity_store.clone(), external_identity);
     let renewal_and_handover = async {
         // A draining edge needs no new certificate.

@@ -46,7 +46,6 @@ use selected_source::SelectedSource;
 use source_selector::SourceSelector;
 use status::StatusReporter;
 use std::{io, sync::Arc};
-use tls_acceptor::QuotaAcceptor;
 use tokio::{
     net::TcpListener,
     sync::{mpsc, watch},
@@ -213,8 +212,8 @@ impl ApiCacheConfig {
         )));
         futures.push(Box::pin(selector.run()));
         futures.push(Box::pin(reporter.run()));
-        let heard = (selected.clone(), status.open_tunnels(), member_routes);
-        let spawn_context = (tasks.clone(), context.node.clone(), heard);
+        let served_with = (selected.clone(), status.open_tunnels(), member_routes);
+        let spawn_context = (tasks.clone(), context.node.clone(), served_with);
         let stop_tokens = (context.stop.clone(), close_listeners);
         tasks.spawn(
             info_span!("api_cache"),
@@ -227,13 +226,17 @@ impl ApiCacheConfig {
     async fn run(
         self,
         futures: Vec<BoxFuture<'static, ()>>,
-        (tasks, node, (at, standing, member_routes)): (Arc<TaskGroup>, String, ServedWith),
+        (tasks, node, (selected, tunnel_count, member_routes)): (
+            Arc<TaskGroup>,
+            String,
+            ServedWith,
+        ),
         metrics: Arc<Metrics>,
         (stop, close_listeners): (CancellationToken, CancellationToken),
     ) {
         let Self {
             config,
-            cache: pool,
+            cache,
             disk_writer,
             member_tls,
             local,
@@ -248,46 +251,35 @@ impl ApiCacheConfig {
             info!(%address, tls, resources = ?config.resources, "the API cache is ready for programs on this node");
         }
         let with_close = |router| http_server::with_connection_close(router, stop.clone());
-        let router = with_close(local_server::cache_router(pool.clone(), None, None));
+        let router = with_close(local_server::cache_router(cache.clone(), None, None));
         let mut futures = futures;
         if let Some(listener) = member_listener {
-            let cache = local_server::cache_router(pool.clone(), Some(at.clone()), None);
-            let router = with_close(member_routes.merge(cache));
-            let selected = at.clone();
-            let acceptor = QuotaAcceptor {
-                listener,
-                policy: Arc::new(MemberClients {
-                    tls: member_tls,
-                    selected,
-                }),
-                client_kind: "neighbour",
-                metrics: metrics.clone(),
-                max_connections: member_server::max_connections(config.resources.len()),
-                max_per_client: member_server::max_per_member(config.resources.len()),
+            let cache_router =
+                local_server::cache_router(cache.clone(), Some(selected.clone()), None);
+            let router = with_close(member_routes.merge(cache_router));
+            let clients = MemberClients {
+                tls: member_tls,
+                selected: selected.clone(),
             };
+            let resource_count = config.resources.len();
+            let acceptor = clients.into_acceptor(listener, resource_count, metrics.clone());
             futures.push(Box::pin(acceptor.run(router, close_listeners.clone())));
         }
         if let Some((listener, yurthub_tls)) = yurthub_listener {
             let health = yurthub_server::UpstreamHealth {
-                selected: at,
-                tunnel_count: standing,
+                selected,
+                tunnel_count,
             };
             let router = with_close(yurthub_server::router(
-                pool,
+                cache,
                 config.yurthub_resources(),
                 health.clone(),
             ));
-            let acceptor = QuotaAcceptor {
-                listener,
-                policy: Arc::new(yurthub_server::YurtHubClients {
-                    tls: yurthub_tls,
-                    health,
-                }),
-                client_kind: "hub",
-                metrics: metrics.clone(),
-                max_connections: yurthub_server::MAX_CONNECTIONS,
-                max_per_client: yurthub_server::MAX_PER_CLIENT,
+            let clients = yurthub_server::YurtHubClients {
+                tls: yurthub_tls,
+                health,
             };
+            let acceptor = clients.into_acceptor(listener, metrics.clone());
             futures.push(Box::pin(acceptor.run(router, close_listeners.clone())));
         }
         futures.push(Box::pin(local.run(

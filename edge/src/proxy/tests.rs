@@ -9,7 +9,7 @@ use bytes::Bytes;
 use causeway_certs::{Ca, ListenerName, TrustDomain, TrustStore, verify::listener_server};
 use causeway_rt::socket::{IoActivity, ResetOnClose};
 use causeway_tunnel::{
-    StreamError, StreamKind, Tunnel,
+    StreamError, StreamKind, StreamSender, Tunnel,
     control_stream::AnnouncedPorts,
     edge_side::{self, IncomingStream},
     gateway_side, wire,
@@ -634,12 +634,13 @@ async fn an_upgrade_keeps_method_fields_and_the_bytes_behind_the_101() {
             .unwrap(),
         "first"
     );
-    opened
-        .send
-        .send_last(Bytes::from_static(b"ping"))
-        .await
-        .unwrap();
-    assert_eq!(read_to(&mut app, "ping").await, "ping");
+    end_session(&mut opened.send, app, body).await;
+}
+
+/// Ends a session in order: the client sends its last bytes and half-closes, then the upstream sends its last bytes and closes.
+async fn end_session(send: &mut StreamSender, mut app: TcpStream, body: StreamReceiver) {
+    send.send_last(Bytes::from_static(b"-end")).await.unwrap();
+    assert_eq!(read_to(&mut app, "-end").await, "-end");
     assert_eq!(
         timeout(SOON, app.read(&mut [0])).await.unwrap().unwrap(),
         0,
@@ -685,15 +686,7 @@ async fn the_body_of_an_upgrade_goes_before_the_session_bytes() {
     let answer = timeout(SOON, opened.response).await.unwrap().unwrap();
     assert_eq!(failure(&answer), ("", ""));
     assert_eq!(read_to(&mut app, "ping").await, "ping");
-    opened
-        .send
-        .send_last(Bytes::from_static(b"-end"))
-        .await
-        .unwrap();
-    assert_eq!(read_to(&mut app, "-end").await, "-end");
-    app.write_all(b"pong").await.unwrap();
-    drop(app);
-    assert_eq!(text(answer.into_body()).await.unwrap(), "pong");
+    end_session(&mut opened.send, app, answer.into_body()).await;
 }
 
 #[tokio::test]

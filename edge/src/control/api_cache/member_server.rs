@@ -8,9 +8,9 @@
 use super::{
     membership::Membership,
     selected_source::SelectedSource,
-    tls_acceptor::{ClientPolicy, PresentedChain},
+    tls_acceptor::{ClientPolicy, PresentedChain, QuotaAcceptor},
 };
-use crate::control::identity_store::IdentityStore;
+use crate::{control::identity_store::IdentityStore, metrics::Metrics};
 use causeway_certs::verify::PoolMemberTls;
 use causeway_tunnel::control_stream::NodePoolMembers;
 use futures_util::future::BoxFuture;
@@ -19,12 +19,12 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
-use tokio::{sync::watch, time::sleep};
+use tokio::{net::TcpListener, sync::watch, time::sleep};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 use tracing::info;
 
 /// Connections at once: each watch of a member is one, and each list for a moment.
-pub(super) const fn max_connections(resources: usize) -> usize {
+const fn max_connections(resources: usize) -> usize {
     NodePoolMembers::MAX_MEMBERS * (resources + 1)
 }
 
@@ -103,6 +103,25 @@ impl MemberTls {
 pub(super) struct MemberClients {
     pub(super) tls: MemberTls,
     pub(super) selected: watch::Receiver<Arc<SelectedSource>>,
+}
+
+impl MemberClients {
+    /// Returns an acceptor that admits these clients. Its connection limits grow with the number of cached resources.
+    pub(super) fn into_acceptor(
+        self,
+        listener: TcpListener,
+        resource_count: usize,
+        metrics: Arc<Metrics>,
+    ) -> QuotaAcceptor {
+        QuotaAcceptor {
+            listener,
+            policy: Arc::new(self),
+            client_kind: "neighbour",
+            metrics,
+            max_connections: max_connections(resource_count),
+            max_per_client: max_per_member(resource_count),
+        }
+    }
 }
 
 impl ClientPolicy for MemberClients {

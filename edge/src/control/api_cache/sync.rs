@@ -59,17 +59,7 @@ pub(super) async fn sync_store(
         if duration > MIN_GOOD_DURATION {
             backoff.reset();
         }
-        let random = rand::random();
-        let delay = match &why {
-            ReflectorError::Broken(_) => backoff.silent(random),
-            // Jitter for clients that received the same delay from the source.
-            ReflectorError::Refused(_, _, Some(retry_after)) => {
-                retry_after.mul_f64(1.0 + random / 2.0)
-            }
-            ReflectorError::Refused(..) => backoff.refused(None, random),
-            // A member without a source may find one soon.
-            ReflectorError::Stale(..) => backoff.refused(None, random).min(MIN_GOOD_DURATION),
-        };
+        let delay = retry_delay(&why, &mut backoff);
         let generation = current.generation;
         if lost_tx
             .send(SourceLost {
@@ -92,6 +82,19 @@ pub(super) async fn sync_store(
                 Err(_) => return,
             },
         }
+    }
+}
+
+/// Returns how long the store waits before it reads again at a source that ended with this error.
+fn retry_delay(error: &ReflectorError, backoff: &mut Backoff) -> Duration {
+    let random = rand::random();
+    match error {
+        ReflectorError::Broken(_) => backoff.silent(random),
+        // Jitter for clients that received the same delay from the source.
+        ReflectorError::Refused(_, _, Some(retry_after)) => retry_after.mul_f64(1.0 + random / 2.0),
+        ReflectorError::Refused(..) => backoff.refused(None, random),
+        // A member without a source may find one soon.
+        ReflectorError::Stale(..) => backoff.refused(None, random).min(MIN_GOOD_DURATION),
     }
 }
 

@@ -9,8 +9,9 @@
 use super::{
     local_server,
     selected_source::{SelectedSource, SourceKind},
-    tls_acceptor::{ClientPolicy, PresentedChain},
+    tls_acceptor::{ClientPolicy, PresentedChain, QuotaAcceptor},
 };
+use crate::metrics::Metrics;
 use axum::{
     Router,
     extract::Request,
@@ -23,15 +24,16 @@ use futures_util::future::BoxFuture;
 use rustls_pki_types::{CertificateDer, UnixTime};
 use std::{sync::Arc, time::Duration};
 use tokio::{
+    net::TcpListener,
     sync::watch,
     time::{sleep, timeout},
 };
 use tokio_rustls::TlsAcceptor;
 
 /// Connections at once: a `YurtHub` has one for each resource that it watches.
-pub(super) const MAX_CONNECTIONS: usize = 1024;
+const MAX_CONNECTIONS: usize = 1024;
 /// Of these, connections of the `YurtHub` of one node.
-pub(super) const MAX_PER_CLIENT: usize = 128;
+const MAX_PER_CLIENT: usize = 128;
 /// Interval of the checks of a `YurtHub` that stays connected: certificates end.
 const RECHECK_INTERVAL: Duration = Duration::from_mins(1);
 /// Time without any tunnel, and without a member that has one, after which a node is out of touch.
@@ -90,6 +92,24 @@ pub(super) struct YurtHubClients {
     /// Current certificate of this node and the roots that it trusts.
     pub(super) tls: watch::Receiver<Option<YurtHubServerTls>>,
     pub(super) health: UpstreamHealth,
+}
+
+impl YurtHubClients {
+    /// Returns an acceptor that admits these clients.
+    pub(super) fn into_acceptor(
+        self,
+        listener: TcpListener,
+        metrics: Arc<Metrics>,
+    ) -> QuotaAcceptor {
+        QuotaAcceptor {
+            listener,
+            policy: Arc::new(self),
+            client_kind: "hub",
+            metrics,
+            max_connections: MAX_CONNECTIONS,
+            max_per_client: MAX_PER_CLIENT,
+        }
+    }
 }
 
 impl ClientPolicy for YurtHubClients {

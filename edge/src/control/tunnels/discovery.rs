@@ -46,6 +46,8 @@ pub(super) struct GatewayDiscovery {
     next_index: usize,
     /// Refusal of this edge by the gateways, as far as it has been logged.
     logged_refusal: Option<String>,
+    /// Count of gateways in the last log message about a search, until the search ends.
+    logged_count: Option<GatewayCount>,
 }
 
 impl GatewayDiscovery {
@@ -59,6 +61,7 @@ impl GatewayDiscovery {
             addresses,
             next_index: 0,
             logged_refusal: None,
+            logged_count: None,
         }
     }
 
@@ -70,7 +73,7 @@ impl GatewayDiscovery {
         let (mut next_attempt, mut not_before) = (None, Instant::now());
         // Whether the last attempt failed for a reason that a network change may resolve.
         let mut is_network_down = false;
-        let (mut count, mut logged_count) = (GatewayCount::default(), None);
+        let mut count = GatewayCount::default();
         let (mut discovery_backoff, mut backoff) = (DiscoveryBackoff::default(), context.backoff());
         loop {
             let now = context.connected_gateways.count();
@@ -81,10 +84,7 @@ impl GatewayDiscovery {
                     discovery_backoff.record_lost();
                 }
                 count = now;
-                context
-                    .status
-                    .set_connected_gateways(count.connected, count.total);
-                log_count(count, &mut logged_count);
+                self.report_count(count);
             }
             // Changes make the next attempt earlier, never later.
             let of = count.total.filter(|_| count.has_missing());
@@ -128,6 +128,29 @@ impl GatewayDiscovery {
                     not_before = Instant::now() + error.delay(&mut backoff, rand::random());
                 }
             }
+        }
+    }
+
+    /// Reports in the status how many gateways are connected. Logs the start and the end of a search, each once, however often
+    /// gateways come and go meanwhile.
+    fn report_count(&mut self, count: GatewayCount) {
+        let GatewayCount {
+            connected: reached,
+            total,
+            ..
+        } = count;
+        self.context.status.set_connected_gateways(reached, total);
+        let of = total.unwrap_or(reached);
+        if count.has_missing() {
+            if self.logged_count.is_none_or(|said| said.total != total) {
+                info!(
+                    reached,
+                    of, "searching for further gateways behind the known addresses"
+                );
+                self.logged_count = Some(count);
+            }
+        } else if reached > 0 && self.logged_count.take().is_some() {
+            info!(reached, of, "connected to all gateways");
         }
     }
 
@@ -234,27 +257,6 @@ impl DiscoveryBackoff {
             self.resets.push_back(Instant::now());
             self.attempts = 0;
         }
-    }
-}
-
-/// Says what is looked for, and that it is found: once, however often gateways come and go meanwhile.
-fn log_count(count: GatewayCount, logged: &mut Option<GatewayCount>) {
-    let GatewayCount {
-        connected: reached,
-        total: of,
-        ..
-    } = count;
-    let of = of.unwrap_or(reached);
-    if count.has_missing() {
-        if logged.is_none_or(|said| said.total != count.total) {
-            info!(
-                reached,
-                of, "searching for further gateways behind the known addresses"
-            );
-            *logged = Some(count);
-        }
-    } else if reached > 0 && logged.take().is_some() {
-        info!(reached, of, "connected to all gateways");
     }
 }
 

@@ -10,15 +10,19 @@ use super::{
     tls_error::{TlsErrorSlot, TunnelIo},
 };
 use crate::config::{self, TunnelMode};
+use causeway_rt::socket::CountedIo;
 use causeway_tunnel::{
     RejectCode, TunnelEnd,
     control_stream::{
         ControlStream, ControlStreamError, EdgeHello, EdgeMessage, GatewayHello, GatewayMessage,
     },
-    edge_side::{EdgeSide, IncomingStream, StreamRequest},
+    edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream, StreamRequest},
+    io_observer::ObservedIo,
     wire,
 };
 use std::{future::Future, pin::pin, time::Duration};
+use tokio::net::TcpStream;
+use tokio_rustls::client::TlsStream;
 use tracing::{debug, info};
 
 /// Parts of a tunnel once it is registered.
@@ -41,6 +45,32 @@ pub(super) struct TunnelHandshake {
 }
 
 impl TunnelHandshake {
+    /// Begins HTTP/2 on a connection to a gateway.
+    pub(super) async fn begin(
+        context: &TunnelContext,
+        io: TlsStream<CountedIo<TcpStream>>,
+        round_trip: Duration,
+    ) -> Result<Self, ConnectError> {
+        let config = EdgeSideConfig {
+            read_timeout: context.config.timeouts.silence,
+            round_trip,
+            bulk_threshold: u64::try_from(context.config.tunnels.bulk_after).unwrap_or(u64::MAX),
+            memory_budget: context.memory_budget.clone(),
+            ..EdgeSideConfig::default()
+        };
+        let traffic = io.get_ref().0.traffic();
+        let tls_error = TlsErrorSlot::default();
+        let io = ObservedIo::new(io, tls_error.clone());
+        let edge_side = edge_side::accept(io, traffic, config)
+            .await
+            .map_err(|ended| tls_error.to_connect_error(&ended))?;
+        Ok(Self {
+            edge_side,
+            early_streams: Vec::new(),
+            tls_error,
+        })
+    }
+
     /// Waits for `future`, while the tunnel moves.
     async fn drive<T>(
         &mut self,

@@ -24,9 +24,8 @@ use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
     RejectCode,
     control_stream::{ControlStream, ControlStreamError, EdgeMessage, GatewayMessage, GoAway},
-    edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream, StreamRequest},
+    edge_side::{EdgeSide, IncomingStream, StreamRequest},
     heartbeat::DelegatedHeartbeat,
-    io_observer::ObservedIo,
     load::TunnelLoad,
 };
 use rustls_pki_types::CertificateDer;
@@ -153,7 +152,7 @@ impl TunnelSession {
             gateway_addr,
             round_trip,
         } = connection;
-        let (traffic, slot) = (io.get_ref().0.traffic(), owner.slot);
+        let slot = owner.slot;
         let tcp = io.get_ref().0.get_ref();
         let local_addr = tcp.and_then(|tcp| tcp.local_addr().ok());
         let gateway_chain = io.get_ref().1.peer_certificates().unwrap_or_default();
@@ -161,25 +160,9 @@ impl TunnelSession {
             .iter()
             .map(|one| one.clone().into_owned())
             .collect();
-        let tls_error = TlsErrorSlot::default();
-        let config = EdgeSideConfig {
-            read_timeout: context.config.timeouts.silence,
-            round_trip,
-            bulk_threshold: u64::try_from(context.config.tunnels.bulk_after).unwrap_or(u64::MAX),
-            memory_budget: context.memory_budget.clone(),
-            ..EdgeSideConfig::default()
-        };
         let hello_timeout = context.config.timeouts.hello;
         let exchange = async {
-            let io = ObservedIo::new(io, tls_error.clone());
-            let server = edge_side::accept(io, traffic, config)
-                .await
-                .map_err(|ended| tls_error.to_connect_error(&ended))?;
-            let mut handshake = TunnelHandshake {
-                edge_side: server,
-                early_streams: Vec::new(),
-                tls_error: tls_error.clone(),
-            };
+            let mut handshake = TunnelHandshake::begin(context, io, round_trip).await?;
             let established = handshake
                 .exchange_hello(context, owner.group, (slot, owner.only_held))
                 .await?;

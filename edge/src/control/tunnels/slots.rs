@@ -20,7 +20,7 @@ use crate::control::{
 };
 use crate::status::ANY_GATEWAY;
 use causeway_rt::{backoff::Backoff, log_throttle::FailureThrottle, task::TaskGroup};
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, ops::ControlFlow, sync::Arc, time::Duration};
 use tokio::{
     sync::{oneshot, watch},
     time::sleep,
@@ -70,6 +70,22 @@ impl Leaving {
             );
         }
     }
+}
+
+/// One of the slots, while its task runs.
+struct Slot<'a> {
+    slots: &'a TunnelSlots,
+    number: u32,
+    stop: &'a CancellationToken,
+    /// Owner of the tasks that serve tunnels, which may outlive the slot's interest in them.
+    tasks: &'a Arc<TaskGroup>,
+    changes: NetworkMonitor,
+    /// Changes whenever the tunnel is to be dialled anew.
+    reconnect: watch::Receiver<()>,
+    backoff: Backoff,
+    throttle: FailureThrottle,
+    /// An earlier tunnel, which stays open until the next one is.
+    old_session: Option<SessionHandle>,
 }
 
 /// Why a slot looks at its tunnel again.
@@ -210,82 +226,24 @@ impl TunnelSlots {
     /// Keeps one slot's tunnel until `stop`, and dials it unless it has begun.
     async fn run_slot(
         &self,
-        (slot, predialled): (u32, Option<PredialledTunnel>),
+        (number, predialled): (u32, Option<PredialledTunnel>),
         stop: &CancellationToken,
-        mut changes: NetworkMonitor,
+        changes: NetworkMonitor,
         tasks: &Arc<TaskGroup>,
     ) {
-        let mut backoff = self.context.backoff();
-        let mut throttle = FailureThrottle::default();
-        let mut old_session: Option<SessionHandle> = None;
-        let (mut predialled, reconnect) = predialled.unzip();
-        let mut reconnect = reconnect.unwrap_or_else(|| self.context.reconnect.subscribe());
-        while predialled.is_some() || old_session.is_some() || self.should_dial(slot) {
-            // A change during an attempt causes another attempt at once.
-            changes.mark_seen();
-            if predialled.is_none() {
-                reconnect.mark_unchanged();
-            }
-            let connected = Box::pin(self.connect(predialled.take(), slot, old_session.as_ref()));
-            let Some(connected) = stop.run_until_cancelled(connected).await else {
-                break;
-            };
-            let (event, handle) = match connected {
-                Err(TunnelUnavailable::ConnectFailed(error)) => (SlotEvent::Ended(error), None),
-                Err(TunnelUnavailable::AlreadyConnected(instance)) => {
-                    (SlotEvent::AlreadyConnected(instance), None)
-                }
-                Ok(session) => {
-                    backoff.reset();
-                    throttle = FailureThrottle::default();
-                    request_drain(old_session.take());
-                    self.serve_session(session, (stop, &mut reconnect), tasks)
-                        .await
-                }
-            };
-            match event {
-                SlotEvent::Stopped => {
-                    request_drain(handle);
-                    break;
-                }
-                SlotEvent::Draining if self.gateway_addr.is_some() => {
-                    self.wait_for_drain_end(handle, stop).await;
-                }
-                SlotEvent::Draining => {
-                    info!("the gateway is draining: connecting to another gateway");
-                    old_session = handle.map(SessionHandle::into_draining);
-                }
-                SlotEvent::Reconnect => {
-                    info!("reconnecting with this node's new certificate");
-                    old_session = handle;
-                }
-                SlotEvent::AlreadyConnected(instance)
-                    if old_session.is_none() && self.should_stand_by(slot) =>
-                {
-                    self.stand_by(&instance, stop).await;
-                }
-                // A load balancer led to another gateway than the one of these tunnels.
-                SlotEvent::AlreadyConnected(_) => {
-                    let wake_events = (
-                        sleep(wrong_gateway_backoff(&mut backoff)),
-                        &mut reconnect,
-                        stop,
-                    );
-                    self.wait(wake_events, &mut backoff, old_session.as_ref())
-                        .await;
-                    old_session = if_open(old_session, &mut backoff);
-                }
-                SlotEvent::Ended(_) if old_session.is_none() && !self.should_dial(slot) => {}
-                SlotEvent::Ended(error) => {
-                    let wake_events = (&mut changes, &mut reconnect, stop);
-                    let backoff_state = (&mut backoff, &mut throttle);
-                    self.pause(&error, backoff_state, wake_events, old_session.as_ref())
-                        .await;
-                    old_session = if_open(old_session, &mut backoff);
-                }
-            }
-        }
-        request_drain(old_session);
+        let (predialled, reconnect) = predialled.unzip();
+        let slot = Slot {
+            slots: self,
+            number,
+            stop,
+            tasks,
+            changes,
+            reconnect: reconnect.unwrap_or_else(|| self.context.reconnect.subscribe()),
+            backoff: self.context.backoff(),
+            throttle: FailureThrottle::default(),
+            old_session: None,
+        };
+        slot.run(predialled).await;
     }
 
     /// Dials, and says hello, unless that has been done.
@@ -395,14 +353,92 @@ impl TunnelSlots {
         let gateway_addr = self.gateway_addr.as_ref();
         gateway_addr.map_or_else(|| ANY_GATEWAY.to_owned(), GatewayAddr::to_string)
     }
+}
+
+impl Slot<'_> {
+    /// Keeps the tunnel until `stop`, and dials it unless it has begun.
+    async fn run(mut self, mut predialled: Option<TunnelSession>) {
+        while predialled.is_some()
+            || self.old_session.is_some()
+            || self.slots.should_dial(self.number)
+        {
+            // A change during an attempt causes another attempt at once.
+            self.changes.mark_seen();
+            if predialled.is_none() {
+                self.reconnect.mark_unchanged();
+            }
+            let old = self.old_session.as_ref();
+            let connected = Box::pin(self.slots.connect(predialled.take(), self.number, old));
+            let Some(connected) = self.stop.run_until_cancelled(connected).await else {
+                break;
+            };
+            let (event, handle) = match connected {
+                Err(TunnelUnavailable::ConnectFailed(error)) => (SlotEvent::Ended(error), None),
+                Err(TunnelUnavailable::AlreadyConnected(instance)) => {
+                    (SlotEvent::AlreadyConnected(instance), None)
+                }
+                Ok(session) => {
+                    self.backoff.reset();
+                    self.throttle = FailureThrottle::default();
+                    request_drain(self.old_session.take());
+                    self.serve_session(session).await
+                }
+            };
+            if self.handle_event(event, handle).await.is_break() {
+                break;
+            }
+        }
+        request_drain(self.old_session);
+    }
+
+    /// Waits until the slot is to dial again. A tunnel that stays open until then becomes the old session.
+    async fn handle_event(
+        &mut self,
+        event: SlotEvent,
+        handle: Option<SessionHandle>,
+    ) -> ControlFlow<()> {
+        match event {
+            SlotEvent::Stopped => {
+                request_drain(handle);
+                return ControlFlow::Break(());
+            }
+            SlotEvent::Draining if self.slots.gateway_addr.is_some() => {
+                self.slots.wait_for_drain_end(handle, self.stop).await;
+            }
+            SlotEvent::Draining => {
+                info!("the gateway is draining: connecting to another gateway");
+                self.old_session = handle.map(SessionHandle::into_draining);
+            }
+            SlotEvent::Reconnect => {
+                info!("reconnecting with this node's new certificate");
+                self.old_session = handle;
+            }
+            SlotEvent::AlreadyConnected(instance)
+                if self.old_session.is_none() && self.slots.should_stand_by(self.number) =>
+            {
+                self.slots.stand_by(&instance, self.stop).await;
+            }
+            // A load balancer led to another gateway than the one of these tunnels.
+            SlotEvent::AlreadyConnected(_) => {
+                let delay = wrong_gateway_backoff(&mut self.backoff);
+                self.wait(sleep(delay)).await;
+                self.old_session = if_open(self.old_session.take(), &mut self.backoff);
+            }
+            SlotEvent::Ended(_)
+                if self.old_session.is_none() && !self.slots.should_dial(self.number) => {}
+            SlotEvent::Ended(error) => {
+                self.pause(&error).await;
+                self.old_session = if_open(self.old_session.take(), &mut self.backoff);
+            }
+        }
+        ControlFlow::Continue(())
+    }
 
     /// Serves a tunnel with a task of its own, since it may outlive its slot's interest in it, until there is
     /// something to do for the slot.
     async fn serve_session(
-        &self,
+        &mut self,
         mut session: TunnelSession,
-        (stop, reconnect): (&CancellationToken, &mut watch::Receiver<()>),
-        tasks: &Arc<TaskGroup>,
     ) -> (SlotEvent, Option<SessionHandle>) {
         let handle = SessionHandle {
             gateway_addr: session.gateway_addr().clone(),
@@ -410,8 +446,9 @@ impl TunnelSlots {
             leave_token: CancellationToken::new(),
             ended: CancellationToken::new(),
         };
-        if self.gateway_addr.is_none() {
-            self.context
+        let context = &self.slots.context;
+        if self.slots.gateway_addr.is_none() {
+            context
                 .gateways
                 .mark_connected(&handle.gateway_addr.gateway);
         }
@@ -421,9 +458,9 @@ impl TunnelSlots {
         );
         let (end_tx, end_rx) = oneshot::channel();
         let gateway = handle.gateway_addr.gateway.clone();
-        let (identity_store, changed) = (self.context.identity_store.clone(), reconnect.clone());
+        let (identity_store, changed) = (context.identity_store.clone(), self.reconnect.clone());
         let untrusted = identity_store.wait_until_untrusted(session.take_gateway_chain(), changed);
-        tasks.spawn(info_span!("session"), async move {
+        self.tasks.spawn(info_span!("session"), async move {
             tokio::select! {
                 () = session.serve(leave_token, end_tx) => {}
                 () = untrusted => {
@@ -433,9 +470,9 @@ impl TunnelSlots {
             drop(end_guard);
         });
         let event = tokio::select! {
-            () = stop.cancelled() => SlotEvent::Stopped,
+            () = self.stop.cancelled() => SlotEvent::Stopped,
             // The sender lives at least as long as this task.
-            _ = reconnect.changed() => SlotEvent::Reconnect,
+            _ = self.reconnect.changed() => SlotEvent::Reconnect,
             finish = end_rx => match finish {
                 Ok(SessionEnd::Draining) => SlotEvent::Draining,
                 Ok(SessionEnd::Ended(error)) => SlotEvent::Ended(error),
@@ -446,39 +483,31 @@ impl TunnelSlots {
     }
 
     /// Waits as long as the trouble asks for, or until there is something else to dial with.
-    async fn pause(
-        &self,
-        error: &ConnectError,
-        (backoff, throttle): (&mut Backoff, &mut FailureThrottle),
-        (changes, reconnect, stop): (
-            &mut NetworkMonitor,
-            &mut watch::Receiver<()>,
-            &CancellationToken,
-        ),
-        old_session: Option<&SessionHandle>,
-    ) {
+    async fn pause(&mut self, error: &ConnectError) {
+        let (slots, context) = (self.slots, &self.slots.context);
         // If another gateway is connected, the network works and only this address does not respond.
         let is_only_address =
-            self.gateway_addr.is_none() || !self.context.connected_gateways.is_any_connected();
+            slots.gateway_addr.is_none() || !context.connected_gateways.is_any_connected();
         let delay = if is_only_address {
-            error.delay(backoff, rand::random())
+            error.delay(&mut self.backoff, rand::random())
         } else {
-            error.delay_while_connected(backoff, rand::random())
+            error.delay_while_connected(&mut self.backoff, rand::random())
         };
-        let (label, refused) = (self.gateway_label(), error.is_refusal());
-        let what = match &self.gateway_addr {
+        let (label, refused) = (slots.gateway_label(), error.is_refusal());
+        let what = match &slots.gateway_addr {
             Some(_) => format!("{label}: {}", error.detail()),
             None => error.detail().to_owned(),
         };
-        if throttle.should_log(&what) {
+        if self.throttle.should_log(&what) {
             warn!(reason = error.label(), what, retry_in = ?delay, "cannot open a tunnel");
         } else {
             debug!(reason = error.label(), what, retry_in = ?delay, "still cannot open a tunnel");
         }
-        self.context.status.set_error(&label, &what, refused, delay);
+        context.status.set_error(&label, &what, refused, delay);
         if let Some(refusal) = error.identity_refusal() {
-            self.context.rejoin.refusals.send_replace(Some(refusal));
+            context.rejoin.refusals.send_replace(Some(refusal));
         }
+        let mut changes = self.changes.clone();
         let wait = async {
             let paused = async {
                 if error.may_be_network_error() {
@@ -489,33 +518,23 @@ impl TunnelSlots {
             };
             tokio::select! {
                 () = paused => false,
-                () = self.context.connected_gateways.wait_until_none(), if !is_only_address && !error.is_refusal() => true,
+                () = context.connected_gateways.wait_until_none(), if !is_only_address && !error.is_refusal() => true,
             }
         };
         let mut all_lost = false;
         let wait = async { all_lost = wait.await };
-        self.wait((wait, reconnect, stop), backoff, old_session)
-            .await;
+        self.wait(wait).await;
         if all_lost {
             // The network may have failed. Jitter for edges that lost their last gateway together.
-            backoff.reset();
-            sleep(backoff.silent(rand::random())).await;
+            self.backoff.reset();
+            sleep(self.backoff.silent(rand::random())).await;
         }
     }
 
     /// Waits for `pause`, or until there is something else to dial with, or nothing to dial for.
-    async fn wait(
-        &self,
-        (pause, reconnect, stop): (
-            impl Future<Output = ()>,
-            &mut watch::Receiver<()>,
-            &CancellationToken,
-        ),
-        backoff: &mut Backoff,
-        old_session: Option<&SessionHandle>,
-    ) {
+    async fn wait(&mut self, pause: impl Future<Output = ()>) {
         let old_ended = async {
-            match old_session {
+            match &self.old_session {
                 Some(old_session) => old_session.ended.cancelled().await,
                 None => std::future::pending().await,
             }
@@ -523,11 +542,11 @@ impl TunnelSlots {
         tokio::select! {
             () = pause => {}
             // The sender lives at least as long as this task.
-            _ = reconnect.changed() => backoff.reset(),
-            () = stop.cancelled() => {}
+            _ = self.reconnect.changed() => self.backoff.reset(),
+            () = self.stop.cancelled() => {}
             () = old_ended => {}
             // While the old tunnel is open, the next attempt is still made on schedule.
-            () = self.wait_until_unresolved(), if old_session.is_none() => {}
+            () = self.slots.wait_until_unresolved(), if self.old_session.is_none() => {}
         }
     }
 }
