@@ -50,7 +50,7 @@ use access_log::{AccessRecord, GrantedAccess};
 use authn::{AuthMethod, AuthnContext, ClientIdentity, jwt::Expired};
 use authz::{Action, AuthzRequest, Destination};
 use causeway_certs::NodeName;
-use causeway_tunnel::{StreamKind, headers, informational::ExchangeId};
+use causeway_tunnel::{StreamKind, Target, headers, informational::ExchangeId};
 pub use context::{Proxy, ProxyState, StreamContext};
 use error_response::ErrorProtocol;
 use http::{HeaderMap, Method, Request, Response, Version, header::EXPECT};
@@ -170,18 +170,8 @@ impl Proxy {
                 &self.shared.nodes,
             )
         {
-            let client = self.identify(connection, request.headers(), Some(direct_target.port));
-            let client = client.await?;
-            record.set_client(&client);
-            record.record_granted_access(GrantedAccess::new(Action::Connect, &request, connection));
-            let direct = direct::DirectConnect {
-                proxy: self,
-                connection,
-                client: &client,
-                target: &direct_target,
-                record,
-            };
-            return Box::pin(direct::connect(direct, request)).await;
+            let connecting = self.connect_directly(connection, request, &direct_target, record);
+            return Box::pin(connecting).await;
         }
         let (client, routed) = self
             .resolve_and_authenticate(connection, request.headers(), &route_input)
@@ -219,6 +209,29 @@ impl Proxy {
             exchange,
         };
         ctx.open(kind, request).await
+    }
+
+    /// Identifies the client, and connects it to an address that no edge serves.
+    async fn connect_directly(
+        &self,
+        connection: &Arc<ClientConnection>,
+        request: Request<RequestBody>,
+        target: &Target,
+        record: &Arc<AccessRecord>,
+    ) -> Result<Response<ResponseBody>, Error> {
+        let client = self
+            .identify(connection, request.headers(), Some(target.port))
+            .await?;
+        record.set_client(&client);
+        record.record_granted_access(GrantedAccess::new(Action::Connect, &request, connection));
+        let direct = direct::DirectConnect {
+            proxy: self,
+            connection,
+            client: &client,
+            target,
+            record,
+        };
+        direct::connect(direct, request).await
     }
 
     /// Identifies the client and finds the route. The route is looked up first, because the admission of anonymous clients

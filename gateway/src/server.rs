@@ -16,6 +16,7 @@ mod watchdog;
 
 pub use error::BindError;
 pub use listeners::ListenerDiff;
+use listeners::Listeners;
 use reload::Reloadable;
 pub use reload::{PendingReload, RESTART_KEYS, ReloadSummary, Reloader};
 pub use watchdog::Watchdog;
@@ -366,7 +367,6 @@ impl Bound {
     /// Serves until `stop`, then drains for at most the configured time. Returns when nothing is left.
     pub async fn run(self, stop: CancellationToken) {
         let addresses = self.addresses();
-        let grace = self.config.timeouts.drain;
         // Dropping this future stops the gateway: first its tasks, then the threads that it started.
         let background_tasks = self.spawn_background();
         let (_threads, _claim, beside) = (self.owned_workers, self.dir_lock, background_tasks);
@@ -416,23 +416,9 @@ impl Bound {
         // Edges that were asked to connect to other gateways must not reconnect here.
         drain_token.cancel();
         startup_hold::save_connected_nodes(&self.store, &self.shared.registry).await;
-        let clients = || self.shared.limits.open_connections();
-        let edges = drain::drain(
-            &self.shared.registry,
-            &self.shared.metrics,
-            &self.readiness,
-            drain::DrainListeners {
-                close: &self.end_token,
-                clients: &clients,
-            },
-            grace,
-        );
-        let retire = self.reloader.parts().listeners.retire();
-        // Before streams are cut, so that their records say why.
-        let streams = self
-            .tasks
-            .drain_with(grace, || self.shared.registry.expire_drain());
-        let (cut_streams, (), ()) = tokio::join!(streams, edges, retire);
+        let listeners = &self.reloader.parts().listeners;
+        let readiness = (&self.readiness, &self.end_token);
+        let cut_streams = drain_streams(&self.shared, &self.tasks, listeners, readiness).await;
         close_token.cancel();
         let stuck = control_tasks.drain(SHUTDOWN_GRACE).await;
         tracing::info!(cut = cut_streams, stuck, "gateway stopped");
@@ -456,6 +442,31 @@ fn pool_tasks(
         let nonces = heartbeats.run(registry.clone(), leaving.clone());
         tasks.spawn_on(runtime, info_span!("heartbeats"), nonces);
     }
+}
+
+/// Drains edges, listeners and streams within `timeouts.drain`. Returns the number of streams that had not ended by then.
+async fn drain_streams(
+    shared: &ProxyState,
+    streams: &TaskGroup,
+    listeners: &Listeners,
+    (readiness, end_token): (&Readiness, &CancellationToken),
+) -> usize {
+    let grace = shared.timeouts.drain;
+    let clients = || shared.limits.open_connections();
+    let edges = drain::drain(
+        &shared.registry,
+        &shared.metrics,
+        readiness,
+        drain::DrainListeners {
+            close: end_token,
+            clients: &clients,
+        },
+        grace,
+    );
+    // Before streams are cut, so that their records say why.
+    let streams = streams.drain_with(grace, || shared.registry.expire_drain());
+    let (cut_streams, (), ()) = tokio::join!(streams, edges, listeners.retire());
+    cut_streams
 }
 
 /// Listeners of the section `admin`.

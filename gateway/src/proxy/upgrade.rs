@@ -20,6 +20,7 @@ use causeway_tunnel::{StreamError, StreamKind, StreamReceiver, StreamSender, wir
 use http::{
     HeaderValue, Request, Response, StatusCode, Version,
     header::{CONNECTION, CONTENT_LENGTH, UPGRADE},
+    response,
 };
 use http_body::Body;
 use std::{
@@ -88,7 +89,15 @@ pub async fn forward_upgrade(
     let Some(protocol) = answer.headers().get(wire::SWITCHED).cloned() else {
         return respond_without_upgrade(ctx, sender, answer);
     };
-    let (mut parts, receive) = answer.into_parts();
+    let (parts, receive) = answer.into_parts();
+    let parts = into_switching_head(parts, protocol);
+    ctx.record.session_started(parts.status);
+    relay::spawn_relay(ctx, (on_upgrade, None), (sender, receive), false);
+    Ok(Response::from_parts(parts, ResponseBody::empty()))
+}
+
+/// Returns the head of the client's 101 from the head of an answer that switched to `protocol`.
+fn into_switching_head(mut parts: response::Parts, protocol: HeaderValue) -> response::Parts {
     request::strip_connection_headers(&mut parts.headers);
     parts.status = StatusCode::SWITCHING_PROTOCOLS;
     parts.version = Version::HTTP_11;
@@ -96,9 +105,7 @@ pub async fn forward_upgrade(
         .headers
         .insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     parts.headers.insert(UPGRADE, protocol);
-    ctx.record.session_started(parts.status);
-    relay::spawn_relay(ctx, (on_upgrade, None), (sender, receive), false);
-    Ok(Response::from_parts(parts, ResponseBody::empty()))
+    parts
 }
 
 /// Waits for `operation` as long as an upgrade may take.

@@ -54,71 +54,49 @@ use tunnel_listener::build_tunnel_listener;
 
 pub(super) fn bind_gateway(gateway: Gateway) -> Result<Bound, BindError> {
     let config = gateway.config;
-    let data_dir_state = DataDirState::open(&config)?;
-    let authorizer = authorizer(gateway.deciding, &config, &data_dir_state)?;
+    let base = DataDirState::open(&config)?;
+    let authorizer = authorizer(gateway.deciding, &config, &base)?;
     let (workers, owned_workers) = start_workers(gateway.workers, &config)?;
     let tunnel = bind("the tunnel port", &ListenAddr::Tcp(config.tunnel.listen))?;
     let admin = admin_listeners(&config)?;
-    let hooks = (authorizer, gateway.pods, gateway.reviews);
-    let shared = Arc::new(build_proxy_state(
-        &config,
-        &data_dir_state,
-        &workers,
-        hooks,
-    )?);
+    let deciders = (authorizer, gateway.pods, gateway.reviews);
+    let shared = Arc::new(build_proxy_state(&config, &base, &workers, deciders)?);
     let (dns, names) = bind_dns(&config, &shared)?;
-    let identity_inputs = (&config, data_dir_state.external_identity.clone());
-    let identity = TunnelIdentity::new(&data_dir_state.ca, &data_dir_state.store, identity_inputs)?;
+    let identity_inputs = (&config, base.external_identity.clone());
+    let identity = TunnelIdentity::new(&base.ca, &base.store, identity_inputs)?;
     let (ending, tasks) = (CancellationToken::new(), Arc::new(TaskGroup::default()));
-    let task_owner = (&tasks, &ending);
-    let listeners = Arc::new(Listeners::new(
-        &data_dir_state.ca,
-        &shared,
-        &workers,
-        task_owner,
-    ));
+    let listeners = Listeners::new(&base.ca, &shared, &workers, (&tasks, &ending));
     listeners.plan(&config.listeners)?.apply(None::<fn()>);
+    let listeners = Arc::new(listeners);
     // From here on the directory may be written to.
-    let dir_lock = data_dir_state.store.claim()?;
+    let dir_lock = base.store.claim()?;
     let address = tunnel.local_addr();
     let to_edges = build_announcements(&config, address);
-    let tunnel_listener = build_tunnel_listener(
-        &config,
-        &data_dir_state,
-        &shared,
-        (&workers, &identity),
-        &to_edges,
-    )?;
-    let (ports, nat) = install_redirects(&config, &data_dir_state, &listeners)?;
-    let authority = Arc::new(build_ca_reload(
-        &data_dir_state,
-        &tunnel_listener,
-        (&identity, &listeners),
-    ));
+    let tunnel_listener =
+        build_tunnel_listener(&config, &base, &shared, (&workers, &identity), &to_edges)?;
+    let (ports, nat) = install_redirects(&config, &base, &listeners)?;
+    let authority = build_ca_reload(&base, &tunnel_listener, (&identity, &listeners));
     let reloader = Reloader::new(Reloadable {
-        authority,
+        authority: Arc::new(authority),
         startup_config: config.clone(),
         tunnel: address,
         listeners,
         identity,
         announcements: to_edges,
-        nodes: data_dir_state.nodes.clone(),
+        nodes: base.nodes.clone(),
         names,
         ports,
         shared: shared.clone(),
     });
     let readiness = Readiness::default();
-    let admin_app = admin_app(
-        &data_dir_state,
-        &shared,
-        ((&readiness, &admin, gateway.reloads), &reloader),
-    );
+    let admin_inputs = (&readiness, &admin, gateway.reloads);
+    let admin_state = admin_app(&base, &shared, (admin_inputs, &reloader));
     Ok(Bound {
         config,
         dir_lock,
-        admin_socket: admin_socket(&data_dir_state.store),
-        store: data_dir_state.store,
-        pins: (data_dir_state.pin_writer, data_dir_state.new_pins),
+        admin_socket: admin_socket(&base.store),
+        store: base.store,
+        pins: (base.pin_writer, base.new_pins),
         workers,
         owned_workers,
         shared,
@@ -126,7 +104,7 @@ pub(super) fn bind_gateway(gateway: Gateway) -> Result<Bound, BindError> {
         tunnel_listener,
         tunnel_socket: tunnel,
         admin,
-        admin_state: admin_app,
+        admin_state,
         dns,
         reloader,
         nat,

@@ -312,15 +312,7 @@ impl TunnelListener {
                 .await);
         }
         control.enqueue(&GatewayMessage::Registered)?;
-        // Changes before the registration are sent here; later changes are sent to all registered tunnels.
-        for message in ca_rotation::pending_messages(&self.ca.get(), &new_tunnel, || {
-            self.registry.connected_nodes()
-        }) {
-            control.enqueue(&message)?;
-        }
-        if let Some(message) = ports_message(&new_tunnel, &self.announced_ports) {
-            control.enqueue(&message)?;
-        }
+        self.enqueue_announcements(&mut control, &new_tunnel)?;
         self.metrics.count_registration("ok");
         info!(%node, %from, slot, ?instance, ?version, "{node} connected");
         Ok(TunnelSession {
@@ -333,6 +325,23 @@ impl TunnelListener {
             node: node.clone(),
             heartbeats: self.heartbeats.clone(),
         })
+    }
+
+    /// Queues the roots and ports that were announced before the tunnel was registered. Later changes are sent to all
+    /// registered tunnels.
+    fn enqueue_announcements(
+        &self,
+        control: &mut ControlStream,
+        tunnel: &NewTunnel,
+    ) -> Result<(), ControlStreamError> {
+        let connected_nodes = || self.registry.connected_nodes();
+        for message in ca_rotation::pending_messages(&self.ca.get(), tunnel, connected_nodes) {
+            control.enqueue(&message)?;
+        }
+        if let Some(message) = ports_message(tunnel, &self.announced_ports) {
+            control.enqueue(&message)?;
+        }
+        Ok(())
     }
 }
 
