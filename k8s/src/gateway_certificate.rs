@@ -235,22 +235,7 @@ impl GatewayCertificate {
         if self.approve {
             self.approve(&spec).await?;
         }
-        let chain = match csr_client::poll_status(self.client.clone(), &pending.name).await {
-            Ok(CsrStatus::Signed(chain)) => chain,
-            Ok(CsrStatus::Pending(_))
-                if pending.since + REQUEST_LIFETIME.as_secs() > unix_now() =>
-            {
-                return Err(NotRenewed::Pending(format!(
-                    "the request {} is not approved and signed yet: this is the task of {}",
-                    pending.name, self.signer
-                )));
-            }
-            Ok(CsrStatus::Refused(why) | CsrStatus::Pending(why)) => {
-                self.forget_pending().await?;
-                return Err(NotRenewed::Failed(why));
-            }
-            Err(why) => return Err(NotRenewed::Pending(csr_error_text(why))),
-        };
+        let chain = self.fetch_chain(&pending).await?;
         let text = StoredCertificate::encode(names, &chain, key.key_pem().expose());
         let issued = StoredCertificate::read(&text, &self.purpose);
         let issued = issued.and_then(|kept| {
@@ -277,6 +262,26 @@ impl GatewayCertificate {
         let ends = humantime::format_rfc3339_seconds(issued.not_after);
         tracing::info!(request = name, %ends, purpose = ?self.purpose, "this gateway has a new certificate from its cluster");
         Ok(issued)
+    }
+
+    /// Returns the certificate chain that the cluster has issued for a request. Forgets a request that is refused or too old.
+    async fn fetch_chain(&self, pending: &PendingCsr) -> Result<String, NotRenewed> {
+        match csr_client::poll_status(self.client.clone(), &pending.name).await {
+            Ok(CsrStatus::Signed(chain)) => Ok(chain),
+            Ok(CsrStatus::Pending(_))
+                if pending.since + REQUEST_LIFETIME.as_secs() > unix_now() =>
+            {
+                Err(NotRenewed::Pending(format!(
+                    "the request {} is not approved and signed yet: this is the task of {}",
+                    pending.name, self.signer
+                )))
+            }
+            Ok(CsrStatus::Refused(why) | CsrStatus::Pending(why)) => {
+                self.forget_pending().await?;
+                Err(NotRenewed::Failed(why))
+            }
+            Err(why) => Err(NotRenewed::Pending(csr_error_text(why))),
+        }
     }
 
     /// Approves the own request. If the request of its name in the cluster is not the own one, forgets the name; the next request

@@ -8,7 +8,7 @@ use anyhow::{Context, anyhow, bail};
 use causeway_certs::Store;
 use causeway_gateway::config::{DiscoveredEndpoints, NodePorts, ReloadSender};
 use causeway_gateway::state::{Policy, PolicyWriter};
-use causeway_gateway::{Config, Gateway, Reloader};
+use causeway_gateway::{Bound, Config, Gateway, Reloader};
 use causeway_watch_cache::{WatchCache, manifests::Manifests};
 use tokio::sync::watch;
 
@@ -47,13 +47,8 @@ pub(crate) async fn run(config: Config, sources: ConfigSources) -> anyhow::Resul
     let gateway = Gateway::new(limit_connections(config))
         .policy(policy.reader())
         .reloads(reload_sender.clone());
-    let bound = cluster
-        .attach_to(gateway)
-        .bind()
-        .inspect_err(|error| notify.notify_status(&error.to_string()))?;
-    let cache = bound.watch_cache();
-    load_manifests(manifests_dir.as_deref(), cache.as_ref())
-        .inspect_err(|error| notify.notify_status(&format!("{error:#}")))?;
+    let gateway = cluster.attach_to(gateway);
+    let bound = bind_and_load_manifests(gateway, manifests_dir.as_deref(), &notify)?;
     let (senders, inputs) = ClusterInputs::channel(reload_sender);
     let cluster = cluster.spawn_controllers(&bound, senders, stop.clone());
     let store = bound.store().clone();
@@ -67,7 +62,7 @@ pub(crate) async fn run(config: Config, sources: ConfigSources) -> anyhow::Resul
         sources,
         reloader: bound.reloader(),
         policy,
-        cache,
+        cache: bound.watch_cache(),
         inputs,
         policy_text: Mutex::new(policy_state.text),
         store: store.clone(),
@@ -85,6 +80,20 @@ pub(crate) async fn run(config: Config, sources: ConfigSources) -> anyhow::Resul
         bail!("stopped at once by a second signal; open streams were cut");
     }
     Ok(())
+}
+
+/// Binds the gateway, and loads the manifests if there are any. Reports a failure to the service manager.
+fn bind_and_load_manifests(
+    gateway: Gateway,
+    manifests_dir: Option<&Path>,
+    notify: &SystemdNotifier,
+) -> anyhow::Result<Bound> {
+    let bound = gateway
+        .bind()
+        .inspect_err(|error| notify.notify_status(&error.to_string()))?;
+    load_manifests(manifests_dir, bound.watch_cache().as_ref())
+        .inspect_err(|error| notify.notify_status(&format!("{error:#}")))?;
+    Ok(bound)
 }
 
 /// Has edges read what the manifests say, if there are any.

@@ -162,18 +162,7 @@ impl KubernetesControllers {
             nodes: bound.nodes(),
             gateway: gateway_name(),
         };
-        let sync_block = shared_state
-            .is_some()
-            .then(|| bound.hold("revocations and pinned keys have not been loaded yet"));
-        let nodes_block = bound.hold("the nodes of the cluster have not been loaded yet");
-        // Nodes of the cluster are admitted only after revocations are known.
-        let nodes = async move {
-            let Some((state, unread)) = shared_state.zip(sync_block) else {
-                return informer.run(nodes_block).await;
-            };
-            state.initial_sync(unread).await;
-            tokio::join!(informer.run(nodes_block), state.run());
-        };
+        let nodes = run_node_informer(informer, shared_state, bound);
         let hosts = async move {
             if let Some(hosts) = hosts_controller {
                 hosts.run(stop).await;
@@ -307,6 +296,27 @@ impl Inner {
             metrics: bound.metrics(),
             gateway: gateway_name(),
         })
+    }
+}
+
+/// Watches the cluster's nodes, and keeps the shared state if there is one. The gateway is not ready before both are loaded.
+#[cfg(feature = "k8s")]
+fn run_node_informer(
+    informer: causeway_k8s::NodeInformer,
+    shared_state: Option<causeway_k8s::SharedState>,
+    bound: &Bound,
+) -> impl Future<Output = ()> + use<> {
+    let sync_block = shared_state
+        .is_some()
+        .then(|| bound.hold("revocations and pinned keys have not been loaded yet"));
+    let nodes_block = bound.hold("the nodes of the cluster have not been loaded yet");
+    // Nodes of the cluster are admitted only after revocations are known.
+    async move {
+        let Some((state, unread)) = shared_state.zip(sync_block) else {
+            return informer.run(nodes_block).await;
+        };
+        state.initial_sync(unread).await;
+        tokio::join!(informer.run(nodes_block), state.run());
     }
 }
 

@@ -186,9 +186,9 @@ async fn an_edge_that_cannot_join_yet_counts_as_started_and_says_why() {
     assert_eq!(systemd.heard().await, status);
 }
 
-#[test]
-fn an_edge_status_names_its_connection_or_the_obstacle() {
-    let mut status = Status {
+/// Status of an edge that knows two gateways and has no tunnel.
+fn edge_without_tunnels() -> Status {
+    Status {
         node: "edge-1".into(),
         version: "0",
         instance: String::new(),
@@ -201,7 +201,28 @@ fn an_edge_status_names_its_connection_or_the_obstacle() {
         certificate: None,
         api_cache: None,
         heartbeat: None,
-    };
+    }
+}
+
+fn tunnel(slot: u32) -> TunnelStatus {
+    TunnelStatus {
+        slot,
+        state: "standing",
+        gateway: "a:1".into(),
+        address: None,
+        since: 0,
+        round_trip_us: 0,
+        streams: 0,
+        opened: 0,
+        sent: 0,
+        received: 0,
+        unread: 0,
+    }
+}
+
+#[test]
+fn an_edge_status_names_its_connection_or_the_obstacle() {
+    let mut status = edge_without_tunnels();
     assert_eq!(
         edge_status_line(&status),
         "edge-1: connecting to 2 gateways"
@@ -216,19 +237,6 @@ fn an_edge_status_names_its_connection_or_the_obstacle() {
         edge_status_line(&status),
         "edge-1: not connected: nobody answers; retrying"
     );
-    let tunnel = |slot| TunnelStatus {
-        slot,
-        state: "standing",
-        gateway: "a:1".into(),
-        address: None,
-        since: 0,
-        round_trip_us: 0,
-        streams: 0,
-        opened: 0,
-        sent: 0,
-        received: 0,
-        unread: 0,
-    };
     status.tunnels = vec![tunnel(0), tunnel(1)];
     assert_eq!(
         edge_status_line(&status),
