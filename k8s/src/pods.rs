@@ -112,7 +112,7 @@ mod tests {
     use kube::client::Body;
     use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn concurrent_lookups_of_a_pod_share_one_request() {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = asked.clone();

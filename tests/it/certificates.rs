@@ -20,7 +20,16 @@ use causeway_gateway::config::{self, ClientAuth, Listener, ListenerProtocol};
 use http_body_util::BodyExt;
 use hyper::Request;
 use serde_json::Value;
-use std::{collections::BTreeSet, fs, path::Path, sync::Mutex, time::Duration};
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::Path,
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 use tokio::{
     io::AsyncWriteExt,
     time::{Instant, sleep},
@@ -120,6 +129,7 @@ async fn requests(client: impl Fn() -> (usize, Client), ends: Instant) -> usize 
             assert_eq!((answer.status, answer.text().as_str()), (200, "it"));
             count += 1;
         }
+        // Time is the subject: the pace of the requests.
         sleep(PACE).await;
     }
     count
@@ -157,6 +167,7 @@ async fn short_lived_certificates_renew_without_dropped_requests() {
             for tunnel in tunnels(&road).await {
                 serials.insert(tunnel["certificate"].as_str().unwrap().to_owned());
             }
+            // Time is the subject: tunnels are read at intervals much shorter than a certificate's life.
             sleep(PACE).await;
         }
     };
@@ -198,8 +209,13 @@ fn roots(data: &Path) -> usize {
 }
 
 /// Runs all three steps, also in the wrong order, with clients during the steps: `current` uses the old root until shortly
-/// before its end.
-async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<(usize, Client)>) {
+/// before its end. `is_old_unused` returns true once no request and no session is open with the old certificate.
+async fn whole_rotation(
+    site: &Site,
+    (app, token): (&App, &str),
+    current: &Mutex<(usize, Client)>,
+    is_old_unused: impl Fn() -> bool,
+) {
     assert!(!rotate(site, "activate").await.0, "nothing is prepared");
     for _ in 0..2 {
         let (done, said) = rotate(site, "prepare").await;
@@ -236,8 +252,11 @@ async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<(us
     .await;
     let new = alice(site).await;
     *current.lock().unwrap() = (1, new);
-    // Time is the subject: requests that are in flight with the old certificate finish first.
-    sleep(PACE * 10).await;
+    until(
+        "nothing is in flight with the old certificate",
+        async || is_old_unused(),
+    )
+    .await;
     let (done, said) = rotate(site, "retire --force").await;
     assert!(done && said.contains("no longer trusted"), "{said}");
     until("the old root is gone", async || {
@@ -267,19 +286,34 @@ async fn a_complete_root_rotation_drops_and_refuses_no_request() {
     let token = site.token("--node edge-2").await;
     site.join("edge-3", app.port()).await.kill().await;
     let current = Mutex::new((0, alice(&site).await));
-    let client = || current.lock().unwrap().clone();
+    let (requests_moved, session_ended) = (AtomicBool::new(false), AtomicBool::new(false));
+    // `requests` asks for the next client when all earlier requests have been answered.
+    let client = || {
+        let client = current.lock().unwrap().clone();
+        requests_moved.store(client.0 == 1, Relaxed);
+        client
+    };
     let (ends, (_, first)) = (Instant::now() + span, client());
     let mut kept = first.connect("edge-1").await.unwrap();
     assert_eq!(kept.get(URL).await.unwrap().status, 200);
     let retired = || current.lock().unwrap().0 == 1;
     let (requests, (), (), ()) = tokio::join!(
-        requests(client, ends),
-        session(&first, || !retired()),
+        async {
+            let count = requests(client, ends).await;
+            requests_moved.store(true, Relaxed);
+            count
+        },
+        async {
+            session(&first, || !retired()).await;
+            session_ended.store(true, Relaxed);
+        },
         async {
             cut_download(&first).await;
             assert!(retired(), "it was cut before its root was retired");
         },
-        whole_rotation(&site, &app, &token, &current)
+        whole_rotation(&site, (&app, &token), &current, || {
+            requests_moved.load(Relaxed) && session_ended.load(Relaxed)
+        })
     );
     assert!(requests > 100, "{requests}");
     edge.said("certificate is renewed").await;
