@@ -114,7 +114,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The files that it names and that count while an edge runs.
+    /// Returns the files that the configuration names and that are read while an edge runs.
     pub fn files(&self) -> Vec<PathBuf> {
         let files_of_port =
             |port: &Port| [&port.ca, &port.certificate, &port.key].map(Clone::clone);

@@ -1,12 +1,12 @@
 //! Control plane of an edge; never in the data path of a stream.
 //!
-//! `dial` makes one authenticated connection to a gateway, directly or through a proxy; `tunnels` maintains tunnels on such
-//! connections. `enrol` gets a certificate by a token and `csr_bootstrap` by the cluster, `renew` gets the next, and
-//! `rejoin` replaces one that gateways refuse. All of them send requests by `enrol_client`. `external_certificate` is for a
-//! certificate from an external CA. `identity_store` holds the identity, `gateway_list` the addresses and `trust_roots` the
-//! roots. `connect_error` describes failures and the time to wait. `network_monitor` reports changes of the machine's
-//! network, and `admin` serves health, metrics and status. `heartbeat` has other nodes report this one alive while it has no
-//! gateway.
+//! `dial` makes one authenticated connection to a gateway, directly or through a proxy, and `tunnels` maintains tunnels on
+//! such connections. `enrol` gets a certificate with a token, and `csr_bootstrap` gets one from the cluster. `renew` renews
+//! the certificate, and `rejoin` replaces an identity that gateways refuse. All of them send requests with `enrol_client`.
+//! `external_certificate` is for a certificate of an external CA. `identity_store` holds the identity, `gateway_list` the
+//! addresses and `trust_roots` the roots. `connect_error` describes failures and the delay before the next attempt.
+//! `network_monitor` reports changes of the machine's network, and `admin` serves health, metrics and status. `heartbeat`
+//! sends heartbeats through other nodes while this node has no gateway.
 
 pub(crate) mod connect_error;
 pub(crate) mod dial;

@@ -1,8 +1,8 @@
-//! Causeway on the node: dials the gateway and serves the targets that the node's owner allows.
+//! Edge agent of Causeway: connects to the gateway and serves the targets that the node's owner allows.
 //!
-//! [`Edge::open`] takes up the identity (or joins), [`Edge::bind`] takes the admin port, [`Bound::run`] lives until it is
+//! [`Edge::open`] loads the identity (or joins), [`Edge::bind`] binds the admin port, and [`Bound::run`] runs until it is
 //! stopped. Reading order: the data path of a stream (`proxy`), the table between (`status`), the control plane of the
-//! tunnels (`control`). Everything runs on the runtime of the calling code, and several edges can live in one process.
+//! tunnels (`control`). Everything runs on the runtime of the caller, and several edges can run in one process.
 
 pub mod config;
 

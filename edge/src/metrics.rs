@@ -1,7 +1,7 @@
 //! Every metric of the edge, declared once.
 //!
-//! The data path touches them through guards and single calls; no label is made anywhere else. A field that nothing touches
-//! is dead code and fails the build.
+//! The data path updates the metrics through guards and single calls, and no other module creates labels. A field that is
+//! never updated is dead code and fails the build.
 
 mod api_cache;
 pub(crate) mod heartbeat;
@@ -25,20 +25,20 @@ use prometheus_client::{
 };
 use std::{collections::BTreeMap, fmt, sync::OnceLock, time::Duration};
 
-/// How a stream ended.
+/// Outcome of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamOutcome {
-    /// In order.
+    /// The stream ended in order.
     Done,
-    /// The edge refused it, or its upstream could not be reached.
+    /// The edge refused the stream, or could not reach its upstream.
     Refused(RejectCode),
-    /// The client went away.
+    /// The client closed the stream.
     ClientClosed,
-    /// The upstream broke off.
+    /// The upstream failed before the stream had ended.
     UpstreamFailed,
     /// The tunnel was lost.
     TunnelLost,
-    /// The edge reset it, since its buffered bytes were not consumed.
+    /// The edge reset the stream, because its buffered bytes were not consumed.
     Evicted,
 }
 
@@ -92,7 +92,7 @@ struct OutcomeLabel {
     outcome: &'static str,
 }
 
-/// The metrics of one edge.
+/// Metrics of one edge.
 pub(crate) struct Metrics {
     registry: Registry,
     streams: Family<StreamLabels, Counter>,
@@ -130,7 +130,7 @@ impl Default for Metrics {
             open_streams: Family::default(),
             dials: Family::default(),
             dial_failures: Family::default(),
-            // From a loopback connection's 50 µs to the dial's bound of seconds.
+            // From the 50 µs of a loopback connection to the seconds of the dial timeout.
             dial_seconds: Histogram::new(exponential_buckets(0.000_05, 4.0, 10)),
             connections: Family::default(),
             retries: Counter::default(),
@@ -269,7 +269,7 @@ impl Metrics {
         );
     }
 
-    /// Returns all of them and those of the process as text.
+    /// Returns all metrics of the edge and of its process as text.
     pub(crate) fn encode(&self, format: Exposition) -> String {
         match self.api_cache.get() {
             Some(api_cache) => format.encode(&[&self.registry, api_cache.registry()]),
@@ -293,7 +293,7 @@ impl Metrics {
         self.dial_seconds.observe(elapsed.as_secs_f64());
     }
 
-    /// Counts a request by a pooled connection, or by a new one.
+    /// Counts a request on a pooled connection, or on a new one.
     pub(crate) fn count_connection(&self, reused: bool) {
         let outcome = if reused { "reused" } else { "new" };
         self.connections
@@ -301,12 +301,12 @@ impl Metrics {
             .inc();
     }
 
-    /// Streams stand still, so many.
+    /// Sets the number of stalled streams.
     pub(crate) fn set_stalled(&self, streams: usize) {
         self.stalled.set(i64::try_from(streams).unwrap_or(i64::MAX));
     }
 
-    /// Streams that stood still were reset.
+    /// Counts stalled streams that were reset.
     pub(crate) fn count_evicted(&self, reason: &'static str, streams: usize) {
         let streams = u64::try_from(streams).unwrap_or(u64::MAX);
         self.evicted
@@ -314,7 +314,7 @@ impl Metrics {
             .inc_by(streams);
     }
 
-    /// A request was sent again.
+    /// Counts a request that was sent again.
     pub(crate) fn count_retry(&self) {
         self.retries.inc();
     }
@@ -328,18 +328,18 @@ impl Metrics {
         })
     }
 
-    /// An attempt at a tunnel ended: `registered`, or why not.
+    /// Counts an attempt to open a tunnel, by its outcome.
     pub(crate) fn count_attempt(&self, outcome: &'static str) {
         self.attempts.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
-    /// This node's certificate ends then, in Unix time.
+    /// Sets the expiry of this node's certificate, in Unix seconds.
     pub(crate) fn set_certificate_expiry(&self, seconds: u64) {
         let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
         self.certificate_expiry.set(seconds);
     }
 
-    /// Sets the times at which the certificates of these listeners end.
+    /// Sets the expiry of the certificates of these listeners.
     pub(crate) fn set_listener_expiries(&self, leaves: &BTreeMap<&'static str, LeafCertificate>) {
         for (listener, leaf) in leaves {
             let seconds = i64::try_from(leaf.not_after().as_secs()).unwrap_or(i64::MAX);
@@ -349,19 +349,19 @@ impl Metrics {
         }
     }
 
-    /// An attempt to renew the certificate ended: `renewed`, or why not.
+    /// Counts an attempt to renew the certificate, by its outcome.
     pub(crate) fn count_renewal(&self, outcome: &'static str) {
         self.renewals.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
-    /// A configuration was read anew, and is in force or was refused.
+    /// Counts a reload of the configuration, which was applied or refused.
     pub(crate) fn count_reload(&self, is_ok: bool) {
         let outcome = if is_ok { "ok" } else { "refused" };
         self.reloads.get_or_create(&OutcomeLabel { outcome }).inc();
         self.last_reload_successful.set(is_ok.into());
     }
 
-    /// Records that the configuration read at the start is not all in force.
+    /// Records that parts of the initial configuration are not in use.
     pub(crate) fn mark_startup_errors(&self) {
         self.last_reload_successful.set(0);
     }
@@ -380,14 +380,14 @@ impl Metrics {
             .count_source_change();
     }
 
-    /// A tunnel stands as long as the guard lives.
+    /// Counts a tunnel as open until the guard is dropped.
     pub(crate) fn tunnel_guard(&self) -> TunnelGuard {
         self.tunnels.inc();
         TunnelGuard(self.tunnels.clone())
     }
 }
 
-/// A tunnel that stands.
+/// Guard of an open tunnel.
 #[derive(Debug)]
 pub(crate) struct TunnelGuard(Gauge);
 
@@ -397,7 +397,7 @@ impl Drop for TunnelGuard {
     }
 }
 
-/// A stream that is served; what became of it is counted when the guard goes.
+/// Guard of a stream that is served. Dropping the guard counts the outcome of the stream.
 pub(crate) struct StreamGuard<'a> {
     metrics: &'a Metrics,
     kind: &'static str,

@@ -1,12 +1,12 @@
 //! Data path on the node: stream → policy → target → upstream. Read `Proxy::serve` first.
 //!
 //! 1. `policy` decides whether this edge serves the stream's target, and selects the upstream.
-//! 2. `dial` resolves it, checks each address, and dials exactly the address that was checked.
-//! 3. `forward`, `upgrade` or `relay` sends the request to the upstream; interim answers pass while it works.
-//! 4. The answer's head goes back, then bytes until both ends are done.
+//! 2. `dial` resolves the target, checks each address, and connects only to an address that it has checked.
+//! 3. `forward`, `upgrade` or `relay` sends the request to the upstream. Interim responses are passed on meanwhile.
+//! 4. The head of the response is sent to the client. Then bytes are copied until both directions have ended.
 //!
-//! Nothing here knows how tunnels are maintained. A client that goes away ends the stream's future, and with it the
-//! connection to the upstream: there is no other cancellation.
+//! This module does not depend on how tunnels are maintained. When a client disconnects, the future of the stream is dropped,
+//! and with it the connection to the upstream. There is no other cancellation.
 
 pub(crate) mod policy;
 
@@ -59,7 +59,7 @@ use upstream::{RequestError, Upstream};
 /// Server of the streams of all tunnels.
 pub(crate) struct Proxy {
     client: UpstreamClient,
-    /// The owner has put another configuration into force.
+    /// Token that is cancelled once the owner has applied another configuration.
     replaced: CancellationToken,
 }
 
@@ -84,19 +84,19 @@ impl Proxy {
         }
     }
 
-    /// Has the open streams checked by the newest policy once `replaced` is cancelled.
+    /// Sets the token. Once `replaced` is cancelled, the newest policy checks the open streams.
     #[must_use]
     pub(crate) fn with_replaced_token(self, replaced: CancellationToken) -> Self {
         Self { replaced, ..self }
     }
 
-    /// Returns the token that is cancelled once the owner has put another configuration into force.
+    /// Returns the token that is cancelled once the owner has applied another configuration.
     pub(crate) fn replaced(&self) -> &CancellationToken {
         &self.replaced
     }
 
-    /// Serves a stream from its request to the upstream's answer, unless the stream is evicted because the upstream does not
-    /// take the bytes that wait for it, or the policy of the `newest` data path refuses it.
+    /// Serves a stream from its request to the upstream's response. The stream ends early if it is evicted because the
+    /// upstream does not read its buffered bytes. It also ends early if the policy of `current_proxy` refuses it.
     pub(crate) async fn serve(
         &self,
         request: StreamRequest,
@@ -181,7 +181,7 @@ impl Proxy {
         }
     }
 
-    /// Waits until the owner puts a policy into force that refuses this stream or the address that it is connected to.
+    /// Waits until the owner applies a policy that refuses this stream, or the address that it is connected to.
     async fn wait_for_revocation(
         &self,
         (upstream, target, kind): (Option<Arc<Upstream>>, &Target, &StreamKind),
@@ -209,7 +209,7 @@ impl Proxy {
         }
     }
 
-    /// Whether a stream to this upstream, connected to this address if to any, could begin now.
+    /// Checks whether a stream to this upstream, and to this address if it is connected, would be permitted now.
     fn permits(
         &self,
         (upstream, address): (&Upstream, Option<SocketAddr>),
@@ -232,8 +232,8 @@ impl Proxy {
         }
     }
 
-    /// Sends the request to the upstream, according to the stream's kind. An upgrade is allocated, since it is rare and
-    /// needs more room than a request: this future is moved as a whole with each stream.
+    /// Sends the request to the upstream, according to the stream's kind. An upgrade is boxed, because it is rare and larger
+    /// than a request, and this future is moved as a whole with each stream.
     async fn request_upstream(
         &self,
         upstream: Result<Arc<Upstream>, Rejected>,
@@ -269,7 +269,7 @@ impl Proxy {
         }
     }
 
-    /// Passes what follows the head, until both ends are done.
+    /// Copies the content behind the head, until both directions have ended.
     async fn send_tail(
         &self,
         tail: ResponseTail,
@@ -292,7 +292,7 @@ impl Proxy {
         }
     }
 
-    /// Closes idle connections to upstreams that have had their time.
+    /// Closes expired idle connections to upstreams.
     pub(crate) fn sweep(&self) {
         self.client.kept.evict_expired();
     }
@@ -310,7 +310,7 @@ fn pump_outcome<E: std::fmt::Display>(error: &PumpError<E>) -> StreamOutcome {
     }
 }
 
-/// Reads the rest of a request's target, which is the beginning of the stream.
+/// Reads the rest of a request's target, which is at the beginning of the stream.
 async fn read_target_overflow(
     body: &mut StreamReceiver,
     length: usize,

@@ -1,7 +1,7 @@
-//! An edge: identity, policy and admin listener put together, then run.
+//! Edge: combines identity, policy and admin listener, and runs them.
 //!
-//! The three steps fail for reasons of their own and in this order: no identity, no port, nothing. Once an edge
-//! runs, only its owner ends it: ask (`stop`), wait (`timeouts.drain`), end.
+//! The three steps have different errors, in this order: no identity, no free port, and none while the edge runs. Only its
+//! owner ends a running edge: `stop` is cancelled, streams end within `timeouts.drain`, and then the edge ends.
 
 mod api_cache;
 mod bootstrap;
@@ -51,10 +51,10 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, info, info_span, warn};
 
-/// How often an edge that drains looks whether it has a successor.
+/// Interval at which a draining edge checks whether it has a successor.
 const SUCCESSOR_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// An edge that knows who it is.
+/// Edge with an identity, before it has bound its listeners.
 pub struct Edge {
     config: Config,
     store: Store,
@@ -64,7 +64,7 @@ pub struct Edge {
     rejoin: bool,
 }
 
-/// An edge that has its admin port.
+/// Edge that has bound its listeners.
 pub struct Bound {
     config: Config,
     store: Store,
@@ -76,30 +76,30 @@ pub struct Bound {
     instance: String,
     reloader: Reloader,
     reloads: ReloadSender,
-    /// Says who this node is, where its certificate has ended.
+    /// Client of the cluster, which authenticates this node if its certificate has expired.
     csr_client: Option<Arc<dyn CsrClient>>,
-    /// Ends connections to upstreams and the admin listener at the end of the drain, and if the future that runs this edge
-    /// is dropped.
+    /// Token that ends connections to upstreams and the admin listener. It is cancelled at the end of the drain, and if the
+    /// future that runs this edge is dropped.
     shutdown: CancellationToken,
-    /// Two edges of one identity would take the node from each other.
+    /// Lock of the data directory. Two edges with one identity would take the node from each other.
     dir_lock: DirLock,
 }
 
 impl Edge {
-    /// Opens the data directory and takes up the identity in it; joins with the configured token if there is none.
-    /// Joining goes on until a gateway answers or `stop`.
+    /// Opens the data directory and loads its identity. Without an identity, joins with the configured token, until a gateway
+    /// answers or `stop` is cancelled.
     ///
     /// # Errors
-    /// If the edge cannot be who it should be, or its configuration does not hold.
+    /// If the edge has no usable identity, or its configuration is not valid.
     pub async fn open(config: Config, stop: &CancellationToken) -> Result<Self, Error> {
         Self::open_with_progress(config, stop, &|_| {}).await
     }
 
-    /// Does the same as [`Edge::open`], and calls `on_progress` with the reason whenever an attempt to join failed and is tried
-    /// again.
+    /// Does the same as [`Edge::open`], and calls `on_progress` with the reason whenever an attempt to join failed and is
+    /// tried again.
     ///
     /// # Errors
-    /// If the edge cannot be who it should be, or its configuration does not hold.
+    /// If the edge has no usable identity, or its configuration is not valid.
     pub async fn open_with_progress(
         config: Config,
         stop: &CancellationToken,
@@ -108,10 +108,11 @@ impl Edge {
         Self::open_with_csr(config, None, (stop, on_progress)).await
     }
 
-    /// Does what [`Edge::open_with_progress`] does; where the configuration names a cluster, that one says who this node is.
+    /// Does the same as [`Edge::open_with_progress`]. If the configuration names a cluster, `csr_client` joins through the
+    /// cluster.
     ///
     /// # Errors
-    /// If the edge cannot be who it should be, or its configuration does not hold.
+    /// If the edge has no usable identity, or its configuration is not valid.
     pub async fn open_with_csr(
         config: Config,
         csr_client: Option<Arc<dyn CsrClient>>,
@@ -156,23 +157,23 @@ impl Edge {
         })
     }
 
-    /// Replaces the identity by the configured join token even though gateways accept it. The identity stays if the token
-    /// has brought it already.
+    /// Sets whether the configured join token replaces the identity even if gateways accept it. An identity that was obtained
+    /// with this token stays.
     #[must_use]
     pub fn rejoin(self, rejoin: bool) -> Self {
         Self { rejoin, ..self }
     }
 
-    /// The node, as the certificate says.
+    /// Returns the name of the node in the certificate.
     pub fn node(&self) -> &str {
         self.identity.node.as_str()
     }
 
-    /// Claims the data directory and binds the listeners. Waits a moment for ports of a process that drains on the same
-    /// directory, which gives them up when it sees the claim.
+    /// Claims the data directory and binds the listeners. Waits a moment for ports of a draining process on the same
+    /// directory, which closes its listeners when it detects the claim.
     ///
     /// # Errors
-    /// If another process lives on the directory, or an address cannot be had.
+    /// If another process uses the directory, or an address cannot be bound.
     pub async fn bind(self) -> Result<Bound, Error> {
         let dir_lock = self.store.claim()?;
         let (admin, cache_listeners) = api_cache::bind_all(&self.config).await?;
@@ -247,8 +248,8 @@ pub fn knows_gateway(config: &Config) -> bool {
     !config.gateways.is_empty() || learned().is_some_and(|gateways| !gateways.is_empty())
 }
 
-/// Reads the files that a configuration names, also those of the API cache's listeners, without which an edge runs and
-/// serves no clients there.
+/// Reads the files that a configuration names. These include the files of the API cache's listeners, which an edge can run
+/// without, although such a listener then serves no clients.
 ///
 /// # Errors
 /// If a file cannot be used.
@@ -277,34 +278,34 @@ impl Bound {
         self.cache_listeners.as_ref()?.local_addr()
     }
 
-    /// Returns the address at which the members of its pool read the API cache, if they do.
+    /// Returns the address at which pool members read the API cache, if that listener is configured.
     pub fn members_addr(&self) -> Option<SocketAddr> {
         self.cache_listeners.as_ref()?.members_addr()
     }
 
-    /// The node, as the certificate says.
+    /// Returns the name of the node in the certificate.
     pub fn node(&self) -> &str {
         self.identity.node.as_str()
     }
 
-    /// Returns the address at which `YurtHub`s read the API cache, if they do.
+    /// Returns the address at which `YurtHub`s read the API cache, if that listener is configured.
     pub fn yurthub_addr(&self) -> Option<SocketAddr> {
         self.cache_listeners.as_ref()?.yurthub_addr()
     }
 
-    /// By which to give the edge another configuration, at any time from now on.
+    /// Returns the handle that applies another configuration, valid at any time from now on.
     pub fn reloader(&self) -> Reloader {
         self.reloader.clone()
     }
 
-    /// Passes on to `reloads` what the admin listener is asked to read anew.
+    /// Sends reload requests of the admin listener to `reloads`.
     #[must_use]
     pub fn with_reloads(mut self, reloads: ReloadSender) -> Self {
         self.reloads = reloads;
         self
     }
 
-    /// The data directory.
+    /// Returns the store of the data directory.
     pub fn store(&self) -> &Store {
         &self.store
     }
@@ -322,7 +323,7 @@ impl Bound {
     /// Runs until `stop`, then leaves the gateways and gives open streams `timeouts.drain` to end.
     ///
     /// # Errors
-    /// If TLS cannot be set up; nothing ends an edge that runs but `stop`.
+    /// If TLS cannot be set up. Only `stop` ends a running edge.
     pub async fn run(self, stop: CancellationToken) -> Result<(), Error> {
         let Self {
             config,
@@ -407,8 +408,8 @@ async fn run_until_stopped(
     .await;
 }
 
-/// Binds the socket for commands. The edge has the claim on the directory, so that a socket there is that of a process
-/// that is gone or has made way.
+/// Binds the socket for commands. The edge has claimed the directory, so an existing socket belongs to a process that has
+/// ended or has handed over.
 fn admin_socket(store: &Store) -> Option<UnixListener> {
     let bound_socket = listener::BoundSocket::unix_replacing(&store.admin_socket());
     match bound_socket.and_then(listener::BoundSocket::attach) {
@@ -421,7 +422,7 @@ fn admin_socket(store: &Store) -> Option<UnixListener> {
     }
 }
 
-/// Begins the admin listener, and the tasks that manage upstreams' connections and stalled streams.
+/// Starts the admin listener, and the tasks that manage upstreams' connections and stalled streams.
 fn spawn_admin_tasks(
     parts: &Reloadable,
     context: &TunnelContext,
@@ -444,8 +445,8 @@ fn spawn_admin_tasks(
     tasks.spawn(info_span!("evict"), evict_task);
 }
 
-/// Keeps the tunnels, and renews the certificate by them, until the edge stops and the last tunnel has ended. Then the
-/// objects of the API cache are saved on the disk.
+/// Maintains the tunnels and renews the certificate, until the edge stops and the last tunnel has ended. Then saves the API
+/// cache on the disk.
 async fn run_tunnels(
     (context, changes): (Arc<TunnelContext>, NetworkMonitor),
     external_identity: watch::Receiver<Option<EdgeIdentity>>,
@@ -470,8 +471,8 @@ async fn run_tunnels(
     }
 }
 
-/// Gives up the data directory, and everything else that a successor needs once there is one: it is written to no more, and
-/// listeners end. Open streams go on.
+/// Releases the data directory. Once a successor has claimed it, stops writing to it and closes the listeners. Open streams
+/// continue.
 async fn hand_over_data_dir(
     dir_lock: DirLock,
     identity_store: &IdentityStore,

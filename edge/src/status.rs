@@ -124,7 +124,7 @@ struct Inner {
     started: u64,
     next_tunnel_id: AtomicU64,
     table: watch::Sender<Table>,
-    /// How many tunnels stand.
+    /// Number of open tunnels.
     open_tunnels: watch::Sender<usize>,
     api_cache: ApiCacheStatusSlot,
 }
@@ -134,9 +134,9 @@ struct Table {
     tunnels: BTreeMap<u64, Tunnel>,
     gateways: Vec<String>,
     connected_gateways: Option<ConnectedGatewaysStatus>,
-    /// Last failures, by the gateway that each is about.
+    /// Last failures, by gateway.
     errors: BTreeMap<String, LastErrorStatus>,
-    /// How the operator replaces an identity that gateways refuse.
+    /// Instruction for the operator to replace an identity that gateways refuse.
     identity_hint: Option<String>,
     certificate: Option<CertificateStatus>,
     heartbeat: Option<HeartbeatStatus>,
@@ -160,18 +160,18 @@ pub(crate) const ANY_GATEWAY: &str = "";
 #[derive(Clone, Debug)]
 pub struct StatusReader(Arc<Inner>);
 
-/// The writing end.
+/// Writer of the status.
 #[derive(Debug)]
 pub(crate) struct StatusWriter(Arc<Inner>);
 
-/// A tunnel that stands as long as this lives.
+/// Status row of an open tunnel, which is removed when this is dropped.
 #[derive(Debug)]
 pub(crate) struct TunnelSummary {
     shared: Arc<Inner>,
     id: u64,
 }
 
-/// Both ends of a new table.
+/// Creates the writer and the reader of a new status.
 pub(crate) fn status_channel(node: &str, instance: &str) -> (StatusWriter, StatusReader) {
     let shared = Arc::new(Inner {
         node: node.to_owned(),
@@ -185,7 +185,7 @@ pub(crate) fn status_channel(node: &str, instance: &str) -> (StatusWriter, Statu
     (StatusWriter(shared.clone()), StatusReader(shared))
 }
 
-/// Milliseconds of the Unix epoch.
+/// Returns the time in milliseconds of the Unix epoch.
 fn millis(time: SystemTime) -> u64 {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
@@ -209,12 +209,12 @@ impl LastErrorStatus {
 }
 
 impl StatusWriter {
-    /// When the edge began, in milliseconds of the Unix epoch.
+    /// Returns the start time of the edge, in milliseconds of the Unix epoch.
     pub(crate) fn started(&self) -> u64 {
         self.0.started
     }
 
-    /// A tunnel was registered.
+    /// Adds a registered tunnel, and removes the errors that it has resolved.
     pub(crate) fn add_tunnel(
         &self,
         slot: u32,
@@ -245,7 +245,7 @@ impl StatusWriter {
         }
     }
 
-    /// Something went wrong with this gateway, or ([`ANY_GATEWAY`]) with all of them.
+    /// Sets the last failure of this gateway, or of all gateways ([`ANY_GATEWAY`]).
     pub(crate) fn set_error(&self, gateway: &str, what: &str, refused: bool, retry_in: Duration) {
         let error = LastErrorStatus::new(what, refused, retry_in);
         self.change(|table| {
@@ -253,22 +253,22 @@ impl StatusWriter {
         });
     }
 
-    /// Nothing is wrong with this gateway any more, or it is none.
+    /// Removes the failure of this gateway.
     pub(crate) fn clear_error(&self, gateway: &str) {
         self.change(|table| {
             table.errors.remove(gateway);
         });
     }
 
-    /// Returns once a tunnel stands.
+    /// Waits until a tunnel is open.
     pub(crate) async fn wait_until_connected(&self) {
         let mut open_tunnels = self.0.open_tunnels.subscribe();
         // The sender lives at least as long as this task.
         let _ = open_tunnels.wait_for(|standing| *standing > 0).await;
     }
 
-    /// Sets, or with `None` removes, what the operator has to do about an identity that gateways refuse. Returns whether
-    /// that has changed.
+    /// Sets the instruction for the operator about an identity that gateways refuse, or removes it with `None`. Returns
+    /// whether that is a change.
     pub(crate) fn set_identity_hint(&self, hint: Option<&str>) -> bool {
         self.0.table.send_if_modified(|table| {
             let is_changed = table.identity_hint.as_deref() != hint;
@@ -277,7 +277,7 @@ impl StatusWriter {
         })
     }
 
-    /// The certificate, and when it is renewed.
+    /// Sets the expiry and the renewal time of the certificate.
     pub(crate) fn set_certificate(&self, not_after: SystemTime, renews_at: SystemTime) {
         self.change(|table| {
             table.certificate = Some(CertificateStatus {
@@ -288,7 +288,7 @@ impl StatusWriter {
         });
     }
 
-    /// The certificate could not be renewed.
+    /// Records that the certificate could not be renewed.
     pub(crate) fn set_renewal_error(&self, what: &str, refused: bool, retry_in: Duration) {
         self.change(|table| {
             if let Some(certificate) = &mut table.certificate {
@@ -302,12 +302,12 @@ impl StatusWriter {
         self.change(|table| change(table.heartbeat.get_or_insert_default()));
     }
 
-    /// Sets the addresses at which gateways are looked for.
+    /// Sets the addresses of the gateways that the edge dials.
     pub(crate) fn set_gateways(&self, gateways: Vec<String>) {
         self.change(|table| table.gateways = gateways);
     }
 
-    /// So many gateways are reached, of as many as they say that there are.
+    /// Sets the number of connected gateways, and the number of gateways that exist, if they announce it.
     pub(crate) fn set_connected_gateways(&self, gateways: u32, of: Option<u32>) {
         let counts = of.map(|of| ConnectedGatewaysStatus { gateways, of });
         self.change(|table| table.connected_gateways = counts);
@@ -319,7 +319,7 @@ impl StatusWriter {
 }
 
 impl TunnelSummary {
-    /// The tunnel takes no new streams.
+    /// Marks the tunnel as leaving: it accepts no new streams.
     pub(crate) fn mark_leaving(&self) {
         self.shared.table.send_modify(|table| {
             if let Some(tunnel) = table.tunnels.get_mut(&self.id) {
@@ -374,7 +374,7 @@ impl StatusReader {
         }
     }
 
-    /// Waits until the status is as wanted. The bytes and streams of a tunnel wake nobody.
+    /// Waits until the status is as wanted. Changes of a tunnel's bytes and streams do not wake this task.
     #[cfg(test)]
     pub(crate) async fn wait_for(&self, wanted: impl Fn(&Status) -> bool) -> Status {
         use tokio::time::timeout;
@@ -398,7 +398,7 @@ impl StatusReader {
         found.unwrap_or_else(|_| panic!("never: {:#?}", self.status()))
     }
 
-    /// How many tunnels stand, whenever that changes.
+    /// Returns a receiver of the number of open tunnels.
     pub(crate) fn open_tunnels(&self) -> watch::Receiver<usize> {
         self.0.open_tunnels.subscribe()
     }

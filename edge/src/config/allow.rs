@@ -1,8 +1,8 @@
-//! Ports and hosts that the gateway may reach through a node: the node's owner has the last word.
+//! Ports and hosts that a gateway may reach through a node. The node's owner decides finally.
 //!
-//! Two lists that must both agree: the node's ports that are served at all, each with its target, and the hosts that may be
-//! dialled. By default the hosts are loopback and the ports none. TLS to a target is verified unless `verify: false` says
-//! otherwise.
+//! Two lists must both permit a target: the served ports of the node, each with its target, and the hosts to which the edge
+//! may connect. By default the hosts are loopback and there are no ports. The certificate of a target is verified unless
+//! `verify` is `false`.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -44,7 +44,7 @@ impl Default for Allow {
 }
 
 impl Allow {
-    /// Whether this address may be dialled, independent of the name that led to it.
+    /// Whether the edge may connect to this address, whatever name resolved to it.
     pub fn permits(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         self.hosts.iter().any(|host| match host {
@@ -53,7 +53,7 @@ impl Allow {
         })
     }
 
-    /// Whether this name may be dialled, independent of the address that it leads to.
+    /// Whether the edge may connect to this name, whatever address it resolves to.
     pub fn permits_name(&self, name: &str) -> bool {
         self.hosts.iter().any(|host| match host {
             AllowedHost::Name(allowed) => allowed.eq_ignore_ascii_case(name),
@@ -62,7 +62,7 @@ impl Allow {
     }
 }
 
-/// A network, an address or a host name that may be dialled.
+/// Network, address or host name to which the edge may connect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AllowedHost {
     /// `10.0.0.0/8`, or one address.
@@ -166,7 +166,7 @@ impl Default for Port {
 }
 
 impl Port {
-    /// The `host:port` that is dialled for the node's port `number`.
+    /// Returns the `host:port` to which the edge connects for the node's port `number`.
     pub fn target(&self, number: u16) -> Cow<'_, str> {
         match &self.target {
             Some(target) => target.into(),
@@ -179,18 +179,18 @@ impl Port {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Protocol {
-    /// HTTP/1.1 in the clear; raw bytes by CONNECT as well.
+    /// HTTP/1.1 in the clear; also raw bytes with CONNECT.
     Http,
-    /// HTTP/2 in the clear, known beforehand; upgrades go by HTTP/1.1.
+    /// HTTP/2 in the clear with prior knowledge; upgrades use HTTP/1.1.
     H2c,
-    /// HTTP/1.1 or HTTP/2 over TLS, as the upstream chooses.
+    /// HTTP/1.1 or HTTP/2 over TLS, as the upstream selects.
     Https,
-    /// Bytes only, by CONNECT.
+    /// Bytes only, with CONNECT.
     Tcp,
 }
 
 impl Protocol {
-    /// The word used in configuration and messages.
+    /// Returns the name of the protocol in configuration and messages.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Http => "http",

@@ -1,8 +1,8 @@
-//! Policy for the ports that a gateway may open by its list.
+//! Policy for the ports that a gateway may list, so that the edge serves them.
 //!
 //! A node of a cluster serves the ports that its cluster lists, unless its owner restricts them. Any other edge serves none
-//! unless its owner allows them. The edge's own admin listener, which has no authentication, is opened by no default and by
-//! no range.
+//! unless its owner allows them. The edge's own listeners that have no authentication are opened neither by default nor by a
+//! range.
 
 use super::{Config, PortRange};
 
@@ -10,7 +10,7 @@ use super::{Config, PortRange};
 #[derive(Clone, Debug)]
 pub(crate) struct AnnouncedPortPolicy {
     ranges: Vec<PortRange>,
-    /// This edge is of a cluster's node, whose own addresses are it as loopback is.
+    /// Whether this edge runs on a node of a cluster. The node's own addresses then count like loopback.
     pub(crate) is_cluster_node: bool,
 }
 
@@ -29,12 +29,12 @@ impl AnnouncedPortPolicy {
         }
     }
 
-    /// Whether nothing may be listed.
+    /// Whether no port may be listed.
     pub(crate) fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }
 
-    /// Whether this port may be, at an edge whose own listeners have the ports `own_ports`.
+    /// Whether this port may be listed. The edge's own listeners have the ports `own_ports`.
     pub(crate) fn permits(&self, port: u16, own_ports: &[u16]) -> bool {
         let permits_port = |range: &PortRange| {
             let is_exact = range.0 == (port..=port);

@@ -1,10 +1,10 @@
 //! Configuration of the API cache: the cluster objects that a node caches for its own programs and the members of its node
 //! pool.
 //!
-//! There are three listeners, and none has a list of single clients. Any program that reaches the first one may read, so it
-//! is on loopback, with TLS or without. The second one speaks TLS, with members of the node pool only. The third one serves
-//! `YurtHub`s, which it authenticates by their cluster's certificates. A gateway announces the members, and which of them
-//! reads at the gateway; nothing of that is configured here.
+//! There are three listeners, and none has a list of single clients. Any program that reaches the first one may read. So it
+//! must be on loopback, with or without TLS. The second one serves the members of the node pool, over TLS. The third one
+//! serves `YurtHub`s, and authenticates them by their cluster's certificates. A gateway announces the members, and which of
+//! them reads from the gateway. None of that is configured here.
 
 use super::Config;
 use causeway_config::{ByteSize, ConfigErrors, DurationStr, ListenAddrs, SocketAddrStr, host_port};
@@ -13,7 +13,7 @@ use causeway_watch_cache::GroupVersionResource;
 use serde::{Deserialize, Serialize};
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-/// Maximum number of addresses of one node that the other members learn.
+/// Maximum number of addresses of one node that other members receive.
 const MAX_ADDRESSES: usize = 8;
 
 /// Cluster objects that are cached, saved to disk, and served on this node while the cloud is unreachable.
@@ -78,7 +78,7 @@ impl ApiCache {
         certificate_files.chain(self.yurthub.iter().flat_map(YurtHubListener::files))
     }
 
-    /// The same without the paths of [`Self::files`].
+    /// Returns a copy without the paths of [`Self::files`].
     pub(crate) fn without_files(&self) -> Self {
         let mut copy = self.clone();
         if let Some(ServerCertificate { certificate, key }) = &mut copy.tls {
@@ -94,7 +94,7 @@ impl ApiCache {
         copy
     }
 
-    /// Returns the addresses at which pool members read; none without a site.
+    /// Returns the addresses at which pool members read, or none without a listener for members.
     pub fn member_addresses(&self) -> Vec<String> {
         let members = self.members.as_ref();
         members
@@ -102,7 +102,8 @@ impl ApiCache {
             .unwrap_or_default()
     }
 
-    /// Returns the resources that `YurtHub`s read here: those of this node that a pool shares. The rest is for this node's own programs.
+    /// Returns the resources that `YurtHub`s read here: the cached resources that a pool shares. All others are for this
+    /// node's own programs.
     pub fn yurthub_resources(&self) -> Vec<GroupVersionResource> {
         let mut shared = GroupVersionResource::defaults();
         shared.retain(|one| self.resources.contains(&one.to_string()));

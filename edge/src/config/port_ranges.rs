@@ -1,15 +1,15 @@
-//! Ports as single ones and ranges.
+//! Single ports and ranges of ports.
 
 use std::{fmt, ops::RangeInclusive, str::FromStr};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// Some ports in a row, `FIRST-LAST`, or one.
+/// One port, or a range of ports `FIRST-LAST`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortRange(pub(super) RangeInclusive<u16>);
 
 impl PortRange {
-    /// Whether this port is one of them.
+    /// Whether the range contains this port.
     pub fn contains(&self, port: u16) -> bool {
         self.0.contains(&port)
     }

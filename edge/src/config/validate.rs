@@ -1,8 +1,8 @@
 //! Checks of an edge's configuration that no type can express.
 //!
-//! Every check adds to one list, so a user sees all faults at once. The rule for upstreams is that TLS is never silently
-//! unverified: `https` names its CA or says `verify: false`. Whether a gateway is known is not checked here: the data
-//! directory may hold one.
+//! Each check adds its errors to one list, so a user sees all errors at once. TLS to an upstream is never silently
+//! unverified: `https` requires a CA or `verify: false`. A missing gateway is not an error here, because the data directory
+//! may contain one.
 
 use std::net::IpAddr;
 
@@ -101,7 +101,7 @@ impl Validate for Config {
 }
 
 impl Config {
-    /// One of a token, files and a cluster says who this node is.
+    /// Checks that only one of a token, files and a cluster identifies this node.
     fn validate_kubernetes(&self, errors: &mut ConfigErrors) {
         let Some(cluster) = &self.kubernetes else {
             return;
@@ -187,7 +187,7 @@ impl Config {
     }
 }
 
-/// The checks of one port.
+/// Validator of one port.
 struct PortValidator<'a> {
     port: &'a Port,
     path: String,
@@ -281,7 +281,7 @@ impl PortValidator<'_> {
     }
 }
 
-/// The text is never repeated: it may hold a password.
+/// Checks the address of a proxy. Errors never contain the text, because it may contain a password.
 fn proxy_address(proxy: &Secret) -> Result<(), String> {
     let hint = "write http://HOST:PORT or socks5://HOST:PORT, with USER:PASSWORD@ before the host if the proxy requires authentication";
     let (scheme, rest) = proxy

@@ -1,8 +1,9 @@
 //! The admin listener: health, metrics and status.
 //!
-//! It has no authentication and shows no secrets; it belongs on loopback, and a page in a browser there does not read it
-//! under a name of its own (DNS rebinding). An edge is healthy while a tunnel stands or gateways are dialled in the ordinary
-//! way, and not while they refuse it; it is ready while a tunnel stands. `/readyz?cache` is about the API cache alone.
+//! The listener has no authentication and shows no secrets. It belongs on loopback, and it checks the host name of each
+//! request, so that a browser page on this machine cannot read it (DNS rebinding). An edge is healthy while a tunnel is open,
+//! or while it connects to gateways and they do not refuse it. It is ready while a tunnel is open. `/readyz?cache` is about
+//! the API cache alone.
 
 use super::http_server::{
     AllowedHosts, ConnectionPlace, LimitedListener, check_host, hold_slot, with_connection_close,
@@ -34,10 +35,10 @@ use tokio_util::sync::CancellationToken;
 use tower_http::timeout::TimeoutLayer;
 use tracing::debug;
 
-/// No answer here takes longer than this.
+/// Time limit of every response.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Connections at once.
+/// Maximum number of connections.
 const MAX_CONNECTIONS: usize = 256;
 
 /// The admin listener, and the socket in the data directory for commands.
@@ -108,7 +109,7 @@ pub fn openapi(version: &str) -> Value {
     )
 }
 
-/// Serves until `stop`; connections end with their next response once the edge is `stopping`.
+/// Serves until `stop`. Once the edge is `stopping`, each connection ends with its next response.
 pub(crate) async fn run(
     (listener, socket): Listeners,
     (reader, (metrics, pressure), reloads): (
@@ -227,7 +228,7 @@ async fn metrics_text(State(state): State<AdminState>, headers: HeaderMap) -> Re
     (content, state.metrics.encode(format)).into_response()
 }
 
-/// Has the configuration read anew, and says what that did.
+/// Reloads the configuration and returns a summary of the result.
 async fn reload(State(state): State<AdminState>, headers: HeaderMap) -> (StatusCode, String) {
     let (code, summary) = state
         .reloads

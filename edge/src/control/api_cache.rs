@@ -1,15 +1,15 @@
-//! API cache: the cluster's objects of some resources, cached at the edge and served with the cloud or without.
+//! API cache: the cluster's objects of some resources, cached at the edge and served with or without the cloud.
 //!
-//! 1. The objects of the last run are loaded at the start (`disk`), and the endpoint serves them (`local_server`).
+//! 1. The objects of the last run are loaded at the start (`disk`), and the local listener serves them (`local_server`).
 //! 2. A gateway announces the members of this node's pool, and the leader (`membership`).
-//! 3. The source follows from that and from the sources that answer (`source_policy`, `source_selector`): a gateway, the
-//!    leader, or another member.
-//! 4. Each store is filled from there (`sync`). It is served to members (`member_server`) and to `YurtHub`s
-//!    (`yurthub_server`), which connect through a `tls_acceptor`, and to this node's own programs.
+//! 3. The source is chosen from these and from the sources that answer (`source_policy`, `source_selector`). It is a gateway,
+//!    the leader, or another member.
+//! 4. Each store is filled from the source (`sync`). The stores are served to this node's own programs, to members
+//!    (`member_server`) and to `YurtHub`s (`yurthub_server`). The last two connect through a `tls_acceptor`.
 //! 5. `status` reports the state.
 //!
-//! Nothing here waits for a tunnel or is in the data path of a stream. Without `api_cache` in the configuration none of it
-//! runs.
+//! Nothing here waits for a tunnel or is in the data path of a stream. The cache does not run if the configuration has no
+//! `api_cache`.
 
 mod changes;
 mod disk;
@@ -67,46 +67,46 @@ pub(crate) struct ApiCacheConfig {
 
 /// Sockets of the API cache's listeners.
 pub(crate) struct ApiCacheListeners {
-    /// For this node's own programs, with what they are shown if they read over TLS.
+    /// Listener for this node's own programs, with its certificate if it uses TLS.
     pub(crate) local: (
         std::net::TcpListener,
         Option<watch::Receiver<Option<ServerOnlyTls>>>,
     ),
     /// Listener for the members of the pool.
     pub(crate) members: Option<std::net::TcpListener>,
-    /// Listener for `YurtHub`s, with the certificates by which they are admitted.
+    /// Listener for `YurtHub`s, with its certificate and the roots for the clients' certificates.
     pub(crate) yurthub: Option<(
         std::net::TcpListener,
         watch::Receiver<Option<YurtHubServerTls>>,
     )>,
 }
 
-/// Final save of the cache when a node that reads ends.
+/// Final save of the cache, for the end of the edge.
 pub(crate) struct FinalSave(DiskWriter);
 
-/// Watches of the selected source and of the number of tunnels that stand, and further routes for pool members.
+/// Watches of the selected source and of the number of open tunnels, and further routes for pool members.
 type ServedWith = (
     watch::Receiver<Arc<SelectedSource>>,
     watch::Receiver<usize>,
     Router,
 );
 
-/// Context that the cache runs in, and the token that ends it.
+/// Context in which the cache runs, and the token that closes its listeners.
 pub(crate) struct ApiCacheContext<'a> {
     pub(crate) context: Arc<TunnelContext>,
     pub(crate) status: &'a StatusReader,
     pub(crate) tasks: &'a Arc<TaskGroup>,
     /// Further routes of the listener for pool members.
     pub(crate) member_routes: Router,
-    /// Ends the cache's listeners, with all connections that are open there.
+    /// Token that closes the cache's listeners and all their connections.
     pub(crate) close_listeners: CancellationToken,
 }
 
 impl ApiCacheConfig {
-    /// Of what `config` names, by these listeners.
+    /// Builds the cache that `config` describes, with these listeners.
     ///
     /// # Errors
-    /// If the runtime cannot take the listeners.
+    /// If a listener cannot be registered with the runtime.
     pub(crate) fn new(
         (config, data_dir): (&config::ApiCache, &std::path::Path),
         identity_store: &IdentityStore,
@@ -160,7 +160,7 @@ impl ApiCacheConfig {
         )
     }
 
-    /// Reads and serves, in tasks, until what it runs with ends.
+    /// Starts the tasks that fill and serve the cache. They run until `run_context` ends them.
     pub(crate) fn start(self, run_context: ApiCacheContext<'_>) -> FinalSave {
         let final_save = FinalSave(self.disk_writer.clone());
         let ApiCacheContext {
@@ -295,7 +295,7 @@ impl ApiCacheConfig {
 }
 
 impl FinalSave {
-    /// Leaves on the disk what is known.
+    /// Saves the cached objects on the disk.
     pub(crate) async fn end(self) {
         self.0.final_save().await;
     }

@@ -1,8 +1,8 @@
 //! Failures between an edge and a gateway, and their consequence for the next attempt.
 //!
-//! A silent network is tried again soon; a refusal backs off; a refusal that time alone does not mend (another process with
-//! the same certificate, an unknown certificate) backs off at the maximum. A clock that is wrong looks like a bad
-//! certificate, so the clock is named.
+//! A silent network is tried again soon. A refusal backs off. A refusal that does not go away by itself (another process with
+//! the same certificate, an unknown certificate) backs off at the maximum. A wrong clock looks like an invalid certificate,
+//! so the error message mentions the clock.
 
 use causeway_certs::{NotAGateway, UnexpectedCa};
 use causeway_rt::backoff::Backoff;
@@ -13,7 +13,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// The shortest delay after an attempt that has waited itself; jittered like any other.
+/// Shortest delay after an attempt that has itself waited for an answer. It has jitter like every delay.
 const MIN_DELAY: Duration = Duration::from_millis(250);
 
 /// Failure of a connection to a gateway.
@@ -25,10 +25,10 @@ pub(crate) struct ConnectError {
     refusal: Option<IdentityRefusal>,
 }
 
-/// Why no tunnel comes of the identity that this edge has.
+/// Reason why this edge's identity is not usable for a tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum IdentityRefusal {
-    /// The gateway's certificate is of no CA that the identity trusts. Any machine on the network path can cause this.
+    /// No CA that the identity trusts has issued the gateway's certificate. Any machine on the network path can cause this.
     UnknownCa,
     /// The gateway does not accept the identity.
     NotAccepted,
@@ -38,9 +38,9 @@ pub(crate) enum IdentityRefusal {
 enum RetryClass {
     /// A TCP handshake received no answer for this long.
     Silent(Duration),
-    /// The other end refused; it may have said for how long.
+    /// The peer refused. The duration is the delay that the peer requested, if any.
     Refused(Option<Duration>),
-    /// The other end refused, and will again.
+    /// The peer refused, and will refuse again. The duration is the minimum delay that the peer requested.
     Unwelcome(Duration),
 }
 
@@ -63,7 +63,7 @@ impl ConnectError {
         }
     }
 
-    /// The other end refused.
+    /// Creates the error of a peer that refused.
     pub(crate) fn refused(what: impl Into<String>) -> Self {
         Self {
             retry_class: RetryClass::Refused(None),
@@ -73,7 +73,7 @@ impl ConnectError {
         }
     }
 
-    /// The other end refused, and will again.
+    /// Creates the error of a peer that refused and will refuse again.
     pub(crate) fn unwelcome(what: impl Into<String>) -> Self {
         Self {
             retry_class: RetryClass::Unwelcome(Duration::ZERO),
@@ -83,7 +83,7 @@ impl ConnectError {
         }
     }
 
-    /// The gateway sent the tunnel away.
+    /// Creates the error of a tunnel that the gateway dismissed.
     pub(crate) fn dismissed(why: GoAway, detail: &str, retry_after: Duration) -> Self {
         let detail = format!("the gateway refused this edge ({}): {detail}", why.as_str());
         let retry_class = match why {
@@ -100,7 +100,7 @@ impl ConnectError {
         }
     }
 
-    /// The gateway does not accept this edge's identity, and will not the next time.
+    /// Creates the error of a gateway that does not accept this edge's identity, now or later.
     pub(crate) fn not_accepted(what: impl Into<String>) -> Self {
         Self {
             refusal: Some(IdentityRefusal::NotAccepted),
@@ -108,7 +108,7 @@ impl ConnectError {
         }
     }
 
-    /// A connection failed; `tls` is TLS's own error if it had one.
+    /// Creates the error of a tunnel that ended. `tls` is the TLS error, if there was one.
     pub(crate) fn tunnel_ended(ended: &TunnelEnd, tls: Option<&TlsError>) -> Self {
         match tls {
             Some(error) => Self::tls(error),
@@ -116,7 +116,7 @@ impl ConnectError {
         }
     }
 
-    /// A TLS handshake with `gateway`, as it was dialled, failed.
+    /// Creates the error of a failed TLS handshake with `gateway`, which is named as it was dialled.
     pub(crate) fn handshake(gateway: &str, error: &io::Error) -> Self {
         if let Some(wrong) = UnexpectedCa::find(error) {
             return Self {
@@ -146,7 +146,7 @@ impl ConnectError {
         }
     }
 
-    /// A TLS handshake with `gateway` took too long.
+    /// Creates the error of a TLS handshake with `gateway` that took too long.
     pub(crate) fn slow_handshake(gateway: &str) -> Self {
         Self::silent(format!(
             "{gateway} did not complete TLS in time: the network or the gateway is slow, or it is not a gateway's tunnel \
@@ -154,7 +154,7 @@ impl ConnectError {
         ))
     }
 
-    /// TLS failed.
+    /// Creates the error of a TLS failure.
     pub(crate) fn tls(error: &TlsError) -> Self {
         match error {
             TlsError::InvalidCertificate(why) if is_validity_error(why) => Self::refused(format!(
@@ -178,7 +178,7 @@ impl ConnectError {
         }
     }
 
-    /// How long to wait before the next attempt.
+    /// Returns the delay before the next attempt. `random` is from 0 to 1.
     pub(crate) fn delay(&self, backoff: &mut Backoff, random: f64) -> Duration {
         match self.retry_class {
             // A network that returns is noticed by the next attempt: they begin a delay apart, however long each
@@ -197,8 +197,8 @@ impl ConnectError {
         }
     }
 
-    /// How long to wait before the next attempt at an address, while the edge has a tunnel by another one: the network is well,
-    /// so what does not answer there is away for as long as it was, and the pauses grow to the longest.
+    /// Returns the delay before the next attempt at an address, while the edge has a tunnel through another address. The
+    /// network works then, so a silent address is not expected back soon, and the delays grow to the longest.
     pub(crate) fn delay_while_connected(&self, backoff: &mut Backoff, random: f64) -> Duration {
         match self.retry_class {
             RetryClass::Silent(_) => backoff.refused(None, random),
@@ -206,12 +206,12 @@ impl ConnectError {
         }
     }
 
-    /// Whether the other end refused.
+    /// Whether the peer refused.
     pub(crate) fn is_refusal(&self) -> bool {
         !matches!(self.retry_class, RetryClass::Silent(_))
     }
 
-    /// Whether a change of the network may mend it.
+    /// Whether the cause may be the network, so that a network change is a reason to try again.
     pub(crate) fn may_be_network_error(&self) -> bool {
         !matches!(self.retry_class, RetryClass::Unwelcome(_))
     }
@@ -221,17 +221,17 @@ impl ConnectError {
         &self.detail
     }
 
-    /// The gateway is of another CA than the token that was to be used.
+    /// Returns the CA mismatch if the gateway's CA is not the CA that the token names.
     pub(crate) fn wrong_ca(&self) -> Option<UnexpectedCa> {
         self.wrong_ca
     }
 
-    /// Whether, and how, this is a refusal of the identity that this edge has.
+    /// Returns the kind of the refusal, if the identity of this edge is the cause.
     pub(crate) fn identity_refusal(&self) -> Option<IdentityRefusal> {
         self.refusal
     }
 
-    /// One word, for metric labels.
+    /// Returns the class of the error, for metric labels.
     pub(crate) fn label(&self) -> &'static str {
         match self.retry_class {
             RetryClass::Silent(_) => "silent",
@@ -240,7 +240,7 @@ impl ConnectError {
         }
     }
 
-    /// Returns the error of the two that says more: a refusal is an answer of a peer.
+    /// Returns the more informative of the two errors. A refusal is more informative than silence, because a peer answered.
     pub(crate) fn or_worse(self, other: Option<Self>) -> Self {
         match other {
             Some(other) if other.rank() > self.rank() => other,
@@ -257,19 +257,19 @@ impl ConnectError {
     }
 }
 
-/// TLS's own error inside an I/O error.
+/// Returns the TLS error inside an I/O error.
 pub(crate) fn find_tls_error(error: &io::Error) -> Option<&TlsError> {
     error.get_ref()?.downcast_ref()
 }
 
-/// Returns the message for an address at which something else than a tunnel port answers.
+/// Returns the message for an address that is not a tunnel port.
 fn not_a_tunnel_port(gateway: &str, error: &dyn std::error::Error) -> String {
     format!(
         "{gateway} does not speak the tunnel protocol; the tunnel port is 10262 by default ({error})"
     )
 }
 
-/// Whether the server speaks another protocol than TLS, or one over TLS that is not the tunnel's.
+/// Whether the server does not speak TLS, or does not offer the tunnel protocol over TLS.
 fn is_other_protocol(error: &TlsError) -> bool {
     matches!(
         error,

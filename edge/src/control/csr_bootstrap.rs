@@ -1,15 +1,16 @@
 //! Joining without a token: the cluster authenticates the node, and the gateway's CA signs the certificate requested from
 //! the cluster.
 //!
-//! 1. The cluster publishes the CA to trust; the API server tells which node this is.
-//! 2. The key is made here and stays here. A request for it is submitted to the cluster, and outlives this process.
-//! 3. The edge waits for the answer, and reports at each look why it takes long. A request that was not answered within an
-//!    hour, or that was denied, is followed by another for another key.
-//! 4. The certificate has to be for this node and to chain to that CA. If a signer of the cluster's own has made it, it is
-//!    shown to a gateway, once, for a certificate of that CA.
+//! 1. The cluster publishes the trusted CA, and the API server returns the name of this node.
+//! 2. The edge generates the key, which never leaves this machine. The edge submits a certificate request to the cluster. The
+//!    request is saved, so that it survives a restart of this process.
+//! 3. The edge waits for the answer, and reports at each poll why there is none yet. If the request is denied, or not
+//!    answered within an hour, the edge submits another one for another key.
+//! 4. The certificate must be for this node and chain to that CA. If a signer of the cluster itself has issued it, the edge
+//!    presents it once to a gateway and receives a certificate of that CA.
 //!
-//! Only the first certificate, and the one after one that has ended, are obtained by these steps: gateways renew (`renew`).
-//! This module knows nothing of Kubernetes: a [`CsrClient`] does.
+//! These steps obtain only the first certificate, and the next one after an expired certificate: gateways renew all others
+//! (`renew`). This module does not depend on Kubernetes, which is behind [`CsrClient`].
 
 use super::{
     connect_error::ConnectError,
@@ -32,23 +33,23 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-/// Time that the edge waits for one request: a cluster forgets requests that are not approved after a day.
+/// Time that the edge waits for one request. A cluster deletes requests that are not approved within a day.
 const REQUEST_TIMEOUT: Duration = Duration::from_hours(1);
 
-/// The cluster that this node is of.
+/// Client of the cluster that this node belongs to.
 pub trait CsrClient: Send + Sync {
-    /// The name of this node, as the API server knows who asks.
+    /// Returns the name of this node, as the API server authenticates it.
     fn node_name(&self) -> BoxFuture<'_, Result<String, CsrRequestError>>;
-    /// The CA certificates of gateways, as PEM.
+    /// Returns the CA certificates of gateways, as PEM.
     fn roots(&self) -> BoxFuture<'_, Result<String, CsrRequestError>>;
-    /// Asks for a certificate by a request in PEM, under a name by which to look for the answer. What has been asked under
-    /// that name is not asked again.
+    /// Submits a certificate request, as PEM, under a name for later status queries. A name that was submitted before is not
+    /// submitted again.
     fn submit<'a>(
         &'a self,
         name: &'a str,
         request: &'a str,
     ) -> BoxFuture<'a, Result<(), CsrRequestError>>;
-    /// How its signer names nodes, where that is one of the cluster's own.
+    /// Returns the form of the node names in certificates, if the signer is one of the cluster itself.
     fn signer_profile(&self) -> Option<SignerProfile>;
     /// Returns the current status of a request.
     fn request_status<'a>(
@@ -60,20 +61,20 @@ pub trait CsrClient: Send + Sync {
 /// Status of a request for a certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CsrStatus {
-    /// The certificate with what it hangs by, as PEM.
+    /// Certificate and its chain, as PEM.
     Signed(String),
-    /// Not yet; what is waited for.
+    /// No certificate yet, with the reason.
     Pending(String),
-    /// Nothing will come of it.
+    /// No certificate will be issued, with the reason.
     Refused(String),
 }
 
-/// Why a cluster says nothing.
+/// Reason why a request to the cluster failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CsrRequestError {
     /// The cluster does not answer.
     Silent(String),
-    /// It does not let this node.
+    /// The cluster does not allow this node to make the request.
     Refused(String),
 }
 
@@ -86,8 +87,8 @@ impl From<CsrRequestError> for ConnectError {
     }
 }
 
-/// Joins by the cluster's word. Returns only with an identity: everything else is tried again, and `on_progress` hears of it each
-/// time. Drop the future to stop.
+/// Joins with a certificate of the cluster. Returns only with an identity: after each error it calls `on_progress` and tries
+/// again. Drop the future to stop.
 pub(crate) async fn join(
     cluster: &dyn CsrClient,
     (config, store): (&Config, &Store),
@@ -112,7 +113,8 @@ pub(crate) async fn join(
     }
 }
 
-/// One request, and what comes of it. One that waits for an answer since before this process began is gone on with.
+/// Submits one request and waits for its result. Continues with a request that an earlier process has submitted and that is
+/// still pending.
 pub(crate) async fn submit_and_wait(
     cluster: &dyn CsrClient,
     (config, store): (&Config, &Store),
@@ -144,7 +146,7 @@ pub(crate) async fn submit_and_wait(
         .submit(&pending.name, &request.map_err(key_error)?)
         .await?;
     let result = wait_for_certificate(cluster, &pending, (config, on_progress)).await;
-    // In every case: the next request uses another key.
+    // Removed in every case, because the next request uses another key.
     run_blocking(store, |store| store.remove_pending(Requested::Identity)).await?;
     let chain = result?;
     // The roots may have changed meanwhile.
@@ -165,7 +167,7 @@ pub(crate) async fn submit_and_wait(
     Ok(identity)
 }
 
-/// Returns the request that waits, or a new one, which is saved before it is submitted.
+/// Returns the pending request, or a new one, which is saved before it is submitted.
 async fn load_or_create_pending(
     store: &Store,
     node: &NodeName,
@@ -200,7 +202,7 @@ async fn run_blocking<T: Send + 'static>(
     result.map_err(|error| unusable_error(&"the data directory", &error))
 }
 
-/// One of the gateways' certificates for that of the cluster, with a key of its own.
+/// Exchanges the cluster's certificate for a certificate of the gateways' CA, with a new key.
 async fn exchange_certificate(
     roots: &str,
     client_cert: &LeafCertificate,
@@ -245,7 +247,7 @@ async fn exchange_certificate(
     Ok(identity)
 }
 
-/// Waited for within its time, or until it is clear that nothing comes.
+/// Waits for the certificate, until its time is over or the request is refused.
 async fn wait_for_certificate(
     cluster: &dyn CsrClient,
     pending: &PendingCsr,

@@ -1,9 +1,9 @@
-//! One connection to a gateway: resolve, connect, maybe through a proxy, TLS.
+//! Connection to a gateway: name resolution, TCP, an optional proxy, and TLS.
 //!
-//! Names are resolved anew at each attempt. Their addresses are tried as RFC 8305 (Happy Eyeballs) has it: IPv6 and IPv4
-//! alternate, and each attempt that has not connected after 250 ms is joined by one at the next address. Each is given
-//! up after `timeouts.tcp`. Through a proxy (HTTP CONNECT or SOCKS5) the proxy resolves the name. Which
-//! gateway answers is for its certificate to say, so the dialled name is only SNI.
+//! Names are resolved again at each attempt. Their addresses are tried as in RFC 8305 (Happy Eyeballs): IPv6 and IPv4
+//! alternate. If an attempt has not connected after 250 ms, another one starts at the next address. Each attempt ends after
+//! `timeouts.tcp`. A proxy (HTTP CONNECT or SOCKS5) resolves the name itself. The dialled name is only the SNI, because the
+//! certificate identifies the gateway.
 
 use super::connect_error::ConnectError;
 use crate::config::{Config, Timeouts};
@@ -38,25 +38,25 @@ use tokio_rustls::{TlsConnector, client::TlsStream};
 use tower::{ServiceExt, service_fn};
 use tracing::{debug, info};
 
-/// The pause before an attempt at the next address is begun beside one (RFC 8305 section 5, "Connection Attempt Delay").
+/// Delay before an attempt at the next address starts in parallel (RFC 8305 section 5, "Connection Attempt Delay").
 const STAGGER: Duration = Duration::from_millis(250);
 
-/// How gateways are dialled.
+/// Connector that dials gateways.
 pub(crate) struct GatewayConnector {
     tls: ArcSwap<ClientConfig>,
     timeouts: Timeouts,
     proxy: Option<Proxy>,
 }
 
-/// The proxy, and what is dialled without it.
+/// Proxy, and the targets that are dialled without it.
 struct Proxy {
     uri: Secret,
-    /// Entries of `no_proxy`: `*`, a domain, an address, a network, or a host with the one port that is meant.
+    /// Entries of `no_proxy`: `*`, a domain, an address, a network, or a host with the one port that is exempt.
     exempt: Vec<String>,
 }
 
 impl Proxy {
-    /// The proxy for this target, if it is not dialled without one.
+    /// Returns the proxy for this target, or `None` if the target is exempt.
     fn intercept(&self, host: &str, port: u16) -> Option<Intercept> {
         let for_port = |entry: &String| match host_port(entry) {
             Ok((host, only_port)) => (only_port == port).then(|| host.to_owned()),
@@ -75,23 +75,22 @@ impl Proxy {
     }
 }
 
-/// A connection to a gateway, authenticated.
+/// Authenticated connection to a gateway.
 #[derive(Debug)]
 pub(crate) struct GatewayConnection {
-    /// The connection.
     pub(crate) io: TlsStream<CountedIo<TcpStream>>,
-    /// The gateway, as it was dialled.
+    /// Gateway, as it was dialled.
     pub(crate) gateway_addr: GatewayAddr,
     /// Duration of the TLS handshake.
     pub(crate) round_trip: Duration,
 }
 
-/// Address of a gateway: its configured name, and the address that it led to.
+/// Address of a gateway: its configured name, and the address that the name resolved to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct GatewayAddr {
     /// `host:port`, as configured or announced.
     pub(crate) gateway: String,
-    /// Its address; `None` behind a proxy.
+    /// Resolved address, or `None` behind a proxy.
     pub(crate) address: Option<SocketAddr>,
 }
 
@@ -107,7 +106,7 @@ impl fmt::Display for GatewayAddr {
 }
 
 impl GatewayConnector {
-    /// Dials as `config` says, with this identity or trust.
+    /// Creates a connector with the timeouts and the proxy of `config`. `tls` has the identity and the trusted roots.
     pub(crate) fn new(tls: Arc<ClientConfig>, config: &Config) -> Self {
         let proxy = config.proxy.as_ref().map(|uri| Proxy {
             uri: uri.clone(),
@@ -120,15 +119,16 @@ impl GatewayConnector {
         }
     }
 
-    /// From now on dials with this identity or trust.
+    /// Sets the identity and the trusted roots for all later dials.
     pub(crate) fn set_tls(&self, tls: Arc<ClientConfig>) {
         self.tls.store(tls);
     }
 
-    /// The first of the gateways that answers. The place to `avoid` comes last: behind its address may be another gateway.
+    /// Connects to the first of the gateways that answers. The address `avoid` is tried last, because another gateway may be
+    /// behind it.
     ///
     /// # Errors
-    /// The trouble that says most.
+    /// The most informative of all errors.
     pub(crate) async fn dial(
         &self,
         gateways: &[String],
@@ -159,10 +159,10 @@ impl GatewayConnector {
         Err(worst.unwrap_or_else(|| ConnectError::silent("no gateway is configured")))
     }
 
-    /// The gateway at this place.
+    /// Connects to the gateway at this address.
     ///
     /// # Errors
-    /// The trouble with it.
+    /// If the connection or the TLS handshake fails.
     pub(crate) async fn dial_addr(
         &self,
         gateway_addr: &GatewayAddr,
@@ -172,7 +172,7 @@ impl GatewayConnector {
         self.handshake(gateway_addr, tcp, host).await
     }
 
-    /// Resolves the current addresses of each of the gateways, in their order.
+    /// Resolves the current addresses of each gateway, in the order of `gateways`.
     pub(crate) async fn resolve_all(
         &self,
         gateways: &[String],
@@ -247,7 +247,7 @@ impl GatewayConnector {
         }
     }
 
-    /// A connection to this place, or through the proxy.
+    /// Opens a TCP connection to this address, or through the proxy.
     async fn connect(
         &self,
         gateway_addr: &GatewayAddr,
@@ -315,7 +315,7 @@ impl GatewayConnector {
         })
     }
 
-    /// A connection through the proxy.
+    /// Opens a connection through the proxy.
     async fn connect_via_proxy(
         &self,
         proxy: &Intercept,
@@ -378,7 +378,8 @@ fn refused_by_proxy(error: &(dyn Error + 'static)) -> ConnectError {
     ConnectError::refused(what)
 }
 
-/// IPv6 and IPv4 in turn, each in its order, beginning with the family of the first (RFC 8305 section 4).
+/// Orders addresses so that IPv6 and IPv4 alternate, beginning with the family of the first one (RFC 8305 section 4). Each
+/// family keeps its order.
 fn interleave_families<P>(addresses: Vec<P>, is_v6: impl Fn(&P) -> bool) -> VecDeque<P> {
     let first = addresses.first().is_some_and(&is_v6);
     let (own, other): (Vec<_>, Vec<_>) = addresses.into_iter().partition(|it| is_v6(it) == first);
@@ -393,8 +394,9 @@ fn interleave_families<P>(addresses: Vec<P>, is_v6: impl Fn(&P) -> bool) -> VecD
     }
 }
 
-/// Connects to the places in their order, to the next one when an attempt has failed or has taken [`STAGGER`]. Returns the first
-/// connection, and the troubles with places that failed. Those that are left were not tried to their end.
+/// Connects to the addresses in their order. The next attempt starts when one has failed or has taken [`STAGGER`]. Returns
+/// the first connection, and the errors of the addresses that failed. Addresses that were not tried to the end stay in
+/// `addresses`.
 async fn race<P: Clone + PartialEq, T, E, F: Future<Output = Result<T, E>>>(
     addresses: &mut VecDeque<P>,
     connect: impl Fn(P) -> F,
@@ -428,7 +430,7 @@ async fn race<P: Clone + PartialEq, T, E, F: Future<Output = Result<T, E>>>(
             () = next_attempt => {}
         }
     }
-    // They were first before, so they are first among the remaining ones.
+    // The unfinished attempts come first again.
     for addr in started.into_iter().rev() {
         addresses.push_front(addr);
     }
@@ -498,7 +500,7 @@ mod tests {
         assert_eq!(all, [4, 6, 6]);
     }
 
-    /// `silent` takes the packets of an attempt and never answers.
+    /// The address `silent` drops the packets of an attempt and never answers.
     #[tokio::test(start_paused = true)]
     async fn a_silent_address_delays_the_next_by_250_milliseconds() {
         let started = Instant::now();
@@ -522,7 +524,7 @@ mod tests {
         assert_eq!((connected, errors), (None, vec!["refused"]));
     }
 
-    /// The trouble with a proxy that gives these answers, one to each read.
+    /// Returns the error of a proxy that sends these answers, one after each read.
     async fn trouble_with(scheme: &str, answers: &[&'static [u8]]) -> ConnectError {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -532,7 +534,7 @@ mod tests {
                 assert!(tcp.read(&mut [0; 1024]).await.unwrap() > 0);
                 tcp.write_all(answer).await.unwrap();
             }
-            // Until the edge closes the connection.
+            // Reads until the edge closes the connection.
             while tcp.read(&mut [0; 1024]).await.unwrap_or(0) > 0 {}
         };
         let config = Config {

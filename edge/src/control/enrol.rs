@@ -1,8 +1,9 @@
-//! Joining: a token becomes a certificate, once.
+//! Enrolment: exchanges a join token for a certificate, once.
 //!
-//! The key is made here and stays here; the gateway gets a request for it. Before there is any root, the token's CA hash is
-//! the trust: a gateway of another CA does not even receive the token. A refusal is final and says which it is; a network
-//! that is silent, or a gateway that is busy, is tried again until it answers.
+//! The edge generates the key, which never leaves this machine, and the gateway receives a certificate request. Before the
+//! edge has any root, it trusts the CA hash in the token: a gateway of another CA does not even receive the token. A refusal
+//! is final and has a specific error. If the network is silent or the gateway is busy, the edge tries again until it gets an
+//! answer.
 
 use super::{
     connect_error::ConnectError,
@@ -19,26 +20,26 @@ use std::sync::Arc;
 use tokio::time::sleep;
 use tracing::{info, warn};
 
-/// Further requests with a token that no gateway knows: a balancer may have several gateways behind one address, each with
-/// tokens of its own. With the pauses of refusals these take 6 to 12 s.
+/// Maximum number of further attempts with a token that no gateway knows. A load balancer may have several gateways behind
+/// one address, each with its own tokens. With the delays of refusals these attempts take 6 to 12 s.
 const MAX_UNKNOWN_TOKEN_TRIES: u32 = 5;
 
 /// Callback that receives the reason why joining takes longer than it should.
 pub(crate) type ProgressFn<'a> = dyn Fn(&str) + Send + Sync + 'a;
 
-/// Why an edge could not join. None of these mends itself.
+/// Reason why an edge could not join. None of these errors goes away by itself.
 #[derive(Debug, thiserror::Error)]
 pub enum EnrolError {
     /// The gateway does not know the token.
     #[error("the join token is unknown to the gateway: {0}")]
     Unknown(String),
-    /// The token's time is over.
+    /// The token has expired.
     #[error("the join token has expired: {0}")]
     Expired(String),
     /// The token was used before.
     #[error("the join token was already used: {0}")]
     Used(String),
-    /// The token was taken back.
+    /// The token was revoked.
     #[error("the join token was revoked: {0}")]
     Revoked(String),
     /// The token is for another node.
@@ -47,22 +48,22 @@ pub enum EnrolError {
     /// The token is for new nodes, and this one has joined before.
     #[error("the join token is for new nodes only: {0}")]
     NotNew(String),
-    /// The token is for several nodes, and this one did not say which it is.
+    /// The token is for several nodes, and this edge has not sent the name of its node.
     #[error("the join token is for several nodes: {0}; set the name of this node with --node NAME")]
     Unnamed(String),
     /// The gateway's CA is not the one that the token names.
     #[error(transparent)]
     UnexpectedCa(#[from] UnexpectedCa),
-    /// The node is revoked, so that no token helps.
+    /// The node is revoked, so no token is accepted for it.
     #[error("the gateway refused to enrol this node: {0}")]
     NodeRevoked(String),
     /// The gateway refused for another reason.
     #[error("the gateway refused to enrol this node: {0}")]
     Refused(String),
-    /// The gateway's answer makes no identity.
+    /// The gateway's response contains no valid identity.
     #[error("the gateway's response is not a certificate for this node: {0}")]
     MalformedResponse(String),
-    /// Key or request could not be made.
+    /// The key or the certificate request could not be created.
     #[error(transparent)]
     Key(#[from] CsrError),
     /// TLS could not be set up.
@@ -71,7 +72,7 @@ pub enum EnrolError {
 }
 
 impl EnrolError {
-    /// Whether the token is what is wrong: then only another one helps.
+    /// Whether the token is the cause, so that only another token helps.
     pub fn is_token_error(&self) -> bool {
         matches!(
             self,
@@ -88,11 +89,11 @@ impl EnrolError {
 
 /// Joins with `token` at one of the gateways of `config`.
 ///
-/// Returns only with an identity or a final error: silence is tried again, and `on_progress` is called each time. Drop the future
-/// to stop.
+/// Returns only with an identity or a final error. Every other failure is tried again, and `on_progress` is called each time.
+/// Drop the future to stop.
 ///
 /// # Errors
-/// The refusal of the gateway.
+/// If the gateway refuses the token or the node, or has another CA than the token names.
 pub(crate) async fn join(
     token: &JoinToken,
     config: &Config,
@@ -126,28 +127,28 @@ pub(crate) async fn join(
     Ok(identity)
 }
 
-/// A request to join with a token, with one key however often it is sent.
+/// Request to join with a token. The key stays the same however often the request is sent.
 pub(crate) struct JoinRequest {
     key: PrivateKey,
     request: EnrolRequest,
     connector: GatewayConnector,
-    /// The root that the token names.
+    /// Fingerprint of the root that the token names.
     expected_root: Fingerprint,
 }
 
-/// Why one request to join has brought no identity.
+/// Reason why a request to join returned no identity.
 pub(crate) enum NotJoined {
     /// A later request may succeed.
     Retryable(ConnectError),
-    /// The gateway refuses, and would again.
+    /// The gateway refuses, and will refuse again.
     Refused(EnrolError),
 }
 
 impl JoinRequest {
-    /// A request of the node of this name; without a name the token says which node it is.
+    /// Creates a request for the node of this name. Without a name, the token determines the node.
     ///
     /// # Errors
-    /// If the key or TLS cannot be made.
+    /// If the key or the TLS configuration cannot be created.
     pub(crate) fn new(
         token: &JoinToken,
         node: Option<&str>,
@@ -162,11 +163,11 @@ impl JoinRequest {
         })
     }
 
-    /// Sends the request to one of the gateways after the other, until one knows the token. The token is shown only to a
-    /// gateway of the CA that the token names.
+    /// Sends the request to one gateway after the other, until one knows the token. The token is sent only to a gateway of
+    /// the CA that the token names.
     ///
     /// # Errors
-    /// Why there is no identity. A token is unknown if all gateways say so.
+    /// The refusal of a gateway, or the reason why none answered. The token is unknown only if all gateways report that.
     pub(crate) async fn send(&self, gateways: &[String]) -> Result<EdgeIdentity, NotJoined> {
         let (mut worst, mut unknown) = (None, None);
         for gateway in gateways {
@@ -228,7 +229,7 @@ fn build_identity(
     Ok(identity)
 }
 
-/// The error for a gateway's reason.
+/// Converts the reason in a gateway's response into an error.
 fn to_enrol_error(reason: &str, detail: String) -> EnrolError {
     match reason {
         "token_unknown" => EnrolError::Unknown(detail),

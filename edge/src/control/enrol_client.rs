@@ -1,8 +1,8 @@
-//! Asking a gateway for a certificate: one request over a connection of its own.
+//! Client of the gateways' certificate endpoints: one request on a separate connection.
 //!
-//! `enrol` asks with a token, `renew` with the certificate before; what travels is the same but for that.
-//! It is HTTP/1.1, since one request needs no more. Says what came of it and decides nothing: what a refusal
-//! means is for the asker to say.
+//! `enrol` sends a token, and `renew` authenticates with the previous certificate. The requests are otherwise the same. They
+//! use HTTP/1.1, because one request needs no more. This module only returns the result; the callers decide how to handle a
+//! refusal.
 
 use super::{
     connect_error::{self, ConnectError},
@@ -23,15 +23,15 @@ use serde::{Deserialize, Serialize, Serializer};
 use std::{error::Error, io, sync::Arc, time::Duration};
 use tokio::time::timeout;
 
-/// Largest answer to a request for a certificate, in bytes.
+/// Maximum size of a response to a certificate request, in bytes.
 const MAX_RESPONSE_BYTES: usize = 256 * 1024;
-/// How long a gateway may take to answer: it stores the certificate first.
+/// Time limit of a response. The gateway stores the certificate before it answers.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Request to a gateway for a certificate.
 #[derive(Serialize)]
 pub(crate) struct EnrolRequest {
-    /// The join token; a renewal has none.
+    /// Join token; `None` for a renewal.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[serde(serialize_with = "exposed")]
     token: Option<Secret>,
@@ -42,7 +42,7 @@ pub(crate) struct EnrolRequest {
     node: Option<String>,
 }
 
-/// Answer of a gateway that grants a certificate.
+/// Response of a gateway that has issued a certificate.
 #[derive(Deserialize)]
 pub(crate) struct EnrolResponse {
     pub(crate) certificate: String,
@@ -51,14 +51,14 @@ pub(crate) struct EnrolResponse {
     pub(crate) gateways: Vec<String>,
 }
 
-/// Why nothing was granted.
+/// Reason why no certificate was issued.
 #[derive(Debug)]
 pub(crate) enum EnrolRequestError {
-    /// The gateway refused this request, and would again: its reason and its sentence.
+    /// The gateway refused this request, and will refuse it again. Contains its reason and its description.
     Refused { reason: String, detail: String },
-    /// The gateway's answer does not read.
+    /// The gateway's response cannot be parsed.
     MalformedResponse(String),
-    /// It may work later.
+    /// A later request may succeed.
     Retryable(ConnectError),
 }
 
@@ -70,17 +70,17 @@ struct ProblemDetails {
     detail: String,
 }
 
-/// The token itself: it goes to the gateway alone.
+/// Serializes the token in plain text, because the request goes only to the gateway.
 #[expect(clippy::ref_option, reason = "serde passes the field by reference")]
 fn exposed<S: Serializer>(token: &Option<Secret>, to: S) -> Result<S::Ok, S::Error> {
     token.as_ref().map(Secret::expose).serialize(to)
 }
 
 impl EnrolRequest {
-    /// A request for a certificate for `key`.
+    /// Creates a request for a certificate for `key`.
     ///
     /// # Errors
-    /// If the key cannot sign it.
+    /// If the key cannot sign the certificate request.
     pub(crate) fn new(key: &PrivateKey) -> Result<Self, CsrError> {
         Ok(Self {
             token: None,
@@ -90,7 +90,7 @@ impl EnrolRequest {
         })
     }
 
-    /// The same with a token, and the name that the edge believes to be its own.
+    /// Adds a token, and the name that the edge assumes for its node.
     pub(crate) fn with_token(self, token: Secret, node: Option<&str>) -> Self {
         Self {
             token: Some(token),
@@ -99,7 +99,7 @@ impl EnrolRequest {
         }
     }
 
-    /// Asks the first of the gateways that answers.
+    /// Sends the request to the first of the gateways that answers.
     ///
     /// # Errors
     /// The refusal of a gateway, or the reason why none answered.
@@ -122,7 +122,7 @@ impl EnrolRequest {
     }
 }
 
-/// The same trust and identity for HTTP/1.1.
+/// Returns a copy of the configuration that offers only HTTP/1.1.
 pub(crate) fn http1(config: &ClientConfig) -> Arc<ClientConfig> {
     let mut config = config.clone();
     config.alpn_protocols = vec![wire::ALPN_HTTP11.to_vec()];
@@ -150,8 +150,8 @@ async fn post(
         .map_err(|error| request_error(&*error))
 }
 
-/// With TLS 1.3 a gateway refuses a certificate only after the edge's handshake is done: the alert is what the
-/// request fails with.
+/// Converts an error of the request. With TLS 1.3 a gateway refuses a certificate only after the edge has completed its
+/// handshake, so the request fails with the alert.
 fn request_error(error: &(dyn Error + 'static)) -> ConnectError {
     let mut cause = Some(error);
     while let Some(current) = cause {
@@ -168,7 +168,7 @@ fn request_error(error: &(dyn Error + 'static)) -> ConnectError {
     ))
 }
 
-/// Parses the gateway's answer.
+/// Parses the gateway's response.
 fn parse_response(status: StatusCode, body: &[u8]) -> Result<EnrolResponse, EnrolRequestError> {
     if status.is_success() {
         return serde_json::from_slice(body)

@@ -1,4 +1,4 @@
-//! Evicts streams whose peer takes nothing while memory runs short.
+//! Eviction of streams whose peer does not read while memory runs short.
 
 use crate::{config::Limits, metrics::Metrics};
 use causeway_tunnel::{
@@ -9,10 +9,10 @@ use std::{sync::Arc, time::Duration};
 use tokio::time::Instant;
 use tracing::warn;
 
-/// Evictions are logged not more often than this.
+/// Minimum time between two log messages about evictions.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Runs until it is dropped.
+/// Evicts stalled streams until the future is dropped.
 pub(crate) async fn run(limits: Limits, memory_budget: Arc<MemoryBudget>, metrics: Arc<Metrics>) {
     let bounds = Bounds {
         max_memory: limits.stalled,

@@ -1,6 +1,7 @@
-//! Identity that an external CA issues: taken up when it changes, and monitored so that it does not end unnoticed.
+//! Identity that an external CA issues. It is applied when it changes, and monitored so that it does not expire unnoticed.
 //!
-//! Tunnels are dialled anew with it and keep their streams until these end, as after a renewal (`tunnels`).
+//! After a change new tunnels are opened, and the old tunnels keep their streams until these end, as after a renewal
+//! (`tunnels`).
 
 use super::{
     identity_store::IdentityStore, renew::schedule::RenewalSchedule,
@@ -17,7 +18,7 @@ use tracing::{info, warn};
 /// Interval between two messages that the certificate is not renewed.
 const WARN_INTERVAL: Duration = Duration::from_hours(1);
 
-/// Takes up what is `external_identity`, for as long as it is polled.
+/// Applies each new `external_identity` for as long as it is polled.
 pub(crate) async fn run(
     context: Arc<TunnelContext>,
     identity_store: IdentityStore,

@@ -1,7 +1,7 @@
 //! Addresses of gateways: the configured ones, and those that a gateway announced.
 //!
-//! The announced addresses are saved in the data directory, so that an edge whose configured gateway is gone still finds the
-//! others after a restart. The newest list replaces the older; the one that stood last is tried first.
+//! The announced addresses are saved in the data directory, so that an edge whose configured gateway is gone finds the other
+//! gateways after a restart. A new list replaces the previous one. The gateway that was connected last is tried first.
 
 use super::identity_store::IdentityStore;
 use crate::status::StatusWriter;
@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-/// More addresses than this are no gateways but a mistake.
+/// Maximum number of announced addresses. A longer list can only be a mistake.
 const MAX_GATEWAYS: usize = 64;
 
-/// The addresses at which gateways are looked for.
+/// Addresses of the gateways that the edge dials.
 #[derive(Debug)]
 pub(crate) struct GatewayList {
     configured: Vec<String>,
@@ -42,7 +42,7 @@ impl GatewayList {
         gateways
     }
 
-    /// All of them, each once; the one that stood last comes first.
+    /// Returns all addresses without duplicates. The gateway that was connected last comes first.
     pub(crate) fn all(&self) -> Vec<String> {
         let last_connected = locked(&self.last_connected).clone();
         let announced = locked(&self.announced).clone();
@@ -59,17 +59,17 @@ impl GatewayList {
         all
     }
 
-    /// Changes whenever there are others.
+    /// Returns a receiver that is notified when the announced addresses change.
     pub(crate) fn changes(&self) -> watch::Receiver<()> {
         self.changed.subscribe()
     }
 
-    /// This one stands.
+    /// Records that a tunnel to this gateway is open.
     pub(crate) fn mark_connected(&self, gateway: &str) {
         *locked(&self.last_connected) = Some(gateway.to_owned());
     }
 
-    /// Takes the addresses of gateways that a gateway announced.
+    /// Takes over the gateway addresses that a gateway announced.
     pub(crate) async fn update_announced(&self, announced: Vec<String>) {
         let mut valid: Vec<String> = announced
             .into_iter()

@@ -1,7 +1,7 @@
-//! The edge's own listeners, whose connections have a bound and an end.
+//! Servers of the edge's own listeners, whose connections are limited in number and end with a token.
 //!
-//! A server of axum leaves its connections to themselves; here each ends with the token that it came with, whether it waits
-//! to read or to write.
+//! axum's server does not end its connections. Here each connection ends with its own token, whether it waits for a read or a
+//! write.
 
 use axum::{
     Router,
@@ -37,13 +37,14 @@ use tokio::{
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// A peer that is gone without a word is noticed after three of these: readers wait for days on a connection that is silent.
+/// Interval of the TCP keepalive probes. A peer that has disappeared is detected after three intervals, because readers wait
+/// for days on a silent connection.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const KEEPALIVE_PROBES: u32 = 2;
-/// Time after which a client that takes none of the sent bytes is considered gone, too.
+/// Time after which a client that acknowledges none of the sent bytes counts as disconnected (`TCP_USER_TIMEOUT`).
 const USER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Notices peers that are gone.
+/// Sets the socket options that detect a peer that has disappeared.
 pub(super) fn set_keepalive(tcp: &TcpStream) {
     let socket = SockRef::from(tcp);
     let keepalive = TcpKeepalive::new()
@@ -56,7 +57,7 @@ pub(super) fn set_keepalive(tcp: &TcpStream) {
     let _ = socket.set_tcp_user_timeout(Some(USER_TIMEOUT));
 }
 
-/// A listener with a bounded number of connections, which end with `stop` at the latest.
+/// Listener with a limited number of connections, which end with `stop` at the latest.
 pub(super) struct LimitedListener {
     listener: TcpListener,
     limit: ConnectionLimit,
@@ -101,7 +102,7 @@ impl Listener for LimitedListener {
     }
 }
 
-/// A listener of connections that another task has accepted and has completed the TLS handshake of.
+/// Listener for connections that another task has accepted, and whose TLS handshake it has completed.
 pub(super) struct AcceptedConnections<S> {
     pub(super) connections: mpsc::Receiver<(S, SocketAddr)>,
     pub(super) address: SocketAddr,
@@ -124,8 +125,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Listener for AcceptedCo
     }
 }
 
-/// A connection that occupies one of a bounded number of places. It ends with its token, or when it loses its place to another
-/// one: [`hold_slot`] prevents that while a request is answered.
+/// Connection that occupies a slot of a [`ConnectionLimit`]. It ends with its token, or when it is evicted for another
+/// connection. [`hold_slot`] prevents the eviction while a request is processed.
 pub(super) struct LimitedConnection<S> {
     io: S,
     over: BoxFuture<'static, ()>,
@@ -136,7 +137,7 @@ pub(super) struct LimitedConnection<S> {
 }
 
 impl<S> LimitedConnection<S> {
-    /// Ends with `token`, which is cancelled when this is dropped.
+    /// Creates a connection that ends with `token`. The token is cancelled when the connection is dropped.
     pub(super) fn new(io: S, slot: Slot, token: CancellationToken) -> Self {
         let (closed, evicted) = (token.clone(), slot.clone());
         Self {
@@ -159,7 +160,7 @@ impl<S> LimitedConnection<S> {
         }
     }
 
-    /// Whether it goes on.
+    /// Returns an error once the connection must end.
     fn check_open(&mut self, context: &mut Context<'_>) -> io::Result<()> {
         match self.over.as_mut().poll(context) {
             Poll::Ready(()) => Err(io::ErrorKind::ConnectionAborted.into()),
@@ -213,7 +214,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedConnection<S> {
     }
 }
 
-/// The place of a connection and its client, in the extensions of its requests.
+/// Slot and client of a connection, in the extensions of its requests.
 #[derive(Clone)]
 pub(super) struct ConnectionPlace {
     slot: Slot,
@@ -249,8 +250,8 @@ where
     }
 }
 
-/// Keeps the place of a connection from the first byte of an answer's work to its last byte. A connection without a request,
-/// such as one whose head never ends, can lose its place.
+/// Protects the slot of a connection from the start of the request's processing to the last byte of the response. A
+/// connection without a request, for example one whose request head never ends, can be evicted.
 pub(super) async fn hold_slot(request: Request, next: Next) -> Response {
     let connection_slot = request.extensions().get::<ConnectInfo<ConnectionPlace>>();
     let busy = connection_slot.map(|ConnectInfo(place)| place.slot.busy());
@@ -258,7 +259,7 @@ pub(super) async fn hold_slot(request: Request, next: Next) -> Response {
     response.map(|body| Body::new(PlacedBody { body, _busy: busy }))
 }
 
-/// An answer's body, which keeps the place of its connection until it is written.
+/// Body of a response, which protects the slot of its connection until it is written.
 struct PlacedBody {
     body: Body,
     _busy: Option<Busy>,
@@ -284,8 +285,8 @@ impl http_body::Body for PlacedBody {
     }
 }
 
-/// Announces with each response of HTTP/1.1 that its connection ends, once the edge stops: closed without that, it would
-/// lose a request that is on its way (RFC 9112, section 9.6). hyper then closes it.
+/// Adds `Connection: close` to each HTTP/1.1 response once the edge stops, and hyper then closes the connection. A close
+/// without that header could lose a request that the client has already sent (RFC 9112, section 9.6).
 pub(super) fn with_connection_close(router: Router, stop: CancellationToken) -> Router {
     router.layer(from_fn(move |request: Request, next: Next| {
         let stop = stop.clone();
@@ -301,8 +302,8 @@ pub(super) fn with_connection_close(router: Router, stop: CancellationToken) -> 
     }))
 }
 
-/// Refuses requests for a foreign host name: a page in a browser on this machine does not read a listener under a name of
-/// its own (DNS rebinding).
+/// Refuses requests for a foreign host name. Otherwise a browser page on this machine could read a listener under its own
+/// name (DNS rebinding).
 pub(super) async fn check_host(
     allowed_hosts: Arc<AllowedHosts>,
     request: Request,
@@ -322,13 +323,13 @@ pub(super) async fn check_host(
     (StatusCode::MISDIRECTED_REQUEST, message).into_response()
 }
 
-/// The names by which a listener is asked.
+/// Host names that are valid for a listener.
 pub(super) struct AllowedHosts {
     /// Address of the listener.
     pub(super) address: Option<IpAddr>,
-    /// Name of the node: clients that come through a tunnel know the listener by it.
+    /// Name of the node, which clients use that connect through a tunnel.
     pub(super) node: String,
-    /// Certificate of the listener: a page cannot own the names that a certificate has.
+    /// Certificate of the listener. Its names are valid, because a page cannot own a name in the certificate.
     pub(super) certificate: Option<watch::Receiver<Option<ServerOnlyTls>>>,
 }
 

@@ -1,8 +1,8 @@
-//! The identity that this edge holds: in memory and in the data directory, the same in both.
+//! Identity of this edge, in memory and in the data directory. Both hold the same identity.
 //!
-//! It is changed by `gateway_list` when a gateway announces addresses, and by `renew`, or `external_certificate`, when there
-//! is a new certificate. Each change is made to the newest identity, one after the other, and is on the disk before it
-//! becomes visible. A change that was begun ends even if no task waits for it any more.
+//! `gateway_list` changes it when a gateway announces addresses. `renew` and `external_certificate` change it when there is a
+//! new certificate. Changes are made one after the other, each to the newest identity. Each change is on the disk before it
+//! becomes visible. A change that has begun is completed even if no task waits for it any more.
 
 use causeway_certs::{EdgeIdentity, Store, StoreError};
 use rustls_pki_types::CertificateDer;
@@ -16,7 +16,7 @@ use std::{
 };
 use tokio::{sync::watch, task::spawn_blocking};
 
-/// The identity of this edge. Cheap to clone.
+/// Identity of this edge. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct IdentityStore(Arc<Inner>);
 
@@ -24,9 +24,9 @@ pub(crate) struct IdentityStore(Arc<Inner>);
 struct Inner {
     store: Store,
     current: Mutex<EdgeIdentity>,
-    /// Whether another process has the data directory: it is not written any more.
+    /// Whether another process owns the data directory now, so that this process must not write to it.
     released: AtomicBool,
-    /// Locked while the disk is written, by threads that may block.
+    /// Locked during a write to the disk, by threads that may block.
     write_lock: Mutex<()>,
 }
 
@@ -36,7 +36,7 @@ pub(crate) enum IdentityStoreError {
     /// The data directory cannot be written.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The runtime stops.
+    /// The runtime is stopping.
     #[error(transparent)]
     Stopping(#[from] io::Error),
 }
@@ -51,12 +51,12 @@ impl IdentityStore {
         }))
     }
 
-    /// The identity as it is now.
+    /// Returns the current identity.
     pub(crate) fn identity(&self) -> EdgeIdentity {
         locked(&self.0.current).clone()
     }
 
-    /// Leaves the data directory to another process: later changes stay in memory only.
+    /// Releases the data directory to another process. Later changes stay in memory only.
     pub(crate) fn release(&self) {
         self.0.released.store(true, Relaxed);
     }
@@ -66,10 +66,10 @@ impl IdentityStore {
         &self.0.store
     }
 
-    /// Changes the identity: on the disk, then here.
+    /// Changes the identity, first on the disk and then in memory.
     ///
     /// # Errors
-    /// If it could not be stored; then nothing has changed.
+    /// If the identity could not be stored. Nothing has changed then.
     pub(crate) async fn update(
         &self,
         change: impl FnOnce(&mut EdgeIdentity) + Send + 'static,
@@ -90,11 +90,11 @@ impl IdentityStore {
         update_task.await.map_err(io::Error::from)?
     }
 
-    /// Replaces the identity by one that the join token of this id, or the cluster, has brought: on the disk, then here.
-    /// Returns the path at which the old one is saved.
+    /// Replaces the identity by one that was obtained with the join token of this id or from the cluster, first on the disk
+    /// and then in memory. Returns the path at which the old identity is saved.
     ///
     /// # Errors
-    /// If it could not be stored; then nothing has changed.
+    /// If the identity could not be stored. Nothing has changed then.
     pub(crate) async fn replace(
         &self,
         next: EdgeIdentity,
@@ -113,15 +113,16 @@ impl IdentityStore {
         replace_task.await.map_err(io::Error::from)?
     }
 
-    /// Returns once the CA of a gateway, which has `gateway_chain` this, is not believed any more. What is open there ends at once:
-    /// its gateway gets no stream more to answer. What is believed changes when tunnels are dialled `reconnect`.
+    /// Returns once the CA that issued `gateway_chain` is not trusted any more. The caller then closes the tunnel and its
+    /// streams at once. The trusted CAs change only together with a `reconnect`. Never returns if the identity is not of an
+    /// external CA.
     pub(crate) async fn wait_until_untrusted(
         self,
         gateway_chain: Vec<CertificateDer<'static>>,
         mut reconnect: watch::Receiver<()>,
     ) {
         while self.identity().is_external {
-            // It may have changed since the gateway was dialled.
+            // The identity may have changed since the gateway was dialled.
             if !self.identity().trusts_gateway(&gateway_chain) {
                 return;
             }

@@ -1,7 +1,7 @@
 //! Monitor of changes of the machine's links, addresses or routes (rtnetlink's multicast groups).
 //!
-//! An edge that waits for its network tries at once when something of it changed. Changes come in bursts, so they are
-//! reported once the burst is over. A machine without netlink has no such hint, and relies on the ordinary back-off.
+//! An edge that waits for its network tries again at once when the network changes. Changes come in bursts, so they are
+//! reported once the burst is over. Without netlink the edge relies on the ordinary back-off.
 
 use causeway_rt::task::TaskGroup;
 use netlink_sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE};
@@ -12,16 +12,17 @@ use tokio::{
 };
 use tracing::{debug, info_span};
 
-/// A burst is over when nothing has changed for this long: DHCP sets address and route apart.
+/// Time without changes after which a burst is over. DHCP sets the address and the route separately.
 const BURST_END: Duration = Duration::from_millis(100);
-/// Interval of the reports about a network that never rests.
+/// Maximum time between a change and its report, for a network that changes continuously.
 const MAX_BURST: Duration = Duration::from_millis(500);
 
 /// Links, and addresses and routes of both families (RTMGRP_…, rtnetlink(7)).
 const NETLINK_GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x100 | 0x400;
-/// ENOBUFS, as Linux has it on x86 and ARM.
+/// Value of `ENOBUFS` on Linux for x86 and ARM.
 const ENOBUFS: i32 = 105;
-/// Bytes of a message that are read. The content of a change does not matter: the rest of a longer message is dropped.
+/// Number of bytes that are read of each message. The content of a change does not matter, so the rest of a longer message is
+/// dropped.
 const READ_BYTES: usize = 64;
 
 fn open_netlink_socket() -> io::Result<TokioSocket> {
@@ -32,7 +33,7 @@ fn open_netlink_socket() -> io::Result<TokioSocket> {
     Ok(socket)
 }
 
-/// Waits for a message; false where none will come any more.
+/// Waits for a message. Returns false if no message will arrive any more.
 async fn wait_for_message(socket: &TokioSocket) -> bool {
     let mut buffer = [0; READ_BYTES];
     match socket.recv(&mut &mut buffer[..]).await {
@@ -46,12 +47,12 @@ async fn wait_for_message(socket: &TokioSocket) -> bool {
     }
 }
 
-/// Counts the changes of the machine's network.
+/// Counter of the changes of the machine's network.
 #[derive(Clone, Debug)]
 pub(crate) struct NetworkMonitor(watch::Receiver<u64>);
 
 impl NetworkMonitor {
-    /// Begins to listen, with tasks of `tasks`.
+    /// Starts the monitor, with a task of `tasks`.
     pub(crate) fn start(tasks: &TaskGroup) -> Self {
         let (change_counter, changes) = watch::channel(0);
         let socket = match open_netlink_socket() {
@@ -73,7 +74,7 @@ impl NetworkMonitor {
         Self(changes)
     }
 
-    /// Waits for the next change, or for ever where none can be heard.
+    /// Waits for the next change, or for ever if the network is not monitored.
     pub(crate) async fn changed(&mut self) {
         if self.0.changed().await.is_err() {
             std::future::pending::<()>().await;
@@ -85,7 +86,7 @@ impl NetworkMonitor {
         self.0.mark_unchanged();
     }
 
-    /// Waits for `delay`, or less if the network has changed since it was last known.
+    /// Waits for `delay`, or until the network changes.
     pub(crate) async fn sleep_unless_changed(&mut self, delay: Duration) {
         tokio::select! {
             () = sleep(delay) => {}

@@ -1,10 +1,9 @@
 //! Replacement of an identity that gateways refuse, by a join token or by the node's cluster.
 //!
-//! An identity that a gateway accepts is never replaced, unless the owner asks for that (`--rejoin`). One that gateways refuse
-//! is replaced by a token that has not brought it: the token is shown only to a gateway of the CA whose fingerprint it
-//! carries, and that fingerprint alone decides which CA is trusted from then on. A gateway whose certificate is of an
-//! unknown CA may be an impostor, so that a token of a CA that is trusted already is not spent for it. The identity before
-//! is kept aside in the data directory.
+//! An identity that a gateway accepts is never replaced, unless the owner requests that (`--rejoin`). An identity that
+//! gateways refuse is replaced with a token that was not used for it. The token is sent only to a gateway of the CA whose
+//! fingerprint the token contains, and the edge then trusts only that CA. A gateway whose CA is unknown may be an impostor,
+//! so a token of an already trusted CA is not spent on it. The previous identity is saved in the data directory.
 
 use super::{
     connect_error::{ConnectError, IdentityRefusal},
@@ -18,21 +17,21 @@ use std::fmt;
 use tokio::{task::spawn_blocking, time::timeout};
 use tracing::warn;
 
-/// Why an identity is to be replaced.
+/// Reason why the identity should be replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RejoinReason {
-    /// The owner asks for it.
+    /// The owner requests it.
     Requested,
     /// Gateways refuse the identity.
     Refused(IdentityRefusal),
 }
 
-/// Why the configured token is not used.
+/// Reason why the configured token is not used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TokenUnusable {
-    /// It has brought the identity that this node has.
+    /// The token was already used for the identity of this node.
     AlreadyUsed,
-    /// It is of a CA that the identity trusts, and the gateway is of another.
+    /// The identity already trusts the CA of the token, and the gateway has another CA.
     CaMismatch,
 }
 
@@ -48,7 +47,7 @@ impl fmt::Display for TokenUnusable {
     }
 }
 
-/// Decides whether a token replaces an identity that trusts these roots and was `joined_by` the token of this id.
+/// Checks whether a token may replace an identity that trusts `roots` and was obtained with the token `joined_by`.
 fn check_token(
     token: &JoinToken,
     joined_by: Option<&str>,
@@ -65,21 +64,21 @@ fn check_token(
     Ok(())
 }
 
-/// The outcome of one attempt to replace the identity.
+/// Result of one attempt to replace the identity.
 pub(super) enum RejoinOutcome {
-    /// Tunnels are dialled with another identity from now on.
+    /// New tunnels use another identity from now on.
     Replaced,
-    /// The identity stays; nothing that is configured replaces it.
+    /// The identity stays, because nothing in the configuration can replace it.
     Unchanged,
     /// A later attempt may succeed.
     Failed(ConnectError),
 }
 
-/// Replaces the identity of an edge that runs.
+/// Replacement of the identity of a running edge.
 pub(super) struct Rejoin<'a> {
     context: &'a TunnelContext,
     identity_store: &'a IdentityStore,
-    /// The token that a gateway has refused for good, and how.
+    /// Id of the token that a gateway has finally refused, and the reason.
     refused_token: Option<(String, String)>,
 }
 
@@ -117,8 +116,8 @@ impl<'a> Rejoin<'a> {
         }
     }
 
-    /// Whether some gateway accepts the identity. Gateways are dialled at the same time, and one that refuses may be the
-    /// first to answer: the others have as long as a dial may take.
+    /// Whether some gateway accepts the identity. Gateways are dialled at the same time, and one that refuses may answer
+    /// first. So this waits for the others as long as a dial may take.
     async fn is_accepted(&self) -> bool {
         let timeouts = &self.context.config.timeouts;
         let dial_timeout = timeouts.tcp + timeouts.tls + timeouts.hello;
@@ -170,7 +169,7 @@ impl<'a> Rejoin<'a> {
         })
     }
 
-    /// Returns the configured token if it may replace this identity, or why it may not.
+    /// Returns the configured token if it may replace this identity. Returns an error with the reason if it may not.
     async fn usable_token(
         &self,
         old: &EdgeIdentity,
@@ -256,7 +255,7 @@ impl<'a> Rejoin<'a> {
         Ok(())
     }
 
-    /// Logs the instruction for the operator. Repeated words are not logged again.
+    /// Logs the instruction for the operator, unless it has not changed.
     fn log_outcome(&self, what: &str) {
         if self.context.status.set_identity_hint(Some(what)) {
             warn!(what, "this node's identity is not replaced");

@@ -1,4 +1,5 @@
-//! Inputs of the decision whether an edge replaces its identity: the configured join token, and how gateways refuse the identity.
+//! Inputs of the decision whether an edge replaces its identity: the configured join token, and the last refusal of the
+//! identity by gateways.
 
 use super::connect_error::IdentityRefusal;
 use crate::config::{Config, Secret};
@@ -14,10 +15,10 @@ pub(crate) struct TokenSource {
     pub(super) file: Option<PathBuf>,
 }
 
-/// Why the configured join token cannot be read.
+/// Reason why the configured join token cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenReadError {
-    /// The text is no token.
+    /// The text is not a token.
     #[error(transparent)]
     Malformed(#[from] TokenError),
     /// The file cannot be read.
@@ -26,9 +27,9 @@ pub enum TokenReadError {
          create one with `causeway token create --node NODE`"
     )]
     File {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Why.
+        /// I/O error.
         source: io::Error,
     },
 }
@@ -41,7 +42,7 @@ impl TokenSource {
         }
     }
 
-    /// Returns the token as it is now, or `None` if none is configured. Blocks on the disk.
+    /// Returns the current token, or `None` if none is configured. Blocks on the disk.
     pub(crate) fn read(&self) -> Result<Option<JoinToken>, TokenReadError> {
         let text = match (&self.token, &self.file) {
             (Some(token), _) => token.clone(),
@@ -64,9 +65,9 @@ impl TokenSource {
 pub(crate) struct RejoinState {
     /// Current source of the join token.
     pub(crate) token: ArcSwap<TokenSource>,
-    /// How gateways refused the identity last.
+    /// Last refusal of the identity by a gateway.
     pub(crate) refusals: watch::Sender<Option<IdentityRefusal>>,
-    /// The owner asks for another identity (`--rejoin`).
+    /// Whether the owner requests another identity (`--rejoin`).
     pub(crate) is_requested: bool,
 }
 

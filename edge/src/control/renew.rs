@@ -1,14 +1,15 @@
-//! Renewal: before this node's certificate ends, a new one for a new key.
+//! Renewal: replaces this node's certificate before it expires, with a new key.
 //!
-//! 1. wait until two thirds of the certificate's life are over, by the wall clock, which is looked at anew each
-//!    hour: a machine may sleep, or get its time late; or until a gateway asks, since another root signs now;
-//! 2. ask a gateway over a connection of its own, on which the certificate before says who asks;
-//! 3. check the answer, store it, and only then dial with it: whenever this process is killed, what is
-//!    on the disk is good;
-//! 4. on trouble wait as for a tunnel, and ask again with another key; once the certificate has ended, ask the cluster, where
-//!    that says who this node is (`vouch`).
+//! 1. Wait until two thirds of the certificate's lifetime are over, by the wall clock. The clock is checked each hour,
+//!    because a machine may be suspended or get its time late. A gateway may also request a renewal, because another root
+//!    signs now.
+//! 2. Send a request to a gateway on a separate connection, which the current certificate authenticates.
+//! 3. Check the response and store it, and only then dial with it. The certificate on the disk is valid whenever this process
+//!    is killed.
+//! 4. After an error, wait as for a tunnel, and send a request with another key. Once the certificate has expired, request
+//!    one from the cluster, if the cluster authenticates this node (`csr_bootstrap`).
 //!
-//! Standing tunnels are dialled anew then, and keep their streams until these end (`link`).
+//! Then new tunnels replace the open ones, which keep their streams until these end (`tunnels`).
 
 pub(super) mod schedule;
 
@@ -36,10 +37,12 @@ use std::{
 use tokio::{sync::watch, time::sleep};
 use tracing::{info, warn};
 
-/// Between two renewals, however short a life the gateway grants: one costs it a signature and two writes.
+/// Minimum time between two renewals, however short the lifetime of the certificates is. Each costs the gateway a signature
+/// and two writes.
 const MIN_RENEWAL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Renews the certificate for as long as it is polled; or takes up the one that an external CA has `external_identity`.
+/// Renews the certificate for as long as it is polled. With an external CA, applies the certificates of `external_identity`
+/// instead.
 pub(crate) async fn run(
     context: Arc<TunnelContext>,
     identity_store: IdentityStore,
@@ -88,7 +91,7 @@ pub(crate) async fn run(
     }
 }
 
-/// Replaces the identity, since the owner asks for that. Returns false if nothing that is configured replaces it.
+/// Replaces the identity because the owner requests it. Returns false if nothing in the configuration can replace it.
 async fn rejoin_on_request(rejoin: &mut Rejoin<'_>, mut backoff: Backoff) -> bool {
     loop {
         match rejoin.attempt(RejoinReason::Requested).await {
@@ -101,7 +104,7 @@ async fn rejoin_on_request(rejoin: &mut Rejoin<'_>, mut backoff: Backoff) -> boo
     }
 }
 
-/// Returns once gateways have refused the identity.
+/// Waits until gateways refuse the identity, and returns the kind of the refusal.
 async fn wait_for_refusal(
     refusals: &mut watch::Receiver<Option<IdentityRefusal>>,
 ) -> IdentityRefusal {
@@ -114,7 +117,7 @@ async fn wait_for_refusal(
     }
 }
 
-/// Returns at some moment within the time in which a gateway wants a new certificate to be had.
+/// Waits for a gateway's request for a renewal, and then for a random part of the time that the gateway allows.
 async fn wait_for_renewal_request(renewal_requests: &mut watch::Receiver<Duration>) {
     // The sender lives at least as long as the tunnels.
     let _ = renewal_requests.changed().await;
@@ -122,7 +125,7 @@ async fn wait_for_renewal_request(renewal_requests: &mut watch::Receiver<Duratio
     sleep(within.min(CLOCK_CHECK_INTERVAL).mul_f64(rand::random())).await;
 }
 
-/// Asks until there is a new certificate and all further dials show it.
+/// Requests a certificate until the request succeeds and all later dials use the new certificate.
 async fn renew_until_success(
     context: &TunnelContext,
     identity_store: &IdentityStore,
@@ -239,7 +242,8 @@ async fn request_renewal(
     Ok(new)
 }
 
-/// Returns the error of this machine's own fault: the gateway is not asked for certificates that cannot be stored.
+/// Returns an error whose cause is this machine. It backs off at the maximum, because certificates that cannot be stored must
+/// not be requested often.
 fn local_error(why: impl Display) -> ConnectError {
     ConnectError::unwelcome(format!("a new certificate cannot be used: {why}"))
 }

@@ -1,13 +1,13 @@
-//! Roots that this edge trusts: announced by a gateway that chains to one of the roots before.
+//! Roots that this edge trusts: a gateway that chains to one of the current roots announces them.
 //!
-//! The announcement comes over a tunnel, whose gateway was trusted when it was dialled. New roots are on the disk before
-//! they are used to dial. They replace the roots that were trusted before: that is how a root goes out of use.
+//! The announcement arrives over a tunnel, whose gateway was verified when it was dialled. New roots are on the disk before
+//! they are used to dial. They replace the previous roots, so a root is removed in the same way.
 
 use super::{identity_store::IdentityStore, tunnels::context::TunnelContext};
 use causeway_certs::verify::tunnel_client;
 use tracing::{info, warn};
 
-/// Takes up these roots; returns those that are believed now.
+/// Replaces the roots by these, if they are valid. Returns the fingerprints of the roots that are trusted now.
 pub(super) async fn update_roots(context: &TunnelContext, pem: &str) -> Vec<String> {
     if let Err(why) = install_roots(context, pem).await {
         warn!(
@@ -18,7 +18,7 @@ pub(super) async fn update_roots(context: &TunnelContext, pem: &str) -> Vec<Stri
     trusted_fingerprints(&context.identity_store)
 }
 
-/// Returns the fingerprints of the roots, as a gateway receives them.
+/// Returns the fingerprints of the trusted roots, in the form that gateways receive.
 pub(super) fn trusted_fingerprints(identity_store: &IdentityStore) -> Vec<String> {
     let roots = identity_store.identity().fingerprints();
     roots.iter().map(ToString::to_string).collect()

@@ -1,8 +1,9 @@
-//! The tunnels of an edge: dialled, maintained, replaced, and left in order.
+//! Tunnels of an edge: opened, maintained, replaced and closed in order.
 //!
-//! Its tunnels are `slots`, all of them at one gateway, and at another one if that fails; or (`all_gateways`) some at each
-//! address that the gateways' names lead to, each gateway by one address only (`connected_gateways`), and at all gateways
-//! behind one address (`discovery`). A tunnel says hello (`handshake`) and serves (`session`).
+//! In the mode `one`, all `slots` have their tunnels at one gateway, and at another gateway if that one fails. In the mode
+//! `every` (`all_gateways`), the edge has tunnels at each address that the gateways' names resolve to. It then reaches each
+//! gateway through one address only (`connected_gateways`), and finds all gateways behind one address (`discovery`). A tunnel
+//! exchanges hellos (`handshake`) and then serves streams (`session`).
 
 mod all_gateways;
 mod bulk;
@@ -22,7 +23,7 @@ use slots::TunnelSlots;
 use std::sync::Arc;
 
 impl TunnelContext {
-    /// Keeps the tunnels until the edge stops, then leaves in order.
+    /// Maintains the tunnels until the edge stops, then closes them in order.
     pub(crate) async fn run(self: Arc<Self>, changes: NetworkMonitor) {
         match self.config.tunnels.gateways {
             TunnelMode::One => {

@@ -1,4 +1,4 @@
-//! The metrics of what an edge reads.
+//! Metrics of the API cache.
 
 use crate::status::ApiCacheStatus;
 use prometheus_client::{

@@ -1,9 +1,9 @@
-//! From an upstream to a connection: resolve, check, dial, and TLS as the port's configuration wants it.
+//! Connections to upstreams: name resolution, policy check, TCP, and TLS as the port's configuration requires.
 //!
-//! The policy checks each resolved address, and exactly the address that it passed is dialled: a later change of the name
-//! makes no difference. A target that may be dialled as an address of this node is dialled from that address itself, so that
-//! no other machine is reached that has the address by now. Everything together has one bound (`timeouts.dial`), shared out
-//! among the addresses that are left to try.
+//! The policy checks each resolved address, and the edge connects only to an address that it has checked. A later change of
+//! the name has no effect. If an address is permitted only because it belongs to this node, the connection also starts from
+//! that address. So it cannot reach another machine that has the address by now. One timeout covers everything
+//! (`timeouts.dial`), and the remaining time is divided among the addresses that are not tried yet.
 
 use super::{
     policy::Policy,
@@ -32,7 +32,7 @@ use tokio::{
 };
 use tokio_rustls::TlsConnector;
 
-/// Dials upstreams as the policy allows.
+/// Dialer of upstreams, according to the policy.
 pub(super) struct Dialer {
     pub(super) policy: Policy,
     bound: Duration,
@@ -41,7 +41,7 @@ pub(super) struct Dialer {
 }
 
 impl Dialer {
-    /// Creates a dialer whose dials have the time `bound`.
+    /// Creates a dialer whose dials have the timeout `bound`.
     pub(super) fn new(policy: Policy, bound: Duration, metrics: Arc<Metrics>) -> Self {
         Self {
             policy,
@@ -51,12 +51,12 @@ impl Dialer {
         }
     }
 
-    /// Returns the moment at which a dial that begins now has had its time.
+    /// Returns the deadline of a dial that begins now.
     pub(super) fn deadline(&self) -> Instant {
         Instant::now() + self.bound
     }
 
-    /// A new connection to `app` that is ready for HTTP, until `deadline`, and the address that took it.
+    /// Opens a connection to the upstream that is ready for HTTP, until `deadline`. Returns it with the connected address.
     pub(super) async fn connect(
         &self,
         upstream: &Upstream,
@@ -71,7 +71,8 @@ impl Dialer {
         Ok((connection, address))
     }
 
-    /// A new TCP connection, counted, and the address that took it.
+    /// Opens a TCP connection to the upstream, until `deadline`, and records the result in the metrics. Returns it with the
+    /// connected address.
     pub(super) async fn dial(
         &self,
         upstream: &Upstream,
@@ -110,7 +111,7 @@ async fn connect_tls(
     }
 }
 
-/// Dials `app`, until `deadline`. Returns the connection with the address that took it.
+/// Opens a TCP connection to the upstream, until `deadline`. Returns it with the connected address.
 async fn dial(
     policy: &Policy,
     upstream: &Upstream,
@@ -139,7 +140,7 @@ async fn dial(
                 }
                 return Ok((tcp, *address));
             }
-            // Not an address of this node any more, so the error of loopback counts.
+            // The address does not belong to this node any more, so the error of loopback is reported.
             Ok(Err(error)) if is_addr_not_available(&error) && rejection.is_some() => {}
             Ok(Err(error)) => {
                 let code = if is_addr_not_available(&error)
@@ -165,7 +166,7 @@ async fn dial(
     Err(rejection.unwrap_or_else(|| policy.not_allowed(&upstream.target)))
 }
 
-/// The address that a stream is connected to, as its request passes from one connection to another.
+/// Address that a stream is connected to. It changes when a request is sent again on another connection.
 #[derive(Debug, Default)]
 pub(super) struct Connected {
     address: Mutex<Option<SocketAddr>>,
@@ -258,7 +259,7 @@ fn dial_error(upstream: &Upstream, code: RejectCode, error: &io::Error) -> Rejec
     ))
 }
 
-/// The least time between two log lines about the exhaustion of this process.
+/// Minimum time between two log messages about exhausted resources of this process.
 const LOG_INTERVAL: Duration = Duration::from_mins(1);
 
 /// Log of dials that failed because this process has no file descriptors, local ports or memory left.
@@ -266,7 +267,7 @@ const LOG_INTERVAL: Duration = Duration::from_mins(1);
 struct ExhaustionLog(Mutex<Option<Instant>>);
 
 impl ExhaustionLog {
-    /// Logs the refusal, unless one was logged a moment ago: each request may meet it.
+    /// Logs the refusal, unless one was logged recently, because every request may fail in the same way.
     fn write(&self, app: &Upstream, refused: &Rejected) {
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if last.is_none_or(|last| last.elapsed() >= LOG_INTERVAL) {
@@ -277,7 +278,7 @@ impl ExhaustionLog {
     }
 }
 
-/// The error as a person says it, without the system's number where there is a word.
+/// Returns a readable description of the error, without the system's error number if there is a name.
 fn reason(error: &io::Error) -> String {
     match error.kind() {
         kind @ (io::ErrorKind::ConnectionRefused
@@ -298,7 +299,7 @@ mod tests {
     use serde_json::json;
     use tokio::net::TcpListener;
 
-    /// Dials this port of a cluster's node, which lists it, as a node with this address besides loopback's.
+    /// Connects to this listed port, as a node of a cluster that has the address `own` in addition to loopback.
     async fn dialled(port: u16, own: &str) -> Result<TcpStream, Rejected> {
         let config =
             json!({ "kubernetes": {}, "addresses": [own], "allow": { "hosts": ["127.0.0.1"] } });
@@ -326,7 +327,7 @@ mod tests {
             tcp.local_addr().unwrap().ip(),
             tcp.peer_addr().unwrap().ip()
         );
-        // A documentation address (RFC 5737): the error of loopback counts.
+        // For a documentation address (RFC 5737), the error of loopback is reported.
         let refused = dialled(port, "192.0.2.1").await.unwrap_err();
         assert_eq!(refused.code, RejectCode::TargetRefused);
         let said = format!("edge-1 could not dial 127.0.0.1:{port}: connection refused");

@@ -1,10 +1,10 @@
-//! A plain request to the upstream, and its answer.
+//! Plain request to the upstream, and its response.
 //!
-//! An upstream of scheme http receives HTTP/1.1, except that gRPC (`content-type: application/grpc`) exists only over HTTP/2
-//! and goes by prior knowledge; h2c is always prior knowledge; https uses the protocol that ALPN chose. Fields pass as they
-//! came, save those of one connection; a body streams as it comes, both ways, and an answer that comes before the request's
-//! body has been read passes at once. A request that a pooled connection did not take, or did not answer, is sent once more
-//! on a new connection ([`Retry`]).
+//! An upstream with the scheme http receives HTTP/1.1. The exception is gRPC (`content-type: application/grpc`), which
+//! requires HTTP/2 and uses prior knowledge. The scheme h2c always uses prior knowledge, and https uses the protocol that
+//! ALPN selected. Header fields are passed on unchanged, except those of a single connection. Bodies are streamed in both
+//! directions. A response that arrives before the request's body has been read is passed on at once. If a pooled connection
+//! did not accept or answer a request, the request is sent once more on a new connection ([`Retry`]).
 
 use super::{
     dial::{Connected, Dialer},
@@ -28,20 +28,20 @@ use hyper::body::Incoming;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::time::Instant;
 
-/// The client of upstreams.
+/// HTTP client for upstreams.
 pub(super) struct UpstreamClient {
     pub(super) dialer: Dialer,
     pub(super) kept: ConnectionPool,
-    /// Maximum time from the end of an upgrade's request to the answer.
+    /// Maximum time from the end of an upgrade's request to the response.
     pub(super) upgrade_bound: Duration,
-    /// Fields of an answer at most.
+    /// Maximum number of header fields in a response.
     pub(super) most_fields: usize,
     pub(super) metrics: Arc<Metrics>,
     /// Owner of the tasks that drive HTTP/2 connections.
     pub(super) tasks: Arc<TaskGroup>,
 }
 
-/// A connection to ask on.
+/// Connection that a request uses.
 enum ConnectionInUse {
     Http1(Box<PooledConnection>),
     Http2(UpstreamStreamPermit),
@@ -120,7 +120,7 @@ impl ConnectionInUse {
         }
     }
 
-    /// The youngest of the connections that may be used again, if this is one of them.
+    /// Returns the id of the newest shared connection, or 0 for an HTTP/1.1 connection, which is not shared.
     fn newest_id(&self) -> u64 {
         match self {
             Self::Http1(_) => 0,
@@ -136,8 +136,8 @@ fn wants_http2(upstream: &Upstream, fields: &HeaderMap) -> bool {
     }
 }
 
-/// Returns a pooled connection and true, or a new one and false. With `after`, only a shared connection that was dialled
-/// later than that one will do.
+/// Returns a pooled connection and true, or a new one and false. With `after`, only a new connection is used, or a shared one
+/// that is newer than this id.
 async fn checkout_or_connect(
     client: &UpstreamClient,
     upstream: &Upstream,
@@ -165,7 +165,7 @@ async fn checkout_or_connect(
     ))
 }
 
-/// A new connection of HTTP/1.1 for a request with this rest of its target.
+/// Opens an HTTP/1.1 connection for a request whose target has this overflow.
 async fn connect_exclusive(
     client: &UpstreamClient,
     upstream: &Upstream,
@@ -184,7 +184,7 @@ async fn connect_exclusive(
     begin_http1(client, upstream, connection, Some(overflow)).await
 }
 
-/// Returns a place on a shared HTTP/2 connection; `None` if the upstream chose HTTP/1.1 before.
+/// Returns a stream on a shared HTTP/2 connection, or `None` if the upstream selected HTTP/1.1 before.
 async fn checkout_http2(
     client: &UpstreamClient,
     upstream: &Upstream,
@@ -218,7 +218,7 @@ async fn checkout_http2(
     Ok(Some((ConnectionInUse::Http2(stream.await?), false)))
 }
 
-/// Begins HTTP/1.1 on a connection.
+/// Starts HTTP/1.1 on a connection.
 async fn begin_http1(
     client: &UpstreamClient,
     upstream: &Upstream,
@@ -231,7 +231,7 @@ async fn begin_http1(
     }
 }
 
-/// Puts the head into the form of the connection's HTTP version.
+/// Converts the head for the HTTP version of the connection.
 fn prepare_head(
     request: &mut Request<RequestBody>,
     upstream: &Upstream,
@@ -271,7 +271,8 @@ fn to_upstream_response(
     })
 }
 
-/// The head as it travels: framed anew, without the fields of one connection, and without private ones.
+/// Returns the head that is sent through the tunnel: with normalized framing, without hop-by-hop fields, and without private
+/// fields.
 pub(super) fn sanitize_head(
     upstream: &Upstream,
     response: Response<Incoming>,

@@ -1,9 +1,9 @@
-//! Idle connections to upstreams, pooled for the next request.
+//! Pool of idle connections to upstreams.
 //!
-//! HTTP/1.1: idle ones lie in a stack for each upstream, the last used on top, and belong to no task. The stream that takes
-//! one drives it ([`PooledConnection`]), so a stream that ends takes its connection with it and no request changes tasks.
-//! One that is dropped before it came to rest is reset (invariant 3). HTTP/2: connections are driven by tasks and shared
-//! by streams, see [`UpstreamHttp2Pool`].
+//! HTTP/1.1: each upstream has a stack of idle connections, the last used on top. No task owns them. The stream that takes a
+//! connection also drives it ([`PooledConnection`]). So the connection ends with a stream that is dropped, and no request
+//! moves to another task. A connection that is dropped while it is busy is reset (invariant 3). HTTP/2: tasks drive the
+//! connections, and streams share them, see [`UpstreamHttp2Pool`].
 
 use super::{
     http2_pool::{Http2Sender, UpstreamHttp2Pool},
@@ -30,15 +30,15 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// One HTTP/1.1 connection, driven by the task that holds it.
+/// HTTP/1.1 connection that is driven by the task that holds it.
 pub(super) struct PooledConnection {
     driver: ConnectionDriver,
     sender: http1::SendRequest<RequestBody>,
     idle_since: Instant,
     address: SocketAddr,
-    /// A request is under way.
+    /// Whether a request is in progress.
     is_busy: bool,
-    /// Of its body.
+    /// Number of chunks of the request's body that hyper has taken.
     body_progress: Arc<AtomicUsize>,
     response_observer: Answering,
 }
@@ -50,7 +50,7 @@ pub(super) struct ConnectionPool {
 }
 
 impl ConnectionPool {
-    /// Keeps what is idle for `bound` at most.
+    /// Creates a pool that keeps idle connections for `idle_timeout` at most.
     pub(super) fn new(idle_timeout: Duration) -> Self {
         Self {
             pool: Pool::default(),
@@ -58,13 +58,13 @@ impl ConnectionPool {
         }
     }
 
-    /// The idle connection that was used last, if one is alive.
+    /// Takes the idle connection that was used last, if there is one that is alive.
     pub(super) fn checkout(&self, key: &UpstreamKey) -> Option<PooledConnection> {
         self.pool
             .checkout(key, |connection| connection.is_alive(self.idle_timeout))
     }
 
-    /// Keeps a connection, once it has come to rest.
+    /// Returns a connection to the pool, once it is idle.
     pub(super) async fn checkin(&self, key: UpstreamKey, mut connection: PooledConnection) {
         if connection.wait_until_idle(self.idle_timeout).await {
             connection.idle_since = Instant::now();
@@ -72,7 +72,7 @@ impl ConnectionPool {
         }
     }
 
-    /// How many HTTP/1 connections rest.
+    /// Returns the number of idle HTTP/1.1 connections.
     #[cfg(test)]
     pub(super) fn idle(&self) -> usize {
         self.pool.idle_count()
@@ -93,19 +93,19 @@ impl ConnectionPool {
     }
 }
 
-/// A connection as hyper has it.
+/// hyper's connection type.
 type Engine = http1::Connection<Http1Io<UpstreamIo>, RequestBody>;
 
-/// hyper's half of a pooled connection.
+/// Driver of the hyper side of a pooled connection.
 struct ConnectionDriver {
-    /// `None` once it was given up.
+    /// Connection, or `None` once it was given up.
     connection: Option<Engine>,
-    /// It must not be polled again, but may still hold bytes behind a 101.
+    /// Whether the connection has finished. It must not be polled again, but may still hold bytes behind a 101.
     is_finished: bool,
 }
 
 impl ConnectionDriver {
-    /// Moves bytes. An error is how it ended.
+    /// Drives the connection. Returns the error if the connection has failed.
     fn drive(&mut self, cx: &mut Context<'_>) -> hyper::Result<()> {
         match &mut self.connection {
             Some(connection) if !self.is_finished => match connection.poll_without_shutdown(cx) {
@@ -119,7 +119,8 @@ impl ConnectionDriver {
         }
     }
 
-    /// Polls `poll` while it drives the connection. Gives up a connection that is over before any task waits for it.
+    /// Polls `poll` while it drives the connection. If the connection has finished but `poll` is pending, drops the
+    /// connection and polls again.
     fn poll_driven<T>(
         &mut self,
         cx: &mut Context<'_>,
@@ -134,7 +135,8 @@ impl ConnectionDriver {
 }
 
 impl PooledConnection {
-    /// Begins HTTP/1.1 on a connection, whose first request has this rest of its target. Answers have so many fields at most.
+    /// Starts HTTP/1.1 on a connection. `overflow` is the rest of the first request's target. A response may have at most
+    /// `max_response_headers` fields.
     pub(super) async fn open(
         (connection, address): (UpstreamIo, SocketAddr),
         overflow: Option<TargetOverflow>,
@@ -162,7 +164,7 @@ impl PooledConnection {
         self.address
     }
 
-    /// Asks, and waits for the answer's head.
+    /// Sends the request and waits for the head of the response.
     pub(super) async fn send_request(
         &mut self,
         request: Request<RequestBody>,
@@ -180,13 +182,13 @@ impl PooledConnection {
         .await
     }
 
-    /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with
-    /// `error`.
+    /// Whether the upstream closed the connection before it sent any byte of a response to the last request, which failed
+    /// with `error`.
     pub(super) fn closed_unanswered(&self, error: &hyper::Error) -> bool {
         self.response_observer.closed_unanswered(error)
     }
 
-    /// The next frame of the answer's body.
+    /// Polls for the next frame of the response's body.
     pub(super) fn poll_frame(
         &mut self,
         incoming: &mut Incoming,
@@ -203,7 +205,7 @@ impl PooledConnection {
         }
     }
 
-    /// Returns the switched protocol's connection after a 101, with the bytes behind the 101.
+    /// Returns the connection of the switched protocol after a 101, with the bytes that followed the 101.
     pub(super) async fn into_upgraded(mut self) -> hyper::Result<Option<(Bytes, UpstreamIo)>> {
         let Some(connection) = self.driver.connection.take() else {
             return Ok(None);
@@ -216,9 +218,9 @@ impl PooledConnection {
         Ok(Some((parts.read_buf, into_inner(parts.io))))
     }
 
-    /// Waits until the next request can be sent, for as long as the request's body moves. False if the connection ended
-    /// instead. A body that the upstream does not read, or that its client does not send, has `bound` and no more than that
-    /// again.
+    /// Waits until the next request can be sent, as long as the request's body makes progress. Returns false if the
+    /// connection has ended or the time is over. A body that the upstream does not read, or that its client does not send,
+    /// has at most twice `timeout`.
     async fn wait_until_idle(&mut self, timeout: Duration) -> bool {
         let Self { driver, sender, .. } = self;
         let idle = poll_fn(|cx| {
@@ -232,7 +234,7 @@ impl PooledConnection {
         !self.is_busy
     }
 
-    /// Whether an idle connection can be used: not too old, and not closed by the upstream.
+    /// Whether an idle connection can be used: not expired, and not closed by the upstream.
     fn is_alive(&mut self, idle_timeout: Duration) -> bool {
         let mut noop_context = Context::from_waker(Waker::noop());
         let is_open = self.driver.drive(&mut noop_context).is_ok() && !self.driver.is_finished;
@@ -241,7 +243,7 @@ impl PooledConnection {
 }
 
 impl Drop for PooledConnection {
-    /// Resets a busy connection: an upstream whose request is given up must not take it for one that ended in order.
+    /// Resets a busy connection, so that the upstream does not take an aborted request for a complete one.
     fn drop(&mut self) {
         if self.is_busy
             && let Some(connection) = self.driver.connection.take()

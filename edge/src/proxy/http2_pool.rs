@@ -1,7 +1,7 @@
-//! An upstream's HTTP/2 connections, which streams share ([`causeway_upstream::http2_pool`]).
+//! HTTP/2 connections of an upstream, which streams share ([`causeway_upstream::http2_pool`]).
 //!
-//! A request that failed is repeated on a connection younger than the failure, and not on any that was there before: an
-//! upstream that closed one of them may have closed them all.
+//! A failed request is repeated only on a connection that is newer than the failure. If an upstream closed one of its earlier
+//! connections, it may have closed all of them.
 
 use super::{
     request_body::{RequestBody, SendError},
@@ -18,10 +18,10 @@ use std::{net::SocketAddr, sync::Arc};
 use tokio::time::{Instant, timeout_at};
 use tracing::info_span;
 
-/// Largest head of an answer, in bytes.
+/// Maximum size of a response's head, in bytes.
 const MAX_RESPONSE_HEAD: u32 = 256 << 10;
-/// Bytes that an upstream may send ahead on one stream. The window of the whole connection is the largest that there is, so
-/// that stalled streams do not block the others.
+/// Number of bytes that an upstream may send on one stream before they are read. The connection's window is the largest
+/// possible one, so that stalled streams do not block the others.
 const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 
@@ -43,13 +43,13 @@ impl Http2Sender {
     }
 }
 
-/// A stream that may be opened.
+/// Permit to open one stream.
 pub(super) struct UpstreamStreamPermit {
     sender: http2::SendRequest<RequestBody>,
     /// Address that the connection was dialled to.
     pub(super) address: SocketAddr,
     pub(super) permit: Arc<StreamPermit>,
-    /// The youngest connection that there was.
+    /// Id of the newest connection at that time.
     pub(super) newest_id: u64,
 }
 
@@ -65,7 +65,7 @@ impl From<http2_pool::StreamSlot<Http2Sender>> for UpstreamStreamPermit {
 }
 
 impl UpstreamStreamPermit {
-    /// Asks, and waits for the answer's head.
+    /// Sends the request and waits for the head of the response.
     pub(super) async fn send_request(
         &mut self,
         mut request: Request<RequestBody>,
@@ -76,7 +76,7 @@ impl UpstreamStreamPermit {
     }
 }
 
-/// Begins HTTP/2 on a connection, which a task of `tasks` drives, and opens the first stream.
+/// Starts HTTP/2 on a connection, which a task of `tasks` drives, and takes a permit for the first stream.
 pub(super) async fn open(
     shared: &UpstreamHttp2Pool,
     upstream: &Upstream,

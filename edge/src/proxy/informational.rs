@@ -1,9 +1,9 @@
-//! Interim answers (1xx) from the upstream to the client.
+//! Interim responses (1xx) from the upstream to the client.
 //!
-//! hyper hands them to a callback, maybe on another task than the stream's; the stream's task sends them on. Nothing holds
-//! the upstream back meanwhile, and each that goes out costs the tunnel a frame that all its streams pay for. They are
-//! advice, save 100 Continue, which passes, once. Of the others a few pass at once and then one a second, the latest; large
-//! ones never do. An upstream that sends them without end never comes to its answer.
+//! hyper passes them to a callback, possibly on another task, and the stream's task sends them. Nothing slows down the
+//! upstream meanwhile, and each sent one costs a frame on the tunnel that all streams share. Interim responses are hints,
+//! except 100 Continue, which is passed on once. A few of the others are passed on at once. After that only the latest one is
+//! passed on, once a second. Large ones are dropped. A stream fails if its upstream sends too many.
 
 use causeway_tunnel::{headers, wire::MAX_INTERIM_RESPONSES};
 use futures_util::task::AtomicWaker;
@@ -21,38 +21,38 @@ use std::{
 };
 use tokio::time::{Instant, sleep};
 
-/// How many of a stream's interim answers pass as they come. With the answer, its trailers and a reset they are no more
-/// frames than a tunnel bears of each stream.
+/// Number of interim responses of a stream that are passed on at once. Together with the final response, its trailers and a
+/// reset they stay within the frames that a tunnel accepts of each stream.
 const MAX_IMMEDIATE: usize = 4;
-/// Pause between the interim answers behind those.
+/// Minimum time between further interim responses.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
-/// Bytes of the fields of one that passes.
+/// Maximum size of the header fields of an interim response, in bytes.
 const MAX_HEADER_BYTES: usize = 16 << 10;
 
-/// The interim answers of one stream. Clones share them.
+/// Queue of the interim responses of one stream. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct InformationalQueue(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
     pending: Mutex<PendingResponse>,
-    /// How many have come, passed on or not.
+    /// Number of received interim responses, whether they are passed on or not.
     received_count: AtomicUsize,
     waker: AtomicWaker,
 }
 
-/// Interim answers that are to be sent.
+/// Interim responses that are waiting to be sent.
 #[derive(Debug, Default)]
 struct PendingResponse {
-    /// Now.
+    /// Responses that may be sent now.
     ready: VecDeque<Response<()>>,
-    /// The last that came too soon after another.
+    /// Latest response that arrived too early after another one.
     deferred: Option<Response<()>>,
-    /// When one of the others passed last.
+    /// Time at which a response other than 100 was sent last.
     last_sent: Option<Instant>,
-    /// How many of the others have passed as they came.
+    /// Number of responses other than 100 that were passed on at once.
     immediate_count: usize,
-    /// There was a 100.
+    /// Whether a 100 has arrived.
     has_continue: bool,
 }
 
@@ -99,7 +99,7 @@ impl PendingResponse {
         }
     }
 
-    /// The next that may pass now.
+    /// Returns the next response that may be sent now.
     fn pop(&mut self) -> Option<Response<()>> {
         if let Some(head) = self.ready.pop_front() {
             return Some(head);
@@ -111,7 +111,7 @@ impl PendingResponse {
         None
     }
 
-    /// Returns the rest of the pause behind the last.
+    /// Returns the remaining time until a deferred response may be sent.
     fn remaining_pause(&self) -> Duration {
         let elapsed = self
             .last_sent
@@ -121,7 +121,7 @@ impl PendingResponse {
 }
 
 impl InformationalQueue {
-    /// Makes hyper report the interim answers to `request` here.
+    /// Makes hyper report the interim responses to `request` to this queue.
     pub(super) fn attach<B>(&self, request: &mut Request<B>) {
         let queue = self.0.clone();
         hyper::ext::on_informational(request, move |answer| {
@@ -129,12 +129,12 @@ impl InformationalQueue {
         });
     }
 
-    /// The next, if it may pass now. What must wait is of no use once there is an answer.
+    /// Returns the next response if it may be sent now. Deferred ones are useless once the final response has arrived.
     pub(super) fn pop(&self) -> Option<Response<()>> {
         self.0.lock().pop()
     }
 
-    /// Waits for the next. `None`: there have been too many.
+    /// Waits for the next response. Returns `None` if there were too many.
     pub(super) async fn next(&self) -> Option<Response<()>> {
         // Most streams have no interim responses and need no timer.
         let mut pause = pin!(None);

@@ -1,10 +1,11 @@
-//! Policy of the targets that this edge serves: the node's owner has the last word.
+//! Policy of the targets that this edge serves. The node's owner decides finally.
 //!
-//! Two lists must both agree: the node's ports that are served, each with its upstream, and the addresses that may be
-//! dialled. The second list is checked again with the very address that is about to be dialled, after the name was resolved,
-//! so no name leads to an address that is not allowed. A target that is not this node needs its host in `allow.hosts`; one
-//! that turns out to be this machine (loopback) is served only as one of the node's ports, or every local port would be
-//! open. The own addresses of a cluster's node are this machine as well, for ports that the cluster lists.
+//! Two lists must both permit a target: the served ports of the node, each with its upstream, and the addresses to which the
+//! edge may connect. The second list is checked again after name resolution, with the address that the edge is about to
+//! connect to. So no name leads to an address that is not allowed. A target that is not this node requires its host in
+//! `allow.hosts`. If that host turns out to be this machine (loopback), only the node's ports are served, because otherwise
+//! every local port would be open. For ports that the cluster lists, the own addresses of a cluster's node also count as this
+//! machine.
 
 use super::{
     upstream::{Upstream, UpstreamKey},
@@ -20,29 +21,29 @@ use std::{
     sync::Arc,
 };
 
-/// Facts that a running edge knows of its own node.
+/// Facts about the node, known while an edge runs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LocalNode {
-    /// Ports of its own listeners that have no authentication.
+    /// Ports of the edge's own listeners that have no authentication.
     pub(crate) ports: Vec<u16>,
-    /// Addresses from which it has dialled gateways: addresses of this node, whatever other ones it has.
+    /// Local addresses of the connections to gateways, which are addresses of this node.
     pub(crate) addresses: Vec<IpAddr>,
 }
 
-/// The compiled allow-list.
+/// Compiled allow-list.
 #[derive(Clone)]
 pub(crate) struct Policy {
     node: Arc<str>,
     addresses: Vec<IpAddr>,
     allow: Allow,
     ports: BTreeMap<u16, Arc<Upstream>>,
-    /// Policy for the ports that a gateway may list, and those of them that it lists.
+    /// Policy for the ports that a gateway may list.
     announced_rules: AnnouncedPortPolicy,
     announced: BTreeMap<u16, Arc<Upstream>>,
 }
 
 impl Policy {
-    /// Compiles the configuration for `node`; reads the files of TLS to upstreams.
+    /// Compiles the configuration for `node`. Reads the TLS files of the upstreams.
     pub(crate) fn new(node: &str, config: &Config) -> Result<Self, TlsError> {
         let node: Arc<str> = node.into();
         let mut ports = BTreeMap::new();
@@ -71,7 +72,8 @@ impl Policy {
         })
     }
 
-    /// The same, with these ports listed. What the configuration says of a port wins, and bytes where a port is listed twice.
+    /// Returns the policy with these listed ports. A configured port has precedence over a listed one. A port that is listed
+    /// for HTTP and for TCP is served as TCP.
     pub(crate) fn with_announced(self, announced: &AnnouncedPorts, local_node: &LocalNode) -> Self {
         let with_scheme = |scheme| move |port: &u16| (*port, scheme);
         let ports = announced.http.iter().map(with_scheme(Protocol::Http));
@@ -104,7 +106,7 @@ impl Policy {
         self.ports.get(&port).or_else(|| self.announced.get(&port))
     }
 
-    /// Returns the upstream that a stream asks for, if this edge serves it that way.
+    /// Returns the upstream of a stream's target, if this edge serves the target with this kind of stream.
     pub(crate) fn select_upstream(
         &self,
         target: &Target,
@@ -129,7 +131,7 @@ impl Policy {
         }
     }
 
-    /// Returns the address to dial for an upstream that resolved to `address`, if that may be dialled.
+    /// Returns the address to connect to, for an upstream that resolved to `address`, if the policy permits it.
     pub(crate) fn permitted_address(
         &self,
         upstream: &Upstream,
@@ -149,7 +151,8 @@ impl Policy {
         is_permitted.then(|| SocketAddr::new(ip, address.port()))
     }
 
-    /// Whether this is an address of the node itself, for a port that its cluster lists: who may dial loopback may dial it.
+    /// Whether this is an address of the node itself, for a port that its cluster lists. Such an address is permitted if
+    /// loopback is.
     fn is_own_address(&self, upstream: &Upstream, ip: IpAddr) -> bool {
         let loopback = IpAddr::V4(Ipv4Addr::LOCALHOST);
         self.announced_rules.is_cluster_node
@@ -157,13 +160,13 @@ impl Policy {
             && self.allow.permits(loopback)
     }
 
-    /// Whether an address that may be dialled may be because it is the node's own.
+    /// Whether a permitted address is permitted only because it is the node's own.
     pub(crate) fn is_own_only(&self, upstream: &Upstream, ip: IpAddr) -> bool {
         let is_named = self.allow.permits_name(&upstream.target.host);
         !is_named && !self.allow.permits(ip)
     }
 
-    /// The node ports that are served.
+    /// Returns the node ports that are served.
     pub(crate) fn ports(&self) -> Vec<u16> {
         let all = self.ports.keys().chain(self.announced.keys());
         let mut all: Vec<_> = all.copied().collect();
@@ -171,7 +174,7 @@ impl Policy {
         all
     }
 
-    /// The refusal of a target none of whose addresses may be dialled.
+    /// Returns the refusal of a target without any permitted address.
     pub(crate) fn not_allowed(&self, target: &Target) -> Rejected {
         self.reject(&format!(
             "does not allow {target}; see the keys allow.hosts and ports of the edge"
@@ -355,7 +358,7 @@ mod tests {
                 may.then_some(address)
             );
         }
-        // The same addresses can only be reached through listed ports.
+        // The node's own addresses only permit listed ports.
         let other = with.select_upstream(&"192.168.1.7:22".parse().unwrap(), &StreamKind::Tcp);
         assert_eq!(other.unwrap_err().code, RejectCode::Policy);
         for (more, serves) in [

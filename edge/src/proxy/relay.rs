@@ -1,8 +1,8 @@
-//! A TCP session: bytes both ways between a stream and an upstream.
+//! TCP session: bytes in both directions between a stream and an upstream.
 //!
-//! The upstream is dialled before the stream is answered, else a refused port would look like success (invariant 4). The
-//! bytes are raw, whatever the port's scheme: the client speaks TLS itself if the upstream does. A reset on either side
-//! becomes a reset on the other.
+//! The edge connects to the upstream before it answers the stream, because otherwise a refused port would look like success
+//! (invariant 4). The bytes are raw, whatever the port's scheme is: the client itself uses TLS if the upstream requires it. A
+//! reset on either side becomes a reset on the other side.
 
 use super::{
     dial::{Connected, Dialer},
@@ -17,7 +17,7 @@ use causeway_tunnel::{
 use http::Response;
 use std::sync::Arc;
 
-/// Dials the upstream.
+/// Connects to the upstream.
 pub(super) async fn dial_upstream(
     dialer: &Dialer,
     upstream: &Upstream,
@@ -32,7 +32,7 @@ pub(super) async fn dial_upstream(
     })
 }
 
-/// Passes bytes until both directions have ended. Serves upgrades too.
+/// Copies bytes until both directions have ended. Upgrades use this too.
 pub(super) async fn relay_bytes(
     socket: UpstreamIo,
     send: StreamSender,

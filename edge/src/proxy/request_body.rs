@@ -1,7 +1,7 @@
-//! The body of a request, from the stream to the upstream, which is sent as hyper asks for it.
+//! Body of a request, from the stream to the upstream. It is read as hyper polls it.
 //!
-//! On a shared connection it holds the stream's place, as the answer's body does, since an upstream may answer before it has
-//! read. The place is free when both are over.
+//! On a shared connection the bodies of the request and of the response both hold the permit of the stream. The permit is
+//! free when both have ended, because an upstream may answer before it has read the request.
 
 use bytes::Bytes;
 use causeway_tunnel::{StreamError, StreamReceiver};
@@ -21,32 +21,32 @@ use tokio::sync::oneshot;
 /// A request's body from the stream to the upstream.
 #[derive(Default)]
 pub(super) struct RequestBody {
-    /// `None`: it has none.
+    /// Source of the body, or `None` without a body.
     source: Option<Source>,
-    /// Number of parts that hyper has taken.
+    /// Number of chunks that hyper has taken.
     taken: Arc<AtomicUsize>,
     permit: Option<Arc<StreamPermit>>,
 }
 
-/// A request that was not sent, or not answered.
+/// Error of a request that was not sent or not answered.
 pub(super) type SendError = TrySendError<Request<RequestBody>>;
 
 /// Source of a request's body.
 enum Source {
-    /// All of a stream.
+    /// Whole stream.
     Stream(StreamReceiver),
-    /// The beginning of a stream.
+    /// Beginning of a stream.
     Content(Box<Content>),
 }
 
-/// The body of an upgrade: so many bytes of a stream, which belongs to the session behind them.
+/// Body of an upgrade: the first bytes of a stream. The session behind the body then owns the stream.
 struct Content {
     stream: Option<StreamReceiver>,
     remaining: u64,
     session_tx: Option<oneshot::Sender<Behind>>,
 }
 
-/// A stream behind the body of an upgrade, and bytes that were read of it too early.
+/// Stream behind the body of an upgrade, and the bytes of the session that were already read.
 pub(super) type Behind = (StreamReceiver, Bytes);
 
 impl Content {
@@ -108,7 +108,8 @@ impl RequestBody {
         }
     }
 
-    /// The first `length` bytes of a stream, which is handed to the receiver behind them.
+    /// Creates a body from the first `length` bytes of a stream. The receiver gets the stream once these bytes have been
+    /// read.
     pub(super) fn content(
         stream: StreamReceiver,
         length: u64,
@@ -126,7 +127,7 @@ impl RequestBody {
         (body, session_rx)
     }
 
-    /// Number of parts that hyper has taken.
+    /// Returns the counter of the chunks that hyper has taken.
     pub(super) fn chunks_taken(&self) -> Arc<AtomicUsize> {
         self.taken.clone()
     }
@@ -136,7 +137,7 @@ impl RequestBody {
         self.source.is_some()
     }
 
-    /// Keeps a stream's place until the body has been sent or given up.
+    /// Holds a stream's permit until the body has been sent or dropped.
     pub(super) fn hold_permit(&mut self, permit: Arc<StreamPermit>) {
         drop(self.permit.replace(permit));
     }

@@ -1,5 +1,5 @@
-//! The answer of an upstream: its head, and what follows. The body of an answer holds its connection, which returns to the
-//! pool after the last byte.
+//! Response of an upstream: its head, and the content behind it. The body of a response holds its connection, which returns
+//! to the pool after the last byte.
 
 use super::{
     http1_pool::{ConnectionPool, PooledConnection},
@@ -17,7 +17,7 @@ use std::{
     task::{Context, Poll},
 };
 
-/// Answer of an upstream.
+/// Response of an upstream.
 pub(super) struct UpstreamResponse {
     pub(super) head: Response<()>,
     pub(super) then: ResponseTail,
@@ -25,13 +25,13 @@ pub(super) struct UpstreamResponse {
 
 /// Content behind the head of a response.
 pub(super) enum ResponseTail {
-    /// A body.
+    /// Body of the response.
     Body(Box<ResponseBody>),
-    /// Bytes both ways.
+    /// Bytes in both directions.
     Bytes(Box<UpstreamIo>, StreamReceiver),
 }
 
-/// An answer's body from the upstream, and the connection that brings it.
+/// Body of a response, with the connection that it is read from.
 pub(super) enum ResponseBody {
     Http1 {
         key: UpstreamKey,
@@ -64,14 +64,14 @@ impl ResponseBody {
         }
     }
 
-    /// Whether nothing follows the head.
+    /// Whether the body is empty or has ended.
     pub(super) fn is_end(&self) -> bool {
         match self {
             Self::Http1 { incoming, .. } | Self::Http2 { incoming, .. } => incoming.is_end_stream(),
         }
     }
 
-    /// Keeps the connection for the next request, after the last byte.
+    /// Returns the connection to the pool, after the last byte.
     pub(super) async fn return_connection(self, pool: &ConnectionPool) {
         if let Self::Http1 {
             key: app,

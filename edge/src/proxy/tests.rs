@@ -28,11 +28,11 @@ use tokio::{
 
 const SOON: Duration = Duration::from_mins(2);
 
-/// A gateway's end of a tunnel, and an edge that serves the other.
+/// Gateway side of a tunnel, and an edge that serves the edge side.
 struct World {
     tunnel: Tunnel,
     way: Arc<Proxy>,
-    /// Serves the streams that begin from now on, and checks the open ones.
+    /// Data path for new streams, which also checks the open ones.
     newest: Arc<Mutex<Arc<Proxy>>>,
     _tasks: TaskGroup,
 }
@@ -42,7 +42,7 @@ impl World {
         Self::listing(config, &AnnouncedPorts::default()).await
     }
 
-    /// An edge whose gateway lists these ports.
+    /// Starts an edge whose gateway lists these ports.
     async fn listing(config: Value, listed: &AnnouncedPorts) -> Self {
         let tasks = TaskGroup::default();
         let way = way(config, listed);
@@ -134,7 +134,7 @@ impl World {
     }
 }
 
-/// A request path with this configuration.
+/// Returns a data path with this configuration.
 fn way(config: Value, listed: &AnnouncedPorts) -> Arc<Proxy> {
     let mut config: Config = serde_json::from_value(config).unwrap();
     config.timeouts.upgrade = Duration::from_millis(300);
@@ -167,7 +167,7 @@ async fn text(mut body: StreamReceiver) -> Result<String, StreamError> {
     Ok(String::from_utf8(text).unwrap())
 }
 
-/// Reads the request that an upstream receives, up to and with `end`.
+/// Reads the request that an upstream receives, up to and including `end`.
 async fn read_to(app: &mut TcpStream, end: &str) -> String {
     let mut read = String::new();
     let mut byte = [0];
@@ -228,7 +228,7 @@ async fn a_head_reaches_the_app_as_the_client_sent_it() {
         .iter()
         .map(|(name, value)| (name.as_str(), value.as_bytes()))
         .collect();
-    // Fields of one name keep their order, which has a meaning; the sort is stable.
+    // The sort is stable, because the order of fields with one name has a meaning.
     names.sort_by_key(|(name, _)| *name);
     assert_eq!(
         names,
@@ -266,7 +266,7 @@ async fn a_connection_is_kept_and_a_closed_one_costs_no_request() {
                 (StatusCode::OK, ("", ""))
             );
             assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
-            // The connection is kept a turn after the answer was read.
+            // The connection returns to the pool one turn after the response was read.
             while world.way.client.kept.idle() == 0 {
                 tokio::task::yield_now().await;
             }
@@ -366,7 +366,7 @@ async fn an_upload_read_after_the_answer_is_cut_only_by_silence() {
             .await
             .unwrap();
         assert_eq!(read_to(&mut app, "part\r\n").await, "4\r\npart\r\n");
-        // Time is the subject: the upload never pauses for as long as the limit.
+        // The test is about time: the upload never pauses for as long as the limit.
         tokio::time::sleep(idle / 20).await;
     }
     assert_reset(app).await;
@@ -672,7 +672,7 @@ async fn the_body_of_an_upgrade_goes_before_the_session_bytes() {
     let mut opened = world
         .open(head, StreamKind::Upgrade("tcp".into()), "edge-1:80", false)
         .await;
-    // In one frame with the first bytes of the session.
+    // The body and the first bytes of the session are sent in one frame.
     let bytes = Bytes::from_static(b"xyzping");
     opened.send.send_data(bytes).await.unwrap();
     let mut app = accept(&app).await;
@@ -697,7 +697,7 @@ async fn a_dial_that_fails_says_why_and_is_counted_by_its_cause() {
         .local_addr()
         .unwrap()
         .to_string();
-    // With a label that is too long, for which the edge asks no name server.
+    // The name has a label that is too long, so the edge does not query a name server.
     let no_name = format!("{}.invalid:80", "x".repeat(64));
     for (target, cause) in [(&no_name, "target-unresolved"), (&free, "target-refused")] {
         let world = World::start(json!({ "ports": { "80": { "target": target } } })).await;
@@ -865,7 +865,7 @@ async fn upstream_tls_verifies_the_named_ca_and_offers_a_certificate() {
     }
 }
 
-/// Serves gRPC-like calls: each chunk comes back, then trailers.
+/// Serves calls like gRPC: each chunk is sent back, and trailers follow.
 async fn serve_http2(app: TcpListener) {
     let streams = TaskGroup::default();
     while let Ok((tcp, _)) = app.accept().await {
@@ -932,7 +932,7 @@ async fn grpc_goes_by_http2_both_ways_at_once_with_trailers() {
     }
 }
 
-/// Serves answers of a hundred thousand chunks of 64 bytes (6.4 MB).
+/// Serves responses of a hundred thousand chunks of 64 bytes (6.4 MB).
 async fn serve_small_chunks(app: TcpListener) {
     while let Ok((tcp, _)) = app.accept().await {
         let service = hyper::service::service_fn(|_: Request<hyper::body::Incoming>| async move {
@@ -964,7 +964,7 @@ async fn trap_1_an_http2_app_may_answer_in_chunks_of_a_few_bytes() {
 
 #[tokio::test]
 async fn a_stream_is_authorized_by_the_address_that_it_connects_to() {
-    // A port of the node that the edge tries on loopback first, and then at the node's other address.
+    // The edge tries this node port on loopback first, and then at the node's other address.
     let app = TcpListener::bind("127.0.0.2:0").await.unwrap();
     let port = app.local_addr().unwrap().port();
     let begins = "HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n";

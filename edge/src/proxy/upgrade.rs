@@ -1,9 +1,10 @@
-//! An upgrade: HTTP/1.1 with the upstream, on a connection of its own.
+//! Upgrade: HTTP/1.1 with the upstream, on a separate connection.
 //!
-//! The request goes as the client made it, with its own method and its own `Upgrade`. A 101 travels as 200 with the
-//! upstream's token in a private field, then bytes pass both ways, those behind the 101 first; any other answer travels
-//! whole. A body comes first on the stream, and goes first to the upstream. Once the upstream has taken its part of the
-//! body, it has `timeouts.upgrade` for its answer; the session has no bound.
+//! The request is sent as the client made it, with its own method and its own `Upgrade`. A 101 becomes a 200 with the
+//! upstream's token in a private field. Then bytes pass in both directions, beginning with those that followed the 101. Any
+//! other response is passed on as a whole. The body of the request is at the beginning of the stream, and is sent to the
+//! upstream first. The upstream must respond within `timeouts.upgrade` after it has read its part of the body. The session
+//! has no time limit.
 
 use super::{
     dial::Connected,
@@ -25,13 +26,13 @@ use tokio::{io::AsyncWriteExt, sync::oneshot};
 
 /// Source of a session's bytes.
 enum Session {
-    /// The stream: the request has no body.
+    /// Whole stream, for a request without a body.
     Whole(StreamReceiver),
-    /// The stream, once the request's body was read from it.
+    /// Stream, once the request's body was read from it.
     Behind(oneshot::Receiver<Behind>),
 }
 
-/// Asks the upstream to switch protocols.
+/// Sends a request to switch protocols to the upstream.
 pub(super) async fn send_upgrade(
     client: &UpstreamClient,
     upstream: &Upstream,

@@ -1,4 +1,4 @@
-//! An upstream: the server that a port leads to, and the errors of requests to it.
+//! Upstream: the server that a port leads to, and the errors of requests to it.
 
 use super::upstream_tls::UpstreamTls;
 use crate::config::Protocol;
@@ -10,7 +10,7 @@ use causeway_upstream::{
 use std::{net::IpAddr, sync::Arc};
 use tokio::net::TcpStream;
 
-/// A connection to an upstream.
+/// Connection to an upstream.
 pub(super) type UpstreamIo = connection::UpstreamIo<TcpStream>;
 
 /// Key of an upstream, by which connections are pooled.
@@ -18,7 +18,7 @@ pub(super) type UpstreamIo = connection::UpstreamIo<TcpStream>;
 pub(crate) enum UpstreamKey {
     /// Upstream of a port of the node.
     Port(u16),
-    /// Something else that the allow-list permits.
+    /// Another target that the allow-list permits.
     Other(Target),
 }
 
@@ -28,7 +28,7 @@ pub(crate) struct Upstream {
     pub(super) id: UpstreamKey,
     pub(super) node: Arc<str>,
     pub(super) target: Target,
-    /// Addresses that are tried as well, at the same port, if the target does not take a connection.
+    /// Further addresses to try at the same port, if the target does not accept a connection.
     pub(super) fallback_addresses: Vec<IpAddr>,
     pub(super) scheme: Protocol,
     pub(super) tls: Option<UpstreamTls>,
@@ -41,12 +41,12 @@ impl Upstream {
     }
 }
 
-/// Why there is no answer.
+/// Reason why there is no response.
 #[derive(Debug)]
 pub(super) enum RequestError {
     /// The client receives the reason.
     Refused(Rejected),
-    /// The client's own side failed: there is no client left to answer.
+    /// The stream of the client has failed, so there is no client left to answer.
     Client,
 }
 
@@ -61,13 +61,13 @@ pub(super) fn timeout_error(upstream: &Upstream, what: &str) -> Rejected {
     RejectCode::TargetTimeout.with_detail(format!("{} {what}", upstream.describe()))
 }
 
-/// Returns the error of an upstream that answered, but not as it should.
+/// Returns the error of an upstream that answered incorrectly.
 pub(super) fn broken(app: &Upstream, what: &str) -> RequestError {
     let detail = format!("{} {what}", app.describe());
     RejectCode::TargetBroken.with_detail(detail).into()
 }
 
-/// Returns why the upstream did not answer, or the client did not complete its request.
+/// Returns the error of a request that the upstream did not answer, or that the client did not complete.
 pub(super) fn map_error(upstream: &Upstream, error: &hyper::Error) -> RequestError {
     if caused_by_client(error) {
         return RequestError::Client;

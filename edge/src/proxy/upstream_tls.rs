@@ -1,7 +1,8 @@
 //! TLS to upstreams: verified by the CA that the port's configuration names, or not at all if the configuration says so.
 //!
-//! Never silently unverified: without a CA and without `verify: false` a port of scheme https does not load. HTTP/2 is
-//! offered for plain requests and HTTP/1.1 alone for upgrades; kubelets agree on neither and speak HTTP/1.1.
+//! A port with the scheme https does not load without a CA and without `verify: false`, so certificates are never silently
+//! unverified. Plain requests offer HTTP/2, and upgrades offer only HTTP/1.1. Kubelets select neither with ALPN, and speak
+//! HTTP/1.1.
 
 use crate::config::{Port, Protocol};
 use causeway_certs::verify::{NoServerVerification, provider};
@@ -17,24 +18,24 @@ use std::{
 /// Reason why TLS to an upstream cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// The target of a port is none.
+    /// The target of a port is not `HOST:PORT`.
     #[error("ports.{0}.target: \"{1}\" is not HOST:PORT")]
     Target(u16, String),
-    /// A port of scheme https names no CA and does not say `verify: false`.
+    /// A port with the scheme https has neither a CA nor `verify: false`.
     #[error("ports.{0}: https needs \"ca\", or verify: false to accept any certificate")]
     Unverified(u16),
     /// The configured name of the upstream's certificate is not a valid name.
     #[error("ports.{0}.server_name: \"{1}\" is not a host name")]
     Name(u16, String),
-    /// A file cannot be read or holds nothing of use.
+    /// A file cannot be read or has no usable content.
     #[error("{path}: {why}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Description of the fault.
         why: String,
     },
-    /// The client certificate does not fit its key.
+    /// The client certificate does not match its key.
     #[error("ports.{0}.certificate: {1}")]
     Certificate(u16, rustls::Error),
 }

@@ -1,5 +1,5 @@
-//! API cache as a part of an edge: its listeners are bound with the admin listener, it begins with the tunnels, and when
-//! these are gone it saves its objects on the disk.
+//! API cache as a part of an edge. Its listeners are bound with the admin listener, and it starts with the tunnels. When the
+//! tunnels have ended, it saves its objects on the disk.
 
 use super::{SUCCESSOR_CHECK_INTERVAL, error::Error, reload::Reloadable};
 use crate::{
@@ -24,7 +24,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
-/// How long addresses that are in use are asked for.
+/// Time for which binding is retried while an address is in use.
 const BIND_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Listeners of the API cache for this node's programs, pool members and `YurtHub`s.
@@ -35,7 +35,7 @@ pub(super) struct ApiCacheListeners {
 }
 
 impl ApiCacheListeners {
-    /// Takes what is configured, if anything is.
+    /// Binds the listeners, if the API cache is configured.
     pub(super) fn bind(config: &Config) -> Result<Option<Self>, Error> {
         let Some(api_cache) = &config.api_cache else {
             return Ok(None);
@@ -52,12 +52,12 @@ impl ApiCacheListeners {
         }))
     }
 
-    /// Returns the address of the endpoint's listener.
+    /// Returns the address of the listener for this node's programs.
     pub(super) fn local_addr(&self) -> Option<SocketAddr> {
         self.local.local_addr().ok()
     }
 
-    /// Returns the address of the site's listener.
+    /// Returns the address of the listener for pool members.
     pub(super) fn members_addr(&self) -> Option<SocketAddr> {
         self.members.as_ref()?.local_addr().ok()
     }
@@ -68,7 +68,7 @@ impl ApiCacheListeners {
     }
 }
 
-/// Returns the ports of listeners that have no authentication: the gateway's list opens none of them by a range.
+/// Returns the ports of the listeners without authentication. A range in the gateway's list opens none of them.
 pub(super) fn own_ports(admin: SocketAddr, listeners: Option<&ApiCacheListeners>) -> Vec<u16> {
     let endpoint = listeners.and_then(ApiCacheListeners::local_addr);
     let all = [Some(admin), endpoint].into_iter().flatten();
@@ -105,7 +105,7 @@ pub(super) fn from_config(
     cache.map(Some).map_err(to_bind_error)
 }
 
-/// Begins to read.
+/// Starts the API cache, if it is configured.
 pub(super) fn start(
     cache: Option<ApiCacheConfig>,
     (context, parts): (&Arc<TunnelContext>, &Reloadable),
@@ -150,15 +150,15 @@ fn heartbeat_sender(
     })
 }
 
-/// Leaves on the disk what is known.
+/// Saves the cached objects on the disk.
 pub(super) async fn shutdown(final_save: Option<FinalSave>) {
     if let Some(final_save) = final_save {
         final_save.end().await;
     }
 }
 
-/// Takes the addresses of all listeners. Those that are in use are asked for again for a moment: a process before this one may
-/// be about to give them up.
+/// Binds all listeners. While an address is in use, retries for a moment, because an earlier process may be about to close
+/// its listeners.
 pub(super) async fn bind_all(
     config: &Config,
 ) -> Result<(TcpListener, Option<ApiCacheListeners>), Error> {
@@ -179,7 +179,7 @@ pub(super) async fn bind_all(
     }
 }
 
-/// Takes an address.
+/// Binds a listener for the configuration key `key`.
 pub(super) fn bind(address: SocketAddr, key: &'static str) -> Result<TcpListener, Error> {
     let to_bind_error = bind_error(address, key);
     match listener::BoundSocket::tcp(address) {
@@ -191,7 +191,7 @@ pub(super) fn bind(address: SocketAddr, key: &'static str) -> Result<TcpListener
     }
 }
 
-/// Why an address cannot be had.
+/// Returns a function that converts an I/O error into the error of this address.
 pub(super) fn bind_error(
     address: SocketAddr,
     key: &'static str,

@@ -1,4 +1,4 @@
-//! The identity of an edge when it starts: the stored one, or one that a join token or the cluster brings.
+//! Identity of an edge at its start: the stored one, or one that is obtained with a join token or from the cluster.
 
 use super::error::Error;
 use crate::{
@@ -14,8 +14,8 @@ use std::time::{Duration, SystemTime};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-/// The identity in the data directory; without one, or with one of another node than the configured, the edge joins. What
-/// gateways say of the identity is for `control::rejoin`.
+/// Loads the identity from the data directory. Joins if there is none, or if it is of another node than the configured one.
+/// `control::rejoin` handles refusals of the identity by gateways.
 pub(super) async fn load_or_join(
     config: &Config,
     store: &Store,
@@ -54,7 +54,8 @@ fn expiry(identity: &EdgeIdentity) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(identity.leaf.not_after().as_secs())
 }
 
-/// An expired certificate is refused by the gateway; only this machine can say that its clock may be why.
+/// Logs a warning if the certificate has expired. The gateway refuses it, but only this machine knows that its own clock may
+/// be the cause.
 pub(super) fn warn_of_expiry(identity: &EdgeIdentity) {
     let expiry_time = expiry(identity);
     let now = SystemTime::now();

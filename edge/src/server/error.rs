@@ -1,4 +1,4 @@
-//! Why an edge cannot start, and whether time mends that.
+//! Errors of the start of an edge, and whether a later start may succeed.
 
 use crate::{
     control::{enrol::EnrolError, rejoin_state::TokenReadError},
@@ -7,10 +7,10 @@ use crate::{
 use causeway_certs::StoreError;
 use std::{io, net::SocketAddr};
 
-/// Why an edge cannot start.
+/// Reason why an edge cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is neither an identity nor a token to get one.
+    /// There is neither an identity nor a token.
     #[error("no identity in {0}; join with a token of `causeway token create`")]
     NoIdentity(String),
     /// The configuration names a cluster, and the program that runs this edge does not support one.
@@ -18,45 +18,45 @@ pub enum Error {
         "kubernetes: this program cannot request certificates from a cluster; join with a token instead"
     )]
     NoCluster,
-    /// Neither configuration nor an earlier hello names a gateway.
+    /// Neither the configuration nor an earlier hello contains a gateway.
     #[error("no gateway is configured; give one as HOST:PORT with `gateways` or --gateway")]
     NoGateway,
-    /// The identity is another node's than the configured one, and no other could be had.
+    /// The identity is of another node than the configured one, and the edge could not join with the configured name.
     #[error(
         "the certificate is for node {certificate}, but the configuration names {configured}: to join as \
          {configured}, create a token with `causeway token create --node {configured}` at the gateway and give it to this edge \
          with --join or join_file ({why})"
     )]
     OtherNode {
-        /// The configured name.
+        /// Node name in the configuration.
         configured: String,
-        /// The certificate's.
+        /// Node name in the certificate.
         certificate: String,
-        /// Why this node has not joined by the configured name.
+        /// Reason why this node has not joined with the configured name.
         why: String,
     },
     /// The configured token cannot be read.
     #[error(transparent)]
     Token(#[from] TokenReadError),
-    /// A file of one of the reader's listeners cannot be used.
+    /// A file of one of the API cache's listeners cannot be used.
     #[error("{key}: {path}: {why}")]
     ApiCacheFile {
-        /// The key that names it.
+        /// Configuration key with the path.
         key: &'static str,
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Why.
+        /// Description of the error.
         why: String,
     },
     /// The certificate that an external CA issues cannot be used.
     #[error("identity: {path}: {why}")]
     Identity {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Why.
+        /// Description of the error.
         why: String,
     },
-    /// The gateway did not let this node join.
+    /// The gateway did not enrol this node.
     #[error(transparent)]
     Enrol(#[from] EnrolError),
     /// The stored identity is damaged.
@@ -77,11 +77,11 @@ pub enum Error {
     /// An address cannot be bound.
     #[error("cannot listen on {address} ({key}): {source}")]
     Bind {
-        /// The address.
+        /// Address that could not be bound.
         address: SocketAddr,
-        /// Configuration key that names it.
+        /// Configuration key with the address.
         key: &'static str,
-        /// Why.
+        /// I/O error.
         source: io::Error,
     },
     /// The edge was stopped before it had joined.
@@ -90,7 +90,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether an edge that is started again as it is would end the same way, until its owner changes something.
+    /// Whether another start of the edge would fail in the same way until its owner changes something.
     pub fn is_final(&self) -> bool {
         match self {
             Self::NoIdentity(_)

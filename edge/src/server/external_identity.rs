@@ -1,5 +1,5 @@
-//! Identity of an edge whose certificate an external CA issues and renews: by files, which are read when it starts and at
-//! each reload. The renewal of the files causes a reload.
+//! Identity of an edge whose certificate an external CA issues and renews as files. The files are read at the start and at
+//! each reload, and a renewal of the files causes a reload.
 
 use super::error::Error;
 use crate::{config, metrics::Metrics};
@@ -31,7 +31,7 @@ pub(super) fn load(files: &config::Identity) -> Result<EdgeIdentity, Error> {
     Ok(identity)
 }
 
-/// An error about the certificate in the files.
+/// Returns the error of the certificate in the files.
 pub(super) fn identity_error(files: &config::Identity, why: &dyn fmt::Display) -> Error {
     Error::Identity {
         path: files.chain.display().to_string(),
@@ -39,20 +39,20 @@ pub(super) fn identity_error(files: &config::Identity, why: &dyn fmt::Display) -
     }
 }
 
-/// Certificates by the listener that shows them.
+/// Certificates by the listener that presents them.
 pub(super) type Leaves = BTreeMap<&'static str, LeafCertificate>;
 
-/// Certificates of the API cache's listeners and the clients that they admit, as far as they can be loaded: an edge is
-/// needed whether these files are sound or not.
+/// TLS configuration of the API cache's listeners, as far as it can be loaded. An edge must run even if these files are not
+/// valid.
 #[derive(Default)]
 pub(super) struct ApiCacheTls {
     /// Certificate of the listener for this node's programs.
     pub(super) endpoint: Option<ServerOnlyTls>,
-    /// Certificate of the listener for `YurtHub`s, and the roots by which it admits them.
+    /// Certificate of the listener for `YurtHub`s, and the roots for the clients' certificates.
     pub(super) yurthub: Option<YurtHubServerTls>,
-    /// The certificates that are shown.
+    /// Certificates that the listeners present.
     pub(super) certificates: Leaves,
-    /// Why what is configured and missing here cannot be had.
+    /// Errors of configured files that could not be loaded.
     pub(super) errors: Vec<Error>,
 }
 
@@ -75,7 +75,7 @@ impl ApiCacheTls {
         tls
     }
 
-    /// Says what is wrong as an edge begins, and when the certificates end.
+    /// Logs the errors at the start of an edge, and publishes the expiry of the certificates.
     pub(super) fn report(&self, metrics: &Metrics) {
         for fault in &self.errors {
             warn!(error = %fault, "this listener refuses all clients until the error is corrected; the files are watched");
@@ -131,7 +131,7 @@ fn load_yurthub_tls(
     Ok((server_tls, leaf))
 }
 
-/// Files of a listener of the API cache, by the key that names them.
+/// Configuration key of the files of an API cache listener.
 struct CertificateFiles(&'static str);
 
 impl CertificateFiles {
@@ -166,7 +166,7 @@ impl CertificateFiles {
     }
 }
 
-/// The certificate is another node's: the right one may be there soon.
+/// Returns the error of a certificate that is for another node. The right certificate may be issued later.
 pub(super) fn check_node_name(
     files: &config::Identity,
     configured: &str,

@@ -1,8 +1,7 @@
-//! Another configuration for a running edge: the new data path is built whole, then each new stream takes it.
+//! Reload of the configuration of a running edge: the new data path is built completely, and then new streams use it.
 //!
-//! Open streams stay on the data path that they began on, with its connections to upstreams, and end if the policy of
-//! another configuration refuses them. Keys that cannot change while an edge runs are named, and take effect at the next
-//! start.
+//! Open streams stay on their previous data path with its connections to upstreams. They end if the policy of the new
+//! configuration refuses them. Keys that cannot change while an edge runs are reported, and take effect at the next start.
 
 use super::{
     error::Error,
@@ -42,10 +41,10 @@ use tracing::{info, warn};
 /// Interval at which pooled connections to upstreams are checked.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Data path that new streams take.
+/// Data path that new streams use.
 pub(super) type CurrentProxy = Arc<ArcSwap<Proxy>>;
 
-/// Returns the data path as a session of a tunnel calls it.
+/// Returns the function through which tunnel sessions use the data path.
 pub(super) fn serve_fn(now: &CurrentProxy) -> ServeFn {
     let now = now.clone();
     Arc::new(move |request| {
@@ -54,13 +53,13 @@ pub(super) fn serve_fn(now: &CurrentProxy) -> ServeFn {
     })
 }
 
-/// The list of ports as a session of a tunnel knows it.
+/// Returns the function through which tunnel sessions report listed ports.
 pub(super) fn announced_ports_fn(reloader: &Reloader) -> AnnouncedPortsFn {
     let reloader = reloader.clone();
     Arc::new(move |listed, from| reloader.parts().apply_announced_ports(listed, from))
 }
 
-/// Closes connections to upstreams that are idle for too long.
+/// Closes expired idle connections to upstreams.
 pub(super) async fn sweep_idle_connections(now: CurrentProxy) {
     let mut tick = interval(SWEEP_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -84,16 +83,16 @@ pub struct Reloader(Arc<Reloadable>);
 pub(super) struct Reloadable {
     pub(super) node: String,
     pub(super) trust_domain: TrustDomain,
-    /// Configuration that the edge began with.
+    /// Configuration with which the edge was started.
     pub(super) initial_config: Config,
     pub(super) current_proxy: CurrentProxy,
     pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
     pub(super) policy_inputs: Mutex<PolicyInputs>,
-    /// The ports of the admin listener, and of the API cache's endpoint.
+    /// Ports of the admin listener, and of the API cache's listener for this node's programs.
     pub(super) own_ports: Vec<u16>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tasks: Arc<TaskGroup>,
-    /// Identity that an external CA issues, if it is not this edge's own.
+    /// Identity that an external CA issues, if the edge uses one.
     pub(super) external_identity: watch::Sender<Option<EdgeIdentity>>,
     /// Inputs of the decision whether the identity is replaced.
     pub(super) rejoin: Arc<RejoinState>,
@@ -101,27 +100,28 @@ pub(super) struct Reloadable {
     pub(super) endpoint_tls: watch::Sender<Option<ServerOnlyTls>>,
     /// Certificate and roots of the listener for `YurtHub`s, if there is one.
     pub(super) yurthub_tls: watch::Sender<Option<YurtHubServerTls>>,
-    /// The certificates that both show.
+    /// Certificates that both listeners present.
     pub(super) listener_certificates: ArcSwap<Leaves>,
 }
 
-/// Number of remembered addresses from which gateways were dialled. The edge dials none that this node has no more.
+/// Maximum number of remembered local addresses of connections to gateways. Addresses that the node has lost are harmless,
+/// because the edge does not connect to them.
 const MAX_OWN_ADDRESSES: usize = 8;
 
 /// Inputs from which the current data path has been built.
 pub(super) struct PolicyInputs {
-    /// As the owner configured it.
+    /// Policy of the owner's configuration.
     policy: Policy,
     /// Ports that a gateway listed last.
     announced: AnnouncedPorts,
-    /// From where gateways that list were dialled, the last one last.
+    /// Local addresses of the connections to gateways that listed ports, the most recent one last.
     own_addresses: Vec<IpAddr>,
-    /// Cancelled once the owner has configured another policy.
+    /// Cancelled once the owner has applied another policy.
     replaced: CancellationToken,
 }
 
 impl PolicyInputs {
-    /// Before any gateway has listed anything.
+    /// Creates the inputs before any gateway has listed ports.
     pub(super) fn new(policy: Policy, proxy: &Proxy) -> Mutex<Self> {
         Mutex::new(Self {
             policy,
@@ -133,7 +133,7 @@ impl PolicyInputs {
 }
 
 impl Reloadable {
-    /// Takes this up, for each stream that begins from now on. Returns the node's ports that are served then.
+    /// Changes the inputs, and builds the data path that new streams use. Returns the node ports that are served then.
     fn update_policy(&self, change: impl FnOnce(&mut PolicyInputs)) -> Vec<u16> {
         // The lock makes concurrent changes see each other.
         let mut policy_inputs = self
@@ -165,7 +165,7 @@ impl Reloadable {
         ports
     }
 
-    /// Takes the node ports of the cluster, as a gateway listed them that was dialled from this address.
+    /// Takes over the cluster's node ports that a gateway listed. The gateway was dialled from the node's address `from`.
     pub(super) fn apply_announced_ports(&self, announced: AnnouncedPorts, from: Option<IpAddr>) {
         let count = announced.http.len() + announced.tcp.len();
         if count > AnnouncedPorts::MAX_PORTS {
@@ -199,7 +199,7 @@ impl Reloadable {
     }
 }
 
-/// A configuration of which all is built and nothing is in force. Dropped, it leaves everything as it was.
+/// New configuration that is completely built but not in use yet. Dropping it changes nothing.
 pub struct PendingReload<'a> {
     reloadable: &'a Reloadable,
     policy: Policy,
@@ -212,12 +212,12 @@ pub struct PendingReload<'a> {
 /// Result of a reload.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReloadSummary {
-    /// The node's ports that are served.
+    /// Node ports that are served.
     pub ports: Vec<u16>,
-    /// Keys that differ from what the edge began with, and wait for its next start.
+    /// Keys that differ from the initial configuration and take effect at the next start.
     pub restart_keys: Vec<&'static str>,
-    /// Parts that stay as they were, with the reason: files of the API cache's listeners, which do not block the other
-    /// parts.
+    /// Parts that were not replaced, with the reason. These are files of the API cache's listeners, whose errors do not block
+    /// the other parts.
     pub unchanged: Vec<String>,
 }
 
@@ -230,11 +230,11 @@ impl Reloader {
         &self.0
     }
 
-    /// Reads and builds all that `config`, which has been validated, asks for. Nothing is in force before
+    /// Reads and builds everything that `config` requires, which has been validated. Nothing is in use before
     /// [`PendingReload::apply`].
     ///
     /// # Errors
-    /// If anything is missing or malformed; everything is as it was then.
+    /// If anything is missing or malformed. Nothing has changed then.
     pub fn prepare(&self, config: &Config) -> Result<PendingReload<'_>, Error> {
         // `kubernetes` and everything derived from it change only at the next start.
         let began = self.0.initial_config.kubernetes.clone();
@@ -256,7 +256,7 @@ impl Reloader {
         })
     }
 
-    /// Returns the identity that the external CA has issued meanwhile. An edge manages its own identity itself.
+    /// Returns the identity that the external CA has issued meanwhile, or `None` if the edge has no external CA.
     fn load_external_identity(&self, config: &Config) -> Result<Option<EdgeIdentity>, Error> {
         let (Some(files), Some(_)) = (&config.identity, &self.0.initial_config.identity) else {
             return Ok(None);
@@ -281,14 +281,14 @@ impl Reloader {
         Err(external_identity::identity_error(files, &why))
     }
 
-    /// Notes that a configuration was refused: it could not be read, or not be prepared.
+    /// Counts a configuration that was refused, because it could not be read or prepared.
     pub fn record_refusal(&self) {
         self.0.metrics.count_reload(false);
     }
 }
 
 impl PendingReload<'_> {
-    /// Puts it into force, for each stream that begins from now on. Open streams that it refuses end.
+    /// Applies the configuration for all streams that begin from now on. Open streams that it refuses end.
     pub fn apply(self) -> ReloadSummary {
         let Self {
             reloadable: edge,
@@ -335,7 +335,8 @@ impl PendingReload<'_> {
     }
 }
 
-/// The configuration with the listeners that there are until the next start: files are read for these, and judged by their addresses.
+/// Returns the configuration with the current listeners, which stay until the next start. Their files are read and checked
+/// for their current addresses.
 fn with_current_listeners(initial: &Config, updated: &Config) -> Config {
     let mut config = updated.clone();
     let (Some(initial), Some(updated)) = (&initial.api_cache, &mut config.api_cache) else {
@@ -352,7 +353,7 @@ fn with_current_listeners(initial: &Config, updated: &Config) -> Config {
     config
 }
 
-/// The keys of which a reload only says that they have changed.
+/// Keys whose changes a reload only reports.
 pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
     RestartKey::whole("data_dir", |one, two| one.data_dir != two.data_dir),
     RestartKey::whole("node", |one, two| one.node != two.node),
@@ -388,12 +389,12 @@ pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
     RestartKey::whole("log", |one, two| one.log != two.log),
 ]);
 
-/// The reader's keys without the paths that each reload reads.
+/// Returns the keys of the API cache without the paths that each reload reads.
 fn non_reloadable(config: &Config) -> Option<ApiCache> {
     config.api_cache.as_ref().map(ApiCache::without_files)
 }
 
-/// For people, in one line.
+/// Description in one line, for people.
 impl fmt::Display for ReloadSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.ports.is_empty() {

@@ -3,7 +3,7 @@
 use futures_util::future::select_all;
 use tokio::sync::watch;
 
-/// Waits until one of these stores is another, or has lost or found its source.
+/// Waits until one of these stores has changed, or has lost or found its source.
 pub(super) async fn any_changed(changes: &mut [watch::Receiver<u64>]) {
     if changes.is_empty() {
         return std::future::pending().await;

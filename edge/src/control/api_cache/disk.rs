@@ -1,7 +1,7 @@
-//! Cached objects on the disk: loaded before the endpoint listens, and written when they have changed.
+//! Cached objects on the disk: loaded before the listener accepts clients, and written when they have changed.
 //!
-//! One file for each resource, written by a thread that may block, at most once in `save_every`. A process that stops in
-//! order has saved all of it. A process that is killed has the state of `save_every` before. Once a minute the time is
+//! Each resource has one file, which a blocking thread writes at most once in `save_every`. A process that stops in order has
+//! saved everything. A process that is killed loses at most the changes of the last `save_every`. Once a minute the time is
 //! recorded until which the saved state was the newest.
 
 use super::{changes::any_changed, membership::Membership};
@@ -18,9 +18,10 @@ use tokio::{
 };
 use tracing::{debug, warn};
 
-/// How often it is noted until when the states were the newest: a small file, and a disk that wears out.
+/// Interval at which the time is saved until which the states were the newest. The file is small, and writes wear flash
+/// storage.
 const TIMES_INTERVAL: Duration = Duration::from_mins(1);
-/// A disk that hangs does not keep an edge from stopping.
+/// Maximum time for the last write. A disk that hangs must not prevent an edge from stopping.
 const FINAL_SAVE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Writer that saves a cache to disk. Cheap to clone.
@@ -32,7 +33,7 @@ struct Inner {
     snapshots: SnapshotDir,
     membership: Membership,
     data_dir: DataDir,
-    /// Version of each store that is on the disk. Locked while it is written, by threads that may block.
+    /// Version of each store that is on the disk. Locked during a write, by threads that may block.
     saved_versions: Mutex<Vec<u64>>,
 }
 
@@ -51,7 +52,7 @@ impl DiskWriter {
         }))
     }
 
-    /// Takes up what is on the disk. Returns when it is there.
+    /// Loads the saved objects. Returns when they are loaded.
     pub(super) async fn load(&self) {
         let this = self.clone();
         let loaded = spawn_blocking(move || {
@@ -70,7 +71,7 @@ impl DiskWriter {
         }
     }
 
-    /// Writes what changes, for as long as it is polled.
+    /// Writes changes for as long as it is polled.
     pub(super) async fn run(self, save_interval: Duration) {
         let mut store_changes: Vec<_> = self
             .0
@@ -108,7 +109,7 @@ impl DiskWriter {
         }
     }
 
-    /// Writes what is not on the disk.
+    /// Writes the stores that have changed since they were saved.
     async fn save_changed(&self) {
         let this = self.clone();
         let save_task = spawn_blocking(move || {
@@ -136,7 +137,7 @@ impl DiskWriter {
         }
     }
 
-    /// Notes until when what is on the disk was the newest.
+    /// Saves the time until which the saved state was the newest.
     async fn save_times(&self) {
         let this = self.clone();
         let save_task = spawn_blocking(move || {
@@ -149,7 +150,7 @@ impl DiskWriter {
         }
     }
 
-    /// Writes what is not on the disk, before the end.
+    /// Writes everything that has not been saved, before the edge stops.
     pub(super) async fn final_save(&self) {
         let last = async {
             self.save_changed().await;

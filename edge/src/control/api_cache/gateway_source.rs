@@ -1,8 +1,9 @@
-//! A gateway to read from: one HTTP/2 connection, dialled like a tunnel, for lists and watches of all resources.
+//! Gateway as a source: one HTTP/2 connection, dialled like a tunnel, for lists and watches of all resources.
 //!
-//! It is dialled when something is asked and none is there, with the identity of that moment; what is asked meanwhile waits
-//! for the same one. With another identity, or at another gateway, the next question has a connection of its own, and watches
-//! that are open keep theirs until they end by themselves. How long to wait after a failure is what it is for tunnels.
+//! The connection is dialled when a request needs it and none is open, with the identity of that moment. Requests that arrive
+//! meanwhile wait for the same connection. After a change of the identity or of the gateway, the next request opens a new
+//! connection. Open watches keep the old connection until they end by themselves. The delay after a failure is the same as
+//! for tunnels.
 
 use super::list_watch_http::{build_request, error_chain, to_source_response};
 use crate::control::{
@@ -38,15 +39,16 @@ use tokio::{
 };
 use tracing::{debug, info, info_span};
 
-/// A gateway is asked whether it is there this often, and is gone when it does not say so within this time.
+/// Interval of the PINGs on the connection. The gateway counts as gone if it does not answer one within `PING_TIMEOUT`.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
-/// A gateway has what it serves in memory; a watch of a version that it does not know yet waits 3 s for it.
+/// Time within which a gateway must answer. A gateway serves from memory, but a watch of a version that it does not know yet
+/// waits 3 s for that version.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
-/// Between two gateways that do not serve what is asked.
+/// Minimum time between two switches away from gateways that do not serve a request.
 const MIN_SWITCH_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Source that reads at any gateway that answers.
+/// Source that reads from any gateway that answers.
 pub(super) struct GatewaySource {
     context: Arc<TunnelContext>,
     tasks: Arc<TaskGroup>,
@@ -55,18 +57,18 @@ pub(super) struct GatewaySource {
     dial_lock: Turn<()>,
 }
 
-/// The connection, and what is known for the next one.
+/// Current connection, and the state for the next dial.
 struct SourceConnection {
     open: Option<OpenConnection>,
     backoff: Backoff,
-    /// Nothing is dialled before.
+    /// Time before which no gateway is dialled.
     not_before: Option<Instant>,
-    /// Gateways that did not serve this node, the last one last.
+    /// Gateways that did not serve this node, the most recent one last.
     rejected_gateways: Vec<String>,
-    /// When it last went to another.
+    /// Time of the last switch to another gateway.
     switched_at: Option<Instant>,
-    /// Traffic of the connection that was dialled last. Watches on an earlier connection, of another identity or gateway,
-    /// are taken to be as silent as this.
+    /// Traffic of the connection that was dialled last. Watches on an earlier connection, of another identity or gateway, are
+    /// assumed to be as silent as this connection.
     traffic: Option<Arc<IoActivity>>,
 }
 
@@ -74,7 +76,7 @@ struct SourceConnection {
 struct OpenConnection {
     sender: SendRequest<Full<Bytes>>,
     gateway: String,
-    /// As whom it was dialled.
+    /// Certificate that this node presented on the connection.
     certificate: LeafCertificate,
 }
 
@@ -101,13 +103,14 @@ impl GatewaySource {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the gateway that it reads from now.
+    /// Returns the gateway of the open connection.
     pub(super) fn gateway(&self) -> Option<String> {
         self.lock().open.as_ref().map(|open| open.gateway.clone())
     }
 
-    /// Dials another gateway next, if there is one: this one does not serve what is asked. Where none does that is no reason to
-    /// go round without end.
+    /// Closes the connection, so that the next dial prefers another gateway, because this one does not serve the request.
+    /// Does nothing for `MIN_SWITCH_INTERVAL` after a switch: the source must not switch without end if no gateway serves the
+    /// request.
     pub(super) fn switch_gateway(&self) {
         let mut state = self.lock();
         if state
@@ -125,12 +128,12 @@ impl GatewaySource {
         }
     }
 
-    /// Needs no connection for now.
+    /// Closes the connection until a request needs one.
     pub(super) fn disconnect(&self) {
         self.lock().open = None;
     }
 
-    /// The connection that is open, as this node is now.
+    /// Returns the open connection, if this node's certificate has not changed since it was dialled.
     fn reusable_connection(&self) -> Option<OpenConnection> {
         let current_certificate = self.context.identity_store.identity().leaf;
         let mut state = self.lock();
@@ -140,7 +143,7 @@ impl GatewaySource {
         state.open.clone()
     }
 
-    /// The connection that is open, or the next.
+    /// Returns the open connection, or dials a new one.
     async fn connect(&self) -> Result<OpenConnection, String> {
         if let Some(open) = self.reusable_connection() {
             return Ok(open);
@@ -249,7 +252,7 @@ impl ListWatch for GatewaySource {
         Box::pin(async move { self.send_request(&path_and_query).await })
     }
 
-    /// By its answers to pings, when it says nothing else.
+    /// Returns the time since the last received byte. The gateway's answers to PINGs count as well.
     fn time_since_contact(&self) -> Duration {
         let state = self.lock();
         let traffic = state.traffic.as_ref();
@@ -257,7 +260,7 @@ impl ListWatch for GatewaySource {
     }
 }
 
-/// The same trust and identity for HTTP/2.
+/// Returns a copy of the configuration that offers only HTTP/2.
 fn http2_only(config: &ClientConfig) -> Arc<ClientConfig> {
     let mut config = config.clone();
     config.alpn_protocols = vec![wire::ALPN_H2.to_vec()];

@@ -1,5 +1,5 @@
-//! List and watch requests shared by HTTP/1.1 to a pool member and HTTP/2 to a gateway: the request, and the streamed
-//! answer.
+//! List and watch requests, shared by HTTP/1.1 to a pool member and HTTP/2 to a gateway: builds the request and converts the
+//! streamed response.
 
 use bytes::Bytes;
 use causeway_watch_cache::SourceResponse;
@@ -12,10 +12,8 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use std::error::Error;
 
-/// As whom a pool's reader asks.
 const USER_AGENT_VALUE: &str = concat!("causeway-edge/", env!("CARGO_PKG_VERSION"));
 
-/// A request for this.
 pub(super) fn build_request(
     uri: &str,
     mut headers: HeaderMap,
@@ -28,7 +26,7 @@ pub(super) fn build_request(
     Ok(request)
 }
 
-/// An answer as a store follows it.
+/// Converts a response into the form that a store reads.
 pub(super) fn to_source_response(response: Response<Incoming>) -> SourceResponse {
     let (head, body) = response.into_parts();
     let body = unfold(body, async |mut body| {
@@ -51,7 +49,7 @@ pub(super) fn to_source_response(response: Response<Incoming>) -> SourceResponse
     }
 }
 
-/// Returns the error's text with those of its causes: hyper's own words say little.
+/// Returns the text of the error and of its causes, because hyper's own text has little detail.
 pub(super) fn error_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

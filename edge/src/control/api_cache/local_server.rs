@@ -1,7 +1,7 @@
-//! Listener for this node's programs: Kubernetes' own API over HTTP/1.1 or HTTP/2, with TLS or without, on loopback.
+//! Listener for this node's programs: the Kubernetes API over HTTP/1.1 or HTTP/2, with or without TLS, on loopback.
 //!
-//! It has no authentication and serves only reads. A page in a browser on this machine does not read it under a name of its
-//! own (`listen`): over TLS the names of the certificate count.
+//! The listener has no authentication and serves only reads. It checks the host name of each request, so that a browser page
+//! on this machine cannot read it (DNS rebinding). Over TLS the names of the certificate are valid as well.
 
 use super::{
     selected_source::SelectedSource,
@@ -29,12 +29,12 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-/// Connections at once: a node's kube-proxy, name server and some more have a few each.
+/// Maximum number of connections. A node's kube-proxy, its name server and some other programs have a few each.
 const MAX_CONNECTIONS: usize = 256;
 
-/// Returns the router of a listener. For pool members (`at`) a view that comes from another member is marked as out of
-/// touch, though not for long. A client with a `scope` reads the resources of the grant, and a client without one
-/// everything.
+/// Returns the router of a listener. The router for pool members has `selected`. While this node does not read from a
+/// gateway, a response without an `Age` gets one of 0 s, and the view does not count as fresh. A client with a `scope` reads
+/// the resources of the scope, and a client without one reads everything.
 pub(super) fn cache_router(
     cache: Arc<WatchCache>,
     selected: Option<watch::Receiver<Arc<SelectedSource>>>,
@@ -58,14 +58,14 @@ pub(super) fn cache_router(
     })
 }
 
-/// The listener, with what is shown there if programs read over TLS.
+/// Listener for this node's programs, with its certificate if it uses TLS.
 pub(super) struct LocalServer {
     pub(super) listener: TcpListener,
     pub(super) certificate: Option<watch::Receiver<Option<ServerOnlyTls>>>,
 }
 
 impl LocalServer {
-    /// Serves this machine until `stop`.
+    /// Serves the programs of this machine until `stop`.
     pub(super) async fn run(
         self,
         (router, node): (Router, String),
@@ -118,7 +118,7 @@ async fn serve_plain(
     }
 }
 
-/// This node's own programs: any of them, by what it is shown now.
+/// Policy that admits every program on this node, with the current certificate of the listener.
 struct AnyClient(watch::Receiver<Option<ServerOnlyTls>>);
 
 impl ClientPolicy for AnyClient {
@@ -134,7 +134,7 @@ impl ClientPolicy for AnyClient {
         Ok("a program on this node".to_owned())
     }
 
-    /// It has shown nothing that could end.
+    /// Never returns, because the client has presented no certificate.
     fn wait_for_revocation(&self, _: PresentedChain) -> BoxFuture<'static, String> {
         Box::pin(pending())
     }

@@ -1,9 +1,9 @@
-//! The site network: members of one node pool read here, over TLS with the nodes' own certificates.
+//! Listener on the site network: members of one node pool read here, over TLS with the certificates of their nodes.
 //!
-//! A view from here is fresh only while this node reads at a gateway itself. When it does not any more, the connections of
-//! the members are closed, so that they select a source anew. A client's membership is checked after the handshake, and
-//! whenever the list of members changes. The connection of a node that is no longer a member is closed. This node uses its
-//! current identity at each handshake, so a renewed certificate and another root need no notification here.
+//! A view from here is fresh only while this node itself reads from a gateway. When this node loses the gateway, it closes
+//! the members' connections, so that the members select a source again. A client's membership is checked after the handshake,
+//! and whenever the list of members changes. The connection of a node that is no longer a member is closed. Each handshake
+//! uses the current identity of this node, so renewed certificates and new roots need no notification here.
 
 use super::{
     membership::Membership,
@@ -23,17 +23,18 @@ use tokio::{net::TcpListener, sync::watch, time::sleep};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 use tracing::info;
 
-/// Connections at once: each watch of a member is one, and each list for a moment.
+/// Returns the maximum number of connections. Each watch of a member uses one, and each list uses one for a moment.
 const fn max_connections(resources: usize) -> usize {
     NodePoolMembers::MAX_MEMBERS * (resources + 1)
 }
 
-/// Of these, for one member, with what has not ended yet; it may read more resources than this node.
+/// Returns the maximum number of connections of one member, including those that are still closing. The member may read more
+/// resources than this node.
 pub(super) fn max_per_member(resources: usize) -> usize {
     (4 * (resources + 1)).max(32)
 }
 
-/// Interval of the checks of a member that stays connected: certificates end, and roots go out of use.
+/// Interval at which a connected member is checked again, because certificates expire and roots are removed.
 const RECHECK_INTERVAL: Duration = Duration::from_mins(1);
 
 /// Certificate and roots of this node on its site network. Cheap to clone.
@@ -46,7 +47,7 @@ struct Inner {
     cached: Mutex<Option<Arc<MemberTlsPair>>>,
 }
 
-/// Both ends, of one identity.
+/// Server and client side of TLS for one identity.
 pub(super) struct MemberTlsPair {
     tls: Arc<PoolMemberTls>,
     acceptor: TlsAcceptor,
@@ -63,10 +64,10 @@ impl MemberTls {
         }))
     }
 
-    /// Both ends as this node is now.
+    /// Returns both sides of TLS for the current identity of this node.
     ///
     /// # Errors
-    /// If its certificate has no place on a site network.
+    /// If the certificate of this node cannot be used on a site network.
     pub(super) fn current(&self) -> Result<Arc<MemberTlsPair>, String> {
         let identity = self.0.identity_store.identity();
         let mut cached = self.0.cached.lock().unwrap_or_else(PoisonError::into_inner);
@@ -90,7 +91,7 @@ impl MemberTls {
         Ok(cached.insert(Arc::new(pair)).clone())
     }
 
-    /// Returns the node that has presented this chain, if it is still a member.
+    /// Returns the name of the node that has presented this chain, if the node is still a member.
     fn member_name(&self, chain: &[CertificateDer<'_>]) -> Result<String, String> {
         let member = self.current()?.tls.verify_member(chain, UnixTime::now());
         member
@@ -147,14 +148,15 @@ impl ClientPolicy for MemberClients {
     }
 }
 
-/// Returns when this node, which has read at a gateway, does not any more: its clients are then to select a source anew.
+/// Returns when this node stops reading from a gateway after it has read from one. The clients must then select a source
+/// again.
 async fn wait_until_upstream_lost(mut selected: watch::Receiver<Arc<SelectedSource>>) {
     // The source selector lives at least as long as this task.
     let _ = selected.wait_for(|at| at.is_from_gateway()).await;
     let _ = selected.wait_for(|at| !at.is_from_gateway()).await;
 }
 
-/// Returns the reason once this chain is no longer that of a member.
+/// Returns the reason once the node of this chain is no longer a member.
 async fn wait_until_revoked(tls: &MemberTls, chain: &[CertificateDer<'_>]) -> String {
     let mut membership_changes = tls.0.membership.changes();
     loop {

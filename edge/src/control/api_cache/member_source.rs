@@ -1,7 +1,7 @@
-//! A member of the pool, as one to read from: each request is a connection of its own, over TLS with the nodes' certificates.
+//! Pool member as a source: each request has its own connection, over TLS with the certificates of the nodes.
 //!
-//! A site has no slow links, so all of it, until the head of the answer is there, has one short bound; what is silent after
-//! that is noticed by TCP.
+//! A site has no slow links, so one short timeout covers everything until the response head has arrived. After that, TCP
+//! detects a silent member.
 
 use super::{
     list_watch_http::{build_request, error_chain, to_source_response},
@@ -27,14 +27,14 @@ use tokio::{net::TcpStream, time::timeout};
 use tokio_rustls::client::TlsStream;
 use tracing::info_span;
 
-/// Time within which a member answers, or is considered away.
+/// Time within which a member must answer. A member that does not is considered unreachable.
 pub(super) const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
-/// One of its addresses may be one that is not reached from here.
+/// Maximum time to connect to one address of a member, because not every address is reachable from this node.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Bytes within which a list's own version stands in its text, for a list of one object.
+/// Maximum size of a response to a list of one object, in bytes. The version of the list is in that text.
 const MAX_LIST_BYTES: usize = 4 << 20;
 
-/// A member that is read from. Cheap to clone.
+/// Pool member as a source. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct MemberSource {
     pub(super) member: NodePoolMember,
@@ -63,7 +63,7 @@ impl MemberSource {
             .map_err(|error| error_chain(&error))
     }
 
-    /// The first of its addresses at which it is.
+    /// Connects to the first reachable address of the member.
     pub(super) async fn dial(&self) -> Result<TlsStream<TcpStream>, String> {
         let server_name = ServerName::try_from(self.member.node.clone());
         let server_name = server_name.map_err(|error| error.to_string())?;
@@ -88,7 +88,8 @@ impl MemberSource {
         response.map_err(|why| format!("node {}: {why}", self.member.node))
     }
 
-    /// How good its view of what is listed at `path` is, if it has one.
+    /// Returns the freshness of the member's view of the resource at `path`, or `None` if the member has no view or does not
+    /// answer.
     pub(super) async fn freshness(&self, path: &str) -> Option<Freshness> {
         let request = async {
             let response = self
@@ -140,7 +141,7 @@ async fn connect(at: &str) -> std::io::Result<TcpStream> {
     Ok(tcp)
 }
 
-/// The version of a list.
+/// Returns the resource version of a list.
 fn version_of(list: &[u8]) -> Option<u64> {
     #[derive(serde::Deserialize)]
     struct List {

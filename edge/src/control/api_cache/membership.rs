@@ -1,8 +1,9 @@
-//! Members of this node's pool: as a gateway announced them last, and saved on the disk for a start without any gateway.
+//! Members of this node's pool, as a gateway announced them last. They are saved on the disk for a start without any gateway.
 //!
-//! Gateways may name different leaders. The announcement that counts comes from the gateway whose process has the first
-//! random name: that is the same one for each edge that has tunnels at all of them, so that a pool has one leader. Two nodes
-//! that follow each other would both turn away, and back, for ever. The last announcement holds while no gateway is there.
+//! Gateways may name different leaders. The announcement that counts is that of the gateway process whose random instance
+//! name sorts first. Each edge with tunnels to all gateways selects the same one, so that a pool has one leader. Two nodes
+//! that follow each other would otherwise switch back and forth for ever. Without any gateway the last announcement stays
+//! valid.
 
 use causeway_certs::{NodeName, Store, verify::IsMemberFn};
 use causeway_config::host_port;
@@ -18,7 +19,7 @@ use std::{
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-/// Name of the saved members in the data directory.
+/// Name of the file with the saved members in the data directory.
 const MEMBERS_FILE: &str = "members";
 
 /// Members of this node's pool. Cheap to clone.
@@ -28,12 +29,13 @@ pub(crate) struct Membership(Arc<MembershipState>);
 #[derive(Debug)]
 struct MembershipState {
     current: watch::Sender<NodePoolMembers>,
-    /// Last announcement of each tunnel's gateway, the one that counts first.
+    /// Last announcement of each tunnel's gateway, ordered so that the one that counts is first.
     announcements: Mutex<BTreeMap<AnnouncerKey, NodePoolMembers>>,
     next_tunnel: AtomicU64,
 }
 
-/// The gateway's process, and of its tunnels the newest: an older one that only waits for its streams hears nothing more.
+/// Gateway process, and its tunnels with the newest first. An older tunnel that only waits for its streams receives no more
+/// announcements.
 type AnnouncerKey = (String, Reverse<u64>);
 
 /// Handle for the announcements of one tunnel's gateway, until the gateway is gone or drains.
@@ -43,7 +45,7 @@ pub(crate) struct MembershipUpdater {
 }
 
 impl MembershipUpdater {
-    /// Takes the members that the gateway announces.
+    /// Takes over the members that the gateway announces.
     pub(crate) fn update(&self, mut members: NodePoolMembers) {
         let count = members.members.len();
         if count > NodePoolMembers::MAX_MEMBERS {
@@ -103,7 +105,7 @@ impl Membership {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes up what counts now.
+    /// Makes the announcement that counts the current one. Without any announcement the current one stays.
     fn apply(&self, announcements: &BTreeMap<AnnouncerKey, NodePoolMembers>) {
         let Some(members) = announcements.values().next() else {
             return;
@@ -118,17 +120,17 @@ impl Membership {
         });
     }
 
-    /// As it is now.
+    /// Returns the current members.
     pub(super) fn current(&self) -> NodePoolMembers {
         self.0.current.borrow().clone()
     }
 
-    /// Whenever it is another.
+    /// Returns a receiver that is notified of each change of the members.
     pub(super) fn changes(&self) -> watch::Receiver<NodePoolMembers> {
         self.0.current.subscribe()
     }
 
-    /// Says whether a node is a member now.
+    /// Returns a function that checks whether a node is currently a member.
     pub(super) fn is_member(&self) -> IsMemberFn {
         let membership = self.clone();
         Arc::new(move |node: &NodeName| {
@@ -138,7 +140,7 @@ impl Membership {
         })
     }
 
-    /// Keeps it on the disk. Blocks.
+    /// Saves the members on the disk. Blocks.
     pub(super) fn save(&self, store: &Store) {
         let text = serde_json::to_string(&self.current()).unwrap_or_default();
         if let Err(error) = store.write_runtime(MEMBERS_FILE, &text) {

@@ -1,4 +1,4 @@
-//! Quotas: the share of each of many in a bounded resource.
+//! Quotas: limits of each client's share in a limited resource.
 
 use std::{
     collections::HashMap,
@@ -6,11 +6,11 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// How many each has now. Cheap to clone.
+/// Number of guards that each key has. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct Quota<K>(Arc<Mutex<HashMap<K, usize>>>);
 
-/// One of them; it is given back when this is dropped.
+/// One unit of a key's quota, which is returned when this is dropped.
 pub(super) struct QuotaGuard<K: Eq + Hash> {
     quota: Quota<K>,
     key: K,
@@ -21,7 +21,7 @@ impl<K: Eq + Hash + Clone> Quota<K> {
         Self(Arc::default())
     }
 
-    /// One more for this one, unless it has as many.
+    /// Takes one unit for this key, or returns `None` if the key has reached `limit`.
     pub(super) fn acquire(&self, key: K, limit: usize) -> Option<QuotaGuard<K>> {
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if counts.get(&key).is_some_and(|count| *count >= limit) {

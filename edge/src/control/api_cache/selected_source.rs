@@ -4,10 +4,10 @@ use causeway_tunnel::control_stream::NodePoolMember;
 use causeway_watch_cache::{ListWatch, ReflectorError};
 use std::{fmt, sync::Arc, time::Duration};
 
-/// Source that is read from.
+/// Source that the API cache currently reads from.
 #[derive(Clone)]
 pub(super) struct SelectedSource {
-    /// Another one at each change.
+    /// Number that changes with each selection.
     pub(super) generation: u64,
     pub(super) kind: SourceKind,
     pub(super) source: Option<Arc<dyn ListWatch>>,
@@ -22,11 +22,11 @@ pub(super) enum SourceKind {
     Member(NodePoolMember),
 }
 
-/// Message of a store whose source has ended.
+/// Message from a store whose source has ended.
 pub(super) struct SourceLost {
     pub(super) generation: u64,
     pub(super) error: ReflectorError,
-    /// How long it was followed.
+    /// Time for which the store followed the source.
     pub(super) duration: Duration,
 }
 
@@ -42,7 +42,7 @@ impl fmt::Display for SourceKind {
 }
 
 impl SelectedSource {
-    /// At the beginning.
+    /// Returns the initial selection, which has no source.
     pub(super) fn unselected() -> Arc<Self> {
         Arc::new(Self {
             generation: 0,
@@ -51,7 +51,7 @@ impl SelectedSource {
         })
     }
 
-    /// Whether the objects come from a gateway, and from no other member.
+    /// Whether the objects come directly from a gateway.
     pub(super) fn is_from_gateway(&self) -> bool {
         self.kind == SourceKind::Gateway
     }

@@ -1,27 +1,28 @@
-//! Choice of the source: a pure function of the known facts, and the freshest of several answers.
+//! Choice of the source: a pure function of the known facts, and the choice of the freshest of several views.
 //!
-//! 1. The leader reads at the gateway, and so does a node that has no pool or is no member of it, or has no leader to read
+//! 1. The leader reads from a gateway. So does a node that has no pool, is no member of its pool, or has no leader to read
 //!    from.
-//! 2. The others read at the leader. If the leader does not answer, or has lost its own source, they read at a gateway.
-//! 3. If no gateway is in touch either, they read at any member that has a fresh view, by the last announced list.
+//! 2. The other nodes read from the leader. If the leader does not answer, or has lost its own source, they read from a
+//!    gateway.
+//! 3. If no gateway is reachable either, they read from any member of the last announced list that has a fresh view.
 //!
-//! Only a node that reads at a gateway itself has a fresh view for other members (`local_server` marks the others). Two that
-//! read at each other would both be in touch, and know nothing new for ever.
+//! Only a node that reads from a gateway itself has a fresh view for other members (`local_server` marks the others).
+//! Otherwise two nodes could read from each other, and both would appear connected but receive no changes.
 //!
-//! Gateways name the leader: the nodes agree on nothing here.
+//! Gateways name the leader: the nodes do not elect one.
 
 use causeway_tunnel::control_stream::{NodePoolMember, NodePoolMembers};
 
-/// Facts from which the source is chosen.
+/// Facts that determine the source.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SelectionInput<'a> {
-    /// This node.
+    /// Name of this node.
     pub(super) node: &'a str,
     /// Members of the pool, as last announced.
     pub(super) members: &'a NodePoolMembers,
-    /// The leader does not answer, or has no fresh view.
+    /// Whether the leader does not answer, or has no fresh view.
     pub(super) has_leader_failed: bool,
-    /// A gateway is in touch.
+    /// Whether a gateway is reachable.
     pub(super) is_gateway_reachable: bool,
 }
 
@@ -30,9 +31,9 @@ pub(super) struct SelectionInput<'a> {
 pub(super) enum SourceChoice {
     /// Any gateway that answers.
     Gateway,
-    /// This member, which leads.
+    /// This member, which is the leader.
     Leader(NodePoolMember),
-    /// The one of these that has the freshest view; the leader comes first.
+    /// The member of these that has the freshest view. The leader comes first.
     Freshest(Vec<NodePoolMember>),
 }
 
@@ -49,7 +50,8 @@ pub(super) fn choose_source(input: SelectionInput<'_>) -> SourceChoice {
     }
 }
 
-/// The members that can be read from, the leader first: none for a node that is no member, which they would not let in.
+/// Returns the members that this node can read from, the leader first. A node that is not a member can read from none,
+/// because members do not admit it.
 fn readable_members(input: SelectionInput<'_>) -> Vec<NodePoolMember> {
     let is_member = input
         .members
@@ -75,9 +77,9 @@ fn is_leader(members: &NodePoolMembers, member: &NodePoolMember) -> bool {
 /// Freshness of the view of a member that answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Freshness {
-    /// For how many seconds its source has been away; none while it is fresh.
+    /// Number of seconds for which the member's source has been lost, or `None` while the view is fresh.
     pub(super) age: Option<u64>,
-    /// The version of its newest state.
+    /// Version of the member's newest state.
     pub(super) version: u64,
 }
 
@@ -86,14 +88,15 @@ impl Freshness {
         self.age.is_none()
     }
 
-    /// The youngest is the best, and of several that are as young the one that knows most.
+    /// Returns the sort key: the youngest view is the best, and of several views of the same age the one with the highest
+    /// version.
     fn rank(self) -> (u64, std::cmp::Reverse<u64>) {
         (self.age.unwrap_or(0), std::cmp::Reverse(self.version))
     }
 }
 
-/// Returns the member to read from, of those that answered. Without a fresh one a node stays with its own view, and takes a
-/// stale one only if it has no view.
+/// Returns the member to read from, of those that answered. If no view is fresh, a node keeps its own view. It takes a stale
+/// view only if it has none.
 pub(super) fn freshest_member<T>(responses: Vec<(T, Freshness)>, has_a_view: bool) -> Option<T> {
     let usable = responses
         .into_iter()

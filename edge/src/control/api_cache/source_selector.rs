@@ -1,9 +1,9 @@
-//! Selection of the current source, and the change to another: [`source_policy`](super::source_policy) decides which source
-//! to use, this module gathers the facts for it.
+//! Selection of the current source, and the switch to another one. [`source_policy`](super::source_policy) decides which
+//! source to use, and this module gathers the facts for that decision.
 //!
-//! It looks again when another leader is named, when a gateway comes or goes, when a source ends, and every 10 s. Stores
-//! follow the selected source (`sync`). A change costs them a connection and no version, so their own clients do not notice.
-//! A leader that failed is probed until it has a fresh view again.
+//! The selection is repeated when another leader is named, when a gateway connects or disconnects, when a source ends, and
+//! every 10 s. Stores follow the selected source (`sync`). After a switch a store reconnects and continues from its version,
+//! so its own clients do not notice the switch. A leader that failed is probed until it has a fresh view again.
 
 use super::{
     gateway_source::GatewaySource,
@@ -25,17 +25,17 @@ use tokio::{
 };
 use tracing::info;
 
-/// A gateway is out of touch when no tunnel has stood for this long: one that restarts is no reason to go elsewhere.
+/// Time without a tunnel after which gateways count as unreachable. A restart of a gateway must not cause a switch.
 const GATEWAY_LOST_AFTER: Duration = Duration::from_secs(5);
-/// Interval at which it looks in any case.
+/// Interval at which the selection is repeated in any case.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
-/// The leader is asked this long before the others are.
+/// Time between the request to the leader and the requests to the other members.
 const LEADER_HEAD_START: Duration = Duration::from_millis(300);
-/// Members that are asked at once.
+/// Maximum number of simultaneous requests to members.
 const MAX_CONCURRENT_REQUESTS: usize = 16;
-/// How long the others have, once one with a fresh view has answered.
+/// Time that the other members have to answer, once one with a fresh view has answered.
 const STRAGGLER_WAIT: Duration = Duration::from_millis(300);
-/// Between two rounds of questions to all members, when none of them is in touch: each costs each of them a handshake.
+/// Shortest and longest pause between two rounds of requests to all members. Each round costs each member a handshake.
 const POLL_BACKOFF_MIN: Duration = Duration::from_secs(1);
 const POLL_BACKOFF_MAX: Duration = Duration::from_secs(40);
 
@@ -47,33 +47,33 @@ pub(super) struct SourceSelector {
     pub(super) tls: MemberTls,
     pub(super) tasks: Arc<TaskGroup>,
     pub(super) gateway_source: Arc<GatewaySource>,
-    /// How many tunnels stand.
+    /// Number of open tunnels.
     pub(super) tunnel_count: watch::Receiver<usize>,
     pub(super) selected: watch::Sender<Arc<SelectedSource>>,
     pub(super) source_lost: mpsc::Receiver<SourceLost>,
     pub(super) metrics: Arc<Metrics>,
 }
 
-/// Facts known of the leader and of the other members, and the requests in progress.
+/// Facts about the leader and the other members, and the requests in progress.
 #[derive(Default)]
 struct SelectorState {
     has_leader_failed: bool,
-    /// Since when the leader has not answered.
+    /// Time since when the leader has not answered.
     leader_silent_since: Option<Instant>,
     /// Request for the freshness of the leader's view, once the leader failed.
     leader_check: Option<BoxFuture<'static, Option<Freshness>>>,
     /// Request to all members for the one with the freshest view.
     poll: Option<BoxFuture<'static, Option<NodePoolMember>>>,
-    /// Before the next round.
+    /// Pause before the next round of requests.
     poll_pause: Duration,
-    /// A gateway is in touch until then, whether a tunnel stands or not.
+    /// Time until which a gateway counts as reachable even without a tunnel.
     gateway_ok_until: Option<Instant>,
-    /// A tunnel stood when it last looked.
+    /// Whether a tunnel was open at the last check.
     had_tunnel: bool,
 }
 
 impl SourceSelector {
-    /// Chooses for as long as it is polled.
+    /// Selects the source for as long as it is polled.
     pub(super) async fn run(mut self) {
         let mut state = SelectorState {
             gateway_ok_until: Some(Instant::now() + GATEWAY_LOST_AFTER),
@@ -128,7 +128,8 @@ impl SourceSelector {
         })
     }
 
-    /// Changes to the source that should be used now; begins to ask the members if it is not known.
+    /// Switches to the source that should be used now. If that depends on the members' views, starts the requests to the
+    /// members.
     fn update_source(&self, state: &mut SelectorState) {
         let current = self.selected.borrow().kind.clone();
         let kind = match self.desired_source(state) {
@@ -178,7 +179,7 @@ impl SourceSelector {
         MemberSource::new(member.clone(), self.tls.clone(), self.tasks.clone())
     }
 
-    /// A store's source has ended.
+    /// Handles the end of a store's source.
     fn handle_source_lost(&self, lost: &SourceLost, state: &mut SelectorState) {
         let selected = self.selected.borrow().clone();
         // One disconnected store does not move the others to another source.
@@ -203,7 +204,7 @@ impl SourceSelector {
         }
     }
 
-    /// A round of questions is over.
+    /// Handles the result of a round of requests to the members.
     fn handle_poll_result(&self, found: Option<NodePoolMember>, state: &mut SelectorState) {
         match found {
             Some(member) => self.switch_to(SourceKind::Member(member)),
@@ -213,13 +214,13 @@ impl SourceSelector {
         }
     }
 
-    /// Returns the path by which a view is judged: one resource stands for all.
+    /// Returns the path by which the freshness of a view is checked. The first resource represents all resources.
     fn path(&self) -> Option<String> {
         let first = self.cache.stores().first()?;
         Some(first.resource().path())
     }
 
-    /// The leader, where it is another node.
+    /// Returns the leader if it is another node.
     fn leader(&self) -> Option<NodePoolMember> {
         let membership = self.membership.current();
         let leader = membership.leader.filter(|leader| *leader != self.node)?;
@@ -232,7 +233,7 @@ impl SourceSelector {
         Some(Box::pin(async move { leader.freshness(&path).await }))
     }
 
-    /// Asks all of them for their views, after a pause; the first is the leader.
+    /// Requests the freshness of all members' views, after a pause. The leader is the first of `members`.
     fn poll_members(
         &self,
         members: &[NodePoolMember],
@@ -255,7 +256,7 @@ impl SourceSelector {
 }
 
 impl SelectorState {
-    /// A tunnel stands, or none does.
+    /// Records whether a tunnel is open.
     fn update_tunnel_state(&mut self, has_tunnel: bool) {
         if has_tunnel {
             self.had_tunnel = true;
@@ -265,7 +266,7 @@ impl SelectorState {
         }
     }
 
-    /// Nothing is known against the leader.
+    /// Forgets the failures of the leader.
     fn reset_leader(&mut self) {
         (
             self.has_leader_failed,
@@ -274,8 +275,8 @@ impl SelectorState {
         ) = (false, None, None);
     }
 
-    /// Whether a leader fails whose source ended so: at once where it says so itself, and where it does not answer after the time
-    /// that an answer may take.
+    /// Whether the leader has failed, after its source has ended. A leader that refuses or reports a stale view has failed at
+    /// once. A leader that does not answer has failed after the response timeout.
     fn is_leader_failed(&mut self, is_broken: bool, duration: Duration) -> bool {
         let now = Instant::now();
         // The timeout of a leader that was connected until now starts now.
@@ -310,7 +311,7 @@ fn is_in_touch(store: &Store) -> bool {
     status.synced && status.lost.is_none()
 }
 
-/// The views of all that answer in time, in the order of `members`.
+/// Returns the views of all members that answer in time, in the order of `members`.
 async fn query_freshness(
     members: Vec<MemberSource>,
     path: &str,

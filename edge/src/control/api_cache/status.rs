@@ -1,8 +1,8 @@
-//! State of the API cache: for `/status`, for metrics, and in the log whenever it changes.
+//! State of the API cache: for `/status`, for metrics, and in the log whenever the state changes.
 //!
-//! A node is `pending` until it has a view of everything that it reads; then it follows, or leads. It is ready while that
-//! view is complete and in touch with its source. It stays healthy without a source, since it serves the objects that it
-//! has.
+//! A node is `pending` until it has a view of all its resources. After that it is a follower or the leader. It is ready while
+//! the view is complete and connected with its source. It stays healthy without a source, because it serves the objects that
+//! it has.
 
 use super::{
     changes::any_changed,
@@ -29,7 +29,8 @@ pub(super) struct StatusReporter {
     pub(super) cache: Arc<WatchCache>,
     pub(super) membership: Membership,
     pub(super) selected: watch::Receiver<Arc<SelectedSource>>,
-    /// It knows the table that shows this.
+    /// Source that reads from gateways, for the name of the gateway. Weak, because the source leads to the status table,
+    /// which owns this reporter.
     pub(super) gateway: Weak<GatewaySource>,
 }
 
@@ -69,7 +70,7 @@ impl StatusReporter {
         }
     }
 
-    /// Says in the log what changes, for as long as it is polled.
+    /// Logs changes of the state for as long as it is polled.
     pub(super) async fn run(mut self) {
         let stores = self.cache.stores().iter();
         let mut store_changes: Vec<_> = stores.map(|store| store.subscribe()).collect();

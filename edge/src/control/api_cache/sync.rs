@@ -1,7 +1,7 @@
-//! Synchronisation with the selected source: fills each store from it, and asks for the version of the cloud's API.
+//! Synchronisation with the selected source: fills each store from the source, and requests the version of the cloud's API.
 //!
-//! When another source is selected, the store continues there from the version that it has. When its source ends, the store
-//! reports that and tries again after a pause, as long as no other source is selected.
+//! When another source is selected, the store continues there from its own version. When its source ends, the store reports
+//! that. It retries after a pause, as long as no other source is selected.
 
 use super::selected_source::{SelectedSource, SourceLost};
 use causeway_rt::backoff::Backoff;
@@ -15,12 +15,12 @@ use tokio::{
 };
 use tracing::debug;
 
-/// A source that was followed for this long was good: the next trouble begins anew.
+/// Time after which a source counts as stable. The back-off restarts when such a source ends.
 const MIN_GOOD_DURATION: Duration = Duration::from_secs(10);
-/// Most that is read of what an API says its version is, in bytes.
+/// Maximum size of an API's version document, in bytes.
 const MAX_VERSION_BYTES: usize = 64 * 1024;
 
-/// Keeps the store filled for as long as it is polled.
+/// Fills the store for as long as it is polled.
 pub(super) async fn sync_store(
     store: Arc<Store>,
     mut selected: watch::Receiver<Arc<SelectedSource>>,
@@ -98,7 +98,7 @@ fn retry_delay(error: &ReflectorError, backoff: &mut Backoff) -> Duration {
     }
 }
 
-/// Asks the selected source for the version of the cloud's API, for as long as it is polled.
+/// Requests the version of the cloud's API from the selected source, for as long as it is polled.
 pub(super) async fn poll_version(
     cache: Arc<WatchCache>,
     mut selected: watch::Receiver<Arc<SelectedSource>>,
@@ -119,7 +119,7 @@ pub(super) async fn poll_version(
     }
 }
 
-/// Asks until there is an answer.
+/// Requests the version until the source returns one.
 async fn query_version(source: Option<&dyn ListWatch>) -> Vec<u8> {
     let Some(source) = source else {
         return std::future::pending().await;

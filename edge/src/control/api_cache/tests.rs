@@ -1,4 +1,4 @@
-//! Edges with an API cache, over real sockets and TLS, at gateways that are made from the tunnel's other end and a pool.
+//! Edges with an API cache, over real sockets and TLS. The gateways are built from a tunnel's gateway side and a cache.
 
 mod renewed;
 mod strangers;
@@ -167,7 +167,7 @@ async fn without_any_gateway_a_member_with_a_fresh_view_is_read_from() {
     gateway.cloud.put("v1/services", "web");
     let (one, two) = (world.edge("edge-1"), world.edge("edge-2"));
     let fresh = one.start(&[&gateway], json!({})).await;
-    // The leader is away, and so are all gateways that the second one knows.
+    // The leader is unreachable, and so are all gateways that the second node knows.
     let mut told = world::pool("edge-0", &[&fresh]);
     told.members
         .push(world::at("edge-0", "127.0.0.1:9".parse().unwrap()));

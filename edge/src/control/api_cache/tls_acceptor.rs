@@ -1,7 +1,9 @@
-//! TLS acceptor of the API cache: handshakes are tasks, a bounded number of them, each with a bound in time; connections are
-//! bounded, too, and handed over to one server. Of both each source has a share (`ConnectionLimit`), and each client has a
-//! quota of the connections. A handshake that rests gives its place to another one. The client is authorized after the
-//! handshake and for as long as the connection stays.
+//! TLS acceptor of the API cache.
+//!
+//! Each handshake is a task. The number of handshakes and the time of each are limited. The number of connections is limited
+//! as well, and all of them are passed to one server. Each source address has a share of both limits (`ConnectionLimit`), and
+//! each client has a quota of the connections. An idle handshake can lose its slot to another one. The client is authorized
+//! after the handshake, and for as long as the connection is open.
 
 use super::quota::Quota;
 use crate::{
@@ -27,42 +29,42 @@ use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info_span, warn};
 
-/// A handshake takes two round trips of a site.
+/// Time limit of a handshake, which takes two round trips on a site network.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Handshakes at once: each costs a signature or two.
+/// Maximum number of simultaneous handshakes. Each costs one or two signatures.
 const MAX_HANDSHAKES: usize = 256;
-/// Time for which a message that was logged once is logged at debug only.
+/// Time for which a repeated message is logged at debug level only.
 const LOG_INTERVAL: Duration = Duration::from_mins(10);
 
-/// Certificate chain that the client has presented: its certificate, and the certificates behind it.
+/// Certificate chain that the client has presented: its own certificate and the intermediates.
 pub(super) type PresentedChain = Arc<[CertificateDer<'static>]>;
 
 /// Policy that decides which clients are admitted.
 pub(super) trait ClientPolicy: Send + Sync + 'static {
-    /// How handshakes go now.
+    /// Returns the acceptor with the current TLS configuration.
     ///
     /// # Errors
-    /// If there can be none now.
+    /// If no handshake is possible now.
     fn acceptor(&self) -> Result<TlsAcceptor, String>;
 
-    /// Returns the name of the client that has presented this chain, or the reason why it may not stay.
+    /// Returns the name of the client that has presented this chain, or the reason why the client is refused.
     fn client_name(&self, chain: &[CertificateDer<'_>]) -> Result<String, String>;
 
-    /// Returns once a guest has to go, with why.
+    /// Returns the reason once the client must be disconnected.
     fn wait_for_revocation(&self, chain: PresentedChain) -> BoxFuture<'static, String>;
 }
 
-/// A listener, with whom it lets in, as whom, and how many.
+/// TLS listener with its admission policy and its limits.
 pub(super) struct QuotaAcceptor {
     pub(super) listener: TcpListener,
     pub(super) policy: Arc<dyn ClientPolicy>,
-    /// A word for them in the log.
+    /// Kind of the clients, for the log.
     pub(super) client_kind: &'static str,
     /// Metrics of the edge.
     pub(super) metrics: Arc<Metrics>,
-    /// Connections at once.
+    /// Maximum number of connections.
     pub(super) max_connections: usize,
-    /// Of these, for one of its guests.
+    /// Maximum number of connections of one client.
     pub(super) max_per_client: usize,
 }
 
@@ -105,12 +107,12 @@ impl QuotaAcceptor {
     }
 }
 
-/// Between the listener and the server.
+/// State that is shared by the tasks of accepted connections.
 #[derive(Clone)]
 struct AcceptQueue {
     handshake_limit: ConnectionLimit,
     connection_limit: ConnectionLimit,
-    /// Limit on connections, shared by their sources.
+    /// Number of connections of each client.
     quota: Quota<String>,
     max_per_client: usize,
     policy: Arc<dyn ClientPolicy>,
@@ -170,7 +172,8 @@ impl AcceptQueue {
         }
     }
 
-    /// Performs the TLS handshake; on failure returns the reason, and the socket by which the client can be told.
+    /// Performs the TLS handshake. On failure returns the reason and the socket, for a lingering close, so that a sent alert
+    /// is not lost.
     async fn perform_handshake(
         &self,
         tcp: TcpStream,
@@ -191,7 +194,7 @@ impl AcceptQueue {
         })
     }
 
-    /// Hands the connection over, and closes it once the client has to go.
+    /// Passes the connection to the server, and closes it once the policy revokes the client.
     async fn serve_until_revoked(&self, tls: TlsStream<TcpStream>, from: SocketAddr) {
         let chain = tls.get_ref().1.peer_certificates().unwrap_or_default();
         let chain: PresentedChain = chain

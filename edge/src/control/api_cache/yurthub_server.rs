@@ -1,10 +1,10 @@
-//! `YurtHub`s (`OpenYurt` v1.6.1 and later) read here as from a `YurtHub` that leads them: list and watch, over TLS, with
-//! the certificate of a node of their cluster.
+//! Listener for `YurtHub`s (`OpenYurt` v1.6.1 and later), which read here as from a leader `YurtHub`: list and watch, over
+//! TLS, with the certificate of a node of their cluster.
 //!
-//! A `YurtHub` selects another source only when its request ends. So its open requests here are closed when this node falls
-//! out of touch with the cloud and with every member that is in touch. A watch that begins meanwhile is short. A `YurtHub`
-//! whose own connection to the cloud stands, and which has been told so (`leader-hub-POOL`), soon reads at the API itself.
-//! One without a connection comes back for the last state.
+//! A `YurtHub` selects another source only when its request ends. So this node closes their open requests when it has lost
+//! both the cloud and every member that is connected with the cloud. A watch that begins meanwhile is short. A `YurtHub` with
+//! its own connection to the cloud soon reads from the API itself, once `leader-hub-POOL` has informed it. A `YurtHub`
+//! without a connection comes back for the last state.
 
 use super::{
     local_server,
@@ -30,24 +30,24 @@ use tokio::{
 };
 use tokio_rustls::TlsAcceptor;
 
-/// Connections at once: a `YurtHub` has one for each resource that it watches.
+/// Maximum number of connections. A `YurtHub` has one for each resource that it watches.
 const MAX_CONNECTIONS: usize = 1024;
-/// Of these, connections of the `YurtHub` of one node.
+/// Maximum number of connections of the `YurtHub` of one node.
 const MAX_PER_CLIENT: usize = 128;
-/// Interval of the checks of a `YurtHub` that stays connected: certificates end.
+/// Interval at which a connected `YurtHub` is checked again, because certificates expire.
 const RECHECK_INTERVAL: Duration = Duration::from_mins(1);
-/// Time without any tunnel, and without a member that has one, after which a node is out of touch.
+/// Time without any tunnel, and without a member that has one, after which a node counts as disconnected.
 const LOST_AFTER: Duration = Duration::from_secs(5);
-/// The longest watch, in seconds, while this node has lost its source.
+/// Maximum duration of a watch, in seconds, while this node has lost its source.
 const MAX_WATCH_WHILE_LOST_SECS: u64 = 30;
-/// By what a client says how long its watch may last (`ListOptions` of `k8s.io/apimachinery`).
+/// Query parameter with the maximum duration of a watch (`ListOptions` of `k8s.io/apimachinery`).
 const TIMEOUT_PARAM: &str = "timeoutSeconds";
 
 /// Connectivity of this node with the cloud, by itself or by another member.
 #[derive(Clone)]
 pub(super) struct UpstreamHealth {
     pub(super) selected: watch::Receiver<Arc<SelectedSource>>,
-    /// How many tunnels stand.
+    /// Number of open tunnels.
     pub(super) tunnel_count: watch::Receiver<usize>,
 }
 
@@ -60,7 +60,7 @@ impl UpstreamHealth {
         }
     }
 
-    /// Waits for a change. False: this edge is stopping.
+    /// Waits for a change. Returns false if this edge is stopping.
     async fn changed(&mut self) -> bool {
         tokio::select! {
             changed = self.selected.changed() => changed.is_ok(),
@@ -68,7 +68,7 @@ impl UpstreamHealth {
         }
     }
 
-    /// Returns once it has been lost for a while, after it was there.
+    /// Returns once the connection has been lost for [`LOST_AFTER`] after it was established.
     async fn wait_until_lost(mut self) {
         let mut was_connected = false;
         loop {
@@ -89,7 +89,7 @@ impl UpstreamHealth {
 
 /// Admission policy for `YurtHub`s.
 pub(super) struct YurtHubClients {
-    /// Current certificate of this node and the roots that it trusts.
+    /// Current certificate of the listener, and the roots for the clients' certificates.
     pub(super) tls: watch::Receiver<Option<YurtHubServerTls>>,
     pub(super) health: UpstreamHealth,
 }
@@ -182,7 +182,7 @@ pub(super) fn router(
     local_server::cache_router(cache, None, Some(grant)).layer(middleware::from_fn(limit_watches))
 }
 
-/// The same request, whose watch lasts no longer than [`MAX_WATCH_WHILE_LOST_SECS`].
+/// Returns the URI of the same request with a timeout of at most [`MAX_WATCH_WHILE_LOST_SECS`].
 fn limit_watch(uri: &Uri) -> Option<Uri> {
     let query = uri.query().unwrap_or_default();
     let params = query.split('&').filter(|word| !word.is_empty());

@@ -8,12 +8,12 @@ use std::sync::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// A cluster that knows the requester, and signs at the third poll.
+/// Cluster that knows the node of each request, and signs at the third poll.
 pub(in crate::control) struct Api {
     pub(in crate::control) ca: Ca,
     /// Node for which it signs every request.
     signs: &'static str,
-    /// Names and requests.
+    /// Names and certificate requests that were submitted.
     pub(in crate::control) asked: Mutex<Vec<(String, String)>>,
     looks: AtomicUsize,
     denied: AtomicUsize,
@@ -124,7 +124,7 @@ async fn after_a_refusal_another_request_is_for_another_key() {
 async fn a_restarted_edge_waits_for_the_same_request() {
     let (data, stop) = (tempfile::tempdir().unwrap(), CancellationToken::new());
     let api = Arc::new(Api::new("edge-1"));
-    // It is stopped while it waits.
+    // The edge is stopped while it waits.
     let tell = |why: &str| {
         if why.contains("not approved") {
             stop.cancel();
@@ -162,7 +162,7 @@ async fn an_edge_reports_that_no_gateway_knows_its_cluster() {
     assert!(matches!(opened, Err(Error::NoCluster)));
 }
 
-/// On real sockets, because a running edge never becomes idle, as paused time requires.
+/// The test uses real sockets, because a running edge never becomes idle, which paused time would require.
 #[tokio::test]
 async fn a_certificate_expired_at_run_time_is_requested_again() {
     let (api, data) = (Arc::new(Api::new("edge-1")), tempfile::tempdir().unwrap());

@@ -5,7 +5,7 @@ use RejoinReason::{Refused, Requested};
 use causeway_certs::{Ca, NodeAttributes, NodeName, OpenMode, Store, TrustDomain};
 use std::time::Duration;
 
-/// A token of a new CA.
+/// Returns a token of a new CA.
 fn token() -> JoinToken {
     let data = tempfile::tempdir().unwrap();
     let store = Store::open(data.path(), OpenMode::Create).unwrap();

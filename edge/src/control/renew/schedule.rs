@@ -5,10 +5,10 @@ use causeway_certs::{Certificate, EdgeIdentity};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::time::sleep;
 
-/// The wall clock is looked at this often: timers stand still while a machine is suspended.
+/// Interval at which the wall clock is checked. Timers stand still while a machine is suspended.
 pub(super) const CLOCK_CHECK_INTERVAL: Duration = Duration::from_hours(1);
 
-/// When a certificate is renewed.
+/// Times at which a certificate is renewed and expires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::control) struct RenewalSchedule {
     pub(in crate::control) renews_at: SystemTime,
@@ -16,8 +16,9 @@ pub(in crate::control) struct RenewalSchedule {
 }
 
 impl RenewalSchedule {
-    /// For a certificate that came at `since`, if that is known better than from the certificate, whose life
-    /// begins before it was issued. `random`, from 0 to 1, spreads a fleet that joined at once: earlier only.
+    /// Returns the schedule of a certificate that was issued at `since`, if that is later than the start of its validity,
+    /// which is before its issue. `random`, from 0 to 1, spreads the renewals of edges that joined together. It moves them
+    /// only to an earlier time.
     pub(in crate::control) fn for_identity(
         identity: &EdgeIdentity,
         since: SystemTime,
@@ -27,8 +28,8 @@ impl RenewalSchedule {
         Self::new(not_before.max(since), not_after, random)
     }
 
-    /// Returns the time by which an external CA should have renewed the certificate: cert-manager does so after two thirds,
-    /// Vault's agent after nine tenths.
+    /// Returns the schedule of a certificate of an external CA. The renewal time is the time after which the CA is late:
+    /// cert-manager renews after two thirds of the lifetime, and Vault's agent after nine tenths.
     pub(in crate::control) fn for_external_ca(identity: &EdgeIdentity) -> Self {
         let (not_before, not_after) = validity(identity);
         let lifetime = not_after.duration_since(not_before).unwrap_or_default();
@@ -60,7 +61,7 @@ impl RenewalSchedule {
             .set_certificate(self.not_after, self.renews_at);
     }
 
-    /// Returns when the certificate is to be renewed by this clock.
+    /// Waits until the certificate must be renewed by this clock.
     pub(in crate::control) async fn wait(&self, clock: impl Fn() -> SystemTime) {
         loop {
             let remaining = self.renews_at.duration_since(clock()).unwrap_or_default();
@@ -71,7 +72,7 @@ impl RenewalSchedule {
         }
     }
 
-    /// Returns the error to report: time does not mend a certificate that has ended, whatever error the gateway returned.
+    /// Returns the error to report. An expired certificate is never renewed later, whatever error the gateway returned.
     pub(in crate::control) fn error_to_report(
         &self,
         error: ConnectError,
@@ -90,7 +91,7 @@ impl RenewalSchedule {
     }
 }
 
-/// First and last second of the certificate.
+/// Returns the first and the last second of the certificate's validity.
 pub(super) fn validity(identity: &EdgeIdentity) -> (SystemTime, SystemTime) {
     let leaf = identity.leaf.chain().first();
     // The certificate was already parsed when the leaf was created.

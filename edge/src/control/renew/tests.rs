@@ -1,4 +1,4 @@
-//! Tests of the schedule with clocks of the tests' own, and of renewals over TLS against a gateway with prepared answers.
+//! Tests of the schedule with test clocks, and of renewals over TLS with a gateway that sends prepared responses.
 
 use super::*;
 use crate::{Bound, Config, Edge, config, control::csr_bootstrap::tests::Api, status::Status};
@@ -29,7 +29,8 @@ use tracing::info_span;
 const SOON: Duration = Duration::from_mins(2);
 const HOUR: Duration = Duration::from_hours(1);
 const DAY: Duration = Duration::from_hours(24);
-/// Certificates begin an hour before they are issued, so one of ten minutes is due at once.
+/// Remaining lifetime of a certificate whose renewal is due at once, because certificates begin an hour before they are
+/// issued.
 const DUE: Duration = Duration::from_mins(10);
 const ENDED: Duration = Duration::ZERO;
 
@@ -49,7 +50,7 @@ fn renewal_is_due_at_two_thirds_of_life_or_earlier_by_jitter() {
     assert_eq!(reversed.renews_at, day(100));
 }
 
-/// A wall clock that runs with tokio's clock, and can be moved.
+/// Wall clock that runs with tokio's clock and can be set.
 struct Clock {
     began: Instant,
     offset: AtomicU64,
@@ -79,11 +80,11 @@ async fn renewal_uses_the_wall_clock_and_follows_sleep_within_an_hour() {
     let waited = clock.began.elapsed();
     assert!(waited.abs_diff(DAY) < HOUR, "{waited:?}");
 
-    // 1970, the time of a machine without a battery-backed clock after its start, until it learns the time.
+    // The time is 1970, as on a machine without a battery-backed clock until it gets the time.
     clock.move_to(day(0));
     let began = Instant::now();
     let set = async {
-        // Time is the subject, and it is paused.
+        // The test is about time, and the clock is paused.
         sleep(HOUR * 5 / 2).await;
         clock.move_to(day(112));
     };
@@ -107,7 +108,7 @@ fn ca() -> Arc<Ca> {
     Arc::new(Ca::create(&TrustDomain::parse("test").unwrap()).unwrap())
 }
 
-/// Issues for the request in `asked`.
+/// Issues a certificate for the request in `asked`.
 fn issue(ca: &Ca, node: &str, asked: &Value) -> Value {
     let csr = STANDARD.decode(asked["csr"].as_str().unwrap()).unwrap();
     let (key, node) = (
@@ -118,7 +119,7 @@ fn issue(ca: &Ca, node: &str, asked: &Value) -> Value {
     json!({ "certificate": issued.pem(), "root": ca.root_pem(), "gateways": ["told.test:1"] })
 }
 
-/// A gateway that answers renewals, and loses each tunnel after it has seen its certificate.
+/// Gateway that answers renewals. It closes each tunnel after it has received the edge's certificate.
 struct Gateway {
     address: SocketAddr,
     dials: mpsc::UnboundedReceiver<CertificateDer<'static>>,
@@ -161,7 +162,7 @@ impl Gateway {
         }
     }
 
-    /// Waits for a tunnel that is dialled with this certificate.
+    /// Waits for a tunnel whose edge presents this certificate.
     async fn dialled_with(&mut self, certificate: &CertificateDer<'_>) {
         let dialled = async { while self.dials.recv().await.unwrap() != *certificate {} };
         timeout(SOON, dialled).await.unwrap();
@@ -189,14 +190,14 @@ async fn reply(tls: &mut TlsStream<TcpStream>, status: u16, body: &str) {
     tls.flush().await.unwrap();
 }
 
-/// A running edge, and its data directory.
+/// Data directory of an edge that has joined, and its first identity.
 struct Joined {
     data: TempDir,
     before: EdgeIdentity,
 }
 
 impl Joined {
-    /// An edge whose certificate has this remaining lifetime.
+    /// Creates an edge whose certificate has this remaining lifetime.
     fn new(ca: &Ca, life: Duration) -> Self {
         let (data, key) = (TempDir::new().unwrap(), PrivateKey::generate().unwrap());
         let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
@@ -224,7 +225,7 @@ impl Joined {
         self.bind_in(gateway, None).await
     }
 
-    /// An edge of this cluster, if there is one.
+    /// Binds an edge that belongs to this cluster, if there is one.
     async fn bind_in(&self, gateway: SocketAddr, cluster: Option<Arc<Api>>) -> Bound {
         let mut config = Config {
             data_dir: self.data.path().into(),
@@ -245,7 +246,7 @@ impl Joined {
         edge.unwrap().bind().await.unwrap()
     }
 
-    /// Runs until its status is as wanted.
+    /// Runs the edge until its status is as wanted.
     async fn run_until(&self, gateway: SocketAddr, wanted: impl Fn(&Status) -> bool) -> Status {
         Self::until(self.bind(gateway).await, wanted).await
     }
@@ -332,7 +333,7 @@ async fn a_refused_renewal_is_reported_and_keeps_the_stored_identity() {
         "{status:#?}"
     );
     let trouble = status.certificate.unwrap().trouble.unwrap();
-    // At the maximum, which is a minute, less jitter.
+    // The delay is the maximum of a minute, less jitter.
     assert!(
         trouble.refused && trouble.retry_at >= trouble.at + 30_000,
         "{trouble:?}"
@@ -360,7 +361,7 @@ async fn an_expired_certificate_is_refused_and_the_token_is_named() {
     let ca = ca();
     let edge = Joined::new(&ca, ENDED);
     let gateway = Gateway::start(&ca, |_| panic!("it was let in")).await;
-    // Time is the subject: certificates count whole seconds, and this one ends with the present.
+    // The test is about time: certificates count whole seconds, and this one expires now.
     let ends = UNIX_EPOCH + Duration::from_secs(edge.before.leaf.not_after().as_secs() + 1);
     sleep(ends.duration_since(SystemTime::now()).unwrap_or_default()).await;
     let wanted = |status: &Status| {
@@ -408,7 +409,7 @@ async fn a_change_of_gateways_and_a_renewal_do_not_undo_each_other() {
         assert_eq!(identity.gateways, ["new.test:1"]);
         assert_eq!(identity.leaf.chain(), other.before.leaf.chain());
     }
-    // A directory that cannot be written changes nothing.
+    // A data directory that cannot be written causes no change.
     drop(edge);
     let leaf = other.before.leaf.clone();
     let unkept = held

@@ -1,10 +1,10 @@
-//! Tunnels at every gateway: at each address that the gateways' names lead to.
+//! Tunnels at every gateway: at each address that the gateways' names resolve to.
 //!
-//! The names are resolved anew from time to time, whenever the network changes, and when a gateway announces other names. A
-//! new address gets tunnels of its own. Tunnels stay at an address to which no name leads any more, for a name server may be
-//! wrong and a gateway that leaves announces that itself. A tunnel there that has ended is not dialled again. A name that
-//! cannot be resolved changes nothing. If an address leads to several gateways, `discovery` finds those to which it did not
-//! lead at first.
+//! The names are resolved again at an interval, whenever the network changes, and when a gateway announces other names. A new
+//! address gets its own tunnels. Tunnels stay open at an address that no name resolves to any more. A name server may be
+//! wrong, and a gateway that stops announces that itself. When a tunnel at such an address ends, the address is not dialled
+//! again. A name that cannot be resolved changes nothing. If an address leads to several gateways, `discovery` finds those
+//! that its first connection did not reach.
 
 use super::{
     context::{LEAVE_TIMEOUT, TunnelContext},
@@ -24,22 +24,22 @@ use tokio::{sync::watch, time::sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, info_span, warn};
 
-/// Names that lead to more addresses than this lead to no gateways.
+/// Maximum number of addresses. Names that resolve to more cannot all lead to gateways.
 const MAX_ADDRESSES: usize = 64;
 
-/// All gateways of an edge.
+/// State of the tunnels at all gateways of an edge.
 struct AllGateways<'a> {
     context: Arc<TunnelContext>,
     tasks: &'a TaskGroup,
     /// Current addresses of the gateways.
     places: watch::Sender<BTreeSet<GatewayAddr>>,
-    /// Addresses with tunnels, until the token is cancelled.
+    /// Addresses with tunnels. The token is cancelled when the tunnels of an address have ended.
     slots: BTreeMap<GatewayAddr, CancellationToken>,
-    /// Why names cannot be resolved, as far as it has been said.
+    /// Last logged resolution error of each name.
     resolve_errors: BTreeMap<String, String>,
 }
 
-/// Keeps tunnels at every gateway until the edge stops, then leaves in order.
+/// Maintains tunnels at every gateway until the edge stops, then closes them in order.
 pub(super) async fn run(context: Arc<TunnelContext>, changes: NetworkMonitor) {
     let tasks = TaskGroup::default();
     let (addresses_tx, addresses_rx) = watch::channel(BTreeSet::new());
@@ -55,13 +55,13 @@ pub(super) async fn run(context: Arc<TunnelContext>, changes: NetworkMonitor) {
         gateways.run(changes.clone()),
         discovery.run(changes.clone(), &tasks)
     );
-    // Each address waits for its slots, and then for open streams.
+    // Each address waits first for its slots, and then for open streams.
     let grace = context.config.timeouts.drain + 3 * LEAVE_TIMEOUT;
     tasks.drain(grace).await;
 }
 
 impl AllGateways<'_> {
-    /// Follows the names until the edge stops.
+    /// Resolves the names repeatedly, until the edge stops.
     async fn run(mut self, mut changes: NetworkMonitor) {
         let context = self.context.clone();
         let (stop, config) = (&context.stop, &context.config);
@@ -95,7 +95,7 @@ impl AllGateways<'_> {
         }
     }
 
-    /// Keeps tunnels where gateways are now.
+    /// Starts tunnels at each new address. If a name could not be resolved, its known addresses stay.
     fn update_slots(
         &mut self,
         results: Vec<(String, Result<Vec<GatewayAddr>, ConnectError>)>,
@@ -137,7 +137,7 @@ impl AllGateways<'_> {
         }
     }
 
-    /// Returns each address once, by the name under which it is known already if there is one.
+    /// Returns each address once. An address that is already known keeps its name.
     fn distinct_addresses(&self, places: BTreeSet<GatewayAddr>) -> BTreeSet<GatewayAddr> {
         let (known, new): (Vec<_>, Vec<_>) = places
             .into_iter()

@@ -1,7 +1,7 @@
-//! Tracker of the slots that move bulk, and of the time since when none does.
+//! Tracker of the slots with bulk transfers, and of the time of the last bulk transfer.
 //!
-//! Sessions mark their slot according to their tunnel's load. The slot behind waits for that, and leaves when no slot has
-//! been marked for a while.
+//! A session marks its slot when its tunnel carries a bulk transfer. The next slot waits for that mark, and closes its tunnel
+//! when no slot has been marked for a while.
 
 use causeway_tunnel::load::BULK_SPAN;
 use std::{collections::BTreeMap, time::Duration};
@@ -10,10 +10,10 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// A mark that is this young is not renewed: bulk marks at every mebibyte.
+/// Minimum time between two marks of one slot, because a bulk transfer marks it at every mebibyte.
 const MIN_MARK_INTERVAL: Duration = Duration::from_millis(250);
 
-/// When each slot last moved bulk.
+/// Time of the last bulk transfer of each slot.
 #[derive(Debug)]
 pub(crate) struct BulkTracker(watch::Sender<BTreeMap<u32, Instant>>);
 
@@ -24,7 +24,7 @@ impl Default for BulkTracker {
 }
 
 impl BulkTracker {
-    /// A stream of this slot's tunnel moves bulk.
+    /// Records that a stream of this slot's tunnel is a bulk transfer.
     pub(crate) fn mark(&self, slot: u32) {
         self.0.send_if_modified(|marks| {
             let stale = marks
@@ -37,7 +37,7 @@ impl BulkTracker {
         });
     }
 
-    /// Waits until this slot moves bulk.
+    /// Waits until this slot has a bulk transfer.
     pub(crate) async fn wait_for_bulk(&self, slot: u32) {
         let mut marks = self.0.subscribe();
         let fresh = |marks: &BTreeMap<u32, Instant>| {

@@ -1,10 +1,9 @@
 //! Table of the connected gateways and the tunnel groups that own them, for an edge that has tunnels at all of them.
 //!
-//! A name may lead to several addresses of one gateway (IPv4 and IPv6, or one of its own and a load balancer's), and one
-//! address to several gateways (a balancer's). A gateway takes the newest tunnel of an edge for the one that counts, so two
-//! [`TunnelGroup`]s at one gateway would end each other's tunnels for ever. The first group owns the gateway; the others
-//! wait until it is lost. A group owns one gateway: by an address that leads to several it does not come to have tunnels at
-//! two.
+//! A name may lead to several addresses of one gateway: IPv4 and IPv6, or its own address and that of a load balancer. One
+//! address of a load balancer may lead to several gateways. A gateway uses only the newest tunnel of an edge, so two
+//! [`TunnelGroup`]s at one gateway would close each other's tunnels for ever. The first group owns the gateway, and the
+//! others wait until it is lost. A group owns only one gateway, even if its address leads to several.
 
 use crate::control::dial::GatewayAddr;
 use causeway_rt::backoff::Backoff;
@@ -20,16 +19,17 @@ use std::{
 use tokio::{sync::watch, time::Instant};
 use tracing::info;
 
-/// A gateway that was reached for this long counts when it is lost: one that is found and lost again at once is of no use.
+/// Minimum time of a connection for a gateway to count as useful. A gateway that is lost right after its discovery does not
+/// count as lost.
 pub(super) const MIN_USEFUL_DURATION: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
 struct OwnersByInstance {
-    /// Of each gateway's process who holds it.
+    /// Owner of each gateway process.
     owners: BTreeMap<String, GatewayOwner>,
-    /// How often a gateway that was of use began to drain or was lost.
+    /// Number of times that a useful gateway began to drain or was lost.
     lost_count: u64,
-    /// Addresses at which nothing answers.
+    /// Addresses at which no server answers.
     unreachable: BTreeSet<GatewayAddr>,
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct ConnectedGateways {
     next_group: Arc<AtomicU64>,
 }
 
-/// The tunnels of an edge that belong together: those at one gateway.
+/// Identifier of the tunnels of an edge that are at one gateway.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TunnelGroup(u64);
 
@@ -49,9 +49,9 @@ struct GatewayOwner {
     group: TunnelGroup,
     since: Instant,
     tunnels: usize,
-    /// Whether it drains: it still serves, but is of no use to new clients.
+    /// Whether the gateway drains. It still serves streams, but accepts no new clients.
     is_draining: bool,
-    /// How many gateways there are, as it says.
+    /// Number of gateways, as this gateway announces it.
     replicas: Option<u32>,
 }
 
@@ -61,21 +61,22 @@ impl GatewayOwner {
     }
 }
 
-/// How many gateways are reached.
+/// Numbers of connected and existing gateways.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct GatewayCount {
-    /// Those that do not drain.
+    /// Number of connected gateways that do not drain.
     pub(super) connected: u32,
-    /// And how many there are, if one of those says so; of those that drain, where all do.
+    /// Number of existing gateways, if a connected gateway announces it. Announcements of draining gateways count only if all
+    /// drain.
     pub(super) total: Option<u32>,
-    /// Number of gateways with tunnels, whether these are of use or not.
+    /// Number of gateways with tunnels, draining or not.
     with_tunnels: u32,
-    /// How often one that was of use began to drain or was lost.
+    /// Number of times that a useful gateway began to drain or was lost.
     pub(super) lost_count: u64,
 }
 
 impl GatewayCount {
-    /// Whether there are others, of which those that are reached know.
+    /// Whether there are gateways that are not connected.
     pub(super) fn has_missing(self) -> bool {
         // Bounds the tunnels, whatever number gateways announce and however often they drain.
         self.with_tunnels < 2 * MAX_GATEWAYS_PER_EDGE
@@ -101,14 +102,15 @@ impl GatewayCount {
     }
 }
 
-/// Lease of a gateway, which lasts as long as this lives.
+/// Ownership of a gateway, which ends when the last lease is dropped.
 #[derive(Debug)]
 pub(super) struct GatewayLease {
     connected_gateways: ConnectedGateways,
     instance: String,
 }
 
-/// How long tunnels wait whose address led to another gateway than theirs: a balancer leads elsewhere the next time.
+/// Returns the delay of tunnels whose address led to another gateway than their own. The load balancer may select another
+/// gateway at the next attempt.
 pub(super) fn wrong_gateway_backoff(backoff: &mut Backoff) -> Duration {
     let delay = backoff.refused(None, rand::random());
     info!(retry_in = ?delay, "the address led to a different gateway; reconnecting");
@@ -116,13 +118,13 @@ pub(super) fn wrong_gateway_backoff(backoff: &mut Backoff) -> Duration {
 }
 
 impl ConnectedGateways {
-    /// Someone who may hold a gateway.
+    /// Returns a new group, which owns no gateway yet.
     pub(super) fn new_group(&self) -> TunnelGroup {
         TunnelGroup(self.next_group.fetch_add(1, Relaxed))
     }
 
-    /// Takes this gateway for this party; `None` where another one has it, or where this party holds another gateway, or
-    /// `only_held` to one that it holds and holds none any more.
+    /// Takes a lease of this gateway for this group. Returns `None` if another group owns the gateway, or if this group owns
+    /// another one. With `only_held` the group must own the gateway already.
     pub(super) fn claim(
         &self,
         instance: &str,
@@ -154,25 +156,25 @@ impl ConnectedGateways {
         })
     }
 
-    /// Whether this party holds a gateway.
+    /// Whether this group owns a gateway.
     pub(super) fn has_group(&self, group: TunnelGroup) -> bool {
         let table = self.table.borrow();
         table.owners.values().any(|hold| hold.group == group)
     }
 
-    /// Whether any gateway is reached: then the network is well, and an address that does not answer is dead.
+    /// Whether any gateway is connected. Then the network works, and a silent address is dead.
     pub(super) fn is_any_connected(&self) -> bool {
         !self.table.borrow().owners.is_empty()
     }
 
-    /// Waits until no gateway is reached.
+    /// Waits until no gateway is connected.
     pub(super) async fn wait_until_none(&self) {
         let mut table = self.table.subscribe();
         // The sender lives at least as long as this task.
         let _ = table.wait_for(|table| table.owners.is_empty()).await;
     }
 
-    /// Notes whether something answers at this address.
+    /// Records whether a server answers at this address.
     pub(super) fn set_reachable(&self, addr: &GatewayAddr, answers: bool) {
         self.table.send_if_modified(|table| {
             if answers {
@@ -185,17 +187,17 @@ impl ConnectedGateways {
         });
     }
 
-    /// Whether nothing answers at this address.
+    /// Whether no server answers at this address.
     pub(super) fn is_unreachable(&self, addr: &GatewayAddr) -> bool {
         self.table.borrow().unreachable.contains(addr)
     }
 
-    /// How many there are now.
+    /// Returns the current numbers of gateways.
     pub(super) fn count(&self) -> GatewayCount {
         GatewayCount::from_table(&self.table.borrow())
     }
 
-    /// Waits until there is another count than this.
+    /// Waits until the numbers of gateways differ from these.
     pub(super) async fn wait_for_change_from(&self, count: GatewayCount) {
         let mut table = self.table.subscribe();
         // The sender lives at least as long as this task.
@@ -204,7 +206,7 @@ impl ConnectedGateways {
             .await;
     }
 
-    /// Waits until this gateway is reached nowhere.
+    /// Waits until no group owns this gateway.
     pub(super) async fn wait_until_lost(&self, instance: &str) {
         let mut table = self.table.subscribe();
         // The sender lives at least as long as this task.
@@ -213,7 +215,7 @@ impl ConnectedGateways {
             .await;
     }
 
-    /// Changes the table. Wakes no task if no gateway has come, gone or announced another state.
+    /// Changes the table. Wakes waiting tasks only if the numbers of gateways have changed.
     fn change(&self, change: impl FnOnce(&mut OwnersByInstance)) {
         self.table.send_if_modified(|table| {
             let before = GatewayCount::from_table(table);
@@ -224,7 +226,7 @@ impl ConnectedGateways {
 }
 
 impl GatewayLease {
-    /// How many gateways there are, as this one says.
+    /// Records the number of gateways that this gateway announces.
     pub(super) fn set_replicas(&self, replicas: Option<u32>) {
         self.connected_gateways.change(|table| {
             if let Some(owner) = table.owners.get_mut(&self.instance) {
@@ -233,7 +235,7 @@ impl GatewayLease {
         });
     }
 
-    /// This gateway drains.
+    /// Records that this gateway drains.
     pub(super) fn mark_draining(&self) {
         self.connected_gateways.change(|table| {
             if let Some(owner) = table.owners.get_mut(&self.instance) {
@@ -287,7 +289,8 @@ mod tests {
         let _a = reached.claim("a", one, false).unwrap();
         let _b = reached.claim("b", two, false).unwrap();
         assert!(reached.claim("b", one, true).is_none());
-        // Nor to an unknown gateway, even by a first tunnel that is dialled again beside an additional one.
+        // The group cannot claim an unknown gateway either, even for a first tunnel that is dialled again beside an
+        // additional one.
         assert!(reached.claim("c", one, true).is_none());
         assert!(reached.claim("c", one, false).is_none());
         assert!(reached.has_group(one) && !reached.has_group(reached.new_group()));

@@ -21,13 +21,14 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
-/// How much longer than its streams a tunnel may take to leave.
+/// Time that a tunnel may take to close, in addition to the time for its streams.
 pub(super) const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Function that serves a stream. The data path is behind it, of which nothing is known here.
+/// Function that serves a stream. It separates the control plane from the data path.
 pub(crate) type ServeFn = Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + Send + Sync>;
 
-/// Takes up which node ports a gateway lists, which was dialled from this address of the node.
+/// Function that takes over the node ports that a gateway lists. The address is that of the node from which the gateway was
+/// dialled.
 pub(crate) type AnnouncedPortsFn = Arc<dyn Fn(AnnouncedPorts, Option<IpAddr>) + Send + Sync>;
 
 /// Context that all tunnels of an edge share.
@@ -35,7 +36,7 @@ pub(crate) struct TunnelContext {
     pub(crate) config: Config,
     pub(crate) node: String,
     pub(crate) instance: String,
-    /// The node's ports that are served now.
+    /// Node ports that the edge serves now.
     pub(crate) ports: Arc<ArcSwap<Vec<u16>>>,
     pub(crate) connector: GatewayConnector,
     pub(crate) gateways: GatewayList,
@@ -50,29 +51,29 @@ pub(crate) struct TunnelContext {
     /// Relay of heartbeats of other pool members, if this node has one.
     pub(crate) heartbeats: Option<HeartbeatRelay>,
     pub(crate) metrics: Arc<Metrics>,
-    /// Bytes that streams of all tunnels leave unread here.
+    /// Budget for the bytes that streams of all tunnels leave unread here.
     pub(crate) memory_budget: Arc<MemoryBudget>,
-    /// Places for streams, of all tunnels.
+    /// Permits for streams of all tunnels.
     pub(crate) stream_permits: Arc<Semaphore>,
     pub(crate) status: Arc<StatusWriter>,
-    /// Changes whenever tunnels are to be dialled anew, since what they would be dialled with is another.
+    /// Notification that new tunnels must replace the open ones, because the identity or the trusted roots have changed.
     pub(crate) reconnect: watch::Sender<()>,
-    /// The identity by which tunnels are dialled.
+    /// Identity that tunnels present.
     pub(crate) identity_store: IdentityStore,
-    /// A gateway asks for a new certificate to be had within this time.
+    /// Time within which a gateway requests a new certificate.
     pub(crate) renewal_requests: watch::Sender<Duration>,
     /// Inputs of the decision whether the identity is replaced.
     pub(crate) rejoin: Arc<RejoinState>,
-    /// The edge stops.
+    /// Cancelled when the edge stops.
     pub(crate) stop: CancellationToken,
-    /// Says who this node is, where its certificate has ended.
+    /// Client of the cluster, which authenticates this node if its certificate has expired.
     pub(crate) csr_client: Option<Arc<dyn CsrClient>>,
 }
 
-/// Why there is no tunnel.
+/// Reason why there is no tunnel.
 pub(super) enum TunnelUnavailable {
     ConnectFailed(ConnectError),
-    /// The gateway of this instance has tunnels already, or is not the one whose tunnel is to be taken over.
+    /// The gateway with this instance name already has tunnels, or is not the gateway whose tunnel this one replaces.
     AlreadyConnected(String),
 }
 
@@ -83,7 +84,7 @@ impl From<ConnectError> for TunnelUnavailable {
 }
 
 impl TunnelContext {
-    /// Pauses between attempts, as the configuration has them.
+    /// Returns a back-off with the configured delays.
     pub(crate) fn backoff(&self) -> Backoff {
         let backoff_config = &self.config.backoff;
         Backoff::new(backoff_config.silent_max, backoff_config.refused_max)

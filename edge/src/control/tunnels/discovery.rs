@@ -1,14 +1,15 @@
-//! Looks for further gateways behind the addresses that an edge knows.
+//! Discovery of further gateways behind the addresses that an edge knows.
 //!
-//! An address may belong to a balancer with several gateways behind it: a connection to it reaches one of them. If a gateway
-//! announces that there are more gateways than are connected, the addresses are dialled in turn, with pauses that grow
-//! (`Pace`):
-//! 1. a gateway that is connected already is left after its hello, before it has heard anything of this edge;
-//! 2. another one has tunnels from then on (`slots`); when these end it is looked for like all others;
-//! 3. pauses begin anew when a gateway that was of use drains or is lost, when gateways announce another number, and when a
-//!    network fault ends. An address at which nothing answers is left to its own tunnels (`slots`).
+//! An address may belong to a load balancer with several gateways behind it, and a connection to it reaches one of them. If a
+//! gateway announces that more gateways exist than are connected, the addresses are dialled in turn, with growing pauses
+//! (`DiscoveryBackoff`):
+//! 1. If the gateway is already connected, the edge closes the connection after the gateway's hello, before it sends anything
+//!    about itself.
+//! 2. A new gateway gets tunnels (`slots`). When these end, the gateway must be discovered again.
+//! 3. The pauses become short again when a useful gateway drains or is lost, when gateways announce another number, and when
+//!    a network fault ends. An address that does not answer is left to its own tunnels (`slots`).
 //!
-//! A balancer that leads to one of them only, for any reason, costs one attempt in each of the longest pauses.
+//! If a load balancer only ever selects one of its gateways, the cost is one attempt in each of the longest pauses.
 
 use super::{
     connected_gateways::{GatewayCount, MIN_USEFUL_DURATION},
@@ -30,28 +31,30 @@ use tokio::{
 };
 use tracing::{debug, info, info_span, warn};
 
-/// The first pauses at most: about what a balancer takes to notice that a gateway came or went.
+/// Maximum of the first pauses, which is about the time that a load balancer takes to detect that a gateway was started or
+/// stopped.
 const INITIAL_PAUSE: Duration = Duration::from_secs(1);
-/// Attempts for each gateway before pauses double. One of three is found by 18 attempts, which take 30 s, by all edges but
-/// one of 1,500, if a balancer leads each time to any; that is how long a gateway waits before it takes clients (`deploy/`).
+/// Number of attempts for each gateway before the pauses double. With three gateways and a balancer that selects at random,
+/// 18 attempts in 30 s find a certain one for all but one of 1,500 edges. A gateway waits that long before it accepts clients
+/// (`deploy/`).
 const ATTEMPTS_PER_GATEWAY: u32 = 2;
-/// How often what changes may have pauses begin anew in as many of the longest pauses.
+/// Maximum number of resets of the pauses within the same number of longest pauses.
 const MAX_RESETS: u32 = 8;
 
-/// Finds the gateways that have no address of their own.
+/// Discovery of the gateways that have no own address.
 pub(super) struct GatewayDiscovery {
     context: Arc<TunnelContext>,
-    /// Addresses at which gateways are looked for.
+    /// Addresses that may lead to further gateways.
     addresses: watch::Receiver<BTreeSet<GatewayAddr>>,
     next_index: usize,
-    /// Refusal of this edge by the gateways, as far as it has been logged.
+    /// Last logged refusal of this edge by a gateway.
     logged_refusal: Option<String>,
     /// Count of gateways in the last log message about a search, until the search ends.
     logged_count: Option<GatewayCount>,
 }
 
 impl GatewayDiscovery {
-    /// Looks behind these places.
+    /// Creates a discovery behind these addresses.
     pub(super) fn new(
         context: Arc<TunnelContext>,
         addresses: watch::Receiver<BTreeSet<GatewayAddr>>,
@@ -65,7 +68,7 @@ impl GatewayDiscovery {
         }
     }
 
-    /// Looks for gateways until the edge stops. What it finds has tunnels as tasks of `tasks`.
+    /// Searches for gateways until the edge stops. The tunnels of a discovered gateway run as tasks of `tasks`.
     pub(super) async fn run(mut self, mut changes: NetworkMonitor, tasks: &TaskGroup) {
         let context = self.context.clone();
         let max_pause = context.config.backoff.refused_max;
@@ -154,7 +157,7 @@ impl GatewayDiscovery {
         }
     }
 
-    /// The place whose turn it is.
+    /// Returns the next address to dial. An address that is known to be unreachable is used only if there is no other.
     fn next_address(&mut self) -> Option<GatewayAddr> {
         let addresses = self.addresses.borrow();
         let start = self.next_index % addresses.len().max(1);
@@ -171,7 +174,8 @@ impl GatewayDiscovery {
         Some(place.clone())
     }
 
-    /// Says once that a further gateway refuses this edge; one that is out of reach may be none.
+    /// Logs once that a further gateway refuses this edge. Other failures are logged at debug level, because there may be no
+    /// further gateway.
     fn log_failure(&mut self, place: &GatewayAddr, error: &ConnectError) {
         let what = error.detail();
         if error.is_refusal() && self.logged_refusal.as_deref() != Some(what) {
@@ -183,7 +187,7 @@ impl GatewayDiscovery {
     }
 }
 
-/// Waits for this moment; without one for ever.
+/// Waits until this moment, or for ever without one.
 async fn sleep_until_some(moment: Option<Instant>) {
     match moment {
         Some(moment) => sleep_until(moment).await,
@@ -191,19 +195,19 @@ async fn sleep_until_some(moment: Option<Instant>) {
     }
 }
 
-/// When it is looked for gateways.
+/// Back-off of the attempts to discover gateways.
 #[derive(Debug, Default)]
 struct DiscoveryBackoff {
-    /// Attempts since something changed.
+    /// Number of attempts since the last reset.
     attempts: u32,
-    /// When the last one was found, until it has been of use.
+    /// Time of the last discovery, until the discovered gateway has proved useful.
     found_at: Option<Instant>,
-    /// When pauses began anew last for what may change without end, oldest first.
+    /// Times of the last resets for changes that may repeat without end, oldest first.
     resets: VecDeque<Instant>,
 }
 
 impl DiscoveryBackoff {
-    /// How long is waited before the next attempt. `random` is from 0 to 1.
+    /// Returns the pause before the next attempt. `random` is from 0 to 1.
     fn pause(&self, gateways: u32, max_pause: Duration, random: f64) -> Duration {
         let doublings = self.attempts / gateways.saturating_mul(ATTEMPTS_PER_GATEWAY).max(1);
         let upper_bound = INITIAL_PAUSE
@@ -216,7 +220,7 @@ impl DiscoveryBackoff {
         upper_bound.mul_f64(0.5 + random / 2.0)
     }
 
-    /// When the next attempt is made, which was to be made at `due`.
+    /// Returns the time of the next attempt, at the latest `due`.
     fn next_attempt(&self, gateways: u32, max_pause: Duration, due: Option<Instant>) -> Instant {
         let next = Instant::now() + self.pause(gateways, max_pause, rand::random());
         due.map_or(next, |due| due.min(next))
@@ -234,18 +238,18 @@ impl DiscoveryBackoff {
         self.attempts = self.attempts.saturating_add(1);
     }
 
-    /// One was found.
+    /// Records that a gateway was discovered.
     fn record_found(&mut self) {
         self.found_at = Some(Instant::now());
     }
 
-    /// One that was of use drains or is lost: another one comes in its place.
+    /// Records that a useful gateway drains or is lost. Another one will probably replace it.
     fn record_lost(&mut self) {
         self.attempts = 0;
     }
 
-    /// Records that the gateways or their number changed. If they change all the time, pauses begin anew once in `max_pause`; a
-    /// roll of some gateways has them begin anew each time.
+    /// Records that the gateways or their number changed. Each change resets the pauses, but only `MAX_RESETS` times in as
+    /// many `max_pause`. So each step of a rolling update resets them, and endless changes reset them once in `max_pause`.
     fn record_change(&mut self, max_pause: Duration) {
         let is_stable = self
             .found_at
@@ -266,7 +270,7 @@ mod tests {
 
     const MOST: Duration = Duration::from_mins(1);
 
-    /// How long so many further attempts among three gateways take.
+    /// Returns the duration of this number of attempts among three gateways.
     fn takes(pace: &mut DiscoveryBackoff, tries: u32, random: f64) -> Duration {
         let pauses = (0..tries).map(|_| {
             let pause = pace.pause(3, MOST, random);

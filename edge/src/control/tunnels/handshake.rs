@@ -1,7 +1,7 @@
-//! The hello of one tunnel, from the edge's end: until it is over the tunnel takes no streams.
+//! Handshake of one tunnel, on the edge side. Before its end the edge accepts no streams.
 //!
-//! The tunnel's connection moves only while this polls it. What the gateway says of itself is checked; what this edge
-//! says of itself is data.
+//! The tunnel's connection makes progress only while this module polls it. The announcements of the gateway about itself are
+//! checked. Those of this edge are plain data.
 
 use super::{
     super::{api_cache::membership::MembershipUpdater, connect_error::ConnectError, trust_roots},
@@ -28,7 +28,7 @@ use tracing::{debug, info};
 /// Parts of a tunnel once it is registered.
 pub(super) struct EstablishedTunnel {
     pub(super) control_stream: ControlStream,
-    /// Identifies the gateway's process.
+    /// Instance name of the gateway's process.
     pub(super) gateway_instance: String,
     /// Lease of the gateway, if the edge has tunnels at all gateways.
     pub(super) lease: Option<GatewayLease>,
@@ -36,10 +36,10 @@ pub(super) struct EstablishedTunnel {
     pub(super) membership_updater: Option<MembershipUpdater>,
 }
 
-/// A tunnel before it is registered.
+/// Tunnel that is not registered yet.
 pub(super) struct TunnelHandshake {
     pub(super) edge_side: EdgeSide<TunnelIo>,
-    /// Streams that came with the registration, before it was read.
+    /// Streams that arrived with the registration, before the edge has read the registration.
     pub(super) early_streams: Vec<StreamRequest>,
     pub(super) tls_error: TlsErrorSlot,
 }
@@ -71,7 +71,7 @@ impl TunnelHandshake {
         })
     }
 
-    /// Waits for `future`, while the tunnel moves.
+    /// Waits for `future` while it drives the tunnel's connection.
     async fn drive<T>(
         &mut self,
         future: impl Future<Output = Result<T, ControlStreamError>>,
@@ -115,7 +115,7 @@ impl TunnelHandshake {
         }
     }
 
-    /// Hears who the gateway is, says who this edge is, and is registered.
+    /// Receives the gateway's hello, sends the hello of this edge, and waits for the registration.
     pub(super) async fn exchange_hello(
         &mut self,
         context: &TunnelContext,
@@ -165,13 +165,13 @@ impl TunnelHandshake {
     }
 }
 
-/// Returns the name of the gateway's process. An older gateway only has its own name. Two that send the same name count as
-/// one, so that they do not end each other's tunnels.
+/// Returns the instance name of the gateway's process. An older gateway only has a gateway name. Two gateways with the same
+/// name count as one, so that they do not close each other's tunnels.
 fn instance_of(hello: &GatewayHello) -> &str {
     hello.instance.as_ref().unwrap_or(&hello.gateway)
 }
 
-/// Takes the gateway for this party, where all gateways are reached.
+/// Takes a lease of the gateway, if the edge connects to all gateways.
 fn claim_gateway(
     context: &TunnelContext,
     hello: &GatewayHello,
@@ -250,7 +250,7 @@ fn build_hello(context: &TunnelContext, slot: u32, announced: &[String]) -> Edge
     }
 }
 
-/// A dismissal, or what has no place here.
+/// Returns the error of a dismissal, or of a message that is not allowed during the hello.
 pub(super) fn unexpected_message(message: &GatewayMessage) -> ConnectError {
     match message {
         GatewayMessage::Dismiss {

@@ -6,19 +6,19 @@ use std::{
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// The newest session of each slot at each gateway process, for as long as its tunnel stands.
+/// Newest session of each slot at each gateway process, for as long as its tunnel is open.
 #[derive(Debug, Default)]
 pub(crate) struct NewestSessions(Mutex<HashMap<(String, u32), CancellationToken>>);
 
 impl NewestSessions {
-    /// Whether the newest session of this slot at this gateway process still has its tunnel.
+    /// Whether the tunnel of the newest session of this slot at this gateway process is still open.
     pub(super) fn is_open(&self, gateway: &str, slot: u32) -> bool {
         let sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let session = sessions.get(&(gateway.to_owned(), slot));
         session.is_some_and(|ended| !ended.is_cancelled())
     }
 
-    /// Enters a session, which counts until the returned guard is dropped.
+    /// Adds a session as the newest one of its slot, until the returned guard is dropped.
     pub(super) fn insert(&self, gateway: String, slot: u32) -> DropGuard {
         let mut sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         sessions.retain(|_, ended| !ended.is_cancelled());

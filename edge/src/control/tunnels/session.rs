@@ -1,9 +1,10 @@
-//! One tunnel: its streams and its end, after its hello (`handshake`).
+//! One tunnel after its hello (`handshake`): its streams and its end.
 //!
-//! The tunnel's connection moves only while this polls it, so everything here happens in one loop. Streams are tasks of the
-//! session: when the tunnel is lost each ends by itself, and passes the reset on to its upstream. To leave, the edge says
-//! so, serves the open streams, and lets the gateway close; the edge initiates no GOAWAY (invariant 11). An edge that
-//! stops while streams are open still serves new ones that have no other tunnel to the node.
+//! The tunnel's connection makes progress only while this module polls it, so one loop handles everything. Streams are tasks
+//! of the session. When the tunnel is lost, each stream ends by itself and resets its upstream. To leave, the edge announces
+//! that to the gateway, serves the open streams, and lets the gateway close the tunnel. The edge never initiates a GOAWAY
+//! (invariant 11). An edge that stops while streams are open still serves new streams for which the gateway has no other
+//! tunnel to the node.
 
 use super::{
     super::{
@@ -37,15 +38,16 @@ use tokio::{
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{debug, info, info_span};
 
-/// Time that streams get to pass the loss of their tunnel on to their upstreams.
+/// Time that streams get to reset their upstreams after the loss of their tunnel.
 const LOSS_GRACE: Duration = Duration::from_secs(5);
-/// After its last stream a leaving tunnel waits this long for the gateway to close it: a stream may have
-/// been opened while the word was on its way.
+/// Time that a leaving tunnel waits, after its last stream, for the gateway to close it. The gateway may have opened a stream
+/// before it received the announcement.
 const LINGER: Duration = Duration::from_secs(1);
-/// How often a leaving tunnel looks whether its streams are over.
+/// Interval at which a leaving tunnel checks whether its streams have ended.
 const LEAVE_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A stopping edge serves new streams while one is older than this; short requests end within it.
+/// Age from which a stream counts as long, or a quarter of `timeouts.drain` if that is shorter. A stopping edge serves new
+/// streams while a long one is open. Short requests end earlier.
 const MAX_LASTING_AGE: Duration = Duration::from_secs(1);
 
 /// A registered tunnel.
@@ -53,9 +55,9 @@ pub(super) struct TunnelSession {
     edge_side: EdgeSide<TunnelIo>,
     control_stream: ControlStream,
     gateway_addr: GatewayAddr,
-    /// From which address of the node it was dialled.
+    /// Address of the node from which the tunnel was dialled.
     local_addr: Option<IpAddr>,
-    /// By what its gateway was believed.
+    /// Certificate chain of the gateway.
     gateway_chain: Vec<CertificateDer<'static>>,
     slot: u32,
     early_streams: Vec<StreamRequest>,
@@ -65,7 +67,7 @@ pub(super) struct TunnelSession {
     context: Arc<TunnelContext>,
     summary: TunnelSummary,
     _tunnel_guard: TunnelGuard,
-    /// Says until when it counts among the newest sessions.
+    /// Guard that keeps this session among the newest sessions.
     newest_guard: Option<DropGuard>,
     /// Lease of the gateway, if the edge has tunnels at all gateways.
     lease: Option<GatewayLease>,
@@ -75,19 +77,19 @@ pub(super) struct TunnelSession {
     relay: Option<TunnelRelay>,
 }
 
-/// A tunnel that is served by a task of its own.
+/// Handle of a tunnel that its own task serves.
 pub(super) struct SessionHandle {
     pub(super) gateway_addr: GatewayAddr,
-    /// Its gateway drains.
+    /// Whether the gateway drains.
     pub(super) is_draining: bool,
-    /// Asks it to leave.
+    /// Token that requests the tunnel to leave.
     pub(super) leave_token: CancellationToken,
-    /// It is over.
+    /// Token that is cancelled when the tunnel has ended.
     pub(super) ended: CancellationToken,
 }
 
 impl SessionHandle {
-    /// Notes that its gateway drains.
+    /// Marks the gateway as draining.
     pub(super) fn into_draining(self) -> Self {
         Self {
             is_draining: true,
@@ -96,24 +98,24 @@ impl SessionHandle {
     }
 }
 
-/// Asks a tunnel to leave, if there is one.
+/// Requests a tunnel to leave, if there is one.
 pub(super) fn request_drain(handle: Option<SessionHandle>) {
     if let Some(handle) = handle {
         handle.leave_token.cancel();
     }
 }
 
-/// Stage of a tunnel's life.
+/// Phase of a tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Open,
-    /// The edge stops, and serves what has no other way to its node.
+    /// The edge stops, and still serves new streams for which the gateway has no other tunnel to the node.
     Serving {
         deadline: Instant,
-        /// When it is looked next whether a stream lasts.
+        /// Time of the next check for long streams.
         next_check: Instant,
     },
-    /// It ends when it has had no stream for a while.
+    /// The tunnel ends when it has had no stream for a while.
     Leaving {
         idle_since: Instant,
     },
@@ -123,7 +125,7 @@ enum Phase {
 pub(super) struct SessionOwner {
     pub(super) group: TunnelGroup,
     pub(super) slot: u32,
-    /// It belongs to a tunnel that stands: no other gateway than that one's will do.
+    /// Whether the tunnel replaces an open one, so that only the same gateway is accepted.
     pub(super) only_held: bool,
     /// Tracker of the slots that move bulk.
     pub(super) bulk_tracker: Arc<BulkTracker>,
@@ -131,17 +133,17 @@ pub(super) struct SessionOwner {
 
 /// Message of a session to its slot, sent once.
 pub(super) enum SessionEnd {
-    /// It is over.
+    /// The session has ended.
     Ended(ConnectError),
-    /// The gateway wants this edge to connect elsewhere; the session goes on.
+    /// The gateway drains, so this edge should connect to another one. The session continues.
     Draining,
 }
 
 impl TunnelSession {
-    /// Begins HTTP/2 and says hello; both within `timeouts.hello`.
+    /// Starts HTTP/2 and exchanges the hellos, both within `timeouts.hello`.
     ///
     /// # Errors
-    /// If the gateway does not answer in time, or sends this edge away.
+    /// If the gateway does not answer in time, or refuses this edge.
     pub(super) async fn register(
         context: &Arc<TunnelContext>,
         connection: GatewayConnection,
@@ -203,7 +205,7 @@ impl TunnelSession {
         })
     }
 
-    /// By what its gateway was believed.
+    /// Takes the certificate chain of the gateway.
     pub(super) fn take_gateway_chain(&mut self) -> Vec<CertificateDer<'static>> {
         std::mem::take(&mut self.gateway_chain)
     }
@@ -213,7 +215,7 @@ impl TunnelSession {
         &self.gateway_addr
     }
 
-    /// Serves until the tunnel ends, or `leave` and the last stream is over.
+    /// Serves streams until the tunnel ends. After `leave_token` is cancelled, the tunnel ends with its last stream.
     pub(super) async fn serve(
         mut self,
         leave_token: CancellationToken,
@@ -318,8 +320,8 @@ impl TunnelSession {
         }
     }
 
-    /// Announces to the gateway that this tunnel leaves. While streams of an edge that stops last, it serves new ones as
-    /// well if the gateway has no other tunnel for them.
+    /// Announces to the gateway that this tunnel leaves. If the edge stops and has long streams, it also serves new streams
+    /// for which the gateway has no other tunnel.
     fn begin_leave(&mut self) -> Phase {
         self.load.rotate_generation();
         if !self.context.stop.is_cancelled() || self.load.earlier_streams() == 0 {
@@ -334,7 +336,8 @@ impl TunnelSession {
         }
     }
 
-    /// Returns the age from which a stream lasts: new streams are given up when none does, and so long before the drain ends.
+    /// Returns the age from which a stream counts as long. It is also the interval of the checks, and the time before the end
+    /// of the drain from which no new streams are served.
     fn lasting_age(&self) -> Duration {
         MAX_LASTING_AGE.min(self.context.config.timeouts.drain / 4)
     }
@@ -349,7 +352,7 @@ impl TunnelSession {
         Phase::Leaving { idle_since }
     }
 
-    /// Gives up what only a tunnel has that gets new streams.
+    /// Releases everything that only a tunnel with new streams needs.
     fn release_claims(&mut self) {
         self.summary.mark_leaving();
         // A gateway with only leaving tunnels is dialled like any other.
@@ -358,7 +361,7 @@ impl TunnelSession {
         self.relay = None;
     }
 
-    /// Returns the message that is answered at once, if there is one.
+    /// Returns the message that must be sent at once as a reply, if there is one.
     async fn immediate_reply(
         &mut self,
         message: &Result<GatewayMessage, ControlStreamError>,
@@ -374,7 +377,7 @@ impl TunnelSession {
         }
     }
 
-    /// Handles a message that the gateway sends while the tunnel stands. Returns false when the gateway will send no more.
+    /// Handles a message from the gateway while the tunnel is open. Returns false if the gateway will send no more messages.
     async fn handle_message(
         &mut self,
         message: Result<GatewayMessage, ControlStreamError>,
@@ -427,7 +430,7 @@ impl TunnelSession {
         Ok(true)
     }
 
-    /// Queues a line for the gateway. One that does not hear it sees the tunnel close.
+    /// Queues a message for the gateway. If that fails, the gateway sees the tunnel close instead.
     fn enqueue(&mut self, message: &EdgeMessage) {
         if let Err(error) = self.control_stream.enqueue(message) {
             debug!(%error, "cannot send a control message to the gateway");

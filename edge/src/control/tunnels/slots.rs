@@ -1,13 +1,13 @@
-//! The tunnels that an edge has at one gateway.
+//! Tunnels that an edge has at one gateway.
 //!
 //! Each slot is one task that goes through the states of a tunnel:
-//! 1. dial the gateways in turn, or the one address; on trouble wait (`error`, `changes`) and dial again;
-//! 2. say hello (`session`); what the gateway refuses is trouble like any other;
-//! 3. serve streams until the tunnel ends, which is trouble, or the gateway drains;
-//! 4. on a drain, or with a new certificate, first go back to 1, and leave the old one when the new one stands: its
-//!    streams go on there until they end. Where only one address is dialled a drain is waited for.
+//! 1. Dial the gateways in turn, or the one address. After an error wait (`connect_error`, `network_monitor`) and dial again.
+//! 2. Exchange the hellos (`session`). A refusal by the gateway is an error like any other.
+//! 3. Serve streams until the tunnel ends, which is an error, or until the gateway drains.
+//! 4. On a drain or with a new certificate, go back to step 1 and keep the old tunnel until the new one is open. The streams
+//!    of the old tunnel continue there until they end. If there is only one address, wait for the end of the drain instead.
 //!
-//! Slot 0 always has a tunnel; a further one has it while the one before moves bulk.
+//! Slot 0 always has a tunnel. A further slot has one while the slot before has bulk transfers.
 
 use super::{
     bulk::BulkTracker,
@@ -28,24 +28,25 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, info_span, warn};
 
-/// The tunnels at one gateway. Cheap to clone.
+/// Tunnels at one gateway. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct TunnelSlots {
     context: Arc<TunnelContext>,
-    /// Tracker of those of these slots that move bulk.
+    /// Tracker of the slots with bulk transfers.
     bulk_tracker: Arc<BulkTracker>,
     group: TunnelGroup,
-    /// The one address that is dialled.
+    /// The one address that is dialled, or `None` for any gateway.
     gateway_addr: Option<GatewayAddr>,
-    /// Addresses that names resolve to: the address is dialled for as long as it is among these. `None` if a gateway was found
-    /// behind it (`discovery`): it is not dialled again for that gateway, since it may lead to any other.
+    /// Addresses that the gateways' names resolve to. The address is dialled as long as it is among these. `None` if a
+    /// gateway was discovered behind the address (`discovery`): the address may lead to another gateway, so it is not dialled
+    /// again for this one.
     resolved: Option<watch::Receiver<BTreeSet<GatewayAddr>>>,
 }
 
-/// A tunnel that was dialled already, and what says since then that it is to be dialled anew.
+/// Tunnel that is already open, and the receiver that requests its replacement.
 pub(super) type PredialledTunnel = (TunnelSession, watch::Receiver<()>);
 
-/// Tunnels that were asked to leave.
+/// Tunnels that were requested to leave.
 pub(super) struct Leaving {
     sessions: Arc<TaskGroup>,
     /// Time that their streams get once the edge stops.
@@ -53,7 +54,7 @@ pub(super) struct Leaving {
 }
 
 impl Leaving {
-    /// Waits until their streams have ended: without a bound, until the edge stops.
+    /// Waits until the streams of the tunnels have ended. The time is limited only once the edge stops.
     pub(super) async fn end(self, stop: &CancellationToken) {
         if stop
             .run_until_cancelled(self.sessions.wait_until_idle())
@@ -88,10 +89,10 @@ struct Slot<'a> {
     old_session: Option<SessionHandle>,
 }
 
-/// Why a slot looks at its tunnel again.
+/// Reason why a slot handles its tunnel again.
 enum SlotEvent {
     Ended(ConnectError),
-    /// Nothing to wait for but the loss of what this gateway is reached by.
+    /// Another group owns the gateway, so this slot can only wait until that group loses it.
     AlreadyConnected(String),
     Draining,
     Reconnect,
@@ -110,7 +111,7 @@ impl TunnelSlots {
         }
     }
 
-    /// At this place, for as long as it is among those `wanted` or its tunnel stands.
+    /// Creates slots at this address. They run while the address is in `resolved` or its tunnel is open.
     pub(super) fn at_gateway(
         context: Arc<TunnelContext>,
         gateway_addr: GatewayAddr,
@@ -122,7 +123,7 @@ impl TunnelSlots {
         }
     }
 
-    /// At a gateway that this place may lead to, for as long as its tunnel stands.
+    /// Creates slots at a gateway that was discovered behind this address. They run while its tunnel is open.
     pub(super) fn at_discovered_gateway(
         context: Arc<TunnelContext>,
         gateway_addr: GatewayAddr,
@@ -133,7 +134,7 @@ impl TunnelSlots {
         }
     }
 
-    /// Like `run`, and waits for the streams of the tunnels.
+    /// Runs the slots like [`Self::run`], and then waits for the streams of their tunnels.
     pub(super) async fn run_to_end(
         self,
         predialled: Option<PredialledTunnel>,
@@ -144,8 +145,8 @@ impl TunnelSlots {
         leaving.end(&stop).await;
     }
 
-    /// Keeps the tunnels, of which the first may have `predialled`, until the edge stops, or until their place is wanted no more;
-    /// then leaves. Returns the tunnels that still have streams.
+    /// Maintains the tunnels until the edge stops, or until the address is not resolved any more, and then leaves. The first
+    /// slot may start with `predialled`. Returns the tunnels that still have streams.
     pub(super) async fn run(
         self,
         mut predialled: Option<PredialledTunnel>,
@@ -188,7 +189,7 @@ impl TunnelSlots {
         }
     }
 
-    /// A further tunnel, for as long as there is bulk.
+    /// Maintains an additional tunnel while there are bulk transfers.
     async fn run_bulk_slot(
         &self,
         slot: u32,
@@ -216,14 +217,14 @@ impl TunnelSlots {
         }
     }
 
-    /// A first tunnel at another gateway than those that are reached.
+    /// Opens the first tunnel at a gateway that is not connected yet.
     pub(super) async fn dial_first(&self) -> Result<PredialledTunnel, TunnelUnavailable> {
         // Subscribed first, so that a certificate that arrives meanwhile counts as new.
         let reconnect = self.context.reconnect.subscribe();
         Ok((self.connect(None, 0, None).await?, reconnect))
     }
 
-    /// Keeps one slot's tunnel until `stop`, and dials it unless it has begun.
+    /// Maintains the tunnel of one slot until `stop`. Begins with `predialled`, or dials.
     async fn run_slot(
         &self,
         (number, predialled): (u32, Option<PredialledTunnel>),
@@ -246,7 +247,7 @@ impl TunnelSlots {
         slot.run(predialled).await;
     }
 
-    /// Dials, and says hello, unless that has been done.
+    /// Dials and exchanges the hellos, unless the tunnel is `predialled`.
     async fn connect(
         &self,
         predialled: Option<TunnelSession>,
@@ -294,15 +295,15 @@ impl TunnelSlots {
         attempted
     }
 
-    /// The one address that is dialled, if names lead there and no search did.
+    /// Returns the one address that is dialled, if names resolve to it. Returns `None` for a discovered gateway.
     fn named_gateway(&self) -> Option<&GatewayAddr> {
         self.gateway_addr
             .as_ref()
             .filter(|_| self.resolved.is_some())
     }
 
-    /// Whether this slot's tunnel is dialled when there is none. At a gateway that was found a further one is for as long as
-    /// the first stands.
+    /// Whether a tunnel of this slot is dialled if there is none. For a discovered gateway only additional tunnels are
+    /// dialled, while the first one is open.
     fn should_dial(&self, slot: u32) -> bool {
         match (&self.gateway_addr, &self.resolved) {
             (None, _) => true,
@@ -311,7 +312,7 @@ impl TunnelSlots {
         }
     }
 
-    /// Waits until no name leads to the one address any more.
+    /// Waits until no name resolves to the one address any more.
     async fn wait_until_unresolved(&self) {
         match self.gateway_addr.as_ref().zip(self.resolved.clone()) {
             // An error means that the edge is stopping.
@@ -322,7 +323,8 @@ impl TunnelSlots {
         }
     }
 
-    /// A gateway that drains serves on until it closes the tunnel: there is no other place to go to.
+    /// Waits for the end of a draining tunnel, which serves until the gateway closes it, because there is no other address to
+    /// dial.
     async fn wait_for_drain_end(&self, handle: Option<SessionHandle>, stop: &CancellationToken) {
         let Some(handle) = handle else { return };
         info!("the gateway is draining");
@@ -332,12 +334,12 @@ impl TunnelSlots {
         }
     }
 
-    /// Whether this slot waits where its gateway is reached already: not if it belongs to tunnels at another one.
+    /// Whether this slot waits while another group owns its gateway. It does not wait if its own group owns another gateway.
     fn should_stand_by(&self, slot: u32) -> bool {
         slot == 0 && !self.context.connected_gateways.has_group(self.group)
     }
 
-    /// Waits until the gateway of this instance is not reached elsewhere any more.
+    /// Waits until no other group owns the gateway with this instance name.
     async fn stand_by(&self, instance: &str, stop: &CancellationToken) {
         info!("another address already leads to this gateway: waiting");
         self.context.status.clear_error(&self.gateway_label());
@@ -434,8 +436,8 @@ impl Slot<'_> {
         ControlFlow::Continue(())
     }
 
-    /// Serves a tunnel with a task of its own, since it may outlive its slot's interest in it, until there is
-    /// something to do for the slot.
+    /// Starts a task that serves the tunnel, and waits for the next event of the slot. The tunnel has its own task because it
+    /// may stay open after the slot has replaced it.
     async fn serve_session(
         &mut self,
         mut session: TunnelSession,
@@ -482,7 +484,7 @@ impl Slot<'_> {
         (event, Some(handle))
     }
 
-    /// Waits as long as the trouble asks for, or until there is something else to dial with.
+    /// Waits for the delay that the error requires, or until there is a new certificate.
     async fn pause(&mut self, error: &ConnectError) {
         let (slots, context) = (self.slots, &self.slots.context);
         // If another gateway is connected, the network works and only this address does not respond.
@@ -531,7 +533,7 @@ impl Slot<'_> {
         }
     }
 
-    /// Waits for `pause`, or until there is something else to dial with, or nothing to dial for.
+    /// Waits for `pause`, for a new certificate, or until there is no reason to dial any more.
     async fn wait(&mut self, pause: impl Future<Output = ()>) {
         let old_ended = async {
             match &self.old_session {
@@ -551,8 +553,8 @@ impl Slot<'_> {
     }
 }
 
-/// Returns the old tunnel if it stands. With its end the back-off begins anew: its gateway is probably restarting, and attempts
-/// beside a tunnel that stood say nothing of how long that takes.
+/// Returns the old tunnel if it is still open. If it has ended, resets the back-off: its gateway is probably restarting, and
+/// earlier attempts beside an open tunnel do not show how long that takes.
 fn if_open(old_session: Option<SessionHandle>, backoff: &mut Backoff) -> Option<SessionHandle> {
     let old_session = old_session?;
     if old_session.ended.is_cancelled() {

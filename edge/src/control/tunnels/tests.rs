@@ -1,4 +1,4 @@
-//! Tunnels over real sockets and TLS, to gateways made from the tunnel's other end.
+//! Tunnels over real sockets and TLS, to gateways that are built from the gateway side of a tunnel.
 
 mod every;
 
@@ -49,14 +49,14 @@ async fn pass(time: Duration) {
     tokio::time::resume();
 }
 
-/// A gateway that admits every edge of its CA.
+/// Gateway that admits every edge of its CA.
 struct Gateway {
     address: SocketAddr,
     registered: mpsc::Receiver<Registered>,
     tasks: TaskGroup,
 }
 
-/// A tunnel that an edge has made.
+/// Tunnel that an edge has opened.
 struct Registered {
     tunnel: Tunnel,
     control: ControlStream,
@@ -169,7 +169,7 @@ async fn greet(tunnel: Tunnel, says: Says) -> Option<Registered> {
     })
 }
 
-/// An edge with its own data directory.
+/// Data directory and CA of an edge.
 struct World {
     data: TempDir,
     ca: Arc<Ca>,
@@ -183,7 +183,7 @@ struct Running {
 }
 
 impl World {
-    /// An edge that joined `ca` before.
+    /// Creates an edge that has joined `ca`.
     fn joined(ca: &Arc<Ca>) -> Self {
         let data = TempDir::new().unwrap();
         let key = PrivateKey::generate().unwrap();
@@ -234,7 +234,7 @@ impl Running {
         }
     }
 
-    /// Ends it at once, as if its process was killed; its data directory is free then.
+    /// Ends the edge at once, as if its process was killed. The data directory is free afterwards.
     async fn kill(self) {
         self.tasks.drain(Duration::ZERO).await;
     }
@@ -408,7 +408,7 @@ async fn a_drain_connects_elsewhere_first_and_open_streams_continue() {
         .unwrap()
         .unwrap();
     assert!(matches!(left, EdgeMessage::Leave { .. }));
-    // Longer than a tunnel without streams would have stayed.
+    // This is longer than a tunnel without streams would have stayed open.
     pass(super::context::LEAVE_TIMEOUT).await;
     round_trip(&mut send, &mut receive, 1000).await;
     assert_eq!(edge.reader.status().tunnels.len(), 2);
@@ -579,7 +579,7 @@ async fn the_next_bulk_tunnel_supersedes_the_leaving_one() {
     drop(sessions);
     edge.until(|status| status.tunnels.len() == 1).await;
     round_trip(&mut send, &mut receive, 4 << 20).await;
-    // No tunnel is left whose streams could be kept.
+    // No tunnel is left, so there are no streams to keep.
     assert!(!gateway.next().await.welcome.takes_over);
 }
 
@@ -642,7 +642,7 @@ async fn an_edge_that_stops_leaves_and_gives_open_streams_their_time() {
     assert_eq!(edge.tasks.drain(SOON).await, 0);
 }
 
-/// A proxy that speaks HTTP CONNECT or SOCKS5 and requires `user:secret`.
+/// Starts a proxy that speaks HTTP CONNECT or SOCKS5 and requires `user:secret`.
 async fn proxy(tasks: &TaskGroup, socks: bool) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -755,7 +755,7 @@ fn token(world: &World) -> causeway_certs::JoinToken {
         .unwrap()
 }
 
-/// Grants the request, with this CA.
+/// Returns a handler that grants the request with this CA.
 fn grant(ca: &Arc<Ca>, told: String) -> impl Fn(Value) -> (u16, Value) + Send + use<> {
     use base64::{Engine, engine::general_purpose::STANDARD};
     let ca = ca.clone();
@@ -821,7 +821,7 @@ async fn a_refused_token_is_final_and_so_is_a_gateway_of_another_ca() {
     }
 }
 
-/// Answers each connection with these bytes, after its first bytes have arrived, and closes it.
+/// Starts a server that answers each connection with these bytes, after its first bytes have arrived, and closes it.
 async fn says(tasks: &TaskGroup, answer: &'static [u8]) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -830,14 +830,14 @@ async fn says(tasks: &TaskGroup, answer: &'static [u8]) -> String {
             let _ = tcp.read(&mut [0; 4096]).await;
             let _ = tcp.write_all(answer).await;
             let _ = tcp.shutdown().await;
-            // Reset before it is read, an answer would be lost.
+            // If the connection was reset before the client has read the answer, the answer would be lost.
             while tcp.read(&mut [0; 4096]).await.is_ok_and(|read| read > 0) {}
         }
     });
     address
 }
 
-/// A listener of a gateway: TLS with a certificate of the CA, for HTTP.
+/// Starts a gateway's client listener: TLS with a certificate of the CA, for HTTP.
 async fn listener(tasks: &TaskGroup, ca: &Ca, alpn: &[&[u8]]) -> String {
     let leaf = ca.issue_listener(&[GatewayName::parse("localhost").unwrap()], HOUR);
     let trust = TrustStore::from_ca(ca).unwrap();

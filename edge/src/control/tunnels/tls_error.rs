@@ -1,8 +1,8 @@
-//! How TLS ended a tunnel's connection.
+//! TLS error that ended a tunnel's connection.
 //!
-//! HTTP/2 above sees a failed read and knows no alerts, yet an alert decides how long an edge stays away: a
-//! gateway that does not know its certificate is not to be asked every two seconds. With TLS 1.3 it says so
-//! only after the edge's handshake is done.
+//! HTTP/2 only gets a failed read and no TLS alert. The alert determines how long an edge waits: it must not dial a gateway
+//! that does not know its certificate every two seconds. With TLS 1.3 the gateway sends the alert only after the edge has
+//! completed its handshake.
 
 use super::super::connect_error::{self, ConnectError};
 use causeway_rt::socket::CountedIo;
@@ -20,7 +20,7 @@ use tokio_rustls::client::TlsStream;
 /// Connection of a tunnel.
 pub(super) type TunnelIo = ObservedIo<TlsStream<CountedIo<TcpStream>>, TlsErrorSlot>;
 
-/// TLS's own error, where it was the end of a connection.
+/// TLS error that ended a connection, if there was one.
 #[derive(Clone, Debug, Default)]
 pub(super) struct TlsErrorSlot(Arc<Mutex<Option<rustls::Error>>>);
 

@@ -1,6 +1,6 @@
-//! A malicious gateway: every spelling of an address that the node's owner has not allowed.
+//! Malicious gateway that uses every spelling of an address that the node's owner has not allowed.
 //!
-//! The listener is real: a service of this machine that is none of the node's ports.
+//! The listener is real: a service of this machine that is not one of the node's ports.
 
 use super::*;
 
@@ -21,7 +21,7 @@ const HERE: [&str; 13] = [
     "127.1",
 ];
 
-/// Addresses that clouds and links reserve, and a private network.
+/// Reserved addresses of clouds and links, and an address of a private network.
 const ELSEWHERE: [&str; 7] = [
     "169.254.169.254",
     "[::ffff:169.254.169.254]",

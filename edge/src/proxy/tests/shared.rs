@@ -1,4 +1,4 @@
-//! Streams to upstreams that speak HTTP/2: they share connections, and no stream waits for the end of another.
+//! Streams to upstreams that speak HTTP/2. They share connections, and no stream waits for the end of another.
 
 use super::*;
 use causeway_upstream::http2_pool::MAX_CONNECTIONS;
@@ -7,21 +7,20 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
-/// An HTTP/2 upstream: it answers, except `/watch`, which waits without end, and `/herd`, which waits on the first
-/// connection.
+/// HTTP/2 upstream. It does not answer `/watch` at all, nor `/herd` on the first connection.
 struct App {
-    /// Number of simultaneous streams that it allows.
+    /// Maximum number of simultaneous streams of a connection.
     allows: u32,
     connections: AtomicUsize,
     closed: AtomicUsize,
     /// One permit for each waiting request.
     waiting: Semaphore,
-    /// Ends the first connection.
+    /// Token that ends the first connection.
     over: CancellationToken,
 }
 
 impl App {
-    /// Runs a test with a world whose port 80 leads to it.
+    /// Starts the upstream, and an edge whose port 80 leads to it.
     async fn start(allows: u32, timeouts: Value) -> (World, Arc<Self>, TaskGroup) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let target = listener.local_addr().unwrap().to_string();
@@ -72,7 +71,7 @@ impl App {
         self.closed.fetch_add(1, SeqCst);
     }
 
-    /// Waits until this many more requests wait.
+    /// Waits until this number of further requests are waiting.
     async fn watched(&self, times: u32) {
         let waiting = timeout(SOON, self.waiting.acquire_many(times)).await;
         waiting.expect("each reached the app").unwrap().forget();
@@ -235,14 +234,14 @@ async fn an_app_that_does_not_begin_http2_is_a_target_that_failed() {
     }
 }
 
-/// A frame of HTTP/2 with a short payload.
+/// Returns an HTTP/2 frame with a short payload.
 fn frame(kind: u8, flags: u8, stream: u8, payload: &[u8]) -> Vec<u8> {
     let length = u8::try_from(payload.len()).unwrap();
     let head = [0, 0, length, kind, flags, 0, 0, 0, stream];
     [&head[..], payload].concat()
 }
 
-/// Reads up to a request's head.
+/// Reads up to and including a HEADERS frame.
 async fn asked(app: &mut TcpStream) {
     app.read_exact(&mut [0; 24]).await.unwrap();
     let mut head = [0; 9];
@@ -261,7 +260,7 @@ async fn endless_interim_answers_over_http2_are_target_broken() {
         let mut app = accept(&app).await;
         app.write_all(&frame(4, 0, 0, &[])).await.unwrap();
         asked(&mut app).await;
-        // :status 103, never indexed.
+        // The frame has `:status` 103, never indexed.
         let hints = frame(1, 4, 1, b"\x08\x03103").repeat(100);
         while app.write_all(&hints).await.is_ok() {}
     };

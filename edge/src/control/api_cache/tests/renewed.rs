@@ -1,4 +1,4 @@
-//! A node among the members of its pool, while its certificate and its roots change.
+//! Connections between pool members while a node's certificate and roots change.
 
 use super::super::{
     member_server::{MemberClients, MemberTls},
@@ -19,7 +19,7 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-/// A node with the members of its pool, and no sockets.
+/// Node with the members of its pool and without sockets.
 struct Node {
     held: IdentityStore,
     host: MemberClients,
@@ -53,7 +53,7 @@ impl Node {
         }
     }
 
-    /// It shows certificates of this CA from now on.
+    /// Makes the node present a certificate of this CA from now on.
     async fn shows(&self, ca: &Ca) {
         let node = self.held.identity().node;
         let leaf = identity(ca, node.as_str()).leaf;
@@ -61,15 +61,15 @@ impl Node {
         self.held.update(change).await.unwrap();
     }
 
-    /// It trusts these roots from now on.
+    /// Makes the node trust these roots from now on.
     async fn believes(&self, roots: &[&Ca]) {
         let roots: Vec<_> = roots.iter().map(|ca| ca.root().clone()).collect();
         let change = move |own: &mut EdgeIdentity| own.roots = roots;
         self.held.update(change).await.unwrap();
     }
 
-    /// Returns the chain that `other` presents here when it connects, and the certificate that this node presents then, or
-    /// the reason of a refusal.
+    /// Returns the chain that `other` presents to this node, and the certificate that this node presents. If the connection
+    /// is refused, returns the reason.
     async fn receives(
         &self,
         other: &Self,
@@ -104,7 +104,7 @@ async fn renewed_certificates_and_roots_apply_to_an_open_listener() {
     let (first, shown) = one.receives(&two).await.unwrap();
     assert_eq!((&first[0], &shown), (&leaf(&two), &leaf(&one)));
 
-    // Both are renewed: open connections stay, and new ones show the present certificates.
+    // Both certificates are renewed: open connections stay, and new connections use the new certificates.
     one.shows(&old).await;
     two.shows(&old).await;
     let (second, again) = one.receives(&two).await.unwrap();
@@ -113,7 +113,7 @@ async fn renewed_certificates_and_roots_apply_to_an_open_listener() {
     let mut goes = one.host.wait_for_revocation(first);
     assert_eq!(goes.as_mut().now_or_never(), None);
 
-    // One more root, which one of them has first.
+    // A root is added, which one node has before the other.
     one.believes(&[&old, &new]).await;
     two.believes(&[&old, &new]).await;
     two.shows(&new).await;
@@ -121,7 +121,7 @@ async fn renewed_certificates_and_roots_apply_to_an_open_listener() {
     two.receives(&one).await.unwrap();
     assert_eq!(goes.as_mut().now_or_never(), None);
 
-    // The old root is removed. Connections of peers that have shown a certificate under it end, and no others.
+    // The old root is removed. Only the connections of peers that presented a certificate of that root are closed.
     one.shows(&new).await;
     one.believes(&[&new]).await;
     let began = Instant::now();

@@ -20,7 +20,7 @@ use tokio_rustls::{TlsConnector, client::TlsStream};
 
 const ASK: &[u8] = b"GET /api/v1/services HTTP/1.1\r\nHost: edge-1\r\n\r\n";
 
-/// A node with a site, at which `edge-2` is a member as well.
+/// Starts a node with a member listener, in a pool that also has `edge-2`.
 async fn served(world: &World) -> (Gateway, Edge, NodePoolMembers) {
     let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
     gateway.cloud.put("v1/services", "web");
@@ -33,7 +33,7 @@ async fn served(world: &World) -> (Gateway, Edge, NodePoolMembers) {
     (gateway, edge, members)
 }
 
-/// Returns the configuration with which a node of this identity dials a site.
+/// Returns the configuration with which a node of this identity connects to a member listener.
 fn dials(identity: &EdgeIdentity) -> Arc<ClientConfig> {
     PoolMemberTls::new(identity, Arc::new(|_| true))
         .unwrap()
@@ -47,7 +47,7 @@ async fn dial(edge: &Edge, config: Arc<ClientConfig>) -> std::io::Result<TlsStre
     TlsConnector::from(config).connect(name, tcp).await
 }
 
-/// Returns the answer to a client that dials with this configuration; with TLS 1.3 a refusal follows the handshake.
+/// Returns the answer to a client with this configuration. With TLS 1.3 a refusal follows the handshake.
 async fn answered(edge: &Edge, config: Arc<ClientConfig>) -> std::io::Result<String> {
     let mut tls = dial(edge, config).await?;
     tls.write_all(ASK).await?;
@@ -66,7 +66,7 @@ async fn only_a_pool_member_may_read() {
     assert!(member.starts_with("HTTP/1.1 200"), "{member}");
     let another = Ca::create(&TrustDomain::parse("test").unwrap()).unwrap();
     let mut of_another = identity(&another, "edge-2");
-    // It trusts us, though we do not trust it.
+    // The client trusts this node, but this node does not trust the client.
     of_another.roots = identity(&world.ca, "edge-2").roots;
     let mut as_gateway = identity(&world.ca, "edge-2");
     let names = [GatewayName::parse("edge-2").unwrap()];
@@ -223,7 +223,7 @@ async fn a_pool_of_as_many_as_there_can_be_reads_all_at_one_of_them() {
     );
 }
 
-/// A watch that has begun.
+/// Opens a watch and waits until it has begun.
 async fn watches(
     edge: &Edge,
     config: Arc<ClientConfig>,
@@ -239,7 +239,7 @@ async fn watches(
     Ok(tls)
 }
 
-/// Shows no certificate.
+/// Client configuration without a certificate.
 #[derive(Debug)]
 struct Nobody;
 

@@ -57,7 +57,7 @@ const HOUR: Duration = Duration::from_hours(1);
 /// Versions by resource and name.
 type Objects = BTreeMap<(String, String), u64>;
 
-/// An API with its objects.
+/// API with its objects.
 pub(super) struct Cloud {
     objects: Mutex<(u64, Objects)>,
     events: broadcast::Sender<(String, String, u64)>,
@@ -125,7 +125,7 @@ impl Cloud {
     }
 }
 
-/// The cloud, as the source of a store.
+/// The cloud's API as the source of a store.
 struct Api(Arc<Cloud>);
 
 impl ListWatch for Api {
@@ -159,7 +159,7 @@ impl ListWatch for Api {
     }
 }
 
-/// A gateway that admits every edge of its CA, has tunnels and serves reads.
+/// Gateway that admits every edge of its CA, accepts tunnels and serves reads.
 pub(super) struct Gateway {
     pub(super) address: SocketAddr,
     pub(super) cloud: Arc<Cloud>,
@@ -169,7 +169,7 @@ pub(super) struct Gateway {
     tasks: TaskGroup,
 }
 
-/// A gateway that has gone.
+/// Gateway that has been stopped.
 pub(super) struct Gone {
     address: SocketAddr,
     pub(super) cloud: Arc<Cloud>,
@@ -300,7 +300,7 @@ impl TestListener {
         if !tunnel {
             assert_eq!(tls.get_ref().1.alpn_protocol(), Some(wire::ALPN_H2));
             self.readings.fetch_add(1, Relaxed);
-            // It ends with the gateway, like a real one's connections.
+            // The connection ends with the gateway, like the connections of a real one.
             let (near, mut far) = tokio::io::duplex(64 * 1024);
             self.reads.send((near, from)).await.unwrap();
             let mut tls = tls;
@@ -358,12 +358,12 @@ impl TestListener {
     }
 }
 
-/// A site of one CA.
+/// Site whose nodes have certificates of one CA.
 pub(super) struct World {
     pub(super) ca: Arc<Ca>,
 }
 
-/// A node that has joined, with its data directory.
+/// Node that has joined, with its data directory.
 pub(super) struct Node {
     name: &'static str,
     data: TempDir,
@@ -407,14 +407,15 @@ impl World {
 }
 
 impl Node {
-    /// Saves its members, as if announced before its last end.
+    /// Saves these members, as if a gateway had announced them before the last stop.
     pub(super) fn knows(&self, members: &NodePoolMembers) {
         let store = Store::open(self.data.path(), OpenMode::Existing).unwrap();
         let text = serde_json::to_string(members).unwrap();
         store.write_runtime("members", &text).unwrap();
     }
 
-    /// Starts a cache of Services, for itself and the members of its pool; `more` has further keys of `api_cache`.
+    /// Starts a cache of Services, for the node itself and the members of its pool. `more` contains additional keys of
+    /// `api_cache`.
     pub(super) async fn start(&self, gateways: &[&Gateway], more: Value) -> Edge {
         let mut api_cache = json!({
             "listen": "127.0.0.1:0",
@@ -467,12 +468,12 @@ impl Node {
 }
 
 impl Edge {
-    /// Ends it at once, as if its process was killed; its data directory is free then.
+    /// Ends the edge at once, as if its process was killed. The data directory is free afterwards.
     pub(super) async fn kill(self) {
         self.tasks.drain(Duration::ZERO).await;
     }
 
-    /// Ends it in order.
+    /// Stops the edge in order.
     pub(super) async fn stop(self) {
         self.stop.cancel();
         assert_eq!(self.tasks.drain(SOON).await, 0);
@@ -491,7 +492,7 @@ impl Edge {
     }
 }
 
-/// A member with its address.
+/// Returns a pool member with its address.
 pub(super) fn at(node: &str, site: SocketAddr) -> NodePoolMember {
     NodePoolMember {
         node: node.into(),
@@ -499,7 +500,7 @@ pub(super) fn at(node: &str, site: SocketAddr) -> NodePoolMember {
     }
 }
 
-/// A pool of these.
+/// Returns a pool with these nodes.
 pub(super) fn pool(leader: &str, nodes: Nodes<'_>) -> NodePoolMembers {
     NodePoolMembers {
         pool: Some("north".into()),
@@ -508,7 +509,7 @@ pub(super) fn pool(leader: &str, nodes: Nodes<'_>) -> NodePoolMembers {
     }
 }
 
-/// Returns the whole answer to these bytes.
+/// Returns the whole response to these bytes.
 pub(super) async fn raw(address: SocketAddr, ask: &str) -> String {
     let mut tcp = TcpStream::connect(address).await.unwrap();
     tcp.write_all(ask.as_bytes()).await.unwrap();
@@ -532,7 +533,7 @@ async fn ask(endpoint: SocketAddr, path: &str) -> (TaskGroup, http::Response<Inc
     (tasks, answer.unwrap().unwrap())
 }
 
-/// The status and the body.
+/// Returns the status and the body of the response.
 pub(super) async fn get(endpoint: SocketAddr, path: &str) -> (u16, Value) {
     let (_tasks, answer) = ask(endpoint, path).await;
     let status = answer.status().as_u16();
@@ -540,7 +541,7 @@ pub(super) async fn get(endpoint: SocketAddr, path: &str) -> (u16, Value) {
     (status, serde_json::from_slice(&body).unwrap())
 }
 
-/// A watch of the changes after this version.
+/// Watch of the changes after one version.
 pub(super) struct Watch {
     body: Incoming,
     unread: Vec<u8>,
@@ -583,7 +584,7 @@ impl Watch {
         }
     }
 
-    /// Waits for its end.
+    /// Waits for the end of the watch.
     pub(super) async fn end(&mut self) {
         while let Some(Ok(_)) = self.body.frame().await {}
     }

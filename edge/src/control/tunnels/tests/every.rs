@@ -1,10 +1,10 @@
-//! An edge with tunnels at every gateway.
+//! Tests of an edge with tunnels at every gateway.
 
 use super::*;
 use std::sync::Mutex;
 use tokio::sync::watch;
 
-/// A gateway of this process, at another of its addresses.
+/// Starts a gateway at another address of this machine.
 async fn also(ca: &Arc<Ca>, instance: &str, gateways: Vec<String>) -> Gateway {
     let says = Says {
         instance: instance.into(),
@@ -15,7 +15,7 @@ async fn also(ca: &Arc<Ca>, instance: &str, gateways: Vec<String>) -> Gateway {
     Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(ca, ca), says).await
 }
 
-/// One attempt was in vain because the edge had reached the gateway at another address.
+/// One attempt failed because the edge was already connected with the gateway through another address.
 const WAITS: &str = "outcome=\"reached\"} 1\n";
 
 fn every() -> Value {
@@ -124,7 +124,7 @@ async fn a_gateway_with_two_addresses_uses_one_and_fails_over() {
     );
     let world = World::joined(&ca);
     let edge = world.run(&addresses(&[&left, &right]), every()).await;
-    // It reached the second gateway's hello, and left.
+    // The edge received the second gateway's hello, and closed the connection.
     let began = Instant::now();
     while !edge.admin("/metrics").await.contains(WAITS) {
         assert!(began.elapsed() < SOON, "no task waits");
@@ -183,7 +183,7 @@ async fn an_unresolvable_name_is_reported_and_delays_no_other_gateway() {
     assert_eq!(status.state, "connected");
 }
 
-/// One address that leads to several gateways, to each in turn or only to the first.
+/// Load balancer address that leads to several gateways in turn, or only to the first one.
 struct Balancer {
     address: SocketAddr,
     behind: Arc<Mutex<Vec<SocketAddr>>>,
@@ -220,7 +220,7 @@ impl Balancer {
     }
 }
 
-/// A gateway that announces the number of gateways.
+/// Starts a gateway that announces the number of gateways.
 async fn one_of(ca: &Arc<Ca>, instance: &str, replicas: u32) -> Gateway {
     let says = Says {
         instance: instance.into(),
@@ -239,7 +239,7 @@ fn reached(gateways: u32, of: u32) -> impl Fn(&crate::status::Status) -> bool {
 async fn all_gateways_at_one_address_are_found_without_tunnel_loss() {
     let ca = ca();
     let (mut a, mut b) = (one_of(&ca, "a", 2).await, one_of(&ca, "b", 2).await);
-    // More often to one than to the other.
+    // The balancer selects one gateway more often than the other.
     let balancer = Balancer::start(&[a.address, a.address, b.address]).await;
     let world = World::joined(&ca);
     let edge = world.run(&[balancer.address.to_string()], every()).await;
@@ -256,7 +256,7 @@ async fn all_gateways_at_one_address_are_found_without_tunnel_loss() {
     let third = c.next().await;
     let status = edge.until(reached(3, 3)).await;
     assert_eq!((status.state, status.tunnels.len()), ("connected", 3));
-    // One ends without notice, and starts again.
+    // One gateway ends without notice, and starts again.
     drop((third, c));
     edge.until(reached(2, 3)).await;
     let mut again = one_of(&ca, "c2", 3).await;
@@ -286,7 +286,7 @@ async fn a_sticky_balancer_costs_few_attempts_and_no_tunnel() {
     let edge = world.run(&[balancer.address.to_string()], more).await;
     let _tunnel = only.next().await;
     edge.until(reached(1, 3)).await;
-    // Time is the subject: they are half a second apart at least.
+    // The test is about time: the dials are at least half a second apart.
     let (began, mut dialled) = (Instant::now(), balancer.dialled.subscribe());
     let before = *dialled.borrow();
     let again = dialled.wait_for(|dialled| *dialled >= before + 4);
@@ -323,7 +323,7 @@ async fn a_discovered_gateway_has_its_own_bulk_tunnels() {
     for (registered, gateway) in [(&one, &mut a), (&two, &mut b)] {
         let (mut send, mut receive) = session(&registered.tunnel).await;
         round_trip(&mut send, &mut receive, 4 << 20).await;
-        // If it is dropped, it ends and is dialled again.
+        // A dropped tunnel would end and be dialled again.
         further.push(gateway.next().await);
         assert_eq!(further.last().unwrap().welcome.slot, 1);
         send.end().unwrap();
@@ -346,7 +346,7 @@ async fn a_lost_first_tunnel_beside_a_bulk_tunnel_redials_its_gateway() {
     assert_eq!(further.welcome.slot, 1);
     let mut first = first;
     for _ in 0..3 {
-        // The next address of the balancer is sometimes the one and sometimes the other.
+        // The next address of the balancer may be either gateway.
         first.tunnel.close();
         first = a.next().await;
         assert_eq!(first.welcome.slot, 0);
@@ -376,7 +376,7 @@ async fn a_refusing_gateway_behind_a_balancer_gets_its_retry_delay() {
     while !edge.admin("/metrics").await.contains(sent_away) {
         assert!(began.elapsed() < SOON, "no edge was refused");
     }
-    // Some pauses would have ended, but the gateway asked for 90 s.
+    // Some pauses would have ended, but the gateway requested 90 s.
     for _ in 0..4 {
         pass(Duration::from_millis(500)).await;
         // A dial takes no more turns than this.
