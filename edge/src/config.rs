@@ -1,8 +1,8 @@
 //! The edge's configuration: typed, with a default and a reason for each number.
 //!
-//! Doc comments here are what a user reads: they become the help of flags and the
-//! reference in the README. Neither files nor the environment are read here (the binary
-//! does that); `validate` finds what no type can express, all of it at once.
+//! The doc comments are written for users: they become the help of flags and the reference in the README. This module reads
+//! neither files nor the environment, because the binary does that. `validate` reports all errors that no type can express,
+//! and reports them together.
 
 mod allow;
 pub(crate) mod announced_ports;
@@ -258,7 +258,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            // Twenty times what a kubelet's node runs in pods; a descriptor each.
+            // Twenty times the number of pods on a kubelet's node. Each stream uses one file descriptor.
             streams: 4_096,
             // Enough for 800 stalled downloads and the uploads of two tunnels.
             stalled: 256 << 20,

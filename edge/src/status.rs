@@ -1,7 +1,7 @@
 //! Status of an edge: its tunnels, and the last failure.
 //!
-//! `control` writes, the admin listener and the program that embeds an edge read; a reader never waits. A row lives as long
-//! as the tunnel that it is about: its guard removes it.
+//! `control` writes the status. The admin listener and the program that embeds an edge read it, and a reader never waits. The
+//! guard of a tunnel removes the tunnel's row when the tunnel ends.
 
 mod api_cache;
 mod heartbeat;

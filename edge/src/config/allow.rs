@@ -67,7 +67,7 @@ impl Allow {
 pub enum AllowedHost {
     /// `10.0.0.0/8`, or one address.
     Net(IpNet),
-    /// A host name, independent of the address that it resolves to.
+    /// Host name, whatever address it resolves to.
     Name(String),
 }
 

@@ -93,7 +93,7 @@ impl GatewayList {
         if let Err(error) = saved {
             warn!(%error, "cannot save the gateway's addresses; they are lost at the next restart");
         }
-        // The status shows them once they are on the disk.
+        // The status shows the addresses only after they are on the disk.
         self.status.set_gateways(self.all());
     }
 }

@@ -26,7 +26,7 @@ struct Inner {
     current: Mutex<EdgeIdentity>,
     /// Whether another process owns the data directory now, so that this process must not write to it.
     released: AtomicBool,
-    /// Locked during a write to the disk, by threads that may block.
+    /// Lock that is held during a write to the disk, by threads that may block.
     write_lock: Mutex<()>,
 }
 

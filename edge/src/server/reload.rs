@@ -116,7 +116,7 @@ pub(super) struct PolicyInputs {
     announced: AnnouncedPorts,
     /// Local addresses of the connections to gateways that listed ports, the most recent one last.
     own_addresses: Vec<IpAddr>,
-    /// Cancelled once the owner has applied another policy.
+    /// Token that is cancelled once the owner has applied another policy.
     replaced: CancellationToken,
 }
 
@@ -424,7 +424,7 @@ mod tests {
         serde_json::from_value(said).unwrap()
     }
 
-    /// An edge that began with this, and whose gateway has listed 9051.
+    /// Returns the reloader of an edge with this initial configuration, whose gateway has listed port 9051.
     fn began(said: Value) -> Reloader {
         let began = config(said);
         let policy = Policy::new("edge-1", &began).unwrap();

@@ -354,7 +354,7 @@ mod tests {
         assert!(SelectorState::default().is_leader_failed(false, second));
         // A silent leader uses up the whole time at once.
         assert!(SelectorState::default().is_leader_failed(true, RESPONSE_TIMEOUT));
-        // A leader that refuses is asked repeatedly.
+        // A leader that refuses connections gets repeated requests.
         let mut refuses = SelectorState::default();
         for _ in 0..5 {
             assert!(!refuses.is_leader_failed(true, Duration::ZERO));

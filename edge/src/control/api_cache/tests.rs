@@ -69,7 +69,7 @@ async fn cached_state_is_served_after_a_restart_without_a_gateway() {
         members: vec![world::at("edge-1", "127.0.0.1:9".parse().unwrap())],
     });
     edge.until(|api_cache| api_cache.role == "leader").await;
-    // Long enough for the list of members to be on the disk, which is not reported.
+    // The graceful stop leaves time to save the list of members, because that save is not reported.
     edge.stop().await;
     drop(gateway);
     let edge = node.start(&[], json!({})).await;

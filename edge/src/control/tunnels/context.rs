@@ -64,7 +64,7 @@ pub(crate) struct TunnelContext {
     pub(crate) renewal_requests: watch::Sender<Duration>,
     /// Inputs of the decision whether the identity is replaced.
     pub(crate) rejoin: Arc<RejoinState>,
-    /// Cancelled when the edge stops.
+    /// Token that is cancelled when the edge stops.
     pub(crate) stop: CancellationToken,
     /// Client of the cluster, which authenticates this node if its certificate has expired.
     pub(crate) csr_client: Option<Arc<dyn CsrClient>>,

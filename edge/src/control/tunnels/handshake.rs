@@ -1,7 +1,7 @@
 //! Handshake of one tunnel, on the edge side. Before its end the edge accepts no streams.
 //!
-//! The tunnel's connection makes progress only while this module polls it. The announcements of the gateway about itself are
-//! checked. Those of this edge are plain data.
+//! The tunnel's connection makes progress only while this module polls it. The edge checks the gateway's hello. The hello of
+//! the edge is built from its configuration and its state.
 
 use super::{
     super::{api_cache::membership::MembershipUpdater, connect_error::ConnectError, trust_roots},
