@@ -192,7 +192,7 @@ impl Default for Admin {
     }
 }
 
-/// At which gateways an edge has tunnels.
+/// Gateways to which an edge opens tunnels.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
 )]
@@ -205,7 +205,7 @@ pub enum TunnelMode {
     Every,
 }
 
-/// The tunnels that an edge keeps.
+/// Number and distribution of the tunnels of an edge.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnels {

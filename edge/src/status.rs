@@ -28,28 +28,28 @@ pub use heartbeat::HeartbeatStatus;
 /// Status of an edge, for `/status` and for the program that embeds it.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct Status {
-    /// The node, as the certificate says.
+    /// Name of the node in its certificate.
     pub node: String,
-    /// The version of this program.
+    /// Version of this program.
     pub version: &'static str,
-    /// Random for each edge process.
+    /// Random identifier of the edge process.
     pub instance: String,
-    /// When the edge began, in milliseconds of the Unix epoch.
+    /// Start time of the edge, in milliseconds since the Unix epoch.
     pub started: u64,
     /// `connected`, `connecting` or `refused`.
     pub state: &'static str,
-    /// The tunnels, oldest first.
+    /// Tunnels, oldest first.
     pub tunnels: Vec<TunnelStatus>,
-    /// All addresses at which gateways are looked for.
+    /// Addresses of the gateways that the edge dials.
     pub gateways: Vec<String>,
-    /// How many of all gateways are reached, where these say how many there are.
+    /// Number of connected gateways and of all gateways; absent if no gateway announces the number of all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reached: Option<ConnectedGatewaysStatus>,
-    /// Last failure, as long as it has not been mended by a tunnel.
+    /// Last failure; absent once a tunnel has been opened after it.
     pub trouble: Option<LastErrorStatus>,
-    /// This node's certificate, once the edge runs.
+    /// Certificate of this node; absent until the edge runs.
     pub certificate: Option<CertificateStatus>,
-    /// State of the API cache, if this edge has one.
+    /// State of the API cache; absent if it is not configured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_cache: Option<ApiCacheStatus>,
     /// State of delegated heartbeats, if they are configured.
@@ -57,63 +57,63 @@ pub struct Status {
     pub heartbeat: Option<HeartbeatStatus>,
 }
 
-/// One tunnel.
+/// A tunnel.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct TunnelStatus {
-    /// Index of this tunnel among those of the edge, from 0.
+    /// Number of the tunnel's slot, from 0.
     pub slot: u32,
     /// `standing` or `leaving`.
     pub state: &'static str,
-    /// The gateway, as it was dialled.
+    /// Address of the gateway as configured or announced (`host:port`).
     pub gateway: String,
-    /// The address that its name led to; `null` behind a proxy.
+    /// IP address and port that were dialled; `null` behind a proxy.
     pub address: Option<SocketAddr>,
-    /// Since when, in milliseconds of the Unix epoch.
+    /// Time at which the tunnel was registered, in milliseconds since the Unix epoch.
     pub since: u64,
-    /// The round trip of its TLS handshake, in microseconds.
+    /// Round-trip time of the TLS handshake, in microseconds.
     pub round_trip_us: u64,
-    /// Streams that are open now, the control stream included.
+    /// Number of open streams, with the control stream.
     pub streams: usize,
-    /// Streams opened so far.
+    /// Number of streams opened so far.
     pub opened: u64,
     /// Payload bytes sent to the gateway.
     pub sent: u64,
     /// Payload bytes received from the gateway.
     pub received: u64,
-    /// Bytes that came from the gateway and that no upstream has taken yet.
+    /// Bytes received from the gateway that no upstream has accepted yet.
     pub unread: usize,
 }
 
-/// How far tunnels at every gateway are.
+/// Number of gateways that have a tunnel of this edge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct ConnectedGatewaysStatus {
-    /// Gateways with a tunnel that do not drain.
+    /// Gateways that have a tunnel of this edge and do not drain.
     pub gateways: u32,
-    /// How many there are, as they say.
+    /// Number of gateways, as they announce it.
     pub of: u32,
 }
 
-/// This node's certificate.
+/// Certificate of this node.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct CertificateStatus {
-    /// When it ends, in milliseconds of the Unix epoch.
+    /// Expiry time, in milliseconds since the Unix epoch.
     pub not_after: u64,
-    /// When a new one is asked for, in milliseconds of the Unix epoch.
+    /// Time of the next renewal, in milliseconds since the Unix epoch.
     pub renews_at: u64,
-    /// Why it has not been renewed, where that was tried.
+    /// Error of the last attempt to renew it, if that failed.
     pub trouble: Option<LastErrorStatus>,
 }
 
 /// Last failure.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct LastErrorStatus {
-    /// When, in milliseconds of the Unix epoch.
+    /// Time of the failure, in milliseconds since the Unix epoch.
     pub at: u64,
-    /// Description of the failure, for people.
+    /// Description of the failure in plain English.
     pub what: String,
-    /// Whether a gateway refused this edge, as against being out of reach.
+    /// Whether a gateway refused this edge; false if no gateway was reachable.
     pub refused: bool,
-    /// When it is tried again at the latest, in milliseconds of the Unix epoch.
+    /// Latest time of the next attempt, in milliseconds since the Unix epoch.
     pub retry_at: u64,
 }
 
@@ -185,7 +185,7 @@ pub(crate) fn status_channel(node: &str, instance: &str) -> (StatusWriter, Statu
     (StatusWriter(shared.clone()), StatusReader(shared))
 }
 
-/// Returns the time in milliseconds of the Unix epoch.
+/// Returns the time in milliseconds since the Unix epoch.
 fn millis(time: SystemTime) -> u64 {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
@@ -209,7 +209,7 @@ impl LastErrorStatus {
 }
 
 impl StatusWriter {
-    /// Returns the start time of the edge, in milliseconds of the Unix epoch.
+    /// Returns the start time of the edge, in milliseconds since the Unix epoch.
     pub(crate) fn started(&self) -> u64 {
         self.0.started
     }
@@ -374,7 +374,7 @@ impl StatusReader {
         }
     }
 
-    /// Waits until the status is as wanted. Changes of a tunnel's bytes and streams do not wake this task.
+    /// Waits until the status fulfils a condition. Changes of a tunnel's bytes and streams do not wake this task.
     #[cfg(test)]
     pub(crate) async fn wait_for(&self, wanted: impl Fn(&Status) -> bool) -> Status {
         use tokio::time::timeout;

@@ -145,7 +145,7 @@ fn render_edge(status: &Value, now: SystemTime) -> String {
     parts.join("\n")
 }
 
-/// Returns a time in milliseconds of the Unix epoch as an RFC 3339 time.
+/// Returns a time in milliseconds since the Unix epoch as an RFC 3339 time.
 fn rfc3339_time(millis: &Value) -> Value {
     millis.as_u64().map_or(Value::Null, |millis| {
         let time = SystemTime::UNIX_EPOCH + Duration::from_millis(millis);

@@ -37,7 +37,7 @@ const URL: &str = "http://edge-1:9100/";
 /// Log message of a gateway about an edge that has connected.
 const ARRIVED: &str = " connected ";
 
-/// Returns the time at which a line was written, in milliseconds of the Unix epoch.
+/// Returns the time at which a line was written, in milliseconds since the Unix epoch.
 fn moment(line: &str) -> u64 {
     let at = humantime::parse_rfc3339(line.split(' ').next().unwrap()).unwrap();
     let since = at.duration_since(SystemTime::UNIX_EPOCH).unwrap();

@@ -34,7 +34,7 @@ const MAX_INFLATION: u64 = 64;
 /// Name of the file with the time until which each state was known to be the newest.
 const TIMES_FILE: &str = "times.json";
 
-/// By resource: the version, and the time until which it was known to be the newest, in milliseconds of the Unix epoch.
+/// By resource: the version, and the time until which it was known to be the newest, in milliseconds since the Unix epoch.
 type Times = BTreeMap<String, (u64, u64)>;
 
 /// The directory of saved states.
@@ -51,7 +51,7 @@ struct SnapshotHeader {
     kind: String,
     namespaced: bool,
     version: u64,
-    /// Time of the snapshot, in milliseconds of the Unix epoch.
+    /// Time of the snapshot, in milliseconds since the Unix epoch.
     at: u64,
     objects: usize,
 }

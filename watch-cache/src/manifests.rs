@@ -1,6 +1,6 @@
 //! Objects without a version: the content of manifests, where there is no API server.
 //!
-//! Versions are milliseconds of the Unix epoch, so they grow over restarts. An unchanged object keeps its version.
+//! Versions are milliseconds since the Unix epoch, so they grow over restarts. An unchanged object keeps its version.
 
 use crate::{
     object::{Object, ObjectError, TypeMeta},

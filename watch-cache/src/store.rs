@@ -85,7 +85,7 @@ pub struct Status {
     pub version: u64,
     /// Whether it was ever filled.
     pub synced: bool,
-    /// Time of the last contact with the source, in milliseconds of the Unix epoch; `None` while the source is in touch.
+    /// Time of the last contact with the source, in milliseconds since the Unix epoch; `None` while the source is in touch.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lost: Option<u64>,
     /// Watches that are open here.

@@ -12,7 +12,7 @@ pub(crate) fn say(line: &Value) {
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
-/// The present time, in milliseconds of the Unix epoch, for comparison with other processes.
+/// The present time, in milliseconds since the Unix epoch, for comparison with other processes.
 pub(crate) fn now() -> f64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map_or(0.0, |since| rounded(since.as_secs_f64() * 1e3, 1))

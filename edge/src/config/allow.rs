@@ -144,7 +144,7 @@ pub struct Port {
     pub server_name: Option<String>,
     /// PEM file of the client certificate that the edge presents to the upstream (`https`).
     pub certificate: Option<PathBuf>,
-    /// PEM file of its key.
+    /// PEM file of the certificate's private key.
     pub key: Option<PathBuf>,
     /// Whether the edge verifies the upstream's certificate (`https`). `false` accepts any certificate.
     pub verify: bool,

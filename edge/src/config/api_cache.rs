@@ -128,7 +128,7 @@ impl ApiCache {
 pub struct ServerCertificate {
     /// PEM file of the certificate and its intermediates, for the names and addresses that programs on this node use (`127.0.0.1`, `localhost`, or names that resolve to them).
     pub certificate: PathBuf,
-    /// PEM file of its key.
+    /// PEM file of the certificate's private key.
     pub key: PathBuf,
 }
 
@@ -158,7 +158,7 @@ pub struct YurtHubListener {
     pub listen: SocketAddr,
     /// PEM file of the certificate for that IP, issued by the CA of the `YurtHub`s' cluster.
     pub certificate: PathBuf,
-    /// PEM file of its key.
+    /// PEM file of the certificate's private key.
     pub key: PathBuf,
     /// PEM file of the CA that issues the certificates of the cluster's nodes, with which `YurtHub`s authenticate.
     pub ca: PathBuf,

@@ -7,19 +7,19 @@ use std::{fmt, sync::OnceLock};
 /// State of the API cache of an edge.
 #[derive(Clone, Debug, Serialize, schemars::JsonSchema)]
 pub struct ApiCacheStatus {
-    /// `pending` (has not read everything yet), `follower` or `leader`.
+    /// `pending` (the first synchronisation is not complete), `follower` or `leader`.
     pub role: &'static str,
-    /// Whether there is something to serve of everything that is read.
+    /// Whether objects of every resource can be served.
     pub healthy: bool,
-    /// Whether all of it is there and in touch with its source.
+    /// Whether every resource is complete and synchronised with its source.
     pub ready: bool,
-    /// The pool, as a gateway confirmed it.
+    /// Node pool, as a gateway confirmed it.
     pub pool: Option<String>,
-    /// The node that reads at a gateway for the pool.
+    /// Node that leads the pool: it reads at a gateway, and the other members read at it.
     pub leader: Option<String>,
-    /// The gateway (`host:port`) or the node that is read from now.
+    /// Gateway (`host:port`) or node that is the source now.
     pub reads_at: Option<String>,
-    /// The nodes that read together.
+    /// Members of the pool.
     pub members: Vec<String>,
     /// Resources that are cached.
     pub resources: Vec<Status>,

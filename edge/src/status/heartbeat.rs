@@ -10,7 +10,7 @@ pub struct HeartbeatStatus {
     pub kubelet: &'static str,
     /// Pool member that has taken the last heartbeat, while this node has no gateway.
     pub delegate: Option<String>,
-    /// Time of the last heartbeat that a pool member has taken, in milliseconds of the Unix epoch.
+    /// Time of the last heartbeat that a pool member has taken, in milliseconds since the Unix epoch.
     pub last_sent: Option<u64>,
     /// Why no pool member takes the heartbeats, while this node has no gateway.
     pub trouble: Option<String>,

@@ -16,7 +16,7 @@ pub struct UpstreamTls {
     pub ca: Option<PathBuf>,
     /// PEM file of the client certificate presented to the upstream.
     pub certificate: Option<PathBuf>,
-    /// PEM file of its key.
+    /// PEM file of the certificate's private key.
     pub key: Option<PathBuf>,
     /// In place of both: name of the signer from which the gateway requests that certificate through the cluster's `certificates.k8s.io`, such as `kubernetes.io/kube-apiserver-client`, and again when two thirds of its lifetime are over. It is stored in `data_dir`.
     #[serde(skip_serializing_if = "Option::is_none")]
