@@ -218,6 +218,7 @@ fn escape_cell(text: &str) -> String {
 mod tests {
     use std::collections::BTreeSet;
 
+    use causeway_config::ConfigError;
     use serde_json::json;
 
     use super::*;
@@ -317,6 +318,105 @@ mod tests {
         });
         let count = check_restart_keys(&causeway_edge::RESTART_KEYS, &base);
         assert!(count > 55, "{count}");
+    }
+
+    /// Words of messages that only look like keys: hosts, and a key of the gateway in a fault of the edge.
+    const NO_KEYS: [&str; 5] = [
+        "gateway.example",
+        "nodes.example.internal",
+        "printer.local",
+        "example.com",
+        "kubernetes.certificates.signer",
+    ];
+
+    /// Returns the words of a fault that are no keys: its path, and names in its message.
+    fn unknown_names(keys: &[String], path: &str, message: &str) -> Vec<String> {
+        let plain = |path: &str| {
+            let named = path.split('.').filter_map(|step| step.split('[').next());
+            let named = named.filter(|step| *step != "*" && step.parse::<u32>().is_err());
+            format!(".{}.", named.collect::<Vec<_>>().join("."))
+        };
+        let keys: Vec<_> = keys.iter().map(|key| plain(key)).collect();
+        let words = message.split_whitespace();
+        let words = words.map(|word| word.trim_matches(|c: char| !c.is_ascii_alphanumeric()));
+        let mut unknown: Vec<_> = words
+            .filter(|word| {
+                word.contains(['.', '_'])
+                    && !word.contains(|c: char| !c.is_ascii_lowercase() && !"._".contains(c))
+                    && !NO_KEYS.contains(word)
+                    && !keys.iter().any(|key| key.contains(&plain(word)))
+            })
+            .collect();
+        if !keys.iter().any(|key| key.starts_with(&plain(path))) {
+            unknown.push(path);
+        }
+        let place = |word: &str| format!("{word} is no key: {path}: {message}");
+        unknown.into_iter().map(place).collect()
+    }
+
+    fn names<C: ProcessConfig>() -> Vec<String> {
+        keys::<C>().into_iter().map(|key| key.name).collect()
+    }
+
+    /// Returns the faults of configurations in which one key is empty or too large, for each key: path and message.
+    fn faults_of_values<C: ProcessConfig>(parents: &Value) -> Vec<ConfigError> {
+        let names = names::<C>();
+        let bad = [json!(0), json!("0s"), json!(""), json!([0]), json!([""])];
+        let bad = bad.into_iter().chain([json!(u32::MAX), json!("9h")]);
+        let pairs = bad.flat_map(|bad| names.iter().map(move |name| (name, bad.clone())));
+        let faults = pairs.flat_map(|(name, value)| {
+            let mut config = parents.clone();
+            set(&mut config, name, value);
+            let config = serde_json::from_value::<C>(config);
+            config.map(|config| config.validate()).unwrap_or_default()
+        });
+        faults.collect()
+    }
+
+    #[test]
+    fn faults_of_configurations_name_present_keys() {
+        let (gateway, edge) = (
+            names::<causeway_gateway::Config>(),
+            names::<causeway_edge::Config>(),
+        );
+        let parents =
+            json!({ "listeners": [{ "name": "l", "protocol": "https", "listen": "127.0.0.1:1" }] });
+        let of_gateway = faults_of_values::<causeway_gateway::Config>(&parents);
+        let of_edge = faults_of_values::<causeway_edge::Config>(&json!({}));
+        let counts = (of_gateway.len(), of_edge.len());
+        assert!(counts.0 > 200 && counts.1 > 40, "{counts:?}");
+        let mut unknown = BTreeSet::new();
+        for (keys, faults) in [(&gateway, of_gateway), (&edge, of_edge)] {
+            let names = |it: ConfigError| unknown_names(keys, &it.path, &it.message);
+            unknown.extend(faults.into_iter().flat_map(names));
+        }
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/config/invalid");
+        for file in std::fs::read_dir(folder).unwrap() {
+            let file = file.unwrap().path();
+            let is_edge = file
+                .file_name()
+                .unwrap()
+                .to_str()
+                .unwrap()
+                .starts_with("edge");
+            let text = std::fs::read_to_string(&file).unwrap();
+            let is_expected = file.extension().is_some_and(|kind| kind == "expected");
+            for line in text.lines().filter(|_| is_expected) {
+                let mut parts = line.splitn(3, ": ").skip(1);
+                let (path, message) = (parts.next().unwrap(), parts.next().unwrap());
+                // The path of such a fault has a key that the user has made up.
+                let made_up =
+                    message.starts_with("unknown key") || message.contains("is not a port");
+                let is_key = path != "not YAML" && !made_up;
+                let path = if is_key { path } else { "log" };
+                unknown.extend(unknown_names(
+                    if is_edge { &edge } else { &gateway },
+                    path,
+                    message,
+                ));
+            }
+        }
+        assert!(unknown.is_empty(), "{unknown:#?}");
     }
 
     /// With `CAUSEWAY_TEST_BLESS` set the pages are written instead of compared.

@@ -168,7 +168,7 @@ impl Config {
             "limits",
             &[
                 ("streams", limits.streams),
-                ("headers", limits.max_headers),
+                ("max_headers", limits.max_headers),
                 ("stalled", limits.stalled),
             ],
         );

@@ -155,15 +155,15 @@ impl Config {
                 ("connections", limits.connections),
                 ("buffered_bytes", limits.buffered_bytes),
                 ("stalled", limits.stalled),
-                ("uri_bytes", limits.max_uri_bytes),
-                ("kubernetes_uri_bytes", limits.max_kubernetes_uri_bytes),
-                ("header_bytes", limits.max_header_bytes),
-                ("headers", limits.max_headers),
+                ("max_uri_bytes", limits.max_uri_bytes),
+                ("max_kubernetes_uri_bytes", limits.max_kubernetes_uri_bytes),
+                ("max_header_bytes", limits.max_header_bytes),
+                ("max_headers", limits.max_headers),
             ],
         );
         for (key, bytes) in [
-            ("uri_bytes", limits.max_uri_bytes),
-            ("kubernetes_uri_bytes", limits.max_kubernetes_uri_bytes),
+            ("max_uri_bytes", limits.max_uri_bytes),
+            ("max_kubernetes_uri_bytes", limits.max_kubernetes_uri_bytes),
         ] {
             if bytes > MAX_OVERFLOW_BYTES {
                 let message = format!(
@@ -271,7 +271,7 @@ impl ListenerValidator<'_> {
         }
         if listener.protocol != ListenerProtocol::Connect && !listener.direct_networks.is_empty() {
             self.add(
-                "direct",
+                "direct_networks",
                 "only a connect listener dials targets itself; remove this key",
             );
         }
@@ -350,7 +350,7 @@ impl ListenerValidator<'_> {
             ListenAddr::Tcp(_) if self.listener.protocol == ListenerProtocol::Tcp => {
                 "an anonymous tcp listener".into()
             }
-            ListenAddr::Tcp(_) => format!("kind {}", self.listener.protocol.as_str()),
+            ListenAddr::Tcp(_) => format!("protocol {}", self.listener.protocol.as_str()),
         }
     }
 

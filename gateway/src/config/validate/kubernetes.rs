@@ -60,7 +60,7 @@ impl Config {
             .find(|listener| !listener.direct_networks.is_empty());
         if let Some(listener) = direct_listener.filter(|_| rules.address_networks.is_empty()) {
             let message = format!(
-                "is required if a listener dials targets itself (listener \"{}\", direct): a kubelet can write any address into its Node, even the address of a Service; list the networks that contain the nodes",
+                "is required if a listener dials targets itself (listener \"{}\", direct_networks): a kubelet can write any address into its Node, even the address of a Service; list the networks that contain the nodes",
                 listener.name
             );
             faults.add("kubernetes.address_networks", message);
