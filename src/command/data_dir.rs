@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use anyhow::{Context, bail};
-use causeway_certs::{Ca, NodeName, OpenMode, Store};
+use causeway_certs::{Ca, NodeName, OpenMode, Store, StoreError};
 use hyper::{Method, body::Bytes};
 
 use super::admin_client;
@@ -34,7 +34,11 @@ pub(super) fn open_with_ca(directory: &Path) -> anyhow::Result<(Store, Ca)> {
             "no CA in {directory}; create one with: causeway ca init --data-dir {directory} (a gateway with tunnel.identity, whose edges have certificates of an external CA, needs none)"
         )
     };
-    let store = Store::open(directory, OpenMode::Existing).with_context(remedy)?;
+    let store = match Store::open(directory, OpenMode::Existing) {
+        Err(error @ StoreError::Missing { .. }) => return Err(error).with_context(remedy),
+        // A directory that this user cannot read may have a CA.
+        opened => opened?,
+    };
     let ca = store.ca()?.with_context(remedy)?;
     Ok((store, ca))
 }

@@ -211,12 +211,22 @@ async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason() {
 
     for (token, node, words, logged) in [
         (&used, "edge-1", "already used", "token_used"),
-        (&expired, "edge-2", "expired", "token_expired"),
-        (&other, "edge-9", "for another node", "token_other_node"),
+        (
+            &expired,
+            "edge-2",
+            "the join token expired at ",
+            "token_expired",
+        ),
+        (
+            &other,
+            "edge-9",
+            "for node edge-3, not for node edge-9",
+            "token_other_node",
+        ),
         (
             &foreign,
             "edge-3",
-            "the join token is unknown to the gateway",
+            "the join token is unknown to this gateway",
             "token_unknown",
         ),
     ] {

@@ -99,7 +99,7 @@ const TABLE: &[(State, Action, Outcome)] = &[
         Refused("was already used for this identity"),
     ),
     (Expired, Fresh, Replaces),
-    (Expired, Outdated, Refused("join token has expired")),
+    (Expired, Outdated, Refused("join token expired")),
     (Expired, OtherCa, Refused("the token expects")),
     (Expired, RejoinFresh, Replaces),
     (
@@ -111,7 +111,7 @@ const TABLE: &[(State, Action, Outcome)] = &[
     (Expired, LeaveSpent, Ends("already used")),
     (LostCa, Spent, Refused("was already used for this identity")),
     (LostCa, Fresh, Replaces),
-    (LostCa, Outdated, Refused("join token has expired")),
+    (LostCa, Outdated, Refused("join token expired")),
     (LostCa, OtherCa, Refused("another server answers")),
     (LostCa, RejoinFresh, Replaces),
     (
@@ -127,7 +127,7 @@ const TABLE: &[(State, Action, Outcome)] = &[
         Refused("was already used for this identity"),
     ),
     (Removed, Fresh, Replaces),
-    (Removed, Outdated, Refused("join token has expired")),
+    (Removed, Outdated, Refused("join token expired")),
     (Removed, OtherCa, Refused("the token expects")),
     (Removed, RejoinFresh, Replaces),
     (

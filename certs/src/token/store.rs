@@ -25,29 +25,40 @@ const RETENTION_SECS: u64 = 30 * 86_400;
 #[derive(Debug, Error)]
 pub enum TokenRejected {
     /// The token was never made here, was forgotten, or has a wrong secret.
-    #[error("the join token is unknown to this gateway")]
+    #[error(
+        "the join token is unknown to this gateway; create one at this gateway with `causeway token create`"
+    )]
     Unknown,
     /// The token has expired.
-    #[error("the join token expired at {}", format_date(*when))]
+    #[error(
+        "the join token expired at {}, and the clock of this gateway shows {}; create a new one with `causeway token create`, or correct the clock",
+        format_date(*when), format_date(*now)
+    )]
     Expired {
         /// Time of its end.
         when: u64,
+        /// Time of the gateway.
+        now: u64,
     },
     /// The maximum number of nodes has joined with it.
-    #[error("the join token was already used at {}; create a new one", format_date(*when))]
+    #[error("the join token was already used at {}; create a new one with `causeway token create`", format_date(*when))]
     Used {
         /// Time when it was spent.
         when: u64,
     },
     /// The operator has revoked it.
-    #[error("the join token was revoked at {}; create a new one", format_date(*when))]
+    #[error("the join token was revoked at {}; create a new one with `causeway token create`", format_date(*when))]
     Revoked {
         /// Time of the revocation.
         when: u64,
     },
     /// The edge requests the identity of another node.
-    #[error("the join token is for node {bound_to}, not for this node")]
+    #[error(
+        "the join token is for node {bound_to}, not for node {node}; correct the name of the edge (`node`), or create a token with `causeway token create --node {node}`"
+    )]
     OtherNode {
+        /// The node.
+        node: NodeName,
         /// Nodes for which it was made.
         bound_to: NodePattern,
     },
@@ -63,7 +74,7 @@ pub enum TokenRejected {
     },
     /// The token is of another gateway's CA.
     #[error(
-        "the join token is of another CA than the CA of this gateway, or of a retired root; create a new one"
+        "the join token is of another CA than the CA of this gateway, or of a retired root; create a new one with `causeway token create`"
     )]
     UnexpectedCa,
     /// The file of tokens could not be read or written; the token is not spent.
@@ -231,6 +242,7 @@ fn check_record(
 ) -> Result<(), TokenRejected> {
     if !record.nodes.matches(requested) {
         return Err(TokenRejected::OtherNode {
+            node: requested.clone(),
             bound_to: record.nodes.clone(),
         });
     }
@@ -245,6 +257,7 @@ fn check_record(
     if now >= record.expires {
         return Err(TokenRejected::Expired {
             when: record.expires,
+            now,
         });
     }
     if status == NodeStatus::Known && record.nodes.node().is_none() {

@@ -157,7 +157,7 @@ fn each_refusal_has_its_reason_and_uses_up_no_token() {
     };
     let wrong_node = refused(&token, &other, later(0));
     assert!(
-        matches!(wrong_node, TokenRejected::OtherNode { bound_to } if bound_to.node() == Some(node()))
+        matches!(wrong_node, TokenRejected::OtherNode { bound_to, .. } if bound_to.node() == Some(node()))
     );
     assert!(matches!(
         refused(&token, &node(), later(61)),

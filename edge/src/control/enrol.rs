@@ -31,34 +31,34 @@ pub(crate) type ProgressFn<'a> = dyn Fn(&str) + Send + Sync + 'a;
 #[derive(Debug, thiserror::Error)]
 pub enum EnrolError {
     /// The gateway does not know the token.
-    #[error("the join token is unknown to the gateway: {0}")]
+    #[error("{0}")]
     Unknown(String),
     /// The token has expired.
-    #[error("the join token has expired: {0}")]
+    #[error("{0}")]
     Expired(String),
     /// The token was used before.
-    #[error("the join token was already used: {0}")]
+    #[error("{0}")]
     Used(String),
     /// The token was revoked.
-    #[error("the join token was revoked: {0}")]
+    #[error("{0}")]
     Revoked(String),
     /// The token is for another node.
-    #[error("the join token is for another node: {0}")]
+    #[error("{0}")]
     OtherNode(String),
     /// The token is for new nodes, and this one has joined before.
-    #[error("the join token is for new nodes only: {0}")]
+    #[error("{0}")]
     NotNew(String),
     /// The token is for several nodes, and this edge has not sent the name of its node.
-    #[error("the join token is for several nodes: {0}; set the name of this node with --node NAME")]
+    #[error("{0}; set the name of this node with --node NAME")]
     Unnamed(String),
     /// The gateway's CA is not the one that the token names.
     #[error(transparent)]
     UnexpectedCa(#[from] UnexpectedCa),
     /// The node is revoked, so no token is accepted for it.
-    #[error("the gateway refused to enrol this node: {0}")]
+    #[error("{0}")]
     NodeRevoked(String),
     /// The gateway refused for another reason.
-    #[error("the gateway refused to enrol this node: {0}")]
+    #[error("{0}")]
     Refused(String),
     /// The gateway's response contains no valid identity.
     #[error("the gateway's response is not a certificate for this node: {0}")]
@@ -197,7 +197,7 @@ impl JoinRequest {
                 NotJoined::Refused(EnrolError::MalformedResponse(why))
             }
             EnrolRequestError::Refused { reason, detail } => {
-                NotJoined::Refused(to_enrol_error(&reason, detail))
+                NotJoined::Refused(to_enrol_error(gateway, &reason, &detail))
             }
         })?;
         build_identity(&granted, &self.key, self.expected_root).map_err(NotJoined::Refused)
@@ -229,19 +229,22 @@ fn build_identity(
     Ok(identity)
 }
 
-/// Converts the reason in a gateway's response into an error.
-fn to_enrol_error(reason: &str, detail: String) -> EnrolError {
-    match reason {
-        "token_unknown" => EnrolError::Unknown(detail),
-        "token_expired" => EnrolError::Expired(detail),
-        "token_used" => EnrolError::Used(detail),
-        "token_revoked" => EnrolError::Revoked(detail),
-        "token_other_node" => EnrolError::OtherNode(detail),
-        "token_not_new" => EnrolError::NotNew(detail),
-        "node_missing" => EnrolError::Unnamed(detail),
-        "node_revoked" => EnrolError::NodeRevoked(detail),
-        _ => EnrolError::Refused(detail),
-    }
+/// Returns the error for a gateway's reason. Its text names the gateway.
+fn to_enrol_error(gateway: &str, reason: &str, detail: &str) -> EnrolError {
+    let error = match reason {
+        "token_unknown" => EnrolError::Unknown,
+        "token_expired" => EnrolError::Expired,
+        "token_used" => EnrolError::Used,
+        "token_revoked" => EnrolError::Revoked,
+        "token_other_node" => EnrolError::OtherNode,
+        "token_not_new" => EnrolError::NotNew,
+        "node_missing" => EnrolError::Unnamed,
+        "node_revoked" => EnrolError::NodeRevoked,
+        _ => EnrolError::Refused,
+    };
+    error(format!(
+        "the gateway {gateway} refused to let this node join: {detail}"
+    ))
 }
 
 #[cfg(test)]
@@ -250,18 +253,22 @@ mod tests {
 
     #[test]
     fn each_token_refusal_is_final_and_specific() {
-        for (reason, words) in [
-            ("token_unknown", "is unknown to the gateway"),
-            ("token_expired", "expired"),
-            ("token_used", "already used"),
-            ("token_revoked", "revoked"),
-            ("token_other_node", "another node"),
-            ("token_not_new", "new nodes"),
-            ("node_missing", "--node NAME"),
-            ("csr_invalid", "refused"),
+        for (reason, is_of_token) in [
+            ("token_unknown", true),
+            ("token_expired", true),
+            ("token_used", true),
+            ("token_revoked", true),
+            ("token_other_node", true),
+            ("token_not_new", true),
+            ("node_missing", true),
+            ("node_revoked", false),
+            ("csr_invalid", false),
         ] {
-            let text = to_enrol_error(reason, "said so".to_owned()).to_string();
-            assert!(text.contains(words) && text.contains("said so"), "{text}");
+            let error = to_enrol_error("gw:10262", reason, "said so");
+            assert_eq!(error.is_token_error(), is_of_token, "{reason}");
+            let text = error.to_string();
+            assert!(text.contains("gateway gw:10262") && text.contains("said so"));
+            assert_eq!(text.contains("--node NAME"), reason == "node_missing");
         }
     }
 }

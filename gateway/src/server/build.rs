@@ -57,7 +57,8 @@ pub(super) fn bind_gateway(gateway: Gateway) -> Result<Bound, BindError> {
     let base = DataDirState::open(&config)?;
     let authorizer = authorizer(gateway.deciding, &config, &base)?;
     let (workers, owned_workers) = start_workers(gateway.workers, &config)?;
-    let tunnel = bind("the tunnel port", &ListenAddr::Tcp(config.tunnel.listen))?;
+    let listen = ListenAddr::Tcp(config.tunnel.listen);
+    let tunnel = bind("the tunnel port (tunnel.listen)", &listen)?;
     let admin = admin_listeners(&config)?;
     let deciders = (authorizer, gateway.pods, gateway.reviews);
     let shared = Arc::new(build_proxy_state(&config, &base, &workers, deciders)?);
@@ -173,7 +174,7 @@ fn admin_listeners(config: &Config) -> Result<AdminListeners, BindError> {
     let listen = ListenAddr::Tcp(config.admin.listen);
     let metrics = config.admin.metrics_listen.as_ref();
     Ok(AdminListeners {
-        admin: bind("the admin listener", &listen)?,
+        admin: bind("the admin listener (admin.listen)", &listen)?,
         metrics: metrics
             .map(|listen| bind("admin.metrics_listen", listen))
             .transpose()?,
@@ -302,7 +303,7 @@ fn bind_dns(
 ) -> Result<(Option<dns::BoundSockets>, NodeNames), BindError> {
     let bound = config.dns.0.as_ref().map(|dns| {
         dns::BoundSockets::bind(dns.listen).map_err(|cause| BindError::Listen {
-            what: "the DNS server".to_owned(),
+            what: "the DNS server (dns.listen)".to_owned(),
             listen: dns.listen.to_string(),
             cause,
         })

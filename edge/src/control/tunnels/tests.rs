@@ -808,7 +808,7 @@ async fn a_refused_token_is_final_and_so_is_a_gateway_of_another_ca() {
     let refuses = enrolling(&tasks, &ca, refuse).await;
     let another = enrolling(&tasks, &other, grant(&other, String::new())).await;
     for (gateway, words) in [
-        (refuses, "has expired: an hour ago"),
+        (refuses, "refused to let this node join: an hour ago"),
         (another, "the token expects"),
     ] {
         let mut config = world.config(&[gateway.to_string()], json!({}));
