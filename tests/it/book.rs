@@ -1,4 +1,4 @@
-//! Commands of the README, the tutorials and the how-to guides: each block runs as it is printed.
+//! Commands of the README, the tutorials, the how-to guides and the pages about migration: each block runs as it is printed.
 //!
 //! A page is run by a function of this file, on a machine of its own ([`Page`]). Blocks that need a cluster, a container
 //! engine or the internet are in [`ELSEWHERE`] and [`NOT_RUN`]. A block that is in none of these places fails a test.
@@ -36,6 +36,28 @@ const ELSEWHERE: &[Row] = &[
 const NOT_RUN: &[Row] = &[
     ("README.md", "rustup", "it installs a compiler from the internet"),
     ("docs/tutorials/first-tunnel.md", "rustup", "the same commands"),
+    ("docs/migrate/konnectivity.md", "socat", "it needs kubelets and a Service of a cluster"),
+    ("docs/migrate/konnectivity.md", "https://10.1.0.11:10250", "it needs a kubelet"),
+    ("docs/migrate/konnectivity.md", "kubectl logs", "it needs pods of a cluster"),
+    ("docs/migrate/konnectivity.md", "daemonset konnectivity-agent", "it needs Konnectivity"),
+    ("docs/migrate/raven.md", "kubectl label node", "it needs nodes of OpenYurt"),
+    ("docs/migrate/raven.md", "create configmap", "it needs the ports that Raven served"),
+    ("docs/migrate/raven.md", "configmap edge-tunnel-nodes", "it needs the ConfigMap of Raven"),
+    ("docs/migrate/raven.md", "configmap raven-cfg", "it needs Raven"),
+    ("docs/migrate/superedge.md", "kubectl label node", "it needs nodes of SuperEdge"),
+    ("docs/migrate/superedge.md", "kubectl get nodes", "it needs nodes of SuperEdge"),
+    ("docs/migrate/superedge.md", "deployment tunnel-coredns", "it needs SuperEdge"),
+    ("docs/migrate/superedge.md", "deployment tunnel-cloud --replicas", "it needs SuperEdge"),
+    ("docs/migrate/superedge.md", "delete daemonset tunnel-edge", "it needs SuperEdge"),
+    ("docs/migrate/yurtcoordinator.md", "--server http://127.0.0.1:20270", "it needs YurtHub beside the edge"),
+    ("docs/migrate/yurtcoordinator.md", "kubectl get nodes", "it needs nodes of OpenYurt"),
+    ("docs/migrate/yurtcoordinator.md", "yurtappdaemon", "it needs YurtCoordinator"),
+    ("docs/migrate/yurttunnel.md", "kubectl label node", "it needs nodes of OpenYurt"),
+    ("docs/migrate/yurttunnel.md", "kubectl get nodes", "it needs nodes of OpenYurt"),
+    ("docs/migrate/yurttunnel.md", "configmap yurt-tunnel-nodes", "it needs the ConfigMap of YurtTunnel"),
+    ("docs/migrate/yurttunnel.md", "apiserver-kubelet-client", "it needs a kubelet"),
+    ("docs/migrate/yurttunnel.md", "deployment yurt-tunnel-server --replicas", "it needs YurtTunnel"),
+    ("docs/migrate/yurttunnel.md", "delete daemonset yurt-tunnel-agent", "it needs YurtTunnel"),
 ];
 
 /// Returns the test that runs the block, or the reason why none does.
@@ -73,7 +95,7 @@ macro_rules! run {
         $(
             #[tokio::test]
             async fn $test() {
-                need!("mounts", netns::NEED, "curl", "openssl", "kubectl");
+                need!("mounts", netns::NEED, "curl", "openssl", "kubectl", "nft");
                 let mut page = Page::open($page).await;
                 scenes::$test(&mut page).await;
                 page.close();
@@ -96,6 +118,10 @@ run! {
     "docs/howto/revoke-nodes.md": revoke_nodes;
     "docs/howto/rotate-ca.md": rotate_ca;
     "docs/howto/upstreams.md": upstreams;
+    "docs/migrate/frp.md": frp;
+    "docs/migrate/konnectivity.md": konnectivity;
+    "docs/migrate/rathole.md": rathole;
+    "docs/migrate/superedge.md": superedge;
     "docs/tutorials/api-cache.md": api_cache;
     "docs/tutorials/first-tunnel.md": first_tunnel;
     "docs/tutorials/two-machines.md": two_machines;
@@ -116,7 +142,7 @@ fn each_block_of_commands_is_run() {
         }
     }
     // A page that is run checks its own blocks.
-    let pages = pages(&["docs/howto", "docs/tutorials"]);
+    let pages = pages(&["docs/howto", "docs/migrate", "docs/tutorials"]);
     for page in pages.iter().filter(|page| !RUN.contains(&page.as_str())) {
         let left = blocks(page).into_iter().filter(Block::is_commands);
         let left = left.filter(|block| elsewhere(page, block).is_none());

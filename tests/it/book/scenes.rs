@@ -48,6 +48,18 @@ async fn app(page: &Page) -> Process {
     app
 }
 
+/// Apps on these ports of the node.
+async fn apps(page: &Page, ports: &[u16]) -> Vec<Process> {
+    let mut apps = Vec::new();
+    for port in ports {
+        let app = format!("exec python3 -m http.server {port} --bind 127.0.0.1");
+        apps.push(page.start_commands(&app));
+        page.until(&format!("curl -sSf -o app.html http://127.0.0.1:{port}/"))
+            .await;
+    }
+    apps
+}
+
 const ADVERTISE: &str = "tunnel: { advertise: [gw.example.com:10262] }";
 
 /// Returns the token that a process printed, which is the reader's to paste.
@@ -348,6 +360,67 @@ pub(super) async fn api_cache(page: &mut Page) {
     assert!(read.contains("web-1"), "{read}");
     let mut watch = page.start("endpointslices -A -w");
     watch.said("web-1").await;
+}
+
+pub(super) async fn frp(page: &mut Page) {
+    let prepare = "ip address add 203.0.113.5/32 dev lo; mkdir /etc/causeway; causeway ca init 2>&1
+causeway client token --name bob --file /etc/causeway/clients >token";
+    page.commands(prepare).await;
+    page.write("name: ssh-edge-1", "/etc/causeway/gateway.yaml")
+        .await;
+    let _gateway = start_gateway(page).await;
+    page.write("8080: {}", "/etc/causeway/edge.yaml").await;
+    let _edge = start_edge(page).await;
+    let _apps = apps(page, &[22, 8080]).await;
+    // In place of ssh: a request through the ProxyCommand.
+    let ssh = r#"printf 'GET / HTTP/1.0\r\n\r\n' | sh -c "exec ${2#ProxyCommand=}""#;
+    page.stand_in("/usr/local/bin/ssh", ssh).await;
+    let ran = page.run("ssh -o ProxyCommand").await.stdout;
+    assert_eq!(ran.matches("Directory listing").count(), 4, "{ran}");
+    page.run("nft add table").await;
+    let rules = page.commands("nft list table ip causeway-move").await;
+    assert!(rules.contains("dport 6001 redirect to :16001"), "{rules}");
+}
+
+pub(super) async fn rathole(page: &mut Page) {
+    // The client and the gateway are in the network of `anonymous_from`.
+    let prepare = "ip address add 198.51.100.1/32 dev lo; hostname nas; mkdir /etc/causeway; causeway ca init 2>&1
+printf '127.0.0.1 localhost\n198.51.100.1 gw.example.com\n' >/etc/hosts";
+    page.commands(prepare).await;
+    page.write("name: ssh-nas", "/etc/causeway/gateway.yaml")
+        .await;
+    let _gateway = start_gateway(page).await;
+    page.write("22: { scheme: tcp }", "/etc/causeway/edge.yaml")
+        .await;
+    let mut edge = page.start_commands(
+        "CAUSEWAY_JOIN=$(causeway token create --node nas) causeway edge --config /etc/causeway/edge.yaml",
+    );
+    edge.said("tunnel registered").await;
+    let _apps = apps(page, &[22]).await;
+    page.stand_in("/usr/local/bin/ssh", "exec curl -sSf http://${3#*@}:$2/")
+        .await;
+    let ran = page.run("ssh -p").await.stdout;
+    assert!(ran.contains("Directory listing"), "{ran}");
+    page.run("nft add table").await;
+    let rules = page.commands("nft list table ip causeway-move").await;
+    assert!(rules.contains("dport 5202 redirect to :15202"), "{rules}");
+}
+
+pub(super) async fn konnectivity(page: &mut Page) {
+    let before = "/etc/kubernetes/egress_selector_configuration.yaml";
+    page.commands(&format!("mkdir /etc/kubernetes; echo before >{before}"))
+        .await;
+    superedge(page).await;
+    let kept = page.commands("cat /etc/kubernetes/egress-konnectivity.yaml");
+    assert_eq!(kept.await, "before\n");
+}
+
+pub(super) async fn superedge(page: &mut Page) {
+    page.commands("mkdir -p /etc/kubernetes").await;
+    page.run("k8s egress-config").await;
+    let written = page.commands("cat /etc/kubernetes/egress.yaml").await;
+    let socket = "udsName: \"/run/causeway/kube-apiserver.sock\"";
+    assert!(written.contains(socket), "{written}");
 }
 
 /// Commands that make the files that configurations of the book name.
