@@ -4,6 +4,7 @@
 //! engine or the internet are in [`ELSEWHERE`] and [`NOT_RUN`]. A block that is in none of these places fails a test.
 
 mod blocks;
+mod mistakes;
 mod page;
 mod scenes;
 
@@ -149,6 +150,31 @@ fn each_block_of_commands_is_run() {
         faults.extend(left.map(|block| unknown(page, &block)));
     }
     assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+/// Returns the number of commands in a block. Lines of a here document and continued lines do not count.
+fn count_commands(block: &Block) -> usize {
+    let (mut count, mut end, mut is_continued) = (0, None, false);
+    for line in block.text.lines() {
+        if end.is_some() {
+            end = end.filter(|end| *end != line);
+            continue;
+        }
+        count += usize::from(!is_continued);
+        is_continued = line.ends_with('\\');
+        end = line.split('\'').nth(1).filter(|_| line.contains("<<'"));
+    }
+    count
+}
+
+#[test]
+fn two_machines_take_at_most_twelve_commands() {
+    let blocks = blocks("docs/tutorials/two-machines.md").into_iter();
+    let counts: Vec<_> = blocks
+        .filter(Block::is_commands)
+        .map(|block| count_commands(&block))
+        .collect();
+    assert_eq!(counts, [5, 4, 2]);
 }
 
 /// Folders whose pages have configurations.
