@@ -32,7 +32,13 @@ pub(crate) use token::{ListFormat, Token, TokenCreate, TokenList, TokenRevoke};
 
 /// Reverse tunnel and proxy: reach servers on nodes behind NAT by HTTPS, as if they were local.
 #[derive(Debug, Parser)]
-#[command(name = "causeway", version, max_term_width = 100)]
+#[command(
+    name = "causeway",
+    version,
+    max_term_width = 100,
+    after_help = "If a command fails, search the page \"Troubleshoot\" of the book (docs/howto/troubleshoot.md) for the words of its message. \
+        `causeway errors` explains the reasons in responses."
+)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
