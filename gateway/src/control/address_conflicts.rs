@@ -1,8 +1,8 @@
-//! Reports confirmed addresses that several nodes have.
+//! Reports confirmed addresses that several nodes share.
 //!
-//! At most one of these nodes is reached by such an address (`state::nodes`), and all others only by their names. The log
-//! names each address with its nodes, and the metric counts the addresses. The admin API, and the error of a request to an
-//! address that several nodes have, name the nodes as well.
+//! At most one of these nodes is reached by such an address (`state::nodes`); the others are reached only by name. The log names
+//! each address with its nodes, and the metric counts the addresses. The admin API names the nodes as well, and so does the error
+//! of a request to a shared address.
 
 use crate::{
     metrics::Metrics,
@@ -12,14 +12,14 @@ use causeway_certs::NodeName;
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tokio::time::sleep;
 
-/// Time to wait for further changes: a fleet that joins is one report.
+/// Time to wait for further changes, so that a fleet that joins causes one report.
 const BATCH_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of log lines of one report.
 const MAX_LINES: usize = 20;
 /// Maximum number of nodes named in one line.
 const MAX_NAMES: usize = 5;
 
-/// Reports conflicts until the table of nodes is gone.
+/// Reports conflicts when the table of nodes changes.
 pub(crate) async fn run(nodes: NodesWriter, metrics: Arc<Metrics>) {
     let mut changes = nodes.subscribe();
     let nodes = nodes.reader();
@@ -63,7 +63,7 @@ fn report(reported: &AddressConflicts, current: &AddressConflicts) {
     }
 }
 
-/// Returns the names of the nodes, or of the first ones with the number of the others.
+/// Returns the names of the nodes, or the first [`MAX_NAMES`] names and the number of the others.
 fn join_names(nodes: &BTreeSet<NodeName>) -> String {
     let names: Vec<_> = nodes.iter().take(MAX_NAMES).map(NodeName::as_str).collect();
     let names = names.join(", ");

@@ -1,9 +1,9 @@
 //! The admin listener: health, metrics, and the state of the edges.
 //!
-//! The listener has no authentication and shows node names and addresses, so it belongs on loopback. A page in a browser on
-//! the same machine must not read it through its own name that resolves to loopback (DNS rebinding). A `Host` other than the
-//! machine itself or the bound address is therefore refused. Requests here read tables; only `refresh` and `reload` change any.
-//! A request to reload the configuration gives no more power than write access to its files. A page in a browser cannot send it.
+//! The listener has no authentication and returns node names and addresses, so it belongs on loopback. A web page in a browser on
+//! the same machine must not read it by DNS rebinding, through a name that resolves to loopback. The listener therefore refuses a
+//! `Host` other than the machine itself or the bound address. Requests read tables; only `refresh` and `reload` change any. A
+//! request to reload the configuration gives no more power than write access to its files. A page in a browser cannot send it.
 
 mod edges;
 mod operations;
@@ -57,7 +57,7 @@ use tracing::Level;
 /// Timeout of a request. All data is in memory, so a client that takes longer is stuck.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// State that the admin listener shows.
+/// Shared state of the admin listener's handlers.
 #[derive(Clone, Debug)]
 pub struct AdminState {
     /// The tunnels.
@@ -66,7 +66,7 @@ pub struct AdminState {
     pub nodes: Nodes,
     /// The metrics.
     pub metrics: Arc<Metrics>,
-    /// The memory budget of bytes that clients leave unread.
+    /// The memory budget of bytes that clients have not read yet.
     pub memory_budget: Arc<MemoryBudget>,
     /// Whether clients should be sent to this gateway.
     pub readiness: Readiness,
@@ -134,7 +134,7 @@ async fn check_host(address: IpAddr, request: Request, next: Next) -> Response {
         .headers()
         .get(header::HOST)
         .and_then(|host| host.to_str().ok());
-    // HTTP/1.0 without a Host comes from probes, never from a browser.
+    // Only probes send HTTP/1.0 without a Host, never a browser.
     let is_own_host = authority
         .or(host)
         .is_none_or(|host| is_own_host_name(host, address));
@@ -150,7 +150,7 @@ fn is_own_host_name(host: &str, address: IpAddr) -> bool {
         return false;
     };
     match host.parse::<IpAddr>() {
-        // Rebinding needs a name; on a wildcard any address may be this machine's.
+        // Rebinding needs a name. On a wildcard listener, any address may belong to this machine.
         Ok(ip) => ip.to_canonical().is_loopback() || ip == address || address.is_unspecified(),
         Err(_) => host.eq_ignore_ascii_case("localhost"),
     }
@@ -202,7 +202,6 @@ async fn list_edges(State(app): State<AdminState>) -> Json<Vec<EdgeSummary>> {
     ))
 }
 
-/// Returns the certificates in use.
 async fn certificates(
     State(app): State<AdminState>,
 ) -> Result<Json<Vec<CertificateInUse>>, ProblemDetails> {
@@ -212,7 +211,7 @@ async fn certificates(
     })
 }
 
-/// Returns the leader of each pool, if edges may read.
+/// Returns the leader of each pool, if the API cache is enabled.
 fn pool_leaders(app: &AdminState) -> Option<BTreeMap<String, NodeName>> {
     app.node_sync
         .api_cache
@@ -252,7 +251,7 @@ async fn reload(State(app): State<AdminState>, fields: HeaderMap) -> (StatusCode
     (StatusCode::from_u16(code).unwrap_or_default(), message)
 }
 
-/// Reloads the nodes of the data directory, and returns the nodes whose tunnels were closed for that.
+/// Reloads the nodes of the data directory, and returns the nodes whose tunnels the reload closed.
 async fn refresh(
     State(app): State<AdminState>,
     fields: HeaderMap,
@@ -271,7 +270,7 @@ async fn refresh(
     }
 }
 
-/// Returns the roots, and the progress of the edges with them.
+/// Returns the trusted roots, and how many edges have adopted them.
 async fn rotation(State(app): State<AdminState>) -> Json<RotationStatus> {
     Json(ca_rotation::rotation_status(&app.ca, &app.registry))
 }

@@ -1,12 +1,12 @@
-//! API cache for edges: connections at the tunnel port by which edges read resources of the cluster.
+//! API cache server for edges: connections at the tunnel port through which edges read resources of the cluster.
 //!
-//! 1. An edge connects as for joining, by `h2`, and presents its certificate. `control::tunnel_listener` finishes TLS.
+//! 1. An edge connects by `h2`, as for joining, and presents its certificate. `control::tunnel_listener` finishes TLS.
 //! 2. The edge is checked as for a tunnel, and its pool selects the rule of `api_cache.allow` that applies.
-//! 3. The [`WatchCache`] answers each request. The connection's lifetime has no limit: watches are long.
-//! 4. The connection ends when the node is rejected, when another rule applies, when the node has opened too many others, and
-//!    when the gateway drains. Watches then end in order, as those of the API server do, and lists get a short time.
+//! 3. The [`WatchCache`] answers each request. The connection's lifetime is unlimited, because watches are long.
+//! 4. The connection ends when the node is rejected, when another rule applies, when the node has too many newer connections, or
+//!    when the gateway drains. Watches then end in order, as the API server ends them, and lists get a short time to finish.
 //!
-//! `leaders` determines in each pool the edge that reads here for all other members.
+//! `leaders` selects the edge of each pool that reads here for all other members.
 
 mod connected_reader;
 mod leader_policy;
@@ -60,15 +60,15 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 /// Maximum number of connections of one node: one for its cache, and further ones while it reconnects.
 const MAX_CONNECTIONS_PER_NODE: usize = 4;
-/// Limits of a reading connection. An edge forwards the watches of each client on its node: some tens at once.
+/// Limits of an API cache connection. An edge forwards the watches of each client on its node: some tens at once.
 const CONNECTION_LIMITS: ServerLimits = ServerLimits {
     max_lifetime: None,
     streams: 64,
     grace: Duration::from_secs(2),
-    // A refused reader sends no further requests.
+    // A refused edge sends no further requests.
     last_request: Duration::ZERO,
 };
-/// Period over which connections are closed when the gateway drains: a fleet that reconnects at once is a storm.
+/// Period over which connections are closed when the gateway drains. A fleet that reconnects all at once would overload it.
 const DRAIN_SPREAD: Duration = Duration::from_secs(3);
 
 /// Server of the API cache, with the access rules and the leaders of pools. Cheap to clone.
@@ -87,7 +87,7 @@ pub struct ApiCacheServer {
     yurthub_endpoints: Arc<watch::Sender<YurtHubEndpoints>>,
 }
 
-/// Edge that reads.
+/// Connected edge that passed the checks to read from the API cache.
 pub(super) struct AuthorizedEdge {
     pub(super) io: TlsStream<CountedIo<Socket>>,
     pub(super) node: NodeName,
@@ -145,12 +145,13 @@ impl ApiCacheServer {
         grant.map_or_else(|| self.rules.resources(), |grant| grant.resources)
     }
 
-    /// Reports that an edge has connected.
+    /// Requests a check of the leaders, because an edge has connected.
     pub(super) fn request_leader_check(&self) {
         self.leaders_changed.notify_one();
     }
 
-    /// Closes connections of nodes that are rejected, or whose rule has changed. `additional_reason` returns a further reason to close one.
+    /// Closes connections of nodes that are rejected, or whose rule has changed. `additional_reason` returns a further reason to
+    /// close a connection.
     pub(super) fn close_rejected(
         &self,
         additional_reason: impl Fn(&NodeName, &EdgeCertificate) -> Option<String>,
@@ -172,7 +173,7 @@ impl ApiCacheServer {
             .with(node, |known| self.rules.access_level(known.pool.as_deref()))
     }
 
-    /// Serves one connection until it ends, or is asked to. `rejection` returns the reason why its certificate is no longer valid.
+    /// Serves one connection until it ends or is closed. `rejection` returns the reason why its certificate is no longer valid.
     pub(super) async fn serve(
         &self,
         reader: AuthorizedEdge,
@@ -189,7 +190,7 @@ impl ApiCacheServer {
         let connection_guard =
             self.connections
                 .register(node, credentials, MAX_CONNECTIONS_PER_NODE);
-        // Connections that were checked before this one was registered are checked here.
+        // A check of all connections that ran before this one was registered did not include it.
         let rejection_reason_now =
             rejection_reason(&self.nodes, node, &certificate).or_else(|| rejection(&certificate));
         if let Some(why) = rejection_reason_now {
@@ -287,7 +288,7 @@ fn forbidden() -> Response {
     (StatusCode::FORBIDDEN, Json(status)).into_response()
 }
 
-/// Watch that ends, in order, when its connection has to.
+/// Watch response that ends in order when its connection is cancelled.
 struct CancellableWatch {
     body: Pin<Box<causeway_watch_cache::ResponseBody>>,
     cancelled: Pin<Box<WaitForCancellationFutureOwned>>,

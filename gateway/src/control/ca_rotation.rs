@@ -1,8 +1,8 @@
-//! Messages to edges while the root of all certificates is replaced, and the progress of the edges.
+//! Messages to edges during a rotation of the root CA, and the progress of the edges.
 //!
-//! Each edge gets the trusted roots when it connects and when the roots change. An edge whose certificate depends on another
-//! root than the signing one is asked to renew. The edge in turn reports the roots that it trusts. This module decides nothing:
-//! `causeway ca rotate` requests the progress, and continues or waits.
+//! Each edge receives the trusted roots when it connects and when the roots change. The gateway requests a renewal from an edge
+//! whose certificate depends on another root than the signing one. The edge reports the roots that it trusts. This module makes
+//! no decisions: `causeway ca rotate` requests the progress, and continues or waits.
 
 use super::broadcast::announce;
 use crate::state::{Registry, TunnelInfo, registry::NewTunnel};
@@ -30,14 +30,15 @@ impl fmt::Debug for CaReloadFn {
 /// Maximum number of an edge's roots that are stored.
 const MAX_ROOTS: usize = 8;
 
-/// Parses the roots that an edge reports. An invalid one is left out, so that the edge counts as one with other roots. More than
-/// a few give no further information.
+/// Parses the roots that an edge reports. An invalid root is left out, so that the edge counts as one with other roots. Roots
+/// beyond [`MAX_ROOTS`] give no further information.
 pub(super) fn parse_roots(roots: &[String]) -> Vec<Fingerprint> {
     let roots = roots.iter().take(MAX_ROOTS);
     roots.filter_map(|root| root.parse().ok()).collect()
 }
 
-/// Returns the messages that an edge with this tunnel still has to act on. `tunnels` returns how many edges might do so at once.
+/// Returns the rotation messages that an edge with this tunnel has not completed yet. `tunnels` returns the number of edges that
+/// may renew at once.
 pub(crate) fn pending_messages(
     ca: &Ca,
     new_tunnel: &NewTunnel,
@@ -65,7 +66,7 @@ pub(crate) fn pending_messages(
     messages
 }
 
-/// Sends every connected edge the messages that it still has to act on.
+/// Sends every connected edge its pending rotation messages.
 pub(crate) fn announce_rotation(ca: &Ca, registry: &Registry) {
     let tunnels = registry.connected_nodes();
     announce(registry, |edge| {
@@ -99,7 +100,6 @@ struct RootStatus {
     fingerprint: Fingerprint,
 }
 
-/// Returns the progress of a rotation.
 pub(super) fn rotation_status(ca: &LiveCa, registry: &Registry) -> RotationStatus {
     let ca = ca.get();
     let edges = registry.all();

@@ -1,4 +1,4 @@
-//! Certificates in use: the metric of their expiry, and warnings before it.
+//! Certificates in use: the expiry metric, and warnings before the expiry.
 //!
 //! Certificates that this gateway issues and renews itself cause a warning only if their renewal has failed.
 
@@ -16,13 +16,14 @@ use std::{
 };
 use tokio::time::sleep;
 
-/// Time between two checks. A timer stands still while a machine is suspended.
+/// Time between two checks. A timer does not advance while a machine is suspended.
 const CHECK_INTERVAL: Duration = Duration::from_hours(1);
 /// Time between two warnings about one certificate, in seconds.
 const REPEAT_AFTER: u64 = 24 * 3600;
 /// Time before the expiry at which warnings about a certificate begin, in seconds.
 const WARN_BEFORE: u64 = 30 * 24 * 3600;
-/// The same for a certificate that this gateway renews itself: half of a lifetime of seven days is long over then.
+/// Time before the expiry at which warnings about a certificate that this gateway renews begin, in seconds. A certificate of
+/// seven days is normally renewed long before.
 const OWN_WARN_BEFORE: u64 = 24 * 3600;
 
 /// Certificate that the gateway presents or trusts.
@@ -82,10 +83,10 @@ impl CertificateInUse {
         Self { own: true, ..self }
     }
 
-    /// Returns the remaining seconds, if they are few enough for a warning.
+    /// Returns the remaining seconds if the certificate expires soon enough for a warning.
     fn ends_soon(&self, now: u64) -> Option<u64> {
         let left = self.not_after.saturating_sub(now);
-        // Certificates of a day are renewed in time as well.
+        // A short-lived certificate (one day) must not cause a warning from its start.
         let life = self.not_after.saturating_sub(self.not_before);
         let warn_within = if self.own {
             OWN_WARN_BEFORE
@@ -115,7 +116,7 @@ impl CertificateInventory {
         (self.0)()
     }
 
-    /// Sets the metric to the current expiries: of several certificates with one use, to the first that expires.
+    /// Sets the metric to the current expiry times. Of several certificates with one use, the earliest expiry counts.
     pub fn update_metrics(&self, metrics: &Metrics) {
         let Some(all) = self.list() else { return };
         let mut first_expiry: BTreeMap<String, u64> = BTreeMap::new();
@@ -172,7 +173,7 @@ fn select_expiring<'a>(
         let last_warning = warned.get(&key).copied();
         let repeat_after =
             if has_ended && last_warning.is_some_and(|last| last <= certificate.not_after) {
-                // The expiry is logged immediately.
+                // The end of the validity causes a warning immediately.
                 0
             } else {
                 REPEAT_AFTER

@@ -1,8 +1,8 @@
-//! DNS server of node names: a client that knows only a node's name gets the address of this gateway.
+//! DNS server for node names: resolves the name of a node to the address of this gateway.
 //!
 //! This module owns the sockets, one for datagrams and one for connections at the same address, and counts queries. `handler`
 //! builds the answers from the current table of nodes. Nothing is cached, so nothing is stale. The server is never on the data
-//! path, never asks another server, and accepts only queries.
+//! path, never queries another server, and accepts only queries.
 
 mod handler;
 mod names;
@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 /// Maximum number of attempts to find a port that is free for datagrams and connections, if the system chooses the port.
 const MAX_BIND_ATTEMPTS: usize = 16;
 
-/// Both sockets, which belong to no runtime yet.
+/// The UDP and TCP sockets, which are not yet registered with a runtime.
 #[derive(Debug)]
 pub struct BoundSockets {
     udp: UdpSocket,

@@ -1,15 +1,16 @@
-//! Graceful shutdown: asks the edges to connect elsewhere, then waits for open streams.
+//! Graceful shutdown: makes the edges connect to other gateways, then waits for open streams.
 //!
-//! 1. The gateway reports that it is not ready, so that it gets no new clients.
-//! 2. Each tunnel gets the message, spread over a short period: a fleet that reconnects at once is a storm. An edge that
-//!    has connected elsewhere says so (`control::tunnel_listener` then drains its tunnel). Listeners stay open meanwhile.
-//! 3. Edges that are still connected have no other gateway. While any stream lasts, listeners stay open for them: the process
-//!    that follows this one is not running yet, and could not use the port.
-//! 4. The listeners close, and clients that have connected already are served. Then a tunnel that is still open gets no new
+//! 1. The gateway reports that it is not ready, so that load balancers send it no new clients.
+//! 2. Each tunnel receives the message, spread over a short period, because a fleet that reconnects all at once would overload
+//!    the other gateways. An edge that has connected elsewhere announces it (`control::tunnel_listener` then drains its tunnel).
+//!    Listeners stay open meanwhile.
+//! 3. Edges that are still connected have no other gateway. While any stream lasts, listeners stay open for these edges, because
+//!    the next process is not running yet and could not bind the port.
+//! 4. The listeners close, and clients that have already connected are served. Then tunnels that are still open get no new
 //!    streams.
-//! 5. Open streams get the remaining time; then all tunnels are closed.
+//! 5. Open streams get the remaining time. Then all tunnels are closed.
 //!
-//! A client that is refused here therefore finds the edge at another gateway, if there is one.
+//! A client that is refused here can therefore reach the edge through another gateway, if there is one.
 
 use crate::{
     metrics::Metrics,
@@ -26,14 +27,14 @@ use std::{
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-/// Period over which edges are informed, or a quarter of the grace period.
+/// Period over which edges are notified, or a quarter of the grace period if that is shorter.
 const ANNOUNCE_SPREAD: Duration = Duration::from_secs(3);
-/// Minimum time for which listeners stay open, or a quarter of the grace period: a load balancer has to see `/readyz` first,
-/// and refusing clients at once would lose some.
+/// Minimum time for which listeners stay open, or a quarter of the grace period if that is shorter. A load balancer has to see
+/// `/readyz` fail first; until then, refused clients would be lost.
 const MIN_LISTENERS_OPEN: Duration = Duration::from_secs(3);
-/// Time for clients that connected before the listeners closed to send a request, or half of the grace period.
+/// Time for clients that connected before the listeners closed to send a request, or half of the grace period if that is shorter.
 const LATE_REQUEST_WAIT: Duration = Duration::from_secs(1);
-/// Age from which a stream counts as lasting, or an eighth of the grace period: short requests end within it.
+/// Age from which a stream counts as lasting, or an eighth of the grace period if that is shorter. Short requests end within it.
 const STREAM_SETTLE_AGE: Duration = Duration::from_secs(1);
 /// Interval of checks while waiting.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -41,7 +42,7 @@ const STARTING: u8 = 0;
 const READY: u8 = 1;
 const DRAINING: u8 = 2;
 
-/// Whether clients should be sent to this gateway. At first they should not. Cheap to clone.
+/// Readiness of the gateway to serve clients, and the reasons why it is not ready. Not ready at the start. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct Readiness {
     stage: Arc<AtomicU8>,
@@ -49,7 +50,7 @@ pub struct Readiness {
     faults: Reasons,
 }
 
-/// Reasons whose blocks still exist, oldest first.
+/// Reasons of the [`ReadinessBlock`]s that are not dropped yet, oldest first.
 type Reasons = Arc<Mutex<Vec<Weak<Mutex<String>>>>>;
 
 /// Condition that a gateway needs before clients should be sent to it, or a fault that does not keep clients away. Dropping
@@ -67,7 +68,7 @@ impl ReadinessBlock {
 impl Readiness {
     /// Reports that all listeners are bound. A gateway that drains does not become ready again.
     pub fn set_ready(&self) {
-        // Anything but STARTING stays as it is.
+        // A stage other than STARTING does not change.
         let stage = &self.stage;
         let _ = stage.compare_exchange(STARTING, READY, Relaxed, Relaxed);
     }
@@ -102,7 +103,7 @@ impl Readiness {
         active_reasons(&self.faults)
     }
 
-    /// Returns the reason why clients should not be sent here, if the gateway's own stage is the reason.
+    /// Returns the reason why clients should not be sent here, if the reason is that the gateway is starting or draining.
     pub fn not_ready_reason(&self) -> Option<&'static str> {
         match self.stage.load(Relaxed) {
             READY => None,
@@ -130,11 +131,11 @@ fn active_reasons(reasons: &Reasons) -> Vec<String> {
     reasons.map(text).collect()
 }
 
-/// The listeners, as a drain needs them.
+/// Listeners of the gateway, as far as a drain needs them.
 pub struct DrainListeners<'a> {
     /// Closes the listeners.
     pub close: &'a CancellationToken,
-    /// Returns the number of connected clients.
+    /// Function that returns the number of connected clients.
     pub clients: &'a (dyn Fn() -> usize + Sync),
 }
 
@@ -149,7 +150,7 @@ pub async fn drain(
 ) {
     readiness.set_draining();
     metrics.set_draining();
-    // An edge that has disconnected does not reconnect to this gateway.
+    // An edge that disconnects from now on does not reconnect to this gateway.
     registry.start_drain();
     let begin = Instant::now();
     let end = begin + grace;
@@ -165,7 +166,7 @@ pub async fn drain(
     tokio::join!(edges_leaving, sleep(MIN_LISTENERS_OPEN.min(grace / 4)));
     let end = wait_for_remaining_edges(registry, end, grace).await;
     listeners.close.cancel();
-    // Some connections are still in the kernel's queue and not counted before this.
+    // Connections that wait in the kernel's accept queue are counted only after this time.
     sleep(POLL_INTERVAL.min(grace / 4)).await;
     let late_deadline = end.min(Instant::now() + LATE_REQUEST_WAIT.min(grace / 2));
     poll_until(late_deadline, || (listeners.clients)() == 0).await;
@@ -187,8 +188,8 @@ pub async fn drain(
     }
 }
 
-/// Waits while edges are connected that have not left, and streams last. Returns the time at which the streams that are open
-/// then must end. If edges stay, no gateway serves them in the meantime.
+/// Waits while edges that have not left are connected and have lasting streams. Returns the time at which the streams that are
+/// open then must end. No gateway serves the edges that stay until the next process has started.
 async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Duration) -> Instant {
     let settle_age = STREAM_SETTLE_AGE.min(grace / 8);
     let last_check = end - LATE_REQUEST_WAIT.min(grace / 8);
@@ -201,7 +202,7 @@ async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Dura
         edge.tunnel.tunnel.leave();
     }
     tracing::info!("edges have no other gateway: listeners stay open until all streams have ended");
-    // Every tunnel is checked each time.
+    // Visits every tunnel, because `rotate_generation` has to run for each one.
     let has_lasting_streams = || {
         let lasting_tunnels =
             tunnels().filter(|edge| !edge.tunnel.tunnel.load().rotate_generation());
@@ -219,7 +220,7 @@ async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Dura
     }
 }
 
-/// Informs every connected tunnel, each at a random time within `spread`.
+/// Notifies every connected tunnel, each at a random time within `spread`.
 async fn announce_drain(registry: &Registry, grace: Duration, spread: Duration) {
     let begin = Instant::now();
     let mut edges: Vec<(Duration, TunnelInfo)> = registry
@@ -239,7 +240,7 @@ async fn announce_drain(registry: &Registry, grace: Duration, spread: Duration) 
         let message = GatewayMessage::Drain {
             grace_ms: u64::try_from(left).unwrap_or(u64::MAX),
         };
-        // A tunnel whose control stream is closed or stuck ends by itself soon.
+        // A tunnel whose control stream is closed or stuck is about to end.
         let _ = edge.tunnel.control.try_send(Box::new(message));
     }
 }

@@ -1,19 +1,19 @@
-//! Decides whether a node may connect, by its record and its certificate, and makes the messages to edges that may not.
+//! Decides by a node's record and certificate whether the node may connect, and builds the messages to rejected edges.
 
 use crate::state::{Node, Nodes, nodes::record_revoked, registry::EdgeCertificate};
 use causeway_certs::{NodeName, NodeRecord};
 use causeway_tunnel::control_stream::{GatewayMessage, GoAway};
 use std::time::Duration;
 
-/// Time for which a rejected edge stays away. The edge adds up to half of that, which makes the minute that is its maximum
-/// backoff.
+/// Time for which a rejected edge stays away. The edge adds up to half of it, so that the total reaches the edge's maximum
+/// backoff of one minute.
 const REJECTED_BACKOFF: Duration = Duration::from_secs(40);
-/// Time for which an edge stays away, likewise, that cannot be checked yet.
+/// Time for which an edge stays away that the gateway cannot check yet. The edge adds up to half of it as well.
 const UNCHECKED_BACKOFF: Duration = Duration::from_secs(10);
-/// Message to such an edge.
+/// Error message to an edge that connects before the nodes of the cluster are known.
 const NODES_PENDING_DETAIL: &str = "this gateway does not know the nodes of the cluster yet, because the cluster's API has not answered; try again later";
 
-/// Returns the message that makes an edge retry soon, since it cannot be checked yet.
+/// Returns the message that makes an edge retry soon, because the gateway cannot check it yet.
 pub(super) fn retry_later_message() -> GatewayMessage {
     GatewayMessage::Dismiss {
         why: GoAway::Full,
@@ -31,7 +31,7 @@ pub(super) fn goaway_message(reason: GoAway, detail: String) -> GatewayMessage {
     }
 }
 
-/// Returns the reason why a node is rejected with the certificate that it has `certificate`, if it is.
+/// Returns the reason why a node with this `certificate` is rejected, if it is.
 pub(super) fn rejection_reason(
     nodes: &Nodes,
     node: &NodeName,
@@ -54,7 +54,7 @@ pub(super) fn rejection_reason(
             let revocation_reason = nodes.revocation_reason(node);
             Some(revocation_reason.unwrap_or_else(|| record_revoked(node, &reason)))
         }
-        // A stolen machine has an old certificate of the node whose replacement has joined since.
+        // An old certificate may come from a stolen machine whose replacement has joined since.
         Some(Node { joined_at, .. }) if certificate.issued_at < joined_at => Some(format!(
             "this certificate of node {node} was issued before the node joined again; join again with a new token of `causeway token create --node {node}`"
         )),
@@ -62,7 +62,7 @@ pub(super) fn rejection_reason(
     }
 }
 
-/// Returns the reason why the certificate that a node has `certificate` is no longer valid, if it is not `is_trusted`.
+/// Returns the reason why a node's `certificate` is no longer valid, unless it `is_trusted`.
 pub(super) fn untrusted_reason(
     is_trusted: bool,
     node: &NodeName,
@@ -77,7 +77,7 @@ pub(super) fn untrusted_reason(
         .then(|| format!("the certificate of node {node} was issued under a root that {cause}"))
 }
 
-/// Converts a record of the disk to an entry of the table.
+/// Converts a record of the data directory to an entry of the node table.
 pub(super) fn node_from_record(record: NodeRecord) -> (NodeName, Node) {
     let node = Node {
         addresses: record.addresses,

@@ -1,8 +1,9 @@
-//! Enrolment and renewal: issues an edge's certificate for a token, its previous certificate, or one of its cluster's.
+//! Enrolment and renewal: issues an edge's certificate for a join token, its previous certificate, or a certificate of its
+//! cluster.
 //!
 //! The edge's request proves possession of its key. This is checked first, so that a bad request does not use up a token. The
-//! name comes from the token or from the presented certificate, never from the request. A token is spent on disk before the
-//! certificate is sent. Every refusal has one word for the edge (which decides whether to retry) and a sentence for its operator.
+//! node name comes from the token or from the presented certificate, never from the request. A token is spent on disk before the
+//! certificate is sent. Every refusal has one word for the edge, which decides whether to retry, and a sentence for its operator.
 
 mod exchange;
 mod issue;
@@ -52,7 +53,7 @@ const MAX_UNAUTHENTICATED: usize = 256;
 /// Timeout of a request, which needs a signature and a few writes to the disk.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// State of the enrolment, which issues edges' certificates.
+/// State of the enrolment service.
 #[derive(Debug)]
 pub struct Enrolment {
     /// The CA that signs.
@@ -69,9 +70,9 @@ pub struct Enrolment {
     pub lifetime: Duration,
     /// The addresses that are announced to edges.
     pub advertised: AdvertisedGateways,
-    /// Whether edges join by their identity in the cluster, here or at another gateway of this CA.
+    /// Whether edges may join by their identity in the cluster, here or at another gateway of this CA.
     pub accepts_cluster_identity: bool,
-    /// Whether these edges join by a certificate of a signer of the cluster's own.
+    /// Whether edges may join by a certificate that one of the cluster's signers issued.
     pub accepts_cluster_certificates: bool,
 }
 
@@ -243,7 +244,7 @@ impl HandlerState {
             })?;
         let (state, address, version) = (self.clone(), peer.address, join.version);
         let enrolled = spawn_blocking(move || {
-            // If two edges join as the same new node, the second finds that the node has joined.
+            // If two edges join as the same new node, the second one sees that the node has joined.
             let _enrolment_guard = state
                 .enrolment_lock
                 .lock()
@@ -378,14 +379,14 @@ fn revoked_node_problem(why: String) -> ProblemDetails {
 
 fn malformed_request_problem(rejection: &JsonRejection) -> ProblemDetails {
     let detail: Cow<'static, str> = match rejection {
-        // The error text quotes the body, which may contain a token.
+        // The text of this error quotes the body, which may contain a token.
         JsonRejection::JsonDataError(_) => "the body is not the expected JSON object".into(),
         other => other.body_text().into(),
     };
     problem(rejection.status(), "request_malformed", detail)
 }
 
-/// Returns the error for the gateway's own fault: the log has the cause, and the edge learns only that it may retry.
+/// Returns the error for an internal failure. The log contains the cause; the edge only receives that it may retry.
 fn internal_problem(why: &dyn std::error::Error) -> ProblemDetails {
     error!(%why, "cannot issue an edge's certificate");
     let mut problem = problem(

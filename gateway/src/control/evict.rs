@@ -1,4 +1,4 @@
-//! Evicts streams whose receiver reads nothing, while memory is short or for too long.
+//! Evicts streams whose receiver has read nothing for too long, or while memory is short.
 
 use crate::{config::Config, metrics::Metrics};
 use causeway_rt::log_throttle::LogThrottle;
@@ -8,7 +8,7 @@ use causeway_tunnel::{
 };
 use std::sync::Arc;
 
-/// Returns the bounds of a configuration.
+/// Returns the eviction bounds of a configuration.
 fn eviction_bounds(config: &Config) -> Bounds {
     let limits = &config.limits;
     Bounds {
@@ -18,7 +18,7 @@ fn eviction_bounds(config: &Config) -> Bounds {
     }
 }
 
-/// Runs until it is dropped.
+/// Runs until the future is dropped.
 pub(crate) async fn run(config: Config, memory_budget: Arc<MemoryBudget>, metrics: Arc<Metrics>) {
     let (log_throttle, mut streams) = (LogThrottle::default(), 0);
     let on_evicted = |shortage: eviction::Shortage, count: usize| {

@@ -1,8 +1,8 @@
-//! HTTP of the control plane: a router over one connection or over a listener, and its errors.
+//! HTTP of the control plane: serves a router on one connection or on a listener, and defines the error format.
 //!
-//! At the connection limit, a connection between two requests is closed for another one (`ConnectionLimit`). Every task of a
-//! connection belongs to it: HTTP/2 streams are tasks of the connection's own group, and dropping the connection ends them. The
-//! lifetime of a connection is bounded, so that no peer holds one in vain, except for connections that watch changes
+//! At the connection limit, a connection between two requests is closed for another one (`ConnectionLimit`). A connection owns
+//! all of its tasks: HTTP/2 streams are tasks of the connection's own group, and dropping the connection ends them. The lifetime
+//! of a connection is bounded, so that no peer occupies one indefinitely. Connections that watch changes are excepted
 //! (`control::api_cache`).
 
 use axum::{
@@ -46,29 +46,29 @@ use tracing::info_span;
 
 /// Timeout of a request's head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum unread bytes of heads and bodies of a connection: peers without a certificate have connections too.
+/// Maximum number of unread bytes of heads and bodies of a connection. Peers without a certificate have connections too.
 const MAX_UNREAD_BYTES: u32 = 64 * 1024;
 /// Maximum number of connections to one listener, at about 20 KiB each.
 pub(crate) const MAX_CONNECTIONS: usize = 256;
-/// Time in which requests may end when the listener stops.
+/// Time that open requests get when the listener stops.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
 /// Limits of one connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ServerLimits {
-    /// Time after which the connection is asked to end, if there is one.
+    /// Time after which the connection is closed gracefully; unlimited if `None`.
     pub(crate) max_lifetime: Option<Duration>,
     /// Maximum number of concurrent HTTP/2 requests.
     pub(crate) streams: u32,
-    /// Time in which requests may end when the connection is asked to.
+    /// Time that open requests get after a graceful close begins.
     pub(crate) grace: Duration,
-    /// Time for one more request of HTTP/1.1, whose answer announces the end of the connection. If the connection closed without
-    /// it, a request that is under way would be lost. An HTTP/2 connection announces its end by GOAWAY and loses none.
+    /// Time for one more HTTP/1.1 request, whose response announces the end of the connection. If the connection closed without
+    /// that response, a request in transit would be lost. HTTP/2 announces the end by GOAWAY and loses no request.
     pub(crate) last_request: Duration,
 }
 
-/// Limits for clients with short requests: a scraper that comes every minute keeps its own connection, and that of a peer
-/// without a certificate is gone soon.
+/// Limits for clients with short requests. A scraper that sends a request every minute keeps its connection, and the connection
+/// of a peer without a certificate is closed soon.
 pub(crate) const SHORT_REQUEST_LIMITS: ServerLimits = ServerLimits {
     max_lifetime: Some(Duration::from_mins(5)),
     streams: 16,
@@ -76,27 +76,27 @@ pub(crate) const SHORT_REQUEST_LIMITS: ServerLimits = ServerLimits {
     last_request: Duration::from_secs(1),
 };
 
-/// Peer of a connection; in the extensions of each of its requests.
+/// Peer of a connection, in the extensions of each of its requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Its address, if it connected over TCP.
+    /// Its IP address, if it connected over TCP.
     pub address: Option<IpAddr>,
-    /// Its identity, if it presented a certificate that was verified.
+    /// Identity of its verified certificate, if it presented one.
     pub identity: Option<Identity>,
     /// Time at which that certificate was issued, in Unix seconds.
     pub issued_at: u64,
     /// Root of that certificate.
     pub root: Option<Fingerprint>,
-    /// Node as which the peer may join, by a certificate of the cluster's.
+    /// Certificate of the cluster that lets the peer join as a node.
     pub cluster_certificate: Option<VerifiedNodeCertificate>,
 }
 
 /// Signals that end a listener or a connection.
 #[derive(Clone, Debug)]
 pub struct Stop {
-    /// Cancelled when responses begin to announce the end.
+    /// Cancelled when responses have to announce the end of the connection.
     pub end_announced: CancellationToken,
-    /// Cancelled at the end.
+    /// Cancelled when connections have to end.
     pub end: CancellationToken,
 }
 
@@ -150,8 +150,7 @@ pub async fn run(listener: BoundSocket, router: Router, limit: ConnectionLimit, 
     connections.drain(SHUTDOWN_GRACE).await;
 }
 
-/// Serves one connection until its peer, its lifetime or `stop` ends it. Each request keeps `slot` busy until its answer is
-/// written.
+/// Serves one connection until its peer, its lifetime or `stop` ends it. Each request holds `slot` until its response is written.
 pub(crate) async fn serve(
     io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     router: Router,
@@ -172,7 +171,7 @@ pub(crate) async fn serve(
         async move {
             let mut answer = answer.await?;
             if !is_http2 && ending.is_due.load(Relaxed) {
-                // hyper then closes the connection (RFC 9112, section 9.6).
+                // hyper closes the connection after this response (RFC 9112, section 9.6).
                 let close = HeaderValue::from_static("close");
                 answer.headers_mut().insert(header::CONNECTION, close);
             }
@@ -215,16 +214,16 @@ fn builder(limits: ServerLimits) -> auto::Builder<TaskExecutor> {
     builder
 }
 
-/// State of a connection that its requests and its end share.
+/// Closing state of a connection, shared by its requests and the task that closes it.
 #[derive(Debug, Default)]
 struct Ending {
-    /// Whether the connection is asked to end.
+    /// Whether the connection has to end.
     is_due: AtomicBool,
     is_http2: AtomicBool,
 }
 
 impl Ending {
-    /// Waits until the connection is to end, by its age or by `stop`, and has been announced for long enough.
+    /// Waits until the age of the connection or `stop` requires its end, and the announcement has lasted long enough.
     async fn wait_end(&self, limits: ServerLimits, stop: &Stop) {
         let lifetime_over = async {
             match limits.max_lifetime {
@@ -350,7 +349,7 @@ mod tests {
             let first = String::from_utf8_lossy(&answer[..read]).to_lowercase();
             assert!(!first.contains("connection: close"), "{first}");
             stop.cancel();
-            // The connection is idle and sends one more request.
+            // The client sends one more request on the idle connection.
             sleep(SHORT_REQUEST_LIMITS.last_request / 2).await;
             client.write_all(head).await.unwrap();
             let mut last = String::new();

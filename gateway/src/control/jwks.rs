@@ -1,11 +1,12 @@
-//! Keys of issuers behind a URL: fetched while they are in use, periodically, and when a key is missing.
+//! Signing keys of issuers behind a URL: fetched while they are in use, periodically, and when a key is missing.
 //!
 //! 1. Listeners that name the same URL with the same settings share one table and one task, also across a reload.
-//! 2. The task fetches, waits for `jwks_refresh` or for a request that misses a key, and never fetches sooner than `PAUSE`.
-//! 3. A fetch that fails leaves the keys as they are; the table determines when they are too old. Retries begin at once and slow
-//!    down. A gateway starts without keys, and has them when a fetch succeeds.
+//! 2. The task fetches the keys, then waits for `jwks_refresh` or for a request with an unknown key. Two fetches are at least
+//!    `MIN_FETCH_INTERVAL` apart.
+//! 3. A fetch that fails leaves the keys unchanged; the table determines when they are too old. Retries begin at once and slow
+//!    down. A gateway starts without keys, and has keys after the first successful fetch.
 //!
-//! Fetches are never on the data path: `state::jwks` is between.
+//! Fetches are never on the data path, which reads the keys from `state::jwks`.
 
 mod fetch;
 
@@ -30,10 +31,11 @@ use tokio::{
 };
 use tracing::info_span;
 
-/// Maximum time between retries for an issuer that does not answer: once it is back, it should be used soon.
+/// Maximum time between retries for an issuer that does not answer, so that the gateway soon uses an issuer that is available
+/// again.
 const MAX_RETRY_DELAY: Duration = Duration::from_mins(1);
 
-/// All issuers whose keys are fetched.
+/// Fetchers of all issuers whose keys are behind a URL.
 #[derive(Debug)]
 pub struct JwksFetchers {
     tasks: TaskGroup,
@@ -44,7 +46,7 @@ pub struct JwksFetchers {
     shared: Mutex<HashMap<JwksEndpoint, WeakJwksCache>>,
 }
 
-/// Settings by which two listeners mean the same keys.
+/// Settings of a source of keys. Listeners with equal settings share the keys.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct JwksEndpoint {
     url: String,
@@ -71,8 +73,7 @@ impl JwksFetchers {
         }
     }
 
-    /// Returns the keys of an issuer, which are fetched from now on as long as they are in use. `ca` is the contents of
-    /// `jwks_ca`.
+    /// Returns the keys of an issuer and fetches them from now on while they are in use. `ca` is the contents of `jwks_ca`.
     ///
     /// # Errors
     /// If the certificate of the URL's server could not be verified.

@@ -1,9 +1,9 @@
-//! Redirects connections to the nodes' own addresses to listeners, by nftables rules in this host's kernel.
+//! Redirects connections to node addresses to listeners, by nftables rules in the kernel of this host.
 //!
-//! This module owns one nftables table, built from the table of nodes. An address is in it as long as it is confirmed and names
-//! one node. Networks of pods are in it if the configuration asks for them, as long as they belong to one node alone. Connections
-//! to this host itself, and to ports without a listener, are never redirected. A change of one address changes one element. All
-//! rules are replaced at the start, when listeners or networks of pods change, and when a change has failed. The kernel's tracked
+//! This module owns one nftables table, built from the table of nodes. It contains each address that is confirmed for exactly one
+//! node. If the configuration requires it, the table also contains pod networks that belong to exactly one node. Connections to
+//! this host itself, and to ports without a listener, are never redirected. A change of one address changes one element. All
+//! rules are replaced at the start, when listeners or pod networks change, and after a failed change. The kernel's tracked
 //! connections to added and removed addresses are deleted.
 
 mod conntrack;
@@ -59,14 +59,14 @@ pub enum NatError {
     Kernel(NetlinkError),
 }
 
-/// Port on this host to which a node's port is redirected, by origin of the connection and by family.
+/// Ports on this host to which node ports are redirected, by origin of the connection and by address family.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PortMap {
     /// For connections that this host makes.
     local: [BTreeMap<u16, u16>; 2],
     /// For connections that this host would forward.
     forwarded_ports: [BTreeMap<u16, u16>; 2],
-    /// Port to which all ports of pods are redirected, likewise: first for connections that this host makes.
+    /// Ports to which all ports of pods are redirected: first for connections that this host makes, then for forwarded ones.
     pods: [[Option<u16>; 2]; 2],
 }
 
@@ -143,16 +143,16 @@ fn accepted_families(at: SocketAddr) -> [bool; 2] {
     [at.is_ipv4() || at.ip().is_unspecified(), at.is_ipv6()]
 }
 
-/// Redirected destinations, whichever node has them.
+/// Destinations of all nodes whose connections are redirected.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct RedirectSet {
-    /// The nodes' own addresses.
+    /// The addresses of the nodes.
     edge_addresses: BTreeSet<IpAddr>,
-    /// The networks of their pods.
+    /// The networks of the nodes' pods.
     pod_networks: BTreeSet<IpNet>,
 }
 
-/// Whether connections to this address may be redirected, whichever node has it.
+/// Whether connections to this address may be redirected at all.
 fn is_redirectable(address: &IpAddr) -> bool {
     let broadcast = matches!(address, IpAddr::V4(v4) if v4.is_broadcast());
     !(address.is_loopback() || address.is_unspecified() || address.is_multicast() || broadcast)
@@ -162,7 +162,7 @@ fn is_redirectable(address: &IpAddr) -> bool {
 #[derive(Debug)]
 struct KernelRules {
     table: Table,
-    /// Socket for deleting tracked connections: in the same network namespace as the table, on any thread.
+    /// Socket for deleting tracked connections. It stays in the network namespace of the table, on any thread.
     conntrack_socket: Netlink,
     redirected: RedirectSet,
     ports: PortMap,
@@ -173,7 +173,7 @@ struct KernelRules {
 }
 
 impl KernelRules {
-    /// Updates the kernel's rules to these.
+    /// Updates the rules in the kernel to these destinations and ports.
     fn apply(&mut self, wanted: RedirectSet, ports: PortMap) -> Result<(), NatError> {
         let added: BTreeSet<_> = wanted
             .edge_addresses
@@ -225,19 +225,19 @@ impl KernelRules {
     }
 }
 
-/// Redirections, from the start of a process to its end.
+/// Redirection rules, from the start of the process to its end.
 #[derive(Debug)]
 pub struct Nat {
     rules: KernelRules,
     nodes: Nodes,
     changes: watch::Receiver<()>,
     ports: watch::Receiver<PortMap>,
-    /// Networks of pods that were already reported as not redirected.
+    /// Pod networks that were already reported as not redirected.
     reported_networks: BTreeSet<IpNet>,
 }
 
 impl Nat {
-    /// Writes the rules for the current nodes, in the table of this name.
+    /// Writes the rules for the current nodes to the table of this name.
     ///
     /// # Errors
     /// The reason why they cannot be written.
@@ -291,7 +291,7 @@ impl Nat {
         )
     }
 
-    /// Logs once that pods are not redirected; their clients only see that no server answers.
+    /// Logs each shared pod network once. The clients only see that no server answers.
     fn warn_shared_networks(&mut self, shared: BTreeSet<IpNet>) {
         let new: Vec<_> = shared.difference(&self.reported_networks).collect();
         if let Some(network) = new.first() {
@@ -317,7 +317,8 @@ impl Nat {
             }
             let (led, ports) = self.desired_state();
             let mut rules = self.rules;
-            // The kernel waits for its other workers before it answers: clients of this gateway do not wait for that.
+            // The kernel waits for its other workers before it answers. A blocking thread waits, so that clients of this gateway
+            // do not.
             let started_at = Instant::now();
             let done = spawn_blocking(move || {
                 let done = rules.apply(led, ports);

@@ -1,8 +1,7 @@
-//! Changes of node records in the data directory that come in large numbers: arrivals and renewals.
+//! Batched updates of node records in the data directory: arrivals and renewals.
 //!
-//! Each write contains the records of all nodes. While one write is under way, further changes are collected for the next: a
-//! fleet that connects or renews at once takes a few writes. A write that has begun ends, whether or not a task still waits for
-//! it.
+//! Each write contains the records of all nodes. During a write, further changes are collected for the next one, so that a fleet
+//! that connects or renews at once takes a few writes. A write that has begun finishes, even if no task waits for it any more.
 
 use super::eligibility::node_from_record;
 use crate::state::NodesWriter;
@@ -26,7 +25,7 @@ struct Inner {
     store: Store,
     nodes: NodesWriter,
     pending: Mutex<Vec<PendingWrite>>,
-    /// Lock that is held while the disk is written.
+    /// Lock that is held during a write.
     write_lock: Arc<sync::Mutex<()>>,
     #[cfg(test)]
     writes: std::sync::atomic::AtomicUsize,
@@ -39,7 +38,7 @@ struct PendingWrite {
     responder: oneshot::Sender<WriteResult>,
 }
 
-/// Record of a node once it is written, or the reason why it could not be.
+/// Record of a node after the write, or the reason why the write failed.
 pub(super) type WriteResult = Result<Option<NodeRecord>, WriteError>;
 
 /// Reason why the data directory was not written.
@@ -52,14 +51,14 @@ impl WriteError {
         Self(error.to_string())
     }
 
-    /// Returns the error for a process that ends while it writes.
+    /// Returns the error for a process that ends during a write.
     fn cancelled<E>(_: E) -> Self {
         Self("the write was cancelled because the gateway is shutting down".to_owned())
     }
 }
 
 impl NodeRecordWriter {
-    /// Returns a writer to the data directory, and then to the table.
+    /// Returns a writer that updates the data directory first, and then the table.
     pub fn new(store: &Store, nodes: &NodesWriter) -> Self {
         Self(Arc::new(Inner {
             store: store.clone(),
@@ -74,7 +73,7 @@ impl NodeRecordWriter {
     /// Makes sure that there is a record of a node that connects with a certificate of an external CA.
     ///
     /// # Errors
-    /// If the disk cannot be written; then there is no new record of the node.
+    /// If the disk cannot be written. The node then has no new record.
     pub async fn ensure_record(&self, node: &NodeName) -> Result<(), WriteError> {
         if self.0.nodes.reader().get(node).is_some() {
             return Ok(());
@@ -83,7 +82,7 @@ impl NodeRecordWriter {
         self.ensure_record_at(node, at).await
     }
 
-    /// Records a node's next certificate, unless the node is revoked. Returns the node's record then, or nothing if the node was
+    /// Records a node's next certificate, unless the node is revoked. Returns the resulting record, or nothing if the node was
     /// removed meanwhile.
     ///
     /// # Errors
@@ -92,8 +91,8 @@ impl NodeRecordWriter {
         self.enqueue(node, NodeUpdate::Renewed(issued)).await
     }
 
-    /// Records the certificate of a node that joins by its identity in the cluster. Returns the node's record then. Certificates
-    /// from before `at` are no longer the node's own from now on.
+    /// Records the certificate of a node that joins by its cluster identity. Returns the resulting record. Certificates issued
+    /// before `at` are no longer valid for the node.
     ///
     /// # Errors
     /// If the disk cannot be written.
@@ -106,7 +105,7 @@ impl NodeRecordWriter {
         self.enqueue(node, NodeUpdate::Joined { at, issued }).await
     }
 
-    /// Makes sure that there is a record of a node that its cluster admits and that has joined at another gateway.
+    /// Makes sure that there is a record of a node that its cluster admits and that has joined through another gateway.
     ///
     /// # Errors
     /// If the disk cannot be written.
@@ -130,9 +129,9 @@ impl NodeRecordWriter {
             writing = self.0.write_lock.clone().lock_owned() => writing,
         };
         let inner = self.0.clone();
-        // Writes all collected records, including this one unless another task has written it in the meantime.
+        // Writes all collected records. Another task may have written this one in the meantime.
         let written = spawn_blocking(move || {
-            // No other write begins before this one ends, regardless of the waiting task.
+            // The next write begins only after this one has ended, even if the waiting task is gone.
             let _writing = write_guard;
             inner.write();
         });
@@ -187,7 +186,7 @@ impl Inner {
             }
         };
         for (tell, written) in responders.into_iter().zip(results) {
-            // The requester may have gone.
+            // The requesting task may have ended.
             let _ = tell.send(written);
         }
     }
@@ -234,7 +233,7 @@ mod tests {
     async fn a_fleet_that_comes_at_once_is_noted_whole_by_one_write() {
         let world = world();
         let all: Vec<_> = (0..500).map(|n| name(&format!("edge-{n}"))).collect();
-        // The first holds the disk until all others have gathered.
+        // The first write holds the lock until all other nodes have been added.
         let disk = world.ledger.0.write_lock.lock().await;
         let coming = join_all(all.iter().map(|node| world.ledger.ensure_record(node)));
         let mut coming = std::pin::pin!(coming);
@@ -283,7 +282,7 @@ mod tests {
         );
         world.ledger.ensure_record(&known).await.unwrap();
         assert_eq!(world.nodes.reader().get(&known).unwrap().pool, pool);
-        // The disk has newer records than the table, as after a command that did not notify the gateway.
+        // The data directory is newer than the table, as after a command that did not notify the gateway.
         let (late, at) = (name("edge-3"), 7);
         let nodes = world.store.nodes();
         nodes.confirm(&late, NodeAttributes::default(), at).unwrap();

@@ -1,7 +1,8 @@
 //! Reloads node records from the data directory and closes tunnels of nodes that are revoked or unknown.
 //!
-//! Commands beside a gateway change the directory and then request this reload. An edge that connects at the same moment is
-//! checked before it is registered and again afterwards: it meets either the new table or this reload.
+//! Commands that run beside a gateway change the directory and then request this reload. An edge that connects at the same moment
+//! is checked before its registration and once more afterwards. Either the check sees the new table, or this reload sees the
+//! tunnel.
 
 use super::{
     api_cache::ApiCacheServer,
@@ -21,33 +22,33 @@ use std::{
 use tokio::{runtime::Handle, sync::oneshot, task::spawn_blocking, time::sleep};
 use tracing::Span;
 
-/// Time to wait for further changes of nodes after the first.
+/// Time to wait for further node changes after the first one.
 const BATCH_INTERVAL: Duration = Duration::from_millis(500);
-/// Time for an edge to read why it is disconnected. Then the gateway closes the connection.
+/// Time for an edge to read the reason for the disconnect. Then the gateway closes the connection.
 const CLOSE_GRACE: Duration = Duration::from_millis(300);
 
 /// Error of a reload of the nodes.
 #[derive(Debug, thiserror::Error)]
 pub enum RefreshError {
-    /// The disk cannot be read.
+    /// The data directory cannot be read.
     #[error("the data directory cannot be read: {0}")]
     Store(#[from] StoreError),
-    /// The nodes are reloaded, but the pinned keys of other nodes remain.
+    /// The nodes are reloaded, but the pinned keys were not.
     #[error(
         "the nodes were reloaded, but the pinned keys of apps (pins.json) could not be loaded: {0}"
     )]
     Keys(#[source] StoreError),
-    /// Fault of Causeway itself.
+    /// Internal fault of the gateway.
     #[error("the nodes could not be reloaded: {0}")]
     Failed(#[from] tokio::task::JoinError),
 }
 
-/// The nodes of a gateway: on the disk, in the table, and their tunnels.
+/// Node state of a gateway: the records on disk, the table, and the tunnels.
 #[derive(Clone, Debug)]
 pub struct NodeSync {
-    /// The disk.
+    /// The data directory.
     pub store: Store,
-    /// The table.
+    /// The table of nodes.
     pub nodes: NodesWriter,
     /// The pinned keys of upstreams on the nodes.
     pub pin_writer: PinWriter,
@@ -57,7 +58,7 @@ pub struct NodeSync {
     pub registry: Registry,
     /// Server of the API cache, if edges may read.
     pub api_cache: Option<ApiCacheServer>,
-    /// Tasks that close the tunnels, even if the client that requested it disconnects.
+    /// Group of the tasks that close the tunnels, even if the client that requested the reload disconnects.
     pub tasks: Arc<TaskGroup>,
     /// Runtime of these tasks.
     pub runtime: Handle,
@@ -67,7 +68,7 @@ impl NodeSync {
     /// Runs [`NodeSync::refresh`] to its end, even if the returned future is dropped.
     ///
     /// # Errors
-    /// Those of [`NodeSync::refresh`]. Returns `None` if the gateway ends meanwhile.
+    /// Those of [`NodeSync::refresh`]. Returns `None` if the gateway shuts down meanwhile.
     pub async fn refresh_detached(&self) -> Option<Result<Vec<NodeName>, RefreshError>> {
         let (tell, told) = oneshot::channel();
         let node_sync = self.clone();
@@ -79,7 +80,7 @@ impl NodeSync {
         told.await.ok()
     }
 
-    /// Starts the same without waiting for it; errors are logged.
+    /// Starts [`NodeSync::refresh_detached`] without waiting for it. Errors are logged.
     pub fn spawn_refresh(&self) {
         let node_sync = self.clone();
         self.tasks
@@ -90,17 +91,17 @@ impl NodeSync {
             });
     }
 
-    /// Reloads the nodes of the disk. Returns the nodes whose tunnels were closed for that.
+    /// Reloads the nodes from the disk. Returns the nodes whose tunnels were closed as a result.
     ///
     /// # Errors
-    /// If the disk cannot be read; then the table is unchanged, and tunnels with untrusted certificates are closed all the same.
+    /// If the disk cannot be read. The table is then unchanged, but tunnels with untrusted certificates are closed as well.
     pub async fn refresh(&self) -> Result<Vec<NodeName>, RefreshError> {
         let (store, nodes) = (self.store.clone(), self.nodes.clone());
         let pin_writer = self.pin_writer.clone();
         let previous_names = nodes.reader().record_names();
         let reloaded = spawn_blocking(move || {
             reload_records(&nodes, &store)?;
-            // Keeps only the keys of nodes that are admitted now, without keys recorded in the meantime for others.
+            // Keeps only the keys of currently admitted nodes, and drops keys recorded in the meantime for others.
             pin_writer.refresh().map_err(RefreshError::Keys)
         })
         .await?;
@@ -112,24 +113,24 @@ impl NodeSync {
         Ok(closed)
     }
 
-    /// Closes the tunnels of all rejected nodes, and of those whose record was `removed`. A cluster may vouch for such a node all
-    /// the same, and then its edge is admitted again.
+    /// Closes the tunnels of all rejected nodes, and of nodes whose record was `removed`. If the cluster vouches for a removed
+    /// node, its edge may connect again.
     async fn close_rejected(
         &self,
         removed: BTreeSet<NodeName>,
     ) -> Result<Vec<NodeName>, RefreshError> {
-        // If a root was removed, each chain takes two signature verifications.
+        // After the removal of a root, each chain takes two signature verifications.
         let node_sync = self.clone();
         let rejected = spawn_blocking(move || node_sync.rejected_tunnels(&removed)).await?;
         Ok(close_tunnels(rejected).await)
     }
 
-    /// Closes, as long as it is polled, the tunnels of nodes that the cluster newly reports as not at the edge. A deleted Node
-    /// closes none: its kubelet may create it again.
+    /// Closes the tunnels of nodes for which the cluster newly reports that they are not at the edge. Runs until dropped. A
+    /// deleted Node closes no tunnel, because its kubelet may create the Node again.
     pub async fn follow_cluster(self) {
         let (nodes, mut changes) = (self.nodes.reader(), self.nodes.subscribe());
         while changes.changed().await.is_ok() {
-            // Changes of many nodes cause only one check of the tunnels.
+            // Changes of many nodes cause one check of the tunnels.
             sleep(BATCH_INTERVAL).await;
             changes.mark_unchanged();
             let is_cloud_node = |node: &NodeName| nodes.cluster_says_edge(node) == Some(false);
@@ -150,7 +151,7 @@ impl NodeSync {
     }
 
     /// Returns the tunnels of rejected nodes with the reasons, and closes these nodes' connections to the API cache. A tunnel
-    /// whose root was retired keeps its streams, and gets no new ones, if its process has another tunnel by a trusted root.
+    /// with a retired root keeps its streams and gets no new ones, if its process has another tunnel with a trusted root.
     fn rejected_tunnels(
         &self,
         removed: &BTreeSet<NodeName>,
@@ -197,7 +198,7 @@ impl NodeSync {
     }
 }
 
-/// Closes these tunnels, each for its reason. Returns their nodes.
+/// Closes these tunnels and reports each reason to its edge. Returns the nodes.
 async fn close_tunnels(rejected: Vec<(NodeName, TunnelInfo, String)>) -> Vec<NodeName> {
     if rejected.is_empty() {
         return Vec::new();
@@ -222,7 +223,7 @@ async fn close_tunnels(rejected: Vec<(NodeName, TunnelInfo, String)>) -> Vec<Nod
 /// Replaces the records in the table by those on the disk.
 ///
 /// # Errors
-/// If the file cannot be read, or is missing though records were read before: its revocations remain in force.
+/// If the file cannot be read, or is missing although records were read before. The revocations of those records remain in force.
 pub(crate) fn reload_records(nodes: &NodesWriter, store: &Store) -> Result<(), StoreError> {
     let has_records = nodes.reader().has_records();
     nodes.refresh(|| {
@@ -233,7 +234,7 @@ pub(crate) fn reload_records(nodes: &NodesWriter, store: &Store) -> Result<(), S
     })
 }
 
-/// Returns the node records of the disk.
+/// Reads the node records from the disk.
 pub(crate) fn read_records(store: &Store) -> Result<BTreeMap<NodeName, Node>, StoreError> {
     Ok(store
         .nodes()

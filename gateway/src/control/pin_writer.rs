@@ -1,9 +1,9 @@
 //! Stores in the data directory the pinned keys of upstreams that were contacted for the first time.
 //!
-//! Keys that come while the disk is written are collected for the next write: the first scrape of a fleet takes a few writes.
-//! Only nodes that are known and not revoked have keys here; the keys of a removed or revoked node are removed with it. A
-//! connection that waits gets the key that is on the disk. If the disk has not stored a key, the connection gets an error: no
-//! key is trusted that is not stored.
+//! Keys that arrive during a write are collected for the next one, so that the first scrape of a fleet takes a few writes. Only
+//! nodes that are known and not revoked have keys here; the keys of a removed or revoked node are removed with it. A waiting
+//! connection receives the key that is on the disk. If a key could not be stored, the connection receives an error, because a key
+//! that is not stored is never trusted.
 
 use crate::state::{
     Nodes,
@@ -16,21 +16,21 @@ use tokio::{sync::mpsc, task::spawn_blocking};
 /// Maximum number of keys of one write.
 const MAX_BATCH: usize = 1_024;
 
-/// The pinned keys of upstreams, on the disk and in their table. Cheap to clone.
+/// Writer of the pinned keys of upstreams, to the disk and to their table. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct PinWriter {
-    /// The disk.
+    /// The data directory.
     pub store: Store,
     /// The table of nodes.
     pub nodes: Nodes,
-    /// Whether a cluster names nodes as well, of which there may be no record here.
+    /// Whether a cluster provides nodes as well, which may have no record here.
     pub follows_cluster: bool,
-    /// The table.
+    /// Writer of the table of pinned keys.
     pub writer: PinsWriter,
 }
 
 impl PinWriter {
-    /// Stores new keys, as long as there are connections that may report one.
+    /// Stores new keys until no connection can report one any more.
     pub async fn run(self, mut new_pins: mpsc::Receiver<NewPin>) {
         let mut pending = Vec::new();
         while new_pins.recv_many(&mut pending, MAX_BATCH).await > 0 {
@@ -45,10 +45,10 @@ impl PinWriter {
         }
     }
 
-    /// Reloads the keys of the disk, without those of removed or revoked nodes. Blocks on the disk.
+    /// Reloads the keys from the disk, and drops those of removed or revoked nodes. Blocks on the disk.
     ///
     /// # Errors
-    /// If the disk cannot be read or written; then nothing changes.
+    /// If the disk cannot be read or written. The keys are then unchanged.
     pub fn refresh(&self) -> Result<(), StoreError> {
         let pins = self.store.pins();
         self.writer.replace(|| {
@@ -57,7 +57,7 @@ impl PinWriter {
         })
     }
 
-    /// Fails if there are keys and their file is gone: upstreams would be trusted at first use once more.
+    /// Fails if the table has keys but their file is missing, because upstreams would be trusted on first use again.
     fn require_file(&self) -> Result<(), StoreError> {
         if self.writer.is_empty() {
             return Ok(());
@@ -69,13 +69,13 @@ impl PinWriter {
         self.nodes.revocation_reason(node).is_none() && self.nodes.get(node).is_some()
     }
 
-    /// Whether a node may have keys. Until the cluster has named its nodes, an unknown node may.
+    /// Whether a node may have keys. Until the nodes of the cluster are loaded, an unknown node may have keys.
     fn may_be_admitted(&self, node: &NodeName) -> bool {
         let is_cluster_pending = self.follows_cluster && !self.nodes.has_cluster();
         self.is_admitted(node) || is_cluster_pending && self.nodes.revocation_reason(node).is_none()
     }
 
-    /// Stores new keys, and returns whether they are the first in this data directory. Blocks on the disk.
+    /// Stores new keys, and returns whether they are the first keys in this data directory. Blocks on the disk.
     fn store_pins(&self, new_pins: Vec<NewPin>) -> bool {
         let since = UnixTime::now().as_secs();
         let mut stored = PinTable::new();
@@ -108,7 +108,7 @@ impl PinWriter {
                 (None, None) => Err("the node is no longer admitted".to_owned()),
             };
             log_result(&met, &result, since);
-            // The stream that recorded the key may have gone.
+            // The stream that reported the key may have ended.
             let _ = met.responder.send(result);
         }
         was_empty && !stored.is_empty()
@@ -177,7 +177,7 @@ mod tests {
             }
         }
 
-        /// Runs `work` while a writer stores new keys.
+        /// Runs `work` while the pin writer stores new keys.
         async fn while_kept<T>(&mut self, work: impl AsyncFnOnce(&Self) -> T) -> T {
             let (keeper, meetings) = (self.keeper.clone(), self.meetings.take().unwrap());
             tokio::select! {

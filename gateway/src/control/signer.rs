@@ -1,8 +1,8 @@
-//! Certificates of edges for which their cluster vouches, in place of a join token.
+//! Signs certificates for edges that join by their cluster identity instead of a join token.
 //!
-//! The component that knows the cluster determines the node that makes a request. This module checks that the request names that
+//! The component that reads the cluster determines which node makes a request. This module checks that the request names that
 //! node and nothing else, and that the node is not refused. Only the key of the request is used (`certs::csr`). The certificate
-//! is recorded on the disk before it is sent, as for a token: the node's earlier certificates are no longer its own.
+//! is recorded on the disk before it is sent, as for a token. The node's earlier certificates are then no longer valid.
 
 use super::node_records::NodeRecordWriter;
 use crate::state::Nodes;
@@ -11,10 +11,10 @@ use rustls::pki_types::UnixTime;
 use std::{fmt, time::Duration};
 use tokio::task::spawn_blocking;
 
-/// Maximum difference between the clocks of a cluster and of several gateways.
+/// Maximum clock difference between a cluster and its gateways.
 const MAX_CLOCK_SKEW: Duration = Duration::from_mins(1);
 
-/// Signer for edges of a cluster. Cheap to clone.
+/// Signer of certificates for edges of a cluster. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Signer {
     pub(crate) ca: LiveCa,
@@ -24,7 +24,7 @@ pub struct Signer {
     pub(crate) lifetime: Duration,
 }
 
-/// Error that prevented signing: this gateway's own fault, which may be temporary.
+/// Internal error that prevented signing. It may be temporary.
 #[derive(Debug, thiserror::Error)]
 #[error("the certificate cannot be issued: {0}")]
 pub struct SignError(String);
@@ -41,10 +41,10 @@ impl Signer {
         self.lifetime
     }
 
-    /// Returns the key of a request in DER that names this node, and nothing else.
+    /// Verifies that a request in DER names this node and nothing else, and returns its key.
     ///
     /// # Errors
-    /// The fault of the request.
+    /// The reason why the request is invalid.
     pub fn verify_request(
         &self,
         request: &[u8],
@@ -53,7 +53,7 @@ impl Signer {
         VerifiedPublicKey::verify_edge(request, self.ca.get().trust_domain(), node)
     }
 
-    /// Returns the reason why the node may have no certificate now, if it may not.
+    /// Returns the reason why the node is refused a certificate now, if it is.
     pub fn refusal_reason(&self, node: &NodeName) -> Option<String> {
         let revoked = self.nodes.revocation_reason(node);
         match self.nodes.cluster_says_edge(node) {
@@ -66,10 +66,11 @@ impl Signer {
         }
     }
 
-    /// Issues the certificate of a node that asked at that time, in Unix seconds. Returns the certificate with its chain, as PEM.
+    /// Issues the certificate of a node whose request was made at `asked_at`, in Unix seconds. Returns the certificate with its
+    /// chain, as PEM.
     ///
     /// # Errors
-    /// If it cannot be signed, or not be recorded on the disk.
+    /// If the certificate cannot be signed or recorded on the disk.
     pub async fn sign(
         &self,
         (key, node): (VerifiedPublicKey, &NodeName),
@@ -80,7 +81,7 @@ impl Signer {
         Ok(issued.pem())
     }
 
-    /// Issues the certificate as `sign` does, and returns more than its PEM.
+    /// Issues the certificate like `sign`, and returns all of its data.
     pub(super) async fn issue(
         &self,
         (key, node): (VerifiedPublicKey, &NodeName),
@@ -89,7 +90,7 @@ impl Signer {
     ) -> Result<IssuedCertificate, SignError> {
         let (ca, node_name) = (self.ca.get(), node.clone());
         let life = lifetime.map_or(self.lifetime, |life| life.min(self.lifetime));
-        // The newest of several requests must win, regardless of the order in which they are signed.
+        // The newest of several requests must win, regardless of the order of signing.
         let since = asked_at
             .min(UnixTime::now().as_secs())
             .saturating_sub(MAX_CLOCK_SKEW.as_secs());
@@ -202,7 +203,7 @@ mod tests {
         let key = PrivateKey::generate().unwrap();
         let request = request(&world, &key, "edge-1");
         let key = signer.verify_request(&request, &name("edge-1")).unwrap();
-        // The state on the disk takes precedence.
+        // The record on the disk takes precedence.
         let refusal = signer.sign((key, &name("edge-1")), None, 0).await;
         assert!(refusal.unwrap_err().to_string().contains("stolen"));
         assert!(refused("edge-1").contains("causeway node allow edge-1"));

@@ -1,8 +1,8 @@
-//! Keeps clients away from a gateway that has just started until its edges are back.
+//! Keeps a gateway that has just started unready until its edges have reconnected.
 //!
-//! A gateway that begins to drain stores in its data directory which nodes have a tunnel. The next process is not ready
-//! (`/readyz`) before these nodes have a tunnel again, or `timeouts.edges` is over. Without that file, as after a kill, it waits
-//! for all enrolled nodes. A gateway that knows no node is ready at once.
+//! A gateway that begins to drain stores in its data directory the names of the nodes that have a tunnel. The next process
+//! becomes ready (`/readyz`) when these nodes have a tunnel again, or when `timeouts.edges` has passed. Without that file, as
+//! after a kill, it waits for all enrolled nodes. A gateway that knows no node is ready at once.
 
 use crate::{
     control::drain::ReadinessBlock,
@@ -36,7 +36,7 @@ pub async fn save_connected_nodes(store: &Store, registry: &Registry) {
     }
 }
 
-/// Reads the file of the previous process and removes it, since it is valid for that process's end only.
+/// Reads and removes the file of the previous process, because it is valid for one restart only.
 fn take_connected_nodes(store: &Store) -> Result<Option<BTreeSet<NodeName>>, StoreError> {
     let text = store.read_runtime(FILE_NAME)?;
     if text.is_some() {
@@ -45,7 +45,7 @@ fn take_connected_nodes(store: &Store) -> Result<Option<BTreeSet<NodeName>>, Sto
     Ok(text.and_then(|text| serde_json::from_str(&text).ok()))
 }
 
-/// Edges that a gateway waits for after its start.
+/// Wait for edges after the start of a gateway.
 pub struct StartupHold {
     /// The data directory.
     pub store: Store,
@@ -58,7 +58,7 @@ pub struct StartupHold {
 }
 
 impl StartupHold {
-    /// Drops `hold` when the edges are back, or the time is over.
+    /// Drops `hold` when the edges have reconnected or the time has passed.
     pub async fn run(self, hold: ReadinessBlock) {
         let end = Instant::now() + self.max_wait;
         let store = self.store.clone();
@@ -86,7 +86,7 @@ impl StartupHold {
         }
     }
 
-    /// Returns how many of the awaited nodes are connected, and the number of all awaited nodes, unless all are connected.
+    /// Returns the number of awaited nodes that are connected, and the number of all awaited nodes; `None` if all are connected.
     fn missing_nodes(&self, saved_nodes: Option<&BTreeSet<NodeName>>) -> Option<(usize, usize)> {
         let known_nodes = self.nodes.names().into_iter();
         let awaited = known_nodes.filter(|node| {
@@ -108,7 +108,7 @@ mod tests {
         state::Node,
     };
 
-    /// Returns whether clients are kept away after the first check.
+    /// Returns whether the gateway is still unready after the first check.
     async fn waits(world: &World, bound: Duration) -> bool {
         let arrivals = StartupHold {
             store: world.store.clone(),

@@ -1,4 +1,4 @@
-//! Fixtures for tests of the control plane: a gateway (`world`), and edges that send what a test needs.
+//! Fixtures for tests of the control plane: a gateway (`world`), and edges that send the messages of a test.
 
 pub(crate) mod world;
 
@@ -33,7 +33,7 @@ pub(crate) fn welcome(instance: &str, slot: u32) -> EdgeHello {
     }
 }
 
-/// Returns the reason by which a message makes the edge disconnect.
+/// Returns the reason and detail of a message that makes the edge disconnect.
 pub(crate) fn dismissal(line: &GatewayMessage) -> Option<(GoAway, &str)> {
     match line {
         GatewayMessage::Dismiss {
@@ -53,7 +53,7 @@ pub(crate) struct FakeEdge {
     pub(crate) hello: GatewayMessage,
     pub(crate) control: ControlStream,
     pub(crate) streams: mpsc::UnboundedReceiver<Box<StreamRequest>>,
-    /// Whether it neither reads nor answers.
+    /// Whether the edge neither reads nor answers.
     pub(crate) hushed: watch::Sender<bool>,
     over: oneshot::Receiver<TunnelEnd>,
     /// The task that drives the connection; dropping it cuts the connection.

@@ -1,10 +1,10 @@
-//! The tunnel port: TLS, then either a tunnel or an edge's own requests.
+//! The tunnel port: TLS, then either a tunnel or HTTP requests of an edge.
 //!
 //! The ALPN in the `ClientHello` selects the configuration: `rh2` requires a certificate, `h2` and `http/1.1` make it optional.
 //! TLS has a timeout, and the certificate is checked, resumed or not. A tunnel moves to the worker of its node, where its session
-//! begins. An edge that connects by `h2` with its certificate is served by `control::api_cache`, if that is configured, and all
-//! other requests by `control::enrol`. Handshakes are spread over the workers and never awaited in the accept loop. Every task
-//! belongs to [`TunnelListener::run`], whose end ends them.
+//! begins. `control::api_cache` serves an edge that connects by `h2` with its certificate, if the API cache is configured.
+//! `control::enrol` serves all other requests. Handshakes are spread over the workers and never awaited in the accept loop.
+//! [`TunnelListener::run`] owns every task, and ends them when it ends.
 
 mod close_reason;
 mod connection;
@@ -44,12 +44,12 @@ use tokio::{sync::mpsc, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info_span, warn};
 
-/// Time, beyond the drain time, for a tunnel to get the last message and to disconnect.
+/// Time beyond the drain time for a tunnel to receive the last message and to disconnect.
 const GOODBYE_TIME: Duration = Duration::from_secs(2);
 /// The label of this listener in metrics.
 const METRICS_LABEL: &str = "tunnel";
 
-/// Reason why a connection failed.
+/// Error that ended a connection before its session.
 #[derive(Debug, thiserror::Error)]
 enum HandshakeError {
     #[error("{}", tls_error_text(.0))]
@@ -70,7 +70,7 @@ enum HandshakeError {
     ApiCacheDenied(#[from] AccessDenied),
 }
 
-/// Returns the text of rustls for an error of TLS, otherwise that of the system.
+/// Returns the error text of rustls if there is one, otherwise that of the system.
 fn tls_error_text(error: &io::Error) -> String {
     match tls_error(error) {
         Some(error) => error.to_string(),
@@ -83,13 +83,13 @@ fn tls_error(error: &io::Error) -> Option<&rustls::Error> {
 }
 
 impl HandshakeError {
-    /// Returns one word for the metric, and whether an operator should look at the error.
+    /// Returns the metric label of the error, and whether the error needs the operator's attention.
     fn classify(&self) -> (&'static str, bool) {
         let error = match self {
             Self::TooSlow(_) => return ("timeout", false),
             Self::Peer(_) => return ("certificate", true),
             Self::Stopping => return ("draining", false),
-            // Counted and logged as such.
+            // Eviction is counted and logged separately.
             Self::Evicted => return ("evicted", false),
             Self::Full | Self::ApiCacheDenied(AccessDenied::Full) => return ("full", true),
             Self::ApiCacheDenied(AccessDenied::Unwelcome(_)) => return ("not_admitted", true),
@@ -107,7 +107,7 @@ impl HandshakeError {
     }
 }
 
-/// State that handshakes share with the accept loop.
+/// State that the handshakes share with the accept loop.
 #[derive(Clone)]
 struct HandshakeContext {
     admission: Arc<TunnelListener>,
@@ -121,8 +121,8 @@ struct HandshakeContext {
 
 impl TunnelListener {
     /// Waits until this node can be checked, and returns whether it can. A node that only the cluster can know waits until the
-    /// cluster has named its nodes: a rejection now would keep it away for a minute. If every node with a trusted certificate is
-    /// admitted, the cluster is not asked.
+    /// nodes of the cluster are loaded, because a rejection would keep it away for a minute. If every node with a trusted
+    /// certificate is admitted, the function does not wait for the cluster.
     async fn wait_until_checkable(&self, node: &NodeName, wait_limit: Duration) -> bool {
         let Some(mut changes) = self.cluster.clone() else {
             return true;
@@ -140,8 +140,8 @@ impl TunnelListener {
         timeout(wait_limit, node_known).await.is_ok()
     }
 
-    /// Accepts edges until `stop`. Then lets the tunnels continue for the drain time (`control::drain` empties them meanwhile),
-    /// and returns when the last is gone. Dropping the future ends all at once.
+    /// Accepts edges until `stop`. Tunnels then continue for the drain time, while `control::drain` empties them, and the
+    /// function returns when the last one has ended. Dropping the future ends all tunnels at once.
     pub async fn run(self, listener: BoundSocket, stop: CancellationToken) {
         let listener = match listener.attach() {
             Ok(listener) => listener,
@@ -181,12 +181,12 @@ impl TunnelListener {
                 }
             }
         }
-        // An edge that is refused at once tries another gateway sooner than an edge that waits in a queue.
+        // New connections are refused from here, because a refused edge tries another gateway sooner than an edge in a queue.
         drop((listener, handshaken_receiver));
         tasks.drain(grace).await;
     }
 
-    /// Begins the session with an edge on the worker of its node.
+    /// Spawns the session with an edge on the worker of its node.
     fn spawn_session(self: &Arc<Self>, tasks: &TaskGroup, edge: Box<HandshakenEdge>) {
         let node = edge.node.as_ref();
         let worker = node.map_or(WorkerId(0), |node| self.workers.worker_of(node));
@@ -216,7 +216,7 @@ impl HandshakeContext {
             (AlpnProtocol::Tunnel, io, round_trip) => {
                 self.send_to_session(io, from, round_trip).await
             }
-            // Boxed: serving HTTP takes ten times the room of a handshake, and a tunnel never needs it.
+            // Boxed: serving HTTP takes ten times the memory of a handshake, and a tunnel never needs it.
             (AlpnProtocol::Join, io, _) => Box::pin(self.serve_join(io, from)).await,
         };
         if let Err(failed) = result {
@@ -224,7 +224,7 @@ impl HandshakeContext {
         }
     }
 
-    /// Finishes TLS within its timeout. Returns `None` if the handshake failed and the peer was told the reason.
+    /// Finishes TLS within its timeout. Returns `None` if the handshake failed and the peer received the reason.
     async fn finish_tls(
         &self,
         slot: &Slot,
@@ -244,7 +244,7 @@ impl HandshakeContext {
             Ok(Ok(shaken)) => Ok(Some(shaken)),
             Ok(Err(TlsError { error, socket })) => {
                 self.report_failure(from, &error.into());
-                // The lingering close lets the peer read the alert; the connection keeps its place until then.
+                // The lingering close lets the peer read the alert. The connection counts against the limit until then.
                 if let Some(socket) = socket {
                     lingering_close::close(socket).await;
                 }
@@ -318,7 +318,7 @@ impl HandshakeContext {
             },
             Err(refused) => return Err(refused.into()),
         };
-        // A certificate of the cluster's own signers names a node as well.
+        // A certificate of the cluster's signers identifies a node as well.
         let is_identified = identity.is_some() || vouched.is_some();
         let limit = if is_identified {
             &self.renewing
@@ -345,7 +345,7 @@ impl HandshakeContext {
         slot.run(serving).await.ok_or(HandshakeError::Evicted)
     }
 
-    /// Serves an edge that reads resources of its cluster.
+    /// Serves an edge that reads resources of its cluster through the API cache.
     async fn serve_api_cache(
         &self,
         api_cache: &ApiCacheServer,
@@ -354,7 +354,7 @@ impl HandshakeContext {
         from: SocketAddr,
     ) -> Result<(), HandshakeError> {
         let admission = &self.admission;
-        // While the gateway cannot check the node, it refuses the edge, and the edge retries.
+        // If the gateway cannot check the node in time, it refuses the edge, and the edge retries.
         let wait_limit = admission.settings.hello_timeout / 2;
         admission.wait_until_checkable(&node, wait_limit).await;
         let reader = AuthorizedEdge {

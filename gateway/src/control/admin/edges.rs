@@ -1,7 +1,7 @@
 //! The edges in the admin API: one row a node, and its tunnels on request.
 //!
 //! A node is listed if it is enrolled or connected. Properties that an edge reports itself (version, labels, ports, addresses)
-//! are shown as such; its pool is the confirmed one. Scripts may rely on the field names.
+//! are unverified; the pool is the confirmed one. Scripts may rely on the field names.
 
 use crate::state::{Nodes, Registry, TunnelInfo};
 use causeway_certs::NodeName;
@@ -92,7 +92,7 @@ enum CacheRole {
     Alone,
 }
 
-/// Leader of each pool, if edges may read.
+/// Leader of each pool; `None` if the API cache is disabled.
 pub(super) type Leaders = Option<BTreeMap<String, NodeName>>;
 
 /// One node with its tunnels.
@@ -135,7 +135,7 @@ struct TunnelSummary {
     certificate_ends: String,
 }
 
-/// Returns all nodes, by name.
+/// Returns all nodes in the order of their names.
 pub(super) fn list_edges(
     registry: &Registry,
     nodes: &Nodes,
@@ -178,7 +178,7 @@ pub(super) fn find_edge(
     })
 }
 
-/// Returns the other nodes that have addresses of this one.
+/// Returns the other nodes that share addresses with this node.
 fn conflicts(
     node: &NodeName,
     addresses: &[IpAddr],
@@ -267,7 +267,7 @@ fn tunnel_summary(edge: &TunnelInfo) -> TunnelSummary {
         since: rfc3339(edge.since),
         rtt_ms: millis(tunnel.round_trip()),
         streams: edge.streams(),
-        // The control stream was the first.
+        // The first stream of a tunnel is the control stream.
         streams_opened: tunnel.load().streams_opened().saturating_sub(1),
         bytes_up: tunnel.load().bytes_sent(),
         bytes_down: tunnel.load().bytes_received(),
@@ -301,6 +301,6 @@ fn rfc3339(when: SystemTime) -> String {
 }
 
 fn millis(time: Duration) -> f64 {
-    // Microseconds are as fine as the clock is.
+    // The clock has a resolution of one microsecond.
     (time.as_secs_f64() * 1e6).round() / 1e3
 }

@@ -21,7 +21,7 @@ use causeway_certs::NodeName;
 use causeway_config::openapi::{self, Operation, Response};
 use serde_json::Value;
 
-/// Operation with the handler of its method.
+/// Operation with its method's handler.
 type Route = (Operation, MethodRouter<AdminState>);
 
 /// Returns the operations.
@@ -79,7 +79,7 @@ fn read_operations() -> Vec<Route> {
     ]
 }
 
-/// Returns the operations that change anything.
+/// Returns the operations that change state.
 fn write_operations() -> Vec<Route> {
     let unreadable_directory = "`gateway_failed`: the data directory cannot be read";
     vec![

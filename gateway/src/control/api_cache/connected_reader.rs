@@ -5,7 +5,7 @@ use causeway_certs::NodeName;
 use causeway_tunnel::{Tunnel, control_stream::YurtHubAddr};
 use std::collections::BTreeMap;
 
-/// Leader of each pool, shared with the components that show it.
+/// Leader of each pool, shared with the admin API.
 pub(super) type NodePoolLeaders = SharedCell<BTreeMap<String, NodeName>>;
 
 /// Connected node with an API cache.
@@ -17,7 +17,7 @@ pub(super) struct ConnectedReader {
     /// Endpoint at which the node serves `YurtHub`s.
     pub(super) yurthub: Option<Box<YurtHubAddr>>,
     pub(super) instance: String,
-    /// Tunnels that get announcements.
+    /// Tunnels over which announcements are sent.
     pub(super) tunnels: Vec<TunnelInfo>,
 }
 
@@ -31,12 +31,12 @@ impl ConnectedReader {
         !self.addresses.is_empty() && self.active_tunnels().next().is_some()
     }
 
-    /// Returns the tunnels that do not drain, whether they answer or not.
+    /// Returns the tunnels that do not drain, including tunnels that do not answer.
     pub(super) fn active_tunnels(&self) -> impl Iterator<Item = &Tunnel> {
         self.tunnel_handles().filter(|tunnel| !tunnel.is_draining())
     }
 
-    /// Returns the number of streams of the node's tunnels.
+    /// Returns the number of open streams in the node's tunnels.
     pub(super) fn streams(&self) -> usize {
         self.tunnel_handles()
             .map(|tunnel| tunnel.load().open_streams())

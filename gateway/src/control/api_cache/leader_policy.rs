@@ -1,9 +1,9 @@
 //! Policy of leader election in a pool.
 //!
-//! A leader remains while it answers. A leader that has not answered a probe for a while is replaced by a candidate that was
-//! heard since then. If there is no such candidate, the leader remains: members of a site share its uplink, which may be the
-//! cause of the silence. `candidates_to_probe` selects the candidates to probe in time. Of several candidates the one with the
-//! fewest streams leads, among those that have been connected for a while.
+//! A leader remains while it answers. A leader that has not answered a probe for a while is replaced by a candidate from which
+//! the gateway has received data since the probe. Without such a candidate the leader remains, because members of a site share an
+//! uplink that may be the cause of the silence. `candidates_to_probe` selects the candidates to probe in time. Of several
+//! candidates, the one with the fewest streams leads, among those that have been connected for a while.
 
 use super::connected_reader::ConnectedReader;
 use causeway_certs::NodeName;
@@ -12,10 +12,9 @@ use std::time::Duration;
 
 /// Time after which a connected edge is likely to stay.
 const STEADY_AFTER: Duration = Duration::from_secs(10);
-/// Time without an answer to a probe, after which a leader remains only if no candidate does better. Its tunnel is suspect
-/// 5 s after the probe at the earliest, and the probe comes after 5 s of silence (`tunnel.ping_after`). With the time of a check,
-/// its pool would then be without a leader for more than 10 s. For a link with longer round trips the time is twice the round
-/// trip.
+/// Time without an answer to a probe after which a leader remains only if no candidate does better. Its tunnel is suspect 5 s
+/// after the probe at the earliest, and the probe comes after 5 s of silence (`tunnel.ping_after`). With the time of a check, the
+/// pool would then be without a leader for more than 10 s. For a link with longer round trips, the limit is twice the round trip.
 const UNANSWERED_LIMIT: Duration = Duration::from_millis(2_500);
 /// Time without an answer from the leader, after which other candidates are probed.
 const PROBE_CANDIDATES_AFTER: Duration = Duration::from_secs(1);
@@ -36,7 +35,7 @@ pub(super) struct Candidate<'a> {
 }
 
 impl<'a> Candidate<'a> {
-    /// Returns the candidate of a connected edge. The best of its tunnels counts.
+    /// Returns the candidate for a connected edge. Of several tunnels, the best values count.
     pub(super) fn from_reader(reader: &'a ConnectedReader, connected_for: Duration) -> Self {
         let late_after = |tunnel: &Tunnel| UNANSWERED_LIMIT.max(2 * tunnel.round_trip());
         let unanswered_for = reader.active_tunnels().map(Tunnel::unanswered_for).min();
@@ -53,7 +52,7 @@ impl<'a> Candidate<'a> {
         }
     }
 
-    /// Whether the edge was heard since this leader was probed.
+    /// Whether data arrived from the edge since this leader was probed.
     fn is_heard_since(&self, leading: &Candidate<'_>) -> bool {
         self.silent_for < leading.unanswered_for
     }
@@ -66,7 +65,7 @@ fn find_leader<'a, 'b>(
     candidates.iter().find(|one| Some(one.node) == current)
 }
 
-/// Returns the leader of a pool with these candidates.
+/// Returns the leader of a pool with these candidates; `None` if there is no candidate.
 pub(super) fn elect<'a>(
     current: Option<&NodeName>,
     candidates: &[Candidate<'a>],
@@ -88,7 +87,7 @@ pub(super) fn elect<'a>(
     named.or(leading).map(|one| one.node)
 }
 
-/// Returns the candidates to probe now, to find out which could replace a leader that does not answer.
+/// Returns the candidates to probe now. The answers show which candidates could replace a leader that does not answer.
 pub(super) fn candidates_to_probe<'a>(
     current: Option<&NodeName>,
     candidates: &[Candidate<'a>],
@@ -114,7 +113,7 @@ mod tests {
     fn a_leader_stays_else_the_steady_least_loaded_node_leads() {
         let nodes = ["a", "b", "c"].map(node);
         let seconds = Duration::from_secs;
-        // For each candidate: its connection time, its streams, and its silence; 9 s if it has not answered a probe for 3 s.
+        // Per candidate: connection time, streams, and silence; a silence of 9 s also means an unanswered probe for 3 s.
         for (current, candidates, expected) in [
             (None, vec![], None),
             (None, vec![(0, 0, 0, 0)], Some(0)),

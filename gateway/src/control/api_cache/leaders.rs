@@ -1,15 +1,15 @@
-//! Leader assignment: the edge of each pool that reads at the gateway, and the addresses of the pool's other members.
+//! Leader assignment: selects the edge of each pool that reads at the gateway, and announces the pool's members to its edges.
 //!
 //! Every second, and when an edge connects or a node changes:
 //! 1. edges with an API cache are grouped by their confirmed pools;
-//! 2. each pool gets a leader, one of its candidates: a leader remains while it is connected and answers;
-//! 3. each tunnel gets each change once. A change of the leader is announced at once, and so is each change of members to the
-//!    leader, since members connect to it next. The others get changes of members together, since the edges of a site that is
-//!    back reconnect one by one.
+//! 2. each pool gets one of its candidates as leader: a leader remains while it is connected and answers;
+//! 3. each tunnel receives each change once. A change of the leader is announced at once. The leader receives each change of
+//!    members at once as well, since members connect to it next. Other members receive changes of members in batches, because the
+//!    edges of a site reconnect one by one after an outage.
 //!
-//! A node that was connected and has lost its uplink remains a member: it reads at another member. It leads no pool.
+//! A node that was connected and has lost its uplink remains a member: it reads from another member. It does not lead a pool.
 //!
-//! The leader is advice: an edge whose leader is silent reads at the gateway itself.
+//! The leader is advice: an edge whose leader is silent reads from the gateway itself.
 
 use super::{
     ApiCacheServer,
@@ -37,9 +37,9 @@ use tokio_util::sync::CancellationToken;
 
 /// Interval of checks.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// Pause after each check: a fleet that reconnects is checked together.
+/// Pause after each check, so that one check covers a fleet that reconnects.
 const CHECK_PAUSE: Duration = Duration::from_millis(100);
-/// Interval of announcements of members that came or went.
+/// Minimum interval between announcements of members that joined or left.
 const MEMBERS_INTERVAL: Duration = Duration::from_secs(3);
 /// Maximum number of announced addresses of one edge: one of each family on each of two networks.
 const MAX_ADDRESSES: usize = 4;
@@ -81,7 +81,7 @@ impl LeaderAssigner {
         }
     }
 
-    /// Runs until `stop`: edges that are asked to connect elsewhere need no leader here.
+    /// Runs until `stop`. A draining gateway assigns no leaders, because its edges move to other gateways.
     pub(crate) async fn run(self, stop: CancellationToken) {
         stop.run_until_cancelled(self.run_checks()).await;
     }
@@ -165,7 +165,7 @@ impl LeaderAssigner {
         }
     }
 
-    /// Records since when each process is connected, and forgets nodes and tunnels that are not connected.
+    /// Updates the time at which each process connected, and removes nodes and tunnels that are no longer connected.
     fn update_connected_since(&mut self, readers: &[ConnectedReader], now: Instant) {
         let mut connected_since = HashMap::with_capacity(readers.len());
         for reader in readers {
@@ -210,7 +210,7 @@ impl LeaderAssigner {
         leader_policy::elect(current, &candidates)
     }
 
-    /// Returns the endpoints for `YurtHub`s of this pool: the leader's first, then those of others that serve them.
+    /// Returns the endpoints for `YurtHub`s of this pool: the leader's first, then those of other nodes that serve `YurtHub`s.
     fn pool_endpoints(
         &self,
         pool: &str,
@@ -235,7 +235,7 @@ impl LeaderAssigner {
         (!endpoints.addresses.is_empty()).then_some(endpoints)
     }
 
-    /// Returns the announcement to a pool from now on: this one, or the last one if that suffices for a while.
+    /// Returns the announcement that a pool gets from now on: this one, or the last one if that suffices for a while.
     fn select_announcement(&mut self, next: &LastAnnouncement) -> LastAnnouncement {
         let Some(previous) = self.last_by_pool.remove(&next.members.pool) else {
             return next.clone();
@@ -293,8 +293,8 @@ impl LeaderAssigner {
         disconnected
     }
 
-    /// Sends the announcement to each of the node's tunnels, unless the tunnel got this or a later one. A new tunnel gets `now`,
-    /// the current state: it may be cut off before long.
+    /// Sends the announcement to each of the node's tunnels, unless the tunnel received this or a later one. A new tunnel
+    /// receives the current state `now`, because its uplink may fail soon.
     fn announce(
         &mut self,
         reader: &ConnectedReader,
@@ -335,7 +335,7 @@ fn collect_readers(registry: &Registry, nodes: &Nodes) -> Vec<ConnectedReader> {
         let hello = &tunnels.last()?.tunnel.hello;
         let node_data = nodes.get(&node)?;
         let site_addresses = hello.site.iter().flatten();
-        // The data that an edge reports about itself is sent to the other edges.
+        // Unverified addresses of an edge are sent to the other edges, so they are checked first.
         let site = site_addresses.filter(|at| at.len() <= MAX_ADDRESS_LEN && host_port(at).is_ok());
         let site = site.cloned();
         Some(ConnectedReader {

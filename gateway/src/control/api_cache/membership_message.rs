@@ -1,4 +1,4 @@
-//! Message that announces a pool's members to an edge: as many members as fit.
+//! Message that announces a pool's members to an edge. It contains as many members as fit.
 
 use super::connected_reader::ConnectedReader;
 use causeway_certs::NodeName;
@@ -7,11 +7,11 @@ use causeway_tunnel::{
     wire::MAX_MESSAGE,
 };
 
-/// Bytes that a message needs beside names and addresses, for each member and in total.
+/// Bytes that a message needs beside names and addresses, per member and for the whole message.
 const FIELD_OVERHEAD: usize = 32;
 
-/// Returns the announcement to a pool: the leader first, so that it fits however many members there are, then the others by
-/// name, and then members that are not connected.
+/// Returns the announcement to a pool. The leader comes first, so that it fits regardless of the number of members, then the
+/// other members by name, and then members that are not connected.
 pub(super) fn pool_members(
     pool: Option<String>,
     leader: Option<&NodeName>,
@@ -41,7 +41,7 @@ pub(super) fn pool_members(
     }
 }
 
-/// Returns the announcement with the edge itself in it, if the edge is a member.
+/// Returns the announcement, extended by the receiving edge itself if that edge is a member.
 pub(super) fn with_own_member(
     members: &NodePoolMembers,
     reader: &ConnectedReader,
@@ -84,7 +84,7 @@ fn max_member_size(member: &NodePoolMember) -> usize {
     member.node.len() + FIELD_OVERHEAD + at.sum::<usize>()
 }
 
-/// Returns the number of bytes for members in a message: the rest is for the names of pool and leader.
+/// Returns the number of bytes for members in a message. The remaining bytes are for the names of the pool and the leader.
 fn members_budget() -> usize {
     MAX_MESSAGE - MAX_MESSAGE / 8
 }

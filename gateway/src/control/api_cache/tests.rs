@@ -28,7 +28,7 @@ use tracing::info_span;
 
 const SERVICES: &str = "/api/v1/services";
 
-/// Cluster of one object of each resource, without any changes.
+/// Fake cluster with one object of each resource, which never changes.
 struct Still;
 
 impl ListWatch for Still {
@@ -58,7 +58,7 @@ impl ListWatch for Still {
     }
 }
 
-/// Starts a gateway whose cache has this cluster.
+/// Starts a gateway whose API cache reads from [`Still`].
 async fn world(rules: &ApiCache) -> World {
     let world = World::read(rules);
     for store in world.reading.as_ref().unwrap().watch_cache().stores() {
@@ -76,14 +76,14 @@ async fn world(rules: &ApiCache) -> World {
     world
 }
 
-/// One reading connection.
+/// One API cache connection of an edge.
 struct Client {
     send: http2::SendRequest<Empty<Bytes>>,
     _driver: TaskGroup,
 }
 
 impl Client {
-    /// Connects by HTTP/2, with or without a certificate.
+    /// Connects by HTTP/2, with the certificate of `identity` if there is one.
     async fn dial(world: &World, identity: Option<&EdgeIdentity>) -> Self {
         let config = match identity {
             Some(identity) => verify::control_client(identity),
@@ -220,7 +220,8 @@ async fn retirement_of_its_root_ends_an_idle_nodes_watches() {
         .live
         .swap(crate::control::tests::world::new_ca("test.example"));
     world.take_up();
-    // The disk has no record of the node, which is a reason too; its data does not count here.
+    // The data directory has no record of the node, which is also a reason to close, but this call does not use the data
+    // directory.
     let roll = world.roll();
     let (reading, tls) = (roll.api_cache.unwrap(), roll.tls.load_full());
     reading.close_rejected(|node, shown| {
@@ -315,7 +316,7 @@ async fn one_pool_leader_stays_until_lost_and_members_get_changes() {
     // A new member gets the whole list, because it may be cut off soon.
     let (_third, said) = member(&world, "edge-4", "10.0.0.4:10271").await;
     assert_eq!(said, expected("edge-1", &[1, 2, 4]));
-    // The leader gets each change at once, the other member gets it possibly together with later ones.
+    // The leader receives each change at once. The other member may receive it together with later changes.
     assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2]));
     assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2, 4]));
     assert_eq!(told(&mut second).await, expected("edge-1", &[1, 2, 4]));
@@ -323,7 +324,7 @@ async fn one_pool_leader_stays_until_lost_and_members_get_changes() {
         .until(|world| world.counted("api_cache_leaders 1"))
         .await;
     drop(first);
-    // An edge that lost its path to the cloud reads from the other, which has to admit it.
+    // An edge that lost its path to the cloud reads from the other edge, which has to admit it.
     let said = told(&mut second).await;
     assert_eq!(said, expected("edge-2", &[2, 4, 1]));
     world.nodes.upsert(name("edge-1"), Node::default());
@@ -340,7 +341,7 @@ async fn a_silent_leader_stays_until_another_node_was_heard() {
     let (first, _) = member(&world, "edge-1", "10.0.0.1:10271").await;
     let (second, said) = member(&world, "edge-2", "10.0.0.2:10271").await;
     assert_eq!(said.leader.as_deref(), Some("edge-1"));
-    // The messages of a site whose uplink stalls.
+    // The edges stop answering, as in a site whose uplink stalls.
     first.hushed.send_replace(true);
     second.hushed.send_replace(true);
     let tunnel = |node| world.registry.select_tunnel(&name(node)).unwrap().tunnel;

@@ -1,8 +1,9 @@
 //! Builds the bytes of an answer from those of a query and the current tables.
 //!
-//! The module is pure: it has no socket, no clock, and no memory of earlier queries, so the next query finds an edge that joins.
-//! It never asks another server, and never answers an answer: two servers would do so forever. A query that cannot be parsed gets
-//! a header of twelve bytes or nothing, so that a forged source address gets no more bytes than were sent here.
+//! The module is pure: it has no socket, no clock, and no state of earlier queries. A node that joins is therefore found by the
+//! next query. The module never queries another server, and never answers a response, because two servers would otherwise do so
+//! forever. A query that cannot be parsed is answered with a header of twelve bytes or not at all, so that a forged source
+//! address receives no more bytes than were sent here.
 
 use super::zones::{NEGATIVE_TTL, Zone, Zones};
 use crate::state::nodes::{NodeLocation, Nodes};
@@ -16,38 +17,38 @@ use hickory_proto::{
 };
 use std::net::IpAddr;
 
-/// Maximum size of a datagram that passes everywhere in one piece: 1280, the minimum MTU of IPv6, less the headers (DNS Flag Day
-/// 2020).
+/// Maximum UDP payload that passes every path without fragmentation (DNS Flag Day 2020): 1280, the minimum MTU of IPv6, less the
+/// headers.
 const MAX_UDP_PAYLOAD: u16 = 1232;
 
 /// Transport of a query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
-    /// A datagram: an answer that does not fit is marked as truncated.
+    /// UDP: an answer that does not fit is marked as truncated.
     Udp,
-    /// A connection.
+    /// TCP.
     Tcp,
 }
 
 /// Outcome of a query, for metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueryOutcome {
-    /// A node at the edge.
+    /// Found a node that is connected by an edge.
     Edge,
-    /// A node that is not behind a tunnel.
+    /// Found a node that is not behind a tunnel.
     Elsewhere,
-    /// The zone itself, or its server.
+    /// Found the zone itself, or its name server.
     Zone,
-    /// No node.
+    /// Found no node.
     None,
-    /// Not looked up: not our zone, or an unsupported query.
+    /// Not looked up: the name is outside our zones, or the query is not supported.
     Refused,
     /// A query that cannot be parsed.
     Malformed,
 }
 
 impl QueryOutcome {
-    /// Returns the label of metrics.
+    /// Returns the value of the metric label.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Edge => "edge",
@@ -60,7 +61,7 @@ impl QueryOutcome {
     }
 }
 
-/// Meaning of the queried name.
+/// Result of looking up the queried name.
 enum QueryMatch {
     Node(NodeLocation),
     Apex,
@@ -70,7 +71,7 @@ enum QueryMatch {
     NxDomain,
 }
 
-/// Returns the answer to a `question`, if it gets one, and the outcome.
+/// Returns the answer to `question`, or `None` if it is not answered, and the outcome.
 pub fn answer(
     question: &[u8],
     transport: Transport,
@@ -114,9 +115,8 @@ pub fn answer(
     (outcome, bytes)
 }
 
-/// Whether there is one question, and beside it at most the records that are allowed: the SOA of a transfer, EDNS and a
-/// signature. This is checked before the rest is read, since reading takes memory and time for as many records as the header
-/// claims.
+/// Whether the header announces one question and at most the allowed records beside it: the SOA of a transfer, EDNS and a
+/// signature. The check precedes parsing, because parsing takes memory and time for as many records as the header claims.
 fn has_plain_counts(counts: HeaderCounts) -> bool {
     counts.queries == 1 && counts.answers == 0 && counts.authorities <= 1 && counts.additionals <= 2
 }
@@ -167,8 +167,8 @@ fn fill_reply(
     let query_match = match_name(&question.name, zone, nodes);
     let is_unknown =
         matches!(query_match, QueryMatch::NxDomain) && nodes.pending_reason().is_some();
-    // Resolvers cache that a name does not exist. In the root zone, forwarders try another server only after NXDOMAIN, and
-    // the name of the cluster's API may be among those.
+    // Resolvers cache that a name does not exist. In the root zone, forwarders try another server only after NXDOMAIN, and the
+    // name of the cluster's API may be one of these names.
     if is_unknown && !zone.apex.is_root() {
         return refuse(reply, ResponseCode::ServFail);
     }
@@ -180,7 +180,7 @@ fn fill_reply(
         reply.add_answers(records.into_iter().map(to_record));
     }
     if reply.answers.is_empty() {
-        // The time for which resolvers may cache a negative answer (RFC 2308).
+        // The TTL of the SOA is the time for which resolvers may cache a negative answer (RFC 2308).
         let soa = RData::SOA(zone.soa.clone());
         reply.add_authority(Record::from_rdata(zone.apex.clone(), NEGATIVE_TTL, soa));
     }
@@ -216,7 +216,7 @@ fn records(
     (zone, zones): (&Zone, &Zones),
 ) -> Vec<RData> {
     if record_type == RecordType::ANY && !matches!(meaning, QueryMatch::EmptyNonTerminal) {
-        // The full answer would help amplification attacks with forged sources (RFC 8482).
+        // A full answer would help amplification attacks with forged sources (RFC 8482).
         return vec![RData::HINFO(HINFO::new(
             "RFC8482".to_owned(),
             String::new(),

@@ -1,4 +1,4 @@
-//! The names that the server answers for.
+//! Zones and node table from which the DNS server answers.
 
 use super::{
     handler::{Transport, answer},
@@ -8,10 +8,10 @@ use crate::{metrics::Metrics, state::Nodes};
 use arc_swap::ArcSwap;
 use std::sync::Arc;
 
-/// Maximum length of a query: a name has 255 bytes at most.
+/// Maximum length of a query in bytes; a name has at most 255.
 pub(super) const MAX_QUERY_SIZE: usize = 4096;
 
-/// The zones, which a reload replaces, and the table of nodes. Cheap to clone.
+/// DNS zones, which a reload replaces, and the table of nodes. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct NodeNames {
     zones: Arc<ArcSwap<Zones>>,
@@ -20,7 +20,7 @@ pub struct NodeNames {
 }
 
 impl NodeNames {
-    /// Returns the names of these zones, resolved by this table.
+    /// Returns the names in these zones, resolved by the table `nodes`.
     pub fn new(zones: Zones, nodes: Nodes, metrics: Arc<Metrics>) -> Self {
         Self {
             zones: Arc::new(ArcSwap::from_pointee(zones)),

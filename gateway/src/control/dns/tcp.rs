@@ -1,7 +1,7 @@
 //! Queries over TCP, each with a length prefix (RFC 7766).
 //!
 //! Connections are limited, with a share for each source (`ConnectionLimit`): at the limit, an idle connection is closed for a
-//! new one. All waits have a timeout: for the next query, for the whole of it, and for the client to read the answer.
+//! new one. Every wait has a timeout: for the start of the next query, for the rest of it, and for the client to read the answer.
 
 use super::{
     handler::Transport,
@@ -18,7 +18,7 @@ use tracing::info_span;
 
 /// Maximum number of connections, at less than 10 KiB each.
 const MAX_CONNECTIONS: usize = 256;
-/// Idle timeout: the time for which forwarders commonly keep a connection open.
+/// Idle timeout, which equals the time for which forwarders commonly keep a connection open.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout of the rest of a query, and of sending an answer.
 const TRANSFER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -74,7 +74,7 @@ async fn serve(
             length = timeout(IDLE_TIMEOUT, socket.read_u16()) => length,
         };
         let length = match length {
-            // Nothing more to ask, or nothing for too long.
+            // The client has no further query, or was idle for too long.
             Err(_) => return Ok(()),
             Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Ok(length) => usize::from(length?),
@@ -89,7 +89,7 @@ async fn serve(
             return Ok(());
         };
         let length = u16::try_from(answer.len()).map_err(io::Error::other)?;
-        // Sent as one segment: some clients treat the length alone as an answer.
+        // Sent as one segment, because some clients treat a segment with only the length as an answer.
         let message = [&length.to_be_bytes()[..], &answer].concat();
         timeout(TRANSFER_TIMEOUT, socket.write_all(&message)).await??;
     }

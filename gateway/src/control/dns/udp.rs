@@ -1,8 +1,8 @@
 //! Queries over UDP.
 //!
-//! An answer must leave from the queried address, or the client takes it for another server's. A socket on a wildcard address has
-//! to be told the address (`IP_PKTINFO`). An answer that the system does not take at once is dropped, as any datagram may be, so
-//! that a slow link does not delay the next query.
+//! An answer must be sent from the queried address, or the client takes it for another server's. A socket on a wildcard address
+//! needs that address for each answer (`IP_PKTINFO`). An answer that the system does not accept at once is dropped, as any
+//! datagram may be, so that a slow link does not delay the next query.
 
 use super::{
     handler::Transport,
@@ -25,10 +25,10 @@ use std::{
 use tokio::{io::Interest, net::UdpSocket, time::sleep};
 use tokio_util::sync::CancellationToken;
 
-/// Pause when the machine lacks a resource.
+/// Pause after a receive error, as when the machine lacks a resource.
 const ERROR_PAUSE: Duration = Duration::from_millis(100);
 
-/// Address that was queried.
+/// Local address to which the query was sent.
 #[derive(Clone, Copy, Debug)]
 enum LocalAddr {
     V4(in_pktinfo),

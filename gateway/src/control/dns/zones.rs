@@ -1,7 +1,7 @@
-//! Zones of the DNS server, and their addresses for every edge.
+//! Zones of the DNS server, and the addresses to which each zone resolves its edges.
 //!
-//! The zones are built from a configuration, completely or not at all, and never changed: a reload replaces them. A zone has no
-//! records of its own except SOA and NS. Its server is `ns.dns` in it, a name that no node with a one-label name can take.
+//! The zones are built from a configuration, completely or not at all, and are immutable: a reload replaces them. A zone has no
+//! records of its own except SOA and NS. Its name server is `ns.dns` in the zone, which no node with a one-label name can take.
 
 use crate::config::{Config, Dns};
 use hickory_proto::{
@@ -13,7 +13,7 @@ use hickory_proto::{
 };
 use std::net::IpAddr;
 
-/// TTL of negative answers: an edge that joins must be found at once.
+/// TTL of negative answers, in seconds: an edge that joins must be found at once.
 pub(super) const NEGATIVE_TTL: u32 = 1;
 
 /// The zones of a gateway.
@@ -24,7 +24,7 @@ pub struct Zones {
     pub(super) ttl: u32,
 }
 
-/// Zone whose names are nodes.
+/// Zone whose names are the names of nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Zone {
     pub(super) apex: Name,
@@ -33,7 +33,7 @@ pub(super) struct Zone {
 }
 
 impl Zones {
-    /// Returns the zones of this configuration; none if it has no section `dns`.
+    /// Returns the zones of this configuration; empty if it has no section `dns`.
     ///
     /// # Errors
     /// If a zone is no valid name, which a validated configuration excludes.
@@ -51,7 +51,7 @@ impl Zones {
         })
     }
 
-    /// Returns the zone that a name belongs to: the longest, since one may be inside another.
+    /// Returns the zone that a name belongs to. The longest match counts, since one zone may be inside another.
     pub(super) fn find_zone(&self, name: &Name) -> Option<&Zone> {
         let holding = self.all.iter().filter(|zone| zone.apex.zone_of(name));
         holding.max_by_key(|zone| zone.apex.iter().len())
@@ -81,8 +81,8 @@ impl Zone {
         })
     }
 
-    /// Returns the labels before the zone, as the name of a node; empty at the apex. `None` if they can name no node: a dot
-    /// inside a label would look like one between labels.
+    /// Returns the labels before the zone as the name of a node; empty at the apex. `None` if they cannot name a node, because a
+    /// dot inside a label would look like a dot between labels.
     pub(super) fn node_name_in(&self, name: &Name) -> Option<String> {
         let labels = name.iter().len().saturating_sub(self.apex.iter().len());
         let mut text = String::new();

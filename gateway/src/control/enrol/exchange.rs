@@ -1,6 +1,6 @@
-//! Enrolment by a certificate that a signer of the cluster's own has issued for the node.
+//! Enrolment by a certificate that one of the cluster's signers has issued for the node.
 //!
-//! The certificate is valid for its two hours, as long as no later one has been presented.
+//! Such a certificate stays valid for its lifetime of two hours, unless a later one has been presented.
 
 use super::{HandlerState, JoinResponse, RenewRequest, internal_problem, problem, verify_csr};
 use crate::control::http::{Peer, ProblemDetails};
@@ -44,7 +44,7 @@ impl HandlerState {
         Ok(self.join_response(node, &issued))
     }
 
-    /// Refuses a node that only the cluster can know, until the cluster has named its nodes. The edge may retry.
+    /// Refuses a node that only the cluster can know while the nodes of the cluster are not loaded. The edge may retry.
     pub(super) fn check_nodes_loaded(&self, node: &NodeName) -> Result<(), ProblemDetails> {
         let nodes = self.enrolment.nodes.reader();
         if !self.enrolment.accepts_cluster_identity
@@ -57,7 +57,7 @@ impl HandlerState {
     }
 }
 
-/// Returns the error while the nodes of the cluster have not been loaded yet.
+/// Returns the error for requests before the nodes of the cluster are loaded.
 pub(super) fn nodes_pending_problem() -> ProblemDetails {
     let detail = "this gateway has not received the nodes of the cluster yet; try again later";
     let status = StatusCode::SERVICE_UNAVAILABLE;

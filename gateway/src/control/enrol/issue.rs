@@ -18,7 +18,7 @@ use std::sync::Arc;
 use tokio::task::spawn_blocking;
 
 impl Enrolment {
-    /// Returns the signer for edges that join by their identity in the cluster.
+    /// Returns the signer for edges that join by their cluster identity.
     pub(super) fn signer(&self) -> Signer {
         Signer {
             ca: self.ca.clone(),
@@ -36,9 +36,9 @@ impl HandlerState {
         token: &JoinToken,
         node: Option<NodeName>,
     ) -> Result<(NodeName, TokenRecord), ProblemDetails> {
-        // An edge that does not name its node takes the node name in the token.
+        // If the edge does not name its node, the token's node name is used.
         let node = node.map_or_else(|| self.node_of_token(token), Ok)?;
-        // A node that only the cluster knows has not joined here yet, so it is new.
+        // A node that only the cluster knows has not joined here yet and counts as new.
         let nodes = self.enrolment.nodes.reader();
         let node_status = match nodes.get_record(&node) {
             Some(_) => NodeStatus::Known,
@@ -55,10 +55,11 @@ impl HandlerState {
         Ok((node, record))
     }
 
-    /// Checks that a node may take this name by a token that does not name it. A cluster's node that is not at the edge may not,
-    /// or the owner of such a token would get that node's traffic. The token is not spent, and the reason may be temporary.
+    /// Checks that a node may take this name by a token that does not name a node. The name of a cluster node without an edge is
+    /// refused, or the owner of such a token would receive that node's traffic. The token is not spent, and the reason may be
+    /// temporary.
     fn check_node_name(&self, token: &JoinToken, node: &NodeName) -> Result<(), ProblemDetails> {
-        // Faults of the token itself are reported when the token is used.
+        // An invalid token is reported later, when it is redeemed.
         let names_one_node = |meant: NodePattern| meant.node().is_some();
         if self.tokens().nodes_of(token).map_or(true, names_one_node) {
             return Ok(());
@@ -78,7 +79,7 @@ impl HandlerState {
         Err(problem)
     }
 
-    /// Returns the tokens of all trusted roots.
+    /// Returns the token store for all trusted roots.
     fn tokens(&self) -> TokenStore {
         self.enrolment.store.tokens_of(&self.enrolment.ca.get())
     }
@@ -134,7 +135,7 @@ impl HandlerState {
             serial: issued.serial_hex(),
             root: Some(issued.root),
             not_after: Some(issued.not_after.as_secs()),
-            // A revocation that is already recorded stays.
+            // The store keeps a revocation that is already recorded.
             revoked: None,
             follows_cluster: confirmed.follows_cluster,
         };
@@ -147,7 +148,8 @@ impl HandlerState {
         Ok(self.join_response(node, &issued))
     }
 
-    /// Issues the next certificate of an enrolled edge. The disk decides: a node that is removed or revoked meanwhile stays so.
+    /// Issues the next certificate of an enrolled edge. The record on disk decides: a node that was removed or revoked meanwhile
+    /// gets no certificate.
     pub(super) async fn reissue(
         self: Arc<Self>,
         key: VerifiedPublicKey,
@@ -157,7 +159,7 @@ impl HandlerState {
         let (state, node_name) = (self.clone(), node.clone());
         let (nodes, issued_at) = (self.enrolment.nodes.reader(), certificate.issued_at);
         let issued = spawn_blocking(move || {
-            // The root that admitted this connection may have been retired in the meantime.
+            // The root under which this connection was admitted may have been retired in the meantime.
             let ca = state.enrolment.ca.get();
             let is_trusted_root = |root| ca.fingerprints().contains(&root);
             let believed = certificate.root.is_none_or(is_trusted_root);

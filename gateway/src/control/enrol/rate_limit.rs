@@ -1,9 +1,9 @@
 //! Rate limit of wrong tokens by source address.
 //!
 //! A token's secret has 256 bits, so the limit is not needed against guessing. It keeps the attempts off the disk and out of the
-//! log. Many edges share the address of their NAT or of a load balancer. Some tokens are therefore free, and a token that is
-//! presented again does not count again, as by an edge that looks for the gateway that knows its token. The table is bounded;
-//! when it is full, the address that was idle longest is removed.
+//! log. Many edges share the address of their NAT or of a load balancer, so a few wrong tokens are free. The same token counts
+//! once: an edge presents it repeatedly while it searches for the gateway that accepts it. The table is bounded; when it is full,
+//! the address that was idle longest is removed.
 
 use std::{
     collections::HashMap,
@@ -14,7 +14,7 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Number of different wrong tokens from one address that are free.
+/// Number of different wrong tokens that one address may present without a delay.
 const FREE_ATTEMPTS: usize = 5;
 /// Time without a wrong token after which an address starts again.
 const FORGET_AFTER: Duration = Duration::from_mins(1);
@@ -28,7 +28,7 @@ struct FailedAttempts {
     last_attempt: Instant,
 }
 
-/// The table of addresses.
+/// Rate limiter of wrong tokens, with a bounded table of source addresses.
 #[derive(Debug, Default)]
 pub(super) struct JoinRateLimiter {
     attempts: Mutex<HashMap<IpAddr, FailedAttempts>>,
@@ -36,7 +36,7 @@ pub(super) struct JoinRateLimiter {
 }
 
 impl JoinRateLimiter {
-    /// Returns the number of seconds that an address has to wait, if it has to.
+    /// Returns the number of seconds until an address may try again, if it is limited now.
     pub(super) fn retry_after(&self, address: IpAddr) -> Option<u16> {
         let attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
         let entry = attempts

@@ -16,7 +16,7 @@ use tower::Service;
 
 const HOME: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
 
-/// The router alone, called as if over a connection.
+/// The enrolment router, called without a connection.
 struct Counter {
     world: World,
     router: Router,
@@ -165,7 +165,7 @@ async fn each_refusal_has_its_reason() {
     );
 }
 
-/// A token of a pattern is for nodes that have not joined. The cluster usually has the node already, which does not count.
+/// A pattern token enrols nodes that have not joined. A node that the cluster has already counts as not joined.
 #[tokio::test]
 async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
     let counter = Counter::open();
@@ -185,7 +185,7 @@ async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
     assert_eq!((status, reason.as_str()), (403, "token_not_new"));
 }
 
-/// A token for any node must not redirect the traffic of a node that the cluster has elsewhere.
+/// A token for any node must not redirect the traffic of a cluster node without an edge.
 #[tokio::test]
 async fn a_pattern_token_takes_no_cluster_node_and_is_not_used_up() {
     let counter = Counter::open();
@@ -225,7 +225,7 @@ async fn a_pattern_token_takes_no_cluster_node_and_is_not_used_up() {
     }
     let is_edge = |node: &str| counter.world.reader().by_name(node).is_some();
     assert!(is_edge("cloud-2"), "a token names it");
-    // From now on the cluster has one of them as a node elsewhere.
+    // From now on, the cluster has one of them as a node without an edge.
     assert!(is_edge("edge-3"));
     cluster(false);
     assert!(!is_edge("edge-3"));
@@ -254,7 +254,7 @@ async fn a_bad_request_does_not_burn_the_token() {
     );
 }
 
-/// Unfinished bodies of peers without a certificate use the permits of one address, and of no other.
+/// Unfinished bodies of peers without a certificate use only the permits of their own address.
 #[tokio::test(start_paused = true)]
 async fn requests_without_certificate_are_limited_per_address() {
     let counter = Counter::open();
@@ -327,7 +327,7 @@ async fn a_renewal_keeps_the_node_and_needs_its_certificate() {
         (status, &said["reason"]),
         (401, &json!("certificate_missing"))
     );
-    // The cluster, which decides this, has not answered yet.
+    // The nodes of the cluster, which decide this, are not loaded yet.
     let (status, said) = counter.post("/v1/renew", edge(), body()).await;
     assert_eq!((status, &said["reason"]), (503, &json!("nodes_unknown")));
     counter.world.nodes.replace_cluster([].into());
@@ -367,7 +367,7 @@ async fn an_edge_that_another_gateway_admitted_by_cluster_renews_here() {
     assert!(records.len() == 1 && !records[0].serial.is_empty());
 }
 
-/// On a connection that is older than the end of a root, or than its node's new enrolment.
+/// Covers a connection that is older than the retirement of its root, and one older than a new enrolment of its node.
 #[tokio::test]
 async fn a_certificate_that_is_no_longer_valid_renews_nothing() {
     let counter = Counter::open();
@@ -401,7 +401,7 @@ async fn a_certificate_that_is_no_longer_valid_renews_nothing() {
     }
 }
 
-/// Over TLS on the tunnel port, as an edge does it.
+/// Sends the request over TLS to the tunnel port, as an edge does.
 async fn over_the_port(
     world: &World,
     config: Arc<rustls::ClientConfig>,

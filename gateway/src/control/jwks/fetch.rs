@@ -1,7 +1,7 @@
-//! One fetch of a set of keys: resolve, connect, TLS, one GET.
+//! One fetch of a JSON Web Key Set: resolve, connect, TLS, one GET.
 //!
-//! The server is trusted by its certificate alone (without TLS: because it is this machine). Redirects are not followed, and at
-//! most [`MAX_RESPONSE_BYTES`] bytes of an answer are read.
+//! The server is trusted by its certificate; without TLS the server must be this machine. Redirects are not followed. At most
+//! [`MAX_RESPONSE_BYTES`] bytes of a response are read.
 
 use crate::state::KeySet;
 use bytes::Bytes;
@@ -21,10 +21,10 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-/// Maximum size of an answer, in bytes: a set with 256 keys and their certificates.
+/// Maximum size of a response in bytes; a set with 256 keys and their certificates fits.
 const MAX_RESPONSE_BYTES: usize = 1 << 20;
 
-/// Source of keys.
+/// Server from which a key set is fetched.
 pub(super) struct JwksSource {
     url: Uri,
     host: String,
@@ -45,11 +45,12 @@ impl fmt::Display for JwksSource {
     }
 }
 
-/// Timeout of connecting to one address: an address that does not answer leaves some of a fetch's time to the next.
+/// Timeout of connecting to one address, so that an address that does not answer leaves time for the next one.
 const DIAL_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl JwksSource {
-    /// Returns the source at a URL, whose server presents a certificate of `ca` (in PEM), or else of a CA that the system trusts.
+    /// Returns the source for a URL. Its server must present a certificate of `ca` (in PEM), or else of a CA that the system
+    /// trusts.
     ///
     /// # Errors
     /// If there is no CA to verify the server with.
@@ -99,7 +100,7 @@ impl JwksSource {
         let mut last_error =
             format!("{host} is not this machine, but http:// is allowed only for this machine");
         for address in found {
-            // A name may resolve to another address than at the time when the configuration was read.
+            // The name may resolve to another address than it did when the configuration was read.
             if self.tls.is_none() && !address.ip().to_canonical().is_loopback() {
                 continue;
             }

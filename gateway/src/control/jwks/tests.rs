@@ -34,7 +34,7 @@ async fn fetched_at(
     fetches.into_inner().unwrap()
 }
 
-/// Lets paused time pass.
+/// Advances the paused clock.
 async fn seconds(seconds: u64) {
     tokio::time::sleep(Duration::from_secs(seconds)).await;
 }
@@ -81,7 +81,7 @@ async fn unknown_key_ids_cause_one_fetch_in_ten_seconds_per_issuer() {
     );
 }
 
-/// Starts a server on this machine that gives each connection the next of these answers, and the last one from then on.
+/// Starts a local server that gives each connection the next of these responses, and repeats the last one.
 async fn server(answers: &'static [String]) -> (String, Arc<AtomicUsize>, TaskGroup) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/keys?p=secret", listener.local_addr().unwrap());
@@ -96,7 +96,7 @@ async fn server(answers: &'static [String]) -> (String, Arc<AtomicUsize>, TaskGr
                 head.push(socket.read_u8().await.unwrap());
             }
             assert!(head.starts_with(b"GET /keys?p=secret HTTP/1.1\r\nHost: 127.0.0.1:"));
-            // A client that has read enough may have left.
+            // The client may have disconnected because it has read enough.
             let _ = socket.write_all(answers[number].as_bytes()).await;
         }
     });

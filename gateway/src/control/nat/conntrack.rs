@@ -1,7 +1,7 @@
 //! The kernel's connection tracking for redirected addresses.
 //!
-//! A tracked connection continues as it began, whatever the current rules are. If an address changes hands, its tracked
-//! connections are deleted, and the next packet of each is checked again. Connections to other addresses are not touched.
+//! A tracked connection keeps its translation, whatever the current rules are. If an address is assigned to another node, its
+//! tracked connections are deleted, and the next packet of each is checked again. Connections to other addresses are not touched.
 
 use super::netlink::{Netlink, message};
 use netlink_bindings::{
@@ -27,10 +27,10 @@ const TUPLE_ORIG: u16 = 1;
 /// `CTA_ZONE`.
 const ZONE: u16 = 18;
 
-/// Deletes all tracked TCP connections to addresses that were `is_moved` over. Returns their number.
+/// Deletes all tracked TCP connections to addresses for which `is_moved` returns true. Returns their number.
 ///
 /// # Errors
-/// If the kernel does not list tracked connections, as without `nf_conntrack_netlink`.
+/// If the kernel cannot list tracked connections, for example without `nf_conntrack_netlink`.
 pub(super) fn delete_connections(
     netlink: &Netlink,
     is_moved: impl Fn(&IpAddr) -> bool,
@@ -46,7 +46,7 @@ pub(super) fn delete_connections(
     for deletion in deletions {
         match netlink.request(&deletion, |_, _| {}) {
             Ok(()) => count += 1,
-            // It ended by itself meanwhile.
+            // The connection has ended in the meantime.
             Err((_, error)) if error.kind() == io::ErrorKind::NotFound => {}
             Err((_, error)) => return Err(error),
         }
@@ -54,7 +54,7 @@ pub(super) fn delete_connections(
     Ok(count)
 }
 
-/// Returns the message that deletes this connection, if its destination was handed over.
+/// Returns the message that deletes this connection, if its destination has moved.
 fn deletion(
     header: &Nfgenmsg,
     attributes: &IterableConntrackAttrs<'_>,

@@ -1,7 +1,7 @@
-//! Messages to the kernel's netfilter, and its answers.
+//! Netlink messages to the kernel's netfilter, and its answers.
 //!
-//! This module owns the socket, and does not know the meaning of a message. The kernel executes a message before the send
-//! returns, so an answer is available at once or not at all: nothing here waits.
+//! This module owns the socket, and does not interpret the messages. The kernel executes a message before the send returns. An
+//! answer is therefore available at once or not at all, and nothing here waits.
 
 use netlink_bindings::{builtin::Nlmsghdr, traits::NetlinkChained};
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_NETFILTER};
@@ -11,11 +11,11 @@ use nix::{
 };
 use std::io;
 
-/// Buffer size. A batch is one message: 100,000 addresses fit.
+/// Size of the socket buffer in bytes. A batch is one message, in which 100,000 addresses fit.
 const SOCKET_BUFFER_SIZE: usize = 8 << 20;
 /// Maximum size of one part of a list from the kernel.
 const RECEIVE_CHUNK_SIZE: usize = 64 << 10;
-/// `NLMSG_ERROR`, which is also an acknowledgement, and `NLMSG_DONE`: the messages that end an answer contain its result.
+/// `NLMSG_ERROR`, which is also an acknowledgement, and `NLMSG_DONE`: the last messages of an answer, which contain its result.
 const RESULT_MESSAGES: [u16; 2] = [2, 3];
 
 /// Error of a request that the kernel did not execute.
@@ -53,7 +53,7 @@ impl Netlink {
         socket.connect(&SocketAddr::new(0, 0))?;
         socket.set_non_blocking(true)?;
         socket.set_cap_ack(true)?;
-        // Fails only for processes without permission for nftables: later operations report that error.
+        // Fails only for processes without permission for nftables; later operations report that error.
         let _ = setsockopt(&socket, SndBufForce, &SOCKET_BUFFER_SIZE);
         socket.set_rx_buf_sz(i32::try_from(SOCKET_BUFFER_SIZE).unwrap_or(i32::MAX))?;
         Ok(Self {
@@ -69,7 +69,7 @@ impl Netlink {
         first
     }
 
-    /// Sends these messages, each of which is to be acknowledged.
+    /// Sends these messages and requests an acknowledgement of each.
     ///
     /// # Errors
     /// The first error of the kernel.
@@ -93,10 +93,10 @@ impl Netlink {
         Ok(())
     }
 
-    /// Sends a request, and passes each message of the answer and its kind to `see`.
+    /// Sends a request, and passes the kind and body of each message of the answer to `see`.
     ///
     /// # Errors
-    /// The first error of the kernel, and the number of the message if the error is about one.
+    /// The first error of the kernel, and the number of the faulty message if there is one.
     pub(super) fn request(
         &self,
         messages: &[u8],
@@ -136,7 +136,7 @@ pub(super) fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
     [header.as_slice(), body].concat()
 }
 
-/// Passes each received message to `see`.
+/// Passes the header and body of each received message to `see`.
 fn for_each_message(mut received: &[u8], mut see: impl FnMut(&Nlmsghdr, &[u8])) {
     while let Some(header) = received.get(..Nlmsghdr::len()) {
         let Some(header) = Nlmsghdr::new_from_slice(header) else {

@@ -1,7 +1,7 @@
 //! Rules of our table: two chains, with one rule for each family, or two if connections to pods are redirected.
 //!
-//! The rules check in this order: the destination is not this host itself, it is TCP to an address of the set, and its port is in
-//! the map; else it is TCP to a pod. The rules contain no address: all redirected destinations are in sets.
+//! The rules require a destination that is not this host. They check for TCP to an address of the set and a port in the map, and
+//! otherwise for TCP to a pod. The rules contain no address: all redirected destinations are in sets.
 
 use super::family::{Family, header};
 use netlink_bindings::{
@@ -16,13 +16,13 @@ use std::ffi::{CStr, CString};
 
 /// `NF_IP_PRI_NAT_DST`.
 const DSTNAT: i32 = -100;
-/// `NFT_FIB_RESULT_ADDRTYPE`, which the library numbers wrongly.
+/// `NFT_FIB_RESULT_ADDRTYPE`; the library has a wrong number for it.
 const FIB_ADDRESS_TYPE: u32 = 3;
 /// `RTN_LOCAL`: an address of this host, loopback included.
 const RTN_LOCAL: u32 = 2;
 const TCP: u8 = 6;
 
-/// Adds a chain at this hook, which excludes this host's own addresses.
+/// Adds a chain at this hook that excludes the addresses of this host.
 pub(super) fn add_chain(batch: &mut Chained<'static>, table: &CString, chain: &str, hook: u32) {
     batch
         .request()
@@ -99,7 +99,7 @@ pub(super) fn add_pod_redirect_rule(
     });
 }
 
-/// Continues if the packet is TCP of this family to a member of the set.
+/// Adds the condition that the packet is TCP of this family to a member of the set.
 fn match_destination<P: Pusher>(
     expressions: PushExprListAttrs<P>,
     family: &Family,
@@ -151,7 +151,7 @@ fn match_meta<P: Pusher>(
     compare_register(told, &[value])
 }
 
-/// Continues if the register has this value.
+/// Adds the condition that the register has this value.
 fn compare_register<P: Pusher>(
     expressions: PushExprListAttrs<P>,
     value: &[u8],
@@ -168,7 +168,7 @@ fn compare_register<P: Pusher>(
         .end_nested()
 }
 
-/// Checks whether the register is in the set; for a map, loads the mapped value. The library numbers these attributes wrongly.
+/// Looks up the register in the set; in a map, loads the mapped value. The library has wrong numbers for these attributes.
 fn lookup<P: Pusher>(
     expressions: PushExprListAttrs<P>,
     set: &str,
@@ -183,7 +183,7 @@ fn lookup<P: Pusher>(
     push_expression(expressions, c"lookup", if map { &all } else { &all[..2] })
 }
 
-/// Redirects to the port in the register. The library has no such expression.
+/// Redirects to the port in the register. The library does not provide this expression.
 fn redirect<P: Pusher>(expressions: PushExprListAttrs<P>) {
     const PORT: u16 = 1;
     const FLAGS: u16 = 3;

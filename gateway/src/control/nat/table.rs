@@ -1,8 +1,8 @@
-//! Our nftables table, in the kernel's terms.
+//! The nftables table of this gateway.
 //!
-//! The number of rules is the same for one node and for ten thousand: addresses and ports are in sets and maps. A change is one
+//! The number of rules does not depend on the number of nodes, because addresses and ports are in sets and maps. A change is one
 //! batch, which the kernel executes completely or not at all. The table belongs to our socket (`owner`): no other process can
-//! change or flush it, and it is removed when this process ends in any way.
+//! change or flush it, and the kernel removes it when this process ends in any way.
 
 use super::{
     NatError, PortMap, RedirectSet,
@@ -20,12 +20,12 @@ use std::{
 
 /// `NFNL_SUBSYS_NFTABLES`, the subsystem of a batch.
 const NFTABLES: u16 = 10;
-/// Maximum number of elements in one message, whose attributes are 64 KiB at most.
+/// Maximum number of elements in one message. The attributes of a message have at most 64 KiB.
 const MAX_ELEMENTS_PER_MESSAGE: usize = 1000;
 /// Type numbers by which `nft` displays the elements of a set.
 const INET_SERVICE_TYPE: u32 = 13;
 
-/// A hook, its number, and the maps of ports of its chain, by family.
+/// Per chain: its hook, the hook's number, and the maps of ports by family.
 const CHAINS: [(&str, u32, [&str; 2]); 2] = [
     ("prerouting", 0, ["forwarded4", "forwarded6"]),
     ("output", 3, ["local4", "local6"]),
@@ -43,7 +43,7 @@ impl Table {
     /// Opens the table of this name, which does not exist yet.
     pub(super) fn open(name: &str) -> Result<Self, NatError> {
         let mut netlink = Netlink::open().map_err(NatError::Unsupported)?;
-        // The first message shows whether the process has permission.
+        // The result of the first message tells whether the process has permission.
         let sequence = netlink.reserve(1);
         let mut batch = Chained::new(sequence);
         batch.request().op_getgen_do(&header());
@@ -59,7 +59,7 @@ impl Table {
         })
     }
 
-    /// Replaces the table of this name in one step.
+    /// Replaces the table in one step.
     pub(super) fn replace(
         &mut self,
         redirected: &RedirectSet,
@@ -110,7 +110,7 @@ impl Table {
         Ok(())
     }
 
-    /// Adds and removes addresses.
+    /// Adds and removes redirected addresses.
     pub(super) fn change(
         &mut self,
         added: &BTreeSet<IpAddr>,
@@ -144,7 +144,7 @@ impl Table {
     ) -> Result<(), NetlinkError> {
         let mut batch_header = Nfgenmsg::new();
         batch_header.set_res_id(NFTABLES);
-        // More than ever needed: 100,000 addresses take 100 messages.
+        // The number exceeds any batch: 100,000 addresses take 100 messages.
         let sequence = self.netlink.reserve(1 << 16);
         let mut batch = Chained::new(sequence);
         batch.request().op_batch_begin_do(&batch_header);
@@ -182,7 +182,7 @@ fn add_set(
         .push_id(1);
 }
 
-/// Adds a map from a node's port to a port on this host, with its elements.
+/// Adds a map from node ports to ports on this host, with its elements.
 fn add_port_map(
     batch: &mut Chained<'static>,
     table: &CString,
@@ -279,7 +279,7 @@ fn add_networks(batch: &mut Chained<'static>, table: &CString, pods: &BTreeSet<I
                 let element = list.nested_elem().nested_key();
                 let begun = element.push_value(&octets(&net.network()));
                 list = begun.end_nested().end_nested();
-                // The last network of all has no end.
+                // The last network of the address space has no end.
                 if let Some(next) = address_after(net) {
                     let element = list.nested_elem().nested_key();
                     let ended = element.push_value(&octets(&next)).end_nested();

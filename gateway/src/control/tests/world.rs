@@ -49,7 +49,7 @@ pub(crate) fn new_ca(domain: &str) -> Ca {
     Ca::create(&TrustDomain::parse(domain).unwrap()).unwrap()
 }
 
-/// Returns an edge's identity by this CA.
+/// Returns an identity of an edge, issued by this CA.
 pub(crate) fn identity(ca: &Ca, node: &str) -> EdgeIdentity {
     let key = PrivateKey::generate().unwrap();
     let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
@@ -113,7 +113,7 @@ fn pool_tasks(
 /// The tunnel port of a gateway.
 pub(crate) struct World {
     pub(crate) ca: Arc<Ca>,
-    /// The CA that the gateway uses.
+    /// Holder of the CA that the gateway uses now.
     pub(crate) live: LiveCa,
     pub(crate) store: Store,
     pub(crate) nodes: NodesWriter,
@@ -137,7 +137,7 @@ impl World {
         Self::on(&Workers::on_current_runtime())
     }
 
-    /// Starts a gateway that follows a cluster, which has not named its nodes yet.
+    /// Starts a gateway that follows a cluster whose nodes are not loaded yet.
     pub(crate) fn of_a_cluster() -> Self {
         Self::with(&Workers::on_current_runtime(), true)
     }
@@ -146,7 +146,7 @@ impl World {
         Self::with(workers, false)
     }
 
-    /// Starts a gateway from which edges read by these rules.
+    /// Starts a gateway with an API cache under these rules.
     pub(crate) fn read(api_cache: &config::ApiCache) -> Self {
         Self::made(&Workers::on_current_runtime(), false, Some(api_cache))
     }
@@ -247,7 +247,7 @@ impl World {
         self.nodes.reader()
     }
 
-    /// Makes the tunnel port trust the current roots of the CA. The presented certificate does not change.
+    /// Makes the tunnel port trust the current roots of the CA. Its own certificate does not change.
     pub(crate) fn take_up(&self) {
         let tickets = TicketSecret::random();
         let trust = TrustStore::from_ca(&self.live.get()).unwrap();
@@ -265,13 +265,13 @@ impl World {
         self.tls.store(Arc::new(tls));
     }
 
-    /// Makes the tunnel port admit each node with a trusted certificate.
+    /// Makes the tunnel port admit every node with a trusted certificate.
     pub(crate) fn let_any_in(&self) {
         let tls = Tls::clone(&self.tls.load());
         self.tls.store(Arc::new(tls.any_node(true)));
     }
 
-    /// Returns the nodes of the gateway.
+    /// Returns the node state of the gateway.
     pub(crate) fn roll(&self) -> NodeSync {
         let (_, writer, _) = pins(PinTable::new());
         NodeSync {
@@ -318,7 +318,7 @@ impl World {
         FakeEdge::greeted(io).await
     }
 
-    /// Opens a tunnel, sends this hello, and returns the tunnel with the answer.
+    /// Opens a tunnel, sends this hello, and returns the tunnel with the gateway's answer.
     pub(crate) async fn says(
         &self,
         identity: &EdgeIdentity,
@@ -345,8 +345,8 @@ impl World {
         edge
     }
 
-    /// Waits until a condition is met. The conditions are metrics, tables and counts of tasks. Most of them do not notify
-    /// of a change, so this checks repeatedly.
+    /// Waits until a condition is met. Conditions read metrics, tables and counts of tasks, most of which cannot notify of
+    /// changes, so this function polls.
     pub(crate) async fn until(&self, what: impl Fn(&Self) -> bool) {
         let looking = async {
             while !what(self) {

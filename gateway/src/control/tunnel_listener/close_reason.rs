@@ -1,4 +1,4 @@
-//! Reasons for the end of a session, in words for the log and for metrics.
+//! Reasons for the end of a session, with their texts for the log and for metrics.
 
 use crate::audit;
 use causeway_rt::log_throttle::LogThrottle;
@@ -9,7 +9,6 @@ use causeway_tunnel::{
 use std::net::SocketAddr;
 use tracing::{debug, warn};
 
-/// Reason for the end of a session.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CloseReason {
     #[error("{0}")]
@@ -29,7 +28,7 @@ pub(super) enum CloseReason {
 }
 
 impl CloseReason {
-    /// Returns one word, for metrics.
+    /// Returns the metric label of the reason.
     pub(super) fn word(&self) -> &'static str {
         match self {
             Self::Tunnel(ended) => ended.as_str(),
@@ -49,7 +48,7 @@ impl CloseReason {
         }
     }
 
-    /// Logs the end. A connection lost during the hello is ordinary; a refused edge is a warning.
+    /// Logs the end. A connection lost during the hello is ordinary and not a warning; a refused edge is a warning.
     pub(super) fn log_refusal(&self, edge: &str, from: SocketAddr, early: &LogThrottle) {
         if matches!(self, Self::NodesPending) {
             if let Some(times) = early.record() {
@@ -64,7 +63,8 @@ impl CloseReason {
         }
     }
 
-    /// Returns the more informative reason: a control stream breaks with its tunnel, whose own error says more.
+    /// Returns the more informative of two reasons. A control stream fails together with its tunnel, whose own error is more
+    /// precise.
     pub(super) fn prefer_tunnel_end(self, ended: TunnelEnd) -> Self {
         match (self, ended) {
             (end @ Self::Control(_), TunnelEnd::Closed) => end,

@@ -1,8 +1,8 @@
 //! One admitted connection: the tunnel, the task that drives it, and its registration.
 //!
-//! The driver is a task of its own, on the worker of the node, so that moving bytes does not wake the session. The driver belongs
-//! to the [`TunnelConnection`], and the entry in the registry to the [`Registration`]: dropping either on any path leaves nothing
-//! behind.
+//! The driver is a separate task on the worker of the node, so that moving bytes does not wake the session. The
+//! [`TunnelConnection`] owns the driver, and the [`Registration`] owns the entry in the registry. Dropping either on any path
+//! cleans up completely.
 
 use super::{
     close_reason::CloseReason,
@@ -35,23 +35,23 @@ use tracing::Span;
 
 /// Interval of checks whether a leaving edge's streams have ended.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// Time without streams after which a leaving tunnel without a deadline closes.
+/// Time without streams after which a leaving tunnel without a deadline is closed.
 const IDLE_CLOSE_AFTER: Duration = Duration::from_secs(1);
-/// Number of streams of an idle tunnel: every tunnel has its control stream open.
+/// Number of streams of an idle tunnel, whose only stream is the control stream.
 const CONTROL_STREAMS: usize = 1;
 
-/// Tunnel and the task that drives it, which ends with this value.
+/// Tunnel and the task that drives it.
 pub(super) struct TunnelConnection {
     pub(super) tunnel: Tunnel,
     end_receiver: oneshot::Receiver<TunnelEnd>,
     tunnel_end: Option<TunnelEnd>,
-    /// Timeout of each wait for the edge.
+    /// Timeout of each wait for a message or the disconnect of the edge.
     pub(super) bound: Duration,
     _driver: TaskGroup,
 }
 
 impl TunnelConnection {
-    /// Begins HTTP/2 on this worker.
+    /// Starts HTTP/2 on this worker.
     pub(super) async fn open(
         admission: &TunnelListener,
         edge: Box<HandshakenEdge>,
@@ -119,7 +119,7 @@ impl TunnelConnection {
         self.tunnel_end.insert(ended).clone()
     }
 
-    /// Closes the tunnel, if it has not ended by itself.
+    /// Closes the tunnel, unless it has already ended.
     pub(super) async fn close(&mut self) -> TunnelEnd {
         self.tunnel.close();
         self.wait_ended().await
@@ -135,8 +135,8 @@ impl TunnelConnection {
             .map_err(|_| ControlStreamError::TooSlow(self.bound))?
     }
 
-    /// Makes the edge disconnect. The edge closes the connection when it has read the reason; else the gateway does after a
-    /// timeout.
+    /// Makes the edge disconnect with this reason. The edge closes the connection when it has read the reason; after a timeout,
+    /// the gateway closes it.
     pub(super) async fn dismiss(
         &mut self,
         control: &mut ControlStream,
@@ -148,7 +148,7 @@ impl TunnelConnection {
         CloseReason::Dismissed(why, detail)
     }
 
-    /// Makes the edge disconnect by this message.
+    /// Sends this message, which makes the edge disconnect.
     pub(super) async fn send_goaway(
         &mut self,
         control: &mut ControlStream,
@@ -157,7 +157,7 @@ impl TunnelConnection {
         if self.send_message(control, message).await.is_ok() {
             control.close();
             let bound = self.bound;
-            // Either way it is over.
+            // After the timeout the connection counts as ended as well.
             let _ = timeout(bound, self.wait_ended()).await;
         }
     }
@@ -171,7 +171,7 @@ pub(super) struct DrainingTunnel {
 }
 
 impl DrainingTunnel {
-    /// Drains the tunnel. Open streams may last until `until`, or without it as long as they need.
+    /// Drains the tunnel. Open streams may last until `until`; without `until` their time is unlimited.
     pub(super) fn new(tunnel: &Tunnel, until: Option<Instant>, end: CloseReason) -> Self {
         let tunnel = tunnel.clone();
         Self {
@@ -189,8 +189,8 @@ pub(super) async fn wait_drained(draining: &mut Option<DrainingTunnel>) {
     }
 }
 
-/// Waits until no client's stream is open, at most until `end`. Without an end there is no hurry: a client that chose the
-/// tunnel before the tunnel began to leave gets its stream.
+/// Waits until no client's stream is open, at most until `end`. Without `end`, the wait includes a pause, so that a client that
+/// selected the tunnel before it began to leave still gets its stream.
 async fn wait_idle(tunnel: &Tunnel, end: Option<Instant>) {
     let idle_period = end.map_or(IDLE_CLOSE_AFTER, |_| Duration::ZERO);
     let mut last_active = Instant::now();
@@ -204,7 +204,7 @@ async fn wait_idle(tunnel: &Tunnel, end: Option<Instant>) {
     }
 }
 
-/// The tunnel's entry in the registry; dropping it removes the entry and closes the tunnel.
+/// Entry of a tunnel in the registry. Dropping it removes the entry and closes the tunnel.
 pub(super) struct Registration {
     registry: Registry,
     node: NodeName,
@@ -231,7 +231,7 @@ impl Registration {
 }
 
 impl Registration {
-    /// Records that the edge has announced that this tunnel leaves.
+    /// Marks the tunnel as leaving, because the edge has announced it.
     pub(super) fn mark_leaving(&self) {
         self.tunnel.leave();
         self.registry.mark_leaving(&self.node, self.id);
@@ -245,7 +245,7 @@ impl Drop for Registration {
     }
 }
 
-/// Returns the reason why a tunnel was not registered, for its edge.
+/// Returns the reason and detail for the edge whose tunnel was not registered.
 pub(super) fn register_error(node: &NodeName, rejection: &RegisterError) -> (GoAway, String) {
     match rejection {
         RegisterError::Superseded {
@@ -263,7 +263,7 @@ pub(super) fn register_error(node: &NodeName, rejection: &RegisterError) -> (GoA
     }
 }
 
-/// Retires the tunnels that a newer one replaced.
+/// Retires the tunnels that a newer tunnel replaced.
 pub(super) fn retire_replaced(node: &NodeName, from: SocketAddr, replaced: Vec<ReplacedTunnel>) {
     for ReplacedTunnel {
         tunnel: edge,
@@ -273,7 +273,7 @@ pub(super) fn retire_replaced(node: &NodeName, from: SocketAddr, replaced: Vec<R
         let old = edge.tunnel;
         match fate {
             ReplaceMode::TakenOver => old.taken_over.cancel(),
-            // The same edge process knows that it has opened a new connection.
+            // The same edge process knows that it has opened a new connection, so it gets no message.
             ReplaceMode::Lost => old.tunnel.close(),
             ReplaceMode::Superseded => {
                 let detail =

@@ -1,4 +1,4 @@
-//! The tunnel port's listener, and an edge between its handshake and its session.
+//! Context of the tunnel port's listener, and an edge between its handshake and its session.
 
 use super::tls::{Io, LiveTls};
 use crate::{
@@ -20,21 +20,22 @@ use tokio::sync::watch;
 /// Connection limits of the tunnel port.
 #[derive(Clone, Copy, Debug)]
 pub struct TunnelPortLimits {
-    /// Connections that have not finished their handshake. At the limit, the oldest connection that has not sent a whole
-    /// `ClientHello` is closed.
+    /// Maximum number of connections that have not finished their handshake. At the limit, the oldest connection that has not
+    /// sent a whole `ClientHello` is closed.
     pub arriving: usize,
-    /// Handshakes whose `ClientHello` has arrived, each with TLS state of its own. Others wait, each source in its own queue.
+    /// Maximum number of concurrent handshakes whose `ClientHello` has arrived, each with its own TLS state. Others wait in a
+    /// queue per source.
     pub handshakes: usize,
-    /// Connections of peers without a certificate: joining takes some milliseconds.
+    /// Maximum number of connections of peers without a certificate. Joining takes some milliseconds.
     pub joining: usize,
-    /// Connections of edges that renew their certificates. A peer without a certificate cannot use these.
+    /// Maximum number of connections of edges that renew their certificates. Peers without a certificate do not count here.
     pub renewing: usize,
 }
 
 impl Default for TunnelPortLimits {
     fn default() -> Self {
         Self {
-            // As many as the accept queue of the kernel holds; each task takes 7 KiB.
+            // Equals the size of the kernel's accept queue; each task takes 7 KiB.
             arriving: 4096,
             handshakes: 1024,
             joining: 256,
@@ -43,7 +44,7 @@ impl Default for TunnelPortLimits {
     }
 }
 
-/// Listener of the tunnel port, which admits edges.
+/// Listener of the tunnel port.
 #[derive(Clone, Debug)]
 pub struct TunnelListener {
     /// Random identifier of the process.
@@ -54,13 +55,13 @@ pub struct TunnelListener {
     pub registry: Registry,
     /// The table of nodes.
     pub nodes: Nodes,
-    /// Changes of the table, if a cluster names its nodes.
+    /// Notifies of changes of the table, if a cluster provides the nodes.
     pub cluster: Option<watch::Receiver<()>>,
     /// The metrics.
     pub metrics: Arc<Metrics>,
     /// The tunnel port's TLS.
     pub tls: LiveTls,
-    /// Writer of records of nodes that connect without having joined.
+    /// Writer of records of nodes that connect without an enrolment.
     pub record_writer: NodeRecordWriter,
     /// The CA that signs.
     pub ca: LiveCa,
@@ -68,27 +69,27 @@ pub struct TunnelListener {
     pub settings: config::Tunnel,
     /// Connection limits.
     pub limits: TunnelPortLimits,
-    /// Memory budget of bytes that clients leave unread, in all tunnels.
+    /// Memory budget of bytes that clients have not read yet, for all tunnels.
     pub memory_budget: Arc<MemoryBudget>,
-    /// Time in which a leaving edge's open streams may end.
+    /// Time that the open streams of a leaving edge get.
     pub drain: Duration,
-    /// Addresses of gateways; the first is this one's name, for people.
+    /// Addresses of gateways. The first one is the display name of this gateway.
     pub advertised: AdvertisedGateways,
     /// The node ports that the cluster lists.
     pub announced_ports: AnnouncedPortsCell,
-    /// Routes for edges' own requests.
+    /// Routes for enrolment and renewal.
     pub enrol: Router,
-    /// Server of the API cache, if edges may read.
+    /// Server of the API cache, if it is enabled.
     pub api_cache: Option<ApiCacheServer>,
     /// Verifier of delegated heartbeats, if they are enabled.
     pub heartbeats: Option<HeartbeatVerifier>,
-    /// Log throttle for edges that connect before the cluster has named its nodes: a whole fleet retries until then.
+    /// Log throttle for edges that connect before the nodes of the cluster are loaded, because a whole fleet retries until then.
     pub(crate) early_throttle: Arc<LogThrottle>,
 }
 
-/// Edge whose TLS handshake is done, between two workers.
+/// Edge that has finished its TLS handshake, on the way to the worker of its session.
 pub(super) struct HandshakenEdge {
-    /// The connection without its socket.
+    /// The TLS connection without its socket.
     pub(super) io: Io,
     pub(super) socket: DetachedSocket,
     /// Node of the certificate, or the reason why the edge is rejected.

@@ -1,10 +1,10 @@
 //! Session with one edge: hello, registration, messages both ways, and the end.
 //!
-//! HTTP/2 begins on the worker of the node. The gateway sends its hello and receives that of the edge, within a timeout. It
-//! checks the edge's certificate, version and node. It registers the tunnel, and informs the tunnels that this one replaced. Then
-//! messages pass until the tunnel ends, or one side disconnects the other. A tunnel from which another one has taken over closes
-//! when its last stream has ended by itself. The guard of the registration unregisters on every path, and only what it has
-//! registered.
+//! HTTP/2 begins on the worker of the node. The gateway sends its hello and receives the hello of the edge within a timeout. It
+//! checks the edge's certificate, version and node. It registers the tunnel, and notifies the tunnels that this one replaced.
+//! Then messages pass until the tunnel ends, or one side disconnects the other. A tunnel that was replaced by another one closes
+//! when its last stream has ended by itself. The guard of the registration unregisters on every path, and removes only its own
+//! entry.
 
 use super::{
     close_reason::CloseReason,
@@ -39,12 +39,12 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 
-/// Maximum number of messages that wait for an edge; an edge that does not read them is about to end.
+/// Maximum number of messages that wait for an edge. An edge that does not read them is about to end.
 const MAX_QUEUED_MESSAGES: usize = 8;
-/// Maximum length of the name that an edge gives its process.
+/// Maximum length of the instance identifier of an edge process.
 const MAX_INSTANCE: usize = 64;
 
-/// Applies the settings that the edge announces to the tunnel.
+/// Applies the announced settings of the edge to the tunnel.
 fn apply_edge_settings(tunnel: &Tunnel, hello: &EdgeHello) {
     if hello.turns {
         tunnel.enable_window_grants();
@@ -56,7 +56,7 @@ fn apply_edge_settings(tunnel: &Tunnel, hello: &EdgeHello) {
     tunnel.allow_upgrade_bodies(hello.upgrade_bodies);
 }
 
-/// Runs the session with an edge until its tunnel is gone.
+/// Runs the session with an edge until its tunnel has ended.
 pub(super) async fn run(admission: Arc<TunnelListener>, edge: Box<HandshakenEdge>) {
     let (node, from) = (edge.node.clone(), edge.from);
     let certificate = edge.certificate.clone().unwrap_or_default();
@@ -99,7 +99,7 @@ pub(super) async fn run(admission: Arc<TunnelListener>, edge: Box<HandshakenEdge
 struct TunnelSession {
     control: ControlStream,
     outgoing: mpsc::Receiver<Box<GatewayMessage>>,
-    /// Cancelled when another tunnel has taken over.
+    /// Cancelled when another tunnel has replaced this one.
     taken_over: CancellationToken,
     /// Roots that the edge trusts.
     roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
@@ -110,7 +110,7 @@ struct TunnelSession {
 }
 
 impl TunnelListener {
-    /// Exchanges hellos, checks the edge, and registers the tunnel. An error comes with the best known name of the edge.
+    /// Exchanges hellos, checks the edge, and registers the tunnel. An error includes the best known name of the edge.
     async fn handshake(
         &self,
         connection: &mut TunnelConnection,
@@ -177,7 +177,7 @@ impl TunnelListener {
         }
     }
 
-    /// Makes an edge retry that cannot be checked yet.
+    /// Makes an edge retry later, because the gateway cannot check it yet.
     async fn ask_to_retry(&self, link: &mut TunnelConnection, name: &str) -> CloseReason {
         // An edge that does not read the message reconnects as well.
         if let Ok(Ok((mut control, _))) = timeout(link.bound, self.exchange_hello(link, name)).await
@@ -187,7 +187,7 @@ impl TunnelListener {
         CloseReason::NodesPending
     }
 
-    /// Records a node that connects without having joined, if the configuration admits such nodes.
+    /// Records a node that connects without an enrolment, if the configuration admits such nodes.
     async fn record_arrival(&self, node: &NodeName, wait_limit: Duration) -> Result<(), String> {
         if !self.tls.load().admits_any_node() {
             return Ok(());
@@ -259,7 +259,7 @@ impl TunnelListener {
         Ok(())
     }
 
-    /// Registers the tunnel and informs those that it replaced.
+    /// Registers the tunnel and notifies the tunnels that it replaced.
     async fn register(
         &self,
         connection: &mut TunnelConnection,
@@ -346,8 +346,8 @@ impl TunnelListener {
 }
 
 impl TunnelSession {
-    /// Passes messages both ways until the tunnel ends or one side leaves. A message that the edge does not take yet waits as
-    /// long as the tunnel lives: streams continue meanwhile.
+    /// Passes messages both ways until the tunnel ends or one side leaves. A message that the edge does not accept yet waits as
+    /// long as the tunnel is open; streams continue meanwhile.
     async fn run(&mut self, link: &mut TunnelConnection) -> CloseReason {
         let tunnel = link.tunnel.clone();
         let mut draining: Option<DrainingTunnel> = None;
@@ -394,7 +394,7 @@ impl TunnelSession {
         }
     }
 
-    /// Handles a message of the edge. Returns the draining tunnel, if the edge says that the tunnel leaves.
+    /// Handles a message of the edge. Returns the draining tunnel, if the edge announces that the tunnel leaves.
     fn handle_message(&self, message: EdgeMessage, tunnel: &Tunnel) -> Option<DrainingTunnel> {
         match message {
             EdgeMessage::Window { bytes } => tunnel.complete_window_grant(bytes),

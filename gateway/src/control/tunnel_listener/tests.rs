@@ -41,7 +41,7 @@ fn offering(config: &Arc<ClientConfig>, alpn: &[u8]) -> Arc<ClientConfig> {
     Arc::new(config)
 }
 
-/// Returns the error by which the gateway refuses a handshake, which TLS 1.3 shows at the first read.
+/// Returns the error with which the gateway refuses a handshake. TLS 1.3 reports it at the first read.
 async fn alert(world: &World, config: Arc<ClientConfig>) -> String {
     let refused = async {
         let mut io = world.tls(config).await?;
@@ -236,7 +236,7 @@ async fn a_missing_or_foreign_certificate_or_alpn_gets_an_alert() {
     for (config, words) in [
         (offering(&join, wire::ALPN_TUNNEL), "CertificateRequired"),
         (of("other.example"), "UnknownCA"),
-        // A certificate of another CA of the same trust domain is of an unknown issuer, and not a bad signature.
+        // A certificate of another CA of the same trust domain has an unknown issuer, not a bad signature.
         (of("test.example"), "UnknownCA"),
         (offering(&join, b"spdy/3"), "NoApplicationProtocol"),
     ] {
@@ -384,7 +384,7 @@ async fn a_superseded_tunnel_keeps_its_streams_until_the_last_ends() {
         serves: false,
     };
     old.control.send(&leave).await.unwrap();
-    // An idle connection of the same kind has been closed meanwhile.
+    // An idle connection of the same kind is closed in the meantime.
     let idle = world.enrolled("edge-2");
     let mut idle_before = world.joined(&idle, "a", 0).await;
     let takes_over = causeway_tunnel::control_stream::EdgeHello {
@@ -425,7 +425,7 @@ async fn superseded_tunnels_keep_streams_and_revocation_ends_all() {
             .unwrap()
             .tunnel;
         let head = Request::get("/").body(()).unwrap();
-        // The edge answers none of them.
+        // The edge does not answer any of these requests.
         open.push(tunnel.open(head, &StreamKind::Request, &target, true).await);
         edges.push(edge);
     }
@@ -433,7 +433,7 @@ async fn superseded_tunnels_keep_streams_and_revocation_ends_all() {
         .until(|world| world.registry.node_tunnels(&name("edge-1")).0.len() == 20)
         .await;
     let roll = world.roll();
-    // The record of the node is removed. A directory without records would be refused.
+    // Removes the record of the node. A directory without any records would be refused.
     let nodes = world.store.nodes();
     nodes
         .put(NodeRecord::name_only(&name("edge-1"), 0))
@@ -507,7 +507,7 @@ async fn a_tunnel_ends_with_the_reason_if_its_node_changes_kind() {
     assert!(world.registry.has_tunnel(&stays) && world.registry.has_tunnel(&deleted));
 }
 
-/// Makes another root sign from then on; both are trusted.
+/// Makes another root the signing one; both roots are trusted.
 fn turn(world: &World, step: fn(Ca) -> Result<(Ca, RotationStep), CaError>) {
     let next = world
         .store
@@ -516,7 +516,7 @@ fn turn(world: &World, step: fn(Ca) -> Result<(Ca, RotationStep), CaError>) {
     world.take_up();
 }
 
-/// The edge has connected under the old root and delays its hello.
+/// The edge connects under the old root and delays its hello.
 #[tokio::test]
 async fn a_refused_edge_replaces_no_other_tunnel() {
     let world = World::start();
@@ -598,7 +598,7 @@ async fn a_node_of_a_retired_root_is_closed_unless_it_renewed() {
     bulk.ended().await;
 }
 
-/// Opens a request that its edge has not answered.
+/// Opens a request that its edge has received and not answered.
 async fn request(
     world: &World,
     node: &str,
@@ -611,7 +611,7 @@ async fn request(
     (opened.unwrap(), asked.unwrap())
 }
 
-/// Lets the edge answer, and checks that the client gets the answer.
+/// Answers a request, and checks that the client receives the answer.
 async fn answered((opened, asked): (OpenStream, Box<StreamRequest>)) {
     asked.responder.send(http::Response::new(()), true).unwrap();
     let answer = timeout(LONG, opened.response).await.unwrap();
@@ -635,7 +635,7 @@ async fn lines_that_an_edge_does_not_take_end_none_of_its_streams() {
             .is_ok()
         {}
     };
-    // Sets the time for which a gateway waits for a hello.
+    // Completes when the hello timeout of another tunnel has passed.
     let bound = async { world.dial(&world.enrolled("edge-2")).await.ended().await };
     tokio::select! {
         () = telling => panic!("the tunnel was closed"),
@@ -808,7 +808,7 @@ async fn a_drain_ends_streams_that_do_not_end_themselves() {
     edge.ended().await;
 }
 
-/// Small limits, which a test can reach.
+/// Small limits that a test can reach.
 const FEW: TunnelPortLimits = TunnelPortLimits {
     arriving: 8,
     handshakes: 4,
@@ -816,7 +816,7 @@ const FEW: TunnelPortLimits = TunnelPortLimits {
     renewing: 4,
 };
 
-/// All of them come from the edge's own address: the worst case.
+/// All connections come from the edge's own address, which is the worst case.
 #[tokio::test]
 async fn silent_connections_keep_no_edge_out() {
     let world = World::with_places(FEW);
@@ -833,7 +833,7 @@ async fn silent_connections_keep_no_edge_out() {
     world.until(|world| world.counted(&line)).await;
 }
 
-/// Each comes from a different address, and opens as many again when the edge restarts.
+/// Each connection comes from a different address, and the same number is opened again when the edge restarts.
 #[tokio::test]
 async fn silent_connections_from_many_addresses_keep_no_edge_out() {
     let world = World::with_places(FEW);
@@ -850,12 +850,12 @@ async fn silent_connections_from_many_addresses_keep_no_edge_out() {
         for number in 0..2 * FEW.arriving {
             stranger(round * 2 * FEW.arriving + number).await;
         }
-        // The process is another one each time.
+        // The edge process has another instance identifier each time.
         let _tunnel = world.joined(&edge, &round.to_string(), 0).await;
     }
 }
 
-/// A peer that has sent half of its `ClientHello` counts like one that has sent nothing.
+/// A peer that has sent half of its `ClientHello` counts like a peer that has sent nothing.
 #[tokio::test]
 async fn begun_client_hellos_keep_no_edge_out() {
     let world = World::with_places(FEW);
@@ -863,7 +863,7 @@ async fn begun_client_hellos_keep_no_edge_out() {
     let mut begun = Vec::new();
     for _ in 0..4 * FEW.arriving {
         let mut tcp = TcpStream::connect(world.address).await.unwrap();
-        // The header of a handshake record, and no record.
+        // Sends the header of a handshake record without its content.
         tcp.write_all(&[22, 3, 1, 0, 200, 1]).await.unwrap();
         begun.push(tcp);
     }

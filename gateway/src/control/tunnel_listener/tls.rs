@@ -20,14 +20,14 @@ use tokio_rustls::{LazyConfigAcceptor, server::TlsStream};
 /// Connection of an edge.
 pub(super) type Io = TlsStream<CountedIo<Socket>>;
 
-/// The tunnel port's TLS: two configurations, and the trusted CAs.
+/// TLS of the tunnel port: two configurations, and the trusted CAs.
 #[derive(Clone, Debug)]
 pub struct Tls {
     tunnel: Arc<ServerConfig>,
     join: Arc<ServerConfig>,
     trust: TrustStore,
     admits_any_node: bool,
-    /// CA of the cluster's own signers, for joining.
+    /// CA of the cluster's signers, for joining.
     cluster: Option<ClusterCa>,
 }
 
@@ -41,10 +41,10 @@ pub(crate) fn edge_verifier(tls: &LiveTls) -> VerifyEdgeFn {
 }
 
 impl Tls {
-    /// Returns the TLS of a gateway that presents `leaf`, trusts the CAs of `trust` and seals sessions by `tickets`.
+    /// Returns the TLS of a gateway that presents `leaf`, trusts the CAs of `trust` and encrypts session tickets with `tickets`.
     ///
     /// # Errors
-    /// If no peer could be trusted with these.
+    /// If the trusted CAs cannot verify any peer.
     pub fn new(
         leaf: Arc<dyn ResolvesServerCert>,
         trust: TrustStore,
@@ -59,7 +59,7 @@ impl Tls {
         })
     }
 
-    /// Sets whether a trusted certificate is enough, of whichever node.
+    /// Sets whether every node with a trusted certificate is admitted.
     #[must_use]
     pub fn any_node(self, any_node: bool) -> Self {
         Self {
@@ -68,10 +68,10 @@ impl Tls {
         }
     }
 
-    /// Sets the CA of the cluster's own signers, by whose certificates nodes may join.
+    /// Sets the CA of the cluster's signers, whose certificates let nodes join.
     ///
     /// # Errors
-    /// If no peer could be trusted with these.
+    /// If the trusted CAs cannot verify any peer.
     pub fn with_cluster_ca(
         self,
         leaf: Arc<dyn ResolvesServerCert>,
@@ -92,17 +92,17 @@ impl Tls {
         &self.trust
     }
 
-    /// Whether each node with a trusted certificate is admitted.
+    /// Whether every node with a trusted certificate is admitted.
     pub(super) fn admits_any_node(&self) -> bool {
         self.admits_any_node
     }
 
-    /// Whether a certificate that was trusted when it was presented still is. Its dates were checked then.
+    /// Whether a certificate that was trusted when it was presented is still trusted. Its dates were checked then.
     pub(in crate::control) fn is_still_trusted(&self, certificate: &EdgeCertificate) -> bool {
         let has_trusted_root = certificate
             .root
             .is_none_or(|root| self.trust.is_trusted_root(root));
-        // If a root replaces an intermediate that was a trust anchor, certificates below it stay valid.
+        // If a root replaces an intermediate that was a trust anchor, certificates below that intermediate stay valid.
         has_trusted_root
             || certificate
                 .external_chain
@@ -116,7 +116,7 @@ impl Tls {
         verify_peer(Some(chain), Purpose::Edge, at, &self.trust, revoked).is_ok()
     }
 
-    /// Returns the verified owner of the peer's certificate, resumed or not.
+    /// Returns the verified owner of the peer's certificate. Verifies resumed sessions as well.
     pub(super) fn verify_peer_certificate(&self, io: &Io) -> Result<VerifiedPeer, PeerRejected> {
         self.verify(io.get_ref().1.peer_certificates())
     }
@@ -153,7 +153,7 @@ impl Tls {
         let given = given.then(|| chain.iter().map(owned).collect());
         let shown = EdgeCertificate {
             serial: proven.serial,
-            // The external CA decides how and when a node gets a new certificate.
+            // The external CA decides how and when a node gets a new certificate, so the time of issue does not matter.
             issued_at: given.as_ref().map_or(proven.issued_at, |_| u64::MAX),
             not_after: proven.not_after,
             root: proven.root,
@@ -162,7 +162,7 @@ impl Tls {
         Ok((node, shown))
     }
 
-    /// Returns the node that may join by the cluster's certificate that the peer presents, if such certificates are accepted.
+    /// Returns the node that may join by the cluster's certificate of this peer, if such certificates are accepted.
     pub(super) fn verify_join_certificate(
         &self,
         io: &Io,
@@ -172,8 +172,8 @@ impl Tls {
         Some(cluster.verify_node(chain, UnixTime::now()))
     }
 
-    /// Finishes TLS, and measures the time of its last flight: one round trip. Awaits `acquire_slot` once the `ClientHello` has arrived,
-    /// and keeps the result of `acquire_slot` until the handshake is over.
+    /// Finishes TLS, and measures the time of its last flight, which is one round trip. Awaits `acquire_slot` once the
+    /// `ClientHello` has arrived, and keeps its result until the handshake is over.
     pub(super) async fn handshake<T>(
         &self,
         socket: io::Result<DetachedSocket>,
@@ -202,13 +202,13 @@ impl Tls {
         if offered.any(|protocol| protocol == wire::ALPN_TUNNEL) {
             (AlpnProtocol::Tunnel, self.tunnel.clone())
         } else {
-            // A client that offers neither is refused by this configuration with the correct alert.
+            // This configuration refuses a client that offers neither protocol, with the correct alert.
             (AlpnProtocol::Join, self.join.clone())
         }
     }
 }
 
-/// Returns the likely cause of an alert by which an edge ends the handshake: the edge refuses the gateway's certificate.
+/// Returns the likely cause of an alert with which an edge refused the gateway's certificate.
 pub(super) fn likely_cause(alert: Alert) -> Option<&'static str> {
     match alert {
         Alert::CertificateExpired => Some(
@@ -227,10 +227,10 @@ pub(super) fn likely_cause(alert: Alert) -> Option<&'static str> {
     }
 }
 
-/// Error of a handshake.
+/// Error of a TLS handshake.
 pub(super) struct TlsError {
     pub(super) error: io::Error,
-    /// Socket by which the peer can get the reason.
+    /// Socket through which the peer can still receive the alert.
     pub(super) socket: Option<CountedIo<Socket>>,
 }
 
@@ -243,7 +243,7 @@ impl From<io::Error> for TlsError {
     }
 }
 
-/// Protocol that a peer has selected by ALPN.
+/// Protocol that was selected by ALPN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AlpnProtocol {
     Tunnel,

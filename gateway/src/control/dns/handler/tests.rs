@@ -261,7 +261,7 @@ fn the_root_zone_answers_bare_names_and_the_longest_zone_wins() {
         1
     );
     assert_eq!(desk.short(".", RecordType::NS).2, ["ns.dns."]);
-    // A node's name that is a zone is the zone.
+    // A name that is both a node and a zone resolves as the zone.
     assert_eq!(desk.short("far.", RecordType::A).0, QueryOutcome::Zone);
 }
 
@@ -319,7 +319,7 @@ fn another_edns_version_gets_the_supported_version() {
     asked.edns = Some(edns);
     let (found, message) = desk.message(&asked, Transport::Udp);
     assert_eq!(found, QueryOutcome::Refused);
-    // The number has two names.
+    // The code has two names in the library, so its number is compared.
     assert_eq!(u16::from(message.response_code), 16);
     assert_eq!(message.version(), 0);
     assert!(message.answers.is_empty());
@@ -387,7 +387,7 @@ fn without_the_section_everything_is_refused() {
     );
 }
 
-/// A resolver would cache that the name does not exist.
+/// A resolver would cache a negative answer.
 #[test]
 fn unknown_names_are_servfail_until_the_nodes_are_known() {
     let writer = NodesWriter::default();

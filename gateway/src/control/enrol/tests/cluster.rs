@@ -20,12 +20,11 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// The cluster's CA, which has issued certificates for more than nodes.
-/// Its certificates begin this long ago.
+/// The cluster's CA, which also issues certificates that are not for nodes, and the age of the certificates that it issues.
 struct Signer(Issuer<'static, KeyPair>, Duration);
 
 impl Signer {
-    /// Creates the CA, and makes the gateway trust it from now on.
+    /// Creates the CA, and makes the gateway trust it.
     fn believed_by(world: &World) -> Self {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -95,7 +94,7 @@ async fn a_node_with_its_cluster_certificate_gets_one_of_our_ca() {
     assert_eq!(edge.node, name("edge-1"));
     world.joined(&edge, "a", 0).await;
 
-    // A certificate that is shown again is still accepted; an older one is not.
+    // A certificate that is presented a second time is still accepted; an older one is not.
     let again = asks(&counter, "/v1/vouched", &kubelet).await;
     assert_eq!(again["node"], "edge-1");
     signer.1 = Duration::from_mins(10);

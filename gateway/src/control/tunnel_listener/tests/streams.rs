@@ -1,7 +1,7 @@
 //! Model of the tunnels of one node: a stream ends in the normal way, by its tunnel's loss, or by revocation.
 //!
-//! Edges follow the rules of real ones in random order: they dial further tunnels, renew, leave before or after the next
-//! dial, lose connections, and are succeeded by other processes. Each failure prints its seed.
+//! Edges follow the rules of real ones in random order. They dial further tunnels, renew, leave before or after the next dial,
+//! lose connections, and are replaced by new processes. Each failure prints its seed.
 
 use super::*;
 use crate::state::TunnelId;
@@ -54,8 +54,8 @@ impl Model {
         }
     }
 
-    /// Opens a tunnel in a slot of the newest process. Like a real edge, it sends nothing about tunnels before the newest
-    /// of that slot.
+    /// Opens a tunnel in a slot of the newest process. Like a real edge, the process sends nothing about tunnels before the
+    /// newest one of that slot.
     async fn dial(&mut self, slot: u32) {
         let process = self.process;
         let of_slot = |session: &Session| session.process == process && session.slot == slot;
@@ -92,11 +92,11 @@ impl Model {
             until_idle: true,
             serves: false,
         };
-        // A tunnel that the gateway has closed meanwhile sends nothing.
+        // A tunnel that the gateway has closed in the meantime sends nothing.
         let _ = session.edge.control.send(&leave).await;
     }
 
-    /// Breaks a connection, and its streams with it. The gateway may not have noticed when the edge connects again.
+    /// Breaks a connection together with its streams. The gateway may not have noticed the loss when the edge reconnects.
     async fn lose(&mut self, nth: usize) {
         let lost = self.sessions.remove(nth).id;
         self.streams.retain(|stream| stream.on != lost);
@@ -115,7 +115,7 @@ impl Model {
         let stands = self.sessions.iter().any(|session| !session.leaves);
         assert!(picked.is_ok() || !stands, "{picked:?}");
         let Ok(picked) = picked else { return };
-        // The gateway does not know yet that another one is lost.
+        // The gateway may not know yet that this tunnel is lost.
         let at = |session: &&mut Session| session.id == picked.id;
         let Some(session) = self.sessions.iter_mut().find(at) else {
             return;
@@ -141,11 +141,11 @@ impl Model {
         };
         let stands = standing(&self.sessions);
         match self.random.random_range(0..20) {
-            // A first tunnel, one for bulk, or a renewal of either.
+            // Opens a first tunnel or a bulk tunnel, or renews one of them.
             0..=3 => {
                 let slot = self.random.random_range(0..2);
                 self.dial(slot).await;
-                // Its predecessors announce that they leave once it is registered.
+                // The edge announces that older tunnels leave once the new one is registered.
                 let before = &mut self.sessions[..stands.len()];
                 if before.iter().any(|session| session.leaves) && self.random.random() {
                     let nth = self.random.random_range(0..stands.len());
@@ -154,7 +154,7 @@ impl Model {
                     }
                 }
             }
-            // Bulk is over. The next dial of that slot overtakes the line or comes long after it.
+            // Ends a bulk tunnel. The next dial of its slot may overtake the announcement or come long after it.
             4..=5 if stands.len() > 1 => {
                 let nth = stands[self.random.random_range(0..stands.len())];
                 self.leave(nth).await;
