@@ -1,11 +1,11 @@
-//! Request path. Read [`Proxy::handle`] first: its steps are the files below, in order.
+//! Request path. [`Proxy::handle`] is the entry point: its steps are the files below, in order.
 //!
-//! Step by step: (1) `listener` accepts, finishes TLS and describes the connection; (2) `authn` identifies the client; (3)
-//! `route` finds node and target; (4) `authz` decides; (5) the registry selects a tunnel, and `limits` admits a stream on it; (6)
-//! `forward`, `upgrade` or `relay` opens the stream, unless `upstream` speaks TLS through one or `direct` dials an address that
-//! is at no edge; (7) only `error_response` turns failures into bytes; (8) `access_log` writes one record per stream. Nothing
-//! here writes a table. Each wait for the control plane has a bound: for a decision of another service (such as `access_review`),
-//! or for a missing key.
+//! The steps are: (1) `listener` accepts, finishes TLS and describes the connection. (2) `authn` identifies the client. (3)
+//! `route` finds node and target. (4) `authz` decides. (5) The registry selects a tunnel, and `limits` admits a stream on it. (6)
+//! `forward`, `upgrade` or `relay` opens the stream, unless `upstream` speaks TLS through a stream or `direct` dials an address
+//! that no edge serves. (7) Only `error_response` turns failures into responses. (8) `access_log` writes one record per stream.
+//! No step writes a table. Each wait for the control plane is bounded, whether it is for a decision of another service (such as
+//! `access_review`) or for a missing key.
 
 mod context;
 
@@ -64,7 +64,7 @@ use route::{Route, RouteInput};
 use std::{pin::pin, sync::Arc, time::SystemTime};
 
 impl Proxy {
-    /// Handles one request from a client. Returns the upstream's answer, or the reply that explains why there is none.
+    /// Handles one request from a client. Returns the upstream's response, or an error response.
     pub async fn handle(
         &self,
         connection: &Arc<ClientConnection>,
@@ -103,7 +103,8 @@ impl Proxy {
         }
     }
 
-    /// Returns the error of a request that failed, which is of the drain if this gateway itself has closed the tunnel.
+    /// Returns the error of a failed request. If the gateway itself closed the tunnel at the end of a drain, the drain is the
+    /// error.
     fn ended_by_drain(&self, record: &AccessRecord, error: Error) -> Error {
         if error.reason == Reason::TunnelLost && self.shared.registry.is_drain_expired() {
             record.record_failure(&error);
@@ -112,7 +113,7 @@ impl Proxy {
         error
     }
 
-    /// Returns how many bytes of a request's target this listener takes.
+    /// Returns the maximum length of a request target at this listener, in bytes.
     pub(crate) fn max_target_bytes(&self) -> usize {
         match self.listener.error_format {
             ErrorFormat::Problem => self.shared.max_uri_bytes,
@@ -128,12 +129,12 @@ impl Proxy {
         }
     }
 
-    /// Returns the form of the listener's errors, and the longest target that it takes.
+    /// Returns the format of the listener's errors, and the maximum length of a request target in bytes.
     pub(crate) fn error_format(&self) -> (ErrorFormat, usize) {
         (self.listener.error_format, self.max_target_bytes())
     }
 
-    /// Returns the lookup of pods for a request, if this listener looks for them.
+    /// Returns the pod lookup for a request, if this listener looks up pods.
     fn pod_routing(&self, client: &ClientIdentity, kind: &StreamKind) -> Option<PodRouting<'_>> {
         let asks = self.listener.error_format == ErrorFormat::Kubernetes
             && client.method != AuthMethod::Anonymous
@@ -235,7 +236,7 @@ impl Proxy {
     }
 
     /// Identifies the client and finds the route. The route is looked up first, because the admission of anonymous clients
-    /// depends on the real port. Only an identified client learns that a route is wrong.
+    /// depends on the real port. Only an identified client receives the error of a wrong route.
     pub(crate) async fn authenticate_and_route(
         &self,
         connection: &ClientConnection,
@@ -270,7 +271,7 @@ impl Proxy {
             .await
     }
 
-    /// Says who calls, by a JWT that has expired too if that is so wanted.
+    /// Identifies the client. With [`Expired::AcceptFor`], an expired token identifies it as well.
     async fn identify_with(
         &self,
         connection: &ClientConnection,
@@ -298,7 +299,7 @@ impl Proxy {
         Ok(client)
     }
 
-    /// The tunnel to use, or why there is none. Waits for a node that is probably back soon.
+    /// Selects the tunnel to use, or returns the reason why there is none. Waits for a node that is likely to reconnect soon.
     pub(crate) async fn select_tunnel(&self, route: &Route) -> Result<SelectedTunnel, Error> {
         if self.shared.registry.worker(&route.node) != self.worker {
             self.shared.metrics.count_worker_crossing();
@@ -313,7 +314,7 @@ impl Proxy {
 
 impl StreamContext<'_> {
     /// Runs the last step: opens the stream, or sends the request to the upstream through one. This future is moved as a whole at
-    /// each request. So only the path of most requests is a part of it; the larger futures are allocated.
+    /// each request. Only the path of most requests is therefore a part of it, and the larger futures are allocated.
     async fn open(
         self,
         kind: StreamKind,

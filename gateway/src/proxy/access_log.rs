@@ -1,9 +1,9 @@
-//! Open streams, and the access record that each of them has: filled along the request path, written when the last part of the
-//! stream is gone.
+//! Open streams and their access records. A record is filled along the request path, and written when the last part of the stream
+//! has been dropped.
 //!
-//! The record also owns the stream's permit, so that the counted, the logged and the limited stream are the same. A path is
-//! logged without its query, which may contain secrets. Refusals, and each session's begin and end, also leave a line in the
-//! audit log (target `audit`).
+//! The record also owns the stream's permit, so that counting, logging and limits cover the same stream. A path is logged without
+//! its query, which may contain secrets. Refusals, and the begin and end of each session, also write a line to the audit log
+//! (target `audit`).
 
 use crate::proxy::request::is_connect;
 use crate::{
@@ -46,29 +46,29 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Maximum bytes of a path in a log line: lines wait in memory until the log is written.
+/// Maximum number of bytes of a path in a log line, because lines wait in memory until the log is written.
 const MAX_PATH_BYTES: usize = 4096;
 
-/// The open streams of a gateway, by the worker that serves them.
+/// Open streams of a gateway, grouped by the worker that serves them.
 #[derive(Debug)]
 pub struct OpenStreams {
     workers: Box<[Mutex<Slab<Weak<AccessRecord>>>]>,
-    /// Rises with each change that may refuse a stream which is open.
+    /// Counter of the changes that may refuse an open stream.
     generation: AtomicU64,
     authorizer: Arc<dyn Authorize>,
     registry: Registry,
-    /// Selection of the streams that leave a line in the access log.
+    /// Selection of the streams that are written to the access log.
     log: AccessLog,
     /// Maximum time of a drain.
     drain: Duration,
 }
 
-/// The place of a stream among those that are open.
+/// Index of a stream among the open streams of a worker.
 #[derive(Clone, Copy, Debug)]
 struct StreamIndex(WorkerId, usize);
 
 impl OpenStreams {
-    /// No streams, of this many workers.
+    /// Returns an empty list for this number of workers.
     pub fn new(
         workers: usize,
         (authorizer, registry): (Arc<dyn Authorize>, Registry),
@@ -84,13 +84,13 @@ impl OpenStreams {
         }
     }
 
-    /// Returns the number of changes after which open streams are decided about again.
+    /// Returns the generation of the decisions. If it differs from a stream's generation, the stream is checked again.
     pub(super) fn generation(&self) -> u64 {
         let changes = self.generation.load(Acquire);
         changes.wrapping_add(self.authorizer.generation())
     }
 
-    /// Has all open streams checked again.
+    /// Requests a check of all open streams.
     pub fn request_recheck(&self) {
         self.generation.fetch_add(1, Release);
     }
@@ -108,13 +108,13 @@ impl OpenStreams {
         streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the streams of a worker of which this holds.
+    /// Returns the streams of a worker that match `predicate`.
     pub(super) fn select(
         &self,
         worker: WorkerId,
         predicate: impl Fn(&AccessRecord) -> bool,
     ) -> Vec<Arc<AccessRecord>> {
-        // Outside the lock: the last holder of a record removes it.
+        // Collected outside the lock, because the last holder of a record removes it from the list.
         let all: Vec<_> = self
             .worker(worker)
             .iter()
@@ -125,16 +125,16 @@ impl OpenStreams {
     }
 }
 
-/// The request that a stream was allowed for.
+/// Request that was granted access to a stream.
 #[derive(Debug)]
 pub(super) struct GrantedAccess {
     pub(super) action: Action,
     pub(super) method: Method,
     /// The path of the request, without its query.
     pub(super) path: String,
-    /// The port that a CONNECT names.
+    /// The port in the target of a CONNECT.
     pub(super) port: Option<u16>,
-    /// The credential of the request, where it counts.
+    /// The credential of the request, if the authentication depends on it.
     pub(super) authorization: Option<HeaderValue>,
 }
 
@@ -144,7 +144,7 @@ impl GrantedAccess {
         request: &Request<B>,
         connection: &ClientConnection,
     ) -> Self {
-        // Copied: a field may be a slice of a whole read buffer.
+        // Copied, because a field may be a slice of a whole read buffer.
         let copy_value = |value: &HeaderValue| {
             let mut copy = HeaderValue::from_bytes(value.as_bytes()).ok()?;
             copy.set_sensitive(true);
@@ -176,7 +176,7 @@ impl GrantedAccess {
     }
 }
 
-/// The record of one stream.
+/// Access record of one stream.
 #[derive(Debug)]
 pub struct AccessRecord {
     streams: Arc<OpenStreams>,
@@ -187,17 +187,17 @@ pub struct AccessRecord {
     method: String,
     path: String,
     trace: Trace,
-    /// Keeps the connection's place for as long as the stream lives.
+    /// Guard that counts the connection as busy while the stream is open.
     _busy_guard: Busy,
-    /// Bytes both ways: up is from the client, down is to it.
+    /// Bytes in both directions: up is from the client, down is to the client.
     pub bytes: Arc<ByteCounters>,
     fields: Mutex<RecordFields>,
-    /// The changes (`OpenStreams`) that the decision to allow this stream has seen.
+    /// Generation (`OpenStreams`) of the last decision to allow this stream.
     decided_generation: AtomicU64,
     is_ended: AtomicBool,
-    /// The task that carries the stream.
+    /// Waker of the task that serves the stream.
     stream_waker: AtomicWaker,
-    /// The task that carries the body of the request.
+    /// Waker of the task that sends the request body.
     upload_waker: AtomicWaker,
     is_checking: AtomicBool,
 }
@@ -206,23 +206,23 @@ pub struct AccessRecord {
 struct RecordFields {
     client: Option<ClientIdentity>,
     route: Option<Route>,
-    /// The address that is dialled from here, where there is no route.
+    /// The address that the gateway dials itself if there is no route.
     direct_address: Option<SocketAddr>,
     tunnel: Option<TunnelId>,
-    /// The request that was allowed, and the place of the stream among those that are open.
+    /// The granted request, and the stream's index among the open streams.
     granted: Option<(Arc<GrantedAccess>, StreamIndex)>,
     matched_rule: Option<MatchedRule>,
-    /// Ends the connection to an upstream on which the body of the request goes.
+    /// Token that resets the connection to an upstream that carries the request body.
     upload_connection: Option<CancellationToken>,
-    /// Ends the answer of a client that reads nothing.
+    /// Handle that ends the response of a client that reads nothing.
     eviction_handle: Option<Eviction>,
     status: u16,
     reason: Option<Reason>,
     detail: String,
     first_byte: Option<Duration>,
-    /// A session runs: an upgrade, a CONNECT or a TCP session.
+    /// Whether the stream is a session: an upgrade, a CONNECT or a TCP session.
     is_session: bool,
-    /// The session has come to its end in order.
+    /// Whether the session has ended normally.
     session_ended_cleanly: bool,
     permit: Option<Permit>,
     _stream_guard: Option<StreamGuard>,
@@ -275,7 +275,7 @@ impl AccessRecord {
         (method, path): (&str, &str),
         trace: Trace,
     ) -> Arc<Self> {
-        // A stream that begins at a replaced listener is checked by the new listener.
+        // The successor of a replaced listener checks the streams that begin at the replaced one.
         let changes = streams.generation();
         let changes = if listener.is_retired() {
             u64::MAX
@@ -306,7 +306,7 @@ impl AccessRecord {
         })
     }
 
-    /// Records the access that is about to be granted: from now on the stream is among those that are checked again.
+    /// Records the access that is about to be granted. The stream is then included in the checks of open streams.
     pub(super) fn record_granted_access(self: &Arc<Self>, granted_access: GrantedAccess) {
         let place = self.streams.insert(self.worker, self);
         self.lock_fields().granted = Some((Arc::new(granted_access), place));
@@ -322,7 +322,7 @@ impl AccessRecord {
         Some((allowed.clone(), client, fields.route.clone()))
     }
 
-    /// Returns the address that is dialled from here, if one is.
+    /// Returns the address that the gateway dials itself, if there is one.
     pub(super) fn direct_address(&self) -> Option<SocketAddr> {
         self.lock_fields().direct_address
     }
@@ -337,12 +337,12 @@ impl AccessRecord {
         &self.connection
     }
 
-    /// Returns the changes that the last decision about this stream has seen, and notes those of another one.
+    /// Sets the generation of the decision about this stream, and returns the previous one.
     pub(super) fn swap_decided_generation(&self, changes: u64) -> u64 {
         self.decided_generation.swap(changes, Relaxed)
     }
 
-    /// Whether the credential of the client has lapsed, at a listener that ends streams for that.
+    /// Whether the client's credential has expired and the listener ends streams for that reason.
     pub(super) fn has_expired_credential(&self) -> bool {
         let fields = self.lock_fields();
         let validity = fields
@@ -355,29 +355,30 @@ impl AccessRecord {
         })
     }
 
-    /// Whether the stream leads to one of these nodes.
+    /// Whether the stream is routed to one of these nodes.
     pub(super) fn leads_to(&self, nodes: &BTreeSet<NodeName>) -> bool {
         let is_listed = |route: &Route| nodes.contains(&route.node);
         !nodes.is_empty() && self.lock_fields().route.as_ref().is_some_and(is_listed)
     }
 
-    /// Notes the token that ends the connection to an upstream on which the body of the request goes, as long as it does.
+    /// Sets the token that resets the connection to an upstream that carries the request body; `None` if no connection carries
+    /// it.
     pub(super) fn set_upload_connection(&self, cancel_token: Option<CancellationToken>) {
         self.lock_fields().upload_connection = cancel_token;
     }
 
-    /// Whether the stream was ended after its answer, so that no client waits for an answer.
+    /// Whether the stream was ended after its response had started, so that no client waits for a response.
     pub(super) fn has_ended_after_response(&self) -> bool {
         self.is_ended.load(Acquire) && self.lock_fields().status != 0
     }
 
-    /// Ends the stream because its client may no longer have it.
+    /// Ends the stream because its client is no longer allowed to use it.
     pub(super) fn terminate(&self, refusal: &Error) {
         self.record_failure(refusal);
         self.is_ended.store(true, Release);
         {
             let fields = self.lock_fields();
-            // Before its answer the request goes as a whole, and the refusal is the answer.
+            // Before the response, the whole request is cancelled, and the refusal becomes the response.
             if let Some(upload_connection) = fields
                 .upload_connection
                 .as_ref()
@@ -390,29 +391,29 @@ impl AccessRecord {
         self.upload_waker.wake();
     }
 
-    /// Notes by which handle the answer ends though its client reads nothing.
+    /// Sets the handle that ends the response even if its client reads nothing.
     pub(super) fn set_eviction(&self, eviction: Eviction) {
         self.lock_fields().eviction_handle = Some(eviction);
     }
 
-    /// Ends the answer of a stream that [`AccessRecord::terminate`] has not ended, since its client reads nothing.
+    /// Ends the response of a stream that [`AccessRecord::terminate`] could not end because its client reads nothing.
     pub(super) fn evict(&self) {
         if let Some(eviction) = &self.lock_fields().eviction_handle {
             eviction.evict();
         }
     }
 
-    /// Has the stream decided about again with the next check.
+    /// Makes the next check decide about the stream again.
     pub(super) fn request_recheck(&self) {
         self.decided_generation.store(u64::MAX, Relaxed);
     }
 
-    /// Notes that the stream is, or is no longer, being checked. Returns whether it was.
+    /// Sets whether the stream is being checked, and returns the previous value.
     pub(super) fn set_checking(&self, now: bool) -> bool {
         self.is_checking.swap(now, Relaxed)
     }
 
-    /// Waits until the stream is to end, for the task that carries the body of the request.
+    /// Waits until the stream is terminated; for the task that sends the request body.
     pub(super) async fn wait_terminated_upload(&self) {
         poll_fn(|cx| {
             self.upload_waker.register(cx.waker());
@@ -425,7 +426,8 @@ impl AccessRecord {
         .await;
     }
 
-    /// Ready once the stream is to end, with the reason in [`AccessRecord::failure`]. Wakes the task that asked last.
+    /// Becomes ready when the stream is terminated, with the reason in [`AccessRecord::failure`]. Wakes the last task that
+    /// polled.
     pub(super) fn poll_terminated(&self, cx: &mut Context<'_>) -> Poll<()> {
         self.stream_waker.register(cx.waker());
         if self.is_ended.load(Acquire) {
@@ -435,10 +437,10 @@ impl AccessRecord {
         }
     }
 
-    /// Carries the stream by `work` unless it is ended before.
+    /// Runs `work` unless the stream is terminated before.
     ///
     /// # Errors
-    /// The refusal for which it was ended.
+    /// The refusal that terminated the stream.
     pub(super) async fn run_unless_terminated<T>(
         &self,
         work: Pin<&mut impl Future<Output = T>>,
@@ -453,7 +455,7 @@ impl AccessRecord {
         }
     }
 
-    /// Carries a session by `work`, and resets the connection of its client if the session is ended before.
+    /// Runs the session in `work`, and resets the client's connection if the session is terminated before.
     pub(super) async fn run_session_unless_terminated<T>(
         &self,
         work: Pin<&mut impl Future<Output = T>>,
@@ -465,37 +467,37 @@ impl AccessRecord {
         done.ok()
     }
 
-    /// Notes who called.
+    /// Records the client.
     pub fn set_client(&self, client: &ClientIdentity) {
         self.lock_fields().client = Some(client.clone());
     }
 
-    /// Notes where to.
+    /// Records the route.
     pub fn set_route(&self, route: &Route) {
         self.lock_fields().route = Some(route.clone());
     }
 
-    /// Notes the address that is about to be decided about and dialled from here.
+    /// Records the address that the gateway is about to authorize and to dial itself.
     pub(super) fn set_direct_address(&self, address: SocketAddr) {
         self.lock_fields().direct_address = Some(address);
     }
 
-    /// Notes by which rule it was decided.
+    /// Records the rule that decided.
     pub fn set_matched_rule(&self, matched_rule: MatchedRule) {
         self.lock_fields().matched_rule = Some(matched_rule);
     }
 
-    /// Notes on which tunnel.
+    /// Records the tunnel.
     pub fn set_tunnel(&self, tunnel: TunnelId) {
         self.lock_fields().tunnel = Some(tunnel);
     }
 
-    /// Keeps the permit for as long as the stream lives.
+    /// Keeps the permit while the stream is open.
     pub fn set_permit(&self, permit: Permit) {
         self.lock_fields().permit = Some(permit);
     }
 
-    /// Notes the answer's head.
+    /// Records the head of the response.
     pub fn response_started(&self, status: StatusCode) {
         let mut filled = self.lock_fields();
         filled.status = status.as_u16();
@@ -504,7 +506,7 @@ impl AccessRecord {
             .get_or_insert_with(|| self.started_at.elapsed());
     }
 
-    /// Notes that the answer's head begins a session, and writes that to the audit log at once.
+    /// Records that the response head starts a session, and writes this to the audit log at once.
     pub fn session_started(&self, status: StatusCode) {
         self.response_started(status);
         let mut filled = self.lock_fields();
@@ -512,7 +514,7 @@ impl AccessRecord {
         self.audit("opened", &filled, (self.started_at.elapsed(), 0, 0));
     }
 
-    /// Notes why the stream failed; the first reason stands.
+    /// Records the reason why the stream failed. The first reason is kept.
     pub fn record_failure(&self, error: &Error) {
         let mut filled = self.lock_fields();
         if filled.reason.is_none() {
@@ -528,13 +530,13 @@ impl AccessRecord {
         }
     }
 
-    /// Notes that the session has come to its end in order.
+    /// Records that the session has ended normally.
     pub(super) fn mark_session_ended(&self) {
         self.lock_fields().session_ended_cleanly = true;
     }
 
-    /// Notes that the stream was abandoned before its end: the drain's time is over, or else the client has left. A reason that
-    /// is known already stands.
+    /// Records that the stream was abandoned before its end, because the drain time is over or the client has disconnected. A
+    /// reason that is already recorded is kept.
     pub fn record_abandoned(&self, detail: &str) {
         let mut filled = self.lock_fields();
         if filled.reason.is_some() {
@@ -547,12 +549,12 @@ impl AccessRecord {
         detail.clone_into(&mut filled.detail);
     }
 
-    /// Whether the answer has no body by its method or status (RFC 9110, section 6.4.1).
+    /// Whether the response has no body because of its method or status (RFC 9110, section 6.4.1).
     pub(super) fn is_bodiless(&self) -> bool {
         self.method == Method::HEAD.as_str() || matches!(self.lock_fields().status, 204 | 304)
     }
 
-    /// Notes that the gateway stopped before the stream ended.
+    /// Records that the gateway stopped before the stream ended.
     fn set_ended_by_drain(&self, filled: &mut RecordFields) {
         let drain = humantime::format_duration(self.streams.drain);
         filled.reason = Some(Reason::Draining);
@@ -560,7 +562,7 @@ impl AccessRecord {
             format!("the gateway stopped after its drain time (timeouts.drain: {drain})");
     }
 
-    /// Notes that the client went away, if it has no answer yet.
+    /// Records that the client disconnected, if it has no response yet.
     pub fn record_client_closed(&self, detail: &str) {
         let mut filled = self.lock_fields();
         if filled.reason.is_none() && filled.status == 0 {
@@ -569,7 +571,7 @@ impl AccessRecord {
         }
     }
 
-    /// Why the stream failed, if it has.
+    /// Returns the reason why the stream failed, if it has failed.
     pub fn failure(&self) -> Option<Error> {
         let fields = self.lock_fields();
         fields
@@ -577,12 +579,12 @@ impl AccessRecord {
             .map(|reason| reason.error(fields.detail.clone()))
     }
 
-    /// Whether a CONNECT was asked.
+    /// Whether the request is a CONNECT.
     pub fn is_connect_request(&self) -> bool {
         self.method == Method::CONNECT.as_str()
     }
 
-    /// The trace that this stream belongs to.
+    /// Returns the trace of this stream.
     pub fn trace(&self) -> &Trace {
         &self.trace
     }

@@ -1,10 +1,10 @@
-//! Authentication of tokens and authorization at kubelets by the cluster's API (`TokenReview`, `SubjectAccessReview`).
+//! Reviews by the cluster's API: authentication of tokens (`TokenReview`) and authorization at kubelets (`SubjectAccessReview`).
 //!
-//! 1. A request to a kubelet gets the attributes that the kubelet itself gives it (`kubelet_attributes`).
-//! 2. A [`ReviewClient`] asks the API once for all requests that wait, and the answer is cached (`cache`).
+//! 1. A request to a kubelet gets the same attributes that the kubelet itself gives it (`kubelet_attributes`).
+//! 2. A [`ReviewClient`] sends one review for all requests that wait for it, and the answer is cached (`cache`).
 //!
 //! This is one of the two waits that the request path permits. Without an answer no client is admitted. The review follows the
-//! policy and never replaces it: each of the two must allow.
+//! policy and never replaces it: both must allow the request.
 
 mod cache;
 mod kubelet_attributes;
@@ -24,7 +24,7 @@ use crate::{
 use causeway_certs::NodeName;
 use std::sync::Arc;
 
-/// Checks whether the client may access a kubelet's port of this listener.
+/// Checks whether the client may access a kubelet port through this listener.
 ///
 /// # Errors
 /// [`Reason::Forbidden`], or [`Reason::DependencyUnavailable`] if there is no answer.
@@ -34,7 +34,7 @@ pub(super) async fn check(
     authz_request: &AuthzRequest<'_>,
 ) -> Result<(), Error> {
     let port = authz_request.destination.port();
-    // For every address of the node: a kubelet listens on all of them, including those on the pod network.
+    // The check covers every address of the node, because a kubelet listens on all of them, including those on the pod network.
     if !kubelets.contains(&port) {
         return Ok(());
     }
@@ -45,7 +45,7 @@ pub(super) async fn check(
         )));
     };
     let account = account(authz_request.client);
-    // For the cluster, an empty name means every node: an address outside the edges may belong to any other kubelet.
+    // For the cluster, an empty name means every node. An address that no edge serves may belong to any other kubelet.
     let node = authz_request
         .destination
         .node()
@@ -79,7 +79,7 @@ pub(super) async fn check(
     )))
 }
 
-/// Returns the user as which the kubelet would know this client.
+/// Returns the user as which the kubelet would identify this client.
 fn account(client: &ClientIdentity) -> Arc<UserInfo> {
     if let Some(account) = &client.account {
         return account.clone();

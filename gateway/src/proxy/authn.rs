@@ -1,10 +1,10 @@
-//! Authentication of clients: by certificate, by bearer token (from a file, a JWT, or a token that the cluster knows), by the
-//! mode of a unix socket, or as an anonymous client.
+//! Authentication of clients: by certificate, by bearer token (from a file, a JWT, or a token that the cluster's API reviews), by
+//! the mode of a unix socket, or as an anonymous client.
 //!
-//! A listener accepts only the methods that its configuration names. A certificate and a unix peer are checked once a connection,
-//! a token at each request. Anonymous clients are served only if the listener has `anonymous: true`, and then only from the
-//! networks and for the ports that it names. A wrong credential never makes a client anonymous. A refusal begins with the method
-//! that was tried, says why it failed, and nothing else.
+//! A listener accepts only the methods that its configuration names. A certificate and a unix peer are checked once per
+//! connection, a token at each request. Anonymous clients are served only if the listener has `anonymous: true`, and then only
+//! from the networks and for the ports that it names. A wrong credential never makes a client anonymous. The detail of a refusal
+//! begins with the method that was tried, and contains only the reason of the failure.
 
 pub(crate) mod bearer;
 pub mod identity;
@@ -37,7 +37,7 @@ impl ClientIdentity {
     /// Checks a certificate against the listener's current revocations and the current time.
     ///
     /// # Errors
-    /// [`Reason::Unauthenticated`] if it is revoked, or if it has expired and the listener refuses that.
+    /// [`Reason::Unauthenticated`] if it is revoked, or if it has expired and the listener rejects expired certificates.
     pub(crate) fn is_welcome(
         &self,
         revoked: &BTreeSet<Serial>,
@@ -60,10 +60,10 @@ impl ClientIdentity {
         }
     }
 
-    /// Checks that a JWT which cannot be verified now has not expired, at a listener that refuses expired ones.
+    /// Checks that an unverifiable JWT has not expired, at a listener that refuses expired ones.
     ///
     /// # Errors
-    /// [`Reason::Unauthenticated`] if it has.
+    /// [`Reason::Unauthenticated`] if it has expired.
     pub(crate) fn is_in_time(&self, disconnect_expired: bool) -> Result<(), Error> {
         match &self.validity {
             Some(validity)
@@ -80,7 +80,7 @@ impl ClientIdentity {
 }
 
 impl PresentedCertificate {
-    /// Verifies the certificate again, with the listener's current trust roots, if it has any.
+    /// Verifies the certificate again with the listener's current trust roots. Without any it is not trusted.
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`] if the certificate is no longer trusted.
@@ -105,10 +105,10 @@ impl PresentedCertificate {
     }
 }
 
-/// Credentials of a connection: those of the connection itself, and the results that its requests share.
+/// Credentials of a connection, and authentication results that its requests share.
 #[derive(Debug)]
 pub(crate) struct ConnectionCredentials {
-    /// The client, if the connection identifies it (certificate, unix socket), or the reason why its certificate does not count.
+    /// The client, if the connection identifies it (certificate, unix socket), or the reason why its certificate was rejected.
     pub(crate) client: Result<Option<ClientIdentity>, PeerRejected>,
     pub(crate) last_token: TokenCache,
     anonymous_client: OnceLock<ClientIdentity>,
@@ -135,13 +135,13 @@ impl ConnectionCredentials {
     }
 }
 
-/// Parts of the gateway that authentication needs.
+/// Parts of the gateway that authentication uses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AuthnContext<'a> {
     pub(crate) limits: &'a Limits,
-    /// Cache of the reviews of clients by the cluster's API, if there is one.
+    /// Cache of the token reviews by the cluster's API, if the gateway has one.
     pub(crate) reviews: Option<&'a ReviewCache>,
-    /// Maximum time of a wait for missing keys of an issuer.
+    /// Maximum time of a wait for the missing keys of an issuer.
     pub(crate) bound: Duration,
 }
 
@@ -154,7 +154,7 @@ pub struct Authenticator {
     pub jwts: Option<JwtAuthenticator>,
     /// Tokens that the cluster's API reviews, if the listener accepts them.
     pub review: Option<TokenReview>,
-    /// Whether certificates are requested (for the sentence of a refusal).
+    /// Whether certificates are requested; used in the message of a refusal.
     pub accepts_certificates: bool,
     /// Whether anonymous clients are served.
     pub allows_anonymous: bool,
@@ -165,12 +165,12 @@ pub struct Authenticator {
 }
 
 impl Authenticator {
-    /// Identifies the client that sends this request to this node port. Waits only for missing keys of an issuer and for the
-    /// cluster's review of a token.
+    /// Identifies the client that sends this request to this node port. Waits only for missing keys of an issuer and for a token
+    /// review of the cluster's API.
     ///
     /// # Errors
-    /// [`Reason::Unauthenticated`] with the method that was tried, or [`Reason::DependencyUnavailable`] if the client cannot be identified
-    /// now.
+    /// [`Reason::Unauthenticated`] with the method that was tried, or [`Reason::DependencyUnavailable`] if the client cannot be
+    /// identified now.
     pub(crate) async fn identify(
         &self,
         (credentials, peer): (&ConnectionCredentials, RemoteAddr),
@@ -225,7 +225,7 @@ impl Authenticator {
     }
 }
 
-/// Returns why a certificate does not count, for its holder. Further details are for the log.
+/// Returns the error for a client whose certificate was rejected. Further details are for the log.
 fn certificate_error(rejection: &PeerRejected) -> Error {
     let detail = match rejection {
         PeerRejected::Identity(_) | PeerRejected::Invalid(_) => "not readable".to_owned(),

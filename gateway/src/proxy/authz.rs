@@ -1,7 +1,7 @@
-//! Authorization of a client on a node: decided for every stream, before the edge learns of it.
+//! Authorization of a client for a node: decided for every stream before the edge receives it.
 //!
 //! An implementation of [`Authorize`] decides; the default allows every identified client. It answers at once if it can. If
-//! another service must be asked, it returns a question, which is awaited here within a bound: one of the two waits that the
+//! another service has to decide, it returns a future, which is awaited here with a timeout: one of the two waits that the
 //! request path permits.
 
 pub use crate::config::policy::Action;
@@ -35,27 +35,27 @@ pub struct AuthzRequest<'a> {
     pub client: &'a ClientIdentity,
     /// Address of the client.
     pub remote_address: RemoteAddr,
-    /// The node or address that the stream goes to.
+    /// Node or address to which the stream goes.
     pub destination: Destination<'a>,
     /// Kind of stream.
     pub action: Action,
     /// The method (CONNECT for a TCP session).
     pub method: &'a Method,
-    /// The path as it will be sent, without the query.
+    /// The path as it is sent upstream, without the query.
     pub path: &'a str,
 }
 
-/// The destination of a stream.
+/// Destination of a stream.
 #[derive(Clone, Copy, Debug)]
 pub enum Destination<'a> {
-    /// To a node at the edge, through its tunnel.
+    /// Node behind a tunnel.
     Node(&'a Route),
-    /// To an address at no edge, which the gateway dials itself (`direct`).
+    /// Address that no edge serves, which the gateway dials itself (`direct`).
     Direct(SocketAddr),
 }
 
 impl Destination<'_> {
-    /// The port.
+    /// Returns the port.
     pub fn port(&self) -> u16 {
         match self {
             Self::Node(route) => route.target.port,
@@ -63,7 +63,7 @@ impl Destination<'_> {
         }
     }
 
-    /// The node, if there is one.
+    /// Returns the node, if there is one.
     pub fn node(&self) -> Option<&NodeName> {
         match self {
             Self::Node(route) => Some(&route.node),
@@ -81,32 +81,32 @@ impl fmt::Display for Destination<'_> {
     }
 }
 
-/// The decision.
+/// Decision about a stream.
 pub enum AuthzDecision {
     /// Allowed.
     Allow,
-    /// Not allowed; the sentence is for the client.
+    /// Not allowed, with the message for the client.
     Deny(Cow<'static, str>),
     /// Decision of the policy.
     Policy(Decision),
-    /// It cannot be decided yet; the sentence is for the client.
+    /// No decision is possible yet, with the message for the client.
     DependencyUnavailable(Cow<'static, str>),
-    /// Another service must be asked.
+    /// Another service has to decide.
     Pending(BoxFuture<'static, Result<(), Cow<'static, str>>>),
 }
 
 /// Authorizer of streams.
 pub trait Authorize: Debug + Send + Sync + 'static {
-    /// Decides, without waiting.
+    /// Decides without waiting.
     fn authorize(&self, authz_request: &AuthzRequest<'_>) -> AuthzDecision;
 
-    /// Returns a number that rises when a granted access may be denied now: open streams are then decided again.
+    /// Returns a number that increases when a granted access may be denied now. Open streams are then checked again.
     fn generation(&self) -> u64 {
         0
     }
 }
 
-/// Authorizer that allows every client which a listener admits to reach every node. The edge decides which targets it serves.
+/// Authorizer that allows every client that a listener admits to reach every node. The edge decides which targets it serves.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AllowAuthenticated;
 
@@ -116,7 +116,7 @@ impl Authorize for AllowAuthenticated {
     }
 }
 
-/// By the rules of a policy file.
+/// Authorizer that applies the rules of a policy file.
 #[derive(Clone, Debug)]
 pub struct PolicyAuthorizer {
     /// The rules.
@@ -139,7 +139,7 @@ impl Authorize for PolicyAuthorizer {
                 return decide_for(Some(address.ip()), &Node::default());
             }
         };
-        // A rule that denies by a label matches no node whose labels are missing.
+        // A rule that denies by a label would not match a node whose labels are missing.
         if self.policy.depends_on_nodes()
             && let Some(reason) = self.nodes.pending_reason()
         {
@@ -153,7 +153,7 @@ impl Authorize for PolicyAuthorizer {
     }
 }
 
-/// Returns the input of the rules, with the address that is dialled `direct` or the confirmed data of the node.
+/// Returns the input of the rules, with the confirmed data of the node or the address that the gateway dials itself (`direct`).
 fn policy_input<'a>(
     authz_request: &AuthzRequest<'a>,
     direct_address: Option<IpAddr>,
@@ -180,10 +180,10 @@ fn policy_input<'a>(
     }
 }
 
-/// Asks, and waits for no longer than `bound`. Also says by which rule it was decided, if by one.
+/// Requests a decision, and waits for it at most `bound`. Also returns the rule that decided, if there is one.
 ///
 /// # Errors
-/// [`Reason::Forbidden`], or [`Reason::DependencyUnavailable`] if no decision came in time.
+/// [`Reason::Forbidden`], or [`Reason::DependencyUnavailable`] without a decision in time.
 pub async fn check(
     authorizer: &dyn Authorize,
     authz_request: &AuthzRequest<'_>,
@@ -219,10 +219,10 @@ pub async fn check(
     }
 }
 
-/// As much of a path as a refusal repeats, in bytes.
+/// Maximum number of bytes of a path in a refusal.
 const MAX_DETAIL_PATH: usize = 256;
 
-/// Returns the sentence for the client; the rule is for the log.
+/// Returns the message for the client. The log contains the rule.
 fn refusal_detail(authz_request: &AuthzRequest<'_>) -> String {
     let AuthzRequest {
         client,

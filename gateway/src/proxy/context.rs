@@ -1,5 +1,4 @@
-//! Context of a request: the state of the gateway, the listener that accepted the client, and the stream that is about to be
-//! opened.
+//! Context of a request: the state of the gateway, the listener that accepted the client, and the stream to open.
 
 use super::{
     access_log::{AccessRecord, OpenStreams},
@@ -26,35 +25,35 @@ use std::sync::Arc;
 /// State that all listeners of a gateway share.
 #[derive(Debug)]
 pub struct ProxyState {
-    /// The nodes that are known.
+    /// The known nodes.
     pub nodes: Nodes,
-    /// The tunnels that are here.
+    /// The connected tunnels.
     pub registry: Registry,
-    /// How many streams may be open.
+    /// Limits on open streams.
     pub limits: Arc<Limits>,
-    /// Sessions that are dialled from here.
+    /// Counter of the sessions that the gateway dials itself.
     pub direct_streams: Counter,
-    /// The streams that are open.
+    /// The open streams.
     pub streams: Arc<OpenStreams>,
-    /// Upstreams to which this gateway itself speaks TLS.
+    /// Upstreams with which the gateway itself speaks TLS.
     pub upstream_tls_ports: UpstreamTlsPorts,
-    /// Lookup of the nodes of pods, if there is one.
+    /// Lookup of the nodes of pods, if configured.
     pub pods: Option<Arc<dyn PodLookup>>,
-    /// Cache of the reviews of clients by the cluster's API, if there is one.
+    /// Cache of reviews by the cluster's API, if configured.
     pub reviews: Option<ReviewCache>,
     /// Authorizer of requests.
     pub authorizer: Arc<dyn Authorize>,
     /// Metrics of the gateway.
     pub metrics: Arc<Metrics>,
-    /// The bounds of waits.
+    /// Timeouts of waits.
     pub timeouts: Timeouts,
-    /// Longest target of a request, in bytes.
+    /// Maximum length of a request target, in bytes.
     pub max_uri_bytes: usize,
-    /// Longest target at listeners whose errors are for kubectl, in bytes.
+    /// Maximum length of a request target at listeners with errors for kubectl, in bytes.
     pub max_kubernetes_uri_bytes: usize,
-    /// Largest fields of a request, in bytes.
+    /// Maximum size of the header fields of a request, in bytes.
     pub header_bytes: usize,
-    /// Most fields in a request head.
+    /// Maximum number of header fields of a request.
     pub max_headers: usize,
 }
 
@@ -67,12 +66,12 @@ pub struct Proxy {
     pub listener: Arc<Listener>,
     /// The worker that serves the connection.
     pub worker: WorkerId,
-    /// The owner of tasks that outlive a request: request bodies, upgraded sessions.
+    /// Task group that owns tasks that outlive a request: request bodies and upgraded sessions.
     pub tasks: Arc<TaskGroup>,
 }
 
 impl Proxy {
-    /// Whether they may, which the record notes.
+    /// Authorizes the request and records the decision in the access log.
     pub(crate) async fn authorize(
         &self,
         ask: &AuthzRequest<'_>,
@@ -89,7 +88,7 @@ impl Proxy {
     }
 }
 
-/// Context of a stream that is about to be opened, for the last steps of the request path.
+/// Context of a stream to open, for the last steps of the request path.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamContext<'a> {
     /// The listener and the shared state.
@@ -98,14 +97,14 @@ pub struct StreamContext<'a> {
     pub connection: &'a Arc<ClientConnection>,
     /// Identity of the client.
     pub client: &'a ClientIdentity,
-    /// The node and port that it goes to.
+    /// Node and target of the stream.
     pub route: &'a Route,
-    /// The tunnel that was picked.
+    /// The selected tunnel.
     pub tunnel: &'a causeway_tunnel::Tunnel,
-    /// Its identity.
+    /// Identifier of the tunnel.
     pub id: TunnelId,
     /// The record of this stream.
     pub record: &'a Arc<AccessRecord>,
-    /// Exchange that interim answers belong to.
+    /// Exchange of the interim responses.
     pub exchange: ExchangeId,
 }

@@ -1,5 +1,5 @@
-//! Body of a request on its way to the upstream: counted, with checked trailers. A refused or aborted body resets the stream
-//! below: an upstream never takes a part for the whole.
+//! Counted body of a request on its way to the upstream, with checked trailers. A refused or aborted body resets its stream, so
+//! that an upstream never takes a part of a body for the whole.
 
 use crate::{
     error::Reason,
@@ -19,41 +19,41 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Time that a body waits for an upstream that was asked to `100-continue` (RFC 9110 §10.1.1: a client need not wait for ever
-/// either; curl waits as long).
+/// Time that a body waits for an upstream's 100 after `100-continue`. A client need not wait indefinitely (RFC 9110 §10.1.1);
+/// curl waits as long.
 pub(super) const CONTINUE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A request's body, counted.
+/// Counted body of a request.
 pub(super) struct CountedRequestBody {
     pub(super) inner: RequestBody,
     /// Receive window, if the client speaks HTTP/2.
     pub(super) window: Option<u32>,
-    /// Count of the bytes that wait, to which the body reports its chunks.
+    /// Counter of the buffered bytes, to which the body reports its chunks.
     pub(super) waiting: BufferedBody,
     pub(super) record: Arc<AccessRecord>,
     pub(super) told: IdentityHeaderFields,
-    /// Bytes and fields of trailers at most.
+    /// Maximum number of bytes and of fields of trailers.
     pub(super) bounds: (usize, usize),
 }
 
 impl CountedRequestBody {
-    /// How long the body is, if that is known.
+    /// Returns the length of the body, if it is known.
     pub(super) fn length(&self) -> Option<u64> {
         self.inner.size_hint().exact()
     }
 
-    /// Reports its chunks to `waiting` from now on.
+    /// Makes the body report its chunks to `waiting`.
     pub(super) fn set_buffered(&mut self, buffered: BufferedBody) {
         self.waiting = buffered;
     }
 
-    /// Notes the token that ends the upstream connection on which the body goes from now on; `None` if it goes on none any more.
+    /// Records the token that resets the upstream connection that carries the body; `None` if no connection carries it.
     pub(super) fn set_upload_connection(&self, cancel_token: Option<CancellationToken>) {
         self.record.set_upload_connection(cancel_token);
     }
 
-    /// Returns the maximum number of bytes that are buffered here while this chunk waits: the chunk itself, and the bytes that
-    /// hyper or h2 has read after it.
+    /// Returns the maximum number of bytes that are buffered while this chunk waits: the chunk itself, and the bytes that hyper
+    /// or h2 has read after it.
     fn buffered_len(&self, chunk: &Bytes) -> usize {
         if self.inner.is_end_stream() {
             return chunk.len();
@@ -99,7 +99,7 @@ impl CountedRequestBody {
     }
 }
 
-/// Why a body does not go on.
+/// Reason why a body ends early.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum UploadError {
     #[error(transparent)]
@@ -143,7 +143,7 @@ impl Drop for CountedRequestBody {
     }
 }
 
-/// Whether a body broke the protocol, as opposed to a client that went away.
+/// Whether a body broke the protocol. A client that disconnected does not count.
 fn is_malformed(error: &hyper::Error) -> bool {
     let cause =
         std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());

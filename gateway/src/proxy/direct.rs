@@ -1,10 +1,10 @@
-//! Step 6d: a CONNECT to an address that is at no node's edge, dialled from here.
+//! Step 6d: a CONNECT to an address that no edge serves, dialled by the gateway.
 //!
-//! A kube-apiserver with an egress selector sends all traffic for its cluster: to pods and Services elsewhere, webhooks and
-//! aggregated APIs beside kubelets. A listener dials the addresses in its networks (`direct_networks`), and nothing else. The node of a
-//! name or an address is looked up first, so a target at an edge is never dialled directly. A name is resolved and checked here,
-//! and the gateway dials exactly the address that was checked. `special_addresses` decides which addresses a network means, and
-//! the policy decides which clients may connect to one.
+//! A kube-apiserver with an egress selector sends all traffic for its cluster. This includes traffic to pods and Services
+//! elsewhere, webhooks and aggregated APIs beside kubelets. A listener dials only addresses in its networks (`direct_networks`).
+//! The node of a name or an address is looked up first, so a target at an edge is never dialled directly. A name is resolved and
+//! checked here, and the gateway dials exactly the checked address. `special_addresses` decides which addresses a network
+//! includes, and the policy decides which clients may connect to an address.
 
 mod special_addresses;
 
@@ -48,10 +48,10 @@ use tokio::{
 };
 use tracing::debug_span;
 
-/// Bytes that are read at once, each way.
+/// Size of the read buffer of each direction, in bytes.
 const COPY_BUFFER_SIZE: usize = 16 * 1024;
 
-/// The least time between two log lines about the exhaustion of this process.
+/// Minimum time between two log lines about exhausted resources of this process.
 const LOG_INTERVAL: Duration = Duration::from_mins(1);
 
 /// Context of a CONNECT that the gateway dials itself.
@@ -68,7 +68,7 @@ pub struct DirectConnect<'a> {
     pub record: &'a Arc<AccessRecord>,
 }
 
-/// Returns the target of a CONNECT that this listener may dial itself, because the target is at no edge.
+/// Returns the target of a CONNECT that this listener may dial itself, because no edge serves the target.
 pub(crate) fn direct_target(
     networks: &[IpNet],
     route_input: &RouteInput<'_>,
@@ -85,10 +85,10 @@ pub(crate) fn direct_target(
         .ok()
 }
 
-/// Answers a CONNECT once the target is dialled, and relays bytes after the answer.
+/// Answers a CONNECT after the target was dialled, and relays bytes after the response.
 ///
 /// # Errors
-/// If the client has too many open streams, or the target lies in no network of the listener, or cannot be dialled.
+/// If the client has too many open streams, or the target is in no network of the listener, or cannot be dialled.
 pub(super) async fn connect(
     direct: DirectConnect<'_>,
     mut request: Request<RequestBody>,
@@ -101,7 +101,7 @@ pub(super) async fn connect(
     let on_upgrade = upgrade::on(&mut request);
     let deadline = Instant::now() + shared.timeouts.connect;
     let (tcp, address) = dial(&direct, deadline).await?;
-    // A reload from now on finds the address in the record; this finds one from before.
+    // A later reload finds the address in the record. This check covers an earlier reload.
     check(&direct.proxy.listener.latest(), &shared.nodes, address)?;
     direct.record.session_started(StatusCode::OK);
     spawn_session(&direct, on_upgrade, tcp);
@@ -168,10 +168,10 @@ async fn dial(
     }))
 }
 
-/// Checks that a listener may still dial an address.
+/// Checks that a listener may still dial an address directly.
 ///
 /// # Errors
-/// [`Reason::Forbidden`] if the address no longer lies in any of the listener's networks.
+/// [`Reason::Forbidden`] if the address is no longer in any of the listener's networks.
 pub(super) fn check(listener: &Listener, nodes: &Nodes, address: SocketAddr) -> Result<(), Error> {
     if is_dialled_here(listener, nodes, address.ip()) {
         return Ok(());
@@ -184,16 +184,16 @@ pub(super) fn check(listener: &Listener, nodes: &Nodes, address: SocketAddr) -> 
 
 /// Whether a listener dials this address itself.
 fn is_dialled_here(listener: &Listener, nodes: &Nodes, address: IpAddr) -> bool {
-    // A kubelet on this host is dialled like any other.
+    // A kubelet on this host is dialled like any other kubelet.
     let is_host_address = special_addresses::own_addresses().contains(&address.to_canonical())
         && !nodes.is_elsewhere(address);
     let mut networks = listener.direct_networks.iter();
     networks.any(|network| special_addresses::is_allowed_in(address, network, is_host_address))
 }
 
-/// Whether the client may connect to this address.
+/// Checks whether the client may connect to this address.
 async fn authorize_address(direct: &DirectConnect<'_>, address: SocketAddr) -> Result<(), Error> {
-    // Recorded first: a later change of the policy is checked against this address.
+    // Recorded first, so that a later change of the policy is checked against this address.
     direct.record.set_direct_address(address);
     let authz_request = AuthzRequest {
         client: direct.client,
@@ -235,7 +235,7 @@ fn spawn_session(direct: &DirectConnect<'_>, on_upgrade: OnUpgrade, tcp: TcpStre
     let connection = direct.connection.clone();
     let record = direct.record.clone();
     let client_speaks_first = direct.proxy.listener.error_format == ErrorFormat::Kubernetes;
-    // The answer is over at once.
+    // The response itself is complete at once.
     let busy_guard = connection.idle.begin_request();
     let work = async move {
         let upgraded = match on_upgrade.await {
@@ -271,7 +271,7 @@ fn spawn_session(direct: &DirectConnect<'_>, on_upgrade: OnUpgrade, tcp: TcpStre
     direct.proxy.tasks.spawn(debug_span!("session"), work);
 }
 
-/// Relays bytes both ways, and half-closes as well. A failure on one side resets the other.
+/// Relays bytes and half-closes in both directions. A failure on one side resets the other.
 pub(super) async fn relay<S, F>(
     mut client: S,
     target: &mut CountedIo<F>,
@@ -303,7 +303,7 @@ where
     result.map(drop)
 }
 
-/// Connection to the target, whose bytes are counted.
+/// Connection to the target that counts its bytes.
 pub(super) struct CountedIo<F> {
     inner: F,
     bytes: Arc<ByteCounters>,
@@ -319,7 +319,7 @@ impl<F> CountedIo<F> {
         }
     }
 
-    /// Whether the connection has failed, and not that of the client.
+    /// Whether this connection has failed, as opposed to the client's connection.
     pub(super) fn is_broken(&self) -> bool {
         self.has_failed
     }

@@ -1,11 +1,11 @@
-//! Failures as bytes: the only place that turns an [`Error`] into an answer.
+//! Error responses: the only place that turns an [`Error`] into a response.
 //!
-//! Each answer has three forms at once: status and `application/problem+json` (RFC 9457), a `Proxy-Status` field (RFC 9209), and
-//! the same word in metrics and log through the record. The answer to a CONNECT has the sentence in the reason phrase as well,
-//! the only part that kube-apiserver shows. A listener with `errors: kubernetes` answers 502 with plain text, the only form that
-//! kubectl shows in every case. Only an upgrade gets a `Status` of Kubernetes: kubectl parses the answer to an upgrade as YAML,
-//! and shows nothing of a text that happens to be YAML, such as `what: why`. gRPC clients get `grpc-status` and `grpc-message` in
-//! a response of the kind "Trailers-Only", on any listener.
+//! Each response has three forms at once: the status and `application/problem+json` (RFC 9457), a `Proxy-Status` field (RFC
+//! 9209), and the same word in metrics and log through the record. The response to a CONNECT also has the sentence in the reason
+//! phrase, the only part that kube-apiserver shows. A listener with `errors: kubernetes` answers 502 with plain text, the only
+//! form that kubectl shows in every case. Only an upgrade gets a Kubernetes `Status`: kubectl parses the response to an upgrade
+//! as YAML, and shows nothing of a text that happens to be YAML, such as `what: why`. gRPC clients get `grpc-status` and
+//! `grpc-message` in a "Trailers-Only" response, on any listener.
 
 pub(super) mod unparsed;
 
@@ -29,15 +29,15 @@ const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 /// Bytes that a `grpc-message` percent-encodes, besides those that are not ASCII.
 const GRPC_ENCODED: &AsciiSet = &CONTROLS.add(b'%');
-/// Characters of an error's sentence in a field: clients bound the size of a head.
+/// Maximum number of characters of an error's sentence in a field, because clients limit the size of a head.
 const MAX_DETAIL_CHARS: usize = 512;
 
 /// Protocol in which a client expects errors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorProtocol {
-    /// HTTP itself.
+    /// Plain HTTP.
     Http,
-    /// An upgrade of HTTP/1.1.
+    /// HTTP/1.1 upgrade.
     Upgrade,
     /// gRPC.
     Grpc,
@@ -57,7 +57,7 @@ impl ErrorProtocol {
     }
 }
 
-/// The answer that says why there is no other, to a request of this protocol.
+/// Returns the error response to a request of this protocol.
 pub fn error_response(
     listener: &Listener,
     record: &AccessRecord,
@@ -88,7 +88,7 @@ pub fn error_response(
     response
         .headers_mut()
         .insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
-    // For all requests to a `connect` listener, and for a CONNECT of an egress selector to another kind of listener.
+    // Applies to all requests to a `connect` listener, and to a CONNECT of an egress selector to another kind of listener.
     if (listener.protocol == ListenerProtocol::Connect || record.is_connect_request())
         && let Ok(phrase) = ReasonPhrase::try_from(visible_ascii(&error.detail))
     {
@@ -101,7 +101,7 @@ fn problem(error: &Error, record: &AccessRecord) -> String {
     problem_of(error.reason, &error.detail, record.trace().as_str())
 }
 
-/// A `Status` of Kubernetes' API.
+/// Returns a `Status` of Kubernetes' API as JSON.
 fn kubernetes_status(error: &Error) -> String {
     let status = json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {},

@@ -1,7 +1,7 @@
 //! Step 6a: a plain request over a tunnel stream.
 //!
-//! The head is sent first, the body after it (`start_upload`), so that an answer that comes before the body is read passes at
-//! once. A client that goes away drops this future or its body, and with it the stream: a reset.
+//! The head is sent first, the body after it (`start_upload`), so that a response that comes before the body was read passes at
+//! once. A client that disconnects drops this future or its body, which resets the stream.
 
 use crate::{
     error::{Error, Reason},
@@ -43,7 +43,7 @@ use tracing::debug_span;
 /// Forwards a plain request.
 ///
 /// # Errors
-/// If the stream cannot be opened, or breaks before the answer's head.
+/// If the stream cannot be opened, or breaks before the head of the response.
 pub async fn forward_request(
     ctx: StreamContext<'_>,
     request: Request<RequestBody>,
@@ -88,8 +88,8 @@ pub async fn forward_request(
     Ok(into_client_response(ctx, answer)?.map(|body| body.with_upload(upload).with_sender(sender)))
 }
 
-/// Sends the body in a task of its own, which ends with the request or its answer, even while it waits for a tunnel that takes
-/// nothing. Until then its waiting bytes count as buffered. With `expects` it waits for the sender that is returned.
+/// Sends the body in its own task, which ends with the request or its response, even while it waits for a tunnel that accepts
+/// nothing. Until then, its waiting bytes count as buffered. With `expects`, the task waits for the returned sender.
 pub(super) fn start_upload(
     ctx: StreamContext<'_>,
     (inner, version): (RequestBody, Version),
@@ -102,7 +102,7 @@ pub(super) fn start_upload(
     let body = counted(ctx, (inner, version), waiting.clone());
     let shared = ctx.proxy.shared.clone();
     let record = ctx.record.clone();
-    // The body may continue after a complete answer.
+    // The upload may continue after a complete response.
     let busy = (version == Version::HTTP_2).then(|| ctx.connection.idle.begin_request());
     let node = ctx.route.node.clone();
     ctx.proxy.tasks.spawn(debug_span!("body"), async move {
@@ -129,7 +129,7 @@ async fn upload(
     release: OptionFuture<oneshot::Receiver<()>>,
     (node, patience, record): (NodeName, Duration, &AccessRecord),
 ) {
-    // If a request is cancelled while it waits, its stream below is cancelled as well.
+    // A request that is cancelled while it waits also cancels its stream.
     let _ = release.await;
     match pump(body, &mut send, Some(patience)).await {
         Ok(()) => {}
@@ -152,7 +152,7 @@ async fn upload(
     }
 }
 
-/// Returns the body of a request, which reports its chunks to `waiting`.
+/// Returns the counted body of a request, which reports its chunks to `waiting`.
 pub(super) fn counted(
     ctx: StreamContext<'_>,
     (inner, version): (RequestBody, Version),
@@ -169,7 +169,7 @@ pub(super) fn counted(
     }
 }
 
-/// Waits for the final answer, and forwards interim ones. Releases the body at the upstream's 100, at its answer, or after a
+/// Waits for the final response, and forwards interim ones. Releases the body at the upstream's 100, at its response, or after a
 /// timeout.
 pub(super) async fn wait_for_response(
     ctx: StreamContext<'_>,
@@ -195,7 +195,7 @@ pub(super) async fn wait_for_response(
         if let Ok(outcome) = tokio::time::timeout(CONTINUE_TIMEOUT, wait_continue).await {
             outcome?;
         }
-        // A body that is gone needs no leave.
+        // The send fails if the body has ended.
         let _ = go.send(());
     }
     while let Some(interim) = answer.next_informational().await? {
@@ -210,7 +210,7 @@ pub(super) async fn wait_for_response(
     answer.await
 }
 
-/// Passes an interim answer on to the client (RFC 9110 §15.2).
+/// Forwards an interim response to the client (RFC 9110 §15.2).
 pub(super) fn forward_informational(
     connection: &ClientConnection,
     exchange: ExchangeId,
@@ -228,7 +228,7 @@ pub(super) fn forward_informational(
     connection.interims.send(exchange, status, &fields);
 }
 
-/// The request's head as the tunnel takes it.
+/// Builds the request head for the tunnel.
 pub(super) fn build_head(
     ctx: StreamContext<'_>,
     parts: http::request::Parts,
@@ -250,7 +250,7 @@ pub(super) fn build_head(
     ctx.proxy.listener.forwarding.apply(hop, &mut fields);
     append_via(&mut fields, version);
     trace_context::never_index(&mut fields);
-    // After `clean`, so that the client's `Connection` field cannot remove it.
+    // Set after `clean`, so that the client's `Connection` field cannot remove these fields.
     ctx.proxy
         .listener
         .identity_headers
@@ -282,7 +282,7 @@ fn scheme(ctx: StreamContext<'_>) -> uri::Scheme {
     }
 }
 
-/// Adds this hop (RFC 9110 §7.6.3).
+/// Appends this hop to `Via` (RFC 9110 §7.6.3).
 pub(super) fn append_via(fields: &mut HeaderMap, version: Version) {
     let value = if version == Version::HTTP_2 {
         "2 causeway"
@@ -292,7 +292,7 @@ pub(super) fn append_via(fields: &mut HeaderMap, version: Version) {
     fields.append(VIA, HeaderValue::from_static(value));
 }
 
-/// Returns the upstream's answer, or the edge's refusal as an error.
+/// Returns the upstream's response, or the edge's rejection as an error.
 pub(super) fn into_client_response(
     ctx: StreamContext<'_>,
     answer: Response<StreamReceiver>,
@@ -313,10 +313,10 @@ pub(super) fn into_client_response(
     Ok(Response::from_parts(parts, body))
 }
 
-/// The edge's own word, if it failed the stream.
+/// Checks the error that the edge itself reports, if it rejected the stream.
 ///
 /// # Errors
-/// The refusal.
+/// The rejection.
 pub(super) fn check_edge_rejection(
     way: StreamContext<'_>,
     fields: &HeaderMap,
@@ -329,7 +329,7 @@ pub(super) fn check_edge_rejection(
         .unwrap_or("the edge failed the request")
         .to_owned();
     let reason = RejectCode::parse(code).map_or(Reason::TargetBroken, Reason::from);
-    // Edges name themselves in most messages; a client should always see which edge sent the message.
+    // Most messages contain the name of the edge. A client should always see which edge sent the message.
     let node = way.route.node.as_str();
     let names_node = detail.starts_with(node);
     let mut detail = if names_node {
@@ -347,7 +347,7 @@ pub(super) fn check_edge_rejection(
     Err(reason.error(detail))
 }
 
-/// A stream that failed before its answer.
+/// Returns the error of a stream that failed before its response.
 pub(super) fn stream_error(way: StreamContext<'_>, error: &StreamError) -> Error {
     Error::from_stream_error(way.route.node.as_str(), error)
 }

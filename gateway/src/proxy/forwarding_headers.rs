@@ -1,9 +1,8 @@
-//! Forwarding headers: request fields that tell an upstream the client's address, the scheme and the host.
+//! Forwarding headers: request fields that give an upstream the client's address, the scheme and the host.
 //!
 //! `Forwarded` (RFC 7239), `X-Forwarded-For`, `X-Forwarded-Proto`, `X-Forwarded-Host` and `X-Real-IP`. The values that a client
-//! sends in them are removed, in any spelling that an upstream may read as the same name. The values that a proxy in
-//! `trusted_proxies` sends are forwarded: lists get this hop appended, single values stay as they are. Trailers lose all of these
-//! fields.
+//! sends are removed, in any spelling that an upstream may read as the same name. The values of a proxy in `trusted_proxies` are
+//! forwarded: this hop is appended to lists, and single values stay as they are. All of these fields are removed from trailers.
 
 use crate::{
     config::{self, ForwardingHeader},
@@ -21,8 +20,8 @@ const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host")
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 const X_REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
 
-/// Names that tell applications one of these facts. The gateway sets five of them. Frameworks read the others in place of
-/// them: gunicorn and Rack take `X-Forwarded-Ssl: on` for https.
+/// Names of fields that give applications one of these facts. The gateway sets five of them. Frameworks read the others in their
+/// place: gunicorn and Rack treat `X-Forwarded-Ssl: on` as https.
 const FORWARDING_HEADERS: [&str; 12] = [
     "forwarded",
     "x-forwarded-by",
@@ -45,18 +44,18 @@ pub struct ForwardingHeaders {
     trusted_proxies: Vec<IpNet>,
 }
 
-/// A request as it came over the client's connection.
+/// Request as it arrived on the client's connection.
 #[derive(Clone, Copy)]
 pub(super) struct Hop<'a> {
-    /// Address of the client, or of the proxy in front of this gateway. None for a unix socket.
+    /// Address of the client, or of the proxy in front of this gateway. `None` for a unix socket.
     pub(super) peer: Option<IpAddr>,
     pub(super) tls: bool,
     pub(super) authority: Option<&'a Authority>,
-    /// The values of the last request of the connection.
+    /// Cached values of the last request of the connection.
     pub(super) cached_values: &'a CachedValues,
 }
 
-/// Values of the last request of a connection: clients mostly ask for one authority.
+/// Values of the last request of a connection, because most clients request the same authority.
 pub(crate) type CachedValues = Mutex<Option<Values>>;
 
 #[derive(Debug)]
@@ -80,7 +79,7 @@ impl ForwardingHeaders {
     pub(super) fn apply(&self, hop: Hop<'_>, fields: &mut HeaderMap) {
         let trusted = hop.peer.is_some_and(|peer| self.is_trusted(peer));
         remove_forwarding_headers(fields, trusted);
-        // With `Via`: a small head grows once, and not with each field.
+        // Includes `Via`, so that a small head grows once, and not with each field.
         fields.reserve(self.headers.len() + 1);
         let mut cache = hop
             .cached_values
@@ -93,7 +92,7 @@ impl ForwardingHeaders {
         };
         if self.is_enabled(ForwardingHeader::XRealIp) {
             let peer_address = values.address.as_ref();
-            // Before this hop is appended to the list.
+            // Read before this hop is appended to the list.
             let client = if trusted {
                 self.original_client(fields)
                     .or_else(|| peer_address.cloned())
@@ -135,8 +134,8 @@ impl ForwardingHeaders {
     }
 
     /// Returns the client that a trusted proxy names: the last address of `X-Forwarded-For` that is no trusted proxy itself, or
-    /// else the value of `X-Real-IP`. The list counts first: load balancers that write the list pass a client's `X-Real-IP`
-    /// unchanged.
+    /// else the value of `X-Real-IP`. The list takes precedence, because load balancers that write the list forward a client's
+    /// `X-Real-IP` unchanged.
     fn original_client(&self, fields: &HeaderMap) -> Option<HeaderValue> {
         let reversed_lists = fields.get_all(X_FORWARDED_FOR).iter().rev();
         let items = reversed_lists.flat_map(|list| list.to_str().unwrap_or_default().rsplit(','));
@@ -167,7 +166,7 @@ impl Values {
             .unwrap_or_default();
         let forwarded = format!("for={for_node}{host};proto={}", hop.scheme());
         Self {
-            // Copied: an authority may be a slice of a whole read buffer.
+            // Copied, because an authority may be a slice of a whole read buffer.
             authority: authority.map(Into::into),
             forwarded: HeaderValue::try_from(forwarded).ok(),
             host: authority.and_then(|host| HeaderValue::from_str(host).ok()),
@@ -184,12 +183,12 @@ impl Hop<'_> {
     }
 }
 
-/// Removes these fields from trailers: they belong in a head.
+/// Removes these fields from trailers, because they belong in a head.
 pub(super) fn strip_trailers(trailers: &mut HeaderMap) {
     remove_forwarding_headers(trailers, false);
 }
 
-/// Removes all forwarding headers, or with `keep_exact` only other spellings of their names, which no proxy writes.
+/// Removes all forwarding headers. With `keep_exact`, removes only other spellings of their names, which no proxy writes.
 fn remove_forwarding_headers(fields: &mut HeaderMap, keep_exact: bool) {
     let should_remove = |name: &HeaderName| {
         let name = name.as_str();
@@ -198,7 +197,7 @@ fn remove_forwarding_headers(fields: &mut HeaderMap, keep_exact: bool) {
                 .iter()
                 .any(|own| names_equal_folded(own, name) && !(keep_exact && *own == name))
     };
-    // Allocates only if there are any.
+    // Allocates only if there are such names.
     let names: Vec<_> = fields
         .keys()
         .filter(|name| should_remove(name))
@@ -215,7 +214,7 @@ fn insert_value(fields: &mut HeaderMap, name: HeaderName, value: Option<HeaderVa
     }
 }
 
-/// Appends to a list, in one field: many applications read the first field of a name only.
+/// Appends to a list in one field, because many applications read only the first field of a name.
 fn append_to_list(fields: &mut HeaderMap, name: HeaderName, value: &HeaderValue) {
     let mut joined: Vec<u8> = Vec::new();
     for list in fields.get_all(&name).iter().filter(|list| !list.is_empty()) {
@@ -261,7 +260,7 @@ mod tests {
         fields
     }
 
-    /// The fields after a request from 10.0.0.7 by TLS for edge-1.
+    /// Returns the fields after a TLS request from 10.0.0.7 for edge-1.
     fn applied(listener: &Listener, lines: &[(&'static str, &'static str)]) -> HeaderMap {
         let mut fields = fields(lines);
         let hop = Hop {
@@ -296,7 +295,7 @@ mod tests {
         let mut expected = fields(&OURS);
         expected.extend(fields(&forged[..2]));
         assert_eq!(applied(&listener(&[]), &forged), expected);
-        // Another proxy is trusted, not this client.
+        // This client is not in the trusted network.
         assert_eq!(applied(&listener(&["10.0.1.0/24"]), &forged), expected);
         let mut trailers = fields(&forged);
         strip_trailers(&mut trailers);
@@ -325,7 +324,7 @@ mod tests {
             came[3],
             came[4],
             came[5],
-            // The last address that is no trusted proxy.
+            // The last address that is not a trusted proxy.
             ("x-real-ip", "192.0.2.1"),
         ]);
         assert_eq!(applied(&listener(&["10.0.0.0/24"]), &came), expected);

@@ -1,10 +1,10 @@
-//! Identity headers: fields that tell the upstream who the client is, and that only this gateway sets.
+//! Identity headers: fields that contain the client's identity for the upstream, and that only this gateway sets.
 //!
-//! Fields of these names that a client sends are removed, and so are those of the whole family (`X-Remote-Extra-…`), from heads
-//! and trailers, in any spelling that an upstream may take for the same name (`X_Remote_User` reaches CGI as `X-Remote-User`
-//! does). Kubernetes' aggregator removes the same (`SetAuthProxyHeaders` in client-go). A value contains the characters of a name
-//! that a field can contain. All others are percent-encoded, and so are `%` and the comma, by which upstreams join and split
-//! like-named fields.
+//! A client's fields with these names are removed, and so are those of the whole family (`X-Remote-Extra-…`). This applies to
+//! heads and trailers, in any spelling that an upstream may take for the same name (`X_Remote_User` reaches CGI as
+//! `X-Remote-User` does). Kubernetes' aggregator removes the same fields (`SetAuthProxyHeaders` in client-go). A value contains
+//! the characters of a name that a field can contain. All others are percent-encoded, and so are `%` and the comma, by which
+//! upstreams join and split fields with the same name.
 
 use crate::{
     config::{
@@ -17,10 +17,10 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use std::sync::Arc;
 
-/// Characters that are percent-encoded in values, besides all that are not ASCII.
+/// Characters that are percent-encoded in values, besides non-ASCII characters.
 const ENCODED: &AsciiSet = &CONTROLS.add(b' ').add(b'%').add(b',');
 
-/// Fields by which a listener tells upstreams who the client is. A cheap clone.
+/// Fields in which a listener sends the client's identity to upstreams. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct IdentityHeaderFields(Option<Arc<HeaderNames>>);
 
@@ -33,10 +33,10 @@ struct HeaderNames {
 }
 
 impl IdentityHeaderFields {
-    /// By fields of these names.
+    /// Returns the fields with these names.
     ///
     /// # Errors
-    /// If a name is none that this gateway could set.
+    /// If this gateway cannot set a field with one of the names.
     pub fn from_config(names: &IdentityHeaders) -> Result<Self, String> {
         let parse_name = |name: &Option<String>| name.as_deref().map(parse_field_name).transpose();
         let (user, groups) = (parse_name(&names.user)?, parse_name(&names.groups)?);
@@ -50,7 +50,7 @@ impl IdentityHeaderFields {
         Ok(Self(has_any.then(|| Arc::new(names))))
     }
 
-    /// Removes these fields from a client's request.
+    /// Removes these fields from a request of a client.
     pub fn strip_fields(&self, fields: &mut HeaderMap) {
         let Some(names) = &self.0 else { return };
         let is_reserved = |name: &HeaderName| {
@@ -72,7 +72,7 @@ impl IdentityHeaderFields {
         }
     }
 
-    /// Sets the client's identity, and removes these fields of the client's request. An anonymous client has no name.
+    /// Removes these fields from the client's request, and sets them to the client's identity. An anonymous client has no name.
     pub fn set_identity(&self, fields: &mut HeaderMap, client: &ClientIdentity) {
         self.strip_fields(fields);
         let Some(names) = &self.0 else { return };
@@ -91,18 +91,18 @@ impl IdentityHeaderFields {
 }
 
 fn append_encoded(fields: &mut HeaderMap, name: &HeaderName, text: &str) {
-    // Nothing but visible ASCII is left, so this cannot fail.
+    // Cannot fail, because the encoded text is visible ASCII.
     if let Ok(value) = HeaderValue::try_from(utf8_percent_encode(text, ENCODED).to_string()) {
         fields.append(name.clone(), value);
     }
 }
 
-/// Whether an application may read one name as the other.
+/// Whether an application may treat the two names as equal.
 pub(super) fn names_equal_folded(one: &str, other: &str) -> bool {
     one.len() == other.len() && has_folded_prefix(one, other)
 }
 
-/// Whether an application may read the name as one that begins with the prefix.
+/// Whether an application may read the name as one with this prefix.
 fn has_folded_prefix(prefix: &str, name: &str) -> bool {
     let (prefix, name) = (prefix.as_bytes(), name.as_bytes());
     name.get(..prefix.len()).is_some_and(|begin| {
@@ -133,7 +133,7 @@ mod tests {
             "x~remote!user",
             "x-remote_group",
             "x-remote-group",
-            // As Kubernetes' aggregator says it.
+            // Kubernetes' aggregator uses the same names.
             "x-remote-uid",
             "x-remote-extra-scopes",
             "x_remote.extra-scopes",

@@ -1,8 +1,8 @@
-//! Limits on open connections and streams: connections in total, streams in total, for a client, for a node. No stream is
-//! admitted while too many bytes are buffered.
+//! Limits on open connections and streams: total connections, total streams, streams per client, and streams per node. No stream
+//! is admitted while too many bytes are buffered.
 //!
-//! The request path uses only atomics: the count of a client is looked up once a connection and travels with the client, the
-//! count of a node comes with the selected tunnel. A permit returns what it took when it is dropped, wherever.
+//! The request path uses only atomics. The counter of a client is looked up once per connection and stored with the client; the
+//! counter of a node comes with the selected tunnel. A permit releases its units when it is dropped.
 
 use crate::{
     config,
@@ -22,13 +22,13 @@ use std::{
     },
 };
 
-/// Bodies of requests that are discarded at once: anybody may have one, and has no stream counted for it.
+/// Maximum number of request bodies that are discarded at once. Any client may have one, and no stream is counted for it.
 const DISCARDED_BODIES: usize = 1024;
 
-/// Open streams of one client or node.
+/// Counter of the open streams of one client or node.
 pub type Counter = Arc<AtomicUsize>;
 
-/// The bounds and what is open.
+/// Configured limits and the open connections and streams.
 #[derive(Debug)]
 pub struct Limits {
     config: config::Limits,
@@ -39,7 +39,7 @@ pub struct Limits {
     memory_budget: Arc<MemoryBudget>,
 }
 
-/// The right to one open stream.
+/// Permit for one open stream.
 #[derive(Debug)]
 pub struct Permit {
     _gateway: CounterGuard,
@@ -47,7 +47,7 @@ pub struct Permit {
     _node: CounterGuard,
 }
 
-/// One unit of a count.
+/// Guard of one unit of a counter.
 #[derive(Debug)]
 pub struct CounterGuard(Counter);
 
@@ -63,7 +63,7 @@ fn acquire(count: &Counter, limit: usize) -> Option<CounterGuard> {
 }
 
 impl Limits {
-    /// Nothing is open.
+    /// Returns limits without any open streams.
     pub fn new(config: config::Limits, metrics: &Arc<Metrics>) -> Self {
         Self {
             memory_budget: Arc::new(MemoryBudget::new(config.buffered_bytes)),
@@ -75,7 +75,7 @@ impl Limits {
         }
     }
 
-    /// Returns the count of a client, shared by all its connections.
+    /// Returns the counter of a client, shared by all its connections.
     pub fn client_counter(&self, name: &Arc<str>) -> Counter {
         let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = clients.get(name).and_then(Weak::upgrade) {
@@ -100,17 +100,17 @@ impl Limits {
         self.connections.open_connections()
     }
 
-    /// Returns the place of one more connection of a client, if there is one.
+    /// Returns the slot of one more connection of a client, if the limit permits it.
     pub fn admit_connection(&self, peer: RemoteAddr) -> Option<Slot> {
         self.connections.admit(peer).ok()
     }
 
-    /// Returns the place of a body of this client that is discarded, the one of an older body if need be.
+    /// Returns the slot for a discarded body of this client. If necessary, an older body loses its slot.
     pub fn admit_discarded_body(&self, peer: RemoteAddr) -> Option<Slot> {
         self.discarded_bodies.admit(peer).ok()
     }
 
-    /// Room for one more stream.
+    /// Admits one more stream.
     ///
     /// # Errors
     /// [`Reason::LimitReached`], naming the limit.

@@ -1,8 +1,8 @@
-//! Step 1: listeners accept clients and describe their connections.
+//! Step 1: listeners, which accept clients and describe their connections.
 //!
 //! Each worker accepts from its own clone of a listener's socket. If the ClientHello, the original destination or a fixed node
-//! names the node before HTTP is spoken, it also selects the worker. The socket moves there once, before it is served. Handshakes
-//! run in tasks of their own, each within a bound.
+//! names the node before HTTP is spoken, the node also selects the worker. The socket moves to that worker once, before it is
+//! served. Handshakes run in their own tasks, each with a timeout.
 
 pub mod accept;
 pub mod conn_io;
@@ -43,55 +43,55 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Time in which streams may still begin on a connection whose listener has been replaced: its client learns of that within a
-/// second and a round trip, unless it reads nothing.
+/// Time in which streams may still begin on a connection whose listener has been replaced. A client that reads is notified within
+/// a second and a round trip.
 const RETIRE_GRACE: Duration = Duration::from_secs(3);
 
-/// A cloud-facing listener, as configured.
+/// Configured listener for clients.
 #[derive(Debug)]
 pub struct Listener {
-    /// Its name in configuration and log.
+    /// Name in configuration and log.
     pub name: String,
-    /// The protocol that it speaks.
+    /// Protocol of the clients.
     pub protocol: ListenerProtocol,
-    /// The node that it stands for, if it stands for one.
+    /// Node to which all requests go, if the listener has a fixed one.
     pub node: Option<NodeName>,
-    /// The node port that it stands for.
+    /// Node port of the requests that name none.
     pub port: Option<u16>,
-    /// The port that it listens on, which stands for nothing.
+    /// Port of the listening socket, which is not used for routing.
     pub bound_port: Option<u16>,
-    /// TLS, if it speaks it.
+    /// TLS configuration, if the listener uses TLS.
     pub tls: Option<ArcSwap<ListenerTls>>,
     /// Authentication of its clients.
     pub authentication: Authenticator,
-    /// The node ports that are kubelets', at which the cluster's API decides too.
+    /// Node ports of kubelets, at which the cluster's API decides too.
     pub kubelets: Vec<u16>,
-    /// The client certificates that are revoked.
+    /// Serial numbers of revoked client certificates.
     pub revoked: BTreeSet<Serial>,
     /// Whether streams end when the certificate or JWT of their client expires.
     pub disconnect_expired: bool,
-    /// Whether the client's Authorization goes to the upstream.
+    /// Whether the client's Authorization is forwarded to the upstream.
     pub forward_authorization: bool,
-    /// The fields that tell the upstream who the client is.
+    /// Fields with the client's identity for the upstream.
     pub identity_headers: IdentityHeaderFields,
-    /// The fields that tell the upstream the client's address, the scheme and the host.
+    /// Fields with the client's address, the scheme and the host for the upstream.
     pub forwarding: ForwardingHeaders,
     /// Form of its error responses.
     pub error_format: ErrorFormat,
-    /// Whether DNAT's original destination is asked for.
+    /// Whether the original destination before DNAT is looked up.
     pub original_destination: bool,
-    /// Networks in which the gateway dials the target of a CONNECT itself, if the target is at no edge.
+    /// Networks in which the gateway dials the target of a CONNECT itself, if no edge serves the target.
     pub direct_networks: Vec<IpNet>,
-    /// Networks whose connections begin with a PROXY v2 header that names the client.
+    /// Networks of peers whose connections begin with a PROXY v2 header with the client's address.
     pub proxy_protocol: Vec<IpNet>,
     /// Its metrics.
     pub metrics: Arc<ListenerMetrics>,
-    /// Limits the log lines of clients that ask for an unknown name or refuse the certificate.
+    /// Throttle of the log lines about clients that request an unknown name or refuse the certificate.
     pub(crate) tls_refusal_throttle: LogThrottle,
-    /// Connections that this listener dials itself and that failed because this process is out of file descriptors, local
-    /// ports or memory.
+    /// Throttle of the log lines about connections that this listener dials itself and that failed because the process is out of
+    /// file descriptors, local ports or memory.
     pub(crate) exhaustion_throttle: LogThrottle,
-    /// Time from which nothing begins here any more, once it is known.
+    /// Time from which no stream begins here, once the listener is retired.
     pub(crate) retired_at: OnceLock<Instant>,
     /// The listener that has replaced this one, if one has.
     pub(crate) successor: OnceLock<Arc<Listener>>,
@@ -100,16 +100,16 @@ pub struct Listener {
 /// Certificate and trust roots of a listener.
 #[derive(Debug)]
 pub struct ListenerTls {
-    /// TLS configuration with the certificate.
+    /// TLS configuration, including the certificate.
     pub server_config: Arc<ServerConfig>,
     /// Trust roots for client certificates.
     pub trust: TrustStore,
-    /// Resolver that makes the leaf for an address, if leaves are made here.
+    /// Resolver that issues the leaf for an address, if the gateway issues the leaves.
     pub leaves: Option<Arc<SniCertResolver>>,
 }
 
 impl ListenerTls {
-    /// Returns whether no certificate that is made here bears this server name.
+    /// Whether the gateway issues the leaves, and none of them has this server name.
     fn lacks_certificate_for(&self, server_name: &str) -> bool {
         let leaves = self.leaves.as_ref();
         leaves.is_some_and(|leaves| !leaves.recognizes(server_name))
@@ -123,7 +123,7 @@ impl ListenerTls {
         };
         let node = match nodes.by_address(original.ip()) {
             AddressMatch::Node(node) => Some(node),
-            // The client finds the address in the certificate, and reads in the answer which nodes have it.
+            // The client finds the address in the certificate, and the response lists the nodes that share it.
             AddressMatch::Several(nodes) => nodes.into_iter().next(),
             AddressMatch::Pod(_) | AddressMatch::Unknown => None,
         };
@@ -137,14 +137,14 @@ impl ListenerTls {
 }
 
 impl Listener {
-    /// The certificate that the listener shows under its own names, if it makes that itself.
+    /// Returns the certificate that the listener presents under its own names, if the gateway issues it.
     pub(crate) fn generated_certificate(&self) -> Option<CertificateDer<'static>> {
         let tls = self.tls.as_ref()?.load();
         let leaf = tls.leaves.as_ref()?.leaf_for_sni(None)?;
         leaf.cert.first().cloned()
     }
 
-    /// Whether who came by this root is believed still.
+    /// Whether a client that was verified under this root is still trusted.
     pub(crate) fn trusts_root(&self, root: Option<Fingerprint>) -> bool {
         match (root, &self.tls) {
             (Some(root), Some(tls)) => tls.load().trust.is_trusted_root(root),
@@ -167,8 +167,8 @@ impl Listener {
         peer.ip().is_some_and(is_listed)
     }
 
-    /// Retires this listener, which others replace. Streams that begin at once are finished. No stream begins at all without
-    /// `has_grace_period`.
+    /// Retires this listener, which others replace. Streams that began before are finished. With `has_grace_period`, streams may
+    /// begin for a short time; without it none begins.
     fn retire(&self, has_grace_period: bool) {
         let grace_period = if has_grace_period {
             RETIRE_GRACE
@@ -183,21 +183,21 @@ impl Listener {
         self.retired_at.get().is_some()
     }
 
-    /// Whether nothing begins here any more.
+    /// Whether no stream may begin here any more.
     pub(crate) fn is_closed_to_streams(&self) -> bool {
         self.retired_at
             .get()
             .is_some_and(|end| Instant::now() >= *end)
     }
 
-    /// Shows and trusts otherwise from now on, if it speaks TLS.
+    /// Replaces the certificate and the trust roots, if the listener uses TLS.
     pub fn replace_tls(&self, tls: ListenerTls) {
         if let Some(current) = &self.tls {
             current.store(Arc::new(tls));
         }
     }
 
-    /// Returns the input of the route: from a stream's connection, this listener and the head's `authority`.
+    /// Returns the input of routing from a stream's connection, this listener and the `authority` of the head.
     pub fn route_input<'a>(
         &'a self,
         connection: &'a ClientConnection,
@@ -213,30 +213,30 @@ impl Listener {
     }
 }
 
-/// One connection of a client, for as long as any part of it is served: upgraded sessions too.
+/// Connection of a client. It exists as long as any part of it is served, including upgraded sessions.
 #[derive(Debug)]
 pub struct ClientConnection {
-    /// The other end of the socket.
+    /// Address of the peer.
     pub peer: RemoteAddr,
     /// The server name of the ClientHello.
     pub sni: Option<String>,
     /// The destination before DNAT.
     pub original: Option<SocketAddr>,
-    /// Whether TLS is spoken.
+    /// Whether the connection uses TLS.
     pub tls: bool,
     /// The credentials of the client.
     pub(crate) credentials: ConnectionCredentials,
-    /// The socket's condition.
+    /// State of the socket.
     pub condition: Arc<ConnState>,
-    /// Its requests that are open, where HTTP/2 is spoken.
+    /// Open requests of an HTTP/2 connection.
     pub idle: Arc<IdleTimer>,
-    /// Maximum bytes that each of its streams may buffer unread, if HTTP/2 is spoken.
+    /// Maximum number of bytes that each stream may buffer unread, if the client speaks HTTP/2.
     pub window: u32,
-    /// Interim answers to its requests.
+    /// Interim responses to its requests.
     pub(crate) interims: InformationalResponses,
     /// Values of the forwarding headers of the last request.
     pub(crate) forwarded: CachedValues,
-    /// The place of the connection, which each of its streams holds.
+    /// Slot of the connection, which each of its streams holds.
     pub(crate) slot: Slot,
     _connection_guard: ConnectionGuard,
 }

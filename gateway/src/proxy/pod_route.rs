@@ -1,9 +1,9 @@
-//! Node of a pod, if nothing else in a kube-apiserver's request names a node.
+//! Routing by pod, if nothing else in a kube-apiserver's request names a node.
 //!
-//! Without `--kubelet-certificate-authority` its upgrades carry no SNI, and its own Host. Then only the path names the target,
-//! `/exec/NAMESPACE/POD/CONTAINER` and its like (kubelet's API). The node of the pod is asked of another service, and awaited
-//! within a bound: one of the two waits that the request path permits. Only identified clients get such an answer, and only at
-//! listeners for kube-apiservers.
+//! Without `--kubelet-certificate-authority`, the upgrades of a kube-apiserver carry no SNI, and the kube-apiserver's own Host.
+//! Then only the path names the target, `/exec/NAMESPACE/POD/CONTAINER` and similar paths (kubelet's API). Another service
+//! returns the node of the pod, and the gateway waits for it with a timeout: one of the two waits that the request path permits.
+//! The lookup serves only identified clients, and only at listeners for kube-apiservers.
 
 use super::route::Route;
 use crate::{
@@ -17,7 +17,7 @@ use std::{borrow::Cow, fmt::Debug, time::Duration};
 
 /// Lookup of the node of a pod.
 pub trait PodLookup: Debug + Send + Sync + 'static {
-    /// Returns the node of the pod with this namespace and name, or the reason why it is not known.
+    /// Returns the node of the pod with this namespace and name, or the reason why it is unknown.
     fn find_node(
         &self,
         namespace: &str,
@@ -30,13 +30,13 @@ pub trait PodLookup: Debug + Send + Sync + 'static {
 pub(super) struct PodRouting<'a> {
     pub(super) lookup: &'a dyn PodLookup,
     pub(super) nodes: &'a Nodes,
-    /// Node port that the listener stands for.
+    /// Node port of the requests to this listener.
     pub(super) port: Option<u16>,
     /// Maximum time of a lookup.
     pub(super) bound: Duration,
 }
 
-/// Returns the result in `routed`, or the route by the pod that the path names.
+/// Returns the result in `routed`, or the route to the pod that the path names.
 ///
 /// # Errors
 /// The reason why there is no route.
@@ -66,7 +66,7 @@ pub(super) async fn or_route(
             return Err(Reason::DependencyUnavailable.error(detail));
         }
     };
-    // A cloud node has no tunnel and never gets one.
+    // A cloud node never has a tunnel.
     let Some(node) = pods.nodes.by_name(node.as_str()) else {
         let detail = format!("pod {namespace}/{name} is on {node}, which is not an edge node");
         return Err(Reason::NodeUnknown.error(detail));
@@ -76,7 +76,7 @@ pub(super) async fn or_route(
     Ok(Route { node, target })
 }
 
-/// Namespace and name of the pod that a path of kubelet's API means.
+/// Returns the namespace and name of the pod in a path of kubelet's API.
 fn pod_of_path(path: &str) -> Option<(&str, &str)> {
     let mut parts = path.strip_prefix('/')?.split('/');
     let api = parts.next()?;
@@ -87,7 +87,7 @@ fn pod_of_path(path: &str) -> Option<(&str, &str)> {
     (is_name(namespace) && is_name(name)).then_some((namespace, name))
 }
 
-/// RFC 1123, as Kubernetes names pods: nothing that means something else in a path.
+/// Whether the text is a name of a Kubernetes pod (RFC 1123), which has no special meaning in a path.
 fn is_name(text: &str) -> bool {
     let is_name_byte =
         |each: u8| each.is_ascii_lowercase() || each.is_ascii_digit() || b"-.".contains(&each);

@@ -1,9 +1,10 @@
-//! Check of open streams: whether their clients may still have them.
+//! Recheck of open streams: whether their clients are still allowed to use them.
 //!
-//! A stream begins with two decisions: the identity of the client (`authn`), and its authorization (`authz`). Both are made again
-//! for each open stream within a second or so of a change of listeners, policy, trusted roots, tokens, revocations or the labels
-//! and pool of its node, and for a stream whose certificate or JWT no longer counts. A stream that would be refused now ends,
-//! with the refusal as its reason. A stream without a decision goes on: an outage of the cluster's API ends no session.
+//! A stream begins with two decisions: the identity of the client (`authn`), and its authorization (`authz`). Both are repeated
+//! for each open stream within about a second of a change of listeners, policy, trusted roots, tokens, revocations or the labels
+//! and pool of its node. They are also repeated for a stream whose certificate or JWT is no longer valid. A stream that would be
+//! refused now ends, with the refusal as its reason. A stream without a decision continues, so that an outage of the cluster's
+//! API ends no session.
 
 use super::{
     Proxy, ProxyState,
@@ -27,10 +28,10 @@ use tokio::time::{MissedTickBehavior, interval, sleep};
 /// Time between two checks.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Streams that are checked before others on their worker have a turn.
+/// Number of streams that are checked before other streams of their worker are served.
 const MAX_CONCURRENT_CHECKS: usize = 32;
 
-/// Checks the open streams of one worker for as long as the gateway runs.
+/// Checks the open streams of one worker until the gateway stops.
 pub async fn run_rechecks(shared: Arc<ProxyState>, worker: WorkerId, tasks: Arc<TaskGroup>) {
     let mut ticks = interval(CHECK_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -58,12 +59,12 @@ pub async fn run_rechecks(shared: Arc<ProxyState>, worker: WorkerId, tasks: Arc<
                 tokio::task::yield_now().await;
             }
             if record.set_checking(true) {
-                // The decision that is under way may not have seen this change.
+                // The pending decision may not include this change.
                 record.request_recheck();
                 continue;
             }
             let mut checking = Box::pin(check(&shared, worker, &tasks, record));
-            // Most decisions do not wait, and a decision that waits delays no other.
+            // Most decisions do not wait, and a decision that waits does not delay others.
             if checking.as_mut().now_or_never().is_none() {
                 pending_checks.push(checking);
             }
@@ -71,7 +72,7 @@ pub async fn run_rechecks(shared: Arc<ProxyState>, worker: WorkerId, tasks: Arc<
     }
 }
 
-/// Decides about a stream again, and ends it if it is refused.
+/// Repeats the decisions about a stream, and ends the stream if it is refused.
 async fn check(
     shared: &Arc<ProxyState>,
     worker: WorkerId,
@@ -141,7 +142,7 @@ impl Proxy {
             direct::check(&self.listener, &self.shared.nodes, address)?;
         }
         let direct_destination = record.direct_address().map(Destination::Direct);
-        // If neither is known yet, the stream has not been authorized yet.
+        // If neither is known, the stream has not been authorized yet.
         let Some(destination) = route.as_ref().map(Destination::Node).or(direct_destination) else {
             return dependency_unavailable.map_or(Ok(()), Err);
         };

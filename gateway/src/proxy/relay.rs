@@ -1,7 +1,7 @@
-//! Step 6c: bytes both ways, for CONNECT, for upgraded requests and for TCP listeners.
+//! Step 6c: relays bytes both ways, for CONNECT, for upgraded requests and for TCP listeners.
 //!
-//! The edge dials before it answers, so a refused port is a refusal here and never a success that breaks. A CONNECT is answered
-//! within a bound in every case: kube-apiserver sets none of its own.
+//! The edge dials before it answers. A refused port is therefore an error response, and never a success that breaks afterwards. A
+//! CONNECT is answered within a timeout in every case, because kube-apiserver has none of its own.
 
 use crate::{
     config::ErrorFormat,
@@ -30,7 +30,7 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tracing::debug_span;
 
-/// Answers a CONNECT, and relays behind the answer.
+/// Answers a CONNECT, and relays bytes after the response.
 ///
 /// # Errors
 /// If the stream cannot be opened or the target cannot be dialled.
@@ -47,7 +47,7 @@ pub async fn connect(
     Ok(Response::new(ResponseBody::empty()))
 }
 
-/// Opens a TCP stream to the target of the route, within a bound.
+/// Opens a TCP stream to the target of the route, within a timeout.
 pub(super) async fn open_tcp_stream(
     ctx: StreamContext<'_>,
 ) -> Result<(StreamSender, StreamReceiver), Error> {
@@ -83,7 +83,7 @@ pub(super) async fn open_tcp_stream(
     }
 }
 
-/// Relays between a stream and the client's connection, or the client's HTTP/2 stream with this window, in a task of its own.
+/// Spawns a task that relays between a stream and the client's connection, or the client's HTTP/2 stream with this window.
 pub(super) fn spawn_relay(
     ctx: StreamContext<'_>,
     (on_upgrade, window): (OnUpgrade, Option<u32>),
@@ -92,7 +92,7 @@ pub(super) fn spawn_relay(
 ) {
     let connection = ctx.connection.clone();
     let shared = ctx.proxy.shared.clone();
-    // The answer is over at once.
+    // The response itself is complete at once.
     let busy_guard = connection.idle.begin_request();
     let record = ctx.record.clone();
     let node = ctx.route.node.clone();
@@ -124,7 +124,7 @@ pub(super) fn spawn_relay(
     });
 }
 
-/// Notes how a session has ended.
+/// Records how a session has ended.
 pub(super) fn note(record: &AccessRecord, node: &str, outcome: &copy::CopyOutcome) {
     match outcome {
         copy::CopyOutcome::Clean => record.mark_session_ended(),
@@ -137,18 +137,18 @@ pub(super) fn note(record: &AccessRecord, node: &str, outcome: &copy::CopyOutcom
     }
 }
 
-/// A client's connection after HTTP has released it.
+/// Client connection that HTTP has released after an upgrade.
 pub(super) struct UpgradedClient {
     io: TokioIo<Upgraded>,
     connection: Arc<ClientConnection>,
-    /// Maximum bytes buffered behind the last bytes read, if HTTP/2 is spoken.
+    /// Maximum number of bytes buffered after the last bytes read, if the client speaks HTTP/2.
     window: Option<u32>,
     buffered: BufferedBody,
     _busy_guard: ActiveRequest,
 }
 
 impl UpgradedClient {
-    /// Returns a session that keeps the client's connection busy for as long as it lives.
+    /// Returns a session that keeps the client's connection busy until it is dropped.
     pub(super) fn new(
         upgraded: Upgraded,
         connection: Arc<ClientConnection>,

@@ -1,8 +1,8 @@
-//! Properties of a request, before anything is decided about it.
+//! Checks and properties of a request, before any decision about it.
 //!
-//! Pure: the checks that the parser leaves to us (how many Hosts, whether Host fits the target, control characters), the kind of
-//! stream that the request asks for, and the authority that it names. An ambiguous request is refused here, so that policy and
-//! upstream can never see two different requests.
+//! The module is pure. It does the checks that the parser leaves to us: the number of Hosts, whether Host fits the target, and
+//! control characters. It determines the kind of stream that the request asks for, and the authority that it names. An ambiguous
+//! request is refused here, so that policy and upstream never see two different requests.
 
 use crate::{
     config,
@@ -29,22 +29,22 @@ impl From<&StreamKind> for config::policy::Action {
     }
 }
 
-/// Bounds of a request's head.
+/// Limits of a request head.
 #[derive(Clone, Copy, Debug)]
 pub struct RequestLimits {
-    /// Bytes of the target.
+    /// Maximum length of the target, in bytes.
     pub target_bytes: usize,
-    /// Bytes of the fields.
+    /// Maximum size of the fields, in bytes.
     pub header_bytes: usize,
-    /// Fields.
+    /// Maximum number of fields.
     pub max_headers: usize,
 }
 
 /// Refuses a request that is too large or ambiguous.
 ///
 /// # Errors
-/// [`Reason::UriTooLong`], [`Reason::HeaderTooLarge`] or [`Reason::Malformed`]; [`Reason::LimitReached`] if long targets have
-/// no memory left.
+/// [`Reason::UriTooLong`], [`Reason::HeaderTooLarge`] or [`Reason::Malformed`]; [`Reason::LimitReached`] if no memory is left for
+/// long targets.
 pub fn check<B>(request: &Request<B>, limits: RequestLimits) -> Result<(), Error> {
     check_target(request, limits.target_bytes)?;
     let fields = request.headers();
@@ -56,7 +56,7 @@ pub fn check<B>(request: &Request<B>, limits: RequestLimits) -> Result<(), Error
         );
         return Err(Reason::HeaderTooLarge.error(detail));
     }
-    // As HTTP/2 counts a list (RFC 9113 §6.5.2), without its 32 bytes a field.
+    // Counted like an HTTP/2 header list (RFC 9113 §6.5.2), without its 32 bytes per field.
     let size: usize = fields
         .iter()
         .map(|(name, value)| name.as_str().len() + value.len() + 4)
@@ -70,7 +70,7 @@ pub fn check<B>(request: &Request<B>, limits: RequestLimits) -> Result<(), Error
     if fields.get_all(HOST).iter().nth(1).is_some() {
         return Err(Reason::Malformed.error("the request has more than one Host"));
     }
-    // The gateway could check one field and the app could use the other (RFC 9110 §11.6.2 allows one).
+    // With several fields, the gateway could check one and the app could use the other (RFC 9110 §11.6.2 allows one).
     if fields.get_all(AUTHORIZATION).iter().nth(1).is_some() {
         return Err(Reason::Malformed.error("the request has more than one Authorization"));
     }
@@ -88,7 +88,7 @@ pub fn check<B>(request: &Request<B>, limits: RequestLimits) -> Result<(), Error
     check_path(request)
 }
 
-/// Refuses a target that is too long, or was not stored for another reason (see `listener::LongTarget`).
+/// Refuses a target that is too long, or that was not stored for another reason (see `listener::LongTarget`).
 fn check_target<B>(request: &Request<B>, max_bytes: usize) -> Result<(), Error> {
     let extensions = request.extensions();
     let rejection = extensions.get::<Reason>().copied();
@@ -104,7 +104,7 @@ fn check_target<B>(request: &Request<B>, max_bytes: usize) -> Result<(), Error> 
         .path_and_query()
         .map_or("", |path| path.as_str());
     if !path.is_ascii() {
-        // Others would encode it, or not, and policy and app see different paths.
+        // Servers differ in whether they encode such bytes, so policy and app could see different paths.
         let detail = "the target of the request has bytes that are not ASCII; percent-encode them (RFC 3986)";
         return Err(Reason::Malformed.error(detail));
     }
@@ -127,7 +127,7 @@ fn check_target<B>(request: &Request<B>, max_bytes: usize) -> Result<(), Error> 
     Err(Reason::UriTooLong.error(detail))
 }
 
-/// Refuses trailers that are larger than a head may be.
+/// Refuses trailers that are larger than a head is allowed to be.
 ///
 /// # Errors
 /// [`Reason::HeaderTooLarge`].
@@ -136,7 +136,7 @@ pub fn check_trailers(
     header_bytes: usize,
     max_fields: usize,
 ) -> Result<(), Error> {
-    // With RFC 7541's 32 bytes a field (§4.1): an app's engine counts them so, and ends its connection.
+    // Includes RFC 7541's 32 bytes per field (§4.1), because an app's HTTP/2 counts them and ends its connection.
     let size = headers::header_list_size(fields);
     if fields.len() <= max_fields && size <= header_bytes {
         return Ok(());
@@ -147,8 +147,8 @@ pub fn check_trailers(
     )))
 }
 
-/// RFC 9112 §3.2: an authority is the target of CONNECT alone, and `*` of OPTIONS. A policy would be asked for a
-/// path that no rule begins with, or for one where there is none.
+/// Checks the form of the target (RFC 9112 §3.2): only CONNECT has an authority as its target, and only OPTIONS has `*`.
+/// Otherwise the policy would check a path that no rule begins with, or a missing one.
 fn check_path<B>(request: &Request<B>) -> Result<(), Error> {
     let path = request.uri().path();
     let (is_valid, rule) = match *request.method() {
@@ -163,17 +163,18 @@ fn check_path<B>(request: &Request<B>) -> Result<(), Error> {
     Err(Reason::Malformed.error(detail))
 }
 
-/// Returns the kind of stream that the request asks for, on a listener of this kind.
+/// Returns the kind of stream that the request asks for, on a listener with this protocol.
 ///
 /// # Errors
-/// [`Reason::Malformed`] for a CONNECT with content, [`Reason::MethodNotAllowed`] if a listener of this kind does not serve it.
+/// [`Reason::Malformed`] for a CONNECT with content, [`Reason::MethodNotAllowed`] if a listener with this protocol does not serve
+/// it.
 pub fn stream_kind<B: Body>(
     request: &Request<B>,
     listener: config::ListenerProtocol,
 ) -> Result<StreamKind, Error> {
     let is_connect_method = is_connect(request.method());
     match (listener, is_connect_method) {
-        // RFC 9110 §9.3.6: a CONNECT has no content, and bytes parsed as content would be missing from the session.
+        // A CONNECT has no content (RFC 9110 §9.3.6), and bytes parsed as content would be missing from the session.
         (config::ListenerProtocol::Connect, true)
             if request.version() < Version::HTTP_2 && !request.body().is_end_stream() =>
         {
@@ -193,8 +194,8 @@ pub fn stream_kind<B: Body>(
     }
 }
 
-/// Returns the protocol to switch to. A server may ignore an upgrade (RFC 9110 §7.8), and we do for HTTP itself, in TLS (RFC
-/// 2817) or not: requests inside the upgrade would bypass the policy.
+/// Returns the protocol to switch to. A server may ignore an upgrade (RFC 9110 §7.8). The gateway ignores upgrades to HTTP
+/// itself, with TLS (RFC 2817) or without, because requests inside the upgrade would bypass the policy.
 fn upgrade_protocol<B>(request: &Request<B>) -> Option<&str> {
     let token = headers::upgrade_token(request.headers())?;
     let is_http11 = request.version() == Version::HTTP_11;
@@ -208,13 +209,13 @@ fn upgrade_protocol<B>(request: &Request<B>) -> Option<&str> {
     (is_http11 && !has_http_or_tls).then_some(token)
 }
 
-/// The authority that a request names: of its target, or of its Host, which must be the same.
+/// Returns the authority that a request names in its target or its Host. If both name one, they must be the same.
 ///
 /// # Errors
-/// [`Reason::Malformed`] if they differ or are no authority.
+/// [`Reason::Malformed`] if they differ or are not a valid authority.
 pub fn authority<B>(request: &Request<B>) -> Result<Option<&str>, Error> {
     let target = request.uri().authority().map(http::uri::Authority::as_str);
-    // The Host of a CONNECT is whatever its sender likes: kube-apiserver writes 127.0.0.1 (RFC 9110 §9.3.6).
+    // The Host of a CONNECT is not used, because its sender chooses it freely: kube-apiserver writes 127.0.0.1 (RFC 9110 §9.3.6).
     if request.method() == Method::CONNECT {
         return Ok(target);
     }
@@ -246,7 +247,7 @@ fn host_header(fields: &HeaderMap) -> Result<Option<&str>, Error> {
     }
 }
 
-/// Makes a client's fields fit for a tunnel: removes the fields of its connection, and those that only the gateway may set.
+/// Prepares a client's fields for a tunnel: removes the fields of its connection, and those that only the gateway may set.
 pub fn strip_connection_headers(fields: &mut HeaderMap) {
     headers::strip_hop_by_hop(fields);
     headers::strip_private(fields);

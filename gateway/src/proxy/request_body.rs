@@ -1,10 +1,10 @@
 //! Body of a client's request, which is read to its end even if no task needs it.
 //!
-//! A client that is in the middle of a body may look for the answer only after the end of the body. A connection that is closed
-//! over unread bytes is reset, and the answer is lost with it (RFC 9112, section 9.6). HTTP/2 resets the stream in the same
-//! place, and some clients drop the answer that came before (RFC 9113, section 8.1). So a body that is dropped before its end is
-//! discarded for a while instead. If its end comes, an HTTP/1.1 connection stays open. The number of discarded bodies is limited
-//! for the whole gateway; one source gets three quarters of it. One more aborts the oldest.
+//! A client that is sending a body may read the response only after the end of the body. A connection that is closed with unread
+//! bytes is reset, and the response is lost (RFC 9112, section 9.6). HTTP/2 resets the stream in that case, and some clients drop
+//! the response that came before (RFC 9113, section 8.1). A body that is dropped before its end is therefore discarded for a
+//! while. If it ends in that time, an HTTP/1.1 connection stays open. The number of discarded bodies is limited for the whole
+//! gateway, and one source gets three quarters of it. At the limit, the oldest discarding is aborted.
 
 use super::{limits::Limits, listener::conn_io::ConnState};
 use bytes::Bytes;
@@ -22,20 +22,20 @@ use tokio::time::timeout;
 
 /// Time for which a body is discarded.
 const MAX_DISCARD_TIME: Duration = Duration::from_secs(10);
-/// Bytes of a body that are discarded.
+/// Maximum number of bytes of a body that are discarded.
 const MAX_DISCARD_BYTES: usize = 256 << 20;
 
-/// The body of a request.
+/// Body of a request.
 #[derive(Debug)]
 pub struct RequestBody {
     inner: Option<Incoming>,
-    /// Connection of a client that speaks HTTP/1.1, which hears of the body's end.
+    /// Connection of an HTTP/1.1 client, which is notified of the body's end.
     connection_state: Option<Arc<ConnState>>,
-    /// None where there is no body, or where the client waits to be asked for it.
+    /// Parts for discarding the body; `None` if there is no body, or if the client waits for a 100 before it sends the body.
     discarder: Option<Discarding>,
 }
 
-/// Whatever discards the rest of a body.
+/// Parts of the gateway that discard the rest of a body.
 #[derive(Debug)]
 struct Discarding {
     limits: Arc<Limits>,
@@ -63,7 +63,7 @@ impl RequestBody {
         }
     }
 
-    /// Has the body broken off when it is dropped, and not read to its end.
+    /// Makes the body abort when it is dropped, instead of being read to its end.
     pub(super) fn abort_on_drop(&mut self) {
         self.discarder = None;
     }
@@ -122,7 +122,7 @@ async fn discard(mut body: Incoming, slot: Slot) {
             }
         }
     };
-    // A body that continues is aborted; over HTTP/1.1 its connection is closed too.
+    // A body that does not end in time is aborted, which also closes an HTTP/1.1 connection.
     tokio::select! {
         _ = timeout(MAX_DISCARD_TIME, discarding) => {}
         () = slot.evicted() => {}

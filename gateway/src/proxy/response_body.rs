@@ -1,8 +1,8 @@
-//! Body of an answer on its way to the client.
+//! Body of a response on its way to the client.
 //!
-//! A stream that breaks must not look like an end. On HTTP/2 the error's code is forwarded. On HTTP/1.1 the received bytes are
-//! flushed first, then the body fails and the socket is dropped with a reset: without the flush the last bytes would be lost,
-//! without the reset a close-delimited answer would seem complete (trap 3).
+//! A stream that breaks must not look like an end. On HTTP/2 the error code is forwarded. On HTTP/1.1 the received bytes are
+//! flushed first, then the body fails and the socket is dropped with a reset. Without the flush, the last bytes would be lost.
+//! Without the reset, a close-delimited response would seem complete (trap 3).
 
 use crate::{
     error::Error,
@@ -27,74 +27,74 @@ use std::{
 use tokio::time::Sleep;
 use tokio_util::sync::DropGuard;
 
-/// Time for which a client that does not read may delay the end of a broken answer.
+/// Time for which a client that does not read may delay the end of a broken response.
 const ABORT_FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Time in which a client may take the bytes that came before its stream ended. The stream of a client that takes nothing ends
-/// without them.
+/// Time that a client gets to read the bytes before the end of its stream. Without progress of the client, the stream ends
+/// without these bytes.
 pub(super) const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// An answer's body.
+/// Body of a response.
 #[derive(Debug)]
 pub struct ResponseBody {
     inner: Inner,
-    /// The socket of a client that speaks HTTP/1.1, whose next head is awaited after this body.
+    /// Socket of an HTTP/1.1 client, on which the next head is expected after this body.
     socket: Option<Arc<ConnState>>,
-    /// Guard of a client that speaks HTTP/2: its connection is not idle meanwhile.
+    /// Guard that keeps the connection of an HTTP/2 client from being idle.
     busy_guard: Option<ActiveRequest>,
 }
 
 #[derive(Debug)]
 enum Inner {
     Empty,
-    /// A text of our own.
+    /// Text of the gateway itself.
     Text(Option<Bytes>),
-    /// A body from a tunnel.
+    /// Body from a tunnel.
     Stream(Box<TunnelBody>),
 }
 
 /// Source of a body.
 #[derive(Debug)]
 enum BodySource {
-    /// A stream of a tunnel.
+    /// Stream of a tunnel.
     Tunnel(StreamReceiver),
-    /// An upstream to which the gateway speaks through a tunnel.
+    /// Upstream with which the gateway itself speaks HTTP through a tunnel.
     Upstream(Box<UpstreamResponseBody>),
 }
 
-/// A body from a tunnel.
+/// Body from a tunnel with its record.
 #[derive(Debug)]
 struct TunnelBody {
     source: BodySource,
     node: NodeName,
     record: Arc<AccessRecord>,
     failure: Option<(StreamError, Pin<Box<Sleep>>)>,
-    /// Whether the connection of a client that speaks HTTP/2 had a turn to take the bytes before the break.
+    /// Whether the task yielded once, so that the connection of an HTTP/2 client could take the bytes before the break.
     has_yielded: bool,
-    /// Bytes that the answer's Content-Length leaves, where it has one.
+    /// Number of bytes that remain of the response's Content-Length, if it has one.
     remaining: Option<u64>,
-    /// The request's body, which ends with an answer that is given up.
+    /// Guard of the request body's task, which ends with an abandoned response.
     upload_guard: Option<DropGuard>,
     eviction_handle: Option<Eviction>,
 }
 
 impl ResponseBody {
-    /// No body. `record` ends with the head.
+    /// Returns an empty body. `record` ends with the head.
     pub fn empty() -> Self {
         Self::from_inner(Inner::Empty)
     }
 
-    /// A text of our own.
+    /// Returns a body with a text of the gateway itself.
     pub fn text(text: impl Into<Bytes>) -> Self {
         Self::from_inner(Inner::Text(Some(text.into())))
     }
 
-    /// A body from a tunnel.
+    /// Returns a body from a tunnel stream.
     pub fn stream(receiver: StreamReceiver, node: &NodeName, record: &Arc<AccessRecord>) -> Self {
         Self::from_source(BodySource::Tunnel(receiver), node, record)
     }
 
-    /// Returns a body from an upstream to which the gateway speaks through a tunnel.
+    /// Returns a body from an upstream with which the gateway itself speaks HTTP through a tunnel.
     pub(super) fn upstream(
         body: UpstreamResponseBody,
         node: &NodeName,
@@ -130,7 +130,7 @@ impl ResponseBody {
         }
     }
 
-    /// Notes the Content-Length: after that many bytes the body's end may never be polled.
+    /// Records the Content-Length, because the body's end may never be polled after that many bytes.
     #[must_use]
     pub(super) fn with_content_length(mut self, fields: &HeaderMap) -> Self {
         if let Inner::Stream(streamed) = &mut self.inner {
@@ -141,7 +141,8 @@ impl ResponseBody {
         self
     }
 
-    /// Ties the request's body to this one: it may go on after a complete answer, but not after an abandoned one.
+    /// Ties the upload of the request body to this body. The upload may continue after a complete response, but not after an
+    /// abandoned one.
     #[must_use]
     pub fn with_upload(mut self, upload_guard: Option<DropGuard>) -> Self {
         if let Inner::Stream(streamed) = &mut self.inner {
@@ -150,7 +151,8 @@ impl ResponseBody {
         self
     }
 
-    /// Ties the request's half of the stream to this one: if the edge gives the stream up, a client that reads nothing loses it.
+    /// Ties the request half of the stream to this body. If the stream is evicted because its client reads nothing, that half
+    /// ends too.
     #[must_use]
     pub fn with_sender(self, sender: Option<StreamSender>) -> Self {
         if let (Some(eviction), Some(send)) = (self.eviction_handle(), sender) {
@@ -159,14 +161,14 @@ impl ResponseBody {
         self
     }
 
-    /// Keeps the connection of a client that speaks HTTP/2 busy.
+    /// Keeps the connection of an HTTP/2 client busy.
     #[must_use]
     pub fn with_busy_guard(mut self, busy_guard: ActiveRequest) -> Self {
         self.busy_guard = Some(busy_guard);
         self
     }
 
-    /// Handle by which the connection learns that the stream is evicted; none if no tunnel brings the body.
+    /// Returns the handle that notifies the connection of the stream's eviction; `None` if no tunnel carries the body.
     pub(super) fn eviction_handle(&self) -> Option<Eviction> {
         match &self.inner {
             Inner::Stream(streamed) => streamed.eviction_handle.clone(),
@@ -174,7 +176,7 @@ impl ResponseBody {
         }
     }
 
-    /// Ties the body to the socket of a client that speaks HTTP/1.1.
+    /// Ties the body to the socket of an HTTP/1.1 client.
     #[must_use]
     pub fn with_socket(mut self, socket: Option<Arc<ConnState>>) -> Self {
         self.socket = socket;
@@ -228,7 +230,7 @@ impl BodySource {
 }
 
 impl TunnelBody {
-    /// The next frame of the source; why there is none goes into the record.
+    /// Polls the source for its next frame. The reason of a failure is recorded.
     fn poll_source(
         &mut self,
         cx: &mut Context<'_>,
@@ -240,7 +242,7 @@ impl TunnelBody {
                     self.record
                         .record_failure(&Error::from_stream_error(self.node.as_str(), error));
                 }
-                // An edge sends that code to this gateway.
+                // That code is only meant for this gateway, so the client gets another one.
                 Poll::Ready(polled.map(|frame| {
                     frame.map_err(|error| match error {
                         error if error.is_withdrawn() => StreamError::cancelled(),

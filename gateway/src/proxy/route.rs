@@ -1,13 +1,13 @@
 //! Routing: the node and target of a stream.
 //!
-//! 1. The node is the SNI's if that names a node, else the original destination's (DNAT), else the listener's fixed one, else the
-//!    authority's (by name, then by confirmed address, then by pod network).
-//! 2. An authority that names no node is ordinary (kube-apiserver sends its own) and passes untouched. An authority that names
-//!    *another* node than the rest is refused: an ambiguous route is never guessed.
-//! 3. While the nodes of a cluster are not known (`Nodes::pending`), nothing but the name of a recorded node names a node; all
-//!    else is refused as ``dependency_unavailable``, and never taken for an address outside of the edges.
-//! 4. The port is the authority's if that names this node, else the original destination's, else the listener's own, which is
-//!    never the number that it listens on.
+//! 1. The node is the SNI's if the SNI names a node, else the original destination's (DNAT), else the listener's fixed one, else
+//!    the authority's (by name, then by confirmed address, then by pod network).
+//! 2. An authority that names no node is ordinary (kube-apiserver sends its own) and passes unchanged. An authority that names
+//!    *another* node than the other sources is refused, because an ambiguous route is never guessed.
+//! 3. While the nodes of a cluster are not loaded (`Nodes::pending_reason`), only the name of a recorded node names a node. All
+//!    other names and addresses are refused as `dependency_unavailable`, and never treated as addresses that no edge serves.
+//! 4. The port is the authority's if the authority names this node, else the original destination's, else the listener's node
+//!    port. The port on which the listener listens is never used.
 
 use crate::{
     error::{Error, Reason},
@@ -20,15 +20,15 @@ use std::net::{IpAddr, SocketAddr};
 /// Input of routing, from a stream's connection, listener and head.
 #[derive(Clone, Debug, Default)]
 pub struct RouteInput<'a> {
-    /// The server name of the ClientHello.
+    /// Server name of the ClientHello.
     pub sni: Option<&'a str>,
-    /// The destination before DNAT.
+    /// Destination before DNAT.
     pub original: Option<SocketAddr>,
-    /// The listener's fixed node.
+    /// Fixed node of the listener.
     pub fixed: Option<&'a NodeName>,
-    /// The node port that the listener stands for.
+    /// Node port of the requests to the listener.
     pub port: Option<u16>,
-    /// The Host, `:authority` or CONNECT authority.
+    /// Host, `:authority` or CONNECT authority.
     pub authority: Option<&'a str>,
 }
 
@@ -37,7 +37,7 @@ pub struct RouteInput<'a> {
 pub struct Route {
     /// The node.
     pub node: NodeName,
-    /// Target that its edge dials: the node itself under its name, or a pod's address.
+    /// Target that its edge dials: the node itself by its name, or a pod's address.
     pub target: Target,
 }
 
@@ -53,14 +53,14 @@ pub fn bound_node(input: &RouteInput<'_>, nodes: &Nodes) -> Option<NodeName> {
 #[derive(Debug)]
 struct AuthorityMatch {
     node: Option<NodeName>,
-    /// A pod's address, which the edge dials as it is.
+    /// Address of a pod, which the edge dials unchanged.
     pod: Option<IpAddr>,
     port: Option<u16>,
-    /// Whether an address named the node, or a pod of it.
+    /// Whether an address, rather than a name, names the node or one of its pods.
     is_by_address: bool,
 }
 
-/// The route of a stream.
+/// Returns the route of a stream.
 ///
 /// # Errors
 /// [`Reason::NodeUnknown`], [`Reason::Misdirected`] or [`Reason::Malformed`], with the names.
@@ -175,8 +175,8 @@ fn match_address(address: IpAddr, nodes: &Nodes) -> Result<AuthorityMatch, Error
     })
 }
 
-/// Fails while the nodes of the cluster are not known: an address that no node has yet may be an edge's, and one that a record
-/// has may be another node's.
+/// Returns an error while the nodes of the cluster are not loaded. An address without a node may be an edge's, and an address in
+/// a record may belong to another node.
 fn check_nodes_loaded(nodes: &Nodes) -> Result<(), Error> {
     match nodes.pending_reason() {
         Some(reason) => Err(Reason::DependencyUnavailable.error(reason.to_string())),
@@ -184,7 +184,7 @@ fn check_nodes_loaded(nodes: &Nodes) -> Result<(), Error> {
     }
 }
 
-/// The original destination, if it is a pod of this very node.
+/// Returns the original destination, if it is a pod of this node.
 fn pod_destination(original: Option<SocketAddr>, node: &NodeName, nodes: &Nodes) -> Option<IpAddr> {
     let address = original?.ip();
     let is_own_pod =

@@ -1,15 +1,15 @@
 //! Trace identifiers of streams (W3C Trace Context, level 1).
 //!
-//! The gateway exports no spans, so `traceparent` and `tracestate` of a client pass unchanged and none is added: a parent that is
-//! never exported would cost the application's trace its root, and its sampled flag would overrule samplers. The identifier here
-//! is for the access record and the problem body alone.
+//! The gateway exports no spans. A client's `traceparent` and `tracestate` therefore pass unchanged, and none is added. A parent
+//! that is never exported would remove the root from the application's trace, and its sampled flag would override samplers. The
+//! identifier here is only for the access record and the problem body.
 
 use data_encoding::HEXLOWER;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-/// Section 3.2 of the recommendation.
+/// Trace field of section 3.2 of the recommendation.
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-/// Hexadecimal digits of the identifiers of a trace and of a span.
+/// Number of hexadecimal digits of the identifiers of a trace and of a span.
 const TRACE_ID_LEN: usize = 32;
 const SPAN_ID_LEN: usize = 16;
 
@@ -42,8 +42,8 @@ impl Trace {
     }
 }
 
-/// Keeps `traceparent` out of the dynamic table of HPACK (RFC 7541 section 6.2.3): a value never repeats, and would evict
-/// those that do.
+/// Keeps `traceparent` out of the dynamic table of HPACK (RFC 7541 section 6.2.3), because its value never repeats and would
+/// evict values that do.
 pub(super) fn never_index(fields: &mut HeaderMap) {
     if let Some(value) = fields.get_mut(TRACEPARENT) {
         value.set_sensitive(true);
@@ -91,7 +91,7 @@ mod tests {
     fn a_valid_traceparent_names_the_trace() {
         for text in [
             format!("00-{CAME}-00f067aa0ba902b7-01"),
-            // A later version may say more.
+            // A later version may append fields.
             format!("01-{CAME}-00f067aa0ba902b7-01-more"),
         ] {
             assert_eq!(Trace::from_headers(&with(&text)).as_str(), CAME);

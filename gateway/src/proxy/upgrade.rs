@@ -1,8 +1,9 @@
-//! Step 6b: 101 and extended CONNECT (RFC 8441).
+//! Step 6b: HTTP/1.1 upgrade (101) and extended CONNECT (RFC 8441).
 //!
-//! The upgrade travels with the client's own method and token; the edge performs it with the upstream. If the upstream switched,
-//! the client gets its 101 and then bytes both ways, untouched. Any other answer comes back whole. A request's body goes first on
-//! the stream, and its length in a private field; one without a length is short, and collected before.
+//! The upgrade carries the client's own method and token; the edge performs it with the upstream. If the upstream switches
+//! protocols, the client receives its 101 and then bytes pass both ways, unchanged. Any other response passes whole. A request's
+//! body is sent first on the stream, with its length in a private field. A body without a length is short, and is collected
+//! before.
 
 use crate::{
     error::{Error, Reason},
@@ -29,10 +30,10 @@ use std::{
 };
 use tokio::time::timeout;
 
-/// Bytes of a body without a length at most.
+/// Maximum size of a body without a length, in bytes.
 const MAX_COLLECTED_BYTES: usize = 64 << 10;
 
-/// Forwards an upgrade to the protocol that `token` names.
+/// Forwards an upgrade to the protocol in `token`.
 ///
 /// # Errors
 /// If the stream cannot be opened, or the upstream does not answer in time.
@@ -108,7 +109,7 @@ fn into_switching_head(mut parts: response::Parts, protocol: HeaderValue) -> res
     parts
 }
 
-/// Waits for `operation` as long as an upgrade may take.
+/// Waits for `operation` at most for the timeout of an upgrade.
 async fn with_upgrade_timeout<T>(
     ctx: StreamContext<'_>,
     operation: impl Future<Output = Result<T, StreamError>>,
@@ -122,15 +123,15 @@ async fn with_upgrade_timeout<T>(
     result.map_err(|error| forward::stream_error(ctx, &error))
 }
 
-/// The body of an upgrade.
+/// Body of an upgrade request.
 struct Content {
     body: CountedRequestBody,
-    /// All of it, where it was collected.
+    /// The whole body, if it was collected.
     first: Option<Bytes>,
 }
 
 impl Content {
-    /// Returns the length of a body that is not empty, after it was collected if it does not say one.
+    /// Returns the length of the body; `None` if it is empty. A body without a declared length is collected first.
     async fn body_length(&mut self, ctx: StreamContext<'_>) -> Result<Option<u64>, Error> {
         if let Some(length) = self.body.length() {
             return Ok((length > 0).then_some(length));
@@ -150,7 +151,7 @@ impl Content {
         Ok((length > 0).then_some(length))
     }
 
-    /// Sends it on a stream that goes on behind it.
+    /// Sends the body on a stream that continues after it.
     async fn send_body(
         &mut self,
         ctx: StreamContext<'_>,
@@ -198,8 +199,8 @@ fn body_error(ctx: StreamContext<'_>, upload_error: UploadError) -> Error {
     })
 }
 
-/// Returns the answer of an upstream that did not switch, which passes whole. The rest of the answer comes over the same stream,
-/// so this end of it ends in order and not with a reset.
+/// Returns the response of an upstream that did not switch protocols, which passes whole. The rest of the response comes over the
+/// same stream, so this side of the stream ends normally and not with a reset.
 fn respond_without_upgrade(
     ctx: StreamContext<'_>,
     mut sender: StreamSender,

@@ -1,8 +1,9 @@
-//! Request bytes of clients that are buffered here while the tunnel takes none: a part of the process's memory budget.
+//! Buffered request bytes of clients while the tunnel accepts none, as a part of the process's memory budget.
 //!
-//! hyper and h2 buffer up to a window of a body that is not polled, and do not expose how much. So the maximum counts, from the
-//! first sample without a poll until the body is polled again. A future that is polled and does not poll its body waits for
-//! something else, which is the tunnel. However the future ends, its share of the budget ends with it.
+//! hyper and h2 buffer up to a window of a body that is not polled, and do not expose the number of bytes. The maximum is
+//! therefore counted, from the first sample without a poll until the body is polled again. A future that is polled and does not
+//! poll its body waits for something else, which is the tunnel. The share of the budget is released when the future ends in any
+//! way.
 
 use causeway_tunnel::buffered::{BudgetShare, MemoryBudget, SAMPLE_INTERVAL};
 use std::{
@@ -22,29 +23,29 @@ pub(super) struct BufferedBody(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// Bytes of the last chunk, and of those that may be buffered after it.
+    /// Size of the last chunk and of the bytes that may be buffered after it.
     buffered_len: AtomicUsize,
-    /// Since the last poll began, a chunk was handed out.
+    /// Whether a chunk was returned since the last poll began.
     has_handed_out: AtomicBool,
-    /// Since the last poll began, the body was polled in vain, and nothing was handed out after it.
+    /// Whether the body was polled without a result since the last poll began, and no chunk was returned after it.
     is_polled_empty: AtomicBool,
 }
 
 impl BufferedBody {
-    /// Notes that the body was polled and brings nothing yet.
+    /// Records that the body was polled and has no chunk yet.
     pub(super) fn note_pending(&self) {
         self.0.is_polled_empty.store(true, Relaxed);
     }
 
-    /// Notes that the body brings a chunk. `bytes` is the size of the chunk and of the bytes that may be buffered after it; after
-    /// the body's end it is 0.
+    /// Records that the body returned a chunk. `bytes` is the size of the chunk and of the bytes that may be buffered after it.
+    /// After the body's end it is 0.
     pub(super) fn note_chunk(&self, bytes: usize) {
         self.0.buffered_len.store(bytes, Relaxed);
         self.0.is_polled_empty.store(false, Relaxed);
         self.0.has_handed_out.store(true, Relaxed);
     }
 
-    /// Whether bytes wait and the body was not polled for more.
+    /// Whether bytes are buffered and the body was not polled for more.
     pub(super) fn is_blocked(&self) -> bool {
         self.0.buffered_len.load(Relaxed) > 0 && !self.0.is_polled_empty.load(Relaxed)
     }
@@ -55,7 +56,7 @@ impl BufferedBody {
     }
 }
 
-/// Runs `work`, which reads a body and forwards it. The buffered bytes count towards `pressure` meanwhile.
+/// Runs `work`, which reads a body and forwards it. The buffered bytes count towards `memory_budget` meanwhile.
 pub(super) async fn track_buffered<F: Future>(
     memory_budget: &Arc<MemoryBudget>,
     buffered: &BufferedBody,
@@ -74,7 +75,7 @@ pub(super) async fn track_buffered<F: Future>(
         let has_handed_out = buffered.0.has_handed_out.load(Relaxed);
         if buffered.0.is_polled_empty.load(Relaxed) {
             share.set(0);
-            // The consumer may have polled to join chunks and may wait now: the next check shows it.
+            // The consumer may have polled only to join chunks and may wait now, which the next check detects.
             is_sampling = false;
             if !has_handed_out {
                 return Poll::Pending;
@@ -122,7 +123,7 @@ mod tests {
                     polled
                 });
                 asked.await;
-                // Like code that joins chunks: it polls once more and then waits anyway.
+                // Polls once more and then waits, as a consumer that joins chunks does.
                 if said.is_empty() {
                     waiting.note_pending();
                 }

@@ -1,10 +1,10 @@
-//! Step 6e: an upstream to which the gateway itself speaks TLS, through a CONNECT stream of the node's tunnel.
+//! Step 6e: an upstream with which the gateway itself speaks TLS, through a CONNECT stream of the node's tunnel.
 //!
-//! If the port is one of `upstream_tls`, the edge passes bytes and sees neither the request nor the gateway's credential. In the order of
-//! a request: `forward` or `upgrade` sends it on an idle connection of the `pool` or a new one (`connect`: CONNECT, and TLS by
-//! `tls`, which may verify a pinned key, `pin`; then `http1` or `http2`), and `response_body` brings the answer. A CONNECT of the
-//! client's own stays bytes from end to end. An HTTP/1.1 connection is reset, and not used again, unless its last answer came to
-//! its end.
+//! If the port is one of `upstream_tls`, the edge passes bytes and sees neither the request nor the gateway's credential. First,
+//! `forward` or `upgrade` sends the request on an idle connection of the `pool` or on a new one. `connect` opens a new connection
+//! with CONNECT and TLS (`tls`, which may verify a pinned key by `pin`), and `http1` or `http2` runs on it. Then `response_body`
+//! returns the response. The bytes of a client's own CONNECT stay unchanged from end to end. An HTTP/1.1 connection is used again
+//! only if its last response was complete; otherwise it is reset.
 
 mod connect;
 mod error;
@@ -37,7 +37,7 @@ pub struct UpstreamTlsPorts {
     pins: Pins,
 }
 
-/// Use of a certificate of an upstream's configuration.
+/// Use of a certificate in an upstream's configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CertificateUse {
     /// The gateway presents it to the upstream.
@@ -58,7 +58,7 @@ impl UpstreamTlsPorts {
         }
     }
 
-    /// Returns the pinned keys of upstreams that are trusted by their own key.
+    /// Returns the pinned keys of upstreams.
     pub(crate) fn pins(&self) -> &Pins {
         &self.pins
     }
@@ -67,7 +67,7 @@ impl UpstreamTlsPorts {
         &self.pool
     }
 
-    /// Returns the upstream that a route leads to, if it is one of these: a port of the node's own, not of a pod on it.
+    /// Returns the upstream of a route, if one is configured: the route must lead to a port of the node itself, not of a pod.
     pub(super) fn find_upstream(&self, route: &Route) -> Option<Arc<UpstreamTls>> {
         let by_port = self.by_port.load();
         if by_port.is_empty() || route.target.host != route.node.as_str() {
@@ -76,7 +76,7 @@ impl UpstreamTlsPorts {
         by_port.get(&route.target.port).cloned()
     }
 
-    /// Returns the current upstream of a port, if it is made of this material.
+    /// Returns the current upstream of a port, if it has this source.
     pub(crate) fn reuse_if_same_source(
         &self,
         port: u16,
@@ -122,7 +122,7 @@ impl UpstreamTlsPorts {
             .collect()
     }
 
-    /// Replaces the upstreams. Connections to those that are gone end when they become idle. Returns whether anything changed.
+    /// Replaces the upstreams. Connections to removed upstreams end when they become idle. Returns whether anything changed.
     pub(crate) fn replace(&self, by_port: ByPort) -> bool {
         let is_same = |(port, old): (&u16, &Arc<UpstreamTls>), new: &ByPort| {
             new.get(port).is_some_and(|app| Arc::ptr_eq(app, old))

@@ -1,9 +1,9 @@
-//! Cache of the review answers of the cluster's API. Each question is asked once for all requests that wait.
+//! Cache of the answers of the cluster's review API. Concurrent requests with the same review share one call.
 //!
-//! A question is asked in a task of its own: a request that leaves does not cancel the answer for the others. The wait of a
-//! request and the question itself each have a bound. Refusals are cached for less time than permissions. A missing answer is
-//! cached for a second, which is enough for a herd of requests. Keys are hashes of tokens, never tokens. A token that names its
-//! expiry never counts beyond that.
+//! A review runs in its own task, so a request that is cancelled does not cancel the review for the others. The wait of a request
+//! and the review each have a timeout. Refusals are cached for less time than permissions. A missing answer is cached for a
+//! second, which is enough for many simultaneous requests. Keys are hashes of tokens, never tokens. The answer for a token with
+//! an expiry is never used after that expiry.
 
 use super::types::{ReviewAttributes, ReviewClient, ReviewError, UserInfo};
 use crate::{config::Kubernetes, metrics::Metrics, proxy::authn::jwt};
@@ -25,32 +25,32 @@ use tracing::info_span;
 
 /// Time for which a missing answer is cached.
 const ERROR_TTL: Duration = Duration::from_secs(1);
-/// Maximum number of cached answers of each kind; beyond, the API is asked more often.
+/// Maximum number of cached answers of each kind. With more, the API is called more often.
 const MAX_CACHED: u64 = 20_000;
-/// Maximum number of concurrent questions of each kind. A client that sends thousands of wrong tokens waits by itself; neither
-/// the cluster's API nor clients from other addresses do.
+/// Maximum number of concurrent reviews of each kind. A client that sends thousands of wrong tokens delays only itself, and
+/// neither the cluster's API nor clients from other addresses.
 const MAX_CONCURRENT_REVIEWS: usize = 64;
 
 type Key = [u8; 32];
 
-/// Cache of reviews, and the client that asks for the missing ones.
+/// Cache of reviews, and the client that makes the missing ones.
 #[derive(Debug)]
 pub struct ReviewCache {
     review_client: Arc<dyn ReviewClient>,
     token_reviews: CachedResults,
     access_reviews: CachedResults,
-    /// Runtime on which questions are asked: that of the review client.
+    /// Runtime of the review client, on which reviews run.
     runtime: Handle,
     tasks: TaskGroup,
     review_timeout: Duration,
 }
 
-/// The answers of one kind.
+/// Cached answers of one kind of review.
 #[derive(Clone, Debug)]
 struct CachedResults {
     review_kind: &'static str,
     cache: Cache<Key, CachedResult>,
-    /// For how long.
+    /// Time for which answers are cached.
     ttl: Ttl,
     concurrency_limit: ConnectionLimit,
     health: Arc<ReviewHealth>,
@@ -58,7 +58,7 @@ struct CachedResults {
 
 #[derive(Clone, Debug)]
 enum CachedResult {
-    /// A token is theirs, until this second since 1970 at most.
+    /// The token identifies this user, until this Unix time in seconds at most.
     Authenticated(Arc<UserInfo>, Option<u64>),
     Allowed,
     Refused,
@@ -66,7 +66,7 @@ enum CachedResult {
 }
 
 impl ReviewCache {
-    /// Asks `by` on this runtime, and waits for no answer longer than `bound`.
+    /// Returns a cache that makes reviews with `review_client` on its runtime. `bound` limits the wait for an answer.
     pub fn new(
         (review_client, runtime): (Arc<dyn ReviewClient>, Handle),
         kubernetes: &Kubernetes,
@@ -103,7 +103,7 @@ impl ReviewCache {
         }
     }
 
-    /// Returns the user of this token, if it counts for these audiences.
+    /// Returns the user of this token, if the token is valid for these audiences.
     ///
     /// # Errors
     /// If there is no answer.
@@ -147,7 +147,7 @@ impl ReviewCache {
         }
     }
 
-    /// Whether they may.
+    /// Returns whether the access is allowed.
     ///
     /// # Errors
     /// If there is no answer.
@@ -193,7 +193,7 @@ impl ReviewCache {
         let (known, question, bound) = (results.clone(), review(), self.review_timeout);
         let asking = async move {
             let fetch = known.run_review(question, source, bound);
-            // A client that has disconnected waits for no answer.
+            // The send fails if the client has disconnected.
             let _ = response_sender.send(known.cache.get_or_fetch(key, fetch).await);
         };
         self.tasks
@@ -227,7 +227,7 @@ impl CachedResults {
     }
 }
 
-/// Health of the review API. Every answer is counted; a log line is written when answers cease and when they resume.
+/// Health of the review API. Every answer is counted. A log line is written when answers stop and when they resume.
 #[derive(Debug)]
 struct ReviewHealth {
     metrics: Arc<Metrics>,
@@ -323,7 +323,7 @@ fn access_key(access: &ReviewAttributes) -> Key {
     key.finish()
 }
 
-/// A hash of texts, of which no two lists have the same.
+/// Hash of a list of texts, without collisions between lists of different texts.
 #[derive(Default)]
 struct KeyHasher(Sha256);
 

@@ -1,7 +1,7 @@
-//! Attributes of a request to a kubelet for a review, as kubelet itself names them (pkg/kubelet/server/auth.go, 1.36).
+//! Attributes of a request to a kubelet for a review, as kubelet determines them (pkg/kubelet/server/auth.go, 1.36).
 //!
-//! Pure. A path that an upstream may read in two ways matches none of the paths with an attribute of their own. It is `proxy`,
-//! which stands for everything that a kubelet can do. A session is `proxy` too, since its content is unknown.
+//! The module is pure. A path that an upstream may interpret in two ways matches none of the paths with a specific attribute. Its
+//! attribute is `proxy`, which grants everything that a kubelet can do. A session is `proxy` too, since its content is unknown.
 
 use crate::{
     config::policy::{Action, canonical},
@@ -9,10 +9,10 @@ use crate::{
 };
 use http::Method;
 
-/// Subresource of every path that has none of its own.
+/// Subresource of every path that has no specific one.
 const PROXY_ONLY: &[&str] = &["proxy"];
 
-/// Returns the verb: by the method, and `create` for a session.
+/// Returns the verb for the method, and `create` for a session.
 pub(super) fn verb(authz_request: &AuthzRequest<'_>) -> &'static str {
     if authz_request.action == Action::Connect {
         return "create";
@@ -24,12 +24,12 @@ pub(super) fn verb(authz_request: &AuthzRequest<'_>) -> &'static str {
         Method::PUT => "update",
         Method::PATCH => "patch",
         Method::DELETE => "delete",
-        // All of them (`ReviewAttributes.verb`).
+        // `*` means all verbs (`ReviewAttributes.verb`).
         _ => "*",
     }
 }
 
-/// The subresources of `nodes`, any of which is enough.
+/// Returns subresources of `nodes`. Access to any one of them is enough.
 pub(super) fn subresources(authz_request: &AuthzRequest<'_>) -> &'static [&'static str] {
     match authz_request.action {
         Action::Connect => PROXY_ONLY,
@@ -48,7 +48,7 @@ fn subresources_of_path(path: &str) -> &'static [&'static str] {
         "checkpoint" => &["checkpoint"],
         "statusz" => &["statusz"],
         "flagz" => &["configz"],
-        // By default since 1.33; `proxy` was enough before, and is.
+        // kubelet accepts these by default since 1.33. Before, `proxy` was enough, and it still is.
         "pods" | "runningpods" => &["pods", "proxy"],
         "healthz" => &["healthz", "proxy"],
         "configz" => &["configz", "proxy"],

@@ -1,4 +1,4 @@
-//! Questions to the cluster's review API, and its answers.
+//! Requests to the cluster's review API, and its answers.
 
 use crate::error::{Error, Reason};
 use futures_util::future::BoxFuture;
@@ -6,8 +6,8 @@ use std::{borrow::Cow, collections::BTreeMap, fmt::Debug, sync::Arc};
 
 /// Client of the cluster's review API.
 pub trait ReviewClient: Debug + Send + Sync + 'static {
-    /// Returns the user of this token, if the token is valid for one of these audiences. Without audiences the token must be for
-    /// the API server itself.
+    /// Returns the user of this token, if the token is valid for one of these audiences. Without audiences, the token must be
+    /// valid for the API server itself.
     fn review_token(
         &self,
         token: &str,
@@ -34,7 +34,7 @@ pub struct UserInfo {
     pub extra: BTreeMap<String, Vec<String>>,
 }
 
-/// Access to a node that is to be reviewed.
+/// Access to a node that needs a review.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReviewAttributes {
     /// The user.
@@ -52,7 +52,7 @@ pub struct ReviewAttributes {
 pub struct ReviewError {
     /// Description for the client.
     pub detail: Cow<'static, str>,
-    /// For the log.
+    /// Cause for the log.
     pub cause: Arc<str>,
 }
 

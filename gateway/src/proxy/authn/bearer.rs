@@ -1,9 +1,9 @@
-//! Bearer token in `Authorization`: one of the listener's file, a JWT by its shape, or one that the cluster's API knows.
+//! Bearer token in `Authorization`: a token of the listener's file, a JWT by its shape, or a token that the cluster's API
+//! reviews.
 //!
-//! If a listener accepts several, a JWT of an issuer that it lists is judged by that issuer alone, and the API is asked last.
-//! Each connection caches the identity of its last token, so that a persistent connection is checked once. A JWT is cached no
-//! longer than it counts: neither beyond its expiry, nor beyond the keys that verified it. A token that the API knows is not
-//! cached here.
+//! If a listener accepts several kinds, a JWT of a listed issuer is verified by that issuer's keys alone, and the API is called
+//! last. Each connection caches the identity of its last token, so that a persistent connection is checked once. A JWT is cached
+//! neither after its expiry nor after a change of the keys that verified it. A token that the API reviews is not cached here.
 
 use super::{
     Authenticator, AuthnContext, ConnectionCredentials,
@@ -15,17 +15,17 @@ use crate::error::{Error, Reason};
 use causeway_rt::listener::RemoteAddr;
 use std::sync::{Mutex, PoisonError};
 
-/// Identity of the client that the last token on a connection named.
+/// Identity of the client from the last token on a connection.
 pub(crate) type TokenCache = Mutex<Option<CachedIdentity>>;
 
-/// A token that was tried with success.
+/// Token that was verified successfully.
 #[derive(Debug)]
 pub(crate) struct CachedIdentity {
     authorization: Vec<u8>,
     client: ClientIdentity,
 }
 
-/// Returns the client that the `Authorization` field identifies.
+/// Identifies the client by the `Authorization` field.
 pub(super) async fn identify(
     listener: &Authenticator,
     (authorization, expired): (&[u8], Expired<'_>),
@@ -112,7 +112,7 @@ async fn verify_token(
     }
 }
 
-/// Forgets the last token on a connection.
+/// Removes the last token of a connection from the cache.
 pub(crate) fn forget(last_token: &TokenCache) {
     *lock_token_cache(last_token) = None;
 }

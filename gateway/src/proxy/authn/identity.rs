@@ -1,4 +1,4 @@
-//! Identity of a client, and for how long it counts.
+//! Identity of a client, and its validity.
 
 use crate::{
     config::Serial,
@@ -28,7 +28,7 @@ pub enum AuthMethod {
     Token,
     /// A JWT.
     Jwt,
-    /// A token that the cluster's API knows.
+    /// A token that the cluster's API reviews.
     TokenReview,
     /// The permission to connect to a unix socket (0600).
     Unix,
@@ -37,7 +37,7 @@ pub enum AuthMethod {
 }
 
 impl AuthMethod {
-    /// The word, for the log.
+    /// Returns the word for the log.
     pub fn word(self) -> &'static str {
         match self {
             Self::Certificate => "certificate",
@@ -59,17 +59,17 @@ pub struct ClientIdentity {
     pub groups: Arc<[String]>,
     /// The URIs in its certificate.
     pub uris: Arc<[String]>,
-    /// How it is known.
+    /// Method of identification.
     pub method: AuthMethod,
-    /// The root of ours on which its certificate hangs.
+    /// Our root CA under which the certificate was verified.
     pub root: Option<Fingerprint>,
-    /// The certificate that it has shown.
+    /// Certificate that the client presented.
     pub certificate: Option<Arc<PresentedCertificate>>,
-    /// For how long its certificate or JWT counts.
+    /// Validity of the certificate or JWT.
     pub validity: Option<Validity>,
     /// User of the cluster, if the cluster has identified the client.
     pub account: Option<Arc<UserInfo>>,
-    /// Its streams that are open.
+    /// Counter of its open streams.
     pub open_streams: Counter,
 }
 
@@ -80,7 +80,7 @@ impl fmt::Display for ClientIdentity {
 }
 
 impl ClientIdentity {
-    /// Returns a client with its count of open streams.
+    /// Returns a client with its counter of open streams.
     pub fn new(name: &str, groups: Vec<String>, method: AuthMethod, limits: &Limits) -> Self {
         let name: Arc<str> = name.into();
         Self {
@@ -96,7 +96,7 @@ impl ClientIdentity {
         }
     }
 
-    /// With the URIs of its certificate.
+    /// Adds the URIs of its certificate.
     #[must_use]
     pub fn with_uris(mut self, uris: Vec<String>) -> Self {
         self.uris = uris.into();
@@ -119,36 +119,36 @@ impl ClientIdentity {
     }
 }
 
-/// A certificate that a client has shown.
+/// Certificate that a client presented.
 #[derive(Debug)]
 pub struct PresentedCertificate {
     /// Its serial number.
     pub serial: Serial,
-    /// It, and the intermediates that came with it.
+    /// The certificate and its intermediates.
     pub chain: Vec<CertificateDer<'static>>,
-    /// Its last second, since 1970.
+    /// End of its validity in Unix seconds, inclusive.
     pub not_after: u64,
 }
 
-/// Returns the seconds since 1970.
+/// Returns the Unix time in seconds.
 pub(super) fn now() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.unwrap_or_default().as_secs()
 }
 
-/// For how long a certificate, a JWT or a token that the cluster knows counts.
+/// Validity of a certificate, a JWT or a token that the cluster's API reviewed.
 #[derive(Clone, Debug)]
 pub struct Validity {
-    /// The last second, since 1970.
+    /// Last valid second, in Unix time.
     pub(super) valid_until: u64,
-    /// The keys of a JWT's issuer, and those of them that proved it.
+    /// The keys of a JWT's issuer, and the key set that verified the JWT.
     proven_by: Option<(JwksCache, Arc<KeySet>)>,
-    /// The audiences for which the cluster's API took a token.
+    /// The audiences for which the cluster's API accepted a token.
     pub(super) audiences: Option<Arc<[String]>>,
 }
 
 impl Validity {
-    /// The validity of a certificate: up to this second since 1970.
+    /// Returns the validity of a certificate, up to and including this Unix second.
     pub fn until_second(valid_until: u64) -> Self {
         Self {
             valid_until,
@@ -157,7 +157,7 @@ impl Validity {
         }
     }
 
-    /// The validity of a JWT that `set` has proved.
+    /// Returns the validity of a JWT that `set` has verified.
     pub fn for_jwt(valid_until: u64, keys: JwksCache, set: Arc<KeySet>) -> Self {
         Self {
             valid_until,
@@ -166,28 +166,28 @@ impl Validity {
         }
     }
 
-    /// The validity of a token with this `exp` claim, which the cluster's API took for these audiences.
+    /// Returns the validity of a token with this `exp` claim, which the cluster's API accepted for these audiences.
     pub fn for_reviewed_token(expires_at: u64, audiences: Arc<[String]>) -> Self {
         Self {
-            // RFC 7519 section 4.1.4: a token does not count in the second that it names.
+            // A token is no longer valid in the second that `exp` names (RFC 7519 section 4.1.4).
             valid_until: expires_at.saturating_sub(1),
             proven_by: None,
             audiences: Some(audiences),
         }
     }
 
-    /// Whether its last second is over.
+    /// Whether the last valid second is over.
     pub fn is_expired(&self) -> bool {
         now() > self.valid_until
     }
 
-    /// Whether it counts without another proof: its time is not over, and the keys are the same.
+    /// Whether the credential is valid without another verification: it has not expired, and the keys are the same.
     pub fn is_current(&self) -> bool {
         let is_same_set = |(keys, set): &(JwksCache, Arc<KeySet>)| keys.is_current(set);
         !self.is_expired() && self.proven_by.as_ref().is_none_or(is_same_set)
     }
 
-    /// Whether its issuer has other keys by now.
+    /// Whether its issuer has other keys now.
     pub fn keys_changed(&self) -> bool {
         let has_changed = |(keys, set): &(JwksCache, Arc<KeySet>)| {
             keys.current().is_ok() && !keys.is_current(set)

@@ -1,11 +1,11 @@
 //! Authentication by JWT: the issuers that a listener accepts, and the claims that a token needs.
 //!
-//! 1. The token names its issuer; no claim counts before a key of that issuer has verified its signature.
-//! 2. A missing key is fetched, once for all requests that wait: one of the two waits that the request path permits.
-//! 3. Signature, `exp`, `nbf`, `iss` and `aud` are checked, with `CLOCK_SKEW_SECONDS` between two clocks.
-//! 4. Its name and groups may be none of those that only the kernel, this gateway or Kubernetes assigns.
+//! 1. The token names its issuer. No claim is used before a key of that issuer has verified the signature.
+//! 2. A missing key is fetched once for all requests that wait for it: one of the two waits that the request path permits.
+//! 3. Signature, `exp`, `nbf`, `iss` and `aud` are checked, with a tolerance of `CLOCK_SKEW_SECONDS`.
+//! 4. Its name and groups must not be reserved for the kernel, this gateway or Kubernetes.
 //!
-//! A refusal says what was wrong and discloses nothing: neither the content of the token, nor the expected values.
+//! A refusal contains the reason, but neither the content of the token nor the expected values.
 
 pub(super) mod claims;
 
@@ -34,12 +34,12 @@ use std::{
 
 /// Maximum difference between two clocks, in seconds.
 const CLOCK_SKEW_SECONDS: u64 = 60;
-/// Maximum size of a token, in bytes. Larger tokens are not parsed: those with hundreds of groups have half as much.
+/// Maximum size of a token in bytes. Larger tokens are not parsed. Tokens with hundreds of groups are half as large.
 pub(super) const MAX_TOKEN_BYTES: usize = 16 << 10;
-/// The last second of the year 9999: later times have no date.
+/// Last second of the year 9999 in Unix time. Later times have no date.
 const MAX_TIMESTAMP: u64 = 253_402_300_799;
 
-/// Reason why a token does not count, for its holder.
+/// Reason why a token was rejected, as the client receives it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rejection {
     /// The token is not accepted here.
@@ -54,12 +54,12 @@ impl<T: Into<Cow<'static, str>>> From<T> for Rejection {
     }
 }
 
-/// Whether a token that has expired counts.
+/// Treatment of an expired token.
 #[derive(Clone, Copy, Debug)]
 pub enum Expired<'a> {
-    /// It does not.
+    /// An expired token is rejected.
     Reject,
-    /// It does: for a stream that its expiry does not end, and whose client was this.
+    /// An expired token is accepted, because its expiry does not end the stream of this client.
     AcceptFor(&'a ClientIdentity),
 }
 
@@ -67,11 +67,11 @@ pub enum Expired<'a> {
 #[derive(Debug)]
 pub struct JwtAuthenticator(Vec<Issuer>);
 
-/// One of them.
+/// Issuer of tokens and its settings.
 #[derive(Debug)]
 pub struct Issuer {
     name: String,
-    /// Validations, by algorithm.
+    /// Validation settings by algorithm.
     validations: Vec<(Algorithm, Validation)>,
     claim_mappings: ClaimMappings,
     keys: JwksCache,
@@ -84,11 +84,11 @@ pub struct JwtIdentity {
     pub name: String,
     /// The client's groups.
     pub groups: Vec<String>,
-    /// For how long it counts.
+    /// Validity of the token.
     pub validity: Validity,
 }
 
-/// Whether a bearer token has the shape of a JWT: three parts in base64url, the last of which may be empty.
+/// Whether a bearer token has the shape of a JWT: three parts in base64url; the last part may be empty.
 pub fn is_jwt_shaped(token: &str) -> bool {
     let is_base64url = |part: &str| {
         let is_base64url_byte =
@@ -106,7 +106,7 @@ struct UnverifiedClaims {
 }
 
 impl Issuer {
-    /// Returns an issuer of this name, whose tokens are for one of these audiences and signed by one of `algorithms`.
+    /// Returns an issuer with this name, whose tokens must be for one of these audiences and signed by one of `algorithms`.
     pub fn new(
         (name, audiences): (&str, &[String]),
         algorithms: &[config::Algorithm],
@@ -204,11 +204,11 @@ impl Issuer {
 
 type VerifiedClaims = (Arc<KeySet>, Map<String, Value>);
 
-/// Why a token was not proven.
+/// Reason why a token could not be verified.
 enum VerifyError {
-    /// By a key that is not here; it may be had.
+    /// The key is missing here and may be fetched.
     KeyMissing(Rejection),
-    /// It never will be.
+    /// The token cannot become valid.
     Invalid(Rejection),
 }
 
@@ -221,12 +221,12 @@ impl VerifyError {
 }
 
 impl JwtAuthenticator {
-    /// These issuers.
+    /// Returns an authenticator that accepts these issuers.
     pub fn new(issuers: Vec<Issuer>) -> Self {
         Self(issuers)
     }
 
-    /// Whether a token says that it is of one of these.
+    /// Whether the issuer that the token claims is one of these issuers.
     pub fn lists_issuer(&self, token: &str) -> bool {
         let claims = dangerous::insecure_decode_claims::<UnverifiedClaims>(token);
         let name = claims.ok().and_then(|claimed| claimed.iss);
@@ -234,10 +234,10 @@ impl JwtAuthenticator {
             && name.is_some_and(|name| self.0.iter().any(|known| known.name == name))
     }
 
-    /// Returns the client that this token identifies. Waits for missing keys for no longer than `fetch_timeout`.
+    /// Returns the client that this token identifies. Waits at most `fetch_timeout` for missing keys.
     ///
     /// # Errors
-    /// The reason why the token does not count.
+    /// The reason why the token is rejected.
     pub async fn identify(
         &self,
         (token, expired): (&str, Expired<'_>),
@@ -265,7 +265,7 @@ impl JwtAuthenticator {
     }
 }
 
-/// A header that the library does not take: most often for an algorithm such as `none`.
+/// Returns the rejection of a header that the library does not support, most often for an algorithm such as `none`.
 fn unreadable_header(token: &str) -> Rejection {
     let header = token.split('.').next().unwrap_or_default();
     let header = URL_SAFE_NO_PAD.decode(header).unwrap_or_default();
@@ -289,7 +289,7 @@ fn keys_unavailable(key_error: KeyError) -> Rejection {
     })
 }
 
-/// Returns why a token that counted up to this second since 1970 does not any more.
+/// Returns the error detail for a token that was valid until this Unix second.
 pub(super) fn expired_detail(valid_until: u64) -> Cow<'static, str> {
     let at = valid_until
         .saturating_sub(CLOCK_SKEW_SECONDS)
@@ -324,7 +324,7 @@ fn rejection_from(token: &str, error: &Error) -> Rejection {
     }
 }
 
-/// A sentence with the date of a claim, which its signature has proven.
+/// Returns a rejection with the date of a claim whose signature was verified.
 fn rejection_with_date(problem: &str, preposition: &str, token: &str, claim: &str) -> Rejection {
     let claims = dangerous::insecure_decode_claims::<Map<String, Value>>(token);
     let at = claims.ok().and_then(|claims| seconds(claims.get(claim)?));
@@ -337,7 +337,7 @@ fn rejection_with_date(problem: &str, preposition: &str, token: &str, claim: &st
     }
 }
 
-/// When a token says that it ends, in seconds since 1970, if it is a JWT that does. Nothing of that is proven.
+/// Returns the expiry of a JWT in Unix seconds, if it has one. The token is not verified.
 pub(in crate::proxy) fn unverified_expiry(token: &str) -> Option<u64> {
     if !is_jwt_shaped(token) {
         return None;
@@ -347,7 +347,7 @@ pub(in crate::proxy) fn unverified_expiry(token: &str) -> Option<u64> {
     seconds(claims.get("exp")?)
 }
 
-/// A date of a claim, as the library reads it: whole, or with a fraction.
+/// Parses the date of a claim as the library does: an integer, or a number with a fraction.
 fn seconds(date: &Value) -> Option<u64> {
     let rounded = || {
         let seconds = date.as_f64()?.round();

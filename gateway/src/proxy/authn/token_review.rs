@@ -1,7 +1,7 @@
-//! Authentication by a token that the cluster's API knows: a service account's, for the most part.
+//! Authentication by a token that the cluster's API reviews, in most cases of a service account.
 //!
 //! Names and groups are those that the API assigns, `system:` included. Names that the kernel or our own CA assigns are never
-//! taken from the API. No token is cached here; `access_review` caches answers by the token's hash.
+//! accepted from the API. No token is cached here; `access_review` caches answers by the token's hash.
 
 use super::{
     identity::{AuthMethod, ClientIdentity, Validity},
@@ -19,18 +19,18 @@ use causeway_certs::TrustDomain;
 use causeway_rt::listener::RemoteAddr;
 use std::{borrow::Cow, sync::Arc};
 
-/// Tokens that the API is asked about.
+/// Settings for tokens that the cluster's API reviews.
 #[derive(Debug)]
 pub struct TokenReview {
-    /// Audiences that tokens must have; empty is the API server itself.
+    /// Audiences of which a token must have one; if empty, the token must be for the API server.
     pub audiences: Arc<[String]>,
     /// The own trust domain.
     pub trust_domain: TrustDomain,
 }
 
 impl TokenReview {
-    /// Returns the holder of a token. Where a token that has expired counts, its holder is the one that the API has named
-    /// before: the API takes none that has expired, and cannot be asked whether it would but for that.
+    /// Returns the holder of a token. If an expired token is accepted, the holder is the one that the API named before, because
+    /// the API rejects every expired token.
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`], or [`Reason::DependencyUnavailable`] if there is no answer.
@@ -58,7 +58,7 @@ impl TokenReview {
                 .review_token(token, &self.audiences, remote_address)
                 .await;
             let account = reviewed.map_err(|review_error| review_error.into_error(subject))?;
-            // It may have expired meanwhile.
+            // The token may have expired during the review.
             let account = account.or_else(|| self.account_before_expiry(expired));
             account.ok_or_else(|| {
                 unauthenticated("token_review: the cluster does not accept the token")
@@ -72,7 +72,7 @@ impl TokenReview {
         })
     }
 
-    /// Returns the user of this token for the same audiences, if the token has expired and counts nevertheless.
+    /// Returns the user of this token for the same audiences, if the token has expired and expired tokens are accepted.
     fn account_before_expiry(&self, expired: Expired<'_>) -> Option<Arc<UserInfo>> {
         let Expired::AcceptFor(previous_client) = expired else {
             return None;

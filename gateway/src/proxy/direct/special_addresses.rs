@@ -1,7 +1,7 @@
-//! Addresses that the networks of a listener which dials itself (`direct_networks`) mean.
+//! Addresses that a network in `direct_networks` includes.
 //!
-//! A network is written for machines elsewhere, and is often wide. Other addresses in the network, such as those of this host and
-//! a cloud's metadata service, are meant only by a network that contains nothing else.
+//! A network is written for remote machines, and is often wide. Other addresses in the network, such as those of this host and a
+//! cloud's metadata service, are included only by a network that contains nothing else.
 
 use ipnet::IpNet;
 use nix::ifaddrs::{InterfaceAddress, getifaddrs};
@@ -12,15 +12,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the addresses of this host are known: there may be thousands.
+/// Time for which the addresses of this host are cached, because there may be thousands.
 const CACHE_TTL: Duration = Duration::from_secs(5);
 
-/// Interfaces on which a cluster's proxies put addresses of Services, which are elsewhere all the same (kube-proxy with
-/// IPVS, `NodeLocal` `DNSCache`).
+/// Interfaces on which a cluster's proxies put addresses of Services, which are remote nevertheless (kube-proxy with IPVS,
+/// `NodeLocal` `DNSCache`).
 const SERVICE_INTERFACES: [&str; 2] = ["kube-ipvs0", "nodelocaldns"];
 
-/// Networks without addresses that a wide network is written for: this host and its link, metadata services of clouds (which give
-/// machines their credentials), and addresses that do not belong to one machine.
+/// Networks that a wide network does not include: this host and its link, metadata services of clouds (which give machines their
+/// credentials), and addresses that do not belong to one machine.
 static SPECIAL_NETWORKS: LazyLock<Vec<IpNet>> = LazyLock::new(|| {
     let networks = [
         "0.0.0.0/8",
@@ -31,7 +31,8 @@ static SPECIAL_NETWORKS: LazyLock<Vec<IpNet>> = LazyLock::new(|| {
         "::/127",
         "fe80::/10",
         "ff00::/8",
-        // Metadata and the like of Alibaba Cloud, Azure, Oracle Cloud, AWS and Google Cloud that is not link-local.
+        // Metadata services and similar services of Alibaba Cloud, Azure, Oracle Cloud, AWS and Google Cloud that are not
+        // link-local.
         "100.100.100.200/32",
         "168.63.129.16/32",
         "192.0.0.192/32",
@@ -41,11 +42,11 @@ static SPECIAL_NETWORKS: LazyLock<Vec<IpNet>> = LazyLock::new(|| {
     networks.iter().filter_map(|net| net.parse().ok()).collect()
 });
 
-/// Prefixes of 96 bits behind which an IPv4 address is reached by IPv6: NAT64 (RFC 6052, RFC 8215).
+/// NAT64 prefixes of 96 bits, behind which an IPv4 address is reached by IPv6 (RFC 6052, RFC 8215).
 const NAT64_PREFIXES: [u128; 2] = [0x64_ff9b << 96, 0x64_ff9b_0001 << 80];
 
-/// Whether a network means this address. Special addresses and this host's own addresses are meant only by networks that contain
-/// nothing else.
+/// Whether a network includes this address. Special addresses and this host's own addresses are included only by networks that
+/// contain nothing else.
 pub(super) fn is_allowed_in(address: IpAddr, network: &IpNet, is_own: bool) -> bool {
     let address = address.to_canonical();
     if !network.contains(&address) {
@@ -59,7 +60,7 @@ pub(super) fn is_allowed_in(address: IpAddr, network: &IpNet, is_own: bool) -> b
     is_exact || (!is_own && containing.all(contains_network))
 }
 
-/// The address that is reached behind a translation.
+/// Returns the IPv4 address behind a NAT64 address, or else the address itself.
 fn strip_nat64(address: IpAddr) -> IpAddr {
     let IpAddr::V6(ipv6) = address else {
         return address;
@@ -70,7 +71,7 @@ fn strip_nat64(address: IpAddr) -> IpAddr {
     ipv4.map_or(address, |four| IpAddr::V4(four.into()))
 }
 
-/// The addresses of this host's interfaces, but for loopback, which is special anyhow.
+/// Returns the addresses of this host's interfaces without loopback, which is always special.
 pub(super) fn own_addresses() -> Arc<BTreeSet<IpAddr>> {
     static CACHE: Mutex<Option<(Instant, Arc<BTreeSet<IpAddr>>)>> = Mutex::new(None);
     let mut cache = CACHE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -130,14 +131,14 @@ mod tests {
             ("::ffff:10.0.0.7", "10.0.0.7/32"),
             ("2001:db8::7", ""),
             ("10.0.0.8", "0.0.0.0/0,10.0.0.0/8"),
-            // Addresses that belong to no machine.
+            // Addresses that do not belong to one machine.
             ("0.0.0.0", ""),
             ("0.1.2.3", ""),
             ("::", ""),
             ("224.0.0.1", ""),
             ("255.255.255.255", ""),
             ("ff02::1", ""),
-            // Metadata, and the same behind NAT64.
+            // Metadata services, also behind NAT64.
             ("100.100.100.200", ""),
             ("100.100.100.201", "0.0.0.0/0,100.64.0.0/10"),
             ("168.63.129.16", ""),
@@ -166,7 +167,7 @@ mod tests {
     fn host_addresses_are_those_of_interfaces_except_loopback() {
         let own = own_addresses();
         assert!(!own.contains(&IpAddr::from([127, 0, 0, 1])));
-        // The address from which this host would send, if it can.
+        // The source address of this host's packets, if it can send any.
         let socket = std::net::UdpSocket::bind("0.0.0.0:0").unwrap();
         if socket.connect("192.0.2.1:9").is_ok() {
             let from = socket.local_addr().unwrap().ip();

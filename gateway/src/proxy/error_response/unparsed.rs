@@ -1,10 +1,10 @@
-//! Answer to a head that cannot be parsed, for which there is no record yet.
+//! Response to a head that cannot be parsed, for which there is no record yet.
 
 use crate::{config::ErrorFormat, error::Reason};
 use http::StatusCode;
 use serde::Serialize;
 
-/// A problem (RFC 9457 §3), with this gateway's extension members.
+/// Problem details (RFC 9457 §3), with this gateway's extension members.
 #[derive(Debug, Serialize)]
 struct ProblemDetails<'a> {
     r#type: String,
@@ -16,7 +16,7 @@ struct ProblemDetails<'a> {
     trace: &'a str,
 }
 
-/// The whole answer, as HTTP/1.1 has it, to a head that cannot be parsed for this reason.
+/// Returns the whole HTTP/1.1 response to a head that cannot be parsed for this reason.
 pub(in crate::proxy) fn unparsed_response(error_format: ErrorFormat, reason: Reason) -> Vec<u8> {
     let detail = unparsed_detail(reason);
     let (status, content_type, text) = match error_format {
@@ -40,7 +40,7 @@ pub(in crate::proxy) fn unparsed_response(error_format: ErrorFormat, reason: Rea
     .into_bytes()
 }
 
-/// The sentence for a head that cannot be parsed for this reason.
+/// Returns the message for a head that cannot be parsed for this reason.
 pub(in crate::proxy) fn unparsed_detail(reason: Reason) -> &'static str {
     match reason {
         Reason::UriTooLong => "the target of the request is longer than can be parsed",

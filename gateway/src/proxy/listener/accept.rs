@@ -1,7 +1,7 @@
 //! Accepts the connections of a listener, selects the worker that serves each, and handles a changed listener configuration.
 //!
-//! A [`ListenerSocket`] accepts for as long as its socket exists, and leads to the current configuration. If anything before HTTP
-//! names the node, it selects the worker. The socket moves there once.
+//! A [`ListenerSocket`] accepts as long as its socket exists, and refers to the current configuration. If the node is known
+//! before HTTP, it selects the worker. The socket moves to that worker once.
 
 mod https;
 
@@ -34,12 +34,12 @@ use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
-/// Enough for the runtime to hear of a connection that the kernel has taken.
+/// Time for the runtime to be notified of a connection that the kernel has accepted.
 const ACCEPT_QUEUE_WAIT: Duration = Duration::from_millis(2);
-/// Maximum time in which a listener that closes still accepts queued connections: in a flood the queue never empties.
+/// Maximum time in which a closing listener still accepts queued connections, because in a flood the queue never empties.
 const MAX_ACCEPT_DRAIN: Duration = Duration::from_secs(1);
 
-/// Socket of one listener: accepts for as long as the socket exists, and leads to the current configuration.
+/// Socket of one listener. It accepts as long as the socket exists, and refers to the current configuration.
 #[derive(Debug)]
 pub struct ListenerSocket {
     config: ArcSwap<ListenerConfig>,
@@ -47,7 +47,7 @@ pub struct ListenerSocket {
 }
 
 impl ListenerSocket {
-    /// Returns a socket that leads to these proxies, by worker, and closes when `stop` is cancelled.
+    /// Returns a socket that is served by these proxies, by worker, and closes when `stop` is cancelled.
     pub fn new(workers: &Workers, proxies: Vec<Proxy>, stop: CancellationToken) -> Arc<Self> {
         Arc::new_cyclic(|socket| {
             let config = ListenerConfig {
@@ -63,7 +63,7 @@ impl ListenerSocket {
         })
     }
 
-    /// Accepts on every worker until it is closed. Returns at once.
+    /// Starts accepting on every worker until the socket is closed. Returns at once.
     ///
     /// # Errors
     /// If the socket cannot be shared with the workers.
@@ -86,13 +86,13 @@ impl ListenerSocket {
         Ok(())
     }
 
-    /// Retires the current configuration, which is about to be replaced or closed.
+    /// Retires the current configuration, which will be replaced or closed.
     pub fn retire(&self, has_grace_period: bool) {
         self.config.load().listener().retire(has_grace_period);
     }
 
-    /// Leads new clients, and those in a handshake, to these proxies. Existing connections end in order: what they have begun is
-    /// finished, and nothing new begins on them.
+    /// Replaces the configuration for new clients and those in a handshake. Existing connections end gracefully: open streams are
+    /// finished, and no new ones begin.
     pub fn replace_config(&self, proxies: Vec<Proxy>) {
         let old = self.config.load_full();
         let config = ListenerConfig {
@@ -104,7 +104,7 @@ impl ListenerSocket {
         old.stop.cancel();
     }
 
-    /// Accepts no further client; existing connections end in order.
+    /// Stops accepting clients. Existing connections end gracefully.
     pub fn close(&self) {
         self.stop.cancel();
     }
@@ -118,7 +118,7 @@ impl ListenerSocket {
             };
             self.config.load().dispatch(worker, socket, peer);
         }
-        // The kernel would reset connections in its accept queue, with their requests: the queue is emptied first.
+        // The queue is emptied first, because the kernel would reset the connections in it together with their requests.
         let end = Instant::now() + MAX_ACCEPT_DRAIN;
         while Instant::now() < end
             && let Ok((socket, peer)) = timeout(ACCEPT_QUEUE_WAIT, listener.accept()).await
@@ -132,20 +132,20 @@ impl ListenerSocket {
 #[derive(Clone, Debug)]
 pub(super) struct ListenerConfig {
     workers: Workers,
-    /// By worker.
+    /// Proxies by worker.
     pub(super) proxies: Arc<[Proxy]>,
     pub(super) stop: CancellationToken,
     entrance: Weak<ListenerSocket>,
 }
 
 impl ListenerConfig {
-    /// Returns the listener, which is the same on all workers.
+    /// Returns the listener of this configuration, which is the same on all workers.
     fn listener(&self) -> &Listener {
         &self.proxies[0].listener
     }
 
-    /// Returns the current configuration, for a client that came in by this one and has begun nothing yet. Returns `None` if the
-    /// listener is gone, or has another kind.
+    /// Returns the current configuration for a client that arrived under this one and has no stream yet. Returns `None` if the
+    /// listener is closed or has changed its kind.
     pub(super) fn current(self) -> Option<Self> {
         if !self.listener().is_retired() {
             return Some(self);
@@ -158,7 +158,7 @@ impl ListenerConfig {
 
     fn dispatch(&self, worker: WorkerId, socket: Socket, peer: RemoteAddr) {
         let proxy = &self.proxies[worker.0];
-        // TLS has not started yet: only the metric and the log show the reason.
+        // TLS has not started yet, so only the metric and the log show the reason.
         let Some(slot) = proxy.shared.limits.admit_connection(peer) else {
             return;
         };
@@ -221,8 +221,8 @@ impl ListenerConfig {
         );
     }
 
-    /// Returns the source of a connection, and its original destination if the listener needs that: from a PROXY header if one is
-    /// due, else from the kernel.
+    /// Returns the source of a connection, and its original destination if the listener needs it. Both come from the PROXY header
+    /// if one is required, otherwise from the kernel.
     async fn client_addresses(
         &self,
         worker: WorkerId,
@@ -252,8 +252,8 @@ impl ListenerConfig {
         }
     }
 
-    /// Returns the worker that owns the node which the connection names, or the worker that accepted the connection if it names
-    /// none.
+    /// Returns the worker that owns the node named by the connection. Without a node, returns the worker that accepted the
+    /// connection.
     pub(super) fn home_worker(
         &self,
         accepting_worker: WorkerId,
@@ -271,7 +271,7 @@ impl ListenerConfig {
             .map_or(accepting_worker, |node| self.workers.worker_of(&node))
     }
 
-    /// Serves the socket on its home worker: here if that is here, else it moves.
+    /// Serves the socket on its home worker, and moves it there if necessary.
     pub(super) fn move_to_worker<F>(
         self,
         (accepting_worker, home_worker): (WorkerId, WorkerId),
@@ -303,7 +303,7 @@ impl ListenerConfig {
     }
 }
 
-/// A client's socket that was just accepted.
+/// Client socket that was just accepted.
 #[derive(Debug)]
 pub(crate) struct AcceptedSocket {
     pub(crate) peer: RemoteAddr,
@@ -339,7 +339,7 @@ impl AcceptedSocket {
     }
 }
 
-/// Serves one connection by the listener's kind.
+/// Serves one connection with the protocol of the listener.
 pub(crate) async fn serve(
     proxy: &Proxy,
     io: conn_io::ClientIo,

@@ -1,9 +1,9 @@
 //! Client-side IO below HTTP, and the state of the connection.
 //!
-//! The body of an answer and the socket are coordinated here. A body that breaks waits until the bytes before it are flushed, and
-//! the socket is then dropped with a reset and without `close_notify`. The state also measures how long a head has been on its
-//! way, which bounds slow heads without bounding idle clients. While no task reads from a client (its body waits for the
-//! upstream), only `DisconnectWatch` detects that it has disconnected.
+//! The response body and the socket are coordinated here. A body that breaks waits until the bytes before it are flushed. The
+//! socket is then dropped with a reset and without `close_notify`. The state also measures for how long a head has been
+//! incomplete, which limits slow heads without limiting idle clients. While no task reads from a client (its body waits for the
+//! upstream), only `DisconnectWatch` detects a disconnect.
 
 use super::{
     header_timeout::HeaderBlockTracker,
@@ -33,35 +33,35 @@ use tokio::{
 };
 use tokio_rustls::server::TlsStream;
 
-/// Time that a socket takes nothing after which a connection that lost a stream by eviction ends.
+/// Time without progress of the socket after which a connection that lost a stream by eviction ends.
 const STALL_LIMIT: Duration = Duration::from_secs(2);
 
 /// State that a socket and the bodies above it share.
 #[derive(Debug)]
 pub struct ConnState {
     created_at: Instant,
-    /// The close is to be a reset.
+    /// Whether the connection has to be closed by a reset.
     is_broken: AtomicBool,
-    /// A broken body waits for a flush.
+    /// Whether a broken body waits for a flush.
     is_flushing: AtomicBool,
     flushed: AtomicWaker,
-    /// The next byte read is of a new head.
+    /// Whether the next byte read begins a new head.
     expects_head: AtomicBool,
-    /// When the head on its way began, in milliseconds after `began`, plus one; 0 is none.
+    /// Start of the head that is being received, in milliseconds after `began`, plus one; 0 means none.
     head_started_at: AtomicU64,
-    /// Of the stream that brings the answer, where HTTP/1.1 is spoken.
+    /// Eviction handle of the stream that carries the response, if the client speaks HTTP/1.1.
     eviction: Mutex<Option<Eviction>>,
-    /// Since when the socket takes nothing, in milliseconds after `began`, plus one; 0 is none.
+    /// Time since which the socket accepts no bytes, in milliseconds after `began`, plus one; 0 means none.
     blocked_since: AtomicU64,
-    /// A stream was evicted, where HTTP/2 is spoken.
+    /// Notified when a stream was evicted, if the client speaks HTTP/2.
     stream_lost: Notify,
-    /// The body of the request has not come to its end, where HTTP/1.1 is spoken.
+    /// Whether the request body is incomplete, if the client speaks HTTP/1.1.
     has_open_body: AtomicBool,
-    /// Bytes were read behind the request while its answer was on its way: the next read may begin within a head.
+    /// Whether bytes after the request were read before the response was complete. The next read may then begin within a head.
     has_read_ahead: AtomicBool,
-    /// The part of the request's target that hyper has not seen.
+    /// The part of the request target that is not passed to hyper.
     long_target: Mutex<Option<LongTarget>>,
-    /// Reason that was answered for a head which hyper cannot parse.
+    /// Reason in the response to a head that hyper cannot parse.
     parse_failure: Mutex<Option<Reason>>,
 }
 
@@ -72,7 +72,7 @@ impl Default for ConnState {
             is_broken: AtomicBool::new(false),
             is_flushing: AtomicBool::new(false),
             flushed: AtomicWaker::new(),
-            // The first head is due from the start, whether a byte of it has come or not.
+            // The first head is due from the start, even before its first byte arrives.
             expects_head: AtomicBool::new(false),
             head_started_at: AtomicU64::new(1),
             eviction: Mutex::default(),
@@ -87,7 +87,7 @@ impl Default for ConnState {
 }
 
 impl ConnState {
-    /// Breaks the connection: ready once what was written before is flushed.
+    /// Marks the connection as broken. Becomes ready when the bytes written before are flushed.
     pub fn poll_flushed(&self, cx: &mut Context<'_>) -> Poll<()> {
         if self.is_broken.swap(true, Relaxed) {
             if !self.is_flushing.load(Relaxed) {
@@ -104,44 +104,44 @@ impl ConnState {
         }
     }
 
-    /// Whether a head is on its way: nothing that is written is an answer of the service.
+    /// Whether a head is being received. Bytes that are written then are not a response of the service.
     fn is_reading_head(&self) -> bool {
         self.head_started_at.load(Relaxed) > 0
     }
 
-    /// A request's head is complete. For HTTP/2 the socket itself says so.
+    /// Marks the head of a request as complete. For HTTP/2 the socket itself does this.
     pub fn head_complete(&self) {
         self.head_started_at.store(0, Relaxed);
     }
 
-    /// Begins a request of HTTP/1.1, which has a body or not. Returns the part of its target that hyper has not seen.
+    /// Begins an HTTP/1.1 request with or without a body. Returns the part of its target that was not passed to hyper.
     pub fn begin_request(&self, has_body: bool) -> Option<LongTarget> {
         self.head_complete();
         self.has_open_body.store(has_body, Relaxed);
         lock(&self.long_target).take()
     }
 
-    /// The body of the request has come to its end.
+    /// Marks the request body as complete.
     pub fn body_ended(&self) {
         self.has_open_body.store(false, Relaxed);
     }
 
-    /// Returns the reason that was answered for a head which hyper cannot parse.
+    /// Returns the reason in the response to a head that hyper cannot parse.
     pub fn parse_failure(&self) -> Option<Reason> {
         *lock(&self.parse_failure)
     }
 
-    /// An answer is complete: the next bytes are of a new head.
+    /// Marks a response as complete: the next bytes begin a new head.
     pub fn response_complete(&self) {
         self.expects_head.store(true, Relaxed);
     }
 
-    /// From now on the connection ends when the stream that brings its answer is evicted.
+    /// Sets the stream whose eviction ends the connection, because it carries the response.
     pub fn set_eviction(&self, eviction: Option<Eviction>) {
         *lock(&self.eviction) = eviction;
     }
 
-    /// Waits until the stream that brings the answer is evicted. Must be polled after the future that reads the stream.
+    /// Waits until the stream that carries the response is evicted. Must be polled after the future that reads the stream.
     pub async fn wait_evicted(&self) {
         poll_fn(|cx| match lock(&self.eviction).as_ref() {
             Some(eviction) => eviction.poll_evicted(cx),
@@ -150,13 +150,13 @@ impl ConnState {
         .await;
     }
 
-    /// Notes that a stream was evicted.
+    /// Records that a stream was evicted.
     pub fn lost_stream(&self) {
         self.stream_lost.notify_one();
     }
 
-    /// Waits until the socket takes nothing after a stream was evicted: the bytes that HTTP/2 has queued for the stream are freed
-    /// only with the connection.
+    /// Waits until the socket makes no progress after a stream was evicted. The bytes that HTTP/2 has queued for the stream are
+    /// freed only with the connection.
     pub async fn wait_stalled(&self) {
         loop {
             self.stream_lost.notified().await;
@@ -187,7 +187,7 @@ impl ConnState {
             .store(if was_blocked { 0 } else { age_millis + 1 }, Relaxed);
     }
 
-    /// Waits until a head has been on its way for longer than `head_timeout`.
+    /// Waits until a head has been incomplete for longer than `head_timeout`.
     pub async fn wait_slow_head(&self, head_timeout: Duration) {
         let mut deadline = Instant::now();
         loop {
@@ -195,7 +195,7 @@ impl ConnState {
             let now = Instant::now();
             let began = self.head_started_at.load(Relaxed).checked_sub(1);
             let began = began.map(|began| self.created_at + Duration::from_millis(began));
-            // A head that begins from now on is not late before the next check, so no notification is needed.
+            // A head that begins later is not late before the next check, so no notification is needed.
             deadline = began.unwrap_or(now) + head_timeout;
             if deadline <= now {
                 return;
@@ -203,7 +203,7 @@ impl ConnState {
         }
     }
 
-    /// Bytes were read. Returns whether they are the beginning of a head, as far as that is known.
+    /// Records that bytes were read. Returns whether they begin a head, as far as that is known.
     fn note_read(&self) -> bool {
         let has_body = self.has_open_body.load(Relaxed);
         if self.expects_head.swap(false, Relaxed) {
@@ -222,10 +222,10 @@ impl ConnState {
         self.head_started_at.store(age_millis + 1, Relaxed);
     }
 
-    /// Records a change of the field lists of a client that speaks HTTP/2, see [`HeaderBlockTracker::track`].
+    /// Records a change of the header blocks of an HTTP/2 client, see [`HeaderBlockTracker::track`].
     fn note_header_block(&self, open: Option<bool>) {
         match open {
-            // The first head is on its way from the start.
+            // The first head is due from the start.
             Some(true) if self.head_started_at.load(Relaxed) == 1 => {}
             Some(true) => self.start_head(),
             Some(false) => self.head_complete(),
@@ -250,7 +250,7 @@ impl ResetOnClose for ConnState {
     }
 }
 
-/// A client's connection, plain or in TLS.
+/// Connection of a client, plain or with TLS.
 #[derive(Debug)]
 pub struct ClientIo {
     transport: Transport,
@@ -260,17 +260,17 @@ pub struct ClientIo {
     request_line: RequestLine,
     parse_error_response: Unparsed,
     disconnect_watch: DisconnectWatch,
-    /// Our half was ended in order.
+    /// Whether our half of the connection was closed normally.
     is_shut_down: bool,
-    /// Bytes that were discarded behind that, and the time that is left for it.
+    /// Number of bytes discarded after that, and the timer that limits the discarding.
     discarded: usize,
     linger_timer: Option<Pin<Box<Sleep>>>,
 }
 
-/// Answer to a head that hyper cannot parse, in place of hyper's own, which has no text.
+/// Response to a head that hyper cannot parse. It replaces hyper's own response, which has no text.
 ///
-/// hyper answers such a head by itself before it returns the error. Its answer is recognized by its status, by the length of its
-/// body, and by the lack of the fields that all answers of a gateway have.
+/// hyper answers such a head itself before it returns the error. Its response is recognized by the status, the length of the
+/// body, and the absence of the fields that all responses of a gateway have.
 #[derive(Debug)]
 struct Unparsed {
     error_format: ErrorFormat,
@@ -287,7 +287,7 @@ impl Unparsed {
         }
     }
 
-    /// Prepares the answer if these bytes are one of hyper's own. Returns the reason, if there is one.
+    /// Prepares the replacement if these bytes are one of hyper's own responses. Returns the reason, if there is one.
     fn prepare_replacement(&mut self, bytes: &[u8], line: &RequestLine) -> Option<Reason> {
         let status = bytes.strip_prefix(b"HTTP/1.1 4")?;
         let head = String::from_utf8_lossy(bytes).to_ascii_lowercase();
@@ -311,10 +311,10 @@ impl Unparsed {
     }
 }
 
-/// Version of HTTP that the handshake agreed on, which binds both ends (RFC 7301, section 3.2).
+/// HTTP version that the handshake negotiated, which binds both sides (RFC 7301, section 3.2).
 #[derive(Clone, Copy, Debug)]
 enum Agreed {
-    /// The client offered no protocol, or speaks no TLS: its first bytes decide.
+    /// The client offered no protocol or does not use TLS, so its first bytes decide.
     NotNegotiated,
     Http1,
     Http2,
@@ -329,7 +329,7 @@ impl Agreed {
         }
     }
 
-    /// Checks that the client speaks the version of HTTP that ALPN has agreed on.
+    /// Checks that the client speaks the HTTP version that ALPN negotiated.
     fn check(self, header_blocks: &HeaderBlockTracker) -> io::Result<()> {
         let is_mismatch = match self {
             Self::NotNegotiated => false,
@@ -351,7 +351,7 @@ enum Transport {
 }
 
 impl ClientIo {
-    /// A connection without TLS, to a listener with this form of errors and this limit of targets.
+    /// Returns a connection without TLS to a listener with this error format and this limit of targets.
     pub fn plain(
         socket: Socket,
         condition: &Arc<ConnState>,
@@ -365,7 +365,7 @@ impl ClientIo {
         )
     }
 
-    /// A connection whose TLS is done.
+    /// Returns a connection whose TLS handshake is finished.
     pub fn tls(
         stream: TlsStream<Socket>,
         condition: &Arc<ConnState>,
@@ -413,7 +413,7 @@ impl Transport {
 }
 
 impl ClientIo {
-    /// Writes the answer to a head that hyper cannot parse, if `bytes` are hyper's own.
+    /// Writes the replacement response if `bytes` are hyper's own response to a head that it cannot parse.
     fn poll_unparsed(
         &mut self,
         cx: &mut Context<'_>,
@@ -441,13 +441,13 @@ impl ClientIo {
         Poll::Ready(Ok(()))
     }
 
-    /// Whether bytes of the client may wait unread. If the connection were closed over them, it would be reset, and the client
-    /// would lose the answer (RFC 9112, section 9.6).
+    /// Whether bytes of the client may be unread. Closing the connection then would reset it, and the client would lose the
+    /// response (RFC 9112, section 9.6).
     fn may_have_unread(&self) -> bool {
         !self.disconnect_watch.is_reading && !self.condition.is_broken.load(Relaxed)
     }
 
-    /// Discards the bytes that still come; ready once the client has hung up, or its time is over.
+    /// Discards the bytes that still arrive. Becomes ready when the client has closed its side or the time is over.
     fn poll_discard(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let linger_timer = self
             .linger_timer
@@ -468,21 +468,22 @@ impl ClientIo {
     }
 }
 
-/// Time for which the bytes of a client are discarded behind the last answer.
+/// Time for which the bytes of a client are discarded after the last response.
 const LINGER: Duration = Duration::from_secs(2);
-/// Bytes that are discarded: more than a head which is refused for its size.
+/// Maximum number of discarded bytes, which is more than a head that is refused for its size.
 const MAX_DISCARDED: usize = 4 << 20;
 
-/// Interval in which a client that no task reads from is checked.
+/// Interval between checks of a client from which no task reads.
 const DISCONNECT_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Detects that a client has disconnected while no task reads from it.
+/// Detects that a client has disconnected while no task reads from its connection.
 ///
 /// The system reports a disconnect only to a task that reads, and a body that waits for its upstream is not read. The system's
-/// keepalive turns a client that is gone into an error of the socket. This looks for that error, which TLS may have met already.
+/// keepalive turns a lost client into an error of the socket. This type polls for that error, which TLS may have received
+/// already.
 #[derive(Debug, Default)]
 struct DisconnectWatch {
-    /// A task waits for bytes, and would learn of a disconnect.
+    /// Whether a task waits for bytes and would be notified of a disconnect.
     is_reading: bool,
     timer: Option<Pin<Box<Sleep>>>,
 }
@@ -515,7 +516,7 @@ impl ResetOnClose for ClientIo {
 }
 
 impl Drop for ClientIo {
-    /// Resets the connection if it is dropped before its end, as a drain does with the remaining ones.
+    /// Resets the connection if it is dropped early, as a drain does with the remaining ones.
     fn drop(&mut self) {
         if !self.is_shut_down || self.condition.is_broken.load(Relaxed) {
             match &self.transport {
@@ -558,7 +559,7 @@ impl AsyncRead for ClientIo {
     }
 }
 
-/// A peer that goes without `close_notify` is an ordinary disconnect (trap 6).
+/// Treats a peer that closes without `close_notify` as an ordinary disconnect (trap 6).
 fn ignore_missing_close_notify(polled: Poll<io::Result<()>>) -> Poll<io::Result<()>> {
     match polled {
         Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {

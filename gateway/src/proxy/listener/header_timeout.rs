@@ -1,14 +1,14 @@
-//! Begin and end of a client's field lists, as it sends them over HTTP/2.
+//! Begin and end of a client's header blocks over HTTP/2.
 //!
-//! h2 bounds how large a list is and in how many frames it may come, not how long that takes, and no other frame may come in
-//! between (RFC 9113 §6.10). Only the heads of frames are parsed, as they pass between TLS and h2. Bytes that do not begin as
-//! HTTP/2 does are not parsed.
+//! h2 limits the size of a block and the number of its frames, but not the time of a block. No other frame may come in between
+//! (RFC 9113 §6.10). Only frame headers are parsed as they pass between TLS and h2. Bytes that do not begin as HTTP/2 does are
+//! not parsed.
 
 use causeway_tunnel::frame_parser::{
     CONTINUATION, ClientFrames, END_HEADERS, FrameEvent, FrameHeader, HEADERS,
 };
 
-/// Position of the client between its field lists.
+/// Tracker of the header blocks that a client sends.
 #[derive(Debug, Default)]
 pub(super) struct HeaderBlockTracker {
     frames: ClientFrames,
@@ -17,15 +17,15 @@ pub(super) struct HeaderBlockTracker {
 
 #[derive(Debug, Default)]
 struct HeaderBlock {
-    /// One has begun.
+    /// Whether a block has begun and not ended.
     is_open: bool,
-    /// This frame is its last.
+    /// Whether this frame is the last one of the block.
     is_last_frame: bool,
 }
 
 impl HeaderBlockTracker {
-    /// Takes the next bytes. True where a list has begun in them and goes on behind them, false where one has ended
-    /// and none goes on.
+    /// Processes the next bytes. Returns `Some(true)` if a block begins in them and does not end, and `Some(false)` if a block
+    /// ends in them and no other one is open.
     pub(super) fn track(&mut self, bytes: &[u8]) -> Option<bool> {
         let mut changed = None;
         self.frames.parse(bytes, |part| {
@@ -42,19 +42,19 @@ impl HeaderBlockTracker {
 }
 
 impl HeaderBlockTracker {
-    /// Whether HTTP/2 is spoken, as far as is known.
+    /// Whether the connection uses HTTP/2, as far as is known.
     pub(super) fn is_http2(&self) -> bool {
         self.frames.is_http2()
     }
 
-    /// Whether something else than HTTP/2 is spoken, as far as is known.
+    /// Whether the connection uses another protocol than HTTP/2, as far as is known.
     pub(super) fn is_other_protocol(&self) -> bool {
         self.frames.is_not_http2()
     }
 }
 
 impl HeaderBlock {
-    /// A frame begins. True where a list begins with it.
+    /// Processes the begin of a frame. Returns `Some(true)` if a block begins with it.
     fn begin_frame(&mut self, head: FrameHeader) -> Option<bool> {
         if !matches!(head.kind, HEADERS | CONTINUATION) {
             return None;
@@ -64,7 +64,7 @@ impl HeaderBlock {
         is_start.then_some(true)
     }
 
-    /// So much is left of a frame. False where a list ends with it.
+    /// Processes a part of a frame, of which `left` bytes remain. Returns `Some(false)` if a block ends with it.
     fn payload_read(&mut self, left: u32) -> Option<bool> {
         let is_end = left == 0 && self.is_open && self.is_last_frame;
         self.is_open &= !is_end;

@@ -1,9 +1,8 @@
-//! HTTP of a listener: one connection, HTTP/1.1 or HTTP/2, until it ends or the listener drains.
+//! HTTP of a listener: serves one connection, HTTP/1.1 or HTTP/2, until it ends or the listener drains.
 //!
-//! The version is the one that ALPN agreed on; without ALPN the first bytes decide. A head that is longer on its way than its
-//! bound ends the connection, and so does a client without any request for much longer. HTTP/2's own limits on resets keep their
-//! defaults here: on a public listener they are the protection. Control frames have a budget below hyper, see
-//! [`ControlFrameLimiter`].
+//! The version is the one that ALPN negotiated; without ALPN the first bytes decide. A head that takes longer than its timeout
+//! ends the connection. A much longer timeout applies to a client without any request. HTTP/2's own limits on resets keep their
+//! defaults here, because they protect a public listener. Control frames have a budget below hyper, see [`ControlFrameLimiter`].
 
 use super::{ClientConnection, LongTarget, conn_io::ClientIo, idle_timer::IdleTimer};
 use crate::{
@@ -44,7 +43,7 @@ use std::{
 use tokio::{task::futures::TaskLocalFuture, time::sleep};
 use tokio_util::sync::CancellationToken;
 
-/// Runs hyper's tasks under our owner.
+/// Executor that runs hyper's tasks in our task group.
 #[derive(Clone, Debug)]
 struct TaskExecutor(Arc<TaskGroup>);
 
@@ -61,12 +60,12 @@ where
 type EvictionSlot = Arc<OnceLock<(Eviction, Arc<ClientConnection>)>>;
 
 tokio::task_local! {
-    /// Slot of the task that serves one stream of HTTP/2, for the handle of the stream that brings the answer.
+    /// Slot in the task of an HTTP/2 stream, for the eviction handle of the stream that carries the response.
     static EVICTION: EvictionSlot;
 }
 
 pin_project! {
-    /// The task of one stream, until it ends or the stream that brings its answer is evicted. Dropping the task resets the
+    /// Task of one stream. It runs until it ends or the stream that carries its response is evicted. Dropping the task resets the
     /// stream.
     struct UntilEvicted<F> {
         #[pin]
@@ -102,23 +101,23 @@ impl<F: Future<Output = ()>> Future for UntilEvicted<F> {
     }
 }
 
-/// Stream window for clients that speak HTTP/2, in bytes: clients are near, 256 KiB fill 2 Gbit/s at 1 ms. Each stream whose
-/// upstream does not read may buffer as much.
+/// Stream window for HTTP/2 clients, in bytes. Clients are near: 256 KiB fill 2 Gbit/s at 1 ms. Each stream whose upstream does
+/// not read may buffer as much.
 const STREAM_WINDOW: u32 = 256 << 10;
 /// Stream window while too many bytes are buffered: the initial window of RFC 9113 §6.9.2.
 const SMALL_STREAM_WINDOW: u32 = (64 << 10) - 1;
-/// Bytes of an answer that wait for a client's socket, if HTTP/2 is spoken. hyper's default is 400 KiB.
+/// Maximum number of response bytes that wait for a client's socket, if the client speaks HTTP/2. hyper's default is 400 KiB.
 const MAX_SEND_BUFFER: usize = 128 << 10;
-/// Streams on one HTTP/2 connection: as many as Go's server allows; its client opens a second connection beyond.
+/// Maximum number of streams on one HTTP/2 connection. Go's server allows as many; its client opens a second connection for more.
 const MAX_CONCURRENT_STREAMS: u32 = 250;
-/// Interval of HTTP/2 pings. A dead client is noticed within twice this.
+/// Interval of HTTP/2 pings. A dead client is detected within twice this time.
 const PING_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Time for one more request of HTTP/1.1, whose answer announces that the connection ends. A connection that closed without that
-/// would lose a request that is on its way. An HTTP/2 connection announces its end by GOAWAY and loses none.
+/// Time for one more HTTP/1.1 request, whose response announces the end of the connection. A connection that closed without that
+/// response would lose a request in transit. An HTTP/2 connection announces its end by GOAWAY and loses no request.
 const LAST_REQUEST_WAIT: Duration = Duration::from_secs(1);
 
-/// Serves one connection until it ends; after `stop` it finishes the requests that have begun.
+/// Serves one connection until it ends. After `stop`, finishes the requests that have begun.
 pub(super) async fn serve(
     proxy: &Proxy,
     io: ClientIo,
@@ -128,7 +127,7 @@ pub(super) async fn serve(
     let builder = builder(proxy, connection.window);
     let service = service_fn(|request: Request<Incoming>| {
         let (proxy, connection) = (proxy.clone(), connection.clone());
-        // Done here and not below, because h2 returns streams in their order.
+        // Computed here and not in the task, because h2 returns streams in their order.
         let exchange = exchange_id(&connection, request.version());
         async move { Ok::<_, Infallible>(respond(&proxy, &connection, request, exchange).await) }
     });
@@ -172,18 +171,18 @@ pub(super) async fn serve(
     }
 }
 
-/// Event of a connection beside its requests. Such events are rare, so their futures are polled only when they are woken, and
-/// not with each request: the wait for a drain takes a lock that all connections share.
+/// Event of a connection besides its requests. Such events are rare, so their futures are polled only when they are woken, and
+/// not with each request. The wait for a drain takes a lock that all connections share.
 enum Event {
-    /// The client reads nothing, and has lost a stream.
+    /// The client reads nothing, and a stream was evicted.
     Stalled,
     /// The head of a request is too slow.
     SlowHead,
-    /// There was no request for long.
+    /// There was no request for a long time.
     Idle,
-    /// The client was told that the connection ends, and does not close it.
+    /// The end of the connection was announced, and the client does not close it.
     StillIdle,
-    /// The listener closes, or has another configuration.
+    /// The listener closes or its configuration was replaced.
     Stop,
 }
 
@@ -212,8 +211,8 @@ fn events<'a>(
     .collect()
 }
 
-/// Waits until a connection is to end by `stop`. One of HTTP/1.1 can hear of that with its requests since the drain began, if
-/// there is one, or else since `stop`; it has time for one at least.
+/// Waits until `stop` requires the end of a connection. On HTTP/1.1, each response since the start of the drain announces the
+/// end. A connection without a drain gets its announcement from `stop` on, and has time for at least one request.
 async fn wait_to_close(
     drain: impl Future<Output = ()>,
     stop: &CancellationToken,
@@ -229,13 +228,13 @@ async fn wait_to_close(
     stop.cancelled().await;
 }
 
-/// Whether the connections of this listener end: the gateway drains, or the listener is closed or has another configuration.
+/// Whether the connections of this listener have to end: the gateway drains, or the listener is closed or replaced.
 fn is_closing(proxy: &Proxy) -> bool {
     proxy.shared.registry.is_draining() || proxy.listener.is_retired()
 }
 
-/// Announces that the connection of HTTP/1.1 ends after this response; hyper then closes it (RFC 9112, section 9.6). A connection
-/// that becomes a session ends with that.
+/// Announces that the HTTP/1.1 connection ends after this response; hyper then closes it (RFC 9112, section 9.6). A connection
+/// that becomes a session gets no announcement, because it ends with the session.
 fn announce_close(method: &Method, response: &mut Response<ResponseBody>) {
     let status = response.status();
     let is_session = status == StatusCode::SWITCHING_PROTOCOLS
@@ -246,7 +245,7 @@ fn announce_close(method: &Method, response: &mut Response<ResponseBody>) {
     }
 }
 
-/// Records a request whose head cannot be parsed: no other part of the gateway has seen it.
+/// Records a request whose head cannot be parsed, because no other part of the gateway has seen it.
 fn record_parse_failure(
     proxy: &Proxy,
     connection: &Arc<ClientConnection>,
@@ -276,7 +275,7 @@ fn record_parse_failure(
     }
 }
 
-/// Returns the connection as hyper sees it.
+/// Wraps the connection for hyper.
 fn wrap_io(
     proxy: &Proxy,
     io: ClientIo,
@@ -290,7 +289,7 @@ fn wrap_io(
     InformationalIo::new(io, connection.interims.clone())
 }
 
-/// Returns the exchange that interim answers to the request belong to, which hyper hands over now.
+/// Returns the exchange of the interim responses to the request that hyper returns now.
 fn exchange_id(connection: &ClientConnection, version: Version) -> ExchangeId {
     match version {
         Version::HTTP_2 => connection.interims.next_exchange(),
@@ -327,7 +326,7 @@ async fn respond(
         announce_close(&method, &mut response);
     }
     if response.status().canonical_reason().is_none() {
-        // hyper writes `<none>` if neither hyper nor the answer has a phrase; a phrase is optional (RFC 9112, section 4).
+        // hyper writes `<none>` if neither hyper nor the response has a phrase; a phrase is optional (RFC 9112, section 4).
         let extensions = response.extensions_mut();
         extensions.get_or_insert_with(|| ReasonPhrase::from_static(b""));
     }
@@ -337,7 +336,7 @@ async fn respond(
     response.map(|body| body.with_socket(Some(connection.condition.clone())))
 }
 
-/// The stream window of a connection that begins now.
+/// Returns the stream window of a connection that begins now.
 pub(super) fn stream_window(proxy: &Proxy) -> u32 {
     if proxy.shared.limits.memory_budget().is_high() {
         SMALL_STREAM_WINDOW
@@ -363,7 +362,7 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<TaskExecutor> {
         .http2()
         .timer(TokioTimer::new())
         .initial_stream_window_size(window)
-        // The window covers all streams at once: a stream whose body is not read delays only itself.
+        // The window covers all streams at once, so a stream whose body is not read delays only itself.
         .initial_connection_window_size(window * MAX_CONCURRENT_STREAMS)
         .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
         .max_send_buf_size(MAX_SEND_BUFFER)
@@ -393,7 +392,7 @@ mod tests {
             }
         };
         assert!(ends(LAST_REQUEST_WAIT).now_or_never().is_none());
-        // A listener has another configuration.
+        // The configuration of the listener was replaced.
         stop.cancel();
         ends(LAST_REQUEST_WAIT).await;
         // Requests are counted for HTTP/2 connections.

@@ -1,8 +1,8 @@
 //! Idle time of an HTTP/2 connection.
 //!
-//! hyper bounds idle connections of HTTP/1.1 only. Here each request counts from the time when its head is complete until all its
-//! parts have ended: its answer, an upload after that, a session. A connection without any request yet is not idle: its first
-//! head has a bound of its own.
+//! hyper limits only the idle time of HTTP/1.1 connections. Here each request counts from the end of its head until all its parts
+//! have ended: its response, an upload after the response, a session. A connection without any request yet is not idle, because
+//! its first head has its own timeout.
 
 use std::{
     sync::{
@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep_until};
 pub struct IdleTimer {
     created_at: Instant,
     open_requests: AtomicUsize,
-    /// When the last request ended, in milliseconds after `began`, plus one; 0 is never.
+    /// Time at which the last request ended, in milliseconds after `began`, plus one; 0 means never.
     idle_since: AtomicU64,
 }
 
@@ -33,13 +33,13 @@ impl Default for IdleTimer {
 }
 
 impl IdleTimer {
-    /// Returns a guard for a part of a request: the connection is not idle as long as the guard exists.
+    /// Returns a guard for a part of a request. The connection is not idle while the guard exists.
     pub fn begin_request(self: &Arc<Self>) -> ActiveRequest {
         self.open_requests.fetch_add(1, Relaxed);
         ActiveRequest(self.clone())
     }
 
-    /// Whether a request has been made.
+    /// Whether the connection has had a request.
     pub fn has_seen_request(&self) -> bool {
         self.open_requests.load(Relaxed) > 0 || self.idle_since.load(Relaxed) > 0
     }
@@ -50,7 +50,7 @@ impl IdleTimer {
         Some(self.created_at + Duration::from_millis(since))
     }
 
-    /// Waits for `bound`, and on until nothing has been open for so long.
+    /// Waits until no request has been open for `idle_timeout`, and at least for that time.
     pub async fn wait_idle(&self, idle_timeout: Duration) {
         let mut deadline = Instant::now() + idle_timeout;
         loop {
@@ -64,7 +64,7 @@ impl IdleTimer {
     }
 }
 
-/// See [`IdleTimer::begin_request`].
+/// Guard of an open request, see [`IdleTimer::begin_request`].
 #[derive(Debug)]
 pub struct ActiveRequest(Arc<IdleTimer>);
 

@@ -1,8 +1,8 @@
-//! Source of a connection that a proxy in between forwards with a PROXY v2 header.
+//! Source of a connection that a proxy forwards with a PROXY v2 header.
 //!
-//! This module reads that header, which comes before anything else. Only a peer in `proxy_protocol` is asked for one, and then
-//! the header must be there: without it the client cannot be distinguished from the proxy. Version 1 is refused. The header is
-//! bounded in size, and shares the time limit of the client's handshake.
+//! This module reads that header, which precedes all other bytes. Only a peer in `proxy_protocol` has to send one, because the
+//! client could not be distinguished from the proxy without it. Version 1 is refused. The header is limited in size, and shares
+//! the timeout of the client's handshake.
 
 use proxy_header::{ParseConfig, Protocol, ProxiedAddress, ProxyHeader};
 use std::io;
@@ -10,20 +10,20 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 
 /// Length of the fixed part of a header, whose last two bytes are the length of the rest.
 const FIXED_HEADER_LEN: usize = 16;
-/// Maximum length of the rest. Addresses are 36 bytes at most; the other contents (TLS versions, names, identifiers) some
-/// hundred.
+/// Maximum length of the rest, in bytes. Addresses are 36 bytes at most; the other contents (TLS versions, names, identifiers) a
+/// few hundred.
 const MAX_VARIABLE_LEN: usize = 4096;
 /// First bytes of a header of version 2.
 const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 
-/// Reads the header, and nothing after it. Returns no address if the proxy connects on its own behalf, as it does for a health
+/// Reads the header, and no byte after it. Returns no address if the proxy connects on its own behalf, for example for a health
 /// check of the listener.
 ///
 /// # Errors
-/// If there is no header, or none that can be trusted.
+/// If there is no header, or it is invalid.
 pub async fn read(socket: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<ProxiedAddress>> {
     let mut header = vec![0; FIXED_HEADER_LEN];
-    // A client that sends other bytes, and fewer, is detected before the header is complete.
+    // Read first, so that a client that sends other and fewer bytes is detected before the header is complete.
     socket.read_exact(&mut header[..SIGNATURE.len()]).await?;
     if !header.starts_with(SIGNATURE) {
         return Err(invalid_data("it does not begin with a PROXY v2 header"));
@@ -44,7 +44,7 @@ pub async fn read(socket: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<Pr
 /// Parses a whole header.
 ///
 /// # Errors
-/// If it is not of version 2, or not of TCP.
+/// If its version is not 2, or its protocol is not TCP.
 fn parse(header: &[u8]) -> io::Result<Option<ProxiedAddress>> {
     let config = ParseConfig {
         include_tlvs: false,
@@ -74,7 +74,7 @@ mod tests {
         [SIGNATURE, &[command, family], &length, addresses].concat()
     }
 
-    /// From 10.0.0.1:4000 to 10.0.0.2:10250.
+    /// A connection from 10.0.0.1:4000 to 10.0.0.2:10250.
     const V4: &[u8] = &[10, 0, 0, 1, 10, 0, 0, 2, 0x0f, 0xa0, 0x28, 0x0a];
 
     async fn said(bytes: &[u8]) -> (io::Result<Option<ProxiedAddress>>, usize) {

@@ -1,56 +1,56 @@
-//! Request line of HTTP/1.1, on its way to hyper.
+//! HTTP/1.1 request line on its way to hyper.
 //!
-//! hyper accepts targets of [`MAX_URI_BYTES`] bytes and knows the versions 1.0 and 1.1. The part of a target beyond that is
-//! stored here for the request, and a later minor version is read as 1.1 (RFC 9110 section 2.5). The path always goes to hyper.
+//! hyper accepts targets of at most [`MAX_URI_BYTES`] bytes and only the versions 1.0 and 1.1. The rest of a longer target is
+//! stored here for the request. A later minor version is rewritten to 1.1 (RFC 9110 section 2.5). The path always goes to hyper.
 
 use crate::error::Reason;
 use causeway_tunnel::request_target::{MAX_URI_BYTES, OverflowBuffer, TargetOverflow};
 
-/// Longest name of a method, in bytes: RFC 9110 and RFC 3744 have none of more than 17.
+/// Maximum length of a method name, in bytes: RFC 9110 and RFC 3744 have none of more than 17.
 const MAX_METHOD_BYTES: usize = 32;
-/// Bytes of a target beyond its limit that are discarded. After them hyper refuses the head.
+/// Maximum number of bytes of a target beyond its limit that are discarded. After them hyper refuses the head.
 const MAX_DISCARDED_BYTES: usize = 4 << 20;
-/// Version that is spoken, up to its last digit.
+/// HTTP version up to its last digit.
 const VERSION: &[u8] = b"HTTP/1.";
 
-/// The bytes of a target that hyper has not seen.
+/// The rest of a target that is not passed to hyper.
 #[derive(Debug)]
 pub enum LongTarget {
-    /// They are the rest of the query.
+    /// The rest of the query.
     Overflow(TargetOverflow),
-    /// They are not stored, for this reason.
+    /// The rest was not stored, for this reason.
     Rejected(Reason),
 }
 
-/// Position in a request's head.
+/// Position of the parser in a request head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ParseState {
-    /// The method, of which so many bytes were read.
+    /// In the method, with the number of bytes read.
     Method(usize),
     Target,
-    /// The version, of which so many bytes were read.
+    /// In the version, with the number of bytes read.
     Version(usize),
-    /// Behind the line, or in what is no request line of HTTP/1.1.
+    /// After the line, or in bytes that are not an HTTP/1.1 request line.
     Done,
 }
 
-/// Follows the request line of each head.
+/// Parser of the request line of each head.
 #[derive(Debug)]
 pub(super) struct RequestLine {
     state: ParseState,
-    /// Bytes of the target.
+    /// Length of the target so far, in bytes.
     target_len: usize,
     has_query: bool,
     has_fragment: bool,
     overflow: OverflowBuffer,
     rejection: Option<Reason>,
-    /// Longest rest that is stored.
+    /// Maximum length of the stored rest, in bytes.
     max_overflow: usize,
     has_other_version: bool,
 }
 
 impl RequestLine {
-    /// Begins with the first head of a connection; targets of more than `limit` bytes are refused.
+    /// Returns a parser for the first head of a connection. Targets of more than `limit` bytes are refused.
     pub(super) fn new(limit: usize) -> Self {
         Self {
             state: ParseState::Method(0),
@@ -64,22 +64,22 @@ impl RequestLine {
         }
     }
 
-    /// Begins another head.
+    /// Begins the next head.
     pub(super) fn begin(&mut self) {
         *self = Self::new(self.max_overflow);
     }
 
-    /// Whether the target is longer than hyper accepts, or has not come to its end.
+    /// Whether the target is longer than hyper accepts, or is not complete.
     pub(super) fn is_target_too_long(&self) -> bool {
         self.state == ParseState::Target || self.target_len > MAX_URI_BYTES
     }
 
-    /// Whether the line names another major version.
+    /// Whether the line contains another major version.
     pub(super) fn has_other_version(&self) -> bool {
         self.has_other_version
     }
 
-    /// Takes the next bytes, and moves those for hyper to their beginning. Returns how many these are.
+    /// Processes the next bytes, and moves those for hyper to the front. Returns the number of bytes for hyper.
     pub(super) fn rewrite(&mut self, bytes: &mut [u8]) -> usize {
         if self.state == ParseState::Method(0) && is_complete_http11_line(bytes) {
             self.state = ParseState::Done;
@@ -109,7 +109,7 @@ impl RequestLine {
         kept_len + bytes.len() - read_len
     }
 
-    /// Returns the part of the target that hyper has not seen, once the target has come to its end.
+    /// Returns the part of the target that is not passed to hyper, when the target is complete.
     pub(super) fn take_overflow(&mut self) -> Option<LongTarget> {
         if self.state == ParseState::Target {
             return None;
@@ -130,7 +130,7 @@ impl RequestLine {
         for byte in bytes {
             passed += 1;
             self.state = match (self.state, byte) {
-                // RFC 9112 section 2.2 has the server ignore an empty line there.
+                // A server should ignore an empty line there (RFC 9112 section 2.2).
                 (ParseState::Method(0), b'\r' | b'\n') => ParseState::Method(0),
                 (ParseState::Method(1..), b' ') => ParseState::Target,
                 (ParseState::Method(at), byte)
@@ -147,7 +147,7 @@ impl RequestLine {
         passed
     }
 
-    /// Returns how many bytes of the target pass, and how many behind them do not.
+    /// Returns the number of target bytes that pass to hyper, and the number of target bytes after them that do not.
     fn parse_target(&mut self, bytes: &[u8]) -> (usize, usize) {
         let end = bytes
             .iter()
@@ -164,7 +164,7 @@ impl RequestLine {
         if end.is_some() {
             self.state = ParseState::Version(0);
         } else if self.target_len > MAX_URI_BYTES + self.max_overflow + MAX_DISCARDED_BYTES {
-            // hyper refuses a head of this size and answers itself.
+            // hyper refuses a head of this size and sends its own response.
             self.state = ParseState::Done;
             self.rejection = Some(Reason::UriTooLong);
         }
@@ -175,7 +175,7 @@ impl RequestLine {
         if self.rejection.is_some() {
             return;
         }
-        // The policy checks the path that hyper has parsed.
+        // The path must not exceed the limit, because the policy checks the path that hyper has parsed.
         let reason = if !self.has_query || self.overflow.len() + bytes.len() > self.max_overflow {
             Reason::UriTooLong
         } else if self.has_fragment || !bytes.iter().all(|byte| is_query_byte(*byte)) {
@@ -219,7 +219,7 @@ impl RequestLine {
     }
 }
 
-/// Whether bytes begin with a whole line of HTTP/1.1 that hyper accepts unchanged. Almost all heads do.
+/// Whether the bytes begin with a whole HTTP/1.1 line that hyper accepts unchanged, as almost all heads do.
 fn is_complete_http11_line(bytes: &[u8]) -> bool {
     let prefix = bytes.get(..MAX_URI_BYTES).unwrap_or(bytes);
     let end = memchr::memchr(b'\n', prefix);
@@ -227,7 +227,7 @@ fn is_complete_http11_line(bytes: &[u8]) -> bool {
     line.is_some_and(|line| line.ends_with(b" HTTP/1.1\r"))
 }
 
-/// Whether a byte may stand in a query, by hyper's rules (`http::uri`).
+/// Whether a query may contain this byte, by hyper's rules (`http::uri`).
 fn is_query_byte(byte: u8) -> bool {
     byte.is_ascii_graphic() && !matches!(byte, b'"' | b'#' | b'<' | b'>')
 }
@@ -236,7 +236,7 @@ fn is_query_byte(byte: u8) -> bool {
 mod tests {
     use super::*;
 
-    /// Passes the bytes in parts of this size. Returns those for hyper, and the part beyond.
+    /// Passes the bytes in parts of this size. Returns the bytes for hyper, and the rest of the target.
     fn passed(bytes: &str, cut: usize) -> (String, Option<LongTarget>) {
         let (mut line, mut kept, mut beyond) = (RequestLine::new(100_000), Vec::new(), None);
         for part in bytes.as_bytes().chunks(cut) {

@@ -1,4 +1,4 @@
-//! Listener that carries TCP: each connection is one session with the listener's node and port.
+//! TCP listener: each connection is one session with the listener's node and port.
 
 use super::{ClientConnection, conn_io::ClientIo};
 use crate::{
@@ -15,7 +15,7 @@ use causeway_tunnel::{StreamReceiver, StreamSender, copy, informational::Exchang
 use http::{Method, StatusCode};
 use std::{pin::pin, sync::Arc};
 
-/// Relays one connection. A session that cannot begin ends with a reset: TCP has no error message.
+/// Relays one connection. A session that cannot begin ends with a reset, because TCP has no error messages.
 pub(super) async fn serve(proxy: &Proxy, io: ClientIo, connection: Arc<ClientConnection>) {
     let record = AccessRecord::session(
         &proxy.shared.streams,

@@ -1,7 +1,7 @@
-//! TLS to a trusted upstream, over a CONNECT stream of the node's tunnel.
+//! TLS to a verified upstream, over a CONNECT stream of the node's tunnel.
 //!
-//! Both versions of HTTP begin on such a connection. It ends in order only if it was not given up. A connection that is dropped
-//! before is reset, so that no upstream takes an abandoned request for a complete one (design trap 3).
+//! Both versions of HTTP begin on such a connection. A connection that was abandoned or is dropped early is reset, so that no
+//! upstream takes an abandoned request for a complete one (design trap 3).
 
 use super::{
     error, pin,
@@ -39,10 +39,10 @@ pub(super) fn pool_key(way: StreamContext<'_>, app: &Arc<UpstreamTls>) -> Connec
     }
 }
 
-/// A connection that ends in order only if it was not given up.
+/// Connection that ends normally only if it was not abandoned.
 pub(super) type GuardedIo = ObservedIo<UpstreamIo<StreamIo>, ResetOnDrop>;
 
-/// A connection that nothing was asked on yet.
+/// Connection without any request yet.
 pub(super) struct UpstreamConnection {
     pub(super) guarded: GuardedIo,
     pub(super) conn_state: Arc<ConnState>,
@@ -52,7 +52,7 @@ impl UpstreamConnection {
     /// Opens a stream to the target of the route and does the handshake on it.
     ///
     /// # Errors
-    /// The refusal of the edge, or the reason why TLS failed or the upstream is not trusted.
+    /// The rejection of the edge, or the reason why TLS failed or the upstream is not trusted.
     pub(super) async fn open(
         ctx: StreamContext<'_>,
         upstream_tls: &UpstreamTls,
@@ -99,8 +99,8 @@ impl UpstreamConnection {
     }
 }
 
-/// Observer that ends TLS in order only if the connection was not given up. Then it waits for the upstream's end, since a
-/// connection that is dropped before that is reset.
+/// Observer that closes TLS normally only if the connection was not abandoned. The observer then waits for the upstream's end,
+/// since a connection that is dropped before it is reset.
 #[derive(Debug)]
 pub(super) struct ResetOnDrop(Arc<ConnState>);
 

@@ -1,7 +1,7 @@
-//! Error of a request to an upstream: a row of the error table and a sentence.
+//! Errors of requests to an upstream: a reason of the error table and a sentence.
 //!
 //! Each sentence names the port and the node. An error of the tunnel's stream below takes precedence over the error that HTTP or
-//! TLS makes of its end.
+//! TLS derives from it.
 
 use crate::{
     error::{Error, Reason},
@@ -17,7 +17,7 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Returns the error of an upstream that broke the protocol, or closed the connection early.
+/// Returns the error of an upstream that broke the protocol or closed the connection early.
 pub(super) fn broken_upstream(route: &Route, what: &str) -> Error {
     Reason::TargetBroken.error(describe_upstream(route, what))
 }
@@ -27,7 +27,7 @@ pub(super) fn upstream_timeout(route: &Route, what: &str) -> Error {
     Reason::TargetTimeout.error(describe_upstream(route, what))
 }
 
-/// "port 10250 of edge-1 did something".
+/// Returns a sentence such as "port 10250 of edge-1 did something".
 pub(super) fn describe_upstream(route: &Route, what: &str) -> String {
     format!("port {} of {} {what}", route.target.port, route.node)
 }
@@ -65,7 +65,7 @@ impl KeyMismatch {
     }
 }
 
-/// TLS was not begun.
+/// Returns the error of a TLS handshake with the upstream that failed.
 pub(super) fn tls_error(route: &Route, error: &io::Error) -> Error {
     if let Some(stream) = find::<StreamError>(error) {
         return tunnel_stream_error(route, stream, "during the TLS handshake");
@@ -126,13 +126,13 @@ fn describe_certificate_error(why: &CertificateError) -> String {
     }
 }
 
-/// Returns a name without the wrapper that rustls adds: `DnsName("edge-1")`.
+/// Returns a name without the wrapper that rustls adds, such as in `DnsName("edge-1")`.
 fn unwrap_name(name: &str) -> &str {
     let inner = name.split_once('(').map_or(name, |(_, inner)| inner);
     inner.trim_end_matches(')').trim_matches('"')
 }
 
-/// Returns the error of an answer that did not come to its end; `phase` says at which point.
+/// Returns the error of an incomplete response; `phase` describes the point at which it broke.
 pub(super) fn response_error(route: &Route, error: &hyper::Error, phase: &str) -> Error {
     if let Some(stream) = find::<StreamError>(error) {
         return tunnel_stream_error(route, stream, phase);
@@ -144,8 +144,8 @@ pub(super) fn response_error(route: &Route, error: &hyper::Error, phase: &str) -
     broken_upstream(route, &describe(error, phase, bounds))
 }
 
-/// Returns the error of the tunnel's stream below the upstream's connection; `phase` says at which point it broke. A reset comes
-/// from the upstream: an edge gives a reason for a refusal, and the streams of an edge that leaves are lost.
+/// Returns the error of the tunnel's stream below the upstream's connection; `phase` describes the point at which it broke. A
+/// reset comes from the upstream, because an edge gives a reason for a rejection, and the streams of a leaving edge are lost.
 fn tunnel_stream_error(route: &Route, error: &StreamError, phase: &str) -> Error {
     match error {
         StreamError::Reset { .. } => {
@@ -155,8 +155,8 @@ fn tunnel_stream_error(route: &Route, error: &StreamError, phase: &str) -> Error
     }
 }
 
-/// Returns the error of a stream on an upstream's connection; `phase` says at which point it broke. The tunnel below may have
-/// left.
+/// Returns the error of a stream on an upstream's connection; `phase` describes the point at which it broke. The tunnel below may
+/// have left.
 pub(super) fn upstream_stream_error(
     route: &Route,
     tunnel_leaving: &CancellationToken,

@@ -1,13 +1,13 @@
-//! A plain request to an upstream to which the gateway itself speaks.
+//! Forwarding of a plain request to an upstream with which the gateway itself speaks HTTP.
 //!
-//! It uses HTTP/2 if the upstream chose it, else HTTP/1.1. As at an edge, fields pass unchanged, except those of one connection.
-//! A body streams as it comes, both ways. An answer that comes before the request's body has been read passes at once. A request
-//! that a pooled connection did not take, or did not answer, is sent once more on a new connection ([`Retry`]).
+//! The request uses HTTP/2 if the upstream chose it, else HTTP/1.1. As at an edge, fields pass unchanged, except those of one
+//! connection. A body is streamed in both directions. A response that comes before the request's body has been read passes at
+//! once. A request that a pooled connection did not accept or answer is sent once more on a new connection ([`Retry`]).
 //!
-//! Over HTTP/2 the head is sent first, the body after it in a task of its own, and a client that goes away resets the stream. A
-//! request that the upstream has not taken is sent once more on a younger connection: an upstream that closed one may have
-//! closed them all. The same applies to a request that can be repeated (RFC 9110 §9.2.2) and has no body, if the upstream
-//! closed the connection in order without an answer.
+//! Over HTTP/2 the head is sent first and the body after it in its own task. A client that disconnects resets the stream. A
+//! request that the upstream has not accepted is sent once more on a younger connection, because an upstream that closed one
+//! connection may have closed them all. The same applies to a request that can be repeated (RFC 9110 §9.2.2) and has no body, if
+//! the upstream closed the connection normally without a response.
 
 use super::{
     connect::{UpstreamConnection, pool_key},
@@ -44,24 +44,24 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 /// Parts of a request after its head.
 struct RequestParts {
     body: RequestBody,
-    /// The client's version of HTTP.
+    /// HTTP version of the client.
     version: Version,
-    /// It waits for a 100.
+    /// Whether the client waits for a 100.
     expects: bool,
 }
 
 /// Connection on which a request is sent. The bool is true if the connection was used before.
 enum ConnectionChoice {
-    /// A connection of HTTP/1.1.
+    /// HTTP/1.1 connection.
     Http1(InUse, bool),
-    /// A stream of HTTP/2.
+    /// HTTP/2 stream.
     Http2(UpstreamStreamPermit, bool),
 }
 
 /// Forwards a plain request.
 ///
 /// # Errors
-/// If there is no connection to the upstream, or it breaks before the answer's head.
+/// If there is no connection to the upstream, or the connection breaks before the head of the response.
 pub(in crate::proxy) async fn forward_request(
     ctx: StreamContext<'_>,
     upstream_tls: &Arc<UpstreamTls>,
@@ -95,8 +95,8 @@ pub(in crate::proxy) async fn forward_request(
     }
 }
 
-/// Chooses an idle connection, a stream of an open connection, or a new connection of either version. With a nonzero `after_number`,
-/// only a connection that was dialled later than this shared one will do.
+/// Chooses an idle connection, a stream of an open connection, or a new connection of either version. With a nonzero
+/// `after_number`, a shared connection is used only if it was dialled later than the one with that number.
 async fn choose(
     ctx: StreamContext<'_>,
     upstream_tls: &Arc<UpstreamTls>,
@@ -112,7 +112,7 @@ async fn choose(
             .checkout(&key, |line| line.is_alive())
     {
         let believed = pin::holds(upstream_tls.pins(), ctx.route, connection.life.key);
-        // Dropping it resets it: the next request opens a new connection to the app.
+        // Dropping an untrusted connection resets it, and the next request opens a new one.
         let in_use = connection.into_in_use();
         if believed {
             return Ok(ConnectionChoice::Http1(in_use, true));
@@ -125,7 +125,7 @@ async fn choose(
         Checkout::Http1 => None,
         Checkout::Dial(turn) => Some(turn),
     };
-    // Allocated, since most requests find a connection and the future is moved with each.
+    // Boxed, since most requests find a connection and the future is moved with each request.
     Box::pin(async {
         let connection = UpstreamConnection::open(ctx, upstream_tls, Alpn::Any).await?;
         if connection.chose_http2() {
@@ -139,7 +139,7 @@ async fn choose(
     .await
 }
 
-/// Asks on a line, and once more on a new one if it was used before.
+/// Sends the request on an HTTP/1.1 connection, and once more on a new one if the connection was used before.
 async fn by_line(
     ctx: StreamContext<'_>,
     upstream_tls: &Arc<UpstreamTls>,
@@ -184,7 +184,7 @@ async fn by_line(
     let connection = Box::pin(Http1Connection::open(ctx, upstream_tls, None)).await?;
     let mut request = request.map(|body| body.on_connection(&connection.life));
     let mut in_use = connection.into_in_use();
-    // A body waits at most its own time limit for a 100.
+    // A body waits for a 100 only until its own timeout.
     forward_informational_responses(ctx, &mut request, &in_use, None);
     match in_use.send_request(request).await {
         Ok(answer) => respond_to_request(ctx, in_use, answer),
@@ -192,7 +192,7 @@ async fn by_line(
     }
 }
 
-/// Passes interim answers on: a 100 lets the body go, too many end the line.
+/// Forwards interim responses. A 100 releases the body, and too many interim responses end the connection.
 pub(super) fn forward_informational_responses(
     ctx: StreamContext<'_>,
     request: &mut Request<UpstreamRequestBody>,
@@ -206,7 +206,7 @@ pub(super) fn forward_informational_responses(
     let (connection, exchange) = (ctx.connection.clone(), ctx.exchange);
     let go = Mutex::new(release);
     hyper::ext::on_informational(request, move |answer| {
-        // A cancelled exchange has its answer already.
+        // A cancelled exchange already has its response.
         if !end.is_cancelled() {
             forward::forward_informational(
                 &connection,
@@ -218,7 +218,7 @@ pub(super) fn forward_informational_responses(
         if answer.status() == StatusCode::CONTINUE
             && let Some(go) = go.lock().unwrap_or_else(PoisonError::into_inner).take()
         {
-            // A body that is gone needs no leave.
+            // The send fails if the body has ended.
             let _ = go.send(());
         }
         if informational_count.fetch_add(1, Relaxed) >= wire::MAX_INTERIM_RESPONSES {
@@ -239,7 +239,7 @@ fn respond_to_request(
     respond_http1(ctx, in_use, answer)
 }
 
-/// The answer that a line brings, whole.
+/// Returns the whole response of an HTTP/1.1 connection.
 pub(super) fn respond_http1(
     ctx: StreamContext<'_>,
     in_use: InUse,
@@ -251,7 +251,7 @@ pub(super) fn respond_http1(
     Ok(respond(ctx, parts, body, Version::HTTP_11))
 }
 
-/// Returns the upstream's answer, by this version of HTTP.
+/// Returns the upstream's response in this HTTP version.
 fn respond(
     ctx: StreamContext<'_>,
     mut parts: http::response::Parts,
@@ -268,7 +268,7 @@ fn respond(
     Response::from_parts(parts, body)
 }
 
-/// Frames an answer anew, and refuses one whose head is larger than the limit of heads.
+/// Sets the framing of a response, and refuses a response whose head exceeds the limit of heads.
 pub(super) fn check_response_head(
     ctx: StreamContext<'_>,
     parts: &mut http::response::Parts,
@@ -282,7 +282,7 @@ pub(super) fn check_response_head(
     Ok(())
 }
 
-/// Why there was no answer.
+/// Returns the reason why there was no response.
 pub(super) fn no_response_error(
     way: StreamContext<'_>,
     asking: &InUse,
@@ -296,17 +296,17 @@ pub(super) fn no_response_error(
     http1::http_error(way, error)
 }
 
-/// Why there is no answer.
+/// Error of a request without a response.
 struct RequestError {
     error: StreamError,
-    /// The upstream may have taken the request.
+    /// Whether the upstream may have processed the request.
     may_be_processed: bool,
 }
 
 /// Sends the request on this stream. `reused` is true if other requests have used its connection before.
 ///
 /// # Errors
-/// If the upstream does not take the request, or closes the connection before its answer's head.
+/// If the upstream does not accept the request, or closes the connection before the head of its response.
 async fn by_stream(
     ctx: StreamContext<'_>,
     upstream_tls: &Arc<UpstreamTls>,
@@ -348,7 +348,7 @@ fn unanswered_on_stream(way: StreamContext<'_>, broke: &RequestError) -> Error {
     })
 }
 
-/// Asks. The content is taken once it is on its way, if there is any.
+/// Sends the request. `content`, if there is any, is taken when the request is sent.
 async fn ask(
     ctx: StreamContext<'_>,
     head: &Request<()>,

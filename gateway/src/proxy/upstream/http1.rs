@@ -1,8 +1,8 @@
 //! One HTTP/1.1 connection to an upstream, over TLS, over a stream of the node's tunnel.
 //!
-//! A task of its own drives it ([`drive`]) from its first request to its end, and puts it into the pool while it is idle. A
-//! request holds it as `InUse`. If that is dropped before its answer came to an end, the stream below is reset, so that no
-//! upstream takes an abandoned request for a complete one (design trap 3). All its waits have a bound.
+//! A separate task drives the connection ([`drive`]) from its first request to its end, and puts it into the pool while it is
+//! idle. A request holds the connection as `InUse`. If `InUse` is dropped before the response is complete, the stream below is
+//! reset, so that no upstream takes an abandoned request for a complete one (design trap 3). All waits have timeouts.
 
 use super::{
     connect::{GuardedIo, UpstreamConnection, pool_key},
@@ -31,14 +31,14 @@ use tokio::{sync::mpsc, time::sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
-/// Time in which a connection that is no longer needed may end in order.
+/// Time that an unused connection gets to close normally.
 pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Http1Connection {
-    /// Opens a new connection, for upgrades too. Its first request has this rest of its target.
+    /// Opens a new connection, also for upgrades. Its first request has this rest of its target.
     ///
     /// # Errors
-    /// As [`UpstreamConnection::open`].
+    /// The errors of [`UpstreamConnection::open`].
     pub(super) async fn open(
         ctx: StreamContext<'_>,
         upstream_tls: &Arc<UpstreamTls>,
@@ -48,7 +48,7 @@ impl Http1Connection {
         Self::begin(ctx, upstream_tls, connection, overflow).await
     }
 
-    /// Begins HTTP/1.1.
+    /// Starts HTTP/1.1 on a connection.
     ///
     /// # Errors
     /// If hyper does not accept the connection.
@@ -107,7 +107,7 @@ struct DriverConfig {
     read_timeout: Duration,
 }
 
-/// Drives a connection to its end, which is in order only if the connection is idle.
+/// Drives a connection to its end. An idle connection ends normally, any other is reset.
 async fn drive(config: DriverConfig, pool: Weak<ConnectionPool>) {
     let DriverConfig {
         connection,
@@ -125,7 +125,7 @@ async fn drive(config: DriverConfig, pool: Weak<ConnectionPool>) {
         }
     };
     let idle_loop = pool_while_idle((&life, &key), returned, retire_signal, &pool);
-    // An upgrade takes the connection out of this.
+    // An upgrade takes the connection out of this future.
     let connection = pin!(connection.with_upgrades());
     tokio::select! {
         biased;
@@ -144,7 +144,7 @@ async fn drive(config: DriverConfig, pool: Weak<ConnectionPool>) {
     }
 }
 
-/// Puts the connection into the pool whenever it becomes idle. Returns when it is to be ended at once.
+/// Puts the connection into the pool whenever it becomes idle. Returns when the connection has to end at once.
 async fn pool_while_idle(
     (shared, key): (&Arc<ConnState>, &ConnectionPoolKey),
     mut return_receiver: mpsc::Receiver<Http1Connection>,
@@ -162,7 +162,7 @@ async fn pool_while_idle(
             Some(line) => line,
             None => match return_receiver.recv().await {
                 Some(line) => line,
-                // The connection has no more users: it ends by itself, or it is an upgraded connection.
+                // The connection has no users any more: it ends by itself, or was upgraded.
                 None => return std::future::pending().await,
             },
         };
@@ -193,8 +193,8 @@ async fn pool_while_idle(
     }
 }
 
-/// Waits until the next request can be sent, for as long as the last one's body moves. Returns `None` if the connection cannot
-/// be used again.
+/// Waits until the next request can be sent, as long as the last request body makes progress. Returns `None` if the connection
+/// cannot be used again.
 async fn wait_ready(
     mut connection: Http1Connection,
     stall_timeout: Duration,
@@ -211,7 +211,7 @@ async fn wait_ready(
     None
 }
 
-/// Returns when a part of a request's body has waited for the upstream for `patience`, or for twice that.
+/// Returns when a part of a request body has waited for the upstream for one to two times `read_timeout`.
 async fn wait_stalled(life: &ConnState, read_timeout: Duration) {
     let mut previous = None;
     loop {
@@ -224,7 +224,7 @@ async fn wait_stalled(life: &ConnState, read_timeout: Duration) {
     }
 }
 
-/// Returns the error of a request without an answer.
+/// Returns the error of a request without a response.
 pub(super) fn http_error(ctx: StreamContext<'_>, error: &hyper::Error) -> Error {
     // The stream may have failed because of the client's own data.
     let known = ctx.record.failure();

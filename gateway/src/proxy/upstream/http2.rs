@@ -1,8 +1,8 @@
-//! HTTP/2 connections to an upstream, which requests share ([`http2_pool`](causeway_upstream::http2_pool)): one as a rule.
+//! HTTP/2 connections to an upstream, which requests share ([`http2_pool`](causeway_upstream::http2_pool)), normally one.
 //!
 //! A connection is a tunnel within the node's tunnel: the same HTTP/2 code drives it, with the same budget for buffered bytes,
-//! the same bounds on floods and the same resets. If an upstream chose HTTP/1.1 last time, requests do not wait for each other:
-//! each dials for itself.
+//! the same limits on floods and the same resets. If an upstream chose HTTP/1.1 last time, requests do not wait for each other,
+//! and each dials its own connection.
 
 use super::{
     connect::{UpstreamConnection, pool_key},
@@ -30,7 +30,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
-/// Whether requests may still go to a connection.
+/// Whether a connection may get further requests.
 fn is_alive(connection: &Http2Connection, way: StreamContext<'_>, app: &UpstreamTls) -> bool {
     let holds = pin::holds(app.pins(), way.route, connection.key);
     if !holds {
@@ -40,10 +40,10 @@ fn is_alive(connection: &Http2Connection, way: StreamContext<'_>, app: &Upstream
     holds && !connection.tunnel.leaving_token().is_cancelled()
 }
 
-/// A place on a connection with a number above `after_number`, or the turn to dial one.
+/// Returns a slot on a connection with a number above `after_number`, or the right to dial a connection.
 ///
 /// # Errors
-/// If neither comes in time.
+/// If neither is available in time.
 pub(super) async fn checkout<'p>(
     pool: &'p UpstreamHttp2Pool,
     way: StreamContext<'_>,
@@ -56,10 +56,10 @@ pub(super) async fn checkout<'p>(
     turn.map_err(|what| error::upstream_timeout(way.route, what))
 }
 
-/// Begins HTTP/2 on a connection, and returns a permit for a stream on it.
+/// Starts HTTP/2 on a connection, and returns a permit for a stream on it.
 ///
 /// # Errors
-/// If the upstream does not begin it in time.
+/// If the upstream does not start it in time.
 pub(super) async fn start_http2(
     pool: &UpstreamHttp2Pool,
     way: StreamContext<'_>,
@@ -110,7 +110,7 @@ pub(super) async fn start_http2(
     Ok(pool.insert(number, Http2Connection { tunnel, key }, max_streams))
 }
 
-/// Configuration of a connection's task. It holds no handle: without one, and without streams, the connection ends in order.
+/// Configuration of a connection's task. It holds no handle, because the connection ends normally without handles and streams.
 struct DriverConfig {
     number: u64,
     load: Arc<TunnelLoad>,
@@ -119,7 +119,7 @@ struct DriverConfig {
     key: ConnectionPoolKey,
 }
 
-/// Drives a connection to its end, which is in order where nothing is under way.
+/// Drives a connection to its end. Without open streams, the connection ends normally.
 async fn drive<E: std::fmt::Display>(
     run: impl Future<Output = E>,
     config: DriverConfig,
@@ -160,7 +160,7 @@ async fn drive<E: std::fmt::Display>(
     while timeout(SHUTDOWN_TIMEOUT, &mut driver).await.is_err() && load.open_streams() > 0 {}
 }
 
-/// Returns when nothing was asked for `idle_timeout`, or for twice that.
+/// Returns when no request was sent for one to two times `idle_timeout`.
 async fn wait_idle(load: &TunnelLoad, idle_timeout: Duration) {
     let mut previous = load.streams_opened();
     loop {

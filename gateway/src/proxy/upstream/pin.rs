@@ -1,11 +1,11 @@
-//! Pinning of an upstream's key: the key is recorded at the first connection, and no other is trusted afterwards.
+//! Pinning of an upstream's key: the key is recorded at the first connection, and no other key is trusted afterwards.
 //!
 //! 1. The handshake refuses a key that is not the pinned one (`PinVerifier`), before the gateway presents anything to the
 //!    upstream.
-//! 2. A complete handshake has proven that the upstream holds its key. If no key is pinned yet, this key is pinned now.
-//! 3. No request is sent before the pin on the disk is this very key (`ensure_pinned`).
+//! 2. A complete handshake has proven that the upstream holds its key. If no key is pinned yet, this key is pinned.
+//! 3. No request is sent before the pin on the disk equals this key (`ensure_pinned`).
 //!
-//! Neither names nor dates of a certificate count, nor its issuer: kubelets sign their own, for a year.
+//! Names, dates and issuer of the certificate are ignored, because kubelets sign their own certificates for a year.
 
 use super::error::{self, KeyMismatch};
 use crate::{
@@ -24,11 +24,11 @@ use std::sync::Arc;
 use tokio::time::Instant;
 use tokio_rustls::client::TlsStream;
 
-/// Waits until the key that the upstream proved in the handshake is pinned. Returns that key, if the upstream is trusted by its
+/// Waits until the key that the upstream proved in the handshake is pinned. Returns that key, if the upstream is verified by its
 /// key.
 ///
 /// # Errors
-/// If another key is pinned, or this one cannot be recorded until `deadline`.
+/// If another key is pinned, or this key is not recorded before `deadline`.
 pub(super) async fn ensure_pinned(
     route: &Route,
     pins: Option<&Pins>,
@@ -58,7 +58,7 @@ pub(super) async fn ensure_pinned(
     Err(KeyMismatch { known: pinned, met }.into_error(route))
 }
 
-/// Whether an upstream that was trusted by this key still is.
+/// Whether an upstream that was verified by this key is still trusted.
 pub(super) fn holds(pins: Option<&Pins>, route: &Route, key: Option<Fingerprint>) -> bool {
     pins.is_none_or(|pins| {
         let pinned = pins.get(&route.node, route.target.port);
@@ -66,7 +66,7 @@ pub(super) fn holds(pins: Option<&Pins>, route: &Route, key: Option<Fingerprint>
     })
 }
 
-/// The key that is noted of this port, or any where none is.
+/// Verifier that accepts the pinned key of this port, or any key if none is pinned.
 #[derive(Debug)]
 pub(super) struct PinVerifier {
     pub(super) pins: Pins,

@@ -1,9 +1,9 @@
 //! Connections to upstreams: the pool of idle ones, and the tasks that drive all of them.
 //!
-//! Connections are grouped by tunnel, port and credentials. So none is used for another node, none of a tunnel that leaves, and
-//! none with credentials that a reload has replaced. A connection's own task puts it into the pool and removes it; a request
-//! takes the one that was used last. The pool also has the HTTP/2 connections, with the state of their upstream (`shared`). Each
-//! worker has a list of its own for its nodes, so it shares no lock.
+//! Connections are grouped by tunnel, port and credentials. A connection is therefore never used for another node, after its
+//! tunnel leaves, or with credentials that a reload has replaced. A connection's own task puts it into the pool and removes it. A
+//! request uses the connection that was used last. The pool also has the HTTP/2 connections, with the state of their upstream
+//! (`shared`). Each worker has its own list for its nodes, so it shares no lock.
 
 use super::{
     request_body::{ConnState, UpstreamRequestBody},
@@ -55,18 +55,18 @@ impl Hash for ConnectionPoolKey {
     }
 }
 
-/// A connection that can take a request.
+/// Connection that can send a request.
 #[derive(Debug)]
 pub(super) struct Http1Connection {
     pub(super) sender: http1::SendRequest<UpstreamRequestBody>,
     pub(super) life: Arc<ConnState>,
     pub(super) answering: Answering,
-    /// Returns the connection to its task when it becomes idle.
+    /// Channel that returns the connection to its task when it becomes idle.
     pub(super) back: mpsc::Sender<Http1Connection>,
 }
 
 impl Http1Connection {
-    /// Whether it can take a request, as far as is known.
+    /// Whether the connection can send a request, as far as is known.
     pub(super) fn is_alive(&self) -> bool {
         !self.sender.is_closed() && !self.life.cancel_token.is_cancelled()
     }
@@ -76,12 +76,12 @@ impl Http1Connection {
     }
 }
 
-/// A connection in use by a request. Dropped, it is reset.
+/// Connection in use by a request. Dropping it resets it.
 #[derive(Debug)]
 pub(super) struct InUse(Option<Http1Connection>);
 
 impl InUse {
-    /// Sends the request, and waits for the answer's head.
+    /// Sends the request, and waits for the head of the response.
     pub(super) async fn send_request(
         &mut self,
         request: Request<UpstreamRequestBody>,
@@ -91,7 +91,7 @@ impl InUse {
         line.sender.try_send_request(request).await
     }
 
-    /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with `error`.
+    /// Whether the upstream closed the connection without a byte of a response to the last request, which failed with `error`.
     pub(super) fn was_closed_without_response(&self, error: &hyper::Error) -> bool {
         let connection = self.0.as_ref();
         connection.is_some_and(|line| line.answering.closed_unanswered(error))
@@ -101,13 +101,13 @@ impl InUse {
         self.0.as_ref().map(|line| &line.life)
     }
 
-    /// Whether it took nothing of a request's body for too long.
+    /// Whether the upstream accepted no part of a request body for too long.
     pub(super) fn is_stalled(&self) -> bool {
         self.conn_state()
             .is_some_and(|life| life.is_stalled.load(Relaxed))
     }
 
-    /// Returns the connection to the pool, since its answer came to its end.
+    /// Returns the connection to the pool after a complete response.
     pub(super) fn return_to_pool(&mut self) {
         if let Some(connection) = self.0.take() {
             let back = connection.back.clone();
@@ -116,7 +116,7 @@ impl InUse {
         }
     }
 
-    /// Notes that the connection has switched from HTTP to another protocol.
+    /// Records that the connection has switched from HTTP to another protocol.
     pub(super) fn mark_upgraded(&mut self) {
         self.0 = None;
     }
@@ -133,37 +133,37 @@ impl Drop for InUse {
 /// HTTP/2 connections to an upstream of one tunnel.
 pub(super) type UpstreamHttp2Pool = Http2Pool<Http2Connection>;
 
-/// A connection to an upstream.
+/// HTTP/2 connection to an upstream.
 #[derive(Clone, Debug)]
 pub(super) struct Http2Connection {
     pub(super) tunnel: Tunnel,
-    /// The key by which the upstream was trusted, if it is known by its key.
+    /// Key by which the upstream was verified, if it is verified by its key.
     pub(super) key: Option<Fingerprint>,
 }
 
 impl http2_pool::MultiplexedConnection for Http2Connection {
     fn has_capacity(&self, taken: usize, allowed: usize) -> bool {
-        // The body of a request may continue after its answer.
+        // The body of a request may continue after its response.
         taken.max(self.tunnel.load().open_streams()) < allowed
     }
 }
 
-/// A stream that may be opened.
+/// Permit to open a stream.
 pub(super) type UpstreamStreamPermit = http2_pool::StreamSlot<Http2Connection>;
 
-/// Connections of one worker.
+/// Connection pool of one worker.
 type WorkerPool = Pool<ConnectionPoolKey, Http1Connection, UpstreamHttp2Pool>;
 
 /// Pool of the connections to upstreams.
 pub(crate) struct ConnectionPool {
-    /// By worker.
+    /// Pools by worker.
     pools: Vec<WorkerPool>,
     idle_timeout: Duration,
     tasks: TaskGroup,
 }
 
 impl ConnectionPool {
-    /// Returns an empty pool for this many workers; an idle connection stays for `idle_timeout` at most.
+    /// Returns an empty pool for this many workers. A connection is idle for at most `idle_timeout`.
     pub(crate) fn new(workers: usize, idle_timeout: Duration) -> Self {
         Self {
             pools: (0..workers.max(1)).map(|_| Pool::default()).collect(),
@@ -176,12 +176,12 @@ impl ConnectionPool {
         self.idle_timeout
     }
 
-    /// Runs the task of a connection, which ends with this pool at the latest.
+    /// Spawns the task of a connection, which ends no later than this pool.
     pub(super) fn spawn(&self, span: Span, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(span, task);
     }
 
-    /// Takes this line away, if it lies here.
+    /// Removes the connection with this state from the pool. Returns whether the pool contained it.
     pub(super) fn remove(&self, key: &ConnectionPoolKey, conn_state: &Arc<ConnState>) -> bool {
         let was_removed = self
             .worker_pool(key)
@@ -190,13 +190,13 @@ impl ConnectionPool {
         was_removed
     }
 
-    /// Lets no further stream onto this one of them.
+    /// Removes the HTTP/2 connection with this number, so that it gets no further streams.
     pub(super) fn close_to_streams(&self, key: &ConnectionPoolKey, number: u64) {
         self.worker_pool(key).shared(key).remove(number);
         self.remove_empty_state(key);
     }
 
-    /// Removes the state of an upstream that has no connection any more.
+    /// Removes the state of an upstream without connections.
     fn remove_empty_state(&self, key: &ConnectionPoolKey) {
         self.worker_pool(key)
             .forget_shared(key, |shared| !shared.is_empty());

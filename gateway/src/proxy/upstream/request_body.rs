@@ -1,6 +1,6 @@
-//! Body of a request to an upstream to which the gateway itself speaks, and the state of the connection that takes it.
+//! Body of a request to an upstream with which the gateway itself speaks HTTP, and the state of its connection.
 //!
-//! The body is sent as hyper takes it, after the upstream's 100 if the client waits for one.
+//! The body is sent when hyper polls it, after the upstream's 100 if the client waits for one.
 
 use crate::proxy::{
     counted_body::{CONTINUE_TIMEOUT, CountedRequestBody, UploadError},
@@ -29,21 +29,21 @@ use tokio_util::sync::CancellationToken;
 /// State that a connection's task shares with the request on the connection.
 #[derive(Debug, Default)]
 pub(super) struct ConnState {
-    /// The key by which the upstream was trusted, if it is known by its key.
+    /// Key by which the upstream was verified, if it is verified by its key.
     pub(super) key: Option<Fingerprint>,
     /// Eviction handle of the stream below.
     pub(super) eviction: Option<Eviction>,
-    /// Ends the connection at once, by a reset.
+    /// Token that ends the connection at once, by a reset.
     pub(super) cancel_token: CancellationToken,
-    /// Number of parts of request bodies that it has taken.
+    /// Number of parts of request bodies that the connection has accepted.
     pub(super) taken: AtomicUsize,
     /// Buffered bytes of request bodies.
     pub(super) waiting: BufferedBody,
-    /// The connection has taken nothing for too long.
+    /// Whether the connection has accepted nothing for too long.
     pub(super) is_stalled: AtomicBool,
 }
 
-/// A request's body on its way to the upstream.
+/// Body of a request on its way to the upstream.
 #[derive(Default)]
 pub(super) struct UpstreamRequestBody(Option<ActiveUpload>);
 
@@ -52,12 +52,12 @@ struct ActiveUpload {
     life: Arc<ConnState>,
     /// Signal that the body waits for before it is sent, and the maximum time of that wait.
     release: Option<(oneshot::Receiver<()>, Pin<Box<Sleep>>)>,
-    /// Guard of the client's connection: the body may go on after a complete answer.
+    /// Guard of the client's connection, because the body may continue after a complete response.
     _busy_guard: Option<ActiveRequest>,
 }
 
 impl UpstreamRequestBody {
-    /// Returns this body, sent on the connection with this state. With `go` it waits for that first.
+    /// Returns this body for the connection with this state. With `go`, the body waits for that signal first.
     pub(super) fn new(
         (upload, busy_guard): (CountedRequestBody, Option<ActiveRequest>),
         conn_state: &Arc<ConnState>,
@@ -72,7 +72,7 @@ impl UpstreamRequestBody {
         }))
     }
 
-    /// Moves the body to another connection than it was made for.
+    /// Moves the body to another connection than the one that it was created for.
     pub(super) fn on_connection(mut self, conn_state: &Arc<ConnState>) -> Self {
         if let Some(active) = &mut self.0 {
             active.upload.set_buffered(conn_state.waiting.clone());
@@ -97,7 +97,7 @@ impl Body for UpstreamRequestBody {
             return Poll::Ready(None);
         };
         if let Some((release, release_timer)) = &mut uploading.release {
-            // If the sender was dropped, the app has answered already.
+            // If the sender was dropped, the app has already answered.
             if Pin::new(release).poll(cx).is_pending() {
                 ready!(release_timer.as_mut().poll(cx));
             }
@@ -117,7 +117,7 @@ impl Body for UpstreamRequestBody {
 
 impl Drop for ActiveUpload {
     fn drop(&mut self) {
-        // hyper does not poll again after the last part.
+        // hyper does not poll after the last part.
         self.life.waiting.note_chunk(0);
         self.upload.set_upload_connection(None);
     }

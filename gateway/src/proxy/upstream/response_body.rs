@@ -1,6 +1,6 @@
-//! Body of an answer of an upstream to which the gateway itself speaks.
+//! Body of a response of an upstream with which the gateway itself speaks HTTP.
 //!
-//! The body holds its connection until the end, and then returns the connection to the pool. If the body is dropped before, the
+//! The body holds its connection until the end, and then returns it to the pool. If the body is dropped before the end, the
 //! connection is reset.
 
 use super::{error, pool::InUse};
@@ -16,38 +16,38 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Reason why an answer does not go on: for the record, and for the client's connection.
+/// Error of an incomplete response: for the record, and for the client's connection.
 pub(crate) type BodyError = (Error, StreamError);
 
-/// Chunks shorter than this are joined with those behind them.
+/// Size in bytes below which a chunk is joined with the following ones.
 const JOIN_BELOW: usize = 16 * 1024;
-/// How often nothing is said of a short chunk: hyper's HTTP/1.1 asks twice in one turn.
+/// Maximum number of polls without a result while a short chunk waits, because hyper's HTTP/1.1 polls twice in one turn.
 const MAX_EMPTY_POLLS: u8 = 2;
 
-/// An answer's body on its way from the upstream, and the connection that brings it.
+/// Body of a response, and the upstream connection that carries it.
 ///
-/// hyper and h2 hand out one chunk at a time, and make the next one when their own task is polled. So a body with a short chunk
-/// lets the other tasks have one turn, and joins the chunks that have come by then: an upstream that writes single bytes does not
-/// cost a frame, a TLS record and a write for each. The body waits for no more than that turn.
+/// hyper and h2 return one chunk at a time, and make the next one when their own task is polled. A body with a short chunk
+/// therefore yields once to the other tasks, and joins the chunks that have arrived by then. An upstream that writes single bytes
+/// then does not cost a frame, a TLS record and a write for each byte. The body waits no longer than that.
 #[derive(Debug)]
 pub(crate) struct UpstreamResponseBody {
     source: BodySource,
     route: Route,
     is_complete: bool,
-    /// Short chunks that are not handed out yet.
+    /// Short chunks that are not returned yet.
     joined_chunks: BytesMut,
-    /// Number of polls without a chunk since the last chunk came.
+    /// Number of polls without a chunk since the last chunk.
     empty_polls: u8,
-    /// Frame or end that came after them and is no short chunk.
+    /// Frame or end that follows these chunks and is not a short chunk.
     deferred: Option<PollFrame>,
 }
 
-/// Source of an answer's body.
+/// Source of a response body.
 #[derive(Debug)]
 enum BodySource {
-    /// A connection of HTTP/1.1, to be returned to the pool.
+    /// HTTP/1.1 connection, which is returned to the pool.
     Http1 { incoming: Incoming, in_use: InUse },
-    /// A stream of HTTP/2, which holds its permit. Dropped, it is reset.
+    /// HTTP/2 stream, which holds its permit. Dropping it resets it.
     Http2 {
         receiver: StreamReceiver,
         _permit: StreamPermit,
@@ -60,12 +60,12 @@ enum BodySource {
 type PollFrame = Option<Result<Frame<Bytes>, BodyError>>;
 
 impl UpstreamResponseBody {
-    /// Returns the body that an HTTP/1.1 connection brings.
+    /// Returns the body of a response on an HTTP/1.1 connection.
     pub(super) fn from_http1(incoming: Incoming, in_use: InUse, route: &Route) -> Self {
         Self::new(BodySource::Http1 { incoming, in_use }, route)
     }
 
-    /// Returns the body that an HTTP/2 stream brings.
+    /// Returns the body of a response on an HTTP/2 stream.
     pub(super) fn of_stream(
         receiver: StreamReceiver,
         permit: StreamPermit,
@@ -90,7 +90,7 @@ impl UpstreamResponseBody {
         }
     }
 
-    /// Returns the next frame, or the reason why there is none.
+    /// Polls for the next frame, or the reason of a failure.
     pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<PollFrame> {
         loop {
             let polled = match self.deferred.take() {
@@ -149,7 +149,7 @@ impl UpstreamResponseBody {
         Poll::Ready(came)
     }
 
-    /// Handle by which the holder learns that the stream that brings the body is evicted.
+    /// Returns the handle that notifies of the eviction of the stream that carries the body.
     pub(crate) fn eviction(&self) -> Option<Eviction> {
         match &self.source {
             BodySource::Http1 { in_use: asking, .. } => asking.conn_state()?.eviction.clone(),
@@ -159,7 +159,7 @@ impl UpstreamResponseBody {
         }
     }
 
-    /// Whether nothing more will come.
+    /// Whether the body is complete.
     pub(crate) fn is_end(&self) -> bool {
         self.is_fully_received() && self.joined_chunks.is_empty() && self.deferred.is_none()
     }
@@ -196,7 +196,7 @@ impl BodySource {
                             leaving,
                             (&error, "during the answer"),
                         );
-                        // A reset code is forwarded; the lost connection is not the client's.
+                        // A reset code is forwarded. A lost connection to the upstream does not close the client's connection.
                         let reset = error.is_reset();
                         (
                             record_error,
@@ -221,7 +221,7 @@ impl BodySource {
         }
     }
 
-    /// The answer came to its end.
+    /// Returns the connection to the pool after a complete response.
     fn release_connection(&mut self) {
         if let Self::Http1 { in_use: asking, .. } = self {
             asking.return_to_pool();
@@ -231,7 +231,7 @@ impl BodySource {
 
 impl Drop for UpstreamResponseBody {
     fn drop(&mut self) {
-        // Before the source is dropped: hyper must know by then that the body was aborted.
+        // Done before the source is dropped, because hyper must know by then that the body was aborted.
         if self.is_fully_received() {
             self.source.release_connection();
         } else if let BodySource::Http1 { in_use: asking, .. } = &self.source

@@ -1,8 +1,8 @@
 //! TLS to upstreams: trusted CAs, expected names, and the client certificate of the gateway.
 //!
 //! A certificate must be valid for servers and name the node, or a confirmed address of the node. The confirmed addresses are
-//! looked up at each handshake, and no session resumes past that check. With `pin: true` its key must be the first one that the
-//! gateway met (`pin`). Only `verify: false` trusts any certificate, though the upstream must hold its key.
+//! looked up at each handshake, and no session is resumed without that check. With `pin: true`, its key must be the first one
+//! that the gateway received (`pin`). Only `verify: false` trusts any certificate, though the upstream must hold its key.
 
 use super::pin::PinVerifier;
 use crate::state::{Nodes, Pins};
@@ -25,21 +25,21 @@ use std::sync::Arc;
 use tokio_rustls::TlsConnector;
 use tokio_util::sync::CancellationToken;
 
-/// Policy by which an upstream's certificate is trusted.
+/// Policy for trusting an upstream's certificate.
 #[derive(Debug, PartialEq)]
 pub(crate) enum ServerTrust {
     /// Certificates that these CAs have signed for the node.
     Signed(Vec<CertificateDer<'static>>),
     /// Certificates with the pinned key.
     Pinned,
-    /// Any.
+    /// Any certificate.
     Any,
 }
 
 /// Contents of an upstream's configuration and of the files that it names. Two upstreams with equal contents are equal.
 #[derive(Debug, PartialEq)]
 pub(crate) struct UpstreamTlsSource {
-    /// Policy by which its certificate is trusted.
+    /// Policy for trusting its certificate.
     pub(crate) trust: ServerTrust,
     /// Client certificate that the gateway presents.
     pub(crate) client_certificate: Option<LeafCertificate>,
@@ -50,16 +50,16 @@ pub(crate) struct UpstreamTlsSource {
 pub(crate) struct UpstreamTls {
     source: UpstreamTlsSource,
     configs: AlpnConfigs,
-    /// Pinned keys, if the upstream is known by its key.
+    /// Pinned keys, if the upstream is verified by its key.
     pins: Option<Pins>,
     retired: CancellationToken,
 }
 
 impl UpstreamTls {
-    /// Of material that is read.
+    /// Returns the TLS configuration for this source.
     ///
     /// # Errors
-    /// If none of the CAs, or not the client certificate, is of use.
+    /// If none of the CAs is valid, or the client certificate is not.
     pub(crate) fn new(
         source: UpstreamTlsSource,
         port: u16,
@@ -110,7 +110,7 @@ impl UpstreamTls {
         })
     }
 
-    /// Returns the pinned keys, if the upstream is known by its own key.
+    /// Returns the pinned keys, if the upstream is verified by its key.
     pub(super) fn pins(&self) -> Option<&Pins> {
         self.pins.as_ref()
     }
@@ -119,7 +119,7 @@ impl UpstreamTls {
         &self.source
     }
 
-    /// Removes a client's credential if the gateway presents its own: an upstream must not have to choose.
+    /// Removes a client's credential if the gateway presents its own, because an upstream must not have to choose.
     pub(super) fn strip_authorization(&self, fields: &mut HeaderMap) {
         if self.source.client_certificate.is_some() {
             fields.remove(AUTHORIZATION);
@@ -130,23 +130,23 @@ impl UpstreamTls {
         TlsConnector::from(self.configs.config_for(alpn))
     }
 
-    /// Other credentials are in force.
+    /// Marks these credentials as replaced by others.
     pub(super) fn retire(&self) {
         self.retired.cancel();
     }
 
-    /// Cancelled when other credentials are in force.
+    /// Returns the token that is cancelled when other credentials replace these.
     pub(super) fn retired(&self) -> &CancellationToken {
         &self.retired
     }
 }
 
-/// Returns the server name of an upstream of this node.
+/// Returns the server name for upstreams of this node.
 pub(super) fn server_name(node: &NodeName) -> Option<ServerName<'static>> {
     ServerName::try_from(node.to_string()).ok()
 }
 
-/// The node, by its name or one of its confirmed addresses.
+/// Verifier that requires the node's name or one of its confirmed addresses in the certificate.
 #[derive(Debug)]
 struct NodeNameVerifier {
     chain: Arc<WebPkiServerVerifier>,

@@ -1,8 +1,9 @@
-//! An upgrade with an upstream to which the gateway itself speaks, on a connection of its own.
+//! Upgrade with an upstream with which the gateway itself speaks HTTP, on a separate connection.
 //!
-//! The request is sent as the client made it, with its own method and its own `Upgrade`. If the upstream switched, the client
-//! gets its 101 and then bytes both ways, those after the upstream's 101 first; any other answer passes whole. Once the upstream
-//! has taken the request's body it has `timeouts.upgrade_first_byte` for its answer; the session has no bound.
+//! The request is sent as the client made it, with its own method and its own `Upgrade`. If the upstream switches protocols, the
+//! client receives its 101 and then bytes pass both ways, starting with the bytes after the upstream's 101. Any other response
+//! passes whole. After the upstream has received the request body, `timeouts.upgrade_first_byte` limits the wait for its
+//! response. The session has no timeout.
 
 use super::{
     connect::GuardedIo,
@@ -44,7 +45,7 @@ use hyper::upgrade::{OnUpgrade, Upgraded};
 use std::{pin::pin, sync::Arc};
 use tracing::debug_span;
 
-/// Forwards an upgrade to the protocol that `token` names.
+/// Forwards an upgrade to the protocol in `token`.
 ///
 /// # Errors
 /// If there is no connection to the upstream, or it does not answer in time.
@@ -110,14 +111,14 @@ pub(in crate::proxy) async fn forward_upgrade(
     Ok(Response::from_parts(parts, ResponseBody::empty()))
 }
 
-/// Passes bytes between the upgraded connections of the client and of the upstream, in a task of its own.
+/// Spawns a task that relays bytes between the upgraded connections of the client and of the upstream.
 fn spawn_relay(way: StreamContext<'_>, client_upgrade: OnUpgrade, upstream_upgrade: OnUpgrade) {
     let (connection, record) = (way.connection.clone(), way.record.clone());
     let route = way.route.clone();
-    // The answer is over at once.
+    // The response itself is complete at once.
     let busy_guard = connection.idle.begin_request();
     let work = async move {
-        // The app's half comes first: it is available at once, and a client that has disconnected resets it.
+        // The upstream's half is awaited first: it is available at once, and a client that has disconnected resets it.
         let far = match upstream_upgrade.await {
             Ok(upgraded) => into_upstream_io(upgraded),
             Err(error) => {
@@ -167,7 +168,7 @@ fn spawn_relay(way: StreamContext<'_>, client_upgrade: OnUpgrade, upstream_upgra
     way.proxy.tasks.spawn(debug_span!("session"), work);
 }
 
-/// Returns the upstream's connection from HTTP, behind the bytes that were read of it too early.
+/// Returns the upstream's connection after HTTP, preceded by the bytes that were already read from it.
 fn into_upstream_io(far: Upgraded) -> Option<UpstreamIo<StreamIo>> {
     let parts = far.downcast::<Http1Io<GuardedIo>>().ok()?;
     let connection = http1::into_inner(parts.io).into_inner();

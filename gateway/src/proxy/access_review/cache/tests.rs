@@ -1,4 +1,4 @@
-//! Tests of the questions to the API, their number, and the lifetime of answers.
+//! Tests of the calls to the review API, their number, and the lifetime of answers.
 
 use super::*;
 use causeway_rt::listener::RemoteAddr;
@@ -216,7 +216,7 @@ async fn an_answer_is_asked_for_again_when_its_time_is_over() {
         review_refused_for: accesses,
         ..Kubernetes::default()
     };
-    // Each kind has its own time.
+    // Each kind of review has its own cache time.
     let accesses = world(true, &kubernetes(long, short));
     for verb in ["get", "create"] {
         let asked = accesses.fake.count();

@@ -1,10 +1,10 @@
 //! Names and groups from a token's claims.
 //!
-//! All names that a listener accepts are one name space, independent of their source. So a name that only one source can assign
-//! is never taken from a token, with or without a prefix: `uid:…` is the kernel's, `system:anonymous` stands for anonymous
-//! clients, and SPIFFE ids of the own trust domain come from the own CA. The rest of `system:` is Kubernetes' and counts if a
-//! prefix is configured, the empty one included. A token with a group of that kind is refused: if the group were left out, it
-//! could not be denied anything.
+//! All names that a listener accepts are in one name space, independent of their source. A name that only one source can assign
+//! is therefore never taken from a token, with or without a prefix. Only the kernel assigns `uid:…`, `system:anonymous` means
+//! anonymous clients, and SPIFFE ids of the own trust domain come from the own CA. The rest of `system:` belongs to Kubernetes
+//! and is accepted if a prefix is configured, even an empty one. A token with a reserved group is refused, because a group that
+//! is left out could no longer be denied anything.
 
 use super::Rejection;
 use crate::{
@@ -16,34 +16,34 @@ use serde_json::{Map, Value};
 
 /// Prefix of the names that Kubernetes assigns itself.
 const SYSTEM_PREFIX: &str = "system:";
-/// Longest name and group, in bytes.
+/// Maximum length of a name or group, in bytes.
 const MAX_NAME_BYTES: usize = 256;
 
-/// How a token's claims become a name and groups.
+/// Mapping of a token's claims to a name and groups.
 #[derive(Clone, Debug)]
 pub struct ClaimMappings {
-    /// The claim that holds the name.
+    /// Claim with the name.
     pub username_claim: String,
-    /// Stands before it.
+    /// Prefix of the name.
     pub username_prefix: Option<String>,
-    /// The claim that holds the groups.
+    /// Claim with the groups.
     pub groups_claim: String,
-    /// Stands before each.
+    /// Prefix of each group.
     pub groups_prefix: Option<String>,
     /// The own trust domain.
     pub trust_domain: TrustDomain,
 }
 
 impl ClaimMappings {
-    /// The name and the groups.
+    /// Returns the name and the groups.
     ///
     /// # Errors
-    /// If there is no name that counts, or one that a token cannot give.
+    /// If the token has no valid name, or has a name that a token cannot assign.
     pub(super) fn map_claims(
         &self,
         claims: &Map<String, Value>,
     ) -> Result<(String, Vec<String>), Rejection> {
-        // As Kubernetes does: an address that its issuer has not verified is whatever its holder typed.
+        // As in Kubernetes: the holder can choose an address that the issuer has not verified.
         let email_verified = claims.get("email_verified");
         if self.username_claim == "email"
             && email_verified.is_some_and(|verified| *verified != true)
@@ -89,12 +89,12 @@ impl ClaimMappings {
     }
 }
 
-/// Whether a name or group can be one.
+/// Whether a name or group is valid.
 pub(in crate::proxy::authn) fn is_valid_name(name: &str) -> bool {
     !name.is_empty() && name.len() <= MAX_NAME_BYTES && !name.chars().any(char::is_control)
 }
 
-/// Whether a name is given by the kernel, or by this gateway of this trust domain.
+/// Whether only the kernel, or this gateway with this trust domain, assigns this name.
 pub(in crate::proxy::authn) fn is_reserved_name(name: &str, trust_domain: &TrustDomain) -> bool {
     name.starts_with(UID_PREFIX)
         || [ANONYMOUS, AUTHENTICATED, UNAUTHENTICATED].contains(&name)

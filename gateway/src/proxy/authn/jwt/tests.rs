@@ -18,7 +18,7 @@ use std::sync::LazyLock;
 const BOUND: Duration = Duration::from_secs(3);
 const ISSUER: &str = "https://id.test";
 
-/// A pair of keys, made once for all tests.
+/// Key pair, generated once for all tests.
 struct Pair {
     algorithm: Algorithm,
     id: &'static str,
@@ -164,7 +164,7 @@ async fn a_token_is_accepted_for_every_key_type_of_its_issuer() {
     }
 }
 
-/// `none`, a public key used as a secret, another key of the same set, a key for another use.
+/// The cases are `none`, a public key used as a secret, another key of the same set, and a key for another use.
 #[tokio::test]
 async fn a_token_cannot_choose_its_own_algorithm() {
     let jwts = all();
@@ -191,7 +191,7 @@ async fn a_token_cannot_choose_its_own_algorithm() {
         refusal(&jwts, &token).await,
         "jwt: its algorithm is not accepted"
     );
-    // Even with a configuration that allowed it, no public key serves as a secret.
+    // A public key is not used as a secret, even with a configuration that allows the algorithm.
     let careless = Issuer {
         validations: vec![(Algorithm::HS256, Validation::new(Algorithm::HS256))],
         ..issuer(ISSUER, JwksCache::fixed(set([&*RSA])))
@@ -327,7 +327,7 @@ async fn one_issuer_never_speaks_for_another() {
     assert!(proven(&jwts, &far.sign(&by_near)).await.is_err());
 }
 
-/// Serves each fetch that is requested with the next of these sets.
+/// Answers each requested fetch with the next of these sets.
 async fn serve(writer: &JwksWriter, sets: Vec<Option<KeySet>>) {
     for set in sets {
         writer.fetch_requested().await;
@@ -352,7 +352,7 @@ async fn a_missing_key_is_fetched_and_then_the_token_is_accepted() {
         tokio::time::advance(crate::state::jwks::MIN_FETCH_INTERVAL).await;
         let first = proven(&jwts, &by_old).await.unwrap();
         assert!(first.validity.is_current());
-        // Fetched just now: it is not fetched again so soon.
+        // The keys were fetched a moment ago, so they are not fetched again.
         assert_eq!(
             refusal(&jwts, &by_new).await,
             "jwt: its issuer has no key with this id"

@@ -1,7 +1,7 @@
-//! TLS of a listener: the ClientHello selects the worker, the handshake ends there, and the peer is checked.
+//! TLS of a listener: the ClientHello selects the worker, the handshake runs there, and the peer is checked.
 //!
-//! After every handshake, resumed or not, the client's certificate is checked again: its presence if the listener requires it,
-//! its dates, its purpose, and the CA that issued it. An edge's certificate identifies no client.
+//! After every handshake, resumed or not, the client's certificate is checked again: its presence if the listener requires one,
+//! its dates, its purpose, and the CA that issued it. An edge's certificate does not identify a client.
 
 use super::{AcceptedSocket, ListenerConfig, serve};
 use crate::{
@@ -31,19 +31,19 @@ use tokio::io::AsyncWriteExt;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::{LazyConfigAcceptor, StartHandshake, server::TlsStream};
 
-/// A fatal alert `unrecognized_name` as a record: before the keys are agreed on, alerts are plaintext (RFC 8446, section 5.1).
+/// Record with the fatal alert `unrecognized_name`. Alerts are plaintext until the keys are agreed on (RFC 8446, section 5.1).
 const UNRECOGNIZED_NAME: [u8; 7] = [21, 3, 3, 0, 2, 2, 112];
-/// The answer to a request without TLS.
+/// Response to a request without TLS.
 const PLAINTEXT_REFUSED: &str = "HTTP/1.1 400 Bad Request\r\n\
     Content-Type: text/plain; charset=utf-8\r\n\
     Content-Length: 62\r\n\
     Connection: close\r\n\
     Proxy-Status: causeway; error=http_request_error; details=\"malformed: this listener speaks TLS\"\r\n\r\n\
     This listener speaks TLS: the URL has to begin with https://.\n";
-/// Time between two log lines of refusals at one listener.
+/// Minimum time between two log lines about refusals at one listener.
 const LOG_INTERVAL: Duration = Duration::from_mins(1);
 
-/// Reads the ClientHello, moves the socket to the worker that it names, and serves it there.
+/// Reads the ClientHello, moves the socket to the worker of its node, and serves it there.
 pub(super) async fn accept_tls(
     config: ListenerConfig,
     worker: WorkerId,
@@ -101,9 +101,9 @@ pub(super) async fn accept_tls(
     );
 }
 
-/// Returns whether only the server name can tell which node a client means, and no node has it. A fixed node, the original
-/// destination or the authority of a CONNECT may name the node otherwise. While the cluster has not named its nodes, the client
-/// gets that answer over HTTP.
+/// Returns whether the server name alone could name the node, and no node has that name. A fixed node, the original destination
+/// or the authority of a CONNECT may name the node instead. Until the nodes of the cluster are loaded, the client receives that
+/// error over HTTP.
 fn is_unrecognized(proxy: &Proxy, server_name: &str, accepted_socket: &AcceptedSocket) -> bool {
     let listener = &proxy.listener;
     let only_by_name = matches!(
@@ -118,22 +118,22 @@ fn is_unrecognized(proxy: &Proxy, server_name: &str, accepted_socket: &AcceptedS
         && listener.tls.as_ref().is_some_and(lacks_certificate)
 }
 
-/// Returns the first byte that a client sends over TCP, and leaves it to be read.
+/// Returns the first byte that a client sends over TCP, without consuming it.
 async fn first_byte(socket: &Socket) -> Option<u8> {
     let mut first = [0];
     let length = socket.tcp()?.peek(&mut first).await.ok()?;
     (length > 0).then_some(first[0])
 }
 
-/// Answers a client that speaks HTTP where TLS is spoken: its user sees a sentence instead of the bytes of an alert.
+/// Answers a client that speaks HTTP to a TLS listener, so that its user sees a sentence instead of the bytes of an alert.
 async fn refuse_plaintext(mut socket: Socket) {
     if socket.write_all(PLAINTEXT_REFUSED.as_bytes()).await.is_ok() {
         lingering_close::close(socket).await;
     }
 }
 
-/// Ends a handshake with the alert `unrecognized_name` (RFC 6066, section 3). rustls sends `access_denied` where it has no
-/// certificate to show.
+/// Ends a handshake with the alert `unrecognized_name` (RFC 6066, section 3). rustls would send `access_denied` if it has no
+/// certificate to present.
 async fn refuse_name(mut socket: Socket) {
     if socket.write_all(&UNRECOGNIZED_NAME).await.is_ok() {
         lingering_close::close(socket).await;
@@ -188,14 +188,14 @@ async fn serve_connection(
     config: ListenerConfig,
     home_worker: WorkerId,
 ) {
-    // The listener may have been replaced during the handshake: the new listener then checks the client.
+    // The listener may have been replaced during the handshake. The new listener then checks the client.
     let Some(door) = config.current() else {
         return;
     };
     let proxy = &door.proxies[home_worker.0];
     let (_, session) = stream.get_ref();
     let sni = session.server_name().map(str::to_owned);
-    // An HTTP client receives the reason as text; the access log then contains the reason too.
+    // An HTTP client receives the reason as text, and the access log contains it too.
     let client = client_from_certificate(proxy, session).inspect_err(|refused| {
         handshake_failed(proxy, "certificate", refused);
     });
@@ -231,14 +231,14 @@ fn client_from_certificate(
             organizations,
             mut uris,
         } => {
-            // Causeway's own root issues Causeway names, and the kernel reports uids.
+            // Only our own root issues URIs of this gateway, and only the kernel reports uids.
             uris.retain(|uri| !trust.is_own_uri(uri));
             let name = uris.first().cloned().or(common_name);
             let name = name.filter(|name| !name.starts_with(UID_PREFIX));
             let name = name.unwrap_or_else(|| "unnamed".to_owned());
             (name, organizations, uris)
         }
-        // `check_peer` lets neither through for this purpose.
+        // `check_peer` admits neither for this purpose.
         Identity::Edge(_) | Identity::Gateway => return Ok(None),
     };
     let client = ClientIdentity::new(&name, groups, AuthMethod::Certificate, &proxy.shared.limits);
@@ -256,7 +256,7 @@ fn client_from_certificate(
     }))
 }
 
-/// Returns whether a client sends this alert because of the certificate that it was shown.
+/// Whether a client sends this alert because of the presented certificate.
 fn is_about_certificate(alert: AlertDescription) -> bool {
     use AlertDescription::{BadCertificate, CertificateExpired, CertificateUnknown, UnknownCA};
     matches!(
@@ -265,7 +265,7 @@ fn is_about_certificate(alert: AlertDescription) -> bool {
     )
 }
 
-/// Logs why a client gets no connection, for each listener once a minute.
+/// Logs why a client was refused a connection, at most once a minute per listener.
 fn log_refusal(
     proxy: &Proxy,
     accepted_socket: &AcceptedSocket,
