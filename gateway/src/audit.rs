@@ -7,16 +7,16 @@ use std::fmt::Display;
 
 use causeway_rt::listener::RemoteAddr;
 
-/// The target of lines for the audit log.
+/// Target of the lines for the audit log.
 pub const AUDIT: &str = "audit";
 
-/// Logs a client whose handshake failed because of its certificate. Only the reason is known about this client.
+/// Logs a client whose handshake failed because of its certificate. The gateway knows only the reason about such a client.
 pub(crate) fn log_rejected_client(listener: &str, peer: RemoteAddr, why: &dyn Display) {
     tracing::info!(listener, %peer, %why, "a client's certificate is refused");
     tracing::info!(target: AUDIT, event = "refused", listener, %peer, reason = "certificate", detail = %why);
 }
 
-/// An edge that was not let in at the tunnel port, or not given a certificate.
+/// Logs an edge that was rejected at the tunnel port, or refused a certificate.
 pub(crate) fn log_rejected_edge(edge: &str, peer: &dyn Display, reason: &str, why: &dyn Display) {
     tracing::info!(target: AUDIT, event = "refused", edge, %peer, reason, detail = %why);
 }

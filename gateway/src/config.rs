@@ -1,8 +1,8 @@
 //! The gateway's configuration: typed, with a default and a reason for each number.
 //!
-//! Users read the doc comments of this module: they become the help of flags and the reference in the README. This module
-//! reads neither files nor the environment (the binary does). `validate` finds all faults that types cannot express, and
-//! reports them together.
+//! Users read the doc comments of this module: they become the help of flags and the reference in the README. This module reads
+//! neither files nor the environment, which the binary does. `validate` finds all faults that types cannot express, and reports
+//! them together.
 
 mod api_cache;
 mod discovery;
@@ -99,7 +99,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             data_dir: "/var/lib/causeway".into(),
-            // A node's tunnels and clients share a thread: more threads than CPUs only switch.
+            // A node's tunnels and clients share a thread, so more threads than CPUs would only cause context switches.
             workers: 0,
             tunnel: Tunnel::default(),
             admin: Admin::default(),
@@ -121,7 +121,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Returns the files that the configuration names. Their contents count as much as the configuration itself.
+    /// Returns the files that the configuration names. A change of their contents is a change of the configuration.
     pub fn files(&self) -> Vec<PathBuf> {
         let listener_files = |listener: &Listener| {
             let certificate_files = listener.certificate.iter();
@@ -159,7 +159,7 @@ impl Config {
         self.kubernetes.as_ref()?.certificates.as_ref()
     }
 
-    /// Returns the zones in which nodes have names as well: the DNS server's and the hosts file's.
+    /// Returns the zones in which nodes have names as well: those of the DNS server and of the hosts file.
     pub fn zones(&self) -> Vec<String> {
         let dns_zones = self.dns.0.iter().flat_map(|dns| &dns.zones);
         let kubernetes = self.kubernetes.iter();
@@ -168,8 +168,8 @@ impl Config {
         dns_zones.chain(hosts_zones).cloned().collect()
     }
 
-    /// Returns the addresses that names of edges' nodes resolve to: `dns.addresses`, else those of the listeners. Empty if
-    /// neither gives an address.
+    /// Returns the addresses to which names of edge nodes resolve: `dns.addresses`, else those of the listeners. Empty if neither
+    /// provides an address.
     pub fn node_name_addresses(&self) -> Vec<IpAddr> {
         match &self.dns.0 {
             Some(dns) if !dns.addresses.is_empty() => canonical(dns.addresses.iter().copied()),
@@ -177,8 +177,8 @@ impl Config {
         }
     }
 
-    /// Returns the addresses of the listeners, or nothing if one of them is a wildcard. Loopback counts only if there is no
-    /// other address, since beside listeners for all clients there often are some for this machine.
+    /// Returns the addresses of the listeners, or nothing if one of them is a wildcard. Loopback is used only if there is no
+    /// other address, because a gateway often has additional listeners for its own machine.
     fn listener_addresses(&self) -> Vec<IpAddr> {
         let address = |listen: &ListenAddr| match listen {
             ListenAddr::Tcp(address) => Some(address.ip()),
@@ -193,7 +193,8 @@ impl Config {
         if public.is_empty() { local } else { public }
     }
 
-    /// Returns the addresses of edges' nodes in the hosts file: `kubernetes.hosts.addresses`, else those that the DNS server answers.
+    /// Returns the addresses of edge nodes in the hosts file: `kubernetes.hosts.addresses`, else those that the DNS server
+    /// returns.
     pub fn hosts_file_addresses(&self) -> Vec<IpAddr> {
         let hosts = self.kubernetes.as_ref();
         let hosts = hosts.and_then(|rules| rules.hosts.as_ref());
@@ -268,15 +269,15 @@ impl Default for Tunnel {
             // A handshake is two round trips; the slowest usable link has about 1 s each.
             handshake_timeout: Duration::from_secs(5),
             hello_timeout: Duration::from_secs(5),
-            // 5 + 5 + 5 s: a silent death is known at both ends within 15 s.
+            // 5 + 5 + 5 s: both sides detect a lost connection within 15 s.
             ping_after: Duration::from_secs(5),
             ping_timeout: Duration::from_secs(5),
             close_after: Duration::from_secs(5),
-            // 64 stalled readers then hold 1 MiB each, with what HTTP and TLS hold beside the windows; and it still fills
-            // 5 Gbit/s over 50 ms. The design says 64 MiB.
+            // 64 stalled readers then use 1 MiB each, including the buffers of HTTP and TLS beside the windows. The limit still
+            // fills 5 Gbit/s over 50 ms. The design says 64 MiB.
             memory: 32 << 20,
             max_streams_per_tunnel: 10_000,
-            // Long enough for a node that is off over a weekend, short for a stolen key.
+            // Long enough for a node that is off over a weekend, and short for a stolen key.
             edge_certificate_lifetime: Duration::from_hours(7 * 24),
         }
     }
@@ -350,16 +351,16 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            // 50,000 idle upgrades cost about 1 GiB at the 20 KiB each that we promise.
+            // 50,000 idle upgrades cost about 1 GiB at the promised 20 KiB each.
             streams: 50_000,
-            // kube-apiserver is one client, and so is one Prometheus: high, but not all.
+            // kube-apiserver is one client, and so is one Prometheus. The limit is high, but one client cannot use all streams.
             per_client: 10_000,
             per_node: 10_000,
             // Below the 20,000 descriptors that distributions commonly allow a service.
             connections: 15_000,
-            // Eight tunnels' whole budgets: stalled clients of one node never come near it.
+            // The whole budgets of eight tunnels, which the stalled clients of one node never reach.
             buffered_bytes: 512 << 20,
-            // 680 of them with the least window: long before new streams get 503.
+            // 680 stalled streams with the smallest window, long before new streams get 503.
             stalled: 256 << 20,
             // The kernel knows how much memory the machine has.
             tcp_memory: 0,
@@ -420,20 +421,20 @@ impl Default for Timeouts {
             // The time that the defaults of Go and HAProxy allow a slow client.
             tls: Duration::from_secs(10),
             header: Duration::from_secs(10),
-            // kube-apiserver sets no bound of its own; edges give up a dial after 5 s.
+            // kube-apiserver has no timeout of its own. Edges give up a dial after 5 s.
             connect: Duration::from_secs(10),
             // kubelet opens a terminal within seconds, even on a busy node.
             upgrade_first_byte: Duration::from_secs(30),
             // An app that flushes to a slow disk pauses for one or two minutes and then continues.
             upload: Duration::from_mins(5),
-            // The same for clients: a user reads a page of a log, and continues.
+            // Like `upload`, for clients: a user reads a page of a log, and continues.
             download: Duration::from_mins(5),
-            // Go's client keeps idle connections for 90 s: close no earlier than it does.
+            // Go's client keeps idle connections for 90 s, so the gateway closes no earlier.
             idle_keepalive: Duration::from_secs(90),
-            // Kubernetes' default grace before it kills.
+            // Kubernetes' default grace period before it kills a pod.
             drain: Duration::from_secs(30),
             authorize: Duration::from_secs(3),
-            // An edge dials every 2 s while no gateway answers; its handshake and a slow link come on top.
+            // An edge dials every 2 s while no gateway answers. Its handshake and a slow link take additional time.
             reconnect: Duration::from_secs(5),
             // Behind a load balancer, an edge needs several attempts to find a gateway that has restarted, about one each second.
             edges: Duration::from_secs(10),

@@ -1,7 +1,7 @@
 //! Error of a stream: a row of the error table, a sentence for the client, and a cause for the log.
 //!
-//! A [`Reason`] decides the status, the word and whether a retry helps, each by an exhaustive `match`: a new row breaks every
-//! place that must know it. Only `proxy::error_response` turns an [`Error`] into bytes.
+//! A [`Reason`] decides the status, the word and whether a retry helps, each by an exhaustive `match`. A new reason therefore
+//! breaks the build of every place that has to handle it. Only `proxy::error_response` turns an [`Error`] into a response.
 
 mod explanation;
 
@@ -9,21 +9,21 @@ use causeway_tunnel::{RejectCode, StreamError};
 use http::StatusCode;
 use std::{borrow::Cow, fmt, time::Duration};
 
-/// A cause, for the log.
+/// Cause of an error, for the log.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// One row of the error table. Adding a row breaks every `match` that must know it.
+/// Reason of an error, one row of the error table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reason {
     /// No node has this name or address.
     NodeUnknown,
-    /// The node is known and has no tunnel.
+    /// The node is known, but has no tunnel.
     NodeNotConnected,
-    /// The request names two nodes, or none that this gateway is for.
+    /// The request names two nodes, or none that this gateway serves.
     Misdirected,
     /// The client has not proven its identity.
     Unauthenticated,
-    /// The client may not do this.
+    /// The client is not allowed to do this.
     Forbidden,
     /// The edge's own policy refuses the target.
     EdgePolicy,
@@ -31,22 +31,22 @@ pub enum Reason {
     TargetRefused,
     /// The target's name does not resolve.
     TargetUnresolved,
-    /// No route leads to the target.
+    /// There is no route to the target.
     TargetUnreachable,
     /// The target's name was not resolved in time.
     ResolveTimeout,
-    /// The dialling end, an edge or this gateway, has no file descriptors, local ports or memory left.
+    /// The side that dials, an edge or this gateway, has no file descriptors, local ports or memory left.
     Exhausted,
-    /// The target spoke nonsense, or broke off.
+    /// The target broke the protocol or closed the connection early.
     TargetBroken,
-    /// The target has another key than the one that it is known by.
+    /// The target has another key than the pinned one.
     TargetKeyChanged,
     /// The tunnel was lost in flight.
     TunnelLost,
     /// The target or the edge was too slow.
     TargetTimeout,
-    /// A service that must authenticate or authorize the client, find the node of a pod, or record the key of a target does not
-    /// answer.
+    /// A required service does not answer: the service that authenticates or authorizes the client, finds the node of a pod, or
+    /// records the key of a target.
     DependencyUnavailable,
     /// A limit is reached.
     LimitReached,
@@ -64,12 +64,12 @@ pub enum Reason {
     VersionNotSupported,
     /// The method is not served here.
     MethodNotAllowed,
-    /// The client went away before it had an answer.
+    /// The client disconnected before it received a response.
     ClientClosed,
 }
 
 impl Reason {
-    /// All rows, for metrics and tests.
+    /// All reasons, for metrics and tests.
     pub const ALL: [Self; 25] = [
         Self::NodeUnknown,
         Self::NodeNotConnected,
@@ -98,7 +98,7 @@ impl Reason {
         Self::ClientClosed,
     ];
 
-    /// The HTTP status.
+    /// Returns the HTTP status.
     pub fn status(self) -> StatusCode {
         match self {
             Self::NodeUnknown => StatusCode::NOT_FOUND,
@@ -123,14 +123,14 @@ impl Reason {
             Self::ContentTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Malformed => StatusCode::BAD_REQUEST,
             Self::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
-            // No client reads this status: it is the code that nginx logs for a client that has gone.
+            // No client receives this status. nginx logs the same code for a client that has disconnected.
             Self::ClientClosed => StatusCode::from_u16(499).unwrap_or(StatusCode::BAD_REQUEST),
         }
     }
 
     /// Returns the status code for gRPC clients: the one into which Envoy translates the HTTP status of a local reply
-    /// (`Grpc::Utility::httpToGrpcStatus`). The exception is an unknown node. Envoy answers 503 where a cluster is unknown,
-    /// and UNIMPLEMENTED would say that the application lacks the method.
+    /// (`Grpc::Utility::httpToGrpcStatus`). The exception is an unknown node. Envoy answers 503 for an unknown cluster, and
+    /// UNIMPLEMENTED would mean that the application lacks the method.
     pub fn grpc_status(self) -> u8 {
         const UNKNOWN: u8 = 2;
         const PERMISSION_DENIED: u8 = 7;
@@ -154,7 +154,7 @@ impl Reason {
         }
     }
 
-    /// Whether the request was refused, so that the audit log records it.
+    /// Whether the request was refused, and the audit log records it.
     pub fn is_refusal(self) -> bool {
         matches!(
             self,
@@ -167,7 +167,7 @@ impl Reason {
         )
     }
 
-    /// The word: metric label, log field, and end of the problem's type.
+    /// Returns the word: metric label, log field, and end of the problem's type.
     pub fn word(self) -> &'static str {
         match self {
             Self::NodeUnknown => "node_unknown",
@@ -198,7 +198,7 @@ impl Reason {
         }
     }
 
-    /// The proxy error type (RFC 9209 §2.3) that comes nearest.
+    /// Returns the closest proxy error type (RFC 9209 §2.3).
     pub fn proxy_status(self) -> &'static str {
         match self {
             Self::NodeUnknown => "destination_not_found",
@@ -226,7 +226,7 @@ impl Reason {
         }
     }
 
-    /// Returns how long a client should wait before it retries, if a retry helps.
+    /// Returns the time that a client should wait before it retries, if a retry helps.
     pub fn retry_after(self) -> Option<Duration> {
         match self {
             Self::NodeNotConnected | Self::DependencyUnavailable => Some(Duration::from_secs(2)),
@@ -254,7 +254,7 @@ impl Reason {
         }
     }
 
-    /// Returns the title of the problem (RFC 9457 §3.1.3): the same for every occurrence.
+    /// Returns the title of the problem (RFC 9457 §3.1.3), which is the same for every occurrence.
     pub fn title(self) -> &'static str {
         match self {
             Self::NodeUnknown => "Node unknown",
@@ -285,7 +285,7 @@ impl Reason {
         }
     }
 
-    /// Returns the error with the sentence that the client reads.
+    /// Returns the error with the message for the client.
     pub fn error(self, detail: impl Into<Cow<'static, str>>) -> Error {
         Error {
             reason: self,
@@ -295,7 +295,7 @@ impl Reason {
         }
     }
 
-    /// As [`Reason::error`], with the cause for the log.
+    /// Returns the same error as [`Reason::error`], with the cause for the log.
     pub fn with_source(
         self,
         detail: impl Into<Cow<'static, str>>,
@@ -327,21 +327,21 @@ impl From<RejectCode> for Reason {
     }
 }
 
-/// Why a stream failed.
+/// Error of a stream.
 #[derive(Debug)]
 pub struct Error {
-    /// The row of the error table.
+    /// Row of the error table.
     pub reason: Reason,
-    /// Description of the failure, for the client: who, why, and since when.
+    /// Description of the failure for the client: the component, the cause, and the time.
     pub detail: Cow<'static, str>,
     /// Underlying cause, for the log.
     pub cause: Option<BoxError>,
-    /// Whether it is a bearer token that does not count (RFC 6750 §3.1, `invalid_token`).
+    /// Whether the error is an invalid bearer token (RFC 6750 §3.1, `invalid_token`).
     pub is_token_error: bool,
 }
 
 impl Error {
-    /// The same, because of a bearer token that does not count.
+    /// Returns the error, marked as caused by an invalid bearer token.
     #[must_use]
     pub fn as_token_error(self) -> Self {
         Self {
@@ -350,7 +350,7 @@ impl Error {
         }
     }
 
-    /// A stream to `node` that failed below: reset by the edge, or lost with its tunnel.
+    /// Returns the error of a stream to `node` that was reset by the edge, or lost with its tunnel.
     pub fn from_stream_error(node: &str, error: &StreamError) -> Self {
         match error {
             error if error.is_eviction() => Reason::LimitReached.error(format!(

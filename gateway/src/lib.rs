@@ -1,7 +1,6 @@
 //! Causeway's cloud side: the gateway.
 //!
-//! The data path comes first and reads top to bottom (`proxy`), tables lie in the middle (`state`), and the control plane
-//! comes last (`control`): `proxy` reads the tables, `control` writes them.
+//! The data path is `proxy`, which reads the tables in `state`. The control plane is `control`, which writes them.
 
 pub mod audit;
 pub mod config;

@@ -1,8 +1,8 @@
-//! Metrics of the gateway, each declared once; a doc comment here is the metric's help text.
+//! Metrics of the gateway, each declared once. The doc comment of a declared metric is its help text.
 //!
-//! The request path touches metrics through guards and through handles that are resolved when the gateway starts: a request takes
-//! no lock. Labels have a fixed set of values (listeners, reasons), never the name of a node or a client: the admin API has the
-//! data of each node. Fields are private, so that an unused metric does not compile.
+//! The request path updates metrics through guards and handles that are resolved when the gateway starts, so that a request takes
+//! no lock. Labels have a fixed set of values (listeners, reasons), and never contain the name of a node or a client. The admin
+//! API has the data of each node. Fields are private, so that an unused metric does not compile.
 
 mod api_cache;
 mod declared;
@@ -34,25 +34,25 @@ pub struct Metrics {
     declared: Declared,
 }
 
-/// A registered tunnel, for as long as it is registered.
+/// Guard of a registered tunnel, for as long as it is registered.
 #[derive(Debug)]
 pub struct TunnelGuard {
     _open: OpenGauge,
 }
 
-/// Returns name, type and help of all metrics, as a gateway exposes them (`OpenMetrics`).
+/// Returns name, type and help of all metrics, in the format of a scrape (`OpenMetrics`).
 pub fn describe() -> String {
     Metrics::new().encode(Exposition::OpenMetrics)
 }
 
 impl Metrics {
-    /// The metrics of a gateway that has done nothing yet.
+    /// Returns the metrics of a gateway that has just started.
     #[allow(clippy::new_ret_no_self, reason = "always shared between workers")]
     pub fn new() -> Arc<Self> {
         let declared = Declared::default();
         let mut registry = Registry::with_prefix(PREFIX);
         declared.register(&mut registry);
-        // The configuration of the start counts as a successful reload.
+        // The configuration at the start counts as a successful reload.
         declared.last_reload_successful.set(1);
         Arc::new(Self { registry, declared })
     }
@@ -67,13 +67,13 @@ impl Metrics {
         Arc::new(ListenerMetrics::from_declared(&self.declared, name))
     }
 
-    /// A TLS handshake failed.
+    /// Counts a failed TLS handshake.
     pub fn handshake_failed(&self, listener: &'static str, stage: &'static str) {
         let labels = [("listener", listener), ("why", stage)];
         self.declared.handshakes_failed.get_or_create(&labels).inc();
     }
 
-    /// A stream is served by another worker than its node's.
+    /// Counts a stream that is served by another worker than its node's.
     pub fn count_worker_crossing(&self) {
         self.declared.streams_crossed.inc();
     }
@@ -87,7 +87,7 @@ impl Metrics {
             .inc();
     }
 
-    /// Streams that stood still were reset.
+    /// Counts stalled streams that were reset.
     pub fn count_evicted(&self, shortage: &'static str, streams: usize) {
         let labels = [("reason", shortage)];
         let streams = u64::try_from(streams).unwrap_or(u64::MAX);
@@ -97,13 +97,13 @@ impl Metrics {
             .inc_by(streams);
     }
 
-    /// A limit was reached.
+    /// Counts a refusal because of a limit.
     pub fn count_limit_reached(&self, which: &'static str) {
         let labels = [("limit", which)];
         self.declared.limits_reached.get_or_create(&labels).inc();
     }
 
-    /// Returns a limit on connections whose refusals and evictions are counted.
+    /// Returns a connection limit whose refusals and evictions are counted.
     pub fn connection_limit(self: &Arc<Self>, name: &'static str, max: usize) -> ConnectionLimit {
         let metrics = self.clone();
         ConnectionLimit::new(name, max, move |turned| {
@@ -116,44 +116,44 @@ impl Metrics {
         })
     }
 
-    /// A tunnel was registered.
+    /// Counts a registered tunnel until the guard is dropped.
     pub fn tunnel_guard(&self) -> TunnelGuard {
         TunnelGuard {
             _open: OpenGauge::new(&self.declared.tunnels),
         }
     }
 
-    /// An edge asked to be registered: `ok`, or why it was sent away.
+    /// Counts a registration: `ok`, or the reason of the rejection.
     pub fn count_registration(&self, outcome: &'static str) {
         let labels = [("outcome", outcome)];
         self.declared.registrations.get_or_create(&labels).inc();
     }
 
-    /// A tunnel ended.
+    /// Counts a tunnel that ended.
     pub fn count_tunnel_end(&self, why: &'static str) {
         let labels = [("why", why)];
         self.declared.tunnels_ended.get_or_create(&labels).inc();
     }
 
-    /// A certificate was asked for by `enrol` or `renew`: `ok`, or why it was refused.
+    /// Counts a certificate request by `enrol` or `renew`: `ok`, or the reason of the refusal.
     pub fn count_enrolment(&self, operation: &'static str, outcome: &'static str) {
         let labels = [("operation", operation), ("outcome", outcome)];
         self.declared.enrolments.get_or_create(&labels).inc();
     }
 
-    /// Keys of an issuer of JWTs were fetched, or could not be.
+    /// Counts a fetch of the keys of a JWT issuer.
     pub fn count_jwks_fetch(&self, succeeded: bool) {
         let labels = [("outcome", if succeeded { "ok" } else { "failed" })];
         self.declared.jwks_fetches.get_or_create(&labels).inc();
     }
 
-    /// The cluster's API was asked about a `token` or an `access`.
+    /// Counts a review of a `token` or an `access` by the cluster's API.
     pub fn count_review(&self, question: &'static str, outcome: &'static str) {
         let labels = [("question", question), ("outcome", outcome)];
         self.declared.reviews.get_or_create(&labels).inc();
     }
 
-    /// A question by DNS was answered, or not worth an answer.
+    /// Counts a DNS query by its outcome.
     pub fn count_dns_query(&self, outcome: &'static str) {
         let labels = [("outcome", outcome)];
         self.declared.dns_queries.get_or_create(&labels).inc();
@@ -167,7 +167,7 @@ impl Metrics {
         self.declared.stalled_streams.set(stalled);
     }
 
-    /// So many tunnels are suspect now.
+    /// Sets the number of suspect tunnels.
     pub fn set_suspect_tunnels(&self, tunnels: usize) {
         self.declared
             .suspect_tunnels
@@ -189,7 +189,7 @@ impl Metrics {
         }
     }
 
-    /// A configuration was read anew, and is in force or was refused.
+    /// Counts a configuration reload: the new configuration is in force, or was refused.
     pub fn count_reload(&self, succeeded: bool) {
         let labels = [("outcome", if succeeded { "ok" } else { "refused" })];
         self.declared.reloads.get_or_create(&labels).inc();
@@ -202,30 +202,30 @@ impl Metrics {
         KubernetesMetrics::from_gauges(&self.declared.cluster_nodes, lost)
     }
 
-    /// Sets the number of addresses that several nodes have.
+    /// Sets the number of addresses that several nodes share.
     pub fn set_address_conflicts(&self, addresses: usize) {
         let addresses = i64::try_from(addresses).unwrap_or(i64::MAX);
         self.declared.node_address_conflicts.set(addresses);
     }
 
-    /// The hosts file is this gateway's to write, or another's.
+    /// Sets whether this gateway writes the hosts file.
     pub fn set_hosts_leading(&self, is_leader: bool) {
         self.declared.cluster_hosts_leading.set(is_leader.into());
     }
 
-    /// Something of the hosts file was written or removed, or could not be.
+    /// Counts a write to the hosts file, or a removal.
     pub fn count_hosts_write(&self, succeeded: bool) {
         let labels = [("outcome", if succeeded { "ok" } else { "failed" })];
         let writes = &self.declared.cluster_hosts_writes;
         writes.get_or_create(&labels).inc();
     }
 
-    /// The list of ports in the cluster is taken up as it is, or not.
+    /// Sets whether the list of ports in the cluster is refused.
     pub fn set_ports_refused(&self, refused: bool) {
         self.declared.cluster_ports_refused.set(refused.into());
     }
 
-    /// A request for a certificate at the cluster's API was `approved`, `signed` or `left` as it is, or that `failed`.
+    /// Counts a certificate request at the cluster's API by outcome: `approved`, `signed`, `left` (unchanged) or `failed`.
     pub fn count_cluster_certificate(&self, outcome: &'static str) {
         let labels = [("outcome", outcome)];
         let certificates = &self.declared.cluster_certificates;
@@ -249,7 +249,7 @@ impl Metrics {
         self.declared.delegated_nodes_leading.set(leads.into());
     }
 
-    /// Sets when certificates end, by use.
+    /// Sets the expiry times of certificates, by use.
     pub fn set_certificate_expiries(&self, expiries: impl IntoIterator<Item = (String, u64)>) {
         let family = &self.declared.certificate_expiry_timestamp_seconds;
         family.clear();
@@ -259,7 +259,7 @@ impl Metrics {
         }
     }
 
-    /// The gateway drains.
+    /// Reports that the gateway drains.
     pub fn set_draining(&self) {
         self.declared.draining.set(1);
     }

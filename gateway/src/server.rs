@@ -1,4 +1,4 @@
-//! Wiring: from a configuration to a gateway that runs.
+//! Builds a gateway from a configuration, and runs it.
 //!
 //! `bind` builds everything that can fail (data directory, certificates, sockets) and names each failure. `run` opens the
 //! listeners, serves until it is stopped, and then drains.
@@ -80,10 +80,10 @@ enum AuthorizerSource {
     Policy(PolicyReader),
 }
 
-/// Reads the files of certificates, keys and tokens that a configuration names, as a gateway that starts does.
+/// Reads and checks the files of certificates, keys and tokens that a configuration names, like a gateway that starts.
 ///
 /// # Errors
-/// If one cannot be used.
+/// If one of the files cannot be used.
 pub fn check(config: &Config) -> Result<(), BindError> {
     config
         .listeners
@@ -94,7 +94,7 @@ pub fn check(config: &Config) -> Result<(), BindError> {
 }
 
 impl Gateway {
-    /// Returns a gateway of this configuration, which has been validated.
+    /// Returns a gateway with this validated configuration.
     pub fn new(config: Config) -> Self {
         Self {
             config,
@@ -107,14 +107,14 @@ impl Gateway {
         }
     }
 
-    /// Authorizes requests by `authorizer`.
+    /// Sets the authorizer of requests.
     #[must_use]
     pub fn authorizer(mut self, authorizer: Arc<dyn Authorize>) -> Self {
         self.deciding = AuthorizerSource::By(authorizer);
         self
     }
 
-    /// Authorizes requests by these rules, which may be replaced at any time.
+    /// Authorizes requests by this policy, which may be replaced at any time.
     #[must_use]
     pub fn policy(mut self, policy: PolicyReader) -> Self {
         self.deciding = AuthorizerSource::Policy(policy);
@@ -128,18 +128,18 @@ impl Gateway {
         self
     }
 
-    /// Looks up by `pods` where a pod runs, for kube-apiservers whose requests name nothing else.
+    /// Sets the lookup of the nodes of pods, for kube-apiservers whose requests name only the pod.
     #[must_use]
     pub fn pods(mut self, pods: Arc<dyn PodLookup>) -> Self {
         self.pods = Some(pods);
         self
     }
 
-    /// Reviews tokens, and access to kubelets, by `reviews`, for listeners that are configured to. The reviews run on the runtime
-    /// where this is called.
+    /// Sets the client of reviews of tokens and of access to kubelets, for listeners that require reviews. The reviews run on the
+    /// runtime from which this function is called.
     ///
     /// # Panics
-    /// Outside of a runtime.
+    /// If called outside of a runtime.
     #[must_use]
     pub fn reviews(mut self, reviews: Arc<dyn ReviewClient>) -> Self {
         self.reviews = Some((reviews, Handle::current()));
@@ -153,7 +153,7 @@ impl Gateway {
         self
     }
 
-    /// Opens the data directory and binds all listeners.
+    /// Opens the data directory, and binds all listeners.
     ///
     /// # Errors
     /// The missing, malformed or occupied item, by name.
@@ -162,10 +162,10 @@ impl Gateway {
     }
 }
 
-/// Returns the names under which edges reach a gateway of this configuration: those of its certificate.
+/// Returns the names by which edges reach a gateway with this configuration, which are the names in its certificate.
 ///
 /// # Errors
-/// If an address has no name.
+/// If an address contains no valid name.
 pub fn advertised_names(config: &Config) -> Result<Vec<HostName>, BindError> {
     tunnel_identity::host_names(&config.tunnel.advertise, config.tunnel.listen.ip())
 }
@@ -175,9 +175,9 @@ pub fn advertised_names(config: &Config) -> Result<Vec<HostName>, BindError> {
 pub struct Bound {
     config: Config,
     store: Store,
-    /// Writer of pinned keys of upstreams, and the new pins that it is to write.
+    /// Writer of pinned keys of upstreams, and the receiver of new pins.
     pins: (PinWriter, mpsc::Receiver<NewPin>),
-    /// Lock of the data directory: another gateway on it would issue under the same CA and write the same files.
+    /// Lock of the data directory. Another gateway on the directory would issue under the same CA and write the same files.
     dir_lock: DirLock,
     workers: Workers,
     owned_workers: OwnedWorkers,
@@ -186,18 +186,18 @@ pub struct Bound {
     tunnel_listener: TunnelListener,
     tunnel_socket: listener::BoundSocket,
     admin: AdminListeners,
-    /// Socket for commands, which use no permit of the admin listener's connections.
+    /// Socket for commands. Its connections do not count against the limit of the admin listener.
     admin_socket: Option<listener::BoundSocket>,
     admin_state: admin::AdminState,
     dns: Option<dns::BoundSockets>,
     reloader: Reloader,
     nat: Option<Nat>,
     readiness: Readiness,
-    /// Asks listeners and connections to finish.
+    /// Cancelled when listeners and connections have to finish.
     end_token: CancellationToken,
 }
 
-/// Workers that this gateway started itself, which end with it.
+/// Workers that this gateway started itself, and that end with it.
 #[derive(Debug)]
 struct OwnedWorkers(Option<Workers>);
 
@@ -209,7 +209,7 @@ impl Drop for OwnedWorkers {
     }
 }
 
-/// Addresses of the bound listeners.
+/// Addresses of the bound listeners of a gateway.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BoundAddresses {
     /// The tunnel port.
@@ -239,7 +239,7 @@ impl Bound {
     /// Returns the addresses of the listeners, with the ports that the system chose.
     ///
     /// # Panics
-    /// Never: a bound TCP socket has an address.
+    /// Never, because a bound TCP socket has an address.
     pub fn addresses(&self) -> BoundAddresses {
         let tcp = |bound: &listener::BoundSocket| {
             bound
@@ -264,12 +264,12 @@ impl Bound {
         self.reloader.parts().authority.node_sync.nodes.clone()
     }
 
-    /// Returns the nodes and pinned keys on the disk and in their tables, for state that is shared with other gateways.
+    /// Returns the node state, for components that share it with other gateways.
     pub fn node_sync(&self) -> NodeSync {
         self.reloader.parts().authority.node_sync.clone()
     }
 
-    /// Returns the signer for edges of a cluster, for the component that receives their requests.
+    /// Returns the signer for edges of a cluster, for the component that receives their certificate requests.
     pub fn signer(&self) -> Signer {
         let authority = &self.reloader.parts().authority;
         Signer {
@@ -280,13 +280,13 @@ impl Bound {
         }
     }
 
-    /// Returns the cache that edges read, if they may read anything, for the component that fills it.
+    /// Returns the watch cache, for the component that fills it, if the API cache is enabled.
     pub fn watch_cache(&self) -> Option<Arc<WatchCache>> {
         let api_cache = self.tunnel_listener.api_cache.as_ref()?;
         Some(api_cache.watch_cache().clone())
     }
 
-    /// Returns a watch of the endpoints at which `YurtHub`s of each pool read, if edges may read anything.
+    /// Returns a watch of the endpoints at which `YurtHub`s of each pool read, if the API cache is enabled.
     pub fn watch_yurthub_endpoints(&self) -> Option<watch::Receiver<YurtHubEndpoints>> {
         Some(
             self.tunnel_listener
@@ -301,7 +301,7 @@ impl Bound {
         self.tunnel_listener.heartbeats.as_ref()?.accepted()
     }
 
-    /// Returns a watch of the roots that edges are to trust, as PEM.
+    /// Returns a watch of the roots that edges have to trust, as PEM.
     pub fn roots(&self) -> watch::Receiver<String> {
         self.reloader.parts().authority.roots.subscribe()
     }
@@ -311,7 +311,7 @@ impl Bound {
         self.shared.metrics.clone()
     }
 
-    /// Keeps clients away (`/readyz`) until the returned value is dropped.
+    /// Keeps the gateway unready (`/readyz`) until the returned value is dropped.
     pub fn hold(&self, reason: impl Into<String>) -> ReadinessBlock {
         self.readiness.hold(reason)
     }
@@ -321,7 +321,7 @@ impl Bound {
         self.readiness.clone()
     }
 
-    /// Returns a handle that checks the liveness of the gateway, at any time from now on.
+    /// Returns a handle that checks the liveness of the gateway at any time.
     pub fn watchdog(&self) -> Watchdog {
         Watchdog {
             workers: self.workers.clone(),
@@ -330,12 +330,12 @@ impl Bound {
         }
     }
 
-    /// Returns a handle that gives the gateway another configuration, at any time from now on.
+    /// Returns a handle that replaces the configuration of the gateway at any time.
     pub fn reloader(&self) -> Reloader {
         self.reloader.clone()
     }
 
-    /// Starts the background tasks, whose end is not awaited.
+    /// Starts the background tasks. Their end is not awaited.
     fn spawn_background(&self) -> TaskGroup {
         let (tasks, runtime) = (TaskGroup::default(), self.workers.runtime(WorkerId(0)));
         watch(
@@ -364,7 +364,7 @@ impl Bound {
         tasks
     }
 
-    /// Serves until `stop`, then drains for at most the configured time. Returns when nothing is left.
+    /// Serves until `stop`, then drains for at most the configured time. Returns when all connections have ended.
     pub async fn run(self, stop: CancellationToken) {
         let addresses = self.addresses();
         // Dropping this future stops the gateway: first its tasks, then the threads that it started.
@@ -473,11 +473,12 @@ async fn drain_streams(
 #[derive(Debug)]
 struct AdminListeners {
     admin: listener::BoundSocket,
-    /// Listener for scrapers on other hosts, which serves nothing but metrics.
+    /// Listener for scrapers on other hosts, which serves only metrics.
     metrics: Option<listener::BoundSocket>,
 }
 
-/// Serves the admin listener, that of metrics, and the socket for commands if there is one. Each has its own connection limit.
+/// Serves the admin listener, the metrics listener, and the socket for commands if there is one. Each has its own connection
+/// limit.
 async fn serve_admin(
     (listeners, socket): (AdminListeners, Option<listener::BoundSocket>),
     state: admin::AdminState,
@@ -501,8 +502,8 @@ async fn serve_admin(
     );
 }
 
-/// Starts the tasks that renew the tunnel port's certificate, that close tunnels of nodes that are not at the edge any more, and
-/// that report addresses of several nodes and certificates that expire.
+/// Starts background tasks. They renew the tunnel port's certificate, close tunnels of nodes that are no longer at the edge, and
+/// report addresses that several nodes share and certificates that expire.
 fn watch(
     (tasks, runtime): (&TaskGroup, &Handle),
     parts: &Reloadable,

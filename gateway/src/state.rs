@@ -1,4 +1,4 @@
-//! Tables that the control plane writes and the request path reads, without waiting.
+//! Tables that the control plane writes, and that the request path reads without waiting.
 
 pub mod advertised;
 pub mod api_cache_connections;

@@ -1,8 +1,8 @@
-//! Workers: threads with a current-thread runtime each.
+//! Workers: threads with one current-thread runtime each.
 //!
-//! A node belongs to worker hash(node) mod the number of workers. So do its tunnels and, if the `ClientHello` or the original
-//! destination names the node, its clients' sockets: a request then never changes threads. This is the only file that starts
-//! threads.
+//! A node belongs to the worker with the index hash(node) mod the number of workers, and so do its tunnels. The sockets of its
+//! clients belong to the same worker if the `ClientHello` or the original destination names the node, so that a request never
+//! changes threads. This is the only file that starts threads.
 
 use causeway_certs::NodeName;
 use std::{
@@ -37,7 +37,7 @@ impl Workers {
     /// Starts `count` threads; 0 means one for each CPU that this process may use.
     ///
     /// # Errors
-    /// If the system gives no further thread or no event queue.
+    /// If the system provides no further thread or no event queue.
     pub fn start(count: usize) -> io::Result<Self> {
         let count = match count {
             0 => std::thread::available_parallelism()?.get(),
@@ -64,7 +64,7 @@ impl Workers {
         })
     }
 
-    /// Returns the current runtime as the only worker: for tests and for small embedders.
+    /// Returns the current runtime as the only worker, for tests and for small embedders.
     pub fn on_current_runtime() -> Self {
         Self {
             runtimes: Arc::new([Handle::current()]),
@@ -72,15 +72,15 @@ impl Workers {
         }
     }
 
-    /// Ends the threads that were started, and all tasks on them. The tasks are dropped, and so their streams are reset, before
-    /// this returns.
+    /// Ends the threads that were started, and all tasks on them. The tasks are dropped before this function returns, which
+    /// resets their streams.
     pub fn stop(&self) {
         if let Some(threads) = &self.threads {
             threads.end();
         }
     }
 
-    /// Returns the worker that a node belongs to.
+    /// Returns the worker of a node.
     pub fn worker_of(&self, node: &NodeName) -> WorkerId {
         let mut hasher = DefaultHasher::new();
         node.hash(&mut hasher);
@@ -109,9 +109,9 @@ impl WorkerThreads {
         let current_thread = std::thread::current().id();
         let threads = std::mem::take(&mut *self.all());
         for thread in threads {
-            // The last clone may be dropped by a task of a worker itself.
+            // A task of the worker itself may drop the last clone.
             if thread.thread().id() != current_thread {
-                // A worker that panicked has logged it already.
+                // A worker that panicked has already logged the panic.
                 let _ = thread.join();
             }
         }

@@ -1,7 +1,7 @@
 //! Configuration section `api_cache`: cluster resources that edges may read, for clients on their nodes.
 //!
-//! Without the section edges read nothing. The gateway caches the listed resources in memory, filled from the cluster's API or
-//! from a directory. The tunnel port serves them to an edge as the first rule for the edge's pool allows.
+//! Without the section, edges read nothing. The gateway caches the listed resources in memory, filled from the cluster's API or
+//! from a directory. The tunnel port serves them to an edge according to the first rule for the edge's pool.
 
 use std::path::PathBuf;
 
@@ -67,12 +67,12 @@ impl Default for ApiCache {
             // The resources that kube-proxy and CoreDNS read, and that OpenYurt serves in a pool.
             resources: resources.iter().map(ToString::to_string).collect(),
             allow: None,
-            // 20,000 edges in pools of 10 have 2,000 leaders. The rest is for the 9 others of each of 688 pools, a third,
-            // that have lost their leader at the same time.
+            // 20,000 edges in pools of 10 have 2,000 leaders. The remaining connections suffice for the 9 other edges of each of
+            // 688 pools, a third of all, that have lost their leader at the same time.
             connections: 8192,
-            // Each resource as JSON and as protobuf, of a cluster with some thousand Services.
+            // Each resource as JSON and as protobuf, for a cluster with some thousand Services.
             cache: 64 << 20,
-            // Some minutes of the changes of a large rollout.
+            // Some minutes of changes during a large rollout.
             event_buffer: 8 << 20,
             manifests: None,
         }
@@ -109,7 +109,7 @@ impl ApiCache {
             .map_or(AccessLevel::Nothing, AccessLevel::Rule)
     }
 
-    /// Returns the scope that the rule allows, or `None` if that is everything.
+    /// Returns the scope that the rule allows, or `None` if the rule allows everything.
     pub fn access_scope(&self, right: AccessLevel) -> Option<AccessScope> {
         let rule = match right {
             AccessLevel::Everything => return None,
@@ -204,7 +204,7 @@ fn parse_resources(texts: &[String]) -> Vec<GroupVersionResource> {
     texts.iter().filter_map(|text| text.parse().ok()).collect()
 }
 
-/// Whether a name matches a pattern, in which `*` stands for any characters.
+/// Whether a name matches a pattern in which `*` stands for any characters.
 fn matches_pattern(pattern: &str, name: &str) -> bool {
     let Some((begin, rest)) = pattern.split_once('*') else {
         return pattern == name;
@@ -218,7 +218,7 @@ fn matches_pattern(pattern: &str, name: &str) -> bool {
     let Some(mut remaining) = name.strip_suffix(end) else {
         return false;
     };
-    // Each part as early as it can be: whatever fits at all fits so.
+    // Each part is matched as early as possible, which finds a match whenever there is one.
     middle.split('*').all(|part| {
         let found = remaining.find(part);
         remaining = found

@@ -1,5 +1,5 @@
-//! Completes a configuration by what the gateway learns at run time: paths of requested certificates, and the addresses and
-//! node ports that the cluster lists.
+//! Completes a configuration with data that the gateway discovers at run time: paths of requested certificates, and the addresses
+//! and node ports that the cluster lists.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -44,7 +44,7 @@ impl Config {
         self
     }
 
-    /// Returns this configuration with the endpoints that the cluster gives.
+    /// Returns this configuration with the endpoints that the cluster provides.
     #[must_use]
     pub fn with_endpoints(mut self, endpoints: &DiscoveredEndpoints) -> Self {
         let rules = self.kubernetes.as_ref();
@@ -62,7 +62,7 @@ impl Config {
         self
     }
 
-    /// Returns this configuration with these node ports listed.
+    /// Returns this configuration with these listed node ports.
     ///
     /// # Errors
     /// All faults of the resulting configuration.
@@ -128,7 +128,7 @@ impl Config {
         }
     }
 
-    /// Serves these ports with `listener` as the template.
+    /// Adds a listener for each of these ports, with `listener` as the template.
     fn add_listeners(
         &mut self,
         listener: &Listener,
@@ -186,7 +186,7 @@ impl Config {
             if let ListenAddr::Tcp(address) = &mut port_listener.listen {
                 address.set_port(port);
             }
-            // The user opened this listener to anonymous clients for some ports; the listed ports are included, here and above.
+            // The user opened this listener to anonymous clients for some ports. The listed ports are included, here and above.
             if !port_listener.anonymous_ports.is_empty() {
                 port_listener.anonymous_ports = vec![port];
             }

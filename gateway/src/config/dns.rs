@@ -1,7 +1,7 @@
-//! Configuration section `dns`: the server that answers names of nodes.
+//! Configuration section `dns`: the server that resolves names of nodes.
 //!
-//! The server runs if the section is present. The addresses for the name of an edge's node are configured here or follow from
-//! the listeners' addresses. They are never guessed: a wildcard address does not say how clients reach the listener.
+//! The server runs if the section is present. The addresses for the name of an edge node are configured here or follow from the
+//! listeners' addresses. They are never guessed, because a wildcard address does not say how clients reach the listener.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -10,9 +10,9 @@ use causeway_certs::NodeName;
 use causeway_config::{ConfigErrors, DurationStr, SocketAddrStr};
 use serde::{Deserialize, Serialize};
 
-/// Maximum length of a zone: a node's name and the server's own name have to fit in front of it.
+/// Maximum length of a zone in bytes. A node's name and the server's own name have to fit in front of it.
 const MAX_ZONE: usize = 190;
-/// Maximum of `ttl`: answers that are cached for longer follow no edge any more.
+/// Maximum of `ttl`. Answers that are cached for longer would be outdated when a node moves.
 const MAX_TTL: Duration = Duration::from_hours(24);
 
 /// The DNS server of node names.
@@ -37,7 +37,7 @@ impl Default for Dns {
             listen: SocketAddr::from(([127, 0, 0, 1], 10253)),
             zones: Vec::new(),
             addresses: Vec::new(),
-            // If a node moves behind a tunnel or away from one, clients resolve its new address within this time.
+            // When a node moves behind a tunnel or away from one, clients resolve its new address within this time.
             ttl: Duration::from_secs(1),
         }
     }
@@ -86,7 +86,7 @@ pub(super) fn check_zones(key: &str, zones: &[String], faults: &mut ConfigErrors
     }
 }
 
-/// Checks that each address can be that of a listener.
+/// Checks that each address can be the address of a listener.
 pub(super) fn check_addresses(key: &str, addresses: &[IpAddr], faults: &mut ConfigErrors) {
     for (index, address) in addresses.iter().enumerate() {
         if address.is_unspecified() || address.is_multicast() {

@@ -1,6 +1,5 @@
-//! Request fields in which the gateway tells applications who the client is. Clients cannot set them: the gateway removes
-//! what clients send in these fields and in others of the same family, in any spelling that an application may read as
-//! the same name.
+//! Request fields with the client's identity for applications. Clients cannot set them: the gateway removes what clients send in
+//! these fields and in others of the same family, in any spelling that an application may read as the same name.
 
 use causeway_tunnel::wire::PRIVATE_PREFIX;
 use http::HeaderName;
@@ -70,11 +69,11 @@ const STANDARD_FIELDS: &[&str] = &[
     "x-real-ip",
 ];
 
-/// Folded prefix of fields without a standard: too wide to be a family.
+/// Folded prefix of fields without a standard. It is too wide to be a family.
 const EXTENSION_PREFIX: &str = "x-";
 
 impl IdentityHeaders {
-    /// Returns each key with the field name that it gives.
+    /// Returns each key with its field name.
     pub(crate) fn field_names(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let keys = [("user", &self.user), ("groups", &self.groups)];
         keys.into_iter()
@@ -96,7 +95,7 @@ impl IdentityHeaders {
     }
 }
 
-/// Returns the name up to its last separator, [folded](fold), if that is narrow enough to be the prefix of a family.
+/// Returns the name up to its last separator, [folded](fold), if that prefix is narrow enough for a family.
 fn family_prefix(name: &str) -> Option<String> {
     let folded = fold(name);
     let end = folded.rfind('-')? + 1;
@@ -104,8 +103,8 @@ fn family_prefix(name: &str) -> Option<String> {
     (stem != EXTENSION_PREFIX).then(|| stem.to_owned())
 }
 
-/// Returns the name as the most lenient applications read it: CGI reads `_` as `-`, PHP `.` too, and some servers all
-/// characters that are neither letters nor digits.
+/// Returns the name as the most lenient applications read it: CGI reads `_` as `-`, PHP also reads `.` as `-`, and some servers
+/// all characters that are neither letters nor digits.
 pub(crate) fn fold(name: &str) -> String {
     name.bytes()
         .map(|byte| char::from(fold_byte(byte)))
@@ -121,7 +120,7 @@ pub(crate) fn fold_byte(byte: u8) -> u8 {
     }
 }
 
-/// Whether a field of this name, in lower case, has a meaning of its own, which no prefix covers.
+/// Whether a field with this name, in lower case, has a standard meaning, which no prefix covers.
 pub(crate) fn is_standard_field(name: &str) -> bool {
     STANDARD_FIELDS.contains(&name)
 }
@@ -129,7 +128,7 @@ pub(crate) fn is_standard_field(name: &str) -> bool {
 /// Checks the prefix of a family of fields.
 ///
 /// # Errors
-/// The fault of the prefix, if there is one.
+/// The fault of the prefix.
 pub(crate) fn check_prefix(prefix: &str) -> Result<(), String> {
     if HeaderName::from_bytes(prefix.as_bytes()).is_err() {
         return Err(format!(
@@ -147,7 +146,7 @@ pub(crate) fn check_prefix(prefix: &str) -> Result<(), String> {
 /// Parses the name of an identity field.
 ///
 /// # Errors
-/// The fault of the name, if there is one.
+/// The fault of the name.
 pub(crate) fn parse_field_name(name: &str) -> Result<HeaderName, String> {
     let parsed = HeaderName::from_bytes(name.as_bytes());
     let parsed = parsed.map_err(|_| {
@@ -193,7 +192,7 @@ mod tests {
             families("Remote_User", "X-WEBAUTH-ROLE", None),
             ["remote-", "x-webauth-"]
         );
-        // Only the exact names: these prefixes do not form a family.
+        // Only the exact names are removed, because these prefixes do not form a family.
         assert!(families("X-User", "Groups", None).is_empty());
         assert_eq!(
             families("X-User", "Groups", Some(&["X-Auth_"])),

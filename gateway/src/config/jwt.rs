@@ -1,7 +1,7 @@
-//! Issuer of JWTs in a listener's configuration: its name, the audiences of its tokens, and the keys that verify them.
+//! Issuer of JWTs in a listener's configuration: its name, the audiences of its tokens, and its verification keys.
 //!
-//! Only signatures of an asymmetric key pair verify tokens. A shared secret, or no signature, cannot be configured. Keys come
-//! from a file or over HTTPS; plain HTTP is allowed on loopback only.
+//! Tokens must be signed with the private key of an asymmetric key pair. A shared secret, or no signature, cannot be configured.
+//! Keys come from a file or over HTTPS; plain HTTP is allowed on loopback only.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -50,7 +50,7 @@ pub struct Jwt {
 }
 
 impl Jwt {
-    /// Returns an issuer with everything else at its default.
+    /// Returns an issuer with defaults for all other settings.
     pub fn new(issuer: impl Into<String>, audience: impl Into<String>, jwks: Jwks) -> Self {
         Self {
             issuer: issuer.into(),
@@ -77,12 +77,13 @@ impl Jwt {
     }
 }
 
-/// Default of `jwks_refresh`. An issuer that rotates keys announces a key for longer than this before it signs with it.
+/// Default of `jwks_refresh`. An issuer that rotates keys announces a key for longer than this before it signs with that key.
 fn refresh() -> Duration {
     Duration::from_mins(10)
 }
 
-/// Default of `jwks_max_age`. An issuer's outage over a night should lock no client out, and a withdrawn key should not remain valid.
+/// Default of `jwks_max_age`. An issuer's outage over a night should not lock out clients, and a withdrawn key should not remain
+/// valid for long.
 fn max_age() -> Duration {
     Duration::from_hours(24)
 }
@@ -133,7 +134,7 @@ impl FromStr for Jwks {
             return invalid("is not a valid URL; write https://host/path");
         };
         let authority = url.authority().map_or("", |authority| authority.as_str());
-        // The message leaves out the text because it contains a password.
+        // The message omits the text because it contains a password.
         if authority.contains('@') {
             return Err("the URL of the keys must not contain a user or a password".to_owned());
         }

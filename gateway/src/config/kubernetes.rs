@@ -1,7 +1,7 @@
 //! Configuration section `kubernetes`: the cluster whose nodes a gateway serves, and how far it trusts their Node objects.
 //!
-//! A kubelet writes its own Node object. The gateway trusts its addresses and pods only within the networks that are
-//! configured here, and the policy trusts only labels that the kubelet cannot write.
+//! A kubelet writes its own Node object. The gateway trusts the addresses and pods in it only within the networks that are
+//! configured here. The policy trusts only labels that the kubelet cannot write.
 
 mod certificates;
 mod coredns_hosts;
@@ -81,21 +81,21 @@ impl Default for Kubernetes {
         };
         Self {
             kubeconfig: None,
-            // The labels of Causeway, OpenYurt and SuperEdge: users of these systems have labelled their nodes already.
+            // The labels of Causeway, OpenYurt and SuperEdge. Users of these systems have already labelled their nodes.
             edge_labels: vec![
                 label("causeway.io/edge", "true"),
                 label("openyurt.io/is-edge-worker", "true"),
                 label("superedge.io/node-edge", "enable"),
             ],
-            // Users of OpenYurt have labelled their nodes already.
+            // Users of OpenYurt have already labelled their nodes.
             pool_label: "apps.openyurt.io/nodepool".to_owned(),
             policy_labels: Vec::new(),
             address_networks: Vec::new(),
             pod_networks: Vec::new(),
-            // As kubelet keeps them (authorization.webhook of its configuration).
+            // The defaults of kubelet (authorization.webhook of its configuration).
             review_allowed_for: Duration::from_mins(5),
             review_refused_for: Duration::from_secs(30),
-            // As kubelet and kube-apiserver keep the first (authentication.webhook.cacheTTL).
+            // The first value is the default of kubelet and kube-apiserver (authentication.webhook.cacheTTL).
             token_allowed_for: Duration::from_mins(2),
             token_refused_for: Duration::from_secs(10),
             hosts: None,

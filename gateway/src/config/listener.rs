@@ -1,7 +1,7 @@
 //! Configuration of one listener: its address, its protocol, and the clients that it serves.
 //!
-//! `name`, `protocol` and `listen` have no default, so that no listener opens by mistake. No listener is open to everyone without
-//! `anonymous: true`: clients authenticate by certificate or token, or by the mode of a unix socket.
+//! `name`, `protocol` and `listen` have no default, so that no listener opens by mistake. Without `anonymous: true`, clients have
+//! to authenticate by certificate or token, or by the mode of a unix socket.
 
 use std::path::PathBuf;
 
@@ -83,7 +83,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// kubelet's port, the default node port of an `https` listener.
+    /// Port of the kubelet, the default node port of an `https` listener.
     pub const KUBELET: u16 = 10250;
 
     /// Returns the default listener: it accepts certificates of the own CA only.
@@ -92,7 +92,7 @@ impl Listener {
         Self::new("https", ListenerProtocol::Https, listen)
     }
 
-    /// Returns a listener with everything else at its default.
+    /// Returns a listener with defaults for all other settings.
     pub fn new(name: impl Into<String>, protocol: ListenerProtocol, listen: ListenAddr) -> Self {
         Self {
             name: name.into(),
@@ -119,7 +119,7 @@ impl Listener {
         }
     }
 
-    /// Returns the node port that this listener stands for, if any.
+    /// Returns the node port of requests to this listener, if there is one.
     pub fn node_port(&self) -> Option<u16> {
         match self.protocol {
             ListenerProtocol::Https => self.port.or(Some(Self::KUBELET)),
@@ -127,8 +127,8 @@ impl Listener {
         }
     }
 
-    /// Whether clients speak TLS here. `http` listeners and unix sockets have no TLS, nor has an anonymous `tcp` listener: ssh and
-    /// netcat speak no TLS, and if the upstream sends first, the gateway cannot distinguish the two.
+    /// Whether clients use TLS here. `http` listeners and unix sockets have no TLS. Neither has an anonymous `tcp` listener: ssh
+    /// and netcat do not use TLS, and if the upstream sends first, the gateway cannot distinguish the two cases.
     pub fn has_tls(&self) -> bool {
         let is_plain = self.protocol == ListenerProtocol::Http
             || (self.protocol == ListenerProtocol::Tcp && self.anonymous);
@@ -161,7 +161,7 @@ pub enum ForwardingHeader {
 }
 
 impl ForwardingHeader {
-    /// Returns all of them.
+    /// Returns all forwarding headers.
     pub fn all() -> Vec<Self> {
         vec![
             Self::Forwarded,
@@ -230,7 +230,7 @@ pub struct ClientAuth {
 impl Default for ClientAuth {
     fn default() -> Self {
         Self {
-            // The gateway's own CA always exists: a listener without client settings is closed, not broken.
+            // The gateway's own CA always exists, so a listener without client settings is closed, not broken.
             own_ca: true,
             client_ca: Vec::new(),
             revoked: Vec::new(),

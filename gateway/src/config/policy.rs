@@ -1,8 +1,7 @@
 //! The access policy file: rules that allow or deny requests of clients to nodes. The first rule that matches decides.
 //!
-//! A key that is absent does not narrow a rule. A key that is present and empty is a fault: a list that a template left empty
-//! must not open what it was to narrow. Nothing is guessed: a pattern that can never match, or has two meanings, is a fault as
-//! well.
+//! A missing key does not restrict a rule. An empty key is a fault, because a list that a template left empty must not widen a
+//! rule that the list was to restrict. A pattern that can never match, or has two meanings, is a fault as well.
 
 mod path;
 
@@ -17,7 +16,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 pub use path::canonical;
 
-/// Maximum number of rules, far above practical policies: it bounds the cost of one file.
+/// Maximum number of rules, far above practical policies. It limits the cost of one file.
 const MAX_RULES: usize = 100_000;
 
 /// Access policy of clients on nodes. A request that no rule allows is refused.
@@ -215,7 +214,7 @@ impl schemars::JsonSchema for PortRange {
 }
 
 impl Rule {
-    /// Returns the rule's label for logs and refusals: its name, or its place.
+    /// Returns the rule's label for logs and refusals: its name, or its position.
     pub fn label(&self, index: usize) -> String {
         let name = self.name.clone();
         name.unwrap_or_else(|| format!("rules[{index}]"))

@@ -1,7 +1,7 @@
-//! Configuration section `redirect`: connections to nodes' own addresses that are redirected to listeners.
+//! Configuration section `redirect`: connections to node addresses that are redirected to listeners.
 //!
-//! This module defines the section and its checks. It knows no address of a node: these come from the table of nodes. Only
-//! ports and pods that are named here are redirected.
+//! This module defines the section and its checks. It does not know the addresses of nodes, which come from the table of nodes.
+//! Only ports and pods that the section names are redirected.
 
 use super::listener::{Listener, ListenerProtocol};
 use causeway_config::{ConfigErrors, ListenAddr};
@@ -39,7 +39,7 @@ impl Default for Redirect {
 }
 
 impl Redirect {
-    /// Returns each node port that is redirected, and its listener. Faulty entries are left out.
+    /// Returns each redirected node port and its listener. Invalid entries are left out.
     pub(crate) fn by_port<'a>(&'a self, listeners: &'a [Listener]) -> BTreeMap<u16, &'a Listener> {
         let named = |name: &str| listeners.iter().find(|listener| listener.name == name);
         let own = self.listeners.iter().filter_map(|name| {
@@ -129,7 +129,7 @@ impl Redirect {
     }
 }
 
-/// Checks that this can be the name of a table.
+/// Checks that the text is a valid name of a table.
 fn check_table(path: &str, table: &str, faults: &mut ConfigErrors) {
     let mut letters = table.chars();
     let has_valid_start = letters.next().is_some_and(|c| c.is_ascii_alphabetic());
@@ -145,7 +145,7 @@ fn check_table(path: &str, table: &str, faults: &mut ConfigErrors) {
 /// Maximum length of a table's name, well below the kernel's limit.
 const MAX_TABLE: usize = 64;
 
-/// Returns the listener of this name, and adds a fault if connections cannot be redirected to it.
+/// Returns the listener with this name, and adds a fault if connections cannot be redirected to it.
 fn find_redirect_listener<'a>(
     path: &str,
     name: &str,

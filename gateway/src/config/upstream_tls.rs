@@ -1,7 +1,7 @@
 //! TLS from the gateway itself to a node port, in place of the node's edge.
 //!
-//! A powerful client key, such as that of a kubelet's client, is then in the cloud alone. The edge passes bytes: its port has
-//! the scheme `tcp`. Unverified TLS must be explicit: `ca`, or `pin: true`, or `verify: false`.
+//! A powerful client key, such as that of a kubelet's client, is then only in the cloud. The edge passes bytes: its port has the
+//! scheme `tcp`. The kind of verification must be explicit: `ca`, or `pin: true`, or `verify: false`.
 
 use std::path::PathBuf;
 
@@ -42,7 +42,7 @@ impl Default for UpstreamTls {
             approve: false,
             // An attacker between the gateway and an app at the first connection would be trusted permanently.
             pin: false,
-            // Never silently unverified.
+            // Unverified TLS must be explicit.
             verify: true,
         }
     }
@@ -85,7 +85,7 @@ impl UpstreamTls {
         files.into_iter().flatten()
     }
 
-    /// Adds the faults of the entry for this port. `has_cluster` is whether a cluster is configured.
+    /// Adds the faults of the entry for this port. `has_cluster` says whether a cluster is configured.
     pub(super) fn validate(&self, port: u16, has_cluster: bool, faults: &mut ConfigErrors) {
         let path = format!("upstream_tls.{port}");
         self.validate_signer(&path, has_cluster, faults);

@@ -1,8 +1,7 @@
 //! Checks of a gateway's configuration that types cannot express.
 //!
-//! Every check adds to one list, so a user sees all faults at once. The rule for listeners
-//! is: nothing is open by default. A listener that cannot authenticate clients is a
-//! fault unless it says `anonymous: true`.
+//! Every check adds to one list, so that a user sees all faults at once. The rule for listeners is that nothing is open by
+//! default. A listener that cannot authenticate clients is a fault unless it has `anonymous: true`.
 
 use std::collections::HashSet;
 
@@ -209,7 +208,7 @@ impl Config {
     }
 }
 
-/// Fault of a key that changes request fields, on a listener that reads no requests.
+/// Fault of a key that changes request fields, on a listener that does not parse requests.
 const NOT_READ: &str =
     "this listener does not parse what it forwards, so it can add nothing; remove this key";
 
@@ -376,7 +375,7 @@ impl ListenerValidator<'_> {
             || listener.client_auth.token_review.is_some();
         let known = (listener.has_tls() && accepts_certificates)
             || (listener.protocol != ListenerProtocol::Tcp && accepts_tokens)
-            // The socket's mode (0600) lets in its owner only.
+            // The mode of the socket (0600) admits only its owner.
             || matches!(listener.listen, ListenAddr::Unix(_));
         if !known && !listener.anonymous {
             let remedy = match listener.protocol {

@@ -1,10 +1,10 @@
-//! Meaning and remedy of each reason, for the reference and for `causeway errors`.
+//! Meaning and remedy of each reason, for the reference documentation and `causeway errors`.
 
 use super::Reason;
 
 #[allow(clippy::too_many_lines, reason = "one text for each reason")]
 impl Reason {
-    /// Returns what has happened, in one or two sentences (Markdown).
+    /// Returns the explanation of the failure in one or two sentences (Markdown).
     pub fn explanation(self) -> &'static str {
         match self {
             Self::NodeUnknown => "No node of this name or address has joined this gateway.",
@@ -73,7 +73,7 @@ impl Reason {
         }
     }
 
-    /// Returns what an operator or the client can do (Markdown).
+    /// Returns the remedy for an operator or the client (Markdown).
     pub fn remedy(self) -> &'static str {
         match self {
             Self::NodeUnknown => {

@@ -1,30 +1,30 @@
-//! Metrics of the API cache that edges read.
+//! Metrics of the API cache for edges.
 
 use super::{Metrics, declared::OpenGauge};
 use causeway_watch_cache::Status;
 
-/// A connection by which an edge reads, for as long as it is open.
+/// Guard of an edge's connection to the API cache, for as long as it is open.
 #[derive(Debug)]
 pub struct ApiCacheConnectionGuard {
     _open: OpenGauge,
 }
 
 impl Metrics {
-    /// An edge reads.
+    /// Counts an edge's connection to the API cache until the guard is dropped.
     pub fn reader_guard(&self) -> ApiCacheConnectionGuard {
         ApiCacheConnectionGuard {
             _open: OpenGauge::new(&self.declared.api_cache_connections),
         }
     }
 
-    /// Sets how many edges may read at once.
+    /// Sets the maximum number of concurrent connections to the API cache.
     pub fn set_reader_limit(&self, connections: usize) {
         self.declared
             .api_cache_connections_limit
             .set(to_i64(connections));
     }
 
-    /// So many pools have a leader here.
+    /// Sets the number of pools with a leader at this gateway.
     pub fn set_leaders(&self, pools: usize) {
         self.declared.api_cache_leaders.set(to_i64(pools));
     }

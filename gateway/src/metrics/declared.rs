@@ -8,7 +8,7 @@ use prometheus_client::{
 use std::sync::atomic::AtomicU64;
 
 pub(super) type Label = (&'static str, &'static str);
-/// Label of a listener, whose name is the user's.
+/// Label of a listener; the user chooses its name.
 pub(super) type ListenerLabel = (&'static str, String);
 pub(super) type SecondsGauge = Gauge<f64, AtomicU64>;
 
@@ -23,7 +23,7 @@ macro_rules! declare {
             pub(super) fn register(&self, registry: &mut Registry) {
                 $(registry.register(
                     stringify!($field),
-                    // The library puts the full stop.
+                    // The library adds the full stop.
                     concat!($($help),+).trim().trim_end_matches('.'),
                     self.$field.clone(),
                 );)+
@@ -32,7 +32,7 @@ macro_rules! declare {
     };
 }
 
-// Behind the macro, which is known from there on.
+// Declared after the macro, because macros are visible only from their definition on.
 
 declare! {
     /// Open connections of clients.
@@ -132,7 +132,7 @@ declare! {
     certificate_expiry_timestamp_seconds: Family<[ListenerLabel; 1], Gauge>,
 }
 
-/// Something that is open; dropping it closes the count.
+/// Guard of an open object. Dropping it decrements the gauge.
 #[derive(Debug)]
 pub(super) struct OpenGauge(Gauge);
 

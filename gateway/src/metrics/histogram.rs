@@ -1,8 +1,8 @@
 //! Histogram of durations that takes no lock: one atomic for each bucket.
 //!
 //! The client library's own histogram locks at every observation, and all workers would share that lock in the path of every
-//! request. A scrape reads the buckets one by one, so that it may miss concurrent observations. The count is derived from the
-//! buckets and therefore always agrees with them.
+//! request. A scrape reads the buckets one by one, and may therefore miss concurrent observations. The count is derived from the
+//! buckets and always agrees with them.
 
 use prometheus_client::{
     encoding::{EncodeMetric, MetricEncoder, NoLabelSet},
@@ -37,7 +37,7 @@ const BOUNDS: [u64; 17] = [
     3_600_000_000,
 ];
 
-/// A histogram of durations; a cheap clone of the same counts.
+/// Histogram of durations. Cheap to clone; clones share the counts.
 #[derive(Clone, Debug, Default)]
 pub(super) struct AtomicHistogram(Arc<Buckets>);
 

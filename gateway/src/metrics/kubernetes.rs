@@ -18,7 +18,7 @@ impl KubernetesMetrics {
         }
     }
 
-    /// So many nodes does the cluster have, at the edge and elsewhere.
+    /// Sets the number of nodes in the cluster: at the edge, and elsewhere.
     pub fn set_nodes(&self, edge: usize, elsewhere: usize) {
         for (place, count) in [("edge", edge), ("elsewhere", elsewhere)] {
             let gauge = self.nodes.get_or_create(&[("place", place)]);
@@ -26,7 +26,7 @@ impl KubernetesMetrics {
         }
     }
 
-    /// The cluster's API answers, or does not since then, in Unix time.
+    /// Sets the time since which the cluster's API does not answer, in Unix seconds; `None` while it answers.
     pub fn set_lost(&self, since: Option<u64>) {
         let since = i64::try_from(since.unwrap_or_default()).unwrap_or(i64::MAX);
         self.lost.set(since);

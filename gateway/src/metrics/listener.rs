@@ -1,4 +1,4 @@
-//! Metric handles of one listener: resolved when the listener is built, touched without a lock.
+//! Metric handles of one listener, resolved when the listener is built and updated without a lock.
 
 use super::{
     declared::{Declared, ListenerLabel, OpenGauge},
@@ -15,9 +15,9 @@ pub struct ListenerMetrics {
     connections: Counter,
     open_streams: Gauge,
     ok: Counter,
-    /// In the order of [`Reason::ALL`].
+    /// Counters in the order of [`Reason::ALL`].
     failed: [Counter; Reason::ALL.len()],
-    /// By hundreds, from 1xx.
+    /// Counters by status class, from 1xx.
     responses: [Counter; 5],
     duration: AtomicHistogram,
     first_byte: AtomicHistogram,
@@ -31,7 +31,7 @@ pub struct ConnectionGuard {
     _open: OpenGauge,
 }
 
-/// A stream, for as long as it is open.
+/// Guard of a stream, for as long as it is open.
 #[derive(Debug)]
 pub struct StreamGuard {
     _open: OpenGauge,
@@ -40,13 +40,13 @@ pub struct StreamGuard {
 /// Outcome of an ended stream.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StreamOutcome {
-    /// Why it failed, if it did.
+    /// Reason of the failure, if the stream failed.
     pub reason: Option<Reason>,
-    /// Status that the client saw; 0 if it saw none.
+    /// Status that the client received; 0 if it received none.
     pub status: u16,
-    /// From its begin to its end.
+    /// Time from the begin of the stream to its end.
     pub duration: Duration,
-    /// From its begin to the first byte of its answer, if there was one.
+    /// Time from the begin of the stream to the first byte of the response, if there was one.
     pub first_byte: Option<Duration>,
     /// Payload bytes from the client to the upstream.
     pub up: u64,
@@ -85,7 +85,7 @@ impl ListenerMetrics {
         }
     }
 
-    /// A connection was accepted.
+    /// Counts an accepted connection, and its end when the guard is dropped.
     pub fn connection_guard(&self) -> ConnectionGuard {
         self.connections.inc();
         ConnectionGuard {
@@ -93,14 +93,14 @@ impl ListenerMetrics {
         }
     }
 
-    /// A stream began.
+    /// Counts an open stream until the guard is dropped.
     pub fn stream_guard(&self) -> StreamGuard {
         StreamGuard {
             _open: OpenGauge::new(&self.open_streams),
         }
     }
 
-    /// A stream ended.
+    /// Records the outcome of an ended stream.
     pub fn stream_ended(&self, outcome: &StreamOutcome) {
         self.outcome(outcome.reason).inc();
         let class = usize::from(outcome.status / 100).checked_sub(1);

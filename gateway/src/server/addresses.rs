@@ -1,4 +1,4 @@
-//! Addresses at which a gateway listens, and those that it tells edges.
+//! Listen addresses of a gateway, and the addresses that it announces to edges.
 
 use super::error::BindError;
 use crate::{
@@ -8,8 +8,8 @@ use crate::{
 use causeway_rt::listener::BoundSocket;
 use std::net::SocketAddr;
 
-/// Returns the endpoints that edges learn: this gateway's addresses (by default its listen address), those of further gateways,
-/// and the number of gateways.
+/// Returns the endpoints that are announced to edges: this gateway's addresses (by default its listen address), those of further
+/// gateways, and the number of gateways.
 pub(super) fn advertised(
     config: &config::Tunnel,
     bound_address: Option<SocketAddr>,

@@ -1,6 +1,6 @@
 //! Builds a gateway: data directory, tables, certificates, sockets, listeners, in this order.
 //!
-//! Everything that can fail fails here, before anything is served, and with an error that names it.
+//! All errors are reported here, before any client is served. Each error names the faulty item.
 
 pub(super) mod listener;
 mod tunnel_listener;
@@ -114,7 +114,7 @@ pub(super) fn bind_gateway(gateway: Gateway) -> Result<Bound, BindError> {
     })
 }
 
-/// Returns the given workers, or starts those of the configuration, whose threads then end with the gateway.
+/// Returns the given workers, or starts the configured number, whose threads end with the gateway.
 fn start_workers(
     workers: Option<Workers>,
     config: &Config,
@@ -169,7 +169,7 @@ fn build_ca_reload(
     }
 }
 
-/// Binds the admin listener, and that of metrics if there is one.
+/// Binds the admin listener, and the metrics listener if one is configured.
 fn admin_listeners(config: &Config) -> Result<AdminListeners, BindError> {
     let listen = ListenAddr::Tcp(config.admin.listen);
     let metrics = config.admin.metrics_listen.as_ref();
@@ -181,7 +181,7 @@ fn admin_listeners(config: &Config) -> Result<AdminListeners, BindError> {
     })
 }
 
-/// Binds the socket for commands. The client holds the lock of the directory, so an existing socket is a dead process's.
+/// Binds the socket for commands. This process holds the lock of the directory, so an existing socket belongs to a dead process.
 fn admin_socket(store: &Store) -> Option<BoundSocket> {
     let bound = BoundSocket::unix_replacing(&store.admin_socket());
     bound
@@ -254,7 +254,7 @@ fn authorizer(
     }
 }
 
-/// Sources of decisions beside the tables: the authorizer, the pod lookup and the reviews.
+/// Sources of decisions besides the tables: the authorizer, the pod lookup and the reviews.
 type Deciders = (
     Arc<dyn Authorize>,
     Option<Arc<dyn PodLookup>>,

@@ -1,10 +1,10 @@
-//! State that depends on the CA in a running gateway, and the replacement of the CA.
+//! State of a running gateway that depends on the CA, and the replacement of the CA.
 //!
-//! 1. Reads the CA of the data directory; does nothing if it has not changed.
-//! 2. Builds everything that presents or trusts a certificate: the tunnel port, its leaf, the listeners.
-//! 3. Installs it, which cannot fail: new handshakes use the new CA, open connections go on.
-//! 4. Informs the edges. If a root is gone, edges whose certificates depend on it are disconnected, and clients whose
-//!    certificates do cannot begin a new request (`proxy.rs`).
+//! 1. The reload reads the CA of the data directory, and ends if the CA has not changed.
+//! 2. It builds everything that presents or trusts a certificate: the tunnel port, its leaf, the listeners.
+//! 3. It installs the result, which cannot fail: new handshakes use the new CA, and open connections continue.
+//! 4. It notifies the edges. If a root was removed, edges whose certificates depend on it are disconnected, and clients whose
+//!    certificates depend on it cannot begin a new request (`proxy.rs`).
 
 use super::{error::BindError, listeners::Listeners, tunnel_identity::TunnelIdentity};
 use crate::{
@@ -23,7 +23,7 @@ use std::{
 };
 use tokio::sync::watch;
 
-/// State that a change of the CA touches.
+/// State that a change of the CA updates.
 #[derive(Debug)]
 pub(super) struct CaReload {
     pub(super) store: Store,
@@ -34,7 +34,7 @@ pub(super) struct CaReload {
     pub(super) registry: Registry,
     pub(super) node_sync: NodeSync,
     pub(super) record_writer: NodeRecordWriter,
-    /// The roots that edges are to trust, as PEM.
+    /// Roots that edges have to trust, as PEM.
     pub(super) roots: watch::Sender<String>,
     /// Serializes changes.
     pub(super) change_lock: Mutex<()>,
@@ -44,7 +44,7 @@ impl CaReload {
     /// Loads the CA of the data directory, and returns whether it has changed. Blocks on the disk.
     ///
     /// # Errors
-    /// If the CA cannot be read or used; then nothing changes.
+    /// If the CA cannot be read or used. The state is then unchanged.
     pub(super) fn reload_ca(&self) -> Result<bool, BindError> {
         let _changing = self
             .change_lock
@@ -99,14 +99,14 @@ impl CaReload {
         self.node_sync.spawn_refresh();
     }
 
-    /// Installs the tunnel port's new TLS, and disconnects edges that it does not trust.
+    /// Installs the new TLS of the tunnel port, and disconnects edges that it does not trust.
     pub(super) fn install_tls(&self, tls: Tls) {
         self.tls.store(Arc::new(tls));
         self.node_sync.spawn_refresh();
     }
 }
 
-/// Logs what has changed: the roots, the imported chain of listeners, or both.
+/// Logs the change: the roots, the imported chain of listeners, or both.
 fn log_change(previous: &Ca, current: &Ca) {
     let (signs, other) = (current.fingerprint(), current.other());
     if (signs, other) != (previous.fingerprint(), previous.other()) {

@@ -4,8 +4,8 @@ use super::reload::Reloadable;
 use crate::{control::certificate_expiry::CertificateInUse, proxy::upstream::CertificateUse};
 use causeway_certs::{Ca, RootStage};
 
-/// Returns all certificates in use, of the tunnel port, the listeners, the upstreams and the CA; or `None` while a reload reads
-/// files.
+/// Returns all certificates in use: of the tunnel port, the listeners, the upstreams and the CA. Returns `None` while a reload
+/// reads files.
 pub(super) fn certificates_in_use(parts: &Reloadable) -> Option<Vec<CertificateInUse>> {
     let mut all = ca_certificates(&parts.authority.ca.get());
     all.extend(parts.identity.certificates());
@@ -21,7 +21,7 @@ pub(super) fn certificates_in_use(parts: &Reloadable) -> Option<Vec<CertificateI
     Some(all)
 }
 
-/// Returns the roots of the own CA, and of an imported chain of listeners the certificate that ends first.
+/// Returns the roots of the own CA, and the first certificate to expire in an imported chain of listeners.
 fn ca_certificates(ca: &Ca) -> Vec<CertificateInUse> {
     if !ca.is_trusted() {
         return Vec::new();

@@ -1,4 +1,4 @@
-//! Data directory of a gateway, as it is when the gateway starts.
+//! Data directory of a gateway at its start.
 
 use super::{error::BindError, tunnel_identity::ExternalIdentity};
 use crate::{
@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 /// Reason for refusals until the cluster's nodes have been loaded.
 const NODES_PENDING: &str = "the nodes of the cluster have not been loaded yet";
 
-/// Contents of a data directory, the CA and the nodes that have joined, and the external CA that replaces that CA.
+/// Contents of a data directory (the CA and the nodes that have joined), and the external CA that replaces that CA.
 pub(super) struct DataDirState {
     pub(super) store: Store,
     pub(super) ca: LiveCa,

@@ -1,10 +1,10 @@
-//! Errors that keep a gateway from being bound. Each says what to do, and names the missing, malformed or occupied item.
+//! Errors that prevent a gateway from being bound. Each names the missing, malformed or occupied item and the remedy.
 
 use crate::control::nat::NatError;
 use causeway_certs::{CaError, StoreError, verify::TrustError};
 use std::{io, path::PathBuf};
 
-/// Error that keeps a gateway from being bound.
+/// Error that prevents a gateway from being bound.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
     /// The data directory cannot be used.
@@ -13,13 +13,13 @@ pub enum BindError {
     /// There is no CA in the data directory.
     #[error("there is no CA in {}; create one with `causeway ca init --data-dir {}`", .0.display(), .0.display())]
     NoCa(PathBuf),
-    /// The CA cannot issue what the gateway needs.
+    /// The CA cannot issue the certificates of the gateway.
     #[error("the gateway's certificate cannot be issued: {0}")]
     Ca(#[from] CaError),
     /// A TLS configuration cannot be built.
     #[error("{what}: {cause}")]
     Trust {
-        /// The listener concerned.
+        /// The affected listener.
         what: String,
         /// The cause.
         cause: TrustError,
@@ -27,7 +27,7 @@ pub enum BindError {
     /// A file that the configuration names cannot be used.
     #[error("{what}: {}: {why}", path.display())]
     File {
-        /// The listener concerned.
+        /// The affected listener.
         what: String,
         /// The file.
         path: PathBuf,
@@ -41,7 +41,7 @@ pub enum BindError {
         what: String,
         /// Its address.
         listen: String,
-        /// The cause; most often the address is in use.
+        /// The cause; in most cases the address is in use.
         cause: io::Error,
     },
     /// The socket of another listener of this gateway occupies the address.
@@ -49,20 +49,20 @@ pub enum BindError {
         "listener {listener:?} cannot listen on {listen}: listener {holder:?} of this gateway uses that address; remove {holder:?} with one reload, and add {listener:?} with the next"
     )]
     AddressHeld {
-        /// The listener to be opened.
+        /// The listener to open.
         listener: String,
         /// Its address.
         listen: String,
-        /// The listener that has the socket.
+        /// The listener that owns the socket.
         holder: String,
     },
     /// A name in the configuration is invalid.
     #[error("{0}")]
     Name(String),
-    /// Connections to nodes' own addresses cannot be redirected.
+    /// Connections to node addresses cannot be redirected.
     #[error("redirect: {0}")]
     Redirect(#[from] NatError),
-    /// A gateway that drains opens no listeners any more.
+    /// A draining gateway does not open listeners.
     #[error("the gateway is draining; the configuration takes effect at the next start")]
     Draining,
     /// The workers cannot be started.
@@ -71,7 +71,7 @@ pub enum BindError {
 }
 
 impl BindError {
-    /// Whether a gateway that is started again unchanged would fail the same way, until its operator changes something.
+    /// Whether a gateway that is started again unchanged would fail in the same way, until its operator corrects the cause.
     pub fn is_final(&self) -> bool {
         matches!(
             self,

@@ -1,10 +1,11 @@
-//! Listeners of a gateway, and the replacement of their list.
+//! Listeners of a gateway, and the replacement of their list at a reload.
 //!
-//! 1. `plan` reads and builds everything that a list needs, and binds the new sockets; it changes nothing yet.
+//! 1. `plan` reads and builds everything that the new list requires, and binds the new sockets. It does not change the current
+//!    list.
 //! 2. `ListenerUpdate::apply` opens new listeners, replaces changed ones, and closes removed ones. It cannot fail.
 //!
 //! A listener keeps its socket as long as its address stays the same. A listener whose configuration and files have not changed
-//! is not touched, and keeps all of its connections.
+//! is not touched, and keeps all its connections.
 
 use super::{addresses::bind, build::listener::ListenerSource, error::BindError};
 use crate::{
@@ -32,7 +33,7 @@ pub(super) struct Listeners {
     issuers: JwksFetchers,
     workers: Workers,
     tasks: Arc<TaskGroup>,
-    /// Asks all listeners, and their connections, to finish.
+    /// Cancelled when all listeners and their connections have to finish.
     end_token: CancellationToken,
     active: Mutex<ActiveListeners>,
 }
@@ -40,16 +41,16 @@ pub(super) struct Listeners {
 /// The current listeners.
 #[derive(Debug, Default)]
 struct ActiveListeners {
-    /// Whether clients are admitted; new listeners then open at once.
+    /// Whether clients are admitted. New listeners then open at once.
     is_open: bool,
-    /// Whether the gateway drains; no listener opens any more.
+    /// Whether the gateway drains. Listeners are then no longer opened.
     is_draining: bool,
     listeners: Vec<ActiveListener>,
     removed: Vec<Removed>,
 }
 
 impl ActiveListeners {
-    /// Sets the successor of each removed listener whose name is back, and forgets removed listeners without streams.
+    /// Sets the successor of each removed listener whose name exists again, and drops removed listeners without streams.
     fn forget_removed(&mut self) {
         let listeners = &self.listeners;
         self.removed.retain(|removed| {
@@ -87,7 +88,7 @@ impl ActiveListeners {
         }
     }
 
-    /// Adds to a bind error which other listener of this gateway has the socket.
+    /// Adds to a bind error the name of the listener of this gateway that has the socket.
     fn explain_bind_error(&self, listener: &config::Listener, error: BindError) -> BindError {
         let config::ListenAddr::Tcp(address) = listener.listen else {
             return error;
@@ -107,7 +108,7 @@ impl ActiveListeners {
     }
 }
 
-/// One listener, with its socket.
+/// Active listener with its socket.
 #[derive(Debug)]
 struct ActiveListener {
     source: ListenerSource,
@@ -117,7 +118,7 @@ struct ActiveListener {
 }
 
 impl ActiveListener {
-    /// Whether `listener` continues on this socket, that is, has the same address. If the system chooses the port, the name
+    /// Whether `listener` can continue on this socket because it has the same address. If the system chooses the port, the name
     /// distinguishes listeners.
     fn can_continue_as(&self, listener: &config::Listener) -> bool {
         let own = &self.source.listener;
@@ -139,14 +140,14 @@ impl ActiveListener {
     }
 }
 
-/// Listener that a reload has removed, as long as it has open streams.
+/// Listener that a reload has removed, and that has open streams.
 #[derive(Debug)]
 struct Removed {
     source: ListenerSource,
     listener: Weak<Listener>,
 }
 
-/// Removed listener, rebuilt from the current state of its files and of the other listeners.
+/// Removed listener that was rebuilt from the current state of its files and of the other listeners.
 #[derive(Debug)]
 struct Rebuilt {
     previous: Arc<Listener>,
@@ -154,24 +155,24 @@ struct Rebuilt {
     listener: Arc<Listener>,
 }
 
-/// Change of one listener of a new list.
+/// Change of one listener in a new list.
 #[derive(Debug)]
 enum ListenerChange {
-    /// It stays unchanged, at this index of the old list.
+    /// The listener at this index of the old list stays unchanged.
     Keep(usize),
-    /// It takes over the socket of the listener at this index, with another configuration.
+    /// The listener at this index of the old list keeps its socket and gets another configuration.
     Replace(usize, ListenerSource, (Arc<Listener>, Vec<Proxy>)),
-    /// It is new.
+    /// The listener is new.
     Open(ActiveListener),
 }
 
 impl ListenerChange {
-    /// Whether the listener at this index of the old list stays.
+    /// Whether the listener at this index of the old list is kept.
     fn keeps_index(&self, index: usize) -> bool {
         matches!(self, Self::Keep(kept) | Self::Replace(kept, ..) if *kept == index)
     }
 
-    /// The configuration and file contents that the listener is made of.
+    /// Returns the configuration and file contents of the listener.
     fn source<'a>(&'a self, active: &'a ActiveListeners) -> &'a ListenerSource {
         match self {
             Self::Keep(place) => &active.listeners[*place].source,
@@ -181,7 +182,7 @@ impl ListenerChange {
     }
 }
 
-/// New list of listeners, completely built and not yet applied.
+/// New list of listeners, completely built and not applied yet.
 #[derive(Debug)]
 pub(super) struct ListenerUpdate<'a> {
     active: MutexGuard<'a, ActiveListeners>,
@@ -201,7 +202,7 @@ impl TlsUpdate<'_> {
     /// Installs the configurations, for new connections.
     pub(super) fn apply(self) {
         for (listener, tls) in self.updates {
-            // Mints the leaf by the new CA, which logs names that an imported chain does not permit.
+            // Issues the leaf under the new CA now, which logs names that an imported chain does not permit.
             if let Some(leaves) = &tls.leaves {
                 leaves.leaf_for_sni(None);
             }
@@ -214,16 +215,16 @@ impl TlsUpdate<'_> {
 /// Names of the listeners that a reload has changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListenerDiff {
-    /// Listeners that are new.
+    /// New listeners.
     pub opened: Vec<String>,
-    /// Listeners that keep their socket and have another configuration.
+    /// Listeners that keep their socket and have a new configuration.
     pub replaced: Vec<String>,
-    /// Listeners that are gone.
+    /// Removed listeners.
     pub closed: Vec<String>,
 }
 
 impl Listeners {
-    /// Returns an empty list, with the owner of the listeners' tasks and the token that asks them to finish.
+    /// Returns an empty list, with the owner of the listeners' tasks and the token that ends them.
     pub(super) fn new(
         ca: &LiveCa,
         shared: &Arc<ProxyState>,
@@ -243,7 +244,7 @@ impl Listeners {
         }
     }
 
-    /// Returns names and addresses; unix sockets have no address.
+    /// Returns names and addresses. Unix sockets have no address.
     pub(super) fn addresses(&self) -> Vec<(String, Option<SocketAddr>)> {
         let address_of = |stand: &ActiveListener| {
             let name = stand.source.listener.name.clone();
@@ -252,7 +253,7 @@ impl Listeners {
         self.standing().listeners.iter().map(address_of).collect()
     }
 
-    /// Returns the certificates of all listeners, presented and trusted; or `None` while a reload reads files.
+    /// Returns the presented and trusted certificates of all listeners, or `None` while a reload reads files.
     pub(super) fn certificates(&self) -> Option<Vec<CertificateInUse>> {
         let standing = match self.active.try_lock() {
             Ok(standing) => standing,
@@ -283,8 +284,7 @@ impl Listeners {
         standing.listeners.iter().for_each(ActiveListener::open);
     }
 
-    /// Waits until all listeners are asked to finish, and closes their sockets: new clients are then refused at once and do not
-    /// wait in vain.
+    /// Waits until all listeners have to finish, and closes their sockets. New clients are then refused at once and do not wait.
     pub(super) async fn retire(&self) {
         self.end_token.cancelled().await;
         let mut standing = self.standing();
@@ -292,7 +292,7 @@ impl Listeners {
         standing.listeners.clear();
     }
 
-    /// Reads and builds everything that `listeners` need, and binds new sockets. Blocks other calls that plan.
+    /// Reads and builds everything that `listeners` require, and binds new sockets. Blocks concurrent calls.
     pub(super) fn plan(
         &self,
         listeners: &[config::Listener],
@@ -333,9 +333,9 @@ impl Listeners {
         })
     }
 
-    /// Rebuilds removed listeners, removed now or before, whose inputs have changed: their files, or the client certificates that
-    /// listeners with a CA in common revoke. A listener that cannot be read or built stays as it was: a reload is not refused for
-    /// a listener that is not in its configuration.
+    /// Rebuilds removed listeners whose inputs have changed: their files, or the client certificates that listeners with a common
+    /// CA revoke. A listener that cannot be read or built stays unchanged, because a reload must not fail for a listener that is
+    /// not in its configuration.
     fn rebuild_removed(
         &self,
         standing: &ActiveListeners,
@@ -395,7 +395,7 @@ impl Listeners {
         }))
     }
 
-    /// Builds the TLS of all listeners for another CA. Blocks other calls that plan.
+    /// Builds the TLS of all listeners for another CA. Blocks concurrent calls of `plan`.
     pub(super) fn prepare_ca(&self, ca: &Ca) -> Result<TlsUpdate<'_>, BindError> {
         let standing = self.standing();
         let all = standing.listeners.iter();
@@ -449,8 +449,8 @@ impl Listeners {
 }
 
 impl ListenerUpdate<'_> {
-    /// Applies the update. New `rules` come into force in between, so that no stream of a new listener is checked by the old
-    /// rules, and no stream of an old listener by the new ones.
+    /// Applies the update. New `rules` come into force in between, so that the old rules are never applied to a stream of a new
+    /// listener, and the new rules never to a stream of an old listener.
     pub(super) fn apply(mut self, rules: Option<impl FnOnce()>) -> ListenerDiff {
         let mut diff = ListenerDiff::default();
         let before = std::mem::take(&mut self.active.listeners);
@@ -473,7 +473,7 @@ impl ListenerUpdate<'_> {
                     .take()
                     .map(|stand| {
                         stand.listener_socket.replace_config(proxies);
-                        // Each listener is replaced once.
+                        // Set only once per listener.
                         let _ = stand.listener.successor.set(listener.clone());
                         ActiveListener {
                             source: material,
@@ -494,7 +494,7 @@ impl ListenerUpdate<'_> {
         }
         self.active.forget_removed();
         for stand in before.into_iter().flatten() {
-            // The streams of a listener that has moved are decided about by its new rules.
+            // The streams of a listener that has moved are checked by its new rules.
             let name = &stand.source.listener.name;
             let mut listeners = self.active.listeners.iter();
             if let Some(moved) = listeners.find(|moved| moved.source.listener.name == *name) {
@@ -502,7 +502,7 @@ impl ListenerUpdate<'_> {
             }
             stand.listener_socket.close();
             if let config::ListenAddr::Unix(path) = &stand.source.listener.listen {
-                // A task that has removed it already has done the same.
+                // Fails if the task of the listener has already removed the file.
                 let _ = std::fs::remove_file(path);
             }
             diff.closed.push(stand.source.listener.name.clone());

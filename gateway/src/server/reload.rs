@@ -32,7 +32,7 @@ use std::{
 };
 use tokio::sync::watch;
 
-/// Handle to the parts of a running gateway that can change. Cheap to clone.
+/// Handle for the parts of a running gateway that can change. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Reloader(Arc<Reloadable>);
 
@@ -55,7 +55,7 @@ pub(super) struct Reloadable {
     pub(super) shared: Arc<ProxyState>,
 }
 
-/// Configuration that is completely built and not in force. Dropping it changes nothing.
+/// Configuration that is completely built and not yet in force. Dropping it changes nothing.
 #[derive(Debug)]
 pub struct PendingReload<'a> {
     parts: &'a Reloadable,
@@ -79,7 +79,7 @@ pub struct ReloadSummary {
     pub listeners: ListenerDiff,
     /// Whether the identity of the tunnel port has changed (`tunnel.identity`).
     pub identity: bool,
-    /// Whether the upstreams to which the gateway speaks TLS, or their files, have changed.
+    /// Whether the upstreams with which the gateway speaks TLS, or their files, have changed.
     pub upstream_tls: bool,
     /// Whether the addresses or the number of gateways announced to edges have changed.
     pub advertised: bool,
@@ -87,7 +87,7 @@ pub struct ReloadSummary {
     pub revoked: bool,
     /// Whether DNS answers for names of nodes have changed (`dns`).
     pub dns: bool,
-    /// Keys that differ from the configuration at the start, and wait for the next start.
+    /// Keys that differ from the configuration at the start, and take effect at the next start.
     pub needs_restart: Vec<&'static str>,
 }
 
@@ -96,11 +96,10 @@ impl Reloader {
         Self(Arc::new(parts))
     }
 
-    /// Reads and builds everything that `config`, which has been validated, needs. Nothing is in force before
-    /// [`PendingReload::apply`].
+    /// Reads and builds everything that the validated `config` requires. Nothing is in force before [`PendingReload::apply`].
     ///
     /// # Errors
-    /// The missing, malformed or occupied item, by name; then nothing has changed.
+    /// The missing, malformed or occupied item, by name. The configuration is then unchanged.
     pub fn prepare(&self, config: &Config) -> Result<PendingReload<'_>, BindError> {
         let parts = &self.0;
         // Independent of the configuration, everything that depends on the CA is built from the current CA.
@@ -112,7 +111,7 @@ impl Reloader {
                 .clone()
                 .map(|redirect| (redirect, config.listeners.clone())),
             identity: parts.identity.prepare(&config::Tunnel {
-                // The current address of the port, and not the address after a restart.
+                // Uses the current address of the port, and not the address after a restart.
                 listen: parts.startup_config.tunnel.listen,
                 ..config.tunnel.clone()
             })?,
@@ -131,17 +130,17 @@ impl Reloader {
         })
     }
 
-    /// Returns the current listeners, with the ports that the system chose; unix sockets have no address.
+    /// Returns the current listeners, with the ports that the system chose. Unix sockets have no address.
     pub fn listeners(&self) -> Vec<(String, Option<SocketAddr>)> {
         self.0.listeners.addresses()
     }
 
-    /// Returns the names under which edges reach the gateway: those of its certificate.
+    /// Returns the names by which edges reach the gateway, which are the names in its certificate.
     pub fn names(&self) -> Vec<HostName> {
         self.0.identity.names()
     }
 
-    /// Records that a configuration was refused: it could not be read, or not be prepared.
+    /// Counts a configuration that was refused, because it could not be read or prepared.
     pub fn record_refused(&self) {
         self.0.shared.metrics.count_reload(false);
     }
@@ -157,8 +156,8 @@ impl PendingReload<'_> {
         self.apply_with(None::<fn()>)
     }
 
-    /// Puts the configuration into force together with other `rules`. This function calls `rules` when the old listeners begin no
-    /// new streams, and the new listeners none yet.
+    /// Puts the configuration into force together with other `rules`. Calls `rules` when the old listeners accept no new streams
+    /// any more, and the new listeners none yet.
     pub fn apply_with(self, rules: Option<impl FnOnce()>) -> ReloadSummary {
         let parts = self.parts;
         // Done before the admitted nodes are checked.
@@ -167,7 +166,7 @@ impl PendingReload<'_> {
         let identity = tls.is_some();
         match tls {
             Some(tls) => parts.authority.install_tls(tls),
-            // The directory may have been replaced by that of another gateway.
+            // The directory may have been replaced by another gateway's directory.
             None => parts.authority.refresh_nodes(),
         }
         let (all, listed) = &parts.announcements;
@@ -177,7 +176,7 @@ impl PendingReload<'_> {
             let message = GatewayMessage::Gateways { gateways, replicas };
             announce(&parts.shared.registry, |_| [message.clone()]);
         }
-        // A name that DNS serves must be known to the gateway.
+        // The gateway must know every name that DNS serves.
         parts.nodes.replace_zones(&self.node_zones);
         let dns = self.zones.is_some_and(|zones| parts.names.replace(zones));
         let apps = parts.shared.upstream_tls_ports.replace(self.upstream_tls);
@@ -187,7 +186,8 @@ impl PendingReload<'_> {
             parts.ports.send_replace(port_map);
         }
         parts.shared.streams.request_recheck();
-        // Announced after the listeners changed, except for removals: an edge would refuse requests that are still in transit.
+        // Announced after the listeners changed, except for removals. Otherwise an edge would refuse requests that are in
+        // transit.
         if listed.replace(self.announced_ports) {
             announce(&parts.shared.registry, |edge| {
                 ports_message(&edge.tunnel, listed)
@@ -206,20 +206,20 @@ impl PendingReload<'_> {
     }
 }
 
-/// Returns the new zones of the DNS server. A server that is removed or added at the next start stays as it is until then.
+/// Returns the new zones of the DNS server. `None` if the server is added or removed, which takes effect at the next start.
 fn zones(startup: &Config, current: &Config) -> Result<Option<Zones>, BindError> {
     let has_server = startup.dns.0.is_some() && current.dns.0.is_some();
     let zones = has_server.then(|| Zones::from_config(current)).transpose();
     zones.map_err(BindError::Name)
 }
 
-/// The keys of which a reload only says that they have changed.
+/// Keys that a reload only reports as changed.
 pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
     RestartKey::whole("data_dir", |one, two| one.data_dir != two.data_dir),
     RestartKey::whole("workers", |one, two| one.workers != two.workers),
     RestartKey {
         name: "tunnel",
-        // Of the tunnel port only these change at run time, and the contents of its TLS files.
+        // In the tunnel section, only these keys and the contents of the TLS files change at run time.
         reloads: &[
             "tunnel.advertise",
             "tunnel.gateways",
@@ -312,7 +312,7 @@ fn table(config: &Config) -> Option<&String> {
     config.redirect.as_ref().map(|redirect| &redirect.table)
 }
 
-/// Text for people, in one line.
+/// Formats the summary as one line of text.
 impl fmt::Display for ReloadSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ListenerDiff {

@@ -1,8 +1,8 @@
 //! Identity of the tunnel port: the certificate that it presents to edges, and the CAs that it trusts.
 //!
 //! With the own CA, the gateway issues and renews a certificate for the names by which edges reach it. With an external CA, the
-//! gateway reads the CA's files at each reload, and the renewal of the files has to cause a reload. The choice between the two is
-//! fixed as long as the gateway runs.
+//! gateway reads the files at each reload, so a renewal of the files has to cause a reload. The choice between the two is fixed
+//! while the gateway runs.
 
 mod kubernetes;
 
@@ -30,14 +30,14 @@ use std::{
 };
 use tokio::time::sleep;
 
-/// Lifetime of a certificate that the gateway issues itself; it is renewed at half of that.
+/// Lifetime of a certificate that the gateway issues itself. The certificate is renewed after half of that time.
 const LIFETIME: Duration = Duration::from_hours(7 * 24);
-/// Divisor of a certificate's lifetime: an external certificate with less than this part left is late. Vault's agent renews at a
-/// tenth.
+/// Divisor of a certificate's lifetime. The renewal of an external certificate is late if less than this part remains. Vault's
+/// agent renews at a tenth.
 const LATE_DIVISOR: u64 = 20;
 /// Configuration key of the external identity.
 const CONFIG_KEY: &str = "tunnel.identity";
-/// Maximum time between checks of the certificate. A timer stands still while a machine is suspended.
+/// Maximum time between checks of the certificate. A timer does not advance while a machine is suspended.
 const CHECK_INTERVAL: Duration = Duration::from_hours(1);
 
 /// Current certificate and trust of the tunnel port. Cheap to clone.
@@ -61,7 +61,7 @@ pub(super) struct ExternalIdentity {
     any_node: bool,
 }
 
-/// Identity of a new configuration, built and not in force.
+/// Identity of a new configuration, built and not yet in force.
 #[derive(Debug)]
 pub(super) struct PendingIdentity {
     names: Vec<HostName>,
@@ -73,7 +73,7 @@ pub(super) struct PendingIdentity {
 /// Reads the files of external certificates.
 pub(super) fn check(config: &config::Config) -> Result<(), BindError> {
     if let Some(identity) = &config.tunnel.identity {
-        // A signer issues the certificate after the start.
+        // A signer issues the certificate only after the start.
         match &identity.signer {
             Some(_) => drop(roots(identity)?),
             None => drop(ExternalIdentity::read(identity)?),
@@ -96,7 +96,7 @@ fn roots(files: &config::Identity) -> Result<Vec<CertificateDer<'static>>, BindE
 impl ExternalIdentity {
     /// Reads the files.
     pub(super) fn read(files: &config::Identity) -> Result<Self, BindError> {
-        // Both are set: the validation of the configuration ensures it.
+        // Both paths are set, which the validation of the configuration ensures.
         let path = |path: &Option<PathBuf>| path.clone().unwrap_or_default();
         let (chain_path, key) = (path(&files.chain), path(&files.key));
         let read =
@@ -119,7 +119,7 @@ impl ExternalIdentity {
         Ok(tls.any_node(self.any_node))
     }
 
-    /// Logs if the certificate has expired or should have been renewed. Returns the time until the next check.
+    /// Logs a certificate that has expired or should have been renewed. Returns the time until the next check.
     fn check_expiry(&self) -> Duration {
         let facts = self.leaf.chain().first().map(Certificate::parse);
         let Some(Ok(facts)) = facts else {
@@ -134,7 +134,7 @@ impl ExternalIdentity {
         } else if left <= late_before {
             let left = humantime::format_duration(Duration::from_secs(left));
             tracing::warn!(%chain, %left, "the certificate of the tunnel port expires soon, and no new one was loaded: renew the certificate, or check whether the last reload was refused");
-            // It is logged again at the expiry.
+            // Logs again at the expiry.
             not_after - now + 1
         } else {
             left - late_before
@@ -218,7 +218,7 @@ impl TunnelIdentity {
                     cluster: None,
                 })
             }
-            // That waits for the next start.
+            // This change takes effect at the next start.
             (None, Some(_)) => Ok(PendingIdentity {
                 names,
                 leaf: None,
@@ -252,7 +252,7 @@ impl TunnelIdentity {
         Ok(Some((next, tls)))
     }
 
-    /// Installs the identity, and renews it under its names from now on. Returns the tunnel port's TLS, if it has changed.
+    /// Installs the identity, and renews it from now on under the new names. Returns the tunnel port's TLS if it has changed.
     pub(super) fn apply(&self, next: PendingIdentity) -> Option<Tls> {
         self.names.store(Arc::new(next.names));
         if let Some(leaf) = next.leaf {
@@ -300,18 +300,18 @@ impl TunnelIdentity {
         shown.into_iter().chain(roots).collect()
     }
 
-    /// Returns the names under which edges reach this gateway.
+    /// Returns the names by which edges reach this gateway.
     pub(super) fn names(&self) -> Vec<HostName> {
         self.names.load().to_vec()
     }
 
-    /// Presents this certificate from now on.
+    /// Replaces the certificate that is presented.
     pub(super) fn replace_certificate(&self, leaf: LeafCertificate) {
         self.leaf.swap(leaf);
     }
 
-    /// Issues a new certificate whenever half of the old one's lifetime is over, or logs that an external one was not renewed.
-    /// Never ends.
+    /// Issues a new certificate whenever half of the old one's lifetime has passed, or logs that an external certificate was not
+    /// renewed. Never ends.
     pub(super) async fn renew(self) {
         loop {
             if let Some(given) = self.external_identity() {
@@ -329,7 +329,7 @@ impl TunnelIdentity {
     }
 }
 
-/// Returns the names in `host:port` texts; without any, the address itself and the loopback.
+/// Returns the host names of the `host:port` texts. Without any text, returns the listen address and loopback.
 pub(super) fn host_names(texts: &[String], listen: IpAddr) -> Result<Vec<HostName>, BindError> {
     let mut names = Vec::new();
     for text in texts {

@@ -1,7 +1,7 @@
 //! Liveness of a gateway, for the service that supervises the process.
 //!
-//! The check runs a short task on the runtime of each worker. A worker that hangs takes its nodes with it, while all others, and
-//! every health check that another worker answers, continue.
+//! The check runs a short task on the runtime of each worker. If a worker hangs, its nodes are not served, while all other
+//! workers continue, and so do the health checks that they answer.
 
 use crate::{
     control::drain::Readiness,
@@ -25,10 +25,10 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Waits for an answer of every worker, and returns the workers that do not answer within `wait_limit`.
+    /// Waits for an answer of every worker. Returns the workers that do not answer within `wait_limit`.
     pub async fn unresponsive_workers(&self, wait_limit: Duration) -> Vec<WorkerId> {
         let deadline = Instant::now() + wait_limit;
-        // Dropping this group cancels the probes that a worker has not run.
+        // Dropping this group cancels the probes that have not run.
         let tasks = TaskGroup::default();
         let ping = |worker| {
             let (responder, response) = oneshot::channel();

@@ -1,15 +1,15 @@
-//! Data that the gateway announces to edges when they connect and when it changes: the addresses of gateways, and the ports that
-//! the cluster lists.
+//! Data that is announced to edges when they connect and when it changes: the addresses of gateways, and the ports that the
+//! cluster lists.
 
 use arc_swap::ArcSwap;
 use causeway_tunnel::control_stream::AnnouncedPorts;
 use std::sync::Arc;
 
-/// A value that is announced to edges. A cheap clone; reads never wait.
+/// Value that is announced to edges. Cheap to clone; reads never wait.
 #[derive(Debug, Default)]
 pub struct SharedCell<T>(Arc<ArcSwap<T>>);
 
-/// Addresses at which edges reach this gateway and its siblings.
+/// Addresses at which edges reach this gateway and the other gateways.
 pub type AdvertisedGateways = SharedCell<GatewayEndpoints>;
 
 /// Endpoints of the gateways.
@@ -17,11 +17,11 @@ pub type AdvertisedGateways = SharedCell<GatewayEndpoints>;
 pub struct GatewayEndpoints {
     /// The addresses, `host:port`, at which edges reach the gateways, this gateway's own first.
     pub gateways: Vec<String>,
-    /// Number of gateways, if known: one address may lead to several.
+    /// Number of gateways, if known. Several gateways may be behind one address.
     pub replicas: Option<u32>,
 }
 
-/// Node ports that the cluster lists, if the gateway asks it.
+/// Node ports that the cluster lists, if the gateway reads them from the cluster.
 pub type AnnouncedPortsCell = SharedCell<Option<AnnouncedPorts>>;
 
 impl<T: Clone + PartialEq> SharedCell<T> {

@@ -1,7 +1,7 @@
-//! Connections by which edges read the API cache: the node of each, and the token that ends it.
+//! Connections of edges to the API cache: the node of each, and the token that ends it.
 //!
-//! A connection is added when it is admitted and removed when it is gone. Each entry has the certificate and the access rule that
-//! admitted it, so that a change of these can end the connections that they no longer admit.
+//! A connection is added when it is admitted and removed when it has ended. Each entry has the certificate and the access rule
+//! that admitted the connection. After a change of these, the connections that are no longer admitted can be ended.
 
 use super::registry::EdgeCertificate;
 use crate::config::AccessLevel;
@@ -15,39 +15,39 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// One connection.
+/// Connection of an edge to the API cache.
 #[derive(Clone, Debug)]
 pub struct ApiCacheConnection {
     id: u64,
-    /// The certificate by which it came.
+    /// Certificate of the edge on this connection.
     pub certificate: EdgeCertificate,
-    /// By which rule it reads.
+    /// Access rule of the connection.
     pub access: AccessLevel,
-    /// Cancelled when it is to end.
+    /// Cancelled when the connection has to end.
     pub cancel_token: CancellationToken,
 }
 
 type ByNode = BTreeMap<NodeName, Vec<ApiCacheConnection>>;
 
-/// All of them; a cheap clone for any thread.
+/// All connections to the API cache. Cheap to clone, for any thread.
 #[derive(Clone, Debug, Default)]
 pub struct ApiCacheConnections {
     by_node: Arc<Mutex<ByNode>>,
     next_id: Arc<AtomicU64>,
 }
 
-/// A connection's place; dropping it gives that up.
+/// Guard of a registered connection. Dropping it removes the connection.
 #[derive(Debug)]
 pub struct ConnectionGuard {
     connections: ApiCacheConnections,
     node: NodeName,
     id: u64,
-    /// Cancelled when the connection is to end.
+    /// Cancelled when the connection has to end.
     pub cancel_token: CancellationToken,
 }
 
 impl ApiCacheConnections {
-    /// Enters a connection of this node. Where it has `max_connections` already the oldest is asked to end.
+    /// Registers a connection of this node. If the node already has `max_connections`, the oldest connections are cancelled.
     pub fn register(
         &self,
         node: &NodeName,
@@ -75,12 +75,13 @@ impl ApiCacheConnections {
         }
     }
 
-    /// Asks each to end for which there is a reason, and says it.
+    /// Cancels each connection for which there is a reason, and logs the reason.
     pub fn cancel_where(
         &self,
         close_reason: impl Fn(&NodeName, &ApiCacheConnection) -> Option<String>,
     ) {
-        // Computing the reason may take time, and others may register meanwhile: they are checked after they have registered.
+        // Computing the reason may take time, and other connections may be registered meanwhile; these are checked after their
+        // registration.
         let all = self.lock().clone();
         for (node, own) in &all {
             for connection in own
@@ -95,7 +96,7 @@ impl ApiCacheConnections {
         }
     }
 
-    /// How many there are of a node.
+    /// Returns the number of connections of a node.
     pub fn count(&self, node: &NodeName) -> usize {
         self.lock().get(node).map_or(0, Vec::len)
     }

@@ -1,8 +1,8 @@
-//! Keys that verify an issuer's JWTs: a fetcher writes them, the request path reads them.
+//! Keys that verify an issuer's JWTs. A fetcher writes them, and the request path reads them.
 //!
 //! 1. A request uses the cached keys, without waiting, as long as they are not too old.
-//! 2. A request that misses a key asks for a fetch of all keys and waits for its end. All requests that wait share one fetch.
-//! 3. Fetches begin at least [`MIN_FETCH_INTERVAL`] apart. A request that misses a key sooner does not wait.
+//! 2. A request that misses a key requests a fetch of all keys and waits for its end. All requests that wait share one fetch.
+//! 3. Two fetches begin at least [`MIN_FETCH_INTERVAL`] apart. A request that misses a key sooner does not wait.
 //!
 //! This module never fetches. When the last [`JwksCache`] is dropped, the writer is notified and ends.
 
@@ -21,19 +21,19 @@ use tokio::{
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// Minimum time between the begins of two fetches: tokens with unknown key ids cost an issuer no more than this.
+/// Minimum time between the begins of two fetches. It limits the load that tokens with unknown key ids cause at an issuer.
 pub const MIN_FETCH_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Why there are no keys to go by.
+/// Reason why there are no valid keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyError {
-    /// They never came.
+    /// The keys were never fetched.
     NotFetched,
-    /// They could not be fetched for this long, which is too long.
+    /// The keys could not be fetched for this time, which exceeds their maximum age.
     TooOld(Duration),
 }
 
-/// Read access to an issuer's keys. A cheap clone; with the last one the writer ends.
+/// Read access to an issuer's keys. Cheap to clone. The writer ends when the last clone is dropped.
 #[derive(Clone, Debug)]
 pub struct JwksCache(Arc<Inner>);
 
@@ -46,7 +46,7 @@ struct Inner {
 #[derive(Debug)]
 struct KeyTable {
     cached: ArcSwapOption<CachedKeys>,
-    /// None where they do not age: they stand in a file that is watched.
+    /// Maximum age of the keys; `None` for keys of a file, which do not age because the file is watched.
     max_age: Option<Duration>,
     fetch_state: watch::Sender<FetchState>,
     fetch_requested: Notify,
@@ -55,7 +55,7 @@ struct KeyTable {
 #[derive(Debug)]
 struct CachedKeys {
     set: Arc<KeySet>,
-    /// When its issuer last said so.
+    /// Time of the last successful fetch.
     fetched_at: Instant,
 }
 
@@ -67,22 +67,22 @@ struct FetchState {
 }
 
 impl JwksCache {
-    /// These, for good: they were read from a file.
+    /// Returns a cache of keys that were read from a file and never expire.
     pub fn fixed(set: KeySet) -> Self {
         let (keys, writer) = new_cache(None);
         writer.fetch_finished(Some(set));
         keys
     }
 
-    /// Returns keys that are yet to be fetched, and the writer for them. Keys count for `max_age`.
+    /// Returns a cache without keys, and the writer for it. Keys are valid for `max_age` after each fetch.
     pub fn refreshable(max_age: Duration) -> (Self, JwksWriter) {
         new_cache(Some(max_age))
     }
 
-    /// Returns the keys that count now.
+    /// Returns the keys that are valid now.
     ///
     /// # Errors
-    /// If there are none.
+    /// If there are no valid keys.
     pub fn current(&self) -> Result<Arc<KeySet>, KeyError> {
         let known = self.0.table.cached.load();
         let known = known.as_ref().ok_or(KeyError::NotFetched)?;
@@ -93,12 +93,13 @@ impl JwksCache {
         }
     }
 
-    /// Whether these are the keys that count now.
+    /// Whether `set` is the set that is valid now.
     pub fn is_current(&self, set: &Arc<KeySet>) -> bool {
         self.current().is_ok_and(|now| Arc::ptr_eq(&now, set))
     }
 
-    /// Asks for them anew, and waits for that, but no longer than `wait_limit`, and not at all where it was just done.
+    /// Requests a fetch, and waits for its end for at most `wait_limit`. Does not wait if a fetch began less than
+    /// [`MIN_FETCH_INTERVAL`] ago.
     pub async fn request_fetch(&self, wait_limit: Duration) {
         let table = &self.0.table;
         if table.max_age.is_none() {
@@ -148,7 +149,7 @@ pub struct JwksWriter {
 }
 
 impl JwksWriter {
-    /// A fetch begins.
+    /// Records that a fetch begins.
     pub fn fetch_started(&self) {
         self.table.fetch_state.send_modify(|fetching| {
             fetching.started_at = Some(Instant::now());
@@ -156,8 +157,8 @@ impl JwksWriter {
         });
     }
 
-    /// A fetch has ended, with these keys or with none: then those before go on counting until they are too old.
-    /// Whether they are others than before.
+    /// Records that a fetch has ended, with new keys or without. Without new keys, the previous ones stay valid until they are
+    /// too old. Returns whether the keys have changed.
     pub fn fetch_finished(&self, set: Option<KeySet>) -> bool {
         let mut new = false;
         if let Some(set) = set {
@@ -178,12 +179,12 @@ impl JwksWriter {
         new
     }
 
-    /// Returns once a request misses a key.
+    /// Waits until a request misses a key.
     pub async fn fetch_requested(&self) {
         self.table.fetch_requested.notified().await;
     }
 
-    /// Returns once the last [`JwksCache`] is dropped.
+    /// Waits until the last [`JwksCache`] is dropped.
     pub async fn all_readers_dropped(&self) {
         self.unread_token.cancelled().await;
     }

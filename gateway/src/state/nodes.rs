@@ -1,10 +1,10 @@
-//! Nodes that this gateway is for: names, confirmed addresses, pod networks.
+//! Nodes that this gateway serves: names, confirmed addresses, pod networks.
 //!
-//! This table owns the names and addresses of nodes. An address is here only when an enrolment record (or, with Kubernetes, the
-//! Node object) confirms it: the statement of an edge about itself never does. `claims` decides which of several nodes with one
-//! address has it. There are two writers: the enrolment records, and the cluster, if there is one. For a node's addresses and
-//! pods the cluster takes precedence over the record. For labels and pools the record takes precedence, since a token states the
-//! word of its owner, and a kubelet writes its own Node object.
+//! This table owns the names and addresses of nodes. An address is in the table only if an enrolment record (or, with Kubernetes,
+//! the Node object) confirms it. An address that only the edge itself reports is never in the table. `claims` decides which of
+//! several nodes with one address is reached by it. There are two sources: the enrolment records, and the cluster, if there is
+//! one. For a node's addresses and pods the cluster takes precedence over the record. For labels and pools the record takes
+//! precedence, because a token contains its owner's data, while a kubelet writes its own Node object.
 
 mod claims;
 mod writer;
@@ -26,41 +26,41 @@ pub use writer::NodesWriter;
 pub struct Node {
     /// Addresses that name this node to clients.
     pub addresses: Vec<IpAddr>,
-    /// Networks of the pods on it.
+    /// Networks of the pods on the node.
     pub pod_networks: Vec<IpNet>,
-    /// The pool that it belongs to.
+    /// Pool of the node.
     pub pool: Option<String>,
-    /// The pool if the policy may use it: from a token, or from a label that no kubelet can write.
+    /// Pool of the node if the policy may use it: from a token, or from a label that no kubelet can write.
     pub policy_pool: Option<String>,
-    /// The labels that count in the policy.
+    /// Labels that the policy may use.
     pub labels: BTreeMap<String, String>,
-    /// Whether the cluster, if it has a Node of this name, says if it is at the edge: no token names this very node.
+    /// Whether a Node with this name in the cluster decides if the node is at the edge. False if a token names exactly this node.
     pub follows_cluster: bool,
-    /// When it joined last, in Unix seconds: certificates that were issued before are not its own any more.
+    /// Time of the last enrolment, in Unix seconds. Certificates that were issued before are no longer valid for the node.
     pub joined_at: u64,
-    /// Reason why its access is revoked, if it is.
+    /// Reason of the revocation, if the node is revoked.
     pub revoked: Option<String>,
 }
 
 /// Data of a node in the cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClusterNode {
-    /// It is at the edge. Others are reached by their own addresses; one that was let in here by its name is at the edge
-    /// anyhow.
+    /// Whether the node is at the edge. Other nodes are reached by their own addresses. A node that joined here by its name is at
+    /// the edge in any case.
     pub is_edge: bool,
-    /// When its object was made, in Unix seconds.
+    /// Creation time of the Node object, in Unix seconds.
     pub created_at: u64,
-    /// Its own addresses.
+    /// Addresses of the node.
     pub addresses: Vec<IpAddr>,
-    /// Of these those by which it is reached from outside, where it is elsewhere.
+    /// The addresses by which a node that is not at the edge is reached from outside.
     pub external_addresses: Vec<IpAddr>,
-    /// Networks of the pods on it.
+    /// Networks of the pods on the node.
     pub pod_networks: Vec<IpNet>,
-    /// Those of its labels that count in the policy.
+    /// Labels that the policy may use.
     pub labels: BTreeMap<String, String>,
-    /// The pool that a label of it names.
+    /// Pool in the node's pool label.
     pub pool: Option<String>,
-    /// Whether that label counts in the policy.
+    /// Whether the policy may use the pool in that label.
     pub is_policy_pool: bool,
     /// Whether its Lease is renewed by delegated heartbeats.
     pub delegated: bool,
@@ -69,24 +69,24 @@ pub struct ClusterNode {
 /// Location of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NodeLocation {
-    /// At the edge: it is reached through a tunnel.
+    /// The node is at the edge, and is reached through a tunnel.
     Edge(NodeName),
-    /// Elsewhere, by its own addresses.
+    /// The node is elsewhere, and is reached by these addresses.
     Elsewhere(Vec<IpAddr>),
 }
 
-/// Reason of a revocation by the configuration, in place of one in the node's record.
+/// Reason of a revocation by the configuration, if the node's record has none.
 pub(crate) const REVOKED_BY_CONFIG: &str = "tunnel.revoked names it";
 
-/// Changes of labels after which it is not known any more that those of a node which is gone have changed.
+/// Number of label changes after which the change of a removed node is no longer recorded.
 const RELABEL_HISTORY: u64 = 1024;
 
 /// Sources of the data of nodes.
 #[derive(Clone, Debug, Default)]
 struct NodeSources {
-    /// Nodes that have joined, by the enrolment records.
+    /// Nodes that have joined, from the enrolment records.
     records: BTreeMap<NodeName, Node>,
-    /// Zones in which nodes have names as well: each in lower case, with the dot before it.
+    /// Zones in which nodes have names as well, each in lower case with a leading dot.
     zones: Arc<[String]>,
     cluster: Cluster,
     /// Nodes that are revoked, whatever the records contain.
@@ -96,12 +96,12 @@ struct NodeSources {
 /// The nodes of the cluster.
 #[derive(Clone, Debug, Default)]
 enum Cluster {
-    /// The gateway follows no cluster.
+    /// The gateway does not follow a cluster.
     #[default]
     None,
-    /// The first list of nodes has not arrived, for this reason.
+    /// The first list of nodes has not arrived yet, for this reason.
     Pending(Arc<str>),
-    /// The last list that arrived, with the changes since.
+    /// The last list that arrived, with later changes.
     Known(Arc<BTreeMap<NodeName, ClusterNode>>),
 }
 
@@ -117,31 +117,31 @@ impl Cluster {
 #[derive(Debug, Default)]
 struct Table {
     sources: NodeSources,
-    /// Nodes at the edge, by records and cluster.
+    /// Nodes at the edge, from records and cluster.
     nodes: BTreeMap<NodeName, Node>,
     by_address: HashMap<IpAddr, AddressClaims>,
-    /// Longest prefix first.
+    /// Pod networks, longest prefix first.
     pod_networks: Vec<(IpNet, NodeName)>,
-    /// Number of tables in which a node had other labels or another pool than in the one before.
+    /// Number of tables in which a node had other labels or another pool than in the previous table.
     relabel_generation: u64,
-    /// The last of these tables, by node.
+    /// Generation of the last such change, by node.
     relabelled_at: BTreeMap<NodeName, u64>,
 }
 
 /// Result of looking up an address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AddressMatch {
-    /// One node, by an address of its own.
+    /// A node, by one of its own addresses.
     Node(NodeName),
     /// A pod on this node.
     Pod(NodeName),
-    /// Several nodes.
+    /// Several nodes share the address.
     Several(Vec<NodeName>),
-    /// None.
+    /// No node has the address.
     Unknown,
 }
 
-/// Read access to the table: a cheap clone that never waits.
+/// Read access to the table. Cheap to clone; reads never wait.
 #[derive(Clone, Debug, Default)]
 pub struct Nodes(Arc<ArcSwap<Table>>);
 
@@ -190,7 +190,7 @@ impl Table {
         }
     }
 
-    /// Notes which nodes have other labels or another pool than in the table `previous`.
+    /// Records the nodes that have other labels or another pool than in the table `previous`.
     fn record_relabels(&mut self, previous: &Self) {
         let all = self.nodes.keys().chain(previous.nodes.keys());
         let changed: BTreeSet<NodeName> = all
@@ -200,13 +200,13 @@ impl Table {
         let generation = previous.relabel_generation + u64::from(!changed.is_empty());
         let mut generations = previous.relabelled_at.clone();
         generations.extend(changed.into_iter().map(|name| (name, generation)));
-        // Readers ask each second, so a node that is gone is noted long enough.
+        // Readers poll every second, so the change of a removed node is stored for long enough.
         generations
             .retain(|name, at| self.nodes.contains_key(name) || generation - *at < RELABEL_HISTORY);
         (self.relabel_generation, self.relabelled_at) = (generation, generations);
     }
 
-    /// The pool and the labels of a node, which has none if it is not known.
+    /// Returns the pool and the labels of a node; empty for an unknown node.
     fn pool_and_labels(
         &self,
         name: &NodeName,
@@ -219,7 +219,7 @@ impl Table {
 }
 
 impl Table {
-    /// The node at the edge of exactly this name.
+    /// Returns the edge node with exactly this name.
     fn edge_by_name(&self, name: &str) -> Option<NodeName> {
         if let Some((known, _)) = self.nodes.get_key_value(name) {
             return Some(known.clone());
@@ -236,7 +236,7 @@ impl NodeSources {
         member.is_edge || record.is_some_and(|record| !record.follows_cluster)
     }
 
-    /// Returns the right that a node at the edge has to an address of its own.
+    /// Returns the priority of an edge node's claim to one of its addresses.
     fn claim_priority(&self, name: &NodeName, address: IpAddr) -> ClaimPriority {
         let record = self.records.get(name);
         let mut confirmed = record.into_iter().flat_map(|record| &record.addresses);
@@ -249,7 +249,7 @@ impl NodeSources {
 }
 
 impl Node {
-    /// Adopts the data that the cluster has of it.
+    /// Applies the cluster's data about the node.
     fn apply_cluster_data(&mut self, member: &ClusterNode) {
         self.addresses.clone_from(&member.addresses);
         self.pod_networks.clone_from(&member.pod_networks);
@@ -275,13 +275,13 @@ fn add_claims(
     }
 }
 
-/// Returns the sentence that a node is revoked by its record.
+/// Returns the error message for a node that its record revokes.
 pub(crate) fn record_revoked(node: &NodeName, reason: &str) -> String {
     format!("node {node} is revoked: {reason}; to admit it again: `causeway node allow {node}`")
 }
 
 impl Nodes {
-    /// Returns the location of the node of this name, if there is one. Names compare as in [`Nodes::by_name`].
+    /// Returns the location of the node with this name, if there is one. Names are compared as in [`Nodes::by_name`].
     pub fn location(&self, name: &str) -> Option<NodeLocation> {
         let table = self.0.load();
         let name = name.strip_suffix('.').unwrap_or(name);
@@ -293,7 +293,7 @@ impl Nodes {
         Some(NodeLocation::Elsewhere(member.addresses.clone()))
     }
 
-    /// Whether the cluster's node of exactly this name is at the edge; nothing where the cluster has none.
+    /// Whether the cluster's node with exactly this name is at the edge; `None` if the cluster has no such node.
     pub fn cluster_says_edge(&self, name: &NodeName) -> Option<bool> {
         let table = self.0.load();
         let member = table.sources.cluster.members()?.get(name)?;
@@ -328,14 +328,14 @@ impl Nodes {
         member.is_some_and(|member| member.delegated)
     }
 
-    /// Whether the cluster has named its nodes.
+    /// Whether the nodes of the cluster are loaded.
     pub fn has_cluster(&self) -> bool {
         self.0.load().sources.cluster.members().is_some()
     }
 
-    /// Returns why the nodes of the cluster have not been loaded yet, or `None` if they are or no cluster is followed.
+    /// Returns the reason why the nodes of the cluster are not loaded yet; `None` if they are loaded or no cluster is followed.
     ///
-    /// Until then a name or an address that no record has may still be an edge's, and labels and pools may be missing.
+    /// Until then, a name or an address without a record may still belong to an edge, and labels and pools may be missing.
     pub fn pending_reason(&self) -> Option<Arc<str>> {
         match &self.0.load().sources.cluster {
             Cluster::Pending(reason) => Some(reason.clone()),
@@ -343,13 +343,13 @@ impl Nodes {
         }
     }
 
-    /// Whether any record of a node is known.
+    /// Whether there is any enrolment record.
     pub fn has_records(&self) -> bool {
         !self.0.load().sources.records.is_empty()
     }
 
-    /// Returns the location of each node, or `None` until the cluster has named its own: an empty result would say that there are
-    /// none.
+    /// Returns the location of each node, or `None` until the nodes of the cluster are loaded. An empty result would mean that
+    /// there are no nodes.
     pub fn locations(&self) -> Option<BTreeMap<NodeName, NodeLocation>> {
         let table = self.0.load();
         let cluster = table.sources.cluster.members()?.iter();
@@ -365,9 +365,9 @@ impl Nodes {
         Some(all)
     }
 
-    /// Returns the node at the edge of this name, alone or in one of the zones, if it is known. Names compare without case, and
-    /// the root's dot (RFC 3986 §3.2.2) makes no other name: otherwise a node with that dot would be hidden from the route and
-    /// pass for a foreign Host.
+    /// Returns the edge node with this name, alone or in one of the zones, if it is known. Names are compared without case and
+    /// without the root's dot (RFC 3986 §3.2.2). Otherwise a name with that dot would not route to its node, and would be treated
+    /// as a foreign Host.
     pub fn by_name(&self, name: &str) -> Option<NodeName> {
         let table = self.0.load();
         let name = name.strip_suffix('.').unwrap_or(name);
@@ -382,7 +382,7 @@ impl Nodes {
             .or_else(|| table.sources.zones.iter().find_map(find_in_zone))
     }
 
-    /// Returns the meaning of an address: a node by its confirmed addresses, else by its pods' networks.
+    /// Returns the match of an address: a node by its confirmed addresses, else a node by its pods' networks.
     pub fn by_address(&self, address: IpAddr) -> AddressMatch {
         let table = self.0.load();
         let address = address.to_canonical();
@@ -392,7 +392,7 @@ impl Nodes {
             .and_then(AddressClaims::holder)
         {
             Some(ClaimHolder::Edge(node)) => return AddressMatch::Node(node.clone()),
-            // The pods of an edge node are not reachable there either.
+            // The address is not a pod of an edge node either, because the node elsewhere has it.
             Some(ClaimHolder::Elsewhere(_)) => return AddressMatch::Unknown,
             Some(ClaimHolder::Several(all)) => {
                 return AddressMatch::Several(all.into_iter().cloned().collect());
@@ -423,7 +423,7 @@ impl Nodes {
         }
     }
 
-    /// Reads the confirmed data of a node; that of an unknown node is empty.
+    /// Reads the confirmed data of a node. An unknown node has empty data.
     pub fn with<T>(&self, name: &NodeName, read: impl FnOnce(&Node) -> T) -> T {
         match self.0.load().nodes.get(name) {
             Some(node) => read(node),
@@ -431,7 +431,7 @@ impl Nodes {
         }
     }
 
-    /// Returns the nodes whose labels or pool have changed since this number, with the number for the next call.
+    /// Returns the nodes whose labels or pool have changed since generation `number`, and the generation for the next call.
     pub fn relabelled_since(&self, number: u64) -> (u64, BTreeSet<NodeName>) {
         let table = self.0.load();
         if table.relabel_generation == number {
@@ -449,18 +449,18 @@ impl Nodes {
         self.0.load().nodes.get(name).cloned()
     }
 
-    /// Returns the names of all nodes that the records have.
+    /// Returns the names of all nodes with a record.
     pub fn record_names(&self) -> BTreeSet<NodeName> {
         self.0.load().sources.records.keys().cloned().collect()
     }
 
-    /// Returns the record of a node that has joined, whatever the cluster has of it.
+    /// Returns the record of a node that has joined, independent of the cluster's data.
     pub fn get_record(&self, name: &NodeName) -> Option<Node> {
         self.0.load().sources.records.get(name).cloned()
     }
 
-    /// Returns why a node is revoked, by its record or by the configuration, and how it is allowed again. The node need not be
-    /// known.
+    /// Returns the reason why a node is revoked, by its record or by the configuration, and the way to admit it again. The node
+    /// need not be known.
     pub fn revocation_reason(&self, name: &NodeName) -> Option<String> {
         let table = self.0.load();
         if table.sources.revoked.contains(name) {
@@ -473,8 +473,8 @@ impl Nodes {
         Some(record_revoked(name, known.revoked.as_ref()?))
     }
 
-    /// Returns the confirmed addresses that no node elsewhere has. One that tokens have confirmed of several nodes leads to
-    /// the gateway as well, which answers with their names instead of leaving clients to time out.
+    /// Returns the confirmed addresses that no node elsewhere has. This includes an address that tokens have confirmed for
+    /// several nodes. The gateway answers requests to it with the nodes' names, instead of leaving clients to time out.
     pub fn edge_addresses(&self) -> BTreeSet<IpAddr> {
         let table = self.0.load();
         let at_edge =
@@ -486,7 +486,7 @@ impl Nodes {
         addresses.map(|(address, _)| *address).collect()
     }
 
-    /// Returns the confirmed addresses that several nodes have, at least one of them at the edge, with these nodes.
+    /// Returns the confirmed addresses that several nodes share, at least one of them at the edge, with these nodes.
     pub fn address_conflicts(&self) -> AddressConflicts {
         let table = self.0.load();
         let shared = table.by_address.iter();
@@ -495,14 +495,14 @@ impl Nodes {
             .collect()
     }
 
-    /// Returns who else has this address, if others do, and which of all has it.
+    /// Returns all nodes that share this address and the one that is reached by it, if several nodes share it.
     pub fn address_conflict(&self, address: IpAddr) -> Option<AddressConflict> {
         let table = self.0.load();
         table.by_address.get(&address.to_canonical())?.conflict()
     }
 
-    /// Returns two sets of pod networks of edges. Networks in the first belong to one edge alone: they contain neither other
-    /// nodes' pods nor their addresses, and lie in no other node's networks. The second set has the remaining ones.
+    /// Returns two sets of pod networks of edges. Networks in the first set belong to one edge alone: they contain neither pods
+    /// nor addresses of other nodes, and are not inside another node's networks. The second set has the remaining networks.
     pub fn edge_pod_networks(&self) -> [BTreeSet<IpNet>; 2] {
         let table = self.0.load();
         let mut all: Vec<(IpNet, &NodeName, bool)> = Vec::new();
@@ -522,7 +522,7 @@ impl Nodes {
         disjoint_pod_networks(all.collect())
     }
 
-    /// By which addresses the cluster's nodes elsewhere are reached from outside, in the order of their names.
+    /// Returns the addresses by which the cluster's nodes elsewhere are reached from outside, in the order of the node names.
     pub fn external_addresses(&self) -> Vec<IpAddr> {
         let table = self.0.load();
         let members = table.sources.cluster.members().into_iter().flatten();
@@ -531,15 +531,15 @@ impl Nodes {
         all.collect()
     }
 
-    /// All names, in order.
+    /// Returns all names, in order.
     pub fn names(&self) -> Vec<NodeName> {
         self.0.load().nodes.keys().cloned().collect()
     }
 }
 
-/// Of these networks, with who has them, those of pods that share nothing with anybody else's, and those that do.
+/// Splits the pod networks in `all` into those that overlap no network of another node, and the others.
 fn disjoint_pod_networks(mut all: Vec<(IpNet, &NodeName, bool)>) -> [BTreeSet<IpNet>; 2] {
-    // Networks nest or lie apart: each comes behind those that hold it.
+    // Two networks are nested or disjoint. Each one follows the networks that contain it.
     all.sort_unstable();
     let mut overlaps = vec![false; all.len()];
     let mut enclosing: Vec<usize> = Vec::new();
@@ -721,7 +721,7 @@ mod tests {
             (&*pool("edge-1"), &*pool("edge-3")),
             ("of-a-token", "of-a-label")
         );
-        // There is no Node object.
+        // This node has no Node object.
         assert_eq!(at("10.0.0.2"), AddressMatch::Node(name("edge-2")));
         let edge = NodeLocation::Edge(name("edge-3"));
         assert_eq!(nodes.location("EDGE-3."), Some(edge));
@@ -741,7 +741,7 @@ mod tests {
             assert_eq!(nodes.location(name.as_str()), Some(place), "{name}");
         }
 
-        // Nodes that join or leave later do not change that, and the cluster does not change records.
+        // Nodes that join or leave later do not change the result, and the cluster does not change records.
         writer.upsert(name("edge-4"), Node::default());
         assert_eq!(at("10.0.0.1"), AddressMatch::Node(name("edge-1")));
         writer.replace_cluster(BTreeMap::new());
@@ -867,7 +867,7 @@ mod tests {
         writer.upsert(name("edge-3"), node(&["10.0.0.3"], &[]));
         let members = [
             (name("edge-1"), object(true, 10, &["10.0.0.1"])),
-            // A token has confirmed its address, though its object is younger.
+            // A token has confirmed the address of this node, although its object is younger.
             (name("edge-2"), object(true, 30, &["10.0.0.2"])),
             (name("a-stolen"), object(true, 20, stolen)),
             (name("cloud-1"), object(false, 40, &["10.0.9.1"])),
@@ -876,7 +876,7 @@ mod tests {
         ];
         let nodes = writer.reader();
         for members in [members.clone(), members] {
-            // As after a restart: the same is known anew.
+            // The same data arrives again, as after a restart.
             writer.replace_cluster(BTreeMap::new());
             writer.replace_cluster(members.into());
             for (address, holder) in [
@@ -884,7 +884,7 @@ mod tests {
                 ("10.0.0.2", Some("edge-2")),
                 ("10.0.0.3", Some("edge-3")),
                 ("10.0.9.1", None),
-                // Of the same second the first in the order of names, and the older before a younger.
+                // With equal age, the first node by name has the address; otherwise the older node has it.
                 ("10.0.0.5", Some("a-stolen")),
                 ("10.0.0.6", Some("a-stolen")),
             ] {
@@ -950,7 +950,7 @@ mod tests {
                 vec!["10.0.0.1"],
                 vec!["10.244.1.0/24", "fd01::/64"],
             ),
-            // The same network twice, and one within another's.
+            // The same network twice, and one inside another node's network.
             ("edge-2", vec![], vec!["10.244.2.0/24", "10.244.3.7/32"]),
             ("edge-3", vec![], vec!["10.244.2.0/24", "10.244.3.0/24"]),
             // The network of cloud pods, a node's own address, and another edge's network.

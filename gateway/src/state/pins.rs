@@ -1,11 +1,11 @@
-//! Pinned keys of upstreams that are trusted from their first use on.
+//! Pinned keys of upstreams that are trusted on first use.
 //!
 //! 1. A request reads the pinned key of a node's port, without waiting.
-//! 2. A request that meets an upstream for the first time has its key pinned and waits for that. The key that is then pinned
-//!    counts: if two requests met different keys at once, one of them gets the other's.
+//! 2. The first request to an upstream requests that the key be pinned, and waits for it. The key that is then pinned is the
+//!    valid one. If two requests receive different keys at once, only one of the keys is pinned.
 //!
-//! This module never writes the disk. A key is in this table only when it is on the disk, so that no key is trusted that a
-//! restart forgets.
+//! This module never writes the disk. A key is in this table only if it is on the disk, so that no trusted key is lost at a
+//! restart.
 
 use arc_swap::ArcSwap;
 use causeway_certs::{Fingerprint, NodeName, Pin, PinTable};
@@ -18,30 +18,30 @@ use tokio::{
     time::timeout,
 };
 
-/// Maximum number of first keys that wait to be pinned; further requests wait too.
+/// Maximum number of first keys that wait to be pinned. Further requests wait for a free place.
 const MAX_PENDING_PINS: usize = 1_024;
 
-/// Read access to the pins: a cheap clone that waits only when an upstream is met for the first time.
+/// Read access to the pins. Cheap to clone. Waits only at the first use of an upstream.
 #[derive(Clone, Debug)]
 pub struct Pins {
     table: Arc<ArcSwap<PinTable>>,
     new_pins: mpsc::Sender<NewPin>,
 }
 
-/// Key of an upstream that is met for the first time.
+/// Key of an upstream at its first use.
 #[derive(Debug)]
 pub struct NewPin {
     /// Node of the upstream.
     pub node: NodeName,
     /// Port of the upstream on the node.
     pub port: u16,
-    /// The key that it has proven to hold.
+    /// Key that the upstream has proven to hold.
     pub key: Fingerprint,
-    /// Sender for the request that waits: the key that is then pinned, or the reason why none is.
+    /// Sender for the waiting request: the key that was pinned, or the reason why none was.
     pub responder: oneshot::Sender<Result<Pin, String>>,
 }
 
-/// Write access to the pins. Clones write the same table.
+/// Write access to the pins. Clones share the same table.
 #[derive(Clone, Debug)]
 pub struct PinsWriter {
     table: Arc<ArcSwap<PinTable>>,
@@ -49,8 +49,8 @@ pub struct PinsWriter {
     write_lock: Arc<Mutex<()>>,
 }
 
-/// Returns a table of the keys that are already pinned, and the receiver of those to be pinned. No key is pinned until the
-/// receiver is read.
+/// Returns a table of the keys that are already pinned, and the receiver of new keys. No new key is pinned while the receiver is
+/// not read.
 pub fn pins(stored: PinTable) -> (Pins, PinsWriter, mpsc::Receiver<NewPin>) {
     let table = Arc::new(ArcSwap::from_pointee(stored));
     let (new_pins, meetings) = mpsc::channel(MAX_PENDING_PINS);
@@ -67,10 +67,10 @@ impl Pins {
         self.table.load().get(node)?.get(&port).copied()
     }
 
-    /// Has this key pinned, unless another one is. Returns the key that is then pinned.
+    /// Pins this key, unless another key is pinned. Returns the pinned key.
     ///
     /// # Errors
-    /// The reason why none is pinned; after `wait_limit` at the latest.
+    /// The reason why no key was pinned, at the latest after `wait_limit`.
     pub async fn pin_first_use(
         &self,
         (node, port): (&NodeName, u16),
@@ -85,7 +85,7 @@ impl Pins {
             responder,
         };
         let pinning = async {
-            // A writer that has ended receives no further requests.
+            // The send fails if the writer has ended.
             self.new_pins.send(new_pin).await.ok()?;
             response.await.ok()
         };
@@ -99,15 +99,15 @@ impl Pins {
 }
 
 impl PinsWriter {
-    /// Whether no key is known.
+    /// Whether no key is pinned.
     pub fn is_empty(&self) -> bool {
         self.table.load().is_empty()
     }
 
-    /// Replaces all pins by those that `write_pins` has put on the disk. The table is locked meanwhile.
+    /// Replaces all pins with those that `write_pins` has written to the disk. The table is locked during the call.
     ///
     /// # Errors
-    /// The error of `write_pins`; then the table is unchanged.
+    /// The error of `write_pins`. The table is then unchanged.
     pub fn replace<E>(&self, write_pins: impl FnOnce() -> Result<PinTable, E>) -> Result<(), E> {
         let _making = self
             .write_lock

@@ -1,14 +1,14 @@
-//! Access policy: compiled rules of which clients may do what on which node. The first rule that matches decides.
+//! Access policy: compiled rules that allow or deny requests of clients to nodes. The first rule that matches decides.
 //!
 //! 1. Each rule is a bit. For each property that rules match (client, network, node, pool, port, method, path, kind of stream) an
 //!    index returns the rules that name a value.
-//! 2. A stream's values are looked up one after the other, and each narrows the remaining rules: 10,000 rules are 157 words, so
-//!    their number hardly counts.
+//! 2. A stream's values are looked up one after the other, and each narrows the remaining rules. 10,000 rules are 157 words, so
+//!    their number has little influence on the time.
 //! 3. The lowest bit that remains is the first rule that matches. Without one, nothing is allowed.
 //!
-//! An unknown value counts as the worst one: a TCP session may carry any method and path, and a path that upstreams read in two
-//! ways may be any. It matches no rule that allows some of them, and each that denies some. A denied path is denied in small and
-//! capital letters.
+//! An unknown value counts as the worst case. A TCP session may carry any method and path, and a path that upstreams read in two
+//! ways may be any path. Such a value matches no rule that allows only some values, and every rule that denies some. A denied
+//! path is denied in lower and upper case.
 
 mod compile;
 mod index;
@@ -41,36 +41,36 @@ pub const ANONYMOUS: &str = "system:anonymous";
 /// Input of a policy decision.
 #[derive(Clone, Copy, Debug)]
 pub struct PolicyInput<'a> {
-    /// The client's name; an anonymous client's is ignored.
+    /// Name of the client; ignored for an anonymous client.
     pub user: &'a str,
-    /// The client's groups.
+    /// Groups of the client.
     pub groups: &'a [String],
-    /// The URIs in the client's certificate.
+    /// URIs in the client's certificate.
     pub uris: &'a [String],
     /// Whether the client is identified.
     pub is_authenticated: bool,
-    /// The client's address; a unix socket has no address.
+    /// Address of the client; a unix socket has no address.
     pub client_address: Option<IpAddr>,
-    /// The node; `None` for a target that is at no edge.
+    /// Node; `None` for a target that no edge serves.
     pub node: Option<&'a NodeName>,
-    /// The address that the gateway dials itself, if there is no node.
+    /// Address that the gateway dials itself, if there is no node.
     pub direct_address: Option<IpAddr>,
-    /// Its confirmed pool.
+    /// Confirmed pool of the node.
     pub pool: Option<&'a str>,
-    /// Its confirmed labels.
+    /// Confirmed labels of the node.
     pub labels: &'a BTreeMap<String, String>,
-    /// The port.
+    /// Port of the target.
     pub port: u16,
     /// The kind of stream.
     pub action: Action,
     /// The method.
     pub method: &'a str,
-    /// The path as it will be sent, without the query.
+    /// The path as it is sent upstream, without the query.
     pub path: &'a str,
 }
 
 impl PolicyInput<'_> {
-    /// Returns the path as every upstream reads it; a session's is not known.
+    /// Returns the canonical path; `None` for a session, whose paths are unknown, or if upstreams may read the path differently.
     fn path(&self) -> Option<Cow<'_, str>> {
         match self.action {
             Action::Connect => None,
@@ -88,12 +88,12 @@ pub struct Decision {
     pub matched: Option<MatchedRule>,
 }
 
-/// A rule that matched.
+/// Rule that matched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MatchedRule {
-    /// Its name, or its place.
+    /// Its name, or its position.
     pub rule: Arc<str>,
-    /// The line of the policy file that it begins in, from 1.
+    /// Line of the policy file in which the rule begins, from 1.
     pub line: usize,
 }
 
@@ -101,32 +101,32 @@ pub struct MatchedRule {
 #[derive(Debug, Default)]
 pub struct Policy {
     rules: Vec<CompiledRule>,
-    /// By user, group and SPIFFE id: one of them is enough.
+    /// Conditions on user, group and SPIFFE id, of which one has to match.
     identities: Condition<(Patterns, Patterns, Patterns)>,
     networks: Condition<(Prefixes<32>, Prefixes<128>)>,
     nodes: Condition<Patterns>,
     direct: Condition<(Prefixes<32>, Prefixes<128>)>,
     pools: Condition<Patterns>,
-    /// By the rarest of each rule's labels.
+    /// Conditions on labels, by the rarest label of each rule.
     labels: Condition<Labels>,
     ports: Condition<Prefixes<16>>,
     methods: Condition<ExactIndex>,
     paths: Condition<Paths>,
     actions: Condition<ExactIndex>,
-    /// Rules that deny some methods, and some paths.
+    /// Rules that deny some methods or paths.
     deny_methods: RuleSet,
     deny_paths: RuleSet,
-    /// The latter by their paths in small letters.
+    /// Rules that deny some paths, by the paths in lower case.
     deny_paths_lowercase: Paths,
 }
 
 impl Policy {
-    /// How many rules there are.
+    /// Returns the number of rules.
     pub fn len(&self) -> usize {
         self.rules.len()
     }
 
-    /// Whether there is none, so that nothing is allowed.
+    /// Whether there are no rules, so that nothing is allowed.
     pub fn is_empty(&self) -> bool {
         self.rules.is_empty()
     }
@@ -141,20 +141,20 @@ impl Policy {
         self.pools.is_named()
     }
 
-    /// Returns the rules that depend on labels of a node, each with all that a node needs to have.
+    /// Returns the rules that depend on labels of a node, each with all labels that a node must have.
     pub fn rules_by_labels(&self) -> impl Iterator<Item = (&MatchedRule, &[(String, String)])> {
         let all = self.rules.iter();
         let labelled = all.filter(|rule| !rule.labels.is_empty());
         labelled.map(|rule| (&rule.matched, &*rule.labels))
     }
 
-    /// Returns a pool for each pattern of pools that a rule names.
+    /// Returns a matching pool for each pool pattern of a rule.
     pub fn sample_pools(&self) -> impl Iterator<Item = String> {
         let patterns = self.rules.iter().flat_map(|rule| &rule.pools);
         patterns.map(|pattern| pattern.replace('*', "x"))
     }
 
-    /// Decides.
+    /// Returns the decision of the first rule that matches.
     pub fn decide(&self, input: &PolicyInput<'_>) -> Decision {
         let mut remaining = index::RemainingRules::all(self.rules.len());
         self.narrow_by_identity(input, &mut remaining);
@@ -215,7 +215,7 @@ impl Policy {
         self.identities
             .narrow(remaining, |(users, groups, spiffe), into| {
                 if !input.is_authenticated {
-                    // Only if written explicitly: `*` matches every authenticated client.
+                    // An anonymous client matches only an explicit name: `*` matches every authenticated client.
                     users.find_exact(ANONYMOUS, into);
                     return groups.find_exact(UNAUTHENTICATED, into);
                 }
@@ -250,7 +250,7 @@ fn find_address(
     }
 }
 
-/// Read access to the policy: a cheap clone that never waits.
+/// Read access to the policy. Cheap to clone; reads never wait.
 #[derive(Clone, Debug, Default)]
 pub struct PolicyReader(Arc<Current>);
 
@@ -261,7 +261,7 @@ struct Current {
 }
 
 impl PolicyReader {
-    /// Decides by the rules that hold now; where there are none, everything is allowed.
+    /// Decides by the current rules. Without rules, everything is allowed.
     pub fn decide(&self, input: &PolicyInput<'_>) -> Decision {
         match self.0.policy.load().as_ref() {
             Some(rules) => rules.decide(input),
@@ -281,7 +281,7 @@ impl PolicyReader {
             .is_some_and(|rules| rules.depends_on_nodes())
     }
 
-    /// Returns the rules that hold now, if there are any.
+    /// Returns the current rules, if there are any.
     pub fn rules(&self) -> Option<Arc<Policy>> {
         self.0.policy.load_full()
     }
@@ -291,18 +291,18 @@ impl PolicyReader {
         self.0.policy.load().is_none()
     }
 
-    /// Returns how often the rules were replaced.
+    /// Returns the number of times that the rules were replaced.
     pub fn generation(&self) -> u64 {
         self.0.generation.load(Acquire)
     }
 }
 
-/// The writing side.
+/// Write access to the policy.
 #[derive(Debug)]
 pub struct PolicyWriter(PolicyReader);
 
 impl PolicyWriter {
-    /// With these rules to begin with; without any, everything is allowed.
+    /// Returns a writer with these rules. Without rules, everything is allowed.
     pub fn new(policy: Option<Policy>) -> Self {
         Self(PolicyReader(Arc::new(Current {
             policy: ArcSwapOption::from_pointee(policy),
@@ -315,7 +315,7 @@ impl PolicyWriter {
         self.0.clone()
     }
 
-    /// Replaces the rules, for every stream that begins from now on, and soon for those that are open.
+    /// Replaces the rules, for every new stream at once, and for open streams soon.
     pub fn replace(&self, policy: Option<Policy>) {
         let rules = &self.0.0;
         rules.policy.store(policy.map(Arc::new));

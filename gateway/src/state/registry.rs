@@ -1,13 +1,11 @@
-//! The registry: which tunnels this replica holds, by node.
+//! Registry of the tunnels of this gateway, by node.
 //!
-//! Owns the only map from node name to live tunnels, and the choice among them.
-//! Never dials, waits or asks Kubernetes: `control::admit` writes, `proxy` reads.
-//! The newest registration wins; removal compares tunnel ids, so the teardown
-//! of a half-dead tunnel cannot unregister its successor. A tunnel that leaves (another
-//! one has taken over, or its edge has announced it) stays on the list until its streams
-//! have ended, whatever is registered beside it. Only a tunnel that its own process has
-//! given up is closed. The registry has a shard for each worker: a request takes no lock
-//! that another worker's requests hold.
+//! The registry owns the only map from node name to live tunnels, and selects among them. It never dials, waits or calls
+//! Kubernetes: `control::tunnel_listener` writes it, and `proxy` reads it. The newest registration wins. Removal compares tunnel
+//! ids, so the teardown of a half-dead tunnel cannot unregister its successor. A leaving tunnel (another one has taken over, or
+//! its edge has announced it) stays registered until its streams have ended, whatever is registered beside it. Only a tunnel that
+//! its own process has given up is closed. The registry has a shard for each worker, so a request takes no lock that another
+//! worker's requests hold.
 
 use crate::worker::{WorkerId, Workers};
 use arc_swap::ArcSwapOption;
@@ -35,11 +33,11 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// The identity of one tunnel in this process; higher is newer.
+/// Identifier of a tunnel in this process; higher is newer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TunnelId(pub u64);
 
-/// A tunnel that may be registered: its hello is answered and checked.
+/// Tunnel to register, whose hello was answered and checked.
 #[derive(Clone, Debug)]
 pub struct NewTunnel {
     /// The tunnel.
@@ -48,13 +46,13 @@ pub struct NewTunnel {
     pub hello: Arc<EdgeHello>,
     /// Address from which the edge dialled.
     pub remote_address: SocketAddr,
-    /// The certificate of the edge on this tunnel.
+    /// Certificate of the edge on this tunnel.
     pub certificate: EdgeCertificate,
-    /// The roots that the edge trusts, if it announces them.
+    /// Roots that the edge trusts, if it reports them.
     pub roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
-    /// Messages for the tunnel's control stream. Boxed: a channel has room for 32 of them from the start.
+    /// Channel to the tunnel's control stream. Boxed, because a channel allocates 32 messages at the start.
     pub control: mpsc::Sender<Box<GatewayMessage>>,
-    /// Cancelled when another tunnel has taken over: this one closes with its last stream.
+    /// Cancelled when another tunnel has taken over. This tunnel then closes with its last stream.
     pub taken_over: CancellationToken,
 }
 
@@ -63,32 +61,32 @@ pub struct NewTunnel {
 pub struct EdgeCertificate {
     /// Its serial number, in hexadecimal.
     pub serial: String,
-    /// When it was issued, in Unix seconds.
+    /// Time of issue, in Unix seconds.
     pub issued_at: u64,
-    /// Its last second, in Unix time.
+    /// End of the validity in Unix seconds, inclusive.
     pub not_after: u64,
-    /// The root on which it hangs.
+    /// Root under which the certificate was verified.
     pub root: Option<Fingerprint>,
-    /// The whole certificate chain, if an external CA has issued it: the root alone is then not sufficient.
+    /// Whole certificate chain, if an external CA has issued it, because the root alone is then not sufficient.
     pub external_chain: Option<Arc<[CertificateDer<'static>]>>,
 }
 
-/// A registered tunnel, as seen from outside.
+/// Registered tunnel, as other modules see it.
 #[derive(Clone, Debug)]
 pub struct TunnelInfo {
-    /// The tunnel's identity.
+    /// Identifier of the tunnel.
     pub id: TunnelId,
     /// The tunnel and its data.
     pub tunnel: NewTunnel,
-    /// When it was registered.
+    /// Time of the registration.
     pub since: SystemTime,
-    /// It closes with its last stream.
+    /// Whether the tunnel closes with its last stream.
     is_leaving: bool,
 }
 
 impl TunnelInfo {
-    /// Whether the tunnel closes with its last stream: another one has taken over, or its edge has announced it. It gets a
-    /// new stream only if the edge stops and the node has no other tunnel.
+    /// Whether the tunnel closes with its last stream, because another one has taken over or its edge has announced it. Such a
+    /// tunnel gets a new stream only if the edge stops and the node has no other tunnel.
     pub fn is_leaving(&self) -> bool {
         self.is_leaving
     }
@@ -100,88 +98,88 @@ impl TunnelInfo {
     }
 }
 
-/// Why a node has no tunnel to choose.
+/// Reason why no tunnel of a node can be selected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NodeUnavailable {
-    /// It was never seen by this process.
+    /// This process never saw the node.
     NeverSeen,
-    /// It was last seen then, from there.
+    /// The node has no tunnel now; the end of its last one.
     LastSeen {
-        /// When its last tunnel ended.
+        /// Time at which its last tunnel ended.
         ended_at: SystemTime,
-        /// Address from which that tunnel came.
+        /// Address from which the edge dialled that tunnel.
         remote_address: SocketAddr,
     },
-    /// Its tunnels are connected and do not answer.
+    /// The node's tunnels are connected and do not answer.
     Suspect {
-        /// Address from which the newest of them came.
+        /// Address from which the edge dialled the newest of these tunnels.
         remote_address: SocketAddr,
     },
-    /// All its tunnels drain.
+    /// All tunnels of the node drain.
     Draining,
 }
 
-/// Why a tunnel was not registered.
+/// Reason why a tunnel was not registered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RegisterError {
-    /// This instance of the edge was superseded by another, which lives.
+    /// This instance of the edge was superseded by another one that is still running.
     Superseded {
-        /// The instance that took the node over.
+        /// The instance that took over the node.
         instance: String,
         /// Address from which that instance dialled.
         remote_address: SocketAddr,
     },
-    /// This instance has [`MAX_TUNNELS_PER_EDGE`] already.
+    /// This instance already has [`MAX_TUNNELS_PER_EDGE`] tunnels.
     TooManyTunnels,
 }
 
-/// A tunnel that a registration replaced.
+/// Tunnel that a registration replaced.
 #[derive(Debug)]
 pub struct ReplacedTunnel {
     /// The tunnel.
     pub tunnel: TunnelInfo,
-    /// Effect of the replacement on it.
+    /// Effect of the replacement on the tunnel.
     pub mode: ReplaceMode,
 }
 
-/// Effect of a replacement on the tunnel that a registration replaced.
+/// Effect of a registration on the tunnel that it replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplaceMode {
-    /// Another process took the node over: the edge is informed, and its streams go on until they end.
+    /// Another process took over the node. The edge is notified, and its streams continue until they end.
     Superseded,
-    /// Its own process dialled anew, and has given this one up.
+    /// The same process has dialled again, and has given this tunnel up.
     Lost,
-    /// Its own process dialled anew, and uses this one until its streams have ended.
+    /// The same process has dialled again, and uses this tunnel until its streams have ended.
     TakenOver,
 }
 
 #[derive(Debug, Default)]
 struct NodeTunnels {
     tunnels: Vec<TunnelInfo>,
-    /// Instances that were replaced while their successor lives; the latest of them.
+    /// Instances that were replaced while their successor is running, limited to the latest ones.
     superseded: VecDeque<String>,
     last_seen: Option<(SystemTime, SocketAddr)>,
     streams: Arc<AtomicUsize>,
     node_budget: Arc<NodeBudget>,
-    /// Wakes requests that wait for a tunnel of this node.
+    /// Notifies requests that wait for a tunnel of this node.
     tunnel_registered: Option<Arc<Notify>>,
 }
 
-/// Requests that wait for tunnels at most. Further ones are refused at once.
+/// Maximum number of requests that wait for tunnels. Further requests are refused at once.
 const MAX_WAITING_REQUESTS: usize = 4096;
 
-/// Every tunnel has its control stream open.
+/// Number of streams of an idle tunnel, which has its control stream open.
 const CONTROL_STREAMS: usize = 1;
 
-/// Leaving tunnels of a node without streams that wait for their end; the oldest beyond these is closed.
+/// Maximum number of leaving tunnels of a node without streams that wait for their end. Beyond it, the oldest is closed.
 const MAX_IDLE_LEAVING: usize = 16;
 
-/// Replaced instances of a node that are remembered: two of them, or three, are an accident.
+/// Maximum number of stored replaced instances of a node. Two or three running instances are a mistake.
 const MAX_SUPERSEDED: usize = 16;
 
 type Shard = Mutex<HashMap<NodeName, NodeTunnels>>;
 
-/// The registry; a cheap clone for any thread.
+/// Registry of tunnels. Cheap to clone, for any thread.
 #[derive(Clone, Debug)]
 pub struct Registry {
     shards: Arc<[Shard]>,
@@ -189,27 +187,27 @@ pub struct Registry {
     next_id: Arc<AtomicU64>,
     started_at: Instant,
     wait_permits: Arc<Semaphore>,
-    /// No tunnel is waited for any more.
+    /// Cancelled when the gateway drains: requests then no longer wait for tunnels.
     drain_token: CancellationToken,
-    /// The same, for requests: a look at the token takes a lock.
+    /// Copy of the token's state for requests, because reading the token takes a lock.
     is_draining: Arc<AtomicBool>,
-    /// The drain's time is over, and tunnels are closed with their streams.
+    /// Whether the drain time is over, and tunnels are closed together with their streams.
     drain_expired: Arc<AtomicBool>,
 }
 
-/// A choice for one request.
+/// Tunnel selected for one request.
 #[derive(Clone, Debug)]
 pub struct SelectedTunnel {
     /// The tunnel.
     pub tunnel: Tunnel,
-    /// Its identity.
+    /// Identifier of the tunnel.
     pub id: TunnelId,
     /// Number of open streams of the node's clients; see `proxy::limits`.
     pub streams: Arc<AtomicUsize>,
 }
 
 impl Registry {
-    /// An empty registry with a shard for each worker.
+    /// Returns an empty registry with a shard for each worker.
     pub fn new(workers: &Workers) -> Self {
         Self {
             shards: workers.all().map(|_| Shard::default()).collect(),
@@ -223,16 +221,16 @@ impl Registry {
         }
     }
 
-    /// Returns the budget that all tunnels of a node share, registered or about to be.
+    /// Returns the memory budget that all tunnels of a node share, registered or not.
     pub fn node_budget(&self, node: &NodeName) -> Arc<NodeBudget> {
         let mut shard = self.shard(node);
         shard.entry(node.clone()).or_default().node_budget.clone()
     }
 
-    /// Registers a tunnel. Returns the tunnels that it replaces, which must be informed and closed.
+    /// Registers a tunnel. Returns the tunnels that it replaces, whose edges must be notified and which must be closed.
     ///
     /// # Errors
-    /// If this instance of the edge was superseded by another, or has as many tunnels as it may have.
+    /// If this instance of the edge was superseded by another one, or has the maximum number of tunnels.
     pub fn register(
         &self,
         node: &NodeName,
@@ -270,7 +268,7 @@ impl Registry {
         Ok((id, replaced))
     }
 
-    /// Notes that a tunnel's edge has announced that it leaves.
+    /// Records that a tunnel's edge has announced that it leaves.
     pub fn mark_leaving(&self, node: &NodeName, id: TunnelId) {
         let mut shard = self.shard(node);
         let tunnels = shard.get_mut(node).map(|held| &mut held.tunnels);
@@ -279,7 +277,7 @@ impl Registry {
         }
     }
 
-    /// Removes a tunnel, if it is still the one that is registered. True if it was.
+    /// Removes a tunnel, if it is registered. Returns whether it was.
     pub fn unregister(&self, node: &NodeName, id: TunnelId) -> bool {
         let mut shard = self.shard(node);
         let Some(entry) = shard.get_mut(node) else {
@@ -296,10 +294,10 @@ impl Registry {
         true
     }
 
-    /// Chooses a tunnel for a new stream: open, not leaving, not bulky, fewest streams.
+    /// Selects the best open tunnel for a new stream: not leaving before leaving, not bulk before bulk, then the fewest streams.
     ///
     /// # Errors
-    /// Why there is none.
+    /// The reason why no tunnel can be selected.
     pub fn select_tunnel(&self, node: &NodeName) -> Result<SelectedTunnel, NodeUnavailable> {
         let now = Instant::now();
         let shard = self.shard(node);
@@ -322,11 +320,12 @@ impl Registry {
         }
     }
 
-    /// Chooses a tunnel as [`Registry::select_tunnel`] does. A node that had a tunnel less than `wait_limit` ago is waited for until `wait_limit`
-    /// is over, and so is any node as long ago as this gateway started: its edge is probably dialling.
+    /// Selects a tunnel like [`Registry::select_tunnel`]. If the node's last tunnel ended less than `wait_limit` ago, waits for a
+    /// new tunnel until `wait_limit` is over. Any node is awaited for that time after the start of this gateway, because its edge
+    /// is probably dialling.
     ///
     /// # Errors
-    /// Why there is none.
+    /// The reason why no tunnel can be selected.
     pub async fn select_tunnel_within(
         &self,
         node: &NodeName,
@@ -358,7 +357,7 @@ impl Registry {
         }
     }
 
-    /// Waits until the node has a tunnel that can be chosen.
+    /// Waits until a tunnel of the node can be selected.
     async fn wait_for_tunnel(&self, node: &NodeName) -> SelectedTunnel {
         loop {
             let notify = {
@@ -376,7 +375,7 @@ impl Registry {
         }
     }
 
-    /// Lets no request wait for a tunnel any more: this gateway drains.
+    /// Ends all waits for a tunnel, because this gateway drains.
     pub fn start_drain(&self) {
         self.is_draining.store(true, Relaxed);
         self.drain_token.cancel();
@@ -392,12 +391,12 @@ impl Registry {
         self.is_draining.load(Relaxed)
     }
 
-    /// Notes that the drain's time is over: the streams that are still open end for that reason.
+    /// Records that the drain time is over, which is then the reason for the end of open streams.
     pub fn expire_drain(&self) {
         self.drain_expired.store(true, Relaxed);
     }
 
-    /// Whether the drain's time is over.
+    /// Whether the drain time is over.
     pub fn is_drain_expired(&self) -> bool {
         self.drain_expired.load(Relaxed)
     }
@@ -409,7 +408,7 @@ impl Registry {
             .is_some_and(|held| !held.tunnels.is_empty())
     }
 
-    /// The tunnels of one node, and when and from where its last one was seen.
+    /// Returns the tunnels of one node, and the time and address at which its last tunnel was seen.
     pub fn node_tunnels(
         &self,
         node: &NodeName,
@@ -420,7 +419,7 @@ impl Registry {
         }
     }
 
-    /// All tunnels of all nodes. Locks one shard at a time.
+    /// Returns all tunnels of all nodes. Locks one shard at a time.
     pub fn all(&self) -> Vec<(NodeName, TunnelInfo)> {
         let mut all = Vec::new();
         for shard in self.shards.iter() {
@@ -432,7 +431,7 @@ impl Registry {
         all
     }
 
-    /// How many nodes have a tunnel. Locks one shard at a time.
+    /// Returns the number of nodes with a tunnel. Locks one shard at a time.
     pub fn connected_nodes(&self) -> usize {
         let count = |shard: &Shard| {
             let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
@@ -444,7 +443,7 @@ impl Registry {
         self.shards.iter().map(count).sum()
     }
 
-    /// The worker that a node belongs to.
+    /// Returns the worker of a node.
     pub fn worker(&self, node: &NodeName) -> WorkerId {
         self.workers.worker_of(node)
     }
@@ -457,7 +456,7 @@ impl Registry {
 }
 
 impl NodeTunnels {
-    /// Remembers the other processes of this node, which must not take it back while their successor lives.
+    /// Stores the other processes of this node, which must not take the node back while their successor is running.
     fn supersede_others(&mut self, instance: &str) {
         let other_hellos = self.tunnels.iter().map(|edge| &edge.tunnel.hello);
         for other in other_hellos.filter(|other| other.instance != instance) {
@@ -470,8 +469,8 @@ impl NodeTunnels {
         self.superseded.drain(..excess);
     }
 
-    /// Puts the tunnels that a new one replaces out of use. Each keeps its streams, unless its own process has given it up.
-    /// A process that dials without end leaves no more idle tunnels than [`MAX_IDLE_LEAVING`].
+    /// Retires the tunnels that a new one replaces. Each keeps its streams, unless its own process has given it up. A process
+    /// that dials endlessly leaves no more idle tunnels than [`MAX_IDLE_LEAVING`].
     fn make_room(&mut self, new_hello: &EdgeHello) -> Vec<ReplacedTunnel> {
         let (mut replaced, mut remaining) = (Vec::new(), Vec::new());
         for mut edge in std::mem::take(&mut self.tunnels) {
@@ -488,7 +487,7 @@ impl NodeTunnels {
                 Some(ReplaceMode::Lost)
             };
             if let Some(mode) = mode {
-                // Takes effect at once: from here on the new tunnel is selected.
+                // Takes effect at once: the new tunnel is selected from here on.
                 edge.is_leaving = true;
                 edge.tunnel.tunnel.drain();
                 let edge = edge.clone();
@@ -516,7 +515,7 @@ impl NodeTunnels {
         replaced
     }
 
-    /// Tunnels of an instance besides the one in this slot.
+    /// Returns the number of tunnels of an instance in other slots than this one.
     fn count_other_slots(&self, instance: &str, slot: u32) -> u32 {
         let other_tunnels = self.tunnels.iter().filter(|edge| {
             let hello = &edge.tunnel.hello;
@@ -536,7 +535,7 @@ impl NodeTunnels {
                 }
             };
         }
-        // A tunnel that has just ended is registered until its conversation has noticed that.
+        // A tunnel that has just ended stays registered until its session has noticed the end.
         let ended_tunnel = self.tunnels.last();
         let ended = ended_tunnel.map(|edge| (SystemTime::now(), edge.tunnel.remote_address));
         match ended.or(self.last_seen) {

@@ -1,4 +1,4 @@
-//! Endpoints at which the `YurtHub`s of each pool read, as far as the edges are connected here.
+//! Endpoints at which the `YurtHub`s of each pool read, from the edges that are connected here.
 
 use causeway_certs::NodeName;
 use causeway_watch_cache::GroupVersionResource;
@@ -7,22 +7,21 @@ use std::{
     net::IpAddr,
 };
 
-/// Endpoints of each pool that has any.
+/// Endpoints of each pool with at least one endpoint.
 pub type YurtHubEndpoints = BTreeMap<String, NodePoolEndpoints>;
 
 /// Endpoints at which the `YurtHub`s of one node pool read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodePoolEndpoints {
-    /// The IP of each edge that serves `YurtHub`s.
+    /// IP address of each edge that serves `YurtHub`s.
     pub addresses: BTreeMap<NodeName, IpAddr>,
-    /// Resources that `YurtHub`s can read at each of them.
+    /// Resources that `YurtHub`s can read at each of these edges.
     pub resources: BTreeSet<GroupVersionResource>,
 }
 
 impl NodePoolEndpoints {
-    /// Adds an edge that serves these resources. It is left out if there are as many edges as `YurtHub`s may learn of, if it
-    /// shares no resource with the edges before it, or if its address is unreachable for others (unspecified, loopback or
-    /// multicast).
+    /// Adds an edge that serves these resources. The edge is left out if the maximum number is reached, if it shares no resource
+    /// with the edges before it, or if its address is unreachable for others (unspecified, loopback or multicast).
     pub(crate) fn add(
         &mut self,
         node: &NodeName,
@@ -47,7 +46,7 @@ impl NodePoolEndpoints {
     }
 }
 
-/// Maximum number of edges of one pool that `YurtHub`s learn of: they alternate between them, and avoid those that do not answer.
+/// Maximum number of announced edges of one pool. `YurtHub`s alternate between them, and avoid edges that do not answer.
 const MAX_ANNOUNCED_EDGES: usize = 8;
 
 #[cfg(test)]

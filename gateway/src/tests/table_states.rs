@@ -1,4 +1,4 @@
-//! Decisions of the request path for each state of the tables that they depend on.
+//! Decisions of the request path for each state of the tables that it reads.
 //!
 //! A table is *not yet* filled, *stale* (its source stopped answering after it had filled the table) or *gone* (its source lost
 //! its data). In none of these states may a client get more than it gets from a filled table.
@@ -51,7 +51,7 @@ fn members() -> BTreeMap<NodeName, ClusterNode> {
     [(name("edge-1"), member)].into()
 }
 
-/// Returns the tables of nodes of a gateway whose record of edge-9 has an address: not yet, stale, gone.
+/// Returns the node tables in the three states (not yet, stale, gone) of a gateway whose record of edge-9 has an address.
 fn tables() -> [NodesWriter; 3] {
     let table = || {
         let writer = NodesWriter::default();
@@ -109,7 +109,7 @@ fn an_address_is_an_edges_or_undecided_until_nodes_are_known() {
             "web.cluster.example:80",
             [Err(Undecided), Err(NodeUnknown), Err(NodeUnknown)],
         ),
-        // The cluster may assign the address of a record to another node; the name stays.
+        // The cluster may assign the address of a record to another node, but not its name.
         (
             "10.0.0.9:80",
             [Err(Undecided), to("edge-9:80"), to("edge-9:80")],
@@ -161,7 +161,7 @@ fn a_foreign_host_passes_beside_a_name_that_is_known() {
     }
 }
 
-/// Returns a policy that denies nodes of one label, or one pool, and allows all else.
+/// Returns a policy that denies nodes with one label, or of one pool, and allows all else.
 fn policy(denied: NodeSelector) -> PolicyWriter {
     let rule = |then, r#where| Rule {
         name: None,

@@ -1,8 +1,8 @@
-//! Configuration section `kubernetes.certificates`: edges join by their identity in the cluster, in place of tokens.
+//! Configuration section `kubernetes.certificates`: edges join by their identity in the cluster instead of tokens.
 //!
-//! The gateway can only be a signer with a name of its own. Signers of `kubernetes.io` are the cluster's, and other nodes, users
-//! and components have certificates of these signers as well. An edge presents a client certificate of such a signer once, in
-//! exchange for a certificate of our own CA.
+//! The gateway can only be a signer with its own name. Signers of `kubernetes.io` are the cluster's, and other nodes, users and
+//! components also have certificates of these signers. An edge presents a client certificate of such a signer once, in exchange
+//! for a certificate of our own CA.
 
 use causeway_certs::SignerProfile;
 use causeway_config::ConfigErrors;
@@ -41,7 +41,7 @@ impl Default for CsrSigning {
 }
 
 impl CsrSigning {
-    /// Returns how the signer names nodes, if it is one of the cluster's own.
+    /// Returns the profile by which the signer names nodes, if it is one of the cluster's own signers.
     pub fn subject(&self) -> Option<SignerProfile> {
         SignerProfile::from_signer_name(&self.signer)
     }

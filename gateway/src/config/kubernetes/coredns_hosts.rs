@@ -1,7 +1,7 @@
 //! Configuration section `kubernetes.hosts`: the hosts file of node names that `CoreDNS` reads from a `ConfigMap`.
 //!
-//! Defaults follow from the format, whose object names users of OpenYurt already have. As for the gateway's own DNS server, the
-//! addresses for an edge's name are never guessed. Loopback is no valid address here, since other machines read this file.
+//! Defaults follow from the format, whose object names users of OpenYurt already use. As for the gateway's own DNS server, the
+//! addresses for an edge's name are never guessed. Loopback is not a valid address here, because other machines read this file.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::config::dns;
 
 /// Minimum lease duration. A shorter lease is lost at each short pause of the API, and lease times are whole seconds.
 const MIN_LEASE: Duration = Duration::from_secs(3);
-/// Maximum lease duration: no file should remain unchanged for longer after its writer has died.
+/// Maximum lease duration. A file should not remain unchanged for longer after its writer has died.
 const MAX_LEASE: Duration = Duration::from_hours(1);
 /// Maximum length of a Kubernetes object name, with room for the number of a further file.
 const MAX_NAME: usize = 240;
@@ -51,7 +51,7 @@ impl Default for CoreDnsHosts {
             zones: Vec::new(),
             addresses: Vec::new(),
             lease: None,
-            // As Kubernetes' own components have it.
+            // The default of Kubernetes' own components.
             lease_duration: Duration::from_secs(15),
         }
     }
@@ -160,7 +160,7 @@ pub(super) fn is_name(name: &str) -> bool {
     name.len() <= MAX_NAME && name.split('.').all(label)
 }
 
-/// Whether this is `NAMESPACE/NAME` of an object.
+/// Whether the text has the form `NAMESPACE/NAME` of an object.
 pub(in crate::config) fn is_namespaced_name(text: &str) -> bool {
     let parts = text.split_once('/');
     parts.is_some_and(|(namespace, name)| is_name(namespace) && is_name(name))

@@ -1,8 +1,8 @@
 //! Canonical form of request paths for authorization.
 //!
-//! Upstreams read paths in many ways: they decode, join `//`, follow `..`, cut at `;`. A path that an upstream may read as
-//! another path has no canonical form. Authorization by path then assumes the worst. The path that the upstream gets is never
-//! changed.
+//! Upstreams read paths in many ways: they decode, join `//`, follow `..`, and cut at `;`. A path that an upstream may read as
+//! another path has no canonical form. Authorization by path then assumes the worst case. The path that is sent to the upstream
+//! is never changed.
 
 use std::borrow::Cow;
 
@@ -10,7 +10,7 @@ use percent_encoding::percent_decode_str;
 
 /// Returns the path as every upstream reads it, decoded once; `None` if upstreams may differ.
 pub fn canonical(path: &str) -> Option<Cow<'_, str>> {
-    // Some apps decode an encoded slash to a separator, others treat it as a character.
+    // Some apps decode an encoded slash to a separator, and others treat it as a character.
     let is_encoded_separator = |triple: &[u8]| {
         let [b'%', high, low] = triple else {
             return false;

@@ -1,6 +1,7 @@
-//! Checks of a listener's issuers of JWTs, and of the fields that tell upstreams who the client is.
+//! Checks of a listener's issuers of JWTs, and of the fields that describe the client to upstreams.
 //!
-//! A listener that cannot accept a token, or pass on a field, is a fault, so that no key is without effect.
+//! A key that has no effect is a fault: an issuer on a listener that cannot accept a token, or a field that the listener cannot
+//! set.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -11,9 +12,9 @@ use crate::config::{
     identity_headers::{check_prefix, parse_field_name},
 };
 
-/// Minimum of `jwks_refresh`: a token with an unknown key id causes a fetch this soon anyway.
+/// Minimum of `jwks_refresh`. A token with an unknown key id causes a fetch this soon in any case.
 const SHORTEST_REFRESH: Duration = Duration::from_secs(10);
-/// Prefix of names that the kernel alone provides.
+/// Prefix of names that only the kernel provides.
 const UID: &str = "uid:";
 
 impl ListenerValidator<'_> {

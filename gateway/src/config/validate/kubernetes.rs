@@ -1,6 +1,6 @@
 //! Checks of the section `kubernetes`, and of the reviews of clients that listeners request from the cluster's API.
 //!
-//! A key without effect, or one that makes all clients wait for an answer that cannot come, is a fault.
+//! A key without effect is a fault, and so is one that makes all clients wait for an answer that cannot arrive.
 
 use causeway_config::ConfigErrors;
 
@@ -43,7 +43,7 @@ impl Config {
         }
     }
 
-    /// Checks what the gateway trusts of Node objects.
+    /// Checks which contents of Node objects the gateway trusts.
     fn validate_trust(&self, rules: &Kubernetes, faults: &mut ConfigErrors) {
         for (index, key) in rules.policy_labels.iter().enumerate() {
             let is_valid = Label::try_from(key.clone()).is_ok_and(|label| label.value.is_none());

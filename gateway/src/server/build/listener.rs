@@ -1,6 +1,6 @@
-//! Builds one listener: the CAs that it trusts, the certificate that it presents, and the authentication of its clients.
+//! Builds one listener: its trusted CAs, its certificate, and the authentication of its clients.
 //!
-//! Reads the files that its configuration names. Each fault names the listener and the file.
+//! The build reads the files that the configuration names. Each error names the listener and the file.
 
 use crate::{
     config::{self, Jwks, ListenAddr, ListenerProtocol},
@@ -36,13 +36,13 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-/// Source of a listener: its configuration, and the contents of the files that it names.
-/// Listeners of two equal sources behave alike.
+/// Source of a listener: its configuration, and the contents of the files that it names. Listeners with equal sources behave
+/// alike.
 #[derive(Debug, PartialEq)]
 pub(crate) struct ListenerSource {
     pub(crate) listener: config::Listener,
     client_roots: Vec<CertificateDer<'static>>,
-    /// Text of the token file, which has hashes only.
+    /// Text of the token file, which contains only hashes.
     tokens: Option<String>,
     /// Files of the issuers, in the order of the configuration.
     issuers: Vec<JwtIssuerFiles>,
@@ -70,7 +70,7 @@ impl ListenerSource {
         })
     }
 
-    /// Reads the files that the listener names, in place of those that `current` was made of.
+    /// Reads the files that the listener names, to replace the source `current`.
     pub(crate) fn read_replacing(
         listener: &config::Listener,
         current: Option<&Self>,
@@ -187,7 +187,7 @@ impl ListenerSource {
         })
     }
 
-    /// Fails if a listener needs a CA and there is none: such a listener would admit no client.
+    /// Returns an error if a listener needs a CA and there is none, because such a listener would admit no client.
     fn check_ca_available(&self, ca: &Ca) -> Result<(), BindError> {
         let (listener, client_auth) = (&self.listener, &self.listener.client_auth);
         if ca.is_trusted() || !listener.has_tls() {
@@ -219,7 +219,7 @@ impl ListenerSource {
         Ok(Some(tokens))
     }
 
-    /// Returns the authenticator of JWTs. Keys of a URL may still have to be fetched.
+    /// Returns the authenticator of JWTs. Keys behind a URL may not be fetched yet.
     fn jwts(&self, ca: &Ca, issuers: &JwksFetchers) -> Result<Option<JwtAuthenticator>, BindError> {
         let configured = &self.listener.client_auth.jwt;
         let mut all = Vec::with_capacity(configured.len());
@@ -245,7 +245,7 @@ impl ListenerSource {
         Ok((!all.is_empty()).then(|| JwtAuthenticator::new(all)))
     }
 
-    /// Returns the review of tokens by the cluster's API. Fails if the listener needs reviews and there is no cluster.
+    /// Returns the token review by the cluster's API. Fails if the listener requires reviews and there is no cluster.
     fn review(&self, ca: &Ca, shared: &ProxyState) -> Result<Option<TokenReview>, BindError> {
         let (listener, review) = (&self.listener, &self.listener.client_auth.token_review);
         let needs_reviews = review.is_some() || !listener.subject_access_review.is_empty();
@@ -261,7 +261,7 @@ impl ListenerSource {
         }))
     }
 
-    /// Returns the listener's TLS, with `ca` as the signer, if the listener speaks TLS.
+    /// Returns the listener's TLS with `ca` as the signer, if the listener uses TLS.
     pub(crate) fn tls(
         &self,
         ca: &Ca,
@@ -270,7 +270,7 @@ impl ListenerSource {
         if !self.listener.has_tls() {
             return Ok(None);
         }
-        // Clients with a token and anonymous clients show no certificate: the gateway then refuses them with a message.
+        // Clients with a token and anonymous clients send no certificate. The gateway refuses them over HTTP with a message.
         let trust = ListenerClientTrust {
             accepts_own: self.listener.client_auth.own_ca && ca.is_trusted(),
             client_roots: self.client_roots.clone(),
@@ -287,7 +287,7 @@ impl ListenerSource {
                 let leaves = self.leaves(live, nodes)?;
                 (leaves.clone(), Some(leaves))
             };
-        // A TCP listener forwards the app's protocol and offers no ALPN; kube-apiserver offers no ALPN for CONNECT.
+        // A TCP listener forwards the app's protocol and offers no ALPN. kube-apiserver offers no ALPN for CONNECT.
         let alpn: &[&[u8]] = match self.listener.protocol {
             ListenerProtocol::Https => &[wire::ALPN_H2, wire::ALPN_HTTP11, wire::ALPN_HTTP10],
             ListenerProtocol::Connect | ListenerProtocol::Http => {
@@ -305,7 +305,8 @@ impl ListenerSource {
         }))
     }
 
-    /// Returns the certificates of a listener without a configured one: one for each node, from our own CA.
+    /// Returns the certificate resolver of a listener without a configured certificate. It issues one certificate per node from
+    /// our own CA.
     fn leaves(&self, ca: &LiveCa, nodes: &Nodes) -> Result<Arc<SniCertResolver>, BindError> {
         let nodes = nodes.clone();
         let is_known_name = Arc::new(move |name: &str| nodes.by_name(name).is_some());

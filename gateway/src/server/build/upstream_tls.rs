@@ -1,7 +1,7 @@
-//! Builds the upstreams to which the gateway itself speaks TLS: the CAs that it trusts, and the certificate that it presents.
+//! Builds the upstreams with which the gateway itself speaks TLS: the trusted CAs, and the certificate that the gateway presents.
 //!
-//! Reads the files that their configuration names. Each fault names the port and the file. An upstream whose configuration and
-//! files have not changed remains as it is, with its connections.
+//! The build reads the files that the configuration names. Each error names the port and the file. An upstream whose
+//! configuration and files have not changed is kept, with its connections.
 
 use crate::{
     config,
@@ -17,7 +17,7 @@ use std::{
     sync::Arc,
 };
 
-/// Reads and builds all upstreams; those of `now` that have not changed remain.
+/// Reads and builds all upstreams, and keeps those of `now` that have not changed.
 pub(crate) fn read_all(
     configs: &BTreeMap<u16, config::UpstreamTls>,
     (nodes, pins): (&Nodes, &Pins),
@@ -62,7 +62,7 @@ fn read(port: u16, app: &config::UpstreamTls) -> Result<UpstreamTlsSource, BindE
         }
     };
     let leaf = match (&app.certificate, &app.key) {
-        // The certificate is requested, and used as soon as it is issued.
+        // The certificate is requested, and used when it has been issued.
         (Some(certificate), _) if app.signer.is_some() && !certificate.exists() => None,
         (Some(certificate), Some(key)) => {
             let leaf = LeafCertificate::load_for(

@@ -1,4 +1,4 @@
-//! CA of a cluster's own signers, read from its files: edges join by client certificates of these signers (`control/enrol.rs`).
+//! CA of the cluster's signers, read from its files. Edges join by client certificates of these signers (`control/enrol.rs`).
 
 use super::{file, text};
 use crate::{
@@ -8,7 +8,7 @@ use causeway_certs::{ClusterCa, SignerProfile, external};
 use std::sync::{Mutex, PoisonError};
 use std::{path::PathBuf, sync::Arc};
 
-/// Trust in the certificates of the cluster's own signers. Cheap to clone.
+/// Trust in the certificates of the cluster's signers. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(super) struct KubernetesIdentity {
     subject: SignerProfile,
@@ -17,7 +17,7 @@ pub(super) struct KubernetesIdentity {
 }
 
 impl KubernetesIdentity {
-    /// Reads the files, if the configuration names a signer of the cluster's own.
+    /// Reads the files, if the configuration names one of the cluster's own signers.
     pub(super) fn read(rules: Option<&CsrSigning>) -> Result<Option<Self>, BindError> {
         let Some((rules, subject)) = rules.and_then(|rules| Some((rules, rules.subject()?))) else {
             return Ok(None);
@@ -30,13 +30,13 @@ impl KubernetesIdentity {
         }))
     }
 
-    /// Returns the CA that is trusted now.
+    /// Returns the CA that is currently trusted.
     pub(super) fn trust(&self) -> ClusterCa {
         let trust = self.trust.lock().unwrap_or_else(PoisonError::into_inner);
         trust.clone()
     }
 
-    /// Returns the CA certificates of these signers.
+    /// Returns the certificates of this CA.
     pub(super) fn certificates(&self) -> Vec<CertificateInUse> {
         let trust = self.trust();
         let read = |root| CertificateInUse::read("cluster_client_ca", root, None);
@@ -49,7 +49,7 @@ impl KubernetesIdentity {
         Ok((next != self.trust()).then_some(next))
     }
 
-    /// Trusts this CA from now on.
+    /// Replaces the trusted CA.
     pub(super) fn replace_trust(&self, next: ClusterCa) {
         *self.trust.lock().unwrap_or_else(PoisonError::into_inner) = next;
     }

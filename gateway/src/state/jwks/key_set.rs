@@ -1,7 +1,7 @@
 //! Set of keys (JWKS, RFC 7517): the keys that can verify a signature, and the selection of a token's key.
 //!
-//! It parses foreign bytes, and uses only the keys that it supports: keys for encryption, shared secrets and unsupported curves
-//! are ignored. A key verifies only signatures of its own kind, so no token can have a public key taken for a secret.
+//! This module parses untrusted bytes, and uses only supported keys: encryption keys, shared secrets and unsupported curves are
+//! ignored. A key verifies only signatures of its own kind, so a token cannot make a public key serve as a secret.
 
 use jsonwebtoken::{
     Algorithm, AlgorithmFamily, DecodingKey,
@@ -10,10 +10,10 @@ use jsonwebtoken::{
 use serde::Deserialize;
 use serde_json::Value;
 
-/// More keys than any issuer has at once.
+/// Maximum number of keys, which is more than any issuer has at once.
 const MAX_KEYS: usize = 256;
 
-/// The keys of an issuer.
+/// Keys of an issuer.
 #[derive(Clone, Debug)]
 pub struct KeySet(Vec<Key>);
 
@@ -23,7 +23,7 @@ struct Key {
     key: DecodingKey,
 }
 
-/// Compares the JWKs alone.
+/// Equality of the JWKs, independent of the derived keys.
 impl PartialEq for KeySet {
     fn eq(&self, other: &Self) -> bool {
         let jwks = |set: &Self| set.0.iter().map(|key| key.jwk.clone()).collect::<Vec<_>>();
@@ -34,11 +34,11 @@ impl PartialEq for KeySet {
 /// Result of looking up the key of a token.
 #[derive(Clone, Copy, Debug)]
 pub enum KeyLookup<'a> {
-    /// This one.
+    /// The key was found.
     Key(&'a DecodingKey),
-    /// None that is here.
+    /// The key is not in this set.
     None,
-    /// It names none, and there are several.
+    /// The token names no key, and several keys are possible.
     Several,
 }
 
@@ -48,10 +48,10 @@ struct RawJwk {
 }
 
 impl KeySet {
-    /// Reads a set.
+    /// Parses a set of keys.
     ///
     /// # Errors
-    /// If it is none, or has no key that could prove anything.
+    /// If the text is not a set, or has no key that can verify a signature.
     pub fn parse(text: &[u8]) -> Result<Self, String> {
         let raw: RawJwk = serde_json::from_slice(text)
             .map_err(|error| format!("this is not a JSON Web Key Set (JWKS): {error}"))?;
@@ -67,7 +67,7 @@ impl KeySet {
         Ok(Self(keys))
     }
 
-    /// The key that a token of this algorithm means by `id`. One that names none means the only one that fits.
+    /// Returns the key with the id `key_id` for a token with this algorithm. A token without an id matches the only possible key.
     pub fn find(&self, key_id: Option<&str>, algorithm: Algorithm) -> KeyLookup<'_> {
         let matches_id =
             |key: &&Key| key_id.is_none() || key.jwk.common.key_id.as_deref() == key_id;
@@ -119,7 +119,7 @@ pub(super) mod tests {
     use super::*;
     use serde_json::json;
 
-    /// RFC 8037, appendix A.2.
+    /// Public key of RFC 8037, appendix A.2.
     const X: &str = "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo";
 
     pub(in crate::state::jwks) fn ed25519(id: &str) -> String {

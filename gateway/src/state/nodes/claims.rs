@@ -1,8 +1,9 @@
-//! Nodes that have one address, and which of them is reached by it.
+//! Nodes that share an address, and the one that is reached by it.
 //!
-//! A kubelet writes its own Node object, so a claim there must take nothing away from anybody: the address of a node
-//! elsewhere is never an edge's, one that a token has confirmed is that node's, and of all others the oldest Node object
-//! has it. The age of objects is the cluster's, so the same node has the address after a restart and at each gateway.
+//! A kubelet writes its own Node object, so a claim in a Node object must not take an address away from another node. The address
+//! of a node elsewhere is never routed to an edge. An address that a token has confirmed belongs to that node. Otherwise the node
+//! with the oldest Node object has the address. The cluster records the age of the objects, so the same node has the address
+//! after a restart and at each gateway.
 
 use causeway_certs::NodeName;
 use std::{
@@ -10,39 +11,39 @@ use std::{
     net::IpAddr,
 };
 
-/// Source of a node's claim to an address: the smallest is the strongest.
+/// Priority of a node's claim to an address; the smallest value is the strongest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ClaimPriority {
-    /// It is elsewhere, not at the edge.
+    /// The node is elsewhere, not at the edge.
     Elsewhere,
-    /// A token, or a command at the gateway, has confirmed it.
+    /// A token, or a command at the gateway, has confirmed the address.
     Token,
-    /// Its Node object says so, which was made at this time, in Unix seconds.
+    /// The Node object contains the address; its creation time in Unix seconds.
     Object(u64),
 }
 
-/// All nodes that have one address, the strongest right first.
+/// All nodes with one address, the strongest claim first.
 #[derive(Clone, Debug, Default)]
 pub(super) struct AddressClaims(BTreeSet<(ClaimPriority, NodeName)>);
 
-/// The node that is reached by an address.
+/// Node that is reached by an address.
 pub(super) enum ClaimHolder<'a> {
     Edge(&'a NodeName),
     Elsewhere(&'a NodeName),
-    /// Tokens have confirmed it of several, as behind their NATs: none of them is.
+    /// Tokens have confirmed the address for several nodes, for example behind NATs. None of them is reached by it.
     Several(Vec<&'a NodeName>),
 }
 
-/// Nodes that have one address.
+/// Nodes that share an address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AddressConflict {
-    /// All of them.
+    /// All nodes with the address.
     pub nodes: BTreeSet<NodeName>,
-    /// The one that is reached by it; none where tokens have confirmed it of several.
+    /// The node that is reached by the address; `None` if tokens have confirmed it for several nodes.
     pub holder: Option<NodeName>,
 }
 
-/// Addresses that several nodes have.
+/// Addresses that several nodes share.
 pub type AddressConflicts = BTreeMap<IpAddr, AddressConflict>;
 
 impl AddressClaims {
@@ -66,7 +67,7 @@ impl AddressClaims {
         })
     }
 
-    /// The conflict, if there are several.
+    /// Returns the conflict, if several nodes have the address.
     pub(super) fn conflict(&self) -> Option<AddressConflict> {
         if self.0.len() < 2 {
             return None;

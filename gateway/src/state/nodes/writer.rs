@@ -24,12 +24,12 @@ impl NodesWriter {
         self.nodes.clone()
     }
 
-    /// Subscribes to changes of this table from now on, for data that is derived from the table.
+    /// Subscribes to later changes of this table, for data that is derived from the table.
     pub fn subscribe(&self) -> watch::Receiver<()> {
         self.changed.subscribe()
     }
 
-    /// Adds or replaces one node; one that is revoked stays so.
+    /// Adds or replaces one node. A revoked node stays revoked.
     pub fn upsert(&self, name: NodeName, mut node: Node) {
         self.edit_records(|nodes| {
             if let Some(previous) = nodes.get(&name) {
@@ -39,7 +39,7 @@ impl NodesWriter {
         });
     }
 
-    /// Replaces the data that the cluster has of its nodes.
+    /// Replaces the cluster's data about its nodes.
     pub fn replace_cluster(&self, members: BTreeMap<NodeName, ClusterNode>) {
         let _making = self
             .write_lock
@@ -52,7 +52,7 @@ impl NodesWriter {
         });
     }
 
-    /// Notes why the cluster's first list of nodes has not arrived. Does nothing once it has.
+    /// Records the reason why the cluster's first list of nodes has not arrived. Does nothing after the list has arrived.
     pub fn set_pending(&self, reason: &str) {
         let _making = self
             .write_lock
@@ -87,7 +87,7 @@ impl NodesWriter {
         }
     }
 
-    /// Replaces the revoked nodes, which are revoked whatever the records contain. Returns whether the set has changed.
+    /// Replaces the nodes that are revoked independent of their records. Returns whether the set has changed.
     pub fn replace_revoked(&self, names: BTreeSet<NodeName>) -> bool {
         let _making = self
             .write_lock
@@ -104,10 +104,10 @@ impl NodesWriter {
         changed
     }
 
-    /// Adds the nodes that `written` returns. The table is locked meanwhile.
+    /// Adds the nodes that `written` returns. The table is locked during the call.
     ///
     /// # Errors
-    /// The error of `written`; then the table is unchanged.
+    /// The error of `written`. The table is then unchanged.
     pub fn add_records<E>(
         &self,
         write: impl FnOnce() -> Result<Vec<(NodeName, Node)>, E>,
@@ -128,10 +128,10 @@ impl NodesWriter {
         Ok(())
     }
 
-    /// Replaces all nodes by those that `read` returns. The table is locked meanwhile.
+    /// Replaces all nodes with those that `read` returns. The table is locked during the call.
     ///
     /// # Errors
-    /// The error of `read`; then the table is unchanged.
+    /// The error of `read`. The table is then unchanged.
     pub fn refresh<E>(
         &self,
         read_records: impl FnOnce() -> Result<BTreeMap<NodeName, Node>, E>,

@@ -1,7 +1,7 @@
-//! Compiler from the rules of a file to the tables that find them.
+//! Compiler from the rules of a file to lookup tables.
 //!
-//! A rule that does not restrict a property is found for every value of it: those rules are stored separately, as `any`. Every
-//! key of a file has its line here, so that none is forgotten.
+//! A rule that does not restrict a property matches every value of it; those rules are stored separately, as `any`. Every key of
+//! a file is handled explicitly here, so that none is forgotten.
 
 use super::{
     MatchedRule, Policy,
@@ -11,7 +11,7 @@ use crate::config::policy::{self, Action, Effect, NodeSelector, RequestMatch, Su
 use causeway_config::{ConfigError, Validate};
 use std::collections::{BTreeMap, HashMap};
 
-/// Parts of a rule that are needed after it was found.
+/// Parts of a rule that are needed after its lookup.
 #[derive(Debug)]
 pub(super) struct CompiledRule {
     pub(super) effect: Effect,
@@ -21,21 +21,21 @@ pub(super) struct CompiledRule {
     pub(super) pools: Vec<String>,
 }
 
-/// One thing that rules speak of: those that do not, and an index of the others.
+/// Condition on one property: the rules that do not restrict it, and an index of the others.
 #[derive(Debug, Default)]
 pub(super) struct Condition<I> {
     any: RuleSet,
-    /// `None` where no rule speaks of it.
+    /// `None` if no rule restricts the property.
     index: Option<I>,
 }
 
 impl<I> Condition<I> {
-    /// Whether any rule speaks of it.
+    /// Whether any rule restricts the property.
     pub(super) fn is_named(&self) -> bool {
         self.index.is_some()
     }
 
-    /// Retains, of the remaining rules, those that do not match on it and those that `find` finds.
+    /// Retains those of the remaining rules that do not restrict the property or that `find` finds.
     pub(super) fn narrow(
         &self,
         remaining: &mut RemainingRules,
@@ -51,7 +51,7 @@ impl<I> Condition<I> {
     }
 }
 
-/// Returns the values that each rule names, with the rule's number, and the rules that name none.
+/// Returns the values that each rule names with the rule's number, and the rules that name none.
 fn collect_keys<K>(rules: impl Iterator<Item = Option<Vec<K>>>) -> (Vec<(K, usize)>, Vec<usize>) {
     let (mut keys, mut any) = (Vec::new(), Vec::new());
     for (rule, names) in rules.enumerate() {
@@ -91,7 +91,7 @@ impl Policy {
     /// Compiles the rules of a file.
     ///
     /// # Errors
-    /// All that is wrong with them: a key that is there and empty would otherwise narrow nothing.
+    /// All faults of the rules, including empty keys, which would otherwise not restrict anything.
     pub fn compile(file: &policy::Policy) -> Result<Self, Vec<ConfigError>> {
         let faults = file.validate();
         if faults.is_empty() {
@@ -169,7 +169,8 @@ fn compile_rule(rule: &policy::Rule, index: usize) -> CompiledRule {
     }
 }
 
-/// A node has all labels of a rule, so one finds it; the rarest finds the fewest in vain.
+/// Compiles the label conditions. A node has all labels of a rule, so one label finds the rule; the rarest label finds the fewest
+/// rules that do not match.
 fn compile_labels(rules: &[policy::Rule]) -> Condition<Labels> {
     fn rule_labels(rule: &policy::Rule) -> Option<&BTreeMap<String, String>> {
         node_selector(rule)?.labels.0.as_ref()
@@ -199,7 +200,8 @@ fn compile_actions(rules: &[policy::Rule]) -> Condition<ExactIndex> {
     })
 }
 
-/// A rule that names users, groups or SPIFFE ids is found by each of them; one that names none of the three by anybody.
+/// Compiles the identity conditions. A rule that names users, groups or SPIFFE ids is found by each of them; a rule that names
+/// none of the three is found by every client.
 fn compile_identities(
     rules: &[policy::Rule],
 ) -> Condition<(index::Patterns, index::Patterns, index::Patterns)> {

@@ -1,14 +1,14 @@
 //! Indexes from values to the rules that name them: sets of rules, and their lookup.
 //!
-//! Nothing here costs more for a value that no rule names. A pattern with a star elsewhere than at one of its ends is the
-//! exception: each such pattern is tried.
+//! The cost of a lookup does not depend on the number of values that rules name. The exception is a pattern with a star inside:
+//! each such pattern is tried.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 
 const WORD_BITS: usize = u64::BITS as usize;
 
-/// A set of rules: few by their numbers, many as bits, whichever takes fewer steps.
+/// Set of rules: a few as numbers, many as bits, whichever takes fewer steps.
 #[derive(Clone, Debug)]
 pub(super) enum RuleSet {
     Sparse(Vec<usize>),
@@ -22,7 +22,7 @@ impl Default for RuleSet {
 }
 
 impl RuleSet {
-    /// These rules of `total`.
+    /// Returns the set of these rules of `total`.
     pub(super) fn of(rules: impl IntoIterator<Item = usize>, total: usize) -> Self {
         let indices: Vec<usize> = rules.into_iter().collect();
         let words = total.div_ceil(WORD_BITS);
@@ -40,7 +40,7 @@ impl RuleSet {
 pub(super) struct RuleBits(Vec<u64>);
 
 impl RuleBits {
-    /// None of `total` rules.
+    /// Returns an empty set for `total` rules.
     pub(super) fn empty(total: usize) -> Self {
         Self(vec![0; total.div_ceil(WORD_BITS)])
     }
@@ -61,7 +61,7 @@ impl RuleBits {
         }
     }
 
-    /// In order.
+    /// Returns the rules in order.
     pub(super) fn iter(&self) -> impl Iterator<Item = usize> {
         self.0.iter().enumerate().flat_map(|(index, word)| {
             let mut word = *word;
@@ -74,7 +74,7 @@ impl RuleBits {
     }
 }
 
-/// The rules that are left, and room for those that are found next.
+/// Rules that remain, and a buffer for the rules that the next condition finds.
 #[derive(Debug)]
 pub(super) struct RemainingRules {
     remaining: RuleBits,
@@ -82,7 +82,7 @@ pub(super) struct RemainingRules {
 }
 
 impl RemainingRules {
-    /// All of `total` rules.
+    /// Returns a set of all of `total` rules.
     pub(super) fn all(total: usize) -> Self {
         let mut left = vec![u64::MAX; total.div_ceil(WORD_BITS)];
         if let (Some(last), tail_bits @ 1..) = (left.last_mut(), total % WORD_BITS) {
@@ -94,7 +94,7 @@ impl RemainingRules {
         }
     }
 
-    /// Keeps those that `find` finds too.
+    /// Retains the rules that `find` finds too.
     pub(super) fn retain(&mut self, find: impl FnOnce(&mut RuleBits)) {
         self.found.0.fill(0);
         find(&mut self.found);
@@ -103,18 +103,18 @@ impl RemainingRules {
         }
     }
 
-    /// Whether none is left.
+    /// Whether no rule remains.
     pub(super) fn is_empty(&self) -> bool {
         self.remaining.0.iter().all(|word| *word == 0)
     }
 
-    /// Those that are left, in order.
+    /// Returns the remaining rules in order.
     pub(super) fn iter(&self) -> impl Iterator<Item = usize> {
         self.remaining.iter()
     }
 }
 
-/// How an index is made: keys with the rules that name them.
+/// Index that is built from keys with the rules that name them.
 pub(super) trait Index: Default {
     type Key;
     /// Returns an index of `total` rules from the keys in `named`.
@@ -136,7 +136,7 @@ fn group_rules<K: std::hash::Hash + Eq>(
         .collect()
 }
 
-/// By a word.
+/// Index by exact text.
 #[derive(Debug, Default)]
 pub(super) struct ExactIndex(HashMap<String, RuleSet>);
 
@@ -156,7 +156,7 @@ impl ExactIndex {
     }
 }
 
-/// By labels, of which a value has many.
+/// Index by labels, of which a node has many.
 #[derive(Debug, Default)]
 pub(super) struct Labels(HashMap<String, ExactIndex>);
 
@@ -187,15 +187,15 @@ impl Labels {
     }
 }
 
-/// By patterns, in which `*` stands for any characters.
+/// Index by patterns in which `*` stands for any characters.
 #[derive(Debug, Default)]
 pub(super) struct Patterns {
     exact: ExactIndex,
-    /// `edge-*`, by the text before the star.
+    /// `edge-*`: by the text before the star.
     prefixes: Affixes,
-    /// `*-edge`, by the text after it.
+    /// `*-edge`: by the text after the star.
     suffixes: Affixes,
-    /// Stars elsewhere: the texts between them.
+    /// Patterns with stars elsewhere: the texts between the stars.
     inner_wildcards: Vec<(Vec<String>, RuleSet)>,
 }
 
@@ -213,7 +213,7 @@ impl Affixes {
         }
     }
 
-    /// Adds the rules whose text is the beginning or end of a text of this length, for each length of the index.
+    /// Adds the rules for each prefix or suffix of a text of this length, for each length in the index.
     fn find<'a>(
         &self,
         length: usize,
@@ -259,7 +259,7 @@ impl Index for Patterns {
 }
 
 impl Patterns {
-    /// By this very word, whatever stars may stand for.
+    /// Adds the rules that name exactly this text, without patterns.
     pub(super) fn find_exact(&self, text: &str, into: &mut RuleBits) {
         self.exact.find(text, into);
     }
@@ -278,7 +278,7 @@ impl Patterns {
     }
 }
 
-/// Whether a text begins with the first part, ends with the last, and has the others between, in order.
+/// Whether a text begins with the first part, ends with the last, and contains the others in between, in order.
 fn matches_parts(parts: &[String], text: &str) -> bool {
     let [first, between @ .., last] = parts else {
         return false;
@@ -296,7 +296,7 @@ fn matches_parts(parts: &[String], text: &str) -> bool {
     })
 }
 
-/// By the first bits of a number of `WIDTH` bits: networks, and ranges of ports.
+/// Index by the leading bits of a number with `WIDTH` bits, for networks and ranges of ports.
 #[derive(Debug, Default)]
 pub(super) struct Prefixes<const WIDTH: u32> {
     lengths: BTreeSet<u32>,
@@ -304,7 +304,7 @@ pub(super) struct Prefixes<const WIDTH: u32> {
 }
 
 impl<const WIDTH: u32> Index for Prefixes<WIDTH> {
-    /// How many bits, and a number that begins with them.
+    /// Number of leading bits, and the bits.
     type Key = (u32, u128);
 
     fn build(named: Vec<((u32, u128), usize)>, total: usize) -> Self {
@@ -320,7 +320,7 @@ impl<const WIDTH: u32> Index for Prefixes<WIDTH> {
 }
 
 impl<const WIDTH: u32> Prefixes<WIDTH> {
-    /// The first bits of a number. None of them is no shift by 128.
+    /// Returns the leading bits of a number; 0 for a length of 0, because a shift by 128 would overflow.
     fn leading_bits(length: u32, number: u128) -> u128 {
         number.checked_shr(WIDTH - length).unwrap_or(0)
     }
@@ -337,12 +337,12 @@ impl<const WIDTH: u32> Prefixes<WIDTH> {
     }
 }
 
-/// A network by its first bits; whether it is one of IPv4.
+/// Returns the leading bits of a network, and whether the network is IPv4.
 pub(super) fn network_prefix(net: &ipnet::IpNet) -> (bool, (u32, u128)) {
     let length = u32::from(net.prefix_len());
     match net.network() {
         IpAddr::V4(ip) => (true, (length, ip.to_bits().into())),
-        // Clients' addresses are compared as the IPv4 addresses that they are.
+        // IPv4-mapped addresses of clients are compared as IPv4 addresses.
         IpAddr::V6(ip) => match ip.to_ipv4_mapped() {
             Some(ip) if length >= 96 => (true, (length - 96, ip.to_bits().into())),
             _ => (false, (length, ip.to_bits())),
@@ -350,7 +350,7 @@ pub(super) fn network_prefix(net: &ipnet::IpNet) -> (bool, (u32, u128)) {
     }
 }
 
-/// The fewest prefixes that are together the numbers from `first` to `last`.
+/// Returns the smallest list of prefixes that covers exactly the numbers from `first` to `last`.
 pub(super) fn prefixes_of_range(first: u16, last: u16) -> Vec<(u32, u128)> {
     let (mut next, end) = (u32::from(first), u32::from(last) + 1);
     let mut prefixes = Vec::new();
@@ -365,7 +365,7 @@ pub(super) fn prefixes_of_range(first: u16, last: u16) -> Vec<(u32, u128)> {
     prefixes
 }
 
-/// By the path itself or one above it.
+/// Index by the path itself or one of its parents.
 #[derive(Debug, Default)]
 pub(super) struct Paths {
     root: RuleSet,
@@ -385,7 +385,7 @@ impl Index for Paths {
 }
 
 impl Paths {
-    /// By the path in small letters, as these were made of.
+    /// Adds the rules for a path in lower case; the index must be built from paths in lower case.
     pub(super) fn find_folded(&self, path: &str, into: &mut RuleBits) {
         if !self.prefixes.rules.is_empty() {
             self.find(&path.to_lowercase(), into);

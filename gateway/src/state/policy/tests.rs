@@ -41,7 +41,7 @@ fn compiled(rules: impl Into<Vec<Rule>>) -> Policy {
     Policy::compile(&policy).unwrap()
 }
 
-/// A request for tests to change.
+/// Request that tests modify.
 struct PolicyCase {
     user: &'static str,
     groups: Vec<String>,
@@ -269,7 +269,7 @@ fn a_session_is_denied_if_any_possible_request_is_denied() {
         asked.path.clear();
     });
     for narrow in [&paths, &methods] {
-        // A rule that denies some of it denies a session, and a rule that allows only some of it does not allow one.
+        // A rule that denies some of the values denies a session, and a rule that allows only some of them does not allow it.
         assert!(!session.of(&compiled([
             what(Effect::Deny, narrow.clone()),
             rule(Effect::Allow)
@@ -386,7 +386,7 @@ fn rules_can_be_replaced_while_they_are_read() {
     assert!(reader.allows_all() && reader.decide(&PolicyCase::new().question()).allow);
 }
 
-/// One of these values, or the key is absent.
+/// Returns one of these values, or an absent key.
 fn pick<T: Clone>(random: &mut StdRng, from: &[T]) -> Specified<Vec<T>> {
     if random.random_bool(0.5) {
         return Specified(None);

@@ -12,7 +12,7 @@ use tracing::info_span;
 
 const FROM: ([u8; 4], u16) = ([192, 0, 2, 1], 4711);
 
-/// A registry, and edges that answer `/bulk` with bulk and keep all other streams open.
+/// Registry, and edges that answer `/bulk` with bulk data and keep all other streams open.
 struct World {
     registry: Registry,
     tasks: TaskGroup,
@@ -151,7 +151,7 @@ async fn one_process_has_so_many_tunnels_and_no_more() {
     }
     let refused = world.register("a", u32::MAX).await.unwrap_err();
     assert_eq!(refused, RegisterError::TooManyTunnels);
-    // A tunnel that takes a slot again is no further tunnel, and another process has slots of its own.
+    // A tunnel that takes a used slot again does not count as a further tunnel, and another process has its own slots.
     world.register("a", 3).await.unwrap();
     world.register("b", u32::MAX).await.unwrap();
 }
@@ -258,7 +258,7 @@ async fn a_node_that_may_be_back_soon_is_waited_for() {
     let long = Duration::from_hours(1);
     let world = World::new();
     let name = node();
-    // From the start of the gateway on, and from the end of the last tunnel on.
+    // The wait begins at the start of the gateway, and again at the end of the last tunnel.
     for _ in 0..2 {
         let mut waits = pin!(world.registry.select_tunnel_within(&name, long));
         assert!((&mut waits).now_or_never().is_none());
@@ -280,7 +280,7 @@ async fn a_node_that_may_be_back_soon_is_waited_for() {
     assert!(matches!(away, Err(NodeUnavailable::LastSeen { .. })));
 }
 
-/// Its session takes a moment to notice the end.
+/// The session of a tunnel takes a moment to notice the tunnel's end.
 #[tokio::test]
 async fn a_node_with_an_ended_tunnel_is_waited_for_until_unregistered() {
     let (world, name, long) = (World::new(), node(), Duration::from_hours(1));
