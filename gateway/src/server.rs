@@ -502,8 +502,8 @@ async fn serve_admin(
     );
 }
 
-/// Starts background tasks. They renew the tunnel port's certificate, close tunnels of nodes that are no longer at the edge, and
-/// report addresses that several nodes share and certificates that expire.
+/// Starts background tasks. They renew the tunnel port's certificate, and close tunnels of nodes that are no longer at the edge.
+/// They report addresses that several nodes share, and certificates that expire.
 fn watch(
     (tasks, runtime): (&TaskGroup, &Handle),
     parts: &Reloadable,

@@ -1,7 +1,7 @@
 //! Workers: threads with one current-thread runtime each.
 //!
 //! A node belongs to the worker with the index hash(node) mod the number of workers, and so do its tunnels. The sockets of its
-//! clients belong to the same worker if the `ClientHello` or the original destination names the node, so that a request never
+//! clients belong to the same worker if the `ClientHello` or the original destination names the node. A request then never
 //! changes threads. This is the only file that starts threads.
 
 use causeway_certs::NodeName;

@@ -67,8 +67,8 @@ impl Default for ApiCache {
             // The resources that kube-proxy and CoreDNS read, and that OpenYurt serves in a pool.
             resources: resources.iter().map(ToString::to_string).collect(),
             allow: None,
-            // 20,000 edges in pools of 10 have 2,000 leaders. The remaining connections suffice for the 9 other edges of each of
-            // 688 pools, a third of all, that have lost their leader at the same time.
+            // 20,000 edges in pools of 10 have 2,000 leaders. The remaining connections suffice for 688 pools, a third of all,
+            // that lose their leader at the same time: each has 9 other edges.
             connections: 8192,
             // Each resource as JSON and as protobuf, for a cluster with some thousand Services.
             cache: 64 << 20,

@@ -1,5 +1,6 @@
-//! Request fields with the client's identity for applications. Clients cannot set them: the gateway removes what clients send in
-//! these fields and in others of the same family, in any spelling that an application may read as the same name.
+//! Request fields with the client's identity for applications. Clients cannot set them. The gateway removes the values that
+//! clients send in these fields and in others of the same family. This includes any spelling that an application may read as the
+//! same name.
 
 use causeway_tunnel::wire::PRIVATE_PREFIX;
 use http::HeaderName;

@@ -121,8 +121,8 @@ struct HandshakeContext {
 
 impl TunnelListener {
     /// Waits until this node can be checked, and returns whether it can. A node that only the cluster can know waits until the
-    /// nodes of the cluster are loaded, because a rejection would keep it away for a minute. If every node with a trusted
-    /// certificate is admitted, the function does not wait for the cluster.
+    /// nodes of the cluster are loaded. A rejection would keep it away for a minute. If every node with a trusted certificate is
+    /// admitted, the function does not wait for the cluster.
     async fn wait_until_checkable(&self, node: &NodeName, wait_limit: Duration) -> bool {
         let Some(mut changes) = self.cluster.clone() else {
             return true;

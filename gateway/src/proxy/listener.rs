@@ -88,8 +88,8 @@ pub struct Listener {
     pub metrics: Arc<ListenerMetrics>,
     /// Throttle of the log lines about clients that request an unknown name or refuse the certificate.
     pub(crate) tls_refusal_throttle: LogThrottle,
-    /// Throttle of the log lines about connections that this listener dials itself and that failed because the process is out of
-    /// file descriptors, local ports or memory.
+    /// Throttle of the log lines about failed connections that this listener dials itself. The cause is that the process has no
+    /// file descriptors, local ports or memory left.
     pub(crate) exhaustion_throttle: LogThrottle,
     /// Time from which no stream begins here, once the listener is retired.
     pub(crate) retired_at: OnceLock<Instant>,

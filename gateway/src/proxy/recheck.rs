@@ -1,10 +1,10 @@
 //! Recheck of open streams: whether their clients are still allowed to use them.
 //!
 //! A stream begins with two decisions: the identity of the client (`authn`), and its authorization (`authz`). Both are repeated
-//! for each open stream within about a second of a change of listeners, policy, trusted roots, tokens, revocations or the labels
-//! and pool of its node. They are also repeated for a stream whose certificate or JWT is no longer valid. A stream that would be
-//! refused now ends, with the refusal as its reason. A stream without a decision continues, so that an outage of the cluster's
-//! API ends no session.
+//! for each open stream within about a second of a change. Changes are those of listeners, policy, trusted roots, tokens,
+//! revocations, and the labels and pool of its node. They are also repeated for a stream whose certificate or JWT is no longer
+//! valid. A stream that would be refused now ends, with the refusal as its reason. A stream without a decision continues, so that
+//! an outage of the cluster's API ends no session.
 
 use super::{
     Proxy, ProxyState,

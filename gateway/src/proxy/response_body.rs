@@ -242,7 +242,7 @@ impl TunnelBody {
                     self.record
                         .record_failure(&Error::from_stream_error(self.node.as_str(), error));
                 }
-                // That code is only meant for this gateway, so the client gets another one.
+                // The edge sends this code to the gateway only, so the client gets another code.
                 Poll::Ready(polled.map(|frame| {
                     frame.map_err(|error| match error {
                         error if error.is_withdrawn() => StreamError::cancelled(),

@@ -3,7 +3,7 @@
 //! 1. The reload reads the CA of the data directory, and ends if the CA has not changed.
 //! 2. It builds everything that presents or trusts a certificate: the tunnel port, its leaf, the listeners.
 //! 3. It installs the result, which cannot fail: new handshakes use the new CA, and open connections continue.
-//! 4. It notifies the edges. If a root was removed, edges whose certificates depend on it are disconnected, and clients whose
+//! 4. It notifies the edges. If a root was removed, edges whose certificates depend on it are disconnected. Clients whose
 //!    certificates depend on it cannot begin a new request (`proxy.rs`).
 
 use super::{error::BindError, listeners::Listeners, tunnel_identity::TunnelIdentity};

@@ -449,8 +449,8 @@ impl Listeners {
 }
 
 impl ListenerUpdate<'_> {
-    /// Applies the update. New `rules` come into force in between, so that the old rules are never applied to a stream of a new
-    /// listener, and the new rules never to a stream of an old listener.
+    /// Applies the update. New `rules` come into force after the old listeners have stopped and before the new ones start. A
+    /// stream of a new listener is therefore never checked by the old rules, nor one of an old listener by the new rules.
     pub(super) fn apply(mut self, rules: Option<impl FnOnce()>) -> ListenerDiff {
         let mut diff = ListenerDiff::default();
         let before = std::mem::take(&mut self.active.listeners);

@@ -1,7 +1,7 @@
 //! Reload of a running gateway's configuration: build all of it, then swap, then retire the old parts.
 //!
-//! Settings that cannot change while a gateway runs (its directory, its workers, the tunnel and admin addresses, limits and
-//! timeouts) are reported, and take effect at the next start.
+//! Some settings cannot change while a gateway runs: its directory, its workers, the tunnel and admin addresses, limits and
+//! timeouts. Changes of these are reported, and take effect at the next start.
 
 use super::{
     addresses::advertised,

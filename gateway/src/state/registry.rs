@@ -2,10 +2,10 @@
 //!
 //! The registry owns the only map from node name to live tunnels, and selects among them. It never dials, waits or calls
 //! Kubernetes: `control::tunnel_listener` writes it, and `proxy` reads it. The newest registration wins. Removal compares tunnel
-//! ids, so the teardown of a half-dead tunnel cannot unregister its successor. A leaving tunnel (another one has taken over, or
-//! its edge has announced it) stays registered until its streams have ended, whatever is registered beside it. Only a tunnel that
-//! its own process has given up is closed. The registry has a shard for each worker, so a request takes no lock that another
-//! worker's requests hold.
+//! ids, so the teardown of a half-dead tunnel cannot unregister its successor. A tunnel leaves when another one has taken over or
+//! its edge has announced it. A leaving tunnel stays registered until its streams have ended. Only a tunnel that its own process
+//! has given up is closed. The registry has a shard for each worker, so a request takes no lock that another worker's requests
+//! hold.
 
 use crate::worker::{WorkerId, Workers};
 use arc_swap::ArcSwapOption;

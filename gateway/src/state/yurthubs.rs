@@ -20,8 +20,9 @@ pub struct NodePoolEndpoints {
 }
 
 impl NodePoolEndpoints {
-    /// Adds an edge that serves these resources. The edge is left out if the maximum number is reached, if it shares no resource
-    /// with the edges before it, or if its address is unreachable for others (unspecified, loopback or multicast).
+    /// Adds an edge that serves these resources. The edge is left out if the maximum number is reached, or if it shares no
+    /// resource with the edges before it. It is also left out if its address is unreachable for others (unspecified, loopback or
+    /// multicast).
     pub(crate) fn add(
         &mut self,
         node: &NodeName,

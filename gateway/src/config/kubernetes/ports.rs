@@ -1,9 +1,9 @@
 //! Configuration section `kubernetes.ports`: node ports that a `ConfigMap` lists, updated while the gateway runs.
 //!
-//! A listed port gets its own listener, which is otherwise a copy of the listener named for its protocol, because a pod does not
-//! see the original destination. If the named listener does see the original destination, the port is redirected to it instead.
-//! Ports in the configuration file take precedence. A `connect` listener serves listed ports without another listener; they are
-//! only announced to edges.
+//! A listed port gets its own listener, because a pod does not see the original destination. The listener is otherwise a copy of
+//! the listener named for its protocol. If the named listener does see the original destination, the port is redirected to it
+//! instead. Ports in the configuration file take precedence. A `connect` listener serves listed ports without another listener;
+//! they are only announced to edges.
 
 use std::collections::BTreeSet;
 

@@ -1,9 +1,9 @@
 //! Policy of leader election in a pool.
 //!
-//! A leader remains while it answers. A leader that has not answered a probe for a while is replaced by a candidate from which
-//! the gateway has received data since the probe. Without such a candidate the leader remains, because members of a site share an
-//! uplink that may be the cause of the silence. `candidates_to_probe` selects the candidates to probe in time. Of several
-//! candidates, the one with the fewest streams leads, among those that have been connected for a while.
+//! A leader remains while it answers. If a leader has not answered a probe for a while, a candidate replaces it that has sent
+//! data since the probe. Without such a candidate the leader remains, because members of a site share an uplink that may be the
+//! cause of the silence. `candidates_to_probe` selects the candidates to probe in time. Of several candidates, the one with the
+//! fewest streams leads, among those that have been connected for a while.
 
 use super::connected_reader::ConnectedReader;
 use causeway_certs::NodeName;

@@ -10,8 +10,8 @@ use causeway_tunnel::{
 /// Bytes that a message needs beside names and addresses, per member and for the whole message.
 const FIELD_OVERHEAD: usize = 32;
 
-/// Returns the announcement to a pool. The leader comes first, so that it fits regardless of the number of members, then the
-/// other members by name, and then members that are not connected.
+/// Returns the announcement to a pool. The leader comes first, so that it always fits. The other members follow by name, and then
+/// members that are not connected.
 pub(super) fn pool_members(
     pool: Option<String>,
     leader: Option<&NodeName>,

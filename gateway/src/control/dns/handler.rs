@@ -2,8 +2,8 @@
 //!
 //! The module is pure: it has no socket, no clock, and no state of earlier queries. A node that joins is therefore found by the
 //! next query. The module never queries another server, and never answers a response, because two servers would otherwise do so
-//! forever. A query that cannot be parsed is answered with a header of twelve bytes or not at all, so that a forged source
-//! address receives no more bytes than were sent here.
+//! forever. A query that cannot be parsed is answered with a header of twelve bytes or not at all. A forged source address
+//! therefore receives no more bytes than were sent here.
 
 use super::zones::{NEGATIVE_TTL, Zone, Zones};
 use crate::state::nodes::{NodeLocation, Nodes};

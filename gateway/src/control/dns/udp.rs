@@ -1,8 +1,8 @@
 //! Queries over UDP.
 //!
 //! An answer must be sent from the queried address, or the client takes it for another server's. A socket on a wildcard address
-//! needs that address for each answer (`IP_PKTINFO`). An answer that the system does not accept at once is dropped, as any
-//! datagram may be, so that a slow link does not delay the next query.
+//! needs that address for each answer (`IP_PKTINFO`). An answer that the system does not accept at once is dropped, so that a
+//! slow link does not delay the next query.
 
 use super::{
     handler::Transport,

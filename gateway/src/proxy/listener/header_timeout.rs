@@ -24,8 +24,8 @@ struct HeaderBlock {
 }
 
 impl HeaderBlockTracker {
-    /// Processes the next bytes. Returns `Some(true)` if a block begins in them and does not end, and `Some(false)` if a block
-    /// ends in them and no other one is open.
+    /// Processes the next bytes. Returns `Some(true)` if a block begins in them and does not end. Returns `Some(false)` if a
+    /// block ends in them and no other one is open.
     pub(super) fn track(&mut self, bytes: &[u8]) -> Option<bool> {
         let mut changed = None;
         self.frames.parse(bytes, |part| {

@@ -1,7 +1,7 @@
 //! TLS to a verified upstream, over a CONNECT stream of the node's tunnel.
 //!
-//! Both versions of HTTP begin on such a connection. A connection that was abandoned or is dropped early is reset, so that no
-//! upstream takes an abandoned request for a complete one (design trap 3).
+//! Both versions of HTTP begin on such a connection. A connection that was abandoned or is dropped early is reset. Otherwise an
+//! upstream could take an abandoned request for a complete one (design trap 3).
 
 use super::{
     error, pin,

@@ -5,9 +5,9 @@
 //! once. A request that a pooled connection did not accept or answer is sent once more on a new connection ([`Retry`]).
 //!
 //! Over HTTP/2 the head is sent first and the body after it in its own task. A client that disconnects resets the stream. A
-//! request that the upstream has not accepted is sent once more on a younger connection, because an upstream that closed one
-//! connection may have closed them all. The same applies to a request that can be repeated (RFC 9110 §9.2.2) and has no body, if
-//! the upstream closed the connection normally without a response.
+//! request that the upstream has not accepted is sent once more on a younger connection. An upstream that closed one connection
+//! may have closed all older ones. The same applies to a repeatable request (RFC 9110 §9.2.2) without a body, if the upstream
+//! closed the connection normally without a response.
 
 use super::{
     connect::{UpstreamConnection, pool_key},

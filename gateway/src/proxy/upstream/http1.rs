@@ -2,7 +2,7 @@
 //!
 //! A separate task drives the connection ([`drive`]) from its first request to its end, and puts it into the pool while it is
 //! idle. A request holds the connection as `InUse`. If `InUse` is dropped before the response is complete, the stream below is
-//! reset, so that no upstream takes an abandoned request for a complete one (design trap 3). All waits have timeouts.
+//! reset. Otherwise an upstream could take an abandoned request for a complete one (design trap 3). All waits have timeouts.
 
 use super::{
     connect::{GuardedIo, UpstreamConnection, pool_key},
