@@ -62,9 +62,9 @@ pub enum NatError {
 /// Ports on this host to which node ports are redirected, by origin of the connection and by address family.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PortMap {
-    /// For connections that this host makes.
+    /// Ports for connections that this host makes.
     local: [BTreeMap<u16, u16>; 2],
-    /// For connections that this host would forward.
+    /// Ports for connections that this host would forward.
     forwarded_ports: [BTreeMap<u16, u16>; 2],
     /// Ports to which all ports of pods are redirected: first for connections that this host makes, then for forwarded ones.
     pods: [[Option<u16>; 2]; 2],
