@@ -79,7 +79,7 @@ pub(crate) const SHORT_REQUEST_LIMITS: ServerLimits = ServerLimits {
 /// Peer of a connection, in the extensions of each of its requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Its IP address, if it connected over TCP.
+    /// IP address of the peer, if it connected over TCP.
     pub address: Option<IpAddr>,
     /// Identity of its verified certificate, if it presented one.
     pub identity: Option<Identity>,

@@ -84,7 +84,7 @@ pub struct Listener {
     pub direct_networks: Vec<IpNet>,
     /// Networks of peers whose connections begin with a PROXY v2 header with the client's address.
     pub proxy_protocol: Vec<IpNet>,
-    /// Its metrics.
+    /// Metrics of this listener.
     pub metrics: Arc<ListenerMetrics>,
     /// Throttle of the log lines about clients that request an unknown name or refuse the certificate.
     pub(crate) tls_refusal_throttle: LogThrottle,

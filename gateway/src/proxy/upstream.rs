@@ -40,9 +40,9 @@ pub struct UpstreamTlsPorts {
 /// Use of a certificate in an upstream's configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CertificateUse {
-    /// The gateway presents it to the upstream.
+    /// The gateway presents the certificate to the upstream.
     Client,
-    /// It signs the certificates of upstreams.
+    /// The certificate signs the certificates of upstreams.
     Ca,
 }
 

@@ -39,7 +39,7 @@ pub enum BindError {
     Listen {
         /// The listener.
         what: String,
-        /// Its address.
+        /// Address of the listener.
         listen: String,
         /// The cause; in most cases the address is in use.
         cause: io::Error,
@@ -51,7 +51,7 @@ pub enum BindError {
     AddressHeld {
         /// The listener to open.
         listener: String,
-        /// Its address.
+        /// Address of the listener.
         listen: String,
         /// The listener that owns the socket.
         holder: String,

@@ -91,7 +91,7 @@ pub struct Decision {
 /// Rule that matched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MatchedRule {
-    /// Its name, or its position.
+    /// Name of the rule, or its position.
     pub rule: Arc<str>,
     /// Line of the policy file in which the rule begins, from 1.
     pub line: usize,

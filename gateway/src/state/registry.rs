@@ -59,7 +59,7 @@ pub struct NewTunnel {
 /// Certificate of an edge on a tunnel.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EdgeCertificate {
-    /// Its serial number, in hexadecimal.
+    /// Serial number in hexadecimal.
     pub serial: String,
     /// Time of issue, in Unix seconds.
     pub issued_at: u64,

@@ -683,7 +683,7 @@ async fn edges_that_ask_receive_root_changes_and_others_do_not() {
     };
     world.until(believes).await;
     step(Ca::activate);
-    // The same roots, in another order: the signing root comes first.
+    // The roots are the same in another order: the signing root comes first.
     assert_eq!(here.hear().await, told(&world.live.get()));
     assert!(matches!(here.hear().await, GatewayMessage::Renew { .. }));
     let (mut late, heard) = world.says(&world.enrolled("edge-3"), asks(&before)).await;

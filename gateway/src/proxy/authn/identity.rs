@@ -122,7 +122,7 @@ impl ClientIdentity {
 /// Certificate that a client presented.
 #[derive(Debug)]
 pub struct PresentedCertificate {
-    /// Its serial number.
+    /// Serial number of the certificate.
     pub serial: Serial,
     /// The certificate and its intermediates.
     pub chain: Vec<CertificateDer<'static>>,

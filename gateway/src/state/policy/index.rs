@@ -355,7 +355,7 @@ pub(super) fn prefixes_of_range(first: u16, last: u16) -> Vec<(u32, u128)> {
     let (mut next, end) = (u32::from(first), u32::from(last) + 1);
     let mut prefixes = Vec::new();
     while next < end {
-        // As large as the alignment of its start and the remaining range allow.
+        // The block is as large as the alignment of its start and the remaining range allow.
         let alignment_bits = next.trailing_zeros().min(16);
         let remaining_bits = (end - next).ilog2();
         let bits = alignment_bits.min(remaining_bits);
