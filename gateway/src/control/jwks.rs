@@ -57,7 +57,7 @@ struct JwksEndpoint {
 }
 
 impl JwksFetchers {
-    /// Returns an empty set. `tasks` run on `runtime`; a fetch takes `bound` at most.
+    /// Returns an empty set. `tasks` run on `runtime`; a fetch takes `fetch_timeout` at most.
     pub fn new(
         tasks: TaskGroup,
         runtime: Handle,

@@ -180,7 +180,7 @@ fn policy_input<'a>(
     }
 }
 
-/// Requests a decision, and waits for it at most `bound`. Also returns the rule that decided, if there is one.
+/// Requests a decision, and waits for it at most `wait_limit`. Also returns the rule that decided, if there is one.
 ///
 /// # Errors
 /// [`Reason::Forbidden`], or [`Reason::DependencyUnavailable`] without a decision in time.

@@ -42,7 +42,7 @@ impl CountedRequestBody {
         self.inner.size_hint().exact()
     }
 
-    /// Makes the body report its chunks to `waiting`.
+    /// Makes the body report its chunks to `buffered`.
     pub(super) fn set_buffered(&mut self, buffered: BufferedBody) {
         self.waiting = buffered;
     }

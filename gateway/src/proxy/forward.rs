@@ -250,7 +250,7 @@ pub(super) fn build_head(
     ctx.proxy.listener.forwarding.apply(hop, &mut fields);
     append_via(&mut fields, version);
     trace_context::never_index(&mut fields);
-    // Set after `clean`, so that the client's `Connection` field cannot remove these fields.
+    // Set after `strip_connection_headers`, so that the client's `Connection` field cannot remove these fields.
     ctx.proxy
         .listener
         .identity_headers

@@ -79,7 +79,7 @@ struct TunnelBody {
 }
 
 impl ResponseBody {
-    /// Returns an empty body. `record` ends with the head.
+    /// Returns an empty body. The access record of the stream ends with the head.
     pub fn empty() -> Self {
         Self::from_inner(Inner::Empty)
     }

@@ -56,7 +56,7 @@ impl BufferedBody {
     }
 }
 
-/// Runs `work`, which reads a body and forwards it. The buffered bytes count towards `memory_budget` meanwhile.
+/// Runs `task`, which reads a body and forwards it. The buffered bytes count towards `memory_budget` meanwhile.
 pub(super) async fn track_buffered<F: Future>(
     memory_budget: &Arc<MemoryBudget>,
     buffered: &BufferedBody,

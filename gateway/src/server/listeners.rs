@@ -395,7 +395,7 @@ impl Listeners {
         }))
     }
 
-    /// Builds the TLS of all listeners for another CA. Blocks concurrent calls of `plan`.
+    /// Builds the TLS of all listeners for another CA. Blocks concurrent calls of [`Listeners::plan`].
     pub(super) fn prepare_ca(&self, ca: &Ca) -> Result<TlsUpdate<'_>, BindError> {
         let standing = self.standing();
         let all = standing.listeners.iter();

@@ -294,7 +294,7 @@ impl LeaderAssigner {
     }
 
     /// Sends the announcement to each of the node's tunnels, unless the tunnel received this or a later one. A new tunnel
-    /// receives the current state `now`, because its uplink may fail soon.
+    /// receives `current`, because its uplink may fail soon.
     fn announce(
         &mut self,
         reader: &ConnectedReader,

@@ -165,7 +165,7 @@ async fn each_refusal_has_its_reason() {
     );
 }
 
-/// A pattern token enrols nodes that have not joined. A node that the cluster has already counts as not joined.
+/// A pattern token enrols nodes that have not joined. A node that exists only in the cluster counts as not joined.
 #[tokio::test]
 async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
     let counter = Counter::open();

@@ -93,7 +93,7 @@ impl Netlink {
         Ok(())
     }
 
-    /// Sends a request, and passes the kind and body of each message of the answer to `see`.
+    /// Sends a request, and passes the kind and body of each message of the answer to `on_message`.
     ///
     /// # Errors
     /// The first error of the kernel, and the number of the faulty message if there is one.

@@ -66,7 +66,7 @@ enum CachedResult {
 }
 
 impl ReviewCache {
-    /// Returns a cache that makes reviews with `review_client` on its runtime. `bound` limits the wait for an answer.
+    /// Returns a cache that makes reviews with `review_client` on its runtime. `review_timeout` limits the wait for an answer.
     pub fn new(
         (review_client, runtime): (Arc<dyn ReviewClient>, Handle),
         kubernetes: &Kubernetes,

@@ -47,11 +47,11 @@ pub struct ConnState {
     flushed: AtomicWaker,
     /// Whether the next byte read begins a new head.
     expects_head: AtomicBool,
-    /// Start of the head that is being received, in milliseconds after `began`, plus one; 0 means none.
+    /// Start of the head that is being received, in milliseconds after `created_at`, plus one; 0 means none.
     head_started_at: AtomicU64,
     /// Eviction handle of the stream that carries the response, if the client speaks HTTP/1.1.
     eviction: Mutex<Option<Eviction>>,
-    /// Time since which the socket accepts no bytes, in milliseconds after `began`, plus one; 0 means none.
+    /// Time since which the socket accepts no bytes, in milliseconds after `created_at`, plus one; 0 means none.
     blocked_since: AtomicU64,
     /// Notified when a stream was evicted, if the client speaks HTTP/2.
     stream_lost: Notify,

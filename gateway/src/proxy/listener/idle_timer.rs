@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep_until};
 pub struct IdleTimer {
     created_at: Instant,
     open_requests: AtomicUsize,
-    /// Time at which the last request ended, in milliseconds after `began`, plus one; 0 means never.
+    /// Time at which the last request ended, in milliseconds after `created_at`, plus one; 0 means never.
     idle_since: AtomicU64,
 }
 

@@ -57,7 +57,7 @@ struct ActiveUpload {
 }
 
 impl UpstreamRequestBody {
-    /// Returns this body for the connection with this state. With `go`, the body waits for that signal first.
+    /// Returns this body for the connection with this state. With `release`, the body waits for that signal first.
     pub(super) fn new(
         (upload, busy_guard): (CountedRequestBody, Option<ActiveRequest>),
         conn_state: &Arc<ConnState>,

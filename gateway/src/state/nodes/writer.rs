@@ -104,10 +104,10 @@ impl NodesWriter {
         changed
     }
 
-    /// Adds the nodes that `written` returns. The table is locked during the call.
+    /// Adds the nodes that `write` returns. The table is locked during the call.
     ///
     /// # Errors
-    /// The error of `written`. The table is then unchanged.
+    /// The error of `write`. The table is then unchanged.
     pub fn add_records<E>(
         &self,
         write: impl FnOnce() -> Result<Vec<(NodeName, Node)>, E>,
@@ -128,10 +128,10 @@ impl NodesWriter {
         Ok(())
     }
 
-    /// Replaces all nodes with those that `read` returns. The table is locked during the call.
+    /// Replaces all nodes with those that `read_records` returns. The table is locked during the call.
     ///
     /// # Errors
-    /// The error of `read`. The table is then unchanged.
+    /// The error of `read_records`. The table is then unchanged.
     pub fn refresh<E>(
         &self,
         read_records: impl FnOnce() -> Result<BTreeMap<NodeName, Node>, E>,

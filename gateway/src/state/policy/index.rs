@@ -117,7 +117,7 @@ impl RemainingRules {
 /// Index that is built from keys with the rules that name them.
 pub(super) trait Index: Default {
     type Key;
-    /// Returns an index of `total` rules from the keys in `named`.
+    /// Returns an index of `total` rules from these keys.
     fn build(keys: Vec<(Self::Key, usize)>, total: usize) -> Self;
 }
 
@@ -385,7 +385,7 @@ impl Index for Paths {
 }
 
 impl Paths {
-    /// Adds the rules for a path in lower case; the index must be built from paths in lower case.
+    /// Adds the rules for a path after its conversion to lower case. The index must be built from paths in lower case.
     pub(super) fn find_folded(&self, path: &str, into: &mut RuleBits) {
         if !self.prefixes.rules.is_empty() {
             self.find(&path.to_lowercase(), into);

@@ -238,7 +238,7 @@ fn client_from_certificate(
             let name = name.unwrap_or_else(|| "unnamed".to_owned());
             (name, organizations, uris)
         }
-        // `check_peer` admits neither for this purpose.
+        // `verify_peer` admits neither for this purpose.
         Identity::Edge(_) | Identity::Gateway => return Ok(None),
     };
     let client = ClientIdentity::new(&name, groups, AuthMethod::Certificate, &proxy.shared.limits);
