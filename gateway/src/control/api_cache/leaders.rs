@@ -248,8 +248,9 @@ impl LeaderAssigner {
         next.clone()
     }
 
-    /// Returns nodes by pool that have been connected, are not now, and are neither removed nor revoked. A node whose heartbeats are
-    /// delegated was connected, too, maybe to this gateway before its restart: members are to let it in.
+    /// Returns, by pool, the nodes that were connected earlier and are not now, and that are neither removed nor revoked. A node
+    /// with delegated heartbeats counts too: it may have been connected to this gateway before its restart, and members must
+    /// admit it.
     fn disconnected_members(
         &mut self,
         readers: &[ConnectedReader],
