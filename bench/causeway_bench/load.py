@@ -52,9 +52,9 @@ def result(bed: Bed, words: list[str], seconds: float) -> Event:
 def road(way: Way) -> list[str]:
     """Returns the arguments for the load's route to the app."""
     if isinstance(way, Https):
-        return ["--front", f"127.0.0.1:{way.port}", "--target", way.target, "--ca", str(way.ca)]
+        return ["--listener", f"127.0.0.1:{way.port}", "--target", way.target, "--ca", str(way.ca)]
     if isinstance(way, Plain):
-        return ["--front", way.target, "--target", way.target]
+        return ["--listener", way.target, "--target", way.target]
     shown = ["--cert", str(way.certificate), "--key", str(way.key)] if way.certificate else []
     return ["--proxy", f"127.0.0.1:{way.port}", "--target", way.target, "--ca", str(way.ca),
             "--server-name", way.server_name, *shown]  # fmt: skip
@@ -65,7 +65,7 @@ def requests(
 ) -> Figures:
     """Requests for 1 KiB in a closed loop, over kept connections or new ones."""
     meter = Meter(contestant.processes)
-    words = ["connect", *road(way_of(contestant, connect)), "--callers", str(callers),
+    words = ["connect", *road(way_of(contestant, connect)), "--clients", str(callers),
              "--for", f"{seconds:.0f}s", "--path", "/1k", *(["--new"] if new else [])]  # fmt: skip
     found = result(bed, words, seconds + 30)
     requests_made = found["requests"]
@@ -132,5 +132,5 @@ def fleet(tunnel: int, identities: Path, nodes: int) -> list[str]:
 def handshakes(bed: Bed, tunnel: int, identities: Path, seconds: float, *, resume: bool) -> Event:
     """Dials, sends the hello and hangs up in a closed loop."""
     words = [*fleet(tunnel, identities, 32), "--handshakes-only", "--hello", "--for", f"{seconds:.0f}s"]
-    words += ["--callers", "32", "--resume", "yes" if resume else "no"]
+    words += ["--clients", "32", "--resume", "yes" if resume else "no"]
     return result(bed, words, seconds + 30)

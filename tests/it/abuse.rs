@@ -4,7 +4,7 @@
 //! `CAUSEWAY_TEST_FULL=1` each attack lasts as long as the promise says, and memory and CPU time are measured.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         PATIENCE,
         app::{App, answer},
@@ -13,7 +13,7 @@ use crate::{
             ACK, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PING, PREFACE, RST_STREAM,
             WINDOW_UPDATE, fields, frame, next, send, settings,
         },
-        process::{Process, Site, Usage},
+        process::{GatewayProcess, Process, Usage},
         tool::{full, need},
         until,
     },
@@ -42,19 +42,19 @@ const GROWTH: usize = 64 << 20;
 const FIRST: usize = 160 << 20;
 
 /// A site under attack, and its resource usage before.
-struct Siege {
-    site: Site,
+struct Attack {
+    site: GatewayProcess,
     edge: Process,
     before: [Usage; 2],
 }
 
-impl Siege {
+impl Attack {
     async fn of(app: &App, configuration: &str) -> Self {
-        let site = Site::with_listeners(&format!("{LISTENER}\n{configuration}")).await;
+        let site = GatewayProcess::with_listeners(&format!("{LISTENER}\n{configuration}")).await;
         Self::at(site, app).await
     }
 
-    async fn at(site: Site, app: &App) -> Self {
+    async fn at(site: GatewayProcess, app: &App) -> Self {
         let edge = site.join("edge-1", app.port()).await;
         let mut siege = Self {
             before: [site.gateway.usage(), edge.usage()],
@@ -143,7 +143,7 @@ async fn hundreds_of_killed_clients_leave_no_resources() {
         _ => answer::ok("well"),
     })
     .await;
-    let mut siege = Siege::of(&app, "").await;
+    let mut siege = Attack::of(&app, "").await;
     let mut each = interval(Duration::from_millis(400));
     let rounds = rounds(4, 60);
     for round in 0..rounds {
@@ -173,12 +173,12 @@ async fn hundreds_of_killed_clients_leave_no_resources() {
 async fn rapid_resets_end_only_their_own_connection() {
     const ALL: u32 = 10_000;
     let app = App::saying("well").await;
-    let road = Road::to(&app).await;
-    let mut other = road.http2().connect("edge-1").await.unwrap();
+    let testbed = TestBed::to(&app).await;
+    let mut other = testbed.http2().connect("edge-1").await.unwrap();
     let rounds = async {
         let mut most = 0;
         for _ in 0..5 {
-            most = most.max(resets(&road, ALL).await);
+            most = most.max(resets(&testbed, ALL).await);
         }
         most
     };
@@ -195,15 +195,15 @@ async fn rapid_resets_end_only_their_own_connection() {
     assert!(served > 0, "no other client was served meanwhile");
     assert_eq!(other.get(URL).await.unwrap().text(), "well");
     drop(other);
-    road.until_idle().await;
-    assert_eq!(road.metrics().await.sum("tunnels_ended_total", &[]), 0);
+    testbed.until_idle().await;
+    assert_eq!(testbed.metrics().await.sum("tunnels_ended_total", &[]), 0);
 }
 
 #[tokio::test]
 async fn unread_bodies_hold_no_more_permits_than_exist() {
     const STREAMS: u32 = 250;
     let app = App::saying("well").await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     let head = fields(&[
         (":method", "POST"),
         (":scheme", "https"),
@@ -214,7 +214,7 @@ async fn unread_bodies_hold_no_more_permits_than_exist() {
     let mut wires = Vec::new();
     // One source may have three quarters of 1,024.
     until("the oldest bodies are cut off", async || {
-        let mut wire = road.http2().wire("edge-1", &["h2"]).await.unwrap();
+        let mut wire = testbed.http2().wire("edge-1", &["h2"]).await.unwrap();
         // Without a header table each status is a literal.
         let mut begin = [PREFACE, &settings(&[(1, 0)])].concat();
         for number in 0..STREAMS {
@@ -227,7 +227,7 @@ async fn unread_bodies_hold_no_more_permits_than_exist() {
             answered += u32::from(frame.kind == HEADERS && frame.status() == 403);
         }
         wires.push(wire);
-        let metrics = road.metrics().await;
+        let metrics = testbed.metrics().await;
         metrics.sum("connections_rejected_total", &evicted) > 0
     })
     .await;
@@ -239,12 +239,12 @@ async fn unread_bodies_hold_no_more_permits_than_exist() {
             break;
         }
     }
-    assert_eq!(road.client().get(URL).await.text(), "well");
+    assert_eq!(testbed.client().get(URL).await.text(), "well");
 }
 
 /// Begins this many requests and resets each at once, until the gateway ends the connection. Returns the number of
 /// requests.
-async fn resets(road: &Road, all: u32) -> u32 {
+async fn resets(testbed: &TestBed, all: u32) -> u32 {
     const BATCH: u32 = 50;
     let head = fields(&[
         (":method", "GET"),
@@ -252,7 +252,7 @@ async fn resets(road: &Road, all: u32) -> u32 {
         (":authority", "edge-1:9100"),
         (":path", "/"),
     ]);
-    let mut wire = road.http2().wire("edge-1", &["h2"]).await.unwrap();
+    let mut wire = testbed.http2().wire("edge-1", &["h2"]).await.unwrap();
     let begin = [PREFACE, &settings(&[])].concat();
     send(&mut *wire, &begin).await.unwrap();
     for first in (0..all).step_by(BATCH as usize) {
@@ -288,7 +288,7 @@ async fn a_thousand_idle_upgrades_stay_and_each_still_works() {
     need!("curl");
     let app = App::http(|_| answer::switch("echo", b"")).await;
     let short = "timeouts: { header: 2s, idle_keepalive: 2s }";
-    let site = Site::with_listeners(&format!("{LISTENER}\n{short}")).await;
+    let site = GatewayProcess::with_listeners(&format!("{LISTENER}\n{short}")).await;
     let edge = site.join("edge-1", app.port()).await;
     let before = [site.gateway.usage(), edge.usage()];
     let head =
@@ -319,10 +319,10 @@ async fn a_thousand_idle_upgrades_stay_and_each_still_works() {
         assert_eq!(read(wire, said.len()).await, said.as_bytes());
     }
     drop(wires);
-    Siege { site, edge, before }.end_idle().await;
+    Attack { site, edge, before }.end_idle().await;
 }
 
-impl Siege {
+impl Attack {
     /// As [`Siege::end`], for an app that does not answer an ordinary client.
     async fn end_idle(self) {
         until("streams, connections and files are as before", async || {
@@ -347,7 +347,7 @@ async fn slow_heads_are_closed_and_slow_bodies_block_no_client() {
         _ => answer::ok("well"),
     })
     .await;
-    let siege = Siege::of(&app, "timeouts: { header: 1s }").await;
+    let siege = Attack::of(&app, "timeouts: { header: 1s }").await;
     let slow = join_all((0..200).map(|_| async {
         let mut wire = siege.dial().await;
         // One byte each 100 ms. The head never becomes complete.
@@ -380,9 +380,10 @@ async fn slow_heads_are_closed_and_slow_bodies_block_no_client() {
 async fn a_flood_up_to_the_file_limit_ends_and_clients_are_accepted() {
     need!("curl");
     let app = App::saying("well").await;
-    let site = Site::with_listeners(&format!("{LISTENER}\ntimeouts: {{ header: 3s }}")).await;
+    let site =
+        GatewayProcess::with_listeners(&format!("{LISTENER}\ntimeouts: {{ header: 3s }}")).await;
     let site = site.with_files(1024).await;
-    let siege = Siege::at(site, &app).await;
+    let siege = Attack::at(site, &app).await;
     let mut flood = Vec::new();
     for _ in 0..15 {
         let more = join_all((0..100).map(|_| TcpStream::connect(&siege.site.listener)));
@@ -428,7 +429,7 @@ async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
         _ => answer::ok("well"),
     })
     .await;
-    let site = Site::with_listeners(LISTENER).await;
+    let site = GatewayProcess::with_listeners(LISTENER).await;
     let token = site.token("--node edge-1").await;
     let few = crate::world::process::causeway_with_files(40);
     let mut edge = site
@@ -467,7 +468,7 @@ async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
 #[tokio::test]
 async fn silent_connections_keep_no_client_out() {
     let app = App::saying("here").await;
-    let siege = Siege::of(&app, "limits: { connections: 16 }").await;
+    let siege = Attack::of(&app, "limits: { connections: 16 }").await;
     let mut silent = Vec::new();
     for _ in 0..64 {
         silent.push(siege.dial().await);
@@ -487,7 +488,7 @@ async fn floods_of_control_frames_get_enhance_your_calm() {
     const UNKNOWN: u8 = 0xfa;
     const ENHANCE_YOUR_CALM: [u8; 4] = 11_u32.to_be_bytes();
     let app = App::saying("here").await;
-    let siege = Siege::of(&app, "").await;
+    let siege = Attack::of(&app, "").await;
     let floods = [
         (settings(&[]), 100),
         (frame(PING, 0, 0, &[7; 8]), 100),

@@ -2,7 +2,7 @@
 //! do, through outages, restarts and damage.
 
 use crate::world::{
-    process::{Causeway, Process, Site, address_after, causeway},
+    process::{Causeway, GatewayProcess, Process, address_after, causeway},
     tool::{Tool, need},
     until,
 };
@@ -13,7 +13,7 @@ use std::{fs, net::TcpListener, path::Path, time::Instant};
 const SLICES: &str = "apis/discovery.k8s.io/v1/endpointslices";
 
 /// A gateway with this many `EndpointSlices` and a Service.
-async fn gateway(slices: u32) -> (tempfile::TempDir, Site) {
+async fn gateway(slices: u32) -> (tempfile::TempDir, GatewayProcess) {
     let objects = tempfile::tempdir().unwrap();
     for number in 0..slices {
         write(objects.path(), &format!("slice-{number}"), "10.0.0.1");
@@ -21,7 +21,7 @@ async fn gateway(slices: u32) -> (tempfile::TempDir, Site) {
     let service = json!({ "apiVersion": "v1", "kind": "Service", "metadata": { "name": "web", "namespace": "shop" }, "spec": { "clusterIP": "10.96.0.7" } });
     fs::write(objects.path().join("web.json"), service.to_string()).unwrap();
     let readers = format!("api_cache: {{ manifests: {} }}", objects.path().display());
-    let site = Site::with(&readers).await;
+    let site = GatewayProcess::with(&readers).await;
     (objects, site)
 }
 
@@ -43,12 +43,12 @@ fn free() -> String {
 }
 
 /// An edge with an API cache.
-struct Reading {
+struct ApiCacheEdge {
     edge: Process,
     at: String,
 }
 
-impl Reading {
+impl ApiCacheEdge {
     async fn of(edge: Causeway, reader: &str) -> Self {
         let mut edge = edge.flag("--api-cache", reader).start();
         let line = edge
@@ -59,7 +59,7 @@ impl Reading {
     }
 
     /// A node that joins as a member of a pool.
-    async fn join(site: &Site, node: &str, reader: &str) -> Self {
+    async fn join(site: &GatewayProcess, node: &str, reader: &str) -> Self {
         let token = site.token(&format!("--node {node} --pool north")).await;
         Self::of(site.edge(node, 1).flag("--join", token), reader).await
     }
@@ -132,7 +132,7 @@ impl Reading {
 async fn a_node_reads_gateway_state_from_its_edge_during_outages() {
     need!("curl");
     let (objects, site) = gateway(3).await;
-    let node = Reading::join(&site, "edge-1", "{ listen: \"127.0.0.1:0\" }").await;
+    let node = ApiCacheEdge::join(&site, "edge-1", "{ listen: \"127.0.0.1:0\" }").await;
     node.has(3).await;
     let (_, head, list) = node
         .get(&format!(
@@ -178,7 +178,7 @@ async fn a_node_reads_gateway_state_from_its_edge_during_outages() {
 
     // Also after a reboot.
     node.edge.kill().await;
-    let again = Reading::of(site.edge("edge-1", 1), "{ listen: \"127.0.0.1:0\" }").await;
+    let again = ApiCacheEdge::of(site.edge("edge-1", 1), "{ listen: \"127.0.0.1:0\" }").await;
     assert_eq!(again.names(SLICES).await.len(), 3);
     assert_eq!(again.names("api/v1/services").await, ["web"]);
     let site = site
@@ -197,7 +197,7 @@ async fn a_node_reads_gateway_state_from_its_edge_during_outages() {
 async fn state_of_a_hung_gateway_is_as_old_as_its_last_message() {
     need!("curl");
     let (_objects, site) = gateway(3).await;
-    let node = Reading::join(&site, "edge-1", "{ listen: \"127.0.0.1:0\" }").await;
+    let node = ApiCacheEdge::join(&site, "edge-1", "{ listen: \"127.0.0.1:0\" }").await;
     node.has(3).await;
     let began = Instant::now();
     site.gateway.signal("STOP").await;
@@ -237,7 +237,7 @@ async fn one_pool_member_reads_for_the_others_and_is_replaced() {
             "{{ listen: \"127.0.0.1:0\", members: {{ listen: \"{at}\", addresses: [\"{at}\"] }} }}"
         );
         nodes.push((
-            Reading::join(&site, &format!("edge-{number}"), &reader).await,
+            ApiCacheEdge::join(&site, &format!("edge-{number}"), &reader).await,
             reader,
         ));
     }
@@ -295,14 +295,14 @@ fn show(folder: &Path) {
 }
 
 /// Runs curl at an endpoint with TLS. curl trusts the CA that is or was in the folder.
-fn over_tls(node: &Reading, ca: &Path, path: &str) -> Tool {
+fn over_tls(node: &ApiCacheEdge, ca: &Path, path: &str) -> Tool {
     let url = format!("https://{}/{path}", node.at);
     let ca = ca.display().to_string();
     Tool::curl().args(["--no-buffer", "--max-time", "60", "--cacert", &ca, &url])
 }
 
 /// If certificate and key do not match, the edge keeps the previous pair.
-async fn spoilt(node: &mut Reading, folder: &Path) {
+async fn spoilt(node: &mut ApiCacheEdge, folder: &Path) {
     let kept = folder.join("kept.pem");
     fs::copy(folder.join("endpoint.pem"), &kept).unwrap();
     fs::write(folder.join("key.pem"), "no key").unwrap();
@@ -334,7 +334,7 @@ async fn clients_read_over_tls_with_late_and_renewed_certificates() {
         check.stderr
     );
     // An edge is useful without the API cache, too.
-    let mut node = Reading::join(&site, "edge-1", &reader).await;
+    let mut node = ApiCacheEdge::join(&site, "edge-1", &reader).await;
     let told = node
         .edge
         .said("this listener refuses all clients until the error is corrected")
@@ -382,7 +382,7 @@ async fn damaged_files_are_set_aside_and_read_again() {
     need!("curl");
     let (_objects, site) = gateway(2).await;
     let reader = "{ listen: \"127.0.0.1:0\", save_every: 100ms }";
-    let node = Reading::join(&site, "edge-1", reader).await;
+    let node = ApiCacheEdge::join(&site, "edge-1", reader).await;
     node.has(2).await;
     let ended = node.edge.stop().await.ok();
     assert!(!ended.stderr.contains("panicked"), "{ended:#?}");
@@ -403,7 +403,7 @@ async fn damaged_files_are_set_aside_and_read_again() {
         }
     }
     assert_eq!(damaged, 3, "a file for each resource");
-    let node = Reading::of(site.edge("edge-1", 1), reader).await;
+    let node = ApiCacheEdge::of(site.edge("edge-1", 1), reader).await;
     node.edge.wrote("checksum", 3, crate::world::PATIENCE).await;
     node.has(2).await;
 }

@@ -2,9 +2,9 @@
 //! stays up, the next request is served, and nothing is left behind.
 
 use crate::{
-    road::Road,
+    testbed::TestBed,
     world::{
-        app::{App, Gate, Head, Script, answer, answer::pattern},
+        app::{App, Head, PauseGate, Script, answer, answer::pattern},
         client::{Answer, CallError, Client, assert_problem},
         tool::full,
         until,
@@ -21,7 +21,7 @@ use tokio::{
 const PATIENCE: Duration = Duration::from_mins(2);
 
 /// Expected response to a client for one path.
-enum Row {
+enum Expected {
     /// An error of Causeway with this reason.
     Broken,
     /// The app's own answer with this status, which the closure checks.
@@ -33,87 +33,103 @@ enum Row {
 struct Fault {
     path: &'static str,
     script: fn() -> Script,
-    row: Row,
+    row: Expected,
 }
 
-const fn fault(path: &'static str, script: fn() -> Script, row: Row) -> Fault {
+const fn fault(path: &'static str, script: fn() -> Script, row: Expected) -> Fault {
     Fault { path, script, row }
 }
 
 const FAULTS: &[Fault] = &[
-    fault("/garbage", answer::garbage, Row::Broken),
-    fault("/closes", answer::close, Row::Broken),
-    fault("/resets", || Script::new().reset(), Row::Broken),
-    fault("/half-a-head", || half_a_head().close(), Row::Broken),
-    fault("/head-and-reset", || half_a_head().reset(), Row::Broken),
+    fault("/garbage", answer::garbage, Expected::Broken),
+    fault("/closes", answer::close, Expected::Broken),
+    fault("/resets", || Script::new().reset(), Expected::Broken),
+    fault("/half-a-head", || half_a_head().close(), Expected::Broken),
+    fault(
+        "/head-and-reset",
+        || half_a_head().reset(),
+        Expected::Broken,
+    ),
     fault(
         "/another-version",
         || answers("HTTP/3.7 200 OK\r\n\r\n"),
-        Row::Broken,
+        Expected::Broken,
     ),
     fault(
         "/two-lengths",
         || answers("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nabc"),
-        Row::Broken,
+        Expected::Broken,
     ),
     fault(
         "/a-coding-of-its-own",
         || answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"),
-        Row::Broken,
+        Expected::Broken,
     ),
     fault(
         "/a-switch-nobody-asked-for",
         || answers("HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n"),
-        Row::Broken,
+        Expected::Broken,
     ),
-    fault("/a-head-without-end", endless_head, Row::Broken),
-    fault("/hints-without-end", endless_hints, Row::Broken),
-    fault("/closes-in-mid-body", answer::close_in_mid_body, Row::Reset),
-    fault("/resets-in-mid-body", || cut_short().reset(), Row::Reset),
+    fault("/a-head-without-end", endless_head, Expected::Broken),
+    fault("/hints-without-end", endless_hints, Expected::Broken),
+    fault(
+        "/closes-in-mid-body",
+        answer::close_in_mid_body,
+        Expected::Reset,
+    ),
+    fault(
+        "/resets-in-mid-body",
+        || cut_short().reset(),
+        Expected::Reset,
+    ),
     fault(
         "/closes-in-mid-chunk",
         || chunked("400\r\ncut short").close(),
-        Row::Reset,
+        Expected::Reset,
     ),
     fault(
         "/chunks-of-no-size",
         || chunked("5\r\nfirst\r\nno size at all\r\n"),
-        Row::Reset,
+        Expected::Reset,
     ),
     fault(
         "/before-the-body",
         answer::before_the_body,
-        Row::Answer(413, |answer| answer.text() == "too much"),
+        Expected::Answer(413, |answer| answer.text() == "too much"),
     ),
-    fault("/hints", || hints(200), Row::Answer(200, is_hinted)),
+    fault("/hints", || hints(200), Expected::Answer(200, is_hinted)),
     fault(
         "/processing",
         || answers("HTTP/1.1 102 Processing\r\n\r\n").write(hinted()),
-        Row::Answer(200, is_hinted),
+        Expected::Answer(200, is_hinted),
     ),
     fault(
         "/chunks-of-1",
         || chunked("").chunks(1, SMALL),
-        Row::Answer(200, |answer| answer.body == pattern(SMALL)),
+        Expected::Answer(200, |answer| answer.body == pattern(SMALL)),
     ),
     fault(
         "/chunks-of-64",
         || chunked("").chunks(64, SMALL),
-        Row::Answer(200, |answer| answer.body == pattern(SMALL)),
+        Expected::Answer(200, |answer| answer.body == pattern(SMALL)),
     ),
     fault(
         "/a-head-of-60-kib",
         || large_head(60 << 10, 1),
-        Row::Answer(200, |answer| answer.field("x-large-0").len() == 60 << 10),
+        Expected::Answer(200, |answer| answer.field("x-large-0").len() == 60 << 10),
     ),
     fault(
         "/60-fields-of-1-kib",
         || large_head(1 << 10, 60),
-        Row::Answer(200, |answer| {
+        Expected::Answer(200, |answer| {
             (0..60).all(|number| answer.field(&format!("x-large-{number}")).len() == 1 << 10)
         }),
     ),
-    fault("/a-head-of-a-mib", || large_head(1 << 18, 4), Row::Broken),
+    fault(
+        "/a-head-of-a-mib",
+        || large_head(1 << 18, 4),
+        Expected::Broken,
+    ),
 ];
 
 const SMALL: usize = 1 << 18;
@@ -123,13 +139,13 @@ const HINT: &str = "HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\
 #[tokio::test]
 async fn an_apps_fault_is_its_clients_row_and_the_tunnel_lives_on() {
     let app = App::http(faulty).await;
-    holds_of_each(&Road::to(&app).await).await;
+    holds_of_each(&TestBed::to(&app).await).await;
 }
 
 #[tokio::test]
 async fn an_upstream_tls_fault_is_recorded_for_its_client() {
-    let (app, road) = Road::secured(faulty).await;
-    holds_of_each(&road).await;
+    let (app, testbed) = TestBed::secured(faulty).await;
+    holds_of_each(&testbed).await;
     drop(app);
 }
 
@@ -139,9 +155,9 @@ fn faulty(head: &Head) -> Script {
     fault.map_or_else(|| answer::ok("well"), |fault| (fault.script)())
 }
 
-async fn holds_of_each(road: &Road) {
-    let first = road.tunnels().await[0];
-    for client in [road.client(), road.http2()] {
+async fn holds_of_each(testbed: &TestBed) {
+    let first = testbed.tunnels().await[0];
+    for client in [testbed.client(), testbed.http2()] {
         for fault in FAULTS {
             let path = fault.path;
             let asked = timeout(PATIENCE, ask(&client, path)).await;
@@ -152,8 +168,8 @@ async fn holds_of_each(road: &Road) {
         }
     }
     // A second tunnel for bulk may exist; the first is the one from before.
-    assert_eq!(road.tunnels().await[0], first);
-    road.until_idle().await;
+    assert_eq!(testbed.tunnels().await[0], first);
+    testbed.until_idle().await;
 }
 
 /// For an app that writes single bytes, not every byte may cost a frame, a TLS record and a write. The bytes before a pause
@@ -161,14 +177,14 @@ async fn holds_of_each(road: &Road) {
 #[tokio::test]
 async fn short_chunks_of_an_upstream_are_joined_without_delay() {
     const MANY: usize = 1 << 14;
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let waits = gate.clone();
-    let (app, road) = Road::secured(move |_| {
+    let (app, testbed) = TestBed::secured(move |_| {
         let end = "1\r\nx\r\n".repeat(MANY) + "0\r\n\r\n";
         chunked("5\r\nfirst\r\n").until(&waits).write(end)
     })
     .await;
-    let mut wire = road.tcp("plain").await;
+    let mut wire = testbed.tcp("plain").await;
     let head = b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n";
     wire.write_all(head).await.unwrap();
     let mut answer = Vec::new();
@@ -211,28 +227,28 @@ async fn silent_upstreams_delay_only_their_own_clients() {
         _ => answer::ok("well"),
     })
     .await;
-    let road = Road::to(&app).await;
-    let first = road.tunnels().await[0];
+    let testbed = TestBed::to(&app).await;
+    let first = testbed.tunnels().await[0];
     let mut waiting = Vec::new();
     for _ in 0..200 {
-        let mut wire = road.tcp("plain").await;
+        let mut wire = testbed.tcp("plain").await;
         let head = b"GET /silent HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
         wire.write_all(head).await.unwrap();
         waiting.push(wire);
     }
     until("all of them wait", async || app.requests() == 200).await;
-    for client in [road.client(), road.http2()] {
+    for client in [testbed.client(), testbed.http2()] {
         assert_eq!(ask(&client, "/well").await.unwrap().text(), "well");
     }
     drop(waiting);
-    road.until_idle().await;
-    assert_eq!(road.tunnels().await[0], first);
+    testbed.until_idle().await;
+    assert_eq!(testbed.tunnels().await[0], first);
 }
 
 /// Early hints are frames, and too many frames end a tunnel with the streams of all clients.
 #[tokio::test]
 async fn floods_of_hints_end_no_tunnel() {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let waits = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {
         "/waits" => Script::new().body().until(&waits).write(hinted()),
@@ -243,9 +259,9 @@ async fn floods_of_hints_end_no_tunnel() {
         _ => answer::ok("well"),
     })
     .await;
-    let road = Road::to(&app).await;
-    let first = road.tunnels().await[0];
-    let client = road.http2();
+    let testbed = TestBed::to(&app).await;
+    let first = testbed.tunnels().await[0];
+    let client = testbed.http2();
     let waiting = ask(&client, "/waits");
     let hinting = async {
         // 900 hints each.
@@ -258,10 +274,10 @@ async fn floods_of_hints_end_no_tunnel() {
     };
     let both = timeout(2 * PATIENCE, join(waiting, hinting)).await;
     assert!(is_hinted(&both.expect("both end").0.unwrap()));
-    assert_eq!(road.tunnels().await[0], first);
+    assert_eq!(testbed.tunnels().await[0], first);
 }
 
-impl Row {
+impl Expected {
     fn holds(&self, path: &str, outcome: Result<Answer, CallError>) {
         match (self, outcome) {
             (Self::Broken, Ok(answer)) => {

@@ -1,10 +1,10 @@
 //! Apps to which the gateway itself speaks TLS, with a key that no edge has. Requests equal those that an edge would send.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         World,
-        app::{App, End, Gate, Head, Script, answer, answer::pattern},
+        app::{App, End, Head, PauseGate, Script, answer, answer::pattern},
         authority::Authority,
         client::{assert_problem, exchange, read, read_head, read_to_end, whole},
         edge::Edge,
@@ -93,10 +93,10 @@ async fn edge(world: &World, node: &str, app: &App) -> Edge {
 
 #[tokio::test]
 async fn requests_pass_with_bodies_and_connections_are_reused() {
-    let (app, road) = Road::secured(by_path).await;
+    let (app, testbed) = TestBed::secured(by_path).await;
     // More bytes would start a second tunnel, which has separate connections.
     let large = pattern(1 << 18);
-    for client in [road.client(), road.http2()] {
+    for client in [testbed.client(), testbed.http2()] {
         assert_eq!(client.get(URL).await.text(), "well");
         let url = format!("{URL}mirror");
         let mirrored = client.ask("POST", &url, large.clone());
@@ -115,7 +115,7 @@ async fn requests_pass_with_bodies_and_connections_are_reused() {
     assert_eq!(seen, ["edge-1:9100", "1.1 causeway"]);
     assert!(head.value("forwarded").unwrap().contains("for=127.0.0.1"));
     let clients = (0..64).map(|number| {
-        let (client, url) = (road.client(), format!("{URL}mirror"));
+        let (client, url) = (testbed.client(), format!("{URL}mirror"));
         async move {
             let body = pattern(1_000 * number);
             let answer = client.ask("POST", &url, body.clone()).await;
@@ -125,16 +125,16 @@ async fn requests_pass_with_bodies_and_connections_are_reused() {
     join_all(clients).await;
     let before = app.connections();
     for _ in 0..20 {
-        assert_eq!(road.client().get(URL).await.status, 200);
+        assert_eq!(testbed.client().get(URL).await.status, 200);
     }
     assert_eq!(app.connections(), before);
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
 async fn an_upstream_may_close_between_requests_or_end_an_answer_so() {
-    let (app, road) = Road::secured(by_path).await;
-    let client = road.client();
+    let (app, testbed) = TestBed::secured(by_path).await;
+    let client = testbed.client();
     for number in 1..=5 {
         let answer = client.get(&format!("{URL}once")).await;
         assert_eq!(answer.text(), "once");
@@ -149,8 +149,8 @@ async fn an_upstream_may_close_between_requests_or_end_an_answer_so() {
 
 #[tokio::test]
 async fn an_upgrade_keeps_fields_and_bytes_behind_the_101() {
-    let (app, road) = Road::secured(by_path).await;
-    let mut wire = road.tls().await;
+    let (app, testbed) = TestBed::secured(by_path).await;
+    let mut wire = testbed.tls().await;
     let head = exchange(&mut wire, EXEC).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     assert!(head.to_lowercase().contains("upgrade: spdy/3.1"), "{head}");
@@ -171,32 +171,32 @@ async fn an_upgrade_keeps_fields_and_bytes_behind_the_101() {
     let (echoed, ()) = tokio::join!(read_to_end(&mut read_half), sending);
     assert!(echoed.unwrap() == bytes);
     assert_eq!(app.end().await, End::Finished);
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
 async fn a_refused_upgrade_passes_whole_and_a_client_reset_is_passed() {
-    let (app, road) = Road::secured(by_path).await;
-    let client = road.client();
+    let (app, testbed) = TestBed::secured(by_path).await;
+    let client = testbed.client();
     let refused = client
         .raw("edge-1", EXEC.replace("/exec", "/refused"))
         .await;
     assert_eq!((refused.status, refused.text().as_str()), (403, "not you"));
     assert_eq!(refused.field("x-refused-by"), "the app");
-    let mut wire = road.tls().await;
+    let mut wire = testbed.tls().await;
     exchange(&mut wire, EXEC).await;
     read(&mut wire, 3_000).await;
     let socket = socket2::SockRef::from(wire.get_ref().0);
     socket.set_linger(Some(Duration::ZERO)).unwrap();
     drop(wire);
     assert_eq!(app.end().await, End::Reset);
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
 async fn an_abandoned_answer_is_reset_and_its_connection_not_reused() {
-    let (app, road) = Road::secured(by_path).await;
-    for client in [road.client(), road.http2()] {
+    let (app, testbed) = TestBed::secured(by_path).await;
+    for client in [testbed.client(), testbed.http2()] {
         let mut connection = client.connect("edge-1").await.unwrap();
         let request = Request::get(format!("{URL}endless")).body(whole(""));
         let mut answer = connection.open(request.unwrap()).await.unwrap();
@@ -205,14 +205,14 @@ async fn an_abandoned_answer_is_reset_and_its_connection_not_reused() {
         assert_eq!(app.end().await, End::Reset);
         assert_eq!(client.get(URL).await.text(), "well");
     }
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
 async fn a_stalled_reader_delays_no_other_stream() {
-    let (_app, road) = Road::secured(by_path).await;
+    let (_app, testbed) = TestBed::secured(by_path).await;
     let mut stalled = Vec::new();
-    for client in [road.client(), road.http2()] {
+    for client in [testbed.client(), testbed.http2()] {
         let mut connection = client.connect("edge-1").await.unwrap();
         let request = Request::get(format!("{URL}endless")).body(whole(""));
         let answer = connection.open(request.unwrap()).await.unwrap();
@@ -378,37 +378,37 @@ async fn a_non_tls_absent_or_silent_upstream_names_port_and_node() {
 
 #[tokio::test]
 async fn a_tunnel_lost_during_an_answer_resets_its_client() {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let waits = gate.clone();
-    let (_app, mut road) =
-        Road::secured(move |_| answer::parts("text/plain", &["a", "b"], &waits)).await;
-    let mut connection = road.client().connect("edge-1").await.unwrap();
+    let (_app, mut testbed) =
+        TestBed::secured(move |_| answer::parts("text/plain", &["a", "b"], &waits)).await;
+    let mut connection = testbed.client().connect("edge-1").await.unwrap();
     let request = Request::get(URL).body(whole("")).unwrap();
     let asking = connection.open(request);
     let (answer, ()) = tokio::join!(asking, async { gate.open() });
     let mut answer = answer.unwrap();
     answer.frame().await.unwrap().unwrap();
-    road.edge.kill().await;
+    testbed.edge.kill().await;
     let rest = answer.collect().await;
     assert!(rest.is_err(), "a break-off is not an end");
     until("the record has the reason", async || {
-        road.metrics().await.outcomes("https", "tunnel_lost") == 1
+        testbed.metrics().await.outcomes("https", "tunnel_lost") == 1
     })
     .await;
 }
 
 #[tokio::test]
 async fn an_edge_that_leaves_waits_for_no_connection_that_rests() {
-    let (app, mut road) = Road::secured(by_path).await;
-    let client = road.client();
+    let (app, mut testbed) = TestBed::secured(by_path).await;
+    let client = testbed.client();
     join_all((0..8).map(|_| client.get(URL))).await;
     let connections = app.connections();
-    road.edge.stop().await;
+    testbed.edge.stop().await;
     for _ in 0..connections {
         assert_eq!(app.end().await, End::Finished);
     }
-    road.edge.start().await.unwrap();
-    road.until_tunnels("edge-1", 1).await;
+    testbed.edge.start().await.unwrap();
+    testbed.until_tunnels("edge-1", 1).await;
     assert_eq!(client.get(URL).await.text(), "well");
     assert_eq!(app.connections(), connections + 1);
 }

@@ -4,7 +4,7 @@ use crate::{
     apps::asked,
     recheck::compiled,
     recheck_apps::{Streams, but_tester},
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         app::answer::pattern,
         authority::Authority,
@@ -53,11 +53,11 @@ use tokio_util::sync::CancellationToken;
 
 const PATIENCE: Duration = Duration::from_mins(2);
 
-type Answer = UnsyncBoxBody<Bytes, io::Error>;
+type ResponseBody = UnsyncBoxBody<Bytes, io::Error>;
 
 /// State of an upstream: counts of its connections and requests, and the waiting requests.
 #[derive(Default)]
-struct Seen {
+struct Record {
     connections: AtomicUsize,
     requests: AtomicUsize,
     /// Requests that wait at `/gate`.
@@ -77,7 +77,7 @@ struct Seen {
 /// An app that speaks HTTP/2, until it is dropped.
 struct App {
     address: SocketAddr,
-    seen: Arc<Seen>,
+    seen: Arc<Record>,
     gate: Arc<Semaphore>,
     _serving: JoinSet<()>,
 }
@@ -94,7 +94,7 @@ impl App {
         let tls = with_alpn(&authority.serve(&authority.app(&["edge-1"]), false));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (seen, gate) = (Arc::<Seen>::default(), Arc::new(Semaphore::new(0)));
+        let (seen, gate) = (Arc::<Record>::default(), Arc::new(Semaphore::new(0)));
         let mut serving = JoinSet::new();
         let (saw, opens) = (seen.clone(), gate.clone());
         serving.spawn(async move {
@@ -138,7 +138,7 @@ impl App {
     }
 }
 
-async fn serve(io: TlsStream<TcpStream>, streams: u32, seen: Arc<Seen>, gate: Arc<Semaphore>) {
+async fn serve(io: TlsStream<TcpStream>, streams: u32, seen: Arc<Record>, gate: Arc<Semaphore>) {
     assert_eq!(io.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
     let leave = seen.leave.lock().unwrap().clone();
     let saw = seen.clone();
@@ -159,7 +159,7 @@ async fn serve(io: TlsStream<TcpStream>, streams: u32, seen: Arc<Seen>, gate: Ar
     }
 }
 
-fn text(text: impl Into<Bytes>) -> Answer {
+fn text(text: impl Into<Bytes>) -> ResponseBody {
     Full::new(text.into())
         .map_err(|never| match never {})
         .boxed_unsync()
@@ -167,9 +167,9 @@ fn text(text: impl Into<Bytes>) -> Answer {
 
 async fn answer(
     request: Request<Incoming>,
-    seen: Arc<Seen>,
+    seen: Arc<Record>,
     gate: Arc<Semaphore>,
-) -> Result<Response<Answer>, Infallible> {
+) -> Result<Response<ResponseBody>, Infallible> {
     seen.requests.fetch_add(1, SeqCst);
     let body = match request.uri().path() {
         "/gate" => {
@@ -196,12 +196,12 @@ async fn answer(
             text("data").with_trailers(trailers).boxed_unsync()
         }
         "/large" => text(pattern(8 << 20)),
-        "/endless" => Endless(usize::MAX, seen).boxed_unsync(),
-        "/breaks" => Endless(3, seen).boxed_unsync(),
+        "/endless" => EndlessBody(usize::MAX, seen).boxed_unsync(),
+        "/breaks" => EndlessBody(3, seen).boxed_unsync(),
         // The client gets the whole answer, but the stream behind it does not end.
         "/unended" => {
             let chunks = usize::from(request.method() == Method::GET);
-            let body = Endless(chunks, seen).boxed_unsync();
+            let body = EndlessBody(chunks, seen).boxed_unsync();
             let answer = Response::builder().header(CONTENT_LENGTH, 1 << 14);
             return Ok(answer.body(body).unwrap());
         }
@@ -211,9 +211,9 @@ async fn answer(
 }
 
 /// Body of this many chunks and no end after them: it breaks off when it may, and reports that it is over.
-struct Endless(usize, Arc<Seen>);
+struct EndlessBody(usize, Arc<Record>);
 
-impl Body for Endless {
+impl Body for EndlessBody {
     type Data = Bytes;
     type Error = io::Error;
 
@@ -239,15 +239,19 @@ impl Body for Endless {
     }
 }
 
-impl Drop for Endless {
+impl Drop for EndlessBody {
     fn drop(&mut self) {
         self.1.given_up.fetch_add(1, SeqCst);
     }
 }
 
 /// Starts a gateway and an edge with this address as port 9100. The gateway itself speaks TLS to it.
-async fn road(authority: &Authority, app: SocketAddr, change: impl FnOnce(&mut Config)) -> Road {
-    road_by(Road::build(), authority, app, change).await
+async fn testbed(
+    authority: &Authority,
+    app: SocketAddr,
+    change: impl FnOnce(&mut Config),
+) -> TestBed {
+    road_by(TestBed::build(), authority, app, change).await
 }
 
 async fn road_by(
@@ -255,29 +259,29 @@ async fn road_by(
     authority: &Authority,
     app: SocketAddr,
     change: impl FnOnce(&mut Config),
-) -> Road {
+) -> TestBed {
     let ours = asked(build.folder(), authority, None);
     let build = build.config(|config| {
         config.upstream_tls.insert(9100, ours);
         change(config);
     });
-    Box::pin(Road::along(build, Protocol::Tcp, app)).await
+    Box::pin(TestBed::along(build, Protocol::Tcp, app)).await
 }
 
 /// Starts an app that accepts this many streams at once, and a gateway and an edge for it.
-async fn to_app(streams: u32, change: impl FnOnce(&mut Config)) -> (App, Road) {
+async fn to_app(streams: u32, change: impl FnOnce(&mut Config)) -> (App, TestBed) {
     let authority = Authority::new();
     let app = App::start(&authority, streams).await;
-    let road = road(&authority, app.address, change).await;
-    (app, road)
+    let testbed = testbed(&authority, app.address, change).await;
+    (app, testbed)
 }
 
 #[tokio::test]
 async fn hundreds_of_requests_share_one_http2_connection() {
     const MANY: usize = 300;
-    let (app, road) = to_app(1_000, |_| {}).await;
+    let (app, testbed) = to_app(1_000, |_| {}).await;
     let large = pattern(1 << 18);
-    for client in [road.client(), road.http2()] {
+    for client in [testbed.client(), testbed.http2()] {
         assert_eq!(client.get(URL).await.text(), "well");
         let url = format!("{URL}mirror");
         let mirrored = client.ask("POST", &url, large.clone());
@@ -286,7 +290,7 @@ async fn hundreds_of_requests_share_one_http2_connection() {
         assert_eq!(named.text(), "https://edge-1:9100/authority?x=1");
         assert!(named.field("via").contains("2 causeway"), "{named}");
     }
-    let mut connection = road.http2().connect("edge-1").await.unwrap();
+    let mut connection = testbed.http2().connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}trailers"))
         .body(whole(""))
         .unwrap();
@@ -295,7 +299,7 @@ async fn hundreds_of_requests_share_one_http2_connection() {
     assert_eq!(collected.trailers().unwrap()["x-sum"], "7");
     assert_eq!(collected.to_bytes(), "data");
 
-    let (client, url) = (road.client(), format!("{URL}gate"));
+    let (client, url) = (testbed.client(), format!("{URL}gate"));
     let asking = join_all((0..MANY).map(|_| client.get(&url)));
     let met = async {
         app.until_waiting(MANY).await;
@@ -304,29 +308,29 @@ async fn hundreds_of_requests_share_one_http2_connection() {
     let (answers, ()) = tokio::join!(asking, met);
     assert!(answers.iter().all(|answer| answer.text() == "through"));
     assert_eq!(app.connections(), 1);
-    let metrics = road.metrics().await;
+    let metrics = testbed.metrics().await;
     assert_eq!(
         metrics.sum("upstream_connections_total", &[("http", "2")]),
         1
     );
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
 async fn an_abort_is_a_reset_both_ways_and_keeps_the_connection() {
-    let (app, road) = to_app(100, |_| {}).await;
-    let (beside, gate) = (road.client(), format!("{URL}gate"));
+    let (app, testbed) = to_app(100, |_| {}).await;
+    let (beside, gate) = (testbed.client(), format!("{URL}gate"));
     let held = beside.get(&gate);
-    let breaking = break_off(&app, &road);
+    let breaking = break_off(&app, &testbed);
     let (held, ()) = tokio::join!(held, breaking);
     assert_eq!(held.text(), "through");
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 /// Clients and the app cancel answers, while one request waits at the gate.
-async fn break_off(app: &App, road: &Road) {
+async fn break_off(app: &App, testbed: &TestBed) {
     app.until_waiting(1).await;
-    for (number, client) in [road.client(), road.http2()].into_iter().enumerate() {
+    for (number, client) in [testbed.client(), testbed.http2()].into_iter().enumerate() {
         let mut connection = client.connect("edge-1").await.unwrap();
         let request = Request::get(format!("{URL}endless")).body(whole(""));
         let mut answer = connection.open(request.unwrap()).await.unwrap();
@@ -350,8 +354,8 @@ async fn break_off(app: &App, road: &Road) {
 #[tokio::test]
 async fn the_upstream_stream_limit_is_kept_by_further_connections() {
     const MANY: usize = 8;
-    let (app, road) = to_app(1, |_| {}).await;
-    let (client, url) = (road.client(), format!("{URL}gate"));
+    let (app, testbed) = to_app(1, |_| {}).await;
+    let (client, url) = (testbed.client(), format!("{URL}gate"));
     let asking = join_all((0..MANY).map(|_| client.get(&url)));
     let met = async {
         app.until_waiting(MANY).await;
@@ -368,8 +372,8 @@ async fn the_upstream_stream_limit_is_kept_by_further_connections() {
 
 #[tokio::test]
 async fn a_goaway_keeps_open_streams_and_moves_new_ones() {
-    let (app, road) = to_app(100, |_| {}).await;
-    let (client, url) = (road.client(), format!("{URL}gate"));
+    let (app, testbed) = to_app(100, |_| {}).await;
+    let (client, url) = (testbed.client(), format!("{URL}gate"));
     let leaving = async {
         app.until_waiting(1).await;
         app.leave();
@@ -387,15 +391,15 @@ async fn a_goaway_keeps_open_streams_and_moves_new_ones() {
         app.seen.ended.load(SeqCst) == 1
     })
     .await;
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
 async fn a_stalled_reader_or_upload_delays_no_other_stream() {
     let patience = Duration::from_secs(2);
-    let (_app, road) = to_app(100, |config| config.timeouts.upload = patience).await;
+    let (_app, testbed) = to_app(100, |config| config.timeouts.upload = patience).await;
     let mut stalled = Vec::new();
-    for client in [road.client(), road.http2()] {
+    for client in [testbed.client(), testbed.http2()] {
         let mut connection = client.connect("edge-1").await.unwrap();
         let request = Request::get(format!("{URL}endless")).body(whole(""));
         let answer = connection.open(request.unwrap()).await.unwrap();
@@ -404,10 +408,10 @@ async fn a_stalled_reader_or_upload_delays_no_other_stream() {
         assert!(large.body == pattern(8 << 20));
     }
     until("unread bytes count", async || {
-        road.metrics().await.sum("buffered_bytes", &[]) > 0
+        testbed.metrics().await.sum("buffered_bytes", &[]) > 0
     })
     .await;
-    let client = road.client();
+    let client = testbed.client();
     let deaf = format!("{URL}deaf");
     let upload = client.ask("PUT", &deaf, pattern(4 << 20));
     let beside = async {
@@ -423,23 +427,23 @@ async fn a_stalled_reader_or_upload_delays_no_other_stream() {
         "read nothing from the request body",
     );
     drop(stalled);
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
 async fn an_idle_shared_connection_closes_without_delaying_requests() {
     let short = Duration::from_millis(300);
-    let (app, mut road) = to_app(100, |config| config.timeouts.idle_keepalive = short).await;
+    let (app, mut testbed) = to_app(100, |config| config.timeouts.idle_keepalive = short).await;
     let ended = async |many: usize| {
         until("it has ended in order", async || {
             app.seen.ended.load(SeqCst) == many
         })
         .await;
     };
-    assert_eq!(road.client().get(URL).await.text(), "well");
+    assert_eq!(testbed.client().get(URL).await.text(), "well");
     ended(1).await;
-    assert_eq!(road.client().get(URL).await.text(), "well");
-    let stopping = timeout(PATIENCE, road.edge.stop());
+    assert_eq!(testbed.client().get(URL).await.text(), "well");
+    let stopping = timeout(PATIENCE, testbed.edge.stop());
     stopping
         .await
         .expect("an edge does not wait for idle connections");
@@ -482,16 +486,16 @@ async fn floods(flood: Vec<u8>) {
             });
         }
     });
-    let road = road(&authority, address, |_| {}).await;
-    let first = road.tunnels().await;
-    let answer = timeout(PATIENCE, road.client().ask("POST", URL, "")).await;
+    let testbed = testbed(&authority, address, |_| {}).await;
+    let first = testbed.tunnels().await;
+    let answer = timeout(PATIENCE, testbed.client().ask("POST", URL, "")).await;
     let answer = answer.expect("an app that floods has an end");
     assert_problem(&answer, 502, "target_broken", "port 9100 of edge-1");
     timeout(PATIENCE, told.recv())
         .await
         .expect("its connection ends");
-    assert_eq!(road.tunnels().await, first);
-    road.until_idle().await;
+    assert_eq!(testbed.tunnels().await, first);
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
@@ -510,16 +514,16 @@ async fn http2_upstream_streams_end_if_their_client_loses_permission() {
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
     let authority = Authority::new();
     let app = App::start(&authority, 100).await;
-    let build = Road::build().policy(rules.reader());
-    let road = road_by(build, &authority, app.address, |_| {}).await;
-    let mut streams = Streams::open(&road, "keeps", "deaf").await;
+    let build = TestBed::build().policy(rules.reader());
+    let testbed = road_by(build, &authority, app.address, |_| {}).await;
+    let mut streams = Streams::open(&testbed, "keeps", "deaf").await;
     until("all are open", async || {
-        road.metrics().await.sum("open_streams", &[]) == 8
+        testbed.metrics().await.sum("open_streams", &[]) == 8
     })
     .await;
     rules.replace(Some(compiled(&but_tester())));
     streams.are_refused().await;
-    road.until_idle().await;
+    testbed.until_idle().await;
     let kept = std::mem::take(&mut *app.seen.kept.lock().unwrap());
     assert_eq!(kept.len(), 2);
     for body in kept {
@@ -538,17 +542,17 @@ async fn http2_upstream_streams_end_if_their_client_loses_permission() {
 /// The client has its whole answer over HTTP/1.1, though the stream that carries it has not ended.
 #[tokio::test]
 async fn an_answer_is_whole_with_its_length_and_to_head_with_its_head() {
-    let (_app, road) = to_app(100, |_| {}).await;
+    let (_app, testbed) = to_app(100, |_| {}).await;
     let url = format!("{URL}unended");
     for method in ["GET", "HEAD"] {
-        let answer = road.client().ask(method, &url, "").await;
+        let answer = testbed.client().ask(method, &url, "").await;
         assert_eq!(answer.status, 200, "{answer}");
     }
     until("both are recorded", async || {
-        road.log().records().len() == 2
+        testbed.log().records().len() == 2
     })
     .await;
-    for record in road.log().records() {
+    for record in testbed.log().records() {
         assert!(record["reason"].is_null(), "{record}");
     }
 }

@@ -3,7 +3,7 @@
 use crate::world::{
     app::{App, answer},
     client::{exchange, whole},
-    process::{Site, causeway},
+    process::{GatewayProcess, causeway},
     until,
 };
 use hyper::Request;
@@ -16,7 +16,7 @@ use tokio::io::AsyncWriteExt;
 /// A gateway whose clients have tokens, with a policy and an audit log, in a folder of their own.
 struct Audited {
     folder: TempDir,
-    site: Site,
+    site: GatewayProcess,
     /// Token of the client alice.
     secret: String,
 }
@@ -37,7 +37,7 @@ impl Audited {
             path("audit")
         );
         Self {
-            site: Site::with_listeners(&configuration).await,
+            site: GatewayProcess::with_listeners(&configuration).await,
             secret: made.stdout.trim().to_owned(),
             folder,
         }

@@ -8,8 +8,8 @@ use crate::world::{
     PATIENCE,
     app::App,
     process::{
-        Causeway, Ended, Output, Process, Site, am_root, causeway, causeway_on_a_full_disk,
-        causeway_under_modes,
+        Causeway, ExitedProcess, GatewayProcess, Output, Process, am_root, causeway,
+        causeway_on_a_full_disk, causeway_under_modes,
     },
     tool::{Tool, need},
     until,
@@ -165,7 +165,7 @@ async fn faults_in_flags_and_variables_name_the_flag_and_the_variable() {
 
 #[tokio::test]
 async fn an_address_in_use_is_reported_with_its_listener() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = taken.local_addr().unwrap().to_string();
     let listener =
@@ -200,7 +200,7 @@ async fn an_address_in_use_is_reported_with_its_listener() {
 
 #[tokio::test]
 async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let used = site.token("--node edge-1").await;
     let mut first = site.edge("edge-1", 1).flag("--join", &used).start();
     first.said("joined").await;
@@ -251,7 +251,7 @@ async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason() {
 
 #[tokio::test]
 async fn a_damaged_token_is_refused_without_a_request() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let token = site.token("--node edge-1").await;
     let parts: Vec<&str> = token.split('.').collect();
     let [prefix, id, secret, hash] = parts[..] else {
@@ -290,7 +290,7 @@ async fn a_damaged_token_is_refused_without_a_request() {
 
 #[tokio::test]
 async fn a_gateway_of_another_ca_never_hears_the_token() {
-    let (site, other) = (Site::start().await, Site::start().await);
+    let (site, other) = (GatewayProcess::start().await, GatewayProcess::start().await);
     let token = other.token("--node edge-1").await;
     let refused = site.edge("edge-1", 1).flag("--join", &token);
     at_once(refused)
@@ -311,7 +311,7 @@ async fn a_gateway_of_another_ca_never_hears_the_token() {
 
 #[tokio::test]
 async fn an_edge_without_identity_or_gateway_names_the_missing_part() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     at_once(site.edge("edge-1", 1))
         .await
         .failed(&["no identity in", "causeway token create"]);
@@ -325,7 +325,7 @@ async fn an_edge_without_identity_or_gateway_names_the_missing_part() {
 
 #[tokio::test]
 async fn an_edge_with_another_nodes_certificate_does_not_start() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     site.join("edge-1", 1).await.stop().await.ok();
     let renamed = site.edge("edge-1", 1).args(["--node", "edge-2"]);
     at_once(renamed)
@@ -341,7 +341,7 @@ async fn an_edge_with_another_nodes_certificate_does_not_start() {
 #[tokio::test]
 async fn a_removed_node_is_refused_and_backs_off_at_the_maximum() {
     need!("curl");
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let edge = site.join("edge-1", 1).await;
     let mut site = site
         .restart(|data| fs::write(data.join("nodes.json"), "{}").unwrap())
@@ -357,7 +357,7 @@ async fn a_removed_node_is_refused_and_backs_off_at_the_maximum() {
 #[tokio::test]
 async fn an_expired_certificate_is_named_and_backs_off_at_the_maximum() {
     need!("curl");
-    let site = Site::with("tunnel: { edge_certificate_lifetime: 1s }").await;
+    let site = GatewayProcess::with("tunnel: { edge_certificate_lifetime: 1s }").await;
     let token = site.token("--node edge-1").await;
     let mut first = site.edge("edge-1", 1).flag("--join", token).start();
     first.said("joined").await;
@@ -381,7 +381,7 @@ async fn an_expired_certificate_is_named_and_backs_off_at_the_maximum() {
 #[tokio::test]
 async fn a_replaced_gateway_ca_is_refused_and_both_ends_log_it() {
     need!("curl");
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let mut edge = site.join("edge-1", 1).await;
     let mut site = site
         .restart(|data| {
@@ -416,7 +416,7 @@ async fn a_replaced_gateway_ca_is_refused_and_both_ends_log_it() {
 #[tokio::test]
 async fn a_certificate_of_another_ca_is_logged_and_refused() {
     need!("openssl");
-    let (site, other) = (Site::start().await, Site::start().await);
+    let (site, other) = (GatewayProcess::start().await, GatewayProcess::start().await);
     let client = Tool::new("openssl")
         .args(["s_client", "-alpn", "rh2", "-connect", &site.tunnel])
         .args([Path::new("-cert"), &other.path("alice.pem")])
@@ -442,7 +442,7 @@ async fn an_unwritable_data_directory_is_reported_and_uses_no_token() {
         // Root may write everywhere, so the process drops that right.
         need!("setpriv");
     }
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let token = site.token("--node edge-1").await;
     let data = site.edge_data("edge-1");
     fs::create_dir(&data).unwrap();
@@ -463,7 +463,7 @@ async fn an_unwritable_data_directory_is_reported_and_uses_no_token() {
 
 #[tokio::test]
 async fn a_second_process_on_one_data_directory_is_refused() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let edge = site.join("edge-1", 1).await;
     let again =
         causeway("gateway --tunnel-listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --listeners []");
@@ -482,7 +482,7 @@ async fn commands_on_an_unwritable_data_directory_change_no_state() {
         // Root may write everywhere, so the process drops that right.
         need!("setpriv");
     }
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let folder = tempfile::tempdir().unwrap();
     site.token("--node edge-1").await;
     let resting = folder.path().join("resting");
@@ -529,7 +529,7 @@ async fn commands_on_an_unwritable_data_directory_change_no_state() {
 
 #[tokio::test]
 async fn a_full_disk_at_the_edge_costs_no_token() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let token = site.token("--node edge-1").await;
     let edge = site.edge_of(causeway_on_a_full_disk(1), "edge-1", 1);
     let said = at_once(edge.flag("--join", &token)).await;
@@ -551,7 +551,7 @@ async fn a_full_disk_at_the_edge_costs_no_token() {
 #[tokio::test]
 async fn a_full_disk_at_a_running_edge_leaves_its_identity_as_it_was() {
     let app = App::saying("").await;
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     site.join("edge-1", app.port()).await.stop().await.ok();
     let kept = site.edge_data("edge-1").join("edge.json");
     let before = fs::read_to_string(&kept).unwrap();
@@ -575,7 +575,7 @@ async fn a_full_disk_at_a_running_edge_leaves_its_identity_as_it_was() {
 
 #[tokio::test]
 async fn a_full_gateway_disk_uses_no_token_and_the_edge_retries() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let token = site.token("--node edge-1").await;
     for more in 0..8 {
         site.token(&format!("--node edge-{more}")).await;
@@ -611,7 +611,7 @@ async fn a_full_gateway_disk_uses_no_token_and_the_edge_retries() {
 
 #[tokio::test]
 async fn a_full_disk_under_token_create_leaves_the_old_tokens_usable() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let good = site.token("--node edge-1").await;
     for more in 0..4 {
         site.token(&format!("--node edge-{more}")).await;
@@ -644,7 +644,7 @@ async fn a_full_disk_under_client_token_leaves_the_file_as_it_was() {
 }
 
 /// Runs a command that must end by itself.
-async fn at_once(edge: Causeway) -> Ended {
+async fn at_once(edge: Causeway) -> ExitedProcess {
     edge.run().await
 }
 

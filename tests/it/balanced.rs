@@ -4,7 +4,7 @@ use crate::{
     fleet::{Load, load},
     world::{
         app::App,
-        process::{OPEN, Process, Site, address_after, causeway},
+        process::{GatewayProcess, OPEN, Process, address_after, causeway},
         tool::{Running, Tool, need},
         until,
     },
@@ -33,7 +33,7 @@ struct Balanced {
     /// An address of loopback that only this test uses.
     net: u8,
     port: u16,
-    sites: Vec<Site>,
+    sites: Vec<GatewayProcess>,
     app: App,
     balancer: Running,
     _folder: TempDir,
@@ -54,7 +54,7 @@ impl Balanced {
         let at = |number: u8| SocketAddr::from((Ipv4Addr::new(127, 53, net, number), port));
         let tunnel = format!("{{ advertise: [\"{}\"], replicas: 2{more} }}", at(100));
         let first = format!("tunnel: {tunnel}\n{OPEN}");
-        let first = Site::listening(&at(1).to_string(), &first).await;
+        let first = GatewayProcess::listening(&at(1).to_string(), &first).await;
         // Joins where the test can wait for it.
         let edge = first.join("edge-1", app.port()).await;
         edge.stop().await.ok();

@@ -2,8 +2,8 @@
 
 use crate::world::{
     PATIENCE,
-    app::{App, Gate, answer},
-    process::{Ended, Process, Site, causeway},
+    app::{App, PauseGate, answer},
+    process::{ExitedProcess, GatewayProcess, Process, causeway},
     tool::{Running, need},
 };
 use std::{fs, os::unix::fs::PermissionsExt, path::Path, time::Instant};
@@ -12,7 +12,7 @@ use std::{fs, os::unix::fs::PermissionsExt, path::Path, time::Instant};
 async fn two_processes_a_token_and_curl_are_all_it_takes() {
     need!("curl");
     let app = App::saying("hello from behind NAT").await;
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let _edge = site.join("edge-1", app.port()).await;
 
     let said = site.curl("edge-1", "").run().await.ok();
@@ -28,7 +28,7 @@ async fn two_processes_a_token_and_curl_are_all_it_takes() {
 async fn an_edge_restarts_from_its_data_with_a_used_or_no_token() {
     need!("curl");
     let app = App::saying("still here").await;
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let token = site.token("--node edge-1").await;
     for restart in 0..3 {
         let edge = match restart {
@@ -53,7 +53,7 @@ async fn an_edge_restarts_from_its_data_with_a_used_or_no_token() {
 async fn an_edge_reconnects_after_its_gateway_was_killed() {
     need!("curl");
     let app = App::saying("back").await;
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let _edge = site.join("edge-1", app.port()).await;
     let mut site = site.restart(|_| {}).await;
     site.gateway.said("edge-1 connected").await;
@@ -104,7 +104,7 @@ async fn without_a_ca_tokens_clients_and_gateways_say_how_to_make_one() {
 
 #[tokio::test]
 async fn token_create_puts_the_token_alone_on_standard_output() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let made = causeway("token create --node edge-1 --ttl 5m --pool north --address 10.0.0.7");
     let made = made.flag("--data-dir", site.data()).run().await.ok();
     let token = made.stdout.strip_suffix('\n').unwrap();
@@ -151,7 +151,7 @@ async fn a_bearer_token_opens_a_listener_and_is_stored_as_a_hash() {
     );
     let listener =
         "listeners: [{ name: web, protocol: https, listen: \"127.0.0.1:0\", port: 9100, ";
-    let site = Site::with_listeners(&format!("{listener}{tokens} }}]")).await;
+    let site = GatewayProcess::with_listeners(&format!("{listener}{tokens} }}]")).await;
     let _edge = site.join("edge-1", app.port()).await;
     let with = |token: &str| {
         let header = format!("authorization: Bearer {token}");
@@ -171,7 +171,7 @@ async fn a_bearer_token_opens_a_listener_and_is_stored_as_a_hash() {
 
 #[tokio::test]
 async fn ca_client_writes_private_files_and_refuses_path_names() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     assert_eq!(mode(&site.path("alice-key.pem")), 0o600);
     let refused = causeway("client certificate --name ../mallory").flag("--out", site.path(""));
     let refused = refused.flag("--data-dir", site.data()).run().await;
@@ -215,7 +215,7 @@ async fn streams_cut_by_the_drain_timeout_do_not_look_complete() {
     slow.site.gateway.signal("INT").await;
     let cut = slow.rest().await.unwrap_err();
     assert!(!cut.is_empty());
-    let Ended { stderr, .. } = slow.site.gateway.ended().await.ok();
+    let ExitedProcess { stderr, .. } = slow.site.gateway.ended().await.ok();
     let cut = stderr.contains("gateway stopped cut=") && !stderr.contains("cut=0");
     assert!(cut, "{stderr}");
     slow.app.end().await;
@@ -250,7 +250,7 @@ async fn a_second_sigterm_ends_an_edge_at_once() {
 
 #[tokio::test]
 async fn sighup_ends_no_stream() {
-    let mut site = Site::start().await;
+    let mut site = GatewayProcess::start().await;
     site.gateway.signal("HUP").await;
     site.gateway.said("SIGHUP").await;
     site.gateway.stop().await.ok();
@@ -258,7 +258,7 @@ async fn sighup_ends_no_stream() {
 
 #[tokio::test]
 async fn an_edge_without_a_gateway_to_join_stops_when_it_is_asked() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let token = site.token("--node edge-1").await;
     let mut edge = causeway("edge --gateway 127.0.0.1:1 --admin-listen 127.0.0.1:0")
         .flag("--data-dir", site.edge_data("edge-1"))
@@ -271,23 +271,23 @@ async fn an_edge_without_a_gateway_to_join_stops_when_it_is_asked() {
 
 /// A download through gateway and edge that has begun and waits for its gate.
 struct Slow {
-    site: Site,
+    site: GatewayProcess,
     edge: Process,
     app: App,
-    gate: Gate,
+    gate: PauseGate,
     curl: Option<Running>,
 }
 
 impl Slow {
     async fn begin(configuration: &str) -> Self {
-        let gate = Gate::new();
+        let gate = PauseGate::new();
         let held = gate.clone();
         let app = App::http(move |head| match head.path().as_str() {
             "/slow" => answer::parts("text/plain", &["one\n", "two\n"], &held),
             _ => answer::ok("new"),
         });
         let app = app.await;
-        let site = Site::with(configuration).await;
+        let site = GatewayProcess::with(configuration).await;
         let edge = site.join("edge-1", app.port()).await;
         let mut curl = site.curl("edge-1", "slow").args(["-N"]).start();
         gate.open();

@@ -3,13 +3,13 @@
 //! With `CAUSEWAY_TEST_FULL=1` it continues for two minutes.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         World,
         app::{App, Script, answer, answer::pattern},
-        client::{Client, Place, exchange, read, whole},
+        client::{Client, ListenerAddress, exchange, read, whole},
         gateway::listener,
-        process::{Site, causeway},
+        process::{GatewayProcess, causeway},
         tool::{full, need},
         until,
     },
@@ -150,8 +150,8 @@ pub(crate) async fn nothing_is_lost(
     assert!(requests > 100, "{requests}");
 }
 
-async fn tunnels(road: &Road) -> Vec<Value> {
-    let node = road.node("edge-1").await;
+async fn tunnels(testbed: &TestBed) -> Vec<Value> {
+    let node = testbed.node("edge-1").await;
     node["details"].as_array().cloned().unwrap_or_default()
 }
 
@@ -159,33 +159,33 @@ async fn tunnels(road: &Road) -> Vec<Value> {
 async fn short_lived_certificates_renew_without_dropped_requests() {
     let span = span();
     let app = app(span).await;
-    let build = Road::build().config(|config| config.tunnel.edge_certificate_lifetime = SHORT);
-    let road = Road::along(build, Protocol::Http, app.address()).await;
+    let build = TestBed::build().config(|config| config.tunnel.edge_certificate_lifetime = SHORT);
+    let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
     let (ends, mut serials) = (Instant::now() + span, BTreeSet::new());
     let renewals = async {
         while Instant::now() < ends {
-            for tunnel in tunnels(&road).await {
+            for tunnel in tunnels(&testbed).await {
                 serials.insert(tunnel["certificate"].as_str().unwrap().to_owned());
             }
             // Time is the subject: tunnels are read at intervals much shorter than a certificate's life.
             sleep(PACE).await;
         }
     };
-    let client = road.client();
+    let client = testbed.client();
     Box::pin(nothing_is_lost(&client, (span, ends), renewals)).await;
     // The first renewal starts at once, because a certificate begins an hour before it is issued.
     assert!(serials.len() > 2, "{serials:?}");
-    let status = road.edge.status();
+    let status = testbed.edge.status();
     assert!(status.certificate.unwrap().trouble.is_none());
-    road.until_idle().await;
+    testbed.until_idle().await;
     until("the replaced tunnel has ended", async || {
-        tunnels(&road).await.len() == 1
+        tunnels(&testbed).await.len() == 1
     })
     .await;
 }
 
 /// Runs `ca rotate`. Returns its output, and whether it succeeded.
-async fn rotate(site: &Site, step: &str) -> (bool, String) {
+async fn rotate(site: &GatewayProcess, step: &str) -> (bool, String) {
     let order = causeway("ca rotate").args(step.split_whitespace());
     let done = order.flag("--data-dir", site.data()).run().await;
     let text = format!("{}{}", done.stdout, done.stderr);
@@ -193,13 +193,13 @@ async fn rotate(site: &Site, step: &str) -> (bool, String) {
 }
 
 /// The client alice with a certificate from the current signing root. She trusts only that root.
-async fn alice(site: &Site) -> Client {
+async fn alice(site: &GatewayProcess) -> Client {
     let made = causeway("client certificate --name alice").flag("--out", site.path("."));
     made.flag("--data-dir", site.data()).run().await.ok();
     let text = |name: &str| fs::read_to_string(site.path(name)).unwrap();
     let leaf = LeafCertificate::load(&text("alice.pem"), &text("alice-key.pem")).unwrap();
     // The signing root comes first.
-    let place = Place::Tls(site.listener.parse().unwrap());
+    let place = ListenerAddress::Tls(site.listener.parse().unwrap());
     site.nobody_at(place).certificate(&leaf)
 }
 
@@ -211,7 +211,7 @@ fn roots(data: &Path) -> usize {
 /// Runs all three steps, also in the wrong order, with clients during the steps: `current` uses the old root until shortly
 /// before its end. `is_old_unused` returns true once no request and no session is open with the old certificate.
 async fn whole_rotation(
-    site: &Site,
+    site: &GatewayProcess,
     (app, token): (&App, &str),
     current: &Mutex<(usize, Client)>,
     is_old_unused: impl Fn() -> bool,
@@ -274,7 +274,7 @@ async fn a_complete_root_rotation_drops_and_refuses_no_request() {
     let span = span();
     let app = app(span).await;
     // One connection is idle during the whole test.
-    let site = Site::with("timeouts: { idle_keepalive: 5m }").await;
+    let site = GatewayProcess::with("timeouts: { idle_keepalive: 5m }").await;
     for (now, old) in [
         (site.data().join("ca.pem"), "old.pem"),
         (site.path("alice.pem"), "was.pem"),

@@ -1,13 +1,13 @@
 //! curl and netcat through every kind of listener: everything that works directly at an app must work through the gateway.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         GATEWAY_NAME, World,
-        app::{App, Gate, Script, answer},
+        app::{App, PauseGate, Script, answer},
         client::read_to_end,
         gateway::listener,
-        process::{Site, binary},
+        process::{GatewayProcess, binary},
         tool::{Tool, full, need},
     },
 };
@@ -28,9 +28,9 @@ const TRANSFER: Duration = Duration::from_mins(30);
 async fn clients_of_http_1_and_2_reach_the_app() {
     need!("curl");
     let app = App::saying("hello").await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for (flag, version) in [("--http1.1", "1.1"), ("--http2", "2")] {
-        let said = road.curl([flag, "-w", " %{http_version} %{http_code}", URL]);
+        let said = testbed.curl([flag, "-w", " %{http_version} %{http_code}", URL]);
         assert_eq!(said.run().await.ok().text(), format!("hello {version} 200"));
     }
 }
@@ -39,8 +39,8 @@ async fn clients_of_http_1_and_2_reach_the_app() {
 async fn a_listener_without_tls_speaks_http_1_and_2() {
     need!("curl");
     let app = App::saying("hello").await;
-    let road = Road::to(&app).await;
-    let to = format!("::{}", road.listener("plain"));
+    let testbed = TestBed::to(&app).await;
+    let to = format!("::{}", testbed.listener("plain"));
     for (flag, version) in [("--http1.1", "1.1"), ("--http2-prior-knowledge", "2")] {
         let curl = Tool::curl().args([flag, "--connect-to", &to, "-w", " %{http_version}"]);
         let said = curl.args(["http://edge-1:9100/"]).run().await.ok();
@@ -52,9 +52,9 @@ async fn a_listener_without_tls_speaks_http_1_and_2() {
 async fn a_large_upload_waits_for_the_apps_100_continue() {
     need!("curl");
     let app = App::http(|_| answer::after_continue("taken")).await;
-    let road = Road::to(&app).await;
-    let file = file(&road, 1 << 20);
-    let curl = road.curl(["--http1.1", "-v", "--expect100-timeout", "20", "-T"]);
+    let testbed = TestBed::to(&app).await;
+    let file = file(&testbed, 1 << 20);
+    let curl = testbed.curl(["--http1.1", "-v", "--expect100-timeout", "20", "-T"]);
     let said = curl
         .args([&file])
         .args(["-H", "Expect: 100-continue", URL])
@@ -74,9 +74,9 @@ async fn an_early_refusal_spares_the_client_the_upload() {
     for refusal in ["401 Unauthorized", "413 Content Too Large"] {
         let answer = format!("HTTP/1.1 {refusal}\r\nContent-Length: 2\r\n\r\nno");
         let app = App::http(move |_| Script::new().write(answer.clone())).await;
-        let road = Road::to(&app).await;
-        let file = file(&road, 1 << 20);
-        let curl = road.curl(["--http1.1", "-v", "--expect100-timeout", "20", "-T"]);
+        let testbed = TestBed::to(&app).await;
+        let file = file(&testbed, 1 << 20);
+        let curl = testbed.curl(["--http1.1", "-v", "--expect100-timeout", "20", "-T"]);
         let said = curl
             .args([&file])
             .args(["-H", "Expect: 100-continue"])
@@ -94,9 +94,9 @@ async fn an_early_refusal_spares_the_client_the_upload() {
 async fn a_head_request_gets_a_length_without_body_and_keeps_alive() {
     need!("curl");
     let app = App::http(|_| answer::to_head(12_345)).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for flag in ["--http1.1", "--http2"] {
-        let curl = road.curl([flag, "-I", "-w", "opened %{num_connects}\n", URL, URL]);
+        let curl = testbed.curl([flag, "-I", "-w", "opened %{num_connects}\n", URL, URL]);
         let said = curl.run().await.ok().text().to_lowercase();
         assert_eq!(said.matches("content-length: 12345").count(), 2, "{said}");
         assert!(
@@ -113,7 +113,7 @@ async fn large_bodies_pass_whole_both_ways_and_leave_memory_flat() {
     let full = full();
     let mut app = Tool::python("bulk_server.py").start();
     let port = app.json().await["port"].as_u64().unwrap();
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let _edge = site.join("edge-1", port.try_into().unwrap()).await;
     let file = site.path("body");
     let before = peaks(&site.path(""));
@@ -142,13 +142,13 @@ async fn large_bodies_pass_whole_both_ways_and_leave_memory_flat() {
 #[tokio::test]
 async fn an_event_arrives_before_the_next_one_is_made() {
     need!("curl");
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let script = gate.clone();
     let events = ["data: one\n\n", "data: two\n\n"];
     let app = App::http(move |_| answer::parts("text/event-stream", &events, &script)).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for flag in ["--http1.1", "--http2"] {
-        let mut curl = road.curl([flag, "-N", URL]).start();
+        let mut curl = testbed.curl([flag, "-N", URL]).start();
         for event in ["data: one", "data: two"] {
             gate.open();
             assert_eq!(curl.line().await, event);
@@ -163,11 +163,11 @@ async fn an_event_arrives_before_the_next_one_is_made() {
 async fn clients_share_kept_connections_to_the_app() {
     need!("curl");
     let app = App::saying("hello").await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for flag in ["--http1.1", "--http2"] {
-        road.curl([flag, URL, URL, URL]).run().await.ok();
+        testbed.curl([flag, URL, URL, URL]).run().await.ok();
     }
-    road.client().get(URL).await;
+    testbed.client().get(URL).await;
     assert_eq!((app.requests(), app.connections()), (7, 1));
 }
 
@@ -175,9 +175,9 @@ async fn clients_share_kept_connections_to_the_app() {
 async fn netcat_talks_through_a_tcp_listener() {
     need!("nc");
     let app = App::tcp(Script::new().echo()).await;
-    let road = Road::to_as(Protocol::Tcp, app.address()).await;
+    let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
     let message = answer::pattern(3 << 20);
-    let said = nc(&road).input(message.clone()).run().await.ok();
+    let said = nc(&testbed).input(message.clone()).run().await.ok();
     assert!(said.stdout == message, "{} bytes came", said.stdout.len());
 }
 
@@ -185,8 +185,8 @@ async fn netcat_talks_through_a_tcp_listener() {
 async fn an_app_that_speaks_first_is_heard_through_a_tcp_listener() {
     need!("nc");
     let app = App::tcp(Script::new().write("220 ready\r\n").echo()).await;
-    let road = Road::to_as(Protocol::Tcp, app.address()).await;
-    let mut nc = nc(&road).start();
+    let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
+    let mut nc = nc(&testbed).start();
     assert_eq!(nc.line().await, "220 ready");
     nc.send("QUIT\n").await;
     assert_eq!(nc.line().await, "QUIT");
@@ -198,12 +198,12 @@ async fn a_clients_half_close_leaves_the_other_half_open() {
     need!("nc");
     let script = Script::new().read_to_end().write("and this is the answer");
     let app = App::tcp(script).await;
-    let road = Road::to_as(Protocol::Tcp, app.address()).await;
-    let said = nc(&road).input("a question").run().await.ok();
+    let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
+    let said = nc(&testbed).input("a question").run().await.ok();
     assert_eq!(said.text(), "and this is the answer");
     assert_eq!(app.body().await, b"a question");
 
-    let mut wire = road.connect("edge-1:9100").await;
+    let mut wire = testbed.connect("edge-1:9100").await;
     wire.write_all(b"another").await.unwrap();
     wire.shutdown().await.unwrap();
     let rest = read_to_end(&mut wire).await.unwrap();
@@ -214,9 +214,9 @@ async fn a_clients_half_close_leaves_the_other_half_open() {
 #[tokio::test]
 async fn an_apps_half_close_leaves_the_other_half_open() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let road = Road::to_as(Protocol::Tcp, listener.local_addr().unwrap()).await;
+    let testbed = TestBed::to_as(Protocol::Tcp, listener.local_addr().unwrap()).await;
     for connects in [false, true] {
-        let mut wire = road.session(connects).await;
+        let mut wire = testbed.session(connects).await;
         let mut app = listener.accept().await.unwrap().0;
         app.write_all(b"all that I have to say").await.unwrap();
         app.shutdown().await.unwrap();
@@ -232,9 +232,9 @@ async fn an_apps_half_close_leaves_the_other_half_open() {
 async fn netcat_connects_over_a_unix_socket() {
     need!("nc");
     let app = App::tcp(Script::new().read_to_end().write("answered")).await;
-    let road = Road::to_as(Protocol::Tcp, app.address()).await;
+    let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
     let head = "CONNECT edge-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
-    let nc = Tool::nc().args(["-U".as_ref(), road.socket().as_os_str()]);
+    let nc = Tool::nc().args(["-U".as_ref(), testbed.socket().as_os_str()]);
     let said = nc.input(format!("{head}asked")).run().await.ok().text();
     let (head, bytes) = said.split_once("\r\n\r\n").unwrap();
     assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
@@ -249,17 +249,17 @@ async fn netcat_connects_over_a_unix_socket() {
 async fn curl_proxies_through_a_connect_listener_with_a_certificate() {
     need!("curl");
     let app = App::saying("hello").await;
-    let build = Road::build().listener(listener("connect", ListenerProtocol::Connect));
-    let road = Road::along(build, Protocol::Http, app.address()).await;
+    let build = TestBed::build().listener(listener("connect", ListenerProtocol::Connect));
+    let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
     let proxied = |certificate: bool| {
-        let proxy = format!("{GATEWAY_NAME}:{}", road.listener("connect").port());
+        let proxy = format!("{GATEWAY_NAME}:{}", testbed.listener("connect").port());
         let curl = Tool::curl()
             .args(["-p", "--proxy", &format!("https://{proxy}")])
             .args(["--resolve", &format!("{proxy}:127.0.0.1")])
-            .args(["--proxy-cacert".into(), road.root_path()])
+            .args(["--proxy-cacert".into(), testbed.root_path()])
             .args(["-w", " %{http_connect}", "http://edge-1:9100/"]);
         if certificate {
-            curl.args(["--proxy-cert".into(), pair(&road)])
+            curl.args(["--proxy-cert".into(), pair(&testbed)])
         } else {
             curl
         }
@@ -300,8 +300,8 @@ async fn tls_inside_a_connect_is_between_the_client_and_the_target() {
     assert_eq!(said.text(), "hello");
 }
 
-fn nc(road: &Road) -> Tool {
-    let address = road.listener("bytes");
+fn nc(testbed: &TestBed) -> Tool {
+    let address = testbed.listener("bytes");
     Tool::nc().args([address.ip().to_string(), address.port().to_string()])
 }
 
@@ -311,8 +311,8 @@ fn pair(world: &World) -> PathBuf {
     world.write(&format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose()))
 }
 
-fn file(road: &Road, length: usize) -> PathBuf {
-    let path = road.folder().join("body");
+fn file(testbed: &TestBed, length: usize) -> PathBuf {
+    let path = testbed.folder().join("body");
     fs::write(&path, answer::pattern(length)).unwrap();
     path
 }

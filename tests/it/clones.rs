@@ -5,8 +5,8 @@
 use crate::world::{
     PATIENCE,
     app::App,
-    netns::{HUB, NEED, Street},
-    process::{Site, causeway},
+    netns::{HUB, NEED, SharedNetwork},
+    process::{GatewayProcess, causeway},
     tool::{Tool, full, need},
 };
 use std::{path::Path, time::Duration};
@@ -31,7 +31,7 @@ async fn complaint(data: &Path) -> String {
 #[tokio::test]
 async fn the_newest_of_two_edges_with_one_identity_serves() {
     let (old, new) = (App::saying("old").await, App::saying("new").await);
-    let site = Site::open_to_all("127.0.0.1:0").await;
+    let site = GatewayProcess::open_to_all("127.0.0.1:0").await;
     let mut older = site.join("edge-1", old.port()).await;
     copy(&site.edge_data("edge-1"), &site.edge_data("clone")).await;
     let mut newest = site.edge("clone", new.port()).start();
@@ -74,7 +74,7 @@ async fn the_newest_of_two_edges_with_one_identity_serves() {
 #[tokio::test]
 async fn the_end_of_a_half_dead_tunnel_does_not_touch_the_newer_one() {
     need!(NEED);
-    let street = Street::new();
+    let street = SharedNetwork::new();
     let (dead, alive) = (street.host(), street.host());
     let (old, new) = {
         let old = {
@@ -84,7 +84,7 @@ async fn the_end_of_a_half_dead_tunnel_does_not_touch_the_newer_one() {
         let _there = alive.enter();
         (old, App::saying("new").await)
     };
-    let mut site = Site::open_to_all(&format!("{HUB}:0")).await;
+    let mut site = GatewayProcess::open_to_all(&format!("{HUB}:0")).await;
     let mut older = site.join_by(dead.causeway(), "edge-1", old.port()).await;
     dead.cut();
     copy(&site.edge_data("edge-1"), &site.edge_data("clone")).await;

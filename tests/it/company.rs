@@ -5,8 +5,8 @@
 
 use crate::world::{
     app::App,
-    process::{Ended, Site, causeway},
-    tool::{Ran, Tool, need},
+    process::{ExitedProcess, GatewayProcess, causeway},
+    tool::{Tool, ToolOutput, need},
     until,
 };
 use std::{
@@ -48,9 +48,9 @@ openssl x509 -in Root.pem -noout -fingerprint -sha256 | cut -d= -f2 | tr -d ':\n
 openssl x509 -req -in "$2.csr" -CA Issuing.pem -CAkey Issuing.key -subj /DC=com/DC=example/CN=Twice -extfile listeners.ext -out "$2.named.pem"
 "#;
 
-struct Company(TempDir);
+struct CompanyCa(TempDir);
 
-impl Company {
+impl CompanyCa {
     async fn create() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let create = Tool::new("sh").args(["-c", CREATE, "sh"]);
@@ -74,25 +74,25 @@ impl Company {
     }
 }
 
-async fn import(data: &Path, chain: &Path) -> Ended {
+async fn import(data: &Path, chain: &Path) -> ExitedProcess {
     let order = causeway("ca import").args([chain]);
     order.flag("--data-dir", data).run().await
 }
 
 /// Imports a chain that must end at this root.
-async fn import_below(data: &Path, chain: &Path, root: &Path) -> Ended {
+async fn import_below(data: &Path, chain: &Path, root: &Path) -> ExitedProcess {
     let order = causeway("ca import").args([chain]).flag("--root", root);
     order.flag("--data-dir", data).run().await
 }
 
 /// curl of the client alice, which trusts only the certificates of this file.
-async fn trusting(site: &Site, roots: PathBuf) -> Ran {
+async fn trusting(site: &GatewayProcess, roots: PathBuf) -> ToolOutput {
     let curl = site.curl("edge-1", "");
     curl.args(["--cacert".into(), roots]).run().await
 }
 
 /// Asserts that clients that trust the certificates of any one of these files verify the listener.
-async fn all(site: &Site, roots: &[&PathBuf]) {
+async fn all(site: &GatewayProcess, roots: &[&PathBuf]) {
     for root in roots {
         let ran = trusting(site, (*root).clone()).await.ok();
         assert_eq!(ran.text(), "it", "{}", root.display());
@@ -100,13 +100,13 @@ async fn all(site: &Site, roots: &[&PathBuf]) {
 }
 
 /// Asserts that clients that trust the certificates of this file reject the listener.
-async fn untrusted(site: &Site, root: &Path) {
+async fn untrusted(site: &GatewayProcess, root: &Path) {
     let curl = trusting(site, root.to_owned()).await;
     assert_eq!(curl.status.code(), Some(60), "{}", root.display());
 }
 
 /// Asserts that the output of an import of a chain for 20 days names the changes and the early end.
-fn assert_warned(imported: &Ended, company: &Company, data: &Path) {
+fn assert_warned(imported: &ExitedProcess, company: &CompanyCa, data: &Path) {
     let sha256 = fs::read_to_string(company.path("Root.sha256")).unwrap();
     for said in [
         format!(
@@ -121,13 +121,13 @@ fn assert_warned(imported: &Ended, company: &Company, data: &Path) {
     }
 }
 
-async fn rotate(data: impl AsRef<Path>, step: &str) -> Ended {
+async fn rotate(data: impl AsRef<Path>, step: &str) -> ExitedProcess {
     let order = causeway("ca rotate").args(step.split(' '));
     order.flag("--data-dir", data.as_ref()).run().await
 }
 
 /// Stores the current roots, so that a client trusts only those.
-fn keep(site: &Site, name: &str) -> PathBuf {
+fn keep(site: &GatewayProcess, name: &str) -> PathBuf {
     let kept = site.path(name);
     fs::copy(site.data().join("ca.pem"), &kept).unwrap();
     kept
@@ -136,8 +136,8 @@ fn keep(site: &Site, name: &str) -> PathBuf {
 #[tokio::test]
 async fn company_root_clients_verify_listeners_through_changes() {
     need!("openssl", "curl");
-    let (company, app) = (Company::create().await, App::saying("it").await);
-    let site = Site::start().await;
+    let (company, app) = (CompanyCa::create().await, App::saying("it").await);
+    let site = GatewayProcess::start().await;
     let mut edge = site.join("edge-1", app.port()).await;
     let data = site.data().clone();
     let (root, own) = (company.path("Root.pem"), keep(&site, "own.pem"));
@@ -192,8 +192,8 @@ async fn company_root_clients_verify_listeners_through_changes() {
 #[tokio::test]
 async fn a_chain_that_is_removed_leaves_clients_with_our_own_root() {
     need!("openssl", "curl");
-    let (company, app) = (Company::create().await, App::saying("it").await);
-    let mut site = Site::start().await;
+    let (company, app) = (CompanyCa::create().await, App::saying("it").await);
+    let mut site = GatewayProcess::start().await;
     let _edge = site.join("edge-1", app.port()).await;
     let data = site.data();
     let (root, own) = (company.path("Root.pem"), keep(&site, "own.pem"));
@@ -223,8 +223,8 @@ async fn a_chain_that_is_removed_leaves_clients_with_our_own_root() {
 #[tokio::test]
 async fn names_that_a_chain_does_not_permit_are_logged_at_the_import_and_others_are_below_it() {
     need!("openssl", "curl");
-    let (company, app) = (Company::create().await, App::saying("it").await);
-    let mut site = Site::start().await;
+    let (company, app) = (CompanyCa::create().await, App::saying("it").await);
+    let mut site = GatewayProcess::start().await;
     let _edge = site.join("edge-1", app.port()).await;
     let data = site.data();
     company.sign(&data, "chain", "100").await;
@@ -238,7 +238,7 @@ async fn names_that_a_chain_does_not_permit_are_logged_at_the_import_and_others_
 #[tokio::test]
 async fn a_chain_for_another_request_is_refused_with_the_reason() {
     need!("openssl");
-    let company = Company::create().await;
+    let company = CompanyCa::create().await;
     let data = company.path("gateway");
     let none = causeway("ca csr").flag("--data-dir", &data).run().await;
     none.failed(&["no CA in", "causeway ca init"]);
@@ -291,7 +291,7 @@ async fn a_chain_for_another_request_is_refused_with_the_reason() {
 #[tokio::test]
 async fn a_restore_tells_of_an_older_chain_and_a_new_request_replaces_a_pending_one() {
     need!("openssl");
-    let company = Company::create().await;
+    let company = CompanyCa::create().await;
     let (data, root) = (company.path("gateway"), company.path("Root.pem"));
     let init = causeway("ca init").flag("--data-dir", &data);
     init.run().await.ok();
@@ -321,7 +321,7 @@ async fn a_restore_tells_of_an_older_chain_and_a_new_request_replaces_a_pending_
 #[tokio::test]
 async fn a_file_of_another_format_or_below_another_root_is_refused_with_what_to_do() {
     need!("openssl");
-    let company = Company::create().await;
+    let company = CompanyCa::create().await;
     let data = company.path("gateway");
     let init = causeway("ca init").flag("--data-dir", &data);
     init.run().await.ok();

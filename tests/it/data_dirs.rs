@@ -1,6 +1,6 @@
 //! The data directories of a gateway and of an edge hold the files that the reference lists, with their modes.
 
-use crate::world::process::{Site, causeway};
+use crate::world::process::{GatewayProcess, causeway};
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
@@ -66,7 +66,7 @@ fn check(root: &Path, heading: &str, least: usize) {
 
 #[tokio::test]
 async fn each_file_of_a_data_directory_is_in_the_reference() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let edge = site.join("edge-1", 1).await;
     let (gateway, of_edge) = (
         "Data directory of the gateway",

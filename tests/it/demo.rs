@@ -1,8 +1,8 @@
 //! `causeway demo`: the printed commands work unchanged, and the demo leaves no files or processes.
 
 use crate::world::{
-    process::{Causeway, Ended, Process, causeway},
-    tool::{Ran, Tool, need},
+    process::{Causeway, ExitedProcess, Process, causeway},
+    tool::{Tool, ToolOutput, need},
     until,
 };
 use serde_json::Value;
@@ -257,12 +257,12 @@ impl Demo {
         format!("{}/demo-ca.pem", self.data())
     }
 
-    async fn interrupt(self) -> Ended {
+    async fn interrupt(self) -> ExitedProcess {
         self.end("INT").await
     }
 
     /// Ends it, and checks that no temporary file is left.
-    async fn end(self, signal: &str) -> Ended {
+    async fn end(self, signal: &str) -> ExitedProcess {
         self.process.signal(signal).await;
         let ended = self.process.ended().await.ok();
         assert!(ended.stdout.ends_with("\nstopping\n"), "{}", ended.stdout);
@@ -277,7 +277,7 @@ fn left(folder: &TempDir) -> Vec<String> {
         .collect()
 }
 
-async fn shell(line: &str, directory: &Path) -> Ran {
+async fn shell(line: &str, directory: &Path) -> ToolOutput {
     let script = format!("cd \"$0\" && {line}");
     Tool::new("sh")
         .args(["-c".as_ref(), script.as_ref(), directory.as_os_str()])

@@ -2,7 +2,7 @@
 
 use crate::world::{
     GATEWAY_NAME, World,
-    app::{App, End, Gate, Script},
+    app::{App, End, PauseGate, Script},
     client::{Answer, assert_problem, exchange, read_to_end},
     gateway::{anonymous, listener},
     until,
@@ -167,7 +167,7 @@ async fn server_first_targets_wait_for_kube_apiservers_first_byte() {
 #[tokio::test]
 async fn a_reset_on_one_side_is_a_reset_on_the_other() {
     let world = world().await;
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let breaking = App::tcp(Script::new().until(&gate).reset()).await;
     let (mut wire, _) = asked(&world, "wide", &breaking.address().to_string()).await;
     gate.open();

@@ -4,7 +4,7 @@ use crate::world::{
     World,
     app::App,
     gateway::loopback,
-    netns::{self, Street},
+    netns::{self, SharedNetwork},
     process::causeway,
     tool::{Running, Tool, coredns, full, need},
     until,
@@ -462,7 +462,7 @@ async fn resolving(resolv: &Path, script: &str, arguments: &[&OsStr]) -> String 
 #[tokio::test]
 async fn a_client_behind_coredns_reaches_a_node_by_its_bare_name() {
     need!(netns::NEED, "mounts", "curl", "coredns");
-    let _street = Street::new();
+    let _street = SharedNetwork::new();
     let listeners = Dns {
         addresses: vec!["127.0.0.1".parse().unwrap()],
         ..dns()

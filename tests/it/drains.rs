@@ -1,7 +1,7 @@
 //! A gateway that drains informs its clients: kept connections are told to close, and no request on them is lost.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         World,
         app::{App, Head, Script, answer},
@@ -18,9 +18,9 @@ use tokio::{io::AsyncWriteExt, net::TcpStream};
 /// Longer than any test waits.
 const LONG: Duration = Duration::from_mins(10);
 
-async fn road(app: &App) -> Road {
+async fn testbed(app: &App) -> TestBed {
     let build = World::build().config(|config| config.timeouts.drain = LONG);
-    Road::along(build, Protocol::Http, app.address()).await
+    TestBed::along(build, Protocol::Http, app.address()).await
 }
 
 fn by_path(head: &Head) -> Script {
@@ -34,25 +34,25 @@ fn by_path(head: &Head) -> Script {
 #[tokio::test]
 async fn each_http1_answer_in_a_drain_announces_connection_close() {
     let app = App::http(by_path).await;
-    let road = road(&app).await;
+    let testbed = testbed(&app).await;
     // The listeners stay open while a stream lasts whose edge has no other gateway.
-    let lasting = road.http2().connect("edge-1").await.unwrap();
+    let lasting = testbed.http2().connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}endless")).body(whole(""));
     let _held = lasting.hold(request.unwrap());
     until("a stream lasts", async || app.requests() == 1).await;
-    let mut kept = road.client().connect("edge-1").await.unwrap();
-    let mut http2 = road.http2().connect("edge-1").await.unwrap();
+    let mut kept = testbed.client().connect("edge-1").await.unwrap();
+    let mut http2 = testbed.http2().connect("edge-1").await.unwrap();
     for connection in [&mut kept, &mut http2] {
         let answer = connection.get(URL).await.unwrap();
         let told = answer.field("connection");
         assert_eq!((answer.status, told), (200, ""), "{answer}");
     }
-    road.drain_gateway();
+    testbed.drain_gateway();
     until("it drains", async || {
-        road.admin_text("/readyz").await.0 == 503
+        testbed.admin_text("/readyz").await.0 == 503
     })
     .await;
-    let mut fresh = road.client().connect("edge-1").await.unwrap();
+    let mut fresh = testbed.client().connect("edge-1").await.unwrap();
     for connection in [&mut kept, &mut fresh] {
         let answer = connection.get(URL).await.unwrap();
         let told = answer.field("connection");
@@ -60,7 +60,7 @@ async fn each_http1_answer_in_a_drain_announces_connection_close() {
         assert!(connection.get(URL).await.is_err(), "it continues");
     }
     // Responses of the gateway itself are no exception.
-    let refused = road.client().get("https://edge-1:9999/").await;
+    let refused = testbed.client().get("https://edge-1:9999/").await;
     let told = refused.field("connection");
     assert_eq!((refused.status, told), (403, "close"), "{refused}");
     let answer = http2.get(URL).await.unwrap();
@@ -68,7 +68,9 @@ async fn each_http1_answer_in_a_drain_announces_connection_close() {
     assert_eq!((answer.status, told), (200, None), "{answer}");
     // After a 101 no HTTP message can end the connection.
     let exec = "GET /exec HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
-    let head = exchange(&mut road.tls().await, exec).await.to_lowercase();
+    let head = exchange(&mut testbed.tls().await, exec)
+        .await
+        .to_lowercase();
     let switches = head.starts_with("http/1.1 101 ") && head.contains("connection: upgrade\r\n");
     assert!(switches && !head.contains("close"), "{head}");
 }
@@ -76,8 +78,8 @@ async fn each_http1_answer_in_a_drain_announces_connection_close() {
 #[tokio::test]
 async fn clients_with_kept_connections_lose_no_answer_in_a_drain() {
     let app = App::saying("it").await;
-    let road = road(&app).await;
-    let client = road.client();
+    let testbed = testbed(&app).await;
+    let client = testbed.client();
     let clients = (0..8).map(|_| async {
         let mut answers = 0;
         // Waits until the listener accepts no connection.
@@ -96,7 +98,7 @@ async fn clients_with_kept_connections_lose_no_answer_in_a_drain() {
     });
     let drain = async {
         until("the clients send requests", async || app.requests() > 100).await;
-        road.drain_gateway();
+        testbed.drain_gateway();
     };
     let (answers, ()) = tokio::join!(join_all(clients), drain);
     assert!(answers.iter().all(|answers| *answers > 0), "{answers:?}");
@@ -106,17 +108,17 @@ async fn clients_with_kept_connections_lose_no_answer_in_a_drain() {
 #[tokio::test]
 async fn a_draining_edge_announces_close_on_its_admin_listener() {
     let app = App::http(by_path).await;
-    let road = road(&app).await;
-    let lasting = road.http2().connect("edge-1").await.unwrap();
+    let testbed = testbed(&app).await;
+    let lasting = testbed.http2().connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}endless")).body(whole(""));
     let _held = lasting.hold(request.unwrap());
     until("a stream lasts", async || app.requests() == 1).await;
-    let admin = road.edge.admin();
+    let admin = testbed.edge.admin();
     let mut kept = TcpStream::connect(admin).await.unwrap();
     let ask = "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n";
     let before = exchange(&mut kept, ask).await.to_lowercase();
     assert!(!before.contains("connection: close"), "{before}");
-    road.edge.drain();
+    testbed.edge.drain();
     until("the edge announces its drain", async || {
         let mut fresh = TcpStream::connect(admin).await.unwrap();
         let said = exchange(&mut fresh, ask).await.to_lowercase();

@@ -4,8 +4,8 @@
 
 use crate::world::{
     app::App,
-    netns::{HUB, Host, NEED, Street},
-    process::{Causeway, OPEN, PATIENCE, Process, Site, binary, causeway, program},
+    netns::{HUB, Host, NEED, SharedNetwork},
+    process::{Causeway, GatewayProcess, OPEN, PATIENCE, Process, binary, causeway, program},
     tool::need,
 };
 use futures_util::future::join_all;
@@ -38,7 +38,7 @@ async fn stands(edge: &Process, times: usize) {
 }
 
 /// Waits until `health`, run by `program`, names the fault.
-async fn complains(site: &Site, program: impl Fn() -> Causeway, part: &str) {
+async fn complains(site: &GatewayProcess, program: impl Fn() -> Causeway, part: &str) {
     let mut said = String::new();
     let asking = async {
         while !said.contains(part) {
@@ -52,7 +52,7 @@ async fn complains(site: &Site, program: impl Fn() -> Causeway, part: &str) {
     assert!(named.is_ok(), "{part:?} is not in: {said}");
 }
 
-async fn serves(site: &Site) {
+async fn serves(site: &GatewayProcess) {
     let answer = site.nobody().get("http://edge-1:9100/").await;
     assert_eq!(answer.text(), "here");
 }
@@ -67,7 +67,7 @@ async fn a_clock_off_by_a_day_is_named_and_the_edge_recovers_with_it() {
     need!("faketime");
     for (wrong, named) in [("-1d", true), ("+1d", false)] {
         let app = App::saying("here").await;
-        let site = Site::open_to_all("127.0.0.1:0").await;
+        let site = GatewayProcess::open_to_all("127.0.0.1:0").await;
         site.join("edge-1", app.port()).await.stop().await.ok();
         let clock = site.path("clock");
         fs::write(&clock, wrong).unwrap();
@@ -145,13 +145,13 @@ fn reply(query: &[u8], address: Option<Ipv4Addr>) -> Vec<u8> {
 #[tokio::test]
 async fn a_failing_then_wrong_resolver_is_named_and_recovered_from() {
     need!(NEED);
-    let street = Street::new();
+    let street = SharedNetwork::new();
     let host = street.host();
     let names = Names::at(&host, None).await;
     let app = app_at(&host).await;
     // Otherwise the gateway would send its address, and the edge would no longer need a resolver.
     let told = format!("tunnel: {{ advertise: [\"{GATEWAY}\"] }}\n{OPEN}");
-    let mut site = Site::listening(&format!("{HUB}:10262"), &told).await;
+    let mut site = GatewayProcess::listening(&format!("{HUB}:10262"), &told).await;
     let joined = site.join_by(host.causeway(), "edge-1", app.port()).await;
     joined.stop().await.ok();
     site.tunnel = GATEWAY.to_owned();
@@ -171,10 +171,10 @@ async fn a_failing_then_wrong_resolver_is_named_and_recovered_from() {
 #[tokio::test]
 async fn an_edge_with_a_changed_address_reconnects_from_the_new_one() {
     need!(NEED);
-    let street = Street::new();
+    let street = SharedNetwork::new();
     let mut host = street.host();
     let app = app_at(&host).await;
-    let mut site = Site::open_to_all(&format!("{HUB}:0")).await;
+    let mut site = GatewayProcess::open_to_all(&format!("{HUB}:0")).await;
     let mut edge = site.join_by(host.causeway(), "edge-1", app.port()).await;
     serves(&site).await;
     host.moves_to(77);
@@ -218,7 +218,7 @@ async fn proxy(open: Arc<AtomicBool>, lasts: Duration) -> (SocketAddr, JoinSet<(
 #[tokio::test]
 async fn a_proxy_that_refuses_is_named_and_used_when_it_does_not() {
     let app = App::saying("here").await;
-    let site = Site::open_to_all("127.0.0.1:0").await;
+    let site = GatewayProcess::open_to_all("127.0.0.1:0").await;
     site.join("edge-1", app.port()).await.stop().await.ok();
     let open = Arc::new(AtomicBool::new(false));
     let (proxy, _serving) = proxy(open.clone(), Duration::MAX).await;
@@ -235,7 +235,7 @@ async fn a_proxy_that_refuses_is_named_and_used_when_it_does_not() {
 #[tokio::test]
 async fn a_proxy_that_cuts_each_connection_costs_no_request() {
     let app = App::saying("here").await;
-    let site = Site::open_to_all("127.0.0.1:0").await;
+    let site = GatewayProcess::open_to_all("127.0.0.1:0").await;
     site.join("edge-1", app.port()).await.stop().await.ok();
     let open = Arc::new(AtomicBool::new(true));
     let (proxy, _serving) = proxy(open, Duration::from_secs(1)).await;
@@ -261,7 +261,7 @@ async fn a_proxy_that_cuts_each_connection_costs_no_request() {
 #[tokio::test]
 async fn a_single_silent_address_is_dialled_rarely_and_named_once() {
     let app = App::saying("here").await;
-    let mut site = Site::open_to_all("127.0.0.1:0").await;
+    let mut site = GatewayProcess::open_to_all("127.0.0.1:0").await;
     site.join("edge-1", app.port()).await.stop().await.ok();
     let dead = App::refusing();
     site.tunnel = format!("{},{}", site.tunnel, dead.address());
@@ -286,10 +286,10 @@ async fn a_single_silent_address_is_dialled_rarely_and_named_once() {
 #[tokio::test]
 async fn a_blackhole_gateway_does_not_block_the_next_gateway() {
     need!(NEED);
-    let street = Street::new();
+    let street = SharedNetwork::new();
     let (host, hole) = (street.host(), street.host());
     let app = app_at(&host).await;
-    let mut site = Site::open_to_all(&format!("{HUB}:0")).await;
+    let mut site = GatewayProcess::open_to_all(&format!("{HUB}:0")).await;
     let joined = site.join_by(host.causeway(), "edge-1", app.port()).await;
     joined.stop().await.ok();
     hole.cut();

@@ -4,7 +4,7 @@
 
 use crate::world::{
     GATEWAY_NAME, World,
-    app::{App, Gate, Script, answer},
+    app::{App, PauseGate, Script, answer},
     client::{Answer, assert_problem, exchange, read, read_to_end, whole},
     gateway::{anonymous, fixed, listener},
     link::Link,
@@ -39,13 +39,13 @@ fn upgrade(url: &str) -> Request<crate::world::client::Body> {
 }
 
 /// A target whose kernel accepts no more connections and refuses none: a dial to it hangs.
-struct Deaf {
+struct FullBacklog {
     address: SocketAddr,
     _listener: Socket,
     _waiting: Vec<TcpStream>,
 }
 
-impl Deaf {
+impl FullBacklog {
     fn new() -> Self {
         let listener = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         listener
@@ -411,7 +411,7 @@ async fn a_tunnel_that_is_lost_in_flight_is_502() {
 async fn a_target_that_does_not_take_connections_is_504() {
     let build = World::build().listener(listener("connect", ListenerProtocol::Connect));
     let world = build.start().await;
-    let deaf = Deaf::new();
+    let deaf = FullBacklog::new();
     let edge = world.edge("edge-1").port(9100, deaf.address);
     let _edge = edge
         .config(|config| config.timeouts.dial = SOON)
@@ -431,7 +431,7 @@ async fn a_connect_is_answered_within_a_bound_of_the_gateways_own() {
         .config(|config| config.timeouts.connect = SOON)
         .start()
         .await;
-    let deaf = Deaf::new();
+    let deaf = FullBacklog::new();
     let _edge = world.edge("edge-1").port(9100, deaf.address).join().await;
     let answer = connect(&world, "connect", "edge-1:9100").await;
     assert_problem(
@@ -471,7 +471,7 @@ async fn an_upgrade_without_a_first_byte_is_504_by_either_end() {
 
 /// Keeps one stream of `tester` to edge-1 open, and sends one more request as `second` does.
 async fn while_one_is_open(world: &World, second: &str, node: &str) -> Answer {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let held = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {
         "/held" => Script::new()

@@ -2,10 +2,10 @@
 //! parts of Kubernetes send them, with the fields that this hop adds, removes or leaves unchanged.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         GATEWAY_NAME, World,
-        app::{App, Gate, Head, Script, answer},
+        app::{App, Head, PauseGate, Script, answer},
         client::{exchange, read, read_to_end},
         edge::Edge,
         gateway::listener,
@@ -161,7 +161,7 @@ async fn logs_by_http_2_reach_a_kubelet_that_speaks_http_1() {
 
 #[tokio::test]
 async fn logs_that_follow_are_flushed_line_by_line() {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let script = gate.clone();
     let lines = ["line 1\n", "line 2\n"];
     let app = App::http(move |_| answer::parts("text/plain", &lines, &script)).await;
@@ -242,12 +242,12 @@ async fn an_egress_selector_gets_a_bare_200_before_any_other_byte() {
 
 #[tokio::test]
 async fn a_trace_passes_unchanged_and_none_is_added() {
-    let (secured, asked_here) = Road::secured(|_| answer::ok("it")).await;
+    let (secured, asked_here) = TestBed::secured(|_| answer::ok("it")).await;
     let app = App::saying("it").await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     let theirs = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-    for (app, road) in [(&app, &road), (&secured, &asked_here)] {
-        for client in [road.client(), road.http2()] {
+    for (app, testbed) in [(&app, &testbed), (&secured, &asked_here)] {
+        for client in [testbed.client(), testbed.http2()] {
             for traceparent in [theirs, "00-nonsense", theirs.split_at(54).0] {
                 let client = client.clone().field("traceparent", traceparent);
                 client.field("tracestate", "a=b").get(URL).await;
@@ -260,22 +260,22 @@ async fn a_trace_passes_unchanged_and_none_is_added() {
             assert_eq!(head.value("traceparent"), None, "{head:?}");
             assert_eq!(head.value("tracestate"), None, "{head:?}");
         }
-        let mut wire = road.tls().await;
+        let mut wire = testbed.tls().await;
         let upgrade = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n";
         exchange(&mut wire, upgrade).await;
         assert_eq!(app.head().await.value("traceparent"), None);
     }
-    road.until_idle().await;
+    testbed.until_idle().await;
     // Returns the log of both worlds.
-    assert!(road.log().record(&theirs[3..35]).is_some());
+    assert!(testbed.log().record(&theirs[3..35]).is_some());
 }
 
 #[tokio::test]
 async fn this_hop_is_appended_after_the_previous_hops() {
     let answer = "HTTP/1.1 200 OK\r\nVia: 1.1 inner\r\nContent-Length: 0\r\n\r\n";
     let app = App::http(move |_| Script::new().write(answer)).await;
-    let road = Road::to(&app).await;
-    let answer = road.client().field("via", "1.1 outer").get(URL).await;
+    let testbed = TestBed::to(&app).await;
+    let answer = testbed.client().field("via", "1.1 outer").get(URL).await;
     assert_eq!(
         app.head().await.values("via"),
         ["1.1 outer", "1.1 causeway"]
@@ -288,8 +288,8 @@ async fn this_hop_is_appended_after_the_previous_hops() {
 async fn our_private_fields_pass_neither_from_clients_nor_from_apps() {
     let answer = "HTTP/1.1 200 OK\r\nCauseway-Failure: target_refused\r\nCauseway-Detail: lies\r\nCauseway-Switched: websocket\r\nCauseway-Anything: 1\r\nContent-Length: 2\r\n\r\nit";
     let app = App::http(move |_| Script::new().write(answer)).await;
-    let road = Road::to(&app).await;
-    for client in [road.client(), road.http2()] {
+    let testbed = TestBed::to(&app).await;
+    for client in [testbed.client(), testbed.http2()] {
         let client = client.field("causeway-target", "127.0.0.1:1");
         let client = client.field("causeway-anything", "1");
         let answer = client.field("causeway-control", "1").get(URL).await;
@@ -302,7 +302,7 @@ async fn our_private_fields_pass_neither_from_clients_nor_from_apps() {
         let fields = app.head().await.fields();
         assert!(!fields.iter().any(|(name, _)| ours(name)), "{fields:?}");
     }
-    let mut wire = road.tls().await;
+    let mut wire = testbed.tls().await;
     let upgrade =
         "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n";
     let answer = exchange(&mut wire, upgrade).await;
@@ -316,8 +316,8 @@ async fn our_private_fields_pass_neither_from_clients_nor_from_apps() {
 async fn fields_of_one_connection_stay_on_it() {
     let answer = "HTTP/1.1 200 OK\r\nConnection: X-Back\r\nX-Back: 1\r\nKeep-Alive: timeout=5\r\nProxy-Connection: keep-alive\r\nX-Stays: 1\r\nContent-Length: 0\r\n\r\n";
     let app = App::http(move |_| Script::new().write(answer)).await;
-    let road = Road::to(&app).await;
-    let mut wire = road.tls().await;
+    let testbed = TestBed::to(&app).await;
+    let mut wire = testbed.tls().await;
     let head = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: X-Hop, keep-alive\r\nX-Hop: 1\r\nKeep-Alive: timeout=5\r\nProxy-Connection: keep-alive\r\nTE: gzip, trailers\r\nX-Stays: 1\r\n\r\n";
     let answer = exchange(&mut wire, head).await;
     let head = app.head().await;
@@ -335,8 +335,11 @@ async fn fields_of_one_connection_stay_on_it() {
 #[tokio::test]
 async fn cookies_that_http_2_splits_are_one_field_to_an_http_1_app() {
     let app = App::saying("it").await;
-    let road = Road::to(&app).await;
-    let client = road.http2().field("cookie", "a=1").field("cookie", "b=2");
+    let testbed = TestBed::to(&app).await;
+    let client = testbed
+        .http2()
+        .field("cookie", "a=1")
+        .field("cookie", "b=2");
     client.field("cookie", "c=3").get(URL).await;
     assert_eq!(app.head().await.values("cookie"), ["a=1; b=2; c=3"]);
 }
@@ -346,8 +349,8 @@ async fn cookies_that_an_app_sets_stay_apart() {
     let answer =
         "HTTP/1.1 200 OK\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\nContent-Length: 0\r\n\r\n";
     let app = App::http(move |_| Script::new().write(answer)).await;
-    let road = Road::to(&app).await;
-    for client in [road.client(), road.http2()] {
+    let testbed = TestBed::to(&app).await;
+    for client in [testbed.client(), testbed.http2()] {
         let answer = client.get(URL).await;
         let set: Vec<_> = answer.fields.get_all("set-cookie").iter().collect();
         assert_eq!(set, ["a=1", "b=2"]);
@@ -362,8 +365,8 @@ async fn authorization_is_removed_unless_the_listener_forwards_it() {
             forward_authorization: forwards,
             ..listener("https", ListenerProtocol::Https)
         });
-        let road = Road::along(build, Protocol::Http, app.address()).await;
-        for client in [road.client(), road.http2()] {
+        let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
+        for client in [testbed.client(), testbed.http2()] {
             client.bearer("secret").get(URL).await;
             let found = app.head().await.value("authorization");
             assert_eq!(found, forwards.then(|| "Bearer secret".to_owned()));
@@ -374,20 +377,20 @@ async fn authorization_is_removed_unless_the_listener_forwards_it() {
 #[tokio::test]
 async fn paths_and_queries_pass_as_they_were_written() {
     let app = App::saying("it").await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for path in [
         "/a//b/../c?x=%2F&y=a+b&&",
         "/%E2%82%AC%2e?",
         "/?q='|{}",
         "/*",
     ] {
-        let mut wire = road.tls().await;
+        let mut wire = testbed.tls().await;
         let head = format!("GET {path} HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n");
         let answer = exchange(&mut wire, head).await;
         assert!(answer.starts_with("HTTP/1.1 200 "), "{path}: {answer}");
         assert_eq!(app.head().await.path(), path);
     }
-    let mut wire = road.tls().await;
+    let mut wire = testbed.tls().await;
     let answer = exchange(&mut wire, "OPTIONS * HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n").await;
     assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
     assert_eq!(app.head().await.line(), "OPTIONS * HTTP/1.1");

@@ -5,9 +5,9 @@
 
 use crate::world::{
     GATEWAY_NAME, PATIENCE,
-    app::{App, Gate, answer},
-    client::{Place, Wire, exchange, read, whole},
-    process::{Ended, Process, Site, address_after, causeway},
+    app::{App, PauseGate, answer},
+    client::{ListenerAddress, Wire, exchange, read, whole},
+    process::{ExitedProcess, GatewayProcess, Process, address_after, causeway},
     tool::full,
     until,
 };
@@ -88,7 +88,7 @@ fn histogram(what: &str, begin: u64, moments: &[u64]) -> usize {
 async fn a_fleet_is_back_soon_after_a_restart_and_not_all_at_once() {
     let full = full();
     let count = if full { EDGES } else { FEW };
-    let site = Site::open_to_all("127.0.0.1:0").await;
+    let site = GatewayProcess::open_to_all("127.0.0.1:0").await;
     let joining = (0..count).map(|number| {
         let site = &site;
         // During a longer failure each attempt is a line of this level.
@@ -114,7 +114,7 @@ async fn a_fleet_is_back_soon_after_a_restart_and_not_all_at_once() {
 }
 
 /// Waits until the fleet is connected again. Where times are measured, it must be in time.
-async fn all_back(site: &Site, (count, measured): (usize, bool), occasion: &str) {
+async fn all_back(site: &GatewayProcess, (count, measured): (usize, bool), occasion: &str) {
     let bound = Duration::from_mins(2);
     site.gateway.wrote(ARRIVED, count, bound).await;
     if !measured {
@@ -139,7 +139,7 @@ fn say(figure: &str) {
 
 /// Results of the clients.
 #[derive(Debug, Default)]
-pub(super) struct Met {
+pub(super) struct GatewaysMet {
     /// Answered by the first gateway.
     pub(super) first: usize,
     /// Answered by the second gateway, after the first refused the connection.
@@ -153,8 +153,8 @@ pub(super) struct Met {
 }
 
 /// A client that tries the first gateway, and then the second if the first does not serve it.
-async fn call(first: &Site, second: &Site) -> Met {
-    let mut met = Met::default();
+async fn call(first: &GatewayProcess, second: &GatewayProcess) -> GatewaysMet {
+    let mut met = GatewaysMet::default();
     let ask = || Request::get(URL).body(whole("")).unwrap();
     let why = match first.nobody().try_send(ask()).await {
         Ok(answer) if answer.status == 200 => {
@@ -181,13 +181,13 @@ async fn call(first: &Site, second: &Site) -> Met {
     };
     match second.nobody().try_send(ask()).await {
         Ok(answer) if answer.status == 200 => met,
-        Ok(answer) => Met {
+        Ok(answer) => GatewaysMet {
             failed: vec![format!("first: {why}; second: {answer}")],
-            ..Met::default()
+            ..GatewaysMet::default()
         },
-        Err(error) => Met {
+        Err(error) => GatewaysMet {
             failed: vec![format!("first: {why}; second: {error}")],
-            ..Met::default()
+            ..GatewaysMet::default()
         },
     }
 }
@@ -211,7 +211,11 @@ impl Load {
 }
 
 /// Starts a hundred clients a second until `enough`.
-pub(super) async fn load(first: &Site, second: &Site, load: &Load) -> Met {
+pub(super) async fn load(
+    first: &GatewayProcess,
+    second: &GatewayProcess,
+    load: &Load,
+) -> GatewaysMet {
     let mut beat = interval(Duration::from_millis(10));
     beat.set_missed_tick_behavior(MissedTickBehavior::Burst);
     let calls = stream::unfold(beat, |mut beat| async {
@@ -219,7 +223,7 @@ pub(super) async fn load(first: &Site, second: &Site, load: &Load) -> Met {
         let call = call(first, second);
         (!load.enough.load(Relaxed)).then_some((call, beat))
     });
-    let mut all = Met::default();
+    let mut all = GatewaysMet::default();
     let mut met = std::pin::pin!(calls.buffer_unordered(200));
     while let Some(one) = met.next().await {
         load.asked.fetch_add(1, Relaxed);
@@ -240,7 +244,7 @@ struct Open {
 }
 
 impl Open {
-    async fn at(site: &Site, connect: &str) -> Self {
+    async fn at(site: &GatewayProcess, connect: &str) -> Self {
         let client = site.nobody();
         let host = "Host: edge-1:9100\r\n";
         let upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\n";
@@ -248,7 +252,7 @@ impl Open {
         let head = format!("GET /socket HTTP/1.1\r\n{host}{upgrade}\r\n");
         let switched = exchange(&mut *socket, &head).await;
         assert!(switched.starts_with("HTTP/1.1 101 "), "{switched}");
-        let out = site.nobody_at(Place::Tls(connect.parse().unwrap()));
+        let out = site.nobody_at(ListenerAddress::Tls(connect.parse().unwrap()));
         let mut tunnelled = out.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
         let asked = "CONNECT edge-1:9100 HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
         let answered = exchange(&mut tunnelled, asked).await;
@@ -279,12 +283,12 @@ impl Open {
 
 /// Starts two gateways that know the same nodes, an edge of the first that knows both, and the first one's listener for
 /// CONNECT.
-async fn pair(app: &App) -> (Site, Site, Process, String) {
+async fn pair(app: &App) -> (GatewayProcess, GatewayProcess, Process, String) {
     let listener = format!("listen: \"127.0.0.1:0\", anonymous: true, names: [{GATEWAY_NAME}]");
     let listeners = format!(
         "listeners: [{{ name: web, protocol: http, port: 9100, {listener} }}, {{ name: out, protocol: connect, {listener} }}]"
     );
-    let first = Site::with_listeners(&listeners).await;
+    let first = GatewayProcess::with_listeners(&listeners).await;
     let edge = first.join("edge-1", app.port()).await;
     let second = first.twin().await;
     let addresses = format!("{},{}", first.tunnel, second.tunnel);
@@ -298,7 +302,7 @@ async fn pair(app: &App) -> (Site, Site, Process, String) {
 
 #[tokio::test]
 async fn a_gateway_that_drains_under_load_loses_no_request() {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let held = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {
         "/socket" => answer::switch("websocket", b""),
@@ -346,7 +350,7 @@ async fn a_gateway_that_drains_under_load_loses_no_request() {
     timeout(PATIENCE, whole).await.unwrap().unwrap();
     assert!(rest.ends_with("whole\n\r\n0\r\n\r\n"), "{rest:?}");
     drop(open);
-    let Ended { stderr, .. } = first.gateway.ended().await.ok();
+    let ExitedProcess { stderr, .. } = first.gateway.ended().await.ok();
     assert!(stderr.contains("gateway stopped cut=0"), "{stderr}");
 }
 

@@ -5,8 +5,8 @@
 use crate::world::{
     PATIENCE,
     app::App,
-    process::{Site, causeway},
-    tool::{Ran, Tool, need},
+    process::{GatewayProcess, causeway},
+    tool::{Tool, ToolOutput, need},
 };
 use causeway_certs::{Ca, OpenMode, Store};
 use futures_util::future::join_all;
@@ -25,13 +25,13 @@ LD_PRELOAD='/usr/$LIB/faketime/libfaketime.so.1' openssl x509 -req -in "$2.csr" 
 const EDGE_1: &str = "URI:spiffe://DOMAIN/edge/edge-1";
 
 /// A gateway whose CA's key has been stolen.
-struct Forger {
-    site: Site,
+struct StolenCa {
+    site: GatewayProcess,
     domain: String,
 }
 
 /// Fault of one certificate.
-struct Spoilt {
+struct CertificateFault {
     name: &'static str,
     usage: &'static str,
     names: &'static str,
@@ -42,7 +42,7 @@ struct Spoilt {
 }
 
 /// A certificate without a fault.
-const GOOD: Spoilt = Spoilt {
+const GOOD: CertificateFault = CertificateFault {
     name: "good",
     usage: "clientAuth",
     names: EDGE_1,
@@ -52,74 +52,74 @@ const GOOD: Spoilt = Spoilt {
 };
 
 /// Each has one fault.
-const SPOILT: [Spoilt; 12] = [
-    Spoilt {
+const SPOILT: [CertificateFault; 12] = [
+    CertificateFault {
         name: "expired",
         when: "-10 days",
         said: "certificate expired",
         ..GOOD
     },
-    Spoilt {
+    CertificateFault {
         name: "not-yet",
         when: "+10 days",
         said: "certificate not valid yet",
         ..GOOD
     },
-    Spoilt {
+    CertificateFault {
         name: "server",
         usage: "serverAuth",
         said: "does not allow extended key usage for client authentication",
         ..GOOD
     },
-    Spoilt {
+    CertificateFault {
         name: "stranger",
         issuer: "other-edges",
         said: "UnknownIssuer",
         ..GOOD
     },
-    Spoilt {
+    CertificateFault {
         name: "by-clients",
         issuer: "clients",
         said: "cannot issue a certificate for use as edge",
         ..GOOD
     },
-    Spoilt {
+    CertificateFault {
         name: "by-root",
         issuer: "root",
         said: "UnknownIssuer",
         ..GOOD
     },
-    Spoilt {
+    CertificateFault {
         name: "elsewhere",
         names: "URI:spiffe://other.test/edge/edge-1",
         said: "spiffe://other.test/edge/edge-1",
         ..GOOD
     },
-    Spoilt {
+    CertificateFault {
         name: "client",
         names: "URI:spiffe://DOMAIN/client/edge-1",
         said: "a certificate of kind client cannot be used as edge",
         ..GOOD
     },
-    Spoilt {
+    CertificateFault {
         name: "gateway",
         names: "URI:spiffe://DOMAIN/gateway",
         said: "a certificate of kind gateway cannot be used as edge",
         ..GOOD
     },
-    Spoilt {
+    CertificateFault {
         name: "both",
         names: "URI:spiffe://DOMAIN/edge/edge-1,URI:spiffe://DOMAIN/edge/edge-2",
         said: "2 identities",
         ..GOOD
     },
-    Spoilt {
+    CertificateFault {
         name: "nobody",
         names: "DNS:edge-1",
         said: "0 identities",
         ..GOOD
     },
-    Spoilt {
+    CertificateFault {
         name: "unknown",
         names: "URI:spiffe://DOMAIN/edge/edge-9",
         said: "node edge-9 is not enrolled at this gateway",
@@ -127,9 +127,9 @@ const SPOILT: [Spoilt; 12] = [
     },
 ];
 
-impl Forger {
+impl StolenCa {
     async fn start() -> Self {
-        let site = Site::with("tunnel: { hello_timeout: 1s }").await;
+        let site = GatewayProcess::with("tunnel: { hello_timeout: 1s }").await;
         let store = Store::open(site.data(), OpenMode::Existing).unwrap();
         let domain = store.ca().unwrap().unwrap().trust_domain().clone();
         let other = Store::open(site.path("elsewhere"), OpenMode::Create).unwrap();
@@ -152,7 +152,7 @@ impl Forger {
         }
     }
 
-    async fn forge(&self, spoilt: &Spoilt) {
+    async fn forge(&self, spoilt: &CertificateFault) {
         let names = spoilt.names.replace("DOMAIN", &self.domain);
         let folder = self.site.path("");
         let made = Tool::new("sh").args(["-c", FORGE, "sh"]).args([folder]);
@@ -183,7 +183,7 @@ impl Forger {
     }
 
     /// Sends a request to the listener with curl; returns curl's messages and the status.
-    async fn call(&self, name: &str) -> Ran {
+    async fn call(&self, name: &str) -> ToolOutput {
         let [certificate, key] = self.files(name);
         let curl = self.site.curl_as_nobody("edge-1", "");
         curl.args(["-w", " %{http_code}"])
@@ -197,7 +197,7 @@ impl Forger {
 #[tokio::test]
 async fn a_certificate_with_one_fault_is_refused_on_every_port() {
     need!("openssl", "curl", "faketime");
-    let forger = Forger::start().await;
+    let forger = StolenCa::start().await;
     let app = App::saying("it").await;
     let _edge = forger.site.join("edge-1", app.port()).await;
     for spoilt in &SPOILT {
@@ -216,7 +216,7 @@ async fn a_certificate_with_one_fault_is_refused_on_every_port() {
         assert!(called.text() != "it 200", "{}", spoilt.name);
     }
     // The gateway refuses each for its single fault.
-    let client = Spoilt {
+    let client = CertificateFault {
         name: "alright",
         issuer: "clients",
         names: "URI:spiffe://DOMAIN/client/edge-1",
@@ -236,7 +236,7 @@ async fn a_certificate_with_one_fault_is_refused_on_every_port() {
 #[tokio::test]
 async fn a_session_from_before_a_revocation_gives_no_access() {
     need!("openssl");
-    let forger = Forger::start().await;
+    let forger = StolenCa::start().await;
     let site = &forger.site;
     site.join("edge-1", 1).await.stop().await.ok();
     forger.steal("edge-1");
@@ -272,7 +272,7 @@ printf '{"token":"%s","node":"%s","csr":"%s"}' "$4" "$5" "$csr" >"$2.json"
 "#;
 const P256: &str = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -subj /CN=edge-9";
 
-impl Forger {
+impl StolenCa {
     async fn request(&self, name: &str, request: &str, (token, node): (&str, &str)) {
         let folder = self.site.path("");
         let made = Tool::new("sh").args(["-c", ENROL, "sh"]).args([folder]);
@@ -310,7 +310,7 @@ impl Forger {
     }
 }
 
-fn answer(ran: &Ran) -> (u16, Value) {
+fn answer(ran: &ToolOutput) -> (u16, Value) {
     let text = ran.text();
     let (answer, status) = text.rsplit_once(' ').unwrap();
     let answer = serde_json::from_str(answer).unwrap_or(Value::Null);
@@ -320,7 +320,7 @@ fn answer(ran: &Ran) -> (u16, Value) {
 #[tokio::test]
 async fn a_weak_or_oversized_request_key_uses_up_no_token() {
     need!("openssl", "curl");
-    let forger = Forger::start().await;
+    let forger = StolenCa::start().await;
     let token = forger.site.token("--node edge-1").await;
     let (mine, stranger) = ((token.as_str(), "edge-1"), ("no token", "edge-1"));
     let refused = [
@@ -365,7 +365,7 @@ async fn a_weak_or_oversized_request_key_uses_up_no_token() {
     forger.gets_no_more_than_its_name(&token).await;
 }
 
-impl Forger {
+impl StolenCa {
     /// The request asks for another name, for every usage, and to be a CA. The token is used up afterwards.
     async fn gets_no_more_than_its_name(&self, token: &str) {
         let (forger, mine) = (self, (token, "edge-1"));
@@ -404,7 +404,7 @@ impl Forger {
 #[tokio::test]
 async fn an_edge_that_asks_for_another_nodes_certificate_gets_its_own() {
     need!("openssl", "curl");
-    let forger = Forger::start().await;
+    let forger = StolenCa::start().await;
     forger.site.join("edge-1", 1).await.stop().await.ok();
     forger.steal("edge-1");
     let other = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -subj /CN=edge-2 \
@@ -427,7 +427,7 @@ async fn an_edge_that_asks_for_another_nodes_certificate_gets_its_own() {
 #[tokio::test]
 async fn of_those_that_race_for_one_token_one_joins() {
     need!("openssl", "curl");
-    let forger = Forger::start().await;
+    let forger = StolenCa::start().await;
     let token = forger.site.token("--node edge-1").await;
     let names: Vec<_> = (0..8).map(|racer| format!("racer-{racer}")).collect();
     for name in &names {

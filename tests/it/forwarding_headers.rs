@@ -1,7 +1,7 @@
 //! Forwarding headers towards applications: set for every kind of request, and no client can forge them.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         World,
         app::{App, Head, Script, answer},
@@ -56,25 +56,28 @@ fn assert_set(head: &Head, proto: &str) {
 #[tokio::test]
 async fn an_upstream_gets_unforgeable_address_scheme_and_host() {
     let app = App::http(script).await;
-    let road = Road::to(&app).await;
-    let (secured, asked_here) = Road::secured(script).await;
-    for (app, road) in [(&app, &road), (&secured, &asked_here)] {
-        for client in [road.client(), road.http2()] {
+    let testbed = TestBed::to(&app).await;
+    let (secured, asked_here) = TestBed::secured(script).await;
+    for (app, testbed) in [(&app, &testbed), (&secured, &asked_here)] {
+        for client in [testbed.client(), testbed.http2()] {
             assert_eq!(client.get(URL).await.text(), "it");
             assert_set(&app.head().await, "https");
             assert_eq!(forging(client).get(URL).await.text(), "it");
             assert_set(&app.head().await, "https");
         }
-        for client in [road.client_at("plain"), road.client_at("plain").http2()] {
+        for client in [
+            testbed.client_at("plain"),
+            testbed.client_at("plain").http2(),
+        ] {
             let answer = forging(client).get("http://edge-1:9100/").await;
             assert_eq!(answer.text(), "it");
             assert_set(&app.head().await, "http");
         }
-        let mut wire = road.tls().await;
+        let mut wire = testbed.tls().await;
         let answer = exchange(&mut wire, UPGRADE).await;
         assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
         assert_set(&app.head().await, "https");
-        let mut wire = road.tcp("plain").await;
+        let mut wire = testbed.tcp("plain").await;
         let answer = exchange(&mut wire, UPGRADE).await;
         assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
         assert_set(&app.head().await, "http");
@@ -188,9 +191,9 @@ async fn curl_is_not_redirected_for_ever_by_an_app_that_forces_https() {
         Script::new().write(redirect)
     })
     .await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for flag in ["--http1.1", "--http2"] {
-        let curl = road.curl([flag, "-L", "--max-redirs", "5", URL]);
+        let curl = testbed.curl([flag, "-L", "--max-redirs", "5", URL]);
         assert_eq!(curl.run().await.ok().text(), "secure");
     }
 }
@@ -200,9 +203,9 @@ async fn gunicorn_learns_the_scheme_of_the_request() {
     need!("curl", "python:gunicorn");
     let mut app = Tool::python("gunicorn_server.py").start();
     let port: u16 = app.json().await["port"].to_string().parse().unwrap();
-    let road = Road::to_as(Protocol::Http, SocketAddr::from(([127, 0, 0, 1], port))).await;
+    let testbed = TestBed::to_as(Protocol::Http, SocketAddr::from(([127, 0, 0, 1], port))).await;
     for flag in ["--http1.1", "--http2"] {
-        let curl = road.curl([flag, "-L", "--max-redirs", "5", "-w", " %{http_code}", URL]);
+        let curl = testbed.curl([flag, "-L", "--max-redirs", "5", "-w", " %{http_code}", URL]);
         let said = curl.run().await.ok().text();
         assert_eq!(said, "secure for 127.0.0.1 200", "{flag}");
     }

@@ -4,9 +4,9 @@ use crate::{
     certificates::{PACE, app, nothing_is_lost, span},
     world::{
         app::App,
-        client::{Client, Place},
+        client::{Client, ListenerAddress},
         log::Log,
-        process::{Causeway, Process, Site, causeway},
+        process::{Causeway, GatewayProcess, Process, causeway},
         tool::{Tool, need},
         until,
     },
@@ -94,13 +94,13 @@ fn listeners(folder: &TempDir) -> String {
 }
 
 /// A gateway without a CA, which admits added nodes, or any node.
-async fn site(more: &str) -> Site {
+async fn site(more: &str) -> GatewayProcess {
     let folder = company().await;
     let configuration = tunnel(&folder, more) + &listeners(&folder);
-    Site::of(folder, "127.0.0.1:0", &configuration).await
+    GatewayProcess::of(folder, "127.0.0.1:0", &configuration).await
 }
 
-fn brings(site: &Site, edge: Causeway, name: &str) -> Causeway {
+fn brings(site: &GatewayProcess, edge: Causeway, name: &str) -> Causeway {
     let at = site.path("").display().to_string();
     edge.flag(
         "--identity",
@@ -108,31 +108,31 @@ fn brings(site: &Site, edge: Causeway, name: &str) -> Causeway {
     )
 }
 
-fn edge(site: &Site, name: &str, app: u16) -> Causeway {
+fn edge(site: &GatewayProcess, name: &str, app: u16) -> Causeway {
     brings(site, site.edge(name, app), name)
 }
 
-async fn add(site: &Site, node: &str) {
+async fn add(site: &GatewayProcess, node: &str) {
     let added = causeway("node add").args([node]);
     let added = added.flag("--data-dir", site.data()).run().await.ok();
     assert_eq!(added.stdout, format!("{node} is admitted\n"));
 }
 
-async fn stands(site: &Site, name: &str, app: u16) -> Process {
+async fn stands(site: &GatewayProcess, name: &str, app: u16) -> Process {
     let mut edge = edge(site, name, app).start();
     edge.said("tunnel registered").await;
     edge
 }
 
 /// The client alice with a certificate of the company.
-async fn calls(site: &Site, node: &str) -> String {
+async fn calls(site: &GatewayProcess, node: &str) -> String {
     let curl = site
         .curl(node, "")
         .args(["--cacert".into(), site.path("company-root.pem")]);
     curl.args(["-w", " %{http_code}"]).run().await.ok().text()
 }
 
-async fn nodes(site: &Site) -> Vec<Value> {
+async fn nodes(site: &GatewayProcess) -> Vec<Value> {
     let asked = causeway("status -o json").flag("--data-dir", site.data());
     serde_json::from_str(&asked.run().await.ok().stdout).unwrap()
 }
@@ -305,7 +305,7 @@ async fn automatically_admitted_nodes_are_recorded_and_revocable() {
 }
 
 /// Replaces a certificate in use as renewal programs do: one file after the other.
-async fn renew(site: &Site, (name, usage, names): (&str, &str, &str)) {
+async fn renew(site: &GatewayProcess, (name, usage, names): (&str, &str, &str)) {
     let folder = site.folder();
     issue(folder, ("next", usage, names), "company").await;
     for kind in ["key", "pem"] {
@@ -315,7 +315,7 @@ async fn renew(site: &Site, (name, usage, names): (&str, &str, &str)) {
 }
 
 /// Returns the certificates of its tunnels; a tunnel that was replaced stays while it has streams.
-async fn serials(site: &Site) -> BTreeSet<String> {
+async fn serials(site: &GatewayProcess) -> BTreeSet<String> {
     let asked = Tool::curl().args([format!("http://{}/api/v1/edges/edge-1", site.admin)]);
     let node: Value = asked.run().await.ok().json();
     let tunnels = node["details"].as_array().unwrap().iter();
@@ -334,7 +334,7 @@ async fn renewed_files_are_loaded_without_dropped_requests() {
     let root = CertificateDer::from_pem_file(site.path("company-root.pem")).unwrap();
     let text = |name: &str| fs::read_to_string(site.path(name)).unwrap();
     let leaf = LeafCertificate::load(&text("alice.pem"), &text("alice-key.pem")).unwrap();
-    let place = Place::Tls(site.listener.parse().unwrap());
+    let place = ListenerAddress::Tls(site.listener.parse().unwrap());
     let client = Client::new(place, &root, Log::default()).certificate(&leaf);
     let (ends, mut seen) = (Instant::now() + span, BTreeSet::new());
     let renewals = async {
@@ -362,7 +362,7 @@ async fn renewed_files_are_loaded_without_dropped_requests() {
 
 /// Replaces a certificate in use by one for this use and so many days. Returns the old certificate and its key.
 async fn replace(
-    site: &Site,
+    site: &GatewayProcess,
     (name, usage, names, days): (&str, &str, &str, &str),
 ) -> [Vec<u8>; 2] {
     let of = |name: &str, kind: &str| site.path(&format!("{name}.{kind}"));
@@ -389,7 +389,7 @@ async fn an_expired_or_wrong_purpose_renewal_replaces_no_certificate() {
         "upstream_tls: {{ 10250: {{ ca: {at}/company-root.pem, certificate: {at}/client.pem, key: {at}/client.key }} }}\n"
     );
     let configuration = tunnel(&folder, ", any_node: true") + &listeners(&folder) + &apps;
-    let mut site = Site::of(folder, "127.0.0.1:0", &configuration).await;
+    let mut site = GatewayProcess::of(folder, "127.0.0.1:0", &configuration).await;
     let mut edge = stands(&site, "edge-1", app.port()).await;
     let (listener, period) = (
         "DNS:edge-1,DNS:edge-2",
@@ -451,11 +451,11 @@ async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
     .unwrap();
     let given = tunnel(&folder, ", any_node: true").replace("company-root.pem", "edges.pem");
     let configuration = given + &listeners(&folder);
-    let mut site = Site::of(folder, "127.0.0.1:0", &configuration).await;
+    let mut site = GatewayProcess::of(folder, "127.0.0.1:0", &configuration).await;
     let mut edge = stands(&site, "edge-1", app.port()).await;
     found(site.folder(), "other").await;
     let clients = fs::read(site.path("company-root.pem")).unwrap();
-    let put = |site: &Site, from: &[u8]| {
+    let put = |site: &GatewayProcess, from: &[u8]| {
         fs::write(site.path("next"), from).unwrap();
         fs::rename(site.path("next"), site.path("edges.pem")).unwrap();
     };
@@ -501,7 +501,7 @@ async fn repaired_files_connect_an_edge_and_any_root_keeps_it() {
     found(&folder, "stranger").await;
     issue(&folder, ("edge-1", "clientAuth", EDGE_1), "stranger").await;
     let configuration = given + &listeners(&folder);
-    let mut site = Site::of(folder, "127.0.0.1:0", &configuration).await;
+    let mut site = GatewayProcess::of(folder, "127.0.0.1:0", &configuration).await;
     let mut edge = edge(&site, "edge-1", app.port()).start();
     edge.said("does not accept this node's certificate").await;
     // Otherwise it would stay away for a minute.
@@ -554,7 +554,9 @@ async fn an_unusable_configuration_is_refused_with_the_missing_part() {
     let (given, listeners) = (tunnel(&folder, ""), listeners(&folder));
     let bare = "listeners: [{ name: web, protocol: https, listen: \"127.0.0.1:0\" }]\n";
     let refused = async |configuration: String, words: &[&str]| {
-        Site::refused(&folder, &configuration).await.failed(words);
+        GatewayProcess::refused(&folder, &configuration)
+            .await
+            .failed(words);
     };
     refused(
         given.clone() + bare,
@@ -611,7 +613,7 @@ async fn beside_a_ca_of_its_own_a_gateway_takes_edges_by_another() {
     let app = App::saying("it").await;
     let bare = "listeners: [{ name: web, protocol: https, listen: \"127.0.0.1:0\", port: 9100 }]\n";
     let configuration = tunnel(&folder, ", any_node: true") + bare;
-    let site = Site::of(folder, "127.0.0.1:0", &configuration).await;
+    let site = GatewayProcess::of(folder, "127.0.0.1:0", &configuration).await;
     let _edge = stands(&site, "edge-1", app.port()).await;
     let said = async || site.curl("edge-1", "").run().await.ok().text();
     assert_eq!(said().await, "it");

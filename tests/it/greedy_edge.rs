@@ -5,9 +5,9 @@
 use crate::world::{
     app::App,
     client::whole,
-    evil::{self, Evil},
+    evil::{self, HostileTunnel},
     frames::{DATA, END_HEADERS, HEADERS, STATUS_200, frame},
-    process::{OPEN, Process, Site},
+    process::{GatewayProcess, OPEN, Process},
     tool::full,
 };
 use hyper::Request;
@@ -33,17 +33,17 @@ fn answer(stream: u32, bytes: usize) -> Vec<u8> {
     [head, body].concat()
 }
 
-struct Ground {
-    site: Site,
+struct TestSetup {
+    site: GatewayProcess,
     before: usize,
     _good: Process,
     _app: App,
 }
 
-impl Ground {
+impl TestSetup {
     async fn new() -> Self {
         let configuration = format!("{OPEN}\ntunnel: {{ memory: {BUDGET} }}");
-        let site = Site::with_listeners(&configuration).await;
+        let site = GatewayProcess::with_listeners(&configuration).await;
         let site = site.restart(evil::enrol).await;
         let app = App::saying("it").await;
         let ground = Self {
@@ -64,7 +64,11 @@ impl Ground {
     }
 
     /// Clients as below, and the streams that the gateway opens for them.
-    async fn deaf_clients(&self, evil: &mut Evil, count: usize) -> (Vec<TcpStream>, Vec<u32>) {
+    async fn deaf_clients(
+        &self,
+        evil: &mut HostileTunnel,
+        count: usize,
+    ) -> (Vec<TcpStream>, Vec<u32>) {
         let (mut clients, mut streams) = (Vec::new(), Vec::new());
         for _ in 0..count {
             clients.push(self.deaf_client().await);
@@ -98,8 +102,8 @@ impl Ground {
 
 #[tokio::test]
 async fn an_edge_that_acknowledges_no_smaller_window_loses_its_tunnel() {
-    let mut ground = Ground::new().await;
-    let mut evil = Evil::registered(&ground.site).await;
+    let mut ground = TestSetup::new().await;
+    let mut evil = HostileTunnel::registered(&ground.site).await;
     let (_clients, streams) = ground.deaf_clients(&mut evil, 64).await;
     for stream in streams {
         // The edge's first SETTINGS announced 4 MiB for each stream; it sends no others.
@@ -114,8 +118,8 @@ async fn an_edge_that_acknowledges_no_smaller_window_loses_its_tunnel() {
 
 #[tokio::test]
 async fn unread_single_bytes_count_with_their_memory_cost() {
-    let mut ground = Ground::new().await;
-    let mut evil = Evil::registered(&ground.site).await;
+    let mut ground = TestSetup::new().await;
+    let mut evil = HostileTunnel::registered(&ground.site).await;
     let (_clients, streams) = ground.deaf_clients(&mut evil, 4).await;
     for stream in streams {
         // First the bytes that the client's socket takes; then the rest of the window.
@@ -132,16 +136,16 @@ async fn unread_single_bytes_count_with_their_memory_cost() {
 
 #[tokio::test]
 async fn a_node_has_no_more_tunnels_than_it_needs() {
-    let mut ground = Ground::new().await;
+    let mut ground = TestSetup::new().await;
     let mut tunnels = Vec::new();
     for slot in 0..causeway_tunnel::wire::MAX_TUNNELS_PER_EDGE {
-        tunnels.push(Evil::registered_as(&ground.site, slot).await);
+        tunnels.push(HostileTunnel::registered_as(&ground.site, slot).await);
     }
-    let one_more = Evil::greeted(&ground.site).await;
+    let one_more = HostileTunnel::greeted(&ground.site).await;
     one_more.welcome(u32::MAX).await.ended().await;
     ground
         .is_rid_of_it("reached its maximum number of tunnels")
         .await;
     // A slot that is used again is no further tunnel.
-    drop(Evil::registered_as(&ground.site, 0).await);
+    drop(HostileTunnel::registered_as(&ground.site, 0).await);
 }

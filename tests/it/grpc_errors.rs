@@ -1,7 +1,7 @@
 //! Errors of the gateway and of edges as gRPC clients get them: `grpc-status` and `grpc-message` in the head.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         GATEWAY_NAME, World,
         app::{App, answer},
@@ -45,9 +45,9 @@ fn assert_grpc(answer: &Answer, code: &str, reason: &str, says: &str) {
 
 /// Denies one path, and cannot decide about another.
 #[derive(Debug)]
-struct ByPath;
+struct StatusByPath;
 
-impl Authorize for ByPath {
+impl Authorize for StatusByPath {
     fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
         match ask.path {
             "/denied" => AuthzDecision::Deny("100 % no, señor".into()),
@@ -66,7 +66,7 @@ async fn a_grpc_client_gets_status_and_message_of_each_error() {
         errors: ErrorFormat::Kubernetes,
         ..listener("kubernetes", ListenerProtocol::Https)
     };
-    let build = World::build().listener(kubernetes).authorizer(ByPath);
+    let build = World::build().listener(kubernetes).authorizer(StatusByPath);
     let world = build.start().await;
     let edge = world.edge("edge-1").port(9100, broken.address());
     let edge = edge.port(9102, App::refusing().address());
@@ -120,17 +120,17 @@ async fn a_grpc_client_gets_status_and_message_of_each_error() {
 
 #[tokio::test]
 async fn upstream_tls_errors_are_grpc_errors_for_grpc_clients() {
-    let (_app, road) = Road::secured(|_| answer::garbage()).await;
-    for client in [road.http2(), road.client()] {
+    let (_app, testbed) = TestBed::secured(|_| answer::garbage()).await;
+    for client in [testbed.http2(), testbed.client()] {
         assert_grpc(&call(&client, URL).await, "14", "target_broken", "edge-1");
     }
 }
 
 #[tokio::test]
 async fn an_apps_own_answer_to_a_grpc_client_passes_as_it_is() {
-    let (_app, road) =
-        Road::secured(|_| answer::status("502 Bad Gateway", [("x-own", "1")], "no")).await;
-    let answer = call(&road.http2(), URL).await;
+    let (_app, testbed) =
+        TestBed::secured(|_| answer::status("502 Bad Gateway", [("x-own", "1")], "no")).await;
+    let answer = call(&testbed.http2(), URL).await;
     assert_eq!(answer.status, 502, "{answer}");
     assert_eq!(answer.text(), "no");
     assert_eq!(answer.field("grpc-status"), "");
@@ -139,8 +139,10 @@ async fn an_apps_own_answer_to_a_grpc_client_passes_as_it_is() {
 #[tokio::test]
 async fn grpc_web_goes_by_http_1_and_its_client_gets_a_problem() {
     let app = App::saying("answer").await;
-    let road = Road::to(&app).await;
-    let client = road.http2().field("content-type", "application/grpc-web");
+    let testbed = TestBed::to(&app).await;
+    let client = testbed
+        .http2()
+        .field("content-type", "application/grpc-web");
     assert_eq!(client.ask("POST", URL, "call").await.text(), "answer");
     let answer = client.ask("POST", "https://edge-1:9101/", "call").await;
     assert_problem(&answer, 403, "edge_policy", "edge-1");
@@ -149,9 +151,9 @@ async fn grpc_web_goes_by_http_1_and_its_client_gets_a_problem() {
 #[tokio::test]
 async fn a_real_grpc_client_reads_code_and_message() {
     need!("python:grpc");
-    let road = Road::to_as(Protocol::H2c, App::refusing().address()).await;
+    let testbed = TestBed::to_as(Protocol::H2c, App::refusing().address()).await;
     let error = async |name: &str, port: &str| {
-        let client = road.python("grpc_client.py").args(["--error"]);
+        let client = testbed.python("grpc_client.py").args(["--error"]);
         let client = client.args(["--name", name, "--port", port]);
         client.run().await.json()
     };

@@ -2,8 +2,8 @@
 
 use crate::world::{
     cluster::Cluster,
-    netns::{HUB, Host, NEED, Street, Switch},
-    process::{OPEN, Process, Site, address_after},
+    netns::{HUB, Host, NEED, SharedNetwork, Switch},
+    process::{GatewayProcess, OPEN, Process, address_after},
     tool::need,
     until,
 };
@@ -29,7 +29,7 @@ const OLD: Duration = Duration::from_secs(20);
 /// A gateway of a cluster.
 struct Cloud {
     cluster: Cluster,
-    site: Site,
+    site: GatewayProcess,
 }
 
 impl Cloud {
@@ -41,7 +41,7 @@ impl Cloud {
         });
         let readers = json!({ "resources": ["v1/services"] });
         let configuration = format!("{OPEN}\nkubernetes: {kubernetes}\napi_cache: {readers}");
-        let site = Site::listening(&format!("{HUB}:0"), &configuration).await;
+        let site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
         Self { cluster, site }
     }
 
@@ -116,7 +116,7 @@ struct Node<'a> {
 impl<'a> Node<'a> {
     async fn join(
         cloud: &Cloud,
-        (street, switch): (&'a Street, &Switch),
+        (street, switch): (&'a SharedNetwork, &Switch),
         (name, pool): (&'static str, &str),
     ) -> Self {
         cloud.cluster.node_with_pods(name, true, &[], &[]);
@@ -174,7 +174,7 @@ impl<'a> Node<'a> {
 #[tokio::test]
 async fn a_cut_off_node_is_kept_by_a_member_of_its_pool() {
     need!(NEED, "curl");
-    let street = Street::new();
+    let street = SharedNetwork::new();
     let cloud = Cloud::start(true).await;
     let switch = street.switch();
     let place = (&street, &switch);
@@ -261,7 +261,7 @@ async fn come_back(cloud: &Cloud, one: &Node<'_>) {
 #[tokio::test]
 async fn a_delegated_node_outlives_a_restart_of_the_gateway() {
     need!(NEED, "curl");
-    let street = Street::new();
+    let street = SharedNetwork::new();
     let mut cloud = Cloud::start(true).await;
     let switch = street.switch();
     let place = (&street, &switch);
@@ -293,7 +293,7 @@ async fn a_delegated_node_outlives_a_restart_of_the_gateway() {
 #[tokio::test]
 async fn no_heartbeat_is_sent_for_a_dead_kubelet_or_through_another_pool() {
     need!(NEED, "curl");
-    let street = Street::new();
+    let street = SharedNetwork::new();
     let cloud = Cloud::start(true).await;
     let switch = street.switch();
     let place = (&street, &switch);
@@ -336,7 +336,7 @@ async fn no_heartbeat_is_sent_for_a_dead_kubelet_or_through_another_pool() {
 #[tokio::test]
 async fn without_the_feature_at_the_gateway_nothing_is_written() {
     need!(NEED, "curl");
-    let street = Street::new();
+    let street = SharedNetwork::new();
     let cloud = Cloud::start(false).await;
     let switch = street.switch();
     let place = (&street, &switch);

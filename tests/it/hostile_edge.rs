@@ -6,13 +6,13 @@
 
 use crate::world::{
     app::App,
-    evil::{self, CONTROL, Evil},
+    evil::{self, CONTROL, HostileTunnel},
     frames::{
         self, CONTINUATION, DATA, END_HEADERS, HEADERS, PING, RST_STREAM, STATUS_200,
         WINDOW_UPDATE, frame,
     },
-    process::{Process, Site},
-    tool::{Ran, full, need},
+    process::{GatewayProcess, Process},
+    tool::{ToolOutput, full, need},
     until,
 };
 use tokio::task::JoinSet;
@@ -24,21 +24,24 @@ const GROWTH: usize = 128 << 20;
 /// 103 without further fields.
 const EARLY: &[u8] = &[0x08, 3, b'1', b'0', b'3'];
 
-struct Ground {
-    site: Site,
+struct TestSetup {
+    site: GatewayProcess,
     before: usize,
     _good: Process,
     _app: App,
 }
 
-impl Ground {
+impl TestSetup {
     async fn new() -> Self {
         Self::with("").await
     }
 
     async fn with(configuration: &str) -> Self {
         let app = App::saying("it").await;
-        let site = Site::with(configuration).await.restart(evil::enrol).await;
+        let site = GatewayProcess::with(configuration)
+            .await
+            .restart(evil::enrol)
+            .await;
         let good = site.join("edge-1", app.port()).await;
         let ground = Self {
             before: site.gateway.usage().peak,
@@ -76,7 +79,7 @@ impl Ground {
     }
 
     /// A client of the hostile node, and the stream that the gateway opens for it.
-    async fn called(&self, evil: &mut Evil) -> (JoinSet<Ran>, u32) {
+    async fn called(&self, evil: &mut HostileTunnel) -> (JoinSet<ToolOutput>, u32) {
         let mut calling = JoinSet::new();
         let curl = self.site.curl(evil::NODE, "").args(["--max-time", "30"]);
         calling.spawn(curl.run());
@@ -87,8 +90,8 @@ impl Ground {
 #[tokio::test]
 async fn a_flood_of_pings_ends_its_own_tunnel() {
     need!("curl");
-    let mut ground = Ground::new().await;
-    let evil = Evil::registered(&ground.site).await;
+    let mut ground = TestSetup::new().await;
+    let evil = HostileTunnel::registered(&ground.site).await;
     let flood = evil.flood(frame(PING, 0, 0, &[7; 8]));
     Box::pin(ground.bears(flood, "floods its tunnel with PING")).await;
 }
@@ -97,8 +100,9 @@ async fn a_flood_of_pings_ends_its_own_tunnel() {
 async fn a_flood_with_unread_answers_ends_its_own_tunnel() {
     need!("curl");
     let mut ground =
-        Ground::with("tunnel: { ping_after: 300ms, ping_timeout: 600ms, close_after: 1s }").await;
-    let evil = Evil::registered(&ground.site).await;
+        TestSetup::with("tunnel: { ping_after: 300ms, ping_timeout: 600ms, close_after: 1s }")
+            .await;
+    let evil = HostileTunnel::registered(&ground.site).await;
     let flood = evil.flood_deaf(frame(PING, 0, 0, &[7; 8]));
     Box::pin(ground.bears(flood, "disconnected: ")).await;
 }
@@ -106,8 +110,8 @@ async fn a_flood_with_unread_answers_ends_its_own_tunnel() {
 #[tokio::test]
 async fn a_flood_of_settings_ends_its_own_tunnel() {
     need!("curl");
-    let mut ground = Ground::new().await;
-    let evil = Evil::registered(&ground.site).await;
+    let mut ground = TestSetup::new().await;
+    let evil = HostileTunnel::registered(&ground.site).await;
     let flood = evil.flood(frames::settings(&[(4, 65_535)]));
     Box::pin(ground.bears(flood, "floods its tunnel with SETTINGS")).await;
 }
@@ -115,8 +119,8 @@ async fn a_flood_of_settings_ends_its_own_tunnel() {
 #[tokio::test]
 async fn a_flood_of_resets_ends_its_own_tunnel() {
     need!("curl");
-    let mut ground = Ground::new().await;
-    let mut evil = Evil::registered(&ground.site).await;
+    let mut ground = TestSetup::new().await;
+    let mut evil = HostileTunnel::registered(&ground.site).await;
     let (mut calling, stream) = ground.called(&mut evil).await;
     let flood = evil.flood(frame(RST_STREAM, 0, stream, &[0, 0, 0, 8]));
     Box::pin(ground.bears(flood, "floods its tunnel with RST_STREAM")).await;
@@ -127,8 +131,8 @@ async fn a_flood_of_resets_ends_its_own_tunnel() {
 #[tokio::test]
 async fn a_flood_of_continuations_ends_its_own_tunnel() {
     need!("curl");
-    let mut ground = Ground::new().await;
-    let mut evil = Evil::registered(&ground.site).await;
+    let mut ground = TestSetup::new().await;
+    let mut evil = HostileTunnel::registered(&ground.site).await;
     let (_calling, stream) = ground.called(&mut evil).await;
     evil.send(&frame(HEADERS, 0, stream, STATUS_200))
         .await
@@ -145,8 +149,8 @@ async fn a_flood_of_continuations_ends_its_own_tunnel() {
 #[tokio::test]
 async fn a_field_list_without_measure_is_not_kept() {
     need!("curl");
-    let mut ground = Ground::new().await;
-    let mut evil = Evil::registered(&ground.site).await;
+    let mut ground = TestSetup::new().await;
+    let mut evil = HostileTunnel::registered(&ground.site).await;
     let (_calling, stream) = ground.called(&mut evil).await;
     evil.send(&frame(HEADERS, 0, stream, STATUS_200))
         .await
@@ -159,8 +163,8 @@ async fn a_field_list_without_measure_is_not_kept() {
 #[tokio::test]
 async fn a_flood_of_windows_ends_its_own_tunnel() {
     need!("curl");
-    let mut ground = Ground::new().await;
-    let mut evil = Evil::registered(&ground.site).await;
+    let mut ground = TestSetup::new().await;
+    let mut evil = HostileTunnel::registered(&ground.site).await;
     let (_calling, stream) = ground.called(&mut evil).await;
     let flood = evil.flood(frame(WINDOW_UPDATE, 0, stream, &[0, 0, 0, 1]));
     Box::pin(ground.bears(flood, "floods its tunnel with WINDOW_UPDATE")).await;
@@ -169,11 +173,11 @@ async fn a_flood_of_windows_ends_its_own_tunnel() {
 #[tokio::test]
 async fn a_flood_of_empty_frames_ends_its_own_tunnel() {
     need!("curl");
-    let mut ground = Ground::new().await;
-    let evil = Evil::registered(&ground.site).await;
+    let mut ground = TestSetup::new().await;
+    let evil = HostileTunnel::registered(&ground.site).await;
     let flood = evil.flood(frame(0x77, 0, 0, &[]));
     Box::pin(ground.bears(flood, "floods its tunnel with frames of rare kinds")).await;
-    let mut evil = Evil::registered(&ground.site).await;
+    let mut evil = HostileTunnel::registered(&ground.site).await;
     let (_calling, stream) = ground.called(&mut evil).await;
     evil.send(&frame(HEADERS, END_HEADERS, stream, STATUS_200))
         .await
@@ -185,8 +189,8 @@ async fn a_flood_of_empty_frames_ends_its_own_tunnel() {
 #[tokio::test]
 async fn endless_interim_answers_fail_their_stream_then_their_tunnel() {
     need!("curl");
-    let mut ground = Ground::new().await;
-    let mut evil = Evil::registered(&ground.site).await;
+    let mut ground = TestSetup::new().await;
+    let mut evil = HostileTunnel::registered(&ground.site).await;
     let (mut calling, stream) = ground.called(&mut evil).await;
     let flood = evil.flood(frame(HEADERS, END_HEADERS, stream, EARLY));
     Box::pin(ground.bears(flood, "floods its tunnel with HEADERS")).await;
@@ -195,9 +199,9 @@ async fn endless_interim_answers_fail_their_stream_then_their_tunnel() {
 }
 
 /// Name of the lie, its bytes, and a word of the reason that the log must have.
-type Lie = (&'static str, Vec<u8>, &'static str);
+type MalformedMessage = (&'static str, Vec<u8>, &'static str);
 
-fn out_of_bounds() -> Vec<Lie> {
+fn out_of_bounds() -> Vec<MalformedMessage> {
     let whole = &0x7fff_ffff_u32.to_be_bytes();
     vec![
         (
@@ -238,7 +242,7 @@ fn out_of_bounds() -> Vec<Lie> {
     ]
 }
 
-fn out_of_place() -> Vec<Lie> {
+fn out_of_place() -> Vec<MalformedMessage> {
     vec![
         (
             "an answer to a stream it was not given",
@@ -286,10 +290,10 @@ fn out_of_place() -> Vec<Lie> {
 #[tokio::test]
 async fn protocol_violations_end_their_own_tunnel_with_the_reason() {
     need!("curl");
-    let mut ground = Ground::new().await;
+    let mut ground = TestSetup::new().await;
     let lies = [out_of_bounds(), out_of_place()].concat();
     for (number, (what, bytes, reason)) in lies.iter().enumerate() {
-        let mut evil = Evil::registered(&ground.site).await;
+        let mut evil = HostileTunnel::registered(&ground.site).await;
         // The gateway may close the connection before it has read everything.
         let _ = evil.send(bytes).await;
         evil.ended().await;
@@ -313,8 +317,8 @@ async fn protocol_violations_end_their_own_tunnel_with_the_reason() {
 #[tokio::test]
 async fn a_hello_without_end_is_cut_short() {
     need!("curl");
-    let mut ground = Ground::with("tunnel: { hello_timeout: 2s }").await;
-    let mut evil = Evil::greeted(&ground.site).await;
+    let mut ground = TestSetup::with("tunnel: { hello_timeout: 2s }").await;
+    let mut evil = HostileTunnel::greeted(&ground.site).await;
     let head = frame(HEADERS, END_HEADERS, CONTROL, STATUS_200);
     let part = frame(DATA, 0, CONTROL, &[b'x'; 16_000]);
     // Somewhat more than a line may have, and then the rest of a gibibyte.
@@ -326,9 +330,9 @@ async fn a_hello_without_end_is_cut_short() {
 #[tokio::test]
 async fn a_hello_that_never_comes_is_not_waited_for() {
     need!("curl");
-    let mut ground = Ground::with("tunnel: { hello_timeout: 2s }").await;
+    let mut ground = TestSetup::with("tunnel: { hello_timeout: 2s }").await;
     for answered in [false, true] {
-        let mut evil = Evil::greeted(&ground.site).await;
+        let mut evil = HostileTunnel::greeted(&ground.site).await;
         if answered {
             evil.send(&frame(HEADERS, END_HEADERS, CONTROL, STATUS_200))
                 .await
@@ -337,7 +341,7 @@ async fn a_hello_that_never_comes_is_not_waited_for() {
         Box::pin(ground.bears(evil.ended(), "no response to the hello within 2s")).await;
     }
     // Instead of an answer's head, a thousand interim answers.
-    let evil = Evil::greeted(&ground.site).await;
+    let evil = HostileTunnel::greeted(&ground.site).await;
     let flood = evil.flood(frame(HEADERS, END_HEADERS, CONTROL, EARLY));
     Box::pin(ground.bears(flood, "too many interim responses")).await;
 }

@@ -6,7 +6,7 @@
 use crate::world::{
     app::App,
     names::NameServer,
-    process::{Site, causeway_asking},
+    process::{GatewayProcess, causeway_asking},
     tool::need,
 };
 use std::{
@@ -31,7 +31,7 @@ async fn a_name_with_changing_addresses_is_judged_by_the_dialled_one() {
     let by_turns = move || vec![[ALLOWED, FORBIDDEN][count.fetch_add(1, SeqCst) % 2]];
     let _names = NameServer::start(SERVER, by_turns).await;
     let app = App::saying("it").await;
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let token = site.token("--node edge-1").await;
     let target = format!("{{9100: {{target: \"rebind.test:{}\"}}}}", app.port());
     let mut edge = causeway_asking(SERVER.into(), &site.path(""))

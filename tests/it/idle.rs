@@ -1,9 +1,9 @@
 //! HTTP/2 clients that send no requests: how long their connections stay open, and for what reasons.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
-        app::{App, Gate, answer},
+        app::{App, PauseGate, answer},
         client::{Wire, whole},
         frames::{
             ACK, CONTINUATION, END_HEADERS, END_STREAM, Frame, GOAWAY, HEADERS, PING, PREFACE,
@@ -20,19 +20,19 @@ use tokio::time::timeout;
 const LONG: Duration = Duration::from_secs(20);
 
 /// An app that answers `/held` when the gate opens, and all other paths at once.
-async fn road(gate: &Gate) -> (App, Road) {
+async fn testbed(gate: &PauseGate) -> (App, TestBed) {
     let gate = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {
         "/held" => answer::parts("text/plain", &["held"], &gate),
         _ => answer::ok("well"),
     })
     .await;
-    let build = Road::build().config(|config| {
+    let build = TestBed::build().config(|config| {
         config.timeouts.header = Duration::from_secs(3);
         config.timeouts.idle_keepalive = Duration::from_secs(1);
     });
-    let road = Road::along(build, Protocol::Http, app.address()).await;
-    (app, road)
+    let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
+    (app, testbed)
 }
 
 fn get(path: &str) -> Vec<u8> {
@@ -45,8 +45,8 @@ fn get(path: &str) -> Vec<u8> {
 }
 
 /// Opens a connection and requests this path on it.
-async fn asked(road: &Road, path: &str) -> Box<dyn Wire> {
-    let mut wire = road.http2().wire("edge-1", &["h2"]).await.unwrap();
+async fn asked(testbed: &TestBed, path: &str) -> Box<dyn Wire> {
+    let mut wire = testbed.http2().wire("edge-1", &["h2"]).await.unwrap();
     let asks = frame(HEADERS, END_HEADERS | END_STREAM, 1, &get(path));
     let all = [PREFACE, &settings(&[]), &asks].concat();
     send(&mut *wire, &all).await.unwrap();
@@ -72,9 +72,9 @@ async fn read_to_end(wire: &mut dyn Wire, answers: bool) -> Vec<Frame> {
 
 #[tokio::test]
 async fn an_http2_client_without_a_request_is_sent_away_in_order() {
-    let (_app, road) = Box::pin(road(&Gate::new())).await;
+    let (_app, testbed) = Box::pin(testbed(&PauseGate::new())).await;
     for answers in [true, false] {
-        let mut wire = asked(&road, "/").await;
+        let mut wire = asked(&testbed, "/").await;
         let frames = read_to_end(&mut *wire, answers).await;
         assert!(frames.iter().any(Frame::ends), "{frames:?}");
         let last = frames.iter().rfind(|frame| frame.kind == GOAWAY);
@@ -85,14 +85,14 @@ async fn an_http2_client_without_a_request_is_sent_away_in_order() {
 
 #[tokio::test]
 async fn an_http2_client_with_an_unfinished_answer_is_kept() {
-    let gate = Gate::new();
-    let (_app, road) = Box::pin(road(&gate)).await;
-    let mut kept = road.http2().connect("edge-1").await.unwrap();
+    let gate = PauseGate::new();
+    let (_app, testbed) = Box::pin(testbed(&gate)).await;
+    let mut kept = testbed.http2().connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}held")).body(whole("")).unwrap();
     let answer = kept.open(request).await.unwrap();
     // Two later connections are gone before this one sends its next request.
     for _ in 0..2 {
-        read_to_end(&mut *asked(&road, "/").await, true).await;
+        read_to_end(&mut *asked(&testbed, "/").await, true).await;
     }
     assert_eq!(kept.get(URL).await.unwrap().text(), "well");
     gate.open();
@@ -103,8 +103,8 @@ async fn an_http2_client_with_an_unfinished_answer_is_kept() {
 
 #[tokio::test]
 async fn an_http2_head_that_does_not_end_ends_its_connection() {
-    let (_app, road) = Box::pin(road(&Gate::new())).await;
-    let mut wire = asked(&road, "/held").await;
+    let (_app, testbed) = Box::pin(testbed(&PauseGate::new())).await;
+    let mut wire = asked(&testbed, "/held").await;
     while next(&mut *wire).await.unwrap().kind != HEADERS {}
     let (first, rest) = (get("/"), fields(&[("x-trickles", "x")]));
     let mut all = frame(HEADERS, END_STREAM, 3, &first);
@@ -112,6 +112,9 @@ async fn an_http2_head_that_does_not_end_ends_its_connection() {
     send(&mut *wire, &all).await.unwrap();
     read_to_end(&mut *wire, false).await;
     let slow = [("limit", "slow_head")];
-    assert_eq!(road.metrics().await.sum("limits_reached_total", &slow), 1);
-    road.until_idle().await;
+    assert_eq!(
+        testbed.metrics().await.sum("limits_reached_total", &slow),
+        1
+    );
+    testbed.until_idle().await;
 }

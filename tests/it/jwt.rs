@@ -8,7 +8,7 @@ use crate::world::{
     client::{Client, assert_problem, exchange, whole},
     gateway::{Build, fixed, listener},
     issuer::{Issuer, Key, claims, now},
-    tool::{Ran, Tool, need},
+    tool::{Tool, ToolOutput, need},
     until,
 };
 use causeway_gateway::config::{
@@ -53,7 +53,7 @@ fn assert_untold(world: &World, tokens: &[&str]) {
 }
 
 /// curl that shows this token to the listener `jwt`.
-async fn curl(world: &World, token: &str) -> Ran {
+async fn curl(world: &World, token: &str) -> ToolOutput {
     let to = format!("::{}", world.listener("jwt"));
     let bearer = format!("Authorization: Bearer {token}");
     let curl = Tool::curl()
@@ -64,7 +64,7 @@ async fn curl(world: &World, token: &str) -> Ran {
 }
 
 /// Returns its status and its body.
-fn said(ran: &Ran) -> (u16, String) {
+fn said(ran: &ToolOutput) -> (u16, String) {
     let text = ran.text();
     let (body, status) = text.rsplit_once('\n').unwrap();
     (status.parse().unwrap(), body.to_owned())

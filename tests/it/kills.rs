@@ -5,7 +5,7 @@
 
 use crate::world::{
     app::App,
-    process::{Causeway, Site, causeway, causeway_killed_at, causeway_killed_over},
+    process::{Causeway, GatewayProcess, causeway, causeway_killed_at, causeway_killed_over},
     tool::{full, need},
     until,
 };
@@ -207,7 +207,7 @@ async fn a_restore_killed_at_any_write_restores_all_or_no_files() {
 
 /// Runs an edge that is killed by `program` unless it logs `through` before, and then runs it normally. Returns whether it
 /// was killed.
-async fn comes_back(site: &Site, app: &App, program: Causeway, through: &str) -> bool {
+async fn comes_back(site: &GatewayProcess, app: &App, program: Causeway, through: &str) -> bool {
     let (name, data) = ("edge-1", site.edge_data("edge-1"));
     let token = site.token(&format!("--node {name}")).await;
     let edge = site.edge_of(program, name, app.port());
@@ -231,7 +231,7 @@ async fn comes_back(site: &Site, app: &App, program: Causeway, through: &str) ->
 async fn an_edge_killed_at_any_write_while_joining_recovers() {
     need!("strace");
     let app = App::saying("it").await;
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let mut killed = 0;
     for call in ["write", "fsync", "/^rename"] {
         // The other calls only write to its sockets.
@@ -249,7 +249,7 @@ async fn an_edge_killed_during_renewal_recovers_with_the_old_identity() {
     need!("strace");
     let app = App::saying("it").await;
     // Certificates begin an hour before they are issued: this one is due for renewal at once.
-    let site = Site::with("tunnel: { edge_certificate_lifetime: 10m }").await;
+    let site = GatewayProcess::with("tunnel: { edge_certificate_lifetime: 10m }").await;
     site.join("edge-1", app.port()).await.kill().await;
     let file = site.edge_data("edge-1").join("edge.json");
     let program = causeway_killed_over("/^rename", &file);
@@ -272,7 +272,7 @@ fn identities(data: &Path) -> Vec<Vec<u8>> {
 async fn a_kill_at_any_write_while_leaving_loses_no_identity() {
     need!("strace");
     let app = App::saying("it").await;
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     site.join("edge-1", app.port()).await.kill().await;
     let (folder, template) = (TempDir::new().unwrap(), site.edge_data("edge-1"));
     let before = vec![fs::read(template.join("edge.json")).unwrap()];
@@ -299,7 +299,7 @@ async fn a_kill_at_any_write_while_leaving_loses_no_identity() {
 async fn an_identity_is_not_lost_by_a_kill_while_another_replaces_it() {
     need!("strace");
     let app = App::saying("it").await;
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     site.join("edge-1", app.port()).await.kill().await;
     let data = site.edge_data("edge-1");
     let rejoining = async |program: Causeway| {

@@ -3,7 +3,7 @@
 //! The tests count the open streams and open connections of each listener.
 
 use crate::{
-    road::Road,
+    testbed::TestBed,
     world::{
         app::{App, answer},
         client::{Wire, exchange, read_to_end},
@@ -26,25 +26,25 @@ const HEAD: &str = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000
 #[tokio::test]
 async fn a_client_that_aborts_a_waiting_upload_is_released() {
     let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let road = Road::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
+    let testbed = TestBed::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
     let mut taken = Vec::new();
     for listener in ["https", "connect"] {
         let mut wire = match listener {
-            "https" => road.tls().await,
-            _ => road.connect("edge-1:9100").await,
+            "https" => testbed.tls().await,
+            _ => testbed.connect("edge-1:9100").await,
         };
         fill(&mut wire).await;
         taken.push(deaf.accept().await.unwrap());
         break_off(wire.get_ref().0);
     }
     for listener in ["plain", "bytes"] {
-        let mut wire = road.tcp(listener).await;
+        let mut wire = testbed.tcp(listener).await;
         fill(&mut wire).await;
         taken.push(deaf.accept().await.unwrap());
         break_off(&wire);
     }
     until("all clients are released", async || {
-        let metrics = road.metrics().await;
+        let metrics = testbed.metrics().await;
         metrics.sum("open_streams", &[]) == 0 && metrics.sum("open_connections", &[]) == 0
     })
     .await;
@@ -54,20 +54,20 @@ async fn a_client_that_aborts_a_waiting_upload_is_released() {
 #[tokio::test]
 async fn a_response_cut_by_a_drain_ends_with_a_reset() {
     let app = App::http(|_| answer::endless()).await;
-    let build = Road::build().config(|config| config.timeouts.drain = Duration::from_secs(1));
-    let road = Road::along(build, Protocol::Http, app.address()).await;
+    let build = TestBed::build().config(|config| config.timeouts.drain = Duration::from_secs(1));
+    let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
     let get = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
     let mut wires: Vec<Box<dyn Wire>> = vec![
-        Box::new(road.tls().await),
-        Box::new(road.connect("edge-1:9100").await),
-        Box::new(road.tcp("plain").await),
-        Box::new(road.tcp("bytes").await),
+        Box::new(testbed.tls().await),
+        Box::new(testbed.connect("edge-1:9100").await),
+        Box::new(testbed.tcp("plain").await),
+        Box::new(testbed.tcp("bytes").await),
     ];
     for wire in &mut wires {
         let head = exchange(wire, get).await;
         assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
     }
-    road.drain_gateway();
+    testbed.drain_gateway();
     let ends = wires.iter_mut().map(read_to_end);
     for (number, end) in futures_util::future::join_all(ends)
         .await
@@ -78,10 +78,10 @@ async fn a_response_cut_by_a_drain_ends_with_a_reset() {
         assert_eq!(end, Err(ErrorKind::ConnectionReset), "client {number}");
     }
     until("each stream is recorded", async || {
-        road.log().records().len() == 4
+        testbed.log().records().len() == 4
     })
     .await;
-    for record in road.log().records() {
+    for record in testbed.log().records() {
         assert_eq!(
             (&record["status"], &record["reason"]),
             (&json!(200), &json!("draining"))

@@ -1,7 +1,7 @@
 //! Links as edges have them: with long delays and interruptions.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         World,
         app::{App, answer, answer::pattern},
@@ -27,8 +27,8 @@ const DELAY: Duration = Duration::from_millis(25);
 const PATIENCE: Duration = Duration::from_mins(2);
 
 /// A gateway and an edge whose tunnel uses `link`.
-async fn road(app: &App, delay: Duration) -> (Road, Link) {
-    let world = Road::build().start().await;
+async fn testbed(app: &App, delay: Duration) -> (TestBed, Link) {
+    let world = TestBed::build().start().await;
     let link = Link::far(world.tunnel(), delay).await;
     let gateways = vec![link.address().to_string()];
     let plan = world.edge("edge-1").port(9100, app.address());
@@ -36,7 +36,7 @@ async fn road(app: &App, delay: Duration) -> (Road, Link) {
         .config(|config| config.gateways = gateways)
         .join()
         .await;
-    (Road::of(world, edge), link)
+    (TestBed::of(world, edge), link)
 }
 
 async fn app(whole: &Arc<Vec<u8>>) -> App {
@@ -54,24 +54,24 @@ async fn app(whole: &Arc<Vec<u8>>) -> App {
 async fn a_link_of_50_ms_carries_bulk_and_small_requests_both_ways() {
     let whole = Arc::new(pattern(24 * MIB));
     let app = app(&whole).await;
-    let (road, _link) = road(&app, DELAY).await;
+    let (testbed, _link) = testbed(&app, DELAY).await;
     let began = Instant::now();
-    assert_eq!(road.client().get(URL).await.text(), "well");
+    assert_eq!(testbed.client().get(URL).await.text(), "well");
     assert!(began.elapsed() >= 2 * DELAY, "the link has no delay");
 
-    let mut stalled = road.tcp("plain").await;
+    let mut stalled = testbed.tcp("plain").await;
     exchange(
         &mut stalled,
         "GET /endless HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n",
     )
     .await;
     let download = async {
-        let answer = road.client().get(&format!("{URL}download")).await;
+        let answer = testbed.client().get(&format!("{URL}download")).await;
         assert!(answer.body == *whole);
     };
     let upload = async {
         let body = whole[..4 * MIB].to_vec();
-        let answer = road
+        let answer = testbed
             .http2()
             .ask("POST", &format!("{URL}mirror"), body)
             .await;
@@ -79,7 +79,7 @@ async fn a_link_of_50_ms_carries_bulk_and_small_requests_both_ways() {
     };
     let small = join_all((0..64).map(|_| async {
         for _ in 0..5 {
-            assert_eq!(road.client().get(URL).await.text(), "well");
+            assert_eq!(testbed.client().get(URL).await.text(), "well");
         }
     }));
     let all = async { tokio::join!(download, upload, small) };
@@ -87,7 +87,7 @@ async fn a_link_of_50_ms_carries_bulk_and_small_requests_both_ways() {
         .await
         .expect("a client waits without end");
     drop(stalled);
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 /// The link is silent repeatedly, each time for less than a timeout: nothing is lost, and no edge dials again.
@@ -95,8 +95,8 @@ async fn a_link_of_50_ms_carries_bulk_and_small_requests_both_ways() {
 async fn a_stuttering_link_loses_no_data() {
     let whole = Arc::new(pattern(MIB));
     let app = app(&whole).await;
-    let (road, link) = road(&app, Duration::ZERO).await;
-    let first = road.tunnels().await[0];
+    let (testbed, link) = testbed(&app, Duration::ZERO).await;
+    let first = testbed.tunnels().await[0];
     let over = AtomicBool::new(false);
     let stutter = async {
         for _ in 0..20 {
@@ -111,7 +111,7 @@ async fn a_stuttering_link_loses_no_data() {
     let clients = join_all((0..16).map(|_| async {
         let mut served = 0;
         while !over.load(Relaxed) {
-            let answer = road.client().get(&format!("{URL}download")).await;
+            let answer = testbed.client().get(&format!("{URL}download")).await;
             assert!(answer.status == 200 && answer.body == *whole);
             served += 1;
         }
@@ -122,8 +122,8 @@ async fn a_stuttering_link_loses_no_data() {
         .await
         .expect("a client waits without end");
     assert!(served.iter().all(|served| *served > 0), "{served:?}");
-    assert_eq!(road.tunnels().await[0], first);
-    road.until_idle().await;
+    assert_eq!(testbed.tunnels().await[0], first);
+    testbed.until_idle().await;
 }
 
 /// Each cut is an error only for clients with a request in flight. The edge returns each time.
@@ -131,12 +131,12 @@ async fn a_stuttering_link_loses_no_data() {
 async fn a_flapping_link_costs_only_requests_in_progress() {
     let whole = Arc::new(pattern(MIB));
     let app = app(&whole).await;
-    let (road, link) = road(&app, Duration::ZERO).await;
+    let (testbed, link) = testbed(&app, Duration::ZERO).await;
     for _ in 0..10 {
-        let before = road.tunnels().await;
+        let before = testbed.tunnels().await;
         let waiting = async {
             let get = "GET /endless HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
-            let mut wire = road.tcp("plain").await;
+            let mut wire = testbed.tcp("plain").await;
             exchange(&mut wire, get).await;
             link.cut();
             crate::world::client::read_to_end(&mut wire).await
@@ -146,14 +146,14 @@ async fn a_flapping_link_costs_only_requests_in_progress() {
             .expect("a client waits without end");
         assert!(ended.is_err(), "a body that was cut off ended in order");
         until("another tunnel exists", async || {
-            let now = road.tunnels().await;
+            let now = testbed.tunnels().await;
             !now.is_empty() && now.iter().all(|id| !before.contains(id))
         })
         .await;
-        let answer = road.client().get(&format!("{URL}download")).await;
+        let answer = testbed.client().get(&format!("{URL}download")).await;
         assert!(answer.body == *whole);
     }
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 /// Checks that an edge dials again if no byte passes while it dials.

@@ -49,7 +49,7 @@ mod kills;
 mod direct;
 mod pods;
 mod reviews;
-mod road;
+mod testbed;
 
 mod clients_curl;
 

@@ -2,7 +2,7 @@
 
 use crate::world::{
     app::App,
-    process::{Causeway, Site, address_after, binary, causeway, program},
+    process::{Causeway, GatewayProcess, address_after, binary, causeway, program},
     tool::{Tool, need},
 };
 use serde_json::Value;
@@ -95,7 +95,7 @@ async fn a_closed_pipe_is_no_failure_and_a_full_device_is_reported() {
 async fn a_gateway_with_an_unwritable_log_serves_and_counts_it() {
     need!("curl");
     let app = App::saying("served").await;
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let _edge = site.join("edge-1", app.port()).await;
     let script = "exec \"$0\" \"$@\" 2>/dev/full";
     let second = program("sh").args(["-c", script, binary()]);
@@ -329,7 +329,7 @@ async fn fatal_errors_are_json_if_the_log_is_json() {
 
 #[tokio::test]
 async fn status_on_a_node_shows_its_tunnels() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let edge = site.join("edge-1", 1).await;
     let admin = address_after(
         edge.written()
@@ -357,7 +357,7 @@ async fn status_on_a_node_shows_its_tunnels() {
 #[tokio::test]
 async fn build_and_process_metrics_use_the_requested_format() {
     need!("curl");
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let edge = site.join("edge-1", 1).await;
     let admin = address_after(
         edge.written()
@@ -476,7 +476,7 @@ async fn no_policy_at_start_is_information_and_at_a_reload_a_warning() {
     let folder = tempfile::tempdir().unwrap();
     let policy = folder.path().join("policy.yaml");
     fs::write(&policy, "rules: [{ then: allow }]\n").unwrap();
-    let mut site = Site::start().await;
+    let mut site = GatewayProcess::start().await;
     let line = site.gateway.said("no policy").await;
     assert!(line.contains("INFO"), "{line}");
     let config = site.path("gateway.yaml");

@@ -6,8 +6,8 @@
 use crate::world::{
     app::{App, answer},
     client::{Answer, CallError, whole},
-    netns::{HUB, Host, NEED, Street},
-    process::{Causeway, Process, Site},
+    netns::{HUB, Host, NEED, SharedNetwork},
+    process::{Causeway, GatewayProcess, Process},
     tool::{full, need},
     until,
 };
@@ -50,8 +50,8 @@ enum Traffic {
 }
 
 /// An edge on a host of its own.
-struct Scene<'a> {
-    site: &'a Site,
+struct OutageSetup<'a> {
+    site: &'a GatewayProcess,
     node: &'static str,
     edge: Process,
     host: Host<'a>,
@@ -59,19 +59,19 @@ struct Scene<'a> {
 }
 
 /// A gateway in the network's hub.
-async fn gateway() -> Site {
-    Site::open_to_all(&format!("{HUB}:0")).await
+async fn gateway() -> GatewayProcess {
+    GatewayProcess::open_to_all(&format!("{HUB}:0")).await
 }
 
-impl<'a> Scene<'a> {
-    async fn on(street: &'a Street, site: &'a Site, node: &'static str) -> Self {
+impl<'a> OutageSetup<'a> {
+    async fn on(street: &'a SharedNetwork, site: &'a GatewayProcess, node: &'static str) -> Self {
         Self::with(street, site, node, |edge| edge).await
     }
 
     /// With an edge that is started with this program.
     async fn with(
-        street: &'a Street,
-        site: &'a Site,
+        street: &'a SharedNetwork,
+        site: &'a GatewayProcess,
         node: &'static str,
         so: impl FnOnce(Causeway) -> Causeway,
     ) -> Self {
@@ -158,7 +158,7 @@ impl<'a> Scene<'a> {
 }
 
 /// Both ends and the clients detect a cut in time.
-async fn known(scene: &Scene<'_>, clients: &mut JoinSet<()>, cut: Instant) {
+async fn known(scene: &OutageSetup<'_>, clients: &mut JoinSet<()>, cut: Instant) {
     let gone = format!("{} disconnected", scene.node);
     let gateway = async {
         scene.site.gateway.wrote(&gone, 1, SOON).await;
@@ -188,7 +188,7 @@ async fn known(scene: &Scene<'_>, clients: &mut JoinSet<()>, cut: Instant) {
     );
 }
 
-async fn back_in_time(scene: &Scene<'_>, bound: Duration) {
+async fn back_in_time(scene: &OutageSetup<'_>, bound: Duration) {
     let back = scene.back().await;
     say(&format!("{}: back after {back:?}", scene.node));
     assert!(!full() || back <= bound + BUSY, "back after {back:?}");
@@ -197,13 +197,13 @@ async fn back_in_time(scene: &Scene<'_>, bound: Duration) {
 /// A request after `outage` succeeds in time.
 async fn outage(outage: Duration, bound: Duration) {
     need!(NEED);
-    outage_on(&Street::new(), Duration::ZERO, outage, bound).await;
+    outage_on(&SharedNetwork::new(), Duration::ZERO, outage, bound).await;
 }
 
 /// The same for a link that was idle for `idle` before.
-async fn outage_on(street: &Street, idle: Duration, outage: Duration, bound: Duration) {
+async fn outage_on(street: &SharedNetwork, idle: Duration, outage: Duration, bound: Duration) {
     let site = gateway().await;
-    let scene = Scene::on(street, &site, "edge-1").await;
+    let scene = OutageSetup::on(street, &site, "edge-1").await;
     // Time is the subject, before the cut and during it.
     sleep(idle).await;
     scene.host.cut();
@@ -220,11 +220,11 @@ fn say(figure: &str) {
 #[tokio::test]
 async fn both_ends_detect_a_silent_cut_and_recover_in_time() {
     need!(NEED);
-    let street = Street::new();
+    let street = SharedNetwork::new();
     let site = gateway().await;
-    let idle = Scene::on(&street, &site, "idle").await;
-    let download = Scene::on(&street, &site, "download").await;
-    let upload = Scene::on(&street, &site, "upload").await;
+    let idle = OutageSetup::on(&street, &site, "idle").await;
+    let download = OutageSetup::on(&street, &site, "download").await;
+    let upload = OutageSetup::on(&street, &site, "upload").await;
     let mut clients = [JoinSet::new(), JoinSet::new(), JoinSet::new()];
     let scenes = [&idle, &download, &upload];
     let traffics = [Traffic::Idle, Traffic::Download, Traffic::Upload];
@@ -265,7 +265,7 @@ async fn an_outage_of_five_seconds_is_over_when_the_link_is() {
 #[tokio::test]
 async fn a_five_second_outage_with_an_early_lost_probe_ends_soon() {
     need!(NEED);
-    outage_on(&Street::new(), PROBED_EARLY, SHORT, RETRANSMISSION).await;
+    outage_on(&SharedNetwork::new(), PROBED_EARLY, SHORT, RETRANSMISSION).await;
 }
 
 #[tokio::test]
@@ -274,7 +274,7 @@ async fn a_five_second_outage_ends_in_two_with_fast_retransmission() {
     if !full() {
         return;
     }
-    let street = Street::new();
+    let street = SharedNetwork::new();
     if street.insists() {
         outage_on(&street, PROBED_EARLY, SHORT, BACK).await;
     }
@@ -297,9 +297,9 @@ async fn an_outage_of_ten_minutes_is_over_when_the_link_is() {
 #[tokio::test]
 async fn an_edge_reconnects_in_time_after_its_own_link_returns() {
     need!(NEED);
-    let street = Street::new();
+    let street = SharedNetwork::new();
     let site = gateway().await;
-    let scene = Scene::on(&street, &site, "edge-1").await;
+    let scene = OutageSetup::on(&street, &site, "edge-1").await;
     scene.host.down();
     scene.edge.wrote("could not dial", 1, SOON).await;
     scene.host.up();
@@ -309,13 +309,13 @@ async fn an_edge_reconnects_in_time_after_its_own_link_returns() {
 #[tokio::test]
 async fn an_edge_that_waits_long_dials_as_soon_as_its_network_changes() {
     need!(NEED);
-    let (street, site) = (Street::new(), gateway().await);
+    let (street, site) = (SharedNetwork::new(), gateway().await);
     // Repeated equal failures are logged at debug level only.
     let patient = |edge: Causeway| {
         let edge = edge.env("CAUSEWAY_BACKOFF_SILENT_MAX", "10m");
         edge.env("CAUSEWAY_LOG_FILTER", "info,causeway_edge=debug")
     };
-    let scene = Scene::with(&street, &site, "edge-1", patient).await;
+    let scene = OutageSetup::with(&street, &site, "edge-1", patient).await;
     scene.host.down();
     // The pause after the sixth failure is four to eight seconds long.
     scene.edge.wrote("could not dial", 6, SOON).await;
@@ -330,7 +330,7 @@ async fn an_edge_that_is_killed_is_out_of_selection_at_once() {
         _ => answer::ok("here"),
     });
     let app = app.await;
-    let site = Site::open_to_all("127.0.0.1:0").await;
+    let site = GatewayProcess::open_to_all("127.0.0.1:0").await;
     let edge = site.join("edge-1", app.port()).await;
     let (client, silent) = (site.nobody(), format!("{URL}silent"));
     let held = async {

@@ -8,7 +8,7 @@ use crate::{
         authority::Authority,
         client::assert_problem,
         edge::Edge,
-        process::{Ended, OPEN, Site, causeway},
+        process::{ExitedProcess, GatewayProcess, OPEN, causeway},
         until,
     },
 };
@@ -39,14 +39,14 @@ const ONCE: &str = "https://edge-1:10250/once";
 
 /// Certificates with their keys; an upstream shows one of them.
 #[derive(Debug)]
-struct Shows {
+struct FixedCertificate {
     keys: Vec<Arc<CertifiedKey>>,
     now: AtomicUsize,
     /// Shows the next one on each connection.
     turns: bool,
 }
 
-impl Shows {
+impl FixedCertificate {
     fn of(leaves: &[&LeafCertificate], turns: bool) -> Arc<Self> {
         Arc::new(Self {
             keys: leaves.iter().map(|leaf| leaf.certified_key()).collect(),
@@ -67,7 +67,7 @@ impl Shows {
     }
 }
 
-impl ResolvesServerCert for Shows {
+impl ResolvesServerCert for FixedCertificate {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         let number = if self.turns {
             self.now.fetch_add(1, SeqCst)
@@ -99,7 +99,7 @@ async fn edge(world: &World, app: &App) -> Edge {
 }
 
 /// `causeway edge` with these arguments, beside the gateway of this directory.
-async fn order(line: &str, data: &Path) -> Ended {
+async fn order(line: &str, data: &Path) -> ExitedProcess {
     let order = causeway("node").args(line.split_whitespace());
     order.flag("--data-dir", data).run().await
 }
@@ -124,7 +124,7 @@ async fn only_the_first_key_of_an_upstream_is_trusted_after_restarts() {
             authority.expired_app(&["nobody"]),
             authority.app(&["edge-1"]),
         );
-        let shows = Shows::of(&[&first, &second], false);
+        let shows = FixedCertificate::of(&[&first, &second], false);
         let app = App::https(shows.serve(version), by_path).await;
         let mut world = world().await;
         let edge = edge(&world, &app).await;
@@ -164,7 +164,7 @@ async fn a_key_that_is_shown_and_not_held_is_not_noted() {
     let (theirs, own) = (authority.app(&["edge-1"]), authority.app(&["edge-1"]));
     for version in [&TLS13, &TLS12] {
         let lying = CertifiedKey::new(theirs.chain().to_vec(), own.certified_key().key.clone());
-        let shows = Arc::new(Shows {
+        let shows = Arc::new(FixedCertificate {
             keys: vec![Arc::new(lying), theirs.certified_key()],
             now: AtomicUsize::new(0),
             turns: false,
@@ -190,7 +190,7 @@ async fn a_key_that_is_shown_and_not_held_is_not_noted() {
 async fn of_two_keys_that_are_met_at_once_one_is_believed() {
     let authority = Authority::new();
     let (first, second) = (authority.app(&["a"]), authority.app(&["b"]));
-    let shows = Shows::of(&[&first, &second], true);
+    let shows = FixedCertificate::of(&[&first, &second], true);
     let app = App::https(shows.serve(&TLS13), by_path).await;
     let world = world().await;
     let _edge = edge(&world, &app).await;
@@ -258,11 +258,11 @@ async fn an_upstream_without_a_stored_pin_gets_no_request() {
 async fn keys_can_be_listed_and_forgotten_and_end_with_their_node() {
     let authority = Authority::new();
     let (first, second) = (authority.app(&["a"]), authority.app(&["b"]));
-    let shows = Shows::of(&[&first, &second], false);
+    let shows = FixedCertificate::of(&[&first, &second], false);
     let app = App::https(shows.serve(&TLS13), by_path).await;
     // Each worker has its own pool of kept connections.
     let one = format!("{OPEN}\nworkers: 1\nupstream_tls: {{ 9100: {{ pin: true }} }}");
-    let site = Site::with_listeners(&one).await;
+    let site = GatewayProcess::with_listeners(&one).await;
     let ports = format!(
         "{{9100: {{target: \"127.0.0.1:{}\", scheme: tcp}}}}",
         app.port()

@@ -16,9 +16,9 @@ use std::{borrow::Cow, time::Duration};
 
 /// One pod on each node, and one for which no edge is connected.
 #[derive(Debug)]
-struct Known;
+struct KnownPods;
 
-impl PodLookup for Known {
+impl PodLookup for KnownPods {
     fn find_node(
         &self,
         namespace: &str,
@@ -50,7 +50,7 @@ async fn world() -> World {
         name: "open".into(),
         ..open
     };
-    let build = World::build().pods(Known).listener(api).listener(open);
+    let build = World::build().pods(KnownPods).listener(api).listener(open);
     let build = build.listener(Listener {
         port: Some(10250),
         ..listener("others", ListenerProtocol::Https)

@@ -1,7 +1,7 @@
 //! Open streams end when their client may no longer have them. Other streams continue.
 
 use crate::{
-    road::URL,
+    testbed::URL,
     world::{
         GATEWAY_NAME, LIFE, PATIENCE, World,
         app::{App, End, Head, Script, answer},
@@ -678,9 +678,9 @@ struct Slow {
 }
 
 #[derive(Debug)]
-struct Judge(Arc<Slow>);
+struct SlowReviewer(Arc<Slow>);
 
-impl Authorize for Judge {
+impl Authorize for SlowReviewer {
     fn authorize(&self, _: &AuthzRequest<'_>) -> AuthzDecision {
         match self.0.changes.load(SeqCst) {
             0 => AuthzDecision::Allow,
@@ -705,7 +705,7 @@ impl Authorize for Judge {
 #[tokio::test]
 async fn a_change_while_a_stream_is_checked_has_it_checked_once_more() {
     let slow = Arc::new(Slow::default());
-    let build = World::build().authorizer(Judge(slow.clone()));
+    let build = World::build().authorizer(SlowReviewer(slow.clone()));
     let build = build.config(|config| config.timeouts.authorize = PATIENCE * 2);
     let world = build.start().await;
     let app = app().await;

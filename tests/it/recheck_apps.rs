@@ -2,7 +2,7 @@
 
 use crate::{
     recheck::{app_of, compiled, echoes, is_reset, refused, session},
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         app::{End, Script},
         client::{Answer, Body, Client, Connection, assert_problem, whole},
@@ -59,9 +59,9 @@ pub(crate) struct Streams {
 impl Streams {
     /// Opens an upload that was answered (at `answered`), two downloads and a request that waits for its answer (at
     /// `waits`) for each client.
-    pub(crate) async fn open(road: &Road, answered: &str, waits: &str) -> Self {
+    pub(crate) async fn open(testbed: &TestBed, answered: &str, waits: &str) -> Self {
         let mut streams = Self::default();
-        for client in [road.client(), road.http2()] {
+        for client in [testbed.client(), testbed.http2()] {
             let (body, dropped) = unending();
             let (connection, answer) = open(&client, "POST", answered, body).await;
             let answer = answer.into_body().collect().await.unwrap();
@@ -103,9 +103,9 @@ async fn http1_upstream_streams_end_in_both_directions() {
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
     // Nothing else ends a connection that has answered.
     let idle = Duration::from_hours(1);
-    let build = Road::build().config(|config| config.timeouts.idle_keepalive = idle);
+    let build = TestBed::build().config(|config| config.timeouts.idle_keepalive = idle);
     let build = build.policy(rules.reader());
-    let (app, road) = Road::secured_by(build, |head| match head.path().as_str() {
+    let (app, testbed) = TestBed::secured_by(build, |head| match head.path().as_str() {
         // It has answered, and continues to read.
         "/early" => Script::new()
             .write("HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nwell")
@@ -113,22 +113,22 @@ async fn http1_upstream_streams_end_in_both_directions() {
         _ => app_of(head),
     })
     .await;
-    let other = road.client().certificate(&road.client_leaf("other"));
+    let other = testbed.client().certificate(&testbed.client_leaf("other"));
     let mut stays = session(&other, "").await;
-    let mut ended = session(&road.client(), "").await;
-    let mut streams = Streams::open(&road, "early", "").await;
+    let mut ended = session(&testbed.client(), "").await;
+    let mut streams = Streams::open(&testbed, "early", "").await;
     until("all are open", async || {
-        road.metrics().await.sum("open_streams", &[]) == 10
+        testbed.metrics().await.sum("open_streams", &[]) == 10
     })
     .await;
     rules.replace(Some(compiled(&but_tester())));
     is_reset(&mut ended).await;
     streams.are_refused().await;
     until("only permitted streams are open", async || {
-        road.metrics().await.sum("open_streams", &[]) == 1
+        testbed.metrics().await.sum("open_streams", &[]) == 1
     })
     .await;
-    refused(&road, "forbidden").await;
+    refused(&testbed, "forbidden").await;
     for _ in 0..9 {
         assert_eq!(
             app.end().await,

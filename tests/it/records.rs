@@ -2,10 +2,10 @@
 
 use crate::{
     apps::by_path,
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         World,
-        app::{App, Gate, answer, answer::pattern},
+        app::{App, PauseGate, answer, answer::pattern},
         client::{Wire, exchange, read, read_head, whole},
         until,
     },
@@ -62,73 +62,76 @@ async fn begin(wire: &mut (impl Wire + ?Sized), head: &str, status: &str) {
 #[tokio::test]
 async fn a_client_that_leaves_during_an_answer_or_session_is_recorded() {
     let app = App::http(by_path).await;
-    let road = Road::to(&app).await;
-    let mut http1 = road.tls().await;
+    let testbed = TestBed::to(&app).await;
+    let mut http1 = testbed.tls().await;
     begin(&mut http1, GET, "200").await;
     drop(http1);
-    recorded(&road, 1).await;
-    let mut http2 = road.http2().connect("edge-1").await.unwrap();
+    recorded(&testbed, 1).await;
+    let mut http2 = testbed.http2().connect("edge-1").await.unwrap();
     drop(http2.open(request("endless")).await.unwrap());
-    recorded(&road, 2).await;
-    let mut connect = road.connect("edge-1:9100").await;
+    recorded(&testbed, 2).await;
+    let mut connect = testbed.connect("edge-1:9100").await;
     begin(&mut connect, GET, "200").await;
     reset_tls(&connect);
     drop(connect);
-    let mut bytes = road.tcp("bytes").await;
+    let mut bytes = testbed.tcp("bytes").await;
     begin(&mut bytes, GET, "200").await;
     reset(&bytes);
     drop(bytes);
-    let mut upgrade = road.tls().await;
+    let mut upgrade = testbed.tls().await;
     begin(&mut upgrade, EXEC, "101").await;
     reset_tls(&upgrade);
     drop(upgrade);
     let closed = |status: u16| (json!(status), json!("client_closed"));
     let all = [101, 200, 200, 200, 200].map(closed);
-    assert_eq!(recorded(&road, 5).await, all);
+    assert_eq!(recorded(&testbed, 5).await, all);
 }
 
 #[tokio::test]
 async fn so_is_a_client_of_an_app_that_the_gateway_speaks_tls_to() {
-    let (_app, road) = Road::secured(by_path).await;
-    let mut http1 = road.tls().await;
+    let (_app, testbed) = TestBed::secured(by_path).await;
+    let mut http1 = testbed.tls().await;
     begin(&mut http1, GET, "200").await;
     drop(http1);
-    let mut http2 = road.http2().connect("edge-1").await.unwrap();
+    let mut http2 = testbed.http2().connect("edge-1").await.unwrap();
     drop(http2.open(request("endless")).await.unwrap());
-    let mut upgrade = road.tls().await;
+    let mut upgrade = testbed.tls().await;
     begin(&mut upgrade, EXEC, "101").await;
     reset_tls(&upgrade);
     drop(upgrade);
     let closed = |status: u16| (json!(status), json!("client_closed"));
-    assert_eq!(recorded(&road, 3).await, [101, 200, 200].map(closed));
+    assert_eq!(recorded(&testbed, 3).await, [101, 200, 200].map(closed));
 }
 
 #[tokio::test]
 async fn an_aborting_target_and_a_lost_tunnel_are_recorded() {
-    let gate = Gate::new();
-    let (held, never) = (gate.clone(), Gate::new());
+    let gate = PauseGate::new();
+    let (held, never) = (gate.clone(), PauseGate::new());
     let choose = move |head: &crate::world::app::Head| match head.path().as_str() {
         "/reset" => answer::reset_in_mid_body(&held),
         _ => answer::parts("text/plain", &["never"], &never),
     };
     let app = App::http(choose).await;
-    let mut road = Road::to_as(Protocol::Http, app.address()).await;
-    let mut http1 = road.tls().await;
+    let mut testbed = TestBed::to_as(Protocol::Http, app.address()).await;
+    let mut http1 = testbed.tls().await;
     begin(&mut http1, &GET.replace("endless", "reset"), "200").await;
-    let mut http2 = road.http2().connect("edge-1").await.unwrap();
+    let mut http2 = testbed.http2().connect("edge-1").await.unwrap();
     let answer = http2.open(request("reset")).await.unwrap();
     gate.open();
     gate.open();
     let broken = (json!(200), json!("target_broken"));
-    assert_eq!(recorded(&road, 2).await, [broken.clone(), broken.clone()]);
+    assert_eq!(
+        recorded(&testbed, 2).await,
+        [broken.clone(), broken.clone()]
+    );
     drop((http1, answer));
-    let mut http1 = road.tls().await;
+    let mut http1 = testbed.tls().await;
     begin(&mut http1, GET, "200").await;
     let _answer = http2.open(request("endless")).await.unwrap();
-    let mut connect = road.connect("edge-1:9100").await;
+    let mut connect = testbed.connect("edge-1:9100").await;
     begin(&mut connect, GET, "200").await;
-    road.edge.kill().await;
-    let reasons: Vec<Value> = recorded(&road, 5)
+    testbed.edge.kill().await;
+    let reasons: Vec<Value> = recorded(&testbed, 5)
         .await
         .into_iter()
         .map(|(_, reason)| reason)
@@ -140,8 +143,8 @@ async fn an_aborting_target_and_a_lost_tunnel_are_recorded() {
 #[tokio::test]
 async fn a_complete_request_is_recorded_without_a_reason() {
     let app = App::http(by_path).await;
-    let road = Road::to(&app).await;
-    for client in [road.client(), road.http2()] {
+    let testbed = TestBed::to(&app).await;
+    for client in [testbed.client(), testbed.http2()] {
         for (method, path) in [
             ("GET", ""),
             ("HEAD", "head"),
@@ -152,11 +155,11 @@ async fn a_complete_request_is_recorded_without_a_reason() {
             assert_eq!(answer.status, 200, "{answer}");
         }
     }
-    let mut upgrade = road.tls().await;
+    let mut upgrade = testbed.tls().await;
     begin(&mut upgrade, EXEC, "101").await;
     read(&mut upgrade, pattern(3_000).len()).await;
     upgrade.shutdown().await.unwrap();
-    let mut connect = road.connect("edge-1:9100").await;
+    let mut connect = testbed.connect("edge-1:9100").await;
     connect
         .write_all(b"GET /once HTTP/1.1\r\nHost: it\r\n\r\n")
         .await
@@ -164,6 +167,6 @@ async fn a_complete_request_is_recorded_without_a_reason() {
     read_head(&mut connect).await;
     read(&mut connect, 4).await;
     connect.shutdown().await.unwrap();
-    let all = recorded(&road, 10).await;
+    let all = recorded(&testbed, 10).await;
     assert!(all.iter().all(|(_, reason)| reason.is_null()), "{all:?}");
 }

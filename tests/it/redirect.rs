@@ -7,9 +7,9 @@ use crate::world::{
     PATIENCE,
     app::{App, answer},
     cluster::Cluster,
-    netns::{HUB, Host, NEED, Street},
-    process::{Process, Site, binary, causeway, program},
-    tool::{Ran, Tool, full, need},
+    netns::{HUB, Host, NEED, SharedNetwork},
+    process::{GatewayProcess, Process, binary, causeway, program},
+    tool::{Tool, ToolOutput, full, need},
     until,
 };
 use causeway_certs::NodeName;
@@ -44,18 +44,18 @@ timeouts: { drain: 1s }
 "#;
 
 /// Two nodes on the hub, whose addresses lead nowhere.
-struct Scene {
-    street: Street,
-    site: Site,
+struct RedirectSetup {
+    street: SharedNetwork,
+    site: GatewayProcess,
     edges: Vec<Process>,
     apps: Vec<App>,
 }
 
-impl Scene {
+impl RedirectSetup {
     async fn new() -> Self {
-        let street = Street::new();
+        let street = SharedNetwork::new();
         street.opens_up();
-        let site = Site::with_listeners(CONFIGURATION).await;
+        let site = GatewayProcess::with_listeners(CONFIGURATION).await;
         let mut scene = Self {
             street,
             site,
@@ -88,7 +88,7 @@ impl Scene {
     }
 
     /// A client on the hub, or on `host`.
-    async fn curl(&self, url: &str, host: Option<&Host<'_>>) -> Ran {
+    async fn curl(&self, url: &str, host: Option<&Host<'_>>) -> ToolOutput {
         let running = {
             let _there = host.map(Host::enter);
             let root = self.site.data().join("ca.pem");
@@ -122,7 +122,7 @@ impl Scene {
 #[tokio::test]
 async fn local_and_forwarded_dials_of_a_node_address_reach_the_node() {
     need!(NEED, "curl");
-    let scene = Scene::new().await;
+    let scene = RedirectSetup::new().await;
     let behind = scene.street.host();
     behind.opens_up();
     for (node, v4, v6) in [
@@ -167,7 +167,7 @@ async fn saying(listener: TcpListener, body: &str) {
 #[tokio::test]
 async fn non_edge_addresses_and_ports_without_listener_are_untouched() {
     need!(NEED, "curl");
-    let mut scene = Scene::new().await;
+    let mut scene = RedirectSetup::new().await;
     {
         let cloud = scene.street.host();
         let listener = {
@@ -236,7 +236,7 @@ fn remembered(address: &str) -> usize {
 #[tokio::test]
 async fn a_removed_node_is_not_redirected_and_conntrack_is_cleared() {
     need!(NEED, "curl");
-    let scene = Scene::new().await;
+    let scene = RedirectSetup::new().await;
     let mut kept = Vec::new();
     for address in ["10.0.0.11:9200", "10.0.0.12:9200"] {
         let mut stream = TcpStream::connect(address).await.unwrap();
@@ -276,7 +276,7 @@ async fn a_removed_node_is_not_redirected_and_conntrack_is_cleared() {
 #[tokio::test]
 async fn the_rules_survive_a_flush_and_end_with_the_gateway() {
     need!(NEED, "curl");
-    let scene = Scene::new().await;
+    let scene = RedirectSetup::new().await;
     let table = || scene.street.nft("list table inet causeway");
     scene.street.nft("flush ruleset").unwrap();
     assert!(table().unwrap().contains("10.0.0.11"));
@@ -313,7 +313,7 @@ async fn the_rules_survive_a_flush_and_end_with_the_gateway() {
 #[tokio::test]
 async fn a_reload_redirects_other_ports_and_drops_removed_ones() {
     need!(NEED, "curl");
-    let scene = Scene::new().await;
+    let scene = RedirectSetup::new().await;
     let file = scene.site.path("gateway.yaml");
     let text = std::fs::read_to_string(&file).unwrap();
     std::fs::write(&file, text.replace("9200: bytes", "9300: bytes")).unwrap();
@@ -331,8 +331,8 @@ async fn a_reload_redirects_other_ports_and_drops_removed_ones() {
 #[tokio::test]
 async fn a_missing_capability_or_taken_table_name_is_reported() {
     need!(NEED);
-    let _street = Street::new();
-    let site = Site::with_listeners(CONFIGURATION).await;
+    let _street = SharedNetwork::new();
+    let site = GatewayProcess::with_listeners(CONFIGURATION).await;
     let configuration = site.path("gateway.yaml");
     let nodes = NodesWriter::default();
     let ports = watch::Sender::default().subscribe();
@@ -369,7 +369,7 @@ fn node(number: u32) -> (NodeName, Node) {
 #[tokio::test]
 async fn five_thousand_nodes_need_no_more_rules_than_one() {
     need!(NEED);
-    let street = Street::new();
+    let street = SharedNetwork::new();
     let rules = || {
         let table = street.nft("list table inet causeway").unwrap();
         let rules = table
@@ -439,7 +439,7 @@ struct Pods<'a> {
 
 impl<'a> Pods<'a> {
     /// A node in the cloud.
-    fn elsewhere(street: &'a Street) -> Self {
+    fn elsewhere(street: &'a SharedNetwork) -> Self {
         Self {
             host: street.host(),
             _edge: None,
@@ -448,7 +448,12 @@ impl<'a> Pods<'a> {
     }
 
     /// A node whose edge admits these target hosts.
-    async fn at(street: &'a Street, site: &Site, node: &'static str, allowed: &str) -> Self {
+    async fn at(
+        street: &'a SharedNetwork,
+        site: &GatewayProcess,
+        node: &'static str,
+        allowed: &str,
+    ) -> Self {
         let Self { host, serving, .. } = Self::elsewhere(street);
         let token = site.token(&format!("--node {node}")).await;
         let edge = host
@@ -485,7 +490,7 @@ impl<'a> Pods<'a> {
 #[tokio::test]
 async fn pods_of_edge_nodes_are_reachable_if_both_sides_allow_it() {
     need!(NEED, "curl");
-    let street = Street::new();
+    let street = SharedNetwork::new();
     street.opens_up();
     let cluster = Cluster::at(HUB).await;
     let configuration = format!(
@@ -494,7 +499,7 @@ async fn pods_of_edge_nodes_are_reachable_if_both_sides_allow_it() {
          kubernetes: {{ kubeconfig: {}, pod_networks: [10.244.0.0/16, \"fd01::/48\"] }}\n",
         cluster.kubeconfig().display()
     );
-    let mut site = Site::listening(&format!("{HUB}:0"), &configuration).await;
+    let mut site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
     let mut one = Pods::at(&street, &site, "edge-1", "10.244.1.0/24,fd01:0:0:1::/64").await;
     let mut two = Pods::at(&street, &site, "edge-2", "127.0.0.0/8").await;
     let mut cloud = Pods::elsewhere(&street);

@@ -7,7 +7,7 @@ use crate::world::{
     LIFE, World,
     app::App,
     edge::Edge,
-    process::{Site, causeway},
+    process::{GatewayProcess, causeway},
     until,
 };
 use Action::{Fresh, LeaveFresh, LeaveSpent, OtherCa, Outdated, RejoinFresh, RejoinSpent, Spent};
@@ -174,7 +174,7 @@ fn short_dials(config: &mut Config) {
 }
 
 /// One row, before the edge starts again.
-struct Row {
+struct RejoinCase {
     edge: Edge,
     state: State,
     action: Action,
@@ -213,7 +213,7 @@ fn aside(edge: &Edge) -> Vec<String> {
         .collect()
 }
 
-impl Row {
+impl RejoinCase {
     async fn new(
         world: &World,
         (lost, other): (&Ca, &World),
@@ -358,7 +358,7 @@ async fn each_state_of_an_identity_and_each_action_has_its_outcome() {
     let lost = Ca::create(&TrustDomain::parse("world.test").unwrap()).unwrap();
     let mut rows = Vec::new();
     for (number, row) in TABLE.iter().enumerate() {
-        rows.push(Row::new(&world, (&lost, &other), number, *row).await);
+        rows.push(RejoinCase::new(&world, (&lost, &other), number, *row).await);
     }
     world.stop_gateway().await;
     let nodes = world.store().nodes();
@@ -380,7 +380,7 @@ async fn each_state_of_an_identity_and_each_action_has_its_outcome() {
         SystemTime::now() > end
     })
     .await;
-    rows.iter_mut().for_each(Row::act);
+    rows.iter_mut().for_each(RejoinCase::act);
     // At the same time: each refused edge waits whether another gateway accepts it.
     join_all(rows.iter_mut().map(|row| row.run(&world))).await;
 }
@@ -454,7 +454,7 @@ async fn an_identity_accepted_by_one_gateway_is_kept_for_others() {
 #[tokio::test]
 async fn a_leaving_edge_sets_its_identity_aside_and_joins_again() {
     let app = App::saying("it").await;
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let edge = site.join("edge-1", app.port()).await;
     let data = site.edge_data("edge-1");
     let leave = || causeway("edge leave").flag("--data-dir", &data).run();

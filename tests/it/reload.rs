@@ -2,11 +2,11 @@
 
 use crate::world::{
     World,
-    app::{App, Gate, answer},
-    client::{Place, Wire, whole},
+    app::{App, PauseGate, answer},
+    client::{ListenerAddress, Wire, whole},
     frames::{END_HEADERS, END_STREAM, HEADERS, PREFACE, fields, frame, next, send, settings},
     gateway::{anonymous, listener},
-    process::{OPEN, Site, causeway},
+    process::{GatewayProcess, OPEN, causeway},
     until,
 };
 use causeway_gateway::{
@@ -87,7 +87,7 @@ async fn a_removed_token_starts_no_streams_and_ends_its_open_ones() {
     fs::write(&tokens, &before).unwrap();
     let mut world = build.listener(by_tokens(&tokens)).start().await;
     // One for each download: the script of a cut download continues to wait.
-    let gates: [Gate; 4] = std::array::from_fn(|_| Gate::new());
+    let gates: [PauseGate; 4] = std::array::from_fn(|_| PauseGate::new());
     let held = gates.clone();
     let app = App::http(move |head| match head.path()[1..].parse::<usize>() {
         Ok(gate) => answer::parts("text/plain", &["first ", "last"], &held[gate]),
@@ -240,7 +240,7 @@ async fn new_advertised_names_reach_the_certificate_and_edges() {
     let app = App::saying("it").await;
     let edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let tunnel = world.tunnel();
-    let joining = world.client().nobody().at(Place::Tls(tunnel));
+    let joining = world.client().nobody().at(ListenerAddress::Tls(tunnel));
     assert!(joining.tls_stream("new.test", &["h2"]).await.is_err());
     let new = format!("new.test:{}", tunnel.port());
     let changed = world.reload(|config| config.tunnel.advertise = vec![new.clone()]);
@@ -256,7 +256,7 @@ async fn new_advertised_names_reach_the_certificate_and_edges() {
 #[tokio::test]
 async fn signal_file_change_and_command_reload_and_refuse_bad_files() {
     let app = App::saying("it").await;
-    let mut site = Site::with_listeners(OPEN).await;
+    let mut site = GatewayProcess::with_listeners(OPEN).await;
     let _edge = site.join("edge-1", app.port()).await;
     let client = site.nobody();
     let url = "http://edge-1:9100/";
@@ -315,7 +315,7 @@ async fn signal_file_change_and_command_reload_and_refuse_bad_files() {
 }
 
 /// A file that is not complete yet opens nothing; and faults are named.
-async fn what_is_about_to_be_written_and_what_waits(site: &Site, before: &str) {
+async fn what_is_about_to_be_written_and_what_waits(site: &GatewayProcess, before: &str) {
     let (file, data, client) = (site.path("gateway.yaml"), site.data(), site.nobody());
     let url = "http://edge-1:9100/";
     let ask = || causeway("reload").flag("--data-dir", &data).run();
@@ -346,7 +346,7 @@ async fn what_is_about_to_be_written_and_what_waits(site: &Site, before: &str) {
 
 #[tokio::test]
 async fn an_edge_takes_up_other_ports_while_its_streams_go_on() {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let held = gate.clone();
     let first = App::http(move |head| match head.path().as_str() {
         "/slow" => answer::parts("text/plain", &["first ", "last"], &held),
@@ -354,7 +354,7 @@ async fn an_edge_takes_up_other_ports_while_its_streams_go_on() {
     });
     let first = first.await;
     let second = App::saying("second").await;
-    let site = Site::with_listeners(OPEN).await;
+    let site = GatewayProcess::with_listeners(OPEN).await;
     let token = site.token("--node edge-1").await;
     let file = site.path("edge.yaml");
     let ports = |app: u16| format!("ports: {{ 9100: {{ target: \"127.0.0.1:{app}\" }} }}\n");

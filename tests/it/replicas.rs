@@ -6,7 +6,7 @@ use crate::{
     world::{
         app::App,
         names::NameServer,
-        process::{OPEN, Process, Site, causeway, causeway_asking},
+        process::{GatewayProcess, OPEN, Process, causeway, causeway_asking},
         tool::need,
         until,
     },
@@ -30,18 +30,18 @@ fn gateway(number: u8) -> Ipv4Addr {
 
 /// The gateways with one CA and one known node; and the addresses of their name.
 struct Replicas {
-    sites: Vec<Site>,
+    sites: Vec<GatewayProcess>,
     names: Arc<Mutex<Vec<Ipv4Addr>>>,
     _server: NameServer,
 }
 
 /// Copies the records of a node from another gateway, as documented.
-async fn take_up_nodes(site: &Site, other: &Site) {
+async fn take_up_nodes(site: &GatewayProcess, other: &GatewayProcess) {
     let remove = causeway("node remove edge-1").flag("--data-dir", site.data());
     remove.run().await.ok();
     let status = async || site.nobody().get(URL).await.status;
     assert_eq!(status().await, 404);
-    let nodes = |site: &Site| site.data().join("nodes.json");
+    let nodes = |site: &GatewayProcess| site.data().join("nodes.json");
     fs::copy(nodes(other), nodes(site)).unwrap();
     site.gateway.signal("HUP").await;
     until("the node is known", async || status().await == 503).await;
@@ -50,7 +50,7 @@ async fn take_up_nodes(site: &Site, other: &Site) {
 impl Replicas {
     /// Starts this many gateways, which have no name yet.
     async fn start(count: u8, app: &App) -> Self {
-        let first = Site::listening(&format!("{}:0", gateway(1)), OPEN).await;
+        let first = GatewayProcess::listening(&format!("{}:0", gateway(1)), OPEN).await;
         drop(first.join("edge-1", app.port()).await);
         let port = first.tunnel.parse::<SocketAddr>().unwrap().port();
         let mut sites = vec![first];

@@ -1,8 +1,8 @@
 //! Request targets that are longer than `http::Uri` allows, over both paths to an upstream.
 
 use crate::{
-    road::Road,
-    smuggling::Judge,
+    smuggling::RecordingUpstream,
+    testbed::TestBed,
     world::{
         GATEWAY_NAME, World,
         app::{App, Head, Script, answer},
@@ -18,10 +18,12 @@ use tokio::io::AsyncWriteExt;
 const KIB: usize = 1024;
 
 /// The usual listeners, and one for a kube-apiserver.
-fn build(judge: &Judge) -> Build {
+fn build(judge: &RecordingUpstream) -> Build {
     let mut kubelets = anonymous("kubelets", ListenerProtocol::Https);
     kubelets.errors = ErrorFormat::Kubernetes;
-    Road::build().listener(kubelets).authorizer(judge.clone())
+    TestBed::build()
+        .listener(kubelets)
+        .authorizer(judge.clone())
 }
 
 /// A target of this length.
@@ -45,17 +47,17 @@ fn attached(head: &Head) -> Script {
     answer::ok(&head.path())
 }
 
-async fn get(road: &Road, listener: &str, target: &str) -> Answer {
+async fn get(testbed: &TestBed, listener: &str, target: &str) -> Answer {
     let request =
         format!("GET {target} HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n");
-    road.client_at(listener).raw("edge-1", request).await
+    testbed.client_at(listener).raw("edge-1", request).await
 }
 
 /// As kubectl sends a long command line by way of kube-apiserver.
-async fn long_targets_arrive(road: &Road, judge: &Judge) {
+async fn long_targets_arrive(testbed: &TestBed, judge: &RecordingUpstream) {
     for length in [65_534, 65_535, 200 * KIB, 1000 * KIB, 1024 * KIB] {
         let target = target(length);
-        let answer = get(road, "kubelets", &target).await;
+        let answer = get(testbed, "kubelets", &target).await;
         assert_eq!(answer.status, 200, "{length}: {}", answer.text());
         assert!(answer.text() == target, "{length}");
     }
@@ -63,7 +65,7 @@ async fn long_targets_arrive(road: &Road, judge: &Judge) {
     let upgrade = format!(
         "POST {target} HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: 0\r\n\r\n"
     );
-    let mut wire = road
+    let mut wire = testbed
         .client_at("kubelets")
         .wire("edge-1", &["http/1.1"])
         .await
@@ -75,7 +77,7 @@ async fn long_targets_arrive(road: &Road, judge: &Judge) {
     assert_eq!(read(&mut wire, 5).await, b"hello");
     drop(wire);
     // A body behind a long target, and another request on the same connection.
-    let mut wire = road
+    let mut wire = testbed
         .client_at("kubelets")
         .wire("edge-1", &["http/1.1"])
         .await
@@ -101,28 +103,28 @@ async fn long_targets_arrive(road: &Road, judge: &Judge) {
 
 #[tokio::test]
 async fn targets_of_a_mebibyte_reach_kubelets() {
-    let judge = Judge::default();
+    let judge = RecordingUpstream::default();
     let app = App::http(attached).await;
-    let road = Road::along(build(&judge), Protocol::Http, app.address()).await;
-    long_targets_arrive(&road, &judge).await;
-    let record = road.log().records().pop().unwrap();
+    let testbed = TestBed::along(build(&judge), Protocol::Http, app.address()).await;
+    long_targets_arrive(&testbed, &judge).await;
+    let record = testbed.log().records().pop().unwrap();
     assert!(record["path"].as_str().unwrap().len() < 100, "{record}");
 }
 
 #[tokio::test]
 async fn mebibyte_targets_reach_upstreams_over_gateway_tls() {
-    let judge = Judge::default();
-    let (_app, road) = Box::pin(Road::secured_by(build(&judge), attached)).await;
-    long_targets_arrive(&road, &judge).await;
+    let judge = RecordingUpstream::default();
+    let (_app, testbed) = Box::pin(TestBed::secured_by(build(&judge), attached)).await;
+    long_targets_arrive(&testbed, &judge).await;
 }
 
 #[tokio::test]
 async fn a_target_that_is_too_long_is_414_and_its_connection_goes_on() {
-    let judge = Judge::default();
+    let judge = RecordingUpstream::default();
     let app = App::http(attached).await;
-    let road = Road::along(build(&judge), Protocol::Http, app.address()).await;
+    let testbed = TestBed::along(build(&judge), Protocol::Http, app.address()).await;
     for length in [64 * KIB + 1, 200 * KIB, 2048 * KIB] {
-        let answer = get(&road, "plain", &target(length)).await;
+        let answer = get(&testbed, "plain", &target(length)).await;
         let says = if length == 64 * KIB + 1 {
             "has 65537 bytes"
         } else {
@@ -132,16 +134,16 @@ async fn a_target_that_is_too_long_is_414_and_its_connection_goes_on() {
     }
     // The policy decides by the path, so the engine has to see the whole path.
     for path in [70 * KIB, 300 * KIB] {
-        let answer = get(&road, "plain", &format!("/{}", "x".repeat(path))).await;
+        let answer = get(&testbed, "plain", &format!("/{}", "x".repeat(path))).await;
         assert_problem(&answer, 414, "uri_too_long", "65534 of a path");
     }
-    let answer = get(&road, "kubelets", &target(1024 * KIB + 1)).await;
+    let answer = get(&testbed, "kubelets", &target(1024 * KIB + 1)).await;
     assert_eq!(answer.status, 502);
     assert!(
         answer.text().contains("has 1048577 bytes, at most 1048576"),
         "{answer}"
     );
-    let records = road.log().records();
+    let records = testbed.log().records();
     assert!(
         records
             .iter()
@@ -149,7 +151,11 @@ async fn a_target_that_is_too_long_is_414_and_its_connection_goes_on() {
     );
     assert_eq!(records.len(), 6);
 
-    let mut wire = road.client_at("plain").wire("edge-1", &[]).await.unwrap();
+    let mut wire = testbed
+        .client_at("plain")
+        .wire("edge-1", &[])
+        .await
+        .unwrap();
     let refused = format!(
         "GET {} HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n",
         target(300 * KIB)
@@ -174,12 +180,12 @@ async fn a_target_that_is_too_long_is_414_and_its_connection_goes_on() {
 /// The gateway keeps nothing of an endless target, or of a target with bytes that no query has; the client gets the reason.
 #[tokio::test]
 async fn the_rest_of_a_target_is_checked() {
-    let judge = Judge::default();
+    let judge = RecordingUpstream::default();
     let app = App::http(attached).await;
-    let road = Road::along(build(&judge), Protocol::Http, app.address()).await;
+    let testbed = TestBed::along(build(&judge), Protocol::Http, app.address()).await;
     for bad in ["#", "\"", "<", "\u{e4}", "\t"] {
         let target = target(100 * KIB) + bad + "x";
-        let answer = get(&road, "kubelets", &target).await;
+        let answer = get(&testbed, "kubelets", &target).await;
         assert_eq!(answer.status, 502, "{bad}");
         assert!(
             answer.text().contains("not allowed in a query"),
@@ -187,7 +193,7 @@ async fn the_rest_of_a_target_is_checked() {
         );
     }
     assert_eq!(app.requests(), 0);
-    let answer = get(&road, "plain", &target(6 << 20)).await;
+    let answer = get(&testbed, "plain", &target(6 << 20)).await;
     assert_eq!(answer.status, 414, "{answer}");
     assert!(
         answer.text().contains("longer than can be parsed"),

@@ -1,9 +1,9 @@
 //! Requests that are refused, broken off or not HTTP: the client can read the reason, and the record names the cause.
 
-use crate::road::Road;
+use crate::testbed::TestBed;
 use crate::world::{
     World,
-    app::{App, Gate, Script, answer},
+    app::{App, PauseGate, Script, answer},
     client::{Wire, assert_problem, exchange, read, read_head, read_to_end},
     frames::{self, DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, RST_STREAM, WINDOW_UPDATE},
     gateway::{anonymous, fixed},
@@ -310,8 +310,11 @@ async fn an_early_answer_of_an_upstream_that_closes_is_passed() {
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     hangs_up_on_uploads(&world).await;
     // The same if the gateway itself speaks TLS.
-    let (_app, road) = Box::pin(Road::secured(move |_| Script::new().write(answer).close())).await;
-    hangs_up_on_uploads(&road).await;
+    let (_app, testbed) = Box::pin(TestBed::secured(move |_| {
+        Script::new().write(answer).close()
+    }))
+    .await;
+    hangs_up_on_uploads(&testbed).await;
 }
 
 async fn hangs_up_on_uploads(world: &World) {
@@ -361,7 +364,7 @@ async fn a_target_that_is_not_ascii_is_refused_over_both_versions() {
 #[tokio::test]
 async fn only_request_lines_are_read_as_such() {
     let world = World::start().await;
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let opened = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {
         "/early" => Script::new()

@@ -3,7 +3,7 @@
 use crate::world::{
     World,
     app::App,
-    process::{Site, causeway},
+    process::{GatewayProcess, causeway},
     until,
 };
 use serde_json::Value;
@@ -20,7 +20,7 @@ const URL: &str = "http://edge-1:9100/";
 #[tokio::test]
 async fn a_revoked_node_loses_its_tunnels_until_it_is_allowed_again() {
     let app = App::saying("it").await;
-    let site = Site::with_listeners(crate::world::process::OPEN).await;
+    let site = GatewayProcess::with_listeners(crate::world::process::OPEN).await;
     let mut edge = site.join("edge-1", app.port()).await;
     let _other = site.join("edge-2", app.port()).await;
     let client = site.nobody();
@@ -36,7 +36,7 @@ async fn a_revoked_node_loses_its_tunnels_until_it_is_allowed_again() {
     assert_eq!(client.get("http://edge-2:9100/").await.status, 200);
     edge.said("node edge-1 is revoked: stolen").await;
     edge.kill().await;
-    let row = |site: &Site| {
+    let row = |site: &GatewayProcess| {
         let asked = causeway("status -o json")
             .flag("--data-dir", site.data())
             .run();
@@ -83,7 +83,7 @@ async fn a_revoked_node_loses_its_tunnels_until_it_is_allowed_again() {
 #[tokio::test]
 async fn a_full_admin_listener_holds_up_no_command() {
     let app = App::saying("it").await;
-    let site = Site::with_listeners(crate::world::process::OPEN).await;
+    let site = GatewayProcess::with_listeners(crate::world::process::OPEN).await;
     let mut edge = site.join("edge-1", app.port()).await;
     let noted = |data: PathBuf| fs::read_to_string(data.join("run-admin")).unwrap();
     let mut held = Vec::new();
@@ -157,7 +157,7 @@ async fn a_node_revoked_by_configuration_cannot_return() {
 #[tokio::test]
 async fn a_certificate_from_before_a_new_enrolment_is_refused() {
     let app = App::saying("it").await;
-    let site = Site::with_listeners(crate::world::process::OPEN).await;
+    let site = GatewayProcess::with_listeners(crate::world::process::OPEN).await;
     site.join("edge-1", app.port()).await.stop().await.ok();
     let (place, stolen) = (site.edge_data("edge-1"), site.edge_data("thief"));
     let made = std::fs::metadata(place.join("edge.json")).unwrap();
@@ -182,7 +182,7 @@ async fn a_certificate_from_before_a_new_enrolment_is_refused() {
 #[tokio::test]
 async fn a_token_for_several_joins_works_until_used_up_or_revoked() {
     let app = App::saying("it").await;
-    let site = Site::with_listeners(crate::world::process::OPEN).await;
+    let site = GatewayProcess::with_listeners(crate::world::process::OPEN).await;
     let token = site.token("--node site-7-* --uses 2 --pool seven").await;
     let joins = |node: &str| {
         let edge = site.edge(node, app.port()).flag("--join", &token);

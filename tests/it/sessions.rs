@@ -1,12 +1,12 @@
 //! Sessions outlast the end of other tunnels, and restarts of either end cost no request.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         World,
         app::{App, answer},
         client::{Wire, assert_problem, exchange, read},
-        process::{Site, address_after, causeway},
+        process::{GatewayProcess, address_after, causeway},
         tool::Tool,
         until,
     },
@@ -38,8 +38,8 @@ async fn app() -> App {
 }
 
 /// A session through an upgrade.
-async fn session(road: &Road) -> Box<dyn Wire> {
-    let mut wire = road.tls().await;
+async fn session(testbed: &TestBed) -> Box<dyn Wire> {
+    let mut wire = testbed.tls().await;
     let head = exchange(&mut wire, UPGRADE).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     assert_eq!(read(&mut wire, 5).await, b"hello");
@@ -57,8 +57,8 @@ async fn echoes(session: &mut Box<dyn Wire>) {
 }
 
 /// A download that continues until this is dropped.
-async fn bulk(road: &Road) -> JoinSet<()> {
-    let mut wire = road.tls().await;
+async fn bulk(testbed: &TestBed) -> JoinSet<()> {
+    let mut wire = testbed.tls().await;
     exchange(&mut wire, GET).await;
     let mut reading = JoinSet::new();
     reading.spawn(async move {
@@ -69,8 +69,8 @@ async fn bulk(road: &Road) -> JoinSet<()> {
 }
 
 /// Returns the number of tunnels in slot 1 that are in this state at the gateway, which chooses the tunnels of new streams.
-async fn additional(road: &Road, state: &str) -> usize {
-    let node = road.node("edge-1").await;
+async fn additional(testbed: &TestBed, state: &str) -> usize {
+    let node = testbed.node("edge-1").await;
     let tunnels = node["details"].as_array().unwrap().iter();
     tunnels
         .filter(|tunnel| tunnel["slot"] == 1 && tunnel["state"] == state)
@@ -80,26 +80,26 @@ async fn additional(road: &Road, state: &str) -> usize {
 #[tokio::test]
 async fn bulk_of_others_does_not_cut_sessions_on_a_tunnel_that_leaves() {
     let app = app().await;
-    let world = Road::build().start().await;
+    let world = TestBed::build().start().await;
     let edge = world.edge("edge-1").port(9100, app.address());
     let edge = edge.config(|config| config.tunnels.bulk_idle = BULK_SPAN);
     let edge = edge.join().await;
-    let road = Road::of(world, edge);
+    let testbed = TestBed::of(world, edge);
     let mut sessions = Vec::new();
     for round in 1..=3 {
-        let others = bulk(&road).await;
+        let others = bulk(&testbed).await;
         until("there is a tunnel beside the bulk", async || {
-            additional(&road, "connected").await == 1
+            additional(&testbed, "connected").await == 1
         })
         .await;
         for session in &mut sessions {
             echoes(session).await;
         }
-        sessions.push(session(&road).await);
+        sessions.push(session(&testbed).await);
         drop(others);
         // Each keeps the session that was begun on it.
         until("closing the additional tunnel", async || {
-            additional(&road, "draining").await == round
+            additional(&testbed, "draining").await == round
         })
         .await;
         for session in &mut sessions {
@@ -108,10 +108,10 @@ async fn bulk_of_others_does_not_cut_sessions_on_a_tunnel_that_leaves() {
     }
     drop(sessions);
     until("tunnels without sessions are gone", async || {
-        road.tunnels().await.len() == 1
+        testbed.tunnels().await.len() == 1
     })
     .await;
-    assert_eq!(road.client().get(URL).await.text(), "here");
+    assert_eq!(testbed.client().get(URL).await.text(), "here");
 }
 
 /// The state of the node, as the gateway shows it.
@@ -126,110 +126,110 @@ async fn until_state(world: &World, state: &str) {
 const LONG: Duration = Duration::from_hours(1);
 
 /// An edge that allows its open streams an hour.
-async fn patient(app: &App) -> Road {
-    let world = Road::build().start().await;
+async fn patient(app: &App) -> TestBed {
+    let world = TestBed::build().start().await;
     let edge = world.edge("edge-1").port(9100, app.address());
     let edge = edge.config(|config| config.timeouts.drain = LONG);
     let edge = edge.join().await;
-    Road::of(world, edge)
+    TestBed::of(world, edge)
 }
 
 #[tokio::test]
 async fn a_draining_edge_serves_new_requests_during_a_session() {
     let app = app().await;
-    let mut road = patient(&app).await;
-    let mut first = session(&road).await;
-    road.edge.drain();
-    until_state(&road, "draining").await;
-    for client in [road.client(), road.http2()] {
+    let mut testbed = patient(&app).await;
+    let mut first = session(&testbed).await;
+    testbed.edge.drain();
+    until_state(&testbed, "draining").await;
+    for client in [testbed.client(), testbed.http2()] {
         assert_eq!(client.get(URL).await.text(), "here");
     }
-    let mut connect = road.connect("edge-1:9100").await;
+    let mut connect = testbed.connect("edge-1:9100").await;
     let answer = exchange(&mut connect, "GET / HTTP/1.1\r\nHost: app\r\n\r\n").await;
     assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
-    let mut second = session(&road).await;
+    let mut second = session(&testbed).await;
     echoes(&mut first).await;
     drop((first, connect));
     // A session that began meanwhile counts like one from before.
-    assert_eq!(road.client().get(URL).await.text(), "here");
+    assert_eq!(testbed.client().get(URL).await.text(), "here");
     echoes(&mut second).await;
     drop(second);
-    road.edge.stop().await;
-    until_state(&road, "away").await;
+    testbed.edge.stop().await;
+    until_state(&testbed, "away").await;
 }
 
 #[tokio::test]
 async fn the_successor_of_a_draining_edge_gets_new_requests_at_once() {
     let (app, next) = (app().await, App::saying("next").await);
-    let mut road = patient(&app).await;
-    let mut open = session(&road).await;
-    road.edge.drain();
-    until_state(&road, "draining").await;
-    let copy = road.folder().join("copy");
-    let copied = Tool::new("cp").args(["-a".as_ref(), road.edge.folder().as_path(), &copy]);
+    let mut testbed = patient(&app).await;
+    let mut open = session(&testbed).await;
+    testbed.edge.drain();
+    until_state(&testbed, "draining").await;
+    let copy = testbed.folder().join("copy");
+    let copied = Tool::new("cp").args(["-a".as_ref(), testbed.edge.folder().as_path(), &copy]);
     copied.run().await.ok();
-    let successor = World::edge(&road, "edge-1").port(9100, next.address());
+    let successor = World::edge(&testbed, "edge-1").port(9100, next.address());
     let successor = successor.config(|config| config.data_dir = copy).join();
     let _successor = successor.await;
-    for client in [road.client(), road.http2()] {
+    for client in [testbed.client(), testbed.http2()] {
         assert_eq!(client.get(URL).await.text(), "next");
     }
     echoes(&mut open).await;
     drop(open);
-    road.edge.stop().await;
-    assert_eq!(road.client().get(URL).await.text(), "next");
+    testbed.edge.stop().await;
+    assert_eq!(testbed.client().get(URL).await.text(), "next");
 }
 
 /// A gateway that drains for an hour, and lets requests wait as long for a node, with an edge and an app.
-async fn lasting(app: &App) -> Road {
-    let build = Road::build().config(|config| {
+async fn lasting(app: &App) -> TestBed {
+    let build = TestBed::build().config(|config| {
         config.timeouts.drain = LONG;
         config.timeouts.reconnect = LONG;
     });
-    Road::along(build, Protocol::Http, app.address()).await
+    TestBed::along(build, Protocol::Http, app.address()).await
 }
 
 #[tokio::test]
 async fn the_only_gateway_drains_open_sessions_and_holds_requests() {
     let app = app().await;
-    let mut road = lasting(&app).await;
-    let mut first = session(&road).await;
-    road.drain_gateway();
+    let mut testbed = lasting(&app).await;
+    let mut first = session(&testbed).await;
+    testbed.drain_gateway();
     until("listeners stay open", async || {
-        road.log().text().contains("listeners stay open")
+        testbed.log().text().contains("listeners stay open")
     })
     .await;
-    for client in [road.client(), road.http2()] {
+    for client in [testbed.client(), testbed.http2()] {
         assert_eq!(client.get(URL).await.text(), "here");
     }
-    let mut second = session(&road).await;
+    let mut second = session(&testbed).await;
     echoes(&mut first).await;
     drop(first);
-    assert_eq!(road.client().get(URL).await.text(), "here");
+    assert_eq!(testbed.client().get(URL).await.text(), "here");
     echoes(&mut second).await;
     drop(second);
     // It ends long before its drain is over, and the edge dials again by itself.
-    road.restart_gateway().await;
-    assert_eq!(road.client().get(URL).await.text(), "here");
-    let mut third = session(&road).await;
+    testbed.restart_gateway().await;
+    assert_eq!(testbed.client().get(URL).await.text(), "here");
+    let mut third = session(&testbed).await;
     echoes(&mut third).await;
 }
 
 #[tokio::test]
 async fn requests_wait_only_for_a_node_with_a_restarting_edge() {
     let app = app().await;
-    let mut road = lasting(&app).await;
-    let unknown = road.client_at("plain").get("http://edge-2:9100/").await;
+    let mut testbed = lasting(&app).await;
+    let unknown = testbed.client_at("plain").get("http://edge-2:9100/").await;
     assert_eq!(unknown.status, 404);
-    road.edge.kill().await;
-    let clients = [road.client(), road.http2()];
+    testbed.edge.kill().await;
+    let clients = [testbed.client(), testbed.http2()];
     let asking = join_all(clients.iter().map(|client| client.get(URL)));
     let (answers, started) = tokio::join!(asking, async {
         until("the gateway has noticed", async || {
-            road.node("edge-1").await["state"] == "away"
+            testbed.node("edge-1").await["state"] == "away"
         })
         .await;
-        road.edge.start().await
+        testbed.edge.start().await
     });
     started.unwrap();
     for answer in answers {
@@ -241,8 +241,8 @@ async fn requests_wait_only_for_a_node_with_a_restarting_edge() {
 #[tokio::test]
 async fn edges_that_are_updated_one_by_one_cost_no_request() {
     let app = app().await;
-    let mut road = lasting(&app).await;
-    let join = |node| World::edge(&road, node).port(9100, app.address()).join();
+    let mut testbed = lasting(&app).await;
+    let join = |node| World::edge(&testbed, node).port(9100, app.address()).join();
     let (mut second, mut third) = tokio::join!(join("edge-2"), join("edge-3"));
     let (stop, answered) = (
         CancellationToken::new(),
@@ -250,7 +250,7 @@ async fn edges_that_are_updated_one_by_one_cost_no_request() {
     );
     let mut asking = JoinSet::new();
     for number in 0..3 {
-        let client = road.client_at("plain");
+        let client = testbed.client_at("plain");
         let (stop, answered) = (stop.clone(), answered.clone());
         asking.spawn(async move {
             let url = format!("http://edge-{}:9100/", number + 1);
@@ -267,7 +267,7 @@ async fn edges_that_are_updated_one_by_one_cost_no_request() {
             .map(|count| count.load(Ordering::Relaxed))
     };
     for number in 0..3 {
-        let edge = [&mut road.edge, &mut second, &mut third]
+        let edge = [&mut testbed.edge, &mut second, &mut third]
             .into_iter()
             .nth(number)
             .unwrap();
@@ -291,11 +291,11 @@ async fn edges_that_are_updated_one_by_one_cost_no_request() {
 #[tokio::test]
 async fn requests_wait_no_longer_than_configured() {
     let app = app().await;
-    let build = Road::build();
+    let build = TestBed::build();
     let build = build.config(|config| config.timeouts.reconnect = Duration::from_millis(100));
-    let mut road = Road::along(build, Protocol::Http, app.address()).await;
-    road.edge.stop().await;
-    let answer = road.client().get(URL).await;
+    let mut testbed = TestBed::along(build, Protocol::Http, app.address()).await;
+    testbed.edge.stop().await;
+    let answer = testbed.client().get(URL).await;
     assert_problem(
         &answer,
         503,
@@ -308,7 +308,7 @@ async fn requests_wait_no_longer_than_configured() {
 #[tokio::test]
 async fn an_orderly_gateway_restart_costs_no_request() {
     let app = app().await;
-    let mut site = Site::open_to_all("127.0.0.1:0").await;
+    let mut site = GatewayProcess::open_to_all("127.0.0.1:0").await;
     let _edge = site.join("edge-1", app.port()).await;
     let client = site.nobody();
     let mut open = client.wire("edge-1", &[]).await.unwrap();
@@ -328,7 +328,7 @@ async fn an_orderly_gateway_restart_costs_no_request() {
 #[tokio::test]
 async fn a_successor_edge_starts_beside_its_draining_predecessor() {
     let (app, next) = (app().await, App::saying("next").await);
-    let site = Site::open_to_all("127.0.0.1:0").await;
+    let site = GatewayProcess::open_to_all("127.0.0.1:0").await;
     let mut first = site.join("edge-1", app.port()).await;
     let written = first.written();
     let runs = written.line(|line| line.contains("edge is running"));

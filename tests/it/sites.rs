@@ -6,8 +6,8 @@
 //! node shows the last state that it had.
 
 use crate::world::{
-    netns::{HUB, Host, NEED, Street, Switch},
-    process::{OPEN, Output, Process, Site, address_after, causeway},
+    netns::{HUB, Host, NEED, SharedNetwork, Switch},
+    process::{GatewayProcess, OPEN, Output, Process, address_after, causeway},
     tool::{Tool, full, need},
     until,
 };
@@ -43,7 +43,7 @@ const REPLACED: Duration = Duration::from_secs(10);
 /// The gateway, and the objects that edges read.
 struct Cloud {
     objects: TempDir,
-    site: Site,
+    site: GatewayProcess,
     newest: Cell<u8>,
 }
 
@@ -57,7 +57,8 @@ impl Cloud {
         fs::write(objects.path().join("web.json"), service.to_string()).unwrap();
         write(objects.path(), STATE, 1);
         let readers = format!("api_cache: {{ manifests: {} }}", objects.path().display());
-        let site = Site::listening(&format!("{HUB}:0"), &format!("{OPEN}\n{readers}")).await;
+        let site =
+            GatewayProcess::listening(&format!("{HUB}:0"), &format!("{OPEN}\n{readers}")).await;
         Self {
             objects,
             site,
@@ -129,13 +130,13 @@ fn saved(file: &Path) -> Option<u8> {
 
 /// States that a client on a node has read.
 #[derive(Default)]
-struct Seen {
+struct SeenChanges {
     state: u8,
     version: u64,
     faults: Vec<String>,
 }
 
-impl Seen {
+impl SeenChanges {
     /// Stores a list, after checking that it is complete.
     fn list(&mut self, list: &Value) {
         let items = list["items"].as_array().map_or(&[][..], Vec::as_slice);
@@ -184,11 +185,15 @@ struct Node<'a> {
     /// `None` while the node reboots.
     edge: RefCell<Option<Process>>,
     admin: Cell<u16>,
-    seen: RefCell<Seen>,
+    seen: RefCell<SeenChanges>,
 }
 
 impl<'a> Node<'a> {
-    async fn join(cloud: &Cloud, (street, switch): (&'a Street, &Switch), name: &str) -> Self {
+    async fn join(
+        cloud: &Cloud,
+        (street, switch): (&'a SharedNetwork, &Switch),
+        name: &str,
+    ) -> Self {
         let host = street.host();
         let at = format!("{}:10271", switch.takes(&host));
         let site = format!("{{ listen: \"{at}\", addresses: [\"{at}\"] }}");
@@ -359,7 +364,7 @@ struct Pool<'a> {
 }
 
 impl<'a> Pool<'a> {
-    async fn join(cloud: &Cloud, street: &'a Street, name: &'static str) -> Self {
+    async fn join(cloud: &Cloud, street: &'a SharedNetwork, name: &'static str) -> Self {
         let switch = street.switch();
         let names: Vec<_> = (1..=4).map(|number| format!("{name}-{number}")).collect();
         let joining = names
@@ -554,7 +559,7 @@ impl<'a> Sites<'a> {
 #[tokio::test]
 async fn cut_uplinks_serve_newest_reachable_state() {
     need!(NEED, "curl");
-    let street = Street::new();
+    let street = SharedNetwork::new();
     let cloud = Cloud::start().await;
     let (north, south) = tokio::join!(
         Pool::join(&cloud, &street, "north"),

@@ -9,10 +9,10 @@ mod http1;
 mod http2;
 
 use crate::{
-    road::Road,
+    testbed::TestBed,
     world::{
         app::{App, Script},
-        recorder::{Arrived, Recorder},
+        recorder::{ReceivedRequest, Recorder},
     },
 };
 use causeway_edge::config::Protocol;
@@ -38,7 +38,7 @@ struct Expect {
     /// On HTTP/2 instead of an answer: `reset` or `goaway`; on HTTP/1.1: `closed`.
     end: Option<String>,
     /// Requests that reach the upstream, in order.
-    requests: Vec<Wanted>,
+    requests: Vec<ExpectedRequest>,
     /// The connection takes no further request.
     closes: bool,
 }
@@ -46,7 +46,7 @@ struct Expect {
 /// A request as the app must receive it.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Wanted {
+struct ExpectedRequest {
     /// Method and target.
     line: String,
     #[serde(default = "host")]
@@ -72,24 +72,24 @@ fn whole() -> Option<String> {
 
 /// Course of a connection, as its client saw it.
 #[derive(Debug, PartialEq, Eq)]
-struct Seen {
-    first: First,
+struct SeenRequest {
+    first: FirstRequest,
     /// Whether the ordinary request behind it was answered, by 200.
     after: bool,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum First {
+enum FirstRequest {
     Status(u16),
-    Ended(&'static str),
+    ExitedProcess(&'static str),
 }
 
 /// Policy that records the requests for port 9100 of edge-1, which are the only ones that an upstream may get: method and
 /// path.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Judge(Arc<Mutex<Vec<(String, String)>>>);
+pub(crate) struct RecordingUpstream(Arc<Mutex<Vec<(String, String)>>>);
 
-impl Judge {
+impl RecordingUpstream {
     /// Returns the paths of its requests since the last call.
     pub(crate) fn paths(&self) -> Vec<String> {
         let judged = std::mem::take(&mut *self.0.lock().unwrap());
@@ -97,7 +97,7 @@ impl Judge {
     }
 }
 
-impl Authorize for Judge {
+impl Authorize for RecordingUpstream {
     fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
         let node = ask.destination.node().expect("a node");
         let place = (node.as_str(), ask.destination.port());
@@ -110,23 +110,27 @@ impl Authorize for Judge {
 }
 
 /// Gateway, edge and app, and their records.
-struct Ground {
-    road: Road,
+struct TestSetup {
+    testbed: TestBed,
     app: Recorder,
-    judge: Judge,
+    judge: RecordingUpstream,
 }
 
-impl Ground {
+impl TestSetup {
     async fn new() -> Self {
-        let (app, judge) = (Recorder::start().await, Judge::default());
-        let build = Road::build().authorizer(judge.clone());
-        let road = Road::along(build, Protocol::Http, app.address()).await;
-        Self { road, app, judge }
+        let (app, judge) = (Recorder::start().await, RecordingUpstream::default());
+        let build = TestBed::build().authorizer(judge.clone());
+        let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
+        Self {
+            testbed,
+            app,
+            judge,
+        }
     }
 
     /// Compares the records with the expectation; returns the faults.
-    async fn check(&self, expect: &Expect, seen: &Seen) -> Result<(), String> {
-        self.road.until_idle().await;
+    async fn check(&self, expect: &Expect, seen: &SeenRequest) -> Result<(), String> {
+        self.testbed.until_idle().await;
         let mut judged = std::mem::take(&mut *self.judge.0.lock().unwrap());
         let mut arrived = self.app.take().into_iter().collect::<Result<Vec<_>, _>>()?;
         // How much of a broken-off request an app has seen depends on timing, but it never sees the end.
@@ -137,8 +141,8 @@ impl Ground {
             writeln!(faults, "    {what}: {found:?}").unwrap();
         };
         let first = match (&expect.end, expect.status) {
-            (Some(end), _) => seen.first == First::Ended(end.clone().leak()),
-            (None, status) => seen.first == First::Status(status.unwrap_or(200)),
+            (Some(end), _) => seen.first == FirstRequest::ExitedProcess(end.clone().leak()),
+            (None, status) => seen.first == FirstRequest::Status(status.unwrap_or(200)),
         };
         if !first {
             say("the client saw", seen);
@@ -172,8 +176,8 @@ impl Ground {
     }
 }
 
-impl Wanted {
-    fn is(&self, got: &Arrived) -> bool {
+impl ExpectedRequest {
+    fn is(&self, got: &ReceivedRequest) -> bool {
         let named = |(name, values): &(String, Vec<String>)| got.values(name) == *values;
         self.line == format!("{} {}", got.method, got.target)
             && got.values("host") == [&self.host]
@@ -215,13 +219,13 @@ async fn a_connect_target_reaches_one_address_or_none() {
         session: Option<String>,
     }
     let app = App::tcp(Script::new().read_to_end().close()).await;
-    let judge = Judge::default();
-    let build = Road::build().authorizer(judge.clone());
-    let road = Road::along(build, Protocol::Tcp, app.address()).await;
+    let judge = RecordingUpstream::default();
+    let build = TestBed::build().authorizer(judge.clone());
+    let testbed = TestBed::along(build, Protocol::Tcp, app.address()).await;
     let (mut faults, mut sessions) = (Vec::new(), 0);
     let cases = cases::<Case>("connect.json");
     for case in &cases {
-        let status = http1::connect(&road, &bytes(&case.send)).await;
+        let status = http1::connect(&testbed, &bytes(&case.send)).await;
         sessions += usize::from(case.session.is_some());
         if status != case.status || app.connections() != sessions {
             faults.push(format!("  {}: {status}", case.name));

@@ -10,7 +10,7 @@ use crate::world::{
         App,
         answer::{self, pattern},
     },
-    process::{Process, Site, Usage},
+    process::{GatewayProcess, Process, Usage},
     tool::need,
     until,
 };
@@ -74,7 +74,7 @@ async fn mixed_load_with_flapping_edges_leaks_and_corrupts_no_data() {
     })
     .await;
     app.forget().await;
-    let site = Site::with_listeners(LISTENER).await;
+    let site = GatewayProcess::with_listeners(LISTENER).await;
     let mut edges = Vec::new();
     for node in ["edge-1", "edge-2", "edge-3", "edge-4"] {
         edges.push(site.join(node, app.port()).await);
@@ -263,7 +263,12 @@ async fn head_of(wire: &mut (impl AsyncReadExt + Unpin)) -> io::Result<(u16, usi
 }
 
 /// Kills and starts edges 3 and 4 in turn, sends SIGHUP to all processes, and measures memory, until the load ends.
-async fn disturb(load: &Load, site: &Site, edges: &mut Vec<Process>, app: &App) -> Vec<[Usage; 2]> {
+async fn disturb(
+    load: &Load,
+    site: &GatewayProcess,
+    edges: &mut Vec<Process>,
+    app: &App,
+) -> Vec<[Usage; 2]> {
     let mut samples = Vec::new();
     let mut turn = 0_usize;
     while Instant::now() < load.until {

@@ -1,7 +1,7 @@
 //! Readers and uploads that stall: each delays only itself, and together they hold no more than the budget.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         app::{
             App,
@@ -64,15 +64,15 @@ async fn serving(whole: &Arc<Vec<u8>>) -> App {
 }
 
 /// Small requests and a whole download, beside the present load.
-async fn others_are_served(road: &Road, whole: &[u8]) {
+async fn others_are_served(testbed: &TestBed, whole: &[u8]) {
     let clients = join_all((0..64).map(|_| async {
         for _ in 0..5 {
-            let answer = road.client().get(URL).await;
+            let answer = testbed.client().get(URL).await;
             assert_eq!((answer.status, answer.text().as_str()), (200, "well"));
         }
     }));
     let download = async {
-        let answer = road.client().get(&format!("{URL}download")).await;
+        let answer = testbed.client().get(&format!("{URL}download")).await;
         assert!(answer.body == whole, "the download is not what was sent");
     };
     let all = timeout(Duration::from_mins(5), async {
@@ -85,17 +85,17 @@ async fn others_are_served(road: &Road, whole: &[u8]) {
 async fn stalled_readers_block_no_client_and_stay_within_the_budget() {
     let whole = Arc::new(pattern(32 * MIB));
     let app = serving(&whole).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     let count = many();
     let mut stalled = Vec::new();
     for _ in 0..count {
-        let mut wire = road.tcp("plain").await;
+        let mut wire = testbed.tcp("plain").await;
         let head = exchange(&mut wire, get("/endless")).await;
         assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
         stalled.push(wire);
     }
-    others_are_served(&road, &whole).await;
-    let unread = usize::try_from(road.metrics().await.sum("buffered_bytes", &[])).unwrap();
+    others_are_served(&testbed, &whole).await;
+    let unread = usize::try_from(testbed.metrics().await.sum("buffered_bytes", &[])).unwrap();
     // A second tunnel for bulk exists, and both share one budget.
     let allowed = 32 * MIB + count * FLOOR + SLACK;
     assert!(
@@ -109,12 +109,13 @@ async fn stalled_readers_block_no_client_and_stay_within_the_budget() {
 
     drop(stalled);
     until("nothing of it is left", async || {
-        let metrics = road.metrics().await;
+        let metrics = testbed.metrics().await;
         metrics.sum("open_streams", &[]) == 0 && metrics.sum("buffered_bytes", &[]) == 0
     })
     .await;
     assert_eq!(
-        road.metrics()
+        testbed
+            .metrics()
             .await
             .sum("tunnels_ended_total", &[("why", "silent")]),
         0
@@ -138,17 +139,17 @@ async fn read_slowly(mut wire: TcpStream, over: &AtomicBool) {
 async fn one_stalled_and_one_slow_reader_block_no_client() {
     let whole = Arc::new(pattern(32 * MIB));
     let app = serving(&whole).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     let mut wires = Vec::new();
     for _ in 0..2 {
-        let mut wire = road.tcp("plain").await;
+        let mut wire = testbed.tcp("plain").await;
         exchange(&mut wire, get("/endless")).await;
         wires.push(wire);
     }
     let (slow, _stalled) = (wires.remove(0), wires);
     let over = AtomicBool::new(false);
     let served = async {
-        others_are_served(&road, &whole).await;
+        others_are_served(&testbed, &whole).await;
         over.store(true, Relaxed);
     };
     tokio::join!(served, read_slowly(slow, &over));
@@ -157,15 +158,15 @@ async fn one_stalled_and_one_slow_reader_block_no_client() {
 #[tokio::test]
 async fn uploads_that_stall_hold_no_more_at_the_edge_than_its_budget() {
     let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let road = Road::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
+    let testbed = TestBed::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
     let count = 48;
     let mut stalled = Vec::new();
     for _ in 0..count {
-        let mut wire = road.tcp("plain").await;
+        let mut wire = testbed.tcp("plain").await;
         fill(&mut wire).await;
         stalled.push((wire, deaf.accept().await.unwrap()));
     }
-    let unread: usize = road
+    let unread: usize = testbed
         .edge
         .status()
         .tunnels
@@ -179,7 +180,8 @@ async fn uploads_that_stall_hold_no_more_at_the_edge_than_its_budget() {
     );
     drop(stalled);
     until("nothing of it is left", async || {
-        road.edge
+        testbed
+            .edge
             .status()
             .tunnels
             .iter()
@@ -191,9 +193,9 @@ async fn uploads_that_stall_hold_no_more_at_the_edge_than_its_budget() {
 #[tokio::test]
 async fn an_upload_unread_by_the_upstream_is_504_for_every_protocol() {
     let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let build = Road::build().config(|config| config.timeouts.upload = Duration::from_secs(2));
-    let road = Road::along(build, Protocol::Http, deaf.local_addr().unwrap()).await;
-    let (mut stays, mut leaves) = (road.tcp("plain").await, road.tcp("plain").await);
+    let build = TestBed::build().config(|config| config.timeouts.upload = Duration::from_secs(2));
+    let testbed = TestBed::along(build, Protocol::Http, deaf.local_addr().unwrap()).await;
+    let (mut stays, mut leaves) = (testbed.tcp("plain").await, testbed.tcp("plain").await);
     fill(&mut stays).await;
     fill(&mut leaves).await;
     // While own bytes are still in flight this is a FIN, which a peer that does not read does not notice.
@@ -202,7 +204,7 @@ async fn an_upload_unread_by_the_upstream_is_504_for_every_protocol() {
     assert!(head.starts_with("HTTP/1.1 504 "), "{head}");
     assert!(head.contains("target_timeout"), "{head}");
     until("nothing is left of either", async || {
-        road.metrics().await.sum("open_streams", &[]) == 0
+        testbed.metrics().await.sum("open_streams", &[]) == 0
     })
     .await;
 }
@@ -210,13 +212,13 @@ async fn an_upload_unread_by_the_upstream_is_504_for_every_protocol() {
 #[tokio::test]
 async fn too_much_unread_data_gives_new_requests_503_until_it_ends() {
     let app = serving(&Arc::default()).await;
-    let build = Road::build().config(|config| config.limits.buffered_bytes = FLOOR / 2);
-    let road = Road::along(build, Protocol::Http, app.address()).await;
-    let mut stalled: TcpStream = road.tcp("plain").await;
+    let build = TestBed::build().config(|config| config.limits.buffered_bytes = FLOOR / 2);
+    let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
+    let mut stalled: TcpStream = testbed.tcp("plain").await;
     exchange(&mut stalled, get("/endless")).await;
     // The number of unread bytes varies until the systems' buffers are full as well.
     until("new clients are refused", async || {
-        let answer = road.client().get(URL).await;
+        let answer = testbed.client().get(URL).await;
         let refused = answer.status == 503;
         if refused {
             assert_problem(&answer, 503, "limit_reached", "(limits.buffered_bytes)");
@@ -226,7 +228,7 @@ async fn too_much_unread_data_gives_new_requests_503_until_it_ends() {
     .await;
     drop(stalled);
     until("clients are served again", async || {
-        road.client().get(URL).await.status == 200
+        testbed.client().get(URL).await.status == 200
     })
     .await;
 }
@@ -235,14 +237,14 @@ async fn too_much_unread_data_gives_new_requests_503_until_it_ends() {
 async fn stalled_http2_uploads_count_as_unread_and_others_pass() {
     let app = App::saying("well").await;
     let deaf = deaf();
-    let build = Road::build().config(|config| config.limits.buffered_bytes = 4 * MIB);
+    let build = TestBed::build().config(|config| config.limits.buffered_bytes = 4 * MIB);
     let world = build.start().await;
     let edge = world.edge("edge-1").port(9100, app.address());
     let edge = edge.port(9101, deaf.local_addr().unwrap()).join().await;
-    let road = Road::of(world, edge);
-    let unread = async || road.metrics().await.sum("buffered_bytes", &[]);
+    let testbed = TestBed::of(world, edge);
+    let unread = async || testbed.metrics().await.sum("buffered_bytes", &[]);
 
-    let mut connection = road.http2().connect("edge-1").await.unwrap();
+    let mut connection = testbed.http2().connect("edge-1").await.unwrap();
     let mut stalled: Vec<_> = (0..6).map(|_| connection.hold(endless())).collect();
     until("six windows count", async || {
         unread().await >= 6 * HTTP2_WINDOW
@@ -274,7 +276,7 @@ async fn stalled_http2_uploads_count_as_unread_and_others_pass() {
     assert!(unread().await <= most, "{} of {most}", unread().await);
 
     drop(stalled);
-    road.until_idle().await;
+    testbed.until_idle().await;
     until("nothing of it is left", async || unread().await == 0).await;
     assert_eq!(connection.get(URL).await.unwrap().status, 200);
 }
@@ -282,9 +284,9 @@ async fn stalled_http2_uploads_count_as_unread_and_others_pass() {
 #[tokio::test]
 async fn stalled_http1_uploads_count_by_bytes_read_at_the_gateway() {
     let deaf = deaf();
-    let road = Road::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
-    let unread = async || road.metrics().await.sum("buffered_bytes", &[]);
-    let mut wire = road.tcp("plain").await;
+    let testbed = TestBed::to_as(Protocol::Http, deaf.local_addr().unwrap()).await;
+    let unread = async || testbed.metrics().await.sum("buffered_bytes", &[]);
+    let mut wire = testbed.tcp("plain").await;
     fill(&mut wire).await;
     until("the read bytes count", async || unread().await > 0).await;
     assert!(unread().await <= 2 * 128 * 1024, "{}", unread().await);
@@ -323,10 +325,10 @@ async fn fill(wire: &mut impl Wire) {
 const OVERHEAD: usize = 320 << 10;
 
 /// Readers that read only the head of an endless answer, if they get one.
-async fn stall(road: &Road, count: usize) -> Vec<TcpStream> {
+async fn stall(testbed: &TestBed, count: usize) -> Vec<TcpStream> {
     let mut stalled = Vec::new();
     for _ in 0..count {
-        let mut wire = road.tcp("plain").await;
+        let mut wire = testbed.tcp("plain").await;
         wire.write_all(get("/endless").as_bytes()).await.unwrap();
         stalled.push(wire);
     }
@@ -335,10 +337,10 @@ async fn stall(road: &Road, count: usize) -> Vec<TcpStream> {
 
 /// A client over HTTP/2 that requests this many endless answers and reads no byte, with this window for each stream and the
 /// maximum for the connection. Frames have the size that all clients accept.
-async fn reads_nothing(road: &Road, window: u32, streams: u32) -> TcpStream {
+async fn reads_nothing(testbed: &TestBed, window: u32, streams: u32) -> TcpStream {
     const INITIAL_WINDOW_SIZE: u16 = 4;
     const MAX_FRAME_SIZE: u16 = 5;
-    let mut wire = road.tcp("plain").await;
+    let mut wire = testbed.tcp("plain").await;
     let more = ((1_u32 << 31) - 1 - 65_535).to_be_bytes();
     let mut begin = frames::PREFACE.to_vec();
     let values = [(INITIAL_WINDOW_SIZE, window), (MAX_FRAME_SIZE, 16 << 10)];
@@ -364,28 +366,32 @@ async fn stalled_over_http2(window: u32) {
     const STREAMS: u32 = 50;
     let whole = Arc::new(pattern(32 * MIB));
     let app = serving(&whole).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     // At most as many as may stall: none of them may be evicted.
     let mut stalled = Vec::new();
     for _ in 0..4 {
-        stalled.push(reads_nothing(&road, window, STREAMS).await);
+        stalled.push(reads_nothing(&testbed, window, STREAMS).await);
     }
     let count = 4 * usize::try_from(STREAMS).unwrap();
-    until("all are open", async || open_streams(&road).await == count).await;
-    others_are_served(&road, &whole).await;
-    let unread = async || usize::try_from(road.metrics().await.sum("buffered_bytes", &[])).unwrap();
+    until("all are open", async || {
+        open_streams(&testbed).await == count
+    })
+    .await;
+    others_are_served(&testbed, &whole).await;
+    let unread =
+        async || usize::try_from(testbed.metrics().await.sum("buffered_bytes", &[])).unwrap();
     until("they stall", async || unread().await > 4 * MIB).await;
     // A second tunnel for bulk exists, and both share one budget.
     let allowed = 32 * MIB + count * FLOOR + SLACK;
     let held = unread().await;
     assert!(held <= allowed, "{held} bytes unread, {allowed} allowed");
-    assert_eq!(open_streams(&road).await, count, "no stream was evicted");
+    assert_eq!(open_streams(&testbed).await, count, "no stream was evicted");
     drop(stalled);
     until("nothing of it is left", async || {
-        open_streams(&road).await == 0 && unread().await == 0
+        open_streams(&testbed).await == 0 && unread().await == 0
     })
     .await;
-    assert_eq!(road.metrics().await.sum("tunnels_ended_total", &[]), 0);
+    assert_eq!(testbed.metrics().await.sum("tunnels_ended_total", &[]), 0);
 }
 
 #[tokio::test]
@@ -407,21 +413,21 @@ async fn goes_on(session: &mut TcpStream) {
     assert_eq!(read(session, 4).await, b"well");
 }
 
-async fn open_streams(road: &Road) -> usize {
-    usize::try_from(road.metrics().await.sum("open_streams", &[])).unwrap()
+async fn open_streams(testbed: &TestBed) -> usize {
+    usize::try_from(testbed.metrics().await.sum("open_streams", &[])).unwrap()
 }
 
-async fn evicted(road: &Road, reason: &str) -> u64 {
-    let metrics = road.metrics().await;
+async fn evicted(testbed: &TestBed, reason: &str) -> u64 {
+    let metrics = testbed.metrics().await;
     metrics.sum("evicted_streams_total", &[("reason", reason)])
 }
 
 /// Starts an edge with another configuration.
-async fn at_edge(app: SocketAddr, change: impl FnOnce(&mut causeway_edge::Config)) -> Road {
-    let world = Road::build().start().await;
+async fn at_edge(app: SocketAddr, change: impl FnOnce(&mut causeway_edge::Config)) -> TestBed {
+    let world = TestBed::build().start().await;
     let edge = world.edge("edge-1").port(9100, app).config(change);
     let edge = edge.join().await;
-    Road::of(world, edge)
+    TestBed::of(world, edge)
 }
 
 #[tokio::test]
@@ -429,28 +435,28 @@ async fn only_stalled_readers_beyond_the_bound_are_reset() {
     let whole = Arc::new(pattern(4 * MIB));
     let app = serving(&whole).await;
     let bound = 40 * MIB;
-    let build = Road::build().config(|config| {
+    let build = TestBed::build().config(|config| {
         config.tunnel.memory = 4 * MIB;
         config.limits.stalled = bound;
     });
-    let road = Road::along(build, Protocol::Http, app.address()).await;
-    let mut session = road.tcp("bytes").await;
+    let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
+    let mut session = testbed.tcp("bytes").await;
     goes_on(&mut session).await;
-    let stalled = stall(&road, 300).await;
+    let stalled = stall(&testbed, 300).await;
     until("at most the limit of streams stalls", async || {
-        let open = open_streams(&road).await;
-        evicted(&road, "memory").await > 0 && open <= bound / OVERHEAD + 1
+        let open = open_streams(&testbed).await;
+        evicted(&testbed, "memory").await > 0 && open <= bound / OVERHEAD + 1
     })
     .await;
-    others_are_served(&road, &whole).await;
+    others_are_served(&testbed, &whole).await;
     goes_on(&mut session).await;
     assert!(
-        open_streams(&road).await > 1,
+        open_streams(&testbed).await > 1,
         "streams below the limit stay"
     );
     drop(stalled);
     until("only the session stays", async || {
-        open_streams(&road).await == 1
+        open_streams(&testbed).await == 1
     })
     .await;
 }
@@ -460,23 +466,23 @@ async fn stalled_http2_streams_are_reset_and_the_connection_continues() {
     let whole = Arc::new(pattern(4 * MIB));
     let app = serving(&whole).await;
     let bound = 20 * MIB;
-    let build = Road::build().config(|config| {
+    let build = TestBed::build().config(|config| {
         config.tunnel.memory = 4 * MIB;
         config.limits.stalled = bound;
     });
-    let road = Road::along(build, Protocol::Http, app.address()).await;
-    let mut connection = road.http2().connect("edge-1").await.unwrap();
+    let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
+    let mut connection = testbed.http2().connect("edge-1").await.unwrap();
     let ask = || {
         let request = Request::get(format!("{URL}endless"));
         request.body(crate::world::client::whole("")).unwrap()
     };
     let stalled: Vec<_> = (0..200).map(|_| connection.hold(ask())).collect();
     until("at most the limit of streams stalls", async || {
-        let open = open_streams(&road).await;
-        evicted(&road, "memory").await > 0 && open <= bound / OVERHEAD
+        let open = open_streams(&testbed).await;
+        evicted(&testbed, "memory").await > 0 && open <= bound / OVERHEAD
     })
     .await;
-    others_are_served(&road, &whole).await;
+    others_are_served(&testbed, &whole).await;
     drop(stalled);
     assert_eq!(connection.get(URL).await.unwrap().status, 200);
 }
@@ -484,57 +490,57 @@ async fn stalled_http2_streams_are_reset_and_the_connection_continues() {
 #[tokio::test]
 async fn an_http2_client_that_reads_no_bytes_loses_its_connection() {
     let app = serving(&Arc::default()).await;
-    let build = Road::build().config(|config| {
+    let build = TestBed::build().config(|config| {
         config.tunnel.memory = 4 * MIB;
         config.limits.stalled = 8 * MIB;
     });
-    let road = Road::along(build, Protocol::Http, app.address()).await;
-    let _wire = reads_nothing(&road, 1 << 30, 100).await;
+    let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
+    let _wire = reads_nothing(&testbed, 1 << 30, 100).await;
     until("its streams are reset", async || {
-        evicted(&road, "memory").await > 0
+        evicted(&testbed, "memory").await > 0
     })
     .await;
     until("its connection ends", async || {
-        let metrics = road.metrics().await;
+        let metrics = testbed.metrics().await;
         metrics.sum("open_connections", &[("listener", "plain")]) == 0
     })
     .await;
-    assert_eq!(road.client().get(URL).await.text(), "well");
+    assert_eq!(testbed.client().get(URL).await.text(), "well");
 }
 
 #[tokio::test]
 async fn stalled_streams_beyond_the_edges_bound_are_reset_there() {
     let whole = Arc::new(pattern(4 * MIB));
     let app = serving(&whole).await;
-    let road = at_edge(app.address(), |config| config.limits.stalled = 4 * MIB).await;
-    let _stalled = stall(&road, 100).await;
+    let testbed = at_edge(app.address(), |config| config.limits.stalled = 4 * MIB).await;
+    let _stalled = stall(&testbed, 100).await;
     until(
         "the edge has reset the streams beyond its limit",
         async || {
-            let open = open_streams(&road).await;
-            road.metrics().await.outcomes("plain", "limit_reached") > 0
+            let open = open_streams(&testbed).await;
+            testbed.metrics().await.outcomes("plain", "limit_reached") > 0
                 && open <= 4 * MIB / OVERHEAD
         },
     )
     .await;
-    others_are_served(&road, &whole).await;
+    others_are_served(&testbed, &whole).await;
 }
 
 #[tokio::test]
 async fn stalled_uploads_beyond_the_edges_bound_are_reset_there() {
     let deaf = deaf();
-    let road = at_edge(deaf.local_addr().unwrap(), |config| {
+    let testbed = at_edge(deaf.local_addr().unwrap(), |config| {
         config.limits.stalled = 4 * MIB;
     })
     .await;
     let mut stalled = Vec::new();
     for _ in 0..24 {
-        let mut wire = road.tcp("plain").await;
+        let mut wire = testbed.tcp("plain").await;
         fill(&mut wire).await;
         stalled.push(wire);
     }
     until("at most the limit of streams stalls", async || {
-        open_streams(&road).await <= 4 * MIB / OVERHEAD
+        open_streams(&testbed).await <= 4 * MIB / OVERHEAD
     })
     .await;
 }
@@ -542,28 +548,31 @@ async fn stalled_uploads_beyond_the_edges_bound_are_reset_there() {
 #[tokio::test]
 async fn low_kernel_tcp_memory_resets_stalled_streams() {
     let app = serving(&Arc::default()).await;
-    let road = at_edge(app.address(), |config| config.limits.tcp_memory = 1).await;
-    let _stalled = stall(&road, 4).await;
+    let testbed = at_edge(app.address(), |config| config.limits.tcp_memory = 1).await;
+    let _stalled = stall(&testbed, 4).await;
     until("no stream stalls", async || {
-        road.metrics().await.outcomes("plain", "limit_reached") == 4
+        testbed.metrics().await.outcomes("plain", "limit_reached") == 4
     })
     .await;
-    assert_eq!(road.client().get(URL).await.text(), "well");
+    assert_eq!(testbed.client().get(URL).await.text(), "well");
 }
 
 #[tokio::test]
 async fn an_unread_answer_times_out_and_a_session_does_not() {
     let app = serving(&Arc::default()).await;
-    let build = Road::build().config(|config| config.timeouts.download = Duration::from_secs(1));
-    let road = Road::along(build, Protocol::Http, app.address()).await;
-    let mut session = road.tcp("bytes").await;
+    let build = TestBed::build().config(|config| config.timeouts.download = Duration::from_secs(1));
+    let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
+    let mut session = testbed.tcp("bytes").await;
     exchange(&mut session, get("/endless")).await;
-    let _stalled = stall(&road, 3).await;
+    let _stalled = stall(&testbed, 3).await;
     until("the answers are cancelled", async || {
-        evicted(&road, "time").await == 3
+        evicted(&testbed, "time").await == 3
     })
     .await;
-    until("the session stays", async || open_streams(&road).await == 1).await;
+    until("the session stays", async || {
+        open_streams(&testbed).await == 1
+    })
+    .await;
     // It has stalled longest of the four. Less than this is in buffers of its path.
     read(&mut session, 64 * MIB).await;
 }
@@ -571,14 +580,14 @@ async fn an_unread_answer_times_out_and_a_session_does_not() {
 #[tokio::test]
 async fn an_edge_with_all_streams_open_refuses_more_with_the_reason() {
     let app = serving(&Arc::default()).await;
-    let road = at_edge(app.address(), |config| config.limits.streams = 1).await;
-    let mut session = road.tcp("bytes").await;
+    let testbed = at_edge(app.address(), |config| config.limits.streams = 1).await;
+    let mut session = testbed.tcp("bytes").await;
     goes_on(&mut session).await;
-    let refused = road.client().get(URL).await;
+    let refused = testbed.client().get(URL).await;
     assert_problem(&refused, 503, "limit_reached", "(limits.streams)");
     drop(session);
     until("a connection is free again", async || {
-        road.client().get(URL).await.status == 200
+        testbed.client().get(URL).await.status == 200
     })
     .await;
 }
@@ -622,26 +631,26 @@ async fn thousands_of_stalled_readers_leave_a_node_usable() {
         return;
     }
     let (app, _tasks) = roomy().await;
-    let build = Road::build().config(|config| config.limits.tcp_memory = 0);
+    let build = TestBed::build().config(|config| config.limits.tcp_memory = 0);
     let world = build.start().await;
     let edge = world.edge("edge-1").port(9100, app);
     let edge = edge
         .config(|config| config.limits.tcp_memory = 0)
         .join()
         .await;
-    let road = Road::of(world, edge);
-    let mut session = road.tcp("bytes").await;
+    let testbed = TestBed::of(world, edge);
+    let mut session = testbed.tcp("bytes").await;
     goes_on(&mut session).await;
 
     let mut readers = Vec::new();
     for _ in 0..2_000 {
-        let mut wire = road.tcp("plain").await;
+        let mut wire = testbed.tcp("plain").await;
         wire.write_all(get("/large").as_bytes()).await.unwrap();
         readers.push(wire);
     }
     let mut connections = Vec::new();
     for _ in 0..40 {
-        let connection = road.http2().connect("edge-1").await.unwrap();
+        let connection = testbed.http2().connect("edge-1").await.unwrap();
         let ask = || {
             let request = Request::get(format!("{URL}large"));
             request.body(crate::world::client::whole("")).unwrap()
@@ -650,14 +659,14 @@ async fn thousands_of_stalled_readers_leave_a_node_usable() {
         connections.push((connection, held));
     }
     for _ in 0..20 {
-        let answer = road.client().get(URL).await;
+        let answer = testbed.client().get(URL).await;
         // For a moment the edge may have as many streams as it accepts.
         assert!([200, 503].contains(&answer.status), "{}", answer.status);
         goes_on(&mut session).await;
     }
     until("answers arrive again", async || {
-        road.client().get(URL).await.status == 200
+        testbed.client().get(URL).await.status == 200
     })
     .await;
-    assert_eq!(road.metrics().await.sum("tunnels_ended_total", &[]), 0);
+    assert_eq!(testbed.metrics().await.sum("tunnels_ended_total", &[]), 0);
 }

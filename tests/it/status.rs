@@ -2,9 +2,9 @@
 
 use crate::world::{
     app::App,
-    client::Place,
+    client::ListenerAddress,
     cluster::Cluster,
-    process::{Causeway, Ended, OPEN, Site, address_after, causeway},
+    process::{Causeway, ExitedProcess, GatewayProcess, OPEN, address_after, causeway},
     tool::need,
 };
 use serde_json::Value;
@@ -12,7 +12,7 @@ use std::net::Ipv4Addr;
 
 #[tokio::test]
 async fn each_certificate_in_use_has_a_row() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let table = status(&site, "").await.stdout;
     let rows = table.lines().skip_while(|line| !line.is_empty()).skip(1);
     let rows: Vec<&str> = rows.collect();
@@ -30,7 +30,7 @@ async fn each_certificate_in_use_has_a_row() {
 async fn the_table_shows_connected_and_disconnected_nodes() {
     need!("curl");
     let app = App::saying("hello").await;
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let empty = status(&site, "").await.stdout;
     let hint = "no edges; create a token with: causeway token create --node NODE\n";
     assert!(empty.starts_with(hint), "{empty}");
@@ -97,14 +97,14 @@ async fn a_gateway_that_is_not_ready_says_why() {
         "{OPEN}\nkubernetes: {{ kubeconfig: {}, ports: {{ name: listed, http: web }} }}",
         cluster.kubeconfig().display()
     );
-    let site = Site::with_listeners(&text).await;
+    let site = GatewayProcess::with_listeners(&text).await;
     let why = "not ready: the list of ports kube-system/listed (kubernetes.ports) has not been loaded yet";
     crate::world::until(why, async || status(&site, "").await.stdout.contains(why)).await;
 }
 
 #[tokio::test]
 async fn the_gateway_is_found_by_flag_variable_and_data_directory() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let _edge = site.join("edge-1", 1).await;
     let by = |ask: Causeway| async move { assert!(ask.run().await.ok().stdout.contains("edge-1")) };
     by(causeway("status").flag("--admin", &site.admin)).await;
@@ -121,7 +121,7 @@ async fn the_gateway_is_found_by_flag_variable_and_data_directory() {
 
 #[tokio::test]
 async fn where_no_gateway_answers_the_address_and_the_remedy_are_said() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let ask = |line: &str| causeway("status").args(line.split(' ')).run();
     ask("--data-dir nowhere")
         .await
@@ -137,7 +137,7 @@ async fn where_no_gateway_answers_the_address_and_the_remedy_are_said() {
     // A killed process could not remove its address.
     let data = site.data();
     let stale = causeway("status").flag("--data-dir", &data);
-    let Site { gateway, admin, .. } = &site;
+    let GatewayProcess { gateway, admin, .. } = &site;
     gateway.signal("KILL").await;
     crate::world::until("the gateway is gone", async || {
         std::net::TcpStream::connect(admin).is_err()
@@ -151,7 +151,7 @@ async fn where_no_gateway_answers_the_address_and_the_remedy_are_said() {
 
 #[tokio::test]
 async fn a_gateway_that_stopped_leaves_no_address_behind() {
-    let site = Site::with("timeouts: { drain: 100ms }").await;
+    let site = GatewayProcess::with("timeouts: { drain: 100ms }").await;
     let data = site.data();
     site.gateway.signal("TERM").await;
     crate::world::until("the address is gone", async || {
@@ -164,7 +164,7 @@ async fn a_gateway_that_stopped_leaves_no_address_behind() {
 
 #[tokio::test]
 async fn health_is_an_exit_code_for_gateways_and_edges() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let edge = site.join("edge-1", 1).await;
     let of_edge = address_after(
         edge.written()
@@ -186,7 +186,7 @@ async fn health_is_an_exit_code_for_gateways_and_edges() {
 /// Each answer has a status, a media type and fields that the document lists, and lacks no required field.
 #[tokio::test]
 async fn admin_listeners_answer_as_their_openapi_documents_say() {
-    let site = Site::start().await;
+    let site = GatewayProcess::start().await;
     let edge = site.join("edge-1", 1).await;
     let running = edge.written();
     let running = running.line(|line| line.contains("edge is running"));
@@ -195,7 +195,7 @@ async fn admin_listeners_answer_as_their_openapi_documents_say() {
         let printed = causeway("openapi").args([side]).run().await.ok().stdout;
         let mut document: Value = serde_json::from_str(&printed).unwrap();
         refuse_other_fields(&mut document);
-        let client = site.nobody_at(Place::Plain(admin.parse().unwrap()));
+        let client = site.nobody_at(ListenerAddress::Plain(admin.parse().unwrap()));
         let mut count = 0;
         for (path, item) in document["paths"].as_object().unwrap() {
             if item.get("get").is_none() {
@@ -247,7 +247,7 @@ fn validate(document: &Value, at: &str, value: &Value) {
     }
 }
 
-async fn status(site: &Site, line: &str) -> Ended {
+async fn status(site: &GatewayProcess, line: &str) -> ExitedProcess {
     let ask = causeway("status").args(line.split_whitespace());
     ask.flag("--data-dir", site.data()).run().await.ok()
 }

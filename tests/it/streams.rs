@@ -1,9 +1,9 @@
 //! Upgrades, gRPC, and how streams end: a reset stays a reset, a clean end stays clean, both at once.
 
 use crate::{
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
-        app::{App, End, Gate, Script, answer, answer::pattern},
+        app::{App, End, PauseGate, Script, answer, answer::pattern},
         client::{Body, Wire, exchange, read, read_to_end, whole},
         tool::{Running, Tool, need},
         until,
@@ -35,8 +35,8 @@ const SPDY: &str = "POST /exec HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 
 async fn websockets_pass_with_messages_of_all_sizes_and_subprotocol() {
     need!("python:websockets");
     let subprotocol = ["--subprotocol", "v5.channel.k8s.io"];
-    let (mut app, road) = python("ws_server.py", &subprotocol).await;
-    let client = road.python("ws_client.py");
+    let (mut app, testbed) = python("ws_server.py", &subprotocol).await;
+    let client = testbed.python("ws_client.py");
     let verdict = client.args(subprotocol).run().await.json();
     assert_eq!(verdict["ok"], true, "{verdict}");
     assert_eq!(verdict["subprotocol"], "v5.channel.k8s.io");
@@ -46,8 +46,10 @@ async fn websockets_pass_with_messages_of_all_sizes_and_subprotocol() {
 #[tokio::test]
 async fn a_websockets_close_code_reaches_its_client() {
     need!("python:websockets");
-    let (mut app, road) = python("ws_server.py", &[]).await;
-    let client = road.python("ws_client.py").args(["--path", "/close/4001"]);
+    let (mut app, testbed) = python("ws_server.py", &[]).await;
+    let client = testbed
+        .python("ws_client.py")
+        .args(["--path", "/close/4001"]);
     let verdict = client.run().await.json();
     let error = verdict["error"].as_str().unwrap();
     assert!(
@@ -62,8 +64,8 @@ async fn a_websockets_close_code_reaches_its_client() {
 #[tokio::test]
 async fn a_session_idle_during_a_window_shrink_continues_afterwards() {
     let app = App::tcp(Script::new().echo()).await;
-    let road = Road::to_as(Protocol::Tcp, app.address()).await;
-    let mut rests = road.connect("edge-1:9100").await;
+    let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
+    let mut rests = testbed.connect("edge-1:9100").await;
     let half = pattern(700 << 10);
     let (mut reading, mut writing) = tokio::io::split(&mut rests);
     let (echoed, written) = tokio::join!(read(&mut reading, half.len()), writing.write_all(&half));
@@ -71,7 +73,7 @@ async fn a_session_idle_during_a_window_shrink_continues_afterwards() {
     assert!(echoed == half);
     let mut crowd = Vec::new();
     for _ in 0..80 {
-        let mut wire = road.connect("edge-1:9100").await;
+        let mut wire = testbed.connect("edge-1:9100").await;
         wire.write_all(b"here").await.unwrap();
         assert_eq!(read(&mut wire, 4).await, b"here");
         crowd.push(wire);
@@ -84,8 +86,8 @@ async fn a_session_idle_during_a_window_shrink_continues_afterwards() {
 async fn a_refused_upgrade_comes_back_whole() {
     need!("python:websockets");
     let app = App::http(|_| answer::refuse_upgrade("403 Forbidden", "not you")).await;
-    let road = Road::to(&app).await;
-    let verdict = road.python("ws_client.py").run().await.json();
+    let testbed = TestBed::to(&app).await;
+    let verdict = testbed.python("ws_client.py").run().await.json();
     assert_eq!(verdict["status"], 403, "{verdict}");
     assert_eq!(verdict["body"], "not you", "{verdict}");
     let fields = verdict["fields"].as_array().unwrap();
@@ -98,8 +100,8 @@ async fn bytes_in_the_segment_of_a_101_arrive_unchanged_both_ways() {
     let first = pattern(3_000);
     let script = first.clone();
     let app = App::http(move |_| answer::switch("SPDY/3.1", &script)).await;
-    let road = Road::to(&app).await;
-    let mut wire = road.tls().await;
+    let testbed = TestBed::to(&app).await;
+    let mut wire = testbed.tls().await;
     let head = exchange(&mut wire, SPDY).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     assert!(head.contains("\r\nUpgrade: SPDY/3.1\r\n"), "{head}");
@@ -118,8 +120,8 @@ async fn bytes_in_the_segment_of_a_101_arrive_unchanged_both_ways() {
 #[tokio::test]
 async fn bytes_in_the_segment_of_an_upgrades_request_reach_the_app() {
     let app = App::http(|_| answer::switch("SPDY/3.1", b"")).await;
-    let road = Road::to(&app).await;
-    let mut wire = road.tls().await;
+    let testbed = TestBed::to(&app).await;
+    let mut wire = testbed.tls().await;
     let head = exchange(&mut wire, format!("{SPDY}early")).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     assert_eq!(read(&mut wire, 5).await, b"early");
@@ -128,14 +130,14 @@ async fn bytes_in_the_segment_of_an_upgrades_request_reach_the_app() {
 #[tokio::test]
 async fn grpc_passes_in_all_kinds_of_call_to_an_app_without_tls() {
     need!("python:grpc");
-    let (app, road) = python_as(Protocol::H2c, "grpc_server.py").await;
-    grpc(app, &road).await;
+    let (app, testbed) = python_as(Protocol::H2c, "grpc_server.py").await;
+    grpc(app, &testbed).await;
 }
 
 #[tokio::test]
 async fn grpc_passes_in_all_kinds_of_call_to_an_app_with_tls() {
     need!("python:grpc");
-    let build = Road::build();
+    let build = TestBed::build();
     let folder = build.folder().to_owned();
     let world = build.start().await;
     let name = ListenerName::parse("app.test").unwrap();
@@ -157,25 +159,25 @@ async fn grpc_passes_in_all_kinds_of_call_to_an_app_with_tls() {
         config.ports.insert(9100, port);
     });
     let edge = plan.join().await;
-    grpc(app, &Road::of(world, edge)).await;
+    grpc(app, &TestBed::of(world, edge)).await;
 }
 
-async fn grpc(mut app: Running, road: &Road) {
-    let verdict = road.python("grpc_client.py").run().await.json();
+async fn grpc(mut app: Running, testbed: &TestBed) {
+    let verdict = testbed.python("grpc_client.py").run().await.json();
     assert_eq!(verdict["ok"], true, "{verdict:#}");
     // One by the client's deadline, one by its cancel.
     for _ in 0..2 {
         let cancelled = event(&mut app, "cancelled").await;
         assert_eq!(cancelled["method"], "Hang");
     }
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
 async fn an_http_2_apps_reset_and_trailers_reach_an_http_2_client() {
     need!("python:h2");
-    let (mut app, road) = python_as(Protocol::H2c, "h2c_server.py").await;
-    let client = road.http2();
+    let (mut app, testbed) = python_as(Protocol::H2c, "h2c_server.py").await;
+    let client = testbed.http2();
     let answer = client.get("https://edge-1:9100/trailers").await;
     assert_eq!(answer.trailers.unwrap()["x-last"], "after");
     let request = Request::get("https://edge-1:9100/reset")
@@ -191,34 +193,34 @@ async fn an_http_2_apps_reset_and_trailers_reach_an_http_2_client() {
 #[tokio::test]
 async fn a_leaving_client_ends_a_request_without_an_answer() {
     let app = App::http(|_| answer::silence()).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for reset in [false, true] {
-        let mut wire = road.tls().await;
+        let mut wire = testbed.tls().await;
         wire.write_all(GET.as_bytes()).await.unwrap();
         app.head().await;
         leave(wire, reset);
         app.end().await;
     }
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
 async fn a_client_that_goes_away_ends_an_answer_that_flows_or_rests() {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let script = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {
         "/flows" => answer::endless(),
         _ => answer::parts("text/plain", &["first", "never"], &script),
     })
     .await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for (path, reset) in [
         ("flows", false),
         ("rests", false),
         ("flows", true),
         ("rests", true),
     ] {
-        let mut wire = road.tls().await;
+        let mut wire = testbed.tls().await;
         if path == "rests" {
             gate.open();
         }
@@ -227,17 +229,17 @@ async fn a_client_that_goes_away_ends_an_answer_that_flows_or_rests() {
         read(&mut wire, 5).await;
         leave(wire, reset);
         app.end().await;
-        road.until_idle().await;
+        testbed.until_idle().await;
     }
 }
 
 #[tokio::test]
 async fn a_client_that_leaves_during_an_upload_resets_the_request() {
     let app = App::http(|_| Script::new().body()).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for framing in ["Content-Length: 1000", "Transfer-Encoding: chunked"] {
         for reset in [false, true] {
-            let mut wire = road.tls().await;
+            let mut wire = testbed.tls().await;
             let head =
                 format!("POST / HTTP/1.1\r\nHost: edge-1:9100\r\n{framing}\r\n\r\n5\r\nhello\r\n");
             wire.write_all(head.as_bytes()).await.unwrap();
@@ -255,23 +257,23 @@ async fn an_upstream_that_reads_no_bytes_notices_a_leaving_client() {
     listener.set_recv_buffer_size(4 << 10).unwrap();
     listener.bind(([127, 0, 0, 1], 0).into()).unwrap();
     let listener = listener.listen(8).unwrap();
-    let road = Road::to_as(Protocol::Http, listener.local_addr().unwrap()).await;
+    let testbed = TestBed::to_as(Protocol::Http, listener.local_addr().unwrap()).await;
     // Less than a tunnel's window, more than the edge's socket buffers.
-    let mut session = road.connect("edge-1:9100").await;
+    let mut session = testbed.connect("edge-1:9100").await;
     let app = listener.accept().await.unwrap().0;
     session.write_all(&vec![0; 3 << 20]).await.unwrap();
     session.flush().await.unwrap();
-    until_still(&road).await;
+    until_still(&testbed).await;
     leave(session, true);
     until_gone(&app).await;
 
     // As much as the path buffers: the gateway waits for the tunnel.
-    let mut connection = road.http2().connect("edge-1").await.unwrap();
+    let mut connection = testbed.http2().connect("edge-1").await.unwrap();
     let endless = stream::repeat_with(|| Ok(Frame::data(Bytes::from(vec![0; 1 << 16]))));
     let request = Request::post(URL).body(BodyExt::boxed(StreamBody::new(endless)));
     let accepted = async {
         let app = listener.accept().await.unwrap().0;
-        until_still(&road).await;
+        until_still(&testbed).await;
         app
     };
     let app = tokio::select! {
@@ -279,7 +281,7 @@ async fn an_upstream_that_reads_no_bytes_notices_a_leaving_client() {
         app = accepted => app,
     };
     until_gone(&app).await;
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
@@ -289,8 +291,8 @@ async fn an_http2_client_reset_ends_only_its_upstream_request() {
         _ => answer::ok("still here"),
     })
     .await;
-    let road = Road::to(&app).await;
-    let mut connection = road.http2().connect("edge-1").await.unwrap();
+    let testbed = TestBed::to(&app).await;
+    let mut connection = testbed.http2().connect("edge-1").await.unwrap();
     let request = Request::get("https://edge-1:9100/silence")
         .body(whole(""))
         .unwrap();
@@ -305,35 +307,35 @@ async fn an_http2_client_reset_ends_only_its_upstream_request() {
 #[tokio::test]
 async fn a_session_reset_or_end_by_the_client_reaches_the_upstream() {
     let app = App::tcp(Script::new().echo()).await;
-    let road = Road::to_as(Protocol::Tcp, app.address()).await;
+    let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
     for (reset, end) in [(true, End::Reset), (false, End::Finished)] {
-        let mut tcp = road.tcp("bytes").await;
+        let mut tcp = testbed.tcp("bytes").await;
         tcp.write_all(b"hello").await.unwrap();
         read(&mut tcp, 5).await;
         arm(&tcp, reset);
         drop(tcp);
         assert_eq!(app.end().await, end, "tcp");
-        let mut connect = road.connect("edge-1:9100").await;
+        let mut connect = testbed.connect("edge-1:9100").await;
         connect.write_all(b"hello").await.unwrap();
         read(&mut connect, 5).await;
         leave(connect, reset);
         assert_eq!(app.end().await, end, "connect");
     }
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
 async fn an_upgrade_reset_or_end_by_the_client_reaches_the_upstream() {
     let app = App::http(|_| answer::switch("SPDY/3.1", b"hello")).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for (reset, end) in [(true, End::Reset), (false, End::Finished)] {
-        let mut wire = road.tls().await;
+        let mut wire = testbed.tls().await;
         exchange(&mut wire, SPDY).await;
         read(&mut wire, 5).await;
         leave(wire, reset);
         assert_eq!(app.end().await, end);
     }
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
@@ -346,14 +348,14 @@ async fn an_answer_aborted_by_the_upstream_ends_with_a_reset() {
         ),
         ("by close", "Connection: close\r\n\r\nhello"),
     ] {
-        let gate = Gate::new();
+        let gate = PauseGate::new();
         let script = Script::new().write(format!("HTTP/1.1 200 OK\r\n{framing}"));
         let script = script.until(&gate).reset();
         let app = App::http(move |_| script.clone()).await;
-        let road = Road::to(&app).await;
+        let testbed = TestBed::to(&app).await;
         for version in ["1.1", "1.0"] {
             for tls in [true, false] {
-                let mut wire = wire(&road, tls).await;
+                let mut wire = wire(&testbed, tls).await;
                 let head = format!("GET / HTTP/{version}\r\nHost: edge-1:9100\r\n\r\n");
                 exchange(&mut wire, head).await;
                 until_read(&mut wire, b"hello").await;
@@ -365,7 +367,7 @@ async fn an_answer_aborted_by_the_upstream_ends_with_a_reset() {
                 );
             }
         }
-        let mut connection = road.http2().connect("edge-1").await.unwrap();
+        let mut connection = testbed.http2().connect("edge-1").await.unwrap();
         let request = Request::get(URL).body(whole("")).unwrap();
         let mut body = connection.open(request).await.unwrap().into_body();
         let first = body.frame().await.unwrap().unwrap();
@@ -383,8 +385,8 @@ async fn an_answer_aborted_by_the_upstream_ends_with_a_reset() {
 #[tokio::test]
 async fn an_answer_that_falls_short_of_its_length_ends_with_a_reset() {
     let app = App::http(|_| answer::close_in_mid_body()).await;
-    let road = Road::to(&app).await;
-    let mut wire = road.tls().await;
+    let testbed = TestBed::to(&app).await;
+    let mut wire = testbed.tls().await;
     let head = exchange(&mut wire, GET).await;
     assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
     until_read(&mut wire, b"cut short").await;
@@ -395,18 +397,18 @@ async fn an_answer_that_falls_short_of_its_length_ends_with_a_reset() {
 #[tokio::test]
 async fn a_clean_end_stays_clean() {
     let app = App::http(|_| answer::until_close("all of it")).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for tls in [true, false] {
-        let mut wire = wire(&road, tls).await;
+        let mut wire = wire(&testbed, tls).await;
         exchange(&mut wire, "GET / HTTP/1.0\r\nHost: edge-1:9100\r\n\r\n").await;
         assert_eq!(read_to_end(&mut wire).await.unwrap(), b"all of it");
     }
-    assert_eq!(road.client().get(URL).await.text(), "all of it");
-    assert_eq!(road.http2().get(URL).await.text(), "all of it");
+    assert_eq!(testbed.client().get(URL).await.text(), "all of it");
+    assert_eq!(testbed.http2().get(URL).await.text(), "all of it");
     let app = App::tcp(Script::new().write("all of it").read_to_end()).await;
-    let road = Road::to_as(Protocol::Tcp, app.address()).await;
-    let mut tcp = road.tcp("bytes").await;
-    let mut connect = road.connect("edge-1:9100").await;
+    let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
+    let mut tcp = testbed.tcp("bytes").await;
+    let mut connect = testbed.connect("edge-1:9100").await;
     for mut wire in [&mut tcp as &mut dyn Wire, &mut connect] {
         wire.shutdown().await.unwrap();
         assert_eq!(read_to_end(&mut wire).await.unwrap(), b"all of it");
@@ -415,11 +417,11 @@ async fn a_clean_end_stays_clean() {
 
 #[tokio::test]
 async fn a_session_that_the_app_resets_ends_with_a_reset() {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let app = App::tcp(Script::new().write("hello").until(&gate).reset()).await;
-    let road = Road::to_as(Protocol::Tcp, app.address()).await;
+    let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
     for connects in [false, true] {
-        let mut wire = road.session(connects).await;
+        let mut wire = testbed.session(connects).await;
         assert_eq!(read(&mut wire, 5).await, b"hello");
         gate.open();
         let ended = read_to_end(&mut wire).await;
@@ -429,14 +431,14 @@ async fn a_session_that_the_app_resets_ends_with_a_reset() {
 
 #[tokio::test]
 async fn an_upgrade_that_the_app_resets_ends_with_a_reset() {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let head =
         "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\nhello";
     let script = Script::new().write(head).until(&gate).reset();
     let app = App::http(move |_| script.clone()).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for tls in [true, false] {
-        let mut wire = wire(&road, tls).await;
+        let mut wire = wire(&testbed, tls).await;
         exchange(&mut wire, SPDY).await;
         assert_eq!(read(&mut wire, 5).await, b"hello");
         gate.open();
@@ -448,14 +450,14 @@ async fn an_upgrade_that_the_app_resets_ends_with_a_reset() {
 #[tokio::test]
 async fn an_answer_that_comes_before_the_body_was_read_passes_at_once() {
     let app = App::http(|_| answer::before_the_body()).await;
-    let road = Road::to(&app).await;
-    let mut wire = road.tls().await;
+    let testbed = TestBed::to(&app).await;
+    let mut wire = testbed.tls().await;
     let head =
         "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000000000\r\n\r\nthe first";
     let answer = exchange(&mut wire, head).await;
     assert!(answer.starts_with("HTTP/1.1 413 "), "{answer}");
     until_read(&mut wire, b"too much").await;
-    let mut connection = road.http2().connect("edge-1").await.unwrap();
+    let mut connection = testbed.http2().connect("edge-1").await.unwrap();
     let request = Request::post(URL).body(unfinished("the first")).unwrap();
     let answer = connection.open(request).await.unwrap();
     assert_eq!(answer.status(), 413);
@@ -466,8 +468,8 @@ async fn an_answer_that_comes_before_the_body_was_read_passes_at_once() {
 #[tokio::test]
 async fn an_early_hint_does_not_take_the_answers_place() {
     let app = App::http(|_| answer::after_hints("the answer")).await;
-    let road = Road::to(&app).await;
-    for client in [road.client(), road.http2()] {
+    let testbed = TestBed::to(&app).await;
+    for client in [testbed.client(), testbed.http2()] {
         let answer = client.get(URL).await;
         assert_eq!((answer.status, answer.text().as_str()), (200, "the answer"));
     }
@@ -476,28 +478,32 @@ async fn an_early_hint_does_not_take_the_answers_place() {
 #[tokio::test]
 async fn small_chunks_arrive_whole() {
     let app = App::http(|_| answer::small_chunks(1 << 20)).await;
-    let road = Road::to(&app).await;
-    for client in [road.client(), road.http2()] {
+    let testbed = TestBed::to(&app).await;
+    for client in [testbed.client(), testbed.http2()] {
         assert!(client.get(URL).await.body == pattern(1 << 20));
     }
 }
 
 /// Starts an app of `clients`, with a gateway and an edge.
-async fn python(script: &str, arguments: &[&str]) -> (Running, Road) {
+async fn python(script: &str, arguments: &[&str]) -> (Running, TestBed) {
     let mut app = Tool::python(script).args(arguments).start();
     let port = listening(&mut app).await;
     (
         app,
-        Box::pin(Road::to_as(Protocol::Http, ([127, 0, 0, 1], port).into())).await,
+        Box::pin(TestBed::to_as(
+            Protocol::Http,
+            ([127, 0, 0, 1], port).into(),
+        ))
+        .await,
     )
 }
 
-async fn python_as(scheme: Protocol, script: &str) -> (Running, Road) {
+async fn python_as(scheme: Protocol, script: &str) -> (Running, TestBed) {
     let mut app = Tool::python(script).start();
     let port = listening(&mut app).await;
     (
         app,
-        Box::pin(Road::to_as(scheme, ([127, 0, 0, 1], port).into())).await,
+        Box::pin(TestBed::to_as(scheme, ([127, 0, 0, 1], port).into())).await,
     )
 }
 
@@ -522,11 +528,11 @@ fn unfinished(first: &'static str) -> Body {
     BodyExt::boxed(StreamBody::new(first.chain(stream::pending())))
 }
 
-async fn wire(road: &Road, tls: bool) -> Box<dyn Wire> {
+async fn wire(testbed: &TestBed, tls: bool) -> Box<dyn Wire> {
     if tls {
-        Box::new(road.tls().await)
+        Box::new(testbed.tls().await)
     } else {
-        Box::new(road.tcp("plain").await)
+        Box::new(testbed.tcp("plain").await)
     }
 }
 
@@ -556,10 +562,10 @@ fn is_reset(ended: &io::Result<Vec<u8>>) -> bool {
 }
 
 /// Waits until the tunnels have carried bytes to the node, and then carry none for a while.
-async fn until_still(road: &Road) {
+async fn until_still(testbed: &TestBed) {
     let mut last = (0, Instant::now());
     until("the tunnels carry no bytes", async || {
-        let up = road.node("edge-1").await["bytes_up"].as_u64().unwrap();
+        let up = testbed.node("edge-1").await["bytes_up"].as_u64().unwrap();
         if up != last.0 {
             last = (up, Instant::now());
         }

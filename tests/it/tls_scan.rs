@@ -8,7 +8,7 @@ use crate::world::{
     app::App,
     edge::Edge,
     gateway::{fixed, listener},
-    tool::{Ran, Tool, need},
+    tool::{Tool, ToolOutput, need},
 };
 use causeway_certs::{Ca, NodeName, PrivateKey, TrustDomain, VerifiedPublicKey};
 use causeway_gateway::config::ListenerProtocol;
@@ -46,7 +46,7 @@ impl Scan {
     }
 
     /// `openssl s_client`, which sends this and reads to the end.
-    async fn client(&self, to: SocketAddr, arguments: &str, input: &str) -> Ran {
+    async fn client(&self, to: SocketAddr, arguments: &str, input: &str) -> ToolOutput {
         self.tool(to, arguments).input(input).run().await
     }
 

@@ -19,10 +19,10 @@
 
 use crate::{
     faces::{EXEC_SPDY, crlf, kubelet, tls, values},
-    road::{Road, URL},
+    testbed::{TestBed, URL},
     world::{
         GATEWAY_NAME, World,
-        app::{App, Gate, Script, answer, answer::pattern},
+        app::{App, PauseGate, Script, answer, answer::pattern},
         client::{Wire, exchange, read, read_head, read_to_end},
         tool::full,
         until,
@@ -56,30 +56,30 @@ async fn trap_1_an_answer_in_64_byte_chunks_keeps_the_tunnel() {
     // h2 alone gives up after 2.2 MB of them.
     let total = if full() { 100_000_000 } else { 8_000_000 };
     let app = App::http(move |_| answer::small_chunks(total)).await;
-    let road = Road::to(&app).await;
-    let before = road.tunnels().await;
-    let answer = road.client().get(URL).await;
+    let testbed = TestBed::to(&app).await;
+    let before = testbed.tunnels().await;
+    let answer = testbed.client().get(URL).await;
     assert!(
         answer.body == pattern(total),
         "{} bytes came",
         answer.body.len()
     );
     // A second one was dialled for bulk; the first still exists.
-    assert!(road.tunnels().await.starts_with(&before));
+    assert!(testbed.tunnels().await.starts_with(&before));
 }
 
 #[tokio::test]
 async fn trap_2_clients_that_hang_up_repeatedly_affect_no_others() {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let script = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {
         "/stays" => answer::parts("text/plain", &["first", "last"], &script),
         _ => answer::silence(),
     })
     .await;
-    let road = Road::to(&app).await;
-    let before = road.tunnels().await;
-    let mut stays = road.tls().await;
+    let testbed = TestBed::to(&app).await;
+    let before = testbed.tunnels().await;
+    let mut stays = testbed.tls().await;
     let stays_head = GET.replace("/ ", "/stays ");
     gate.open();
     exchange(&mut stays, stays_head).await;
@@ -90,7 +90,7 @@ async fn trap_2_clients_that_hang_up_repeatedly_affect_no_others() {
     for _ in 0..5 {
         let mut hanging = Vec::new();
         for _ in 0..256 {
-            let mut wire = road.tcp("plain").await;
+            let mut wire = testbed.tcp("plain").await;
             wire.write_all(GET.as_bytes()).await.unwrap();
             hanging.push(wire);
         }
@@ -100,27 +100,27 @@ async fn trap_2_clients_that_hang_up_repeatedly_affect_no_others() {
         drop(hanging);
     }
     until("the others have left", async || {
-        road.metrics().await.sum("open_streams", &[]) == 1
+        testbed.metrics().await.sum("open_streams", &[]) == 1
     })
     .await;
     gate.open();
     gate.open();
     assert_eq!(read(&mut stays, 14).await, b"4\r\nlast\r\n0\r\n\r\n");
-    assert_eq!(road.tunnels().await, before);
+    assert_eq!(testbed.tunnels().await, before);
 }
 
 #[tokio::test]
 async fn trap_3_an_aborting_upstream_is_a_reset_on_every_listener() {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let script = Script::new().write("HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhello");
     let script = script.until(&gate).reset();
     let app = App::tcp(script).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     for listener in ["https", "plain", "bytes", "connect"] {
         let mut wire: Box<dyn Wire> = match listener {
-            "https" => Box::new(road.tls().await),
-            "connect" => Box::new(road.connect("edge-1:9100").await),
-            bare => Box::new(road.tcp(bare).await),
+            "https" => Box::new(testbed.tls().await),
+            "connect" => Box::new(testbed.connect("edge-1:9100").await),
+            bare => Box::new(testbed.tcp(bare).await),
         };
         // HTTP/1.0: the answer ends with its connection, so that only a reset distinguishes a break from an end.
         let head = exchange(&mut wire, "GET / HTTP/1.0\r\nHost: edge-1:9100\r\n\r\n").await;
@@ -135,8 +135,8 @@ async fn trap_3_an_aborting_upstream_is_a_reset_on_every_listener() {
 #[tokio::test]
 async fn trap_4_a_refused_port_is_never_a_200() {
     let app = App::refusing();
-    let road = Road::to_as(Protocol::Tcp, app.address()).await;
-    let client = road.client_at("connect");
+    let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
+    let client = testbed.client_at("connect");
     let mut wire = client.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
     let head = "CONNECT edge-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
     let answer = exchange(&mut wire, head).await;
@@ -147,7 +147,7 @@ async fn trap_4_a_refused_port_is_never_a_200() {
         line.contains("edge-1") && line.contains(&app.port().to_string()),
         "{line}"
     );
-    let mut wire = road.tcp("bytes").await;
+    let mut wire = testbed.tcp("bytes").await;
     let ended = read_to_end(&mut wire).await.map_err(|error| error.kind());
     assert_eq!(ended, Err(io::ErrorKind::ConnectionReset));
 }
@@ -172,14 +172,14 @@ async fn trap_5_an_upgrade_may_be_a_tunnels_first_stream() {
 #[tokio::test]
 async fn trap_6_peers_killed_without_close_notify_are_not_logged() {
     let app = App::saying("it").await;
-    let mut road = Road::to(&app).await;
-    let mut idle = road.tls().await;
+    let mut testbed = TestBed::to(&app).await;
+    let mut idle = testbed.tls().await;
     exchange(&mut idle, GET).await;
     // A FIN and nothing before it: tokio-rustls sends close_notify only when it is shut down.
     drop(idle);
-    road.edge.kill().await;
-    road.until_tunnels("edge-1", 0).await;
-    let logged = road.log().text();
+    testbed.edge.kill().await;
+    testbed.until_tunnels("edge-1", 0).await;
+    let logged = testbed.log().text();
     let trouble = logged.lines().filter(|line| {
         let line: serde_json::Value = serde_json::from_str(line).unwrap();
         line["level"] == "WARN" || line["level"] == "ERROR"
@@ -194,14 +194,14 @@ async fn trap_7_small_requests_do_not_queue_behind_a_download() {
         _ => answer::ok("small"),
     })
     .await;
-    let road = Road::to(&app).await;
-    let mut bulk = road.tls().await;
+    let testbed = TestBed::to(&app).await;
+    let mut bulk = testbed.tls().await;
     exchange(&mut bulk, GET.replace("/ ", "/bulk ")).await;
     let mut reading = JoinSet::new();
     reading.spawn(async move { tokio::io::copy(&mut bulk, &mut tokio::io::sink()).await });
-    road.until_tunnels("edge-1", 2).await;
-    let mut connection = road.http2().connect("edge-1").await.unwrap();
-    let opened = opened(&road).await;
+    testbed.until_tunnels("edge-1", 2).await;
+    let mut connection = testbed.http2().connect("edge-1").await.unwrap();
+    let opened = opened(&testbed).await;
     let mut took = Vec::new();
     for _ in 0..21 {
         let began = Instant::now();
@@ -212,7 +212,7 @@ async fn trap_7_small_requests_do_not_queue_behind_a_download() {
     // All parts share this test's thread with the download, in a debug build; in a queue as deep as the window the request
     // would wait for seconds.
     assert!(!full() || took[10] < Duration::from_millis(250), "{took:?}");
-    let after = self::opened(&road).await;
+    let after = self::opened(&testbed).await;
     assert_eq!(
         (after[0], after[1] - opened[1]),
         (opened[0], 21),
@@ -229,7 +229,7 @@ async fn trap_8_a_client_hello_in_many_pieces_still_names_its_node() {
         config.alpn_protocols.push(HTTP11.to_vec());
         // Split only in TCP segments, and in TLS records as well.
         config.max_fragment_size = fragment;
-        let tcp = Pieces {
+        let tcp = ChunkedWriter {
             tcp: world.client().tcp_stream().await,
             rested: false,
             written: 0,
@@ -313,30 +313,30 @@ async fn trap_9_repeated_fields_keep_order_and_bytes_after_101_pass() {
 #[tokio::test]
 async fn trap_10_a_session_made_to_join_does_not_resume_as_a_tunnel() {
     let app = App::saying("it").await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     let mut config = ClientConfig::builder()
-        .with_root_certificates(roots(&road))
+        .with_root_certificates(roots(&testbed))
         .with_no_client_auth();
     config.alpn_protocols = vec![HTTP11.to_vec()];
-    let mut joining = to_tunnel(&road, &config).await.unwrap();
+    let mut joining = to_tunnel(&testbed, &config).await.unwrap();
     // Tickets would arrive after the handshake, before the answer.
     exchange(&mut joining, "GET / HTTP/1.1\r\nHost: gateway\r\n\r\n").await;
-    let again = to_tunnel(&road, &config).await.unwrap();
+    let again = to_tunnel(&testbed, &config).await.unwrap();
     let kind = again.get_ref().1.handshake_kind();
     assert_eq!(kind, Some(HandshakeKind::Full));
     config.alpn_protocols = vec![b"rh2".to_vec()];
-    let ended = match to_tunnel(&road, &config).await {
+    let ended = match to_tunnel(&testbed, &config).await {
         Ok(mut wire) => read_to_end(&mut wire).await,
         Err(error) => Err(error),
     };
     assert!(ended.is_err(), "{ended:?}");
-    assert_eq!(road.tunnels().await.len(), 1);
+    assert_eq!(testbed.tunnels().await.len(), 1);
 }
 
 #[tokio::test]
 async fn trap_13_ambiguous_requests_are_refused_or_normalized() {
     let app = App::http(|_| answer::ok("it")).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     let refused = [
         "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nHost: edge-1:9100\r\n\r\n",
         "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nHost: edge-2:9100\r\n\r\n",
@@ -354,7 +354,7 @@ async fn trap_13_ambiguous_requests_are_refused_or_normalized() {
         "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nX: a\0b\r\n\r\n",
     ];
     for head in refused {
-        let mut wire = road.tls().await;
+        let mut wire = testbed.tls().await;
         let answer = exchange(&mut wire, head).await;
         assert!(answer.starts_with("HTTP/1.1 400 "), "{head:?}: {answer}");
     }
@@ -375,7 +375,7 @@ async fn trap_13_ambiguous_requests_are_refused_or_normalized() {
             "ab",
         ),
     ] {
-        let mut wire = road.tls().await;
+        let mut wire = testbed.tls().await;
         let answer = exchange(&mut wire, head).await;
         if answer.starts_with("HTTP/1.1 400 ") {
             continue;
@@ -421,8 +421,8 @@ fn trap_14_one_crypto_provider_is_in_the_tree() {
 }
 
 /// Returns the number of streams of each so far.
-async fn opened(road: &Road) -> Vec<u64> {
-    road.details("streams_opened").await
+async fn opened(testbed: &TestBed) -> Vec<u64> {
+    testbed.details("streams_opened").await
 }
 
 /// A client's TLS that offers these protocols.
@@ -443,22 +443,22 @@ fn roots(world: &World) -> RootCertStore {
     roots
 }
 
-async fn to_tunnel(road: &Road, config: &ClientConfig) -> io::Result<TlsStream<TcpStream>> {
-    let tcp = TcpStream::connect(road.tunnel()).await.unwrap();
-    let name = ServerName::from(road.tunnel().ip());
+async fn to_tunnel(testbed: &TestBed, config: &ClientConfig) -> io::Result<TlsStream<TcpStream>> {
+    let tcp = TcpStream::connect(testbed.tunnel()).await.unwrap();
+    let name = ServerName::from(testbed.tunnel().ip());
     TlsConnector::from(Arc::new(config.clone()))
         .connect(name, tcp)
         .await
 }
 
 /// Writes 100 bytes at a time, and lets all readers run before the next.
-struct Pieces {
+struct ChunkedWriter {
     tcp: TcpStream,
     rested: bool,
     written: usize,
 }
 
-impl AsyncRead for Pieces {
+impl AsyncRead for ChunkedWriter {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -468,7 +468,7 @@ impl AsyncRead for Pieces {
     }
 }
 
-impl AsyncWrite for Pieces {
+impl AsyncWrite for ChunkedWriter {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -1,10 +1,10 @@
 //! HTTP semantics of upstreams' answers, over both paths to an upstream and both versions of HTTP that clients speak.
 
 use crate::{
-    road::Road,
+    testbed::TestBed,
     world::{
         World,
-        app::{App, Gate, Head, Script, answer},
+        app::{App, Head, PauseGate, Script, answer},
         client::{Answer, Client, assert_problem, exchange, read, read_head, read_to_end, whole},
         frames,
     },
@@ -17,16 +17,16 @@ use tokio::{io::AsyncWriteExt, net::TcpStream};
 /// gateway itself does.
 async fn over_both_roads(
     choose: impl Fn(&Head) -> Script + Send + Sync + Clone + 'static,
-    check: impl AsyncFn(&App, &Road, &Client),
+    check: impl AsyncFn(&App, &TestBed, &Client),
 ) {
     let app = App::http(choose.clone()).await;
-    let road = Road::to(&app).await;
-    for client in [road.client(), road.http2()] {
-        check(&app, &road, &client).await;
+    let testbed = TestBed::to(&app).await;
+    for client in [testbed.client(), testbed.http2()] {
+        check(&app, &testbed, &client).await;
     }
-    let (app, road) = Box::pin(Road::secured(choose)).await;
-    for client in [road.client(), road.http2()] {
-        check(&app, &road, &client).await;
+    let (app, testbed) = Box::pin(TestBed::secured(choose)).await;
+    for client in [testbed.client(), testbed.http2()] {
+        check(&app, &testbed, &client).await;
     }
 }
 
@@ -135,11 +135,11 @@ async fn garbage_or_a_reset_on_a_reused_connection_is_not_retried() {
         "/reset" => Script::new().reset(),
         _ => answer::ok("well"),
     };
-    Box::pin(over_both_roads(choose, async |app, road, client| {
+    Box::pin(over_both_roads(choose, async |app, testbed, client| {
         for path in ["/garbage", "/half-a-head", "/only-hints", "/reset"] {
             assert_eq!(ask(client, "GET", "/well").await.text(), "well");
             // Its connection is idle once the stream is over.
-            road.until_idle().await;
+            testbed.until_idle().await;
             let before = app.requests();
             let answer = ask(client, "GET", path).await;
             assert_problem(&answer, 502, "target_broken", "edge-1");
@@ -167,7 +167,7 @@ fn attach(head: &Head) -> Script {
 }
 
 /// As Docker's clients ask for `attach` and `exec`.
-async fn attaches(app: &App, road: &Road) {
+async fn attaches(app: &App, testbed: &TestBed) {
     let large = "x".repeat(300_000);
     for (fields, framed, body) in [
         ("Content-Length: 3\r\n\r\n".to_owned(), "xyz", "xyz"),
@@ -187,7 +187,7 @@ async fn attaches(app: &App, road: &Road) {
             large.as_str(),
         ),
     ] {
-        let mut wire = road.tls().await;
+        let mut wire = testbed.tls().await;
         let head = exchange(&mut wire, format!("{ATTACH}{fields}{framed}")).await;
         assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
         assert!(app.body().await == body.as_bytes());
@@ -197,39 +197,42 @@ async fn attaches(app: &App, road: &Road) {
         assert_eq!(read_to_end(&mut wire).await.unwrap(), b"");
     }
     let hinted = ATTACH.replace("/attach", "/attach/hints") + "Content-Length: 3\r\n\r\nxyz";
-    let mut wire = road.tls().await;
+    let mut wire = testbed.tls().await;
     let head = exchange(&mut wire, hinted).await;
     assert!(head.starts_with("HTTP/1.1 103 "), "{head}");
     let head = read_head(&mut wire).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     drop(wire);
     let refused = ATTACH.replace("/attach", "/attach/refused") + "Content-Length: 3\r\n\r\nxyz";
-    let refused = road.client().raw("edge-1", refused).await;
+    let refused = testbed.client().raw("edge-1", refused).await;
     assert_eq!((refused.status, refused.text().as_str()), (409, "not you"));
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 #[tokio::test]
 async fn an_upgrade_with_a_body_is_switched_behind_the_body() {
     let app = App::http(attach).await;
-    attaches(&app, &Road::to(&app).await).await;
-    let (app, road) = Road::secured(attach).await;
-    attaches(&app, &road).await;
+    attaches(&app, &TestBed::to(&app).await).await;
+    let (app, testbed) = TestBed::secured(attach).await;
+    attaches(&app, &testbed).await;
 }
 
 #[tokio::test]
 async fn the_body_of_an_upgrade_may_have_64_kib_without_a_length() {
     let app = App::http(attach).await;
-    let road = Road::to(&app).await;
+    let testbed = TestBed::to(&app).await;
     let chunked = |length: usize| {
         let body = "x".repeat(length);
         format!("{ATTACH}Transfer-Encoding: chunked\r\n\r\n{length:x}\r\n{body}\r\n0\r\n\r\n")
     };
-    let mut wire = road.tls().await;
+    let mut wire = testbed.tls().await;
     let head = exchange(&mut wire, chunked(64 << 10)).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     drop(wire);
-    let answer = road.client().raw("edge-1", chunked((64 << 10) + 1)).await;
+    let answer = testbed
+        .client()
+        .raw("edge-1", chunked((64 << 10) + 1))
+        .await;
     assert_problem(
         &answer,
         413,
@@ -237,13 +240,13 @@ async fn the_body_of_an_upgrade_may_have_64_kib_without_a_length() {
         "more than 65536 bytes and no Content-Length",
     );
     assert_eq!(app.requests(), 1);
-    road.until_idle().await;
+    testbed.until_idle().await;
 }
 
 const HINT: &str = "HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\nConnection: x-hop\r\nX-Hop: 1\r\n\r\n";
 
 /// Interim answers. The client gets each of them before the upstream continues.
-fn hinting(gate: &Gate) -> impl Fn(&Head) -> Script + Send + Sync + Clone + 'static {
+fn hinting(gate: &PauseGate) -> impl Fn(&Head) -> Script + Send + Sync + Clone + 'static {
     let gate = gate.clone();
     move |head| match head.path().as_str() {
         "/hints" => Script::new()
@@ -259,8 +262,8 @@ fn hinting(gate: &Gate) -> impl Fn(&Head) -> Script + Send + Sync + Clone + 'sta
     }
 }
 
-async fn hints_arrive_over_http1(road: &Road, gate: &Gate) {
-    let mut wire = road.tcp("plain").await;
+async fn hints_arrive_over_http1(testbed: &TestBed, gate: &PauseGate) {
+    let mut wire = testbed.tcp("plain").await;
     // On the same connection again: nothing of the first is left.
     for _ in 0..2 {
         let head = "GET /hints HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
@@ -288,7 +291,7 @@ async fn hints_arrive_over_http1(road: &Road, gate: &Gate) {
     gate.open();
     gate.open();
     let head = "GET /hints HTTP/1.0\r\nHost: edge-1:9100\r\n\r\n";
-    let last = exchange(&mut road.tcp("plain").await, head).await;
+    let last = exchange(&mut testbed.tcp("plain").await, head).await;
     assert!(last.starts_with("HTTP/1.0 200 "), "{last}");
 }
 
@@ -303,8 +306,8 @@ async fn status(wire: &mut TcpStream, stream: u32) -> u16 {
     }
 }
 
-async fn hints_arrive_over_http2(road: &Road, gate: &Gate) {
-    let mut wire = road.tcp("plain").await;
+async fn hints_arrive_over_http2(testbed: &TestBed, gate: &PauseGate) {
+    let mut wire = testbed.tcp("plain").await;
     let asked = |stream: u32, method: &str, path: &str, expect: bool| {
         let mut list = vec![
             (":method", method),
@@ -343,14 +346,14 @@ async fn hints_arrive_over_http2(road: &Road, gate: &Gate) {
 /// RFC 9110 section 15.2: a proxy forwards interim answers, and none waits for the next.
 #[tokio::test]
 async fn interim_answers_reach_clients_of_both_versions() {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let app = App::http(hinting(&gate)).await;
-    let road = Road::to(&app).await;
-    hints_arrive_over_http1(&road, &gate).await;
-    hints_arrive_over_http2(&road, &gate).await;
-    let (app, road) = Box::pin(Road::secured(hinting(&gate))).await;
-    hints_arrive_over_http1(&road, &gate).await;
-    hints_arrive_over_http2(&road, &gate).await;
+    let testbed = TestBed::to(&app).await;
+    hints_arrive_over_http1(&testbed, &gate).await;
+    hints_arrive_over_http2(&testbed, &gate).await;
+    let (app, testbed) = Box::pin(TestBed::secured(hinting(&gate))).await;
+    hints_arrive_over_http1(&testbed, &gate).await;
+    hints_arrive_over_http2(&testbed, &gate).await;
     drop(app);
 }
 
@@ -477,7 +480,7 @@ async fn the_limit_of_an_answers_fields_can_be_raised() {
         .await;
     let client = world.client().http2();
     assert_eq!(ask(&client, "GET", "/150").await.status, 200);
-    let build = Road::build().config(|config| config.limits.max_headers = 200);
-    let (_app, road) = Box::pin(Road::secured_by(build, with_many_fields)).await;
-    assert_eq!(ask(&road.http2(), "GET", "/150").await.status, 200);
+    let build = TestBed::build().config(|config| config.limits.max_headers = 200);
+    let (_app, testbed) = Box::pin(TestBed::secured_by(build, with_many_fields)).await;
+    assert_eq!(ask(&testbed.http2(), "GET", "/150").await.status, 200);
 }

@@ -23,7 +23,7 @@ pub(crate) mod tool;
 
 use causeway_certs::{Ca, JoinToken, LeafCertificate, NodeAttributes, NodeName, Store};
 use causeway_gateway::{BindError, Config, ReloadSummary, state::NodesWriter};
-use client::{Client, Place};
+use client::{Client, ListenerAddress};
 use gateway::{Build, Running};
 use log::Log;
 use serde_json::Value;
@@ -106,7 +106,7 @@ impl World {
     }
 
     /// Returns the address of a listener for clients.
-    pub(crate) fn place(&self, listener: &str) -> Place {
+    pub(crate) fn place(&self, listener: &str) -> ListenerAddress {
         self.gateway().place(listener)
     }
 
@@ -180,7 +180,7 @@ impl World {
     /// Returns the response of the admin listener.
     pub(crate) async fn admin_text(&self, path: &str) -> (u16, String) {
         let admin = self.admin();
-        let client = Client::new(Place::Plain(admin), self.ca.root(), self.log());
+        let client = Client::new(ListenerAddress::Plain(admin), self.ca.root(), self.log());
         let answer = client.get(&format!("http://{admin}{path}")).await;
         (answer.status, answer.text())
     }

@@ -13,7 +13,7 @@ use rcgen::{
 use serde_json::{Value, json};
 
 use crate::{
-    nodes::{Passing, delete, node, number, started, watching},
+    nodes::{TemporaryNode, delete, node, number, started, watching},
     trial,
     world::{
         World,
@@ -95,7 +95,7 @@ fn by(world: &World, folder: &Path, certificates: &Value) -> Process {
 }
 
 /// Submits a request as the user of this kubeconfig.
-fn ask(world: &World, kubeconfig: &str, name: &str, wanted: &Wanted) {
+fn ask(world: &World, kubeconfig: &str, name: &str, wanted: &RequestedCertificate) {
     let request = data_encoding::BASE64.encode(wanted.request().as_bytes());
     let object = json!({
         "apiVersion": "certificates.k8s.io/v1", "kind": "CertificateSigningRequest",
@@ -139,7 +139,7 @@ fn told(world: &World, name: &str) -> Vec<String> {
 }
 
 /// Certificate request of a requester.
-struct Wanted {
+struct RequestedCertificate {
     signer: &'static str,
     subject: DistinguishedName,
     names: Vec<SanType>,
@@ -147,7 +147,7 @@ struct Wanted {
     usages: Vec<&'static str>,
 }
 
-impl Wanted {
+impl RequestedCertificate {
     /// Returns the request of an edge.
     fn edge(node: &str) -> Self {
         let uri = format!("spiffe://{DOMAIN}/edge/{node}");
@@ -203,11 +203,11 @@ fn a_node_gets_only_its_own_certificate() {
     world.cluster.apply_example("certificates/rbac.yaml");
     let folder = world.path("certificates");
     let running = gateway(&world, &folder);
-    let _nodes = ["csr-1", "csr-2"].map(|name| Passing(&world, name));
+    let _nodes = ["csr-1", "csr-2"].map(|name| TemporaryNode(&world, name));
     node(&world, "csr-1", true, &[]);
     node(&world, "csr-2", false, &[]);
     let own = kubelet(&world, "csr-1");
-    ask(&world, &own, "right", &Wanted::edge("csr-1"));
+    ask(&world, &own, "right", &RequestedCertificate::edge("csr-1"));
     is_of_the_node(&folder, &signed(&world, "right"));
     let map = world.cluster.get("-n kube-system configmap causeway-ca");
     let root = fs::read_to_string(folder.join("data/ca.pem")).unwrap();
@@ -271,19 +271,39 @@ fn is_of_the_node(folder: &Path, chain: &str) {
 
 /// Submits all kinds of invalid requests; returns their names, and the reasons.
 fn ask_wrongly(world: &World, own: &str) -> [(&'static str, &'static str); 6] {
-    let mut name = Wanted::edge("csr-1");
+    let mut name = RequestedCertificate::edge("csr-1");
     let more = SanType::DnsName("gateway".try_into().unwrap());
     name.names.push(more);
-    let mut usage = Wanted::edge("csr-1");
+    let mut usage = RequestedCertificate::edge("csr-1");
     usage.usages.push("server auth");
     let admin = world.cluster.pki.path("admin.kubeconfig");
     let (elsewhere, nowhere) = (kubelet(world, "csr-2"), kubelet(world, "csr-3"));
-    ask(world, own, "for-another", &Wanted::edge("csr-2"));
+    ask(
+        world,
+        own,
+        "for-another",
+        &RequestedCertificate::edge("csr-2"),
+    );
     ask(world, own, "a-name-more", &name);
     ask(world, own, "a-usage-more", &usage);
-    ask(world, &admin, "by-a-user", &Wanted::edge("csr-1"));
-    ask(world, &elsewhere, "at-no-edge", &Wanted::edge("csr-2"));
-    ask(world, &nowhere, "of-no-node", &Wanted::edge("csr-3"));
+    ask(
+        world,
+        &admin,
+        "by-a-user",
+        &RequestedCertificate::edge("csr-1"),
+    );
+    ask(
+        world,
+        &elsewhere,
+        "at-no-edge",
+        &RequestedCertificate::edge("csr-2"),
+    );
+    ask(
+        world,
+        &nowhere,
+        "of-no-node",
+        &RequestedCertificate::edge("csr-3"),
+    );
     [
         ("for-another", "spiffe://causeway.local/edge/csr-2"),
         ("a-name-more", "gateway"),
@@ -307,7 +327,7 @@ fn an_api_outage_is_survived_and_missing_permissions_are_named() {
     world.cluster.kubectl(line).args([patch]).run().ok();
     node(&world, "csr-4", true, &[]);
     let own = kubelet(&world, "csr-4");
-    ask(&world, &own, "first", &Wanted::edge("csr-4"));
+    ask(&world, &own, "first", &RequestedCertificate::edge("csr-4"));
     says("named causeway.io/edge in API group");
     world.cluster.apply_example("certificates/rbac.yaml");
     signed(&world, "first");
@@ -319,7 +339,7 @@ fn an_api_outage_is_survived_and_missing_permissions_are_named() {
             .contains("continues with the last known nodes")
     });
     world.cluster.restart();
-    ask(&world, &own, "second", &Wanted::edge("csr-4"));
+    ask(&world, &own, "second", &RequestedCertificate::edge("csr-4"));
     signed(&world, "second");
     delete(&world, "csr-4");
     clean(&world);
@@ -409,7 +429,7 @@ fn an_edge_known_to_its_cluster_joins_and_renews_without_token() {
     world.cluster.apply_example("certificates/rbac.yaml");
     let folder = world.path("certificates-edge");
     fs::create_dir_all(&folder).unwrap();
-    let _node = Passing(&world, "csr-5");
+    let _node = TemporaryNode(&world, "csr-5");
     node(&world, "csr-5", true, &[]);
     let app = Program::new("python3")
         .words("-u -m http.server --bind 127.0.0.1 9052 --directory")
@@ -447,7 +467,12 @@ fn an_edge_known_to_its_cluster_joins_and_renews_without_token() {
     pod.says("tunnel registered");
     assert_eq!(status("edge-1"), "200");
     let free = world.cluster.with_token("free", &token(""));
-    ask(&world, &free, "unbound", &Wanted::edge("edge-1"));
+    ask(
+        &world,
+        &free,
+        "unbound",
+        &RequestedCertificate::edge("edge-1"),
+    );
     until("it is reported", || !told(&world, "unbound").is_empty());
     assert!(told(&world, "unbound")[0].contains("does not name its node"));
 
@@ -468,7 +493,7 @@ fn certificates_of_the_cluster_signers_let_a_node_join() {
     let folder = world.path("certificates-signers");
     let rules =
         |signer| json!({ "signer": signer, "client_ca": [world.cluster.pki.path("ca.pem")] });
-    let _node = Passing(&world, "csr-6");
+    let _node = TemporaryNode(&world, "csr-6");
     node(&world, "csr-6", true, &[]);
     let own = kubelet(&world, "csr-6");
     let by_signer = |name: &str, signer: &str| {
@@ -491,13 +516,13 @@ fn certificates_of_the_cluster_signers_let_a_node_join() {
         &world,
         &own,
         "another",
-        &Wanted::client("causeway:edges", "causeway:edge:csr-7"),
+        &RequestedCertificate::client("causeway:edges", "causeway:edge:csr-7"),
     );
     ask(
         &world,
         &own,
         "no-edge",
-        &Wanted::client("others", "somebody"),
+        &RequestedCertificate::client("others", "somebody"),
     );
     until("it is reported", || !told(&world, "another").is_empty());
     assert!(told(&world, "another")[0].contains("for node csr-7, and not for csr-6"));
@@ -527,9 +552,9 @@ fn certificates_of_the_cluster_signers_let_a_node_join() {
 }
 
 /// External signer, which issues each requested certificate.
-struct Elsewhere(Issuer<'static, KeyPair>);
+struct ExternalSigner(Issuer<'static, KeyPair>);
 
-impl Elsewhere {
+impl ExternalSigner {
     /// With its CA in that file.
     fn new(root: &Path) -> Self {
         let mut params = CertificateParams::default();
@@ -611,7 +636,7 @@ fn a_gateway_waits_for_its_certificate_and_requests_new_names() {
     let folder = world.path("certificates-own");
     fs::create_dir_all(&folder).unwrap();
     let root = folder.join("root.pem");
-    let signer = Elsewhere::new(&root);
+    let signer = ExternalSigner::new(&root);
     let config = |address| asking(&world, &folder, address);
     let file = folder.join("gateway.yaml");
     fs::write(&file, config("gw-1.example.com:10262")).unwrap();

@@ -20,7 +20,7 @@ use crate::{
     trial,
     world::{
         World,
-        process::{Process, Program, Ran, within},
+        process::{Process, Program, ToolOutput, within},
         world,
     },
 };
@@ -128,7 +128,7 @@ fn memory(process: &Process) -> u64 {
 fn ask(name: &str) -> (String, Duration) {
     let began = Instant::now();
     let dig = format!("+short +time=5 +tries=1 -p {DNS} @127.0.0.1 {name}.nodes.example");
-    let said: Ran = Program::new("dig").words(&dig).run().ok();
+    let said: ToolOutput = Program::new("dig").words(&dig).run().ok();
     (said.text().trim().to_owned(), began.elapsed())
 }
 

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::{
     full,
-    nodes::{Passing, delete, node, number, watching},
+    nodes::{TemporaryNode, delete, node, number, watching},
     trial,
     world::{
         World,
@@ -237,7 +237,7 @@ fn the_hosts_file_follows_nodes_and_coredns_answers_from_it() {
     assert_eq!(dig("cloud-1"), MACHINE.to_string());
     assert_eq!(dig("new-1"), "");
 
-    let new = Passing(&world, "new-1");
+    let new = TemporaryNode(&world, "new-1");
     node(&world, "new-1", true, &["10.1.9.1", "fd01::9"]);
     let with = |addresses: &[&str]| {
         let lines = addresses.iter().map(|address| format!("{address} new-1\n"));
@@ -263,7 +263,7 @@ fn the_hosts_file_follows_nodes_and_coredns_answers_from_it() {
         });
     }
     assert_eq!(gateway.writes(), writes);
-    let _second = Passing(&world, "new-2");
+    let _second = TemporaryNode(&world, "new-2");
     node(&world, "new-2", false, &["10.1.9.2"]);
     delete(&world, "new-1");
     drop(new);
@@ -320,7 +320,7 @@ fn one_of_two_gateways_writes_and_the_other_takes_over() {
     let after = lease(&world);
     assert_ne!(before["holderIdentity"], after["holderIdentity"]);
     assert_eq!(after["leaseTransitions"], 1);
-    let new = Passing(&world, "new-1");
+    let new = TemporaryNode(&world, "new-1");
     node(&world, "new-1", true, &["10.1.9.1"]);
     soon("the names follow the nodes", || {
         hosts(&world).contains("new-1")
@@ -358,7 +358,7 @@ fn a_lost_lease_is_reacquired_and_ends_no_gateway() {
     patch(&world, &what, &taken);
     gateway.process.says("somebody holds it now");
     until("it is a candidate", || !gateway.leads());
-    let new = Passing(&world, "new-1");
+    let new = TemporaryNode(&world, "new-1");
     node(&world, "new-1", true, &["10.1.9.1"]);
     // Renewed by hand, with a clock that is wrong by a day.
     let taken = json!({ "spec": { "renewTime": "2020-01-01T00:00:00.000000Z" } });
@@ -392,7 +392,7 @@ fn an_api_outage_ends_no_gateway_and_is_caught_up() {
     assert_eq!(gateway.ask("/readyz"), "ready\n");
     world.cluster.restart();
     let _rights = Rights::of(&world, NAME);
-    let _new = Passing(&world, "new-1");
+    let _new = TemporaryNode(&world, "new-1");
     node(&world, "new-1", true, &["10.1.9.1"]);
     until("it writes again", || {
         gateway.leads() && hosts(&world).contains("new-1")
@@ -448,7 +448,7 @@ fn more_names_than_fit_into_one_object_are_in_several() {
     let zones: Vec<String> = (0..10).map(zone).collect();
     let further = (1..90).map(|last| format!("192.0.2.{last}"));
     let addresses: Vec<String> = [CLOUD.to_string()].into_iter().chain(further).collect();
-    let passing = ["many-1", "many-2", "many-3", "many-4"].map(|name| Passing(&world, name));
+    let passing = ["many-1", "many-2", "many-3", "many-4"].map(|name| TemporaryNode(&world, name));
     for name in &passing {
         node(&world, name.1, true, &[]);
     }
@@ -507,7 +507,7 @@ fn rights_that_are_missing_are_named() {
     until("it may create", || hosts(&world) == always());
     let cannot = |verb| format!("cannot {verb} resource \\\"configmaps\\\" in API group");
     gateway.process.says(&cannot("list"));
-    let new = Passing(&world, "new-1");
+    let new = TemporaryNode(&world, "new-1");
     node(&world, "new-1", true, &["10.1.9.1"]);
     gateway.process.says(&cannot("update"));
     let _all = Rights::of(&world, NAME);

@@ -20,7 +20,7 @@ use crate::{
         causeway::REFUSING,
         net::CLOUD,
         node::Serving,
-        process::{Program, Ran, until},
+        process::{Program, ToolOutput, until},
     },
 };
 
@@ -277,7 +277,7 @@ fn key(certificate: &Path) -> String {
 fn ask(world: &World, client: &str, name: &str, path: &str) -> (String, String) {
     let pki = |end: &str| world.cluster.pki.path(&format!("{client}.{end}"));
     let place = format!("{name}:10250:{CLOUD}");
-    let asked: Ran = Program::new("curl")
+    let asked: ToolOutput = Program::new("curl")
         .words("-q -sS -k --max-time 10 -w")
         .args(["\n%{http_code}", "--resolve"])
         .args([

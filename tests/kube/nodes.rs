@@ -20,7 +20,7 @@ use crate::{
         World,
         causeway::BINARY,
         net::MACHINE,
-        process::{PATIENCE, Process, Program, Ran, until, within},
+        process::{PATIENCE, Process, Program, ToolOutput, until, within},
         world,
     },
 };
@@ -111,7 +111,7 @@ impl Gateway {
         Self { process, folder }
     }
 
-    fn ask(path: &str) -> Ran {
+    fn ask(path: &str) -> ToolOutput {
         let url = format!("http://127.0.0.1:11265{path}");
         Program::new("curl").words("-sS").args([url]).run()
     }
@@ -180,9 +180,9 @@ pub(crate) fn delete(world: &World, names: &str) {
 }
 
 /// A Node object that is removed with its test.
-pub(crate) struct Passing<'a>(pub(crate) &'a World, pub(crate) &'static str);
+pub(crate) struct TemporaryNode<'a>(pub(crate) &'a World, pub(crate) &'static str);
 
-impl Drop for Passing<'_> {
+impl Drop for TemporaryNode<'_> {
     fn drop(&mut self) {
         let line = format!("delete node {} --wait=false --ignore-not-found", self.1);
         self.0.cluster.kubectl(&line).run();
@@ -196,7 +196,7 @@ fn a_gateway_follows_node_objects() {
     assert_eq!(Gateway::nodes(), (2, 1), "edge-1, edge-2 and cloud-1");
 
     // Other tests count nodes, also when this one fails.
-    let new = Passing(&world, "new-1");
+    let new = TemporaryNode(&world, "new-1");
     node(&world, "new-1", true, &["10.1.9.1"]);
     soon("a new node is known", || Gateway::nodes() == (3, 1));
     // The object had no address at first.
@@ -284,7 +284,7 @@ fn a_claim_of_a_foreign_address_gets_no_traffic() {
     let answer = gateway.connect(&target);
     assert!(answer.contains("edge-1 is not connected"), "{answer}");
     // Other tests need the address, also when this one fails.
-    let evil = Passing(&world, "evil-1");
+    let evil = TemporaryNode(&world, "evil-1");
     let cloud = MACHINE.to_string();
     node(
         &world,

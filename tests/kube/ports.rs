@@ -16,7 +16,7 @@ use serde_json::json;
 
 use crate::{
     certificates::{clean, kubelet},
-    nodes::{Passing, node, number, started},
+    nodes::{TemporaryNode, node, number, started},
     steps::by,
     trial,
     world::{
@@ -67,7 +67,7 @@ const CALLED: &str = "127.0.0.2";
 
 /// Owner of the list of ports at the edge.
 #[derive(Clone, Copy)]
-enum Whose {
+enum PortOwner {
     /// Its owner, as in the example.
     Owners,
     /// No owner: its node belongs to the cluster.
@@ -78,7 +78,7 @@ enum Whose {
 const NODE: &str = "ports-1";
 
 /// Objects of the example, removed with the test.
-struct Site<'a> {
+struct PortsExample<'a> {
     world: &'a World,
     _gateway: Process,
     _edge: Process,
@@ -100,12 +100,12 @@ fn text(name: &str, places: &[(&str, &str)]) -> String {
     })
 }
 
-impl<'a> Site<'a> {
+impl<'a> PortsExample<'a> {
     fn new(world: &'a World, name: &str) -> Self {
-        Self::start(world, name, Whose::Owners)
+        Self::start(world, name, PortOwner::Owners)
     }
 
-    fn start(world: &'a World, name: &str, whose: Whose) -> Self {
+    fn start(world: &'a World, name: &str, whose: PortOwner) -> Self {
         for file in ["rbac.yaml", "ports.yaml"] {
             let apply = world.cluster.kubectl("apply -f").args([example(file)]);
             apply.run().ok();
@@ -117,8 +117,8 @@ impl<'a> Site<'a> {
         let own = format!("kubernetes:\n  kubeconfig: {kubeconfig}\n");
         // An edge on another host than the gateway would dial from an address of its node.
         let (tunnel, rules) = match whose {
-            Whose::Owners => (format!("127.0.0.1:{TUNNEL}"), ""),
-            Whose::Clusters => (format!("{CLOUD}:{TUNNEL}"), "  certificates: {}\n"),
+            PortOwner::Owners => (format!("127.0.0.1:{TUNNEL}"), ""),
+            PortOwner::Clusters => (format!("{CLOUD}:{TUNNEL}"), "  certificates: {}\n"),
         };
         let own = own + rules;
         let places = [
@@ -133,7 +133,7 @@ impl<'a> Site<'a> {
             );
         let gateway = started(&folder, &gateway);
         let edge = match whose {
-            Whose::Owners => {
+            PortOwner::Owners => {
                 let token = Program::new(BINARY)
                     .words("token create --node edge-p --data-dir")
                     .args([folder.join("data")]);
@@ -141,7 +141,7 @@ impl<'a> Site<'a> {
                 format!("{}join: {}\n", text("edge.yaml", &[]), token.trim())
             }
             // Its configuration has no ports.
-            Whose::Clusters => {
+            PortOwner::Clusters => {
                 let own = kubelet(world, NODE);
                 format!("kubernetes: {{ kubeconfig: {own} }}\n")
             }
@@ -185,7 +185,7 @@ impl<'a> Site<'a> {
     }
 }
 
-impl Drop for Site<'_> {
+impl Drop for PortsExample<'_> {
     fn drop(&mut self) {
         for file in ["rbac.yaml", "ports.yaml"] {
             let delete = self.world.cluster.kubectl("delete --ignore-not-found -f");
@@ -234,7 +234,7 @@ fn metric(name: &str) -> u64 {
 
 fn a_listed_port_is_reachable_without_edge_changes() {
     let world = world();
-    let site = Site::new(&world, "ports-served");
+    let site = PortsExample::new(&world, "ports-served");
     assert_eq!(status(9051), "000");
     assert_eq!(status(10266), "000");
     assert_eq!(site.service(), ["kubelets=10250"]);
@@ -272,9 +272,9 @@ fn a_cluster_node_serves_listed_ports_without_configuration() {
     let world = world();
     clean(&world);
     world.cluster.apply_example("certificates/rbac.yaml");
-    let _node = Passing(&world, NODE);
+    let _node = TemporaryNode(&world, NODE);
     node(&world, NODE, true, &[]);
-    let _site = Site::start(&world, "ports-default", Whose::Clusters);
+    let _site = PortsExample::start(&world, "ports-default", PortOwner::Clusters);
     let folder = world.path("ports-default");
     let _own = served(&CLOUD.to_string(), 9061, &folder);
     let status = |port| status_of(NODE, port);
@@ -301,7 +301,7 @@ fn a_cluster_node_serves_listed_ports_without_configuration() {
 
 fn an_unusable_entry_is_reported_on_the_list_and_others_served() {
     let world = world();
-    let site = Site::new(&world, "ports-refused");
+    let site = PortsExample::new(&world, "ports-refused");
     list(&world, "9051");
     until("the port is served", || status(9051) == "200");
 
@@ -416,7 +416,7 @@ fn app(world: &World, port: u16) -> Process {
 /// Two gateways with a list each: neither removes the ports of the other, nor adds them again.
 fn two_lists_for_one_service_leave_each_other_alone() {
     let world = world();
-    let site = Site::new(&world, "ports-two");
+    let site = PortsExample::new(&world, "ports-two");
     let role = r#"{"rules": [
         {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["list", "watch"]},
         {"apiGroups": [""], "resources": ["services"], "verbs": ["list", "watch", "patch"]}

@@ -32,7 +32,7 @@ const KEPT: Duration = Duration::from_secs(2);
 const PLACE: &str = "reviews";
 
 /// A gateway, and an edge on the first node.
-struct Site {
+struct ReviewSetup {
     _gateway: Process,
     _edge: Process,
     ca: PathBuf,
@@ -55,7 +55,7 @@ const WORDS: u16 = 11271;
 const OURS: u16 = 11272;
 const CERTIFICATES: u16 = 11273;
 
-impl Site {
+impl ReviewSetup {
     fn start(world: &World) -> Self {
         let folder = world.path("reviews");
         fs::create_dir_all(&folder).unwrap();
@@ -168,7 +168,7 @@ fn the_cluster_authorizes_kubelet_clients() {
     }));
     account(&world, "prom", &["nodes/metrics"], &["get"]);
     account(&world, "all", &["nodes/proxy"], &["get", "create"]);
-    let site = Site::start(&world);
+    let site = ReviewSetup::start(&world);
     let prom = token(&world, "prom", "");
     rights_that_are_missing_are_named(&world, &site, &prom);
     until("prom's rights are known", || {
@@ -181,7 +181,7 @@ fn the_cluster_authorizes_kubelet_clients() {
     a_deleted_account_is_refused_in_time(&world, &site, &prom);
 }
 
-fn rights_that_are_missing_are_named(world: &World, site: &Site, prom: &str) {
+fn rights_that_are_missing_are_named(world: &World, site: &ReviewSetup, prom: &str) {
     let (status, text) = site.get(API, prom, "/metrics");
     let says =
         "the cluster does not allow this gateway to create tokenreviews.authentication.k8s.io";
@@ -193,7 +193,7 @@ fn rights_that_are_missing_are_named(world: &World, site: &Site, prom: &str) {
     world.cluster.apply_example("egress/reviews.yaml");
 }
 
-fn each_client_has_the_permissions_of_its_role(world: &World, site: &Site, prom: &str) {
+fn each_client_has_the_permissions_of_its_role(world: &World, site: &ReviewSetup, prom: &str) {
     let run = "/run/a/echo/it?cmd=cat%20/tmp/node";
     let bearer = |token: &str| format!("Authorization: Bearer {token}");
     let forbidden = "does not allow system:serviceaccount:reviews:prom";
@@ -244,7 +244,7 @@ fn each_client_has_the_permissions_of_its_role(world: &World, site: &Site, prom:
     );
 }
 
-fn no_spelling_gets_more(site: &Site, prom: &str) {
+fn no_spelling_gets_more(site: &ReviewSetup, prom: &str) {
     for path in [
         "/metrics/../exec/a/echo/it?command=id",
         "/metrics/%2e%2e/pods",
@@ -263,7 +263,7 @@ fn no_spelling_gets_more(site: &Site, prom: &str) {
     }
 }
 
-fn audiences_and_certificates_count(world: &World, site: &Site, prom: &str) {
+fn audiences_and_certificates_count(world: &World, site: &ReviewSetup, prom: &str) {
     let (status, _) = site.get(OURS, prom, "/metrics");
     assert_eq!(
         status, 401,
@@ -284,7 +284,7 @@ fn audiences_and_certificates_count(world: &World, site: &Site, prom: &str) {
     assert_eq!(status, 403, "{text}");
 }
 
-fn a_deleted_account_is_refused_in_time(world: &World, site: &Site, prom: &str) {
+fn a_deleted_account_is_refused_in_time(world: &World, site: &ReviewSetup, prom: &str) {
     assert_eq!(site.get(API, prom, "/metrics").0, 200);
     let delete = format!("delete serviceaccount prom -n {PLACE}");
     world.cluster.kubectl(&delete).run().ok();

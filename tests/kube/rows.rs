@@ -23,7 +23,7 @@ use crate::{
     world::{
         Way, World,
         causeway::{Clients, edge_anew},
-        process::{Program, Ran, until},
+        process::{Program, ToolOutput, until},
         world,
     },
 };
@@ -144,7 +144,7 @@ fn each_says_one_of(world: &World, wanted: &[&str], lines: &[&str]) {
     }
 }
 
-fn exec(world: &World) -> Ran {
+fn exec(world: &World) -> ToolOutput {
     world.cluster.kubectl(UPGRADES[0]).run()
 }
 

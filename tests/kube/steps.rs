@@ -17,7 +17,7 @@ use libtest_mimic::Trial;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use crate::nodes::Passing;
+use crate::nodes::TemporaryNode;
 use crate::world::{
     Way, World, assets,
     image::BUSYBOX,
@@ -33,7 +33,7 @@ pub(crate) const NODES: [(&str, &str); 2] = [("a", "edge-1"), ("b", "edge-2")];
 pub(crate) type Step = (&'static str, fn(&mut World));
 
 /// A step with either kubectl.
-type Session = (&'static str, fn(&World, Which));
+type Session = (&'static str, fn(&World, KubectlVersion));
 
 /// Steps other than sessions. The long silence is last, and runs while others work.
 const STEPS: [Step; 6] = [
@@ -118,11 +118,11 @@ fn trials(
     (new, old): (&[Session], &[Session]),
     steps: &[Step],
 ) -> Vec<Trial> {
-    let new = new.iter().map(|session| (Which::New, *session));
+    let new = new.iter().map(|session| (KubectlVersion::New, *session));
     // Parts that sessions have not shown.
     let rest = if full() { &OLD[..] } else { &[] };
     let old = old.iter().chain(rest);
-    let old = old.map(|session| (Which::Old, *session));
+    let old = old.map(|session| (KubectlVersion::Old, *session));
     let sessions = new.chain(old).map(|(which, (step, run))| {
         let title = format!("{name}::{}_{step}", which.name());
         by(title, way, move |world| {
@@ -149,12 +149,12 @@ pub(crate) fn by(title: String, way: Way, run: impl Fn(&mut World) + Send + 'sta
 
 /// Version of kubectl.
 #[derive(Clone, Copy)]
-enum Which {
+enum KubectlVersion {
     New,
     Old,
 }
 
-impl Which {
+impl KubectlVersion {
     fn name(self) -> &'static str {
         match self {
             Self::New => "kubectl",
@@ -216,7 +216,7 @@ const OLD: [Session; 2] = [
     ("exec_with_a_terminal", exec_with_a_terminal_of),
 ];
 
-fn logs(world: &World, which: Which) {
+fn logs(world: &World, which: KubectlVersion) {
     for (namespace, node) in NODES {
         let logs = format!("logs -n {namespace} ticker");
         let said = which.run(world, &logs).run().ok().text();
@@ -230,13 +230,13 @@ pub(crate) fn the_api_server_comes_back_to_the_same_road(world: &mut World) {
 }
 
 /// A silent log, followed since the API server uses this setup.
-pub(crate) struct Quiet {
+pub(crate) struct SilentLog {
     /// With today's kubectl, and with an old one if all variants are wanted.
     logs: Vec<Process>,
     since: Instant,
 }
 
-impl Quiet {
+impl SilentLog {
     /// Follows the log of a pod on `edge-2`, whose edge no step ends.
     pub(crate) fn begin(world: &World) -> Self {
         let line = "logs -n b -f --tail=1 silent";
@@ -268,7 +268,7 @@ fn logs_follow_across_silence(world: &mut World) {
     }
 }
 
-fn exec_carries_streams_and_codes(world: &World, which: Which) {
+fn exec_carries_streams_and_codes(world: &World, which: KubectlVersion) {
     let ran = which
         .run(world, "exec -n a echo -- sh -c")
         .args(["echo out; echo err >&2; exit 7"])
@@ -284,21 +284,23 @@ fn exec_carries_streams_and_codes(world: &World, which: Which) {
 
 /// A session by SPDY, which only an old kubectl speaks.
 pub(crate) fn spdy(world: &World) {
-    if Which::Old.is_here() {
-        exec_carries_streams_and_codes(world, Which::Old);
+    if KubectlVersion::Old.is_here() {
+        exec_carries_streams_and_codes(world, KubectlVersion::Old);
     }
 }
 
 /// An old kubectl with these arguments, which speaks SPDY.
 pub(crate) fn old_kubectl(world: &World, line: &str) -> Option<Program> {
-    Which::Old.is_here().then(|| Which::Old.run(world, line))
+    KubectlVersion::Old
+        .is_here()
+        .then(|| KubectlVersion::Old.run(world, line))
 }
 
 fn exec_with_a_terminal(world: &mut World) {
-    exec_with_a_terminal_of(world, Which::New);
+    exec_with_a_terminal_of(world, KubectlVersion::New);
 }
 
-fn exec_with_a_terminal_of(world: &World, which: Which) {
+fn exec_with_a_terminal_of(world: &World, which: KubectlVersion) {
     let line = "exec -it -n a echo -- sh -c 'tty; read it; echo got $it'";
     let line = which.line(world, line);
     let mut shell = Program::new("script")
@@ -310,7 +312,7 @@ fn exec_with_a_terminal_of(world: &World, which: Which) {
     assert_eq!(shell.ended().0, Some(0), "{}", shell.said());
 }
 
-fn attach_connects_to_the_running_process(world: &World, which: Which) {
+fn attach_connects_to_the_running_process(world: &World, which: KubectlVersion) {
     let mut attached = which
         .run(world, "attach -i -n b echo")
         .start(&world.path("attach.log"));
@@ -319,7 +321,7 @@ fn attach_connects_to_the_running_process(world: &World, which: Which) {
     attached.says("hello from the cloud");
 }
 
-fn cp_takes_100_mb_both_ways(world: &World, which: Which) {
+fn cp_takes_100_mb_both_ways(world: &World, which: KubectlVersion) {
     let (sent, back) = (world.path("sent"), world.path("back"));
     let bytes = noise(100_000_000);
     fs::write(&sent, &bytes).unwrap();
@@ -342,7 +344,7 @@ fn cp_takes_100_mb_both_ways(world: &World, which: Which) {
     }
 }
 
-fn port_forward_takes_50_at_once(world: &World, which: Which) {
+fn port_forward_takes_50_at_once(world: &World, which: KubectlVersion) {
     let mut forward = which
         .run(world, "port-forward -n b pod/echo 18080:8080")
         .start(&world.path("forward.log"));
@@ -398,7 +400,7 @@ pub(crate) fn a_network_of_two_nodes_names_neither(world: &World, said: fn(&Worl
         let raw = format!("get --raw /api/v1/namespaces/{namespace}/pods/echo:8080/proxy/");
         world.cluster.kubectl(&raw).run().text()
     };
-    let twin = Passing(world, "twin-1");
+    let twin = TemporaryNode(world, "twin-1");
     world.cluster.apply(&json!({
         "apiVersion": "v1", "kind": "Node",
         "metadata": { "name": twin.1, "labels": { "causeway.io/edge": "true" } },

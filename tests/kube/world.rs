@@ -18,20 +18,20 @@ use std::{
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
-use causeway::{Clients, Road};
+use causeway::{CausewayProcesses, Clients};
 use cluster::{Cluster, Flags};
 use node::Node;
 
-use crate::steps::Quiet;
+use crate::steps::SilentLog;
 
 /// The cluster and its nodes.
 pub(crate) struct World {
     pub(crate) folder: PathBuf,
     pub(crate) cluster: Cluster,
     pub(crate) nodes: [Node; 2],
-    road: Option<Road>,
+    road: Option<CausewayProcesses>,
     /// The silent log, with the number of the API server that it goes through.
-    quiet: Option<(usize, Quiet)>,
+    quiet: Option<(usize, SilentLog)>,
 }
 
 /// How the API server reaches nodes.
@@ -157,7 +157,8 @@ impl World {
             road.serves(way, clients, &self.cluster);
             road
         } else {
-            let road = Road::start(&self.folder, &self.cluster, &self.nodes, (way, clients));
+            let road =
+                CausewayProcesses::start(&self.folder, &self.cluster, &self.nodes, (way, clients));
             self.road.insert(road)
         };
         let egress = road.egress(way);
@@ -188,7 +189,7 @@ impl World {
         self.cluster.with(flags);
         let begun = self.cluster.started;
         if self.quiet.as_ref().is_none_or(|(then, _)| *then != begun) {
-            self.quiet = Some((begun, Quiet::begin(self)));
+            self.quiet = Some((begun, SilentLog::begin(self)));
         }
     }
 
@@ -199,17 +200,17 @@ impl World {
     }
 
     /// The log that is followed since the API server was started for this setup.
-    pub(crate) fn quiet(&mut self) -> Quiet {
+    pub(crate) fn quiet(&mut self) -> SilentLog {
         self.quiet.take().expect("`by` comes first").1
     }
 
     /// The gateway and its edges.
-    pub(crate) fn road(&mut self) -> &mut Road {
+    pub(crate) fn road(&mut self) -> &mut CausewayProcesses {
         self.road.as_mut().expect("`by` comes first")
     }
 
     /// The same, for a test that changes nothing of it.
-    pub(crate) fn the_road(&self) -> &Road {
+    pub(crate) fn the_road(&self) -> &CausewayProcesses {
         self.road.as_ref().expect("`by` comes first")
     }
 

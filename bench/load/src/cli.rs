@@ -39,7 +39,7 @@ pub(crate) enum Command {
     /// Load in a closed loop, inside a CONNECT or directly: requests, or bytes
     Connect(Connect),
     /// Make `EndpointSlices` in a cluster, or change them at a rate
-    Slices(Slices),
+    Slices(EndpointSlices),
     /// Watch `EndpointSlices` with many readers, and report how long changes took to reach them
     Readers(Readers),
 }
@@ -97,7 +97,7 @@ pub(crate) struct Fleet {
         default_value_t = 32,
         requires = "handshakes_only"
     )]
-    pub(crate) callers: usize,
+    pub(crate) clients: usize,
     /// Whether TLS sessions are resumed: yes or no
     #[arg(long, default_value = "yes", value_parser = yes_or_no, action = clap::ArgAction::Set)]
     pub(crate) resume: bool,
@@ -126,12 +126,12 @@ pub(crate) struct Link {
     #[arg(long, default_value_t = 1500)]
     pub(crate) mtu: u16,
     #[command(flatten)]
-    pub(crate) way: Way,
+    pub(crate) conditions: LinkConditions,
 }
 
 /// Conditions that a link imposes on the bytes, in each direction separately.
 #[derive(Clone, Copy, Debug, Args)]
-pub(crate) struct Way {
+pub(crate) struct LinkConditions {
     /// Delay of each direction; a round trip takes twice that
     #[arg(long, default_value = "25ms", value_parser = duration)]
     pub(crate) delay: Duration,
@@ -145,7 +145,7 @@ pub(crate) struct Way {
 
 /// Identity of the client: a client certificate.
 #[derive(Clone, Debug, Default, Args)]
-pub(crate) struct Caller {
+pub(crate) struct ClientIdentity {
     /// PEM of the client certificate
     #[arg(long, value_name = "FILE", requires = "key")]
     pub(crate) cert: Option<PathBuf>,
@@ -169,25 +169,25 @@ pub(crate) struct Idle {
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) at_once: usize,
     #[command(flatten)]
-    pub(crate) caller: Caller,
+    pub(crate) caller: ClientIdentity,
 }
 
 #[derive(Debug, Args)]
-#[command(group = clap::ArgGroup::new("road").required(true))]
+#[command(group = clap::ArgGroup::new("route").required(true))]
 #[command(group = clap::ArgGroup::new("bytes"))]
 pub(crate) struct Connect {
     /// Proxy for the CONNECT to the target: an address, or `unix:/path`
-    #[arg(long, value_name = "ADDR", group = "road")]
+    #[arg(long, value_name = "ADDR", group = "route")]
     pub(crate) proxy: Option<ListenAddr>,
     /// Address to dial directly, as if it were the target: an https listener, or an app
-    #[arg(long, value_name = "ADDR", group = "road")]
-    pub(crate) front: Option<ListenAddr>,
+    #[arg(long, value_name = "ADDR", group = "route")]
+    pub(crate) listener: Option<ListenAddr>,
     /// The app, as clients name it
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) target: String,
     /// Number of concurrent clients
     #[arg(long, value_name = "N", default_value_t = 1)]
-    pub(crate) callers: usize,
+    pub(crate) clients: usize,
     /// Duration
     #[arg(long = "for", default_value = "10s", value_parser = duration)]
     pub(crate) lasting: Duration,
@@ -219,11 +219,11 @@ pub(crate) struct Connect {
     #[arg(long, default_value = "no", value_parser = yes_or_no, action = clap::ArgAction::Set)]
     pub(crate) resume: bool,
     #[command(flatten)]
-    pub(crate) caller: Caller,
+    pub(crate) caller: ClientIdentity,
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct Slices {
+pub(crate) struct EndpointSlices {
     /// The cluster's API; over https any certificate is accepted
     #[arg(long)]
     pub(crate) url: http::Uri,
@@ -245,9 +245,9 @@ pub(crate) struct Slices {
     pub(crate) mark: char,
     /// Number of connections
     #[arg(long, value_name = "N", default_value_t = 16)]
-    pub(crate) callers: usize,
+    pub(crate) clients: usize,
     #[command(flatten)]
-    pub(crate) caller: Caller,
+    pub(crate) caller: ClientIdentity,
 }
 
 #[derive(Debug, Args)]
@@ -268,7 +268,7 @@ pub(crate) struct Readers {
     #[arg(long)]
     pub(crate) json: bool,
     #[command(flatten)]
-    pub(crate) caller: Caller,
+    pub(crate) caller: ClientIdentity,
 }
 
 fn threads(text: &str) -> Result<usize, String> {

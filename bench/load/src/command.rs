@@ -5,10 +5,10 @@ mod connect;
 mod fleet;
 mod idle;
 mod link;
+mod link_queue;
 mod mint;
 mod readers;
 mod slices;
-mod way;
 
 use crate::{cli::Command, stop::Stop};
 

@@ -8,9 +8,9 @@ use bytes::{Buf, BufMut, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// A connection of any kind.
-pub(crate) trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
+pub(crate) trait IoStream: AsyncRead + AsyncWrite + Send + Unpin {}
 
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> IoStream for T {}
 
 /// Space for each read.
 const READ: usize = 256 << 10;
@@ -25,7 +25,7 @@ const FIELDS: usize = 64;
 
 /// A connection with its bytes that were read and not used yet.
 pub(crate) struct Connection {
-    io: Box<dyn Io>,
+    io: Box<dyn IoStream>,
     unread: BytesMut,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct Head {
 
 impl Connection {
     /// A connection without traffic so far.
-    pub(crate) fn new(io: impl Io + 'static) -> Self {
+    pub(crate) fn new(io: impl IoStream + 'static) -> Self {
         Self {
             io: Box::new(io),
             unread: BytesMut::new(),

@@ -10,7 +10,7 @@ mod files;
 mod http1;
 mod measure;
 mod report;
-mod road;
+mod route;
 mod stop;
 
 use clap::Parser;

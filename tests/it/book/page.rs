@@ -6,7 +6,7 @@
 
 use super::blocks::{Block, blocks};
 use crate::world::{
-    process::{Causeway, Ended, Process, binary, program},
+    process::{Causeway, ExitedProcess, Process, binary, program},
     until,
 };
 use std::{
@@ -147,7 +147,7 @@ impl Page {
     }
 
     /// Runs the block with this text to its end.
-    pub(super) async fn run(&mut self, part: &str) -> Ended {
+    pub(super) async fn run(&mut self, part: &str) -> ExitedProcess {
         self.start(part).ended().await.ok()
     }
 

@@ -2,7 +2,7 @@
 
 use super::{blocks::ROOT, page::Page};
 use crate::world::{
-    process::{Ended, Process},
+    process::{ExitedProcess, Process},
     tool::kubectl,
 };
 
@@ -79,7 +79,7 @@ esac"#;
 }
 
 /// The demo, and each command that it prints.
-async fn demo(page: &mut Page) -> Ended {
+async fn demo(page: &mut Page) -> ExitedProcess {
     cargo(page).await;
     let mut demo = page.start("cargo run");
     demo.line("ready", |line| line == "ready").await;

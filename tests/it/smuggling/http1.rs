@@ -1,8 +1,8 @@
 //! Cases of HTTP/1.1: bytes in, answers out.
 
-use super::{AFTER, Expect, First, Ground, Seen, bytes, cases, report};
+use super::{AFTER, Expect, FirstRequest, SeenRequest, TestSetup, bytes, cases, report};
 use crate::{
-    road::Road,
+    testbed::TestBed,
     world::{GATEWAY_NAME, PATIENCE, client::Wire},
 };
 use serde::Deserialize;
@@ -36,7 +36,7 @@ impl Case {
 
 #[tokio::test]
 async fn ambiguous_bytes_are_refused_or_parsed_as_one_request() {
-    let ground = Ground::new().await;
+    let ground = TestSetup::new().await;
     let cases = cases::<Case>("http1.json");
     let mut faults = Vec::new();
     for listener in ["https", "plain"] {
@@ -45,8 +45,8 @@ async fn ambiguous_bytes_are_refused_or_parsed_as_one_request() {
                 continue;
             }
             let mut wire: Box<dyn Wire> = match listener {
-                "https" => Box::new(ground.road.tls().await),
-                _ => Box::new(ground.road.tcp(listener).await),
+                "https" => Box::new(ground.testbed.tls().await),
+                _ => Box::new(ground.testbed.tcp(listener).await),
             };
             let seen = play(&mut *wire, case).await;
             drop(wire);
@@ -58,18 +58,18 @@ async fn ambiguous_bytes_are_refused_or_parsed_as_one_request() {
     report("http1", 90, cases.len(), &faults);
 }
 
-async fn play(wire: &mut dyn Wire, case: &Case) -> Seen {
+async fn play(wire: &mut dyn Wire, case: &Case) -> SeenRequest {
     let sent = case.bytes();
     // A listener may close before it has read everything.
     let _ = wire.write_all(&sent).await;
     let _ = wire.flush().await;
-    let mut first = First::Ended("closed");
+    let mut first = FirstRequest::ExitedProcess("closed");
     let head = sent.starts_with(b"HEAD ");
     for _ in 0..case.expect.requests.len().max(1) {
         match answer(wire, head).await {
-            Some(status) => first = First::Status(status),
+            Some(status) => first = FirstRequest::Status(status),
             None => {
-                return Seen {
+                return SeenRequest {
                     first,
                     after: false,
                 };
@@ -84,7 +84,7 @@ async fn play(wire: &mut dyn Wire, case: &Case) -> Seen {
     assert_eq!(more, None, "an answer that nobody asked for: {}", case.name);
     let served = after == Some(200);
     assert!(served || after.is_none(), "behind {}: {after:?}", case.name);
-    Seen {
+    SeenRequest {
         first,
         after: served,
     }
@@ -117,8 +117,8 @@ async fn answer(wire: &mut dyn Wire, head_only: bool) -> Option<u16> {
 }
 
 /// Sends a CONNECT and ends the session, if there is one; returns the answer's status.
-pub(super) async fn connect(road: &Road, sent: &[u8]) -> u16 {
-    let client = road.client_at("connect");
+pub(super) async fn connect(testbed: &TestBed, sent: &[u8]) -> u16 {
+    let client = testbed.client_at("connect");
     let mut wire = client
         .tls_stream(GATEWAY_NAME, &["http/1.1"])
         .await

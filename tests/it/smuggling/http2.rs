@@ -1,6 +1,6 @@
 //! Cases of HTTP/2: field lists and bodies that no library would send.
 
-use super::{AFTER, Expect, First, Ground, Seen, bytes, cases, report};
+use super::{AFTER, Expect, FirstRequest, SeenRequest, TestSetup, bytes, cases, report};
 use crate::world::{
     PATIENCE,
     client::Wire,
@@ -72,15 +72,15 @@ impl Case {
     }
 }
 
-type Raw = Vec<(Vec<u8>, Vec<u8>)>;
+type RawHeaders = Vec<(Vec<u8>, Vec<u8>)>;
 
-fn raw(list: &[(String, String)], scheme: &str) -> Raw {
+fn raw(list: &[(String, String)], scheme: &str) -> RawHeaders {
     let pair =
         |(name, value): &(String, String)| (bytes(name), bytes(&value.replace("{scheme}", scheme)));
     list.iter().map(pair).collect()
 }
 
-fn ordinary(path: &str, scheme: &str) -> Raw {
+fn ordinary(path: &str, scheme: &str) -> RawHeaders {
     let list = [
         (":method", "GET"),
         (":scheme", scheme),
@@ -92,7 +92,7 @@ fn ordinary(path: &str, scheme: &str) -> Raw {
 
 #[tokio::test]
 async fn http2_fields_without_http1_form_are_refused_or_one_request() {
-    let ground = Ground::new().await;
+    let ground = TestSetup::new().await;
     let cases = cases::<Case>("http2.json");
     let mut faults = Vec::new();
     for (listener, scheme) in [("https", "https"), ("plain", "http")] {
@@ -102,10 +102,10 @@ async fn http2_fields_without_http1_form_are_refused_or_one_request() {
             }
             let mut wire: Box<dyn Wire> = match listener {
                 "https" => {
-                    let client = ground.road.client();
+                    let client = ground.testbed.client();
                     Box::new(client.tls_stream("edge-1", &["h2"]).await.unwrap())
                 }
-                _ => Box::new(ground.road.tcp(listener).await),
+                _ => Box::new(ground.testbed.tcp(listener).await),
             };
             let played = timeout(PATIENCE, play(&mut *wire, case, scheme)).await;
             let seen = played.unwrap_or_else(|_| panic!("{}: nothing came", case.name));
@@ -118,14 +118,14 @@ async fn http2_fields_without_http1_form_are_refused_or_one_request() {
     report("http2", 45, cases.len(), &faults);
 }
 
-async fn play(wire: &mut dyn Wire, case: &Case, scheme: &str) -> Seen {
+async fn play(wire: &mut dyn Wire, case: &Case, scheme: &str) -> SeenRequest {
     let mut sent = frames::PREFACE.to_vec();
     sent.extend(frames::settings(&[(HEADER_TABLE_SIZE, 0)]));
     sent.extend(case.frames(scheme));
     let _ = frames::send(wire, &sent).await;
     let first = outcome(wire, 1).await;
-    if first == First::Ended("goaway") {
-        return Seen {
+    if first == FirstRequest::ExitedProcess("goaway") {
+        return SeenRequest {
             first,
             after: false,
         };
@@ -133,25 +133,29 @@ async fn play(wire: &mut dyn Wire, case: &Case, scheme: &str) -> Seen {
     let block = frames::fields(&ordinary(AFTER, scheme));
     let head = frames::frame(HEADERS, END_HEADERS | END_STREAM, 3, &block);
     let _ = frames::send(wire, &head).await;
-    let after = outcome(wire, 3).await == First::Status(200);
-    Seen { first, after }
+    let after = outcome(wire, 3).await == FirstRequest::Status(200);
+    SeenRequest { first, after }
 }
 
 /// The end of a stream.
-async fn outcome(wire: &mut dyn Wire, stream: u32) -> First {
+async fn outcome(wire: &mut dyn Wire, stream: u32) -> FirstRequest {
     let mut status = None;
     loop {
         let Ok(frame) = frames::next(wire).await else {
-            return First::Ended("goaway");
+            return FirstRequest::ExitedProcess("goaway");
         };
         match frame.kind {
             SETTINGS if frame.flags == 0 => {
                 let _ = frames::send(wire, &frames::frame(SETTINGS, frames::ACK, 0, &[])).await;
             }
-            GOAWAY if frame.payload[4..8] != [0; 4] => return First::Ended("goaway"),
-            RST_STREAM if frame.stream == stream => return status.unwrap_or(First::Ended("reset")),
+            GOAWAY if frame.payload[4..8] != [0; 4] => {
+                return FirstRequest::ExitedProcess("goaway");
+            }
+            RST_STREAM if frame.stream == stream => {
+                return status.unwrap_or(FirstRequest::ExitedProcess("reset"));
+            }
             HEADERS if frame.stream == stream => {
-                let found = First::Status(frame.status());
+                let found = FirstRequest::Status(frame.status());
                 if frame.ends() {
                     return found;
                 }

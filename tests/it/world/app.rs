@@ -11,7 +11,7 @@ mod script;
 mod tests;
 mod wire;
 
-pub(crate) use script::{Gate, Script};
+pub(crate) use script::{PauseGate, Script};
 pub(crate) use wire::Head;
 
 use rustls::ServerConfig;
@@ -35,7 +35,7 @@ use tokio::{
     time::timeout,
 };
 use tokio_rustls::TlsAcceptor;
-use wire::Wire;
+use wire::BufferedSocket;
 
 /// Number of bytes that the system buffers of an upstream's response that the peer does not read.
 const SEND: usize = 256 << 10;
@@ -61,15 +61,15 @@ struct Record {
     requests: AtomicUsize,
 }
 
-type Seen<T> = Mutex<UnboundedReceiver<T>>;
+type Receiver<T> = Mutex<UnboundedReceiver<T>>;
 
 /// A running app; dropping it ends its listener and its connections.
 pub(crate) struct App {
     address: SocketAddr,
     record: Arc<Record>,
-    heads: Seen<Head>,
-    bodies: Seen<Vec<u8>>,
-    ends: Seen<End>,
+    heads: Receiver<Head>,
+    bodies: Receiver<Vec<u8>>,
+    ends: Receiver<End>,
     /// Bound and never listened on, for `refusing`: the kernel refuses connections, and no other process gets the port.
     _reserved: Option<Socket>,
     serving: JoinSet<()>,
@@ -79,7 +79,7 @@ impl App {
     /// An HTTP/1.1 app with keep-alive: `choose` picks the script from each request's head, before its body
     /// has been read.
     pub(crate) async fn http(choose: impl Fn(&Head) -> Script + Send + Sync + 'static) -> Self {
-        Self::start(Arc::new(Play::Http(Box::new(choose)))).await
+        Self::start(Arc::new(Behaviour::Http(Box::new(choose)))).await
     }
 
     /// The same over TLS.
@@ -87,12 +87,16 @@ impl App {
         tls: Arc<ServerConfig>,
         choose: impl Fn(&Head) -> Script + Send + Sync + 'static,
     ) -> Self {
-        Self::start_with(Arc::new(Play::Http(Box::new(choose))), Some(tls.into())).await
+        Self::start_with(
+            Arc::new(Behaviour::Http(Box::new(choose))),
+            Some(tls.into()),
+        )
+        .await
     }
 
     /// An app that plays the same script on each connection and then closes it.
     pub(crate) async fn tcp(script: Script) -> Self {
-        Self::start(Arc::new(Play::Tcp(script))).await
+        Self::start(Arc::new(Behaviour::Tcp(script))).await
     }
 
     /// An address that refuses connections.
@@ -179,11 +183,11 @@ impl App {
         }
     }
 
-    async fn start(play: Arc<Play>) -> Self {
+    async fn start(play: Arc<Behaviour>) -> Self {
         Self::start_with(play, None).await
     }
 
-    async fn start_with(play: Arc<Play>, tls: Option<TlsAcceptor>) -> Self {
+    async fn start_with(play: Arc<Behaviour>, tls: Option<TlsAcceptor>) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let mut app = Self::new(listener.local_addr().unwrap(), None);
         let record = app.record.clone();
@@ -198,7 +202,7 @@ impl App {
                 record.connections.fetch_add(1, Ordering::SeqCst);
                 let (play, record) = (play.clone(), record.clone());
                 match tls.clone() {
-                    None => connections.spawn(serve(Wire::new(socket), play, record)),
+                    None => connections.spawn(serve(BufferedSocket::new(socket), play, record)),
                     Some(tls) => connections.spawn(async move {
                         // The peer rejects the certificate, or shows none: it is gone.
                         if let Ok(tls) = tls.accept(socket).await {
@@ -209,7 +213,7 @@ impl App {
                                 .lock()
                                 .unwrap()
                                 .extend(shown.map(|leaf| leaf.to_vec()));
-                            serve(Wire::new(tls), play, record).await;
+                            serve(BufferedSocket::new(tls), play, record).await;
                         }
                     }),
                 };
@@ -219,7 +223,7 @@ impl App {
     }
 }
 
-async fn next<T>(seen: &Seen<T>, what: &str) -> T {
+async fn next<T>(seen: &Receiver<T>, what: &str) -> T {
     timeout(PATIENCE, async { seen.lock().await.recv().await })
         .await
         .unwrap_or_else(|_| panic!("the app saw no {what} within {PATIENCE:?}"))
@@ -227,18 +231,18 @@ async fn next<T>(seen: &Seen<T>, what: &str) -> T {
 }
 
 /// Behaviour of an upstream on a connection.
-enum Play {
+enum Behaviour {
     Http(Box<dyn Fn(&Head) -> Script + Send + Sync>),
     Tcp(Script),
 }
 
-async fn serve(mut wire: Wire, play: Arc<Play>, record: Arc<Record>) {
+async fn serve(mut wire: BufferedSocket, play: Arc<Behaviour>, record: Arc<Record>) {
     let ended = match &*play {
-        Play::Tcp(script) => match script.play(&mut wire, None, &record).await {
+        Behaviour::Tcp(script) => match script.play(&mut wire, None, &record).await {
             Outcome::Gone(end) => Some(end),
             Outcome::Done | Outcome::Over => None,
         },
-        Play::Http(choose) => serve_requests(&mut wire, choose, &record).await,
+        Behaviour::Http(choose) => serve_requests(&mut wire, choose, &record).await,
     };
     if let Some(end) = ended {
         let _ = record.ends.send(end);
@@ -246,7 +250,7 @@ async fn serve(mut wire: Wire, play: Arc<Play>, record: Arc<Record>) {
 }
 
 async fn serve_requests(
-    wire: &mut Wire,
+    wire: &mut BufferedSocket,
     choose: &(dyn Fn(&Head) -> Script + Send + Sync),
     record: &Record,
 ) -> Option<End> {

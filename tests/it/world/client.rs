@@ -43,7 +43,7 @@ pub(crate) type Body = BoxBody<Bytes, io::Error>;
 
 /// Address of a listener.
 #[derive(Clone, Debug)]
-pub(crate) enum Place {
+pub(crate) enum ListenerAddress {
     /// TCP with TLS on it.
     Tls(SocketAddr),
     /// Bare TCP.
@@ -55,7 +55,7 @@ pub(crate) enum Place {
 /// Client of a listener.
 #[derive(Clone)]
 pub(crate) struct Client {
-    place: Place,
+    place: ListenerAddress,
     root: CertificateDer<'static>,
     leaf: Option<LeafCertificate>,
     from: Option<IpAddr>,
@@ -67,7 +67,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    pub(crate) fn new(place: Place, root: &CertificateDer<'static>, log: Log) -> Self {
+    pub(crate) fn new(place: ListenerAddress, root: &CertificateDer<'static>, log: Log) -> Self {
         Self {
             place,
             root: root.clone(),
@@ -88,7 +88,7 @@ impl Client {
     }
 
     /// Connects to another address.
-    pub(crate) fn at(mut self, place: Place) -> Self {
+    pub(crate) fn at(mut self, place: ListenerAddress) -> Self {
         self.place = place;
         self
     }
@@ -213,9 +213,9 @@ impl Client {
     /// A bare connection to the listener, through TLS if it speaks that.
     pub(crate) async fn wire(&self, sni: &str, alpn: &[&str]) -> Result<Box<dyn Wire>, CallError> {
         Ok(match &self.place {
-            Place::Tls(_) => Box::new(self.tls_stream(sni, alpn).await?),
-            Place::Plain(_) => Box::new(self.dial().await?),
-            Place::Unix(path) => Box::new(UnixStream::connect(path).await?),
+            ListenerAddress::Tls(_) => Box::new(self.tls_stream(sni, alpn).await?),
+            ListenerAddress::Plain(_) => Box::new(self.dial().await?),
+            ListenerAddress::Unix(path) => Box::new(UnixStream::connect(path).await?),
         })
     }
 
@@ -238,7 +238,7 @@ impl Client {
     }
 
     async fn dial(&self) -> io::Result<TcpStream> {
-        let (Place::Tls(address) | Place::Plain(address)) = self.place else {
+        let (ListenerAddress::Tls(address) | ListenerAddress::Plain(address)) = self.place else {
             panic!("{:?} has no address", self.place);
         };
         let socket = TcpSocket::new_v4()?;

@@ -6,7 +6,7 @@
 use super::{
     LIFE, PATIENCE,
     frames::{self, DATA, END_HEADERS, Frame, HEADERS, PREFACE, SETTINGS, STATUS_200},
-    process::Site,
+    process::GatewayProcess,
 };
 use causeway_certs::{
     EdgeIdentity, NodeName, NodeRecord, OpenMode, PrivateKey, Store, VerifiedPublicKey,
@@ -57,14 +57,14 @@ fn identity(data: &Path) -> EdgeIdentity {
 }
 
 /// One tunnel of it.
-pub(crate) struct Evil {
+pub(crate) struct HostileTunnel {
     read: ReadHalf<TlsStream<TcpStream>>,
     write: WriteHalf<TlsStream<TcpStream>>,
 }
 
-impl Evil {
+impl HostileTunnel {
     /// Performs TLS and SETTINGS: the control stream is open, and the gateway's hello is not answered.
-    pub(crate) async fn greeted(site: &Site) -> Self {
+    pub(crate) async fn greeted(site: &GatewayProcess) -> Self {
         install_provider();
         let config = verify::tunnel_client(&identity(&site.data())).unwrap();
         let tcp = TcpStream::connect(&site.tunnel).await.unwrap();
@@ -83,12 +83,12 @@ impl Evil {
     }
 
     /// A tunnel that is registered: the next frames are clients' streams.
-    pub(crate) async fn registered(site: &Site) -> Self {
+    pub(crate) async fn registered(site: &GatewayProcess) -> Self {
         Self::registered_as(site, 0).await
     }
 
     /// The same, as the tunnel of this slot of the node.
-    pub(crate) async fn registered_as(site: &Site, slot: u32) -> Self {
+    pub(crate) async fn registered_as(site: &GatewayProcess, slot: u32) -> Self {
         let mut evil = Self::greeted(site).await.welcome(slot).await;
         let said = |frame: &Frame| {
             let text = String::from_utf8_lossy(&frame.payload);

@@ -3,7 +3,7 @@
 //! On the test's own thread unless it asks for workers. The `https` listener exists from the beginning; a test adds others
 //! with their differences.
 
-use super::{GATEWAY_NAME, PATIENCE, World, client::Place, folder, log::Log, until};
+use super::{GATEWAY_NAME, PATIENCE, World, client::ListenerAddress, folder, log::Log, until};
 use causeway_certs::{
     Ca, OpenMode, StaticTokens, Store, StoreError, TrustDomain, install_provider,
 };
@@ -292,13 +292,13 @@ impl Running {
         Ok(changed)
     }
 
-    pub(super) fn place(&self, name: &str) -> Place {
+    pub(super) fn place(&self, name: &str) -> ListenerAddress {
         let listener = self.listeners.iter().find(|listener| listener.name == name);
         let listener = listener.unwrap_or_else(|| panic!("there is no listener {name:?}"));
         match &listener.listen {
-            ListenAddr::Unix(path) => Place::Unix(path.clone()),
-            ListenAddr::Tcp(address) if listener.has_tls() => Place::Tls(*address),
-            ListenAddr::Tcp(address) => Place::Plain(*address),
+            ListenAddr::Unix(path) => ListenerAddress::Unix(path.clone()),
+            ListenAddr::Tcp(address) if listener.has_tls() => ListenerAddress::Tls(*address),
+            ListenAddr::Tcp(address) => ListenerAddress::Plain(*address),
         }
     }
 

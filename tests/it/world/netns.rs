@@ -72,9 +72,9 @@ fn must(program: &str, line: &str) {
 }
 
 /// This thread is in a namespace; dropping the value returns it to the previous one.
-pub(crate) struct Inside(File);
+pub(crate) struct NamespaceGuard(File);
 
-impl Inside {
+impl NamespaceGuard {
     fn enter(name: &str) -> Self {
         let before = File::open("/proc/thread-self/ns/net").unwrap();
         let there = File::open(format!("/run/netns/{name}")).unwrap();
@@ -83,7 +83,7 @@ impl Inside {
     }
 }
 
-impl Drop for Inside {
+impl Drop for NamespaceGuard {
     fn drop(&mut self) {
         // A thread that cannot return must not continue in the wrong namespace.
         setns(&self.0, CloneFlags::CLONE_NEWNET).unwrap();
@@ -139,14 +139,14 @@ fn settings(name: &str) -> PathBuf {
 }
 
 /// The street, with the gateway's host on it. The thread that made it is in that namespace.
-pub(crate) struct Street {
-    _inside: Inside,
+pub(crate) struct SharedNetwork {
+    _inside: NamespaceGuard,
     hub: Space,
     hosts: AtomicU32,
     switches: AtomicU32,
 }
 
-impl Street {
+impl SharedNetwork {
     /// A street without hosts.
     pub(crate) fn new() -> Self {
         let hub = Space::new();
@@ -157,7 +157,7 @@ impl Street {
         hub.nft("add set inet cut away { type ipv4_addr ; }");
         hub.nft("add rule inet cut in ip saddr @away drop");
         Self {
-            _inside: Inside::enter(&hub.0),
+            _inside: NamespaceGuard::enter(&hub.0),
             hub,
             hosts: AtomicU32::new(0),
             switches: AtomicU32::new(0),
@@ -246,7 +246,7 @@ impl Switch {
 
 /// A host on the street.
 pub(crate) struct Host<'a> {
-    street: &'a Street,
+    street: &'a SharedNetwork,
     space: Space,
     address: Ipv4Addr,
 }
@@ -273,8 +273,8 @@ impl Host<'_> {
     }
 
     /// Moves this thread to the host: sockets that listen from now on listen on that host.
-    pub(crate) fn enter(&self) -> Inside {
-        Inside::enter(&self.space.0)
+    pub(crate) fn enter(&self) -> NamespaceGuard {
+        NamespaceGuard::enter(&self.space.0)
     }
 
     /// The binary, to run on the host.

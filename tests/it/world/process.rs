@@ -7,7 +7,7 @@
 mod site;
 mod usage;
 
-pub(crate) use site::{OPEN, Site, address_after};
+pub(crate) use site::{GatewayProcess, OPEN, address_after};
 pub(crate) use usage::Usage;
 
 use super::tool::Tool;
@@ -171,7 +171,7 @@ impl Causeway {
     }
 
     /// Runs it to its end.
-    pub(crate) async fn run(self) -> Ended {
+    pub(crate) async fn run(self) -> ExitedProcess {
         self.start().ended().await
     }
 }
@@ -287,7 +287,7 @@ impl Process {
     }
 
     /// Waits for its end.
-    pub(crate) async fn ended(mut self) -> Ended {
+    pub(crate) async fn ended(mut self) -> ExitedProcess {
         let ended = timeout(PATIENCE, async {
             let status = self.child.wait().await.unwrap();
             while self.readers.join_next().await.is_some() {}
@@ -297,7 +297,7 @@ impl Process {
             panic!("{} did not end in time: {:#?}", self.what, self.written());
         };
         let Output { stdout, stderr } = self.written();
-        Ended {
+        ExitedProcess {
             code: status.code(),
             stdout,
             stderr,
@@ -305,7 +305,7 @@ impl Process {
     }
 
     /// Requests its end, and waits for it.
-    pub(crate) async fn stop(self) -> Ended {
+    pub(crate) async fn stop(self) -> ExitedProcess {
         self.signal("TERM").await;
         self.ended().await
     }
@@ -330,14 +330,14 @@ impl Process {
 
 /// A process that has ended.
 #[derive(Debug)]
-pub(crate) struct Ended {
+pub(crate) struct ExitedProcess {
     /// `None` if a signal ended it.
     pub(crate) code: Option<i32>,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
 }
 
-impl Ended {
+impl ExitedProcess {
     /// Returns it, after checking that it ended with success.
     pub(crate) fn ok(self) -> Self {
         self.with_code(0)

@@ -17,7 +17,7 @@ const ANSWER: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nit";
 
 /// Bytes that a connection delivered as one request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Arrived {
+pub(crate) struct ReceivedRequest {
     pub(crate) method: String,
     pub(crate) target: String,
     /// In order; bytes are characters.
@@ -26,7 +26,7 @@ pub(crate) struct Arrived {
     pub(crate) body: Option<String>,
 }
 
-impl Arrived {
+impl ReceivedRequest {
     /// The values of the fields of one name.
     pub(crate) fn values(&self, name: &str) -> Vec<&str> {
         let mut fields: Vec<_> = self.fields.iter().collect();
@@ -38,7 +38,7 @@ impl Arrived {
     }
 }
 
-type Seen = Arc<Mutex<Vec<Result<Arrived, String>>>>;
+type Seen = Arc<Mutex<Vec<Result<ReceivedRequest, String>>>>;
 
 /// The app; dropping it ends it.
 pub(crate) struct Recorder {
@@ -75,7 +75,7 @@ impl Recorder {
 
     /// Returns the requests since the last call, in order of their beginning. A fault is input that no strict parser would
     /// accept.
-    pub(crate) fn take(&self) -> Vec<Result<Arrived, String>> {
+    pub(crate) fn take(&self) -> Vec<Result<ReceivedRequest, String>> {
         std::mem::take(&mut self.seen.lock().unwrap())
     }
 }
@@ -109,7 +109,7 @@ async fn serve(mut socket: TcpStream, seen: Seen) {
         let Some(body) = body(&mut socket, &mut bytes, &arrived).await else {
             return;
         };
-        let entry = body.map(|body| Arrived {
+        let entry = body.map(|body| ReceivedRequest {
             body: Some(body),
             ..arrived
         });
@@ -127,7 +127,7 @@ async fn serve(mut socket: TcpStream, seen: Seen) {
 async fn body(
     socket: &mut TcpStream,
     bytes: &mut Vec<u8>,
-    head: &Arrived,
+    head: &ReceivedRequest,
 ) -> Option<Result<String, String>> {
     if !head.values("transfer-encoding").is_empty() {
         return chunks(socket, bytes).await;
@@ -189,7 +189,7 @@ pub(crate) fn text(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| char::from(*byte)).collect()
 }
 
-fn parse(head: &str) -> Result<Arrived, &'static str> {
+fn parse(head: &str) -> Result<ReceivedRequest, &'static str> {
     let head = head.strip_suffix("\r\n\r\n").ok_or("no end")?;
     let mut lines = head.split("\r\n");
     let ours = |c: char| c == '\t' || !c.is_ascii_control();
@@ -204,10 +204,10 @@ fn parse(head: &str) -> Result<Arrived, &'static str> {
     if target.is_empty() || target.chars().any(|c| c <= ' ' || c == '\x7f') {
         return Err("the target has a control character");
     }
-    let mut arrived = Arrived {
+    let mut arrived = ReceivedRequest {
         method: method.into(),
         target: target.into(),
-        ..Arrived::default()
+        ..ReceivedRequest::default()
     };
     for line in lines {
         let (name, value) = line.split_once(':').ok_or("a line has no colon")?;

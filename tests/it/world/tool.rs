@@ -236,7 +236,7 @@ impl Tool {
     }
 
     /// Runs the child to its end.
-    pub(crate) async fn run(mut self) -> Ran {
+    pub(crate) async fn run(mut self) -> ToolOutput {
         let input = std::mem::take(&mut self.input);
         let mut running = self.start();
         let input = async {
@@ -323,7 +323,7 @@ impl Running {
     }
 
     /// Waits until the child ends by itself; its input stays open.
-    pub(crate) async fn over(mut self) -> Ran {
+    pub(crate) async fn over(mut self) -> ToolOutput {
         let input = self.stdin.take();
         let ran = self.finish().await;
         drop(input);
@@ -331,7 +331,7 @@ impl Running {
     }
 
     /// Waits for the child's end, and closes its input; returns the output that no `line` has read.
-    pub(crate) async fn finish(mut self) -> Ran {
+    pub(crate) async fn finish(mut self) -> ToolOutput {
         self.stdin = None;
         let ended = ended(&mut self.child, &mut self.lines);
         timeout(self.patience, ended)
@@ -340,7 +340,7 @@ impl Running {
     }
 }
 
-async fn ended(child: &mut Child, lines: &mut Lines<BufReader<ChildStdout>>) -> Ran {
+async fn ended(child: &mut Child, lines: &mut Lines<BufReader<ChildStdout>>) -> ToolOutput {
     let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
     let mut errors = child.stderr.take().unwrap();
     let (status, ..) = tokio::join!(
@@ -348,7 +348,7 @@ async fn ended(child: &mut Child, lines: &mut Lines<BufReader<ChildStdout>>) -> 
         lines.get_mut().read_to_end(&mut stdout),
         errors.read_to_end(&mut stderr),
     );
-    Ran {
+    ToolOutput {
         status: status.unwrap(),
         stdout,
         stderr: String::from_utf8_lossy(&stderr).into_owned(),
@@ -357,7 +357,7 @@ async fn ended(child: &mut Child, lines: &mut Lines<BufReader<ChildStdout>>) -> 
 
 /// A child that has ended.
 #[derive(Debug)]
-pub(crate) struct Ran {
+pub(crate) struct ToolOutput {
     /// How it ended.
     pub(crate) status: ExitStatus,
     /// Standard output of the program.
@@ -366,7 +366,7 @@ pub(crate) struct Ran {
     pub(crate) stderr: String,
 }
 
-impl Ran {
+impl ToolOutput {
     /// Returns it, after checking that it ended with success.
     pub(crate) fn ok(self) -> Self {
         let (status, stdout) = (self.status, String::from_utf8_lossy(&self.stdout));

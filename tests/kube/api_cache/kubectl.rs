@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::scene::{Edge, Scene};
-use crate::world::process::{Ran, until, within};
+use crate::world::process::{ToolOutput, until, within};
 
 /// Time until a change is visible on a node.
 const SEEN: Duration = Duration::from_secs(5);
@@ -23,7 +23,7 @@ fn expose(scene: &Scene, name: &str) {
 fn same(scene: &Scene, line: &str) -> String {
     let mut said = Vec::new();
     let equal = within(SEEN, || {
-        let cloud: Ran = scene.cluster.kubectl("get").words(line).run();
+        let cloud: ToolOutput = scene.cluster.kubectl("get").words(line).run();
         let edges = scene.edges.iter().map(|edge| edge.get(line));
         said = [cloud]
             .into_iter()
@@ -36,7 +36,7 @@ fn same(scene: &Scene, line: &str) -> String {
     said.swap_remove(0)
 }
 
-fn told(ran: &Ran) -> String {
+fn told(ran: &ToolOutput) -> String {
     ran.text() + &ran.stderr
 }
 

@@ -84,13 +84,13 @@ async fn client(at: &str) -> Client {
 }
 
 /// Last reported name and version of each object.
-type Known = HashMap<ObjectRef<DynamicObject>, Value>;
+type KnownObjects = HashMap<ObjectRef<DynamicObject>, Value>;
 
 async fn follow(api: Api<DynamicObject>, kind: ApiResource, config: watcher::Config) {
     let writer = Writer::new(kind.clone());
     let store = writer.as_reader();
     let mut events = pin!(reflector(writer, watcher(api, config).default_backoff()));
-    let mut known = Known::new();
+    let mut known = KnownObjects::new();
     while let Some(event) = events.next().await {
         match event {
             Ok(Event::Init | Event::InitApply(_)) => {}
@@ -112,7 +112,7 @@ async fn follow(api: Api<DynamicObject>, kind: ApiResource, config: watcher::Con
 }
 
 /// Prints all objects of the store after a list, and those that it no longer has.
-fn listed(store: &Store<DynamicObject>, kind: &ApiResource, known: &mut Known) {
+fn listed(store: &Store<DynamicObject>, kind: &ApiResource, known: &mut KnownObjects) {
     let mut before = std::mem::take(known);
     for object in store.state() {
         before.remove(&object.to_object_ref(kind.clone()));
@@ -125,7 +125,7 @@ fn listed(store: &Store<DynamicObject>, kind: &ApiResource, known: &mut Known) {
     say(&json!({ "event": "synced" }));
 }
 
-fn said(object: &DynamicObject, kind: &ApiResource, known: &mut Known) {
+fn said(object: &DynamicObject, kind: &ApiResource, known: &mut KnownObjects) {
     let words = words("updated", object);
     say(&words);
     known.insert(object.to_object_ref(kind.clone()), words);

@@ -19,7 +19,7 @@ use crate::world::{
     cluster::Cluster,
     net::{self, CLOUD, Site},
     pki::Pki,
-    process::{PATIENCE, Process, Program, Ran, until, within},
+    process::{PATIENCE, Process, Program, ToolOutput, until, within},
 };
 
 /// Endpoints at which programs on a node read, without TLS and with TLS.
@@ -382,7 +382,7 @@ impl Edge {
     }
 
     /// Runs `kubectl get` there.
-    pub(super) fn get(&self, line: &str) -> Ran {
+    pub(super) fn get(&self, line: &str) -> ToolOutput {
         self.kubectl("get").words(line).run()
     }
 }

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::world::{
     pki::Pki,
-    process::{Ran, until},
+    process::{ToolOutput, until},
 };
 
 /// Name by which programs in a cluster know its API.
@@ -41,7 +41,7 @@ fn kubeconfig(edge: &Edge, pki: &Pki) -> PathBuf {
 }
 
 /// curl by a name that leads to the node itself.
-fn by_name(edge: &Edge, pki: &Pki, (name, options): (&str, &str)) -> Ran {
+fn by_name(edge: &Edge, pki: &Pki, (name, options): (&str, &str)) -> ToolOutput {
     let curl = edge.site.at("curl").words("-q -sS --max-time 5");
     let to = format!("{name}:10270:127.0.0.1");
     curl.args(["--resolve", &to, "--cacert", &pki.path("ca.pem")])

@@ -34,7 +34,7 @@ fn times() -> usize {
 
 /// Client that reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum By {
+enum ReadMode {
     /// An informer of client-go.
     Json,
     /// The same with protobuf.
@@ -42,19 +42,19 @@ enum By {
     /// A reflector of kube-rs.
     KubeRs,
 }
-use By::{Json, KubeRs, Protobuf};
+use ReadMode::{Json, KubeRs, Protobuf};
 
 /// How a client begins to read.
 #[derive(Clone, Copy, Debug)]
-struct Way {
+struct ReadMethod {
     resource: &'static str,
-    by: By,
+    by: ReadMode,
     /// With a watch that begins with all objects, or with a list before the watch.
     watch_list: bool,
 }
 
 /// All combinations for slices, and some for Services.
-const WAYS: [Way; 9] = [
+const WAYS: [ReadMethod; 9] = [
     way(SLICES, Json, false),
     way(SLICES, Json, true),
     way(SLICES, Protobuf, false),
@@ -66,21 +66,21 @@ const WAYS: [Way; 9] = [
     way(SERVICES, KubeRs, false),
 ];
 /// The clients in the cloud.
-const CLOUD: [Way; 3] = [
+const CLOUD: [ReadMethod; 3] = [
     way(SLICES, Protobuf, true),
     way(SLICES, KubeRs, true),
     way(SERVICES, Protobuf, false),
 ];
 /// The clients that read from another place for a while.
-const SOME: [Way; 4] = [
+const SOME: [ReadMethod; 4] = [
     way(SLICES, Json, false),
     way(SLICES, Protobuf, false),
     way(SLICES, KubeRs, false),
     way(SERVICES, Protobuf, false),
 ];
 
-const fn way(resource: &'static str, by: By, watch_list: bool) -> Way {
-    Way {
+const fn way(resource: &'static str, by: ReadMode, watch_list: bool) -> ReadMethod {
+    ReadMethod {
         resource,
         by,
         watch_list,
@@ -90,11 +90,11 @@ const fn way(resource: &'static str, by: By, watch_list: bool) -> Way {
 /// An object's namespace and name.
 type Key = (String, String);
 /// Version and hash of each object.
-type View = BTreeMap<Key, (u64, String)>;
+type ObjectVersions = BTreeMap<Key, (u64, String)>;
 
 /// A line of an informer.
 #[derive(Deserialize)]
-struct Said {
+struct ReaderLine {
     event: String,
     #[serde(default)]
     namespace: String,
@@ -109,11 +109,11 @@ struct Said {
 /// A running informer.
 struct Reader {
     place: String,
-    way: Way,
+    way: ReadMethod,
     process: Process,
     /// Number of its output lines that are in the view.
     heard: u64,
-    view: View,
+    view: ObjectVersions,
     /// Versions at which objects were deleted.
     gone: BTreeMap<Key, u64>,
     /// An object in an older version than before.
@@ -155,7 +155,7 @@ impl Readers {
         }
     }
 
-    fn begin(&mut self, (folder, place): (&Path, &str), program: Program, way: Way) {
+    fn begin(&mut self, (folder, place): (&Path, &str), program: Program, way: ReadMethod) {
         let log = format!("informer-{place}-{}.log", self.all.len());
         let process = program.start(&folder.join(log));
         self.all.push(Reader {
@@ -163,7 +163,7 @@ impl Readers {
             way,
             process,
             heard: 0,
-            view: View::new(),
+            view: ObjectVersions::new(),
             gone: BTreeMap::new(),
             fault: None,
         });
@@ -214,10 +214,10 @@ fn in_the_cloud(cluster: &Cluster) -> Program {
 }
 
 /// Returns the current state of the API server.
-fn truth(cluster: &Cluster, resource: &str) -> View {
+fn truth(cluster: &Cluster, resource: &str) -> ObjectVersions {
     let asked = in_the_cloud(cluster).args(["-once", "-resource", resource]);
     let said = asked.within(Duration::from_secs(30)).run().ok().text();
-    let (mut view, mut gone) = (View::new(), BTreeMap::new());
+    let (mut view, mut gone) = (ObjectVersions::new(), BTreeMap::new());
     for line in said.lines() {
         let said = serde_json::from_str(line).unwrap();
         let fault = take((&mut view, &mut gone), said);
@@ -227,7 +227,10 @@ fn truth(cluster: &Cluster, resource: &str) -> View {
 }
 
 /// Adds output lines to a view; returns impossible events.
-fn take((view, gone): (&mut View, &mut BTreeMap<Key, u64>), said: Said) -> Option<String> {
+fn take(
+    (view, gone): (&mut ObjectVersions, &mut BTreeMap<Key, u64>),
+    said: ReaderLine,
+) -> Option<String> {
     let key = (said.namespace, said.name);
     let version: u64 = said.version.parse().unwrap_or_default();
     let gone_at = gone.get(&key).copied().unwrap_or_default();
@@ -245,7 +248,7 @@ fn take((view, gone): (&mut View, &mut BTreeMap<Key, u64>), said: Said) -> Optio
     (version < before).then(|| format!("{key:?} was at {before} and is at {version}"))
 }
 
-impl Way {
+impl ReadMethod {
     /// Returns the resource, and whether it is read by a watch from the beginning.
     fn read(self) -> (&'static str, bool) {
         (self.resource, self.watch_list)
@@ -285,7 +288,7 @@ impl Reader {
         self.heard += said.len() as u64;
         for line in said.split(|byte| *byte == b'\n') {
             // The client library prints lines of its own in between.
-            let Ok(said) = serde_json::from_slice::<Said>(line) else {
+            let Ok(said) = serde_json::from_slice::<ReaderLine>(line) else {
                 continue;
             };
             if let Some(fault) = take((&mut self.view, &mut self.gone), said) {
@@ -295,10 +298,12 @@ impl Reader {
     }
 
     /// Returns the differences between the view and the API server's state.
-    fn compared(&mut self, truth: &View) -> String {
+    fn compared(&mut self, truth: &ObjectVersions) -> String {
         self.hear();
         let mut wrong = self.fault.clone().unwrap_or_default();
-        let of = |view: &View, key: &(String, String)| view.get(key).map(|(version, _)| *version);
+        let of = |view: &ObjectVersions, key: &(String, String)| {
+            view.get(key).map(|(version, _)| *version)
+        };
         let keys = truth.keys().chain(self.view.keys());
         let mut keys = keys.filter(|key| truth.get(key) != self.view.get(key));
         if let Some(first) = keys.next() {

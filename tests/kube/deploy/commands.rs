@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::{
     file, helm, objects,
-    pods::{Made, gateway, import, own, status},
+    pods::{CreatedObjects, gateway, import, own, status},
     ports::KEPT,
     replicas::{GATEWAYS, edge, names},
 };
@@ -24,7 +24,7 @@ use crate::{
     world::{
         Way, World,
         causeway::BINARY,
-        process::{PATIENCE, Process, Program, Ran, until, within},
+        process::{PATIENCE, Process, Program, ToolOutput, until, within},
     },
 };
 
@@ -167,7 +167,7 @@ impl<'a> Shell<'a> {
             .within(4 * PATIENCE)
     }
 
-    fn run(&self, text: &str) -> Ran {
+    fn run(&self, text: &str) -> ToolOutput {
         self.program(text).run()
     }
 }
@@ -187,7 +187,7 @@ fn an_edge_follows_its_gateways_to_another_ca(world: &mut World) {
     let world = &*world;
     let node = &world.nodes[0];
     node.at("rm").words(KEPT).run().ok();
-    let made = Made::new(world, "clients", GATEWAYS);
+    let made = CreatedObjects::new(world, "clients", GATEWAYS);
     let _names = names(world);
     let another_ca = || {
         let secret = Program::new(BINARY).words("k8s ca-secret").run().ok();
@@ -221,7 +221,7 @@ fn an_edge_follows_its_gateways_to_another_ca(world: &mut World) {
 }
 
 /// Runs a step of the rotation after the previous one has finished, and replaces the gateway's pod.
-fn step(made: &Made<'_>, shell: &Shell<'_>, (old, new): (&str, &str), line: &str) {
+fn step(made: &CreatedObjects<'_>, shell: &Shell<'_>, (old, new): (&str, &str), line: &str) {
     let text = block("ca rotate");
     let (function, _) = text.split_once("\n}\n").unwrap();
     let text = format!("{function}\n}}\n{line}");
@@ -243,7 +243,7 @@ fn commands_of_the_readme_make_and_rotate_the_ca(world: &mut World) {
     let node = &world.nodes[0];
     node.at("rm").words(KEPT).run().ok();
     let shell = Shell::new(world, "deploy-commands");
-    let made = Made::new(world, "clients", GATEWAYS);
+    let made = CreatedObjects::new(world, "clients", GATEWAYS);
     let _names = names(world);
     // As the README of the repository has it, in whose folder `deploy` is; then as the one of `deploy` has it.
     symlink(".", shell.folder.join("deploy")).unwrap();
@@ -339,7 +339,7 @@ fn bind(world: &World) {
 }
 
 /// Runs commands while the test schedules their Jobs.
-fn scheduled(shell: &Shell<'_>, text: &str) -> Ran {
+fn scheduled(shell: &Shell<'_>, text: &str) -> ToolOutput {
     let program = shell.program(text);
     thread::scope(|scope| {
         let ran = scope.spawn(|| program.run());

@@ -38,12 +38,12 @@ const BY_HAND: [&str; 2] = ["Deployment", "DaemonSet"];
 const ANYWHERE: &str = "gw.example.com";
 
 /// All created objects, which are removed with it, except the namespaces.
-pub(super) struct Made<'a> {
+pub(super) struct CreatedObjects<'a> {
     world: &'a World,
     all: Vec<Value>,
 }
 
-impl<'a> Made<'a> {
+impl<'a> CreatedObjects<'a> {
     /// Creates all objects of the way except workloads, with other names for objects without a namespace, because the
     /// tests' gateway has the usual names. The image is imported too. `name` is the gateways' address.
     pub(super) fn new(world: &'a World, way: &str, name: &str) -> Self {
@@ -138,7 +138,7 @@ impl<'a> Made<'a> {
     }
 }
 
-impl Drop for Made<'_> {
+impl Drop for CreatedObjects<'_> {
     fn drop(&mut self) {
         for namespace in ["causeway", "causeway-edge"] {
             let pods = format!("delete pods -n {namespace} --all --now");
@@ -207,7 +207,7 @@ fn gateway_pods_of_each_kind_run_as_their_manifests_say() {
     let folders = node.at("install").words("-d -m 700 -o 65532 -g 65532");
     let folders = folders.args(["/var/lib/causeway", "/run/causeway"]);
     folders.run().ok();
-    let made = Made::new(&world, "egress", ANYWHERE);
+    let made = CreatedObjects::new(&world, "egress", ANYWHERE);
     made.gateway();
     let owner = node.at("stat").words("-c %u:%a");
     let owner = owner.args(["/run/causeway/kube-apiserver.sock"]).run().ok();
@@ -215,7 +215,7 @@ fn gateway_pods_of_each_kind_run_as_their_manifests_say() {
     drop(made);
     node.at("rm").words("-r /var/lib/causeway").run().ok();
 
-    let made = Made::new(&world, "addresses", ANYWHERE);
+    let made = CreatedObjects::new(&world, "addresses", ANYWHERE);
     made.gateway();
     let rules = node.at("nft").words("list table inet causeway").run().ok();
     let other = world.nodes[1].site.address().to_string();
@@ -224,7 +224,7 @@ fn gateway_pods_of_each_kind_run_as_their_manifests_say() {
     let tables = node.at("nft").words("list tables").run().ok().text();
     assert!(!tables.contains("inet causeway"), "{tables}");
 
-    let made = Made::new(&world, "dns", ANYWHERE);
+    let made = CreatedObjects::new(&world, "dns", ANYWHERE);
     let at = made.gateway();
     let dig = node.at("dig").words("+short -p 10253");
     let dig = dig.args([format!("@{at}"), "edge-2.nodes.example.internal".into()]);

@@ -10,7 +10,7 @@ use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
 use super::{
-    pods::Made,
+    pods::CreatedObjects,
     replicas::{GATEWAYS, edge, names},
 };
 use crate::{
@@ -116,7 +116,7 @@ fn pods_reach_a_listed_port_only_at_the_gateways_own_address() {
     let world = world();
     let node = &world.nodes[0];
     node.at("rm").words(KEPT).run().ok();
-    let made = Made::new(&world, "ports", GATEWAYS);
+    let made = CreatedObjects::new(&world, "ports", GATEWAYS);
     let own = node.site.address().to_string();
     let _names = names(&world);
     let _apps = [("127.0.0.1", 9051), (own.as_str(), 9052)].map(|(at, port)| app(&world, at, port));

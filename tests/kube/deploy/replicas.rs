@@ -13,7 +13,7 @@ use std::{
 use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
-use super::pods::{Made, gateway, status, told};
+use super::pods::{CreatedObjects, gateway, status, told};
 use crate::{
     steps,
     world::{
@@ -186,7 +186,7 @@ pub(super) fn edge(spec: &mut Value) {
 }
 
 /// By the file that all gateways have.
-fn a_node_that_is_revoked_is_out_at_each(made: &Made<'_>, client: &Client<'_>) {
+fn a_node_that_is_revoked_is_out_at_each(made: &CreatedObjects<'_>, client: &Client<'_>) {
     let world = client.world;
     for at in ready(world) {
         assert_eq!(client.ask(&at, "/metrics").0, "200");
@@ -221,7 +221,7 @@ fn the_policy_decides(world: &World) -> Client<'_> {
 
 fn an_in_cluster_client_loses_no_request_as_gateways_change(world: &mut World) {
     let world = &*world;
-    let made = Made::new(world, "clients", GATEWAYS);
+    let made = CreatedObjects::new(world, "clients", GATEWAYS);
     ca_secret(world);
     let _names = names(world);
     let _app = app(world, &world.path("deploy-www"));

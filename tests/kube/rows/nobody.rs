@@ -8,7 +8,7 @@ use serde_json::json;
 use super::{UPGRADES, each_says, exec};
 use crate::{
     addresses, names,
-    nodes::Passing,
+    nodes::TemporaryNode,
     steps::by,
     world::{Way, World, net::CLOUD, process::until},
 };
@@ -44,11 +44,11 @@ const COMMANDS: [&str; 3] = [
 ];
 
 /// A Node, and a pod of it that never runs. Both are removed with the test.
-struct Lost<'a>(Passing<'a>);
+struct Lost<'a>(TemporaryNode<'a>);
 
 impl<'a> Lost<'a> {
     fn new(world: &'a World, edge: bool, address: Option<&str>) -> Self {
-        let lost = Self(Passing(world, "lost-1"));
+        let lost = Self(TemporaryNode(world, "lost-1"));
         world.cluster.apply(&json!({
             "apiVersion": "v1", "kind": "Node",
             "metadata": { "name": "lost-1", "labels": { "causeway.io/edge": edge.to_string() } },

@@ -17,7 +17,7 @@ use super::{
     cluster::Cluster,
     net::{self, CLOUD, HOSTED},
     node::Node,
-    process::{Process, Program, Ran, until},
+    process::{Process, Program, ToolOutput, until},
 };
 
 /// A node port that edges allow, at which nothing listens.
@@ -45,7 +45,7 @@ pub(crate) enum Clients {
 }
 
 /// A gateway with an edge for each node.
-pub(crate) struct Road {
+pub(crate) struct CausewayProcesses {
     folder: PathBuf,
     gateway: Option<(&'static str, Clients, Process)>,
     _names: Process,
@@ -53,7 +53,7 @@ pub(crate) struct Road {
     edges: Vec<Option<Process>>,
 }
 
-impl Road {
+impl CausewayProcesses {
     /// Makes the gateway's CA, starts it for this setup, and lets an edge of each node join.
     pub(crate) fn start(
         folder: &Path,
@@ -230,7 +230,7 @@ impl Road {
     }
 
     /// Runs a command beside the gateway.
-    pub(crate) fn orders(&self, line: &str) -> Ran {
+    pub(crate) fn orders(&self, line: &str) -> ToolOutput {
         causeway(&self.folder).words(line).run()
     }
 

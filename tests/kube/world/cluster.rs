@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::{
     net::{self, CLOUD, MACHINE},
     pki::Pki,
-    process::{PATIENCE, Process, Program, Ran, must, until, within},
+    process::{PATIENCE, Process, Program, ToolOutput, must, until, within},
 };
 
 /// User as which the API server connects to API servers of others.
@@ -322,7 +322,7 @@ impl Cluster {
 
     /// Returns an object, if it exists.
     pub(crate) fn get(&self, line: &str) -> Option<Value> {
-        let ran: Ran = self.kubectl("get -o json").words(line).run();
+        let ran: ToolOutput = self.kubectl("get -o json").words(line).run();
         (ran.code == Some(0)).then(|| serde_json::from_slice(&ran.stdout).unwrap())
     }
 

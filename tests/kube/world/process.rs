@@ -103,7 +103,7 @@ impl Program {
     }
 
     /// Runs it to its end.
-    pub(crate) fn run(mut self) -> Ran {
+    pub(crate) fn run(mut self) -> ToolOutput {
         self.command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -126,7 +126,7 @@ impl Program {
         writer.join().unwrap();
         let (what, patience) = (self.what, self.patience);
         assert!(ended, "{what}: not over within {patience:?}: {stderr}");
-        Ran {
+        ToolOutput {
             what,
             code: status.code(),
             stdout,
@@ -244,7 +244,7 @@ impl Drop for Process {
 
 /// A program that has ended.
 #[derive(Debug)]
-pub(crate) struct Ran {
+pub(crate) struct ToolOutput {
     what: String,
     /// `None` if a signal ended it.
     pub(crate) code: Option<i32>,
@@ -253,7 +253,7 @@ pub(crate) struct Ran {
     pub(crate) took: Duration,
 }
 
-impl Ran {
+impl ToolOutput {
     /// Returns it, after checking that it ended with success.
     pub(crate) fn ok(self) -> Self {
         assert_eq!(

@@ -105,12 +105,12 @@ fn understand(path: &str) -> AppRequest {
     }
 }
 
-async fn answer(mut request: Request<Incoming>, tasks: &TaskGroup) -> Response<Filling> {
+async fn answer(mut request: Request<Incoming>, tasks: &TaskGroup) -> Response<Payload> {
     let asked = understand(request.uri().path());
     let method = request.method();
     match asked {
         AppRequest::Bytes(length) if matches!(*method, Method::GET | Method::HEAD) => {
-            Response::new(Filling::new(length))
+            Response::new(Payload::new(length))
         }
         AppRequest::Sink if matches!(*method, Method::PUT | Method::POST) => count(request).await,
         AppRequest::Echo | AppRequest::Source(_) | AppRequest::Drain => {
@@ -138,7 +138,7 @@ async fn answer(mut request: Request<Incoming>, tasks: &TaskGroup) -> Response<F
     }
 }
 
-async fn count(request: Request<Incoming>) -> Response<Filling> {
+async fn count(request: Request<Incoming>) -> Response<Payload> {
     let mut body = request.into_body();
     let mut bytes = 0;
     while let Some(frame) = body.frame().await {
@@ -151,8 +151,8 @@ async fn count(request: Request<Incoming>) -> Response<Filling> {
     plain(StatusCode::OK, format!("{bytes}\n"))
 }
 
-fn plain(status: StatusCode, text: impl Into<Bytes>) -> Response<Filling> {
-    let mut answer = Response::new(Filling {
+fn plain(status: StatusCode, text: impl Into<Bytes>) -> Response<Payload> {
+    let mut answer = Response::new(Payload {
         text: text.into(),
         left: 0,
     });
@@ -210,12 +210,12 @@ async fn echo(io: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> std::io::Result
 }
 
 /// A text, or bytes without meaning.
-struct Filling {
+struct Payload {
     text: Bytes,
     left: u64,
 }
 
-impl Filling {
+impl Payload {
     fn new(length: u64) -> Self {
         Self {
             text: Bytes::new(),
@@ -233,7 +233,7 @@ fn block(left: &mut u64) -> &'static [u8] {
     BLOCK.get(..length).unwrap_or_default()
 }
 
-impl Body for Filling {
+impl Body for Payload {
     type Data = Bytes;
     type Error = Infallible;
 

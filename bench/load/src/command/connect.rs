@@ -9,7 +9,7 @@ mod transfers;
 
 use crate::{
     cli, files,
-    road::{Road, Tls},
+    route::{Route, Tls},
     stop::Stop,
 };
 use anyhow::Context;
@@ -22,14 +22,14 @@ const TOKEN: &str = "bench";
 
 /// Runs the load until its time, or its bytes, are over.
 pub(crate) async fn run(asked: cli::Connect, stop: Stop) -> anyhow::Result<()> {
-    anyhow::ensure!(asked.callers > 0, "--callers 0 would be no load");
-    files::enough(asked.callers)?;
-    let road = Arc::new(road(&asked)?);
+    anyhow::ensure!(asked.clients > 0, "--clients 0 would be no load");
+    files::enough(asked.clients)?;
+    let route = Arc::new(route(&asked)?);
     let work = async {
         match (asked.download, asked.upload) {
-            (None, None) => requests::run(&asked, road).await,
-            (Some(bytes), _) => transfers::run(&asked, road, transfers::Kind::Down(bytes)).await,
-            (None, Some(bytes)) => transfers::run(&asked, road, transfers::Kind::Up(bytes)).await,
+            (None, None) => requests::run(&asked, route).await,
+            (Some(bytes), _) => transfers::run(&asked, route, transfers::Kind::Down(bytes)).await,
+            (None, Some(bytes)) => transfers::run(&asked, route, transfers::Kind::Up(bytes)).await,
         }
     };
     stop.token
@@ -38,10 +38,10 @@ pub(crate) async fn run(asked: cli::Connect, stop: Stop) -> anyhow::Result<()> {
         .unwrap_or_else(|| anyhow::bail!("stopped before it was done"))
 }
 
-fn road(asked: &cli::Connect) -> anyhow::Result<Road> {
+fn route(asked: &cli::Connect) -> anyhow::Result<Route> {
     let (host, _) = host_port(&asked.target).map_err(|why| anyhow::anyhow!("--target: {why}"))?;
-    let place = asked.proxy.as_ref().or(asked.front.as_ref());
-    let place = place.context("--proxy or --front is required")?.clone();
+    let place = asked.proxy.as_ref().or(asked.listener.as_ref());
+    let place = place.context("--proxy or --listener is required")?.clone();
     let through = asked.proxy.is_some();
     let name = match (&asked.server_name, &place) {
         (Some(name), _) => name.clone(),
@@ -56,7 +56,7 @@ fn road(asked: &cli::Connect) -> anyhow::Result<Road> {
     } else {
         None
     };
-    Ok(Road {
+    Ok(Route {
         place,
         tls,
         connect: through.then(|| asked.target.clone()),

@@ -51,7 +51,7 @@ pub(crate) async fn run(asked: cli::Fleet, stop: Stop) -> anyhow::Result<()> {
         instance: format!("{:032x}", rand::random::<u128>()),
     });
     if let Some(lasting) = asked.lasting {
-        files::enough(asked.callers)?;
+        files::enough(asked.clients)?;
         return storm::run(&fleet, identities, &asked, lasting, &stop.token).await;
     }
     files::enough(count)?;

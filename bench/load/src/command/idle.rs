@@ -6,7 +6,7 @@ use crate::{
     http1::Connection,
     measure::Failures,
     report::{self, rounded},
-    road::Road,
+    route::Route,
     stop::Stop,
 };
 use anyhow::{Context, ensure};
@@ -26,7 +26,7 @@ const BOUND: Duration = Duration::from_secs(10);
 /// Opens the upgrades, leaves them open until it is asked to stop, and checks each.
 pub(crate) async fn run(asked: cli::Idle, stop: Stop) -> anyhow::Result<()> {
     files::enough(asked.count)?;
-    let road = Arc::new(Road::of(&asked.url, asked.to, &asked.caller).await?);
+    let route = Arc::new(Route::of(&asked.url, asked.to, &asked.caller).await?);
     let path = asked.url.path_and_query().map_or("/", |path| path.as_str());
     let host = asked.url.authority().map_or("", |host| host.as_str());
     let request = Arc::new(upgrade(path, host));
@@ -34,10 +34,10 @@ pub(crate) async fn run(asked: cli::Idle, stop: Stop) -> anyhow::Result<()> {
     let began = Instant::now();
     let mut opening = JoinSet::new();
     for _ in 0..asked.count {
-        let (road, request, turns) = (road.clone(), request.clone(), turns.clone());
+        let (route, request, turns) = (route.clone(), request.clone(), turns.clone());
         opening.spawn(async move {
             let _turn = turns.acquire().await?;
-            open(&road, &request).await
+            open(&route, &request).await
         });
     }
     let mut lines = Vec::new();
@@ -70,8 +70,8 @@ pub(crate) async fn run(asked: cli::Idle, stop: Stop) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn open(road: &Road, request: &[u8]) -> anyhow::Result<Connection> {
-    let mut line = road.open().await?.line;
+async fn open(route: &Route, request: &[u8]) -> anyhow::Result<Connection> {
+    let mut line = route.open().await?.line;
     let head = line.ask(request).await?;
     ensure!(
         head.status == 101,

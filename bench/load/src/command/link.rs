@@ -9,7 +9,7 @@
 //! fast link costs little; the rate counts the headers that the segments would have had. Needs root. The interfaces are
 //! removed with the process; the user who names the namespaces makes and removes them.
 
-use super::way::Way;
+use super::link_queue::LinkQueue;
 use crate::{cli, report, stop::Stop};
 use anyhow::{Context, ensure};
 use nix::sched::{CloneFlags, setns};
@@ -50,8 +50,8 @@ pub(crate) async fn run(asked: &cli::Link, stop: Stop) -> anyhow::Result<()> {
     let (forth, back) = (Count::default(), Count::default());
     let carried = async {
         tokio::try_join!(
-            carry(&one, &two, asked.way, &forth),
-            carry(&two, &one, asked.way, &back),
+            carry(&one, &two, asked.conditions, &forth),
+            carry(&two, &one, asked.conditions, &back),
         )
     };
     let carried = stop.token.run_until_cancelled(carried).await;
@@ -129,10 +129,10 @@ impl Count {
 async fn carry(
     from: &AsyncDevice,
     to: &AsyncDevice,
-    asked: cli::Way,
+    asked: cli::LinkConditions,
     count: &Count,
 ) -> io::Result<()> {
-    let mut way = Way::new(asked, Instant::now());
+    let mut link_queue = LinkQueue::new(asked, Instant::now());
     let mut under_way: VecDeque<(Instant, Box<[u8]>)> = VecDeque::new();
     let mut buffer = vec![0; LARGEST];
     loop {
@@ -149,13 +149,13 @@ async fn carry(
             read = from.recv(&mut buffer) => {
                 let packet = buffer.get(..read?).unwrap_or_default();
                 let (now, length) = (Instant::now(), on_the_wire(packet));
-                if way.room(now) > now {
+                if link_queue.room(now) > now {
                     count.dropped.fetch_add(1, Relaxed);
                     continue;
                 }
                 count.packets.fetch_add(1, Relaxed);
                 count.bytes.fetch_add(u64::try_from(length).unwrap_or_default(), Relaxed);
-                under_way.push_back((way.enter(length, now), packet.into()));
+                under_way.push_back((link_queue.enter(length, now), packet.into()));
             }
         }
     }

@@ -137,7 +137,7 @@ pub(super) fn read(
         let certificate = CertificateDer::from_pem_slice(entry.certificate.as_bytes())?;
         let mut tls = ClientConfig::clone(&base);
         let certified = CertifiedKey::new(vec![certificate], key.clone());
-        tls.client_auth_cert_resolver = Arc::new(Shows(Arc::new(certified)));
+        tls.client_auth_cert_resolver = Arc::new(FixedCertificate(Arc::new(certified)));
         tls.resumption = if resume {
             Resumption::in_memory_sessions(SESSIONS)
         } else {
@@ -153,9 +153,9 @@ pub(super) fn read(
 
 /// Shows one certificate to every client.
 #[derive(Debug)]
-struct Shows(Arc<CertifiedKey>);
+struct FixedCertificate(Arc<CertifiedKey>);
 
-impl ResolvesClientCert for Shows {
+impl ResolvesClientCert for FixedCertificate {
     fn resolve(&self, _: &[&[u8]], _: &[rustls::SignatureScheme]) -> Option<Arc<CertifiedKey>> {
         Some(self.0.clone())
     }

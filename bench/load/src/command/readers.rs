@@ -14,7 +14,7 @@ use crate::{
     http1::Connection,
     measure::Latencies,
     report::{self, rounded},
-    road::Road,
+    route::Route,
     stop::Stop,
 };
 use anyhow::{Context, bail, ensure};
@@ -41,8 +41,8 @@ enum ReaderReport {
 }
 
 /// Task of one watch client: its connection and the changes that it looks for.
-struct Reading {
-    road: Road,
+struct WatchTask {
+    route: Route,
     host: String,
     accept: &'static str,
     mark: u8,
@@ -51,7 +51,7 @@ struct Reading {
 
 /// Bytes that a watch client has received and not examined yet.
 #[derive(Default)]
-struct Watching {
+struct WatchState {
     /// Including some examined bytes, which may contain a version.
     unread: BytesMut,
     looked: usize,
@@ -66,8 +66,8 @@ pub(crate) async fn run(asked: cli::Readers, stop: Stop) -> anyhow::Result<()> {
     let (telling, told) = mpsc::channel(count.max(1));
     let mut reading = JoinSet::new();
     for url in &asked.url {
-        let one = Arc::new(Reading {
-            road: Road::of(url, None, &asked.caller).await?,
+        let one = Arc::new(WatchTask {
+            route: Route::of(url, None, &asked.caller).await?,
             host: url.authority().map_or("", |host| host.as_str()).to_owned(),
             accept: if asked.json {
                 "application/json"
@@ -128,11 +128,11 @@ async fn tell(mut told: mpsc::Receiver<ReaderReport>, count: usize) {
 }
 
 /// One reader, without end.
-async fn read(reading: Arc<Reading>, telling: mpsc::Sender<ReaderReport>) -> anyhow::Result<()> {
+async fn read(reading: Arc<WatchTask>, telling: mpsc::Sender<ReaderReport>) -> anyhow::Result<()> {
     let mut line = reading.watch(BEGINNING).await?;
     let bytes = complete(&mut line).await?;
     telling.send(ReaderReport::Ready(bytes)).await?;
-    let (mut latencies, mut watching, mut bytes) = (Latencies::new(), Watching::default(), 0);
+    let (mut latencies, mut watching, mut bytes) = (Latencies::new(), WatchState::default(), 0);
     loop {
         let began = watching.version;
         while let Ok(Some(chunk)) = line.chunk().await {
@@ -158,10 +158,10 @@ async fn read(reading: Arc<Reading>, telling: mpsc::Sender<ReaderReport>) -> any
     }
 }
 
-impl Reading {
+impl WatchTask {
     /// Opens a watch from this version on.
     async fn watch(&self, from: &str) -> anyhow::Result<Connection> {
-        let mut line = self.road.open().await?.line;
+        let mut line = self.route.open().await?.line;
         let (host, accept) = (&self.host, self.accept);
         let request = format!(
             "GET {PATH}{from} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: kube-proxy\r\nAccept: {accept}\r\n\r\n"
@@ -178,7 +178,7 @@ impl Reading {
     }
 }
 
-impl Watching {
+impl WatchState {
     /// Examines the received bytes.
     fn look(&mut self, chunk: &[u8], mark: u8, latencies: &mut Latencies) {
         self.unread.extend_from_slice(chunk);

@@ -12,7 +12,7 @@ use crate::{
     http1::Connection,
     measure::{Failures, Latencies, per_second},
     report::{self, rounded},
-    road::Road,
+    route::Route,
     stop::Stop,
 };
 use anyhow::{Context, ensure};
@@ -34,24 +34,24 @@ const PATH: &str = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
 
 /// Arguments and progress of one writer.
 struct Work {
-    asked: cli::Slices,
-    road: Road,
+    asked: cli::EndpointSlices,
+    route: Route,
     next: AtomicUsize,
     began: Instant,
 }
 
 /// Makes or changes them all, and reports the time that the API took.
-pub(crate) async fn run(asked: cli::Slices, stop: Stop) -> anyhow::Result<()> {
+pub(crate) async fn run(asked: cli::EndpointSlices, stop: Stop) -> anyhow::Result<()> {
     ensure!(
-        asked.count > 0 && asked.rate > 0 && asked.callers > 0,
-        "--count, --rate and --callers are at least 1"
+        asked.count > 0 && asked.rate > 0 && asked.clients > 0,
+        "--count, --rate and --clients are at least 1"
     );
-    files::enough(asked.callers)?;
-    let road = Road::of(&asked.url, None, &asked.caller).await?;
-    let callers = asked.callers;
+    files::enough(asked.clients)?;
+    let route = Route::of(&asked.url, None, &asked.caller).await?;
+    let callers = asked.clients;
     let work = Arc::new(Work {
         asked,
-        road,
+        route,
         next: AtomicUsize::new(0),
         began: Instant::now(),
     });
@@ -83,7 +83,7 @@ pub(crate) async fn run(asked: cli::Slices, stop: Stop) -> anyhow::Result<()> {
 }
 
 async fn ask(work: Arc<Work>) -> anyhow::Result<Latencies> {
-    let mut line = work.road.open().await?.line;
+    let mut line = work.route.open().await?.line;
     let mut latencies = Latencies::new();
     loop {
         let turn = work.next.fetch_add(1, Ordering::Relaxed);

@@ -10,7 +10,7 @@ use tokio::{
 #[tokio::test]
 async fn requests_are_counted_over_kept_connections_and_over_new_ones() {
     let (_app, address) = app().await;
-    let load = format!("connect --front {address} --target any:1 --callers 3 --for 300ms");
+    let load = format!("connect --listener {address} --target any:1 --clients 3 --for 300ms");
     let kept = result(&load).await;
     assert_eq!(
         (&kept["connections"], &kept["failed"]),
@@ -28,17 +28,17 @@ async fn requests_are_counted_over_kept_connections_and_over_new_ones() {
 #[tokio::test]
 async fn bytes_arrive_whole_plain_and_inside_an_upgrade() {
     let (_app, address) = app().await;
-    let load = format!("connect --front {address} --target any:1 --callers 2");
-    for way in [
+    let load = format!("connect --listener {address} --target any:1 --clients 2");
+    for direction in [
         "--download 3000000",
         "--upload 3000000",
         "--download 3000000 --upgrade /source/3000000",
         "--upload 3000000 --upgrade /drain",
     ] {
         assert_eq!(
-            result(&format!("{load} {way}")).await["bytes"],
+            result(&format!("{load} {direction}")).await["bytes"],
             6_000_000,
-            "{way}"
+            "{direction}"
         );
     }
     // One byte less than the client requested is no result.
@@ -50,7 +50,7 @@ async fn bytes_arrive_whole_plain_and_inside_an_upgrade() {
 #[tokio::test]
 async fn refusals_are_named() {
     let (_app, address) = app().await;
-    let missing = format!("connect --front {address} --target any:1 --path /none --for 50ms");
+    let missing = format!("connect --listener {address} --target any:1 --path /none --for 50ms");
     let outcome = Load::start(&missing).wait().await;
     assert!(!outcome.good && outcome.complaint.contains("no request"));
     let failures = &outcome.lines.last().unwrap()["failures"];

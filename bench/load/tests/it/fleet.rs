@@ -106,9 +106,9 @@ async fn a_fleet_answers_falls_with_its_gateway_and_comes_back() {
     );
 
     for node in [1, NODES] {
-        let target = format!("--target node-{node}:9100 --callers 2 --for 100ms {caller}");
+        let target = format!("--target node-{node}:9100 --clients 2 --for 100ms {caller}");
         let front = gateway.front("https");
-        let met = result(&format!("connect --front {front} {target}")).await;
+        let met = result(&format!("connect --listener {front} {target}")).await;
         assert_eq!(
             (&met["failed"], &met["full"]),
             (&json!(0), &json!(2)),
@@ -150,7 +150,7 @@ async fn handshakes_are_resumed_or_not_as_asked() {
     let data = folder.path().join("data");
     let gateway = Running::start(&data, SocketAddr::from(([127, 0, 0, 1], 0)));
     let load = format!(
-        "fleet --gateway {} {identities} --handshakes-only --for 400ms --callers 2",
+        "fleet --gateway {} {identities} --handshakes-only --for 400ms --clients 2",
         gateway.addresses.tunnel
     );
     let count = |met: &serde_json::Value, what: &str| met[what].as_u64().unwrap();

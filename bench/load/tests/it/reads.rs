@@ -83,7 +83,7 @@ async fn a_reader_counts_marked_changes_and_resumes_its_watch() {
 async fn slices_are_created_and_changed_and_refusals_are_reported() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = listener.local_addr().unwrap();
-    let load = format!("slices --url http://{url} --count 2 --callers 1");
+    let load = format!("slices --url http://{url} --count 2 --clients 1");
     let (made, ()) = tokio::join!(result(&load), answer(&listener, "POST ", "201 Created", 2));
     assert_eq!((&made["requests"], &made["failed"]), (&json!(2), &json!(0)));
     let more = format!("{load} --changes 3 --rate 1000");

@@ -52,7 +52,7 @@ async fn a_link_delays_packets_limits_its_rate_and_drops_the_excess() {
     link.event("ready").await;
     let mut app = Load::start_in(one, "app --listen 10.93.0.1:8080");
     app.event("ready").await;
-    let load = "connect --front 10.93.0.1:8080 --target any:1";
+    let load = "connect --listener 10.93.0.1:8080 --target any:1";
     let asked = Load::start_in(two, &format!("{load} --for 300ms"))
         .wait()
         .await;

@@ -51,7 +51,7 @@ pub(crate) fn close_in_mid_body() -> Script {
 /// Promises 1000 bytes, sends `cut short` and resets the connection once the gate opens.
 ///
 /// The gate is for tests that wait until those bytes have arrived: a reset overtakes bytes in flight.
-pub(crate) fn reset_in_mid_body(gate: &super::Gate) -> Script {
+pub(crate) fn reset_in_mid_body(gate: &super::PauseGate) -> Script {
     Script::new().write(cut_short()).until(gate).reset()
 }
 
@@ -112,7 +112,7 @@ pub(crate) fn until_close(body: &str) -> Script {
 }
 
 /// A chunked body, a gate before each part: for bytes that must not be held back.
-pub(crate) fn parts(kind: &str, parts: &[&str], gate: &super::Gate) -> Script {
+pub(crate) fn parts(kind: &str, parts: &[&str], gate: &super::PauseGate) -> Script {
     let head =
         format!("HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n");
     let begun = Script::new().body().write(head);

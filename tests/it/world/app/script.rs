@@ -3,15 +3,15 @@
 //! A script that runs to its end leaves the connection open for the next request (HTTP) or closes it (TCP). `close` and
 //! `reset` end it there. At each step that waits, the departure of the peer ends the script and is recorded.
 
-use super::{End, Head, Record, wire::Wire};
+use super::{End, Head, Record, wire::BufferedSocket};
 use std::{sync::Arc, time::Duration};
 use tokio::{select, sync::Semaphore, time::sleep};
 
 /// Holds a script back until the test opens it; each `open` lets one wait pass.
 #[derive(Clone)]
-pub(crate) struct Gate(Arc<Semaphore>);
+pub(crate) struct PauseGate(Arc<Semaphore>);
 
-impl Gate {
+impl PauseGate {
     /// A closed gate.
     pub(crate) fn new() -> Self {
         Self(Arc::new(Semaphore::new(0)))
@@ -36,7 +36,7 @@ enum Step {
     Paced { bytes: Vec<u8>, times: usize },
     Mirror,
     Chunks { size: usize, total: usize },
-    Until(Gate),
+    Until(PauseGate),
     Forever(Vec<u8>),
     Echo,
     Silence,
@@ -98,7 +98,7 @@ impl Script {
     }
 
     /// Waits for the test to open the gate.
-    pub(crate) fn until(self, gate: &Gate) -> Self {
+    pub(crate) fn until(self, gate: &PauseGate) -> Self {
         self.then(Step::Until(gate.clone()))
     }
 
@@ -134,7 +134,7 @@ impl Script {
 
     pub(super) async fn play(
         &self,
-        wire: &mut Wire,
+        wire: &mut BufferedSocket,
         head: Option<&Head>,
         record: &Record,
     ) -> Outcome {
@@ -153,7 +153,7 @@ impl Step {
     /// Whether the script continues, or how the peer left.
     async fn take(
         &self,
-        wire: &mut Wire,
+        wire: &mut BufferedSocket,
         head: Option<&Head>,
         record: &Record,
     ) -> Result<bool, End> {
@@ -201,14 +201,18 @@ impl Step {
     }
 }
 
-async fn read_body(wire: &mut Wire, head: Option<&Head>, record: &Record) -> Result<Vec<u8>, End> {
+async fn read_body(
+    wire: &mut BufferedSocket,
+    head: Option<&Head>,
+    record: &Record,
+) -> Result<Vec<u8>, End> {
     let head = head.expect("only a request has a body");
     let body = wire.read_body(head).await?;
     let _ = record.bodies.send(body.clone());
     Ok(body)
 }
 
-async fn read_to_end(wire: &mut Wire, record: &Record) -> Result<(), End> {
+async fn read_to_end(wire: &mut BufferedSocket, record: &Record) -> Result<(), End> {
     let mut all = Vec::new();
     loop {
         match wire.read_some().await {
@@ -222,7 +226,7 @@ async fn read_to_end(wire: &mut Wire, record: &Record) -> Result<(), End> {
     Ok(())
 }
 
-async fn echo(wire: &mut Wire) -> Result<bool, End> {
+async fn echo(wire: &mut BufferedSocket) -> Result<bool, End> {
     loop {
         match wire.read_some().await {
             Ok(bytes) => wire.write(&bytes).await?,

@@ -72,7 +72,7 @@ async fn bad_answers_are_bad() {
     let cut = answer_of(answer::close_in_mid_body()).await.unwrap();
     assert!(cut.ends_with("Content-Length: 1000\r\n\r\ncut short"));
 
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let script = answer::reset_in_mid_body(&gate);
     let app = App::http(move |_| script.clone()).await;
     let mut socket = talk(&app, GET).await;
@@ -166,7 +166,7 @@ async fn bodies_are_framed_as_asked() {
 
 #[tokio::test]
 async fn parts_wait_for_the_test() {
-    let gate = Gate::new();
+    let gate = PauseGate::new();
     let script = answer::parts("text/event-stream", &["data: 1\n\n", "data: 2\n\n"], &gate);
     let app = App::http(move |_| script.clone()).await;
     let mut socket = talk(&app, GET).await;

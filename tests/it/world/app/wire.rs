@@ -86,12 +86,12 @@ impl Transport for TlsStream<TcpStream> {
 }
 
 /// A socket, or TLS on one, and the bytes that were read ahead from it.
-pub(super) struct Wire {
+pub(super) struct BufferedSocket {
     socket: Box<dyn Transport>,
     ahead: Vec<u8>,
 }
 
-impl Wire {
+impl BufferedSocket {
     pub(super) fn new(socket: impl Transport + 'static) -> Self {
         Self {
             socket: Box::new(socket),

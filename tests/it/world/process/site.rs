@@ -2,10 +2,12 @@
 //!
 //! Each site has its own directory and ports that the system chose, and ends with the test.
 
-use super::{Causeway, Ended, Process, causeway, causeway_on_a_full_disk, causeway_with_files};
+use super::{
+    Causeway, ExitedProcess, Process, causeway, causeway_on_a_full_disk, causeway_with_files,
+};
 use crate::world::{
     Metrics,
-    client::{Client, Place},
+    client::{Client, ListenerAddress},
     log::Log,
     tool::Tool,
 };
@@ -24,7 +26,7 @@ pub(crate) const OPEN: &str = "listeners: [{ name: web, protocol: http, listen: 
 const PORT: u16 = 9100;
 
 /// A gateway with one https listener, `web`, and a client, `alice`.
-pub(crate) struct Site {
+pub(crate) struct GatewayProcess {
     folder: TempDir,
     pub(crate) gateway: Process,
     /// The tunnel port.
@@ -33,7 +35,7 @@ pub(crate) struct Site {
     pub(crate) listener: String,
 }
 
-impl Site {
+impl GatewayProcess {
     /// A running gateway.
     pub(crate) async fn start() -> Self {
         Self::with("").await
@@ -90,7 +92,7 @@ impl Site {
     }
 
     /// Returns the output of a gateway that fails to start in this folder.
-    pub(crate) async fn refused(folder: &TempDir, configuration: &str) -> Ended {
+    pub(crate) async fn refused(folder: &TempDir, configuration: &str) -> ExitedProcess {
         write(folder, configuration);
         let gateway = gateway(causeway(""), folder.path(), "127.0.0.1:0");
         gateway.run().await
@@ -266,11 +268,11 @@ impl Site {
 
     /// Returns a client of the first listener, which admits every client without TLS.
     pub(crate) fn nobody(&self) -> Client {
-        self.nobody_at(Place::Plain(self.listener.parse().unwrap()))
+        self.nobody_at(ListenerAddress::Plain(self.listener.parse().unwrap()))
     }
 
     /// The same at another listener.
-    pub(crate) fn nobody_at(&self, place: Place) -> Client {
+    pub(crate) fn nobody_at(&self, place: ListenerAddress) -> Client {
         let root = CertificateDer::from_pem_file(self.data().join("ca.pem")).unwrap();
         Client::new(place, &root, Log::default())
     }

@@ -8,7 +8,7 @@ use crate::{
     http1::Connection,
     measure::{Failures, Latencies, per_second},
     report::{self, rounded},
-    road::Road,
+    route::Route,
 };
 use anyhow::{Context, bail, ensure};
 use serde_json::json;
@@ -22,8 +22,8 @@ use tokio::{
 /// Pause after a failure, so that failures do not make a tight loop.
 const PAUSE: Duration = Duration::from_millis(10);
 
-struct Caller {
-    road: Arc<Road>,
+struct Client {
+    route: Arc<Route>,
     request: Vec<u8>,
     new: bool,
     met: CallOutcome,
@@ -39,7 +39,7 @@ struct CallOutcome {
 }
 
 /// Runs the load and reports.
-pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>) -> anyhow::Result<()> {
+pub(super) async fn run(asked: &cli::Connect, route: Arc<Route>) -> anyhow::Result<()> {
     let connection = if asked.new {
         "Connection: close\r\n"
     } else {
@@ -49,11 +49,11 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>) -> anyhow::Result
         "GET {} HTTP/1.1\r\nHost: {}\r\n{connection}\r\n",
         asked.path, asked.target
     );
-    let start = Arc::new(Barrier::new(asked.callers + 1));
+    let start = Arc::new(Barrier::new(asked.clients + 1));
     let mut callers = JoinSet::new();
-    for _ in 0..asked.callers {
-        let caller = Caller {
-            road: road.clone(),
+    for _ in 0..asked.clients {
+        let caller = Client {
+            route: route.clone(),
             request: request.clone().into_bytes(),
             new: asked.new,
             met: CallOutcome::new(),
@@ -61,7 +61,7 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>) -> anyhow::Result
         callers.spawn(caller.call(start.clone(), asked.lasting));
     }
     start.wait().await;
-    report::say(&json!({"event": "ready", "callers": asked.callers}));
+    report::say(&json!({"event": "ready", "callers": asked.clients}));
     let began = Instant::now();
     let mut all = CallOutcome::new();
     while let Some(met) = callers.join_next().await {
@@ -71,7 +71,7 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>) -> anyhow::Result
     let requests = all.latencies.count();
     report::say(&json!({
         "event": "result",
-        "callers": asked.callers,
+        "callers": asked.clients,
         "requests": requests,
         "seconds": rounded(took.as_secs_f64(), 3),
         "per_second": per_second(requests, took),
@@ -106,7 +106,7 @@ impl CallOutcome {
     }
 }
 
-impl Caller {
+impl Client {
     async fn call(mut self, start: Arc<Barrier>, lasting: Duration) -> CallOutcome {
         let mut kept = None;
         if !self.new {
@@ -156,7 +156,7 @@ impl Caller {
     }
 
     async fn open(&mut self) -> anyhow::Result<Connection> {
-        let opened = self.road.open().await?;
+        let opened = self.route.open().await?;
         self.met.opened += 1;
         match opened.resumed {
             Some(true) => self.met.resumed += 1,

@@ -8,7 +8,7 @@ use crate::{
     http1::Connection,
     measure::per_second,
     report::{self, rounded},
-    road::Road,
+    route::Route,
 };
 use anyhow::{Context, ensure};
 use serde_json::json;
@@ -28,14 +28,14 @@ pub(super) enum Kind {
 }
 
 /// Runs them and reports.
-pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>, kind: Kind) -> anyhow::Result<()> {
-    let start = Arc::new(Barrier::new(asked.callers + 1));
+pub(super) async fn run(asked: &cli::Connect, route: Arc<Route>, kind: Kind) -> anyhow::Result<()> {
+    let start = Arc::new(Barrier::new(asked.clients + 1));
     let mut callers = JoinSet::new();
-    for _ in 0..asked.callers {
-        let (road, start) = (road.clone(), start.clone());
+    for _ in 0..asked.clients {
+        let (route, start) = (route.clone(), start.clone());
         let (host, upgrade) = (asked.target.clone(), asked.upgrade.clone());
         callers.spawn(async move {
-            let opened = road.open().await;
+            let opened = route.open().await;
             // The barrier does not wait for a client that failed.
             start.wait().await;
             let began = Instant::now();
@@ -44,7 +44,7 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>, kind: Kind) -> an
         });
     }
     start.wait().await;
-    report::say(&json!({"event": "ready", "callers": asked.callers}));
+    report::say(&json!({"event": "ready", "callers": asked.clients}));
     let began = Instant::now();
     let mut each = Vec::new();
     while let Some(done) = callers.join_next().await {
@@ -52,15 +52,15 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>, kind: Kind) -> an
         each.push(rounded(took.as_secs_f64(), 3));
     }
     let took = began.elapsed();
-    let (way, bytes) = match kind {
+    let (direction, bytes) = match kind {
         Kind::Down(bytes) => ("down", bytes),
         Kind::Up(bytes) => ("up", bytes),
     };
-    let bytes = bytes.saturating_mul(u64::try_from(asked.callers)?);
+    let bytes = bytes.saturating_mul(u64::try_from(asked.clients)?);
     report::say(&json!({
         "event": "result",
-        "callers": asked.callers,
-        "way": way,
+        "callers": asked.clients,
+        "way": direction,
         "bytes": bytes,
         "seconds": rounded(took.as_secs_f64(), 3),
         "mb_per_second": rounded(per_second(bytes, took) / 1e6, 2),

@@ -33,7 +33,7 @@ const BOUND: Duration = Duration::from_secs(5);
 const SILENT_MAX: Duration = Duration::from_secs(2);
 const REFUSED_MAX: Duration = Duration::from_mins(1);
 
-pub(super) type Io = TlsStream<CountedIo<TcpStream>>;
+pub(super) type IoStream = TlsStream<CountedIo<TcpStream>>;
 
 /// One node of the fleet.
 pub(super) struct Node {
@@ -53,8 +53,8 @@ pub(super) enum Failed {
 }
 
 /// A registered tunnel.
-struct Standing {
-    server: EdgeSide<Io>,
+struct RegisteredTunnel {
+    server: EdgeSide<IoStream>,
     control: ControlStream,
 }
 
@@ -86,7 +86,7 @@ impl Node {
         }
     }
 
-    async fn register(&self, stood: bool) -> Result<Standing, Failed> {
+    async fn register(&self, stood: bool) -> Result<RegisteredTunnel, Failed> {
         // At the beginning some at a time, because the time of the first registration is not measured; later without limit.
         let _turn = if stood {
             None
@@ -108,7 +108,10 @@ fn pause(failed: &Failed, backoff: &mut Backoff) -> Duration {
 }
 
 /// Performs TCP and TLS; returns the duration of the TLS handshake.
-pub(super) async fn dial(identity: &Identity, fleet: &Fleet) -> Result<(Io, Duration), Failed> {
+pub(super) async fn dial(
+    identity: &Identity,
+    fleet: &Fleet,
+) -> Result<(IoStream, Duration), Failed> {
     let silent = |what: &str, error: &io::Error| {
         let hint = if files::ran_out(error) {
             " (raise the limit of open files)"
@@ -136,10 +139,10 @@ pub(super) async fn dial(identity: &Identity, fleet: &Fleet) -> Result<(Io, Dura
 
 /// Performs HTTP/2 and the hello, until the gateway reports that the tunnel is registered.
 async fn greet(
-    (io, round_trip): (Io, Duration),
+    (io, round_trip): (IoStream, Duration),
     identity: &Identity,
     fleet: &Arc<Fleet>,
-) -> Result<Standing, Failed> {
+) -> Result<RegisteredTunnel, Failed> {
     let settings = EdgeSideConfig {
         round_trip,
         ..EdgeSideConfig::default()
@@ -164,7 +167,7 @@ async fn greet(
     loop {
         match drive(&mut server, fleet, control.receive()).await? {
             GatewayMessage::Registered => {
-                return Ok(Standing {
+                return Ok(RegisteredTunnel {
                     server,
                     control: *control,
                 });
@@ -177,7 +180,7 @@ async fn greet(
 
 /// As [`greet`], and hangs up.
 pub(super) async fn greet_once(
-    dialled: (Io, Duration),
+    dialled: (IoStream, Duration),
     identity: &Identity,
     fleet: &Arc<Fleet>,
 ) -> Result<(), Failed> {
@@ -196,7 +199,7 @@ fn welcome(fleet: &Fleet) -> EdgeHello {
 
 /// Waits for `future` while the tunnel is driven.
 async fn drive<T>(
-    server: &mut EdgeSide<Io>,
+    server: &mut EdgeSide<IoStream>,
     fleet: &Arc<Fleet>,
     future: impl Future<Output = Result<T, ControlStreamError>>,
 ) -> Result<T, Failed> {
@@ -229,7 +232,7 @@ fn unexpected(line: &GatewayMessage) -> Failed {
     }
 }
 
-impl Standing {
+impl RegisteredTunnel {
     /// Serves until the tunnel ends.
     async fn serve(mut self, fleet: &Arc<Fleet>) -> Failed {
         let mut heard = true;

@@ -99,7 +99,7 @@ impl Roll {
 }
 
 /// A time in which the fleet gathers: at first, or after a loss.
-struct Gathering {
+struct ConnectPhase {
     began: Instant,
     epoch: f64,
     first: Option<Instant>,
@@ -108,7 +108,7 @@ struct Gathering {
     down: u64,
 }
 
-impl Gathering {
+impl ConnectPhase {
     fn begin(roll: &Roll, at: Instant) -> Self {
         Self {
             began: at,
@@ -155,7 +155,7 @@ impl Gathering {
 /// Reports `up`, then `fell` and `back` for each loss, without end.
 pub(super) async fn watch(roll: &Roll, mut changes: UnboundedReceiver<Change>, nodes: usize) {
     let mut standing = 0_usize;
-    let mut gathering = Some(Gathering::begin(roll, Instant::now()));
+    let mut gathering = Some(ConnectPhase::begin(roll, Instant::now()));
     let mut event = "up";
     while let Some(Change { up, at }) = changes.recv().await {
         if up {
@@ -165,7 +165,7 @@ pub(super) async fn watch(roll: &Roll, mut changes: UnboundedReceiver<Change>, n
         }
         let mut current = gathering.take().unwrap_or_else(|| {
             report::say(&json!({"event": "fell", "at_ms": report::now()}));
-            Gathering::begin(roll, at)
+            ConnectPhase::begin(roll, at)
         });
         if up {
             current.came(at);

@@ -40,17 +40,17 @@ pub(super) async fn run(
     stop: &CancellationToken,
 ) -> anyhow::Result<()> {
     anyhow::ensure!(
-        asked.callers <= identities.len(),
+        asked.clients <= identities.len(),
         "{} clients need a node each, and there are {}",
-        asked.callers,
+        asked.clients,
         identities.len()
     );
-    report::say(&json!({"event": "ready", "callers": asked.callers}));
+    report::say(&json!({"event": "ready", "callers": asked.clients}));
     let all = Arc::new(Mutex::new(Latencies::new()));
     let callers = TaskGroup::default();
     let began = Instant::now();
     let until = began + lasting;
-    for identity in identities.into_iter().take(asked.callers) {
+    for identity in identities.into_iter().take(asked.clients) {
         let (fleet, all, hello) = (fleet.clone(), all.clone(), asked.hello);
         let stop = stop.clone();
         callers.spawn(Span::none(), async move {

@@ -9,15 +9,15 @@ use tokio::time::Instant;
 
 /// One direction.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Way {
-    asked: cli::Way,
+pub(super) struct LinkQueue {
+    asked: cli::LinkConditions,
     /// Time at which all bytes that have entered will have left.
     free: Instant,
 }
 
-impl Way {
+impl LinkQueue {
     /// Empty.
-    pub(super) fn new(asked: cli::Way, now: Instant) -> Self {
+    pub(super) fn new(asked: cli::LinkConditions, now: Instant) -> Self {
         Self { asked, free: now }
     }
 
@@ -54,28 +54,28 @@ mod tests {
     fn bytes_are_delayed_in_order() {
         let begin = Instant::now();
         let after = |millis| begin + Duration::from_millis(millis);
-        let asked = cli::Way {
+        let asked = cli::LinkConditions {
             delay: Duration::from_millis(25),
             rate: Some(1_000_000),
             queue: Duration::from_millis(10),
         };
-        let mut way = Way::new(asked, begin);
-        assert_eq!(way.enter(1_000, begin), after(26));
-        assert_eq!(way.enter(20_000, begin), after(46));
-        assert_eq!(way.room(begin), after(11));
-        assert_eq!(way.enter(1_000, after(100)), after(126));
+        let mut link_queue = LinkQueue::new(asked, begin);
+        assert_eq!(link_queue.enter(1_000, begin), after(26));
+        assert_eq!(link_queue.enter(20_000, begin), after(46));
+        assert_eq!(link_queue.room(begin), after(11));
+        assert_eq!(link_queue.enter(1_000, after(100)), after(126));
     }
 
     #[test]
     fn without_a_rate_there_is_the_delay_alone() {
         let begin = Instant::now();
-        let asked = cli::Way {
+        let asked = cli::LinkConditions {
             delay: Duration::from_millis(5),
             rate: None,
             queue: Duration::ZERO,
         };
-        let mut way = Way::new(asked, begin);
-        assert_eq!(way.enter(1 << 30, begin), begin + asked.delay);
-        assert_eq!(way.room(begin), begin);
+        let mut link_queue = LinkQueue::new(asked, begin);
+        assert_eq!(link_queue.enter(1 << 30, begin), begin + asked.delay);
+        assert_eq!(link_queue.room(begin), begin);
     }
 }

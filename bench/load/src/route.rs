@@ -26,7 +26,7 @@ use tokio_rustls::{TlsConnector, client::TlsStream};
 const OPENING: Duration = Duration::from_secs(30);
 
 /// A route to an app, to be opened as often as needed.
-pub(crate) struct Road {
+pub(crate) struct Route {
     /// Address to dial.
     pub(crate) place: ListenAddr,
     /// TLS with the first hop, if any.
@@ -42,19 +42,19 @@ pub(crate) struct Tls {
 }
 
 /// An open route.
-pub(crate) struct Opened {
+pub(crate) struct OpenRoute {
     /// The connection, at whose end the app listens.
     pub(crate) line: Connection,
     /// Whether its TLS session was resumed, if it has one.
     pub(crate) resumed: Option<bool>,
 }
 
-impl Road {
+impl Route {
     /// The route to the target of a URL; `to` is dialled in its place. Over https any certificate is accepted.
     pub(crate) async fn of(
         url: &http::Uri,
         to: Option<SocketAddr>,
-        caller: &cli::Caller,
+        caller: &cli::ClientIdentity,
     ) -> anyhow::Result<Self> {
         let host = url.host().context("the URL names no host")?;
         let secure = match url.scheme_str() {
@@ -90,7 +90,7 @@ impl Road {
     /// # Errors
     ///
     /// If it is not open within half a minute, with the failed step.
-    pub(crate) async fn open(&self) -> anyhow::Result<Opened> {
+    pub(crate) async fn open(&self) -> anyhow::Result<OpenRoute> {
         let opening = timeout(OPENING, self.lay());
         let opened = opening.await.context("not open within 30 s");
         opened
@@ -98,7 +98,7 @@ impl Road {
             .with_context(|| format!("{}", self.place))
     }
 
-    async fn lay(&self) -> anyhow::Result<Opened> {
+    async fn lay(&self) -> anyhow::Result<OpenRoute> {
         let mut opened = match &self.place {
             ListenAddr::Tcp(address) => {
                 let tcp = TcpStream::connect(address).await.context("cannot dial")?;
@@ -124,9 +124,12 @@ impl Road {
         Ok(opened)
     }
 
-    async fn secure<S: crate::http1::Io + 'static>(&self, socket: S) -> anyhow::Result<Opened> {
+    async fn secure<S: crate::http1::IoStream + 'static>(
+        &self,
+        socket: S,
+    ) -> anyhow::Result<OpenRoute> {
         let Some(tls) = &self.tls else {
-            return Ok(Opened {
+            return Ok(OpenRoute {
                 line: Connection::new(socket),
                 resumed: None,
             });
@@ -137,7 +140,7 @@ impl Road {
             .await
             .context("TLS failed")?;
         let resumed = io.get_ref().1.handshake_kind() == Some(HandshakeKind::Resumed);
-        Ok(Opened {
+        Ok(OpenRoute {
             line: Connection::new(io),
             resumed: Some(resumed),
         })
@@ -149,7 +152,7 @@ impl Tls {
     pub(crate) fn new(
         name: ServerName<'static>,
         ca: Option<&Path>,
-        caller: &cli::Caller,
+        caller: &cli::ClientIdentity,
         alpn: &[&[u8]],
     ) -> anyhow::Result<Self> {
         let builder = ClientConfig::builder_with_provider(provider())
@@ -158,7 +161,7 @@ impl Tls {
             Some(ca) => builder.with_root_certificates(roots(ca)?),
             None => builder
                 .dangerous()
-                .with_custom_certificate_verifier(Arc::new(Anybody(provider()))),
+                .with_custom_certificate_verifier(Arc::new(AcceptAnyCertificate(provider()))),
         };
         let mut config = match (&caller.cert, &caller.key) {
             (Some(cert), Some(key)) => {
@@ -204,9 +207,9 @@ fn roots(path: &Path) -> anyhow::Result<RootCertStore> {
 
 /// Accepts any certificate, at the cost of accepting a good one: the server's signature is verified.
 #[derive(Debug)]
-struct Anybody(Arc<CryptoProvider>);
+struct AcceptAnyCertificate(Arc<CryptoProvider>);
 
-impl ServerCertVerifier for Anybody {
+impl ServerCertVerifier for AcceptAnyCertificate {
     fn verify_server_cert(
         &self,
         _end_entity: &CertificateDer<'_>,

@@ -22,12 +22,12 @@ use tokio_rustls::client::TlsStream;
 pub(crate) const URL: &str = "https://edge-1:9100/";
 
 /// A world with all its parts; the edge is dropped first.
-pub(crate) struct Road {
+pub(crate) struct TestBed {
     pub(crate) edge: Edge,
     world: World,
 }
 
-impl Road {
+impl TestBed {
     /// Builds it with an app that speaks HTTP/1.1.
     pub(crate) async fn to(app: &App) -> Self {
         Self::to_as(Protocol::Http, app.address()).await
@@ -60,8 +60,8 @@ impl Road {
             ..config::UpstreamTls::default()
         };
         let build = build.config(|config| drop(config.upstream_tls.insert(9100, ours)));
-        let road = Box::pin(Self::along(build, Protocol::Tcp, app.address())).await;
-        (app, road)
+        let testbed = Box::pin(Self::along(build, Protocol::Tcp, app.address())).await;
+        (app, testbed)
     }
 
     /// The listeners, which a test may change before they open.
@@ -163,7 +163,7 @@ impl Road {
     }
 }
 
-impl Deref for Road {
+impl Deref for TestBed {
     type Target = World;
 
     fn deref(&self) -> &World {
