@@ -50,25 +50,26 @@ impl Body for StreamReceiver {
 /// Chunks shorter than this are joined with what is ready behind them.
 const MIN_CHUNK_BYTES: usize = 16 * 1024;
 
-/// Why a body did not get through.
+/// Error that ends the forwarding of a body before its end.
 #[derive(Debug, thiserror::Error)]
 pub enum PumpError<E> {
-    /// The body itself failed: its peer went away or broke the protocol.
+    /// The body itself failed: its peer closed the connection or violated the protocol.
     #[error("the body failed: {0}")]
     Body(E),
     /// The stream failed.
     #[error(transparent)]
     Stream(#[from] StreamError),
-    /// The other end has taken nothing for this long.
+    /// The other end has consumed nothing for this long.
     #[error("no bytes were read for {0:?}")]
     Stalled(Duration),
 }
 
-/// Sends all of `body`, and its trailers, into the stream. A body that fails resets the stream, behind what it
-/// brought before. With `write_timeout` the stream is reset when the other end takes nothing of a chunk for so long.
+/// Sends all of `body`, and its trailers, into the stream. If the body fails, the stream is reset after the chunks that the
+/// body returned before.
+/// If `write_timeout` is set and the other end has not taken a chunk by then, the stream is reset.
 ///
 /// # Errors
-/// If the body or the stream fails, or patience ends.
+/// If the body or the stream fails, or `write_timeout` has passed.
 pub async fn pump<B>(
     mut body: B,
     send: &mut StreamSender,
@@ -123,7 +124,7 @@ where
     }
 }
 
-/// Sends one chunk; gives the stream up if that takes longer than `write_timeout`.
+/// Sends one chunk, and resets the stream if that takes longer than `write_timeout`.
 async fn send_with_timeout<E>(
     write_timeout: Option<Duration>,
     send: &mut StreamSender,
@@ -141,7 +142,7 @@ async fn send_with_timeout<E>(
 
 type PolledFrame<E> = Option<Option<Result<Frame<Bytes>, E>>>;
 
-/// Appends what is ready behind a short chunk. What is not data is left in `next_frame`.
+/// Appends the data that is ready behind a short chunk. A frame that is not data stays in `next_frame`.
 fn coalesce<B>(first: Bytes, body: &mut B, next_frame: &mut PolledFrame<B::Error>) -> Bytes
 where
     B: Body<Data = Bytes> + Unpin,

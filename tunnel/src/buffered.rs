@@ -1,9 +1,9 @@
 //! Counts of the bytes that have arrived at this end and have not been consumed: of a tunnel, and of the whole process.
 //!
-//! h2 buffers up to a window for each stream whose consumer stalls, and reports the amount only stream by stream. So each
-//! stream is entered here while it can hold bytes, and the code that sizes windows adds them up from time to time. The bytes
-//! of a tunnel count into the [`MemoryBudget`] of its process, which covers all tunnels together and everything else that
-//! waits unread in the process.
+//! h2 buffers up to a window for each stream whose consumer stalls, and reports the amount only per stream. So this module
+//! lists each stream while it can hold bytes, and the code that sizes windows adds the bytes up from time to time. The bytes
+//! of a tunnel count into the [`MemoryBudget`] of its process, which covers all tunnels and all other unread bytes of the
+//! process.
 
 use crate::{
     small_frames::SmallFrames,
@@ -20,7 +20,7 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Streams are asked what they hold not more often than this, while bytes move.
+/// Minimum time between two samples of the buffered bytes, while bytes move.
 pub const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The streams of one tunnel that can hold unread bytes.
@@ -33,12 +33,12 @@ pub(crate) struct BufferedStreams {
 #[derive(Debug)]
 struct Inner {
     receivers: Slab<StreamEntry>,
-    /// Those that send, and had to wait for the other end's window.
+    /// Sending halves that had to wait for the other end's window.
     senders: Slab<Sender>,
     /// Contribution of the streams to the sums of process and node.
     total_share: BudgetShare,
     stalled_share: BudgetShare,
-    /// Nothing arrives any more, and each gives back what it holds when its reader goes.
+    /// Whether the tunnel has ended: no more bytes arrive, and each stream releases its bytes when its reader is dropped.
     is_ended: bool,
 }
 
@@ -46,7 +46,7 @@ struct Inner {
 struct StreamEntry {
     id: u32,
     flow: FlowControl,
-    /// Bytes that the stream held at the last look.
+    /// Bytes that the stream held at the last sample.
     last_buffered: usize,
     progress: Arc<Progress>,
     progress_mark: ProgressMark,
@@ -61,21 +61,21 @@ struct Sender {
 /// Bytes that the streams of a tunnel hold, with the additional cost of their small frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BufferedBytes {
-    /// All of them.
+    /// Bytes of all streams.
     pub total: usize,
-    /// Bytes of the streams that hold just as much as the last time: they are not being consumed.
+    /// Bytes of the streams that hold the same amount as at the last sample, which means that they are not being consumed.
     pub stalled: usize,
 }
 
 impl BufferedStreams {
-    /// Bytes that all streams hold now. Asks each of them, and remembers nothing.
+    /// Returns the bytes that all streams hold now. Queries each stream, and stores nothing.
     pub(crate) fn total_bytes(&self) -> usize {
         let streams = self.lock();
         let open = streams.receivers.iter();
         open.map(|(_, stream)| stream.flow.used_capacity()).sum()
     }
 
-    /// Of a tunnel among `node_budget`.
+    /// Creates the list of a tunnel whose node has this budget.
     pub(crate) fn new(memory_budget: Arc<MemoryBudget>, node_budget: &NodeBudget) -> Arc<Self> {
         let buffered_streams = Arc::new(Self {
             streams: Mutex::new(Inner {
@@ -95,7 +95,7 @@ impl BufferedStreams {
         buffered_streams
     }
 
-    /// Returns the bytes that all streams hold now. Asks each of them, so it is too costly for every poll.
+    /// Returns the bytes that all streams hold now. Queries each stream, so it is too costly for every poll.
     pub(crate) fn sample(&self, small_frames: &SmallFrames) -> BufferedBytes {
         let buffered = self.lock().sample(small_frames);
         if buffered.total > 0 {
@@ -104,7 +104,7 @@ impl BufferedStreams {
         buffered
     }
 
-    /// The tunnel has ended: what arrived for a reader that stalls is in memory until he goes.
+    /// Records that the tunnel has ended. Bytes for a stalled reader stay in memory until the reader is dropped.
     pub(crate) fn mark_ended(&self, small_frames: &SmallFrames) {
         let mut streams = self.lock();
         let buffered = streams.sample(small_frames);
@@ -177,7 +177,7 @@ impl Inner {
     }
 }
 
-/// A stream's place among those that can hold unread bytes.
+/// Entry of a stream among those that can hold unread bytes. Dropping it removes the stream.
 #[derive(Debug)]
 pub(crate) struct BufferedStream {
     buffered_streams: Arc<BufferedStreams>,
@@ -186,7 +186,8 @@ pub(crate) struct BufferedStream {
 }
 
 impl BufferedStream {
-    /// Enters a stream. It has to leave before its last other handle does, or it would never be given up.
+    /// Adds a stream. The entry must be dropped before the last other handle of the stream. Otherwise h2 would never release
+    /// the stream.
     pub(crate) fn new(buffered_streams: &Arc<BufferedStreams>, id: u32, flow: FlowControl) -> Self {
         let progress = Arc::<Progress>::default();
         let stream = StreamEntry {
@@ -217,7 +218,7 @@ impl Drop for BufferedStream {
     }
 }
 
-/// A sender's place among those that may wait for the other end's window.
+/// Entry of a sending half among those that may wait for the other end's window.
 #[derive(Debug)]
 pub(crate) struct SenderEntry {
     buffered_streams: Arc<BufferedStreams>,
@@ -240,7 +241,7 @@ impl SenderEntry {
         }
     }
 
-    /// Notes that the sender waits.
+    /// Records that the sender waits.
     pub(crate) fn mark_blocked(&self) {
         self.progress.set_blocked(true);
         self.buffered_streams
@@ -260,7 +261,7 @@ impl Drop for SenderEntry {
     }
 }
 
-/// Unread bytes of a process, and how many there may be.
+/// Budget for the unread bytes of a process.
 #[derive(Debug)]
 pub struct MemoryBudget {
     bytes: AtomicUsize,
@@ -269,7 +270,7 @@ pub struct MemoryBudget {
 }
 
 impl MemoryBudget {
-    /// None yet; `limit` bytes at most.
+    /// Creates an empty budget of `limit` bytes.
     pub fn new(limit: usize) -> Self {
         Self {
             bytes: AtomicUsize::new(0),
@@ -278,42 +279,42 @@ impl MemoryBudget {
         }
     }
 
-    /// The streams that may stand still.
+    /// Returns the monitor of the streams that may be stalled.
     pub fn stall_monitor(&self) -> &StallMonitor {
         &self.stall_monitor
     }
 
-    /// Bytes that were unread when each part last looked.
+    /// Returns the number of unread bytes at the last sample of each part.
     pub fn bytes(&self) -> usize {
         self.bytes.load(Relaxed)
     }
 
-    /// Bytes that may be unread.
+    /// Returns the maximum number of unread bytes.
     pub fn limit(&self) -> usize {
         self.limit
     }
 
-    /// Whether windows have to be small: half of the bound is taken.
+    /// Whether windows have to be small, because at least half of the limit is used.
     pub fn is_high(&self) -> bool {
         self.bytes() >= self.limit / 2
     }
 
-    /// Whether there is room for no further stream.
+    /// Whether the budget has no room for another stream.
     pub fn is_full(&self) -> bool {
         self.bytes() >= self.limit
     }
 }
 
 impl Default for MemoryBudget {
-    /// Without a bound.
+    /// Creates a budget without a limit.
     fn default() -> Self {
         Self::new(usize::MAX)
     }
 }
 
-/// Budget shared by the tunnels of one node. Their streams may leave unread as much as one budget allows, however many
-/// tunnels bulk has added. Opening a stream wakes the driver of its own tunnel. A sibling notices a crowd when it is polled
-/// next, at its next byte or probe.
+/// Budget shared by the tunnels of one node. Their streams together may leave as many bytes unread as one budget allows,
+/// however many tunnels an edge has dialled for bulk. Opening a stream wakes the driver of its own tunnel. The driver of
+/// another tunnel of the node sees the new stream at its next poll: at its next byte or probe.
 #[derive(Debug, Default)]
 pub struct NodeBudget {
     streams: AtomicUsize,
@@ -321,17 +322,17 @@ pub struct NodeBudget {
 }
 
 impl NodeBudget {
-    /// Streams that are open in all of them.
+    /// Returns the number of streams that are open in all tunnels of the node.
     pub(crate) fn open_streams(&self) -> usize {
         self.streams.load(Relaxed)
     }
 
-    /// One more, or one less.
+    /// Returns the counter of the open streams.
     pub(crate) fn stream_count(&self) -> &AtomicUsize {
         &self.streams
     }
 
-    /// Bytes that stalled streams hold, in all of them.
+    /// Returns the bytes that stalled streams hold in all tunnels of the node.
     pub(crate) fn stalled_bytes(&self) -> usize {
         self.stalled_budget.bytes()
     }
@@ -342,7 +343,7 @@ impl NodeBudget {
     }
 }
 
-/// Share of one tunnel, or of one body on its way into a tunnel, in the pressure. Dropping it subtracts the share.
+/// Share in the unread bytes, of one tunnel or of one body that is being sent into a tunnel. Dropping it subtracts the share.
 #[derive(Debug)]
 pub struct BudgetShare {
     memory_budget: Arc<MemoryBudget>,
@@ -350,7 +351,7 @@ pub struct BudgetShare {
 }
 
 impl BudgetShare {
-    /// Nothing yet.
+    /// Creates a share of 0 bytes.
     pub fn new(memory_budget: Arc<MemoryBudget>) -> Self {
         Self {
             memory_budget,
@@ -363,7 +364,7 @@ impl BudgetShare {
         self.bytes
     }
 
-    /// Adds so much from now on.
+    /// Changes the share to this many bytes.
     pub fn set(&mut self, bytes: usize) {
         let total = &self.memory_budget.bytes;
         if bytes >= self.bytes {

@@ -1,9 +1,9 @@
-//! Budget for the control frames of a client, below an HTTP/2 server that has none.
+//! Limit on the control frames of a client, below an HTTP/2 server that has none.
 //!
-//! h2 bounds resets and the size of frames, but serves SETTINGS, PING, PRIORITY, `WINDOW_UPDATE` and frames of unknown kinds
-//! without limit. Each costs points. Requests, and bytes that are sent to the client, earn some, since those cause such
-//! frames; time earns the rest. A client without points gets GOAWAY with `ENHANCE_YOUR_CALM` (RFC 9113 §10.5), and the bytes
-//! that it still sends are discarded until it has read that. HTTP/1.1 passes untouched.
+//! h2 limits resets and the size of frames, but serves SETTINGS, PING, PRIORITY, `WINDOW_UPDATE` and frames of unknown kinds
+//! without a limit. Each of these frames costs points. A client earns points by its requests and by the bytes that it
+//! receives, since those cause such frames, and over time. A client without points gets GOAWAY with `ENHANCE_YOUR_CALM` (RFC
+//! 9113 §10.5). The bytes that it still sends are discarded until it has read the GOAWAY. HTTP/1.1 is not limited.
 
 use crate::{
     flood::TokenBucket,
@@ -23,22 +23,22 @@ use tokio::{
     time::{Instant, Sleep, sleep},
 };
 
-/// Points at the beginning, and at most.
+/// Number of points at the beginning, which is also the maximum.
 const MAX_POINTS: u64 = 10_000;
-/// Points that a second earns.
+/// Points that a client earns per second.
 const POINTS_PER_SECOND: u64 = 1_000;
-/// Requests are worth as many points as a client's frames about one stream cost, with a PING and a priority besides.
+/// Points that a request earns: the cost of a client's usual frames for one stream, with a PING and a PRIORITY.
 const POINTS_PER_STREAM: u64 = 24;
 /// Points for a frame that an honest client sends seldom: SETTINGS, PING, unknown kinds.
 const RARE_FRAME_COST: u64 = 10;
-/// Error code of a peer that makes too much work (RFC 9113 §7).
+/// Error code for a peer that generates excessive load (RFC 9113 §7).
 const ENHANCE_YOUR_CALM: u32 = 11;
-/// Time that a client gets to read why its connection ends.
+/// Time that a client gets to read the GOAWAY before its connection closes.
 const GOAWAY_GRACE: Duration = Duration::from_secs(1);
-/// Bytes that are thrown away meanwhile at most.
+/// Maximum number of bytes that are discarded during this time.
 const MAX_DISCARDED_BYTES: usize = 1 << 20;
 
-/// A client's connection, whose control frames are counted.
+/// Client connection whose control frames are limited.
 #[derive(Debug)]
 pub struct ControlFrameLimiter<S, F> {
     io: S,
@@ -51,7 +51,7 @@ pub struct ControlFrameLimiter<S, F> {
 }
 
 impl<S, F: Fn()> ControlFrameLimiter<S, F> {
-    /// A connection that has just begun. `on_flood` is called when its client has flooded it.
+    /// Wraps a new connection. `on_flood` is called when the client has exceeded the limit.
     pub fn new(io: S, on_flood: F) -> Self {
         Self {
             io,
@@ -101,7 +101,7 @@ impl<S, F: Fn()> ControlFrameLimiter<S, F> {
     }
 }
 
-/// The end of a connection that was flooded.
+/// Close of a connection whose client has exceeded the limit.
 #[derive(Debug)]
 struct GoAwayClose {
     goaway: Vec<u8>,
@@ -127,7 +127,7 @@ impl GoAwayClose {
         }
     }
 
-    /// Ready once the client has hung up, or had its time.
+    /// Returns `Ready` once the client has closed the connection, or `GOAWAY_GRACE` has passed.
     fn poll<S>(&mut self, io: &mut S, cx: &mut Context<'_>) -> Poll<io::Result<()>>
     where
         S: AsyncRead + AsyncWrite + Unpin,
@@ -256,7 +256,7 @@ mod tests {
         bytes
     }
 
-    /// Returns what the client reads after it has sent this, to a server that reads on.
+    /// Returns the bytes that a client receives after it has sent `sent` to a server that reads on.
     async fn told(sent: &[u8]) -> (Vec<u8>, bool) {
         let (near, mut far): (DuplexStream, DuplexStream) = duplex(64 << 10);
         let floods = Cell::new(false);

@@ -1,9 +1,9 @@
 //! Control stream of a tunnel: hello messages of both ends, and all later messages.
 //!
-//! The gateway's first request on a tunnel opens it, and it stays open as long as the tunnel: one JSON object a line in each
-//! direction. The gateway begins with [`GatewayHello`]. Until the edge's [`EdgeHello`] is checked, the tunnel takes no other
-//! stream. An edge's statements about itself are data; its identity comes from its certificate. An edge cannot open streams,
-//! so it sends a message here when it wants to leave.
+//! The gateway opens it with the first request on a tunnel, and it stays open as long as the tunnel. Each direction carries
+//! one JSON object per line. The gateway begins with [`GatewayHello`]. Until the edge's [`EdgeHello`] is checked, the tunnel
+//! takes no other stream. An edge's statements about itself are data; its identity comes from its certificate. An edge cannot
+//! open streams, so it sends a message here when it is going to leave.
 
 use crate::{
     error::StreamError,
@@ -30,14 +30,14 @@ pub struct GatewayHello {
     pub version: String,
     /// The gateway's name, for people.
     pub gateway: String,
-    /// Random for each gateway's process: by it an edge knows a gateway that it reaches by several addresses.
+    /// Random for each gateway process. An edge that reaches one gateway by several addresses recognises it by this value.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance: Option<String>,
     /// The node that the edge's certificate names.
     pub node: String,
-    /// All addresses (`host:port`) at which gateways can be had.
+    /// All addresses (`host:port`) of gateways.
     pub gateways: Vec<String>,
-    /// How many gateways there are, where that is known: one address may lead to several.
+    /// Number of gateways, if it is known. One address may lead to several gateways.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
 }
@@ -71,7 +71,7 @@ pub struct EdgeHello {
     /// Whether the edge takes [`GatewayMessage::Window`].
     #[serde(default)]
     pub turns: bool,
-    /// Whether the edge has other gateways to go to (a drain then waits for less).
+    /// Whether the edge has other gateways to use. A drain then waits for less.
     #[serde(default)]
     pub elsewhere: bool,
     /// Whether the edge takes [`GatewayMessage::Ports`].
@@ -83,22 +83,24 @@ pub struct EdgeHello {
     /// Whether the edge takes upgrades with a body ([`crate::wire::CONTENT`]).
     #[serde(default)]
     pub upgrade_bodies: bool,
-    /// Whether the process's tunnel before this one, of the same slot, lives: its streams go on until they end.
+    /// Whether the earlier tunnel of this process with the same slot is still open. The streams of that tunnel continue until
+    /// they end.
     #[serde(default)]
     pub takes_over: bool,
-    /// A stream that has moved more than this many bytes within two seconds is bulk to the edge: then it dials a further tunnel, and
-    /// the gateway is to open small streams elsewhere.
+    /// Number of bytes. The edge counts a stream as bulk once it has moved more bytes than this within two seconds. The edge
+    /// then dials another tunnel, and the gateway should open small streams on another tunnel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bulk_after: Option<u64>,
-    /// The SHA-256 of each root that the edge believes, in hexadecimal. An edge that says it takes [`GatewayMessage::Roots`] and
-    /// [`GatewayMessage::Renew`]; one that does not would hear nothing more behind them.
+    /// SHA-256 of each root that the edge trusts, in hexadecimal. An edge that sends this field accepts
+    /// [`GatewayMessage::Roots`] and [`GatewayMessage::Renew`]. Any other edge would read no further message behind these
+    /// two.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roots: Option<Vec<String>>,
     /// Addresses at which the members of the edge's node pool read its API cache, each `host:port`, if the edge takes
-    /// [`GatewayMessage::Pool`]. An edge without an address serves no members, and leads none.
+    /// [`GatewayMessage::Pool`]. An edge without an address serves no members and cannot be the leader.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub site: Option<Vec<String>>,
-    /// Address at which `YurtHub`s read the edge's API cache, if they may.
+    /// Address at which `YurtHub`s read the edge's API cache, if the edge serves them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hubs: Option<Box<YurtHubAddr>>,
     /// Whether the edge takes [`GatewayMessage::HeartbeatNonce`], and carries heartbeats of other nodes of its pool.
@@ -120,62 +122,63 @@ pub struct YurtHubAddr {
 pub struct AnnouncedPorts {
     /// Ports of upstreams that speak HTTP in the clear.
     pub http: Vec<u16>,
-    /// Ports for bytes alone: the gateway itself speaks TLS with the upstream.
+    /// Ports of upstreams that use raw TCP: the gateway itself speaks TLS with the upstream.
     pub tcp: Vec<u16>,
 }
 
 impl AnnouncedPorts {
-    /// As many as there may be: in a line of either end they leave room for more than half of what else it says.
+    /// Maximum number of ports. So many ports leave more than half of a line of either end for the other fields.
     pub const MAX_PORTS: usize = 4096;
 }
 
-/// Members with which an edge reads the cluster's objects: one of a pool reads for all of it, at the gateway, and the others
-/// at that one. An edge without a confirmed pool receives none of this, and reads at the gateway itself.
+/// Members of a node pool that read the cluster's objects together: the leader reads at the gateway for the whole pool, and
+/// the other members read at the leader. An edge without a confirmed pool receives no such message, and reads at the gateway
+/// itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodePoolMembers {
     /// The edge's confirmed pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<String>,
-    /// The node that reads at the gateway for all of them.
+    /// Node of the leader, which reads at the gateway for all members.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leader: Option<String>,
-    /// Those of the pool that serve other members, the edge itself with them if it is one: [`NodePoolMembers::MAX_MEMBERS`] at
-    /// most.
+    /// Members of the pool that serve other members, at most [`NodePoolMembers::MAX_MEMBERS`]. The edge itself is among them
+    /// if it serves members.
     #[serde(default)]
     pub members: Vec<NodePoolMember>,
 }
 
 impl NodePoolMembers {
-    /// As many as there may be: with names of a hundred letters and two addresses each they fit into a line.
+    /// Maximum number of members. So many members fit into one line, with names of a hundred letters and two addresses each.
     pub const MAX_MEMBERS: usize = 256;
 }
 
 /// Address of one member of a node pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodePoolMember {
-    /// Its node.
+    /// Node of the member.
     pub node: String,
-    /// Addresses at which it serves the other members, each `host:port`.
+    /// Addresses at which the member serves the other members, each `host:port`.
     #[serde(default)]
     pub at: Vec<String>,
 }
 
-/// Why a gateway sends a tunnel away.
+/// Reason for which a gateway dismisses a tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GoAway {
-    /// Another process with this node's certificate came later.
+    /// Another process with this node's certificate connected later.
     Superseded,
     /// The node is not admitted (revoked, unknown to the gateway).
     Unwelcome,
-    /// The hello was not acceptable.
+    /// The hello is invalid.
     Malformed,
-    /// The gateway has as many edges as it may have, or cannot tell yet which are admitted: the edge should try again.
+    /// The gateway has its maximum number of edges, or has not yet loaded the admitted nodes. The edge should try again.
     Full,
 }
 
 impl GoAway {
-    /// The word, for logs and metric labels.
+    /// Returns the reason as a word, for logs and metric labels.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Superseded => "superseded",
@@ -186,40 +189,40 @@ impl GoAway {
     }
 }
 
-/// A line from the gateway.
+/// Message from the gateway: one line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum GatewayMessage {
-    /// The first line.
+    /// First message of the control stream.
     Hello(GatewayHello),
     /// The hello was accepted: the tunnel is registered.
     Registered,
-    /// The gateways' addresses changed, or their number.
+    /// The gateways' addresses or their number changed.
     Gateways {
-        /// All of them, `host:port`.
+        /// All addresses of gateways, each `host:port`.
         gateways: Vec<String>,
-        /// As in the hello.
+        /// As [`GatewayHello::replicas`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
         replicas: Option<u32>,
     },
-    /// The edge may change its window once, and answers with [`EdgeMessage::Window`].
+    /// The edge may change its window once, and responds with [`EdgeMessage::Window`].
     Window {
-        /// To this many bytes at most.
+        /// Maximum size of the new window, in bytes.
         bytes: u32,
     },
-    /// The node ports that the gateway's cluster lists, all of them and [`AnnouncedPorts::MAX_PORTS`] at most: an edge serves those that its
-    /// owner lets be listed.
+    /// All node ports that the gateway's cluster lists, at most [`AnnouncedPorts::MAX_PORTS`]. An edge serves those ports
+    /// that its configuration permits to be listed.
     Ports(AnnouncedPorts),
-    /// With whom the edge reads what its cluster has, from now on.
+    /// Members with which the edge reads the objects of its cluster from now on.
     Pool(NodePoolMembers),
-    /// Believe these roots from now on, and no others. The edge answers with [`EdgeMessage::Roots`].
+    /// The edge must trust these roots from now on, and no others. The edge responds with [`EdgeMessage::Roots`].
     Roots {
-        /// All of them, as PEM.
+        /// All trusted roots, as PEM.
         pem: String,
     },
-    /// Ask for a new certificate.
+    /// The edge must request a new certificate.
     Renew {
-        /// At some moment within this time, in milliseconds.
+        /// Maximum time until that request, in milliseconds. The edge chooses a moment within it.
         within_ms: u64,
     },
     /// Nonce for heartbeats of nodes of the edge's pool that have lost their gateways. The gateway accepts it for a few seconds
@@ -228,18 +231,18 @@ pub enum GatewayMessage {
         /// Random, and at most [`crate::heartbeat::MAX_NONCE`] bytes.
         nonce: String,
     },
-    /// The gateway stops: connect elsewhere first.
+    /// The gateway stops: the edge must connect to another gateway first.
     Drain {
         /// Time that open streams get, in milliseconds.
         grace_ms: u64,
     },
-    /// Go away.
+    /// The edge must close the tunnel.
     Dismiss {
-        /// Why, as one of the known kinds.
+        /// Reason, as one of the known kinds.
         why: GoAway,
-        /// Why, for people.
+        /// Reason, for people.
         detail: String,
-        /// Do not come back before, in milliseconds.
+        /// Minimum time before the edge connects again, in milliseconds.
         retry_after_ms: u64,
     },
     /// Message of a later gateway version.
@@ -247,25 +250,26 @@ pub enum GatewayMessage {
     Unknown,
 }
 
-/// A line from the edge.
+/// Message from the edge: one line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum EdgeMessage {
-    /// The answer to the hello.
+    /// Response to the gateway's hello.
     Welcome(Box<EdgeHello>),
-    /// The edge has taken its turn.
+    /// The edge has changed its window, or has decided not to.
     Window {
-        /// Its window now, in bytes.
+        /// Present window of the edge, in bytes.
         bytes: u32,
     },
-    /// The edge wants to leave, or has connected elsewhere after a drain: open no further streams.
+    /// The edge is going to leave, or has connected to another gateway after a drain. The gateway must open no further
+    /// streams.
     Leave {
-        /// Why, for people.
+        /// Reason, for people.
         detail: String,
-        /// Whether what is open may take as long as it likes: the edge itself stays.
+        /// Whether open streams may continue without a time limit, because the edge itself keeps running.
         #[serde(default)]
         until_idle: bool,
-        /// Whether the edge still takes new streams if no other tunnel of the node does. A second line without this follows.
+        /// Whether the edge still accepts new streams if the node has no other tunnel. A second message with `false` follows.
         #[serde(default)]
         serves: bool,
     },
@@ -281,7 +285,7 @@ pub enum EdgeMessage {
     Unknown,
 }
 
-/// Why a control stream failed.
+/// Error of a control stream.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlStreamError {
     /// The stream or the tunnel ended.
@@ -293,10 +297,10 @@ pub enum ControlStreamError {
     /// A line is longer than [`MAX_MESSAGE`].
     #[error("a control message is longer than {MAX_MESSAGE} bytes")]
     TooLong,
-    /// A line is not what it should be.
+    /// A line is not a valid message.
     #[error("a control message is malformed: {0}")]
     Malformed(#[from] serde_json::Error),
-    /// Nothing came in time.
+    /// No message arrived within this time.
     #[error("no response to the hello within {0:?}")]
     TooSlow(Duration),
 }
@@ -306,10 +310,10 @@ pub enum ControlStreamError {
 pub struct ControlStream {
     pub(crate) sender: StreamSender,
     receiver: StreamReceiver,
-    /// Lines that the other end's window has not taken yet.
+    /// Lines that are not sent yet, because the other end's window is full.
     write_buffer: Bytes,
     read_buffer: BytesMut,
-    /// How much of it holds no end of a line.
+    /// Number of bytes of `read_buffer` that are known to contain no end of a line.
     scanned: usize,
 }
 
@@ -350,7 +354,7 @@ impl ControlStream {
         !self.write_buffer.is_empty()
     }
 
-    /// The next line.
+    /// Returns the next message.
     ///
     /// # Errors
     /// If the stream is gone, or the line is too long or malformed.
@@ -402,7 +406,7 @@ impl ControlStream {
         }
     }
 
-    /// As [`ControlStream::receive`], within a bound.
+    /// Returns the next message like [`ControlStream::receive`], within a time limit.
     ///
     /// # Errors
     /// As [`ControlStream::receive`], and [`ControlStreamError::TooSlow`].
@@ -422,10 +426,10 @@ impl ControlStream {
     }
 }
 
-/// One line of a control stream.
+/// Parses one line of a control stream.
 ///
 /// # Errors
-/// If it is too long or not the message that is expected here.
+/// If the line is too long or is not the expected message.
 pub fn parse_message<M: DeserializeOwned>(line: &[u8]) -> Result<M, ControlStreamError> {
     if line.len() > MAX_MESSAGE + 1 {
         return Err(ControlStreamError::TooLong);
@@ -449,7 +453,7 @@ mod tests {
             panic!("a welcome is one");
         };
         assert_eq!(heard.site, None);
-        // For an older edge this is a message of a later gateway, like any unknown message.
+        // An edge of an older version handles this as a message of a later gateway, like any unknown message.
         let later = br#"{"type":"of_a_later_gateway","members":[1]}"#;
         assert_eq!(
             parse_message::<GatewayMessage>(later).unwrap(),

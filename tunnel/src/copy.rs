@@ -1,9 +1,9 @@
-//! Bytes both ways between a socket and a stream.
+//! Copies bytes in both directions between a socket and a stream.
 //!
-//! One future, no task and no lock: up is socket to stream, down is stream to socket. A half that ends in
-//! order ends the other side's half in order; a reset on either side becomes a reset on the other and
-//! ends both directions. Read buffers live only while there is something to read: an idle relay holds
-//! none, a busy one up to 64 KiB.
+//! The relay is one future without a task or a lock. "Up" is from the socket to the stream, "down" from the stream to the
+//! socket. When one side ends its sending half in order, the relay ends the other side's half in order. A reset on one side
+//! becomes a reset on the other side and ends both directions. Read buffers exist only while there is data to read: an idle
+//! relay has none, a busy one up to 64 KiB.
 
 use crate::{
     error::StreamError,
@@ -27,27 +27,28 @@ use tokio_util::io::poll_read_buf;
 const MIN_BUFFER_BYTES: usize = 2 * 1024;
 const MAX_BUFFER_BYTES: usize = 64 * 1024;
 
-/// Counters of the bytes that passed, which can be read while the relay runs.
+/// Counters of the bytes that were copied. They can be read while the relay runs.
 #[derive(Debug, Default)]
 pub struct ByteCounters {
-    /// From the socket into the stream.
+    /// Bytes from the socket into the stream.
     pub up: AtomicU64,
-    /// From the stream to the socket.
+    /// Bytes from the stream to the socket.
     pub down: AtomicU64,
 }
 
-/// How a relay ended.
+/// Outcome of a relay.
 #[derive(Debug)]
 pub enum CopyOutcome {
     /// Both directions ended in order.
     Clean,
-    /// The socket's peer reset or broke its connection; the stream was reset.
+    /// The socket's peer reset or broke its connection. The stream was reset.
     Socket(io::Error),
-    /// The stream was reset or its tunnel lost; the socket closes with a reset.
+    /// The stream was reset or its tunnel was lost. The socket closes with a reset.
     Stream(StreamError),
 }
 
-/// A socket that closes with a reset unless its relay came to its end in order: one that is given up must not look whole.
+/// Socket that closes with a reset unless its relay has ended in order. So the peer never takes an aborted transfer for a
+/// complete one.
 struct Relayed<S: ResetOnClose> {
     socket: S,
     is_complete: bool,
@@ -61,10 +62,10 @@ impl<S: ResetOnClose> Drop for Relayed<S> {
     }
 }
 
-/// Relays until both directions have ended. Dropped before, it resets both.
+/// Relays until both directions have ended. If the future is dropped before, both sides are reset.
 ///
-/// With `wait_for_socket`, the target's bytes wait until the socket has sent its first: kube-apiserver wants no byte
-/// behind the answer to its CONNECT before it has spoken (invariant 4).
+/// With `wait_for_socket`, the target's bytes wait until the socket has sent its first byte. A kube-apiserver rejects bytes
+/// behind the response to its CONNECT before it has sent its own first byte (invariant 4).
 pub async fn relay<S>(
     socket: S,
     send: StreamSender,
@@ -159,7 +160,7 @@ where
     Poll::Pending
 }
 
-/// Socket to stream.
+/// Direction from the socket to the stream.
 struct ToStream {
     send: StreamSender,
     buffer: BytesMut,
@@ -223,14 +224,14 @@ impl ToStream {
     }
 }
 
-/// Stream to socket.
+/// Direction from the stream to the socket.
 struct FromStream {
     receive: StreamReceiver,
     chunk: Bytes,
     unflushed: bool,
     ended: bool,
     is_done: bool,
-    /// The socket takes nothing any more.
+    /// Error of a write: the socket accepts no more bytes.
     write_error: Option<io::Error>,
 }
 
@@ -319,7 +320,7 @@ impl FromStream {
 /// Waits for `future`, unless the other end resets the stream first.
 ///
 /// # Errors
-/// The reset.
+/// If the other end resets the stream.
 pub async fn unless_reset<F: Future>(
     send: &mut StreamSender,
     future: F,

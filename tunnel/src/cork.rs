@@ -1,9 +1,9 @@
-//! Write buffer that sends together all that a tunnel writes in one turn.
+//! Write buffer that sends together all that a tunnel writes in one poll.
 //!
-//! h2 flushes behind every DATA frame that is not tiny, and sends the next one only when that is through: each small answer
-//! would be a TLS record, a system call and a packet of its own. So a flush by h2 only reports that it is done. The written
-//! bytes are buffered until the task that drives the connection has polled it, and then leave at once. The buffer never
-//! waits for more bytes, and large writes are not copied.
+//! h2 flushes behind each DATA frame that is not tiny, and sends the next frame only after that flush. Each small response
+//! would become a TLS record, a system call and a packet of its own. So a flush by h2 only reports that it is done. The
+//! written bytes are buffered until the task that drives the connection has polled it. Then they are sent at once. The buffer
+//! never waits for more bytes, and large writes are not copied.
 
 use std::{
     io::{self, IoSlice},
@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// Maximum number of buffered bytes: the plaintext of one TLS record (RFC 8446 §5.1).
 const MAX_BUFFERED_BYTES: usize = 16 * 1024;
-/// From this many bytes on, a write is passed on as it is.
+/// Size of a write, in bytes, from which it is passed on without buffering.
 const PASS_THROUGH_BYTES: usize = 4 * 1024;
 
 /// Connection whose small writes are buffered until [`Cork::uncork`]. h2 has one handle, its driver the other.
@@ -25,11 +25,11 @@ pub(crate) struct Cork<S>(Arc<Mutex<Inner<S>>>);
 #[derive(Debug)]
 struct Inner<S> {
     io: S,
-    /// Bytes written by h2 and not yet by this type. An idle tunnel allocates nothing for them.
+    /// Bytes that h2 has written and that are not sent yet. An idle tunnel allocates nothing for them.
     buffer: Vec<u8>,
     /// Whether the connection below may have something to flush.
     unflushed: bool,
-    /// Error of an uncork: h2 receives it when it reads or writes next.
+    /// Error of an uncork, which h2 receives at its next read or write.
     pending_error: Option<io::Error>,
     is_corked: bool,
 }
@@ -41,7 +41,7 @@ impl<S> Clone for Cork<S> {
 }
 
 impl<S> Cork<S> {
-    /// Holds nothing before [`Cork::cork`].
+    /// Wraps a connection. Nothing is buffered before [`Cork::cork`].
     pub(crate) fn new(io: S) -> Self {
         Self(Arc::new(Mutex::new(Inner {
             io,
@@ -115,7 +115,7 @@ impl<S: AsyncWrite + Unpin> Inner<S> {
         Poll::Ready(Ok(()))
     }
 
-    /// Takes the bytes in, or writes as much of them as the connection takes.
+    /// Buffers the bytes, or writes as many of them as the connection accepts.
     fn poll_write(
         &mut self,
         cx: &mut Context<'_>,
@@ -197,7 +197,7 @@ mod tests {
     use futures_util::task::noop_waker_ref;
     use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-    /// A connection that takes so many bytes, and notes each write.
+    /// Connection that accepts a limited number of bytes and records each write.
     #[derive(Debug, Default)]
     struct Wire {
         room: usize,

@@ -1,7 +1,7 @@
 //! The edge's end of a tunnel: the HTTP/2 server.
 //!
-//! Takes streams from the gateway and says what each is for. It initiates neither PING nor SETTINGS after the
-//! handshake (invariant 11); its liveness is silence: a gateway that is alive is heard every 5 s.
+//! Accepts streams from the gateway and returns the purpose of each. It initiates neither PING nor SETTINGS after the
+//! handshake (invariant 11). It detects a dead gateway by silence alone: a gateway that is alive sends something every 5 s.
 
 use crate::{
     buffered,
@@ -33,17 +33,17 @@ use tokio::{
 /// Configuration of the edge's end of a tunnel.
 #[derive(Clone, Debug)]
 pub struct EdgeSideConfig {
-    /// Silence after which the tunnel is given up.
+    /// Silence after which the tunnel is closed.
     pub read_timeout: Duration,
-    /// Bytes that all streams of the tunnel may have unread at this end.
+    /// Maximum number of unread bytes of all streams of the tunnel at this end.
     pub budget: usize,
-    /// Streams that may be open at once.
+    /// Maximum number of open streams.
     pub max_streams: u32,
-    /// The round trip that TLS's handshake took.
+    /// Round trip that was measured during the TLS handshake.
     pub round_trip: Duration,
-    /// A stream is bulk once it has moved more than this many bytes within [`load::BULK_SPAN`].
+    /// Number of bytes. A stream is bulk once it has moved more bytes than this within [`load::BULK_SPAN`].
     pub bulk_threshold: u64,
-    /// Bytes that all tunnels of this process leave unread.
+    /// Budget of the unread bytes of all tunnels of this process.
     pub memory_budget: Arc<buffered::MemoryBudget>,
 }
 
@@ -81,16 +81,16 @@ pub enum IncomingStream {
     Stream(Box<StreamRequest>),
 }
 
-/// Request that opened a stream, and all that is needed to serve it.
+/// Request that opened a stream, with all data that is needed to serve it.
 #[derive(Debug)]
 pub struct StreamRequest {
     /// Purpose of the stream.
     pub kind: StreamKind,
     /// The address to dial, as the gateway names it.
     pub target: Target,
-    /// The request as the upstream is to see it, without private fields.
+    /// The request as the upstream receives it, without private fields.
     pub head: Request<()>,
-    /// How many of the body's first bytes are the rest of the target.
+    /// Number of the body's first bytes that are the rest of the target.
     pub target_overflow_len: usize,
     /// The request's body, or the far half of a session.
     pub body: StreamReceiver,
@@ -105,12 +105,12 @@ pub struct StreamResponder {
     counter: ByteCounter,
 }
 
-/// Handle by which a stream is withdrawn: the edge's policy does not allow it any more.
+/// Handle that withdraws a stream when the edge's policy does not allow it any more.
 #[derive(Debug)]
 pub struct Withdrawal(OpenStreamGuard);
 
 impl Withdrawal {
-    /// Has the reset of the stream, which its holder drops now, tell the gateway why.
+    /// Marks the stream as withdrawn. The holder of the stream drops it now, and the reset carries the reason to the gateway.
     pub fn withdraw(&self) {
         self.0.withdraw();
     }
@@ -167,9 +167,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
         self.load.clone()
     }
 
-    /// Changes the window of the streams, to `most` bytes at most and to what this end's own budget allows. Only when the gateway
-    /// has said that it may (invariant 11). Returns the window as it is then, in bytes.
-    /// How long the link is, the gateway has measured since; this end knows what it was at the handshake.
+    /// Changes the window of the streams to `max_window`, or to less if this end's own budget requires that. May be called
+    /// only after the gateway has granted a change (invariant 11). Returns the resulting window, in bytes. The length of the
+    /// link is not considered here: the gateway has measured it since, and this end knows only its value at the handshake.
     pub fn resize_window(&mut self, max_window: u32) -> u32 {
         let available_budget =
             (self.config.budget).saturating_sub(self.load.sample_buffered().stalled);
@@ -188,11 +188,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
         self.stream_window
     }
 
-    /// The next stream. Drives the whole connection: it must be polled for any stream to move.
-    /// Cancel-safe.
+    /// Returns the next stream. Drives the whole connection: it must be polled for any stream to move. Cancel-safe.
     ///
     /// # Errors
-    /// How the tunnel ended.
+    /// The reason for the end of the tunnel.
     pub async fn next_stream(&mut self) -> Result<IncomingStream, TunnelEnd> {
         loop {
             let (request, respond) = self.accept_request().await?;
@@ -275,7 +274,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
     }
 }
 
-/// Parses the request of a head; private fields are read and removed.
+/// Parses the head of a request. Private fields are read and removed.
 fn parse_request(
     mut head: Request<()>,
 ) -> Result<(StreamKind, Target, usize, Request<()>), &'static str> {
@@ -320,7 +319,7 @@ fn take_header(headers: &mut HeaderMap, name: &http::HeaderName) -> Option<Strin
 }
 
 impl StreamResponder {
-    /// Answers; with `end_stream` nothing follows the head.
+    /// Sends the response head. With `end_stream` nothing follows the head.
     ///
     /// # Errors
     /// If the stream was reset, the tunnel is gone, or the head is too large. In the last case the client receives the
@@ -342,7 +341,7 @@ impl StreamResponder {
         Ok(StreamSender::new(send, self.counter, end_stream))
     }
 
-    /// Sends an interim answer (1xx, RFC 9110 §15.2), unless it is too large: it is advice.
+    /// Sends an interim response (1xx, RFC 9110 §15.2). Drops it if it is too large, because it is only advice.
     ///
     /// # Errors
     /// If the stream was reset or the tunnel is gone.
@@ -353,7 +352,7 @@ impl StreamResponder {
         Ok(self.inner.send_informational(head)?)
     }
 
-    /// Answers that the edge itself failed the stream.
+    /// Sends a response that reports a failure of the edge itself.
     pub fn reject(self, rejection: &Rejected) {
         let mut head = Response::new(());
         *head.status_mut() = StatusCode::BAD_GATEWAY;
@@ -379,12 +378,12 @@ impl StreamResponder {
         let _ = self.send(head, true);
     }
 
-    /// Handle by which the stream is withdrawn later on.
+    /// Returns a handle by which the stream can be withdrawn later.
     pub fn withdrawal_handle(&self) -> Withdrawal {
         Withdrawal(self.counter.guard().clone())
     }
 
-    /// Waits until the gateway resets the stream, which means that the client went away.
+    /// Waits until the gateway resets the stream, which means that the client has disconnected.
     pub async fn wait_for_reset(&mut self) -> StreamError {
         poll_fn(|cx| self.poll_reset(cx)).await
     }

@@ -1,15 +1,15 @@
 //! Reasons for the end of a tunnel, the end of a stream, and the refusals of an edge.
 //!
-//! h2's own error stays inside: the calling code sees which end did what. A body error has h2's error as its source, so that
-//! an HTTP/2 listener sends the same code on (invariant 3).
+//! h2's own error is the source of ours. The variants state which end caused the error. A body error has h2's error as its
+//! source, so that an HTTP/2 listener sends the same code on (invariant 3).
 
 use nix::errno::Errno;
 use std::{borrow::Cow, fmt, io, net::IpAddr};
 
-/// Why a stream ended before its time.
+/// Reason for which a stream ended early.
 #[derive(Debug, thiserror::Error)]
 pub enum StreamError {
-    /// The other end reset the stream: the upstream, the edge or the client gave up.
+    /// The other end reset the stream: the upstream, the edge or the client aborted it.
     #[error("the stream was reset: {cause}")]
     Reset {
         /// h2's error with its code (RFC 9113 §7), for listeners that speak HTTP/2 themselves.
@@ -23,32 +23,32 @@ pub enum StreamError {
         #[source]
         cause: h2::Error,
     },
-    /// The tunnel takes no further stream: it drains, or has as many as it may have.
+    /// The tunnel accepts no further stream: it drains, or has its maximum number of streams.
     #[error("the tunnel accepts no more streams")]
     Busy,
     /// This end reset the stream: its buffered bytes were not consumed while memory ran short, or for too long.
     #[error("the stream was reset, because its buffered bytes were not read")]
     Evicted,
-    /// A head or trailers are larger than a tunnel carries ([`crate::wire::MAX_HEAD`]).
+    /// A head or trailers exceed the size that a tunnel carries ([`crate::wire::MAX_HEAD`]).
     #[error("the header or trailers are larger than a tunnel allows")]
     TooLarge,
-    /// The other end did what the protocol forbids.
+    /// The other end violated the protocol.
     #[error("{0}")]
     ProtocolViolation(&'static str),
 }
 
 impl StreamError {
-    /// The stream was given up by this process, for example because its peer went away.
+    /// Returns the error of a stream that this process aborted, for example because its peer disconnected.
     pub fn cancelled() -> Self {
         h2::Error::from(h2::Reason::CANCEL).into()
     }
 
-    /// The other end has not taken the stream, which is as if it had never been opened (RFC 9113 §8.7).
+    /// Whether the other end refused the stream, which then counts as never opened (RFC 9113 §8.7).
     pub fn is_refused(&self) -> bool {
         matches!(self, Self::Reset { cause } if cause.reason() == Some(h2::Reason::REFUSED_STREAM))
     }
 
-    /// Returns whether this end or the other one reset the stream because its buffered bytes were not consumed (see
+    /// Whether this end or the other one reset the stream because its buffered bytes were not consumed (see
     /// [`crate::eviction`]).
     pub fn is_eviction(&self) -> bool {
         match self {
@@ -58,17 +58,17 @@ impl StreamError {
         }
     }
 
-    /// The edge's policy does not allow the stream any more.
+    /// Whether the stream was reset because the edge's policy does not allow it any more.
     pub fn is_withdrawn(&self) -> bool {
         matches!(self, Self::Reset { cause } if cause.reason() == Some(crate::wire::WITHDRAWN))
     }
 
-    /// Whether the other end closed the connection in order below a stream that it had not answered.
+    /// Whether the other end closed the connection in order before it responded on the stream.
     pub fn is_closed(&self) -> bool {
         matches!(self, Self::Lost { cause } if is_h2_close(cause))
     }
 
-    /// A reset, as against a lost tunnel.
+    /// Whether the stream was reset, in contrast to a lost tunnel.
     pub fn is_reset(&self) -> bool {
         matches!(self, Self::Reset { .. })
     }
@@ -83,8 +83,8 @@ impl From<h2::Error> for StreamError {
     }
 }
 
-/// Whether a request without an answer failed because its peer closed the connection in order or refused the stream, as
-/// against a reset, a lost tunnel or bytes that are no HTTP. Looks through the causes of an error of h2 or hyper.
+/// Whether a request without a response failed because its peer closed the connection in order or refused the stream. A
+/// reset, a lost tunnel and bytes that are not HTTP do not count. Searches the causes of an error of h2 or hyper.
 pub fn is_close(error: &(dyn std::error::Error + 'static)) -> bool {
     if error.is::<StreamError>() {
         return false;
@@ -110,7 +110,7 @@ fn is_h2_close(error: &h2::Error) -> bool {
     error.get_io().is_some_and(is_socket_close)
 }
 
-/// A write behind the peer's FIN, or TLS that ended without `close_notify`.
+/// Whether the error is that of a write behind the peer's FIN, or of TLS that ended without `close_notify`.
 fn is_socket_close(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -118,8 +118,7 @@ fn is_socket_close(error: &io::Error) -> bool {
     )
 }
 
-/// Whether the system refused a socket because this process or machine has none left: file descriptors, memory or local
-/// ports.
+/// Whether the system refused a socket because this process or machine has no file descriptors, memory or local ports left.
 pub fn is_exhaustion(error: &io::Error) -> bool {
     use io::ErrorKind::{AddrInUse, AddrNotAvailable, OutOfMemory, WouldBlock};
     // `connect` reports the lack of local ports by the first two kinds, `bind` by the second.
@@ -135,16 +134,16 @@ fn has_errno(error: &io::Error, codes: &[Errno]) -> bool {
     code.is_some_and(|code| codes.contains(&code))
 }
 
-/// How a tunnel ended.
+/// Reason for the end of a tunnel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TunnelEnd {
-    /// The peer closed it in order, or went away without a word (a killed peer sends no `close_notify`).
+    /// The peer closed the tunnel in order, or disappeared without notice (a killed peer sends no `close_notify`).
     Peer,
-    /// This side closed it: replaced, drained, or stopping.
+    /// This side closed the tunnel, because it was replaced or drained or the process stops.
     Closed,
-    /// Nothing was read for the time that liveness allows.
+    /// Nothing was read within the keepalive period.
     Silent,
-    /// The peer broke the protocol, or the connection failed.
+    /// The peer violated the protocol, or the connection failed.
     Failed(String),
 }
 
@@ -166,7 +165,7 @@ impl TunnelEnd {
         }
     }
 
-    /// One word, for logs and metric labels.
+    /// Returns the reason as one word, for logs and metric labels.
     pub fn as_str(&self) -> &'static str {
         match self {
             Self::Peer => "peer_gone",
@@ -188,14 +187,14 @@ impl fmt::Display for TunnelEnd {
     }
 }
 
-/// Why an edge itself failed a stream. Travels as [`crate::wire::FAILURE`].
+/// Reason for which an edge itself failed a stream. The tunnel carries it as [`crate::wire::FAILURE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RejectCode {
-    /// The edge's allow-list does not have the target.
+    /// The edge's allow-list does not contain the target.
     Policy,
     /// The target refused the connection.
     TargetRefused,
-    /// The target did not take the connection, or did not answer an upgrade, in time.
+    /// The target did not accept the connection in time, or did not respond to an upgrade in time.
     TargetTimeout,
     /// The target's name does not resolve.
     TargetUnresolved,
@@ -205,16 +204,16 @@ pub enum RejectCode {
     TargetUnreachable,
     /// The edge's own process has no file descriptors, local ports or memory left.
     Exhausted,
-    /// The target spoke nonsense, or closed before it sent a response.
+    /// The target sent an invalid response, or closed the connection before it sent one.
     TargetBroken,
-    /// The edge stops, or has as many streams as it may have.
+    /// The edge stops, or has its maximum number of streams.
     Busy,
-    /// The gateway asked for something that this edge does not understand.
+    /// The gateway sent a request that this edge does not understand.
     Malformed,
 }
 
 impl RejectCode {
-    /// All of them, for parsing and for tests.
+    /// All codes, for parsing and for tests.
     pub const ALL: [Self; 10] = [
         Self::Policy,
         Self::TargetRefused,
@@ -228,7 +227,7 @@ impl RejectCode {
         Self::Malformed,
     ];
 
-    /// The word on the wire.
+    /// Returns the code's word on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Policy => "policy",
@@ -244,14 +243,14 @@ impl RejectCode {
         }
     }
 
-    /// The refusal that a word names.
+    /// Returns the code with this word.
     pub fn parse(word: &str) -> Option<Self> {
         Self::ALL
             .into_iter()
             .find(|refusal| refusal.as_str() == word)
     }
 
-    /// The refusal that the error of a TCP connection attempt at this address means.
+    /// Returns the code for a failed TCP connection attempt at this address.
     pub fn from_dial_error(error: &io::Error, address: IpAddr) -> Self {
         use io::ErrorKind::{
             AddrNotAvailable, HostUnreachable, NetworkDown, NetworkUnreachable, PermissionDenied,
@@ -275,7 +274,7 @@ impl RejectCode {
         }
     }
 
-    /// The refusal with the sentence that a person reads.
+    /// Returns the rejection with this code and a sentence for people.
     pub fn with_detail(self, detail: impl Into<Cow<'static, str>>) -> Rejected {
         Rejected {
             code: self,
@@ -284,11 +283,11 @@ impl RejectCode {
     }
 }
 
-/// A refusal and its sentence.
+/// Rejection of a stream: a code, and a sentence for people.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{detail}")]
 pub struct Rejected {
-    /// The kind.
+    /// Reason of the rejection.
     pub code: RejectCode,
     /// Description of the failure for the client.
     pub detail: Cow<'static, str>,

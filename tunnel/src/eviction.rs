@@ -1,10 +1,10 @@
-//! Eviction of streams that stand still while memory runs short.
+//! Eviction of stalled streams while memory runs short.
 //!
-//! A stream stands still when bytes wait for its consumer and the consumer takes none. Each such stream holds memory here,
-//! in the kernel's socket buffers, and in those of an upstream on the same machine, which no window of ours bounds. The
-//! kernel has one pool of memory for all TCP sockets (`net.ipv4.tcp_mem`). Once the pool is empty, the tunnel's own socket
-//! gets no memory either, and every stream of the node hangs. So [`guard`] resets the streams that have stood still for
-//! longest, as many as needed, long before that.
+//! A stream is stalled when bytes wait for its consumer and the consumer takes none. Each stalled stream holds memory here
+//! and in the kernel's socket buffers. It also holds memory in the socket buffers of an upstream on the same machine, which
+//! no window of ours bounds. The kernel has one pool of memory for all TCP sockets (`net.ipv4.tcp_mem`). Once the pool is
+//! empty, the tunnel's own socket gets no memory either, and every stream of the node hangs. So [`guard`] resets the streams
+//! that have been stalled for longest, as many as needed, long before that.
 
 pub use crate::stream::Eviction;
 
@@ -13,19 +13,20 @@ use causeway_rt::tcp_memory::TcpMemory;
 use std::{sync::atomic::Ordering::Relaxed, time::Duration};
 use tokio::time::{Instant, sleep};
 
-/// Memory of a stream that stands still, in bytes, besides what waits in its window: the buffers of HTTP and TLS. Stalled
-/// downloads cost 200 KiB each at the gateway, and 270 KiB at the edge.
+/// Memory of a stalled stream, in bytes, besides the content of its window: the buffers of HTTP and TLS. Stalled downloads
+/// cost 200 KiB each at the gateway, and 270 KiB at the edge.
 pub const STREAM_OVERHEAD_BYTES: usize = 320 << 10;
 /// Memory of the kernel that a stream can hold on one machine, in bytes: the sum to which the default `net.ipv4.tcp_wmem`
 /// and `tcp_rmem` let an upstream's send buffer and the edge's receive buffer grow.
 const MAX_SOCKET_BUFFERS: usize = (4 << 20) + (6 << 20);
-/// Interval between two looks while streams may stand still.
+/// Interval between two checks while streams may be stalled.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
-/// Time that a stream stands still before it may be evicted. Shorter pauses are those of readers on long links.
+/// Time for which a stream must be stalled before it may be evicted. Readers on long links cause shorter pauses.
 const MIN_STALL: Duration = Duration::from_millis(100);
-/// The same while the kernel's memory has only passed its bound, maybe because of other programs, and not yet half as much again.
+/// The minimum stall while the kernel's TCP memory has passed its limit by less than half. Other programs may be the cause
+/// then.
 const SLOW_STALL: Duration = Duration::from_secs(5);
-/// Looks without a stream that stands still, after which the guard rests.
+/// Number of checks without a stalled stream after which the guard sleeps.
 const IDLE_CHECKS: u32 = 20;
 
 impl StalledStream {
@@ -34,33 +35,34 @@ impl StalledStream {
     }
 }
 
-/// Bounds on what streams that stand still may cost.
+/// Limits on the cost of stalled streams.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// Memory of this process, in bytes.
+    /// Limit on the memory of this process, in bytes.
     pub max_memory: usize,
-    /// The kernel's memory for TCP, in bytes, as the kernel counts it for all processes; half of where pressure begins if absent.
+    /// Limit on the kernel's memory for TCP, in bytes, as the kernel counts it for all processes. If absent, half of the
+    /// value at which the kernel comes under memory pressure.
     pub max_tcp_memory: Option<usize>,
-    /// Time that the reader of a plain answer may take nothing.
+    /// Time for which the reader of a plain response may consume nothing.
     pub response_timeout: Option<Duration>,
 }
 
 /// Reason of an eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Shortage {
-    /// This process's own memory ([`Bounds::max_memory`]).
+    /// This process exceeds its own memory limit ([`Bounds::max_memory`]).
     Memory,
-    /// The kernel's memory for TCP ([`Bounds::max_tcp_memory`]).
+    /// The kernel's memory for TCP exceeds its limit ([`Bounds::max_tcp_memory`]).
     TcpMemory,
-    /// The reader took nothing for too long ([`Bounds::response_timeout`]).
+    /// The reader consumed nothing for too long ([`Bounds::response_timeout`]).
     Time,
 }
 
 impl Shortage {
-    /// All of them.
+    /// All reasons.
     pub const ALL: [Self; 3] = [Self::Memory, Self::TcpMemory, Self::Time];
 
-    /// The word in logs and metrics.
+    /// Returns the reason as a word, for logs and metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Memory => "memory",
@@ -70,9 +72,9 @@ impl Shortage {
     }
 }
 
-/// Number of the `stalled` streams, the longest first, whose eviction brings `used` bytes of the kernel's memory below
-/// `limit`. The kernel does not tell how much of it belongs to which stream, so each is taken to hold an equal part of all.
-/// Streams that cannot hold an eighth of it together stay, since other programs use that memory and evicting the streams
+/// Returns the number of stalled streams to evict, the longest stalled first, so that the kernel's memory falls from `used`
+/// bytes below `limit`. The kernel does not report the memory of each stream, so each is taken to hold an equal part. If the
+/// streams together cannot hold an eighth of the memory, none is evicted: other programs use that memory, and an eviction
 /// would free too little.
 fn excess_of_kernel(stalled: usize, used: usize, limit: usize) -> usize {
     let excess = used.saturating_sub(limit);
@@ -82,7 +84,7 @@ fn excess_of_kernel(stalled: usize, used: usize, limit: usize) -> usize {
     stalled.saturating_mul(excess).div_ceil(used).min(stalled)
 }
 
-/// Number of streams, the longest first, whose eviction brings what all cost below `limit`.
+/// Returns the number of streams to evict, the longest stalled first, so that the cost of all streams falls below `limit`.
 fn excess_of_process(stalled: &[StalledStream], limit: usize) -> usize {
     let mut remaining_cost: usize = stalled.iter().map(StalledStream::cost).sum();
     stalled
@@ -95,7 +97,8 @@ fn excess_of_process(stalled: &[StalledStream], limit: usize) -> usize {
         .count()
 }
 
-/// Runs for as long as the process has streams: evicts those that have stood still for longest whenever a bound is passed.
+/// Evicts the streams that have been stalled for longest whenever a limit is exceeded. Runs as long as the process has
+/// streams.
 pub async fn guard(
     monitor: &StallMonitor,
     bounds: Bounds,
@@ -125,7 +128,7 @@ pub async fn guard(
     }
 }
 
-/// Evicts what passes the bounds.
+/// Evicts streams until all limits are met.
 fn evict_excess(
     stalled: &[StalledStream],
     now: Instant,

@@ -1,12 +1,12 @@
-//! Bound on the small HTTP/2 frames that a peer may send, which cost this end work and serve no stream.
+//! Limit on the small HTTP/2 frames of a peer, which cost this end work and serve no stream.
 //!
-//! h2 bounds the size of frames, not their number. Each frame from the peer that carries nothing of a body costs points.
-//! Streams that this end opens and bytes that it sends earn some, since those cause such frames; time earns the rest. A peer
-//! that has no points left ends its tunnel. Only the heads of frames are inspected, as they pass between TLS and h2.
+//! h2 limits the size of frames, not their number. Each frame from the peer that carries no part of a body costs points. A
+//! peer earns points by the streams that this end opens and by the bytes that it receives, since those cause such frames, and
+//! over time. The tunnel of a peer without points is closed. Only the heads of frames are inspected, between TLS and h2.
 //!
-//! Frames of a body cost nothing, since upstreams that send a few bytes at a time are ordinary. But small ones that are not
-//! consumed are counted (see [`crate::small_frames`]), and a peer that sends thousands at once lets the others have their
-//! turn in between.
+//! Frames of a body cost nothing, since many upstreams send a few bytes at a time. But small frames that are not consumed are
+//! counted (see [`crate::small_frames`]). If a peer sends thousands of frames at once, other tasks of the thread run in
+//! between.
 
 use crate::{
     frame_parser::{
@@ -23,23 +23,24 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Points at the beginning, and at most: all streams of a full tunnel may end at once, several times over.
+/// Number of points at the beginning, which is also the maximum. All streams of a full tunnel may end at once, several times
+/// over.
 const MAX_TOKENS: u64 = 100_000;
-/// Points that a second earns. Liveness and windows need less than one PING and SETTINGS a second.
+/// Points that a peer earns per second. Keepalive and windows need less than one PING and SETTINGS per second.
 const TOKENS_PER_SECOND: u64 = 10_000;
-/// Points that a stream earns: its answer, its trailers, its reset, and interim answers now and then.
+/// Points that a stream earns: for its response, its trailers, its reset, and occasional interim responses.
 const TOKENS_PER_STREAM: u64 = 8;
-/// Bytes sent that earn a point: peers give windows back in larger parts.
+/// Number of sent bytes that earn one point: peers update windows in larger steps.
 const BYTES_PER_TOKEN: u64 = 1024;
-/// Cost of a frame that an honest peer sends seldom or never.
+/// Cost of a frame that an honest peer sends rarely or never.
 const RARE_FRAME_COST: u64 = 10;
 
-/// Frames that are read before others on this thread get their turn.
+/// Number of frames after which other tasks of this thread run.
 const YIELD_AFTER_FRAMES: u32 = 1_000;
-/// The client's connection, which fails when its peer floods it.
+/// Connection that fails when its peer floods it.
 pub(crate) type FloodGuardedIo<S> = ObservedIo<S, FloodGuard>;
 
-/// A connection whose preface is still to be sent.
+/// Wraps a connection whose preface is still to be sent.
 pub(crate) fn guard_io<S>(io: S, small_frames: Arc<SmallFrames>) -> FloodGuardedIo<S> {
     ObservedIo::new(io, FloodGuard::new(small_frames))
 }
@@ -51,7 +52,7 @@ pub(crate) struct FloodGuard {
     write_parser: FrameParser,
     bucket: TokenBucket,
     small_frames: Arc<SmallFrames>,
-    /// Frames since others had their turn.
+    /// Number of frames since other tasks ran.
     frames_since_yield: u32,
 }
 
@@ -128,12 +129,12 @@ pub(crate) struct TokenBucket {
     max_tokens: u64,
     per_second: u64,
     refilled_at: Instant,
-    /// Sent, and not yet turned into points.
+    /// Bytes that were sent and have not yet earned points.
     unconverted_bytes: u64,
 }
 
 impl TokenBucket {
-    /// A full purse, which time fills again.
+    /// Creates a full bucket, which refills over time.
     pub(crate) fn new(max_tokens: u64, per_second: u64) -> Self {
         Self {
             tokens: max_tokens,
@@ -144,7 +145,7 @@ impl TokenBucket {
         }
     }
 
-    /// Earns points for bytes sent to the peer, and `tokens_per_stream` for so many streams.
+    /// Earns points for bytes that were sent to the peer, and `tokens_per_stream` points for each of `streams`.
     pub(crate) fn earn_for_sent(&mut self, bytes: usize, streams: u64, tokens_per_stream: u64) {
         self.unconverted_bytes += u64::try_from(bytes).unwrap_or(u64::MAX);
         self.add_tokens(self.unconverted_bytes / BYTES_PER_TOKEN + streams * tokens_per_stream);
@@ -155,7 +156,7 @@ impl TokenBucket {
         self.tokens = self.tokens.saturating_add(tokens).min(self.max_tokens);
     }
 
-    /// Takes a frame's price; false where there is not enough.
+    /// Spends the cost of a frame. Returns `false` if there are not enough points.
     pub(crate) fn try_spend(&mut self, cost: u64, now: Instant) -> bool {
         if self.tokens < cost {
             let micros = now.saturating_duration_since(self.refilled_at).as_micros();

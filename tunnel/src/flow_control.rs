@@ -1,20 +1,24 @@
 //! Size of a tunnel's stream window.
 //!
-//! A large window fills long links but lets each stalled stream buffer as much, and h2 has one initial window for a whole
-//! connection. So the window is the least of (160 MB/s × round trip, up to the next of 4, 8 and 16 MiB) and (the remaining
-//! budget of the tunnel / open streams), never under 64 KiB. It changes by factors of two only, down at once and up with
-//! delay, so that a crowd that comes and goes costs few SETTINGS. The size that fills a link is one of those steps itself. A
-//! round trip that is measured a hair shorter than the one before then costs nothing, where it had cost half of the window.
+//! A large window fills long links but lets each stalled stream buffer as many bytes, and h2 has one initial window for a
+//! whole connection. So the window is the smaller of two values, but at least 64 KiB:
+//!
+//! - 160 MB/s × round trip, rounded up to 4, 8 or 16 MiB;
+//! - the remaining budget of the tunnel / open streams.
+//!
+//! The window changes by factors of two only, down at once and up with a delay. So a crowd of short streams causes few
+//! SETTINGS. The size that fills a link is one of those steps itself. So a round trip that is measured slightly shorter than
+//! the last one changes nothing, where it would otherwise halve the window.
 
 use std::time::Duration;
 
-/// Rate at which a window fills a link: bytes per second of round trip.
+/// Rate at which a window fills a link, in bytes per second of round trip.
 const WINDOW_BYTES_PER_SECOND: u64 = 160_000_000;
 const MIN_BDP_WINDOW: u64 = 4 << 20;
 const MAX_BDP_WINDOW: u64 = 16 << 20;
 const MIN_STREAM_WINDOW: u64 = 64 << 10;
 
-/// The window that fills a link of this round trip, in bytes: 4, 8 or 16 MiB.
+/// Returns the window that fills a link of this round trip, in bytes: 4, 8 or 16 MiB.
 pub fn bdp_window(round_trip: Duration) -> u32 {
     let micros = u64::try_from(round_trip.as_micros()).unwrap_or(u64::MAX);
     let bytes = (WINDOW_BYTES_PER_SECOND / 1_000_000).saturating_mul(micros);
@@ -24,7 +28,8 @@ pub fn bdp_window(round_trip: Duration) -> u32 {
     u32::try_from(bytes).unwrap_or(u32::MAX)
 }
 
-/// The window for `streams` open streams that share `budget` bytes, less what stalled ones hold already.
+/// Returns the window for `streams` open streams that share `budget` bytes. The bytes of stalled streams are already
+/// subtracted from `budget`.
 pub fn window_size(round_trip: Duration, streams: usize, budget: usize) -> u32 {
     per_stream_share(streams, budget).min(bdp_window(round_trip))
 }
@@ -38,7 +43,7 @@ pub(crate) fn per_stream_share(streams: usize, budget: usize) -> u32 {
     u32::try_from(share).unwrap_or(u32::MAX)
 }
 
-/// The window to change to, if `wanted` is at least a factor of two away from `current`.
+/// Returns the new window, if `desired` differs from `current` by at least a factor of two.
 pub(crate) fn next_window(current: u32, desired: u32) -> Option<u32> {
     let mut next = current;
     while next > desired {
@@ -50,7 +55,7 @@ pub(crate) fn next_window(current: u32, desired: u32) -> Option<u32> {
     (next != current).then_some(next.max(64 << 10))
 }
 
-/// How many streams bring the window below `current`.
+/// Returns the number of streams at which the window falls below `current`.
 pub(crate) fn stream_threshold(current: u32, budget: usize) -> usize {
     if current <= 64 << 10 {
         return usize::MAX;

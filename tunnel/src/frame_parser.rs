@@ -32,29 +32,29 @@ pub const END_HEADERS: u8 = 4;
 /// Length, kind, flags, stream.
 const FRAME_HEADER_LEN: usize = 9;
 
-/// The head of a frame.
+/// Header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameHeader {
     /// [`DATA`] and so on.
     pub kind: u8,
     /// [`END_STREAM`] and so on, by kind.
     pub flags: u8,
-    /// Of the payload, in bytes.
+    /// Length of the payload, in bytes.
     pub length: u32,
-    /// The stream; 0 is the connection.
+    /// Identifier of the stream; 0 is the connection.
     pub stream: u32,
 }
 
 /// Next part of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameEvent<'a> {
-    /// It begins.
+    /// A frame begins.
     Header(FrameHeader),
-    /// Some of its payload; a frame without any has one part that is empty.
+    /// A part of the frame's payload. A frame without a payload has one empty part.
     Payload {
-        /// These bytes.
+        /// Bytes of this part.
         bytes: &'a [u8],
-        /// How many follow.
+        /// Number of payload bytes that follow.
         remaining: u32,
     },
 }
@@ -64,7 +64,7 @@ pub enum FrameEvent<'a> {
 pub struct FrameParser {
     head_buf: [u8; FRAME_HEADER_LEN],
     head_len: usize,
-    /// Of the payload, in bytes.
+    /// Payload bytes of the present frame that have not come yet.
     remaining: u32,
 }
 
@@ -77,12 +77,12 @@ impl FrameParser {
         }
     }
 
-    /// Whether the last frame is whole and the next one has not begun.
+    /// Whether the last frame is complete and the next one has not begun.
     pub fn is_at_frame_boundary(&self) -> bool {
         self.head_len == 0 && self.remaining == 0
     }
 
-    /// Shows what the next bytes are, however they are cut.
+    /// Parses the next bytes, in parts of any size, and calls `on_event` for each part of a frame.
     pub fn parse<'a>(&mut self, mut bytes: &'a [u8], mut on_event: impl FnMut(FrameEvent<'a>)) {
         while !bytes.is_empty() {
             let needed = match self.remaining {
@@ -109,7 +109,7 @@ impl FrameParser {
         }
     }
 
-    /// Takes some bytes of a head; the head once it is whole.
+    /// Parses a part of a frame header. Returns the header once it is complete.
     fn parse_header(&mut self, part: &[u8]) -> Option<FrameHeader> {
         self.head_buf[self.head_len..self.head_len + part.len()].copy_from_slice(part);
         self.head_len += part.len();
@@ -129,10 +129,10 @@ impl FrameParser {
     }
 }
 
-/// The frames that a client sends, if it speaks HTTP/2 at all: what does not begin with the preface has none.
+/// Parser of the frames that a client sends. A connection that does not begin with the HTTP/2 preface has no frames.
 #[derive(Debug)]
 pub struct ClientFrames {
-    /// How much of the preface has come; `None` where something else came.
+    /// Number of preface bytes that have arrived, or `None` if other bytes arrived.
     preface_len: Option<usize>,
     frames: FrameParser,
 }
@@ -147,17 +147,17 @@ impl Default for ClientFrames {
 }
 
 impl ClientFrames {
-    /// Whether the whole preface has come.
+    /// Whether the whole preface has arrived.
     pub fn is_http2(&self) -> bool {
         self.preface_len == Some(PREFACE.len())
     }
 
-    /// Whether something else than the preface has come.
+    /// Whether other bytes than the preface have arrived.
     pub fn is_not_http2(&self) -> bool {
         self.preface_len.is_none()
     }
 
-    /// Shows what the next bytes are, however they are cut.
+    /// Parses the next bytes, in parts of any size, and calls `on_event` for each part of a frame.
     pub fn parse<'a>(&mut self, bytes: &'a [u8], on_event: impl FnMut(FrameEvent<'a>)) {
         let Some(received) = self.preface_len else {
             return;

@@ -1,6 +1,6 @@
 //! The gateway's end of a tunnel: the HTTP/2 client, and the one place that opens streams.
 //!
-//! A [`Tunnel`] is a cheap handle for any thread; its [`ConnectionDriver`] is the one task that owns the connection, judges
+//! A [`Tunnel`] is a cheap handle for any thread; its [`ConnectionDriver`] is the one task that owns the connection, checks
 //! liveness and sizes windows. Both share only atomics and a token: opening a stream never waits for a lock.
 
 mod buffer_monitor;
@@ -41,23 +41,23 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 /// Time without an answer to a PING after which a tunnel is stuck if it has read less than [`STUCK_MAX_BYTES`] meanwhile. The
-/// answer waits behind what the edge's kernel holds, up to 256 KiB, which takes a slow link longer.
+/// answer waits behind up to 256 KiB in the edge's kernel, which a slow link needs longer to send.
 const STUCK_AFTER: Duration = Duration::from_secs(10);
-/// Bytes, see [`STUCK_AFTER`]: 3 kB/s.
+/// Bytes, see [`STUCK_AFTER`]: about 3 kB/s.
 const STUCK_MAX_BYTES: u64 = 32 << 10;
 
 /// Configuration of the gateway's end of a tunnel.
 #[derive(Clone, Debug)]
 pub struct GatewaySideConfig {
-    /// The bounds of liveness.
+    /// Limits of liveness.
     pub keepalive: KeepaliveConfig,
-    /// Bytes that all streams of the node's tunnels may have unread at this end.
+    /// Maximum number of unread bytes of all streams of the node's tunnels at this end.
     pub budget: usize,
     /// Budget that the tunnels of the node share.
     pub node_budget: Arc<NodeBudget>,
-    /// Streams that may be open at once.
+    /// Maximum number of open streams.
     pub max_streams: usize,
-    /// The round trip that TLS's handshake took.
+    /// Round trip that was measured during the TLS handshake.
     pub round_trip: Duration,
     /// Budget of the bytes that all tunnels of this process leave unread. Windows stay small while it is high.
     pub memory_budget: Arc<MemoryBudget>,
@@ -76,7 +76,7 @@ impl Default for GatewaySideConfig {
     }
 }
 
-/// The gateway's handle of one tunnel.
+/// The gateway's handle to one tunnel.
 #[derive(Clone, Debug)]
 pub struct Tunnel {
     sender: h2::client::SendRequest<Bytes>,
@@ -89,13 +89,13 @@ struct Inner {
     config: GatewaySideConfig,
     traffic: Arc<IoActivity>,
     suspect: AtomicBool,
-    /// A probe is to be sent before it is due.
+    /// Whether a probe should be sent before it is due.
     probe_requested: AtomicBool,
-    /// When the probe was sent that nothing has been read since, in milliseconds from `started_at`; none is 0.
+    /// Time of the probe since which nothing has been read, in milliseconds from `started_at`; 0 if there is none.
     probe_sent_ms: AtomicU64,
-    /// When the PING was sent that has no answer, in milliseconds from `started_at`; none is 0.
+    /// Time of the PING without an answer, in milliseconds from `started_at`; 0 if there is none.
     ping_sent_ms: AtomicU64,
-    /// Bytes that had been read from the socket by then.
+    /// Number of bytes that had been read from the socket at the time of that PING.
     read_at_ping: AtomicU64,
     started_at: Instant,
     draining: AtomicBool,
@@ -132,19 +132,19 @@ impl Inner {
         }
     }
 
-    /// Notes that a PING was sent.
+    /// Records that a PING was sent.
     fn record_ping(&self) {
         self.read_at_ping.store(self.traffic.bytes_read(), Relaxed);
         let elapsed_ms = u64::try_from(self.started_at.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.ping_sent_ms.store(elapsed_ms.max(1), Relaxed);
     }
 
-    /// Notes that no PING is without an answer.
+    /// Records that every PING was answered.
     fn clear_ping(&self) {
         self.ping_sent_ms.store(0, Relaxed);
     }
 
-    /// Whether the tunnel makes no progress worth the name, although single bytes come.
+    /// Whether the tunnel makes no real progress, although single bytes arrive.
     fn is_stuck(&self) -> bool {
         let ping_sent_ms = self.ping_sent_ms.load(Relaxed);
         let unanswered_for = self
@@ -158,7 +158,7 @@ impl Inner {
         ping_sent_ms > 0 && unanswered_for >= STUCK_AFTER && read < STUCK_MAX_BYTES
     }
 
-    /// Notes since when a probe is without an answer.
+    /// Records the time since which a probe is unanswered.
     fn record_unanswered_probe(&self, probe_sent_at: Option<Instant>) {
         let after = probe_sent_at.map(|probed| probed.saturating_duration_since(self.started_at));
         let after = after.map_or(0, |after| {
@@ -168,16 +168,16 @@ impl Inner {
     }
 }
 
-/// A stream that was opened: what is sent, and the answer to wait for.
+/// An opened stream: its sending half, and the response to wait for.
 #[derive(Debug)]
 pub struct OpenStream {
     /// The request's body, or the near half of a session.
     pub send: StreamSender,
-    /// The answer.
+    /// Response on the stream.
     pub response: StreamResponse,
 }
 
-/// The answer of an opened stream.
+/// Response on an opened stream.
 #[derive(Debug)]
 pub struct StreamResponse {
     inner: h2::client::ResponseFuture,
@@ -186,14 +186,14 @@ pub struct StreamResponse {
 }
 
 impl Tunnel {
-    /// Opens a stream. The only place that does.
+    /// Opens a stream. No other function opens streams to an edge.
     ///
-    /// `head` is the request as the upstream is to see it: its method, path, `:authority` or none, and fields that are ready
-    /// for HTTP/2 (see [`crate::headers`]). With `end_stream` nothing is sent behind it. A [`TargetOverflow`] among its extensions
-    /// is sent here.
+    /// `head` is the request as the upstream receives it: its method, path, optional `:authority`, and fields that are ready
+    /// for HTTP/2 (see [`crate::headers`]). With `end_stream` nothing follows the head. A [`TargetOverflow`] among its
+    /// extensions is sent here.
     ///
     /// # Errors
-    /// If the tunnel is gone, drains, has as many streams as it may have, or cannot carry `ask`.
+    /// If the tunnel is gone, drains, has its maximum number of streams, or cannot carry the request.
     pub async fn open(
         &self,
         head: Request<()>,
@@ -242,7 +242,7 @@ impl Tunnel {
         Ok(opened)
     }
 
-    /// Opens a stream to a peer that is not an edge, such as an upstream: `head` goes as it is.
+    /// Opens a stream to a peer that is not an edge, such as an upstream. `head` is sent unchanged.
     ///
     /// # Errors
     /// As [`Tunnel::open`].
@@ -254,8 +254,8 @@ impl Tunnel {
         self.open_h2_stream(head, end_stream).await
     }
 
-    /// Returns the configuration for a connection that a stream of this tunnel carries: the unread bytes of its streams
-    /// belong to the same budget.
+    /// Returns the configuration for a connection inside a stream of this tunnel. The unread bytes of its streams count
+    /// against the same budget.
     pub fn nested_config(&self) -> GatewaySideConfig {
         self.shared.config.clone()
     }
@@ -309,20 +309,20 @@ impl Tunnel {
         &self.shared.load
     }
 
-    /// Whether new streams may be opened: alive as far as is known, and not draining.
+    /// Whether new streams may be opened: the tunnel is not known to be dead, and does not drain.
     pub fn is_open(&self) -> bool {
         !self.is_suspect()
             && !self.shared.draining.load(Relaxed)
             && !self.shared.close_token.is_cancelled()
     }
 
-    /// Whether a probe went unanswered, or nothing worth the name has come since the last PING.
+    /// Whether a probe is unanswered, or the tunnel has made no real progress since the last PING.
     pub fn is_suspect(&self) -> bool {
         self.shared.suspect.load(Relaxed) || self.shared.is_stuck()
     }
 
-    /// How long a probe has been without an answer; nothing while none is. Long before the tunnel is suspect, it may say that
-    /// another one would do better.
+    /// Returns the time for which a probe has been unanswered, or zero if there is no such probe. Even before the tunnel is
+    /// suspect, a long time may show that another tunnel would be better.
     pub fn unanswered_for(&self) -> Duration {
         match self.shared.probe_sent_ms.load(Relaxed) {
             0 => Duration::ZERO,
@@ -334,7 +334,7 @@ impl Tunnel {
         }
     }
 
-    /// How long nothing has been read.
+    /// Returns the time since the last read.
     pub fn idle_for(&self) -> Duration {
         self.shared.traffic.last_read().elapsed()
     }
@@ -345,24 +345,24 @@ impl Tunnel {
         self.shared.load.driver_waker().wake();
     }
 
-    /// Whether the tunnel accepts no more streamss because one end leaves.
+    /// Whether the tunnel accepts no more streams because one end leaves.
     pub fn is_draining(&self) -> bool {
         self.shared.draining.load(Relaxed)
     }
 
-    /// No further streams; the open ones go on.
+    /// Stops the opening of new streams. Open streams continue.
     pub fn drain(&self) {
         self.shared.draining.store(true, Relaxed);
         self.leave();
     }
 
-    /// Ends what rests on the tunnel (see [`Tunnel::leaving_token`]); streams may still be opened.
+    /// Cancels the tasks that depend on the tunnel (see [`Tunnel::leaving_token`]). Streams may still be opened.
     pub fn leave(&self) {
         self.shared.leaving_token.cancel();
     }
 
-    /// Returns the token that is cancelled when one end leaves, or the tunnel is closed: the tunnel is then unfit for later
-    /// use.
+    /// Returns the token that is cancelled when one end leaves or the tunnel is closed. The tunnel is then unsuitable for
+    /// later use.
     pub fn leaving_token(&self) -> &CancellationToken {
         &self.shared.leaving_token
     }
@@ -377,34 +377,34 @@ impl Tunnel {
         self.shared.close_token.cancel();
     }
 
-    /// From now on the edge is given its turns: see [`Tunnel::next_window_grant`].
+    /// Enables window grants to the edge from now on, see [`Tunnel::next_window_grant`].
     pub fn enable_window_grants(&self) {
         self.shared.window_grant.enable();
     }
 
-    /// Whether requests may have a [`TargetOverflow`] from now on.
+    /// Sets whether requests may have a [`TargetOverflow`] from now on.
     pub fn allow_long_targets(&self, allowed: bool) {
         self.shared.long_targets.store(allowed, Relaxed);
     }
 
-    /// Whether upgrades may have a body ([`wire::CONTENT`]) from now on.
+    /// Sets whether upgrades may have a body ([`wire::CONTENT`]) from now on.
     pub fn allow_upgrade_bodies(&self, allowed: bool) {
         self.shared.upgrade_bodies.store(allowed, Relaxed);
     }
 
-    /// Waits until it is the edge's turn to change its window, to this many bytes at most. Until
+    /// Waits for the next window grant, and returns the maximum window of the edge, in bytes. Until
     /// [`Tunnel::complete_window_grant`] this end sends neither PING nor SETTINGS of its own (invariant 11).
     pub async fn next_window_grant(&self) -> u32 {
         self.shared.window_grant.next_offer().await
     }
 
-    /// The edge has changed its window to this many bytes.
+    /// Records that the edge has changed its window to this many bytes.
     pub fn complete_window_grant(&self, window: u32) {
         self.shared.window_grant.complete(window);
         self.shared.load.driver_waker().wake();
     }
 
-    /// The least of the recent round trips (at first: of TLS's handshake).
+    /// Returns the least of the recent round trips, at first that of the TLS handshake.
     pub fn round_trip(&self) -> Duration {
         Duration::from_micros(self.shared.round_trip_us.load(Relaxed))
     }
@@ -442,7 +442,7 @@ fn prepare_head(
 }
 
 impl StreamResponse {
-    /// The next interim answer (1xx), if one comes before the final one.
+    /// Returns the next interim response (1xx), if one arrives before the final response.
     ///
     /// # Errors
     /// If the stream was reset or the tunnel is gone.

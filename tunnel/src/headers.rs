@@ -1,7 +1,7 @@
 //! Header fields between HTTP/1.1 and HTTP/2, as pure functions with the RFC's section each.
 //!
-//! Everything that is not named here passes untouched: number, order and bytes of like-named fields too
-//! (`X-Stream-Protocol-Version` comes five times, and its order means something).
+//! Fields that are not named here pass unchanged. That includes the number, order and bytes of fields with the same name
+//! (`X-Stream-Protocol-Version` comes five times, and its order has a meaning).
 
 use crate::wire::PRIVATE_PREFIX;
 use http::{
@@ -26,10 +26,10 @@ static HOP_BY_HOP_HEADERS: [HeaderName; 6] = [
     UPGRADE,
 ];
 
-/// Removes what belongs to one connection only (RFC 9110 §7.6.1): `Connection` and what it names,
-/// `Keep-Alive`, `Proxy-Connection`, `Transfer-Encoding`, `Upgrade`, and `TE` but for `trailers`.
+/// Removes the fields that belong to one connection only (RFC 9110 §7.6.1): `Connection` and the fields that it names,
+/// `Keep-Alive`, `Proxy-Connection`, `Transfer-Encoding`, `Upgrade`, and `TE` except for `trailers`.
 ///
-/// `Connection` cannot name away what routing and framing stand on (`Host`, `Content-Length` …).
+/// `Connection` cannot remove the fields on which routing and framing depend (`Host`, `Content-Length` …).
 pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
     // A single pass, because most messages have none of these headers.
     if !headers.keys().any(|name| HOP_BY_HOP_HEADERS.contains(name)) {
@@ -52,7 +52,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
     keep_te_trailers(headers);
 }
 
-/// HTTP/2 knows `TE: trailers` and nothing else of it (RFC 9113 §8.2.2).
+/// Removes all values of `TE` except `trailers`, the only value that HTTP/2 permits (RFC 9113 §8.2.2).
 fn keep_te_trailers(headers: &mut HeaderMap) {
     if !headers.contains_key(TE) {
         return;
@@ -75,7 +75,8 @@ pub fn contains_token(headers: &HeaderMap, name: &HeaderName, token: &str) -> bo
         .any(|item| item.trim().eq_ignore_ascii_case(token))
 }
 
-/// The size of a header list as HTTP/2 counts it (RFC 7541 §4.1): each field has 32 bytes besides its own.
+/// Returns the size of a header list as HTTP/2 counts it (RFC 7541 §4.1): each field counts 32 bytes more than its name and
+/// value.
 pub fn header_list_size(headers: &HeaderMap) -> usize {
     let fields = headers.iter();
     fields
@@ -83,8 +84,8 @@ pub fn header_list_size(headers: &HeaderMap) -> usize {
         .sum()
 }
 
-/// Whether a body comes in one coding at most, `chunked`. A parser undoes one `chunked` where it is the last coding
-/// (RFC 9112 §6.1); of others the receiver would get the bytes without the name.
+/// Whether a body has no transfer coding, or only `chunked`. A parser decodes `chunked` once, as the last coding (RFC 9112
+/// §6.1). The receiver would get the bytes of any other coding without its name.
 pub fn is_unencoded_or_chunked(headers: &HeaderMap) -> bool {
     let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
     let first = codings.next();
@@ -93,11 +94,11 @@ pub fn is_unencoded_or_chunked(headers: &HeaderMap) -> bool {
     is_plain_or_chunked && codings.next().is_none()
 }
 
-/// Makes the fields that frame an answer anew (RFC 9112 §6.3), before those of one connection are removed: a
-/// `Content-Length` beside `Transfer-Encoding` or in a 1xx or 204 is removed, equal lengths become one field.
+/// Rebuilds the fields that frame a response (RFC 9112 §6.3), before the fields of one connection are removed. A
+/// `Content-Length` beside `Transfer-Encoding` or in a 1xx or 204 is removed. Equal lengths become one field.
 ///
 /// # Errors
-/// Fault of an answer's sender, as the end of a sentence about it.
+/// The fault of the response's sender, as the end of a sentence whose subject is the sender.
 pub fn normalize_response_framing(
     status: StatusCode,
     fields: &mut HeaderMap,
@@ -126,14 +127,14 @@ pub fn normalize_response_framing(
     Ok(())
 }
 
-/// The longest number that HTTP/2 engines take for a length, in digits: any number of them fits 64 bits.
+/// Maximum number of digits that HTTP/2 libraries accept in a length: any number of 19 digits fits into 64 bits.
 const MAX_LENGTH_DIGITS: usize = 19;
 
 fn is_valid_length(value: &[u8]) -> bool {
     (1..=MAX_LENGTH_DIGITS).contains(&value.len()) && value.iter().all(u8::is_ascii_digit)
 }
 
-/// The number that all values of `Content-Length`, and all items of lists in them, are.
+/// Returns the number that all values of `Content-Length`, and all items of lists in them, share.
 fn common_length(fields: &HeaderMap) -> Option<u64> {
     let mut common = None;
     for value in fields.get_all(CONTENT_LENGTH) {
@@ -153,15 +154,15 @@ fn common_length(fields: &HeaderMap) -> Option<u64> {
     common
 }
 
-/// The protocols that a request asks to switch to (RFC 9110 §7.8), if it asks: `Upgrade` counts
-/// only where `Connection` names it.
+/// Returns the protocols that a request asks to switch to (RFC 9110 §7.8), if there are any. `Upgrade` counts only if
+/// `Connection` names it.
 pub fn upgrade_token(headers: &HeaderMap) -> Option<&str> {
     let token = headers.get(UPGRADE)?.to_str().ok()?;
     (contains_token(headers, &CONNECTION, "upgrade") && !token.is_empty()).then_some(token)
 }
 
 /// Whether the content type is gRPC's: alone, or with a suffix for the encoding of messages such as `+proto`. gRPC-Web
-/// (`application/grpc-web`) is not: HTTP/1.1 carries it, and its clients read HTTP statuses.
+/// (`application/grpc-web`) does not count: HTTP/1.1 carries it, and its clients read HTTP statuses.
 pub fn is_grpc(headers: &HeaderMap) -> bool {
     const GRPC: &[u8] = b"application/grpc";
     let Some(content_type) = headers.get(http::header::CONTENT_TYPE) else {
@@ -174,7 +175,7 @@ pub fn is_grpc(headers: &HeaderMap) -> bool {
     })
 }
 
-/// Removes every private field, so that a client cannot speak for a gateway nor an upstream for an edge.
+/// Removes every private field, so that a client cannot speak for a gateway, nor an upstream for an edge.
 pub fn strip_private(headers: &mut HeaderMap) {
     let private_names: Vec<HeaderName> = headers
         .keys()
@@ -186,8 +187,8 @@ pub fn strip_private(headers: &mut HeaderMap) {
     }
 }
 
-/// Removes from trailers what stands for routing or framing or belongs to one connection (RFC 9110 §6.5.1), and
-/// every private field.
+/// Removes from trailers the fields for routing or framing and those of one connection (RFC 9110 §6.5.1), and every private
+/// field.
 pub fn clean_trailers(trailers: &mut HeaderMap) {
     strip_hop_by_hop(trailers);
     strip_private(trailers);
@@ -196,20 +197,20 @@ pub fn clean_trailers(trailers: &mut HeaderMap) {
     }
 }
 
-/// Takes the Host field out, to become `:authority` (RFC 9113 §8.3.1).
+/// Removes and returns the Host field, which becomes `:authority` (RFC 9113 §8.3.1).
 pub fn take_host(headers: &mut HeaderMap) -> Option<Authority> {
     let host = headers.remove(HOST)?;
     Authority::from_maybe_shared(bytes::Bytes::copy_from_slice(host.as_bytes())).ok()
 }
 
-/// Puts `:authority` back into the Host field, and that in front of the others (RFC 9110 §7.2).
+/// Sets the Host field from `:authority`, in front of the other fields (RFC 9110 §7.2).
 pub fn restore_host_from_authority(headers: &mut HeaderMap, authority: &Authority) {
     if let Ok(value) = HeaderValue::from_str(authority.as_str()) {
         set_host(headers, value);
     }
 }
 
-/// Sets the Host field, in front of the others: some servers want to find it there.
+/// Sets the Host field, in front of the other fields, because some servers expect it there.
 pub fn set_host(headers: &mut HeaderMap, host: HeaderValue) {
     headers.remove(HOST);
     let first = headers.keys().next().cloned();

@@ -1,15 +1,15 @@
-//! Interim answers (1xx, RFC 9110 §15.2) of an HTTP server that hyper cannot send.
+//! Interim responses (1xx, RFC 9110 §15.2) of an HTTP server. hyper cannot send them.
 //!
-//! hyper answers a request once. [`InformationalIo`] lies below it and writes interim answers between hyper's own writes:
-//! for HTTP/1.1 after hyper has flushed all of the last answer, for HTTP/2 as a frame between two frames. Its fields do not
-//! touch the compression state of the connection (RFC 7541 §6.2.2). They are advice: one that does not fit, or that cannot
-//! be written before the answer, is dropped.
+//! hyper sends one response per request. [`InformationalIo`] lies below hyper and writes interim responses between hyper's
+//! own writes. For HTTP/1.1 it writes them after hyper has flushed all of the last response, for HTTP/2 as a frame between
+//! two frames. The fields do not change the compression state of the connection (RFC 7541 §6.2.2). Interim responses are
+//! advice: one that does not fit, or that cannot be written before the response, is dropped.
 //!
-//! hyper does not tell which HTTP/2 stream a request came on. It hands streams over in the order in which they begin, except
-//! those that it refuses itself. It writes such a refusal before it hands over the streams that came behind. Behind a
-//! refusal, and while one may wait for the socket, streams cannot be told apart for sure: that connection has no more
-//! interim answers. Nor has one whose client makes the table of the compression smaller: the next head has to say so first
-//! (RFC 7541 §4.2), which only hyper can.
+//! hyper does not report the HTTP/2 stream of a request. It hands streams over in the order in which they begin, except those
+//! that it refuses itself. It writes such a refusal before it hands over the streams that came behind. After a refusal, and
+//! while one may wait for the socket, streams cannot be identified reliably. That connection gets no more interim responses.
+//! The same holds for a connection whose client shrinks the compression table. The next head then has to announce the new
+//! size first (RFC 7541 §4.2), and only hyper can write that.
 
 use crate::frame_parser::{
     ACK, CONTINUATION, ClientFrames, END_HEADERS, FrameEvent, FrameParser, GOAWAY, HEADERS,
@@ -30,21 +30,22 @@ use std::{
 };
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Bytes of an interim answer at most: what any HTTP/2 peer takes in one frame (RFC 9113 §4.2).
+/// Maximum size of an interim response, in bytes: any HTTP/2 peer accepts this many in one frame (RFC 9113 §4.2).
 const MAX_HEAD_BYTES: usize = 16 << 10;
-/// Interim answers that wait for the socket of one connection at most.
+/// Maximum number of interim responses that wait for the socket of one connection.
 const MAX_QUEUED: usize = 16;
-/// Bytes of them at most: a client that reads nothing holds no more, and hints that a browser heeds are far smaller.
+/// Maximum size of the waiting interim responses, in bytes. It limits the memory for a client that reads nothing. Hints that
+/// a browser uses are far smaller.
 const MAX_QUEUED_BYTES: usize = 32 << 10;
 
-/// The request that an interim answer is for.
+/// Request that an interim response belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExchangeId {
-    /// One whose client takes none, or whose stream is not known.
+    /// A request whose client accepts no interim responses, or whose stream is not known.
     None,
-    /// The one that is under way, where HTTP/1.1 is spoken.
+    /// The present request of an HTTP/1.1 connection.
     Http1,
-    /// The one of this stream of HTTP/2.
+    /// The request of this HTTP/2 stream.
     Http2(u32),
 }
 
@@ -55,11 +56,11 @@ pub struct InformationalResponses(Arc<Shared>);
 #[derive(Debug, Default)]
 struct Shared {
     queue: Mutex<Queue>,
-    /// How many answers wait.
+    /// Number of interim responses that wait.
     queued_count: AtomicUsize,
     /// Number of streams that have begun and that hyper has not handed over.
     pending_count: AtomicUsize,
-    /// The socket takes nothing.
+    /// Whether the socket accepts no bytes now.
     blocked: AtomicBool,
     waker: AtomicWaker,
 }
@@ -68,7 +69,7 @@ struct Shared {
 struct Queue {
     responses: VecDeque<(ExchangeId, Bytes)>,
     pending_streams: VecDeque<u32>,
-    /// Whether new streams cannot be told apart any more.
+    /// Whether new streams cannot be identified any more.
     is_out_of_sync: bool,
 }
 
@@ -99,7 +100,7 @@ impl InformationalResponses {
         }
     }
 
-    /// Sends an interim answer with fields that are ready for the client.
+    /// Sends an interim response. The fields must be ready for the client.
     pub fn send(&self, exchange: ExchangeId, status: StatusCode, fields: &HeaderMap) {
         let bytes = match exchange {
             ExchangeId::None => return,
@@ -132,7 +133,7 @@ impl Shared {
         response.map(|(_, bytes)| bytes)
     }
 
-    /// Sends no more interim answers over HTTP/2.
+    /// Stops interim responses over HTTP/2.
     fn disable_http2(&self) {
         self.queue().mark_out_of_sync();
         self.pending_count.store(0, Relaxed);
@@ -148,7 +149,7 @@ impl Shared {
         }
     }
 
-    /// Drops what waits for such requests.
+    /// Drops the waiting interim responses of the matching requests.
     fn drop_queued(&self, matches: impl Fn(ExchangeId) -> bool) {
         if self.queued_count.load(Relaxed) > 0 {
             let mut queue = self.queue();
@@ -177,7 +178,7 @@ impl Shared {
     }
 }
 
-/// An interim answer of HTTP/1.1 (RFC 9112 §4).
+/// Encodes an interim response of HTTP/1.1 (RFC 9112 §4).
 fn encode_http1(status: StatusCode, fields: &HeaderMap) -> Vec<u8> {
     let reason = status.canonical_reason().unwrap_or_default();
     let mut bytes = format!("HTTP/1.1 {} {reason}\r\n", status.as_str()).into_bytes();
@@ -191,8 +192,8 @@ fn encode_http1(status: StatusCode, fields: &HeaderMap) -> Vec<u8> {
     bytes
 }
 
-/// An interim answer of HTTP/2: a HEADERS frame without `END_STREAM` (RFC 9113 §8.1), whose fields are literals that are
-/// not indexed (RFC 7541 §6.2.2).
+/// Encodes an interim response of HTTP/2: a HEADERS frame without `END_STREAM` (RFC 9113 §8.1). Its fields are literals
+/// without indexing (RFC 7541 §6.2.2).
 fn encode_http2(stream: u32, status: StatusCode, fields: &HeaderMap) -> Vec<u8> {
     const FRAME_HEADER_LEN: usize = 9;
     /// The name `:status` in the static table (RFC 7541, Appendix A).
@@ -214,7 +215,7 @@ fn encode_http2(stream: u32, status: StatusCode, fields: &HeaderMap) -> Vec<u8> 
     bytes
 }
 
-/// Appends a string that is not Huffman-coded, behind its length with a prefix of seven bits (RFC 7541 §5).
+/// Appends a string without Huffman coding, preceded by its length with a prefix of seven bits (RFC 7541 §5).
 fn encode_string(bytes: &mut Vec<u8>, text: &[u8]) {
     const PREFIX: usize = 127;
     if text.len() < PREFIX {
@@ -231,23 +232,23 @@ fn encode_string(bytes: &mut Vec<u8>, text: &[u8]) {
     bytes.extend_from_slice(text);
 }
 
-/// The client's SETTINGS as they come.
+/// Parser state of the client's SETTINGS.
 #[derive(Debug, Default)]
 struct Settings {
-    /// A frame of SETTINGS is under way.
+    /// Whether a SETTINGS frame has begun and not ended.
     in_frame: bool,
-    /// Frames of SETTINGS that have come.
+    /// Number of SETTINGS frames that have arrived.
     frames: usize,
-    /// Bytes of a value that has not come as a whole.
+    /// Bytes of a value that has not arrived completely.
     partial_value: Vec<u8>,
 }
 
 impl Settings {
-    /// Returns whether the table of the compression may have become smaller.
+    /// Whether the compression table may have become smaller.
     fn may_shrink_table(&mut self, part: FrameEvent<'_>) -> bool {
-        /// Bytes of one value: identifier and number (RFC 9113 §6.5.1).
+        /// Size of one setting, in bytes: identifier and value (RFC 9113 §6.5.1).
         const SETTING_LEN: usize = 6;
-        /// The size that a table begins with (RFC 7541 §4.2, RFC 9113 §6.5.2).
+        /// Initial size of the compression table (RFC 7541 §4.2, RFC 9113 §6.5.2).
         const DEFAULT_TABLE_SIZE: u32 = 4096;
         match part {
             FrameEvent::Header(head) => {
@@ -283,16 +284,16 @@ pub struct InformationalIo<S> {
     last_stream: u32,
     settings: Settings,
     write_parser: FrameParser,
-    /// Whether hyper is within a head of several frames.
+    /// Whether hyper has begun a head of several frames and not ended it.
     in_head: bool,
-    /// Whether hyper has written nothing since it flushed all it had.
+    /// Whether hyper has written nothing since its last flush.
     flushed: bool,
-    /// Rest of the answer that is being written.
+    /// Rest of the interim response that is being written.
     partial_response: Bytes,
 }
 
 impl<S> InformationalIo<S> {
-    /// A connection that has just begun.
+    /// Wraps a new connection.
     pub fn new(io: S, responses: InformationalResponses) -> Self {
         Self {
             io,
@@ -351,7 +352,7 @@ impl<S> InformationalIo<S> {
 }
 
 impl<S: AsyncWrite + Unpin> InformationalIo<S> {
-    /// Writes the interim answers that may go now. While it is pending nothing else may be written.
+    /// Writes the interim responses that may be sent now. While the result is pending, no other bytes may be written.
     fn poll_write_responses(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         loop {
             while !self.partial_response.is_empty() {
@@ -373,7 +374,7 @@ impl<S: AsyncWrite + Unpin> InformationalIo<S> {
         }
     }
 
-    /// Gets ready for bytes from hyper, which belong to an answer if the connection speaks HTTP/1.1.
+    /// Prepares for bytes from hyper, which belong to a response if the connection speaks HTTP/1.1.
     fn poll_before_hyper_write(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.poll_write_responses(cx))?;
         self.flushed = false;

@@ -1,6 +1,6 @@
 //! A connection that is observed below h2 or hyper.
 //!
-//! The one place where reads and writes are passed on by hand for that: the observer knows the meaning of the bytes.
+//! This is the only module that passes reads and writes on by hand for that purpose. The observer interprets the bytes.
 
 use std::{
     io,
@@ -16,7 +16,7 @@ pub trait IoObserver {
         Poll::Ready(())
     }
 
-    /// These bytes were read, and may be changed before [`IoObserver::on_read`] gets them.
+    /// Called with bytes that were read. The implementation may change them before [`IoObserver::on_read`] receives them.
     fn rewrite_read(&mut self, _bytes: &mut [u8]) {}
 
     /// Called with the bytes that were read; an empty slice is the end.
@@ -27,10 +27,10 @@ pub trait IoObserver {
         Ok(())
     }
 
-    /// A read has failed.
+    /// Called when a read has failed.
     fn on_read_failed(&mut self, _error: &io::Error) {}
 
-    /// These bytes were written.
+    /// Called with the bytes that were written.
     fn on_written(&mut self, _bytes: &[u8]) {}
 
     /// Ends the writing half.
@@ -42,16 +42,16 @@ pub trait IoObserver {
         Pin::new(io).poll_shutdown(cx)
     }
 
-    /// A write has failed.
+    /// Called when a write has failed.
     ///
     /// # Errors
-    /// The error, unless what is written from now on is to be thrown away in silence.
+    /// The error, unless all further written bytes are to be discarded silently.
     fn on_write_failed(&mut self, error: io::Error) -> io::Result<()> {
         Err(error)
     }
 }
 
-/// A connection, and who listens to it.
+/// A connection with its observer.
 #[derive(Debug)]
 pub struct ObservedIo<S, L> {
     io: S,
@@ -59,12 +59,12 @@ pub struct ObservedIo<S, L> {
 }
 
 impl<S, L> ObservedIo<S, L> {
-    /// Lets `observer` hear what passes through `io`.
+    /// Reports the bytes that pass through `io` to `observer`.
     pub fn new(io: S, observer: L) -> Self {
         Self { io, observer }
     }
 
-    /// Returns the connection for a look at it.
+    /// Returns a reference to the connection.
     pub fn get_ref(&self) -> &S {
         &self.io
     }

@@ -1,28 +1,28 @@
-//! Liveness: a round trip, known at both ends, judged from bytes and not from socket states.
+//! Liveness of a tunnel, which both ends judge from bytes and a round trip, and not from socket states.
 //!
-//! 1. When 5 s have passed without a byte read, or without a byte written, the gateway probes; at once if a probe is
+//! 1. The gateway probes when 5 s have passed without a byte read, or without a byte written. It probes at once if a probe is
 //!    requested.
-//! 2. 5 s after a probe without any byte read the tunnel is out of selection (`Suspect`).
-//! 3. After 5 s more it is closed (`Dead`).
+//! 2. 5 s after a probe without any byte read the tunnel is not selected any more (`Suspect`).
+//! 3. After 5 s more the tunnel is closed (`Dead`).
 //!
-//! The edge never probes (invariant 11): it counts silence only. Pure: time comes in as arguments.
+//! The edge never probes (invariant 11): it only measures silence. This module is pure: time comes in as arguments.
 
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The bounds of liveness.
+/// Time limits of the keepalive.
 #[derive(Clone, Copy, Debug)]
 pub struct KeepaliveConfig {
     /// Silence in either direction after which a probe is sent.
     pub probe_after: Duration,
-    /// Silence after a probe that takes the tunnel out of selection.
+    /// Silence after a probe after which the tunnel is not selected any more.
     pub suspect_after: Duration,
     /// Further silence that closes the tunnel.
     pub close_after: Duration,
 }
 
 impl Default for KeepaliveConfig {
-    /// 5 s each: both ends know of a silent death after 15 s.
+    /// Returns limits of 5 s each: both ends detect a silent failure after 15 s.
     fn default() -> Self {
         Self {
             probe_after: Duration::from_secs(5),
@@ -35,27 +35,27 @@ impl Default for KeepaliveConfig {
 /// Action that the keepalive requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KeepaliveAction {
-    /// All is well; look again then.
+    /// The tunnel is healthy. The next check is due at this time.
     Healthy(Instant),
-    /// Send a probe, and look again then.
+    /// A probe must be sent. The next check is due at this time.
     Probe(Instant),
-    /// A probe went unanswered: not for new streams. Look again then.
+    /// A probe is unanswered: the tunnel must not get new streams. The next check is due at this time.
     Suspect(Instant),
-    /// Close.
+    /// The tunnel must be closed.
     Dead,
 }
 
-/// The state of liveness on the side that probes.
+/// State of the keepalive at the end that probes.
 #[derive(Debug)]
 pub(crate) struct Keepalive {
     config: KeepaliveConfig,
-    /// `probe_after`, shortened by up to a tenth so that a fleet's probes spread.
+    /// `probe_after`, shortened by up to a tenth so that the probes of many tunnels are spread.
     probe_after: Duration,
     probe_sent_at: Option<Instant>,
 }
 
 impl Keepalive {
-    /// `jitter` is from 0 to 1.
+    /// Creates the state. `jitter` is from 0 to 1.
     pub(crate) fn new(config: KeepaliveConfig, jitter: f64) -> Self {
         let reduction = config.probe_after.mul_f64(jitter.clamp(0.0, 1.0) / 10.0);
         Self {
@@ -65,12 +65,13 @@ impl Keepalive {
         }
     }
 
-    /// When the probe was sent that nothing has been read since.
+    /// Returns the time of the probe since which nothing has been read.
     pub(crate) fn unanswered_probe_since(&self) -> Option<Instant> {
         self.probe_sent_at
     }
 
-    /// Returns the action to take now. With `hurry` a probe is due whatever was read or written, unless one is outstanding.
+    /// Returns the action to take now. With `hurry` a probe is due, independent of reads and writes, unless one is
+    /// outstanding.
     pub(crate) fn check(
         &mut self,
         now: Instant,

@@ -1,7 +1,7 @@
-//! Load of a tunnel: how many streams, how many bytes, and whether one of them is bulk.
+//! Load of a tunnel: number of streams, number of bytes, and whether one of the streams is bulk.
 //!
-//! Written by the streams as they move bytes, read by the code that selects a tunnel or dials a second one. Only atomics,
-//! but for the list of streams that can hold unread bytes: nothing here waits.
+//! Streams write it as they move bytes. The code that selects a tunnel or dials a second one reads it. Except for the list of
+//! streams that can hold unread bytes, the load consists of atomics, so nothing here waits.
 
 use crate::{
     buffered::{
@@ -21,10 +21,10 @@ use std::{
 };
 use tokio::{sync::Notify, time::Instant};
 
-/// A stream is bulk once it has moved more than this many bytes within [`BULK_SPAN`], unless the edge says otherwise
-/// ([`crate::control_stream::EdgeHello::bulk_after`]).
+/// Number of bytes. A stream is bulk once it has moved more bytes than this within [`BULK_SPAN`], unless the edge sends
+/// another value ([`crate::control_stream::EdgeHello::bulk_after`]).
 pub const BULK_BYTES: u64 = 1024 * 1024;
-/// See [`BULK_BYTES`].
+/// Period of the measurement for [`BULK_BYTES`].
 pub const BULK_SPAN: Duration = Duration::from_secs(2);
 
 /// Every tunnel has its control stream open.
@@ -34,20 +34,20 @@ const CONTROL_STREAMS: usize = 1;
 #[derive(Debug)]
 pub struct TunnelLoad {
     created_at: Instant,
-    /// A stream is bulk once it has moved more than this many bytes within [`BULK_SPAN`].
+    /// Number of bytes. A stream is bulk once it has moved more bytes than this within [`BULK_SPAN`].
     bulk_threshold: AtomicU64,
     /// Open streams in two generations.
     open_streams: [AtomicUsize; 2],
-    /// Generation of streams that are opened now. The first one holds the control stream for good.
+    /// Generation of new streams. The first generation holds the control stream permanently.
     generation: AtomicUsize,
     node_budget: Arc<NodeBudget>,
     streams_opened: AtomicU64,
     bytes_sent: AtomicU64,
     bytes_received: AtomicU64,
-    /// Milliseconds after `created_at` at which bulk was last seen, plus one; 0 is never.
+    /// Time of the last bulk, in milliseconds after `created_at`, plus one; 0 is never.
     last_bulk_ms: AtomicU64,
     bulk_notify: Notify,
-    /// Number of the node's streams at which the task that sizes windows is woken.
+    /// Number of the node's streams from which the task that sizes windows is woken.
     resize_threshold: AtomicUsize,
     driver_waker: AtomicWaker,
     buffered_streams: Arc<BufferedStreams>,
@@ -61,7 +61,7 @@ impl Default for TunnelLoad {
 }
 
 impl TunnelLoad {
-    /// A load that calls a stream bulk once it has moved more than `bulk` bytes within [`BULK_SPAN`].
+    /// Creates a load in which a stream is bulk once it has moved more than `bulk_threshold` bytes within [`BULK_SPAN`].
     pub fn new(bulk_threshold: u64) -> Self {
         Self::with_budgets(bulk_threshold, Arc::default(), Arc::default())
     }
@@ -89,22 +89,23 @@ impl TunnelLoad {
         }
     }
 
-    /// The load of a tunnel whose streams count for the process.
+    /// Creates the load of a tunnel whose unread bytes count against the process's budget.
     pub(crate) fn for_process(bulk_threshold: u64, memory_budget: Arc<MemoryBudget>) -> Self {
         Self::with_budgets(bulk_threshold, Arc::default(), memory_budget)
     }
 
-    /// The load of one of several tunnels of a node, whose unread bytes count for the process.
+    /// Creates the load of one of several tunnels of a node. Its unread bytes count against the budgets of the node and of
+    /// the process.
     pub(crate) fn for_node(node_budget: Arc<NodeBudget>, memory_budget: Arc<MemoryBudget>) -> Self {
         Self::with_budgets(BULK_BYTES, node_budget, memory_budget)
     }
 
-    /// From now on calls a stream bulk once it has moved more than `bytes` within [`BULK_SPAN`].
+    /// Changes the number of bytes that a stream must move within [`BULK_SPAN`] to be bulk.
     pub fn set_bulk_threshold(&self, bytes: u64) {
         self.bulk_threshold.store(bytes, Relaxed);
     }
 
-    /// The tunnel has ended; its readers may be there a while longer.
+    /// Records that the tunnel has ended. Its readers may exist for some time after that.
     pub(crate) fn mark_ended(&self) {
         self.buffered_streams.mark_ended(&self.small_frames);
     }
@@ -114,7 +115,7 @@ impl TunnelLoad {
         &self.node_budget
     }
 
-    /// Streams that are open now.
+    /// Returns the number of streams that are open now.
     pub fn open_streams(&self) -> usize {
         self.open_streams
             .iter()
@@ -122,8 +123,8 @@ impl TunnelLoad {
             .sum()
     }
 
-    /// Returns whether all streams that were open at the previous call have ended, and counts those that are open now for the
-    /// next call. The first call returns true. The tunnel's first stream is its control stream and does not count.
+    /// Starts a new generation of streams if all streams that were open at the previous call have ended. Returns whether they
+    /// have ended. The first call returns true. The tunnel's first stream is its control stream and does not count.
     pub fn rotate_generation(&self) -> bool {
         let ended = self.earlier_streams() == 0;
         if ended {
@@ -132,7 +133,8 @@ impl TunnelLoad {
         ended
     }
 
-    /// Returns the number of streams that were open at the last [`TunnelLoad::rotate_generation`] that returned true, and still are.
+    /// Returns the number of streams that were open at the last [`TunnelLoad::rotate_generation`] that returned true and are
+    /// still open.
     pub fn earlier_streams(&self) -> usize {
         match self.generation.load(Relaxed) {
             0 => self.open_streams[1].load(Relaxed),
@@ -142,17 +144,17 @@ impl TunnelLoad {
         }
     }
 
-    /// Streams opened since the tunnel began.
+    /// Returns the number of streams opened since the tunnel began.
     pub fn streams_opened(&self) -> u64 {
         self.streams_opened.load(Relaxed)
     }
 
-    /// Payload bytes sent into the tunnel since it began.
+    /// Returns the payload bytes sent into the tunnel since it began.
     pub fn bytes_sent(&self) -> u64 {
         self.bytes_sent.load(Relaxed)
     }
 
-    /// Payload bytes received from the tunnel since it began.
+    /// Returns the payload bytes received from the tunnel since it began.
     pub fn bytes_received(&self) -> u64 {
         self.bytes_received.load(Relaxed)
     }
@@ -162,7 +164,7 @@ impl TunnelLoad {
         self.bulk_age(now).is_some_and(|age| age <= BULK_SPAN)
     }
 
-    /// How long ago a stream last moved bulk.
+    /// Returns the time since a stream last moved bulk.
     pub fn bulk_age(&self, now: Instant) -> Option<Duration> {
         let last_bulk_ms = self.last_bulk_ms.load(Relaxed).checked_sub(1)?;
         Some(now.saturating_duration_since(self.created_at + Duration::from_millis(last_bulk_ms)))
@@ -178,7 +180,8 @@ impl TunnelLoad {
         self.buffered_streams.total_bytes()
     }
 
-    /// Returns the bytes that have arrived and have not been consumed. Asks each stream, so it is too costly for every poll.
+    /// Returns the bytes that have arrived and have not been consumed. Queries each stream, so it is too costly for every
+    /// poll.
     pub fn sample_buffered(&self) -> BufferedBytes {
         self.buffered_streams.sample(&self.small_frames)
     }
@@ -204,7 +207,7 @@ impl TunnelLoad {
     }
 }
 
-/// One open stream; dropping the last clone closes the count.
+/// One open stream. Dropping the last clone removes the stream from the count.
 #[derive(Clone, Debug)]
 pub(crate) struct OpenStreamGuard(Arc<Inner>);
 
@@ -216,12 +219,13 @@ struct Inner {
 }
 
 impl OpenStreamGuard {
-    /// Has this end's reset of the stream say that its policy does not allow the stream any more.
+    /// Marks the stream as withdrawn: the code of this end's reset then states that the policy does not allow the stream any
+    /// more.
     pub(crate) fn withdraw(&self) {
         self.0.withdrawn.store(true, Relaxed);
     }
 
-    /// Counts a stream, unless there are `limit` already.
+    /// Counts a new stream, or returns `None` if `limit` streams are open already.
     pub(crate) fn new(load: &Arc<TunnelLoad>, limit: usize) -> Option<Self> {
         let generation = load.generation.load(Relaxed);
         load.open_streams[generation].fetch_add(1, Relaxed);
@@ -249,7 +253,7 @@ impl Drop for Inner {
     }
 }
 
-/// The bytes of one direction of a stream.
+/// Counter of the bytes in one direction of a stream.
 #[derive(Debug)]
 pub(crate) struct ByteCounter {
     guard: OpenStreamGuard,
@@ -268,7 +272,7 @@ impl ByteCounter {
         }
     }
 
-    /// As [`ByteCounter::new`], of the stream with this number, whose small frames are counted.
+    /// Creates a counter like [`ByteCounter::new`], for the stream with this number, whose small frames are counted.
     pub(crate) fn with_small_frames(guard: OpenStreamGuard, stream: u32) -> Self {
         let small = SmallFrameCounter::new(&guard.0.load.small_frames, stream);
         Self {
@@ -277,22 +281,22 @@ impl ByteCounter {
         }
     }
 
-    /// Enters the stream among those that can hold unread bytes.
+    /// Adds the stream to those that can hold unread bytes.
     pub(crate) fn register_receiver(&self, stream: u32, flow: FlowControl) -> BufferedStream {
         BufferedStream::new(&self.guard.0.load.buffered_streams, stream, flow)
     }
 
-    /// Streams of the tunnel that are open now.
+    /// Returns the number of streams of the tunnel that are open now.
     pub(crate) fn open_streams(&self) -> usize {
         self.guard.0.load.open_streams()
     }
 
-    /// The stream that the bytes are of.
+    /// Returns the guard of the counted stream.
     pub(crate) fn guard(&self) -> &OpenStreamGuard {
         &self.guard
     }
 
-    /// The code by which this end gives the stream up.
+    /// Returns the code with which this end resets the stream.
     pub(crate) fn reset_code(&self) -> Reason {
         if self.guard.0.withdrawn.load(Relaxed) {
             wire::WITHDRAWN
@@ -301,7 +305,7 @@ impl ByteCounter {
         }
     }
 
-    /// Enters the stream among those whose senders may wait.
+    /// Adds the stream to those whose senders may wait.
     pub(crate) fn register_sender(&self) -> SenderEntry {
         SenderEntry::new(&self.guard.0.load.buffered_streams)
     }
@@ -312,7 +316,7 @@ impl ByteCounter {
         self.add_bytes(bytes);
     }
 
-    /// A frame was taken, maybe an empty one.
+    /// Records that a frame was consumed. The frame may be empty.
     pub(crate) fn record_received(&mut self, bytes: usize) {
         if let Some(small) = &self.small_frames {
             small.record_consumed(bytes);

@@ -1,9 +1,9 @@
 //! Request targets that are longer than `http::Uri` can hold.
 //!
-//! A `Uri` ends at 65,534 bytes; the command line of a `kubectl exec` may need a megabyte. hyper and h2 see the target's
-//! first [`MAX_URI_BYTES`] bytes, path included. The rest of the query travels beside the request as a [`TargetOverflow`]:
-//! on a tunnel as the first bytes of the stream, their number in [`crate::wire::TARGET_REST`]. [`TargetWriter`] puts the
-//! rest back into the request line of HTTP/1.1, below hyper.
+//! A `Uri` ends at 65,534 bytes; the command line of a `kubectl exec` may need a megabyte. hyper and h2 receive the target's
+//! first [`MAX_URI_BYTES`] bytes, path included. The rest of the query is a [`TargetOverflow`] beside the request. On a
+//! tunnel the rest is sent as the first bytes of the stream, and [`crate::wire::TARGET_REST`] states their number.
+//! [`TargetWriter`] puts the rest back into the request line of HTTP/1.1, below hyper.
 
 use bytes::{Buf, Bytes};
 use std::{
@@ -14,16 +14,16 @@ use std::{
 };
 use tokio::io::{AsyncRead, AsyncWrite};
 
-/// Bytes of a target that hyper and h2 take: the limit of `http::Uri`.
+/// Maximum size of a target that hyper and h2 accept, in bytes: the limit of `http::Uri`.
 pub const MAX_URI_BYTES: usize = 65_534;
-/// Largest rest of a target, in bytes: the longest command line that Linux takes is 6 MiB (`execve(2)`).
+/// Maximum size of the rest of a target, in bytes: the longest command line that Linux accepts is 6 MiB (`execve(2)`).
 pub const MAX_OVERFLOW_BYTES: usize = 8 << 20;
-/// Bytes of all rests in this process.
+/// Maximum size of all rests in this process, in bytes.
 const MAX_PROCESS_OVERFLOW_BYTES: usize = 64 << 20;
 
 static PROCESS_OVERFLOW_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Bytes of a request's query behind those that hyper or h2 holds. An extension of requests.
+/// Rest of a request's query, behind the bytes that hyper or h2 holds. An extension of requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TargetOverflow(pub Bytes);
 
@@ -43,7 +43,7 @@ impl OverflowBuffer {
         true
     }
 
-    /// Returns how many bytes were appended.
+    /// Returns the number of appended bytes.
     pub fn len(&self) -> usize {
         self.0.len()
     }
@@ -53,7 +53,7 @@ impl OverflowBuffer {
         self.0.is_empty()
     }
 
-    /// Returns what was collected. It counts against the budget until its last clone is dropped.
+    /// Returns the collected bytes. They count against the budget until their last clone is dropped.
     pub fn finish(self) -> TargetOverflow {
         TargetOverflow(Bytes::from_owner(self))
     }
@@ -76,12 +76,12 @@ impl Drop for OverflowBuffer {
 pub struct TargetWriter<S> {
     io: S,
     overflow: Bytes,
-    /// Spaces of the request line that were written.
+    /// Number of spaces of the request line that were written.
     spaces_written: u8,
 }
 
 impl<S> TargetWriter<S> {
-    /// Inserts `rest`, if there is one.
+    /// Wraps a connection, and inserts `overflow` if there is one.
     pub fn new(io: S, overflow: Option<TargetOverflow>) -> Self {
         let overflow = overflow
             .map(|TargetOverflow(rest)| rest)
@@ -98,7 +98,7 @@ impl<S> TargetWriter<S> {
         self.io
     }
 
-    /// Returns how many of `bytes` come before the space behind the target, and the spaces up to there.
+    /// Returns the number of `bytes` in front of the space behind the target, and the number of spaces that are then written.
     fn split_at_target_end(&self, bytes: &[u8]) -> (usize, u8) {
         let mut spaces = self.spaces_written;
         for (at, byte) in bytes.iter().enumerate() {

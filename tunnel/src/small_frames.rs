@@ -1,8 +1,8 @@
 //! Counter of small DATA frames that have arrived and have not been consumed.
 //!
-//! h2 stores each frame in a place of its own, which costs the same for one byte as for a thousand: a window of 4 MiB full
-//! of single bytes takes a gigabyte. The code below h2 sees frames arrive, and the stream's owner sees them go. The frames
-//! left between them count as if they were bytes.
+//! h2 stores each frame in an entry of its own, which costs the same for one byte as for a thousand. A window of 4 MiB that
+//! is full of single bytes takes a gigabyte. The code below h2 counts frames that arrive, and the stream's owner counts
+//! frames that it consumes. The cost of the remaining frames counts as if it were bytes.
 
 use std::{
     collections::HashMap,
@@ -12,21 +12,21 @@ use std::{
     },
 };
 
-/// Bytes that h2 needs for a frame besides its payload.
+/// Memory that h2 needs for a frame besides its payload, in bytes.
 const FRAME_OVERHEAD_BYTES: usize = 256;
-/// Frames of this many bytes have places that count no more.
+/// Payload, in bytes, from which the overhead of a frame is not counted.
 const LARGE_FRAME_BYTES: usize = 1024;
 
-/// How many small frames the streams that are open hold.
+/// Number of small frames that the open streams hold.
 #[derive(Debug, Default)]
 pub(crate) struct SmallFrames {
     streams: Mutex<HashMap<u32, usize>>,
-    /// All of them.
+    /// Number of frames of all streams.
     total: AtomicUsize,
 }
 
 impl SmallFrames {
-    /// A frame has arrived.
+    /// Records a frame that has arrived.
     pub(crate) fn record_received(&self, stream: u32, length: usize) {
         if length < LARGE_FRAME_BYTES
             && let Some(count) = self.streams().get_mut(&stream)
@@ -36,12 +36,12 @@ impl SmallFrames {
         }
     }
 
-    /// Returns the bytes that the small frames of all streams cost besides their own. Asks no stream.
+    /// Returns the memory that the small frames of all streams cost besides their payload, in bytes. Queries no stream.
     pub(crate) fn total_cost(&self) -> usize {
         self.total.load(Relaxed) * FRAME_OVERHEAD_BYTES
     }
 
-    /// Bytes that a stream's small frames cost besides their own.
+    /// Returns the memory that a stream's small frames cost besides their payload, in bytes.
     pub(crate) fn stream_cost(&self, stream: u32) -> usize {
         let count = self.streams().get(&stream).copied();
         count.unwrap_or_default() * FRAME_OVERHEAD_BYTES
@@ -62,7 +62,8 @@ impl SmallFrames {
     }
 }
 
-/// A stream whose small frames are counted, from before the first can come until its owner is gone.
+/// Entry of a stream whose small frames are counted. It exists from before the first frame can arrive until the stream's
+/// owner is dropped.
 #[derive(Debug)]
 pub(crate) struct SmallFrameCounter {
     small_frames: Arc<SmallFrames>,
@@ -78,7 +79,7 @@ impl SmallFrameCounter {
         }
     }
 
-    /// A frame was taken.
+    /// Records a frame that was consumed.
     pub(crate) fn record_consumed(&self, length: usize) {
         self.small_frames.record_consumed(self.stream, length);
     }

@@ -1,4 +1,4 @@
-//! Movement of streams, and the list of the streams of a process that stand still.
+//! Progress of streams, and the list of the stalled streams of a process.
 
 use futures_util::task::AtomicWaker;
 use std::{
@@ -12,15 +12,16 @@ use std::{
 };
 use tokio::{sync::Notify, time::Instant};
 
-/// Movement of one direction of a stream, and whether the stream was evicted.
+/// Progress of one direction of a stream, and whether the stream was evicted.
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
     chunks_moved: AtomicUsize,
-    /// The sender waits for the peer's window.
+    /// Whether the sender waits for the peer's window.
     is_blocked: AtomicBool,
-    /// The stream stands still: its holder also looks whether the other end has evicted it.
+    /// Whether the stream is stalled. Its holder then also checks whether the other end has evicted it.
     is_stalled: AtomicBool,
-    /// A plain answer, whose reader has a bound of its own ([`crate::eviction::Bounds::response_timeout`]).
+    /// Whether the stream is a plain response. Its reader has a time limit of its own
+    /// ([`crate::eviction::Bounds::response_timeout`]).
     is_response: AtomicBool,
     is_evicted: AtomicBool,
     waker: AtomicWaker,
@@ -54,17 +55,17 @@ impl Progress {
         self.is_evicted.load(Relaxed)
     }
 
-    /// Whether the holder also looks if the other end has evicted the stream.
+    /// Whether the stream is stalled, so that its holder also checks for an eviction by the other end.
     pub(crate) fn is_stalled(&self) -> bool {
         self.is_stalled.load(Relaxed)
     }
 
-    /// Notes that the other end has evicted the stream, as its holder has seen.
+    /// Records that the other end has evicted the stream. The holder of the stream calls this.
     pub(crate) fn set_evicted(&self) {
         self.is_evicted.store(true, Relaxed);
     }
 
-    /// Whether the reader has a bound of its own.
+    /// Whether the reader has a time limit of its own.
     pub(crate) fn is_response(&self) -> bool {
         self.is_response.load(Relaxed)
     }
@@ -73,7 +74,7 @@ impl Progress {
         self.is_response.store(true, Relaxed);
     }
 
-    /// Has the holder look whether the other end has evicted the stream.
+    /// Marks the stream as stalled, and wakes its holder to check for an eviction by the other end.
     pub(crate) fn mark_stalled(&self) {
         if !self.is_stalled.swap(true, Relaxed) {
             self.waker.wake();
@@ -86,7 +87,7 @@ impl Progress {
     }
 }
 
-/// Since when one direction of a stream stands still, by comparison of two looks.
+/// Time since which one direction of a stream is stalled, by comparison of two samples.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ProgressMark {
     chunks_moved: usize,
@@ -94,7 +95,7 @@ pub(crate) struct ProgressMark {
 }
 
 impl ProgressMark {
-    /// Looks at a direction in which bytes wait, or none do. Returns since when nothing has moved.
+    /// Samples a direction. `is_waiting` states whether bytes wait in it. Returns the time since which none has moved.
     pub(crate) fn update(
         &mut self,
         is_waiting: bool,
@@ -114,7 +115,7 @@ impl ProgressMark {
     }
 }
 
-/// A stream that stands still.
+/// A stalled stream.
 #[derive(Clone, Debug)]
 pub(crate) struct StalledStream {
     pub(crate) since: Instant,
@@ -123,19 +124,19 @@ pub(crate) struct StalledStream {
     pub(crate) progress: Arc<Progress>,
 }
 
-/// Streams of a tunnel, some of which may stand still.
+/// Streams of a tunnel, some of which may be stalled.
 pub(crate) trait StallSource: fmt::Debug + Send + Sync {
-    /// Adds the streams that stand still: bytes wait in them and did at the last look, and none has moved since.
+    /// Adds the stalled streams: bytes wait in them and did so at the last sample, and none has moved since.
     fn collect_stalled(&self, now: Instant, out: &mut Vec<StalledStream>);
 }
 
-/// Streams of a process that may stand still.
+/// Streams of a process that may be stalled.
 #[derive(Debug, Default)]
 pub struct StallMonitor {
     tunnels: Mutex<Vec<Weak<dyn StallSource>>>,
-    /// Streams that stood still at the last look.
+    /// Number of stalled streams at the last check.
     stalled_count: AtomicUsize,
-    /// The guard looks regularly, and need not be woken.
+    /// Whether the guard checks regularly and needs no wake-up.
     pub(crate) is_checking: AtomicBool,
     pub(crate) stall_notify: Notify,
 }
@@ -150,19 +151,19 @@ impl StallMonitor {
         tunnels.push(tunnel);
     }
 
-    /// Wakes the guard, since a stream may stand still.
+    /// Wakes the guard, because a stream may be stalled.
     pub(crate) fn notify_possible_stall(&self) {
         if !self.is_checking.load(Relaxed) {
             self.stall_notify.notify_one();
         }
     }
 
-    /// Streams that stood still at the last look.
+    /// Returns the number of stalled streams at the last check.
     pub fn stalled_count(&self) -> usize {
         self.stalled_count.load(Relaxed)
     }
 
-    /// Streams that stand still now, the longest first.
+    /// Returns the streams that are stalled now, the longest stalled first.
     pub(crate) fn sample_stalled(&self, now: Instant) -> Vec<StalledStream> {
         let mut tunnels = self.tunnels();
         tunnels.retain(|tunnel| tunnel.strong_count() > 0);
@@ -180,7 +181,7 @@ impl StallMonitor {
         self.tunnels.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes the guard if a stream stands still.
+    /// Wakes the guard if a stream is stalled.
     pub(crate) fn notify_if_stalled(&self) {
         if !self.sample_stalled(Instant::now()).is_empty() {
             self.stall_notify.notify_one();

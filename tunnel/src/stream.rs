@@ -1,8 +1,8 @@
-//! The two halves of a stream on a tunnel: what is sent, and what is received.
+//! The two halves of a stream on a tunnel: the sending half and the receiving half.
 //!
-//! The rule that keeps them right: a half that is dropped before its end *resets* the stream. An abort is
-//! never a clean end (invariant 3). Credit goes back to the peer when the next chunk is asked for,
-//! that is when the far socket took the last one, and never before.
+//! A half that is dropped before its end *resets* the stream. So an abort is never mistaken for a clean end (invariant 3).
+//! The window for a chunk is released to the peer when the next chunk is requested, and never before. At that time the far
+//! socket has taken the chunk.
 
 use crate::{
     buffered::{BufferedStream, SenderEntry},
@@ -32,9 +32,9 @@ pub enum StreamKind {
     Tcp,
 }
 
-/// Streams of a tunnel from which on each sends smaller frames: h2 lets them take turns by frames.
+/// Number of streams of a tunnel from which on each sends smaller frames: h2 alternates between streams by frames.
 const SMALL_FRAME_STREAMS: usize = 64;
-/// Bytes of such a frame. With 64 KiB, a small answer waits behind 160 MB of 2,500 large ones.
+/// Size of such a frame, in bytes. With 64 KiB, a small response waits behind 160 MB of 2,500 large ones.
 const SMALL_FRAME_BYTES: usize = 16 << 10;
 
 /// Sending half of a stream.
@@ -43,7 +43,7 @@ pub struct StreamSender {
     inner: h2::SendStream<Bytes>,
     counter: ByteCounter,
     ended: bool,
-    /// Entered when it had to wait for the first time.
+    /// Set when the sender has to wait for the first time.
     sender_entry: Option<SenderEntry>,
 }
 
@@ -83,7 +83,8 @@ impl StreamSender {
         Poll::Ready(Ok(()))
     }
 
-    /// Sends what the window takes of `bytes`, which is said; ready when that is something, or there is nothing to send.
+    /// Sends as many of `bytes` as the window takes, and returns their number. Ready once some bytes are sent, or if there
+    /// are none to send.
     ///
     /// # Errors
     /// As [`StreamSender::send_data`].
@@ -179,10 +180,10 @@ impl StreamSender {
         Ok(self.inner.send_data(chunk, true)?)
     }
 
-    /// Ends this half with those of the trailers that may pass, see [`headers::clean_trailers`].
+    /// Ends this half with trailers. Only the trailers that [`headers::clean_trailers`] keeps are sent.
     ///
     /// # Errors
-    /// If the stream is reset already, or they are too large, which resets it.
+    /// If the stream is reset already, or the trailers are too large. The latter resets the stream.
     pub fn send_trailers(&mut self, mut trailers: HeaderMap) -> Result<(), StreamError> {
         headers::clean_trailers(&mut trailers);
         if trailers.is_empty() {
@@ -196,21 +197,21 @@ impl StreamSender {
         Ok(self.inner.send_trailers(trailers)?)
     }
 
-    /// Gives the whole stream up, both directions (`RST_STREAM` with CANCEL, unless it was withdrawn).
+    /// Aborts the whole stream, both directions (`RST_STREAM` with CANCEL, unless it was withdrawn).
     pub fn abort(&mut self) {
         self.ended = true;
         self.inner.send_reset(self.counter.reset_code());
     }
 
-    /// As [`StreamSender::abort`], for a far end that broke off: its last bytes are still good, and go first if the
-    /// tunnel takes them at once.
+    /// Aborts the stream like [`StreamSender::abort`], after its source has failed. The source's last bytes are still valid,
+    /// and are sent first if the tunnel takes them at once.
     pub async fn flush_and_abort(&mut self) {
         // A reset discards queued frames including the head, so h2's driver runs once before.
         tokio::task::yield_now().await;
         self.abort();
     }
 
-    /// Waits until the other end resets the stream (or the tunnel goes).
+    /// Waits until the other end resets the stream, or the tunnel is lost.
     pub async fn wait_for_reset(&mut self) -> StreamError {
         poll_fn(|cx| self.poll_reset(cx)).await
     }
@@ -235,11 +236,11 @@ impl Drop for StreamSender {
 /// Receiving half of a stream.
 #[derive(Debug)]
 pub struct StreamReceiver {
-    /// Leaves before `inner` does.
+    /// Declared before `inner`, so that it is dropped first.
     buffered: Option<BufferedStream>,
     inner: h2::RecvStream,
     counter: ByteCounter,
-    /// Bytes handed out whose window has not been given back.
+    /// Number of bytes that were handed out and whose window has not been released.
     unreleased: usize,
     ended: bool,
 }
@@ -257,7 +258,7 @@ impl StreamReceiver {
         }
     }
 
-    /// The next chunk; `None` after the last.
+    /// Returns the next chunk, or `None` after the last.
     ///
     /// # Errors
     /// If the peer reset the stream or the tunnel is gone.
@@ -299,7 +300,7 @@ impl StreamReceiver {
         }
     }
 
-    /// An `END_STREAM` on its own comes as an empty chunk, which is none.
+    /// Polls the next chunk. h2 returns a separate `END_STREAM` as an empty chunk, which is skipped.
     fn poll_chunk(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, h2::Error>>> {
         loop {
             match ready!(self.inner.poll_data(cx)) {
@@ -309,7 +310,7 @@ impl StreamReceiver {
         }
     }
 
-    /// The trailers, after the last chunk: nothing in them is the other end's own word.
+    /// Returns the trailers, after the last chunk. They are cleaned: the other end cannot state private fields in them.
     ///
     /// # Errors
     /// As [`StreamReceiver::next_chunk`].
@@ -324,7 +325,8 @@ impl StreamReceiver {
         Poll::Ready(Ok(trailers.filter(|trailers| !trailers.is_empty())))
     }
 
-    /// Handle by which the holder of this half learns that the stream is evicted; none where nothing will come.
+    /// Returns a handle by which the holder of this half detects an eviction of the stream, or `None` if no more data will
+    /// arrive.
     pub fn eviction_handle(&self) -> Option<Eviction> {
         let buffered = self.buffered.as_ref();
         buffered.map(|holds| Eviction::new(holds.progress()))
@@ -338,17 +340,17 @@ impl StreamReceiver {
         }
     }
 
-    /// Whether nothing more will come, not even trailers.
+    /// Whether nothing more will arrive, not even trailers.
     pub fn is_end(&self) -> bool {
         self.inner.is_end_stream()
     }
 }
 
-/// Handle by which the task that holds a stream learns that the stream is evicted. The task has to drop the stream then.
+/// Handle by which the task that holds a stream detects an eviction of the stream. The task has to drop the stream then.
 #[derive(Clone, Debug)]
 pub struct Eviction {
     progress: Arc<Progress>,
-    /// The near half, which has ended, and reports a reset by the other end.
+    /// The ended sending half, which reports a reset by the other end.
     sender: Arc<Mutex<Option<StreamSender>>>,
 }
 
@@ -360,12 +362,13 @@ impl Eviction {
         }
     }
 
-    /// Also listens to evictions by the other end, of which a reader that takes nothing does not hear. `send` has ended.
+    /// Attaches the sending half, which has ended. By it the handle also detects evictions by the other end, which a reader
+    /// that consumes nothing does not receive.
     pub fn attach_sender(&self, sender: StreamSender) {
         *self.sender() = Some(sender);
     }
 
-    /// Drops the half that was given to [`Eviction::attach_sender`]: the stream has ended for its holder.
+    /// Drops the half that was given to [`Eviction::attach_sender`], because the holder has finished with the stream.
     pub fn release(&self) {
         let sender = self.sender().take();
         drop(sender);

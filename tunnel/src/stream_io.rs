@@ -1,9 +1,9 @@
 //! A stream as a connection: [`AsyncRead`] and [`AsyncWrite`] over its two halves.
 //!
-//! It is for code that speaks a protocol of its own through a tunnel, such as TLS with an upstream. Credit goes back to the
-//! other end when all of a chunk was taken, and never before; a write takes as much as the window allows. A shutdown ends
-//! the near half in order. A stream that is dropped before is reset. A reset or a loss is an error, with the [`StreamError`]
-//! inside: never an end.
+//! It is for code that speaks a protocol of its own through a tunnel, such as TLS with an upstream. The window for a chunk is
+//! released to the other end once the whole chunk was read, and never before. A write sends as many bytes as the window
+//! allows. A shutdown ends the sending half in order. Dropping the stream before its end resets it. A reset or a loss is an
+//! error with the [`StreamError`] inside, and never an end of file.
 
 use crate::{
     error::StreamError,
@@ -18,7 +18,7 @@ use std::{
 };
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Bytes that are joined for one frame, at most: a TLS record.
+/// Maximum number of bytes that are joined into one frame: a TLS record.
 const MAX_JOINED_BYTES: usize = 17 * 1024;
 
 /// Both halves of a stream.
@@ -26,12 +26,12 @@ const MAX_JOINED_BYTES: usize = 17 * 1024;
 pub struct StreamIo {
     send: StreamSender,
     receive: StreamReceiver,
-    /// Bytes that were received and not taken yet.
+    /// Bytes that were received and not read yet.
     unread: Bytes,
 }
 
 impl StreamIo {
-    /// Of the halves of an opened stream.
+    /// Combines the halves of an opened stream.
     pub fn new(send: StreamSender, receive: StreamReceiver) -> Self {
         Self {
             send,
@@ -88,7 +88,7 @@ impl AsyncWrite for StreamIo {
             .map_err(to_io_error)
     }
 
-    /// One frame for all that is ready: each costs the other end as much as a large one (invariant 1).
+    /// Sends all ready buffers in one frame: each frame costs the other end as much as a large one (invariant 1).
     fn poll_write_vectored(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -1,7 +1,7 @@
 //! The target: the address that the edge dials for a stream, as seen from the node.
 //!
-//! A host that is the node's own name means the node itself; only the edge knows the address behind it. Parsing is pure and
-//! total: any input of a client is either a target or a clear refusal.
+//! A host that is the node's own name means the node itself, and only the edge knows its address. Parsing is pure and total:
+//! any input of a client results in a target or in an error.
 
 use std::{fmt, net::IpAddr, str::FromStr};
 
@@ -14,7 +14,7 @@ pub struct Target {
     pub port: u16,
 }
 
-/// Why a text is not a target.
+/// Error that makes a text unusable as a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TargetError {
     /// There is no `:port`.
@@ -23,13 +23,13 @@ pub enum TargetError {
     /// The port is not a number from 1 to 65535.
     #[error("the port of a target must be a number from 1 to 65535")]
     BadPort,
-    /// The host is empty, or holds characters that no host has.
+    /// The host is empty, or has characters that no host may have.
     #[error("the host of a target must be a DNS name or an IP address (IPv6 in brackets)")]
     BadHost,
 }
 
 impl Target {
-    /// A target from its parts.
+    /// Creates a target from its parts.
     pub fn new(host: impl Into<String>, port: u16) -> Self {
         Self {
             host: host.into(),
@@ -37,7 +37,7 @@ impl Target {
         }
     }
 
-    /// As text, without the formatter: every request has one.
+    /// Returns the target as text, without the formatter, because every request needs it.
     pub fn to_host_port(&self) -> String {
         let mut text = String::with_capacity(self.host.len() + "[]:65535".len());
         if self.host.contains(':') {
@@ -52,17 +52,17 @@ impl Target {
         text
     }
 
-    /// The host as an address, if it is one.
+    /// Returns the host as an address, if it is one.
     pub fn ip(&self) -> Option<IpAddr> {
         self.host.parse().ok()
     }
 }
 
-/// Splits `host:port` or `[v6]:port` or a bare host, as in a Host field or a CONNECT authority
-/// (RFC 9110 §7.2, RFC 3986 §3.2).
+/// Splits `host:port`, `[v6]:port` or a bare host, as in a Host field or a CONNECT authority (RFC 9110 §7.2, RFC 3986 §3.2).
+/// A missing port is `None`.
 ///
 /// # Errors
-/// If the host is empty or not a host, or the port is not a port. A missing port is `None`.
+/// If the host is empty or not a host, or the port is not a port.
 pub fn split_host_port(text: &str) -> Result<(&str, Option<u16>), TargetError> {
     let (host, port) = if let Some(rest) = text.strip_prefix('[') {
         let (host, rest) = rest.split_once(']').ok_or(TargetError::BadHost)?;

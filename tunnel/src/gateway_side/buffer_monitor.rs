@@ -1,8 +1,9 @@
 //! Monitor of the unread bytes in a tunnel's streams, which detects more of them than an honest edge may have sent.
 //!
-//! Asking every stream is costly, so all are weighed once per [`SAMPLE_INTERVAL`]. Between two weighings a fast edge could
-//! send more than all that it may leave here. So a quick check takes place, too, whenever a whole budget of bytes has been
-//! read, or unconsumed small frames cost a part of it more than at the last quick check.
+//! A sample queries every stream, which is costly, so at most one is taken per [`SAMPLE_INTERVAL`]. Between two samples a
+//! fast edge could send more than its whole budget. So the monitor also makes a quick check in two cases. One is that as many
+//! bytes as the whole budget have been read. The other is that unconsumed small frames cost a part of the budget more than at
+//! the last quick check.
 
 use crate::{
     buffered::{BufferedBytes, SAMPLE_INTERVAL},
@@ -10,14 +11,15 @@ use crate::{
 };
 use tokio::time::Instant;
 
-/// How many times a tunnel's budget may be unread before the edge is taken for one that keeps to no window: a change of
-/// windows takes a round trip.
+/// Number of budgets that may be unread before the monitor concludes that the edge ignores windows. A change of windows takes
+/// a round trip.
 const OVERRUN_FACTOR: usize = 4;
-/// Divisor of a budget: small frames may cost this part more before the next check. Ten bytes from the socket cost hundreds.
+/// Divisor of the budget: if small frames cost this part more, the next check is due. Ten bytes from the socket may cost
+/// hundreds.
 const RECHECK_FRACTION: usize = 4;
-/// Divisor of a budget: small frames may cost this part before windows follow.
+/// Divisor of the budget: while small frames cost less than this part, windows do not change.
 const IGNORE_FRACTION: usize = 8;
-/// The least window, which each stream has beyond the budget.
+/// Minimum window, which each stream has in addition to the budget.
 const MIN_STREAM_WINDOW: usize = 64 << 10;
 
 /// Returns twice the cost of small frames, in bytes: h2's list of them grows by copying, and its earlier memory is freed
@@ -58,7 +60,7 @@ impl BufferMonitor {
         }
     }
 
-    /// When the streams are to be weighed without anything happening before.
+    /// Returns the time of the next sample, if no other event comes first.
     pub(super) fn next_sample_at(&self, load: &TunnelLoad, last_read: Instant) -> Option<Instant> {
         // Whether bytes arrived after the last sample.
         let has_new_bytes =
@@ -66,7 +68,7 @@ impl BufferMonitor {
         (self.may_hold_bytes(load) && has_new_bytes).then(|| self.sampled_at + SAMPLE_INTERVAL)
     }
 
-    /// Asks the streams what they hold, but not too often.
+    /// Queries the buffered bytes of the streams, at most once per [`SAMPLE_INTERVAL`].
     pub(super) fn sample(&mut self, load: &TunnelLoad) {
         if self.may_hold_bytes(load) && self.sampled_at.elapsed() >= SAMPLE_INTERVAL {
             self.sampled_at = Instant::now();
@@ -110,8 +112,8 @@ impl BufferMonitor {
         load.unread_bytes() + small_frame_cost(load)
     }
 
-    /// Whether there can be anything to weigh: a tunnel that has nothing but its control stream, whose lines are taken as
-    /// they come, is woken by nothing but probes.
+    /// Whether any stream can hold bytes. A tunnel that has only its control stream is woken by probes alone, because control
+    /// messages are consumed as they arrive.
     fn may_hold_bytes(&self, load: &TunnelLoad) -> bool {
         self.last_sample.total > 0 || load.open_streams() > 1
     }

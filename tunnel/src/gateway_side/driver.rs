@@ -1,9 +1,9 @@
 //! The task that owns a tunnel's connection on the gateway's side.
 //!
-//! Moves the connection, probes it, judges its silence, sizes its windows. Only the driver initiates PING and SETTINGS, and
-//! has at most one outstanding (invariant 11): two ends that each wait to write a control frame hang for ever. h2 does not
-//! show that SETTINGS were acknowledged, but refuses new ones while they are not. If that is in doubt, the next probe is
-//! SETTINGS that change nothing.
+//! The driver moves the connection, probes it, detects its silence and sizes its windows. Only the driver initiates PING and
+//! SETTINGS, and at most one of them is outstanding (invariant 11): two ends that each wait to write a control frame hang for
+//! ever. h2 does not report the acknowledgement of SETTINGS, but refuses new SETTINGS until then. While an acknowledgement
+//! may be missing, the driver sends SETTINGS that change nothing as the next probe.
 
 use super::{
     GatewaySideConfig, Inner, Tunnel,
@@ -37,13 +37,14 @@ use tokio::{
 };
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
-/// How many PINGs the round trip is the least of: one under load measures queues.
+/// Number of PINGs of which the shortest counts as the round trip: a PING under load measures queues.
 const ROUND_TRIP_SAMPLES: usize = 8;
-/// Maximum time for an edge's answer to SETTINGS or a turn while bytes arrive: all that the edge sent before comes first.
+/// Maximum time for an edge's answer to SETTINGS or to a window grant while bytes arrive. All earlier bytes of the edge
+/// arrive before the answer.
 const ACK_TIMEOUT: Duration = Duration::from_mins(1);
 /// Every tunnel has its control stream open.
 const CONTROL_STREAMS: usize = 1;
-/// A window is not raised more often than this: a crowd comes and goes.
+/// Minimum time before a window is raised again, because crowds of short streams come and go.
 const RAISE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Begins HTTP/2 on a connection whose TLS is done.
@@ -112,16 +113,16 @@ where
     Ok((tunnel, driver))
 }
 
-/// The control frame of ours that may not have been answered yet.
+/// Control frame of ours that may be unanswered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PendingControlFrame {
     /// None.
     Idle,
-    /// A PING, sent then.
+    /// A PING, sent at this time.
     Ping(Instant),
-    /// SETTINGS, whose acknowledgement h2 does not show.
+    /// SETTINGS. h2 does not report their acknowledgement.
     Settings,
-    /// The edge's turn: it was informed that it may change its window.
+    /// A window grant: the edge may change its window.
     WindowGrant,
 }
 
@@ -139,19 +140,19 @@ pub struct ConnectionDriver<S: AsyncRead + AsyncWrite + Unpin> {
     config: GatewaySideConfig,
     stream_window: u32,
     last_resize: Instant,
-    /// When the last PING was sent.
+    /// Time of the last PING.
     last_ping: Instant,
     buffer_monitor: BufferMonitor,
     grant_backoff: GrantBackoff,
     pending_frame: PendingControlFrame,
-    /// Since when the edge owes the acknowledgement of SETTINGS, or its turn, that is waited for.
+    /// Time since which the driver waits for the edge's acknowledgement of SETTINGS or answer to a window grant.
     awaiting_ack_since: Option<Instant>,
     close_requested: Pin<Box<WaitForCancellationFutureOwned>>,
-    /// Behind the connection.
+    /// Declared after the connection, so that it is dropped last.
     _end: EndNotifier,
 }
 
-/// Notifies a load that its tunnel has ended, for any reason.
+/// Notifies a load, when dropped, that its tunnel has ended for any reason.
 #[derive(Debug)]
 struct EndNotifier(Arc<TunnelLoad>);
 
@@ -176,8 +177,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Future for RunningDriver<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
-    /// Runs the connection until it ends. The driver is moved into the future once: an idle edge costs
-    /// what this holds.
+    /// Runs the connection until it ends. The driver is moved into the future once, because the size of this future is the
+    /// cost of an idle edge.
     pub fn run(self) -> impl Future<Output = TunnelEnd> {
         RunningDriver(self)
     }
@@ -215,7 +216,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         }
     }
 
-    /// Liveness: ready when something was sent or the tunnel is dead.
+    /// Checks liveness. Ready when a frame was sent or the tunnel is dead.
     fn poll_keepalive(&mut self, cx: &mut Context<'_>) -> Poll<Option<TunnelEnd>> {
         loop {
             let now = Instant::now();
@@ -256,8 +257,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         }
     }
 
-    /// Sends a PING, or SETTINGS that change nothing if earlier ones may still be outstanding: h2 refuses new ones while
-    /// they are.
+    /// Sends a PING, or SETTINGS that change nothing if earlier SETTINGS may still be outstanding. h2 refuses new SETTINGS in
+    /// that case.
     fn send_probe(&mut self, now: Instant, last_read: Instant) -> bool {
         let is_quiet =
             now.saturating_duration_since(last_read) >= self.config.keepalive.probe_after / 2;
@@ -293,14 +294,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         self.shared.clear_ping();
     }
 
-    /// The window that a single stream would have.
+    /// Returns the window that a single stream would have.
     fn max_window(&self) -> u32 {
         let round_trip = Duration::from_micros(self.shared.round_trip_us.load(Relaxed));
         let max_window = flow_control::window_size(round_trip, 1, self.config.budget);
         flow_control::next_window(self.stream_window, max_window).unwrap_or(self.stream_window)
     }
 
-    /// When windows are to be looked at without anything happening before.
+    /// Returns the time of the next check of the windows, if no other event comes first.
     fn next_check(&self, now: Instant) -> Option<Instant> {
         let next_raise = (self.stream_window < self.max_window()).then(|| now + RAISE_INTERVAL);
         let retry_grant = self.grant_backoff.retry_delay().map(|after| now + after);
@@ -314,8 +315,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             .min()
     }
 
-    /// Returns a description of behaviour that an honest edge does not show: the bounds on its unread bytes here rest on its
-    /// acknowledgements.
+    /// Returns a description of behaviour that an honest edge does not show. The limits on its unread bytes at this end rely
+    /// on its acknowledgements.
     fn detect_violation(&mut self) -> Option<String> {
         let (read, budget) = (self.traffic.bytes_read(), self.config.budget);
         let overrun = self.buffer_monitor.overrun(&self.shared.load, read, budget);
@@ -331,7 +332,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             .map(|_| format!("the edge has not acknowledged new SETTINGS for {ACK_TIMEOUT:?}"))
     }
 
-    /// Changes the window of the streams; false where the edge has not acknowledged the last change.
+    /// Changes the window of the streams. Returns `false` if the edge has not acknowledged the last change.
     fn set_window(&mut self, window: u32) -> bool {
         let sent = self.connection.set_initial_window_size(window).is_ok();
         if sent {
@@ -342,7 +343,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         sent
     }
 
-    /// The window that the open streams should have.
+    /// Returns the window that the open streams should have.
     fn desired_window(&self) -> u32 {
         let round_trip = Duration::from_micros(self.shared.round_trip_us.load(Relaxed));
         let streams = self.shared.load.node_budget().open_streams();
@@ -363,8 +364,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             .saturating_sub(stalled_bytes.max(small_frame_cost))
     }
 
-    /// Changes the windows of both ends if the crowd, the round trip or what is unread asks for it. True if
-    /// SETTINGS were queued.
+    /// Changes the windows of both ends if the number of streams, the round trip or the unread bytes require it. Returns
+    /// whether SETTINGS were queued.
     fn resize_windows(&mut self, cx: &mut Context<'_>) -> bool {
         self.shared.load.driver_waker().register(cx.waker());
         self.buffer_monitor.sample(&self.shared.load);
@@ -410,7 +411,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         true
     }
 
-    /// Offers the edge to do the same.
+    /// Offers a window grant to the edge.
     fn offer_grant(&mut self) {
         if self.shared.window_grant.offer(self.stream_window) {
             self.pending_frame = PendingControlFrame::WindowGrant;

@@ -31,12 +31,12 @@ impl Tasks {
         self.0.spawn(task);
     }
 
-    /// Whether a task has ended, which must not have panicked.
+    /// Whether a task has ended. A panic of a task fails the test.
     fn has_ended(&mut self) -> bool {
         self.0.try_join_next().map(Result::unwrap).is_some()
     }
 
-    /// Waits until all have ended.
+    /// Waits until all tasks have ended.
     async fn join(mut self) {
         while let Some(ended) = self.0.join_next().await {
             ended.unwrap();
@@ -54,7 +54,7 @@ impl Drop for Tasks {
 
 type Edge = EdgeSide<CountedIo<DuplexStream>>;
 
-/// The end of a tunnel, whose driver runs as long as this value lives.
+/// A tunnel's driver, which runs as long as this value lives.
 struct Ended {
     receiver: mpsc::UnboundedReceiver<TunnelEnd>,
     tasks: Tasks,
@@ -90,7 +90,7 @@ async fn a_tunnel_continues_after_its_connection_blocked_for_a_while() {
     let (connected, accepted) = tokio::join!(connect(near, near_traffic, settings), accept);
     let ((tunnel, driver), mut edge) = (connected.unwrap(), accepted.unwrap());
     let mut ended = Ended::of(driver.run());
-    // Many small answers in one turn: each is held, and the connection takes 64 bytes at a time.
+    // Many small responses in one turn: each is held back, and the connection takes 64 bytes at a time.
     ended.tasks.spawn(async move {
         let (mut asked, mut replies) = (Vec::new(), JoinSet::new());
         while let Ok(IncomingStream::Stream(stream)) = edge.next_stream().await {
@@ -126,19 +126,19 @@ async fn a_tunnel_continues_after_its_connection_blocked_for_a_while() {
     tokio::time::timeout(bound, all_come).await.unwrap();
 }
 
-/// Both ends of a tunnel on which the edge takes its turns.
+/// Both ends of a tunnel on which the edge takes its window grants.
 struct Turning {
     tunnel: Tunnel,
     ended: Ended,
-    /// End of the edge.
+    /// Load of the tunnel at the edge.
     edge: Arc<TunnelLoad>,
     /// Requests that the edge receives.
     asked: mpsc::UnboundedReceiver<StreamRequest>,
-    /// Bytes that the edge took at each of its turns.
+    /// Window that the edge set at each of its window grants, in bytes.
     taken: mpsc::UnboundedReceiver<u32>,
 }
 
-/// The edge's loop, reduced to streams and turns.
+/// Runs the edge's loop, reduced to streams and window grants.
 async fn edge_taking_turns(mut server: Edge, tell: mpsc::UnboundedSender<StreamRequest>) {
     let mut control: Option<ControlStream> = None;
     loop {
@@ -164,7 +164,7 @@ async fn edge_taking_turns(mut server: Edge, tell: mpsc::UnboundedSender<StreamR
     }
 }
 
-/// Both ends, with the edge's turns as gateway and edge take them; streams go to `asked`.
+/// Connects both ends, with window grants as gateway and edge handle them. The edge's streams go to `asked`.
 async fn taking_turns(settings: GatewaySideConfig) -> Turning {
     let budget = settings.budget;
     taking_turns_within(settings, budget).await
@@ -217,7 +217,7 @@ async fn taking_turns_within(settings: GatewaySideConfig, budget: usize) -> Turn
     }
 }
 
-/// A tunnel whose edge serves each stream with `serve`, and the tasks of both ends.
+/// Returns a tunnel whose edge serves each stream with `serve`, and the tasks of both ends.
 async fn serving<F>(
     serve: impl Fn(Box<StreamRequest>) -> F + std::marker::Send + 'static,
 ) -> (Tunnel, Tasks)
@@ -429,7 +429,7 @@ async fn an_answer_before_the_request_is_read_is_whole() {
         .open(get("/"), &StreamKind::Request, &target(), false)
         .await
         .unwrap();
-    // May fail already: the edge needs no more of it.
+    // May already fail, because the edge needs no more of the body.
     let _ = opened
         .send
         .send_data(Bytes::from_static(b"never read"))
@@ -574,7 +574,7 @@ async fn a_silent_tunnel_is_suspect_after_10_s_and_closed_after_15_s() {
     assert!(!tunnel.is_open());
 }
 
-/// Copies, at 512 bytes a second while `slow`.
+/// Copies bytes, at 512 bytes per second while `slow` is set.
 async fn trickle(
     mut from: impl AsyncRead + Unpin,
     mut to: impl AsyncWrite + Unpin,

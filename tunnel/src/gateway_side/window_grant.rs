@@ -1,9 +1,9 @@
-//! The edge's turn: when the other end may change its window.
+//! Window grants: the times at which the edge may change its window.
 //!
-//! Each end has SETTINGS of its own, and two control frames that wait for each other hang a tunnel (invariant 11).
-//! So only the gateway decides when: it says over the control stream that the edge may, and sends neither PING nor
-//! SETTINGS until the edge has said that it did. The answer also proves that SETTINGS which were sent before the
-//! line have been acknowledged, since the edge writes an acknowledgement before it reads on.
+//! Each end has SETTINGS of its own, and two control frames that wait for each other block a tunnel for ever (invariant 11).
+//! So only the gateway chooses the time. It sends a grant over the control stream, and sends neither PING nor SETTINGS until
+//! the edge has answered. The edge writes an acknowledgement before it reads on. So its answer also proves that it has
+//! acknowledged the SETTINGS that were sent before the grant.
 
 use std::{
     sync::{
@@ -14,14 +14,14 @@ use std::{
 };
 use tokio::sync::Notify;
 
-/// How long an edge that took less than it was offered is left alone at first, and at most.
+/// Delay before an edge that took less than it was offered gets its next grant: at first, and at most.
 const RETRY_DELAY_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(32));
 
-/// Whether the edge is to be offered its turn again. One that took less than it could may have had a crowd; one that never
-/// takes more than before is asked more and more seldom.
+/// Backoff for window grants. An edge that took less than it was offered may have had many streams at that time. An edge that
+/// never takes more than before receives grants at longer and longer intervals.
 #[derive(Debug)]
 pub(super) struct GrantBackoff {
-    /// Bytes that the edge took last, if that was less than it was offered.
+    /// Bytes that the edge took last, if that was less than the offer.
     last_partial: Option<u32>,
     retry_delay: Duration,
 }
@@ -36,7 +36,7 @@ impl Default for GrantBackoff {
 }
 
 impl GrantBackoff {
-    /// The edge took so much of what it was offered, in bytes.
+    /// Records the window that the edge took, and the window that it was offered, in bytes.
     pub(super) fn record(&mut self, accepted: u32, offered: u32) {
         let is_unchanged = self.last_partial.is_some_and(|before| accepted <= before);
         self.retry_delay = if is_unchanged {
@@ -47,7 +47,7 @@ impl GrantBackoff {
         self.last_partial = (accepted < offered).then_some(accepted);
     }
 
-    /// How long behind its last turn it has its next, if it has one.
+    /// Returns the delay before the next grant, if there is one.
     pub(super) fn retry_delay(&self) -> Option<Duration> {
         self.last_partial.map(|_| self.retry_delay)
     }
@@ -56,7 +56,7 @@ impl GrantBackoff {
 /// Window grant in progress, shared by the driver and the task of the control stream.
 #[derive(Debug, Default)]
 pub(super) struct WindowGrant {
-    /// Whether the edge knows of turns.
+    /// Whether the edge supports window grants.
     is_enabled: AtomicBool,
     offer_notify: Notify,
     state: Mutex<GrantState>,
@@ -75,7 +75,7 @@ impl WindowGrant {
         self.is_enabled.store(true, Relaxed);
     }
 
-    /// Offers the edge its turn. False where the edge knows of none.
+    /// Offers a window grant to the edge. Returns `false` if the edge does not support window grants.
     pub(super) fn offer(&self, window: u32) -> bool {
         if !self.is_enabled.load(Relaxed) {
             return false;

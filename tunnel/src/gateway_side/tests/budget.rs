@@ -9,9 +9,9 @@ use tokio::{
     time::{interval, timeout},
 };
 
-/// A tunnel's budget in these tests: small, so that a test moves few bytes.
+/// A tunnel's budget in these tests. It is small, so that a test moves few bytes.
 const BUDGET: usize = 8 << 20;
-/// The least possible window.
+/// The minimum window.
 const FLOOR: usize = 64 << 10;
 /// Time that a stalled stream has until it may be evicted.
 const QUIET: Duration = Duration::from_millis(150);
@@ -30,7 +30,7 @@ async fn open(tunnel: &Tunnel, end: bool) -> OpenStream {
     opened.await.unwrap()
 }
 
-/// An answer that has begun, and the sender of the rest.
+/// Returns a response that has begun, and the sender of the rest.
 async fn answered(turning: &mut Turning) -> (Response<StreamReceiver>, StreamSender) {
     let opened = open(&turning.tunnel, true).await;
     let stream = turning.asked.recv().await.unwrap();
@@ -207,7 +207,7 @@ async fn under_pressure_of_the_whole_process_every_window_is_small() {
     assert!((FLOOR / 2..=2 * FLOOR).contains(&held), "{held} bytes");
 }
 
-/// An answer that fills its window and is not read.
+/// Returns a response that fills its window and is not read.
 async fn stall(turning: &mut Turning) -> (Response<StreamReceiver>, StreamSender) {
     let (answer, mut send) = answered(turning).await;
     fill(&mut send).await;
@@ -272,7 +272,7 @@ async fn tunnels_of_one_node_share_its_budget() {
     }
 }
 
-/// Alive by its bytes, but it never reports that it took its turn.
+/// The edge stays alive by its bytes, but never reports its answer to a window grant.
 #[tokio::test(start_paused = true)]
 async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel() {
     let (tunnel, mut ended, mut edge) = pair(settings(Arc::default())).await;
