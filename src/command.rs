@@ -1,7 +1,7 @@
-//! The subcommands: one file each, configuration or arguments in, `run` out.
+//! The subcommands: one file each, which takes configuration or arguments and has a function `run`.
 //!
-//! `prepare` reads the configuration before the runtime stands, because telemetry needs
-//! it, and because a fault in it must cost nothing.
+//! `prepare` reads the configuration before the runtime starts, because telemetry needs it, and because an invalid
+//! configuration must have no effects.
 
 mod admin_client;
 mod bootstrap;
@@ -42,7 +42,7 @@ use crate::output::{self, errln, outln};
 use crate::reference;
 use crate::telemetry;
 
-/// Environment variables that name a proxy to other programs.
+/// Environment variables that name a proxy for other programs.
 const PROXY_VARIABLES: &[(&str, &str)] = &[
     ("proxy", "HTTPS_PROXY"),
     ("proxy", "https_proxy"),
@@ -53,9 +53,9 @@ const PROXY_VARIABLES: &[(&str, &str)] = &[
 /// Command that is ready to run once the configuration is known.
 pub(crate) struct PreparedCommand {
     pub(crate) log: Log,
-    /// Settings of the log at the start.
+    /// Warnings to log at the start.
     pub(crate) warnings: Vec<String>,
-    /// The file of the audit log.
+    /// Path of the audit log's file.
     pub(crate) audit_log_path: Option<PathBuf>,
     pub(crate) future: Pin<Box<dyn Future<Output = anyhow::Result<()>>>>,
 }
@@ -81,7 +81,7 @@ impl PreparedCommand {
         }
     }
 
-    /// A command that ends by itself: its output is its answer, so only trouble is logged.
+    /// Prepares a command that ends by itself. Its output is its result, so only errors are logged.
     fn one_shot(future: impl Future<Output = anyhow::Result<()>> + 'static) -> Self {
         let log = Log {
             filter: "warn".into(),
@@ -91,7 +91,8 @@ impl PreparedCommand {
     }
 }
 
-/// Whether the command runs a process with a configuration, whose log warns of variables that are not its own.
+/// Whether the command runs a process with a configuration. The log of such a process warns of variables that the process
+/// does not read.
 fn is_long_running(command: &Command) -> bool {
     match command {
         Command::Gateway(_) => true,
@@ -100,7 +101,7 @@ fn is_long_running(command: &Command) -> bool {
     }
 }
 
-/// Reads what the command needs. `None` if it has done all there is to do.
+/// Reads the inputs of the command. Returns `None` if the command has already finished.
 pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand>> {
     if !is_long_running(&command) {
         warn_of_unknown_variables();
@@ -132,7 +133,7 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand
         Command::Status(status) => PreparedCommand::one_shot(status::run(status)),
         Command::Health(health) => PreparedCommand::one_shot(health::run(health)),
         Command::Reload(reload) => PreparedCommand::one_shot(reload::run(reload)),
-        // Files in, files out: no runtime is needed.
+        // The command reads and writes files only, so it needs no runtime.
         Command::Bootstrap(args) => return bootstrap::run(&args).map(|()| None),
         Command::Ca(subcommand) => PreparedCommand::one_shot(ca::run(subcommand)),
         Command::Node(node) => PreparedCommand::one_shot(node::run(node)),
@@ -171,8 +172,8 @@ fn print_schema(side: ConfigKind) -> anyhow::Result<()> {
 /// `EX_CONFIG` of `sysexits.h`, which systemd shows as `CONFIG`.
 const EXIT_CONFIG: u8 = 78;
 
-/// How the process ends that failed so. A supervisor tries again after 1, and leaves it after [`EXIT_CONFIG`]: neither waiting
-/// nor another attempt makes a CA or mends a token.
+/// Returns the exit code of a failed process. A supervisor restarts the process after 1 and not after [`EXIT_CONFIG`]:
+/// neither waiting nor another attempt creates a CA or repairs a token.
 pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
     let edge = error.downcast_ref::<causeway_edge::Error>();
     let gateway = error.downcast_ref::<causeway_gateway::BindError>();
@@ -185,15 +186,16 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
     }
 }
 
-/// A script for a shell, by which it completes commands and flags.
+/// Prints the completion script of a shell for commands and flags.
 fn print_completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
-    // By way of memory: the generator panics if it cannot write.
+    // Written to memory first: the generator panics if it cannot write.
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "causeway", &mut script);
     output::write(format_args!("{}", String::from_utf8(script)?))
 }
 
-/// The configuration with where it came from, or `None` if it was only to be checked and is sound. `check` reads what the configuration names.
+/// Returns the configuration with its sources, or `None` if it was only to be checked and is valid. `check` reads the files
+/// that the configuration names.
 fn load_config<C: ProcessConfig + Send + Sync + 'static>(
     run_args: RunArgs<C>,
     fallbacks: &'static [(&'static str, &'static str)],
@@ -235,7 +237,7 @@ fn environment() -> Vec<(String, String)> {
         .collect()
 }
 
-/// Returns a sentence for each variable that a process of this configuration does not read.
+/// Returns a warning for each variable that a process of this configuration does not read.
 fn unknown_variables<C: ProcessConfig>(sources: &ConfigSources) -> Vec<String> {
     let settable_keys = keys::<C>().into_iter().filter(|key| key.settable);
     let known_variables: Vec<_> = settable_keys
@@ -251,7 +253,7 @@ fn unknown_variables<C: ProcessConfig>(sources: &ConfigSources) -> Vec<String> {
     config_loader::unknown_variable_warnings(&sources.environment, &known_variables, &texts)
 }
 
-/// Returns the variables that flags of commands are taken from, other than keys.
+/// Returns the variables that set flags of commands and are no configuration keys.
 fn command_variables() -> Vec<String> {
     fn collect(command: &clap::Command, found: &mut Vec<String>) {
         let variables = command.get_arguments().filter_map(clap::Arg::get_env);

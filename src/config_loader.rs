@@ -1,11 +1,12 @@
-//! A YAML file, the environment and flags → the typed configuration of gateway or edge.
+//! Loads the typed configuration of gateway or edge from a YAML file, the environment and flags.
 //!
-//! 1. `yaml` reads the file and remembers where each value stands.
-//! 2. Variables and flags are laid over it: flags over environment over file.
-//! 3. `checker` holds the whole against the schema and takes out what does not fit; `environment` fills in where to listen.
-//! 4. serde reads the rest, again and again, less the value at which it stopped.
-//! 5. `validate` judges what is left. All faults of all steps come out together, each
-//!    with the file, line and column, the flag or the variable that it came from.
+//! 1. `yaml` parses the file and records the position of each value.
+//! 2. Variables and flags override it: flags over environment over file.
+//! 3. `schema_check` checks the result against the schema and removes invalid values. `env_expand` expands variables in
+//!    addresses of listeners.
+//! 4. serde reads the rest, repeatedly, each time without the value at which it stopped.
+//! 5. `validate` checks the result. All faults of all steps are reported together. Each names the file, line and column, the
+//!    flag or the variable from which the value came.
 
 mod env_expand;
 mod path;
@@ -45,21 +46,21 @@ impl<C: ConfigDocument + AsRef<Log>> ProcessConfig for C {}
 /// Sources of a configuration.
 #[derive(Debug, Default)]
 pub(crate) struct ConfigSources {
-    /// The YAML file; without one, defaults.
+    /// The YAML file; defaults apply without one.
     pub(crate) file: Option<PathBuf>,
-    /// Variables of the environment.
+    /// Environment variables.
     pub(crate) environment: Vec<(String, String)>,
     /// Keys by name, each with the texts of its flag.
     pub(crate) flags: Vec<(String, Vec<String>)>,
-    /// Keys by name that take a common variable, such as `HTTPS_PROXY`, if nothing sets them.
+    /// Keys by name that are set by a common variable, such as `HTTPS_PROXY`, if nothing else sets them.
     pub(crate) fallbacks: &'static [(&'static str, &'static str)],
 }
 
-/// A configuration that cannot be used: every fault, a line each.
+/// Unusable configuration, with all its faults: one per line.
 #[derive(Debug, thiserror::Error)]
 pub(crate) struct RejectedConfig {
     pub(crate) faults: Vec<String>,
-    /// Format of the log that the configuration asks for, as far as that can be read.
+    /// Log format that the configuration requests, as far as it can be read.
     pub(crate) format: LogFormat,
 }
 
@@ -78,12 +79,12 @@ impl fmt::Display for RejectedConfig {
     }
 }
 
-/// Reads and judges the configuration.
+/// Reads and validates the configuration.
 pub(crate) fn load<C: ProcessConfig>(sources: &ConfigSources) -> Result<C, RejectedConfig> {
     load_with(sources, validate_config)
 }
 
-/// As [`load`], and judges all files that the configuration names as well.
+/// Loads like [`load`], and also checks all files that the configuration names.
 pub(crate) fn load_with_files<C: ProcessConfig>(
     sources: &ConfigSources,
 ) -> Result<C, RejectedConfig> {
@@ -112,7 +113,8 @@ fn load_with<C: ProcessConfig>(
     }
 }
 
-/// Loads as [`load`] for a process that runs: an empty file is one that is about to be written.
+/// Loads like [`load`], for a process that runs. An empty file counts as a fault, because its writer has probably not
+/// finished.
 pub(crate) fn reload<C: ProcessConfig>(sources: &ConfigSources) -> Result<C, RejectedConfig> {
     if let Some(file) = &sources.file
         && std::fs::read_to_string(file).is_ok_and(|text| text.trim().is_empty())
@@ -124,7 +126,7 @@ pub(crate) fn reload<C: ProcessConfig>(sources: &ConfigSources) -> Result<C, Rej
     load(sources)
 }
 
-/// YAML, or JSON, of which no type is known; a fault with its line and column.
+/// Parses YAML or JSON of an unknown type. An error states its line and column.
 pub(crate) fn parse_untyped(text: &str) -> Result<serde_json::Value, String> {
     let document = yaml::parse(text);
     match document.faults.into_iter().next() {
@@ -135,7 +137,7 @@ pub(crate) fn parse_untyped(text: &str) -> Result<serde_json::Value, String> {
     }
 }
 
-/// Reads and judges a file that stands for itself; also says where what is in it stands.
+/// Reads and validates a single file. Also returns the positions of its values.
 pub(crate) fn load_document<C: ConfigDocument>(
     file: &std::path::Path,
 ) -> Result<(C, SourceMap), RejectedConfig> {
@@ -150,16 +152,16 @@ pub(crate) fn load_document<C: ConfigDocument>(
 pub(crate) struct SourceMap(HashMap<String, KeyValuePositions>);
 
 impl SourceMap {
-    /// The line of the value at this path, from 1; 0 where there is none.
+    /// Returns the line of the value at this path, from 1, or 0 if there is no such value.
     pub(crate) fn line_of(&self, path: &str) -> usize {
         self.0.get(path).map_or(0, |positions| positions.value.line)
     }
 }
 
-/// The flag or variable that gave a value.
+/// Flag or variable that set a value.
 type Origin = String;
 
-/// A configuration while it is put together.
+/// Configuration that is being assembled.
 #[derive(Debug, Default)]
 struct PartialConfig {
     file: String,
@@ -170,7 +172,7 @@ struct PartialConfig {
     faults: Vec<LocatedError>,
 }
 
-/// A fault with its place, which orders it: the file from top to bottom, then the rest.
+/// Fault with its position. Faults are ordered by position: the file from top to bottom, then the rest.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct LocatedError {
     is_outside_file: bool,
@@ -241,7 +243,7 @@ impl PartialConfig {
         }
     }
 
-    /// Lays one key's texts over what the file says of it.
+    /// Overrides the file's value of a key with these texts.
     fn apply_override(&mut self, key: &ConfigKey, texts: &[String], origin: Origin) {
         let start = ValuePath::default();
         let path = key.name.split('.').fold(start, |path, step| path.key(step));
@@ -316,7 +318,7 @@ impl PartialConfig {
         }
     }
 
-    /// Lets serde read the value; where it stops, that is a fault and is taken out.
+    /// Deserializes the value. At each error of serde, records a fault and removes the value at which serde stopped.
     fn deserialize<C: ConfigDocument>(
         &mut self,
         value: &mut Value,
@@ -396,7 +398,7 @@ impl PartialConfig {
     }
 }
 
-/// Returns the faults that the configuration and the log settings report.
+/// Returns the faults in the configuration and in the log settings.
 fn validate_config<C: ProcessConfig>(config: &C) -> Vec<ConfigError> {
     let mut faults = ConfigErrors::default();
     let log: &Log = config.as_ref();
@@ -408,7 +410,7 @@ fn validate_config<C: ProcessConfig>(config: &C) -> Vec<ConfigError> {
     all
 }
 
-/// Whether `path` is `around` or inside it.
+/// Whether `path` is `ancestor` or inside it.
 fn is_within(path: &str, ancestor: &str) -> bool {
     path.strip_prefix(ancestor)
         .is_some_and(|suffix| suffix.is_empty() || suffix.starts_with(['.', '[']))

@@ -1,6 +1,6 @@
 //! The text of an error.
 
-/// An error and its causes in one line; a cause that the words before it have said already is left out.
+/// Returns an error and its causes in one line. Omits a cause whose text is already part of the line.
 pub(crate) fn explain(error: &anyhow::Error) -> String {
     error
         .chain()

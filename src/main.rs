@@ -23,7 +23,7 @@ use std::time::Duration;
 use causeway_config::LogFormat;
 use clap::Parser;
 
-/// Tunnels allocate and free in bursts, which glibc's allocator keeps for itself.
+/// jemalloc, because tunnels allocate and free in bursts, and glibc's allocator would keep that memory.
 #[cfg(feature = "jemalloc")]
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;

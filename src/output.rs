@@ -1,7 +1,7 @@
 //! Standard output and standard error of the commands.
 //!
-//! `println!` panics if the reader of a pipe has gone or a device is full. The macros here do not: [`outln!`] returns
-//! an error if standard output takes nothing, and [`errln!`] ignores that of standard error.
+//! `println!` panics if the reader of a pipe has closed it or a device is full. The macros here do not: [`outln!`] returns an
+//! error if standard output cannot be written, and [`errln!`] ignores errors of standard error.
 
 use std::fmt::Arguments;
 use std::io::{self, ErrorKind, Write};
@@ -15,7 +15,7 @@ macro_rules! outln {
     };
 }
 
-/// Writes a line to standard error, if it takes one.
+/// Writes a line to standard error, and ignores errors.
 macro_rules! errln {
     ($($format:tt)*) => {
         $crate::output::error_line(format_args!($($format)*))
@@ -26,14 +26,14 @@ pub(crate) use {errln, outln};
 
 /// Writes a text to standard output.
 ///
-/// A reader that has gone is no failure: as with `| head -1`, it has what it wanted, and the command does the rest of
-/// its work. A device that is full is one.
+/// A reader that has closed the pipe is no error, as with `| head -1`: the reader needs no more, and the command completes
+/// the rest of its work. A full device is an error.
 pub(crate) fn write(text: Arguments<'_>) -> anyhow::Result<()> {
     ignore_broken_pipe(write_to(&mut io::stdout().lock(), text))
         .context("cannot write to standard output")
 }
 
-/// Judges the outcome of a write to standard output.
+/// Treats a closed pipe as a successful write to standard output.
 pub(crate) fn ignore_broken_pipe(outcome: io::Result<()>) -> io::Result<()> {
     match outcome {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
@@ -46,7 +46,7 @@ pub(crate) fn error_line(text: Arguments<'_>) {
     let _ = write_to(&mut io::stderr().lock(), format_args!("{text}\n"));
 }
 
-/// Writes the text in one piece, and flushes it: at the end of the process a failure would stay unnoticed.
+/// Writes the text in one piece, and flushes it. A failure of a later flush at the end of the process would go unnoticed.
 fn write_to(out: &mut impl Write, text: Arguments<'_>) -> io::Result<()> {
     out.write_all(text.to_string().as_bytes())?;
     out.flush()

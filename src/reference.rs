@@ -1,6 +1,6 @@
 //! The generated pages of the reference: configuration keys, commands, error reasons, metrics, ports.
 //!
-//! Each page lies below `docs/reference`; a test keeps it equal to what the code says.
+//! The pages are in `docs/reference`; a test checks that each is equal to the output of this code.
 
 mod ports;
 #[cfg(test)]
@@ -61,7 +61,7 @@ The column \"change\" says when a changed value takes effect:
 - For a map, the column is about adding and removing the key. The keys below it have their own value.
 ";
 
-/// All keys of a configuration: key, type, default, effect of a change, meaning.
+/// Returns the page of all keys of a configuration: key, type, default, effect of a change, description.
 fn configuration<C: ProcessConfig>(side: &str, restart: &RestartKeys<C>) -> String {
     let mut text = format!(
         "# Configuration of the {side}\n\n\
@@ -99,7 +99,7 @@ fn configuration<C: ProcessConfig>(side: &str, restart: &RestartKeys<C>) -> Stri
     text
 }
 
-/// All commands with their help. Flags that are configuration keys are left out.
+/// Returns the page of all commands with their help. Flags that are configuration keys are left out.
 fn commands_page() -> String {
     let mut text = "# Commands\n\nThis page has the help of each command. `causeway gateway` and `causeway edge` also have a flag for each\n\
          [key of the gateway](gateway-configuration.md) and [of the edge](edge-configuration.md).\n"
@@ -129,7 +129,7 @@ fn describe_command(text: &mut String, command: &clap::Command, name: &str) {
     }
 }
 
-/// All reasons of [`Reason::ALL`] with what they mean.
+/// Returns the page of all reasons of [`Reason::ALL`] with their meanings.
 fn errors_page() -> String {
     let mut text = "# Errors\n\nEvery failure has one of these reasons. The reason is in the body (`application/problem+json`, RFC 9457), in `Proxy-Status` (RFC 9209), in\n\
          the access record, and in the label `outcome` of `causeway_gateway_streams_total`. `causeway errors` prints the same table.\n\
@@ -150,7 +150,7 @@ fn errors_page() -> String {
     text
 }
 
-/// The table of error reasons for a terminal.
+/// Returns the table of error reasons for a terminal.
 pub(crate) fn errors_table() -> String {
     let mut text = String::new();
     for reason in Reason::ALL {
@@ -165,7 +165,7 @@ pub(crate) fn errors_table() -> String {
     text.trim_end().to_owned()
 }
 
-/// All metrics of both processes, from their exposition.
+/// Returns the page of all metrics of both processes, from their exposition.
 fn metrics_page() -> String {
     let mut text = "# Metrics\n\nThis page lists the metrics of a gateway and of an edge. [Monitor](../howto/monitor.md) says which ones to watch.\n".to_owned();
     for (side, exposition) in [

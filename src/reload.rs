@@ -1,8 +1,9 @@
-//! Reads the configuration of a process that runs anew: on SIGHUP, when a file of it changes, when it is asked.
+//! Reload of a running process's configuration: on SIGHUP, when one of its files changes, and on a request to the admin
+//! listener.
 //!
-//! All three do the same, on a thread of its own, since a disk may hang and this one serves. What is refused leaves
-//! everything as it was, and the log says where it is wrong; so does the next attempt, as long as the file is.
-//! `watch` knows the files, and when they have been written to their end.
+//! All three do the same, on a thread of its own, since a disk may hang and the calling thread serves requests. A rejected
+//! configuration changes nothing, and the log states its faults. The log states them again at each further attempt until they
+//! are corrected. `file_watch` detects changes of the files, and waits until writers have finished.
 
 mod file_watch;
 
@@ -18,7 +19,8 @@ use tokio::task::spawn_blocking;
 use crate::error_text::explain;
 use crate::telemetry;
 
-/// Reads everything and puts it into force; says what that did. Notes the files that count before it reads them.
+/// Function that reads everything and puts it into force, and returns a description of the result. It records the watched
+/// files before it reads them.
 pub(crate) type ReloadFn = Arc<dyn Fn(&mut FileHashes) -> anyhow::Result<String> + Send + Sync>;
 
 /// Triggers of a reload.
@@ -27,11 +29,11 @@ pub(crate) struct ReloadTriggers {
     pub(crate) hangup: Option<Signal>,
     /// The admin listener.
     pub(crate) requests: ReloadReceiver,
-    /// Files that count, as they were when they were read.
+    /// Hashes of the watched files at the time when they were read.
     pub(crate) file_hashes: FileHashes,
 }
 
-/// Runs `future` to its end, and calls `reload` meanwhile whenever there is a reason.
+/// Runs `future` to its end, and calls `reload` meanwhile at each trigger.
 pub(crate) async fn run_with_reload<T>(
     future: impl Future<Output = T>,
     triggers: ReloadTriggers,
@@ -43,7 +45,7 @@ pub(crate) async fn run_with_reload<T>(
     }
 }
 
-/// Calls `reload` whenever there is a reason. Never ends.
+/// Calls `reload` at each trigger. Never ends.
 async fn run(mut triggers: ReloadTriggers, reload: ReloadFn) -> Infallible {
     let mut files = WatchedFiles::watch(std::mem::take(&mut triggers.file_hashes));
     loop {
@@ -68,7 +70,8 @@ async fn run(mut triggers: ReloadTriggers, reload: ReloadFn) -> Infallible {
     }
 }
 
-/// One attempt. What is refused counts its own files beside those that are in force: whichever is mended is a reason.
+/// Makes one attempt. After a rejected configuration, its files are watched beside those that are in force: a change of any
+/// of them causes another attempt.
 async fn reload_once(
     reload: ReloadFn,
     previous: FileHashes,

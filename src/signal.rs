@@ -1,7 +1,7 @@
-//! SIGTERM and SIGINT ask the process to stop; SIGHUP asks it to read its configuration anew.
+//! Handling of SIGTERM, SIGINT and SIGHUP.
 //!
-//! The first SIGTERM or SIGINT cancels `stop`, and what runs drains. The second cancels
-//! `now`, and the command returns at once, whatever is still open.
+//! The first SIGTERM or SIGINT cancels `stop`, and the process drains. The second cancels `abort`, and the command returns at
+//! once, whatever is still open. SIGHUP causes a reload of the configuration.
 
 use anyhow::Context;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -11,16 +11,16 @@ use tokio_util::sync::CancellationToken;
 pub(crate) struct Signals {
     /// Cancelled by the first SIGTERM or SIGINT.
     pub(crate) stop: CancellationToken,
-    /// Cancelled by the second.
+    /// Cancelled by the second SIGTERM or SIGINT.
     pub(crate) abort: CancellationToken,
-    /// Each SIGHUP, for the task that handles it. It ends no process.
+    /// Stream of SIGHUPs, for the task that handles them. SIGHUP does not end the process.
     pub(crate) hangup: Option<Signal>,
     terminate: Signal,
     interrupt: Signal,
 }
 
 impl Signals {
-    /// Takes the signals over; from here on they no longer end the process by themselves.
+    /// Installs the handlers. From then on the signals no longer end the process by themselves.
     pub(crate) fn listen() -> anyhow::Result<Self> {
         let install = |kind| signal(kind).context("cannot install the signal handlers");
         Ok(Self {
@@ -32,7 +32,7 @@ impl Signals {
         })
     }
 
-    /// Runs `future` until it ends (its outcome), or until a second signal ends it (none).
+    /// Runs `future` until it ends, and returns its outcome, or `None` if a second signal came before.
     pub(crate) async fn run<T>(&mut self, future: impl Future<Output = T>) -> Option<T> {
         let mut future = std::pin::pin!(future);
         loop {
@@ -47,7 +47,7 @@ impl Signals {
     }
 }
 
-/// The first signal asks, the second ends.
+/// Cancels `stop` at the first signal and `abort` at the second.
 fn handle_signal(name: &str, stop: &CancellationToken, abort: &CancellationToken) {
     if stop.is_cancelled() {
         tracing::warn!("second {name}: stopping at once");

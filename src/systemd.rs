@@ -1,9 +1,9 @@
 //! Notifications to the service manager: the process is ready, its status, its watchdog, its stop.
 //!
 //! The protocol is `sd_notify(3)`: lines `KEY=VALUE` in one datagram to the socket that `NOTIFY_SOCKET` names. Without that
-//! variable nothing happens. The process never waits for the service manager: a message that the manager does not take is
-//! lost, and the next one comes soon. `WATCHDOG=1` means that the whole process answers: at a gateway every worker on its own
-//! runtime, at an edge its one runtime, on which this code runs.
+//! variable nothing happens. The process never waits for the service manager: a message that the manager does not accept is
+//! lost, and the next one follows soon. `WATCHDOG=1` means that the whole process responds: at a gateway every worker on its
+//! own runtime, at an edge its one runtime, on which this code runs.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -23,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 /// Interval of a gateway's status messages, unless a watchdog needs a shorter one.
 const STATUS_INTERVAL: Duration = Duration::from_secs(10);
-/// Interval at which an edge's status is checked, and at which a gateway that is not ready yet is asked.
+/// Interval at which the status of an edge is checked, and that of a gateway that is not ready yet.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Time after which an edge that has not joined counts as started, so that a gateway does not delay units that wait for the
 /// edge.
@@ -42,7 +42,7 @@ struct NotifySocket {
     last_status: Mutex<LastStatus>,
 }
 
-/// Status that the service manager received last.
+/// Status that was sent last.
 #[derive(Debug, Default)]
 struct LastStatus {
     ready: bool,
@@ -52,7 +52,7 @@ struct LastStatus {
 }
 
 impl SystemdNotifier {
-    /// As `NOTIFY_SOCKET`, `WATCHDOG_USEC` and `WATCHDOG_PID` say.
+    /// Connects as the variables `NOTIFY_SOCKET`, `WATCHDOG_USEC` and `WATCHDOG_PID` state.
     pub(crate) fn from_environment() -> Self {
         let Some(address) = std::env::var_os("NOTIFY_SOCKET").filter(|text| !text.is_empty())
         else {
@@ -88,7 +88,7 @@ impl SystemdNotifier {
         }))))
     }
 
-    /// The process does what it is there for. Only the first call says more than a status.
+    /// Reports that the process is ready. Later calls only send the status.
     pub(crate) fn notify_ready(&self, status: &str) {
         let Some(channel) = &self.0 else { return };
         let is_first = channel.with_last_status(|told| !std::mem::replace(&mut told.ready, true));
@@ -108,7 +108,7 @@ impl SystemdNotifier {
         }
     }
 
-    /// The process ends within `grace` and a little more. Only the first call says anything.
+    /// Reports that the process ends within `grace` and [`STOP_MARGIN`]. Later calls send nothing.
     fn notify_stopping(&self, grace: Duration) {
         let Some(channel) = &self.0 else { return };
         if channel.with_last_status(|told| std::mem::replace(&mut told.stopping, true)) {
@@ -122,7 +122,7 @@ impl SystemdNotifier {
         ));
     }
 
-    /// Reports that the whole process answers, no more often than the watchdog needs.
+    /// Reports that the whole process responds, not more often than the watchdog needs.
     fn notify_alive(&self) {
         let Some(channel) = &self.0 else { return };
         let (now, min_interval) = (Instant::now(), channel.notify_interval() / 2);
@@ -135,7 +135,7 @@ impl SystemdNotifier {
         }
     }
 
-    /// Runs a gateway, and tells how it fares.
+    /// Runs a gateway, and reports its status.
     pub(crate) async fn run_gateway<T>(
         &self,
         watchdog: Watchdog,
@@ -173,7 +173,7 @@ impl SystemdNotifier {
         .await
     }
 
-    /// Joins, if an edge still has to.
+    /// Runs the future that joins, if an edge has not joined yet.
     pub(crate) async fn run_join<T>(&self, future: impl Future<Output = T>) -> T {
         let waiting_status = "not joined yet: no gateway has answered yet";
         self.run_startup(future, waiting_status).await
@@ -200,17 +200,17 @@ impl SystemdNotifier {
         .await
     }
 
-    /// Why an edge has not joined yet.
+    /// Reports the reason for which an edge has not joined yet.
     pub(crate) fn notify_not_joined(&self, why: &str) {
         self.notify_ready(&format!("not joined yet: {why}"));
     }
 
-    /// Why a gateway has not begun yet.
+    /// Reports the reason for which a gateway has not started yet.
     pub(crate) fn notify_not_started(&self, why: &str) {
         self.notify_ready(&format!("not serving yet: {why}"));
     }
 
-    /// Runs an edge that knows who it is, and tells how it fares.
+    /// Runs an edge that has an identity, and reports its status.
     pub(crate) async fn run_edge<T>(
         &self,
         status_reader: StatusReader,
@@ -224,7 +224,7 @@ impl SystemdNotifier {
         .await
     }
 
-    /// Ready, if that was not said before.
+    /// Reports that the process is ready, if that was not reported before.
     fn notify_ready_once(&self, status: &str) {
         let is_ready = |channel: &Arc<NotifySocket>| channel.with_last_status(|told| told.ready);
         if !self.0.as_ref().is_some_and(is_ready) {
@@ -240,7 +240,7 @@ impl SystemdNotifier {
         }
     }
 
-    /// Tells how something fares that is ready as soon as it runs, until it is dropped.
+    /// Reports the status of a process that is ready as soon as it runs, until the future is dropped.
     async fn run_notifications(
         &self,
         (stop, grace): (CancellationToken, Duration),
@@ -258,7 +258,7 @@ impl SystemdNotifier {
         }
     }
 
-    /// Waits, but not after the process was asked to stop and has not reported so.
+    /// Waits for `time`, or until the process must stop and has not reported that yet.
     async fn pause(&self, time: Duration, stop: &CancellationToken) {
         let is_stopping =
             |channel: &Arc<NotifySocket>| channel.with_last_status(|told| told.stopping);
@@ -274,7 +274,7 @@ impl SystemdNotifier {
 }
 
 impl NotifySocket {
-    /// A quarter of what the watchdog allows: a sign of life may come late by as much again.
+    /// Returns the interval of watchdog messages: a quarter of the watchdog's timeout, so that a message may be late.
     fn notify_interval(&self) -> Duration {
         self.watchdog.map_or(STATUS_INTERVAL, |watchdog| {
             (watchdog / 4).min(STATUS_INTERVAL)
@@ -297,7 +297,7 @@ impl NotifySocket {
     }
 }
 
-/// The outcome of `future`, while `notifications` goes on beside it. The work comes first whenever both could go on.
+/// Returns the outcome of `future`, and runs `notifications` meanwhile. `future` is polled first.
 async fn run_alongside<T>(
     future: impl Future<Output = T>,
     notifications: impl Future<Output = Infallible>,
@@ -313,7 +313,7 @@ fn count(count: usize, one: &str, several: &str) -> String {
     format!("{count} {}", if count == 1 { one } else { several })
 }
 
-/// How an edge fares, in one line.
+/// Returns the status of an edge in one line.
 fn edge_status_line(status: &Status) -> String {
     let mut connected: Vec<&str> = Vec::new();
     let mut locations = BTreeSet::new();
@@ -326,7 +326,7 @@ fn edge_status_line(status: &Status) -> String {
         locations.insert(format!("{}{address_text}", tunnel.gateway));
     }
     let (node, known_gateways) = (&status.node, status.gateways.len());
-    // The count that the gateways announce, because one address may lead to several.
+    // Number of gateways that the gateways announce, because one address may lead to several.
     let shortfall = status
         .reached
         .filter(|reached| reached.gateways < reached.of);

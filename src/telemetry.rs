@@ -32,7 +32,7 @@ pub(crate) use audit_log::reopen as reopen_audit_log;
 use journal::PriorityFormat;
 use log_writer::LogWriter;
 
-/// The logs of this process; dropping them writes what waits.
+/// Logs of this process. Dropping the value writes all queued lines.
 pub(crate) struct Logs {
     // Dropped first, because it may log a message.
     _audit: Option<AuditLog>,
@@ -105,7 +105,7 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
     })
 }
 
-/// Has the metrics count the lines that the logs lack.
+/// Registers the counters of dropped lines with the metrics.
 fn count_dropped(stderr: &LogWriter, audit: Option<&AuditLog>) {
     let (dropped, audit_dropped) = (stderr.dropped(), audit.map(AuditLog::dropped_lines));
     causeway_rt::count_dropped_log_lines(move || {
@@ -117,7 +117,7 @@ fn count_dropped(stderr: &LogWriter, audit: Option<&AuditLog>) {
     });
 }
 
-/// Writes an error for which the process ends, in the format of its log.
+/// Writes the error that ends the process, in the format of its log.
 pub(crate) fn report_error(format: LogFormat, message: &str) {
     let priority = if journal::is_stderr() {
         journal::ERROR
@@ -149,7 +149,7 @@ fn filter_text(log: &Log) -> String {
     variable.unwrap_or_else(|| log.filter.clone())
 }
 
-/// Returns the filter that holds for this process.
+/// Returns the filter for this process.
 pub(crate) fn effective_filter(log: &Log) -> anyhow::Result<EnvFilter> {
     let text = filter_text(log);
     let key = if text == log.filter {
@@ -160,7 +160,7 @@ pub(crate) fn effective_filter(log: &Log) -> anyhow::Result<EnvFilter> {
     parse_filter(&text).context(key)
 }
 
-/// Reads a filter.
+/// Parses a filter.
 pub(crate) fn parse_filter(text: &str) -> anyhow::Result<EnvFilter> {
     let invalid_filter = || {
         format!(

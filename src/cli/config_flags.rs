@@ -1,7 +1,7 @@
 //! One flag for each key of a configuration, made from its schema.
 //!
-//! Values stay texts here: `settings` reads them, together with the file and the
-//! environment, so that their faults come out with all others.
+//! Values stay texts here. `config_loader` parses them together with the file and the environment, so that it reports all
+//! faults at once.
 
 use std::marker::PhantomData;
 
@@ -10,7 +10,7 @@ use schemars::JsonSchema;
 
 use crate::config_loader::{ConfigKey, ValueForm, keys, plain_text};
 
-/// The keys of `C` that were given as flags, by name, each with its texts.
+/// Keys of `C` that were given as flags: the name of each with its texts.
 #[derive(Debug)]
 pub(crate) struct ConfigFlags<C> {
     pub(crate) values: Vec<(String, Vec<String>)>,

@@ -1,10 +1,9 @@
 //! One request to the admin listener of a running process.
 //!
-//! The address is given by flag or environment, or stands in the data directory, where a
-//! running gateway, edge or demo notes it. Beside it there is a unix socket, which only the owner of the
-//! directory and root can connect to: it is asked first, so that other users of the machine cannot hold up a command by
-//! taking all connections of the admin listener. Every failure says which address was asked, how it
-//! was found and what to do.
+//! The address is given by flag or environment, or is read from the data directory, to which a running gateway, edge or demo
+//! writes it. The data directory also has a unix socket, to which only its owner and root can connect. The request is sent to
+//! the socket first. So other users of the machine cannot block a command by taking all connections of the admin listener.
+//! Each error states the address, its origin, and what to do.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,18 +19,18 @@ use hyper::{Method, Request, StatusCode, header};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 
-/// Under this name a running process notes its admin address in its data directory.
+/// Name of the file in the data directory to which a running process writes its admin address.
 pub(super) const ADMIN_ADDRESS_FILE: &str = "admin";
 
-/// A process on the same machine that does not answer within this is stuck.
+/// Maximum time for a response. A process on the same machine that needs longer is stuck.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The address and socket at which a running process is asked.
+/// Address and socket of the admin listener of a running process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct AdminAddress {
-    /// The address of its admin listener, `HOST:PORT`.
+    /// Address of the admin listener, `HOST:PORT`.
     address: String,
-    /// The socket in its data directory, if the process was found by that.
+    /// Socket in the data directory, if the process was found by its data directory.
     socket: Option<PathBuf>,
 }
 
@@ -50,7 +49,7 @@ impl fmt::Display for AdminAddress {
     }
 }
 
-/// The admin address, and in words where it was found.
+/// Returns the admin address, and a description of its origin.
 pub(super) fn find_address(
     admin_flag: Option<String>,
     data_dir: &Path,
@@ -72,7 +71,7 @@ pub(super) fn find_address(
     }
 }
 
-/// Forgets where a process is asked that ends.
+/// Removes the admin address and socket of a process that ends.
 pub(super) fn remove_address(store: &Store) -> Result<(), StoreError> {
     store.remove_runtime(ADMIN_ADDRESS_FILE)?;
     // A leftover socket does no harm; the next process replaces it.
@@ -80,7 +79,7 @@ pub(super) fn remove_address(store: &Store) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// The admin address of the process that lives on a data directory, if there are such a directory and process.
+/// Returns the admin address of the process that runs on a data directory, if both exist.
 pub(super) fn address_from_data_dir(data_dir: &Path) -> anyhow::Result<Option<AdminAddress>> {
     let stored = Store::open(data_dir, OpenMode::Existing).and_then(|store| {
         let address = store.read_runtime(ADMIN_ADDRESS_FILE)?;
@@ -104,12 +103,12 @@ pub(super) fn is_denied(error: &anyhow::Error) -> bool {
     })
 }
 
-/// The answer's status and body to a GET.
+/// Sends a GET request and returns the status and body of the response.
 pub(super) async fn get(address: &AdminAddress, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
     request(Method::GET, address, path).await
 }
 
-/// The answer's status and body.
+/// Sends a request and returns the status and body of the response.
 pub(super) async fn request(
     method: Method,
     address: &AdminAddress,
@@ -167,7 +166,7 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
 
-    /// Returns the result of `get` for a given answer.
+    /// Returns the result of `get` for a given response.
     async fn answered(answer: &str) -> anyhow::Result<(StatusCode, Bytes)> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let place = AdminAddress::from(listener.local_addr()?.to_string());

@@ -1,7 +1,7 @@
-//! `causeway bootstrap`: all that a first gateway, its nodes and its clients need, in one go.
+//! `causeway bootstrap`: creates all that a first gateway, its nodes and its clients need, in one run.
 //!
-//! For places without a shell, such as a container that runs once before all others. Run again it makes only
-//! what is missing: a CA stays, a node that has joined needs no token, and a token that still holds is kept.
+//! It is for environments without a shell, such as a container that runs once before all others. A second run creates only
+//! what is missing: it keeps the CA and all valid tokens, and creates no token for a node that has joined.
 
 use std::fs;
 use std::path::Path;
@@ -14,10 +14,10 @@ use super::{ca, client, private_file};
 use crate::cli::Bootstrap;
 use crate::output::outln;
 
-/// A token that is kept must leave its node the time to start.
+/// Minimum remaining validity of a token that is kept, so that its node has time to start.
 const MIN_VALIDITY: Duration = Duration::from_mins(1);
 
-/// Makes what is missing, and says what it made.
+/// Creates what is missing, and prints what it created.
 pub(crate) fn run(args: &Bootstrap) -> anyhow::Result<()> {
     let nodes: Vec<NodeName> = args
         .nodes
@@ -47,7 +47,7 @@ pub(crate) fn run(args: &Bootstrap) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sees to a node's token; says what became of it.
+/// Ensures that a node has a token, and returns a description of the outcome.
 fn ensure_token(
     store: &Store,
     node: &NodeName,

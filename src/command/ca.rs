@@ -1,7 +1,7 @@
 //! `causeway ca`: the CA of a data directory.
 //!
-//! Keys are written with mode 0600, whole or not at all, and never printed. An existing
-//! CA is never replaced: every edge that trusts it would be lost.
+//! Keys are written with mode 0600, completely or not at all, and never printed. An existing CA is never replaced, because
+//! every edge that trusts it would be lost.
 
 use std::fmt::Write;
 use std::fs;
@@ -19,7 +19,7 @@ use super::{ca_rotate, data_dir};
 use crate::cli::{Ca, CaBackup, CaCsr, CaImport, CaInit};
 use crate::output::{self, outln};
 
-/// Makes what was asked for.
+/// Runs the command.
 pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
     match ca {
         Ca::Init(args) => init(&args),
@@ -31,7 +31,7 @@ pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
     }
 }
 
-/// Returns the CA of the directory, and its store; both are made if they are not there.
+/// Returns the store and the CA of the directory. Creates them if they do not exist.
 pub(super) fn ensure_ca(
     data_dir: &Path,
     trust_domain: &TrustDomain,
@@ -58,7 +58,7 @@ fn init(args: &CaInit) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints the pending request. Makes it if there is none, or a new one is wanted.
+/// Prints the pending request. Creates a request if none is pending or `--new` is set.
 fn csr(args: &CaCsr) -> anyhow::Result<()> {
     let (store, _) = data_dir::open_with_ca(&args.data.data_dir)?;
     let (ca, _) = store.change_ca(|ca| {
@@ -112,7 +112,7 @@ fn restore(args: &CaBackup) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Describes a restored chain that is older than the one before.
+/// Describes a restored chain that is older than the previous one.
 fn older_listener_ca(previous: &Authority, restored: &Authority) -> String {
     let describe_chain = |ca: &Authority| {
         ca.listener_ca().map_or_else(
@@ -312,7 +312,7 @@ fn expiry_warning(info: &ListenerCaInfo, now: SystemTime) -> Option<String> {
     })
 }
 
-/// Describes the consequence of another root for clients.
+/// Describes the consequences for clients if the root changes.
 fn root_change_warning(info: &ListenerCaInfo, ca_pem: &Path) -> String {
     format!(
         "Listeners now present certificates below the root {}. Clients that have only the old ca.pem reject them from now on: give them {}.",

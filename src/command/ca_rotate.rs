@@ -1,7 +1,7 @@
-//! `causeway ca rotate prepare|activate|retire`: another root takes the place of the one that signs.
+//! `causeway ca rotate prepare|activate|retire`: replaces the root that signs with another one.
 //!
-//! Each step changes the data directory in one go, and then tells the gateway that runs on it; made again it changes
-//! nothing and tells again. A step that would leave edges behind is refused with their names, unless it is forced.
+//! Each step changes the data directory atomically, and then notifies the gateway that runs on it. A repeated step changes
+//! nothing and notifies again. A step that would exclude edges is refused with the names of their nodes, unless it is forced.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -18,7 +18,7 @@ use crate::output::outln;
 
 /// Path at which a gateway reports the progress of edges.
 const PROGRESS_PATH: &str = "/api/v1/ca";
-/// Nodes that are named before the rest is counted.
+/// Maximum number of nodes that a message names. It only counts the rest.
 const MAX_NAMED_NODES: usize = 5;
 
 /// Rotation status that a gateway reports.
@@ -37,7 +37,7 @@ struct RootStatus {
     stage: RootStage,
 }
 
-/// Makes a step.
+/// Runs a step of the rotation.
 pub(crate) async fn run(subcommand: Rotate) -> anyhow::Result<()> {
     match subcommand {
         Rotate::Prepare(args) => prepare(&args).await,
@@ -153,7 +153,7 @@ async fn retire(args: &RotateArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Describes the key of listeners that no rotation replaces.
+/// Describes the key for listeners' certificates, which no rotation replaces.
 fn unchanged_listener_key(ca: &Ca) -> Option<String> {
     let chain = ca.listener_ca()?;
     Some(format!(
@@ -169,7 +169,8 @@ fn apply_step(
     store.change_ca(|ca| Ok(step(ca)?))
 }
 
-/// Has the gateway that runs on the directory load the CA. Returns how far the edges are, if one runs there.
+/// Has the gateway that runs on the directory load the CA. Returns the progress of the edges, or `None` if no gateway runs
+/// there.
 pub(super) async fn load_in_gateway(directory: &Path) -> anyhow::Result<Option<RotationStatus>> {
     let Some(body) = data_dir::post(directory, PROGRESS_PATH, "the CA is changed").await? else {
         return Ok(None);
@@ -180,7 +181,7 @@ pub(super) async fn load_in_gateway(directory: &Path) -> anyhow::Result<Option<R
     )?))
 }
 
-/// Nodes whose certificate is good and does not hang on this root, as far as the directory knows.
+/// Returns the nodes whose certificates are valid and below another root, as recorded in the directory.
 fn on_another_root(store: &Store, root: Fingerprint) -> anyhow::Result<BTreeSet<NodeName>> {
     let now = UnixTime::now().as_secs();
     let records = store.nodes().all()?.into_iter();
@@ -208,7 +209,7 @@ fn print_step(
     )
 }
 
-/// The first few of them.
+/// Returns a list of the first few nodes.
 fn format_nodes(nodes: &BTreeSet<NodeName>) -> String {
     let mut text = String::new();
     for node in nodes.iter().take(MAX_NAMED_NODES) {

@@ -1,6 +1,6 @@
-//! A gateway's data directory, as the commands beside a running gateway open it.
+//! A gateway's data directory, as commands open it beside a running gateway.
 //!
-//! They never create one implicitly: a mistyped path must not become an empty directory.
+//! The commands never create one implicitly: a mistyped path must not become an empty directory.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use hyper::{Method, body::Bytes};
 use super::admin_client;
 use crate::output::outln;
 
-/// The directory of a gateway, which may have no CA where edges bring their certificates.
+/// Opens the directory of a gateway. It may lack a CA if an external CA makes the certificates of edges.
 pub(super) fn open_gateway_store(directory: &Path) -> anyhow::Result<Store> {
     let path = directory.display();
     let not_a_gateway = || {
@@ -26,7 +26,7 @@ pub(super) fn open_gateway_store(directory: &Path) -> anyhow::Result<Store> {
     Ok(store)
 }
 
-/// The directory and its CA; both must be there.
+/// Opens the directory and reads its CA. Both must exist.
 pub(super) fn open_with_ca(directory: &Path) -> anyhow::Result<(Store, Ca)> {
     let remedy = || {
         let directory = directory.display();
@@ -52,8 +52,8 @@ pub(super) async fn notify_gateway(directory: &Path, description: &str) -> anyho
     Ok(())
 }
 
-/// Has the gateway that runs on the directory apply a change. Returns its answer, or `None` if no gateway runs there. An error
-/// begins with what was `description` in the directory.
+/// Has the gateway that runs on the directory apply a change. Returns its response, or `None` if no gateway runs there. The
+/// text of an error begins with `description`, which states the change in the directory.
 pub(super) async fn post(
     directory: &Path,
     path: &str,

@@ -1,9 +1,9 @@
 //! `causeway demo`: CA, gateway, two edges and their apps in one process.
 //!
-//! Everything is real but the distance: the edges join with tokens, dial the gateway over loopback, and serve
-//! one app each as port 9100 of their node. The demo makes one HTTPS request to each node through the
-//! road before it says `ready`, and prints commands that do the same. What programs on the nodes read of their cluster comes
-//! from manifests here; SIGUSR1 stops the gateway, so that a user can see that clients continue to read.
+//! Everything except the distance is real: the edges join with tokens, dial the gateway over loopback, and each serve one app
+//! as port 9100 of their node. The demo makes one HTTPS request to each node through its tunnel before it prints `ready`, and
+//! prints commands that do the same. The cluster objects for programs on the nodes come from manifests. SIGUSR1 stops the
+//! gateway, so that a user can see that these programs can still read.
 
 mod app;
 mod files;
@@ -89,7 +89,7 @@ async fn run_demo(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()
     outcome.and(served)
 }
 
-/// Starts the edges and shows that they can be reached.
+/// Starts the edges and checks that they are reachable.
 async fn start_edges(
     files: &DemoFiles,
     (addresses, listener): (&BoundAddresses, SocketAddr),
@@ -185,7 +185,7 @@ fn print_cache_commands(cache_address: SocketAddr) -> anyhow::Result<()> {
     outln!("kill -USR1 {id}")
 }
 
-/// A path as a shell reads it.
+/// Quotes a path for a shell.
 fn shell_quote(path: &Path) -> String {
     let text = path.display().to_string();
     let is_plain = |char: char| char.is_ascii_alphanumeric() || "/.-_+:,@%".contains(char);
@@ -195,7 +195,7 @@ fn shell_quote(path: &Path) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-/// Starts one edge and its app; returns the app's address, and where programs read, when the edge has joined.
+/// Starts one edge and its app. Returns the app's address and the address of the API cache once the edge has joined.
 async fn start_edge(
     files: &DemoFiles,
     node: &str,

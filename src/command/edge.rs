@@ -1,4 +1,4 @@
-//! `causeway edge`: an edge of a configuration, until a signal.
+//! `causeway edge`: runs an edge with a configuration until a signal.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use crate::reload::{self, FileHashes, ReloadTriggers};
 use crate::signal::Signals;
 use crate::systemd::SystemdNotifier;
 
-/// Joins if it has to, dials the gateways, serves until SIGTERM or SIGINT, then drains.
-/// Reads `sources` anew whenever there is a reason.
+/// Joins if necessary, dials the gateways, serves until SIGTERM or SIGINT, then drains. Reads `sources` again at each trigger
+/// of a reload.
 pub(crate) async fn run(
     config: Config,
     sources: ConfigSources,
@@ -25,7 +25,7 @@ pub(crate) async fn run(
 ) -> anyhow::Result<()> {
     // A pool leader has hundreds of members, and its own tunnels must never lack a file descriptor.
     open_files::raise_limit();
-    // Joining may take days, so files are noted before it.
+    // Joining may take days, so file hashes are recorded before it.
     let mut file_hashes = FileHashes::default();
     file_hashes.record(watched_files(&config, &sources));
     let mut signals = Signals::listen()?;
@@ -113,7 +113,7 @@ pub(super) fn leave(args: &EdgeLeave) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads what the configuration names, as far as an edge would run without it.
+/// Reads the files that the configuration names, as far as an edge would need them to run.
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
     causeway_edge::check_files(config)?;
     // The running process may get a gateway by a flag or variable, so this is only a warning.
@@ -125,7 +125,7 @@ pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// All files that count.
+/// Returns the files whose changes cause a reload.
 fn watched_files(config: &Config, sources: &ConfigSources) -> Vec<PathBuf> {
     sources.file.iter().cloned().chain(config.files()).collect()
 }

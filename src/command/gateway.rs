@@ -1,4 +1,4 @@
-//! `causeway gateway`: a gateway of a configuration, until a signal.
+//! `causeway gateway`: runs a gateway with a configuration until a signal.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,7 +19,7 @@ use crate::reload::{self, FileHashes, ReloadTriggers};
 use crate::signal::Signals;
 use crate::systemd::SystemdNotifier;
 
-/// Binds everything, serves until SIGTERM or SIGINT, then drains. Reads `sources` anew whenever there is a reason.
+/// Binds all listeners, serves until SIGTERM or SIGINT, then drains. Reads `sources` again at each trigger of a reload.
 pub(crate) async fn run(config: Config, sources: ConfigSources) -> anyhow::Result<()> {
     let config = config.with_certificate_paths();
     let (mut file_hashes, mut signals) = (FileHashes::default(), Signals::listen()?);
@@ -96,7 +96,7 @@ fn bind_and_load_manifests(
     Ok(bound)
 }
 
-/// Has edges read what the manifests say, if there are any.
+/// Loads the manifests into the API cache of edges, if there are any.
 fn load_manifests(dir: Option<&Path>, cache: Option<&Arc<WatchCache>>) -> anyhow::Result<()> {
     if let Some(objects) = read_manifests(dir, cache)? {
         tracing::info!(
@@ -123,7 +123,7 @@ async fn wait_for_cluster(
         .await?
 }
 
-/// A gateway that runs.
+/// A running gateway.
 struct RunningGateway {
     sources: ConfigSources,
     reloader: Reloader,
@@ -131,22 +131,22 @@ struct RunningGateway {
     /// Watch cache that edges read.
     cache: Option<Arc<WatchCache>>,
     inputs: ClusterInputs,
-    /// The nodes that have joined.
+    /// Data directory with the joined nodes.
     store: Store,
-    /// The text of the rules that are in force.
+    /// Text of the rules in force.
     policy_text: Mutex<Option<String>>,
 }
 
 /// Inputs received from the cluster so far.
 struct ClusterInputs {
-    /// The ports that it lists; until they are known edges keep those that they know.
+    /// Ports that the cluster lists. Until they are known, edges keep the ports that they know.
     listed: watch::Receiver<Option<NodePorts>>,
-    /// Endpoints at which edges reach this gateway, and how many there are.
+    /// Endpoints at which edges reach this gateway, and their number.
     endpoints: watch::Receiver<DiscoveredEndpoints>,
 }
 
 impl ClusterInputs {
-    /// With what says it, and asks for it to be taken up.
+    /// Returns the inputs, and the senders that set them and request a reload.
     fn channel(reload_sender: ReloadSender) -> (ClusterSenders, Self) {
         let (ports_sender, ports_receiver) = watch::channel(None);
         let (endpoints_sender, endpoints_receiver) = watch::channel(DiscoveredEndpoints::default());
@@ -166,13 +166,13 @@ impl ClusterInputs {
 }
 
 impl RunningGateway {
-    /// Reads everything anew, and notes where that is refused.
+    /// Reloads, and records the error if the configuration is rejected.
     fn reload_and_record(&self, file_hashes: &mut FileHashes) -> anyhow::Result<String> {
         let result = self.reload(file_hashes);
         result.inspect_err(|_| self.reloader.record_refused())
     }
 
-    /// Everything is read and built before anything is put into force.
+    /// Reads and builds everything before any of it takes effect.
     fn reload(&self, file_hashes: &mut FileHashes) -> anyhow::Result<String> {
         file_hashes.record(self.sources.file.clone());
         let config: Config = config_loader::reload(&self.sources)?;
@@ -209,7 +209,7 @@ impl RunningGateway {
     }
 }
 
-/// The directory of manifests, if edges read those.
+/// Returns the directory of manifests, if edges read objects from manifests.
 fn manifests_dir(config: &Config) -> Option<PathBuf> {
     config.api_cache.as_ref()?.manifests.clone()
 }
@@ -225,7 +225,7 @@ fn read_manifests(
         .transpose()
 }
 
-/// A configuration with the ports that the cluster lists.
+/// Returns the configuration with the ports that the cluster lists.
 fn with_listed_ports(config: Config, listed: Option<&NodePorts>) -> anyhow::Result<Config> {
     let Some(listed) = listed else {
         return Ok(config);
@@ -242,7 +242,7 @@ fn with_listed_ports(config: Config, listed: Option<&NodePorts>) -> anyhow::Resu
 /// State of the access policy.
 struct PolicyState {
     file: Option<PathBuf>,
-    /// As it was written.
+    /// Text of the policy file.
     text: Option<String>,
     policy: Option<Policy>,
 }
@@ -281,7 +281,7 @@ impl fmt::Display for PolicyState {
     }
 }
 
-/// All files that count.
+/// Returns the files whose changes cause a reload.
 fn watched_files(config: &Config, sources: &ConfigSources) -> Vec<PathBuf> {
     let manifests = manifests_dir(config).map(|dir| manifests::manifest_files(&dir));
     let manifests = manifests.into_iter().flatten();
@@ -289,7 +289,7 @@ fn watched_files(config: &Config, sources: &ConfigSources) -> Vec<PathBuf> {
     config_files.chain(manifests).collect()
 }
 
-/// Reads what the configuration names, as far as that can be judged without the data directory.
+/// Reads the files that the configuration names, and checks them as far as that is possible without the data directory.
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
     config.policy.0.as_deref().map(policy::read).transpose()?;
     causeway_gateway::check(config)?;
@@ -302,8 +302,8 @@ pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Raises the limit of open files as far as the system allows, and limits client connections to the number that fits: a
-/// gateway that is out of files could not accept a tunnel again.
+/// Raises the limit of open files as far as the system permits, and limits client connections to the number that fits. A
+/// gateway without free file descriptors could not accept a tunnel again.
 fn limit_connections(mut config: Config) -> Config {
     config.limits.connections = rlimit::limit_connections(config.limits.connections);
     config

@@ -1,7 +1,7 @@
-//! `causeway health`: whether a running gateway or edge is well, as an exit code.
+//! `causeway health`: returns the health of a running gateway or edge as an exit code.
 //!
-//! For containers without a shell, where a probe has nothing else to run. One image is gateway or edge, so that
-//! without an address whatever keeps its data in the usual places is asked.
+//! It is for containers without a shell, where a probe has no other program to run. One image is gateway or edge. So without
+//! an address the command sends its request to the process that runs on one of the default data directories.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use crate::output::{errln, outln};
 /// Default data directories of gateway and edge.
 pub(super) const DEFAULT_DATA_DIRS: [&str; 2] = ["/var/lib/causeway", "/var/lib/causeway-edge"];
 
-/// Asks `/healthz`, or `/readyz`.
+/// Requests `/healthz` or `/readyz`.
 pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
     let path = if health.ready { "/readyz" } else { "/healthz" };
     for address in addresses(health.admin, health.data_dir)? {
@@ -30,7 +30,8 @@ pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The admin addresses to ask: the one that was given, or those of whatever runs in that directory, or in the usual ones.
+/// Returns the admin addresses to query: the given one, or those of the processes that run on the given or the default data
+/// directories.
 pub(super) fn addresses(
     admin: Option<String>,
     data_dir: Option<PathBuf>,
@@ -42,8 +43,8 @@ pub(super) fn addresses(
     }
 }
 
-/// Returns the admin addresses of what runs in these data directories: one at least. A directory that this user may not read is
-/// passed over with a warning where another one has a process.
+/// Returns the admin addresses of the processes that run on these data directories, at least one. A directory that this user
+/// may not read is skipped with a warning if another one has a process.
 pub(super) fn find_running(directories: &[&Path]) -> anyhow::Result<Vec<AdminAddress>> {
     let (mut found, mut denied) = (Vec::new(), None);
     for directory in directories {

@@ -36,7 +36,8 @@ pub(crate) fn run(subcommand: K8s) -> anyhow::Result<()> {
     }
 }
 
-/// The certificates of our own roots, then those of the files, each once and nothing else of them.
+/// Returns the certificates of our own roots, then those of the files. Each certificate comes once, and all other content is
+/// dropped.
 fn merge_bundles(own_roots: &str, files: &[PathBuf]) -> anyhow::Result<String> {
     let mut all = parse_certificates(own_roots).map_err(|why| anyhow!(why))?;
     for file in files {
@@ -52,7 +53,7 @@ fn merge_bundles(own_roots: &str, files: &[PathBuf]) -> anyhow::Result<String> {
     Ok(encode_chain(&all))
 }
 
-/// The Secret, as kubectl takes it.
+/// Returns the Secret in a form that kubectl accepts.
 fn render_secret(args: &CaSecret) -> anyhow::Result<String> {
     let shared = if let Some(directory) = &args.data_dir {
         data_dir::open_with_ca(directory)?.0.shared()?

@@ -1,5 +1,5 @@
-//! The cluster beside a gateway: what keeps its table of nodes in step with the API, and a hosts file in step with the
-//! table, where these are configured; and that of an edge, which says who it is.
+//! The cluster of a gateway or of an edge, if one is configured. At a gateway, controllers synchronise the table of nodes
+//! with the API, and a hosts file with the table. At an edge, the cluster issues the certificate that identifies the edge.
 //!
 //! A build without the feature `k8s` refuses such a configuration: a gateway that silently knew no node would be worse.
 
@@ -30,7 +30,7 @@ pub(super) fn csr_client(config: &causeway_edge::Config) -> anyhow::Result<CsrCl
     Ok(settings.map(|rules| std::sync::Arc::new(causeway_k8s::NodeCsrClient::new(rules)) as _))
 }
 
-/// As above, in a build that knows no cluster.
+/// Refuses a configured cluster, in a build without support for clusters.
 #[cfg(not(feature = "k8s"))]
 pub(super) fn csr_client(config: &causeway_edge::Config) -> anyhow::Result<CsrClientHandle> {
     if config.kubernetes.is_some() {
@@ -41,7 +41,7 @@ pub(super) fn csr_client(config: &causeway_edge::Config) -> anyhow::Result<CsrCl
     Ok(None)
 }
 
-/// Runs for as long as the gateway does.
+/// Controllers, which run as long as the gateway.
 pub(super) type ControllerFuture = Pin<Box<dyn Future<Output = Infallible>>>;
 
 /// Destinations for the ports and addresses that a cluster reports.
@@ -64,19 +64,19 @@ pub(super) struct KubernetesControllers(Option<Inner>);
 struct Inner {
     settings: Kubernetes,
     client: causeway_k8s::Client,
-    /// Asks for this gateway's own certificate.
+    /// Requester of this gateway's own certificate.
     own_certificate: Option<causeway_k8s::GatewayCertificate>,
-    /// Ask for the client certificates of apps.
+    /// Requesters of the client certificates for apps.
     app_clients: Vec<causeway_k8s::GatewayCertificate>,
     /// Addresses that the hosts file gives for the nodes of edges.
     addresses: Vec<std::net::IpAddr>,
-    /// Nothing else says where edges reach the gateway.
+    /// Whether no other source names the gateway's address for edges.
     has_no_address: bool,
 }
 
 #[cfg(feature = "k8s")]
 impl KubernetesControllers {
-    /// Reads how its API is reached; nothing is dialled.
+    /// Reads the configuration of the API client. No connection is made yet.
     pub(super) async fn from_config(config: &Config) -> anyhow::Result<Self> {
         let Some(settings) = config.kubernetes.clone() else {
             return Ok(Self(None));
@@ -92,7 +92,7 @@ impl KubernetesControllers {
         })))
     }
 
-    /// Returns once there is what a gateway cannot begin without: its own certificate, where the cluster makes that.
+    /// Waits for the gateway's own certificate, without which a gateway cannot start, if the cluster issues it.
     pub(super) async fn wait_for_certificate(
         &self,
         config: &Config,
@@ -110,7 +110,7 @@ impl KubernetesControllers {
         Ok(())
     }
 
-    /// Adds the lookup of pods and the reviews of clients by the cluster to a gateway.
+    /// Adds the lookup of pods, and the cluster's reviews of clients, to a gateway.
     pub(super) fn attach_to(&self, gateway: Gateway) -> Gateway {
         match &self.0 {
             Some(inner) => {
@@ -123,8 +123,8 @@ impl KubernetesControllers {
         }
     }
 
-    /// Returns the task that watches the cluster's nodes once it is polled. The gateway is not ready (`/readyz`) before the
-    /// nodes are known. With `stop` the task gives up what others wait for.
+    /// Returns the task that watches the cluster's nodes. The gateway is not ready (`/readyz`) before the nodes are known.
+    /// When `stop` is cancelled, the controller of the hosts file releases its Lease, so that no other gateway has to wait.
     pub(super) fn spawn_controllers(
         self,
         bound: &Bound,
@@ -237,7 +237,7 @@ impl Inner {
         })
     }
 
-    /// Task that keeps revocations and pinned keys in a Secret.
+    /// Returns the task that synchronises revocations and pinned keys with a Secret, if one is configured.
     fn shared_state(&self, bound: &Bound) -> Option<causeway_k8s::SharedState> {
         let (namespace, name) = self.settings.state.as_deref()?.split_once('/')?;
         Some(causeway_k8s::SharedState {
@@ -256,7 +256,7 @@ impl Inner {
         })
     }
 
-    /// Returns the publisher that tells YurtHubs where to read.
+    /// Returns the publisher that announces to YurtHubs where to read.
     fn yurthub_leaders(&self, bound: &Bound) -> Option<causeway_k8s::YurtHubLeaders> {
         Some(causeway_k8s::YurtHubLeaders {
             client: self.client.clone(),
@@ -320,7 +320,7 @@ fn run_node_informer(
     }
 }
 
-/// Some work, if there is any.
+/// Runs the controller if there is one, else never returns.
 #[cfg(feature = "k8s")]
 async fn run_or_pend(controller: Option<impl Future<Output = Infallible>>) -> Infallible {
     match controller {
@@ -351,7 +351,7 @@ fn own_certificate(
     }))
 }
 
-/// Task that asks for the client certificates of apps, where the cluster is to be asked for them.
+/// Returns the requesters of the client certificates for apps, if the cluster is to issue them.
 #[cfg(feature = "k8s")]
 fn app_clients(
     client: &causeway_k8s::Client,
@@ -373,7 +373,7 @@ fn app_clients(
         .collect()
 }
 
-/// Its name to others: the host's.
+/// Returns the host's name, by which other gateways know this gateway.
 #[cfg(feature = "k8s")]
 fn gateway_name() -> String {
     let name = nix::unistd::gethostname().ok();
@@ -381,7 +381,7 @@ fn gateway_name() -> String {
     name.unwrap_or_else(|| "gateway".to_owned())
 }
 
-/// As above, in a build that knows no cluster.
+/// Replacement in a build without support for clusters.
 #[cfg(not(feature = "k8s"))]
 pub(super) struct KubernetesControllers;
 

@@ -16,7 +16,7 @@ use clap_mangen::roff::{Roff, bold, roman};
 use crate::cli::Cli;
 use crate::config_loader::{ConfigKey, keys};
 
-/// A term and what it means.
+/// Term and its meaning.
 type Term = (String, String);
 
 const EXIT_CODES: &[(&str, &str)] = &[
@@ -99,7 +99,7 @@ const DATA_FILES: &[(&str, &str)] = &[(
     "The gateway's data directory, unless --data-dir names another one.",
 )];
 
-/// Writes all pages.
+/// Writes the pages of all commands.
 pub(crate) fn run(directory: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(directory)
         .with_context(|| format!("cannot create the directory {}", directory.display()))?;
@@ -113,7 +113,7 @@ pub(crate) fn run(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A command and all below it, but those that are hidden.
+/// Returns a command and all its subcommands except hidden ones.
 fn visible_commands(command: &Command) -> Vec<&Command> {
     let subcommands = command
         .get_subcommands()
@@ -123,7 +123,7 @@ fn visible_commands(command: &Command) -> Vec<&Command> {
         .collect()
 }
 
-/// `causeway-token-create`.
+/// Returns the full name of a command, such as `causeway-token-create`.
 fn display_name(command: &Command) -> &str {
     command.get_display_name().unwrap_or(command.get_name())
 }
@@ -177,7 +177,7 @@ fn add_sections(command: &Command, page: &mut Roff) {
     }
 }
 
-/// All variables that a command reads, in words.
+/// Returns a description of each variable that a command reads.
 fn variable_terms(command: &Command, keys: &[ConfigKey]) -> Vec<Term> {
     let flags = command.get_arguments().filter_map(|arg| {
         let flag = format!("As --{}.", arg.get_long()?);
@@ -207,7 +207,7 @@ fn to_terms(terms: &[(&str, &str)]) -> Vec<Term> {
     terms.iter().map(to_term).collect()
 }
 
-/// A section of terms; none if there are none.
+/// Adds a section of terms, unless there are none.
 fn add_terms(page: &mut Roff, title: &str, terms: Vec<Term>) {
     if terms.is_empty() {
         return;

@@ -1,4 +1,4 @@
-//! A directory of manifests in the place of a cluster's API: what edges read where there is none.
+//! A directory of manifests in place of a cluster's API: the objects that edges read if there is no cluster.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,10 +9,10 @@ use causeway_watch_cache::{WatchCache, manifests::Manifests};
 
 use crate::config_loader;
 
-/// Files whose names end so are manifests.
+/// Extensions of manifest files.
 const MANIFEST_EXTENSIONS: [&str; 3] = ["yaml", "yml", "json"];
 
-/// The manifests in a directory, by name; the directory itself comes first, since a new file in it counts as well.
+/// Returns the manifests in a directory, by name. The directory itself comes first, since a new file in it is a change, too.
 pub(super) fn manifest_files(dir: &Path) -> Vec<PathBuf> {
     let mut files: Vec<_> = fs::read_dir(dir)
         .into_iter()
@@ -28,10 +28,10 @@ pub(super) fn manifest_files(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Reads all manifests of a directory for a pool, which serves them once it is asked to.
+/// Reads all manifests of a directory into a watch cache.
 ///
 /// # Errors
-/// If one of them is not what it should be; the error names the file.
+/// If a manifest is invalid. The error names the file.
 pub(super) fn read_manifests(dir: &Path, cache: Arc<WatchCache>) -> anyhow::Result<Manifests> {
     // A directory that cannot be read is not an empty one.
     fs::read_dir(dir).with_context(|| format!("api_cache.manifests: {}", dir.display()))?;

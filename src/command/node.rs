@@ -18,10 +18,10 @@ use super::{
 use crate::cli::{ListFormat, NodeAdd, NodeArg, NodeCommand, NodeList, NodeRevoke};
 use crate::output::outln;
 
-/// Longest reason, in bytes: it goes to the edge in one line.
+/// Maximum length of a reason, in bytes: it is sent to the edge in one line.
 const MAX_REASON_BYTES: usize = 512;
 
-/// Does what was ordered.
+/// Runs the command.
 pub(crate) async fn run(command: NodeCommand) -> anyhow::Result<()> {
     let (directory, node, outcome) = match command {
         NodeCommand::Add(args) => {
@@ -134,7 +134,7 @@ fn table(all: &[NodeRecord]) -> String {
     table.trim_fmt()
 }
 
-/// Of a node that is known, this changes what is confirmed, and nothing else.
+/// Warns if the node is known already: the command then changes its confirmed attributes and nothing else.
 fn warn_if_known(store: &Store, node: &NodeName, args: &NodeAdd) -> anyhow::Result<()> {
     let all = store.nodes().all()?;
     let Some(existing) = all.iter().find(|known| known.node == *node) else {

@@ -1,7 +1,7 @@
-//! `causeway policy`: what the rules decide, asked without a gateway.
+//! `causeway policy`: evaluates the rules of the access policy without a gateway.
 //!
-//! The same code decides here and at every stream. Pool and labels of a node are those of the gateway's data
-//! directory, or given; a table that is tested brings its own, so that it can be run anywhere.
+//! The same code decides here and on every stream. Pool and labels of a node come from the gateway's data directory or from
+//! arguments. A table of tests contains them itself, so that the tests can run on any machine.
 
 mod test_table;
 
@@ -28,7 +28,7 @@ use crate::config_loader;
 use crate::error_text::explain;
 use crate::output::{errln, outln};
 
-/// Answers what was asked.
+/// Runs the command.
 pub(crate) fn run(policy: Policy) -> anyhow::Result<()> {
     let result = match policy {
         Policy::Check(args) => check(&args),
@@ -43,10 +43,10 @@ pub(crate) fn run(policy: Policy) -> anyhow::Result<()> {
     })
 }
 
-/// Log lines about labels at most.
+/// Maximum number of log lines about labels.
 const MAX_LINES: usize = 20;
 
-/// Warns of rules that go by a label or a pool which no token gave, and for which a Node object's word does not count.
+/// Warns of rules by a label or a pool that no token has confirmed and for which a Node object does not count.
 pub(crate) fn warn_of_labels(
     rules: Option<&Rules>,
     kubernetes: Option<&Kubernetes>,
@@ -81,7 +81,7 @@ pub(crate) fn warn_of_labels(
     }
 }
 
-/// The labels that rules go by and no node can have.
+/// Returns the labels that rules require and no node can have.
 fn unusable_labels(
     rules: &Rules,
     is_usable: impl Fn(&str) -> bool,
@@ -93,12 +93,12 @@ fn unusable_labels(
     })
 }
 
-/// It is refused, or an expectation is not met: the answer was given, and it is no.
+/// Error for a denied request or an unmet expectation. The result was already printed, and only the exit code remains.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Denied(String);
 
-/// The rules of a file, compiled.
+/// Reads and compiles the rules of a file.
 pub(crate) fn read(file: &Path) -> anyhow::Result<Rules> {
     let (mut policy, lines) = config_loader::load_document::<policy::Policy>(file)?;
     for (index, rule) in policy.rules.iter_mut().enumerate() {
@@ -112,7 +112,7 @@ pub(crate) fn read(file: &Path) -> anyhow::Result<Rules> {
     })
 }
 
-/// A request as it is written down.
+/// Request as the user writes it.
 #[derive(Debug)]
 struct RequestSpec {
     to: To,
@@ -125,12 +125,12 @@ struct RequestSpec {
 #[derive(Debug)]
 enum To {
     Node(NodeName),
-    /// An address at no edge, which the gateway dials itself.
+    /// Address that no edge serves and that the gateway dials itself.
     Direct(IpAddr),
 }
 
 impl RequestSpec {
-    /// Of `https://edge-1:10250/exec/…`, or of `edge-1:22` where it is a CONNECT.
+    /// Parses a URL such as `https://edge-1:10250/exec/…`, or an authority such as `edge-1:22` for CONNECT.
     fn parse(method: &Method, url: &str, upgrade: bool) -> anyhow::Result<Self> {
         let not_a_url =
             || format!("\"{url}\" is not the URL of a request; write https://edge-1:10250/metrics");
@@ -256,7 +256,7 @@ fn check(args: &PolicyCheck) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the first label that a token has not given and by which it would be decided otherwise.
+/// Returns the first label that a token has not given and that would change the decision.
 fn deciding_label<'a>(
     rules: &'a Rules,
     node: &Node,
@@ -274,7 +274,7 @@ fn deciding_label<'a>(
     })
 }
 
-/// Whether it would be decided otherwise for a node that has a pool; with labels too if those are not given.
+/// Whether the decision would differ for a node that has a pool. Labels are varied, too, if they are not given.
 fn depends_on_pool(
     rules: &Rules,
     node: &Node,
@@ -291,8 +291,8 @@ fn depends_on_pool(
     })
 }
 
-/// Returns the facts of the node that are confirmed, as given or else as its gateway knows them, and whether the data directory
-/// knows the node. An address that a token confirmed is the node's.
+/// Returns the confirmed attributes of the node, and whether the data directory knows the node. The attributes come from the
+/// arguments, or else from the data directory. An address that a token confirmed is replaced with its node.
 fn confirmed_node(args: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool)> {
     let nodes = match Store::open(&args.data.data_dir, OpenMode::Existing) {
         // The command also runs on machines without a data directory.
@@ -338,7 +338,7 @@ fn confirmed_node(args: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool
     Ok((node, is_known))
 }
 
-/// A decision, with the line that made it.
+/// Returns a decision with the line of the rule that made it.
 fn format_decision(decision: &Decision, file: &Path) -> String {
     let verdict = if decision.allow { "allow" } else { "deny" };
     match &decision.matched {

@@ -1,11 +1,12 @@
-//! Files that hold secrets, as commands leave them for others.
+//! Files with secrets that commands write for other programs.
 
 use std::io::Write;
 use std::path::Path;
 
 use anyhow::Context;
 
-/// A new private file (0600) in place of the old: written beside it, brought to disk, renamed.
+/// Replaces a file with a new private file (0600). The new file is written beside the old one, synced to the disk and
+/// renamed.
 pub(super) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
     let write_and_rename = || {
         let directory = path

@@ -1,6 +1,7 @@
-//! `causeway reload`: has a running gateway or edge read its configuration anew, as SIGHUP and a changed file do.
+//! `causeway reload`: has a running gateway or edge reload its configuration, as SIGHUP and a changed file do.
 //!
-//! Says what that did, or all that is wrong with the configuration; then the old one goes on (exit code 2).
+//! Prints the result, or all faults of the configuration. In the second case the previous configuration stays in force (exit
+//! code 2).
 
 use anyhow::bail;
 use hyper::{Method, StatusCode};
@@ -10,7 +11,7 @@ use crate::cli::Reload;
 use crate::config_loader::RejectedConfig;
 use crate::output::outln;
 
-/// Asks, and waits for the outcome.
+/// Requests the reload, and waits for the outcome.
 pub(crate) async fn run(reload: Reload) -> anyhow::Result<()> {
     for address in health::addresses(reload.admin, reload.data_dir)? {
         let (status, body) =

@@ -1,11 +1,11 @@
-//! Limit of open files of this process, and so of clients.
+//! Limit of open files of this process, and so of client connections.
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// Files reserved for uses other than client connections: tunnels, listeners, the data directory.
 const RESERVED_FILES: usize = 256;
 
-/// Takes as many files as the system gives; how many there may be, where that is known.
+/// Raises the limit of open files to the system's maximum. Returns the limit, if it is known.
 pub(super) fn raise_limit() -> Option<usize> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
     let raised = setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok();
@@ -13,7 +13,7 @@ pub(super) fn raise_limit() -> Option<usize> {
     Some(usize::try_from(files).unwrap_or(usize::MAX))
 }
 
-/// Takes as many files as the system gives. So many connections may there be: no more than were asked for.
+/// Raises the limit of open files to the system's maximum. Returns the number of connections that fit, at most `connections`.
 pub(super) fn limit_connections(connections: usize) -> usize {
     let Some(files) = raise_limit() else {
         return connections;

@@ -1,7 +1,7 @@
 //! `causeway status`: the edges of a running gateway, or the tunnels of a running edge, as a table or as JSON.
 //!
-//! Shows what `/api/v1/edges` or an edge's `/status` says and computes nothing but ages and units. A field that
-//! this build does not know, or that an older gateway does not say, does no harm.
+//! Prints the content of `/api/v1/edges` or of an edge's `/status`, and computes only ages and units. Fields that this build
+//! does not know, or that an older gateway does not send, cause no error.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -18,7 +18,7 @@ use super::health::{self, DEFAULT_DATA_DIRS};
 use crate::cli::{Output, Status};
 use crate::output::outln;
 
-/// Asks the gateway or edge and prints what it says.
+/// Queries the gateway or edge and prints the result.
 pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
     let (address, source) = find_address(status.admin, status.data_dir.as_deref())?;
     let (code, body) = admin_client::get(&address, "/api/v1/edges")
@@ -64,8 +64,8 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the admin address, and in words where it was found. Of the usual data directories the gateway's is first: where
-/// both run, the edge is one of those that the gateway shows.
+/// Returns the admin address, and a description of its origin. The gateway's default data directory comes first. If both run,
+/// the edge is one of those that the gateway shows.
 fn find_address(
     admin_flag: Option<String>,
     data_dir: Option<&Path>,
@@ -80,7 +80,7 @@ fn find_address(
     )
 }
 
-/// Prints what an edge says of itself.
+/// Prints the status of an edge.
 async fn print_edge(address: &AdminAddress, output: Output) -> anyhow::Result<()> {
     let (code, body) = admin_client::get(address, "/status").await?;
     if !code.is_success() {
@@ -96,7 +96,7 @@ async fn print_edge(address: &AdminAddress, output: Output) -> anyhow::Result<()
     outln!("{}", render_edge(&status, SystemTime::now()))
 }
 
-/// Returns the state of an edge, a table of its tunnels, its certificate, and what last went wrong.
+/// Returns the state of an edge, a table of its tunnels, its certificate, and its last error.
 fn render_edge(status: &Value, now: SystemTime) -> String {
     let to_word = |value: &Value| text_cell(value).content();
     let mut parts = vec![format!(
@@ -153,7 +153,7 @@ fn rfc3339_time(millis: &Value) -> Value {
     })
 }
 
-/// Returns why the gateway is not ready, and its faults that keep no clients away: a line for each.
+/// Returns one line for each reason for which the gateway is not ready, and for each fault that does not affect clients.
 async fn readiness_lines(address: &AdminAddress) -> Vec<String> {
     let Ok((code, body)) = admin_client::get(address, "/readyz").await else {
         return Vec::new();
@@ -258,7 +258,7 @@ fn certificate_table(certificates: &[Value], now: SystemTime) -> String {
     table.trim_fmt()
 }
 
-/// The time until an RFC 3339 time, in whole days or hours.
+/// Returns the time until an RFC 3339 time, in whole days or hours.
 fn time_left(value: &Value, now: SystemTime) -> Cell {
     let time = value
         .as_str()
@@ -273,7 +273,7 @@ fn time_left(value: &Value, now: SystemTime) -> Cell {
     }
 }
 
-/// Returns one line about the objects that edges may read here, if there are any.
+/// Returns one line about the objects that edges can read at this gateway, if there are any.
 async fn api_cache_line(address: &AdminAddress) -> Option<String> {
     let (code, body) = admin_client::get(address, "/api/v1/pool").await.ok()?;
     // Older gateways, and gateways without an API cache, do not report this.
@@ -320,7 +320,7 @@ fn describe_cache(cache_status: &Value) -> String {
     )
 }
 
-/// A number as people read it.
+/// Formats a number with separators of thousands.
 fn group_thousands(number: u64) -> String {
     if number < 1000 {
         return number.to_string();
@@ -402,7 +402,7 @@ fn number_cell(value: &Value) -> Cell {
     text_cell(&count).set_alignment(CellAlignment::Right)
 }
 
-/// How long ago an RFC 3339 time was, in its two largest units.
+/// Returns the age of an RFC 3339 time, in its two largest units.
 fn age_cell(value: &Value, now: SystemTime) -> Cell {
     let time = value
         .as_str()

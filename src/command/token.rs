@@ -1,7 +1,7 @@
-//! `causeway token`: tokens by which nodes join: one node once, or so many new ones of a pattern.
+//! `causeway token`: tokens by which nodes join, one node once or a limited number of new nodes of a pattern.
 //!
-//! A new token goes to standard output alone, so that scripts can take it; what to do with it goes to standard error.
-//! None is ever shown again: the gateway keeps a hash.
+//! A new token is the only output on standard output, so that scripts can read it. The instructions go to standard error. A
+//! token is never printed again, because the gateway only stores a hash.
 
 use anyhow::{Context, bail, ensure};
 use causeway_certs::{NodeAttributes, NodePattern, NodeRecord, TokenRecord, TokenStore};
@@ -13,7 +13,7 @@ use super::data_dir;
 use crate::cli::{ListFormat, Token, TokenCreate, TokenList, TokenRevoke};
 use crate::output::{errln, outln};
 
-/// Does what was asked for.
+/// Runs the command.
 pub(crate) fn run(token: Token) -> anyhow::Result<()> {
     match token {
         Token::Create(args) => {
@@ -74,7 +74,7 @@ fn create(args: &TokenCreate) -> anyhow::Result<String> {
     Ok(token.text().expose().to_owned())
 }
 
-/// Joining again replaces what is confirmed of a node.
+/// Warns that joining again replaces the confirmed attributes of a known node.
 pub(super) fn warn_of_change(existing: &NodeRecord, confirmed: &NodeAttributes, consequence: &str) {
     if (&existing.pool, &existing.labels) == (&confirmed.pool, &confirmed.labels) {
         return;
@@ -139,7 +139,7 @@ fn state(record: &TokenRecord, (tokens, now): (&TokenStore, u64)) -> &'static st
     }
 }
 
-/// All but the hash.
+/// Returns all fields except the hash.
 fn json_row(record: &TokenRecord, context: (&TokenStore, u64)) -> serde_json::Value {
     let used = record
         .used

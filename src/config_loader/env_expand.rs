@@ -1,13 +1,13 @@
 //! Environment variables in the address of a listener: `$(POD_IP):10255`.
 //!
 //! A pod knows its own address only as a variable, and the address cannot be written down before the pod has one. Variables
-//! are expanded only here, in the syntax of Kubernetes. Their values are validated as if they stood in their place.
+//! are expanded only here, in the syntax of Kubernetes. The expanded address is validated like any other.
 
 use std::net::Ipv6Addr;
 
 use super::suggestion::nearest;
 
-/// The environment, by name.
+/// Environment variables by name.
 #[derive(Debug, Default)]
 pub(super) struct Environment(Vec<(String, String)>);
 
@@ -16,7 +16,7 @@ impl Environment {
         Self(environment.to_vec())
     }
 
-    /// The text with what these say in the place of their names; an address of IPv6 gets the brackets that it needs.
+    /// Replaces the names of variables in the text with their values. An IPv6 address gets the brackets that it needs.
     pub(super) fn expand(&self, text: &str) -> Result<String, String> {
         let (mut expanded, mut remaining) = (String::new(), text);
         while let Some((before, tail)) = remaining.split_once("$(") {
@@ -45,8 +45,8 @@ impl Environment {
     }
 }
 
-/// Returns a sentence for each variable `CAUSEWAY_…` that is not among the known ones. `texts` are what a process was
-/// given besides: variables that stand there in an address are known.
+/// Returns a warning for each variable `CAUSEWAY_…` that is not among the known ones. `texts` are the other inputs of the
+/// process. Variables that an address in them names are known.
 pub(crate) fn unknown_variable_warnings(
     environment: &[(String, String)],
     known: &[String],
@@ -88,7 +88,7 @@ pub(crate) fn unknown_variable_warnings(
     unknown_names.map(to_warning).collect()
 }
 
-/// How the variables of this program begin.
+/// Prefix of this program's variables.
 const PREFIX: &str = "CAUSEWAY_";
 
 #[cfg(test)]

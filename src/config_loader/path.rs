@@ -1,6 +1,7 @@
 //! Path of a value in a configuration: `listeners[1].client_auth.client_ca[0]`.
 //!
-//! Faults, positions in a file and flags all refer to values by this path. The text form is that of `causeway_config::Fault`.
+//! Faults, positions in a file and flags all refer to values by this path. The text form is that of
+//! `causeway_config::ConfigError`.
 
 use std::fmt;
 
@@ -10,7 +11,7 @@ use serde_json::Value;
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ValuePath(Vec<PathSegment>);
 
-/// One step of it.
+/// One segment of a path.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum PathSegment {
     Key(String),
@@ -18,7 +19,7 @@ pub(super) enum PathSegment {
 }
 
 impl ValuePath {
-    /// Reads the text form. Keys with dots in them (labels) read as several.
+    /// Parses the text form. Keys with dots in them (labels) become several segments.
     pub(super) fn parse(text: &str) -> Self {
         let steps = text.split(['.', '[']).map(|step| {
             let index = step.strip_suffix(']').and_then(|index| index.parse().ok());
@@ -50,7 +51,7 @@ impl ValuePath {
         Some(Self(rest.to_vec()))
     }
 
-    /// The value at this path.
+    /// Returns the value at this path.
     pub(super) fn get_mut<'a>(&self, root: &'a mut Value) -> Option<&'a mut Value> {
         self.0.iter().try_fold(root, |value, step| match step {
             PathSegment::Key(key) => value.get_mut(key),
@@ -58,7 +59,7 @@ impl ValuePath {
         })
     }
 
-    /// Puts a value at a path of keys; what is no map on the way becomes one.
+    /// Sets a value at a path of keys. Each value on the path that is no map becomes one.
     pub(super) fn set(&self, root: &mut Value, value: Value) {
         let mut current = root;
         for step in &self.0 {
@@ -71,7 +72,7 @@ impl ValuePath {
         *current = value;
     }
 
-    /// Takes the value out; whether there was one.
+    /// Removes the value. Returns whether there was one.
     pub(super) fn remove(&self, root: &mut Value) -> bool {
         let (Some(parent), Some(last)) = (self.parent(), self.0.last()) else {
             return false;
@@ -102,7 +103,7 @@ impl fmt::Display for ValuePath {
     }
 }
 
-/// The text of the value that holds `path`, if it is not the root.
+/// Returns the path of the value that contains `path`, if that is not the root.
 pub(super) fn parent(path: &str) -> Option<&str> {
     path.rfind(['.', '[']).map(|end| &path[..end])
 }

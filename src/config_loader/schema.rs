@@ -1,8 +1,8 @@
-//! The keys of a configuration, out of its schema: name, flag, variable, default, meaning.
+//! Keys of a configuration, from its schema: name, flag, variable, default, description.
 //!
-//! The types' doc comments are the only text: flags' help and the README's reference both
-//! come from here. A leaf (a scalar, a list, a map) is one key; a section's leaves are
-//! named `section.key`. Keys inside lists and maps have no flag of their own.
+//! The doc comments of the types are the only source: the help of flags and the reference both use them. A leaf (a scalar, a
+//! list, a map) is one key; the leaves of a section have the name `section.key`. Keys inside lists and maps have no flag of
+//! their own.
 //!
 //! The schema is derived from the types by `schemars` whenever it is needed.
 
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 pub(crate) struct ConfigKey {
     /// `tunnel.listen`, or `listeners[].name` inside a list.
     pub(crate) name: String,
-    /// How a text given for it is read.
+    /// Form in which a text for the key is parsed.
     pub(crate) form: ValueForm,
     /// Description of the key.
     pub(crate) help: String,
@@ -22,14 +22,14 @@ pub(crate) struct ConfigKey {
     pub(crate) kind: String,
     /// Default value in JSON.
     pub(crate) default: Option<Value>,
-    /// It has a flag and a variable of its own.
+    /// Whether the key has a flag and a variable of its own.
     pub(crate) settable: bool,
 }
 
-/// How a text given in a flag or a variable is read.
+/// Form in which the text of a flag or a variable is parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ValueForm {
-    /// As it stands.
+    /// Plain text.
     Text,
     /// `true`, `false` or a number.
     Scalar,
@@ -40,12 +40,12 @@ pub(crate) enum ValueForm {
 }
 
 impl ConfigKey {
-    /// The long flag without its dashes: `tunnel-listen`.
+    /// Returns the long flag without its dashes: `tunnel-listen`.
     pub(crate) fn flag(&self) -> String {
         self.name.replace(['.', '_'], "-")
     }
 
-    /// The environment variable: `CAUSEWAY_TUNNEL_LISTEN`.
+    /// Returns the environment variable: `CAUSEWAY_TUNNEL_LISTEN`.
     pub(crate) fn variable(&self) -> String {
         format!("CAUSEWAY_{}", self.name.replace('.', "_").to_uppercase())
     }
@@ -89,7 +89,7 @@ fn allow_empty_section(schema: &mut Schema) {
     }
 }
 
-/// All keys of `C`, in the order of its definition.
+/// Returns all keys of `C`, in the order of its definition.
 pub(crate) fn keys<C: JsonSchema>() -> Vec<ConfigKey> {
     let mut keys = Vec::new();
     collect_keys(&schema_of::<C>(), "", true, &mut keys);
@@ -128,12 +128,12 @@ fn collect_keys(schema: &Value, prefix: &str, settable: bool, keys: &mut Vec<Con
     }
 }
 
-/// The known keys of a map, with their schemas.
+/// Returns the known keys of a map, with their schemas.
 pub(super) fn properties(schema: &Value) -> impl Iterator<Item = (&String, &Value)> {
     schema["properties"].as_object().into_iter().flatten()
 }
 
-/// The schema of a map's values where its keys are free.
+/// Returns the schema of the values of a map with arbitrary keys.
 pub(super) fn entry_schema(schema: &Value) -> Option<&Value> {
     let patterns = schema["patternProperties"].as_object();
     patterns
@@ -154,7 +154,7 @@ pub(super) fn allows_type(schema: &Value, type_name: &str) -> bool {
     }
 }
 
-/// The words of an enumeration.
+/// Returns the values of an enumeration.
 pub(super) fn enum_values(schema: &Value) -> Vec<&str> {
     let listed = schema["enum"].as_array().into_iter().flatten();
     let described = schema["oneOf"].as_array().into_iter().flatten();
@@ -221,7 +221,7 @@ fn kind(schema: &Value) -> String {
 pub(crate) fn plain_text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
-        // The default listener: the meaning describes it.
+        // The default listener: the description explains it.
         Value::Array(list) if list.iter().any(Value::is_object) => "…".into(),
         Value::Array(list) => format!(
             "[{}]",
@@ -273,7 +273,7 @@ mod tests {
         }
     }
 
-    /// Returns the configuration files in `examples`, `packaging` and the fixtures, by the process that reads them.
+    /// Returns the configuration files in `examples`, `packaging` and the fixtures for the process that reads them.
     fn shipped(side: &str) -> Vec<std::path::PathBuf> {
         let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
         let entries = |folder: &std::path::Path| {

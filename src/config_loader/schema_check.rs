@@ -1,9 +1,9 @@
-//! Holds a value against its schema, and takes out what does not fit.
+//! Checks a value against its schema, and removes the parts that do not conform.
 //!
-//! Finds what serde would stop at one by one: unknown keys (with the nearest known one),
-//! missing keys, wrong types, words that an enumeration does not have. What does not fit
-//! is taken out of the value, so that the rest can still be read and judged. A list
-//! element that goes leaves its number to nobody: `Pruned` turns later numbers back.
+//! Finds the faults at which serde would stop one by one: unknown keys (with the nearest known one), missing keys, wrong
+//! types, and words that an enumeration does not have. The faulty parts are removed from the value, so that the rest can
+//! still be deserialized and validated. A removed list element shifts the numbers behind it; `PrunedValue` maps later numbers
+//! back to the original ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ use super::path::{PathSegment, ValuePath};
 use super::schema;
 use super::suggestion::nearest;
 
-/// A fault found: whether it is about the key or its value, where, and what.
+/// Fault: whether it concerns the key or its value, its path, and its description.
 #[derive(Debug)]
 pub(super) struct SchemaError {
     pub(super) at_key: bool,
@@ -42,7 +42,7 @@ impl PrunedValue {
         self.paths.push(path);
     }
 
-    /// A path in what is left → the path in what was written.
+    /// Returns the path in the original value for a path in the pruned one.
     pub(super) fn original_path(&self, path: &ValuePath) -> ValuePath {
         let mut original = ValuePath::default();
         for step in path.segments() {
@@ -58,15 +58,15 @@ impl PrunedValue {
         original
     }
 
-    /// Something inside this value was taken out, so that it may lack what was written.
+    /// Whether a part of this value was removed, so that the value may lack what the file contains.
     pub(super) fn has_removed_within(&self, path: &ValuePath) -> bool {
         self.paths
             .iter()
             .any(|gone| gone.segments().starts_with(path.segments()))
     }
 
-    /// The list element or map entry around a value that was taken out: what else is
-    /// wrong with it cannot be told before that is put right.
+    /// Returns the list elements and map entries from which a part was removed. Other faults in them cannot be detected
+    /// before the removed part is corrected.
     pub(super) fn affected_elements(&self) -> BTreeSet<String> {
         let owner_path = |removed_path: &ValuePath| {
             let element = removed_path
@@ -88,7 +88,7 @@ impl PrunedValue {
     }
 }
 
-/// Checks and prunes.
+/// Checker that also prunes.
 #[derive(Debug, Default)]
 pub(super) struct SchemaChecker {
     pub(super) errors: Vec<SchemaError>,
@@ -97,7 +97,7 @@ pub(super) struct SchemaChecker {
 }
 
 impl SchemaChecker {
-    /// With what addresses of listeners may name.
+    /// Creates a checker with the variables that addresses of listeners may name.
     pub(super) fn with_environment(environment: Environment) -> Self {
         Self {
             variables: environment,
@@ -105,13 +105,13 @@ impl SchemaChecker {
         }
     }
 
-    /// Whether the value, less what was taken out of it, can stay.
+    /// Checks and prunes a value. Returns whether the rest of it can stay.
     pub(super) fn check(&mut self, value: &mut Value, schema: &Value, path: &ValuePath) -> bool {
         if value.is_null()
             && !schema::allows_type(schema, "null")
             && schema::allows_type(schema, "object")
         {
-            // `tunnel:` with every line below it commented out.
+            // `tunnel:` with all lines below it commented out.
             *value = Value::Object(Map::new());
         }
         let enum_values = schema::enum_values(schema);
@@ -311,7 +311,7 @@ fn unknown_key_message<'a>(key: &str, known_keys: impl Iterator<Item = &'a str>)
     }
 }
 
-/// Returns what must be written instead if the value has the wrong type or is out of bounds.
+/// Returns a description of valid values if the value has the wrong type or is out of bounds.
 fn type_mismatch(value: &Value, schema: &Value) -> Option<String> {
     let is_match = match value {
         Value::Null => schema::allows_type(schema, "null"),

@@ -1,6 +1,6 @@
-//! Suggestion of the word that was meant.
+//! Suggestion of the word that a user may have meant.
 
-/// The nearest word, if it is near enough to have been meant.
+/// Returns the nearest word, if it is near enough.
 pub(super) fn nearest<'a>(
     word: &str,
     candidates: impl Iterator<Item = &'a str>,

@@ -19,7 +19,8 @@ fn fixtures(folder: &str) -> Vec<PathBuf> {
     files
 }
 
-/// Returns the faults of a file and of the files that it names, one on each line; the side is the first word of its name.
+/// Returns the faults of a file and of the files that it names, one per line. The first word of the file's name is the
+/// process that reads it.
 fn verdict(file: &FilePath) -> String {
     let sources = ConfigSources {
         file: Some(file.to_owned()),

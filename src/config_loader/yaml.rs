@@ -1,9 +1,8 @@
-//! YAML text → a JSON value, and the line and column of each key and value in it.
+//! Parses YAML into a JSON value, and records the line and column of each key and value.
 //!
-//! Composes the parser's events itself, because loaders keep either positions or
-//! duplicates, not both. Scalars follow YAML 1.2's core schema (`no` is text). Anchors,
-//! tags and further documents are refused: each would let a value stand elsewhere than
-//! where it is read.
+//! Composes the parser's events itself, because loaders keep either positions or duplicates, not both. Scalars follow YAML
+//! 1.2's core schema (`no` is text). Anchors, tags and further documents are refused: with each of them, the position of a
+//! value in the file would differ from the position at which it takes effect.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -13,10 +12,10 @@ use serde_json::{Map, Number, Value};
 
 use super::path::ValuePath;
 
-/// Deeper than any configuration; a bound on recursion.
+/// Maximum depth, which bounds recursion. No configuration is as deep.
 const MAX_DEPTH: usize = 64;
 
-/// A line and a column, both from 1.
+/// Line and column, both from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Position {
     pub(super) line: usize,
@@ -35,11 +34,12 @@ pub(super) struct KeyValuePositions {
 pub(super) struct YamlDocument {
     pub(super) value: Value,
     pub(super) positions: HashMap<String, KeyValuePositions>,
-    /// Each with the path that it is about; empty for the text as a whole.
+    /// Faults, each with its position, the path that it concerns, and its description. The path is empty for the text as a
+    /// whole.
     pub(super) faults: Vec<(Position, String, String)>,
 }
 
-/// Reads one document. An empty one is an empty map.
+/// Parses one document. An empty document is an empty map.
 pub(super) fn parse(text: &str) -> YamlDocument {
     let mut composer = Composer {
         parser: Parser::new_from_str(text),
@@ -62,7 +62,7 @@ pub(super) fn parse(text: &str) -> YamlDocument {
     }
 }
 
-/// A plain scalar's meaning in the core schema.
+/// Returns the value of a plain scalar in the core schema.
 pub(super) fn parse_scalar(text: &str) -> Value {
     match text {
         "" | "~" | "null" | "Null" | "NULL" => Value::Null,

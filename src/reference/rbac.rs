@@ -92,7 +92,7 @@ struct Role {
     places: BTreeSet<String>,
 }
 
-/// Roles by subject, and in it by name.
+/// Roles by subject and then by name.
 type Subjects = BTreeMap<String, BTreeMap<String, Role>>;
 
 /// Returns the page as Markdown.

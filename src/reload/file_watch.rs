@@ -1,9 +1,9 @@
 //! Watch over the files of a configuration: detects changed content, and waits until a writer has finished.
 //!
-//! Folders are watched for names that come, go and move, since editors and Kubernetes put new files in the place of old ones.
-//! The files themselves are watched for writes. Writes to other files of a folder, such as a log, wake no task. A file counts
-//! as changed when its content has changed. `generate >file` empties a file first and fills it later: the watch waits for a
-//! file that is open for writing. No function here reads a disk on the calling thread.
+//! Folders are watched for names that are added, removed and renamed, since editors and Kubernetes replace old files with new
+//! ones. The files themselves are watched for writes. Writes to other files of a folder, such as a log, wake no task. A file
+//! counts as changed when its content has changed. `generate >file` empties a file first and fills it later: the watch waits
+//! for a file that is open for writing. No function here reads a disk on the calling thread.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -22,19 +22,19 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
 /// Time for which the content of a file must stay the same. Files that belong together are rarely written at once: a
 /// certificate, then its key.
 const STABLE_PERIOD: Duration = Duration::from_millis(300);
-/// A writer that has not come to an end by then has forgotten the file.
+/// Maximum time to wait for the end of a write. A writer that needs longer has probably forgotten to close the file.
 const MAX_WRITE_WAIT: Duration = Duration::from_secs(10);
 /// Interval at which files are checked if the system does not report changes, as on NFS.
 const CHECK_INTERVAL: Duration = Duration::from_mins(1);
 /// Interval of checks if the system has no watcher left: Linux has 128 for each user.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Files, and what each says as a hash; nothing where it cannot be read.
+/// Files, each with the hash of its content, or nothing if it cannot be read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct FileHashes(BTreeMap<PathBuf, Option<[u8; 32]>>);
 
 impl FileHashes {
-    /// Notes what the files say now. Blocks on the disk.
+    /// Records the present content of the files. Blocks on the disk.
     pub(crate) fn record(&mut self, files: impl IntoIterator<Item = PathBuf>) {
         for file in files {
             let hash = content_hash(&file);
@@ -42,7 +42,7 @@ impl FileHashes {
         }
     }
 
-    /// Both; where both know a file, `other` knows it better.
+    /// Returns the entries of both. For files in both, the entries of `other` win.
     pub(super) fn merge(mut self, other: Self) -> Self {
         self.0.extend(other.0);
         self
@@ -55,7 +55,7 @@ impl FileHashes {
         current
     }
 
-    /// The same, on a thread that may block.
+    /// Runs [`FileHashes::rehash`] on a thread that may block.
     async fn rehash_blocking(&self) -> Self {
         let hashes = self.clone();
         // The task does not panic; if it is cancelled, nothing counts as changed.
@@ -64,7 +64,7 @@ impl FileHashes {
     }
 }
 
-/// Of a directory it is the names in it that count.
+/// Returns the hash of a file's content. The content of a directory is the names in it.
 fn content_hash(file: &Path) -> Option<[u8; 32]> {
     if let Ok(entries) = std::fs::read_dir(file) {
         let names = entries.filter_map(|entry| Some(entry.ok()?.file_name()));
@@ -125,7 +125,7 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// Watches the files that are there; one that is watched already stays so.
+    /// Watches the existing files. A file that is watched already stays so.
     fn watch_files(&self) {
         let inotify = &self.inotify.get_ref().0;
         for file in self.files.iter().filter(|file| !file.is_dir()) {
@@ -134,7 +134,7 @@ impl Watcher {
         }
     }
 
-    /// Returns once a write has ended, or a name has come, gone or moved.
+    /// Waits until a write has ended, or a name was added, removed or renamed.
     async fn changed(&self) {
         loop {
             let Ok(mut ready) = self.inotify.readable().await else {
@@ -149,7 +149,7 @@ impl Watcher {
         }
     }
 
-    /// Takes up what has happened so far. Returns whether a file is being written.
+    /// Processes the events so far. Returns whether a file is being written.
     fn is_writing(&self) -> bool {
         loop {
             match self.inotify.get_ref().0.read_events() {
@@ -161,7 +161,7 @@ impl Watcher {
         !self.lock_files_being_written().is_empty()
     }
 
-    /// Notes who writes. Returns whether something is different that is no unfinished write.
+    /// Records files that are being written. Returns whether there is a change other than an unfinished write.
     fn process_events(&self, events: &[InotifyEvent]) -> bool {
         let mut is_finished = false;
         for event in events {
@@ -187,7 +187,7 @@ impl Watcher {
     }
 }
 
-/// The files that count, and what they said last.
+/// The watched files, and the hashes of their last recorded content.
 pub(crate) struct WatchedFiles {
     hashes: FileHashes,
     watcher: Option<Watcher>,
@@ -204,7 +204,7 @@ impl WatchedFiles {
         }
     }
 
-    /// The same files or others, as they were when they were read.
+    /// Replaces the files with these, and their hashes at the time when they were read.
     pub(super) fn with_hashes(mut self, hashes: FileHashes) -> Self {
         if self.hashes.0.keys().eq(hashes.0.keys()) {
             self.hashes = hashes;
@@ -218,7 +218,7 @@ impl WatchedFiles {
         self.hashes.clone()
     }
 
-    /// Returns once what they say is not what they said.
+    /// Waits until the content of a file differs from the recorded one.
     pub(super) async fn changed(&self) {
         let period = self
             .watcher
@@ -239,7 +239,7 @@ impl WatchedFiles {
         }
     }
 
-    /// Waits, within a bound, until nothing writes the files and two checks find the same content.
+    /// Waits, within a time limit, until no process writes the files and two checks find the same content.
     pub(super) async fn wait_until_stable(&self) {
         let deadline = Instant::now() + MAX_WRITE_WAIT;
         let mut previous = self.hashes.rehash_blocking().await;

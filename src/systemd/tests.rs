@@ -11,7 +11,7 @@ use tracing::info_span;
 
 const SOON: Duration = Duration::from_mins(2);
 
-/// systemd's end: it receives the notifications.
+/// The service manager's end of the socket, which receives the notifications.
 struct Systemd {
     folder: TempDir,
     socket: tokio::net::UnixDatagram,
@@ -28,14 +28,14 @@ impl Systemd {
         SystemdNotifier::connect(self.folder.path().join("notify").as_os_str(), watchdog).unwrap()
     }
 
-    /// The next datagram.
+    /// Receives the next datagram.
     async fn heard(&self) -> String {
         let mut words = [0; 4096];
         let read = timeout(SOON, self.socket.recv(&mut words)).await.unwrap();
         String::from_utf8(words[..read.unwrap()].to_vec()).unwrap()
     }
 
-    /// The next datagrams up to one with this beginning, which is the last of them.
+    /// Receives datagrams up to the first one with this beginning.
     async fn heard_until(&self, begin: &str) -> Vec<String> {
         let mut all = Vec::new();
         loop {
@@ -110,7 +110,7 @@ async fn a_service_manager_that_does_not_read_causes_no_delay() {
     }
 }
 
-/// A gateway in `folder` that runs on `cores`.
+/// Returns a gateway in `folder` that runs on these workers.
 fn gateway(folder: &Path, workers: &Workers) -> causeway_gateway::Bound {
     let store = Store::open(folder, OpenMode::Create).unwrap();
     store
@@ -155,7 +155,7 @@ async fn a_gateway_lives_only_as_long_as_each_of_its_workers_answers() {
         systemd
             .heard_until("STATUS=workers [1] do not respond")
             .await;
-        // All notifications from here on follow a whole round without an answer: none is a sign of life.
+        // All notifications from here on follow a complete round without a response: none of them is a watchdog message.
         let mut silent = vec![systemd.socket.try_recv(&mut [0; 64]).is_err()];
         for _ in 0..3 {
             pulse.unresponsive_workers(Duration::from_secs(1)).await;

@@ -1,4 +1,5 @@
-//! The file of the audit log: private, appended to, and opened anew at each reload, since logrotate moves it away.
+//! The file of the audit log. The file is private and appended to. It is opened again at each reload, since logrotate moves
+//! it away.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -11,15 +12,15 @@ use anyhow::Context;
 use causeway_certs::store::open_private;
 use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuilder, WorkerGuard};
 
-/// Lines that wait for the disk: some seconds of a busy gateway's.
+/// Maximum number of lines that wait for the disk: a few seconds of a busy gateway.
 const MAX_QUEUED_LINES: usize = 10_000;
-/// How often is said that lines are lost.
+/// Minimum interval between two reports of lost lines.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Whether a reload has asked for the file to be opened anew.
+/// Whether a reload requests that the file be opened again.
 static REOPEN: AtomicBool = AtomicBool::new(false);
 
-/// The audit log of this process; dropping it writes what is left.
+/// Audit log of this process. Dropping the value writes all queued lines.
 pub(crate) struct AuditLog {
     writer: NonBlocking,
     drop_counter: Arc<OnceLock<ErrorCounter>>,
@@ -27,7 +28,7 @@ pub(crate) struct AuditLog {
 }
 
 impl AuditLog {
-    /// Opens the file, 0600, or makes it.
+    /// Opens the file, or creates it with mode 0600.
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
         let file = AuditFile::open(path).with_context(|| {
             let path = path.display();
@@ -47,7 +48,7 @@ impl AuditLog {
         })
     }
 
-    /// Returns a function that counts the lines for which there was no room.
+    /// Returns a function that returns the number of lines that were dropped because the queue was full.
     pub(super) fn dropped_lines(&self) -> impl Fn() -> u64 + Send + Sync + use<> {
         let drop_counter = self.drop_counter.clone();
         move || {
@@ -75,7 +76,7 @@ impl Drop for AuditLog {
 
 const TOO_SLOW: &str = "the disk of the audit log is too slow; lines are missing";
 
-/// Has the audit log's file, if there is one, opened anew before the next line.
+/// Requests that the audit log's file, if there is one, be opened again before the next line.
 pub(crate) fn reopen() {
     REOPEN.store(true, Ordering::Relaxed);
 }
@@ -84,7 +85,7 @@ pub(crate) fn reopen() {
 struct AuditFile {
     path: PathBuf,
     file: File,
-    /// Counts the lines for which there was no room.
+    /// Counter of the lines that were dropped because the queue was full.
     drop_counter: Arc<OnceLock<ErrorCounter>>,
     drop_report: DropReport,
 }
@@ -97,7 +98,7 @@ struct DropReport {
 }
 
 impl DropReport {
-    /// Whether it is time to say something again.
+    /// Whether the next report is due.
     fn is_due(&mut self) -> bool {
         let is_due = self
             .last_report
@@ -125,7 +126,7 @@ fn open_append(path: &Path) -> io::Result<File> {
 }
 
 impl Write for AuditFile {
-    /// Writes all of a line, to one file.
+    /// Writes a complete line to one file.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let path = self.path.display();
         if REOPEN.swap(false, Ordering::Relaxed) {

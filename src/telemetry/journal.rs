@@ -13,7 +13,7 @@ use tracing_subscriber::registry::LookupSpan;
 /// Prefix of an error's line, see `sd-daemon(3)`.
 pub(super) const ERROR: &str = "<3>";
 
-/// Whether standard error leads to the journal: `JOURNAL_STREAM` names its device and inode (`systemd.exec(5)`).
+/// Whether standard error is connected to the journal: `JOURNAL_STREAM` names its device and inode (`systemd.exec(5)`).
 pub(super) fn is_stderr() -> bool {
     let Some(stream) = std::env::var_os("JOURNAL_STREAM") else {
         return false;

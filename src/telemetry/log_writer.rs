@@ -1,7 +1,7 @@
-//! The log on standard error, written in batches by a thread of its own.
+//! The log on standard error. A thread of its own writes it in batches.
 //!
-//! A request never waits for whatever reads the log. Lines for which the queue has no room are dropped, and so are those
-//! that cannot be written; both are counted, and the log says so.
+//! A request never waits for the reader of the log. Lines are dropped if the queue is full or they cannot be written. Both
+//! are counted, and the log reports them.
 
 use std::convert::Infallible;
 use std::io::{self, Write};
@@ -12,29 +12,29 @@ use std::time::{Duration, Instant};
 
 use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuilder, WorkerGuard};
 
-/// Lines in the queue: at 400 bytes each 6 MiB, and half a second of 30,000 requests a second.
+/// Maximum number of lines in the queue: at 400 bytes each 6 MiB, and half a second of 30,000 requests per second.
 const MAX_LINES: usize = 16_384;
-/// Bytes of one write.
+/// Maximum size of one write, in bytes.
 const MAX_BATCH_BYTES: usize = 64 << 10;
-/// How long the end of the process waits for the reader of the log.
+/// Time for which the process waits at its end for the reader of the log.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often the log says that it lacks lines.
+/// Minimum interval between two reports of dropped lines.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The log of this process; dropping it writes what waits.
+/// Log of this process. Dropping the value writes all queued lines.
 pub(super) struct LogWriter {
     writer: NonBlocking,
     dropped: DroppedLines,
-    /// `None` once it was asked to end.
+    /// `None` once the worker was stopped.
     worker: Option<WorkerGuard>,
     /// Disconnected once the worker has written everything.
     written: Receiver<Infallible>,
 }
 
-/// Count of the lines that a log lacks.
+/// Counts of dropped lines.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DroppedLines {
-    /// Lines for which there was no room.
+    /// Lines that were dropped because the queue was full.
     queue: Arc<OnceLock<ErrorCounter>>,
     /// Lines that could not be written.
     failed: Arc<AtomicU64>,
@@ -100,10 +100,10 @@ impl Drop for LogWriter {
 struct BatchWriter<W> {
     out: W,
     batch: Vec<u8>,
-    /// Lines in the batch.
+    /// Number of lines in the batch.
     lines: u64,
     dropped: DroppedLines,
-    /// Dropped lines that the log has reported, and when.
+    /// Number of dropped lines that the log has reported, and the time of the last report.
     reported: (u64, Option<Instant>),
     _done_sender: Sender<Infallible>,
 }
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
     use std::sync::mpsc;
 
-    /// A reader of the log that takes a write each time it is asked to.
+    /// Reader of the log that accepts one write per signal.
     struct Gated {
         began: mpsc::Sender<()>,
         go: Receiver<()>,

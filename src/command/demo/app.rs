@@ -37,7 +37,7 @@ use tracing::info_span;
 /// Time that open requests have to finish. It is short because a user does not wait for a demo.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 const TICK_INTERVAL: Duration = Duration::from_secs(1);
-/// As large as a DATA frame on the tunnel.
+/// Size of a chunk, in bytes: as large as a DATA frame on the tunnel.
 const CHUNK_BYTES: usize = 64 * 1024;
 const DEFAULT_DOWNLOAD: u64 = 1024 * 1024;
 
@@ -60,7 +60,7 @@ struct App {
     stop: CancellationToken,
 }
 
-/// Serves the app until `stop`. Returns when the last connection is gone, a second later at most.
+/// Serves the app until `stop`. Returns when the last connection has ended, at most a second later.
 pub(crate) async fn serve(listener: TcpListener, node: String, stop: CancellationToken) {
     let service = TowerToHyperService::new(routes(App {
         node: node.into(),
@@ -242,9 +242,10 @@ async fn download(Query(query): Query<Download>) -> Response {
     ([content_type, length], Body::from_stream(chunks)).into_response()
 }
 
-/// `length` bytes that do not compress, from the eight-byte block numbered `block` on, and the block after them.
+/// Returns `length` bytes that do not compress, from the eight-byte block with the number `block` on, and the number of the
+/// next block.
 ///
-/// Each block is splitmix64 of its number, so that the bytes depend on their place alone.
+/// Each block is splitmix64 of its number, so the bytes depend on their position alone.
 fn pseudo_random_bytes(mut block: u64, length: usize) -> (Bytes, u64) {
     let mut bytes = Vec::with_capacity(length + 8);
     while bytes.len() < length {

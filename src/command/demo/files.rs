@@ -1,4 +1,4 @@
-//! Files of the demo, and what its parts share.
+//! Files and constants that the parts of the demo share.
 
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -7,13 +7,13 @@ use std::time::Duration;
 use anyhow::Context;
 use causeway_certs::{Ca, OpenMode, Store, TrustDomain};
 
-/// The node port that each app is reached as.
+/// The node port at which each app is reachable.
 pub(super) const PORT: u16 = 9100;
 /// Name of the client in the printed commands.
 pub(super) const CLIENT_NAME: &str = "demo";
-/// Edges and their first requests take milliseconds; a loaded machine gets this long.
+/// Maximum time for the start. Edges and their first requests take milliseconds, but more on a loaded machine.
 pub(super) const START_TIMEOUT: Duration = Duration::from_secs(20);
-/// Ctrl-C should not be felt.
+/// Maximum time for the drain. It is short, so that Ctrl-C seems immediate.
 pub(super) const DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Files in the data directory that the demo and its user need.

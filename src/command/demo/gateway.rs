@@ -1,6 +1,6 @@
-//! The demo's gateway, which SIGUSR1 stops and starts again, and what its edges read of the cluster that it stands in for.
+//! The demo's gateway, which SIGUSR1 stops and starts again, and the cluster objects that its edges read from it.
 //!
-//! It comes back where it was: edges dial the address that they know, and printed commands go on working.
+//! The gateway restarts at the same addresses: edges dial the address that they know, and printed commands continue to work.
 
 use super::files::{DRAIN_TIMEOUT, PORT, START_TIMEOUT};
 use crate::command::{admin_client, manifests};
@@ -26,11 +26,11 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// The path of all `EndpointSlices`.
+/// Path of all `EndpointSlices`.
 pub(super) const SLICES_PATH: &str = "/apis/discovery.k8s.io/v1/endpointslices";
-/// How often a free address is looked for.
+/// Maximum number of attempts to bind a free address.
 const MAX_BIND_ATTEMPTS: usize = 3;
-/// Between two looks at what an edge has read.
+/// Interval between two requests for the objects that an edge has read.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A gateway that is bound.
@@ -38,13 +38,13 @@ pub(super) struct DemoGateway {
     pub(super) addresses: BoundAddresses,
     pub(super) listener: SocketAddr,
     bound: Bound,
-    /// With all addresses as they are.
+    /// Configuration with the addresses that were bound.
     config: Config,
     toggle_signal: Signal,
 }
 
 impl DemoGateway {
-    /// Binds a gateway on free ports, and at `listen` for clients if `listen` is set.
+    /// Binds a gateway on free ports, and its listener for clients at `listen` if that is set.
     pub(super) fn bind(dir: &Path, listen: Option<SocketAddr>) -> anyhow::Result<Self> {
         let toggle_signal = signal(SignalKind::user_defined1())
             .context("cannot install the handler for SIGUSR1")?;
@@ -83,7 +83,7 @@ impl DemoGateway {
         })
     }
 
-    /// Serves until `stop`, but for while it is switched off.
+    /// Serves until `stop`, with an interruption while the gateway is switched off.
     pub(super) async fn run(self, stop: CancellationToken) -> anyhow::Result<()> {
         let Self {
             mut bound,
@@ -128,7 +128,7 @@ fn with_listener(config: &Config, listener: SocketAddr) -> Config {
     }
 }
 
-/// A loopback address where `port` is free, so that URLs can name the node's own port; else any port.
+/// Returns a loopback address at which `port` is free, so that URLs can name the node's own port, or else any free port.
 fn find_free_address(port: u16) -> SocketAddr {
     (1..=254)
         .map(|last| SocketAddr::from((Ipv4Addr::new(127, 0, 0, last), port)))
@@ -136,7 +136,8 @@ fn find_free_address(port: u16) -> SocketAddr {
         .unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
 }
 
-/// As [`bind_gateway`], within [`START_TIMEOUT`]: while nothing listened, another process may have taken a port for a connection of its own.
+/// Binds like [`bind_gateway`], with retries for [`START_TIMEOUT`]. While the gateway was stopped, another process may have
+/// taken a port for a connection of its own.
 async fn rebind(config: &Config) -> anyhow::Result<Bound> {
     let deadline = Instant::now() + START_TIMEOUT;
     let mut is_logged = false;
@@ -153,7 +154,7 @@ async fn rebind(config: &Config) -> anyhow::Result<Bound> {
     }
 }
 
-/// Binds a gateway that has its objects.
+/// Binds a gateway that serves the demo's objects.
 fn bind_gateway(config: &Config) -> anyhow::Result<Bound> {
     let bound = Gateway::new(config.clone()).bind()?;
     let dir = config
@@ -166,7 +167,7 @@ fn bind_gateway(config: &Config) -> anyhow::Result<Bound> {
     Ok(bound)
 }
 
-/// A Service of two slices, and one of a single slice.
+/// Writes manifests of one Service with two slices and one Service with a single slice.
 fn write_objects(dir: &Path) -> anyhow::Result<()> {
     let service = |name: &str, address: &str| {
         json!({
@@ -200,7 +201,7 @@ fn write_objects(dir: &Path) -> anyhow::Result<()> {
         .with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// How many slices are to be read at an edge, as soon as it has them.
+/// Returns the number of slices that the edge serves, once it has them.
 pub(super) async fn count_slices(cache_address: SocketAddr) -> anyhow::Result<usize> {
     loop {
         let (status, body) =

@@ -17,7 +17,8 @@ use tokio_rustls::TlsConnector;
 
 use super::files::{DemoFiles, PORT};
 
-/// Gets `/` of a node as soon as its edge is connected: how long that request took, and its first line.
+/// Sends GET `/` to a node once its edge is connected. Returns the duration of that request, and the first line of the
+/// response.
 pub(super) async fn probe_node(
     files: &DemoFiles,
     listener: SocketAddr,

@@ -134,7 +134,7 @@ impl Validate for TestTable {
     }
 }
 
-/// Prints each expectation that is not met, and how many are.
+/// Prints each expectation that is not met, and the number of these.
 pub(super) fn run(args: &PolicyTest) -> anyhow::Result<()> {
     let (table, lines) = config_loader::load_document::<TestTable>(&args.table)?;
     let policy = policy_path(args, &table)?;
