@@ -36,12 +36,12 @@ pub struct StaticTokensError {
     pub message: String,
 }
 
-/// All clients of one file.
+/// All bearer-token clients of one file.
 #[derive(Debug, Clone, Default)]
 pub struct StaticTokens(HashMap<Fingerprint, Arc<StaticToken>>);
 
 impl StaticTokens {
-    /// Reads a file's text.
+    /// Parses the text of a file.
     pub fn parse(text: &str) -> Result<Self, StaticTokensError> {
         let mut clients = HashMap::new();
         for (index, line) in text.lines().enumerate() {

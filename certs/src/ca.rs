@@ -1,14 +1,14 @@
 //! Certificate authority: a root, the certificates that it signs, and the root that replaces it in a rotation.
 //!
-//! Owns the keys. Every certificate is built here from the arguments of a function. From a certificate request only the verified
-//! public key is taken (`VerifiedPublicKey`), never its names, its usages or its wish to be a CA. Each kind of leaf has an
-//! intermediate of its own (`root`) and an extended key usage of its own. So neither a certificate nor an issuer's key can stand
-//! in for another kind.
+//! Owns the keys. Every certificate is built here from the arguments of a function. From a certificate request only the
+//! verified public key is taken (`VerifiedPublicKey`), never its names, its usages or a request to be a CA. Each kind of leaf
+//! has an intermediate of its own (`root`) and an extended key usage of its own. So neither a certificate nor an issuer's key
+//! can stand in for another kind.
 //!
-//! A rotation has three steps: `prepare` makes a second root, which is trusted and signs nothing; `activate` lets it
-//! sign, with a certificate by the first root for whoever knows only that one; `retire` drops the first.
-//! Another CA may sign an intermediate for listeners' certificates (`listener_ca`), for clients that trust only that CA.
-//! Never asks whether somebody may have a certificate; that is the token's or the operator's word.
+//! A rotation has three steps. `prepare` creates a second root, which is trusted and signs nothing. `activate` lets it sign;
+//! the first root signs a cross certificate for peers that know only the first root. `retire` drops the first root. Another
+//! CA may sign an intermediate for listeners' certificates (`listener_ca`), for clients that trust only that CA. This module
+//! never decides who may have a certificate: a token or the operator does.
 
 mod error;
 pub(crate) mod file;
@@ -47,7 +47,7 @@ pub struct IssuedCertificate {
     pub certificate: CertificateDer<'static>,
     /// Last second of validity.
     pub not_after: UnixTime,
-    /// Serial number, as it is in the certificate.
+    /// Serial number in the certificate.
     pub serial: Vec<u8>,
     /// Fingerprint of the root above the certificate.
     pub root: Fingerprint,
@@ -80,7 +80,7 @@ pub enum RootStage {
     Retiring,
 }
 
-/// Whether a step of a rotation has been made now, or before.
+/// Whether a step of a rotation was made now or before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RotationStep {
     /// The step was made now.
@@ -89,16 +89,16 @@ pub enum RotationStep {
     Unchanged,
 }
 
-/// State of a CA that a change is recognised by: its roots, their stages, and the intermediate that signs for listeners.
+/// State by which a change of a CA is detected: its roots, their stages, and the intermediate that signs for listeners.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CaVersion {
     active: Fingerprint,
     other: Option<(RootStage, Fingerprint)>,
-    /// The chain of listeners, and whether it is valid: listeners present our own intermediate if it is not.
+    /// The chain of listeners, and whether it is valid. If it is not, listeners present our own intermediate.
     listeners: Option<(Fingerprint, bool)>,
 }
 
-/// A root with its key, and the one that comes or goes. `Debug` shows no key.
+/// A root with its key, and during a rotation the root that replaces it or that it replaced. `Debug` shows no key.
 pub struct Ca {
     active: Root,
     other: Option<(RootStage, Root)>,
@@ -131,7 +131,7 @@ pub(crate) struct TrustAnchor<'a> {
 }
 
 impl Ca {
-    /// Makes a new root with a new key.
+    /// Creates a new root with a new key.
     pub fn create(domain: &TrustDomain) -> Result<Self, CaError> {
         Ok(Self {
             active: Root::create(domain)?,
@@ -141,7 +141,7 @@ impl Ca {
         })
     }
 
-    /// Reads a root that signs leaves itself, and its key, and checks that they match.
+    /// Loads a root that signs leaves itself, and its key, and checks that they match.
     pub fn load(certificate_pem: &str, key_pem: &str) -> Result<Self, CaError> {
         Ok(Self {
             active: Root::load(certificate_pem, key_pem)?,
@@ -174,12 +174,12 @@ impl Ca {
         ca
     }
 
-    /// The root that signs.
+    /// Returns the root that signs.
     pub fn root(&self) -> &CertificateDer<'static> {
         &self.active.signer.certificate
     }
 
-    /// The root that signs, as PEM.
+    /// Returns the root that signs, as PEM.
     pub fn root_pem(&self) -> String {
         self.active.signer.certificate_pem()
     }
@@ -191,24 +191,25 @@ impl Ca {
             .collect()
     }
 
-    /// All roots that are trusted as PEM, for edges.
+    /// Returns all trusted roots as PEM, for edges.
     pub fn bundle_pem(&self) -> String {
         self.all_roots()
             .map(|(_, root)| root.signer.certificate_pem())
             .collect()
     }
 
-    /// The same for clients of listeners, such as `curl --cacert`: with the root of an imported chain, and of replaced ones.
+    /// Returns all trusted roots as PEM for clients of listeners, such as `curl --cacert`. Includes the root of an imported
+    /// chain, and those of replaced chains.
     pub fn client_bundle_pem(&self) -> String {
         self.bundle_pem() + &self.listeners.client_roots()
     }
 
-    /// The private key of the root that signs, as PEM.
+    /// Returns the private key of the root that signs, as PEM.
     pub fn key_pem(&self) -> Secret {
         self.active.signer.key_pem()
     }
 
-    /// The trust domain that the root names.
+    /// Returns the trust domain that the root names.
     pub fn trust_domain(&self) -> &TrustDomain {
         &self.active.domain
     }
@@ -238,8 +239,8 @@ impl Ca {
         }
     }
 
-    /// Whether the root that signs is from before intermediates. It allows none below it, not even behind the root that
-    /// comes next: OpenSSL looks at that where it knows that root alone.
+    /// Whether the root that signs is older than the introduction of intermediates. Such a root permits no intermediate below
+    /// it, not even below the next root. OpenSSL applies that limit if it knows only the old root.
     pub fn signs_leaves_directly(&self) -> bool {
         self.active.issuers().is_none()
     }
@@ -272,7 +273,7 @@ impl Ca {
             .collect()
     }
 
-    /// A certificate for an edge's key: this node, as a client, and nothing else.
+    /// Issues a certificate for an edge's key. It is valid for this node as a client, and for nothing else.
     pub fn issue_edge(
         &self,
         key: &VerifiedPublicKey,
@@ -301,8 +302,8 @@ impl Ca {
         })
     }
 
-    /// A gateway's leaf for its tunnel port. The chain includes the roots, in which an edge that
-    /// knows only the fingerprint of its token recognises this CA.
+    /// Issues a gateway's leaf for its tunnel port. The chain includes the roots, so that an edge that knows only the
+    /// fingerprint of its token recognises this CA.
     pub fn issue_gateway(
         &self,
         names: &[GatewayName],
@@ -323,7 +324,7 @@ impl Ca {
         self.issue_leaf(IssuerPurpose::Replicas, profile, chain_tail)
     }
 
-    /// Issues a leaf that a listener shows to its clients under these names.
+    /// Issues a leaf that a listener presents to its clients under these names.
     pub fn issue_listener(
         &self,
         names: &[ListenerName],
@@ -398,7 +399,7 @@ impl LiveCa {
         Self(Arc::new(ArcSwap::from_pointee(ca)))
     }
 
-    /// The CA as it is now.
+    /// Returns the present CA.
     pub fn get(&self) -> Arc<Ca> {
         self.0.load_full()
     }

@@ -1,4 +1,4 @@
-//! Facts of a certificate, read once out of its DER.
+//! Properties of a certificate, read once from its DER.
 //!
 //! Owns the only use of the X.509 parser for certificates. The input is untrusted, so nothing here panics. A certificate that
 //! parses proves nothing until `verify` has checked its signer.
@@ -10,7 +10,7 @@ use thiserror::Error;
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use x509_parser::x509::X509Name;
 
-/// Time by which our certificates begin before their issue, for clocks that run late.
+/// Time by which our certificates are valid before their issue, for clocks that are behind.
 pub(crate) const CLOCK_SKEW: Duration = Duration::from_hours(1);
 
 /// The bytes are not a certificate, or one of its fields is malformed.
@@ -18,14 +18,14 @@ pub(crate) const CLOCK_SKEW: Duration = Duration::from_hours(1);
 #[error("not a readable certificate: {0}")]
 pub struct CertificateError(String);
 
-/// The facts of one certificate.
+/// The properties of one certificate.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[allow(
     clippy::struct_excessive_bools,
     reason = "each is a fact of its own in the certificate"
 )]
 pub struct Certificate {
-    /// The serial number's bytes, as they stand in the certificate.
+    /// Bytes of the serial number, as in the certificate.
     pub serial: Vec<u8>,
     /// First second of validity, in Unix time.
     pub not_before: u64,
@@ -41,16 +41,17 @@ pub struct Certificate {
     pub client_auth: bool,
     /// Whether the extended key usage names serverAuth.
     pub server_auth: bool,
-    /// Whether it is for any use: it has no extended key usage, or that names anyExtendedKeyUsage (RFC 5280 section 4.2.1.12).
+    /// Whether the certificate is for any use: it has no extended key usage, or one that names anyExtendedKeyUsage (RFC 5280
+    /// section 4.2.1.12).
     pub is_any_purpose: bool,
-    /// Whether it may sign certificates: basicConstraints CA and keyCertSign.
+    /// Whether the certificate may sign certificates: basicConstraints CA and keyCertSign.
     pub is_ca: bool,
     /// The DER of the subject's public key with its algorithm.
     pub public_key: Vec<u8>,
 }
 
 impl Certificate {
-    /// Reads a certificate; trailing bytes are refused.
+    /// Parses a certificate. Trailing bytes are refused.
     pub fn parse(der: &CertificateDer<'_>) -> Result<Self, CertificateError> {
         let parsed = parse_x509(der)?;
         let usage = parsed.extended_key_usage().map_err(malformed)?;
@@ -78,7 +79,7 @@ impl Certificate {
         })
     }
 
-    /// Whether `now` lies within the validity.
+    /// Whether `now` is within the validity.
     pub fn is_valid_at(&self, now: UnixTime) -> bool {
         (self.not_before..=self.not_after).contains(&now.as_secs())
     }
@@ -88,23 +89,23 @@ impl Certificate {
         self.not_before.saturating_add(CLOCK_SKEW.as_secs())
     }
 
-    /// The serial number in hexadecimal.
+    /// Returns the serial number in hexadecimal.
     pub fn serial_hex(&self) -> String {
         crate::secret::hex(&self.serial)
     }
 }
 
-/// Constraints of a CA certificate that another CA has made; the constraints of our own are known. Names are stored as their
+/// Constraints of a CA certificate that another CA has issued; the constraints of our own are known. Names are stored as
 /// bytes, since only equal bytes are an equal name to every verifier.
 #[derive(Debug)]
 pub(crate) struct CaConstraints {
     pub(crate) subject: DistinguishedName,
     pub(crate) issuer: DistinguishedName,
-    /// Whether it may sign certificates. Where no key usage is said, none is denied.
+    /// Whether the CA may sign certificates. Without a key usage extension everything is permitted.
     pub(crate) can_sign: bool,
-    /// Number of CAs that may come between this one and a leaf.
+    /// Maximum number of CAs between this one and a leaf.
     pub(crate) path_length: Option<u32>,
-    /// Whether certificates below the CA may be a server's.
+    /// Whether certificates below the CA may be server certificates.
     pub(crate) allows_server_auth: bool,
     /// Whether the CA constrains the names below it.
     pub(crate) has_name_constraints: bool,
@@ -139,7 +140,7 @@ fn is_unprintable(ch: char) -> bool {
 }
 
 impl CaConstraints {
-    /// Reads a certificate; trailing bytes are refused.
+    /// Parses a certificate. Trailing bytes are refused.
     pub(crate) fn parse(der: &CertificateDer<'_>) -> Result<Self, CertificateError> {
         let parsed = parse_x509(der)?;
         let constraints = parsed.basic_constraints().map_err(malformed)?;
@@ -159,7 +160,7 @@ impl CaConstraints {
         })
     }
 
-    /// Whether it has signed itself, as far as its names say.
+    /// Whether the certificate is self-signed, according to its names.
     pub(crate) fn is_root(&self) -> bool {
         self.subject.der == self.issuer.der
     }
@@ -194,11 +195,11 @@ fn owned_text<E>(value: Result<&str, E>) -> Option<String> {
     value.ok().map(str::to_owned)
 }
 
-/// Times before 1970 count as 1970: a certificate that ended then has ended.
+/// Converts a timestamp to Unix seconds. Times before 1970 become 1970: a certificate that expired then has expired.
 fn unix_seconds(timestamp: i64) -> u64 {
     u64::try_from(timestamp).unwrap_or(0)
 }
-/// Unix seconds as people read them.
+/// Formats Unix seconds for people.
 pub(crate) fn format_date(seconds: u64) -> String {
     // The format ends with the year 9999.
     let max_seconds = 253_402_300_799;

@@ -1,10 +1,10 @@
-//! The cryptography of every TLS session and signature.
+//! The cryptography of all TLS sessions and signatures.
 
 use std::sync::{Arc, LazyLock};
 
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
 
-/// aws-lc-rs with AES-GCM first: with AES in the processor it is the fastest by far.
+/// Returns the provider: aws-lc-rs with AES-GCM first, which is the fastest by far on processors with AES instructions.
 pub fn provider() -> Arc<CryptoProvider> {
     static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
         use aws_lc_rs::cipher_suite as suite;
@@ -27,8 +27,8 @@ pub fn provider() -> Arc<CryptoProvider> {
     Arc::clone(&PROVIDER)
 }
 
-/// Makes `provider` the process's default, for libraries that ask for one. Later calls change
-/// nothing, so that each test may call it.
+/// Makes `provider` the process's default, for libraries that use the default. Later calls change nothing, so each test may
+/// call it.
 pub fn install_provider() {
     // Fails only if a default is already installed.
     let _ = CryptoProvider::clone(&provider()).install_default();

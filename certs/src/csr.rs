@@ -1,8 +1,9 @@
-//! Certificate requests: made on the edge, checked on the gateway.
+//! Certificate requests: created on the edge, checked on the gateway.
 //!
-//! The edge's key never leaves it: `PrivateKey` makes the key and a request that proves its possession. `VerifiedPublicKey` is
-//! the part that the gateway takes from a request: the public key, after its signature was verified. Names, usages and CA:TRUE in
-//! a request are not even read, unless a cluster shows them to people. Then the request must name its node only.
+//! The edge's key never leaves the edge: `PrivateKey` creates the key and a request that proves its possession.
+//! `VerifiedPublicKey` is the part that the gateway takes from a request: the public key, after its signature was verified.
+//! Names, usages and CA:TRUE in a request are not even read, unless a cluster shows them to people. In that case the request
+//! must name its node only.
 
 use rcgen::{CertificateParams, KeyPair, SanType, SubjectPublicKeyInfo};
 use thiserror::Error;
@@ -26,21 +27,21 @@ const ED25519: &str = "1.3.101.112";
 /// Error that refuses a request.
 #[derive(Debug, Error)]
 pub enum CsrError {
-    /// Larger than any honest request.
+    /// The request is larger than any honest one.
     #[error("the certificate request has {0} bytes, more than the {MAX_REQUEST} allowed")]
     TooLarge(usize),
     /// The input is not a certificate request.
     #[error("not a certificate request (PKCS #10 in DER): {0}")]
     Malformed(String),
-    /// The sender does not hold the key.
+    /// The signature is invalid: the sender does not hold the key.
     #[error("the certificate request is not signed by its own key")]
     Signature,
-    /// A kind of key that is not signed.
+    /// Keys of this kind are not signed.
     #[error(
         "{0} keys are not accepted: use ECDSA P-256 or P-384, Ed25519, or RSA with at least 2048 bits"
     )]
     Key(String),
-    /// The request does not ask for exactly the identity of its node.
+    /// The request does not state exactly the identity of its node.
     #[error(
         "the certificate request {asks}; the request of an edge must have no subject and exactly one name, the URI {uri}"
     )]
@@ -50,7 +51,7 @@ pub enum CsrError {
         /// URI that the request should name.
         uri: String,
     },
-    /// The subject or names are wrong, so a cluster's own signer would name another identity.
+    /// The subject or names are wrong, so the cluster's own signer would issue a certificate for another identity.
     #[error(
         "the certificate request {asks}; the request of an edge must have exactly the subject {wanted}, and nothing else"
     )]
@@ -60,7 +61,7 @@ pub enum CsrError {
         /// Subject that the request should have.
         wanted: String,
     },
-    /// The key could not be made or used on this machine.
+    /// The key could not be created or used on this machine.
     #[error("cannot create the key or the certificate request: {0}")]
     Local(#[source] rcgen::Error),
 }
@@ -108,7 +109,7 @@ impl VerifiedPublicKey {
         }
     }
 
-    /// Verifies a request in which a signer of the cluster's own finds exactly this node as the subject.
+    /// Verifies a request whose subject, in the form of the cluster's own signer, is exactly this node.
     pub fn verify_subject(
         der: &[u8],
         subject: SignerProfile,
@@ -136,8 +137,8 @@ impl VerifiedPublicKey {
     }
 }
 
-/// Whether two requests in PEM ask for the same: one key, one subject, the same names and extensions. Their signatures
-/// differ even where they were made by one key.
+/// Whether two requests in PEM are equal except for their signatures: one key, one subject, the same names and extensions.
+/// Signatures differ even with the same key.
 pub fn is_same_request(one: &[u8], other: &[u8]) -> bool {
     let content = |pem: &[u8]| {
         let (_, pem) = x509_parser::pem::parse_x509_pem(pem).ok()?;
@@ -196,7 +197,7 @@ fn check_strength(key: &x509_parser::x509::SubjectPublicKeyInfo<'_>) -> Result<(
     }
 }
 
-/// Private key of an edge, or of a gateway whose certificate an external CA makes: P-256. `Debug` does not show it.
+/// Private key of an edge, or of a gateway whose certificate an external CA issues: P-256. `Debug` does not show it.
 pub struct PrivateKey(KeyPair);
 
 impl std::fmt::Debug for PrivateKey {
@@ -206,12 +207,12 @@ impl std::fmt::Debug for PrivateKey {
 }
 
 impl PrivateKey {
-    /// Makes a new key.
+    /// Creates a new key.
     pub fn generate() -> Result<Self, CsrError> {
         KeyPair::generate().map(Self).map_err(CsrError::Local)
     }
 
-    /// Reads a key that `key_pem` has written.
+    /// Loads a key that `key_pem` has written.
     pub fn load(pem: &str) -> Result<Self, CsrError> {
         KeyPair::from_pem(pem).map(Self).map_err(CsrError::Local)
     }
@@ -224,7 +225,7 @@ impl PrivateKey {
         Ok(request.der().to_vec())
     }
 
-    /// A request for this key that names a node as a cluster's signer wants it, in PEM.
+    /// Builds a request for this key that names a node in the form that a cluster's signer requires, in PEM.
     pub fn edge_request(&self, domain: &TrustDomain, node: &NodeName) -> Result<String, CsrError> {
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();
@@ -235,7 +236,7 @@ impl PrivateKey {
         request.pem().map_err(CsrError::Local)
     }
 
-    /// Builds a request for this key in the form that a signer of the cluster's own requires.
+    /// Builds a request for this key in the form that the cluster's own signer requires.
     pub fn cluster_request(
         &self,
         subject: SignerProfile,
@@ -280,7 +281,7 @@ impl PrivateKey {
         request.pem().map_err(CsrError::Local)
     }
 
-    /// The private key as PEM.
+    /// Returns the private key as PEM.
     pub fn key_pem(&self) -> Secret {
         Secret::new(self.0.serialize_pem())
     }

@@ -1,8 +1,8 @@
 //! The edge's identity: the result of enrolment on a node, which each later start loads.
 //!
-//! Holds node name, leaf, roots and trust domain, and the gateway addresses learned meanwhile. All of it is checked on
-//! construction: the certificate is for our key, and an issuer below a root has signed it. The names are read from the two
-//! certificates, never from other statements of the gateway.
+//! Holds the node's name, leaf, roots and trust domain, and the gateway addresses that the edge has received since. All of it
+//! is checked on construction: the certificate is for our key, and an issuer below a root has signed it. The names are read
+//! from the certificates, never from other statements of the gateway.
 
 use std::time::Duration;
 
@@ -37,12 +37,12 @@ pub enum EdgeIdentityError {
     /// The root is unusable.
     #[error(transparent)]
     Trust(#[from] TrustError),
-    /// The root did not sign the certificate, or not for an edge.
+    /// The root did not sign the certificate, or did not sign it for an edge.
     #[error("the edge's certificate is not valid: {0}")]
     Refused(#[from] PeerRejected),
 }
 
-/// Roots that an edge receives, at most: a rotation has two.
+/// Maximum number of roots that an edge receives: a rotation has two.
 const MAX_ROOTS: usize = 4;
 
 /// An enrolled edge.
@@ -52,13 +52,13 @@ pub struct EdgeIdentity {
     pub node: NodeName,
     /// The edge's certificate with its key.
     pub leaf: LeafCertificate,
-    /// The roots of edges and gateways: one, or during a rotation two.
+    /// Roots of edges and gateways: one, or two during a rotation.
     pub roots: Vec<CertificateDer<'static>>,
-    /// The trust domain, as the roots say.
+    /// Trust domain that the roots name.
     pub trust_domain: TrustDomain,
-    /// Further addresses of the gateway, learned from its hello.
+    /// Further addresses of gateways, from their hello.
     pub gateways: Vec<String>,
-    /// Whether an external CA makes and renews the identity, and names the roots of the gateways.
+    /// Whether an external CA issues and renews the identity and provides the roots of the gateways.
     pub is_external: bool,
 }
 
@@ -74,9 +74,9 @@ pub(crate) struct EdgeFile {
 }
 
 impl EdgeIdentity {
-    /// Combines the parts that enrolment or renewal returned. The validity of the certificate at this moment is not checked. An
-    /// edge that was off for long still states its identity, and the gateway refuses it. A machine that gets its time late has
-    /// its identity as soon as the time is right.
+    /// Combines the parts that enrolment or renewal returned. The present validity of the certificate is not checked. An edge
+    /// that was off for long still presents its identity, and the gateway refuses it. If a machine sets its clock late, the
+    /// identity is valid as soon as the clock is right.
     pub fn new(roots_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {
         let identity = Self::assemble(roots_pem, chain_pem, key)?;
         let trust_store = TrustStore::from_roots(&identity.roots, &identity.trust_domain)?;
@@ -91,8 +91,8 @@ impl EdgeIdentity {
         Ok(identity)
     }
 
-    /// Builds the identity from parts that an external CA has made for this node: the roots of gateways, the certificate with its
-    /// chain, and its key. The gateways decide whether they accept the certificate and whether it is valid now.
+    /// Builds the identity from parts that an external CA has issued for this node: the roots of gateways, the certificate
+    /// with its chain, and its key. The gateways decide whether they accept the certificate and whether it is valid now.
     pub fn from_external(
         roots_pem: &str,
         chain_pem: &str,
@@ -118,7 +118,7 @@ impl EdgeIdentity {
         }
     }
 
-    /// Whether this edge still trusts a gateway that it trusted when the gateway showed this chain. The dates were checked then.
+    /// Whether this edge still trusts a gateway that presented this chain earlier. The dates were checked at that time.
     pub fn trusts_gateway(&self, gateway: &[CertificateDer<'_>]) -> bool {
         let parsed = gateway.first().map(Certificate::parse);
         let not_after = parsed.and_then(Result::ok).unwrap_or_default().not_after;
@@ -129,7 +129,7 @@ impl EdgeIdentity {
         })
     }
 
-    /// The trust domain that roots name.
+    /// Returns the trust domain that the roots name.
     pub fn trust_domain_of(roots_pem: &str) -> Result<TrustDomain, EdgeIdentityError> {
         read_roots(roots_pem).map(|(_, domain)| domain)
     }
@@ -159,7 +159,7 @@ impl EdgeIdentity {
         })
     }
 
-    /// The fingerprints of the roots.
+    /// Returns the fingerprints of the roots.
     pub fn fingerprints(&self) -> Vec<Fingerprint> {
         self.roots
             .iter()
@@ -167,14 +167,14 @@ impl EdgeIdentity {
             .collect()
     }
 
-    /// Whether all roots of this PEM are trusted already. False if the text does not read.
+    /// Whether all roots of this PEM are already trusted. Returns `false` if the text cannot be parsed.
     pub fn trusts_all(&self, roots_pem: &str) -> bool {
         read_roots(roots_pem)
             .is_ok_and(|(roots, _)| roots.iter().all(|root| self.roots.contains(root)))
     }
 
-    /// Reads the roots that a gateway sends. Refuses roots of another trust domain, and sets without a root that is trusted
-    /// already: a root's successor is trusted beside it first.
+    /// Parses the roots that a gateway sends. Refuses roots of another trust domain, and sets without a root that is already
+    /// trusted: the successor of a root is first trusted beside it.
     pub fn read_roots(
         &self,
         roots_pem: &str,
@@ -213,7 +213,7 @@ impl EdgeIdentity {
     }
 }
 
-/// Roots and the trust domain that they name. A text has a few at most.
+/// Parses roots, and returns them with the trust domain that they name. A text has a few roots at most.
 fn read_roots(
     text: &str,
 ) -> Result<(Vec<CertificateDer<'static>>, TrustDomain), EdgeIdentityError> {

@@ -1,8 +1,9 @@
-//! Certificates of edges and gateways that an external CA makes and renews: cert-manager, Vault, a company's PKI.
+//! Certificates of edges and gateways that an external CA issues and renews: cert-manager, Vault, a company's PKI.
 //!
-//! They carry the same identities as ours do: `spiffe://<trust domain>/gateway` with serverAuth, `spiffe://<trust
-//! domain>/edge/<node>` with clientAuth, each as the certificate's only SPIFFE URI. The signer differs: every certificate below
-//! one of the configured roots counts, through any intermediates, and these intermediates state no purposes.
+//! They carry the same identities as our own certificates, each as the certificate's only SPIFFE URI: `spiffe://<trust
+//! domain>/gateway` with serverAuth, and `spiffe://<trust domain>/edge/<node>` with clientAuth. The signer differs: every
+//! certificate below one of the configured roots is accepted, through any intermediates, and these intermediates state no
+//! purposes.
 
 use rustls_pki_types::CertificateDer;
 use thiserror::Error;
@@ -13,7 +14,7 @@ use crate::leaf::{LeafCertificate, LeafCertificateError};
 use crate::name::{NameError, NodeName, TrustDomain};
 use crate::pem;
 
-/// Maximum of roots in one file: a company has a few, the whole web 150.
+/// Maximum number of roots in one file: a company has a few, the whole web 150.
 const MAX_ROOTS: usize = 64;
 
 /// Error that makes files of an external CA unusable as an identity.
@@ -30,7 +31,7 @@ pub enum ExternalIdentityError {
     Kind {
         /// Identity in the certificate.
         found: String,
-        /// The URI that it has to carry.
+        /// Required URI.
         wanted: &'static str,
     },
     /// The extended key usage is missing.
@@ -79,7 +80,7 @@ pub(crate) fn load_edge(
     }
 }
 
-/// Returns the roots, or intermediates that count as such, of a PEM text: at least one, each of which may sign.
+/// Returns the roots, or the intermediates that serve as roots, of a PEM text: at least one, each of which may sign.
 pub fn parse_roots(text: &str) -> Result<Vec<CertificateDer<'static>>, ExternalIdentityError> {
     let roots = pem::parse_certificates(text).map_err(ExternalIdentityError::Roots)?;
     if roots.len() > MAX_ROOTS {
@@ -98,7 +99,7 @@ pub fn parse_roots(text: &str) -> Result<Vec<CertificateDer<'static>>, ExternalI
 }
 
 fn parse_leaf(leaf: &LeafCertificate) -> Result<Certificate, CertificateError> {
-    // A leaf has at least the one certificate.
+    // A leaf has at least one certificate.
     leaf.chain()
         .first()
         .map_or_else(|| Ok(Certificate::default()), Certificate::parse)

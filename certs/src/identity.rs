@@ -1,8 +1,9 @@
 //! Identities: the holder that a certificate names.
 //!
 //! Owns `Identity` and the spiffe URIs in which our certificates carry it. Never decides whether a certificate is genuine:
-//! `verify` finds the signer and then calls `Identity::of_ours` or `Identity::of_foreign`. Only the first can return `Edge`,
-//! `Gateway` or `Client`, so a foreign CA cannot mint one of ours, whatever it writes into its certificates.
+//! `verify` finds the signer and then calls `Identity::from_own_certificate` or `Identity::from_foreign_certificate`. Only
+//! the first can return `Edge`, `Gateway` or `Client`. So a foreign CA cannot issue one of our identities, whatever it writes
+//! into its certificates.
 
 use std::fmt;
 
@@ -11,18 +12,18 @@ use rustls_pki_types::CertificateDer;
 use crate::certificate::Certificate;
 use crate::name::{NameError, NodeName, TrustDomain, check_client};
 
-/// Separator of groups in the organization of our client certificates: rcgen writes one organization at most, and no group may
+/// Separator of groups in the organization of our client certificates: rcgen writes at most one organization. No group may
 /// contain the separator.
 const GROUP_SEPARATOR: char = ',';
 
 /// Purpose for which an intermediate of ours signs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IssuerPurpose {
-    /// Edges, as clients of the tunnel port.
+    /// Certificates of edges, as clients of the tunnel port.
     Edges,
-    /// Certificates that listeners show to clients.
+    /// Certificates that listeners present to clients.
     Listeners,
-    /// Gateways.
+    /// Certificates of gateways.
     Replicas,
     /// Certificates of clients of listeners.
     Clients,
@@ -47,18 +48,18 @@ impl fmt::Display for IssuerPurpose {
 /// The holder of a certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Identity {
-    /// The edge of a node, by our root.
+    /// The edge of a node, certified by our root.
     Edge(NodeName),
-    /// A gateway, by our root.
+    /// A gateway, certified by our root.
     Gateway,
-    /// A client, by our root.
+    /// A client, certified by our root.
     Client {
         /// The client's name.
         name: String,
         /// The groups that the client belongs to.
         groups: Vec<String>,
     },
-    /// A client, by another root that a listener's configuration trusts.
+    /// A client, certified by another root that a listener's configuration trusts.
     Foreign {
         /// The subject's common name.
         common_name: Option<String>,
@@ -126,7 +127,7 @@ impl Identity {
         }
     }
 
-    /// Returns the kind of our own machine that a certificate names, independent of its signer and its other content.
+    /// Returns the kind of our own machines that a certificate names, independent of its signer and its other content.
     pub(crate) fn own_machine_kind(
         certificate: &Certificate,
         domain: &TrustDomain,
@@ -181,8 +182,8 @@ impl fmt::Display for Identity {
     }
 }
 
-/// The one spiffe URI of a certificate; none or several are refused, so that no certificate can
-/// be read as two identities.
+/// Returns the only spiffe URI of a certificate. None or several are refused, so that no certificate can be read as two
+/// identities.
 fn single_spiffe_uri(certificate: &Certificate) -> Result<&str, NameError> {
     let is_spiffe = |uri: &&String| {
         uri.get(..9)
@@ -197,7 +198,7 @@ fn single_spiffe_uri(certificate: &Certificate) -> Result<&str, NameError> {
     }
 }
 
-/// Returns whether a certificate names a gateway, in any trust domain and by any signer.
+/// Whether a certificate names a gateway, in any trust domain and by any signer.
 pub(crate) fn names_gateway(leaf: &Certificate) -> bool {
     single_spiffe_uri(leaf).is_ok_and(|uri| {
         let path = uri.get(9..).and_then(|rest| rest.split_once('/'));
@@ -205,13 +206,13 @@ pub(crate) fn names_gateway(leaf: &Certificate) -> bool {
     })
 }
 
-/// The trust domain in which a leaf has its one identity.
+/// Returns the trust domain of a leaf's only identity.
 pub(crate) fn trust_domain_of(leaf: &Certificate) -> Result<TrustDomain, NameError> {
     let uri = single_spiffe_uri(leaf)?.get(9..).unwrap_or_default();
     TrustDomain::parse(uri.split('/').next().unwrap_or_default())
 }
 
-/// The trust domain that a root names: its one URI `spiffe://<trust domain>`.
+/// Returns the trust domain that a root names: its only URI `spiffe://<trust domain>`.
 pub(crate) fn trust_domain_of_root(root: &Certificate) -> Result<TrustDomain, NameError> {
     let uri = single_spiffe_uri(root)?;
     TrustDomain::parse(uri.get(9..).unwrap_or_default())
@@ -233,7 +234,7 @@ pub(crate) fn issuer_uri(domain: &TrustDomain, purpose: IssuerPurpose) -> String
     format!("spiffe://{domain}/issuer/{purpose}")
 }
 
-/// Returns the purpose for which an intermediate signs, by its one URI.
+/// Returns the purpose for which an intermediate signs, from its only URI.
 pub(crate) fn issuer_purpose(
     intermediate: &Certificate,
     domain: &TrustDomain,
@@ -248,7 +249,7 @@ pub(crate) fn root_uri(domain: &TrustDomain) -> String {
     format!("spiffe://{domain}")
 }
 
-/// Groups as one organization of a certificate.
+/// Joins groups into one organization of a certificate.
 pub(crate) fn join_groups(groups: &[String]) -> Result<String, NameError> {
     groups.iter().try_for_each(|group| check_client(group))?;
     Ok(groups.join(","))

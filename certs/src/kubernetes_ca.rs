@@ -1,4 +1,5 @@
-//! Certificates by which a cluster's own signers name a node (`kubernetes.io/…`): shown once, in exchange for one of ours.
+//! Certificates in which a cluster's own signers name a node (`kubernetes.io/…`). An edge presents such a certificate once,
+//! in exchange for one of ours.
 //!
 //! The CA behind these signers has made the certificates of kubelets, users and components as well. So only the exact subject
 //! counts: the one organization and the one common name that the signer gives to nodes, and no alternative name.
@@ -14,15 +15,15 @@ use crate::signer_profile::SignerProfile;
 use crate::verify::peer::{PeerRejected, Purpose};
 use crate::verify::roots::{TrustError, client_verifier};
 
-/// Longest lifetime of a certificate that is shown: two hours are requested, and signers begin somewhat earlier.
+/// Maximum lifetime of a certificate that is presented: two hours are requested, and signers begin somewhat earlier.
 pub const MAX_CERTIFICATE_LIFETIME: Duration = Duration::from_hours(3);
 
-/// A node that has shown its certificate, and when that begins, in Unix seconds.
+/// A node that has presented its certificate, and the first second of the certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifiedNodeCertificate {
     /// The node.
     pub node: NodeName,
-    /// The certificate's first second.
+    /// First second of the certificate, in Unix seconds.
     pub since: u64,
 }
 
@@ -42,7 +43,7 @@ impl PartialEq for ClusterCa {
 }
 
 impl ClusterCa {
-    /// The CA certificates of the signers.
+    /// Returns the CA certificates of the signers.
     pub fn roots(&self) -> &[CertificateDer<'static>] {
         &self.roots
     }

@@ -1,7 +1,7 @@
 //! A leaf: a certificate chain with its private key, ready for rustls.
 //!
-//! Checks once, when made, that chain and key belong together, so that using it cannot fail.
-//! Never issues (that is `ca`) and never decides who sees it (that is `resolver`).
+//! Checks once, on construction, that chain and key belong together, so that its use cannot fail. Never issues certificates
+//! (`ca` does) and never decides who receives them (`resolver` does).
 
 use std::fmt;
 use std::sync::Arc;
@@ -31,20 +31,20 @@ pub enum LeafCertificateError {
     /// The certificate cannot be parsed.
     #[error(transparent)]
     Certificate(#[from] CertificateError),
-    /// The key is of an unknown kind or not the certificate's.
+    /// The key is of an unknown kind or does not belong to the certificate.
     #[error("the private key does not match the certificate: {0}")]
     Key(#[from] rustls::Error),
-    /// The certificate is for another use.
+    /// The certificate is for another usage.
     #[error("the extended key usage of the certificate does not contain {0}")]
     Usage(&'static str),
-    /// The certificate is not valid now, and the certificate that it was to replace is.
+    /// The certificate is not valid now, but the certificate that it would replace is.
     #[error(
         "the new certificate is valid from {from} to {to}, which is not now; the current certificate is valid and stays in use"
     )]
     Period {
-        /// First second of validity, as RFC 3339 has it.
+        /// First second of validity, in the format of RFC 3339.
         from: String,
-        /// Last second of validity.
+        /// Last second of validity, in the format of RFC 3339.
         to: String,
     },
 }
@@ -90,7 +90,7 @@ impl LeafCertificate {
         Self::with_key(chain, PrivatePkcs8KeyDer::from(pkcs8).into())
     }
 
-    /// Reads a chain and a key, for instance an operator's own certificate for a listener.
+    /// Loads a chain and a key, for instance an operator's own certificate for a listener.
     pub fn load(chain_pem: &str, key_pem: &str) -> Result<Self, LeafCertificateError> {
         let chain =
             pem::parse_certificates(chain_pem).map_err(|why| LeafCertificateError::Pem {
@@ -104,7 +104,7 @@ impl LeafCertificate {
         Self::with_key(chain, key)
     }
 
-    /// Reads a chain and a key for this role.
+    /// Loads a chain and a key for this role.
     pub fn load_for(
         role: Role,
         chain_pem: &str,
@@ -123,8 +123,8 @@ impl LeafCertificate {
         Err(LeafCertificateError::Usage(usage))
     }
 
-    /// Returns this leaf unless it must not replace `current`, the one in use: one that is valid now is not given up for one
-    /// that has expired or is not valid yet. Where neither is valid the clock may be wrong, and the newer one is right.
+    /// Returns this leaf, unless it must not replace `current`, the leaf in use. A valid leaf is not replaced by one that has
+    /// expired or is not valid yet. If neither is valid, the clock may be wrong, and the new leaf wins.
     pub fn replacing(
         self,
         current: Option<&Self>,
@@ -164,17 +164,17 @@ impl LeafCertificate {
         })
     }
 
-    /// The chain, the leaf's own certificate first.
+    /// Returns the chain, the leaf's own certificate first.
     pub fn chain(&self) -> &[CertificateDer<'static>] {
         &self.certified.cert
     }
 
-    /// The chain as PEM.
+    /// Returns the chain as PEM.
     pub fn chain_pem(&self) -> String {
         pem::encode_chain(self.chain())
     }
 
-    /// The private key as PEM.
+    /// Returns the private key as PEM.
     pub fn key_pem(&self) -> Secret {
         let label = match *self.key {
             PrivateKeyDer::Pkcs1(_) => "RSA PRIVATE KEY",
@@ -184,22 +184,22 @@ impl LeafCertificate {
         Secret::new(pem::encode(label, self.key.secret_der()))
     }
 
-    /// Chain and key as rustls wants them.
+    /// Returns chain and key in the form that rustls requires.
     pub fn certified_key(&self) -> Arc<CertifiedKey> {
         Arc::clone(&self.certified)
     }
 
-    /// A copy of the key for rustls' client builder.
+    /// Returns a copy of the key for rustls' client builder.
     pub(crate) fn key(&self) -> PrivateKeyDer<'static> {
         self.key.clone_key()
     }
 
-    /// The last second of validity.
+    /// Returns the last second of validity.
     pub fn not_after(&self) -> UnixTime {
         UnixTime::since_unix_epoch(Duration::from_secs(self.not_after))
     }
 
-    /// Returns a resolver that always shows this leaf, for a configuration that never changes it.
+    /// Returns a resolver that always presents this leaf, for a configuration that never changes it.
     pub fn resolver(&self) -> Arc<dyn ResolvesServerCert> {
         Arc::new(SingleCertResolver(self.certified_key()))
     }

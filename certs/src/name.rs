@@ -1,7 +1,7 @@
 //! Names: of nodes, of trust domains, of servers and of clients.
 //!
-//! Owns `NodeName`, `TrustDomain` and `HostName`, and the rule for names of clients. Every name that enters is parsed here once
-//! and is lower-case, short and harmless from then on. Never decides who owns a name: `identity` does.
+//! Owns `NodeName`, `TrustDomain` and `HostName`, and the rule for names of clients. Every name from outside is parsed here
+//! once. From then on it is lower-case, short and free of special characters. Never decides who owns a name: `identity` does.
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -53,14 +53,14 @@ pub enum NameError {
     /// The certificate's one identity is not one of this trust domain.
     #[error("the certificate's identity '{uri}' is not of trust domain {domain}")]
     UnknownIdentity {
-        /// The URI found.
+        /// URI in the certificate.
         uri: String,
-        /// The trust domain expected.
+        /// Expected trust domain.
         domain: TrustDomain,
     },
 }
 
-/// `Ok` with the lower-case form if `text` is a DNS-1123 subdomain.
+/// Returns the lower-case form of `text` if it is a DNS-1123 subdomain.
 fn parse_dns(text: &str) -> Result<Arc<str>, NameError> {
     let invalid = |why| NameError::InvalidDnsName {
         name: text.chars().take(MAX_NAME).collect(),
@@ -105,7 +105,7 @@ macro_rules! dns_name {
                 parse_dns(text).map(Self)
             }
 
-            /// The name, in lower case.
+            /// Returns the name, in lower case.
             pub fn as_str(&self) -> &str {
                 &self.0
             }
@@ -165,17 +165,17 @@ macro_rules! dns_name {
 }
 
 dns_name! {
-    /// A machine at the edge: a DNS-1123 subdomain in lower case. Cheap to clone.
+    /// Name of a machine at the edge: a DNS-1123 subdomain in lower case. Cheap to clone.
     NodeName
 }
 
 dns_name! {
-    /// Name of a trust domain, in which one CA's identities are: the host of their spiffe URIs.
+    /// Name of a trust domain, which contains the identities of one CA: the host of their spiffe URIs.
     TrustDomain
 }
 
-/// A pattern of node names: one name, or a pattern in which `*` stands for any characters but a dot. So no pattern without dots
-/// matches an address or a DNS name.
+/// A pattern of node names: one name, or a pattern in which `*` stands for any characters except a dot. So a pattern without
+/// dots matches no address and no DNS name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct NodePattern(String);
@@ -199,7 +199,8 @@ impl NodePattern {
         NodeName::parse(&self.0).ok()
     }
 
-    /// Whether it means this node. `localhost` is meant by its name only: everybody has one.
+    /// Whether the pattern matches this node. `localhost` is matched by its exact name only, because every machine has that
+    /// name.
     pub fn matches(&self, node: &NodeName) -> bool {
         let node = node.as_str();
         if node == "localhost" || self.0.split('.').count() != node.split('.').count() {
@@ -210,7 +211,7 @@ impl NodePattern {
     }
 }
 
-/// Whether a label fits a pattern of one.
+/// Whether a label matches a pattern for one label.
 fn matches_label(pattern: &str, label: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(mut remaining) = label.strip_prefix(parts.next().unwrap_or_default()) else {
@@ -276,7 +277,7 @@ pub type GatewayName = HostName;
 pub type ListenerName = HostName;
 
 impl HostName {
-    /// An address, if it reads as one, else a DNS name.
+    /// Parses an address, or else a DNS name.
     pub fn parse(text: &str) -> Result<Self, NameError> {
         match text.parse() {
             Ok(address) => Ok(Self::Ip(address)),
@@ -309,7 +310,7 @@ impl From<IpAddr> for HostName {
 }
 
 impl From<&NodeName> for HostName {
-    /// Kubernetes permits nodes that are named by their address.
+    /// Node names may be addresses, since Kubernetes permits them.
     fn from(node: &NodeName) -> Self {
         node.as_str()
             .parse()
@@ -326,8 +327,8 @@ impl fmt::Display for HostName {
     }
 }
 
-/// Checks the name or a group of a client: it must be usable without quoting in a URI's path, in a line of the bearer token file
-/// and in a log.
+/// Checks the name or a group of a client. It must be usable without quoting in a URI's path, in a line of the bearer token
+/// file and in a log.
 pub fn check_client(word: &str) -> Result<(), NameError> {
     let invalid = |why| {
         Err(NameError::InvalidClientName {

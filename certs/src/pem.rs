@@ -7,7 +7,7 @@ use base64::engine::general_purpose::STANDARD;
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
-/// Characters on a line (RFC 7468, section 2).
+/// Number of characters in a line (RFC 7468, section 2).
 const LINE_LENGTH: usize = 64;
 
 /// Encodes one block of PEM, with its line ends.
@@ -27,7 +27,7 @@ pub(crate) fn encode(label: &str, der: &[u8]) -> String {
     out
 }
 
-/// Certificates, one block after the other.
+/// Encodes certificates, one block after the other.
 pub fn encode_chain(chain: &[CertificateDer<'_>]) -> String {
     chain
         .iter()
@@ -46,7 +46,7 @@ pub fn parse_certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, St
     Ok(certificates)
 }
 
-/// The first private key of a text.
+/// Returns the first private key of a text.
 pub(crate) fn private_key(text: &str) -> Result<PrivateKeyDer<'static>, String> {
     PrivateKeyDer::from_pem_slice(text.as_bytes()).map_err(|error| error.to_string())
 }

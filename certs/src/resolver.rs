@@ -1,9 +1,10 @@
-//! Selection of the leaf that a server shows, by SNI within the handshake.
+//! Selection of the leaf that a server presents, by SNI within the handshake.
 //!
-//! `SniCertResolver` mints a leaf for a node's name on demand and stores it in a bounded cache. Only names that the gateway knows
-//! are minted, so a stranger cannot make it sign without end. Concurrent clients that ask for the same name wait for one
-//! signature (about 50 µs). A leaf is shown for half of the life that it has left, at most 84 h. A client that dialled a node's address and asks for no name finds that address in its leaf
-//! (`SniCertResolver::at`). `ReloadableCert` shows one leaf that can be swapped for its successor without a new configuration.
+//! `SniCertResolver` issues a leaf for a node's name on demand and stores it in a bounded cache. It issues leaves only for
+//! names that the gateway knows, so a stranger cannot make it sign without end. Concurrent clients that request the same name
+//! wait for one signature (about 50 µs). A leaf is presented for half of its remaining lifetime, at most 84 h. A client that
+//! dialled a node's address and sends no server name finds that address in its leaf (`SniCertResolver::for_address`).
+//! `ReloadableCert` presents one leaf that can be replaced without a new configuration.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -20,18 +21,18 @@ use crate::ca::{Ca, CaError, CaVersion, LiveCa};
 use crate::leaf::LeafCertificate;
 use crate::name::{HostName, ListenerName, NodeName};
 
-/// Validity of a minted leaf.
+/// Validity of an issued leaf.
 const LEAF_LIFETIME: Duration = Duration::from_hours(24 * 7);
-/// Longest period for which a leaf is shown: half of its validity, so that a client never sees a leaf that is about to expire.
-/// A leaf that ends earlier, with its issuer, is shown for half of the time that it has left.
+/// Maximum period for which a leaf is presented: half of its validity, so that a client never receives a leaf that is about
+/// to expire. A leaf that ends earlier, with its issuer, is presented for half of its remaining time.
 const MAX_CACHE_AGE: Duration = Duration::from_hours(24 * 7 / 2);
-/// Cached leaves, at most; at about 2 KiB each, 40 MiB.
+/// Maximum number of cached leaves: at about 2 KiB each, 40 MiB.
 const MAX_LEAVES: u64 = 20_000;
 
-/// Predicate that returns whether a name, in lower case, is a node's.
+/// Predicate for names in lower case. Returns whether a name is a node's.
 pub type IsKnownName = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
-/// Target of a leaf.
+/// Destination for which a leaf is issued.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum CertTarget {
     /// The listener itself.
@@ -42,11 +43,12 @@ enum CertTarget {
     Address(NodeName, IpAddr),
 }
 
-/// A minted leaf in the cache.
+/// A leaf in the cache.
 #[derive(Clone)]
 struct CachedLeaf {
     certified: Arc<CertifiedKey>,
-    /// Last second in which the leaf is shown, in Unix time. The cache's own clock stands still while a machine is suspended.
+    /// Last second in which the leaf is presented, in Unix time. The cache's own clock stands still while a machine is
+    /// suspended.
     show_until: u64,
 }
 
@@ -78,8 +80,8 @@ impl fmt::Debug for SniCertResolver {
 }
 
 impl SniCertResolver {
-    /// Returns a resolver that shows a leaf for `names` to clients that ask for no known node. Fails if even that leaf cannot be
-    /// minted.
+    /// Returns a resolver that presents a leaf for `names` to clients that request no known node. Fails if that leaf cannot
+    /// be issued.
     pub fn new(
         ca: LiveCa,
         names: Vec<ListenerName>,
@@ -103,7 +105,7 @@ impl SniCertResolver {
         })
     }
 
-    /// The leaf for an SNI, or for none.
+    /// Returns the leaf for an SNI, or for a client without SNI.
     pub fn leaf_for_sni(&self, server_name: Option<&str>) -> Option<Arc<CertifiedKey>> {
         self.cached_leaf(
             &self
@@ -112,7 +114,7 @@ impl SniCertResolver {
         )
     }
 
-    /// Returns whether a certificate bears this server name: that of a known node, or one of the listener's own.
+    /// Whether a server name is that of a known node, or one of the listener's own names.
     pub fn recognizes(&self, server_name: &str) -> bool {
         let is_own_name = |name: &ListenerName| match name {
             HostName::Dns(name) => name.eq_ignore_ascii_case(server_name),
@@ -121,8 +123,8 @@ impl SniCertResolver {
         self.target_for_sni(Some(server_name)).is_some() || self.names.iter().any(is_own_name)
     }
 
-    /// Returns a resolver of the same leaves for a client that has dialled this address of the node. The address is in the leaf
-    /// for clients that ask for no known node.
+    /// Returns a resolver of the same leaves for a client that has dialled this address of the node. Clients that request no
+    /// known node receive a leaf with the address.
     pub fn for_address(
         self: &Arc<Self>,
         node: NodeName,
@@ -207,7 +209,7 @@ impl ReloadableCert {
         self.0.store(Arc::new(leaf));
     }
 
-    /// The leaf shown now.
+    /// Returns the present leaf.
     pub fn get(&self) -> Arc<LeafCertificate> {
         self.0.load_full()
     }

@@ -1,7 +1,7 @@
-//! Secrets and fingerprints: bytes that must not be printed, and bytes that must.
+//! Secrets, which must not be printed, and fingerprints, which may be.
 //!
-//! Owns `Fingerprint`, the SHA-256 of a root or of an upstream's key; and the only source of randomness of this crate. A secret or its hash is compared through `subtle`, so the time of the
-//! comparison reveals nothing.
+//! Owns `Fingerprint`, the SHA-256 of a root or of an upstream's key, and the only source of randomness of this crate. A
+//! secret or its hash is compared through `subtle`, so the time of the comparison reveals nothing.
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 use thiserror::Error;
 
-/// A new secret of 32 random bytes, as base64url.
+/// Returns a new secret of 32 random bytes, as base64url.
 pub(crate) fn random_secret() -> Secret {
     Secret::new(base64url(&random_bytes::<32>()))
 }
@@ -32,7 +32,7 @@ pub struct Fingerprint([u8; 32]);
 pub struct FingerprintError;
 
 impl Fingerprint {
-    /// The fingerprint of a certificate: SHA-256 of its DER.
+    /// Returns the fingerprint of a certificate: SHA-256 of its DER.
     pub fn of_certificate(certificate: &CertificateDer<'_>) -> Self {
         Self::digest(certificate)
     }
@@ -101,7 +101,7 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     HEXLOWER.encode(bytes)
 }
 
-/// Bytes from the thread's cryptographic generator.
+/// Returns bytes from the thread's cryptographic generator.
 pub(crate) fn random_bytes<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
     rand::fill(&mut bytes);

@@ -12,14 +12,14 @@ use crate::name::NodeName;
 /// Form in which a signer of the cluster's own names a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SignerProfile {
-    /// `kubernetes.io/kube-apiserver-client-kubelet`: as kubelets are named, `O=system:nodes, CN=system:node:NODE`.
+    /// `kubernetes.io/kube-apiserver-client-kubelet`: the name of a kubelet, `O=system:nodes, CN=system:node:NODE`.
     Kubelet,
     /// `kubernetes.io/kube-apiserver-client`: `O=causeway:edges, CN=causeway:edge:NODE`.
     Client,
 }
 
 impl SignerProfile {
-    /// Returns the profile of a signer by its name, or `None` if it is none of the cluster's own for clients.
+    /// Returns the profile of a signer by its name, or `None` if it is not one of the cluster's own signers for clients.
     pub fn from_signer_name(signer: &str) -> Option<Self> {
         match signer {
             "kubernetes.io/kube-apiserver-client-kubelet" => Some(Self::Kubelet),
@@ -28,7 +28,7 @@ impl SignerProfile {
         }
     }
 
-    /// The one organization.
+    /// Returns the only organization.
     pub fn organization(self) -> &'static str {
         match self {
             Self::Kubelet => "system:nodes",
@@ -36,7 +36,7 @@ impl SignerProfile {
         }
     }
 
-    /// Returns the prefix of the node's name in the one common name.
+    /// Returns the prefix of the node's name in the only common name.
     pub fn common_name_prefix(self) -> &'static str {
         match self {
             Self::Kubelet => "system:node:",
@@ -44,7 +44,7 @@ impl SignerProfile {
         }
     }
 
-    /// Whether a request in DER is meant as that of an edge: others ask these signers, too.
+    /// Whether a request in DER is an edge's, because these signers also receive other requests.
     pub fn is_edge_request(self, request: &[u8]) -> bool {
         let Ok((_, request)) = X509CertificationRequest::from_der(request) else {
             return false;

@@ -22,11 +22,11 @@ use crate::name::{NodeName, NodePattern};
 use crate::secret::{self, Fingerprint, random_secret};
 use causeway_config::Secret;
 
-/// Prefix of each token: its kind and version.
+/// Prefix of all tokens: their kind and version.
 const PREFIX: &str = "cwj1";
-/// Bytes of an id: enough never to meet twice in one data directory.
+/// Number of bytes of an id, enough to avoid collisions in one data directory.
 const ID_BYTES: usize = 9;
-/// Bytes of a secret.
+/// Number of bytes of a secret.
 const SECRET_BYTES: usize = 32;
 
 /// Error that makes a text unusable as a join token.
@@ -35,10 +35,10 @@ pub enum TokenError {
     /// The text is empty.
     #[error("the join token is empty")]
     Empty,
-    /// The text is no join token, or a token of another version.
+    /// The text is not a join token, or is a token of another version.
     #[error("this is not a join token: it should begin with '{PREFIX}.'")]
     Prefix,
-    /// A part is missing, as after copying half of it.
+    /// A part is missing, for example because only half of the token was copied.
     #[error("the join token is incomplete: it has {found} of 4 parts")]
     Truncated {
         /// Number of its parts.
@@ -47,7 +47,7 @@ pub enum TokenError {
     /// The text is longer than a token.
     #[error("the join token has more than 4 parts")]
     TooLong,
-    /// A part is not what it should be.
+    /// A part is malformed.
     #[error("the join token's {part} is damaged: copy the whole token again")]
     Damaged {
         /// `id`, `secret` or `CA hash`.
@@ -60,14 +60,14 @@ pub enum TokenError {
 pub struct JoinToken {
     /// Id of the token; not secret.
     pub id: String,
-    /// Proof of holding it.
+    /// Secret that proves the possession of the token.
     pub secret: Secret,
-    /// The gateway's root.
+    /// Fingerprint of the gateway's root.
     pub root: Fingerprint,
 }
 
 impl JoinToken {
-    /// A new token for a gateway with this root.
+    /// Generates a token for a gateway with this root.
     pub(crate) fn generate(root: Fingerprint) -> Self {
         let mut id = secret::random_bytes::<ID_BYTES>();
         // Begins with a letter, because `token revoke` would parse a leading `-` as a flag.
@@ -79,7 +79,7 @@ impl JoinToken {
         }
     }
 
-    /// Reads a token; white space around it is ignored.
+    /// Parses a token. White space around it is ignored.
     pub fn parse(text: &str) -> Result<Self, TokenError> {
         let text = text.trim();
         if text.is_empty() {
@@ -126,7 +126,7 @@ impl FromStr for JoinToken {
 }
 
 impl fmt::Display for JoinToken {
-    /// Writes the token without its secret.
+    /// Formats the token without its secret.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "join token {}", self.id)
     }
@@ -143,7 +143,7 @@ fn decode<const N: usize>(text: &str, part: &'static str) -> Result<[u8; N], Tok
 pub struct NodeAttributes {
     /// Addresses by which clients name the node.
     pub addresses: Vec<IpAddr>,
-    /// The pool that it belongs to.
+    /// The pool that the node belongs to.
     pub pool: Option<String>,
     /// Labels of the node.
     pub labels: BTreeMap<String, String>,
@@ -199,7 +199,7 @@ fn once() -> u32 {
     1
 }
 
-/// A token that was good once had only the time of that.
+/// Reads the joins of a token. Older versions only recorded the time of the single join.
 fn joined<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<JoinRecord>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]

@@ -1,10 +1,10 @@
 //! Verification of peers: rustls' configurations and the check after every handshake.
 //!
-//! Owns the crypto provider, every `ServerConfig` and `ClientConfig` that carries identity, and `check_peer`. A tunnel's TLS
-//! session resumes at every gateway that shares its secret, a listener's at that listener alone, and none resumes where
-//! certificates are issued. A session that was made without a client certificate can never resume where one is required. The one
-//! rule: a handshake, resumed or not, proves nothing until `check_peer` has returned the identity of the peer. The identity comes
-//! by one of our own issuers or by a foreign root, and the two are never confused.
+//! Owns every `ServerConfig` and `ClientConfig` that carries identity, and `check_peer`. A tunnel's TLS session resumes at
+//! every gateway that shares its secret, a listener's at that listener alone, and none resumes at the port that issues
+//! certificates. A session without a client certificate can never resume where one is required. The one rule: a handshake,
+//! resumed or not, proves nothing until `check_peer` has returned the identity of the peer. The identity comes from one of
+//! our own issuers or from a foreign root, and the two are never confused.
 
 mod alpn;
 mod client;

@@ -6,7 +6,7 @@ use crate::certificate::CertificateError;
 use crate::leaf::LeafCertificateError;
 use crate::name::NameError;
 
-/// Error of making or reading a root, or of signing a certificate.
+/// Error of creating or loading a root, or of signing a certificate.
 #[derive(Debug, Error)]
 pub enum CaError {
     /// The stored CA is unusable.
@@ -20,7 +20,7 @@ pub enum CaError {
     /// The root has expired; no certificate that it signs would be accepted.
     #[error("the CA certificate has expired; create a new CA and enrol the edges again")]
     Expired,
-    /// A step of a rotation comes before another.
+    /// Another step of the rotation must come first.
     #[error("{0}")]
     Order(&'static str),
     /// A name does not fit into a certificate.

@@ -1,4 +1,4 @@
-//! The form of a CA in the data directory: one file, so that every change of it is one rename.
+//! File format of a CA in the data directory: one file, so that each change is one rename.
 
 use rcgen::KeyPair;
 use rustls_pki_types::CertificateDer;
@@ -9,8 +9,8 @@ use super::root::{Intermediate, Root};
 use super::{Ca, CaError, RootStage};
 use crate::pem;
 
-/// The version of this form. The first was a certificate and a key in two files. What may be absent (`crossed`, `issuers`,
-/// `listeners`) is read as absent where it is; a program from before it refuses a file that has it.
+/// Version of this format. The first version was a certificate and a key in two files. Optional fields (`crossed`, `issuers`,
+/// `listeners`) may be missing. A program that is older than such a field refuses a file with it.
 const VERSION: u32 = 2;
 
 #[derive(Serialize, Deserialize)]
@@ -37,12 +37,12 @@ struct ListenersFile {
     former_roots: Vec<FormerRootFile>,
 }
 
-/// The root of a chain that was replaced.
+/// Root of a chain that was replaced.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FormerRootFile {
     certificate: String,
-    /// End of the replaced chain, in Unix seconds.
+    /// Expiry of the replaced chain, in Unix seconds.
     until: u64,
 }
 
@@ -52,10 +52,10 @@ struct RootFile {
     stage: RootStage,
     certificate: String,
     key: String,
-    /// This root, signed by the one before it.
+    /// Cross certificate of this root, signed by the root before it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     crossed: Option<String>,
-    /// This root, signed by an operator's CA, in a file of an earlier version. Ignored.
+    /// Cross certificate of this root, signed by an operator's CA, in a file of an earlier version. Ignored.
     #[expect(dead_code, reason = "the field is only permitted")]
     #[serde(default, skip_serializing)]
     above: Option<IgnoredAny>,

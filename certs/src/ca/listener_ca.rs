@@ -1,7 +1,7 @@
-//! An intermediate for listeners' certificates that another CA has signed, such as a company's.
+//! An intermediate for listeners' certificates that another CA has signed, such as a company's CA.
 //!
 //! Clients that trust the root of that CA verify listeners. The intermediate is independent of our roots and of their
-//! rotation, and vouches for nobody on the tunnel port. Its key is made here and stays in `ca.json`.
+//! rotation, and is not accepted on the tunnel port. Its key is created here and stays in `ca.json`.
 
 use rcgen::{
     BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose,
@@ -24,7 +24,7 @@ use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// Names that are logged because a chain does not permit them, at most.
+/// Maximum number of names that are logged because a chain does not permit them.
 const MAX_REPORTED: usize = 10_000;
 
 /// State of the intermediate: the key of a pending request, and the chain in use.
@@ -41,7 +41,7 @@ pub(super) struct ListenerCa {
 /// Root of a chain that was replaced by one with another root.
 pub(super) struct FormerRoot {
     pub(super) certificate: CertificateDer<'static>,
-    /// Last second of the replaced chain, in Unix time.
+    /// Expiry of the replaced chain, in Unix seconds.
     pub(super) expires: u64,
 }
 
@@ -49,28 +49,28 @@ pub(super) struct FormerRoot {
 pub(super) struct ListenerChain {
     /// Its `not_after` is that of the chain's first certificate to expire.
     pub(super) signer: Intermediate,
-    /// The intermediate first, the root last.
+    /// Certificates, the intermediate first and the root last.
     pub(super) certificates: Vec<CertificateDer<'static>>,
     pub(super) fingerprint: Fingerprint,
     pub(super) has_name_constraints: bool,
-    /// Names of listeners and nodes that the chain does not permit, as far as that was logged.
+    /// Names of listeners and nodes that the chain does not permit and that were already logged.
     reported: Mutex<HashSet<String>>,
 }
 
-/// Facts of the intermediate in use.
+/// Properties of the intermediate in use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ListenerCaInfo {
     /// The intermediate.
     pub intermediate: CaCertificateInfo,
     /// The root that clients trust.
     pub root: CaCertificateInfo,
-    /// The certificate of the chain that ends first.
+    /// The certificate of the chain that expires first.
     pub first_to_expire: CaCertificateInfo,
     /// Whether the chain has name constraints.
     pub has_name_constraints: bool,
 }
 
-/// Facts of one certificate of a chain.
+/// Properties of one certificate of a chain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CaCertificateInfo {
     /// The certificate.
@@ -79,15 +79,15 @@ pub struct CaCertificateInfo {
     pub subject: String,
     /// SHA-256 of the certificate.
     pub fingerprint: Fingerprint,
-    /// Its last second.
+    /// Last second of its validity.
     pub not_after: UnixTime,
 }
 
 impl CaCertificateInfo {
-    /// Reads the facts of a CA's certificate.
+    /// Reads the properties of a CA certificate.
     ///
     /// # Errors
-    /// If it cannot be parsed.
+    /// If the certificate cannot be parsed.
     pub fn parse(certificate: &CertificateDer<'_>) -> Result<Self, CaError> {
         let not_after = Duration::from_secs(Certificate::parse(certificate)?.not_after);
         Ok(Self {
@@ -104,7 +104,7 @@ fn chain_error(why: String) -> CaError {
 }
 
 impl ListenerCa {
-    /// Whether this state is `before` or a later one.
+    /// Whether this state is `previous` or a later one.
     pub(super) fn is_same_or_newer(&self, previous: &Self) -> bool {
         let content = |state: &Self| {
             let key = state.request_key.as_ref();
@@ -115,7 +115,7 @@ impl ListenerCa {
             || self.generation == previous.generation && content(self) == content(previous)
     }
 
-    /// Returns the chain, unless it has expired: listeners then use our own intermediate again.
+    /// Returns the chain, unless it has expired. Listeners then present our own intermediate again.
     pub(super) fn valid_chain(&self) -> Option<&ListenerChain> {
         let now = UnixTime::now();
         self.chain.as_ref().filter(|it| it.is_valid_at(now))
@@ -127,7 +127,8 @@ impl ListenerCa {
         Some((chain.fingerprint, chain.is_valid_at(now)))
     }
 
-    /// Returns the roots that clients of listeners need beside our own: that of the chain, and former ones.
+    /// Returns the roots that clients of listeners need in addition to our own: that of the chain, and those of replaced
+    /// chains.
     pub(super) fn client_roots(&self) -> String {
         let now = UnixTime::now().as_secs();
         let chain = self.chain.iter().flat_map(ListenerChain::root);
@@ -139,7 +140,7 @@ impl ListenerCa {
         pem::encode_chain(&roots)
     }
 
-    /// Installs a chain, and keeps the root of the one before if it is another.
+    /// Installs a chain, and keeps the root of the previous chain if it is a different one.
     fn install(&mut self, chain: ListenerChain) {
         let previous = self.chain.take();
         let previous = previous.iter().filter_map(|before| {
@@ -161,7 +162,7 @@ impl ListenerCa {
         self.generation += 1;
     }
 
-    /// Whether a certificate is of the pending request, or of the intermediate in use.
+    /// Whether a certificate has the key of the pending request or of the intermediate in use.
     fn has_key_for(&self, certificate: &CertificateDer<'_>) -> Result<bool, CaError> {
         let public_key = Certificate::parse(certificate)?.public_key;
         Ok(self.key_for(&public_key).is_ok())
@@ -197,7 +198,7 @@ impl ListenerCa {
 }
 
 impl ListenerChain {
-    /// Reads what was checked when it was imported.
+    /// Loads a chain that was checked when it was imported.
     pub(super) fn load(chain_pem: &str, key_pem: &str) -> Result<Self, CaError> {
         let certificates = pem::parse_certificates(chain_pem).map_err(chain_error)?;
         let mut signer = Intermediate::load(chain_pem, key_pem)?;
@@ -230,7 +231,7 @@ impl ListenerChain {
         self.certificates.get(..end).unwrap_or_default()
     }
 
-    /// Signs a leaf, with a name or none, and verifies it as a client does that trusts the root only.
+    /// Signs a leaf with one name or without a name, and verifies it like a client that trusts only the root.
     fn verify_name(&self, name: Option<&HostName>) -> Result<(), CaError> {
         let names = name.map_or(&[][..], std::slice::from_ref);
         let profile = LeafProfile::for_listener(names, Duration::from_mins(1));
@@ -254,7 +255,7 @@ impl ListenerChain {
         })
     }
 
-    /// Verifies a leaf as a client does that trusts the root only.
+    /// Verifies a leaf like a client that trusts only the root.
     fn verify(&self, leaf: &CertificateDer<'_>) -> Result<(), webpki::Error> {
         let [root] = self.root() else {
             return Err(webpki::Error::UnknownIssuer);
@@ -271,7 +272,7 @@ impl ListenerChain {
         Ok(())
     }
 
-    /// Signs a leaf, unless the chain's name constraints do not permit one of its names. A client would reject that.
+    /// Signs a leaf, unless the chain's name constraints exclude one of its names: a client would reject that leaf.
     pub(super) fn issue(
         &self,
         names: &[HostName],
@@ -295,7 +296,7 @@ impl ListenerChain {
         )?))
     }
 
-    /// Logs, once, that the chain does not permit these names.
+    /// Logs names that the chain does not permit, once for each name.
     fn log_not_permitted(&self, names: &[HostName], error: &webpki::Error) {
         let names: Vec<_> = names.iter().map(ToString::to_string).collect();
         let names = names.join(", ");
@@ -310,7 +311,7 @@ impl ListenerChain {
     }
 }
 
-/// Checks each certificate, and that each is signed by the one behind it, up to a root.
+/// Checks each certificate of a chain, and that the next certificate has signed it, up to a root.
 fn check_chain(chain: &[CertificateDer<'_>]) -> Result<(), CaError> {
     let mut issuers = chain.iter().skip(1);
     for (below, certificate) in (0..).zip(chain) {
@@ -344,7 +345,8 @@ fn check_chain(chain: &[CertificateDer<'_>]) -> Result<(), CaError> {
     Ok(())
 }
 
-/// Whether a signature is right, as far as its kind is known here. `verify_leaf` checks all of them, without saying which is wrong.
+/// Whether a signature is valid, as far as its algorithm is known here. `verify_leaf` checks all signatures, but does not
+/// report the wrong one.
 fn is_signed_by(certificate: &CertificateDer<'_>, above: &CertificateDer<'_>) -> bool {
     let parse = |der| X509Certificate::from_der(der).ok().map(|(_, read)| read);
     let (Some(below), Some(above)) = (parse(certificate), parse(above)) else {
@@ -354,7 +356,7 @@ fn is_signed_by(certificate: &CertificateDer<'_>, above: &CertificateDer<'_>) ->
     !matches!(verified, Err(X509Error::SignatureVerificationError))
 }
 
-/// Checks that a certificate may be, now, a CA with `below` others between itself and the listeners' certificates.
+/// Checks that a certificate may now be a CA with `below` other CAs between itself and the listeners' certificates.
 fn check_ca(constraints: &CaConstraints, parsed: &Certificate, below: u32) -> Result<(), CaError> {
     let name = &constraints.subject.display_name;
     let now = UnixTime::now().as_secs();
@@ -379,7 +381,7 @@ fn check_ca(constraints: &CaConstraints, parsed: &Certificate, below: u32) -> Re
     Err(chain_error(why))
 }
 
-/// Checks that the intermediate cannot sign certificates of clients, whoever has its key.
+/// Checks that the intermediate cannot sign certificates of clients, even if its key is stolen.
 fn check_usage(certificate: &CertificateDer<'_>) -> Result<(), CaError> {
     let intermediate = Certificate::parse(certificate)?;
     if intermediate.server_auth && !intermediate.client_auth && !intermediate.is_any_purpose {
@@ -395,10 +397,10 @@ fn check_usage(certificate: &CertificateDer<'_>) -> Result<(), CaError> {
 }
 
 impl Ca {
-    /// Makes the key of a request, unless one is pending.
+    /// Creates the key of a request, unless a request is pending.
     ///
     /// # Errors
-    /// If no key can be made.
+    /// If no key can be created.
     pub fn request_listener_ca(self) -> Result<(Self, RotationStep), CaError> {
         if self.listeners.request_key.is_some() {
             return Ok((self, RotationStep::Unchanged));
@@ -406,17 +408,17 @@ impl Ca {
         self.renew_listener_request()
     }
 
-    /// Makes the key of a request, in place of that of a pending request.
+    /// Creates the key of a request, and replaces that of a pending request.
     ///
     /// # Errors
-    /// If no key can be made.
+    /// If no key can be created.
     pub fn renew_listener_request(mut self) -> Result<(Self, RotationStep), CaError> {
         self.listeners.request_key = Some(KeyPair::generate()?);
         self.listeners.generation += 1;
         Ok((self, RotationStep::Applied))
     }
 
-    /// Returns the pending request in PEM. Its signature differs each time, its content does not.
+    /// Returns the pending request in PEM. Its signature differs each time, but its content does not.
     ///
     /// # Errors
     /// If it cannot be signed.
@@ -435,10 +437,11 @@ impl Ca {
         Ok(Some(params.serialize_request(key)?.pem()?))
     }
 
-    /// Installs the signed request, followed by the certificates up to the root, each before the one that has signed it.
+    /// Installs the signed request with the certificates up to the root. The signed request comes first, and each certificate
+    /// is followed by the one that has signed it.
     ///
     /// # Errors
-    /// If the chain is not that, or does not permit a certificate for one of `names`.
+    /// If the chain is malformed, or does not permit a certificate for one of `names`.
     pub fn import_listener_chain(
         mut self,
         chain_pem: &str,
@@ -466,7 +469,7 @@ impl Ca {
         Ok((self, RotationStep::Applied))
     }
 
-    /// Removes the imported chain and its key: listeners present certificates of our own intermediate again.
+    /// Removes the imported chain and its key. Listeners then present certificates of our own intermediate again.
     #[must_use]
     pub fn remove_listener_chain(mut self) -> (Self, RotationStep) {
         if self.listeners.chain.take().is_none() {
@@ -477,7 +480,7 @@ impl Ca {
         (self, RotationStep::Applied)
     }
 
-    /// Returns the facts of the imported intermediate, if there is one, even if it has expired.
+    /// Returns the properties of the imported intermediate, if there is one, even if it has expired.
     pub fn listener_ca(&self) -> Option<ListenerCaInfo> {
         let certificates = &self.listeners.chain.as_ref()?.certificates;
         let infos: Result<Vec<_>, _> = certificates.iter().map(CaCertificateInfo::parse).collect();
@@ -495,8 +498,8 @@ impl Ca {
         self.listeners.generation > other.listeners.generation
     }
 
-    /// Returns those names for which the imported chain permits no certificate. Listeners present certificates of our own
-    /// intermediate for them.
+    /// Returns those names for which the imported chain permits no certificate. For these names listeners present
+    /// certificates of our own intermediate.
     pub fn names_outside_chain(&self, names: Vec<HostName>) -> Vec<HostName> {
         let chain = self.listeners.chain.as_ref();
         let Some(chain) = chain.filter(|chain| chain.has_name_constraints) else {

@@ -24,13 +24,13 @@ use causeway_config::Secret;
 /// Lifetime of a root and of its intermediates.
 const ROOT_LIFETIME: Duration = Duration::from_hours(24 * 3650);
 
-/// Longest validity of a listener's certificate: Apple's clients refuse more than 825 days, also below a private CA
+/// Maximum validity of a listener's certificate: Apple's clients refuse more than 825 days, also below a private CA
 /// (<https://support.apple.com/en-us/103769>).
 const MAX_LISTENER_VALIDITY: Duration = Duration::from_hours(24 * 825);
 
-/// Longest common name (RFC 5280, ub-common-name).
+/// Maximum length of a common name (RFC 5280, ub-common-name).
 const MAX_COMMON_NAME: usize = 64;
-/// A root signs its intermediates, and the certificate by which its successor's are recognised.
+/// Path length of a root, which signs its intermediates and the cross certificate for its successor.
 const ROOT_PATH_LENGTH: u8 = 2;
 
 /// Properties that differ between kinds of leaf.
@@ -43,8 +43,9 @@ pub(super) struct LeafProfile<'a> {
 }
 
 impl<'a> LeafProfile<'a> {
-    /// Returns the profile of a listener's leaf. An address is no common name: where no DNS name is among the alternative names,
-    /// OpenSSL checks the common name by the name constraints of DNS names.
+    /// Returns the profile of a listener's leaf. The common name is the first DNS name or a fixed text, and never an address.
+    /// If the alternative names contain no DNS name, OpenSSL checks the common name against the name constraints for DNS
+    /// names.
     pub(super) fn for_listener(names: &'a [HostName], lifetime: Duration) -> Self {
         let dns = names.iter().find_map(|name| match name {
             HostName::Dns(name) => Some(name.as_ref()),
@@ -60,7 +61,7 @@ impl<'a> LeafProfile<'a> {
     }
 }
 
-/// A certificate that signs, with its key.
+/// A signing certificate with its key.
 pub(super) struct Intermediate {
     pub(super) certificate: CertificateDer<'static>,
     pub(super) issuer: Issuer<'static, KeyPair>,
@@ -72,15 +73,15 @@ pub(super) struct Root {
     pub(super) signer: Intermediate,
     /// Intermediates in the order of [`IssuerPurpose::ALL`].
     issuers: Option<Vec<Intermediate>>,
-    /// Cross certificate of the same name and key by the root before. A peer that trusts only that one recognises this root by
-    /// it.
+    /// Cross certificate with the same name and key, signed by the root before. By it a peer that trusts only the earlier
+    /// root recognises this one.
     pub(super) cross_certificate: Option<CertificateDer<'static>>,
     pub(super) fingerprint: Fingerprint,
     pub(super) domain: TrustDomain,
 }
 
 impl Intermediate {
-    /// Reads a certificate that may sign, and its key, and checks that they match.
+    /// Loads a certificate that may sign, and its key, and checks that they match.
     pub(super) fn load(certificate_pem: &str, key_pem: &str) -> Result<Self, CaError> {
         let bad_certificate = |why| CaError::Unusable {
             part: "certificate",
@@ -116,13 +117,13 @@ impl Intermediate {
 }
 
 impl Root {
-    /// A new root with new intermediates.
+    /// Creates a new root with new intermediates.
     pub(super) fn create(domain: &TrustDomain) -> Result<Self, CaError> {
         Self::create_valid_from(domain, issue_not_before())
     }
 
-    /// Creates a root with new intermediates, valid from `not_before` on. A root that replaces another is valid from the beginning of
-    /// the other, for machines whose clocks are behind.
+    /// Creates a root with new intermediates, valid from `not_before` on. A root that replaces another has the same
+    /// `not_before` as the other, for machines whose clocks are behind.
     pub(super) fn create_valid_from(
         domain: &TrustDomain,
         not_before: u64,
@@ -149,7 +150,7 @@ impl Root {
         Ok(root)
     }
 
-    /// Reads a root that signs leaves itself.
+    /// Loads a root that signs leaves itself.
     pub(super) fn load(certificate_pem: &str, key_pem: &str) -> Result<Self, CaError> {
         let signer = Intermediate::load(certificate_pem, key_pem)?;
         let domain =
@@ -222,7 +223,7 @@ impl Root {
         Intermediate::load(&signed.pem(), &key.serialize_pem())
     }
 
-    /// Signs the root that follows this one.
+    /// Signs a cross certificate for the root that follows this one.
     pub(super) fn cross_sign(&self, next: &Self) -> Result<CertificateDer<'static>, CaError> {
         let parsed = &self.signer.parsed;
         let not_after = parsed.not_after.min(next.signer.parsed.not_after);
@@ -241,7 +242,7 @@ impl Root {
         Ok(signed.der().clone())
     }
 
-    /// Signs a leaf; then come the certificates by which it hangs on this root.
+    /// Signs a leaf, and returns it with the certificates between it and this root.
     pub(super) fn sign(
         &self,
         purpose: IssuerPurpose,
@@ -280,8 +281,8 @@ pub(super) fn sign_leaf(
     if let Some(uri) = profile.uri {
         names.push(SanType::URI(uri.try_into()?));
     }
-    // Machines with slow clocks verify server certificates. Gateways verify the others, and read the time
-    // of issue from `not_before`.
+    // Machines whose clocks are behind verify server certificates. Gateways verify the others, and read the time of issue
+    // from `not_before`.
     let not_before = match purpose {
         IssuerPurpose::Replicas => signer.parsed.not_before,
         IssuerPurpose::Listeners => {
@@ -302,7 +303,8 @@ pub(super) fn sign_leaf(
     Ok(params.signed_by(key, &signer.issuer)?.der().clone())
 }
 
-/// Extended key usages that an intermediate permits. Its leaves have the first one; a gateway that is a client of another gateway needs both.
+/// Returns the extended key usages that an intermediate permits. Its leaves have the first one. A gateway that is a client of
+/// another gateway needs both.
 fn extended_key_usages(purpose: IssuerPurpose) -> Vec<ExtendedKeyUsagePurpose> {
     use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
     match purpose {
@@ -319,7 +321,7 @@ fn ca_params((not_before, not_after): (u64, u64), depth: u8) -> CertificateParam
     params
 }
 
-/// Returns the beginning of a certificate that is issued now, in Unix seconds.
+/// Returns `not_before` of a certificate that is issued now, in Unix seconds.
 fn issue_not_before() -> u64 {
     UnixTime::now()
         .as_secs()
@@ -353,8 +355,8 @@ fn random_serial() -> SerialNumber {
     SerialNumber::from_slice(&bytes)
 }
 
-/// A moment that no certificate can name (after the year 9999) becomes 1970, which expires at once:
-/// it cannot arise, since every end is cut to the root's.
+/// Converts Unix seconds. A time that no certificate can state (after the year 9999) becomes 1970, which expires at once.
+/// Such a time does not occur, since no certificate is valid longer than its root.
 fn to_offset_date_time(seconds: u64) -> OffsetDateTime {
     i64::try_from(seconds)
         .ok()

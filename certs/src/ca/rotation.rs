@@ -1,7 +1,7 @@
 //! The three steps of a root rotation, in which a new root replaces the active one.
 //!
-//! Each step returns the CA as it is afterwards, and can be repeated without harm. The code that makes the next step must find
-//! out whether all peers have learned of the step before.
+//! Each step returns the CA as it is afterwards, and can be repeated without harm. Before the next step, the calling code
+//! must check that all peers have received the step before.
 
 use super::{Ca, CaError, RootStage, RotationStep};
 use crate::ca::root::Root;
@@ -13,9 +13,8 @@ impl Ca {
         other.map(|(stage, root)| (*stage, root.fingerprint))
     }
 
-    /// Whether this is what the other CA is, or what its next steps make of it: then nothing is lost where this takes the place
-    /// of that. The same holds for the intermediate of
-    /// listeners that another CA signs.
+    /// Whether this CA is equal to `previous`, or is `previous` after further steps. If so, nothing is lost when this CA
+    /// replaces `previous`. Includes the intermediate for listeners that another CA signs.
     pub(crate) fn is_same_or_newer(&self, previous: &Self) -> bool {
         if !self.listeners.is_same_or_newer(&previous.listeners) {
             return false;
@@ -37,7 +36,7 @@ impl Ca {
         }
     }
 
-    /// A new root beside the one that signs: trusted, and signing nothing yet.
+    /// Adds a new root beside the one that signs. It is trusted and signs nothing yet.
     pub fn prepare(mut self) -> Result<(Self, RotationStep), CaError> {
         match self.other {
             Some((RootStage::Retiring, _)) => Err(CaError::Order(
@@ -69,7 +68,7 @@ impl Ca {
         }
     }
 
-    /// The root before is trusted no more.
+    /// Removes the root before the active one, which is then not trusted any more.
     pub fn retire(mut self) -> Result<(Self, RotationStep), CaError> {
         match self.other {
             None => Ok((self, RotationStep::Unchanged)),

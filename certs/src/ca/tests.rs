@@ -20,7 +20,7 @@ fn facts(leaf: &LeafCertificate) -> Certificate {
     Certificate::parse(&leaf.chain()[0]).unwrap()
 }
 
-/// A request that asks for everything that it must not get.
+/// Returns a request that asks for all that it must not get.
 fn greedy_request() -> Vec<u8> {
     let mut params = CertificateParams::new(vec!["edge-9".to_owned()]).unwrap();
     params.subject_alt_names.push(SanType::URI(
@@ -129,7 +129,7 @@ fn each_kind_has_its_purpose_and_its_identity() {
     assert_eq!(signers, uris);
 }
 
-/// A CA that was made this long ago.
+/// Returns a CA that was created this long ago.
 fn old_ca(age: Duration) -> Ca {
     let domain = TrustDomain::parse("td.example").unwrap();
     let begins = UnixTime::now().as_secs() - age.as_secs();

@@ -1,9 +1,9 @@
 //! Files of the data directory: complete, private, and either old or new but never partial.
 //!
-//! A file is written beside its place and synced to the disk. Then it is renamed, and the rename is synced too. A failure before
-//! the rename leaves the old file unchanged. Files that several processes change go through `update`. Every write happens under
-//! an advisory lock on `.lock`, which the kernel frees when its holder dies. The next holder removes temporary files that a
-//! killed holder left.
+//! A file is written to a temporary file beside it and synced to the disk. Then it is renamed, and the rename is synced too.
+//! A failure before the rename leaves the old file unchanged. Files that several processes change are changed with `update`.
+//! Every write happens under an advisory lock on `.lock`, which the kernel releases when its holder dies. The next holder
+//! removes temporary files that a killed holder left.
 
 use std::fmt::Display;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
@@ -20,7 +20,7 @@ use thiserror::Error;
 
 use super::file_owner::{chown_to_parent, open_private};
 
-/// Prefix of temporary files that are not in their place yet. A process that holds the lock and has made none can remove all of
+/// Prefix of temporary files that were not renamed yet. A process that holds the lock and has created none can remove all of
 /// them.
 const TEMP_PREFIX: &str = ".new-";
 const LOCK_FILE: &str = ".lock";
@@ -29,17 +29,17 @@ const CLAIM_FILE: &str = ".in-use";
 /// Error that makes the data directory unusable.
 #[derive(Debug, Error)]
 pub enum StoreError {
-    /// The system refused: no permission, disk full, and so on. The old file is intact.
+    /// The system refused an operation: no permission, disk full, and so on. The old file is intact.
     #[error("cannot {doing} {}: {source}", path.display())]
     Io {
-        /// A verb: `read`, `write`, …
+        /// Verb: `read`, `write`, …
         doing: &'static str,
         /// Path of the file or directory.
         path: PathBuf,
         /// Error of the operating system.
         source: io::Error,
     },
-    /// A file does not read. It is left as it is.
+    /// A file cannot be parsed. It is left unchanged.
     #[error("{} is damaged: {why}", path.display())]
     Corrupt {
         /// Path of the file.
@@ -47,19 +47,19 @@ pub enum StoreError {
         /// Description of the fault.
         why: String,
     },
-    /// Something that must be there is not.
+    /// A required file or directory is missing.
     #[error("{} is missing", path.display())]
     Missing {
         /// Path of the file or directory.
         path: PathBuf,
     },
-    /// Another process lives on this directory.
+    /// Another process uses this directory.
     #[error("{} is in use by another causeway process; give each its own data directory", path.display())]
     InUse {
         /// The directory.
         path: PathBuf,
     },
-    /// Something that must not be replaced is there already.
+    /// A file that must not be replaced already exists.
     #[error("{} exists already and is not overwritten", path.display())]
     Exists {
         /// Path of the file.
@@ -84,7 +84,7 @@ impl Lock {
 }
 
 impl Dir {
-    /// Makes the directory, 0700, where there is none.
+    /// Creates the directory with mode 0700, if it does not exist.
     pub(crate) fn create(path: &Path) -> Result<Self, StoreError> {
         DirBuilder::new()
             .recursive(true)
@@ -119,7 +119,7 @@ impl Dir {
         }
     }
 
-    /// A file's text, or `None` where there is none.
+    /// Returns a file's text, or `None` if there is no file.
     pub(crate) fn read(&self, name: &str) -> Result<Option<String>, StoreError> {
         let path = self.path(name);
         match fs::read_to_string(&path) {
@@ -144,13 +144,13 @@ impl Dir {
         }
     }
 
-    /// Puts a file in place of the old one: after this returns `Ok` it is on the disk. Under the lock only.
+    /// Replaces a file. When this returns `Ok`, the new file is on the disk. The calling code must hold the lock.
     pub(crate) fn write(&self, name: &str, text: &str) -> Result<(), StoreError> {
         let path = self.path(name);
         self.replace(&path, text).map_err(io_error("write", &path))
     }
 
-    /// Whether a file of this size could be written now. Leaves nothing behind.
+    /// Checks that a file of this size could be written now. Leaves no file behind.
     pub(crate) fn check_space(&self, name: &str, size: usize) -> Result<(), StoreError> {
         let written = self.write_temp_file(&" ".repeat(size));
         written
@@ -175,7 +175,7 @@ impl Dir {
         Ok(file)
     }
 
-    /// Gives a file another name; whether there was one. Under the lock only.
+    /// Renames a file. Returns whether there was one. The calling code must hold the lock.
     pub(crate) fn rename(&self, name: &str, to: &str) -> Result<bool, StoreError> {
         let path = self.path(name);
         match fs::rename(&path, self.path(to)) {
@@ -215,7 +215,7 @@ impl Dir {
         self.write(name, &(text + "\n"))
     }
 
-    /// Waits until no other process or thread changes files here.
+    /// Locks the directory. Waits until no other process or thread changes files in it.
     pub(crate) fn lock(&self) -> Result<Lock, StoreError> {
         let path = self.path(LOCK_FILE);
         let locked = open_lock(&path).and_then(|file| file.lock().map(|()| file));
@@ -224,7 +224,7 @@ impl Dir {
         Ok(locked)
     }
 
-    /// Removes what a process left that was killed before it had written all of it.
+    /// Removes temporary files of a process that was killed before it had completed them.
     fn remove_temp_files(&self) {
         let entries = fs::read_dir(&*self.0).into_iter().flatten().flatten();
         let leftovers = entries.filter(|entry| {
@@ -262,8 +262,7 @@ impl Dir {
         claim.and_then(|claim| claim.modified()).ok()
     }
 
-    /// Reads a file, changes its value and writes it, all under the lock. An error from `change`
-    /// leaves the file untouched.
+    /// Reads a file, changes its value and writes it, all under the lock. An error from `change` leaves the file unchanged.
     pub(crate) fn update<T, R, E>(
         &self,
         name: &str,

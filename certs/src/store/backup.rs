@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// A backup that is being put into its place.
+/// File of a backup whose restore has begun.
 const PENDING_FILE: &str = ".restore.json";
 const VERSION: u32 = 1;
 /// Maximum difference between two clocks, in seconds.
@@ -28,7 +28,7 @@ const MAX_CLOCK_SKEW: u64 = 24 * 60 * 60;
 /// Files in a backup. The CA comes last; the restored state is not valid without it.
 const BACKUP_FILES: [&str; 5] = [TOKENS_FILE, NODES_FILE, PINS_FILE, TICKETS_FILE, CA_FILE];
 
-/// A backup that was read and judged, or made.
+/// A backup that was read and validated, or created.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Backup {
@@ -49,10 +49,10 @@ impl std::fmt::Debug for Backup {
 }
 
 impl Backup {
-    /// Reads a backup and everything in it.
+    /// Reads a backup and validates all parts of it.
     ///
     /// # Errors
-    /// If any part does not read.
+    /// If a part cannot be parsed.
     pub fn read(path: &Path) -> Result<Self, StoreError> {
         let text = std::fs::read_to_string(path).map_err(io_error("read", path))?;
         Self::parse(&text).map_err(|why| StoreError::Corrupt {
@@ -112,10 +112,10 @@ impl Backup {
         self.made_at
     }
 
-    /// Writes the backup to a file of its own, 0600, completely or not at all.
+    /// Writes the backup to a new file with mode 0600, completely or not at all.
     ///
     /// # Errors
-    /// If the file exists already, or it cannot be written.
+    /// If the file already exists, or it cannot be written.
     pub fn save(&self, path: &Path) -> Result<(), StoreError> {
         let directory = match path.parent() {
             Some(folder) if folder != Path::new("") => folder,
@@ -139,7 +139,7 @@ impl Backup {
 }
 
 impl Store {
-    /// Takes a backup of this directory, which has a CA.
+    /// Takes a backup of this directory, which must have a CA.
     pub fn backup(&self) -> Result<Backup, StoreError> {
         let _lock = self.dir.lock()?;
         let missing = || StoreError::Missing {
@@ -165,10 +165,10 @@ impl Store {
         })
     }
 
-    /// Makes this directory what it was when the backup was taken.
+    /// Restores the content that this directory had at the time of the backup.
     ///
     /// # Errors
-    /// If a process lives here, or the directory has another CA; then nothing has changed.
+    /// If a process uses the directory, or it has another CA. Nothing has changed then.
     pub fn restore(&self, backup: &Backup) -> Result<(), StoreError> {
         let _claim = self.claim()?;
         let _lock = self.dir.lock()?;

@@ -1,8 +1,8 @@
 //! The CA of a data directory: `ca.json`, and beside it the roots for people, `ca.pem`.
 //!
-//! All of a CA is in one file, so that each change is atomic. `ca.pem` is derived from it, and is rewritten whenever it differs.
-//! A directory of an older version has no `ca.json`, but `ca.pem` and `ca.key`. That root is read as before, and moves into the
-//! one file with the first step of a rotation.
+//! All of a CA is in one file, so that each change is atomic. `ca.pem` is derived from it, and is rewritten whenever it
+//! differs. A directory of an older version has no `ca.json`, but `ca.pem` and `ca.key`. Such a root is loaded from these two
+//! files. The first step of a rotation moves it into `ca.json`.
 
 use super::atomic_file::StoreError;
 use super::data_dir::{CA_FILE, ROOTS_FILE, Store, TICKETS_FILE};
@@ -10,7 +10,7 @@ use crate::ca::{Ca, CaError, RotationStep, file::CaFile};
 use crate::token::TokenStore;
 use std::path::PathBuf;
 
-/// The key of a root from before `ca.json`.
+/// File of the key of a root that is older than `ca.json`.
 const OLD_KEY_FILE: &str = "ca.key";
 
 impl Store {
@@ -19,7 +19,7 @@ impl Store {
         self.dir.path(ROOTS_FILE)
     }
 
-    /// The CA, if one was made here.
+    /// Returns the CA, if the directory has one.
     pub fn ca(&self) -> Result<Option<Ca>, StoreError> {
         let found = self.read_ca()?;
         let is_settled = found
@@ -61,7 +61,7 @@ impl Store {
         }
     }
 
-    /// Stores a new CA. Refuses to replace one: every edge would be lost.
+    /// Stores a new CA. Never replaces one, because every edge would be lost.
     pub fn save_ca(&self, ca: &Ca) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
         for name in [CA_FILE, ROOTS_FILE] {
@@ -76,10 +76,10 @@ impl Store {
         self.write_ca(ca)
     }
 
-    /// Takes the CA a step further, if `change` makes one.
+    /// Changes the CA, if `change` returns a new one.
     ///
     /// # Errors
-    /// If there is no CA, or `change` refuses; then nothing has changed.
+    /// If there is no CA, or `change` fails. Nothing has changed then.
     pub fn change_ca<E: From<StoreError>>(
         &self,
         change: impl FnOnce(Ca) -> Result<(Ca, RotationStep), E>,
@@ -92,7 +92,7 @@ impl Store {
         let roots = previous.fingerprints();
         let (ca, step) = change(previous)?;
         if step == RotationStep::Applied {
-            // Sessions of a removed root must not be resumed: who stole the root may also have the ticket secret.
+            // Sessions of a removed root must not be resumed: an attacker who stole the root may also have the ticket secret.
             let remaining = ca.fingerprints();
             if !roots.iter().all(|root| remaining.contains(root)) {
                 self.dir.remove(TICKETS_FILE)?;
@@ -102,7 +102,7 @@ impl Store {
         Ok((ca, step))
     }
 
-    /// The join tokens of this directory's CA.
+    /// Returns the join tokens of this directory's CA.
     pub fn tokens(&self) -> Result<TokenStore, StoreError> {
         let ca = self.ca()?.ok_or_else(|| StoreError::Missing {
             path: self.root_path(),
@@ -110,12 +110,13 @@ impl Store {
         Ok(self.tokens_of(&ca))
     }
 
-    /// Returns the token store for a CA that is known.
+    /// Returns the token store for this CA.
     pub fn tokens_of(&self, ca: &Ca) -> TokenStore {
         TokenStore::new(self.dir.clone(), ca)
     }
 
-    /// Writes the CA. Before the one rename nothing has changed, after it everything has. [`Store::ca`] completes the rest.
+    /// Writes the CA by one rename, so the change is atomic. [`Store::ca`] writes the derived files if this process dies
+    /// before.
     fn write_ca(&self, ca: &Ca) -> Result<(), StoreError> {
         self.dir.write_json(CA_FILE, &CaFile::from_ca(ca))?;
         self.write_derived_files(ca)
@@ -129,7 +130,7 @@ impl Store {
         self.dir.remove(OLD_KEY_FILE)
     }
 
-    /// Roots that do not read are not worth more than those that are not there.
+    /// Whether the derived files are up to date. Roots that cannot be parsed count as missing.
     fn has_current_derived_files(&self, ca: &Ca) -> bool {
         let written = self.dir.read(ROOTS_FILE).ok().flatten();
         written.as_ref() == Some(&ca.client_bundle_pem()) && !self.dir.path(OLD_KEY_FILE).exists()

@@ -1,4 +1,4 @@
-//! The directory itself: its version, its claim, and the files of one value each.
+//! The data directory itself: its version, its claim, and the files with a single value.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -7,7 +7,7 @@ use super::atomic_file::{Dir, Lock, StoreError};
 use crate::verify::TicketSecret;
 
 const VERSION_FILE: &str = "version";
-/// The version of the files that this program reads and writes.
+/// Version of the files that this program reads and writes.
 const VERSION: &str = "1";
 /// File of the CA.
 pub(super) const CA_FILE: &str = "ca.json";
@@ -15,7 +15,7 @@ pub(super) const CA_FILE: &str = "ca.json";
 pub(super) const ROOTS_FILE: &str = "ca.pem";
 /// File of the secret from which the keys of session tickets are derived.
 pub(super) const TICKETS_FILE: &str = "tickets.key";
-/// Whether a data directory may be made.
+/// Whether a missing data directory is created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OpenMode {
     /// Create the directory if it does not exist.
@@ -41,7 +41,7 @@ impl DirLock {
     }
 }
 
-/// Former claim of a process that goes on for a while.
+/// Released claim of a process that continues for some time.
 #[derive(Debug)]
 pub struct ReleasedClaim {
     claimed_at: Option<SystemTime>,
@@ -49,7 +49,7 @@ pub struct ReleasedClaim {
 }
 
 impl ReleasedClaim {
-    /// Whether another process has claimed the directory since.
+    /// Whether another process has claimed the directory since the release.
     pub fn is_taken(&self) -> bool {
         self.dir.last_claim() != self.claimed_at
     }
@@ -94,13 +94,14 @@ impl Store {
         Ok(store)
     }
 
-    /// Whether a gateway has it, or is going to: there is a CA, or what a gateway makes when it starts.
+    /// Whether a gateway uses this directory or will use it: it has a CA, or a file that a gateway creates at its start.
     pub fn is_gateway_dir(&self) -> bool {
         let exists = |name: &str| self.dir.path(name).exists();
         exists(TICKETS_FILE) || exists(CA_FILE) || exists(ROOTS_FILE)
     }
 
-    /// The secret of session tickets, made at the first call. Gateways that share it resume each other's sessions.
+    /// Returns the secret of session tickets, which the first call creates. Gateways that share it resume each other's
+    /// sessions.
     pub fn ticket_secret(&self) -> Result<TicketSecret, StoreError> {
         let _lock = self.dir.lock()?;
         if let Some(text) = self.dir.read(TICKETS_FILE)? {
@@ -113,7 +114,7 @@ impl Store {
         Ok(secret)
     }
 
-    /// Takes the directory for this process, which is going to live on it. Commands that only change a file
+    /// Claims the directory for this process, which is going to use it as long as it runs. Commands that only change a file
     /// need no claim.
     pub fn claim(&self) -> Result<DirLock, StoreError> {
         let (lock, dir) = (self.dir.claim()?, self.dir.clone());
@@ -126,18 +127,18 @@ impl Store {
             .path(&format!("{}.sock", runtime_file_name("admin")))
     }
 
-    /// Notes a small fact about the running process, such as its admin address.
+    /// Stores a small value about the running process, such as its admin address.
     pub fn write_runtime(&self, name: &str, text: &str) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
         self.dir.write(&runtime_file_name(name), text)
     }
 
-    /// Reads such a fact.
+    /// Reads a value that [`Store::write_runtime`] stored.
     pub fn read_runtime(&self, name: &str) -> Result<Option<String>, StoreError> {
         self.dir.read(&runtime_file_name(name))
     }
 
-    /// Forgets such a fact, as a process does that ends.
+    /// Removes such a value, at the end of the process.
     pub fn remove_runtime(&self, name: &str) -> Result<(), StoreError> {
         self.dir.remove(&runtime_file_name(name))
     }

@@ -10,13 +10,13 @@ use std::path::PathBuf;
 const EDGE_FILE: &str = "edge.json";
 /// File of the id of the join token that created the identity in `edge.json`.
 const JOINED_BY_FILE: &str = "joined-by";
-/// File of the gateways that an edge has learned, if an external CA makes the edge's identity.
+/// File of the gateway addresses that an edge has received, if an external CA issues the edge's identity.
 const GATEWAYS_FILE: &str = "gateways.json";
-/// Twice what an identity takes with two certificates, a key and some gateways, in bytes.
+/// Space that is reserved for an identity, in bytes: twice the size of one with two certificates, a key and some gateways.
 const RESERVED_EDGE_BYTES: usize = 8 * 1024;
 
 impl Store {
-    /// The edge's identity, if this edge has enrolled.
+    /// Returns the edge's identity, if this edge has enrolled.
     pub fn edge(&self) -> Result<Option<EdgeIdentity>, StoreError> {
         let Some(file) = self.dir.read_json::<EdgeFile>(EDGE_FILE)? else {
             return Ok(None);
@@ -32,8 +32,8 @@ impl Store {
         self.dir.check_space(EDGE_FILE, RESERVED_EDGE_BYTES)
     }
 
-    /// Stores an edge's identity in place of the one before, atomically. If an external CA makes the identity, only the learned
-    /// gateways are stored.
+    /// Replaces the edge's stored identity, atomically. If an external CA issues the identity, only the received gateway
+    /// addresses are stored.
     pub fn save_edge(&self, edge: &EdgeIdentity) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
         if edge.is_external {
@@ -42,8 +42,8 @@ impl Store {
         self.dir.write_json(EDGE_FILE, &edge.to_file())
     }
 
-    /// Stores the identity that came from a join token of this id, or from the node's cluster. The identity before it stays in
-    /// the directory. Returns the new place of the old identity.
+    /// Stores the identity that came from the join token with this id, or from the node's cluster. The previous identity
+    /// stays in the directory. Returns its new path.
     pub fn replace_edge(
         &self,
         edge: &EdgeIdentity,
@@ -67,8 +67,8 @@ impl Store {
         Ok(backup_path)
     }
 
-    /// Gives up the edge's identity, which stays in the directory under another name: returns its new place, or `None` if
-    /// there is no identity. The file is not read, so that one that is damaged can be given up as well.
+    /// Gives up the edge's identity, which stays in the directory under another name. Returns its new path, or `None` if
+    /// there is no identity. The file is not parsed, so that a damaged one can be given up as well.
     pub fn leave_edge(&self) -> Result<Option<PathBuf>, StoreError> {
         let _lock = self.dir.lock()?;
         let name = self.unused_backup_name();
@@ -96,7 +96,7 @@ impl Store {
         Ok(id.map(|id| id.trim().to_owned()))
     }
 
-    /// Returns the gateways that an edge has learned, if an external CA makes the edge's identity.
+    /// Returns the gateway addresses that an edge has received, if an external CA issues the edge's identity.
     pub fn learned_gateways(&self) -> Result<Vec<String>, StoreError> {
         let learned = self.dir.read_json::<Vec<String>>(GATEWAYS_FILE)?;
         Ok(learned.unwrap_or_default())

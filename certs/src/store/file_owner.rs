@@ -1,9 +1,9 @@
 //! Ownership of new files: a new file belongs to the user of its directory.
 //!
-//! A gateway uses its data directory as a user of its own, and its administrator makes tokens there as root. The gateway could
-//! not read a file that root made for itself alone, mode 0600. So root gives files that it makes in another user's directory to
-//! that user. Only files that were made by this very call are given away. The directory's user can put links to anything there,
-//! and a link that root follows must not change the owner of its target.
+//! A gateway uses its data directory as a user of its own, and its administrator creates tokens there as root. The gateway
+//! could not read a file of root with mode 0600. So if root creates a file in another user's directory, this module gives the
+//! file to that user. Only files that this call has created are given away. The directory's user can put links to anything
+//! there, and a link that root follows must not change the owner of its target.
 
 use nix::{fcntl::OFlag, unistd::geteuid};
 use std::fs::{self, File, OpenOptions};
@@ -11,7 +11,7 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::Path;
 
-/// Root's number.
+/// User id of root.
 const ROOT_UID: u32 = 0;
 
 /// Opens a private file for writing. Creates it if it does not exist, with mode 0600 and owned by the directory's user.
@@ -37,7 +37,7 @@ pub fn open_private(path: &Path, options: &OpenOptions) -> io::Result<File> {
     }
 }
 
-/// Gives a file that was just made to the user of the directory in which it stands, if it is root's and that is not.
+/// Gives a file that was just created to the user of its directory, if the file is root's and the directory is not.
 pub(super) fn chown_to_parent(file: &File, directory: &Path) -> io::Result<()> {
     if file.metadata()?.uid() != ROOT_UID || !is_foreign_owner(directory)? {
         return Ok(());
@@ -53,7 +53,7 @@ pub(super) fn chown_to_parent(file: &File, directory: &Path) -> io::Result<()> {
     fchown(file, Some(owner.uid()), Some(owner.gid()))
 }
 
-/// Whether root looks at another user's directory.
+/// Whether this process runs as root and the directory belongs to another user.
 fn is_foreign_owner(directory: &Path) -> io::Result<bool> {
     Ok(geteuid().is_root() && fs::metadata(directory)?.uid() != ROOT_UID)
 }

@@ -28,11 +28,11 @@ pub struct NodeRecord {
     /// Confirmed labels of the node.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
-    /// Time of the last enrolment, in Unix seconds: certificates from before are no longer the node's own.
+    /// Time of the last enrolment, in Unix seconds. Earlier certificates of the node are no longer accepted.
     pub enrolled_at: u64,
-    /// Serial number of its certificate, in hexadecimal.
+    /// Serial number of the node's certificate, in hexadecimal.
     pub serial: String,
-    /// Root above the certificate. It is unknown for certificates from before roots could be replaced.
+    /// Root above the certificate. It is unknown for certificates from before the support of rotation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub root: Option<Fingerprint>,
     /// Last second of the certificate, in Unix time.
@@ -41,25 +41,27 @@ pub struct NodeRecord {
     /// Start and reason of the node's revocation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revoked: Option<Revocation>,
-    /// Whether the cluster decides if the node is at the edge, if the cluster is watched and has a Node of this name. Then
-    /// neither a token nor a command names this very node. Records of older versions lack the field, and count as named.
+    /// Whether the cluster decides if the node is at the edge. This requires that the cluster is watched and has a Node of
+    /// this name. If set, neither a token nor a command names this node. Records of older versions lack the field, and count
+    /// as named.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub follows_cluster: bool,
 }
 
-/// An update of a node's record.
+/// Update of a node's record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NodeUpdate {
-    /// The node has connected with a certificate of an external CA, without enrolment. Facts that are recorded already stay.
+    /// The node has connected with a certificate of an external CA, without enrolment. Attributes that are already recorded
+    /// stay.
     Connected {
         /// Time of the connection, in Unix seconds.
         at: u64,
     },
     /// Next certificate of the node. It is not recorded for a revoked node.
     Renewed(IssuedCertificate),
-    /// The node has joined anew by its identity in the cluster; facts that a token has confirmed stay.
+    /// The node has joined again by its identity in the cluster. Attributes that a token has confirmed stay.
     Joined {
-        /// Certificates from before, in Unix seconds, are not its own any more.
+        /// Time of the join, in Unix seconds. Certificates from before are no longer accepted.
         at: u64,
         /// Certificate of the node. It is not recorded for a revoked node.
         issued: IssuedCertificate,
@@ -67,7 +69,7 @@ pub enum NodeUpdate {
 }
 
 impl NodeRecord {
-    /// Returns the record of a node of which only the name is known, because an external CA makes its certificates.
+    /// Returns the record of a node of which only the name is known, because an external CA issues its certificates.
     pub fn name_only(node: &NodeName, at: u64) -> Self {
         Self {
             node: node.clone(),
@@ -104,7 +106,7 @@ pub struct Revocation {
 }
 
 impl Store {
-    /// The enrolled nodes.
+    /// Returns the records of the enrolled nodes.
     pub fn nodes(&self) -> NodeStore {
         NodeStore {
             dir: self.dir.clone(),
@@ -112,19 +114,19 @@ impl Store {
     }
 }
 
-/// The enrolled nodes of one data directory.
+/// Records of the enrolled nodes of one data directory.
 #[derive(Debug, Clone)]
 pub struct NodeStore {
     dir: Dir,
 }
 
 impl NodeStore {
-    /// Notes a node in place of what was known of it; one that is revoked stays so.
+    /// Replaces the record of a node. A revocation stays.
     pub fn put(&self, record: NodeRecord) -> Result<(), StoreError> {
         self.put_all([record])
     }
 
-    /// Stores many records like [`NodeStore::put`], but with one write: one by one, each would rewrite all before it.
+    /// Stores many records like [`NodeStore::put`], but with one write. Separate writes would each rewrite the whole file.
     pub fn put_all(&self, records: impl IntoIterator<Item = NodeRecord>) -> Result<(), StoreError> {
         self.dir
             .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
@@ -138,8 +140,8 @@ impl NodeStore {
             })
     }
 
-    /// Makes many changes by one write, for a fleet that comes at once. What is known of each node then; nothing of one
-    /// that is not known.
+    /// Applies many updates with one write, for a fleet that connects at once. Returns the new record for each update, or
+    /// `None` if the node is unknown.
     pub fn change(
         &self,
         changes: &[(NodeName, NodeUpdate)],
@@ -229,7 +231,7 @@ impl NodeStore {
         Ok(after)
     }
 
-    /// Notes what is confirmed of a node, in place of what was; all else that is known of it stays.
+    /// Replaces the confirmed attributes of a node. The rest of its record stays.
     pub fn confirm(
         &self,
         node: &NodeName,
@@ -251,7 +253,7 @@ impl NodeStore {
             })
     }
 
-    /// Forgets a node; whether it was known.
+    /// Removes the record of a node. Returns whether there was one.
     pub fn remove(&self, node: &NodeName) -> Result<bool, StoreError> {
         self.dir
             .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {

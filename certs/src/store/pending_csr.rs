@@ -20,7 +20,7 @@ pub enum Requested {
 }
 
 impl Requested {
-    /// The file of the request that waits.
+    /// Returns the name of the file of the pending request.
     fn pending_file(self) -> String {
         match self {
             Self::Identity => "request.json".to_owned(),
@@ -28,7 +28,7 @@ impl Requested {
         }
     }
 
-    /// The file of the certificate, for a gateway.
+    /// Returns the name of the file of a gateway's certificate.
     fn certificate_file(self) -> String {
         match self {
             Self::Identity => "identity.pem".to_owned(),
@@ -37,10 +37,10 @@ impl Requested {
     }
 }
 
-/// Room for a key and a chain.
+/// Space that is reserved for a key and a chain, in bytes.
 const RESERVED_CERTIFICATE_BYTES: usize = 16 * 1024;
 
-/// A request, and the key that it is for.
+/// A pending request and its key.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PendingCsr {
@@ -60,7 +60,7 @@ impl fmt::Debug for PendingCsr {
 }
 
 impl PendingCsr {
-    /// A request for this key.
+    /// Creates a record of a request for this key.
     pub fn new(name: String, asks: String, since: u64, key: &PrivateKey) -> Self {
         Self {
             name,
@@ -70,7 +70,7 @@ impl PendingCsr {
         }
     }
 
-    /// The key.
+    /// Returns the key.
     pub fn key(&self) -> Result<PrivateKey, CsrError> {
         PrivateKey::load(&self.key)
     }
@@ -94,15 +94,16 @@ impl Store {
         self.remove_request(kind)
     }
 
-    /// Removes the request. Under the lock only.
+    /// Removes the request. The calling code must hold the lock.
     pub(super) fn remove_request(&self, kind: Requested) -> Result<(), StoreError> {
         self.dir.remove(&kind.pending_file())
     }
 }
 
-/// Certificates that a gateway's cluster has made for it.
+/// Certificates that a gateway's cluster has issued for it.
 impl Store {
-    /// The file of a certificate that a gateway's cluster makes: chain and key in one, so that they change at once.
+    /// Returns the path of a certificate that a gateway's cluster issues. Chain and key are in one file, so that they change
+    /// at once.
     pub fn issued_certificate_path(data_dir: &Path, kind: Requested) -> PathBuf {
         data_dir.join(kind.certificate_file())
     }
@@ -119,7 +120,7 @@ impl Store {
         self.dir.read(&kind.certificate_file())
     }
 
-    /// Stores the certificate and key in place of the ones before.
+    /// Replaces the stored certificate and key.
     pub fn save_issued_certificate(&self, kind: Requested, text: &str) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
         self.dir.write(&kind.certificate_file(), text)

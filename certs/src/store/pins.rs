@@ -14,7 +14,7 @@ use crate::name::NodeName;
 use crate::secret::Fingerprint;
 
 pub(super) const PINS_FILE: &str = "pins.json";
-/// Pinned ports of one node, at most: far more than a node has upstreams, so that the file has a bound.
+/// Maximum number of pinned ports of one node, so that the file has a bound. A node has far fewer upstreams.
 const MAX_PINS_PER_NODE: usize = 256;
 
 /// The key by which an upstream is identified.
@@ -30,7 +30,7 @@ pub struct Pin {
 /// All pins, by node and port.
 pub type PinTable = BTreeMap<NodeName, BTreeMap<u16, Pin>>;
 
-/// The pins of one data directory.
+/// Pinned keys of one data directory.
 #[derive(Debug, Clone)]
 pub struct Pins {
     dir: Dir,

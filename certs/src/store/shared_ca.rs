@@ -32,7 +32,7 @@ pub enum ImportOutcome {
 }
 
 impl SharedCa {
-    /// Returns this CA with a new secret.
+    /// Returns this CA with a new secret of session tickets.
     pub fn new(ca: Ca) -> Self {
         Self {
             ca,
@@ -66,7 +66,7 @@ impl SharedCa {
         Ok(Self { ca, tickets })
     }
 
-    /// The CA.
+    /// Returns the CA.
     pub fn ca(&self) -> &Ca {
         &self.ca
     }
@@ -94,10 +94,10 @@ impl Store {
         Ok(SharedCa { ca, tickets })
     }
 
-    /// Imports shared state, if it follows from the state of this directory.
+    /// Imports shared state, if it is equal to the state of this directory or newer.
     ///
     /// # Errors
-    /// If this directory has another CA, none of whose roots is in the shared one; then nothing has changed.
+    /// If this directory has another CA, none of whose roots is in the shared one. Nothing has changed then.
     pub fn import_shared(&self, shared: &SharedCa) -> Result<ImportOutcome, StoreError> {
         let _lock = self.dir.lock()?;
         let current = self.read_ca()?;
@@ -190,12 +190,12 @@ mod tests {
         assert_eq!(other.nodes().all().unwrap().len(), 1);
     }
 
-    /// Returns everything in which two directories could differ.
+    /// Returns all content in which two directories could differ.
     fn whole(store: &Store) -> [Option<String>; 3] {
         [CA_FILE, TICKETS_FILE, "ca.pem"].map(|name| store.dir.read(name).unwrap())
     }
 
-    /// A store that has this CA, and its own copy of what it shares.
+    /// Returns a store with this CA and its own copy of the shared state.
     fn at(place: &Path, shared: &SharedCa) -> Store {
         let store = Store::open(place, OpenMode::Create).unwrap();
         assert_eq!(

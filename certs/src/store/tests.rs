@@ -145,7 +145,7 @@ fn a_damaged_file_is_named_and_kept() {
     );
 }
 
-/// A directory as it was before `ca.json`.
+/// Creates a directory in the format from before `ca.json`.
 fn from_before(data: &Path, ca: &Ca) {
     fs::remove_file(data.join("ca.json")).ok();
     fs::write(data.join("ca.pem"), ca.root_pem()).unwrap();
@@ -390,7 +390,7 @@ fn a_directory_is_lived_on_by_one_at_a_time() {
     second.claim().unwrap();
 }
 
-/// A directory with all files of a backup.
+/// Returns a directory with all files of a backup.
 fn full() -> (tempfile::TempDir, Store, Ca) {
     let ((dir, store), ca) = (open(), ca());
     store.save_ca(&ca).unwrap();
@@ -527,7 +527,7 @@ fn an_identity_that_is_replaced_or_given_up_is_kept_aside() {
     assert_eq!(store.edge().unwrap().unwrap().node, second.node);
     assert_eq!(store.joined_by().unwrap(), None);
 
-    // A file that cannot be read is also given up, and identities that were already put aside stay.
+    // A file that cannot be parsed is also given up, and identities that were already put aside stay.
     fs::write(data.join("edge.json"), b"\xff").unwrap();
     let left = store.leave_edge().unwrap().unwrap();
     assert_ne!(left, kept);

@@ -1,8 +1,9 @@
 //! Store of join tokens in the data directory.
 //!
-//! The gateway redeems and `causeway token create` writes, from two processes. So each operation takes the directory's lock,
-//! reads the file anew, changes it, and has it on disk before it returns. If two edges redeem one token at once, the second finds
-//! it used. Every method does blocking I/O and may wait for the lock: call it off the worker threads.
+//! The gateway redeems tokens and `causeway token create` creates them, in two processes. So each operation takes the
+//! directory's lock, reads the file again, changes it, and writes it to the disk before it returns. If two edges redeem one
+//! token at once, the second finds it used. Every method does blocking I/O and may wait for the lock: call it off the worker
+//! threads.
 
 use std::time::Duration;
 
@@ -18,13 +19,14 @@ use crate::store::atomic_file::{Dir, StoreError};
 
 /// The file in the data directory.
 pub(crate) const TOKENS_FILE: &str = "tokens.json";
-/// Period for which a token is remembered after its end, so that a late user learns "used" or "expired" rather than "unknown".
+/// Period for which a token is remembered after its expiry, in seconds. A late user then receives "used" or "expired" rather
+/// than "unknown".
 const RETENTION_SECS: u64 = 30 * 86_400;
 
 /// Error that refuses a token.
 #[derive(Debug, Error)]
 pub enum TokenRejected {
-    /// The token was never made here, was forgotten, or has a wrong secret.
+    /// The token was never created here, was forgotten, or has a wrong secret.
     #[error(
         "the join token is unknown to this gateway; create one at this gateway with `causeway token create`"
     )]
@@ -35,21 +37,21 @@ pub enum TokenRejected {
         format_date(*when), format_date(*now)
     )]
     Expired {
-        /// Time of its end.
+        /// Time of the expiry, in Unix seconds.
         when: u64,
         /// Time of the gateway.
         now: u64,
     },
-    /// The maximum number of nodes has joined with it.
+    /// The maximum number of nodes has joined with the token.
     #[error("the join token was already used at {}; create a new one with `causeway token create`", format_date(*when))]
     Used {
-        /// Time when it was spent.
+        /// Time of the last use, in Unix seconds.
         when: u64,
     },
     /// The operator has revoked it.
     #[error("the join token was revoked at {}; create a new one with `causeway token create`", format_date(*when))]
     Revoked {
-        /// Time of the revocation.
+        /// Time of the revocation, in Unix seconds.
         when: u64,
     },
     /// The edge requests the identity of another node.
@@ -59,20 +61,20 @@ pub enum TokenRejected {
     OtherNode {
         /// The node.
         node: NodeName,
-        /// Nodes for which it was made.
+        /// Nodes for which the token was created.
         bound_to: NodePattern,
     },
-    /// A pattern is for new nodes: the holder of such a token must not become a node that exists already.
+    /// The pattern is for new nodes only: the holder of such a token must not become a node that already exists.
     #[error(
         "node {node} has joined before, but the join token is only for new nodes of {bound_to}; create a token for exactly this node"
     )]
     NotNew {
         /// The node.
         node: NodeName,
-        /// Nodes for which it was made.
+        /// Nodes for which the token was created.
         bound_to: NodePattern,
     },
-    /// The token is of another gateway's CA.
+    /// The token belongs to another gateway's CA.
     #[error(
         "the join token is of another CA than the CA of this gateway, or of a retired root; create a new one with `causeway token create`"
     )]
@@ -82,7 +84,7 @@ pub enum TokenRejected {
     Store(#[from] StoreError),
 }
 
-/// Whether a node that would join is known already.
+/// Whether a node that would join is already known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NodeStatus {
     /// No edge has joined as this node.
@@ -95,9 +97,9 @@ pub enum NodeStatus {
 #[derive(Debug, Clone)]
 pub struct TokenStore {
     dir: Dir,
-    /// Fingerprint of the active root: new tokens carry it.
+    /// Fingerprint of the active root, which new tokens carry.
     active_root: Fingerprint,
-    /// Fingerprints of the trusted roots: tokens of these are valid.
+    /// Fingerprints of the trusted roots, whose tokens are valid.
     trusted_roots: Vec<Fingerprint>,
 }
 
@@ -110,7 +112,7 @@ impl TokenStore {
         }
     }
 
-    /// Makes a token for one node, to be used once. The arguments include the attributes that joining confirms.
+    /// Creates a token for one node, to be used once. The arguments include the attributes that joining confirms.
     pub fn create(
         &self,
         node: &NodeName,
@@ -120,8 +122,8 @@ impl TokenStore {
         self.create_for((&node.into(), 1), ttl, confirmed)
     }
 
-    /// Makes a token by which this many of these nodes may join. The arguments include the attributes that joining confirms of
-    /// each.
+    /// Creates a token with which this many of these nodes may join. The arguments include the attributes that joining
+    /// confirms for each node.
     pub fn create_for(
         &self,
         (nodes, uses): (&NodePattern, u32),
@@ -158,8 +160,8 @@ impl TokenStore {
         Ok(token)
     }
 
-    /// Spends one use of a token, if it is valid for this node now. It returns `Ok` at most as often as the token has uses, in
-    /// all processes together; a refusal spends nothing.
+    /// Spends one use of a token, if it is valid for this node now. In all processes together, it returns `Ok` at most as
+    /// often as the token has uses. A refusal spends nothing.
     pub fn redeem(
         &self,
         token: &JoinToken,
@@ -196,15 +198,15 @@ impl TokenStore {
             .ok_or(TokenRejected::Unknown)
     }
 
-    /// Returns whether the root that a token carries is trusted. Records of older versions do not name the root and count
-    /// as trusted.
+    /// Whether the root that a token carries is trusted. Records of older versions do not name the root and count as trusted.
     pub fn trusts(&self, record: &TokenRecord) -> bool {
         record
             .root
             .is_none_or(|root| self.trusted_roots.contains(&root))
     }
 
-    /// Revokes a token. Returns whether the token existed. The record stays, so that the holder of the token learns the reason.
+    /// Revokes a token. Returns whether the token existed. The record stays, so that the holder of the token receives the
+    /// reason.
     pub fn revoke(&self, id: &str, now: UnixTime) -> Result<bool, StoreError> {
         self.dir
             .update(TOKENS_FILE, |records: &mut Vec<TokenRecord>| {
@@ -222,7 +224,7 @@ impl TokenStore {
             .map(Option::unwrap_or_default)
     }
 
-    /// Forgets a token; whether there was one.
+    /// Removes a token. Returns whether there was one.
     pub fn remove(&self, id: &str) -> Result<bool, StoreError> {
         self.dir
             .update(TOKENS_FILE, |records: &mut Vec<TokenRecord>| {
@@ -233,7 +235,7 @@ impl TokenStore {
     }
 }
 
-/// Returns the reason why a known token is not valid.
+/// Returns the reason for which a known token is not valid.
 fn check_record(
     record: &TokenRecord,
     requested: &NodeName,

@@ -18,7 +18,7 @@ impl World {
         Self { store, _dir: dir }
     }
 
-    /// The token book as another process sees it.
+    /// Returns the token store as another process opens it.
     fn book(&self) -> TokenStore {
         self.store.tokens().unwrap()
     }

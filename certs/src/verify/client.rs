@@ -1,9 +1,9 @@
 //! The dialling ends: an edge's tunnel, its other requests, and joining by a token or by the CA of its cluster.
 //!
-//! A gateway is recognised by its certificate alone: below one of our private roots, by the issuer of replicas, for servers, with
-//! the URI `spiffe://<trust domain>/gateway`. The dialled name is not compared: that URI is given to gateways only. An edge may
-//! dial any address that no certificate lists: a load balancer's, or one learned from the hello. While joining, the root is the
-//! certificate in the server's own chain whose SHA-256 the token carries.
+//! A gateway is recognised by its certificate alone: below one of our private roots, signed by the issuer for gateways, for
+//! servers, with the URI `spiffe://<trust domain>/gateway`. The dialled name is not compared, since only gateways receive
+//! that URI. So an edge may dial an address that no certificate lists, such as a load balancer's or one from the hello. While
+//! joining, the root is the certificate in the server's own chain whose SHA-256 the token carries.
 
 use std::error::Error as StdError;
 use std::io;
@@ -46,19 +46,19 @@ pub struct UnexpectedCa {
 }
 
 impl UnexpectedCa {
-    /// Finds it in what a handshake failed with, `io::Error` and `rustls::Error` included.
+    /// Finds this error among the causes of a failed handshake, `io::Error` and `rustls::Error` included.
     pub fn find<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a Self> {
         find_cause(error)
     }
 }
 
-/// The certificate of the server does not name a gateway: the server is not a gateway's tunnel port.
+/// Error for a server whose certificate does not name a gateway: the server is not a gateway's tunnel port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ThisError)]
 #[error("the server's certificate is not the certificate of a gateway's tunnel port")]
 pub struct NotAGateway;
 
 impl NotAGateway {
-    /// Returns whether a handshake failed with this error.
+    /// Whether a handshake failed with this error.
     pub fn is_in(error: &(dyn StdError + 'static)) -> bool {
         find_cause::<Self>(error).is_some()
     }
@@ -83,18 +83,19 @@ fn find_cause<'a, T: StdError + 'static>(error: &'a (dyn StdError + 'static)) ->
     inner.and_then(find_cause)
 }
 
-/// The edge's end of a tunnel: TLS 1.3, `rh2`, with the edge's certificate.
+/// Returns the configuration of the edge's end of a tunnel: TLS 1.3, `rh2`, with the edge's certificate.
 pub fn tunnel_client(edge: &EdgeIdentity) -> Result<Arc<ClientConfig>, TrustError> {
     enrolled_client_config(edge, &[ALPN_TUNNEL])
 }
 
-/// The edge's other requests (renewal and so on): as the tunnel, but `h2` or `http/1.1`.
+/// Returns the configuration for the edge's other requests (renewal and so on): as for the tunnel, but with `h2` or
+/// `http/1.1`.
 pub fn control_client(edge: &EdgeIdentity) -> Result<Arc<ClientConfig>, TrustError> {
     enrolled_client_config(edge, &ALPN_CONTROL)
 }
 
-/// Joining: no certificate yet, the gateway recognised by the token's fingerprint. A failure is
-/// recognisable by `UnexpectedCa::find`.
+/// Returns the configuration for joining by a token: without a certificate, and with the gateway recognised by the token's
+/// fingerprint. [`UnexpectedCa::find`] recognises its failure.
 pub fn join_client(root: Fingerprint) -> Result<Arc<ClientConfig>, TrustError> {
     let root_source = RootSource::Pinned(root);
     let mut config = ClientConfig::builder_with_provider(provider())
@@ -106,7 +107,8 @@ pub fn join_client(root: Fingerprint) -> Result<Arc<ClientConfig>, TrustError> {
     Ok(Arc::new(config))
 }
 
-/// Joining by what a cluster's signer has made for this node: gateways are recognised by these roots.
+/// Returns the configuration for joining with a certificate that a cluster's signer has issued for this node. Gateways are
+/// recognised by these roots.
 pub fn csr_exchange_client(
     roots_pem: &str,
     node_certificate: &LeafCertificate,
@@ -122,7 +124,7 @@ pub fn csr_exchange_client(
     )
 }
 
-/// Returns the certificate of a chain that has this fingerprint: after joining, the root to store.
+/// Returns the certificate of a chain that has this fingerprint. After joining, that is the root to store.
 pub fn pinned_root(
     chain: &[CertificateDer<'_>],
     root: Fingerprint,
@@ -178,7 +180,7 @@ enum RootSource {
     Pinned(Fingerprint),
 }
 
-/// Accepts gateways of one root, under whatever name they were dialled.
+/// Verifier that accepts gateways of one root, independent of the dialled name.
 #[derive(Debug)]
 struct GatewayCertVerifier {
     anchor: RootSource,
@@ -255,7 +257,8 @@ impl ServerCertVerifier for GatewayCertVerifier {
     }
 }
 
-/// Returns the trust in the certificate that the token names. It must be a CA of its own: a pinned leaf would vouch for itself.
+/// Returns the trust store of the certificate that the token names. That certificate must be a CA of its own: a pinned leaf
+/// would certify itself.
 fn pinned_trust_store(
     end_entity: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
@@ -273,7 +276,7 @@ fn pinned_trust_store(
     TrustStore::from_roots([&root], &domain).map_err(other_error)
 }
 
-/// Returns the error of a refusal, with the TLS alert that fits.
+/// Converts a rejection into rustls' error, with the matching TLS alert.
 pub(super) fn to_tls_error(rejection: PeerRejected) -> Error {
     match rejection {
         PeerRejected::UnknownIssuer => CertificateError::UnknownIssuer.into(),

@@ -8,8 +8,8 @@ use rustls::{
 };
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
-/// Verifier that accepts any certificate, though its server must hold the key. It is never a default, only an upstream's `verify:
-/// false`.
+/// Verifier that accepts any certificate, although the server must hold its key. It is never a default. Only `verify: false`
+/// of an upstream selects it.
 #[derive(Debug)]
 pub struct NoServerVerification;
 

@@ -1,9 +1,10 @@
-//! Our own issuers, and a cache of the certificates that they have signed: a signature is verified once, not at every handshake.
+//! Our own issuers, and a cache of the certificates that they have signed: a signature is verified once, not at every
+//! handshake.
 //!
-//! Each of our intermediates is an anchor of its own, for one purpose. A certificate by the intermediate of another purpose is
-//! ours, but not valid for this one. Edges reconnect with the same certificates. Over the same bytes by the same signer a
-//! signature does not change, so [`SignatureCache`] holds digests. Other facts are checked each time: the dates here, revocation
-//! in `check_peer`. Certificates between a leaf and our issuer are ignored.
+//! Each of our intermediates is an anchor of its own, for one purpose. A certificate by the intermediate of another purpose
+//! is ours, but not valid for this one. Edges reconnect with the same certificates. The result for the same bytes and the
+//! same signer never changes, so [`SignatureCache`] stores digests. Other properties are checked each time: the dates here,
+//! revocation in `check_peer`. Certificates between a leaf and our issuer are ignored.
 
 use super::roots::{TrustError, build_verifier, root_store};
 use crate::ca::Ca;
@@ -26,13 +27,14 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Certificates behind a client's own, at most. Each may cost a signature before it is known to lead nowhere.
+/// Maximum number of certificates behind a client's own. Each may cost the verification of a signature before the chain turns
+/// out to be invalid.
 pub(super) const MAX_INTERMEDIATES: usize = 8;
 
-/// Certificates of one generation. Two generations are cached, 4 MiB at most.
+/// Maximum number of certificates of one generation. Two generations are cached, 4 MiB at most.
 const MAX_GENERATION_ENTRIES: usize = 16_384;
 
-/// First and last second of a certificate and the place of its signer, by the digest of its bytes.
+/// First and last second of a certificate and the index of its signer, by the digest of its bytes.
 type CacheGeneration = HashMap<[u8; 32], (RangeInclusive<u64>, usize)>;
 
 /// Cache of verified signatures: the newer generation, and the one before it.
@@ -40,7 +42,7 @@ type CacheGeneration = HashMap<[u8; 32], (RangeInclusive<u64>, usize)>;
 struct SignatureCache(Mutex<(CacheGeneration, CacheGeneration)>);
 
 impl SignatureCache {
-    /// Returns the issuer of this certificate, if the signature was verified and the certificate is within its dates.
+    /// Returns the index of this certificate's issuer, if the signature was verified and the certificate is valid now.
     fn issuer_of(&self, digest: &[u8; 32], now: UnixTime) -> Option<usize> {
         let mut generations = self.lock();
         let (newer, older) = &mut *generations;
@@ -146,7 +148,8 @@ impl Issuers {
     }
 }
 
-/// Whether another CA has signed. A bad signature under our issuer's name is the same case: another root may have the same name.
+/// Whether another CA has signed. A bad signature under our issuer's name counts too, since another root may have the same
+/// name.
 pub(super) fn is_other_issuer(error: &Error) -> bool {
     matches!(
         error,
@@ -158,7 +161,7 @@ pub(super) fn is_other_issuer(error: &Error) -> bool {
     )
 }
 
-/// Verifier of client certificates for rustls: of ours, of other CAs', or of both.
+/// Verifier of client certificates for rustls: of our own, of those of other CAs, or of both.
 #[derive(Debug)]
 pub(super) struct ClientVerifier {
     own_issuers: Option<Arc<Issuers>>,
@@ -254,7 +257,7 @@ mod tests {
     use crate::{LeafCertificate, TrustDomain};
     use std::time::Duration;
 
-    /// A verified certificate passes even if its signers would refuse it now; nothing else passes.
+    /// A verified certificate is accepted even if its signers would refuse it now. No other certificate is.
     #[test]
     fn each_certificate_is_verified_once() {
         let ca = || Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();

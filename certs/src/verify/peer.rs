@@ -1,11 +1,11 @@
 //! The check that every acceptor makes after every handshake, resumed or not.
 //!
 //! 1. There is a certificate, and it is valid now: a resumed session carries that of the first handshake.
-//! 2. One of our issuers has signed it, or else a foreign root that this acceptor trusts.
-//! 3. Its purpose, its kind and its issuer's purpose are those of this port, and it is not revoked.
+//! 2. One of our issuers has signed it, or a foreign root that this acceptor trusts.
+//! 3. Its purpose, its kind and its issuer's purpose match this port, and it is not revoked.
 //!
-//! The check verifies one signature, unless ours is cached: a resumed handshake has verified none. An edge that checks a gateway
-//! follows the chain to its root, which is one signature more.
+//! The check verifies one signature, unless the result for our own certificate is cached: a resumed handshake has verified
+//! none. An edge that checks a gateway follows the chain to its root, which is one signature more.
 
 use std::fmt;
 
@@ -54,7 +54,7 @@ pub fn none_revoked(_serial: &[u8], _identity: &Identity) -> bool {
 /// Error that rejects a peer.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum PeerRejected {
-    /// There is no certificate; a client may authenticate otherwise.
+    /// There is no certificate. A client may authenticate by other means.
     #[error("no certificate presented")]
     NoCertificate,
     /// No root that this port trusts has signed it.
@@ -72,7 +72,7 @@ pub enum PeerRejected {
         /// First second of the certificate.
         not_before: u64,
     },
-    /// The extended key usage does not permit this.
+    /// The extended key usage does not permit this role.
     #[error("the certificate's purpose does not permit use as {wanted}")]
     WrongPurpose {
         /// Role of the peer.
@@ -109,10 +109,10 @@ pub enum PeerRejected {
     /// The certificate is genuine, but revoked.
     #[error("the certificate of {0} is revoked")]
     Revoked(String),
-    /// Signed by a trusted root, but it carries no usable identity.
+    /// A trusted root has signed the certificate, but it carries no usable identity.
     #[error(transparent)]
     Identity(#[from] NameError),
-    /// Any other fault of the certificate.
+    /// The certificate has any other fault.
     #[error("the certificate is invalid: {0}")]
     Invalid(String),
 }
@@ -132,7 +132,7 @@ pub struct VerifiedPeer {
     pub root: Option<Fingerprint>,
 }
 
-/// Returns the identity of the peer of a finished handshake, or the reason to reject the peer.
+/// Returns the identity of the peer of a finished handshake, or the reason for which the peer is rejected.
 pub fn check_peer(
     chain: Option<&[CertificateDer<'_>]>,
     purpose: Purpose,
@@ -143,7 +143,7 @@ pub fn check_peer(
     verify_peer(chain, purpose, now, trust, revoked).map(|verified| verified.identity)
 }
 
-/// Verifies a peer like [`check_peer`], and returns its certificate's facts as well.
+/// Verifies a peer like [`check_peer`], and also returns the properties of its certificate.
 pub fn verify_peer(
     chain: Option<&[CertificateDer<'_>]>,
     purpose: Purpose,
@@ -216,7 +216,7 @@ struct ChainInProgress<'a> {
     purpose: Purpose,
 }
 
-/// Our issuer that has signed: its purpose, and the root above it.
+/// Our issuer that has signed the leaf: its purpose, and the root above it.
 struct SignerInfo {
     purpose: Option<IssuerPurpose>,
     root: Option<Fingerprint>,
@@ -238,7 +238,7 @@ impl ChainInProgress<'_> {
         }
     }
 
-    /// Returns whether a foreign root has signed the certificate. Only clients may have a foreign certificate.
+    /// Whether a foreign root has signed the certificate. Only clients may have a foreign certificate.
     fn has_foreign_signer(&self, trust: &TrustStore) -> Result<bool, PeerRejected> {
         match (&trust.foreign_verifier, self.purpose) {
             (Some(foreign), Purpose::Client) => {
@@ -303,7 +303,7 @@ impl ChainInProgress<'_> {
         }
     }
 
-    /// Whether these have signed.
+    /// Returns the result of a verification, or `None` if other signers have signed the certificate.
     fn classify<T>(&self, outcome: Result<T, TlsError>) -> Result<Option<T>, PeerRejected> {
         match outcome {
             Ok(found) => Ok(Some(found)),
@@ -330,7 +330,8 @@ impl Purpose {
     }
 }
 
-/// Our own certificates always name their purpose, so a missing extension is refused too.
+/// Checks that the certificate's extended key usage and identity match the purpose. Our own certificates always have an
+/// extended key usage, so a missing one is refused too.
 fn check_kind(
     identity: &Identity,
     parsed: &Certificate,

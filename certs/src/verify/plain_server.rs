@@ -1,4 +1,4 @@
-//! TLS of a listener that shows a certificate and requests none from clients.
+//! TLS of a listener that presents a certificate and requests none from clients.
 
 use std::fmt;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ impl fmt::Debug for ServerOnlyTls {
 }
 
 impl ServerOnlyTls {
-    /// Returns a configuration that shows this certificate.
+    /// Returns a configuration that presents this certificate.
     ///
     /// # Errors
     /// If TLS cannot be set up.
@@ -50,12 +50,12 @@ impl ServerOnlyTls {
         })
     }
 
-    /// The accepting end: TLS 1.2 and 1.3, `h2` or `http/1.1`.
+    /// Returns the configuration of the accepting end: TLS 1.2 and 1.3, `h2` or `http/1.1`.
     pub fn server_config(&self) -> Arc<ServerConfig> {
         self.server_config.clone()
     }
 
-    /// Whether a client that asks for this name, or IP, takes the certificate for it (RFC 9525).
+    /// Whether a client that connects to this name or IP address accepts the certificate for it (RFC 9525).
     pub fn matches_host(&self, host: &str) -> bool {
         let Ok(name) = ServerName::try_from(host) else {
             return false;

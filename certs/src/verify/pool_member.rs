@@ -1,9 +1,9 @@
 //! The site network: TLS between edges of one node pool, without a gateway.
 //!
-//! Both ends show their edge certificate and its issuer. Each end checks three things of the other: the certificate is valid now
-//! and below our roots by the issuer of edges, it names a node, and this node is a member of the pool. The dialling end states
-//! the expected node as the server's name and accepts no other member; the name does not travel. No TLS session resumes: each
-//! handshake checks again that the node is a member.
+//! Both ends present their edge certificate and its issuer. Each end checks three properties of the other's certificate: it
+//! is valid now and below our roots by the issuer for edges, it names a node, and this node is a member of the pool. The
+//! dialling end sets the expected node as the server's name and accepts no other member; the name is not sent. No TLS session
+//! resumes, so each handshake checks again that the node is a member.
 
 use std::fmt;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ pub enum PoolMemberRejected {
     /// The peer is not a member of this pool.
     #[error("{0} is not a member of this node's pool")]
     NotAMember(Identity),
-    /// The peer is another member than the one that was dialled.
+    /// The peer is a different member from the one that was dialled.
     #[error("node {found} responds at the address of node {meant}")]
     UnexpectedMember {
         /// Node that the certificate names.
@@ -54,7 +54,7 @@ pub enum PoolMemberRejected {
     },
 }
 
-/// An edge among the members of its pool: its certificate and roots as they are now, and who is a member.
+/// TLS of an edge among the members of its pool: its present certificate and roots, and the check of membership.
 pub struct PoolMemberTls {
     trust_store: TrustStore,
     is_member: IsMemberFn,
@@ -70,8 +70,8 @@ impl fmt::Debug for PoolMemberTls {
 }
 
 impl PoolMemberTls {
-    /// Returns the TLS configuration of this edge, with its present certificate and roots. Fails if an external CA makes the
-    /// certificate: its issuer signs for any purpose.
+    /// Returns the TLS configuration of this edge, with its present certificate and roots. Fails if an external CA issues the
+    /// certificate: the issuer then signs for any purpose.
     pub fn new(edge: &EdgeIdentity, is_member: IsMemberFn) -> Result<Arc<Self>, TrustError> {
         if edge.is_external {
             return Err(TrustError::NoTrustedRoots);
@@ -83,7 +83,7 @@ impl PoolMemberTls {
         }))
     }
 
-    /// Whether the configuration shows and trusts the same certificates as this identity.
+    /// Whether the configuration presents and trusts the same certificates as this identity.
     pub fn matches_identity(&self, edge: &EdgeIdentity) -> bool {
         self.edge.leaf == edge.leaf && self.edge.roots == edge.roots
     }
@@ -112,7 +112,7 @@ impl PoolMemberTls {
         }
     }
 
-    /// The accepting end.
+    /// Returns the configuration of the accepting end.
     pub fn server_config(self: &Arc<Self>) -> Result<Arc<ServerConfig>, TrustError> {
         let leaf = self.edge.leaf.resolver();
         let versions = [&version::TLS13];

@@ -1,4 +1,4 @@
-//! Root certificates as rustls takes them.
+//! Root certificates in the form that rustls requires.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ pub enum TrustError {
     /// A root certificate is unusable.
     #[error("unusable root certificate: {0}")]
     Root(String),
-    /// The certificate is not valid for the address at which it is to be shown.
+    /// The certificate is not valid for the address at which it would be presented.
     #[error("the certificate is not for {0}: {1}")]
     Name(IpAddr, String),
     /// Certificates are required, but no root is trusted to issue one.
@@ -40,7 +40,7 @@ pub(super) fn root_store<'a>(
     Ok(Arc::new(store))
 }
 
-/// rustls' verifier of client certificates below `roots`.
+/// Builds rustls' verifier of client certificates below `roots`.
 pub(super) fn build_verifier(
     roots: &Arc<RootCertStore>,
 ) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {

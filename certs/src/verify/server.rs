@@ -1,9 +1,9 @@
-//! The accepting ends: the tunnel port's two configurations and the listeners'.
+//! The accepting ends: the two configurations of the tunnel port, and those of listeners.
 //!
-//! A listener makes ticket keys of its own. The tunnel's keys are derived from a secret that outlives the process. Where
-//! certificates are issued no session resumes. So sessions never cross from one configuration, listener or client-certificate
-//! mode to another. The tunnel port chooses between its two by the `ClientHello`'s ALPN. Both only prove possession of a key and
-//! a chain; `check_peer` returns the identity.
+//! A listener creates ticket keys of its own. The tunnel's keys are derived from a secret that outlives the process. The port
+//! that issues certificates resumes no session. So sessions never cross from one configuration, listener or
+//! client-certificate mode to another. The tunnel port selects one of its two configurations by the `ClientHello`'s ALPN.
+//! Both only prove the possession of a key and a chain; `check_peer` returns the identity.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use crate::crypto::provider;
 use crate::identity::IssuerPurpose;
 use crate::kubernetes_ca::ClusterCa;
 
-/// Returns the configuration of the tunnel: TLS 1.3, `rh2`, a client certificate required that `trust` accepts.
+/// Returns the configuration of the tunnel: TLS 1.3, `rh2`, and a required client certificate that `trust` accepts.
 pub fn tunnel_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &TrustStore,
@@ -74,7 +74,8 @@ fn edge_verifier(
     ))
 }
 
-/// Returns the configuration of a listener: TLS 1.2 and 1.3, client certificates that `trust` accepts, `required` or not.
+/// Returns the configuration of a listener: TLS 1.2 and 1.3, and client certificates that `trust` accepts. `required`
+/// determines whether a certificate is required.
 pub fn listener_server(
     leaves: Arc<dyn ResolvesServerCert>,
     trust: &TrustStore,

@@ -1,9 +1,10 @@
 //! Keys of session tickets that outlive a process, and that gateways can share.
 //!
-//! A ticket (RFC 5077 §4, RFC 8446 §4.6.1) is sealed under a key that is derived from a secret of the data directory and the day.
-//! So edges resume at a gateway that has restarted, and at each replica that has the same secret. For TLS 1.3 alone: there the
-//! secrecy of a resumed connection comes from its own key exchange. An attacker who steals the secret later cannot read past
-//! connections. For tunnels alone: a forged session would be worth a certificate on a port that issues them.
+//! A ticket (RFC 5077 §4, RFC 8446 §4.6.1) is encrypted under a key that is derived from a secret of the data directory and
+//! the day. So edges resume at a gateway that has restarted, and at each replica that has the same secret. This is limited to
+//! TLS 1.3, in which the secrecy of a resumed connection comes from its own key exchange: an attacker who steals the secret
+//! later cannot read past connections. It is also limited to tunnels: on a port that issues certificates, a forged session
+//! would be as valuable as a certificate.
 
 use std::fmt;
 
@@ -14,16 +15,17 @@ use rustls_pki_types::UnixTime;
 
 use crate::secret::{base64url, from_base64url, random_bytes};
 
-/// Period for which one key seals, in seconds: a nonce is random, and a key is good for 2^32 of them (NIST SP 800-38D §8.3).
+/// Period for which one key encrypts, in seconds. A nonce is random, and a key is safe for 2^32 of them (NIST SP 800-38D
+/// §8.3).
 const PERIOD_SECS: u64 = 24 * 60 * 60;
-/// Number of periods for which a ticket opens: as long as any may (RFC 8446 §4.6.1). An edge gets one only when it dials, and may
-/// dial again after days.
+/// Number of periods for which a ticket can be decrypted, the maximum of RFC 8446 §4.6.1. An edge gets a ticket only when it
+/// dials, and may dial again after days.
 const MAX_AGE_PERIODS: u64 = 7;
-/// Bytes of a period's number, which a ticket begins with.
+/// Number of bytes of the period's number, at the beginning of a ticket.
 const PERIOD_NUMBER_LEN: usize = 8;
 const SALT: &[u8] = b"causeway session tickets";
-/// Version of the sealed format. Another version of rustls may understand it otherwise. A ticket that cannot be opened only costs
-/// a full handshake.
+/// Version of the encrypted format. Another version of rustls may interpret it differently. A ticket that cannot be decrypted
+/// only costs a full handshake.
 const FORMAT_VERSION: &[u8] = b"rustls 0.23";
 
 /// Secret from which the keys of tickets are derived: 32 random bytes.
@@ -31,12 +33,12 @@ const FORMAT_VERSION: &[u8] = b"rustls 0.23";
 pub struct TicketSecret([u8; 32]);
 
 impl TicketSecret {
-    /// A new one.
+    /// Returns a new random secret.
     pub fn random() -> Self {
         Self(random_bytes())
     }
 
-    /// Reads what [`TicketSecret::text`] wrote; `None` if it is anything else.
+    /// Parses the output of [`TicketSecret::text`]. Returns `None` for any other text.
     pub fn parse(text: &str) -> Option<Self> {
         let bytes = from_base64url(text.trim())?;
         bytes.try_into().ok().map(Self)
@@ -54,7 +56,7 @@ impl fmt::Debug for TicketSecret {
     }
 }
 
-/// Ticketer that seals and opens tickets.
+/// Ticketer that encrypts and decrypts tickets.
 #[derive(Debug)]
 pub(super) struct SharedTicketer {
     secret: Prk,
@@ -67,7 +69,8 @@ impl SharedTicketer {
         }
     }
 
-    /// Derives the key of a period each time: microseconds of a handshake's hundreds, and no key has to be replaced on time.
+    /// Derives the key of a period. The derivation takes microseconds of a handshake's hundreds, and so no key has to be
+    /// replaced on time.
     fn key(&self, period: u64) -> Option<RandomizedNonceKey> {
         let info = [FORMAT_VERSION, &period.to_be_bytes()];
         let mut key = [0; 32];
@@ -122,7 +125,7 @@ impl ProducesTickets for SharedTicketer {
     }
 }
 
-/// The number of the current period.
+/// Returns the number of the current period.
 fn current_period() -> u64 {
     UnixTime::now().as_secs() / PERIOD_SECS
 }

@@ -65,7 +65,7 @@ impl World {
         join_server(self.gateway().resolver(), &self.trust, None).unwrap()
     }
 
-    /// A faulty joining port: it issues tickets, with these keys.
+    /// Returns a faulty joining port, which issues tickets with these keys.
     fn leaky_join(&self, ticketer: Arc<dyn ProducesTickets>) -> Arc<ServerConfig> {
         let mut join = ServerConfig::clone(&self.join());
         (join.ticketer, join.send_tls13_tickets) = (ticketer, 2);
@@ -103,7 +103,7 @@ fn edge_1() -> Identity {
     Identity::Edge(NodeName::parse("edge-1").unwrap())
 }
 
-/// A client with a certificate that trusts `ca` for `edge-1`, as curl would.
+/// Returns a client that trusts `ca` for `edge-1`, with a certificate or none, as curl would.
 fn curl(ca: &Ca, leaf: Option<&LeafCertificate>, alpn: &[&[u8]]) -> Arc<ClientConfig> {
     let builder = ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()
@@ -402,7 +402,7 @@ fn trap_10_a_resumed_session_is_checked_again() {
     );
 }
 
-/// A client without a certificate that offers its tickets of the joining port to the tunnel's.
+/// Returns a client without a certificate that offers the tickets of the joining port to the tunnel port.
 fn crossing(world: &World) -> Arc<ClientConfig> {
     let mut config = ClientConfig::clone(&join_client(world.ca.fingerprint()).unwrap());
     config.alpn_protocols = vec![b"h2".to_vec(), b"rh2".to_vec()];
@@ -558,7 +558,7 @@ fn a_foreign_ca_cannot_mint_an_edge() {
         check(&edge, Purpose::Edge),
         Err(PeerRejected::UnknownIssuer)
     );
-    // In the same trust domain it names one of our machines, which no client is.
+    // In the same trust domain it names one of our machines, and a client is not one of them.
     assert_eq!(
         check(&edge, Purpose::Client),
         Err(PeerRejected::WrongKind {
@@ -650,7 +650,7 @@ fn a_listener_without_client_ca_neither_asks_nor_requires() {
     assert!(matches!(refused, Err(TrustError::NoTrustedRoots)));
 }
 
-/// A root with our root's subject, but its own key.
+/// Returns a root with the subject of our root, but its own key.
 fn namesake(world: &World) -> (Ca, CertificateDer<'static>) {
     let ca = Ca::create(world.ca.trust_domain()).unwrap();
     let root = ca.root().clone();
@@ -843,8 +843,7 @@ fn peers_of_both_roots_trust_each_other_until_one_is_retired() {
         let worlds = rotated(kept_apart).map(World::with);
         let [old, prepared, active, retired] = &worlds;
         let (first, last) = (old.ca.fingerprint(), retired.ca.fingerprint());
-        // Three edges: one with no news of the rotation, one with the new root, and one with a certificate from the new
-        // root.
+        // Three edges: one without the new root, one with the new root, and one with a certificate from the new root.
         let edges = [old.edge(), prepared.edge(), active.edge()];
         assert_eq!(edges[1].fingerprints(), [first, last]);
         let known = |edge: &EdgeIdentity, world: &World| {

@@ -1,4 +1,4 @@
-//! The signers that are trusted.
+//! Trusted signers.
 
 use std::sync::Arc;
 
@@ -27,12 +27,12 @@ pub struct ListenerClientTrust {
 #[derive(Debug, Clone)]
 pub struct TrustStore {
     pub(super) domain: TrustDomain,
-    /// Our roots, where only these are known: then a chain leads there.
+    /// Our roots, if only these are known. A chain is then verified up to one of them.
     pub(super) roots: Arc<RootCertStore>,
     /// Our own issuers, if they are known.
     pub(super) issuers: Option<Arc<Issuers>>,
     pub(super) foreign_verifier: Option<Arc<dyn ClientCertVerifier>>,
-    /// Fingerprint of each of `roots` by name and key, if they are an external CA's. Then intermediates state no purposes.
+    /// Fingerprint of each of `roots` by name and key, if an external CA provides them. Intermediates then state no purposes.
     pub(super) external_roots: Option<Arc<[Fingerprint]>>,
 }
 
@@ -48,7 +48,7 @@ impl TrustStore {
         })
     }
 
-    /// Returns a store that trusts only certificates below these roots: for gateways, as edges see them.
+    /// Returns a store that trusts only certificates below these roots, with which edges verify gateways.
     pub fn from_roots<'a>(
         roots: impl IntoIterator<Item = &'a CertificateDer<'static>>,
         domain: &TrustDomain,
@@ -75,12 +75,12 @@ impl TrustStore {
         })
     }
 
-    /// Whether an external CA makes the trusted certificates.
+    /// Whether an external CA issues the trusted certificates.
     pub fn is_external(&self) -> bool {
         self.external_roots.is_some()
     }
 
-    /// Returns the store for a listener's configuration. Our roots among its foreign ones count as our own.
+    /// Returns the store for a listener's configuration. Our own roots among the configured foreign roots count as our own.
     pub fn listener(ca: &Ca, listener: &ListenerClientTrust) -> Result<Self, TrustError> {
         let own_roots = ca.roots();
         let is_ours = |other: &&CertificateDer<'_>| own_roots.iter().any(|(_, root)| root == other);
@@ -117,7 +117,7 @@ impl TrustStore {
             .or_else(|| self.foreign_verifier.clone()))
     }
 
-    /// Whether a URI is of our own trust domain, in which another root has no say.
+    /// Whether a URI is in our own trust domain, for which another root cannot certify names.
     pub fn is_own_uri(&self, uri: &str) -> bool {
         let Some((scheme, rest)) = uri.split_once("://") else {
             return false;
@@ -126,7 +126,7 @@ impl TrustStore {
         scheme.eq_ignore_ascii_case("spiffe") && domain.eq_ignore_ascii_case(self.domain.as_str())
     }
 
-    /// Returns the URI that identifies a client to which our own root gave this name.
+    /// Returns the URI that identifies a client with this name in a certificate of our own root.
     pub fn client_uri(&self, name: &str) -> String {
         crate::identity::client_uri(&self.domain, name)
     }

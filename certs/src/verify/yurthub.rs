@@ -1,8 +1,9 @@
-//! TLS for a node's `YurtHub`: a client with the certificate by which a cluster identifies its node.
+//! TLS for a node's `YurtHub`: a client with the certificate by which the cluster identifies its node.
 //!
-//! The server certificate is the cluster's, too, because `YurtHub` trusts only the cluster's CA. A certificate of that CA alone
-//! is not enough, since it signs for people and controllers as well. It has to be a node's (`O=system:nodes`,
-//! `CN=system:node:NODE`, as the Node authorizer requires it). No session resumes, so each handshake identifies the client.
+//! The server certificate is the cluster's, too, because `YurtHub` trusts only the cluster's CA. A certificate of that CA
+//! alone is not enough, since it signs for people and controllers as well. The certificate has to be a node's
+//! (`O=system:nodes`, `CN=system:node:NODE`, as the Node authorizer requires it). No session resumes, so each handshake
+//! identifies the client.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -22,7 +23,7 @@ use crate::certificate::Certificate;
 use crate::identity::IssuerPurpose;
 use crate::leaf::LeafCertificate;
 
-/// The group of all nodes of a cluster, and how the name of each begins.
+/// Group of all nodes of a cluster, and the prefix of their names.
 const NODE_GROUP_AND_PREFIX: (&str, &str) = ("system:nodes", "system:node:");
 
 /// TLS configuration of a node's listener for `YurtHub`: accepted client certificates, and the server certificate.
@@ -39,12 +40,12 @@ impl fmt::Debug for YurtHubServerTls {
 }
 
 impl YurtHubServerTls {
-    /// Returns a configuration that shows this certificate at that address, and accepts nodes with certificates below these
-    /// roots.
+    /// Returns a configuration that presents this certificate at that address, and accepts nodes with certificates below
+    /// these roots.
     ///
     /// # Errors
-    /// If a root is not a certificate, or the certificate is not valid for that address: `YurtHub` would consider the listener
-    /// healthy, and every request would fail.
+    /// If a root is not a certificate, or the certificate is not valid for that address. In the latter case `YurtHub` would
+    /// consider the listener healthy, and every request would fail.
     pub fn new(
         leaf: &LeafCertificate,
         roots: &[CertificateDer<'static>],
@@ -65,7 +66,7 @@ impl YurtHubServerTls {
         })
     }
 
-    /// The accepting end.
+    /// Returns the configuration of the accepting end.
     pub fn server_config(&self) -> Arc<ServerConfig> {
         self.server_config.clone()
     }
@@ -73,7 +74,7 @@ impl YurtHubServerTls {
     /// Returns the node that this `YurtHub`'s chain names, if the node may still connect.
     ///
     /// # Errors
-    /// If the chain is not the cluster's, has expired, or does not name a node.
+    /// If the chain does not belong to the cluster, has expired, or does not name a node.
     pub fn verify_node(
         &self,
         chain: &[CertificateDer<'_>],

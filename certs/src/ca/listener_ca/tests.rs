@@ -234,7 +234,7 @@ fn a_listener_shows_our_own_intermediate_as_soon_as_the_chain_has_expired() {
     let shown = || resolver.leaf_for_sni(Some("edge-1")).unwrap().cert[1].clone();
     let before = shown();
     assert_eq!(before, pem::parse_certificates(&chain).unwrap()[0]);
-    // The same chain, at a later time.
+    // The same chain at a later time.
     ended
         .listeners
         .chain
@@ -271,7 +271,7 @@ fn facts_of(certificate: &CertificateDer<'_>) -> Certificate {
     Certificate::parse(certificate).unwrap()
 }
 
-/// Permits this DNS name, and no address.
+/// Permits this DNS name, and no IP address.
 fn limit(params: &mut CertificateParams, name: &str) {
     let all = rcgen::CidrSubnet::V4([0; 4], [0; 4]);
     params.name_constraints = Some(rcgen::NameConstraints {

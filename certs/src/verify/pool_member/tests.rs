@@ -123,7 +123,7 @@ fn a_certificate_of_another_ca_is_refused_for_every_name() {
     }
 }
 
-/// Returns the rejection of a peer of another kind that shows this leaf.
+/// Returns the rejection of a peer of another kind that presents this leaf.
 fn came_with(ca: &Ca, leaf: &LeafCertificate) -> PoolMemberRejected {
     let one = edge(ca, "edge-1");
     let everybody: IsMemberFn = Arc::new(|_| true);

@@ -5,7 +5,7 @@ use rcgen::{
 };
 use std::time::Duration;
 
-/// Address at which the certificate is shown.
+/// Address at which the certificate is presented.
 const AT: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 1, 0, 5));
 
 struct Cluster {
@@ -27,7 +27,7 @@ impl Cluster {
         }
     }
 
-    /// A certificate of this group and name, for this use, with this remaining lifetime.
+    /// Returns a certificate with this group and name, for this use, with this remaining lifetime.
     fn made(
         &self,
         (group, name): (&str, &str),
