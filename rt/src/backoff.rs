@@ -1,28 +1,27 @@
-//! How long to wait before dialling again.
+//! Delay before the next attempt to dial.
 //!
-//! A long back-off protects the gateway but keeps an edge away after its network returned. So it is
-//! long only when the other end refused, or said how long; a silent network is tried every 2 s. Jitter
-//! spreads over the upper half of each delay, so that a fleet that lost its gateway at one moment does
-//! not come back at one moment.
+//! A long back-off protects the gateway but keeps an edge away after its network has returned. So the delay is long only if
+//! the other end refused, or requested a delay. While the network is silent, an attempt is made every 2 s. Jitter spreads
+//! over the upper half of each delay, so that edges that lost their gateway at one moment do not all return at one moment.
 
 use std::time::Duration;
 
-/// The bounds of the back-off.
+/// Back-off with separate maximum delays for silence and refusals.
 #[derive(Clone, Copy, Debug)]
 pub struct Backoff {
-    /// The longest delay while nothing answers.
+    /// Maximum delay while there is no response.
     pub silent_max: Duration,
-    /// The longest delay after refusals.
+    /// Maximum delay after refusals.
     pub refused_max: Duration,
     refusals: u32,
     silences: u32,
 }
 
-/// The first delay; it doubles from here.
+/// First delay, which doubles with each attempt.
 const FIRST_DELAY: Duration = Duration::from_millis(250);
 
 impl Backoff {
-    /// A back-off at its beginning.
+    /// Creates a back-off that begins with the first delay.
     pub fn new(silent_max: Duration, refused_max: Duration) -> Self {
         Self {
             silent_max,
@@ -32,7 +31,7 @@ impl Backoff {
         }
     }
 
-    /// A tunnel stood: the next trouble begins anew.
+    /// Resets the delay after a tunnel was open, so that the next failure begins with the first delay.
     pub fn reset(&mut self) {
         self.refusals = 0;
         self.silences = 0;
@@ -44,7 +43,7 @@ impl Backoff {
         with_jitter(exponential_delay(self.silences, self.silent_max), random)
     }
 
-    /// The delay after a refusal, at least what the other end `asked` for.
+    /// Returns the delay after a refusal, at least the `retry_after` that the other end requested.
     pub fn refused(&mut self, retry_after: Option<Duration>, random: f64) -> Duration {
         self.refusals = self.refusals.saturating_add(1);
         let delay = with_jitter(exponential_delay(self.refusals, self.refused_max), random);
@@ -55,7 +54,7 @@ impl Backoff {
         }
     }
 
-    /// The delay at the maximum, for a refusal that time alone does not mend.
+    /// Returns the maximum delay, for a refusal that does not end by waiting.
     pub fn max_delay(&mut self, random: f64) -> Duration {
         self.refusals = u32::MAX;
         with_jitter(self.refused_max, random)

@@ -16,7 +16,7 @@ pub struct CachedValue<V> {
     pub ttl: Duration,
 }
 
-/// A cache of a bounded number of entries. A clone shares the entries.
+/// Cache with a bounded number of entries. Clones share the entries.
 pub struct Cache<K, V> {
     inner: future::Cache<K, CachedValue<V>>,
 }

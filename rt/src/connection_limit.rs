@@ -1,15 +1,17 @@
-//! Limit on connections that anybody may open, with a share for each source network.
+//! Limit on connections that any peer may open, with a share for each source network.
 //!
-//! 1. A source may hold as many places as three times those that are free: one source alone gets three quarters of all, and
-//!    what is free is open to others (dynamic thresholds; Choudhury and Hahne, 1998).
-//! 2. A source beyond its share gets the place of its own oldest connection that is silent, or else idle. A source within
-//!    its share gets, where nothing is free, that of the source which holds most; of several that of the oldest connection,
-//!    so that a newcomer has as many arrivals behind it as there are places, from however many sources they come.
-//! 3. A connection is silent until [`Slot::busy`] was called once, and idle whenever no guard of that is held. One that is
-//!    busy or settled is never evicted. Its use is counted by atomics of its own, since each request counts: the table may
-//!    list a connection that is busy by now, and takes it from the list when it looks for one to evict.
-//! 4. Each eviction and refusal is counted by an observer; the log says so at most once a minute.
-//! 5. [`ConnectionLimit::acquire`] waits for a place instead of evicting: sources take turns, and each is first in, first out.
+//! 1. A source may hold three times as many places as are free. So one source alone gets three quarters of all places, and
+//!    the free ones stay available to others (dynamic thresholds; Choudhury and Hahne, 1998).
+//! 2. A source beyond its share gets the place of its own oldest connection that is silent, or else idle. If no place is
+//!    free, a source within its share gets a place of the source that holds most places. Among several such sources it takes
+//!    the place of the oldest connection. So a newcomer is evicted only after as many arrivals as there are places, from
+//!    however many sources they come.
+//! 3. A connection is silent until [`Slot::busy`] was called once, and idle whenever no guard of that call is held. A busy or
+//!    protected connection is never evicted. Its use is counted by its own atomics, since each request counts. So the table
+//!    may list a connection that is busy by now, and removes it when it searches for one to evict.
+//! 4. An observer counts each eviction and refusal. The log reports them at most once a minute.
+//! 5. [`ConnectionLimit::acquire`] waits for a place instead of evicting: sources take turns, and each is first in, first
+//!    out.
 
 use crate::listener::RemoteAddr;
 use std::{
@@ -27,13 +29,13 @@ use std::{
 use tokio::{sync::oneshot, time::Instant};
 use tokio_util::sync::CancellationToken;
 
-/// Places that a source may hold for each place that is free.
+/// Number of places that a source may hold for each free place.
 const MAX_SHARE_DIVISOR: usize = 3;
 
-/// The network that a connection comes from: an IPv4 address, an IPv6 /64, or a local user.
+/// Origin of a connection: an IPv4 address, an IPv6 /64 network, or a local user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Source {
-    /// An address; of IPv6 only the first 64 bits, since a host picks the rest by itself.
+    /// IP address. Only the first 64 bits of an IPv6 address are kept, since a host chooses the rest by itself.
     Network(IpAddr),
     /// A user of this machine.
     User(u32),
@@ -70,12 +72,12 @@ impl fmt::Display for Source {
     }
 }
 
-/// Outcome for a connection for want of a place.
+/// Outcome of a connection for lack of places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RejectReason {
-    /// It lost its place to another one.
+    /// The connection lost its place to another one.
     Evicted,
-    /// It got none.
+    /// The connection got no place.
     Refused,
 }
 
@@ -89,12 +91,12 @@ impl RejectReason {
     }
 }
 
-/// Between two lines of the log about one limit.
+/// Minimum interval between two log lines about one limit.
 const LOG_INTERVAL: Duration = Duration::from_mins(1);
 
 type Observer = Box<dyn Fn(RejectReason) + Send + Sync>;
 
-/// A limit on connections. Cheap to clone.
+/// Limit on connections. Cheap to clone.
 #[derive(Clone)]
 pub struct ConnectionLimit(Arc<Inner>);
 
@@ -117,15 +119,15 @@ impl fmt::Debug for ConnectionLimit {
 
 #[derive(Default)]
 struct Table {
-    /// By the order in which they came.
+    /// Connections, in the order of their arrival.
     slots: BTreeMap<u64, ConnectionEntry>,
     sources: HashMap<Source, SourceUsage>,
-    /// Sources from which a place can be taken, in the order in which they lose one: the last is the first to.
+    /// Sources from which a place can be taken. The last one is the first to lose a place.
     evictable: BTreeSet<EvictionRank>,
     waiters: HashMap<Source, VecDeque<oneshot::Sender<Slot>>>,
     source_queue: VecDeque<Source>,
     next_id: u64,
-    /// Connections that were turned away since the log said so.
+    /// Number of connections that were rejected since the last log line.
     rejected: usize,
     last_logged: Option<Instant>,
 }
@@ -136,14 +138,14 @@ struct ConnectionEntry {
     evicted: CancellationToken,
 }
 
-/// The use of one connection.
+/// Activity of one connection.
 #[derive(Debug)]
 struct Activity {
     /// Number of guards in use.
     busy_guards: AtomicUsize,
-    /// Whether a guard was taken once.
+    /// Whether a guard was ever taken.
     was_used: AtomicBool,
-    /// The table lists the connection as one that can be evicted, unless it is busy.
+    /// Whether the table lists the connection as evictable. A busy connection is not evicted even so.
     is_evictable: AtomicBool,
 }
 
@@ -151,13 +153,14 @@ struct Activity {
 #[derive(Default)]
 struct SourceUsage {
     count: usize,
-    /// Connections that were silent when they were last looked at.
+    /// Connections that were silent at the last check.
     silent: BTreeSet<u64>,
-    /// Connections that were idle when they were last looked at.
+    /// Connections that were idle at the last check.
     idle: BTreeSet<u64>,
 }
 
-/// A source that a place can be taken from: the number of its places, whether one is silent, and its oldest of those.
+/// Rank of a source from which a place can be taken: the number of its places, whether one is silent, and its oldest such
+/// connection.
 type EvictionRank = (usize, bool, Reverse<u64>, Source);
 
 impl SourceUsage {
@@ -170,7 +173,7 @@ impl SourceUsage {
 }
 
 impl Table {
-    /// Changes the usage of a source, and keeps the order of sources in step.
+    /// Changes the usage of a source, and updates the order of sources.
     fn update_usage(&mut self, source: Source, change: impl FnOnce(&mut SourceUsage)) {
         let usage = self.sources.entry(source).or_default();
         let before = usage.rank(source);
@@ -196,7 +199,7 @@ impl Table {
         free > 0 && self.count(source) < free.saturating_mul(MAX_SHARE_DIVISOR)
     }
 
-    /// The connection to evict for one of this source.
+    /// Returns the connection to evict for a new connection of this source.
     fn select_victim(&mut self, source: Source, free: usize) -> Option<u64> {
         if free > 0 {
             // A source that is refused although slots are free has exceeded its share.
@@ -214,7 +217,7 @@ impl Table {
         }
     }
 
-    /// The oldest connection of this source that is silent, or else idle.
+    /// Returns the oldest connection of this source that is silent, or else idle.
     fn eviction_candidate(&mut self, source: Source) -> Option<u64> {
         loop {
             let usage = self.sources.get(&source)?;
@@ -295,13 +298,14 @@ impl Table {
     }
 }
 
-/// No place is free for a connection, and none can be taken from another.
+/// Error of a connection for which no place is free or can be taken from another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("too many connections")]
 pub struct LimitReached;
 
 impl ConnectionLimit {
-    /// A limit of `most` connections under a `name` for the log. `observer` hears of each that is evicted or refused.
+    /// Creates a limit of `max_connections` connections, with a `name` for the log. `observer` is called for each connection
+    /// that is evicted or refused.
     pub fn new(
         name: &'static str,
         max_connections: usize,
@@ -320,10 +324,10 @@ impl ConnectionLimit {
         self.with_table(|table| table.slots.len())
     }
 
-    /// Takes a place at once, that of another connection if need be.
+    /// Takes a place at once, if necessary that of another connection.
     ///
     /// # Errors
-    /// If there is none.
+    /// If there is no place.
     pub fn admit(&self, source: impl Into<Source>) -> Result<Slot, LimitReached> {
         let source = source.into();
         let (admitted, reject_reason) = self.with_table(|table| {
@@ -350,7 +354,7 @@ impl ConnectionLimit {
         admitted
     }
 
-    /// Waits for a slot, which is then not evicted. The calling code bounds the wait.
+    /// Waits for a slot. Its connection is not evicted. The calling code limits the wait.
     pub async fn acquire(&self, source: impl Into<Source>) -> Slot {
         let source = source.into();
         let granted = self.with_table(|table| {
@@ -375,7 +379,7 @@ impl ConnectionLimit {
         }
     }
 
-    /// Logs, now and then, that connections are turned away, with the source of the last one.
+    /// Logs at intervals that connections are rejected, with the source of the last one.
     fn log_rejection(&self, reject_reason: RejectReason, source: Source, table: &mut Table) {
         table.rejected += 1;
         if table
@@ -406,7 +410,7 @@ impl ConnectionLimit {
         }
     }
 
-    /// Gives what is free to those who wait.
+    /// Grants free places to waiting connections.
     fn grant(&self, table: &mut Table) -> Vec<(oneshot::Sender<Slot>, Slot)> {
         let mut granted = Vec::new();
         for _ in 0..table.source_queue.len() {
@@ -440,7 +444,7 @@ impl ConnectionLimit {
     }
 }
 
-/// The place of one connection, which is given back with its last clone.
+/// Place of one connection. Dropping the last clone releases it.
 #[derive(Clone, Debug)]
 pub struct Slot(Arc<SlotInner>);
 
@@ -472,7 +476,7 @@ impl Drop for SlotInner {
     }
 }
 
-/// Keeps a connection from being evicted.
+/// Guard that protects a connection from eviction.
 #[derive(Debug)]
 pub struct Busy(Slot);
 
@@ -483,24 +487,24 @@ impl Drop for Busy {
 }
 
 impl Slot {
-    /// Keeps the connection from being evicted until what is returned is dropped.
+    /// Protects the connection from eviction until the returned guard is dropped.
     #[must_use]
     pub fn busy(&self) -> Busy {
         self.0.mark_busy();
         Busy(self.clone())
     }
 
-    /// Keeps the connection from being evicted for good: its peer has proven who it is.
+    /// Protects the connection from eviction permanently, because its peer has authenticated.
     pub fn protect(&self) {
         self.0.mark_busy();
     }
 
-    /// Returns once the place was given to another connection.
+    /// Waits until the place was given to another connection.
     pub async fn evicted(&self) {
         self.0.evicted.cancelled().await;
     }
 
-    /// Runs `work` to its end, or until the place was given to another connection: then nothing is returned.
+    /// Runs `work` to its end and returns its result, or returns `None` once the place was given to another connection.
     pub async fn run<T>(&self, work: Pin<&mut impl Future<Output = T>>) -> Option<T> {
         tokio::select! {
             biased;

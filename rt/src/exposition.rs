@@ -63,7 +63,7 @@ impl Exposition {
     }
 }
 
-/// Weight of a media range in thousandths; 1000 if it has none that can be read.
+/// Returns the weight of a media range in thousandths, or 1000 if it has none or an invalid one.
 fn parse_weight(weight: Option<&str>) -> u16 {
     let parse_number = |text: &str| text.parse().ok();
     let parse = |text: &str| match text.split_once('.') {
@@ -79,8 +79,8 @@ fn parse_weight(weight: Option<&str>) -> u16 {
     weight.and_then(parse).unwrap_or(1000).min(1000)
 }
 
-/// Turns `OpenMetrics` into Prometheus' text format: counters are declared by the name of their samples, and there are
-/// neither units nor an end mark.
+/// Converts `OpenMetrics` into Prometheus' text format. A counter is declared by the name of its samples, and there are no
+/// units and no end mark.
 fn to_prometheus(text: &str) -> String {
     let mut all = String::with_capacity(text.len());
     let mut help = None;

@@ -1,7 +1,7 @@
-//! Methods of `AsyncRead` and `AsyncWrite` that a wrapper takes from the transport in it.
+//! Methods of `AsyncRead` and `AsyncWrite` that a wrapper forwards to its inner transport.
 
-/// Implements methods of `AsyncRead` or `AsyncWrite` by those of a field: `forward!(io: poll_flush, poll_shutdown);`
-/// inside of the `impl`.
+/// Implements methods of `AsyncRead` or `AsyncWrite` by those of a field. Use it inside the `impl`: `forward!(io: poll_flush,
+/// poll_shutdown);`
 #[macro_export]
 macro_rules! forward {
     ($field:tt: $($method:ident),+) => {

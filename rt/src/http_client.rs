@@ -1,4 +1,4 @@
-//! HTTP/1.1 client for a single request over a connection that the client has made.
+//! HTTP/1.1 client for a single request over a connection that the calling code has opened.
 
 use bytes::Bytes;
 use http_body_util::Full;
@@ -9,11 +9,11 @@ use tracing::debug_span;
 
 use crate::task::TaskGroup;
 
-/// Sends one request and returns the head of the response. The body can be read until the returned tasks are dropped,
-/// which closes the connection.
+/// Sends one request and returns the head of the response. The body can be read until the returned tasks are dropped, which
+/// closes the connection.
 ///
 /// # Errors
-/// If the connection fails, or the peer does not answer in HTTP/1.1.
+/// If the connection fails, or the peer does not respond with HTTP/1.1.
 pub async fn send<T>(
     io: T,
     request: Request<Full<Bytes>>,

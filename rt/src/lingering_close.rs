@@ -1,9 +1,9 @@
-//! Lingering close, which leaves the peer the time to read the reason.
+//! Lingering close, which leaves the peer time to read the reason.
 //!
-//! A peer that speaks TLS 1.3 has ended its handshake, and sent its first request, before its own certificate is verified. A
-//! close over unread bytes is a reset, which overtakes the alert: the peer then reports a broken pipe and not the actual
-//! fault. Here the alert is followed by a FIN. Bytes that still arrive are discarded until the peer has closed, within a
-//! bound of bytes and of time (RFC 9112, section 9.6).
+//! A peer that uses TLS 1.3 has finished its handshake, and sent its first request, before its own certificate is verified. A
+//! close with unread bytes is a reset, which overtakes the alert: the peer then reports a broken pipe and not the actual
+//! fault. So the alert is followed by a FIN. Bytes that still arrive are discarded until the peer has closed, within a limit
+//! of bytes and of time (RFC 9112, section 9.6).
 
 use std::time::Duration;
 use tokio::{
@@ -11,13 +11,13 @@ use tokio::{
     time::timeout,
 };
 
-/// Time for an answer to come back over a bad link, and for one retransmission. A refused peer may hold the connection for
-/// so long.
+/// Maximum time to wait for the peer: enough for a response over a bad link, and for one retransmission. A refused peer may
+/// hold the connection for this time.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(2);
-/// More than a head, which is what comes behind a handshake; a body is not waited for.
+/// Maximum number of bytes to discard. It is more than a head, which follows a handshake; a body is not waited for.
 const MAX_DISCARDED_BYTES: u64 = 128 * 1024;
 
-/// Ends what is written, and drops the connection once its peer has hung up: after 2 s or 128 KiB at most.
+/// Ends the writing half, and drops the connection once its peer has closed it, at most after 2 s or 128 KiB.
 pub async fn close<S: AsyncRead + AsyncWrite + Unpin>(mut io: S) {
     let linger = async {
         io.shutdown().await?;

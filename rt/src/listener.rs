@@ -1,7 +1,7 @@
 //! Listening sockets whose accept cannot fail.
 //!
-//! A peer that hangs up in the queue, or a process out of file descriptors, is logged, waited out and tried
-//! again inside: an accept loop has nothing to decide. A unix socket is 0600 from its first moment.
+//! Errors are logged and retried here, for example a peer that disconnects in the queue, or a process without free file
+//! descriptors. So an accept loop has no errors to handle. A unix socket has mode 0600 from the beginning.
 
 use crate::socket::{Socket, set_tcp_options};
 use socket2::{Domain, Protocol, SockRef, Type};
@@ -17,7 +17,7 @@ use tokio::{
     time::sleep,
 };
 
-/// How long to wait when the process or the machine is out of something.
+/// Delay before a retry if the process or the machine lacks a resource.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// Address of the peer, as the socket reports it.
@@ -30,7 +30,7 @@ pub enum RemoteAddr {
 }
 
 impl RemoteAddr {
-    /// The address, for a TCP peer; IPv4-mapped addresses become IPv4.
+    /// Returns the address of a TCP peer. IPv4-mapped addresses become IPv4.
     pub fn ip(self) -> Option<IpAddr> {
         match self {
             Self::Tcp(address) => Some(address.ip().to_canonical()),
@@ -48,7 +48,7 @@ impl fmt::Display for RemoteAddr {
     }
 }
 
-/// A bound socket that belongs to no runtime yet; each thread attaches a clone of it.
+/// Bound socket that belongs to no runtime yet. Each thread attaches a clone of it.
 #[derive(Debug)]
 pub enum BoundSocket {
     /// TCP.
@@ -58,10 +58,10 @@ pub enum BoundSocket {
 }
 
 impl BoundSocket {
-    /// Binds a TCP address. An IPv6 wildcard takes IPv4 as well.
+    /// Binds a TCP address. An IPv6 wildcard also accepts IPv4.
     ///
     /// # Errors
-    /// As the system says, most often that the address is in use.
+    /// The error of the system, most often that the address is in use.
     pub fn tcp(address: SocketAddr) -> io::Result<Self> {
         let domain = Domain::for_address(address);
         let socket = socket2::Socket::new(domain, Type::STREAM, Some(Protocol::TCP))?;
@@ -75,19 +75,19 @@ impl BoundSocket {
         Ok(Self::Tcp(socket.into()))
     }
 
-    /// Binds a unix socket, 0600. Replaces a socket file on which no process listens any more.
+    /// Binds a unix socket with mode 0600. Replaces a socket file on which no process listens any more.
     ///
     /// # Errors
-    /// If a process listens there, if the path is something else than a socket, or as the system says.
+    /// If a process listens there or the path is not a socket, or the error of the system.
     pub fn unix(path: &Path) -> io::Result<Self> {
         clear_stale(path)?;
         Self::unix_replacing(path)
     }
 
-    /// Binds a unix socket, 0600, in place of any socket at this path.
+    /// Binds a unix socket with mode 0600, and replaces any socket at this path.
     ///
     /// # Errors
-    /// As the system says, for example for a path of more than about 90 bytes.
+    /// The error of the system, for example for a path of more than about 90 bytes.
     pub fn unix_replacing(path: &Path) -> io::Result<Self> {
         // Bound inside a private directory and then moved, so that no other user can ever connect.
         let temp_dir = path.with_extension(format!("bind-{}", std::process::id()));
@@ -99,10 +99,10 @@ impl BoundSocket {
         Ok(Self::Unix(listener?, path.to_owned()))
     }
 
-    /// Another handle of the same socket, for another thread.
+    /// Returns another handle of the same socket, for another thread.
     ///
     /// # Errors
-    /// As the system says.
+    /// The error of the system.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(match self {
             Self::Tcp(tcp) => Self::Tcp(tcp.try_clone()?),
@@ -110,7 +110,7 @@ impl BoundSocket {
         })
     }
 
-    /// The TCP address, with the port that the system chose.
+    /// Returns the TCP address, with the port that the system chose.
     pub fn local_addr(&self) -> Option<SocketAddr> {
         match self {
             Self::Tcp(tcp) => tcp.local_addr().ok(),
@@ -118,10 +118,10 @@ impl BoundSocket {
         }
     }
 
-    /// Puts the socket on this thread's runtime.
+    /// Attaches the socket to this thread's runtime.
     ///
     /// # Errors
-    /// If the runtime cannot take it.
+    /// If the runtime cannot register it.
     pub fn attach(self) -> io::Result<SocketListener> {
         Ok(match self {
             Self::Tcp(tcp) => SocketListener::Tcp(TcpListener::from_std(tcp)?),
@@ -165,7 +165,7 @@ pub enum SocketListener {
 }
 
 impl SocketListener {
-    /// The next connection. Never fails: what goes wrong is logged and tried again.
+    /// Returns the next connection. Never fails: errors are logged and retried.
     pub async fn accept(&self) -> (Socket, RemoteAddr) {
         let mut is_logged = false;
         loop {

@@ -1,4 +1,4 @@
-//! Throttles for log lines, so that a flood of events and a failure that lasts do not flood the log.
+//! Throttles for log lines, so that neither many events nor a lasting failure flood the log.
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -6,13 +6,13 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// The shortest interval between two log lines about the same frequent event.
+/// Minimum interval between two log lines about the same frequent event.
 const MIN_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Interval at which a failure that lasts is logged again.
+/// Interval at which a lasting failure is logged again.
 const REPEAT_INTERVAL: Duration = Duration::from_mins(5);
 
-/// Throttle of a frequent event, which is counted, and logged now and then.
+/// Throttle of a frequent event. It counts the events, and logs them at intervals.
 #[derive(Debug, Default)]
 pub struct LogThrottle(Mutex<ThrottleState>);
 
@@ -23,12 +23,12 @@ struct ThrottleState {
 }
 
 impl LogThrottle {
-    /// Notes an event. Returns the number of events since the last log line, if the next one is due.
+    /// Records an event. Returns the number of events since the last log line, if the next line is due.
     pub fn record(&self) -> Option<usize> {
         self.record_within(MIN_INTERVAL)
     }
 
-    /// Notes an event. Returns the number of events since the last log line, if that is at least `interval` ago.
+    /// Records an event. Returns the number of events since the last log line, if that was at least `interval` ago.
     pub fn record_within(&self, interval: Duration) -> Option<usize> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         state.count += 1;
@@ -43,12 +43,12 @@ impl LogThrottle {
     }
 }
 
-/// Throttle of a failure that may last: it is logged when it begins, when it changes, and now and then.
+/// Throttle of a failure that may last. It is logged when it begins, when it changes, and at intervals.
 #[derive(Debug, Default)]
 pub struct FailureThrottle(Option<(String, Instant)>);
 
 impl FailureThrottle {
-    /// Notes a failure. Returns whether it is to be logged: one other than before, or one that was not logged for a while.
+    /// Records a failure. Returns whether to log it: its message is new, or was not logged for a while.
     pub fn should_log(&mut self, message: &str) -> bool {
         let previous = self.0.as_ref();
         let should_log =

@@ -3,7 +3,8 @@
 use std::fs;
 use std::sync::OnceLock;
 
-/// Ticks a second of the times in `/proc`: `USER_HZ`, which is 100 on every architecture of Linux that Rust has.
+/// Number of ticks per second of the times in `/proc`: `USER_HZ`, which is 100 on every Linux architecture that Rust
+/// supports.
 const TICKS_PER_SECOND: f64 = 100.0;
 /// Memory in `/proc/self/status` is in KiB, independent of the page size.
 const KIB: u64 = 1024;
@@ -16,14 +17,14 @@ pub(crate) struct Usage {
     pub(crate) open_fds: u64,
     pub(crate) max_fds: u64,
     pub(crate) threads: u64,
-    /// Bytes of resident memory.
+    /// Resident memory, in bytes.
     pub(crate) resident_bytes: u64,
-    /// Bytes of virtual memory.
+    /// Virtual memory, in bytes.
     pub(crate) virtual_bytes: u64,
 }
 
 impl Usage {
-    /// Returns what is used now, or `None` if `/proc` does not have it.
+    /// Returns the present usage, or `None` if `/proc` does not have it.
     pub(crate) fn now() -> Option<Self> {
         let read = |file: &str| fs::read_to_string(file).ok();
         let (stat, status) = (read("/proc/self/stat")?, read("/proc/self/status")?);
@@ -44,7 +45,7 @@ impl Usage {
     }
 }
 
-/// Returns the first number of the line that begins so.
+/// Returns the first number of the line with this prefix.
 fn parse_number<N: std::str::FromStr>(text: &str, prefix: &str) -> Option<N> {
     let line = text.lines().find_map(|line| line.strip_prefix(prefix))?;
     line.split_whitespace().next()?.parse().ok()
@@ -54,8 +55,8 @@ type Counts = Box<dyn Fn() -> Vec<(&'static str, u64)> + Send + Sync>;
 
 static DROPPED_LINES: OnceLock<Counts> = OnceLock::new();
 
-/// Sets the source of the counts of lines that logs of this process lack, by log. A later source is ignored: a process
-/// sets its logs up once.
+/// Sets the source of the numbers of dropped log lines, by log. A later source is ignored, because a process sets up its logs
+/// once.
 pub fn count_dropped_log_lines(
     counts: impl Fn() -> Vec<(&'static str, u64)> + Send + Sync + 'static,
 ) {

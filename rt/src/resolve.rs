@@ -1,9 +1,10 @@
-//! Names to addresses, anew at each call: what was wrong a moment ago may be right now.
+//! Resolution of names to addresses, without a cache: each call queries again, so that a wrong or failed response does not
+//! persist.
 //!
-//! The system's resolver (`getaddrinfo`) knows every source of names that the machine's owner has set up, and is
-//! used where there is one. A static binary has none, for glibc loads those sources as shared objects: built with
-//! the feature `own-resolver`, `/etc/hosts` and the name servers of `/etc/resolv.conf` are asked directly. Both
-//! files are read at each call, since a change of network changes them.
+//! The system's resolver (`getaddrinfo`) knows every source of names that the machine's owner has configured, and is used if
+//! there is one. A static binary has none, because glibc loads those sources as shared objects. With the feature
+//! `own-resolver`, this module uses `/etc/hosts` and the name servers of `/etc/resolv.conf` directly. Both files are read at
+//! each call, since a change of network changes them.
 
 use std::{
     io,
@@ -17,13 +18,13 @@ use std::{
 ))]
 compile_error!("a static binary on glibc cannot use getaddrinfo: add --features own-resolver");
 
-/// Returns the addresses that `host`, a name or an address (IPv6 without brackets), leads to, in the order in which to try
-/// them; at least one.
+/// Returns the addresses of `host`, a name or an address (IPv6 without brackets), in the order in which to try them; at least
+/// one.
 ///
-/// Takes as long as the system's resolver does: the calling code has a bound of its own.
+/// Takes as long as the system's resolver. The calling code has a time limit of its own.
 ///
 /// # Errors
-/// If the name leads nowhere, or no name server answers; the text says which.
+/// If the name has no address, or no name server responds. The text states which.
 pub async fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     if let Ok(ip) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(ip, port)]);

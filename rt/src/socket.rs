@@ -1,8 +1,9 @@
-//! Sockets: TCP or unix under one type, options, resets, and bytes counted under TLS.
+//! Sockets: TCP or unix in one type, options, resets, and counters of bytes below TLS.
 //!
-//! A reset from one side of a relay must reach the other as a reset: [`Socket::abort`] makes the next close an RST
-//! (`SO_LINGER` 0). [`CountedIo`] sits below TLS and tells liveness when a byte last passed; its socket can be taken out and
-//! put back, which is how a live connection changes threads. `SO_SNDBUF` and `SO_RCVBUF` are not set here (invariant 11).
+//! A reset from one side of a relay must reach the other side as a reset: [`Socket::abort`] makes the next close an RST
+//! (`SO_LINGER` 0). [`CountedIo`] lies below TLS and records the time of the last byte for the keepalive. Its socket can be
+//! taken out and put back, by which a live connection moves to another thread. `SO_SNDBUF` and `SO_RCVBUF` of a tunnel's
+//! socket are not set (invariant 11).
 
 use socket2::SockRef;
 use std::{
@@ -26,8 +27,7 @@ use tokio_util::either::Either;
 #[derive(Debug)]
 pub struct Socket {
     stream: Either<TcpStream, UnixStream>,
-    /// Error that a read returned. The system reports it once, and TLS holds it back for its next read, which may never
-    /// come.
+    /// Error that a read returned. The system reports it once. TLS delays it until its next read, which may never happen.
     read_error: Option<io::ErrorKind>,
 }
 
@@ -49,7 +49,7 @@ impl From<UnixStream> for Socket {
     }
 }
 
-/// A connected stream socket that belongs to no runtime, on its way to another thread.
+/// A connected stream socket that belongs to no runtime, while it moves to another thread.
 #[derive(Debug)]
 pub enum DetachedSocket {
     /// TCP over IPv4 or IPv6.
@@ -58,17 +58,17 @@ pub enum DetachedSocket {
     Unix(std::os::unix::net::UnixStream),
 }
 
-/// Something whose close can be made a reset.
+/// Transport whose close can be made a reset.
 pub trait ResetOnClose {
-    /// The next close sends RST instead of FIN where the transport has one.
+    /// Makes the next close send RST instead of FIN, if the transport has one.
     fn abort(&self);
 }
 
 impl Socket {
-    /// Takes the socket off this thread's runtime.
+    /// Detaches the socket from this thread's runtime.
     ///
     /// # Errors
-    /// If the runtime cannot give it up.
+    /// If the runtime cannot release it.
     pub fn detach(self) -> io::Result<DetachedSocket> {
         match self.stream {
             Either::Left(tcp) => tcp.into_std().map(DetachedSocket::Tcp),
@@ -76,7 +76,7 @@ impl Socket {
         }
     }
 
-    /// The TCP socket, if it is one.
+    /// Returns the TCP socket, if it is one.
     pub fn tcp(&self) -> Option<&TcpStream> {
         match &self.stream {
             Either::Left(tcp) => Some(tcp),
@@ -102,10 +102,10 @@ impl Socket {
 }
 
 impl DetachedSocket {
-    /// Puts the socket on this thread's runtime.
+    /// Attaches the socket to this thread's runtime.
     ///
     /// # Errors
-    /// If the runtime cannot take it.
+    /// If the runtime cannot register it.
     pub fn attach(self) -> io::Result<Socket> {
         match self {
             Self::Tcp(tcp) => TcpStream::from_std(tcp).map(Socket::from),
@@ -129,11 +129,11 @@ impl ResetOnClose for TcpStream {
     }
 }
 
-/// Unsent bytes that the system takes at most. Left to itself it takes 4 MiB for each reader that stalls, and a thousand
-/// of them take all the memory that it has for TCP: then no connection moves.
+/// Maximum number of unsent bytes in the system. By default the system accepts 4 MiB for each stalled reader. A thousand such
+/// readers take all of its memory for TCP, and then no connection makes progress.
 const MAX_UNSENT_BYTES: u32 = 256 * 1024;
 
-/// The options of every TCP connection: no delay, a short unsent queue, and keepalive as the net below liveness.
+/// Sets the options of every TCP connection: no delay, a short unsent queue, and TCP keepalive as a fallback for our own.
 pub fn set_tcp_options(tcp: &TcpStream) {
     let socket = SockRef::from(tcp);
     let keepalive = socket2::TcpKeepalive::new()
@@ -145,20 +145,20 @@ pub fn set_tcp_options(tcp: &TcpStream) {
     let _ = socket.set_tcp_keepalive(&keepalive);
 }
 
-/// Bytes that the system reads ahead from an upstream on this machine.
+/// Receive buffer of a connection to an upstream on this machine, in bytes.
 const LOCAL_RECEIVE_BUFFER: usize = 128 * 1024;
 
 /// Sets the options of a connection to an upstream on this machine: as [`set_tcp_options`], with a small receive buffer. By
-/// default the system reads up to 32 MiB ahead for each client that stalls, which is as much memory as the unsent bytes
-/// above are. A local upstream is so near that a larger buffer is of no use.
+/// default the system reads up to 32 MiB ahead for each stalled client, which exhausts the same memory as the unsent bytes. A
+/// local upstream is so near that a larger buffer is useless.
 pub fn set_local_tcp_options(tcp: &TcpStream) {
     set_tcp_options(tcp);
     let _ = SockRef::from(tcp).set_recv_buffer_size(LOCAL_RECEIVE_BUFFER);
 }
 
-/// The options of a tunnel's connection: as [`set_tcp_options`], bbr where the kernel has it (at 1 % loss and 50 ms
-/// it moves two hundred times as much as cubic). The short unsent queue keeps small requests from queueing
-/// behind bulk (invariant 7).
+/// Sets the options of a tunnel's connection: as [`set_tcp_options`], with bbr if the kernel has it. At 1 % loss and 50 ms,
+/// bbr moves two hundred times as much as cubic. The short unsent queue prevents small requests from queueing behind bulk
+/// (invariant 7).
 pub fn set_tunnel_options(tcp: &TcpStream) {
     set_tcp_options(tcp);
     let socket = SockRef::from(tcp);
@@ -184,7 +184,7 @@ impl AsyncWrite for Socket {
     crate::forward!(stream: poll_write, poll_write_vectored, is_write_vectored, poll_flush, poll_shutdown);
 }
 
-/// When bytes last passed, and how many, in each direction.
+/// Time of the last bytes, and number of bytes, in each direction.
 #[derive(Debug)]
 pub struct IoActivity {
     created_at: Instant,
@@ -205,17 +205,17 @@ impl Default for IoActivity {
 }
 
 impl IoActivity {
-    /// When a byte was last read (at first: when the connection began).
+    /// Returns the time of the last read, at first the beginning of the connection.
     pub fn last_read(&self) -> Instant {
         self.created_at + Duration::from_micros(self.last_read_us.load(Relaxed))
     }
 
-    /// When a byte was last written (at first: when the connection began).
+    /// Returns the time of the last write, at first the beginning of the connection.
     pub fn last_written(&self) -> Instant {
         self.created_at + Duration::from_micros(self.last_write_us.load(Relaxed))
     }
 
-    /// Bytes read so far.
+    /// Returns the number of bytes read so far.
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Relaxed)
     }
@@ -232,7 +232,7 @@ impl IoActivity {
     }
 }
 
-/// A transport whose bytes are noted in a [`IoActivity`], and which can change threads.
+/// Transport whose bytes are recorded in an [`IoActivity`], and that can move to another thread.
 #[derive(Debug)]
 pub struct CountedIo<S> {
     io: Option<S>,
@@ -240,7 +240,7 @@ pub struct CountedIo<S> {
 }
 
 impl<S> CountedIo<S> {
-    /// Counts what passes through `io`.
+    /// Wraps `io`, and counts its bytes.
     pub fn new(io: S) -> Self {
         Self {
             io: Some(io),
@@ -248,22 +248,22 @@ impl<S> CountedIo<S> {
         }
     }
 
-    /// Returns the shared record of the bytes that have passed.
+    /// Returns the shared record of the counted bytes.
     pub fn traffic(&self) -> Arc<IoActivity> {
         self.traffic.clone()
     }
 
-    /// Takes the transport out, to be put back by [`CountedIo::put`] on another thread.
+    /// Takes the transport out, so that [`CountedIo::put`] can put it back on another thread.
     pub fn take(&mut self) -> Option<S> {
         self.io.take()
     }
 
-    /// Puts a transport in.
+    /// Puts a transport back.
     pub fn put(&mut self, io: S) {
         self.io = Some(io);
     }
 
-    /// The transport, unless it is out.
+    /// Returns the transport, unless it was taken out.
     pub fn get_ref(&self) -> Option<&S> {
         self.io.as_ref()
     }

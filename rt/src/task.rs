@@ -1,7 +1,7 @@
-//! Tasks that have an owner: the only `spawn` of the workspace.
+//! Tasks with an owner: the only `spawn` of the workspace.
 //!
-//! Dropping a [`TaskGroup`] cancels everything below it. Stopping has three stages, always the same:
-//! *ask* (a token that the tasks hold), *wait* ([`TaskGroup::drain`]'s grace), *end* (cancel).
+//! Dropping a [`TaskGroup`] cancels all of its tasks. Shutdown always has three stages: *request* (a token that the tasks
+//! hold), *wait* (the grace period of [`TaskGroup::drain`]), *cancel*.
 
 use std::{future::Future, sync::Arc, time::Duration};
 use tokio::{runtime::Handle, time::timeout};
@@ -12,7 +12,7 @@ use tokio_util::{
 };
 use tracing::{Instrument, Span};
 
-/// A branch of the tree of tasks. Dropping it cancels everything below.
+/// Group of tasks in a tree of groups. Dropping it cancels all tasks in it and below it.
 #[derive(Debug, Default)]
 pub struct TaskGroup {
     tracker: TaskTracker,
@@ -20,7 +20,7 @@ pub struct TaskGroup {
 }
 
 impl TaskGroup {
-    /// A branch that ends when `parent` is cancelled.
+    /// Creates a group that is cancelled with `parent`.
     pub fn new(parent: &CancellationToken) -> Self {
         Self {
             tracker: TaskTracker::new(),
@@ -28,7 +28,7 @@ impl TaskGroup {
         }
     }
 
-    /// Runs `task` on this thread's runtime until it ends or the branch does.
+    /// Runs `task` on this thread's runtime until it ends or the group is cancelled.
     pub fn spawn<F>(&self, span: Span, task: F)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -46,33 +46,34 @@ impl TaskGroup {
         self.tracker.spawn_on(owned.instrument(span), runtime);
     }
 
-    /// Ends the branch when it is dropped: for an owner whose tasks hold the branch themselves, and so keep it.
+    /// Returns a guard that cancels the group when it is dropped. It is for owners whose tasks hold the group themselves and
+    /// so keep it alive.
     pub fn guard(&self) -> DropGuard {
         self.cancel_token.clone().drop_guard()
     }
 
-    /// How many run.
+    /// Returns the number of running tasks.
     pub fn len(&self) -> usize {
         self.tracker.len()
     }
 
-    /// Whether none runs.
+    /// Whether no task runs.
     pub fn is_empty(&self) -> bool {
         self.tracker.is_empty()
     }
 
-    /// Waits until none runs.
+    /// Waits until no task runs.
     pub async fn wait_until_idle(&self) {
         self.tracker.close();
         self.tracker.wait().await;
     }
 
-    /// Waits for what runs, then cancels what is left. Says how much was left.
+    /// Waits for the running tasks, at most `grace`, then cancels the remaining ones. Returns the number of these.
     pub async fn drain(&self, grace: Duration) -> usize {
         self.drain_with(grace, || ()).await
     }
 
-    /// As [`TaskGroup::drain`], with something to be done `before_cancel` what is left is cancelled.
+    /// Drains like [`TaskGroup::drain`], and calls `before_cancel` before the remaining tasks are cancelled.
     pub async fn drain_with(&self, grace: Duration, before_cancel: impl FnOnce()) -> usize {
         self.tracker.close();
         let _ = timeout(grace, self.tracker.wait()).await;

@@ -1,26 +1,27 @@
-//! The kernel's memory for TCP sockets: how much is used, and how much there is.
+//! The kernel's memory for TCP sockets: the used amount and its limit.
 //!
 //! Linux counts the buffers of all TCP sockets of all network namespaces together (`mem` of `TCP:` in `/proc/net/sockstat`).
-//! From the second number of `net.ipv4.tcp_mem` on it calls that pressure, and beyond the third sockets get nothing. Inside a
-//! network namespace that number cannot be read; then it follows from the machine's memory, as the kernel derives it.
+//! From the second number of `net.ipv4.tcp_mem` on, the kernel is under memory pressure. Beyond the third number, sockets get
+//! no memory. Inside a network namespace that number cannot be read. It is then calculated from the machine's memory, like
+//! the kernel's default.
 
 use std::{fs, path::Path};
 
-/// Bytes of a page, in which the kernel counts. Machines with larger pages have more memory than is assumed here.
+/// Size of a page, in bytes. The kernel counts in pages. Machines with larger pages have more memory than is assumed here.
 const PAGE_SIZE: usize = 4096;
-/// The part of where pressure begins that may be used before streams are evicted.
+/// Divisor of the pressure threshold: streams are evicted when more than this part is used.
 const PRESSURE_DIVISOR: usize = 2;
-/// The kernel's default: pressure begins when a 16th of the memory is used (`tcp_init_mem`).
+/// Divisor of the machine's memory: by default, pressure begins when a 16th of it is used (`tcp_init_mem`).
 const DEFAULT_DIVISOR: usize = 16;
 
-/// A reader of the kernel's numbers, with a bound on what may be used.
+/// Reader of the kernel's numbers, with a limit on the used memory.
 #[derive(Debug)]
 pub struct TcpMemory {
     limit: usize,
 }
 
 impl TcpMemory {
-    /// Returns `None` if the kernel does not report the memory in use, or no source reports how much there is.
+    /// Opens the reader. Returns `None` if the kernel does not report the used memory, or no source provides the limit.
     pub fn open(limit: Option<usize>) -> Option<Self> {
         let limit = limit.or_else(|| Some(pressure_threshold()? / PRESSURE_DIVISOR))?;
         let memory = Self { limit };
@@ -28,12 +29,12 @@ impl TcpMemory {
         Some(memory)
     }
 
-    /// Bytes that may be used.
+    /// Returns the limit, in bytes.
     pub fn limit(&self) -> usize {
         self.limit
     }
 
-    /// Bytes that all TCP sockets of this machine use now.
+    /// Returns the memory that all TCP sockets of this machine use now, in bytes.
     #[allow(clippy::unused_self, reason = "only an open reader may ask")]
     pub fn used(&self) -> Option<usize> {
         // The kernel reads from memory, so this does not block on a disk.
@@ -45,7 +46,7 @@ fn read(path: impl AsRef<Path>) -> Option<String> {
     fs::read_to_string(path).ok()
 }
 
-/// Bytes from which on the kernel calls it pressure.
+/// Returns the pressure threshold, in bytes.
 fn pressure_threshold() -> Option<usize> {
     let configured =
         read("/proc/sys/net/ipv4/tcp_mem").and_then(|text| parse_pressure_threshold(&text));
