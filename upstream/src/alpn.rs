@@ -4,12 +4,12 @@ use causeway_tunnel::wire;
 use rustls::ClientConfig;
 use std::sync::Arc;
 
-/// HTTP versions that a new connection may come to speak.
+/// HTTP versions that a new connection may negotiate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Alpn {
     /// HTTP/2 or HTTP/1.1, as the upstream chooses.
     Any,
-    /// HTTP/1.1 only: upgrades.
+    /// HTTP/1.1 only, for upgrades.
     Http1,
 }
 
@@ -21,7 +21,7 @@ pub struct AlpnConfigs {
 }
 
 impl AlpnConfigs {
-    /// Makes the configurations from one without ALPN.
+    /// Creates the configurations from one without ALPN.
     pub fn new(mut config: ClientConfig) -> Self {
         config.alpn_protocols = vec![wire::ALPN_HTTP11.to_vec()];
         let http1 = Arc::new(config.clone());

@@ -1,4 +1,4 @@
-//! A connection to an upstream: in the clear, or TLS over it. Either way its close can be made a reset.
+//! A connection to an upstream: cleartext or TLS. The close of either can be made a reset.
 
 use bytes::{Buf, Bytes};
 use causeway_rt::socket::ResetOnClose;
@@ -12,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::client::TlsStream;
 use tokio_util::either::Either;
 
-/// A connection to an upstream, behind bytes that were read from it too early: those behind a 101 may share its segment
+/// A connection to an upstream, with bytes that were read from it too early: bytes behind a 101 may be in the same segment
 /// (invariant 9).
 #[derive(Debug)]
 pub struct UpstreamIo<S> {
@@ -21,7 +21,7 @@ pub struct UpstreamIo<S> {
 }
 
 impl<S> UpstreamIo<S> {
-    /// In the clear.
+    /// Wraps a cleartext connection.
     pub fn plain(io: S) -> Self {
         Self {
             prefix: Bytes::new(),
@@ -29,7 +29,7 @@ impl<S> UpstreamIo<S> {
         }
     }
 
-    /// Over TLS.
+    /// Wraps a TLS connection.
     pub fn tls(tls: TlsStream<S>) -> Self {
         Self {
             prefix: Bytes::new(),
@@ -37,7 +37,7 @@ impl<S> UpstreamIo<S> {
         }
     }
 
-    /// Puts bytes that were read from the connection in front of it.
+    /// Puts bytes that were already read from the connection back in front of it.
     #[must_use]
     pub fn with_prefix(self, prefix: Bytes) -> Self {
         Self { prefix, ..self }

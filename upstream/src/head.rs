@@ -1,6 +1,6 @@
 //! Request heads in the form of the upstream's HTTP version.
 //!
-//! Fields pass as they came, save those of one connection, which the client has removed.
+//! Fields pass unchanged, except those of one connection, which the client has already removed.
 
 use causeway_tunnel::{Target, headers};
 use http::{
@@ -9,7 +9,7 @@ use http::{
     uri::PathAndQuery,
 };
 
-/// Puts a request for `target` into the form of HTTP/1.1.
+/// Converts a request for `target` to HTTP/1.1.
 pub fn to_http1<B>(request: &mut Request<B>, target: &Target, has_body: bool) {
     to_origin(request, target);
     let fields = request.headers_mut();
@@ -23,8 +23,8 @@ pub fn to_http1<B>(request: &mut Request<B>, target: &Target, has_body: bool) {
     }
 }
 
-/// Puts a request for `target` into the form of an upgrade to the protocol that `token` names. Returns `None` if no field can
-/// carry the token.
+/// Converts a request for `target` to an upgrade to the protocol that `token` names. Returns `None` if no field can carry the
+/// token.
 pub fn to_upgrade<B>(
     request: &mut Request<B>,
     target: &Target,
@@ -52,7 +52,7 @@ pub fn to_upgrade<B>(
     Some(())
 }
 
-/// Path, Host and cookies as HTTP/1.1 has them.
+/// Sets path, Host and cookies in the form of HTTP/1.1.
 fn to_origin<B>(request: &mut Request<B>, target: &Target) {
     let path = request.uri().path_and_query().cloned();
     let authority = request.uri().authority().cloned();
@@ -69,7 +69,7 @@ fn to_origin<B>(request: &mut Request<B>, target: &Target) {
     }
 }
 
-/// Puts a request for `target` into the form of HTTP/2, whose pseudo-fields are made from an absolute URI.
+/// Converts a request for `target` to HTTP/2, whose pseudo-fields are derived from an absolute URI.
 pub fn to_http2<B>(request: &mut Request<B>, target: &Target, scheme: &'static str) {
     let path = request.uri().path_and_query().cloned();
     let path = path.unwrap_or_else(|| PathAndQuery::from_static("/"));

@@ -21,10 +21,10 @@ use std::{
 };
 use tokio::io::{AsyncRead, AsyncWrite};
 
-/// Fields of an answer that hyper takes by default.
+/// Maximum number of fields of a response that hyper accepts by default.
 const HYPER_MAX_HEADERS: usize = 100;
 
-/// A connection as hyper has it.
+/// A connection in the form that hyper requires.
 pub type Http1Io<S> = TokioIo<ObservedIo<TargetWriter<S>, Answering>>;
 
 /// Observer that records whether the upstream has sent a byte since the last request. Clones share the record.
@@ -32,12 +32,12 @@ pub type Http1Io<S> = TokioIo<ObservedIo<TargetWriter<S>, Answering>>;
 pub struct Answering(Arc<AtomicBool>, StatusLine);
 
 impl Answering {
-    /// Begins the record of another request.
+    /// Resets the record for another request.
     pub fn reset(&self) {
         self.0.store(false, Relaxed);
     }
 
-    /// Whether the upstream closed the connection without a byte of an answer to the last request, which failed with
+    /// Whether the upstream closed the connection without a byte of a response to the last request, which failed with
     /// `error`.
     pub fn closed_unanswered(&self, error: &hyper::Error) -> bool {
         let is_closed = error.is_incomplete_message() || is_close(error);
@@ -55,8 +55,8 @@ impl IoObserver for Answering {
         }
     }
 
-    /// Ignores broken pipes and resets. An upstream that has answered before it read the request's body may close its
-    /// connection over that: the answer is still to be read.
+    /// Ignores broken pipes and resets. An upstream that has responded before it has read the request's body may then close
+    /// its connection, and the response must still be read.
     fn on_write_failed(&mut self, error: io::Error) -> io::Result<()> {
         match error.kind() {
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Ok(()),
@@ -65,8 +65,8 @@ impl IoObserver for Answering {
     }
 }
 
-/// Begins HTTP/1.1 on a connection, whose first request has this rest of its target. The head of an answer has so many
-/// fields at most, and so many bytes, or as many as hyper takes by default.
+/// Begins HTTP/1.1 on a connection. `overflow` is the rest of the first request's target. The limits are the maximum number
+/// of fields of a response head and its maximum size in bytes, or hyper's default.
 ///
 /// # Errors
 /// If hyper does not accept the connection.
@@ -116,7 +116,7 @@ mod tests {
         sync::{Notify, mpsc},
     };
 
-    /// A connection whose peer resets it when more is sent, from a moment on.
+    /// A connection whose peer resets it, from a given time on, when more is sent.
     struct Resetting {
         io: DuplexStream,
         resets: Arc<AtomicBool>,

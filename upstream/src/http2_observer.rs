@@ -1,9 +1,9 @@
-//! Observer of the frame heads that an HTTP/2 upstream sends, before h2 reads them.
+//! Observer of the frame headers that an HTTP/2 upstream sends, before h2 reads them.
 //!
-//! h2 does not expose two facts that the client of an upstream must know. The number of streams that the upstream allows at
-//! once is in its SETTINGS; h2 queues further ones silently. h2 drops interim answers unread, however many there are, so an
-//! upstream that sends them without end never comes to its answer. Such an upstream's connection fails, whichever stream
-//! they were for.
+//! h2 does not expose two facts that the client of an upstream needs. The first is the number of streams that the upstream
+//! allows at once. It is in the upstream's SETTINGS, and h2 queues further streams silently. The second is the number of
+//! interim responses. h2 drops them unread, however many there are, so a stream whose upstream sends them without end never
+//! gets its response. The observer fails such a connection, whichever streams they belong to.
 
 use causeway_tunnel::{
     frame_parser::{
@@ -15,14 +15,14 @@ use causeway_tunnel::{
 use std::{collections::HashMap, io};
 use tokio::sync::watch;
 
-/// Identifier and value.
+/// Size of a setting, in bytes: identifier and value.
 const SETTING_LEN: usize = 6;
 const MAX_CONCURRENT_STREAMS: u16 = 3;
-/// Streams whose heads are counted, at most. An upstream that opens so many that did not end begins to count anew: it needs
-/// far fewer frames to be found out.
+/// Maximum number of streams whose heads are counted. If an upstream opens more streams that have not ended, the count starts
+/// again. Even so, such an upstream is detected, because the limit per stream is far smaller.
 const MAX_COUNTED_STREAMS: usize = 4_096;
 
-/// Number of streams that an upstream allows at once. `None`: it has not said yet.
+/// Number of streams that an upstream allows at once, or `None` if it has not sent it yet.
 pub type MaxConcurrentStreams = watch::Receiver<Option<u32>>;
 
 /// Wraps a connection to an HTTP/2 upstream in an observer, and returns the number of streams that the upstream allows.
@@ -40,9 +40,9 @@ pub struct Http2Observer {
 
 #[derive(Debug)]
 struct ObserverState {
-    /// The setting that is being read, while its frame is.
+    /// The setting that is being read, and the number of its bytes that were read.
     partial_setting: Option<([u8; SETTING_LEN], usize)>,
-    /// Heads without an end, by stream: interim answers, and perhaps the answer.
+    /// Number of heads without an end, by stream: interim responses, and perhaps the final response.
     heads_by_stream: HashMap<u32, usize>,
     max_streams_tx: watch::Sender<Option<u32>>,
 }
@@ -76,7 +76,7 @@ impl IoObserver for Http2Observer {
 }
 
 impl ObserverState {
-    /// Handles the begin of a frame. Returns false if the upstream has sent too many interim responses.
+    /// Handles the beginning of a frame. Returns `false` if the upstream has sent too many interim responses.
     fn on_frame_header(&mut self, head: FrameHeader) -> bool {
         let FrameHeader { kind, stream, .. } = head;
         match kind {
@@ -101,7 +101,7 @@ impl ObserverState {
         *heads <= MAX_INTERIM_RESPONSES + 1
     }
 
-    /// Some of a frame's payload.
+    /// Handles a part of a frame's payload.
     fn on_payload(&mut self, part: &[u8], remaining: u32) {
         let Some((setting, filled)) = &mut self.partial_setting else {
             return;

@@ -1,9 +1,9 @@
 //! Pool of HTTP/2 connections that streams share.
 //!
-//! A connection takes as many streams as its upstream allows at once. One more goes to the next connection, or has a further
-//! one dialled: streams that last (a watch, a subscription) do not block other streams. One stream dials at a time and the
-//! others wait for it, since most find a place on the connection that it dials. A waiting stream has a bound of its own, and
-//! is not passed to h2, which would queue it out of sight.
+//! A connection takes as many streams as its upstream allows at once. A further stream uses the next connection, or dials a
+//! new one, so long-lived streams (a watch, a subscription) do not block other streams. Only one stream dials at a time and
+//! the others wait for it, since most of them will find a place on the new connection. A waiting stream has a time limit of
+//! its own. It is not passed to h2, which would queue it invisibly.
 
 use crate::http2_observer::MaxConcurrentStreams;
 use std::{
@@ -19,12 +19,12 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
-/// Connections to one upstream, at most. Servers allow 100 streams or more on each.
+/// Maximum number of connections to one upstream. Servers allow 100 streams or more on each.
 pub const MAX_CONNECTIONS: usize = 64;
 
 /// Connection that streams share.
 pub trait MultiplexedConnection: Clone {
-    /// Whether a stream more can be opened at once, where `taken` are open and `allowed` may be.
+    /// Whether a further stream can be opened at once, if `open_streams` are open and `max_streams` are allowed.
     fn has_capacity(&self, open_streams: usize, max_streams: usize) -> bool;
 }
 
@@ -32,19 +32,19 @@ pub trait MultiplexedConnection: Clone {
 #[derive(Debug)]
 pub struct Http2Pool<C> {
     state: Mutex<Http2PoolState<C>>,
-    /// Lock of the stream that dials.
+    /// Lock that the dialling stream holds.
     dial_lock: tokio::sync::Mutex<()>,
-    /// A stream has ended, or there is a connection more.
+    /// Notified when a stream has ended, or a connection was added.
     slot_freed: Arc<Notify>,
 }
 
 #[derive(Debug)]
 struct Http2PoolState<C> {
-    /// The upstream chose HTTP/1.1 last.
+    /// Whether the upstream chose HTTP/1.1 last time.
     is_http1: bool,
-    /// The first with a place gets the next stream, so the last ones come to rest.
+    /// Connections. The first one with a free place gets the next stream, so the last ones become idle.
     connections: Vec<Http2PoolEntry<C>>,
-    /// The number of the last that was dialled; they count from 1.
+    /// Number of the connection that was dialled last. The numbers begin with 1.
     newest_id: u64,
 }
 
@@ -57,7 +57,7 @@ struct Http2PoolEntry<C> {
     last_used: Instant,
 }
 
-/// A place for one stream on a connection, until all that is sent or received on it is over.
+/// Place for one stream on a connection, until the stream has ended in both directions.
 #[derive(Debug)]
 pub struct StreamPermit {
     open_streams: Arc<AtomicUsize>,
@@ -71,26 +71,26 @@ impl Drop for StreamPermit {
     }
 }
 
-/// A stream that may be opened.
+/// Place for a new stream on a connection.
 #[derive(Debug)]
 pub struct StreamSlot<C> {
     /// Connection on which to open the stream.
     pub connection: C,
-    /// Its place there.
+    /// Permit for the stream.
     pub permit: StreamPermit,
-    /// Number of the youngest connection that existed. A failed request is repeated on one with a number above: a peer that
-    /// closed one of the existing connections may have closed them all.
+    /// Number of the newest connection at the time of the checkout. A failed request is repeated on a connection with a
+    /// higher number: a peer that closed one of the existing connections may have closed all of them.
     pub newest_id: u64,
 }
 
 /// Result of a pool checkout: a stream slot, HTTP/1.1, or the right to dial.
 #[derive(Debug)]
 pub enum Checkout<'a, C> {
-    /// There is a place.
+    /// A connection has a free place.
     Open(StreamSlot<C>),
-    /// The upstream chose HTTP/1.1 last time, and streams do not wait for each other's dialling.
+    /// The upstream chose HTTP/1.1 last time. Streams then dial in parallel.
     Http1,
-    /// This stream's, to dial, for as long as it holds this.
+    /// The calling stream must dial, and holds this lock meanwhile.
     Dial(tokio::sync::MutexGuard<'a, ()>),
 }
 
@@ -109,8 +109,8 @@ impl<C> Default for Http2Pool<C> {
 }
 
 impl<C: MultiplexedConnection> Http2Pool<C> {
-    /// Waits, without a bound, for a place on a connection with a number above `after`, or for the turn to dial one.
-    /// Connections that are not `alive` are forgotten.
+    /// Waits, without a time limit, for a place on a connection with a number above `after`, or for the right to dial.
+    /// Removes connections that are not `alive`.
     pub async fn checkout(&self, after: u64, alive: impl Fn(&C) -> bool) -> Checkout<'_, C> {
         loop {
             let mut slot_freed = pin!(self.slot_freed.notified());
@@ -137,7 +137,7 @@ impl<C: MultiplexedConnection> Http2Pool<C> {
     /// Waits for [`Http2Pool::checkout`] until `deadline`.
     ///
     /// # Errors
-    /// The reason, as the end of a sentence about the upstream.
+    /// The reason, as the end of a sentence whose subject is the upstream.
     pub async fn checkout_until(
         &self,
         deadline: Instant,
@@ -168,14 +168,14 @@ impl<C: MultiplexedConnection> Http2Pool<C> {
         state.is_http1.then_some(Checkout::Http1)
     }
 
-    /// The number of a connection that is to be added.
+    /// Returns the number for a connection that is about to be added.
     pub fn allocate_id(&self) -> u64 {
         let mut state = self.lock();
         state.newest_id += 1;
         state.newest_id
     }
 
-    /// Adds the connection of this number, and opens the first stream on it.
+    /// Adds the connection with this number, and opens the first stream on it.
     pub fn insert(
         &self,
         id: u64,
@@ -203,13 +203,13 @@ impl<C: MultiplexedConnection> Http2Pool<C> {
         self.lock().is_http1 = true;
     }
 
-    /// Lets no further stream onto this connection.
+    /// Removes a connection, so that it gets no further streams.
     pub fn remove(&self, id: u64) {
         self.lock().connections.retain(|line| line.id != id);
     }
 
-    /// Forgets connections that are not `alive`, and those that no stream has needed for `bound`, except the first.
-    /// False: nothing is known.
+    /// Removes connections that are not `alive`, and those that no stream has used for `idle_timeout`, except the first.
+    /// Returns `false` if the pool then holds no information.
     pub fn sweep(&self, idle_timeout: Duration, alive: impl Fn(&C) -> bool) -> bool {
         let mut state = self.lock();
         state.connections.retain(|entry| alive(&entry.connection));
@@ -265,7 +265,7 @@ mod tests {
     use futures_util::FutureExt;
     use tokio::sync::watch;
 
-    /// A connection that is only a name.
+    /// A connection that consists of a name only.
     #[derive(Clone, Debug, PartialEq)]
     struct Named(&'static str);
 

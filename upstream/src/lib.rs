@@ -1,7 +1,8 @@
 //! HTTP client to upstreams, for the gateway and for the edge.
 //!
-//! Both ends keep two things to themselves: how a connection is made, and the task that drives an HTTP/1.1 connection. At an
-//! edge the stream that asks drives it. At a gateway a task does, since an upload goes on while its client does not read.
+//! Each end opens connections in its own way, and drives HTTP/1.1 connections in its own way. At an edge, the stream of the
+//! request drives its connection. At a gateway a separate task drives it, since an upload continues while its client does not
+//! read.
 
 pub mod alpn;
 pub mod connection;

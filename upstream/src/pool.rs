@@ -1,7 +1,7 @@
 //! Idle connections to upstreams, and the state of the connections that requests share.
 //!
-//! HTTP/1.1: idle ones lie in a stack for each key, the last used on top. HTTP/2: connections are shared by streams, and `M`
-//! holds them.
+//! Idle HTTP/1.1 connections are in a stack per key, the one used last on top. HTTP/2 connections are shared by streams, and
+//! `M` holds them.
 
 use std::{
     collections::HashMap,
@@ -9,10 +9,10 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Idle connections for each key at most: more clients at once than this are not ordinary on a node.
+/// Maximum number of idle connections per key. More concurrent clients are unusual on a node.
 const MAX_IDLE_PER_KEY: usize = 256;
 
-/// Pooled connections, by the key of interchangeable ones.
+/// Pooled connections by key. Connections with the same key are interchangeable.
 #[derive(Debug)]
 pub struct Pool<K, C, M> {
     idle: Mutex<HashMap<K, Vec<C>>>,
@@ -39,7 +39,7 @@ impl<K: Clone + Eq + Hash, C, M: Default> Pool<K, C, M> {
         }
     }
 
-    /// Keeps an idle connection. Returns false if there are enough of them.
+    /// Stores an idle connection. Returns `false` if the maximum is reached.
     pub fn checkin(&self, key: K, connection: C) -> bool {
         let mut idle = lock(&self.idle);
         let connections = idle.entry(key).or_default();
@@ -50,7 +50,7 @@ impl<K: Clone + Eq + Hash, C, M: Default> Pool<K, C, M> {
         has_room
     }
 
-    /// Removes an idle connection. Returns false if it is not here.
+    /// Removes an idle connection. Returns `false` if there is no such connection.
     pub fn remove(&self, key: &K, matches: impl Fn(&C) -> bool) -> bool {
         let mut idle = lock(&self.idle);
         let Some(connections) = idle.get_mut(key) else {
@@ -74,7 +74,7 @@ impl<K: Clone + Eq + Hash, C, M: Default> Pool<K, C, M> {
         shared.entry(key.clone()).or_default().clone()
     }
 
-    /// Removes the shared connections of a key if nothing is `known` of them. A request that is about to dial holds them.
+    /// Removes the shared state of a key, unless it `is_in_use` or a request that is about to dial holds it.
     pub fn forget_shared(&self, key: &K, is_in_use: impl Fn(&M) -> bool) {
         let mut shared = lock(&self.shared);
         let is_unused = |found: &Arc<M>| Arc::strong_count(found) == 1 && !is_in_use(found);
@@ -83,17 +83,17 @@ impl<K: Clone + Eq + Hash, C, M: Default> Pool<K, C, M> {
         }
     }
 
-    /// Removes idle connections that are not `alive`, and shared ones of which nothing is `known`.
+    /// Removes idle connections that are not `alive`, and shared state that is not in use.
     pub fn sweep(&self, mut alive: impl FnMut(&mut C) -> bool, is_in_use: impl Fn(&M) -> bool) {
         lock(&self.idle).retain(|_, connections| {
             connections.retain_mut(&mut alive);
             !connections.is_empty()
         });
-        // A request that is about to dial holds what it will put there.
+        // A request that is about to dial holds the shared state, to which it adds the connection later.
         lock(&self.shared).retain(|_, shared| is_in_use(shared) || Arc::strong_count(shared) > 1);
     }
 
-    /// Returns how many connections are idle.
+    /// Returns the number of idle connections.
     pub fn idle_count(&self) -> usize {
         lock(&self.idle).values().map(Vec::len).sum()
     }

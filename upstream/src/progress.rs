@@ -1,4 +1,4 @@
-//! Bounds on waits during which a request's body may move.
+//! Time limits of waits during which a request's body may move.
 
 use std::{
     pin::pin,
@@ -7,8 +7,8 @@ use std::{
 };
 use tokio::time::timeout;
 
-/// Waits for `work` for as long as the body moves: an upstream may read for hours. `taken` is the number of parts of the body
-/// that were taken. Returns `None` once there was none for `bound`.
+/// Waits for `work` as long as the body moves, because an upstream may read for hours. `progress` is the number of consumed
+/// parts of the body. Returns `None` if none was consumed for `idle_timeout`.
 pub async fn while_moving<T>(
     idle_timeout: Duration,
     progress: &AtomicUsize,

@@ -1,12 +1,12 @@
-//! Descriptions of how an upstream failed to answer over HTTP/1.1, or over hyper's HTTP/2.
+//! Descriptions of errors of an upstream's response over HTTP/1.1, or over hyper's HTTP/2.
 
 use std::{
     error::Error,
     io::{self, ErrorKind::UnexpectedEof},
 };
 
-/// Returns what the upstream did, as the end of a sentence about it. `when` says at which point ("before it sent a response"),
-/// `limits` what the head of an answer must not exceed.
+/// Returns a description of the upstream's error, as the end of a sentence whose subject is the upstream. `when` states the
+/// time ("before it sent a response"), `limits` the limits of a response head.
 pub fn describe(error: &hyper::Error, when: &str, limits: &str) -> String {
     if error.is_parse_too_large() {
         return format!("answered with {limits}");
@@ -25,7 +25,7 @@ pub fn describe(error: &hyper::Error, when: &str, limits: &str) -> String {
     format!("broke the connection {when}: {cause}")
 }
 
-/// Returns an error of this type among the causes. An `io::Error` does not show the one that it holds as its source.
+/// Returns an error of this type among the causes. An `io::Error` does not return its inner error as its source.
 pub fn find<'a, T: Error + 'static>(error: &'a (dyn Error + 'static)) -> Option<&'a T> {
     if let Some(found) = error.downcast_ref::<T>() {
         return Some(found);

@@ -1,7 +1,8 @@
-//! A request that a pooled connection did not take, or did not answer, is sent once more.
+//! Second attempt for a request that a pooled connection did not accept or did not answer.
 //!
-//! So is one that can be repeated (RFC 9110 §9.2.2) and has no body, if the upstream closed the pooled connection without a
-//! byte of an answer. A reset or garbage may be the effect of the request on the upstream.
+//! A request that the connection did not accept is sent again. A request that can be repeated (RFC 9110 §9.2.2) and has no
+//! body is also sent again if the upstream closed the pooled connection without a byte of a response. A reset or an invalid
+//! response may be an effect of the request on the upstream, so such a request is not sent again.
 
 use http::{Method, Request};
 use hyper::client::conn::TrySendError;
@@ -13,7 +14,7 @@ pub struct Retry<B> {
 }
 
 impl<B: Default> Retry<B> {
-    /// Of a request that is about to be sent. `was_reused` is true if other requests have used its connection before.
+    /// Records a request that is about to be sent. `was_reused` is true if other requests have used its connection before.
     pub fn new<A>(request: &Request<A>, was_reused: bool, has_body: bool) -> Self {
         let is_repeatable = was_reused && !has_body && is_idempotent(request);
         Self {
@@ -22,8 +23,8 @@ impl<B: Default> Retry<B> {
         }
     }
 
-    /// Returns the request to send on a new connection, if it may be sent again. `closed_unanswered` tells whether the upstream
-    /// closed the connection without an answer.
+    /// Returns the request to send on a new connection, if it may be sent again. `closed_unanswered` states whether the
+    /// upstream closed the connection without a response.
     pub fn request(
         self,
         error: &mut TrySendError<Request<B>>,
@@ -34,7 +35,7 @@ impl<B: Default> Retry<B> {
     }
 }
 
-/// Whether a request can be repeated, if it has no body.
+/// Whether a request without a body can be repeated.
 pub fn is_idempotent<B>(request: &Request<B>) -> bool {
     matches!(
         *request.method(),

@@ -1,23 +1,23 @@
-//! Status line of an HTTP/1.1 answer, adapted before hyper reads it.
+//! Status line of an HTTP/1.1 response, adapted before hyper reads it.
 
-/// Version that is spoken, up to its last digit.
+/// HTTP version without the last digit of its number.
 const VERSION: &[u8] = b"HTTP/1.";
 
-/// Adapter that makes hyper read a later minor version as 1.1 (RFC 9110 section 2.5), since hyper knows 1.0 and 1.1 only. An
-/// interim answer (1xx) is inspected in place of the answer behind it.
+/// Adapter that makes hyper read a later minor version as 1.1 (RFC 9110 section 2.5), since hyper knows only 1.0 and 1.1. If
+/// an interim response (1xx) comes first, its line is adapted instead of the final response's.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct StatusLine {
-    /// Bytes of [`VERSION`] that were read; one more behind the line.
+    /// Number of bytes of [`VERSION`] that were read, or one more after the version.
     position: usize,
 }
 
 impl StatusLine {
-    /// Begins another answer.
+    /// Begins another response.
     pub(crate) fn begin(&mut self) {
         self.position = 0;
     }
 
-    /// Takes the next bytes.
+    /// Processes the next bytes.
     pub(crate) fn rewrite(&mut self, bytes: &mut [u8]) {
         let mut bytes = bytes.iter_mut();
         while self.position <= VERSION.len()
