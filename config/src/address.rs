@@ -1,7 +1,8 @@
 //! Addresses: where to listen, and `host:port` texts.
 //!
-//! `ListenAddr` is a socket address or `unix:/path`. `ListenAddrs` finds two that cannot be bound together before the kernel
-//! does, because the kernel cannot name their keys: a wildcard takes every address of its family, and `[::]` IPv4's as well.
+//! `ListenAddr` is a socket address or `unix:/path`. `ListenAddrs` finds two addresses that cannot be bound together. The
+//! kernel would find them too, but it cannot name their keys. A wildcard takes every address of its family, and `[::]` takes
+//! all IPv4 addresses as well.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -22,7 +23,7 @@ pub enum ListenAddr {
 }
 
 impl ListenAddr {
-    /// Only this machine can reach it.
+    /// Whether only this machine can reach the address.
     pub fn is_local(&self) -> bool {
         match self {
             Self::Tcp(address) => address.ip().to_canonical().is_loopback(),
@@ -30,7 +31,7 @@ impl ListenAddr {
         }
     }
 
-    /// Whether both cannot be bound at once. Port 0 is a free port each time.
+    /// Whether the two addresses cannot be bound at once. Port 0 is a free port each time.
     pub fn overlaps(&self, other: &Self) -> bool {
         let (one, two) = match (self, other) {
             (Self::Unix(one), Self::Unix(two)) => return one == two,
@@ -149,7 +150,7 @@ fn parse_socket_address(text: &str) -> Result<SocketAddr, String> {
     })
 }
 
-/// The listeners of one process, to find those that cannot be bound together.
+/// Listeners of one process, to find those that cannot be bound together.
 #[derive(Debug, Default)]
 pub struct ListenAddrs(Vec<(String, String, ListenAddr)>);
 

@@ -1,7 +1,7 @@
 //! Errors of a configuration, worded so that its author can correct it.
 //!
-//! Validation never stops at the first fault: it collects them in `Faults`, each with the path of the value in the form
-//! `listeners[1].listen`, which the binary turns into a file, a line and a column.
+//! Validation never stops at the first fault: it collects all faults in `ConfigErrors`, each with the path of the value in
+//! the form `listeners[1].listen`, which the binary turns into a file, a line and a column.
 
 use std::fmt;
 use std::fs::File;
@@ -25,7 +25,7 @@ impl fmt::Display for ConfigError {
     }
 }
 
-/// A configuration that knows when its values make no sense together.
+/// A configuration that can check whether its values are consistent.
 pub trait Validate {
     /// Returns all faults; if there are none, the configuration can be used.
     fn validate(&self) -> Vec<ConfigError>;
@@ -65,7 +65,7 @@ impl ConfigErrors {
         });
     }
 
-    /// A file that must be there and readable.
+    /// Reports a file that does not exist or is not readable.
     pub fn check_file(&mut self, path: impl Into<String>, file: &Path) {
         match File::open(file).and_then(|file| file.metadata()) {
             Ok(metadata) if metadata.is_dir() => {
@@ -79,7 +79,7 @@ impl ConfigErrors {
         }
     }
 
-    /// A directory that must be there and readable.
+    /// Reports a directory that does not exist or is not readable.
     pub fn check_directory(&mut self, path: impl Into<String>, directory: &Path) {
         if let Err(error) = std::fs::read_dir(directory) {
             let message = format!("cannot read {}: {error}", directory.display());

@@ -1,6 +1,6 @@
 //! Configuration of a process's log: the same two keys at gateway and edge.
 //!
-//! Only has the values; the binary's `telemetry` applies them.
+//! This module only holds the values; the binary's `telemetry` applies them.
 
 use serde::{Deserialize, Serialize};
 

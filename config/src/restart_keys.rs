@@ -12,7 +12,7 @@ pub struct RestartKey<C: 'static> {
 }
 
 impl<C> RestartKey<C> {
-    /// Returns a key of which no part changes at a reload.
+    /// Returns a key that a reload changes in no part.
     pub const fn whole(name: &'static str, differs: fn(&C, &C) -> bool) -> Self {
         Self {
             name,
@@ -27,7 +27,7 @@ impl<C> RestartKey<C> {
 pub struct RestartKeys<C: 'static>(pub &'static [RestartKey<C>]);
 
 impl<C> RestartKeys<C> {
-    /// Returns the keys that differ from the configuration `began` of the process.
+    /// Returns the keys that differ between the configuration `began`, with which the process started, and `now`.
     pub fn changed(&self, began: &C, now: &C) -> Vec<&'static str> {
         let differs = self.0.iter().filter(|key| (key.differs)(began, now));
         differs.map(|key| key.name).collect()

@@ -17,7 +17,7 @@ impl Secret {
         Self(text.into())
     }
 
-    /// The text itself, for the one place that sends or checks it.
+    /// Returns the text, for the code that sends or checks it.
     pub fn expose(&self) -> &str {
         &self.0
     }

@@ -16,7 +16,7 @@ impl<T> Default for Specified<T> {
 }
 
 impl<T> Specified<T> {
-    /// Whether the key does not stand there. For `skip_serializing_if`: what is written reads back.
+    /// Whether the key is absent. For `skip_serializing_if`, so that the serialized form can be parsed again.
     pub fn is_absent(&self) -> bool {
         self.0.is_none()
     }

@@ -59,7 +59,7 @@ impl Visitor<'_> for DurationVisitor {
 #[derive(Debug)]
 pub struct ByteSize;
 
-/// The largest unit comes first, so that a size is written with the shortest number.
+/// Units, the largest first, so that a size is written with the shortest number.
 const BINARY_UNITS: [(&str, usize); 3] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
 const DECIMAL_UNITS: [(&str, usize); 4] = [
     ("GB", 1_000_000_000),
@@ -80,7 +80,7 @@ impl ByteSize {
         }
     }
 
-    /// Reads `64MiB`, `1.5MB`-like fractions not: a size is a whole number of a unit.
+    /// Reads `64MiB`. A size is a whole number of a unit, so fractions such as `1.5MB` are refused.
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<usize, D::Error> {
         from.deserialize_any(SizeVisitor)
     }
@@ -181,7 +181,8 @@ impl<'de> Deserialize<'de> for Network {
     }
 }
 
-/// Checks that a network has no host bits. `10.1.2.3/8` could mean one address or all of the network, and the author must decide.
+/// Checks that a network has no host bits. `10.1.2.3/8` could mean one address or the whole network, and the author must
+/// decide.
 ///
 /// # Errors
 /// A message with the text to write instead.
