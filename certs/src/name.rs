@@ -165,7 +165,7 @@ macro_rules! dns_name {
 }
 
 dns_name! {
-    /// Name of a machine at the edge: a DNS-1123 subdomain in lower case. Cheap to clone.
+    /// A machine at the edge: a DNS-1123 subdomain in lower case. Cheap to clone.
     NodeName
 }
 

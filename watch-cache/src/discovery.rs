@@ -1,4 +1,4 @@
-//! Discovery of the available resources, for clients that ask for it first: `/api`, `/apis` and below (`APIVersions`,
+//! Discovery of the available resources, for clients that request it first: `/api`, `/apis` and below (`APIVersions`,
 //! `APIGroupList`, `APIGroup`, `APIResourceList` of `meta/v1`).
 
 use crate::{list_options::RequestPath, store::Store};

@@ -1,11 +1,11 @@
-//! Snapshots on the disk: a file for each resource, so that a node that starts without the cloud serves its last state.
+//! Snapshots on the disk: one file per resource, so that a node that starts without the cloud serves its last state.
 //!
-//! A file begins with a line that names the format and the SHA-256 of the rest. The rest is gzip: a line of JSON that describes
-//! the snapshot, then an object a line. The file is written beside its place, synced and renamed, so there is always the old one
-//! or the new one. An invalid file is set aside and reported. Only its own resource is lost.
+//! A file begins with a line that names the format and the SHA-256 of the rest. The rest is gzip: a line of JSON that
+//! describes the snapshot, then one object per line. The file is written to a temporary file beside it, synced and renamed,
+//! so there is always the old one or the new one. An invalid file is set aside and reported. Only its own resource is lost.
 //!
-//! A state that does not change is not written again. The time until which each state was known to be the newest is in a small
-//! file of its own, which is written more often.
+//! A state that does not change is not written again. The time until which each state was known to be the newest is in a
+//! small separate file, which is written more often.
 
 use crate::{
     object::{Object, TypeMeta},
@@ -37,7 +37,7 @@ const TIMES_FILE: &str = "times.json";
 /// By resource: the version, and the time until which it was known to be the newest, in milliseconds since the Unix epoch.
 type Times = BTreeMap<String, (u64, u64)>;
 
-/// The directory of saved states.
+/// Directory of the snapshots.
 #[derive(Clone, Debug)]
 pub struct SnapshotDir {
     dir: PathBuf,
@@ -57,7 +57,7 @@ struct SnapshotHeader {
 }
 
 impl SnapshotDir {
-    /// Returns the snapshots in this directory, of `most` bytes each at most.
+    /// Returns the snapshots in this directory, with at most `max_bytes` each.
     pub fn new(dir: PathBuf, max_bytes: u64) -> Self {
         Self {
             dir,
@@ -163,7 +163,7 @@ impl SnapshotDir {
     /// Writes the state of a store, if there is one. Blocks.
     ///
     /// # Errors
-    /// If the write fails, or if the state is too large. Then the file before it stays.
+    /// If the write fails, or if the state is too large. The previous file then stays.
     pub fn write(&self, store: &Store) -> io::Result<()> {
         let Some(snapshot) = store.snapshot() else {
             return Ok(());
@@ -210,7 +210,7 @@ impl SnapshotDir {
         self.replace_file(&self.dir.join(TIMES_FILE), &[&text])
     }
 
-    /// Replaces the content of a file by these bytes.
+    /// Replaces the content of a file with these bytes.
     fn replace_file(&self, path: &Path, parts: &[&[u8]]) -> io::Result<()> {
         fs::create_dir_all(&self.dir)?;
         let mut file = tempfile::Builder::new()

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Form in which one client wants objects of one kind.
+/// Encoder for objects of one kind in the form that one client requests.
 #[derive(Clone, Debug)]
 pub(crate) struct Encoder {
     pub(crate) negotiated: Negotiated,
@@ -27,7 +27,7 @@ pub(crate) struct ListPage {
     pub(crate) continuation: Option<(String, u64)>,
 }
 
-/// An event's type on the wire.
+/// Types of events on the wire.
 pub(crate) const ADDED: &str = "ADDED";
 pub(crate) const MODIFIED: &str = "MODIFIED";
 pub(crate) const DELETED: &str = "DELETED";
@@ -52,7 +52,7 @@ impl Encoder {
         json
     }
 
-    /// Encodes one object as a response. Returns the form that it has as well.
+    /// Encodes one object as a response. Also returns the form of the response.
     pub(crate) fn encode_object(&self, object: &Object) -> (Bytes, Negotiated) {
         match (self.negotiated.format, self.negotiated.view) {
             (MediaType::Json, View::Whole) => (object.json.clone(), self.negotiated),
@@ -67,7 +67,7 @@ impl Encoder {
         }
     }
 
-    /// The object in the shape that is wanted.
+    /// Returns the object in the requested view.
     fn apply_view(&self, object: &Object) -> Value {
         let value = object.to_value();
         match self.negotiated.view {
@@ -76,7 +76,7 @@ impl Encoder {
         }
     }
 
-    /// A list, and the form that it has.
+    /// Encodes a list. Also returns its form.
     pub(crate) fn encode_list(&self, page: &ListPage) -> (Bytes, Negotiated) {
         match (self.negotiated.format, self.negotiated.view) {
             (MediaType::Json, View::Whole) => (self.encode_list_json(page), self.negotiated),
@@ -100,7 +100,7 @@ impl Encoder {
         }
     }
 
-    /// Byte for byte what the cloud gave.
+    /// Encodes a list as JSON, each object byte for byte as the cloud sent it.
     fn encode_list_json(&self, page: &ListPage) -> Bytes {
         let length: usize = page
             .objects
@@ -213,7 +213,7 @@ fn list_meta(page: &ListPage) -> Value {
     meta
 }
 
-/// `PartialObjectMetadata` of an object.
+/// Returns the `PartialObjectMetadata` of an object.
 fn partial_metadata(value: &Value) -> Value {
     json!({
         "kind": "PartialObjectMetadata",

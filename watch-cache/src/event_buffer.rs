@@ -1,7 +1,7 @@
 //! Buffer of the latest events, so that a client that was disconnected for a while resumes from its version.
 //!
-//! Events are in the order of their versions. Several may have one version: an object that is missing in a list was deleted at an
-//! unknown version, and counts as deleted at the list's.
+//! Events are in the order of their versions. Several may have one version. An object that is missing in a list was deleted
+//! at an unknown version, and counts as deleted at the list's version.
 
 use crate::object::{NamespacedName, Object};
 use std::{
@@ -30,10 +30,10 @@ pub(crate) struct EventBuffer {
     most: usize,
     /// First version from which no event is missing.
     complete_since: u64,
-    /// The number of the next event.
+    /// Number of the next event.
     next_number: u64,
-    /// Ranges between two versions of which only the ends are known: an object that was created and deleted within one was never
-    /// seen.
+    /// Ranges between two versions for which only the difference between the ends is known. An object that was created and
+    /// deleted within one range was never received.
     gaps: VecDeque<(u64, u64)>,
 }
 
@@ -49,7 +49,7 @@ impl EventBuffer {
         }
     }
 
-    /// Drops all events: the time before this version is unknown.
+    /// Drops all events: those before this version are unknown.
     pub(crate) fn reset(&mut self, version: u64) {
         self.events.clear();
         self.gaps.clear();
@@ -57,7 +57,7 @@ impl EventBuffer {
         self.complete_since = version;
     }
 
-    /// The number of the next event.
+    /// Returns the number of the next event.
     pub(crate) fn next_number(&self) -> u64 {
         self.next_number
     }
@@ -89,7 +89,7 @@ impl EventBuffer {
         self.gaps.retain(|gap| gap.1 > complete_since);
     }
 
-    /// Records that only the difference between these two versions is known. Returns whether there are versions between.
+    /// Records that only the difference between these two versions is known. Returns whether there are versions between them.
     pub(crate) fn record_gap(&mut self, from: u64, to: u64) -> bool {
         if to <= from.saturating_add(1) {
             return false;
@@ -110,7 +110,7 @@ impl EventBuffer {
         version >= self.complete_since && !gaps.any(|gap| gap.0 < version && version < gap.1)
     }
 
-    /// The number of the first event after this version.
+    /// Returns the number of the first event after this version.
     pub(crate) fn first_number_after(&self, version: u64) -> u64 {
         let index = self
             .events
@@ -126,14 +126,14 @@ impl EventBuffer {
         self.events.get(usize::try_from(index).ok()?)
     }
 
-    /// The number of the oldest event.
+    /// Returns the number of the oldest event.
     pub(crate) fn first_number(&self) -> u64 {
         self.events
             .front()
             .map_or(self.next_number, |event| event.number)
     }
 
-    /// Whether of some of what came after this version only the outcome is known.
+    /// Whether only the difference is known for a range of versions that ends after this version.
     pub(crate) fn has_gap_after(&self, version: u64) -> bool {
         self.gaps.iter().any(|gap| gap.1 > version)
     }

@@ -1,10 +1,10 @@
 //! API cache for Kubernetes objects: one list and watch of the cloud's API serves any number of clients, over several levels.
 //!
 //! A gateway, the leader edge of a node pool and each other member of the pool hold the same [`WatchCache`]. For each
-//! [`GroupVersionResource`] it has a [`Store`] with all objects and a buffer of the latest events. [`reflect`] fills a store by
-//! list and watch from a [`ListWatch`], which is the cloud's API, a gateway or another member. [`WatchCache::handle_request`] serves the
-//! very same list and watch to the clients of this level. Versions are the cloud's own at each level, so a client can resume at
-//! one level from its version at another.
+//! [`GroupVersionResource`] it has a [`Store`] with all objects and a buffer of the latest events. [`reflect`] fills a store
+//! by list and watch from a [`ListWatch`], which is the cloud's API, a gateway or another member.
+//! [`WatchCache::handle_request`] serves the same list and watch to the clients of this level. Versions are the cloud's own
+//! at each level, so a client can resume at one level from its version at another.
 //!
 //! This crate opens no socket and does not know its clients: the embedding code does both.
 

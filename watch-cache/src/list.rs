@@ -1,4 +1,4 @@
-//! A list: at which version, which objects, and in parts where that is asked for.
+//! Lists: the version, the objects, and the pages of a list.
 
 use crate::{
     encode::ListPage,

@@ -19,7 +19,7 @@ pub(crate) enum RequestPath<'a> {
     },
     /// `/version`.
     Version,
-    /// `/healthz` and the like.
+    /// `/healthz` and similar paths.
     Health,
     /// `/api`.
     Core,
@@ -75,7 +75,7 @@ impl<'a> RequestPath<'a> {
     }
 }
 
-/// Version that a request asks for.
+/// Version that a request requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VersionMatch {
     /// The newest version, or any.
@@ -103,7 +103,8 @@ pub(crate) struct ListOptions {
     pub(crate) timeout: Option<Duration>,
     pub(crate) bookmarks: bool,
     pub(crate) initial_events: Option<bool>,
-    /// Whether the client refuses a watch whose own source is away: it is a follower that has another source.
+    /// Whether the client refuses a watch while this cache has lost its own source. Such a client is a follower that has
+    /// another source.
     pub(crate) require_fresh: bool,
 }
 
@@ -152,7 +153,7 @@ impl ListOptions {
         Ok(())
     }
 
-    /// Returns the version as a number: 0 is any.
+    /// Returns the version as a number; 0 stands for any version.
     pub(crate) fn version_number(&self) -> Result<u64, ApiStatus> {
         if self.resource_version.is_empty() {
             return Ok(0);

@@ -1,4 +1,4 @@
-//! Objects without a version: the content of manifests, where there is no API server.
+//! Objects without a version: the content of manifests, for use without an API server.
 //!
 //! Versions are milliseconds since the Unix epoch, so they grow over restarts. An unchanged object keeps its version.
 
@@ -18,7 +18,7 @@ use std::{
 #[derive(Debug)]
 pub struct Manifests {
     pool: Arc<WatchCache>,
-    /// Objects by the index of their store: the kind that they state, and all of them.
+    /// Objects by the index of their store: the kind that they state, and the objects.
     of: BTreeMap<usize, (String, Vec<Value>)>,
 }
 
@@ -28,7 +28,7 @@ pub enum ManifestError {
     /// The object states no kind.
     #[error("an object has no apiVersion or no kind")]
     MissingKind,
-    /// Clients may not read its kind.
+    /// Clients may not read the resource of this kind.
     #[error(
         "the resource of {kind} in {api_version} is not in api_cache.resources; add the resource there, or remove the object"
     )]
@@ -41,7 +41,7 @@ pub enum ManifestError {
     /// The object is malformed.
     #[error(transparent)]
     Object(#[from] ObjectError),
-    /// There are two objects of one name.
+    /// There are two objects with one name.
     #[error("{0:?} occurs twice")]
     Duplicate(String),
 }
@@ -60,7 +60,7 @@ impl Manifests {
         }
     }
 
-    /// Adds an object, or all of a `List`.
+    /// Adds an object, or all objects of a `List`.
     ///
     /// # Errors
     /// If the object is invalid or its kind may not be read.
@@ -104,7 +104,7 @@ impl Manifests {
         self.of.values().map(|(_, objects)| objects.len()).sum()
     }
 
-    /// Has the pool hold these, and no others.
+    /// Replaces the content of the cache with these objects.
     pub fn load(self) {
         for (at, (kind, objects)) in self.of {
             if let Some(store) = self.pool.stores().get(at) {
@@ -114,7 +114,7 @@ impl Manifests {
     }
 }
 
-/// Whether objects of this kind are a store's.
+/// Whether a store has objects of this kind.
 fn serves_kind(store: &Store, kind: &str, api_version: &str) -> bool {
     let resource = store.resource();
     let matches_plural = || {

@@ -1,6 +1,6 @@
-//! Negotiation of the form of a response: `Accept`, as clients of Kubernetes write it.
+//! Negotiation of the form of a response, from `Accept` as clients of Kubernetes write it.
 //!
-//! There is no `Table`: kubectl then takes plain JSON, and prints names and ages.
+//! `Table` is not available: kubectl then accepts plain JSON, and prints names and ages.
 
 use crate::protobuf;
 
@@ -20,7 +20,7 @@ pub(crate) enum View {
     Metadata,
 }
 
-/// Format and shape.
+/// Format and view of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Negotiated {
     pub(crate) format: MediaType,
@@ -28,7 +28,7 @@ pub(crate) struct Negotiated {
 }
 
 impl Negotiated {
-    /// Returns the first of the wanted forms that is available; JSON if none is named.
+    /// Returns the first of the requested forms that is available, or JSON if none is named.
     pub(crate) fn negotiate(accept: Option<&str>, api_version: &str, kind: &str) -> Option<Self> {
         let Some(accept) = accept.filter(|accept| !accept.trim().is_empty()) else {
             return Some(Self::JSON);

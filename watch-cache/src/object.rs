@@ -5,10 +5,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, value::RawValue};
 use std::borrow::Cow;
 
-/// Namespace and name; the namespace is empty for an object without one.
+/// Namespace and name. The namespace is empty for an object without one.
 pub(crate) type NamespacedName = (Box<str>, Box<str>);
 
-/// An object of Kubernetes' API. It is never changed: a change is another object.
+/// An object of Kubernetes' API. It is immutable: a change is another object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Object {
     pub(crate) key: NamespacedName,
@@ -58,7 +58,7 @@ struct ObjectMeta<'a> {
     labels: Option<Map<String, Value>>,
 }
 
-/// Kind and version of an object that a list leaves unnamed.
+/// Kind and version of objects that a list does not state for each object.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct TypeMeta<'a> {
@@ -67,10 +67,10 @@ pub(crate) struct TypeMeta<'a> {
 }
 
 impl Object {
-    /// Reads an object. An object without a kind, as in lists, gets this one.
+    /// Parses an object. An object without a kind, as in lists, gets this one.
     ///
     /// # Errors
-    /// If the text is no object.
+    /// If the text is not an object.
     pub(crate) fn parse(raw: &RawValue, type_meta: TypeMeta<'_>) -> Result<Self, ObjectError> {
         let text = raw.get();
         let partial: PartialObject<'_> = serde_json::from_str(text)?;

@@ -1,11 +1,12 @@
 //! Objects of Kubernetes in its protobuf encoding, made from their JSON.
 //!
-//! Owns the encoding of objects, lists, watch events and statuses; `schema` has the fields of each kind. Never decodes, and has
-//! no state. The one rule: fields in the JSON are written, and missing fields are left out. A decoder takes a missing field for
-//! its zero value, as the JSON meant it. The output of a kube-apiserver for the same JSON differs only in those zero values.
+//! Owns the encoding of objects, lists, watch events and statuses; `schema` has the fields of each kind. Never decodes, and
+//! has no state. The one rule: fields in the JSON are written, and missing fields are left out. A decoder reads a missing
+//! field as its zero value, which has the same meaning as in the JSON. The output of a kube-apiserver for the same JSON
+//! differs only in those zero values.
 //!
-//! A value that is not of its field's type is never left out: the encoding fails then, and the response is in JSON. A lost
-//! `deletionTimestamp` would make a dying object look alive.
+//! A value that is not of its field's type is never left out: the encoding fails, and the response is in JSON. Without its
+//! `deletionTimestamp`, for example, an object that is being deleted would look alive.
 
 mod schema;
 #[cfg(test)]
@@ -20,7 +21,7 @@ use std::time::UNIX_EPOCH;
 /// Prefix of every protobuf response of Kubernetes, except a watch's frames.
 const MAGIC: &[u8] = b"k8s\0";
 
-/// Wire types: a variable-length integer, and bytes with their length before them.
+/// Wire types: a variable-length integer, and bytes preceded by their length.
 const VARINT: u32 = 0;
 const BYTES: u32 = 2;
 
@@ -37,7 +38,7 @@ pub(crate) struct ListMeta<'a> {
 
 /// Encodes one object in Kubernetes' envelope, for a GET and as the object of a watch event.
 ///
-/// Returns `None` if its kind has no schema here, or if the object does not match its schema; the response is JSON then.
+/// Returns `None` if its kind has no schema here, or if the object does not match its schema. The response is then in JSON.
 pub(crate) fn encode_object(value: &Value) -> Option<Vec<u8>> {
     let api_version = value.get("apiVersion")?.as_str()?;
     let kind = value.get("kind")?.as_str()?;
@@ -53,17 +54,17 @@ pub(crate) fn has_schema(api_version: &str, kind: &str) -> bool {
     schema::fields_of_kind(api_version, kind).is_some()
 }
 
-/// Encodes one object's own message without envelope, for use in a list. `kind` is that of the object, not the list's. As a
-/// `PartialObjectMetadata` an object of any kind can be encoded.
+/// Encodes one object's own message without envelope, for use in a list. `kind` is that of the object, not the list's.
+/// Objects of any kind can be encoded as `PartialObjectMetadata`.
 ///
-/// Returns `None` in the same cases as `object`.
+/// Returns `None` in the same cases as [`encode_object`].
 pub(crate) fn encode_message(api_version: &str, kind: &str, value: &Value) -> Option<Vec<u8>> {
     let mut out = Vec::new();
     put_message(&mut out, schema::fields_of_kind(api_version, kind)?, value)?;
     Some(out)
 }
 
-/// A list in its envelope, of items as `encode_message` gives them.
+/// Encodes a list in its envelope. The items come from [`encode_message`].
 pub(crate) fn encode_list(
     api_version: &str,
     list_kind: &str,
@@ -90,7 +91,7 @@ pub(crate) fn encode_list(
     end_envelope(out, object_start)
 }
 
-/// Encodes one event of a watch (`ADDED` and so on) with an object as `object` returns it, or a status for `ERROR`.
+/// Encodes one event of a watch (`ADDED` and so on) with an object from [`encode_object`], or with a status for `ERROR`.
 ///
 /// The event itself has neither magic nor envelope, but its length in four bytes before it.
 pub(crate) fn encode_watch_frame(event_type: &str, object_envelope: &[u8]) -> Vec<u8> {
@@ -139,8 +140,8 @@ fn end_envelope(mut out: Vec<u8>, object_start: usize) -> Vec<u8> {
     out
 }
 
-/// Encodes the fields that `value` has. Fields that the schema does not know are of a newer Kubernetes than the schema: they are
-/// left out, as an equally old decoder would skip them.
+/// Encodes the fields that `value` has. Fields that the schema does not contain belong to a newer Kubernetes. They are left
+/// out, as an equally old decoder would skip them.
 fn put_message(out: &mut Vec<u8>, fields: &[Field], value: &Value) -> Option<()> {
     let object = value.as_object()?;
     for Field(name, number, kind) in fields {
@@ -228,8 +229,8 @@ fn open_message(out: &mut Vec<u8>, number: u32) -> usize {
     out.len()
 }
 
-/// Ends the message that began at `start`. Its length belongs before it and is known only now. The length is written behind the
-/// message, and rotated to its beginning.
+/// Ends the message that began at `start`. Its length has to precede it and is known only now. So the length is appended, and
+/// rotated to the beginning of the message.
 fn close_message(out: &mut Vec<u8>, start: usize) {
     let content_end = out.len();
     put_varint(out, (content_end - start) as u64);

@@ -1,8 +1,8 @@
-//! Reflector that fills a store from a source: a list if one is needed, then watch after watch.
+//! Reflector that fills a store from a source: a list if one is needed, then one watch after another.
 //!
-//! A store that has a state resumes from it, from any source: versions are the cloud's at each level. A store never goes back by
-//! itself. A source that knows less is not used, unless it is in touch with the cloud and stays so for half a minute. Then the
-//! cloud itself has gone back.
+//! A store with a state resumes from it, with any source, because versions are the cloud's at each level. A store never
+//! returns to an older state by itself. A source with an older state is not used, unless it has had contact with the cloud
+//! for half a minute. In that case the cloud itself has returned to an older state.
 
 use crate::{
     object::{Object, TypeMeta},
@@ -23,19 +23,19 @@ use serde_json::value::RawValue;
 use std::{io::Read, time::Duration};
 use tokio::time::{Instant, timeout};
 
-/// Objects in one part of a list.
+/// Number of objects in one page of a list.
 const PAGE_SIZE: usize = 500;
-/// The largest part of a list, and the largest event, in bytes.
+/// Maximum size of a page of a list, and of an event, in bytes.
 const MAX_RESPONSE_BYTES: usize = 64 << 20;
-/// Size limit of all parts of a list together: an endless list must not fill the memory.
+/// Maximum size of all pages of a list together, in bytes. It prevents an endless list from filling the memory.
 const MAX_LIST_BYTES: usize = 512 << 20;
 /// Time limit of a list.
 const LIST_TIMEOUT: Duration = Duration::from_mins(1);
-/// Time limit for the start of a watch: one of our sources waits 3 s for a version that it does not know yet.
+/// Time limit for the start of a watch. A watch cache as a source waits 3 s for a version that it does not know yet.
 const WATCH_START_TIMEOUT: Duration = Duration::from_secs(20);
-/// A source that is in touch and has known less for this long is right.
+/// Time after which a connected source with an older state is trusted.
 const MAX_BEHIND: Duration = Duration::from_secs(30);
-/// A watch that ends sooner than this without an event has failed.
+/// Minimum duration of a watch. A watch that ends earlier without an event has failed.
 const MIN_WATCH_DURATION: Duration = Duration::from_secs(1);
 /// Maximum `Retry-After` that is accepted from a source.
 const MAX_RETRY_AFTER: Duration = Duration::from_mins(5);
@@ -45,12 +45,12 @@ pub trait ListWatch: Send + Sync {
     /// Sends a `GET` of a path with its query. The error is a description of the cause.
     fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<SourceResponse, String>>;
 
-    /// Returns the time since the source was last heard of, if it is known. Its data was current until then.
+    /// Returns the time since the last contact with the source, if it is known. The source's data was current until then.
     fn time_since_contact(&self) -> Duration {
         Duration::ZERO
     }
 
-    /// Whether it is another [`WatchCache`](crate::WatchCache), which ends watches when it is out of touch itself.
+    /// Whether the source is another [`WatchCache`](crate::WatchCache), which ends watches when it has lost its own source.
     fn is_watch_cache(&self) -> bool {
         true
     }
@@ -62,18 +62,18 @@ pub struct SourceResponse {
     pub status: StatusCode,
     /// Header fields of the response.
     pub headers: HeaderMap,
-    /// The bytes as they come.
+    /// The bytes of the body as they arrive.
     pub body: BoxStream<'static, Result<Bytes, String>>,
 }
 
-/// Reason why a store is no longer filled.
+/// Reason for which a store is no longer filled.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ReflectorError {
-    /// The source is away or the connection broke off, with a description.
+    /// The source does not respond or the connection was lost, with a description.
     Broken(String),
     /// The source responds with this status: its message, and its `Retry-After`.
     Refused(StatusCode, String, Option<Duration>),
-    /// The source knows less than the store, or has been out of touch itself, and for how long.
+    /// The source has an older state than the store, or has lost its own source for this time.
     Stale(String, Duration),
 }
 
@@ -201,14 +201,14 @@ async fn list(store: &Store, source: &dyn ListWatch) -> Result<(), ReflectorErro
     }
 }
 
-/// Whether a source that knows less than the store has been in touch long enough to be trusted.
+/// Whether a source with an older state than the store has been connected long enough to be trusted.
 fn is_source_trusted(store: &Store) -> bool {
     store
         .behind_duration()
         .is_some_and(|duration| duration > MAX_BEHIND)
 }
 
-/// A view that has an age is of no use to a store that has something.
+/// Returns an error if the source's data has an age and the store is not empty: such data is of no use to the store.
 fn check_freshness(store: &Store, age: Option<Duration>) -> Result<(), ReflectorError> {
     let why = || "the source itself is disconnected from the cloud".to_owned();
     match age {
@@ -217,7 +217,7 @@ fn check_freshness(store: &Store, age: Option<Duration>) -> Result<(), Reflector
     }
 }
 
-/// A whole answer, and how old its view is.
+/// Reads a complete response. Returns its bytes, and the age of its data.
 async fn read_response(
     store: &Store,
     request: BoxFuture<'_, Result<SourceResponse, String>>,
@@ -382,7 +382,7 @@ fn view_age(headers: &HeaderMap) -> Option<Duration> {
     Some(Duration::from_secs(seconds))
 }
 
-/// A Kubernetes `Status`, as far as it matters here.
+/// Relevant part of a Kubernetes `Status`.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct SourceStatus {

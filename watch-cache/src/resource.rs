@@ -3,15 +3,14 @@
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::{fmt, str::FromStr};
 
-/// A resource of Kubernetes' API, written as in `discovery.k8s.io/v1/endpointslices`, and as in `v1/services` where its group is the
-/// core one.
+/// A resource of Kubernetes' API. Its text form is `discovery.k8s.io/v1/endpointslices`, or `v1/services` for the core group.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GroupVersionResource {
-    /// The API group; empty: the core group.
+    /// API group; empty for the core group.
     pub group: String,
     /// The version within the group.
     pub version: String,
-    /// The name in paths, in the plural.
+    /// Name in paths, in the plural.
     pub plural: String,
 }
 
@@ -22,10 +21,10 @@ pub struct GroupVersionResource {
 )]
 pub struct ResourceError(String);
 
-/// Objects of a resource, as Kubernetes calls them.
+/// Kind of a resource's objects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GroupVersionKind {
-    /// `EndpointSlice`.
+    /// Name of the kind, such as `EndpointSlice`.
     pub(crate) kind: String,
     /// Whether its objects are in namespaces.
     pub(crate) namespaced: bool,
@@ -60,7 +59,7 @@ impl GroupVersionResource {
         known.filter_map(|known| known.0.parse().ok()).collect()
     }
 
-    /// The path of all its objects, as in `/apis/discovery.k8s.io/v1/endpointslices`.
+    /// Returns the path of all objects, such as `/apis/discovery.k8s.io/v1/endpointslices`.
     pub fn path(&self) -> String {
         if self.group.is_empty() {
             return format!("/api/{}/{}", self.version, self.plural);
@@ -68,7 +67,7 @@ impl GroupVersionResource {
         format!("/apis/{}/{}/{}", self.group, self.version, self.plural)
     }
 
-    /// `discovery.k8s.io/v1`, or `v1`.
+    /// Returns the API version, such as `discovery.k8s.io/v1` or `v1`.
     pub(crate) fn api_version(&self) -> String {
         if self.group.is_empty() {
             return self.version.clone();
@@ -76,7 +75,7 @@ impl GroupVersionResource {
         format!("{}/{}", self.group, self.version)
     }
 
-    /// `endpointslices.discovery.k8s.io`, as Kubernetes names it in messages.
+    /// Returns the name that Kubernetes uses in messages, such as `endpointslices.discovery.k8s.io`.
     pub(crate) fn qualified_name(&self) -> String {
         if self.group.is_empty() {
             return self.plural.clone();

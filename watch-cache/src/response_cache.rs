@@ -4,7 +4,7 @@
 use bytes::Bytes;
 use moka::sync::Cache;
 
-/// Overhead of an entry of the cache beyond its bytes.
+/// Cost of an entry beyond its response, in bytes.
 const ENTRY_OVERHEAD: usize = 160;
 
 /// Encoded responses by request. Cheap to clone.
@@ -29,7 +29,7 @@ impl ResponseCache {
         self.0.insert(key.into(), bytes.clone());
     }
 
-    /// Returns the bytes that are cached now.
+    /// Returns the size of the cached responses, in bytes.
     #[cfg(test)]
     pub(crate) fn cached_bytes(&self) -> u64 {
         self.0.run_pending_tasks();
@@ -37,7 +37,7 @@ impl ResponseCache {
     }
 }
 
-/// Returns what an entry costs, in bytes.
+/// Returns the cost of an entry, in bytes.
 #[expect(clippy::borrowed_box, reason = "the signature of moka's weigher")]
 fn weight(key: &Box<str>, bytes: &Bytes) -> u32 {
     u32::try_from(key.len() + bytes.len() + ENTRY_OVERHEAD).unwrap_or(u32::MAX)

@@ -32,8 +32,8 @@ const SUPPORTED_FIELDS: [(&str, &str); 4] = [
     ("v1/namespaces", "status.phase"),
 ];
 
-/// Requirements of one kind in a selector, at most: each is checked for each object, and a query is long enough for tens of
-/// thousands.
+/// Maximum number of requirements of one kind in a selector. Each is checked for each object, and a query has room for tens
+/// of thousands.
 const MAX_REQUIREMENTS: usize = 128;
 
 impl Selector {
@@ -87,7 +87,7 @@ impl Selector {
     }
 }
 
-/// A field's text; what is not there is empty, as it is to a selector of Kubernetes.
+/// Returns the text of a field, empty if the field is missing, as in Kubernetes.
 fn field_text<'a>(object: &'a Value, path: &[Box<str>]) -> Cow<'a, str> {
     let found = path
         .iter()
@@ -154,7 +154,7 @@ fn sort_and_limit<T: Ord>(mut all: Vec<T>) -> Result<Vec<T>, String> {
     Ok(all)
 }
 
-/// `a=b,c!=d,e in (f,g),h notin (i),j,!k`.
+/// Parses the text form of label requirements: `a=b,c!=d,e in (f,g),h notin (i),j,!k`.
 fn parse_labels(text: &str) -> Result<Vec<Requirement>, String> {
     let labels: Result<Vec<_>, _> = split_terms(text)
         .map(|term| parse_label(term.trim()))

@@ -1,4 +1,4 @@
-//! A request and its answer: discovery, get, list and watch, and a `Status` for whatever else.
+//! Requests and their responses: discovery, get, list and watch, and a `Status` for all others.
 
 use crate::{
     discovery,
@@ -37,13 +37,13 @@ use std::{
 
 /// Size from which responses are compressed for clients that accept it, in bytes.
 const MIN_COMPRESS_BYTES: usize = 8 * 1024;
-/// The largest number of seconds that `Age` need hold (RFC 9111, 1.2.2).
+/// Maximum number of seconds in `Age` that recipients must support (RFC 9111, 1.2.2).
 const MAX_AGE_SECONDS: u64 = 1 << 31;
 
 /// Memory limits of a cache, beside the objects themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheLimits {
-    /// Encoded answers, in bytes.
+    /// Limit of the encoded responses, in bytes.
     pub response_bytes: u64,
     /// Limit of the event buffer of each resource, in bytes.
     pub event_buffer_bytes: usize,
@@ -52,13 +52,13 @@ pub struct CacheLimits {
 /// Subset of the objects that a client may read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AccessScope {
-    /// Objects of these resources.
+    /// Resources of the objects.
     pub resources: Vec<GroupVersionResource>,
-    /// Namespaces of the objects; `None` stands for all namespaces, and objects without one.
+    /// Namespaces of the objects. `None` stands for all namespaces and for objects without one.
     pub namespaces: Option<Vec<String>>,
 }
 
-/// The objects of several resources, and how they are served.
+/// Cache of the objects of several resources, and the server of these objects.
 #[derive(Debug)]
 pub struct WatchCache {
     stores: Vec<Arc<Store>>,
@@ -68,7 +68,7 @@ pub struct WatchCache {
 }
 
 impl WatchCache {
-    /// A pool of these resources, with nothing in it.
+    /// Creates an empty cache of these resources.
     pub fn new(resources: &[GroupVersionResource], limits: &CacheLimits) -> Arc<Self> {
         let store = |resource: &GroupVersionResource| {
             Arc::new(Store::new(resource.clone(), limits.event_buffer_bytes))
@@ -100,7 +100,7 @@ impl WatchCache {
             .unwrap_or_else(PoisonError::into_inner) = Some(json);
     }
 
-    /// Answers a request of a client that may read the objects in `grant`, or all objects without a grant.
+    /// Responds to a request of a client that may read the objects in `scope`, or all objects without a scope.
     pub async fn handle_request(
         &self,
         head: &Parts,
@@ -151,7 +151,7 @@ impl WatchCache {
         }
     }
 
-    /// Returns the health: good as soon as each resource has a state.
+    /// Returns the health, which is good once each resource has a state.
     fn health(&self) -> Result<Response<ResponseBody>, ApiStatus> {
         let unfilled = self.stores.iter().find(|store| store.version() == 0);
         match unfilled {
@@ -337,7 +337,7 @@ fn json_response(value: &Value) -> Response<ResponseBody> {
     ok_response("application/json", Bytes::from(value.to_string()))
 }
 
-/// Adds the age of the view if it is not refreshed: `Age` for programs, and a warning that kubectl shows. A resource that was
+/// Adds the age of the data if it is not refreshed: `Age` for programs, and a warning that kubectl shows. A resource that was
 /// never read has no age.
 fn with_age(mut response: Response<ResponseBody>, store: &Store) -> Response<ResponseBody> {
     let has_state = store.version() > 0;
@@ -382,7 +382,7 @@ enum Inner {
 }
 
 impl ResponseBody {
-    /// Whether the body is a watch, which goes on until its client or its timeout ends it.
+    /// Whether the body is a watch, which continues until its client closes it or its timeout has passed.
     pub fn is_watch(&self) -> bool {
         matches!(self.0, Inner::Stream(_))
     }

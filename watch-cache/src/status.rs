@@ -4,13 +4,13 @@ use crate::{resource::GroupVersionResource, store::VersionError};
 use http::StatusCode;
 use serde_json::{Value, json};
 
-/// A failure that is answered.
+/// An error that is sent as a response.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ApiStatus {
     pub(crate) status: StatusCode,
     reason: &'static str,
     message: String,
-    /// The cause that clients compare.
+    /// Cause by which clients distinguish errors.
     cause: Option<&'static str>,
     pub(crate) retry_after: Option<u16>,
 }

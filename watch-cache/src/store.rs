@@ -1,9 +1,9 @@
-//! Store of one resource: all its objects as they are now, and the latest events.
+//! Store of one resource: all its present objects, and the latest events.
 //!
-//! The source gives the store lists and events at the cloud's versions. A client takes a state at a version, and then the events
-//! after it by number. A list that comes after an outage is turned into the events that lead to it, so clients that were at the
-//! version before the outage resume. Only a client at a version within the outage must list anew. If versions went back (the
-//! cloud's etcd was restored), another history has begun, and all clients list anew.
+//! The source gives the store lists and events at the cloud's versions. A client reads a state at a version, and then the
+//! events after it by number. A list after an outage is converted to the events that lead to it, so clients at the version
+//! before the outage resume. Only a client at a version within the outage must list again. If versions decreased (the cloud's
+//! etcd was restored), another history begins, and all clients list again.
 
 mod read;
 mod update;
@@ -26,12 +26,12 @@ use tokio::{sync::watch, time::Instant};
 
 /// Time without contact to the source after which a view counts as old: a change of sources is no outage.
 pub(crate) const STALE_AFTER: Duration = Duration::from_secs(10);
-/// Minimum time after the loss was noticed before a view counts as old. The notice may take as long as `STALE_AFTER`, and the next
-/// source may be found within this time.
+/// Minimum time between the detection of the loss and the time when a view counts as old. The detection may take as long as
+/// `STALE_AFTER`, and the next source may be found within this time.
 const STALE_NOTICE_DELAY: Duration = Duration::from_secs(3);
 /// Period for which a state is retained while it is sent to a client.
 const LIST_STATE_TTL: Duration = Duration::from_mins(1);
-/// Retained states, at most: one a second, if clients start during changes.
+/// Maximum number of retained states: one per second, if clients start during changes.
 const MAX_LIST_STATES: usize = 60;
 
 /// The objects of one resource.
@@ -53,9 +53,9 @@ struct Inner {
     event_buffer: EventBuffer,
     epoch: Epoch,
     lost_since: Option<SystemTime>,
-    /// Time when the loss of a connected source was noticed.
+    /// Time when the loss of the source was detected.
     loss_noticed_at: Option<Instant>,
-    /// Time since when a source that is in touch has known less than this store.
+    /// Time since when a connected source has had an older state than this store.
     behind_since: Option<Instant>,
     list_states: VecDeque<(Instant, Arc<ListState>)>,
 }
@@ -95,10 +95,10 @@ pub struct Status {
 /// Identifier of a history: versions and numbers of another history are meaningless.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Epoch {
-    /// Number of restarts of the history.
+    /// Number of times that a new history began.
     pub(crate) restarts: u64,
-    /// Number of outages after which events were derived from two lists. A client that serves others must not take derived events
-    /// for real ones, because its own clients at a version in between would miss some.
+    /// Number of outages after which events were derived from two lists. A client that serves others must not treat derived
+    /// events as real ones. Its own clients at a version in between would miss some events.
     pub(crate) outages: u64,
 }
 
@@ -107,7 +107,7 @@ pub(crate) struct Epoch {
 pub(crate) struct ListState {
     pub(crate) version: u64,
     pub(crate) epoch: Epoch,
-    /// The number of the first event after it.
+    /// Number of the first event after it.
     pub(crate) next_event: u64,
     pub(crate) objects: Vec<Arc<Object>>,
 }
@@ -115,7 +115,7 @@ pub(crate) struct ListState {
 /// Result of a client's request for events.
 #[derive(Debug)]
 pub(crate) enum EventBatch {
-    /// These events, and the number of the next.
+    /// Events, and the number of the next one.
     Events(Vec<Event>, u64),
     /// The client has missed some events, or they belong to another history.
     Missed,
@@ -128,11 +128,11 @@ pub(crate) enum VersionError {
     Empty,
     /// The version is older than the buffer.
     Expired,
-    /// The version is newer than the store's, which is this.
+    /// The version is newer than the store's version, which is this one.
     Future(u64),
 }
 
-/// A watch is open as long as this lives.
+/// Guard of an open watch.
 #[derive(Debug)]
 pub(crate) struct WatchGuard(Arc<Store>);
 
@@ -156,13 +156,13 @@ impl Inner {
         Some(previous)
     }
 
-    /// An object is like this now.
+    /// Sets the present state of an object.
     fn upsert(&mut self, version: u64, object: Arc<Object>) {
         let previous = self.insert(object.clone());
         self.event_buffer.push(version, previous, (object, false));
     }
 
-    /// Begins a new history with these objects; the events that led to them are unknown.
+    /// Begins a new history with these objects. The events that led to them are unknown.
     fn start_epoch(&mut self, version: u64, objects: Vec<Arc<Object>>) {
         self.version = version;
         self.epoch.restarts += 1;
@@ -175,7 +175,7 @@ impl Inner {
         }
     }
 
-    /// Drops states that were sent for a minute or are too many. Their clients start anew.
+    /// Drops states that are older than a minute or too many. Their clients start again.
     fn prune_list_states(&mut self) {
         while self.list_states.front().is_some_and(|state| {
             self.list_states.len() > MAX_LIST_STATES || state.0.elapsed() > LIST_STATE_TTL
@@ -259,7 +259,8 @@ impl Store {
         (age > STALE_AFTER && notice_elapsed).then_some(age)
     }
 
-    /// Returns the time until the view becomes old, if it is not yet and its source does not come back.
+    /// Returns the time after which the view becomes old if its source does not come back, or `None` while the source is
+    /// connected.
     pub(crate) fn time_until_stale(&self) -> Option<Duration> {
         let inner = self.lock();
         let age = inner.lost_since?.elapsed().unwrap_or_default();
@@ -291,7 +292,7 @@ impl Store {
         })
     }
 
-    /// Restores a snapshot, if no newer state has come meanwhile. The state has the age of the snapshot.
+    /// Restores a snapshot, unless a newer state has arrived. The state has the age of the snapshot.
     pub fn restore(&self, snapshot: Snapshot) {
         let mut inner = self.lock();
         let inner = &mut *inner;

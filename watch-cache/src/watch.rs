@@ -1,7 +1,8 @@
 //! A watch: the initial objects (if they are requested), then each event, until its timeout.
 //!
-//! Events are pulled, not pushed: a client's connection asks for the next bytes when it has room for them, and gets all events
-//! until then. So a slow client holds no queue. A client that is too slow finds its events gone, receives 410, and lists again.
+//! Events are pulled, not pushed: a client's connection requests the next bytes when it has room for them, and gets all
+//! events until then. So a slow client holds no queue. If a client is so slow that its events are no longer in the buffer, it
+//! receives 410 and lists again.
 
 use crate::{
     encode::{ADDED, DELETED, Encoder, MODIFIED},
@@ -24,15 +25,15 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// A watch that names no end of its own ends after this time at least, and twice this at most, as kube-apiserver's do.
+/// Minimum timeout of a watch that requests none; the maximum is twice this, as in kube-apiserver.
 const MIN_TIMEOUT: Duration = Duration::from_mins(30);
-/// Limit of a watch whose requested timeout is later than a clock can hold.
+/// Timeout of a watch whose requested timeout is too large for a clock.
 const MAX_TIMEOUT: Duration = Duration::from_hours(24);
-/// Interval of the bookmarks that tell a client its version.
+/// Interval of the bookmarks that send a client its version.
 const BOOKMARK_INTERVAL: Duration = Duration::from_mins(1);
 /// Maximum size of a chunk, in bytes.
 const MAX_CHUNK_BYTES: usize = 64 * 1024;
-/// Events that are processed at once, at most.
+/// Maximum number of events that are processed at once.
 const MAX_BATCH_EVENTS: usize = 64;
 
 /// State of one watch.
@@ -228,7 +229,7 @@ impl Watch {
         NextEvent::Bytes(self.encoder.encode_error(failure))
     }
 
-    /// Sends the initial objects, a chunk at a time.
+    /// Sends the initial objects, one chunk at a time.
     fn send_initial(&mut self, state: &ListState, from: usize) -> NextEvent {
         let mut bytes = BytesMut::new();
         let mut position = from;
@@ -307,7 +308,7 @@ impl Watch {
         Some(bytes)
     }
 
-    /// Returns a bookmark, if the client wants them and has received all events.
+    /// Returns a bookmark, if the client requests bookmarks and has received all events.
     fn bookmark_if_current(&mut self) -> Option<Bytes> {
         let (epoch, version, next_event) = self.store.position();
         let is_current = matches!(self.phase, WatchPhase::Events { epoch: own, next_event: from } if (own, from) == (epoch, next_event));

@@ -1,8 +1,8 @@
 //! The fields of each kind that has a protobuf encoding here: JSON name, number and type.
 //!
-//! Taken from the `generated.proto` files of k8s.io/api and k8s.io/apimachinery, each message by the order of its numbers, which
-//! is the order in which Kubernetes writes them. Numbers never change there, fields are only added. A field that is missing here
-//! is missing for clients that read protobuf, so a test compares the tables with those files.
+//! Taken from the `generated.proto` files of k8s.io/api and k8s.io/apimachinery, each message in the order of its numbers, in
+//! which Kubernetes writes them. In these files numbers never change, and fields are only added. Clients that read protobuf
+//! do not receive a field that is missing here, so a test compares the tables with those files.
 
 mod meta;
 #[cfg(test)]
@@ -11,7 +11,7 @@ mod tests;
 use Kind::{Bytes, Flag, Int, IntOrText, Map, Message, Quantity, Repeated, Text, Time};
 use meta::{CONDITION, OBJECT_META, OBJECT_REFERENCE, STATUS};
 
-/// A field of a message: its name in JSON, its number, what it holds.
+/// A field of a message: its name in JSON, its number, its type.
 pub(super) struct Field(pub(super) &'static str, pub(super) u32, pub(super) Kind);
 
 /// Type of a field.
@@ -23,11 +23,11 @@ pub(super) enum Kind {
     Bytes,
     /// RFC 3339 in JSON, a message of seconds and nanoseconds in protobuf.
     Time,
-    /// A message with the text of an amount in it.
+    /// A message that contains the text of a quantity.
     Quantity,
     /// A number or a text in JSON; a message with a type tag in protobuf.
     IntOrText,
-    /// JSON as it stands, as the bytes of a message.
+    /// Unchanged JSON, as the bytes of a message.
     Json,
     Message(&'static [Field]),
     Repeated(&'static Kind),
@@ -42,7 +42,7 @@ pub(super) fn fields_of_kind(api_version: &str, kind: &str) -> Option<&'static [
         .map(|known| known.2)
 }
 
-/// apiVersion, kind and fields.
+/// Kinds with a schema: apiVersion, kind and fields.
 const KINDS: &[(&str, &str, &[Field])] = &[
     ("discovery.k8s.io/v1", "EndpointSlice", ENDPOINT_SLICE),
     ("v1", "Endpoints", ENDPOINTS),

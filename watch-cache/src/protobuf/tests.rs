@@ -4,7 +4,7 @@
 use super::*;
 use serde_json::{Map, json};
 
-/// Go's JSON and Go's bytes.
+/// Returns the JSON and the bytes that Go wrote.
 fn sample(text: &str) -> (Value, Vec<u8>) {
     let file: Value = serde_json::from_str(text).unwrap();
     let proto = STANDARD.decode(file["protobuf"].as_str().unwrap()).unwrap();
@@ -26,7 +26,7 @@ fn with_every_field(sample: (Value, Vec<u8>)) {
     assert_eq!(ours, go);
 }
 
-/// Checks a sample as kube-apiserver sends it: Go writes zeros that are not in the JSON.
+/// Checks a sample in the form in which kube-apiserver sends it: Go writes zeros that are not in the JSON.
 fn as_it_is_met(sample: (Value, Vec<u8>)) {
     let (object, go) = sample;
     let ours = decoded(&super::encode_object(&object).unwrap());
@@ -188,7 +188,7 @@ fn without(value: &Value, drop: &dyn Fn(&Value) -> bool) -> Value {
     }
 }
 
-/// An object in its envelope, back to JSON.
+/// Decodes an object in its envelope to JSON.
 fn decoded(envelope: &[u8]) -> Value {
     let mut object = Map::new();
     let (mut kind, mut api_version, mut raw) = (String::new(), String::new(), Vec::new());

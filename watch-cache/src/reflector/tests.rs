@@ -94,7 +94,7 @@ impl ListWatch for Through {
     }
 }
 
-/// The same source, after a minute of silence.
+/// The same source after a minute of silence.
 struct Silent(Arc<Through>);
 
 impl ListWatch for Silent {
@@ -136,7 +136,7 @@ fn held(pool: &Arc<WatchCache>) -> Vec<(String, u64, String)> {
         .collect()
 }
 
-/// Continues to follow in all cases.
+/// Keeps following the source after each error.
 fn keep(tasks: &mut JoinSet<()>, pool: &Arc<WatchCache>, source: Arc<Through>) {
     let store = store(pool);
     tasks.spawn(async move {
@@ -207,7 +207,7 @@ async fn a_reflector_resumes_after_a_cut_and_lists_only_if_needed() {
             .iter()
             .all(|asked| asked.contains("watch=true"))
     );
-    // More than the window of the source holds.
+    // More events than the buffer of the source holds.
     source.cut.cut();
     for version in 12..500 {
         store(&cloud).apply(object("n", &format!("c{}", version % 7), version), false);
@@ -242,7 +242,7 @@ async fn a_stale_source_is_no_source_for_a_filled_store() {
     assert!(matches!(ended, ReflectorError::Stale(..)), "{ended:?}");
 }
 
-/// Checks that the view has this age, which is reported a while after it was noticed. The system's clock runs beside the
+/// Checks that the view has this age, which is reported some time after it was noticed. The system's clock runs beside the
 /// paused one.
 async fn is_old(store: &Store, seconds: u64) {
     assert_eq!(
@@ -522,8 +522,9 @@ async fn change(
     at + 2
 }
 
-/// 10,000 random changes in the cloud, seen through a gateway, a leader and a follower while the connections between them are cut
-/// again and again. Every client at every level ends with the true state, and never receives an inconsistent event.
+/// Makes 10,000 random changes in the cloud. Clients read them through a gateway, a leader and a follower while the
+/// connections between these are cut again and again. Each client at each level ends with the true state, and never receives
+/// an inconsistent event.
 #[tokio::test(start_paused = true)]
 async fn readers_stay_consistent_through_10000_changes_and_cuts() {
     // The windows are small, so that outages exceed them.

@@ -8,7 +8,7 @@ use http_body_util::BodyExt;
 use std::io::Read;
 use tokio::time::Instant;
 
-/// A pool as its clients see it.
+/// A watch cache as its clients see it.
 pub(crate) struct Served(pub(crate) Arc<WatchCache>);
 
 impl Served {
@@ -24,7 +24,7 @@ impl Served {
         ))
     }
 
-    /// Services at a version.
+    /// Creates a cache of services at a version.
     pub(crate) fn of(version: u64, objects: Vec<Object>) -> Self {
         let served = Self::new(1 << 20, 1 << 20);
         served.store().replace(version, objects);
@@ -57,7 +57,7 @@ impl Served {
         (status, serde_json::from_slice(&bytes).unwrap())
     }
 
-    /// A list of services by its query, if there is one.
+    /// Returns a list of services for a query, which may be empty.
     async fn list(&self, query: &str) -> Value {
         let (status, list) = self.json(&format!("/api/v1/services?{query}")).await;
         assert_eq!(status, 200, "{query}: {list}");
@@ -220,7 +220,7 @@ async fn an_unfilled_store_asks_clients_to_retry() {
         let answer = served.ask("GET", asked, &[]).await;
         assert_eq!(answer.status().as_u16(), 429, "{asked}");
         assert_eq!(answer.headers()[RETRY_AFTER], "1", "{asked}");
-        // There is no view that could be old.
+        // There is no data that could be old.
         let dated = [AGE, WARNING].map(|name| answer.headers().get(name));
         assert_eq!(dated, [None, None], "{asked}");
         assert_eq!(served.json(asked).await.1["reason"], "TooManyRequests");
@@ -268,7 +268,7 @@ async fn only_an_old_view_reports_its_age() {
             .is_none()
     );
     served.store().mark_lost(Duration::from_secs(75));
-    // An age that was noticed just now is reported a while later.
+    // An age that was just noticed is reported some time later.
     tokio::time::advance(Duration::from_secs(3)).await;
     for (asked, status) in [
         ("/api/v1/services", 200),

@@ -74,7 +74,7 @@ impl Store {
     }
 
     /// Returns the present history, and the number of the first event after a version that a client knows. A client that
-    /// `is_follower` serves others, and receives only events that are known to have happened.
+    /// `is_follower` serves others, and receives only events that really happened.
     pub(crate) fn position_after(
         &self,
         version: u64,
@@ -98,7 +98,7 @@ impl Store {
         (inner.epoch, inner.version, inner.event_buffer.next_number())
     }
 
-    /// Returns events from this number on, `limit` of them, for a client that `is_follower` or one that does not.
+    /// Returns at most `limit` events from this number on. A client that `is_follower` receives no derived events.
     pub(crate) fn read_events(
         &self,
         epoch: Epoch,
@@ -122,8 +122,8 @@ impl Store {
     }
 }
 
-/// Returns objects in their former state, from the present state and the former state of those that have changed; both are in the
-/// order of their keys.
+/// Returns objects in their former state. The result combines the present state with the former state of the objects that
+/// have changed; both are in the order of their keys.
 fn restore_former(
     current: Vec<Arc<Object>>,
     mut former: BTreeMap<NamespacedName, Option<Arc<Object>>>,

@@ -16,7 +16,7 @@ pub(crate) fn store(window: usize) -> Arc<Store> {
     Arc::new(Store::new("v1/services".parse().unwrap(), window))
 }
 
-/// Name, version and whether it was deleted, of the events after a version.
+/// Returns name, version and deletion of the events after a version.
 fn after(store: &Store, version: u64) -> Result<Vec<(String, u64, bool)>, VersionError> {
     let (history, next) = store.position_after(version, false)?;
     match store.read_events(history, next, (1000, false)) {
@@ -202,7 +202,7 @@ async fn a_lost_source_makes_a_view_old_only_after_a_while() {
     assert_eq!(store.time_until_stale(), Some(Duration::ZERO));
     let age = store.stale_age().unwrap().as_secs();
     assert!((59..65).contains(&age), "{age}");
-    // A further loss does not make it younger.
+    // A further loss does not reduce the age.
     store.mark_lost(Duration::ZERO);
     assert!(store.stale_age().unwrap().as_secs() >= 59);
     store.mark_connected(None);

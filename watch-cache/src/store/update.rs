@@ -13,7 +13,7 @@ use std::{
 use tokio::time::Instant;
 
 impl Store {
-    /// Records that the source is away, and for how long it already was.
+    /// Records that the source is lost, and for how long it already was.
     pub fn mark_lost(&self, lost_duration: Duration) {
         let mut inner = self.lock();
         let now = SystemTime::now();
@@ -25,7 +25,7 @@ impl Store {
         self.notify(&inner);
     }
 
-    /// Records that the source is in touch, and the age of its own view.
+    /// Records that the source is connected, and the age of its own data.
     pub(crate) fn mark_connected(&self, age: Option<Duration>) {
         let mut inner = self.lock();
         let now = SystemTime::now();
@@ -34,12 +34,12 @@ impl Store {
         self.notify(&inner);
     }
 
-    /// A source that is in touch knows less than this store.
+    /// Records that a connected source has an older state than this store.
     pub(crate) fn mark_behind(&self) {
         self.lock().behind_since.get_or_insert_with(Instant::now);
     }
 
-    /// Returns the time for which the source has known less than the store.
+    /// Returns the time for which the source has had an older state than the store.
     pub(crate) fn behind_duration(&self) -> Option<Duration> {
         self.lock().behind_since.map(|since| since.elapsed())
     }
@@ -58,7 +58,7 @@ impl Store {
         });
     }
 
-    /// Replaces all objects by a list at this version.
+    /// Replaces all objects with a list at this version.
     pub(crate) fn replace(&self, version: u64, objects: Vec<Object>) {
         let mut inner = self.lock();
         let inner = &mut *inner;
@@ -76,7 +76,8 @@ impl Store {
         self.notify(inner);
     }
 
-    /// An object was added or modified, or (`deleted`) is gone and this is its last state. What is known already is nothing new.
+    /// Applies an event: an object was added or modified, or with `deleted` it was deleted and this is its last state. An
+    /// event that is already known changes nothing.
     pub(crate) fn apply(&self, object: Object, deleted: bool) {
         let mut inner = self.lock();
         let version = object.version;
@@ -158,7 +159,7 @@ fn apply_list_diff(inner: &mut Inner, version: u64, objects: Vec<Arc<Object>>) {
 }
 
 impl Inner {
-    /// Records an outage since this version: only its outcome is known.
+    /// Records an outage since this version, of which only the difference is known.
     fn record_outage(&mut self, since_version: u64) {
         if self.event_buffer.record_gap(since_version, self.version) {
             self.epoch.outages += 1;

@@ -27,7 +27,7 @@ impl Reader {
         Self::of(served, query, "application/json").await
     }
 
-    /// Reads more bytes; `false`: that was the end.
+    /// Reads more bytes. Returns `false` at the end.
     async fn read(&mut self) -> bool {
         let Some(frame) = self.0.frame().await else {
             return false;
@@ -37,7 +37,7 @@ impl Reader {
         true
     }
 
-    /// The next event; `None`: that was the end.
+    /// Returns the next event, or `None` at the end.
     async fn event(&mut self) -> Option<Value> {
         loop {
             if let Some(end) = self.1.iter().position(|byte| *byte == b'\n') {
@@ -50,7 +50,7 @@ impl Reader {
         }
     }
 
-    /// Type, name and version of the next event.
+    /// Returns type, name and version of the next event.
     async fn next(&mut self) -> (String, String, String) {
         told(&self.event().await.expect("an event"))
     }
@@ -212,7 +212,7 @@ async fn a_selector_maps_changes_to_the_readers_event_types() {
     store.apply(labelled("n", "a", 17, "blue"), true);
     assert_eq!(reader.next().await, of("ADDED", "a", 11));
     assert_eq!(reader.next().await, of("MODIFIED", "a", 13));
-    // An object that leaves the selection is sent as deleted, in its last selected form, at the version of its leaving.
+    // An object that leaves the selection is sent as deleted, in its last selected form, at the version at which it left.
     let left = reader.event().await.unwrap();
     assert_eq!(told(&left), of("DELETED", "a", 14));
     assert_eq!(left["object"]["metadata"]["labels"]["app"], "red");
@@ -340,7 +340,7 @@ async fn readers_cut_off_during_an_outage_miss_no_event_afterwards() {
 }
 
 /// A follower forwards the events that it receives. A client that comes from another server may be at any version of an
-/// outage, and know objects that existed only within it: the guessed events are no history for it.
+/// outage, and know objects that existed only within it. So the derived events are no valid history for it.
 #[tokio::test(start_paused = true)]
 async fn a_follower_must_list_and_gets_no_guessed_events() {
     let served = served();
@@ -353,7 +353,7 @@ async fn a_follower_must_list_and_gets_no_guessed_events() {
     assert_eq!(again.until_gone().await, 0);
     let mut listed = Reader::json(&served, "resourceVersion=20&fresh=true").await;
     assert!(listed.is_quiet().await);
-    // A single change is not a guess.
+    // A single change is not derived.
     served.store().replace(21, vec![object("n", "a", 21)]);
     assert_eq!(listed.next().await, of("MODIFIED", "a", 21));
 }
@@ -373,7 +373,7 @@ async fn partial_metadata_is_sent_as_such() {
     }
 }
 
-/// The parts of a message: field numbers and their bytes; integers are left out.
+/// Returns the fields of a message: numbers and bytes. Integers are left out.
 fn fields(mut bytes: &[u8]) -> Vec<(u64, &[u8])> {
     let mut fields = Vec::new();
     while !bytes.is_empty() {

@@ -1,4 +1,4 @@
-//! Fields of objects of every kind: metadata, conditions, references; and `Status`, the response that is no object.
+//! Fields of objects of every kind: metadata, conditions, references; and `Status`, a response that is not an object.
 
 use super::Kind::{Flag, Int, Json, Message, Repeated, Text, Time};
 use super::{Field, STRING_LIST, STRING_MAP};
