@@ -13,9 +13,9 @@ use kube::{Client, Resource};
 use std::{convert::Infallible, future::pending, net::IpAddr, time::Duration};
 use tokio::time::sleep;
 
-/// Time between two looks at a table that changes all the time.
+/// Minimum interval between two checks of a table that changes all the time.
 const EVENT_INTERVAL: Duration = Duration::from_secs(1);
-/// Other nodes named in one event at most.
+/// Maximum number of other nodes that one event names.
 const MAX_NAMES: usize = 10;
 
 /// Writer of events about addresses that several nodes have.
@@ -66,7 +66,7 @@ impl ConflictEvents {
     }
 }
 
-/// The sentence for one of the nodes.
+/// Returns the sentence for one of the nodes.
 fn format_note(address: IpAddr, member: &NodeName, conflict: &AddressConflict) -> String {
     let others = conflict.nodes.iter().filter(|name| *name != member);
     let others: Vec<_> = others.take(MAX_NAMES).map(NodeName::as_str).collect();

@@ -31,7 +31,7 @@ use tokio::{
 
 /// Annotation by which the owner of the Service states addresses that its status does not have.
 const ADVERTISE_ANNOTATION: &str = "causeway.io/advertise";
-/// Longest pauses between tries.
+/// Maximum pauses between attempts: while the API does not respond, and while it refuses.
 const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 /// Maximum number of addresses that edges accept.
 const MAX_ADDRESSES: usize = 64;

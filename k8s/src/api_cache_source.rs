@@ -1,8 +1,9 @@
-//! Source of the API cache from the cluster's API: a list and a watch of each resource, for as long as the gateway runs.
+//! Source of the API cache from the cluster's API: a list and a watch of each resource, as long as the gateway runs.
 //!
-//! 1. `causeway_watch_cache::reflect` fills a store from the API's responses. This module sends the requests and repeats them.
-//! 2. Cached objects stay while the API is away, and clients learn the age of the cache.
-//! 3. A missing permission is logged with its remedy: it is the only fault that does not end by waiting.
+//! 1. `causeway_watch_cache::reflect` fills a store from the API's responses. This module sends the requests and repeats
+//!    them.
+//! 2. Cached objects stay while the API does not respond, and clients receive the age of the cache.
+//! 3. A missing permission is logged with its remedy: it is the only error that does not end by waiting.
 
 mod client;
 
@@ -16,9 +17,10 @@ use kube::Client;
 use std::{convert::Infallible, future::pending, pin::pin, sync::Arc, time::Duration};
 use tokio::time::sleep;
 
-/// The longest pauses between tries: edges that read anew wait for these, too.
+/// Maximum pauses between attempts: while the API does not respond, and while it refuses. Edges that list again wait for
+/// these, too.
 const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// Interval at which the API is asked for its version: it may be upgraded while the gateway runs.
+/// Interval at which the API's version is requested, since the API may be upgraded while the gateway runs.
 const VERSION_INTERVAL: Duration = Duration::from_mins(5);
 
 /// Source that fills the cache for edges from the cluster's API.
@@ -50,7 +52,7 @@ impl ApiCacheSource {
     }
 }
 
-/// Keeps one store in step with the API. Never returns.
+/// Synchronizes one store with the API. Never returns.
 async fn sync_store(store: &Store, source: &ApiClient) -> Infallible {
     let mut failure_log = LogThrottle::new("reading the objects that edges may read");
     let mut backoff = Backoff::new(BACKOFF_RANGE.0, BACKOFF_RANGE.1);
@@ -76,7 +78,7 @@ async fn sync_store(store: &Store, source: &ApiClient) -> Infallible {
         let (why, retry_after) = describe_error(store.resource(), reflect_error);
         failure_log.log_failure(&why);
         let pause = backoff.refused(retry_after, rand::random());
-        // If the API has asked for a pause, the gateway waits for that time.
+        // If the API has requested a pause, the gateway waits for that time.
         let recovery = async {
             if retry_after.is_none() && recoveries.changed().await.is_ok() {
                 backoff.reset();
@@ -91,7 +93,7 @@ async fn sync_store(store: &Store, source: &ApiClient) -> Infallible {
     }
 }
 
-/// Returns the reason why a resource is not followed, with its remedy, and the delay that the API asks for, if any.
+/// Returns the reason for which a resource is not followed, with its remedy, and the delay that the API requests, if any.
 fn describe_error(
     resource: &GroupVersionResource,
     error: ReflectorError,

@@ -1,6 +1,6 @@
-//! Client of the cluster's API: by a kubeconfig file, or as a pod of the cluster.
+//! Client of the cluster's API, with a kubeconfig file or as a pod of the cluster.
 //!
-//! This module opens no connection. If an API server is away, the code that sends a request waits for it.
+//! This module opens no connection. If an API server does not respond, the code that sends a request waits for it.
 
 use kube::{
     Client, Config,
@@ -11,10 +11,10 @@ use std::{path::Path, time::Duration};
 
 /// Time limit of a connection to the API server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// An answer that stops for so long is dead: kube's watches of one object end after 290 s.
+/// Time limit of a read. A response that stops for so long is dead: kube's watches of one object end after 290 s.
 const READ_TIMEOUT: Duration = Duration::from_mins(5);
-/// Timeout of a watch of many objects, in seconds; then it is requested anew. kube gives up a watch that the server has not ended
-/// a few seconds later.
+/// Timeout of a watch of many objects, in seconds, after which the watch is requested again. If the server has not ended a
+/// watch, kube ends it a few seconds later.
 pub(crate) const WATCH_TIMEOUT: u32 = 120;
 
 /// Returns the message of an error: the API server's own message, if it has one.
@@ -61,12 +61,12 @@ pub enum ClientError {
         "kubernetes.kubeconfig is not set, and this process does not run in a pod with a service account: {0}; set kubernetes.kubeconfig"
     )]
     NoPod(kube::config::InClusterError),
-    /// A part that the configuration names cannot be used: certificates, a proxy.
+    /// A part that the configuration names cannot be used: certificates or a proxy.
     #[error("the client for the API server cannot be built: {0}")]
     Build(kube::Error),
 }
 
-/// A client of the cluster's API.
+/// Builds a client of the cluster's API.
 ///
 /// # Errors
 /// If the file, or the pod's service account, is missing or malformed.
@@ -86,7 +86,7 @@ pub async fn build_client(kubeconfig: Option<&Path>) -> Result<Client, ClientErr
     };
     config.connect_timeout = Some(CONNECT_TIMEOUT);
     config.read_timeout = Some(READ_TIMEOUT);
-    // The time for which a connection has rested before a request does not count.
+    // Otherwise the idle time of a connection before a request would count as a part of the read timeout.
     config.reset_reader_on_write = true;
     Client::try_from(config).map_err(ClientError::Build)
 }

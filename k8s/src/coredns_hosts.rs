@@ -1,11 +1,11 @@
 //! Controller of a `ConfigMap` with the names of all nodes, as a hosts file for `CoreDNS`' plugin of that name.
 //!
-//! 1. Only the gateway that holds the lease writes, and only once the cluster has named its nodes.
-//! 2. The content follows from the table of nodes alone (`render`). Only differences are written, and changes of a second
-//!    together. A further file is written before the others lose its names, and removed after they have them.
+//! 1. Only the gateway that holds the Lease writes, and only once the cluster's nodes are known.
+//! 2. The content follows from the table of nodes alone (`render`). Only differences are written. The changes within a second
+//!    are written together. A further file is written before the others lose its names, and removed after they have them.
 //! 3. Changes by other writers are reverted (`configmaps`), and the log names the writer.
 //!
-//! Never ends the process: after a lost lease the controller waits for it, and it retries after any failure.
+//! Never ends the process: after a lost Lease the controller waits for it, and it retries after any error.
 
 mod configmaps;
 mod render;
@@ -35,14 +35,14 @@ use tokio_util::sync::CancellationToken;
 
 /// Time to wait for further changes after the first one.
 const DEBOUNCE: Duration = Duration::from_secs(1);
-/// Longest pauses between tries: while the API does not respond, and while the API refuses.
+/// Maximum pauses between attempts: while the API does not respond, and while the API refuses.
 const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 
-/// Controller that keeps the hosts file in step with the table of nodes.
+/// Controller that synchronizes the hosts file with the table of nodes.
 pub struct HostsController {
     /// The cluster's API.
     pub client: Client,
-    /// Configuration of the file and its place.
+    /// Configuration of the file and its location.
     pub settings: config::CoreDnsHosts,
     /// Addresses for the name of an edge's node.
     pub addresses: Vec<IpAddr>,
@@ -50,12 +50,12 @@ pub struct HostsController {
     pub nodes: NodesWriter,
     /// Metrics of the controller.
     pub metrics: Arc<Metrics>,
-    /// Name of this gateway among the candidates for the lease; a random part is added.
+    /// Name of this gateway among the candidates for the Lease. A random part is appended.
     pub gateway: String,
 }
 
 impl HostsController {
-    /// Runs the controller. Returns soon after `stop`, when the lease is released.
+    /// Runs the controller. Returns soon after `stop`, once the Lease is released.
     pub async fn run(self, stop: CancellationToken) {
         if stop
             .run_until_cancelled(self.wait_for_nodes())
@@ -101,20 +101,20 @@ impl HostsController {
         }
     }
 
-    /// Waits until the cluster has named its nodes.
+    /// Waits until the cluster's nodes are known.
     async fn wait_for_nodes(&self) {
         let (nodes, mut changes) = (self.nodes.reader(), self.nodes.subscribe());
         while nodes.locations().is_none() && changes.changed().await.is_ok() {}
     }
 }
 
-/// A file as it is in the cluster, as far as is known.
+/// Last known state of a file in the cluster.
 #[derive(Default)]
 struct HostsFile {
     config_map: Option<ConfigMap>,
     /// Whether the object may have changed meanwhile.
     is_stale: bool,
-    /// Version that this gateway wrote itself, or found to be right.
+    /// Version that this gateway has written, or has found to be correct.
     written_version: Option<String>,
 }
 
@@ -124,7 +124,7 @@ impl HostsFile {
     }
 }
 
-/// Reconciler that writes while the lease is held.
+/// Reconciler that writes while the Lease is held.
 struct Reconciler<'a> {
     controller: &'a HostsController,
     config_maps: ConfigMaps,
@@ -185,7 +185,7 @@ impl<'a> Reconciler<'a> {
         }
     }
 
-    /// Waits for a reason to reconcile. During the pause after a failure, changes of nodes are no reason.
+    /// Waits for a trigger. During the pause after an error, changes of nodes are no trigger.
     async fn wait_for_trigger(&mut self, pause: Option<Duration>) {
         let retry_at = pause.map(|pause| Instant::now() + pause);
         loop {
@@ -209,7 +209,7 @@ impl<'a> Reconciler<'a> {
         sleep(DEBOUNCE).await;
     }
 
-    /// Makes all files what they are to be.
+    /// Brings all files to their desired content.
     async fn reconcile(&mut self) -> Result<(), WriteError> {
         self.node_changes.mark_unchanged();
         let Some(locations) = self.controller.nodes.reader().locations() else {
@@ -290,7 +290,7 @@ impl<'a> Reconciler<'a> {
         Ok(())
     }
 
-    /// Removes our files from this number on, the last one first: a gap would hide the files behind it.
+    /// Removes our files from this number on, the last one first. A gap would hide the files behind it.
     async fn remove_files(&mut self, from: usize) -> Result<(), WriteError> {
         for (_, file) in self.files.range_mut(from..).rev() {
             let Some(map) = file.config_map.as_ref().filter(|map| is_owned(map)) else {

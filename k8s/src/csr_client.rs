@@ -26,7 +26,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Contents of a certificate request.
 #[derive(Debug)]
 pub(crate) struct CsrSpec<'a> {
-    /// The request's name, which is unique.
+    /// Unique name of the request.
     pub(crate) name: &'a str,
     pub(crate) signer: &'a str,
     pub(crate) usages: [&'a str; 2],
@@ -68,7 +68,7 @@ pub(crate) async fn submit(client: Client, spec: &CsrSpec<'_>) -> Result<(), Csr
 }
 
 impl CsrSpec<'_> {
-    /// Whether a request in the cluster is this one, and not another's of the same name.
+    /// Whether a request in the cluster is equal to this one, and not another request with the same name.
     fn matches(&self, request: &CertificateSigningRequestSpec) -> bool {
         let usages = request.usages.iter().flatten().map(String::as_str);
         request.signer_name == self.signer
@@ -77,8 +77,8 @@ impl CsrSpec<'_> {
     }
 }
 
-/// Approves the own request, unless it is approved or denied already. Returns `false` if the request of its name is another
-/// requester's. An approval of that request would issue a certificate for any user that it names.
+/// Approves our own request, unless it is approved or denied already. Returns `false` if the request with this name has
+/// another requester. An approval of that request would issue a certificate for any user that it names.
 pub(crate) async fn approve(client: Client, spec: &CsrSpec<'_>) -> Result<bool, CsrRequestError> {
     let (name, signer) = (spec.name, spec.signer);
     let api = Api::<CertificateSigningRequest>::all(client);
@@ -113,7 +113,7 @@ pub(crate) async fn approve(client: Client, spec: &CsrSpec<'_>) -> Result<bool, 
             );
             Ok(true)
         }
-        // The API server does not say which right is missing.
+        // The API server does not report which permission is missing.
         Err(CsrRequestError::Refused(why)) if why.contains("not permitted") => {
             Err(CsrRequestError::Refused(format!(
                 "{why} (the gateway needs the verb \"approve\" on resource \"signers\" named {signer} in API group \"certificates.k8s.io\")"

@@ -1,12 +1,12 @@
 //! Controller of `CertificateSigningRequests` of edges, which join by their identity in the cluster.
 //!
-//! 1. `validate` checks whether a request is exactly what that node may ask for. The requester is the node, as the API server
-//!    authenticated it, and the request names that node only. A request never changes, so it is validated once.
-//! 2. A valid request of a Node at the edge is approved and then signed by the gateway (`Signer`), no matter who approved it. Any
-//!    other request is left for people to decide, with one event that gives the reason. If the Node may still appear, the request
-//!    is checked again. If a signer of the cluster's own is used, the gateway only approves, or does not even approve.
-//! 3. Of several gateways one is first; a conflict shows that another one was.
-//! 4. `ca_configmap` publishes the CA that edges are to trust.
+//! 1. `validate` checks whether a request is exactly the one that its node may make. The requester is the node, as the API
+//!    server authenticated it, and the request names that node only. A request never changes, so it is validated once.
+//! 2. A valid request of a Node at the edge is approved and then signed by the gateway (`Signer`), no matter who approved it.
+//!    Any other request is left for people to decide, with one event that states the reason. If the Node may still appear,
+//!    the request is checked again. If the cluster's own signer is used, the gateway only approves, or does not even approve.
+//! 3. If several gateways run, one of them is the first to act. The others detect that by a conflict.
+//! 4. `ca_configmap` publishes the CA that edges must trust.
 //!
 //! Never ends the process.
 
@@ -47,12 +47,12 @@ use validate::ValidCsr;
 
 /// Time limit of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest pauses between tries.
+/// Maximum pauses between attempts: while the API does not respond, and while it refuses.
 const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
-/// Requests in one answer of the API.
+/// Number of requests in one response of the API.
 const PAGE_SIZE: u32 = 500;
 
-/// Signs what edges ask the cluster for.
+/// Controller that signs the requests of edges.
 pub struct CsrController {
     /// The cluster's API.
     pub client: Client,
@@ -60,7 +60,7 @@ pub struct CsrController {
     pub settings: config::CsrSigning,
     /// Signer of the certificates.
     pub signer: Signer,
-    /// Roots that edges are to trust, as PEM.
+    /// Roots that edges must trust, as PEM.
     pub roots: watch::Receiver<String>,
     /// The table of nodes.
     pub nodes: NodesWriter,
@@ -76,7 +76,7 @@ impl CsrController {
         let ca_publisher =
             CaPublisher::new(self.client.clone(), &self.settings, self.roots.clone());
         if self.settings.subject() == Some(SignerProfile::Kubelet) {
-            // The cluster approves these, and signs them.
+            // The cluster approves and signs these requests.
             return ca_publisher.run().await;
         }
         tokio::select! {
@@ -113,7 +113,7 @@ struct CsrBacklog<'a> {
     api: Api<CertificateSigningRequest>,
     queue: CsrQueue,
     backoff: Backoff,
-    /// Earliest time of the next try.
+    /// Earliest time of the next attempt.
     not_before: Option<Instant>,
     events: EventWriter,
     watch_log: LogThrottle,
@@ -160,7 +160,7 @@ impl<'a> CsrBacklog<'a> {
         self.watch_log.log_recovery();
     }
 
-    /// Returns when there is something to do.
+    /// Waits until there is pending work.
     async fn wait_until_due(&self) {
         match self.not_before {
             _ if !self.queue.has_pending() => std::future::pending().await,
@@ -169,7 +169,7 @@ impl<'a> CsrBacklog<'a> {
         }
     }
 
-    /// Does one thing that is to be done.
+    /// Processes one pending request.
     async fn process_next(&mut self) {
         let Some(request) = self.queue.pop() else {
             return;
@@ -208,7 +208,7 @@ impl<'a> CsrBacklog<'a> {
             self.approve(request, valid_csr).await?
         };
         if self.controller.settings.subject().is_some() {
-            // The cluster's own signer sees to the rest.
+            // The cluster's own signer does the rest.
             if version.is_some() {
                 self.queue.mark_signed(request);
             }
@@ -222,7 +222,7 @@ impl<'a> CsrBacklog<'a> {
         Ok(())
     }
 
-    /// Leaves a request as it is, and reports the reason once.
+    /// Leaves a request pending, and reports the reason once.
     async fn leave_pending(&mut self, request: &Csr, why: &str) {
         let why = if request.approved {
             format!("the request is approved, but was not signed: {why}")
@@ -265,7 +265,7 @@ impl<'a> CsrBacklog<'a> {
         Ok(approved.and_then(|approved| approved.resource_version()))
     }
 
-    /// Whether it is signed now, and by us.
+    /// Signs a request. Returns whether this gateway has signed it now.
     async fn sign(
         &self,
         request: &Csr,
@@ -291,7 +291,7 @@ impl<'a> CsrBacklog<'a> {
         Ok(true)
     }
 
-    /// Patches a request. Returns the new version, or `None` if the request was replaced meanwhile, or is gone.
+    /// Patches a request. Returns the new version, or `None` if the request was replaced meanwhile or no longer exists.
     async fn patch(
         &self,
         part: &str,
@@ -317,7 +317,7 @@ impl<'a> CsrBacklog<'a> {
         }
     }
 
-    /// Returns the refusal, with the missing permission if the API server does not name it.
+    /// Returns the error, with the missing permission if the API server does not name it.
     fn permission_error(&self, part: &str, message: &str) -> String {
         let verb = if part == "approval" {
             "approve"

@@ -1,8 +1,8 @@
 //! Egress selector configuration with which kube-apiserver sends connections into its cluster through a `connect` listener.
 //!
-//! Pure text: an `EgressSelectorConfiguration` (`apiserver.k8s.io/v1beta1`) for `--egress-selector-config-file`. Only the
-//! `cluster` selection: kubelets, pods, Services, webhooks and aggregated APIs. kube-apiserver decodes the file strictly, so the
-//! fields are written exactly.
+//! The result is a text: an `EgressSelectorConfiguration` (`apiserver.k8s.io/v1beta1`) for `--egress-selector-config-file`.
+//! It has only the `cluster` selection: kubelets, pods, Services, webhooks and aggregated APIs. kube-apiserver decodes the
+//! file strictly, so the fields are written exactly.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ use std::fmt;
 pub enum Endpoint {
     /// A unix socket on the same host.
     Socket(String),
-    /// Over TLS; kube-apiserver shows a certificate, and reads all files once, when it starts.
+    /// TLS. kube-apiserver presents a certificate, and reads all files once, at its start.
     Tls {
         /// `https://HOST:PORT`.
         url: String,
@@ -19,7 +19,7 @@ pub enum Endpoint {
         ca: Option<String>,
         /// File of kube-apiserver's certificate.
         certificate: String,
-        /// File of its key.
+        /// File of the key of that certificate.
         key: String,
         /// Name in the listener's certificate, if the URL has another.
         name: Option<String>,
@@ -30,7 +30,7 @@ impl Endpoint {
     /// Checks whether kube-apiserver would accept the configuration.
     ///
     /// # Errors
-    /// Description of the fault, and what to write instead.
+    /// A description of the fault, with the text to write instead.
     pub fn check(&self) -> Result<(), String> {
         let files: Vec<&str> = match self {
             Self::Socket(path) => vec![path],
@@ -62,7 +62,7 @@ impl Endpoint {
     }
 }
 
-/// The configuration, in YAML.
+/// Writes the configuration in YAML.
 impl fmt::Display for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(
@@ -99,7 +99,7 @@ impl fmt::Display for Endpoint {
     }
 }
 
-/// A text as YAML's double-quoted style has it (YAML 1.2 §7.3.1).
+/// Text in YAML's double-quoted style (YAML 1.2 §7.3.1).
 struct YamlString<'a>(&'a str);
 
 impl fmt::Display for YamlString<'_> {

@@ -1,7 +1,7 @@
-//! Writes events about objects without a namespace.
+//! Writer of events about objects without a namespace.
 //!
-//! The name of an event is derived from its content. Another gateway, or this one after a restart, finds the same event of the
-//! same object under the same name.
+//! The name of an event is derived from its content. Another gateway, or this one after a restart, finds the same event on
+//! the same object under the same name.
 
 use crate::{client::error_message, log_throttle::LogThrottle};
 use k8s_openapi::{
@@ -27,13 +27,13 @@ pub(crate) struct WarningEvent<'a> {
     pub(crate) regarding: &'a ObjectReference,
     /// Reason of the event: one word in camel case, as the API requires.
     pub(crate) reason: &'static str,
-    /// Action that was taken, likewise.
+    /// Action that was taken, in the same form.
     pub(crate) action: &'static str,
     /// The text.
     pub(crate) note: &'a str,
 }
 
-/// Writer of warnings, each of which is written once.
+/// Writer that writes each warning once.
 pub(crate) struct EventWriter {
     events: Api<Event>,
     gateway: String,
@@ -41,7 +41,7 @@ pub(crate) struct EventWriter {
 }
 
 impl EventWriter {
-    /// A writer in the name of this gateway; `operation` names the writing in the log where it fails.
+    /// Creates a writer with the name of this gateway. `operation` names the writing in the log if it fails.
     pub(crate) fn new(client: Client, gateway: String, operation: &'static str) -> Self {
         Self {
             events: Api::namespaced(client, NAMESPACE),
@@ -50,7 +50,7 @@ impl EventWriter {
         }
     }
 
-    /// Writes a warning, unless it is there already.
+    /// Writes a warning, unless it exists already.
     pub(crate) async fn warn(&mut self, warning: &WarningEvent<'_>) {
         let event = self.build_event(warning);
         let parameters = PostParams::default();

@@ -1,10 +1,10 @@
 //! Controller of a gateway's own certificates by `certificates.k8s.io`, from external signers: that of its tunnel port
-//! (`tunnel.identity.signer`), and the client certificates that it shows to upstreams (`upstream_tls.*.signer`).
+//! (`tunnel.identity.signer`), and the client certificates that it presents to upstreams (`upstream_tls.*.signer`).
 //!
-//! For the tunnel port it requests a server certificate with the URI of a gateway and the names under which edges reach this one.
-//! For upstreams it requests a client certificate that names a user. Each is stored in the data directory, key and chain in one
-//! file. The gateway loads the file from there as it loads any file. A new certificate is requested after two thirds of the old
-//! one's life, or when the names change. The old one serves meanwhile.
+//! For the tunnel port it requests a server certificate with the URI of a gateway and the names under which edges reach this
+//! gateway. For upstreams it requests a client certificate that names a user. Each is stored in the data directory, key and
+//! chain in one file. The gateway loads the file like any other file. A new certificate is requested after two thirds of the
+//! old certificate's lifetime, or when the names change. The old certificate stays in use meanwhile.
 
 use crate::{
     csr_client::{self, CsrSpec},
@@ -29,20 +29,20 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// A server's and a client's, which sign their handshakes.
+/// Usages of a server and of a client, which sign their handshakes.
 const SERVER_USAGES: [&str; 2] = ["server auth", "digital signature"];
 const CLIENT_USAGES: [&str; 2] = ["client auth", "digital signature"];
 /// Interval of the checks whether a certificate is due, and of the polls of a request.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// Time limit of one request for a certificate.
 const REQUEST_LIFETIME: Duration = Duration::from_hours(1);
-/// Longest pauses between requests: while the API does not respond, and while requests fail.
+/// Maximum pauses between requests: while the API does not respond, and while requests fail.
 const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_mins(5));
 /// Minimum time between two certificates, however short their lifetime.
 const MIN_RENEWAL_INTERVAL: Duration = Duration::from_mins(1);
 /// Time limit of a disk operation.
 const DISK_TIMEOUT: Duration = Duration::from_secs(30);
-/// Prefixes in the file: before the names, and before the time when it was made.
+/// Prefixes of lines in the stored file: of the names, and of the time of issue.
 const NAMES_PREFIX: &str = "names: ";
 const ISSUED_PREFIX: &str = "made: ";
 
@@ -101,7 +101,7 @@ impl Purpose {
         }
     }
 
-    /// Reads a certificate with its key, if it is one for this purpose.
+    /// Parses a certificate with its key, if it is for this purpose.
     fn parse_certificate(&self, text: &str) -> Result<LeafCertificate, String> {
         match self {
             Self::TunnelPort(domain) => {
@@ -127,7 +127,7 @@ impl Purpose {
     }
 }
 
-/// Reason why there is no new certificate now.
+/// Reason for which there is no new certificate now.
 enum NotRenewed {
     /// The certificate was requested and is pending.
     Pending(String),
@@ -136,20 +136,20 @@ enum NotRenewed {
 }
 
 impl GatewayCertificate {
-    /// Returns once there is one to begin with. `report` hears what is waited for.
+    /// Waits for the first certificate. `report` receives a description of the state meanwhile.
     pub async fn wait_for_first(&self, names: &[HostName], report: &(dyn Fn(&str) + Sync)) {
         let is_valid = |stored: &StoredCertificate| stored.not_after > SystemTime::now();
         self.renew_until(|| names.to_vec(), report, Some(&is_valid))
             .await;
     }
 
-    /// Keeps a valid certificate for the present names in the store. Never returns.
+    /// Maintains a valid certificate for the present names in the store. Never returns.
     pub async fn run(self, names: impl Fn() -> Vec<HostName>) -> Infallible {
         self.renew_until(names, &|_| {}, None).await;
         std::future::pending().await
     }
 
-    /// Runs the controller for a client certificate for upstreams. Clients of the gateway wait until there is one.
+    /// Runs the controller for a client certificate for upstreams. Clients of the gateway wait until there is a certificate.
     pub async fn run_with_readiness_block(self, readiness_block: ReadinessBlock) -> Infallible {
         self.wait_for_first(&[], &|why| readiness_block.set_reason(why))
             .await;
@@ -157,7 +157,8 @@ impl GatewayCertificate {
         self.run(Vec::new).await
     }
 
-    /// Requests a certificate whenever one is due. Returns once there is one that is `is_sufficient`, if that is given.
+    /// Requests a certificate whenever one is due. Returns once there is a certificate that is `is_sufficient`, if that is
+    /// given.
     async fn renew_until(
         &self,
         names: impl Fn() -> Vec<HostName>,
@@ -203,7 +204,7 @@ impl GatewayCertificate {
         }
     }
 
-    /// Returns the stored certificate, if it can be used.
+    /// Returns the stored certificate, if it is usable.
     async fn load_stored(&self) -> Option<StoredCertificate> {
         let kind = self.purpose.request_kind();
         let text = self
@@ -284,8 +285,8 @@ impl GatewayCertificate {
         }
     }
 
-    /// Approves the own request. If the request of its name in the cluster is not the own one, forgets the name; the next request
-    /// has another.
+    /// Approves our own request. If the request with its name in the cluster is not ours, forgets the name, and the next
+    /// request gets another name.
     async fn approve(&self, spec: &CsrSpec<'_>) -> Result<(), NotRenewed> {
         let approved = csr_client::approve(self.client.clone(), spec).await;
         if approved.map_err(|why| NotRenewed::Pending(csr_error_text(why)))? {
@@ -324,7 +325,7 @@ impl GatewayCertificate {
         Ok(pending)
     }
 
-    /// Runs disk work off the thread that receives signals.
+    /// Runs a disk operation on another thread than the one that receives signals.
     async fn on_disk<T: Send + 'static>(
         &self,
         work: impl FnOnce(&Store) -> Result<T, StoreError> + Send + 'static,
@@ -340,9 +341,9 @@ impl GatewayCertificate {
 
 /// Contents of the stored file.
 struct StoredCertificate {
-    /// Names that were requested: the signer may have left some out.
+    /// Names that were requested. The signer may have left some out.
     names: String,
-    /// A signer may let it begin long before it makes it.
+    /// Beginning of the validity. A signer may set it long before the time of issue.
     valid_from: SystemTime,
     not_after: SystemTime,
 }
@@ -379,7 +380,7 @@ impl StoredCertificate {
 
 fn validity(leaf: &LeafCertificate) -> (SystemTime, SystemTime) {
     let details = leaf.chain().first().map(Certificate::parse);
-    // It was read when the leaf was made.
+    // The certificate was already parsed when the leaf was loaded.
     let details = details.and_then(Result::ok).unwrap_or_default();
     let to_system_time = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
     (
@@ -447,7 +448,7 @@ mod tests {
         assert!(!kept.is_due(&names, later));
         assert!(kept.is_due(&names[..1], later));
         assert!(kept.is_due(&names, kept.not_after - Duration::from_mins(50)));
-        // However far back it begins, and whatever is wrong with the clock: not one after the other.
+        // Requests do not follow one after the other, however far back the validity begins and whatever the clock shows.
         let hour = Duration::from_hours(1);
         let backdated = StoredCertificate {
             valid_from: SystemTime::now(),

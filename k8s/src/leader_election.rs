@@ -1,12 +1,13 @@
 //! Leader election among several gateways: the leader holds a Lease (`coordination.k8s.io/v1`).
 //!
-//! 1. A candidate takes a Lease that has no holder, or that has not changed for its duration; the API lets one writer win.
+//! 1. A candidate takes a Lease that has no holder, or that has not changed for its duration. The API lets only one writer
+//!    succeed.
 //! 2. The holder renews the Lease. It loses the Lease if no renewal succeeds for two thirds of the duration, or if another
 //!    candidate holds it.
 //! 3. A gateway that has lost the Lease stands by. At shutdown the Lease is released, so that no other gateway has to wait.
 //!
-//! The age of a Lease is measured here, from the time when a change was seen: clocks of other machines are never compared, as in
-//! client-go. Libraries for this on top of kube compare clocks, or spawn tasks without an owner.
+//! The age of a Lease is measured here, from the time when a change was observed. As in client-go, clocks of different
+//! machines are never compared. Libraries for leader election on top of kube compare clocks, or spawn tasks without an owner.
 
 use crate::{client::error_message, log_throttle::LogThrottle};
 use k8s_openapi::{
@@ -23,7 +24,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit for the release of the Lease at shutdown.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Elector with one Lease, and whether this candidate holds it.
+/// Elector for one Lease. It knows whether this candidate holds the Lease.
 pub(crate) struct LeaderElector {
     api: Api<v1::Lease>,
     name: String,
@@ -38,10 +39,10 @@ pub(crate) struct LeaderElector {
     failure_log: LogThrottle,
 }
 
-/// A Lease as it was seen.
+/// A Lease as it was observed last.
 struct ObservedLease {
     lease: v1::Lease,
-    /// Time of the last change that was seen, by the local clock.
+    /// Local time when the last change was observed.
     changed_at: Instant,
 }
 
@@ -77,7 +78,7 @@ impl LeaderElector {
             match outcome.map_err(|_| LeaseError::Timeout).flatten() {
                 Ok(true) => return self.failure_log.log_recovery(),
                 Ok(false) => self.failure_log.log_recovery(),
-                // Two have tried at once.
+                // Two candidates have written at once.
                 Err(LeaseError::Conflict) => {}
                 Err(failure) => self.say(&failure),
             }
@@ -129,7 +130,7 @@ impl LeaderElector {
         };
         let mut lease = observed.lease.clone();
         let spec = lease.spec.get_or_insert_default();
-        // The default of client-go.
+        // The value that client-go uses.
         spec.holder_identity = Some(String::new());
         spec.lease_duration_seconds = Some(1);
         spec.renew_time = Some(micro_time_now());
@@ -154,7 +155,7 @@ impl LeaderElector {
             .filter(|name| !name.is_empty())
     }
 
-    /// 2 s of 15, as client-go has it.
+    /// Returns the interval of attempts: 2 s of a duration of 15 s, as in client-go.
     fn retry_period(&self) -> Duration {
         self.lease_duration * 2 / 15
     }
@@ -187,7 +188,7 @@ impl LeaderElector {
         Ok(self.record_renewal(started, written))
     }
 
-    /// Notes when it changed.
+    /// Records the time of a change of the Lease.
     fn observe(&mut self, found: &v1::Lease) {
         let observed = self.observed.as_ref();
         if observed.is_none_or(|seen| seen.lease.spec != found.spec) {
@@ -198,7 +199,7 @@ impl LeaderElector {
         }
     }
 
-    /// Records a successful attempt that began at this time.
+    /// Records a successful attempt that began at `started`.
     fn record_renewal(&mut self, started: Instant, written: v1::Lease) -> bool {
         self.observe(&written);
         // Replaced even if only the version has changed.
@@ -234,7 +235,7 @@ impl LeaderElector {
         Ok(written?)
     }
 
-    /// Returns the Lease as this candidate would hold it.
+    /// Returns the Lease with this candidate as its holder.
     fn owned_lease(&self, previous: Option<v1::Lease>) -> v1::Lease {
         let mut lease = previous.unwrap_or_else(|| v1::Lease {
             metadata: ObjectMeta {

@@ -1,15 +1,15 @@
-//! Kubernetes support of Causeway: one controller per file, each of which fills a table of the gateway; and the client by which
-//! an edge requests its certificate from its cluster.
+//! Kubernetes support of Causeway: one controller per file, each of which fills a table of the gateway; and the client by
+//! which an edge requests its certificate from its cluster.
 //!
-//! No other crate knows Kubernetes. The gateway offers writers of its tables, and also runs without any of this.
+//! No other crate knows Kubernetes. The gateway offers writers of its tables, and also runs without this crate.
 //! - `client` connects to the cluster's API.
 //! - `node_informer` fills `state::nodes` from Node objects; `address_conflicts` warns if two of them have one address.
 //! - `pods` looks up the node of a pod.
 //! - `reviews` authenticates tokens and authorizes requests to a kubelet.
 //! - `coredns_hosts` writes the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a Lease (`leader_election`).
-//! - `yurthub_leaders` publishes the edges from which `YurtHub` is to read.
+//! - `yurthub_leaders` publishes the edges from which `YurtHub` reads.
 //! - `port_list` has the gateway serve the ports that a `ConfigMap` lists.
-//! - `advertise` tells edges the addresses of the gateways from a Service, and their number (`replicas`).
+//! - `advertise` sends edges the addresses of the gateways from a Service, and their number (`replicas`).
 //! - `csr_controller` signs the certificates that edges request from the cluster, in place of join tokens.
 //! - `node_csr` requests such a certificate at an edge, `gateway_certificate` a gateway's own (`csr_client`).
 //! - `shared_state` stores the state that gateways share in a Secret.

@@ -1,6 +1,6 @@
 //! Throttle for log messages: a repeated failure is logged once, and again every five minutes; its end is logged once.
 //!
-//! A gateway retries for as long as it runs: a line for each try would hide all others.
+//! A gateway retries as long as it runs, and a line for each attempt would hide all other lines.
 
 use causeway_rt::log_throttle::FailureThrottle;
 use tokio::time::Instant;
@@ -13,7 +13,7 @@ pub(crate) struct LogThrottle {
 }
 
 impl LogThrottle {
-    /// Returns a throttle for `what`, the name of the operation in the log. No failure is recorded yet.
+    /// Returns a throttle for `operation`, the name of the operation in the log. No failure is recorded yet.
     pub(crate) fn new(operation: &'static str) -> Self {
         Self {
             what: operation,
@@ -27,7 +27,7 @@ impl LogThrottle {
         self.log_failure_once(why);
     }
 
-    /// Logs a failure. Returns `false` if it was logged lately.
+    /// Logs a failure. Returns `false` if it was logged recently.
     pub(crate) fn log_failure_once(&mut self, why: &str) -> bool {
         let since = *self.failing_since.get_or_insert_with(Instant::now);
         if !self.throttle.should_log(why) {

@@ -1,7 +1,8 @@
-//! An edge's side of `certificates.k8s.io`: asks the cluster for the node's certificate, with the node's own credentials.
+//! An edge's side of `certificates.k8s.io`: requests the node's certificate from the cluster, with the node's own
+//! credentials.
 //!
-//! These are its kubelet's, or a pod's token; they are read anew for each question, since kubelet replaces its certificate,
-//! and may not have any yet. What is asked for is what `certificates` approves, and nothing more.
+//! The credentials are those of its kubelet, or a pod's token. They are read again for each request, since kubelet replaces
+//! its certificate, and may not have one yet. The request is exactly the one that `csr_controller` approves.
 
 use crate::{
     client::build_client,
@@ -14,7 +15,7 @@ use futures_util::future::BoxFuture;
 use k8s_openapi::api::{authentication::v1::SelfSubjectReview, core::v1::ConfigMap};
 use kube::{Api, Client, api::PostParams};
 
-/// Client by which an edge asks its cluster for its identity.
+/// Client by which an edge requests its identity from its cluster.
 #[derive(Debug)]
 pub struct NodeCsrClient {
     rules: Kubernetes,
@@ -87,7 +88,7 @@ impl CsrClient for NodeCsrClient {
     }
 }
 
-/// Returns the node that a user is, or is on.
+/// Returns the node of a user: the user is the node itself, or a pod on it.
 fn node_of_user(review: SelfSubjectReview) -> Result<String, CsrRequestError> {
     let user = review
         .status

@@ -1,10 +1,11 @@
-//! Informer that fills `state::nodes` from Node objects: the nodes, their place and their addresses.
+//! Informer that fills `state::nodes` from Node objects: the nodes, their location and their addresses.
 //!
-//! 1. A paged list, then a watch with bookmarks; cached nodes are served on while the API is away.
-//! 2. Of a Node object only labels, addresses and pod networks are stored, as far as they are trusted: a kubelet writes its own
-//!    object. A common address, or one outside the networks of the configuration, is ignored. So are more addresses than a
-//!    machine has. The policy ignores labels that a kubelet can write. If several nodes have one address, `state::nodes` decides.
-//! 3. Changes are put into the table together, at most a tenth of a second late.
+//! 1. A paged list, then a watch with bookmarks. Cached nodes stay in use while the API does not respond.
+//! 2. Only labels, addresses and pod networks of a Node object are stored, as far as they are trusted: a kubelet writes its
+//!    own object. Three kinds of addresses are ignored: common ones, those outside the networks of the configuration, and
+//!    those beyond the number that a machine has. The policy ignores labels that a kubelet can write. If several nodes have
+//!    one address, `state::nodes` decides.
+//! 3. Changes are written to the table together, with a delay of at most a tenth of a second.
 
 use crate::{
     client::{WATCH_TIMEOUT, watch_error_message},
@@ -31,22 +32,22 @@ use rustls_pki_types::UnixTime;
 use std::{collections::BTreeMap, net::IpAddr, pin::pin, time::Duration};
 use tokio::time::{Instant, sleep_until};
 
-/// Nodes in one answer of the API.
+/// Number of nodes in one response of the API.
 const PAGE_SIZE: u32 = 500;
-/// Time to wait for further changes after the first one: a fleet that flaps is one change of the table.
+/// Time to wait for further changes after the first one. So the changes of many nodes at once are one change of the table.
 const DEBOUNCE: Duration = Duration::from_millis(100);
 /// Maximum number of trusted addresses of one node: a machine has one or two of each family.
 const MAX_ADDRESSES: usize = 16;
 /// Interval at which a lasting outage is logged again.
 const LOG_INTERVAL: Duration = Duration::from_mins(5);
 
-/// Informer that keeps the table of nodes in step with the cluster.
+/// Informer that synchronizes the table of nodes with the cluster.
 pub struct NodeInformer {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the trusted facts.
     pub settings: Kubernetes,
-    /// The table.
+    /// Table of nodes.
     pub nodes: NodesWriter,
     /// Metrics of the informer.
     pub metrics: KubernetesMetrics,
@@ -93,7 +94,7 @@ impl NodeInformer {
     }
 }
 
-/// An event of a watch, reduced to the stored facts.
+/// An event of a watch, reduced to the stored attributes.
 enum NodeEvent {
     /// A list begins.
     ListStarted,
@@ -101,9 +102,9 @@ enum NodeEvent {
     Listed(NodeName, ClusterNode),
     /// The list is complete.
     ListCompleted,
-    /// A node came or changed.
+    /// A node was added or changed.
     Changed(NodeName, ClusterNode),
-    /// A node went.
+    /// A node was removed.
     Deleted(NodeName),
     /// A node whose name is invalid.
     InvalidName,
@@ -129,7 +130,7 @@ fn reduce_event(event: &Event<Node>, settings: &Kubernetes) -> NodeEvent {
     }
 }
 
-/// Returns the trusted facts of a Node object.
+/// Returns the trusted attributes of a Node object.
 fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
     let labels = node.labels();
     let has_label = |label: &Label| {
@@ -192,7 +193,7 @@ fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
     }
 }
 
-/// Whether an address can be one node's own, and is in a trusted network.
+/// Whether an address can belong to one node, and is in a trusted network.
 fn is_own(address: IpAddr, networks: &[IpNet]) -> bool {
     let is_reserved = address.is_loopback() || address.is_unspecified() || address.is_multicast();
     let is_link_local = match address {
@@ -212,7 +213,7 @@ struct NodeCache {
 }
 
 impl NodeCache {
-    /// Whether the table has to be written.
+    /// Applies an event. Returns whether the table must be written.
     fn apply(&mut self, event: NodeEvent) -> bool {
         match event {
             NodeEvent::ListStarted => {
@@ -228,7 +229,7 @@ impl NodeCache {
             }
             NodeEvent::ListCompleted => {
                 self.nodes = self.pending_list.take().unwrap_or_default();
-                // The first list says that it is empty, too.
+                // The first list is written even if it is empty.
                 true
             }
             NodeEvent::Changed(name, mut member) => {

@@ -1,4 +1,4 @@
-//! Ownership of objects that gateways write: which objects are ours, and which other manager has written them.
+//! Ownership of objects that gateways write: whether an object is ours, and which other manager has written it.
 
 use k8s_openapi::{
     api::core::v1::ConfigMap, apimachinery::pkg::apis::meta::v1::ManagedFieldsEntry,
@@ -26,7 +26,7 @@ pub(crate) fn owned_metadata(name: &str, previous: Option<&ConfigMap>) -> Object
     let (key, value) = MANAGED_BY_LABEL;
     let mut metadata = match previous {
         Some(map) => ObjectMeta {
-            // The API keeps these itself.
+            // The API maintains these itself.
             managed_fields: None,
             ..map.metadata.clone()
         },
@@ -40,7 +40,7 @@ pub(crate) fn owned_metadata(name: &str, previous: Option<&ConfigMap>) -> Object
     metadata
 }
 
-/// Whether it has our label, or was written by us.
+/// Whether an object has our label, or was written by us.
 pub(crate) fn is_owned(map: &ConfigMap) -> bool {
     let (key, value) = MANAGED_BY_LABEL;
     let labelled = map.labels().get(key).is_some_and(|found| found == value);

@@ -1,8 +1,8 @@
-//! Lookup of the node of a pod: one request to the API for all waiting clients, and successful results are not cached.
+//! Lookup of the node of a pod: one request to the API for all waiting clients. Successful results are not cached.
 //!
-//! A pod never changes its node, but another may take its name elsewhere, and the old kubelet may have the old one for a while
-//! yet. A client that was routed by an outdated result would reach the wrong pod. A refusal is cached for a second, which is long
-//! enough for a burst of clients and short enough for a pod that is being started.
+//! A pod never changes its node, but another pod may take its name on another node, while the old kubelet still runs the old
+//! pod for some time. A client that was routed by an outdated result would reach the wrong pod. An error is cached for a
+//! second, which is long enough for a burst of clients and short enough for a pod that is starting.
 
 use causeway_certs::NodeName;
 use causeway_gateway::proxy::pod_route::PodLookup as Asked;
@@ -17,12 +17,12 @@ use tracing::info_span;
 
 /// Period for which a failed lookup is cached.
 const FAILURE_TTL: Duration = Duration::from_secs(1);
-/// Number of pods with a pending or refused lookup, at most; beyond it, the API is asked more often.
+/// Maximum number of pods with a pending or failed lookup. Beyond it, more requests are sent to the API.
 const MAX_CACHED_PODS: u64 = 10_000;
 /// Time limit of one request; the waiting client has a time limit as well.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Namespace and name.
+/// Namespace and name of a pod.
 type PodName = (String, String);
 type LookupResult = Result<NodeName, Arc<str>>;
 
@@ -30,13 +30,13 @@ type LookupResult = Result<NodeName, Arc<str>>;
 pub struct PodLookup {
     client: Client,
     cache: Cache<PodName, LookupResult>,
-    /// Runtime of the client, on which requests are sent.
+    /// Runtime of the client, which sends the requests.
     runtime: Handle,
     tasks: TaskGroup,
 }
 
 impl PodLookup {
-    /// Returns a lookup by this client, on the runtime where this is called.
+    /// Returns a lookup that uses this client, on the calling runtime.
     pub fn new(client: Client) -> Self {
         Self {
             client,
@@ -68,7 +68,7 @@ impl Asked for PodLookup {
                 let ttl = ttl_of(&value);
                 CachedValue { value, ttl }
             };
-            // A client that has disconnected waits for no answer.
+            // A client that has disconnected waits for no result.
             let _ = result_sender.send(cache.get_or_fetch(pod.clone(), fetch).await);
         };
         self.tasks
@@ -96,7 +96,7 @@ async fn fetch_node(client: Client, (namespace, name): &PodName) -> LookupResult
     NodeName::parse(&node).map_err(|error| error.to_string().into())
 }
 
-/// Returns how long a result is cached for clients that did not wait for it.
+/// Returns the period for which a result is cached for clients that did not wait for it.
 fn ttl_of(result: &LookupResult) -> Duration {
     if result.is_ok() {
         Duration::ZERO

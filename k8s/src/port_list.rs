@@ -1,11 +1,11 @@
 //! Controller of the node ports that a `ConfigMap` lists: the gateway serves them, and a Service of its own has them.
 //!
-//! 1. `parse` reads the list. An entry that cannot be parsed or served is left out (`partial`), with an event on the `ConfigMap`
-//!    that gives the reason. The entry is tried again when the list changes, and now and then. The served ports are stored on the
-//!    disk: a gateway that starts while the API is away serves those.
+//! 1. `parse` reads the list. An entry that cannot be parsed or served is left out (`partial`), with an event on the
+//!    `ConfigMap` that gives the reason. The entry is tried again when the list changes, and at intervals. The served ports
+//!    are stored on the disk. A gateway that starts while the API does not respond serves those.
 //! 2. The gateway applies the list as it applies a changed configuration: listeners first, then the message to edges.
-//! 3. The Service gets a port for each by a server-side apply of these ports alone: fields of other managers stay, and ports that
-//!    another manager removes come back.
+//! 3. The Service gets a port for each by a server-side apply of these ports alone: fields of other managers stay, and ports
+//!    that another manager removes come back.
 //!
 //! The gateway is not ready before it has a list, from the API or from the disk. An entry that is left out does not affect
 //! readiness: `/readyz` and `causeway status` name it.
@@ -46,35 +46,35 @@ use tokio::{
 
 /// Time limit of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest pauses between tries.
+/// Maximum pauses between attempts: while the API does not respond, and while it refuses.
 const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 /// Name under which the served ports are stored in the data directory.
 const LAST_PORTS_KEY: &str = "listed-ports";
 /// Maximum length of an event's note, in bytes.
 const MAX_NOTE_BYTES: usize = 1000;
 
-/// Controller that keeps the ports of a gateway in step with a `ConfigMap`.
+/// Controller that synchronizes the ports of a gateway with a `ConfigMap`.
 pub struct PortListController {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the list, and of the listeners that serve the ports.
     pub settings: config::PortList,
-    /// Channel by which the gateway's configuration receives the ports; `None` as long as they are not known.
+    /// Channel by which the gateway's configuration receives the ports; `None` until they are known.
     pub ports_sender: watch::Sender<Option<NodePorts>>,
     /// Sender of the reload request that applies them.
     pub reload_sender: ReloadSender,
     /// Metrics of the controller.
     pub metrics: Arc<Metrics>,
-    /// Reports that there is no list yet, and the entries that are left out.
+    /// Readiness, which reports a missing list and the entries that are left out.
     pub readiness: Readiness,
     /// Name of this gateway in events.
     pub gateway: String,
-    /// The data directory, in which the served ports are stored.
+    /// Data directory, in which the served ports are stored.
     pub store: Store,
 }
 
 impl PortListController {
-    /// The list, as it is named in messages.
+    /// Returns the name of the list in messages.
     fn list_name(&self) -> String {
         let config::PortList {
             namespace, name, ..
@@ -115,28 +115,29 @@ impl PortListController {
 
 /// Outcome of the application of a list.
 struct AppliedList {
-    /// Whether other ports are served than before.
+    /// Whether the served ports have changed.
     changed: bool,
-    /// Reasons why entries cannot be parsed.
+    /// Reasons for which entries cannot be parsed.
     parse_errors: Vec<String>,
-    /// Reasons why ports are not served. They may be served at the next try.
+    /// Reasons for which ports are not served. They may be served at the next attempt.
     rejections: Vec<String>,
 }
 
 /// Pending work of the controller.
 struct Reconciler<'a> {
     controller: &'a PortListController,
-    /// Last event on the list, and its recorder: a recorder that publishes the same event again counts it, whatever its note is.
+    /// Last event on the list, and its recorder. If a recorder publishes the same event again, the event is only counted,
+    /// whatever its note is.
     last_event: Option<(String, Recorder)>,
     config_map: Option<ConfigMap>,
-    /// Block on readiness as long as there is no list.
+    /// Block on readiness while there is no list.
     readiness_block: Option<ReadinessBlock>,
     /// Block that reports the entries that are left out.
     readiness_fault: Option<ReadinessBlock>,
-    /// Whether the list still has to be applied, as far as is known; `service`: whether the Service still has to be written.
+    /// Whether the list must still be applied. `service_pending` states whether the Service must still be written.
     list_pending: bool,
     service_pending: bool,
-    /// Version of the Service that is right.
+    /// Version of the Service that is correct.
     written_version: Option<String>,
     watch_log: LogThrottle,
     apply_log: LogThrottle,
@@ -161,7 +162,7 @@ impl<'a> Reconciler<'a> {
         }
     }
 
-    /// The list may be another.
+    /// Handles a new version of the list.
     fn handle_list_update(&mut self, map: Result<Option<ConfigMap>, String>) {
         match map {
             Ok(map) => {
@@ -181,7 +182,7 @@ impl<'a> Reconciler<'a> {
         }
     }
 
-    /// The Service is another.
+    /// Handles a new version of the Service.
     fn handle_service_update(&mut self, service: Result<Option<Service>, String>) {
         match service {
             Ok(service) => {
@@ -195,7 +196,7 @@ impl<'a> Reconciler<'a> {
         }
     }
 
-    /// Does the pending work. Returns `false` if it has to be tried again.
+    /// Does the pending work. Returns `false` if it must be tried again.
     async fn reconcile(&mut self) -> bool {
         if self.list_pending {
             let faults = match self.apply_list().await {
@@ -233,7 +234,7 @@ impl<'a> Reconciler<'a> {
         !self.list_pending && !self.service_pending
     }
 
-    /// Counts the entries that are left out, and has `/readyz` name them.
+    /// Counts the entries that are left out, and reports them at `/readyz`.
     fn report_faults(&mut self, faults: &[String]) {
         self.controller
             .metrics
@@ -244,7 +245,7 @@ impl<'a> Reconciler<'a> {
             (!faults.is_empty()).then(|| self.controller.readiness.report_fault(text()));
     }
 
-    /// Serves the ports that were served before a restart, until the cluster's API has the list.
+    /// Serves the ports from before a restart, until the list is read from the cluster's API.
     async fn restore_last_ports(&mut self) {
         let last = self.controller.store.read_runtime(LAST_PORTS_KEY);
         let last = last.unwrap_or_else(|error| {
@@ -273,7 +274,7 @@ impl<'a> Reconciler<'a> {
         }
     }
 
-    /// Has the gateway serve the listed ports, as far as it can.
+    /// Has the gateway serve the listed ports, as far as possible.
     async fn apply_list(&self) -> Result<AppliedList, String> {
         let data = self.config_map.as_ref().and_then(|map| map.data.as_ref());
         let (desired, parse_errors) = data
@@ -296,7 +297,8 @@ impl<'a> Reconciler<'a> {
         })
     }
 
-    /// Has the gateway serve these ports, as far as it can. Returns whether that is a change, and why some are not served.
+    /// Has the gateway serve these ports, as far as possible. Returns whether that is a change, and the reasons for which
+    /// some ports are not served.
     async fn apply(&self, desired: &NodePorts) -> Result<(bool, Vec<String>), String> {
         let previous = self.controller.ports_sender.borrow().clone();
         let attempt = async |ports: NodePorts| {
@@ -354,8 +356,8 @@ impl<'a> Reconciler<'a> {
             "spec": { "ports": ports },
         });
         let api = Api::<Service>::namespaced(self.controller.client.clone(), &settings.namespace);
-        // By whom the API notes that these ports are listed: all of one list are that list's, whichever gateway wrote, and
-        // of two lists none takes away what the other has put there.
+        // The field manager is the list. So all gateways with one list write as the same manager, and no list removes the
+        // ports of another.
         let (parameters, patch) = (
             PatchParams::apply(field_manager(&settings.name)),
             Patch::Apply(&manifest),
@@ -403,7 +405,7 @@ impl<'a> Reconciler<'a> {
         }
     }
 }
-/// Returns the field manager; the API accepts 128 characters.
+/// Returns the field manager of a list; the API accepts 128 characters.
 fn field_manager(list: &str) -> &str {
     let end = list
         .char_indices()
@@ -417,7 +419,7 @@ mod tests {
     use super::*;
     use causeway_certs::OpenMode;
 
-    /// Returns the controller of a cluster whose API does not respond: there is none.
+    /// Returns the controller of a cluster whose API does not respond, because there is none.
     fn ports(store: &Store, reloads: ReloadSender) -> PortListController {
         let config = kube::Config::new("http://127.0.0.1:1".parse().unwrap());
         PortListController {

@@ -1,7 +1,8 @@
 //! Number of gateways behind a Service, from its `EndpointSlice`s.
 //!
-//! A gateway counts from when clients may be routed to it, or earlier (`publishNotReadyAddresses`) from when it has an address,
-//! until it terminates. A Service without counted endpoints gives no number: it may route elsewhere by other means.
+//! A gateway counts from the time when clients may be routed to it until it terminates. With `publishNotReadyAddresses` it
+//! counts earlier, from the time when it has an address. If no endpoint counts, the number is unknown, because the Service
+//! may route to gateways by other means.
 
 use crate::client::{WATCH_TIMEOUT, watch_error_message};
 use futures_util::{StreamExt, future::ready, stream::BoxStream};
@@ -18,10 +19,10 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Label of a slice that names its Service.
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 
-/// The slices of one Service, by name.
+/// Slices of one Service, by name.
 type SlicesByName = BTreeMap<String, EndpointSlice>;
 
-/// The present number; or the reason why it is not known.
+/// Present number, or the reason for which it is not known.
 pub(crate) type ReplicaCount = Result<Option<u32>, String>;
 
 /// Returns a stream that yields each time the number may have changed, from now on. Never ends.
@@ -57,7 +58,7 @@ pub(crate) fn watch_replica_count(
         .boxed()
 }
 
-/// Returns the number of gateways: one with an address of each family is in a slice of each.
+/// Returns the number of gateways. A gateway with an address of each family is in a slice of each, and counts once.
 fn count_replicas(slices: &SlicesByName) -> Option<u32> {
     let mut families: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for slice in slices.values() {
@@ -70,7 +71,7 @@ fn count_replicas(slices: &SlicesByName) -> Option<u32> {
     u32::try_from(max_count).ok().filter(|most| *most > 0)
 }
 
-/// Whether an endpoint counts. An unknown condition counts as ready (as the API defines `ready`).
+/// Whether an endpoint counts. An unknown condition counts as ready, as the API defines `ready`.
 fn is_serving(endpoint: &Endpoint) -> bool {
     endpoint.conditions.as_ref().is_none_or(|conditions| {
         conditions.ready != Some(false) && conditions.terminating != Some(true)
@@ -97,14 +98,14 @@ mod tests {
             { "addresses": ["10.0.0.1"], "conditions": { "ready": true } },
             { "addresses": ["10.0.0.2"], "conditions": {} },
             { "addresses": ["10.0.0.3"], "conditions": { "ready": false } },
-            // As of a Service with publishNotReadyAddresses.
+            // As in a Service with publishNotReadyAddresses.
             { "addresses": ["10.0.0.4"], "conditions": { "ready": true, "terminating": true } },
         ] });
         let six = json!({ "addressType": "IPv6", "endpoints": [
             { "addresses": ["2001:db8::1"], "conditions": { "ready": true } },
         ] });
         let more = json!({ "addressType": "IPv4", "endpoints": [
-            // Between two writes the same one may be in two slices.
+            // Between two writes the same endpoint may be in two slices.
             { "addresses": ["10.0.0.1"] }, { "addresses": ["10.0.0.5"] },
         ] });
         assert_eq!(count_replicas(&slices(&[four, six, more])), Some(3));

@@ -1,7 +1,7 @@
-//! Client of `TokenReview` and `SubjectAccessReview`: one request to the API for each question, without a cache.
+//! Client of `TokenReview` and `SubjectAccessReview`: one request to the API for each review, without a cache.
 //!
-//! The gateway has the bounds and the cache (`proxy::reviews`). Any response that is not a plain yes is a no. A missing response
-//! is neither. Needs `create` of both, which the role `system:auth-delegator` grants.
+//! The gateway has the limits and the cache (`proxy::reviews`). Any response that is not a plain yes is a no. A missing
+//! response is neither. Needs the verb `create` for both resources, which the role `system:auth-delegator` grants.
 
 use causeway_gateway::proxy::access_review::{
     ReviewAttributes, ReviewClient as GatewayReviewClient, ReviewError, UserInfo,
@@ -21,7 +21,7 @@ use std::fmt;
 pub struct ReviewClient(Client);
 
 impl ReviewClient {
-    /// Returns a client for reviews that uses this client.
+    /// Returns a client for reviews that sends them by `client`.
     pub fn new(client: Client) -> Self {
         Self(client)
     }
@@ -119,7 +119,7 @@ fn is_allowed(status: &SubjectAccessReviewStatus) -> bool {
     status.allowed && status.denied != Some(true)
 }
 
-/// Returns the error for a missing response, without any content of the question.
+/// Returns the error for a missing response, without any content of the request.
 fn review_error(error: &Error, resource: &str) -> ReviewError {
     let detail = match error {
         Error::Api(status) if status.code == 403 => {

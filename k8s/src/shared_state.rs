@@ -1,10 +1,10 @@
-//! Synchronizes revocations of nodes and pinned keys of upstreams with a Secret, which outlives pods and is common to all
-//! gateways.
+//! Synchronization of revocations of nodes and pinned keys of upstreams with a Secret, which outlives pods and is common to
+//! all gateways.
 //!
-//! Each gateway has them in its data directory as well. The last state that was equal in both is stored there, so that a change
-//! on either side can be distinguished. A local change is written to the Secret, and a change of the Secret is applied locally.
-//! If both sides changed one entry, the local one wins. A write names the version that was read, so that of two gateways that
-//! write at once the second reads again.
+//! Each gateway has them in its data directory as well. The last state that was equal in both is stored there, so that a
+//! change on either side can be detected. A local change is written to the Secret, and a change of the Secret is applied
+//! locally. If both sides changed one entry, the local one wins. A write names the version that was read. So if two gateways
+//! write at once, the second one reads again.
 
 use crate::{client::error_message, log_throttle::LogThrottle};
 use causeway_certs::{NodeName, Pin, Revocation, Store, StoreError};
@@ -29,7 +29,7 @@ const POLL_INTERVAL: Duration = Duration::from_secs(5);
 const BATCH_INTERVAL: Duration = Duration::from_secs(1);
 /// Time limit of the API's response.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// Attempts to write while other gateways write.
+/// Maximum number of attempts to write while other gateways write.
 const MAX_ATTEMPTS: usize = 5;
 /// Key of the Secret.
 const SECRET_KEY: &str = "state.json";
@@ -58,7 +58,7 @@ struct State {
 }
 
 impl SharedState {
-    /// Returns once the state of the Secret is applied. Clients wait until then.
+    /// Waits until the state of the Secret is applied. Clients wait until then.
     pub async fn initial_sync(&self, readiness_block: ReadinessBlock) {
         let mut failure_log = self.failure_log();
         while let Err(why) = self.synchronize().await {
@@ -96,7 +96,7 @@ impl SharedState {
         LogThrottle::new("storing revocations and pinned keys in the cluster's Secret")
     }
 
-    /// Makes the data directory and the Secret the same.
+    /// Synchronizes the data directory and the Secret.
     async fn synchronize(&self) -> Result<(), String> {
         let api = Api::<Secret>::namespaced(self.client.clone(), &self.namespace);
         for _ in 0..MAX_ATTEMPTS {
@@ -180,7 +180,7 @@ impl SharedState {
         .await
     }
 
-    /// Runs disk work off the thread that receives signals.
+    /// Runs a disk operation on another thread than the one that receives signals.
     async fn on_disk<T: Send + 'static>(
         &self,
         work: impl FnOnce(&Store) -> Result<T, StoreError> + Send + 'static,
@@ -193,7 +193,7 @@ impl SharedState {
 
 const TIMEOUT_MESSAGE: &str = "the cluster's API did not answer in time";
 
-/// Returns the entries of both sides, where each side has changed those of `last`.
+/// Returns the merged entries of both sides, each of which may have changed those of `last`.
 fn merge<K: Ord + Clone, V: PartialEq + Clone>(
     last: &BTreeMap<K, V>,
     local: &BTreeMap<K, V>,
@@ -234,7 +234,7 @@ fn flatten_pins(pins: &causeway_certs::PinTable) -> BTreeMap<String, Pin> {
     pins.iter().flat_map(pins_of_node).collect()
 }
 
-/// Returns the pins by node and port; a key that does not read is left out.
+/// Returns the pins by node and port. A key that cannot be parsed is left out.
 fn unflatten_pins(pins: &BTreeMap<String, Pin>) -> causeway_certs::PinTable {
     let mut table = causeway_certs::PinTable::new();
     for (key, pin) in pins {

@@ -1,12 +1,12 @@
-//! Controller that tells `YurtHub` at which edges of its pool to read: `leader-hub-POOL`, a `ConfigMap` of `OpenYurt` v1.6.1 and
-//! later, which `YurtHub` watches.
+//! Controller that publishes the edges of a pool at which `YurtHub` reads: `leader-hub-POOL`, a `ConfigMap` of `OpenYurt`
+//! v1.6.1 and later, which `YurtHub` watches.
 //!
-//! 1. The content follows from the edges that are connected here, and from the present content (`render`): each gateway adds and
-//!    removes its own edges. So several gateways maintain the map together, and none waits for another.
-//! 2. All such maps are listed at each change, and every few seconds. Only differences are written, at the version that was read.
+//! 1. The content follows from the edges that are connected here, and from the present content (`render`): each gateway adds
+//!    and removes its own edges. So several gateways maintain the map together, without waiting for each other.
+//! 2. All such maps are listed at each change and every 15 s. Only differences are written, at the version that was read.
 //! 3. A map of another owner is left unchanged and reported: `OpenYurt`'s own controller may be writing it.
 //!
-//! Never ends the process: it retries after any failure.
+//! Never ends the process: it retries after any error.
 
 mod render;
 
@@ -40,7 +40,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 const RESYNC_INTERVAL: Duration = Duration::from_secs(15);
 /// Time during which changes are collected and then written together.
 const DEBOUNCE: Duration = Duration::from_secs(1);
-/// Longest pauses between tries: while the API does not respond, and while the API refuses.
+/// Maximum pauses between attempts: while the API does not respond, and while the API refuses.
 const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 
 /// Controller of the leader maps of `YurtHub`.
@@ -53,7 +53,7 @@ pub struct YurtHubLeaders {
     pub endpoints: watch::Receiver<state::YurtHubEndpoints>,
     /// Table of nodes: an edge whose node is no longer in it is removed.
     pub nodes: state::Nodes,
-    /// Name of this gateway among others; a random part is added.
+    /// Name of this gateway among others. A random part is appended.
     pub gateway: String,
 }
 
@@ -107,14 +107,14 @@ struct Reconciler {
     namespace: String,
     identity: String,
     nodes: state::Nodes,
-    /// Edges of each pool that are no longer connected here, and since when.
+    /// Edges of each pool that are no longer connected here, and the time since when.
     absent_since: BTreeMap<String, BTreeMap<String, Instant>>,
-    /// Map that was written last, by pool.
+    /// Map of each pool that was written last.
     written: BTreeMap<String, LeaderMap>,
 }
 
 impl Reconciler {
-    /// Reconciles all maps. Returns the reasons for the maps that could not be reconciled.
+    /// Reconciles all maps. Returns the reasons for which some maps could not be reconciled.
     async fn reconcile(
         &mut self,
         endpoints: &state::YurtHubEndpoints,
@@ -268,7 +268,7 @@ impl WriteError {
         matches!(self, Self::Api(kube::Error::Api(status)) if status.is_conflict() || status.is_already_exists())
     }
 
-    /// Whether trying again soon may do.
+    /// Whether a retry may succeed soon.
     fn is_transient(&self) -> bool {
         match self {
             Self::Foreign(_) => false,

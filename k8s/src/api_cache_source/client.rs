@@ -1,9 +1,10 @@
 //! Client of the cluster's API as a source of an API cache, with a check that the API still responds.
 //!
-//! A watch without changes is silent for a minute. A watch whose other end is gone without a close is silent for longer. So an
-//! API that has sent nothing for 5 s is probed, at almost no cost. An API that does not respond for 5 s is away: its watches are
-//! ended, and the age of the cache counts from the last response. This holds for the API as a whole: if one watch alone loses its
-//! connection, others show that the API responds, until its read times out (5 min).
+//! A watch without changes is silent for a minute. A watch whose peer disappeared without a close is silent for longer. So an
+//! API that has sent nothing for 5 s is probed, at almost no cost. An API that does not respond for 5 s counts as
+//! unavailable: its watches are ended, and the age of the cache counts from the last response. This applies to the API as a
+//! whole. If only one watch loses its connection, others show that the API responds, until the read of that watch times out
+//! (5 min).
 
 use crate::client::error_message;
 use bytes::Bytes;
@@ -27,11 +28,11 @@ use tokio_util::sync::CancellationToken;
 const VERSION_TIMEOUT: Duration = Duration::from_secs(10);
 /// Silence of the API after which it is probed.
 const PROBE_AFTER: Duration = Duration::from_secs(5);
-/// Time limit of a probe, in two tries.
+/// Time limit of a probe, which makes two attempts.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause between two failed probes.
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
-/// Path of the probe. The API answers it under any load: no priority and fairness delays it.
+/// Path of the probe. The API responds to it under any load: API priority and fairness does not delay it.
 const PROBE_PATH: &str = "/livez";
 
 /// Client of the cluster's API. Cheap to clone.
@@ -44,11 +45,11 @@ pub(super) struct ApiClient {
 /// Health of the API.
 struct ApiHealth {
     last_response: Instant,
-    /// Token that ends the requests that were sent before the API was found to be away.
+    /// Token that ends the requests that were sent before the API was found to be unavailable.
     cancel_token: CancellationToken,
-    /// The last request got no answer.
+    /// Whether the last request got no response.
     last_request_failed: bool,
-    /// Counts answers after a request that got none.
+    /// Number of responses after a request that got none.
     recoveries: watch::Sender<u64>,
 }
 
@@ -101,8 +102,8 @@ impl ApiClient {
         }
     }
 
-    /// Returns whether the API responds in time. An immediate failure proves nothing about open watches: a token that is not
-    /// available, a full table of files. If several servers are behind one address, the probe may reach another one.
+    /// Whether the API responds in time. An immediate error proves nothing about open watches: it may come from a missing
+    /// token or a full file table. If several servers are behind one address, the probe may reach another one.
     async fn probe(&self) -> bool {
         let last_response = self.lock_health().last_response;
         let deadline = Instant::now() + PROBE_TIMEOUT;
@@ -150,7 +151,8 @@ impl ApiClient {
         })
     }
 
-    /// Has the cache report the API's version as its own. Without it, the cache reports the oldest version that serves the same.
+    /// Sets the API's version as the version of the cache. Without it, the cache reports the oldest version that serves the
+    /// same API.
     pub(super) async fn refresh_version(&self, cache: &WatchCache) {
         let version_request = async {
             let response = self.send_get("/version".to_owned()).await?;

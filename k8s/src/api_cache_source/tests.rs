@@ -19,7 +19,7 @@ use tokio::{
 type Answered = Response<Body>;
 
 fn answer(status: u16, value: &serde_json::Value) -> Answered {
-    // An event ends with its line.
+    // An event ends with a newline.
     let body = Body::from(format!("{value}\n").into_bytes());
     Response::builder().status(status).body(body).unwrap()
 }
@@ -146,7 +146,7 @@ async fn a_silent_api_is_lost_since_its_last_byte_and_a_quiet_one_not() {
     assert_eq!(store.status().lost, None);
     assert!((11..=12).contains(&*asked.borrow()), "{asked:?}");
 
-    // Requests that fail for a while at once do not end an open watch.
+    // Requests that fail immediately for some time do not end an open watch.
     make.send_replace(Is::Refusing);
     let until_asked = *asked.borrow() + 3;
     let mut asks = asked.subscribe();
@@ -168,11 +168,11 @@ async fn a_silent_api_is_lost_since_its_last_byte_and_a_quiet_one_not() {
     until(false).await;
     assert_eq!(store.status().version, 7);
 
-    // Long pauses end as soon as the API answers any request.
+    // Long pauses end as soon as the API responds to any request.
     make.send_replace(Is::Hung);
     until(true).await;
     make.send_replace(Is::Refusing);
-    // Paused time, in which the pauses grow.
+    // Paused time during which the pauses between attempts grow.
     sleep(Duration::from_mins(10)).await;
     make.send_replace(Is::Well);
     let back = Instant::now();

@@ -1,7 +1,7 @@
-//! Client of the `ConfigMap`s of one hosts file: reads, writes and removes them, and changes no other objects.
+//! Client of the `ConfigMap`s of one hosts file. Reads, writes and removes them, and changes no other objects.
 //!
-//! A `ConfigMap` is ours if it has our label, or if we wrote it before. Any other of that name is left unchanged and reported.
-//! Each write names the version that was read, so that no other change is lost unnoticed.
+//! A `ConfigMap` is ours if it has our label, or if we wrote it before. Any other of that name is left unchanged and
+//! reported. Each write names the version that was read, so that no other change is lost unnoticed.
 
 use crate::{
     client::{error_message, watch_error_message},
@@ -28,7 +28,7 @@ pub(super) struct ConfigMaps {
     key: String,
 }
 
-/// A version of a `ConfigMap`, or that there is none; or why that is not known.
+/// Version of a `ConfigMap`, `None` if there is no such object, or the reason for which the version is not known.
 pub(super) type ResourceVersion = Result<Option<String>, String>;
 
 impl ConfigMaps {
@@ -41,7 +41,7 @@ impl ConfigMaps {
         }
     }
 
-    /// The name of the file with this number.
+    /// Returns the name of the file with this number.
     pub(super) fn name(&self, number: usize) -> String {
         match number {
             0 => self.name.clone(),
@@ -60,7 +60,7 @@ impl ConfigMaps {
             .map_err(Into::into)
     }
 
-    /// Writes this text in place of the version that was read.
+    /// Replaces the version that was read with this text.
     pub(super) async fn write(
         &self,
         number: usize,

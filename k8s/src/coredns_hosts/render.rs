@@ -1,9 +1,10 @@
 //! Content of the hosts file: a pure function of the nodes' addresses.
 //!
-//! The file has an entry for every node that has an address, and no others, in order. Beyond the size limit of an object there
-//! are further files. Each name belongs to one of them by its hash alone (rendezvous: the file whose hash with the name is the
-//! highest). So one change is one write, and a further file takes its share from all others and moves nothing else. The number of
-//! files decreases only when there is room to spare: otherwise a fleet at the limit would be rewritten again and again.
+//! The file has an entry for every node that has an address, and no others, in order. If the entries exceed the size limit of
+//! an object, there are further files. Each name belongs to one of the files by its hash alone (rendezvous hashing: the file
+//! whose hash with the name is the highest). So one change is one write. A new file takes its share from all others, and no
+//! other entry moves. The number of files decreases only when there is spare room. Otherwise a fleet at the limit would be
+//! rewritten again and again.
 
 use causeway_certs::NodeName;
 use causeway_gateway::{
@@ -13,7 +14,8 @@ use causeway_gateway::{
 use sha2::{Digest, Sha256};
 use std::{collections::BTreeMap, fmt::Write, net::IpAddr};
 
-/// Size limit of one file, in bytes. An object may have 1 MiB; names of its fields and metadata of other managers need some.
+/// Size limit of one file, in bytes. An object may have 1 MiB, and the names of its fields and metadata of other managers
+/// need a part of it.
 pub(super) const MAX_FILE_BYTES: usize = 900_000;
 
 /// Format of the files.
@@ -21,7 +23,7 @@ pub(super) struct RenderOptions {
     format: HostsFormat,
     /// Zones, without leading or trailing dots.
     zones: Vec<String>,
-    /// Addresses for an edge's name.
+    /// Addresses for the name of an edge's node.
     addresses: Vec<IpAddr>,
     limit: usize,
 }
@@ -33,12 +35,12 @@ struct HostEntry {
 }
 
 impl HostEntry {
-    /// Returns the length with line ends.
+    /// Returns the length in bytes, with line ends.
     fn len(&self) -> usize {
         self.lines.iter().map(|line| line.len() + 1).sum()
     }
 
-    /// To which of so many files it belongs.
+    /// Returns the index of the file, among `file_count` files, that the entry belongs to.
     fn file_index(&self, file_count: usize) -> usize {
         let hash = |file: &usize| {
             let mut hash = Sha256::new();

@@ -1,8 +1,9 @@
-//! Publisher of the CA that edges are to trust, in a `ConfigMap`, so that a node finds the CA with access to its cluster only.
+//! Publisher of the CA that edges must trust, in a `ConfigMap`. A node with access to its cluster needs nothing else to find
+//! the CA.
 //!
-//! The `ConfigMap` has exactly this gateway's roots when the gateway starts, and whenever they change; otherwise only missing
-//! roots are restored. So several gateways that apply a new root one after the other do not overwrite each other. When the last
-//! one has retired the old root, that root is gone.
+//! The `ConfigMap` has exactly this gateway's roots when the gateway starts, and whenever they change. At other times only
+//! missing roots are restored. So several gateways that apply a new root one after the other do not overwrite each other. The
+//! old root is gone once the last gateway has retired it.
 
 use super::{BACKOFF_RANGE, REQUEST_TIMEOUT};
 use crate::{
@@ -30,15 +31,15 @@ use tokio::{
 /// Field manager under which the API records writes.
 const FIELD_MANAGER: &str = "causeway-ca";
 
-/// Publisher that keeps the `ConfigMap` in step with the roots.
+/// Publisher that synchronizes the `ConfigMap` with the roots.
 pub(super) struct CaPublisher {
     client: Client,
     namespace: String,
     name: String,
     roots: watch::Receiver<String>,
-    /// Present content, once it is known; an empty text if there is none.
+    /// Present content, once it is known. The text is empty if there is no content.
     current: Option<String>,
-    /// Whether the content has to be exactly our roots.
+    /// Whether the content must be exactly our roots.
     must_match: bool,
     watch_log: LogThrottle,
     write_log: LogThrottle,
@@ -131,7 +132,7 @@ impl CaPublisher {
     }
 }
 
-/// Returns the content to write, or `None` if the present content is right.
+/// Returns the content to write, or `None` if the present content is correct.
 fn desired_content(current: &str, own_roots: &str, must_match: bool) -> Option<String> {
     let current_certificates = parse_certificates(current);
     let missing = parse_certificates(own_roots)

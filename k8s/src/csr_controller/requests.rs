@@ -1,7 +1,7 @@
 //! Queue of the requests of one signer that still need an action.
 //!
-//! Signed, denied and failed requests are removed. The last reported reason of a request is stored for as long as the request
-//! exists: a watch that restarts must not cause a second report.
+//! Signed, denied and failed requests are removed. The last reported reason of a request is stored as long as the request
+//! exists. So a restarted watch causes no second report.
 
 use super::validate::ValidCsr;
 use crate::csr_client::find_condition;
@@ -22,7 +22,7 @@ pub(super) struct Csr {
     /// Time of the request, in Unix seconds.
     pub(super) requested_at: u64,
     pub(super) approved: bool,
-    /// Whether it is exactly what its node may ask for; else why not.
+    /// Node and key of the request if it is exactly the one that its node may make, or else the reason for which it is not.
     pub(super) validation: Result<ValidCsr, String>,
     /// Reference to the request, for events.
     pub(super) object_ref: ObjectReference,
@@ -31,13 +31,13 @@ pub(super) struct Csr {
 #[derive(Debug)]
 struct QueueEntry {
     request: Arc<Csr>,
-    /// Last reported reason why the request was left as it is.
+    /// Last reported reason for which the request was left pending.
     reported_reason: Option<String>,
-    /// Whether the gateway has signed the request; later events of it are out of date.
+    /// Whether the gateway has signed the request. Later events of the request are out of date.
     is_signed: bool,
     /// Whether the request is queued already.
     is_queued: bool,
-    /// Whether the request was in the list that is in progress.
+    /// Whether the request is in the list that is in progress.
     is_listed: bool,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct CsrQueue {
 }
 
 impl CsrQueue {
-    /// A list begins.
+    /// Begins a list.
     pub(super) fn begin_list(&mut self) {
         for entry in self.entries.values_mut() {
             entry.is_listed = false;
@@ -120,7 +120,7 @@ impl CsrQueue {
         self.entries.remove(name);
     }
 
-    /// Queues every request again whose outcome depends on the table of nodes.
+    /// Queues again every request whose outcome depends on the table of nodes.
     pub(super) fn requeue_all(&mut self) {
         for (name, entry) in &mut self.entries {
             if !entry.is_signed && !entry.is_queued && entry.request.validation.is_ok() {
@@ -158,7 +158,7 @@ impl CsrQueue {
         }
     }
 
-    /// Records the reason why the request is left as it is. Returns whether this reason was not reported yet.
+    /// Records the reason for which the request is left pending. Returns whether this reason was not reported yet.
     pub(super) fn record_reason(&mut self, request: &Csr, why: &str) -> bool {
         let Some(entry) = self.entries.get_mut(&request.name) else {
             return false;

@@ -1,8 +1,9 @@
-//! Validation of a request: it must be exactly what a node may ask for. A pure function of the request and the configuration.
+//! Validation of a request: it must be exactly the one that a node may make. A pure function of the request and the
+//! configuration.
 //!
 //! The requester is the identity that the API server has authenticated, never a claim in the request. It is a node's own
-//! credentials, or the token of a service account that was given to a pod on that node. A request for more or less than an edge
-//! needs is invalid: the gateway approves nothing that a person should have looked at.
+//! credentials, or the token of a service account that was given to a pod on that node. A request for more or less than an
+//! edge needs is invalid: the gateway approves no request that a person should examine.
 
 use crate::csr::{CERTIFICATE_SECONDS, CSR_USAGES, POD_NODE_KEY};
 use causeway_certs::{NodeName, VerifiedPublicKey};
@@ -11,7 +12,7 @@ use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
 use std::time::Duration;
 
-/// A request that is right.
+/// A valid request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ValidCsr {
     /// Node that requests the certificate for itself.
@@ -48,7 +49,7 @@ pub(super) fn validate(
     })
 }
 
-/// Whether it is one that edges ask for: the cluster's own signers are asked by others, too.
+/// Whether a request is an edge's, because the cluster's own signers also receive other requests.
 pub(super) fn is_edge_request(csr: &CertificateSigningRequest, settings: &CsrSigning) -> bool {
     let request = decode_request(csr).unwrap_or_default();
     let subject = settings.subject();

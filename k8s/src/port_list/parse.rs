@@ -9,13 +9,13 @@ const RESERVED_PORTS: [u16; 2] = [10250, 10255];
 const INSECURE_PORT: &str = "10264";
 /// The older key.
 const PAIRS_KEY: &str = "dnat-ports-pair";
-/// Maximum number of ports. Each is a listener; more are a mistake.
+/// Maximum number of ports. Each port is a listener, and a longer list is a mistake.
 const MAX_PORTS: usize = 256;
 
-/// Returns the ports under these keys, and by its key each entry that is no port.
+/// Returns the ports under these keys, and each entry that is not a port, with its key.
 ///
 /// # Errors
-/// If there are too many.
+/// If there are too many ports.
 pub(super) fn parse_ports(
     data: &BTreeMap<String, String>,
 ) -> Result<(NodePorts, Vec<String>), String> {
@@ -59,7 +59,7 @@ pub(super) fn parse_ports(
     Ok((ports, faults))
 }
 
-/// Returns the port of a pair, if the pair maps it to the listener for HTTP.
+/// Returns the port of a pair that maps it to the listener for HTTP.
 fn mapped_port(pair: &str) -> Result<Option<u16>, String> {
     let Some((from, to)) = pair.split_once('=') else {
         return Err(format!(

@@ -1,6 +1,6 @@
 //! Selection of the ports of a list that can be served, if one entry prevents the gateway from serving the whole list.
 //!
-//! Only an attempt shows the entry, because its port may be taken by another program. The list is halved until the refused
+//! Only an attempt finds that entry, because its port may be taken by another program. The list is halved until the refused
 //! entries are isolated.
 
 use causeway_gateway::config::NodePorts;
@@ -16,10 +16,11 @@ enum List {
     Loopback,
 }
 
-/// Applies `wanted` in place of `before`, or as much of it as is not refused. Returns what is in force, and why the rest is not.
+/// Applies `desired` in place of `previous`, or as much of it as is accepted. Returns the ports in force, and the reasons for
+/// which the others are not.
 ///
 /// # Errors
-/// The reason if nothing new could be applied: then `before` is in force.
+/// The reason, if nothing new could be applied. `previous` is then in force.
 pub(super) async fn apply(
     previous: &NodePorts,
     desired: &NodePorts,
@@ -52,7 +53,7 @@ pub(super) async fn apply(
     Ok((ports(&served), rejections))
 }
 
-/// Returns the second half, and the first, which is taken from the end first.
+/// Returns the second half and then the first half, because `apply` takes the last element first.
 fn halves(entries: &[Entry]) -> [&[Entry]; 2] {
     let (first, second) = entries.split_at(entries.len() / 2);
     [second, first]
@@ -94,7 +95,7 @@ mod tests {
         }
     }
 
-    /// Applies where ports of `taken` cannot be served; returns the outcome and the number of attempts.
+    /// Applies a list of which the ports in `taken` cannot be served. Returns the outcome and the number of attempts.
     async fn applied(
         before: &[u16],
         wanted: &[u16],

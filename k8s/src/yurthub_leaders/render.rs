@@ -1,8 +1,8 @@
 //! Content of `leader-hub-POOL`: a function of its former content, and of the edges that are connected here.
 //!
-//! Names of leaders are never names of nodes, but `causeway:NODE`. A `YurtHub` whose own node is among the leaders reads at the
-//! API, and the `YurtHub` of a leader edge is to read at the edge as all others do. An annotation lists the gateways of each
-//! edge, and the resources that `YurtHub` can read there. Each gateway adds and removes itself alone, and an edge without
+//! Names of leaders are never names of nodes, but `causeway:NODE`. A `YurtHub` whose own node is among the leaders reads at
+//! the API, but the `YurtHub` of a leader edge must read at the edge as all others do. An annotation lists the gateways of
+//! each edge, and the resources that `YurtHub` can read there. Each gateway adds and removes only itself, and an edge without
 //! gateways is removed.
 
 use causeway_gateway::state::NodePoolEndpoints;
@@ -16,21 +16,22 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Prefix of each map's name; the pool follows.
+/// Prefix of each map's name, followed by the pool.
 pub(super) const PREFIX: &str = "leader-hub-";
 /// Label by which `YurtHub` finds the map. Its value is the map's name.
 pub(super) const CONFIGMAP_NAME_LABEL: &str = "openyurt.io/configmap-name";
-/// Annotation with the facts of each leader edge: a JSON object.
+/// Annotation with the attributes of each leader edge: a JSON object.
 const LEADERS_ANNOTATION: &str = "causeway.io/leaders";
 /// Prefix of names of edges among leaders.
 const EDGE_PREFIX: &str = "causeway:";
-/// Delay before an edge that is no longer connected here is removed: an edge that reconnects should not cause `YurtHub` to move.
+/// Delay before an edge that is no longer connected here is removed. A short reconnection should not move `YurtHub` to
+/// another edge.
 const REMOVAL_DELAY: Duration = Duration::from_secs(30);
-/// Interval at which a gateway confirms its edges, in seconds. A gateway without a confirmation for `CONFIRM_EXPIRY` has ended, whatever
-/// clocks say.
+/// Interval at which a gateway confirms its edges, in seconds. A gateway without a confirmation for `CONFIRM_EXPIRY` has
+/// ended, even if clocks differ.
 const CONFIRM_INTERVAL: u64 = 10 * 60;
 const CONFIRM_EXPIRY: u64 = 30 * 60;
-/// Edges of one pool in the map, at most.
+/// Maximum number of edges of one pool in the map.
 const MAX_LEADERS: usize = 8;
 
 /// Keys of the map's data, as `OpenYurt`'s `hubleaderconfig` controller writes them.
@@ -45,7 +46,7 @@ struct LeaderEntry {
     /// Address of the edge in the form of a URL.
     #[serde(skip)]
     at: String,
-    /// Gateways that have the edge, and the time of each one's last confirmation, in Unix seconds.
+    /// Gateways to which the edge is connected, and the time of each gateway's last confirmation, in Unix seconds.
     #[serde(default)]
     by: BTreeMap<String, u64>,
     /// Resources that `YurtHub` can read there, in its format.
@@ -57,7 +58,7 @@ struct LeaderEntry {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct LeaderMap {
     leaders: BTreeMap<String, LeaderEntry>,
-    /// Resources that `YurtHub` was told to read, if there is no edge.
+    /// Resources that `YurtHub` was last configured to read, if there is no edge.
     resources: BTreeSet<String>,
     /// Whether the map has exactly this content.
     is_canonical: bool,
@@ -70,9 +71,9 @@ pub(super) struct RenderContext<'a> {
     pub(super) now: Instant,
     /// Time in Unix seconds.
     pub(super) unix_now: u64,
-    /// Edges of this gateway that are no longer connected here, and since when.
+    /// Edges of this gateway that are no longer connected here, and the time since when.
     pub(super) absent_since: &'a mut BTreeMap<String, Instant>,
-    /// Whether a node may be a leader at all, if this gateway does not serve it.
+    /// Whether a node that is not connected here may be a leader.
     pub(super) may_lead: &'a dyn Fn(&str) -> bool,
 }
 
@@ -113,7 +114,7 @@ impl LeaderMap {
         read
     }
 
-    /// Returns the next content, with these edges connected here.
+    /// Returns the next content, if the edges in `endpoints` are connected here.
     pub(super) fn next_content(
         &self,
         endpoints: Option<&NodePoolEndpoints>,
@@ -150,7 +151,7 @@ impl LeaderMap {
         }
     }
 
-    /// Returns the leaders that stay, without the facts of edges that are connected here.
+    /// Returns the leaders that stay, without the attributes of edges that are connected here.
     fn remaining_leaders(
         &self,
         endpoints: Option<&NodePoolEndpoints>,
@@ -213,7 +214,7 @@ impl LeaderMap {
         all.join(",")
     }
 
-    /// Whether both maps tell `YurtHub` the same.
+    /// Whether both maps have the same meaning for `YurtHub`.
     pub(super) fn has_same_leaders(&self, other: &Self) -> bool {
         self.leaders() == other.leaders() && self.resources == other.resources
     }
@@ -225,7 +226,7 @@ fn common_resources(leaders: &BTreeMap<String, LeaderEntry>) -> Option<BTreeSet<
     all.reduce(|all, one| &all & &one)
 }
 
-/// Returns an IP for a URL: `YurtHub` writes `https://`, this, and its port.
+/// Returns an IP address for a URL: `YurtHub` writes `https://`, this text, and its port.
 fn url_host(address: IpAddr) -> String {
     match address {
         IpAddr::V4(at) => at.to_string(),

@@ -118,7 +118,7 @@ fn an_additional_file_takes_names_and_changes_no_other_entry() {
 #[test]
 fn there_are_fewer_files_only_once_there_is_room_to_spare() {
     let style = style(&CoreDnsHosts::default(), 1000);
-    // Some 35 bytes each: just enough for one file stays in two.
+    // About 35 bytes each: entries that just fit into one file stay in two.
     let tight = many(25);
     assert_eq!(style.render_files(&tight, 0).len(), 1);
     assert_eq!(style.render_files(&tight, 1).len(), 1);

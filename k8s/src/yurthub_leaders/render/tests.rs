@@ -29,7 +29,7 @@ fn map(content: &LeaderMap) -> ConfigMap {
     map
 }
 
-/// The inputs of a gateway that checks.
+/// Inputs of a gateway that renders.
 struct Gateway {
     own: &'static str,
     absent: BTreeMap<String, Instant>,
@@ -137,7 +137,7 @@ async fn entries_of_a_dead_gateway_expire_or_end_with_their_node() {
     let later = other.looks_at(&left, None, CLOCK + CONFIRM_EXPIRY, true);
     assert_eq!(later.leaders(), "");
     assert_eq!(other.looks_at(&left, None, CLOCK, false).leaders(), "");
-    // The gateway that has it renews it in time, and not at each check.
+    // The connected gateway renews the confirmation in time, and not at each check.
     let mut own = Gateway::called("gw-1");
     assert_eq!(
         own.looks_at(&left, Some(&north), CLOCK + CONFIRM_INTERVAL - 1, true),
