@@ -2,7 +2,7 @@
 //!
 //! The edge's key never leaves the edge: `PrivateKey` creates the key and a request that proves its possession.
 //! `VerifiedPublicKey` is the part that the gateway takes from a request: the public key, after its signature was verified.
-//! Names, usages and CA:TRUE in a request are not even read, unless a cluster shows them to people. In that case the request
+//! Names, usages and CA:TRUE in a request are not even read, unless people see them in a cluster. In that case the request
 //! must name its node only.
 
 use rcgen::{CertificateParams, KeyPair, SanType, SubjectPublicKeyInfo};

@@ -1,9 +1,9 @@
 //! Causeway's identities: identification by certificate or token, and the storage of both.
 //!
 //! Owns rcgen and rustls' configurations, opens no socket, and knows neither HTTP nor Kubernetes. Reading order: names, the
-//! content of a certificate, the CA that issues, certificate requests, issued leaves, join tokens, the edge's own identity,
-//! the verification of peers, the selection of a leaf at a listener, and the data directory that stores it all. The one rule:
-//! an identity is what our own root has signed, never a claim of the peer.
+//! content of a certificate, the CA that issues, certificate requests, issued leaves, and join tokens. Then follow the edge's
+//! own identity, the verification of peers, the selection of a leaf at a listener, and the data directory that stores it all.
+//! The one rule: an identity is what our own root has signed, never a claim of the peer.
 
 pub mod name;
 

@@ -310,7 +310,7 @@ impl From<IpAddr> for HostName {
 }
 
 impl From<&NodeName> for HostName {
-    /// Node names may be addresses, since Kubernetes permits them.
+    /// Returns an address if the name is one, since Kubernetes permits nodes that are named by their address.
     fn from(node: &NodeName) -> Self {
         node.as_str()
             .parse()

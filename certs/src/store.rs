@@ -1,7 +1,7 @@
 //! The data directory: all state that outlives a process, typed.
 //!
 //! `ca.json`, `ca.pem` and `tickets.key` of the gateway, `tokens.json`, `nodes.json`, `pins.json`, `edge.json` of an edge,
-//! and small `run-…` files by which a command finds another process; `version` names the format of the files. The directory
+//! and small `run-…` files, by which a command finds another process. `version` names the format of the files. The directory
 //! has mode 0700 and each file 0600. Each file belongs to the directory's user, whichever user wrote it. The store never
 //! repairs: it names a file that cannot be parsed, and the process stops. `atomic_file` reads and writes the files. Every
 //! method here blocks on the disk.

@@ -2,8 +2,8 @@
 //! pattern.
 //!
 //! `JoinToken` is the text that the operator passes on, `cwj1.<id>.<secret>.<sha256 of the CA>`. The last part lets the edge
-//! recognise the gateway before it has any root. `TokenStore` stores the other half, with a hash instead of the secret. The one
-//! rule: a token is spent on disk before any peer learns that it was valid.
+//! recognise the gateway before it has any root. `TokenStore` stores the other half, with a hash instead of the secret. The
+//! one rule: a token is spent on disk before any peer receives the information that it was valid.
 
 mod store;
 

@@ -345,8 +345,8 @@ fn check_chain(chain: &[CertificateDer<'_>]) -> Result<(), CaError> {
     Ok(())
 }
 
-/// Whether a signature is valid, as far as its algorithm is known here. `verify_leaf` checks all signatures, but does not
-/// report the wrong one.
+/// Whether a signature is valid, as far as its algorithm is known here. [`ListenerChain::verify`] checks all signatures, but
+/// does not report the wrong one.
 fn is_signed_by(certificate: &CertificateDer<'_>, above: &CertificateDer<'_>) -> bool {
     let parse = |der| X509Certificate::from_der(der).ok().map(|(_, read)| read);
     let (Some(below), Some(above)) = (parse(certificate), parse(above)) else {

@@ -20,7 +20,7 @@ fn facts(leaf: &LeafCertificate) -> Certificate {
     Certificate::parse(&leaf.chain()[0]).unwrap()
 }
 
-/// Returns a request that asks for all that it must not get.
+/// Returns a request with names, usages and CA:TRUE, none of which may be granted.
 fn greedy_request() -> Vec<u8> {
     let mut params = CertificateParams::new(vec!["edge-9".to_owned()]).unwrap();
     params.subject_alt_names.push(SanType::URI(

@@ -1,7 +1,7 @@
 //! Files of the data directory: complete, private, and either old or new but never partial.
 //!
 //! A file is written to a temporary file beside it and synced to the disk. Then it is renamed, and the rename is synced too.
-//! A failure before the rename leaves the old file unchanged. Files that several processes change are changed with `update`.
+//! An error before the rename leaves the old file unchanged. Files that several processes change are changed with `update`.
 //! Every write happens under an advisory lock on `.lock`, which the kernel releases when its holder dies. The next holder
 //! removes temporary files that a killed holder left.
 

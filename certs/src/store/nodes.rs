@@ -69,7 +69,7 @@ pub enum NodeUpdate {
 }
 
 impl NodeRecord {
-    /// Returns the record of a node of which only the name is known, because an external CA issues its certificates.
+    /// Returns the record of a node with only its name, because an external CA issues its certificates.
     pub fn name_only(node: &NodeName, at: u64) -> Self {
         Self {
             node: node.clone(),

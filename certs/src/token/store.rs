@@ -2,8 +2,8 @@
 //!
 //! The gateway redeems tokens and `causeway token create` creates them, in two processes. So each operation takes the
 //! directory's lock, reads the file again, changes it, and writes it to the disk before it returns. If two edges redeem one
-//! token at once, the second finds it used. Every method does blocking I/O and may wait for the lock: call it off the worker
-//! threads.
+//! token at once, the second finds it used. Every method does blocking I/O and may wait for the lock, so it must not be
+//! called on a worker thread.
 
 use std::time::Duration;
 

@@ -46,7 +46,7 @@ impl fmt::Display for Purpose {
 /// Revocation check by serial number (as in the certificate) and identity. Returns whether the certificate is revoked.
 pub type IsRevokedFn<'a> = &'a dyn Fn(&[u8], &Identity) -> bool;
 
-/// Revocation check that revokes no certificate, for peers without a revocation list.
+/// Returns `false`: a revocation check for peers without a revocation list.
 pub fn none_revoked(_serial: &[u8], _identity: &Identity) -> bool {
     false
 }
@@ -57,7 +57,7 @@ pub enum PeerRejected {
     /// There is no certificate. A client may authenticate by other means.
     #[error("no certificate presented")]
     NoCertificate,
-    /// No root that this port trusts has signed it.
+    /// The certificate is not signed by any root that this port trusts.
     #[error("the certificate is not issued by a CA that is trusted here")]
     UnknownIssuer,
     /// The certificate has expired.

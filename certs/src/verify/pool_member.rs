@@ -1,7 +1,7 @@
 //! The site network: TLS between edges of one node pool, without a gateway.
 //!
-//! Both ends present their edge certificate and its issuer. Each end checks three properties of the other's certificate: it
-//! is valid now and below our roots by the issuer for edges, it names a node, and this node is a member of the pool. The
+//! Both ends present their edge certificate and its issuer. Each end checks three properties of the other's certificate. The
+//! certificate is valid now, and our issuer for edges has signed it. It names a node. This node is a member of the pool. The
 //! dialling end sets the expected node as the server's name and accepts no other member; the name is not sent. No TLS session
 //! resumes, so each handshake checks again that the node is a member.
 

@@ -2,9 +2,9 @@
 //!
 //! A ticket (RFC 5077 §4, RFC 8446 §4.6.1) is encrypted under a key that is derived from a secret of the data directory and
 //! the day. So edges resume at a gateway that has restarted, and at each replica that has the same secret. This is limited to
-//! TLS 1.3, in which the secrecy of a resumed connection comes from its own key exchange: an attacker who steals the secret
-//! later cannot read past connections. It is also limited to tunnels: on a port that issues certificates, a forged session
-//! would be as valuable as a certificate.
+//! TLS 1.3, in which the secrecy of a resumed connection comes from its own key exchange. So an attacker who steals the
+//! secret later cannot read past connections. It is also limited to tunnels: on a port that issues certificates, a forged
+//! session would be as valuable as a certificate.
 
 use std::fmt;
 
