@@ -1,7 +1,7 @@
 //! Errors of a configuration, worded so that its author can correct it.
 //!
-//! Validation never stops at the first fault: it collects all faults in `ConfigErrors`, each with the path of the value in
-//! the form `listeners[1].listen`, which the binary turns into a file, a line and a column.
+//! Validation never stops at the first fault: `ConfigErrors` collects all faults. Each has the path of its value in the form
+//! `listeners[1].listen`. The binary converts the path to a file, a line and a column.
 
 use std::fmt;
 use std::fs::File;

@@ -1,8 +1,14 @@
 //! Configuration types that gateway and edge share.
 //!
-//! Durations and sizes as people write them, secrets that no log shows, addresses that may be a unix socket, `ConfigError` for
-//! the fault of a value and its path, the channel by which a running process is asked to reload, and the description of admin
-//! listeners (OpenAPI). Knows neither YAML nor flags: the binary reads those, these types only parse text.
+//! Contains:
+//! - durations and sizes as people write them;
+//! - secrets that no log contains;
+//! - addresses that may be a unix socket;
+//! - `ConfigError` for the fault of a value and its path;
+//! - the channel for reload requests to a running process;
+//! - the description of admin listeners (OpenAPI).
+//!
+//! This crate knows neither YAML nor flags: the binary reads those, and these types only parse text.
 
 mod address;
 mod error;

@@ -1,7 +1,7 @@
 //! A key that is present, as distinct from one that is left out.
 //!
-//! If a missing key means "any", an empty list must not mean the same. A list that a template left empty would allow everything
-//! that it was meant to restrict.
+//! If a missing key means "any", an empty list must not mean the same. Otherwise a list that a template left empty would
+//! allow everything that it was meant to restrict.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
