@@ -1,8 +1,8 @@
 //! Delay before the next attempt to dial.
 //!
-//! A long back-off protects the gateway but keeps an edge away after its network has returned. So the delay is long only if
-//! the other end refused, or requested a delay. While the network is silent, an attempt is made every 2 s. Jitter spreads
-//! over the upper half of each delay, so that edges that lost their gateway at one moment do not all return at one moment.
+//! A long back-off protects the gateway, but it delays an edge whose network has returned. So the delay is long only if the
+//! other end refused, or requested a delay. While the network is silent, an attempt is made every 2 s. Jitter spreads over
+//! the upper half of each delay, so that edges that lost their gateway at one moment do not all return at one moment.
 
 use std::time::Duration;
 

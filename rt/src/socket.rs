@@ -2,7 +2,7 @@
 //!
 //! A reset from one side of a relay must reach the other side as a reset: [`Socket::abort`] makes the next close an RST
 //! (`SO_LINGER` 0). [`CountedIo`] lies below TLS and records the time of the last byte for the keepalive. Its socket can be
-//! taken out and put back, by which a live connection moves to another thread. `SO_SNDBUF` and `SO_RCVBUF` of a tunnel's
+//! taken out and put back, so that a live connection can move to another thread. `SO_SNDBUF` and `SO_RCVBUF` of a tunnel's
 //! socket are not set (invariant 11).
 
 use socket2::SockRef;
