@@ -29,7 +29,7 @@ const MAX_POINTS: u64 = 10_000;
 const POINTS_PER_SECOND: u64 = 1_000;
 /// Points that a request earns: the cost of a client's usual frames for one stream, with a PING and a PRIORITY.
 const POINTS_PER_STREAM: u64 = 24;
-/// Points for a frame that an honest client sends seldom: SETTINGS, PING, unknown kinds.
+/// Points for a frame that an honest client rarely sends: SETTINGS, PING, unknown kinds.
 const RARE_FRAME_COST: u64 = 10;
 /// Error code for a peer that generates excessive load (RFC 9113 §7).
 const ENHANCE_YOUR_CALM: u32 = 11;

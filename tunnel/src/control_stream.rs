@@ -131,7 +131,7 @@ impl AnnouncedPorts {
     pub const MAX_PORTS: usize = 4096;
 }
 
-/// Members of a node pool that read the cluster's objects together: the leader reads at the gateway for the whole pool, and
+/// Members of a node pool that read the cluster's objects together. The leader reads at the gateway for the whole pool, and
 /// the other members read at the leader. An edge without a confirmed pool receives no such message, and reads at the gateway
 /// itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -201,7 +201,7 @@ pub enum GatewayMessage {
     Gateways {
         /// All addresses of gateways, each `host:port`.
         gateways: Vec<String>,
-        /// As [`GatewayHello::replicas`].
+        /// Number of gateways, as in [`GatewayHello::replicas`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
         replicas: Option<u32>,
     },

@@ -27,7 +27,7 @@ struct Inner<S> {
     io: S,
     /// Bytes that h2 has written and that are not sent yet. An idle tunnel allocates nothing for them.
     buffer: Vec<u8>,
-    /// Whether the connection below may have something to flush.
+    /// Whether bytes were written to the connection below and not yet flushed.
     unflushed: bool,
     /// Error of an uncork, which h2 receives at its next read or write.
     pending_error: Option<io::Error>,

@@ -110,7 +110,8 @@ pub struct StreamResponder {
 pub struct Withdrawal(OpenStreamGuard);
 
 impl Withdrawal {
-    /// Marks the stream as withdrawn. The holder of the stream drops it now, and the reset carries the reason to the gateway.
+    /// Marks the stream as withdrawn. The holder of the stream must drop it then, and the reset carries the reason to the
+    /// gateway.
     pub fn withdraw(&self) {
         self.0.withdraw();
     }
@@ -378,7 +379,7 @@ impl StreamResponder {
         let _ = self.send(head, true);
     }
 
-    /// Returns a handle by which the stream can be withdrawn later.
+    /// Returns a handle with which the stream can be withdrawn later.
     pub fn withdrawal_handle(&self) -> Withdrawal {
         Withdrawal(self.counter.guard().clone())
     }

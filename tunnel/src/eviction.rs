@@ -16,8 +16,8 @@ use tokio::time::{Instant, sleep};
 /// Memory of a stalled stream, in bytes, besides the content of its window: the buffers of HTTP and TLS. Stalled downloads
 /// cost 200 KiB each at the gateway, and 270 KiB at the edge.
 pub const STREAM_OVERHEAD_BYTES: usize = 320 << 10;
-/// Memory of the kernel that a stream can hold on one machine, in bytes: the sum to which the default `net.ipv4.tcp_wmem`
-/// and `tcp_rmem` let an upstream's send buffer and the edge's receive buffer grow.
+/// Maximum kernel memory of a stream on one machine, in bytes: the limits of an upstream's send buffer and of the edge's
+/// receive buffer. These are the defaults of `net.ipv4.tcp_wmem` and `tcp_rmem`.
 const MAX_SOCKET_BUFFERS: usize = (4 << 20) + (6 << 20);
 /// Interval between two checks while streams may be stalled.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);

@@ -6,9 +6,9 @@
 //! - 160 MB/s × round trip, rounded up to 4, 8 or 16 MiB;
 //! - the remaining budget of the tunnel / open streams.
 //!
-//! The window changes by factors of two only, down at once and up with a delay. So a crowd of short streams causes few
-//! SETTINGS. The size that fills a link is one of those steps itself. So a round trip that is measured slightly shorter than
-//! the last one changes nothing, where it would otherwise halve the window.
+//! The window changes by factors of two only, down at once and up with a delay. So many short streams cause few SETTINGS. The
+//! size that fills a link is one of those steps itself. A round trip that is measured slightly shorter than the last one
+//! therefore changes nothing. Otherwise it would halve the window.
 
 use std::time::Duration;
 

@@ -382,12 +382,12 @@ impl Tunnel {
         self.shared.window_grant.enable();
     }
 
-    /// Sets whether requests may have a [`TargetOverflow`] from now on.
+    /// Sets whether requests are allowed to have a [`TargetOverflow`] from now on.
     pub fn allow_long_targets(&self, allowed: bool) {
         self.shared.long_targets.store(allowed, Relaxed);
     }
 
-    /// Sets whether upgrades may have a body ([`wire::CONTENT`]) from now on.
+    /// Sets whether upgrades are allowed to have a body ([`wire::CONTENT`]) from now on.
     pub fn allow_upgrade_bodies(&self, allowed: bool) {
         self.shared.upgrade_bodies.store(allowed, Relaxed);
     }

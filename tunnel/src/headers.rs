@@ -154,7 +154,7 @@ fn common_length(fields: &HeaderMap) -> Option<u64> {
     common
 }
 
-/// Returns the protocols that a request asks to switch to (RFC 9110 §7.8), if there are any. `Upgrade` counts only if
+/// Returns the protocols to which a request asks to switch (RFC 9110 §7.8), if there are any. `Upgrade` counts only if
 /// `Connection` names it.
 pub fn upgrade_token(headers: &HeaderMap) -> Option<&str> {
     let token = headers.get(UPGRADE)?.to_str().ok()?;

@@ -1,9 +1,9 @@
 //! Protocol and connection code shared by both ends of a Causeway tunnel.
 //!
-//! A tunnel is one mutually authenticated TLS 1.3 connection, dialled by an edge, on which HTTP/2 runs reversed (ALPN
-//! `rh2`): the gateway is the HTTP/2 client, the edge the server. This crate knows HTTP/2; it reads no configuration file
-//! and knows nothing of Kubernetes. Sockets and tasks come from the crate `rt`. Reading order: wire format, the two ends of
-//! a connection, streams, bodies.
+//! A tunnel is one mutually authenticated TLS 1.3 connection that an edge has dialled. HTTP/2 runs on it in reverse (ALPN
+//! `rh2`): the gateway is the HTTP/2 client, the edge the server. This crate knows HTTP/2; it reads no configuration file and
+//! knows nothing of Kubernetes. Sockets and tasks come from the crate `rt`. Reading order: wire format, the two ends of a
+//! connection, streams, bodies.
 
 pub mod wire;
 

@@ -130,7 +130,7 @@ impl StreamSender {
                     .get_or_insert_with(|| self.counter.register_sender());
                 sender_entry.mark_blocked();
                 if sender_entry.progress().poll_evicted(cx).is_ready() {
-                    // The code tells the peer that it was too slow.
+                    // The code informs the peer that it was too slow.
                     self.ended = true;
                     self.inner.send_reset(Reason::ENHANCE_YOUR_CALM);
                     return Poll::Ready(Err(StreamError::Evicted));
@@ -216,7 +216,7 @@ impl StreamSender {
         poll_fn(|cx| self.poll_reset(cx)).await
     }
 
-    /// See [`StreamSender::wait_for_reset`].
+    /// Polls for the event of [`StreamSender::wait_for_reset`].
     pub fn poll_reset(&mut self, cx: &mut Context<'_>) -> Poll<StreamError> {
         match ready!(self.inner.poll_reset(cx)) {
             Ok(reason) => Poll::Ready(h2::Error::from(reason).into()),
@@ -266,7 +266,7 @@ impl StreamReceiver {
         poll_fn(|cx| self.poll_data(cx)).await
     }
 
-    /// See [`StreamReceiver::next_chunk`].
+    /// Polls for the next chunk, see [`StreamReceiver::next_chunk`].
     pub fn poll_data(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, StreamError>>> {
         if self.unreleased > 0 {
             let unreleased = std::mem::take(&mut self.unreleased);

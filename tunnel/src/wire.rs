@@ -68,8 +68,8 @@ pub const MAX_GATEWAYS_PER_EDGE: u32 = 64;
 /// Maximum number of reset streams that a tunnel remembers. The peer is authenticated, and many clients may disconnect at
 /// once.
 pub const MAX_RESETS: usize = 65_536;
-/// Budget for small DATA frames, in bytes of overhead: upstreams that answer in chunks of a few bytes are ordinary (h2's
-/// default ends the connection after some megabytes of them).
+/// Budget for small DATA frames, in bytes of overhead. Upstreams that respond in chunks of a few bytes are ordinary, and h2's
+/// default would end the connection after some megabytes of them.
 pub const DATA_FRAME_BUDGET: usize = usize::MAX / 4;
 /// Longest line of the control stream, in bytes.
 pub const MAX_MESSAGE: usize = 64 * 1024;

@@ -1,9 +1,9 @@
 //! The task that owns a tunnel's connection on the gateway's side.
 //!
 //! The driver moves the connection, probes it, detects its silence and sizes its windows. Only the driver initiates PING and
-//! SETTINGS, and at most one of them is outstanding (invariant 11): two ends that each wait to write a control frame hang for
-//! ever. h2 does not report the acknowledgement of SETTINGS, but refuses new SETTINGS until then. While an acknowledgement
-//! may be missing, the driver sends SETTINGS that change nothing as the next probe.
+//! SETTINGS, and at most one of them is outstanding (invariant 11). Otherwise two ends that each wait to write a control
+//! frame could hang for ever. h2 does not report the acknowledgement of SETTINGS, but refuses new SETTINGS until then. While
+//! an acknowledgement may be missing, the driver sends SETTINGS that change nothing as the next probe.
 
 use super::{
     GatewaySideConfig, Inner, Tunnel,
@@ -37,7 +37,7 @@ use tokio::{
 };
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
-/// Number of PINGs of which the shortest counts as the round trip: a PING under load measures queues.
+/// Number of recent PINGs. The shortest of them counts as the round trip, because a PING under load measures queues.
 const ROUND_TRIP_SAMPLES: usize = 8;
 /// Maximum time for an edge's answer to SETTINGS or to a window grant while bytes arrive. All earlier bytes of the edge
 /// arrive before the answer.
@@ -116,7 +116,7 @@ where
 /// Control frame of ours that may be unanswered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PendingControlFrame {
-    /// None.
+    /// No frame is unanswered.
     Idle,
     /// A PING, sent at this time.
     Ping(Instant),

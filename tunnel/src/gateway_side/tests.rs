@@ -170,7 +170,7 @@ async fn taking_turns(settings: GatewaySideConfig) -> Turning {
     taking_turns_within(settings, budget).await
 }
 
-/// As [`taking_turns`], for an edge with a separate budget, in bytes.
+/// Connects both ends like [`taking_turns`], for an edge with a separate budget, in bytes.
 async fn taking_turns_within(settings: GatewaySideConfig, budget: usize) -> Turning {
     let (near, far) = duplex(256 * 1024);
     let (near, far) = (CountedIo::new(near), CountedIo::new(far));
@@ -784,7 +784,7 @@ async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
 
 #[tokio::test(start_paused = true)]
 async fn an_edge_that_always_takes_less_is_asked_ever_more_seldom() {
-    // The first PING shows that the link is short: the window is lowered, and the edge takes its turn.
+    // The first PING shows that the link is short: the window is lowered, and the edge takes its window grant.
     let settings = GatewaySideConfig {
         round_trip: Duration::from_millis(50),
         ..GatewaySideConfig::default()

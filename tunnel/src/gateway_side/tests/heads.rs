@@ -10,8 +10,8 @@ fn field(octet: u8, length: usize) -> HeaderValue {
     HeaderValue::from_bytes(&vec![octet; length]).unwrap()
 }
 
-/// A tunnel whose edge answers with the field that the path describes: `/octet/length`; with trailers if it begins with
-/// `/trailers`.
+/// Returns a tunnel whose edge answers with the field that the path describes: `/octet/length`. The field is a trailer if the
+/// path begins with `/trailers`.
 async fn answering() -> (Tunnel, Tasks) {
     serving(async |asked| {
         let path = asked.head.uri().path().to_owned();
