@@ -1,8 +1,8 @@
 //! Second attempt for a request that a pooled connection did not accept or did not answer.
 //!
-//! A request that the connection did not accept is sent again. A request that can be repeated (RFC 9110 §9.2.2) and has no
-//! body is also sent again if the upstream closed the pooled connection without a byte of a response. A reset or an invalid
-//! response may be an effect of the request on the upstream, so such a request is not sent again.
+//! A request that the connection did not accept is sent again. So is a request that can be repeated (RFC 9110 §9.2.2) and has
+//! no body, if the upstream closed the pooled connection without a byte of a response. After a reset or an invalid response a
+//! request is not sent again, since that may be an effect of the request on the upstream.
 
 use http::{Method, Request};
 use hyper::client::conn::TrySendError;
