@@ -376,7 +376,7 @@ fn apply_event(store: &Store, line: &[u8]) -> Result<Option<WatchEnd>, Reflector
     Ok(None)
 }
 
-/// Returns the time for which the source's own source has been away, if it is.
+/// Returns the time since which the source has lost its own source, if it has.
 fn view_age(headers: &HeaderMap) -> Option<Duration> {
     let seconds = headers.get(AGE)?.to_str().ok()?.parse().ok()?;
     Some(Duration::from_secs(seconds))

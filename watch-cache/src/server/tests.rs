@@ -389,7 +389,7 @@ async fn metadata_is_served_on_request_and_kubectl_gets_no_table() {
     assert_eq!(list["kind"], "PartialObjectMetadataList");
     assert_eq!(list["items"][0]["kind"], "PartialObjectMetadata");
     assert!(list["items"][0].get("spec").is_none() && list["metadata"]["continue"].is_string());
-    // As kubectl asks; `includeObject` applies only to tables.
+    // The request of kubectl; `includeObject` applies only to tables.
     let table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json;as=Table;v=v1beta1;g=meta.k8s.io";
     let (kind, bytes) = ask(&format!("{table},application/json")).await;
     assert_eq!(kind, "application/json");

@@ -121,9 +121,9 @@ impl Store {
 
 /// Appends the events that lead from the state at one version to a list at a later one.
 ///
-/// Missing objects were deleted at unknown versions. A client resumes from the version of the last event that it received, so no
-/// two events may have the list's version. All but the last have versions within the outage, and a client that was cut off there
-/// lists anew.
+/// Missing objects were deleted at unknown versions. A client resumes from the version of the last event that it received, so
+/// no two events may have the list's version. All events except the last have versions within the outage. A client that was
+/// disconnected at one of these versions lists again.
 fn apply_list_diff(inner: &mut Inner, version: u64, objects: Vec<Arc<Object>>) {
     let old_version = inner.version;
     let mut removed: BTreeMap<&NamespacedName, &Arc<Object>> = inner.objects.iter().collect();

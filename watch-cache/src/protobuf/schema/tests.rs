@@ -1,5 +1,5 @@
-//! Compares the tables with the `generated.proto` files of the newest Kubernetes among the modules of `tests/kube/assets`: an
-//! update of that module fails here if there are fields that are in no table.
+//! Compares the tables with the `generated.proto` files of the newest Kubernetes among the modules of `tests/kube/assets`. So
+//! an update of that module fails here if there are fields that no table has.
 
 use super::*;
 use std::{collections::HashMap, fs, io::Write, path::PathBuf, process::Command};
