@@ -4,7 +4,8 @@
 //!    succeed.
 //! 2. The holder renews the Lease. It loses the Lease if no renewal succeeds for two thirds of the duration, or if another
 //!    candidate holds it.
-//! 3. A gateway that has lost the Lease stands by. At shutdown the Lease is released, so that no other gateway has to wait.
+//! 3. A gateway that has lost the Lease is a candidate again. At shutdown the Lease is released, so that no other gateway has
+//!    to wait.
 //!
 //! The age of a Lease is measured here, from the time when a change was observed. As in client-go, clocks of different
 //! machines are never compared. Libraries for leader election on top of kube compare clocks, or spawn tasks without an owner.

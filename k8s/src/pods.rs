@@ -1,8 +1,8 @@
 //! Lookup of the node of a pod: one request to the API for all waiting clients. Successful results are not cached.
 //!
-//! A pod never changes its node, but another pod may take its name on another node, while the old kubelet still runs the old
-//! pod for some time. A client that was routed by an outdated result would reach the wrong pod. An error is cached for a
-//! second, which is long enough for a burst of clients and short enough for a pod that is starting.
+//! A pod never changes its node. But another pod may take its name on another node, while the old kubelet still runs the old
+//! pod. A client that was routed by an outdated result would reach the wrong pod. An error is cached for a second, which is
+//! long enough for a burst of clients and short enough for a pod that is starting.
 
 use causeway_certs::NodeName;
 use causeway_gateway::proxy::pod_route::PodLookup as Asked;

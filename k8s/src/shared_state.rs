@@ -193,7 +193,7 @@ impl SharedState {
 
 const TIMEOUT_MESSAGE: &str = "the cluster's API did not answer in time";
 
-/// Returns the merged entries of both sides, each of which may have changed those of `last`.
+/// Returns the merged entries of both sides. Each side may have changed those of `last`.
 fn merge<K: Ord + Clone, V: PartialEq + Clone>(
     last: &BTreeMap<K, V>,
     local: &BTreeMap<K, V>,

@@ -95,7 +95,7 @@ mod tests {
         }
     }
 
-    /// Applies a list of which the ports in `taken` cannot be served. Returns the outcome and the number of attempts.
+    /// Applies a list whose ports in `taken` cannot be served. Returns the outcome and the number of attempts.
     async fn applied(
         before: &[u16],
         wanted: &[u16],
