@@ -26,7 +26,7 @@ pub(crate) use {errln, outln};
 
 /// Writes a text to standard output.
 ///
-/// A reader that has closed the pipe is no error, as with `| head -1`: the reader needs no more, and the command completes
+/// A reader that has closed the pipe is no error, as with `| head -1`. The reader needs no more, and the command completes
 /// the rest of its work. A full device is an error.
 pub(crate) fn write(text: Arguments<'_>) -> anyhow::Result<()> {
     ignore_broken_pipe(write_to(&mut io::stdout().lock(), text))

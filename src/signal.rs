@@ -7,7 +7,7 @@ use anyhow::Context;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// Signals of a process that runs until it is asked to stop.
+/// Signals of a process that runs until it receives a signal to stop.
 pub(crate) struct Signals {
     /// Cancelled by the first SIGTERM or SIGINT.
     pub(crate) stop: CancellationToken,

@@ -19,7 +19,7 @@ use hyper::{Method, Request, StatusCode, header};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 
-/// Name of the file in the data directory to which a running process writes its admin address.
+/// Name of the file in the data directory that contains the admin address of the running process.
 pub(super) const ADMIN_ADDRESS_FILE: &str = "admin";
 
 /// Maximum time for a response. A process on the same machine that needs longer is stuck.

@@ -108,7 +108,7 @@ fn load_manifests(dir: Option<&Path>, cache: Option<&Arc<WatchCache>>) -> anyhow
     Ok(())
 }
 
-/// Waits for the inputs without which a gateway cannot start. Returns nothing if the gateway is asked to stop meanwhile.
+/// Waits for the inputs without which a gateway cannot start. Returns nothing if the gateway must stop meanwhile.
 async fn wait_for_cluster(
     cluster: &KubernetesControllers,
     config: &Config,

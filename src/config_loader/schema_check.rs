@@ -2,7 +2,7 @@
 //!
 //! Finds the faults at which serde would stop one by one: unknown keys (with the nearest known one), missing keys, wrong
 //! types, and words that an enumeration does not have. The faulty parts are removed from the value, so that the rest can
-//! still be deserialized and validated. A removed list element shifts the numbers behind it; `PrunedValue` maps later numbers
+//! still be deserialized and validated. A removed list element shifts the numbers behind it. `PrunedValue` maps later numbers
 //! back to the original ones.
 
 use std::collections::{BTreeMap, BTreeSet};

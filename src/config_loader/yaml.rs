@@ -1,7 +1,7 @@
 //! Parses YAML into a JSON value, and records the line and column of each key and value.
 //!
 //! Composes the parser's events itself, because loaders keep either positions or duplicates, not both. Scalars follow YAML
-//! 1.2's core schema (`no` is text). Anchors, tags and further documents are refused: with each of them, the position of a
+//! 1.2's core schema (`no` is text). Anchors, tags and further documents are refused. With each of them, the position of a
 //! value in the file would differ from the position at which it takes effect.
 
 use std::borrow::Cow;

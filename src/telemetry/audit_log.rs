@@ -1,5 +1,4 @@
-//! The file of the audit log. The file is private and appended to. It is opened again at each reload, since logrotate moves
-//! it away.
+//! The file of the audit log. The file is private and appended to. Each reload opens it again, since logrotate renames it.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};

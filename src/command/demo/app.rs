@@ -1,9 +1,9 @@
 //! Small upstream on each node of the demo: a target to reach through the tunnel.
 //!
-//! It serves a hello page, a stream that ticks, a websocket that echoes, an upload that is measured and a download of any
-//! size; HTTP/1.1 and h2c on one port. It speaks plain HTTP on loopback and knows nothing of tunnels: its information about
-//! the client comes from the request. Every body is produced or consumed chunk by chunk, so that memory stays flat whatever
-//! the size.
+//! The app serves HTTP/1.1 and h2c on one port. It has a hello page, a stream of ticks, a websocket that echoes, an upload
+//! that is measured, and a download of any size. It uses plain HTTP on loopback and knows nothing of tunnels: its information
+//! about the client comes from the request. Every body is produced or consumed chunk by chunk, so that the use of memory does
+//! not depend on the size.
 
 use axum::{
     Router,
