@@ -245,7 +245,8 @@ impl Dir {
         let file = open_lock(&path).map_err(io_error("lock", &path))?;
         match file.try_lock() {
             Ok(()) => {
-                // The previous process detects its successor by this time; without it, it keeps its ports longer.
+                // The previous process detects its successor by this time. Without it, the previous process keeps its ports
+                // longer.
                 let _ = file.set_modified(SystemTime::now());
                 Ok(Lock(file))
             }

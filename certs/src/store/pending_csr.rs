@@ -1,5 +1,5 @@
 //! Stored certificate requests that wait for an answer, and the certificates that a gateway received for them. A process that
-//! restarts goes on waiting for the same request.
+//! restarts continues to wait for the same request.
 
 use std::fmt;
 use std::path::{Path, PathBuf};

@@ -2,7 +2,7 @@
 //!
 //! The pins have a file of their own, separate from the records of nodes. The file of pins is written when an upstream is
 //! first seen, that of records when a node connects. A pin stays until it is removed explicitly: the first key wins over any
-//! later key. A write covers all pins, so code that has many to record records them at once. Nothing is written if nothing
+//! later key. A write covers all pins, so code with many new pins records them at once. Nothing is written if nothing
 //! changes.
 
 use std::collections::BTreeMap;

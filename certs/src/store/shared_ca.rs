@@ -1,8 +1,8 @@
 //! State that gateways of the same edges share: the CA and the secret of session tickets.
 //!
-//! A folder with both files holds it, such as a Secret of a cluster. A data directory imports it as a whole and keeps its own
-//! tokens and nodes. A directory with another CA is left unchanged, because its edges would be lost. So is a directory whose
-//! rotation is further ahead. The import would bring back a retired root, or lose the only key of a new root.
+//! It is in a folder with both files, such as a mounted Secret of a cluster. A data directory imports it as a whole and keeps
+//! its own tokens and nodes. A directory with another CA is left unchanged, because its edges would be lost. So is a
+//! directory whose rotation is further ahead. The import would bring back a retired root, or lose the only key of a new root.
 
 use super::atomic_file::{StoreError, io_error};
 use super::data_dir::{CA_FILE, Store, TICKETS_FILE};
