@@ -47,7 +47,7 @@ impl Body for StreamReceiver {
     }
 }
 
-/// Chunks shorter than this are joined with what is ready behind them.
+/// Number of bytes. Shorter chunks are joined with the data that is ready behind them.
 const MIN_CHUNK_BYTES: usize = 16 * 1024;
 
 /// Error that ends the forwarding of a body before its end.

@@ -64,8 +64,8 @@ impl<S: ResetOnClose> Drop for Relayed<S> {
 
 /// Relays until both directions have ended. If the future is dropped before, both sides are reset.
 ///
-/// With `wait_for_socket`, the target's bytes wait until the socket has sent its first byte. A kube-apiserver rejects bytes
-/// behind the response to its CONNECT before it has sent its own first byte (invariant 4).
+/// With `wait_for_socket`, the target's bytes wait until the socket has sent its first byte. A kube-apiserver must receive no
+/// byte behind the response to its CONNECT before it has sent its own first byte (invariant 4).
 pub async fn relay<S>(
     socket: S,
     send: StreamSender,

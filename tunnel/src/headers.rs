@@ -1,7 +1,7 @@
 //! Header fields between HTTP/1.1 and HTTP/2, as pure functions with the RFC's section each.
 //!
 //! Fields that are not named here pass unchanged. That includes the number, order and bytes of fields with the same name
-//! (`X-Stream-Protocol-Version` comes five times, and its order has a meaning).
+//! (`X-Stream-Protocol-Version` occurs five times, and the order has a meaning).
 
 use crate::wire::PRIVATE_PREFIX;
 use http::{

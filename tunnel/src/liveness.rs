@@ -5,7 +5,7 @@
 //! 2. 5 s after a probe without any byte read the tunnel is not selected any more (`Suspect`).
 //! 3. After 5 s more the tunnel is closed (`Dead`).
 //!
-//! The edge never probes (invariant 11): it only measures silence. This module is pure: time comes in as arguments.
+//! The edge never probes (invariant 11): it only measures silence. This module is pure: the time is an argument.
 
 use std::time::Duration;
 use tokio::time::Instant;

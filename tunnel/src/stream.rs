@@ -216,7 +216,7 @@ impl StreamSender {
         poll_fn(|cx| self.poll_reset(cx)).await
     }
 
-    /// Polls for the event of [`StreamSender::wait_for_reset`].
+    /// Polls for a reset by the other end, see [`StreamSender::wait_for_reset`].
     pub fn poll_reset(&mut self, cx: &mut Context<'_>) -> Poll<StreamError> {
         match ready!(self.inner.poll_reset(cx)) {
             Ok(reason) => Poll::Ready(h2::Error::from(reason).into()),

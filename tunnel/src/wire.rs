@@ -44,8 +44,8 @@ pub(crate) const WITHDRAWN: h2::Reason = h2::Reason::INADEQUATE_SECURITY;
 
 /// Largest HTTP/2 frame that either end accepts, in bytes. Larger ones delay small requests beside bulk.
 pub const MAX_FRAME: u32 = 64 * 1024;
-/// Size of a TLS write, in bytes: a frame with its header. At rustls' own 64 KiB the last nine bytes of a full frame would be
-/// sent in a write and a packet of their own.
+/// Number of bytes that TLS accepts at once: a frame with its header. At rustls' own 64 KiB the last nine bytes of a full
+/// frame would be sent in a write and a packet of their own.
 pub const TLS_BUFFER: usize = MAX_FRAME as usize + 4 * 1024;
 /// The connection window, in bytes: the maximum of RFC 9113 §6.9.1, so that it is never the bottleneck.
 pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
