@@ -167,8 +167,8 @@ impl Encoder {
         }
     }
 
-    /// Encodes a bookmark: nothing has happened up to this version. At the end of a watch's initial events it marks that they are
-    /// complete.
+    /// Encodes a bookmark, which states that nothing has happened up to this version. At the end of a watch's initial events
+    /// it marks that they are complete.
     pub(crate) fn encode_bookmark(&self, version: u64, is_end: bool) -> Bytes {
         let mut meta = json!({ "resourceVersion": version.to_string() });
         if is_end {

@@ -147,7 +147,7 @@ struct ListMeta {
 async fn list(store: &Store, source: &dyn ListWatch) -> Result<(), ReflectorError> {
     let path = store.resource().path();
     let version = store.version();
-    // A pool source with older data must wait; the newest version of the cloud is always right.
+    // A watch cache with older data must wait. The newest version of the cloud is always right.
     let require_newer = source.is_watch_cache() && version > 0 && !is_source_trusted(store);
     let api_version = store.resource().api_version();
     let (mut objects, mut continue_token, mut total_bytes) = (Vec::new(), String::new(), 0);
