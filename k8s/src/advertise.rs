@@ -36,7 +36,7 @@ const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::f
 /// Maximum number of addresses that edges accept.
 const MAX_ADDRESSES: usize = 64;
 
-/// Controller that keeps the addresses that edges receive in step with a Service.
+/// Controller that synchronizes the addresses that edges receive with a Service.
 pub struct ServiceWatcher {
     /// The cluster's API.
     pub client: Client,

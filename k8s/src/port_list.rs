@@ -4,8 +4,8 @@
 //!    `ConfigMap` that gives the reason. The entry is tried again when the list changes, and at intervals. The served ports
 //!    are stored on the disk. A gateway that starts while the API does not respond serves those.
 //! 2. The gateway applies the list as it applies a changed configuration: listeners first, then the message to edges.
-//! 3. The Service gets a port for each by a server-side apply of these ports alone: fields of other managers stay, and ports
-//!    that another manager removes come back.
+//! 3. The Service gets a port for each by a server-side apply of these ports alone. Fields of other managers stay, and ports
+//!    that another manager removes are added again.
 //!
 //! The gateway is not ready before it has a list, from the API or from the disk. An entry that is left out does not affect
 //! readiness: `/readyz` and `causeway status` name it.

@@ -22,7 +22,7 @@ pub(super) struct Csr {
     /// Time of the request, in Unix seconds.
     pub(super) requested_at: u64,
     pub(super) approved: bool,
-    /// Node and key of the request if it is exactly the one that its node may make, or else the reason for which it is not.
+    /// Validated content of the request, or the reason for which it is not exactly the request that its node may make.
     pub(super) validation: Result<ValidCsr, String>,
     /// Reference to the request, for events.
     pub(super) object_ref: ObjectReference,
