@@ -18,7 +18,7 @@ pub(super) fn limit_connections(connections: usize) -> usize {
     let Some(files) = raise_limit() else {
         return connections;
     };
-    // With a low limit, half is for connections and half for everything else.
+    // With a low limit, half is for connections and half for all other uses.
     let max_connections = files.saturating_sub(RESERVED_FILES).max(files / 2);
     let max_connections = max_connections.max(1);
     if connections > max_connections {

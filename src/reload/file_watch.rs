@@ -2,8 +2,8 @@
 //!
 //! Folders are watched for names that are added, removed and renamed, since editors and Kubernetes replace old files with new
 //! ones. The files themselves are watched for writes. Writes to other files of a folder, such as a log, wake no task. A file
-//! counts as changed when its content has changed. `generate >file` empties a file first and fills it later: the watch waits
-//! for a file that is open for writing. No function here reads a disk on the calling thread.
+//! counts as changed when its content has changed. `generate >file` empties a file first and fills it later, so the watch
+//! waits for a file that is open for writing. No function here reads a disk on the calling thread.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
