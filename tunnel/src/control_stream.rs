@@ -52,7 +52,7 @@ pub struct EdgeHello {
     pub version: String,
     /// Random for each edge process: a restart or a clone has another.
     pub instance: String,
-    /// When this process began, in milliseconds since the Unix epoch, for people.
+    /// Start of this process, in milliseconds since the Unix epoch, for people.
     pub started: u64,
     /// Index of this tunnel among those of the process, from 0.
     pub slot: u32,

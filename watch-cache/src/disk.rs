@@ -34,7 +34,7 @@ const MAX_INFLATION: u64 = 64;
 /// Name of the file with the time until which each state was known to be the newest.
 const TIMES_FILE: &str = "times.json";
 
-/// By resource: the version, and the time until which it was known to be the newest, in milliseconds since the Unix epoch.
+/// Version of each resource, and the time until which it was known to be the newest, in milliseconds since the Unix epoch.
 type Times = BTreeMap<String, (u64, u64)>;
 
 /// Directory of the snapshots.
