@@ -170,7 +170,8 @@ pub enum GoAway {
     /// Another process with this node's certificate connected later.
     Superseded,
     /// The node is not admitted (revoked, unknown to the gateway).
-    Unwelcome,
+    #[serde(rename = "unwelcome")]
+    NotAdmitted,
     /// The hello is invalid.
     Malformed,
     /// The gateway has its maximum number of edges, or has not yet loaded the admitted nodes. The edge should try again.
@@ -182,7 +183,7 @@ impl GoAway {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Superseded => "superseded",
-            Self::Unwelcome => "not_admitted",
+            Self::NotAdmitted => "not_admitted",
             Self::Malformed => "malformed",
             Self::Full => "full",
         }

@@ -41,7 +41,7 @@ enum RetryClass {
     /// The peer refused. The duration is the delay that the peer requested, if any.
     Refused(Option<Duration>),
     /// The peer refused, and will refuse again. The duration is the minimum delay that the peer requested.
-    Unwelcome(Duration),
+    RefusedPermanently(Duration),
 }
 
 impl ConnectError {
@@ -76,7 +76,7 @@ impl ConnectError {
     /// Creates the error of a peer that refused and will refuse again.
     pub(crate) fn unwelcome(what: impl Into<String>) -> Self {
         Self {
-            retry_class: RetryClass::Unwelcome(Duration::ZERO),
+            retry_class: RetryClass::RefusedPermanently(Duration::ZERO),
             detail: what.into(),
             wrong_ca: None,
             refusal: None,
@@ -87,11 +87,11 @@ impl ConnectError {
     pub(crate) fn dismissed(why: GoAway, detail: &str, retry_after: Duration) -> Self {
         let detail = format!("the gateway refused this edge ({}): {detail}", why.as_str());
         let retry_class = match why {
-            GoAway::Superseded | GoAway::Unwelcome => RetryClass::Unwelcome(retry_after),
+            GoAway::Superseded | GoAway::NotAdmitted => RetryClass::RefusedPermanently(retry_after),
             GoAway::Malformed | GoAway::Full => RetryClass::Refused(Some(retry_after)),
         };
         // The gateway accepts two processes with one identity, so this is not an identity error.
-        let refusal = (why == GoAway::Unwelcome).then_some(IdentityRefusal::NotAccepted);
+        let refusal = (why == GoAway::NotAdmitted).then_some(IdentityRefusal::NotAccepted);
         Self {
             retry_class,
             detail,
@@ -190,7 +190,7 @@ impl ConnectError {
             }
             RetryClass::Refused(requested) => backoff.refused(requested, random),
             // Jitter for edges that were dismissed at the same time.
-            RetryClass::Unwelcome(requested) => {
+            RetryClass::RefusedPermanently(requested) => {
                 let min_requested = requested.mul_f64(1.0 + random.clamp(0.0, 1.0) / 2.0);
                 backoff.max_delay(random).max(min_requested)
             }
@@ -202,7 +202,9 @@ impl ConnectError {
     pub(crate) fn delay_while_connected(&self, backoff: &mut Backoff, random: f64) -> Duration {
         match self.retry_class {
             RetryClass::Silent(_) => backoff.refused(None, random),
-            RetryClass::Refused(_) | RetryClass::Unwelcome(_) => self.delay(backoff, random),
+            RetryClass::Refused(_) | RetryClass::RefusedPermanently(_) => {
+                self.delay(backoff, random)
+            }
         }
     }
 
@@ -213,7 +215,7 @@ impl ConnectError {
 
     /// Whether the cause may be the network, so that a network change is a reason to try again.
     pub(crate) fn may_be_network_error(&self) -> bool {
-        !matches!(self.retry_class, RetryClass::Unwelcome(_))
+        !matches!(self.retry_class, RetryClass::RefusedPermanently(_))
     }
 
     /// Returns the description of the failure, for people.
@@ -236,7 +238,7 @@ impl ConnectError {
         match self.retry_class {
             RetryClass::Silent(_) => "silent",
             RetryClass::Refused(_) => "refused",
-            RetryClass::Unwelcome(_) => "refused_permanently",
+            RetryClass::RefusedPermanently(_) => "refused_permanently",
         }
     }
 
@@ -252,7 +254,7 @@ impl ConnectError {
         match self.retry_class {
             RetryClass::Silent(_) => 0,
             RetryClass::Refused(_) => 1,
-            RetryClass::Unwelcome(_) => 2,
+            RetryClass::RefusedPermanently(_) => 2,
         }
     }
 }

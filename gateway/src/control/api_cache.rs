@@ -101,7 +101,7 @@ pub(super) enum AccessDenied {
     #[error("the number of API cache connections has reached api_cache.connections")]
     Full,
     #[error("{0}")]
-    Unwelcome(String),
+    NotAdmitted(String),
 }
 
 impl ApiCacheServer {
@@ -194,7 +194,7 @@ impl ApiCacheServer {
         let rejection_reason_now =
             rejection_reason(&self.nodes, node, &certificate).or_else(|| rejection(&certificate));
         if let Some(why) = rejection_reason_now {
-            return Err(AccessDenied::Unwelcome(why));
+            return Err(AccessDenied::NotAdmitted(why));
         }
         let _reader_guard = self.metrics.reader_guard();
         tracing::debug!(%node, ?right, "{node} reads here");

@@ -206,7 +206,7 @@ async fn close_tunnels(rejected: Vec<(NodeName, TunnelInfo, String)>) -> Vec<Nod
     for (node, edge, why) in &rejected {
         tracing::warn!(%node, why, "closing a tunnel of {node}");
         edge.tunnel.tunnel.drain();
-        let message = goaway_message(GoAway::Unwelcome, why.clone());
+        let message = goaway_message(GoAway::NotAdmitted, why.clone());
         // An edge that does not read the control stream receives nothing.
         let _ = edge.tunnel.control.try_send(Box::new(message));
     }

@@ -92,7 +92,7 @@ impl HandshakeError {
             // Eviction is counted and logged separately.
             Self::Evicted => return ("evicted", false),
             Self::Full | Self::ApiCacheDenied(AccessDenied::Full) => return ("full", true),
-            Self::ApiCacheDenied(AccessDenied::Unwelcome(_)) => return ("not_admitted", true),
+            Self::ApiCacheDenied(AccessDenied::NotAdmitted(_)) => return ("not_admitted", true),
             Self::Tls(error) => tls_error(error),
         };
         match error {

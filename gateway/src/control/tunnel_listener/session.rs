@@ -137,7 +137,7 @@ impl TunnelListener {
         let with_name = |end: CloseReason| match (end, &rejection) {
             (CloseReason::Control(_), Some(why)) => (
                 name.clone(),
-                CloseReason::Dismissed(GoAway::Unwelcome, why.clone()),
+                CloseReason::Dismissed(GoAway::NotAdmitted, why.clone()),
             ),
             (end, _) => (name.clone(), end),
         };
@@ -158,7 +158,7 @@ impl TunnelListener {
         };
         let checked = match (node, &rejection) {
             (Ok(node), None) => Self::check_hello(&edge_hello).map(|()| node),
-            (_, why) => Err((GoAway::Unwelcome, why.clone().unwrap_or_default())),
+            (_, why) => Err((GoAway::NotAdmitted, why.clone().unwrap_or_default())),
         };
         let node = match checked {
             Ok(node) => node,
@@ -276,7 +276,7 @@ impl TunnelListener {
         // The edge may take some time to send its welcome; if it was rejected meanwhile, it replaces no other tunnel.
         if let Some(why) = current_rejection() {
             return Err(connection
-                .dismiss(&mut control, GoAway::Unwelcome, why)
+                .dismiss(&mut control, GoAway::NotAdmitted, why)
                 .await);
         }
         let (message_sender, message_receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
@@ -308,7 +308,7 @@ impl TunnelListener {
         if let Some(why) = current_rejection() {
             connection.tunnel.drain();
             return Err(connection
-                .dismiss(&mut control, GoAway::Unwelcome, why)
+                .dismiss(&mut control, GoAway::NotAdmitted, why)
                 .await);
         }
         control.enqueue(&GatewayMessage::Registered)?;

@@ -155,7 +155,7 @@ async fn a_node_that_is_not_enrolled_is_refused() {
     let stranger = identity(&world.ca, "edge-9");
     let (edge, heard) = world.says(&stranger, welcome("a", 0)).await;
     let (why, detail) = dismissal(&heard).unwrap();
-    assert_eq!(why, GoAway::Unwelcome);
+    assert_eq!(why, GoAway::NotAdmitted);
     assert!(detail.contains("edge-9 is not enrolled"), "{detail}");
     edge.ended().await;
     world
@@ -195,7 +195,7 @@ async fn before_the_node_list_is_known_refusals_are_short() {
     let (_edge, ()) = tokio::join!(world.joined(&other, "b", 0), naming);
     let stranger = identity(&world.ca, "edge-3");
     let (_edge, heard) = world.says(&stranger, welcome("c", 0)).await;
-    assert_eq!(dismissal(&heard).unwrap().0, GoAway::Unwelcome);
+    assert_eq!(dismissal(&heard).unwrap().0, GoAway::NotAdmitted);
 }
 
 #[tokio::test]
@@ -216,7 +216,7 @@ async fn a_clients_certificate_gets_no_tunnel() {
     };
     let (_edge, heard) = world.says(&client, welcome("a", 0)).await;
     let (why, detail) = dismissal(&heard).unwrap();
-    assert_eq!(why, GoAway::Unwelcome);
+    assert_eq!(why, GoAway::NotAdmitted);
     assert!(detail.contains("kind client"), "{detail}");
 }
 
@@ -496,7 +496,7 @@ async fn a_tunnel_ends_with_the_reason_if_its_node_changes_kind() {
     cluster(&[(&moves, false), (&stays, true)]);
     let heard = edge.hear().await;
     let (why, detail) = dismissal(&heard).unwrap();
-    assert_eq!(why, GoAway::Unwelcome, "{detail}");
+    assert_eq!(why, GoAway::NotAdmitted, "{detail}");
     assert!(
         detail.contains("Node edge-1 is not an edge node"),
         "{detail}"
@@ -532,7 +532,7 @@ async fn a_refused_edge_replaces_no_other_tunnel() {
     late.control.send(&said).await.unwrap();
     let heard = late.hear().await;
     let (why, detail) = dismissal(&heard).unwrap();
-    assert_eq!(why, GoAway::Unwelcome, "{detail}");
+    assert_eq!(why, GoAway::NotAdmitted, "{detail}");
     late.ended().await;
     let _marker = world.joined(&marker, "a", 1).await;
     let said = rightful.control.receive::<GatewayMessage>().now_or_never();
@@ -583,7 +583,7 @@ async fn a_node_of_a_retired_root_is_closed_unless_it_renewed() {
     world.roll().spawn_refresh();
     let said = late.hear().await;
     let (why, detail) = dismissal(&said).unwrap();
-    assert_eq!(why, GoAway::Unwelcome);
+    assert_eq!(why, GoAway::NotAdmitted);
     assert!(detail.contains("a root that was retired"), "{detail}");
     drop(late);
     world
