@@ -491,6 +491,18 @@ mod tests {
     }
 
     #[test]
+    fn dismissals_keep_their_words_on_the_wire() {
+        let words = ["superseded", "unwelcome", "malformed", "full"];
+        let reasons = [
+            GoAway::Superseded,
+            GoAway::NotAdmitted,
+            GoAway::Malformed,
+            GoAway::Full,
+        ];
+        assert_eq!(serde_json::json!(reasons), serde_json::json!(words));
+    }
+
+    #[test]
     fn a_large_site_fits_into_a_line() {
         let member = |nth| NodePoolMember {
             node: format!("{nth:03}-{}", "n".repeat(96)),
