@@ -2,8 +2,8 @@
 //! carries the statement to a gateway.
 //!
 //! The signed bytes begin with a fixed context, so that the signature is valid for nothing else: the bytes that TLS 1.3 signs
-//! begin with spaces, those of TLS 1.2 with a handshake type, and a certificate request is DER. Each field has its length in
-//! front of it. A nonce of the gateway makes each statement fresh; no clock is compared.
+//! begin with spaces, those of TLS 1.2 with a handshake type, and a certificate request is DER. The length of each field
+//! precedes it. A nonce of the gateway makes each statement fresh; no clock is compared.
 
 use crate::crypto::provider;
 use crate::leaf::LeafCertificate;
@@ -37,16 +37,16 @@ pub enum HeartbeatSignatureError {
     /// The key failed to sign.
     #[error("the key of the node's certificate cannot sign: {0}")]
     Sign(rustls::Error),
-    /// The key of the certificate has not made the signature.
+    /// The signature is not by the key of the certificate.
     #[error("the signature is not by the key of the node's certificate")]
-    Wrong,
+    Invalid,
 }
 
 impl HeartbeatStatement<'_> {
     /// Signs the statement with the key of the node's certificate. Returns an ASN.1 ECDSA signature.
     ///
     /// # Errors
-    /// If the key is of another kind.
+    /// If the key is not ECDSA P-256, or fails to sign.
     pub fn sign(&self, leaf: &LeafCertificate) -> Result<Vec<u8>, HeartbeatSignatureError> {
         let signer = leaf.certified_key().key.choose_scheme(&[SCHEME]);
         let signer = signer.ok_or(HeartbeatSignatureError::Key)?;
@@ -58,14 +58,14 @@ impl HeartbeatStatement<'_> {
     /// Verifies that the key of `certificate` has signed the statement. The certificate itself is not verified.
     ///
     /// # Errors
-    /// If it has not.
+    /// If the signature is not by this key.
     pub fn verify(
         &self,
         certificate: &CertificateDer<'_>,
         signature: &[u8],
     ) -> Result<(), HeartbeatSignatureError> {
         let certificate =
-            EndEntityCert::try_from(certificate).map_err(|_| HeartbeatSignatureError::Wrong)?;
+            EndEntityCert::try_from(certificate).map_err(|_| HeartbeatSignatureError::Invalid)?;
         let provider = provider();
         let schemes = provider.signature_verification_algorithms.mapping.iter();
         let algorithms = schemes
@@ -76,7 +76,9 @@ impl HeartbeatStatement<'_> {
             let verified = certificate.verify_signature(*algorithm, &bytes, signature);
             verified.is_ok()
         });
-        verified.then_some(()).ok_or(HeartbeatSignatureError::Wrong)
+        verified
+            .then_some(())
+            .ok_or(HeartbeatSignatureError::Invalid)
     }
 
     fn bytes(&self) -> Vec<u8> {
@@ -108,31 +110,34 @@ mod tests {
     fn only_the_signed_statement_of_the_own_key_verifies() {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let (one, two) = (edge(&ca, "edge-1"), edge(&ca, "edge-2"));
-        let beat = HeartbeatStatement {
+        let statement = HeartbeatStatement {
             nonce: "n",
             node: &one.node,
             kubelet: "alive",
         };
-        let signature = beat.sign(&one.leaf).unwrap();
+        let signature = statement.sign(&one.leaf).unwrap();
         let (own, other) = (&one.leaf.chain()[0], &two.leaf.chain()[0]);
-        assert_eq!(beat.verify(own, &signature), Ok(()));
-        let wrong = Err(HeartbeatSignatureError::Wrong);
-        assert_eq!(beat.verify(other, &signature), wrong);
+        assert_eq!(statement.verify(own, &signature), Ok(()));
+        let invalid = Err(HeartbeatSignatureError::Invalid);
+        assert_eq!(statement.verify(other, &signature), invalid);
         for changed in [
-            HeartbeatStatement { nonce: "m", ..beat },
+            HeartbeatStatement {
+                nonce: "m",
+                ..statement
+            },
             HeartbeatStatement {
                 node: &two.node,
-                ..beat
+                ..statement
             },
             HeartbeatStatement {
                 kubelet: "dead",
-                ..beat
+                ..statement
             },
         ] {
-            assert_eq!(changed.verify(own, &signature), wrong, "{changed:?}");
+            assert_eq!(changed.verify(own, &signature), invalid, "{changed:?}");
         }
-        assert_eq!(beat.verify(own, &signature[1..]), wrong);
-        assert_eq!(beat.verify(own, &[]), wrong);
+        assert_eq!(statement.verify(own, &signature[1..]), invalid);
+        assert_eq!(statement.verify(own, &[]), invalid);
     }
 
     #[test]

@@ -233,19 +233,20 @@ impl Metrics {
     }
 
     /// Counts a delegated heartbeat.
-    pub fn delegated_beat(&self, result: &'static str) {
+    pub fn count_delegated_heartbeat(&self, result: &'static str) {
         let labels = [("result", result)];
-        self.declared.delegated_beats.get_or_create(&labels).inc();
+        let heartbeats = &self.declared.delegated_heartbeats;
+        heartbeats.get_or_create(&labels).inc();
     }
 
     /// Sets the number of nodes whose Lease is renewed by delegated heartbeats.
-    pub fn delegated_nodes(&self, nodes: usize) {
+    pub fn set_delegated_nodes(&self, nodes: usize) {
         let nodes = i64::try_from(nodes).unwrap_or(i64::MAX);
         self.declared.delegated_nodes.set(nodes);
     }
 
     /// Sets whether this gateway manages delegated nodes.
-    pub fn delegated_nodes_leading(&self, leads: bool) {
+    pub fn set_delegated_nodes_leading(&self, leads: bool) {
         self.declared.delegated_nodes_leading.set(leads.into());
     }
 

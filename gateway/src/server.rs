@@ -298,7 +298,7 @@ impl Bound {
 
     /// Returns the accepted heartbeats of nodes without a gateway, if they are enabled, for the component that renews Leases.
     pub fn heartbeats(&self) -> Option<AcceptedHeartbeats> {
-        self.tunnel_listener.heartbeats.as_ref()?.accepted()
+        self.tunnel_listener.heartbeats.as_ref()?.take_accepted()
     }
 
     /// Returns a watch of the roots that edges have to trust, as PEM.

@@ -2,14 +2,13 @@
 //!
 //! `state::nodes` finds the conflicting addresses; the gateway logs and counts them without a cluster as well.
 
-use crate::event_writer::{EventWriter, WarningEvent};
+use crate::event_writer::{EventContent, EventWriter, node_reference};
 use causeway_certs::NodeName;
 use causeway_gateway::state::{
     NodesWriter,
     nodes::{AddressConflict, AddressConflicts},
 };
-use k8s_openapi::api::core::v1::{Node, ObjectReference};
-use kube::{Client, Resource};
+use kube::Client;
 use std::{convert::Infallible, future::pending, net::IpAddr, time::Duration};
 use tokio::time::sleep;
 
@@ -48,13 +47,14 @@ impl ConflictEvents {
                     .filter(|name| nodes.cluster_says_edge(name).is_some());
                 for member in members {
                     let note = format_note(*address, member, conflict);
-                    let warning = WarningEvent {
-                        regarding: &node_reference(member),
+                    let content = EventContent {
+                        regarding: &node_reference(member.as_str()),
                         reason: "AddressConflict",
                         action: "Routing",
                         note: &note,
+                        occurrence: "",
                     };
-                    events.warn(&warning).await;
+                    events.warn(&content).await;
                 }
             }
             reported = conflicts;
@@ -81,16 +81,5 @@ fn format_note(address: IpAddr, member: &NodeName, conflict: &AddressConflict) -
         None => format!(
             "{address} is also an address of {others}: Causeway routes the address to none of these nodes, use their names"
         ),
-    }
-}
-
-/// Refers to a Node object, with its name as uid, as kubelets do in their events.
-fn node_reference(node: &NodeName) -> ObjectReference {
-    ObjectReference {
-        api_version: Some(Node::api_version(&()).into_owned()),
-        kind: Some(Node::kind(&()).into_owned()),
-        name: Some(node.to_string()),
-        uid: Some(node.to_string()),
-        ..ObjectReference::default()
     }
 }

@@ -16,7 +16,7 @@ mod validate;
 
 use crate::{
     client::{WATCH_TIMEOUT, error_message, watch_error_message},
-    event_writer::{EventWriter, WarningEvent},
+    event_writer::{EventContent, EventWriter},
     log_throttle::LogThrottle,
 };
 use ca_configmap::CaPublisher;
@@ -239,13 +239,14 @@ impl<'a> CsrBacklog<'a> {
             "a certificate request was not approved"
         );
         self.controller.metrics.count_cluster_certificate("left");
-        let warning = WarningEvent {
+        let content = EventContent {
             regarding: &request.object_ref,
             reason: "SignError",
             action: "Signing",
             note: &why,
+            occurrence: "",
         };
-        self.events.warn(&warning).await;
+        self.events.warn(&content).await;
     }
 
     /// Approves a request. Returns its new version, or `None` if another approver was faster.

@@ -5,11 +5,14 @@
 
 use crate::{client::error_message, log_throttle::LogThrottle};
 use k8s_openapi::{
-    api::{core::v1::ObjectReference, events::v1::Event},
+    api::{
+        core::v1::{Node, ObjectReference},
+        events::v1::Event,
+    },
     apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta},
     jiff::Timestamp,
 };
-use kube::{Api, Client, api::PostParams};
+use kube::{Api, Client, Resource, api::PostParams};
 use sha2::{Digest, Sha256};
 use std::time::Duration;
 use tokio::time::timeout;
@@ -21,8 +24,24 @@ const MAX_MESSAGE_BYTES: usize = 1000;
 /// Time limit of the API's response.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A warning about an object.
-pub(crate) struct WarningEvent<'a> {
+/// Type of an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EventType {
+    Normal,
+    Warning,
+}
+
+impl EventType {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Normal => "Normal",
+            Self::Warning => "Warning",
+        }
+    }
+}
+
+/// Content of an event about an object.
+pub(crate) struct EventContent<'a> {
     /// The object.
     pub(crate) regarding: &'a ObjectReference,
     /// Reason of the event: one word in camel case, as the API requires.
@@ -31,9 +50,22 @@ pub(crate) struct WarningEvent<'a> {
     pub(crate) action: &'static str,
     /// The text.
     pub(crate) note: &'a str,
+    /// Identifies the occurrence: the same text is written once for each. Empty if it is written once in all.
+    pub(crate) occurrence: &'a str,
 }
 
-/// Writer that writes each warning once.
+/// Refers to a Node object, with its name as uid, as kubelets do in their events.
+pub(crate) fn node_reference(node: &str) -> ObjectReference {
+    ObjectReference {
+        api_version: Some(Node::api_version(&()).into_owned()),
+        kind: Some(Node::kind(&()).into_owned()),
+        name: Some(node.to_owned()),
+        uid: Some(node.to_owned()),
+        ..ObjectReference::default()
+    }
+}
+
+/// Writer that writes each event once.
 pub(crate) struct EventWriter {
     events: Api<Event>,
     gateway: String,
@@ -51,8 +83,13 @@ impl EventWriter {
     }
 
     /// Writes a warning, unless it exists already.
-    pub(crate) async fn warn(&mut self, warning: &WarningEvent<'_>) {
-        let event = self.build_event(warning);
+    pub(crate) async fn warn(&mut self, content: &EventContent<'_>) {
+        self.write(EventType::Warning, content).await;
+    }
+
+    /// Writes an event, unless it exists already.
+    pub(crate) async fn write(&mut self, event_type: EventType, content: &EventContent<'_>) {
+        let event = self.build_event(event_type, content);
         let parameters = PostParams::default();
         let written = timeout(WRITE_TIMEOUT, self.events.create(&parameters, &event)).await;
         match written {
@@ -67,14 +104,15 @@ impl EventWriter {
         }
     }
 
-    fn build_event(&self, warning: &WarningEvent<'_>) -> Event {
-        let message = warning.note;
+    fn build_event(&self, event_type: EventType, content: &EventContent<'_>) -> Event {
+        let message = content.note;
         let end = (0..=MAX_MESSAGE_BYTES)
             .rev()
             .find(|end| message.is_char_boundary(*end));
         let note = message.get(..end.unwrap_or_default()).unwrap_or(message);
-        let uid = warning.regarding.uid.as_deref().unwrap_or_default();
-        let digest = Sha256::digest(format!("{uid}\n{note}"));
+        let uid = content.regarding.uid.as_deref().unwrap_or_default();
+        let occurrence = content.occurrence;
+        let digest = Sha256::digest(format!("{uid}\n{note}{occurrence}"));
         let hash = digest.iter().take(8);
         let hash = hash.fold(0_u64, |number, byte| number << 8 | u64::from(*byte));
         Event {
@@ -83,10 +121,10 @@ impl EventWriter {
                 ..ObjectMeta::default()
             },
             event_time: Some(MicroTime(Timestamp::now())),
-            regarding: Some(warning.regarding.clone()),
-            type_: Some("Warning".to_owned()),
-            reason: Some(warning.reason.to_owned()),
-            action: Some(warning.action.to_owned()),
+            regarding: Some(content.regarding.clone()),
+            type_: Some(event_type.as_str().to_owned()),
+            reason: Some(content.reason.to_owned()),
+            action: Some(content.action.to_owned()),
             note: Some(note.to_owned()),
             reporting_controller: Some("causeway-gateway".to_owned()),
             reporting_instance: Some(self.gateway.clone()),

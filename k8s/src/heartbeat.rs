@@ -1,14 +1,16 @@
 //! Controller of delegated heartbeats: renews the Leases of nodes that have lost their gateways, and keeps their pods.
 //!
-//! 1. Each gateway renews the Lease of a node when it gets a heartbeat of it, if the Lease is old (`renewal`). It marks the Node
-//!    with an annotation, by which all gateways know the nodes concerned.
-//! 2. One gateway at a time, which holds the Lease `causeway-heartbeats`, looks at these nodes every few seconds (`reconcile`). It
-//!    taints those that have been delegated for a while, and undoes everything when a node is back.
-//! 3. The state is in annotations of the Lease of the node (`node_lease`): another gateway can go on at any time.
+//! 1. Each gateway renews the Lease of a node when it gets a heartbeat of it, if the Lease is old (`renewal`). It annotates the Node first
+//!    with an annotation, which all gateways see.
+//! 2. One gateway at a time holds the Lease `causeway-heartbeats`. It reads these nodes every few seconds (`reconcile`). It taints
+//!    those that have been delegated for a while, and undoes everything when a node is back.
+//! 3. The state is in annotations of the Lease of the node (`node_lease`), so another gateway can continue at any time.
+//! 4. `node_events` writes an event on the Node at both changes.
 //!
-//! Never ends the process: it retries after any failure. A node of which no heartbeat arrives becomes `NotReady` as without this.
+//! The controller retries after any failure. A node without heartbeats becomes `NotReady`, as in a cluster without Causeway.
 
 mod api;
+mod node_events;
 mod node_lease;
 mod reconcile;
 mod renewal;
@@ -16,14 +18,14 @@ mod renewal;
 #[cfg(test)]
 mod tests;
 
-use crate::leader_election::LeaderElector;
-use api::LOOK;
-pub(crate) use api::NODE_MARK;
+use crate::{event_writer::EventWriter, leader_election::LeaderElector};
+pub(crate) use api::NODE_ANNOTATION;
 use causeway_gateway::{
     config, control::heartbeat::AcceptedHeartbeats, metrics::Metrics, state::Nodes,
 };
 use kube::Client;
-use reconcile::Reconciler;
+use node_events::{EventQueue, write_events};
+use reconcile::{RECONCILE_INTERVAL, Reconciler};
 use renewal::LeaseRenewer;
 use std::{convert::Infallible, sync::Arc, time::Duration};
 use tokio::time::sleep;
@@ -53,37 +55,36 @@ pub struct HeartbeatController {
 impl HeartbeatController {
     /// Runs the controller. Returns soon after `stop`, when the Lease of the election is released.
     pub async fn run(self, stop: CancellationToken) {
-        let renewer = LeaseRenewer::new(&self.client, &self.gateway, &self.nodes, &self.metrics);
-        let reconciler = Reconciler::new(&self.client, &self.rules, &self.nodes);
+        let (events, queued) = EventQueue::new();
+        let operation = "writing an event for a Node with delegated heartbeats";
+        let writer = EventWriter::new(self.client.clone(), self.gateway.clone(), operation);
+        let renewer = LeaseRenewer::new(&self.client, &self.nodes, &self.metrics, &events);
+        let reconciler = Reconciler::new(&self.client, &self.rules, &self.nodes, &events);
         let election = LeaderElector::new(
             self.client.clone(),
-            "delegated nodes",
+            "nodes with delegated heartbeats",
             (&self.rules.namespace, ELECTION),
             format!("{}_{:016x}", self.gateway, rand::random::<u64>()),
             ELECTION_DURATION,
         );
-        let renewing = async {
-            stop.run_until_cancelled(renewer.run(self.accepted)).await;
-        };
-        let counting = async {
-            let counting = count(&self.nodes, &self.metrics);
-            stop.run_until_cancelled(counting).await;
-        };
-        let managing = manage(reconciler, election, &self.metrics, &stop);
-        tokio::join!(renewing, counting, managing);
+        let renewals = stop.run_until_cancelled(renewer.run(self.accepted));
+        let counts = stop.run_until_cancelled(count_nodes(&self.nodes, &self.metrics));
+        let events = stop.run_until_cancelled(write_events(writer, queued));
+        let reconciliations = reconcile_as_leader(reconciler, election, &self.metrics, &stop);
+        tokio::join!(renewals, counts, events, reconciliations);
     }
 }
 
-/// Keeps the metric of delegated nodes.
-async fn count(nodes: &Nodes, metrics: &Metrics) -> Infallible {
+/// Updates the metric of delegated nodes.
+async fn count_nodes(nodes: &Nodes, metrics: &Metrics) -> Infallible {
     loop {
-        metrics.delegated_nodes(nodes.delegated().len());
-        sleep(LOOK).await;
+        metrics.set_delegated_nodes(nodes.delegated().len());
+        sleep(RECONCILE_INTERVAL).await;
     }
 }
 
-/// Manages delegated nodes while this gateway holds the Lease of the election.
-async fn manage(
+/// Reconciles delegated nodes while this gateway holds the Lease of the election.
+async fn reconcile_as_leader(
     mut reconciler: Reconciler,
     mut election: LeaderElector,
     metrics: &Metrics,
@@ -93,19 +94,21 @@ async fn manage(
         if stop.run_until_cancelled(election.acquire()).await.is_none() {
             break;
         }
-        tracing::info!("this gateway now manages nodes with delegated heartbeats");
-        metrics.delegated_nodes_leading(true);
+        tracing::info!(
+            "this gateway holds the Lease causeway-heartbeats and now manages the taints of nodes with delegated heartbeats"
+        );
+        metrics.set_delegated_nodes_leading(true);
         let lost = tokio::select! {
             biased;
             () = stop.cancelled() => None,
             why = election.renew_until_lost() => Some(why),
             never = reconciler.run() => match never {},
         };
-        metrics.delegated_nodes_leading(false);
+        metrics.set_delegated_nodes_leading(false);
         match lost {
             Some(why) => tracing::warn!(
                 why,
-                "the lease of delegated nodes is lost; this gateway is on standby"
+                "this gateway has lost the Lease causeway-heartbeats; the gateway that acquires it manages the taints of nodes with delegated heartbeats"
             ),
             None => break,
         }

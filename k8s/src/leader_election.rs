@@ -81,7 +81,7 @@ impl LeaderElector {
                 Ok(false) => self.failure_log.log_recovery(),
                 // Two candidates have written at once.
                 Err(LeaseError::Conflict) => {}
-                Err(failure) => self.say(&failure),
+                Err(failure) => self.log_failure(&failure),
             }
             // Candidates that wait must not send their requests at the same time.
             sleep(
@@ -115,11 +115,11 @@ impl LeaderElector {
                 self.renewed_at = None;
                 return failure.to_string();
             }
-            self.say(&failure);
+            self.log_failure(&failure);
         }
     }
 
-    fn say(&mut self, failure: &LeaseError) {
+    fn log_failure(&mut self, failure: &LeaseError) {
         let why = format!("the lease of {}: {failure}", self.subject);
         self.failure_log.log_failure(&why);
     }

@@ -9,7 +9,7 @@
 
 use crate::{
     client::{WATCH_TIMEOUT, watch_error_message},
-    heartbeat::NODE_MARK,
+    heartbeat::NODE_ANNOTATION,
 };
 use causeway_certs::NodeName;
 use causeway_gateway::{
@@ -184,7 +184,7 @@ fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
             .filter(|pool| !pool.is_empty())
             .cloned(),
         is_policy_pool: settings.trusts_label(&settings.pool_label),
-        delegated: node.annotations().contains_key(NODE_MARK),
+        delegated: node.annotations().contains_key(NODE_ANNOTATION),
         labels: labels
             .iter()
             .filter(|(key, _)| settings.trusts_label(key))

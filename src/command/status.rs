@@ -49,7 +49,7 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
     for remark in conflict_lines(&edges) {
         outln!("\n{remark}")?;
     }
-    if let Some(remark) = delegated(&edges) {
+    if let Some(remark) = delegated_line(&edges) {
         outln!("\n{remark}")?;
     }
     if let Some(table) = certificate_report(&address).await {
@@ -136,7 +136,7 @@ fn render_edge(status: &Value, now: SystemTime) -> String {
         let (expiry, remaining) = (to_word(&expiry), time_left(&expiry, now).content());
         parts.push(format!("\ncertificate: until {expiry}, {remaining}"));
     }
-    parts.extend(heartbeat(status));
+    parts.extend(heartbeat_line(status));
     for problem in [&status["trouble"], &certificate["trouble"]] {
         if !problem["what"].is_null() {
             parts.push(format!("trouble: {}", to_word(&problem["what"])));
@@ -169,7 +169,7 @@ async fn readiness_lines(address: &AdminAddress) -> Vec<String> {
 }
 
 /// Returns a line that names the nodes whose Leases are renewed by delegated heartbeats.
-fn delegated(edges: &[Value]) -> Option<String> {
+fn delegated_line(edges: &[Value]) -> Option<String> {
     let delegated = edges
         .iter()
         .filter(|edge| edge["heartbeat_delegated"] == true);
@@ -181,19 +181,19 @@ fn delegated(edges: &[Value]) -> Option<String> {
 }
 
 /// Returns the state of the heartbeats of an edge, if they are configured.
-fn heartbeat(status: &Value) -> Option<String> {
+fn heartbeat_line(status: &Value) -> Option<String> {
     let heartbeat = status.get("heartbeat")?;
     let kubelet = match heartbeat["kubelet"].as_str() {
         Some("alive") => "the kubelet is alive",
         Some("not_alive") => "the kubelet is not alive",
         _ => "the kubelet has not been checked yet",
     };
-    let more = match (&heartbeat["delegate"], &heartbeat["trouble"]) {
+    let delegation = match (&heartbeat["delegate"], &heartbeat["last_error"]) {
         (Value::String(node), _) => format!(", delegated through {node}"),
         (_, Value::String(why)) => format!(", not delegated: {why}"),
         _ => String::new(),
     };
-    let line = format!("heartbeat: {kubelet}{more}");
+    let line = format!("heartbeat: {kubelet}{delegation}");
     Some(text_cell(&line.into()).content())
 }
 
@@ -547,23 +547,19 @@ mod tests {
             json!({ "node": "edge-1", "heartbeat_delegated": true }),
             json!({ "node": "edge-2" }),
         ];
-        let line = delegated(&edges).unwrap();
+        let line = delegated_line(&edges).unwrap();
         assert!(line.ends_with("alive: edge-1"), "{line}");
-        assert_eq!(delegated(&edges[1..]), None);
-        let shown = |heartbeat: Value| heartbeat_line(&json!({ "heartbeat": heartbeat }));
+        assert_eq!(delegated_line(&edges[1..]), None);
+        let line = |heartbeat: Value| heartbeat_line(&json!({ "heartbeat": heartbeat })).unwrap();
         assert_eq!(
-            shown(json!({ "kubelet": "alive", "delegate": "edge-2", "trouble": null })),
+            line(json!({ "kubelet": "alive", "delegate": "edge-2", "last_error": null })),
             "heartbeat: the kubelet is alive, delegated through edge-2"
         );
         assert_eq!(
-            shown(json!({ "kubelet": "not_alive", "delegate": null, "trouble": "a\u{1b}b" })),
+            line(json!({ "kubelet": "not_alive", "delegate": null, "last_error": "a\u{1b}b" })),
             "heartbeat: the kubelet is not alive, not delegated: ab"
         );
-        assert_eq!(heartbeat(&json!({})), None);
-    }
-
-    fn heartbeat_line(status: &Value) -> String {
-        heartbeat(status).unwrap()
+        assert_eq!(heartbeat_line(&json!({})), None);
     }
 
     #[test]

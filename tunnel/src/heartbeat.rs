@@ -25,16 +25,16 @@ pub const MAX_HEARTBEAT: usize = 16 * 1024;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KubeletState {
-    /// It has answered its health check within the last seconds.
+    /// The kubelet has answered its health check within the last seconds.
     Alive,
-    /// State of a later version.
+    /// State that this version does not know.
     #[serde(other)]
     Unknown,
 }
 
 impl KubeletState {
-    /// Returns the word that is signed.
-    pub fn word(self) -> &'static str {
+    /// Returns the text that is signed.
+    pub fn as_str(self) -> &'static str {
         match self {
             Self::Alive => "alive",
             Self::Unknown => "unknown",
@@ -100,11 +100,11 @@ mod tests {
 
     #[test]
     fn the_largest_heartbeat_fits_into_a_request_and_a_message() {
-        let beat = largest();
-        assert!(beat.is_within_limits());
-        let request = serde_json::to_vec(&beat).unwrap();
+        let heartbeat = largest();
+        assert!(heartbeat.is_within_limits());
+        let request = serde_json::to_vec(&heartbeat).unwrap();
         assert!(request.len() <= MAX_HEARTBEAT, "{}", request.len());
-        let line = serde_json::to_string(&EdgeMessage::DelegatedHeartbeat(Box::new(beat)));
+        let line = serde_json::to_string(&EdgeMessage::DelegatedHeartbeat(Box::new(heartbeat)));
         let line = line.unwrap();
         assert!(line.len() <= MAX_MESSAGE, "{}", line.len());
         let read: EdgeMessage = serde_json::from_str(&line).unwrap();

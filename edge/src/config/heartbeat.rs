@@ -15,7 +15,7 @@ pub struct Heartbeat {
     /// Address of the kubelet's health check, which is asked for `/healthz` over HTTP (`healthzBindAddress` and `healthzPort` of the kubelet's configuration).
     #[serde(with = "SocketAddrStr")]
     pub kubelet: SocketAddr,
-    /// Time for which a good answer of the kubelet counts, at least 5 s, the interval of the checks. No heartbeat is sent after that, nor after two checks in succession have failed.
+    /// Time for which a successful health check of the kubelet counts. At least 5 s, which is the interval of the checks. No heartbeat is sent after this time, or after two failed checks in succession.
     #[serde(with = "DurationStr")]
     pub alive_for: Duration,
 }
@@ -32,9 +32,9 @@ impl Default for Heartbeat {
 }
 
 impl Heartbeat {
-    /// Checks these keys. `members` is whether this node has a listener for pool members.
-    pub(super) fn validate(&self, members: bool, faults: &mut ConfigErrors) {
-        if !members {
+    /// Checks these keys. `has_members` is whether this node has a listener for pool members.
+    pub(super) fn validate(&self, has_members: bool, faults: &mut ConfigErrors) {
+        if !has_members {
             let message = "heartbeats are delegated to other members of the pool over the listener for pool members, which is not configured, so there is no delegate; add api_cache.members";
             faults.add("heartbeat", message);
         }

@@ -1,12 +1,12 @@
 //! Delegated heartbeats: a node that has lost its gateways has another member of its pool report that its kubelet is alive.
 //!
 //! 1. `kubelet` checks the health of this node's own kubelet.
-//! 2. When no tunnel stands, `sender` asks members of the pool for a gateway's nonce, signs it with the key of this node's
-//!    certificate, and gives the member the signed heartbeat. Members are known from the data directory, also after a restart.
-//! 3. `relay` is the member's side: it keeps the newest nonce of each tunnel, hands it out, and sends heartbeats of other nodes
-//!    to the gateway that issued their nonce.
+//! 2. When no tunnel is open, `sender` asks members of the pool for a gateway's nonce, signs it with the key of this node's
+//!    certificate, and gives the member the signed heartbeat. The data directory has the members, so they are known after a restart.
+//! 3. `relay` is the member's side. It has the newest nonce of each tunnel, answers requests with it, and sends heartbeats of other
+//!    nodes to the gateway that issued their nonce.
 //!
-//! Whether the node's Lease is renewed is decided at the gateway, by the age of the Lease. A heartbeat of a node whose kubelet
+//! The gateway decides whether to renew the node's Lease, by the age of the Lease. A heartbeat of a node whose kubelet
 //! still reaches the API server changes nothing there.
 
 mod kubelet;

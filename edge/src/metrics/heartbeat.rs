@@ -22,7 +22,7 @@ pub(crate) enum RelayOutcome {
 }
 
 impl RelayOutcome {
-    fn word(self) -> &'static str {
+    fn as_str(self) -> &'static str {
         match self {
             Self::Sent => "sent",
             Self::NoGateway => "no_gateway",
@@ -45,7 +45,7 @@ impl HeartbeatMetrics {
     pub(super) fn register(&self, registry: &mut Registry) {
         registry.register(
             "heartbeats_delegated",
-            "Heartbeats of this node for which it asked other members of its pool, by outcome: taken or failed",
+            "Heartbeats of this node for which it asked other members of its pool, by outcome: accepted or failed",
             self.sent.clone(),
         );
         registry.register(
@@ -61,19 +61,19 @@ impl HeartbeatMetrics {
     }
 
     /// Counts an attempt to delegate a heartbeat of this node.
-    pub(crate) fn sent(&self, taken: bool) {
-        let outcome = if taken { "taken" } else { "failed" };
+    pub(crate) fn count_sent(&self, accepted: bool) {
+        let outcome = if accepted { "accepted" } else { "failed" };
         self.sent.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     /// Counts a request of another member.
-    pub(crate) fn relayed(&self, outcome: RelayOutcome) {
-        let outcome = outcome.word();
+    pub(crate) fn count_relayed(&self, outcome: RelayOutcome) {
+        let outcome = outcome.as_str();
         self.relayed.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     /// Sets the state of the kubelet.
-    pub(crate) fn kubelet_alive(&self, alive: bool) {
+    pub(crate) fn set_kubelet_alive(&self, alive: bool) {
         self.kubelet_alive.set(alive.into());
     }
 }

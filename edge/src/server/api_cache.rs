@@ -111,8 +111,8 @@ pub(super) fn start(
     (context, parts): (&Arc<TunnelContext>, &Reloadable),
     (status, close_listeners): (&StatusReader, &CancellationToken),
 ) -> Option<FinalSave> {
-    let reading = cache?;
-    if let Some(sender) = heartbeat_sender(&reading, (context, parts), status) {
+    let api_cache = cache?;
+    if let Some(sender) = heartbeat_sender(&api_cache, (context, parts), status) {
         parts.tasks.spawn(info_span!("heartbeat"), async move {
             sender.run().await;
         });
@@ -125,26 +125,26 @@ pub(super) fn start(
         member_routes: relay.map(HeartbeatRelay::routes).unwrap_or_default(),
         close_listeners: close_listeners.clone(),
     };
-    Some(reading.start(run_context))
+    Some(api_cache.start(run_context))
 }
 
 /// Returns the relay of heartbeats of other pool members, if heartbeats are configured.
 pub(super) fn heartbeat_relay(config: &Config, metrics: &Arc<Metrics>) -> Option<HeartbeatRelay> {
-    let reads = config.heartbeat.is_some() && config.api_cache.is_some();
-    reads.then(|| HeartbeatRelay::new(metrics))
+    let enabled = config.heartbeat.is_some() && config.api_cache.is_some();
+    enabled.then(|| HeartbeatRelay::new(metrics))
 }
 
 /// Returns the sender of this node's heartbeats, if they are configured.
 fn heartbeat_sender(
-    reading: &ApiCacheConfig,
+    api_cache: &ApiCacheConfig,
     (context, parts): (&Arc<TunnelContext>, &Reloadable),
-    state: &StatusReader,
+    status: &StatusReader,
 ) -> Option<HeartbeatSender> {
     Some(HeartbeatSender {
         config: context.config.heartbeat.clone()?,
         identity: context.identity_store.clone(),
-        peers: reading.peers(&context.node, &parts.tasks),
-        standing: state.open_tunnels(),
+        peers: api_cache.peers(&context.node, &parts.tasks),
+        tunnel_count: status.open_tunnels(),
         metrics: context.metrics.clone(),
         status: context.status.clone(),
     })

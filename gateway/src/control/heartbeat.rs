@@ -2,9 +2,10 @@
 //!
 //! 1. Members of node pools get a nonce every few seconds over their tunnels (`nonces`).
 //! 2. A heartbeat is accepted once for each node and nonce, if the key of the node's certificate has signed it. The certificate is
-//!    verified as that of an edge that connects. So no member can forge, replay or delay the heartbeat of another node.
-//! 3. The node and its delegate must belong to one pool, and the node to the cluster. Each pool has a limit (`rate_limit`), so
-//!    that a stolen site cannot flood the API of the cluster.
+//!    verified as that of an edge that connects. So no member can forge or replay the heartbeat
+//!    of another node, or delay it for longer than a nonce is valid.
+//! 3. The node and its delegate must belong to one pool, and the node to the cluster. Each delegate, pool and node has a limit
+//!    (`rate_limit`), so that a stolen site can flood neither the gateway nor the API of the cluster.
 //! 4. Accepted heartbeats go to the component that renews Leases, which decides by the age of the Lease.
 
 mod nonces;
@@ -41,8 +42,8 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Interval in which tunnels that need a nonce are looked for: all tunnels get theirs spread over [`NONCE_INTERVAL`].
-const LOOK: Duration = Duration::from_secs(1);
+/// Interval between two searches for tunnels that need a nonce. It spreads the nonces of all tunnels over [`NONCE_INTERVAL`].
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Accepted heartbeats that wait for the API of the cluster. At the limit further ones are dropped; each node sends another soon.
 const MAX_QUEUED: usize = 1024;
 /// Maximum number of certificates of a chain: a leaf, its issuer, and another one.
@@ -55,6 +56,8 @@ pub struct AcceptedHeartbeat {
     pub node: NodeName,
     /// Pool member that has carried the heartbeat.
     pub delegate: NodeName,
+    /// Time at which the gateway received the heartbeat.
+    pub received_at: Instant,
 }
 
 /// Reason why a heartbeat is refused.
@@ -74,7 +77,7 @@ enum HeartbeatRefused {
     Rejected(String),
     #[error("the node and the node that carries its heartbeat are not of one pool of the cluster")]
     Pool,
-    #[error("the node or its pool sends too many heartbeats")]
+    #[error("the node, its pool, or the node that carries the heartbeat sends too many heartbeats")]
     TooMany,
     #[error("the cluster's API does not take heartbeats as fast as they arrive")]
     Overloaded,
@@ -82,7 +85,7 @@ enum HeartbeatRefused {
 
 impl HeartbeatRefused {
     /// Returns the value of the metric's label.
-    fn word(&self) -> &'static str {
+    fn label(&self) -> &'static str {
         match self {
             Self::Malformed(_) => "malformed",
             Self::Kubelet => "kubelet",
@@ -125,16 +128,16 @@ struct Inner {
     verify_edge: VerifyEdgeFn,
     metrics: Arc<Metrics>,
     state: Mutex<State>,
-    accepted: mpsc::Sender<AcceptedHeartbeat>,
+    accepted_tx: mpsc::Sender<AcceptedHeartbeat>,
     /// Taken by the component that renews Leases.
-    accepting: Mutex<Option<AcceptedHeartbeats>>,
-    refused: LogThrottle,
+    accepted_rx: Mutex<Option<AcceptedHeartbeats>>,
+    refused_throttle: LogThrottle,
 }
 
 #[derive(Default)]
 struct State {
     nonces: Nonces,
-    rates: HeartbeatRateLimiter,
+    rate_limiter: HeartbeatRateLimiter,
 }
 
 impl fmt::Debug for HeartbeatVerifier {
@@ -146,22 +149,22 @@ impl fmt::Debug for HeartbeatVerifier {
 impl HeartbeatVerifier {
     /// Returns a verifier of heartbeats of these nodes.
     pub(crate) fn new(nodes: &Nodes, verify_edge: VerifyEdgeFn, metrics: &Arc<Metrics>) -> Self {
-        let (accepted, accepting) = mpsc::channel(MAX_QUEUED);
+        let (accepted_tx, accepted_rx) = mpsc::channel(MAX_QUEUED);
         Self(Arc::new(Inner {
             nodes: nodes.clone(),
             verify_edge,
             metrics: metrics.clone(),
             state: Mutex::default(),
-            accepted,
-            accepting: Mutex::new(Some(accepting)),
-            refused: LogThrottle::default(),
+            accepted_tx,
+            accepted_rx: Mutex::new(Some(accepted_rx)),
+            refused_throttle: LogThrottle::default(),
         }))
     }
 
-    /// Returns the accepted heartbeats, the first time.
-    pub fn accepted(&self) -> Option<AcceptedHeartbeats> {
-        let accepting = &self.0.accepting;
-        accepting
+    /// Returns the receiver of accepted heartbeats at the first call, and `None` later.
+    pub fn take_accepted(&self) -> Option<AcceptedHeartbeats> {
+        let accepted_rx = &self.0.accepted_rx;
+        accepted_rx
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take()
@@ -171,15 +174,15 @@ impl HeartbeatVerifier {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a heartbeat that this node has carried.
-    pub(super) fn receive(&self, delegate: &NodeName, beat: &DelegatedHeartbeat) {
-        let Err(refused) = self.accept(delegate, beat) else {
+    /// Verifies a heartbeat that this node has carried, and queues it if it is valid.
+    pub(super) fn receive(&self, delegate: &NodeName, heartbeat: &DelegatedHeartbeat) {
+        let Err(refused) = self.accept(delegate, heartbeat) else {
             return;
         };
         let inner = &self.0;
-        inner.metrics.delegated_beat(refused.word());
-        if let Some(count) = inner.refused.record() {
-            let node: String = beat.node.chars().take(64).collect();
+        inner.metrics.count_delegated_heartbeat(refused.label());
+        if let Some(count) = inner.refused_throttle.record() {
+            let node: String = heartbeat.node.chars().take(64).collect();
             tracing::warn!(
                 %delegate,
                 node,
@@ -193,24 +196,27 @@ impl HeartbeatVerifier {
     fn accept(
         &self,
         delegate: &NodeName,
-        beat: &DelegatedHeartbeat,
+        heartbeat: &DelegatedHeartbeat,
     ) -> Result<(), HeartbeatRefused> {
         let (inner, now) = (&self.0, Instant::now());
-        if !beat.is_within_limits() {
+        if !heartbeat.is_within_limits() {
             let why = "a field is too long".to_owned();
             return Err(HeartbeatRefused::Malformed(why));
         }
-        if beat.kubelet != KubeletState::Alive {
+        if heartbeat.kubelet != KubeletState::Alive {
             return Err(HeartbeatRefused::Kubelet);
         }
-        // Before signatures are verified, which cost most.
         let pool = inner.nodes.with(delegate, |known| known.pool.clone());
         let pool = pool.ok_or(HeartbeatRefused::Pool)?;
-        self.state().nonces.check(&beat.nonce, now)?;
-        if !self.state().rates.take_of_pool(&pool, now) {
-            return Err(HeartbeatRefused::TooMany);
+        {
+            // Signatures cost most, so only heartbeats within the delegate's limit are verified.
+            let mut state = self.state();
+            state.nonces.check(&heartbeat.nonce, now)?;
+            if !state.rate_limiter.take_of_delegate(delegate, now) {
+                return Err(HeartbeatRefused::TooMany);
+            }
         }
-        let node = self.verify(beat)?;
+        let node = self.verify(heartbeat)?;
         let same_pool = inner
             .nodes
             .with(&node, |known| known.pool.as_deref() == Some(&*pool));
@@ -219,39 +225,41 @@ impl HeartbeatVerifier {
         }
         {
             let mut state = self.state();
-            state.nonces.spend(&beat.nonce, &node, now)?;
-            if !state.rates.take_of_node(&node, now) {
+            state.nonces.spend(&heartbeat.nonce, &node, now)?;
+            let rate_limiter = &mut state.rate_limiter;
+            if !rate_limiter.take_of_node(&node, now) || !rate_limiter.take_of_pool(&pool, now) {
                 return Err(HeartbeatRefused::TooMany);
             }
         }
         let accepted = AcceptedHeartbeat {
             node,
             delegate: delegate.clone(),
+            received_at: now,
         };
-        let queued = inner.accepted.try_send(accepted);
+        let queued = inner.accepted_tx.try_send(accepted);
         queued.map_err(|_| HeartbeatRefused::Overloaded)
     }
 
     /// Returns the node that has signed a heartbeat.
-    fn verify(&self, beat: &DelegatedHeartbeat) -> Result<NodeName, HeartbeatRefused> {
-        let chain = parse_certificates(&beat.chain).map_err(HeartbeatRefused::Malformed)?;
+    fn verify(&self, heartbeat: &DelegatedHeartbeat) -> Result<NodeName, HeartbeatRefused> {
+        let chain = parse_certificates(&heartbeat.chain).map_err(HeartbeatRefused::Malformed)?;
         if chain.len() > MAX_CHAIN {
             let why = "it has too many certificates".to_owned();
             return Err(HeartbeatRefused::Malformed(why));
         }
-        let signature = BASE64_STANDARD.decode(&beat.signature);
+        let signature = BASE64_STANDARD.decode(&heartbeat.signature);
         let signature =
             signature.map_err(|error| HeartbeatRefused::Malformed(error.to_string()))?;
         let forged = |why: &dyn fmt::Display| HeartbeatRefused::Forged(why.to_string());
-        let shown = (self.0.verify_edge)(&chain);
-        let (node, certificate) = shown.map_err(|error| forged(&error))?;
-        if node.as_str() != beat.node {
+        let verified = (self.0.verify_edge)(&chain);
+        let (node, certificate) = verified.map_err(|error| forged(&error))?;
+        if node.as_str() != heartbeat.node {
             return Err(forged(&format_args!("the certificate is of node {node}")));
         }
         let statement = HeartbeatStatement {
-            nonce: &beat.nonce,
+            nonce: &heartbeat.nonce,
             node: &node,
-            kubelet: beat.kubelet.word(),
+            kubelet: heartbeat.kubelet.as_str(),
         };
         let leaf = chain.first().ok_or_else(|| forged(&"no certificate"))?;
         let signed = statement.verify(leaf, &signature);
@@ -262,33 +270,33 @@ impl HeartbeatVerifier {
         }
     }
 
-    /// Hands out nonces until `stop`.
+    /// Sends nonces to pool members until `stop`.
     pub(crate) async fn run(self, registry: Registry, stop: CancellationToken) {
-        stop.run_until_cancelled(self.keep(registry)).await;
+        stop.run_until_cancelled(self.issue_nonces(registry)).await;
     }
 
-    async fn keep(self, registry: Registry) -> Infallible {
+    async fn issue_nonces(self, registry: Registry) -> Infallible {
         let mut last: HashMap<TunnelId, Instant> = HashMap::new();
-        let mut ticks = interval(LOOK);
+        let mut ticks = interval(POLL_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
-            self.look(&registry, &mut last);
+            self.send_nonces(&registry, &mut last);
         }
     }
 
     /// Sends a nonce to each tunnel that needs one.
-    fn look(&self, registry: &Registry, last: &mut HashMap<TunnelId, Instant>) {
+    fn send_nonces(&self, registry: &Registry, last: &mut HashMap<TunnelId, Instant>) {
         let now = Instant::now();
-        self.state().rates.forget(now);
+        self.state().rate_limiter.remove_expired(now);
         let members = registry.all().into_iter();
         let members: Vec<_> = members
-            .filter(|(node, edge)| self.relays(node, edge))
+            .filter(|(node, edge)| self.is_relay(node, edge))
             .collect();
-        let before = std::mem::take(last);
+        let previous = std::mem::take(last);
         let mut nonce = None;
         for (_, edge) in members {
-            let sent = before.get(&edge.id).copied();
+            let sent = previous.get(&edge.id).copied();
             if let Some(sent) = sent.filter(|sent| now < *sent + NONCE_INTERVAL) {
                 last.insert(edge.id, sent);
                 continue;
@@ -297,7 +305,7 @@ impl HeartbeatVerifier {
             let line = GatewayMessage::HeartbeatNonce {
                 nonce: nonce.clone(),
             };
-            // An edge whose send buffer is full gets a nonce at the next look.
+            // An edge whose send buffer is full gets a nonce in the next round.
             if edge.tunnel.control.try_send(Box::new(line)).is_ok() {
                 last.insert(edge.id, now);
             }
@@ -305,11 +313,11 @@ impl HeartbeatVerifier {
     }
 
     /// Whether a tunnel's edge relays heartbeats of other members of its pool.
-    fn relays(&self, node: &NodeName, edge: &TunnelInfo) -> bool {
-        let welcome = &edge.tunnel.hello;
-        let serves = welcome.site.as_ref().is_some_and(|site| !site.is_empty());
-        serves
-            && welcome.heartbeats
+    fn is_relay(&self, node: &NodeName, edge: &TunnelInfo) -> bool {
+        let hello = &edge.tunnel.hello;
+        let has_listener = hello.site.as_ref().is_some_and(|site| !site.is_empty());
+        has_listener
+            && hello.heartbeats
             && !edge.is_leaving()
             && self.0.nodes.with(node, |known| known.pool.is_some())
     }

@@ -120,10 +120,10 @@ declare! {
     api_cache_connections_limit: Gauge,
     /// Pools with a leader among the edges that are connected here.
     api_cache_leaders: Gauge,
-    /// Delegated heartbeats of nodes without a gateway, by result: renewed (the Lease), fresh (the Lease needed none), conflict,
-    /// `no_lease`, `foreign_lease` or failed; or refused as malformed, kubelet, stale, replayed, forged, rejected, pool, `too_many` or
-    /// overloaded.
-    delegated_beats: Family<[Label; 1], Counter>,
+    /// Delegated heartbeats of nodes without a gateway, by result. Accepted ones: renewed (the Lease), fresh (the Lease needed no
+    /// renewal), conflict, `no_lease`, `foreign_lease`, expired (the API answered too slowly) or failed. Refused ones: malformed,
+    /// kubelet, stale, replayed, forged, rejected, pool, `too_many` or overloaded.
+    delegated_heartbeats: Family<[Label; 1], Counter>,
     /// Nodes whose Lease is renewed by delegated heartbeats.
     delegated_nodes: Gauge,
     /// Whether this gateway is the one that manages delegated nodes: their taint, condition and return.

@@ -1,11 +1,11 @@
 //! Lease of a node, and the state of delegated heartbeats in its annotations.
 //!
-//! A delegated renewal notes its own `renewTime` in an annotation. A kubelet copies annotations when it renews its Lease, and
-//! writes another `renewTime`: by that the return of a node is noticed, whichever gateway renewed last.
+//! A delegated renewal records its own `renewTime` in an annotation. A kubelet copies annotations when it renews its Lease, and
+//! writes another `renewTime`. So any gateway notices the return of a node.
 //!
 //! The age of a Lease is the time since its last change by the clock of the API server (`managedFields`). The kubelet writes
 //! `renewTime` by the clock of its node, which may be wrong. kube-controller-manager only takes a `renewTime` that is later than
-//! the last one. So a delegated renewal continues the node's own clock: its offset is noted when the delegation begins.
+//! the last one. So a delegated renewal continues the node's own clock: its offset is recorded when the delegation begins.
 
 use k8s_openapi::{
     api::coordination::v1::{Lease, LeaseSpec},
@@ -14,29 +14,29 @@ use k8s_openapi::{
 };
 use kube::ResourceExt;
 
-/// Annotation by which `OpenYurt`'s controllers know delegated renewals.
-pub(super) const DELEGATED: &str = "openyurt.io/delegate-heartbeat";
+/// Annotation that tells `OpenYurt`'s controllers of a delegated renewal.
+pub(super) const DELEGATE_HEARTBEAT: &str = "openyurt.io/delegate-heartbeat";
 /// `renewTime` of the last delegated renewal.
-const RENEWED: &str = "causeway.io/delegated-renew-time";
+const RENEW_TIME: &str = "causeway.io/delegated-renew-time";
 /// Number of successive delegated renewals.
 const COUNT: &str = "causeway.io/delegated-count";
 /// Offset of the node's clock, in seconds; absent if the clock is right.
-const OFFSET: &str = "causeway.io/delegated-clock-offset";
-const ANNOTATIONS: [&str; 4] = [DELEGATED, RENEWED, COUNT, OFFSET];
+const CLOCK_OFFSET: &str = "causeway.io/delegated-clock-offset";
+const ANNOTATIONS: [&str; 4] = [DELEGATE_HEARTBEAT, RENEW_TIME, COUNT, CLOCK_OFFSET];
 
 /// Age from which a Lease that the node renewed last is renewed for it: the node renews it every 10 s.
-const OLD: SignedDuration = SignedDuration::from_secs(15);
+const RENEW_AFTER: SignedDuration = SignedDuration::from_secs(15);
 /// Age from which a Lease with a delegated renewal is renewed again. Two members may send heartbeats of one node at once.
-const DELEGATED_OLD: SignedDuration = SignedDuration::from_secs(5);
+const RENEW_DELEGATED_AFTER: SignedDuration = SignedDuration::from_secs(5);
 /// Offset up to which the clock of a node counts as right.
 const CLOCK_TOLERANCE: SignedDuration = SignedDuration::from_secs(5);
 
 /// State of a Lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LeaseState {
-    /// The node, or another program, renewed it last, and nothing of a delegation is left.
+    /// The node, or another program, renewed it last. No annotation of a delegation is left.
     Direct,
-    /// It was renewed by delegated heartbeats so many times in succession.
+    /// The last renewals were delegated: this many in succession.
     Delegated(u32),
     /// The node has renewed it, and annotations of the delegation are left.
     Returned,
@@ -45,17 +45,17 @@ pub(super) enum LeaseState {
 /// Result of a delegated renewal.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Renewal {
-    /// The Lease as it is to be, and the number of successive delegated renewals.
+    /// The renewed Lease, and the number of successive delegated renewals.
     Renewed(Box<Lease>, u32),
-    /// The Lease is not old.
+    /// The Lease needs no renewal yet.
     Fresh,
-    /// The Lease is not this node's.
+    /// The Lease is not of this node.
     Foreign,
 }
 
 /// Returns the state of a Lease.
 pub(super) fn state(lease: &Lease) -> LeaseState {
-    let Some(renewed) = lease.annotations().get(RENEWED) else {
+    let Some(renewed) = lease.annotations().get(RENEW_TIME) else {
         return LeaseState::Direct;
     };
     let renewed = renewed.parse::<Timestamp>().ok();
@@ -67,9 +67,18 @@ pub(super) fn state(lease: &Lease) -> LeaseState {
     LeaseState::Returned
 }
 
-/// Returns the time since the last change of a Lease, or `None` if it was never renewed.
+/// Returns the time since the last change of a Lease, or `None` if it has never been renewed.
 pub(super) fn age(lease: &Lease, now: Timestamp) -> Option<SignedDuration> {
-    Some(now.duration_since(changed(lease)?))
+    Some(now.duration_since(changed_at(lease)?))
+}
+
+/// Whether the last change of a Lease is old enough for a delegated renewal.
+pub(super) fn is_due(lease: &Lease, now: Timestamp) -> bool {
+    let renew_after = match state(lease) {
+        LeaseState::Delegated(_) => RENEW_DELEGATED_AFTER,
+        LeaseState::Direct | LeaseState::Returned => RENEW_AFTER,
+    };
+    age(lease, now).is_none_or(|age| age >= renew_after)
 }
 
 /// Returns the Lease of this node as a delegated heartbeat renews it.
@@ -79,26 +88,24 @@ pub(super) fn renew(lease: &Lease, node: &str, now: Timestamp) -> Renewal {
     if holder != Some(node) || lease.name_any() != node {
         return Renewal::Foreign;
     }
-    let (count, offset, old) = match state(lease) {
-        LeaseState::Delegated(count) => {
-            (count.saturating_add(1), noted_offset(lease), DELEGATED_OLD)
-        }
-        LeaseState::Direct | LeaseState::Returned => (1, clock_offset(lease), OLD),
-    };
-    if age(lease, now).is_some_and(|age| age < old) {
+    if !is_due(lease, now) {
         return Renewal::Fresh;
     }
+    let (count, offset) = match state(lease) {
+        LeaseState::Delegated(count) => (count.saturating_add(1), recorded_offset(lease)),
+        LeaseState::Direct | LeaseState::Returned => (1, clock_offset(lease)),
+    };
     let (last, next) = (renew_time(lease), now.saturating_add(offset).unwrap_or(now));
     let later = last.and_then(|last| last.checked_add(SignedDuration::from_secs(1)).ok());
     let renewed = later.map_or(next, |later| next.max(later));
     let mut lease = lease.clone();
     let annotations = lease.annotations_mut();
-    annotations.insert(DELEGATED.to_owned(), "true".to_owned());
-    annotations.insert(RENEWED.to_owned(), micros(renewed).to_string());
+    annotations.insert(DELEGATE_HEARTBEAT.to_owned(), "true".to_owned());
+    annotations.insert(RENEW_TIME.to_owned(), micros(renewed).to_string());
     annotations.insert(COUNT.to_owned(), count.to_string());
-    annotations.remove(OFFSET);
+    annotations.remove(CLOCK_OFFSET);
     if !offset.is_zero() {
-        annotations.insert(OFFSET.to_owned(), offset.as_secs().to_string());
+        annotations.insert(CLOCK_OFFSET.to_owned(), offset.as_secs().to_string());
     }
     let spec: &mut LeaseSpec = lease.spec.get_or_insert_default();
     spec.renew_time = Some(MicroTime(micros(renewed)));
@@ -120,7 +127,7 @@ fn renew_time(lease: &Lease) -> Option<Timestamp> {
 }
 
 /// Returns the time of the last change by the API server's clock, or else by the writer's.
-fn changed(lease: &Lease) -> Option<Timestamp> {
+fn changed_at(lease: &Lease) -> Option<Timestamp> {
     let managers = lease.metadata.managed_fields.iter().flatten();
     let times = managers.filter_map(|manager| manager.time.as_ref());
     let last = times.map(|time| time.0).max();
@@ -129,7 +136,7 @@ fn changed(lease: &Lease) -> Option<Timestamp> {
 
 /// Returns the offset of the clock of the node that renewed the Lease last.
 fn clock_offset(lease: &Lease) -> SignedDuration {
-    let times = renew_time(lease).zip(changed(lease));
+    let times = renew_time(lease).zip(changed_at(lease));
     let offset = times.map(|(renewed, changed)| renewed.duration_since(changed));
     let offset = offset.map(|offset| SignedDuration::from_secs(offset.as_secs()));
     offset
@@ -137,10 +144,10 @@ fn clock_offset(lease: &Lease) -> SignedDuration {
         .unwrap_or(SignedDuration::ZERO)
 }
 
-fn noted_offset(lease: &Lease) -> SignedDuration {
-    let noted = lease.annotations().get(OFFSET);
-    let noted = noted.and_then(|seconds| seconds.parse().ok());
-    noted.map_or(SignedDuration::ZERO, SignedDuration::from_secs)
+fn recorded_offset(lease: &Lease) -> SignedDuration {
+    let recorded = lease.annotations().get(CLOCK_OFFSET);
+    let recorded = recorded.and_then(|seconds| seconds.parse().ok());
+    recorded.map_or(SignedDuration::ZERO, SignedDuration::from_secs)
 }
 
 /// Returns the time as a Lease stores it.

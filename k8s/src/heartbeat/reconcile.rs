@@ -4,8 +4,9 @@
 //! written for a node whose state is as it should be.
 
 use super::{
-    api::{ApiError, BOUND, LOOK, NAMESPACE, NODE_MARK},
-    node_lease::{LeaseState, age, state, without_annotations},
+    api::{ApiError, NAMESPACE, NODE_ANNOTATION, send},
+    node_events::{EventQueue, NodeEvent},
+    node_lease::{LeaseState, age, is_due, state, without_annotations},
 };
 use crate::log_throttle::LogThrottle;
 use causeway_certs::NodeName;
@@ -23,9 +24,11 @@ use kube::{
     api::{Patch, PatchParams, PostParams},
 };
 use serde_json::{Value, json};
-use std::convert::Infallible;
-use tokio::time::{sleep, timeout};
+use std::{convert::Infallible, time::Duration};
+use tokio::time::sleep;
 
+/// Interval between two passes over all delegated nodes: the return of a node is noticed within this time.
+pub(super) const RECONCILE_INTERVAL: Duration = Duration::from_secs(5);
 /// Key of the taint that keeps new pods away, as `OpenYurt` has it.
 const TAINT: &str = "node.openyurt.io/unschedulable";
 const EFFECT: &str = "NoSchedule";
@@ -33,7 +36,7 @@ const EFFECT: &str = "NoSchedule";
 const REASON: &str = "NodeDelegateLease";
 const MESSAGE: &str = "Node disconnect with ApiServer and lease delegate.";
 /// Age up to which a delegated renewal shows that the node is alive; kube-controller-manager waits as long, or longer.
-const CURRENT: SignedDuration = SignedDuration::from_secs(40);
+const GRACE_PERIOD: SignedDuration = SignedDuration::from_secs(40);
 
 /// Reconciler of delegated nodes.
 pub(super) struct Reconciler {
@@ -41,17 +44,24 @@ pub(super) struct Reconciler {
     objects: Api<Node>,
     rules: config::Heartbeats,
     nodes: Nodes,
-    failing: LogThrottle,
+    events: EventQueue,
+    failure_log: LogThrottle,
 }
 
 impl Reconciler {
-    pub(super) fn new(client: &Client, rules: &config::Heartbeats, nodes: &Nodes) -> Self {
+    pub(super) fn new(
+        client: &Client,
+        rules: &config::Heartbeats,
+        nodes: &Nodes,
+        events: &EventQueue,
+    ) -> Self {
         Self {
             leases: Api::namespaced(client.clone(), NAMESPACE),
             objects: Api::all(client.clone()),
             rules: rules.clone(),
             nodes: nodes.clone(),
-            failing: LogThrottle::new("managing a node with delegated heartbeats"),
+            events: events.clone(),
+            failure_log: LogThrottle::new("managing a node with delegated heartbeats"),
         }
     }
 
@@ -61,56 +71,56 @@ impl Reconciler {
             for node in self.nodes.delegated() {
                 match self.reconcile(&node).await {
                     Ok(()) => {}
-                    // The next look sees the other writer's result.
+                    // The next pass sees the other writer's result.
                     Err(error) if error.is_conflict() => {
                         tracing::debug!(%node, %error, "another process has changed the node");
                     }
                     Err(error) => {
                         failed = true;
-                        self.failing.log_failure(&format!("node {node}: {error}"));
+                        self.failure_log
+                            .log_failure(&format!("node {node}: {error}"));
                     }
                 }
             }
             if !failed {
-                self.failing.log_recovery();
+                self.failure_log.log_recovery();
             }
-            sleep(LOOK).await;
+            sleep(RECONCILE_INTERVAL).await;
         }
     }
 
     pub(super) async fn reconcile(&self, node: &NodeName) -> Result<(), ApiError> {
-        let name = node.as_str();
-        let lease = timeout(BOUND, self.leases.get_opt(name)).await??;
-        let Some(lease) = lease else {
-            return self.forget(name).await;
+        let (name, now) = (node.as_str(), Timestamp::now());
+        let Some(lease) = send(self.leases.get_opt(name)).await? else {
+            return self.clean_node(name).await.map(drop);
         };
         match state(&lease) {
             LeaseState::Delegated(count) => {
-                let age = age(&lease, Timestamp::now());
-                let current = age.is_some_and(|age| age < CURRENT);
-                if !self.rules.taint || !current {
+                let is_alive = age(&lease, now).is_some_and(|age| age < GRACE_PERIOD);
+                if !self.rules.taint || !is_alive {
                     return Ok(());
                 }
-                self.keep(name, count).await
+                self.protect_node(name, count).await
             }
             LeaseState::Returned => {
-                let plain = without_annotations(&lease);
-                let parameters = PostParams::default();
-                timeout(BOUND, self.leases.replace(name, &parameters, &plain)).await??;
-                self.forget(name).await
+                let direct = without_annotations(&lease);
+                send(self.leases.replace(name, &PostParams::default(), &direct)).await?;
+                self.release_node(name).await
             }
-            LeaseState::Direct => self.forget(name).await,
+            // The Node is annotated before its Lease: the first delegated renewal may follow.
+            LeaseState::Direct if is_due(&lease, now) => Ok(()),
+            LeaseState::Direct => self.release_node(name).await,
         }
     }
 
-    /// Keeps the pods of a delegated node, and new ones away.
-    async fn keep(&self, name: &str, count: u32) -> Result<(), ApiError> {
-        let mut object = timeout(BOUND, self.objects.get(name)).await??;
+    /// Sets the condition `Ready` of a delegated node, and taints it from the threshold on.
+    async fn protect_node(&self, name: &str, count: u32) -> Result<(), ApiError> {
+        let mut object = send(self.objects.get(name)).await?;
         if let Some(ready) = ready(&object).filter(|ready| ready.status == "Unknown") {
             object = self.set_ready(&object, ready).await?;
             tracing::info!(
                 node = name,
-                "a node with delegated heartbeats is Ready again"
+                "set the condition Ready of a node with delegated heartbeats to True"
             );
         }
         if count >= self.rules.threshold && !is_tainted(&object) {
@@ -126,7 +136,8 @@ impl Reconciler {
             tracing::info!(
                 node = name,
                 count,
-                "tainted a node with delegated heartbeats"
+                taint = TAINT,
+                "tainted a node with delegated heartbeats: it gets no new pods"
             );
         }
         Ok(())
@@ -146,35 +157,45 @@ impl Reconciler {
         });
         let (name, parameters) = (object.name_any(), PatchParams::default());
         let patch = Patch::Strategic(change);
-        let patched = self.objects.patch_status(&name, &parameters, &patch);
-        Ok(timeout(BOUND, patched).await??)
+        send(self.objects.patch_status(&name, &parameters, &patch)).await
     }
 
-    /// Removes the taint and the mark of a node that is not delegated any more.
-    async fn forget(&self, name: &str) -> Result<(), ApiError> {
-        let Some(object) = timeout(BOUND, self.objects.get_opt(name)).await?? else {
-            return Ok(());
+    /// Cleans a node that renews its Lease itself, and reports its return.
+    async fn release_node(&self, name: &str) -> Result<(), ApiError> {
+        if let Some(object) = self.clean_node(name).await? {
+            tracing::info!(node = name, "a node sends its own heartbeats again");
+            self.events.push(NodeEvent::Direct {
+                node: name.to_owned(),
+                version: object.resource_version().unwrap_or_default(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Removes the taint and the annotation of a node that is not delegated any more. Returns the changed Node, or `None` if there
+    /// was nothing to remove. An earlier configuration may have tainted the node, so the current one does not matter here.
+    async fn clean_node(&self, name: &str) -> Result<Option<Node>, ApiError> {
+        // The table of nodes may be older than the object.
+        let object = send(self.objects.get_opt(name)).await?;
+        let annotated = |object: &Node| object.annotations().contains_key(NODE_ANNOTATION);
+        let Some(object) = object.filter(annotated) else {
+            return Ok(None);
         };
-        let mut change = json!({ "metadata": { "annotations": { NODE_MARK: null } } });
-        if self.rules.taint && is_tainted(&object) {
+        let mut change = json!({ "metadata": { "annotations": { NODE_ANNOTATION: null } } });
+        if is_tainted(&object) {
             let mut taints = taints(&object);
             taints.retain(|taint| taint.key != TAINT);
             change["spec"] = json!({ "taints": taints });
         }
-        self.patch(&object, change).await?;
-        tracing::info!(node = name, "a node sends its own heartbeats again");
-        Ok(())
+        self.patch(&object, change).await.map(Some)
     }
 
-    /// Changes a Node at the version that was read: a list of taints is replaced as a whole.
-    async fn patch(&self, object: &Node, mut change: Value) -> Result<(), ApiError> {
+    /// Changes a Node at the version that was read, since a list of taints is replaced as a whole. Returns the new version.
+    async fn patch(&self, object: &Node, mut change: Value) -> Result<Node, ApiError> {
         change["metadata"]["resourceVersion"] = json!(object.resource_version());
-        let parameters = PatchParams::default();
-        let name = object.name_any();
+        let (name, parameters) = (object.name_any(), PatchParams::default());
         let patch = Patch::Merge(change);
-        let patched = self.objects.patch(&name, &parameters, &patch);
-        timeout(BOUND, patched).await??;
-        Ok(())
+        send(self.objects.patch(&name, &parameters, &patch)).await
     }
 }
 

@@ -2,38 +2,38 @@
 //!
 //! The Lease is read, and written at the version that was read. A conflict means that the node is back, or that another gateway
 //! has renewed the Lease for another member. A Lease that does not exist is never created.
+//!
+//! The Node is annotated before its Lease is renewed for the first time. The reconciler finds delegated nodes by this annotation,
+//! so no annotation of a Lease can remain without it.
 
 use super::{
-    api::{ApiError, BOUND, NAMESPACE, NODE_MARK},
+    api::{ApiError, NAMESPACE, NODE_ANNOTATION, send},
+    node_events::{EventQueue, NodeEvent},
     node_lease::{Renewal, renew},
-};
-use crate::{
-    event_writer::{EventWriter, WarningEvent},
-    log_throttle::LogThrottle,
 };
 use causeway_gateway::{
     control::heartbeat::{AcceptedHeartbeat, AcceptedHeartbeats},
     metrics::Metrics,
     state::Nodes,
 };
+use causeway_rt::log_throttle::LogThrottle;
+use causeway_tunnel::heartbeat::NONCE_INTERVAL;
 use futures_util::{StreamExt, stream};
 use k8s_openapi::{
-    api::{
-        coordination::v1::Lease,
-        core::v1::{Node, ObjectReference},
-    },
+    api::{coordination::v1::Lease, core::v1::Node},
     jiff::Timestamp,
 };
 use kube::{
-    Api, Client, Resource,
+    Api, Client, ResourceExt,
     api::{Patch, PatchParams, PostParams},
 };
 use serde_json::json;
-use std::sync::Arc;
-use tokio::{sync::Mutex, time::timeout};
+use std::{sync::Arc, time::Duration};
 
 /// Heartbeats that are handled at once.
 const CONCURRENT: usize = 16;
+/// Age up to which a heartbeat counts. After this time the node has sent another one, or its kubelet may be dead.
+const MAX_AGE: Duration = NONCE_INTERVAL;
 
 /// Renewer of Leases.
 pub(super) struct LeaseRenewer {
@@ -41,55 +41,64 @@ pub(super) struct LeaseRenewer {
     objects: Api<Node>,
     nodes: Nodes,
     metrics: Arc<Metrics>,
-    events: Mutex<EventWriter>,
-    failing: Mutex<LogThrottle>,
+    events: EventQueue,
+    failures: LogThrottle,
 }
 
 impl LeaseRenewer {
     pub(super) fn new(
         client: &Client,
-        gateway: &str,
         nodes: &Nodes,
         metrics: &Arc<Metrics>,
+        events: &EventQueue,
     ) -> Self {
-        let what = "writing an event for a Node with delegated heartbeats";
-        let events = EventWriter::new(client.clone(), gateway.to_owned(), what);
         Self {
             leases: Api::namespaced(client.clone(), NAMESPACE),
             objects: Api::all(client.clone()),
             nodes: nodes.clone(),
             metrics: metrics.clone(),
-            events: Mutex::new(events),
-            failing: Mutex::new(LogThrottle::new("renewing the Lease of a node")),
+            events: events.clone(),
+            failures: LogThrottle::default(),
         }
     }
 
     /// Renews Leases until no more heartbeats can arrive.
     pub(super) async fn run(self, accepted: AcceptedHeartbeats) {
-        let beats = stream::unfold(accepted, async |mut accepted| {
-            let beat = accepted.recv().await?;
-            Some((beat, accepted))
+        let heartbeats = stream::unfold(accepted, async |mut accepted| {
+            let heartbeat = accepted.recv().await?;
+            Some((heartbeat, accepted))
         });
-        let handling = beats.for_each_concurrent(CONCURRENT, |beat| self.handle(beat));
+        let handling =
+            heartbeats.for_each_concurrent(CONCURRENT, |heartbeat| self.handle(heartbeat));
         handling.await;
     }
 
-    async fn handle(&self, beat: AcceptedHeartbeat) {
-        let renewed = self.renew(&beat).await;
+    async fn handle(&self, heartbeat: AcceptedHeartbeat) {
+        let renewed = self.renew(&heartbeat).await;
         let result = renewed.as_ref().copied().unwrap_or("failed");
-        self.metrics.delegated_beat(result);
-        let mut failing = self.failing.lock().await;
-        match renewed {
-            Ok(_) => failing.log_recovery(),
-            Err(error) => failing.log_failure(&format!("node {}: {error}", beat.node)),
+        self.metrics.count_delegated_heartbeat(result);
+        if let Err(error) = renewed
+            && let Some(count) = self.failures.record()
+        {
+            tracing::warn!(
+                node = %heartbeat.node,
+                why = %error,
+                count,
+                "the Lease of a node was not renewed for a delegated heartbeat; the node's next heartbeat is another try"
+            );
         }
     }
 
-    /// Returns the result as the metric's label has it.
-    pub(super) async fn renew(&self, beat: &AcceptedHeartbeat) -> Result<&'static str, ApiError> {
-        let node = beat.node.as_str();
-        let found = timeout(BOUND, self.leases.get_opt(node)).await??;
-        let Some(lease) = found else {
+    /// Renews the Lease of a heartbeat's node if it is old. Returns the result as the metric's label has it.
+    pub(super) async fn renew(
+        &self,
+        heartbeat: &AcceptedHeartbeat,
+    ) -> Result<&'static str, ApiError> {
+        if heartbeat.received_at.elapsed() > MAX_AGE {
+            return Ok("expired");
+        }
+        let (node, delegate) = (heartbeat.node.as_str(), heartbeat.delegate.as_str());
+        let Some(lease) = send(self.leases.get_opt(node)).await? else {
             return Ok("no_lease");
         };
         let (next, count) = match renew(&lease, node, Timestamp::now()) {
@@ -97,44 +106,29 @@ impl LeaseRenewer {
             Renewal::Fresh => return Ok("fresh"),
             Renewal::Foreign => return Ok("foreign_lease"),
         };
+        if count == 1 || !self.nodes.is_delegated(&heartbeat.node) {
+            let change = json!({ "metadata": { "annotations": { NODE_ANNOTATION: delegate } } });
+            let (parameters, patch) = (PatchParams::default(), Patch::Merge(change));
+            send(self.objects.patch(node, &parameters, &patch)).await?;
+        }
         let parameters = PostParams::default();
-        let put = timeout(BOUND, self.leases.replace(node, &parameters, &next)).await;
-        match put.map_err(ApiError::from).and_then(|put| Ok(put?)) {
-            Ok(_) => {}
+        let written = match send(self.leases.replace(node, &parameters, &next)).await {
+            Ok(written) => written,
             Err(error) if error.is_conflict() => return Ok("conflict"),
             Err(error) => return Err(error),
-        }
-        if count == 1 || !self.nodes.is_delegated(&beat.node) {
-            self.mark(beat).await?;
+        };
+        if count == 1 {
+            tracing::info!(
+                node,
+                delegate,
+                "a node has lost its gateways; a member of its pool reports that its kubelet is alive, and this gateway renews its Lease"
+            );
+            self.events.push(NodeEvent::Delegated {
+                node: node.to_owned(),
+                delegate: delegate.to_owned(),
+                version: written.resource_version().unwrap_or_default(),
+            });
         }
         Ok("renewed")
-    }
-
-    /// Marks the Node, by which all gateways know that it is delegated, and writes an event.
-    async fn mark(&self, beat: &AcceptedHeartbeat) -> Result<(), ApiError> {
-        let (node, delegate) = (beat.node.as_str(), beat.delegate.as_str());
-        let mark = json!({ "metadata": { "annotations": { NODE_MARK: delegate } } });
-        let parameters = PatchParams::default();
-        let patch = Patch::Merge(mark);
-        let patched = self.objects.patch(node, &parameters, &patch);
-        timeout(BOUND, patched).await??;
-        tracing::info!(node, delegate, "the heartbeats of a node are delegated");
-        let text = format!("heartbeat delegated through {delegate}");
-        // With its name as uid, as in the events of kubelets.
-        let about = ObjectReference {
-            api_version: Some(Node::api_version(&()).into_owned()),
-            kind: Some(Node::kind(&()).into_owned()),
-            name: Some(node.to_owned()),
-            uid: Some(node.to_owned()),
-            ..ObjectReference::default()
-        };
-        let warning = WarningEvent {
-            regarding: &about,
-            reason: "HeartbeatDelegated",
-            action: "RenewLease",
-            note: &text,
-        };
-        self.events.lock().await.warn(&warning).await;
-        Ok(())
     }
 }

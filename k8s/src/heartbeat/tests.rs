@@ -2,7 +2,7 @@
 
 use super::{
     api::NAMESPACE,
-    node_lease::{DELEGATED, LeaseState, Renewal, renew, state, without_annotations},
+    node_lease::{DELEGATE_HEARTBEAT, LeaseState, Renewal, renew, state, without_annotations},
     *,
 };
 use causeway_certs::NodeName;
@@ -19,9 +19,10 @@ use k8s_openapi::{
 use kube::{ResourceExt, client::Body};
 use serde_json::{Value, json};
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{Mutex, MutexGuard},
 };
+use tokio::time::Instant;
 
 const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/edge-1";
 const NODE: &str = "/api/v1/nodes/edge-1";
@@ -87,7 +88,7 @@ fn only_an_old_lease_of_the_node_is_renewed() {
     let (renewed, count) = renewed(&lease(20, 0), now);
     assert_eq!(count, 1);
     assert_eq!(state(&renewed), LeaseState::Delegated(1));
-    assert_eq!(renewed.annotations()[DELEGATED], "true");
+    assert_eq!(renewed.annotations()[DELEGATE_HEARTBEAT], "true");
     assert_eq!(renewed.annotations()["example.com/kept"], "yes");
     assert_eq!(renewed.metadata.resource_version.as_deref(), Some("7"));
     assert_eq!(renew_time(&renewed).as_microsecond(), now.as_microsecond());
@@ -129,11 +130,11 @@ fn a_wrong_clock_of_the_node_changes_nothing() {
         assert_eq!(renew(&lease(10, offset), "edge-1", now), Renewal::Fresh);
         let first = lease(20, offset);
         let mut last = first.clone();
-        for beat in 0..90 {
-            let at = now + SignedDuration::from_secs(10 * beat);
+        for nth in 0..90 {
+            let at = now + SignedDuration::from_secs(10 * nth);
             let (next, _) = renewed(&last, at);
             // kube-controller-manager takes later times only.
-            assert!(renew_time(&next) > renew_time(&last), "{offset} {beat}");
+            assert!(renew_time(&next) > renew_time(&last), "{offset} {nth}");
             last = stored(next, at);
         }
         // The node returns 5 s after the last delegated renewal, and is taken again from its second renewal on.
@@ -153,6 +154,9 @@ struct State {
     version: u64,
     requests: Vec<String>,
     events: Vec<String>,
+    event_names: BTreeSet<String>,
+    /// The gateway may not change Nodes.
+    forbids_nodes: bool,
     /// Another process writes the Lease between a read and the next write.
     races: bool,
 }
@@ -173,6 +177,8 @@ impl Cluster {
             version: 7,
             requests: Vec::new(),
             events: Vec::new(),
+            event_names: BTreeSet::new(),
+            forbids_nodes: false,
             races: false,
         })))
     }
@@ -197,6 +203,22 @@ impl Cluster {
             }
         });
         Client::new(api, "causeway")
+    }
+
+    /// Returns a queue whose events a task writes.
+    fn events(&self) -> EventQueue {
+        let (events, queued) = EventQueue::new();
+        let writer = EventWriter::new(self.client(), "gateway".to_owned(), "writing an event");
+        tokio::spawn(write_events(writer, queued));
+        events
+    }
+
+    /// Waits until there are so many events, and returns them.
+    async fn written_events(&self, count: usize) -> Vec<String> {
+        while self.state().events.len() < count {
+            tokio::task::yield_now().await;
+        }
+        self.state().events.clone()
     }
 
     fn lease(&self) -> Lease {
@@ -260,6 +282,7 @@ impl State {
                 (StatusCode::OK, next)
             }
             ("GET", NODE) => (StatusCode::OK, self.node.clone()),
+            ("PATCH", _) if self.forbids_nodes => failure(StatusCode::FORBIDDEN, "Forbidden"),
             ("PATCH", NODE | STATUS) => {
                 if stale(&self.node) {
                     return failure(StatusCode::CONFLICT, "Conflict");
@@ -274,8 +297,13 @@ impl State {
                 (StatusCode::OK, self.node.clone())
             }
             ("POST", "/apis/events.k8s.io/v1/namespaces/default/events") => {
-                let note = body["note"].as_str().unwrap_or_default();
-                self.events.push(note.to_owned());
+                let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+                let name = text(&body["metadata"]["name"]);
+                if !self.event_names.insert(name) {
+                    return failure(StatusCode::CONFLICT, "AlreadyExists");
+                }
+                let (kind, note) = (text(&body["type"]), text(&body["note"]));
+                self.events.push(format!("{kind}: {note}"));
                 (StatusCode::CREATED, body.clone())
             }
             _ => failure(StatusCode::FORBIDDEN, "Forbidden"),
@@ -314,37 +342,39 @@ fn nodes(delegated: bool) -> NodesWriter {
 }
 
 fn renewer(cluster: &Cluster, nodes: &NodesWriter) -> LeaseRenewer {
-    let metrics = Metrics::new();
-    LeaseRenewer::new(&cluster.client(), "gateway", &nodes.reader(), &metrics)
+    let (metrics, events) = (Metrics::new(), cluster.events());
+    LeaseRenewer::new(&cluster.client(), &nodes.reader(), &metrics, &events)
 }
 
 fn reconciler(cluster: &Cluster, rules: &config::Heartbeats) -> Reconciler {
-    Reconciler::new(&cluster.client(), rules, &nodes(true).reader())
+    let events = cluster.events();
+    Reconciler::new(&cluster.client(), rules, &nodes(true).reader(), &events)
 }
 
-fn beat() -> AcceptedHeartbeat {
+fn heartbeat() -> AcceptedHeartbeat {
     AcceptedHeartbeat {
         node: name("edge-1"),
         delegate: name("edge-2"),
+        received_at: Instant::now(),
     }
 }
 
 #[tokio::test]
-async fn a_heartbeat_renews_an_old_lease_and_marks_the_node_once() {
+async fn a_heartbeat_renews_an_old_lease_and_annotates_the_node_once() {
     let cluster = Cluster::new(Some(&lease(20, 0)), "True");
     let known = nodes(false);
     let renewer = renewer(&cluster, &known);
-    assert_eq!(renewer.renew(&beat()).await.unwrap(), "renewed");
+    assert_eq!(renewer.renew(&heartbeat()).await.unwrap(), "renewed");
     assert_eq!(state(&cluster.lease()), LeaseState::Delegated(1));
     assert_eq!(
-        cluster.state().node["metadata"]["annotations"][NODE_MARK],
+        cluster.state().node["metadata"]["annotations"][NODE_ANNOTATION],
         "edge-2"
     );
-    let events = cluster.state().events.clone();
-    assert_eq!(events, ["heartbeat delegated through edge-2"]);
+    let events = cluster.written_events(1).await;
+    assert_eq!(events, ["Warning: heartbeat delegated through edge-2"]);
     // The Lease, the Node and the event.
     assert_eq!(cluster.writes(), 3);
-    assert_eq!(renewer.renew(&beat()).await.unwrap(), "fresh");
+    assert_eq!(renewer.renew(&heartbeat()).await.unwrap(), "fresh");
     assert_eq!(cluster.writes(), 3);
 }
 
@@ -352,17 +382,78 @@ async fn a_heartbeat_renews_an_old_lease_and_marks_the_node_once() {
 async fn nothing_is_created_and_a_conflict_means_that_the_node_is_back() {
     let cluster = Cluster::new(None, "True");
     let renewing = renewer(&cluster, &nodes(false));
-    assert_eq!(renewing.renew(&beat()).await.unwrap(), "no_lease");
+    assert_eq!(renewing.renew(&heartbeat()).await.unwrap(), "no_lease");
     assert_eq!(cluster.writes(), 0);
     let cluster = Cluster::new(Some(&lease(20, 0)), "True");
     cluster.state().races = true;
     let renewing = renewer(&cluster, &nodes(false));
-    assert_eq!(renewing.renew(&beat()).await.unwrap(), "conflict");
-    assert_eq!(cluster.writes(), 1, "the refused one");
+    assert_eq!(renewing.renew(&heartbeat()).await.unwrap(), "conflict");
+    assert_eq!(cluster.writes(), 2, "the Node, and the refused one");
+    assert!(cluster.state().events.is_empty());
 }
 
 #[tokio::test]
-async fn a_delegated_node_is_kept_and_tainted_from_the_threshold_on() {
+async fn a_heartbeat_that_has_waited_for_the_api_renews_nothing() {
+    let cluster = Cluster::new(Some(&lease(20, 0)), "True");
+    let renewer = renewer(&cluster, &nodes(false));
+    let late = AcceptedHeartbeat {
+        received_at: Instant::now() - Duration::from_secs(11),
+        ..heartbeat()
+    };
+    assert_eq!(renewer.renew(&late).await.unwrap(), "expired");
+    assert!(cluster.state().requests.is_empty());
+}
+
+#[tokio::test]
+async fn a_lease_is_not_renewed_if_the_node_cannot_be_annotated() {
+    let cluster = Cluster::new(Some(&lease(20, 0)), "True");
+    cluster.state().forbids_nodes = true;
+    let renewer = renewer(&cluster, &nodes(false));
+    assert!(renewer.renew(&heartbeat()).await.is_err());
+    assert_eq!(state(&cluster.lease()), LeaseState::Direct);
+}
+
+#[tokio::test]
+async fn a_node_is_kept_annotated_until_its_first_delegated_renewal() {
+    let cluster = Cluster::new(Some(&lease(20, 0)), "True");
+    cluster.state().node["metadata"]["annotations"][NODE_ANNOTATION] = json!("edge-2");
+    let reconciling = reconciler(&cluster, &config::Heartbeats::default());
+    reconciling.reconcile(&name("edge-1")).await.unwrap();
+    assert_eq!(cluster.writes(), 0);
+    // The node was back before that.
+    cluster.state().lease = Some(serde_json::to_value(lease(1, 0)).unwrap());
+    reconciling.reconcile(&name("edge-1")).await.unwrap();
+    let annotations = cluster.state().node["metadata"]["annotations"].clone();
+    assert_eq!(annotations, json!({ "a": "b" }));
+}
+
+#[tokio::test]
+async fn each_delegation_and_each_return_has_an_event() {
+    let cluster = Cluster::new(Some(&lease(20, 0)), "True");
+    let (known, rules) = (nodes(false), config::Heartbeats::default());
+    let (renewer, reconciler) = (renewer(&cluster, &known), reconciler(&cluster, &rules));
+    for round in 1..3 {
+        assert_eq!(renewer.renew(&heartbeat()).await.unwrap(), "renewed");
+        cluster.written_events(2 * round - 1).await;
+        // A kubelet copies the annotations.
+        let back = Lease {
+            spec: lease(1, 0).spec,
+            ..cluster.lease()
+        };
+        cluster.state().lease = Some(serde_json::to_value(back).unwrap());
+        reconciler.reconcile(&name("edge-1")).await.unwrap();
+        cluster.written_events(2 * round).await;
+        let gone = stored(cluster.lease(), ago(20));
+        cluster.state().lease = Some(serde_json::to_value(gone).unwrap());
+    }
+    let delegated = "Warning: heartbeat delegated through edge-2";
+    let direct = "Normal: the node sends its own heartbeats again";
+    let events = cluster.written_events(4).await;
+    assert_eq!(events, [delegated, direct, delegated, direct]);
+}
+
+#[tokio::test]
+async fn a_delegated_node_is_ready_and_tainted_from_the_threshold_on() {
     let now = Timestamp::now();
     let (lease, _) = renewed(&lease(20, 0), now);
     let cluster = Cluster::new(Some(&stored(lease, now)), "Unknown");
@@ -402,7 +493,7 @@ async fn a_node_without_heartbeats_is_left_to_kubernetes() {
 }
 
 #[tokio::test]
-async fn a_returned_node_loses_annotations_taint_and_mark() {
+async fn a_returned_node_loses_its_annotations_and_taint() {
     let (delegated, _) = renewed(&lease(40, 0), ago(10));
     let mut back = delegated;
     let own = serde_json::from_value(json!(ago(1))).unwrap();
@@ -410,18 +501,28 @@ async fn a_returned_node_loses_annotations_taint_and_mark() {
     let cluster = Cluster::new(Some(&stored(back, ago(1))), "True");
     {
         let mut state = cluster.state();
-        state.node["metadata"]["annotations"][NODE_MARK] = json!("edge-2");
+        state.node["metadata"]["annotations"][NODE_ANNOTATION] = json!("edge-2");
         let taint = json!({ "key": "node.openyurt.io/unschedulable", "effect": "NoSchedule" });
         state.node["spec"]["taints"]
             .as_array_mut()
             .unwrap()
             .push(taint);
     }
-    let reconciling = reconciler(&cluster, &config::Heartbeats::default());
+    // An earlier configuration tainted it.
+    let rules = config::Heartbeats {
+        taint: false,
+        ..config::Heartbeats::default()
+    };
+    let reconciling = reconciler(&cluster, &rules);
     reconciling.reconcile(&name("edge-1")).await.unwrap();
     assert_eq!(cluster.taints(), ["own"]);
     assert_eq!(state(&cluster.lease()), LeaseState::Direct);
-    assert!(!cluster.lease().annotations().contains_key(DELEGATED));
+    assert!(
+        !cluster
+            .lease()
+            .annotations()
+            .contains_key(DELEGATE_HEARTBEAT)
+    );
     let annotations = cluster.state().node["metadata"]["annotations"].clone();
     assert_eq!(annotations, json!({ "a": "b" }));
 }

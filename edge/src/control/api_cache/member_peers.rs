@@ -1,4 +1,5 @@
-//! Connections to the other members of the pool for other purposes than the cache, over TLS with the nodes' certificates.
+//! Connections to the other members of the pool for requests that do not concern the cache, over TLS with the nodes'
+//! certificates.
 
 use super::{member_server::MemberTls, member_source::MemberSource, membership::Membership};
 use causeway_rt::task::TaskGroup;
@@ -8,7 +9,7 @@ use tokio_rustls::client::TlsStream;
 
 /// The other members of the pool, as a gateway announced them last.
 pub(crate) struct MemberPeers {
-    own: String,
+    own_node: String,
     membership: Membership,
     tls: MemberTls,
     tasks: Arc<TaskGroup>,
@@ -19,12 +20,12 @@ pub(crate) struct MemberPeer(MemberSource);
 
 impl MemberPeers {
     pub(super) fn new(
-        own: &str,
+        own_node: &str,
         (membership, tls): (Membership, MemberTls),
         tasks: &Arc<TaskGroup>,
     ) -> Self {
         Self {
-            own: own.to_owned(),
+            own_node: own_node.to_owned(),
             membership,
             tls,
             tasks: tasks.clone(),
@@ -34,7 +35,7 @@ impl MemberPeers {
     /// Returns the other members that have an address.
     pub(crate) fn all(&self) -> Vec<MemberPeer> {
         let mut members = self.membership.current().members;
-        members.retain(|member| member.node != self.own && !member.at.is_empty());
+        members.retain(|member| member.node != self.own_node && !member.at.is_empty());
         let peer = |member| MemberSource::new(member, self.tls.clone(), self.tasks.clone());
         members.into_iter().map(peer).map(MemberPeer).collect()
     }
@@ -45,10 +46,10 @@ impl MemberPeer {
         &self.0.member.node
     }
 
-    /// Connects to the first of its addresses at which it is.
+    /// Connects to the first address of the member that answers.
     ///
     /// # Errors
-    /// If it is at none of them.
+    /// If none answers.
     pub(crate) async fn connect(&self) -> Result<TlsStream<TcpStream>, String> {
         self.0.dial().await
     }

@@ -11,33 +11,33 @@ use tokio::{
     sync::watch,
     time::{Instant, MissedTickBehavior, interval, timeout},
 };
-use tracing::info;
+use tracing::{info, warn};
 
 /// Time limit of one check.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Failed checks in succession after which the kubelet is not alive.
-const MAX_MISSES: u32 = 2;
+const MAX_FAILURES: u32 = 2;
 
 /// Result of the health checks so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct KubeletHealth {
-    last_good: Option<Instant>,
-    misses: u32,
+    last_success: Option<Instant>,
+    failures: u32,
 }
 
 impl KubeletHealth {
-    /// Whether the kubelet counts as alive, if a good answer counts for this long.
+    /// Whether the kubelet counts as alive, if a success counts for this long.
     pub(super) fn is_alive(&self, alive_for: Duration) -> bool {
-        let recent = |good: Instant| good.elapsed() <= alive_for;
-        self.misses < MAX_MISSES && self.last_good.is_some_and(recent)
+        let is_recent = |success: Instant| success.elapsed() <= alive_for;
+        self.failures < MAX_FAILURES && self.last_success.is_some_and(is_recent)
     }
 
-    /// Takes the result of a check that began at this time.
-    fn checked(&mut self, began: Instant, good: bool) {
-        if good {
-            (self.last_good, self.misses) = (Some(began), 0);
+    /// Records the result of a check that began at this time.
+    fn record(&mut self, began_at: Instant, is_ok: bool) {
+        if is_ok {
+            (self.last_success, self.failures) = (Some(began_at), 0);
         } else {
-            self.misses = self.misses.saturating_add(1);
+            self.failures = self.failures.saturating_add(1);
         }
     }
 }
@@ -49,18 +49,18 @@ pub(super) async fn probe(address: SocketAddr, health: watch::Sender<KubeletHeal
     let mut failing = false;
     loop {
         ticks.tick().await;
-        let began = Instant::now();
-        let checked = timeout(PROBE_TIMEOUT, check(address)).await;
-        let checked = checked.unwrap_or_else(|_| Err("no answer in time".to_owned()));
-        if let Err(why) = &checked
+        let began_at = Instant::now();
+        let result = timeout(PROBE_TIMEOUT, check(address)).await;
+        let result = result.unwrap_or_else(|_| Err(format!("no answer within {PROBE_TIMEOUT:?}")));
+        if let Err(why) = &result
             && !failing
         {
-            info!(%address, why, "the health check of the kubelet fails");
-        } else if checked.is_ok() && failing {
-            info!(%address, "the kubelet is healthy again");
+            warn!(%address, why, "the health check of this node's kubelet fails; after two failures no heartbeat is delegated");
+        } else if result.is_ok() && failing {
+            info!(%address, "the health check of this node's kubelet succeeds again");
         }
-        failing = checked.is_err();
-        health.send_modify(|health| health.checked(began, checked.is_ok()));
+        failing = result.is_err();
+        health.send_modify(|health| health.record(began_at, result.is_ok()));
     }
 }
 
@@ -85,20 +85,20 @@ mod tests {
     use tokio::time::advance;
 
     #[tokio::test(start_paused = true)]
-    async fn two_misses_or_an_old_answer_end_the_kubelets_life() {
+    async fn a_kubelet_is_not_alive_after_two_failures_or_an_old_success() {
         let alive_for = Duration::from_secs(10);
         let mut health = KubeletHealth::default();
-        assert!(!health.is_alive(alive_for), "it was never asked");
-        health.checked(Instant::now(), true);
+        assert!(!health.is_alive(alive_for), "it was never checked");
+        health.record(Instant::now(), true);
         assert!(health.is_alive(alive_for));
-        health.checked(Instant::now(), false);
-        assert!(health.is_alive(alive_for), "one miss");
-        health.checked(Instant::now(), false);
-        assert!(!health.is_alive(alive_for), "two misses");
-        health.checked(Instant::now(), true);
+        health.record(Instant::now(), false);
+        assert!(health.is_alive(alive_for), "one failure");
+        health.record(Instant::now(), false);
+        assert!(!health.is_alive(alive_for), "two failures");
+        health.record(Instant::now(), true);
         advance(alive_for).await;
         assert!(health.is_alive(alive_for));
         advance(Duration::from_millis(1)).await;
-        assert!(!health.is_alive(alive_for), "the answer is too old");
+        assert!(!health.is_alive(alive_for), "the success is too old");
     }
 }

@@ -3,7 +3,7 @@
 use crate::control::api_cache::member_peers::MemberPeer;
 use bytes::Bytes;
 use causeway_rt::task::TaskGroup;
-use causeway_tunnel::heartbeat::{DelegatedHeartbeat, HeartbeatNonce, PATH};
+use causeway_tunnel::heartbeat::{DelegatedHeartbeat, HeartbeatNonce, MAX_NONCE, PATH};
 use http::{
     Method, Request, StatusCode,
     header::{CONTENT_TYPE, HOST},
@@ -15,12 +15,12 @@ use std::time::Duration;
 use tokio::time::timeout;
 use tracing::info_span;
 
-/// Time limit of each of the two steps; a site network has no slow links.
-const STEP: Duration = Duration::from_secs(5);
+/// Time limit for a connection with a nonce, and for the delivery of a heartbeat; a site network has no slow links.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum length of an answer: a nonce, or a reason.
 const MAX_ANSWER: usize = 1024;
 
-/// Connection to a member that has a nonce.
+/// Connection to a member, with the nonce that the member has answered.
 pub(super) struct OpenMember {
     pub(super) node: String,
     pub(super) nonce: String,
@@ -32,8 +32,8 @@ impl OpenMember {
     /// Connects to a member and asks it for a nonce.
     pub(super) async fn open(member: MemberPeer) -> Result<Self, String> {
         let node = member.node().to_owned();
-        let opened = timeout(STEP, Self::open_to(&member)).await;
-        let opened = opened.unwrap_or_else(|_| Err("no response in time".to_owned()));
+        let opened = timeout(REQUEST_TIMEOUT, Self::open_to(&member)).await;
+        let opened = opened.unwrap_or_else(|_| Err(timeout_message()));
         opened.map_err(|why| format!("node {node}: {why}"))
     }
 
@@ -56,16 +56,19 @@ impl OpenMember {
         if status != StatusCode::OK {
             return Err(refusal(status, &text));
         }
-        let read: Result<HeartbeatNonce, _> = serde_json::from_slice(&text);
-        open.nonce = read.map_err(|error| error.to_string())?.nonce;
+        let answer: Result<HeartbeatNonce, _> = serde_json::from_slice(&text);
+        open.nonce = answer.map_err(|error| error.to_string())?.nonce;
+        if open.nonce.is_empty() || open.nonce.len() > MAX_NONCE {
+            return Err("the nonce has an invalid length".to_owned());
+        }
         Ok(open)
     }
 
     /// Delivers a heartbeat. Returns once the member has queued it for its gateway.
-    pub(super) async fn deliver(&mut self, beat: &DelegatedHeartbeat) -> Result<(), String> {
-        let body = serde_json::to_vec(beat).map_err(|error| error.to_string())?;
-        let delivered = timeout(STEP, self.request(Method::POST, body.into())).await;
-        let delivered = delivered.unwrap_or_else(|_| Err("no response in time".to_owned()));
+    pub(super) async fn deliver(&mut self, heartbeat: &DelegatedHeartbeat) -> Result<(), String> {
+        let body = serde_json::to_vec(heartbeat).map_err(|error| error.to_string())?;
+        let delivered = timeout(REQUEST_TIMEOUT, self.request(Method::POST, body.into())).await;
+        let delivered = delivered.unwrap_or_else(|_| Err(timeout_message()));
         match delivered {
             Ok((StatusCode::ACCEPTED, _)) => Ok(()),
             Ok((status, text)) => Err(format!("node {}: {}", self.node, refusal(status, &text))),
@@ -91,6 +94,10 @@ impl OpenMember {
         let body = body.map_err(|error| error.to_string())?;
         Ok((head.status, body.to_bytes()))
     }
+}
+
+fn timeout_message() -> String {
+    format!("no response within {REQUEST_TIMEOUT:?}")
 }
 
 fn refusal(status: StatusCode, text: &[u8]) -> String {

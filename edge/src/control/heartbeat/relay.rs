@@ -1,7 +1,7 @@
 //! Relay of heartbeats at a pool member: hands out the gateways' nonces, and sends signed heartbeats to the gateway of the nonce.
 //!
 //! A member cannot forge a heartbeat, since it has no other node's key. It still checks that a client sends heartbeats of its
-//! own node only, and not more often than it has to: each one costs the gateway signatures.
+//! own node only, and not more often than necessary. The gateway verifies signatures for each heartbeat, which costs time.
 
 use crate::{
     control::http_server::ConnectionPlace,
@@ -25,11 +25,11 @@ use std::{
 use tokio::{sync::mpsc, time::Instant};
 use tracing::debug;
 
-/// Heartbeats that wait for a tunnel; a tunnel that does not take them is about to end.
+/// Heartbeats that wait for a tunnel. A tunnel with more of them is probably lost.
 const MAX_QUEUED: usize = 64;
 /// Age up to which a nonce is handed out. A tunnel without a newer one is probably lost, and its gateway would accept the nonce
 /// for a moment only.
-const NONCE_FRESH: Duration = NONCE_INTERVAL.saturating_add(Duration::from_secs(3));
+const MAX_NONCE_AGE: Duration = NONCE_INTERVAL.saturating_add(Duration::from_secs(3));
 /// Shortest interval between two heartbeats of one node.
 const MIN_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -44,28 +44,28 @@ struct Inner {
 
 #[derive(Default)]
 struct RelayState {
-    next: u64,
+    next_id: u64,
     tunnels: BTreeMap<u64, TunnelEntry>,
     /// Time of the last heartbeat of each node.
-    last: HashMap<String, Instant>,
+    last_heartbeats: HashMap<String, Instant>,
 }
 
 struct TunnelEntry {
     nonce: Option<(String, Instant)>,
-    beats: mpsc::Sender<Box<DelegatedHeartbeat>>,
+    heartbeats_tx: mpsc::Sender<Box<DelegatedHeartbeat>>,
 }
 
 /// Relay's end at one tunnel, until the tunnel ends or its gateway drains.
 pub(crate) struct TunnelRelay {
     relay: HeartbeatRelay,
     id: u64,
-    beats: mpsc::Receiver<Box<DelegatedHeartbeat>>,
+    heartbeats_rx: mpsc::Receiver<Box<DelegatedHeartbeat>>,
 }
 
-/// Reason why a heartbeat is not sent on.
+/// Reason why a heartbeat is not relayed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum RelayRefused {
-    #[error("this member has no gateway at the moment; ask another member")]
+    #[error("this member has no gateway at the moment")]
     NoGateway,
     #[error("the nonce is not one of this member's tunnels, or it is too old")]
     Nonce,
@@ -110,21 +110,21 @@ impl HeartbeatRelay {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a tunnel that takes heartbeats.
+    /// Adds a tunnel to the relay, without a nonce.
     pub(crate) fn tunnel(&self) -> TunnelRelay {
-        let (sender, beats) = mpsc::channel(MAX_QUEUED);
+        let (heartbeats_tx, heartbeats_rx) = mpsc::channel(MAX_QUEUED);
         let mut state = self.state();
-        let id = state.next;
-        state.next += 1;
+        let id = state.next_id;
+        state.next_id += 1;
         let entry = TunnelEntry {
             nonce: None,
-            beats: sender,
+            heartbeats_tx,
         };
         state.tunnels.insert(id, entry);
         TunnelRelay {
             relay: self.clone(),
             id,
-            beats,
+            heartbeats_rx,
         }
     }
 
@@ -144,41 +144,46 @@ impl HeartbeatRelay {
             .values()
             .filter_map(|entry| entry.nonce.as_ref());
         let (nonce, received) = nonces.max_by_key(|(_, received)| *received)?;
-        (received.elapsed() <= NONCE_FRESH).then(|| nonce.clone())
+        (received.elapsed() <= MAX_NONCE_AGE).then(|| nonce.clone())
     }
 
     /// Queues the heartbeat of this client for the tunnel of its nonce.
     pub(super) fn forward(
         &self,
         client: &str,
-        beat: DelegatedHeartbeat,
+        heartbeat: DelegatedHeartbeat,
     ) -> Result<(), RelayRefused> {
-        if beat.node != client {
+        if heartbeat.node != client {
             return Err(RelayRefused::Node);
         }
-        if !beat.is_within_limits() {
+        if !heartbeat.is_within_limits() {
             return Err(RelayRefused::TooLong);
         }
         let mut state = self.state();
-        state.last.retain(|_, last| last.elapsed() < MIN_INTERVAL);
-        if state.last.contains_key(client) {
+        let last_heartbeats = &mut state.last_heartbeats;
+        last_heartbeats.retain(|_, last| last.elapsed() < MIN_INTERVAL);
+        if last_heartbeats.contains_key(client) {
             return Err(RelayRefused::TooOften);
         }
-        let is_of = |entry: &&TunnelEntry| {
+        let has_nonce = |entry: &&TunnelEntry| {
             let nonce = entry.nonce.as_ref();
-            nonce.is_some_and(|(nonce, at)| *nonce == beat.nonce && at.elapsed() <= NONCE_FRESH)
+            nonce.is_some_and(|(nonce, received_at)| {
+                *nonce == heartbeat.nonce && received_at.elapsed() <= MAX_NONCE_AGE
+            })
         };
-        let entry = state.tunnels.values().find(is_of);
+        let entry = state.tunnels.values().find(has_nonce);
         let entry = entry.ok_or(RelayRefused::Nonce)?;
-        let queued = entry.beats.try_send(Box::new(beat));
+        let queued = entry.heartbeats_tx.try_send(Box::new(heartbeat));
         queued.map_err(|_| RelayRefused::NoGateway)?;
-        state.last.insert(client.to_owned(), Instant::now());
+        state
+            .last_heartbeats
+            .insert(client.to_owned(), Instant::now());
         Ok(())
     }
 }
 
 impl TunnelRelay {
-    /// Takes the gateway's newest nonce.
+    /// Replaces the nonce by the newest of the gateway.
     pub(crate) fn set_nonce(&self, nonce: String) {
         if nonce.is_empty() || nonce.len() > MAX_NONCE {
             debug!("a gateway sent a nonce of invalid length");
@@ -191,8 +196,8 @@ impl TunnelRelay {
 
     /// Returns the next heartbeat to send. Cancel-safe.
     pub(crate) async fn next(&mut self) -> Box<DelegatedHeartbeat> {
-        match self.beats.recv().await {
-            Some(beat) => beat,
+        match self.heartbeats_rx.recv().await {
+            Some(heartbeat) => heartbeat,
             // The relay holds the sender until this is dropped.
             None => std::future::pending().await,
         }
@@ -215,16 +220,18 @@ async fn nonce(State(relay): State<HeartbeatRelay>) -> Response {
 async fn forward(
     State(relay): State<HeartbeatRelay>,
     ConnectInfo(place): ConnectInfo<ConnectionPlace>,
-    Json(beat): Json<DelegatedHeartbeat>,
+    Json(heartbeat): Json<DelegatedHeartbeat>,
 ) -> Response {
-    let client = place.client().unwrap_or_default();
-    match relay.forward(client, beat) {
+    let Some(client) = place.client() else {
+        return refuse(&relay, RelayRefused::Node);
+    };
+    match relay.forward(client, heartbeat) {
         Ok(()) => {
             debug!(
                 node = client,
                 "sending the heartbeat of a pool member to a gateway"
             );
-            relay.0.metrics.heartbeat.relayed(RelayOutcome::Sent);
+            relay.0.metrics.heartbeat.count_relayed(RelayOutcome::Sent);
             StatusCode::ACCEPTED.into_response()
         }
         Err(refused) => {
@@ -235,6 +242,6 @@ async fn forward(
 }
 
 fn refuse(relay: &HeartbeatRelay, refused: RelayRefused) -> Response {
-    relay.0.metrics.heartbeat.relayed(refused.outcome());
+    relay.0.metrics.heartbeat.count_relayed(refused.outcome());
     (refused.status(), format!("{refused}\n")).into_response()
 }

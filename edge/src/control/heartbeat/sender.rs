@@ -27,72 +27,81 @@ use tracing::{debug, info, warn};
 
 /// Time without a tunnel after which the node has lost its gateways; one that restarts is back sooner.
 const CUT_OFF_AFTER: Duration = Duration::from_secs(3);
-/// Members that are asked at once, after the one that has answered last.
+/// Members that are asked at once.
 const CONCURRENT: usize = 8;
 /// Members that are asked in one round. If all of a large pool is cut off, each handshake costs all members.
 const MAX_ASKED: usize = 64;
-/// Pauses after a round in which no member has taken the heartbeat.
+/// Pauses after a round in which no member has accepted the heartbeat.
 const RETRY_MIN: Duration = Duration::from_secs(2);
 const RETRY_MAX: Duration = NONCE_INTERVAL;
 
-/// Sends heartbeats of this node to members of its pool while no tunnel stands.
+/// Sends heartbeats of this node to members of its pool while no tunnel is open.
 pub(crate) struct HeartbeatSender {
     pub(crate) config: config::Heartbeat,
     pub(crate) identity: IdentityStore,
     pub(crate) peers: MemberPeers,
-    /// Number of tunnels that stand.
-    pub(crate) standing: watch::Receiver<usize>,
+    /// Number of open tunnels.
+    pub(crate) tunnel_count: watch::Receiver<usize>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) status: Arc<StatusWriter>,
 }
 
 impl HeartbeatSender {
-    /// Runs for as long as it is polled.
+    /// Runs the sender. Never returns.
     pub(crate) async fn run(self) {
-        let (health, checked) = watch::channel(KubeletHealth::default());
-        let probing = kubelet::probe(self.config.kubelet, health);
-        tokio::join!(probing, self.report(checked.clone()), self.send(checked));
+        let (health_tx, health) = watch::channel(KubeletHealth::default());
+        let probe = kubelet::probe(self.config.kubelet, health_tx);
+        tokio::join!(probe, self.report(health.clone()), self.send(health));
     }
 
-    /// Keeps the state of the kubelet in the status and in the metrics.
-    async fn report(&self, mut checked: watch::Receiver<KubeletHealth>) {
-        while checked.changed().await.is_ok() {
-            let alive = checked.borrow_and_update().is_alive(self.config.alive_for);
-            self.metrics.heartbeat.kubelet_alive(alive);
+    fn is_alive(&self, health: &KubeletHealth) -> bool {
+        health.is_alive(self.config.alive_for)
+    }
+
+    /// Updates the state of the kubelet in the status and in the metrics.
+    async fn report(&self, mut health: watch::Receiver<KubeletHealth>) {
+        while health.changed().await.is_ok() {
+            let alive = self.is_alive(&health.borrow_and_update());
+            self.metrics.heartbeat.set_kubelet_alive(alive);
             self.change(|status| status.kubelet = if alive { "alive" } else { "not_alive" });
         }
     }
 
-    async fn send(&self, mut checked: watch::Receiver<KubeletHealth>) {
-        let mut standing = self.standing.clone();
+    async fn send(&self, mut health: watch::Receiver<KubeletHealth>) {
+        let (mut tunnels, mut tunnels_again) =
+            (self.tunnel_count.clone(), self.tunnel_count.clone());
         loop {
-            // The status table, which owns the sender, outlives this task.
-            let _ = standing.wait_for(|standing| *standing == 0).await;
-            let cut = async {
+            // The status table owns the sender of the count and outlives this task.
+            let _ = tunnels.wait_for(|count| *count == 0).await;
+            let sending = async {
                 sleep(CUT_OFF_AFTER).await;
-                self.send_while_cut_off(&mut checked).await
+                self.send_while_cut_off(&mut health).await
             };
-            let mut connected = self.standing.clone();
-            let sent = tokio::select! {
-                _ = connected.wait_for(|standing| *standing > 0) => true,
-                never = cut => match never {},
-            };
-            if sent {
-                self.change(|status| (status.delegate, status.trouble) = (None, None));
+            tokio::select! {
+                _ = tunnels_again.wait_for(|count| *count > 0) => {}
+                never = sending => match never {},
             }
+            self.change(|status| {
+                if status.delegate.is_some() {
+                    info!(
+                        "this node has a gateway again; its heartbeats are not delegated any more"
+                    );
+                }
+                status.clear();
+            });
         }
     }
 
-    async fn send_while_cut_off(&self, checked: &mut watch::Receiver<KubeletHealth>) -> Infallible {
-        info!("this node has no gateway; its heartbeats are delegated to members of its pool");
+    async fn send_while_cut_off(&self, health: &mut watch::Receiver<KubeletHealth>) -> Infallible {
+        info!("this node has no gateway; it asks members of its pool to carry its heartbeats");
         let (mut delegate, mut pause) = (None, RETRY_MIN);
         loop {
-            self.alive(checked).await;
-            let began = Instant::now();
-            match self.beat(delegate.as_deref(), checked).await {
+            self.wait_until_alive(health).await;
+            let began_at = Instant::now();
+            match self.send_heartbeat(delegate.as_deref(), health).await {
                 Ok(node) => {
-                    self.metrics.heartbeat.sent(true);
-                    if delegate.as_ref() != Some(&node) {
+                    self.metrics.heartbeat.count_sent(true);
+                    if delegate.is_none() {
                         info!(
                             node,
                             "the heartbeats of this node are delegated to a member of its pool"
@@ -101,24 +110,19 @@ impl HeartbeatSender {
                     self.change(|status| status.sent(&node));
                     delegate = Some(node);
                     pause = RETRY_MIN;
-                    sleep_until(began + NONCE_INTERVAL).await;
+                    sleep_until(began_at + NONCE_INTERVAL).await;
                 }
                 Err(why) => {
-                    self.metrics.heartbeat.sent(false);
+                    self.metrics.heartbeat.count_sent(false);
                     if pause == RETRY_MIN {
                         warn!(
                             why,
-                            "no member of the pool takes the heartbeat of this node; retrying"
-                        );
-                    } else {
-                        debug!(
-                            why,
-                            "no member of the pool takes the heartbeat of this node"
+                            "no member of the pool carries the heartbeat of this node; retrying"
                         );
                     }
-                    self.change(|status| (status.delegate, status.trouble) = (None, Some(why)));
+                    self.change(|status| status.failed(why));
                     delegate = None;
-                    // A whole site that is cut off must not ask at the same time.
+                    // The nodes of a site that is cut off as a whole must not ask at the same time.
                     sleep(pause.mul_f64(1.0 + rand::random::<f64>() / 4.0)).await;
                     pause = (pause * 2).min(RETRY_MAX);
                 }
@@ -127,57 +131,68 @@ impl HeartbeatSender {
     }
 
     /// Waits until the kubelet is alive.
-    async fn alive(&self, checked: &mut watch::Receiver<KubeletHealth>) {
-        let alive = |health: &KubeletHealth| health.is_alive(self.config.alive_for);
-        if checked.wait_for(alive).await.is_err() {
+    async fn wait_until_alive(&self, health: &mut watch::Receiver<KubeletHealth>) {
+        if self.is_alive(&health.borrow()) {
+            return;
+        }
+        warn!("this node has no gateway and its kubelet is not alive; no heartbeat is sent");
+        self.change(HeartbeatStatus::clear);
+        if health
+            .wait_for(|health| self.is_alive(health))
+            .await
+            .is_err()
+        {
             // The probe has ended, and with it this task.
             pending::<()>().await;
         }
     }
 
-    /// Sends one heartbeat. Returns the member that has taken it.
-    async fn beat(
+    /// Sends one heartbeat. Returns the member that has accepted it.
+    ///
+    /// The member that accepted the last one is asked second. A stolen member may accept heartbeats and drop them: so it gets at
+    /// most every second one, and the node's Lease is still renewed in time.
+    async fn send_heartbeat(
         &self,
         last: Option<&str>,
-        checked: &watch::Receiver<KubeletHealth>,
+        health: &watch::Receiver<KubeletHealth>,
     ) -> Result<String, String> {
         let mut peers = self.peers.all();
-        let mut failures = Vec::new();
-        let preferred = peers.iter().position(|peer| Some(peer.node()) == last);
-        if let Some(preferred) = preferred {
-            let opened = OpenMember::open(peers.remove(preferred)).await;
-            match self.deliver(opened, checked).await {
-                Ok(node) => return Ok(node),
-                Err(why) => failures.push(why),
-            }
-        }
         // So that the nodes of a site have several delegates, and each round asks others.
         peers.shuffle(&mut rand::rng());
-        peers.truncate(MAX_ASKED);
-        let mut opening = stream::iter(peers)
-            .map(OpenMember::open)
-            .buffer_unordered(CONCURRENT);
-        while let Some(opened) = opening.next().await {
-            match self.deliver(opened, checked).await {
-                Ok(node) => return Ok(node),
-                Err(why) => failures.push(why),
+        let mut failure = "no other member of the pool is known".to_owned();
+        let last = peers.iter().position(|peer| Some(peer.node()) == last);
+        if let Some(last) = last.map(|last| peers.swap_remove(last)) {
+            for peer in peers.pop().into_iter().chain([last]) {
+                match self.deliver(OpenMember::open(peer).await, health).await {
+                    Ok(node) => return Ok(node),
+                    Err(why) => failure = why,
+                }
             }
         }
-        // The last reason is that of the slowest member.
-        failures.pop().map_or_else(
-            || Err("no other member of the pool is known".to_owned()),
-            Err,
-        )
+        peers.truncate(MAX_ASKED);
+        let mut opened = stream::iter(peers)
+            .map(OpenMember::open)
+            .buffer_unordered(CONCURRENT);
+        while let Some(opened) = opened.next().await {
+            match self.deliver(opened, health).await {
+                Ok(node) => return Ok(node),
+                Err(why) => {
+                    debug!(why, "a member of the pool does not carry the heartbeat");
+                    failure = why;
+                }
+            }
+        }
+        Err(failure)
     }
 
     async fn deliver(
         &self,
         opened: Result<OpenMember, String>,
-        checked: &watch::Receiver<KubeletHealth>,
+        health: &watch::Receiver<KubeletHealth>,
     ) -> Result<String, String> {
         let mut member = opened?;
-        if !checked.borrow().is_alive(self.config.alive_for) {
-            return Err("the kubelet does not answer any more".to_owned());
+        if !self.is_alive(&health.borrow()) {
+            return Err("the kubelet of this node does not answer any more".to_owned());
         }
         member.deliver(&self.sign(&member.nonce)?).await?;
         Ok(member.node)
@@ -190,7 +205,7 @@ impl HeartbeatSender {
         let statement = HeartbeatStatement {
             nonce,
             node: &identity.node,
-            kubelet: kubelet.word(),
+            kubelet: kubelet.as_str(),
         };
         let signature = statement.sign(&identity.leaf);
         let signature = signature.map_err(|error| error.to_string())?;

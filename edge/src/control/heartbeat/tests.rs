@@ -9,7 +9,7 @@ fn relay() -> HeartbeatRelay {
     HeartbeatRelay::new(&Arc::new(Metrics::default()))
 }
 
-fn beat(node: &str, nonce: &str) -> DelegatedHeartbeat {
+fn heartbeat(node: &str, nonce: &str) -> DelegatedHeartbeat {
     DelegatedHeartbeat {
         node: node.to_owned(),
         nonce: nonce.to_owned(),
@@ -43,25 +43,25 @@ async fn a_heartbeat_goes_to_the_gateway_of_its_nonce() {
     one.set_nonce("one".to_owned());
     advance(Duration::from_secs(1)).await;
     two.set_nonce("two".to_owned());
-    let sent = beat("edge-1", "one");
+    let sent = heartbeat("edge-1", "one");
     assert_eq!(relay.forward("edge-1", sent.clone()), Ok(()));
     assert_eq!(*one.next().await, sent);
-    let refused = |client, beat| relay.forward(client, beat).unwrap_err();
-    let again = refused("edge-1", beat("edge-1", "two"));
+    let refused = |client, heartbeat| relay.forward(client, heartbeat).unwrap_err();
+    let again = refused("edge-1", heartbeat("edge-1", "two"));
     assert_eq!(again, RelayRefused::TooOften);
-    let other = refused("edge-2", beat("edge-3", "two"));
+    let other = refused("edge-2", heartbeat("edge-3", "two"));
     assert_eq!(other, RelayRefused::Node);
-    let unknown = refused("edge-2", beat("edge-2", "three"));
+    let unknown = refused("edge-2", heartbeat("edge-2", "three"));
     assert_eq!(unknown, RelayRefused::Nonce);
     let long = DelegatedHeartbeat {
         signature: "s".repeat(1000),
-        ..beat("edge-2", "two")
+        ..heartbeat("edge-2", "two")
     };
     assert_eq!(refused("edge-2", long), RelayRefused::TooLong);
     advance(Duration::from_secs(5)).await;
-    assert_eq!(relay.forward("edge-1", beat("edge-1", "two")), Ok(()));
+    assert_eq!(relay.forward("edge-1", heartbeat("edge-1", "two")), Ok(()));
     drop(two);
-    let gone = refused("edge-2", beat("edge-2", "two"));
+    let gone = refused("edge-2", heartbeat("edge-2", "two"));
     assert_eq!(gone, RelayRefused::Nonce);
 }
 
@@ -72,8 +72,8 @@ async fn a_tunnel_that_takes_no_heartbeats_refuses_more() {
     tunnel.set_nonce("n".to_owned());
     let taken = (0..100)
         .map(|nth| format!("edge-{nth}"))
-        .filter(|node| relay.forward(node, beat(node, "n")).is_ok());
+        .filter(|node| relay.forward(node, heartbeat(node, "n")).is_ok());
     assert_eq!(taken.count(), 64);
-    let full = relay.forward("edge-99", beat("edge-99", "n"));
+    let full = relay.forward("edge-99", heartbeat("edge-99", "n"));
     assert_eq!(full, Err(RelayRefused::NoGateway));
 }

@@ -290,8 +290,8 @@ impl TunnelSession {
                         Err(error) => return error,
                     }
                 }
-                beat = next_heartbeat(&mut self.relay), if !self.control_stream.has_unsent() => {
-                    self.enqueue(&EdgeMessage::DelegatedHeartbeat(beat));
+                heartbeat = next_heartbeat(&mut self.relay), if !self.control_stream.has_unsent() => {
+                    self.enqueue(&EdgeMessage::DelegatedHeartbeat(heartbeat));
                 }
                 // A leaving tunnel gets no new streams that bulk transfers could delay.
                 () = self.load.wait_for_bulk(), if phase == Phase::Open => self.bulk_tracker.mark(self.slot),

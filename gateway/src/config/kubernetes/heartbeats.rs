@@ -9,7 +9,7 @@ use super::coredns_hosts::check_names;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Heartbeats {
-    /// Renews the Leases in `kube-node-lease` of nodes whose edges have a `heartbeat` section. Requires `api_cache`, by which edges learn the members of their pools.
+    /// Renews the Leases in `kube-node-lease` of nodes whose edges have a `heartbeat` section. Requires `api_cache`: edges learn the members of their pools with it.
     pub enabled: bool,
     /// Taints such nodes with `node.openyurt.io/unschedulable=true:NoSchedule`, and keeps their condition `Ready`. Set this to `false` if yurt-manager's delegate-lease controller (v1.6.1 and earlier) does it.
     pub taint: bool,
@@ -32,10 +32,10 @@ impl Default for Heartbeats {
 }
 
 impl Heartbeats {
-    /// Checks these keys. `reads` is whether edges may read the API cache.
-    pub(in crate::config) fn validate(&self, reads: bool, faults: &mut ConfigErrors) {
-        if self.enabled && !reads {
-            let message = "edges learn the members of their pool by the API cache, and without it there is no delegate; add the section \"api_cache\"";
+    /// Checks these keys. `has_api_cache` is whether edges may read the API cache.
+    pub(in crate::config) fn validate(&self, has_api_cache: bool, faults: &mut ConfigErrors) {
+        if self.enabled && !has_api_cache {
+            let message = "edges learn the members of their pools with the API cache, and without it there is no delegate; add the section \"api_cache\"";
             faults.add("kubernetes.heartbeats.enabled", message);
         }
         if self.threshold == 0 {

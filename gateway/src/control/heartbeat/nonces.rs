@@ -28,7 +28,7 @@ pub(super) enum NonceRefused {
 impl Nonces {
     /// Returns a new nonce.
     pub(super) fn issue(&mut self, now: Instant) -> String {
-        self.forget(now);
+        self.remove_expired(now);
         let text = format!("{:032x}", rand::random::<u128>());
         self.0.push_back(Nonce {
             text: text.clone(),
@@ -43,7 +43,7 @@ impl Nonces {
         self.find(text, now).map(drop)
     }
 
-    /// Notes that a node has used a nonce.
+    /// Records that a node has used a nonce.
     pub(super) fn spend(
         &mut self,
         text: &str,
@@ -58,12 +58,13 @@ impl Nonces {
     }
 
     fn find(&mut self, text: &str, now: Instant) -> Result<&mut Nonce, NonceRefused> {
-        self.forget(now);
+        self.remove_expired(now);
         let found = self.0.iter_mut().find(|nonce| nonce.text == text);
         found.ok_or(NonceRefused::Stale)
     }
 
-    fn forget(&mut self, now: Instant) {
+    /// Removes nonces that are too old.
+    fn remove_expired(&mut self, now: Instant) {
         self.0.retain(|nonce| now <= nonce.issued + NONCE_LIFETIME);
     }
 }

@@ -1,40 +1,69 @@
-//! Rate limits of delegated heartbeats, for each pool and for each node.
+//! Rate limits of delegated heartbeats: for each delegate, for each pool, and for each node.
+//!
+//! The limit of a delegate applies before signatures are verified, and protects the CPU of the gateway. The limits of a node and
+//! of its pool apply to verified heartbeats, and protect the API of the cluster. So heartbeats that a delegate forges take nothing
+//! from the allowance of its pool.
 
 use causeway_certs::NodeName;
 use causeway_tunnel::control_stream::NodePoolMembers;
-use std::{collections::HashMap, time::Duration};
+use std::{borrow::Borrow, collections::HashMap, hash::Hash, time::Duration};
 use tokio::time::Instant;
 
-/// Heartbeats of one pool at once: one of each member.
-const POOL_BURST: u32 = 256;
-const _: () = assert!(POOL_BURST as usize == NodePoolMembers::MAX_MEMBERS);
-/// Interval in which a pool gets another one: a whole pool's within the interval of heartbeats.
-const POOL_INTERVAL: Duration = Duration::from_millis(39);
+/// Heartbeats of one delegate, or of one pool, at once: one of each member.
+const BURST: u32 = 256;
+const _: () = assert!(BURST as usize == NodePoolMembers::MAX_MEMBERS);
+/// Interval at which one more is allowed: those of a full pool within the interval of heartbeats.
+const INTERVAL: Duration = Duration::from_millis(39);
 /// Shortest interval between two heartbeats of one node.
 const NODE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Limiter of all pools and nodes.
+/// Limiter of all delegates, pools and nodes.
 #[derive(Default)]
 pub(super) struct HeartbeatRateLimiter {
-    /// Time at which each pool's allowance is whole again: a leaky bucket (the generic cell rate algorithm).
-    pools: HashMap<String, Instant>,
+    delegates: Buckets<NodeName>,
+    pools: Buckets<String>,
     /// Time of the last heartbeat of each node.
     nodes: HashMap<NodeName, Instant>,
 }
 
-impl HeartbeatRateLimiter {
-    /// Takes one heartbeat from the allowance of a pool. Returns whether there was one.
-    pub(super) fn take_of_pool(&mut self, pool: &str, now: Instant) -> bool {
-        let whole = self.pools.get(pool).copied().unwrap_or(now).max(now);
-        let next = whole + POOL_INTERVAL;
-        let allowed = next <= now + POOL_INTERVAL * POOL_BURST;
+/// Leaky bucket of each key (the generic cell rate algorithm): the time at which the whole burst is allowed again.
+struct Buckets<K>(HashMap<K, Instant>);
+
+impl<K> Default for Buckets<K> {
+    fn default() -> Self {
+        Self(HashMap::new())
+    }
+}
+
+impl<K: Eq + Hash> Buckets<K> {
+    /// Takes one heartbeat from the allowance of a key. Returns whether there was one.
+    fn take<Q>(&mut self, key: &Q, now: Instant) -> bool
+    where
+        K: Borrow<Q>,
+        Q: ?Sized + Eq + Hash + ToOwned<Owned = K>,
+    {
+        let full_at = self.0.get(key).copied().unwrap_or(now).max(now);
+        let next = full_at + INTERVAL;
+        let allowed = next <= now + INTERVAL * BURST;
         if allowed {
-            self.pools.insert(pool.to_owned(), next);
+            self.0.insert(key.to_owned(), next);
         }
         allowed
     }
+}
 
-    /// Returns whether a node may send a heartbeat now, and notes that it has.
+impl HeartbeatRateLimiter {
+    /// Takes one heartbeat from the allowance of a delegate. Returns whether there was one.
+    pub(super) fn take_of_delegate(&mut self, delegate: &NodeName, now: Instant) -> bool {
+        self.delegates.take(delegate, now)
+    }
+
+    /// Takes one heartbeat from the allowance of a pool. Returns whether there was one.
+    pub(super) fn take_of_pool(&mut self, pool: &str, now: Instant) -> bool {
+        self.pools.take(pool, now)
+    }
+
+    /// Records a heartbeat of a node. Returns whether the node may send one now.
     pub(super) fn take_of_node(&mut self, node: &NodeName, now: Instant) -> bool {
         let last = self.nodes.get(node);
         let allowed = last.is_none_or(|last| now >= *last + NODE_INTERVAL);
@@ -47,12 +76,13 @@ impl HeartbeatRateLimiter {
     /// Whether no limit is in effect.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
-        self.pools.is_empty() && self.nodes.is_empty()
+        self.delegates.0.is_empty() && self.pools.0.is_empty() && self.nodes.is_empty()
     }
 
-    /// Removes what has no effect any more.
-    pub(super) fn forget(&mut self, now: Instant) {
-        self.pools.retain(|_, whole| *whole > now);
+    /// Removes entries that have no effect any more.
+    pub(super) fn remove_expired(&mut self, now: Instant) {
+        self.delegates.0.retain(|_, full_at| *full_at > now);
+        self.pools.0.retain(|_, full_at| *full_at > now);
         self.nodes.retain(|_, last| now < *last + NODE_INTERVAL);
     }
 }

@@ -53,7 +53,7 @@ fn signed(edge: &EdgeIdentity, nonce: &str) -> DelegatedHeartbeat {
     let statement = HeartbeatStatement {
         nonce,
         node: &edge.node,
-        kubelet: kubelet.word(),
+        kubelet: kubelet.as_str(),
     };
     DelegatedHeartbeat {
         node: edge.node.to_string(),
@@ -66,12 +66,12 @@ fn signed(edge: &EdgeIdentity, nonce: &str) -> DelegatedHeartbeat {
 
 /// Connects a member of a pool.
 async fn member(world: &World, node: &str, heartbeats: bool) -> FakeEdge {
-    let welcome = EdgeHello {
+    let hello = EdgeHello {
         site: Some(vec!["10.0.0.2:10271".to_owned()]),
         heartbeats,
         ..welcome(node, 0)
     };
-    let (edge, heard) = world.says(&identity(&world.ca, node), welcome).await;
+    let (edge, heard) = world.says(&identity(&world.ca, node), hello).await;
     assert_eq!(heard, GatewayMessage::Registered);
     edge
 }
@@ -89,20 +89,17 @@ async fn nonce(edge: &mut FakeEdge) -> String {
 #[tokio::test]
 async fn a_member_carries_a_heartbeat_of_its_pool_once() {
     let world = world();
-    let mut accepted = verifier(&world).accepted().unwrap();
+    let mut accepted = verifier(&world).take_accepted().unwrap();
     let mut carrier = member(&world, "edge-2", true).await;
     let nonce = nonce(&mut carrier).await;
-    let beat = Box::new(signed(&identity(&world.ca, "edge-1"), &nonce));
-    let line = EdgeMessage::DelegatedHeartbeat(beat);
+    let heartbeat = Box::new(signed(&identity(&world.ca, "edge-1"), &nonce));
+    let line = EdgeMessage::DelegatedHeartbeat(heartbeat);
     carrier.control.send(&line).await.unwrap();
     let found = timeout(LONG, accepted.recv()).await.unwrap().unwrap();
-    let expected = AcceptedHeartbeat {
-        node: name("edge-1"),
-        delegate: name("edge-2"),
-    };
-    assert_eq!(found, expected);
+    let nodes = (found.node.as_str(), found.delegate.as_str());
+    assert_eq!(nodes, ("edge-1", "edge-2"));
     carrier.control.send(&line).await.unwrap();
-    let replayed = "delegated_beats_total{result=\"replayed\"} 1";
+    let replayed = "delegated_heartbeats_total{result=\"replayed\"} 1";
     world.until(|world| world.counted(replayed)).await;
     assert!(accepted.try_recv().is_err());
 }
@@ -115,7 +112,7 @@ async fn an_edge_without_the_feature_gets_no_nonce() {
         member(&world, "edge-2", false).await,
         member(&world, "edge-3", true).await,
     );
-    verifier(&world).look(&world.registry, &mut last);
+    verifier(&world).send_nonces(&world.registry, &mut last);
     assert_eq!(last.len(), 1);
 }
 
@@ -147,9 +144,9 @@ async fn a_delegated_node_is_a_member_for_a_gateway_that_never_saw_it() {
 async fn forged_and_foreign_heartbeats_are_refused() {
     let world = world();
     let issue = || verifier(&world).state().nonces.issue(Instant::now());
-    let verdict = |delegate: &str, beat: &DelegatedHeartbeat| {
-        let accepted = verifier(&world).accept(&name(delegate), beat);
-        accepted.map_or_else(|refused| refused.word(), |()| "accepted")
+    let verdict = |delegate: &str, heartbeat: &DelegatedHeartbeat| {
+        let accepted = verifier(&world).accept(&name(delegate), heartbeat);
+        accepted.map_or_else(|refused| refused.label(), |()| "accepted")
     };
     let [one, three, four, five] =
         ["edge-1", "edge-3", "edge-4", "edge-5"].map(|node| identity(&world.ca, node));
@@ -189,14 +186,19 @@ async fn forged_and_foreign_heartbeats_are_refused() {
         ..good.clone()
     };
     assert_eq!(verdict("edge-2", &broken), "malformed");
-    for (delegate, beat) in [
+    for (delegate, heartbeat) in [
         // Of another pool, either of the two; of itself; of a node that the cluster does not have.
         ("edge-2", signed(&four, &nonce)),
         ("edge-4", good.clone()),
         ("edge-1", good.clone()),
         ("edge-2", signed(&five, &nonce)),
     ] {
-        assert_eq!(verdict(delegate, &beat), "pool", "{delegate} {}", beat.node);
+        assert_eq!(
+            verdict(delegate, &heartbeat),
+            "pool",
+            "{delegate} {}",
+            heartbeat.node
+        );
     }
     // None of these has used up the nonce.
     assert_eq!(verdict("edge-2", &good), "accepted");
@@ -211,9 +213,11 @@ async fn a_revoked_node_has_no_heartbeats() {
         .nodes
         .replace_revoked(BTreeSet::from([name("edge-1")]));
     let nonce = verifier(&world).state().nonces.issue(Instant::now());
-    let beat = signed(&identity(&world.ca, "edge-1"), &nonce);
-    let refused = verifier(&world).accept(&name("edge-2"), &beat).unwrap_err();
-    assert_eq!(refused.word(), "rejected");
+    let heartbeat = signed(&identity(&world.ca, "edge-1"), &nonce);
+    let refused = verifier(&world)
+        .accept(&name("edge-2"), &heartbeat)
+        .unwrap_err();
+    assert_eq!(refused.label(), "rejected");
     assert!(refused.to_string().contains("revoked"), "{refused}");
 }
 
@@ -235,18 +239,38 @@ fn a_nonce_is_valid_for_twenty_seconds_and_once_for_each_node() {
 }
 
 #[test]
-fn a_pool_and_a_node_have_limits_of_their_own() {
-    let (mut rates, now) = (HeartbeatRateLimiter::default(), Instant::now());
-    let taken = (0..300).filter(|_| rates.take_of_pool("north", now));
-    assert_eq!(taken.count(), 256);
-    assert!(rates.take_of_pool("south", now));
+fn delegates_pools_and_nodes_have_limits_of_their_own() {
+    let (mut limiter, now) = (HeartbeatRateLimiter::default(), Instant::now());
     let later = now + NONCE_INTERVAL;
-    let taken = (0..300).filter(|_| rates.take_of_pool("north", later));
-    assert_eq!(taken.count(), 256, "each member of a full pool sends one");
-    let node = name("edge-1");
-    assert!(rates.take_of_node(&node, now));
-    assert!(!rates.take_of_node(&node, now + Duration::from_secs(4)));
-    assert!(rates.take_of_node(&node, later));
-    rates.forget(later + Duration::from_mins(1));
-    assert!(rates.is_empty());
+    let (delegate, node) = (name("edge-2"), name("edge-1"));
+    for at in [now, later] {
+        let taken = (0..300).filter(|_| limiter.take_of_delegate(&delegate, at));
+        assert_eq!(taken.count(), 256, "one of each member of a full pool");
+        let taken = (0..300).filter(|_| limiter.take_of_pool("north", at));
+        assert_eq!(taken.count(), 256, "one of each member of a full pool");
+    }
+    assert!(limiter.take_of_delegate(&node, now) && limiter.take_of_pool("south", now));
+    assert!(limiter.take_of_node(&node, now));
+    assert!(!limiter.take_of_node(&node, now + Duration::from_secs(4)));
+    assert!(limiter.take_of_node(&node, later));
+    limiter.remove_expired(later);
+    assert!(!limiter.is_empty());
+    limiter.remove_expired(later + NONCE_INTERVAL);
+    assert!(limiter.is_empty());
+}
+
+#[tokio::test]
+async fn a_delegate_that_forges_heartbeats_takes_nothing_from_its_pool() {
+    let world = world();
+    let issue = || verifier(&world).state().nonces.issue(Instant::now());
+    let nonce = issue();
+    let good = signed(&identity(&world.ca, "edge-1"), &nonce);
+    let forged = DelegatedHeartbeat {
+        nonce: issue(),
+        ..good.clone()
+    };
+    let accept = |delegate, heartbeat| verifier(&world).accept(&name(delegate), heartbeat);
+    let mut refused = (0..1000).map(|_| accept("edge-3", &forged).unwrap_err().label());
+    assert!(refused.any(|label| label == "too_many"));
+    assert_eq!(accept("edge-2", &good), Ok(()));
 }

@@ -420,9 +420,9 @@ impl TunnelSession {
                 self.roots
                     .store(Some(Arc::new(ca_rotation::parse_roots(&roots))));
             }
-            EdgeMessage::DelegatedHeartbeat(beat) => {
+            EdgeMessage::DelegatedHeartbeat(heartbeat) => {
                 if let Some(heartbeats) = &self.heartbeats {
-                    heartbeats.receive(&self.node, &beat);
+                    heartbeats.receive(&self.node, &heartbeat);
                 }
             }
             EdgeMessage::Welcome(_) => debug!("the edge sent a second welcome message"),
