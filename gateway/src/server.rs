@@ -376,7 +376,7 @@ impl Bound {
         let runtime = self.workers.runtime(WorkerId(0));
         self.reloader.parts().listeners.open();
         let parts = self.reloader.parts();
-        pool_tasks(
+        spawn_pool_tasks(
             &self.tunnel_listener,
             parts,
             (&control_tasks, runtime),
@@ -425,21 +425,21 @@ impl Bound {
     }
 }
 
-/// Starts the tasks that send messages to members of node pools, until `leaving`.
-fn pool_tasks(
-    admission: &TunnelListener,
+/// Starts the tasks that send messages to members of node pools until `stop`.
+fn spawn_pool_tasks(
+    tunnel_listener: &TunnelListener,
     parts: &Reloadable,
     (tasks, runtime): (&TaskGroup, &Handle),
-    leaving: &CancellationToken,
+    stop: &CancellationToken,
 ) {
-    let registry = &admission.registry;
-    if let Some(reading) = &admission.api_cache {
+    let registry = &tunnel_listener.registry;
+    if let Some(api_cache) = &tunnel_listener.api_cache {
         let nodes = &parts.authority.node_sync.nodes;
-        let leaders = LeaderAssigner::new(reading, registry, nodes).run(leaving.clone());
+        let leaders = LeaderAssigner::new(api_cache, registry, nodes).run(stop.clone());
         tasks.spawn_on(runtime, info_span!("leaders"), leaders);
     }
-    if let Some(heartbeats) = admission.heartbeats.clone() {
-        let nonces = heartbeats.run(registry.clone(), leaving.clone());
+    if let Some(heartbeats) = tunnel_listener.heartbeats.clone() {
+        let nonces = heartbeats.run(registry.clone(), stop.clone());
         tasks.spawn_on(runtime, info_span!("heartbeats"), nonces);
     }
 }

@@ -20,8 +20,12 @@ mod tests;
 
 use crate::{event_writer::EventWriter, leader_election::LeaderElector};
 pub(crate) use api::NODE_ANNOTATION;
+use causeway_certs::NodeName;
 use causeway_gateway::{
-    config, control::heartbeat::AcceptedHeartbeats, metrics::Metrics, state::Nodes,
+    config,
+    control::heartbeat::AcceptedHeartbeats,
+    metrics::Metrics,
+    state::{Nodes, NodesWriter},
 };
 use kube::Client;
 use node_events::{EventQueue, write_events};
@@ -35,6 +39,9 @@ use tokio_util::sync::CancellationToken;
 const ELECTION: &str = "causeway-heartbeats";
 /// Time after which another gateway replaces one that has died, as Kubernetes' own components have it.
 const ELECTION_DURATION: Duration = Duration::from_secs(15);
+
+/// Nodes that one log line names at most.
+const MAX_NAMES: usize = 20;
 
 /// Controller of the Leases of nodes without a gateway.
 pub struct HeartbeatController {
@@ -72,6 +79,40 @@ impl HeartbeatController {
         let events = stop.run_until_cancelled(write_events(writer, queued));
         let reconciliations = reconcile_as_leader(reconciler, election, &self.metrics, &stop);
         tokio::join!(renewals, counts, events, reconciliations);
+    }
+}
+
+/// Logs the names of nodes that are still annotated as delegated, although this gateway does not manage them: delegated heartbeats
+/// are disabled. Returns after the cluster has named its nodes.
+pub async fn warn_about_delegated_nodes(nodes: NodesWriter) {
+    let (mut changes, nodes) = (nodes.subscribe(), nodes.reader());
+    while !nodes.has_cluster() {
+        if changes.changed().await.is_err() {
+            return;
+        }
+    }
+    if let Some(names) = delegated_names(&nodes) {
+        tracing::warn!(
+            nodes = names,
+            annotation = NODE_ANNOTATION,
+            "kubernetes.heartbeats.enabled is false at this gateway, and nodes are still annotated as delegated; if it is false at all gateways, remove their taint and annotations as docs/howto/heartbeats.md describes"
+        );
+    }
+}
+
+/// Returns the names of delegated nodes, the first of them if there are many, or `None` if there are none.
+fn delegated_names(nodes: &Nodes) -> Option<String> {
+    let delegated = nodes.delegated();
+    let names: Vec<_> = delegated
+        .iter()
+        .take(MAX_NAMES)
+        .map(NodeName::as_str)
+        .collect();
+    let more = delegated.len() - names.len();
+    match (names.is_empty(), more) {
+        (true, _) => None,
+        (false, 0) => Some(names.join(", ")),
+        (false, more) => Some(format!("{} and {more} more", names.join(", "))),
     }
 }
 

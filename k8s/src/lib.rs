@@ -48,7 +48,7 @@ pub use client::{ClientError, build_client};
 pub use coredns_hosts::HostsController;
 pub use csr_controller::CsrController;
 pub use gateway_certificate::{GatewayCertificate, Purpose};
-pub use heartbeat::HeartbeatController;
+pub use heartbeat::{HeartbeatController, warn_about_delegated_nodes};
 pub use kube::Client;
 pub use node_csr::NodeCsrClient;
 pub use node_informer::NodeInformer;

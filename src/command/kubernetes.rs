@@ -267,14 +267,17 @@ impl Inner {
         })
     }
 
-    /// Returns the task that renews the Leases of nodes without a gateway, if it is enabled.
+    /// Returns the task that renews the Leases of nodes without a gateway, or warns of delegated nodes if that is disabled.
     fn heartbeats(
         &self,
         bound: &Bound,
         stop: CancellationToken,
     ) -> Pin<Box<dyn Future<Output = ()>>> {
         let Some(accepted) = bound.heartbeats() else {
-            return Box::pin(std::future::ready(()));
+            let warning = causeway_k8s::warn_about_delegated_nodes(bound.nodes());
+            return Box::pin(async move {
+                stop.run_until_cancelled(warning).await;
+            });
         };
         let controller = causeway_k8s::HeartbeatController {
             client: self.client.clone(),

@@ -172,8 +172,8 @@ async fn health(State(state): State<AdminState>) -> Response {
     health_response(is_healthy, status)
 }
 
-async fn ready(State(tables): State<AdminState>, RawQuery(query): RawQuery) -> Response {
-    let status = tables.status_reader.status();
+async fn ready(State(state): State<AdminState>, RawQuery(query): RawQuery) -> Response {
+    let status = state.status_reader.status();
     if query.as_deref() == Some("cache") {
         return cache_ready(status.api_cache.as_ref());
     }
@@ -181,23 +181,22 @@ async fn ready(State(tables): State<AdminState>, RawQuery(query): RawQuery) -> R
     health_response(is_ready, status)
 }
 
-/// Answers whether the API cache has a full view that is in touch with its source. Without a source it is healthy, and serves
-/// the last view.
+/// Answers whether the API cache has a full view and is connected to its source. Without a source it serves its last full view.
 fn cache_ready(cache: Option<&ApiCacheStatus>) -> Response {
     let (code, text) = match cache {
         None => (
             StatusCode::SERVICE_UNAVAILABLE,
-            "this edge has no API cache",
+            "disabled: this edge has no API cache (api_cache)",
         ),
         Some(cache) if cache.ready => (StatusCode::OK, "ready"),
         Some(cache) if cache.healthy => {
             let text =
-                "healthy: the last full view is served, which is not in touch with its source";
+                "healthy: the cache serves its last full view, and is not connected to its source";
             (StatusCode::SERVICE_UNAVAILABLE, text)
         }
         Some(_) => (
             StatusCode::SERVICE_UNAVAILABLE,
-            "pending: there is no full view yet",
+            "pending: the cache has no full view yet",
         ),
     };
     (code, format!("{text}\n")).into_response()

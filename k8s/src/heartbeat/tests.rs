@@ -5,11 +5,7 @@ use super::{
     node_lease::{DELEGATE_HEARTBEAT, LeaseState, Renewal, renew, state, without_annotations},
     *,
 };
-use causeway_certs::NodeName;
-use causeway_gateway::{
-    control::heartbeat::AcceptedHeartbeat,
-    state::{ClusterNode, NodesWriter},
-};
+use causeway_gateway::{control::heartbeat::AcceptedHeartbeat, state::ClusterNode};
 use http::{Method, Request, Response, StatusCode};
 use http_body_util::BodyExt;
 use k8s_openapi::{
@@ -339,6 +335,23 @@ fn nodes(delegated: bool) -> NodesWriter {
     };
     writer.replace_cluster(BTreeMap::from([(name("edge-1"), member)]));
     writer
+}
+
+#[test]
+fn the_log_names_nodes_that_are_still_delegated() {
+    assert_eq!(delegated_names(&nodes(false).reader()), None);
+    let one = delegated_names(&nodes(true).reader());
+    assert_eq!(one.as_deref(), Some("edge-1"));
+    let writer = NodesWriter::default();
+    let member = ClusterNode {
+        is_edge: true,
+        delegated: true,
+        ..ClusterNode::default()
+    };
+    let members = (0..30).map(|nth| (name(&format!("edge-{nth}")), member.clone()));
+    writer.replace_cluster(members.collect());
+    let many = delegated_names(&writer.reader()).unwrap();
+    assert!(many.ends_with(" and 10 more"), "{many}");
 }
 
 fn renewer(cluster: &Cluster, nodes: &NodesWriter) -> LeaseRenewer {

@@ -277,19 +277,20 @@ impl LeaderAssigner {
             disconnected.entry(pool).or_default().push(member);
         }
         for node in nodes.delegated() {
-            let met = self
-                .known_addresses
-                .get(&node)
-                .is_some_and(|at| !at.is_empty());
-            let known = nodes.get(&node).filter(|known| known.revoked.is_none());
-            let Some(known) = known.filter(|_| !met && !connected.contains(&node)) else {
+            let addresses = self.known_addresses.get(&node);
+            let is_listed = addresses.is_some_and(|at| !at.is_empty());
+            let is_revoked = nodes.revocation_reason(&node).is_some();
+            let Some(data) = nodes.get(&node) else {
                 continue;
             };
+            if is_listed || is_revoked || connected.contains(&node) {
+                continue;
+            }
             let member = NodePoolMember {
                 node: node.to_string(),
                 at: Vec::new(),
             };
-            disconnected.entry(known.pool).or_default().push(member);
+            disconnected.entry(data.pool).or_default().push(member);
         }
         disconnected
     }

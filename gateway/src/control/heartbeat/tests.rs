@@ -125,9 +125,17 @@ async fn a_delegated_node_is_a_member_for_a_gateway_that_never_saw_it() {
         delegated,
         ..ClusterNode::default()
     };
-    let members = [("edge-1", true), ("edge-2", false), ("edge-3", false)];
+    let members = [
+        ("edge-1", true),
+        ("edge-2", false),
+        ("edge-3", false),
+        ("edge-6", true),
+    ];
     let members = members.map(|(node, delegated)| (name(node), member_of_north(delegated)));
     world.nodes.replace_cluster(BTreeMap::from(members));
+    // A revoked node is no member, whatever its Node says.
+    let revoked = BTreeSet::from([name("edge-6")]);
+    world.nodes.replace_revoked(revoked);
     let mut edge = member(&world, "edge-2", false).await;
     let GatewayMessage::Pool(announced) = edge.hear().await else {
         panic!("no announcement");

@@ -143,23 +143,27 @@ impl Tls {
         &self,
         chain: &[CertificateDer<'_>],
     ) -> Result<(NodeName, EdgeCertificate), PeerRejected> {
-        let proven = self.verify(Some(chain))?;
-        let Identity::Edge(node) = proven.identity else {
-            let (wanted, found) = (Purpose::Edge, proven.identity.kind());
+        let verified = self.verify(Some(chain))?;
+        let Identity::Edge(node) = verified.identity else {
+            let (wanted, found) = (Purpose::Edge, verified.identity.kind());
             return Err(PeerRejected::WrongKind { wanted, found });
         };
         let owned = |one: &CertificateDer<'_>| one.clone().into_owned();
-        let given = self.trust.is_external();
-        let given = given.then(|| chain.iter().map(owned).collect());
-        let shown = EdgeCertificate {
-            serial: proven.serial,
+        let is_external = self.trust.is_external();
+        let external_chain = is_external.then(|| chain.iter().map(owned).collect());
+        let certificate = EdgeCertificate {
+            serial: verified.serial,
             // The external CA decides how and when a node gets a new certificate, so the time of issue does not matter.
-            issued_at: given.as_ref().map_or(proven.issued_at, |_| u64::MAX),
-            not_after: proven.not_after,
-            root: proven.root,
-            external_chain: given,
+            issued_at: if is_external {
+                u64::MAX
+            } else {
+                verified.issued_at
+            },
+            not_after: verified.not_after,
+            root: verified.root,
+            external_chain,
         };
-        Ok((node, shown))
+        Ok((node, certificate))
     }
 
     /// Returns the node that may join by the cluster's certificate of this peer, if such certificates are accepted.
