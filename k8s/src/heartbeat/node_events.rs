@@ -8,17 +8,22 @@ use tokio::sync::mpsc;
 /// Events that wait for the API. At the limit further events are dropped.
 const MAX_QUEUED: usize = 256;
 
-/// Change of a node, with the version of the object that was written.
+/// Change of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum NodeEvent {
-    /// The Lease is renewed by heartbeats that this member carries.
-    Delegated {
-        node: String,
-        delegate: String,
-        version: String,
-    },
+pub(super) enum NodeChange {
+    /// The Lease is renewed by heartbeats that a pool member carries.
+    Delegated { delegate: String },
     /// The node renews its Lease itself again.
-    Direct { node: String, version: String },
+    Direct,
+}
+
+/// Event about a change of a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct NodeEvent {
+    pub(super) node: String,
+    pub(super) change: NodeChange,
+    /// Version of the object that was written for the change: each change has an event of its own.
+    pub(super) version: String,
 }
 
 /// Queue of events. Cheap to clone.
@@ -43,32 +48,22 @@ impl EventQueue {
 /// Writes queued events until all queues are dropped.
 pub(super) async fn write_events(mut writer: EventWriter, mut events: mpsc::Receiver<NodeEvent>) {
     while let Some(event) = events.recv().await {
-        let (event_type, reason, note, node, version) = match &event {
-            NodeEvent::Delegated {
-                node,
-                delegate,
-                version,
-            } => {
-                let note = format!("heartbeat delegated through {delegate}");
-                (
-                    EventType::Warning,
-                    "HeartbeatDelegated",
-                    note,
-                    node,
-                    version,
-                )
+        let (event_type, reason, text) = match &event.change {
+            NodeChange::Delegated { delegate } => {
+                let text = format!("heartbeat delegated through {delegate}");
+                (EventType::Warning, "HeartbeatDelegated", text)
             }
-            NodeEvent::Direct { node, version } => {
-                let note = "the node sends its own heartbeats again".to_owned();
-                (EventType::Normal, "HeartbeatDirect", note, node, version)
+            NodeChange::Direct => {
+                let text = "the node sends its own heartbeats again".to_owned();
+                (EventType::Normal, "HeartbeatDirect", text)
             }
         };
         let content = EventContent {
-            regarding: &node_reference(node),
+            regarding: &node_reference(&event.node),
             reason,
             action: "RenewLease",
-            note: &note,
-            occurrence: version,
+            note: &text,
+            occurrence: &event.version,
         };
         writer.write(event_type, &content).await;
     }

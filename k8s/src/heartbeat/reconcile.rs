@@ -5,7 +5,7 @@
 
 use super::{
     api::{ApiError, NAMESPACE, NODE_ANNOTATION, send},
-    node_events::{EventQueue, NodeEvent},
+    node_events::{EventQueue, NodeChange, NodeEvent},
     node_lease::{LeaseState, age, is_due, state, without_annotations},
 };
 use crate::log_throttle::LogThrottle;
@@ -164,8 +164,9 @@ impl Reconciler {
     async fn release_node(&self, name: &str) -> Result<(), ApiError> {
         if let Some(object) = self.clean_node(name).await? {
             tracing::info!(node = name, "a node sends its own heartbeats again");
-            self.events.push(NodeEvent::Direct {
+            self.events.push(NodeEvent {
                 node: name.to_owned(),
+                change: NodeChange::Direct,
                 version: object.resource_version().unwrap_or_default(),
             });
         }

@@ -8,7 +8,7 @@
 
 use super::{
     api::{ApiError, NAMESPACE, NODE_ANNOTATION, send},
-    node_events::{EventQueue, NodeEvent},
+    node_events::{EventQueue, NodeChange, NodeEvent},
     node_lease::{Renewal, renew},
 };
 use causeway_gateway::{
@@ -123,9 +123,11 @@ impl LeaseRenewer {
                 delegate,
                 "a node has lost its gateways; a member of its pool reports that its kubelet is alive, and this gateway renews its Lease"
             );
-            self.events.push(NodeEvent::Delegated {
+            self.events.push(NodeEvent {
                 node: node.to_owned(),
-                delegate: delegate.to_owned(),
+                change: NodeChange::Delegated {
+                    delegate: delegate.to_owned(),
+                },
                 version: written.resource_version().unwrap_or_default(),
             });
         }

@@ -6,6 +6,7 @@ use super::{
     *,
 };
 use causeway_gateway::{control::heartbeat::AcceptedHeartbeat, state::ClusterNode};
+use causeway_rt::task::TaskGroup;
 use http::{Method, Request, Response, StatusCode};
 use http_body_util::BodyExt;
 use k8s_openapi::{
@@ -19,6 +20,7 @@ use std::{
     sync::{Mutex, MutexGuard},
 };
 use tokio::time::Instant;
+use tracing::info_span;
 
 const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/edge-1";
 const NODE: &str = "/api/v1/nodes/edge-1";
@@ -142,7 +144,10 @@ fn a_wrong_clock_of_the_node_changes_nothing() {
 
 /// API that keeps a Lease and a Node, and compares versions.
 #[derive(Clone)]
-struct Cluster(Arc<Mutex<State>>);
+struct Cluster {
+    state: Arc<Mutex<State>>,
+    tasks: Arc<TaskGroup>,
+}
 
 struct State {
     lease: Option<Value>,
@@ -167,7 +172,7 @@ impl Cluster {
                 { "type": "Ready", "status": ready, "reason": "NodeStatusUnknown" },
             ] },
         });
-        Self(Arc::new(Mutex::new(State {
+        let state = State {
             lease: lease.map(|lease| serde_json::to_value(lease).unwrap()),
             node,
             version: 7,
@@ -176,11 +181,15 @@ impl Cluster {
             event_names: BTreeSet::new(),
             forbids_nodes: false,
             races: false,
-        })))
+        };
+        Self {
+            state: Arc::new(Mutex::new(state)),
+            tasks: Arc::default(),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap()
+        self.state.lock().unwrap()
     }
 
     fn client(&self) -> Client {
@@ -205,7 +214,8 @@ impl Cluster {
     fn events(&self) -> EventQueue {
         let (events, queued) = EventQueue::new();
         let writer = EventWriter::new(self.client(), "gateway".to_owned(), "writing an event");
-        tokio::spawn(write_events(writer, queued));
+        self.tasks
+            .spawn(info_span!("events"), write_events(writer, queued));
         events
     }
 
