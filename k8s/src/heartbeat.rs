@@ -1,7 +1,7 @@
 //! Controller of delegated heartbeats: renews the Leases of nodes that have lost their gateways, and keeps their pods.
 //!
-//! 1. Each gateway renews the Lease of a node when it gets a heartbeat of it, if the Lease is old (`renewal`). It annotates the Node first
-//!    with an annotation, which all gateways see.
+//! 1. Each gateway renews the Lease of a node when it gets a heartbeat of the node, if the Lease is old (`renewal`). Before the
+//!    first renewal it annotates the Node, so all gateways know the delegated nodes.
 //! 2. One gateway at a time holds the Lease `causeway-heartbeats`. It reads these nodes every few seconds (`reconcile`). It taints
 //!    those that have been delegated for a while, and undoes everything when a node is back.
 //! 3. The state is in annotations of the Lease of the node (`node_lease`), so another gateway can continue at any time.

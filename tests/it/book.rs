@@ -37,6 +37,8 @@ const ELSEWHERE: &[Row] = &[
 const NOT_RUN: &[Row] = &[
     ("README.md", "rustup", "it installs a compiler from the internet"),
     ("docs/tutorials/first-tunnel.md", "rustup", "the same commands"),
+    ("docs/howto/heartbeats.md", "custom-columns", "it needs a Node that stays delegated"),
+    ("docs/howto/heartbeats.md", "kubectl annotate lease", "it needs a Node that stays delegated"),
     ("docs/migrate/konnectivity.md", "socat", "it needs kubelets and a Service of a cluster"),
     ("docs/migrate/konnectivity.md", "https://10.1.0.11:10250", "it needs a kubelet"),
     ("docs/migrate/konnectivity.md", "kubectl logs", "it needs pods of a cluster"),

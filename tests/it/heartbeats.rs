@@ -342,6 +342,15 @@ async fn no_heartbeat_is_sent_for_a_dead_kubelet_or_through_another_pool() {
         cloud.is_delegated(one.name)
     })
     .await;
+    until("it has a delegate", async || {
+        one.status().await["heartbeat"]["delegate"] == two.name
+    })
+    .await;
+    one.kubelet.alive.send_replace(false);
+    until("it has no delegate any more", async || {
+        one.status().await["heartbeat"]["delegate"].is_null()
+    })
+    .await;
     assert!(!cloud.is_delegated(other.name));
     assert_eq!(other.edge.written().count("are delegated to a member"), 0);
 }

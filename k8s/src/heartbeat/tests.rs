@@ -135,7 +135,7 @@ fn a_wrong_clock_of_the_node_changes_nothing() {
             assert!(renew_time(&next) > renew_time(&last), "{offset} {nth}");
             last = stored(next, at);
         }
-        // The node returns 5 s after the last delegated renewal, and is taken again from its second renewal on.
+        // The node returns 5 s after the last delegated renewal. Its second renewal has a later time again.
         let back = now + SignedDuration::from_secs(10 * 89 + 5);
         let own = back + SignedDuration::from_secs(offset + 10);
         assert!(own > renew_time(&last), "{offset}");
