@@ -394,7 +394,7 @@ async fn a_port_that_is_taken_is_named() {
     );
     let gateway = gateway.flag("--dns-listen", &address).within(folder.path());
     let said = gateway.run().await.with_code(1).stderr;
-    let expected = format!("the DNS server cannot listen on {address}: ");
+    let expected = format!("the DNS server (dns.listen) cannot listen on {address}: ");
     assert!(said.contains(&expected), "{said}");
 }
 
