@@ -30,6 +30,8 @@ const EDGES: usize = 200;
 const FEW: usize = 40;
 /// Time in which a fleet is connected again after a gateway's restart.
 const BACK: Duration = Duration::from_secs(10);
+/// Time for which a draining gateway waits for requests of clients that connected before its listeners closed.
+const LATE_REQUEST: Duration = Duration::from_secs(1);
 /// Width of a bin in which arrivals are counted.
 const BIN: u64 = 100;
 
@@ -148,6 +150,9 @@ pub(super) struct GatewaysMet {
     pub(super) closed: usize,
     /// Answered by the second gateway, after the first answered that it has no tunnel.
     pub(super) told: usize,
+    /// Answered by the second gateway, because the first had already drained when the request arrived. The client connected
+    /// before the listener closed, and sent its request later than a draining gateway waits for it.
+    pub(super) late: usize,
     /// Not answered, with the reason.
     pub(super) failed: Vec<String>,
 }
@@ -155,6 +160,7 @@ pub(super) struct GatewaysMet {
 /// A client that tries the first gateway, and then the second if the first does not serve it.
 async fn call(first: &GatewayProcess, second: &GatewayProcess) -> GatewaysMet {
     let mut met = GatewaysMet::default();
+    let begin = Instant::now();
     let ask = || Request::get(URL).body(whole("")).unwrap();
     let why = match first.nobody().try_send(ask()).await {
         Ok(answer) if answer.status == 200 => {
@@ -162,8 +168,14 @@ async fn call(first: &GatewayProcess, second: &GatewayProcess) -> GatewaysMet {
             return met;
         }
         Ok(answer) if answer.status == 503 => {
-            met.told += 1;
-            answer.text()
+            let text = answer.text();
+            if text.contains("draining") && begin.elapsed() >= LATE_REQUEST {
+                met.late += 1;
+            } else {
+                met.told += 1;
+                println!("after {:?}: {text}", begin.elapsed());
+            }
+            text
         }
         Ok(answer) => {
             met.failed.push(answer.to_string());
@@ -231,6 +243,7 @@ pub(super) async fn load(
         all.refused += one.refused;
         all.closed += one.closed;
         all.told += one.told;
+        all.late += one.late;
         all.failed.extend(one.failed);
     }
     all
