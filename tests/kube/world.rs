@@ -171,19 +171,20 @@ impl World {
                 } else {
                     "Hostname"
                 },
-                resolver: None,
+                ..Flags::default()
             },
             Way::Names(checks) | Way::Hosts(checks) => Flags {
                 egress,
                 authority: road.authority(checks, &self.cluster),
                 addresses: "Hostname",
                 resolver: Some(road.resolver(way)),
+                ..Flags::default()
             },
             Way::Addresses(checks) => Flags {
                 egress,
                 authority: road.authority(checks, &self.cluster),
                 addresses: "InternalIP",
-                resolver: None,
+                ..Flags::default()
             },
         };
         self.cluster.with(flags);

@@ -37,6 +37,8 @@ pub(crate) struct Flags {
     pub(crate) addresses: &'static str,
     /// A `resolv.conf` of its own, and no names of nodes in its `hosts`.
     pub(crate) resolver: Option<PathBuf>,
+    /// An audit policy. The audit log is beside it, with the ending `log`.
+    pub(crate) audit: Option<PathBuf>,
 }
 
 /// A running control plane.
@@ -225,6 +227,13 @@ impl Cluster {
         if let Some(egress) = &self.flags.egress {
             let file = egress.display();
             command = command.args([format!("--egress-selector-config-file={file}")]);
+        }
+        if let Some(audit) = &self.flags.audit {
+            let (policy, log) = (audit.display(), audit.with_extension("log"));
+            command = command.args([
+                format!("--audit-policy-file={policy}"),
+                format!("--audit-log-path={}", log.display()),
+            ]);
         }
         self.api = Some(command.start(&log));
         let ready = within(PATIENCE, || {

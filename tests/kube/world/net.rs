@@ -151,16 +151,21 @@ pub(crate) fn neighbours(sites: &[(&Site, Ipv4Addr)]) {
     must("ip -n field link add field type bridge");
     must("ip -n field link set field up");
     for (number, (site, address)) in sites.iter().enumerate() {
-        let space = &site.space;
-        must(&format!(
-            "ip -n field link add node{number} type veth peer name field netns {space}"
-        ));
-        must(&format!(
-            "ip -n field link set node{number} master field up"
-        ));
-        must(&format!("ip -n {space} addr add {address}/24 dev field"));
-        must(&format!("ip -n {space} link set field up"));
+        neighbour(number, site, *address);
     }
+}
+
+/// Connects another node to that network, with a number of its own.
+pub(crate) fn neighbour(number: usize, site: &Site, address: Ipv4Addr) {
+    let space = &site.space;
+    must(&format!(
+        "ip -n field link add node{number} type veth peer name field netns {space}"
+    ));
+    must(&format!(
+        "ip -n field link set node{number} master field up"
+    ));
+    must(&format!("ip -n {space} addr add {address}/24 dev field"));
+    must(&format!("ip -n {space} link set field up"));
 }
 
 /// A machine of the cloud, which the gateway's host can dial.

@@ -1,0 +1,195 @@
+//! Rows of the table with `OpenYurt` v1.6.1: a kubelet behind a `YurtHub`, and the delegate-lease controller of yurt-manager beside
+//! the gateway. Each of both does its part, and the node ends in the right state.
+//!
+//! The rows run if the folder of the programs also has `yurthub-1.6.1`, `yurt-manager-1.6.1`, and `openyurt-1.6.1.yaml`: the objects
+//! of `OpenYurt`'s charts, with an endpoint of the webhooks at this cloud.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use serde_json::Value;
+
+use super::{
+    recorder::{Recorder, State},
+    rows::{BEYOND_GRACE, begin, first_beat, kept, lasts, minutes, no_storm, requested, undone},
+    scene::{Scene, Setup},
+};
+use crate::{
+    add_skipped,
+    world::{
+        World, assets,
+        net::CLOUD,
+        node::{Node, Serving},
+        process::{PATIENCE, Process, Program, within},
+    },
+};
+
+/// Maximum time that a YurtHub takes to start: it waits for two certificates and asks for each every few seconds.
+const STARTS: Duration = Duration::from_secs(90);
+/// Where kubelets send their requests.
+const HUB: &str = "http://127.0.0.1:10261";
+
+fn part(name: &str) -> Option<PathBuf> {
+    let part = assets::folder()?.join(name);
+    part.exists().then_some(part)
+}
+
+pub(super) fn a_kubelet_behind_a_yurthub_beside_yurt_manager() {
+    let parts = ["yurthub-1.6.1", "yurt-manager-1.6.1", "openyurt-1.6.1.yaml"].map(part);
+    let [Some(hub), Some(manager), Some(objects)] = parts else {
+        add_skipped(
+            "needs OpenYurt v1.6.1",
+            "KUBEBUILDER_ASSETS=FOLDER cargo test --test kube",
+        );
+        return;
+    };
+    let setup = Setup {
+        taint: false,
+        ..Setup::new("heartbeats-openyurt")
+    };
+    let row = "one node is cut off, with YurtHub and yurt-manager v1.6.1";
+    let (mut world, scene, recorder) = begin(setup, row, &["edge-1"]);
+    let manager = runs_manager(&world, &scene, (&manager, &objects));
+    let hub = runs_hub(&world, &scene, &hub);
+    let World { cluster, nodes, .. } = &mut *world;
+    cluster.pki.kubeconfig("edge-1", HUB);
+    nodes[0].serves(cluster, Serving::Signed);
+    let begun = recorder.mark("the kubelet of edge-1 is behind its YurtHub");
+    recorder.until(begun + Duration::from_secs(30));
+    recorder.sees(
+        ("edge-1", begun + Duration::from_secs(20)),
+        "whole",
+        State::is_whole,
+    );
+
+    let before = requested(&world);
+    scene.cut(&world, 0);
+    let cut = recorder.mark("edge-1 is cut off");
+    first_beat(&recorder, "edge-1", cut);
+    recorder.until(cut + lasts(BEYOND_GRACE, minutes(15)));
+    recorder.sees(("edge-1", cut), "tainted", |state| state.tainted);
+    kept(&recorder, "edge-1", cut);
+    scene.mend(&world, 0);
+    let back = recorder.mark("edge-1 is back");
+    undone(&recorder, "edge-1", back);
+    // Nothing puts it back afterwards.
+    let whole = recorder.mark("edge-1 is whole");
+    recorder.until(whole + Duration::from_secs(30));
+    recorder.always(("edge-1", whole), "whole", State::is_whole);
+    kept(&recorder, "edge-1", cut);
+    no_storm(&recorder, &world, before);
+    let said = manager.said();
+    let conflicts = said.matches("the object has been modified").count();
+    recorder.mark(format!("conflicts of yurt-manager: {conflicts}"));
+    leaves(&mut world, &recorder, (manager, hub), &objects);
+}
+
+fn runs_manager(world: &World, scene: &Scene, (manager, objects): (&Path, &Path)) -> Process {
+    let cluster = &world.cluster;
+    let apply = cluster.kubectl("apply --server-side -f").args([objects]);
+    apply.within(2 * PATIENCE).run().ok();
+    let certificates = scene.folder.join("webhooks");
+    fs::create_dir_all(&certificates).unwrap();
+    let manager = Program::new(manager)
+        .args([format!(
+            "--kubeconfig={}",
+            cluster.pki.path("admin.kubeconfig")
+        )])
+        .words("--controllers=-nodelifecycle,* --working-namespace=kube-system --v=4")
+        .words("--leader-elect-resource-name=cloud-yurt-manager")
+        .env("WEBHOOK_CERT_DIR", &certificates)
+        .start(&scene.folder.join("yurt-manager.log"));
+    let ready = within(STARTS, || {
+        let ask = Program::new("curl").words("-q -sS --fail http://127.0.0.1:10272/readyz");
+        ask.run().code == Some(0)
+    });
+    assert!(ready, "{}", manager.said());
+    manager
+}
+
+/// A YurtHub on the first node, which asks the cluster for its certificates.
+fn runs_hub(world: &World, scene: &Scene, hub: &Path) -> Process {
+    let cluster = &world.cluster;
+    let node: &Node = &world.nodes[0];
+    let account = "create serviceaccount -n kube-system hub-bootstrap";
+    cluster.kubectl(account).run().ok();
+    let bind = "create clusterrolebinding hub-bootstrap --clusterrole=system:node-bootstrapper \
+         --serviceaccount=kube-system:hub-bootstrap";
+    cluster.kubectl(bind).run().ok();
+    let folder = scene.folder.join("hub");
+    fs::create_dir_all(&folder).unwrap();
+    let path = |name: &str| folder.join(name).display().to_string();
+    let process = node
+        .site
+        .at(hub)
+        .args([
+            format!("--node-name={}", node.name),
+            format!("--server-addr=https://{CLOUD}:6443"),
+            format!("--bootstrap-file={}", bootstrap(world)),
+            format!("--root-dir={}", path("root")),
+            format!("--disk-cache-path={}", path("cache")),
+        ])
+        .words("--working-mode=edge --enable-dummy-if=false --enable-resource-filter=false --v=2")
+        .env("HOME", &folder)
+        .start(&folder.join("log"));
+    let up = within(STARTS, || {
+        approve(world);
+        let ask = node.site.at("curl").words("-q -sS --max-time 2 --fail");
+        let ask = ask.words("http://127.0.0.1:10267/v1/healthz").run();
+        ask.code == Some(0)
+    });
+    assert!(up, "{}", process.said());
+    process
+}
+
+/// File with which a YurtHub requests its certificates: it contains the CA instead of naming a file.
+fn bootstrap(world: &World) -> String {
+    let cluster = &world.cluster;
+    let file = cluster.with_token("hub", &cluster.token("kube-system", "hub-bootstrap"));
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    let ca = fs::read(cluster.pki.path("ca.pem")).unwrap();
+    let api = config["clusters"][0]["cluster"].as_object_mut().unwrap();
+    api.remove("certificate-authority");
+    let ca = data_encoding::BASE64.encode(&ca);
+    api.insert("certificate-authority-data".into(), ca.into());
+    fs::write(&file, config.to_string()).unwrap();
+    file
+}
+
+/// Approves each certificate request that waits.
+fn approve(world: &World) {
+    let pending = world.cluster.get("csr").unwrap_or_default();
+    for csr in pending["items"].as_array().into_iter().flatten() {
+        if csr["status"]["conditions"].is_null() {
+            let name = csr["metadata"]["name"].as_str().unwrap_or_default();
+            let line = format!("certificate approve {name}");
+            world.cluster.kubectl(&line).run().ok();
+        }
+    }
+}
+
+/// Removes all of it: the kubelet reaches the API server itself again.
+fn leaves(
+    world: &mut World,
+    recorder: &Recorder,
+    (manager, hub): (Process, Process),
+    objects: &Path,
+) {
+    let World { cluster, nodes, .. } = world;
+    cluster
+        .pki
+        .kubeconfig("edge-1", &format!("https://{CLOUD}:6443"));
+    nodes[0].serves(cluster, Serving::Signed);
+    let webhooks = "delete --ignore-not-found --wait=false mutatingwebhookconfigurations,validatingwebhookconfigurations --all";
+    cluster.kubectl(webhooks).run().ok();
+    drop((manager, hub));
+    let delete = cluster
+        .kubectl("delete --ignore-not-found --wait=false -f")
+        .args([objects]);
+    delete.within(2 * PATIENCE).run().ok();
+    let direct = recorder.mark("the kubelet of edge-1 has no YurtHub any more");
+    recorder.sees(("edge-1", direct), "whole", State::is_whole);
+}
