@@ -60,11 +60,7 @@ impl Api {
     fn begin(&self, config: &mut String, path: &str) {
         let next = if config.is_empty() { "" } else { "next\n" };
         let access = &self.access;
-        write!(
-            config,
-            "{next}{access}url = \"https://{CLOUD}:6443{path}\"\n"
-        )
-        .unwrap();
+        writeln!(config, "{next}{access}url = \"https://{CLOUD}:6443{path}\"").unwrap();
     }
 }
 

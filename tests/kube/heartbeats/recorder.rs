@@ -18,6 +18,7 @@ use crate::world::process::{PATIENCE, within};
 
 /// State of a node and of its Lease.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[allow(clippy::struct_excessive_bools, reason = "columns of a table")]
 pub(super) struct State {
     /// Status of the condition `Ready`.
     pub(super) ready: String,

@@ -148,7 +148,7 @@ impl Scene {
         }
         for number in 0..3 {
             until("all members know each other", || {
-                let status = scene.status(world, number);
+                let status = Self::status(world, number);
                 let members = status["api_cache"]["members"].as_array();
                 members.is_some_and(|members| members.len() == 3)
                     && status["heartbeat"]["kubelet"] == "alive"
@@ -247,7 +247,7 @@ impl Scene {
         edge.start(&own.join("edge.log"))
     }
 
-    pub(super) fn status(&self, world: &World, number: usize) -> Value {
+    pub(super) fn status(world: &World, number: usize) -> Value {
         let url = format!("http://127.0.0.1:{EDGE_ADMIN}/status");
         let asked = site(world, number)
             .at("curl")

@@ -48,11 +48,11 @@ pub(super) fn a_site_of_fifty_nodes_is_cut_off_and_returns() {
         recorder.sees((name, Duration::ZERO), "whole", State::is_whole);
     }
     let known = within(2 * PATIENCE, || {
-        scene.status(&world, 0)["api_cache"]["members"]
+        Scene::status(&world, 0)["api_cache"]["members"]
             .as_array()
             .is_some_and(|members| members.len() == usize::from(NODES) + 3)
     });
-    assert!(known, "{:#}", scene.status(&world, 0)["api_cache"]);
+    assert!(known, "{:#}", Scene::status(&world, 0)["api_cache"]);
     site.cut();
     scene.light.pause(&names);
     let cut = recorder.mark("the site is cut off");
