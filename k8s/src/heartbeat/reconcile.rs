@@ -69,7 +69,12 @@ impl Reconciler {
         loop {
             let mut failed = false;
             for node in self.nodes.delegated() {
-                match self.reconcile(&node).await {
+                let reconciled = match self.reconcile(&node).await {
+                    // `OpenYurt`'s controller removes its taint at the same moment: once more at once.
+                    Err(error) if error.is_conflict() => self.reconcile(&node).await,
+                    reconciled => reconciled,
+                };
+                match reconciled {
                     Ok(()) => {}
                     // The next pass sees the other writer's result.
                     Err(error) if error.is_conflict() => {

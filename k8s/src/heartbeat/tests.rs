@@ -160,6 +160,8 @@ struct State {
     forbids_nodes: bool,
     /// Another process writes the Lease between a read and the next write.
     races: bool,
+    /// The same for the Node, once.
+    node_races: bool,
 }
 
 impl Cluster {
@@ -181,6 +183,7 @@ impl Cluster {
             event_names: BTreeSet::new(),
             forbids_nodes: false,
             races: false,
+            node_races: false,
         };
         Self {
             state: Arc::new(Mutex::new(state)),
@@ -290,7 +293,7 @@ impl State {
             ("GET", NODE) => (StatusCode::OK, self.node.clone()),
             ("PATCH", _) if self.forbids_nodes => failure(StatusCode::FORBIDDEN, "Forbidden"),
             ("PATCH", NODE | STATUS) => {
-                if stale(&self.node) {
+                if std::mem::take(&mut self.node_races) || stale(&self.node) {
                     return failure(StatusCode::CONFLICT, "Conflict");
                 }
                 if path == NODE {
@@ -546,6 +549,21 @@ async fn a_returned_node_loses_its_annotations_and_taint() {
             .annotations()
             .contains_key(DELEGATE_HEARTBEAT)
     );
+    let annotations = cluster.state().node["metadata"]["annotations"].clone();
+    assert_eq!(annotations, json!({ "a": "b" }));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_conflict_with_another_controller_does_not_wait_for_the_next_look() {
+    let cluster = Cluster::new(Some(&lease(1, 0)), "True");
+    {
+        let mut state = cluster.state();
+        state.node["metadata"]["annotations"][NODE_MARK] = json!("edge-2");
+        state.node_races = true;
+    }
+    let mut reconciling = reconciler(&cluster, &config::Heartbeats::default());
+    let look = tokio::time::timeout(LOOK / 2, reconciling.run());
+    assert!(look.await.is_err());
     let annotations = cluster.state().node["metadata"]["annotations"].clone();
     assert_eq!(annotations, json!({ "a": "b" }));
 }
