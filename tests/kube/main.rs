@@ -2,7 +2,7 @@
 //!
 //! One file for each group of promises; `world` has the parts of the cluster. Everything runs as a process and is tested
 //! from the outside. The program starts itself: the outer process checks the requirements and cleans up. An inner process,
-//! in namespaces of its own, runs tests one after the other. Tests mostly wait, so the whole suite is three groups that run
+//! in namespaces of its own, runs tests one after the other. Tests mostly wait, so the whole suite is four groups that run
 //! beside each other.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
@@ -86,9 +86,9 @@ fn wanted(arguments: &Arguments) -> Vec<usize> {
 /// The number of the group of smoke tests.
 const SMOKE: usize = 0;
 
-/// The smoke tests, and the whole suite in three groups of about the same duration. Each group has a cluster of its own, in
+/// The smoke tests, and the whole suite in four groups of about the same duration. Each group has a cluster of its own, in
 /// which a way is set up once.
-fn groups() -> [Vec<Trial>; 4] {
+fn groups() -> [Vec<Trial>; 5] {
     let first = stands::trials()
         .into_iter()
         .chain(nodes::trials())
@@ -99,7 +99,6 @@ fn groups() -> [Vec<Trial>; 4] {
         .chain(rows::trials("egress", Way::Unix))
         .chain([ports::proxied("egress", Way::Unix)])
         .chain(fleet::trials())
-        .chain(heartbeats::trials())
         .collect();
     let second = hosted::trials()
         .into_iter()
@@ -119,7 +118,8 @@ fn groups() -> [Vec<Trial>; 4] {
         .chain(advertise::trials())
         .chain(book::trials())
         .collect();
-    [smoke::trials(), first, second, api_cache::trials()]
+    let third = heartbeats::trials();
+    [smoke::trials(), first, second, third, api_cache::trials()]
 }
 
 /// A trial of this name.

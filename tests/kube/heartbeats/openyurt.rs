@@ -14,7 +14,10 @@ use serde_json::Value;
 
 use super::{
     recorder::{Recorder, State},
-    rows::{BEYOND_GRACE, begin, first_beat, kept, lasts, minutes, no_storm, requested, undone},
+    rows::{
+        BEYOND_GRACE, begin, delegate_is_cut_off, first_beat, kept, lasts, leading_gateway_dies,
+        minutes, no_storm, pool_is_cut_off, requested, undone, uplink_flaps,
+    },
     scene::{Scene, Setup},
 };
 use crate::{
@@ -47,11 +50,12 @@ pub(super) fn a_kubelet_behind_a_yurthub_beside_yurt_manager() {
         return;
     };
     let setup = Setup {
+        gateways: 2,
         taint: false,
         ..Setup::new("heartbeats-openyurt")
     };
-    let row = "one node is cut off, with YurtHub and yurt-manager v1.6.1";
-    let (mut world, scene, recorder) = begin(setup, row, &["edge-1"]);
+    let row = "the same with YurtHub and yurt-manager v1.6.1";
+    let (mut world, mut scene, recorder) = begin(setup, row, &["edge-1"]);
     let manager = runs_manager(&world, &scene, (&manager, &objects));
     let hub = runs_hub(&world, &scene, &hub);
     let World { cluster, nodes, .. } = &mut *world;
@@ -81,6 +85,10 @@ pub(super) fn a_kubelet_behind_a_yurthub_beside_yurt_manager() {
     recorder.always(("edge-1", whole), "whole", State::is_whole);
     kept(&recorder, "edge-1", cut);
     no_storm(&recorder, &world, before);
+    delegate_is_cut_off(&world, &scene, &recorder);
+    pool_is_cut_off(&world, &scene, &recorder);
+    uplink_flaps(&world, &scene, &recorder);
+    leading_gateway_dies(&world, &mut scene, &recorder);
     let said = manager.said();
     let conflicts = said.matches("the object has been modified").count();
     recorder.mark(format!("conflicts of yurt-manager: {conflicts}"));
