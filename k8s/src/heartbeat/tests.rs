@@ -554,16 +554,16 @@ async fn a_returned_node_loses_its_annotations_and_taint() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_conflict_with_another_controller_does_not_wait_for_the_next_look() {
+async fn a_conflict_with_another_controller_is_retried_at_once() {
     let cluster = Cluster::new(Some(&lease(1, 0)), "True");
     {
         let mut state = cluster.state();
-        state.node["metadata"]["annotations"][NODE_MARK] = json!("edge-2");
+        state.node["metadata"]["annotations"][NODE_ANNOTATION] = json!("edge-2");
         state.node_races = true;
     }
     let mut reconciling = reconciler(&cluster, &config::Heartbeats::default());
-    let look = tokio::time::timeout(LOOK / 2, reconciling.run());
-    assert!(look.await.is_err());
+    let pass = tokio::time::timeout(RECONCILE_INTERVAL / 2, reconciling.run());
+    assert!(pass.await.is_err());
     let annotations = cluster.state().node["metadata"]["annotations"].clone();
     assert_eq!(annotations, json!({ "a": "b" }));
 }
