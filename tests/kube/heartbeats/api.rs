@@ -7,7 +7,7 @@ use serde_json::{Deserializer, Value};
 use crate::world::{
     World,
     net::CLOUD,
-    process::{Program, Ran},
+    process::{Program, ToolOutput},
 };
 
 /// Access to the API server.
@@ -64,6 +64,6 @@ impl Api {
     }
 }
 
-fn ask(config: &str) -> Ran {
+fn ask(config: &str) -> ToolOutput {
     Program::new("curl").words("-q -K -").input(config).run()
 }

@@ -285,7 +285,7 @@ impl Scene {
 
     /// Returns the number of delegated heartbeats with this result, at all gateways.
     pub(super) fn beats(&self, result: &str) -> u64 {
-        let name = format!("causeway_gateway_delegated_beats_total{{result=\"{result}\"}} ");
+        let name = format!("causeway_gateway_delegated_heartbeats_total{{result=\"{result}\"}} ");
         (0..self.gateways.len())
             .map(|gateway| self.metric(gateway, &name))
             .sum()

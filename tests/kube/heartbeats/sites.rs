@@ -35,14 +35,7 @@ pub(super) fn a_site_of_fifty_nodes_is_cut_off_and_returns() {
     scene
         .light
         .add(&world, &names, Some(POOL), SignedDuration::ZERO);
-    let edges: Vec<Process> = (0..NODES)
-        .zip(&names)
-        .map(|(number, name)| {
-            let at = format!("{at}:{}", 13_000 + number);
-            let config = scene.edge_config(1, name, &at, [14_000 + number, 15_000 + number]);
-            scene.joins(&site, name, &config)
-        })
-        .collect();
+    let edges = start_edges(&scene, &site, at, &names);
     let recorder = Recorder::start("a site of 50 nodes", &scene.api, &["far-1", "edge-1"]);
     for name in &names {
         recorder.sees((name, Duration::ZERO), "whole", State::is_whole);
@@ -56,19 +49,7 @@ pub(super) fn a_site_of_fifty_nodes_is_cut_off_and_returns() {
     site.cut();
     scene.light.pause(&names);
     let cut = recorder.mark("the site is cut off");
-    let mut firsts = Vec::new();
-    for name in &names {
-        let first = recorder.sees((name, cut), "renewed for it", |state| state.renewed_for_it);
-        firsts.push(first.at.saturating_sub(cut));
-    }
-    firsts.sort();
-    let of = |index: usize| firsts[index].as_secs();
-    recorder.mark(format!(
-        "all are delegated; first renewals after {} to {} s, half of them within {} s",
-        of(0),
-        of(firsts.len() - 1),
-        of(firsts.len() / 2),
-    ));
+    all_are_renewed(&recorder, &names, cut);
     recorder.until(cut + Duration::from_secs(100));
     for name in names.iter().map(String::as_str).chain(["edge-1", "edge-2"]) {
         recorder.always((name, cut), "ready", |state| {
@@ -86,8 +67,8 @@ pub(super) fn a_site_of_fifty_nodes_is_cut_off_and_returns() {
         "too_many",
         "overloaded",
         "failed",
-    ];
-    let results = results.map(|result| format!("{result} {}", scene.beats(result)));
+    ]
+    .map(|result| format!("{result} {}", scene.beats(result)));
     recorder.mark(format!("heartbeats at the gateway: {}", results.join(", ")));
     assert_eq!((scene.beats("overloaded"), scene.beats("failed")), (0, 0));
 
@@ -106,4 +87,30 @@ pub(super) fn a_site_of_fifty_nodes_is_cut_off_and_returns() {
     scene.light.pause(&names);
     let delete = world.cluster.kubectl("delete node --wait=false");
     delete.args(&names).run().ok();
+}
+
+fn start_edges(scene: &Scene, site: &Site, at: Ipv4Addr, names: &[String]) -> Vec<Process> {
+    let start = |(number, name): (u16, &String)| {
+        let at = format!("{at}:{}", 13_000 + number);
+        let config = scene.edge_config(1, name, &at, [14_000 + number, 15_000 + number]);
+        scene.joins(site, name, &config)
+    };
+    (0..NODES).zip(names).map(start).collect()
+}
+
+/// Waits until each Lease has a delegated renewal, and marks when these came.
+fn all_are_renewed(recorder: &Recorder, names: &[String], cut: Duration) {
+    let mut firsts = Vec::new();
+    for name in names {
+        let first = recorder.sees((name, cut), "renewed for it", |state| state.renewed_for_it);
+        firsts.push(first.at.saturating_sub(cut));
+    }
+    firsts.sort();
+    let of = |index: usize| firsts[index].as_secs();
+    recorder.mark(format!(
+        "all are delegated; first renewals after {} to {} s, half of them within {} s",
+        of(0),
+        of(firsts.len() - 1),
+        of(firsts.len() / 2),
+    ));
 }
