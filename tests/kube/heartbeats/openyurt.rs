@@ -32,7 +32,7 @@ use crate::{
 
 /// Maximum time that a YurtHub takes to start: it waits for two certificates and asks for each every few seconds.
 const STARTS: Duration = Duration::from_secs(90);
-/// Where kubelets send their requests.
+/// URL to which kubelets behind a YurtHub send their requests.
 const HUB: &str = "http://127.0.0.1:10261";
 
 fn part(name: &str) -> Option<PathBuf> {
