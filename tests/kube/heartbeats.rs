@@ -47,6 +47,10 @@ pub(crate) fn trials() -> Vec<Trial> {
             rows::a_clock_that_is_off_by_a_day_changes_nothing,
         ),
         trial(
+            "heartbeats::a_kubelet_behind_a_yurthub_without_a_controller_of_openyurt",
+            openyurt::a_kubelet_behind_a_yurthub_without_a_controller_of_openyurt,
+        ),
+        trial(
             "heartbeats::a_kubelet_behind_a_yurthub_beside_yurt_manager",
             openyurt::a_kubelet_behind_a_yurthub_beside_yurt_manager,
         ),
