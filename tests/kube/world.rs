@@ -12,6 +12,7 @@ pub(crate) mod net;
 pub(crate) mod node;
 pub(crate) mod pki;
 pub(crate) mod process;
+pub(crate) mod yurthub;
 
 use std::{
     path::{Path, PathBuf},

@@ -12,6 +12,7 @@ use super::{
 use crate::world::{
     net::CLOUD,
     process::{Process, until, within},
+    yurthub,
 };
 
 /// Address at which clients of a YurtHub send requests.
@@ -85,18 +86,6 @@ fn hub(edge: &Edge, bootstrap: &str) -> Process {
         .start(&edge.folder.join("hub.log"))
 }
 
-/// Approves each certificate request of YurtHubs.
-fn approve(scene: &Scene) {
-    let pending = scene.cluster.get("csr").unwrap_or_default();
-    for csr in pending["items"].as_array().into_iter().flatten() {
-        if csr["status"]["conditions"].is_null() {
-            let name = csr["metadata"]["name"].as_str().unwrap_or_default();
-            let line = format!("certificate approve {name}");
-            scene.cluster.kubectl(&line).run().ok();
-        }
-    }
-}
-
 fn is_up(edge: &Edge) -> bool {
     let asked = edge.site.at("curl").words("-q -sS --max-time 2 --fail");
     asked.args([HEALTH]).run().code == Some(0)
@@ -116,29 +105,15 @@ fn start(scene: &Scene) -> Vec<Process> {
     if !within(LOOKS, || both_edges_are_listed(scene)) {
         scene.fail(&format!("hubs get {:#}", told(scene)));
     }
-    let bootstrap = bootstrap(scene);
+    let bootstrap = yurthub::bootstrap(&scene.cluster);
     let edges = scene.edges.iter();
     let hubs: Vec<Process> = edges.map(|edge| hub(edge, &bootstrap)).collect();
     let up = within(STARTS, || {
-        approve(scene);
+        yurthub::approve_requests(&scene.cluster);
         scene.edges.iter().all(is_up)
     });
     assert!(up, "{}", words(&hubs));
     hubs
-}
-
-/// File with which YurtHubs request their certificates: it contains the CA instead of naming a file.
-fn bootstrap(scene: &Scene) -> String {
-    let cluster = &scene.cluster;
-    let file = cluster.with_token("hub", &cluster.token("kube-system", "hub-bootstrap"));
-    let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-    let ca = fs::read(cluster.pki.path("ca.pem")).unwrap();
-    let api = config["clusters"][0]["cluster"].as_object_mut().unwrap();
-    api.remove("certificate-authority");
-    let ca = data_encoding::BASE64.encode(&ca);
-    api.insert("certificate-authority-data".into(), ca.into());
-    fs::write(&file, config.to_string()).unwrap();
-    file
 }
 
 fn words(hubs: &[Process]) -> String {

@@ -12,8 +12,6 @@ use std::{
     time::Duration,
 };
 
-use serde_json::Value;
-
 use super::{
     recorder::{Recorder, State},
     rows::{
@@ -29,6 +27,7 @@ use crate::{
         net::CLOUD,
         node::{Node, Serving},
         process::{PATIENCE, Process, Program, within},
+        yurthub,
     },
 };
 
@@ -173,7 +172,7 @@ fn runs_hub(world: &World, scene: &Scene, (hub, flags): (&Path, &str)) -> Proces
         .args([
             format!("--node-name={}", node.name),
             format!("--server-addr=https://{CLOUD}:6443"),
-            format!("--bootstrap-file={}", bootstrap(world)),
+            format!("--bootstrap-file={}", yurthub::bootstrap(cluster)),
             format!("--root-dir={}", path("root")),
             format!("--disk-cache-path={}", path("cache")),
         ])
@@ -182,39 +181,13 @@ fn runs_hub(world: &World, scene: &Scene, (hub, flags): (&Path, &str)) -> Proces
         .env("HOME", &folder)
         .start(&folder.join("log"));
     let up = within(STARTS, || {
-        approve(world);
+        yurthub::approve_requests(cluster);
         let ask = node.site.at("curl").words("-q -sS --max-time 2 --fail");
         let ask = ask.words("http://127.0.0.1:10267/v1/healthz").run();
         ask.code == Some(0)
     });
     assert!(up, "{}", process.said());
     process
-}
-
-/// File with which a YurtHub requests its certificates: it contains the CA instead of naming a file.
-fn bootstrap(world: &World) -> String {
-    let cluster = &world.cluster;
-    let file = cluster.with_token("hub", &cluster.token("kube-system", "hub-bootstrap"));
-    let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-    let ca = fs::read(cluster.pki.path("ca.pem")).unwrap();
-    let api = config["clusters"][0]["cluster"].as_object_mut().unwrap();
-    api.remove("certificate-authority");
-    let ca = data_encoding::BASE64.encode(&ca);
-    api.insert("certificate-authority-data".into(), ca.into());
-    fs::write(&file, config.to_string()).unwrap();
-    file
-}
-
-/// Approves each certificate request that waits.
-fn approve(world: &World) {
-    let pending = world.cluster.get("csr").unwrap_or_default();
-    for csr in pending["items"].as_array().into_iter().flatten() {
-        if csr["status"]["conditions"].is_null() {
-            let name = csr["metadata"]["name"].as_str().unwrap_or_default();
-            let line = format!("certificate approve {name}");
-            world.cluster.kubectl(&line).run().ok();
-        }
-    }
 }
 
 /// Removes the objects of `OpenYurt`, and its webhooks first: nothing answers them any more.
