@@ -3,19 +3,41 @@
 #   docker build -t causeway --target causeway .          FROM scratch, without a shell
 #   docker build -t causeway:nft --target with-nft .      with the program `nft`, on Debian
 #
+# For another architecture, amd64 or arm64, BuildKit cross-compiles the binary without emulation:
+#   docker build --platform linux/arm64 -t causeway:arm64 --target causeway .
+# The image `with-nft` runs apt-get: for another architecture it needs binfmt_misc and qemu-user-static.
+#
 # Behind a mirror, name its images:
 #   docker build --build-arg BUILDER_IMAGE=mirror.example/rust:1.95-bookworm .
 #
-# BuildKit is not needed: docker-compose 1.29 and podman build it as well.
+# For this machine's architecture BuildKit is not needed: docker-compose 1.29 and podman build it as well.
 
-# Rust and a C compiler on glibc.
+# Rust and a C compiler on glibc, on Debian if the binary is for another architecture.
 ARG BUILDER_IMAGE=rust:1.95-bookworm
 # Base of the images without `nft`.
 ARG BASE_IMAGE=scratch
 # Base of the image into which apt-get installs `nft`.
 ARG NFT_BASE_IMAGE=debian:12-slim
 
-FROM ${BUILDER_IMAGE} AS build
+# The build runs on this machine's architecture. Builders before BuildKit do not set BUILDPLATFORM and TARGETARCH.
+FROM --platform=${BUILDPLATFORM:-linux} ${BUILDER_IMAGE} AS build
+ARG TARGETARCH
+# Settings of cargo for the target. The target is named so that build scripts are not linked statically too. ARM kernels have
+# pages of up to 64 KiB, independent of this machine's.
+RUN set -eu; \
+    host=$(rustc -vV | sed -n 's/^host: //p'); \
+    case ${TARGETARCH:-${host%%-*}} in \
+        amd64 | x86_64) cpu=x86_64 gcc=gcc-x86-64-linux-gnu libc=libc6-dev-amd64-cross pages=12 ;; \
+        arm64 | aarch64) cpu=aarch64 gcc=gcc-aarch64-linux-gnu libc=libc6-dev-arm64-cross pages=16 ;; \
+        *) echo "no image for $TARGETARCH: only for amd64 and arm64" >&2; exit 1 ;; \
+    esac; \
+    target=$cpu-${host#*-}; \
+    printf '[build]\ntarget = "%s"\n[env]\nJEMALLOC_SYS_WITH_LG_PAGE = "%s"\n' "$target" "$pages" > /target.toml; \
+    if [ "$target" != "$host" ]; then \
+        printf '[target.%s]\nlinker = "%s-linux-gnu-gcc"\n' "$target" "$cpu" >> /target.toml; \
+        apt-get update; apt-get install -y --no-install-recommends "$gcc" "$libc"; rm -rf /var/lib/apt/lists/*; \
+        if command -v rustup; then rustup target add "$target"; fi; \
+    fi
 WORKDIR /src
 COPY Cargo.toml Cargo.lock ./
 COPY .cargo .cargo
@@ -29,19 +51,15 @@ COPY gateway/Cargo.toml gateway/
 COPY edge/Cargo.toml edge/
 COPY k8s/Cargo.toml k8s/
 COPY tests/summary/Cargo.toml tests/summary/
-# Dependencies, from the manifests only: this layer stays until a manifest changes. The target is named so that build
-# scripts are not linked statically too. ARM kernels have pages of up to 64 KiB, independent of this machine's. Messages
-# contain no paths of crates of the build.
+# Dependencies, from the manifests only: this layer stays until a manifest changes. Messages contain no paths of crates of the
+# build.
 RUN set -eu; \
     mkdir src; echo 'fn main() {}' > src/main.rs; \
     for each in config rt watch-cache tunnel upstream certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
     cargo fetch --locked; \
     crates=$(ls -d "${CARGO_HOME:-$HOME/.cargo}"/registry/src/* | head -n 1); test -n "$crates"; \
-    case $(uname -m) in aarch64) pages=16 ;; *) pages=12 ;; esac; \
-    echo "JEMALLOC_SYS_WITH_LG_PAGE=$pages \
-        RUSTFLAGS='-C target-feature=+crt-static --remap-path-prefix=$crates= -C strip=symbols' \
-        cargo build --release --locked --features own-resolver \
-        --target $(rustc -vV | sed -n 's/^host: //p')" > /build.sh; \
+    echo "RUSTFLAGS='-C target-feature=+crt-static --remap-path-prefix=$crates= -C strip=symbols' \
+        cargo build --release --locked --features own-resolver --config /target.toml" > /build.sh; \
     sh /build.sh; \
     rm -r src ./*/src
 COPY . .
@@ -52,7 +70,7 @@ RUN set -eu; \
     mkdir -p /image/etc/causeway /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \
     chmod 0700 /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \
     cp target/*/release/causeway /image/causeway; \
-    /image/causeway --version
+    if ! grep -q linker /target.toml; then /image/causeway --version; fi
 
 FROM ${BASE_IMAGE} AS causeway
 COPY --from=build --chown=65532:65532 /image/ /
