@@ -25,6 +25,8 @@ const ELSEWHERE: &[Row] = &[
     ("docs/howto/dns.md", "kubectl apply", "tests/kube/book.rs"),
     ("docs/howto/egress-selector.md", "egress-config", "tests/kube/book.rs"),
     ("docs/howto/kubernetes-tokens.md", "kubectl apply", "tests/kube/book.rs"),
+    ("docs/howto/install.md", "packaging/build arm64", "packaging/test-cross"),
+    ("docs/howto/install.md", "docker build", ".ci/containers arm64"),
     ("docs/howto/port-lists.md", "patch configmap", "tests/kube/book.rs"),
     ("docs/tutorials/cluster.md", "rbac.yaml", "tests/kube/book.rs"),
     ("docs/tutorials/cluster.md", "kubectl label", "tests/kube/book.rs"),

@@ -230,7 +230,7 @@ pub(super) async fn install(page: &mut Page) {
     page.stand_in("/usr/local/bin/apt-get", &unpack).await;
     page.stand_in("/usr/local/bin/editor", EDITOR).await;
     page.stand_in("/usr/local/bin/systemctl", SYSTEMCTL).await;
-    page.run("apt-get install").await;
+    page.run("systemctl enable").await;
     page.until("causeway status | grep 'edge-1 *connected'")
         .await;
 }
