@@ -4,9 +4,11 @@
 
 mod chart;
 mod commands;
+mod fleet;
 mod pods;
 mod ports;
 mod replicas;
+mod rollouts;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,7 +20,7 @@ use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
 use crate::{
-    trial,
+    full, trial,
     world::{World, causeway::BINARY, process::Program, world},
 };
 
@@ -67,6 +69,9 @@ pub(crate) fn trials() -> Vec<Trial> {
     ];
     let run = pods::trials().into_iter().chain(replicas::trials());
     let run = run.chain(ports::trials()).chain(commands::trials());
+    // Each takes minutes.
+    let rollouts = full().then(rollouts::trials);
+    let run = run.chain(rollouts.into_iter().flatten());
     let judged = judged.into_iter().chain(chart::trials());
     judged.chain(run).collect()
 }

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::{
     file, helm, objects,
-    pods::{CreatedObjects, gateway, import, own, status},
+    pods::{CreatedObjects, gateway, import, status, with_own_roles},
     ports::KEPT,
     replicas::{GATEWAYS, edge, names},
 };
@@ -53,7 +53,7 @@ pub(super) fn trials() -> [Trial; 4] {
 }
 
 /// Returns the README's blocks in a language, in order.
-fn blocks(language: &str) -> Vec<String> {
+pub(super) fn blocks(language: &str) -> Vec<String> {
     let text = fs::read_to_string(file("deploy/README.md")).unwrap();
     let start = format!("```{language}\n");
     let parts = text.split(&start).skip(1);
@@ -62,7 +62,7 @@ fn blocks(language: &str) -> Vec<String> {
 }
 
 /// Returns the block that contains this text.
-fn block(part: &str) -> String {
+pub(super) fn block(part: &str) -> String {
     let mut found = blocks("sh").into_iter().filter(|it| it.contains(part));
     let one = found.next().unwrap_or_else(|| panic!("no block: {part}"));
     assert!(found.next().is_none(), "two blocks: {part}");
@@ -70,12 +70,15 @@ fn block(part: &str) -> String {
 }
 
 /// A part of each block, and the tests that run the block.
-const BLOCKS: [(&str, &str); 11] = [
-    ("apply -k overlays/clients", "commands"),
+const BLOCKS: [(&str, &str); 16] = [
+    ("kubectl kustomize overlays/clients", "commands"),
     ("openssl req", "commands"),
     ("docker run", "commands"),
     // By its effect: the test makes the folders in the same way, and the gateway serves.
     ("systemd-tmpfiles", "pods"),
+    ("rollout status daemonset", "rollouts"),
+    ("rollout undo", "rollouts"),
+    ("delete -k", "rollouts"),
     ("ca rotate", "commands"),
     ("in_pod ca csr", "commands"),
     // The same patch, and a client in the pods' network.
@@ -83,6 +86,8 @@ const BLOCKS: [(&str, &str); 11] = [
     ("token create", "commands"),
     ("helm install", "commands"),
     ("create namespace causeway-edge", "commands"),
+    ("helm upgrade", "rollouts"),
+    ("helm rollback", "rollouts"),
     ("helm uninstall", "commands"),
 ];
 
@@ -95,9 +100,9 @@ fn each_block_of_commands_is_known() {
 }
 
 /// A folder in which the README's commands run, like a user's copy of `deploy`.
-struct Shell<'a> {
+pub(super) struct Shell<'a> {
     world: &'a World,
-    folder: PathBuf,
+    pub(super) folder: PathBuf,
 }
 
 /// Finds the cluster. The newest gateway's pod takes the part of its Deployment; a wait for the Deployment is a wait for
@@ -128,7 +133,7 @@ exec causeway "$@"
 "#;
 
 impl<'a> Shell<'a> {
-    fn new(world: &'a World, name: &str) -> Self {
+    pub(super) fn new(world: &'a World, name: &str) -> Self {
         let folder = world.path(name);
         fs::create_dir_all(folder.join("bin")).unwrap();
         let copied = Program::new("cp").args(["-r".into(), file("deploy/."), folder.clone()]);
@@ -145,13 +150,13 @@ impl<'a> Shell<'a> {
         shell
     }
 
-    fn script(&self, name: &str, text: &str) {
+    pub(super) fn script(&self, name: &str, text: &str) {
         let path = self.folder.join("bin").join(name);
         fs::write(&path, text).unwrap();
         fs::set_permissions(path, Permissions::from_mode(0o755)).unwrap();
     }
 
-    fn program(&self, text: &str) -> Program {
+    pub(super) fn program(&self, text: &str) -> Program {
         let config = self.world.cluster.pki.path("admin.kubeconfig");
         let path = std::env::var("PATH").unwrap();
         let kubectl = self.world.cluster.assets.join("kubectl");
@@ -167,7 +172,7 @@ impl<'a> Shell<'a> {
             .within(4 * PATIENCE)
     }
 
-    fn run(&self, text: &str) -> ToolOutput {
+    pub(super) fn run(&self, text: &str) -> ToolOutput {
         self.program(text).run()
     }
 }
@@ -249,7 +254,7 @@ fn commands_of_the_readme_make_and_rotate_the_ca(world: &mut World) {
     symlink(".", shell.folder.join("deploy")).unwrap();
     for commands in [
         book::block("README.md", "kubectl apply -k"),
-        block("apply -k overlays/clients"),
+        block("kubectl kustomize overlays/clients"),
         block("docker run"),
     ] {
         shell.run(&commands).ok();
@@ -296,18 +301,10 @@ fn commands_of_the_readme_make_and_rotate_the_ca(world: &mut World) {
 }
 
 /// The chart, with other names for objects without a namespace, because the tests' gateway has the usual names.
-fn own_names(world: &World, chart: &Path) {
+pub(super) fn own_names(world: &World, chart: &Path) {
     let manifest = chart.join("manifests/clients.yaml");
     let mut all = objects(world, &fs::read_to_string(&manifest).unwrap());
-    for object in &mut all {
-        if object["kind"].as_str().unwrap().starts_with("ClusterRole") {
-            object["metadata"]["name"] = own(&object["metadata"]["name"]);
-        }
-        let role = &mut object["roleRef"];
-        if role["kind"] == "ClusterRole" && !role["name"].to_string().contains("system:") {
-            role["name"] = own(&role["name"]);
-        }
-    }
+    with_own_roles(&mut all);
     let texts: Vec<_> = all.iter().map(Value::to_string).collect();
     fs::write(manifest, texts.join("\n---\n")).unwrap();
 }

@@ -50,16 +50,7 @@ impl<'a> CreatedObjects<'a> {
         let text = kustomized(world, way).replace(ADMIN.0, ADMIN.1);
         let text = text.replace(ANYWHERE, name);
         let mut all = objects(world, &text);
-        for object in &mut all {
-            if object["kind"].as_str().unwrap().starts_with("ClusterRole") {
-                object["metadata"]["name"] = own(&object["metadata"]["name"]);
-            }
-            let role = &mut object["roleRef"];
-            let ours = !role["name"].to_string().contains("system:");
-            if role["kind"] == "ClusterRole" && ours {
-                role["name"] = own(&role["name"]);
-            }
-        }
+        with_own_roles(&mut all);
         let config = all
             .iter_mut()
             .find(|it| it["kind"] == "ConfigMap" && it["metadata"]["name"] == "causeway-edge");
@@ -164,8 +155,18 @@ impl Drop for CreatedObjects<'_> {
     }
 }
 
-pub(super) fn own(name: &Value) -> Value {
-    json!(format!("deploy-{}", name.as_str().unwrap()))
+/// Gives objects without a namespace other names, because the tests' gateway has the usual names.
+pub(super) fn with_own_roles(all: &mut [Value]) {
+    let own = |name: &Value| json!(format!("deploy-{}", name.as_str().unwrap()));
+    for object in all {
+        if object["kind"].as_str().unwrap().starts_with("ClusterRole") {
+            object["metadata"]["name"] = own(&object["metadata"]["name"]);
+        }
+        let role = &mut object["roleRef"];
+        if role["kind"] == "ClusterRole" && !role["name"].to_string().contains("system:") {
+            role["name"] = own(&role["name"]);
+        }
+    }
 }
 
 /// Imports the image into the first node's runtime, once.

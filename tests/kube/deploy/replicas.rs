@@ -64,7 +64,7 @@ cat signed.crt "$3" >chain.pem
 exec "$2" k8s ca-secret --data-dir ca
 "#;
 
-fn ca_secret(world: &World) {
+pub(super) fn ca_secret(world: &World) {
     let pki = |name| world.cluster.pki.path(name);
     let folder = world.path("ca-secret");
     fs::create_dir_all(&folder).unwrap();
@@ -157,8 +157,13 @@ impl<'a> Client<'a> {
 
 /// The addresses to which the Service of the listeners leads.
 fn ready(world: &World) -> Vec<String> {
-    let line = "endpointslices -n causeway -l kubernetes.io/service-name=causeway-listeners";
-    let slices = world.cluster.get(line).unwrap();
+    ready_behind(world, "causeway-listeners")
+}
+
+/// The addresses to which a Service of gateways leads.
+pub(super) fn ready_behind(world: &World, service: &str) -> Vec<String> {
+    let line = format!("endpointslices -n causeway -l kubernetes.io/service-name={service}");
+    let slices = world.cluster.get(&line).unwrap();
     let slices = slices["items"].as_array().unwrap().clone();
     let all = slices
         .iter()

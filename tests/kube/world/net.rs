@@ -100,6 +100,23 @@ impl Site {
         site
     }
 
+    /// Makes the site a network of the cloud: the cloud and the sites of these numbers reach it and the network of its pods.
+    pub(crate) fn admits(&self, pods: &str, from: impl IntoIterator<Item = u8>) {
+        self.at_router("nft").words("flush ruleset").run().ok();
+        let number = self.address.octets()[2];
+        let gateway = Ipv4Addr::new(10, 97, 0, 100 + number);
+        must(&format!(
+            "ip -n {} route add {pods} via {}",
+            self.router, self.address
+        ));
+        let routers = from.into_iter().map(|it| format!("-n router-{it}"));
+        for at in routers.chain([String::new()]) {
+            for network in [pods, &format!("10.1.{number}.0/24")] {
+                must(&format!("ip {at} route add {network} via {gateway}"));
+            }
+        }
+    }
+
     /// NAT for outgoing connections; only answers come in.
     fn shut(&self) {
         let rules = "table ip nat {\n\

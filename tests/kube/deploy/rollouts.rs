@@ -1,0 +1,330 @@
+//! Each shipped way for a cluster, as its users run it: installed, updated and rolled back under counted requests, removed.
+//!
+//! Real controllers and a real scheduler make and place all pods, in the Dockerfile's folders, modes and user. The commands
+//! are those of `deploy/README.md`.
+
+use std::{collections::BTreeSet, fs};
+
+use libtest_mimic::Trial;
+use serde_json::{Value, json};
+
+use super::{
+    commands::{Shell, block, blocks, own_names},
+    fleet::{Client, Counted, Fleet, VERSIONS, dns},
+    helm, kustomized, objects,
+    pods::with_own_roles,
+    replicas::{GATEWAYS, ca_secret},
+};
+use crate::{
+    trial,
+    world::{
+        World,
+        node::Node,
+        process::{PATIENCE, Program, ToolOutput},
+        world,
+    },
+};
+
+pub(super) fn trials() -> [Trial; 5] {
+    [
+        trial(
+            "deploy::rollouts_of_clients_are_counted",
+            rollouts_of_clients_are_counted,
+        ),
+        trial(
+            "deploy::rollouts_of_dns_are_counted",
+            rollouts_of_dns_are_counted,
+        ),
+        trial(
+            "deploy::rollouts_of_ports_are_counted",
+            rollouts_of_ports_are_counted,
+        ),
+        trial(
+            "deploy::rollouts_on_hosts_are_counted",
+            rollouts_on_hosts_are_counted,
+        ),
+        trial(
+            "deploy::rollouts_by_helm_are_counted",
+            rollouts_by_helm_are_counted,
+        ),
+    ]
+}
+
+/// The overlay as a user has edited it: the address of the gateways, and names of the tests.
+fn edited(fleet: &Fleet<'_>, way: &str) -> Vec<Value> {
+    let world = fleet.world;
+    let on_hosts = ["addresses", "egress"].contains(&way);
+    let address = fleet.cloud.site.address().to_string();
+    let name = if on_hosts { address.as_str() } else { GATEWAYS };
+    let text = kustomized(world, way).replace("gw.example.com", name);
+    let mut all = objects(world, &text);
+    with_own_roles(&mut all);
+    let edge = all
+        .iter_mut()
+        .find(|it| it["kind"] == "DaemonSet")
+        .expect("every overlay has edges");
+    let spec = edge["spec"]["template"]["spec"].as_object_mut().unwrap();
+    spec.extend(dns().as_object().unwrap().clone());
+    all
+}
+
+/// The overlay's folder of the README's commands is a file with the objects.
+const KUBECTL: &str = r#"#!/bin/sh
+case " $* " in *" -k overlays/"*) verb=$1; shift 3; set -- "$verb" -f overlay.json "$@" ;; esac
+exec "$REAL" "$CONFIG" "$@"
+"#;
+
+/// Runs a block of the README.
+fn run(shell: &Shell<'_>, text: &str) {
+    shell.program(text).within(8 * PATIENCE).run().ok();
+}
+
+/// Installs the overlay, updates and rolls back both workloads under requests, and removes it.
+fn rolls(fleet: &Fleet<'_>, way: &str, client: Client<'_>) -> [Counted; 2] {
+    let world = fleet.world;
+    let shell = Shell::new(world, &format!("rollouts-{way}"));
+    shell.script("kubectl", KUBECTL);
+    let all = edited(fleet, way);
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": all }).to_string();
+    let overlay = |version: &str| {
+        let text = list.replace(VERSIONS[0], version);
+        fs::write(shell.folder.join("overlay.json"), text).unwrap();
+    };
+    overlay(VERSIONS[0]);
+    run(&shell, "kubectl apply -k overlays/clients");
+    let old = "delete -n causeway secret causeway-ca --ignore-not-found";
+    world.cluster.kubectl(old).run().ok();
+    ca_secret(world);
+    fleet.is_up();
+    let update = fleet.under_requests(client, || {
+        overlay(VERSIONS[1]);
+        run(&shell, &block("rollout status daemonset"));
+        fleet.runs(VERSIONS[1]);
+    });
+    update.report(&format!("{way}: update"));
+    let back = fleet.under_requests(client, || {
+        run(&shell, &block("rollout undo"));
+        fleet.is_up();
+        fleet.runs(VERSIONS[0]);
+    });
+    back.report(&format!("{way}: rollback"));
+    run(&shell, &block("delete -k"));
+    is_left(fleet, way, &[]);
+    [update, back]
+}
+
+/// Checks which objects and folders stay. Each node with an edge keeps its identity.
+fn is_left(fleet: &Fleet<'_>, way: &str, objects: &[&str]) {
+    let left = left(fleet);
+    eprintln!("counted: {way}: left: {left:?}");
+    let edges = fleet
+        .edges
+        .iter()
+        .map(|node| format!("{}: /var/lib/causeway-edge", node.name));
+    let on_host = ["addresses", "egress"].contains(&way);
+    let host = on_host.then(|| format!("{}: /var/lib/causeway", fleet.cloud.name));
+    let socket = (way == "egress").then(|| format!("{}: /run/causeway", fleet.cloud.name));
+    let objects = objects.iter().map(|&it| it.to_owned());
+    let wanted: BTreeSet<_> = objects.chain(edges).chain(host).chain(socket).collect();
+    assert_eq!(left, wanted, "{way}");
+}
+
+/// Objects and folders with the name of Causeway.
+fn left(fleet: &Fleet<'_>) -> BTreeSet<String> {
+    let kinds = "get namespace,clusterrole,clusterrolebinding,role,rolebinding,configmap,secret,service,serviceaccount,\
+         deployment,daemonset,job,lease,networkpolicy,poddisruptionbudget -A --no-headers \
+         -o custom-columns=K:.kind,NS:.metadata.namespace,NAME:.metadata.name";
+    let text = fleet.world.cluster.kubectl(kinds).run().ok().text();
+    // The account with which the gateways of other tests run is there.
+    let of_tests = |line: &str| line.contains("kube-system") && !line.contains("causeway-ca");
+    // Kubernetes puts these into each namespace.
+    let of_namespace =
+        |line: &str| line.ends_with(" kube-root-ca.crt") || line.ends_with(" default");
+    let ours = text.lines().map(str::trim_end);
+    let ours =
+        ours.filter(|line| line.contains("causeway") && !of_tests(line) && !of_namespace(line));
+    let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+    let mut all: BTreeSet<_> = ours.map(words).collect();
+    for node in fleet.nodes() {
+        let find = node.at("find").args(["/var/lib", "/run", "/etc"]);
+        let find = find.words("-maxdepth 1 -name causeway*").run();
+        let found = find.text();
+        all.extend(found.lines().map(|it| format!("{}: {it}", node.name)));
+    }
+    all
+}
+
+/// curl, which fails on an error's status.
+fn curl(program: Program) -> Program {
+    program.words("-sS --fail-with-body --max-time 20")
+}
+
+/// A client of kubelets with kube-apiserver's certificate.
+fn as_kube_apiserver(world: &World, program: Program) -> Program {
+    let pki = |name| world.cluster.pki.path(name);
+    curl(program)
+        .args(["--cacert".to_owned(), pki("ca.pem")])
+        .args(["--cert".to_owned(), pki("kubelet-client.pem")])
+        .args(["--key".to_owned(), pki("kubelet-client.key")])
+}
+
+fn prometheus(world: &World) -> String {
+    for object in [
+        json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "monitoring" } }),
+        json!({ "apiVersion": "v1", "kind": "ServiceAccount",
+            "metadata": { "name": "prometheus", "namespace": "monitoring" } }),
+    ] {
+        world.cluster.apply(&object);
+    }
+    let token = "create token -n monitoring prometheus --audience causeway";
+    let token = world.cluster.kubectl(token).run().ok().text();
+    format!("Authorization: Bearer {}", token.trim())
+}
+
+/// A client of apps by the token of an account.
+fn scrape(world: &World, token: &str, node: &Node, at: Option<&str>) -> ToolOutput {
+    let name = &node.name;
+    curl(Program::new("curl"))
+        .args(["--cacert".to_owned(), world.cluster.pki.path("ca.pem")])
+        .args([
+            "--connect-to",
+            &format!("::{}:9100", at.unwrap_or_default()),
+        ])
+        .args(["-H", token, &format!("https://{name}:9100/metrics")])
+        .run()
+}
+
+fn rollouts_of_clients_are_counted() {
+    let world = world();
+    let Some(fleet) = Fleet::start(&world, 3) else {
+        return;
+    };
+    let token = prometheus(&world);
+    let ask = |node: &Node, at: Option<&str>| scrape(&world, &token, node, at);
+    let both = rolls(&fleet, "clients", (Some("causeway-listeners"), &ask));
+    both.iter().for_each(Counted::none_failed);
+}
+
+fn rollouts_of_dns_are_counted() {
+    let world = world();
+    let Some(fleet) = Fleet::start(&world, 13) else {
+        return;
+    };
+    let kubelet = |node: &Node, at: Option<&str>| {
+        let to = format!("::{}:10250", at.unwrap_or_default());
+        let curl = as_kube_apiserver(&world, Program::new("curl"));
+        let curl = curl.args(["--connect-to", &to]);
+        curl.args([format!("https://{}:10250/healthz", node.name)])
+            .run()
+    };
+    let both = rolls(&fleet, "dns", (Some("causeway-listeners"), &kubelet));
+    both.iter().for_each(Counted::none_failed);
+}
+
+fn rollouts_of_ports_are_counted() {
+    let world = world();
+    let Some(fleet) = Fleet::start(&world, 43) else {
+        return;
+    };
+    // From the bridge of the pods' network.
+    let pod = |node: &Node, at: Option<&str>| {
+        let to = format!("::{}:10255", at.unwrap_or_default());
+        let curl = curl(fleet.cloud.at("curl")).args(["--connect-to", &to]);
+        curl.args([format!("http://{}:10255/metrics", node.name)])
+            .run()
+    };
+    let both = rolls(&fleet, "ports", (Some("causeway-clients"), &pod));
+    both.iter().for_each(Counted::none_failed);
+}
+
+fn rollouts_on_hosts_are_counted() {
+    let world = world();
+    let Some(fleet) = Fleet::start(&world, 23) else {
+        return;
+    };
+    let address = |node: &Node, _: Option<&str>| {
+        let curl = as_kube_apiserver(&world, fleet.cloud.at("curl"));
+        let url = format!("https://{}:10250/healthz", node.site.address());
+        curl.args([url]).run()
+    };
+    rolls(&fleet, "addresses", (None, &address));
+    let folders = fleet
+        .cloud
+        .at("install")
+        .words("-d -m 700 -o 65532 -g 65532");
+    let folders = folders.args(["/var/lib/causeway", "/run/causeway"]);
+    fleet
+        .cloud
+        .at("rm")
+        .words("-rf /var/lib/causeway")
+        .run()
+        .ok();
+    folders.run().ok();
+    let socket = |node: &Node, _: Option<&str>| {
+        let line = format!(
+            "import socket,sys\ns=socket.socket(socket.AF_UNIX)\ns.settimeout(20)\ns.connect('/run/causeway/kube-apiserver.sock')\ns.sendall(b'CONNECT {0}:10250 HTTP/1.1\\r\\nHost: {0}:10250\\r\\n\\r\\n')\nh=s.recv(999)\nsys.exit(0 if b' 200 ' in h[:20] else str(h))",
+            node.name
+        );
+        fleet.cloud.at("python3").args(["-c", &line]).run()
+    };
+    rolls(&fleet, "egress", (None, &socket));
+}
+
+fn rollouts_by_helm_are_counted() {
+    let world = world();
+    if helm(&world).is_none() {
+        return;
+    }
+    let Some(fleet) = Fleet::start(&world, 33) else {
+        return;
+    };
+    let shell = Shell::new(&world, "deploy-rollouts");
+    shell.script("kubectl", "#!/bin/sh\nexec \"$REAL\" \"$CONFIG\" \"$@\"\n");
+    let token = prometheus(&world);
+    let ask = |node: &Node, at: Option<&str>| scrape(&world, &token, node, at);
+    let client: Client<'_> = (Some("causeway-listeners"), &ask);
+    own_names(&world, &shell.folder.join("chart"));
+    let values = blocks("yaml").concat();
+    let values = values.replace("registry.example/causeway", "causeway");
+    let values = values.replace("gw.example.com", GATEWAYS);
+    let patch = json!({ "kind": "DaemonSet", "name": "causeway-edge", "patch": {
+        "spec": { "template": { "spec": dns() } } } });
+    fs::write(
+        shell.folder.join("values.yaml"),
+        format!("{values}  - {patch}\n"),
+    )
+    .unwrap();
+    let run = |text: &str| run(&shell, text);
+    run("kubectl create namespace causeway || true");
+    run("kubectl -n causeway delete secret causeway-ca --ignore-not-found");
+    ca_secret(&world);
+    run("kubectl delete namespace causeway-edge --ignore-not-found --timeout=100s");
+    run(&block("helm install"));
+    fleet.is_up();
+    let update = fleet.under_requests(client, || {
+        run(&block("helm upgrade"));
+        fleet.is_up();
+        fleet.runs(VERSIONS[1]);
+    });
+    update.report("helm: update").none_failed();
+    let back = fleet.under_requests(client, || {
+        run(&block("helm rollback"));
+        fleet.is_up();
+        fleet.runs(VERSIONS[0]);
+    });
+    back.report("helm: rollback").none_failed();
+    let removal = block("helm uninstall");
+    let (uninstall, rest) = removal.split_once('\n').unwrap();
+    run(uninstall);
+    let kept = [
+        "Namespace <none> causeway",
+        "Namespace <none> causeway-edge",
+        "ConfigMap kube-system causeway-ca",
+        "Secret causeway causeway-ca",
+        "Secret causeway causeway-state",
+    ];
+    run(rest.lines().next().unwrap());
+    is_left(&fleet, "helm", &kept);
+    run(rest);
+    is_left(&fleet, "helm", &kept[..1]);
+}
