@@ -299,6 +299,22 @@ impl Proxy {
         Ok(client)
     }
 
+    /// Authorizes the request and records the decision in the access log.
+    pub(crate) async fn authorize(
+        &self,
+        ask: &AuthzRequest<'_>,
+        record: &AccessRecord,
+    ) -> Result<(), Error> {
+        let (authorizer, wait_limit) = (&self.shared.authorizer, self.shared.timeouts.authorize);
+        let (matched_rule, decision) = authz::check(authorizer.as_ref(), ask, wait_limit).await;
+        if let Some(rule) = matched_rule {
+            record.set_matched_rule(rule);
+        }
+        decision?;
+        let reviews = self.shared.reviews.as_ref();
+        access_review::check(&self.listener.kubelets, reviews, ask).await
+    }
+
     /// Selects the tunnel to use, or returns the reason why there is none. Waits for a node that is likely to reconnect soon.
     pub(crate) async fn select_tunnel(&self, route: &Route) -> Result<SelectedTunnel, Error> {
         if self.shared.registry.worker(&route.node) != self.worker {

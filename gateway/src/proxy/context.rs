@@ -2,9 +2,9 @@
 
 use super::{
     access_log::{AccessRecord, OpenStreams},
-    access_review::{self, ReviewCache},
+    access_review::ReviewCache,
     authn::ClientIdentity,
-    authz::{self, Authorize, AuthzRequest},
+    authz::Authorize,
     limits::{Counter, Limits},
     listener::{ClientConnection, Listener},
     pod_route::PodLookup,
@@ -13,7 +13,6 @@ use super::{
 };
 use crate::{
     config::Timeouts,
-    error::Error,
     metrics::Metrics,
     state::{Nodes, Registry, TunnelId},
     worker::WorkerId,
@@ -68,24 +67,6 @@ pub struct Proxy {
     pub worker: WorkerId,
     /// Task group that owns tasks that outlive a request: request bodies and upgraded sessions.
     pub tasks: Arc<TaskGroup>,
-}
-
-impl Proxy {
-    /// Authorizes the request and records the decision in the access log.
-    pub(crate) async fn authorize(
-        &self,
-        ask: &AuthzRequest<'_>,
-        record: &AccessRecord,
-    ) -> Result<(), Error> {
-        let (authorizer, wait_limit) = (&self.shared.authorizer, self.shared.timeouts.authorize);
-        let (matched_rule, decision) = authz::check(authorizer.as_ref(), ask, wait_limit).await;
-        if let Some(rule) = matched_rule {
-            record.set_matched_rule(rule);
-        }
-        decision?;
-        let reviews = self.shared.reviews.as_ref();
-        access_review::check(&self.listener.kubelets, reviews, ask).await
-    }
 }
 
 /// Context of a stream to open, for the last steps of the request path.

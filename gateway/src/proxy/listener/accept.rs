@@ -5,7 +5,7 @@
 
 mod https;
 
-use super::{ClientConnection, Listener, conn_io, http, proxy_protocol, tcp};
+use super::{ClientConnection, Listener, conn_io::ClientIo, http, proxy_protocol, tcp};
 use crate::{
     config::ListenerProtocol,
     proxy::{
@@ -24,6 +24,7 @@ use causeway_rt::{
     socket::{DetachedSocket, Socket},
 };
 use causeway_tunnel::informational::InformationalResponses;
+use https::ClientHello;
 use std::{
     net::SocketAddr,
     pin::pin,
@@ -130,11 +131,11 @@ impl ListenerSocket {
 
 /// Current configuration of one listener: its proxy on each worker, and the token that ends its connections.
 #[derive(Clone, Debug)]
-pub(super) struct ListenerConfig {
+struct ListenerConfig {
     workers: Workers,
     /// Proxies by worker.
-    pub(super) proxies: Arc<[Proxy]>,
-    pub(super) stop: CancellationToken,
+    proxies: Arc<[Proxy]>,
+    stop: CancellationToken,
     entrance: Weak<ListenerSocket>,
 }
 
@@ -146,7 +147,7 @@ impl ListenerConfig {
 
     /// Returns the current configuration for a client that arrived under this one and has no stream yet. Returns `None` if the
     /// listener is closed or has changed its kind.
-    pub(super) fn current(self) -> Option<Self> {
+    fn current(self) -> Option<Self> {
         if !self.listener().is_retired() {
             return Some(self);
         }
@@ -187,38 +188,76 @@ impl ListenerConfig {
             original,
             room: slot,
         };
-        if listener.tls.is_some() {
-            return https::accept_tls(self, worker, socket, accepted).await;
-        }
-        let home_worker = self.home_worker(worker, None, original);
+        let (socket, hello) = if listener.tls.is_some() {
+            let proxy = &self.proxies[worker.0];
+            match https::read_client_hello(proxy, socket, &accepted).await {
+                Some((socket, hello)) => (socket, Some(hello)),
+                None => return,
+            }
+        } else {
+            (socket, None)
+        };
+        let server_name = hello.as_ref().and_then(ClientHello::server_name);
+        let home_worker = self.home_worker(worker, server_name.as_deref(), original);
         self.move_to_worker(
             (worker, home_worker),
             socket,
             move |config, socket| async move {
-                let Some(door) = config.current() else {
-                    return;
-                };
-                let proxy = door.proxies[home_worker.0].clone();
-                let client = match peer {
-                    RemoteAddr::Unix(uid) => Some(ClientIdentity::new(
-                        &format!("{UID_PREFIX}{uid}"),
-                        Vec::new(),
-                        AuthMethod::Unix,
-                        &proxy.shared.limits,
-                    )),
-                    RemoteAddr::Tcp(_) => None,
-                };
-                let connection = Arc::new(accepted.connection(&proxy, None, false, Ok(client)));
-                let place = connection.slot.clone();
-                let serving = pin!(serve(
-                    &proxy,
-                    conn_io::ClientIo::plain(socket, &connection.condition, proxy.error_format()),
-                    connection,
-                    door.stop.clone(),
-                ));
-                place.run(serving).await;
+                let slot = accepted.room.clone();
+                let serving = pin!(async {
+                    match hello {
+                        Some(hello) => {
+                            (config.serve_tls(home_worker, socket, hello, accepted)).await;
+                        }
+                        None => config.serve_plain(home_worker, socket, accepted).await,
+                    }
+                });
+                slot.run(serving).await;
             },
         );
+    }
+
+    /// Finishes the TLS handshake and serves the connection.
+    async fn serve_tls(
+        self,
+        worker: WorkerId,
+        socket: Socket,
+        hello: ClientHello,
+        accepted: AcceptedSocket,
+    ) {
+        let proxy = &self.proxies[worker.0];
+        let Some(stream) = https::finish_handshake(proxy, hello, socket, &accepted).await else {
+            return;
+        };
+        // The listener may have been replaced during the handshake. The new listener then checks the client.
+        let Some(config) = self.current() else {
+            return;
+        };
+        let proxy = &config.proxies[worker.0];
+        let (server_name, client) = https::verify_client(proxy, &stream);
+        let connection = Arc::new(accepted.connection(proxy, server_name, true, client));
+        let io = ClientIo::tls(stream, &connection.condition, proxy.error_format());
+        serve(proxy, io, connection, config.stop.clone()).await;
+    }
+
+    /// Serves a connection without TLS.
+    async fn serve_plain(self, worker: WorkerId, socket: Socket, accepted: AcceptedSocket) {
+        let Some(config) = self.current() else {
+            return;
+        };
+        let proxy = &config.proxies[worker.0];
+        let client = match accepted.peer {
+            RemoteAddr::Unix(uid) => Some(ClientIdentity::new(
+                &format!("{UID_PREFIX}{uid}"),
+                Vec::new(),
+                AuthMethod::Unix,
+                &proxy.shared.limits,
+            )),
+            RemoteAddr::Tcp(_) => None,
+        };
+        let connection = Arc::new(accepted.connection(proxy, None, false, Ok(client)));
+        let io = ClientIo::plain(socket, &connection.condition, proxy.error_format());
+        serve(proxy, io, connection, config.stop.clone()).await;
     }
 
     /// Returns the source of a connection, and its original destination if the listener needs it. Both come from the PROXY header
@@ -254,7 +293,7 @@ impl ListenerConfig {
 
     /// Returns the worker that owns the node named by the connection. Without a node, returns the worker that accepted the
     /// connection.
-    pub(super) fn home_worker(
+    fn home_worker(
         &self,
         accepting_worker: WorkerId,
         sni: Option<&str>,
@@ -272,7 +311,7 @@ impl ListenerConfig {
     }
 
     /// Serves the socket on its home worker, and moves it there if necessary.
-    pub(super) fn move_to_worker<F>(
+    fn move_to_worker<F>(
         self,
         (accepting_worker, home_worker): (WorkerId, WorkerId),
         socket: Socket,
@@ -340,9 +379,9 @@ impl AcceptedSocket {
 }
 
 /// Serves one connection with the protocol of the listener.
-pub(crate) async fn serve(
+async fn serve(
     proxy: &Proxy,
-    io: conn_io::ClientIo,
+    io: ClientIo,
     connection: Arc<ClientConnection>,
     stop: CancellationToken,
 ) {

@@ -1,18 +1,17 @@
-//! TLS of a listener: the ClientHello selects the worker, the handshake runs there, and the peer is checked.
+//! TLS of a listener: reads the ClientHello, by which `accept` selects the worker, finishes the handshake, and checks the peer.
 //!
 //! After every handshake, resumed or not, the client's certificate is checked again: its presence if the listener requires one,
 //! its dates, its purpose, and the CA that issued it. An edge's certificate does not identify a client.
 
-use super::{AcceptedSocket, ListenerConfig, serve};
+use super::AcceptedSocket;
 use crate::{
     audit,
     config::{ListenerProtocol, Serial},
     proxy::{
         Proxy,
         authn::{AuthMethod, ClientIdentity, PresentedCertificate, UID_PREFIX, Validity},
-        listener::{ListenerTls, conn_io::ClientIo},
+        listener::ListenerTls,
     },
-    worker::WorkerId,
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
@@ -26,7 +25,7 @@ use rustls::{
     server::{Accepted, Acceptor},
 };
 use rustls_pki_types::UnixTime;
-use std::{pin::pin, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 use tokio::io::AsyncWriteExt;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::{LazyConfigAcceptor, StartHandshake, server::TlsStream};
@@ -43,62 +42,61 @@ const PLAINTEXT_REFUSED: &str = "HTTP/1.1 400 Bad Request\r\n\
 /// Minimum time between two log lines about refusals at one listener.
 const LOG_INTERVAL: Duration = Duration::from_mins(1);
 
-/// Reads the ClientHello, moves the socket to the worker of its node, and serves it there.
-pub(super) async fn accept_tls(
-    config: ListenerConfig,
-    worker: WorkerId,
+/// ClientHello of a connection, and the time until which its handshake has to be finished.
+pub(super) struct ClientHello {
+    accepted: Accepted,
+    deadline: Instant,
+}
+
+impl ClientHello {
+    /// Returns the server name, if the client sent one.
+    pub(super) fn server_name(&self) -> Option<String> {
+        let hello = self.accepted.client_hello();
+        hello.server_name().map(str::to_owned)
+    }
+}
+
+/// Reads the ClientHello. Returns `None` if it was refused.
+pub(super) async fn read_client_hello(
+    proxy: &Proxy,
     socket: Socket,
-    accepted_socket: AcceptedSocket,
-) {
-    let proxy = &config.proxies[worker.0];
+    accepted_socket: &AcceptedSocket,
+) -> Option<(Socket, ClientHello)> {
     let deadline = Instant::now() + proxy.shared.timeouts.tls;
     let first_byte_result = timeout_at(deadline, first_byte(&socket)).await;
     if proxy.listener.protocol != ListenerProtocol::Tcp
         && let Ok(Some(b'A'..=b'Z')) = first_byte_result
     {
         handshake_failed(proxy, "plaintext", &"the client speaks HTTP without TLS");
-        return refuse_plaintext(socket).await;
+        refuse_plaintext(socket).await;
+        return None;
     }
-    let hello = timeout_at(
-        deadline,
-        LazyConfigAcceptor::new(Acceptor::default(), socket),
-    )
-    .await;
-    let start = match hello {
+    let reading = LazyConfigAcceptor::new(Acceptor::default(), socket);
+    let StartHandshake { accepted, io, .. } = match timeout_at(deadline, reading).await {
         Ok(Ok(start)) => start,
-        Ok(Err(error)) => return handshake_failed(proxy, "hello", &error),
-        Err(_) => return handshake_failed(proxy, "slow", &"no ClientHello in time"),
+        Ok(Err(error)) => {
+            handshake_failed(proxy, "hello", &error);
+            return None;
+        }
+        Err(_) => {
+            handshake_failed(proxy, "slow", &"no ClientHello in time");
+            return None;
+        }
     };
-    let hello = start.client_hello();
+    let hello = ClientHello { accepted, deadline };
     let server_name = hello.server_name();
-    if let Some(name) = server_name.filter(|name| is_unrecognized(proxy, name, &accepted_socket)) {
+    if let Some(name) = server_name.filter(|name| is_unrecognized(proxy, name, accepted_socket)) {
         handshake_failed(proxy, "unrecognized_name", &"no node has this server name");
         log_refusal(
             proxy,
-            &accepted_socket,
-            (Some(name), "UnrecognisedName"),
+            accepted_socket,
+            (Some(&name), "UnrecognisedName"),
             "no certificate is issued for the server name that a client requested: no node has this name",
         );
-        return refuse_name(start.io).await;
+        refuse_name(io).await;
+        return None;
     }
-    let home_worker = config.home_worker(worker, server_name, accepted_socket.original);
-    let accepted = start.accepted;
-    config.move_to_worker(
-        (worker, home_worker),
-        start.io,
-        move |door, socket| async move {
-            let proxy = door.proxies[home_worker.0].clone();
-            let slot = accepted_socket.room.clone();
-            let handshake_and_serve = pin!(async {
-                let tls_stream =
-                    finish_handshake(&proxy, accepted, (socket, &accepted_socket), deadline).await;
-                if let Some(stream) = tls_stream {
-                    serve_connection(stream, accepted_socket, door, home_worker).await;
-                }
-            });
-            slot.run(handshake_and_serve).await;
-        },
-    );
+    Some((io, hello))
 }
 
 /// Returns whether the server name alone could name the node, and no node has that name. A fixed node, the original destination
@@ -140,18 +138,19 @@ async fn refuse_name(mut socket: Socket) {
     }
 }
 
-async fn finish_handshake(
+/// Finishes the handshake. Returns `None` if it failed.
+pub(super) async fn finish_handshake(
     proxy: &Proxy,
-    accepted: Accepted,
-    (socket, accepted_socket): (Socket, &AcceptedSocket),
-    deadline: Instant,
+    hello: ClientHello,
+    socket: Socket,
+    accepted_socket: &AcceptedSocket,
 ) -> Option<TlsStream<Socket>> {
     let tls = proxy.listener.tls.as_ref()?.load();
     let config = tls.config_for_address(accepted_socket.original, &proxy.shared.nodes);
     drop(tls);
-    let server_name = accepted.client_hello().server_name().map(str::to_owned);
-    let start = StartHandshake::from_parts(accepted, socket);
-    match timeout_at(deadline, start.into_stream(config).into_fallible()).await {
+    let server_name = hello.server_name();
+    let start = StartHandshake::from_parts(hello.accepted, socket);
+    match timeout_at(hello.deadline, start.into_stream(config).into_fallible()).await {
         Ok(Ok(mut stream)) => {
             stream.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
             Some(stream)
@@ -182,26 +181,17 @@ async fn finish_handshake(
     }
 }
 
-async fn serve_connection(
-    stream: TlsStream<Socket>,
-    accepted_socket: AcceptedSocket,
-    config: ListenerConfig,
-    home_worker: WorkerId,
-) {
-    // The listener may have been replaced during the handshake. The new listener then checks the client.
-    let Some(door) = config.current() else {
-        return;
-    };
-    let proxy = &door.proxies[home_worker.0];
+/// Returns the server name of a connection, and the client that its certificate names. An HTTP client receives the reason of a
+/// rejection as text, and the access log contains it too.
+pub(super) fn verify_client(
+    proxy: &Proxy,
+    stream: &TlsStream<Socket>,
+) -> (Option<String>, Result<Option<ClientIdentity>, PeerRejected>) {
     let (_, session) = stream.get_ref();
-    let sni = session.server_name().map(str::to_owned);
-    // An HTTP client receives the reason as text, and the access log contains it too.
-    let client = client_from_certificate(proxy, session).inspect_err(|refused| {
-        handshake_failed(proxy, "certificate", refused);
+    let client = client_from_certificate(proxy, session).inspect_err(|rejection| {
+        handshake_failed(proxy, "certificate", rejection);
     });
-    let connection = Arc::new(accepted_socket.connection(proxy, sni, true, client));
-    let io = ClientIo::tls(stream, &connection.condition, proxy.error_format());
-    serve(proxy, io, connection, door.stop.clone()).await;
+    (session.server_name().map(str::to_owned), client)
 }
 
 /// Returns the client that the certificate names, if the client sent one.
