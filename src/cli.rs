@@ -4,31 +4,19 @@
 //! from the configuration's schema, so that a new key cannot lack its flag.
 
 mod ca;
-mod client;
 mod config_flags;
-mod data_dir;
-mod edge;
-#[cfg(feature = "k8s")]
-mod k8s;
-mod node;
 pub(crate) mod token;
 
-use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
-use std::time::Duration;
-
-use clap::{Args, Parser, Subcommand, ValueEnum};
-
 pub(crate) use ca::{Ca, CaBackup, CaCsr, CaImport, CaInit, Rotate, RotateArgs};
-pub(crate) use client::{ClientCertificate, ClientCommand, ClientRevoke, ClientToken};
-pub(crate) use config_flags::ConfigFlags;
-pub(crate) use data_dir::DataDir;
-pub(crate) use edge::{Edge, EdgeCommand, EdgeLeave};
-#[cfg(feature = "k8s")]
-pub(crate) use k8s::{CaSecret, EgressConfig, K8s};
-pub(crate) use node::{NodeAdd, NodeArg, NodeCommand, NodeList, NodeRevoke, NodeUnpin};
-use token::label;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+pub(crate) use config_flags::{ConfigFlags, DataDir};
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    time::Duration,
+};
 pub(crate) use token::{ListFormat, Token, TokenCreate, TokenList, TokenRevoke};
+use token::{NodeAttributeArgs, label};
 
 /// Reverse tunnel and proxy: reach servers on nodes behind NAT by HTTPS, as if they were local.
 #[derive(Debug, Parser)]
@@ -294,6 +282,216 @@ pub(crate) enum ReferencePage {
     Metrics,
     /// Ports and connections
     Ports,
+}
+
+/// Arguments of a running edge, or a command about its identity.
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct Edge {
+    #[command(subcommand)]
+    pub(crate) command: Option<EdgeCommand>,
+    /// Replace this node's identity with the token of --join or --join-file, even if gateways accept it; the old identity is kept as a copy
+    #[arg(long)]
+    pub(crate) rejoin: bool,
+    #[command(flatten)]
+    pub(crate) run: RunArgs<causeway_edge::config::Config>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum EdgeCommand {
+    /// Give up this node's identity, which is kept as a copy; the next start joins with a new token
+    Leave(EdgeLeave),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EdgeLeave {
+    /// Data directory of the edge
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "CAUSEWAY_DATA_DIR",
+        default_value = "/var/lib/causeway-edge"
+    )]
+    pub(crate) data_dir: PathBuf,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ClientCommand {
+    /// Issue a client certificate, signed by the gateway's CA
+    Certificate(ClientCertificate),
+    /// Create a bearer token. The file keeps its hash; the token is printed once
+    Token(ClientToken),
+    /// Revoke all bearer tokens of a client
+    ///
+    /// A certificate is revoked by its serial number in the gateway's key `listeners[].client_auth.revoked`.
+    Revoke(ClientRevoke),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ClientCertificate {
+    /// Name of the client
+    #[arg(long)]
+    pub(crate) name: String,
+    /// Group of the client; may be given several times
+    #[arg(long = "group", value_name = "GROUP")]
+    pub(crate) groups: Vec<String>,
+    /// Lifetime of the certificate
+    #[arg(long, default_value = "30d", value_parser = humantime::parse_duration)]
+    pub(crate) ttl: Duration,
+    /// Directory for NAME.pem and NAME-key.pem
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub(crate) out: PathBuf,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ClientToken {
+    /// Name of the client
+    #[arg(long)]
+    pub(crate) name: String,
+    /// Group of the client; may be given several times
+    #[arg(long = "group", value_name = "GROUP")]
+    pub(crate) groups: Vec<String>,
+    /// Token file, the listener's `client_auth.tokens`; created if absent
+    #[arg(long)]
+    pub(crate) file: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ClientRevoke {
+    /// Name of the client
+    #[arg(long)]
+    pub(crate) name: String,
+    /// Token file, the listener's `client_auth.tokens`
+    #[arg(long)]
+    pub(crate) file: PathBuf,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum K8s {
+    /// Print the egress selector configuration by which kube-apiserver uses a connect listener
+    EgressConfig(EgressConfig),
+    /// Print the CA file for kube-apiserver's `--kubelet-certificate-authority`, for listeners with certificates of the gateway's CA
+    CaBundle(CaBundle),
+    /// Print the Secret with the CA that several gateways share: a new CA, or that of a data directory
+    CaSecret(CaSecret),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CaSecret {
+    /// Namespace of the Secret
+    #[arg(long, value_name = "NAME", default_value = "causeway")]
+    pub(crate) namespace: String,
+    /// Name of the Secret
+    #[arg(long, default_value = "causeway-ca")]
+    pub(crate) name: String,
+    /// Trust domain of the identities in certificates: `spiffe://NAME`
+    #[arg(long, value_name = "NAME", default_value = "causeway.local")]
+    pub(crate) trust_domain: causeway_certs::TrustDomain,
+    /// Data directory of the gateway whose CA is used; if absent, a new CA is created
+    #[arg(long, value_name = "DIR", conflicts_with = "trust_domain")]
+    pub(crate) data_dir: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CaBundle {
+    /// CA file of kubelets that are not reached through a listener, such as those in the cloud; may be given several times
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kubelet_ca: Vec<PathBuf>,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EgressConfig {
+    /// Unix socket of the listener, if kube-apiserver runs on the same host
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["url", "ca", "certificate", "key", "server_name"])]
+    pub(crate) socket: Option<PathBuf>,
+    /// URL of the listener, `https://HOST:PORT`
+    #[arg(long, required_unless_present = "socket", requires_all = ["certificate", "key"])]
+    pub(crate) url: Option<String>,
+    /// CA file for the listener's certificate, as a path on kube-apiserver's host (`ca.pem` of the gateway)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) ca: Option<PathBuf>,
+    /// Client certificate file of kube-apiserver (`causeway client certificate`)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) certificate: Option<PathBuf>,
+    /// Key file of that certificate
+    #[arg(long, value_name = "FILE")]
+    pub(crate) key: Option<PathBuf>,
+    /// Name in the listener's certificate, if the URL has another one
+    #[arg(long, value_name = "NAME")]
+    pub(crate) server_name: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum NodeCommand {
+    /// List the nodes of the data directory, connected or not, and the revoked ones
+    List(NodeList),
+    /// Admit a node whose certificate an external CA issues, or change the confirmed attributes of a known node
+    Add(NodeAdd),
+    /// Close a node's tunnels within a second and refuse the node from then on
+    Revoke(NodeRevoke),
+    /// Admit a revoked node again
+    Allow(NodeArg),
+    /// Forget a node. It is admitted again with a new token, by `add`, or where any node is admitted (`any_node`); to refuse it, revoke it
+    Remove(NodeArg),
+    /// List the pinned keys of apps on nodes (`upstream_tls.*.pin`)
+    Pins(NodeList),
+    /// Forget the pinned key of an app on a node: the gateway trusts the key that the app has at the next connection
+    Unpin(NodeUnpin),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct NodeAdd {
+    /// Name of the node
+    pub(crate) node: String,
+    #[command(flatten)]
+    pub(crate) confirmed: NodeAttributeArgs,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct NodeRevoke {
+    /// Name of the node
+    pub(crate) node: String,
+    /// Reason, which is sent to the edge and shown by `status`
+    #[arg(long)]
+    pub(crate) reason: String,
+    /// Revoke the node although it has never joined this gateway
+    #[arg(long)]
+    pub(crate) unseen: bool,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct NodeArg {
+    /// Name of the node
+    pub(crate) node: String,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct NodeList {
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t = ListFormat::Table)]
+    pub(crate) output: ListFormat,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct NodeUnpin {
+    /// Name of the node
+    pub(crate) node: String,
+    /// Port of the app; all ports of the node if absent
+    pub(crate) port: Option<u16>,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
 }
 
 #[cfg(test)]

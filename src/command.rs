@@ -21,7 +21,6 @@ mod manifests;
 mod node;
 mod pins;
 mod policy;
-mod private_file;
 mod reload;
 mod rlimit;
 mod status;
@@ -37,8 +36,7 @@ use clap::CommandFactory;
 
 use crate::cli::{self, Cli, Command, ConfigKind, RunArgs};
 use crate::config_loader::{self, ConfigKey, ConfigSources, ProcessConfig, RejectedConfig, keys};
-use crate::error_text::explain;
-use crate::output::{self, errln, outln};
+use crate::output::{self, errln, explain, outln};
 use crate::reference;
 use crate::telemetry;
 

@@ -9,7 +9,6 @@
 mod cli;
 mod command;
 mod config_loader;
-mod error_text;
 mod output;
 mod reference;
 mod reload;
@@ -56,7 +55,7 @@ fn main() -> ExitCode {
         }
         return ExitCode::from(2);
     }
-    let message = error_text::explain(&error);
+    let message = output::explain(&error);
     match format {
         LogFormat::Text => telemetry::report_error(format, &format!("causeway: {message}")),
         LogFormat::Json => telemetry::report_error(format, &message),

@@ -1,12 +1,14 @@
-//! Standard output and standard error of the commands.
+//! Output of the commands: standard output, standard error, private files, and the text of errors.
 //!
 //! `println!` panics if the reader of a pipe has closed it or a device is full. The macros here do not: [`outln!`] returns an
 //! error if standard output cannot be written, and [`errln!`] ignores errors of standard error.
 
-use std::fmt::Arguments;
-use std::io::{self, ErrorKind, Write};
-
 use anyhow::Context;
+use std::{
+    fmt::Arguments,
+    io::{self, ErrorKind, Write},
+    path::Path,
+};
 
 /// Writes a line to standard output; see [`write()`].
 macro_rules! outln {
@@ -50,4 +52,35 @@ pub(crate) fn error_line(text: Arguments<'_>) {
 fn write_to(out: &mut impl Write, text: Arguments<'_>) -> io::Result<()> {
     out.write_all(text.to_string().as_bytes())?;
     out.flush()
+}
+
+/// Replaces a file with a new private file (0600). The new file is written beside the old one, synced to the disk and
+/// renamed.
+pub(crate) fn write_private_file(path: &Path, text: &str) -> anyhow::Result<()> {
+    let write_and_rename = || {
+        let directory = path
+            .parent()
+            .filter(|parent| !parent.as_os_str().is_empty());
+        let mut file = tempfile::NamedTempFile::new_in(directory.unwrap_or(Path::new(".")))?;
+        file.write_all(text.as_bytes())?;
+        file.as_file().sync_all()?;
+        file.persist(path)?;
+        anyhow::Ok(())
+    };
+    write_and_rename().with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Returns an error and its causes in one line. Omits a cause whose text is already part of the line.
+pub(crate) fn explain(error: &anyhow::Error) -> String {
+    error
+        .chain()
+        .skip(1)
+        .fold(error.to_string(), |text, cause| {
+            let cause = cause.to_string();
+            if text.contains(&cause) {
+                text
+            } else {
+                format!("{text}: {cause}")
+            }
+        })
 }

@@ -16,7 +16,7 @@ use causeway_config::ReloadReceiver;
 use tokio::signal::unix::Signal;
 use tokio::task::spawn_blocking;
 
-use crate::error_text::explain;
+use crate::output::explain;
 use crate::telemetry;
 
 /// Function that reads everything and puts it into force, and returns a description of the result. It records the watched

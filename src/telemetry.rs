@@ -7,30 +7,40 @@
 //! count lost lines, and the log reports them.
 
 mod audit_log;
-mod journal;
 mod log_writer;
 
-use std::borrow::Cow;
-use std::ffi::OsStr;
-use std::io::IsTerminal;
-use std::path::Path;
-use std::time::SystemTime;
-
-use anyhow::{Context, bail};
-use causeway_config::{Log, LogFormat};
-use causeway_gateway::audit::AUDIT;
-use serde_json::json;
-use tracing::level_filters::{LevelFilter, STATIC_MAX_LEVEL};
-use tracing_subscriber::filter::Targets;
-use tracing_subscriber::layer::SubscriberExt;
-use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{EnvFilter, Layer, fmt};
-
 use crate::output::errln;
+use anyhow::{Context, bail};
 use audit_log::AuditLog;
 pub(crate) use audit_log::reopen as reopen_audit_log;
-use journal::PriorityFormat;
+use causeway_config::{Log, LogFormat};
+use causeway_gateway::audit::AUDIT;
 use log_writer::LogWriter;
+use serde_json::json;
+use std::{
+    borrow::Cow,
+    ffi::OsStr,
+    fs::File,
+    io::IsTerminal,
+    os::{fd::AsFd, unix::fs::MetadataExt},
+    path::Path,
+    time::SystemTime,
+};
+use tracing::{
+    Event, Level, Subscriber,
+    level_filters::{LevelFilter, STATIC_MAX_LEVEL},
+};
+use tracing_subscriber::{
+    EnvFilter, Layer,
+    filter::Targets,
+    fmt::{self, FmtContext, FormatEvent, FormatFields, format::Writer},
+    layer::SubscriberExt,
+    registry::LookupSpan,
+    util::SubscriberInitExt,
+};
+
+/// Prefix of an error's line, see `sd-daemon(3)`.
+const JOURNAL_ERROR: &str = "<3>";
 
 /// Logs of this process. Dropping the value writes all queued lines.
 pub(crate) struct Logs {
@@ -51,13 +61,13 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
         .log_internal_errors(false)
         .with_writer(stderr.writer());
     let lines = match log.format {
-        LogFormat::Json if journal::is_stderr() => lines
+        LogFormat::Json if is_journal() => lines
             .json()
             .flatten_event(true)
             .map_event_format(PriorityFormat)
             .boxed(),
         LogFormat::Json => lines.json().flatten_event(true).boxed(),
-        LogFormat::Text if journal::is_stderr() => lines
+        LogFormat::Text if is_journal() => lines
             .with_ansi(false)
             .without_time()
             .map_event_format(PriorityFormat)
@@ -119,11 +129,7 @@ fn count_dropped(stderr: &LogWriter, audit: Option<&AuditLog>) {
 
 /// Writes the error that ends the process, in the format of its log.
 pub(crate) fn report_error(format: LogFormat, message: &str) {
-    let priority = if journal::is_stderr() {
-        journal::ERROR
-    } else {
-        ""
-    };
+    let priority = if is_journal() { JOURNAL_ERROR } else { "" };
     match format {
         LogFormat::Text => errln!("{priority}{message}"),
         // The format of log lines.
@@ -204,6 +210,45 @@ fn cap_levels(text: &str, max_level: LevelFilter) -> Cow<'_, str> {
         None => max_level.to_string(),
     });
     Cow::Owned(words.collect::<Vec<_>>().join(","))
+}
+
+/// Whether standard error is connected to the journal: `JOURNAL_STREAM` names its device and inode (`systemd.exec(5)`).
+fn is_journal() -> bool {
+    let Some(stream) = std::env::var_os("JOURNAL_STREAM") else {
+        return false;
+    };
+    let stderr = std::io::stderr().as_fd().try_clone_to_owned();
+    let metadata = stderr.and_then(|stderr| File::from(stderr).metadata());
+    metadata.is_ok_and(|stderr| *stream == *format!("{}:{}", stderr.dev(), stderr.ino()))
+}
+
+/// Format of events with the priority before each line.
+struct PriorityFormat<F>(F);
+
+impl<S, N, F> FormatEvent<S, N> for PriorityFormat<F>
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+    F: FormatEvent<S, N>,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> std::fmt::Result {
+        writer.write_str(priority(*event.metadata().level()))?;
+        self.0.format_event(context, writer, event)
+    }
+}
+
+fn priority(level: Level) -> &'static str {
+    match level {
+        Level::ERROR => JOURNAL_ERROR,
+        Level::WARN => "<4>",
+        Level::INFO => "<6>",
+        _ => "<7>",
+    }
 }
 
 #[cfg(test)]

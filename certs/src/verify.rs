@@ -6,9 +6,7 @@
 //! resumed or not, proves nothing until `check_peer` has returned the identity of the peer. The identity comes from one of
 //! our own issuers or from a foreign root, and the two are never confused.
 
-mod alpn;
 mod client;
-mod insecure;
 mod issuers;
 pub(crate) mod peer;
 mod plain_server;
@@ -20,11 +18,11 @@ pub(crate) mod trust_store;
 mod yurthub;
 
 pub use crate::crypto::{install_provider, provider};
+pub use client::NoServerVerification;
 pub use client::{
     NotAGateway, UnexpectedCa, control_client, csr_exchange_client, join_client, pinned_root,
     tunnel_client,
 };
-pub use insecure::NoServerVerification;
 pub use peer::{
     IsRevokedFn, PeerRejected, Purpose, VerifiedPeer, check_peer, none_revoked, verify_peer,
 };

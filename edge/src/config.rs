@@ -5,25 +5,25 @@
 //! and reports them together.
 
 mod allow;
-pub(crate) mod announced_ports;
 mod api_cache;
-pub(crate) mod heartbeat;
 mod port_ranges;
 mod validate;
 
-use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
-use std::time::Duration;
-
-use serde::{Deserialize, Serialize};
-
 pub use allow::{Allow, AllowedHost, Port, Protocol};
 pub use api_cache::{ApiCache, MemberListener, ServerCertificate, YurtHubListener};
-use causeway_config::{ByteSize, DurationStr, SocketAddrStr};
+use causeway_config::{ByteSize, ConfigErrors, DurationStr, SocketAddrStr};
 pub use causeway_config::{ConfigError, Log, LogFormat, ReloadSender, Secret, Validate};
-pub use heartbeat::Heartbeat;
 pub use port_ranges::PortRange;
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    time::Duration,
+};
+
+/// Interval of the health checks of the kubelet.
+pub(crate) const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The configuration of `causeway edge`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -341,5 +341,123 @@ impl Default for Backoff {
             // A refusal costs the gateway a handshake: 19,000 edges make 630 a second at most.
             refused_max: Duration::from_mins(1),
         }
+    }
+}
+
+/// Policy for the ports that a gateway may list at an edge.
+///
+/// A node of a cluster serves the ports that its cluster lists, unless its owner restricts them. Any other edge serves none
+/// unless its owner allows them. The edge's own listeners that have no authentication are opened neither by default nor by a
+/// range.
+#[derive(Clone, Debug)]
+pub(crate) struct AnnouncedPortPolicy {
+    ranges: Vec<PortRange>,
+    /// Whether this edge runs on a node of a cluster. The node's own addresses then count like loopback.
+    pub(crate) is_cluster_node: bool,
+}
+
+impl AnnouncedPortPolicy {
+    /// Returns the policy that this configuration describes.
+    pub(crate) fn from_config(config: &Config) -> Self {
+        let is_cluster_node = config.kubernetes.is_some();
+        let all_ports = || is_cluster_node.then_some(PortRange(1..=u16::MAX));
+        let ranges = match &config.listed_ports {
+            Some(configured) => configured.clone(),
+            None => all_ports().into_iter().collect(),
+        };
+        Self {
+            ranges,
+            is_cluster_node,
+        }
+    }
+
+    /// Whether no port may be listed.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
+    /// Whether this port may be listed. The edge's own listeners have the ports `own_ports`.
+    pub(crate) fn permits(&self, port: u16, own_ports: &[u16]) -> bool {
+        let permits_port = |range: &PortRange| {
+            let is_exact = range.0 == (port..=port);
+            is_exact || (!own_ports.contains(&port) && range.contains(port))
+        };
+        self.ranges.iter().any(permits_port)
+    }
+}
+
+/// Delegated heartbeats over the listener for pool members (`api_cache.members`). Gateways accept them with `kubernetes.heartbeats.enabled`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Heartbeat {
+    /// Address of the kubelet's health check, which is asked for `/healthz` over HTTP (`healthzBindAddress` and `healthzPort` of the kubelet's configuration).
+    #[serde(with = "SocketAddrStr")]
+    pub kubelet: SocketAddr,
+    /// Time for which a successful health check of the kubelet counts. At least 5 s, which is the interval of the checks. No heartbeat is sent after this time, or after two failed checks in succession.
+    #[serde(with = "DurationStr")]
+    pub alive_for: Duration,
+}
+
+impl Default for Heartbeat {
+    fn default() -> Self {
+        Self {
+            // The kubelet's own default.
+            kubelet: SocketAddr::from(([127, 0, 0, 1], 10248)),
+            // Two checks.
+            alive_for: Duration::from_secs(10),
+        }
+    }
+}
+
+impl Heartbeat {
+    /// Checks these keys. `has_members` is whether this node has a listener for pool members.
+    fn validate(&self, has_members: bool, faults: &mut ConfigErrors) {
+        if !has_members {
+            let message = "heartbeats are delegated to other members of the pool over the listener for pool members, which is not configured, so there is no delegate; add api_cache.members";
+            faults.add("heartbeat", message);
+        }
+        if self.alive_for < PROBE_INTERVAL {
+            let message = format!(
+                "must be at least {PROBE_INTERVAL:?}, because the kubelet is checked every {PROBE_INTERVAL:?}"
+            );
+            faults.add("heartbeat.alive_for", message);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::Config;
+    use causeway_config::Validate;
+    use serde_json::{Value, json};
+
+    fn faults(heartbeat: &Value, members: bool) -> Vec<String> {
+        let site = json!({ "listen": "10.1.0.5:10271", "addresses": ["10.1.0.5:10271"] });
+        let api_cache = if members {
+            json!({ "members": site })
+        } else {
+            json!({})
+        };
+        let config = json!({ "heartbeat": heartbeat, "api_cache": api_cache });
+        let config: Config = serde_json::from_value(config).unwrap();
+        let faults = config.validate().into_iter();
+        faults
+            .map(|fault| format!("{}: {}", fault.path, fault.message))
+            .collect()
+    }
+
+    #[test]
+    fn heartbeats_need_the_listener_for_pool_members() {
+        assert_eq!(faults(&json!({}), true), Vec::<String>::new());
+        let without = faults(&json!({}), false);
+        assert!(
+            without.len() == 1 && without[0].contains("there is no delegate"),
+            "{without:#?}"
+        );
+        let short = faults(&json!({ "alive_for": "4s" }), true);
+        assert!(
+            short.len() == 1 && short[0].starts_with("heartbeat.alive_for"),
+            "{short:#?}"
+        );
     }
 }

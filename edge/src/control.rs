@@ -3,8 +3,8 @@
 //! `dial` makes one authenticated connection to a gateway, directly or through a proxy, and `tunnels` maintains tunnels on
 //! such connections. `enrol` gets a certificate with a token, and `csr_bootstrap` gets one from the cluster. `renew` renews
 //! the certificate, and `rejoin` replaces an identity that gateways refuse. All of them send requests with `enrol_client`.
-//! `external_certificate` is for a certificate of an external CA. `identity_store` holds the identity, `gateway_list` the
-//! addresses and `trust_roots` the roots. `connect_error` describes failures and the delay before the next attempt.
+//! `external_certificate` is for a certificate of an external CA. `identity_store` holds the identity and the roots, and
+//! `gateway_list` the addresses. `connect_error` describes failures and the delay before the next attempt.
 //! `network_monitor` reports changes of the machine's network, and `admin` serves health, metrics and status. `heartbeat`
 //! sends heartbeats through other nodes while this node has no gateway.
 
@@ -23,7 +23,6 @@ pub(crate) mod enrol_client;
 pub(crate) mod rejoin;
 pub(crate) mod rejoin_state;
 pub(crate) mod renew;
-mod trust_roots;
 
 pub(crate) mod admin;
 pub(crate) mod api_cache;

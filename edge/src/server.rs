@@ -13,7 +13,7 @@ pub use error::Error;
 pub use reload::{PendingReload, RESTART_KEYS, ReloadSummary, Reloader};
 
 use crate::{
-    config::{Config, ReloadSender, announced_ports::AnnouncedPortPolicy},
+    config::{AnnouncedPortPolicy, Config, ReloadSender},
     control::{
         admin,
         api_cache::{ApiCacheConfig, FinalSave},
@@ -26,8 +26,8 @@ use crate::{
         rejoin_state::RejoinState,
         renew,
         tunnels::{
-            connected_gateways::ConnectedGateways, context::TunnelContext,
-            newest_sessions::NewestSessions,
+            connected_gateways::ConnectedGateways,
+            context::{NewestSessions, TunnelContext},
         },
     },
     metrics::Metrics,

@@ -3,27 +3,24 @@
 //! `control` writes the status. The admin listener and the program that embeds an edge read it, and a reader never waits. The
 //! guard of a tunnel removes the tunnel's row when the tunnel ends.
 
-mod api_cache;
 mod heartbeat;
 
 use crate::control::dial::GatewayAddr;
 use causeway_tunnel::load::TunnelLoad;
+pub use heartbeat::HeartbeatStatus;
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::{
     collections::BTreeMap,
+    fmt,
     net::SocketAddr,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 use tokio::sync::watch;
-
-pub use api_cache::ApiCacheStatus;
-use api_cache::ApiCacheStatusSlot;
-pub use heartbeat::HeartbeatStatus;
 
 /// Status of an edge, for `/status` and for the program that embeds it.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
@@ -427,5 +424,50 @@ impl Tunnel {
             received: self.load.bytes_received(),
             unread: self.load.unread_bytes(),
         }
+    }
+}
+
+/// State of the API cache of an edge.
+#[derive(Clone, Debug, Serialize, schemars::JsonSchema)]
+pub struct ApiCacheStatus {
+    /// `pending` (the first synchronisation is not complete), `follower` or `leader`.
+    pub role: &'static str,
+    /// Whether objects of every resource can be served.
+    pub healthy: bool,
+    /// Whether every resource is complete and synchronised with its source.
+    pub ready: bool,
+    /// Node pool, as a gateway confirmed it.
+    pub pool: Option<String>,
+    /// Node that leads the pool: it reads at a gateway, and the other members read at it.
+    pub leader: Option<String>,
+    /// Gateway (`host:port`) or node that is the source now.
+    pub reads_at: Option<String>,
+    /// Members of the pool.
+    pub members: Vec<String>,
+    /// Resources that are cached.
+    pub resources: Vec<causeway_watch_cache::Status>,
+}
+
+/// Function that returns the state of the API cache.
+type StatusFn = Box<dyn Fn() -> ApiCacheStatus + Send + Sync>;
+
+/// Slot for the status function of the API cache, empty if there is no cache.
+#[derive(Default)]
+struct ApiCacheStatusSlot(OnceLock<StatusFn>);
+
+impl ApiCacheStatusSlot {
+    fn set(&self, status_fn: StatusFn) {
+        // The API cache starts only once.
+        let _ = self.0.set(status_fn);
+    }
+
+    fn status(&self) -> Option<ApiCacheStatus> {
+        self.0.get().map(|status_fn| status_fn())
+    }
+}
+
+impl fmt::Debug for ApiCacheStatusSlot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ApiCacheStatusSlot").finish_non_exhaustive()
     }
 }

@@ -4,25 +4,101 @@
 //! no lock. Labels have a fixed set of values (listeners, reasons), and never contain the name of a node or a client. The admin
 //! API has the data of each node. Fields are private, so that an unused metric does not compile.
 
-mod api_cache;
 mod declared;
-mod histogram;
-mod kubernetes;
 mod listener;
+
+/// Handles of the metrics of a cluster's nodes.
+#[derive(Clone, Debug)]
+pub struct KubernetesMetrics {
+    nodes: Family<[Label; 1], Gauge>,
+    lost: Gauge,
+}
+
+impl KubernetesMetrics {
+    fn from_gauges(nodes: &Family<[Label; 1], Gauge>, lost: &Gauge) -> Self {
+        Self {
+            nodes: nodes.clone(),
+            lost: lost.clone(),
+        }
+    }
+
+    /// Sets the number of nodes in the cluster: at the edge, and elsewhere.
+    pub fn set_nodes(&self, edge: usize, elsewhere: usize) {
+        for (place, count) in [("edge", edge), ("elsewhere", elsewhere)] {
+            let gauge = self.nodes.get_or_create(&[("place", place)]);
+            gauge.set(i64::try_from(count).unwrap_or(i64::MAX));
+        }
+    }
+
+    /// Sets the time since which the cluster's API does not answer, in Unix seconds; `None` while it answers.
+    pub fn set_lost(&self, since: Option<u64>) {
+        let since = i64::try_from(since.unwrap_or_default()).unwrap_or(i64::MAX);
+        self.lost.set(since);
+    }
+}
+
+/// Guard of an edge's connection to the API cache, for as long as it is open.
+#[derive(Debug)]
+pub struct ApiCacheConnectionGuard {
+    _open: OpenGauge,
+}
+
+impl Metrics {
+    /// Counts an edge's connection to the API cache until the guard is dropped.
+    pub fn reader_guard(&self) -> ApiCacheConnectionGuard {
+        ApiCacheConnectionGuard {
+            _open: OpenGauge::new(&self.declared.api_cache_connections),
+        }
+    }
+
+    /// Sets the maximum number of concurrent connections to the API cache.
+    pub fn set_reader_limit(&self, connections: usize) {
+        self.declared
+            .api_cache_connections_limit
+            .set(to_i64(connections));
+    }
+
+    /// Sets the number of pools with a leader at this gateway.
+    pub fn set_leaders(&self, pools: usize) {
+        self.declared.api_cache_leaders.set(to_i64(pools));
+    }
+
+    /// Sets the metrics of each cached resource.
+    pub fn set_resource_status(&self, statuses: impl Iterator<Item = Status>) {
+        let declared = &self.declared;
+        for status in statuses {
+            let lost = status.lost.map_or(0, |since| to_i64(since / 1000));
+            let labels = [("resource", status.resource)];
+            for (family, value) in [
+                (&declared.api_cache_objects, to_i64(status.objects)),
+                (&declared.api_cache_version, to_i64(status.version)),
+                (&declared.api_cache_lost_timestamp_seconds, lost),
+                (&declared.api_cache_watchers, to_i64(status.watchers)),
+            ] {
+                family.get_or_create(&labels).set(value);
+            }
+        }
+    }
+}
+
+fn to_i64(number: impl TryInto<i64>) -> i64 {
+    number.try_into().unwrap_or(i64::MAX)
+}
 
 #[cfg(test)]
 mod tests;
 
-use causeway_rt::connection_limit::{ConnectionLimit, RejectReason};
-use declared::{Declared, OpenGauge};
-
-pub use api_cache::ApiCacheConnectionGuard;
-pub use kubernetes::KubernetesMetrics;
-
+use causeway_rt::{
+    Exposition,
+    connection_limit::{ConnectionLimit, RejectReason},
+};
+use causeway_watch_cache::Status;
+use declared::{Declared, Label, OpenGauge};
 pub use listener::{ConnectionGuard, ListenerMetrics, StreamGuard, StreamOutcome};
-
-use causeway_rt::Exposition;
-use prometheus_client::registry::Registry;
+use prometheus_client::{
+    metrics::{family::Family, gauge::Gauge},
+    registry::Registry,
+};
 use std::{sync::Arc, time::Duration};
 
 const PREFIX: &str = "causeway_gateway";

@@ -1,4 +1,7 @@
 //! Client of `CertificateSigningRequests`: submits a request to the cluster, and polls it until there is an outcome.
+//!
+//! The constants are the agreement between edges, which request certificates (`node_csr`), and the gateway, which validates
+//! and signs the requests (`csr_controller`).
 
 use crate::client::error_message;
 use causeway_certs::csr;
@@ -19,6 +22,16 @@ use kube::{
 use serde_json::json;
 use std::{future::Future, time::Duration};
 use tokio::time::timeout;
+
+/// Usages that edges need, since they sign a handshake as clients.
+pub(crate) const CSR_USAGES: [&str; 2] = ["client auth", "digital signature"];
+/// Lifetime of a certificate of the cluster's own signer, in seconds. The edge presents it once to a gateway and does not
+/// need it any more.
+pub(crate) const CERTIFICATE_SECONDS: i32 = 2 * 60 * 60;
+/// Key in a pod's token under which the API reports the pod's node.
+pub(crate) const POD_NODE_KEY: &str = "authentication.kubernetes.io/node-name";
+/// Key of the roots in the `ConfigMap`, as Kubernetes itself names it in `kube-root-ca.crt`.
+pub(crate) const CA_BUNDLE_KEY: &str = "ca.crt";
 
 /// Time limit of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);

@@ -22,7 +22,6 @@ pub mod advertise;
 pub mod api_cache_source;
 pub mod client;
 pub mod coredns_hosts;
-mod csr;
 mod csr_client;
 pub mod csr_controller;
 pub mod egress_config;

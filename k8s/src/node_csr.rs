@@ -6,8 +6,9 @@
 
 use crate::{
     client::build_client,
-    csr::{CA_BUNDLE_KEY, CERTIFICATE_SECONDS, CSR_USAGES, POD_NODE_KEY},
-    csr_client::{self, CsrSpec, with_timeout},
+    csr_client::{
+        self, CA_BUNDLE_KEY, CERTIFICATE_SECONDS, CSR_USAGES, CsrSpec, POD_NODE_KEY, with_timeout,
+    },
 };
 use causeway_certs::SignerProfile;
 use causeway_edge::{CsrClient, CsrRequestError, CsrStatus, config::Kubernetes};

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::data_dir::DataDir;
+use super::config_flags::DataDir;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Ca {

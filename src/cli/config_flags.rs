@@ -3,12 +3,10 @@
 //! Values stay texts here. `config_loader` parses them together with the file and the environment, so that it reports all
 //! faults at once.
 
-use std::marker::PhantomData;
-
+use crate::config_loader::{ConfigKey, ValueForm, keys, plain_text};
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches};
 use schemars::JsonSchema;
-
-use crate::config_loader::{ConfigKey, ValueForm, keys, plain_text};
+use std::{marker::PhantomData, path::PathBuf};
 
 /// Keys of `C` that were given as flags: the name of each with its texts.
 #[derive(Debug)]
@@ -72,4 +70,17 @@ impl<C: JsonSchema> FromArgMatches for ConfigFlags<C> {
         *self = Self::from_arg_matches(matches)?;
         Ok(())
     }
+}
+
+/// Data directory of a gateway, for commands that need nothing else.
+#[derive(Debug, Args)]
+pub(crate) struct DataDir {
+    /// Data directory of the gateway
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "CAUSEWAY_DATA_DIR",
+        default_value = "/var/lib/causeway"
+    )]
+    pub(crate) data_dir: PathBuf,
 }

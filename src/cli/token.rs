@@ -7,7 +7,7 @@ use causeway_certs::NodeAttributes;
 use causeway_gateway::config::policy;
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::data_dir::DataDir;
+use super::config_flags::DataDir;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Token {

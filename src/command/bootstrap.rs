@@ -10,9 +10,9 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, bail};
 use causeway_certs::{Ca, JoinToken, NodeAttributes, NodeName, Store};
 
-use super::{ca, client, private_file};
+use super::{ca, client};
 use crate::cli::Bootstrap;
-use crate::output::outln;
+use crate::output::{outln, write_private_file};
 
 /// Minimum remaining validity of a token that is kept, so that its node has time to start.
 const MIN_VALIDITY: Duration = Duration::from_mins(1);
@@ -30,7 +30,7 @@ pub(crate) fn run(args: &Bootstrap) -> anyhow::Result<()> {
     let (store, authority) = ca::ensure_ca(&args.data.data_dir, &args.trust_domain)?;
     fs::create_dir_all(&args.out)
         .with_context(|| format!("cannot create the directory {}", args.out.display()))?;
-    private_file::write(&args.out.join("ca.pem"), &authority.client_bundle_pem())?;
+    write_private_file(&args.out.join("ca.pem"), &authority.client_bundle_pem())?;
     for node in &nodes {
         let file = args.out.join(format!("{node}.token"));
         outln!(
@@ -71,7 +71,7 @@ fn ensure_token(
     let token = store
         .tokens()?
         .create(node, ttl, NodeAttributes::default())?;
-    private_file::write(file, &format!("{}\n", token.text().expose()))?;
+    write_private_file(file, &format!("{}\n", token.text().expose()))?;
     let ttl = humantime::format_duration(ttl);
     Ok(format!("token in {path}, valid for {ttl}, used once"))
 }

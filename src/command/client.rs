@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, ensure};
 use causeway_certs::{LeafCertificate, StaticTokens, store::open_private};
 
-use super::{data_dir, private_file};
+use super::data_dir;
 use crate::cli::{ClientCertificate, ClientCommand, ClientRevoke, ClientToken};
-use crate::output::{errln, outln};
+use crate::output::{errln, outln, write_private_file};
 
 /// Runs the command.
 pub(crate) fn run(client: ClientCommand) -> anyhow::Result<()> {
@@ -62,8 +62,8 @@ pub(super) fn write_certificate(
 ) -> anyhow::Result<(PathBuf, PathBuf)> {
     let chain = out.join(format!("{name}.pem"));
     let key = out.join(format!("{name}-key.pem"));
-    private_file::write(&key, leaf.key_pem().expose())?;
-    private_file::write(&chain, &leaf.chain_pem())?;
+    write_private_file(&key, leaf.key_pem().expose())?;
+    write_private_file(&chain, &leaf.chain_pem())?;
     Ok((chain, key))
 }
 

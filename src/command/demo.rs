@@ -6,29 +6,33 @@
 //! gateway, so that a user can see that these programs can still read.
 
 mod app;
-mod files;
 mod gateway;
-mod probe;
-
-use std::net::{Ipv4Addr, SocketAddr};
-use std::path::Path;
-use std::time::{Duration, Instant};
-
-use anyhow::{Context, bail};
-use causeway_certs::{NodeAttributes, NodeName};
-use causeway_edge::Edge;
-use causeway_gateway::server::BoundAddresses;
-use causeway_rt::task::TaskGroup;
-use gateway::DemoGateway;
-use tokio::net::TcpListener;
-use tokio_util::sync::CancellationToken;
-use tracing::info_span;
 
 use super::admin_client;
-use crate::cli;
-use crate::output::outln;
-use crate::signal::Signals;
-use files::{DRAIN_TIMEOUT, DemoFiles, PORT, START_TIMEOUT};
+use crate::{cli, output::outln, signal::Signals};
+use anyhow::{Context, bail};
+use causeway_certs::{NodeAttributes, NodeName, verify::provider};
+use causeway_edge::Edge;
+use causeway_gateway::server::BoundAddresses;
+use causeway_rt::{http_client, task::TaskGroup};
+use gateway::DemoGateway;
+use gateway::{DRAIN_TIMEOUT, DemoFiles, PORT, START_TIMEOUT};
+use http_body_util::{BodyExt, Full};
+use hyper::{Request, StatusCode, body::Bytes};
+use rustls::{
+    ClientConfig, RootCertStore,
+    pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject},
+};
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsConnector;
+use tokio_util::sync::CancellationToken;
+use tracing::info_span;
 
 /// The nodes of the demo.
 const NODES: [&str; 2] = ["edge-1", "edge-2"];
@@ -109,7 +113,7 @@ async fn start_edges(
     outln!("")?;
     for node in NODES {
         let started = Instant::now();
-        let attempt = tokio::time::timeout(START_TIMEOUT, probe::probe_node(files, listener, node));
+        let attempt = tokio::time::timeout(START_TIMEOUT, probe_node(files, listener, node));
         let (elapsed, line) = attempt
             .await
             .with_context(|| format!("{node} could not be reached within {START_TIMEOUT:?}"))??;
@@ -255,4 +259,60 @@ async fn start_edge(
         }
     });
     Ok((app, cache_address))
+}
+
+/// Sends GET `/` to a node once its edge is connected. Returns the duration of that request, and the first line of the
+/// response.
+async fn probe_node(
+    files: &DemoFiles,
+    listener: SocketAddr,
+    node: &str,
+) -> anyhow::Result<(Duration, String)> {
+    let tls = TlsConnector::from(Arc::new(client_config(files)?));
+    loop {
+        let started = Instant::now();
+        let (status, body) = send_request(&tls, listener, node).await?;
+        match status {
+            StatusCode::OK => {
+                let line = body.lines().next().unwrap_or_default().to_owned();
+                return Ok((started.elapsed(), line));
+            }
+            // The edge has joined, but its tunnel is not open yet.
+            StatusCode::SERVICE_UNAVAILABLE | StatusCode::NOT_FOUND => {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            other => bail!("{node} answered {other}: {body}"),
+        }
+    }
+}
+
+fn client_config(files: &DemoFiles) -> anyhow::Result<ClientConfig> {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(&files.root)?)?;
+    let chain = CertificateDer::pem_file_iter(&files.client)?.collect::<Result<Vec<_>, _>>()?;
+    let key = PrivateKeyDer::from_pem_file(&files.client)?;
+    Ok(ClientConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()?
+        .with_root_certificates(roots)
+        .with_client_auth_cert(chain, key)?)
+}
+
+async fn send_request(
+    tls: &TlsConnector,
+    listener: SocketAddr,
+    node: &str,
+) -> anyhow::Result<(StatusCode, String)> {
+    let tcp = TcpStream::connect(listener)
+        .await
+        .context("the listener does not respond")?;
+    let io = tls
+        .connect(ServerName::try_from(node.to_owned())?, tcp)
+        .await?;
+    let request = Request::get("/")
+        .header("host", format!("{node}:{PORT}"))
+        .body(Full::<Bytes>::default())?;
+    let (response, _connection) = http_client::send(io, request).await?;
+    let status = response.status();
+    let body = response.into_body().collect().await?.to_bytes();
+    Ok((status, String::from_utf8_lossy(&body).into_owned()))
 }

@@ -25,8 +25,7 @@ use hyper::{Method, Uri};
 
 use crate::cli::{Policy, PolicyCheck};
 use crate::config_loader;
-use crate::error_text::explain;
-use crate::output::{errln, outln};
+use crate::output::{errln, explain, outln};
 
 /// Runs the command.
 pub(crate) fn run(policy: Policy) -> anyhow::Result<()> {

@@ -1,11 +1,13 @@
-//! A connection to an upstream: cleartext or TLS. The close of either can be made a reset.
+//! A connection to an upstream: cleartext or TLS, and the HTTP versions that it offers. The close of either can be made a reset.
 
 use bytes::{Buf, Bytes};
 use causeway_rt::socket::ResetOnClose;
 use causeway_tunnel::wire;
+use rustls::ClientConfig;
 use std::{
     io,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll},
 };
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -76,4 +78,41 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for UpstreamIo<S> {
 
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for UpstreamIo<S> {
     causeway_rt::forward!(io: poll_write, poll_write_vectored, is_write_vectored, poll_flush, poll_shutdown);
+}
+
+/// HTTP versions that a new connection may negotiate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Alpn {
+    /// HTTP/2 or HTTP/1.1, as the upstream chooses.
+    Any,
+    /// HTTP/1.1 only, for upgrades.
+    Http1,
+}
+
+/// A TLS configuration for each [`Alpn`].
+#[derive(Clone, Debug)]
+pub struct AlpnConfigs {
+    any: Arc<ClientConfig>,
+    http1: Arc<ClientConfig>,
+}
+
+impl AlpnConfigs {
+    /// Creates the configurations from one without ALPN.
+    pub fn new(mut config: ClientConfig) -> Self {
+        config.alpn_protocols = vec![wire::ALPN_HTTP11.to_vec()];
+        let http1 = Arc::new(config.clone());
+        config.alpn_protocols.insert(0, wire::ALPN_H2.to_vec());
+        Self {
+            any: Arc::new(config),
+            http1,
+        }
+    }
+
+    /// Returns the configuration that offers these versions.
+    pub fn config_for(&self, alpn: Alpn) -> Arc<ClientConfig> {
+        match alpn {
+            Alpn::Any => self.any.clone(),
+            Alpn::Http1 => self.http1.clone(),
+        }
+    }
 }

@@ -1,6 +1,5 @@
 //! HTTP/1.1 on a connection to an upstream, before its first request.
 
-use crate::status_line::StatusLine;
 use causeway_tunnel::{
     error::is_close,
     io_observer::{IoObserver, ObservedIo},
@@ -14,12 +13,20 @@ use hyper_util::rt::TokioIo;
 use std::{
     error::Error,
     io,
+    pin::pin,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
     },
+    time::Duration,
 };
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    time::timeout,
+};
+
+/// HTTP version without the last digit of its number.
+const VERSION: &[u8] = b"HTTP/1.";
 
 /// Maximum number of fields of a response that hyper accepts by default.
 const HYPER_MAX_HEADERS: usize = 100;
@@ -99,6 +106,58 @@ pub fn into_inner<S>(io: Http1Io<S>) -> S {
     io.into_inner().into_inner().into_inner()
 }
 
+/// Adapter that makes hyper read a later minor version as 1.1 (RFC 9110 section 2.5), since hyper knows only 1.0 and 1.1. If
+/// an interim response (1xx) comes first, its line is adapted instead of the final response's.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct StatusLine {
+    /// Number of bytes of [`VERSION`] that were read, or one more after the version.
+    position: usize,
+}
+
+impl StatusLine {
+    /// Begins another response.
+    pub(crate) fn begin(&mut self) {
+        self.position = 0;
+    }
+
+    /// Processes the next bytes.
+    pub(crate) fn rewrite(&mut self, bytes: &mut [u8]) {
+        let mut bytes = bytes.iter_mut();
+        while self.position <= VERSION.len()
+            && let Some(byte) = bytes.next()
+        {
+            match VERSION.get(self.position) {
+                Some(expected) if expected == byte => self.position += 1,
+                Some(_) => self.position = VERSION.len() + 1,
+                None => {
+                    if matches!(byte, b'2'..=b'9') {
+                        *byte = b'1';
+                    }
+                    self.position += 1;
+                }
+            }
+        }
+    }
+}
+
+/// Waits for `work` as long as the body moves, because an upstream may read for hours. `progress` is the number of consumed
+/// parts of the body. Returns `None` if none was consumed for `idle_timeout`.
+pub async fn while_moving<T>(
+    idle_timeout: Duration,
+    progress: &AtomicUsize,
+    work: impl Future<Output = T>,
+) -> Option<T> {
+    let mut work = pin!(work);
+    loop {
+        let before = progress.load(Relaxed);
+        match timeout(idle_timeout, &mut work).await {
+            Ok(done) => return Some(done),
+            Err(_) if progress.load(Relaxed) == before => return None,
+            Err(_) => {}
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -106,11 +165,13 @@ mod tests {
     use http::Request;
     use http_body::Frame;
     use http_body_util::StreamBody;
+    use std::future::pending;
     use std::{
         convert::Infallible,
         pin::Pin,
         task::{Context, Poll, ready},
     };
+    use tokio::time::{Instant, sleep};
     use tokio::{
         io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadBuf, duplex},
         sync::{Notify, mpsc},
@@ -189,5 +250,41 @@ mod tests {
             never = app => match never {},
         };
         assert_eq!(answer.status(), 413);
+    }
+
+    #[test]
+    fn later_minor_versions_are_read_as_1_1_however_the_line_is_cut() {
+        for (line, read) in [
+            ("HTTP/1.2 200 OK\r\n", "HTTP/1.1 200 OK\r\n"),
+            ("HTTP/1.9 204\r\nx: HTTP/1.2", "HTTP/1.1 204\r\nx: HTTP/1.2"),
+            ("HTTP/1.0 200 OK\r\n", "HTTP/1.0 200 OK\r\n"),
+            ("HTTP/2.2 200 OK\r\n", "HTTP/2.2 200 OK\r\n"),
+            ("XHTTP/1.2 200 OK\r\n", "XHTTP/1.2 200 OK\r\n"),
+        ] {
+            for cut in 1..=line.len() {
+                let (mut status, mut bytes) = (StatusLine::default(), line.as_bytes().to_vec());
+                for part in bytes.chunks_mut(cut) {
+                    status.rewrite(part);
+                }
+                assert_eq!(String::from_utf8(bytes).unwrap(), read, "{cut}");
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_wait_lasts_while_parts_are_taken_and_one_bound_more() {
+        let (taken, bound) = (AtomicUsize::new(0), Duration::from_secs(10));
+        let began = Instant::now();
+        let parts = async {
+            for _ in 0..5 {
+                sleep(Duration::from_secs(9)).await;
+                taken.fetch_add(1, Relaxed);
+            }
+            pending::<()>().await;
+        };
+        assert!(while_moving(bound, &taken, parts).await.is_none());
+        assert!(began.elapsed() >= Duration::from_secs(45) + Duration::from_secs(5));
+        let late = async { sleep(bound / 2).await };
+        assert!(while_moving(bound, &taken, late).await.is_some());
     }
 }

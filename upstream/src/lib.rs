@@ -4,14 +4,11 @@
 //! request drives its connection. At a gateway a separate task drives it, since an upload continues while its client does not
 //! read.
 
-pub mod alpn;
 pub mod connection;
 pub mod head;
 pub mod http1;
 pub mod http2_observer;
 pub mod http2_pool;
 pub mod pool;
-pub mod progress;
 pub mod response_error;
 pub mod retry;
-mod status_line;

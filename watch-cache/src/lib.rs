@@ -20,7 +20,6 @@ mod object;
 mod protobuf;
 mod reflector;
 mod resource;
-mod response_cache;
 mod selector;
 mod server;
 mod status;

@@ -2,12 +2,11 @@
 
 use crate::{
     discovery,
-    encode::Encoder,
+    encode::{Encoder, ResponseCache},
     list,
     list_options::{ListOptions, RequestPath},
     negotiate::Negotiated,
     resource::GroupVersionResource,
-    response_cache::ResponseCache,
     selector::Selector,
     status::ApiStatus,
     store::Store,

@@ -5,11 +5,10 @@
 //! receives 410 and lists again.
 
 use crate::{
-    encode::{ADDED, DELETED, Encoder, MODIFIED},
+    encode::{ADDED, DELETED, Encoder, MODIFIED, ResponseCache},
     event_buffer::Event,
     list,
     list_options::ListOptions,
-    response_cache::ResponseCache,
     selector::Selector,
     status::ApiStatus,
     store::{Epoch, EventBatch, ListState, Store, VersionError, WatchGuard},

@@ -5,31 +5,28 @@
 //! that URI. So an edge may dial an address that no certificate lists, such as a load balancer's or one from the hello. While
 //! joining, the root is the certificate in the server's own chain whose SHA-256 the token carries.
 
-use std::error::Error as StdError;
-use std::io;
-use std::sync::Arc;
-
-use rustls::client::ClientConfig;
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature};
+use super::{
+    peer::{PeerRejected, Purpose, check_peer, none_revoked},
+    roots::TrustError,
+    server::{ALPN_CONTROL, ALPN_TUNNEL},
+    trust_store::TrustStore,
+};
+use crate::{
+    certificate::Certificate, crypto::provider, edge_identity::EdgeIdentity, identity,
+    leaf::LeafCertificate, pem, secret::Fingerprint,
+};
 use rustls::{
-    CertificateError, DigitallySignedStruct, Error, OtherError, SignatureScheme, version,
+    CertificateError, DigitallySignedStruct, Error, OtherError, SignatureScheme,
+    client::{
+        ClientConfig,
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    },
+    crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature},
+    version,
 };
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
+use std::{error::Error as StdError, io, sync::Arc};
 use thiserror::Error as ThisError;
-
-use super::alpn::{ALPN_CONTROL, ALPN_TUNNEL};
-use super::peer::PeerRejected;
-use super::peer::{Purpose, check_peer, none_revoked};
-use super::roots::TrustError;
-use super::trust_store::TrustStore;
-use crate::certificate::Certificate;
-use crate::crypto::provider;
-use crate::edge_identity::EdgeIdentity;
-use crate::identity;
-use crate::leaf::LeafCertificate;
-use crate::pem;
-use crate::secret::Fingerprint;
 
 /// The gateway belongs to another CA than the token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ThisError)]
@@ -288,4 +285,48 @@ pub(super) fn to_tls_error(rejection: PeerRejected) -> Error {
 
 pub(super) fn other_error(error: impl StdError + Send + Sync + 'static) -> Error {
     CertificateError::Other(OtherError(Arc::new(error))).into()
+}
+
+/// Verifier that accepts any certificate, although the server must hold its key. It is never a default. Only `verify: false`
+/// of an upstream selects it.
+#[derive(Debug)]
+pub struct NoServerVerification;
+
+impl ServerCertVerifier for NoServerVerification {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = provider().signature_verification_algorithms;
+        verify_tls12_signature(message, certificate, signature, &algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = provider().signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signature, &algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        provider()
+            .signature_verification_algorithms
+            .supported_schemes()
+    }
 }

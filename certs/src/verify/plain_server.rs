@@ -9,8 +9,8 @@ use rustls::{ServerConfig, version};
 use rustls_pki_types::{CertificateDer, ServerName};
 use webpki::EndEntityCert;
 
-use super::alpn::ALPN_CONTROL;
 use super::roots::TrustError;
+use super::server::ALPN_CONTROL;
 use super::server::build_server_config;
 use crate::leaf::LeafCertificate;
 

@@ -20,10 +20,10 @@ use rustls::{
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use thiserror::Error as ThisError;
 
-use super::alpn::ALPN_CONTROL;
 use super::client::{other_error, owned_alpn, to_tls_error};
 use super::peer::{PeerRejected, Purpose, check_peer, none_revoked};
 use super::roots::TrustError;
+use super::server::ALPN_CONTROL;
 use super::server::build_server_config;
 use super::trust_store::TrustStore;
 use crate::certificate::Certificate;

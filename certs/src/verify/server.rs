@@ -5,23 +5,26 @@
 //! client-certificate mode to another. The tunnel port selects one of its two configurations by the `ClientHello`'s ALPN.
 //! Both only prove the possession of a key and a chain; `check_peer` returns the identity.
 
+use super::{
+    issuers::ClientVerifier,
+    roots::TrustError,
+    session_tickets::{SharedTicketer, TicketSecret},
+    trust_store::TrustStore,
+};
+use crate::{crypto::provider, identity::IssuerPurpose, kubernetes_ca::ClusterCa};
+use rustls::{
+    SupportedProtocolVersion,
+    crypto::aws_lc_rs::Ticketer,
+    server::{
+        NoServerSessionStorage, ProducesTickets, ResolvesServerCert, ServerConfig,
+        WebPkiClientVerifier, danger::ClientCertVerifier,
+    },
+    version,
+};
 use std::sync::Arc;
 
-use rustls::crypto::aws_lc_rs::Ticketer;
-use rustls::server::danger::ClientCertVerifier;
-use rustls::server::{
-    NoServerSessionStorage, ProducesTickets, ResolvesServerCert, ServerConfig, WebPkiClientVerifier,
-};
-use rustls::{SupportedProtocolVersion, version};
-
-use super::alpn::{ALPN_CONTROL, ALPN_TUNNEL};
-use super::issuers::ClientVerifier;
-use super::roots::TrustError;
-use super::session_tickets::{SharedTicketer, TicketSecret};
-use super::trust_store::TrustStore;
-use crate::crypto::provider;
-use crate::identity::IssuerPurpose;
-use crate::kubernetes_ca::ClusterCa;
+/// ALPN of the tunnel (draft-thomson-ptth-potato).
+pub(super) const ALPN_TUNNEL: &[u8] = b"rh2";
 
 /// Returns the configuration of the tunnel: TLS 1.3, `rh2`, and a required client certificate that `trust` accepts.
 pub fn tunnel_server(
@@ -125,3 +128,6 @@ pub(super) fn build_server_config(
     config.ignore_client_order = true;
     Ok(Arc::new(config))
 }
+
+/// ALPN of joining and of an edge's other requests.
+pub(super) const ALPN_CONTROL: [&[u8]; 2] = [b"h2", b"http/1.1"];

@@ -14,10 +14,10 @@ use rustls::{ServerConfig, version};
 use rustls_pki_types::{CertificateDer, UnixTime};
 use webpki::EndEntityCert;
 
-use super::alpn::ALPN_CONTROL;
 use super::issuers::ClientVerifier;
 use super::peer::PeerRejected;
 use super::roots::{TrustError, client_verifier};
+use super::server::ALPN_CONTROL;
 use super::server::build_server_config;
 use crate::certificate::Certificate;
 use crate::identity::IssuerPurpose;

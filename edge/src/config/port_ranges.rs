@@ -67,7 +67,7 @@ impl schemars::JsonSchema for PortRange {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::announced_ports::AnnouncedPortPolicy;
+    use crate::config::AnnouncedPortPolicy;
     use serde_json::json;
 
     #[test]

@@ -11,16 +11,13 @@
 //! Nothing here waits for a tunnel or is in the data path of a stream. The cache does not run if the configuration has no
 //! `api_cache`.
 
-mod changes;
 mod disk;
 mod gateway_source;
 mod list_watch_http;
 mod local_server;
-pub(crate) mod member_peers;
 mod member_server;
-mod member_source;
+pub(crate) mod member_source;
 pub(crate) mod membership;
-mod quota;
 mod selected_source;
 mod source_policy;
 mod source_selector;
@@ -39,8 +36,8 @@ use disk::DiskWriter;
 use futures_util::future::BoxFuture;
 use gateway_source::GatewaySource;
 use local_server::LocalServer;
-use member_peers::MemberPeers;
 use member_server::{MemberClients, MemberTls};
+use member_source::MemberPeers;
 use membership::Membership;
 use selected_source::SelectedSource;
 use source_selector::SourceSelector;

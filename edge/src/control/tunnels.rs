@@ -11,10 +11,8 @@ pub(crate) mod connected_gateways;
 pub(crate) mod context;
 mod discovery;
 mod handshake;
-pub(crate) mod newest_sessions;
 mod session;
 mod slots;
-mod tls_error;
 
 use super::network_monitor::NetworkMonitor;
 use crate::config::TunnelMode;

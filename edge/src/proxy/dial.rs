@@ -16,7 +16,7 @@ use causeway_tunnel::{
     RejectCode,
     error::{Rejected, is_exhaustion},
 };
-use causeway_upstream::alpn::Alpn;
+use causeway_upstream::connection::Alpn;
 use futures_util::task::AtomicWaker;
 use std::{
     future::poll_fn,

@@ -22,7 +22,7 @@ use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
     RejectCode, StreamReceiver, error::is_close, headers, request_target::TargetOverflow,
 };
-use causeway_upstream::{alpn::Alpn, head, http2_pool::Checkout, retry::Retry};
+use causeway_upstream::{connection::Alpn, head, http2_pool::Checkout, retry::Retry};
 use http::{HeaderMap, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use std::{net::SocketAddr, sync::Arc, time::Duration};

@@ -14,9 +14,8 @@ use bytes::Bytes;
 use causeway_rt::socket::ResetOnClose;
 use causeway_tunnel::request_target::TargetOverflow;
 use causeway_upstream::{
-    http1::{Answering, Http1Io, handshake, into_inner},
+    http1::{Answering, Http1Io, handshake, into_inner, while_moving},
     pool::Pool,
-    progress::while_moving,
 };
 use http_body::{Body as _, Frame};
 use hyper::{Request, Response, body::Incoming, client::conn::http1};

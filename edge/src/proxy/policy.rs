@@ -11,7 +11,7 @@ use super::{
     upstream::{Upstream, UpstreamKey},
     upstream_tls::{self, TlsError},
 };
-use crate::config::{Allow, Config, Protocol, announced_ports::AnnouncedPortPolicy};
+use crate::config::{Allow, AnnouncedPortPolicy, Config, Protocol};
 use causeway_tunnel::{
     RejectCode, StreamKind, Target, control_stream::AnnouncedPorts, error::Rejected,
 };

@@ -16,7 +16,7 @@ use super::{
     upstream::{RequestError, Upstream, broken, map_error, timeout_error},
 };
 use causeway_tunnel::{StreamReceiver, request_target::TargetOverflow, wire};
-use causeway_upstream::{alpn::Alpn, head, progress::while_moving};
+use causeway_upstream::{connection::Alpn, head, http1::while_moving};
 use http::{
     Request, Response, StatusCode,
     header::{CONTENT_LENGTH, UPGRADE},

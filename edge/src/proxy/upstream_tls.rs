@@ -7,7 +7,7 @@
 use crate::config::{Port, Protocol};
 use causeway_certs::verify::{NoServerVerification, provider};
 use causeway_tunnel::Target;
-use causeway_upstream::alpn::AlpnConfigs;
+use causeway_upstream::connection::AlpnConfigs;
 use rustls::{ClientConfig, RootCertStore, client::WantsClientCert};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject};
 use std::{

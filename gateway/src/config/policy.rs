@@ -3,18 +3,17 @@
 //! A missing key does not restrict a rule. An empty key is a fault, because a list that a template left empty must not widen a
 //! rule that the list was to restrict. A pattern that can never match, or has two meanings, is a fault as well.
 
-mod path;
-
-use std::collections::{BTreeMap, HashSet};
-use std::fmt;
-use std::ops::RangeInclusive;
-use std::str::FromStr;
-
 use causeway_config::{ConfigError, ConfigErrors, IpNetList, Specified, Validate};
 use ipnet::IpNet;
+use percent_encoding::percent_decode_str;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
-
-pub use path::canonical;
+use std::{
+    borrow::Cow,
+    collections::{BTreeMap, HashSet},
+    fmt,
+    ops::RangeInclusive,
+    str::FromStr,
+};
 
 /// Maximum number of rules, far above practical policies. It limits the cost of one file.
 const MAX_RULES: usize = 100_000;
@@ -407,6 +406,40 @@ fn path_fault(text: &str) -> Option<String> {
         ));
     }
     None
+}
+
+/// Returns the path as every upstream reads it, decoded once; `None` if upstreams may differ.
+///
+/// Upstreams read paths in many ways: they decode, join `//`, follow `..`, and cut at `;`. A path that an upstream may read as
+/// another path has no canonical form. Authorization by path then assumes the worst case. The path that is sent to the upstream
+/// is never changed.
+pub fn canonical(path: &str) -> Option<Cow<'_, str>> {
+    // Some apps decode an encoded slash to a separator, and others treat it as a character.
+    let is_encoded_separator = |triple: &[u8]| {
+        let [b'%', high, low] = triple else {
+            return false;
+        };
+        matches!(
+            (high, low.to_ascii_lowercase()),
+            (b'2', b'f') | (b'5', b'c')
+        )
+    };
+    if path.contains('%') && path.as_bytes().windows(3).any(is_encoded_separator) {
+        return None;
+    }
+    let text = percent_decode_str(path).decode_utf8().ok()?;
+    let is_ambiguous = |c: char| c.is_control() || matches!(c, '%' | '\\' | ';' | '?' | '#');
+    let mut segments = text.strip_prefix('/')?.split('/').peekable();
+    while let Some(segment) = segments.next() {
+        let last = segments.peek().is_none();
+        if matches!(segment, "." | "..")
+            || (segment.is_empty() && !last)
+            || segment.contains(is_ambiguous)
+        {
+            return None;
+        }
+    }
+    Some(text)
 }
 
 #[cfg(test)]

@@ -8,10 +8,8 @@
 //!
 //! `leaders` selects the edge of each pool that reads here for all other members.
 
-mod connected_reader;
 mod leader_policy;
 pub mod leaders;
-mod membership_message;
 
 #[cfg(test)]
 mod tests;
@@ -38,9 +36,9 @@ use axum::{
 use causeway_certs::NodeName;
 use causeway_rt::socket::{CountedIo, Socket};
 use causeway_watch_cache::{AccessScope, GroupVersionResource, WatchCache};
-use connected_reader::NodePoolLeaders;
 use futures_util::future::BoxFuture;
 use http_body::Frame;
+use leader_policy::NodePoolLeaders;
 use serde_json::json;
 use std::{
     convert::Infallible,

@@ -5,7 +5,6 @@
 //! node name comes from the token or from the presented certificate, never from the request. A token is spent on disk before the
 //! certificate is sent. Every refusal has one word for the edge, which decides whether to retry, and a sentence for its operator.
 
-mod exchange;
 mod issue;
 mod rate_limit;
 

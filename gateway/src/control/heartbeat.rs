@@ -1,6 +1,6 @@
 //! Delegated heartbeats: statements of nodes without a gateway, carried by other members of their pools.
 //!
-//! 1. Members of node pools get a nonce every few seconds over their tunnels (`nonces`).
+//! 1. Members of node pools get a nonce every few seconds over their tunnels.
 //! 2. A heartbeat is accepted once for each node and nonce, if the key of the node's certificate has signed it. The certificate is
 //!    verified as that of an edge that connects. So no member can forge or replay the heartbeat
 //!    of another node, or delay it for longer than a nonce is valid.
@@ -8,8 +8,66 @@
 //!    (`rate_limit`), so that a stolen site can flood neither the gateway nor the API of the cluster.
 //! 4. Accepted heartbeats go to the component that renews Leases, which decides by the age of the Lease.
 
-mod nonces;
 mod rate_limit;
+
+/// Issued nonces that are still valid, the oldest first.
+#[derive(Default)]
+struct Nonces(VecDeque<Nonce>);
+
+struct Nonce {
+    text: String,
+    issued: Instant,
+    /// Nodes that have used it.
+    used: HashSet<NodeName>,
+}
+
+/// Reason why a nonce is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum NonceRefused {
+    /// It was never issued, or is too old.
+    Stale,
+    /// The node has used it before.
+    Replayed,
+}
+
+impl Nonces {
+    /// Returns a new nonce.
+    fn issue(&mut self, now: Instant) -> String {
+        self.remove_expired(now);
+        let text = format!("{:032x}", rand::random::<u128>());
+        self.0.push_back(Nonce {
+            text: text.clone(),
+            issued: now,
+            used: HashSet::new(),
+        });
+        text
+    }
+
+    /// Checks whether a nonce is valid now.
+    fn check(&mut self, text: &str, now: Instant) -> Result<(), NonceRefused> {
+        self.find(text, now).map(drop)
+    }
+
+    /// Records that a node has used a nonce.
+    fn spend(&mut self, text: &str, node: &NodeName, now: Instant) -> Result<(), NonceRefused> {
+        let nonce = self.find(text, now)?;
+        if !nonce.used.insert(node.clone()) {
+            return Err(NonceRefused::Replayed);
+        }
+        Ok(())
+    }
+
+    fn find(&mut self, text: &str, now: Instant) -> Result<&mut Nonce, NonceRefused> {
+        self.remove_expired(now);
+        let found = self.0.iter_mut().find(|nonce| nonce.text == text);
+        found.ok_or(NonceRefused::Stale)
+    }
+
+    /// Removes nonces that are too old.
+    fn remove_expired(&mut self, now: Instant) {
+        self.0.retain(|nonce| now <= nonce.issued + NONCE_LIFETIME);
+    }
+}
 
 #[cfg(test)]
 mod tests;
@@ -24,13 +82,12 @@ use causeway_certs::{HeartbeatStatement, NodeName, PeerRejected, parse_certifica
 use causeway_rt::log_throttle::LogThrottle;
 use causeway_tunnel::{
     control_stream::GatewayMessage,
-    heartbeat::{DelegatedHeartbeat, KubeletState, NONCE_INTERVAL},
+    heartbeat::{DelegatedHeartbeat, KubeletState, NONCE_INTERVAL, NONCE_LIFETIME},
 };
-use nonces::{NonceRefused, Nonces};
 use rate_limit::HeartbeatRateLimiter;
 use rustls::pki_types::CertificateDer;
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet, VecDeque},
     convert::Infallible,
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},

@@ -6,7 +6,6 @@
 //! `control::enrol` serves all other requests. Handshakes are spread over the workers and never awaited in the accept loop.
 //! [`TunnelListener::run`] owns every task, and ends them when it ends.
 
-mod close_reason;
 mod connection;
 mod context;
 mod session;

@@ -1,9 +1,6 @@
 //! Metric handles of one listener, resolved when the listener is built and updated without a lock.
 
-use super::{
-    declared::{Declared, ListenerLabel, OpenGauge},
-    histogram::AtomicHistogram,
-};
+use super::declared::{AtomicHistogram, Declared, ListenerLabel, OpenGauge};
 use crate::error::Reason;
 use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
 use std::time::Duration;

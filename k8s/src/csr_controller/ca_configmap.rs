@@ -8,7 +8,7 @@
 use super::{BACKOFF_RANGE, REQUEST_TIMEOUT};
 use crate::{
     client::{error_message, watch_error_message},
-    csr::CA_BUNDLE_KEY,
+    csr_client::CA_BUNDLE_KEY,
     log_throttle::LogThrottle,
 };
 use causeway_gateway::config;

@@ -5,7 +5,7 @@
 //! credentials, or the token of a service account that was given to a pod on that node. A request for more or less than an
 //! edge needs is invalid: the gateway approves no request that a person should examine.
 
-use crate::csr::{CERTIFICATE_SECONDS, CSR_USAGES, POD_NODE_KEY};
+use crate::csr_client::{CERTIFICATE_SECONDS, CSR_USAGES, POD_NODE_KEY};
 use causeway_certs::{NodeName, VerifiedPublicKey};
 use causeway_gateway::{config::CsrSigning, control::signer::Signer};
 use k8s_openapi::api::certificates::v1::CertificateSigningRequest;

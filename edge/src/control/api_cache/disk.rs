@@ -4,7 +4,7 @@
 //! saved everything. A process that is killed loses at most the changes of the last `save_every`. Once a minute the time is
 //! recorded until which the saved state was the newest.
 
-use super::{changes::any_changed, membership::Membership};
+use super::{membership::Membership, status::any_changed};
 use causeway_certs::Store as DataDir;
 use causeway_watch_cache::{Store, WatchCache, disk::SnapshotDir};
 use std::{

@@ -6,12 +6,12 @@
 use super::{
     list_watch_http::{build_request, error_chain, to_source_response},
     member_server::MemberTls,
+    membership::Membership,
     source_policy::Freshness,
 };
 use crate::control::http_server::set_keepalive;
 use causeway_config::host_port;
-use causeway_rt::resolve;
-use causeway_rt::task::TaskGroup;
+use causeway_rt::{resolve, task::TaskGroup};
 use causeway_tunnel::control_stream::NodePoolMember;
 use causeway_watch_cache::{ListWatch, SourceResponse};
 use futures_util::{StreamExt, future::BoxFuture};
@@ -154,6 +154,54 @@ fn version_of(list: &[u8]) -> Option<u64> {
     }
     let list: List = serde_json::from_slice(list).ok()?;
     list.metadata.version.parse().ok()
+}
+
+/// The other members of the pool, as a gateway announced them last, for requests that do not concern the cache.
+pub(crate) struct MemberPeers {
+    own_node: String,
+    membership: Membership,
+    tls: MemberTls,
+    tasks: Arc<TaskGroup>,
+}
+
+/// One of the other members.
+pub(crate) struct MemberPeer(MemberSource);
+
+impl MemberPeers {
+    pub(super) fn new(
+        own_node: &str,
+        (membership, tls): (Membership, MemberTls),
+        tasks: &Arc<TaskGroup>,
+    ) -> Self {
+        Self {
+            own_node: own_node.to_owned(),
+            membership,
+            tls,
+            tasks: tasks.clone(),
+        }
+    }
+
+    /// Returns the other members that have an address.
+    pub(crate) fn all(&self) -> Vec<MemberPeer> {
+        let mut members = self.membership.current().members;
+        members.retain(|member| member.node != self.own_node && !member.at.is_empty());
+        let peer = |member| MemberSource::new(member, self.tls.clone(), self.tasks.clone());
+        members.into_iter().map(peer).map(MemberPeer).collect()
+    }
+}
+
+impl MemberPeer {
+    pub(crate) fn node(&self) -> &str {
+        &self.0.member.node
+    }
+
+    /// Connects to the first address of the member that answers.
+    ///
+    /// # Errors
+    /// If none answers.
+    pub(crate) async fn connect(&self) -> Result<TlsStream<TcpStream>, String> {
+        self.0.dial().await
+    }
 }
 
 #[cfg(test)]

@@ -5,13 +5,13 @@
 //! it has.
 
 use super::{
-    changes::any_changed,
     gateway_source::GatewaySource,
     membership::Membership,
     selected_source::{SelectedSource, SourceKind},
 };
 use crate::status::ApiCacheStatus;
 use causeway_watch_cache::WatchCache;
+use futures_util::future::select_all;
 use std::{
     sync::{Arc, Weak},
     time::Duration,
@@ -100,4 +100,13 @@ impl StatusReporter {
                 .for_each(watch::Receiver::mark_unchanged);
         }
     }
+}
+
+/// Waits until one of these stores has changed, or has lost or found its source.
+pub(super) async fn any_changed(changes: &mut [watch::Receiver<u64>]) {
+    if changes.is_empty() {
+        return std::future::pending().await;
+    }
+    // The store lives at least as long as this task.
+    let _ = select_all(changes.iter_mut().map(|one| Box::pin(one.changed()))).await;
 }

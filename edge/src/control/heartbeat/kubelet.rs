@@ -1,6 +1,6 @@
 //! Health of this node's kubelet, by its health check over HTTP.
 
-use crate::config::heartbeat::PROBE_INTERVAL;
+use crate::config::PROBE_INTERVAL;
 use bytes::Bytes;
 use causeway_rt::http_client;
 use http::{Request, StatusCode, header::HOST};

@@ -1,6 +1,6 @@
 //! Client of a pool member's relay: one connection, on which it asks for a nonce and delivers one heartbeat.
 
-use crate::control::api_cache::member_peers::MemberPeer;
+use crate::control::api_cache::member_source::MemberPeer;
 use bytes::Bytes;
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::heartbeat::{DelegatedHeartbeat, HeartbeatNonce, MAX_NONCE, PATH};

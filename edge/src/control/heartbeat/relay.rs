@@ -5,7 +5,7 @@
 
 use crate::{
     control::http_server::ConnectionPlace,
-    metrics::{Metrics, heartbeat::RelayOutcome},
+    metrics::{Metrics, RelayOutcome},
 };
 use axum::{
     Json, Router,

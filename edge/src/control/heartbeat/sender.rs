@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     config,
-    control::{api_cache::member_peers::MemberPeers, identity_store::IdentityStore},
+    control::{api_cache::member_source::MemberPeers, identity_store::IdentityStore},
     metrics::Metrics,
     status::{HeartbeatStatus, StatusWriter},
 };

@@ -1,6 +1,6 @@
 //! Context that all tunnels of an edge share.
 
-use super::{connected_gateways::ConnectedGateways, newest_sessions::NewestSessions};
+use super::connected_gateways::ConnectedGateways;
 use crate::{
     config::Config,
     control::{
@@ -17,9 +17,14 @@ use causeway_tunnel::{
     buffered::MemoryBudget, control_stream::AnnouncedPorts, edge_side::StreamRequest,
 };
 use futures_util::future::BoxFuture;
-use std::{net::IpAddr, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    net::IpAddr,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 use tokio::sync::{Semaphore, watch};
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// Time that a tunnel may take to close, in addition to the time for its streams.
 pub(super) const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -88,5 +93,27 @@ impl TunnelContext {
     pub(crate) fn backoff(&self) -> Backoff {
         let backoff_config = &self.config.backoff;
         Backoff::new(backoff_config.silent_max, backoff_config.refused_max)
+    }
+}
+
+/// Newest session of each slot at each gateway process, for as long as its tunnel is open.
+#[derive(Debug, Default)]
+pub(crate) struct NewestSessions(Mutex<HashMap<(String, u32), CancellationToken>>);
+
+impl NewestSessions {
+    /// Whether the tunnel of the newest session of this slot at this gateway process is still open.
+    pub(super) fn is_open(&self, gateway: &str, slot: u32) -> bool {
+        let sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let session = sessions.get(&(gateway.to_owned(), slot));
+        session.is_some_and(|ended| !ended.is_cancelled())
+    }
+
+    /// Adds a session as the newest one of its slot, until the returned guard is dropped.
+    pub(super) fn insert(&self, gateway: String, slot: u32) -> DropGuard {
+        let mut sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        sessions.retain(|_, ended| !ended.is_cancelled());
+        let ended = CancellationToken::new();
+        sessions.insert((gateway, slot), ended.clone());
+        ended.drop_guard()
     }
 }

@@ -4,12 +4,18 @@
 //! the edge is built from its configuration and its state.
 
 use super::{
-    super::{api_cache::membership::MembershipUpdater, connect_error::ConnectError, trust_roots},
     connected_gateways::{GatewayLease, TunnelGroup},
     context::{TunnelContext, TunnelUnavailable},
-    tls_error::{TlsErrorSlot, TunnelIo},
 };
-use crate::config::{self, TunnelMode};
+use crate::{
+    config::{self, TunnelMode},
+    control::{
+        api_cache::membership::MembershipUpdater,
+        connect_error::{self, ConnectError},
+        identity_store::IdentityStore,
+    },
+};
+use causeway_certs::verify::tunnel_client;
 use causeway_rt::socket::CountedIo;
 use causeway_tunnel::{
     RejectCode, TunnelEnd,
@@ -17,13 +23,19 @@ use causeway_tunnel::{
         ControlStream, ControlStreamError, EdgeHello, EdgeMessage, GatewayHello, GatewayMessage,
     },
     edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream, StreamRequest},
-    io_observer::ObservedIo,
+    io_observer::{IoObserver, ObservedIo},
     wire,
 };
-use std::{future::Future, pin::pin, time::Duration};
+use std::{
+    future::Future,
+    io,
+    pin::pin,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 /// Parts of a tunnel once it is registered.
 pub(super) struct EstablishedTunnel {
@@ -236,7 +248,7 @@ fn build_hello(context: &TunnelContext, slot: u32, announced: &[String]) -> Edge
         upgrade_bodies: true,
         takes_over: false,
         bulk_after: u64::try_from(config.tunnels.bulk_after).ok(),
-        roots: Some(trust_roots::trusted_fingerprints(&context.identity_store)),
+        roots: Some(trusted_fingerprints(&context.identity_store)),
         site: config
             .api_cache
             .as_ref()
@@ -260,5 +272,71 @@ pub(super) fn unexpected_message(message: &GatewayMessage) -> ConnectError {
         } => ConnectError::dismissed(*why, detail, Duration::from_millis(*retry_after_ms)),
         GatewayMessage::Drain { .. } => ConnectError::silent("the gateway is draining"),
         _ => ConnectError::refused("the gateway sent an unexpected message during the hello"),
+    }
+}
+
+/// Replaces the roots by these, if they are valid. They arrive over a tunnel, whose gateway was verified when it was dialled.
+/// New roots are on the disk before they are used to dial. Returns the fingerprints of the roots that are trusted now.
+pub(super) async fn update_roots(context: &TunnelContext, pem: &str) -> Vec<String> {
+    if let Err(why) = install_roots(context, pem).await {
+        warn!(
+            why,
+            "the CA roots announced by the gateway were not installed"
+        );
+    }
+    trusted_fingerprints(&context.identity_store)
+}
+
+/// Returns the fingerprints of the trusted roots, in the form that gateways receive.
+pub(super) fn trusted_fingerprints(identity_store: &IdentityStore) -> Vec<String> {
+    let roots = identity_store.identity().fingerprints();
+    roots.iter().map(ToString::to_string).collect()
+}
+
+async fn install_roots(context: &TunnelContext, pem: &str) -> Result<(), String> {
+    let current = context.identity_store.identity();
+    if current.is_external {
+        return Err("the trusted CAs are configured (identity.ca)".to_owned());
+    }
+    let roots = current.read_roots(pem).map_err(|error| error.to_string())?;
+    if roots == current.roots {
+        return Ok(());
+    }
+    let update = context
+        .identity_store
+        .update(|identity| identity.roots = roots);
+    update.await.map_err(|error| error.to_string())?;
+    let updated = context.identity_store.identity();
+    context
+        .connector
+        .set_tls(tunnel_client(&updated).map_err(|error| error.to_string())?);
+    info!(roots = ?updated.fingerprints(), "trusted CA roots were replaced");
+    Ok(())
+}
+
+/// Connection of a tunnel.
+pub(super) type TunnelIo = ObservedIo<TlsStream<CountedIo<TcpStream>>, TlsErrorSlot>;
+
+/// TLS error that ended a connection, if there was one.
+///
+/// HTTP/2 only gets a failed read and no TLS alert. The alert determines how long an edge waits: it must not dial a gateway
+/// that does not know its certificate every two seconds. With TLS 1.3 the gateway sends the alert only after the edge has
+/// completed its handshake.
+#[derive(Clone, Debug, Default)]
+pub(super) struct TlsErrorSlot(Arc<Mutex<Option<rustls::Error>>>);
+
+impl TlsErrorSlot {
+    pub(super) fn to_connect_error(&self, ended: &TunnelEnd) -> ConnectError {
+        let tls_error = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        ConnectError::tunnel_ended(ended, tls_error.as_ref())
+    }
+}
+
+impl IoObserver for TlsErrorSlot {
+    fn on_read_failed(&mut self, error: &io::Error) {
+        if let Some(error) = connect_error::find_tls_error(error) {
+            let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            *slot = Some(error.clone());
+        }
     }
 }

@@ -12,13 +12,11 @@ use super::{
         connect_error::ConnectError,
         dial::{GatewayAddr, GatewayConnection},
         heartbeat::{HeartbeatRelay, relay::TunnelRelay},
-        trust_roots,
     },
     bulk::BulkTracker,
     connected_gateways::{GatewayLease, TunnelGroup},
     context::{TunnelContext, TunnelUnavailable},
-    handshake::{TunnelHandshake, unexpected_message},
-    tls_error::{TlsErrorSlot, TunnelIo},
+    handshake::{self, TlsErrorSlot, TunnelHandshake, TunnelIo, unexpected_message},
 };
 use crate::{metrics::TunnelGuard, status::TunnelSummary};
 use causeway_rt::task::TaskGroup;
@@ -371,7 +369,7 @@ impl TunnelSession {
                 bytes: self.edge_side.resize_window(*bytes),
             }),
             Ok(GatewayMessage::Roots { pem }) => Some(EdgeMessage::Roots {
-                roots: trust_roots::update_roots(&self.context, pem).await,
+                roots: handshake::update_roots(&self.context, pem).await,
             }),
             _ => None,
         }

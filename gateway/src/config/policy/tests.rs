@@ -143,3 +143,47 @@ fn ports_are_one_or_from_one_to_another() {
         "22"
     );
 }
+
+#[test]
+fn a_path_that_apps_read_alike_is_decoded() {
+    for (sent, means) in [
+        ("/", "/"),
+        ("/metrics", "/metrics"),
+        ("/logs/", "/logs/"),
+        ("/%65xec/a%20b", "/exec/a b"),
+        ("/a:b@c,d=e+f~g!$&'()*", "/a:b@c,d=e+f~g!$&'()*"),
+        ("/%C3%A9", "/é"),
+    ] {
+        assert_eq!(canonical(sent).as_deref(), Some(means), "{sent}");
+    }
+}
+
+#[test]
+fn an_ambiguous_path_is_not_normalized() {
+    for sent in [
+        "",
+        "*",
+        "metrics",
+        "//exec",
+        "/a//b",
+        "/a/../exec",
+        "/a/%2e%2e/exec",
+        "/./exec",
+        "/..",
+        "/a%2fexec",
+        "/a%2Fexec",
+        "/a%5cexec",
+        "/a\\exec",
+        "/exec;x=1",
+        "/exec%3bx",
+        "/%2565xec",
+        "/exec%00",
+        "/exec%0a",
+        "/%ff",
+        "/exec%3fx",
+        "/a%",
+        "/a%zz",
+    ] {
+        assert_eq!(canonical(sent), None, "{sent}");
+    }
+}

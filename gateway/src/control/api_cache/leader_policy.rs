@@ -5,10 +5,10 @@
 //! cause of the silence. `candidates_to_probe` selects the candidates to probe in time. Of several candidates, the one with the
 //! fewest streams leads, among those that have been connected for a while.
 
-use super::connected_reader::ConnectedReader;
+use crate::state::{TunnelInfo, advertised::SharedCell};
 use causeway_certs::NodeName;
-use causeway_tunnel::Tunnel;
-use std::time::Duration;
+use causeway_tunnel::{Tunnel, control_stream::YurtHubAddr};
+use std::{collections::BTreeMap, time::Duration};
 
 /// Time after which a connected edge is likely to stay.
 const STEADY_AFTER: Duration = Duration::from_secs(10);
@@ -99,6 +99,53 @@ pub(super) fn candidates_to_probe<'a>(
     };
     let silent_candidates = candidates.iter().filter(|one| !one.is_heard_since(leading));
     silent_candidates.map(|one| one.node).collect()
+}
+
+/// Leader of each pool, shared with the admin API.
+pub(super) type NodePoolLeaders = SharedCell<BTreeMap<String, NodeName>>;
+
+/// Connected node with an API cache.
+pub(super) struct ConnectedReader {
+    pub(super) node: NodeName,
+    pub(super) pool: Option<String>,
+    /// Addresses at which the node serves other members.
+    pub(super) addresses: Vec<String>,
+    /// Endpoint at which the node serves `YurtHub`s.
+    pub(super) yurthub: Option<Box<YurtHubAddr>>,
+    pub(super) instance: String,
+    /// Tunnels over which announcements are sent.
+    pub(super) tunnels: Vec<TunnelInfo>,
+}
+
+impl ConnectedReader {
+    pub(super) fn tunnel_handles(&self) -> impl Iterator<Item = &Tunnel> {
+        self.tunnels.iter().map(|edge| &edge.tunnel.tunnel)
+    }
+
+    /// Whether other members may use this node.
+    pub(super) fn serves_members(&self) -> bool {
+        !self.addresses.is_empty() && self.active_tunnels().next().is_some()
+    }
+
+    /// Returns the tunnels that do not drain, including tunnels that do not answer.
+    pub(super) fn active_tunnels(&self) -> impl Iterator<Item = &Tunnel> {
+        self.tunnel_handles().filter(|tunnel| !tunnel.is_draining())
+    }
+
+    /// Returns the number of open streams in the node's tunnels.
+    pub(super) fn streams(&self) -> usize {
+        self.tunnel_handles()
+            .map(|tunnel| tunnel.load().open_streams())
+            .sum()
+    }
+
+    pub(super) fn can_lead(&self) -> bool {
+        !self.addresses.is_empty() && self.is_open()
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        self.tunnel_handles().any(Tunnel::is_open)
+    }
 }
 
 #[cfg(test)]

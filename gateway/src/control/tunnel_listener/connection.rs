@@ -4,10 +4,7 @@
 //! [`TunnelConnection`] owns the driver, and the [`Registration`] owns the entry in the registry. Dropping either on any path
 //! cleans up completely.
 
-use super::{
-    close_reason::CloseReason,
-    context::{HandshakenEdge, TunnelListener},
-};
+use super::context::{CloseReason, HandshakenEdge, TunnelListener};
 use crate::{
     control::eligibility::goaway_message,
     metrics::TunnelGuard,

@@ -7,12 +7,11 @@
 //! entry.
 
 use super::{
-    close_reason::CloseReason,
     connection::{
         DrainingTunnel, Registration, TunnelConnection, register_error, retire_replaced,
         wait_drained,
     },
-    context::{HandshakenEdge, TunnelListener},
+    context::{CloseReason, HandshakenEdge, TunnelListener},
 };
 use crate::control::{
     broadcast::ports_message,

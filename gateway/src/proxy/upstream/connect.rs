@@ -17,7 +17,7 @@ use causeway_tunnel::{
     io_observer::{IoObserver, ObservedIo},
     stream_io::StreamIo,
 };
-use causeway_upstream::{alpn::Alpn, connection::UpstreamIo};
+use causeway_upstream::connection::{Alpn, UpstreamIo};
 use std::{
     io,
     pin::Pin,

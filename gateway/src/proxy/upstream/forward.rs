@@ -26,7 +26,7 @@ use crate::{
 };
 use causeway_tunnel::{StreamError, StreamReceiver, headers, request_target::TargetOverflow, wire};
 use causeway_upstream::{
-    alpn::Alpn,
+    connection::Alpn,
     head,
     http2_pool::{Checkout, StreamPermit},
     retry::{Retry, is_idempotent},

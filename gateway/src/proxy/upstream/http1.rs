@@ -17,9 +17,8 @@ use crate::{
 };
 use causeway_tunnel::{request_target::TargetOverflow, wire};
 use causeway_upstream::{
-    alpn::Alpn,
-    http1::{Http1Io, handshake},
-    progress::while_moving,
+    connection::Alpn,
+    http1::{Http1Io, handshake, while_moving},
 };
 use hyper::client::conn::http1;
 use std::{

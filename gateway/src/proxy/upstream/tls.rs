@@ -10,7 +10,7 @@ use causeway_certs::{
     LeafCertificate, NodeName,
     verify::{self, provider},
 };
-use causeway_upstream::alpn::{Alpn, AlpnConfigs};
+use causeway_upstream::connection::{Alpn, AlpnConfigs};
 use http::{HeaderMap, header::AUTHORIZATION};
 use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme,

@@ -32,8 +32,7 @@ use causeway_tunnel::{StreamError, request_target::TargetOverflow, stream_io::St
 use causeway_upstream::{
     connection::UpstreamIo,
     head,
-    http1::{self, Http1Io},
-    progress::while_moving,
+    http1::{self, Http1Io, while_moving},
     response_error::find,
 };
 use http::{
