@@ -9,7 +9,6 @@
 mod client;
 mod issuers;
 pub(crate) mod peer;
-mod plain_server;
 mod pool_member;
 pub(crate) mod roots;
 mod server;
@@ -26,9 +25,9 @@ pub use client::{
 pub use peer::{
     IsRevokedFn, PeerRejected, Purpose, VerifiedPeer, check_peer, none_revoked, verify_peer,
 };
-pub use plain_server::ServerOnlyTls;
 pub use pool_member::{IsMemberFn, PoolMemberRejected, PoolMemberTls};
 pub use roots::TrustError;
+pub use server::ServerOnlyTls;
 pub use server::{join_server, listener_server, tunnel_server};
 pub use session_tickets::TicketSecret;
 pub use trust_store::{ListenerClientTrust, TrustStore};

@@ -15,14 +15,13 @@ mod address;
 mod error;
 pub mod openapi;
 mod reload;
-mod restart_keys;
 mod secret;
 mod units;
 
+pub use crate::reload::{RestartKey, RestartKeys};
 pub use address::{ListenAddr, ListenAddrs, SocketAddrStr, host_port};
 pub use error::{ConfigError, ConfigErrors, Validate};
 pub use reload::{ReloadReceiver, ReloadRequest, ReloadResult, ReloadSender, reload_channel};
-pub use restart_keys::{RestartKey, RestartKeys};
 pub use secret::Secret;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub use units::{ByteSize, DurationStr, IpNetList, canonical_network};
