@@ -91,7 +91,7 @@ impl SystemdNotifier {
     /// Reports that the process is ready. Later calls only send the status.
     pub(crate) fn notify_ready(&self, status: &str) {
         let Some(channel) = &self.0 else { return };
-        let is_first = channel.with_last_status(|told| !std::mem::replace(&mut told.ready, true));
+        let is_first = channel.with_last_status(|last| !std::mem::replace(&mut last.ready, true));
         if is_first {
             channel.send("READY=1");
         }
@@ -102,16 +102,16 @@ impl SystemdNotifier {
     pub(crate) fn notify_status(&self, status: &str) {
         let Some(channel) = &self.0 else { return };
         let status = status.replace(['\n', '\r'], " ");
-        if channel.with_last_status(|told| told.status != status) {
+        if channel.with_last_status(|last| last.status != status) {
             channel.send(&format!("STATUS={status}"));
-            channel.with_last_status(|told| told.status = status);
+            channel.with_last_status(|last| last.status = status);
         }
     }
 
     /// Reports that the process ends within `grace` and [`STOP_MARGIN`]. Later calls send nothing.
     fn notify_stopping(&self, grace: Duration) {
         let Some(channel) = &self.0 else { return };
-        if channel.with_last_status(|told| std::mem::replace(&mut told.stopping, true)) {
+        if channel.with_last_status(|last| std::mem::replace(&mut last.stopping, true)) {
             return;
         }
         let timeout_micros = (grace + STOP_MARGIN).as_micros();
@@ -128,10 +128,10 @@ impl SystemdNotifier {
         let (now, min_interval) = (Instant::now(), channel.notify_interval() / 2);
         let is_recent = |last| now.duration_since(last) < min_interval;
         if channel.watchdog.is_some()
-            && !channel.with_last_status(|told| told.last_alive.is_some_and(is_recent))
+            && !channel.with_last_status(|last| last.last_alive.is_some_and(is_recent))
         {
             channel.send("WATCHDOG=1");
-            channel.with_last_status(|told| told.last_alive = Some(now));
+            channel.with_last_status(|last| last.last_alive = Some(now));
         }
     }
 
@@ -226,7 +226,7 @@ impl SystemdNotifier {
 
     /// Reports that the process is ready, if that was not reported before.
     fn notify_ready_once(&self, status: &str) {
-        let is_ready = |channel: &Arc<NotifySocket>| channel.with_last_status(|told| told.ready);
+        let is_ready = |channel: &Arc<NotifySocket>| channel.with_last_status(|last| last.ready);
         if !self.0.as_ref().is_some_and(is_ready) {
             self.notify_ready(status);
         }
@@ -261,7 +261,7 @@ impl SystemdNotifier {
     /// Waits for `time`, or until the process must stop and has not reported that yet.
     async fn pause(&self, time: Duration, stop: &CancellationToken) {
         let is_stopping =
-            |channel: &Arc<NotifySocket>| channel.with_last_status(|told| told.stopping);
+            |channel: &Arc<NotifySocket>| channel.with_last_status(|last| last.stopping);
         if self.0.as_ref().is_some_and(is_stopping) {
             sleep(time).await;
         } else {

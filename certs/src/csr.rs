@@ -351,10 +351,10 @@ mod tests {
                 .unwrap_err()
                 .to_string()
         };
-        let said = refused("test.example", "edge-2");
+        let message = refused("test.example", "edge-2");
         assert!(
-            said.contains("edge/edge-1") && said.contains("edge/edge-2"),
-            "{said}"
+            message.contains("edge/edge-1") && message.contains("edge/edge-2"),
+            "{message}"
         );
         assert!(refused("other.example", "edge-1").contains("test.example"));
     }

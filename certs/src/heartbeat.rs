@@ -1,9 +1,9 @@
 //! Signatures of delegated heartbeats: a node that has lost its gateways signs that its kubelet is alive, and another node
 //! carries the statement to a gateway.
 //!
-//! The signed bytes begin with a fixed context, so that the signature is valid for nothing else: the bytes that TLS 1.3 signs
-//! begin with spaces, those of TLS 1.2 with a handshake type, and a certificate request is DER. The length of each field
-//! precedes it. A nonce of the gateway makes each statement fresh; no clock is compared.
+//! The signed bytes begin with a fixed context, so that the signature is valid for nothing else. The bytes that TLS 1.3 signs
+//! begin with spaces, those of TLS 1.2 with a handshake type. A certificate request is DER. The length of each field precedes it.
+//! A nonce of the gateway makes each statement fresh; no clock is compared.
 
 use crate::crypto::provider;
 use crate::leaf::LeafCertificate;

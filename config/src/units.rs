@@ -233,10 +233,11 @@ mod tests {
         let read = |text: &str| from_value::<Nets>(json!([text])).map(|nets| nets.0[0].to_string());
         assert_eq!(read("10.0.0.0/8").unwrap(), "10.0.0.0/8");
         assert_eq!(read("192.168.1.7").unwrap(), "192.168.1.7/32");
-        let said = read("10.1.2.3/8").unwrap_err().to_string();
+        let output = read("10.1.2.3/8").unwrap_err().to_string();
         assert!(
-            said.contains("write 10.0.0.0/8") && said.contains("or 10.1.2.3 for this one address"),
-            "{said}"
+            output.contains("write 10.0.0.0/8")
+                && output.contains("or 10.1.2.3 for this one address"),
+            "{output}"
         );
     }
 

@@ -72,7 +72,7 @@ impl Proxy {
     ) -> Self {
         let client = UpstreamClient {
             dialer: Dialer::new(policy, timeouts.dial, metrics.clone()),
-            kept: ConnectionPool::new(timeouts.upstream_idle),
+            pool: ConnectionPool::new(timeouts.upstream_idle),
             upgrade_bound: timeouts.upgrade,
             most_fields: max_response_headers,
             metrics,
@@ -286,7 +286,7 @@ impl Proxy {
                 }
                 // The client's stream must not stay open until the upstream connection is idle.
                 drop(send);
-                body.return_connection(&self.client.kept).await;
+                body.return_connection(&self.client.pool).await;
                 StreamOutcome::Done
             }
         }
@@ -294,7 +294,7 @@ impl Proxy {
 
     /// Closes expired idle connections to upstreams.
     pub(crate) fn sweep(&self) {
-        self.client.kept.evict_expired();
+        self.client.pool.evict_expired();
     }
 }
 

@@ -59,7 +59,7 @@ pub struct Status {
 pub struct TunnelStatus {
     /// Number of the tunnel's slot, from 0.
     pub slot: u32,
-    /// `standing` or `leaving`.
+    /// `active` or `draining`.
     pub state: &'static str,
     /// Address of the gateway as configured or announced (`host:port`).
     pub gateway: String,
@@ -222,7 +222,7 @@ impl StatusWriter {
         let id = self.0.next_tunnel_id.fetch_add(1, Relaxed);
         let tunnel = Tunnel {
             slot,
-            state: "standing",
+            state: "active",
             gateway: gateway_addr.gateway.clone(),
             address: gateway_addr.address,
             since: now(),
@@ -235,7 +235,7 @@ impl StatusWriter {
             table.errors.remove(&gateway_addr.to_string());
             table.identity_hint = None;
         });
-        self.0.open_tunnels.send_modify(|standing| *standing += 1);
+        self.0.open_tunnels.send_modify(|count| *count += 1);
         TunnelSummary {
             shared: self.0.clone(),
             id,
@@ -261,7 +261,7 @@ impl StatusWriter {
     pub(crate) async fn wait_until_connected(&self) {
         let mut open_tunnels = self.0.open_tunnels.subscribe();
         // The sender lives at least as long as this task.
-        let _ = open_tunnels.wait_for(|standing| *standing > 0).await;
+        let _ = open_tunnels.wait_for(|count| *count > 0).await;
     }
 
     /// Sets the instruction for the operator about an identity that gateways refuse, or removes it with `None`. Returns
@@ -316,11 +316,11 @@ impl StatusWriter {
 }
 
 impl TunnelSummary {
-    /// Marks the tunnel as leaving: it accepts no new streams.
-    pub(crate) fn mark_leaving(&self) {
+    /// Marks the tunnel as draining: it accepts no new streams.
+    pub(crate) fn mark_draining(&self) {
         self.shared.table.send_modify(|table| {
             if let Some(tunnel) = table.tunnels.get_mut(&self.id) {
-                tunnel.state = "leaving";
+                tunnel.state = "draining";
             }
         });
     }
@@ -331,9 +331,7 @@ impl Drop for TunnelSummary {
         self.shared.table.send_modify(|table| {
             table.tunnels.remove(&self.id);
         });
-        self.shared
-            .open_tunnels
-            .send_modify(|standing| *standing -= 1);
+        self.shared.open_tunnels.send_modify(|count| *count -= 1);
     }
 }
 
@@ -349,7 +347,7 @@ impl StatusReader {
             trouble.what = format!("{}; {hint}", trouble.what);
         }
         let state = match &last_error {
-            _ if tunnels.iter().any(|tunnel| tunnel.state == "standing") => "connected",
+            _ if tunnels.iter().any(|tunnel| tunnel.state == "active") => "connected",
             // Another process serves the node now, although old streams continue here.
             Some(trouble) if trouble.refused => "refused",
             _ if !tunnels.is_empty() => "connected",

@@ -43,21 +43,21 @@ fuzz_target!(|question: &[u8]| {
             "an answer is not answered"
         );
         assert!(bytes.len() <= limit);
-        let said = Message::from_vec(&bytes).expect("an answer can be read");
+        let message = Message::from_vec(&bytes).expect("an answer can be read");
         assert_eq!(bytes[..2], question[..2], "the id");
-        assert_eq!(said.message_type, MessageType::Response);
-        assert!(!said.recursion_available);
+        assert_eq!(message.message_type, MessageType::Response);
+        assert!(!message.recursion_available);
         match found {
             QueryOutcome::Malformed => assert_eq!(
-                (bytes.len(), said.response_code),
+                (bytes.len(), message.response_code),
                 (12, ResponseCode::FormErr)
             ),
             QueryOutcome::Edge => {
-                assert!(said.authoritative && said.response_code == ResponseCode::NoError)
+                assert!(message.authoritative && message.response_code == ResponseCode::NoError)
             }
-            QueryOutcome::None => assert_eq!(said.response_code, ResponseCode::NXDomain),
+            QueryOutcome::None => assert_eq!(message.response_code, ResponseCode::NXDomain),
             QueryOutcome::Refused => {
-                assert!(said.answers.is_empty() && said.response_code != ResponseCode::NoError)
+                assert!(message.answers.is_empty() && message.response_code != ResponseCode::NoError)
             }
             QueryOutcome::Elsewhere | QueryOutcome::Zone => {}
         }

@@ -7,18 +7,18 @@ use libfuzzer_sys::fuzz_target;
 use serde_json::to_vec;
 
 fuzz_target!(|line: &[u8]| {
-    if let Ok(said) = parse_message::<EdgeMessage>(line) {
-        let again = to_vec(&said).expect("a line can be written");
+    if let Ok(message) = parse_message::<EdgeMessage>(line) {
+        let again = to_vec(&message).expect("a line can be written");
         assert_eq!(
             parse_message::<EdgeMessage>(&again).expect("it can be read"),
-            said
+            message
         );
     }
-    if let Ok(said) = parse_message::<GatewayMessage>(line) {
-        let again = to_vec(&said).expect("a line can be written");
+    if let Ok(message) = parse_message::<GatewayMessage>(line) {
+        let again = to_vec(&message).expect("a line can be written");
         assert_eq!(
             parse_message::<GatewayMessage>(&again).expect("it can be read"),
-            said
+            message
         );
     }
 });

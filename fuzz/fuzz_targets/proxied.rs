@@ -9,7 +9,7 @@ fuzz_target!(|bytes: &[u8]| {
     let mut left = bytes;
     let runtime = tokio::runtime::Builder::new_current_thread().build();
     let runtime = runtime.expect("a runtime without drivers needs nothing");
-    let Ok(said) = runtime.block_on(proxy_protocol::read(&mut left)) else {
+    let Ok(message) = runtime.block_on(proxy_protocol::read(&mut left)) else {
         return;
     };
     let told = usize::from(u16::from_be_bytes([bytes[14], bytes[15]]));
@@ -18,7 +18,7 @@ fuzz_target!(|bytes: &[u8]| {
         16 + told,
         "nothing behind it is read"
     );
-    if let Some(said) = said {
-        assert_eq!(said.source.is_ipv4(), said.destination.is_ipv4());
+    if let Some(message) = message {
+        assert_eq!(message.source.is_ipv4(), message.destination.is_ipv4());
     }
 });

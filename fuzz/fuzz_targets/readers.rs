@@ -32,13 +32,13 @@ struct Says {
 
 impl ListWatch for Says {
     fn get(&self, _path_and_query: String) -> BoxFuture<'_, Result<SourceResponse, String>> {
-        let said = self.all.get(self.asked.fetch_add(1, Relaxed)).cloned();
-        let answer = said
+        let message = self.all.get(self.asked.fetch_add(1, Relaxed)).cloned();
+        let answer = message
             .ok_or_else(|| "away".to_owned())
-            .map(|said| SourceResponse {
+            .map(|message| SourceResponse {
                 status: StatusCode::OK,
                 headers: HeaderMap::new(),
-                body: stream::iter([Ok(said)]).boxed(),
+                body: stream::iter([Ok(message)]).boxed(),
             });
         Box::pin(async { answer })
     }

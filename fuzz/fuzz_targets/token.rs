@@ -8,11 +8,11 @@ use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &str| {
     if let Ok(token) = JoinToken::parse(text) {
-        let said = token.text();
-        assert_eq!(said.expose(), text.trim(), "a token has one spelling");
-        assert!(!token.to_string().contains(said.expose()));
+        let message = token.text();
+        assert_eq!(message.expose(), text.trim(), "a token has one spelling");
+        assert!(!token.to_string().contains(message.expose()));
         // The text for a log contains no secret.
-        let secret = said.expose().split('.').nth(2).unwrap_or_default();
+        let secret = message.expose().split('.').nth(2).unwrap_or_default();
         assert!(!format!("{token:?}").contains(secret));
     }
     if let Ok(tokens) = StaticTokens::parse(text) {

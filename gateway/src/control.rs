@@ -1,11 +1,11 @@
 //! The control plane: admits and enrols edges, reports the gateway's state, and drains it.
 //!
 //! The control plane fills the tables of `state` and is never on the data path; nothing here imports `proxy`. The modules follow
-//! the life cycle of an edge: it enrols (or its cluster requests its certificate from the `signer`), is admitted, is listed, and
-//! is moved to another gateway at a drain. In addition, `api_cache` serves cluster resources to edges, and `jwks` fetches the
-//! keys that verify clients' JWTs. `dns` resolves node names for clients, and `nat` redirects connections to node addresses to
-//! listeners. `heartbeat` verifies heartbeats of nodes without a gateway. `address_conflicts` reports addresses that several
-//! nodes share, and `certificate_expiry` reports certificates that expire.
+//! the life cycle of an edge. The edge enrols (or its cluster requests its certificate from the `signer`), is admitted and is
+//! listed. At a drain it is moved to another gateway. In addition, `api_cache` serves cluster resources to edges, and `jwks`
+//! fetches the keys that verify clients' JWTs. `dns` resolves node names for clients, and `nat` redirects connections to node
+//! addresses to listeners. `heartbeat` verifies heartbeats of nodes without a gateway. `address_conflicts` reports addresses that
+//! several nodes share, and `certificate_expiry` reports certificates that expire.
 
 pub(crate) mod broadcast;
 pub mod ca_rotation;

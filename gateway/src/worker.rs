@@ -146,12 +146,12 @@ mod tests {
         let ids: Vec<_> = workers
             .all()
             .map(|worker| {
-                let (tell, told) = std::sync::mpsc::channel();
+                let (sender, receiver) = std::sync::mpsc::channel();
                 #[allow(clippy::disallowed_methods, reason = "a test")]
                 workers.runtime(worker).spawn(async move {
-                    tell.send(std::thread::current().id()).unwrap();
+                    sender.send(std::thread::current().id()).unwrap();
                 });
-                told.recv().unwrap()
+                receiver.recv().unwrap()
             })
             .collect();
         assert_ne!(ids[0], ids[1]);

@@ -187,7 +187,7 @@ fn service_addresses(
     nodes: &[IpAddr],
 ) -> Result<Vec<String>, String> {
     let annotations = service.metadata.annotations.as_ref();
-    if let Some(text) = annotations.and_then(|said| said.get(ADVERTISE_ANNOTATION)) {
+    if let Some(text) = annotations.and_then(|message| message.get(ADVERTISE_ANNOTATION)) {
         let entries = text
             .split(',')
             .map(str::trim)
@@ -310,8 +310,8 @@ mod tests {
     #[test]
     fn an_annotation_comes_first_and_its_faults_are_named() {
         let annotated = |text: &str| {
-            let said = json!({ "metadata": { "annotations": { ADVERTISE_ANNOTATION: text } }, "spec": { "type": "ClusterIP" } });
-            found(&said, &[])
+            let message = json!({ "metadata": { "annotations": { ADVERTISE_ANNOTATION: text } }, "spec": { "type": "ClusterIP" } });
+            found(&message, &[])
         };
         assert_eq!(
             annotated("a.example:1, 192.0.2.1:2").unwrap(),

@@ -123,8 +123,8 @@ mod tests {
             ("", "current context"),
             ("current-context: x", "current context"),
         ] {
-            let said = cause(text).await;
-            assert!(said.contains(part) && !said.contains('\n'), "{said}");
+            let output = cause(text).await;
+            assert!(output.contains(part) && !output.contains('\n'), "{output}");
         }
         std::fs::remove_dir_all(&folder).unwrap();
         let error = build_client(Some(&path)).await.err().unwrap().to_string();

@@ -239,10 +239,10 @@ impl GatewayCertificate {
         let chain = self.fetch_chain(&pending).await?;
         let text = StoredCertificate::encode(names, &chain, key.key_pem().expose());
         let issued = StoredCertificate::read(&text, &self.purpose);
-        let issued = issued.and_then(|kept| {
-            let is_valid = kept.not_after > SystemTime::now();
+        let issued = issued.and_then(|certificate| {
+            let is_valid = certificate.not_after > SystemTime::now();
             is_valid
-                .then_some(kept)
+                .then_some(certificate)
                 .ok_or_else(|| "it has expired already".to_owned())
         });
         if issued.is_ok() {
@@ -310,7 +310,7 @@ impl GatewayCertificate {
         let subject = format!("{}: {}", self.signer, self.purpose.describe_subject(names));
         let kind = self.purpose.request_kind();
         let stored = self.on_disk(move |store| store.pending(kind)).await?;
-        if let Some(stored) = stored.filter(|kept| kept.asks == subject) {
+        if let Some(stored) = stored.filter(|certificate| certificate.asks == subject) {
             return Ok(stored);
         }
         self.on_disk(move |store| store.check_issued_certificate_space(kind))

@@ -1,5 +1,5 @@
-//! Kubernetes support of Causeway: controllers that each fill a table of the gateway, one per file, and the client with which
-//! an edge requests its certificate from its cluster.
+//! Kubernetes support of Causeway: controllers that each fill a table of the gateway, one per file. An edge requests its
+//! certificate from its cluster with the client here.
 //!
 //! No other crate knows Kubernetes. The gateway offers writers of its tables, and also runs without this crate.
 //! - `client` connects to the cluster's API.

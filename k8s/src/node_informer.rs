@@ -305,7 +305,7 @@ impl ApiHealth {
         }
         if self
             .last_logged
-            .is_some_and(|said| said.elapsed() < LOG_INTERVAL)
+            .is_some_and(|message| message.elapsed() < LOG_INTERVAL)
         {
             tracing::debug!(why, "the cluster's API still fails");
             return;

@@ -387,7 +387,7 @@ impl<'a> Reconciler<'a> {
             let recorder = Recorder::new(self.controller.client.clone(), reporter);
             (note.clone(), recorder)
         };
-        let unchanged = self.last_event.take().filter(|(told, _)| *told == note);
+        let unchanged = self.last_event.take().filter(|(last, _)| *last == note);
         let (_, recorder) = self.last_event.insert(unchanged.unwrap_or_else(new_event));
         let event = Event {
             type_: EventType::Warning,

@@ -35,7 +35,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn sent_bytes_are_read_and_late_bytes_break_no_close() {
         let (mut near, mut far) = duplex(64);
-        let said = async {
+        let message = async {
             far.read_u8().await.unwrap();
             // The client sends its whole request before it reads the response.
             far.write_all(&[0; 4096]).await.unwrap();
@@ -45,7 +45,7 @@ mod tests {
         };
         near.write_u8(1).await.unwrap();
         let begun = Instant::now();
-        tokio::join!(close(near), said);
+        tokio::join!(close(near), message);
         assert_eq!(
             begun.elapsed(),
             Duration::ZERO,

@@ -34,7 +34,7 @@ impl LogThrottle {
         state.count += 1;
         if state
             .last_logged
-            .is_some_and(|said| said.elapsed() < interval)
+            .is_some_and(|last| last.elapsed() < interval)
         {
             return None;
         }

@@ -382,15 +382,15 @@ mod tests {
         import(&ask).await.unwrap();
         assert_eq!(std::fs::read(data_dir.join("ca.json")).unwrap(), ahead);
         let shared = SharedCa::read(folder.path()).unwrap();
-        let said = describe_import(
+        let response_text = describe_import(
             store.import_shared(&shared).unwrap(),
             shared.ca(),
             Path::new("/data"),
         );
         let command = "`causeway k8s ca-secret --data-dir /data | kubectl replace -f -`";
         assert!(
-            said.contains("is ahead") && said.contains(command),
-            "{said}"
+            response_text.contains("is ahead") && response_text.contains(command),
+            "{response_text}"
         );
     }
 
@@ -407,9 +407,12 @@ mod tests {
         }
         let shared = other.shared().unwrap();
         let taken = store.import_shared(&shared).unwrap();
-        let said = describe_import(taken, shared.ca(), Path::new("/data"));
-        assert!(said.contains("/data have diverged"), "{said}");
-        assert!(!said.contains("is ahead"), "{said}");
+        let response_text = describe_import(taken, shared.ca(), Path::new("/data"));
+        assert!(
+            response_text.contains("/data have diverged"),
+            "{response_text}"
+        );
+        assert!(!response_text.contains("is ahead"), "{response_text}");
     }
 
     #[test]
@@ -428,12 +431,12 @@ mod tests {
         };
         let at = |days: u64| expiry_warning(&info, UNIX_EPOCH + Duration::from_hours(24 * days));
         assert_eq!(at(70), None);
-        let said = at(71).unwrap();
+        let response_text = at(71).unwrap();
         assert!(
-            said.contains("ends in 29 days, at 1970-04-11T00:00:00Z"),
-            "{said}"
+            response_text.contains("ends in 29 days, at 1970-04-11T00:00:00Z"),
+            "{response_text}"
         );
-        assert!(said.contains("'Issuing'"), "{said}");
+        assert!(response_text.contains("'Issuing'"), "{response_text}");
     }
 
     #[test]

@@ -484,7 +484,7 @@ mod tests {
         let status = json!({
             "node": "edge-1", "state": "connected", "version": "0.1.0",
             "tunnels": [{
-                "gateway": "gw.example:10262", "state": "standing", "since": began, "round_trip_us": 1260,
+                "gateway": "gw.example:10262", "state": "active", "since": began, "round_trip_us": 1260,
                 "streams": 3, "sent": 1536, "received": 5, "address": "10.0.0.1:10262",
             }],
             "certificate": { "not_after": began + 864_000_000, "trouble": { "what": "late" } },
@@ -498,7 +498,7 @@ mod tests {
             .filter(|cell| !cell.is_empty())
             .collect();
         let row: Vec<&str> = row.iter().map(|cell| cell.trim()).collect();
-        let expected = "gw.example:10262|standing|2days 1h|1.3 ms|3|1.5 KiB|5 B|10.0.0.1:10262";
+        let expected = "gw.example:10262|active|2days 1h|1.3 ms|3|1.5 KiB|5 B|10.0.0.1:10262";
         assert_eq!(row.join("|"), expected, "{shown}");
         assert_eq!(
             lines[5..],

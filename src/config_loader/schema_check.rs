@@ -1,8 +1,8 @@
 //! Checks a value against its schema, and removes the parts that do not conform.
 //!
-//! Finds the faults at which serde would stop one by one: unknown keys (with the nearest known one), missing keys, wrong
-//! types, and words that an enumeration does not have. The faulty parts are removed from the value, so that the rest can
-//! still be deserialized and validated. A removed list element shifts the numbers behind it. `PrunedValue` maps later numbers
+//! Finds all faults at once, while serde stops at the first one. Faults are unknown keys (with the nearest known one), missing
+//! keys, wrong types, and words that an enumeration does not have. The faulty parts are removed from the value, so that the rest
+//! can still be deserialized and validated. A removed list element shifts the numbers behind it. `PrunedValue` maps later numbers
 //! back to the original ones.
 
 use std::collections::{BTreeMap, BTreeSet};

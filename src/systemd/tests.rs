@@ -207,7 +207,7 @@ fn edge_without_tunnels() -> Status {
 fn tunnel(slot: u32) -> TunnelStatus {
     TunnelStatus {
         slot,
-        state: "standing",
+        state: "active",
         gateway: "a:1".into(),
         address: None,
         since: 0,

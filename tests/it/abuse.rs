@@ -314,9 +314,9 @@ async fn a_thousand_idle_upgrades_stay_and_each_still_works() {
         sleep(Duration::from_mins(10)).await;
     }
     for (number, wire) in wires.iter_mut().enumerate() {
-        let said = format!("{number:08}");
-        wire.write_all(said.as_bytes()).await.unwrap();
-        assert_eq!(read(wire, said.len()).await, said.as_bytes());
+        let message = format!("{number:08}");
+        wire.write_all(message.as_bytes()).await.unwrap();
+        assert_eq!(read(wire, message.len()).await, message.as_bytes());
     }
     drop(wires);
     Attack { site, edge, before }.end_idle().await;
@@ -436,7 +436,7 @@ async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
         .edge_of(few, "edge-1", app.port())
         .flag("--join", token)
         .start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     let mut silent = Vec::new();
     for _ in 0..60 {
         let mut wire = TcpStream::connect(&site.listener).await.unwrap();
@@ -450,7 +450,8 @@ async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
     assert!(head.starts_with("HTTP/1.1 503 "), "{head}");
     let error = "error=proxy_internal_error; details=\"exhausted: ";
     assert!(head.contains(error), "{head}");
-    edge.said("this edge is out of file descriptors").await;
+    edge.wait_for_line("this edge is out of file descriptors")
+        .await;
     // Further requests get it too, well-formed or not.
     let mut wire = TcpStream::connect(&site.listener).await.unwrap();
     let head = timeout(PATIENCE, exchange(&mut wire, GET)).await;

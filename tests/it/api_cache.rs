@@ -52,7 +52,7 @@ impl ApiCacheEdge {
     async fn of(edge: Causeway, reader: &str) -> Self {
         let mut edge = edge.flag("--api-cache", reader).start();
         let line = edge
-            .said("the API cache is ready for programs on this node")
+            .wait_for_line("the API cache is ready for programs on this node")
             .await;
         let at = address_after(&line, "address=");
         Self { edge, at }
@@ -155,7 +155,7 @@ async fn a_node_reads_gateway_state_from_its_edge_during_outages() {
     // An invalid manifest changes nothing, and is reported.
     fs::write(objects.path().join("bad.yaml"), "kind: [").unwrap();
     let mut site = site;
-    site.gateway.said("bad.yaml").await;
+    site.gateway.wait_for_line("bad.yaml").await;
     fs::remove_file(objects.path().join("bad.yaml")).unwrap();
 
     // Without a gateway the edge continues to serve, and reports the age of its data.
@@ -306,7 +306,10 @@ async fn spoilt(node: &mut ApiCacheEdge, folder: &Path) {
     let kept = folder.join("kept.pem");
     fs::copy(folder.join("endpoint.pem"), &kept).unwrap();
     fs::write(folder.join("key.pem"), "no key").unwrap();
-    let told = node.edge.said("the previous one stays in use").await;
+    let told = node
+        .edge
+        .wait_for_line("the previous one stays in use")
+        .await;
     assert!(told.contains("api_cache.tls"), "{told}");
     let version = over_tls(node, &kept, "version").run().await;
     assert!(version.text().contains("gitVersion"));
@@ -337,7 +340,7 @@ async fn clients_read_over_tls_with_late_and_renewed_certificates() {
     let mut node = ApiCacheEdge::join(&site, "edge-1", &reader).await;
     let told = node
         .edge
-        .said("this listener refuses all clients until the error is corrected")
+        .wait_for_line("this listener refuses all clients until the error is corrected")
         .await;
     assert!(
         told.contains("api_cache.tls") && told.contains("endpoint.pem"),

@@ -126,7 +126,7 @@ async fn no_log_holds_a_secret() {
     let token = site.token("--node edge-1").await;
     let edge = site.edge("edge-1", app.port()).flag("--join", &token);
     let mut edge = edge.start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     let wrong = "wrong-secret-5";
     let query = url("/?token=query-secret-7");
     let nobody = site.nobody().bearer(wrong).get(&query).await;

@@ -56,17 +56,17 @@ async fn all_configuration_faults_are_listed_with_place_and_remedy() {
         "gateway --config gateway.yaml",
         "gateway --config gateway.yaml --check-config",
     ] {
-        let said = causeway(line)
+        let message = causeway(line)
             .within(folder.path())
             .run()
             .await
             .with_code(2);
-        let faults: Vec<&str> = said.stderr.lines().collect();
-        assert_eq!(faults.len(), GATEWAY_FAULTS.len(), "{}", said.stderr);
+        let faults: Vec<&str> = message.stderr.lines().collect();
+        assert_eq!(faults.len(), GATEWAY_FAULTS.len(), "{}", message.stderr);
         for (fault, expected) in faults.iter().zip(GATEWAY_FAULTS) {
             assert!(fault.starts_with(expected), "{fault}\n{expected}");
         }
-        assert_eq!(said.stdout, "");
+        assert_eq!(message.stdout, "");
     }
 }
 
@@ -90,9 +90,9 @@ async fn bad_configurations_get_their_messages_and_good_ones_pass() {
     };
     let (folder, names) = fixtures("invalid");
     for name in names {
-        let said = check(&folder, &name).await.with_code(2);
+        let message = check(&folder, &name).await.with_code(2);
         let expected = folder.join(&name).with_extension("expected");
-        assert_eq!(said.stderr, fs::read_to_string(expected).unwrap());
+        assert_eq!(message.stderr, fs::read_to_string(expected).unwrap());
     }
     let (folder, names) = fixtures("valid");
     for name in names {
@@ -131,10 +131,10 @@ async fn permanent_failures_exit_with_the_supervisors_code() {
 #[tokio::test]
 async fn faults_in_flags_and_variables_name_the_flag_and_the_variable() {
     for side in ["gateway", "edge"] {
-        let said = causeway(side)
+        let message = causeway(side)
             .env("CAUSEWAY_LOG_FORMAT", "xml")
             .args(["--admin-listen", "5"]);
-        let said = said
+        let message = message
             .args(["--config", "none.yaml"])
             .run()
             .await
@@ -145,7 +145,7 @@ async fn faults_in_flags_and_variables_name_the_flag_and_the_variable() {
             "flag --admin-listen: admin.listen: ",
             "none.yaml: cannot be read: No such file",
         ] {
-            assert!(said.contains(part), "{part}\n{said}");
+            assert!(message.contains(part), "{part}\n{message}");
         }
     }
     for line in [
@@ -155,10 +155,10 @@ async fn faults_in_flags_and_variables_name_the_flag_and_the_variable() {
         "status -o xml",
         "token create",
     ] {
-        let said = causeway(line).run().await.with_code(2);
+        let message = causeway(line).run().await.with_code(2);
         assert!(
-            said.stderr.contains("Usage") || said.stderr.contains("--help"),
-            "{line}: {said:?}"
+            message.stderr.contains("Usage") || message.stderr.contains("--help"),
+            "{line}: {message:?}"
         );
     }
 }
@@ -180,8 +180,8 @@ async fn an_address_in_use_is_reported_with_its_listener() {
         let second = second
             .flag("--listeners", listener(listen))
             .flag("--admin-listen", admin);
-        let said = second.flag("--tunnel-listen", tunnel).run().await;
-        said.failed(&[named, &taken, "in use"]);
+        let message = second.flag("--tunnel-listen", tunnel).run().await;
+        message.failed(&[named, &taken, "in use"]);
     }
     // The first gateway is not affected.
     let admin = fs::read_to_string(site.data().join("run-admin")).unwrap();
@@ -203,7 +203,7 @@ async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason() {
     let site = GatewayProcess::start().await;
     let used = site.token("--node edge-1").await;
     let mut first = site.edge("edge-1", 1).flag("--join", &used).start();
-    first.said("joined").await;
+    first.wait_for_line("joined").await;
     let expired = site.token("--node edge-2 --ttl 1ms").await;
     let other = site.token("--node edge-3").await;
     let secret = |token: &str| token.split('.').nth(2).unwrap().to_owned();
@@ -234,8 +234,8 @@ async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason() {
             .edge("fresh", 1)
             .args(["--node", node])
             .flag("--join", token);
-        let said = at_once(refused).await.failed(&[words]);
-        assert!(!said.contains(&secret(token)), "{said}");
+        let message = at_once(refused).await.failed(&[words]);
+        assert!(!message.contains(&secret(token)), "{message}");
         assert!(!site.edge_data("fresh").join("edge.json").exists());
         // Another gateway behind the same address may know a token that this one does not know.
         let tries = if logged == "token_unknown" { 6 } else { 1 };
@@ -246,7 +246,7 @@ async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason() {
     }
     // A refused token is not used up.
     let mut meant = site.edge("edge-3", 1).flag("--join", &other).start();
-    meant.said("tunnel registered").await;
+    meant.wait_for_line("tunnel registered").await;
 }
 
 #[tokio::test]
@@ -285,7 +285,7 @@ async fn a_damaged_token_is_refused_without_a_request() {
         .edge("edge-1", 1)
         .flag("--join", format!(" {token}\n"))
         .start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
 }
 
 #[tokio::test]
@@ -306,7 +306,7 @@ async fn a_gateway_of_another_ca_never_hears_the_token() {
     // The token is still valid at its own gateway.
     assert_eq!(hash.len(), 43);
     let mut edge = other.edge("edge-1", 1).flag("--join", &token).start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
 }
 
 #[tokio::test]
@@ -332,10 +332,10 @@ async fn an_edge_with_another_nodes_certificate_does_not_start() {
         .await
         .failed(&["for node edge-1", "names edge-2"]);
     fs::write(site.edge_data("edge-1").join("edge.json"), "{").unwrap();
-    let said = at_once(site.edge("edge-1", 1))
+    let message = at_once(site.edge("edge-1", 1))
         .await
         .failed(&["edge.json is damaged", "causeway edge leave"]);
-    assert!(!said.contains("panicked"));
+    assert!(!message.contains("panicked"));
 }
 
 #[tokio::test]
@@ -346,7 +346,7 @@ async fn a_removed_node_is_refused_and_backs_off_at_the_maximum() {
     let mut site = site
         .restart(|data| fs::write(data.join("nodes.json"), "{}").unwrap())
         .await;
-    let logged = site.gateway.said("refused an edge").await;
+    let logged = site.gateway.wait_for_line("refused an edge").await;
     assert!(
         logged.contains("edge-1") && logged.contains("not enrolled"),
         "{logged}"
@@ -360,7 +360,7 @@ async fn an_expired_certificate_is_named_and_backs_off_at_the_maximum() {
     let site = GatewayProcess::with("tunnel: { edge_certificate_lifetime: 1s }").await;
     let token = site.token("--node edge-1").await;
     let mut first = site.edge("edge-1", 1).flag("--join", token).start();
-    first.said("joined").await;
+    first.wait_for_line("joined").await;
     first.stop().await.ok();
     let joined = SystemTime::now();
     until("the certificate has ended", async || {
@@ -368,11 +368,11 @@ async fn an_expired_certificate_is_named_and_backs_off_at_the_maximum() {
     })
     .await;
     let mut edge = site.edge("edge-1", 1).start();
-    edge.said("has expired, unless this machine's clock is wrong")
+    edge.wait_for_line("has expired, unless this machine's clock is wrong")
         .await;
     let mut gateway = site.gateway;
     let logged = gateway
-        .said("refused a connection to the tunnel port")
+        .wait_for_line("refused a connection to the tunnel port")
         .await;
     assert!(logged.contains("xpired"), "{logged}");
     unwelcome(edge, "CertificateExpired").await;
@@ -395,14 +395,14 @@ async fn a_replaced_gateway_ca_is_refused_and_both_ends_log_it() {
             assert!(init.unwrap().status.success());
         })
         .await;
-    let said = edge.said("UnknownIssuer").await;
+    let message = edge.wait_for_line("UnknownIssuer").await;
     assert!(
-        said.contains("cannot open a tunnel") && said.contains("retry_in"),
-        "{said}"
+        message.contains("cannot open a tunnel") && message.contains("retry_in"),
+        "{message}"
     );
     let logged = site
         .gateway
-        .said("the peer ended the TLS handshake with an alert")
+        .wait_for_line("the peer ended the TLS handshake with an alert")
         .await;
     for part in ["UnknownCA", "an edge refuses", "causeway token create"] {
         assert!(logged.contains(part), "{logged}");
@@ -431,7 +431,7 @@ async fn a_certificate_of_another_ca_is_logged_and_refused() {
     );
     let mut gateway = site.gateway;
     let logged = gateway
-        .said("refused a connection to the tunnel port")
+        .wait_for_line("refused a connection to the tunnel port")
         .await;
     assert!(logged.contains("UnknownIssuer"), "{logged}");
 }
@@ -458,7 +458,7 @@ async fn an_unwritable_data_directory_is_reported_and_uses_no_token() {
         read_only(&data, false);
     }
     let mut edge = site.edge("edge-1", 1).flag("--join", &token).start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
 }
 
 #[tokio::test]
@@ -532,8 +532,8 @@ async fn a_full_disk_at_the_edge_costs_no_token() {
     let site = GatewayProcess::start().await;
     let token = site.token("--node edge-1").await;
     let edge = site.edge_of(causeway_on_a_full_disk(1), "edge-1", 1);
-    let said = at_once(edge.flag("--join", &token)).await;
-    said.failed(&[
+    let message = at_once(edge.flag("--join", &token)).await;
+    message.failed(&[
         "cannot write",
         site.edge_data("edge-1").to_str().unwrap(),
         "File too large",
@@ -545,7 +545,7 @@ async fn a_full_disk_at_the_edge_costs_no_token() {
     );
 
     let mut edge = site.edge("edge-1", 1).flag("--join", &token).start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
 }
 
 #[tokio::test]
@@ -559,17 +559,19 @@ async fn a_full_disk_at_a_running_edge_leaves_its_identity_as_it_was() {
     let mut edge = site
         .edge_of(causeway_on_a_full_disk(1), "edge-1", app.port())
         .start();
-    let said = edge.said("cannot save the gateway's addresses").await;
+    let message = edge
+        .wait_for_line("cannot save the gateway's addresses")
+        .await;
     assert!(
-        said.contains("edge.json") && said.contains("File too large"),
-        "{said}"
+        message.contains("edge.json") && message.contains("File too large"),
+        "{message}"
     );
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     assert_eq!(fs::read_to_string(&kept).unwrap(), before);
     edge.stop().await.ok();
     site.edge("edge-1", app.port())
         .start()
-        .said("tunnel registered")
+        .wait_for_line("tunnel registered")
         .await;
 }
 
@@ -583,14 +585,14 @@ async fn a_full_gateway_disk_uses_no_token_and_the_edge_retries() {
     let before = files(&site.data());
     let mut site = site.on_a_full_disk(1).await;
     let mut edge = site.edge("edge-1", 1).flag("--join", &token).start();
-    let said = edge.said("not joined yet").await;
+    let message = edge.wait_for_line("not joined yet").await;
     assert!(
-        said.contains("the gateway cannot ") && said.contains("see its log for the cause"),
-        "{said}"
+        message.contains("the gateway cannot ") && message.contains("see its log for the cause"),
+        "{message}"
     );
     let logged = site
         .gateway
-        .said("cannot issue an edge's certificate")
+        .wait_for_line("cannot issue an edge's certificate")
         .await;
     assert!(
         logged.contains("tokens.json") && logged.contains("File too large"),
@@ -606,7 +608,7 @@ async fn a_full_gateway_disk_uses_no_token_and_the_edge_retries() {
     assert_eq!(kept(&files(&site.data())), kept(&before));
 
     let _site = site.restart(|_| {}).await;
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
 }
 
 #[tokio::test]
@@ -623,7 +625,7 @@ async fn a_full_disk_under_token_create_leaves_the_old_tokens_usable() {
     full.failed(&["cannot write", "tokens.json", "File too large"]);
     assert_eq!(files(&site.data()), before);
     let mut edge = site.edge("edge-1", 1).flag("--join", good).start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
 }
 
 #[tokio::test]
@@ -653,11 +655,11 @@ async fn at_once(edge: Causeway) -> ExitedProcess {
 async fn unwelcome(mut edge: Process, why: &str) {
     let refused =
         |line: &str| line.contains("cannot open a tunnel") && line.contains("refused_permanently");
-    let said = edge.line("no tunnel: refused permanently", refused).await;
-    assert!(said.contains(why), "{said}");
-    let delay = said.split_once("retry_in=").unwrap().1;
+    let message = edge.line("no tunnel: refused permanently", refused).await;
+    assert!(message.contains(why), "{message}");
+    let delay = message.split_once("retry_in=").unwrap().1;
     let delay: f64 = delay.trim_end_matches('s').parse().unwrap();
-    assert!((30.0..=60.0).contains(&delay), "{said}");
+    assert!((30.0..=60.0).contains(&delay), "{message}");
 
     let status = edge_status(&edge).await;
     assert_eq!(status["state"], "refused", "{status}");

@@ -117,7 +117,7 @@ impl Balanced {
                 format!("{{9100: {{target: \"127.0.0.1:{}\"}}}}", self.app.port()),
             );
         let mut process = edge.start();
-        let runs = process.said("edge is running").await;
+        let runs = process.wait_for_line("edge is running").await;
         let admin = address_after(&runs, "admin=");
         Edge { process, admin }
     }
@@ -146,8 +146,8 @@ impl Edge {
     async fn misses(&self) -> usize {
         let metrics = self.ask("/metrics").await;
         let misses = "causeway_edge_tunnel_attempts_total{outcome=\"reached\"} ";
-        let said = metrics.lines().find_map(|line| line.strip_prefix(misses));
-        said.map_or(0, |said| said.parse().unwrap())
+        let message = metrics.lines().find_map(|line| line.strip_prefix(misses));
+        message.map_or(0, |message| message.parse().unwrap())
     }
 
     /// Waits until the edge has reached this many of this many gateways.
@@ -231,8 +231,8 @@ async fn a_sticky_balancer_costs_few_attempts_and_one_log_line() {
     .await;
     let took = began.elapsed();
     assert!(took >= Duration::from_secs(2), "two pauses in {took:?}");
-    let said = edge.process.written();
-    assert_eq!(said.count("searching for further gateways"), 1);
+    let message = edge.process.written();
+    assert_eq!(message.count("searching for further gateways"), 1);
     let statuses = all
         .sites
         .iter()
@@ -240,7 +240,7 @@ async fn a_sticky_balancer_costs_few_attempts_and_one_log_line() {
     let mut statuses = futures_util::future::join_all(statuses).await;
     statuses.sort_unstable();
     assert_eq!(statuses, [200, 503]);
-    assert_eq!(said.count("tunnel registered"), 1);
+    assert_eq!(message.count("tunnel registered"), 1);
     // The edge finds a gateway at another address as soon as the balancer leads to it.
     let (there, gone): (Vec<_>, Vec<_>) = {
         let mut parts = (Vec::new(), Vec::new());
@@ -302,7 +302,7 @@ async fn an_edge_joins_any_gateway_that_knows_its_token() {
             for gateway in gateways {
                 edge = edge.flag("--gateway", gateway.to_string());
             }
-            edge.start().said("joined").await;
+            edge.start().wait_for_line("joined").await;
         }
     }
 }

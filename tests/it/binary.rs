@@ -15,8 +15,8 @@ async fn two_processes_a_token_and_curl_are_all_it_takes() {
     let site = GatewayProcess::start().await;
     let _edge = site.join("edge-1", app.port()).await;
 
-    let said = site.curl("edge-1", "").run().await.ok();
-    assert_eq!(said.text(), "hello from behind NAT");
+    let message = site.curl("edge-1", "").run().await.ok();
+    assert_eq!(message.text(), "hello from behind NAT");
     let nobody = site
         .curl_as_nobody("edge-1", "")
         .args(["-w", "%{http_code}"]);
@@ -37,7 +37,7 @@ async fn an_edge_restarts_from_its_data_with_a_used_or_no_token() {
             _ => site.edge("edge-1", app.port()).flag("--join", &token),
         };
         let mut edge = edge.start();
-        edge.said("tunnel registered").await;
+        edge.wait_for_line("tunnel registered").await;
         assert_eq!(
             site.curl("edge-1", "").run().await.ok().text(),
             "still here"
@@ -56,7 +56,7 @@ async fn an_edge_reconnects_after_its_gateway_was_killed() {
     let site = GatewayProcess::start().await;
     let _edge = site.join("edge-1", app.port()).await;
     let mut site = site.restart(|_| {}).await;
-    site.gateway.said("edge-1 connected").await;
+    site.gateway.wait_for_line("edge-1 connected").await;
     assert_eq!(site.curl("edge-1", "").run().await.ok().text(), "back");
 }
 
@@ -87,9 +87,9 @@ async fn without_a_ca_tokens_clients_and_gateways_say_how_to_make_one() {
         "gateway",
     ] {
         let missing = causeway(line).args(["--data-dir", "none"]);
-        let said = missing.within(folder.path()).run().await;
-        assert_eq!(said.stdout, "", "{line}");
-        said.failed(&["none", "causeway ca init --data-dir none"]);
+        let message = missing.within(folder.path()).run().await;
+        assert_eq!(message.stdout, "", "{line}");
+        message.failed(&["none", "causeway ca init --data-dir none"]);
         assert!(!folder.path().join("none").exists(), "{line}");
     }
     // A directory with all files except a CA, such as that of an edge.
@@ -97,8 +97,8 @@ async fn without_a_ca_tokens_clients_and_gateways_say_how_to_make_one() {
     fs::write(folder.path().join("bare/version"), "1\n").unwrap();
     for line in ["token create --node edge-1", "gateway"] {
         let missing = causeway(line).args(["--data-dir", "bare"]);
-        let said = missing.within(folder.path()).run().await;
-        said.failed(&["causeway ca init --data-dir bare"]);
+        let message = missing.within(folder.path()).run().await;
+        message.failed(&["causeway ca init --data-dir bare"]);
     }
 }
 
@@ -187,7 +187,7 @@ async fn sigterm_gives_a_slow_download_its_time_at_the_gateway() {
     need!("curl");
     let mut slow = Slow::begin("").await;
     slow.site.gateway.signal("TERM").await;
-    slow.site.gateway.said("draining").await;
+    slow.site.gateway.wait_for_line("draining").await;
     let late = slow.refused_late().await;
     slow.gate.open();
     slow.gate.open();
@@ -201,7 +201,7 @@ async fn sigterm_gives_a_slow_download_its_time_at_the_edge() {
     need!("curl");
     let mut slow = Slow::begin("").await;
     slow.edge.signal("TERM").await;
-    slow.edge.said("SIGTERM: draining").await;
+    slow.edge.wait_for_line("SIGTERM: draining").await;
     slow.gate.open();
     slow.gate.open();
     assert_eq!(slow.rest().await, Ok("two\n".into()));
@@ -228,7 +228,7 @@ async fn a_second_sigterm_ends_a_gateway_at_once() {
     slow.site.gateway.signal("TERM").await;
     slow.site
         .gateway
-        .said("SIGTERM: draining; a second signal stops at once")
+        .wait_for_line("SIGTERM: draining; a second signal stops at once")
         .await;
     slow.site.gateway.signal("TERM").await;
     assert!(slow.rest().await.is_err());
@@ -241,7 +241,7 @@ async fn a_second_sigterm_ends_an_edge_at_once() {
     let mut slow = Slow::begin("").await;
     slow.edge.signal("TERM").await;
     slow.edge
-        .said("SIGTERM: draining; a second signal stops at once")
+        .wait_for_line("SIGTERM: draining; a second signal stops at once")
         .await;
     slow.edge.signal("INT").await;
     assert!(slow.rest().await.is_err());
@@ -252,7 +252,7 @@ async fn a_second_sigterm_ends_an_edge_at_once() {
 async fn sighup_ends_no_stream() {
     let mut site = GatewayProcess::start().await;
     site.gateway.signal("HUP").await;
-    site.gateway.said("SIGHUP").await;
+    site.gateway.wait_for_line("SIGHUP").await;
     site.gateway.stop().await.ok();
 }
 
@@ -265,7 +265,7 @@ async fn an_edge_without_a_gateway_to_join_stops_when_it_is_asked() {
         .flag("--join", token)
         .start();
     // A silent network is not a refusal: the edge retries.
-    edge.said("not joined yet").await;
+    edge.wait_for_line("not joined yet").await;
     edge.stop().await.ok();
 }
 

@@ -218,11 +218,11 @@ async fn whole_rotation(
 ) {
     assert!(!rotate(site, "activate").await.0, "nothing is prepared");
     for _ in 0..2 {
-        let (done, said) = rotate(site, "prepare").await;
-        assert!(done && said.contains("prepared"), "{said}");
+        let (done, message) = rotate(site, "prepare").await;
+        assert!(done && message.contains("prepared"), "{message}");
     }
-    let (done, said) = rotate(site, "retire").await;
-    assert!(!done && said.contains("rotate activate"), "{said}");
+    let (done, message) = rotate(site, "retire").await;
+    assert!(!done && message.contains("rotate activate"), "{message}");
     until("the edge trusts both roots", async || {
         roots(&site.edge_data("edge-1")) == 2
     })
@@ -235,19 +235,19 @@ async fn whole_rotation(
     // Peers that know only the old root: a token from before, and clients.
     let joining = site.edge("edge-2", app.port()).flag("--join", token);
     let mut joining = joining.start();
-    joining.said("tunnel registered").await;
+    joining.wait_for_line("tunnel registered").await;
     assert_eq!(roots(&site.edge_data("edge-2")), 2);
     let told = site
         .curl("edge-1", "")
         .args(["--cacert".into(), site.path("old.pem")]);
     assert_eq!(told.run().await.ok().text(), "it");
-    let (done, said) = rotate(site, "retire").await;
-    assert!(!done && said.contains("edge-3"), "{said}");
+    let (done, message) = rotate(site, "retire").await;
+    assert!(!done && message.contains("edge-3"), "{message}");
     let shown = causeway("status").flag("--data-dir", site.data()).run();
     assert!(shown.await.ok().stdout.contains("a new root signs"));
     until("only edge-3 prevents it", async || {
-        let (done, said) = rotate(site, "retire").await;
-        !done && said.contains("1 enrolled edges") && said.contains("edge-3")
+        let (done, message) = rotate(site, "retire").await;
+        !done && message.contains("1 enrolled edges") && message.contains("edge-3")
     })
     .await;
     let new = alice(site).await;
@@ -257,14 +257,14 @@ async fn whole_rotation(
         async || is_old_unused(),
     )
     .await;
-    let (done, said) = rotate(site, "retire --force").await;
-    assert!(done && said.contains("no longer trusted"), "{said}");
+    let (done, message) = rotate(site, "retire --force").await;
+    assert!(done && message.contains("no longer trusted"), "{message}");
     until("the old root is gone", async || {
         roots(&site.edge_data("edge-1")) == 1
     })
     .await;
     let mut gone = site.edge("edge-3", app.port()).start();
-    gone.said("cannot open a tunnel").await;
+    gone.wait_for_line("cannot open a tunnel").await;
     joining.stop().await.ok();
 }
 
@@ -316,7 +316,7 @@ async fn a_complete_root_rotation_drops_and_refuses_no_request() {
         })
     );
     assert!(requests > 100, "{requests}");
-    edge.said("certificate is renewed").await;
+    edge.wait_for_line("certificate is renewed").await;
     assert_eq!(alice(&site).await.get(URL).await.status, 200);
     let late = Request::get(URL).body(whole("")).unwrap();
     assert!(first.try_send(late).await.is_err());
@@ -396,7 +396,7 @@ async fn each_certificate_in_use_has_a_metric_and_an_expiry_warning() {
 }
 
 fn is_warned_of(log: &str, used_for: &str) -> bool {
-    let said = format!("\"used_for\":\"{used_for}\"");
-    let mut lines = log.lines().filter(|line| line.contains(&said));
+    let message = format!("\"used_for\":\"{used_for}\"");
+    let mut lines = log.lines().filter(|line| line.contains(&message));
     lines.any(|line| line.contains("expires soon") || line.contains("has expired"))
 }

@@ -30,8 +30,11 @@ async fn clients_of_http_1_and_2_reach_the_app() {
     let app = App::saying("hello").await;
     let testbed = TestBed::to(&app).await;
     for (flag, version) in [("--http1.1", "1.1"), ("--http2", "2")] {
-        let said = testbed.curl([flag, "-w", " %{http_version} %{http_code}", URL]);
-        assert_eq!(said.run().await.ok().text(), format!("hello {version} 200"));
+        let output = testbed.curl([flag, "-w", " %{http_version} %{http_code}", URL]);
+        assert_eq!(
+            output.run().await.ok().text(),
+            format!("hello {version} 200")
+        );
     }
 }
 
@@ -43,8 +46,8 @@ async fn a_listener_without_tls_speaks_http_1_and_2() {
     let to = format!("::{}", testbed.listener("plain"));
     for (flag, version) in [("--http1.1", "1.1"), ("--http2-prior-knowledge", "2")] {
         let curl = Tool::curl().args([flag, "--connect-to", &to, "-w", " %{http_version}"]);
-        let said = curl.args(["http://edge-1:9100/"]).run().await.ok();
-        assert_eq!(said.text(), format!("hello {version}"));
+        let output = curl.args(["http://edge-1:9100/"]).run().await.ok();
+        assert_eq!(output.text(), format!("hello {version}"));
     }
 }
 
@@ -55,14 +58,17 @@ async fn a_large_upload_waits_for_the_apps_100_continue() {
     let testbed = TestBed::to(&app).await;
     let file = file(&testbed, 1 << 20);
     let curl = testbed.curl(["--http1.1", "-v", "--expect100-timeout", "20", "-T"]);
-    let said = curl
+    let output = curl
         .args([&file])
         .args(["-H", "Expect: 100-continue", URL])
         .run()
         .await
         .ok();
-    assert_eq!(said.text(), "taken");
-    assert!(said.stderr.contains("HTTP/1.1 100 Continue"), "{said:?}");
+    assert_eq!(output.text(), "taken");
+    assert!(
+        output.stderr.contains("HTTP/1.1 100 Continue"),
+        "{output:?}"
+    );
     let head = app.head().await;
     assert_eq!(head.value("expect").as_deref(), Some("100-continue"));
     assert_eq!(app.body().await.len(), 1 << 20);
@@ -77,7 +83,7 @@ async fn an_early_refusal_spares_the_client_the_upload() {
         let testbed = TestBed::to(&app).await;
         let file = file(&testbed, 1 << 20);
         let curl = testbed.curl(["--http1.1", "-v", "--expect100-timeout", "20", "-T"]);
-        let said = curl
+        let output = curl
             .args([&file])
             .args(["-H", "Expect: 100-continue"])
             .args(["-w", " %{http_code} %{size_upload}", URL])
@@ -85,8 +91,8 @@ async fn an_early_refusal_spares_the_client_the_upload() {
             .await
             .ok();
         let status = &refusal[..3];
-        assert_eq!(said.text(), format!("no {status} 0"), "{}", said.stderr);
-        assert!(!said.stderr.contains("100 Continue"), "{}", said.stderr);
+        assert_eq!(output.text(), format!("no {status} 0"), "{}", output.stderr);
+        assert!(!output.stderr.contains("100 Continue"), "{}", output.stderr);
     }
 }
 
@@ -97,11 +103,15 @@ async fn a_head_request_gets_a_length_without_body_and_keeps_alive() {
     let testbed = TestBed::to(&app).await;
     for flag in ["--http1.1", "--http2"] {
         let curl = testbed.curl([flag, "-I", "-w", "opened %{num_connects}\n", URL, URL]);
-        let said = curl.run().await.ok().text().to_lowercase();
-        assert_eq!(said.matches("content-length: 12345").count(), 2, "{said}");
+        let output = curl.run().await.ok().text().to_lowercase();
+        assert_eq!(
+            output.matches("content-length: 12345").count(),
+            2,
+            "{output}"
+        );
         assert!(
-            said.contains("opened 1") && said.contains("opened 0"),
-            "{said}"
+            output.contains("opened 1") && output.contains("opened 0"),
+            "{output}"
         );
     }
     assert_eq!(app.connections(), 1);
@@ -177,8 +187,12 @@ async fn netcat_talks_through_a_tcp_listener() {
     let app = App::tcp(Script::new().echo()).await;
     let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
     let message = answer::pattern(3 << 20);
-    let said = nc(&testbed).input(message.clone()).run().await.ok();
-    assert!(said.stdout == message, "{} bytes came", said.stdout.len());
+    let output = nc(&testbed).input(message.clone()).run().await.ok();
+    assert!(
+        output.stdout == message,
+        "{} bytes came",
+        output.stdout.len()
+    );
 }
 
 #[tokio::test]
@@ -199,8 +213,8 @@ async fn a_clients_half_close_leaves_the_other_half_open() {
     let script = Script::new().read_to_end().write("and this is the answer");
     let app = App::tcp(script).await;
     let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
-    let said = nc(&testbed).input("a question").run().await.ok();
-    assert_eq!(said.text(), "and this is the answer");
+    let output = nc(&testbed).input("a question").run().await.ok();
+    assert_eq!(output.text(), "and this is the answer");
     assert_eq!(app.body().await, b"a question");
 
     let mut wire = testbed.connect("edge-1:9100").await;
@@ -235,8 +249,8 @@ async fn netcat_connects_over_a_unix_socket() {
     let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
     let head = "CONNECT edge-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
     let nc = Tool::nc().args(["-U".as_ref(), testbed.socket().as_os_str()]);
-    let said = nc.input(format!("{head}asked")).run().await.ok().text();
-    let (head, bytes) = said.split_once("\r\n\r\n").unwrap();
+    let output = nc.input(format!("{head}asked")).run().await.ok().text();
+    let (head, bytes) = output.split_once("\r\n\r\n").unwrap();
     assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
     assert!(!head.to_lowercase().contains("content-length"), "{head}");
     assert_eq!(
@@ -264,8 +278,8 @@ async fn curl_proxies_through_a_connect_listener_with_a_certificate() {
             curl
         }
     };
-    let said = proxied(true).run().await.ok();
-    assert_eq!(said.text(), "hello 200");
+    let output = proxied(true).run().await.ok();
+    assert_eq!(output.text(), "hello 200");
     let refused = proxied(false).run().await;
     assert!(!refused.status.success());
     assert!(refused.text().ends_with(" 401"), "{refused:?}");
@@ -286,7 +300,7 @@ async fn tls_inside_a_connect_is_between_the_client_and_the_target() {
     let _edge = edge.port(9100, app.address()).join().await;
     let proxy = format!("{GATEWAY_NAME}:{}", world.listener("connect").port());
     let certificate = pair(&world);
-    let said = Tool::curl()
+    let output = Tool::curl()
         .args(["-p", "--proxy", &format!("https://{proxy}")])
         .args(["--resolve", &format!("{proxy}:127.0.0.1")])
         .args(["--proxy-cacert".into(), world.root_path()])
@@ -297,7 +311,7 @@ async fn tls_inside_a_connect_is_between_the_client_and_the_target() {
         .run()
         .await
         .ok();
-    assert_eq!(said.text(), "hello");
+    assert_eq!(output.text(), "hello");
 }
 
 fn nc(testbed: &TestBed) -> Tool {

@@ -35,9 +35,9 @@ async fn the_newest_of_two_edges_with_one_identity_serves() {
     let mut older = site.join("edge-1", old.port()).await;
     copy(&site.edge_data("edge-1"), &site.edge_data("clone")).await;
     let mut newest = site.edge("clone", new.port()).start();
-    newest.said("tunnel registered").await;
+    newest.wait_for_line("tunnel registered").await;
 
-    let told = older.said("cannot open a tunnel").await;
+    let told = older.wait_for_line("cannot open a tunnel").await;
     assert!(told.contains("superseded"), "{told}");
     assert!(
         told.contains("a newer edge process of node edge-1 has connected from 127.0.0.1"),
@@ -90,13 +90,13 @@ async fn the_end_of_a_half_dead_tunnel_does_not_touch_the_newer_one() {
     copy(&site.edge_data("edge-1"), &site.edge_data("clone")).await;
     let newest = site.edge_of(alive.causeway(), "clone", new.port());
     let mut newest = newest.start();
-    newest.said("tunnel registered").await;
+    newest.wait_for_line("tunnel registered").await;
     let client = site.nobody();
     assert_eq!(client.get(URL).await.text(), "new");
 
-    site.gateway.said("edge-1 disconnected").await;
+    site.gateway.wait_for_line("edge-1 disconnected").await;
     assert_eq!(client.get(URL).await.text(), "new");
-    older.said("tunnel ended").await;
+    older.wait_for_line("tunnel ended").await;
     dead.mend();
     older
         .line("why it is not wanted", |line| line.contains("superseded"))

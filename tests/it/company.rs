@@ -108,7 +108,7 @@ async fn untrusted(site: &GatewayProcess, root: &Path) {
 /// Asserts that the output of an import of a chain for 20 days names the changes and the early end.
 fn assert_warned(imported: &ExitedProcess, company: &CompanyCa, data: &Path) {
     let sha256 = fs::read_to_string(company.path("Root.sha256")).unwrap();
-    for said in [
+    for message in [
         format!(
             "Listeners now present certificates below the root 'Root' (SHA-256 {sha256}, until "
         ),
@@ -117,7 +117,10 @@ fn assert_warned(imported: &ExitedProcess, company: &CompanyCa, data: &Path) {
         "intermediate 'Causeway ".to_owned(),
         "warning: the chain ends in 19 days".to_owned(),
     ] {
-        assert!(imported.stdout.contains(&said), "{said}: {imported:?}");
+        assert!(
+            imported.stdout.contains(&message),
+            "{message}: {imported:?}"
+        );
     }
 }
 
@@ -166,7 +169,7 @@ async fn company_root_clients_verify_listeners_through_changes() {
         rotate(&data, "activate").await.code == Some(0)
     })
     .await;
-    edge.said("certificate is renewed").await;
+    edge.wait_for_line("certificate is renewed").await;
     all(&site, &[&root, &both]).await;
     let renewed = company.sign(&data, "renewed", "300").await;
     let same_root = import(&data, &renewed).await.ok();
@@ -178,11 +181,11 @@ async fn company_root_clients_verify_listeners_through_changes() {
     })
     .await;
     let retired = rotate(&data, "retire").await.ok();
-    for said in [
+    for message in [
         "below the root 'Root' is unchanged",
         "causeway ca csr --new",
     ] {
-        assert!(retired.stdout.contains(said), "{retired:?}");
+        assert!(retired.stdout.contains(message), "{retired:?}");
     }
     let alice = causeway("client certificate --name alice").flag("--out", site.path("."));
     alice.flag("--data-dir", &data).run().await.ok();
@@ -201,10 +204,10 @@ async fn a_chain_that_is_removed_leaves_clients_with_our_own_root() {
     import(&data, &chain).await.ok();
     let logged = site
         .gateway
-        .said("certificates below an imported chain")
+        .wait_for_line("certificates below an imported chain")
         .await;
-    for said in ["Root", "Causeway ", "ends="] {
-        assert!(logged.contains(said), "{logged}");
+    for message in ["Root", "Causeway ", "ends="] {
+        assert!(logged.contains(message), "{logged}");
     }
     all(&site, &[&root, &keep(&site, "both.pem")]).await;
     untrusted(&site, &own).await;
@@ -213,7 +216,9 @@ async fn a_chain_that_is_removed_leaves_clients_with_our_own_root() {
         order.run().await.ok().stdout
     };
     assert!(remove().await.contains("Causeway's own CA"));
-    site.gateway.said("the imported chain is removed").await;
+    site.gateway
+        .wait_for_line("the imported chain is removed")
+        .await;
     assert_eq!(site.gateway.written().count("another CA is in use"), 0);
     all(&site, &[&own, &keep(&site, "after.pem")]).await;
     untrusted(&site, &root).await;
@@ -230,7 +235,10 @@ async fn names_that_a_chain_does_not_permit_are_logged_at_the_import_and_others_
     company.sign(&data, "chain", "100").await;
     let imported = import(&data, &company.path("chain.limited.pem")).await.ok();
     assert!(imported.stdout.contains("name constraints"), "{imported:?}");
-    let logged = site.gateway.said("does not permit these names").await;
+    let logged = site
+        .gateway
+        .wait_for_line("does not permit these names")
+        .await;
     assert!(logged.contains("127.0.0.1"), "{logged}");
     all(&site, &[&company.path("Root.pem")]).await;
 }
@@ -301,11 +309,11 @@ async fn a_restore_tells_of_an_older_chain_and_a_new_request_replaces_a_pending_
     order("ca backup").run().await.ok();
     import_below(&data, &chain, &root).await.ok();
     let restored = order("ca restore").run().await.ok();
-    for said in [
+    for message in [
         "are older: it has no imported chain",
         "below the root 'Root'",
     ] {
-        assert!(restored.stdout.contains(said), "{restored:?}");
+        assert!(restored.stdout.contains(message), "{restored:?}");
     }
     import(&data, &chain).await.ok();
     let pending = async |flag: &str| {

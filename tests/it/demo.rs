@@ -13,10 +13,11 @@ use tempfile::TempDir;
 async fn every_printed_command_works_and_no_files_remain() {
     need!("curl");
     let demo = Demo::start("").await;
-    let said = &demo.said;
+    let stdout_text = &demo.stdout_text;
     let at = |part: &str| {
-        said.find(part)
-            .unwrap_or_else(|| panic!("no {part:?} in {said}"))
+        stdout_text
+            .find(part)
+            .unwrap_or_else(|| panic!("no {part:?} in {stdout_text}"))
     };
     let steps = [
         "gateway         tunnels 127.0.0.1:",
@@ -31,9 +32,9 @@ async fn every_printed_command_works_and_no_files_remain() {
         "\nready\n",
     ];
     let places: Vec<usize> = steps.iter().map(|step| at(step)).collect();
-    assert!(places.is_sorted(), "{said}");
+    assert!(places.is_sorted(), "{stdout_text}");
     demo.every_command_works().await;
-    assert!(!said.contains(" -k") && !said.contains("--insecure"));
+    assert!(!stdout_text.contains(" -k") && !stdout_text.contains("--insecure"));
 
     assert_eq!(left(&demo.temporary).len(), 1);
     assert_eq!(demo.interrupt().await.stderr, "");
@@ -51,7 +52,7 @@ async fn demo_edges_serve_reads_while_their_gateway_is_stopped() {
     assert_eq!(before.len(), 3, "{before:?}");
 
     shell(&switch, &elsewhere).await;
-    demo.process.said("the gateway has stopped").await;
+    demo.process.wait_for_line("the gateway has stopped").await;
     let refused = format!("{call} -o /dev/null; test $? = 7");
     shell(&refused, &elsewhere).await;
     let after = slices(&shell(&read, &elsewhere).await.text());
@@ -61,10 +62,12 @@ async fn demo_edges_serve_reads_while_their_gateway_is_stopped() {
     let taken = TcpListener::bind(demo.listens()).unwrap();
     shell(&switch, &elsewhere).await;
     demo.process
-        .said("the gateway cannot start again yet: listener \"https\"")
+        .wait_for_line("the gateway cannot start again yet: listener \"https\"")
         .await;
     drop(taken);
-    demo.process.said("the gateway is running again").await;
+    demo.process
+        .wait_for_line("the gateway is running again")
+        .await;
     // Each connects again by itself.
     for node in ["edge-1", "edge-2"] {
         let call = call.replace("edge-1", node);
@@ -133,7 +136,11 @@ async fn a_demo_listens_at_the_given_addresses() {
             continue;
         }
         let demo = Demo::start(&format!("--listen {listen}")).await;
-        assert!(demo.said.contains("--connect-to"), "{}", demo.said);
+        assert!(
+            demo.stdout_text.contains("--connect-to"),
+            "{}",
+            demo.stdout_text
+        );
         demo.every_command_works().await;
         demo.interrupt().await;
     }
@@ -156,7 +163,7 @@ async fn demos_that_start_together_do_not_meet() {
 /// A demo that has printed `ready`.
 struct Demo {
     process: Process,
-    said: String,
+    stdout_text: String,
     /// Folder that the demo takes for the system's directory of temporary files.
     temporary: TempDir,
 }
@@ -171,7 +178,7 @@ impl Demo {
         let mut process = demo.env("TMPDIR", temporary.path()).start();
         process.line("ready", |line| line == "ready").await;
         Self {
-            said: process.written().stdout,
+            stdout_text: process.written().stdout,
             process,
             temporary,
         }
@@ -180,7 +187,7 @@ impl Demo {
     /// Runs the printed commands in a shell, in another folder.
     async fn every_command_works(&self) {
         let curls: Vec<&str> = self
-            .said
+            .stdout_text
             .lines()
             .filter(|line| line.starts_with("curl "))
             .collect();
@@ -216,7 +223,7 @@ impl Demo {
         assert!(download.starts_with("100000000 bytes at "), "{download}");
 
         let status = self
-            .said
+            .stdout_text
             .lines()
             .find(|line| line.contains(" status --data-dir "));
         let table = shell(status.unwrap(), elsewhere).await.text();
@@ -225,7 +232,7 @@ impl Demo {
 
     /// Returns the first printed command that begins with this text.
     fn command(&self, start: &str) -> String {
-        let mut lines = self.said.lines();
+        let mut lines = self.stdout_text.lines();
         let line = lines.find(|line| line.starts_with(start)).unwrap();
         line.replacen("curl ", "curl -q ", 1)
     }
@@ -233,7 +240,7 @@ impl Demo {
     /// Returns the address for clients, as commands name it: `--resolve edge-1:9100:127.0.0.2`, or `--connect-to` with a
     /// port.
     fn listens(&self) -> String {
-        let (_, to) = self.said.split_once(" edge-1:9100:").unwrap();
+        let (_, to) = self.stdout_text.split_once(" edge-1:9100:").unwrap();
         let to = to.split_whitespace().next().unwrap();
         if to.contains(':') {
             to.to_owned()
@@ -244,7 +251,7 @@ impl Demo {
 
     fn data(&self) -> String {
         let line = self
-            .said
+            .stdout_text
             .lines()
             .find_map(|line| line.strip_prefix("data directory  "));
         let line = line.unwrap();

@@ -65,11 +65,11 @@ async fn short(server: SocketAddr, line: &str) -> String {
 
 /// Returns the status of an answer in dig's words, such as `NXDOMAIN`.
 async fn status(server: SocketAddr, line: &str) -> String {
-    let said = dig(server, line).await;
-    let status = said
+    let message = dig(server, line).await;
+    let status = message
         .split("status: ")
         .nth(1)
-        .unwrap_or_else(|| panic!("{said}"));
+        .unwrap_or_else(|| panic!("{message}"));
     status.split(',').next().unwrap().to_owned()
 }
 
@@ -112,9 +112,9 @@ async fn an_edge_name_resolves_within_a_second_and_while_disconnected() {
         short(server, &format!("+tcp EDGE-1.{ZONE}")).await,
         LISTENERS[0]
     );
-    let said = dig(server, &name).await;
-    assert!(said.contains("flags: qr aa rd;"), "{said}");
-    assert!(said.contains("udp: 1232"), "{said}");
+    let message = dig(server, &name).await;
+    assert!(message.contains("flags: qr aa rd;"), "{message}");
+    assert!(message.contains("udp: 1232"), "{message}");
 
     edge.stop().await;
     world.until_tunnels("edge-1", 0).await;
@@ -133,9 +133,12 @@ async fn unknown_nodes_are_nxdomain_and_foreign_names_refused() {
     need!("dig");
     let world = world().await;
     let server = world.dns();
-    let said = dig(server, &format!("nobody.{ZONE}")).await;
-    assert!(said.contains("status: NXDOMAIN"), "{said}");
-    assert!(said.contains(&format!("{ZONE}.\t1\tIN\tSOA")), "{said}");
+    let message = dig(server, &format!("nobody.{ZONE}")).await;
+    assert!(message.contains("status: NXDOMAIN"), "{message}");
+    assert!(
+        message.contains(&format!("{ZONE}.\t1\tIN\tSOA")),
+        "{message}"
+    );
     for (line, expected) in [
         ("example.com", "REFUSED"),
         ("+opcode=notify edge-1", "NOTIMP"),
@@ -145,8 +148,8 @@ async fn unknown_nodes_are_nxdomain_and_foreign_names_refused() {
     ] {
         assert_eq!(status(server, line).await, expected, "{line}");
     }
-    let said = dig(server, &format!("{ZONE} AXFR")).await;
-    assert!(said.contains("Transfer failed"), "{said}");
+    let message = dig(server, &format!("{ZONE} AXFR")).await;
+    assert!(message.contains("Transfer failed"), "{message}");
     assert!(
         short(server, &format!("+notcp {ZONE} ANY"))
             .await
@@ -214,8 +217,11 @@ async fn a_reload_changes_names_and_reports_what_needs_a_restart() {
     let changed = changed.unwrap();
     assert!(changed.dns && changed.needs_restart.is_empty(), "{changed}");
     for name in ["edge-1.other.test", "edge-1"] {
-        let said = dig(server, name).await;
-        assert!(said.contains("\t9\tIN\tA\t192.0.2.77"), "{name}: {said}");
+        let message = dig(server, name).await;
+        assert!(
+            message.contains("\t9\tIN\tA\t192.0.2.77"),
+            "{name}: {message}"
+        );
     }
     assert_eq!(
         status(server, &format!("edge-1.{ZONE}")).await,
@@ -393,9 +399,9 @@ async fn a_port_that_is_taken_is_named() {
          --dns-zones . --dns-addresses 192.0.2.20",
     );
     let gateway = gateway.flag("--dns-listen", &address).within(folder.path());
-    let said = gateway.run().await.with_code(1).stderr;
+    let message = gateway.run().await.with_code(1).stderr;
     let expected = format!("the DNS server (dns.listen) cannot listen on {address}: ");
-    assert!(said.contains(&expected), "{said}");
+    assert!(message.contains(&expected), "{message}");
 }
 
 /// A `CoreDNS` at this address, for this zone and its subdomains.
@@ -475,8 +481,8 @@ async fn a_client_behind_coredns_reaches_a_node_by_its_bare_name() {
     let resolv = world.write(&format!("nameserver 127.0.0.1\nsearch {ZONE}\n"));
     for name in ["edge-1", "EDGE-1", "edge-1.nodes.example.internal"] {
         let script = r#"getent -s dns ahostsv4 "$1""#;
-        let said = resolving(&resolv, script, &[name.as_ref()]).await;
-        assert!(said.starts_with("127.0.0.1 "), "{name}: {said}");
+        let message = resolving(&resolv, script, &[name.as_ref()]).await;
+        assert!(message.starts_with("127.0.0.1 "), "{name}: {message}");
     }
     let leaf = world.client_leaf("curl");
     let both = format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose());

@@ -121,8 +121,8 @@ async fn a_draining_edge_announces_close_on_its_admin_listener() {
     testbed.edge.drain();
     until("the edge announces its drain", async || {
         let mut fresh = TcpStream::connect(admin).await.unwrap();
-        let said = exchange(&mut fresh, ask).await.to_lowercase();
-        said.contains("connection: close")
+        let message = exchange(&mut fresh, ask).await.to_lowercase();
+        message.contains("connection: close")
     })
     .await;
     kept.write_all(ask.as_bytes()).await.unwrap();

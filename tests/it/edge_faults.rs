@@ -39,17 +39,17 @@ async fn stands(edge: &Process, times: usize) {
 
 /// Waits until `health`, run by `program`, names the fault.
 async fn complains(site: &GatewayProcess, program: impl Fn() -> Causeway, part: &str) {
-    let mut said = String::new();
+    let mut message = String::new();
     let asking = async {
-        while !said.contains(part) {
+        while !message.contains(part) {
             let asked = program().args(["health"]);
             let asked = asked.flag("--data-dir", site.edge_data("edge-1"));
             let asked = asked.run().await;
-            said = format!("{}{}", asked.stdout, asked.stderr);
+            message = format!("{}{}", asked.stdout, asked.stderr);
         }
     };
     let named = timeout(PATIENCE, asking).await;
-    assert!(named.is_ok(), "{part:?} is not in: {said}");
+    assert!(named.is_ok(), "{part:?} is not in: {message}");
 }
 
 async fn serves(site: &GatewayProcess) {
@@ -81,7 +81,7 @@ async fn a_clock_off_by_a_day_is_named_and_the_edge_recovers_with_it() {
             .args([binary()]);
         let mut edge = site.edge_of(edge, "edge-1", app.port()).start();
         if named {
-            edge.said("check the clock").await;
+            edge.wait_for_line("check the clock").await;
             complains(&site, || causeway(""), "check the clock").await;
             fs::write(&clock, "+0").unwrap();
         }
@@ -156,12 +156,12 @@ async fn a_failing_then_wrong_resolver_is_named_and_recovered_from() {
     joined.stop().await.ok();
     site.tunnel = GATEWAY.to_owned();
     let mut edge = site.edge_of(host.causeway(), "edge-1", app.port()).start();
-    edge.said("could not resolve gateway.test").await;
+    edge.wait_for_line("could not resolve gateway.test").await;
     let health = || host.causeway();
     complains(&site, health, "could not resolve gateway.test").await;
     names.say(NOBODY);
     let dialled = format!("({NOBODY}:10262)");
-    edge.said(&dialled).await;
+    edge.wait_for_line(&dialled).await;
     complains(&site, health, &dialled).await;
     names.say(HUB);
     stands(&edge, 1).await;
@@ -178,7 +178,7 @@ async fn an_edge_with_a_changed_address_reconnects_from_the_new_one() {
     let mut edge = site.join_by(host.causeway(), "edge-1", app.port()).await;
     serves(&site).await;
     host.moves_to(77);
-    let ended = edge.said("tunnel ended").await;
+    let ended = edge.wait_for_line("tunnel ended").await;
     assert!(ended.contains("reason="), "{ended}");
     stands(&edge, 2).await;
     let address = host.address().to_string();
@@ -224,7 +224,7 @@ async fn a_proxy_that_refuses_is_named_and_used_when_it_does_not() {
     let (proxy, _serving) = proxy(open.clone(), Duration::MAX).await;
     let edge = site.edge("edge-1", app.port());
     let mut edge = edge.flag("--proxy", format!("http://{proxy}")).start();
-    edge.said("the proxy refused").await;
+    edge.wait_for_line("the proxy refused").await;
     complains(&site, || causeway(""), "the proxy refused").await;
     open.store(true, Relaxed);
     stands(&edge, 1).await;
@@ -296,7 +296,9 @@ async fn a_blackhole_gateway_does_not_block_the_next_gateway() {
     let swallows = format!("{}:10262", hole.address());
     site.tunnel = format!("{swallows},{}", site.tunnel);
     let mut edge = site.edge_of(host.causeway(), "edge-1", app.port()).start();
-    let named = edge.said("connected to this gateway after others").await;
+    let named = edge
+        .wait_for_line("connected to this gateway after others")
+        .await;
     assert!(named.contains(&swallows), "{named}");
     stands(&edge, 1).await;
     serves(&site).await;

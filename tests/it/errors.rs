@@ -403,8 +403,8 @@ async fn a_tunnel_that_is_lost_in_flight_is_502() {
         link.cut();
     };
     let (answer, ()) = tokio::join!(client.get("https://edge-1:9100/"), cut);
-    let said = "the tunnel of edge-1 was lost during the stream: the tunnel was lost: the peer closed the connection";
-    assert_problem(&answer, 502, "tunnel_lost", said);
+    let output = "the tunnel of edge-1 was lost during the stream: the tunnel was lost: the peer closed the connection";
+    assert_problem(&answer, 502, "tunnel_lost", output);
 }
 
 #[tokio::test]

@@ -306,7 +306,7 @@ async fn pair(app: &App) -> (GatewayProcess, GatewayProcess, Process, String) {
     let second = first.twin().await;
     let addresses = format!("{},{}", first.tunnel, second.tunnel);
     let mut first = first.advertising(&addresses).await;
-    first.gateway.said(ARRIVED).await;
+    first.gateway.wait_for_line(ARRIVED).await;
     let out = |line: &str| line.contains("listener open") && line.contains("listener=\"out\"");
     let out = first.gateway.line("the listener for CONNECT", out).await;
     let out = address_after(&out, "address=");

@@ -38,7 +38,7 @@ struct CertificateFault {
     when: &'static str,
     issuer: &'static str,
     /// Log message of the gateway about the certificate at the tunnel port.
-    said: &'static str,
+    reason_text: &'static str,
 }
 
 /// A certificate without a fault.
@@ -48,7 +48,7 @@ const GOOD: CertificateFault = CertificateFault {
     names: EDGE_1,
     when: "-1 hour",
     issuer: "edges",
-    said: "registered",
+    reason_text: "registered",
 };
 
 /// Each has one fault.
@@ -56,73 +56,73 @@ const SPOILT: [CertificateFault; 12] = [
     CertificateFault {
         name: "expired",
         when: "-10 days",
-        said: "certificate expired",
+        reason_text: "certificate expired",
         ..GOOD
     },
     CertificateFault {
         name: "not-yet",
         when: "+10 days",
-        said: "certificate not valid yet",
+        reason_text: "certificate not valid yet",
         ..GOOD
     },
     CertificateFault {
         name: "server",
         usage: "serverAuth",
-        said: "does not allow extended key usage for client authentication",
+        reason_text: "does not allow extended key usage for client authentication",
         ..GOOD
     },
     CertificateFault {
         name: "stranger",
         issuer: "other-edges",
-        said: "UnknownIssuer",
+        reason_text: "UnknownIssuer",
         ..GOOD
     },
     CertificateFault {
         name: "by-clients",
         issuer: "clients",
-        said: "cannot issue a certificate for use as edge",
+        reason_text: "cannot issue a certificate for use as edge",
         ..GOOD
     },
     CertificateFault {
         name: "by-root",
         issuer: "root",
-        said: "UnknownIssuer",
+        reason_text: "UnknownIssuer",
         ..GOOD
     },
     CertificateFault {
         name: "elsewhere",
         names: "URI:spiffe://other.test/edge/edge-1",
-        said: "spiffe://other.test/edge/edge-1",
+        reason_text: "spiffe://other.test/edge/edge-1",
         ..GOOD
     },
     CertificateFault {
         name: "client",
         names: "URI:spiffe://DOMAIN/client/edge-1",
-        said: "a certificate of kind client cannot be used as edge",
+        reason_text: "a certificate of kind client cannot be used as edge",
         ..GOOD
     },
     CertificateFault {
         name: "gateway",
         names: "URI:spiffe://DOMAIN/gateway",
-        said: "a certificate of kind gateway cannot be used as edge",
+        reason_text: "a certificate of kind gateway cannot be used as edge",
         ..GOOD
     },
     CertificateFault {
         name: "both",
         names: "URI:spiffe://DOMAIN/edge/edge-1,URI:spiffe://DOMAIN/edge/edge-2",
-        said: "2 identities",
+        reason_text: "2 identities",
         ..GOOD
     },
     CertificateFault {
         name: "nobody",
         names: "DNS:edge-1",
-        said: "0 identities",
+        reason_text: "0 identities",
         ..GOOD
     },
     CertificateFault {
         name: "unknown",
         names: "URI:spiffe://DOMAIN/edge/edge-9",
-        said: "node edge-9 is not enrolled at this gateway",
+        reason_text: "node edge-9 is not enrolled at this gateway",
         ..GOOD
     },
 ];
@@ -206,9 +206,15 @@ async fn a_certificate_with_one_fault_is_refused_on_every_port() {
     let at_the_tunnel_port = SPOILT.iter().map(async |spoilt| {
         forger.dial(spoilt.name).run().await;
         let bound = PATIENCE;
-        let like = SPOILT.iter().filter(|other| other.said == spoilt.said);
+        let like = SPOILT
+            .iter()
+            .filter(|other| other.reason_text == spoilt.reason_text);
         let times = like.count();
-        forger.site.gateway.wrote(spoilt.said, times, bound).await;
+        forger
+            .site
+            .gateway
+            .wrote(spoilt.reason_text, times, bound)
+            .await;
     });
     join_all(at_the_tunnel_port).await;
     for spoilt in SPOILT.iter().filter(|spoilt| spoilt.name != "client") {
@@ -338,10 +344,10 @@ async fn a_weak_or_oversized_request_key_uses_up_no_token() {
     ];
     for (name, request, why) in refused {
         forger.request(name, request, mine).await;
-        let (status, said) = forger.enrol(name).await;
-        let detail = said["detail"].as_str().unwrap();
+        let (status, reason_text) = forger.enrol(name).await;
+        let detail = reason_text["detail"].as_str().unwrap();
         assert_eq!(
-            (status, said["reason"].as_str()),
+            (status, reason_text["reason"].as_str()),
             (400, Some("csr_invalid")),
             "{name}"
         );
@@ -356,9 +362,9 @@ async fn a_weak_or_oversized_request_key_uses_up_no_token() {
     forger.request("stranger", P256, stranger).await;
     assert_eq!(forger.enrol("stranger").await.0, 400);
     forger.request("other", P256, (&token, "edge-2")).await;
-    let (status, said) = forger.enrol("other").await;
+    let (status, reason_text) = forger.enrol("other").await;
     assert_eq!(
-        (status, said["reason"].as_str()),
+        (status, reason_text["reason"].as_str()),
         (403, Some("token_other_node"))
     );
 
@@ -396,8 +402,11 @@ impl StolenCa {
         }
         // The token is used up as well.
         forger.request("again", P256, mine).await;
-        let (status, said) = forger.enrol("again").await;
-        assert_eq!((status, said["reason"].as_str()), (403, Some("token_used")));
+        let (status, reason_text) = forger.enrol("again").await;
+        assert_eq!(
+            (status, reason_text["reason"].as_str()),
+            (403, Some("token_used"))
+        );
     }
 }
 
@@ -437,6 +446,6 @@ async fn of_those_that_race_for_one_token_one_joins() {
     let joined = ended.iter().filter(|(status, _)| *status == 200).count();
     let used = ended
         .iter()
-        .filter(|(_, said)| said["reason"] == "token_used");
+        .filter(|(_, reason_text)| reason_text["reason"] == "token_used");
     assert_eq!((joined, used.count()), (1, 7), "{ended:?}");
 }

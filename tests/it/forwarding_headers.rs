@@ -206,7 +206,7 @@ async fn gunicorn_learns_the_scheme_of_the_request() {
     let testbed = TestBed::to_as(Protocol::Http, SocketAddr::from(([127, 0, 0, 1], port))).await;
     for flag in ["--http1.1", "--http2"] {
         let curl = testbed.curl([flag, "-L", "--max-redirs", "5", "-w", " %{http_code}", URL]);
-        let said = curl.run().await.ok().text();
-        assert_eq!(said, "secure for 127.0.0.1 200", "{flag}");
+        let message = curl.run().await.ok().text();
+        assert_eq!(message, "secure for 127.0.0.1 200", "{flag}");
     }
 }

@@ -120,7 +120,7 @@ async fn add(site: &GatewayProcess, node: &str) {
 
 async fn stands(site: &GatewayProcess, name: &str, app: u16) -> Process {
     let mut edge = edge(site, name, app).start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     edge
 }
 
@@ -143,7 +143,7 @@ async fn a_gateway_without_a_ca_serves_with_external_certificates() {
     let app = App::saying("it").await;
     let site = site("").await;
     let mut stranger = edge(&site, "edge-1", app.port()).start();
-    stranger.said("`causeway node add edge-1`").await;
+    stranger.wait_for_line("`causeway node add edge-1`").await;
     stranger.kill().await;
     add(&site, "edge-1").await;
     let edge_1 = stands(&site, "edge-1", app.port()).await;
@@ -161,10 +161,10 @@ async fn a_gateway_without_a_ca_serves_with_external_certificates() {
     token.run().await.failed(&["no CA in"]);
     let url = format!("https://{}/v1/enrol", site.tunnel);
     let asked = Tool::curl().args(["-k", "-d", "{}", &url, "-w", " %{http_code}"]);
-    let said = asked.run().await.text();
+    let content = asked.run().await.text();
     assert!(
-        said.contains("certificates_given") && said.ends_with(" 501"),
-        "{said}"
+        content.contains("certificates_given") && content.ends_with(" 501"),
+        "{content}"
     );
 
     // Confirmed facts of a node can be confirmed again, and both ends reconnect after a restart.
@@ -208,7 +208,7 @@ async fn of_one_ca_an_edge_is_no_client_and_a_client_no_edge() {
         issue(folder, (name, usage, names), by).await;
     }
     fs::copy(site.path("alice-key.pem"), site.path("alice.key")).unwrap();
-    for (name, said) in [
+    for (name, content) in [
         ("alice", "0 identities"),
         ("server", "extended key usage"),
         ("elsewhere", "is not of trust domain company.test"),
@@ -227,13 +227,13 @@ async fn of_one_ca_an_edge_is_no_client_and_a_client_no_edge() {
         let dial = dial.args(["-key".into(), site.path(&format!("{name}.key"))]);
         let dial = dial.args(["-cert_chain".into(), site.path(&format!("{name}.pem"))]);
         dial.run().await;
-        let any = |line: &str| said.split('|').any(|said| line.contains(said));
+        let any = |line: &str| content.split('|').any(|content| line.contains(content));
         let news = || async {
             let now = site.gateway.written();
             now.stdout[before.stdout.len()..].lines().any(any)
                 || now.stderr[before.stderr.len()..].lines().any(any)
         };
-        until(&format!("{name} is refused: {said}"), news).await;
+        until(&format!("{name} is refused: {content}"), news).await;
     }
     assert!(
         nodes(&site).await.is_empty(),
@@ -244,10 +244,10 @@ async fn of_one_ca_an_edge_is_no_client_and_a_client_no_edge() {
         let curl = curl.args(["--cacert".into(), site.path("company-root.pem")]);
         let curl = curl.args(["--cert".into(), site.path(&format!("{name}.pem"))]);
         let curl = curl.args(["--key".into(), site.path(&format!("{name}.key"))]);
-        let said = curl.args(["-w", " %{http_code}"]).run().await.text();
+        let content = curl.args(["-w", " %{http_code}"]).run().await.text();
         assert!(
-            said.contains("cannot be used as client") && said.ends_with(" 401"),
-            "{name}: {said}"
+            content.contains("cannot be used as client") && content.ends_with(" 401"),
+            "{name}: {content}"
         );
     }
 }
@@ -268,10 +268,10 @@ async fn automatically_admitted_nodes_are_recorded_and_revocable() {
         causeway("node revoke edge-3 --unseen --reason lost").flag("--data-dir", site.data());
     early.run().await.ok();
     let typo = causeway("node revoke egde-1 --reason lost").flag("--data-dir", site.data());
-    let said = typo.run().await.failed(&["no node egde-1"]);
+    let content = typo.run().await.failed(&["no node egde-1"]);
     assert!(
-        said.contains("edge-1") && said.contains("--unseen"),
-        "{said}"
+        content.contains("edge-1") && content.contains("--unseen"),
+        "{content}"
     );
     let add = causeway("node add edge-2").flag("--data-dir", site.data());
     add.run()
@@ -290,7 +290,7 @@ async fn automatically_admitted_nodes_are_recorded_and_revocable() {
     .await;
     let site = site.restart(|_| {}).await;
     let mut edge_2 = edge(&site, "edge-2", app.port()).start();
-    edge_2.said("node edge-2 is revoked: stolen").await;
+    edge_2.wait_for_line("node edge-2 is revoked: stolen").await;
     let states: Vec<_> = nodes(&site)
         .await
         .iter()
@@ -354,7 +354,7 @@ async fn renewed_files_are_loaded_without_dropped_requests() {
     };
     Box::pin(nothing_is_lost(&client, (span, ends), renewals)).await;
     assert!(seen.len() > 3, "{seen:?}");
-    edge.said("this node's certificate or trusted CAs were replaced")
+    edge.wait_for_line("this node's certificate or trusted CAs were replaced")
         .await;
     let other = "tunnel.identity files changed";
     site.gateway.wrote(other, 3, crate::world::PATIENCE).await;
@@ -395,7 +395,7 @@ async fn an_expired_or_wrong_purpose_renewal_replaces_no_certificate() {
         "DNS:edge-1,DNS:edge-2",
         "the new certificate is valid from ",
     );
-    for (name, usage, names, days, said) in [
+    for (name, usage, names, days, content) in [
         ("edge-1", "clientAuth", EDGE_1, "-1", period),
         ("gateway", "serverAuth", GATEWAY, "-1", period),
         ("listener", "serverAuth", listener, "-1", period),
@@ -416,13 +416,13 @@ async fn an_expired_or_wrong_purpose_renewal_replaces_no_certificate() {
         ),
     ] {
         let good = replace(&site, (name, usage, names, days)).await;
-        let refused = format!("{name}.pem: {said}");
+        let refused = format!("{name}.pem: {content}");
         let who = if name == "edge-1" {
             &mut edge
         } else {
             &mut site.gateway
         };
-        who.said(&refused).await;
+        who.wait_for_line(&refused).await;
         assert_eq!(
             calls(&site, "edge-1").await,
             "it 200",
@@ -460,7 +460,8 @@ async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
         fs::rename(site.path("next"), site.path("edges.pem")).unwrap();
     };
     put(&site, &fs::read(site.path("other-root.pem")).unwrap());
-    edge.said("is no longer trusted by this gateway").await;
+    edge.wait_for_line("is no longer trusted by this gateway")
+        .await;
     until("it has no tunnel", async || {
         nodes(&site).await[0]["state"] == "away"
     })
@@ -475,12 +476,12 @@ async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
 
     // Neither end uses a certificate without its key.
     fs::copy(site.path("edge-2.pem"), site.path("edge-1.pem")).unwrap();
-    edge.said("private key does not match").await;
+    edge.wait_for_line("private key does not match").await;
     fs::copy(site.path("edge-2.key"), site.path("edge-1.key")).unwrap();
-    edge.said("the certificate is for node edge-2 of trust domain company.test, but this edge stays edge-1")
+    edge.wait_for_line("the certificate is for node edge-2 of trust domain company.test, but this edge stays edge-1")
         .await;
     fs::copy(site.path("alice.pem"), site.path("gateway.pem")).unwrap();
-    site.gateway.said("tunnel.identity: ").await;
+    site.gateway.wait_for_line("tunnel.identity: ").await;
     assert_eq!(calls(&site, "edge-1").await, "it 200");
 }
 
@@ -503,20 +504,24 @@ async fn repaired_files_connect_an_edge_and_any_root_keeps_it() {
     let configuration = given + &listeners(&folder);
     let mut site = GatewayProcess::of(folder, "127.0.0.1:0", &configuration).await;
     let mut edge = edge(&site, "edge-1", app.port()).start();
-    edge.said("does not accept this node's certificate").await;
+    edge.wait_for_line("does not accept this node's certificate")
+        .await;
     // Otherwise it would stay away for a minute.
     renew(&site, ("edge-1", "clientAuth", EDGE_1)).await;
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
 
     fs::copy(site.path("company-root.pem"), site.path("next")).unwrap();
     fs::rename(site.path("next"), site.path("edges.pem")).unwrap();
-    site.gateway.said("tunnel.identity files changed").await;
+    site.gateway
+        .wait_for_line("tunnel.identity files changed")
+        .await;
     assert_eq!(calls(&site, "edge-1").await, "it 200");
     let ended = site.gateway.written().ended().join("\n");
     assert!(ended.is_empty(), "{ended}");
     found(site.folder(), "other").await;
     fs::rename(site.path("other-root.pem"), site.path("edges.pem")).unwrap();
-    edge.said("is no longer trusted by this gateway").await;
+    edge.wait_for_line("is no longer trusted by this gateway")
+        .await;
 }
 
 /// Checks that a gateway with a stolen key keeps no edge that has learned of another CA.
@@ -532,10 +537,11 @@ async fn an_edge_leaves_a_gateway_whose_ca_it_no_longer_trusts() {
         format!("{{ chain: {at}/edge-1.pem, key: {at}/edge-1.key, ca: {at}/gateways.pem }}");
     let edge = site.edge("edge-1", app.port()).flag("--identity", identity);
     let mut edge = edge.start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     assert_eq!(calls(&site, "edge-1").await, "it 200");
     fs::rename(site.path("other-root.pem"), site.path("gateways.pem")).unwrap();
-    edge.said("the gateway's CA is no longer trusted").await;
+    edge.wait_for_line("the gateway's CA is no longer trusted")
+        .await;
     until("the gateway has no edge", async || {
         calls(&site, "edge-1").await.ends_with(" 503")
     })
@@ -615,8 +621,8 @@ async fn beside_a_ca_of_its_own_a_gateway_takes_edges_by_another() {
     let configuration = tunnel(&folder, ", any_node: true") + bare;
     let site = GatewayProcess::of(folder, "127.0.0.1:0", &configuration).await;
     let _edge = stands(&site, "edge-1", app.port()).await;
-    let said = async || site.curl("edge-1", "").run().await.ok().text();
-    assert_eq!(said().await, "it");
+    let content = async || site.curl("edge-1", "").run().await.ok().text();
+    assert_eq!(content().await, "it");
     for step in ["prepare", "activate", "retire"] {
         let step = causeway("ca rotate")
             .args([step])

@@ -27,9 +27,9 @@ async fn the_https_listener_passes_h2spec() {
         .within(Duration::from_mins(10))
         .run()
         .await;
-    let said = ran.text();
-    assert!(said.contains(" tests, "), "{said}\n{}", ran.stderr);
-    let (_, failures) = said.split_once("Failures:").unwrap_or_default();
+    let message = ran.text();
+    assert!(message.contains(" tests, "), "{message}\n{}", ran.stderr);
+    let (_, failures) = message.split_once("Failures:").unwrap_or_default();
     let failed = failures.lines().filter(|line| line.contains('×'));
     // The gateway ends the connection too: by a reset, which h2spec does not count as an end.
     let failed: Vec<_> = failed

@@ -8,6 +8,7 @@ use crate::world::{
     until,
 };
 use axum::{Router, http::StatusCode, routing::get};
+use futures_util::future::join_all;
 use serde_json::{Value, json};
 use std::{net::Ipv4Addr, sync::Arc, time::Duration};
 use tokio::{
@@ -132,7 +133,7 @@ impl<'a> Node<'a> {
         let edge = edge.flag("--api-cache", api_cache.to_string());
         let edge = edge.flag("--heartbeat", "{}").flag("--join", token);
         let mut edge = edge.flag("--timeouts-silence", "6s").start();
-        let admin = address_after(&edge.said("edge is running").await, "admin=");
+        let admin = address_after(&edge.wait_for_line("edge is running").await, "admin=");
         let (_, port) = admin.rsplit_once(':').unwrap();
         let admin = port.parse().unwrap();
         Self {
@@ -142,6 +143,24 @@ impl<'a> Node<'a> {
             edge,
             admin,
         }
+    }
+
+    /// Starts nodes in these pools, and waits until each knows the members of its pool.
+    async fn join_all<const N: usize>(
+        cloud: &Cloud,
+        place: (&'a SharedNetwork, &Switch),
+        pools: [&str; N],
+    ) -> [Self; N] {
+        let names = ["edge-1", "edge-2", "edge-3"].into_iter();
+        let joining = names
+            .zip(pools)
+            .map(|named| Self::join(cloud, place, named));
+        let nodes = join_all(joining).await;
+        for (node, pool) in nodes.iter().zip(pools) {
+            let is_in_pool = |other: &&&str| **other == pool;
+            node.knows(pools.iter().filter(is_in_pool).count()).await;
+        }
+        nodes.try_into().ok().unwrap()
     }
 
     async fn ask(&self, path: &str) -> String {
@@ -177,15 +196,7 @@ async fn members_of_a_pool_carry_the_heartbeats_of_a_cut_off_node() {
     let street = SharedNetwork::new();
     let cloud = Cloud::start(true).await;
     let switch = street.switch();
-    let place = (&street, &switch);
-    let (one, two, three) = tokio::join!(
-        Node::join(&cloud, place, ("edge-1", "north")),
-        Node::join(&cloud, place, ("edge-2", "north")),
-        Node::join(&cloud, place, ("edge-3", "north")),
-    );
-    for node in [&one, &two, &three] {
-        node.knows(3).await;
-    }
+    let [one, two, three] = Node::join_all(&cloud, (&street, &switch), ["north"; 3]).await;
     assert!(one.ask("/readyz?cache").await.starts_with("HTTP/1.0 200"));
     let delegate = cut_off(&cloud, &one).await;
     for member in [&two, &three] {
@@ -276,13 +287,7 @@ async fn heartbeats_of_a_delegated_node_continue_after_a_restart_of_the_gateway(
     let street = SharedNetwork::new();
     let mut cloud = Cloud::start(true).await;
     let switch = street.switch();
-    let place = (&street, &switch);
-    let (one, two) = tokio::join!(
-        Node::join(&cloud, place, ("edge-1", "north")),
-        Node::join(&cloud, place, ("edge-2", "north")),
-    );
-    one.knows(2).await;
-    two.knows(2).await;
+    let [one, _two] = Node::join_all(&cloud, (&street, &switch), ["north"; 2]).await;
     one.host.cut();
     cloud.cluster.renews(one.name, OLD);
     let delegate = |cloud: &Cloud| {
@@ -309,15 +314,8 @@ async fn no_heartbeat_is_sent_for_a_dead_kubelet_or_through_another_pool() {
     let street = SharedNetwork::new();
     let cloud = Cloud::start(true).await;
     let switch = street.switch();
-    let place = (&street, &switch);
-    let (one, two, other) = tokio::join!(
-        Node::join(&cloud, place, ("edge-1", "north")),
-        Node::join(&cloud, place, ("edge-2", "north")),
-        Node::join(&cloud, place, ("edge-3", "south")),
-    );
-    one.knows(2).await;
-    two.knows(2).await;
-    other.knows(1).await;
+    let pools = ["north", "north", "south"];
+    let [one, two, other] = Node::join_all(&cloud, (&street, &switch), pools).await;
     one.kubelet.alive.send_replace(false);
     until("its kubelet is not alive", async || {
         one.status().await["heartbeat"]["kubelet"] == "not_alive"
@@ -361,13 +359,7 @@ async fn without_the_feature_at_the_gateway_nothing_is_written() {
     let street = SharedNetwork::new();
     let cloud = Cloud::start(false).await;
     let switch = street.switch();
-    let place = (&street, &switch);
-    let (one, two) = tokio::join!(
-        Node::join(&cloud, place, ("edge-1", "north")),
-        Node::join(&cloud, place, ("edge-2", "north")),
-    );
-    one.knows(2).await;
-    two.knows(2).await;
+    let [one, _two] = Node::join_all(&cloud, (&street, &switch), ["north"; 2]).await;
     cloud.cluster.renews(one.name, OLD);
     one.host.cut();
     until("no member has a nonce", async || {

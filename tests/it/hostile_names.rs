@@ -48,13 +48,13 @@ async fn a_name_with_changing_addresses_is_judged_by_the_dialled_one() {
         .flag("--allow-hosts", "[192.0.2.0/24]")
         .flag("--join", token)
         .start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     for turn in 0..4 {
-        let said = site.curl("edge-1", "").run().await.ok().text();
-        let refused = said.contains("does not allow rebind.test");
-        assert_eq!(refused, turn % 2 == 1, "{turn}: {said}");
+        let message = site.curl("edge-1", "").run().await.ok().text();
+        let refused = message.contains("does not allow rebind.test");
+        assert_eq!(refused, turn % 2 == 1, "{turn}: {message}");
         // One query: an edge that resolved again before it dials would have checked another address.
-        assert_eq!(asked.load(SeqCst), turn + 1, "{said}");
+        assert_eq!(asked.load(SeqCst), turn + 1, "{message}");
     }
     assert_eq!(app.connections(), 0);
 }

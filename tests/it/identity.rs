@@ -261,10 +261,10 @@ async fn a_client_of_another_ca_gets_no_connection() {
     until_counted(&world, "https").await;
     // The client has an alert; the logs of both ends have the reason.
     let log = world.log().text();
-    let said = log
+    let message = log
         .lines()
         .filter(|line| line.contains("invalid peer certificate"));
-    let targets = said.map(|line| line.contains("\"target\":\"audit\""));
+    let targets = message.map(|line| line.contains("\"target\":\"audit\""));
     assert_eq!(targets.collect::<Vec<_>>(), [false, true], "{log}");
 }
 

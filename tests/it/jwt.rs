@@ -64,7 +64,7 @@ async fn curl(world: &World, token: &str) -> ToolOutput {
 }
 
 /// Returns its status and its body.
-fn said(ran: &ToolOutput) -> (u16, String) {
+fn status_and_body(ran: &ToolOutput) -> (u16, String) {
     let text = ran.text();
     let (body, status) = text.rsplit_once('\n').unwrap();
     (status.parse().unwrap(), body.to_owned())
@@ -84,7 +84,10 @@ async fn rotated_keys_are_loaded_and_outlast_their_issuer() {
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let (by_old, by_new) = (old.sign(&claims(&json!({}))), new.sign(&claims(&json!({}))));
-    assert_eq!(said(&curl(&world, &by_old).await), (200, "it".to_owned()));
+    assert_eq!(
+        status_and_body(&curl(&world, &by_old).await),
+        (200, "it".to_owned())
+    );
     assert_eq!(app.head().await.value("authorization"), None);
     let record = world.log().records().pop().unwrap();
     assert_eq!(
@@ -94,24 +97,27 @@ async fn rotated_keys_are_loaded_and_outlast_their_issuer() {
 
     issuer.rotate(&new);
     until("the new key counts", async || {
-        said(&curl(&world, &by_new).await).0 == 200
+        status_and_body(&curl(&world, &by_new).await).0 == 200
     })
     .await;
     assert_eq!(issuer.asked(), 2, "for a flood of unknown keys as for one");
-    let (status, body) = said(&curl(&world, &by_old).await);
+    let (status, body) = status_and_body(&curl(&world, &by_old).await);
     assert!(
         status == 401 && body.contains("jwt: its issuer has no key with this id"),
         "{body}"
     );
 
     issuer.stop().await;
-    assert_eq!(said(&curl(&world, &by_new).await), (200, "it".to_owned()));
+    assert_eq!(
+        status_and_body(&curl(&world, &by_new).await),
+        (200, "it".to_owned())
+    );
     let metrics = world.metrics().await;
     assert_eq!(metrics.sum("jwks_fetches_total", &[("outcome", "ok")]), 2);
     // A new listener has the present keys, and may pass a token on.
     let changed = world.reload(|config| config.listeners[1].forward_authorization = true);
     assert_eq!(changed.unwrap().listeners.replaced, ["jwt"]);
-    assert_eq!(said(&curl(&world, &by_new).await).0, 200);
+    assert_eq!(status_and_body(&curl(&world, &by_new).await).0, 200);
     // A test above covers one of them.
     for _ in 1..app.requests() - 1 {
         app.head().await;
@@ -123,7 +129,7 @@ async fn rotated_keys_are_loaded_and_outlast_their_issuer() {
 
 /// Checks that curl and a client of the tests are refused with this sentence.
 async fn assert_refused(world: &World, token: &str, says: &str) {
-    let (status, body) = said(&curl(world, token).await);
+    let (status, body) = status_and_body(&curl(world, token).await);
     let problem: serde_json::Value = serde_json::from_str(&body).unwrap();
     assert_eq!(
         (status, &problem["reason"]),
@@ -190,8 +196,8 @@ async fn each_refusal_names_method_and_reason_without_token_content() {
         }
     }
     // Each is recognised by its form.
-    assert_eq!(said(&curl(&world, &good).await).0, 200);
-    assert_eq!(said(&curl(&world, &opaque).await).0, 200);
+    assert_eq!(status_and_body(&curl(&world, &good).await).0, 200);
+    assert_eq!(status_and_body(&curl(&world, &opaque).await).0, 200);
     assert_eq!(app.requests(), 2, "nothing else has passed");
     let tokens: Vec<_> = tokens.iter().map(String::as_str).collect();
     assert_untold(&world, &tokens);

@@ -220,7 +220,7 @@ async fn comes_back(site: &GatewayProcess, app: &App, program: Causeway, through
     let token = site.token(&format!("--node {name}")).await;
     let edge = site.edge(name, app.port()).flag("--join", token);
     let mut edge = edge.start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     // The gateway may be writing a file itself.
     until("no partial file is left", async || left(&data).is_empty()).await;
     edge.kill().await;
@@ -322,8 +322,8 @@ async fn an_identity_is_not_lost_by_a_kill_while_another_replaces_it() {
         assert!(is_aside(), "{name}");
         // The token may be used up: the next one replaces the identity in any case.
         let mut edge = rejoining(causeway("")).await;
-        edge.said("identity is replaced").await;
-        edge.said("tunnel registered").await;
+        edge.wait_for_line("identity is replaced").await;
+        edge.wait_for_line("tunnel registered").await;
         until("no partial file is left", async || left(&data).is_empty()).await;
         edge.kill().await;
         assert!(is_aside(), "{name}");

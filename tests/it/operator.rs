@@ -53,10 +53,10 @@ async fn no_command_panics_with_a_closed_pipe_or_full_device() {
             &format!("{{ causeway {line}; echo code=$? >&2; }} | true"),
             folder.path(),
         );
-        let said = gone.run().await.stderr;
+        let log_text = gone.run().await.stderr;
         assert!(
-            !said.contains("panic") && said.contains("code="),
-            "{line}: {said}"
+            !log_text.contains("panic") && log_text.contains("code="),
+            "{line}: {log_text}"
         );
         let full = shell(&format!("causeway {line} >/dev/full"), folder.path())
             .run()
@@ -134,24 +134,34 @@ async fn journal_lines_have_a_priority_and_no_timestamp() {
         shell(&line, folder.path()).run()
     };
     run("2>log").await.with_code(78);
-    let said = fs::read_to_string(folder.path().join("log")).unwrap();
-    let lines: Vec<&str> = said.lines().collect();
+    let log_text = fs::read_to_string(folder.path().join("log")).unwrap();
+    let lines: Vec<&str> = log_text.lines().collect();
     let [warning, .., error] = *lines.as_slice() else {
-        panic!("{said}");
+        panic!("{log_text}");
     };
     let warned = warning.starts_with("<4> WARN ") && warning.contains("CAUSEWAY_NOTHING");
-    assert!(warned && error.starts_with("<3>causeway: "), "{said}");
+    assert!(warned && error.starts_with("<3>causeway: "), "{log_text}");
     // Output that is redirected does not go to the journal.
-    let said = run("").await.with_code(78).stderr;
-    assert!(!said.contains("<4>") && !said.contains("<3>"), "{said}");
+    let log_text = run("").await.with_code(78).stderr;
+    assert!(
+        !log_text.contains("<4>") && !log_text.contains("<3>"),
+        "{log_text}"
+    );
 }
 
 async fn refused(line: &str, folder: &Path, words: &[&str]) {
-    let said = causeway(line).within(folder).run().await;
-    assert!(matches!(said.code, Some(1 | 2 | 78)), "{line}: {said:?}");
-    assert_eq!(said.stdout, "", "{line}");
+    let log_text = causeway(line).within(folder).run().await;
+    assert!(
+        matches!(log_text.code, Some(1 | 2 | 78)),
+        "{line}: {log_text:?}"
+    );
+    assert_eq!(log_text.stdout, "", "{line}");
     for word in words {
-        assert!(said.stderr.contains(word), "{line}: {}", said.stderr);
+        assert!(
+            log_text.stderr.contains(word),
+            "{line}: {}",
+            log_text.stderr
+        );
     }
 }
 
@@ -228,24 +238,26 @@ async fn a_log_filter_that_would_silence_the_log_is_refused() {
             .await;
         }
     }
-    let said = causeway(edge).env("RUST_LOG", "verbos").run().await;
-    said.failed(&["RUST_LOG", "verbos"]);
+    let log_text = causeway(edge).env("RUST_LOG", "verbos").run().await;
+    log_text.failed(&["RUST_LOG", "verbos"]);
 }
 
 #[tokio::test]
 async fn a_policy_is_not_asked_about_a_request_without_a_scheme() {
     let folder = folder();
     let line = "policy check --policy policy.yaml --as ann GET edge-1:9100";
-    let said = causeway(line)
+    let log_text = causeway(line)
         .within(folder.path())
         .run()
         .await
         .with_code(2);
-    assert_eq!(said.stdout, "");
+    assert_eq!(log_text.stdout, "");
     assert!(
-        said.stderr.contains("write https://edge-1:10250/metrics"),
+        log_text
+            .stderr
+            .contains("write https://edge-1:10250/metrics"),
         "{}",
-        said.stderr
+        log_text.stderr
     );
 }
 
@@ -260,16 +272,19 @@ async fn unused_variables_cause_a_warning() {
         "gateway",
         "edge --check-config",
     ] {
-        let said = run(line).env("CAUSEWAY_DATADIR", "x").run().await.stderr;
-        assert!(said.contains(near), "{line}: {said}");
+        let log_text = run(line).env("CAUSEWAY_DATADIR", "x").run().await.stderr;
+        assert!(log_text.contains(near), "{line}: {log_text}");
     }
     // A gateway has no key of this name.
-    let said = run("gateway --check-config").env("CAUSEWAY_GATEWAYS", "a:1");
-    let said = said.run().await.ok().stderr;
-    assert!(said.contains("CAUSEWAY_GATEWAYS is unknown"), "{said}");
+    let log_text = run("gateway --check-config").env("CAUSEWAY_GATEWAYS", "a:1");
+    let log_text = log_text.run().await.ok().stderr;
+    assert!(
+        log_text.contains("CAUSEWAY_GATEWAYS is unknown"),
+        "{log_text}"
+    );
     for known in ["CAUSEWAY_LOG_FORMAT", "CAUSEWAY_DATA_DIR"] {
-        let said = run("gateway --check-config").env(known, "json").run().await;
-        assert_eq!(said.ok().stderr, "");
+        let log_text = run("gateway --check-config").env(known, "json").run().await;
+        assert_eq!(log_text.ok().stderr, "");
     }
 }
 
@@ -301,30 +316,30 @@ async fn fatal_errors_are_json_if_the_log_is_json() {
         let run = causeway(line)
             .env("CAUSEWAY_LOG_FORMAT", "json")
             .within(folder.path());
-        let said = run.run().await.with_code(code).stderr;
-        let lines: Vec<Value> = said
+        let log_text = run.run().await.with_code(code).stderr;
+        let lines: Vec<Value> = log_text
             .lines()
             .map(|line| {
-                serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {said}"))
+                serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {log_text}"))
             })
             .collect();
         let errors = lines.iter().filter(|line| line["level"] == "ERROR");
         let errors: Vec<&str> = errors
             .map(|line| line["message"].as_str().unwrap())
             .collect();
-        assert_eq!(errors.len(), messages.len(), "{said}");
+        assert_eq!(errors.len(), messages.len(), "{log_text}");
         for (error, message) in errors.iter().zip(messages) {
-            assert!(error.contains(message), "{said}");
+            assert!(error.contains(message), "{log_text}");
         }
         assert!(
             lines.iter().all(|line| line["timestamp"].is_string()),
-            "{said}"
+            "{log_text}"
         );
     }
     // This format is for people.
     let check = causeway("gateway --config faults.yaml --check-config");
-    let said = check.within(folder.path()).run().await.with_code(2).stderr;
-    assert!(said.starts_with("faults.yaml:2:10: "), "{said}");
+    let log_text = check.within(folder.path()).run().await.with_code(2).stderr;
+    assert!(log_text.starts_with("faults.yaml:2:10: "), "{log_text}");
 }
 
 #[tokio::test]
@@ -341,13 +356,16 @@ async fn status_on_a_node_shows_its_tunnels() {
         causeway("status").flag("--data-dir", site.edge_data("edge-1")),
         causeway("status").flag("--admin", &admin),
     ] {
-        let said = ask.run().await.ok().stdout;
-        assert!(said.starts_with("edge-1 is connected (version "), "{said}");
+        let log_text = ask.run().await.ok().stdout;
         assert!(
-            said.contains("GATEWAY") && said.contains("standing"),
-            "{said}"
+            log_text.starts_with("edge-1 is connected (version "),
+            "{log_text}"
         );
-        assert!(said.contains("certificate: until "), "{said}");
+        assert!(
+            log_text.contains("GATEWAY") && log_text.contains("active"),
+            "{log_text}"
+        );
+        assert!(log_text.contains("certificate: until "), "{log_text}");
     }
     let json = causeway("status -o json").flag("--admin", &admin);
     let json: Value = serde_json::from_str(&json.run().await.ok().stdout).unwrap();
@@ -409,7 +427,7 @@ async fn a_second_gateway_needs_only_the_ca_and_the_ticket_secret() {
     fs::copy(place("first/ca.json"), place("second/ca.json")).unwrap();
     let line = "gateway --data-dir second --tunnel-listen 127.0.0.1:0 --listeners [] --admin-listen 127.0.0.1:0";
     let mut gateway = causeway(line).within(folder.path()).start();
-    gateway.said("gateway ready").await;
+    gateway.wait_for_line("gateway ready").await;
     gateway.stop().await.ok();
     causeway("token create --node edge-1 --data-dir second")
         .within(folder.path())
@@ -477,12 +495,12 @@ async fn no_policy_at_start_is_information_and_at_a_reload_a_warning() {
     let policy = folder.path().join("policy.yaml");
     fs::write(&policy, "rules: [{ then: allow }]\n").unwrap();
     let mut site = GatewayProcess::start().await;
-    let line = site.gateway.said("no policy").await;
+    let line = site.gateway.wait_for_line("no policy").await;
     assert!(line.contains("INFO"), "{line}");
     let config = site.path("gateway.yaml");
     let without = fs::read_to_string(&config).unwrap();
     fs::write(&config, format!("{without}policy: {}\n", policy.display())).unwrap();
-    site.gateway.said("policy: 1 rule from").await;
+    site.gateway.wait_for_line("policy: 1 rule from").await;
     fs::write(&config, without).unwrap();
     let warned = |line: &str| line.contains("no policy") && line.contains("WARN");
     site.gateway.line("a warning", warned).await;
@@ -499,11 +517,12 @@ async fn another_users_default_directory_hides_no_running_process() {
         install -d -m 700 -o 65532 /var/lib/causeway && \
         exec setpriv --bounding-set=-dac_override,-dac_read_search \"$0\" health";
     let health = program("unshare").args(["-m", "sh", "-c", usual, binary()]);
-    let said = health.args([app.address().to_string()]).run().await.ok();
-    assert_eq!(said.stdout, "well\n");
+    let log_text = health.args([app.address().to_string()]).run().await.ok();
+    assert_eq!(log_text.stdout, "well\n");
     assert!(
-        said.stderr.contains("/var/lib/causeway") && said.stderr.contains("ermission denied"),
+        log_text.stderr.contains("/var/lib/causeway")
+            && log_text.stderr.contains("ermission denied"),
         "{}",
-        said.stderr
+        log_text.stderr
     );
 }

@@ -274,7 +274,7 @@ async fn keys_can_be_listed_and_forgotten_and_end_with_their_node() {
             .flag("--ports", &ports)
     };
     let mut edge = joining().flag("--join", token).start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     let data = site.data();
     let order = async |line: &str| order(line, &data).await;
     let none = order("pins").await.ok().stdout;
@@ -295,8 +295,11 @@ async fn keys_can_be_listed_and_forgotten_and_end_with_their_node() {
     // The kept connections were made with a key that is no longer trusted.
     shows.now(1);
     assert_eq!((get().await.status, app.connections()), (200, 1));
-    let said = order("unpin edge-1 9100").await.ok().stdout;
-    assert_eq!(said, "the pinned key of edge-1 at port 9100 is removed\n");
+    let message = order("unpin edge-1 9100").await.ok().stdout;
+    assert_eq!(
+        message,
+        "the pinned key of edge-1 at port 9100 is removed\n"
+    );
     assert_eq!((get().await.status, app.connections()), (200, 2));
     let known = order("pins").await.ok().stdout;
     assert!(known.contains(&key(&second).to_string()), "{known}");
@@ -307,15 +310,15 @@ async fn keys_can_be_listed_and_forgotten_and_end_with_their_node() {
     edge.kill().await;
     order("allow edge-1").await.ok();
     let mut edge = joining().start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     assert_eq!(get().await.status, 200);
     let known = order("pins").await.ok().stdout;
     assert!(known.contains(&key(&second).to_string()), "{known}");
 
     site.gateway.stop().await.ok();
     assert_eq!(order("pins").await.ok().stdout, known);
-    let said = order("remove edge-1").await.ok().stdout;
-    assert!(said.contains("no gateway runs in"), "{said}");
+    let message = order("remove edge-1").await.ok().stdout;
+    assert!(message.contains("no gateway runs in"), "{message}");
     let none = order("pins").await.ok().stdout;
     assert!(none.contains("no pinned keys"), "{none}");
 }

@@ -45,25 +45,25 @@ fn header(from: [u8; 4], to: [u8; 4], port: u16) -> Vec<u8> {
 }
 
 /// Returns the response to these bytes, or nothing if the connection is cut.
-async fn said(listener: SocketAddr, from: [u8; 4], bytes: &[u8]) -> String {
+async fn exchange(listener: SocketAddr, from: [u8; 4], bytes: &[u8]) -> String {
     let socket = TcpSocket::new_v4().unwrap();
     socket
         .bind(SocketAddr::from((Ipv4Addr::from(from), 0)))
         .unwrap();
     let mut stream: TcpStream = socket.connect(listener).await.unwrap();
     stream.write_all(bytes).await.unwrap();
-    let (mut said, mut piece) = (String::new(), [0; 4096]);
+    let (mut message, mut piece) = (String::new(), [0; 4096]);
     let reading = async {
-        while !said.ends_with("here")
+        while !message.ends_with("here")
             && let Ok(length @ 1..) = stream.read(&mut piece).await
         {
-            said.push_str(&String::from_utf8_lossy(&piece[..length]));
+            message.push_str(&String::from_utf8_lossy(&piece[..length]));
         }
     };
     timeout(PATIENCE, reading)
         .await
         .expect("neither an answer nor an end");
-    said
+    message
 }
 
 #[tokio::test]
@@ -83,28 +83,28 @@ async fn only_a_trusted_proxys_header_gives_source_and_destination() {
     let with = |from, to, port| [&header(from, to, port)[..], GET].concat();
 
     // Node and port are those of the destination: a tcp listener has no other source for them.
-    let answer = said(bytes, PROXY, &with(client, [10, 0, 0, 11], 9100)).await;
+    let answer = exchange(bytes, PROXY, &with(client, [10, 0, 0, 11], 9100)).await;
     assert!(answer.ends_with("here"), "{answer}");
-    let answer = said(web, PROXY, &with(client, [10, 0, 0, 99], 1)).await;
+    let answer = exchange(web, PROXY, &with(client, [10, 0, 0, 99], 1)).await;
     assert!(answer.ends_with("here"), "{answer}");
     for record in world.log().records() {
         assert_eq!(record["peer"], "192.0.2.7:4000", "{record}");
         assert_eq!(record["client"], "192.0.2.7", "{record}");
     }
     // The gateway checks the client's address, not the proxy's.
-    let answer = said(web, PROXY, &with([198, 51, 100, 1], [10, 0, 0, 11], 9100)).await;
+    let answer = exchange(web, PROXY, &with([198, 51, 100, 1], [10, 0, 0, 11], 9100)).await;
     assert!(answer.starts_with("HTTP/1.1 401"), "{answer}");
 
     // The proxy itself is no client: the gateway cuts its connection without a header, or with an old one.
     let old = [&b"PROXY TCP4 192.0.2.7 10.0.0.11 4000 9100\r\n"[..], GET].concat();
     for sent in [GET, &old] {
         for listener in [bytes, web] {
-            assert_eq!(said(listener, PROXY, sent).await, "");
+            assert_eq!(exchange(listener, PROXY, sent).await, "");
         }
     }
     // Peers that are no proxies are served without a header, and a header of theirs is invalid HTTP.
-    let answer = said(web, ELSEWHERE, GET).await;
+    let answer = exchange(web, ELSEWHERE, GET).await;
     assert!(answer.ends_with("here"), "{answer}");
-    let answer = said(web, ELSEWHERE, &with(client, [10, 0, 0, 11], 9100)).await;
+    let answer = exchange(web, ELSEWHERE, &with(client, [10, 0, 0, 11], 9100)).await;
     assert!(!answer.contains("here"), "{answer}");
 }

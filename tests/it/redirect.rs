@@ -82,7 +82,7 @@ impl RedirectSetup {
             .flag("--ports", format!("{{ {}, {} }}", to(9100), to(9200)))
             .flag("--join", token);
         let mut edge = edge.start();
-        edge.said("tunnel registered").await;
+        edge.wait_for_line("tunnel registered").await;
         self.edges.push(edge);
         self.apps.push(app);
     }
@@ -136,8 +136,13 @@ async fn local_and_forwarded_dials_of_a_node_address_reach_the_node() {
                     format!("https://{address}:9100/"),
                     format!("http://{address}:9200/"),
                 ] {
-                    let said = scene.curl(&url, from).await;
-                    assert_eq!(said.ok().text(), node, "{url}, behind: {}", from.is_some());
+                    let message = scene.curl(&url, from).await;
+                    assert_eq!(
+                        message.ok().text(),
+                        node,
+                        "{url}, behind: {}",
+                        from.is_some()
+                    );
                 }
             }
         }
@@ -153,14 +158,14 @@ async fn itself(listener: TcpListener) {
 }
 
 async fn saying(listener: TcpListener, body: &str) {
-    let said = format!(
+    let message = format!(
         "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{body}",
         body.len()
     );
     loop {
         let (mut stream, _) = listener.accept().await.unwrap();
         assert!(stream.read(&mut [0; 1024]).await.unwrap() > 0);
-        stream.write_all(said.as_bytes()).await.unwrap();
+        stream.write_all(message.as_bytes()).await.unwrap();
     }
 }
 
@@ -208,11 +213,14 @@ async fn non_edge_addresses_and_ports_without_listener_are_untouched() {
         status.contains("conflict: 10.0.0.50 is an address of edge-3, edge-4;"),
         "{status}"
     );
-    let said = scene.site.gateway.said("several nodes have this address");
-    let said = said.await;
+    let message = scene
+        .site
+        .gateway
+        .wait_for_line("several nodes have this address");
+    let message = message.await;
     assert!(
-        said.contains("10.0.0.50") && said.contains("edge-3, edge-4"),
-        "{said}"
+        message.contains("10.0.0.50") && message.contains("edge-3, edge-4"),
+        "{message}"
     );
     let metrics = format!("http://{}/metrics", scene.site.admin);
     let metrics = scene.curl(&metrics, None).await.ok().text();
@@ -324,8 +332,8 @@ async fn a_reload_redirects_other_ports_and_drops_removed_ones() {
         ports.contains("9300") && ports.contains("9100") && !ports.contains("9200")
     })
     .await;
-    let said = scene.curl("https://10.0.0.11:9100/", None).await;
-    assert_eq!(said.ok().text(), "edge-1");
+    let message = scene.curl("https://10.0.0.11:9100/", None).await;
+    assert_eq!(message.ok().text(), "edge-1");
 }
 
 #[tokio::test]
@@ -343,11 +351,11 @@ async fn a_missing_capability_or_taken_table_name_is_reported() {
     let less = less
         .flag("--config", configuration)
         .flag("--tunnel-listen", "127.0.0.1:0");
-    let said = less.run().await;
+    let message = less.run().await;
     assert!(
-        said.stderr.contains("redirect: needs CAP_NET_ADMIN"),
+        message.stderr.contains("redirect: needs CAP_NET_ADMIN"),
         "{}",
-        said.stderr
+        message.stderr
     );
 }
 
@@ -465,7 +473,7 @@ impl<'a> Pods<'a> {
             .flag("--allow-hosts", allowed)
             .flag("--join", token);
         let mut edge = edge.start();
-        edge.said("tunnel registered").await;
+        edge.wait_for_line("tunnel registered").await;
         Self {
             host,
             _edge: Some(edge),
@@ -535,13 +543,13 @@ async fn pods_of_edge_nodes_are_reachable_if_both_sides_allow_it() {
     let v4 = one.pod("10.244.1.7", "edge").await;
     assert_eq!(curl(v4).await.ok().text(), "edge");
     let asked = |node: &str, at: SocketAddr| format!("node=\"{node}\" port={} ", at.port());
-    site.gateway.said(&asked("edge-1", v4)).await;
+    site.gateway.wait_for_line(&asked("edge-1", v4)).await;
     // The owner of that node denies access to its pods: the gateway uses no other path to them, although one exists.
     let refused = two.pod("10.244.2.7", "edge").await;
     let code = curl(refused).await.status.code();
     // Reset, before or after curl has noticed that it is connected.
     assert!(matches!(code, Some(7 | 56)), "{code:?}");
-    site.gateway.said(&asked("edge-2", refused)).await;
+    site.gateway.wait_for_line(&asked("edge-2", refused)).await;
     let straight = cloud.pod("10.244.9.7", "cloud").await;
     assert_eq!(curl(straight).await.ok().text(), "cloud");
 

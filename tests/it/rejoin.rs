@@ -294,7 +294,7 @@ impl RejoinCase {
     async fn run(&mut self, world: &World) {
         let what = format!("{:?} {:?} {:?}", self.state, self.action, self.outcome);
         let started = self.edge.start().await;
-        let said = match (self.outcome, started) {
+        let message = match (self.outcome, started) {
             (Ends(words), Err(error)) => {
                 assert!(error.to_string().contains(words), "{what}: {error}");
                 return;
@@ -308,7 +308,7 @@ impl RejoinCase {
         until(&what, async || {
             let status = self.edge.status();
             let trouble = status.trouble.map(|trouble| trouble.what);
-            match said {
+            match message {
                 Some(words) => trouble.is_some_and(|trouble| {
                     trouble.contains(words) && trouble.contains(self.helps())
                 }),
@@ -461,22 +461,22 @@ async fn a_leaving_edge_sets_its_identity_aside_and_joins_again() {
     leave().await.failed(&["stop it first"]);
     edge.kill().await;
     let before = std::fs::read(data.join("edge.json")).unwrap();
-    let said = leave().await.ok().stdout;
-    let kept = said.lines().next().unwrap().rsplit(' ').next().unwrap();
+    let message = leave().await.ok().stdout;
+    let kept = message.lines().next().unwrap().rsplit(' ').next().unwrap();
     assert_eq!(std::fs::read(kept).unwrap(), before);
-    assert!(said.contains("causeway token create"), "{said}");
+    assert!(message.contains("causeway token create"), "{message}");
     leave().await.failed(&["nothing to give up"]);
     let edge = site.edge("edge-1", app.port());
     edge.run().await.failed(&["causeway token create"]);
     let token = site.token("--node edge-1").await;
     let edge = site.edge("edge-1", app.port()).flag("--join", &token);
-    edge.start().said("tunnel registered").await;
+    edge.start().wait_for_line("tunnel registered").await;
 
     // A node that has joined uses a new token only if its owner orders it, and once.
     let token = site.token("--node edge-1").await;
     let joining = || site.edge("edge-1", app.port()).flag("--join", &token);
     let mut edge = joining().start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     edge.kill().await;
     let list = causeway("token list -o json").flag("--data-dir", site.data());
     let listed: serde_json::Value = serde_json::from_str(&list.run().await.ok().stdout).unwrap();
@@ -487,9 +487,9 @@ async fn a_leaving_edge_sets_its_identity_aside_and_joins_again() {
         .iter()
         .find(|row| row["id"] == id);
     assert_eq!(unused.unwrap()["used"], serde_json::json!([]));
-    for said in ["identity is replaced", "was already used for this identity"] {
+    for message in ["identity is replaced", "was already used for this identity"] {
         let mut edge = joining().args(["--rejoin"]).start();
-        edge.said(said).await;
+        edge.wait_for_line(message).await;
         edge.kill().await;
     }
 }

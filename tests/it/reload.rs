@@ -171,8 +171,11 @@ async fn an_unusable_configuration_changes_no_state_and_says_why() {
             config.listeners[0] = anonymous("https", ListenerProtocol::Https);
             config.listeners.push(late);
         });
-        let said = refused.unwrap_err().to_string();
-        assert!(said.contains("late") && said.contains(&word), "{said}");
+        let message = refused.unwrap_err().to_string();
+        assert!(
+            message.contains("late") && message.contains(&word),
+            "{message}"
+        );
         assert_eq!(kept.get(URL).await.unwrap().status, 200);
         let nobody = world.client().nobody().get(URL).await;
         assert_eq!(nobody.status, 401, "still closed");
@@ -287,20 +290,22 @@ async fn signal_file_change_and_command_reload_and_refuse_bad_files() {
 
     // An invalid configuration changes nothing. The requester and the log get the position of the fault.
     fs::write(&rules, "rules:\n  - { then: perhaps }\n").unwrap();
-    let said = ask().await.with_code(2).stderr;
+    let message = ask().await.with_code(2).stderr;
     assert!(
-        said.contains("policy.yaml:2:") && said.contains("perhaps"),
-        "{said}"
+        message.contains("policy.yaml:2:") && message.contains("perhaps"),
+        "{message}"
     );
-    site.gateway.said("the configuration was rejected").await;
+    site.gateway
+        .wait_for_line("the configuration was rejected")
+        .await;
     assert_eq!(client.get(url).await.status, 403, "the old rules hold");
     let metrics = site.metrics().await;
     assert_eq!(metrics.sum("last_reload_successful", &[]), 0);
 
     fs::write(&rules, "rules: [{ then: allow }]\n").unwrap();
-    let said = ask().await.ok().stdout;
+    let message = ask().await.ok().stdout;
     // The first of the two, the watcher or the command, has reported it.
-    assert!(said.ends_with("listeners unchanged\n"), "{said}");
+    assert!(message.ends_with("listeners unchanged\n"), "{message}");
     let taken_up = format!(
         "policy: 1 rule from {}; listeners unchanged",
         rules.display()
@@ -320,19 +325,19 @@ async fn what_is_about_to_be_written_and_what_waits(site: &GatewayProcess, befor
     let url = "http://edge-1:9100/";
     let ask = || causeway("reload").flag("--data-dir", &data).run();
     fs::write(&file, "").unwrap();
-    let said = ask().await.with_code(2).stderr;
+    let message = ask().await.with_code(2).stderr;
     assert!(
-        said.contains("gateway.yaml:1:1: the file is empty"),
-        "{said}"
+        message.contains("gateway.yaml:1:1: the file is empty"),
+        "{message}"
     );
     assert_eq!(client.get(url).await.status, 200);
 
     let restart = format!("{before}workers: 7\n");
     fs::write(&file, restart).unwrap();
-    let said = ask().await.ok().stdout;
+    let message = ask().await.ok().stdout;
     assert!(
-        said.contains("takes effect at the next start: workers"),
-        "{said}"
+        message.contains("takes effect at the next start: workers"),
+        "{message}"
     );
     let open = "may do everything on every node; listeners unchanged; takes effect";
     site.gateway.wrote(open, 1, crate::world::PATIENCE).await;
@@ -365,7 +370,7 @@ async fn an_edge_takes_up_other_ports_while_its_streams_go_on() {
         .flag("--data-dir", site.edge_data("edge-1"))
         .flag("--join", token);
     let mut edge = edge.start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     let client = site.nobody();
     let mut slow = client.connect("edge-1").await.unwrap();
     let request = Request::get("http://edge-1:9100/slow");
@@ -385,8 +390,8 @@ async fn an_edge_takes_up_other_ports_while_its_streams_go_on() {
 
     fs::write(&file, "ports: { 9100: { target: 12 } }\n").unwrap();
     let ask = causeway("reload").flag("--data-dir", site.edge_data("edge-1"));
-    let said = ask.run().await.with_code(2).stderr;
-    assert!(said.contains("edge.yaml:1:"), "{said}");
+    let message = ask.run().await.with_code(2).stderr;
+    assert!(message.contains("edge.yaml:1:"), "{message}");
     let answer = client.get("http://edge-1:9100/").await;
     assert_eq!(answer.text(), "second", "the old ports are served");
 }

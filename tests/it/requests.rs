@@ -242,11 +242,11 @@ async fn the_negotiated_alpn_protocol_is_spoken() {
     ] {
         let mut wire = world.client().wire("edge-1", &[alpn]).await.unwrap();
         wire.write_all(first).await.unwrap();
-        let said = read_to_end(&mut wire).await.unwrap_or_default();
-        assert!(!said.starts_with(b"HTTP/1.1 200"), "{alpn}");
+        let message = read_to_end(&mut wire).await.unwrap_or_default();
+        assert!(!message.starts_with(b"HTTP/1.1 200"), "{alpn}");
         assert!(
-            said.is_empty() || said[3] == frames::SETTINGS || said[3] == frames::GOAWAY,
-            "{alpn}: {said:?}"
+            message.is_empty() || message[3] == frames::SETTINGS || message[3] == frames::GOAWAY,
+            "{alpn}: {message:?}"
         );
     }
     let mut old = world
@@ -263,10 +263,10 @@ async fn the_negotiated_alpn_protocol_is_spoken() {
     for first in [request.as_bytes(), &*preface] {
         let mut wire = world.client().wire("edge-1", &[]).await.unwrap();
         wire.write_all(first).await.unwrap();
-        let said = read(&mut wire, 9).await;
+        let message = read(&mut wire, 9).await;
         assert!(
-            said.starts_with(b"HTTP/1.1 ") || said[3] == frames::SETTINGS,
-            "{said:?}"
+            message.starts_with(b"HTTP/1.1 ") || message[3] == frames::SETTINGS,
+            "{message:?}"
         );
     }
 }

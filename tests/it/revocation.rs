@@ -30,11 +30,11 @@ async fn a_revoked_node_loses_its_tunnels_until_it_is_allowed_again() {
         order.flag("--data-dir", site.data()).run()
     };
 
-    let said = order("revoke edge-1 --reason stolen").await.ok().stdout;
-    assert_eq!(said, "edge-1 is revoked\n");
+    let message = order("revoke edge-1 --reason stolen").await.ok().stdout;
+    assert_eq!(message, "edge-1 is revoked\n");
     assert_eq!(client.get(URL).await.status, 503, "its tunnels have ended");
     assert_eq!(client.get("http://edge-2:9100/").await.status, 200);
-    edge.said("node edge-1 is revoked: stolen").await;
+    edge.wait_for_line("node edge-1 is revoked: stolen").await;
     edge.kill().await;
     let row = |site: &GatewayProcess| {
         let asked = causeway("status -o json")
@@ -54,7 +54,7 @@ async fn a_revoked_node_loses_its_tunnels_until_it_is_allowed_again() {
     // The node cannot return with its certificate or a new token, not even after a restart of the gateway.
     let site = site.restart(|_| {}).await;
     let mut edge = site.edge("edge-1", app.port()).start();
-    edge.said("node edge-1 is revoked: stolen").await;
+    edge.wait_for_line("node edge-1 is revoked: stolen").await;
     edge.kill().await;
     let token = site.token("--node edge-1").await;
     std::fs::remove_file(site.edge_data("edge-1").join("edge.json")).unwrap();
@@ -68,13 +68,13 @@ async fn a_revoked_node_loses_its_tunnels_until_it_is_allowed_again() {
     // The refusal does not use up the token.
     let edge = site.edge("edge-1", app.port()).flag("--join", &token);
     let mut edge = edge.start();
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     assert_eq!(site.nobody().get(URL).await.status, 200);
 
     let remove = causeway("node remove edge-1").flag("--data-dir", site.data());
     remove.run().await.ok();
     assert_ne!(site.nobody().get(URL).await.status, 200);
-    edge.said("not enrolled at this gateway").await;
+    edge.wait_for_line("not enrolled at this gateway").await;
     let again = causeway("node remove edge-1").flag("--data-dir", site.data());
     again.run().await.failed(&["no node edge-1", "edge-2"]);
 }
@@ -104,7 +104,7 @@ async fn a_full_admin_listener_holds_up_no_command() {
     let revoked = of("node revoke edge-1 --reason stolen", site.data()).await;
     assert_eq!(revoked.ok().stdout, "edge-1 is revoked\n");
     assert_eq!(site.nobody().get(URL).await.status, 503);
-    edge.said("node edge-1 is revoked: stolen").await;
+    edge.wait_for_line("node edge-1 is revoked: stolen").await;
     let socket = site.data().join("run-admin.sock");
     let mode = fs::metadata(&socket).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600, "other users cannot connect to it");
@@ -171,7 +171,9 @@ async fn a_certificate_from_before_a_new_enrolment_is_refused() {
     for _ in 0..2 {
         let successor = site.join("edge-1", app.port()).await;
         let mut thief = site.edge("thief", app.port()).start();
-        thief.said("was issued before the node joined again").await;
+        thief
+            .wait_for_line("was issued before the node joined again")
+            .await;
         thief.kill().await;
         assert_eq!(site.nobody().get(URL).await.text(), "it");
         successor.kill().await;
@@ -189,7 +191,7 @@ async fn a_token_for_several_joins_works_until_used_up_or_revoked() {
         edge.flag("--node", node)
     };
     let mut first = joins("site-7-a").start();
-    first.said("tunnel registered").await;
+    first.wait_for_line("tunnel registered").await;
     let url = "http://site-7-a:9100/";
     until("it is reached", async || {
         site.nobody().get(url).await.status == 200

@@ -316,7 +316,7 @@ async fn an_orderly_gateway_restart_costs_no_request() {
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     read(&mut open, 5).await;
     site.gateway.signal("TERM").await;
-    site.gateway.said("listeners stay open").await;
+    site.gateway.wait_for_line("listeners stay open").await;
     assert_eq!(client.get("http://edge-1:9100/").await.text(), "here");
     echoes(&mut open).await;
     drop(open);
@@ -348,9 +348,9 @@ async fn a_successor_edge_starts_beside_its_draining_predecessor() {
     first.signal("TERM").await;
     let mut second = second().start();
     first
-        .said("another process has taken over the data directory")
+        .wait_for_line("another process has taken over the data directory")
         .await;
-    second.said("tunnel registered").await;
+    second.wait_for_line("tunnel registered").await;
     let url = "http://edge-1:9100/";
     assert_eq!(client.get(url).await.text(), "next");
     echoes(&mut open).await;

@@ -224,9 +224,9 @@ impl<'a> Node<'a> {
         let edge = cloud.site.edge_of(self.host.causeway(), &self.name, 1);
         let edge = edge.flag("--api-cache", &self.reader).args(flags);
         let mut edge = edge.start();
-        edge.said("the API cache is ready for programs on this node")
+        edge.wait_for_line("the API cache is ready for programs on this node")
             .await;
-        let admin = address_after(&edge.said("edge is running").await, "admin=");
+        let admin = address_after(&edge.wait_for_line("edge is running").await, "admin=");
         let (_, port) = admin.rsplit_once(':').unwrap();
         self.admin.set(port.parse().unwrap());
         self.edge.replace(Some(edge));

@@ -183,11 +183,11 @@ impl Load {
                 let (status, _) = head_of(&mut wire).await?;
                 expect(status, 101)?;
                 for number in 0..100 {
-                    let said = format!("{number:016}");
-                    wire.write_all(said.as_bytes()).await?;
+                    let message = format!("{number:016}");
+                    wire.write_all(message.as_bytes()).await?;
                     let mut echoed = [0; 16];
                     wire.read_exact(&mut echoed).await?;
-                    same(&echoed, said.as_bytes());
+                    same(&echoed, message.as_bytes());
                 }
                 tally.sessions.fetch_add(1, Relaxed);
             }
@@ -282,7 +282,7 @@ async fn disturb(
             old.stop().await;
         }
         let mut edge = site.edge(&node, app.port()).start();
-        edge.said("tunnel registered").await;
+        edge.wait_for_line("tunnel registered").await;
         edges.insert(victim, edge);
         for process in std::iter::once(&site.gateway).chain(&edges[..2]) {
             process.signal("HUP").await;

@@ -39,7 +39,7 @@ async fn the_table_shows_connected_and_disconnected_nodes() {
     let mut gone = site.edge("edge-2", app.port());
     gone = gone.flag("--join", site.token("--node edge-2 --pool north").await);
     let mut gone = gone.start();
-    gone.said("tunnel registered").await;
+    gone.wait_for_line("tunnel registered").await;
     site.curl("edge-1", "").run().await.ok();
     gone.stop().await.ok();
 

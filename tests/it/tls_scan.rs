@@ -113,11 +113,11 @@ async fn listeners_accept_tls_1_2_and_1_3_only() {
             ("-tls1_2", "TLSv1.2, Cipher is"),
             ("-tls1_3", "TLSv1.3, Cipher is"),
         ] {
-            let said = scan
+            let message = scan
                 .agreed(to, &format!("{version} {}", scan.client_files()))
                 .await;
-            assert!(said.contains(words), "{name}: {said}");
-            assert!(said.contains("Compression: NONE"), "{name}: {said}");
+            assert!(message.contains(words), "{name}: {message}");
+            assert!(message.contains("Compression: NONE"), "{name}: {message}");
         }
         for version in ["-tls1", "-tls1_1"] {
             let alert = scan.alert(to, &format!("{version} -cipher {ALL}")).await;
@@ -141,8 +141,8 @@ async fn no_listener_takes_a_weak_suite() {
             "ECDHE-ECDSA-AES256-GCM-SHA384",
             "ECDHE-ECDSA-CHACHA20-POLY1305",
         ] {
-            let said = scan.agreed(to, &format!("-tls1_2 -cipher {suite}")).await;
-            assert!(said.contains(suite), "{name}: {said}");
+            let message = scan.agreed(to, &format!("-tls1_2 -cipher {suite}")).await;
+            assert!(message.contains(suite), "{name}: {message}");
         }
         let alert = scan
             .alert(to, "-tls1_3 -ciphersuites TLS_AES_128_CCM_SHA256")
@@ -184,12 +184,12 @@ async fn listeners_agree_on_protocols_that_they_serve_or_refuse() {
         ("https", "spdy/3,http/1.1", "http/1.1"),
         ("connect", "http/1.1", "http/1.1"),
     ] {
-        let said = scan
+        let message = scan
             .agreed(scan.world.listener(name), &format!("-alpn {offered}"))
             .await;
         assert!(
-            said.contains(&format!("ALPN protocol: {chosen}\n")),
-            "{name} {offered}: {said}"
+            message.contains(&format!("ALPN protocol: {chosen}\n")),
+            "{name} {offered}: {message}"
         );
     }
     for name in ["https", "connect"] {
@@ -212,13 +212,13 @@ async fn the_tunnel_port_speaks_tls_1_3_with_edges_of_our_own() {
     let to = scan.world.tunnel();
     let (chain, key) = edge_of(scan.world.ca());
     let ours = scan.files(&chain, &key);
-    let said = scan.agreed(to, &format!("-alpn rh2 {ours}")).await;
+    let message = scan.agreed(to, &format!("-alpn rh2 {ours}")).await;
     for words in [
         "TLSv1.3, Cipher is TLS_",
         "ALPN protocol: rh2",
         "Verification: OK",
     ] {
-        assert!(said.contains(words), "{said}");
+        assert!(message.contains(words), "{message}");
     }
     for version in ["-tls1", "-tls1_1", "-tls1_2"] {
         for alpn in ["rh2", "h2", "http/1.1"] {
@@ -229,10 +229,10 @@ async fn the_tunnel_port_speaks_tls_1_3_with_edges_of_our_own() {
     }
     let alert = scan.alert(to, &format!("-alpn imap {ours}")).await;
     assert_eq!(alert, "no application protocol");
-    let said = scan.agreed(to, &ours).await;
+    let message = scan.agreed(to, &ours).await;
     assert!(
-        said.contains("No ALPN negotiated"),
-        "to join needs none: {said}"
+        message.contains("No ALPN negotiated"),
+        "to join needs none: {message}"
     );
     let other = Ca::create(&TrustDomain::parse("other.test").unwrap()).unwrap();
     let (chain, key) = edge_of(&other);

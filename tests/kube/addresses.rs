@@ -25,7 +25,9 @@ pub(crate) fn trials() -> Vec<Trial> {
             "addresses::a_network_of_two_nodes_names_neither".to_owned(),
             CHECKED,
             |world| {
-                steps::a_network_of_two_nodes_names_neither(world, |world| world.the_road().said());
+                steps::a_network_of_two_nodes_names_neither(world, |world| {
+                    world.the_road().output()
+                });
             },
         ),
         by(

@@ -190,6 +190,6 @@ fn edges_and_certificates_follow_service_address_and_replicas() {
     gateway.says("it is not there");
     assert_eq!(readiness(), "ready\n");
     assert!(named().contains(&MACHINE.to_string()), "{}", named());
-    let registered = edge.said().matches("tunnel registered").count();
-    assert_eq!(registered, 1, "{}", edge.said());
+    let registered = edge.output().matches("tunnel registered").count();
+    assert_eq!(registered, 1, "{}", edge.output());
 }

@@ -189,7 +189,7 @@ fn commands_of_the_pages_about_clusters() {
         let called = reader.at_host(&call).run();
         called.text().ends_with("of the node\n")
     });
-    assert!(served, "{}", gateway.said());
+    assert!(served, "{}", gateway.output());
     drop(gateway);
     until("the gateway has ended", || {
         reader.at_host("causeway health").run().code != Some(0)

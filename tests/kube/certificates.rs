@@ -318,7 +318,7 @@ fn an_api_outage_is_survived_and_missing_permissions_are_named() {
     let mut world = world();
     clean(&world);
     let running = gateway(&world, &world.path("certificates-rights"));
-    let says = |part: &str| until(part, || running.said().contains(part));
+    let says = |part: &str| until(part, || running.output().contains(part));
     says("cannot list resource \\\"certificatesigningrequests\\\"");
     says("cannot list resource \\\"configmaps\\\"");
     world.cluster.apply_example("certificates/rbac.yaml");
@@ -335,7 +335,7 @@ fn an_api_outage_is_survived_and_missing_permissions_are_named() {
     world.cluster.stop();
     until("the loss of the API is logged", || {
         running
-            .said()
+            .output()
             .contains("continues with the last known nodes")
     });
     world.cluster.restart();
@@ -504,7 +504,7 @@ fn certificates_of_the_cluster_signers_let_a_node_join() {
     // The gateway approves valid requests, and the cluster signs them.
     let running = by(&world, &folder, &rules(CLIENTS));
     let mut asking = by_signer("client", CLIENTS);
-    let says = |part: &str| until(part, || running.said().contains(part));
+    let says = |part: &str| until(part, || running.output().contains(part));
     says("named kubernetes.io/kube-apiserver-client in API group");
     let names = json!([{ "op": "replace", "path": "/rules/2/resourceNames/0", "value": CLIENTS }]);
     let line = "patch clusterrole causeway-gateway-certificates --type json -p";
@@ -740,10 +740,10 @@ fn a_gateway_gets_and_renews_its_kubelet_client_certificate() {
     let gateway = started(&folder, &config);
     let first = ends();
     until("another one is in use", || ends() > first + 24 * 3600);
-    let said = gateway.said();
+    let message = gateway.output();
     assert!(
-        said.contains("a new certificate from its cluster"),
-        "{said}"
+        message.contains("a new certificate from its cluster"),
+        "{message}"
     );
     drop(gateway);
     let delete = world.cluster.kubectl("delete --ignore-not-found -f");

@@ -200,9 +200,9 @@ fn the_api_server_takes_each_way_without_a_warning() {
             let take = "apply --dry-run=server -f -";
             let taken = world.cluster.kubectl(take).input(text).run().ok();
             assert_eq!(taken.stderr, "", "{way}");
-            let said = taken.text();
+            let message = taken.text();
             for what in ["deployment.apps/", "daemonset.apps/", "configmap/"] {
-                assert!(said.contains(what), "{way}: {said}");
+                assert!(message.contains(what), "{way}: {message}");
             }
         }
         // A controller would make it, so that no test would otherwise see its faults.
@@ -230,8 +230,8 @@ fn gateways_are_restricted_pods_where_their_namespace_says_so() {
         if level(&all) == "restricted" {
             assert_eq!(taken.ok().stderr, "", "{way}");
         } else {
-            let said = taken.failed();
-            assert!(said.contains("violates PodSecurity"), "{way}: {said}");
+            let message = taken.failed();
+            assert!(message.contains("violates PodSecurity"), "{way}: {message}");
         }
     }
     assert_eq!(level(&restricted), "restricted");
@@ -362,9 +362,9 @@ fn edges_may_join_by_tokens_all_the_same() {
     make(&world, &all, &SURROUNDINGS);
     let edge = pod(named(&all, "DaemonSet", "causeway-edge"));
     let container = &edge["spec"]["containers"][0];
-    let said = container["env"].to_string() + &container["volumeMounts"].to_string();
-    assert!(said.contains("CAUSEWAY_JOIN_FILE"), "{said}");
-    assert!(said.contains("/etc/causeway-join\""), "{said}");
+    let message = container["env"].to_string() + &container["volumeMounts"].to_string();
+    assert!(message.contains("CAUSEWAY_JOIN_FILE"), "{message}");
+    assert!(message.contains("/etc/causeway-join\""), "{message}");
     let take = world.cluster.kubectl("create --dry-run=server -f -");
     assert_eq!(take.input(edge.to_string()).run().ok().stderr, "");
     sound(&world, "tokens", &all);

@@ -128,8 +128,8 @@ fn memory(process: &Process) -> u64 {
 fn ask(name: &str) -> (String, Duration) {
     let began = Instant::now();
     let dig = format!("+short +time=5 +tries=1 -p {DNS} @127.0.0.1 {name}.nodes.example");
-    let said: ToolOutput = Program::new("dig").words(&dig).run().ok();
-    (said.text().trim().to_owned(), began.elapsed())
+    let message: ToolOutput = Program::new("dig").words(&dig).run().ok();
+    (message.text().trim().to_owned(), began.elapsed())
 }
 
 /// Returns the number of requests that the API server has received from the gateway's account.

@@ -415,8 +415,8 @@ fn a_foreign_configmap_stays_unchanged_until_handed_over() {
     assert_eq!(gateway.ask("/readyz"), "ready\n");
     assert!(gateway.metric("writes_total{outcome=\"failed\"}") > 0);
     // Runs the command from the log.
-    let said = gateway.process.said();
-    let (_, rest) = said
+    let message = gateway.process.output();
+    let (_, rest) = message
         .split_once("transfer it to Causeway (kubectl ")
         .unwrap();
     let (line, _) = rest.split_once(')').unwrap();

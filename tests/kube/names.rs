@@ -84,15 +84,15 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 /// The API server knows the pod and sends its request to the gateway; by then the pod is gone.
 fn a_pod_that_is_gone_is_said_to_be(world: &mut World) {
-    let said = ask(
+    let message = ask(
         world,
         "kubelet-client",
         "gateway",
         "/exec/a/nobody/it?command=true",
     );
-    assert_eq!(said.0, "502", "{}", said.1);
+    assert_eq!(message.0, "502", "{}", message.1);
     let wanted = "the node of pod a/nobody could not be found: pods \"nobody\" not found";
-    assert!(said.1.contains(wanted), "{}", said.1);
+    assert!(message.1.contains(wanted), "{}", message.1);
 }
 
 /// The pod in the path is the only name of the node, so an exec needs the right to look it up.
@@ -128,7 +128,7 @@ fn a_policy_without_shells_is_reported(world: &mut World) {
         let line = format!("exec -n {namespace} ticker -- true");
         world.cluster.kubectl(&line).run()
     };
-    let said = exec(world, "a").failed();
+    let message = exec(world, "a").failed();
     exec(world, "b").ok();
     world.cluster.kubectl("logs -n a ticker").run().ok();
     let wanted = "the policy does not allow kube-apiserver-kubelet-client";
@@ -137,16 +137,16 @@ fn a_policy_without_shells_is_reported(world: &mut World) {
     each_says(world, wanted, &REQUESTS);
     world.road().rules_anew(way, "");
     exec(world, "a").ok();
-    assert!(said.contains(wanted), "{said}");
+    assert!(message.contains(wanted), "{message}");
 }
 
 /// Kubelets' certificates are from the same CA as kube-apiserver's.
 fn a_kubelet_certificate_gives_no_access_to_another_kubelet(world: &mut World) {
     let path = "/exec/a/echo/it?command=true";
-    let (status, said) = ask(world, "edge-2", "edge-1", path);
-    assert_eq!(status, "502", "{said}");
-    let refused = said.contains("system:node:edge-2") && said.contains("policy");
-    assert!(refused, "{said}");
+    let (status, message) = ask(world, "edge-2", "edge-1", path);
+    assert_eq!(status, "502", "{message}");
+    let refused = message.contains("system:node:edge-2") && message.contains("policy");
+    assert!(refused, "{message}");
     let (status, _) = ask(world, "kubelet-client", "edge-1", "/healthz");
     assert_eq!(status, "200");
 }
@@ -235,14 +235,14 @@ fn known_by_their_keys(world: &mut World) {
     }
     let World { nodes, cluster, .. } = world;
     nodes[0].serves(cluster, Serving::Own);
-    let mut said = String::new();
+    let mut message = String::new();
     until("the other key is refused", || {
-        said = kubectl(world, "logs -n a ticker").stderr;
-        said.contains("has a new key")
+        message = kubectl(world, "logs -n a ticker").stderr;
+        message.contains("has a new key")
     });
     assert!(
-        said.contains("`causeway node unpin edge-1 10250`"),
-        "{said}"
+        message.contains("`causeway node unpin edge-1 10250`"),
+        "{message}"
     );
     each_says(world, "has a new key", &[UPGRADES, REQUESTS].concat());
     assert_eq!(known(world), pins);
@@ -291,6 +291,6 @@ fn ask(world: &World, client: &str, name: &str, path: &str) -> (String, String) 
         .run()
         .ok();
     let text = asked.text();
-    let (said, status) = text.rsplit_once('\n').unwrap();
-    (status.to_owned(), said.to_owned())
+    let (message, status) = text.rsplit_once('\n').unwrap();
+    (status.to_owned(), message.to_owned())
 }

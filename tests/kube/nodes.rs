@@ -229,12 +229,12 @@ fn an_api_outage_is_survived_and_reported() {
     world.cluster.restart();
     until("it is over", || Gateway::lost() == 0);
     assert_eq!(Gateway::nodes(), (2, 1));
-    let said = gateway.process.said();
+    let content = gateway.process.output();
     assert!(
-        said.contains("continues with the last known nodes"),
-        "{said}"
+        content.contains("continues with the last known nodes"),
+        "{content}"
     );
-    assert!(said.contains("answers again"), "{said}");
+    assert!(content.contains("answers again"), "{content}");
 }
 
 fn an_api_server_that_is_away_at_the_start_is_waited_for() {
@@ -247,19 +247,19 @@ fn an_api_server_that_is_away_at_the_start_is_waited_for() {
         why.contains("the nodes of the cluster have not been loaded yet: ")
             && why.contains("refused")
     });
-    let said = || gateway.process.said();
+    let content = || gateway.process.output();
     until("a retry is not logged", || {
-        said().matches("the cluster's API still fails").count() >= 2
+        content().matches("the cluster's API still fails").count() >= 2
     });
     assert!(Gateway::lost() > 0);
     world.cluster.restart();
     until("the nodes are known", Gateway::is_ready);
     assert_eq!(Gateway::nodes(), (2, 1));
-    let said = said();
-    let times = |what: &str| said.matches(what).count();
-    assert_eq!(times("cannot be listed"), 1, "logged once: {said}");
-    assert_eq!(times("answers again"), 1, "{said}");
-    assert!(!said.contains("ERROR"), "{said}");
+    let content = content();
+    let times = |what: &str| content.matches(what).count();
+    assert_eq!(times("cannot be listed"), 1, "logged once: {content}");
+    assert_eq!(times("answers again"), 1, "{content}");
+    assert!(!content.contains("ERROR"), "{content}");
 }
 
 fn rights_that_are_missing_are_named() {
@@ -271,8 +271,8 @@ fn rights_that_are_missing_are_named() {
     until("the missing right is named", || {
         Gateway::ask("/readyz").text().contains(wanted)
     });
-    let said = gateway.process.said();
-    assert!(said.contains("cannot list resource"), "{said}");
+    let content = gateway.process.output();
+    assert!(content.contains("cannot list resource"), "{content}");
 }
 
 fn a_claim_of_a_foreign_address_gets_no_traffic() {
@@ -304,10 +304,10 @@ fn a_claim_of_a_foreign_address_gets_no_traffic() {
                 && event["note"].as_str().unwrap().contains(&named)
         })
     });
-    let said = gateway.process.said();
+    let content = gateway.process.output();
     assert!(
-        said.contains("several nodes claim this address") && said.contains("edge-1, evil-1"),
-        "{said}"
+        content.contains("several nodes claim this address") && content.contains("edge-1, evil-1"),
+        "{content}"
     );
     let answer = gateway.connect(&target);
     assert!(answer.contains("edge-1 is not connected"), "{answer}");

@@ -230,7 +230,7 @@ fn limits_are_reported(world: &mut World, way: Way) {
         &[UPGRADES, REQUESTS].concat(),
     );
     open.close_input();
-    assert_eq!(open.ended().0, Some(0), "{}", open.said());
+    assert_eq!(open.ended().0, Some(0), "{}", open.output());
     until("a connection is free again", || exec(world).code == Some(0));
     world.by(way);
 }
@@ -253,12 +253,12 @@ fn a_kubelet_of_another_ca_is_reported(world: &mut World) {
 
 /// The request's path contains each word of a command.
 fn a_long_command_works_and_an_oversized_one_is_reported(world: &mut World) {
-    let said = |length: usize| {
+    let content = |length: usize| {
         let exec = world.cluster.kubectl("exec -n a ticker -- echo");
         exec.args(["x".repeat(length)]).run()
     };
-    assert_eq!(said(40_000).ok().stdout.len(), 40_001);
-    let said = said(65_200).failed();
+    assert_eq!(content(40_000).ok().stdout.len(), 40_001);
+    let content = content(65_200).failed();
     let wanted = "bytes, at most 65536 are allowed";
-    assert!(said.contains(wanted), "{said}");
+    assert!(content.contains(wanted), "{content}");
 }

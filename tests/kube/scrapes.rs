@@ -136,14 +136,14 @@ impl<'a> MetricsServer<'a> {
 
     /// Waits until kubectl prints this for this command.
     fn says(&self, line: &str, holds: impl Fn(&str) -> bool) {
-        let mut said = String::new();
+        let mut message = String::new();
         let there = within(2 * PATIENCE, || {
             let ran = self.cluster.kubectl(line).run();
-            said = format!("{}{}", ran.text(), ran.stderr);
-            ran.code == Some(0) && holds(&said)
+            message = format!("{}{}", ran.text(), ran.stderr);
+            ran.code == Some(0) && holds(&message)
         });
-        let log = self.process.said();
-        assert!(there, "{line}: {said}\n{log}");
+        let log = self.process.output();
+        assert!(there, "{line}: {message}\n{log}");
     }
 }
 
@@ -168,22 +168,22 @@ fn kubectl_top_shows_nodes_and_pods(way: Way, program: &Path) {
     // The listener's first clients still work, now that the cluster reviews all of its clients.
     steps::logs_and_exec(&mut world);
     let server = MetricsServer::start(&world, way, program);
-    server.says("top nodes --no-headers", |said| {
-        NODES.iter().all(|(_, node)| has_figures(said, node))
+    server.says("top nodes --no-headers", |message| {
+        NODES.iter().all(|(_, node)| has_figures(message, node))
     });
     for (namespace, _) in NODES {
         // Figures of this node's pods, and of no others.
         let line = format!("top pods -n {namespace} --no-headers");
-        server.says(&line, |said| {
+        server.says(&line, |message| {
             ["ticker", "echo", "silent"]
                 .iter()
-                .all(|pod| has_figures(said, pod))
+                .all(|pod| has_figures(message, pod))
         });
     }
     let raw = "get --raw /apis/metrics.k8s.io/v1beta1/nodes";
-    let said = world.cluster.kubectl(raw).run().ok();
-    let said: Value = serde_json::from_slice(&said.stdout).unwrap();
-    let mut figures: Vec<_> = items(&said["items"])
+    let message = world.cluster.kubectl(raw).run().ok();
+    let message: Value = serde_json::from_slice(&message.stdout).unwrap();
+    let mut figures: Vec<_> = items(&message["items"])
         .map(|node| {
             let memory = node["usage"]["memory"].as_str().unwrap_or_default();
             (node["metadata"]["name"].as_str(), memory.len() > 2)
@@ -191,12 +191,12 @@ fn kubectl_top_shows_nodes_and_pods(way: Way, program: &Path) {
         .collect();
     figures.sort_unstable();
     let wanted = [(Some("edge-1"), true), (Some("edge-2"), true)];
-    assert_eq!(figures, wanted, "{said:#}");
+    assert_eq!(figures, wanted, "{message:#}");
 }
 
 /// Whether one of these lines has this name, with millicores and mebibytes.
-fn has_figures(said: &str, name: &str) -> bool {
-    said.lines().any(|line| {
+fn has_figures(message: &str, name: &str) -> bool {
+    message.lines().any(|line| {
         let mut words = line.split_whitespace();
         let of = words.next() == Some(name);
         let figure = |unit: &str| {
@@ -281,8 +281,8 @@ impl Prometheus {
 
     /// The node in the instance, its label of this name, and the value, of each series.
     fn query(query: &str, label: &str) -> Vec<[String; 3]> {
-        let said = asked("query", query);
-        let mut found: Vec<_> = items(&said["data"]["result"])
+        let message = asked("query", query);
+        let mut found: Vec<_> = items(&message["data"]["result"])
             .map(|series| {
                 let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
                 let labels = &series["metric"];
@@ -301,7 +301,7 @@ impl Prometheus {
             found == wanted
         });
         let targets = asked("targets", "");
-        let log = self.process.said();
+        let log = self.process.output();
         assert!(there, "{query}: {found:?}\n{targets:#}\n{log}");
     }
 }
@@ -353,7 +353,7 @@ fn prometheus_scrapes_kubelets_while_it_may(way: Way, program: &Path) {
         let wanted = "server returned HTTP status 502 Bad Gateway";
         assert_eq!(target["lastError"], wanted, "{target:#}");
     }
-    let said = prometheus.refused(way);
+    let message = prometheus.refused(way);
     let wanted = "the cluster does not allow system:serviceaccount:monitoring:prometheus to get nodes/metrics of edge-1";
-    assert!(said.contains(wanted), "{said}");
+    assert!(message.contains(wanted), "{message}");
 }

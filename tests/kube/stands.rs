@@ -31,7 +31,7 @@ fn the_cluster_stands() {
 fn without_causeway_no_node_is_reached() {
     let world = world();
     for line in ["logs -n a ticker", "exec -n a ticker -- true"] {
-        let said = world.cluster.kubectl(line).run().failed();
-        assert!(said.contains("10250"), "{said}");
+        let message = world.cluster.kubectl(line).run().failed();
+        assert!(message.contains("10250"), "{message}");
     }
 }

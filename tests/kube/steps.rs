@@ -198,11 +198,14 @@ pub(crate) fn logs_and_exec(world: &mut World) {
 fn logs_and_exec_of_each(world: &World) {
     for (namespace, node) in NODES {
         let logs = format!("logs -n {namespace} ticker");
-        let said = world.cluster.kubectl(&logs).run().ok().text();
-        assert!(said.starts_with(&format!("ticker on {node}\n")), "{said}");
+        let content = world.cluster.kubectl(&logs).run().ok().text();
+        assert!(
+            content.starts_with(&format!("ticker on {node}\n")),
+            "{content}"
+        );
         let exec = format!("exec -n {namespace} ticker -- cat /tmp/node");
-        let said = world.cluster.kubectl(&exec).run().ok().text();
-        assert_eq!(said, format!("{node}\n"));
+        let content = world.cluster.kubectl(&exec).run().ok().text();
+        assert_eq!(content, format!("{node}\n"));
     }
 }
 
@@ -219,8 +222,11 @@ const OLD: [Session; 2] = [
 fn logs(world: &World, which: KubectlVersion) {
     for (namespace, node) in NODES {
         let logs = format!("logs -n {namespace} ticker");
-        let said = which.run(world, &logs).run().ok().text();
-        assert!(said.starts_with(&format!("ticker on {node}\n")), "{said}");
+        let content = which.run(world, &logs).run().ok().text();
+        assert!(
+            content.starts_with(&format!("ticker on {node}\n")),
+            "{content}"
+        );
     }
 }
 
@@ -309,7 +315,7 @@ fn exec_with_a_terminal_of(world: &World, which: KubectlVersion) {
     shell.says("/dev/pts/");
     shell.send(b"a-line\n");
     shell.says("got a-line");
-    assert_eq!(shell.ended().0, Some(0), "{}", shell.said());
+    assert_eq!(shell.ended().0, Some(0), "{}", shell.output());
 }
 
 fn attach_connects_to_the_running_process(world: &World, which: KubectlVersion) {
@@ -368,8 +374,8 @@ fn get() -> String {
 pub(crate) fn nodes_are_proxied_to(world: &mut World) {
     for (_, node) in NODES {
         let raw = format!("get --raw /api/v1/nodes/{node}/proxy/stats/summary");
-        let said = world.cluster.kubectl(&raw).run().ok();
-        let stats: serde_json::Value = serde_json::from_slice(&said.stdout).unwrap();
+        let content = world.cluster.kubectl(&raw).run().ok();
+        let stats: serde_json::Value = serde_json::from_slice(&content.stdout).unwrap();
         assert_eq!(stats["node"]["nodeName"], node);
     }
 }
@@ -378,16 +384,16 @@ pub(crate) fn nodes_are_proxied_to(world: &mut World) {
 pub(crate) fn pods_and_services_are_proxied_to(world: &mut World) {
     for (namespace, node) in NODES {
         let raw = format!("get --raw /api/v1/nodes/{node}/proxy/stats/summary");
-        let said = world.cluster.kubectl(&raw).run().ok().text();
+        let content = world.cluster.kubectl(&raw).run().ok().text();
         assert!(
-            said.contains(&format!("\"nodeName\": \"{node}\"")),
-            "{said}"
+            content.contains(&format!("\"nodeName\": \"{node}\"")),
+            "{content}"
         );
         for what in ["pods/echo:8080", "services/echo:80"] {
             let raw = format!("get --raw /api/v1/namespaces/{namespace}/{what}/proxy/");
             until("its endpoints are known", || {
-                let said = world.cluster.kubectl(&raw).run();
-                said.code == Some(0) && said.text() == format!("{node}\n")
+                let content = world.cluster.kubectl(&raw).run();
+                content.code == Some(0) && content.text() == format!("{node}\n")
             });
         }
     }
@@ -395,7 +401,7 @@ pub(crate) fn pods_and_services_are_proxied_to(world: &mut World) {
 
 /// Checks two nodes that report pods in one network: its addresses lead to neither, and `said` returns the message. Names
 /// work as before.
-pub(crate) fn a_network_of_two_nodes_names_neither(world: &World, said: fn(&World) -> String) {
+pub(crate) fn a_network_of_two_nodes_names_neither(world: &World, content: fn(&World) -> String) {
     let proxied = |namespace: &str| {
         let raw = format!("get --raw /api/v1/namespaces/{namespace}/pods/echo:8080/proxy/");
         world.cluster.kubectl(&raw).run().text()
@@ -411,7 +417,7 @@ pub(crate) fn a_network_of_two_nodes_names_neither(world: &World, said: fn(&Worl
     });
     let mut told = String::new();
     let why = within(PATIENCE, || {
-        told = said(world);
+        told = content(world);
         told.contains("several nodes")
     });
     assert!(why, "{told}");
@@ -460,8 +466,8 @@ fn two_hundred_execs_are_open_at_once(world: &mut World) {
         exec.send(format!("this is {number}\n").as_bytes());
         exec.says("this is");
         exec.close_input();
-        assert_eq!(exec.ended().0, Some(0), "{}", exec.said());
-        assert_eq!(exec.said(), format!("{node}\nthis is {number}\n"));
+        assert_eq!(exec.ended().0, Some(0), "{}", exec.output());
+        assert_eq!(exec.output(), format!("{node}\nthis is {number}\n"));
     }
 }
 
@@ -475,7 +481,7 @@ fn a_killed_edge_ends_an_exec_and_is_reported_until_back(world: &mut World) {
     world.road().kill(0);
     let (code, took) = exec.ended();
     assert!(code.is_some_and(|code| code != 0), "{code:?}");
-    assert!(took < Duration::from_secs(5), "{took:?}: {}", exec.said());
+    assert!(took < Duration::from_secs(5), "{took:?}: {}", exec.output());
     for line in [
         "logs -n a ticker",
         "exec -n a ticker -- true",
@@ -483,8 +489,11 @@ fn a_killed_edge_ends_an_exec_and_is_reported_until_back(world: &mut World) {
     ] {
         let ran = world.cluster.kubectl(line).run();
         assert!(ran.took < Duration::from_secs(5), "{line}: {ran:?}");
-        let said = ran.failed();
-        assert!(said.contains("edge-1 is not connected"), "{line}: {said}");
+        let content = ran.failed();
+        assert!(
+            content.contains("edge-1 is not connected"),
+            "{line}: {content}"
+        );
     }
     let others = "exec -n b ticker -- true";
     world.cluster.kubectl(others).run().ok();
@@ -519,8 +528,8 @@ fn a_pod_that_comes_back_elsewhere_is_found_there(world: &mut World) {
 pub(crate) fn failures_tell(world: &World, failures: &[(&str, &str)]) {
     for (node, wanted) in failures {
         let raw = format!("get --raw /api/v1/nodes/{node}/proxy/");
-        let said = world.cluster.kubectl(&raw).run().failed();
-        assert!(said.contains(wanted), "{node}: {said}");
+        let content = world.cluster.kubectl(&raw).run().failed();
+        assert!(content.contains(wanted), "{node}: {content}");
     }
 }
 

@@ -135,11 +135,11 @@ fn a_webhook_of_a_pod_at_the_edge_is_asked(world: &mut World) {
     });
     let wanted =
         "admission webhook \"hook.example.com\" denied the request: the edge does not want this";
-    let mut said = String::new();
+    let mut message = String::new();
     let asked = within(PATIENCE, || {
         let create = world.cluster.kubectl("create --dry-run=server -f -");
-        said = create.input(object.to_string()).run().stderr;
-        said.contains(wanted)
+        message = create.input(object.to_string()).run().stderr;
+        message.contains(wanted)
     });
-    assert!(asked, "{said}");
+    assert!(asked, "{message}");
 }

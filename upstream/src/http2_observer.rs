@@ -155,11 +155,11 @@ mod tests {
             ];
             let bytes = bytes.concat();
             for cut in 1..=bytes.len() {
-                let (mut ear, said) = Http2Observer::new();
+                let (mut ear, message) = Http2Observer::new();
                 for part in bytes.chunks(cut) {
                     ear.on_read(part).unwrap();
                 }
-                assert_eq!(*said.borrow(), Some(allowed), "{cut}");
+                assert_eq!(*message.borrow(), Some(allowed), "{cut}");
             }
         }
     }

@@ -81,7 +81,7 @@ fn truncate(
     limit: usize,
 ) -> ListPage {
     let last_sent = continue_token.map(|from| (&*from.namespace, &*from.name));
-    let is_after_last = |key: (&str, &str)| last_sent.is_none_or(|told| key > told);
+    let is_after_last = |key: (&str, &str)| last_sent.is_none_or(|sent| key > sent);
     let selected = state
         .objects
         .iter()

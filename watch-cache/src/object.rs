@@ -179,8 +179,8 @@ pub(crate) mod tests {
             (&"Service".into(), &"v1".into())
         );
         assert_eq!(value["metadata"]["name"], "a");
-        let said = r#"{"kind":"Other","metadata":{"name":"a","resourceVersion":"7"}}"#;
-        assert_eq!(read(said).unwrap().json, said.as_bytes());
+        let message = r#"{"kind":"Other","metadata":{"name":"a","resourceVersion":"7"}}"#;
+        assert_eq!(read(message).unwrap().json, message.as_bytes());
     }
 
     #[test]

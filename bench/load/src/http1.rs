@@ -234,9 +234,9 @@ mod tests {
     async fn interim_answers_are_passed_over_and_bodies_counted() {
         let (near, mut far) = tokio::io::duplex(1024);
         let mut line = Connection::new(near);
-        let said =
+        let message =
             "HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200 Fine\r\ncontent-LENGTH: 3\r\n\r\nabcdef";
-        far.write_all(said.as_bytes()).await.unwrap();
+        far.write_all(message.as_bytes()).await.unwrap();
         let head = line.head().await.unwrap();
         assert_eq!(
             (head.status, head.reason.as_str(), head.length),
@@ -255,9 +255,9 @@ mod tests {
         let (near, mut far) = tokio::io::duplex(16);
         let mut line = Connection::new(near);
         let head = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
-        let said = format!("{head}3\r\nabc\r\n11;x=y\r\ndefghijklmnopqrst\r\n0\r\n\r\n{head}");
+        let message = format!("{head}3\r\nabc\r\n11;x=y\r\ndefghijklmnopqrst\r\n0\r\n\r\n{head}");
         let says = async {
-            far.write_all(said.as_bytes()).await.unwrap();
+            far.write_all(message.as_bytes()).await.unwrap();
         };
         let reads = async {
             assert!(line.any_head().await.unwrap().chunked);

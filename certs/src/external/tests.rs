@@ -35,22 +35,23 @@ fn identity_and_trust_domain_are_read_from_the_certificate() {
         (edge.node.as_str(), edge.trust_domain),
         ("edge-1", domain())
     );
-    let said = |error: ExternalIdentityError| error.to_string();
-    let wrong = said(load_gateway(&chain, &key).unwrap_err());
+    let message = |error: ExternalIdentityError| error.to_string();
+    let wrong = message(load_gateway(&chain, &key).unwrap_err());
     assert!(
         wrong.contains("for edge edge-1") && wrong.contains("/gateway"),
         "{wrong}"
     );
     let shown = (shown.chain_pem(), shown.key_pem());
-    let wrong = said(super::load_edge(&shown.0, shown.1.expose()).unwrap_err());
+    let wrong = message(super::load_edge(&shown.0, shown.1.expose()).unwrap_err());
     assert!(
         wrong.contains("for gateway") && wrong.contains("/edge/NODE"),
         "{wrong}"
     );
     let listener = ca.issue_listener(&[], LIFE).unwrap();
-    let wrong = said(load_gateway(&listener.chain_pem(), listener.key_pem().expose()).unwrap_err());
+    let wrong =
+        message(load_gateway(&listener.chain_pem(), listener.key_pem().expose()).unwrap_err());
     assert!(wrong.contains("0 identities"), "{wrong}");
-    assert!(said(parse_roots(&chain).unwrap_err()).contains("may not sign"));
+    assert!(message(parse_roots(&chain).unwrap_err()).contains("may not sign"));
     assert!(parse_roots("").is_err());
 }
 

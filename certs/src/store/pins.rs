@@ -173,8 +173,8 @@ mod tests {
         let file = folder.path().join(PINS_FILE);
         assert!(!file.exists());
         std::fs::write(&file, "{\"edge-1\": {\"10250\": 1}}").unwrap();
-        let said = store.pins().all().unwrap_err().to_string();
-        assert!(said.contains("pins.json is damaged"), "{said}");
+        let message = store.pins().all().unwrap_err().to_string();
+        assert!(message.contains("pins.json is damaged"), "{message}");
         let met = [(name("edge-1"), 1, pin("a"))];
         store.pins().record_new(&met).unwrap_err();
     }

@@ -345,8 +345,8 @@ mod tests {
             "ports.10250.verify",
             "scheme: https",
         );
-        let said = port(json!({ "scheme": "https", "verify": false }));
-        assert_eq!(faults(said), Vec::<String>::new());
+        let output = port(json!({ "scheme": "https", "verify": false }));
+        assert_eq!(faults(output), Vec::<String>::new());
         let absent = json!({ "scheme": "https", "ca": "/nowhere/ca.pem" });
         one_fault(port(absent), "ports.10250.ca", "cannot read");
     }

@@ -176,8 +176,9 @@ async fn load_or_create_pending(
     let asks = format!("{node}: {subject_text}");
     let saved = run_blocking(store, |store| store.pending(Requested::Identity)).await?;
     let now = UnixTime::now().as_secs();
-    let is_still_pending =
-        |kept: &PendingCsr| kept.asks == asks && now < kept.since + REQUEST_TIMEOUT.as_secs();
+    let is_still_pending = |request: &PendingCsr| {
+        request.asks == asks && now < request.since + REQUEST_TIMEOUT.as_secs()
+    };
     if let Some(saved) = saved.filter(is_still_pending) {
         return Ok(saved);
     }

@@ -24,7 +24,7 @@ pub(crate) async fn run(limits: Limits, memory_budget: Arc<MemoryBudget>, metric
     let on_evicted = |shortage: eviction::Shortage, count: usize| {
         metrics.count_evicted(shortage.as_str(), count);
         streams += count;
-        if last_logged.is_none_or(|said| said.elapsed() >= LOG_INTERVAL) {
+        if last_logged.is_none_or(|last| last.elapsed() >= LOG_INTERVAL) {
             last_logged = Some(Instant::now());
             warn!(
                 reason = shortage.as_str(),

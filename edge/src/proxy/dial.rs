@@ -330,7 +330,7 @@ mod tests {
         // For a documentation address (RFC 5737), the error of loopback is reported.
         let refused = dialled(port, "192.0.2.1").await.unwrap_err();
         assert_eq!(refused.code, RejectCode::TargetRefused);
-        let said = format!("edge-1 could not dial 127.0.0.1:{port}: connection refused");
-        assert_eq!(refused.detail, said);
+        let message = format!("edge-1 could not dial 127.0.0.1:{port}: connection refused");
+        assert_eq!(refused.detail, message);
     }
 }

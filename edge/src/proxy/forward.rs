@@ -31,7 +31,7 @@ use tokio::time::Instant;
 /// HTTP client for upstreams.
 pub(super) struct UpstreamClient {
     pub(super) dialer: Dialer,
-    pub(super) kept: ConnectionPool,
+    pub(super) pool: ConnectionPool,
     /// Maximum time from the end of an upgrade's request to the response.
     pub(super) upgrade_bound: Duration,
     /// Maximum number of header fields in a response.
@@ -151,7 +151,7 @@ async fn checkout_or_connect(
         return Ok(opened);
     }
     if after.is_none()
-        && let Some(line) = client.kept.checkout(&upstream.id)
+        && let Some(line) = client.pool.checkout(&upstream.id)
     {
         client.metrics.count_connection(true);
         return Ok((ConnectionInUse::Http1(Box::new(line)), true));
@@ -191,7 +191,7 @@ async fn checkout_http2(
     after: u64,
     deadline: Instant,
 ) -> Result<Option<(ConnectionInUse, bool)>, RequestError> {
-    let shared = client.kept.shared(&upstream.id);
+    let shared = client.pool.shared(&upstream.id);
     let checkout = shared.checkout_until(deadline, after, Http2Sender::is_alive);
     let _turn = match checkout
         .await

@@ -267,7 +267,7 @@ async fn a_connection_is_kept_and_a_closed_one_costs_no_request() {
             );
             assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
             // The connection returns to the pool one turn after the response was read.
-            while world.way.client.kept.idle() == 0 {
+            while world.way.client.pool.idle() == 0 {
                 tokio::task::yield_now().await;
             }
         }
@@ -298,7 +298,7 @@ async fn a_get_answered_by_garbage_or_a_reset_is_not_retried() {
         };
         let asking = async {
             drop(world.get("/").await);
-            while world.way.client.kept.idle() == 0 {
+            while world.way.client.pool.idle() == 0 {
                 tokio::task::yield_now().await;
             }
             let answer = world.get("/").await;

@@ -420,13 +420,13 @@ mod tests {
     use crate::config::YurtHubListener;
     use serde_json::{Value, json};
 
-    fn config(said: Value) -> Config {
-        serde_json::from_value(said).unwrap()
+    fn config(message: Value) -> Config {
+        serde_json::from_value(message).unwrap()
     }
 
     /// Returns the reloader of an edge with this initial configuration, whose gateway has listed port 9051.
-    fn began(said: Value) -> Reloader {
-        let began = config(said);
+    fn began(message: Value) -> Reloader {
+        let began = config(message);
         let policy = Policy::new("edge-1", &began).unwrap();
         let (metrics, tasks) = (Arc::default(), Arc::default());
         let proxy = Proxy::new(
@@ -496,7 +496,7 @@ mod tests {
     async fn cluster_membership_needs_a_restart_and_narrowing_does_not() {
         let edge = began(json!({ "kubernetes": {} }));
         assert_eq!(serves(&edge), [9051]);
-        for (said, ports) in [
+        for (message, ports) in [
             (json!({}), vec![9051]),
             (json!({ "listed_ports": [] }), vec![]),
             (
@@ -504,11 +504,11 @@ mod tests {
                 vec![9051],
             ),
         ] {
-            let done = edge.prepare(&config(said.clone())).unwrap().apply();
+            let done = edge.prepare(&config(message.clone())).unwrap().apply();
             assert_eq!(
                 (&done.ports, serves(&edge)),
                 (&ports, ports.clone()),
-                "{said}"
+                "{message}"
             );
         }
         let alone = began(json!({}));
@@ -524,7 +524,7 @@ mod tests {
     async fn api_cache_files_reload_and_faults_block_no_other_change() {
         let api_cache = |key: &str, listen: &str| json!({ "kubernetes": {}, "api_cache": { "listen": listen, "tls": { "certificate": "/nowhere/c.pem", "key": key } } });
         let edge = began(api_cache("/nowhere/k.pem", "127.0.0.1:10270"));
-        for (said, waits) in [
+        for (message, waits) in [
             (api_cache("/elsewhere/k.pem", "127.0.0.1:10270"), vec![]),
             (
                 api_cache("/nowhere/k.pem", "127.0.0.1:10280"),
@@ -535,14 +535,14 @@ mod tests {
                 vec!["api_cache"],
             ),
         ] {
-            let faulty = said["api_cache"]["tls"].is_object();
-            let mut narrowed = said.clone();
+            let faulty = message["api_cache"]["tls"].is_object();
+            let mut narrowed = message.clone();
             narrowed["listed_ports"] = json!([]);
             let done = edge.prepare(&config(narrowed)).unwrap().apply();
             assert_eq!(
                 (&done.ports, &done.restart_keys),
                 (&vec![], &waits),
-                "{said}"
+                "{message}"
             );
             assert_eq!(
                 done.to_string().contains("not changed: api_cache.tls"),

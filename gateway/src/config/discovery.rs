@@ -16,14 +16,14 @@ impl Config {
         if let Some(identity) = &mut self.tunnel.identity
             && identity.signer.is_some()
         {
-            let kept = Store::issued_certificate_path(&self.data_dir, Requested::Identity);
-            (identity.chain, identity.key) = (Some(kept.clone()), Some(kept));
+            let path = Store::issued_certificate_path(&self.data_dir, Requested::Identity);
+            (identity.chain, identity.key) = (Some(path.clone()), Some(path));
         }
         for (port, app) in &mut self.upstream_tls {
             if app.signer.is_some() {
-                let kept =
+                let path =
                     Store::issued_certificate_path(&self.data_dir, Requested::AppClient(*port));
-                (app.certificate, app.key) = (Some(kept.clone()), Some(kept));
+                (app.certificate, app.key) = (Some(path.clone()), Some(path));
             }
         }
         self

@@ -107,12 +107,12 @@ mod tests {
     }
 
     fn faults(identity: &Value) -> String {
-        let said: Vec<_> = config(identity)
+        let text: Vec<_> = config(identity)
             .validate()
             .iter()
             .map(ToString::to_string)
             .collect();
-        said.join("\n")
+        text.join("\n")
     }
 
     #[test]
@@ -147,8 +147,8 @@ mod tests {
                 .as_object_mut()
                 .unwrap()
                 .extend(change.as_object().unwrap().clone());
-            let said = faults(&wrong);
-            assert!(said.contains(says), "{change}: {said}");
+            let text = faults(&wrong);
+            assert!(text.contains(says), "{change}: {text}");
         }
         let files = json!({ "chain": "a", "key": "b", "client_ca": ["c"], "trust_domain": "td" });
         assert!(faults(&files).contains("for signer alone"));

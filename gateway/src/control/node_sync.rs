@@ -70,14 +70,14 @@ impl NodeSync {
     /// # Errors
     /// Those of [`NodeSync::refresh`]. Returns `None` if the gateway shuts down meanwhile.
     pub async fn refresh_detached(&self) -> Option<Result<Vec<NodeName>, RefreshError>> {
-        let (tell, told) = oneshot::channel();
+        let (done_sender, done) = oneshot::channel();
         let node_sync = self.clone();
         self.tasks
             .spawn_on(&self.runtime, Span::current(), async move {
                 // The send fails if the requester has gone.
-                let _ = tell.send(node_sync.refresh().await);
+                let _ = done_sender.send(node_sync.refresh().await);
             });
-        told.await.ok()
+        done.await.ok()
     }
 
     /// Starts [`NodeSync::refresh_detached`] without waiting for it. Errors are logged.

@@ -269,8 +269,8 @@ mod tests {
                 };
                 world.nodes.replace_cluster([(name("edge-4"), here)].into());
                 world.met("edge-4", "a").await.unwrap();
-                let said = world.met("edge-3", "a").await.unwrap_err();
-                assert!(said.contains("no longer admitted"), "{said}");
+                let message = world.met("edge-3", "a").await.unwrap_err();
+                assert!(message.contains("no longer admitted"), "{message}");
                 world.keeper.refresh().unwrap();
                 assert_eq!(world.pins.get(&name("edge-1"), 1), None);
                 assert!(world.pins.get(&name("edge-2"), 1).is_some());

@@ -117,12 +117,12 @@ mod tests {
             max_wait: bound,
         };
         let running = arrivals.run(world.readiness.hold("waiting for edges"));
-        let said = || world.readiness.hold_reason();
+        let message = || world.readiness.hold_reason();
         let looked = async {
-            while said().is_some_and(|why| why == "waiting for edges") {
+            while message().is_some_and(|why| why == "waiting for edges") {
                 tokio::task::yield_now().await;
             }
-            said().is_some()
+            message().is_some()
         };
         tokio::select! {
             held = looked => held,

@@ -89,10 +89,13 @@ fn account(client: &ClientIdentity) -> Arc<UserInfo> {
     } else {
         // A client's own claim that it is authenticated or anonymous is ignored.
         let claimed_groups = client.groups.iter();
-        let said = claimed_groups
+        let message = claimed_groups
             .filter(|group| ![AUTHENTICATED, UNAUTHENTICATED].contains(&group.as_str()));
         let implied_groups = [AUTHENTICATED.to_owned()];
-        (&*client.name, said.cloned().chain(implied_groups).collect())
+        (
+            &*client.name,
+            message.cloned().chain(implied_groups).collect(),
+        )
     };
     Arc::new(UserInfo {
         user: user.to_owned(),

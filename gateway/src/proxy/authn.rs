@@ -1,5 +1,5 @@
-//! Authentication of clients: by certificate, by bearer token (from a file, a JWT, or a token that the cluster's API reviews), by
-//! the mode of a unix socket, or as an anonymous client.
+//! Authentication of clients: by certificate, by bearer token, by the mode of a unix socket, or as an anonymous client. A bearer
+//! token is from a file, a JWT, or a token that the cluster's API reviews.
 //!
 //! A listener accepts only the methods that its configuration names. A certificate and a unix peer are checked once per
 //! connection, a token at each request. Anonymous clients are served only if the listener has `anonymous: true`, and then only

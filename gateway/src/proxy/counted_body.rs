@@ -31,7 +31,7 @@ pub(super) struct CountedRequestBody {
     /// Counter of the buffered bytes, to which the body reports its chunks.
     pub(super) waiting: BufferedBody,
     pub(super) record: Arc<AccessRecord>,
-    pub(super) told: IdentityHeaderFields,
+    pub(super) identity_headers: IdentityHeaderFields,
     /// Maximum number of bytes and of fields of trailers.
     pub(super) bounds: (usize, usize),
 }
@@ -92,7 +92,7 @@ impl CountedRequestBody {
                 self.record.record_failure(&error);
                 UploadError::Rejected(error.detail.into_owned())
             })?;
-            self.told.strip_fields(trailers);
+            self.identity_headers.strip_fields(trailers);
             forwarding_headers::strip_trailers(trailers);
         }
         Ok(frame)

@@ -3,8 +3,8 @@
 //! Each response has three forms at once: the status and `application/problem+json` (RFC 9457), a `Proxy-Status` field (RFC
 //! 9209), and the same word in metrics and log through the record. The response to a CONNECT also has the sentence in the reason
 //! phrase, the only part that kube-apiserver shows. A listener with `errors: kubernetes` answers 502 with plain text, the only
-//! form that kubectl shows in every case. Only an upgrade gets a Kubernetes `Status`: kubectl parses the response to an upgrade
-//! as YAML, and shows nothing of a text that happens to be YAML, such as `what: why`. gRPC clients get `grpc-status` and
+//! form that kubectl shows in every case. Only an upgrade gets a Kubernetes `Status`, because kubectl parses the response to an
+//! upgrade as YAML. It shows nothing of a text that happens to be YAML, such as `what: why`. gRPC clients get `grpc-status` and
 //! `grpc-message` in a "Trailers-Only" response, on any listener.
 
 pub(super) mod unparsed;

@@ -96,8 +96,8 @@ pub(super) fn start_upload(
     (send, cancel_token): (StreamSender, CancellationToken),
     expects: bool,
 ) -> Option<oneshot::Sender<()>> {
-    let (tell, told) = oneshot::channel();
-    let told = OptionFuture::from(expects.then_some(told));
+    let (release_sender, release) = oneshot::channel();
+    let release = OptionFuture::from(expects.then_some(release));
     let waiting = BufferedBody::default();
     let body = counted(ctx, (inner, version), waiting.clone());
     let shared = ctx.proxy.shared.clone();
@@ -109,7 +109,7 @@ pub(super) fn start_upload(
         let task = pin!(upload(
             body,
             send,
-            told,
+            release,
             (node, shared.timeouts.upload, &record)
         ));
         tokio::select! {
@@ -120,7 +120,7 @@ pub(super) fn start_upload(
         }
         drop(busy);
     });
-    expects.then_some(tell)
+    expects.then_some(release_sender)
 }
 
 async fn upload(
@@ -164,7 +164,7 @@ pub(super) fn counted(
         window: (version == Version::HTTP_2).then_some(ctx.connection.window),
         waiting,
         record: ctx.record.clone(),
-        told: ctx.proxy.listener.identity_headers.clone(),
+        identity_headers: ctx.proxy.listener.identity_headers.clone(),
         bounds: (shared.header_bytes, shared.max_headers),
     }
 }
@@ -177,37 +177,31 @@ pub(super) async fn wait_for_response(
     release_body: Option<oneshot::Sender<()>>,
 ) -> Result<Response<StreamReceiver>, StreamError> {
     if let Some(go) = release_body {
-        let wait_continue = async {
-            while let Some(interim) = answer.next_informational().await? {
-                let exchange = ctx.exchange;
-                forward_informational(
-                    ctx.connection,
-                    exchange,
-                    interim.status(),
-                    interim.headers(),
-                );
-                if interim.status() == StatusCode::CONTINUE {
-                    break;
-                }
-            }
-            Ok::<_, StreamError>(())
-        };
-        if let Ok(outcome) = tokio::time::timeout(CONTINUE_TIMEOUT, wait_continue).await {
+        let continued = forward_interims(ctx, &mut answer, Some(StatusCode::CONTINUE));
+        if let Ok(outcome) = tokio::time::timeout(CONTINUE_TIMEOUT, continued).await {
             outcome?;
         }
         // The send fails if the body has ended.
         let _ = go.send(());
     }
-    while let Some(interim) = answer.next_informational().await? {
-        let exchange = ctx.exchange;
-        forward_informational(
-            ctx.connection,
-            exchange,
-            interim.status(),
-            interim.headers(),
-        );
-    }
+    forward_interims(ctx, &mut answer, None).await?;
     answer.await
+}
+
+/// Forwards interim responses until the final response, or until one with the status `last`.
+async fn forward_interims(
+    ctx: StreamContext<'_>,
+    answer: &mut StreamResponse,
+    last: Option<StatusCode>,
+) -> Result<(), StreamError> {
+    while let Some(interim) = answer.next_informational().await? {
+        let status = interim.status();
+        forward_informational(ctx.connection, ctx.exchange, status, interim.headers());
+        if last == Some(status) {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// Forwards an interim response to the client (RFC 9110 §15.2).

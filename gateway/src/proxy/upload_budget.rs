@@ -110,12 +110,12 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn waiting_uploads_count_after_a_delay_until_they_proceed() {
         let (pressure, waiting) = (Arc::new(MemoryBudget::new(100)), BufferedBody::default());
-        let (say, mut said) = mpsc::channel(8);
+        let (say, mut message) = mpsc::channel(8);
         let room = Semaphore::new(0);
         let work = async {
             loop {
                 let asked = poll_fn(|cx| {
-                    let polled = said.poll_recv(cx);
+                    let polled = message.poll_recv(cx);
                     match polled {
                         Poll::Ready(bytes) => waiting.note_chunk(bytes.unwrap_or(0)),
                         Poll::Pending => waiting.note_pending(),
@@ -124,7 +124,7 @@ mod tests {
                 });
                 asked.await;
                 // Polls once more and then waits, as a consumer that joins chunks does.
-                if said.is_empty() {
+                if message.is_empty() {
                     waiting.note_pending();
                 }
                 room.acquire().await.unwrap().forget();

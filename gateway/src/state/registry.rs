@@ -3,7 +3,7 @@
 //! The registry owns the only map from node name to live tunnels, and selects among them. It never dials, waits or calls
 //! Kubernetes: `control::tunnel_listener` writes it, and `proxy` reads it. The newest registration wins. Removal compares tunnel
 //! ids, so the teardown of a half-dead tunnel cannot unregister its successor. A tunnel leaves when another one has taken over or
-//! its edge has announced it. A leaving tunnel stays registered until its streams have ended. Only a tunnel that its own process
+//! its edge has announced it. A draining tunnel stays registered until its streams have ended. Only a tunnel that its own process
 //! has given up is closed. The registry has a shard for each worker, so a request takes no lock that another worker's requests
 //! hold.
 
@@ -171,7 +171,7 @@ const MAX_WAITING_REQUESTS: usize = 4096;
 /// Number of streams of an idle tunnel, which has its control stream open.
 const CONTROL_STREAMS: usize = 1;
 
-/// Maximum number of leaving tunnels of a node without streams that wait for their end. Beyond it, the oldest is closed.
+/// Maximum number of draining tunnels of a node without streams that wait for their end. Beyond it, the oldest is closed.
 const MAX_IDLE_LEAVING: usize = 16;
 
 /// Maximum number of stored replaced instances of a node. Two or three running instances are a mistake.
@@ -271,7 +271,7 @@ impl Registry {
     /// Records that a tunnel's edge has announced that it leaves.
     pub fn mark_leaving(&self, node: &NodeName, id: TunnelId) {
         let mut shard = self.shard(node);
-        let tunnels = shard.get_mut(node).map(|held| &mut held.tunnels);
+        let tunnels = shard.get_mut(node).map(|entry| &mut entry.tunnels);
         if let Some(edge) = tunnels.into_iter().flatten().find(|edge| edge.id == id) {
             edge.is_leaving = true;
         }
@@ -294,7 +294,7 @@ impl Registry {
         true
     }
 
-    /// Selects the best open tunnel for a new stream: not leaving before leaving, not bulk before bulk, then the fewest streams.
+    /// Selects the best open tunnel for a new stream: not draining before draining, not bulk before bulk, then the fewest streams.
     ///
     /// # Errors
     /// The reason why no tunnel can be selected.
@@ -405,7 +405,7 @@ impl Registry {
     pub fn has_tunnel(&self, node: &NodeName) -> bool {
         self.shard(node)
             .get(node)
-            .is_some_and(|held| !held.tunnels.is_empty())
+            .is_some_and(|entry| !entry.tunnels.is_empty())
     }
 
     /// Returns the tunnels of one node, and the time and address at which its last tunnel was seen.
@@ -424,8 +424,13 @@ impl Registry {
         let mut all = Vec::new();
         for shard in self.shards.iter() {
             let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
-            for (node, held) in shard.iter() {
-                all.extend(held.tunnels.iter().map(|edge| (node.clone(), edge.clone())));
+            for (node, entry) in shard.iter() {
+                all.extend(
+                    entry
+                        .tunnels
+                        .iter()
+                        .map(|edge| (node.clone(), edge.clone())),
+                );
             }
         }
         all
@@ -437,7 +442,7 @@ impl Registry {
             let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
             shard
                 .values()
-                .filter(|held| !held.tunnels.is_empty())
+                .filter(|entry| !entry.tunnels.is_empty())
                 .count()
         };
         self.shards.iter().map(count).sum()

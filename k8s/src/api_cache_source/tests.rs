@@ -81,9 +81,9 @@ async fn a_failed_api_request_is_retried_and_cached_objects_stay() {
     }
     assert_eq!((store.status().objects, lists.load(Relaxed)), (0, 1));
     let head = Request::get("/version").body(()).unwrap().into_parts().0;
-    let said = pool.handle_request(&head, None).await.into_body();
-    let said = said.collect().await.unwrap().to_bytes();
-    assert!(said.windows(7).any(|part| part == b"v1.36.3"));
+    let message = pool.handle_request(&head, None).await.into_body();
+    let message = message.collect().await.unwrap().to_bytes();
+    assert!(message.windows(7).any(|part| part == b"v1.36.3"));
 }
 
 /// State of the API.
@@ -109,12 +109,12 @@ fn quiet(is: watch::Receiver<Is>, asked: watch::Sender<usize>) -> Client {
             let is_watch = uri
                 .query()
                 .is_some_and(|query| query.contains("watch=true"));
-            let said = (!is_watch).then(|| Frame::data(Bytes::from(list().to_string())));
-            let said = stream::iter(said.map(Ok::<_, Infallible>));
+            let message = (!is_watch).then(|| Frame::data(Bytes::from(list().to_string())));
+            let message = stream::iter(message.map(Ok::<_, Infallible>));
             let body = if is_watch {
-                said.chain(stream::pending()).boxed()
+                message.chain(stream::pending()).boxed()
             } else {
-                said.boxed()
+                message.boxed()
             };
             Ok(Response::new(StreamBody::new(body)))
         }

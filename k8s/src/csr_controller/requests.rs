@@ -83,11 +83,11 @@ impl CsrQueue {
         let (validation, reported_reason, is_signed, is_queued) = match previous {
             Some(QueueEntry {
                 request,
-                reported_reason: told,
+                reported_reason: reported,
                 is_signed: done,
                 is_queued: due,
                 ..
-            }) => (request.validation.clone(), told, done, due),
+            }) => (request.validation.clone(), reported, done, due),
             None => (validate(object), None, false, false),
         };
         let requested_at = object.creation_timestamp();

@@ -200,8 +200,8 @@ mod tests {
             "system:serviceaccount:edges:other",
             "",
         ] {
-            let said = refused(&asked(who, &["system:nodes"]));
-            assert!(said.contains(&format!("\"{who}\"")), "{said}");
+            let message = refused(&asked(who, &["system:nodes"]));
+            assert!(message.contains(&format!("\"{who}\"")), "{message}");
         }
         let nameless = asked("system:node:", &["system:nodes"]);
         assert!(refused(&nameless).contains("empty"));

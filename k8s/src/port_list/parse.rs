@@ -140,19 +140,19 @@ mod tests {
             ("dnat-ports-pair", "9100", "is not a valid pair"),
         ] {
             let good = ("https-proxy-ports", "9443");
-            let (ports, said) = read_of(&[good, (key, value)]).unwrap();
-            assert!(said[0].contains(says), "{said:?}");
+            let (ports, message) = read_of(&[good, (key, value)]).unwrap();
+            assert!(message[0].contains(says), "{message:?}");
             assert!(ports.https.contains(&9443) || key == good.0, "{ports:?}");
         }
         let pairs = [
             ("http-proxy-ports", "9051,x,9100"),
             ("https-proxy-ports", "9100"),
         ];
-        let (ports, said) = read_of(&pairs).unwrap();
+        let (ports, message) = read_of(&pairs).unwrap();
         assert_eq!((ports.http, ports.https), ([9051].into(), [].into()));
-        assert_eq!(said[1], "9100 is listed both as http and as https");
+        assert_eq!(message[1], "9100 is listed both as http and as https");
         let many: Vec<_> = (2000..2300).map(|port| port.to_string()).collect();
-        let said = read_of(&[("http-proxy-ports", &many.join(","))]).unwrap_err();
-        assert!(said.contains("300 ports"), "{said}");
+        let message = read_of(&[("http-proxy-ports", &many.join(","))]).unwrap_err();
+        assert!(message.contains("300 ports"), "{message}");
     }
 }

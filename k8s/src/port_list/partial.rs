@@ -120,11 +120,11 @@ mod tests {
         };
         for taken in [&[][..], &[9000], &[9063], &[9001, 9002, 9040]] {
             let (done, attempts) = applied(&[], &all, taken).await;
-            let said: Vec<_> = taken
+            let message: Vec<_> = taken
                 .iter()
                 .map(|port| format!("{port} is taken"))
                 .collect();
-            assert_eq!(done, Ok((http(&but(taken)), said)), "{taken:?}");
+            assert_eq!(done, Ok((http(&but(taken)), message)), "{taken:?}");
             assert!(attempts <= 2 + 2 * 6 * taken.len(), "{attempts}");
         }
     }

@@ -52,7 +52,7 @@ impl Page {
             .args([MACHINE, "sh"])
             .args([folder.path(), Path::new(binary())])
             .start();
-        machine.said("the machine is there").await;
+        machine.wait_for_line("the machine is there").await;
         let unshare = machine.id();
         let children = format!("/proc/{unshare}/task/{unshare}/children");
         let id = fs::read_to_string(children).unwrap().trim().to_owned();

@@ -19,7 +19,7 @@ pub(super) async fn gateway(page: &Page, config: &str) -> Process {
 /// Starts the gateway of `/etc/causeway/gateway.yaml`.
 async fn start_gateway(page: &Page) -> Process {
     let mut gateway = page.start_commands("causeway gateway --config /etc/causeway/gateway.yaml");
-    gateway.said("gateway ready").await;
+    gateway.wait_for_line("gateway ready").await;
     gateway
 }
 
@@ -36,7 +36,7 @@ pub(super) async fn edge(page: &Page, ports: &str) -> Process {
 async fn start_edge(page: &Page) -> Process {
     let edge = "CAUSEWAY_JOIN=$(causeway token create --node edge-1) causeway edge --config /etc/causeway/edge.yaml";
     let mut edge = page.start_commands(edge);
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     edge
 }
 
@@ -83,12 +83,12 @@ async fn demo(page: &mut Page) -> ExitedProcess {
     cargo(page).await;
     let mut demo = page.start("cargo run");
     demo.line("ready", |line| line == "ready").await;
-    let said = demo.written().stdout;
-    let commands: Vec<&str> = said
+    let message = demo.written().stdout;
+    let commands: Vec<&str> = message
         .lines()
         .filter(|line| line.starts_with("curl "))
         .collect();
-    assert!(commands.len() > 2, "{said}");
+    assert!(commands.len() > 2, "{message}");
     for command in commands {
         assert!(!page.commands(command).await.is_empty(), "{command}");
     }
@@ -100,11 +100,11 @@ pub(super) async fn readme(page: &mut Page) {
     let demo = demo(page).await;
     page.shows("causeway demo: a gateway", &demo.stdout);
     let mut gateway = page.start("causeway gateway --tunnel-advertise");
-    gateway.said("gateway ready").await;
+    gateway.wait_for_line("gateway ready").await;
     let token = token(&mut gateway).await;
     let _app = app(page).await;
     let mut edge = page.start_with("causeway edge", &token);
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     let ran = page.run("--key alice-key.pem").await.stdout;
     assert!(ran.contains("Directory listing"), "{ran}");
 }
@@ -116,10 +116,10 @@ pub(super) async fn first_tunnel(page: &mut Page) {
 
 pub(super) async fn two_machines(page: &mut Page) {
     let mut gateway = page.start("causeway gateway --config");
-    gateway.said("gateway ready").await;
+    gateway.wait_for_line("gateway ready").await;
     let token = token(&mut gateway).await;
     let mut edge = page.start_with("causeway edge --config", &token);
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     page.until("curl -sSf -o app.html http://127.0.0.1:9100/")
         .await;
     let ran = page.run("causeway status").await.stdout;
@@ -158,7 +158,7 @@ pub(super) async fn enrol_nodes(page: &mut Page) {
     page.commands("echo 'gateways: [gw.example.com:10262]' >/etc/causeway/edge.yaml")
         .await;
     let mut edge = page.start_with("CAUSEWAY_JOIN", outputs[0].trim());
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     let ran = page.run("causeway status").await.stdout;
     assert!(ran.contains("edge-1  connected"), "{ran}");
 }
@@ -186,7 +186,7 @@ pub(super) async fn external_ca(page: &mut Page) {
     let _gateway = start_gateway(page).await;
     page.run("causeway node add").await;
     let mut edge = page.start("causeway edge --config");
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
 }
 
 pub(super) async fn forwarding_headers(page: &mut Page) {
@@ -280,7 +280,7 @@ pub(super) async fn revoke_nodes(page: &mut Page) {
     let _gateway = gateway(page, ADVERTISE).await;
     let mut edge = edge(page, "{ 9100: {} }").await;
     page.console("node revoke").await;
-    edge.said("tunnel ended").await;
+    edge.wait_for_line("tunnel ended").await;
     page.until("! causeway status | grep edge-1").await;
 }
 
@@ -319,10 +319,10 @@ pub(super) async fn upstreams(page: &mut Page) {
 
     page.write("50051: { scheme: h2c }", "/etc/causeway/edge.yaml")
         .await;
-    let said = page.run("causeway reload").await.stdout;
+    let message = page.run("causeway reload").await.stdout;
     assert!(
-        said.contains("serves 22, 8080, 9100, 10250, 50051"),
-        "{said}"
+        message.contains("serves 22, 8080, 9100, 10250, 50051"),
+        "{message}"
     );
 
     page.add("pin: true", "/etc/causeway/gateway.yaml").await;
@@ -360,7 +360,7 @@ pub(super) async fn api_cache(page: &mut Page) {
     let read = page.run("limit=5").await.stdout;
     assert!(read.contains("web-1"), "{read}");
     let mut watch = page.start("endpointslices -A -w");
-    watch.said("web-1").await;
+    watch.wait_for_line("web-1").await;
 }
 
 pub(super) async fn frp(page: &mut Page) {
@@ -396,7 +396,7 @@ printf '127.0.0.1 localhost\n198.51.100.1 gw.example.com\n' >/etc/hosts";
     let mut edge = page.start_commands(
         "CAUSEWAY_JOIN=$(causeway token create --node nas) causeway edge --config /etc/causeway/edge.yaml",
     );
-    edge.said("tunnel registered").await;
+    edge.wait_for_line("tunnel registered").await;
     let _apps = apps(page, &[22]).await;
     page.stand_in("/usr/local/bin/ssh", "exec curl -sSf http://${3#*@}:$2/")
         .await;

@@ -90,11 +90,11 @@ impl HostileTunnel {
     /// The same, as the tunnel of this slot of the node.
     pub(crate) async fn registered_as(site: &GatewayProcess, slot: u32) -> Self {
         let mut evil = Self::greeted(site).await.welcome(slot).await;
-        let said = |frame: &Frame| {
+        let message = |frame: &Frame| {
             let text = String::from_utf8_lossy(&frame.payload);
             frame.kind == DATA && text.contains("registered")
         };
-        evil.until(said).await;
+        evil.until(message).await;
         evil
     }
 

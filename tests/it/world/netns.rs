@@ -62,8 +62,8 @@ fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
     if ran.status.success() {
         return Ok(String::from_utf8_lossy(&ran.stdout).into_owned());
     }
-    let said = String::from_utf8_lossy(&ran.stderr).into_owned();
-    Err(format!("{program} {}: {said}", arguments.join(" ")))
+    let message = String::from_utf8_lossy(&ran.stderr).into_owned();
+    Err(format!("{program} {}: {message}", arguments.join(" ")))
 }
 
 fn must(program: &str, line: &str) {

@@ -230,7 +230,7 @@ pub(crate) struct Process {
 
 impl Process {
     /// Returns the first line, of either stream, that contains `part`, as soon as it exists.
-    pub(crate) async fn said(&mut self, part: &str) -> String {
+    pub(crate) async fn wait_for_line(&mut self, part: &str) -> String {
         self.line(part, |line| line.contains(part)).await
     }
 
@@ -247,10 +247,10 @@ impl Process {
 
     /// Whether it writes this before it ends.
     pub(crate) async fn says(&mut self, part: &str) -> bool {
-        let said = |output: &Output| output.count(part) > 0;
-        let waited = timeout(PATIENCE, self.output.wait_for(said)).await;
+        let message = |output: &Output| output.count(part) > 0;
+        let waited = timeout(PATIENCE, self.output.wait_for(message)).await;
         match waited {
-            Ok(said) => said.is_ok(),
+            Ok(message) => message.is_ok(),
             Err(late) => panic!("{} did not say {part:?}, {late}", self.what),
         }
     }

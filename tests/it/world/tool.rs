@@ -107,7 +107,7 @@ fn is_here(tool: &str) -> bool {
         None if tool == "openssl" => (tool.as_ref(), &["version"]),
         _ => (tool.as_ref(), &["--version"]),
     };
-    probe(program, arguments).is_some_and(|said| tool != "nc" || said.contains("OpenBSD"))
+    probe(program, arguments).is_some_and(|message| tool != "nc" || message.contains("OpenBSD"))
 }
 
 /// Returns the output of the program if it runs and exits successfully.
@@ -118,8 +118,8 @@ fn probe(program: &OsStr, arguments: &[&str]) -> Option<String> {
         .output()
         .ok()
         .filter(|output| output.status.success())?;
-    let said = [output.stdout, output.stderr].concat();
-    Some(String::from_utf8_lossy(&said).into_owned())
+    let message = [output.stdout, output.stderr].concat();
+    Some(String::from_utf8_lossy(&message).into_owned())
 }
 
 /// The interpreter of `.ci/setup`'s environment, else the system's.
@@ -289,10 +289,10 @@ impl Running {
         if let Some(line) = next.unwrap() {
             return line;
         }
-        let mut said = String::new();
+        let mut message = String::new();
         let mut stderr = self.child.stderr.take().unwrap();
-        let _ = timeout(self.patience, stderr.read_to_string(&mut said)).await;
-        panic!("{} ended without a further line: {said}", self.what)
+        let _ = timeout(self.patience, stderr.read_to_string(&mut message)).await;
+        panic!("{} ended without a further line: {message}", self.what)
     }
 
     /// The next line, as JSON.

@@ -89,12 +89,12 @@ pub(super) fn coredns_and_kube_proxy_start_offline_and_catch_up(scene: &mut Scen
     let proxies: Vec<Process> = scene.edges.iter().map(kube_proxy).collect();
     for ((edge, names), proxy) in scene.edges.iter().zip(&mut names).zip(&proxies) {
         let answers = || meaning(edge, "routed") == ADDRESS && meaning(edge, "named") == before;
-        assert!(within(PATIENCE, answers), "{}", names.said());
+        assert!(within(PATIENCE, answers), "{}", names.output());
         let led = || {
             let rules = rules(edge);
             rules.contains(ADDRESS) && rules.contains(before)
         };
-        assert!(within(PATIENCE, led), "{}\n{}", rules(edge), proxy.said());
+        assert!(within(PATIENCE, led), "{}\n{}", rules(edge), proxy.output());
     }
     for edge in &scene.edges {
         edge.site.mend();
@@ -117,7 +117,7 @@ pub(super) fn coredns_and_kube_proxy_start_offline_and_catch_up(scene: &mut Scen
             let rules = rules(edge);
             rules.contains(behind) && !rules.contains(before)
         };
-        assert!(within(PATIENCE, led), "{}\n{}", rules(edge), proxy.said());
+        assert!(within(PATIENCE, led), "{}\n{}", rules(edge), proxy.output());
         let after = back.elapsed();
         println!(
             "{}: rules follow {after:?} after the cloud is back",

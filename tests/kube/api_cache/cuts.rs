@@ -89,8 +89,8 @@ pub(super) fn a_hanging_api_server_is_detected_and_its_age_reported(scene: &mut 
 
 /// Returns the age in seconds that its answers report.
 fn age(edge: &Edge) -> Option<u64> {
-    let said = edge.ask("/api/v1/services").words("-o /dev/null -D -");
-    let head = said.run().ok().text().to_ascii_lowercase();
+    let message = edge.ask("/api/v1/services").words("-o /dev/null -D -");
+    let head = message.run().ok().text().to_ascii_lowercase();
     let mut lines = head.lines();
     lines.find_map(|line| line.strip_prefix("age: ")?.trim().parse().ok())
 }
@@ -157,11 +157,11 @@ pub(super) fn all_uplinks_may_be_cut_and_repaired_in_any_order(scene: &mut Scene
 /// Both answer with their last state.
 fn both_serve(scene: &Scene) {
     for edge in &scene.edges {
-        let said = edge.ask("/apis/discovery.k8s.io/v1/endpointslices");
-        let list: Value = serde_json::from_slice(&said.run().ok().stdout).unwrap();
+        let message = edge.ask("/apis/discovery.k8s.io/v1/endpointslices");
+        let list: Value = serde_json::from_slice(&message.run().ok().stdout).unwrap();
         let items = list["items"].as_array();
         assert!(items.is_some_and(|items| !items.is_empty()), "{list:#}");
-        let said = edge.ask("/api/v1/namespaces/default/services/kubernetes");
-        said.run().ok();
+        let message = edge.ask("/api/v1/namespaces/default/services/kubernetes");
+        message.run().ok();
     }
 }

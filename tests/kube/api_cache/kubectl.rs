@@ -21,19 +21,19 @@ fn expose(scene: &Scene, name: &str) {
 
 /// Runs the same command in the cloud and at each edge.
 fn same(scene: &Scene, line: &str) -> String {
-    let mut said = Vec::new();
+    let mut message = Vec::new();
     let equal = within(SEEN, || {
         let cloud: ToolOutput = scene.cluster.kubectl("get").words(line).run();
         let edges = scene.edges.iter().map(|edge| edge.get(line));
-        said = [cloud]
+        message = [cloud]
             .into_iter()
             .chain(edges)
             .map(|ran| told(&ran))
             .collect();
-        said.iter().all(|one| *one == said[0])
+        message.iter().all(|one| *one == message[0])
     });
-    assert!(equal, "get {line}: {said:#?}");
-    said.swap_remove(0)
+    assert!(equal, "get {line}: {message:#?}");
+    message.swap_remove(0)
 }
 
 fn told(ran: &ToolOutput) -> String {
@@ -60,19 +60,23 @@ pub(super) fn reads_the_same_as_in_the_cloud(scene: &mut Scene) {
         "servicecidrs -o name",
         "endpointslices -A --chunk-size=3 -o name",
     ] {
-        let said = same(scene, line);
-        assert!(!said.trim().is_empty(), "get {line}");
+        let message = same(scene, line);
+        assert!(!message.trim().is_empty(), "get {line}");
     }
     assert!(same(scene, "svc -n a -o name").contains("service/shop-1"));
     // Without an output format kubectl requests a table, and prints the fields that plain objects have in common.
     for edge in &scene.edges {
-        let said = edge.get("svc -A -l tier=shop --show-labels").ok().text();
-        let lines: Vec<Vec<_>> = said
+        let message = edge.get("svc -A -l tier=shop --show-labels").ok().text();
+        let lines: Vec<Vec<_>> = message
             .lines()
             .map(|line| line.split_whitespace().collect())
             .collect();
-        assert_eq!(lines[0], ["NAMESPACE", "NAME", "AGE", "LABELS"], "{said}");
-        assert_eq!(lines[1][..2], ["a", "shop-1"], "{said}");
+        assert_eq!(
+            lines[0],
+            ["NAMESPACE", "NAME", "AGE", "LABELS"],
+            "{message}"
+        );
+        assert_eq!(lines[1][..2], ["a", "shop-1"], "{message}");
     }
     sees_a_change(scene);
     let delete = "delete svc -n a shop-1 shop-2 shop-3";
@@ -89,8 +93,12 @@ fn sees_a_change(scene: &Scene) {
         watch.says("shop-1");
     }
     expose(scene, "shop-3");
-    let seen = || watches.iter().all(|watch| watch.said().contains("shop-3"));
-    assert!(within(SEEN, seen), "{}", watches[0].said());
+    let seen = || {
+        watches
+            .iter()
+            .all(|watch| watch.output().contains("shop-3"))
+    };
+    assert!(within(SEEN, seen), "{}", watches[0].output());
 }
 
 pub(super) fn gets_errors_for_unsupported_requests(scene: &mut Scene) {
@@ -99,12 +107,12 @@ pub(super) fn gets_errors_for_unsupported_requests(scene: &mut Scene) {
         until("the edge has the Service", || {
             edge.get("svc -n a kept").code == Some(0)
         });
-        let said = edge.kubectl("delete svc -n a kept").run().failed();
+        let message = edge.kubectl("delete svc -n a kept").run().failed();
         let ours = "make changes at the API server of the cluster";
-        assert!(said.contains(ours), "{said}");
-        let said = edge.get("pods -A").failed();
+        assert!(message.contains(ours), "{message}");
+        let message = edge.get("pods -A").failed();
         let unknown = "the server doesn't have a resource type \"pods\"";
-        assert!(said.contains(unknown), "{said}");
+        assert!(message.contains(unknown), "{message}");
         let status = edge.ask("/api/v1/namespaces/a/services/kept");
         let status = status.words("-X DELETE -w %{http_code}").run();
         assert!(status.text().ends_with("405"), "{}", status.text());

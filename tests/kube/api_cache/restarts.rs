@@ -22,8 +22,8 @@ fn kept(edge: &Edge) -> PathBuf {
 
 /// Returns the versions of all Services that the edge serves.
 fn served(edge: &Edge) -> Vec<(String, String)> {
-    let said = edge.ask("/api/v1/services").run().ok();
-    let list: Value = serde_json::from_slice(&said.stdout).unwrap();
+    let content = edge.ask("/api/v1/services").run().ok();
+    let list: Value = serde_json::from_slice(&content.stdout).unwrap();
     versions(list["items"].as_array().unwrap().iter())
 }
 
@@ -95,11 +95,11 @@ pub(super) fn a_damaged_file_is_set_aside_and_reported(scene: &mut Scene) {
     bytes[last] ^= 0x20;
     fs::write(kept(edge), &bytes).unwrap();
     edge.starts(None);
-    let said = edge.said();
+    let content = edge.output();
     assert!(
-        said.contains("cannot use saved API cache data")
-            && said.contains("damaged: the checksum does not match"),
-        "{said}"
+        content.contains("cannot use saved API cache data")
+            && content.contains("damaged: the checksum does not match"),
+        "{content}"
     );
     let aside = kept(edge).with_extension("bad");
     assert_eq!(fs::read(&aside).unwrap(), bytes);
@@ -123,9 +123,9 @@ pub(super) fn a_missing_gateway_permission_is_named(scene: &mut Scene) {
     scene.gateway_dies();
     scene.gateway_starts();
     scene.until("the missing right is named", |scene| {
-        let said = scene.gateway_said();
-        said.contains("cannot list resource \\\"services\\\"")
-            || said.contains("cannot list resource \"services\"")
+        let content = scene.gateway_said();
+        content.contains("cannot list resource \\\"services\\\"")
+            || content.contains("cannot list resource \"services\"")
     });
     assert!(!services()["lost"].is_null(), "{}", services());
     let status = scene.causeway("status").run().ok().text();

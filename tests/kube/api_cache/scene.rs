@@ -159,13 +159,17 @@ impl Scene {
     /// Fails, and prints the state of all processes.
     pub(super) fn fail(&self, what: &str) -> ! {
         let edges: Vec<Value> = self.edges.iter().map(Edge::reading).collect();
-        let (kept, said) = (Self::kept(), self.edges.each_ref().map(Edge::last_words));
-        let gateway = self.gateway.as_ref().map(Process::said).unwrap_or_default();
+        let (kept, content) = (Self::kept(), self.edges.each_ref().map(Edge::last_words));
+        let gateway = self
+            .gateway
+            .as_ref()
+            .map(Process::output)
+            .unwrap_or_default();
         panic!(
             "{what}\ngateway: {kept:#}\n{}\nedges: {edges:#?}\n{}\n---\n{}",
             tail(&gateway),
-            said[0],
-            said[1]
+            content[0],
+            content[1]
         );
     }
 
@@ -186,7 +190,10 @@ impl Scene {
 
     /// Returns the output of the gateway since its start.
     pub(super) fn gateway_said(&self) -> String {
-        self.gateway.as_ref().map(Process::said).unwrap_or_default()
+        self.gateway
+            .as_ref()
+            .map(Process::output)
+            .unwrap_or_default()
     }
 
     /// Returns the objects that the gateway caches for edges, and the leader.
@@ -340,12 +347,15 @@ impl Edge {
     }
 
     /// Returns the output of the edge since its start.
-    pub(super) fn said(&self) -> String {
-        self.process.as_ref().map(Process::said).unwrap_or_default()
+    pub(super) fn output(&self) -> String {
+        self.process
+            .as_ref()
+            .map(Process::output)
+            .unwrap_or_default()
     }
 
     fn last_words(&self) -> String {
-        tail(&self.said())
+        tail(&self.output())
     }
 
     /// Returns the edge's own status of its API cache.
@@ -388,7 +398,7 @@ impl Edge {
 }
 
 /// Returns the end of an output.
-fn tail(said: &str) -> String {
-    let lines: Vec<&str> = said.lines().collect();
+fn tail(content: &str) -> String {
+    let lines: Vec<&str> = content.lines().collect();
     lines[lines.len().saturating_sub(25)..].join("\n")
 }

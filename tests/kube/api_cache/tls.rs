@@ -79,8 +79,8 @@ pub(super) fn programs_can_read_over_tls(scene: &mut Scene) {
         });
     }
     for version in ["--http1.1", "--http2"] {
-        let said = by_name(edge, &cluster.pki, (NAME, version)).ok().text();
-        assert!(said.contains("gitVersion"), "{said}");
+        let message = by_name(edge, &cluster.pki, (NAME, version)).ok().text();
+        assert!(message.contains("gitVersion"), "{message}");
     }
     // A name that the certificate does not have, with a client that does not verify it.
     let refused = by_name(edge, &cluster.pki, ("page.example", "--insecure")).text();

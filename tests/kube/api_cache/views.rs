@@ -197,8 +197,8 @@ impl Readers {
         let mut wrong = String::new();
         within(PATIENCE, || {
             let readers = self.all.iter_mut().filter(|reader| at(&reader.place));
-            let said = readers.map(|reader| reader.compared(&truth[reader.way.resource]));
-            wrong = said.collect::<Vec<_>>().concat();
+            let message = readers.map(|reader| reader.compared(&truth[reader.way.resource]));
+            wrong = message.collect::<Vec<_>>().concat();
             wrong.is_empty() || self.all.iter().any(|reader| reader.fault.is_some())
         });
         if wrong.is_empty() {
@@ -216,11 +216,11 @@ fn in_the_cloud(cluster: &Cluster) -> Program {
 /// Returns the current state of the API server.
 fn truth(cluster: &Cluster, resource: &str) -> ObjectVersions {
     let asked = in_the_cloud(cluster).args(["-once", "-resource", resource]);
-    let said = asked.within(Duration::from_secs(30)).run().ok().text();
+    let message = asked.within(Duration::from_secs(30)).run().ok().text();
     let (mut view, mut gone) = (ObjectVersions::new(), BTreeMap::new());
-    for line in said.lines() {
-        let said = serde_json::from_str(line).unwrap();
-        let fault = take((&mut view, &mut gone), said);
+    for line in message.lines() {
+        let message = serde_json::from_str(line).unwrap();
+        let fault = take((&mut view, &mut gone), message);
         assert_eq!(fault, None);
     }
     view
@@ -229,20 +229,20 @@ fn truth(cluster: &Cluster, resource: &str) -> ObjectVersions {
 /// Adds output lines to a view; returns impossible events.
 fn take(
     (view, gone): (&mut ObjectVersions, &mut BTreeMap<Key, u64>),
-    said: ReaderLine,
+    message: ReaderLine,
 ) -> Option<String> {
-    let key = (said.namespace, said.name);
-    let version: u64 = said.version.parse().unwrap_or_default();
+    let key = (message.namespace, message.name);
+    let version: u64 = message.version.parse().unwrap_or_default();
     let gone_at = gone.get(&key).copied().unwrap_or_default();
     let before = view.get(&key).map_or(gone_at, |(version, _)| *version);
-    match said.event.as_str() {
+    match message.event.as_str() {
         "synced" => return None,
         "deleted" => {
             view.remove(&key);
             gone.insert(key.clone(), version);
         }
         _ => {
-            view.insert(key.clone(), (version, said.hash));
+            view.insert(key.clone(), (version, message.hash));
         }
     }
     (version < before).then(|| format!("{key:?} was at {before} and is at {version}"))
@@ -281,17 +281,17 @@ impl Reader {
     fn hear(&mut self) {
         let mut log = File::open(self.process.log()).unwrap();
         log.seek(SeekFrom::Start(self.heard)).unwrap();
-        let mut said = Vec::new();
-        log.read_to_end(&mut said).unwrap();
-        let whole = said.iter().rposition(|byte| *byte == b'\n');
-        let said = &said[..whole.map_or(0, |end| end + 1)];
-        self.heard += said.len() as u64;
-        for line in said.split(|byte| *byte == b'\n') {
+        let mut message = Vec::new();
+        log.read_to_end(&mut message).unwrap();
+        let whole = message.iter().rposition(|byte| *byte == b'\n');
+        let message = &message[..whole.map_or(0, |end| end + 1)];
+        self.heard += message.len() as u64;
+        for line in message.split(|byte| *byte == b'\n') {
             // The client library prints lines of its own in between.
-            let Ok(said) = serde_json::from_slice::<ReaderLine>(line) else {
+            let Ok(message) = serde_json::from_slice::<ReaderLine>(line) else {
                 continue;
             };
-            if let Some(fault) = take((&mut self.view, &mut self.gone), said) {
+            if let Some(fault) = take((&mut self.view, &mut self.gone), message) {
                 self.fault.get_or_insert(fault);
             }
         }

@@ -117,8 +117,8 @@ fn start(scene: &Scene) -> Vec<Process> {
 }
 
 fn words(hubs: &[Process]) -> String {
-    let said = hubs.iter().map(Process::said);
-    said.collect::<Vec<_>>().join("\n---\n")
+    let message = hubs.iter().map(Process::output);
+    message.collect::<Vec<_>>().join("\n---\n")
 }
 
 pub(super) fn read_at_the_pools_edges_through_cuts(scene: &mut Scene) {
@@ -152,8 +152,8 @@ pub(super) fn read_at_the_pools_edges_through_cuts(scene: &mut Scene) {
     for edge in &scene.edges {
         let list = format!("{PROXY}/apis/discovery.k8s.io/v1/endpointslices");
         let asked = edge.site.at("curl").words("-q -sS --max-time 10 --fail");
-        let said = asked.args([list]).run().ok();
-        let list: Value = serde_json::from_slice(&said.stdout).unwrap();
+        let message = asked.args([list]).run().ok();
+        let list: Value = serde_json::from_slice(&message.stdout).unwrap();
         let items = list["items"].as_array();
         assert!(items.is_some_and(|items| !items.is_empty()), "{list:#}");
     }

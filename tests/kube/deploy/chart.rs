@@ -116,8 +116,8 @@ fn helm_refuses_ineffective_values() {
         if !says.contains("address is required") {
             made = made.args(["--set", ADDRESS]);
         }
-        let said = made.args(["--set", values]).args([&chart]).run().failed();
-        assert!(said.contains(says), "{values}: {said}");
+        let message = made.args(["--set", values]).args([&chart]).run().failed();
+        assert!(message.contains(says), "{values}: {message}");
     }
 }
 

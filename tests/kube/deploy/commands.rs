@@ -181,8 +181,9 @@ impl<'a> Shell<'a> {
 fn connects(world: &World, pod: &str) {
     let line = format!("exec -n causeway {pod} -c gateway -- /causeway status");
     until("the edge is connected", || {
-        let said = world.cluster.kubectl(&line).run().text();
-        said.lines()
+        let message = world.cluster.kubectl(&line).run().text();
+        message
+            .lines()
             .any(|row| row.contains("edge-1") && row.contains("connected"))
     });
 }
@@ -230,13 +231,13 @@ fn step(made: &CreatedObjects<'_>, shell: &Shell<'_>, (old, new): (&str, &str), 
     let text = block("ca rotate");
     let (function, _) = text.split_once("\n}\n").unwrap();
     let text = format!("{function}\n}}\n{line}");
-    let mut said = String::new();
+    let mut message = String::new();
     let through = within(2 * PATIENCE, || {
         let ran = shell.run(&text);
-        said = format!("{}{}", ran.text(), ran.stderr);
+        message = format!("{}{}", ran.text(), ran.stderr);
         ran.code == Some(0)
     });
-    assert!(through, "{line}: {said}");
+    assert!(through, "{line}: {message}");
     made.begin("Deployment", "causeway-gateway", new, gateway);
     made.ready("causeway", new);
     connects(made.world(), new);
@@ -381,8 +382,8 @@ fn a_bad_configuration_changes_no_object(shell: &Shell<'_>) {
     let policy = r#"gateway.policy={\"rules\":[{\"then\":\"allow\",\"who\":{}}]}"#;
     let bad = format!("{more}HELM_MORE=\"$HELM_MORE --set-json {policy}\"\n");
     let install = block("helm install");
-    let said = scheduled(shell, &format!("{bad}{install}")).failed();
-    assert!(said.contains("pre-install"), "{said}");
+    let message = scheduled(shell, &format!("{bad}{install}")).failed();
+    assert!(message.contains("pre-install"), "{message}");
     let made = cluster.get("deployment -n causeway causeway-gateway");
     assert!(made.is_none());
     let logs = cluster.kubectl("logs -n causeway job/causeway-check-config");

@@ -118,8 +118,13 @@ impl<'a> CreatedObjects<'a> {
             is["containerStatuses"][0]["ready"] == true
         });
         let logs = format!("logs -n {namespace} {name}");
-        let said = || self.world.cluster.kubectl(&logs).run().text();
-        assert!(ready, "{}{}", said(), status(self.world, namespace, name));
+        let message = || self.world.cluster.kubectl(&logs).run().text();
+        assert!(
+            ready,
+            "{}{}",
+            message(),
+            status(self.world, namespace, name)
+        );
     }
 
     /// Ends a pod as a drain does, within its grace.

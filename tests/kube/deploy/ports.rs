@@ -79,8 +79,8 @@ impl<'a> Gateway<'a> {
         if let Some(from) = from {
             curl = curl.args(["--interface", &from]);
         }
-        let said = curl.args([format!("http://{name}/metrics")]).run().text();
-        let (body, code) = said.rsplit_once('\n').unwrap_or_default();
+        let message = curl.args([format!("http://{name}/metrics")]).run().text();
+        let (body, code) = message.rsplit_once('\n').unwrap_or_default();
         (code.to_owned(), body.to_owned())
     }
 }
@@ -135,9 +135,9 @@ fn pods_reach_a_listed_port_only_at_the_gateways_own_address() {
         );
         assert_eq!(listened(port), at(port));
     }
-    let (code, said) = gateway.ask(10276, None, "GET");
-    assert_eq!(code, "403", "{said}");
-    assert!(said.contains("edge-1 does not serve port 10276"), "{said}");
+    let (code, body) = gateway.ask(10276, None, "GET");
+    assert_eq!(code, "403", "{body}");
+    assert!(body.contains("edge-1 does not serve port 10276"), "{body}");
     let url = "http://127.0.0.1:9051/metrics";
     let loopback = gateway
         .inside("curl")
@@ -164,14 +164,14 @@ fn pods_reach_a_listed_port_only_at_the_gateways_own_address() {
     let bridge = "ip -4 -o addr show cni0 | sed 's|.* inet \\([0-9.]*\\)/.*|\\1|'";
     let bridge = node.at("sh").args(["-c", bridge]).run().ok().text();
     back.args([bridge.trim()]).run().ok();
-    let (code, said) = gateway.ask(9051, Some(own.clone()), "GET");
-    assert_eq!(code, "401", "{said}");
+    let (code, body) = gateway.ask(9051, Some(own.clone()), "GET");
+    assert_eq!(code, "401", "{body}");
     assert!(
-        said.contains("this listener does not serve clients from this address"),
-        "{said}"
+        body.contains("this listener does not serve clients from this address"),
+        "{body}"
     );
-    let (code, said) = gateway.ask(9051, None, "POST");
-    assert_eq!(code, "403", "{said}");
+    let (code, body) = gateway.ask(9051, None, "POST");
+    assert_eq!(code, "403", "{body}");
 
     list(&world, "");
     until("no process listens there", || listened(9051).is_empty());

@@ -131,8 +131,8 @@ impl<'a> Client<'a> {
             .args(["-H", &format!("Authorization: Bearer {}", self.token)])
             .args([format!("https://edge-1:9100{path}")])
             .run();
-        let said = ran.text();
-        let (body, code) = said.rsplit_once('\n').unwrap_or_default();
+        let message = ran.text();
+        let (body, code) = message.rsplit_once('\n').unwrap_or_default();
         (code.to_owned(), format!("{body}{}", ran.stderr))
     }
 
@@ -207,8 +207,8 @@ fn a_node_that_is_revoked_is_out_at_each(made: &CreatedObjects<'_>, client: &Cli
     }
     let logs = "logs -n causeway-edge edge";
     until("the edge logs the reason", || {
-        let said = world.cluster.kubectl(logs).run().text();
-        said.contains("tunnel.revoked names it")
+        let message = world.cluster.kubectl(logs).run().text();
+        message.contains("tunnel.revoked names it")
     });
 }
 

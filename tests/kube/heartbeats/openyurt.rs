@@ -65,8 +65,8 @@ pub(super) fn a_kubelet_behind_a_yurthub_beside_yurt_manager() {
     pool_is_cut_off(&world, &scene, &recorder);
     uplink_flaps(&world, &scene, &recorder);
     leading_gateway_dies(&world, &mut scene, &recorder);
-    let said = manager.said();
-    let conflicts = said.matches("the object has been modified").count();
+    let message = manager.output();
+    let conflicts = message.matches("the object has been modified").count();
     recorder.mark(format!("conflicts of yurt-manager: {conflicts}"));
     drop(manager);
     remove_openyurt(&world, &objects);
@@ -149,7 +149,7 @@ fn runs_manager(world: &World, scene: &Scene, (manager, objects): (&Path, &Path)
         let ask = Program::new("curl").words("-q -sS --fail http://127.0.0.1:10272/readyz");
         ask.run().code == Some(0)
     });
-    assert!(ready, "{}", manager.said());
+    assert!(ready, "{}", manager.output());
     manager
 }
 
@@ -186,7 +186,7 @@ fn runs_hub(world: &World, scene: &Scene, (hub, flags): (&Path, &str)) -> Proces
         let ask = ask.words("http://127.0.0.1:10267/v1/healthz").run();
         ask.code == Some(0)
     });
-    assert!(up, "{}", process.said());
+    assert!(up, "{}", process.output());
     process
 }
 

@@ -373,8 +373,8 @@ pub(super) fn two_members_send_heartbeats_of_one_node_at_once() {
     let cut = recorder.mark("edge-1 is cut off, and another process has its identity");
     let copy = scene.joining(&other, "copy", &config);
     first_beat(&recorder, "edge-1", cut);
-    let delegate = |said: &str| said.contains("are delegated to a member of its pool");
-    until("both have a member", || delegate(&copy.said()));
+    let delegate = |message: &str| message.contains("are delegated to a member of its pool");
+    until("both have a member", || delegate(&copy.output()));
     recorder.until(cut + Duration::from_secs(80));
     kept(&recorder, "edge-1", cut);
     drop(copy);

@@ -49,11 +49,11 @@ pub(super) fn an_unauthenticated_api_server_gets_the_reason(world: &mut World) {
     road.gateway_anew(|text| text.replace(&cluster, &other));
     let alert = "remote error: unknown certificate authority";
     told(world, alert, &[ENDED]);
-    let said = road.said();
+    let message = road.output();
     let why = "a client's certificate is refused listener=\"kubelets\" peer=10.97.0.1:";
     assert!(
-        said.contains(why) && said.contains("UnknownIssuer"),
-        "{said}"
+        message.contains(why) && message.contains("UnknownIssuer"),
+        "{message}"
     );
 
     let tokens = "token_review: {}";

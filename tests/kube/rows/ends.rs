@@ -71,8 +71,8 @@ fn a_draining_edge_reports_it_and_ends_after_its_streams(world: &mut World) {
     each_says(world, wanted, &[UPGRADES, REQUESTS].concat());
     goes_on(&mut open);
     open.close_input();
-    assert_eq!(open.ended().0, Some(0), "{}", open.said());
-    assert_eq!(edge.ended().0, Some(0), "{}", edge.said());
+    assert_eq!(open.ended().0, Some(0), "{}", open.output());
+    assert_eq!(edge.ended().0, Some(0), "{}", edge.output());
     world.rejoin(0);
     until("it is back", || exec(world).code == Some(0));
 }
@@ -92,15 +92,19 @@ fn a_draining_gateway_admits_no_client_and_ends_streams_in_time(
     goes_on(&mut ends);
     goes_on(&mut stays);
     ends.close_input();
-    assert_eq!(ends.ended().0, Some(0), "{}", ends.said());
+    assert_eq!(ends.ended().0, Some(0), "{}", ends.output());
     let (code, took) = gateway.ended();
-    assert_eq!(code, Some(0), "{}", gateway.said());
+    assert_eq!(code, Some(0), "{}", gateway.output());
     assert!(took < Duration::from_secs(11), "{took:?}");
     let (code, took) = stays.ended();
     assert!(code.is_some_and(|code| code != 0), "{code:?}");
-    assert!(took < Duration::from_secs(5), "{took:?}: {}", stays.said());
-    let said = stays.said();
-    assert!(said.contains("unexpected EOF"), "{said}");
+    assert!(
+        took < Duration::from_secs(5),
+        "{took:?}: {}",
+        stays.output()
+    );
+    let message = stays.output();
+    assert!(message.contains("unexpected EOF"), "{message}");
 }
 
 fn an_edge_lost_while_awaiting_an_upstream_is_reported(world: &mut World) {
@@ -113,11 +117,11 @@ fn an_edge_lost_while_awaiting_an_upstream_is_reported(world: &mut World) {
     world.road().kill(0);
     let (code, took) = asks.ended();
     assert!(code.is_some_and(|code| code != 0), "{code:?}");
-    assert!(took < Duration::from_secs(5), "{took:?}: {}", asks.said());
-    let said = asks.said();
+    assert!(took < Duration::from_secs(5), "{took:?}: {}", asks.output());
+    let message = asks.output();
     assert!(
-        said.contains("the tunnel of edge-1 was lost during the stream"),
-        "{said}"
+        message.contains("the tunnel of edge-1 was lost during the stream"),
+        "{message}"
     );
     world.rejoin(0);
     until("it is back", || exec(world).code == Some(0));

@@ -76,16 +76,16 @@ pub(crate) fn run(assets: &Path, groups: &[usize]) -> ExitCode {
     let Some((first, others)) = groups.split_first() else {
         return ExitCode::SUCCESS;
     };
-    let mut said: Vec<File> = others
+    let mut message: Vec<File> = others
         .iter()
         .map(|_| tempfile::tempfile().expect("a file for the log"))
         .collect();
     let worst = thread::scope(|scope| {
         let beside: Vec<_> = others
             .iter()
-            .zip(&said)
-            .map(|(group, said)| {
-                let apart = said.try_clone().expect("the same file");
+            .zip(&message)
+            .map(|(group, message)| {
+                let apart = message.try_clone().expect("the same file");
                 scope.spawn(|| run_to_end(assets, *group, Some(apart)))
             })
             .collect();
@@ -93,15 +93,15 @@ pub(crate) fn run(assets: &Path, groups: &[usize]) -> ExitCode {
         let codes = beside.into_iter().map(|one| one.join().unwrap());
         codes.fold(first, u8::max)
     });
-    for said in &mut said {
-        said.rewind().unwrap();
-        io::copy(said, &mut io::stdout()).unwrap();
+    for message in &mut message {
+        message.rewind().unwrap();
+        io::copy(message, &mut io::stdout()).unwrap();
     }
     ExitCode::from(worst)
 }
 
 /// Runs a group in the inner program, with its output in a file if given. Returns its exit code.
-fn run_to_end(assets: &Path, group: usize, said: Option<File>) -> u8 {
+fn run_to_end(assets: &Path, group: usize, message: Option<File>) -> u8 {
     let folder = tempfile::Builder::new()
         .prefix("causeway-kube-")
         .tempdir()
@@ -117,8 +117,8 @@ fn run_to_end(assets: &Path, group: usize, said: Option<File>) -> u8 {
         .env(GROUP, group.to_string());
     let (variable, file) = skips().variable();
     inner.env(variable, file);
-    if let Some(said) = said {
-        inner.stdout(said);
+    if let Some(message) = message {
+        inner.stdout(message);
     }
     let ended = inner.status();
     for hierarchy in hierarchies() {

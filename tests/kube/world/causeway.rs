@@ -288,9 +288,9 @@ impl CausewayProcesses {
     }
 
     /// Returns the output of the gateway.
-    pub(crate) fn said(&self) -> String {
+    pub(crate) fn output(&self) -> String {
         let (_, _, gateway) = self.gateway.as_ref().expect("it was started");
-        gateway.said()
+        gateway.output()
     }
 
     /// The gateway's CA, with which clients verify it.

@@ -184,21 +184,21 @@ impl Process {
     }
 
     /// Returns the output so far.
-    pub(crate) fn said(&self) -> String {
+    pub(crate) fn output(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned()
     }
 
     /// Waits until its output contains this.
     pub(crate) fn says(&mut self, part: &str) {
         let there = within(PATIENCE, || {
-            self.said().contains(part) || self.child.try_wait().unwrap().is_some()
+            self.output().contains(part) || self.child.try_wait().unwrap().is_some()
         });
-        let said = self.said();
-        let short = said.len().saturating_sub(4000);
-        let tail = String::from_utf8_lossy(&said.as_bytes()[short..]);
+        let message = self.output();
+        let short = message.len().saturating_sub(4000);
+        let tail = String::from_utf8_lossy(&message.as_bytes()[short..]);
         let what = &self.what;
         assert!(
-            there && said.contains(part),
+            there && message.contains(part),
             "{what} did not print {part:?}: {tail}"
         );
     }
@@ -230,7 +230,7 @@ impl Process {
     pub(crate) fn ended(&mut self) -> (Option<i32>, Duration) {
         let begun = Instant::now();
         let over = within(PATIENCE, || self.child.try_wait().unwrap().is_some());
-        assert!(over, "{} does not end: {}", self.what, self.said());
+        assert!(over, "{} does not end: {}", self.what, self.output());
         (self.child.wait().unwrap().code(), begun.elapsed())
     }
 }

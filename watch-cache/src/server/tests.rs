@@ -122,10 +122,10 @@ async fn a_list_can_continue_until_its_version_leaves_the_window() {
         served.store().apply(labelled("n", "s0006", at, "x"), false);
     }
     let asked = format!("/api/v1/services?limit=3&continue={next}");
-    let (status, said) = served.json(&asked).await;
-    assert_eq!((status, &said["reason"]), (410, &"Expired".into()));
+    let (status, message) = served.json(&asked).await;
+    assert_eq!((status, &message["reason"]), (410, &"Expired".into()));
     assert!(
-        said["message"]
+        message["message"]
             .as_str()
             .unwrap()
             .contains("continue parameter is too old")
@@ -192,13 +192,13 @@ async fn a_future_version_is_waited_for_then_refused_as_too_large() {
             (answer.status().as_u16(), &answer.headers()[RETRY_AFTER]),
             (504, &"1".parse().unwrap())
         );
-        let (_, said) = served.json(&asked).await;
+        let (_, message) = served.json(&asked).await;
         assert_eq!(
-            said["details"]["causes"][0]["reason"],
+            message["details"]["causes"][0]["reason"],
             "ResourceVersionTooLarge"
         );
         assert_eq!(
-            (&said["reason"], &said["details"]["retryAfterSeconds"]),
+            (&message["reason"], &message["details"]["retryAfterSeconds"]),
             (&"Timeout".into(), &1.into())
         );
     }
@@ -307,9 +307,9 @@ async fn unsupported_and_missing_resources_are_answered_by_a_status() {
         assert_eq!(answer.status().as_u16(), 405, "{method}");
         assert_eq!(answer.headers()[ALLOW], "GET, HEAD");
         let bytes = answer.into_body().collect().await.unwrap().to_bytes();
-        let said: Value = serde_json::from_slice(&bytes).unwrap();
+        let message: Value = serde_json::from_slice(&bytes).unwrap();
         assert_eq!(
-            (&said["kind"], &said["reason"]),
+            (&message["kind"], &message["reason"]),
             (&"Status".into(), &"MethodNotAllowed".into())
         );
     }
@@ -322,16 +322,16 @@ async fn unsupported_and_missing_resources_are_answered_by_a_status() {
         "/api/v1/namespaces/n/services/s0000/status",
         "/openapi/v3",
     ] {
-        let (status, said) = served.json(asked).await;
+        let (status, message) = served.json(asked).await;
         assert_eq!(
-            (status, &said["kind"], &said["reason"]),
+            (status, &message["kind"], &message["reason"]),
             (404, &"Status".into(), &"NotFound".into()),
             "{asked}"
         );
     }
-    let (status, said) = served.json("/api/v1/namespaces/n/services/none").await;
+    let (status, message) = served.json("/api/v1/namespaces/n/services/none").await;
     assert_eq!(
-        (status, &said["message"]),
+        (status, &message["message"]),
         (404, &"services \"none\" not found".into())
     );
     let answer = served

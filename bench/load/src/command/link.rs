@@ -91,9 +91,9 @@ fn end(
 
 /// Packets that a TUN dropped before they could be read: because of the machine and not of the link.
 fn lost(netns: &str, asked: &cli::Link) -> Option<u64> {
-    let said = ip(&format!("-n {netns} -s -j link show dev {}", asked.name)).ok()?;
-    let said: Value = serde_json::from_slice(&said).ok()?;
-    said[0]["stats64"]["tx"]["dropped"].as_u64()
+    let message = ip(&format!("-n {netns} -s -j link show dev {}", asked.name)).ok()?;
+    let message: Value = serde_json::from_slice(&message).ok()?;
+    message[0]["stats64"]["tx"]["dropped"].as_u64()
 }
 
 fn ip(line: &str) -> anyhow::Result<Vec<u8>> {
@@ -101,8 +101,8 @@ fn ip(line: &str) -> anyhow::Result<Vec<u8>> {
         .args(line.split(' '))
         .output()
         .context("ip (of iproute2)")?;
-    let said = String::from_utf8_lossy(&ran.stderr);
-    ensure!(ran.status.success(), "ip {line}: {}", said.trim());
+    let message = String::from_utf8_lossy(&ran.stderr);
+    ensure!(ran.status.success(), "ip {line}: {}", message.trim());
     Ok(ran.stdout)
 }
 

@@ -41,13 +41,13 @@ impl DiskWriter {
     pub(super) fn new(
         cache: Arc<WatchCache>,
         (dir, max_bytes): (PathBuf, u64),
-        (told, data): (Membership, DataDir),
+        (membership, data): (Membership, DataDir),
     ) -> Self {
         Self(Arc::new(Inner {
             saved_versions: Mutex::new(vec![0; cache.stores().len()]),
             snapshots: SnapshotDir::new(dir, max_bytes),
             cache,
-            membership: told,
+            membership,
             data_dir: data,
         }))
     }

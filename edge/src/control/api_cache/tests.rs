@@ -43,14 +43,14 @@ async fn an_edge_reports_its_api_cache_and_member_addresses() {
     let world = World::new();
     let gateway = Gateway::start(&world.ca, Cloud::with(&["v1/services"])).await;
     let site = json!({ "members": { "listen": "127.0.0.1:0", "addresses": ["10.1.0.5:10271"] } });
-    for (api_cache, said) in [
+    for (api_cache, message) in [
         (None, None),
         (Some(json!({})), Some(vec![])),
         (Some(site), Some(vec!["10.1.0.5:10271".to_owned()])),
     ] {
         let node = world.edge("edge-1");
         let edge = node.start_with(&[&gateway], api_cache).await;
-        assert_eq!(gateway.welcomed().await.site, said);
+        assert_eq!(gateway.welcomed().await.site, message);
         edge.kill().await;
     }
 }

@@ -1,4 +1,4 @@
-//! Listener for `YurtHub`s (`OpenYurt` v1.6.1 and later), which read here as from a leader `YurtHub`: list and watch, over
+//! Listener for `YurtHub`s (`OpenYurt` v1.6.1 and later), which read here as from a leader `YurtHub`. They list and watch over
 //! TLS, with the certificate of a node of their cluster.
 //!
 //! A `YurtHub` selects another source only when its request ends. So this node closes their open requests when it has lost

@@ -1,7 +1,7 @@
 //! Sender of this node's heartbeats while it has no gateway.
 //!
 //! The tunnel is closed 15 s after the last byte from a gateway. The first heartbeat follows some seconds later, so that it
-//! arrives within 25 s of the cut: kube-controller-manager waits for 40 s, and since Kubernetes 1.32 for 50 s.
+//! arrives within 25 s of the cut. kube-controller-manager waits for 40 s, and since Kubernetes 1.32 for 50 s.
 
 use super::member_client::OpenMember;
 use crate::{

@@ -327,9 +327,9 @@ async fn a_refused_renewal_is_reported_and_keeps_the_stored_identity() {
     let status = edge
         .run_until(gateway.address, |status| trouble(status).is_some())
         .await;
-    let said = trouble(&status).unwrap();
+    let message = trouble(&status).unwrap();
     assert!(
-        said.contains("(node_unknown): it was removed"),
+        message.contains("(node_unknown): it was removed"),
         "{status:#?}"
     );
     let trouble = status.certificate.unwrap().trouble.unwrap();
@@ -350,7 +350,8 @@ async fn a_certificate_for_another_node_or_of_another_ca_is_not_taken() {
     ] {
         let edge = Joined::new(&ours, DUE);
         let gateway = Gateway::start(&ours, move |asked| (200, issue(&grants, node, &asked))).await;
-        let wanted = |status: &Status| trouble(status).is_some_and(|said| said.contains(words));
+        let wanted =
+            |status: &Status| trouble(status).is_some_and(|message| message.contains(words));
         edge.run_until(gateway.address, wanted).await;
         assert!(edge.is_as_before());
     }
@@ -365,8 +366,8 @@ async fn an_expired_certificate_is_refused_and_the_token_is_named() {
     let ends = UNIX_EPOCH + Duration::from_secs(edge.before.leaf.not_after().as_secs() + 1);
     sleep(ends.duration_since(SystemTime::now()).unwrap_or_default()).await;
     let wanted = |status: &Status| {
-        trouble(status).is_some_and(|said| {
-            said.contains("rejoin with a new token") && said.contains("CertificateExpired")
+        trouble(status).is_some_and(|message| {
+            message.contains("rejoin with a new token") && message.contains("CertificateExpired")
         })
     };
     edge.run_until(gateway.address, wanted).await;
@@ -447,7 +448,7 @@ async fn a_foreign_gateway_triggers_no_request_to_the_cluster() {
     let edge = Joined::new(&api.ca, DAY);
     let stranger = Gateway::start(&ca(), |_| panic!("it was asked to renew")).await;
     let bound = edge.bind_in(stranger.address, Some(api.clone())).await;
-    let said = |status: &Status| {
+    let message = |status: &Status| {
         let trouble = status.trouble.as_ref();
         trouble.is_some_and(|trouble| trouble.what.contains("another server answers"))
     };
@@ -455,6 +456,6 @@ async fn a_foreign_gateway_triggers_no_request_to_the_cluster() {
         let trouble = status.trouble.as_ref();
         trouble.is_some_and(|trouble| trouble.what.contains("the cluster publishes"))
     };
-    Joined::until(bound, |status| said(status) && published(status)).await;
+    Joined::until(bound, |status| message(status) && published(status)).await;
     assert!(edge.is_as_before() && api.asked.lock().unwrap().is_empty());
 }

@@ -145,7 +145,10 @@ impl GatewayDiscovery {
         self.context.status.set_connected_gateways(reached, total);
         let of = total.unwrap_or(reached);
         if count.has_missing() {
-            if self.logged_count.is_none_or(|said| said.total != total) {
+            if self
+                .logged_count
+                .is_none_or(|message| message.total != total)
+            {
                 info!(
                     reached,
                     of, "searching for further gateways behind the known addresses"

@@ -165,7 +165,8 @@ impl TunnelHandshake {
             }
         }
         let membership = context.membership.as_ref();
-        let membership_updater = membership.map(|told| told.updater(instance_of(&hello)));
+        let membership_updater =
+            membership.map(|membership| membership.updater(instance_of(&hello)));
         let instance = instance_of(&hello).to_owned();
         context.gateways.update_announced(hello.gateways).await;
         Ok(EstablishedTunnel {

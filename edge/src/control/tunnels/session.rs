@@ -38,10 +38,10 @@ use tracing::{debug, info, info_span};
 
 /// Time that streams get to reset their upstreams after the loss of their tunnel.
 const LOSS_GRACE: Duration = Duration::from_secs(5);
-/// Time that a leaving tunnel waits, after its last stream, for the gateway to close it. The gateway may have opened a stream
+/// Time that a draining tunnel waits, after its last stream, for the gateway to close it. The gateway may have opened a stream
 /// before it received the announcement.
 const LINGER: Duration = Duration::from_secs(1);
-/// Interval at which a leaving tunnel checks whether its streams have ended.
+/// Interval at which a draining tunnel checks whether its streams have ended.
 const LEAVE_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Age from which a stream counts as long, or a quarter of `timeouts.drain` if that is shorter. A stopping edge serves new
@@ -291,7 +291,7 @@ impl TunnelSession {
                 heartbeat = next_heartbeat(&mut self.relay), if !self.control_stream.has_unsent() => {
                     self.enqueue(&EdgeMessage::DelegatedHeartbeat(heartbeat));
                 }
-                // A leaving tunnel gets no new streams that bulk transfers could delay.
+                // A draining tunnel gets no new streams that bulk transfers could delay.
                 () = self.load.wait_for_bulk(), if phase == Phase::Open => self.bulk_tracker.mark(self.slot),
                 () = leave_token.cancelled(), if phase == Phase::Open => {
                     self.release_claims();
@@ -352,8 +352,8 @@ impl TunnelSession {
 
     /// Releases everything that only a tunnel with new streams needs.
     fn release_claims(&mut self) {
-        self.summary.mark_leaving();
-        // A gateway with only leaving tunnels is dialled like any other.
+        self.summary.mark_draining();
+        // A gateway with only draining tunnels is dialled like any other.
         self.lease = None;
         self.membership_updater = None;
         self.relay = None;
@@ -383,7 +383,7 @@ impl TunnelSession {
     ) -> Result<bool, ConnectError> {
         match message {
             Ok(GatewayMessage::Drain { .. }) => {
-                self.summary.mark_leaving();
+                self.summary.mark_draining();
                 if let Some(claim) = &self.lease {
                     claim.mark_draining();
                 }

@@ -606,7 +606,7 @@ async fn an_edge_that_another_process_succeeds_keeps_its_open_streams() {
     let status = edge.until(|status| status.trouble.is_some()).await;
     assert_eq!(
         (status.state, status.tunnels[0].state),
-        ("refused", "leaving")
+        ("refused", "draining")
     );
     assert!(status.trouble.unwrap().what.contains("superseded"));
     round_trip(&mut send, &mut receive, 1000).await;
@@ -866,12 +866,12 @@ async fn a_port_that_is_not_the_tunnel_port_is_named_with_the_default() {
         says(&tasks, b"SSH-2.0-OpenSSH_9.9\r\n").await,
         says(&tasks, b"").await,
     ] {
-        let mut said = Vec::new();
+        let mut message = Vec::new();
         let edge = World::joined(&ca)
             .run(std::slice::from_ref(&gateway), json!({}))
             .await;
         let status = edge.until(|status| status.trouble.is_some()).await;
-        said.push(status.trouble.unwrap().what);
+        message.push(status.trouble.unwrap().what);
         edge.kill().await;
 
         let joining = World {
@@ -888,10 +888,10 @@ async fn a_port_that_is_not_the_tunnel_port_is_named_with_the_default() {
         };
         let opened = Edge::open_with_progress(config, &stop, &tell).await;
         assert!(matches!(opened, Err(Error::Stopped)), "{opened:?}");
-        said.extend(heard.into_inner().unwrap());
+        message.extend(heard.into_inner().unwrap());
 
-        assert_eq!(said.len(), 2);
-        for what in said {
+        assert_eq!(message.len(), 2);
+        for what in message {
             assert!(
                 what.contains(&gateway) && what.contains("tunnel port") && what.contains("10262"),
                 "{what}"

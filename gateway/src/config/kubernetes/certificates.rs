@@ -120,8 +120,8 @@ mod tests {
     fn faults(certificates: &serde_json::Value) -> String {
         let config = json!({ "kubernetes": { "certificates": certificates } });
         let config: Config = serde_json::from_value(config).unwrap();
-        let said: Vec<_> = config.validate().iter().map(ToString::to_string).collect();
-        said.join("\n")
+        let text: Vec<_> = config.validate().iter().map(ToString::to_string).collect();
+        text.join("\n")
     }
 
     #[test]
@@ -144,8 +144,8 @@ mod tests {
             (json!({ "service_accounts": ["edge"] }), "NAMESPACE/NAME"),
             (json!({ "name": "A b" }), "not a valid object name"),
         ] {
-            let said = faults(&given);
-            assert!(said.contains(says), "{given}: {said}");
+            let text = faults(&given);
+            assert!(text.contains(says), "{given}: {text}");
         }
     }
 
@@ -156,7 +156,7 @@ mod tests {
             "tunnel": { "identity": { "chain": "a", "key": "b", "client_ca": ["c"] } },
         });
         let config: Config = serde_json::from_value(config).unwrap();
-        let said: Vec<_> = config.validate().iter().map(ToString::to_string).collect();
-        assert!(said.join("\n").contains("keep one of the two"), "{said:?}");
+        let text: Vec<_> = config.validate().iter().map(ToString::to_string).collect();
+        assert!(text.join("\n").contains("keep one of the two"), "{text:?}");
     }
 }

@@ -138,11 +138,11 @@ mod tests {
         };
         assert!(faults(json!({})).is_empty());
         for service in ["tunnels", "a/b/c", "A/b", "/b"] {
-            let said = faults(json!({ "service": service }));
-            let said: Vec<_> = said.iter().map(ToString::to_string).collect();
+            let text = faults(json!({ "service": service }));
+            let text: Vec<_> = text.iter().map(ToString::to_string).collect();
             assert!(
-                said.join("").contains("NAMESPACE/NAME"),
-                "{service}: {said:?}"
+                text.join("").contains("NAMESPACE/NAME"),
+                "{service}: {text:?}"
             );
         }
     }

@@ -478,8 +478,8 @@ fn names_are_explicit_or_the_listen_addresses_of_all_listeners() {
     one_fault(config(json!([]), &wild), "dns.addresses", "all addresses");
     one_fault(config(json!(["::"]), &wild), "dns.addresses[0]", "reach");
     one_fault(config(json!([]), &[]), "dns.addresses", "are not known");
-    let said = json!(["10.0.0.2", "fd00::2", "::ffff:10.0.0.2"]);
-    assert_eq!(named(config(said, &wild)), ["10.0.0.2", "fd00::2"]);
+    let output = json!(["10.0.0.2", "fd00::2", "::ffff:10.0.0.2"]);
+    assert_eq!(named(config(output, &wild)), ["10.0.0.2", "fd00::2"]);
     let definite = ["127.0.0.1:1", "10.0.0.7:1", "10.0.0.7:2"];
     assert_eq!(named(config(json!([]), &definite)), ["10.0.0.7"]);
     let local = ["127.0.0.1:1", "unix:/run/a"];

@@ -167,9 +167,9 @@ async fn one_edge_is_shown_with_its_tunnels() {
         .collect();
     assert_eq!(slots, [0, 1]);
     for path in ["/api/v1/edges/edge-9", "/api/v1/edges/no..name"] {
-        let (status, said) = json(&world, path).await;
+        let (status, message) = json(&world, path).await;
         assert_eq!(
-            (status, &said["reason"]),
+            (status, &message["reason"]),
             (404, &Value::from("node_unknown"))
         );
     }

@@ -307,8 +307,8 @@ impl LeaderAssigner {
     ) {
         for edge in &reader.tunnels {
             let last_sent = self.last_by_tunnel.get(&edge.id);
-            let is_up_to_date = |told: &LastAnnouncement| {
-                told.members == announcement.members || told.at > announcement.at
+            let is_up_to_date = |last: &LastAnnouncement| {
+                last.members == announcement.members || last.at > announcement.at
             };
             if last_sent.is_some_and(is_up_to_date) {
                 continue;

@@ -307,15 +307,15 @@ async fn one_pool_leader_stays_until_lost_and_members_get_changes() {
         leader: Some(leader.to_owned()),
         members: members.iter().map(|nth| at(*nth)).collect(),
     };
-    let (mut first, said) = member(&world, "edge-1", "10.0.0.1:10271").await;
-    assert_eq!(said, expected("edge-1", &[1]));
-    let (mut second, said) = member(&world, "edge-2", "10.0.0.2:10271").await;
-    assert_eq!(said, expected("edge-1", &[1, 2]));
-    let (_alone, said) = member(&world, "edge-3", "10.0.0.3:10271").await;
-    assert_eq!(said, NodePoolMembers::default());
+    let (mut first, text) = member(&world, "edge-1", "10.0.0.1:10271").await;
+    assert_eq!(text, expected("edge-1", &[1]));
+    let (mut second, text) = member(&world, "edge-2", "10.0.0.2:10271").await;
+    assert_eq!(text, expected("edge-1", &[1, 2]));
+    let (_alone, text) = member(&world, "edge-3", "10.0.0.3:10271").await;
+    assert_eq!(text, NodePoolMembers::default());
     // A new member gets the whole list, because it may be cut off soon.
-    let (_third, said) = member(&world, "edge-4", "10.0.0.4:10271").await;
-    assert_eq!(said, expected("edge-1", &[1, 2, 4]));
+    let (_third, text) = member(&world, "edge-4", "10.0.0.4:10271").await;
+    assert_eq!(text, expected("edge-1", &[1, 2, 4]));
     // The leader receives each change at once. The other member may receive it together with later changes.
     assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2]));
     assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2, 4]));
@@ -325,8 +325,8 @@ async fn one_pool_leader_stays_until_lost_and_members_get_changes() {
         .await;
     drop(first);
     // An edge that lost its path to the cloud reads from the other edge, which has to admit it.
-    let said = told(&mut second).await;
-    assert_eq!(said, expected("edge-2", &[2, 4, 1]));
+    let text = told(&mut second).await;
+    assert_eq!(text, expected("edge-2", &[2, 4, 1]));
     world.nodes.upsert(name("edge-1"), Node::default());
     assert_eq!(told(&mut second).await, expected("edge-2", &[2, 4]));
     assert!(leads_north(&world, "edge-2"));
@@ -339,8 +339,8 @@ async fn a_silent_leader_stays_until_another_node_was_heard() {
         is_of_north(&world, node);
     }
     let (first, _) = member(&world, "edge-1", "10.0.0.1:10271").await;
-    let (second, said) = member(&world, "edge-2", "10.0.0.2:10271").await;
-    assert_eq!(said.leader.as_deref(), Some("edge-1"));
+    let (second, text) = member(&world, "edge-2", "10.0.0.2:10271").await;
+    assert_eq!(text.leader.as_deref(), Some("edge-1"));
     // The edges stop answering, as in a site whose uplink stalls.
     first.hushed.send_replace(true);
     second.hushed.send_replace(true);

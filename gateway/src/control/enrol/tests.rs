@@ -92,9 +92,9 @@ impl Counter {
     }
 
     async fn refused(&self, token: &str, node: &str) -> (u16, String) {
-        let (status, said) = self.join(token, Some(node), &self.csr()).await;
-        assert!(!said["detail"].as_str().unwrap().is_empty());
-        (status, said["reason"].as_str().unwrap().to_owned())
+        let (status, message) = self.join(token, Some(node), &self.csr()).await;
+        assert!(!message["detail"].as_str().unwrap().is_empty());
+        (status, message["reason"].as_str().unwrap().to_owned())
     }
 }
 
@@ -102,13 +102,13 @@ impl Counter {
 async fn a_token_becomes_the_certificate_of_its_node() {
     let counter = Counter::open();
     let token = counter.token("edge-1", Duration::from_mins(1));
-    let (status, said) = counter.join(&token, Some("edge-1"), &counter.csr()).await;
-    assert_eq!(status, 200, "{said}");
-    assert_eq!(said["gateways"], json!(["gw.example:10262"]));
-    assert_eq!(said["trust_domain"], "test.example");
+    let (status, message) = counter.join(&token, Some("edge-1"), &counter.csr()).await;
+    assert_eq!(status, 200, "{message}");
+    assert_eq!(message["gateways"], json!(["gw.example:10262"]));
+    assert_eq!(message["trust_domain"], "test.example");
     let (root, chain) = (
-        said["root"].as_str().unwrap(),
-        said["certificate"].as_str().unwrap(),
+        message["root"].as_str().unwrap(),
+        message["certificate"].as_str().unwrap(),
     );
     let edge = EdgeIdentity::new(root, chain, &counter.key.key_pem()).unwrap();
     assert_eq!(edge.node, name("edge-1"));
@@ -130,8 +130,8 @@ async fn a_token_becomes_the_certificate_of_its_node() {
 async fn an_unnamed_edge_gets_the_node_name_of_its_token() {
     let counter = Counter::open();
     let token = counter.token("edge-7", Duration::from_mins(1));
-    let (status, said) = counter.join(&token, None, &counter.csr()).await;
-    assert_eq!((status, &said["node"]), (200, &json!("edge-7")));
+    let (status, message) = counter.join(&token, None, &counter.csr()).await;
+    assert_eq!((status, &message["node"]), (200, &json!("edge-7")));
 }
 
 #[tokio::test]
@@ -179,8 +179,8 @@ async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
     let pattern = (&"edge-*".parse().unwrap(), 2);
     let token = book.create_for(pattern, Duration::from_mins(1), NodeAttributes::default());
     let token = token.unwrap().text().expose().to_owned();
-    let (status, said) = counter.join(&token, Some("edge-1"), &counter.csr()).await;
-    assert_eq!(status, 200, "{said}");
+    let (status, message) = counter.join(&token, Some("edge-1"), &counter.csr()).await;
+    assert_eq!(status, 200, "{message}");
     let (status, reason) = counter.refused(&token, "edge-1").await;
     assert_eq!((status, reason.as_str()), (403, "token_not_new"));
 }
@@ -220,8 +220,8 @@ async fn a_pattern_token_takes_no_cluster_node_and_is_not_used_up() {
     assert_eq!(refused("cloud-1").await, (503, "node_elsewhere".to_owned()));
     assert!(counter.world.store.nodes().all().unwrap().is_empty());
     for (token, node) in [(&any, "edge-3"), (&any, "new-4"), (&named, "cloud-2")] {
-        let (status, said) = counter.join(token, Some(node), &counter.csr()).await;
-        assert_eq!(status, 200, "{said}");
+        let (status, message) = counter.join(token, Some(node), &counter.csr()).await;
+        assert_eq!(status, 200, "{message}");
     }
     let is_edge = |node: &str| counter.world.reader().by_name(node).is_some();
     assert!(is_edge("cloud-2"), "a token names it");
@@ -241,9 +241,9 @@ async fn a_bad_request_does_not_burn_the_token() {
     let mut unsigned = counter.key.request().unwrap();
     *unsigned.last_mut().unwrap() ^= 1;
     for csr in ["%%%", "aGVsbG8=", &STANDARD.encode(&unsigned)] {
-        let (status, said) = counter.join(&token, Some("edge-1"), csr).await;
+        let (status, message) = counter.join(&token, Some("edge-1"), csr).await;
         assert_eq!(
-            (status, &said["reason"]),
+            (status, &message["reason"]),
             (400, &json!("csr_invalid")),
             "{csr}"
         );
@@ -296,9 +296,9 @@ async fn requests_without_certificate_are_limited_per_address() {
 #[tokio::test]
 async fn a_body_that_is_none_is_refused_and_a_large_one_not_read() {
     let counter = Counter::open();
-    let (status, said) = counter.post("/v1/enrol", None, "{".to_owned()).await;
+    let (status, message) = counter.post("/v1/enrol", None, "{".to_owned()).await;
     assert_eq!(
-        (status, &said["reason"]),
+        (status, &message["reason"]),
         (400, &json!("request_malformed"))
     );
     let large = json!({ "token": "x".repeat(MAX_BODY), "csr": "" }).to_string();
@@ -322,22 +322,22 @@ async fn a_renewal_keeps_the_node_and_needs_its_certificate() {
     let counter = Counter::open();
     let body = || json!({ "csr": counter.csr(), "version": "1" }).to_string();
     let edge = || Some(Identity::Edge(name("edge-1")));
-    let (status, said) = counter.post("/v1/renew", None, body()).await;
+    let (status, message) = counter.post("/v1/renew", None, body()).await;
     assert_eq!(
-        (status, &said["reason"]),
+        (status, &message["reason"]),
         (401, &json!("certificate_missing"))
     );
     // The nodes of the cluster, which decide this, are not loaded yet.
-    let (status, said) = counter.post("/v1/renew", edge(), body()).await;
-    assert_eq!((status, &said["reason"]), (503, &json!("nodes_unknown")));
+    let (status, message) = counter.post("/v1/renew", edge(), body()).await;
+    assert_eq!((status, &message["reason"]), (503, &json!("nodes_unknown")));
     counter.world.nodes.replace_cluster([].into());
-    let (status, said) = counter.post("/v1/renew", edge(), body()).await;
-    assert_eq!((status, &said["reason"]), (403, &json!("node_unknown")));
+    let (status, message) = counter.post("/v1/renew", edge(), body()).await;
+    assert_eq!((status, &message["reason"]), (403, &json!("node_unknown")));
     let token = counter.token("edge-1", Duration::from_mins(1));
     assert_eq!(counter.join(&token, None, &counter.csr()).await.0, 200);
     let before = counter.world.store.nodes().all().unwrap();
-    let (status, said) = counter.post("/v1/renew", edge(), body()).await;
-    assert_eq!((status, &said["node"]), (200, &json!("edge-1")));
+    let (status, message) = counter.post("/v1/renew", edge(), body()).await;
+    assert_eq!((status, &message["node"]), (200, &json!("edge-1")));
     let after = counter.world.store.nodes().all().unwrap();
     assert_ne!(before[0].serial, after[0].serial);
     assert_eq!(before[0].addresses, after[0].addresses);
@@ -391,10 +391,10 @@ async fn a_certificate_that_is_no_longer_valid_renews_nothing() {
     };
     assert_eq!(counter.post_as("/v1/renew", good, body()).await.0, 200);
     for (peer, word) in [(retired, "retired"), (earlier, "before the node joined")] {
-        let (status, said) = counter.post_as("/v1/renew", peer, body()).await;
-        let detail = said["detail"].as_str().unwrap();
+        let (status, message) = counter.post_as("/v1/renew", peer, body()).await;
+        let detail = message["detail"].as_str().unwrap();
         assert_eq!(
-            (status, &said["reason"]),
+            (status, &message["reason"]),
             (403, &json!("certificate_replaced"))
         );
         assert!(detail.contains(word), "{detail}");
@@ -437,10 +437,10 @@ async fn an_edge_joins_and_renews_over_the_tunnel_port() {
     let token = counter.token("edge-1", Duration::from_mins(1));
     let join = verify::join_client(world.ca.fingerprint()).unwrap();
     let body = json!({ "token": token, "csr": counter.csr(), "version": "1" });
-    let said = over_the_port(world, join.clone(), "/v1/enrol", body).await;
+    let message = over_the_port(world, join.clone(), "/v1/enrol", body).await;
     let (root, chain) = (
-        said["root"].as_str().unwrap(),
-        said["certificate"].as_str().unwrap(),
+        message["root"].as_str().unwrap(),
+        message["certificate"].as_str().unwrap(),
     );
     let edge = EdgeIdentity::new(root, chain, &counter.key.key_pem()).unwrap();
     world.joined(&edge, "a", 0).await;
@@ -448,10 +448,10 @@ async fn an_edge_joins_and_renews_over_the_tunnel_port() {
     let nobody = over_the_port(world, join, "/v1/renew", body.clone()).await;
     assert_eq!(nobody["reason"], "certificate_missing");
     let control = verify::control_client(&edge).unwrap();
-    let said = over_the_port(world, control, "/v1/renew", body.clone()).await;
-    assert_eq!(said["node"], "edge-1");
+    let message = over_the_port(world, control, "/v1/renew", body.clone()).await;
+    assert_eq!(message["node"], "edge-1");
     world.nodes.replace_cluster([].into());
     let stranger = verify::control_client(&identity(&world.ca, "edge-9")).unwrap();
-    let said = over_the_port(world, stranger, "/v1/renew", body).await;
-    assert_eq!(said["reason"], "node_unknown");
+    let message = over_the_port(world, stranger, "/v1/renew", body).await;
+    assert_eq!(message["reason"], "node_unknown");
 }

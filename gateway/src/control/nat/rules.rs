@@ -62,8 +62,8 @@ pub(super) fn add_redirect_rule(
     (family, map): (&Family, &str),
 ) {
     add_rule(batch, table, chain, |expressions| {
-        let told = match_destination(expressions, family, family.addresses);
-        let told = told
+        let expressions = match_destination(expressions, family, family.addresses);
+        let expressions = expressions
             .nested_elem()
             .nested_data_payload()
             .push_dreg(REGISTER)
@@ -72,8 +72,8 @@ pub(super) fn add_redirect_rule(
             .push_len(2)
             .end_nested()
             .end_nested();
-        let told = lookup(told, map, true);
-        redirect(told);
+        let expressions = lookup(expressions, map, true);
+        redirect(expressions);
     });
 }
 
@@ -85,8 +85,8 @@ pub(super) fn add_pod_redirect_rule(
     (family, port): (&Family, u16),
 ) {
     add_rule(batch, table, chain, |expressions| {
-        let told = match_destination(expressions, family, family.pods);
-        let told = told
+        let expressions = match_destination(expressions, family, family.pods);
+        let expressions = expressions
             .nested_elem()
             .nested_data_immediate()
             .push_dreg(REGISTER)
@@ -95,7 +95,7 @@ pub(super) fn add_pod_redirect_rule(
             .end_nested()
             .end_nested()
             .end_nested();
-        redirect(told);
+        redirect(expressions);
     });
 }
 
@@ -105,9 +105,9 @@ fn match_destination<P: Pusher>(
     family: &Family,
     set: &str,
 ) -> PushExprListAttrs<P> {
-    let told = match_meta(expressions, MetaKeys::Nfproto, family.protocol);
-    let told = match_meta(told, MetaKeys::L4Proto, TCP);
-    let told = told
+    let expressions = match_meta(expressions, MetaKeys::Nfproto, family.protocol);
+    let expressions = match_meta(expressions, MetaKeys::L4Proto, TCP);
+    let expressions = expressions
         .nested_elem()
         .nested_data_payload()
         .push_dreg(REGISTER)
@@ -116,7 +116,7 @@ fn match_destination<P: Pusher>(
         .push_len(family.length)
         .end_nested()
         .end_nested();
-    lookup(told, set, false)
+    lookup(expressions, set, false)
 }
 
 const REGISTER: u32 = Registers::Reg1 as u32;
@@ -141,14 +141,14 @@ fn match_meta<P: Pusher>(
     key: MetaKeys,
     value: u8,
 ) -> PushExprListAttrs<P> {
-    let told = expressions
+    let expressions = expressions
         .nested_elem()
         .nested_data_meta()
         .push_dreg(REGISTER)
         .push_key(key as u32)
         .end_nested()
         .end_nested();
-    compare_register(told, &[value])
+    compare_register(expressions, &[value])
 }
 
 /// Adds the condition that the register has this value.

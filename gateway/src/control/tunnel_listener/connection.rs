@@ -30,9 +30,9 @@ use tokio::{
 };
 use tracing::Span;
 
-/// Interval of checks whether a leaving edge's streams have ended.
+/// Interval of checks whether a draining edge's streams have ended.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// Time without streams after which a leaving tunnel without a deadline is closed.
+/// Time without streams after which a draining tunnel without a deadline is closed.
 const IDLE_CLOSE_AFTER: Duration = Duration::from_secs(1);
 /// Number of streams of an idle tunnel, whose only stream is the control stream.
 const CONTROL_STREAMS: usize = 1;
@@ -228,7 +228,7 @@ impl Registration {
 }
 
 impl Registration {
-    /// Marks the tunnel as leaving, because the edge has announced it.
+    /// Marks the tunnel as draining, because the edge has announced it.
     pub(super) fn mark_leaving(&self) {
         self.tunnel.leave();
         self.registry.mark_leaving(&self.node, self.id);

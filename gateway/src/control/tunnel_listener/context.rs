@@ -76,7 +76,7 @@ pub struct TunnelListener {
     pub limits: TunnelPortLimits,
     /// Memory budget of bytes that clients have not read yet, for all tunnels.
     pub memory_budget: Arc<MemoryBudget>,
-    /// Time that the open streams of a leaving edge get.
+    /// Time that the open streams of a draining edge get.
     pub drain: Duration,
     /// Addresses of gateways. The first one is the display name of this gateway.
     pub advertised: AdvertisedGateways,

@@ -367,7 +367,7 @@ impl TunnelSession {
                 bytes = tunnel.next_window_grant(), if !has_unsent => GatewayMessage::Window { bytes },
                 exchanged = self.control.exchange() => match exchanged {
                     Ok(edge_message) => {
-                        if let Some(leave) = edge_message.and_then(|said| self.handle_message(said, &tunnel)) {
+                        if let Some(leave) = edge_message.and_then(|text| self.handle_message(text, &tunnel)) {
                             draining = Some(leave);
                         }
                         continue;

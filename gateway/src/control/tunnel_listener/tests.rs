@@ -132,12 +132,12 @@ async fn an_oversized_or_malformed_hello_is_answered_with_the_reason() {
         protocol: 99,
         ..welcome("a", 0)
     };
-    for (said, words) in [
+    for (message, words) in [
         (long, "longer than"),
         (nameless, "the instance id must have"),
         (newer, "version 99"),
     ] {
-        let (edge, heard) = world.says(&identity, said).await;
+        let (edge, heard) = world.says(&identity, message).await;
         let (why, detail) = dismissal(&heard).unwrap();
         assert_eq!(why, GoAway::Malformed);
         assert!(detail.contains(words), "{detail}");
@@ -240,8 +240,8 @@ async fn a_missing_or_foreign_certificate_or_alpn_gets_an_alert() {
         (of("test.example"), "UnknownCA"),
         (offering(&join, b"spdy/3"), "NoApplicationProtocol"),
     ] {
-        let said = alert(&world, config).await;
-        assert!(said.contains(words), "{words}: {said}");
+        let message = alert(&world, config).await;
+        assert!(message.contains(words), "{words}: {message}");
     }
     let why = r#"handshakes_failed_total{listener="tunnel",why="certificate"} 3"#;
     world.until(|world| world.counted(why)).await;
@@ -374,8 +374,8 @@ async fn a_superseded_tunnel_keeps_its_streams_until_the_last_ends() {
         takes_over: true,
         ..welcome("a", 0)
     };
-    let (_new, said) = world.says(&identity, takes_over).await;
-    assert_eq!(said, GatewayMessage::Registered);
+    let (_new, message) = world.says(&identity, takes_over).await;
+    assert_eq!(message, GatewayMessage::Registered);
     let after = world.registry.select_tunnel(&name("edge-1")).unwrap();
     assert_ne!(after.id, before.id, "new streams go to the new one");
     let leave = EdgeMessage::Leave {
@@ -391,8 +391,8 @@ async fn a_superseded_tunnel_keeps_its_streams_until_the_last_ends() {
         takes_over: true,
         ..welcome("a", 0)
     };
-    let (_idle, said) = world.says(&idle, takes_over).await;
-    assert_eq!(said, GatewayMessage::Registered);
+    let (_idle, message) = world.says(&idle, takes_over).await;
+    assert_eq!(message, GatewayMessage::Registered);
     idle_before.control.send(&leave).await.unwrap();
     idle_before.ended().await;
     assert_eq!(world.registry.node_tunnels(&name("edge-1")).0.len(), 2);
@@ -417,8 +417,8 @@ async fn superseded_tunnels_keep_streams_and_revocation_ends_all() {
             takes_over: true,
             ..welcome("a", 0)
         };
-        let (edge, said) = world.says(&identity, takes_over).await;
-        assert_eq!(said, GatewayMessage::Registered);
+        let (edge, message) = world.says(&identity, takes_over).await;
+        assert_eq!(message, GatewayMessage::Registered);
         let tunnel = world
             .registry
             .select_tunnel(&name("edge-1"))
@@ -528,15 +528,15 @@ async fn a_refused_edge_replaces_no_other_tunnel() {
     let mut late = world.dial(&old).await;
     let marker = identity(&world.live.get(), "edge-1");
     turn(&world, Ca::retire);
-    let said = EdgeMessage::Welcome(Box::new(welcome("b", 0)));
-    late.control.send(&said).await.unwrap();
+    let message = EdgeMessage::Welcome(Box::new(welcome("b", 0)));
+    late.control.send(&message).await.unwrap();
     let heard = late.hear().await;
     let (why, detail) = dismissal(&heard).unwrap();
     assert_eq!(why, GoAway::NotAdmitted, "{detail}");
     late.ended().await;
     let _marker = world.joined(&marker, "a", 1).await;
-    let said = rightful.control.receive::<GatewayMessage>().now_or_never();
-    assert!(said.is_none(), "it was asked to leave");
+    let message = rightful.control.receive::<GatewayMessage>().now_or_never();
+    assert!(message.is_none(), "it was asked to leave");
     assert!(world.registry.select_tunnel(&name("edge-1")).is_ok());
 }
 
@@ -577,12 +577,12 @@ async fn a_node_of_a_retired_root_is_closed_unless_it_renewed() {
         ..welcome("b", 0)
     };
     let renewed = identity(&world.live.get(), "edge-2");
-    let (mut after, said) = world.says(&renewed, takes_over).await;
-    assert_eq!(said, GatewayMessage::Registered);
+    let (mut after, message) = world.says(&renewed, takes_over).await;
+    assert_eq!(message, GatewayMessage::Registered);
     turn(&world, Ca::retire);
     world.roll().spawn_refresh();
-    let said = late.hear().await;
-    let (why, detail) = dismissal(&said).unwrap();
+    let message = late.hear().await;
+    let (why, detail) = dismissal(&message).unwrap();
     assert_eq!(why, GoAway::NotAdmitted);
     assert!(detail.contains("a root that was retired"), "{detail}");
     drop(late);

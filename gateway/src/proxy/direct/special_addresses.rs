@@ -19,8 +19,8 @@ const CACHE_TTL: Duration = Duration::from_secs(5);
 /// `NodeLocal` `DNSCache`).
 const SERVICE_INTERFACES: [&str; 2] = ["kube-ipvs0", "nodelocaldns"];
 
-/// Networks that a wide network does not include: this host and its link, metadata services of clouds (which give machines their
-/// credentials), and addresses that do not belong to one machine.
+/// Networks that a wide network does not include: this host and its link, metadata services of clouds, and addresses that do not
+/// belong to one machine. A metadata service gives machines their credentials.
 static SPECIAL_NETWORKS: LazyLock<Vec<IpNet>> = LazyLock::new(|| {
     let networks = [
         "0.0.0.0/8",

@@ -145,7 +145,7 @@ pub(super) fn response_error(route: &Route, error: &hyper::Error, phase: &str) -
 }
 
 /// Returns the error of the tunnel's stream below the upstream's connection; `phase` describes the point at which it broke. A
-/// reset comes from the upstream, because an edge gives a reason for a rejection, and the streams of a leaving edge are lost.
+/// reset comes from the upstream, because an edge gives a reason for a rejection, and the streams of a draining edge are lost.
 fn tunnel_stream_error(route: &Route, error: &StreamError, phase: &str) -> Error {
     match error {
         StreamError::Reset { .. } => {

@@ -102,12 +102,12 @@ async fn choose(
     upstream_tls: &Arc<UpstreamTls>,
     after_number: u64,
 ) -> Result<ConnectionChoice, Error> {
-    let (kept, key) = (
+    let (pool, key) = (
         ctx.proxy.shared.upstream_tls_ports.pool(),
         pool_key(ctx, upstream_tls),
     );
     while after_number == 0
-        && let Some(connection) = kept
+        && let Some(connection) = pool
             .worker_pool(&key)
             .checkout(&key, |line| line.is_alive())
     {
@@ -118,7 +118,7 @@ async fn choose(
             return Ok(ConnectionChoice::Http1(in_use, true));
         }
     }
-    let upstream_state = kept.worker_pool(&key).shared(&key);
+    let upstream_state = pool.worker_pool(&key).shared(&key);
     let _dial_turn = match http2::checkout(&upstream_state, ctx, upstream_tls, after_number).await?
     {
         Checkout::Open(stream) => return Ok(ConnectionChoice::Http2(stream, true)),

@@ -138,8 +138,8 @@ async fn drive(config: DriverConfig, pool: Weak<ConnectionPool>) {
             tracing::debug!("an app does not read a request body");
         }
     }
-    if let Some(kept) = pool.upgrade() {
-        kept.remove(&key, &life);
+    if let Some(pool) = pool.upgrade() {
+        pool.remove(&key, &life);
     }
 }
 
@@ -152,7 +152,7 @@ async fn pool_while_idle(
 ) {
     let mut retire_signal = pin!(retire_signal);
     let mut is_retired = false;
-    let Some(idle_timeout) = pool.upgrade().map(|kept| kept.idle_timeout()) else {
+    let Some(idle_timeout) = pool.upgrade().map(|pool| pool.idle_timeout()) else {
         return;
     };
     let mut next = None;
@@ -171,7 +171,7 @@ async fn pool_while_idle(
         let is_pooled = (!is_retired)
             .then(|| pool.upgrade())
             .flatten()
-            .is_some_and(|kept| kept.worker_pool(key).checkin(key.clone(), line));
+            .is_some_and(|pool| pool.worker_pool(key).checkin(key.clone(), line));
         if is_pooled {
             tokio::select! {
                 line = return_receiver.recv() => {
@@ -181,7 +181,7 @@ async fn pool_while_idle(
                 () = &mut retire_signal => is_retired = true,
                 () = sleep(idle_timeout) => {}
             }
-            let was_removed = pool.upgrade().is_none_or(|kept| kept.remove(key, shared));
+            let was_removed = pool.upgrade().is_none_or(|pool| pool.remove(key, shared));
             if !was_removed {
                 // The connection carries a new request.
                 continue;

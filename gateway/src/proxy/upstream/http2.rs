@@ -1,6 +1,6 @@
 //! HTTP/2 connections to an upstream, which requests share ([`http2_pool`](causeway_upstream::http2_pool)), normally one.
 //!
-//! A connection is a tunnel within the node's tunnel: the same HTTP/2 code drives it, with the same budget for buffered bytes,
+//! A connection is a tunnel within the node's tunnel. The same HTTP/2 code drives it, with the same budget for buffered bytes,
 //! the same limits on floods and the same resets. If an upstream chose HTTP/1.1 last time, requests do not wait for each other,
 //! and each dials its own connection.
 
@@ -131,12 +131,12 @@ async fn drive<E: std::fmt::Display>(
         leaving: [own, tunnel, retired],
         key,
     } = config;
-    let Some(idle_timeout) = pool.upgrade().map(|kept| kept.idle_timeout()) else {
+    let Some(idle_timeout) = pool.upgrade().map(|pool| pool.idle_timeout()) else {
         return;
     };
     let remove_from_pool = || {
-        if let Some(kept) = pool.upgrade() {
-            kept.close_to_streams(&key, number);
+        if let Some(pool) = pool.upgrade() {
+            pool.close_to_streams(&key, number);
         }
     };
     let mut driver = pin!(run);

@@ -96,7 +96,7 @@ impl Key {
             _ => true,
         };
         let algorithm_matches =
-            declared_algorithm.is_none_or(|said| said == KeyAlgorithm::from(algorithm));
+            declared_algorithm.is_none_or(|output| output == KeyAlgorithm::from(algorithm));
         curve_matches && algorithm_matches && self.key.family() == algorithm.family()
     }
 }

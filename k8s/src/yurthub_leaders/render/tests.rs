@@ -70,16 +70,16 @@ async fn yurthub_config_matches_openyurts_with_unused_node_names() {
     let content = gateway.looks(&LeaderMap::default(), Some(&both));
     let map = map(&content);
     let data = map.data.clone().unwrap();
-    let said = |key: &str| data[key].as_str();
+    let message = |key: &str| data[key].as_str();
     assert_eq!(
-        said("leaders"),
+        message("leaders"),
         "causeway:edge-1/10.1.0.1,causeway:edge-2/[fd00::2]"
     );
     assert_eq!(
-        said("pool-scoped-metadata"),
+        message("pool-scoped-metadata"),
         "/v1/services,discovery.k8s.io/v1/endpointslices"
     );
-    assert_eq!(said("enable-leader-election"), "true");
+    assert_eq!(message("enable-leader-election"), "true");
     assert_eq!(map.labels()[CONFIGMAP_NAME_LABEL], "leader-hub-north");
     for name in ["causeway:edge-1", "causeway:edge-2"] {
         assert!(NodeName::parse(name).is_err());

@@ -262,7 +262,7 @@ impl GatewayProcess {
         let token = self.token(&format!("--node {node}")).await;
         let edge = self.edge_of(program, node, app).flag("--join", token);
         let mut edge = edge.start();
-        edge.said("tunnel registered").await;
+        edge.wait_for_line("tunnel registered").await;
         edge
     }
 
@@ -313,8 +313,8 @@ fn gateway(program: Causeway, folder: &Path, tunnel: &str) -> Causeway {
 /// Waits until it is ready; its addresses are those in its log.
 async fn open(gateway: Causeway) -> (Process, [String; 3]) {
     let mut gateway = gateway.start();
-    let ready = gateway.said("gateway ready").await;
-    let listener = gateway.said("listener open").await;
+    let ready = gateway.wait_for_line("gateway ready").await;
+    let listener = gateway.wait_for_line("listener open").await;
     let addresses = [
         address_after(&ready, "tunnel="),
         address_after(&ready, "admin="),

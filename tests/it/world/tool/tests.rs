@@ -106,10 +106,10 @@ async fn the_grpc_scripts_agree() {
     let (server, address) = server("grpc_server.py").await;
     let client = Tool::python("grpc_client.py").args(["--address", &address]);
     assert_eq!(client.run().await.ok().json()["ok"], true);
-    let said = server.finish().await.ok().text();
+    let message = server.finish().await.ok().text();
     assert!(
-        said.contains(r#"{"event": "cancelled", "method": "Hang"}"#),
-        "{said}"
+        message.contains(r#"{"event": "cancelled", "method": "Hang"}"#),
+        "{message}"
     );
 }
 

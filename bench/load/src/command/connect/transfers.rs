@@ -98,19 +98,19 @@ async fn transfer(
                 answered(&mut line, wanted).await?;
             }
             pour(&mut line, bytes).await?;
-            let said = if upgrade.is_some() {
+            let message = if upgrade.is_some() {
                 line.finish().await?;
                 line.rest().await?
             } else {
                 let length = answered(&mut line, wanted).await?;
-                let mut said = vec![0; usize::try_from(length.unwrap_or(0).min(SHORT))?];
-                line.exact(&mut said).await?;
-                said
+                let mut message = vec![0; usize::try_from(length.unwrap_or(0).min(SHORT))?];
+                line.exact(&mut message).await?;
+                message
             };
-            let said = String::from_utf8_lossy(&said);
+            let message = String::from_utf8_lossy(&message);
             ensure!(
-                said.trim() == bytes.to_string(),
-                "of {bytes} bytes the app reports {said:?}"
+                message.trim() == bytes.to_string(),
+                "of {bytes} bytes the app reports {message:?}"
             );
             Ok(())
         }

@@ -403,6 +403,6 @@ fn gateway_messages_parse_without_replicas_or_with_new_fields() {
     let hello = r#"{"type":"hello","protocol":1,"version":"0","gateway":"a","node":"edge-1","gateways":[]}"#;
     assert!(matches!(heard(hello), GatewayMessage::Hello(hello) if hello.replicas.is_none()));
     // Without a number of gateways the message has no field that older edges do not know.
-    let said = serde_json::to_string(&gateways(None)).unwrap();
-    assert_eq!(said, older);
+    let message = serde_json::to_string(&gateways(None)).unwrap();
+    assert_eq!(message, older);
 }

@@ -87,8 +87,8 @@ async fn a_node_with_its_cluster_certificate_gets_one_of_our_ca() {
     ];
     world.nodes.replace_cluster(members.into());
     let kubelet = signer.kubelet("edge-1");
-    let said = asks(&counter, "/v1/vouched", &kubelet).await;
-    let (root, chain) = (&said["root"], &said["certificate"]);
+    let message = asks(&counter, "/v1/vouched", &kubelet).await;
+    let (root, chain) = (&message["root"], &message["certificate"]);
     let (root, chain) = (root.as_str().unwrap(), chain.as_str().unwrap());
     let edge = EdgeIdentity::new(root, chain, &counter.key.key_pem()).unwrap();
     assert_eq!(edge.node, name("edge-1"));
@@ -106,8 +106,8 @@ async fn a_node_with_its_cluster_certificate_gets_one_of_our_ca() {
         (&signer.kubelet("edge-9"), "/v1/vouched", "node_refused"),
         (&edge.leaf, "/v1/vouched", "certificate_missing"),
     ] {
-        let said = asks(&counter, path, leaf).await;
-        assert_eq!(said["reason"], reason, "{said}");
+        let message = asks(&counter, path, leaf).await;
+        assert_eq!(message["reason"], reason, "{message}");
     }
 }
 
@@ -124,8 +124,8 @@ async fn other_cluster_ca_certificates_neither_enrol_nor_open_tunnels() {
         let io = world.tls(showing(world, &leaf)).await;
         let mut io = io.unwrap();
         // The client's handshake ends before the gateway has verified the certificate.
-        let said = tokio::io::AsyncReadExt::read(&mut io, &mut [0; 1]).await;
-        assert!(!matches!(said, Ok(1)), "{said:?}");
+        let message = tokio::io::AsyncReadExt::read(&mut io, &mut [0; 1]).await;
+        assert!(!matches!(message, Ok(1)), "{message:?}");
     }
     world
         .until(|world| {

@@ -1,7 +1,7 @@
 //! TLS of a listener: reads the ClientHello, by which `accept` selects the worker, finishes the handshake, and checks the peer.
 //!
-//! After every handshake, resumed or not, the client's certificate is checked again: its presence if the listener requires one,
-//! its dates, its purpose, and the CA that issued it. An edge's certificate does not identify a client.
+//! After every handshake, resumed or not, the client's certificate is checked again. The checks are its presence if the listener
+//! requires one, its dates, its purpose, and the CA that issued it. An edge's certificate does not identify a client.
 
 use super::AcceptedSocket;
 use crate::{
