@@ -1,7 +1,7 @@
 //! Identities: the holder that a certificate names.
 //!
 //! Owns `Identity` and the spiffe URIs in which our certificates carry it. Never decides whether a certificate is genuine:
-//! `verify` finds the signer and then calls `Identity::from_own_certificate` or `Identity::from_foreign_certificate`. Only
+//! `verify` finds the signer and then calls `Identity::from_own_certificate` or `Identity::from_foreign`. Only
 //! the first can return `Edge`, `Gateway` or `Client`. So a foreign CA cannot issue one of our identities, whatever it writes
 //! into its certificates.
 
@@ -77,11 +77,6 @@ impl Identity {
         domain: &TrustDomain,
     ) -> Result<Self, NameError> {
         Self::from_own(&Certificate::parse(certificate)?, domain)
-    }
-
-    /// Reads a certificate that another root has signed. The result is always `Foreign`, whatever the certificate states.
-    pub fn from_foreign_certificate(certificate: &CertificateDer<'_>) -> Result<Self, NameError> {
-        Ok(Self::from_foreign(Certificate::parse(certificate)?))
     }
 
     pub(crate) fn from_own(

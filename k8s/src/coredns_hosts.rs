@@ -13,11 +13,11 @@ mod render;
 use crate::{
     leader_election::LeaderElector,
     log_throttle::LogThrottle,
-    ownership::{is_owned, last_foreign_writer},
+    ownership::{WriteError, is_owned, last_foreign_writer},
 };
 use causeway_gateway::{config, metrics::Metrics, state::NodesWriter};
 use causeway_rt::backoff::Backoff;
-use configmaps::{ConfigMaps, ResourceVersion, WriteError};
+use configmaps::{ConfigMaps, ResourceVersion};
 use futures_util::{
     StreamExt,
     future::OptionFuture,
@@ -174,7 +174,7 @@ impl<'a> Reconciler<'a> {
                     self.files
                         .values_mut()
                         .for_each(|file| file.is_stale = true);
-                    Some(if failure.is_transient() {
+                    Some(if failure.is_transient() || failure.is_not_found() {
                         backoff.silent(rand::random())
                     } else {
                         backoff.refused(None, rand::random())

@@ -1,5 +1,6 @@
 //! Ownership of objects that gateways write: whether an object is ours, and which other manager has written it.
 
+use crate::client::error_message;
 use k8s_openapi::{
     api::core::v1::ConfigMap, apimachinery::pkg::apis::meta::v1::ManagedFieldsEntry,
 };
@@ -61,4 +62,37 @@ pub(crate) fn last_foreign_writer(map: &ConfigMap) -> Option<&str> {
     let others = fields.filter(|entry| entry.manager.as_deref() != Some(FIELD_MANAGER));
     let last = others.max_by_key(|entry| entry.time.as_ref().map(|time| time.0))?;
     last.manager.as_deref()
+}
+
+/// Error that prevents a `ConfigMap` from being written.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum WriteError {
+    /// An object of another owner has its name.
+    #[error("{0}")]
+    Foreign(String),
+    #[error("{}", error_message(.0))]
+    Api(#[from] kube::Error),
+    #[error("the cluster's API did not answer in time")]
+    Timeout(#[from] tokio::time::error::Elapsed),
+}
+
+impl WriteError {
+    /// Whether another writer was faster, which is no fault.
+    pub(crate) fn is_conflict(&self) -> bool {
+        matches!(self, Self::Api(kube::Error::Api(status)) if status.is_conflict() || status.is_already_exists())
+    }
+
+    /// Whether the object is gone.
+    pub(crate) fn is_not_found(&self) -> bool {
+        matches!(self, Self::Api(kube::Error::Api(status)) if status.is_not_found())
+    }
+
+    /// Whether a retry may succeed soon: another writer was faster, or the API did not respond.
+    pub(crate) fn is_transient(&self) -> bool {
+        match self {
+            Self::Foreign(_) => false,
+            Self::Api(kube::Error::Api(_)) => self.is_conflict(),
+            Self::Api(_) | Self::Timeout(_) => true,
+        }
+    }
 }

@@ -11,11 +11,10 @@
 mod render;
 
 use crate::{
-    client::error_message,
     log_throttle::LogThrottle,
     ownership::{
-        MANAGED_BY_LABEL, is_owned, last_foreign_manager, last_foreign_writer, owned_metadata,
-        patch_params,
+        MANAGED_BY_LABEL, WriteError, is_owned, last_foreign_manager, last_foreign_writer,
+        owned_metadata, patch_params,
     },
 };
 use causeway_certs::NodeName;
@@ -247,33 +246,5 @@ impl Reconciler {
              (kubectl -n {namespace} label configmap {name} {key}={value} --overwrite)",
             by.unwrap_or_default()
         ))
-    }
-}
-
-/// Error that prevents a map from being written.
-#[derive(Debug, thiserror::Error)]
-enum WriteError {
-    /// An object of another owner has its name.
-    #[error("{0}")]
-    Foreign(String),
-    #[error("{}", error_message(.0))]
-    Api(#[from] kube::Error),
-    #[error("the cluster's API did not answer in time")]
-    Timeout(#[from] tokio::time::error::Elapsed),
-}
-
-impl WriteError {
-    /// Whether another writer was faster, which is no fault.
-    fn is_conflict(&self) -> bool {
-        matches!(self, Self::Api(kube::Error::Api(status)) if status.is_conflict() || status.is_already_exists())
-    }
-
-    /// Whether a retry may succeed soon.
-    fn is_transient(&self) -> bool {
-        match self {
-            Self::Foreign(_) => false,
-            Self::Api(kube::Error::Api(_)) => self.is_conflict(),
-            Self::Api(_) | Self::Timeout(_) => true,
-        }
     }
 }

@@ -12,7 +12,7 @@ use crate::{
 use bytes::{Bytes, BytesMut};
 use causeway_rt::socket::ResetOnClose;
 use std::{
-    future::{Future, poll_fn},
+    future::poll_fn,
     io,
     pin::Pin,
     sync::{
@@ -314,19 +314,5 @@ impl FromStream {
             self.unflushed = false;
         }
         Poll::Ready(Ok(()))
-    }
-}
-
-/// Waits for `future`, unless the other end resets the stream first.
-///
-/// # Errors
-/// If the other end resets the stream.
-pub async fn unless_reset<F: Future>(
-    send: &mut StreamSender,
-    future: F,
-) -> Result<F::Output, StreamError> {
-    tokio::select! {
-        output = future => Ok(output),
-        error = send.wait_for_reset() => Err(error),
     }
 }

@@ -4,8 +4,8 @@
 //! reported. Each write names the version that was read, so that no other change is lost unnoticed.
 
 use crate::{
-    client::{error_message, watch_error_message},
-    ownership::{MANAGED_BY_LABEL, last_foreign_writer, owned_metadata, patch_params},
+    client::watch_error_message,
+    ownership::{MANAGED_BY_LABEL, WriteError, last_foreign_writer, owned_metadata, patch_params},
 };
 use futures_util::{StreamExt, TryStreamExt, stream::BoxStream};
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -131,38 +131,5 @@ impl ConfigMaps {
             .map_err(|error| watch_error_message(&error))
             .map(move |version| (number, version))
             .boxed()
-    }
-}
-
-/// Error that prevents a file from being written.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum WriteError {
-    /// An object of another owner has its name.
-    #[error("{0}")]
-    Foreign(String),
-    #[error("{}", error_message(.0))]
-    Api(#[from] kube::Error),
-    #[error("the cluster's API did not answer in time")]
-    Timeout(#[from] tokio::time::error::Elapsed),
-}
-
-impl WriteError {
-    /// Whether a retry may succeed soon: another writer was faster, or the API did not respond.
-    pub(super) fn is_transient(&self) -> bool {
-        match self {
-            Self::Foreign(_) => false,
-            Self::Api(kube::Error::Api(status)) => {
-                status.is_conflict() || status.is_already_exists() || status.is_not_found()
-            }
-            Self::Api(_) | Self::Timeout(_) => true,
-        }
-    }
-
-    /// Whether another writer was faster, which is no fault.
-    pub(super) fn is_conflict(&self) -> bool {
-        let Self::Api(kube::Error::Api(status)) = self else {
-            return false;
-        };
-        status.is_conflict() || status.is_already_exists()
     }
 }
