@@ -35,7 +35,12 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Run a gateway, the cloud side, to which clients and edges connect
-    Gateway(RunArgs<causeway_gateway::config::Config>),
+    Gateway(Gateway),
+    /// Run a gateway as a child process, for a service manager whose restart must not wait for open streams
+    ///
+    /// Passes the messages of the child to the service manager. SIGTERM ends this process at once, and the child drains. The
+    /// next process takes over its sockets (`gateway --take-over`).
+    Supervise(Supervise),
     /// Run an edge, the agent on a node, which connects to the gateway; or give up its identity
     Edge(Edge),
     /// Run a gateway, two edges and their apps in one process, to try it out
@@ -282,6 +287,31 @@ pub(crate) enum ReferencePage {
     Metrics,
     /// Ports and connections
     Ports,
+}
+
+/// Arguments of a running gateway.
+#[derive(Debug, Args)]
+pub(crate) struct Gateway {
+    /// Take over the sockets of the gateway that runs on the same data directory, if there is one; it then drains and ends
+    #[arg(long)]
+    pub(crate) take_over: bool,
+    /// After another process has taken over, end only at SIGTERM, because this one would be started again (a pod's container)
+    #[arg(long)]
+    pub(crate) await_stop: bool,
+    #[command(flatten)]
+    pub(crate) run: RunArgs<causeway_gateway::config::Config>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Supervise {
+    /// Command of this program, with its arguments
+    #[arg(
+        value_name = "COMMAND",
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true
+    )]
+    pub(crate) command: Vec<std::ffi::OsString>,
 }
 
 /// Arguments of a running edge, or a command about its identity.

@@ -24,6 +24,7 @@ mod policy;
 mod reload;
 mod rlimit;
 mod status;
+mod supervise;
 mod token;
 
 use std::fs;
@@ -105,15 +106,20 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand
         warn_of_unknown_variables();
     }
     Ok(Some(match command {
-        Command::Gateway(run) => match load_config(run, &[], gateway::check)? {
+        Command::Gateway(cli::Gateway {
+            take_over,
+            await_stop,
+            run,
+        }) => match load_config(run, &[], gateway::check)? {
             Some((config, sources, warnings)) => {
                 let (log, audit) = (config.log.clone(), config.audit_log.0.clone());
-                PreparedCommand::new(log, gateway::run(config, sources))
+                PreparedCommand::new(log, gateway::run(config, sources, (take_over, await_stop)))
                     .with_audit_log(audit)
                     .with_warnings(warnings)
             }
             None => return Ok(None),
         },
+        Command::Supervise(args) => PreparedCommand::one_shot(supervise::run(args)),
         Command::Edge(cli::Edge {
             command: Some(cli::EdgeCommand::Leave(args)),
             ..
@@ -173,6 +179,9 @@ const EXIT_CONFIG: u8 = 78;
 /// Returns the exit code of a failed process. A supervisor restarts the process after 1 and not after [`EXIT_CONFIG`]:
 /// neither waiting nor another attempt creates a CA or repairs a token.
 pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
+    if let Some(child) = error.downcast_ref::<supervise::ChildFailed>() {
+        return ExitCode::from(child.exit_code());
+    }
     let edge = error.downcast_ref::<causeway_edge::Error>();
     let gateway = error.downcast_ref::<causeway_gateway::BindError>();
     if edge.is_some_and(causeway_edge::Error::is_final)

@@ -31,6 +31,29 @@ const JOIN_GRACE: Duration = Duration::from_secs(15);
 /// Time beyond its drain that a process may take for its last messages.
 const STOP_MARGIN: Duration = Duration::from_secs(10);
 
+/// Variable that names the socket of the service manager.
+pub(crate) const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
+
+/// Connects to the service manager that the environment names.
+///
+/// # Errors
+/// If the socket cannot be connected.
+pub(crate) fn connect_from_environment() -> io::Result<Option<UnixDatagram>> {
+    let address = std::env::var_os(NOTIFY_SOCKET).filter(|text| !text.is_empty());
+    address.as_deref().map(connect).transpose()
+}
+
+fn connect(address: &OsStr) -> io::Result<UnixDatagram> {
+    let socket = UnixDatagram::unbound()?;
+    let address = match address.as_bytes() {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
+        _ => SocketAddr::from_pathname(address)?,
+    };
+    socket.connect_addr(&address)?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
 /// Connection to the service manager, if there is one. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SystemdNotifier(Option<Arc<NotifySocket>>);
@@ -54,38 +77,29 @@ struct LastStatus {
 impl SystemdNotifier {
     /// Connects as the variables `NOTIFY_SOCKET`, `WATCHDOG_USEC` and `WATCHDOG_PID` state.
     pub(crate) fn from_environment() -> Self {
-        let Some(address) = std::env::var_os("NOTIFY_SOCKET").filter(|text| !text.is_empty())
-        else {
-            return Self(None);
+        let socket = match connect_from_environment() {
+            Ok(Some(socket)) => socket,
+            Ok(None) => return Self(None),
+            Err(error) => {
+                tracing::warn!(%error, "cannot connect to the service manager (NOTIFY_SOCKET); it receives no status");
+                return Self(None);
+            }
         };
         let env_number = |name| std::env::var(name).ok()?.parse::<u64>().ok();
         let is_for_this_process =
             env_number("WATCHDOG_PID").is_none_or(|id| id == u64::from(std::process::id()));
         let watchdog =
             env_number("WATCHDOG_USEC").filter(|micros| is_for_this_process && *micros > 0);
-        match Self::connect(&address, watchdog.map(Duration::from_micros)) {
-            Ok(notify) => notify,
-            Err(error) => {
-                tracing::warn!(?address, %error, "cannot connect to the service manager (NOTIFY_SOCKET); it receives no status");
-                Self(None)
-            }
-        }
+        Self::new(socket, watchdog.map(Duration::from_micros))
     }
 
-    fn connect(address: &OsStr, watchdog: Option<Duration>) -> io::Result<Self> {
-        let socket = UnixDatagram::unbound()?;
-        let address = match address.as_bytes() {
-            [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
-            _ => SocketAddr::from_pathname(address)?,
-        };
-        socket.connect_addr(&address)?;
-        socket.set_nonblocking(true)?;
+    fn new(socket: UnixDatagram, watchdog: Option<Duration>) -> Self {
         let last_status = Mutex::default();
-        Ok(Self(Some(Arc::new(NotifySocket {
+        Self(Some(Arc::new(NotifySocket {
             socket,
             watchdog,
             last_status,
-        }))))
+        })))
     }
 
     /// Reports that the process is ready. Later calls only send the status.

@@ -32,6 +32,7 @@ pub mod admin;
 pub mod drain;
 pub(crate) mod evict;
 pub mod heartbeat;
+pub mod successor;
 
 pub mod http;
 

@@ -19,7 +19,7 @@ pub use config::Config;
 pub use error::{Error, Reason};
 pub use server::{
     BindError, Bound, Gateway, ListenerDiff, PendingReload, RESTART_KEYS, ReloadSummary, Reloader,
-    Watchdog, check,
+    RunEnd, Watchdog, check,
 };
 
 #[cfg(test)]

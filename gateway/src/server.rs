@@ -7,14 +7,18 @@ mod addresses;
 mod build;
 mod ca_reload;
 mod certificates;
+mod control_servers;
 mod data_dir;
 mod error;
+mod handover;
 mod listeners;
 mod reload;
 mod tunnel_identity;
 mod watchdog;
 
+use control_servers::{ControlServers, EndTokens};
 pub use error::BindError;
+use handover::Handover;
 pub use listeners::ListenerDiff;
 use listeners::Listeners;
 use reload::Reloadable;
@@ -24,20 +28,17 @@ pub use watchdog::Watchdog;
 use crate::{
     config::{Config, ReloadSender},
     control::{
-        address_conflicts, admin,
-        api_cache::leaders::LeaderAssigner,
+        address_conflicts,
         certificate_expiry::CertificateInventory,
         dns,
         drain::{self, Readiness, ReadinessBlock},
         evict,
         heartbeat::AcceptedHeartbeats,
-        http,
-        nat::Nat,
         node_sync::NodeSync,
         pin_writer::PinWriter,
         signer::Signer,
         startup_hold::{self, StartupHold},
-        tunnel_listener::TunnelListener,
+        successor::Successor,
     },
     metrics::Metrics,
     proxy::{
@@ -46,15 +47,14 @@ use crate::{
     state::{NodesWriter, PolicyReader, YurtHubEndpoints, pins::NewPin},
     worker::{WorkerId, Workers},
 };
-use axum::Router;
-use causeway_certs::{DirLock, HostName, Store};
+use causeway_certs::{HostName, Store};
 use causeway_rt::{listener, task::TaskGroup};
 use causeway_watch_cache::WatchCache;
-use futures_util::future::OptionFuture;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     runtime::Handle,
     sync::{mpsc, watch},
+    time::sleep,
 };
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
@@ -71,6 +71,7 @@ pub struct Gateway {
     reloads: ReloadSender,
     pods: Option<Arc<dyn PodLookup>>,
     reviews: Option<(Arc<dyn ReviewClient>, Handle)>,
+    take_over: bool,
 }
 
 /// Source of authorization decisions.
@@ -104,7 +105,16 @@ impl Gateway {
             reloads: ReloadSender::default(),
             pods: None,
             reviews: None,
+            take_over: false,
         }
+    }
+
+    /// Sets whether the gateway takes over the sockets of a gateway that runs on the same data directory. That gateway then drains
+    /// and ends. Otherwise the directory must not be in use.
+    #[must_use]
+    pub fn take_over(mut self, take_over: bool) -> Self {
+        self.take_over = take_over;
+        self
     }
 
     /// Sets the authorizer of requests.
@@ -177,21 +187,13 @@ pub struct Bound {
     store: Store,
     /// Writer of pinned keys of upstreams, and the receiver of new pins.
     pins: (PinWriter, mpsc::Receiver<NewPin>),
-    /// Lock of the data directory. Another gateway on the directory would issue under the same CA and write the same files.
-    dir_lock: DirLock,
+    handover: Handover,
     workers: Workers,
     owned_workers: OwnedWorkers,
     shared: Arc<ProxyState>,
     tasks: Arc<TaskGroup>,
-    tunnel_listener: TunnelListener,
-    tunnel_socket: listener::BoundSocket,
-    admin: AdminListeners,
-    /// Socket for commands. Its connections do not count against the limit of the admin listener.
-    admin_socket: Option<listener::BoundSocket>,
-    admin_state: admin::AdminState,
-    dns: Option<dns::BoundSockets>,
+    servers: ControlServers,
     reloader: Reloader,
-    nat: Option<Nat>,
     readiness: Readiness,
     /// Cancelled when listeners and connections have to finish.
     end_token: CancellationToken,
@@ -207,6 +209,15 @@ impl Drop for OwnedWorkers {
             workers.stop();
         }
     }
+}
+
+/// Way in which a gateway has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RunEnd {
+    /// It was stopped.
+    Stopped,
+    /// Another process has taken over its sockets and its data directory.
+    HandedOver,
 }
 
 /// Addresses of the bound listeners of a gateway.
@@ -247,9 +258,13 @@ impl Bound {
                 .expect("a bound TCP socket has an address")
         };
         BoundAddresses {
-            tunnel: tcp(&self.tunnel_socket),
-            admin: tcp(&self.admin.admin),
-            dns: self.dns.as_ref().and_then(dns::BoundSockets::local_addr),
+            tunnel: tcp(&self.servers.tunnel_socket),
+            admin: tcp(&self.servers.admin.admin),
+            dns: self
+                .servers
+                .dns
+                .as_ref()
+                .and_then(dns::BoundSockets::local_addr),
             listeners: self.reloader.parts().listeners.addresses(),
         }
     }
@@ -282,14 +297,15 @@ impl Bound {
 
     /// Returns the watch cache, for the component that fills it, if the API cache is enabled.
     pub fn watch_cache(&self) -> Option<Arc<WatchCache>> {
-        let api_cache = self.tunnel_listener.api_cache.as_ref()?;
+        let api_cache = self.servers.tunnel_listener.api_cache.as_ref()?;
         Some(api_cache.watch_cache().clone())
     }
 
     /// Returns a watch of the endpoints at which `YurtHub`s of each pool read, if the API cache is enabled.
     pub fn watch_yurthub_endpoints(&self) -> Option<watch::Receiver<YurtHubEndpoints>> {
         Some(
-            self.tunnel_listener
+            self.servers
+                .tunnel_listener
                 .api_cache
                 .as_ref()?
                 .watch_yurthub_endpoints(),
@@ -298,7 +314,11 @@ impl Bound {
 
     /// Returns the accepted heartbeats of nodes without a gateway, if they are enabled, for the component that renews Leases.
     pub fn heartbeats(&self) -> Option<AcceptedHeartbeats> {
-        self.tunnel_listener.heartbeats.as_ref()?.take_accepted()
+        self.servers
+            .tunnel_listener
+            .heartbeats
+            .as_ref()?
+            .take_accepted()
     }
 
     /// Returns a watch of the roots that edges have to trust, as PEM.
@@ -342,7 +362,7 @@ impl Bound {
             (&tasks, runtime),
             self.reloader.parts(),
             &self.shared.metrics,
-            self.admin_state.certificates.clone(),
+            self.servers.admin_state.certificates.clone(),
         );
         let evicting = evict_stalled(self.config.clone(), &self.shared);
         tasks.spawn_on(runtime, info_span!("evict"), evicting);
@@ -364,94 +384,79 @@ impl Bound {
         tasks
     }
 
-    /// Serves until `stop`, then drains for at most the configured time. Returns when all connections have ended.
-    pub async fn run(self, stop: CancellationToken) {
+    /// Serves until `stop` or until another process has taken over, then drains for at most the configured time. Returns when all
+    /// connections have ended.
+    pub async fn run(mut self, stop: CancellationToken) -> RunEnd {
+        let predecessor = self.handover.take_over(&self.reloader).await;
         let addresses = self.addresses();
         // Dropping this future stops the gateway: first its tasks, then the threads that it started.
         let background_tasks = self.spawn_background();
-        let (_threads, _claim, beside) = (self.owned_workers, self.dir_lock, background_tasks);
+        let (_threads, beside) = (self.owned_workers, background_tasks);
         let _end = self.tasks.guard();
-        let (control_tasks, close_token) = (TaskGroup::default(), CancellationToken::new());
-        let drain_token = CancellationToken::new();
+        let (control_tasks, tokens) = (TaskGroup::default(), EndTokens::default());
         let runtime = self.workers.runtime(WorkerId(0));
-        self.reloader.parts().listeners.open();
-        let parts = self.reloader.parts();
-        spawn_pool_tasks(
-            &self.tunnel_listener,
-            parts,
-            (&control_tasks, runtime),
-            &drain_token,
-        );
-        let admission = self
-            .tunnel_listener
-            .run(self.tunnel_socket, drain_token.clone());
-        control_tasks.spawn_on(runtime, info_span!("admission"), admission);
-        let stop_signals = http::Stop {
-            end_announced: drain_token.clone(),
-            end: close_token.clone(),
-        };
-        let admin = (self.admin, self.admin_socket);
-        let metrics = self.shared.metrics.clone();
-        let admin = serve_admin(admin, self.admin_state, metrics, stop_signals);
-        control_tasks.spawn_on(runtime, info_span!("admin"), admin);
-        if let Some((bound, address)) = self.dns.zip(addresses.dns) {
-            let names = self.reloader.parts().names.clone();
-            let answering = dns::run(bound, names, close_token.clone());
-            control_tasks.spawn_on(runtime, info_span!("dns"), answering);
-            tracing::info!(%address, "answering DNS queries for node names");
-        }
+        let (parts, registry) = (self.reloader.parts(), &self.shared.registry);
+        self.servers
+            .spawn(parts, &self.store, (&control_tasks, runtime), &tokens);
         let (pin_writer, meetings) = self.pins;
         beside.spawn_on(runtime, info_span!("pins"), pin_writer.run(meetings));
-        if let Some(nat) = self.nat {
-            control_tasks.spawn_on(
-                runtime,
-                info_span!("redirect"),
-                nat.run(close_token.clone()),
-            );
+        if let Some(predecessor) = &predecessor {
+            let nodes = parts.authority.node_sync.nodes.reader();
+            let connected = predecessor.wait_for_edges(registry, &nodes);
+            stop.run_until_cancelled(connected).await;
         }
+        parts.listeners.open();
         self.readiness.set_ready();
+        if let Some(predecessor) = predecessor {
+            predecessor.report_serving().await;
+        }
+        let (grace, successor) = (self.shared.timeouts.drain, self.handover.successor());
+        let server = self.handover.server(&self.store, &self.reloader, grace);
+        let serving = server.run(tokens.clone());
+        control_tasks.spawn_on(runtime, info_span!("handover"), serving);
         tracing::info!(tunnel = %addresses.tunnel, admin = %addresses.admin, "gateway ready");
 
-        stop.cancelled().await;
+        tokio::select! {
+            () = stop.cancelled() => {}
+            () = successor.ready.cancelled() => {}
+        }
         // Edges that were asked to connect to other gateways must not reconnect here.
-        drain_token.cancel();
-        startup_hold::save_connected_nodes(&self.store, &self.shared.registry).await;
-        let listeners = &self.reloader.parts().listeners;
-        let readiness = (&self.readiness, &self.end_token);
-        let cut_streams = drain_streams(&self.shared, &self.tasks, listeners, readiness).await;
-        close_token.cancel();
+        tokens.drain.cancel();
+        let release = async {
+            startup_hold::save_connected_nodes(&self.store, registry).await;
+            tokens.enrolment_ended.cancelled().await;
+            successor.released.cancel();
+        };
+        let progress = (&self.readiness, &self.end_token, &successor);
+        let draining = drain_streams(&self.shared, &self.tasks, &parts.listeners, progress, &stop);
+        let ((), cut_streams) = tokio::join!(release, draining);
+        tokens.close.cancel();
         let stuck = control_tasks.drain(SHUTDOWN_GRACE).await;
         tracing::info!(cut = cut_streams, stuck, "gateway stopped");
+        if successor.ready.is_cancelled() {
+            RunEnd::HandedOver
+        } else {
+            RunEnd::Stopped
+        }
     }
 }
 
-/// Starts the tasks that send messages to members of node pools until `stop`.
-fn spawn_pool_tasks(
-    tunnel_listener: &TunnelListener,
-    parts: &Reloadable,
-    (tasks, runtime): (&TaskGroup, &Handle),
-    stop: &CancellationToken,
-) {
-    let registry = &tunnel_listener.registry;
-    if let Some(api_cache) = &tunnel_listener.api_cache {
-        let nodes = &parts.authority.node_sync.nodes;
-        let leaders = LeaderAssigner::new(api_cache, registry, nodes).run(stop.clone());
-        tasks.spawn_on(runtime, info_span!("leaders"), leaders);
-    }
-    if let Some(heartbeats) = tunnel_listener.heartbeats.clone() {
-        let nonces = heartbeats.run(registry.clone(), stop.clone());
-        tasks.spawn_on(runtime, info_span!("heartbeats"), nonces);
-    }
-}
-
-/// Drains edges, listeners and streams within `timeouts.drain`. Returns the number of streams that had not ended by then.
+/// Waits until the successor serves clients, if there is one and the gateway is not stopped. Then drains edges, listeners and
+/// streams within `timeouts.drain`. Returns the number of streams that had not ended by then.
 async fn drain_streams(
     shared: &ProxyState,
     streams: &TaskGroup,
     listeners: &Listeners,
-    (readiness, end_token): (&Readiness, &CancellationToken),
+    (readiness, end_token, successor): (&Readiness, &CancellationToken, &Successor),
+    stop: &CancellationToken,
 ) -> usize {
     let grace = shared.timeouts.drain;
+    // Until then nothing changes for clients.
+    tokio::select! {
+        () = successor.serving.cancelled() => {}
+        () = stop.cancelled() => {}
+        () = sleep(grace) => {}
+    }
     let clients = || shared.limits.open_connections();
     let edges = drain::drain(
         &shared.registry,
@@ -460,6 +465,7 @@ async fn drain_streams(
         drain::DrainListeners {
             close: end_token,
             clients: &clients,
+            successor: successor.clone(),
         },
         grace,
     );
@@ -467,39 +473,6 @@ async fn drain_streams(
     let streams = streams.drain_with(grace, || shared.registry.expire_drain());
     let (cut_streams, (), ()) = tokio::join!(streams, edges, listeners.retire());
     cut_streams
-}
-
-/// Listeners of the section `admin`.
-#[derive(Debug)]
-struct AdminListeners {
-    admin: listener::BoundSocket,
-    /// Listener for scrapers on other hosts, which serves only metrics.
-    metrics: Option<listener::BoundSocket>,
-}
-
-/// Serves the admin listener, the metrics listener, and the socket for commands if there is one. Each has its own connection
-/// limit.
-async fn serve_admin(
-    (listeners, socket): (AdminListeners, Option<listener::BoundSocket>),
-    state: admin::AdminState,
-    metrics: Arc<Metrics>,
-    stop: http::Stop,
-) {
-    let (admin_router, metrics_router) =
-        (admin::router(state.clone()), admin::metrics_router(state));
-    let serve = |name, bound, router: &Router| {
-        let limit = metrics.connection_limit(name, http::MAX_CONNECTIONS);
-        http::run(bound, router.clone(), limit, stop.clone())
-    };
-    let socket = socket.map(|socket| serve("admin_socket_connections", socket, &admin_router));
-    let metrics_server = listeners
-        .metrics
-        .map(|bound| serve("metrics_connections", bound, &metrics_router));
-    tokio::join!(
-        serve("admin_connections", listeners.admin, &admin_router),
-        OptionFuture::from(socket),
-        OptionFuture::from(metrics_server),
-    );
 }
 
 /// Starts background tasks. They renew the tunnel port's certificate, and close tunnels of nodes that are no longer at the edge.

@@ -3,10 +3,12 @@
 //! `cache` is a bounded cache with a time to live for each entry and one fetch for all concurrent calls. `resolve` turns
 //! host names into addresses. `exposition` writes metrics as text, with those of the process. The other modules are needed
 //! by connections: tasks with an owner, sockets, listeners, limits, a client for one HTTP request, throttles of log lines.
+//! `descriptor_passing` passes open sockets to another process.
 
 pub mod backoff;
 mod cache;
 pub mod connection_limit;
+pub mod descriptor_passing;
 mod exposition;
 mod forward;
 pub mod http_client;

@@ -8,7 +8,10 @@ use socket2::{Domain, Protocol, SockRef, Type};
 use std::{
     fmt, io,
     net::{IpAddr, SocketAddr},
-    os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt},
+    },
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -99,6 +102,16 @@ impl BoundSocket {
         Ok(Self::Unix(listener?, path.to_owned()))
     }
 
+    /// Returns a TCP socket that another process has bound.
+    pub fn inherited_tcp(descriptor: OwnedFd) -> Self {
+        Self::Tcp(descriptor.into())
+    }
+
+    /// Returns a unix socket that another process has bound at this path.
+    pub fn inherited_unix(descriptor: OwnedFd, path: &Path) -> Self {
+        Self::Unix(descriptor.into(), path.to_owned())
+    }
+
     /// Returns another handle of the same socket, for another thread.
     ///
     /// # Errors
@@ -127,6 +140,15 @@ impl BoundSocket {
             Self::Tcp(tcp) => SocketListener::Tcp(TcpListener::from_std(tcp)?),
             Self::Unix(unix, _) => SocketListener::Unix(UnixListener::from_std(unix)?),
         })
+    }
+}
+
+impl AsFd for BoundSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(tcp) => tcp.as_fd(),
+            Self::Unix(unix, _) => unix.as_fd(),
+        }
     }
 }
 

@@ -71,11 +71,12 @@ pub(super) fn find_address(
     }
 }
 
-/// Removes the admin address and socket of a process that ends.
+/// Removes the admin address and the sockets of a process that ends.
 pub(super) fn remove_address(store: &Store) -> Result<(), StoreError> {
     store.remove_runtime(ADMIN_ADDRESS_FILE)?;
-    // A leftover socket does no harm; the next process replaces it.
+    // Leftover sockets do no harm; the next process replaces them.
     let _ = std::fs::remove_file(store.admin_socket());
+    let _ = std::fs::remove_file(store.handover_socket());
     Ok(())
 }
 

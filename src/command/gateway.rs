@@ -8,7 +8,7 @@ use anyhow::{Context, anyhow, bail};
 use causeway_certs::Store;
 use causeway_gateway::config::{DiscoveredEndpoints, NodePorts, ReloadSender};
 use causeway_gateway::state::{Policy, PolicyWriter};
-use causeway_gateway::{Bound, Config, Gateway, Reloader};
+use causeway_gateway::{Bound, Config, Gateway, Reloader, RunEnd};
 use causeway_watch_cache::{WatchCache, manifests::Manifests};
 use tokio::sync::watch;
 
@@ -19,8 +19,14 @@ use crate::reload::{self, FileHashes, ReloadTriggers};
 use crate::signal::Signals;
 use crate::systemd::SystemdNotifier;
 
-/// Binds all listeners, serves until SIGTERM or SIGINT, then drains. Reads `sources` again at each trigger of a reload.
-pub(crate) async fn run(config: Config, sources: ConfigSources) -> anyhow::Result<()> {
+/// Binds all listeners, serves until SIGTERM or SIGINT or until another process takes over, then drains. Reads `sources` again at
+/// each trigger of a reload. With `take_over`, takes over from the process that runs on the same data directory. With `await_stop`,
+/// waits for a signal after another process has taken over.
+pub(crate) async fn run(
+    config: Config,
+    sources: ConfigSources,
+    (take_over, await_stop): (bool, bool),
+) -> anyhow::Result<()> {
     let config = config.with_certificate_paths();
     let (mut file_hashes, mut signals) = (FileHashes::default(), Signals::listen()?);
     file_hashes.record(watched_files(&config, &sources));
@@ -46,7 +52,8 @@ pub(crate) async fn run(config: Config, sources: ConfigSources) -> anyhow::Resul
     let (manifests_dir, kubernetes) = (manifests_dir(&config), config.kubernetes.clone());
     let gateway = Gateway::new(limit_connections(config))
         .policy(policy.reader())
-        .reloads(reload_sender.clone());
+        .reloads(reload_sender.clone())
+        .take_over(take_over);
     let gateway = cluster.attach_to(gateway);
     let bound = bind_and_load_manifests(gateway, manifests_dir.as_deref(), &notify)?;
     let (senders, inputs) = ClusterInputs::channel(reload_sender);
@@ -75,7 +82,13 @@ pub(crate) async fn run(config: Config, sources: ConfigSources) -> anyhow::Resul
     let serving = Box::pin(reload::run_with_reload(serving, triggers, on_reload));
     let serving = Box::pin(kubernetes::run_alongside(serving, cluster));
     let result = signals.run(serving).await;
-    admin_client::remove_address(&store)?;
+    if result != Some(RunEnd::HandedOver) {
+        admin_client::remove_address(&store)?;
+    } else if await_stop {
+        tracing::info!("waiting for SIGTERM, because another process has taken over");
+        let stop = signals.stop.clone();
+        signals.run(stop.cancelled()).await;
+    }
     if result.is_none() {
         bail!("stopped at once by a second signal; open streams were cut");
     }

@@ -25,7 +25,10 @@ impl Systemd {
     }
 
     fn notify(&self, watchdog: Option<Duration>) -> SystemdNotifier {
-        SystemdNotifier::connect(self.folder.path().join("notify").as_os_str(), watchdog).unwrap()
+        SystemdNotifier::new(
+            connect(self.folder.path().join("notify").as_os_str()).unwrap(),
+            watchdog,
+        )
     }
 
     /// Receives the next datagram.
@@ -88,7 +91,7 @@ async fn an_abstract_socket_is_one_too() {
     let name = format!("causeway-test-{}", std::process::id());
     let address = SocketAddr::from_abstract_name(&name).unwrap();
     let socket = UnixDatagram::bind_addr(&address).unwrap();
-    let notify = SystemdNotifier::connect(OsStr::new(&format!("@{name}")), None).unwrap();
+    let notify = SystemdNotifier::new(connect(OsStr::new(&format!("@{name}"))).unwrap(), None);
     notify.notify_ready("here");
     let mut words = [0; 64];
     assert_eq!(socket.recv(&mut words).unwrap(), "READY=1".len());

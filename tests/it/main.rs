@@ -43,6 +43,7 @@ mod request_targets;
 mod requests;
 mod revocation;
 mod sessions;
+mod takeover;
 
 mod kills;
 

@@ -344,7 +344,7 @@ async fn a_missing_capability_or_taken_table_name_is_reported() {
     let configuration = site.path("gateway.yaml");
     let nodes = NodesWriter::default();
     let ports = watch::Sender::default().subscribe();
-    let taken = Nat::install(&Redirect::default().table, &nodes, ports);
+    let taken = Nat::install(&Redirect::default().table, &nodes, &ports, false);
     assert!(matches!(taken, Err(NatError::TableInUse(_))), "{taken:?}");
     site.gateway.signal("KILL").await;
     let less = program("setpriv").args(["--bounding-set=-net_admin", binary(), "gateway"]);
@@ -393,7 +393,7 @@ async fn five_thousand_nodes_need_no_more_rules_than_one() {
     let install = async || {
         let mut nat = None;
         until("the last table is gone", async || {
-            nat = Nat::install(&table, &nodes, ports.subscribe()).ok();
+            nat = Nat::install(&table, &nodes, &ports.subscribe(), false).ok();
             nat.is_some()
         })
         .await;

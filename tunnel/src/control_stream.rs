@@ -232,10 +232,14 @@ pub enum GatewayMessage {
         /// Random, and at most [`crate::heartbeat::MAX_NONCE`] bytes.
         nonce: String,
     },
-    /// The gateway stops: the edge must connect to another gateway first.
+    /// The gateway stops: the edge must connect to another gateway, and serves new streams of both until this one closes the
+    /// tunnel. A second message may follow once there is a successor.
     Drain {
         /// Time that open streams get, in milliseconds.
         grace_ms: u64,
+        /// Whether another process of this gateway already accepts tunnels at the same address, to which the edge connects.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        successor: bool,
     },
     /// The edge must close the tunnel.
     Dismiss {

@@ -8,6 +8,7 @@
 use std::fmt::Display;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -74,6 +75,19 @@ pub(crate) struct Dir(Arc<Path>);
 /// Lock on the directory while a file is changed. It is released when the value is dropped.
 #[derive(Debug)]
 pub(crate) struct Lock(File);
+
+impl From<OwnedFd> for Lock {
+    /// Takes over a lock that another process holds and passes on. The lock ends when both have closed it.
+    fn from(descriptor: OwnedFd) -> Self {
+        Self(descriptor.into())
+    }
+}
+
+impl AsFd for Lock {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
 
 impl Lock {
     /// Returns the last modification time of the locked file.

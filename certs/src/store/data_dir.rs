@@ -1,9 +1,11 @@
 //! The data directory itself: its version, its claim, and the files with a single value.
 
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use super::atomic_file::{Dir, Lock, StoreError};
+use super::nodes::NODES_FILE;
 use crate::verify::TicketSecret;
 
 const VERSION_FILE: &str = "version";
@@ -24,11 +26,17 @@ pub enum OpenMode {
     Existing,
 }
 
-/// Exclusive claim on a data directory. It is released when the value is dropped.
+/// Exclusive claim on a data directory. It is released when the value is dropped, here and in a process that has adopted it.
 #[derive(Debug)]
 pub struct DirLock {
     lock: Lock,
     dir: Dir,
+}
+
+impl AsFd for DirLock {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.lock.as_fd()
+    }
 }
 
 impl DirLock {
@@ -121,10 +129,32 @@ impl Store {
         Ok(DirLock { lock, dir })
     }
 
+    /// Takes over the claim of another process on this directory, whose descriptor that process has passed on.
+    pub fn adopt_claim(&self, descriptor: OwnedFd) -> DirLock {
+        DirLock {
+            lock: descriptor.into(),
+            dir: self.dir.clone(),
+        }
+    }
+
     /// Returns the path of the unix socket at which the running process takes commands.
     pub fn admin_socket(&self) -> PathBuf {
-        self.dir
-            .path(&format!("{}.sock", runtime_file_name("admin")))
+        self.runtime_socket("admin")
+    }
+
+    /// Returns the path of the unix socket at which the running process hands its sockets over to another process.
+    pub fn handover_socket(&self) -> PathBuf {
+        self.runtime_socket("handover")
+    }
+
+    fn runtime_socket(&self, name: &str) -> PathBuf {
+        self.dir.path(&format!("{}.sock", runtime_file_name(name)))
+    }
+
+    /// Returns the time of the last change of the CA or of the nodes. Returns `None` if there is neither.
+    pub fn last_change(&self) -> Option<SystemTime> {
+        let modified = |name: &&str| self.dir.path(name).metadata().ok()?.modified().ok();
+        [CA_FILE, NODES_FILE].iter().filter_map(modified).max()
     }
 
     /// Stores a small value about the running process, such as its admin address.

@@ -19,6 +19,7 @@ use socket2::{Domain, Protocol, Type};
 use std::{
     io,
     net::{SocketAddr, UdpSocket},
+    os::fd::{AsFd, OwnedFd},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -68,6 +69,23 @@ impl BoundSockets {
             udp: udp.into(),
             tcp,
         })
+    }
+
+    /// Returns sockets that another process has bound at one address.
+    pub fn inherited(udp: OwnedFd, tcp: OwnedFd) -> Self {
+        Self {
+            udp: udp.into(),
+            tcp: listener::BoundSocket::inherited_tcp(tcp),
+        }
+    }
+
+    /// Returns other handles of the same sockets: of that for datagrams, and of that for connections.
+    ///
+    /// # Errors
+    /// The error of the system.
+    pub fn try_clone(&self) -> io::Result<(OwnedFd, OwnedFd)> {
+        let tcp = self.tcp.as_fd().try_clone_to_owned()?;
+        Ok((self.udp.try_clone()?.into(), tcp))
     }
 
     /// Returns the address, with the port that the system chose.

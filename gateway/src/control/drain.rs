@@ -10,8 +10,11 @@
 //!    streams.
 //! 5. Open streams get the remaining time. Then all tunnels are closed.
 //!
-//! A client that is refused here can therefore reach the edge through another gateway, if there is one.
+//! A client that is refused here can therefore reach the edge through another gateway, if there is one. If another process takes
+//! over (`successor`), the listeners close as soon as it accepts clients, and step 2 is left out: it has already connected to the
+//! edges.
 
+use super::successor::Successor;
 use crate::{
     metrics::Metrics,
     state::{Registry, TunnelInfo},
@@ -24,7 +27,7 @@ use std::{
     },
     time::Duration,
 };
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 /// Period over which edges are notified, or a quarter of the grace period if that is shorter.
@@ -137,6 +140,8 @@ pub struct DrainListeners<'a> {
     pub close: &'a CancellationToken,
     /// Function that returns the number of connected clients.
     pub clients: &'a (dyn Fn() -> usize + Sync),
+    /// Process that takes the listeners over, if there is one.
+    pub successor: Successor,
 }
 
 /// Drains the gateway within `grace`, and closes the listeners once the edges are gone.
@@ -152,19 +157,19 @@ pub async fn drain(
     metrics.set_draining();
     // An edge that disconnects from now on does not reconnect to this gateway.
     registry.start_drain();
-    let begin = Instant::now();
-    let end = begin + grace;
-    let edges_leaving = async {
-        announce_drain(registry, grace, ANNOUNCE_SPREAD.min(grace / 4)).await;
-        // Edges have half of the time to connect to other gateways; open streams continue and may use the rest.
-        let half = begin + grace / 2;
-        poll_until(half, || {
-            registry.all().iter().all(|(_, edge)| is_leaving(edge))
-        })
-        .await;
+    let end = Instant::now() + grace;
+    let successor = &listeners.successor;
+    let end = tokio::select! {
+        biased;
+        () = successor.serving.cancelled() => end,
+        end = wait_for_edges(registry, end, grace) => {
+            if successor.ready.is_cancelled() {
+                // Its edges are still connecting to it.
+                let _ = timeout_at(end, successor.serving.cancelled()).await;
+            }
+            end
+        }
     };
-    tokio::join!(edges_leaving, sleep(MIN_LISTENERS_OPEN.min(grace / 4)));
-    let end = wait_for_remaining_edges(registry, end, grace).await;
     listeners.close.cancel();
     // Connections that wait in the kernel's accept queue are counted only after this time.
     sleep(POLL_INTERVAL.min(grace / 4)).await;
@@ -186,6 +191,22 @@ pub async fn drain(
     for (_, edge) in remaining {
         edge.tunnel.tunnel.close();
     }
+}
+
+/// Asks the edges to connect to other gateways, and waits until they have left, or until the streams of those that stay have
+/// ended. Returns the time at which the streams that are open then must end.
+async fn wait_for_edges(registry: &Registry, end: Instant, grace: Duration) -> Instant {
+    let edges_leaving = async {
+        announce_drain(registry, grace, false).await;
+        // Edges have half of the time to connect to other gateways; open streams continue and may use the rest.
+        let half = end - grace / 2;
+        poll_until(half, || {
+            registry.all().iter().all(|(_, edge)| is_leaving(edge))
+        })
+        .await;
+    };
+    tokio::join!(edges_leaving, sleep(MIN_LISTENERS_OPEN.min(grace / 4)));
+    wait_for_remaining_edges(registry, end, grace).await
 }
 
 /// Waits while edges that have not left are connected and have lasting streams. Returns the time at which the streams that are
@@ -220,9 +241,11 @@ async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Dura
     }
 }
 
-/// Notifies every connected tunnel, each at a random time within `spread`.
-async fn announce_drain(registry: &Registry, grace: Duration, spread: Duration) {
+/// Notifies every connected tunnel, each at a random time within [`ANNOUNCE_SPREAD`] or a quarter of `grace`. With `successor`,
+/// the edges connect to another process at the same address.
+pub async fn announce_drain(registry: &Registry, grace: Duration, successor: bool) {
     let begin = Instant::now();
+    let spread = ANNOUNCE_SPREAD.min(grace / 4);
     let mut edges: Vec<(Duration, TunnelInfo)> = registry
         .all()
         .into_iter()
@@ -239,6 +262,7 @@ async fn announce_drain(registry: &Registry, grace: Duration, spread: Duration) 
         let left = grace.saturating_sub(begin.elapsed()).as_millis();
         let message = GatewayMessage::Drain {
             grace_ms: u64::try_from(left).unwrap_or(u64::MAX),
+            successor,
         };
         // A tunnel whose control stream is closed or stuck is about to end.
         let _ = edge.tunnel.control.try_send(Box::new(message));

@@ -237,14 +237,31 @@ pub struct Nat {
 }
 
 impl Nat {
-    /// Writes the rules for the current nodes to the table of this name.
+    /// Writes the rules for the current nodes to the table of this name. Beside a process that hands over, which still owns its
+    /// table, the rules are written to a second table.
     ///
     /// # Errors
     /// The reason why they cannot be written.
     pub fn install(
         table: &str,
         nodes: &NodesWriter,
+        ports: &watch::Receiver<PortMap>,
+        has_predecessor: bool,
+    ) -> Result<Self, NatError> {
+        match Self::install_table(table, nodes, ports.clone(), has_predecessor) {
+            Err(NatError::TableInUse(_)) if has_predecessor => {
+                let table = format!("{table}-2");
+                Self::install_table(&table, nodes, ports.clone(), has_predecessor)
+            }
+            installed => installed,
+        }
+    }
+
+    fn install_table(
+        table: &str,
+        nodes: &NodesWriter,
         ports: watch::Receiver<PortMap>,
+        has_predecessor: bool,
     ) -> Result<Self, NatError> {
         let mut nat = Self {
             rules: KernelRules {
@@ -261,6 +278,10 @@ impl Nat {
             reported_networks: BTreeSet::new(),
         };
         let (led, ports) = nat.desired_state();
+        if has_predecessor {
+            // The tracked connections of that process continue.
+            nat.rules.redirected = led.clone();
+        }
         nat.rules.apply(led, ports)?;
         let addresses = nat.rules.redirected.edge_addresses.len();
         tracing::info!(

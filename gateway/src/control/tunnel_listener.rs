@@ -39,12 +39,19 @@ use std::{io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 pub(crate) use tls::edge_verifier;
 use tls::{AlpnProtocol, Io, TlsError};
 pub use tls::{LiveTls, Tls};
-use tokio::{sync::mpsc, time::timeout};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, sleep, timeout},
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info_span, warn};
 
 /// Time beyond the drain time for a tunnel to receive the last message and to disconnect.
 const GOODBYE_TIME: Duration = Duration::from_secs(2);
+/// Time for enrolments that have begun when the gateway stops.
+const MAX_ENROLMENT_WAIT: Duration = Duration::from_secs(5);
+/// Interval of checks whether enrolments have ended.
+const ENROLMENT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// The label of this listener in metrics.
 const METRICS_LABEL: &str = "tunnel";
 
@@ -139,9 +146,16 @@ impl TunnelListener {
         timeout(wait_limit, node_known).await.is_ok()
     }
 
-    /// Accepts edges until `stop`. Tunnels then continue for the drain time, while `control::drain` empties them, and the
-    /// function returns when the last one has ended. Dropping the future ends all tunnels at once.
-    pub async fn run(self, listener: BoundSocket, stop: CancellationToken) {
+    /// Accepts edges until `stop`. Cancels `enrolment_ended` when no edge is being enrolled any more. Tunnels continue for the drain
+    /// time, while `control::drain` empties them, and the function returns when the last one has ended. Dropping the future ends
+    /// all tunnels at once.
+    pub async fn run(
+        self,
+        listener: BoundSocket,
+        stop: CancellationToken,
+        enrolment_ended: CancellationToken,
+    ) {
+        let enrolment_guard = enrolment_ended.drop_guard();
         let listener = match listener.attach() {
             Ok(listener) => listener,
             Err(error) => {
@@ -182,7 +196,16 @@ impl TunnelListener {
         }
         // New connections are refused from here, because a refused edge tries another gateway sooner than an edge in a queue.
         drop((listener, handshaken_receiver));
-        tasks.drain(grace).await;
+        let enrolment = async {
+            let enrolling = [&context.joining, &context.renewing];
+            let end = Instant::now() + MAX_ENROLMENT_WAIT;
+            while enrolling.iter().any(|limit| limit.open_connections() > 0) && Instant::now() < end
+            {
+                sleep(ENROLMENT_POLL_INTERVAL).await;
+            }
+            drop(enrolment_guard);
+        };
+        tokio::join!(tasks.drain(grace), enrolment);
     }
 
     /// Spawns the session with an edge on the worker of its node.

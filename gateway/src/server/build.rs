@@ -7,12 +7,14 @@ mod tunnel_listener;
 pub(super) mod upstream_tls;
 
 use super::{
-    AdminListeners, AuthorizerSource, Bound, Gateway, OwnedWorkers,
-    addresses::{advertised, bind},
+    AuthorizerSource, Bound, Gateway, OwnedWorkers,
+    addresses::{SocketName, TUNNEL_PORT, advertised, bind},
     ca_reload::CaReload,
     certificates,
+    control_servers::{AdminListeners, ControlServers},
     data_dir::DataDirState,
     error::BindError,
+    handover::{self, Handover, InheritedSockets, OpenSockets, Predecessor},
     listeners::Listeners,
     reload::{Reloadable, Reloader},
     tunnel_identity::TunnelIdentity,
@@ -27,6 +29,7 @@ use crate::{
         drain::Readiness,
         nat::{Nat, PortMap},
         node_sync::NodeSync,
+        successor::Successor,
         tunnel_listener::TunnelListener,
     },
     metrics::Metrics,
@@ -42,7 +45,7 @@ use crate::{
     state::{AdvertisedGateways, AnnouncedPortsCell, Registry},
     worker::{WorkerId, Workers},
 };
-use causeway_certs::Store;
+use causeway_certs::{DirLock, Store};
 use causeway_rt::{listener::BoundSocket, task::TaskGroup};
 use std::{
     net::SocketAddr,
@@ -52,66 +55,83 @@ use tokio::{runtime::Handle, sync::watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_listener::build_tunnel_listener;
 
+const ADMIN_LISTENER: &str = "the admin listener (admin.listen)";
+const METRICS_LISTENER: &str = "admin.metrics_listen";
+
 pub(super) fn bind_gateway(gateway: Gateway) -> Result<Bound, BindError> {
-    let config = gateway.config;
+    let (config, successor) = (gateway.config, Successor::default());
     let base = DataDirState::open(&config)?;
+    let (early_claim, predecessor, inherited) = take_over(&base.store, gateway.take_over)?;
     let authorizer = authorizer(gateway.deciding, &config, &base)?;
     let (workers, owned_workers) = start_workers(gateway.workers, &config)?;
     let listen = ListenAddr::Tcp(config.tunnel.listen);
-    let tunnel = bind("the tunnel port (tunnel.listen)", &listen)?;
-    let admin = admin_listeners(&config)?;
+    let tunnel = bind(TUNNEL_PORT, &listen, &inherited)?;
+    let admin = admin_listeners(&config, &inherited)?;
     let deciders = (authorizer, gateway.pods, gateway.reviews);
     let shared = Arc::new(build_proxy_state(&config, &base, &workers, deciders)?);
-    let (dns, names) = bind_dns(&config, &shared)?;
+    let (dns, names) = bind_dns(&config, &shared, &inherited)?;
     let identity_inputs = (&config, base.external_identity.clone());
     let identity = TunnelIdentity::new(&base.ca, &base.store, identity_inputs)?;
     let (ending, tasks) = (CancellationToken::new(), Arc::new(TaskGroup::default()));
-    let listeners = Listeners::new(&base.ca, &shared, &workers, (&tasks, &ending));
-    listeners.plan(&config.listeners)?.apply(None::<fn()>);
-    let listeners = Arc::new(listeners);
+    let listeners = bind_listeners(
+        (&config, &base),
+        (&shared, &workers),
+        (&tasks, &ending),
+        (&inherited, &successor),
+    )?;
+    inherited.close();
     // From here on the directory may be written to.
-    let dir_lock = base.store.claim()?;
+    let dir_lock = early_claim.map_or_else(|| base.store.claim(), Ok)?;
     let address = tunnel.local_addr();
     let to_edges = build_announcements(&config, address);
     let tunnel_listener =
         build_tunnel_listener(&config, &base, &shared, (&workers, &identity), &to_edges)?;
-    let (ports, nat) = install_redirects(&config, &base, &listeners)?;
+    let (ports, nat) = install_redirects(&config, &base, &listeners, predecessor.is_some())?;
     let authority = build_ca_reload(&base, &tunnel_listener, (&identity, &listeners));
-    let reloader = Reloader::new(Reloadable {
-        authority: Arc::new(authority),
-        startup_config: config.clone(),
-        tunnel: address,
-        listeners,
-        identity,
-        announcements: to_edges,
-        nodes: base.nodes.clone(),
-        names,
-        ports,
-        shared: shared.clone(),
-    });
+    let reloader = build_reloader(
+        (&config, &base, &shared),
+        (authority, listeners, identity),
+        (to_edges, address),
+        (names, ports),
+    );
     let readiness = Readiness::default();
     let admin_inputs = (&readiness, &admin, gateway.reloads);
     let admin_state = admin_app(&base, &shared, (admin_inputs, &reloader));
+    let servers = ControlServers {
+        tunnel_listener,
+        tunnel_socket: tunnel,
+        admin,
+        admin_state,
+        dns,
+        nat,
+    };
+    let sockets = open_sockets(&config, &servers);
     Ok(Bound {
         config,
-        dir_lock,
-        admin_socket: admin_socket(&base.store),
+        handover: Handover::new(dir_lock, predecessor, sockets, successor),
         store: base.store,
         pins: (base.pin_writer, base.new_pins),
         workers,
         owned_workers,
         shared,
         tasks,
-        tunnel_listener,
-        tunnel_socket: tunnel,
-        admin,
-        admin_state,
-        dns,
+        servers,
         reloader,
-        nat,
         readiness,
         end_token: ending,
     })
+}
+
+/// Builds and binds the listeners for clients.
+fn bind_listeners(
+    (config, base): (&Config, &DataDirState),
+    (shared, workers): (&Arc<ProxyState>, &Workers),
+    tasks: (&Arc<TaskGroup>, &CancellationToken),
+    handover: (&InheritedSockets, &Successor),
+) -> Result<Arc<Listeners>, BindError> {
+    let listeners = Listeners::new(&base.ca, shared, workers, tasks, handover);
+    listeners.plan(&config.listeners)?.apply(None::<fn()>);
+    Ok(Arc::new(listeners))
 }
 
 /// Returns the given workers, or starts the configured number, whose threads end with the gateway.
@@ -126,18 +146,69 @@ fn start_workers(
     Ok((workers.clone(), OwnedWorkers(Some(workers))))
 }
 
+/// Claims the data directory at once and takes over from a running process, if the gateway may do that.
+fn take_over(
+    store: &Store,
+    may_take_over: bool,
+) -> Result<(Option<DirLock>, Option<Predecessor>, InheritedSockets), BindError> {
+    if !may_take_over {
+        return Ok((None, None, InheritedSockets::default()));
+    }
+    let (claim, taken_over) = handover::claim_or_take_over(store)?;
+    let (predecessor, sockets) = taken_over.unzip();
+    Ok((Some(claim), predecessor, sockets.unwrap_or_default()))
+}
+
+/// Returns handles of the sockets that a successor takes over, beside those of the listeners for clients.
+fn open_sockets(config: &Config, servers: &ControlServers) -> OpenSockets {
+    let sockets = OpenSockets::default();
+    let add = |used_for, listen: &ListenAddr, socket: &BoundSocket| {
+        let name = SocketName::of_listener(used_for, listen).bound_to(socket.local_addr());
+        sockets.add(name, socket);
+    };
+    let (tunnel, admin) = (&servers.tunnel_socket, &servers.admin);
+    add(TUNNEL_PORT, &ListenAddr::Tcp(config.tunnel.listen), tunnel);
+    add(
+        ADMIN_LISTENER,
+        &ListenAddr::Tcp(config.admin.listen),
+        &admin.admin,
+    );
+    let metrics = config
+        .admin
+        .metrics_listen
+        .as_ref()
+        .zip(admin.metrics.as_ref());
+    if let Some((listen, metrics)) = metrics {
+        add(METRICS_LISTENER, listen, metrics);
+    }
+    if let Some((listen, dns)) = config.dns.0.as_ref().zip(servers.dns.as_ref())
+        && let Ok((udp, tcp)) = dns.try_clone()
+    {
+        let [udp_name, tcp_name] = handover::dns_names(listen.listen);
+        sockets.add(udp_name.bound_to(dns.local_addr()), &udp);
+        sockets.add(tcp_name.bound_to(dns.local_addr()), &tcp);
+    }
+    sockets
+}
+
 /// Returns the sender of redirected ports, for reloads, and the task that applies them.
 fn install_redirects(
     config: &Config,
     base: &DataDirState,
     listeners: &Listeners,
+    has_predecessor: bool,
 ) -> Result<(watch::Sender<PortMap>, Option<Nat>), BindError> {
     let Some(redirect) = &config.redirect else {
         return Ok((watch::Sender::default(), None));
     };
     let ports = PortMap::new(redirect, &config.listeners, &listeners.addresses());
     let (ports, port_receiver) = watch::channel(ports);
-    let nat = Nat::install(&redirect.table, &base.nodes, port_receiver)?;
+    let nat = Nat::install(
+        &redirect.table,
+        &base.nodes,
+        &port_receiver,
+        has_predecessor,
+    )?;
     Ok((ports, Some(nat)))
 }
 
@@ -169,20 +240,43 @@ fn build_ca_reload(
     }
 }
 
+fn build_reloader(
+    (config, base, shared): (&Config, &DataDirState, &Arc<ProxyState>),
+    (authority, listeners, identity): (CaReload, Arc<Listeners>, TunnelIdentity),
+    (announcements, tunnel): ((AdvertisedGateways, AnnouncedPortsCell), Option<SocketAddr>),
+    (names, ports): (NodeNames, watch::Sender<PortMap>),
+) -> Reloader {
+    Reloader::new(Reloadable {
+        authority: Arc::new(authority),
+        startup_config: config.clone(),
+        tunnel,
+        listeners,
+        identity,
+        announcements,
+        nodes: base.nodes.clone(),
+        names,
+        ports,
+        shared: shared.clone(),
+    })
+}
+
 /// Binds the admin listener, and the metrics listener if one is configured.
-fn admin_listeners(config: &Config) -> Result<AdminListeners, BindError> {
+fn admin_listeners(
+    config: &Config,
+    inherited: &InheritedSockets,
+) -> Result<AdminListeners, BindError> {
     let listen = ListenAddr::Tcp(config.admin.listen);
     let metrics = config.admin.metrics_listen.as_ref();
     Ok(AdminListeners {
-        admin: bind("the admin listener (admin.listen)", &listen)?,
+        admin: bind(ADMIN_LISTENER, &listen, inherited)?,
         metrics: metrics
-            .map(|listen| bind("admin.metrics_listen", listen))
+            .map(|listen| bind(METRICS_LISTENER, listen, inherited))
             .transpose()?,
     })
 }
 
 /// Binds the socket for commands. This process holds the lock of the directory, so an existing socket belongs to a dead process.
-fn admin_socket(store: &Store) -> Option<BoundSocket> {
+pub(super) fn admin_socket(store: &Store) -> Option<BoundSocket> {
     let bound = BoundSocket::unix_replacing(&store.admin_socket());
     bound
         .inspect_err(|error| {
@@ -300,8 +394,12 @@ fn build_proxy_state(
 fn bind_dns(
     config: &Config,
     shared: &ProxyState,
+    inherited: &InheritedSockets,
 ) -> Result<(Option<dns::BoundSockets>, NodeNames), BindError> {
     let bound = config.dns.0.as_ref().map(|dns| {
+        if let Some(sockets) = handover::inherited_dns(inherited, dns.listen) {
+            return Ok(sockets);
+        }
         dns::BoundSockets::bind(dns.listen).map_err(|cause| BindError::Listen {
             what: "the DNS server (dns.listen)".to_owned(),
             listen: dns.listen.to_string(),

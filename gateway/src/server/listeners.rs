@@ -7,10 +7,15 @@
 //! A listener keeps its socket as long as its address stays the same. A listener whose configuration and files have not changed
 //! is not touched, and keeps all its connections.
 
-use super::{addresses::bind, build::listener::ListenerSource, error::BindError};
+use super::{
+    addresses::{SocketName, bind},
+    build::listener::ListenerSource,
+    error::BindError,
+    handover::InheritedSockets,
+};
 use crate::{
     config,
-    control::{certificate_expiry::CertificateInUse, jwks::JwksFetchers},
+    control::{certificate_expiry::CertificateInUse, jwks::JwksFetchers, successor::Successor},
     proxy::{
         Proxy, ProxyState,
         listener::{Listener, ListenerTls, accept::ListenerSocket},
@@ -21,6 +26,7 @@ use causeway_certs::{Ca, LiveCa};
 use causeway_rt::{listener::BoundSocket, task::TaskGroup};
 use std::{
     net::SocketAddr,
+    os::fd::{AsFd, OwnedFd},
     sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak},
 };
 use tokio_util::sync::CancellationToken;
@@ -33,6 +39,10 @@ pub(super) struct Listeners {
     issuers: JwksFetchers,
     workers: Workers,
     tasks: Arc<TaskGroup>,
+    /// Sockets of a predecessor, for the first list.
+    inherited: InheritedSockets,
+    /// Process that takes the sockets over, if there is one.
+    successor: Successor,
     /// Cancelled when all listeners and their connections have to finish.
     end_token: CancellationToken,
     active: Mutex<ActiveListeners>,
@@ -230,6 +240,7 @@ impl Listeners {
         shared: &Arc<ProxyState>,
         workers: &Workers,
         (tasks, ending): (&Arc<TaskGroup>, &CancellationToken),
+        (inherited, successor): (&InheritedSockets, &Successor),
     ) -> Self {
         let (fetch_tasks, runtime) = (TaskGroup::new(ending), workers.runtime(WorkerId(0)).clone());
         let (bound, metrics) = (shared.timeouts.authorize, shared.metrics.clone());
@@ -239,6 +250,8 @@ impl Listeners {
             shared: shared.clone(),
             workers: workers.clone(),
             tasks: tasks.clone(),
+            inherited: inherited.clone(),
+            successor: successor.clone(),
             end_token: ending.clone(),
             active: Mutex::default(),
         }
@@ -251,6 +264,23 @@ impl Listeners {
             (name, stand.socket.local_addr())
         };
         self.standing().listeners.iter().map(address_of).collect()
+    }
+
+    /// Returns handles of the open sockets, for a successor.
+    pub(super) fn sockets(&self) -> Vec<(SocketName, OwnedFd)> {
+        let handle_of = |stand: &ActiveListener| {
+            let listener = &stand.source.listener;
+            let name = SocketName::of_listener(&socket_use(&listener.name), &listener.listen)
+                .bound_to(stand.socket.local_addr());
+            // Without the handle the successor binds the address itself.
+            let handle = stand.socket.as_fd().try_clone_to_owned().ok()?;
+            Some((name, handle))
+        };
+        self.standing()
+            .listeners
+            .iter()
+            .filter_map(handle_of)
+            .collect()
     }
 
     /// Returns the presented and trusted certificates of all listeners, or `None` while a reload reads files.
@@ -414,9 +444,14 @@ impl Listeners {
 
     fn open_listener(&self, material: ListenerSource) -> Result<ActiveListener, BindError> {
         let listener = &material.listener;
-        let socket = bind(&format!("listener {:?}", listener.name), &listener.listen)?;
+        let socket = bind(
+            &socket_use(&listener.name),
+            &listener.listen,
+            &self.inherited,
+        )?;
         let (built, proxies) = self.proxies(&material, &socket)?;
-        let entrance = ListenerSocket::new(&self.workers, proxies, self.end_token.child_token());
+        let tokens = (self.end_token.child_token(), self.successor.serving.clone());
+        let entrance = ListenerSocket::new(&self.workers, proxies, tokens);
         Ok(ActiveListener {
             source: material,
             listener: built,
@@ -446,6 +481,11 @@ impl Listeners {
     fn standing(&self) -> MutexGuard<'_, ActiveListeners> {
         self.active.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns the description of a listener's socket, for errors and handovers.
+fn socket_use(listener: &str) -> String {
+    format!("listener {listener:?}")
 }
 
 impl ListenerUpdate<'_> {

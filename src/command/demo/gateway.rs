@@ -107,7 +107,7 @@ impl DemoGateway {
             let run_stop = stop.child_token();
             let mut running = pin!(bound.run(run_stop.clone()));
             tokio::select! {
-                () = running.as_mut() => return Ok(()),
+                _ = running.as_mut() => return Ok(()),
                 _ = switch.recv() => {
                     run_stop.cancel();
                     running.await;

@@ -219,7 +219,10 @@ impl Build {
         self.config.listeners = placed(&config.listeners, &addresses);
         let stop = CancellationToken::new();
         let mut task = JoinSet::new();
-        task.spawn(bound.run(stop.clone()));
+        let run = bound.run(stop.clone());
+        task.spawn(async {
+            run.await;
+        });
         Running {
             addresses,
             listeners: self.config.listeners.clone(),

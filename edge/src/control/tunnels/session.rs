@@ -73,6 +73,8 @@ pub(super) struct TunnelSession {
     membership_updater: Option<MembershipUpdater>,
     /// Relay of heartbeats of other pool members, until the gateway drains.
     relay: Option<TunnelRelay>,
+    /// End of the gateway's drain, if it drains.
+    drain_end: Option<Instant>,
 }
 
 /// Handle of a tunnel that its own task serves.
@@ -82,6 +84,8 @@ pub(super) struct SessionHandle {
     pub(super) is_draining: bool,
     /// Token that requests the tunnel to leave.
     pub(super) leave_token: CancellationToken,
+    /// Token that is cancelled when a successor of the gateway accepts tunnels at the same address.
+    pub(super) successor: CancellationToken,
     /// Token that is cancelled when the tunnel has ended.
     pub(super) ended: CancellationToken,
 }
@@ -107,7 +111,8 @@ pub(super) fn request_drain(handle: Option<SessionHandle>) {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Open,
-    /// The edge stops, and still serves new streams for which the gateway has no other tunnel to the node.
+    /// The edge stops, or the gateway drains and the edge has connected to another one. It still serves new streams for which the
+    /// gateway has no other tunnel to the node.
     Serving {
         deadline: Instant,
         /// Time of the next check for long streams.
@@ -200,6 +205,7 @@ impl TunnelSession {
             _tunnel_guard: context.metrics.tunnel_guard(),
             lease: established.lease,
             membership_updater: established.membership_updater,
+            drain_end: None,
         })
     }
 
@@ -213,10 +219,11 @@ impl TunnelSession {
         &self.gateway_addr
     }
 
-    /// Serves streams until the tunnel ends. After `leave_token` is cancelled, the tunnel ends with its last stream.
+    /// Serves streams until the tunnel ends. After `leave_token` is cancelled, the tunnel ends with its last stream. Cancels
+    /// `successor` if the gateway has one.
     pub(super) async fn serve(
         mut self,
-        leave_token: CancellationToken,
+        (leave_token, successor): (CancellationToken, CancellationToken),
         end_tx: oneshot::Sender<SessionEnd>,
     ) {
         let streams = TaskGroup::default();
@@ -224,7 +231,9 @@ impl TunnelSession {
             self.accept_stream(request, &streams);
         }
         let mut end_tx = Some(end_tx);
-        let error = self.run(&leave_token, &mut end_tx, &streams).await;
+        let error = self
+            .run((&leave_token, &successor), &mut end_tx, &streams)
+            .await;
         info!(
             gateway = self.gateway_addr.gateway,
             reason = error.detail(),
@@ -254,7 +263,7 @@ impl TunnelSession {
 
     async fn run(
         &mut self,
-        leave_token: &CancellationToken,
+        (leave_token, successor): (&CancellationToken, &CancellationToken),
         end_tx: &mut Option<oneshot::Sender<SessionEnd>>,
         streams: &TaskGroup,
     ) -> ConnectError {
@@ -283,7 +292,7 @@ impl TunnelSession {
                         self.enqueue(&reply);
                         continue;
                     }
-                    match self.handle_message(line, end_tx).await {
+                    match self.handle_message(line, (end_tx, successor)).await {
                         Ok(more) => is_control_open = more,
                         Err(error) => return error,
                     }
@@ -318,9 +327,18 @@ impl TunnelSession {
         }
     }
 
-    /// Announces to the gateway that this tunnel leaves. If the edge stops and has long streams, it also serves new streams
-    /// for which the gateway has no other tunnel.
+    /// Announces to the gateway that this tunnel leaves. If the edge stops and has long streams, or if the gateway drains, the edge
+    /// also serves new streams for which the gateway has no other tunnel. A gateway that drains closes the tunnel itself.
     fn begin_leave(&mut self) -> Phase {
+        if let Some(deadline) = self.drain_end
+            && !self.context.stop.is_cancelled()
+        {
+            self.send_leave(true);
+            return Phase::Serving {
+                deadline,
+                next_check: deadline,
+            };
+        }
         self.load.rotate_generation();
         if !self.context.stop.is_cancelled() || self.load.earlier_streams() == 0 {
             return self.send_leave(false);
@@ -379,13 +397,22 @@ impl TunnelSession {
     async fn handle_message(
         &mut self,
         message: Result<GatewayMessage, ControlStreamError>,
-        end_tx: &mut Option<oneshot::Sender<SessionEnd>>,
+        (end_tx, successor_token): (&mut Option<oneshot::Sender<SessionEnd>>, &CancellationToken),
     ) -> Result<bool, ConnectError> {
         match message {
-            Ok(GatewayMessage::Drain { .. }) => {
+            Ok(GatewayMessage::Drain {
+                grace_ms,
+                successor,
+            }) => {
                 self.summary.mark_draining();
                 if let Some(claim) = &self.lease {
                     claim.mark_draining();
+                }
+                self.drain_end = Some(Instant::now() + Duration::from_millis(grace_ms));
+                if successor {
+                    // The successor gets the tunnels of this group.
+                    self.lease = None;
+                    successor_token.cancel();
                 }
                 // A draining gateway no longer announces the pool leader, and sends no nonces.
                 self.membership_updater = None;

@@ -5,7 +5,8 @@
 //! 2. Exchange the hellos (`session`). A refusal by the gateway is an error like any other.
 //! 3. Serve streams until the tunnel ends, which is an error, or until the gateway drains.
 //! 4. On a drain or with a new certificate, go back to step 1 and keep the old tunnel until the new one is open. The streams
-//!    of the old tunnel continue there until they end. If there is only one address, wait for the end of the drain instead.
+//!    of the old tunnel continue there until they end. If there is only one address, wait for the end of the drain instead, or
+//!    for a successor of the gateway at that address.
 //!
 //! Slot 0 always has a tunnel. A further slot has one while the slot before has bulk transfers.
 
@@ -263,7 +264,7 @@ impl TunnelSlots {
                 context.connector.dial_addr(gateway_addr).await?
             } else {
                 let avoid = old_session
-                    .filter(|old| old.is_draining)
+                    .filter(|old| old.is_draining && !old.successor.is_cancelled())
                     .map(|old| &old.gateway_addr);
                 context
                     .connector
@@ -273,7 +274,8 @@ impl TunnelSlots {
             let owner = SessionOwner {
                 group: self.group,
                 slot,
-                only_held: old_session.is_some_and(|old| !old.ended.is_cancelled()),
+                only_held: old_session
+                    .is_some_and(|old| !old.ended.is_cancelled() && !old.successor.is_cancelled()),
                 bulk_tracker: self.bulk_tracker.clone(),
             };
             TunnelSession::register(&self.context, dialled, owner).await
@@ -324,13 +326,25 @@ impl TunnelSlots {
     }
 
     /// Waits for the end of a draining tunnel, which serves until the gateway closes it, because there is no other address to
-    /// dial.
-    async fn wait_for_drain_end(&self, handle: Option<SessionHandle>, stop: &CancellationToken) {
-        let Some(handle) = handle else { return };
+    /// dial. Returns the tunnel if the gateway has a successor at this address, which is dialled beside it.
+    async fn wait_for_drain_end(
+        &self,
+        handle: Option<SessionHandle>,
+        stop: &CancellationToken,
+    ) -> Option<SessionHandle> {
+        let handle = handle?;
         info!("the gateway is draining");
+        let has_address = self.named_gateway().is_some();
         tokio::select! {
-            () = handle.ended.cancelled() => {}
-            () = stop.cancelled() => request_drain(Some(handle)),
+            () = handle.ended.cancelled() => None,
+            () = stop.cancelled() => {
+                request_drain(Some(handle));
+                None
+            }
+            () = handle.successor.cancelled(), if has_address => {
+                info!("the gateway has a successor at the same address: connecting to it");
+                Some(handle)
+            }
         }
     }
 
@@ -405,7 +419,7 @@ impl Slot<'_> {
                 return ControlFlow::Break(());
             }
             SlotEvent::Draining if self.slots.gateway_addr.is_some() => {
-                self.slots.wait_for_drain_end(handle, self.stop).await;
+                self.old_session = self.slots.wait_for_drain_end(handle, self.stop).await;
             }
             SlotEvent::Draining => {
                 info!("the gateway is draining: connecting to another gateway");
@@ -446,6 +460,7 @@ impl Slot<'_> {
             gateway_addr: session.gateway_addr().clone(),
             is_draining: false,
             leave_token: CancellationToken::new(),
+            successor: CancellationToken::new(),
             ended: CancellationToken::new(),
         };
         let context = &self.slots.context;
@@ -454,17 +469,15 @@ impl Slot<'_> {
                 .gateways
                 .mark_connected(&handle.gateway_addr.gateway);
         }
-        let (leave_token, end_guard) = (
-            handle.leave_token.clone(),
-            handle.ended.clone().drop_guard(),
-        );
+        let tokens = (handle.leave_token.clone(), handle.successor.clone());
+        let end_guard = handle.ended.clone().drop_guard();
         let (end_tx, end_rx) = oneshot::channel();
         let gateway = handle.gateway_addr.gateway.clone();
         let (identity_store, changed) = (context.identity_store.clone(), self.reconnect.clone());
         let untrusted = identity_store.wait_until_untrusted(session.take_gateway_chain(), changed);
         self.tasks.spawn(info_span!("session"), async move {
             tokio::select! {
-                () = session.serve(leave_token, end_tx) => {}
+                () = session.serve(tokens, end_tx) => {}
                 () = untrusted => {
                     warn!(gateway, "the gateway's CA is no longer trusted (identity.ca): closed the tunnel");
                 }
@@ -541,12 +554,21 @@ impl Slot<'_> {
                 None => std::future::pending().await,
             }
         };
+        let successor_found = async {
+            match &self.old_session {
+                Some(old_session) if !old_session.successor.is_cancelled() => {
+                    old_session.successor.cancelled().await;
+                }
+                _ => std::future::pending().await,
+            }
+        };
         tokio::select! {
             () = pause => {}
             // The sender lives at least as long as this task.
             _ = self.reconnect.changed() => self.backoff.reset(),
             () = self.stop.cancelled() => {}
             () = old_ended => {}
+            () = successor_found => self.backoff.reset(),
             // While the old tunnel is open, the next attempt is still made on schedule.
             () = self.slots.wait_until_unresolved(), if self.old_session.is_none() => {}
         }
@@ -578,6 +600,7 @@ mod tests {
             },
             is_draining: true,
             leave_token: CancellationToken::new(),
+            successor: CancellationToken::new(),
             ended: CancellationToken::new(),
         };
         let over = old.ended.clone();

@@ -395,7 +395,10 @@ async fn a_drain_connects_elsewhere_first_and_open_streams_continue() {
     } = old.next().await;
     let (mut send, mut receive) = session(&tunnel).await;
     control
-        .send(&GatewayMessage::Drain { grace_ms: 1000 })
+        .send(&GatewayMessage::Drain {
+            grace_ms: 1000,
+            successor: false,
+        })
         .await
         .unwrap();
     let second = new.next().await;
@@ -428,7 +431,10 @@ async fn a_drain_tries_the_same_address_if_there_is_no_other() {
     let _edge = world.run(&[gateway.address.to_string()], more).await;
     let mut first = gateway.next().await;
     let (mut send, mut receive) = session(&first.tunnel).await;
-    let drain = GatewayMessage::Drain { grace_ms: 60_000 };
+    let drain = GatewayMessage::Drain {
+        grace_ms: 60_000,
+        successor: false,
+    };
     first.control.send(&drain).await.unwrap();
     let _second = gateway.next().await;
     let left = timeout(SOON, first.control.receive::<EdgeMessage>()).await;

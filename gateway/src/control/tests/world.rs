@@ -219,7 +219,10 @@ impl World {
         let bound = BoundSocket::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = bound.local_addr().unwrap();
         let (stop, tasks) = (CancellationToken::new(), TaskGroup::default());
-        tasks.spawn(info_span!("gateway"), admission.run(bound, stop.clone()));
+        tasks.spawn(
+            info_span!("gateway"),
+            admission.run(bound, stop.clone(), CancellationToken::new()),
+        );
         if let Some(reading) = &reading {
             let leaders = LeaderAssigner::new(reading, &registry, &nodes);
             pool_tasks(&tasks, leaders, &heartbeats, (&registry, &stop));

@@ -5,6 +5,7 @@ use crate::{
     control::{
         ca_rotation,
         drain::{DrainListeners, drain},
+        successor::Successor,
         tests::{
             FakeEdge, LONG, dismissal, welcome,
             world::{World, identity, name, new_ca},
@@ -691,7 +692,10 @@ async fn edges_that_ask_receive_root_changes_and_others_do_not() {
     assert_eq!(late.hear().await, told(&world.live.get()));
     assert!(matches!(late.hear().await, GatewayMessage::Renew { .. }));
 
-    let drain = GatewayMessage::Drain { grace_ms: 1 };
+    let drain = GatewayMessage::Drain {
+        grace_ms: 1,
+        successor: false,
+    };
     let edges = world.registry.node_tunnels(&name("edge-2")).0;
     edges[0]
         .tunnel
@@ -748,7 +752,8 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
         assert!(matches!(
             edge.hear().await,
             GatewayMessage::Drain {
-                grace_ms: 1..=120_000
+                grace_ms: 1..=120_000,
+                successor: false,
             }
         ));
         assert!(world.readiness.is_draining());
@@ -774,6 +779,7 @@ fn listeners_of(close: &CancellationToken) -> DrainListeners<'_> {
     DrainListeners {
         close,
         clients: &|| 0,
+        successor: Successor::default(),
     }
 }
 

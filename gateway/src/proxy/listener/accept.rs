@@ -45,11 +45,18 @@ const MAX_ACCEPT_DRAIN: Duration = Duration::from_secs(1);
 pub struct ListenerSocket {
     config: ArcSwap<ListenerConfig>,
     stop: CancellationToken,
+    /// Cancelled when another process accepts on the same socket.
+    handed_over: CancellationToken,
 }
 
 impl ListenerSocket {
-    /// Returns a socket that is served by these proxies, by worker, and closes when `stop` is cancelled.
-    pub fn new(workers: &Workers, proxies: Vec<Proxy>, stop: CancellationToken) -> Arc<Self> {
+    /// Returns a socket that is served by these proxies, by worker, and closes when `stop` is cancelled. If `handed_over` is
+    /// cancelled before, another process serves the connections in the queue.
+    pub fn new(
+        workers: &Workers,
+        proxies: Vec<Proxy>,
+        (stop, handed_over): (CancellationToken, CancellationToken),
+    ) -> Arc<Self> {
         Arc::new_cyclic(|socket| {
             let config = ListenerConfig {
                 workers: workers.clone(),
@@ -60,6 +67,7 @@ impl ListenerSocket {
             Self {
                 config: ArcSwap::from_pointee(config),
                 stop,
+                handed_over,
             }
         })
     }
@@ -118,6 +126,9 @@ impl ListenerSocket {
                 accepted = listener.accept() => accepted,
             };
             self.config.load().dispatch(worker, socket, peer);
+        }
+        if self.handed_over.is_cancelled() {
+            return;
         }
         // The queue is emptied first, because the kernel would reset the connections in it together with their requests.
         let end = Instant::now() + MAX_ACCEPT_DRAIN;

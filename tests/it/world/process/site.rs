@@ -133,6 +133,28 @@ impl GatewayProcess {
         row.json()
     }
 
+    /// Starts a process that takes over from the running one. Returns the running one as well.
+    pub(crate) async fn take_over(self, flags: &[&str]) -> (Self, Process) {
+        let Self {
+            folder,
+            gateway: old,
+            tunnel,
+            ..
+        } = self;
+        let new = gateway(causeway(""), folder.path(), &tunnel);
+        let (gateway, [tunnel_now, admin, listener]) =
+            open(new.args(flags).args(["--take-over"])).await;
+        assert_eq!(tunnel_now, tunnel);
+        let site = Self {
+            folder,
+            gateway,
+            tunnel,
+            admin,
+            listener,
+        };
+        (site, old)
+    }
+
     /// Waits until the gateway has ended by itself and starts it at the same tunnel port.
     pub(crate) async fn start_again(self) -> Self {
         let Self {

@@ -96,7 +96,10 @@ async fn the_first_gateways_leader_hint_counts_until_it_goes() {
     two.control.send(&pool("again-by-b")).await.unwrap();
     one.control.send(&pool("again-by-a")).await.unwrap();
     led("again-by-a").await;
-    let drain = GatewayMessage::Drain { grace_ms: 60_000 };
+    let drain = GatewayMessage::Drain {
+        grace_ms: 60_000,
+        successor: false,
+    };
     one.control.send(&drain).await.unwrap();
     led("again-by-b").await;
 
@@ -265,7 +268,10 @@ async fn all_gateways_at_one_address_are_found_without_tunnel_loss() {
     edge.until(reached(3, 3)).await;
     // A draining gateway gets no clients.
     let mut draining = found.control;
-    let drain = GatewayMessage::Drain { grace_ms: 1000 };
+    let drain = GatewayMessage::Drain {
+        grace_ms: 1000,
+        successor: false,
+    };
     draining.send(&drain).await.unwrap();
     edge.until(reached(2, 3)).await;
     for gateway in [&mut a, &mut b] {

@@ -1,0 +1,468 @@
+//! Handover of a gateway to another process on the same data directory, so that a restart refuses no connection.
+//!
+//! The running process listens on a unix socket in its data directory, which only its user can open. The next process connects
+//! before it binds a socket. Lines of JSON follow:
+//! 1. [`Offer`]: the sockets of the running process, then each as a descriptor, then its claim of the directory.
+//! 2. `"ready"`: the next process has bound everything. Until here nothing has changed for the running process.
+//! 3. [`Released`]: the running process accepts no tunnel and no command any more, and enrols no edge. The next process reads
+//!    the data directory again, and accepts tunnels and commands. The running process asks its edges to connect.
+//! 4. `"serving"`: the edges have connected, and the next process accepts clients. The running process closes its listeners,
+//!    drains (`control::drain`), and ends.
+//!
+//! If the next process ends before `"ready"`, the running process continues. After that it drains in any case, and serves until
+//! another process takes over or the drain time ends.
+
+use super::{
+    addresses::{SocketName, TUNNEL_PORT},
+    control_servers::EndTokens,
+    reload::{Reloadable, Reloader},
+};
+use crate::{
+    control::{dns, drain, successor::Successor},
+    state::{Nodes, Registry},
+};
+use causeway_certs::{DirLock, NodeName, Store, StoreError};
+use causeway_rt::{
+    descriptor_passing::{receive_descriptor, send_descriptor},
+    listener::BoundSocket,
+    socket::DetachedSocket,
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::BTreeSet,
+    io::{self, Read, Write},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines},
+    task::spawn_blocking,
+    time::{sleep, timeout},
+};
+
+/// Time for one message of a process that responds.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time for a successor to bind its sockets.
+const BIND_TIMEOUT: Duration = Duration::from_mins(1);
+/// Time in which a running process that cannot be reached may end, so that this process starts in the ordinary way.
+const PREDECESSOR_WAIT: Duration = Duration::from_secs(5);
+/// Interval of attempts to reach a running process.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
+/// Time to wait for a running process to stop accepting, longer than it waits for enrolments.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum time to wait for edges, which are served by the running process meanwhile.
+const EDGES_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval of checks for edges, and of checks for changes of the data directory.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Maximum length of a line in bytes, before the descriptors.
+const MAX_OFFER: usize = 1 << 20;
+/// Message of a successor that has bound its sockets.
+const READY: &str = "\"ready\"";
+/// Message of a successor that accepts clients.
+const SERVING: &str = "\"serving\"";
+
+/// Sockets of the running process, in the order of their descriptors.
+#[derive(Debug, Serialize, Deserialize)]
+struct Offer {
+    sockets: Vec<SocketName>,
+}
+
+/// Message that the running process enrols no edge any more.
+#[derive(Debug, Serialize, Deserialize)]
+struct Released {
+    /// Nodes with a tunnel.
+    nodes: BTreeSet<NodeName>,
+}
+
+/// Open sockets of another process, by name, until they are taken. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub(super) struct InheritedSockets(Arc<Mutex<Vec<(SocketName, OwnedFd)>>>);
+
+impl InheritedSockets {
+    /// Takes the socket with this address and kind, if there is one. A port that the system chose is found by its use.
+    pub(super) fn take(&self, wanted: &SocketName) -> Option<OwnedFd> {
+        let mut sockets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let index = sockets.iter().position(|(name, _)| name.serves(wanted))?;
+        Some(sockets.swap_remove(index).1)
+    }
+
+    /// Closes the sockets that were not taken.
+    pub(super) fn close(&self) {
+        let mut sockets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        sockets.clear();
+    }
+}
+
+/// Running process that this process takes over.
+#[derive(Debug)]
+pub(super) struct Predecessor(UnixStream);
+
+/// Connection to a predecessor that accepts neither tunnels nor commands any more.
+pub(super) struct ReleasedPredecessor {
+    stream: tokio::net::UnixStream,
+    nodes: BTreeSet<NodeName>,
+}
+
+/// Claim of the data directory, and the process and sockets from which it was taken over.
+type Claim = (DirLock, Option<(Predecessor, InheritedSockets)>);
+
+/// Claims the data directory, or connects to the process that uses it and takes over its claim and its sockets. Blocks.
+///
+/// # Errors
+/// If the directory is in use by a process that hands nothing over.
+pub(super) fn claim_or_take_over(store: &Store) -> Result<Claim, StoreError> {
+    let end = Instant::now() + PREDECESSOR_WAIT;
+    loop {
+        let in_use = match store.claim() {
+            Ok(claim) => return Ok((claim, None)),
+            Err(error @ StoreError::InUse { .. }) => error,
+            Err(error) => return Err(error),
+        };
+        match receive_offer(store) {
+            Ok((claim, predecessor, sockets)) => return Ok((claim, Some((predecessor, sockets)))),
+            // A process that is starting or ending does not respond.
+            Err(error) if Instant::now() >= end => {
+                tracing::warn!(%error, "the running gateway does not hand over its sockets");
+                return Err(in_use);
+            }
+            Err(_) => std::thread::sleep(RETRY_INTERVAL),
+        }
+    }
+}
+
+fn receive_offer(store: &Store) -> io::Result<(DirLock, Predecessor, InheritedSockets)> {
+    let mut stream = UnixStream::connect(store.handover_socket())?;
+    stream.set_read_timeout(Some(MESSAGE_TIMEOUT))?;
+    // The line is read byte by byte, because the descriptors follow it.
+    let mut line = Vec::new();
+    let mut byte = [0];
+    while byte != *b"\n" {
+        stream.read_exact(&mut byte)?;
+        line.push(byte[0]);
+        if line.len() > MAX_OFFER {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+    }
+    let offer: Offer = serde_json::from_slice(&line)?;
+    let mut sockets = Vec::with_capacity(offer.sockets.len());
+    for name in offer.sockets {
+        sockets.push((name, receive_descriptor(&stream)?));
+    }
+    let claim = store.adopt_claim(receive_descriptor(&stream)?);
+    let sockets = InheritedSockets(Arc::new(Mutex::new(sockets)));
+    Ok((claim, Predecessor(stream), sockets))
+}
+
+impl Predecessor {
+    /// Makes the running process stop accepting tunnels and commands, and waits until it has. Returns `None` if it has ended.
+    pub(super) async fn release(self) -> Option<ReleasedPredecessor> {
+        let releasing = async {
+            self.0.set_nonblocking(true)?;
+            let mut stream = tokio::net::UnixStream::from_std(self.0)?;
+            write_line(&mut stream, READY).await?;
+            let mut lines = BufReader::new(stream).lines();
+            let line = timeout(RELEASE_TIMEOUT, lines.next_line()).await??;
+            let line = line.ok_or(io::ErrorKind::UnexpectedEof)?;
+            let released: Released = serde_json::from_str(&line)?;
+            Ok::<_, io::Error>(ReleasedPredecessor {
+                stream: lines.into_inner().into_inner(),
+                nodes: released.nodes,
+            })
+        };
+        match releasing.await {
+            Ok(released) => {
+                tracing::info!(
+                    nodes = released.nodes.len(),
+                    "taking over from the running gateway"
+                );
+                Some(released)
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the running gateway ended during the handover");
+                None
+            }
+        }
+    }
+}
+
+impl ReleasedPredecessor {
+    /// Waits until the edges of the predecessor have connected, at most [`EDGES_TIMEOUT`]. Revoked nodes are not
+    /// awaited.
+    pub(super) async fn wait_for_edges(&self, registry: &Registry, nodes: &Nodes) {
+        let missing = || {
+            let missing = self.nodes.iter().filter(|node| !registry.has_tunnel(node));
+            let is_admitted = |node: &&NodeName| nodes.revocation_reason(node).is_none();
+            missing.filter(is_admitted).count()
+        };
+        let connected = async {
+            while missing() > 0 {
+                sleep(POLL_INTERVAL).await;
+            }
+        };
+        if timeout(EDGES_TIMEOUT, connected).await.is_err() {
+            tracing::warn!(
+                missing = missing(),
+                "edges of the running gateway have not connected to this process"
+            );
+        }
+    }
+
+    /// Reports that this process accepts clients.
+    pub(super) async fn report_serving(mut self) {
+        if let Err(error) = write_line(&mut self.stream, SERVING).await {
+            tracing::debug!(%error, "the previous process has ended");
+        }
+    }
+}
+
+async fn write_line(stream: &mut tokio::net::UnixStream, line: &str) -> io::Result<()> {
+    stream.write_all(format!("{line}\n").as_bytes()).await
+}
+
+/// Sockets that a gateway hands over, beside those of its listeners for clients.
+#[derive(Debug, Default)]
+pub(super) struct OpenSockets(Mutex<Vec<(SocketName, OwnedFd)>>);
+
+impl OpenSockets {
+    /// Adds another handle of a socket. Without it the next process binds the address itself.
+    pub(super) fn add(&self, name: SocketName, socket: &impl AsFd) {
+        if let Ok(descriptor) = socket.as_fd().try_clone_to_owned() {
+            self.lock().push((name, descriptor));
+        }
+    }
+
+    /// Closes the handles whose names match.
+    pub(super) fn close(&self, matches: impl Fn(&SocketName) -> bool) {
+        self.lock().retain(|(name, _)| !matches(name));
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<(SocketName, OwnedFd)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Claim of the data directory with everything that a handover needs, from the predecessor and to a successor.
+#[derive(Debug)]
+pub(super) struct Handover {
+    claim: DirLock,
+    /// Running process whose sockets this gateway has, and which it takes over when it runs.
+    predecessor: Option<Predecessor>,
+    sockets: OpenSockets,
+    successor: Successor,
+}
+
+impl Handover {
+    pub(super) fn new(
+        claim: DirLock,
+        predecessor: Option<Predecessor>,
+        sockets: OpenSockets,
+        successor: Successor,
+    ) -> Self {
+        Self {
+            claim,
+            predecessor,
+            sockets,
+            successor,
+        }
+    }
+
+    /// Returns the progress of the handover to a successor.
+    pub(super) fn successor(&self) -> Successor {
+        self.successor.clone()
+    }
+
+    /// Takes over from the running process, if there is one, and reads the data directory again: that process may have enrolled
+    /// edges or revoked nodes since this one has read it.
+    pub(super) async fn take_over(&mut self, reloader: &Reloader) -> Option<ReleasedPredecessor> {
+        let predecessor = self.predecessor.take()?.release().await;
+        refresh(reloader.parts()).await;
+        predecessor
+    }
+
+    /// Returns the server of handovers to successors. Open streams get `grace`.
+    pub(super) fn server(
+        self,
+        store: &Store,
+        reloader: &Reloader,
+        grace: Duration,
+    ) -> HandoverServer {
+        HandoverServer {
+            store: store.clone(),
+            claim: Arc::new(self.claim),
+            sockets: self.sockets,
+            successor: self.successor,
+            reloader: reloader.clone(),
+            grace,
+        }
+    }
+}
+
+/// Server of handovers of a running gateway.
+pub(super) struct HandoverServer {
+    store: Store,
+    claim: Arc<DirLock>,
+    sockets: OpenSockets,
+    successor: Successor,
+    reloader: Reloader,
+    grace: Duration,
+}
+
+impl HandoverServer {
+    /// Hands over to one process after the other until the gateway ends. When the gateway drains, the next process binds the tunnel
+    /// port itself, because edges must be refused until then.
+    pub(super) async fn run(self, tokens: EndTokens) {
+        let close_sockets = async {
+            tokens.drain.cancelled().await;
+            self.sockets.close(|name| name.is_for(TUNNEL_PORT));
+            self.successor.ready.cancelled().await;
+            // Commands go to the successor from now on.
+            tokens.admin.cancel();
+            self.sockets.close(|_| true);
+            follow_data_dir(&self.store, self.reloader.parts()).await;
+        };
+        tokio::select! {
+            () = tokens.close.cancelled() => {}
+            () = self.accept() => {}
+            () = close_sockets => {}
+        }
+    }
+
+    async fn accept(&self) {
+        let path = self.store.handover_socket();
+        let bound = BoundSocket::unix_replacing(&path).and_then(BoundSocket::attach);
+        let listener = match bound {
+            Ok(listener) => listener,
+            Err(error) => {
+                tracing::warn!(%error, path = %path.display(), "the next process cannot take over the sockets of this one (gateway --take-over)");
+                return std::future::pending().await;
+            }
+        };
+        loop {
+            let (socket, _) = listener.accept().await;
+            let handover = async {
+                match socket.detach()? {
+                    DetachedSocket::Unix(stream) => self.hand_over(stream).await,
+                    DetachedSocket::Tcp(_) => Ok(()),
+                }
+            };
+            if let Err(error) = handover.await {
+                tracing::warn!(%error, "the handover to another process has failed");
+            }
+        }
+    }
+
+    async fn hand_over(&self, stream: UnixStream) -> io::Result<()> {
+        let offered = self.open_sockets();
+        let claim = self.claim.clone();
+        let stream = spawn_blocking(move || send_offer(stream, &offered, &claim)).await??;
+        let mut lines = BufReader::new(tokio::net::UnixStream::from_std(stream)?).lines();
+        // A command that only looks at the directory connects and disconnects.
+        if next_line(&mut lines, BIND_TIMEOUT).await?.as_deref() != Some(READY) {
+            return Err(io::Error::other("it ended before it was ready"));
+        }
+        tracing::info!("another process takes over");
+        self.successor.ready.cancel();
+        self.successor.released.cancelled().await;
+        let registry = &self.reloader.parts().shared.registry;
+        let all = registry.all();
+        let nodes = all.into_iter().map(|(node, _)| node).collect();
+        let released = serde_json::to_string(&Released { nodes })?;
+        let stream = lines.get_mut().get_mut();
+        timeout(MESSAGE_TIMEOUT, write_line(stream, &released)).await??;
+        let serving = async {
+            match next_line(&mut lines, RELEASE_TIMEOUT + EDGES_TIMEOUT).await? {
+                Some(line) if line == SERVING => Ok(()),
+                _ => Err(io::Error::other("it ended before it served clients")),
+            }
+        };
+        let announced = drain::announce_drain(registry, self.grace, true);
+        let (serving, ()) = tokio::join!(serving, announced);
+        serving?;
+        tracing::info!("another process serves clients now");
+        self.successor.serving.cancel();
+        Ok(())
+    }
+
+    /// Returns handles of the open sockets.
+    fn open_sockets(&self) -> Vec<(SocketName, OwnedFd)> {
+        let mut all = self.reloader.parts().listeners.sockets();
+        let sockets = self.sockets.lock();
+        let own = sockets
+            .iter()
+            .filter_map(|(name, descriptor)| Some((name.clone(), descriptor.try_clone().ok()?)));
+        all.extend(own);
+        all
+    }
+}
+
+/// Sends the offer and its descriptors. Blocks.
+fn send_offer(
+    mut stream: UnixStream,
+    sockets: &[(SocketName, OwnedFd)],
+    claim: &DirLock,
+) -> io::Result<UnixStream> {
+    stream.set_nonblocking(false)?;
+    stream.set_write_timeout(Some(MESSAGE_TIMEOUT))?;
+    let names = sockets.iter().map(|(name, _)| name.clone()).collect();
+    let mut line = serde_json::to_vec(&Offer { sockets: names })?;
+    line.push(b'\n');
+    stream.write_all(&line)?;
+    for (_, descriptor) in sockets {
+        send_descriptor(&stream, descriptor.as_fd())?;
+    }
+    send_descriptor(&stream, claim.as_fd())?;
+    stream.set_nonblocking(true)?;
+    Ok(stream)
+}
+
+async fn next_line(
+    lines: &mut Lines<BufReader<tokio::net::UnixStream>>,
+    wait: Duration,
+) -> io::Result<Option<String>> {
+    timeout(wait, lines.next_line()).await?
+}
+
+/// Applies changes of the data directory by the successor: streams of revoked nodes end here too. Runs until dropped.
+async fn follow_data_dir(store: &Store, parts: &Reloadable) {
+    let mut seen = store.last_change();
+    loop {
+        sleep(POLL_INTERVAL).await;
+        let change = store.last_change();
+        if change != seen {
+            seen = change;
+            refresh(parts).await;
+        }
+    }
+}
+
+/// Reads the CA, the nodes and the pinned keys of the data directory again. Errors are logged.
+async fn refresh(parts: &Reloadable) {
+    let authority = parts.authority.clone();
+    let reloaded = spawn_blocking(move || authority.reload_ca()).await;
+    if let Ok(Err(error)) = reloaded {
+        tracing::error!(%error, "the CA could not be reloaded");
+    }
+    if let Some(Err(error)) = parts.authority.node_sync.refresh_detached().await {
+        tracing::error!(%error, "the records of admitted nodes could not be reloaded");
+    }
+}
+
+/// Names of the DNS server's sockets.
+pub(super) fn dns_names(listen: std::net::SocketAddr) -> [SocketName; 2] {
+    let name = |kind| SocketName::new("the DNS server (dns.listen)", kind, listen.to_string());
+    [name("udp"), name("tcp")]
+}
+
+/// Takes over the sockets of the DNS server, if there are both.
+pub(super) fn inherited_dns(
+    inherited: &InheritedSockets,
+    listen: std::net::SocketAddr,
+) -> Option<dns::BoundSockets> {
+    let [udp, tcp] = dns_names(listen);
+    let (udp, tcp) = inherited.take(&udp).zip(inherited.take(&tcp))?;
+    Some(dns::BoundSockets::inherited(udp, tcp))
+}

@@ -1,0 +1,249 @@
+//! A gateway whose successor takes over its sockets (`gateway --take-over`): no client, edge or command is refused meanwhile.
+
+use crate::world::{
+    app::{App, Head, Script, answer},
+    client::{Client, Wire, exchange, read},
+    process::{GatewayProcess, OPEN, Process, causeway},
+    until,
+};
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+use tokio::{io::AsyncWriteExt, task::JoinSet};
+use tokio_util::sync::CancellationToken;
+
+const URL: &str = "http://edge-1:9100/";
+const UPGRADE: &str = "GET /session HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+
+fn script(head: &Head) -> Script {
+    match head.path().as_str() {
+        "/session" => answer::switch("SPDY/3.1", b"hello"),
+        _ => answer::ok("it"),
+    }
+}
+
+/// Returns a gateway that admits every client, and an edge of it.
+async fn start(app: &App, configuration: &str) -> (GatewayProcess, Process) {
+    let site = GatewayProcess::with_listeners(&format!("{OPEN}\n{configuration}")).await;
+    let edge = site.join("edge-1", app.port()).await;
+    (site, edge)
+}
+
+/// A session through an upgrade.
+async fn session(client: &Client) -> Box<dyn Wire> {
+    let mut wire: Box<dyn Wire> = Box::new(client.tcp_stream().await);
+    let head = exchange(&mut wire, UPGRADE).await;
+    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    assert_eq!(read(&mut wire, 5).await, b"hello");
+    wire
+}
+
+/// Checks that bytes pass unchanged in both directions.
+async fn echoes(session: &mut Box<dyn Wire>) {
+    let bytes = answer::pattern(10_000);
+    session.write_all(&bytes).await.unwrap();
+    assert!(
+        read(session, bytes.len()).await == bytes,
+        "the bytes differ"
+    );
+}
+
+/// Clients that send requests until they are stopped: half of them over one connection each as long as the gateway keeps it,
+/// half over a new connection each time.
+struct Load {
+    stop: CancellationToken,
+    answers: Arc<AtomicUsize>,
+    tasks: JoinSet<()>,
+}
+
+impl Load {
+    async fn start(site: &GatewayProcess) -> Self {
+        let mut load = Self {
+            stop: CancellationToken::new(),
+            answers: Arc::default(),
+            tasks: JoinSet::new(),
+        };
+        for keeps in [true, false].into_iter().cycle().take(8) {
+            let (client, stop, answers) = (site.nobody(), load.stop.clone(), load.answers.clone());
+            load.tasks.spawn(async move {
+                while !stop.is_cancelled() {
+                    let mut connection = client.connect("edge-1").await.unwrap();
+                    loop {
+                        let answer = connection.get(URL).await.unwrap();
+                        assert_eq!(answer.status, 200, "{answer}");
+                        answers.fetch_add(1, Ordering::Relaxed);
+                        if !keeps || answer.field("connection") == "close" || stop.is_cancelled() {
+                            break;
+                        }
+                    }
+                }
+            });
+        }
+        load.more(100).await;
+        load
+    }
+
+    /// Waits for further answers.
+    async fn more(&self, answers: usize) {
+        let wanted = self.answers.load(Ordering::Relaxed) + answers;
+        until("clients get answers", async || {
+            self.answers.load(Ordering::Relaxed) >= wanted
+        })
+        .await;
+    }
+
+    /// Ends the load. Panics if a request has failed.
+    async fn end(mut self) {
+        self.more(100).await;
+        self.stop.cancel();
+        while let Some(ended) = self.tasks.join_next().await {
+            ended.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_takeover_costs_no_request_and_can_be_repeated() {
+    let app = App::http(script).await;
+    let (mut site, edge) = start(&app, "").await;
+    let load = Load::start(&site).await;
+    for _ in 0..3 {
+        let (admin, listener) = (site.admin.clone(), site.listener.clone());
+        let (successor, old) = site.take_over(&[]).await;
+        site = successor;
+        assert_eq!((&site.admin, &site.listener), (&admin, &listener));
+        load.more(100).await;
+        let ended = old.ended().await.ok();
+        assert!(
+            ended.stderr.contains("another process serves clients now"),
+            "{ended:?}"
+        );
+        // The edge has left the old process, and the new one answers commands.
+        let status = causeway("status").flag("--data-dir", site.data());
+        let status = status.run().await.ok();
+        assert!(status.stdout.contains("edge-1"), "{status:?}");
+    }
+    load.end().await;
+    assert!(edge.written().ended().is_empty());
+}
+
+#[tokio::test]
+async fn a_session_outlasts_the_takeover() {
+    let app = App::http(script).await;
+    let (site, _edge) = start(&app, "timeouts: { drain: 5m }").await;
+    let mut session = session(&site.nobody()).await;
+    let (site, old) = site.take_over(&[]).await;
+    echoes(&mut session).await;
+    assert_eq!(site.nobody().get(URL).await.status, 200);
+    drop(session);
+    old.ended().await.ok();
+}
+
+#[tokio::test]
+async fn a_process_that_cannot_start_leaves_the_running_one_unchanged() {
+    let app = App::http(script).await;
+    let (mut site, _edge) = start(&app, "").await;
+    let occupied = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = occupied.local_addr().unwrap().to_string();
+    let failed = causeway("gateway --take-over")
+        .flag("--tunnel-listen", &site.tunnel)
+        .flag("--config", site.path("gateway.yaml"))
+        .flag("--admin-metrics-listen", &address)
+        .run()
+        .await;
+    failed.failed(&["admin.metrics_listen", &address]);
+    assert_eq!(site.nobody().get(URL).await.status, 200);
+    // It still accepts tunnels and commands.
+    let _second = site.join("edge-2", app.port()).await;
+    let (_site, old) = {
+        site.gateway.wait_for_line("edge-2 connected").await;
+        site.take_over(&[]).await
+    };
+    old.ended().await.ok();
+}
+
+#[tokio::test]
+async fn a_start_without_take_over_is_refused_beside_a_running_process() {
+    let app = App::http(script).await;
+    let (site, _edge) = start(&app, "").await;
+    let second = causeway("gateway --tunnel-listen 127.0.0.1:0")
+        .flag("--config", site.path("gateway.yaml"))
+        .run()
+        .await;
+    second.failed(&["in use by another causeway process"]);
+    assert_eq!(site.nobody().get(URL).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_revocation_after_the_takeover_ends_streams_of_the_old_process() {
+    let app = App::http(script).await;
+    let (site, _edge) = start(&app, "timeouts: { drain: 5m }").await;
+    let mut session = session(&site.nobody()).await;
+    let (site, old) = site.take_over(&[]).await;
+    echoes(&mut session).await;
+    let revoke = causeway("node revoke edge-1 --reason stolen");
+    revoke.flag("--data-dir", site.data()).run().await.ok();
+    // Nothing else would end the old process within its drain time.
+    old.ended().await.ok();
+    assert_ne!(site.nobody().get(URL).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_stopping_gateway_hands_over_what_it_still_serves() {
+    let app = App::http(script).await;
+    let (site, _edge) = start(&app, "timeouts: { drain: 5m }").await;
+    let mut session = session(&site.nobody()).await;
+    let load = Load::start(&site).await;
+    // Because of the session it keeps its listeners open and drains for minutes.
+    site.gateway.signal("TERM").await;
+    let (site, mut old) = site.take_over(&[]).await;
+    old.wait_for_line("another process serves clients now")
+        .await;
+    echoes(&mut session).await;
+    load.end().await;
+    drop(session);
+    old.ended().await.ok();
+    assert_eq!(site.nobody().get(URL).await.status, 200);
+}
+
+#[tokio::test]
+async fn after_the_end_of_the_running_process_a_takeover_is_an_ordinary_start() {
+    let app = App::http(script).await;
+    let (site, _edge) = start(&app, "").await;
+    site.gateway.signal("KILL").await;
+    let mut next = causeway("gateway --take-over")
+        .flag("--config", site.path("gateway.yaml"))
+        .flag("--tunnel-listen", &site.tunnel)
+        .start();
+    next.wait_for_line("edge-1 connected").await;
+}
+
+#[tokio::test]
+async fn a_supervised_restart_does_not_wait_for_open_sessions() {
+    let app = App::http(script).await;
+    let (site, _edge) = start(&app, "timeouts: { drain: 5m }").await;
+    let supervised = || {
+        causeway("supervise gateway --take-over")
+            .flag("--tunnel-listen", &site.tunnel)
+            .flag("--config", site.path("gateway.yaml"))
+    };
+    let mut first = supervised().start();
+    first.wait_for_line("gateway ready").await;
+    let mut session = session(&site.nobody()).await;
+    let load = Load::start(&site).await;
+    // The child continues after this.
+    first.signal("TERM").await;
+    let mut second = supervised().start();
+    second.wait_for_line("gateway ready").await;
+    load.end().await;
+    echoes(&mut session).await;
+    drop(session);
+    let ended = first.ended().await.ok();
+    assert!(
+        ended.stderr.contains("another process serves clients now"),
+        "{ended:?}"
+    );
+    second.signal("TERM").await;
+    second.ended().await.ok();
+}
