@@ -82,8 +82,17 @@ pub(crate) async fn run(
     let serving = Box::pin(reload::run_with_reload(serving, triggers, on_reload));
     let serving = Box::pin(kubernetes::run_alongside(serving, cluster));
     let result = signals.run(serving).await;
+    finish(result, (&store, &mut signals), await_stop).await
+}
+
+/// Removes the admin address, unless another process has taken over. With `await_stop`, waits for a signal in that case.
+async fn finish(
+    result: Option<RunEnd>,
+    (store, signals): (&Store, &mut Signals),
+    await_stop: bool,
+) -> anyhow::Result<()> {
     if result != Some(RunEnd::HandedOver) {
-        admin_client::remove_address(&store)?;
+        admin_client::remove_address(store)?;
     } else if await_stop {
         tracing::info!("waiting for SIGTERM, because another process has taken over");
         let stop = signals.stop.clone();

@@ -132,6 +132,17 @@ pub(crate) struct World {
     _dir: tempfile::TempDir,
 }
 
+/// Returns the future that serves a tunnel port, and its address.
+fn serve(
+    admission: TunnelListener,
+    stop: CancellationToken,
+) -> (impl Future<Output = ()> + Send, SocketAddr) {
+    let bound = BoundSocket::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = bound.local_addr().unwrap();
+    let enrolment_ended = CancellationToken::new();
+    (admission.run(bound, stop, enrolment_ended), address)
+}
+
 impl World {
     pub(crate) fn start() -> Self {
         Self::on(&Workers::on_current_runtime())
@@ -216,13 +227,9 @@ impl World {
             heartbeats: Some(heartbeats.clone()),
             early_throttle: Arc::default(),
         };
-        let bound = BoundSocket::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
-        let address = bound.local_addr().unwrap();
         let (stop, tasks) = (CancellationToken::new(), TaskGroup::default());
-        tasks.spawn(
-            info_span!("gateway"),
-            admission.run(bound, stop.clone(), CancellationToken::new()),
-        );
+        let (running, address) = serve(admission, stop.clone());
+        tasks.spawn(info_span!("gateway"), running);
         if let Some(reading) = &reading {
             let leaders = LeaderAssigner::new(reading, &registry, &nodes);
             pool_tasks(&tasks, leaders, &heartbeats, (&registry, &stop));
