@@ -18,7 +18,7 @@ mod watchdog;
 
 use control_servers::{ControlServers, EndTokens};
 pub use error::BindError;
-use handover::Handover;
+use handover::{Handover, RuntimeFiles};
 pub use listeners::ListenerDiff;
 use listeners::Listeners;
 use reload::Reloadable;
@@ -54,7 +54,6 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     runtime::Handle,
     sync::{mpsc, watch},
-    time::sleep,
 };
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
@@ -355,8 +354,8 @@ impl Bound {
         self.reloader.clone()
     }
 
-    /// Starts the background tasks. Their end is not awaited.
-    fn spawn_background(&self) -> TaskGroup {
+    /// Starts the background tasks. Their end is not awaited. A gateway whose predecessor serves clients is ready without its edges.
+    fn spawn_background(&self, has_predecessor: bool) -> TaskGroup {
         let (tasks, runtime) = (TaskGroup::default(), self.workers.runtime(WorkerId(0)));
         watch(
             (&tasks, runtime),
@@ -367,7 +366,7 @@ impl Bound {
         let evicting = evict_stalled(self.config.clone(), &self.shared);
         tasks.spawn_on(runtime, info_span!("evict"), evicting);
         let wait = self.config.timeouts.edges;
-        if !wait.is_zero() {
+        if !wait.is_zero() && !has_predecessor {
             let startup_hold = StartupHold {
                 store: self.store.clone(),
                 registry: self.shared.registry.clone(),
@@ -389,8 +388,9 @@ impl Bound {
     pub async fn run(mut self, stop: CancellationToken) -> RunEnd {
         let predecessor = self.handover.take_over(&self.reloader).await;
         let addresses = self.addresses();
+        let (grace, successor) = (self.shared.timeouts.drain, self.handover.successor());
         // Dropping this future stops the gateway: first its tasks, then the threads that it started.
-        let background_tasks = self.spawn_background();
+        let background_tasks = self.spawn_background(predecessor.is_some());
         let (_threads, beside) = (self.owned_workers, background_tasks);
         let _end = self.tasks.guard();
         let (control_tasks, tokens) = (TaskGroup::default(), EndTokens::default());
@@ -398,9 +398,12 @@ impl Bound {
         let (parts, registry) = (self.reloader.parts(), &self.shared.registry);
         self.servers
             .spawn(parts, &self.store, (&control_tasks, runtime), &tokens);
+        let files = RuntimeFiles::new(&self.store, addresses.admin, &successor);
         let (pin_writer, meetings) = self.pins;
         beside.spawn_on(runtime, info_span!("pins"), pin_writer.run(meetings));
         if let Some(predecessor) = &predecessor {
+            // Clients are served, by the predecessor until this process is.
+            self.readiness.set_ready();
             let nodes = parts.authority.node_sync.nodes.reader();
             let connected = predecessor.wait_for_edges(registry, &nodes);
             stop.run_until_cancelled(connected).await;
@@ -410,9 +413,8 @@ impl Bound {
         if let Some(predecessor) = predecessor {
             predecessor.report_serving().await;
         }
-        let (grace, successor) = (self.shared.timeouts.drain, self.handover.successor());
-        let server = self.handover.server(&self.store, &self.reloader, grace);
-        let serving = server.run(tokens.clone());
+        let (claim, server) = self.handover.server(&self.store, &self.reloader, grace);
+        let serving = server.run(claim, tokens.clone());
         control_tasks.spawn_on(runtime, info_span!("handover"), serving);
         tracing::info!(tunnel = %addresses.tunnel, admin = %addresses.admin, "gateway ready");
 
@@ -421,19 +423,26 @@ impl Bound {
             () = successor.ready.cancelled() => {}
         }
         // Edges that were asked to connect to other gateways must not reconnect here.
-        tokens.drain.cancel();
+        tokens.accept.cancel();
         let release = async {
             startup_hold::save_connected_nodes(&self.store, registry).await;
             tokens.enrolment_ended.cancelled().await;
             successor.released.cancel();
         };
-        let progress = (&self.readiness, &self.end_token, &successor);
-        let draining = drain_streams(&self.shared, &self.tasks, &parts.listeners, progress, &stop);
+        let draining = async {
+            // Until the successor serves clients, nothing changes for them.
+            let serving = successor.wait_until_serving(grace / 2);
+            stop.run_until_cancelled(serving).await;
+            tokens.drain.cancel();
+            let progress = (&self.readiness, &self.end_token, &successor);
+            drain_streams(&self.shared, &self.tasks, &parts.listeners, progress).await
+        };
         let ((), cut_streams) = tokio::join!(release, draining);
+        drop(files);
         tokens.close.cancel();
         let stuck = control_tasks.drain(SHUTDOWN_GRACE).await;
         tracing::info!(cut = cut_streams, stuck, "gateway stopped");
-        if successor.ready.is_cancelled() {
+        if successor.serving.is_cancelled() {
             RunEnd::HandedOver
         } else {
             RunEnd::Stopped
@@ -441,22 +450,14 @@ impl Bound {
     }
 }
 
-/// Waits until the successor serves clients, if there is one and the gateway is not stopped. Then drains edges, listeners and
-/// streams within `timeouts.drain`. Returns the number of streams that had not ended by then.
+/// Drains edges, listeners and streams within `timeouts.drain`. Returns the number of streams that had not ended by then.
 async fn drain_streams(
     shared: &ProxyState,
     streams: &TaskGroup,
     listeners: &Listeners,
     (readiness, end_token, successor): (&Readiness, &CancellationToken, &Successor),
-    stop: &CancellationToken,
 ) -> usize {
     let grace = shared.timeouts.drain;
-    // Until then nothing changes for clients.
-    tokio::select! {
-        () = successor.serving.cancelled() => {}
-        () = stop.cancelled() => {}
-        () = sleep(grace) => {}
-    }
     let clients = || shared.limits.open_connections();
     let edges = drain::drain(
         &shared.registry,

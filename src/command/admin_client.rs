@@ -20,7 +20,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 
 /// Name of the file in the data directory that contains the admin address of the running process.
-pub(super) const ADMIN_ADDRESS_FILE: &str = "admin";
+pub(super) const ADMIN_ADDRESS_FILE: &str = Store::ADMIN_ADDRESS;
 
 /// Maximum time for a response. A process on the same machine that needs longer is stuck.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -71,12 +71,11 @@ pub(super) fn find_address(
     }
 }
 
-/// Removes the admin address and the sockets of a process that ends.
+/// Removes the admin address and socket of a process that ends.
 pub(super) fn remove_address(store: &Store) -> Result<(), StoreError> {
     store.remove_runtime(ADMIN_ADDRESS_FILE)?;
-    // Leftover sockets do no harm; the next process replaces them.
+    // A leftover socket does no harm; the next process replaces it.
     let _ = std::fs::remove_file(store.admin_socket());
-    let _ = std::fs::remove_file(store.handover_socket());
     Ok(())
 }
 

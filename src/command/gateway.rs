@@ -13,7 +13,7 @@ use causeway_watch_cache::{WatchCache, manifests::Manifests};
 use tokio::sync::watch;
 
 use super::kubernetes::{self, ClusterSenders, KubernetesControllers};
-use super::{admin_client, manifests, policy, rlimit};
+use super::{manifests, policy, rlimit};
 use crate::config_loader::{self, ConfigSources};
 use crate::reload::{self, FileHashes, ReloadTriggers};
 use crate::signal::Signals;
@@ -61,10 +61,6 @@ pub(crate) async fn run(
     let store = bound.store().clone();
     let current_rules = policy.reader().rules();
     policy::warn_of_labels(current_rules.as_deref(), kubernetes.as_ref(), &store);
-    store.write_runtime(
-        admin_client::ADMIN_ADDRESS_FILE,
-        &bound.addresses().admin.to_string(),
-    )?;
     let running_gateway = RunningGateway {
         sources,
         reloader: bound.reloader(),
@@ -72,7 +68,7 @@ pub(crate) async fn run(
         cache: bound.watch_cache(),
         inputs,
         policy_text: Mutex::new(policy_state.text),
-        store: store.clone(),
+        store,
     };
     let on_reload = Arc::new(move |file_hashes: &mut FileHashes| {
         running_gateway.reload_and_record(file_hashes)
@@ -82,24 +78,23 @@ pub(crate) async fn run(
     let serving = Box::pin(reload::run_with_reload(serving, triggers, on_reload));
     let serving = Box::pin(kubernetes::run_alongside(serving, cluster));
     let result = signals.run(serving).await;
-    finish(result, (&store, &mut signals), await_stop).await
+    finish(result, &mut signals, await_stop).await
 }
 
-/// Removes the admin address, unless another process has taken over. With `await_stop`, waits for a signal in that case.
+/// Waits for a signal after another process has taken over, if `await_stop`.
 async fn finish(
     result: Option<RunEnd>,
-    (store, signals): (&Store, &mut Signals),
+    signals: &mut Signals,
     await_stop: bool,
 ) -> anyhow::Result<()> {
-    if result != Some(RunEnd::HandedOver) {
-        admin_client::remove_address(store)?;
-    } else if await_stop {
-        tracing::info!("waiting for SIGTERM, because another process has taken over");
-        let stop = signals.stop.clone();
-        signals.run(stop.cancelled()).await;
-    }
-    if result.is_none() {
-        bail!("stopped at once by a second signal; open streams were cut");
+    match result {
+        None => bail!("stopped at once by a second signal; open streams were cut"),
+        Some(RunEnd::HandedOver) if await_stop => {
+            tracing::info!("waiting for SIGTERM, because another process has taken over");
+            let stop = signals.stop.clone();
+            signals.run(stop.cancelled()).await;
+        }
+        Some(_) => {}
     }
     Ok(())
 }

@@ -3,12 +3,16 @@
 use crate::world::{
     app::{App, Head, Script, answer},
     client::{Client, Wire, exchange, read},
-    process::{GatewayProcess, OPEN, Process, causeway},
+    process::{GatewayProcess, OPEN, Process, address_after, causeway},
+    tool::{Tool, need},
     until,
 };
-use std::sync::{
-    Arc,
-    atomic::{AtomicUsize, Ordering},
+use std::{
+    fs,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 use tokio::{io::AsyncWriteExt, task::JoinSet};
 use tokio_util::sync::CancellationToken;
@@ -25,7 +29,12 @@ fn script(head: &Head) -> Script {
 
 /// Returns a gateway that admits every client, and an edge of it.
 async fn start(app: &App, configuration: &str) -> (GatewayProcess, Process) {
-    let site = GatewayProcess::with_listeners(&format!("{OPEN}\n{configuration}")).await;
+    start_with(app, &format!("{OPEN}\n{configuration}")).await
+}
+
+/// Returns a gateway with this configuration, and an edge of it.
+async fn start_with(app: &App, configuration: &str) -> (GatewayProcess, Process) {
+    let site = GatewayProcess::with_listeners(configuration).await;
     let edge = site.join("edge-1", app.port()).await;
     (site, edge)
 }
@@ -246,4 +255,125 @@ async fn a_supervised_restart_does_not_wait_for_open_sessions() {
     );
     second.signal("TERM").await;
     second.ended().await.ok();
+}
+
+#[tokio::test]
+async fn the_next_process_starts_although_an_earlier_one_still_drains() {
+    let app = App::http(script).await;
+    let (site, _edge) = start(&app, "timeouts: { drain: 5m }").await;
+    let mut first_session = session(&site.nobody()).await;
+    let (site, mut first) = site.take_over(&[]).await;
+    first
+        .wait_for_line("another process serves clients now")
+        .await;
+    let mut second_session = session(&site.nobody()).await;
+    let (mut site, mut second) = site.take_over(&[]).await;
+    second
+        .wait_for_line("another process serves clients now")
+        .await;
+    // The newest process is killed while both earlier ones drain: its successor binds the addresses itself.
+    site.gateway.signal("KILL").await;
+    let (listener, admin) = (site.listener.clone(), site.admin.clone());
+    let text = fs::read_to_string(site.path("gateway.yaml")).unwrap();
+    let text = text.replace("127.0.0.1:0\", port", &format!("{listener}\", port"));
+    fs::write(site.path("gateway.yaml"), text).unwrap();
+    let mut next = causeway("gateway --take-over")
+        .flag("--config", site.path("gateway.yaml"))
+        .flag("--tunnel-listen", &site.tunnel)
+        .flag("--admin-listen", &admin)
+        .start();
+    next.wait_for_line("edge-1 connected").await;
+    assert_eq!(site.nobody().get(URL).await.status, 200);
+    for session in [&mut first_session, &mut second_session] {
+        echoes(session).await;
+    }
+    // An operator who ends the earlier processes at once leaves the files of the running one.
+    for earlier in [&first, &second] {
+        earlier.signal("TERM").await;
+        earlier.signal("INT").await;
+    }
+    first.ended().await;
+    second.ended().await;
+    let revoke = causeway("node revoke edge-1 --reason stolen").flag("--data-dir", site.data());
+    let revoked = revoke.run().await.ok();
+    assert!(!revoked.stdout.contains("no gateway runs"), "{revoked:?}");
+    assert_ne!(site.nobody().get(URL).await.status, 200);
+    site.gateway = next;
+}
+
+#[tokio::test]
+async fn the_running_process_serves_on_if_its_successor_is_killed() {
+    let app = App::http(script).await;
+    let (site, _edge) = start(&app, "timeouts: { drain: 5m }").await;
+    // The successor waits for this edge, which does not respond.
+    let silent = site.join("edge-2", app.port()).await;
+    silent.signal("STOP").await;
+    let successor = || {
+        causeway("gateway --take-over")
+            .flag("--config", site.path("gateway.yaml"))
+            .flag("--tunnel-listen", &site.tunnel)
+    };
+    let mut killed = successor().start();
+    killed
+        .wait_for_line("taking over from the running gateway")
+        .await;
+    killed.wait_for_line("edge-1 connected").await;
+    killed.kill().await;
+    for _ in 0..10 {
+        assert_eq!(site.nobody().get(URL).await.status, 200);
+    }
+    silent.signal("CONT").await;
+    let mut next = successor().start();
+    next.wait_for_line("gateway ready").await;
+    assert_eq!(site.nobody().get(URL).await.status, 200);
+    let GatewayProcess { gateway, .. } = site;
+    gateway.ended().await.ok();
+}
+
+#[tokio::test]
+async fn unix_listeners_and_dns_are_taken_over() {
+    need!("dig");
+    let app = App::http(script).await;
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("web.sock");
+    let (site, _edge) = start_with(
+        &app,
+        &format!(
+            "listeners: [{{ name: web, protocol: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }}, {{ name: local, protocol: http, listen: \"unix:{}\", port: 9100, anonymous: true }}]\ndns: {{ listen: \"127.0.0.1:0\", zones: [edges.example], addresses: [192.0.2.1] }}",
+            socket.display()
+        ),
+    )
+    .await;
+    let dns = site.gateway.written();
+    let dns = address_after(
+        dns.line(|line| line.contains("answering DNS")).unwrap(),
+        "address=",
+    );
+    let (host, port) = dns.split_once(':').unwrap();
+    let resolve = async || {
+        let asked = Tool::new("dig").args([&format!("@{host}"), "-p", port, "+short", "+time=2"]);
+        asked.args(["edge-1.edges.example"]).run().await.ok().text()
+    };
+    let local = async || {
+        let curl = Tool::curl().args(["--unix-socket"]).args([&socket]);
+        curl.args(["-H", "Host: edge-1:9100", "http://edge-1:9100/"])
+            .run()
+            .await
+            .ok()
+            .text()
+    };
+    assert_eq!(
+        (resolve().await.trim(), local().await.as_str()),
+        ("192.0.2.1", "it")
+    );
+    let (_site, old) = site.take_over(&[]).await;
+    assert_eq!(
+        (resolve().await.trim(), local().await.as_str()),
+        ("192.0.2.1", "it")
+    );
+    old.ended().await.ok();
+    assert_eq!(
+        (resolve().await.trim(), local().await.as_str()),
+        ("192.0.2.1", "it")
+    );
 }

@@ -70,6 +70,9 @@ pub struct Store {
 }
 
 impl Store {
+    /// Name of the small value with the admin address of the running process.
+    pub const ADMIN_ADDRESS: &str = "admin";
+
     /// Opens the directory and checks its version.
     pub fn open(path: impl AsRef<Path>, access: OpenMode) -> Result<Self, StoreError> {
         let dir = match access {
@@ -151,10 +154,9 @@ impl Store {
         self.dir.path(&format!("{}.sock", runtime_file_name(name)))
     }
 
-    /// Returns the time of the last change of the CA or of the nodes. Returns `None` if there is neither.
-    pub fn last_change(&self) -> Option<SystemTime> {
-        let modified = |name: &&str| self.dir.path(name).metadata().ok()?.modified().ok();
-        [CA_FILE, NODES_FILE].iter().filter_map(modified).max()
+    /// Returns the times of the last changes of the CA and of the nodes, each `None` without its file.
+    pub fn last_changes(&self) -> [Option<SystemTime>; 2] {
+        [CA_FILE, NODES_FILE].map(|name| self.dir.path(name).metadata().ok()?.modified().ok())
     }
 
     /// Stores a small value about the running process, such as its admin address.

@@ -11,8 +11,8 @@
 //! 5. Open streams get the remaining time. Then all tunnels are closed.
 //!
 //! A client that is refused here can therefore reach the edge through another gateway, if there is one. If another process takes
-//! over (`successor`), the listeners close as soon as it accepts clients, and step 2 is left out: it has already connected to the
-//! edges.
+//! over (`successor`), the listeners close as soon as it accepts clients, and steps 2 and 3 are left out: the edges have already
+//! connected to it.
 
 use super::successor::Successor;
 use crate::{
@@ -163,10 +163,8 @@ pub async fn drain(
         biased;
         () = successor.serving.cancelled() => end,
         end = wait_for_edges(registry, end, grace) => {
-            if successor.ready.is_cancelled() {
-                // Its edges are still connecting to it.
-                let _ = timeout_at(end, successor.serving.cancelled()).await;
-            }
+            // The edges may still be connecting to the successor.
+            let _ = timeout_at(end, successor.wait_until_serving(Duration::ZERO)).await;
             end
         }
     };
@@ -178,8 +176,16 @@ pub async fn drain(
     for (_, edge) in registry.all() {
         edge.tunnel.tunnel.drain();
     }
+    // A tunnel whose last stream has ended is closed at once, so that an edge that knows no other gateway dials again.
     poll_until(end, || {
-        registry.all().iter().all(|(_, edge)| edge.streams() == 0)
+        let (busy, idle): (Vec<_>, Vec<_>) = registry
+            .all()
+            .into_iter()
+            .partition(|(_, edge)| edge.streams() > 0);
+        for (_, edge) in idle {
+            edge.tunnel.tunnel.close();
+        }
+        busy.is_empty()
     })
     .await;
     let remaining = registry.all();
@@ -255,7 +261,8 @@ pub async fn announce_drain(registry: &Registry, grace: Duration, successor: boo
     tracing::info!(
         tunnels = edges.len(),
         ?grace,
-        "draining: asking edges to connect to other gateways"
+        successor,
+        "draining: asking edges to connect to another gateway"
     );
     for (after, edge) in edges {
         sleep_until(begin + after).await;

@@ -146,13 +146,13 @@ impl TunnelListener {
         timeout(wait_limit, node_known).await.is_ok()
     }
 
-    /// Accepts edges until `stop`. Cancels `enrolment_ended` when no edge is being enrolled any more. Tunnels continue for the drain
-    /// time, while `control::drain` empties them, and the function returns when the last one has ended. Dropping the future ends
-    /// all tunnels at once.
+    /// Accepts edges until `stop`. Cancels `enrolment_ended` when no edge is being enrolled any more. From `drain` on, tunnels
+    /// continue for the drain time, while `control::drain` empties them, and the function returns when the last one has ended.
+    /// Dropping the future ends all tunnels at once.
     pub async fn run(
         self,
         listener: BoundSocket,
-        stop: CancellationToken,
+        (stop, drain): (CancellationToken, CancellationToken),
         enrolment_ended: CancellationToken,
     ) {
         let enrolment_guard = enrolment_ended.drop_guard();
@@ -205,7 +205,11 @@ impl TunnelListener {
             }
             drop(enrolment_guard);
         };
-        tokio::join!(tasks.drain(grace), enrolment);
+        let tunnels = async {
+            drain.cancelled().await;
+            tasks.drain(grace).await
+        };
+        tokio::join!(tunnels, enrolment);
     }
 
     /// Spawns the session with an edge on the worker of its node.

@@ -21,11 +21,15 @@ use tracing::info_span;
 #[derive(Clone, Debug)]
 pub(super) struct EndTokens {
     /// Cancelled when no tunnels are accepted any more.
+    pub(super) accept: CancellationToken,
+    /// Cancelled when the drain time begins.
     pub(super) drain: CancellationToken,
     /// Cancelled when no edge is being enrolled any more.
     pub(super) enrolment_ended: CancellationToken,
     /// Cancelled when no commands are accepted any more. Cancelled with `close`.
     pub(super) admin: CancellationToken,
+    /// Cancelled when DNS and redirection have to end. Cancelled with `close`.
+    pub(super) names: CancellationToken,
     /// Cancelled when everything has to end.
     pub(super) close: CancellationToken,
 }
@@ -34,9 +38,11 @@ impl Default for EndTokens {
     fn default() -> Self {
         let close = CancellationToken::new();
         Self {
+            accept: CancellationToken::new(),
             drain: CancellationToken::new(),
             enrolment_ended: CancellationToken::new(),
             admin: close.child_token(),
+            names: close.child_token(),
             close,
         }
     }
@@ -71,15 +77,15 @@ impl ControlServers {
         tokens: &EndTokens,
     ) {
         let pool_tasks = (&self.tunnel_listener, parts);
-        spawn_pool_tasks(pool_tasks, (tasks, runtime), &tokens.drain);
+        spawn_pool_tasks(pool_tasks, (tasks, runtime), &tokens.accept);
         let admission = self.tunnel_listener.run(
             self.tunnel_socket,
-            tokens.drain.clone(),
+            (tokens.accept.clone(), tokens.drain.clone()),
             tokens.enrolment_ended.clone(),
         );
         tasks.spawn_on(runtime, info_span!("admission"), admission);
         let stop = http::Stop {
-            end_announced: tokens.drain.clone(),
+            end_announced: tokens.accept.clone(),
             end: tokens.admin.clone(),
         };
         // Its connections do not count against the limit of the admin listener.
@@ -91,11 +97,11 @@ impl ControlServers {
             if let Some(address) = bound.local_addr() {
                 tracing::info!(%address, "answering DNS queries for node names");
             }
-            let answering = dns::run(bound, parts.names.clone(), tokens.close.clone());
+            let answering = dns::run(bound, parts.names.clone(), tokens.names.clone());
             tasks.spawn_on(runtime, info_span!("dns"), answering);
         }
         if let Some(nat) = self.nat {
-            let redirecting = nat.run(tokens.close.clone());
+            let redirecting = nat.run(tokens.names.clone());
             tasks.spawn_on(runtime, info_span!("redirect"), redirecting);
         }
     }

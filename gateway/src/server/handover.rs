@@ -31,9 +31,10 @@ use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeSet,
     io::{self, Read, Write},
+    net::SocketAddr,
     os::{
         fd::{AsFd, OwnedFd},
-        unix::net::UnixStream,
+        unix::{fs::MetadataExt, net::UnixStream},
     },
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
@@ -49,7 +50,7 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for a successor to bind its sockets.
 const BIND_TIMEOUT: Duration = Duration::from_mins(1);
 /// Time in which a running process that cannot be reached may end, so that this process starts in the ordinary way.
-const PREDECESSOR_WAIT: Duration = Duration::from_secs(5);
+const PREDECESSOR_WAIT: Duration = Duration::from_secs(15);
 /// Interval of attempts to reach a running process.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Time to wait for a running process to stop accepting, longer than it waits for enrolments.
@@ -68,7 +69,18 @@ const SERVING: &str = "\"serving\"";
 /// Sockets of the running process, in the order of their descriptors.
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
+    version: u32,
+    /// Inode of the network namespace, if the system reports it.
+    network_namespace: Option<u64>,
     sockets: Vec<SocketName>,
+}
+
+/// Version of the messages.
+const VERSION: u32 = 1;
+
+/// Returns the inode of the network namespace of this process.
+fn network_namespace() -> Option<u64> {
+    Some(std::fs::metadata("/proc/self/ns/net").ok()?.ino())
 }
 
 /// Message that the running process enrols no edge any more.
@@ -148,6 +160,11 @@ fn receive_offer(store: &Store) -> io::Result<(DirLock, Predecessor, InheritedSo
         }
     }
     let offer: Offer = serde_json::from_slice(&line)?;
+    if offer.version != VERSION || offer.network_namespace != network_namespace() {
+        return Err(io::Error::other(
+            "it has another version of the handover, or runs in another network namespace",
+        ));
+    }
     let mut sockets = Vec::with_capacity(offer.sockets.len());
     for name in offer.sockets {
         sockets.push((name, receive_descriptor(&stream)?));
@@ -182,7 +199,7 @@ impl Predecessor {
                 Some(released)
             }
             Err(error) => {
-                tracing::warn!(%error, "the running gateway ended during the handover");
+                tracing::warn!(%error, "the running gateway ended during the handover, or does not respond");
                 None
             }
         }
@@ -283,28 +300,27 @@ impl Handover {
         predecessor
     }
 
-    /// Returns the server of handovers to successors. Open streams get `grace`.
+    /// Returns the claim, and the server of handovers to successors. Open streams get `grace`.
     pub(super) fn server(
         self,
         store: &Store,
         reloader: &Reloader,
         grace: Duration,
-    ) -> HandoverServer {
-        HandoverServer {
+    ) -> (DirLock, HandoverServer) {
+        let server = HandoverServer {
             store: store.clone(),
-            claim: Arc::new(self.claim),
             sockets: self.sockets,
             successor: self.successor,
             reloader: reloader.clone(),
             grace,
-        }
+        };
+        (self.claim, server)
     }
 }
 
 /// Server of handovers of a running gateway.
 pub(super) struct HandoverServer {
     store: Store,
-    claim: Arc<DirLock>,
     sockets: OpenSockets,
     successor: Successor,
     reloader: Reloader,
@@ -312,11 +328,11 @@ pub(super) struct HandoverServer {
 }
 
 impl HandoverServer {
-    /// Hands over to one process after the other until the gateway ends. When the gateway drains, the next process binds the tunnel
-    /// port itself, because edges must be refused until then.
-    pub(super) async fn run(self, tokens: EndTokens) {
-        let close_sockets = async {
-            tokens.drain.cancelled().await;
+    /// Hands over to another process, then releases the data directory and follows its changes until the gateway ends. When the
+    /// gateway drains, the next process binds the tunnel port itself, because edges must be refused until then.
+    pub(super) async fn run(self, claim: DirLock, tokens: EndTokens) {
+        let following = async {
+            tokens.accept.cancelled().await;
             self.sockets.close(|name| name.is_for(TUNNEL_PORT));
             self.successor.ready.cancelled().await;
             // Commands go to the successor from now on.
@@ -324,14 +340,21 @@ impl HandoverServer {
             self.sockets.close(|_| true);
             follow_data_dir(&self.store, self.reloader.parts()).await;
         };
+        let serving = async {
+            self.accept(claim).await;
+            tokens.names.cancel();
+            std::future::pending::<()>().await;
+        };
         tokio::select! {
             () = tokens.close.cancelled() => {}
-            () = self.accept() => {}
-            () = close_sockets => {}
+            () = serving => {}
+            () = following => {}
         }
     }
 
-    async fn accept(&self) {
+    /// Accepts processes until one has taken over. Then only that process has the claim.
+    async fn accept(&self, claim: DirLock) {
+        let claim = Arc::new(claim);
         let path = self.store.handover_socket();
         let bound = BoundSocket::unix_replacing(&path).and_then(BoundSocket::attach);
         let listener = match bound {
@@ -345,41 +368,47 @@ impl HandoverServer {
             let (socket, _) = listener.accept().await;
             let handover = async {
                 match socket.detach()? {
-                    DetachedSocket::Unix(stream) => self.hand_over(stream).await,
-                    DetachedSocket::Tcp(_) => Ok(()),
+                    DetachedSocket::Unix(stream) => self.hand_over(stream, claim.clone()).await,
+                    DetachedSocket::Tcp(_) => Err(io::ErrorKind::InvalidInput.into()),
                 }
             };
-            if let Err(error) = handover.await {
-                tracing::warn!(%error, "the handover to another process has failed");
+            match handover.await {
+                // Other processes in the queue find the socket of the successor.
+                Ok(()) => return,
+                Err(error) => {
+                    tracing::warn!(%error, "the handover to another process has failed");
+                    self.successor.connected.send_replace(false);
+                }
             }
         }
     }
 
-    async fn hand_over(&self, stream: UnixStream) -> io::Result<()> {
+    async fn hand_over(&self, stream: UnixStream, claim: Arc<DirLock>) -> io::Result<()> {
         let offered = self.open_sockets();
-        let claim = self.claim.clone();
         let stream = spawn_blocking(move || send_offer(stream, &offered, &claim)).await??;
         let mut lines = BufReader::new(tokio::net::UnixStream::from_std(stream)?).lines();
-        // A command that only looks at the directory connects and disconnects.
         if next_line(&mut lines, BIND_TIMEOUT).await?.as_deref() != Some(READY) {
             return Err(io::Error::other("it ended before it was ready"));
         }
         tracing::info!("another process takes over");
+        self.successor.connected.send_replace(true);
         self.successor.ready.cancel();
         self.successor.released.cancelled().await;
         let registry = &self.reloader.parts().shared.registry;
         let all = registry.all();
-        let nodes = all.into_iter().map(|(node, _)| node).collect();
+        let connected = all.into_iter().filter(|(_, edge)| !edge.is_leaving());
+        let nodes = connected.map(|(node, _)| node).collect();
         let released = serde_json::to_string(&Released { nodes })?;
         let stream = lines.get_mut().get_mut();
         timeout(MESSAGE_TIMEOUT, write_line(stream, &released)).await??;
         let serving = async {
-            match next_line(&mut lines, RELEASE_TIMEOUT + EDGES_TIMEOUT).await? {
+            match lines.next_line().await? {
                 Some(line) if line == SERVING => Ok(()),
                 _ => Err(io::Error::other("it ended before it served clients")),
             }
         };
-        let announced = drain::announce_drain(registry, self.grace, true);
+        // The edges serve this process until it closes their tunnels.
+        let announced = drain::announce_drain(registry, self.grace + EDGES_TIMEOUT, true);
         let (serving, ()) = tokio::join!(serving, announced);
         serving?;
         tracing::info!("another process serves clients now");
@@ -408,7 +437,11 @@ fn send_offer(
     stream.set_nonblocking(false)?;
     stream.set_write_timeout(Some(MESSAGE_TIMEOUT))?;
     let names = sockets.iter().map(|(name, _)| name.clone()).collect();
-    let mut line = serde_json::to_vec(&Offer { sockets: names })?;
+    let mut line = serde_json::to_vec(&Offer {
+        version: VERSION,
+        network_namespace: network_namespace(),
+        sockets: names,
+    })?;
     line.push(b'\n');
     stream.write_all(&line)?;
     for (_, descriptor) in sockets {
@@ -428,12 +461,13 @@ async fn next_line(
 
 /// Applies changes of the data directory by the successor: streams of revoked nodes end here too. Runs until dropped.
 async fn follow_data_dir(store: &Store, parts: &Reloadable) {
-    let mut seen = store.last_change();
+    let mut seen = store.last_changes();
+    refresh(parts).await;
     loop {
         sleep(POLL_INTERVAL).await;
-        let change = store.last_change();
-        if change != seen {
-            seen = change;
+        let changes = store.last_changes();
+        if changes != seen {
+            seen = changes;
             refresh(parts).await;
         }
     }
@@ -451,8 +485,42 @@ async fn refresh(parts: &Reloadable) {
     }
 }
 
+/// Files in the data directory by which commands find the running process. They are removed when the value is dropped, unless
+/// they belong to a successor by then.
+pub(super) struct RuntimeFiles {
+    store: Store,
+    successor: Successor,
+}
+
+impl RuntimeFiles {
+    /// Writes the admin address.
+    pub(super) fn new(store: &Store, admin: SocketAddr, successor: &Successor) -> Self {
+        if let Err(error) = store.write_runtime(Store::ADMIN_ADDRESS, &admin.to_string()) {
+            tracing::error!(%error, "commands do not find this gateway without --admin");
+        }
+        Self {
+            store: store.clone(),
+            successor: successor.clone(),
+        }
+    }
+}
+
+impl Drop for RuntimeFiles {
+    fn drop(&mut self) {
+        if self.successor.ready.is_cancelled() {
+            return;
+        }
+        if let Err(error) = self.store.remove_runtime(Store::ADMIN_ADDRESS) {
+            tracing::warn!(%error, "the admin address could not be removed");
+        }
+        // Leftover sockets do no harm; the next process replaces them.
+        let _ = std::fs::remove_file(self.store.admin_socket());
+        let _ = std::fs::remove_file(self.store.handover_socket());
+    }
+}
+
 /// Names of the DNS server's sockets.
-pub(super) fn dns_names(listen: std::net::SocketAddr) -> [SocketName; 2] {
+pub(super) fn dns_names(listen: SocketAddr) -> [SocketName; 2] {
     let name = |kind| SocketName::new("the DNS server (dns.listen)", kind, listen.to_string());
     [name("udp"), name("tcp")]
 }
@@ -460,7 +528,7 @@ pub(super) fn dns_names(listen: std::net::SocketAddr) -> [SocketName; 2] {
 /// Takes over the sockets of the DNS server, if there are both.
 pub(super) fn inherited_dns(
     inherited: &InheritedSockets,
-    listen: std::net::SocketAddr,
+    listen: SocketAddr,
 ) -> Option<dns::BoundSockets> {
     let [udp, tcp] = dns_names(listen);
     let (udp, tcp) = inherited.take(&udp).zip(inherited.take(&tcp))?;

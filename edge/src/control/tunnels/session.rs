@@ -117,6 +117,8 @@ enum Phase {
         deadline: Instant,
         /// Time of the next check for long streams.
         next_check: Instant,
+        /// Whether the edge stops.
+        stopping: bool,
     },
     /// The tunnel ends when it has had no stream for a while.
     Leaving {
@@ -307,7 +309,11 @@ impl TunnelSession {
                     phase = self.begin_leave();
                 }
                 _ = leave_check.tick(), if phase != Phase::Open => match &mut phase {
-                    Phase::Serving { deadline, next_check } => {
+                    // The gateway drains, and now the edge stops as well.
+                    Phase::Serving { stopping: false, .. } if self.context.stop.is_cancelled() => {
+                        phase = self.begin_leave();
+                    }
+                    Phase::Serving { deadline, next_check, .. } => {
                         let now = Instant::now();
                         let settled = now >= *next_check && self.load.rotate_generation();
                         if now >= *next_check {
@@ -337,6 +343,7 @@ impl TunnelSession {
             return Phase::Serving {
                 deadline,
                 next_check: deadline,
+                stopping: false,
             };
         }
         self.load.rotate_generation();
@@ -349,6 +356,7 @@ impl TunnelSession {
         Phase::Serving {
             deadline: now + drain.saturating_sub(settle),
             next_check: now + settle,
+            stopping: true,
         }
     }
 

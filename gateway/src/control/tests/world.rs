@@ -140,7 +140,8 @@ fn serve(
     let bound = BoundSocket::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
     let address = bound.local_addr().unwrap();
     let enrolment_ended = CancellationToken::new();
-    (admission.run(bound, stop, enrolment_ended), address)
+    let tokens = (stop.clone(), stop);
+    (admission.run(bound, tokens, enrolment_ended), address)
 }
 
 impl World {
