@@ -199,6 +199,31 @@ async fn a_revocation_after_the_takeover_ends_streams_of_the_old_process() {
 }
 
 #[tokio::test]
+async fn a_policy_change_after_the_takeover_ends_streams_of_the_old_process() {
+    let app = App::http(script).await;
+    let folder = tempfile::tempdir().unwrap();
+    let policy = folder.path().join("policy.yaml");
+    fs::write(
+        &policy,
+        "rules: [{ then: allow, who: { users: [\"system:anonymous\"] } }]\n",
+    )
+    .unwrap();
+    let configuration = format!("timeouts: {{ drain: 5m }}\npolicy: {}", policy.display());
+    let (site, _edge) = start(&app, &configuration).await;
+    let mut session = session(&site.nobody()).await;
+    let (site, mut old) = site.take_over(&[]).await;
+    old.wait_for_line("another process serves clients now")
+        .await;
+    echoes(&mut session).await;
+    fs::write(&policy, "rules: []\n").unwrap();
+    let reload = causeway("reload").flag("--data-dir", site.data());
+    reload.run().await.ok();
+    assert_eq!(site.nobody().get(URL).await.status, 403);
+    // Nothing else would end the old process within its drain time.
+    old.ended().await.ok();
+}
+
+#[tokio::test]
 async fn a_stopping_gateway_hands_over_what_it_still_serves() {
     let app = App::http(script).await;
     let (site, _edge) = start(&app, "timeouts: { drain: 5m }").await;

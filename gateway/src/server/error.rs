@@ -62,9 +62,6 @@ pub enum BindError {
     /// Connections to node addresses cannot be redirected.
     #[error("redirect: {0}")]
     Redirect(#[from] NatError),
-    /// A draining gateway does not open listeners.
-    #[error("the gateway is draining; the configuration takes effect at the next start")]
-    Draining,
     /// The workers cannot be started.
     #[error("the gateway's threads cannot be started: {0}")]
     Workers(io::Error),

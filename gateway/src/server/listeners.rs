@@ -315,21 +315,33 @@ impl Listeners {
     }
 
     /// Waits until all listeners have to finish, and closes their sockets. New clients are then refused at once and do not wait.
+    /// Reloads still change the rules for the open streams.
     pub(super) async fn retire(&self) {
         self.end_token.cancelled().await;
         let mut standing = self.standing();
         standing.is_draining = true;
-        standing.listeners.clear();
+        let listeners = std::mem::take(&mut standing.listeners);
+        standing
+            .removed
+            .extend(listeners.into_iter().map(|closed| Removed {
+                listener: Arc::downgrade(&closed.listener),
+                source: closed.source,
+            }));
     }
 
-    /// Reads and builds everything that `listeners` require, and binds new sockets. Blocks concurrent calls.
+    /// Reads and builds everything that `listeners` require, and binds new sockets. A gateway that has closed its listeners opens
+    /// none. Blocks concurrent calls.
     pub(super) fn plan(
         &self,
         listeners: &[config::Listener],
     ) -> Result<ListenerUpdate<'_>, BindError> {
         let standing = self.standing();
         if standing.is_draining {
-            return Err(BindError::Draining);
+            return Ok(ListenerUpdate {
+                removed: self.rebuild_closed(&standing, listeners),
+                active: standing,
+                steps: Vec::new(),
+            });
         }
         let mut steps: Vec<ListenerChange> = Vec::with_capacity(listeners.len());
         for listener in listeners {
@@ -388,41 +400,57 @@ impl Listeners {
                 .iter()
                 .filter(|other| before.shares_ca(other));
             let revoked = revoked.flat_map(|other| &other.listener.client_auth.revoked);
-            match self.rebuild((before, &listener), revoked) {
-                Ok(Some(built)) => rebuilt.push(built),
-                Ok(None) => {}
-                Err(error) => {
-                    let name = &listener.name;
-                    tracing::warn!(listener = name, %error, "this listener was removed; its open streams are checked against its last loaded files");
+            let mut configured = before.listener.clone();
+            let listed = &mut configured.client_auth.revoked;
+            for serial in revoked {
+                if !listed.contains(serial) {
+                    listed.push(serial.clone());
                 }
             }
+            rebuilt.extend(self.rebuild((before, &listener), &configured));
         }
         rebuilt
     }
 
-    /// Rebuilds a removed listener, if its inputs have changed.
-    fn rebuild<'a>(
+    /// Rebuilds the closed listeners of a draining gateway for a new configuration.
+    fn rebuild_closed(
+        &self,
+        standing: &ActiveListeners,
+        listeners: &[config::Listener],
+    ) -> Vec<Rebuilt> {
+        let rebuild = |(before, listener): (&ListenerSource, Arc<Listener>)| {
+            let (name, protocol) = (&before.listener.name, before.listener.protocol);
+            let mut listed = listeners.iter();
+            let configured = listed.find(|new| new.name == *name && new.protocol == protocol);
+            self.rebuild((before, &listener), configured.unwrap_or(&before.listener))
+        };
+        standing.removed().filter_map(rebuild).collect()
+    }
+
+    /// Rebuilds a removed listener with this configuration, if its inputs have changed. Logs errors.
+    fn rebuild(
         &self,
         (previous_source, listener): (&ListenerSource, &Arc<Listener>),
-        revoked: impl Iterator<Item = &'a config::Serial>,
-    ) -> Result<Option<Rebuilt>, BindError> {
-        let mut configured = previous_source.listener.clone();
-        let listed = &mut configured.client_auth.revoked;
-        for serial in revoked {
-            if !listed.contains(serial) {
-                listed.push(serial.clone());
+        configured: &config::Listener,
+    ) -> Option<Rebuilt> {
+        let build = || {
+            let source = ListenerSource::read(configured)?;
+            if source == *previous_source {
+                return Ok(None);
             }
-        }
-        let material = ListenerSource::read(&configured)?;
-        if material == *previous_source {
-            return Ok(None);
-        }
-        let built = material.build((&self.ca, &self.issuers), &self.shared, listener.bound_port)?;
-        Ok(Some(Rebuilt {
-            previous: listener.clone(),
-            source: material,
-            listener: Arc::new(built),
-        }))
+            let inputs = (&self.ca, &self.issuers);
+            let built = source.build(inputs, &self.shared, listener.bound_port)?;
+            Ok::<_, BindError>(Some(Rebuilt {
+                previous: listener.clone(),
+                source,
+                listener: Arc::new(built),
+            }))
+        };
+        build().unwrap_or_else(|error| {
+            let name = &listener.name;
+            tracing::warn!(listener = name, %error, "this listener was removed; its open streams are checked against its last loaded files");
+            None
+        })
     }
 
     /// Builds the TLS of all listeners for another CA. Blocks concurrent calls of [`Listeners::plan`].

@@ -420,6 +420,35 @@ async fn a_drain_connects_elsewhere_first_and_open_streams_continue() {
     edge.until(|status| status.tunnels.len() == 1).await;
 }
 
+#[tokio::test]
+async fn an_edge_serves_both_gateways_until_it_stops() {
+    let ca = ca();
+    let (mut old, mut new) = (Gateway::start(&ca).await, Gateway::start(&ca).await);
+    let world = World::joined(&ca);
+    let gateways = [old.address.to_string(), new.address.to_string()];
+    let edge = world.run(&gateways, json!({})).await;
+    let Registered {
+        tunnel: _tunnel,
+        mut control,
+        ..
+    } = old.next().await;
+    let drain = GatewayMessage::Drain {
+        grace_ms: 600_000,
+        successor: false,
+    };
+    control.send(&drain).await.unwrap();
+    let _second = new.next().await;
+    for expected in [true, false] {
+        let left = timeout(SOON, control.receive::<EdgeMessage>()).await;
+        let left = left.unwrap().unwrap();
+        assert!(
+            matches!(left, EdgeMessage::Leave { serves, .. } if serves == expected),
+            "{left:?}"
+        );
+        edge.stop.cancel();
+    }
+}
+
 /// Another gateway may be behind the address of a load balancer.
 #[tokio::test]
 async fn a_drain_tries_the_same_address_if_there_is_no_other() {
