@@ -38,8 +38,9 @@ pub(crate) enum Command {
     Gateway(Gateway),
     /// Run a gateway as a child process, for a service manager whose restart must not wait for open streams
     ///
-    /// Passes the messages of the child to the service manager. SIGTERM ends this process at once, and the child drains. The
-    /// next process takes over its sockets (`gateway --take-over`).
+    /// Passes the messages of the child to the service manager. After SIGTERM this process ends as soon as the child reports that
+    /// it stops, and the child drains. The next process takes over its sockets (`gateway --take-over`). A child that reports
+    /// nothing within 10 s is killed.
     Supervise(Supervise),
     /// Run an edge, the agent on a node, which connects to the gateway; or give up its identity
     Edge(Edge),

@@ -180,7 +180,7 @@ const EXIT_CONFIG: u8 = 78;
 /// neither waiting nor another attempt creates a CA or repairs a token.
 pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
     if let Some(child) = error.downcast_ref::<supervise::ChildFailed>() {
-        return ExitCode::from(child.exit_code());
+        return child.exit_code().map_or(ExitCode::FAILURE, ExitCode::from);
     }
     let edge = error.downcast_ref::<causeway_edge::Error>();
     let gateway = error.downcast_ref::<causeway_gateway::BindError>();
@@ -191,6 +191,12 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
     } else {
         ExitCode::FAILURE
     }
+}
+
+/// Whether a child process has already logged the failure: its reason stays the last line of the log.
+pub(crate) fn is_reported(error: &anyhow::Error) -> bool {
+    let child = error.downcast_ref::<supervise::ChildFailed>();
+    child.is_some_and(|child| child.exit_code().is_some())
 }
 
 /// Prints the completion script of a shell for commands and flags.

@@ -55,12 +55,17 @@ fn main() -> ExitCode {
         }
         return ExitCode::from(2);
     }
-    let message = output::explain(&error);
-    match format {
-        LogFormat::Text => telemetry::report_error(format, &format!("causeway: {message}")),
-        LogFormat::Json => telemetry::report_error(format, &message),
+    if !command::is_reported(&error) {
+        report(format, &output::explain(&error));
     }
     command::exit_code(&error)
+}
+
+fn report(format: LogFormat, message: &str) {
+    match format {
+        LogFormat::Text => telemetry::report_error(format, &format!("causeway: {message}")),
+        LogFormat::Json => telemetry::report_error(format, message),
+    }
 }
 
 fn run(prepared: command::PreparedCommand) -> anyhow::Result<()> {

@@ -7,6 +7,10 @@ use crate::world::{
     tool::{Tool, need},
     until,
 };
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use std::{
     fs,
     sync::{
@@ -251,6 +255,62 @@ async fn after_the_end_of_the_running_process_a_takeover_is_an_ordinary_start() 
         .flag("--tunnel-listen", &site.tunnel)
         .start();
     next.wait_for_line("edge-1 connected").await;
+}
+
+#[tokio::test]
+async fn a_crash_of_the_successor_does_not_wait_for_the_old_process() {
+    let app = App::http(script).await;
+    let (site, _edge) = start(&app, "timeouts: { drain: 5m }").await;
+    let mut session = session(&site.nobody()).await;
+    let (site, mut old) = site.take_over(&[]).await;
+    old.wait_for_line("another process serves clients now")
+        .await;
+    site.gateway.signal("KILL").await;
+    let mut next = causeway("gateway --take-over")
+        .flag("--config", site.path("gateway.yaml"))
+        .flag("--tunnel-listen", &site.tunnel)
+        .start();
+    next.wait_for_line("edge-1 connected").await;
+    echoes(&mut session).await;
+    drop(session);
+    old.ended().await.ok();
+}
+
+#[tokio::test]
+async fn a_supervised_process_that_cannot_start_has_the_last_line_and_the_exit_code() {
+    let failed = causeway("supervise gateway --data-dir /dev/null --admin-listen nonsense")
+        .run()
+        .await;
+    let failed = failed.with_code(2);
+    let last = failed.stderr.lines().last().unwrap();
+    assert!(last.contains("nonsense"), "{failed:?}");
+}
+
+#[tokio::test]
+async fn a_supervised_process_that_hangs_at_the_stop_is_killed() {
+    let app = App::http(script).await;
+    let (site, _edge) = start(&app, "").await;
+    let supervised = || {
+        causeway("supervise gateway --take-over")
+            .flag("--tunnel-listen", &site.tunnel)
+            .flag("--config", site.path("gateway.yaml"))
+    };
+    let mut first = supervised().start();
+    first.wait_for_line("gateway ready").await;
+    let id = first.id();
+    let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
+    let child = Pid::from_raw(children.trim().parse().unwrap());
+    kill(child, Signal::SIGSTOP).unwrap();
+    first.signal("TERM").await;
+    first
+        .ended()
+        .await
+        .failed(&["did not stop within 10s, and was killed"]);
+    // A process that hangs would not hand over its sockets.
+    let mut second = supervised().start();
+    second.wait_for_line("edge-1 connected").await;
+    second.signal("TERM").await;
+    second.ended().await.ok();
 }
 
 #[tokio::test]
