@@ -13,6 +13,7 @@ mod error;
 mod handover;
 mod listeners;
 mod reload;
+mod sockets;
 mod tunnel_identity;
 mod watchdog;
 

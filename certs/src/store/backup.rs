@@ -6,8 +6,9 @@
 //! meanwhile.
 
 use super::atomic_file::{StoreError, io_error};
+use super::data_dir::NODES_FILE;
 use super::data_dir::{CA_FILE, Store, TICKETS_FILE};
-use super::nodes::{NODES_FILE, NodeRecord};
+use super::nodes::NodeRecord;
 use super::pins::{PINS_FILE, PinTable};
 use crate::ca::{Ca, file::CaFile};
 use crate::name::NodeName;

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use super::atomic_file::{Dir, Lock, StoreError};
-use super::nodes::NODES_FILE;
 use crate::verify::TicketSecret;
 
 const VERSION_FILE: &str = "version";
@@ -13,6 +12,8 @@ const VERSION_FILE: &str = "version";
 const VERSION: &str = "1";
 /// File of the CA.
 pub(super) const CA_FILE: &str = "ca.json";
+/// File of the records.
+pub(super) const NODES_FILE: &str = "nodes.json";
 /// File of the roots, for clients.
 pub(super) const ROOTS_FILE: &str = "ca.pem";
 /// File of the secret from which the keys of session tickets are derived.

@@ -6,14 +6,11 @@ use std::net::IpAddr;
 use serde::{Deserialize, Serialize};
 
 use super::atomic_file::{Dir, StoreError};
-use super::data_dir::Store;
+use super::data_dir::{NODES_FILE, Store};
 use crate::ca::IssuedCertificate;
 use crate::name::NodeName;
 use crate::secret::Fingerprint;
 use crate::token::NodeAttributes;
-
-/// File of the records.
-pub(super) const NODES_FILE: &str = "nodes.json";
 
 /// Record of a node, as confirmed by enrolment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

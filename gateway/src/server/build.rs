@@ -8,15 +8,16 @@ pub(super) mod upstream_tls;
 
 use super::{
     AuthorizerSource, Bound, Gateway, OwnedWorkers,
-    addresses::{SocketName, TUNNEL_PORT, advertised, bind},
+    addresses::advertised,
     ca_reload::CaReload,
     certificates,
     control_servers::{AdminListeners, ControlServers},
     data_dir::DataDirState,
     error::BindError,
-    handover::{self, Handover, InheritedSockets, OpenSockets, Predecessor},
+    handover::{self, Handover, Predecessor},
     listeners::Listeners,
     reload::{Reloadable, Reloader},
+    sockets::{self, InheritedSockets, OpenSockets, SocketName, TUNNEL_PORT, bind},
     tunnel_identity::TunnelIdentity,
 };
 use crate::{
@@ -184,7 +185,7 @@ fn open_sockets(config: &Config, servers: &ControlServers) -> OpenSockets {
     if let Some((listen, dns)) = config.dns.0.as_ref().zip(servers.dns.as_ref())
         && let Ok((udp, tcp)) = dns.try_clone()
     {
-        let [udp_name, tcp_name] = handover::dns_names(listen.listen);
+        let [udp_name, tcp_name] = sockets::dns_names(listen.listen);
         sockets.add(udp_name.bound_to(dns.local_addr()), &udp);
         sockets.add(tcp_name.bound_to(dns.local_addr()), &tcp);
     }
@@ -273,16 +274,6 @@ fn admin_listeners(
             .map(|listen| bind(METRICS_LISTENER, listen, inherited))
             .transpose()?,
     })
-}
-
-/// Binds the socket for commands. This process holds the lock of the directory, so an existing socket belongs to a dead process.
-pub(super) fn admin_socket(store: &Store) -> Option<BoundSocket> {
-    let bound = BoundSocket::unix_replacing(&store.admin_socket());
-    bound
-        .inspect_err(|error| {
-            tracing::warn!(%error, "the Unix socket for commands is not available: commands use the admin listener");
-        })
-        .ok()
 }
 
 fn admin_app(
@@ -397,7 +388,7 @@ fn bind_dns(
     inherited: &InheritedSockets,
 ) -> Result<(Option<dns::BoundSockets>, NodeNames), BindError> {
     let bound = config.dns.0.as_ref().map(|dns| {
-        if let Some(sockets) = handover::inherited_dns(inherited, dns.listen) {
+        if let Some(sockets) = sockets::inherited_dns(inherited, dns.listen) {
             return Ok(sockets);
         }
         dns::BoundSockets::bind(dns.listen).map_err(|cause| BindError::Listen {

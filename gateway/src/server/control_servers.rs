@@ -1,6 +1,6 @@
 //! Servers of a gateway beside its listeners for clients: the tunnel port, the admin listeners, DNS, and the redirection rules.
 
-use super::{build, reload::Reloadable};
+use super::reload::Reloadable;
 use crate::{
     control::{
         admin, api_cache::leaders::LeaderAssigner, dns, http, nat::Nat,
@@ -10,7 +10,10 @@ use crate::{
 };
 use axum::Router;
 use causeway_certs::Store;
-use causeway_rt::{listener, task::TaskGroup};
+use causeway_rt::{
+    listener::{self, BoundSocket},
+    task::TaskGroup,
+};
 use futures_util::future::OptionFuture;
 use std::sync::Arc;
 use tokio::runtime::Handle;
@@ -89,7 +92,7 @@ impl ControlServers {
             end: tokens.admin.clone(),
         };
         // Its connections do not count against the limit of the admin listener.
-        let admin = (self.admin, build::admin_socket(store));
+        let admin = (self.admin, admin_socket(store));
         let metrics = parts.shared.metrics.clone();
         let admin = serve_admin(admin, self.admin_state, metrics, stop);
         tasks.spawn_on(runtime, info_span!("admin"), admin);
@@ -148,4 +151,14 @@ async fn serve_admin(
         OptionFuture::from(socket),
         OptionFuture::from(metrics_server),
     );
+}
+
+/// Binds the socket for commands. This process holds the lock of the directory, so an existing socket belongs to a dead process.
+fn admin_socket(store: &Store) -> Option<BoundSocket> {
+    let bound = BoundSocket::unix_replacing(&store.admin_socket());
+    bound
+        .inspect_err(|error| {
+            tracing::warn!(%error, "the Unix socket for commands is not available: commands use the admin listener");
+        })
+        .ok()
 }

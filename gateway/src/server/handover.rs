@@ -13,12 +13,12 @@
 //! another process takes over or the drain time ends.
 
 use super::{
-    addresses::{SocketName, TUNNEL_PORT},
     control_servers::EndTokens,
     reload::{Reloadable, Reloader},
+    sockets::{InheritedSockets, OpenSockets, SocketName, TUNNEL_PORT},
 };
 use crate::{
-    control::{dns, drain, successor::Successor},
+    control::{drain, successor::Successor},
     state::{Nodes, Registry},
 };
 use causeway_certs::{DirLock, NodeName, Store, StoreError};
@@ -36,7 +36,7 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::{fs::MetadataExt, net::UnixStream},
     },
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 use tokio::{
@@ -88,25 +88,6 @@ fn network_namespace() -> Option<u64> {
 struct Released {
     /// Nodes with a tunnel.
     nodes: BTreeSet<NodeName>,
-}
-
-/// Open sockets of another process, by name, until they are taken. Cheap to clone.
-#[derive(Clone, Debug, Default)]
-pub(super) struct InheritedSockets(Arc<Mutex<Vec<(SocketName, OwnedFd)>>>);
-
-impl InheritedSockets {
-    /// Takes the socket with this address and kind, if there is one. A port that the system chose is found by its use.
-    pub(super) fn take(&self, wanted: &SocketName) -> Option<OwnedFd> {
-        let mut sockets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let index = sockets.iter().position(|(name, _)| name.serves(wanted))?;
-        Some(sockets.swap_remove(index).1)
-    }
-
-    /// Closes the sockets that were not taken.
-    pub(super) fn close(&self) {
-        let mut sockets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        sockets.clear();
-    }
 }
 
 /// Running process that this process takes over.
@@ -170,8 +151,7 @@ fn receive_offer(store: &Store) -> io::Result<(DirLock, Predecessor, InheritedSo
         sockets.push((name, receive_descriptor(&stream)?));
     }
     let claim = store.adopt_claim(receive_descriptor(&stream)?);
-    let sockets = InheritedSockets(Arc::new(Mutex::new(sockets)));
-    Ok((claim, Predecessor(stream), sockets))
+    Ok((claim, Predecessor(stream), sockets.into()))
 }
 
 impl Predecessor {
@@ -238,28 +218,6 @@ impl ReleasedPredecessor {
 
 async fn write_line(stream: &mut tokio::net::UnixStream, line: &str) -> io::Result<()> {
     stream.write_all(format!("{line}\n").as_bytes()).await
-}
-
-/// Sockets that a gateway hands over, beside those of its listeners for clients.
-#[derive(Debug, Default)]
-pub(super) struct OpenSockets(Mutex<Vec<(SocketName, OwnedFd)>>);
-
-impl OpenSockets {
-    /// Adds another handle of a socket. Without it the next process binds the address itself.
-    pub(super) fn add(&self, name: SocketName, socket: &impl AsFd) {
-        if let Ok(descriptor) = socket.as_fd().try_clone_to_owned() {
-            self.lock().push((name, descriptor));
-        }
-    }
-
-    /// Closes the handles whose names match.
-    pub(super) fn close(&self, matches: impl Fn(&SocketName) -> bool) {
-        self.lock().retain(|(name, _)| !matches(name));
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<(SocketName, OwnedFd)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// Claim of the data directory with everything that a handover needs, from the predecessor and to a successor.
@@ -419,11 +377,7 @@ impl HandoverServer {
     /// Returns handles of the open sockets.
     fn open_sockets(&self) -> Vec<(SocketName, OwnedFd)> {
         let mut all = self.reloader.parts().listeners.sockets();
-        let sockets = self.sockets.lock();
-        let own = sockets
-            .iter()
-            .filter_map(|(name, descriptor)| Some((name.clone(), descriptor.try_clone().ok()?)));
-        all.extend(own);
+        all.extend(self.sockets.handles());
         all
     }
 }
@@ -517,20 +471,4 @@ impl Drop for RuntimeFiles {
         let _ = std::fs::remove_file(self.store.admin_socket());
         let _ = std::fs::remove_file(self.store.handover_socket());
     }
-}
-
-/// Names of the DNS server's sockets.
-pub(super) fn dns_names(listen: SocketAddr) -> [SocketName; 2] {
-    let name = |kind| SocketName::new("the DNS server (dns.listen)", kind, listen.to_string());
-    [name("udp"), name("tcp")]
-}
-
-/// Takes over the sockets of the DNS server, if there are both.
-pub(super) fn inherited_dns(
-    inherited: &InheritedSockets,
-    listen: SocketAddr,
-) -> Option<dns::BoundSockets> {
-    let [udp, tcp] = dns_names(listen);
-    let (udp, tcp) = inherited.take(&udp).zip(inherited.take(&tcp))?;
-    Some(dns::BoundSockets::inherited(udp, tcp))
 }

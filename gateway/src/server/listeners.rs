@@ -8,10 +8,9 @@
 //! is not touched, and keeps all its connections.
 
 use super::{
-    addresses::{SocketName, bind},
     build::listener::ListenerSource,
     error::BindError,
-    handover::InheritedSockets,
+    sockets::{InheritedSockets, SocketName, bind},
 };
 use crate::{
     config,
