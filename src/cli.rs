@@ -169,6 +169,10 @@ pub(crate) struct Health {
     /// Check readiness instead: the gateway accepts clients, the edge has a tunnel
     #[arg(long)]
     pub(crate) ready: bool,
+    /// Fail if the process runs in another container (PID namespace) with the same data directory, as before and after a
+    /// takeover (`gateway --take-over`)
+    #[arg(long, conflicts_with = "admin")]
+    pub(crate) same_container: bool,
 }
 
 #[derive(Debug, Args)]

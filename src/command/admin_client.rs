@@ -108,6 +108,26 @@ pub(super) async fn get(address: &AdminAddress, path: &str) -> anyhow::Result<(S
     request(Method::GET, address, path).await
 }
 
+/// Sends a GET request to a process in the PID namespace of this one, which is its container. Two containers have the same
+/// data directory while one gateway takes over from the other, and only one of them listens there.
+pub(super) async fn get_from_same_container(
+    address: &AdminAddress,
+    path: &str,
+) -> anyhow::Result<(StatusCode, Bytes)> {
+    let socket = address.socket.as_deref().context("no data directory")?;
+    let attempt = async {
+        let stream = UnixStream::connect(socket)
+            .await
+            .with_context(|| format!("cannot connect to {}", socket.display()))?;
+        // The system reports 0 for a process outside of this namespace.
+        if stream.peer_cred()?.pid().is_none_or(|pid| pid == 0) {
+            bail!("the process at {address} runs in another container");
+        }
+        exchange(Method::GET, stream, (address, path)).await
+    };
+    within_request_timeout(address, attempt).await
+}
+
 /// Sends a request and returns the status and body of the response.
 pub(super) async fn request(
     method: Method,
@@ -122,6 +142,13 @@ pub(super) async fn request(
         }
         exchange(method, connect(&address.address).await?, (address, path)).await
     };
+    within_request_timeout(address, attempt).await
+}
+
+async fn within_request_timeout<T>(
+    address: &AdminAddress,
+    attempt: impl Future<Output = anyhow::Result<T>>,
+) -> anyhow::Result<T> {
     tokio::time::timeout(REQUEST_TIMEOUT, attempt)
         .await
         .with_context(|| format!("{address} did not answer within {REQUEST_TIMEOUT:?}"))?

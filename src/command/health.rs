@@ -18,7 +18,11 @@ pub(super) const DEFAULT_DATA_DIRS: [&str; 2] = ["/var/lib/causeway", "/var/lib/
 pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
     let path = if health.ready { "/readyz" } else { "/healthz" };
     for address in addresses(health.admin, health.data_dir)? {
-        let (status, body) = admin_client::get(&address, path).await?;
+        let (status, body) = if health.same_container {
+            admin_client::get_from_same_container(&address, path).await?
+        } else {
+            admin_client::get(&address, path).await?
+        };
         let message = String::from_utf8_lossy(&body);
         let message = message.trim();
         if !status.is_success() {

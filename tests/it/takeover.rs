@@ -3,7 +3,7 @@
 use crate::world::{
     app::{App, Head, Script, answer},
     client::{Client, Wire, exchange, read},
-    process::{GatewayProcess, OPEN, Process, address_after, causeway},
+    process::{GatewayProcess, OPEN, Process, address_after, binary, causeway, program},
     tool::{Tool, need},
     until,
 };
@@ -461,4 +461,21 @@ async fn unix_listeners_and_dns_are_taken_over() {
         (resolve().await.trim(), local().await.as_str()),
         ("192.0.2.1", "it")
     );
+}
+
+/// Pods of one host have the same data directory. A probe of the next pod must not report the previous one as its own process.
+#[tokio::test]
+async fn health_tells_a_process_of_another_container_apart() {
+    need!("mounts");
+    let site = GatewayProcess::start().await;
+    let data = site.data();
+    let health = |flags: &[&str]| causeway("health").flag("--data-dir", &data).args(flags);
+    health(&["--ready", "--same-container"]).run().await.ok();
+    let elsewhere = |flags: &[&str]| {
+        let other = program("unshare").args(["--pid", "--fork", binary(), "health"]);
+        other.flag("--data-dir", &data).args(flags)
+    };
+    elsewhere(&["--ready"]).run().await.ok();
+    let refused = elsewhere(&["--ready", "--same-container"]).run().await;
+    refused.failed(&["runs in another container"]);
 }
