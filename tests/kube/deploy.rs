@@ -47,6 +47,10 @@ pub(crate) fn trials() -> Vec<Trial> {
             a_gateway_that_waits_at_startup_is_not_killed,
         ),
         trial(
+            "deploy::the_next_gateway_of_a_host_can_run_beside_the_previous_one",
+            the_next_gateway_of_a_host_can_run_beside_the_previous_one,
+        ),
+        trial(
             "deploy::edges_may_join_by_tokens_all_the_same",
             edges_may_join_by_tokens_all_the_same,
         ),
@@ -109,6 +113,9 @@ const WAYS: [(&str, &[&str]); 5] = [
         &["egress/rbac.yaml", "advertise/rbac.yaml", "ports/rbac.yaml"],
     ),
 ];
+
+/// Ways with one gateway on each host of kube-apiserver.
+const ON_HOSTS: [&str; 2] = ["addresses", "egress"];
 
 /// A file of the repository.
 fn file(name: &str) -> PathBuf {
@@ -331,6 +338,10 @@ fn a_gateway_that_waits_at_startup_is_not_killed() {
             let pod = pod(named(&all, kind, name));
             let container = &pod["spec"]["containers"][0];
             let (start, live) = (&container["startupProbe"], &container["livenessProbe"]);
+            let mut start = start.clone();
+            if let Some(Value::Array(command)) = start.pointer_mut("/exec/command") {
+                command.retain(|argument| argument != SAME_CONTAINER);
+            }
             for asked in ["exec", "httpGet"] {
                 assert_eq!(start[asked], live[asked], "{way}: {name}");
             }
@@ -338,6 +349,42 @@ fn a_gateway_that_waits_at_startup_is_not_killed() {
             let waits = seconds("periodSeconds") * seconds("failureThreshold");
             assert!(waits > 14 * 24 * 3600, "{way}: {name} has {waits} s");
         }
+    }
+}
+
+/// Option of a probe that asks only the process of its own container.
+const SAME_CONTAINER: &str = "--same-container";
+
+fn the_next_gateway_of_a_host_can_run_beside_the_previous_one() {
+    let world = world();
+    for (way, _) in WAYS {
+        let all = objects(&world, &kustomized(&world, way));
+        let gateway = &named(&all, "Deployment", "causeway-gateway")["spec"];
+        let update = &gateway["strategy"]["rollingUpdate"];
+        assert_eq!(
+            *update,
+            json!({ "maxUnavailable": 0, "maxSurge": 1 }),
+            "{way}"
+        );
+        let pod = &gateway["template"]["spec"];
+        let container = &pod["containers"][0];
+        let has = |field: &Value, wanted: &str| {
+            let words = field.as_array().unwrap();
+            words.iter().any(|word| word == wanted)
+        };
+        let on_host = ON_HOSTS.contains(&way);
+        assert_eq!(pod["hostNetwork"] == true, on_host, "{way}");
+        // A named port would be a port of the host.
+        assert_eq!(container["ports"].is_null(), on_host, "{way}");
+        for option in ["--take-over", "--await-stop"] {
+            assert_eq!(has(&container["args"], option), on_host, "{way}: {option}");
+        }
+        let probe = |name: &str| has(&container[name]["exec"]["command"], SAME_CONTAINER);
+        for name in ["startupProbe", "readinessProbe"] {
+            assert_eq!(probe(name), on_host, "{way}: {name}");
+        }
+        // The previous pod lives while the next one serves.
+        assert!(!probe("livenessProbe"), "{way}");
     }
 }
 

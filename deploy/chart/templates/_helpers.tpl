@@ -130,7 +130,7 @@ merged into it. With only the values way and address the objects are the same.
 {{- else }}
 {{- if $values.nodeSelector }}{{ $_ := set $pod "nodeSelector" (mergeOverwrite ($pod.nodeSelector | default dict) (deepCopy $values.nodeSelector)) }}{{ end }}
 {{- if ne $values.replicas nil }}{{ $_ := set $spec "replicas" $values.replicas }}{{ end }}
-{{- if $values.metrics.enabled }}
+{{- if and $values.metrics.enabled (not $pod.hostNetwork) }}
 {{- $_ := set $container "ports" (append $container.ports (dict "name" "metrics" "containerPort" $values.metrics.port)) }}
 {{- end }}
 {{- range $volume := $pod.volumes }}

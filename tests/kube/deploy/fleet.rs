@@ -152,7 +152,8 @@ impl<'a> Fleet<'a> {
         }
     }
 
-    /// Checks that both gateways are on the node of the cloud that is not drained, and that all pods have this image.
+    /// Checks that the gateways are on the node of the cloud that is not drained and were started once, and that all pods have
+    /// this image.
     pub(super) fn runs(&self, image: &str) {
         let pods = self
             .world
@@ -165,6 +166,8 @@ impl<'a> Fleet<'a> {
             assert_eq!(pod["spec"]["containers"][0]["image"], image);
             if pod["metadata"]["namespace"] == "causeway" {
                 assert_eq!(pod["spec"]["nodeName"], self.cloud.name.as_str());
+                let container = &pod["status"]["containerStatuses"][0];
+                assert_eq!(container["restartCount"], 0, "{pod:#}");
             }
         }
     }

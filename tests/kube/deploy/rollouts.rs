@@ -3,12 +3,16 @@
 //! Real controllers and a real scheduler make and place all pods, in the Dockerfile's folders, modes and user. The commands
 //! are those of `deploy/README.md`.
 
-use std::{collections::BTreeSet, fs};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+};
 
 use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
 use super::{
+    ON_HOSTS,
     commands::{Shell, block, blocks, own_names},
     fleet::{Client, Counted, Fleet, VERSIONS, dns},
     helm, kustomized, objects,
@@ -25,7 +29,7 @@ use crate::{
     },
 };
 
-pub(super) fn trials() -> [Trial; 5] {
+pub(super) fn trials() -> [Trial; 6] {
     [
         trial(
             "deploy::rollouts_of_clients_are_counted",
@@ -44,6 +48,10 @@ pub(super) fn trials() -> [Trial; 5] {
             rollouts_on_hosts_are_counted,
         ),
         trial(
+            "deploy::rollouts_on_several_hosts_change_the_gateway_of_each",
+            rollouts_on_several_hosts_change_the_gateway_of_each,
+        ),
+        trial(
             "deploy::rollouts_by_helm_are_counted",
             rollouts_by_helm_are_counted,
         ),
@@ -53,7 +61,7 @@ pub(super) fn trials() -> [Trial; 5] {
 /// The overlay as a user has edited it: the address of the gateways, and names of the tests.
 fn edited(fleet: &Fleet<'_>, way: &str) -> Vec<Value> {
     let world = fleet.world;
-    let on_hosts = ["addresses", "egress"].contains(&way);
+    let on_hosts = ON_HOSTS.contains(&way);
     let address = fleet.cloud.site.address().to_string();
     let name = if on_hosts { address.as_str() } else { GATEWAYS };
     let text = kustomized(world, way).replace("gw.example.com", name);
@@ -121,7 +129,7 @@ fn is_left(fleet: &Fleet<'_>, way: &str, objects: &[&str]) {
         .edges
         .iter()
         .map(|node| format!("{}: /var/lib/causeway-edge", node.name));
-    let on_host = ["addresses", "egress"].contains(&way);
+    let on_host = ON_HOSTS.contains(&way);
     let host = on_host.then(|| format!("{}: /var/lib/causeway", fleet.cloud.name));
     let socket = (way == "egress").then(|| format!("{}: /run/causeway", fleet.cloud.name));
     let objects = objects.iter().map(|&it| it.to_owned());
@@ -247,7 +255,8 @@ fn rollouts_on_hosts_are_counted() {
         let url = format!("https://{}:10250/healthz", node.site.address());
         curl.args([url]).run()
     };
-    rolls(&fleet, "addresses", (None, &address));
+    let both = rolls(&fleet, "addresses", (None, &address));
+    both.iter().for_each(Counted::none_failed);
     let folders = fleet
         .cloud
         .at("install")
@@ -267,7 +276,84 @@ fn rollouts_on_hosts_are_counted() {
         );
         fleet.cloud.at("python3").args(["-c", &line]).run()
     };
-    rolls(&fleet, "egress", (None, &socket));
+    let both = rolls(&fleet, "egress", (None, &socket));
+    both.iter().for_each(Counted::none_failed);
+}
+
+/// Replaces the gateways of two hosts. Each host has one gateway before and after, and its socket always answers.
+fn rollouts_on_several_hosts_change_the_gateway_of_each() {
+    let world = world();
+    let Some(fleet) = Fleet::start(&world, 53) else {
+        return;
+    };
+    let hosts = [&fleet.cloud, &fleet.edges[0]];
+    let labels =
+        "causeway.io/edge- openyurt.io/is-edge-worker- node-role.kubernetes.io/control-plane=";
+    let line = format!("label node {} {labels}", hosts[1].name);
+    world.cluster.kubectl(&line).run().ok();
+    for host in hosts {
+        let folders = host.at("install").words("-d -m 700 -o 65532 -g 65532");
+        let folders = folders.args(["/var/lib/causeway", "/run/causeway"]);
+        folders.run().ok();
+    }
+    let mut all = edited(&fleet, "egress");
+    for object in &mut all {
+        if object["kind"] == "Deployment" {
+            object["spec"]["replicas"] = json!(hosts.len());
+        }
+    }
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": all }).to_string();
+    let apply = |version: &str| {
+        let list = list.replace(VERSIONS[0], version);
+        world.cluster.kubectl("apply -f -").input(list).run().ok();
+        fleet.is_up();
+    };
+    let old = "delete -n causeway secret causeway-ca --ignore-not-found";
+    world.cluster.kubectl("create namespace causeway").run();
+    world.cluster.kubectl(old).run().ok();
+    ca_secret(&world);
+    apply(VERSIONS[0]);
+    let first = gateways(&world);
+    let names: BTreeSet<_> = hosts.map(|host| host.name.clone()).into();
+    assert_eq!(first.keys().cloned().collect::<BTreeSet<_>>(), names);
+    // Any response will do, because edges reach only the gateway of the first host.
+    let socket = |node: &Node, _: Option<&str>| {
+        let host = if node.name == hosts[1].name {
+            hosts[1]
+        } else {
+            hosts[0]
+        };
+        let line = "import socket,sys\ns=socket.socket(socket.AF_UNIX)\ns.settimeout(20)\ns.connect('/run/causeway/kube-apiserver.sock')\ns.sendall(b'CONNECT nobody:1 HTTP/1.1\\r\\nHost: nobody:1\\r\\n\\r\\n')\nh=s.recv(999)\nsys.exit(0 if h.startswith(b'HTTP/1.1 ') else str(h))";
+        host.at("python3").args(["-c", line]).run()
+    };
+    let update = fleet.under_requests((None, &socket), || apply(VERSIONS[1]));
+    update.report("two hosts: update").none_failed();
+    let second = gateways(&world);
+    assert_eq!(second.keys().cloned().collect::<BTreeSet<_>>(), names);
+    for (host, pod) in &second {
+        assert_eq!(pod["spec"]["containers"][0]["image"], VERSIONS[1]);
+        let container = &pod["status"]["containerStatuses"][0];
+        assert_eq!(container["restartCount"], 0, "{host}: {pod:#}");
+        assert_ne!(pod["metadata"]["uid"], first[host]["metadata"]["uid"]);
+    }
+    let delete = "delete --ignore-not-found -f -";
+    let delete = world.cluster.kubectl(delete).input(list);
+    delete.within(8 * PATIENCE).run().ok();
+}
+
+/// Returns the gateways' pods that are not being deleted, by the names of their nodes. Panics if a node has two.
+fn gateways(world: &World) -> BTreeMap<String, Value> {
+    let pods = "pods -n causeway -l app.kubernetes.io/component=gateway";
+    let pods = world.cluster.get(pods).unwrap();
+    let mut by_node = BTreeMap::new();
+    for pod in pods["items"].as_array().unwrap() {
+        if pod["metadata"]["deletionTimestamp"].is_null() {
+            let node = pod["spec"]["nodeName"].as_str().unwrap_or_default();
+            let other = by_node.insert(node.to_owned(), pod.clone());
+            assert!(other.is_none(), "{node} has two gateways: {pods:#}");
+        }
+    }
+    by_node
 }
 
 fn rollouts_by_helm_are_counted() {
