@@ -247,7 +247,7 @@ async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Dura
     }
 }
 
-/// Notifies every connected tunnel, each at a random time within [`ANNOUNCE_SPREAD`] or a quarter of `grace`. With `successor`,
+/// Notifies every connected tunnel, each at a random time within 3 s or a quarter of `grace`. With `successor`,
 /// the edges connect to another process at the same address.
 pub async fn announce_drain(registry: &Registry, grace: Duration, successor: bool) {
     let begin = Instant::now();
