@@ -19,7 +19,7 @@ mod watchdog;
 
 use control_servers::{ControlServers, EndTokens};
 pub use error::BindError;
-use handover::{Handover, RuntimeFiles};
+use handover::{Handover, ReleasedPredecessor, RuntimeFiles};
 pub use listeners::ListenerDiff;
 use listeners::Listeners;
 use reload::Reloadable;
@@ -218,6 +218,8 @@ pub enum RunEnd {
     Stopped,
     /// Another process has taken over its sockets and its data directory.
     HandedOver,
+    /// It has not served: the running process did not hand over in time, and continues.
+    NotHandedOver,
 }
 
 /// Addresses of the bound listeners of a gateway.
@@ -350,6 +352,11 @@ impl Bound {
         }
     }
 
+    /// Returns a token that is cancelled when another process serves clients in place of this one.
+    pub fn handed_over(&self) -> CancellationToken {
+        self.handover.successor().serving
+    }
+
     /// Returns a handle that replaces the configuration of the gateway at any time.
     pub fn reloader(&self) -> Reloader {
         self.reloader.clone()
@@ -387,7 +394,10 @@ impl Bound {
     /// Serves until `stop` or until another process has taken over, then drains for at most the configured time. Returns when all
     /// connections have ended.
     pub async fn run(mut self, stop: CancellationToken) -> RunEnd {
-        let predecessor = self.handover.take_over(&self.reloader).await;
+        let taken_over = self.handover.take_over(&self.store, &self.reloader).await;
+        let Ok(predecessor) = taken_over else {
+            return RunEnd::NotHandedOver;
+        };
         let addresses = self.addresses();
         let (grace, successor) = (self.shared.timeouts.drain, self.handover.successor());
         // Dropping this future stops the gateway: first its tasks, then the threads that it started.
@@ -402,18 +412,7 @@ impl Bound {
         let files = RuntimeFiles::new(&self.store, addresses.admin, &successor);
         let (pin_writer, meetings) = self.pins;
         beside.spawn_on(runtime, info_span!("pins"), pin_writer.run(meetings));
-        if let Some(predecessor) = &predecessor {
-            // Clients are served, by the predecessor until this process is.
-            self.readiness.set_ready();
-            let nodes = parts.authority.node_sync.nodes.reader();
-            let connected = predecessor.wait_for_edges(registry, &nodes);
-            stop.run_until_cancelled(connected).await;
-        }
-        parts.listeners.open();
-        self.readiness.set_ready();
-        if let Some(predecessor) = predecessor {
-            predecessor.report_serving().await;
-        }
+        open_listeners(parts, (&self.readiness, &self.store), predecessor, &stop).await;
         let (claim, server) = self.handover.server(&self.store, &self.reloader, grace);
         let serving = server.run(claim, tokens.clone());
         control_tasks.spawn_on(runtime, info_span!("handover"), serving);
@@ -449,6 +448,27 @@ impl Bound {
             RunEnd::Stopped
         }
     }
+}
+
+/// Opens the listeners to clients, after a takeover only when the edges have connected.
+async fn open_listeners(
+    parts: &Reloadable,
+    (readiness, store): (&Readiness, &Store),
+    predecessor: Option<ReleasedPredecessor>,
+    stop: &CancellationToken,
+) {
+    let Some(predecessor) = predecessor else {
+        parts.listeners.open();
+        return readiness.set_ready();
+    };
+    // Clients are served, by the predecessor until this process is.
+    readiness.set_ready();
+    let nodes = parts.authority.node_sync.nodes.reader();
+    let connected = predecessor.wait_for_edges(&parts.shared.registry, &nodes);
+    stop.run_until_cancelled(connected).await;
+    parts.listeners.open();
+    predecessor.report_serving().await;
+    startup_hold::forget_connected_nodes(store).await;
 }
 
 /// Drains edges, listeners and streams within `timeouts.drain`. Returns the number of streams that had not ended by then.

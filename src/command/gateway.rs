@@ -11,6 +11,7 @@ use causeway_gateway::state::{Policy, PolicyWriter};
 use causeway_gateway::{Bound, Config, Gateway, Reloader, RunEnd};
 use causeway_watch_cache::{WatchCache, manifests::Manifests};
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 
 use super::kubernetes::{self, ClusterSenders, KubernetesControllers};
 use super::{manifests, policy, rlimit};
@@ -57,7 +58,13 @@ pub(crate) async fn run(
     let gateway = cluster.attach_to(gateway);
     let bound = bind_and_load_manifests(gateway, manifests_dir.as_deref(), &notify)?;
     let (senders, inputs) = ClusterInputs::channel(reload_sender);
-    let cluster = cluster.spawn_controllers(&bound, senders, stop.clone());
+    let controllers_stop = stop.child_token();
+    let cluster = cluster.spawn_controllers(&bound, senders, controllers_stop.clone());
+    let cluster = Box::pin(stop_at_handover(
+        cluster,
+        bound.handed_over(),
+        controllers_stop,
+    ));
     let store = bound.store().clone();
     let current_rules = policy.reader().rules();
     policy::warn_of_labels(current_rules.as_deref(), kubernetes.as_ref(), &store);
@@ -81,6 +88,19 @@ pub(crate) async fn run(
     finish(result, &mut signals, await_stop).await
 }
 
+/// Runs the controllers, and stops them when another process has taken over, whose controllers continue.
+async fn stop_at_handover<T>(
+    controllers: impl Future<Output = T>,
+    handed_over: CancellationToken,
+    stop: CancellationToken,
+) -> T {
+    let stopping = async {
+        handed_over.cancelled().await;
+        stop.cancel();
+    };
+    tokio::join!(controllers, stopping).0
+}
+
 /// Waits for a signal after another process has taken over, if `await_stop`.
 async fn finish(
     result: Option<RunEnd>,
@@ -89,6 +109,9 @@ async fn finish(
 ) -> anyhow::Result<()> {
     match result {
         None => bail!("stopped at once by a second signal; open streams were cut"),
+        Some(RunEnd::NotHandedOver) => {
+            bail!("the running gateway did not hand over its sockets in time, and continues")
+        }
         Some(RunEnd::HandedOver) if await_stop => {
             tracing::info!("waiting for SIGTERM, because another process has taken over");
             let stop = signals.stop.clone();

@@ -346,7 +346,7 @@ async fn a_missing_capability_or_taken_table_name_is_reported() {
     let ports = watch::Sender::default().subscribe();
     let taken = Nat::install(&Redirect::default().table, &nodes, &ports, false);
     assert!(matches!(taken, Err(NatError::TableInUse(_))), "{taken:?}");
-    site.gateway.signal("KILL").await;
+    site.gateway.kill().await;
     let less = program("setpriv").args(["--bounding-set=-net_admin", binary(), "gateway"]);
     let less = less
         .flag("--config", configuration)

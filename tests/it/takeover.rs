@@ -389,7 +389,8 @@ async fn the_next_process_starts_although_an_earlier_one_still_drains() {
 #[tokio::test]
 async fn the_running_process_serves_on_if_its_successor_is_killed() {
     let app = App::http(script).await;
-    let (site, _edge) = start(&app, "timeouts: { drain: 5m }").await;
+    let dns = "dns: { listen: \"127.0.0.1:0\", zones: [edges.example], addresses: [192.0.2.1] }";
+    let (site, _edge) = start(&app, &format!("timeouts: {{ drain: 5m }}\n{dns}")).await;
     // The successor waits for this edge, which does not respond.
     let silent = site.join("edge-2", app.port()).await;
     silent.signal("STOP").await;

@@ -247,7 +247,7 @@ async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Dura
     }
 }
 
-/// Notifies every connected tunnel, each at a random time within 3 s or a quarter of `grace`. With `successor`,
+/// Notifies every tunnel that is not leaving, each at a random time within 3 s or a quarter of `grace`. With `successor`,
 /// the edges connect to another process at the same address.
 pub async fn announce_drain(registry: &Registry, grace: Duration, successor: bool) {
     let begin = Instant::now();
@@ -255,6 +255,7 @@ pub async fn announce_drain(registry: &Registry, grace: Duration, successor: boo
     let mut edges: Vec<(Duration, TunnelInfo)> = registry
         .all()
         .into_iter()
+        .filter(|(_, edge)| !edge.is_leaving())
         .map(|(_, edge)| (spread.mul_f64(rand::random()), edge))
         .collect();
     edges.sort_by_key(|(after, _)| *after);
@@ -262,7 +263,7 @@ pub async fn announce_drain(registry: &Registry, grace: Duration, successor: boo
         tunnels = edges.len(),
         ?grace,
         successor,
-        "draining: asking edges to connect to another gateway"
+        "draining: asking edges to connect again, to another gateway or to the successor"
     );
     for (after, edge) in edges {
         sleep_until(begin + after).await;

@@ -147,6 +147,8 @@ pub async fn run(listener: BoundSocket, router: Router, limit: ConnectionLimit, 
             slot.run(serving).await;
         });
     }
+    // The next process may bind the address.
+    drop(listener);
     connections.drain(SHUTDOWN_GRACE).await;
 }
 

@@ -36,6 +36,14 @@ pub async fn save_connected_nodes(store: &Store, registry: &Registry) {
     }
 }
 
+/// Removes the stored names. A process that has taken over does not wait for them.
+pub async fn forget_connected_nodes(store: &Store) {
+    let store = store.clone();
+    if let Ok(Err(error)) = spawn_blocking(move || store.remove_runtime(FILE_NAME)).await {
+        tracing::warn!(%error, "the list of connected nodes cannot be removed");
+    }
+}
+
 /// Reads and removes the file of the previous process, because it is valid for one restart only.
 fn take_connected_nodes(store: &Store) -> Result<Option<BTreeSet<NodeName>>, StoreError> {
     let text = store.read_runtime(FILE_NAME)?;

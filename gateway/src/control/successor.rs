@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 /// Progress of a handover to a successor. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Successor {
-    /// Cancelled when the successor can accept tunnels.
+    /// Cancelled when the successor has bound its sockets.
     pub ready: CancellationToken,
     /// Cancelled when this process enrols no edge any more.
     pub released: CancellationToken,

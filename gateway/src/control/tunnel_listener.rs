@@ -48,8 +48,8 @@ use tracing::{debug, info_span, warn};
 
 /// Time beyond the drain time for a tunnel to receive the last message and to disconnect.
 const GOODBYE_TIME: Duration = Duration::from_secs(2);
-/// Time for enrolments that have begun when the gateway stops.
-const MAX_ENROLMENT_WAIT: Duration = Duration::from_secs(5);
+/// Time for enrolments that have begun when the gateway stops: their last request, and its grace period.
+const MAX_ENROLMENT_WAIT: Duration = Duration::from_secs(7);
 /// Interval of checks whether enrolments have ended.
 const ENROLMENT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// The label of this listener in metrics.
@@ -352,6 +352,10 @@ impl HandshakeContext {
             &self.joining
         };
         let slot = limit.admit(from.ip()).map_err(|_| HandshakeError::Full)?;
+        // A successor may have read the data directory already.
+        if self.stop.is_cancelled() {
+            return Err(HandshakeError::Stopping);
+        }
         let peer = Peer {
             address: Some(from.ip().to_canonical()),
             identity,

@@ -20,7 +20,7 @@ use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
-/// Tokens by which a running gateway ends, in this order.
+/// Tokens by which the parts of a running gateway end.
 #[derive(Clone, Debug)]
 pub(super) struct EndTokens {
     /// Cancelled when no tunnels are accepted any more.

@@ -15,7 +15,7 @@
 use super::{
     control_servers::EndTokens,
     reload::{Reloadable, Reloader},
-    sockets::{InheritedSockets, OpenSockets, SocketName, TUNNEL_PORT},
+    sockets::{DNS_SERVER, InheritedSockets, OpenSockets, SocketName, TUNNEL_PORT},
 };
 use crate::{
     control::{drain, successor::Successor},
@@ -36,6 +36,7 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::{fs::MetadataExt, net::UnixStream},
     },
+    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -47,7 +48,7 @@ use tokio::{
 
 /// Time for one message of a process that responds.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time for a successor to bind its sockets.
+/// Time for a successor to bind its sockets, and to serve clients after that.
 const BIND_TIMEOUT: Duration = Duration::from_mins(1);
 /// Time in which a running process that cannot be reached may end, so that this process starts in the ordinary way.
 const PREDECESSOR_WAIT: Duration = Duration::from_secs(15);
@@ -94,6 +95,10 @@ struct Released {
 #[derive(Debug)]
 pub(super) struct Predecessor(UnixStream);
 
+/// Error of a takeover: the running process did not wait for this one, and continues.
+#[derive(Debug)]
+pub(super) struct StillRunning;
+
 /// Connection to a predecessor that accepts neither tunnels nor commands any more.
 pub(super) struct ReleasedPredecessor {
     stream: tokio::net::UnixStream,
@@ -118,7 +123,7 @@ pub(super) fn claim_or_take_over(store: &Store) -> Result<Claim, StoreError> {
         match receive_offer(store) {
             Ok((claim, predecessor, sockets)) => return Ok((claim, Some((predecessor, sockets)))),
             // A process that is starting or ending does not respond.
-            Err(error) if Instant::now() >= end => {
+            Err(error) if error.kind() == io::ErrorKind::Unsupported || Instant::now() >= end => {
                 tracing::warn!(%error, "the running gateway does not hand over its sockets");
                 return Err(in_use);
             }
@@ -142,7 +147,8 @@ fn receive_offer(store: &Store) -> io::Result<(DirLock, Predecessor, InheritedSo
     }
     let offer: Offer = serde_json::from_slice(&line)?;
     if offer.version != VERSION || offer.network_namespace != network_namespace() {
-        return Err(io::Error::other(
+        return Err(io::Error::new(
+            io::ErrorKind::Unsupported,
             "it has another version of the handover, or runs in another network namespace",
         ));
     }
@@ -156,7 +162,10 @@ fn receive_offer(store: &Store) -> io::Result<(DirLock, Predecessor, InheritedSo
 
 impl Predecessor {
     /// Makes the running process stop accepting tunnels and commands, and waits until it has. Returns `None` if it has ended.
-    pub(super) async fn release(self) -> Option<ReleasedPredecessor> {
+    ///
+    /// # Errors
+    /// If it is running and does not respond in time.
+    async fn release(self, store: &Store) -> Result<Option<ReleasedPredecessor>, StillRunning> {
         let releasing = async {
             self.0.set_nonblocking(true)?;
             let mut stream = tokio::net::UnixStream::from_std(self.0)?;
@@ -176,11 +185,15 @@ impl Predecessor {
                     nodes = released.nodes.len(),
                     "taking over from the running gateway"
                 );
-                Some(released)
+                Ok(Some(released))
+            }
+            Err(error) if UnixStream::connect(store.handover_socket()).is_ok() => {
+                tracing::error!(%error, "the running gateway does not respond, and continues");
+                Err(StillRunning)
             }
             Err(error) => {
-                tracing::warn!(%error, "the running gateway ended during the handover, or does not respond");
-                None
+                tracing::warn!(%error, "the running gateway ended during the handover");
+                Ok(None)
             }
         }
     }
@@ -252,10 +265,20 @@ impl Handover {
 
     /// Takes over from the running process, if there is one, and reads the data directory again: that process may have enrolled
     /// edges or revoked nodes since this one has read it.
-    pub(super) async fn take_over(&mut self, reloader: &Reloader) -> Option<ReleasedPredecessor> {
-        let predecessor = self.predecessor.take()?.release().await;
+    ///
+    /// # Errors
+    /// If the running process does not hand over.
+    pub(super) async fn take_over(
+        &mut self,
+        store: &Store,
+        reloader: &Reloader,
+    ) -> Result<Option<ReleasedPredecessor>, StillRunning> {
+        let Some(predecessor) = self.predecessor.take() else {
+            return Ok(None);
+        };
+        let released = predecessor.release(store).await?;
         refresh(reloader.parts()).await;
-        predecessor
+        Ok(released)
     }
 
     /// Returns the claim, and the server of handovers to successors. Open streams get `grace`.
@@ -295,11 +318,12 @@ impl HandoverServer {
             self.successor.ready.cancelled().await;
             // Commands go to the successor from now on.
             tokens.admin.cancel();
-            self.sockets.close(|_| true);
+            self.sockets.close(|name| !name.is_for(DNS_SERVER));
             follow_data_dir(&self.store, self.reloader.parts()).await;
         };
         let serving = async {
             self.accept(claim).await;
+            self.sockets.close(|_| true);
             tokens.names.cancel();
             std::future::pending::<()>().await;
         };
@@ -322,11 +346,16 @@ impl HandoverServer {
                 return std::future::pending().await;
             }
         };
+        let _file = SocketFile(path, self.successor.clone());
+        // Nodes that have connected to a successor that has failed count as well.
+        let mut nodes = BTreeSet::new();
         loop {
             let (socket, _) = listener.accept().await;
             let handover = async {
                 match socket.detach()? {
-                    DetachedSocket::Unix(stream) => self.hand_over(stream, claim.clone()).await,
+                    DetachedSocket::Unix(stream) => {
+                        self.hand_over(stream, claim.clone(), &mut nodes).await
+                    }
                     DetachedSocket::Tcp(_) => Err(io::ErrorKind::InvalidInput.into()),
                 }
             };
@@ -341,7 +370,12 @@ impl HandoverServer {
         }
     }
 
-    async fn hand_over(&self, stream: UnixStream, claim: Arc<DirLock>) -> io::Result<()> {
+    async fn hand_over(
+        &self,
+        stream: UnixStream,
+        claim: Arc<DirLock>,
+        nodes: &mut BTreeSet<NodeName>,
+    ) -> io::Result<()> {
         let offered = self.open_sockets();
         let stream = spawn_blocking(move || send_offer(stream, &offered, &claim)).await??;
         let mut lines = BufReader::new(tokio::net::UnixStream::from_std(stream)?).lines();
@@ -355,12 +389,14 @@ impl HandoverServer {
         let registry = &self.reloader.parts().shared.registry;
         let all = registry.all();
         let connected = all.into_iter().filter(|(_, edge)| !edge.is_leaving());
-        let nodes = connected.map(|(node, _)| node).collect();
-        let released = serde_json::to_string(&Released { nodes })?;
+        nodes.extend(connected.map(|(node, _)| node));
+        let released = serde_json::to_string(&Released {
+            nodes: nodes.clone(),
+        })?;
         let stream = lines.get_mut().get_mut();
         timeout(MESSAGE_TIMEOUT, write_line(stream, &released)).await??;
         let serving = async {
-            match lines.next_line().await? {
+            match next_line(&mut lines, BIND_TIMEOUT).await? {
                 Some(line) if line == SERVING => Ok(()),
                 _ => Err(io::Error::other("it ended before it served clients")),
             }
@@ -371,6 +407,8 @@ impl HandoverServer {
         serving?;
         tracing::info!("another process serves clients now");
         self.successor.serving.cancel();
+        // Edges whose hello was not finished before.
+        drain::announce_drain(registry, self.grace, true).await;
         Ok(())
     }
 
@@ -467,8 +505,19 @@ impl Drop for RuntimeFiles {
         if let Err(error) = self.store.remove_runtime(Store::ADMIN_ADDRESS) {
             tracing::warn!(%error, "the admin address could not be removed");
         }
-        // Leftover sockets do no harm; the next process replaces them.
+        // A leftover socket does no harm; the next process replaces it.
         let _ = std::fs::remove_file(self.store.admin_socket());
-        let _ = std::fs::remove_file(self.store.handover_socket());
+    }
+}
+
+/// File of the handover socket, which is removed when the value is dropped, unless it belongs to a successor by then.
+struct SocketFile(PathBuf, Successor);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if !self.1.ready.is_cancelled() {
+            // A leftover socket does no harm; the next process replaces it.
+            let _ = std::fs::remove_file(&self.0);
+        }
     }
 }

@@ -306,6 +306,11 @@ impl Listeners {
         )
     }
 
+    /// Whether the listeners are closed, and only their open streams continue.
+    pub(super) fn is_draining(&self) -> bool {
+        self.standing().is_draining
+    }
+
     /// Opens the listeners to clients.
     pub(super) fn open(&self) {
         let mut standing = self.standing();
@@ -399,13 +404,7 @@ impl Listeners {
                 .iter()
                 .filter(|other| before.shares_ca(other));
             let revoked = revoked.flat_map(|other| &other.listener.client_auth.revoked);
-            let mut configured = before.listener.clone();
-            let listed = &mut configured.client_auth.revoked;
-            for serial in revoked {
-                if !listed.contains(serial) {
-                    listed.push(serial.clone());
-                }
-            }
+            let configured = with_revoked(before, revoked);
             rebuilt.extend(self.rebuild((before, &listener), &configured));
         }
         rebuilt
@@ -417,11 +416,18 @@ impl Listeners {
         standing: &ActiveListeners,
         listeners: &[config::Listener],
     ) -> Vec<Rebuilt> {
+        let read = |new| ListenerSource::read(new).ok();
+        let sources: Vec<_> = listeners.iter().filter_map(read).collect();
         let rebuild = |(before, listener): (&ListenerSource, Arc<Listener>)| {
             let (name, protocol) = (&before.listener.name, before.listener.protocol);
             let mut listed = listeners.iter();
             let configured = listed.find(|new| new.name == *name && new.protocol == protocol);
-            self.rebuild((before, &listener), configured.unwrap_or(&before.listener))
+            let configured = configured.cloned().unwrap_or_else(|| {
+                let related = sources.iter().filter(|other| before.shares_ca(other));
+                let revoked = related.flat_map(|other| &other.listener.client_auth.revoked);
+                with_revoked(before, revoked)
+            });
+            self.rebuild((before, &listener), &configured)
         };
         standing.removed().filter_map(rebuild).collect()
     }
@@ -447,7 +453,7 @@ impl Listeners {
         };
         build().unwrap_or_else(|error| {
             let name = &listener.name;
-            tracing::warn!(listener = name, %error, "this listener was removed; its open streams are checked against its last loaded files");
+            tracing::warn!(listener = name, %error, "this closed listener cannot be rebuilt; its open streams are checked against its last loaded files");
             None
         })
     }
@@ -508,6 +514,21 @@ impl Listeners {
     fn standing(&self) -> MutexGuard<'_, ActiveListeners> {
         self.active.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns the configuration of a removed listener, which also revokes these client certificates.
+fn with_revoked<'a>(
+    before: &ListenerSource,
+    revoked: impl Iterator<Item = &'a config::Serial>,
+) -> config::Listener {
+    let mut configured = before.listener.clone();
+    let listed = &mut configured.client_auth.revoked;
+    for serial in revoked {
+        if !listed.contains(serial) {
+            listed.push(serial.clone());
+        }
+    }
+    configured
 }
 
 /// Returns the description of a listener's socket, for errors and handovers.

@@ -181,7 +181,9 @@ impl PendingReload<'_> {
         let dns = self.zones.is_some_and(|zones| parts.names.replace(zones));
         let apps = parts.shared.upstream_tls_ports.replace(self.upstream_tls);
         let listeners = self.listeners.apply(rules);
-        if let Some((redirect, configured)) = self.redirect {
+        if let Some((redirect, configured)) = self.redirect
+            && !parts.listeners.is_draining()
+        {
             let port_map = PortMap::new(&redirect, &configured, &parts.listeners.addresses());
             parts.ports.send_replace(port_map);
         }

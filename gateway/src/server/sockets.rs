@@ -13,6 +13,9 @@ use std::{
 /// Use of the tunnel port's socket.
 pub(super) const TUNNEL_PORT: &str = "the tunnel port (tunnel.listen)";
 
+/// Use of the DNS server's sockets.
+pub(super) const DNS_SERVER: &str = "the DNS server (dns.listen)";
+
 /// Name of a listening socket in a handover: its use, its kind, its configured address, and its port if the system chose it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct SocketName {
@@ -153,7 +156,7 @@ pub(super) fn bind(
 
 /// Names of the DNS server's sockets.
 pub(super) fn dns_names(listen: SocketAddr) -> [SocketName; 2] {
-    let name = |kind| SocketName::new("the DNS server (dns.listen)", kind, listen.to_string());
+    let name = |kind| SocketName::new(DNS_SERVER, kind, listen.to_string());
     [name("udp"), name("tcp")]
 }
 
