@@ -3,7 +3,7 @@
 use crate::world::{
     app::{App, Head, Script, answer},
     client::{Client, Wire, exchange, read},
-    process::{GatewayProcess, OPEN, Process, address_after, binary, causeway, program},
+    process::{Causeway, GatewayProcess, OPEN, Process, address_after, binary, causeway, program},
     tool::{Tool, need},
     until,
 };
@@ -41,6 +41,13 @@ async fn start_with(app: &App, configuration: &str) -> (GatewayProcess, Process)
     let site = GatewayProcess::with_listeners(configuration).await;
     let edge = site.join("edge-1", app.port()).await;
     (site, edge)
+}
+
+/// Returns a process that takes over from the gateway, started by `command` if there is one.
+fn successor(site: &GatewayProcess, command: &str) -> Causeway {
+    causeway(&format!("{command} gateway --take-over"))
+        .flag("--config", site.path("gateway.yaml"))
+        .flag("--tunnel-listen", &site.tunnel)
 }
 
 /// A session through an upgrade.
@@ -159,9 +166,7 @@ async fn a_process_that_cannot_start_leaves_the_running_one_unchanged() {
     let (mut site, _edge) = start(&app, "").await;
     let occupied = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = occupied.local_addr().unwrap().to_string();
-    let failed = causeway("gateway --take-over")
-        .flag("--tunnel-listen", &site.tunnel)
-        .flag("--config", site.path("gateway.yaml"))
+    let failed = successor(&site, "")
         .flag("--admin-metrics-listen", &address)
         .run()
         .await;
@@ -250,10 +255,7 @@ async fn after_the_end_of_the_running_process_a_takeover_is_an_ordinary_start() 
     let app = App::http(script).await;
     let (site, _edge) = start(&app, "").await;
     site.gateway.signal("KILL").await;
-    let mut next = causeway("gateway --take-over")
-        .flag("--config", site.path("gateway.yaml"))
-        .flag("--tunnel-listen", &site.tunnel)
-        .start();
+    let mut next = successor(&site, "").start();
     next.wait_for_line("edge-1 connected").await;
 }
 
@@ -266,10 +268,7 @@ async fn a_crash_of_the_successor_does_not_wait_for_the_old_process() {
     old.wait_for_line("another process serves clients now")
         .await;
     site.gateway.signal("KILL").await;
-    let mut next = causeway("gateway --take-over")
-        .flag("--config", site.path("gateway.yaml"))
-        .flag("--tunnel-listen", &site.tunnel)
-        .start();
+    let mut next = successor(&site, "").start();
     next.wait_for_line("edge-1 connected").await;
     echoes(&mut session).await;
     drop(session);
@@ -290,11 +289,7 @@ async fn a_supervised_process_that_cannot_start_has_the_last_line_and_the_exit_c
 async fn a_supervised_process_that_hangs_at_the_stop_is_killed() {
     let app = App::http(script).await;
     let (site, _edge) = start(&app, "").await;
-    let supervised = || {
-        causeway("supervise gateway --take-over")
-            .flag("--tunnel-listen", &site.tunnel)
-            .flag("--config", site.path("gateway.yaml"))
-    };
+    let supervised = || successor(&site, "supervise");
     let mut first = supervised().start();
     first.wait_for_line("gateway ready").await;
     let id = first.id();
@@ -317,11 +312,7 @@ async fn a_supervised_process_that_hangs_at_the_stop_is_killed() {
 async fn a_supervised_restart_does_not_wait_for_open_sessions() {
     let app = App::http(script).await;
     let (site, _edge) = start(&app, "timeouts: { drain: 5m }").await;
-    let supervised = || {
-        causeway("supervise gateway --take-over")
-            .flag("--tunnel-listen", &site.tunnel)
-            .flag("--config", site.path("gateway.yaml"))
-    };
+    let supervised = || successor(&site, "supervise");
     let mut first = supervised().start();
     first.wait_for_line("gateway ready").await;
     let mut session = session(&site.nobody()).await;
@@ -362,11 +353,7 @@ async fn the_next_process_starts_although_an_earlier_one_still_drains() {
     let text = fs::read_to_string(site.path("gateway.yaml")).unwrap();
     let text = text.replace("127.0.0.1:0\", port", &format!("{listener}\", port"));
     fs::write(site.path("gateway.yaml"), text).unwrap();
-    let mut next = causeway("gateway --take-over")
-        .flag("--config", site.path("gateway.yaml"))
-        .flag("--tunnel-listen", &site.tunnel)
-        .flag("--admin-listen", &admin)
-        .start();
+    let mut next = successor(&site, "").flag("--admin-listen", &admin).start();
     next.wait_for_line("edge-1 connected").await;
     assert_eq!(site.nobody().get(URL).await.status, 200);
     for session in [&mut first_session, &mut second_session] {
@@ -394,12 +381,8 @@ async fn the_running_process_serves_on_if_its_successor_is_killed() {
     // The successor waits for this edge, which does not respond.
     let silent = site.join("edge-2", app.port()).await;
     silent.signal("STOP").await;
-    let successor = || {
-        causeway("gateway --take-over")
-            .flag("--config", site.path("gateway.yaml"))
-            .flag("--tunnel-listen", &site.tunnel)
-    };
-    let mut killed = successor().start();
+    let next = || successor(&site, "");
+    let mut killed = next().start();
     killed
         .wait_for_line("taking over from the running gateway")
         .await;
@@ -409,7 +392,7 @@ async fn the_running_process_serves_on_if_its_successor_is_killed() {
         assert_eq!(site.nobody().get(URL).await.status, 200);
     }
     silent.signal("CONT").await;
-    let mut next = successor().start();
+    let mut next = next().start();
     next.wait_for_line("gateway ready").await;
     assert_eq!(site.nobody().get(URL).await.status, 200);
     let GatewayProcess { gateway, .. } = site;
