@@ -233,6 +233,36 @@ async fn a_policy_change_after_the_takeover_ends_streams_of_the_old_process() {
 }
 
 #[tokio::test]
+async fn a_revoked_token_after_the_takeover_ends_streams_of_the_old_process() {
+    let app = App::http(script).await;
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = folder.path().join("clients");
+    let made = causeway("client token --name bob").flag("--file", &tokens);
+    let token = made.run().await.ok().stdout.trim().to_owned();
+    let configuration = format!(
+        "listeners: [{{ name: web, protocol: http, listen: \"127.0.0.1:0\", port: 9100, client_auth: {{ own_ca: false, tokens: {} }} }}]\ntimeouts: {{ drain: 5m }}",
+        tokens.display()
+    );
+    let (site, _edge) = start_with(&app, &configuration).await;
+    let mut session: Box<dyn Wire> = Box::new(site.nobody().tcp_stream().await);
+    let (line, fields) = UPGRADE.split_once("\r\n").unwrap();
+    let upgrade = format!("{line}\r\nAuthorization: Bearer {token}\r\n{fields}");
+    let head = exchange(&mut session, &upgrade).await;
+    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    assert_eq!(read(&mut session, 5).await, b"hello");
+    let (site, mut old) = site.take_over(&[]).await;
+    old.wait_for_line("another process serves clients now")
+        .await;
+    echoes(&mut session).await;
+    let revoke = causeway("client revoke --name bob").flag("--file", &tokens);
+    revoke.run().await.ok();
+    let reload = causeway("reload").flag("--data-dir", site.data());
+    reload.run().await.ok();
+    // Nothing else would end the old process within its drain time.
+    old.ended().await.ok();
+}
+
+#[tokio::test]
 async fn a_stopping_gateway_hands_over_what_it_still_serves() {
     let app = App::http(script).await;
     let (site, _edge) = start(&app, "timeouts: { drain: 5m }").await;
