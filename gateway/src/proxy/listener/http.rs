@@ -129,9 +129,7 @@ pub(super) async fn serve(
         let (proxy, connection) = (proxy.clone(), connection.clone());
         // Computed here and not in the task, because h2 returns streams in their order.
         let exchange = exchange_id(&connection, request.version());
-        // Boxed, because hyper moves the future several times when it spawns the task of an HTTP/2 stream.
         async move { Ok::<_, Infallible>(respond(&proxy, &connection, request, exchange).await) }
-            .boxed()
     });
     let io = wrap_io(proxy, io, &connection);
     let mut serving = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
