@@ -431,8 +431,14 @@ impl Bound {
         };
         let draining = async {
             // Until the successor serves clients, nothing changes for them.
-            let serving = successor.wait_until_serving(grace / 2);
-            stop.run_until_cancelled(serving).await;
+            let stopped = async {
+                stop.cancelled().await;
+                successor.wait_until_serving(Duration::ZERO).await;
+            };
+            tokio::select! {
+                () = successor.wait_until_serving(grace / 2) => {}
+                () = stopped => {}
+            }
             tokens.drain.cancel();
             let progress = (&self.readiness, &self.end_token, &successor);
             drain_streams(&self.shared, &self.tasks, &parts.listeners, progress).await
