@@ -47,7 +47,7 @@ async fn session(testbed: &TestBed) -> Box<dyn Wire> {
 }
 
 /// Checks that bytes pass unchanged in both directions.
-async fn echoes(session: &mut Box<dyn Wire>) {
+pub(crate) async fn echoes(session: &mut Box<dyn Wire>) {
     let bytes = answer::pattern(10_000);
     session.write_all(&bytes).await.unwrap();
     assert!(

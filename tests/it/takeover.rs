@@ -1,5 +1,6 @@
 //! A gateway whose successor takes over its sockets (`gateway --take-over`): no client, edge or command is refused meanwhile.
 
+use crate::sessions::echoes;
 use crate::world::{
     app::{App, Head, Script, answer},
     client::{Client, Wire, exchange, read},
@@ -18,7 +19,7 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
 };
-use tokio::{io::AsyncWriteExt, task::JoinSet};
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 const URL: &str = "http://edge-1:9100/";
@@ -57,16 +58,6 @@ async fn session(client: &Client) -> Box<dyn Wire> {
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     assert_eq!(read(&mut wire, 5).await, b"hello");
     wire
-}
-
-/// Checks that bytes pass unchanged in both directions.
-async fn echoes(session: &mut Box<dyn Wire>) {
-    let bytes = answer::pattern(10_000);
-    session.write_all(&bytes).await.unwrap();
-    assert!(
-        read(session, bytes.len()).await == bytes,
-        "the bytes differ"
-    );
 }
 
 /// Clients that send requests until they are stopped: half of them over one connection each as long as the gateway keeps it,
