@@ -42,7 +42,10 @@ impl Running {
         let bound = Gateway::new(config).bind().unwrap();
         let addresses = bound.addresses().clone();
         let (stop, tasks) = (CancellationToken::new(), TaskGroup::default());
-        tasks.spawn(Span::none(), bound.run(stop.clone()));
+        let running = bound.run(stop.clone());
+        tasks.spawn(Span::none(), async move {
+            running.await;
+        });
         Self {
             addresses,
             stop,
@@ -150,17 +153,27 @@ async fn handshakes_are_resumed_or_not_as_asked() {
     let data = folder.path().join("data");
     let gateway = Running::start(&data, SocketAddr::from(([127, 0, 0, 1], 0)));
     let load = format!(
-        "fleet --gateway {} {identities} --handshakes-only --for 400ms --clients 2",
+        "fleet --gateway {} {identities} --handshakes-only --clients 2",
         gateway.addresses.tunnel
     );
     let count = |met: &serde_json::Value, what: &str| met[what].as_u64().unwrap();
-    let full = result(&format!("{load} --resume no")).await;
+    // A busy machine may count no handshake within a short time.
+    let measure = async |flags: &str| {
+        for time in ["400ms", "4s"] {
+            let met = result(&format!("{load} {flags} --for {time}")).await;
+            if count(&met, "handshakes") > 0 {
+                return met;
+            }
+        }
+        result(&format!("{load} {flags} --for 40s")).await
+    };
+    let full = measure("--resume no").await;
     assert!(
         count(&full, "handshakes") > 0 && count(&full, "resumed") == 0,
         "{full}"
     );
     for hello in ["", "--hello"] {
-        let met = result(&format!("{load} --resume yes {hello}")).await;
+        let met = measure(&format!("--resume yes {hello}")).await;
         // The first connection of each client has no session to resume.
         assert!(
             count(&met, "handshakes") > 0 && count(&met, "full") <= 2,
