@@ -35,6 +35,7 @@ use crate::{
         drain::{self, Readiness, ReadinessBlock},
         evict,
         heartbeat::AcceptedHeartbeats,
+        nat,
         node_sync::NodeSync,
         pin_writer::PinWriter,
         signer::Signer,
@@ -407,6 +408,7 @@ impl Bound {
         let (control_tasks, tokens) = (TaskGroup::default(), EndTokens::default());
         let runtime = self.workers.runtime(WorkerId(0));
         let (parts, registry) = (self.reloader.parts(), &self.shared.registry);
+        let predecessor = (predecessor, self.servers.redirect_takeover());
         self.servers
             .spawn(parts, &self.store, (&control_tasks, runtime), &tokens);
         let files = RuntimeFiles::new(&self.store, addresses.admin, &successor);
@@ -456,13 +458,16 @@ impl Bound {
     }
 }
 
-/// Opens the listeners to clients, after a takeover only when the edges have connected.
+/// Opens the listeners to clients, after a takeover only when the edges have connected and their addresses are redirected here.
 async fn open_listeners(
     parts: &Reloadable,
     (readiness, store): (&Readiness, &Store),
-    predecessor: Option<ReleasedPredecessor>,
+    (predecessor, redirects): (Option<ReleasedPredecessor>, Option<nat::Takeover>),
     stop: &CancellationToken,
 ) {
+    let redirects = redirects.as_ref();
+    // No other process deletes tracked connections from then on.
+    let _in_charge = redirects.map(|redirects| redirects.serving.clone().drop_guard());
     let Some(predecessor) = predecessor else {
         parts.listeners.open();
         return readiness.set_ready();
@@ -470,8 +475,8 @@ async fn open_listeners(
     // Clients are served, by the predecessor until this process is.
     readiness.set_ready();
     let nodes = parts.authority.node_sync.nodes.reader();
-    let connected = predecessor.wait_for_edges(&parts.shared.registry, &nodes);
-    stop.run_until_cancelled(connected).await;
+    let complete = predecessor.wait_until_complete(&parts.shared.registry, &nodes, redirects);
+    stop.run_until_cancelled(complete).await;
     parts.listeners.open();
     predecessor.report_serving().await;
     startup_hold::forget_connected_nodes(store).await;

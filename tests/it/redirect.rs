@@ -5,7 +5,7 @@
 
 use crate::world::{
     PATIENCE,
-    app::{App, answer},
+    app::{App, PauseGate, Script, answer},
     cluster::Cluster,
     netns::{HUB, Host, NEED, SharedNetwork},
     process::{GatewayProcess, Process, binary, causeway, program},
@@ -21,6 +21,10 @@ use causeway_gateway::{
 use std::{
     io::Write,
     net::{IpAddr, Ipv4Addr, SocketAddr},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::{Duration, Instant},
 };
 use tokio::{
@@ -53,15 +57,7 @@ struct RedirectSetup {
 
 impl RedirectSetup {
     async fn new() -> Self {
-        let street = SharedNetwork::new();
-        street.opens_up();
-        let site = GatewayProcess::with_listeners(CONFIGURATION).await;
-        let mut scene = Self {
-            street,
-            site,
-            edges: Vec::new(),
-            apps: Vec::new(),
-        };
+        let mut scene = Self::without_nodes(SharedNetwork::new(), CONFIGURATION).await;
         scene
             .joins("edge-1", "--address 10.0.0.11 --address fd00::11")
             .await;
@@ -71,8 +67,22 @@ impl RedirectSetup {
         scene
     }
 
+    async fn without_nodes(street: SharedNetwork, configuration: &str) -> Self {
+        street.opens_up();
+        Self {
+            street,
+            site: GatewayProcess::with_listeners(configuration).await,
+            edges: Vec::new(),
+            apps: Vec::new(),
+        }
+    }
+
     async fn joins(&mut self, node: &'static str, addresses: &str) {
         let app = App::http(move |_| answer::ok(node)).await;
+        self.joins_with(node, addresses, app).await;
+    }
+
+    async fn joins_with(&mut self, node: &'static str, addresses: &str, app: App) {
         let token = self.site.token(&format!("--node {node} {addresses}")).await;
         let port = app.port();
         let to = |number: u16| format!("{number}: {{ target: \"127.0.0.1:{port}\" }}");
@@ -96,6 +106,14 @@ impl RedirectSetup {
             curl.args([root]).args(["-g", url]).start()
         };
         running.finish().await
+    }
+
+    /// Replaces the gateway by a process that takes over. Returns the previous one.
+    async fn take_over(mut self) -> (Self, Process) {
+        let debug = ["--log-filter", "info,causeway_gateway=debug"];
+        let (site, old) = self.site.take_over(&debug).await;
+        self.site = site;
+        (self, old)
     }
 
     fn set(&self, name: &str) -> String {
@@ -279,6 +297,108 @@ async fn a_removed_node_is_not_redirected_and_conntrack_is_cleared() {
             .text(),
         "edge-2"
     );
+}
+
+/// Configuration of a gateway that learns the addresses of nodes from this cluster.
+fn in_cluster(cluster: &Cluster) -> String {
+    let kubeconfig = cluster.kubeconfig();
+    format!(
+        "{CONFIGURATION}kubernetes: {{ kubeconfig: {}, address_networks: [10.0.0.0/16] }}\n",
+        kubeconfig.display()
+    )
+}
+
+const GET: &[u8] = b"GET / HTTP/1.1\r\nHost: app\r\n\r\n";
+
+/// Reads a response with this body, and nothing after it.
+async fn response(stream: &mut TcpStream, body: &str) -> std::io::Result<()> {
+    let (mut read, end) = (Vec::new(), format!("\r\n\r\n{body}"));
+    while !read.ends_with(end.as_bytes()) {
+        if stream.read_buf(&mut read).await? == 0 {
+            return Err(std::io::ErrorKind::UnexpectedEof.into());
+        }
+    }
+    Ok(())
+}
+
+/// A takeover in a cluster: the addresses of nodes arrive after the start of the next process.
+#[tokio::test]
+async fn a_response_after_a_takeover_reaches_the_client_of_a_node_address() {
+    need!(NEED);
+    let street = SharedNetwork::new();
+    let cluster = Cluster::at(HUB).await;
+    cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &[]);
+    let configuration = in_cluster(&cluster).replace("drain: 1s", "drain: 5m");
+    let mut scene = RedirectSetup::without_nodes(street, &configuration).await;
+    let gate = PauseGate::new();
+    let held = gate.clone();
+    let late = "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate";
+    let app = App::http(move |_| Script::new().until(&held).write(late)).await;
+    scene.joins_with("edge-1", "", app).await;
+    scene.listed("10.0.0.11", true).await;
+
+    let mut stream = TcpStream::connect("10.0.0.11:9200").await.unwrap();
+    stream.write_all(GET).await.unwrap();
+    scene.apps[0].head().await;
+    let (mut scene, _old) = scene.take_over().await;
+    scene.site.gateway.wait_for_line("addresses=1").await;
+    // The first packet of this connection since the takeover comes from the previous process.
+    gate.open();
+    timeout(PATIENCE, response(&mut stream, "late"))
+        .await
+        .unwrap()
+        .unwrap();
+    assert_eq!(remembered("10.0.0.11"), 1);
+
+    // From now on the next process deletes the connections to addresses that move.
+    cluster.node_with_pods("edge-1", true, &["10.0.0.13"], &[]);
+    until("it is not tracked", async || remembered("10.0.0.11") == 0).await;
+}
+
+#[tokio::test]
+async fn no_client_of_a_node_address_is_refused_during_takeovers() {
+    need!(NEED);
+    let street = SharedNetwork::new();
+    let cluster = Cluster::at(HUB).await;
+    cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &[]);
+    let mut scene = RedirectSetup::without_nodes(street, &in_cluster(&cluster)).await;
+    scene.joins("edge-1", "").await;
+    scene.listed("10.0.0.11", true).await;
+    let (stop, answers) = (CancellationToken::new(), Arc::new(AtomicUsize::new(0)));
+    let mut load = JoinSet::new();
+    for _ in 0..4 {
+        let (stop, answers) = (stop.clone(), answers.clone());
+        load.spawn(async move {
+            while !stop.is_cancelled() {
+                let mut stream = TcpStream::connect("10.0.0.11:9200").await.unwrap();
+                stream.write_all(GET).await.unwrap();
+                let answered = timeout(PATIENCE, response(&mut stream, "edge-1"));
+                answered.await.expect("there is a response").unwrap();
+                answers.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+    }
+    for table in ["causeway-2", "causeway", "causeway-2"] {
+        let wanted = answers.load(Ordering::Relaxed) + 100;
+        until("clients get answers", async || {
+            answers.load(Ordering::Relaxed) >= wanted
+        })
+        .await;
+        let old;
+        (scene, old) = scene.take_over().await;
+        old.ended().await.ok();
+        // The table of the previous process has ended with it.
+        let tables = scene.street.nft("list tables inet").unwrap();
+        let ours: Vec<_> = tables
+            .lines()
+            .filter(|it| it.contains("causeway"))
+            .collect();
+        assert_eq!(ours, [format!("table inet {table}")]);
+    }
+    stop.cancel();
+    while let Some(ended) = load.join_next().await {
+        ended.unwrap();
+    }
 }
 
 #[tokio::test]

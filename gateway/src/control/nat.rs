@@ -4,7 +4,7 @@
 //! node. If the configuration requires it, the table also contains pod networks that belong to exactly one node. Connections to
 //! this host itself, and to ports without a listener, are never redirected. A change of one address changes one element. All
 //! rules are replaced at the start, when listeners or pod networks change, and after a failed change. The kernel's tracked
-//! connections to added and removed addresses are deleted.
+//! connections to added and removed addresses are deleted, except while another process still hands over its redirections.
 
 mod conntrack;
 mod family;
@@ -158,6 +158,15 @@ fn is_redirectable(address: &IpAddr) -> bool {
     !(address.is_loopback() || address.is_unspecified() || address.is_multicast() || broadcast)
 }
 
+/// Takeover of the redirections of another process. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Takeover {
+    /// Cancelled when the rules contain the addresses of all nodes.
+    pub(crate) complete: CancellationToken,
+    /// Cancelled when this process serves clients. Until then the previous process deletes tracked connections.
+    pub(crate) serving: CancellationToken,
+}
+
 /// The rules in the kernel.
 #[derive(Debug)]
 struct KernelRules {
@@ -168,6 +177,8 @@ struct KernelRules {
     ports: PortMap,
     /// Whether the rules in the kernel are complete.
     is_complete: bool,
+    /// Whether tracked connections belong to the streams of a previous process, whose redirections this process continues.
+    keeps_connections: bool,
     /// Whether a warning was logged that tracked connections are not deleted.
     has_warned: bool,
 }
@@ -204,7 +215,7 @@ impl KernelRules {
         let is_moved = |address: &IpAddr| {
             changed_addresses.contains(address) || pods.iter().any(|net| net.contains(address))
         };
-        let forgotten = if changed {
+        let forgotten = if changed && !self.keeps_connections {
             conntrack::delete_connections(&self.conntrack_socket, is_moved)
         } else {
             Ok(0)
@@ -232,13 +243,14 @@ pub struct Nat {
     nodes: Nodes,
     changes: watch::Receiver<()>,
     ports: watch::Receiver<PortMap>,
+    takeover: Option<Takeover>,
     /// Pod networks that were already reported as not redirected.
     reported_networks: BTreeSet<IpNet>,
 }
 
 impl Nat {
     /// Writes the rules for the current nodes to the table of this name. Beside a process that hands over, which still owns its
-    /// table, the rules are written to a second table.
+    /// table, the rules are written to a second table. The tracked connections of that process continue.
     ///
     /// # Errors
     /// The reason why they cannot be written.
@@ -270,19 +282,19 @@ impl Nat {
                 redirected: RedirectSet::default(),
                 ports: PortMap::default(),
                 is_complete: false,
+                keeps_connections: has_predecessor,
                 has_warned: false,
             },
             changes: nodes.subscribe(),
             nodes: nodes.reader(),
             ports,
+            takeover: has_predecessor.then(Takeover::default),
             reported_networks: BTreeSet::new(),
         };
+        let is_loaded = nat.is_loaded();
         let (led, ports) = nat.desired_state();
-        if has_predecessor {
-            // The tracked connections of that process continue.
-            nat.rules.redirected = led.clone();
-        }
         nat.rules.apply(led, ports)?;
+        nat.note_applied(is_loaded);
         let addresses = nat.rules.redirected.edge_addresses.len();
         tracing::info!(
             table,
@@ -290,6 +302,43 @@ impl Nat {
             "connections to node addresses are redirected"
         );
         Ok(nat)
+    }
+
+    /// Returns the takeover from another process, if there is one.
+    pub(crate) fn takeover(&self) -> Option<Takeover> {
+        self.takeover.clone()
+    }
+
+    /// Whether the nodes of the cluster are loaded, if there is a cluster.
+    fn is_loaded(&self) -> bool {
+        self.nodes.pending_reason().is_none()
+    }
+
+    /// Notes that the rules in the kernel match the nodes, which were loaded before if `is_loaded`.
+    fn note_applied(&mut self, is_loaded: bool) {
+        let Some(takeover) = &self.takeover else {
+            return;
+        };
+        if is_loaded {
+            takeover.complete.cancel();
+        }
+        // To this process, all addresses of the first list of nodes are new, but their tracked connections are in use. Without
+        // the entry, a response leaves without translation, and the client's kernel resets the connection.
+        if is_loaded && takeover.serving.is_cancelled() {
+            self.rules.keeps_connections = false;
+        }
+    }
+
+    /// Waits until this process has to delete tracked connections itself.
+    fn wait_until_in_charge(&self) -> impl Future<Output = ()> + use<> {
+        let takeover = self.takeover.clone();
+        let takeover = takeover.filter(|_| self.rules.keeps_connections && self.is_loaded());
+        async move {
+            match takeover {
+                Some(takeover) => takeover.serving.cancelled_owned().await,
+                None => std::future::pending().await,
+            }
+        }
     }
 
     fn desired_state(&mut self) -> (RedirectSet, PortMap) {
@@ -329,13 +378,16 @@ impl Nat {
     pub async fn run(mut self, stop: CancellationToken) {
         loop {
             let is_complete = self.rules.is_complete;
+            let in_charge = self.wait_until_in_charge();
             tokio::select! {
                 biased;
                 () = stop.cancelled() => break,
                 Ok(()) = self.changes.changed() => {}
                 Ok(()) = self.ports.changed() => {}
                 () = sleep(RETRY_DELAY), if !is_complete => {}
+                () = in_charge, if is_complete => {}
             }
+            let is_loaded = self.is_loaded();
             let (led, ports) = self.desired_state();
             let mut rules = self.rules;
             // The kernel waits for its other workers before it answers. A blocking thread waits, so that clients of this gateway
@@ -356,8 +408,11 @@ impl Nat {
                 started_at.elapsed(),
             );
             tracing::debug!(addresses, ?took, "redirections match the current nodes");
-            if let Err(error) = done {
-                tracing::warn!(%error, "redirections could not be updated, retrying");
+            match done {
+                Ok(()) => self.note_applied(is_loaded),
+                Err(error) => {
+                    tracing::warn!(%error, "redirections could not be updated, retrying");
+                }
             }
         }
         if let Err(error) = self.rules.table.remove() {

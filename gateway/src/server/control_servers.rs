@@ -3,7 +3,10 @@
 use super::reload::Reloadable;
 use crate::{
     control::{
-        admin, api_cache::leaders::LeaderAssigner, dns, http, nat::Nat,
+        admin,
+        api_cache::leaders::LeaderAssigner,
+        dns, http,
+        nat::{self, Nat},
         tunnel_listener::TunnelListener,
     },
     metrics::Metrics,
@@ -71,6 +74,11 @@ pub(super) struct AdminListeners {
 }
 
 impl ControlServers {
+    /// Returns the takeover of redirections from another process, if there is one.
+    pub(super) fn redirect_takeover(&self) -> Option<nat::Takeover> {
+        self.nat.as_ref()?.takeover()
+    }
+
     /// Starts the servers.
     pub(super) fn spawn(
         self,

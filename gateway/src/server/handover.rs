@@ -18,7 +18,7 @@ use super::{
     sockets::{DNS_SERVER, InheritedSockets, OpenSockets, SocketName, TUNNEL_PORT},
 };
 use crate::{
-    control::{drain, successor::Successor},
+    control::{drain, nat, successor::Successor},
     state::{Nodes, Registry},
 };
 use causeway_certs::{DirLock, NodeName, Store, StoreError};
@@ -200,22 +200,38 @@ impl Predecessor {
 }
 
 impl ReleasedPredecessor {
-    /// Waits until the edges of the predecessor have connected, at most [`EDGES_TIMEOUT`]. Revoked nodes are not
-    /// awaited.
-    pub(super) async fn wait_for_edges(&self, registry: &Registry, nodes: &Nodes) {
+    /// Waits until the edges of the predecessor have connected, the nodes of the cluster are loaded, and `redirects` lead to
+    /// them, at most [`EDGES_TIMEOUT`]. Revoked nodes are not awaited.
+    pub(super) async fn wait_until_complete(
+        &self,
+        registry: &Registry,
+        nodes: &Nodes,
+        redirects: Option<&nat::Takeover>,
+    ) {
         let missing = || {
             let missing = self.nodes.iter().filter(|node| !registry.has_tunnel(node));
             let is_admitted = |node: &&NodeName| nodes.revocation_reason(node).is_none();
             missing.filter(is_admitted).count()
         };
         let connected = async {
-            while missing() > 0 {
+            while missing() > 0 || nodes.pending_reason().is_some() {
                 sleep(POLL_INTERVAL).await;
             }
+            // The rules of the predecessor end when this process serves clients.
+            if let Some(redirects) = redirects {
+                redirects.complete.cancelled().await;
+            }
         };
-        if timeout(EDGES_TIMEOUT, connected).await.is_err() {
+        if timeout(EDGES_TIMEOUT, connected).await.is_ok() {
+            return;
+        }
+        if let Some(reason) = nodes.pending_reason() {
+            tracing::warn!(%reason, "taking over without the nodes of the cluster");
+        }
+        let missing = missing();
+        if missing > 0 {
             tracing::warn!(
-                missing = missing(),
+                missing,
                 "edges of the running gateway have not connected to this process"
             );
         }
