@@ -37,6 +37,9 @@ const ANNOUNCE_SPREAD: Duration = Duration::from_secs(3);
 const MIN_LISTENERS_OPEN: Duration = Duration::from_secs(3);
 /// Time for clients that connected before the listeners closed to send a request, or half of the grace period if that is shorter.
 const LATE_REQUEST_WAIT: Duration = Duration::from_secs(1);
+/// The same time if another process has taken over. Edges need no process to end then, so the time is the default of
+/// `timeouts.tls`, in which a client that has connected may be silent.
+const LATE_REQUEST_WAIT_AFTER_HANDOVER: Duration = Duration::from_secs(10);
 /// Age from which a stream counts as lasting, or an eighth of the grace period if that is shorter. Short requests end within it.
 const STREAM_SETTLE_AGE: Duration = Duration::from_secs(1);
 /// Interval of checks while waiting.
@@ -171,7 +174,12 @@ pub async fn drain(
     listeners.close.cancel();
     // Connections that wait in the kernel's accept queue are counted only after this time.
     sleep(POLL_INTERVAL.min(grace / 4)).await;
-    let late_deadline = end.min(Instant::now() + LATE_REQUEST_WAIT.min(grace / 2));
+    let late_request_wait = if successor.serving.is_cancelled() {
+        LATE_REQUEST_WAIT_AFTER_HANDOVER
+    } else {
+        LATE_REQUEST_WAIT
+    };
+    let late_deadline = end.min(Instant::now() + late_request_wait.min(grace / 2));
     poll_until(late_deadline, || (listeners.clients)() == 0).await;
     for (_, edge) in registry.all() {
         edge.tunnel.tunnel.drain();
@@ -290,6 +298,47 @@ fn is_leaving(edge: &TunnelInfo) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::worker::Workers;
+    use std::sync::atomic::AtomicUsize;
+
+    #[tokio::test(start_paused = true)]
+    async fn after_a_handover_a_silent_client_has_the_time_of_a_handshake() {
+        let clients = AtomicUsize::new(1);
+        let drained_after = async |is_handed_over: bool| {
+            let (successor, close) = (Successor::default(), CancellationToken::new());
+            if is_handed_over {
+                successor.serving.cancel();
+            }
+            let clients = || clients.load(Relaxed);
+            let listeners = DrainListeners {
+                close: &close,
+                clients: &clients,
+                successor,
+            };
+            let registry = Registry::new(&Workers::on_current_runtime());
+            let metrics = Metrics::new();
+            let readiness = Readiness::default();
+            let began = Instant::now();
+            let draining = drain(
+                &registry,
+                &metrics,
+                &readiness,
+                listeners,
+                Duration::from_secs(30),
+            );
+            draining.await;
+            began.elapsed()
+        };
+        let (ordinary, handed_over) = (drained_after(false).await, drained_after(true).await);
+        let open = MIN_LISTENERS_OPEN;
+        assert_eq!(ordinary, open + POLL_INTERVAL + LATE_REQUEST_WAIT);
+        assert_eq!(
+            handed_over,
+            POLL_INTERVAL + LATE_REQUEST_WAIT_AFTER_HANDOVER
+        );
+        clients.store(0, Relaxed);
+        assert_eq!(drained_after(true).await, POLL_INTERVAL);
+    }
 
     #[test]
     fn clients_wait_until_all_startup_conditions_are_met() {
