@@ -11,12 +11,20 @@ use crate::world::{
 };
 use causeway_gateway::{
     ListenerDiff,
-    config::{ClientAuth, Listener, ListenerProtocol},
+    config::{ClientAuth, Config, Listener, ListenerProtocol},
 };
 use http_body_util::BodyExt;
 use hyper::Request;
-use std::{fs, path::Path};
-use tokio::net::{TcpListener, TcpStream};
+use std::{
+    fs,
+    io::{ErrorKind, Write as _},
+    path::Path,
+    time::Duration,
+};
+use tokio::{
+    io::AsyncReadExt as _,
+    net::{TcpListener, TcpStream},
+};
 
 const URL: &str = "https://edge-1:9100/";
 
@@ -60,6 +68,42 @@ async fn listeners_open_and_close_and_others_keep_connections() {
     let again = world.reload(|_| {}).unwrap();
     assert_eq!(again.listeners, ListenerDiff::default());
     assert_eq!(again.to_string(), "listeners unchanged");
+}
+
+#[tokio::test]
+async fn a_client_that_connects_while_a_listener_is_replaced_is_served() {
+    let build = World::build().workers(1);
+    let build = build.listener(anonymous("web", ListenerProtocol::Http));
+    let mut world = build.start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let address = world.listener("web");
+    let mut client = None;
+    // This thread does not serve the edge meanwhile, so that there is no response yet.
+    let connect = || {
+        let mut stream = std::net::TcpStream::connect(address).unwrap();
+        let request = b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n";
+        stream.write_all(request).unwrap();
+        stream
+            .set_read_timeout(Some(Duration::from_millis(300)))
+            .unwrap();
+        let read = stream.peek(&mut [0]).map_err(|error| error.kind());
+        assert_eq!(read, Err(ErrorKind::WouldBlock), "the client must wait");
+        client = Some(stream);
+    };
+    let change = |config: &mut Config| {
+        let mut all = config.listeners.iter_mut();
+        let web = all.find(|listener| listener.name == "web").unwrap();
+        web.port = Some(9100);
+    };
+    let changed = world.reload_with(change, Some(connect)).unwrap();
+    assert_eq!(changed.listeners, turnover(&[], &["web"], &[]));
+    let stream = client.unwrap();
+    stream.set_nonblocking(true).unwrap();
+    let mut response = String::new();
+    let mut stream = TcpStream::from_std(stream).unwrap();
+    stream.read_to_string(&mut response).await.unwrap();
+    assert!(response.starts_with("HTTP/1.1 200 "), "{response}");
 }
 
 /// A listener that only accepts the tokens of a file.

@@ -222,10 +222,19 @@ impl World {
         &mut self,
         change: impl FnOnce(&mut Config),
     ) -> Result<ReloadSummary, BindError> {
+        self.reload_with(change, None::<fn()>)
+    }
+
+    /// Gives the gateway a changed configuration. Applies `rules` when the old listeners have stopped.
+    pub(crate) fn reload_with(
+        &mut self,
+        change: impl FnOnce(&mut Config),
+        rules: Option<impl FnOnce()>,
+    ) -> Result<ReloadSummary, BindError> {
         self.gateway
             .as_mut()
             .expect("the gateway runs")
-            .reload(change)
+            .reload(change, rules)
     }
 
     /// Requests the gateway's shutdown; it drains meanwhile.

@@ -281,14 +281,15 @@ fn placed(listeners: &[Listener], addresses: &BoundAddresses) -> Vec<Listener> {
 }
 
 impl Running {
-    /// Gives the gateway a changed configuration.
+    /// Gives the gateway a changed configuration. Applies `rules` when the old listeners have stopped.
     pub(super) fn reload(
         &mut self,
         change: impl FnOnce(&mut Config),
+        rules: Option<impl FnOnce()>,
     ) -> Result<ReloadSummary, BindError> {
         let mut config = self.config.clone();
         change(&mut config);
-        let changed = self.reloader.prepare(&config)?.apply();
+        let changed = self.reloader.prepare(&config)?.apply_with(rules);
         self.addresses.listeners = self.reloader.listeners();
         self.listeners = placed(&config.listeners, &self.addresses);
         self.config = config;

@@ -31,7 +31,7 @@ use std::{
     sync::{Arc, Weak},
     time::Duration,
 };
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
@@ -39,6 +39,9 @@ use tracing::debug_span;
 const ACCEPT_QUEUE_WAIT: Duration = Duration::from_millis(2);
 /// Maximum time in which a closing listener still accepts queued connections, because in a flood the queue never empties.
 const MAX_ACCEPT_DRAIN: Duration = Duration::from_secs(1);
+
+/// Interval of checks while a reload replaces a listener, which takes about as long.
+const RELOAD_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Socket of one listener. It accepts as long as the socket exists, and refers to the current configuration.
 #[derive(Debug)]
@@ -156,16 +159,27 @@ impl ListenerConfig {
         &self.proxies[0].listener
     }
 
-    /// Returns the current configuration for a client that arrived under this one and has no stream yet. Returns `None` if the
-    /// listener is closed or has changed its kind.
-    fn current(self) -> Option<Self> {
+    /// Returns the current configuration for a client that arrived under this one and has no stream yet. During a reload, waits
+    /// for the new configuration. Returns `None` if the listener is closed or has changed its kind.
+    async fn current(self) -> Option<Self> {
         if !self.listener().is_retired() {
             return Some(self);
         }
-        let current = self.entrance.upgrade()?.config.load_full();
+        let socket = self.entrance.upgrade()?;
+        let current = loop {
+            let current = socket.config.load_full();
+            if !current.listener().is_retired() {
+                break current;
+            }
+            // A reload retires the listener first, then replaces or closes it. To drop the client meanwhile would reset it.
+            if socket.stop.is_cancelled() {
+                return None;
+            }
+            sleep(RELOAD_POLL_INTERVAL).await;
+        };
         let (old, new) = (self.listener(), current.listener());
         let is_compatible = old.protocol == new.protocol && old.tls.is_some() == new.tls.is_some();
-        (is_compatible && !new.is_retired()).then(|| Self::clone(&current))
+        is_compatible.then(|| Self::clone(&current))
     }
 
     fn dispatch(&self, worker: WorkerId, socket: Socket, peer: RemoteAddr) {
@@ -241,7 +255,7 @@ impl ListenerConfig {
             return;
         };
         // The listener may have been replaced during the handshake. The new listener then checks the client.
-        let Some(config) = self.current() else {
+        let Some(config) = self.current().await else {
             return;
         };
         let proxy = &config.proxies[worker.0];
@@ -253,7 +267,7 @@ impl ListenerConfig {
 
     /// Serves a connection without TLS.
     async fn serve_plain(self, worker: WorkerId, socket: Socket, accepted: AcceptedSocket) {
-        let Some(config) = self.current() else {
+        let Some(config) = self.current().await else {
             return;
         };
         let proxy = &config.proxies[worker.0];
