@@ -139,6 +139,32 @@ async fn a_takeover_costs_no_request_and_can_be_repeated() {
     assert!(edge.written().ended().is_empty());
 }
 
+/// A rollout replaces edges and the gateway at the same time.
+#[tokio::test]
+async fn a_request_that_waits_for_its_edge_is_answered_before_the_takeover() {
+    let app = App::http(script).await;
+    let (mut site, edge) = start(&app, "timeouts: { reconnect: 5m }").await;
+    edge.kill().await;
+    site.gateway.wait_for_line("edge-1 disconnected").await;
+    let client = site.nobody();
+    let mut waiting = JoinSet::new();
+    waiting.spawn(async move { client.get(URL).await });
+    until("the request waits", async || {
+        site.metrics().await.sum("open_connections", &[]) > 0
+    })
+    .await;
+    let mut next = successor(&site, "").start();
+    site.gateway
+        .wait_for_line("another process takes over")
+        .await;
+    // The edge connects to the process in which the request waits.
+    let _edge = site.edge("edge-1", app.port()).start();
+    let answer = waiting.join_next().await.unwrap().unwrap();
+    assert_eq!(answer.status, 200, "{answer}");
+    next.wait_for_line("gateway ready").await;
+    assert_eq!(site.nobody().get(URL).await.status, 200);
+}
+
 #[tokio::test]
 async fn a_session_outlasts_the_takeover() {
     let app = App::http(script).await;

@@ -30,8 +30,10 @@ use std::{
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tokio_util::sync::CancellationToken;
 
-/// Period over which edges are notified, or a quarter of the grace period if that is shorter.
+/// Maximum period over which edges are notified, or a quarter of the grace period if that is shorter.
 const ANNOUNCE_SPREAD: Duration = Duration::from_secs(3);
+/// Period per edge, so that few edges are notified at once. An edge that restarts meanwhile can only connect elsewhere.
+const ANNOUNCE_INTERVAL: Duration = Duration::from_millis(10);
 /// Minimum time for which listeners stay open, or a quarter of the grace period if that is shorter. A load balancer has to see
 /// `/readyz` fail first; until then, refused clients would be lost.
 const MIN_LISTENERS_OPEN: Duration = Duration::from_secs(3);
@@ -255,15 +257,18 @@ async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Dura
     }
 }
 
-/// Notifies every tunnel that is not leaving, each at a random time within 3 s or a quarter of `grace`. With `successor`,
-/// the edges connect to another process at the same address.
+/// Notifies every tunnel that is not leaving, each at a random time within 10 ms per tunnel, 3 s or a quarter of `grace`. With
+/// `successor`, the edges connect to another process at the same address.
 pub async fn announce_drain(registry: &Registry, grace: Duration, successor: bool) {
     let begin = Instant::now();
-    let spread = ANNOUNCE_SPREAD.min(grace / 4);
-    let mut edges: Vec<(Duration, TunnelInfo)> = registry
-        .all()
+    let mut edges = registry.all();
+    edges.retain(|(_, edge)| !edge.is_leaving());
+    let number = u32::try_from(edges.len()).unwrap_or(u32::MAX);
+    let spread = ANNOUNCE_SPREAD
+        .min(ANNOUNCE_INTERVAL.saturating_mul(number))
+        .min(grace / 4);
+    let mut edges: Vec<(Duration, TunnelInfo)> = edges
         .into_iter()
-        .filter(|(_, edge)| !edge.is_leaving())
         .map(|(_, edge)| (spread.mul_f64(rand::random()), edge))
         .collect();
     edges.sort_by_key(|(after, _)| *after);

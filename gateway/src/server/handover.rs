@@ -3,7 +3,8 @@
 //! The running process listens on a unix socket in its data directory, which only its user can open. The next process connects
 //! before it binds a socket. Lines of JSON follow:
 //! 1. [`Offer`]: the sockets of the running process, then each as a descriptor, then its claim of the directory.
-//! 2. `"ready"`: the next process has bound everything. Until here nothing has changed for the running process.
+//! 2. `"ready"`: the next process has bound everything. Until here nothing has changed for the running process. It then waits
+//!    for the edges for which requests wait: these edges would connect to the next process, and the requests would fail.
 //! 3. [`Released`]: the running process accepts no tunnel and no command any more, and enrols no edge. The next process reads
 //!    the data directory again, and accepts tunnels and commands. The running process asks its edges to connect.
 //! 4. `"serving"`: the edges have connected, and the next process accepts clients. The running process closes its listeners,
@@ -45,6 +46,7 @@ use tokio::{
     task::spawn_blocking,
     time::{sleep, timeout},
 };
+use tokio_util::sync::CancellationToken;
 
 /// Time for one message of a process that responds.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -54,12 +56,16 @@ const BIND_TIMEOUT: Duration = Duration::from_mins(1);
 const PREDECESSOR_WAIT: Duration = Duration::from_secs(15);
 /// Interval of attempts to reach a running process.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
-/// Time to wait for a running process to stop accepting, longer than it waits for enrolments.
-const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum time for which a running process accepts edges for requests that wait for one.
+const WAITING_REQUESTS_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time to wait for a running process to stop accepting, longer than it waits for edges and enrolments.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Maximum time to wait for edges, which are served by the running process meanwhile.
 const EDGES_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval of checks for edges, and of checks for changes of the data directory.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Interval of checks for waiting requests, shorter than the time between two edges that are replaced one after the other.
+const WAITING_REQUESTS_INTERVAL: Duration = Duration::from_millis(10);
 /// Maximum length of a line in bytes, before the descriptors.
 const MAX_OFFER: usize = 1 << 20;
 /// Message of a successor that has bound its sockets.
@@ -338,7 +344,7 @@ impl HandoverServer {
             follow_data_dir(&self.store, self.reloader.parts()).await;
         };
         let serving = async {
-            self.accept(claim).await;
+            self.accept(claim, &tokens.accept).await;
             self.sockets.close(|_| true);
             tokens.names.cancel();
             std::future::pending::<()>().await;
@@ -350,8 +356,8 @@ impl HandoverServer {
         }
     }
 
-    /// Accepts processes until one has taken over. Then only that process has the claim.
-    async fn accept(&self, claim: DirLock) {
+    /// Accepts processes until one has taken over. Then only that process has the claim. From `stop` on no edge connects.
+    async fn accept(&self, claim: DirLock, stop: &CancellationToken) {
         let claim = Arc::new(claim);
         let path = self.store.handover_socket();
         let bound = BoundSocket::unix_replacing(&path).and_then(BoundSocket::attach);
@@ -370,7 +376,8 @@ impl HandoverServer {
             let handover = async {
                 match socket.detach()? {
                     DetachedSocket::Unix(stream) => {
-                        self.hand_over(stream, claim.clone(), &mut nodes).await
+                        self.hand_over((stream, claim.clone()), &mut nodes, stop)
+                            .await
                     }
                     DetachedSocket::Tcp(_) => Err(io::ErrorKind::InvalidInput.into()),
                 }
@@ -388,9 +395,9 @@ impl HandoverServer {
 
     async fn hand_over(
         &self,
-        stream: UnixStream,
-        claim: Arc<DirLock>,
+        (stream, claim): (UnixStream, Arc<DirLock>),
         nodes: &mut BTreeSet<NodeName>,
+        stop: &CancellationToken,
     ) -> io::Result<()> {
         let offered = self.open_sockets();
         let stream = spawn_blocking(move || send_offer(stream, &offered, &claim)).await??;
@@ -400,9 +407,15 @@ impl HandoverServer {
         }
         tracing::info!("another process takes over");
         self.successor.connected.send_replace(true);
+        let registry = &self.reloader.parts().shared.registry;
+        tokio::select! {
+            () = wait_for_requests(registry) => {}
+            () = stop.cancelled() => {}
+            // The successor sends nothing before it is released.
+            _ = lines.next_line() => return Err(io::Error::other("it ended before it was released")),
+        }
         self.successor.ready.cancel();
         self.successor.released.cancelled().await;
-        let registry = &self.reloader.parts().shared.registry;
         let all = registry.all();
         let connected = all.into_iter().filter(|(_, edge)| !edge.is_leaving());
         nodes.extend(connected.map(|(node, _)| node));
@@ -433,6 +446,18 @@ impl HandoverServer {
         let mut all = self.reloader.parts().listeners.sockets();
         all.extend(self.sockets.handles());
         all
+    }
+}
+
+/// Waits until no request waits for an edge, at most [`WAITING_REQUESTS_TIMEOUT`].
+async fn wait_for_requests(registry: &Registry) {
+    let none_waits = async {
+        while registry.has_waiting_requests() {
+            sleep(WAITING_REQUESTS_INTERVAL).await;
+        }
+    };
+    if timeout(WAITING_REQUESTS_TIMEOUT, none_waits).await.is_err() {
+        tracing::warn!("requests wait for edges that may connect only to the next process");
     }
 }
 

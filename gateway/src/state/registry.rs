@@ -375,6 +375,11 @@ impl Registry {
         }
     }
 
+    /// Whether a request waits for a tunnel.
+    pub fn has_waiting_requests(&self) -> bool {
+        self.wait_permits.available_permits() < MAX_WAITING_REQUESTS
+    }
+
     /// Ends all waits for a tunnel, because this gateway drains.
     pub fn start_drain(&self) {
         self.is_draining.store(true, Relaxed);
