@@ -59,6 +59,9 @@ pub(crate) enum Command {
     /// Manage the nodes of a gateway: list, admit, revoke
     #[command(subcommand)]
     Node(NodeCommand),
+    /// Manage the durable state of gateways: nodes, revocations, join tokens, pinned keys, and the CA
+    #[command(subcommand)]
+    State(State),
     /// Manage credentials of clients: certificates and bearer tokens
     #[command(subcommand)]
     Client(ClientCommand),
@@ -113,6 +116,25 @@ pub(crate) struct RunArgs<C: schemars::JsonSchema + Send + Sync + 'static> {
     pub(crate) check_config: bool,
     #[command(flatten)]
     pub(crate) keys: ConfigFlags<C>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum State {
+    /// Copy the state from one engine to another; no gateway may be running with either of them
+    ///
+    /// The engine is the one that a configuration names: etcd (`state.etcd`), Secrets (`kubernetes.state`), or without both the
+    /// data directory. The source stays unchanged. A destination with another state is not changed.
+    Migrate(StateMigrate),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StateMigrate {
+    /// Configuration of a gateway with the state
+    #[arg(long, value_name = "FILE")]
+    pub(crate) from: PathBuf,
+    /// Configuration of a gateway that will have the state
+    #[arg(long, value_name = "FILE")]
+    pub(crate) to: PathBuf,
 }
 
 #[derive(Debug, Args)]

@@ -23,6 +23,7 @@ mod pins;
 mod policy;
 mod reload;
 mod rlimit;
+mod state;
 mod status;
 mod supervise;
 mod token;
@@ -141,7 +142,8 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand
         Command::Bootstrap(args) => return bootstrap::run(&args).map(|()| None),
         Command::Ca(subcommand) => PreparedCommand::one_shot(ca::run(subcommand)),
         Command::Node(node) => PreparedCommand::one_shot(node::run(node)),
-        Command::Token(token) => return token::run(token).map(|()| None),
+        Command::Token(token) => PreparedCommand::one_shot(token::run(token)),
+        Command::State(state) => PreparedCommand::one_shot(state::run(state)),
         Command::Client(client) => return client::run(client).map(|()| None),
         #[cfg(feature = "k8s")]
         Command::K8s(subcommand) => return k8s::run(subcommand).map(|()| None),

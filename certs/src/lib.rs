@@ -54,8 +54,9 @@ pub use resolver::{ReloadableCert, SniCertResolver};
 pub use secret::Fingerprint;
 pub use signer_profile::SignerProfile;
 pub use store::{
-    Backup, DirLock, ImportOutcome, NodeRecord, NodeStore, NodeUpdate, OpenMode, PendingCsr, Pin,
-    PinTable, Pins, ReleasedClaim, Requested, Revocation, SharedCa, Store, StoreError,
+    Backup, DirLock, Entries, EntryChange, EntryKey, ImportOutcome, NodeRecord, NodeStore,
+    NodeUpdate, OpenMode, PendingCsr, Pin, PinTable, Pins, ReleasedClaim, Requested, Revocation,
+    SharedCa, Store, StoreError, entry_text,
 };
 pub use token::{
     JoinToken, NodeAttributes, NodeStatus, TokenError, TokenRecord, TokenRejected, TokenStore,

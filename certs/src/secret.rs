@@ -44,7 +44,8 @@ impl Fingerprint {
         Some(Self::digest(&parsed.subject_public_key_info()))
     }
 
-    pub(crate) fn digest(bytes: &[u8]) -> Self {
+    /// Returns the SHA-256 of these bytes.
+    pub fn digest(bytes: &[u8]) -> Self {
         Self(Sha256::digest(bytes).into())
     }
 
@@ -52,7 +53,8 @@ impl Fingerprint {
         Self(bytes)
     }
 
-    pub(crate) fn as_bytes(&self) -> &[u8; 32] {
+    /// Returns the 32 bytes.
+    pub fn as_bytes(&self) -> &[u8; 32] {
         &self.0
     }
 

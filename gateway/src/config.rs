@@ -13,6 +13,7 @@ mod kubernetes;
 mod listener;
 pub mod policy;
 pub(crate) mod redirect;
+mod state;
 mod tunnel_identity;
 mod upstream_tls;
 mod validate;
@@ -45,6 +46,7 @@ pub use listener::{
     TokenReview,
 };
 pub use redirect::Redirect;
+pub use state::{Etcd, State};
 pub use tunnel_identity::Identity;
 pub use upstream_tls::UpstreamTls;
 
@@ -76,6 +78,9 @@ pub struct Config {
     pub upstream_tls: BTreeMap<u16, UpstreamTls>,
     /// The cluster whose nodes this gateway serves.
     pub kubernetes: Option<Kubernetes>,
+    /// Stores the durable state of all gateways that name the same place: nodes, revocations, join tokens, pinned keys and the CA. Without this key: it is in `data_dir` alone, or in Secrets of the cluster (`kubernetes.state`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub state: Option<State>,
     /// Cluster resources that edges may read, for clients on their nodes. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_cache: Option<ApiCache>,
@@ -109,6 +114,7 @@ impl Default for Config {
             policy: Specified::default(),
             upstream_tls: BTreeMap::new(),
             kubernetes: None,
+            state: None,
             api_cache: None,
             limits: Limits::default(),
             timeouts: Timeouts::default(),
@@ -151,6 +157,7 @@ impl Config {
             .chain(listeners)
             .chain(upstream_tls)
             .chain(cluster_ca.cloned())
+            .chain(self.state.iter().flat_map(State::files).cloned())
             .collect()
     }
 

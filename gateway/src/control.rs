@@ -13,6 +13,7 @@ pub(crate) mod eligibility;
 pub mod enrol;
 pub mod node_sync;
 pub mod startup_hold;
+pub mod state_sync;
 
 pub mod api_cache;
 pub mod node_records;

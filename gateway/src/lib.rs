@@ -14,6 +14,7 @@ pub mod proxy;
 pub mod control;
 
 pub mod server;
+pub mod shared_state;
 
 pub use config::Config;
 pub use error::{Error, Reason};

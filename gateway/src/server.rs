@@ -40,12 +40,14 @@ use crate::{
         pin_writer::PinWriter,
         signer::Signer,
         startup_hold::{self, StartupHold},
+        state_sync::StateSync,
         successor::Successor,
     },
     metrics::Metrics,
     proxy::{
         ProxyState, access_review::ReviewClient, authz::Authorize, pod_route::PodLookup, recheck,
     },
+    shared_state::StateEngine,
     state::{NodesWriter, PolicyReader, YurtHubEndpoints, pins::NewPin},
     worker::{WorkerId, Workers},
 };
@@ -72,6 +74,7 @@ pub struct Gateway {
     reloads: ReloadSender,
     pods: Option<Arc<dyn PodLookup>>,
     reviews: Option<(Arc<dyn ReviewClient>, Handle)>,
+    state_engine: Option<Arc<dyn StateEngine>>,
     take_over: bool,
 }
 
@@ -106,6 +109,7 @@ impl Gateway {
             reloads: ReloadSender::default(),
             pods: None,
             reviews: None,
+            state_engine: None,
             take_over: false,
         }
     }
@@ -154,6 +158,14 @@ impl Gateway {
     #[must_use]
     pub fn reviews(mut self, reviews: Arc<dyn ReviewClient>) -> Self {
         self.reviews = Some((reviews, Handle::current()));
+        self
+    }
+
+    /// Sets the engine by which the gateway shares its durable state with others. Without it the state is in the data directory
+    /// alone.
+    #[must_use]
+    pub fn state_engine(mut self, engine: Option<Arc<dyn StateEngine>>) -> Self {
+        self.state_engine = engine;
         self
     }
 
@@ -287,6 +299,20 @@ impl Bound {
         self.reloader.parts().authority.node_sync.clone()
     }
 
+    fn state_sync(&self) -> Option<Arc<StateSync>> {
+        self.servers.admin_state.state_sync.clone()
+    }
+
+    /// Returns a future that ends when the shared state is loaded, at once if none is shared.
+    pub fn state_loaded(&self) -> impl Future<Output = ()> + use<> {
+        let shared = self.state_sync().map(|sync| sync.shared.clone());
+        async move {
+            if let Some(shared) = shared {
+                shared.wait_synchronized().await;
+            }
+        }
+    }
+
     /// Returns the signer for edges of a cluster, for the component that receives their certificate requests.
     pub fn signer(&self) -> Signer {
         let authority = &self.reloader.parts().authority;
@@ -374,6 +400,11 @@ impl Bound {
         );
         let evicting = evict_stalled(self.config.clone(), &self.shared);
         tasks.spawn_on(runtime, info_span!("evict"), evicting);
+        if let Some(state_sync) = self.state_sync() {
+            tasks.spawn_on(runtime, info_span!("shared_state"), async move {
+                state_sync.run().await;
+            });
+        }
         let wait = self.config.timeouts.edges;
         if !wait.is_zero() && !has_predecessor {
             let startup_hold = StartupHold {

@@ -12,7 +12,7 @@
 //! - `advertise` sends edges the addresses of the gateways from a Service, and their number (`replicas`).
 //! - `csr_controller` signs the certificates that edges request from the cluster, in place of join tokens.
 //! - `node_csr` requests such a certificate at an edge, `gateway_certificate` a gateway's own (`csr_client`).
-//! - `shared_state` stores the state that gateways share in a Secret.
+//! - `state_engine` stores the state that gateways share in Secrets.
 //! - `api_cache_source` fills the cache of all objects that edges may read.
 //! - `heartbeat` renews Leases of nodes without a gateway by delegated heartbeats.
 //! - `egress_config` writes the egress selector configuration of kube-apiserver.
@@ -37,7 +37,7 @@ pub mod pods;
 pub mod port_list;
 mod replicas;
 pub mod reviews;
-pub mod shared_state;
+pub mod state_engine;
 pub mod yurthub_leaders;
 
 pub use address_conflicts::ConflictEvents;
@@ -54,5 +54,5 @@ pub use node_informer::NodeInformer;
 pub use pods::PodLookup;
 pub use port_list::PortListController;
 pub use reviews::ReviewClient;
-pub use shared_state::SharedState;
+pub use state_engine::SecretEngine;
 pub use yurthub_leaders::YurtHubLeaders;

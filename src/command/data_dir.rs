@@ -9,7 +9,10 @@ use causeway_certs::{Ca, NodeName, OpenMode, Store, StoreError};
 use hyper::{Method, body::Bytes};
 
 use super::admin_client;
-use crate::output::outln;
+use crate::output::{errln, outln};
+
+/// Path at which a gateway loads the nodes again, and shares changes.
+const REFRESH_PATH: &str = "/api/v1/refresh";
 
 /// Opens the directory of a gateway. It may lack a CA if an external CA makes the certificates of edges.
 pub(super) fn open_gateway_store(directory: &Path) -> anyhow::Result<Store> {
@@ -45,11 +48,19 @@ pub(super) fn open_with_ca(directory: &Path) -> anyhow::Result<(Store, Ca)> {
 
 /// Notifies the gateway that runs on the directory of a change, and prints what was done.
 pub(super) async fn notify_gateway(directory: &Path, description: &str) -> anyhow::Result<()> {
-    match post(directory, "/api/v1/refresh", description).await? {
+    match post(directory, REFRESH_PATH, description).await? {
         Some(_) => outln!("{description}")?,
         None => outln!("{description}; no gateway runs in {}", directory.display())?,
     }
     Ok(())
+}
+
+/// Has the gateway that runs on the directory share a change with other gateways, if it shares its state. A failure is only
+/// reported, because the gateway tries again.
+pub(super) async fn share(directory: &Path, description: &str) {
+    if let Err(error) = post(directory, REFRESH_PATH, description).await {
+        errln!("warning: {error:#}");
+    }
 }
 
 /// Has the gateway that runs on the directory apply a change. Returns its response, or `None` if no gateway runs there. The
@@ -72,7 +83,7 @@ pub(super) async fn post(
     if !status.is_success() {
         let message = String::from_utf8_lossy(&body);
         bail!(
-            "{description} on disk, but the gateway at {address} did not apply the change: {status} {}",
+            "{description} on disk, but the gateway at {address} reports: {status} {}",
             message.trim()
         );
     }

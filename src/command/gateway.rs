@@ -7,6 +7,7 @@ use std::{fmt, fs};
 use anyhow::{Context, anyhow, bail};
 use causeway_certs::Store;
 use causeway_gateway::config::{DiscoveredEndpoints, NodePorts, ReloadSender};
+use causeway_gateway::shared_state::StateEngine;
 use causeway_gateway::state::{Policy, PolicyWriter};
 use causeway_gateway::{Bound, Config, Gateway, Reloader, RunEnd};
 use causeway_watch_cache::{WatchCache, manifests::Manifests};
@@ -14,7 +15,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::kubernetes::{self, ClusterSenders, KubernetesControllers};
-use super::{manifests, policy, rlimit};
+use super::{manifests, policy, rlimit, state};
 use crate::config_loader::{self, ConfigSources};
 use crate::reload::{self, FileHashes, ReloadTriggers};
 use crate::signal::Signals;
@@ -36,14 +37,10 @@ pub(crate) async fn run(
     let policy_state = PolicyState::read(&config)?;
     tracing::info!("{policy_state}");
     let policy = PolicyWriter::new(policy_state.policy);
-    let cluster = KubernetesControllers::from_config(&config)
-        .await
-        .inspect_err(|error| notify.notify_status(&error.to_string()))?;
-    match wait_for_cluster(&cluster, &config, (&mut signals, &notify)).await {
-        Some(ready) => ready?,
-        // Stopped before anything was started.
-        None => return Ok(()),
-    }
+    // Stopped before anything was started.
+    let Some((cluster, state_engine)) = load_inputs(&config, (&mut signals, &notify)).await? else {
+        return Ok(());
+    };
     let (reload_sender, reload_requests) = causeway_config::reload_channel();
     let triggers = ReloadTriggers {
         hangup: signals.hangup.take(),
@@ -54,6 +51,7 @@ pub(crate) async fn run(
     let gateway = Gateway::new(limit_connections(config))
         .policy(policy.reader())
         .reloads(reload_sender.clone())
+        .state_engine(state_engine)
         .take_over(take_over);
     let gateway = cluster.attach_to(gateway);
     let bound = bind_and_load_manifests(gateway, manifests_dir.as_deref(), &notify)?;
@@ -148,6 +146,27 @@ fn load_manifests(dir: Option<&Path>, cache: Option<&Arc<WatchCache>>) -> anyhow
     Ok(())
 }
 
+/// Returns the cluster and the engine of the shared state, once they have what a gateway needs for its start. Returns nothing if
+/// the gateway must stop meanwhile.
+async fn load_inputs(
+    config: &Config,
+    (signals, notify): (&mut Signals, &SystemdNotifier),
+) -> anyhow::Result<Option<(KubernetesControllers, Option<Arc<dyn StateEngine>>)>> {
+    let report = |error: &anyhow::Error| notify.notify_status(&error.to_string());
+    let cluster = KubernetesControllers::from_config(config).await;
+    let cluster = cluster.inspect_err(report)?;
+    match wait_for_cluster(&cluster, config, (signals, notify)).await {
+        Some(ready) => ready?,
+        None => return Ok(None),
+    }
+    let engine = state::engine(config).await.inspect_err(report)?;
+    match wait_for_state(engine.as_deref(), config, (signals, notify)).await {
+        Some(ready) => ready?,
+        None => return Ok(None),
+    }
+    Ok(Some((cluster, engine)))
+}
+
 /// Waits for the inputs without which a gateway cannot start. Returns nothing if the gateway must stop meanwhile.
 async fn wait_for_cluster(
     cluster: &KubernetesControllers,
@@ -158,6 +177,24 @@ async fn wait_for_cluster(
     let report = |why: &str| notify.notify_not_started(why);
     let waiting = stop.run_until_cancelled(Box::pin(cluster.wait_for_certificate(config, &report)));
     let waiting_status = "not serving yet: the API server of the cluster has not answered yet";
+    signals
+        .run(notify.run_startup(waiting, waiting_status))
+        .await?
+}
+
+/// Waits for the CA of the shared state, if the data directory has none. Returns nothing if the gateway must stop meanwhile.
+async fn wait_for_state(
+    engine: Option<&dyn StateEngine>,
+    config: &Config,
+    (signals, notify): (&mut Signals, &SystemdNotifier),
+) -> Option<anyhow::Result<()>> {
+    let Some(engine) = engine else {
+        return Some(Ok(()));
+    };
+    let stop = signals.stop.clone();
+    let report = |why: &str| notify.notify_not_started(why);
+    let waiting = stop.run_until_cancelled(Box::pin(state::import_ca(engine, config, &report)));
+    let waiting_status = "not serving yet: the engine of the shared state has not answered yet";
     signals
         .run(notify.run_startup(waiting, waiting_status))
         .await?

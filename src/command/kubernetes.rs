@@ -6,10 +6,12 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 
 #[cfg(feature = "k8s")]
 use causeway_certs::{OpenMode, Store};
 use causeway_gateway::config::{DiscoveredEndpoints, NodePorts, ReloadSender};
+use causeway_gateway::shared_state::StateEngine;
 use causeway_gateway::{Bound, Config, Gateway};
 #[cfg(feature = "k8s")]
 use causeway_gateway::{config::Kubernetes, server::advertised_names};
@@ -17,7 +19,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 /// Client with which an edge requests its certificate from the cluster, in place of a token.
-pub(super) type CsrClientHandle = Option<std::sync::Arc<dyn causeway_edge::CsrClient>>;
+pub(super) type CsrClientHandle = Option<Arc<dyn causeway_edge::CsrClient>>;
 
 /// The cluster of an edge, if one is configured.
 #[cfg(feature = "k8s")]
@@ -27,7 +29,7 @@ pub(super) type CsrClientHandle = Option<std::sync::Arc<dyn causeway_edge::CsrCl
 )]
 pub(super) fn csr_client(config: &causeway_edge::Config) -> anyhow::Result<CsrClientHandle> {
     let settings = config.kubernetes.clone();
-    Ok(settings.map(|rules| std::sync::Arc::new(causeway_k8s::NodeCsrClient::new(rules)) as _))
+    Ok(settings.map(|rules| Arc::new(causeway_k8s::NodeCsrClient::new(rules)) as _))
 }
 
 /// Refuses a configured cluster, in a build without support for clusters.
@@ -116,8 +118,8 @@ impl KubernetesControllers {
             Some(inner) => {
                 let pods = causeway_k8s::PodLookup::new(inner.client.clone());
                 let reviews = causeway_k8s::ReviewClient::new(inner.client.clone());
-                let gateway = gateway.pods(std::sync::Arc::new(pods));
-                gateway.reviews(std::sync::Arc::new(reviews))
+                let gateway = gateway.pods(Arc::new(pods));
+                gateway.reviews(Arc::new(reviews))
             }
             None => gateway,
         }
@@ -143,7 +145,6 @@ impl KubernetesControllers {
         let (api_cache_source, yurthub_leaders) =
             (inner.api_cache_source(bound), inner.yurthub_leaders(bound));
         let heartbeats = inner.heartbeats(bound, stop.clone());
-        let shared_state = inner.shared_state(bound);
         let app_clients = inner.app_clients.into_iter().map(|client| {
             let why =
                 "the client certificate for apps (upstream_tls.*.signer) has not been issued yet";
@@ -162,7 +163,7 @@ impl KubernetesControllers {
             nodes: bound.nodes(),
             gateway: gateway_name(),
         };
-        let nodes = run_node_informer(informer, shared_state, bound);
+        let nodes = run_node_informer(informer, bound);
         let hosts = async move {
             if let Some(hosts) = hosts_controller {
                 hosts.run(stop).await;
@@ -237,17 +238,6 @@ impl Inner {
         })
     }
 
-    /// Returns the task that synchronises revocations and pinned keys with a Secret, if one is configured.
-    fn shared_state(&self, bound: &Bound) -> Option<causeway_k8s::SharedState> {
-        let (namespace, name) = self.settings.state.as_deref()?.split_once('/')?;
-        Some(causeway_k8s::SharedState {
-            client: self.client.clone(),
-            namespace: namespace.to_owned(),
-            name: name.to_owned(),
-            node_sync: bound.node_sync(),
-        })
-    }
-
     /// Returns the source that fills the API cache of edges.
     fn api_cache_source(&self, bound: &Bound) -> Option<causeway_k8s::ApiCacheSource> {
         Some(causeway_k8s::ApiCacheSource {
@@ -302,24 +292,18 @@ impl Inner {
     }
 }
 
-/// Watches the cluster's nodes, and keeps the shared state if there is one. The gateway is not ready before both are loaded.
+/// Watches the cluster's nodes. The gateway is not ready before they are loaded.
 #[cfg(feature = "k8s")]
 fn run_node_informer(
     informer: causeway_k8s::NodeInformer,
-    shared_state: Option<causeway_k8s::SharedState>,
     bound: &Bound,
 ) -> impl Future<Output = ()> + use<> {
-    let sync_block = shared_state
-        .is_some()
-        .then(|| bound.hold("revocations and pinned keys have not been loaded yet"));
     let nodes_block = bound.hold("the nodes of the cluster have not been loaded yet");
+    let state_loaded = bound.state_loaded();
     // Nodes of the cluster are admitted only after revocations are known.
     async move {
-        let Some((state, unread)) = shared_state.zip(sync_block) else {
-            return informer.run(nodes_block).await;
-        };
-        state.initial_sync(unread).await;
-        tokio::join!(informer.run(nodes_block), state.run());
+        state_loaded.await;
+        informer.run(nodes_block).await;
     }
 }
 
@@ -330,6 +314,29 @@ async fn run_or_pend(controller: Option<impl Future<Output = Infallible>>) -> In
         Some(controller) => controller.await,
         None => std::future::pending().await,
     }
+}
+
+/// Returns the engine that stores the shared state in Secrets, if the configuration names them.
+#[cfg(feature = "k8s")]
+pub(super) async fn state_engine(config: &Config) -> anyhow::Result<Option<Arc<dyn StateEngine>>> {
+    let settings = config.kubernetes.as_ref();
+    let named = settings.and_then(|settings| Some((settings, settings.state.as_deref()?)));
+    let Some((settings, (namespace, name))) =
+        named.and_then(|(settings, state)| Some((settings, state.split_once('/')?)))
+    else {
+        return Ok(None);
+    };
+    let client = causeway_k8s::build_client(settings.kubeconfig.as_deref()).await?;
+    let engine = causeway_k8s::SecretEngine::new(client, namespace, name);
+    Ok(Some(Arc::new(engine)))
+}
+
+/// Refuses a configured cluster, in a build without support for clusters.
+#[cfg(not(feature = "k8s"))]
+#[allow(clippy::unused_async, reason = "as the other build has it")]
+pub(super) async fn state_engine(config: &Config) -> anyhow::Result<Option<Arc<dyn StateEngine>>> {
+    KubernetesControllers::from_config(config).await?;
+    Ok(None)
 }
 
 /// Returns the requester of this gateway's own certificate, if the cluster is to issue it.

@@ -14,16 +14,22 @@ use crate::cli::{ListFormat, Token, TokenCreate, TokenList, TokenRevoke};
 use crate::output::{errln, outln};
 
 /// Runs the command.
-pub(crate) fn run(token: Token) -> anyhow::Result<()> {
+pub(crate) async fn run(token: Token) -> anyhow::Result<()> {
     match token {
         Token::Create(args) => {
             let token = create(&args)?;
+            // Other gateways must know the token before an edge presents it there.
+            data_dir::share(&args.data.data_dir, "the token is created").await;
             print_usage(&args);
             outln!("{token}")?;
             Ok(())
         }
         Token::List(args) => list(&args),
-        Token::Revoke(args) => revoke(&args),
+        Token::Revoke(args) => {
+            let revoked = revoke(&args);
+            data_dir::share(&args.data.data_dir, "the tokens are revoked").await;
+            revoked
+        }
     }
 }
 

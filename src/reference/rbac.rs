@@ -37,7 +37,7 @@ const PURPOSES: &[(&str, &str)] = &[
     ),
     (
         "Role causeway/causeway-gateway-state",
-        "keeps revoked nodes and pinned keys for all gateways (`kubernetes.state`)",
+        "stores the state that all gateways share (`kubernetes.state`)",
     ),
     (
         "Role causeway/causeway-gateway-ports",

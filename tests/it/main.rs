@@ -10,6 +10,7 @@ mod api_cache;
 mod proxied;
 mod redirect;
 mod routing;
+mod shared_state;
 mod sites;
 
 mod dns;

@@ -9,6 +9,7 @@ pub(crate) mod authority;
 pub(crate) mod client;
 pub(crate) mod cluster;
 pub(crate) mod edge;
+pub(crate) mod etcd;
 pub(crate) mod evil;
 pub(crate) mod frames;
 pub(crate) mod gateway;

@@ -27,6 +27,7 @@ mod rows;
 mod scrapes;
 mod smoke;
 mod stands;
+mod state;
 mod steps;
 mod webhooks;
 mod world;
@@ -92,6 +93,7 @@ fn groups() -> [Vec<Trial>; 5] {
     let first = stands::trials()
         .into_iter()
         .chain(nodes::trials())
+        .chain(state::trials())
         .chain(reviews::trials())
         .chain(hosts::trials())
         .chain(deploy::trials())

@@ -15,7 +15,7 @@ use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
 use crate::{
-    full, trial,
+    full, state, trial,
     world::{
         World,
         causeway::BINARY,
@@ -335,12 +335,14 @@ fn edge(words: &str, data: &Path) -> String {
     order.words("--data-dir").args([data]).run().ok().text()
 }
 
-/// The state that gateways share.
+/// The entries of the state that gateways share.
 fn shared_state(world: &World) -> Value {
-    let get = "get -n kube-system secret causeway-state -o jsonpath={.data.state\\.json}";
-    let text = world.cluster.kubectl(get).run().ok().text();
-    let text = data_encoding::BASE64.decode(text.as_bytes()).unwrap();
-    serde_json::from_slice(&text).unwrap_or(Value::Null)
+    let parse =
+        |(key, text): (String, String)| (key, serde_json::from_str::<Value>(&text).unwrap());
+    state::stored_entries(world)
+        .into_iter()
+        .map(parse)
+        .collect()
 }
 
 fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
@@ -355,8 +357,7 @@ fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
     let (first, data) = begin("state-1", (11262, 11265));
     until("it reports what is missing", || {
         let why = asked(11265, "/readyz");
-        why.contains("revocations and pinned keys have not been loaded yet")
-            && why.contains("causeway-state")
+        why.contains("causeway-state")
     });
     world.cluster.apply_example("state/rbac.yaml");
     until("the first gateway is ready", || {
@@ -371,8 +372,7 @@ fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
     store.pins().record_new(&pins).unwrap();
     until("both are in the Secret", || {
         let state = shared_state(&world);
-        state["revoked"]["edge-1"]["reason"] == "stolen"
-            && state["pins"]["edge-2:10250"]["since"] == 7
+        state["revoked/edge-1"]["reason"] == "stolen" && state["pin/edge-2:10250"]["since"] == 7
     });
     drop(first);
 
@@ -391,10 +391,9 @@ fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
     until("the third edge has the state", is_revoked);
     edge("allow edge-1", &data);
     until("the third gateway has the change", || !is_revoked());
-    assert_eq!(shared_state(&world)["revoked"], json!({}));
+    assert_eq!(shared_state(&world)["revoked/edge-1"], Value::Null);
     drop((second, third));
-    let delete = "delete -n kube-system secret causeway-state";
-    world.cluster.kubectl(delete).run().ok();
+    state::delete_secrets(&world);
 }
 
 fn thousands_of_nodes_are_known_in_seconds() {

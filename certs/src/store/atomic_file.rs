@@ -54,6 +54,16 @@ pub enum StoreError {
         /// Path of the file or directory.
         path: PathBuf,
     },
+    /// An entry of the shared state cannot be parsed. It is left unchanged.
+    #[error(
+        "the entry {key} of the shared state cannot be parsed, perhaps because a later version wrote it: {why}"
+    )]
+    Entry {
+        /// Key of the entry.
+        key: String,
+        /// Description of the fault.
+        why: String,
+    },
     /// Another process uses this directory.
     #[error("{} is in use by another causeway process; give each its own data directory", path.display())]
     InUse {

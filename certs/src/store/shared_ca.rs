@@ -52,17 +52,22 @@ impl SharedCa {
                 _ => io_error("read", &path)(error),
             })
         };
-        let corrupt = |name: &str, why: String| StoreError::Corrupt {
+        let (ca, tickets) = (read_text(CA_FILE)?, read_text(TICKETS_FILE)?);
+        Self::parse(&ca, &tickets).map_err(|(name, why)| StoreError::Corrupt {
             path: directory.join(name),
             why,
-        };
-        let file: CaFile = serde_json::from_str(&read_text(CA_FILE)?)
-            .map_err(|error| corrupt(CA_FILE, error.to_string()))?;
+        })
+    }
+
+    /// Parses the contents of the two files. An error includes the name of the file.
+    pub(super) fn parse(ca: &str, tickets: &str) -> Result<Self, (&'static str, String)> {
+        let ca_fault = |why: String| (CA_FILE, why);
+        let file: CaFile = serde_json::from_str(ca).map_err(|error| ca_fault(error.to_string()))?;
         let ca = file
             .into_ca()
-            .map_err(|error| corrupt(CA_FILE, error.to_string()))?;
-        let tickets = TicketSecret::parse(&read_text(TICKETS_FILE)?)
-            .ok_or_else(|| corrupt(TICKETS_FILE, "it is not 32 bytes in base64url".to_owned()))?;
+            .map_err(|error| ca_fault(error.to_string()))?;
+        let tickets = TicketSecret::parse(tickets)
+            .ok_or_else(|| (TICKETS_FILE, "it is not 32 bytes in base64url".to_owned()))?;
         Ok(Self { ca, tickets })
     }
 

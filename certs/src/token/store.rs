@@ -168,24 +168,39 @@ impl TokenStore {
         (requested, status): (&NodeName, NodeStatus),
         now: UnixTime,
     ) -> Result<TokenRecord, TokenRejected> {
+        self.dir
+            .update(TOKENS_FILE, |records: &mut Vec<TokenRecord>| {
+                let record = records.iter_mut().find(|record| record.id == token.id);
+                let spent =
+                    self.spend(record.as_deref().cloned(), token, (requested, status), now)?;
+                if let Some(record) = record {
+                    record.clone_from(&spent);
+                }
+                Ok(spent)
+            })
+    }
+
+    /// Returns the record of this token with one more use, if the token is valid for this node now. Nothing is stored.
+    pub fn spend(
+        &self,
+        record: Option<TokenRecord>,
+        token: &JoinToken,
+        (requested, status): (&NodeName, NodeStatus),
+        now: UnixTime,
+    ) -> Result<TokenRecord, TokenRejected> {
         if !self.trusted_roots.contains(&token.root) {
             return Err(TokenRejected::UnexpectedCa);
         }
         let (presented_hash, now) = (secret_hash(token), now.as_secs());
-        self.dir
-            .update(TOKENS_FILE, |records: &mut Vec<TokenRecord>| {
-                let record = records
-                    .iter_mut()
-                    .find(|record| record.id == token.id)
-                    .filter(|record| record.hash.matches(&presented_hash))
-                    .ok_or(TokenRejected::Unknown)?;
-                check_record(record, requested, status, now)?;
-                record.used.push(JoinRecord {
-                    node: Some(requested.clone()),
-                    at: now,
-                });
-                Ok(record.clone())
-            })
+        let mut record = record
+            .filter(|record| record.hash.matches(&presented_hash))
+            .ok_or(TokenRejected::Unknown)?;
+        check_record(&record, requested, status, now)?;
+        record.used.push(JoinRecord {
+            node: Some(requested.clone()),
+            at: now,
+        });
+        Ok(record)
     }
 
     /// Returns the nodes for which a token was made.

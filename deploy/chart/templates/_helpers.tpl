@@ -47,7 +47,7 @@ merged into it. With only the values way and address the objects are the same.
 {{- $_ := set $object.spec "ingress" (append $object.spec.ingress $metrics) }}
 {{- end }}
 {{- if eq $object.kind "Secret" }}
-{{- /* Revocations and pinned keys outlive the release. */ -}}
+{{- /* The state of the gateways outlives the release. */ -}}
 {{- $_ := set $object.metadata "annotations" (dict "helm.sh/resource-policy" "keep") }}
 {{- end }}
 {{- $_ := set $object.metadata "labels" (mergeOverwrite ($object.metadata.labels | default dict) (include "causeway.labels" $ | fromYaml)) }}

@@ -151,7 +151,7 @@ impl FromStr for Jwks {
 }
 
 /// Whether a URL's host is this machine.
-fn is_loopback(host: &str) -> bool {
+pub(super) fn is_loopback(host: &str) -> bool {
     let host = host.trim_start_matches('[').trim_end_matches(']');
     let ip = host.parse::<IpAddr>();
     host.eq_ignore_ascii_case("localhost") || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())

@@ -69,7 +69,7 @@ pub struct Kubernetes {
     pub yurthub: Option<YurtHub>,
     /// Renews the Leases of nodes that have lost their gateways, while another member of their pool reports that their kubelet is alive.
     pub heartbeats: Heartbeats,
-    /// Stores revocations of nodes and the keys of `upstream_tls.*.pin` in this Secret as well, `NAMESPACE/NAME`, which must exist. All gateways that name the Secret have the same data within some seconds, and a new pod has it from its start. Without this key: the data is in `data_dir` alone.
+    /// Shares all durable state with the other gateways that name the same `NAMESPACE/NAME`: nodes and their enrolments, revocations, join tokens, and the keys of `upstream_tls.*.pin`. The state is in 16 Secrets, `NAME` and `NAME-1` to `NAME-15`, which must exist (`examples/state/rbac.yaml`). A change is at the other gateways about a second later, and a new pod has the state from its start. Without this key: the state is in `data_dir` alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
 }

@@ -24,6 +24,11 @@ impl Validate for Config {
             dns.validate(&self.listener_addresses(), &mut faults);
         }
         self.validate_kubernetes(&mut faults);
+        if let Some(state) = &self.state {
+            let kubernetes = self.kubernetes.as_ref();
+            let secret = kubernetes.and_then(|rules| rules.state.as_ref());
+            state.validate(secret.is_some(), &mut faults);
+        }
         if let Some(api_cache) = &self.api_cache {
             api_cache.validate(of_a_cluster, &mut faults);
         }
@@ -75,6 +80,9 @@ impl Validate for Config {
             && let Some(file) = &cluster.kubeconfig
         {
             faults.check_file("kubernetes.kubeconfig", file);
+        }
+        if let Some(state) = &self.state {
+            state.validate_files(&mut faults);
         }
         for (index, file) in self
             .signer()

@@ -20,6 +20,7 @@ use crate::{
         drain::Readiness,
         http::ProblemDetails,
         node_sync::NodeSync,
+        state_sync::StateSync,
     },
     metrics::Metrics,
     state::{Nodes, Registry},
@@ -46,7 +47,7 @@ use std::{
     sync::Arc,
     time::Duration,
 };
-use tokio::task::spawn_blocking;
+use tokio::{task::spawn_blocking, time::timeout};
 use tower_http::{
     compression::CompressionLayer,
     timeout::TimeoutLayer,
@@ -56,6 +57,9 @@ use tracing::Level;
 
 /// Timeout of a request. All data is in memory, so a client that takes longer is stuck.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Time for a change to reach the engine of the shared state.
+const SHARE_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Shared state of the admin listener's handlers.
 #[derive(Clone, Debug)]
@@ -82,6 +86,8 @@ pub struct AdminState {
     pub certificates: CertificateInventory,
     /// Loads a CA that has changed.
     pub reload_ca: CaReloadFn,
+    /// Synchronization of the state that gateways share, if there is any.
+    pub state_sync: Option<Arc<StateSync>>,
 }
 
 /// Returns the admin listener's routes.
@@ -263,11 +269,34 @@ async fn refresh(
     let internal_error = |detail: String| {
         ProblemDetails::new(StatusCode::INTERNAL_SERVER_ERROR, "gateway_failed", detail)
     };
-    match app.node_sync.refresh_detached().await {
-        Some(Ok(closed)) => Ok(Json(closed)),
-        Some(Err(error)) => Err(internal_error(error.to_string())),
-        None => Err(internal_error("the gateway is shutting down".to_owned())),
-    }
+    let closed = match app.node_sync.refresh_detached().await {
+        Some(Ok(closed)) => closed,
+        Some(Err(error)) => return Err(internal_error(error.to_string())),
+        None => return Err(internal_error("the gateway is shutting down".to_owned())),
+    };
+    share_changes(&app).await?;
+    Ok(Json(closed))
+}
+
+/// Applies a change of the data directory at the other gateways, if the state is shared.
+async fn share_changes(app: &AdminState) -> Result<(), ProblemDetails> {
+    let Some(state_sync) = &app.state_sync else {
+        return Ok(());
+    };
+    let shared = timeout(SHARE_TIMEOUT, state_sync.synchronize_now()).await;
+    let why = match shared {
+        Ok(Ok(())) => return Ok(()),
+        Ok(Err(why)) => why,
+        Err(_) => format!(
+            "{} did not answer within {SHARE_TIMEOUT:?}",
+            state_sync.shared.engine()
+        ),
+    };
+    let detail = format!(
+        "this gateway has applied the change, but the other gateways have not received it yet: {why}; they receive it as soon as the engine of the shared state answers"
+    );
+    let status = StatusCode::SERVICE_UNAVAILABLE;
+    Err(ProblemDetails::new(status, "state_unavailable", detail))
 }
 
 /// Returns the trusted roots, and how many edges have adopted them.
@@ -291,6 +320,7 @@ async fn load_ca(
         let detail = format!("the CA in the data directory cannot be loaded: {error}");
         ProblemDetails::new(StatusCode::INTERNAL_SERVER_ERROR, "gateway_failed", detail)
     })?;
+    share_changes(&app).await?;
     Ok(rotation(State(app)).await)
 }
 

@@ -19,6 +19,7 @@ use crate::{
         node_records::NodeRecordWriter,
     },
     metrics::Metrics,
+    shared_state::{SharedState, SyncError},
     state::{AdvertisedGateways, NodesWriter, registry::EdgeCertificate},
 };
 use axum::{
@@ -33,17 +34,13 @@ use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_certs::{
     Identity, JoinToken, LiveCa, NodeName, Store, TokenRejected, VerifiedPublicKey,
 };
-use causeway_rt::connection_limit::ConnectionLimit;
+use causeway_rt::{connection_limit::ConnectionLimit, task::TaskGroup};
 use rate_limit::JoinRateLimiter;
 use serde::{Deserialize, Serialize};
-use std::{
-    borrow::Cow,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
-use tokio::task::spawn_blocking;
+use std::{borrow::Cow, sync::Arc, time::Duration};
+use tokio::sync::{Mutex, oneshot};
 use tower_http::{limit::RequestBodyLimitLayer, timeout::TimeoutLayer, trace::TraceLayer};
-use tracing::{error, info, warn};
+use tracing::{Span, error, info, warn};
 
 /// Maximum size of a body: a request for an RSA-8192 key takes 5 KiB in base64.
 const MAX_BODY: usize = 16 * 1024;
@@ -61,6 +58,8 @@ pub struct Enrolment {
     pub store: Store,
     /// Table to which enrolled nodes are added.
     pub nodes: NodesWriter,
+    /// State that gateways share, in which tokens are spent.
+    pub shared_state: Option<SharedState>,
     /// Writer of renewals.
     pub record_writer: NodeRecordWriter,
     /// The metrics.
@@ -110,7 +109,9 @@ struct JoinResponse {
 struct HandlerState {
     enrolment: Enrolment,
     /// Serializes enrolments.
-    enrolment_lock: Mutex<()>,
+    enrolment_lock: Arc<Mutex<()>>,
+    /// Enrolments.
+    tasks: TaskGroup,
     rate_limiter: JoinRateLimiter,
 }
 
@@ -118,7 +119,8 @@ struct HandlerState {
 pub fn router(enrolment: Enrolment) -> Router {
     let state = HandlerState {
         enrolment,
-        enrolment_lock: Mutex::default(),
+        enrolment_lock: Arc::default(),
+        tasks: TaskGroup::default(),
         rate_limiter: JoinRateLimiter::default(),
     };
     let routes = Router::new()
@@ -241,22 +243,27 @@ impl HandlerState {
             .map_err(|error| {
                 problem(StatusCode::BAD_REQUEST, "node_malformed", error.to_string())
             })?;
-        let (state, address, version) = (self.clone(), peer.address, join.version);
-        let enrolled = spawn_blocking(move || {
-            // If two edges join as the same new node, the second one sees that the node has joined.
-            let _enrolment_guard = state
-                .enrolment_lock
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
-            let (node, record) = state.redeem(&token, node)?;
-            info!(%node, token = %token.id, ?version, "a join token was used");
-            state.issue(&verify_csr, node, record)
+        let (state, address, presented) = (self.clone(), peer.address, join.token);
+        if let Some(shared) = &self.enrolment.shared_state {
+            // Another gateway may have created the token a moment ago.
+            let fetched = shared.fetch_token(&token.id).await;
+            fetched.map_err(|why| unavailable_problem(&why))?;
+        }
+        // If two edges join as the same new node, the second one sees that the node has joined.
+        let guard = self.enrolment_lock.clone().lock_owned().await;
+        let (sender, receiver) = oneshot::channel();
+        // A token that is spent gets its certificate, even if the edge disconnects meanwhile.
+        self.tasks.spawn(Span::current(), async move {
+            let _guard = guard;
+            let enrolled = state.join(token, node, verify_csr, &join.version).await;
+            // The receiver is gone if the edge has disconnected.
+            let _ = sender.send(enrolled);
         });
-        let enrolled = enrolled.await.map_err(|error| internal_problem(&error))?;
+        let enrolled = receiver.await.map_err(|error| internal_problem(&error))?;
         if let (Err(problem), Some(address)) = (&enrolled, address)
             && problem.reason == "token_unknown"
         {
-            self.rate_limiter.record_failure(address, &join.token);
+            self.rate_limiter.record_failure(address, &presented);
         }
         enrolled
     }
@@ -281,6 +288,9 @@ impl HandlerState {
             ..EdgeCertificate::default()
         };
         self.check_nodes_loaded(&node)?;
+        if nodes.get(&node).is_none() {
+            self.fetch_node(&node).await?;
+        }
         if nodes.get(&node).is_none() {
             return Err(unknown_node_problem(&node));
         }
@@ -383,6 +393,16 @@ fn malformed_request_problem(rejection: &JsonRejection) -> ProblemDetails {
         other => other.body_text().into(),
     };
     problem(rejection.status(), "request_malformed", detail)
+}
+
+/// Returns the error for a decision that needs the shared state, while its engine does not answer. The edge retries.
+fn unavailable_problem(why: &SyncError) -> ProblemDetails {
+    error!(%why, "cannot issue an edge's certificate");
+    let detail = "the gateway cannot decide this now, because the shared state of the gateways cannot be reached; try again later";
+    let status = StatusCode::SERVICE_UNAVAILABLE;
+    let mut problem = problem(status, "state_unavailable", detail);
+    problem.retry_after = Some(10);
+    problem
 }
 
 /// Returns the error for an internal failure. The log contains the cause; the edge only receives that it may retry.

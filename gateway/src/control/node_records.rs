@@ -82,6 +82,12 @@ impl NodeRecordWriter {
         self.ensure_record_at(node, at).await
     }
 
+    /// Adds a record to the table that is already on the disk.
+    pub(super) fn add_stored(&self, record: NodeRecord) {
+        let (name, node) = node_from_record(record);
+        self.0.nodes.upsert(name, node);
+    }
+
     /// Records a node's next certificate, unless the node is revoked. Returns the resulting record, or nothing if the node was
     /// removed meanwhile.
     ///

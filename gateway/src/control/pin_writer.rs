@@ -5,9 +5,12 @@
 //! connection receives the key that is on the disk. If a key could not be stored, the connection receives an error, because a key
 //! that is not stored is never trusted.
 
-use crate::state::{
-    Nodes,
-    pins::{NewPin, PinsWriter},
+use crate::{
+    shared_state::{SharedState, SyncError},
+    state::{
+        Nodes,
+        pins::{NewPin, PinsWriter},
+    },
 };
 use causeway_certs::{NodeName, Pin, PinTable, Store, StoreError};
 use rustls_pki_types::UnixTime;
@@ -21,6 +24,8 @@ const MAX_BATCH: usize = 1_024;
 pub struct PinWriter {
     /// The data directory.
     pub store: Store,
+    /// State that gateways share, in which the first key of an upstream is pinned.
+    pub shared_state: Option<SharedState>,
     /// The table of nodes.
     pub nodes: Nodes,
     /// Whether a cluster provides nodes as well, which may have no record here.
@@ -35,14 +40,46 @@ impl PinWriter {
         let mut pending = Vec::new();
         while new_pins.recv_many(&mut pending, MAX_BATCH).await > 0 {
             let (pin_writer, batch) = (self.clone(), std::mem::take(&mut pending));
+            let earliest = match self.pin_at_all_gateways(&batch).await {
+                Ok(earliest) => earliest,
+                Err(error) => {
+                    refuse(batch, &error.to_string());
+                    continue;
+                }
+            };
             // If the send fails, the waiting task receives the error that the writer has ended.
-            let stored_first = spawn_blocking(move || pin_writer.store_pins(batch)).await;
+            let stored_first = spawn_blocking(move || pin_writer.store_pins(batch, earliest)).await;
             if stored_first.unwrap_or(false) {
                 tracing::warn!(
                     "this data directory contains no pinned keys: the gateway trusts and pins the first key that each app shows. If the directory is deleted with its pod, this happens again after each restart: set the CA of such apps (`apps.PORT.ca` instead of `pin: true`), keep the directory, or store the keys in a Secret (`kubernetes.state`)"
                 );
             }
         }
+    }
+
+    /// Pins these keys in the shared state, and returns the ones that are pinned there. Without shared state none is returned.
+    async fn pin_at_all_gateways(
+        &self,
+        new_pins: &[NewPin],
+    ) -> Result<Vec<ObservedPin>, SyncError> {
+        match &self.shared_state {
+            Some(shared) => shared.pin_first(self.admitted_pins(new_pins)).await,
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// Returns the new keys of nodes that may have keys.
+    fn admitted_pins(&self, new_pins: &[NewPin]) -> Vec<ObservedPin> {
+        let since = UnixTime::now().as_secs();
+        let admitted = new_pins.iter().filter(|met| self.is_admitted(&met.node));
+        let observed = admitted.map(|met| {
+            let pin = Pin {
+                key: met.key,
+                since,
+            };
+            (met.node.clone(), met.port, pin)
+        });
+        observed.collect()
     }
 
     /// Reloads the keys from the disk, and drops those of removed or revoked nodes. Blocks on the disk.
@@ -75,23 +112,18 @@ impl PinWriter {
         self.is_admitted(node) || is_cluster_pending && self.nodes.revocation_reason(node).is_none()
     }
 
-    /// Stores new keys, and returns whether they are the first keys in this data directory. Blocks on the disk.
-    fn store_pins(&self, new_pins: Vec<NewPin>) -> bool {
+    /// Stores new keys, or those that are pinned at all gateways. Returns whether they are the first keys in this data directory.
+    /// Blocks on the disk.
+    fn store_pins(&self, new_pins: Vec<NewPin>, at_all_gateways: Vec<ObservedPin>) -> bool {
         let since = UnixTime::now().as_secs();
         let mut stored = PinTable::new();
         let mut was_empty = false;
         let written = self.writer.replace(|| {
             self.require_file()?;
-            let admitted = new_pins.iter().filter(|met| self.is_admitted(&met.node));
-            let new: Vec<_> = admitted
-                .map(|met| {
-                    let pin = Pin {
-                        key: met.key,
-                        since,
-                    };
-                    (met.node.clone(), met.port, pin)
-                })
-                .collect();
+            let new = match self.shared_state {
+                Some(_) => at_all_gateways,
+                None => self.admitted_pins(&new_pins),
+            };
             was_empty = self.store.pins().all()?.is_empty();
             stored = self.store.pins().record_new(&new)?;
             Ok::<_, StoreError>(stored.clone())
@@ -112,6 +144,19 @@ impl PinWriter {
             let _ = met.responder.send(result);
         }
         was_empty && !stored.is_empty()
+    }
+}
+
+/// Key of an upstream on this node at this port.
+type ObservedPin = (NodeName, u16, Pin);
+
+/// Reports to the waiting requests that their keys are not pinned.
+fn refuse(new_pins: Vec<NewPin>, why: &str) {
+    for met in new_pins {
+        let result = Err(format!("the key cannot be pinned at all gateways: {why}"));
+        log_result(&met, &result, 0);
+        // The stream that reported the key may have ended.
+        let _ = met.responder.send(result);
     }
 }
 
@@ -164,6 +209,7 @@ mod tests {
             }
             let keeper = PinWriter {
                 store,
+                shared_state: None,
                 nodes: nodes.reader(),
                 follows_cluster: true,
                 writer,
@@ -202,12 +248,15 @@ mod tests {
         let world = World::new();
         let note = |node: &str, key: &str| {
             let (responder, _receiver) = oneshot::channel();
-            world.keeper.store_pins(vec![NewPin {
-                node: name(node),
-                port: 1,
-                key: a(key),
-                responder,
-            }])
+            world.keeper.store_pins(
+                vec![NewPin {
+                    node: name(node),
+                    port: 1,
+                    key: a(key),
+                    responder,
+                }],
+                Vec::new(),
+            )
         };
         assert!(!note("edge-9", "a"), "the node is not admitted");
         assert!(note("edge-1", "a"));

@@ -21,6 +21,7 @@ use crate::{
         eligibility::untrusted_reason,
         http::{self, Peer},
     },
+    shared_state::SharedState,
     state::registry::EdgeCertificate,
     worker::WorkerId,
 };
@@ -127,23 +128,44 @@ struct HandshakeContext {
 
 impl TunnelListener {
     /// Waits until this node can be checked, and returns whether it can. A node that only the cluster can know waits until the
-    /// nodes of the cluster are loaded. A rejection would keep it away for a minute. If every node with a trusted certificate is
-    /// admitted, the function does not wait for the cluster.
+    /// nodes of the cluster are loaded. A node that this gateway does not know is looked up in the shared state, because it may
+    /// have joined through another gateway a moment ago. A rejection would keep it away for a minute. If every node with a
+    /// trusted certificate is admitted, the function does not wait.
     async fn wait_until_checkable(&self, node: &NodeName, wait_limit: Duration) -> bool {
-        let Some(mut changes) = self.cluster.clone() else {
-            return true;
-        };
         if self.tls.load().admits_any_node() {
             return true;
         }
-        let node_known = async {
+        let checkable = async {
+            if let Some(shared) = &self.shared_state
+                && self.nodes.get(node).is_none()
+                && self.fetch_node(shared, node).await.is_none()
+            {
+                return false;
+            }
+            let Some(mut changes) = self.cluster.clone() else {
+                return true;
+            };
             while !self.nodes.has_cluster() && self.nodes.get(node).is_none() {
                 if changes.changed().await.is_err() {
-                    return;
+                    break;
                 }
             }
+            true
         };
-        timeout(wait_limit, node_known).await.is_ok()
+        timeout(wait_limit, checkable).await.unwrap_or(false)
+    }
+
+    /// Loads the record of a node from the shared state, if it has one. Returns nothing if the engine does not answer.
+    async fn fetch_node(&self, shared: &SharedState, node: &NodeName) -> Option<()> {
+        match shared.fetch_node(node).await {
+            Ok(Some(record)) => self.record_writer.add_stored(record),
+            Ok(None) => {}
+            Err(error) => {
+                tracing::warn!(%node, %error, "cannot look up node {node} in the shared state");
+                return None;
+            }
+        }
+        Some(())
     }
 
     /// Accepts edges until `stop`. Cancels `enrolment_ended` when no edge is being enrolled any more. From `drain` on, tunnels

@@ -30,6 +30,7 @@ use crate::{
         drain::Readiness,
         nat::{Nat, PortMap},
         node_sync::NodeSync,
+        state_sync::StateSync,
         successor::Successor,
         tunnel_listener::TunnelListener,
     },
@@ -61,7 +62,7 @@ const METRICS_LISTENER: &str = "admin.metrics_listen";
 
 pub(super) fn bind_gateway(gateway: Gateway) -> Result<Bound, BindError> {
     let (config, successor) = (gateway.config, Successor::default());
-    let base = DataDirState::open(&config)?;
+    let base = DataDirState::open(&config, gateway.state_engine)?;
     let (early_claim, predecessor, inherited) = take_over(&base.store, gateway.take_over)?;
     let authorizer = authorizer(gateway.deciding, &config, &base)?;
     let (workers, owned_workers) = start_workers(gateway.workers, &config)?;
@@ -299,6 +300,14 @@ fn admin_app(
         let authority = &reloader.parts().authority;
         authority.reload_ca().map_err(|error| error.to_string())
     };
+    let reload_ca = CaReloadFn(Arc::new(reload_ca));
+    let state_sync = |shared| StateSync {
+        shared,
+        node_sync: node_sync.clone(),
+        reload_ca: reload_ca.clone(),
+        readiness: readiness.clone(),
+    };
+    let state_sync = base.shared_state.clone().map(state_sync).map(Arc::new);
     admin::AdminState {
         nodes: shared.nodes.clone(),
         registry: shared.registry.clone(),
@@ -312,8 +321,9 @@ fn admin_app(
         reload_sender: reloads,
         ca: base.ca.clone(),
         certificates,
-        reload_ca: CaReloadFn(Arc::new(reload_ca)),
+        reload_ca,
         node_sync,
+        state_sync,
     }
 }
 

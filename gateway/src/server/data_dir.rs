@@ -4,12 +4,14 @@ use super::{error::BindError, tunnel_identity::ExternalIdentity};
 use crate::{
     config::Config,
     control::{node_sync, pin_writer::PinWriter},
+    shared_state::{SharedState, StateEngine},
     state::{
         NodesWriter, Pins,
         pins::{NewPin, pins},
     },
 };
 use causeway_certs::{Ca, LiveCa, OpenMode, Store, StoreError};
+use std::sync::Arc;
 use tokio::sync::mpsc;
 
 /// Reason for refusals until the cluster's nodes have been loaded.
@@ -24,10 +26,14 @@ pub(super) struct DataDirState {
     pub(super) pin_writer: PinWriter,
     pub(super) new_pins: mpsc::Receiver<NewPin>,
     pub(super) external_identity: Option<ExternalIdentity>,
+    pub(super) shared_state: Option<SharedState>,
 }
 
 impl DataDirState {
-    pub(super) fn open(config: &Config) -> Result<Self, BindError> {
+    pub(super) fn open(
+        config: &Config,
+        engine: Option<Arc<dyn StateEngine>>,
+    ) -> Result<Self, BindError> {
         let given = config.tunnel.identity.as_ref().map(ExternalIdentity::read);
         let given = given.transpose()?;
         let no_ca = || BindError::NoCa(config.data_dir.clone());
@@ -58,8 +64,13 @@ impl DataDirState {
         }
         let nodes = load_nodes(config, &store)?;
         let (pins, writer, meetings) = pins(store.pins().all()?);
+        let shared_state = engine.map(|engine| {
+            let shares_ca = engine.stores_ca() && given.is_none();
+            SharedState::new(engine, store.clone(), shares_ca)
+        });
         let keeper = PinWriter {
             store: store.clone(),
+            shared_state: shared_state.clone(),
             nodes: nodes.reader(),
             follows_cluster: config.kubernetes.is_some(),
             writer,
@@ -72,6 +83,7 @@ impl DataDirState {
             ca: LiveCa::new(ca),
             store,
             external_identity: given,
+            shared_state,
         })
     }
 }

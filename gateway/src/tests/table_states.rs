@@ -271,6 +271,7 @@ fn pins_that_vanish_from_the_disk_believe_no_other_key() {
     nodes.upsert(name("edge-1"), Node::default());
     let (pins, writer, _meetings) = pins::pins(PinTable::new());
     let keeper = PinWriter {
+        shared_state: None,
         store: store.clone(),
         nodes: nodes.reader(),
         follows_cluster: false,

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::{ADDRESS, ON_HOSTS, WAYS, file, helm, kustomized, named, objects, templated};
 use crate::{
-    trial,
+    state, trial,
     world::{process::Program, world},
 };
 
@@ -159,7 +159,9 @@ fn release_objects_have_their_labels_and_include_no_namespace() {
         // The namespace of edges is made if it does not exist, and stays.
         let spaces: Vec<_> = all.iter().filter(|it| it["kind"] == "Namespace").collect();
         assert_eq!(spaces.len(), 1, "{way}");
-        for kept in [spaces[0], named(&all, "Secret", "causeway-state")] {
+        let state: Vec<_> = state::secret_names().collect();
+        let state = state.iter().map(|name| named(&all, "Secret", name));
+        for kept in state.chain([spaces[0]]) {
             let policy = &kept["metadata"]["annotations"]["helm.sh/resource-policy"];
             assert_eq!(policy, "keep", "{way}");
         }

@@ -422,6 +422,7 @@ fn user_objects_outlive_the_release(shell: &Shell<'_>) {
     for kept in [
         "secret -n causeway-edge mine",
         "secret -n causeway causeway-state",
+        "secret -n causeway causeway-state-15",
         "secret -n causeway causeway-ca",
     ] {
         assert!(cluster.get(kept).is_some(), "{kept}");
@@ -431,6 +432,7 @@ fn user_objects_outlive_the_release(shell: &Shell<'_>) {
         "namespace causeway-edge",
         "configmap -n kube-system causeway-ca",
         "secret -n causeway causeway-state",
+        "secret -n causeway causeway-state-15",
     ] {
         assert!(cluster.get(gone).is_none(), "{gone}");
     }

@@ -20,7 +20,7 @@ use super::{
     replicas::{GATEWAYS, ca_secret},
 };
 use crate::{
-    trial,
+    state, trial,
     world::{
         World,
         node::Node,
@@ -402,13 +402,15 @@ fn rollouts_by_helm_are_counted() {
     let removal = block("helm uninstall");
     let (uninstall, rest) = removal.split_once('\n').unwrap();
     run(uninstall);
-    let kept = [
+    let state = state::secret_names().map(|name| format!("Secret causeway {name}"));
+    let state: Vec<String> = state.collect();
+    let mut kept = vec![
         "Namespace <none> causeway",
         "Namespace <none> causeway-edge",
         "ConfigMap kube-system causeway-ca",
         "Secret causeway causeway-ca",
-        "Secret causeway causeway-state",
     ];
+    kept.extend(state.iter().map(String::as_str));
     run(rest.lines().next().unwrap());
     is_left(&fleet, "helm", &kept);
     run(rest);

@@ -18,6 +18,7 @@ fn app(world: &World) -> AdminState {
         ca: world.live.clone(),
         certificates: CertificateInventory(Arc::new(|| Some(Vec::new()))),
         reload_ca: CaReloadFn(Arc::new(|| Ok(false))),
+        state_sync: None,
     }
 }
 

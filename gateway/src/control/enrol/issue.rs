@@ -2,7 +2,7 @@
 
 use super::{
     Enrolment, HandlerState, JoinResponse, RenewRequest, internal_problem, problem,
-    revoked_node_problem, token_problem, unknown_node_problem, verify_csr,
+    revoked_node_problem, token_problem, unavailable_problem, unknown_node_problem, verify_csr,
 };
 use crate::{
     control::{
@@ -10,6 +10,7 @@ use crate::{
         http::{Peer, ProblemDetails},
         signer::Signer,
     },
+    shared_state::{RedeemError, SharedState},
     state::{Node, nodes::record_revoked, registry::EdgeCertificate},
 };
 use axum::http::StatusCode;
@@ -34,18 +35,113 @@ impl Enrolment {
     }
 }
 
+/// Certificate of an edge that joins, with the records of its node on the disk and in the table.
+struct Enrolled {
+    issued: IssuedCertificate,
+    record: NodeRecord,
+    node: Node,
+}
+
 impl HandlerState {
+    /// Spends the token, and issues the certificate of the edge that joins.
+    pub(super) async fn join(
+        self: Arc<Self>,
+        token: JoinToken,
+        node: Option<NodeName>,
+        key: VerifiedPublicKey,
+        version: &str,
+    ) -> Result<JoinResponse, ProblemDetails> {
+        let (shared, id) = (self.enrolment.shared_state.clone(), token.id.clone());
+        let (node, status, record) = match &shared {
+            Some(shared) => self.redeem_at_all_gateways(shared, token, node).await?,
+            None => {
+                self.on_disk(move |state| state.redeem(&token, node))
+                    .await?
+            }
+        };
+        info!(%node, token = %id, ?version, "a join token was used");
+        let enrolled = self
+            .on_disk(move |state| state.issue(&key, &node, record))
+            .await?;
+        if let Some(shared) = &shared {
+            share_node(shared, &enrolled.record, status).await?;
+        }
+        self.on_disk(move |state| state.admit(enrolled)).await
+    }
+
+    /// Runs work that blocks on the disk.
+    async fn on_disk<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> Result<T, ProblemDetails> + Send + 'static,
+    ) -> Result<T, ProblemDetails> {
+        let state = self.clone();
+        let done = spawn_blocking(move || work(&state)).await;
+        done.map_err(|error| internal_problem(&error))?
+    }
+
     /// Spends the token. Blocks on the disk.
-    pub(super) fn redeem(
+    fn redeem(
         &self,
         token: &JoinToken,
         node: Option<NodeName>,
-    ) -> Result<(NodeName, TokenRecord), ProblemDetails> {
+    ) -> Result<(NodeName, NodeStatus, TokenRecord), ProblemDetails> {
+        let (node, status) = self.check_join(token, node)?;
+        let redeemed = self
+            .tokens()
+            .redeem(token, (&node, status), UnixTime::now());
+        let record = redeemed.map_err(|why| token_problem(&why))?;
+        Ok((node, status, record))
+    }
+
+    /// Spends the token in the shared state.
+    async fn redeem_at_all_gateways(
+        self: &Arc<Self>,
+        shared: &SharedState,
+        token: JoinToken,
+        node: Option<NodeName>,
+    ) -> Result<(NodeName, NodeStatus, TokenRecord), ProblemDetails> {
+        let check = |node: Option<NodeName>| {
+            let token = token.clone();
+            self.on_disk(move |state| state.check_join(&token, node))
+        };
+        let (node, mut status) = check(node).await?;
+        if status == NodeStatus::New {
+            self.fetch_node(&node).await?;
+            status = check(Some(node.clone())).await?.1;
+        }
+        let redeemed = shared.redeem(&self.tokens(), &token, (&node, status)).await;
+        let record = redeemed.map_err(|why| match why {
+            RedeemError::Rejected(why) => token_problem(&why),
+            RedeemError::Unavailable(why) => unavailable_problem(&why),
+        })?;
+        Ok((node, status, record))
+    }
+
+    /// Looks up a node in the shared state that this gateway does not know.
+    pub(super) async fn fetch_node(&self, node: &NodeName) -> Result<(), ProblemDetails> {
+        if let Some(shared) = &self.enrolment.shared_state {
+            let fetched = shared.fetch_node(node).await;
+            if let Some(record) = fetched.map_err(|why| unavailable_problem(&why))? {
+                self.enrolment.record_writer.add_stored(record);
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the node that joins with this token, and whether it has joined before.
+    ///
+    /// # Errors
+    /// If the node may not join. The token is not spent.
+    fn check_join(
+        &self,
+        token: &JoinToken,
+        node: Option<NodeName>,
+    ) -> Result<(NodeName, NodeStatus), ProblemDetails> {
         // If the edge does not name its node, the token's node name is used.
         let node = node.map_or_else(|| self.node_of_token(token), Ok)?;
         // A node that only the cluster knows has not joined here yet and counts as new.
         let nodes = self.enrolment.nodes.reader();
-        let node_status = match nodes.get_record(&node) {
+        let status = match nodes.get_record(&node) {
             Some(_) => NodeStatus::Known,
             None => NodeStatus::New,
         };
@@ -53,11 +149,7 @@ impl HandlerState {
             return Err(revoked_node_problem(why));
         }
         self.check_node_name(token, &node)?;
-        let redeemed = self
-            .tokens()
-            .redeem(token, (&node, node_status), UnixTime::now());
-        let record = redeemed.map_err(|why| token_problem(&why))?;
-        Ok((node, record))
+        Ok((node, status))
     }
 
     /// Checks that a node may take this name by a token that does not name a node. The name of a cluster node without an edge is
@@ -102,13 +194,13 @@ impl HandlerState {
         })
     }
 
-    /// Issues the certificate of an edge that joins. Blocks on the disk.
-    pub(super) fn issue(
+    /// Issues the certificate of an edge that joins. It is not admitted yet.
+    fn issue(
         &self,
         key: &VerifiedPublicKey,
-        node: NodeName,
+        node: &NodeName,
         record: TokenRecord,
-    ) -> Result<JoinResponse, ProblemDetails> {
+    ) -> Result<Enrolled, ProblemDetails> {
         let TokenRecord {
             addresses,
             pool,
@@ -119,9 +211,9 @@ impl HandlerState {
         let now = UnixTime::now().as_secs();
         let reader = self.enrolment.nodes.reader();
         let was_named_by_token = reader
-            .get_record(&node)
+            .get_record(node)
             .is_some_and(|known| !known.follows_cluster);
-        let previous = reader.get(&node).unwrap_or_default();
+        let previous = reader.get(node).unwrap_or_default();
         let confirmed = Node {
             addresses,
             pool,
@@ -130,7 +222,7 @@ impl HandlerState {
             follows_cluster: nodes.node().is_none() && !was_named_by_token,
             ..previous
         };
-        let issued = self.sign(key, &node)?;
+        let issued = self.sign(key, node)?;
         let record = NodeRecord {
             node: node.clone(),
             addresses: confirmed.addresses.clone(),
@@ -144,13 +236,26 @@ impl HandlerState {
             revoked: None,
             follows_cluster: confirmed.follows_cluster,
         };
+        Ok(Enrolled {
+            issued,
+            record,
+            node: confirmed,
+        })
+    }
+
+    /// Admits the node, whose earlier certificates are then no longer accepted. Blocks on the disk.
+    fn admit(&self, enrolled: Enrolled) -> Result<JoinResponse, ProblemDetails> {
+        let Enrolled {
+            issued,
+            record,
+            node,
+        } = enrolled;
         let Enrolment { store, nodes, .. } = &self.enrolment;
-        store
-            .nodes()
-            .put(record)
-            .map_err(|error| internal_problem(&error))?;
-        nodes.upsert(node.clone(), confirmed);
-        Ok(self.join_response(node, &issued))
+        let name = record.node.clone();
+        let stored = store.nodes().put(record);
+        stored.map_err(|error| internal_problem(&error))?;
+        nodes.upsert(name.clone(), node);
+        Ok(self.join_response(name, &issued))
     }
 
     /// Issues the next certificate of an enrolled edge. The record on disk decides: a node that was removed or revoked meanwhile
@@ -266,6 +371,30 @@ impl HandlerState {
             return Ok(());
         }
         Err(nodes_pending_problem())
+    }
+}
+
+/// Stores the record of a node that joins in the shared state.
+///
+/// # Errors
+/// If the node was new, and joins through another gateway at the same time. If the engine does not answer, the node is admitted
+/// here, and the next synchronization stores its record: the token is spent.
+async fn share_node(
+    shared: &SharedState,
+    record: &NodeRecord,
+    status: NodeStatus,
+) -> Result<(), ProblemDetails> {
+    let node = &record.node;
+    match shared.store_node(record, status).await {
+        Ok(true) => Ok(()),
+        Ok(false) => {
+            let detail = format!("node {node} has joined through another gateway a moment ago");
+            Err(problem(StatusCode::FORBIDDEN, "token_not_new", detail))
+        }
+        Err(error) => {
+            tracing::warn!(%node, %error, "the record of node {node} has not reached the other gateways yet");
+            Ok(())
+        }
     }
 }
 

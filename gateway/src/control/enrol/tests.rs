@@ -30,6 +30,7 @@ impl Counter {
             ca: world.live.clone(),
             store: world.store.clone(),
             nodes: world.nodes.clone(),
+            shared_state: None,
             record_writer: NodeRecordWriter::new(&world.store, &world.nodes),
             metrics: world.metrics.clone(),
             lifetime: Duration::from_hours(1),

@@ -73,6 +73,7 @@ fn enrolment(
         ca: ca.clone(),
         store: store.clone(),
         nodes: nodes.clone(),
+        shared_state: None,
         record_writer: ledger.clone(),
         metrics: metrics.clone(),
         lifetime: LIFE,
@@ -215,6 +216,7 @@ impl World {
             cluster: cluster.then(|| nodes.subscribe()),
             metrics: metrics.clone(),
             tls: tls.clone(),
+            shared_state: None,
             record_writer: ledger,
             ca: live.clone(),
             settings,
@@ -289,6 +291,7 @@ impl World {
             store: self.store.clone(),
             nodes: self.nodes.clone(),
             pin_writer: PinWriter {
+                shared_state: None,
                 store: self.store.clone(),
                 nodes: self.reader(),
                 follows_cluster: false,

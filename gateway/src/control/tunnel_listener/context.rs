@@ -7,6 +7,7 @@ use crate::{
         api_cache::ApiCacheServer, heartbeat::HeartbeatVerifier, node_records::NodeRecordWriter,
     },
     metrics::Metrics,
+    shared_state::SharedState,
     state::{AdvertisedGateways, AnnouncedPortsCell, Nodes, Registry, registry::EdgeCertificate},
     worker::Workers,
 };
@@ -68,6 +69,8 @@ pub struct TunnelListener {
     pub tls: LiveTls,
     /// Writer of records of nodes that connect without an enrolment.
     pub record_writer: NodeRecordWriter,
+    /// State that gateways share, in which unknown nodes are looked up.
+    pub shared_state: Option<SharedState>,
     /// The CA that signs.
     pub ca: LiveCa,
     /// Timeouts and limits.

@@ -1,0 +1,289 @@
+//! The durable state that gateways share, as entries of a key and a value.
+//!
+//! | key | value (JSON) |
+//! | --- | --- |
+//! | `node/NAME` | [`NodeRecord`] without the revocation |
+//! | `revoked/NAME` | [`Revocation`] |
+//! | `token/ID` | [`TokenRecord`] |
+//! | `pin/NAME:PORT` | [`Pin`] |
+//! | `ca` | the CA and the secret of session tickets, see [`SharedCa::to_entry`] |
+//!
+//! The data directory stores these entries in its files. Other engines store them as they are. An entry is compared by its
+//! text, which is the same at every gateway of a version.
+
+use std::collections::BTreeMap;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::atomic_file::StoreError;
+use super::data_dir::{CA_FILE, NODES_FILE, Store};
+use super::nodes::{NodeRecord, Revocation};
+use super::pins::{PINS_FILE, Pin, PinTable};
+use super::shared_ca::SharedCa;
+use crate::name::NodeName;
+use crate::token::{TOKENS_FILE, TokenRecord};
+
+/// Entries by their keys.
+pub type Entries = BTreeMap<String, String>;
+
+/// Change of an entry, which only takes place if the entry has the expected value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EntryChange {
+    /// Key of the entry.
+    pub key: String,
+    /// Value before the change; `None` if there is no entry.
+    pub expected: Option<String>,
+    /// Value after the change; `None` removes the entry.
+    pub value: Option<String>,
+}
+
+/// Kind and name of an entry, as its key has them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EntryKey<'a> {
+    /// Record of this node.
+    Node(&'a str),
+    /// Revocation of this node.
+    Revoked(&'a str),
+    /// Join token with this id.
+    Token(&'a str),
+    /// Pinned key of this node at this port.
+    Pin(&'a str, u16),
+    /// The CA.
+    Ca,
+}
+
+impl<'a> EntryKey<'a> {
+    /// Parses a key. Returns `None` for a key of another version.
+    pub fn parse(key: &'a str) -> Option<Self> {
+        if key == "ca" {
+            return Some(Self::Ca);
+        }
+        let (kind, name) = key.split_once('/')?;
+        match kind {
+            "node" => Some(Self::Node(name)),
+            "revoked" => Some(Self::Revoked(name)),
+            "token" => Some(Self::Token(name)),
+            "pin" => {
+                let (node, port) = name.rsplit_once(':')?;
+                Some(Self::Pin(node, port.parse().ok()?))
+            }
+            _ => None,
+        }
+    }
+}
+
+impl std::fmt::Display for EntryKey<'_> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Node(name) => write!(out, "node/{name}"),
+            Self::Revoked(name) => write!(out, "revoked/{name}"),
+            Self::Token(id) => write!(out, "token/{id}"),
+            Self::Pin(node, port) => write!(out, "pin/{node}:{port}"),
+            Self::Ca => out.write_str("ca"),
+        }
+    }
+}
+
+/// The files of the data directory that contain entries.
+struct Files {
+    nodes: BTreeMap<NodeName, NodeRecord>,
+    tokens: Vec<TokenRecord>,
+    pins: PinTable,
+}
+
+impl Store {
+    /// Returns all entries of this directory.
+    ///
+    /// # Errors
+    /// If a file cannot be read or parsed.
+    pub fn entries(&self) -> Result<Entries, StoreError> {
+        let ca = self.ca()?.map(|_| self.shared()).transpose()?;
+        let _lock = self.dir.lock()?;
+        let mut entries = self.read_files()?.to_entries();
+        if let Some(ca) = ca {
+            let text = ca.to_entry();
+            let text = text.map_err(|error| damaged(CA_FILE, &error))?;
+            entries.insert(EntryKey::Ca.to_string(), text);
+        }
+        Ok(entries)
+    }
+
+    /// Applies each change whose expected value is current. Returns the keys of the other changes. The entry `ca` is changed by
+    /// [`Store::import_shared`] only.
+    ///
+    /// # Errors
+    /// If a file cannot be read or written, or a value cannot be parsed. Nothing has changed in the latter case.
+    pub fn change_entries(&self, changes: &[EntryChange]) -> Result<Vec<String>, StoreError> {
+        let _lock = self.dir.lock()?;
+        let previous = self.read_files()?;
+        let current = previous.to_entries();
+        let mut conflicts = Vec::new();
+        let mut next = self.read_files()?;
+        // The change of a revocation keeps or makes the node's record, so that of the record comes after it.
+        let is_revocation = |change: &&EntryChange| change.key.starts_with("revoked/");
+        let (first, rest): (Vec<_>, Vec<_>) = changes.iter().partition(is_revocation);
+        for change in first.into_iter().chain(rest) {
+            if current.get(&change.key) == change.expected.as_ref() {
+                next.apply(change)?;
+            } else {
+                conflicts.push(change.key.clone());
+            }
+        }
+        // A node's certificate must not be admitted between two writes, so its revocation is written with the node.
+        if next.nodes != previous.nodes {
+            self.dir.write_json(NODES_FILE, &next.nodes)?;
+        }
+        if next.tokens != previous.tokens {
+            self.dir.write_json(TOKENS_FILE, &next.tokens)?;
+        }
+        if next.pins != previous.pins {
+            self.dir.write_json(PINS_FILE, &next.pins)?;
+        }
+        Ok(conflicts)
+    }
+
+    /// Returns the times of the last changes of the files with entries, each `None` without its file.
+    pub fn entry_changes(&self) -> [Option<std::time::SystemTime>; 4] {
+        [CA_FILE, NODES_FILE, TOKENS_FILE, PINS_FILE]
+            .map(|name| self.dir.path(name).metadata().ok()?.modified().ok())
+    }
+
+    fn read_files(&self) -> Result<Files, StoreError> {
+        Ok(Files {
+            nodes: self.dir.read_json(NODES_FILE)?.unwrap_or_default(),
+            tokens: self.dir.read_json(TOKENS_FILE)?.unwrap_or_default(),
+            pins: self.dir.read_json(PINS_FILE)?.unwrap_or_default(),
+        })
+    }
+}
+
+impl Files {
+    /// Changes the files in memory.
+    ///
+    /// # Errors
+    /// If the value cannot be parsed.
+    fn apply(&mut self, change: &EntryChange) -> Result<(), StoreError> {
+        let (key, value) = (&change.key, change.value.as_deref());
+        let name = |text: &str| NodeName::parse(text).map_err(|why| damaged(key, &why));
+        match EntryKey::parse(key) {
+            Some(EntryKey::Node(node)) => {
+                let node = name(node)?;
+                let revoked = self.nodes.remove(&node).and_then(|record| record.revoked);
+                let record = value.map(|text| parse::<NodeRecord>(key, text));
+                let record = record.transpose()?;
+                // A revocation stays until its own entry is removed.
+                let revoked_only = |revoked: &Revocation| NodeRecord::name_only(&node, revoked.at);
+                let record = record.or_else(|| revoked.as_ref().map(revoked_only));
+                if let Some(record) = record {
+                    self.nodes.insert(node, NodeRecord { revoked, ..record });
+                }
+            }
+            Some(EntryKey::Revoked(node)) => {
+                let node = name(node)?;
+                let revoked = value.map(|text| parse::<Revocation>(key, text));
+                let revoked = revoked.transpose()?;
+                if let Some(at) = revoked.as_ref().map(|revoked| revoked.at) {
+                    let record = || NodeRecord::name_only(&node, at);
+                    self.nodes.entry(node.clone()).or_insert_with(record);
+                }
+                if let Some(record) = self.nodes.get_mut(&node) {
+                    record.revoked = revoked;
+                }
+            }
+            Some(EntryKey::Token(id)) => {
+                let token = value.map(|text| parse::<TokenRecord>(key, text));
+                let token = token.transpose()?;
+                let place = self.tokens.iter().position(|token| token.id == id);
+                match (place, token) {
+                    (Some(place), Some(token)) => self.tokens[place] = token,
+                    (Some(place), None) => drop(self.tokens.remove(place)),
+                    (None, token) => self.tokens.extend(token),
+                }
+            }
+            Some(EntryKey::Pin(node, port)) => {
+                let node = name(node)?;
+                let pin = value.map(|text| parse::<Pin>(key, text)).transpose()?;
+                let ports = self.pins.entry(node).or_default();
+                match pin {
+                    Some(pin) => drop(ports.insert(port, pin)),
+                    None => drop(ports.remove(&port)),
+                }
+                self.pins.retain(|_, ports| !ports.is_empty());
+            }
+            Some(EntryKey::Ca) | None => {}
+        }
+        Ok(())
+    }
+
+    fn to_entries(&self) -> Entries {
+        let mut entries = Entries::new();
+        for (name, record) in &self.nodes {
+            let name = name.to_string();
+            if let Some(revoked) = &record.revoked {
+                entries.insert(EntryKey::Revoked(&name).to_string(), entry_text(revoked));
+            }
+            let record = NodeRecord {
+                revoked: None,
+                ..record.clone()
+            };
+            entries.insert(EntryKey::Node(&name).to_string(), entry_text(&record));
+        }
+        for token in &self.tokens {
+            entries.insert(EntryKey::Token(&token.id).to_string(), entry_text(token));
+        }
+        for (node, ports) in &self.pins {
+            let node = node.to_string();
+            for (port, pin) in ports {
+                entries.insert(EntryKey::Pin(&node, *port).to_string(), entry_text(pin));
+            }
+        }
+        entries
+    }
+}
+
+fn parse<T: DeserializeOwned>(key: &str, text: &str) -> Result<T, StoreError> {
+    serde_json::from_str(text).map_err(|error| damaged(key, &error))
+}
+
+fn damaged(key: &str, why: &impl ToString) -> StoreError {
+    StoreError::Entry {
+        key: key.to_owned(),
+        why: why.to_string(),
+    }
+}
+
+/// Returns the value of an entry.
+///
+/// # Panics
+/// Never for the types of entries, which have text keys only.
+pub fn entry_text(value: &impl Serialize) -> String {
+    serde_json::to_string(value).expect("the types of entries can be written as JSON")
+}
+
+/// Value of the entry `ca`: the contents of the two files.
+#[derive(Serialize, Deserialize)]
+struct CaEntry {
+    ca: String,
+    tickets: String,
+}
+
+impl SharedCa {
+    /// Returns the value of the entry `ca`. It is secret.
+    ///
+    /// # Errors
+    /// If the state cannot be written as JSON.
+    pub fn to_entry(&self) -> serde_json::Result<String> {
+        let [(_, ca), (_, tickets)] = self.files()?;
+        serde_json::to_string(&CaEntry { ca, tickets })
+    }
+
+    /// Parses the value of the entry `ca`.
+    ///
+    /// # Errors
+    /// The fault, as a sentence.
+    pub fn from_entry(text: &str) -> Result<Self, String> {
+        let entry: CaEntry = serde_json::from_str(text).map_err(|error| error.to_string())?;
+        Self::parse(&entry.ca, &entry.tickets).map_err(|(name, why)| format!("{name}: {why}"))
+    }
+}

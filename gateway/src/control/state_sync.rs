@@ -1,0 +1,115 @@
+//! Synchronization of the data directory with the state that gateways share, and what follows from changes of other gateways:
+//! the tables are loaded again, and tunnels of nodes that are revoked now are closed.
+
+use super::{ca_rotation::CaReloadFn, drain::Readiness, node_sync::NodeSync};
+use crate::shared_state::{Applied, SharedState, SyncError};
+use causeway_rt::log_throttle::FailureThrottle;
+use std::{convert::Infallible, sync::Arc, time::Duration};
+use tokio::{
+    task::spawn_blocking,
+    time::{Instant, sleep, timeout},
+};
+
+/// Time to wait for further changes after the first one.
+const BATCH_INTERVAL: Duration = Duration::from_millis(200);
+/// Interval of attempts while the engine does not answer.
+const RETRY_INTERVAL: Duration = Duration::from_secs(2);
+/// Interval at which the state is compared if no change is reported.
+const FULL_INTERVAL: Duration = Duration::from_mins(5);
+/// Time for which a gateway with a copy of the state waits for the engine before it is ready.
+const READY_WITHOUT_ENGINE: Duration = Duration::from_secs(30);
+
+/// Task that synchronizes the state of a gateway.
+#[derive(Clone, Debug)]
+pub struct StateSync {
+    /// The shared state.
+    pub shared: SharedState,
+    /// Node state of the gateway.
+    pub node_sync: NodeSync,
+    /// Loads a CA that has changed.
+    pub reload_ca: CaReloadFn,
+    /// State of `/readyz`.
+    pub readiness: Readiness,
+}
+
+impl StateSync {
+    /// Runs the synchronization. Clients wait until it has succeeded once; at a gateway with a copy of the state, for a limited
+    /// time. Never returns.
+    pub async fn run(self: Arc<Self>) -> Infallible {
+        let engine = self.shared.engine().to_string();
+        let (begun, has_copy) = (Instant::now(), self.shared.has_copy().await);
+        let pending = format!("the shared state has not been loaded from {engine} yet");
+        let mut block = Some(self.readiness.hold(pending));
+        let mut fault = None;
+        let mut throttle = FailureThrottle::default();
+        loop {
+            let synchronized = self.shared.synchronize().await;
+            match self.apply(synchronized).await {
+                Ok(()) => {
+                    if fault.take().is_some() {
+                        tracing::info!(engine, "the shared state is synchronized again");
+                    }
+                    throttle = FailureThrottle::default();
+                    block = None;
+                }
+                Err(why) => {
+                    if throttle.should_log(&why) {
+                        tracing::warn!(
+                            engine,
+                            why,
+                            "the shared state cannot be synchronized; retrying"
+                        );
+                    }
+                    let reason = format!("the shared state cannot be synchronized: {why}");
+                    if let Some(block) = &block {
+                        block.set_reason(&*reason);
+                    }
+                    fault = Some(self.readiness.report_fault(reason));
+                    if has_copy && begun.elapsed() >= READY_WITHOUT_ENGINE {
+                        block = None;
+                    }
+                    sleep(RETRY_INTERVAL).await;
+                    continue;
+                }
+            }
+            // A timeout only means that nothing was reported.
+            let _ = timeout(FULL_INTERVAL, self.shared.changed()).await;
+            sleep(BATCH_INTERVAL).await;
+        }
+    }
+
+    /// Synchronizes at once, for a command, and applies the changes of other gateways.
+    ///
+    /// # Errors
+    /// The reason for the log.
+    pub async fn synchronize_now(&self) -> Result<(), String> {
+        self.apply(self.shared.synchronize_now().await).await
+    }
+
+    /// Loads the tables again, if synchronizations have changed the data directory.
+    async fn apply(&self, synchronized: Result<(), SyncError>) -> Result<(), String> {
+        let applied = std::mem::take(&mut *self.shared.unapplied());
+        let loaded = self.load(applied).await;
+        if loaded.is_err() {
+            let mut unapplied = self.shared.unapplied();
+            unapplied.nodes |= applied.nodes;
+            unapplied.ca |= applied.ca;
+        }
+        synchronized.map_err(|error| error.to_string())?;
+        loaded
+    }
+
+    async fn load(&self, applied: Applied) -> Result<(), String> {
+        if applied.ca {
+            let CaReloadFn(reload) = self.reload_ca.clone();
+            let reloaded = spawn_blocking(move || reload()).await;
+            reloaded.map_err(|error| error.to_string())??;
+        }
+        if applied.nodes
+            && let Some(Err(error)) = self.node_sync.refresh_detached().await
+        {
+            return Err(error.to_string());
+        }
+        Ok(())
+    }
+}

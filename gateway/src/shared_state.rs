@@ -1,0 +1,551 @@
+//! Durable state that several gateways share: nodes, revocations, join tokens, pinned keys of upstreams, and the CA.
+//!
+//! An engine stores it: etcd, or Secrets of a Kubernetes cluster. The data directory has a copy, from which the gateway
+//! works while the engine is away. A change on either side is detected by comparison with the last state that was equal on
+//! both, and is applied on the other side. So a command that changes the data directory of any gateway changes the state of
+//! all.
+//!
+//! Two decisions must be the same at all gateways, and are made in the engine by compare-and-swap before they take effect:
+//! the use of a join token, and the first pinned key of an upstream. Without the engine both are refused.
+
+mod data_dir;
+mod engine;
+mod etcd;
+mod merge;
+
+pub use data_dir::DataDirEngine;
+pub use engine::{EngineError, StateEngine};
+pub use etcd::EtcdEngine;
+
+use causeway_certs::{
+    Entries, EntryChange, EntryKey, ImportOutcome, JoinToken, NodeName, NodeRecord, NodeStatus,
+    Pin, SharedCa, Store, StoreError, TokenRecord, TokenRejected, TokenStore, entry_text,
+};
+use merge::Digests;
+use rustls_pki_types::UnixTime;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::{
+    sync::{Arc, MutexGuard, PoisonError},
+    time::{Duration, SystemTime},
+};
+use tokio::{
+    sync::{Mutex, Notify, watch},
+    task::spawn_blocking,
+    time::sleep,
+};
+
+/// Interval at which the modification times of the files in the data directory are read.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Maximum number of attempts to write while other gateways write.
+const MAX_ATTEMPTS: usize = 5;
+/// Modification times of the files with entries.
+type FileTimes = [Option<SystemTime>; 4];
+/// Name of the last common state in the data directory.
+const LAST_STATE_FILE: &str = "shared-state";
+
+/// State that this gateway shares with others. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct SharedState(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    engine: Arc<dyn StateEngine>,
+    store: Store,
+    /// Whether the CA is shared. It is not if an external CA issues the certificates of edges.
+    shares_ca: bool,
+    /// Last common state, once it has been read. Locked during a synchronization.
+    last: Mutex<Option<LastState>>,
+    /// Modification times of the files before they were last compared with the engine.
+    compared: std::sync::Mutex<Option<FileTimes>>,
+    /// Changes of the data directory that the tables of the gateway do not have yet.
+    unapplied: std::sync::Mutex<Applied>,
+    /// Requests a synchronization.
+    requested: Notify,
+    synchronized: watch::Sender<bool>,
+}
+
+/// Last state that was equal in the data directory and in the engine.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+struct LastState {
+    /// Revision of the engine at that time.
+    revision: Option<u64>,
+    digests: Digests,
+}
+
+/// Reason why the state could not be synchronized.
+#[derive(Debug, thiserror::Error)]
+pub enum SyncError {
+    /// The engine does not answer or refuses.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// The data directory cannot be read or written, or an entry of the engine cannot be parsed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The CA in the engine cannot be used.
+    #[error("{0}")]
+    Ca(String),
+    /// Other gateways have changed the same entries at each attempt.
+    #[error("other gateways change the shared state too often")]
+    Contention,
+    /// The gateway ends.
+    #[error("the gateway is shutting down")]
+    Stopped(#[from] tokio::task::JoinError),
+}
+
+/// Reason why a join token was not spent.
+#[derive(Debug, thiserror::Error)]
+pub enum RedeemError {
+    /// The token is not valid.
+    #[error(transparent)]
+    Rejected(#[from] TokenRejected),
+    /// It is not known whether the token is valid. The edge may retry.
+    #[error(transparent)]
+    Unavailable(#[from] SyncError),
+}
+
+/// Changes of the data directory by synchronizations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Applied {
+    /// Nodes, revocations or pinned keys have changed.
+    pub nodes: bool,
+    /// The CA has changed.
+    pub ca: bool,
+}
+
+impl SharedState {
+    /// Returns the state that the data directory shares through `engine`.
+    pub fn new(engine: Arc<dyn StateEngine>, store: Store, shares_ca: bool) -> Self {
+        Self(Arc::new(Inner {
+            engine,
+            store,
+            shares_ca,
+            last: Mutex::default(),
+            compared: std::sync::Mutex::default(),
+            unapplied: std::sync::Mutex::default(),
+            requested: Notify::new(),
+            synchronized: watch::Sender::new(false),
+        }))
+    }
+
+    /// Returns the engine.
+    pub fn engine(&self) -> &dyn StateEngine {
+        &*self.0.engine
+    }
+
+    /// Waits until the state was synchronized once.
+    pub async fn wait_synchronized(&self) {
+        let mut synchronized = self.0.synchronized.subscribe();
+        // The sender lives as long as this value.
+        let _ = synchronized.wait_for(|done| *done).await;
+    }
+
+    /// Whether this data directory has a copy of an earlier synchronization.
+    pub async fn has_copy(&self) -> bool {
+        let last = self.on_disk(load_last).await;
+        last.is_ok_and(|last| last.is_some())
+    }
+
+    /// Requests a synchronization soon.
+    pub fn request(&self) {
+        self.0.requested.notify_one();
+    }
+
+    /// Waits for a request, for a change in the engine, or for a change of the data directory by a command.
+    pub async fn changed(&self) {
+        tokio::select! {
+            () = self.0.engine.changed() => {}
+            () = self.0.requested.notified() => {}
+            () = self.data_dir_changed() => {}
+        }
+    }
+
+    /// Waits until a file in the data directory has changed since it was last compared. Commands do not notify the gateway of
+    /// each change.
+    async fn data_dir_changed(&self) {
+        loop {
+            let modified = self.on_disk(|store| Ok(store.entry_changes())).await.ok();
+            if modified != *self.compared() {
+                return;
+            }
+            sleep(POLL_INTERVAL).await;
+        }
+    }
+
+    fn compared(&self) -> MutexGuard<'_, Option<FileTimes>> {
+        let compared = self.0.compared.lock();
+        compared.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the changes of the data directory that the tables do not have yet, even if a synchronization failed later or its
+    /// future was dropped. Those that cannot be applied have to be given back.
+    pub fn unapplied(&self) -> MutexGuard<'_, Applied> {
+        let unapplied = self.0.unapplied.lock();
+        unapplied.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Synchronizes at once, while the task that waits for changes does so.
+    ///
+    /// # Errors
+    /// Those of [`SharedState::synchronize`].
+    pub async fn synchronize_now(&self) -> Result<(), SyncError> {
+        // The waiting task releases the engine's watch.
+        self.request();
+        self.synchronize().await
+    }
+
+    /// Makes the data directory and the engine equal.
+    ///
+    /// # Errors
+    /// If one of them cannot be read or written. Changes that were applied before stay, and the next call continues.
+    pub async fn synchronize(&self) -> Result<(), SyncError> {
+        let mut last = self.0.last.lock().await;
+        let mut common = match &*last {
+            Some(common) => common.clone(),
+            None => self.on_disk(load_last).await?.unwrap_or_default(),
+        };
+        let result = self.synchronize_from(&mut common).await;
+        *last = Some(common);
+        if result.is_ok() {
+            self.0.synchronized.send_replace(true);
+        }
+        result
+    }
+
+    async fn synchronize_from(&self, common: &mut LastState) -> Result<(), SyncError> {
+        for _ in 0..MAX_ATTEMPTS {
+            let remote = self.0.engine.load().await?;
+            let revision = self.0.engine.revision();
+            let is_emptied = merge::digests(&remote).is_empty() && !common.digests.is_empty();
+            if is_emptied || revision < common.revision {
+                tracing::warn!(
+                    engine = %self.0.engine,
+                    is_emptied,
+                    "the shared state was emptied, or restored from a backup; what it lacks is stored again"
+                );
+                *common = LastState::default();
+            }
+            // A change that comes while the files are read leads to the next synchronization.
+            let modified = self.on_disk(|store| Ok(store.entry_changes())).await?;
+            *self.compared() = Some(modified);
+            let ca = remote.get(&EntryKey::Ca.to_string()).cloned();
+            let ca_conflict = self.synchronize_ca(ca).await?;
+            let (last, shared) = (common.digests.clone(), self.clone());
+            let (merged, to_engine) = self
+                .on_disk(move |store| shared.apply_remote(store, &last, &remote))
+                .await?;
+            let conflicts = self.0.engine.write(to_engine).await?;
+            let Some(digests) = merged.filter(|_| conflicts.is_empty() && !ca_conflict) else {
+                continue;
+            };
+            if digests != common.digests {
+                *common = LastState { revision, digests };
+                let saved = common.clone();
+                self.on_disk(move |store| save_last(store, &saved)).await?;
+            }
+            return Ok(());
+        }
+        Err(SyncError::Contention)
+    }
+
+    /// Applies changes of other gateways to the data directory. Returns the common state, unless the directory was changed
+    /// meanwhile, and the changes that the engine lacks.
+    fn apply_remote(
+        &self,
+        store: &Store,
+        last: &Digests,
+        remote: &Entries,
+    ) -> Result<(Option<Digests>, Vec<EntryChange>), StoreError> {
+        // A missing file does not mean that no node is revoked.
+        let had = |kind: &str| last.keys().any(|key| key.starts_with(kind));
+        if had("node/") || had("revoked/") {
+            store.nodes().require()?;
+        }
+        if had("pin/") {
+            store.pins().require()?;
+        }
+        let mut local = store.entries()?;
+        let plan = merge::plan(last, &local, remote);
+        let mut conflicts = Vec::new();
+        if !plan.local.is_empty() {
+            conflicts = store.change_entries(&plan.local)?;
+            self.unapplied().nodes = true;
+        }
+        for change in plan.local {
+            local.remove(&change.key);
+            local.extend(change.value.map(|value| (change.key, value)));
+        }
+        let common = conflicts.is_empty().then(|| merge::digests(&local));
+        Ok((common, plan.remote))
+    }
+
+    /// Imports the CA of the engine if it is newer, else stores the CA of the data directory there. Returns whether another
+    /// gateway has changed the CA meanwhile.
+    async fn synchronize_ca(&self, remote: Option<String>) -> Result<bool, SyncError> {
+        if !self.0.shares_ca {
+            return Ok(false);
+        }
+        let imported = remote.clone();
+        let shared = self.clone();
+        let import = move |store: &Store| {
+            let (local, outcome) = import_ca(store, imported.as_deref())?;
+            if matches!(outcome, Ok(Some(ImportOutcome::Imported))) {
+                shared.unapplied().ca = true;
+            }
+            Ok((local, outcome))
+        };
+        let (local, outcome) = self.on_disk(import).await?;
+        let outcome = outcome.map_err(|why| SyncError::Ca(format!("{}: {why}", self.0.engine)))?;
+        let is_behind = match outcome {
+            Some(ImportOutcome::Imported | ImportOutcome::AlreadyImported) => false,
+            Some(ImportOutcome::Behind) | None => true,
+            Some(ImportOutcome::Diverged) => {
+                return Err(SyncError::Ca(format!(
+                    "the CA in {} and the CA in the data directory each have a change that the other lacks: a rotation was begun at two gateways at once; keep one of them (`causeway ca backup`, `causeway ca restore`)",
+                    self.0.engine
+                )));
+            }
+        };
+        if !is_behind || local.is_none() {
+            return Ok(false);
+        }
+        let change = EntryChange {
+            key: EntryKey::Ca.to_string(),
+            expected: remote,
+            value: local,
+        };
+        Ok(!self.0.engine.write(vec![change]).await?.is_empty())
+    }
+
+    /// Takes over a token that this gateway does not know yet, without waiting for the next synchronization.
+    ///
+    /// # Errors
+    /// If the engine does not answer.
+    pub async fn fetch_token(&self, id: &str) -> Result<(), SyncError> {
+        let key = EntryKey::Token(id).to_string();
+        let value = self.0.engine.get(&key).await?;
+        let change = EntryChange {
+            key,
+            expected: None,
+            value,
+        };
+        // A conflict means that this gateway has the token.
+        self.on_disk(move |store| store.change_entries(&[change]))
+            .await?;
+        Ok(())
+    }
+
+    /// Takes over the record of a node that this gateway does not know yet, without waiting for the next synchronization.
+    /// Returns the record, if there is one.
+    ///
+    /// # Errors
+    /// If the engine does not answer.
+    pub async fn fetch_node(&self, node: &NodeName) -> Result<Option<NodeRecord>, SyncError> {
+        let keys = [
+            EntryKey::Revoked(node.as_ref()),
+            EntryKey::Node(node.as_ref()),
+        ];
+        let [revoked_key, key] = keys.map(|key| key.to_string());
+        // The revocation is read last, so that none is missed that comes after the record.
+        let Some(text) = self.0.engine.get(&key).await? else {
+            return Ok(None);
+        };
+        let revoked = self.0.engine.get(&revoked_key).await?;
+        let record = NodeRecord {
+            revoked: revoked
+                .as_deref()
+                .map(|text| parse_entry(&revoked_key, text))
+                .transpose()?,
+            ..parse_entry(&key, &text)?
+        };
+        let changes = [(key, Some(text)), (revoked_key, revoked)].map(|(key, value)| EntryChange {
+            key,
+            expected: None,
+            value,
+        });
+        // A conflict means that this gateway has the entry meanwhile.
+        self.on_disk(move |store| store.change_entries(&changes))
+            .await?;
+        Ok(Some(record))
+    }
+
+    /// Spends one use of a token, if it is valid for this node now. At all gateways together, it returns `Ok` at most as often
+    /// as the token has uses. A refusal spends nothing.
+    ///
+    /// # Errors
+    /// If the token is not valid, or the engine does not answer.
+    pub async fn redeem(
+        &self,
+        tokens: &TokenStore,
+        token: &JoinToken,
+        joining: (&NodeName, NodeStatus),
+    ) -> Result<TokenRecord, RedeemError> {
+        let key = EntryKey::Token(&token.id).to_string();
+        self.share_new_token(&token.id, tokens).await?;
+        for _ in 0..MAX_ATTEMPTS {
+            let current = self.0.engine.get(&key).await.map_err(SyncError::from)?;
+            let record = current.as_deref().map(|text| parse_entry(&key, text));
+            let record = record.transpose().map_err(SyncError::from)?;
+            let spent = tokens.spend(record, token, joining, UnixTime::now())?;
+            let change = EntryChange {
+                key: key.clone(),
+                expected: current,
+                value: Some(entry_text(&spent)),
+            };
+            let conflicts = self.0.engine.write(vec![change]).await;
+            if conflicts.map_err(SyncError::from)?.is_empty() {
+                // The next synchronization writes the use to the data directory.
+                self.request();
+                return Ok(spent);
+            }
+        }
+        Err(SyncError::Contention.into())
+    }
+
+    /// Stores a token in the engine that a command has just created in the data directory.
+    async fn share_new_token(&self, id: &str, tokens: &TokenStore) -> Result<(), SyncError> {
+        let key = EntryKey::Token(id).to_string();
+        let last = self.0.last.lock().await;
+        let is_shared = last
+            .as_ref()
+            .is_some_and(|last| last.digests.contains_key(&key));
+        drop(last);
+        let tokens = tokens.clone();
+        if !is_shared {
+            let local = spawn_blocking(move || tokens.all()).await??;
+            if local.iter().any(|token| token.id == id) {
+                self.synchronize_now().await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Stores the record of a node that has joined. Returns whether it is stored: a record of a `new` node is not, if the
+    /// node has joined through another gateway.
+    ///
+    /// # Errors
+    /// If the engine does not answer.
+    pub async fn store_node(
+        &self,
+        record: &NodeRecord,
+        status: NodeStatus,
+    ) -> Result<bool, SyncError> {
+        let key = EntryKey::Node(record.node.as_ref()).to_string();
+        let record = NodeRecord {
+            revoked: None,
+            ..record.clone()
+        };
+        let value = Some(entry_text(&record));
+        for _ in 0..MAX_ATTEMPTS {
+            let expected = match status {
+                NodeStatus::New => None,
+                NodeStatus::Known => self.0.engine.get(&key).await?,
+            };
+            let change = EntryChange {
+                key: key.clone(),
+                expected,
+                value: value.clone(),
+            };
+            let conflicts = self.0.engine.write(vec![change]).await?;
+            if conflicts.is_empty() || status == NodeStatus::New {
+                return Ok(conflicts.is_empty());
+            }
+        }
+        Err(SyncError::Contention)
+    }
+
+    /// Pins each of these keys unless another gateway has pinned one for the same port. Returns the keys that are pinned.
+    ///
+    /// # Errors
+    /// If the engine does not answer. Keys that were pinned before stay pinned.
+    pub async fn pin_first(
+        &self,
+        observed: Vec<(NodeName, u16, Pin)>,
+    ) -> Result<Vec<(NodeName, u16, Pin)>, SyncError> {
+        let key_of = |node: &NodeName, port| EntryKey::Pin(node.as_ref(), port).to_string();
+        let changes = observed.iter().map(|(node, port, pin)| EntryChange {
+            key: key_of(node, *port),
+            expected: None,
+            value: Some(entry_text(pin)),
+        });
+        let conflicts = self.0.engine.write(changes.collect()).await?;
+        let mut pinned = Vec::new();
+        for (node, port, pin) in observed {
+            let key = key_of(&node, port);
+            let earlier = if conflicts.contains(&key) {
+                self.0.engine.get(&key).await?
+            } else {
+                None
+            };
+            let earlier = earlier.map(|text| parse_entry(&key, &text)).transpose()?;
+            pinned.push((node, port, earlier.unwrap_or(pin)));
+        }
+        Ok(pinned)
+    }
+
+    /// Runs a disk operation on a thread that may block.
+    async fn on_disk<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Store) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, SyncError> {
+        let store = self.0.store.clone();
+        Ok(spawn_blocking(move || work(&store)).await??)
+    }
+}
+
+fn parse_entry<T: DeserializeOwned>(key: &str, text: &str) -> Result<T, StoreError> {
+    serde_json::from_str(text).map_err(|error| StoreError::Entry {
+        key: key.to_owned(),
+        why: error.to_string(),
+    })
+}
+
+/// Imports the CA of the engine, if it has one. Returns the CA that the data directory had before, and the outcome.
+#[expect(clippy::type_complexity, reason = "used once")]
+fn import_ca(
+    store: &Store,
+    remote: Option<&str>,
+) -> Result<(Option<String>, Result<Option<ImportOutcome>, String>), StoreError> {
+    let local = store.ca()?.map(|_| store.shared()).transpose()?;
+    let local = local.map(|ca| ca.to_entry()).transpose();
+    let local = local.map_err(|error| StoreError::Entry {
+        key: EntryKey::Ca.to_string(),
+        why: error.to_string(),
+    })?;
+    let Some(text) = remote.filter(|text| local.as_deref() != Some(*text)) else {
+        let is_equal = remote.map(|_| ImportOutcome::AlreadyImported);
+        return Ok((local, Ok(is_equal)));
+    };
+    let shared = match SharedCa::from_entry(text) {
+        Ok(shared) => shared,
+        Err(why) => {
+            return Ok((
+                local,
+                Err(format!("the entry `ca` cannot be parsed: {why}")),
+            ));
+        }
+    };
+    match store.import_shared(&shared) {
+        Ok(outcome) => Ok((local, Ok(Some(outcome)))),
+        Err(StoreError::Exists { path }) => {
+            let why = format!(
+                "it has another CA than {}; use another prefix or Secret, or another data directory",
+                path.display()
+            );
+            Ok((local, Err(why)))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Reads the last common state. Without it, all entries of both sides count as new, and none is lost.
+fn load_last(store: &Store) -> Result<Option<LastState>, StoreError> {
+    let text = store.read_runtime(LAST_STATE_FILE)?;
+    Ok(text.and_then(|text| serde_json::from_str(&text).ok()))
+}
+
+fn save_last(store: &Store, state: &LastState) -> Result<(), StoreError> {
+    store.write_runtime(LAST_STATE_FILE, &entry_text(state))
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

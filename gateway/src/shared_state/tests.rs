@@ -1,0 +1,337 @@
+//! Two data directories that share their state, by an engine in memory whose faults the tests choose.
+
+use super::*;
+use causeway_certs::{Ca, Entries, Fingerprint, NodeAttributes, OpenMode, Revocation};
+use futures_util::{FutureExt, future::BoxFuture};
+use std::{
+    fmt,
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst},
+};
+
+/// Engine in memory. Clones share the entries.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct MemoryEngine {
+    entries: Arc<std::sync::Mutex<Entries>>,
+    changes: Arc<Notify>,
+    /// Whether requests fail.
+    pub(crate) is_away: Arc<AtomicBool>,
+    /// Number of writes so far.
+    writes: Arc<AtomicUsize>,
+    revision: Arc<AtomicU64>,
+}
+
+impl MemoryEngine {
+    fn with<T>(&self, with: impl FnOnce(&mut Entries) -> T) -> Result<T, EngineError> {
+        if self.is_away.load(SeqCst) {
+            return Err(EngineError("the engine is away".to_owned()));
+        }
+        Ok(with(&mut self.entries.lock().unwrap()))
+    }
+}
+
+impl fmt::Display for MemoryEngine {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("the memory")
+    }
+}
+
+impl StateEngine for MemoryEngine {
+    fn load(&self) -> BoxFuture<'_, Result<Entries, EngineError>> {
+        async { self.with(|entries| entries.clone()) }.boxed()
+    }
+
+    fn get<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<Option<String>, EngineError>> {
+        async { self.with(|entries| entries.get(key).cloned()) }.boxed()
+    }
+
+    fn write(&self, changes: Vec<EntryChange>) -> BoxFuture<'_, Result<Vec<String>, EngineError>> {
+        async {
+            self.writes.fetch_add(changes.len(), SeqCst);
+            let conflicts = self.with(|entries| {
+                let mut conflicts = Vec::new();
+                for change in changes {
+                    if entries.get(&change.key) != change.expected.as_ref() {
+                        conflicts.push(change.key);
+                        continue;
+                    }
+                    self.revision.fetch_add(1, SeqCst);
+                    entries.remove(&change.key);
+                    entries.extend(change.value.map(|value| (change.key, value)));
+                }
+                conflicts
+            })?;
+            self.changes.notify_waiters();
+            Ok(conflicts)
+        }
+        .boxed()
+    }
+
+    fn revision(&self) -> Option<u64> {
+        Some(self.revision.load(SeqCst))
+    }
+
+    fn changed(&self) -> BoxFuture<'_, ()> {
+        self.changes.notified().boxed()
+    }
+}
+
+struct World {
+    _folder: tempfile::TempDir,
+    engine: MemoryEngine,
+    stores: [Store; 2],
+    shared: [SharedState; 2],
+}
+
+/// Returns two gateways' state, of which the first has a CA.
+fn world() -> World {
+    let folder = tempfile::tempdir().unwrap();
+    let store = |name: &str| Store::open(folder.path().join(name), OpenMode::Create).unwrap();
+    let (engine, stores) = (MemoryEngine::default(), [store("one"), store("two")]);
+    stores[0].save_ca(&ca("td")).unwrap();
+    let shared = |store: &Store| SharedState::new(Arc::new(engine.clone()), store.clone(), true);
+    World {
+        shared: [shared(&stores[0]), shared(&stores[1])],
+        _folder: folder,
+        engine,
+        stores,
+    }
+}
+
+fn ca(domain: &str) -> Ca {
+    Ca::create(&domain.parse().unwrap()).unwrap()
+}
+
+fn name(text: &str) -> NodeName {
+    NodeName::parse(text).unwrap()
+}
+
+fn pin(key: &str, since: u64) -> Pin {
+    let key = Fingerprint::digest(key.as_bytes());
+    Pin { key, since }
+}
+
+fn revocation(reason: &str) -> Revocation {
+    let reason = reason.to_owned();
+    Revocation { at: 7, reason }
+}
+
+impl World {
+    async fn synchronize(&self) {
+        // The second round shows the first gateway what the second one has stored.
+        for shared in self.shared.iter().chain(&self.shared) {
+            shared.synchronize().await.unwrap();
+        }
+        let entries = |store: &Store| store.entries().unwrap();
+        assert_eq!(entries(&self.stores[0]), entries(&self.stores[1]));
+        assert_eq!(
+            entries(&self.stores[0]),
+            *self.engine.entries.lock().unwrap()
+        );
+    }
+}
+
+#[tokio::test]
+async fn both_directories_have_each_change_and_the_ca() {
+    let world = world();
+    let [one, two] = &world.stores;
+    let node = name("edge-1");
+    one.nodes().put(NodeRecord::name_only(&node, 5)).unwrap();
+    let ttl = Duration::from_hours(1);
+    let tokens = one.tokens().unwrap();
+    tokens
+        .create(&name("edge-2"), ttl, NodeAttributes::default())
+        .unwrap();
+    world.synchronize().await;
+    let roots = |store: &Store| store.ca().unwrap().unwrap().fingerprints();
+    assert_eq!(roots(one), roots(two));
+    assert!(one.ticket_secret().unwrap() == two.ticket_secret().unwrap());
+
+    // Each of the two is changed, one entry by the second one alone.
+    two.nodes()
+        .set_revoked(&node, Some(revocation("stolen")))
+        .unwrap();
+    one.pins()
+        .record_new(&[(node.clone(), 10250, pin("a", 1))])
+        .unwrap();
+    two.nodes()
+        .put(NodeRecord::name_only(&name("edge-3"), 6))
+        .unwrap();
+    world.synchronize().await;
+    let revoked = one.nodes().all().unwrap().remove(0).revoked;
+    assert_eq!(revoked, Some(revocation("stolen")));
+
+    one.nodes().set_revoked(&node, None).unwrap();
+    two.nodes().remove(&name("edge-3")).unwrap();
+    two.pins().remove(&node, None).unwrap();
+    world.synchronize().await;
+    let nodes = two.nodes().all().unwrap();
+    assert_eq!(nodes, [NodeRecord::name_only(&node, 5)]);
+    assert!(one.pins().all().unwrap().is_empty());
+
+    // Without a change nothing is written.
+    let writes = world.engine.writes.load(SeqCst);
+    world.synchronize().await;
+    assert_eq!(world.engine.writes.load(SeqCst), writes);
+}
+
+#[tokio::test]
+async fn a_rotation_at_one_gateway_is_followed_and_another_ca_is_refused() {
+    let world = world();
+    world.synchronize().await;
+    let [one, two] = &world.stores;
+    for (at, step) in [
+        (one, Ca::prepare as fn(_) -> _),
+        (two, Ca::activate),
+        (one, Ca::retire),
+    ] {
+        at.change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()))
+            .unwrap();
+        world.synchronize().await;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let other = Store::open(folder.path(), OpenMode::Create).unwrap();
+    other.save_ca(&ca("td")).unwrap();
+    let before = other.entries().unwrap();
+    let shared = SharedState::new(Arc::new(world.engine.clone()), other.clone(), true);
+    let why = shared.synchronize().await.unwrap_err().to_string();
+    assert!(why.contains("the memory: it has another CA than"), "{why}");
+    assert_eq!(other.entries().unwrap(), before);
+}
+
+#[tokio::test]
+async fn a_token_is_spent_once_at_all_gateways() {
+    let world = world();
+    world.synchronize().await;
+    let tokens = world.stores[0].tokens().unwrap();
+    let ttl = Duration::from_hours(1);
+    let nodes = "edge-*".parse().unwrap();
+    // The engine has not received the token yet.
+    let token = tokens
+        .create_for((&nodes, 2), ttl, NodeAttributes::default())
+        .unwrap();
+    let names = ["edge-1", "edge-2", "edge-3", "edge-4"].map(name);
+    let attempts = names.iter().enumerate().map(|(number, node)| {
+        let shared = &world.shared[number % 2];
+        let (tokens, token) = (&tokens, &token);
+        async move {
+            shared.fetch_token(&token.id).await.unwrap();
+            shared.redeem(tokens, token, (node, NodeStatus::New)).await
+        }
+    });
+    let mut results = futures_util::future::join_all(attempts).await;
+    // The second gateway may have asked before the first one had stored the token.
+    for (result, node) in results.iter_mut().zip(&names) {
+        let is_unknown = matches!(result, Err(RedeemError::Rejected(TokenRejected::Unknown)));
+        if is_unknown {
+            *result = world.shared[1]
+                .redeem(&tokens, &token, (node, NodeStatus::New))
+                .await;
+        }
+    }
+    let used = |result: &Result<_, RedeemError>| {
+        matches!(
+            result,
+            Err(RedeemError::Rejected(TokenRejected::Used { .. }))
+        )
+    };
+    assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 2);
+    assert_eq!(results.iter().filter(|result| used(result)).count(), 2);
+    world.synchronize().await;
+    let records = world.stores[1].tokens().unwrap().all().unwrap();
+    assert_eq!(records[0].used.len(), 2);
+}
+
+#[tokio::test]
+async fn a_new_node_joins_once_and_the_first_pin_counts() {
+    let world = world();
+    world.synchronize().await;
+    let [one, two] = &world.shared;
+    let (node, known) = (name("edge-1"), NodeStatus::Known);
+    let record = |at| NodeRecord::name_only(&node, at);
+    assert!(one.store_node(&record(1), NodeStatus::New).await.unwrap());
+    assert!(!two.store_node(&record(2), NodeStatus::New).await.unwrap());
+    assert!(two.store_node(&record(3), known).await.unwrap());
+    let fetched = one.fetch_node(&node).await.unwrap();
+    assert_eq!(fetched, Some(record(3)));
+    let observed = |key, since| vec![(node.clone(), 10250, pin(key, since))];
+    let first = one.pin_first(observed("a", 1)).await.unwrap();
+    assert_eq!(first, observed("a", 1));
+    assert_eq!(two.pin_first(observed("b", 2)).await.unwrap(), first);
+    world.synchronize().await;
+}
+
+#[tokio::test]
+async fn without_the_engine_nothing_is_decided_and_later_nothing_is_lost() {
+    let world = world();
+    world.synchronize().await;
+    let [one, two] = &world.stores;
+    let tokens = one.tokens().unwrap();
+    let (node, ttl) = (name("edge-1"), Duration::from_hours(1));
+    let token = tokens
+        .create(&node, ttl, NodeAttributes::default())
+        .unwrap();
+    world.engine.is_away.store(true, SeqCst);
+    let joining = (&node, NodeStatus::New);
+    let refused = world.shared[0].redeem(&tokens, &token, joining).await;
+    assert!(matches!(refused, Err(RedeemError::Unavailable(_))));
+    let observed = vec![(node.clone(), 1, pin("a", 1))];
+    world.shared[0].pin_first(observed).await.unwrap_err();
+    two.nodes()
+        .revoke_or_create(&node, &revocation("lost"))
+        .unwrap();
+    world.shared[1].synchronize().await.unwrap_err();
+    world.engine.is_away.store(false, SeqCst);
+    world.synchronize().await;
+    let revoked = one.nodes().all().unwrap().remove(0).revoked;
+    assert_eq!(revoked, Some(revocation("lost")));
+    assert!(tokens.all().unwrap()[0].used.is_empty());
+}
+
+#[tokio::test]
+async fn a_missing_file_is_no_removal_and_entries_of_later_versions_stay() {
+    let world = world();
+    let [one, two] = &world.stores;
+    let node = name("edge-1");
+    one.nodes()
+        .revoke_or_create(&node, &revocation("stolen"))
+        .unwrap();
+    world.synchronize().await;
+    let file = two.root_path().with_file_name("nodes.json");
+    std::fs::remove_file(file).unwrap();
+    let why = world.shared[1].synchronize().await.unwrap_err().to_string();
+    assert!(why.contains("nodes.json is missing"), "{why}");
+    let key = "quota/edge-1".to_owned();
+    let quota = EntryChange {
+        key: key.clone(),
+        expected: None,
+        value: Some("1".to_owned()),
+    };
+    world.engine.write(vec![quota]).await.unwrap();
+    world.shared[0].synchronize().await.unwrap();
+    assert!(world.engine.entries.lock().unwrap().contains_key(&key));
+}
+
+#[tokio::test]
+async fn a_revocation_survives_an_engine_that_is_emptied_or_restored_from_a_backup() {
+    let world = world();
+    let node = name("edge-1");
+    let nodes = world.stores[0].nodes();
+    nodes.put(NodeRecord::name_only(&node, 5)).unwrap();
+    world.synchronize().await;
+    let backup = world.engine.entries.lock().unwrap().clone();
+    let revision = world.engine.revision.load(SeqCst);
+    nodes
+        .set_revoked(&node, Some(revocation("stolen")))
+        .unwrap();
+    world.synchronize().await;
+    // The revision of an engine that lost its entries is no hint if it has other users.
+    for (entries, revision) in [(backup, revision), (Entries::new(), u64::MAX / 2)] {
+        *world.engine.entries.lock().unwrap() = entries;
+        world.engine.revision.store(revision, SeqCst);
+        world.synchronize().await;
+        for store in &world.stores {
+            let revoked = store.nodes().all().unwrap().remove(0).revoked;
+            assert_eq!(revoked, Some(revocation("stolen")));
+        }
+    }
+}

@@ -1,0 +1,370 @@
+//! Engine that stores the shared state of gateways in Secrets of a cluster.
+//!
+//! There are [`SHARDS`] Secrets: `NAME`, `NAME-1` to `NAME-15`. `shard` defines which entry is in which Secret. A Secret has its
+//! entries in one data key. A write names the version of the Secret that was read, so that a write of another gateway in
+//! between is detected. Each gateway watches all Secrets (`cache`).
+//!
+//! The manifests make the Secrets without content, and never remove content when they are applied again. `content` fills
+//! empty Secrets, and moves the state of the earlier format. The state is complete if each Secret exists and has entries:
+//! - A missing Secret is an error, and not the removal of its entries.
+//! - A Secret without entries was deleted and made again, or replaced by the manifest. A gateway that has loaded the state
+//!   before writes the entries back. Without such a gateway it is an error, unless all Secrets are empty.
+
+mod cache;
+mod content;
+mod shard;
+#[cfg(test)]
+mod tests;
+
+pub use shard::SHARDS;
+
+use crate::client::error_message;
+use cache::{Cache, Observed};
+use causeway_certs::{Entries, EntryChange};
+use causeway_gateway::shared_state::{EngineError, StateEngine};
+use causeway_rt::task::TaskGroup;
+use futures_util::future::{BoxFuture, FutureExt, join_all, try_join_all};
+use k8s_openapi::api::core::v1::Secret;
+use kube::{Api, Client, api::PostParams};
+use shard::{MAX_SECRET_BYTES, PREPARED_KEY, ShardObject, shard_index, shard_name};
+use std::{collections::BTreeMap, fmt, future::Future, sync::Arc, time::Duration};
+use tokio::time::{sleep, timeout};
+use tracing::info_span;
+
+/// Time limit of a request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum number of attempts to write while other gateways write.
+const MAX_ATTEMPTS: usize = 5;
+/// Maximum pause after a write of another gateway.
+const MAX_CONFLICT_PAUSE: Duration = Duration::from_millis(100);
+/// Generation of a response that does not replace a later version.
+const NOT_A_READ: u64 = u64::MAX;
+
+/// Engine that stores the shared state in Secrets.
+pub struct SecretEngine {
+    api: Api<Secret>,
+    namespace: String,
+    name: String,
+    cache: Arc<Cache>,
+    _watches: TaskGroup,
+}
+
+/// Outcome of a write of one Secret.
+enum Written {
+    Done,
+    /// The Secret has changed since it was read.
+    Conflict,
+}
+
+impl SecretEngine {
+    /// Returns an engine for the Secrets `name` to `name-15`, and starts its watches. It must be called on a runtime. The watches
+    /// end when the engine is dropped.
+    pub fn new(client: Client, namespace: &str, name: &str) -> Self {
+        let api = Api::<Secret>::namespaced(client, namespace);
+        let cache = Arc::<Cache>::default();
+        let watches = TaskGroup::default();
+        watches.spawn(
+            info_span!("shared state"),
+            cache.clone().watch(api.clone(), name.to_owned()),
+        );
+        Self {
+            api,
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+            cache,
+            _watches: watches,
+        }
+    }
+
+    /// Returns the Secret with this number, as messages name it.
+    fn secret_name(&self, index: usize) -> String {
+        format!(
+            "Secret {}/{}",
+            self.namespace,
+            shard_name(&self.name, index)
+        )
+    }
+
+    fn error(&self, index: usize, why: impl fmt::Display) -> EngineError {
+        EngineError(format!("{}: {why}", self.secret_name(index)))
+    }
+
+    fn missing_error(&self, index: usize) -> EngineError {
+        self.error(
+            index,
+            "it does not exist; apply the manifest with all 16 Secrets (deploy/base/state.yaml or examples/state/rbac.yaml)",
+        )
+    }
+
+    /// Sends a request about a Secret. Returns `None` if the Secret does not exist.
+    async fn request(
+        &self,
+        index: usize,
+        request: impl Future<Output = kube::Result<Secret>>,
+    ) -> Result<Option<Arc<ShardObject>>, RequestError> {
+        match timeout(REQUEST_TIMEOUT, request).await {
+            Err(_) => {
+                let why = "the cluster's API did not answer in time";
+                Err(RequestError::Failed(self.error(index, why)))
+            }
+            Ok(Ok(secret)) => Ok(Some(Arc::new(ShardObject::parse(secret)))),
+            Ok(Err(kube::Error::Api(status))) if status.is_not_found() => Ok(None),
+            Ok(Err(kube::Error::Api(status))) if status.is_conflict() => {
+                Err(RequestError::Conflict)
+            }
+            Ok(Err(error)) => Err(RequestError::Failed(
+                self.error(index, error_message(&error)),
+            )),
+        }
+    }
+
+    /// Reads a Secret from the API.
+    async fn read(&self, index: usize) -> Result<Option<Arc<ShardObject>>, EngineError> {
+        let generation = self.cache.generation(index);
+        let name = shard_name(&self.name, index);
+        let object = self.request(index, self.api.get(&name)).await;
+        let object = object.map_err(|error| match error {
+            RequestError::Failed(error) => error,
+            RequestError::Conflict => self.error(index, "the cluster's API reports a conflict"),
+        })?;
+        self.cache.record_read(index, generation, object.clone());
+        Ok(object)
+    }
+
+    /// Reads a Secret from the API.
+    ///
+    /// # Errors
+    /// Also if the Secret does not exist or has no entries.
+    async fn read_entries(&self, index: usize) -> Result<Arc<ShardObject>, EngineError> {
+        let object = self.read(index).await?;
+        let object = object.ok_or_else(|| self.missing_error(index))?;
+        self.check_entries(index, &object)?;
+        Ok(object)
+    }
+
+    /// Fails if the state has not been loaded. Until then the Secrets may be incomplete.
+    fn require_loaded(&self) -> Result<(), EngineError> {
+        match self.cache.loaded() {
+            Some(_) => Ok(()),
+            None => Err(self.error(0, "the shared state has not been loaded yet")),
+        }
+    }
+
+    /// Returns the entries of a Secret.
+    fn check_entries<'a>(
+        &self,
+        index: usize,
+        object: &'a ShardObject,
+    ) -> Result<&'a Entries, EngineError> {
+        match &object.entries {
+            Some(Ok(entries)) => Ok(entries),
+            Some(Err(why)) => {
+                let why = format!(
+                    "the data key {} cannot be parsed: {why}",
+                    shard::ENTRIES_KEY
+                );
+                Err(self.error(index, why))
+            }
+            None => Err(self.error(index, "it has no entries")),
+        }
+    }
+
+    /// Writes a Secret, if it is still this version.
+    async fn replace(
+        &self,
+        index: usize,
+        object: &ShardObject,
+        entries: &Entries,
+        data_keys: &[(&str, Option<&str>)],
+    ) -> Result<Written, EngineError> {
+        let secret = object.with(entries, data_keys).map_err(|size| {
+            self.error(index, format!("it would have {size} bytes of data, and the API accepts {MAX_SECRET_BYTES}; remove nodes that no longer exist (causeway node remove)"))
+        })?;
+        let name = shard_name(&self.name, index);
+        let parameters = PostParams::default();
+        let written = self.api.replace(&name, &parameters, &secret);
+        match self.request(index, written).await {
+            Ok(Some(object)) => {
+                self.cache.record_read(index, NOT_A_READ, Some(object));
+                Ok(Written::Done)
+            }
+            Ok(None) => Err(self.missing_error(index)),
+            Err(RequestError::Conflict) => Ok(Written::Conflict),
+            Err(RequestError::Failed(error)) => Err(error),
+        }
+    }
+
+    /// Applies changes of the entries of one Secret. Returns the keys of those whose expected value is not current.
+    async fn write_shard(
+        &self,
+        index: usize,
+        changes: Vec<EntryChange>,
+    ) -> Result<Vec<String>, EngineError> {
+        let mut cached = self.cache.current(index);
+        for _ in 0..MAX_ATTEMPTS {
+            let is_cached = cached.is_some();
+            let object = match cached.take() {
+                Some(object) => object,
+                None => self.read_entries(index).await?,
+            };
+            let current = self.check_entries(index, &object)?;
+            let (next, conflicts) = apply_changes(current, &changes);
+            // The cache may be behind the API, so that another value is current by now.
+            if is_cached && !conflicts.is_empty() {
+                continue;
+            }
+            if next == *current {
+                return Ok(conflicts);
+            }
+            let data_keys = [(PREPARED_KEY, None)];
+            match self.replace(index, &object, &next, &data_keys).await? {
+                Written::Done => return Ok(conflicts),
+                Written::Conflict => pause().await,
+            }
+        }
+        Err(self.error(index, "other gateways change it too often"))
+    }
+
+    /// Returns the entries if the cache has the complete state.
+    fn cached_entries(&self) -> Option<Entries> {
+        let objects = self.cache.all().into_iter().map(|observed| match observed {
+            Observed::Present(object) => Some(object),
+            Observed::Unknown | Observed::Missing => None,
+        });
+        let objects = objects.collect::<Option<Vec<_>>>()?;
+        match self.assess(&objects) {
+            Ok(content::Assessment::Complete(entries)) => Some(entries),
+            _ => None,
+        }
+    }
+
+    /// Reads all Secrets, the first one last.
+    async fn read_all(&self) -> Result<Vec<Arc<ShardObject>>, EngineError> {
+        let require =
+            |index: usize, object: Option<_>| object.ok_or_else(|| self.missing_error(index));
+        let others = (1..SHARDS).map(async |index| require(index, self.read(index).await?));
+        let others = try_join_all(others).await?;
+        let mut objects = vec![require(0, self.read(0).await?)?];
+        objects.extend(others);
+        Ok(objects)
+    }
+
+    async fn load_entries(&self) -> Result<Entries, EngineError> {
+        self.cache.begin_load();
+        // Until the first load, the watches may show the Secrets at different stages of the first fill.
+        if self.cache.loaded().is_some() {
+            let stale = self.cache.stale_shards().into_iter();
+            try_join_all(stale.map(|index| self.read(index))).await?;
+            if let Some(entries) = self.cached_entries() {
+                return Ok(entries);
+            }
+        }
+        for _ in 0..MAX_ATTEMPTS {
+            let objects = self.read_all().await?;
+            match self.assess(&objects)? {
+                content::Assessment::Complete(entries) => return Ok(entries),
+                content::Assessment::Emptied(emptied) => {
+                    self.write_back(&objects, &emptied).await?;
+                }
+                content::Assessment::Empty => self.initialize(&objects).await?,
+            }
+            pause().await;
+        }
+        Err(self.error(0, "other gateways change the Secrets too often"))
+    }
+}
+
+/// Reason for which a request had no effect.
+enum RequestError {
+    /// The Secret has changed since it was read.
+    Conflict,
+    Failed(EngineError),
+}
+
+/// Waits for a random time, so that gateways that write at once do not do so again.
+async fn pause() {
+    sleep(MAX_CONFLICT_PAUSE.mul_f64(rand::random())).await;
+}
+
+/// Returns the entries after the changes, and the keys of the changes whose expected value is not current.
+fn apply_changes(current: &Entries, changes: &[EntryChange]) -> (Entries, Vec<String>) {
+    let mut next = current.clone();
+    let mut conflicts = Vec::new();
+    for change in changes {
+        if next.get(&change.key) != change.expected.as_ref() {
+            conflicts.push(change.key.clone());
+            continue;
+        }
+        match &change.value {
+            Some(value) => drop(next.insert(change.key.clone(), value.clone())),
+            None => drop(next.remove(&change.key)),
+        }
+    }
+    (next, conflicts)
+}
+
+impl StateEngine for SecretEngine {
+    fn load(&self) -> BoxFuture<'_, Result<Entries, EngineError>> {
+        self.load_entries().boxed()
+    }
+
+    fn get<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<Option<String>, EngineError>> {
+        async move {
+            self.require_loaded()?;
+            let index = shard_index(key);
+            let object = self.read_entries(index).await?;
+            Ok(self.check_entries(index, &object)?.get(key).cloned())
+        }
+        .boxed()
+    }
+
+    fn write(&self, changes: Vec<EntryChange>) -> BoxFuture<'_, Result<Vec<String>, EngineError>> {
+        async move {
+            self.require_loaded()?;
+            let mut shards = BTreeMap::<usize, Vec<EntryChange>>::new();
+            for change in changes {
+                let index = shard_index(&change.key);
+                shards.entry(index).or_default().push(change);
+            }
+            // An error of one Secret does not hold up the others.
+            let writes = shards
+                .into_iter()
+                .map(|(index, changes)| self.write_shard(index, changes));
+            let conflicts = join_all(writes).await.into_iter();
+            Ok(conflicts.collect::<Result<Vec<_>, _>>()?.concat())
+        }
+        .boxed()
+    }
+
+    /// The CA of gateways in a cluster is in a Secret of its own.
+    fn stores_ca(&self) -> bool {
+        false
+    }
+
+    fn changed(&self) -> BoxFuture<'_, ()> {
+        self.cache.changed().boxed()
+    }
+}
+
+impl fmt::Debug for SecretEngine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SecretEngine")
+            .field("namespace", &self.namespace)
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Writes the name of the engine for messages.
+impl fmt::Display for SecretEngine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let last = SHARDS - 1;
+        let Self {
+            namespace, name, ..
+        } = self;
+        write!(
+            f,
+            "Secrets {namespace}/{name} and {name}-1 to {name}-{last}"
+        )
+    }
+}

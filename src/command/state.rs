@@ -1,0 +1,165 @@
+//! The engine by which gateways share their durable state, and `causeway state migrate`, which copies the state from one engine
+//! to another.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use causeway_certs::{Entries, EntryChange, EntryKey, OpenMode, SharedCa, Store};
+use causeway_gateway::Config;
+use causeway_gateway::shared_state::{DataDirEngine, EtcdEngine, StateEngine};
+use tokio::time::sleep;
+
+use super::kubernetes;
+use crate::cli::{State, StateMigrate};
+use crate::config_loader::{self, ConfigSources};
+use crate::output::{errln, outln};
+
+/// Interval of attempts while the engine does not answer at the start.
+const RETRY_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Returns the engine that a configuration names, if any.
+///
+/// # Errors
+/// If a file that it needs cannot be used.
+pub(super) async fn engine(config: &Config) -> anyhow::Result<Option<Arc<dyn StateEngine>>> {
+    if let Some(etcd) = config
+        .state
+        .as_ref()
+        .and_then(|state| state.etcd.as_deref())
+    {
+        let engine = EtcdEngine::new(etcd)?;
+        return Ok(Some(Arc::new(engine)));
+    }
+    kubernetes::state_engine(config).await
+}
+
+/// Imports the CA of the engine into a data directory that has none, without which a gateway cannot start. Waits until the engine
+/// answers.
+///
+/// # Errors
+/// If the CA in the engine cannot be used.
+pub(super) async fn import_ca(
+    engine: &dyn StateEngine,
+    config: &Config,
+    report: &(dyn Fn(&str) + Sync),
+) -> anyhow::Result<()> {
+    if config.tunnel.identity.is_some() || !engine.stores_ca() {
+        return Ok(());
+    }
+    let has_ca = || {
+        let store = Store::open(&config.data_dir, OpenMode::Existing).ok();
+        store.is_some_and(|store| matches!(store.ca(), Ok(Some(_))))
+    };
+    if has_ca() {
+        return Ok(());
+    }
+    let entries = loop {
+        match engine.load().await {
+            Ok(entries) => break entries,
+            Err(error) => {
+                let why = format!("the CA cannot be loaded: {error}");
+                tracing::warn!("{why}; trying again");
+                report(&why);
+                sleep(RETRY_INTERVAL).await;
+            }
+        }
+    };
+    // Without a CA the start fails with the command that makes one.
+    if let Some(text) = entries.get(&EntryKey::Ca.to_string()) {
+        let invalid = |why| anyhow::anyhow!("{engine}: the entry `ca` cannot be parsed: {why}");
+        let shared = SharedCa::from_entry(text).map_err(invalid)?;
+        Store::open(&config.data_dir, OpenMode::Create)?.import_shared(&shared)?;
+        tracing::info!("the CA was loaded from {engine}");
+    }
+    Ok(())
+}
+
+/// Runs the command.
+pub(crate) async fn run(command: State) -> anyhow::Result<()> {
+    match command {
+        State::Migrate(args) => migrate(&args).await,
+    }
+}
+
+async fn migrate(args: &StateMigrate) -> anyhow::Result<()> {
+    let (from, _claimed_source) = open(&args.from, OpenMode::Existing).await?;
+    let (to, _claimed_target) = open(&args.to, OpenMode::Create).await?;
+    let mut entries = from.load().await?;
+    if !to.stores_ca() {
+        entries.remove(&EntryKey::Ca.to_string());
+    }
+    if entries.is_empty() {
+        bail!(
+            "{from} has no state; is {} the configuration of the gateway?",
+            args.from.display()
+        );
+    }
+    let existing = to.load().await?;
+    let is_other = |(key, value): &(&String, &String)| entries.get(*key) != Some(*value);
+    if let Some((key, _)) = existing.iter().find(is_other) {
+        bail!(
+            "{to} has another state already ({key}, for example), and is left unchanged; use an empty one, such as another prefix"
+        );
+    }
+    let new = entries
+        .iter()
+        .filter(|(key, _)| !existing.contains_key(*key));
+    let changes = new.map(|(key, value)| EntryChange {
+        key: key.clone(),
+        expected: None,
+        value: Some(value.clone()),
+    });
+    let conflicts = to.write(changes.collect()).await?;
+    if !conflicts.is_empty() || to.load().await? != entries {
+        bail!("{to} was changed at the same time; end its gateways and run the command again");
+    }
+    outln!("copied {} from {from} to {to}", count(&entries))?;
+    if !to.stores_ca() {
+        errln!("the CA is not copied; make its Secret with `causeway k8s ca-secret`");
+    }
+    errln!(
+        "next: start all gateways with the configuration {}",
+        args.to.display()
+    );
+    Ok(())
+}
+
+/// Returns the engine of a configuration, or its data directory, which no gateway may use meanwhile.
+async fn open(
+    file: &Path,
+    mode: OpenMode,
+) -> anyhow::Result<(Arc<dyn StateEngine>, Option<causeway_certs::DirLock>)> {
+    let sources = ConfigSources {
+        file: Some(file.to_owned()),
+        environment: Vec::new(),
+        flags: Vec::new(),
+        fallbacks: &[],
+    };
+    let config: Config = config_loader::reload(&sources)?;
+    if let Some(engine) = engine(&config).await? {
+        return Ok((engine, None));
+    }
+    let path = &config.data_dir;
+    let store = Store::open(path, mode).with_context(|| format!("{}: data_dir", file.display()))?;
+    let claim = store.claim().context("end the gateway first")?;
+    Ok((Arc::new(DataDirEngine::new(store, path)), Some(claim)))
+}
+
+/// Describes how many entries of each kind there are.
+fn count(entries: &Entries) -> String {
+    let of_kind = |kind: &str| entries.keys().filter(|key| key.starts_with(kind)).count();
+    format!(
+        "{} nodes, {} revocations, {} join tokens, {} pinned keys and {}",
+        of_kind("node/"),
+        of_kind("revoked/"),
+        of_kind("token/"),
+        of_kind("pin/"),
+        if entries.contains_key(&EntryKey::Ca.to_string()) {
+            "the CA"
+        } else {
+            "no CA"
+        },
+    )
+}

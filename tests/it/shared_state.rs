@@ -1,0 +1,208 @@
+//! Gateways that share their durable state in a real etcd: every command works at any of them, and a gateway that loses its data
+//! directory forgets nothing.
+
+use crate::world::{
+    app::App,
+    etcd::Etcd,
+    process::{ExitedProcess, GatewayProcess, OPEN, causeway},
+    tool::{Tool, need},
+    until,
+};
+use serde_json::Value;
+use std::fs;
+
+const URL: &str = "http://edge-1:9100/";
+
+/// Returns a gateway with an empty data directory, which gets the CA from etcd.
+async fn another(etcd: &Etcd) -> GatewayProcess {
+    let folder = tempfile::tempdir().unwrap();
+    GatewayProcess::of(folder, "127.0.0.1:0", &configuration(etcd, "/causeway/")).await
+}
+
+fn configuration(etcd: &Etcd, prefix: &str) -> String {
+    let endpoint = etcd.url();
+    format!("{OPEN}\nstate: {{ etcd: {{ endpoints: [\"{endpoint}\"], prefix: {prefix} }} }}")
+}
+
+/// Runs a command on the gateway's data directory.
+async fn order(site: &GatewayProcess, line: &str) -> ExitedProcess {
+    causeway(line).flag("--data-dir", site.data()).run().await
+}
+
+async fn readyz(site: &GatewayProcess) -> String {
+    let url = format!("http://{}/readyz", site.admin);
+    Tool::new("curl").args(["-sS", &url]).run().await.text()
+}
+
+async fn until_ready(site: &GatewayProcess) {
+    until("the gateway is ready", async || {
+        readyz(site).await == "ready\n"
+    })
+    .await;
+}
+
+async fn until_known(site: &GatewayProcess, node: &str, state: &str) {
+    let is_known = async || site.node(node).await["state"] == state;
+    until(&format!("{node} is {state}"), is_known).await;
+}
+
+#[tokio::test]
+async fn each_command_works_at_any_gateway() {
+    need!("etcd");
+    let (etcd, app) = (Etcd::start().await, App::saying("it").await);
+    let one = GatewayProcess::with_listeners(&configuration(&etcd, "/causeway/")).await;
+    until_ready(&one).await;
+    let two = another(&etcd).await;
+    until_ready(&two).await;
+    let roots = |site: &GatewayProcess| fs::read(site.data().join("ca.pem")).unwrap();
+    assert_eq!(roots(&one), roots(&two));
+
+    // A token of one gateway is spent at the other one, once.
+    let token = one.token("--node edge-1").await;
+    let edge = two.edge("edge-1", app.port()).flag("--join", &token);
+    let mut edge = edge.start();
+    edge.wait_for_line("tunnel registered").await;
+    assert_eq!(two.nobody().get(URL).await.status, 200);
+    let again = one.edge("edge-1", app.port());
+    let again = again.flag("--join", &token).run().await;
+    again.failed(&["the join token was already used"]);
+    until_known(&one, "edge-1", "away").await;
+
+    // The edge is admitted at the gateway that did not issue its certificate, and loses its tunnel by a command at the other one.
+    edge.stop().await.ok();
+    let ports = format!("{{9100: {{target: \"127.0.0.1:{}\"}}}}", app.port());
+    let mut edge = causeway("edge --admin-listen 127.0.0.1:0")
+        .flag("--gateway", &one.tunnel)
+        .flag("--data-dir", two.edge_data("edge-1"))
+        .flag("--ports", ports)
+        .start();
+    edge.wait_for_line("tunnel registered").await;
+    assert_eq!(one.nobody().get(URL).await.status, 200);
+    let revoked = order(&two, "node revoke edge-1 --reason stolen").await.ok();
+    assert_eq!(revoked.stdout, "edge-1 is revoked\n");
+    edge.wait_for_line("node edge-1 is revoked: stolen").await;
+    assert_ne!(one.nobody().get(URL).await.status, 200);
+
+    // A gateway whose data directory is lost has the state again from its start.
+    let two = two.restart(|data| fs::remove_dir_all(data).unwrap()).await;
+    until_ready(&two).await;
+    assert_eq!(two.node("edge-1").await["state"], "revoked");
+    order(&two, "node allow edge-1").await.ok();
+    until_known(&one, "edge-1", "away").await;
+
+    order(&two, "ca rotate prepare").await.ok();
+    let prepared = async || {
+        let url = format!("http://{}/api/v1/ca", one.admin);
+        let answer = Tool::curl().args([url]).run().await.ok();
+        answer.json()["roots"].as_array().map(Vec::len) == Some(2)
+    };
+    until("the other gateway has the prepared root", prepared).await;
+    edge.kill().await;
+}
+
+#[tokio::test]
+async fn without_etcd_edges_stay_and_what_cannot_be_decided_is_refused() {
+    need!("etcd");
+    let (mut etcd, app) = (Etcd::start().await, App::saying("it").await);
+    let one = GatewayProcess::with_listeners(&configuration(&etcd, "/causeway/")).await;
+    let two = another(&etcd).await;
+    until_ready(&one).await;
+    until_ready(&two).await;
+    let edge = one.join("edge-1", app.port()).await;
+    let token = one.token("--node edge-2").await;
+    until_known(&two, "edge-1", "away").await;
+
+    etcd.stop();
+    let has_fault = async || {
+        readyz(&one)
+            .await
+            .contains("fault: the shared state cannot be synchronized")
+    };
+    until("the gateway reports that etcd is away", has_fault).await;
+    assert!(readyz(&one).await.starts_with("ready\n"));
+    assert_eq!(one.nobody().get(URL).await.status, 200);
+    let mut joining = one
+        .edge("edge-2", app.port())
+        .flag("--join", &token)
+        .start();
+    joining
+        .wait_for_line("the shared state of the gateways cannot be reached")
+        .await;
+    let revoked = order(&two, "node revoke edge-1 --reason stolen").await;
+    revoked.failed(&[
+        "edge-1 is revoked on disk",
+        "the other gateways have not received it yet",
+    ]);
+    assert_eq!(one.nobody().get(URL).await.status, 200);
+    // A gateway with a copy starts without etcd.
+    let two = two.restart(|_| {}).await;
+    assert_eq!(two.node("edge-1").await["state"], "revoked");
+
+    etcd.start_again().await;
+    joining.wait_for_line("tunnel registered").await;
+    until_known(&one, "edge-1", "revoked").await;
+    assert_ne!(one.nobody().get(URL).await.status, 200);
+    until_ready(&one).await;
+    edge.kill().await;
+    joining.kill().await;
+}
+
+#[tokio::test]
+async fn the_state_moves_from_a_data_directory_to_etcd_and_back() {
+    need!("etcd");
+    let (etcd, app) = (Etcd::start().await, App::saying("it").await);
+    let site = GatewayProcess::with_listeners(OPEN).await;
+    drop(site.join("edge-1", app.port()).await);
+    order(&site, "node revoke edge-2 --unseen --reason lost")
+        .await
+        .ok();
+    let (from, to) = (site.path("gateway.yaml"), site.path("etcd.yaml"));
+    let text = fs::read_to_string(&from).unwrap();
+    let endpoint = etcd.url();
+    let section =
+        format!("state: {{ etcd: {{ endpoints: [\"{endpoint}\"], prefix: /moved/ }} }}\n");
+    fs::write(&to, text + &section).unwrap();
+    let migrate = || {
+        causeway("state migrate")
+            .flag("--from", &from)
+            .flag("--to", &to)
+    };
+    migrate().run().await.failed(&[
+        "is in use by another causeway process",
+        "end the gateway first",
+    ]);
+    let (folder, tunnel) = (site.folder().path().to_owned(), site.tunnel.clone());
+    site.gateway.stop().await.ok();
+    let copied = migrate().run().await.ok();
+    let expected = "copied 2 nodes, 1 revocations, 1 join tokens, 0 pinned keys and the CA";
+    assert!(copied.stdout.contains(expected), "{}", copied.stdout);
+    migrate().run().await.ok();
+    let back = folder.join("back.yaml");
+    fs::write(
+        &back,
+        format!("data_dir: {}\n", folder.join("back").display()),
+    )
+    .unwrap();
+    let returned = causeway("state migrate")
+        .flag("--from", &to)
+        .flag("--to", &back);
+    returned.run().await.ok();
+    let nodes = |name: &str| fs::read_to_string(folder.join(name).join("nodes.json")).unwrap();
+    assert_eq!(nodes("back"), nodes("gateway"));
+    let moved = GatewayProcess::of(
+        tempfile::tempdir().unwrap(),
+        &tunnel,
+        &configuration(&etcd, "/moved/"),
+    )
+    .await;
+    until_ready(&moved).await;
+    let rows: Value = moved.node("edge-2").await;
+    assert_eq!(rows["revoked"], "lost");
+    let other = GatewayProcess::with_listeners(OPEN).await;
+    let other_file = other.path("gateway.yaml");
+    other.gateway.stop().await.ok();
+    let refused = causeway("state migrate")
+        .flag("--from", &other_file)
+        .flag("--to", &to);
+    refused.run().await.failed(&["has another state already"]);
+}

@@ -1,0 +1,369 @@
+//! The engine that stores the state of gateways in Secrets, at a real API server, with the rights of the examples.
+//!
+//! Each trial begins without Secrets. The engines are used without a gateway.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
+
+use causeway_certs::{Entries, EntryChange, Fingerprint, Pin, Revocation, entry_text};
+use causeway_gateway::shared_state::StateEngine;
+use causeway_k8s::{SecretEngine, build_client};
+use data_encoding::BASE64;
+use libtest_mimic::Trial;
+use serde_json::json;
+use tokio::{
+    runtime::Builder,
+    time::{sleep, timeout},
+};
+
+use crate::{
+    full, trial,
+    world::{World, process::PATIENCE, world},
+};
+
+const EXAMPLE: &str = "state/rbac.yaml";
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial(
+            "state::gateways_share_entries_in_secrets",
+            gateways_share_entries_in_secrets,
+        ),
+        trial(
+            "state::revocations_of_an_earlier_version_are_moved",
+            revocations_of_an_earlier_version_are_moved,
+        ),
+        trial(
+            "state::a_deleted_or_replaced_secret_removes_no_entry",
+            a_deleted_or_replaced_secret_removes_no_entry,
+        ),
+        trial(
+            "state::an_operator_can_go_on_without_lost_entries",
+            an_operator_can_go_on_without_lost_entries,
+        ),
+        trial(
+            "state::changes_are_seen_after_a_restart_of_the_api_server",
+            changes_are_seen_after_a_restart_of_the_api_server,
+        ),
+    ]
+}
+
+/// Names of the Secrets.
+pub(crate) fn secret_names() -> impl Iterator<Item = String> {
+    let others = (1..16).map(|number| format!("causeway-state-{number}"));
+    std::iter::once("causeway-state".to_owned()).chain(others)
+}
+
+/// Deletes the Secrets, so that the next test begins without them.
+pub(crate) fn delete_secrets(world: &World) {
+    let names = secret_names().collect::<Vec<_>>().join(" ");
+    let delete = format!("delete -n kube-system secret {names} --ignore-not-found");
+    world.cluster.kubectl(&delete).run().ok();
+}
+
+/// The entries in all Secrets.
+pub(crate) fn stored_entries(world: &World) -> BTreeMap<String, String> {
+    let list = world.cluster.get("secret -n kube-system").unwrap();
+    let ours: BTreeSet<String> = secret_names().collect();
+    let items = list["items"].as_array().unwrap().iter();
+    let ours = items.filter(|it| ours.contains(it["metadata"]["name"].as_str().unwrap()));
+    let texts = ours.filter_map(|secret| secret["data"]["entries.json"].as_str());
+    let texts = texts.map(|text| BASE64.decode(text.as_bytes()).unwrap());
+    texts
+        .flat_map(|text| serde_json::from_slice::<BTreeMap<String, String>>(&text).unwrap())
+        .collect()
+}
+
+/// Runs a test with a function that makes engines with the rights of the examples.
+fn with_engines(test: impl AsyncFnOnce(&mut World, &dyn Fn() -> SecretEngine)) {
+    let mut world = world();
+    delete_secrets(&world);
+    let account = world.cluster.account("egress");
+    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let client = build_client(Some(account.as_ref())).await.unwrap();
+        let engine = || SecretEngine::new(client.clone(), "kube-system", "causeway-state");
+        test(&mut world, &engine).await;
+    });
+    delete_secrets(&world);
+}
+
+fn change(key: &str, expected: Option<&str>, value: Option<&str>) -> EntryChange {
+    EntryChange {
+        key: key.to_owned(),
+        expected: expected.map(str::to_owned),
+        value: value.map(str::to_owned),
+    }
+}
+
+/// Waits until the engine has an entry with this value.
+async fn until_loaded(engine: &SecretEngine, key: &str, value: Option<&str>) {
+    let loaded = timeout(PATIENCE, async {
+        loop {
+            match engine.load().await {
+                Ok(entries) if entries.get(key).map(String::as_str) == value => return,
+                Ok(_) => engine.changed().await,
+                Err(why) => {
+                    eprintln!("{why}");
+                    sleep(Duration::from_millis(200)).await;
+                }
+            }
+        }
+    });
+    loaded
+        .await
+        .unwrap_or_else(|_| panic!("{key} is not {value:?}"));
+}
+
+fn gateways_share_entries_in_secrets() {
+    with_engines(async |world, engine| {
+        let (first, second) = (engine(), engine());
+        let why = first.load().await.unwrap_err().to_string();
+        assert!(
+            why.contains("causeway-state") && why.contains("forbidden"),
+            "{why}"
+        );
+        world.cluster.apply_example(EXAMPLE);
+        let loaded = async |engine: &SecretEngine| {
+            while engine.load().await.is_err() {
+                sleep(Duration::from_millis(100)).await;
+            }
+            engine.load().await
+        };
+        let (one, two) = tokio::join!(loaded(&first), loaded(&second));
+        assert_eq!((one.unwrap(), two.unwrap()), Default::default());
+
+        // One entry: one of the two wins. Two entries of one Secret: both are written.
+        let write = |engine, value, port: u16| {
+            let changes = vec![
+                change("node/edge-1", None, Some(value)),
+                change(&format!("pin/edge-1:{port}"), None, Some(value)),
+            ];
+            SecretEngine::write(engine, changes)
+        };
+        let (one, two) = tokio::join!(write(&first, "1", 1), write(&second, "2", 2));
+        let (one, two) = (one.unwrap(), two.unwrap());
+        assert_eq!([one, two.clone()].concat(), ["node/edge-1"]);
+        let winner = if two.is_empty() { "2" } else { "1" };
+        for engine in [&first, &second] {
+            let current = engine.get("node/edge-1").await.unwrap();
+            assert_eq!(current.as_deref(), Some(winner));
+            until_loaded(engine, "node/edge-1", Some(winner)).await;
+            until_loaded(engine, "pin/edge-1:1", Some("1")).await;
+            until_loaded(engine, "pin/edge-1:2", Some("2")).await;
+        }
+
+        // A watch brings changes, about as fast as the API server writes them.
+        let mut slowest = Duration::ZERO;
+        for number in 0..20 {
+            let key = format!("revoked/node-{number}");
+            let conflicts = first.write(vec![change(&key, None, Some("1"))]).await;
+            assert!(conflicts.unwrap().is_empty());
+            let written = Instant::now();
+            until_loaded(&second, &key, Some("1")).await;
+            slowest = slowest.max(written.elapsed());
+        }
+        println!("counted: a change is loaded by another gateway within {slowest:?}");
+        assert!(slowest < Duration::from_secs(1), "{slowest:?}");
+        if full() {
+            let begun = requests(world);
+            sleep(Duration::from_mins(2)).await;
+            let ended = requests(world);
+            let count = |key: &String| ended[key] - begun.get(key).unwrap_or(&0);
+            let counts: Vec<_> = ended.keys().map(|verb| (verb, count(verb))).collect();
+            println!("counted: requests for Secrets in two minutes, two idle gateways: {counts:?}");
+        }
+        assert_eq!(stored_entries(world), second.load().await.unwrap());
+    });
+}
+
+/// Requests for Secrets by verb. A watch is counted when it ends.
+fn requests(world: &World) -> BTreeMap<String, u64> {
+    let metrics = world
+        .cluster
+        .kubectl("get --raw /metrics")
+        .run()
+        .ok()
+        .text();
+    let mut counts = BTreeMap::new();
+    let lines = metrics.lines().filter(|line| {
+        line.starts_with("apiserver_request_total{") && line.contains(r#"resource="secrets""#)
+    });
+    for line in lines {
+        let (_, verb) = line.split_once(r#"verb=""#).unwrap();
+        let (verb, rest) = verb.split_once('"').unwrap();
+        let (_, count) = rest.rsplit_once(' ').unwrap();
+        *counts.entry(verb.to_owned()).or_default() += count.parse::<u64>().unwrap();
+    }
+    counts
+}
+
+fn revocations_of_an_earlier_version_are_moved() {
+    with_engines(async |world, engine| {
+        let key = "5a".repeat(32).parse::<Fingerprint>().unwrap();
+        let earlier = json!({
+            "revoked": { "edge-1": { "at": 7, "reason": "stolen" }, "edge-2": { "at": 8, "reason": "lost" } },
+            "pins": { "edge-3:10250": { "key": key, "since": 9 } },
+        });
+        // As a gateway wrote it, and not `kubectl apply`, which would remove it at the next time.
+        let secret = json!({
+            "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
+            "metadata": { "name": "causeway-state", "namespace": "kube-system" },
+            "data": { "state.json": BASE64.encode(earlier.to_string().as_bytes()) },
+        });
+        let create = world.cluster.kubectl("create -f -");
+        create.input(secret.to_string()).run().ok();
+        world.cluster.apply_example(EXAMPLE);
+        let revocation = |at, reason: &str| {
+            let reason = reason.to_owned();
+            entry_text(&Revocation { at, reason })
+        };
+        let entries: Entries = [
+            ("revoked/edge-1", revocation(7, "stolen")),
+            ("revoked/edge-2", revocation(8, "lost")),
+            ("pin/edge-3:10250", entry_text(&Pin { key, since: 9 })),
+        ]
+        .map(|(key, value)| (key.to_owned(), value))
+        .into();
+        let (first, second) = (engine(), engine());
+        let (one, two) = tokio::join!(first.load(), second.load());
+        assert_eq!(one.unwrap(), entries);
+        assert_eq!(two.unwrap(), entries);
+        let secret = world.cluster.get("secret -n kube-system causeway-state");
+        let left = secret.unwrap()["data"]["state.json"].as_str().map(|text| {
+            let text = BASE64.decode(text.as_bytes()).unwrap();
+            String::from_utf8(text).unwrap()
+        });
+        assert!(!left.unwrap().contains("stolen"));
+    });
+}
+
+fn a_deleted_or_replaced_secret_removes_no_entry() {
+    with_engines(async |world, engine| {
+        world.cluster.apply_example(EXAMPLE);
+        let gateway = engine();
+        gateway.load().await.unwrap();
+        // Of edge-1 is causeway-state-15.
+        let keys = [
+            "ca",
+            "revoked/edge-1",
+            "revoked/edge-2",
+            "token/0123456789ab",
+        ];
+        let changes = keys.map(|key| change(key, None, Some("1"))).to_vec();
+        assert!(gateway.write(changes).await.unwrap().is_empty());
+        let entries = gateway.load().await.unwrap();
+        assert_eq!(entries.len(), keys.len());
+
+        world.cluster.apply_example(EXAMPLE);
+        assert_eq!(
+            stored_entries(world),
+            entries,
+            "to apply again changes nothing"
+        );
+
+        let delete = "delete -n kube-system secret causeway-state-15";
+        world.cluster.kubectl(delete).run().ok();
+        let missing = timeout(PATIENCE, async {
+            loop {
+                match gateway.load().await {
+                    Ok(loaded) => assert_eq!(loaded, entries),
+                    Err(why) => return why.to_string(),
+                }
+                gateway.changed().await;
+            }
+        });
+        let why = missing.await.unwrap();
+        assert!(
+            why.contains("causeway-state-15: it does not exist; apply"),
+            "{why}"
+        );
+        world.cluster.apply_example(EXAMPLE);
+        let new = engine().load().await.unwrap_err().to_string();
+        assert!(new.contains("patch secret causeway-state-15 -p"), "{new}");
+        until_loaded(&gateway, "revoked/edge-1", Some("1")).await;
+        assert_eq!(stored_entries(world), entries, "written back");
+
+        let file = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/state/rbac.yaml");
+        let replace = world.cluster.kubectl("replace -f").args([file]);
+        replace.run().ok();
+        assert!(stored_entries(world).is_empty());
+        let written_back = timeout(PATIENCE, async {
+            while stored_entries(world) != entries {
+                gateway.changed().await;
+                assert_eq!(gateway.load().await.unwrap(), entries);
+            }
+        });
+        written_back.await.unwrap();
+    });
+}
+
+fn an_operator_can_go_on_without_lost_entries() {
+    with_engines(async |world, engine| {
+        world.cluster.apply_example(EXAMPLE);
+        let gateway = engine();
+        gateway.load().await.unwrap();
+        let keys = ["ca", "revoked/edge-1"];
+        let changes = keys.map(|key| change(key, None, Some("1"))).to_vec();
+        assert!(gateway.write(changes).await.unwrap().is_empty());
+        // No gateway is left that has the state.
+        drop(gateway);
+        let delete = "delete -n kube-system secret causeway-state-15";
+        world.cluster.kubectl(delete).run().ok();
+        world.cluster.apply_example(EXAMPLE);
+        let new = engine();
+        let why = new.load().await.unwrap_err().to_string();
+        let (_, command) = why.split_once("kubectl ").unwrap();
+        let (command, patch) = command.split_once(" -p ").unwrap();
+        let patch = patch.trim_matches('\'');
+        let command = world.cluster.kubectl(command).args(["-p", patch]);
+        command.run().ok();
+        let left = new.load().await.unwrap();
+        assert!(left.keys().eq(["ca"]), "{left:?}");
+    });
+}
+
+fn changes_are_seen_after_a_restart_of_the_api_server() {
+    with_engines(async |world, engine| {
+        world.cluster.apply_example(EXAMPLE);
+        let gateway = engine();
+        gateway.load().await.unwrap();
+        world.cluster.stop();
+        let failed = timeout(PATIENCE, async {
+            while gateway.load().await.is_ok() {
+                gateway.changed().await;
+            }
+        });
+        failed.await.unwrap();
+        let why = gateway.get("ca").await.unwrap_err().to_string();
+        assert!(
+            why.starts_with("Secret kube-system/causeway-state: "),
+            "{why}"
+        );
+        assert!(
+            gateway
+                .write(vec![change("ca", None, Some("1"))])
+                .await
+                .is_err()
+        );
+        world.cluster.restart();
+        let other = engine();
+        other.load().await.unwrap();
+        let conflicts = other.write(vec![change("ca", None, Some("2"))]).await;
+        assert!(conflicts.unwrap().is_empty());
+        until_loaded(&gateway, "ca", Some("2")).await;
+        // The watches of both run again.
+        sleep(Duration::from_secs(6)).await;
+        let conflicts = gateway.write(vec![change("ca", Some("2"), None)]).await;
+        assert!(conflicts.unwrap().is_empty());
+        let written = Instant::now();
+        until_loaded(&other, "ca", None).await;
+        assert!(
+            written.elapsed() < Duration::from_secs(1),
+            "{:?}",
+            written.elapsed()
+        );
+    });
+}
