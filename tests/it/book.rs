@@ -100,7 +100,7 @@ macro_rules! run {
         $(
             #[tokio::test]
             async fn $test() {
-                need!("mounts", netns::NEED, "curl", "openssl", "kubectl", "nft");
+                need!("mounts", netns::NEED, "curl", "openssl", "kubectl", "nft", "etcd");
                 let mut page = Page::open($page).await;
                 scenes::$test(&mut page).await;
                 page.close();
@@ -122,6 +122,7 @@ run! {
     "docs/howto/policy.md": policy;
     "docs/howto/revoke-nodes.md": revoke_nodes;
     "docs/howto/rotate-ca.md": rotate_ca;
+    "docs/howto/shared-state.md": shared_state;
     "docs/howto/upstreams.md": upstreams;
     "docs/migrate/frp.md": frp;
     "docs/migrate/konnectivity.md": konnectivity;

@@ -407,6 +407,30 @@ printf '127.0.0.1 localhost\n198.51.100.1 gw.example.com\n' >/etc/hosts";
     assert!(rules.contains("dport 5202 redirect to :15202"), "{rules}");
 }
 
+/// An etcd server, which is ready if a write succeeds.
+pub(super) async fn shared_state(page: &mut Page) {
+    page.commands("mkdir -p /etc/causeway; echo hunter2 >/etc/causeway/etcd.password")
+        .await;
+    let _etcd = page.start_commands("exec etcd --data-dir /var/lib/etcd");
+    page.until("etcdctl put /ready 1").await;
+    page.run("etcdctl role add").await;
+    let root = "etcdctl user add root:root; etcdctl user grant-role root root; etcdctl auth enable";
+    page.commands(root).await;
+    let as_user = "etcdctl --user causeway:hunter2";
+    page.commands(&format!(
+        "{as_user} put /causeway/ca 1; ! {as_user} get /ready; {as_user} del /causeway/ca"
+    ))
+    .await;
+    let section = "etcd: { endpoints: [\"http://127.0.0.1:2379\"], user: causeway, password_file: /etc/causeway/etcd.password }";
+    page.commands(&format!(
+        "causeway ca init --data-dir \"$PWD/old\"
+echo \"data_dir: $PWD/old\" >gateway-old.yaml
+printf '%s\\n' \"data_dir: $PWD/new\" 'state: {{ {section} }}' >gateway.yaml"
+    ))
+    .await;
+    page.run("causeway state migrate").await;
+}
+
 pub(super) async fn konnectivity(page: &mut Page) {
     let before = "/etc/kubernetes/egress_selector_configuration.yaml";
     page.commands(&format!("mkdir /etc/kubernetes; echo before >{before}"))
@@ -430,6 +454,7 @@ pub(super) fn configured_files() -> String {
 leaf kubelet DNS:causeway-gateway clientAuth
 mkdir -p /etc/kubernetes/pki /etc/causeway/objects /var/log/causeway
 cp ca.pem /etc/kubernetes/pki/ca.crt
+echo hunter2 >/etc/causeway/etcd.password
 for name in kubelet.pem kubelet-client.crt; do cp kubelet.pem ../$name; done
 for name in kubelet.key kubelet-client.key; do cp kubelet.key ../$name; done
 causeway client token --name prometheus --file ../clients >token
