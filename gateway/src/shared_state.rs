@@ -40,6 +40,10 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_ATTEMPTS: usize = 5;
 /// Modification times of the files with entries.
 type FileTimes = [Option<SystemTime>; 4];
+/// Key of the entry with the version of the entries. An engine without it is new, or has lost its entries.
+const VERSION_KEY: &str = "version";
+/// Version of the entries.
+const VERSION: &str = "1";
 /// Name of the last common state in the data directory.
 const LAST_STATE_FILE: &str = "shared-state";
 
@@ -132,7 +136,12 @@ impl SharedState {
         &*self.0.engine
     }
 
-    /// Waits until the state was synchronized once.
+    /// Ends [`SharedState::wait_synchronized`], for a gateway that works with its copy.
+    pub fn continue_with_copy(&self) {
+        self.0.synchronized.send_replace(true);
+    }
+
+    /// Waits until the state was synchronized once, or the gateway continues with its copy.
     pub async fn wait_synchronized(&self) {
         let mut synchronized = self.0.synchronized.subscribe();
         // The sender lives as long as this value.
@@ -215,7 +224,8 @@ impl SharedState {
         for _ in 0..MAX_ATTEMPTS {
             let remote = self.0.engine.load().await?;
             let revision = self.0.engine.revision();
-            let is_emptied = merge::digests(&remote).is_empty() && !common.digests.is_empty();
+            let is_new = !remote.contains_key(VERSION_KEY);
+            let is_emptied = is_new && !common.digests.is_empty();
             if is_emptied || revision < common.revision {
                 tracing::warn!(
                     engine = %self.0.engine,
@@ -228,21 +238,24 @@ impl SharedState {
             let modified = self.on_disk(|store| Ok(store.entry_changes())).await?;
             *self.compared() = Some(modified);
             let ca = remote.get(&EntryKey::Ca.to_string()).cloned();
-            let ca_conflict = self.synchronize_ca(ca).await?;
+            let (ca_conflict, ca_fault) = self.synchronize_ca(ca).await?;
             let (last, shared) = (common.digests.clone(), self.clone());
-            let (merged, to_engine) = self
+            let (merged, mut to_engine) = self
                 .on_disk(move |store| shared.apply_remote(store, &last, &remote))
                 .await?;
+            to_engine.extend(is_new.then(version_change));
             let conflicts = self.0.engine.write(to_engine).await?;
             let Some(digests) = merged.filter(|_| conflicts.is_empty() && !ca_conflict) else {
                 continue;
             };
             if digests != common.digests {
+                // With the writes of this gateway.
+                let revision = self.0.engine.revision();
                 *common = LastState { revision, digests };
                 let saved = common.clone();
                 self.on_disk(move |store| save_last(store, &saved)).await?;
             }
-            return Ok(());
+            return ca_fault.map_or(Ok(()), Err);
         }
         Err(SyncError::Contention)
     }
@@ -279,10 +292,16 @@ impl SharedState {
     }
 
     /// Imports the CA of the engine if it is newer, else stores the CA of the data directory there. Returns whether another
-    /// gateway has changed the CA meanwhile.
-    async fn synchronize_ca(&self, remote: Option<String>) -> Result<bool, SyncError> {
+    /// gateway has changed the CA meanwhile, and a fault that concerns only the CA.
+    ///
+    /// # Errors
+    /// Also if the engine has the state of another CA.
+    async fn synchronize_ca(
+        &self,
+        remote: Option<String>,
+    ) -> Result<(bool, Option<SyncError>), SyncError> {
         if !self.0.shares_ca {
-            return Ok(false);
+            return Ok((false, None));
         }
         let imported = remote.clone();
         let shared = self.clone();
@@ -299,21 +318,23 @@ impl SharedState {
             Some(ImportOutcome::Imported | ImportOutcome::AlreadyImported) => false,
             Some(ImportOutcome::Behind) | None => true,
             Some(ImportOutcome::Diverged) => {
-                return Err(SyncError::Ca(format!(
+                let fault = SyncError::Ca(format!(
                     "the CA in {} and the CA in the data directory each have a change that the other lacks: a rotation was begun at two gateways at once; keep one of them (`causeway ca backup`, `causeway ca restore`)",
                     self.0.engine
-                )));
+                ));
+                return Ok((false, Some(fault)));
             }
         };
         if !is_behind || local.is_none() {
-            return Ok(false);
+            return Ok((false, None));
         }
         let change = EntryChange {
             key: EntryKey::Ca.to_string(),
             expected: remote,
             value: local,
         };
-        Ok(!self.0.engine.write(vec![change]).await?.is_empty())
+        let conflicts = self.0.engine.write(vec![change]).await?;
+        Ok((!conflicts.is_empty(), None))
     }
 
     /// Takes over a token that this gateway does not know yet, without waiting for the next synchronization.
@@ -345,6 +366,15 @@ impl SharedState {
             EntryKey::Node(node.as_ref()),
         ];
         let [revoked_key, key] = keys.map(|key| key.to_string());
+        // A synchronization must not come between, or it could take the entry for a new one.
+        let last = self.0.last.lock().await;
+        if last
+            .as_ref()
+            .is_some_and(|last| last.digests.contains_key(&key))
+        {
+            // A command has removed the node here, and the engine does not know it yet.
+            return Ok(None);
+        }
         // The revocation is read last, so that none is missed that comes after the record.
         let Some(text) = self.0.engine.get(&key).await? else {
             return Ok(None);
@@ -489,6 +519,14 @@ impl SharedState {
     ) -> Result<T, SyncError> {
         let store = self.0.store.clone();
         Ok(spawn_blocking(move || work(&store)).await??)
+    }
+}
+
+fn version_change() -> EntryChange {
+    EntryChange {
+        key: VERSION_KEY.to_owned(),
+        expected: None,
+        value: Some(VERSION.to_owned()),
     }
 }
 

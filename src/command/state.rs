@@ -86,7 +86,7 @@ pub(crate) async fn run(command: State) -> anyhow::Result<()> {
 async fn migrate(args: &StateMigrate) -> anyhow::Result<()> {
     let (from, _claimed_source) = open(&args.from, OpenMode::Existing).await?;
     let (to, _claimed_target) = open(&args.to, OpenMode::Create).await?;
-    let mut entries = from.load().await?;
+    let mut entries = known_entries(&*from).await?;
     if !to.stores_ca() {
         entries.remove(&EntryKey::Ca.to_string());
     }
@@ -96,7 +96,7 @@ async fn migrate(args: &StateMigrate) -> anyhow::Result<()> {
             args.from.display()
         );
     }
-    let existing = to.load().await?;
+    let existing = known_entries(&*to).await?;
     let is_other = |(key, value): &(&String, &String)| entries.get(*key) != Some(*value);
     if let Some((key, _)) = existing.iter().find(is_other) {
         bail!(
@@ -112,7 +112,7 @@ async fn migrate(args: &StateMigrate) -> anyhow::Result<()> {
         value: Some(value.clone()),
     });
     let conflicts = to.write(changes.collect()).await?;
-    if !conflicts.is_empty() || to.load().await? != entries {
+    if !conflicts.is_empty() || known_entries(&*to).await? != entries {
         bail!("{to} was changed at the same time; end its gateways and run the command again");
     }
     outln!("copied {} from {from} to {to}", count(&entries))?;
@@ -124,6 +124,13 @@ async fn migrate(args: &StateMigrate) -> anyhow::Result<()> {
         args.to.display()
     );
     Ok(())
+}
+
+/// Returns the entries that this version knows. A gateway writes the others.
+async fn known_entries(engine: &dyn StateEngine) -> anyhow::Result<Entries> {
+    let mut entries = engine.load().await?;
+    entries.retain(|key, _| EntryKey::parse(key).is_some());
+    Ok(entries)
 }
 
 /// Returns the engine of a configuration, or its data directory, which no gateway may use meanwhile.

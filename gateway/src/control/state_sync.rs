@@ -66,6 +66,7 @@ impl StateSync {
                     }
                     fault = Some(self.readiness.report_fault(reason));
                     if has_copy && begun.elapsed() >= READY_WITHOUT_ENGINE {
+                        self.shared.continue_with_copy();
                         block = None;
                     }
                     sleep(RETRY_INTERVAL).await;
@@ -88,12 +89,10 @@ impl StateSync {
 
     /// Loads the tables again, if synchronizations have changed the data directory.
     async fn apply(&self, synchronized: Result<(), SyncError>) -> Result<(), String> {
-        let applied = std::mem::take(&mut *self.shared.unapplied());
-        let loaded = self.load(applied).await;
-        if loaded.is_err() {
-            let mut unapplied = self.shared.unapplied();
-            unapplied.nodes |= applied.nodes;
-            unapplied.ca |= applied.ca;
+        let mut unapplied = Unapplied::take(&self.shared);
+        let loaded = self.load(unapplied.applied).await;
+        if loaded.is_ok() {
+            unapplied.applied = Applied::default();
         }
         synchronized.map_err(|error| error.to_string())?;
         loaded
@@ -111,5 +110,27 @@ impl StateSync {
             return Err(error.to_string());
         }
         Ok(())
+    }
+}
+
+/// Changes that are being applied. Dropping the value gives back those that are not applied, so that none is lost with the
+/// future of a command that disconnects.
+struct Unapplied<'a> {
+    shared: &'a SharedState,
+    applied: Applied,
+}
+
+impl<'a> Unapplied<'a> {
+    fn take(shared: &'a SharedState) -> Self {
+        let applied = std::mem::take(&mut *shared.unapplied());
+        Self { shared, applied }
+    }
+}
+
+impl Drop for Unapplied<'_> {
+    fn drop(&mut self) {
+        let mut unapplied = self.shared.unapplied();
+        unapplied.nodes |= self.applied.nodes;
+        unapplied.ca |= self.applied.ca;
     }
 }

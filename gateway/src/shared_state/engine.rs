@@ -30,8 +30,8 @@ pub trait StateEngine: Debug + Display + Send + Sync {
         true
     }
 
-    /// Returns the revision of the entries of the last `load`, if the engine counts revisions. It only decreases if the engine was
-    /// restored from a backup.
+    /// Returns the revision of the entries of the last `load` or of a later write of this value, if the engine counts revisions. It
+    /// only decreases if the engine was restored from a backup.
     fn revision(&self) -> Option<u64> {
         None
     }

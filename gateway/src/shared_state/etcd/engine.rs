@@ -59,7 +59,7 @@ pub struct EtcdEngine {
     end: String,
     cache: Mutex<Cache>,
     watch: AsyncMutex<WatchState>,
-    /// Revision of the last load.
+    /// Revision of the last load, or of a later write.
     revision: AtomicI64,
 }
 
@@ -162,9 +162,11 @@ impl EtcdEngine {
         self.apply_received(&mut state);
         if state.watch.is_none() {
             self.load_all(&mut state).await?;
+            // A restored etcd has a lower revision.
+            self.revision.store(state.revision, Relaxed);
         }
         state.has_changes = false;
-        self.revision.store(state.revision, Relaxed);
+        self.revision.fetch_max(state.revision, Relaxed);
         let mut cache = self.cache();
         cache.prune(state.revision);
         Ok(cache.entries())
@@ -340,6 +342,7 @@ impl EtcdEngine {
         let revision = response.header.revision;
         let EntryChange { key, value, .. } = change;
         if response.succeeded {
+            self.revision.fetch_max(revision, Relaxed);
             self.cache().observe(key, value, revision);
             return Ok(None);
         }
