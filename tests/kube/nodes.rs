@@ -329,9 +329,9 @@ fn asked(port: u16, path: &str) -> String {
     Program::new("curl").words("-sS").args([url]).run().text()
 }
 
-/// Runs a command of `causeway edge` for this data directory.
-fn edge(words: &str, data: &Path) -> String {
-    let order = Program::new(BINARY).words("edge").words(words);
+/// Runs a command of `causeway node` for this data directory.
+fn node_command(words: &str, data: &Path) -> String {
+    let order = Program::new(BINARY).words("node").words(words);
     order.words("--data-dir").args([data]).run().ok().text()
 }
 
@@ -363,7 +363,7 @@ fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
     until("the first gateway is ready", || {
         asked(11265, "/readyz") == "ready\n"
     });
-    edge("revoke edge-1 --unseen --reason stolen", &data);
+    node_command("revoke edge-1 --unseen --reason stolen", &data);
     let other = Ca::create(&"pins.test".parse().unwrap()).unwrap();
     let (key, since) = (other.fingerprint(), 7);
     let node = NodeName::parse("edge-2").unwrap();
@@ -382,14 +382,14 @@ fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
     });
     let known = asked(11265, "/api/v1/edges/edge-1");
     assert!(known.contains(r#""state":"revoked""#), "{known}");
-    let pins = edge("pins -o json", &data);
+    let pins = node_command("pins -o json", &data);
     assert!(pins.contains("edge-2") && pins.contains("10250"), "{pins}");
 
     // A node that is allowed again at one gateway is allowed at the others.
     let (third, _) = begin("state-3", (11263, 11266));
     let is_revoked = || asked(11266, "/api/v1/edges/edge-1").contains(r#""state":"revoked""#);
     until("the third edge has the state", is_revoked);
-    edge("allow edge-1", &data);
+    node_command("allow edge-1", &data);
     until("the third gateway has the change", || !is_revoked());
     assert_eq!(shared_state(&world)["revoked/edge-1"], Value::Null);
     drop((second, third));
