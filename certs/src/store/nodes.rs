@@ -196,38 +196,6 @@ impl NodeStore {
             })
     }
 
-    /// Changes the set of revoked nodes, and returns it. Nothing is written if nothing changes.
-    pub fn change_revoked(
-        &self,
-        change: impl FnOnce(&mut BTreeMap<NodeName, Revocation>),
-    ) -> Result<BTreeMap<NodeName, Revocation>, StoreError> {
-        let _lock = self.dir.lock()?;
-        let nodes = self
-            .dir
-            .read_json::<BTreeMap<NodeName, NodeRecord>>(NODES_FILE)?;
-        let mut nodes = nodes.unwrap_or_default();
-        let revoked =
-            |(name, node): (&NodeName, &NodeRecord)| Some((name.clone(), node.revoked.clone()?));
-        let previous: BTreeMap<_, _> = nodes.iter().filter_map(revoked).collect();
-        let mut after = previous.clone();
-        change(&mut after);
-        if after == previous {
-            return Ok(after);
-        }
-        for (name, node) in &mut nodes {
-            node.revoked = after.get(name).cloned();
-        }
-        for (name, revoked) in &after {
-            if !nodes.contains_key(name) {
-                let mut node = NodeRecord::name_only(name, revoked.at);
-                node.revoked = Some(revoked.clone());
-                nodes.insert(name.clone(), node);
-            }
-        }
-        self.dir.write_json(NODES_FILE, &nodes)?;
-        Ok(after)
-    }
-
     /// Replaces the confirmed attributes of a node. The rest of its record stays.
     pub fn confirm(
         &self,

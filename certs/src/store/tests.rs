@@ -553,13 +553,19 @@ fn revocations_are_replaced_together_and_records_stay() {
     nodes
         .revoke_or_create(&name("edge-2"), &revocation("lost"))
         .unwrap();
-    let all = nodes.change_revoked(|all| {
-        assert_eq!(all.len(), 1);
-        all.remove(&name("edge-2"));
-        all.insert(name("edge-1"), revocation("stolen"));
-        all.insert(name("edge-3"), revocation("unknown"));
-    });
-    assert_eq!(all.unwrap().len(), 2);
+    let change = |node: &str, expected: Option<&str>, value: Option<&str>| EntryChange {
+        key: format!("revoked/{node}"),
+        expected: expected.map(|reason| entry_text(&revocation(reason))),
+        value: value.map(|reason| entry_text(&revocation(reason))),
+    };
+    let changes = [
+        change("edge-2", Some("lost"), None),
+        change("edge-1", None, Some("stolen")),
+        change("edge-3", None, Some("unknown")),
+        change("edge-4", Some("lost"), Some("stolen")),
+    ];
+    let conflicts = store.change_entries(&changes).unwrap();
+    assert_eq!(conflicts, ["revoked/edge-4"]);
     let revoked = nodes.all().unwrap().into_iter().map(|node| {
         let reason = node.revoked.map(|revoked| revoked.reason);
         (node.node.to_string(), node.enrolled_at, reason)
