@@ -126,12 +126,12 @@ impl Proxy {
             target_overflow_len,
             body,
             mut responder,
+            ..
         } = request;
-        let informational = InformationalQueue::default();
+        let (informational, connected) = (InformationalQueue::default(), Connected::default());
         let withdrawal = responder.withdrawal_handle();
         let app = self.client.dialer.policy.select_upstream(&target, &kind);
         let stream_key = (app.clone().ok(), &target, &kind);
-        let connected = Connected::default();
         let mut revocation = pin!(self.wait_for_revocation(stream_key, &connected, current_proxy));
         let response = {
             let content = (body, target_overflow_len);

@@ -11,6 +11,7 @@ pub(crate) mod identity_headers;
 mod jwt;
 mod kubernetes;
 mod listener;
+mod peers;
 pub mod policy;
 pub(crate) mod redirect;
 mod state;
@@ -45,6 +46,7 @@ pub use listener::{
     Certificate, ClientAuth, ErrorFormat, ForwardingHeader, Listener, ListenerProtocol, Serial,
     TokenReview,
 };
+pub use peers::Peers;
 pub use redirect::Redirect;
 pub use state::{Etcd, State};
 pub use tunnel_identity::Identity;
@@ -81,6 +83,9 @@ pub struct Config {
     /// Stores the durable state of all gateways that name the same place: nodes, revocations, join tokens, pinned keys and the CA. Without this key: it is in `data_dir` alone, or in Secrets of the cluster (`kubernetes.state`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<State>,
+    /// Other gateways, to which this gateway forwards requests for nodes that it does not hold itself. Without this key: none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peers: Option<Box<Peers>>,
     /// Cluster resources that edges may read, for clients on their nodes. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_cache: Option<ApiCache>,
@@ -115,6 +120,7 @@ impl Default for Config {
             upstream_tls: BTreeMap::new(),
             kubernetes: None,
             state: None,
+            peers: None,
             api_cache: None,
             limits: Limits::default(),
             timeouts: Timeouts::default(),

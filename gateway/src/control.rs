@@ -17,6 +17,7 @@ pub mod state_sync;
 
 pub mod api_cache;
 pub mod node_records;
+pub mod peers;
 pub mod pin_writer;
 pub mod signer;
 pub mod tunnel_listener;

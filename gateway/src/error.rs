@@ -5,9 +5,15 @@
 
 mod explanation;
 
+use crate::state::NodeUnavailable;
+use causeway_certs::NodeName;
 use causeway_tunnel::{RejectCode, StreamError};
 use http::StatusCode;
-use std::{borrow::Cow, fmt, time::Duration};
+use std::{
+    borrow::Cow,
+    fmt,
+    time::{Duration, SystemTime},
+};
 
 /// Cause of an error, for the log.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -97,6 +103,11 @@ impl Reason {
         Self::MethodNotAllowed,
         Self::ClientClosed,
     ];
+
+    /// Returns the reason with this word.
+    pub fn parse(word: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|reason| reason.word() == word)
+    }
 
     /// Returns the HTTP status.
     pub fn status(self) -> StatusCode {
@@ -347,6 +358,46 @@ impl Error {
         Self {
             is_token_error: true,
             ..self
+        }
+    }
+
+    /// Returns the error of a request for a node without a usable tunnel.
+    pub(crate) fn from_unavailable(node: &NodeName, unavailable: &NodeUnavailable) -> Self {
+        match unavailable {
+            NodeUnavailable::NeverSeen => Reason::NodeNotConnected.error(format!(
+                "{node} is not connected and has not connected since this gateway started"
+            )),
+            NodeUnavailable::LastSeen {
+                ended_at: seen_at,
+                remote_address,
+            } => {
+                let elapsed = SystemTime::now()
+                    .duration_since(*seen_at)
+                    .unwrap_or_default();
+                Reason::NodeNotConnected.error(format!(
+                "{node} is not connected; it was last seen at {}, {} s ago; its last tunnel came from {remote_address}",
+                humantime::format_rfc3339_seconds(*seen_at),
+                elapsed.as_secs()
+            ))
+            }
+            NodeUnavailable::LeftPeer { ended_at, gateway } => {
+                let elapsed = SystemTime::now()
+                    .duration_since(*ended_at)
+                    .unwrap_or_default();
+                Reason::NodeNotConnected.error(format!(
+                "{node} is not connected; it was last seen at {}, {} s ago, by the gateway at {gateway}",
+                humantime::format_rfc3339_seconds(*ended_at),
+                elapsed.as_secs()
+            ))
+            }
+            NodeUnavailable::Suspect {
+                remote_address: from,
+            } => Reason::NodeNotConnected.error(format!(
+                "{node} does not answer on its tunnel from {from}; the link is probably down"
+            )),
+            NodeUnavailable::Draining => Reason::Draining.error(format!(
+                "{node} is disconnecting from this gateway and accepts no new streams"
+            )),
         }
     }
 

@@ -154,6 +154,33 @@ impl Metrics {
         self.declared.streams_crossed.inc();
     }
 
+    /// Counts a stream that is forwarded to another gateway.
+    pub fn count_forwarded_stream(&self) {
+        self.declared.streams_forwarded.inc();
+    }
+
+    /// Counts a stream that is served for another gateway.
+    pub fn count_served_for_peer(&self) {
+        self.declared.streams_served_for_peers.inc();
+    }
+
+    /// Counts a forwarded stream whose node had left the other gateway.
+    pub fn count_stale_holder(&self) {
+        self.declared.stale_holders.inc();
+    }
+
+    /// Sets the number of other gateways by state, and the number of nodes that they hold.
+    pub fn set_peers(&self, by_state: [(&'static str, usize); 3], nodes: usize) {
+        for (state, number) in by_state {
+            let labels = [("state", state)];
+            self.declared
+                .peers
+                .get_or_create(&labels)
+                .set(to_i64(number));
+        }
+        self.declared.peer_nodes.set(to_i64(nodes));
+    }
+
     /// Counts a connection to an upstream.
     pub fn count_upstream_connection(&self, http2: bool) {
         let labels = [("http", if http2 { "2" } else { "1.1" })];

@@ -33,6 +33,7 @@ pub mod upgrade;
 mod upload_budget;
 
 pub mod direct;
+pub mod peer;
 pub mod upstream;
 
 pub mod error_response;
@@ -44,12 +45,11 @@ mod trace_context;
 use crate::{
     config::ErrorFormat,
     error::{Error, Reason},
-    state::{NodeUnavailable, registry::SelectedTunnel},
+    state::registry::SelectedTunnel,
 };
 use access_log::{AccessRecord, GrantedAccess};
 use authn::{AuthMethod, AuthnContext, ClientIdentity, jwt::Expired};
 use authz::{Action, AuthzRequest, Destination};
-use causeway_certs::NodeName;
 use causeway_tunnel::{StreamKind, Target, headers, informational::ExchangeId};
 pub use context::{Proxy, ProxyState, StreamContext};
 use error_response::ErrorProtocol;
@@ -61,7 +61,7 @@ use pod_route::PodRouting;
 use request_body::RequestBody;
 use response_body::ResponseBody;
 use route::{Route, RouteInput};
-use std::{pin::pin, sync::Arc, time::SystemTime};
+use std::{pin::pin, sync::Arc};
 
 impl Proxy {
     /// Handles one request from a client. Returns the upstream's response, or an error response.
@@ -205,6 +205,7 @@ impl Proxy {
             client: &client,
             route: &route,
             tunnel: &selected.tunnel,
+            peer: selected.peer.as_ref(),
             id: selected.id,
             record,
             exchange,
@@ -324,7 +325,7 @@ impl Proxy {
             .registry
             .select_tunnel_within(&route.node, self.shared.timeouts.reconnect)
             .await
-            .map_err(|unavailable| unavailable_error(&route.node, &unavailable))
+            .map_err(|unavailable| Error::from_unavailable(&route.node, &unavailable))
     }
 }
 
@@ -366,34 +367,5 @@ impl StreamContext<'_> {
             }
             (StreamKind::Tcp, _) => Box::pin(relay::connect(self, request)).await,
         }
-    }
-}
-
-fn unavailable_error(node: &NodeName, unavailable: &NodeUnavailable) -> Error {
-    match unavailable {
-        NodeUnavailable::NeverSeen => Reason::NodeNotConnected.error(format!(
-            "{node} is not connected and has not connected since this gateway started"
-        )),
-        NodeUnavailable::LastSeen {
-            ended_at: seen_at,
-            remote_address,
-        } => {
-            let elapsed = SystemTime::now()
-                .duration_since(*seen_at)
-                .unwrap_or_default();
-            Reason::NodeNotConnected.error(format!(
-                "{node} is not connected; it was last seen at {}, {} s ago; its last tunnel came from {remote_address}",
-                humantime::format_rfc3339_seconds(*seen_at),
-                elapsed.as_secs()
-            ))
-        }
-        NodeUnavailable::Suspect {
-            remote_address: from,
-        } => Reason::NodeNotConnected.error(format!(
-            "{node} does not answer on its tunnel from {from}; the link is probably down"
-        )),
-        NodeUnavailable::Draining => Reason::Draining.error(format!(
-            "{node} is disconnecting from this gateway and accepts no new streams"
-        )),
     }
 }

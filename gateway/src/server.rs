@@ -37,6 +37,7 @@ use crate::{
         heartbeat::AcceptedHeartbeats,
         nat,
         node_sync::NodeSync,
+        peers::PeerConnector,
         pin_writer::PinWriter,
         signer::Signer,
         startup_hold::{self, StartupHold},
@@ -389,6 +390,27 @@ impl Bound {
         self.reloader.clone()
     }
 
+    /// Connects to the other gateways, if there are any. The gateway is not ready until their nodes are known.
+    fn spawn_peers(&self, (tasks, runtime): (&TaskGroup, &Handle), stop: &CancellationToken) {
+        let Some(config) = self.config.peers.clone() else {
+            return;
+        };
+        let listener = &self.servers.tunnel_listener;
+        let connector = PeerConnector {
+            config: *config,
+            settings: self.config.tunnel.clone(),
+            instance: listener.instance.clone(),
+            registry: self.shared.registry.clone(),
+            workers: self.workers.clone(),
+            memory_budget: self.shared.limits.memory_budget().clone(),
+            tls: self.reloader.parts().identity.peer_tls(&listener.tls),
+            links: TaskGroup::default(),
+        };
+        let reason = "waiting for the nodes of the other gateways (peers)";
+        let connecting = connector.run(self.readiness.hold(reason), stop.clone());
+        tasks.spawn_on(runtime, info_span!("peers"), connecting);
+    }
+
     /// Starts the background tasks. Their end is not awaited. A gateway whose predecessor serves clients is ready without its edges.
     fn spawn_background(&self, has_predecessor: bool) -> TaskGroup {
         let (tasks, runtime) = (TaskGroup::default(), self.workers.runtime(WorkerId(0)));
@@ -434,10 +456,11 @@ impl Bound {
         let (grace, successor) = (self.shared.timeouts.drain, self.handover.successor());
         // Dropping this future stops the gateway: first its tasks, then the threads that it started.
         let background_tasks = self.spawn_background(predecessor.is_some());
-        let (_threads, beside) = (self.owned_workers, background_tasks);
-        let _end = self.tasks.guard();
         let (control_tasks, tokens) = (TaskGroup::default(), EndTokens::default());
         let runtime = self.workers.runtime(WorkerId(0));
+        self.spawn_peers((&control_tasks, runtime), &tokens.close);
+        let (_threads, beside) = (self.owned_workers, background_tasks);
+        let _end = self.tasks.guard();
         let (parts, registry) = (self.reloader.parts(), &self.shared.registry);
         let predecessor = (predecessor, self.servers.redirect_takeover());
         self.servers

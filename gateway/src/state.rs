@@ -2,6 +2,7 @@
 
 pub mod advertised;
 pub mod api_cache_connections;
+pub mod directory;
 pub mod jwks;
 pub mod nodes;
 pub mod pins;
@@ -11,9 +12,10 @@ pub mod yurthubs;
 
 pub use advertised::{AdvertisedGateways, AnnouncedPortsCell, GatewayEndpoints};
 pub use api_cache_connections::ApiCacheConnections;
+pub use directory::TunnelId;
 pub use jwks::{JwksCache, JwksWriter, KeySet};
 pub use nodes::{ClusterNode, Node, NodeLocation, Nodes, NodesWriter};
 pub use pins::{Pins, PinsWriter};
 pub use policy::{Policy, PolicyReader, PolicyWriter};
-pub use registry::{NewTunnel, NodeUnavailable, Registry, TunnelId, TunnelInfo};
+pub use registry::{NewTunnel, NodeUnavailable, Registry, TunnelInfo};
 pub use yurthubs::{NodePoolEndpoints, YurtHubEndpoints};

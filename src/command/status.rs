@@ -46,6 +46,9 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
     for remark in readiness_lines(&address).await {
         outln!("\n{remark}")?;
     }
+    if let Some(table) = peer_report(&address).await {
+        outln!("\n{table}")?;
+    }
     for remark in conflict_lines(&edges) {
         outln!("\n{remark}")?;
     }
@@ -223,6 +226,52 @@ fn conflict_lines(edges: &[Value]) -> Vec<String> {
     conflicts.into_iter().map(line).collect()
 }
 
+/// Returns the address of an edge, or the other gateways that have its tunnels.
+fn place_cell(edge: &Value) -> Cell {
+    let gateways = edge["gateways"].as_array().map(Vec::as_slice);
+    let gateways: Vec<&str> = gateways
+        .unwrap_or_default()
+        .iter()
+        .filter_map(Value::as_str)
+        .collect();
+    if edge["tunnels"] != 0 || gateways.is_empty() {
+        return text_cell(&edge["address"]);
+    }
+    text_cell(&format!("at gateway {}", gateways.join(", ")).into())
+}
+
+/// Returns a table of the other gateways, if there are any.
+async fn peer_report(address: &AdminAddress) -> Option<String> {
+    let (code, body) = admin_client::get(address, "/api/v1/peers").await.ok()?;
+    // Older gateways do not report this.
+    let all: Vec<Value> = serde_json::from_slice(&body)
+        .ok()
+        .filter(|_| code.is_success())?;
+    (!all.is_empty()).then(|| peer_table(&all, SystemTime::now()))
+}
+
+fn peer_table(peers: &[Value], now: SystemTime) -> String {
+    let mut table = Table::new();
+    let header = ["OTHER GATEWAY", "STATE", "SINCE", "NODES", "RTT", "VERSION"];
+    table.load_style(presets::NOTHING).set_header(header);
+    for peer in peers {
+        let round_trip = peer["rtt_ms"].as_f64();
+        let round_trip = round_trip.map(|millis| format!("{millis:.1} ms").into());
+        table.add_row([
+            text_cell(&peer["address"]),
+            text_cell(&peer["state"]),
+            age_cell(&peer["since"], now),
+            number_cell(&peer["nodes"]),
+            text_cell(&round_trip.unwrap_or_default()),
+            text_cell(&peer["version"]),
+        ]);
+    }
+    if let Some(first) = table.column_mut(0) {
+        first.set_padding((0, 1));
+    }
+    table.trim_fmt()
+}
+
 /// Returns a table of the certificates that the gateway uses.
 async fn certificate_report(address: &AdminAddress) -> Option<String> {
     let (code, body) = admin_client::get(address, "/api/v1/certificates")
@@ -361,7 +410,7 @@ fn render_edges(edges: &[Value], wide: bool, now: SystemTime) -> String {
             bytes_cell(&edge["bytes_up"]),
             bytes_cell(&edge["bytes_down"]),
             text_cell(&edge["version"]),
-            text_cell(&edge["address"]),
+            place_cell(edge),
         ];
         if wide {
             row.extend([

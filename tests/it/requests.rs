@@ -17,7 +17,7 @@ use tokio::io::AsyncWriteExt;
 const LARGE: usize = 20 << 20;
 
 async fn site() -> (World, impl Sized) {
-    let world = World::start().await;
+    let world = Box::pin(World::start()).await;
     let app = App::saying("it").await;
     let edge = world.edge("edge-1").port(9100, app.address()).join().await;
     (world, (app, edge))

@@ -96,6 +96,36 @@ pub struct StreamRequest {
     pub body: StreamReceiver,
     /// Responder for the stream.
     pub responder: StreamResponder,
+    /// Fields of a request that another gateway forwards; empty in a request to an edge.
+    pub forwarded: ForwardedFields,
+}
+
+/// Private fields of a request that a gateway forwards to another gateway.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ForwardedFields {
+    /// Node whose edge has to receive the request ([`wire::NODE`]).
+    pub node: Option<HeaderValue>,
+    /// Client of the request ([`wire::CLIENT`]).
+    pub client: Option<HeaderValue>,
+}
+
+impl ForwardedFields {
+    /// Adds the fields to a request.
+    pub fn set(self, fields: &mut HeaderMap) {
+        let all = [(wire::NODE, self.node), (wire::CLIENT, self.client)];
+        for (name, value) in all {
+            if let Some(value) = value {
+                fields.insert(name, value);
+            }
+        }
+    }
+
+    fn take(fields: &mut HeaderMap) -> Self {
+        Self {
+            node: fields.remove(wire::NODE),
+            client: fields.remove(wire::CLIENT),
+        }
+    }
 }
 
 /// Responder for a stream. Dropping it resets the stream.
@@ -207,7 +237,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
             };
             let (head, body) = request.into_parts();
             let body = StreamReceiver::new(body, ByteCounter::new(guard));
-            let head = Request::from_parts(head, ());
+            let mut head = Request::from_parts(head, ());
+            let forwarded = ForwardedFields::take(head.headers_mut());
             if head.headers().contains_key(wire::CONTROL) {
                 if let Ok(send) = responder.send(Response::new(()), false) {
                     return Ok(IncomingStream::Control(Box::new(ControlStream::new(
@@ -225,6 +256,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
                         target_overflow_len,
                         body,
                         responder,
+                        forwarded,
                     };
                     return Ok(IncomingStream::Stream(Box::new(stream_request)));
                 }
@@ -359,9 +391,22 @@ impl StreamResponder {
         *head.status_mut() = StatusCode::BAD_GATEWAY;
         let code = HeaderValue::from_static(rejection.code.as_str());
         head.headers_mut().insert(wire::FAILURE, code);
+        self.fail(head, &rejection.detail);
+    }
+
+    /// Sends a response that reports a failure of another gateway, to which this gateway has forwarded the request: a word of the
+    /// gateways' error table, and a sentence for people.
+    pub fn reject_forwarded(self, reason: &'static str, detail: &str) {
+        let mut head = Response::new(());
+        *head.status_mut() = StatusCode::BAD_GATEWAY;
+        head.headers_mut()
+            .insert(wire::REASON, HeaderValue::from_static(reason));
+        self.fail(head, detail);
+    }
+
+    fn fail(self, mut head: Response<()>, detail: &str) {
         // Only visible ASCII is a valid header value.
-        let sanitized_detail: String = rejection
-            .detail
+        let sanitized_detail: String = detail
             .chars()
             .map(|ch| {
                 if ch.is_ascii_graphic() || ch == ' ' {

@@ -203,25 +203,7 @@ impl Tunnel {
     ) -> Result<OpenStream, StreamError> {
         let mut head = prepare_head(head, kind, target)?;
         let overflow = head.extensions_mut().remove::<TargetOverflow>();
-        if overflow.is_some() && !self.shared.long_targets.load(Relaxed) {
-            return Err(StreamError::ProtocolViolation(
-                "the edge's version does not support request targets of more than 65534 bytes; upgrade the edge",
-            ));
-        }
-        if matches!(kind, StreamKind::Upgrade(_))
-            && !self.sender.is_extended_connect_protocol_enabled()
-        {
-            return Err(StreamError::ProtocolViolation(
-                "the edge has not announced support for upgrades",
-            ));
-        }
-        let has_content = head.headers().contains_key(wire::CONTENT);
-        if has_content && !self.shared.upgrade_bodies.load(Relaxed) {
-            // An older edge would mistake the body for the first bytes of the session.
-            return Err(StreamError::ProtocolViolation(
-                "the edge's version does not support upgrades with a body; upgrade the edge",
-            ));
-        }
+        self.check_support(&head, kind, overflow.is_some())?;
         let Some(TargetOverflow(overflow)) = overflow else {
             return self.open_h2_stream(head, end_stream).await;
         };
@@ -240,6 +222,59 @@ impl Tunnel {
         // An edge that refuses the request stops reading it and sends the reason in its response.
         drop(sent);
         Ok(opened)
+    }
+
+    /// Opens a stream for a request that another gateway has forwarded. The first `overflow_len` bytes of its body are the rest
+    /// of its target.
+    ///
+    /// # Errors
+    /// As [`Tunnel::open`].
+    pub async fn open_forwarded(
+        &self,
+        head: Request<()>,
+        (kind, target): (&StreamKind, &Target),
+        (overflow_len, end_stream): (usize, bool),
+    ) -> Result<OpenStream, StreamError> {
+        let mut head = prepare_head(head, kind, target)?;
+        let fields = head.headers_mut();
+        if overflow_len > 0 {
+            fields.insert(wire::TARGET_REST, HeaderValue::from(overflow_len));
+        }
+        // The receiver reads the length of a body that is only a part of the stream from a field of its own.
+        let is_part_of_stream = overflow_len > 0 || matches!(kind, StreamKind::Upgrade(_));
+        if is_part_of_stream && let Some(length) = fields.remove(CONTENT_LENGTH) {
+            fields.insert(wire::CONTENT, length);
+        }
+        self.check_support(&head, kind, overflow_len > 0)?;
+        self.open_h2_stream(head, end_stream).await
+    }
+
+    /// Checks that the version of the edge supports the request.
+    fn check_support(
+        &self,
+        head: &Request<()>,
+        kind: &StreamKind,
+        has_overflow: bool,
+    ) -> Result<(), StreamError> {
+        if has_overflow && !self.shared.long_targets.load(Relaxed) {
+            return Err(StreamError::ProtocolViolation(
+                "the edge's version does not support request targets of more than 65534 bytes; upgrade the edge",
+            ));
+        }
+        let is_upgrade = matches!(kind, StreamKind::Upgrade(_));
+        if is_upgrade && !self.sender.is_extended_connect_protocol_enabled() {
+            return Err(StreamError::ProtocolViolation(
+                "the edge has not announced support for upgrades",
+            ));
+        }
+        let has_content = is_upgrade && head.headers().contains_key(wire::CONTENT);
+        if has_content && !self.shared.upgrade_bodies.load(Relaxed) {
+            // An older edge would mistake the body for the first bytes of the session.
+            return Err(StreamError::ProtocolViolation(
+                "the edge's version does not support upgrades with a body; upgrade the edge",
+            ));
+        }
+        Ok(())
     }
 
     /// Opens a stream to a peer that is not an edge, such as an upstream. `head` is sent unchanged.

@@ -8,6 +8,8 @@ use http::HeaderName;
 
 /// ALPN of a tunnel: HTTP/2 with the roles reversed (draft-thomson-ptth-potato).
 pub const ALPN_TUNNEL: &[u8] = b"rh2";
+/// ALPN of a connection between two gateways. It is a tunnel on which the dialling gateway opens the streams.
+pub const ALPN_PEER: &[u8] = b"rh2-peer";
 /// ALPN of an edge's own connection over HTTP/2 (enrolment, renewal).
 pub const ALPN_H2: &[u8] = b"h2";
 /// ALPN of an edge's own connection over HTTP/1.1.
@@ -31,6 +33,14 @@ pub const CONTENT: HeaderName = HeaderName::from_static("causeway-content");
 pub const TARGET_REST: HeaderName = HeaderName::from_static("causeway-target-rest");
 /// Request: marks the control stream of a tunnel.
 pub const CONTROL: HeaderName = HeaderName::from_static("causeway-control");
+/// Request that a gateway forwards to another one: the node whose edge has to receive it.
+pub const NODE: HeaderName = HeaderName::from_static("causeway-node");
+/// Request that a gateway forwards to another one: the client, as JSON in base64url.
+pub const CLIENT: HeaderName = HeaderName::from_static("causeway-client");
+/// Interim response to a forwarded request: the other gateway has opened a stream to the node.
+pub const ACCEPTED: HeaderName = HeaderName::from_static("causeway-accepted");
+/// Response to a forwarded request: the other gateway itself failed it. The value is a word of the gateways' error table.
+pub const REASON: HeaderName = HeaderName::from_static("causeway-reason");
 /// Response to an upgrade: the upstream switched protocols (the tunnel carries its 101 as 200).
 pub const SWITCHED: HeaderName = HeaderName::from_static("causeway-switched");
 /// Response: the edge itself failed the stream. The value is the word of a [`crate::RejectCode`].

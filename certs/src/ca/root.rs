@@ -297,14 +297,14 @@ pub(super) fn sign_leaf(
     params.subject_alt_names = names;
     params.is_ca = IsCa::ExplicitNoCa;
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-    params.extended_key_usages = extended_key_usages(purpose).into_iter().take(1).collect();
+    params.extended_key_usages = extended_key_usages(purpose);
     // Strict verifiers (Python from 3.13 on) refuse a leaf without it.
     params.use_authority_key_identifier_extension = true;
     Ok(params.signed_by(key, &signer.issuer)?.der().clone())
 }
 
-/// Returns the extended key usages that an intermediate permits. Its leaves have the first one. A gateway that is a client of
-/// another gateway needs both.
+/// Returns the extended key usages of an intermediate and of its leaves. A gateway is a server for edges and a client of other
+/// gateways.
 fn extended_key_usages(purpose: IssuerPurpose) -> Vec<ExtendedKeyUsagePurpose> {
     use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
     match purpose {

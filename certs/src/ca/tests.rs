@@ -119,7 +119,7 @@ fn each_kind_has_its_purpose_and_its_identity() {
     let usage = |leaf: &LeafCertificate| (facts(leaf).client_auth, facts(leaf).server_auth);
     assert_eq!(
         (usage(&gateway), usage(&listener), usage(&client)),
-        ((false, true), (false, true), (true, false))
+        ((true, true), (false, true), (true, false))
     );
     assert_eq!(gateway.chain()[2], *ca.root());
     let signer = |leaf: &LeafCertificate| Certificate::parse(&leaf.chain()[1]).unwrap().uris;

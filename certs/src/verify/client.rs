@@ -8,7 +8,7 @@
 use super::{
     peer::{PeerRejected, Purpose, check_peer, none_revoked},
     roots::TrustError,
-    server::{ALPN_CONTROL, ALPN_TUNNEL},
+    server::{ALPN_CONTROL, ALPN_PEER, ALPN_TUNNEL},
     trust_store::TrustStore,
 };
 use crate::{
@@ -89,6 +89,18 @@ pub fn tunnel_client(edge: &EdgeIdentity) -> Result<Arc<ClientConfig>, TrustErro
 /// `http/1.1`.
 pub fn control_client(edge: &EdgeIdentity) -> Result<Arc<ClientConfig>, TrustError> {
     enrolled_client_config(edge, &ALPN_CONTROL)
+}
+
+/// Returns the configuration of a gateway that dials another gateway: TLS 1.3, `rh2-peer`, with the gateway's own certificate.
+pub fn peer_client(
+    leaf: &LeafCertificate,
+    trust: &TrustStore,
+) -> Result<Arc<ClientConfig>, TrustError> {
+    client_config(
+        RootSource::Root(trust.clone()),
+        (leaf.chain().to_vec(), leaf),
+        &[ALPN_PEER],
+    )
 }
 
 /// Returns the configuration for joining by a token: without a certificate, and with the gateway recognised by the token's

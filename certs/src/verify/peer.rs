@@ -31,6 +31,8 @@ pub enum Purpose {
     Client,
     /// A gateway, as the server that an edge dialled.
     Gateway,
+    /// A gateway, as the client of another gateway's tunnel port.
+    Peer,
 }
 
 impl fmt::Display for Purpose {
@@ -39,6 +41,7 @@ impl fmt::Display for Purpose {
             Self::Edge => "edge",
             Self::Client => "client",
             Self::Gateway => "gateway",
+            Self::Peer => "peer of a gateway",
         })
     }
 }
@@ -225,7 +228,7 @@ struct SignerInfo {
 impl ChainInProgress<'_> {
     fn find_own_signer(&self, trust: &TrustStore) -> Result<Option<SignerInfo>, PeerRejected> {
         match (&trust.issuers, self.purpose) {
-            (Some(issuers), Purpose::Edge | Purpose::Client) => {
+            (Some(issuers), Purpose::Edge | Purpose::Client | Purpose::Peer) => {
                 let found = issuers.find(self.leaf, self.now);
                 self.classify(found).map(|found| {
                     found.map(|issuer| SignerInfo {
@@ -257,7 +260,7 @@ impl ChainInProgress<'_> {
         }
         let usage = match self.purpose {
             Purpose::Gateway => KeyUsage::server_auth(),
-            Purpose::Edge | Purpose::Client => KeyUsage::client_auth(),
+            Purpose::Edge | Purpose::Client | Purpose::Peer => KeyUsage::client_auth(),
         };
         let invalid = |error: Error| PeerRejected::Invalid(error.to_string());
         let leaf = EndEntityCert::try_from(self.leaf).map_err(invalid)?;
@@ -325,7 +328,7 @@ impl Purpose {
         match self {
             Self::Edge => IssuerPurpose::Edges,
             Self::Client => IssuerPurpose::Clients,
-            Self::Gateway => IssuerPurpose::Replicas,
+            Self::Gateway | Self::Peer => IssuerPurpose::Replicas,
         }
     }
 }
@@ -338,20 +341,20 @@ fn check_kind(
     purpose: Purpose,
 ) -> Result<(), PeerRejected> {
     let has_usage = match purpose {
-        Purpose::Edge | Purpose::Client => parsed.client_auth,
+        Purpose::Edge | Purpose::Client | Purpose::Peer => parsed.client_auth,
         Purpose::Gateway => parsed.server_auth,
     };
     match (purpose, identity) {
         (Purpose::Edge, Identity::Edge(_))
         | (Purpose::Client, Identity::Client { .. })
-        | (Purpose::Gateway, Identity::Gateway)
+        | (Purpose::Gateway | Purpose::Peer, Identity::Gateway)
             if has_usage =>
         {
             Ok(())
         }
         (Purpose::Edge, Identity::Edge(_))
         | (Purpose::Client, Identity::Client { .. })
-        | (Purpose::Gateway, Identity::Gateway) => {
+        | (Purpose::Gateway | Purpose::Peer, Identity::Gateway) => {
             Err(PeerRejected::WrongPurpose { wanted: purpose })
         }
         _ => Err(PeerRejected::WrongKind {

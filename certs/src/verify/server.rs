@@ -29,6 +29,8 @@ use webpki::EndEntityCert;
 
 /// ALPN of the tunnel (draft-thomson-ptth-potato).
 pub(super) const ALPN_TUNNEL: &[u8] = b"rh2";
+/// ALPN of a connection between two gateways.
+pub(super) const ALPN_PEER: &[u8] = b"rh2-peer";
 
 /// Returns the configuration of the tunnel: TLS 1.3, `rh2`, and a required client certificate that `trust` accepts.
 pub fn tunnel_server(
@@ -45,6 +47,27 @@ pub fn tunnel_server(
         leaf,
         &[ALPN_TUNNEL],
         tickets,
+    )?)
+}
+
+/// Returns the configuration for other gateways: TLS 1.3, `rh2-peer`, and a required certificate of a gateway that `trust`
+/// accepts. No session resumes, because peers connect rarely.
+pub fn peer_server(
+    leaf: Arc<dyn ResolvesServerCert>,
+    trust: &TrustStore,
+) -> Result<Arc<ServerConfig>, TrustError> {
+    let verifier = ClientVerifier::new(
+        trust.issuers.clone(),
+        trust.foreign_client_verifier()?,
+        (IssuerPurpose::Replicas, true),
+    );
+    let versions = [&version::TLS13];
+    Ok(build_server_config(
+        &versions,
+        verifier,
+        leaf,
+        &[ALPN_PEER],
+        None,
     )?)
 }
 

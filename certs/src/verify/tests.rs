@@ -511,7 +511,7 @@ fn a_listener_knows_our_clients_and_foreign_ones_apart() {
 }
 
 #[test]
-fn an_edge_is_no_client_and_a_client_no_edge() {
+fn each_kind_of_certificate_serves_its_own_purpose() {
     let world = World::new();
     let (edge, client, gateway) = (world.edge().leaf, world.client(), world.gateway());
     let kind = |leaf: &LeafCertificate, purpose| match world.check(leaf.chain(), purpose) {
@@ -520,13 +520,16 @@ fn an_edge_is_no_client_and_a_client_no_edge() {
     };
     assert_eq!(kind(&edge, Purpose::Client), "edge");
     assert_eq!(kind(&client, Purpose::Edge), "client");
-    let wrong = |leaf: &LeafCertificate, purpose| world.check(leaf.chain(), purpose).unwrap_err();
+    // Only a gateway is the client of another gateway, although its certificate permits both usages.
+    assert_eq!(kind(&gateway, Purpose::Client), "gateway");
+    assert_eq!(kind(&gateway, Purpose::Edge), "gateway");
+    assert_eq!(kind(&edge, Purpose::Peer), "edge");
+    assert_eq!(kind(&client, Purpose::Peer), "client");
     assert_eq!(
-        wrong(&gateway, Purpose::Client),
-        PeerRejected::WrongPurpose {
-            wanted: Purpose::Client
-        }
+        world.check(gateway.chain(), Purpose::Peer),
+        Ok(Identity::Gateway)
     );
+    let wrong = |leaf: &LeafCertificate, purpose| world.check(leaf.chain(), purpose).unwrap_err();
     assert_eq!(
         wrong(&edge, Purpose::Gateway),
         PeerRejected::WrongPurpose {
@@ -732,6 +735,7 @@ fn an_issuer_of_one_purpose_signs_for_no_other() {
         ("spiffe://td/edge/edge-1", Purpose::Edge),
         ("spiffe://td/client/ann", Purpose::Client),
         ("spiffe://td/gateway", Purpose::Gateway),
+        ("spiffe://td/gateway", Purpose::Peer),
     ] {
         for signs in IssuerPurpose::ALL {
             let (certificate, issuer) = signer(&world.ca, signs);

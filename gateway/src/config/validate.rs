@@ -29,6 +29,9 @@ impl Validate for Config {
             let secret = kubernetes.and_then(|rules| rules.state.as_ref());
             state.validate(secret.is_some(), &mut faults);
         }
+        if let Some(peers) = &self.peers {
+            peers.validate(&mut faults);
+        }
         if let Some(api_cache) = &self.api_cache {
             api_cache.validate(of_a_cluster, &mut faults);
         }

@@ -7,6 +7,7 @@
 
 mod edges;
 mod operations;
+mod peers;
 
 #[cfg(test)]
 mod tests;
@@ -39,6 +40,7 @@ use causeway_tunnel::{buffered::MemoryBudget, target};
 use edges::{EdgeDetail, EdgeSummary};
 pub use operations::openapi;
 use operations::operations;
+use peers::PeerSummary;
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::{
@@ -188,6 +190,13 @@ async fn scrape(State(app): State<AdminState>, fields: HeaderMap) -> Response {
         app.memory_budget.bytes(),
         app.memory_budget.stall_monitor().stalled_count(),
     );
+    let ([connected, suspect, draining], nodes) = app.registry.directory().count();
+    let by_state = [
+        ("connected", connected),
+        ("suspect", suspect),
+        ("draining", draining),
+    ];
+    app.metrics.set_peers(by_state, nodes);
     app.certificates.update_metrics(&app.metrics);
     if let Some(api_cache) = &app.node_sync.api_cache {
         let stores = api_cache.watch_cache().stores().iter();
@@ -206,6 +215,10 @@ async fn list_edges(State(app): State<AdminState>) -> Json<Vec<EdgeSummary>> {
         &app.nodes,
         &pool_leaders(&app),
     ))
+}
+
+async fn other_gateways(State(app): State<AdminState>) -> Json<Vec<PeerSummary>> {
+    Json(peers::list_peers(app.registry.directory()))
 }
 
 async fn certificates(

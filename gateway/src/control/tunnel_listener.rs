@@ -1,6 +1,7 @@
 //! The tunnel port: TLS, then either a tunnel or HTTP requests of an edge.
 //!
-//! The ALPN in the `ClientHello` selects the configuration: `rh2` requires a certificate, `h2` and `http/1.1` make it optional.
+//! The ALPN in the `ClientHello` selects the configuration: `rh2` requires the certificate of an edge, `rh2-peer` that of another
+//! gateway (`peer`), and `h2` and `http/1.1` make an edge's certificate optional.
 //! TLS has a timeout, and the certificate is checked, resumed or not. A tunnel moves to the worker of its node, where its session
 //! begins. `control::api_cache` serves an edge that connects by `h2` with its certificate, if the API cache is configured.
 //! `control::enrol` serves all other requests. Handshakes are spread over the workers and never awaited in the accept loop.
@@ -8,6 +9,7 @@
 
 mod connection;
 mod context;
+mod peer;
 mod session;
 mod tls;
 
@@ -264,6 +266,9 @@ impl HandshakeContext {
             (AlpnProtocol::Tunnel, io, round_trip) => {
                 self.send_to_session(io, from, round_trip).await
             }
+            (AlpnProtocol::Peer, io, round_trip) => {
+                Box::pin(self.serve_peer(io, from, round_trip)).await
+            }
             // Boxed: serving HTTP takes ten times the memory of a handshake, and a tunnel never needs it.
             (AlpnProtocol::Join, io, _) => Box::pin(self.serve_join(io, from)).await,
         };
@@ -288,6 +293,7 @@ impl HandshakeContext {
                 self.tunnel_handshake_limit.acquire(from.ip()).await,
             )
         };
+        let socket = (socket, self.admission.peer_streams.is_some());
         match timeout(handshake_timeout, tls.handshake(socket, acquire_slot)).await {
             Ok(Ok(shaken)) => Ok(Some(shaken)),
             Ok(Err(TlsError { error, socket })) => {

@@ -61,6 +61,16 @@ declare! {
     stream_bytes: Family<[ListenerLabel; 2], Counter>,
     /// Streams served by another worker than their node's.
     streams_crossed: Counter,
+    /// Streams that this gateway forwarded to the gateway that holds the node.
+    streams_forwarded: Counter,
+    /// Streams that this gateway served for another gateway.
+    streams_served_for_peers: Counter,
+    /// Forwarded streams whose node had left the other gateway.
+    stale_holders: Counter,
+    /// Other gateways, by state.
+    peers: Family<[Label; 1], Gauge>,
+    /// Nodes that other gateways hold.
+    peer_nodes: Gauge,
     /// Times that a limit was reached.
     limits_reached: Family<[Label; 1], Counter>,
     /// Connections that were refused or evicted because a limit was reached, by limit.

@@ -14,7 +14,7 @@ use super::{
 use crate::{
     config::Timeouts,
     metrics::Metrics,
-    state::{Nodes, Registry, TunnelId},
+    state::{Nodes, Registry, TunnelId, directory::Peer},
     worker::WorkerId,
 };
 use causeway_rt::task::TaskGroup;
@@ -80,8 +80,10 @@ pub struct StreamContext<'a> {
     pub client: &'a ClientIdentity,
     /// Node and target of the stream.
     pub route: &'a Route,
-    /// The selected tunnel.
+    /// The selected tunnel, or the link to `peer`.
     pub tunnel: &'a causeway_tunnel::Tunnel,
+    /// The other gateway that holds the node, if this gateway does not.
+    pub peer: Option<&'a Arc<Peer>>,
     /// Identifier of the tunnel.
     pub id: TunnelId,
     /// The record of this stream.

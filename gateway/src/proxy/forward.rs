@@ -11,7 +11,7 @@ use crate::{
         counted_body::{CONTINUE_TIMEOUT, CountedRequestBody},
         forwarding_headers::Hop,
         listener::ClientConnection,
-        request,
+        peer, request,
         request_body::RequestBody,
         response_body::ResponseBody,
         trace_context,
@@ -53,16 +53,7 @@ pub async fn forward_request(
     let version = parts.version;
     let tunnel_head = build_head(ctx, parts)?;
     let end_stream = body.is_end_stream();
-    let opened = ctx
-        .tunnel
-        .open(
-            tunnel_head,
-            &StreamKind::Request,
-            &ctx.route.target,
-            end_stream,
-        )
-        .await
-        .map_err(|error| stream_error(ctx, &error))?;
+    let opened = peer::open_stream(ctx, tunnel_head, &StreamKind::Request, end_stream).await?;
     let (release_body, upload, sender) = if end_stream {
         (None, None, Some(opened.send))
     } else {
@@ -316,6 +307,13 @@ pub(super) fn check_edge_rejection(
     fields: &HeaderMap,
 ) -> Result<(), Error> {
     let header_text = |name: &HeaderName| fields.get(name).and_then(|value| value.to_str().ok());
+    if way.peer.is_some()
+        && let Some(word) = header_text(&wire::REASON)
+    {
+        let detail = header_text(&wire::DETAIL).unwrap_or("the other gateway failed the request");
+        let reason = Reason::parse(word).unwrap_or(Reason::TunnelLost);
+        return Err(reason.error(detail.to_owned()));
+    }
     let Some(code) = header_text(&wire::FAILURE) else {
         return Ok(());
     };

@@ -11,6 +11,7 @@ use crate::{
         context::StreamContext,
         forward,
         listener::{ClientConnection, idle_timer::ActiveRequest},
+        peer,
         request_body::RequestBody,
         response_body::ResponseBody,
         upload_budget::{BufferedBody, track_buffered},
@@ -53,11 +54,10 @@ pub(super) async fn open_tcp_stream(
 ) -> Result<(StreamSender, StreamReceiver), Error> {
     let connect_timeout = ctx.proxy.shared.timeouts.connect;
     let connecting = async {
-        let opened = ctx
-            .tunnel
-            .open(Request::new(()), &StreamKind::Tcp, &ctx.route.target, false)
-            .await?;
-        Ok((opened.send, opened.response.await?))
+        let opened = peer::open_stream(ctx, Request::new(()), &StreamKind::Tcp, false).await?;
+        let answer = opened.response.await;
+        let answer = answer.map_err(|error| forward::stream_error(ctx, &error))?;
+        Ok((opened.send, answer))
     };
     match tokio::time::timeout(connect_timeout, connecting).await {
         Ok(Ok((sender, answer))) => {
@@ -72,7 +72,7 @@ pub(super) async fn open_tcp_stream(
             }
             Ok((sender, answer.into_body()))
         }
-        Ok(Err(error)) => Err(forward::stream_error(ctx, &error)),
+        Ok(Err(error)) => Err(error),
         Err(_) => {
             let detail = format!(
                 "{} did not connect to {} within {connect_timeout:?}",

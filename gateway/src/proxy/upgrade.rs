@@ -10,14 +10,14 @@ use crate::{
     proxy::{
         context::StreamContext,
         counted_body::{CountedRequestBody, UploadError},
-        forward, relay, request,
+        forward, peer, relay, request,
         request_body::RequestBody,
         response_body::ResponseBody,
         upload_budget::{BufferedBody, track_buffered},
     },
 };
 use bytes::{Bytes, BytesMut};
-use causeway_tunnel::{StreamError, StreamKind, StreamReceiver, StreamSender, wire};
+use causeway_tunnel::{StreamKind, StreamReceiver, StreamSender, wire};
 use http::{
     HeaderValue, Request, Response, StatusCode, Version,
     header::{CONNECTION, CONTENT_LENGTH, UPGRADE},
@@ -56,12 +56,13 @@ pub async fn forward_upgrade(
         head.headers_mut().insert(wire::CONTENT, length.into());
     }
     let stream_kind = StreamKind::Upgrade(token.to_owned());
-    let opened = ctx
-        .tunnel
-        .open(head, &stream_kind, &ctx.route.target, false);
+    let opened = peer::open_stream(ctx, head, &stream_kind, false);
     let opened = with_upgrade_timeout(ctx, opened).await?;
     let mut sender = opened.send;
-    let mut answer = pin!(forward::wait_for_response(ctx, opened.response, None));
+    let mut answer = pin!(async {
+        let answer = forward::wait_for_response(ctx, opened.response, None).await;
+        answer.map_err(|error| forward::stream_error(ctx, &error))
+    });
     let answer = if has_content {
         let memory_budget = ctx.proxy.shared.limits.memory_budget();
         let mut sending_body = pin!(content.send_body(ctx, &mut sender));
@@ -73,7 +74,7 @@ pub async fn forward_upgrade(
         tokio::select! {
             biased;
             early = &mut answer => {
-                let early = early.map_err(|error| forward::stream_error(ctx, &error))?;
+                let early = early?;
                 if early.headers().contains_key(wire::SWITCHED) {
                     sending.await?;
                 }
@@ -112,15 +113,14 @@ fn into_switching_head(mut parts: response::Parts, protocol: HeaderValue) -> res
 /// Waits for `operation` at most for the timeout of an upgrade.
 async fn with_upgrade_timeout<T>(
     ctx: StreamContext<'_>,
-    operation: impl Future<Output = Result<T, StreamError>>,
+    operation: impl Future<Output = Result<T, Error>>,
 ) -> Result<T, Error> {
     let upgrade_timeout = ctx.proxy.shared.timeouts.upgrade_first_byte;
-    let result = timeout(upgrade_timeout, operation).await.map_err(|_| {
+    timeout(upgrade_timeout, operation).await.map_err(|_| {
         let node = &ctx.route.node;
         let detail = format!("{node} did not answer the upgrade within {upgrade_timeout:?}");
         Reason::TargetTimeout.error(detail)
-    })?;
-    result.map_err(|error| forward::stream_error(ctx, &error))
+    })?
 }
 
 /// Body of an upgrade request.

@@ -257,6 +257,7 @@ pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
     RestartKey::whole("admin", |one, two| one.admin != two.admin),
     RestartKey::whole("kubernetes", |one, two| one.kubernetes != two.kubernetes),
     RestartKey::whole("state", |one, two| one.state != two.state),
+    RestartKey::whole("peers", |one, two| one.peers != two.peers),
     RestartKey::whole("api_cache", |one, two| one.api_cache != two.api_cache),
     RestartKey {
         name: "dns",

@@ -9,12 +9,16 @@ mod kubernetes;
 use super::error::BindError;
 use crate::{
     config,
-    control::{certificate_expiry::CertificateInUse, tunnel_listener::Tls},
+    control::{
+        certificate_expiry::CertificateInUse,
+        peers::PeerTlsFn,
+        tunnel_listener::{LiveTls, Tls},
+    },
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
     Ca, CaError, Certificate, ClusterCa, HostName, LeafCertificate, LiveCa, ReloadableCert, Store,
-    TrustDomain, TrustStore, external,
+    TrustDomain, TrustStore, external, verify,
 };
 use causeway_tunnel::target;
 use kubernetes::KubernetesIdentity;
@@ -163,6 +167,15 @@ impl TunnelIdentity {
             leaf: Arc::new(ReloadableCert::new(leaf)),
             external: given.map(|given| Arc::new(Mutex::new(given))),
             cluster,
+        })
+    }
+
+    /// Returns a function that builds the configuration with which this gateway dials other gateways.
+    pub(super) fn peer_tls(&self, tls: &LiveTls) -> PeerTlsFn {
+        let (leaf, tls) = (self.leaf.clone(), tls.clone());
+        Arc::new(move || {
+            let config = verify::peer_client(&leaf.get(), tls.load().trust());
+            config.map_err(|error| error.to_string())
         })
     }
 

@@ -7,7 +7,10 @@
 //! has given up is closed. The registry has a shard for each worker, so a request takes no lock that another worker's requests
 //! hold.
 
-use crate::worker::{WorkerId, Workers};
+use crate::{
+    state::directory::{Directory, HeldState, Peer, TunnelId},
+    worker::{WorkerId, Workers},
+};
 use arc_swap::ArcSwapOption;
 use causeway_certs::{Fingerprint, NodeName};
 use causeway_tunnel::{
@@ -28,14 +31,10 @@ use std::{
     time::{Duration, SystemTime},
 };
 use tokio::{
-    sync::{Notify, Semaphore, mpsc},
+    sync::{Notify, Semaphore, broadcast, mpsc},
     time::{Instant, timeout},
 };
 use tokio_util::sync::CancellationToken;
-
-/// Identifier of a tunnel in this process; higher is newer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct TunnelId(pub u64);
 
 /// Tunnel to register, whose hello was answered and checked.
 #[derive(Clone, Debug)]
@@ -110,6 +109,13 @@ pub enum NodeUnavailable {
         /// Address from which the edge dialled that tunnel.
         remote_address: SocketAddr,
     },
+    /// Another gateway had the node's last tunnel.
+    LeftPeer {
+        /// Time at which that gateway no longer held the node.
+        ended_at: SystemTime,
+        /// Address of that gateway.
+        gateway: Arc<str>,
+    },
     /// The node's tunnels are connected and do not answer.
     Suspect {
         /// Address from which the edge dialled the newest of these tunnels.
@@ -159,6 +165,8 @@ struct NodeTunnels {
     /// Instances that were replaced while their successor is running, limited to the latest ones.
     superseded: VecDeque<String>,
     last_seen: Option<(SystemTime, SocketAddr)>,
+    /// Time at which the last other gateway no longer held the node, and the address of that gateway.
+    left_peer: Option<(SystemTime, Arc<str>)>,
     streams: Arc<AtomicUsize>,
     node_budget: Arc<NodeBudget>,
     /// Notifies requests that wait for a tunnel of this node.
@@ -170,6 +178,9 @@ const MAX_WAITING_REQUESTS: usize = 4096;
 
 /// Number of streams of an idle tunnel, which has its control stream open.
 const CONTROL_STREAMS: usize = 1;
+
+/// Number of changed nodes that are kept for peers that have not read them yet. A peer that needs more receives all nodes again.
+const MAX_KEPT_CHANGES: usize = 4096;
 
 /// Maximum number of draining tunnels of a node without streams that wait for their end. Beyond it, the oldest is closed.
 const MAX_IDLE_LEAVING: usize = 16;
@@ -193,6 +204,10 @@ pub struct Registry {
     is_draining: Arc<AtomicBool>,
     /// Whether the drain time is over, and tunnels are closed together with their streams.
     drain_expired: Arc<AtomicBool>,
+    /// Nodes that other gateways hold.
+    directory: Directory,
+    /// Sender of the nodes whose tunnels have changed.
+    changes: broadcast::Sender<NodeName>,
 }
 
 /// Tunnel selected for one request.
@@ -204,6 +219,8 @@ pub struct SelectedTunnel {
     pub id: TunnelId,
     /// Number of open streams of the node's clients; see `proxy::limits`.
     pub streams: Arc<AtomicUsize>,
+    /// The other gateway that holds the node, if this gateway does not. The tunnel is then a link to that gateway.
+    pub peer: Option<Arc<Peer>>,
 }
 
 impl Registry {
@@ -218,7 +235,65 @@ impl Registry {
             drain_token: CancellationToken::new(),
             is_draining: Arc::default(),
             drain_expired: Arc::default(),
+            directory: Directory::default(),
+            changes: broadcast::Sender::new(MAX_KEPT_CHANGES),
         }
+    }
+
+    /// Returns the directory of the nodes that other gateways hold.
+    pub fn directory(&self) -> &Directory {
+        &self.directory
+    }
+
+    /// Returns an identifier for one more connection that carries streams.
+    pub fn next_tunnel_id(&self) -> TunnelId {
+        TunnelId(self.next_id.fetch_add(1, Relaxed))
+    }
+
+    /// Returns a receiver of the nodes whose tunnels change from now on.
+    pub fn watch_changes(&self) -> broadcast::Receiver<NodeName> {
+        self.changes.subscribe()
+    }
+
+    fn notify_change(&self, node: &NodeName) {
+        if self.changes.receiver_count() > 0 {
+            // The send fails only if the last receiver has just gone.
+            let _ = self.changes.send(node.clone());
+        }
+    }
+
+    /// Wakes the requests that wait for a tunnel of this node, because a peer holds it now.
+    pub fn wake_waiting(&self, node: &NodeName) {
+        if let Some(entry) = self.shard(node).get_mut(node)
+            && let Some(arrival) = entry.tunnel_registered.take()
+        {
+            arrival.notify_waiters();
+        }
+    }
+
+    /// Records that a peer no longer holds this node. Requests then wait for the node as after the loss of an own tunnel.
+    pub fn record_left_peer(&self, node: &NodeName, gateway: &Arc<str>) {
+        let mut shard = self.shard(node);
+        shard.entry(node.clone()).or_default().left_peer =
+            Some((SystemTime::now(), gateway.clone()));
+    }
+
+    /// Returns the state of a node that this gateway holds.
+    pub fn held_state(&self, node: &NodeName) -> Option<HeldState> {
+        self.shard(node).get(node)?.held_state()
+    }
+
+    /// Returns all nodes that this gateway holds. Locks one shard at a time.
+    pub fn held_nodes(&self) -> Vec<(NodeName, HeldState)> {
+        let mut held = Vec::new();
+        for shard in self.shards.iter() {
+            let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            let nodes = shard
+                .iter()
+                .filter_map(|(node, entry)| Some((node.clone(), entry.held_state()?)));
+            held.extend(nodes);
+        }
+        held
     }
 
     /// Returns the memory budget that all tunnels of a node share, registered or not.
@@ -232,6 +307,16 @@ impl Registry {
     /// # Errors
     /// If this instance of the edge was superseded by another one, or has the maximum number of tunnels.
     pub fn register(
+        &self,
+        node: &NodeName,
+        new_tunnel: NewTunnel,
+    ) -> Result<(TunnelId, Vec<ReplacedTunnel>), RegisterError> {
+        let (id, replaced) = self.insert(node, new_tunnel)?;
+        self.notify_change(node);
+        Ok((id, replaced))
+    }
+
+    fn insert(
         &self,
         node: &NodeName,
         new_tunnel: NewTunnel,
@@ -255,7 +340,7 @@ impl Registry {
         }
         entry.supersede_others(&instance);
         let replaced = entry.make_room(&new_tunnel.hello);
-        let id = TunnelId(self.next_id.fetch_add(1, Relaxed));
+        let id = self.next_tunnel_id();
         entry.tunnels.push(TunnelInfo {
             id,
             tunnel: new_tunnel,
@@ -275,6 +360,8 @@ impl Registry {
         if let Some(edge) = tunnels.into_iter().flatten().find(|edge| edge.id == id) {
             edge.is_leaving = true;
         }
+        drop(shard);
+        self.notify_change(node);
     }
 
     /// Removes a tunnel, if it is registered. Returns whether it was.
@@ -291,14 +378,48 @@ impl Registry {
         if entry.tunnels.is_empty() {
             entry.superseded.clear();
         }
+        drop(shard);
+        self.notify_change(node);
         true
     }
 
-    /// Selects the best open tunnel for a new stream: not draining before draining, not bulk before bulk, then the fewest streams.
+    /// Selects a tunnel of this gateway for a new stream, or a link to a peer that holds the node. The own tunnel is preferred,
+    /// unless it does not answer, or drains and the peer's does not.
+    ///
+    /// # Errors
+    /// The reason why this gateway has no tunnel, if no peer has one either.
+    pub fn select_tunnel(&self, node: &NodeName) -> Result<SelectedTunnel, NodeUnavailable> {
+        let (own, is_leaving) = match self.select_own_tunnel(node) {
+            Ok((own, false)) => return Ok(own),
+            Ok((own, true)) => (Ok(own), true),
+            Err(unavailable) => (Err(unavailable), false),
+        };
+        let selected = self.directory.select(node, self.worker(node), None);
+        match selected.filter(|selected| !(is_leaving && selected.is_last_resort)) {
+            Some(selected) => Ok(SelectedTunnel {
+                tunnel: selected.link.tunnel.clone(),
+                id: selected.link.id,
+                streams: self
+                    .shard(node)
+                    .entry(node.clone())
+                    .or_default()
+                    .streams
+                    .clone(),
+                peer: Some(selected.peer),
+            }),
+            None => own,
+        }
+    }
+
+    /// Selects the best open tunnel of this gateway for a new stream: not draining before draining, not bulk before bulk, then the
+    /// fewest streams. Also returns whether that tunnel drains.
     ///
     /// # Errors
     /// The reason why no tunnel can be selected.
-    pub fn select_tunnel(&self, node: &NodeName) -> Result<SelectedTunnel, NodeUnavailable> {
+    pub fn select_own_tunnel(
+        &self,
+        node: &NodeName,
+    ) -> Result<(SelectedTunnel, bool), NodeUnavailable> {
         let now = Instant::now();
         let shard = self.shard(node);
         let entry = shard.get(node).ok_or(NodeUnavailable::NeverSeen)?;
@@ -311,11 +432,15 @@ impl Registry {
                 (edge.is_leaving, load.is_bulk(now), load.open_streams())
             });
         match best {
-            Some(edge) => Ok(SelectedTunnel {
-                tunnel: edge.tunnel.tunnel.clone(),
-                id: edge.id,
-                streams: entry.streams.clone(),
-            }),
+            Some(edge) => {
+                let selected = SelectedTunnel {
+                    tunnel: edge.tunnel.tunnel.clone(),
+                    id: edge.id,
+                    streams: entry.streams.clone(),
+                    peer: None,
+                };
+                Ok((selected, edge.is_leaving))
+            }
             None => Err(entry.unavailable()),
         }
     }
@@ -336,7 +461,8 @@ impl Registry {
             picked => return picked,
         };
         let offline_for = match unavailable {
-            NodeUnavailable::LastSeen { ended_at: seen, .. } => seen
+            NodeUnavailable::LastSeen { ended_at: seen, .. }
+            | NodeUnavailable::LeftPeer { ended_at: seen, .. } => seen
                 .elapsed()
                 .unwrap_or_default()
                 .min(self.started_at.elapsed()),
@@ -525,6 +651,19 @@ impl NodeTunnels {
         replaced
     }
 
+    /// Returns the state of the node for peers; `None` if no tunnel is open.
+    fn held_state(&self) -> Option<HeldState> {
+        let is_connected = |edge: &TunnelInfo| !edge.is_leaving && edge.tunnel.tunnel.is_open();
+        if self.tunnels.iter().any(is_connected) {
+            return Some(HeldState::Connected);
+        }
+        let is_usable = |edge: &TunnelInfo| !edge.tunnel.tunnel.is_closed();
+        self.tunnels
+            .iter()
+            .any(is_usable)
+            .then_some(HeldState::Draining)
+    }
+
     /// Returns the number of tunnels of an instance in other slots than this one.
     fn count_other_slots(&self, instance: &str, slot: u32) -> u32 {
         let other_tunnels = self.tunnels.iter().filter(|edge| {
@@ -548,12 +687,20 @@ impl NodeTunnels {
         // A tunnel that has just ended stays registered until its session has noticed the end.
         let ended_tunnel = self.tunnels.last();
         let ended = ended_tunnel.map(|edge| (SystemTime::now(), edge.tunnel.remote_address));
-        match ended.or(self.last_seen) {
-            Some((seen, remote_address)) => NodeUnavailable::LastSeen {
-                ended_at: seen,
-                remote_address,
+        match (ended.or(self.last_seen), &self.left_peer) {
+            (Some((seen, remote_address)), left_peer)
+                if left_peer.as_ref().is_none_or(|(left, _)| *left <= seen) =>
+            {
+                NodeUnavailable::LastSeen {
+                    ended_at: seen,
+                    remote_address,
+                }
+            }
+            (_, Some((ended_at, gateway))) => NodeUnavailable::LeftPeer {
+                ended_at: *ended_at,
+                gateway: gateway.clone(),
             },
-            None => NodeUnavailable::NeverSeen,
+            (_, None) => NodeUnavailable::NeverSeen,
         }
     }
 }

@@ -3,7 +3,10 @@
 //! A node is listed if it is enrolled or connected. Properties that an edge reports itself (version, labels, ports, addresses)
 //! are unverified; the pool is the confirmed one. Scripts may rely on the field names.
 
-use crate::state::{Nodes, Registry, TunnelInfo};
+use crate::state::{
+    Nodes, Registry, TunnelInfo,
+    directory::{HeldState, Peer},
+};
 use causeway_certs::NodeName;
 use causeway_tunnel::Tunnel;
 use schemars::JsonSchema;
@@ -11,6 +14,7 @@ use serde::Serialize;
 use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
+    sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -24,7 +28,7 @@ pub(super) enum NodeState {
     Suspect,
     /// The edge drains.
     Draining,
-    /// The node has no tunnel here.
+    /// The node has no tunnel, neither at this gateway nor at another one.
     Away,
     /// The node is revoked.
     Revoked,
@@ -53,8 +57,11 @@ pub(super) struct EdgeSummary {
     version: Option<String>,
     /// Address from which the edge connected.
     address: Option<SocketAddr>,
-    /// Number of tunnels.
+    /// Number of tunnels at this gateway.
     tunnels: usize,
+    /// Addresses of the other gateways that have tunnels of the node.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    gateways: Vec<String>,
     /// Random identifier of the edge process.
     instance: Option<String>,
     /// Confirmed node pool.
@@ -135,6 +142,11 @@ struct TunnelSummary {
     certificate_ends: String,
 }
 
+/// Time and address at which a node's last tunnel was seen.
+type LastSeen = Option<(SystemTime, SocketAddr)>;
+/// Another gateway that holds a node.
+type Holder = (Arc<Peer>, HeldState);
+
 /// Returns all nodes in the order of their names.
 pub(super) fn list_edges(
     registry: &Registry,
@@ -148,6 +160,11 @@ pub(super) fn list_edges(
     for (name, edge) in registry.all() {
         tunnels.entry(name).or_default().push(edge);
     }
+    for peer in registry.directory().peers().iter() {
+        for name in peer.node_names() {
+            tunnels.entry(name).or_default();
+        }
+    }
     let mut rows = Vec::with_capacity(tunnels.len());
     for (node, edges) in tunnels {
         let last = if edges.is_empty() {
@@ -155,7 +172,8 @@ pub(super) fn list_edges(
         } else {
             None
         };
-        rows.push(edge_summary(node, (&edges, last), nodes, leaders));
+        let holders = registry.directory().holders(&node);
+        rows.push(edge_summary(node, (&edges, last, &holders), nodes, leaders));
     }
     rows
 }
@@ -167,14 +185,15 @@ pub(super) fn find_edge(
     (node, led): (&NodeName, &Leaders),
 ) -> Option<EdgeDetail> {
     let (edges, last) = registry.node_tunnels(node);
-    if edges.is_empty() && nodes.get(node).is_none() {
+    let holders = registry.directory().holders(node);
+    if edges.is_empty() && holders.is_empty() && nodes.get(node).is_none() {
         return None;
     }
     let claimed = edges.last().map(|edge| edge.tunnel.hello.addresses.clone());
     Some(EdgeDetail {
         claimed_addresses: claimed.unwrap_or_default(),
         details: edges.iter().map(tunnel_summary).collect(),
-        row: edge_summary(node.clone(), (&edges, last), nodes, led),
+        row: edge_summary(node.clone(), (&edges, last, &holders), nodes, led),
     })
 }
 
@@ -194,7 +213,7 @@ fn conflicts(
 
 fn edge_summary(
     node: NodeName,
-    (edges, last): (&[TunnelInfo], Option<(SystemTime, SocketAddr)>),
+    (edges, last, holders): (&[TunnelInfo], LastSeen, &[Holder]),
     nodes: &Nodes,
     led: &Leaders,
 ) -> EdgeSummary {
@@ -212,8 +231,12 @@ fn edge_summary(
         state: if node_data.revoked.is_some() {
             NodeState::Revoked
         } else {
-            node_state(edges)
+            node_state(edges).or_at_peers(holders)
         },
+        gateways: holders
+            .iter()
+            .map(|(peer, _)| peer.address.to_string())
+            .collect(),
         since: edges
             .iter()
             .map(|edge| edge.since)
@@ -243,6 +266,21 @@ fn edge_summary(
             .map(|welcome| welcome.labels.clone())
             .unwrap_or_default(),
         node,
+    }
+}
+
+impl NodeState {
+    /// Returns the state of a node, with regard to the other gateways that hold it.
+    fn or_at_peers(self, holders: &[Holder]) -> Self {
+        let is_connected = holders
+            .iter()
+            .any(|(peer, state)| *state == HeldState::Connected && !peer.is_suspect());
+        match self {
+            Self::Connected => self,
+            _ if is_connected => Self::Connected,
+            Self::Away if !holders.is_empty() => Self::Draining,
+            _ => self,
+        }
     }
 }
 

@@ -3,7 +3,9 @@
 use super::{
     AdminState, ApiCacheSummary, certificates,
     edges::{EdgeDetail, EdgeSummary},
-    get_edge, list_edges, load_ca, pool, readyz, refresh, reload, rotation, scrape,
+    get_edge, list_edges, load_ca, other_gateways,
+    peers::PeerSummary,
+    pool, readyz, refresh, reload, rotation, scrape,
 };
 use crate::{
     config::Admin,
@@ -58,6 +60,11 @@ fn read_operations() -> Vec<Route> {
                 .json::<EdgeDetail>("The node")
                 .response(problem(404, "`node_unknown`: no node has this name")),
             get_edge,
+        ),
+        route(
+            Operation::get("/api/v1/peers", "Other gateways")
+                .json::<Vec<PeerSummary>>("The gateways, by address"),
+            other_gateways,
         ),
         route(
             Operation::get("/api/v1/certificates", "Certificates in use")

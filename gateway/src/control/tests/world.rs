@@ -145,6 +145,13 @@ fn serve(
     (admission.run(bound, tokens, enrolment_ended), address)
 }
 
+/// Returns the TLS of a tunnel port with this certificate.
+fn live_tls(ca: &Ca, leaf: &LeafCertificate) -> LiveTls {
+    let trust = TrustStore::from_ca(ca).unwrap();
+    let tls = Tls::new(leaf.resolver(), trust, &TicketSecret::random()).unwrap();
+    Arc::new(ArcSwap::from_pointee(tls))
+}
+
 impl World {
     pub(crate) fn start() -> Self {
         Self::on(&Workers::on_current_runtime())
@@ -201,9 +208,7 @@ impl World {
         store.save_ca(&ca).unwrap();
         let (leaf, live) = (shown(&ca), LiveCa::new(store.ca().unwrap().unwrap()));
         let (nodes, metrics) = (NodesWriter::default(), Metrics::new());
-        let (registry, tickets) = (Registry::new(workers), TicketSecret::random());
-        let tls = Tls::new(leaf.resolver(), TrustStore::from_ca(&ca).unwrap(), &tickets).unwrap();
-        let tls = Arc::new(ArcSwap::from_pointee(tls));
+        let (registry, tls) = (Registry::new(workers), live_tls(&ca, &leaf));
         let ledger = NodeRecordWriter::new(&store, &nodes);
         let reading = api_cache.map(|rules| ApiCacheServer::new(rules, &nodes.reader(), &metrics));
         let heartbeats = HeartbeatVerifier::new(&nodes.reader(), edge_verifier(&tls), &metrics);
@@ -227,6 +232,7 @@ impl World {
             announced_ports: AnnouncedPortsCell::default(),
             enrol: enrol::router(enrolment),
             api_cache: reading.clone(),
+            peer_streams: None,
             heartbeats: Some(heartbeats.clone()),
             early_throttle: Arc::default(),
         };

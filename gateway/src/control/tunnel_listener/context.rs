@@ -5,6 +5,7 @@ use crate::{
     audit, config,
     control::{
         api_cache::ApiCacheServer, heartbeat::HeartbeatVerifier, node_records::NodeRecordWriter,
+        peers::ForwardHandler,
     },
     metrics::Metrics,
     shared_state::SharedState,
@@ -89,6 +90,8 @@ pub struct TunnelListener {
     pub enrol: Router,
     /// Server of the API cache, if it is enabled.
     pub api_cache: Option<ApiCacheServer>,
+    /// Handler of requests that other gateways forward, if there are other gateways.
+    pub peer_streams: Option<ForwardHandler>,
     /// Verifier of delegated heartbeats, if they are enabled.
     pub heartbeats: Option<HeartbeatVerifier>,
     /// Log throttle for edges that connect before the nodes of the cluster are loaded, because a whole fleet retries until then.

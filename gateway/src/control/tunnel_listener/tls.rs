@@ -20,11 +20,12 @@ use tokio_rustls::{LazyConfigAcceptor, server::TlsStream};
 /// Connection of an edge.
 pub(super) type Io = TlsStream<CountedIo<Socket>>;
 
-/// TLS of the tunnel port: two configurations, and the trusted CAs.
+/// TLS of the tunnel port: three configurations, and the trusted CAs.
 #[derive(Clone, Debug)]
 pub struct Tls {
     tunnel: Arc<ServerConfig>,
     join: Arc<ServerConfig>,
+    peer: Arc<ServerConfig>,
     trust: TrustStore,
     admits_any_node: bool,
     /// CA of the cluster's signers, for joining.
@@ -52,7 +53,8 @@ impl Tls {
     ) -> Result<Self, TrustError> {
         Ok(Self {
             tunnel: verify::tunnel_server(leaf.clone(), &trust, tickets)?,
-            join: verify::join_server(leaf, &trust, None)?,
+            join: verify::join_server(leaf.clone(), &trust, None)?,
+            peer: verify::peer_server(leaf, &trust)?,
             trust,
             admits_any_node: false,
             cluster: None,
@@ -132,6 +134,13 @@ impl Tls {
         )
     }
 
+    /// Checks that the peer of the connection is a gateway.
+    pub(super) fn verify_gateway(&self, io: &Io) -> Result<(), PeerRejected> {
+        let chain = io.get_ref().1.peer_certificates();
+        let (now, revoked) = (UnixTime::now(), &verify::none_revoked);
+        verify_peer(chain, Purpose::Peer, now, &self.trust, revoked).map(drop)
+    }
+
     /// Returns the node of the edge, and the certificate that it has presented.
     pub(super) fn verify_edge(&self, io: &Io) -> Result<(NodeName, EdgeCertificate), PeerRejected> {
         let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
@@ -177,10 +186,11 @@ impl Tls {
     }
 
     /// Finishes TLS, and measures the time of its last flight, which is one round trip. Awaits `acquire_slot` once the
-    /// `ClientHello` has arrived, and keeps its result until the handshake is over.
+    /// `ClientHello` has arrived, and keeps its result until the handshake is over. Other gateways are refused unless
+    /// `accepts_peers`.
     pub(super) async fn handshake<T>(
         &self,
-        socket: io::Result<DetachedSocket>,
+        (socket, accepts_peers): (io::Result<DetachedSocket>, bool),
         acquire_slot: impl Future<Output = T>,
     ) -> Result<(AlpnProtocol, Io, Duration), TlsError> {
         let socket = socket?.attach()?;
@@ -189,7 +199,7 @@ impl Tls {
         }
         let acceptor = rustls::server::Acceptor::default();
         let start = LazyConfigAcceptor::new(acceptor, CountedIo::new(socket)).await?;
-        let (protocol, config) = self.select_config(&start.client_hello());
+        let (protocol, config) = self.select_config(&start.client_hello(), accepts_peers);
         let _slot = acquire_slot.await;
         let flight_sent_at = Instant::now();
         let handshaken = start.into_stream(config).into_fallible().await;
@@ -201,10 +211,22 @@ impl Tls {
         Ok((protocol, io, flight_sent_at.elapsed()))
     }
 
-    fn select_config(&self, hello: &ClientHello<'_>) -> (AlpnProtocol, Arc<ServerConfig>) {
-        let mut offered = hello.alpn().into_iter().flatten();
-        if offered.any(|protocol| protocol == wire::ALPN_TUNNEL) {
+    fn select_config(
+        &self,
+        hello: &ClientHello<'_>,
+        accepts_peers: bool,
+    ) -> (AlpnProtocol, Arc<ServerConfig>) {
+        let offers = |wanted| {
+            hello
+                .alpn()
+                .into_iter()
+                .flatten()
+                .any(|name| name == wanted)
+        };
+        if offers(wire::ALPN_TUNNEL) {
             (AlpnProtocol::Tunnel, self.tunnel.clone())
+        } else if accepts_peers && offers(wire::ALPN_PEER) {
+            (AlpnProtocol::Peer, self.peer.clone())
         } else {
             // This configuration refuses a client that offers neither protocol, with the correct alert.
             (AlpnProtocol::Join, self.join.clone())
@@ -251,5 +273,6 @@ impl From<io::Error> for TlsError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AlpnProtocol {
     Tunnel,
+    Peer,
     Join,
 }

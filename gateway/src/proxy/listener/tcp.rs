@@ -84,6 +84,7 @@ async fn open_session(
         client: &client,
         route: &route,
         tunnel: &selected.tunnel,
+        peer: selected.peer.as_ref(),
         id: selected.id,
         record,
         exchange: ExchangeId::None,

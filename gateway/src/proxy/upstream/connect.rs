@@ -34,6 +34,7 @@ pub(super) fn pool_key(way: StreamContext<'_>, app: &Arc<UpstreamTls>) -> Connec
     ConnectionPoolKey {
         worker: way.proxy.worker,
         tunnel: way.id,
+        node: way.route.node.clone(),
         port: way.route.target.port,
         app: app.clone(),
     }

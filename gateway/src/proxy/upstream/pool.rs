@@ -10,7 +10,7 @@ use super::{
     tls::UpstreamTls,
 };
 use crate::{state::TunnelId, worker::WorkerId};
-use causeway_certs::Fingerprint;
+use causeway_certs::{Fingerprint, NodeName};
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::Tunnel;
 use causeway_upstream::{
@@ -37,13 +37,16 @@ use tracing::Span;
 pub(super) struct ConnectionPoolKey {
     pub(super) worker: WorkerId,
     pub(super) tunnel: TunnelId,
+    /// The node: a link to a peer leads to several nodes.
+    pub(super) node: NodeName,
     pub(super) port: u16,
     pub(super) app: Arc<UpstreamTls>,
 }
 
 impl PartialEq for ConnectionPoolKey {
     fn eq(&self, other: &Self) -> bool {
-        (self.tunnel, self.port) == (other.tunnel, other.port) && Arc::ptr_eq(&self.app, &other.app)
+        (self.tunnel, &self.node, self.port) == (other.tunnel, &other.node, other.port)
+            && Arc::ptr_eq(&self.app, &other.app)
     }
 }
 
@@ -51,7 +54,7 @@ impl Eq for ConnectionPoolKey {}
 
 impl Hash for ConnectionPoolKey {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        (self.tunnel, self.port, Arc::as_ptr(&self.app)).hash(state);
+        (self.tunnel, &self.node, self.port, Arc::as_ptr(&self.app)).hash(state);
     }
 }
 

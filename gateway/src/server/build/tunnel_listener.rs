@@ -7,9 +7,10 @@ use crate::{
         enrol,
         heartbeat::HeartbeatVerifier,
         node_records::NodeRecordWriter,
+        peers::ForwardHandler,
         tunnel_listener::{TunnelListener, TunnelPortLimits, edge_verifier},
     },
-    proxy::ProxyState,
+    proxy::{ProxyState, peer},
     server::{data_dir::DataDirState, error::BindError, tunnel_identity::TunnelIdentity},
     state::{AdvertisedGateways, AnnouncedPortsCell},
     worker::Workers,
@@ -20,7 +21,7 @@ use std::sync::Arc;
 pub(super) fn build_tunnel_listener(
     config: &Config,
     base: &DataDirState,
-    shared: &ProxyState,
+    shared: &Arc<ProxyState>,
     (workers, identity): (&Workers, &TunnelIdentity),
     (advertised, announced_ports): &(AdvertisedGateways, AnnouncedPortsCell),
 ) -> Result<TunnelListener, BindError> {
@@ -71,7 +72,17 @@ pub(super) fn build_tunnel_listener(
             .api_cache
             .as_ref()
             .map(|rules| ApiCacheServer::new(rules, &shared.nodes, &shared.metrics)),
+        peer_streams: config.peers.is_some().then(|| forward_handler(shared)),
         heartbeats,
         early_throttle: Arc::default(),
     })
+}
+
+/// Returns the handler of requests that other gateways forward.
+fn forward_handler(shared: &Arc<ProxyState>) -> ForwardHandler {
+    let shared = shared.clone();
+    ForwardHandler(Arc::new(move |request| {
+        let shared = shared.clone();
+        Box::pin(async move { peer::serve(&shared, request).await })
+    }))
 }

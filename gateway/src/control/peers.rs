@@ -1,0 +1,589 @@
+//! Other gateways (peers): finds them, keeps their nodes in the directory, and opens the links by which requests reach them.
+//!
+//! Each gateway dials each other one at its tunnel port: once for control, where the peer states its nodes (`feed`), and once from
+//! each worker for requests. Control has a connection of its own, so requests never delay it. A peer is removed with its control
+//! connection, and all its entries with it. A process that answers with this process's own identifier is this process.
+
+mod feed;
+mod message;
+
+pub(crate) use feed::NodeFeed;
+
+use crate::{
+    config,
+    control::drain::ReadinessBlock,
+    state::{
+        Registry,
+        directory::{HeldState, Peer, PeerLink},
+    },
+    worker::{WorkerId, Workers},
+};
+use causeway_certs::NodeName;
+use causeway_config::host_port;
+use causeway_rt::{
+    backoff::Backoff,
+    resolve,
+    socket::{CountedIo, set_tunnel_options},
+    task::TaskGroup,
+};
+use causeway_tunnel::{
+    Tunnel, TunnelEnd,
+    buffered::MemoryBudget,
+    control_stream::{ControlStream, ControlStreamError},
+    edge_side::StreamRequest,
+    gateway_side::{self, ConnectionDriver, GatewaySideConfig},
+    liveness::KeepaliveConfig,
+    wire,
+};
+use feed::own_hello;
+use futures_util::future::{BoxFuture, join_all};
+use message::{PROTOCOL, PeerHello, PeerMessage};
+use rustls::{ClientConfig, pki_types::ServerName};
+use std::{
+    collections::{HashMap, HashSet},
+    fmt, io,
+    net::SocketAddr,
+    pin::pin,
+    sync::Arc,
+    time::Duration,
+};
+use tokio::{
+    net::TcpStream,
+    sync::oneshot,
+    time::{Instant, sleep, timeout},
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+use tokio_util::sync::CancellationToken;
+use tracing::{Span, debug, info, info_span, warn};
+
+/// Time limit of a TCP connection attempt.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+/// Time limit of a name's resolution.
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum delay between attempts to reach a gateway.
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
+/// Delay before an address is dialled again that led to this process, or to a peer that is known by another address.
+const KNOWN_GATEWAY_DELAY: Duration = Duration::from_secs(15);
+/// Interval of checks whether the streams of a link have ended.
+const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(200);
+/// Maximum time for which a gateway that starts waits for its peers.
+const START_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Serves a request that another gateway has forwarded.
+#[derive(Clone)]
+pub struct ForwardHandler(
+    /// Function that serves one request.
+    pub Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + Send + Sync>,
+);
+
+impl fmt::Debug for ForwardHandler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ForwardHandler")
+    }
+}
+
+/// Returns the current TLS configuration for other gateways, or the reason why there is none.
+pub type PeerTlsFn = Arc<dyn Fn() -> Result<Arc<ClientConfig>, String> + Send + Sync>;
+
+/// Connector to the other gateways.
+pub struct PeerConnector {
+    /// Section `peers` of the configuration.
+    pub config: config::Peers,
+    /// Timeouts and limits of tunnels, which hold for links as well.
+    pub settings: config::Tunnel,
+    /// Random identifier of this process.
+    pub instance: Arc<str>,
+    /// The tunnels and the directory.
+    pub registry: Registry,
+    /// Workers, each of which has its own links.
+    pub workers: Workers,
+    /// Memory budget of bytes that clients have not read yet.
+    pub memory_budget: Arc<MemoryBudget>,
+    /// The current TLS configuration.
+    pub tls: PeerTlsFn,
+    /// Tasks of the links, which may outlive the control connection.
+    pub links: TaskGroup,
+}
+
+impl fmt::Debug for PeerConnector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PeerConnector")
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Address of another gateway.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct PeerAddr {
+    host: String,
+    address: SocketAddr,
+}
+
+impl fmt::Display for PeerAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.address.fmt(f)
+    }
+}
+
+type LinkIo = TlsStream<CountedIo<TcpStream>>;
+
+/// Error of a connection to a peer.
+#[derive(Debug, thiserror::Error)]
+enum PeerError {
+    #[error("this address leads to this gateway itself")]
+    OwnProcess,
+    #[error("the gateway is connected by another address")]
+    Duplicate,
+    #[error("cannot connect: {0}")]
+    Connect(#[source] io::Error),
+    #[error("TLS: {0}")]
+    Tls(String),
+    #[error("{0}")]
+    Http2(String),
+    #[error("control stream: {0}")]
+    Control(#[from] ControlStreamError),
+    #[error("the address leads to another gateway now")]
+    OtherProcess,
+    #[error("it uses version {0} of the protocol between gateways, and this gateway {PROTOCOL}")]
+    Version(u32),
+}
+
+impl PeerConnector {
+    /// Keeps connections to all peers until `stop`. Drops `hold` when the nodes of the peers that can be reached are known.
+    pub async fn run(self, hold: ReadinessBlock, stop: CancellationToken) {
+        let connector = Arc::new(self);
+        // The tasks of links hold the connector, so dropping it would not end them.
+        let _end = connector.links.guard();
+        stop.run_until_cancelled(connector.follow_names(hold)).await;
+    }
+
+    async fn follow_names(self: Arc<Self>, hold: ReadinessBlock) {
+        let tasks = TaskGroup::default();
+        let mut followed: HashMap<PeerAddr, CancellationToken> = HashMap::new();
+        let mut hold = Some(hold);
+        loop {
+            let (resolved, is_complete) = self.resolve_all().await;
+            let mut first_attempts = Vec::new();
+            for address in &resolved {
+                followed.entry(address.clone()).or_insert_with(|| {
+                    let (attempted, first_attempt) = oneshot::channel();
+                    first_attempts.push(first_attempt);
+                    let removed = CancellationToken::new();
+                    let following =
+                        self.clone()
+                            .follow(address.clone(), attempted, removed.clone());
+                    tasks.spawn(info_span!("peer", %address), following);
+                    removed
+                });
+            }
+            // A name server that fails removes no gateway.
+            if is_complete {
+                followed.retain(|address, removed| {
+                    let is_listed = resolved.contains(address);
+                    if !is_listed {
+                        removed.cancel();
+                    }
+                    is_listed
+                });
+            }
+            if let Some(hold) = hold.take() {
+                // Each attempt reports its end. After the timeout, this gateway serves without the peers that do not answer.
+                let _ = timeout(START_TIMEOUT, join_all(first_attempts)).await;
+                drop(hold);
+            }
+            sleep(self.config.resolve_after).await;
+        }
+    }
+
+    /// Returns the addresses of all configured names, and whether all names could be resolved.
+    async fn resolve_all(&self) -> (HashSet<PeerAddr>, bool) {
+        let (mut resolved, mut is_complete) = (HashSet::new(), true);
+        for text in &self.config.addresses {
+            let Ok((host, port)) = host_port(text) else {
+                continue;
+            };
+            match timeout(RESOLVE_TIMEOUT, resolve(host, port)).await {
+                Ok(Ok(addresses)) => resolved.extend(addresses.into_iter().map(|address| {
+                    let host = host.to_owned();
+                    PeerAddr { host, address }
+                })),
+                failed => {
+                    is_complete = false;
+                    let error = failed.map_or_else(
+                        |_| "timeout".to_owned(),
+                        |failed| {
+                            failed
+                                .err()
+                                .map_or_else(String::new, |error| error.to_string())
+                        },
+                    );
+                    debug!(host, error, "cannot resolve an address of peers.addresses");
+                }
+            }
+        }
+        (resolved, is_complete)
+    }
+
+    /// Keeps a connection to the gateway at this address until `removed`.
+    async fn follow(
+        self: Arc<Self>,
+        address: PeerAddr,
+        attempted: oneshot::Sender<()>,
+        removed: CancellationToken,
+    ) {
+        let mut attempted = Some(attempted);
+        let mut backoff = Backoff::new(MAX_RETRY_DELAY, MAX_RETRY_DELAY);
+        let mut reported = None;
+        // Sessions with gateways that drain, while the next process at the address is dialled.
+        let draining = TaskGroup::default();
+        while !removed.is_cancelled() {
+            let opened = PeerSession::open(&self, &address).await;
+            let delay = match opened {
+                Ok(mut session) => {
+                    backoff.reset();
+                    reported = None;
+                    info!(gateway = %address, version = session.peer.version, "connected to another gateway");
+                    let end = session.run(&mut attempted).await;
+                    match end {
+                        SessionEnd::Draining => {
+                            info!(gateway = %address, "another gateway drains");
+                            draining.spawn(Span::current(), async move {
+                                session.run(&mut None).await;
+                            });
+                        }
+                        SessionEnd::Lost(error) => {
+                            warn!(gateway = %address, %error, "lost the connection to another gateway");
+                        }
+                    }
+                    backoff.silent(rand::random())
+                }
+                Err(error @ (PeerError::OwnProcess | PeerError::Duplicate)) => {
+                    debug!(gateway = %address, %error, "this address is not used");
+                    KNOWN_GATEWAY_DELAY
+                }
+                Err(error) => {
+                    let text = error.to_string();
+                    if reported.as_ref() != Some(&text) {
+                        warn!(gateway = %address, error = text, "cannot connect to another gateway");
+                        reported = Some(text);
+                    }
+                    backoff.silent(rand::random())
+                }
+            };
+            attempted.take();
+            removed.run_until_cancelled(sleep(delay)).await;
+        }
+        draining.wait_until_idle().await;
+    }
+
+    /// Connects to a gateway and begins HTTP/2.
+    async fn dial(
+        &self,
+        address: &PeerAddr,
+    ) -> Result<(Tunnel, ConnectionDriver<LinkIo>), PeerError> {
+        let timeout_error = || io::Error::from(io::ErrorKind::TimedOut);
+        let tcp = timeout(CONNECT_TIMEOUT, TcpStream::connect(address.address)).await;
+        let tcp = tcp
+            .map_err(|_| timeout_error())
+            .flatten()
+            .map_err(PeerError::Connect)?;
+        set_tunnel_options(&tcp);
+        let config = (self.tls)().map_err(PeerError::Tls)?;
+        let host = address
+            .host
+            .split('%')
+            .next()
+            .unwrap_or_default()
+            .to_owned();
+        let name = ServerName::try_from(host).map_err(|error| PeerError::Tls(error.to_string()))?;
+        let started = Instant::now();
+        let connecting = TlsConnector::from(config).connect(name, CountedIo::new(tcp));
+        let connected = timeout(self.settings.handshake_timeout, connecting).await;
+        let mut io = connected
+            .map_err(|_| timeout_error())
+            .flatten()
+            .map_err(|error| PeerError::Tls(error.to_string()))?;
+        io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
+        let traffic = io.get_ref().0.traffic();
+        let config = GatewaySideConfig {
+            keepalive: KeepaliveConfig {
+                probe_after: self.settings.ping_after,
+                suspect_after: self.settings.ping_timeout,
+                close_after: self.settings.close_after,
+            },
+            budget: self.settings.memory,
+            node_budget: Arc::default(),
+            max_streams: self.settings.max_streams_per_tunnel,
+            round_trip: started.elapsed(),
+            memory_budget: self.memory_budget.clone(),
+        };
+        let (tunnel, driver) = gateway_side::connect(io, traffic, config)
+            .await
+            .map_err(|end| PeerError::Http2(end.to_string()))?;
+        // A gateway of the same protocol version passes both on, and its own edges may refuse them.
+        tunnel.allow_long_targets(true);
+        tunnel.allow_upgrade_bodies(true);
+        Ok((tunnel, driver))
+    }
+
+    /// Exchanges hellos. Returns the control stream, on which the peer sends its nodes if `wants_nodes`.
+    async fn exchange_hello(
+        &self,
+        tunnel: &Tunnel,
+        wants_nodes: bool,
+    ) -> Result<(ControlStream, PeerHello), PeerError> {
+        let exchange = async {
+            let mut control = tunnel.open_control_stream().await?;
+            let hello = own_hello(&self.instance, wants_nodes);
+            control.send(&PeerMessage::Hello(hello)).await?;
+            match control.receive().await? {
+                PeerMessage::Hello(hello) => Ok((control, hello)),
+                _ => Err(ControlStreamError::Closed),
+            }
+        };
+        let bound = self.settings.hello_timeout;
+        let exchanged = timeout(bound, exchange).await;
+        let (control, hello) = exchanged.map_err(|_| ControlStreamError::TooSlow(bound))??;
+        if hello.protocol != PROTOCOL {
+            return Err(PeerError::Version(hello.protocol));
+        }
+        Ok((control, hello))
+    }
+
+    /// Opens a link to a peer, and runs it until it ends.
+    async fn run_link(
+        &self,
+        (peer, address): (&Peer, &PeerAddr),
+        worker: WorkerId,
+        (opened, session_end): (impl FnOnce(), &CancellationToken),
+    ) -> Result<TunnelEnd, PeerError> {
+        let (tunnel, driver) = self.dial(address).await?;
+        let mut driving = pin!(driver.run());
+        let greeting = async {
+            let (_, hello) = self.exchange_hello(&tunnel, false).await?;
+            if hello.instance == peer.instance {
+                Ok(())
+            } else {
+                Err(PeerError::OtherProcess)
+            }
+        };
+        tokio::select! {
+            greeted = greeting => greeted?,
+            end = &mut driving => return Ok(end),
+        }
+        let id = self.registry.next_tunnel_id();
+        let link = PeerLink {
+            tunnel: tunnel.clone(),
+            id,
+        };
+        peer.set_link(worker, Some(link));
+        opened();
+        let end = tokio::select! {
+            end = &mut driving => end,
+            () = session_end.cancelled() => {
+                // Requests and sessions on the link continue until they end.
+                tunnel.drain();
+                tokio::select! {
+                    end = &mut driving => end,
+                    () = wait_idle(&tunnel) => TunnelEnd::Closed,
+                }
+            }
+        };
+        peer.set_link(worker, None);
+        Ok(end)
+    }
+
+    /// Keeps a link of one worker to a peer until the control connection ends. Reports the end of its first attempt.
+    async fn keep_link(
+        self: Arc<Self>,
+        (peer, address): (Arc<Peer>, PeerAddr),
+        worker: WorkerId,
+        (attempted, session_end): (oneshot::Sender<()>, CancellationToken),
+    ) {
+        let (mut attempted, mut is_reported) = (Some(attempted), false);
+        let mut backoff = Backoff::new(MAX_RETRY_DELAY, MAX_RETRY_DELAY);
+        while !session_end.is_cancelled() {
+            let opened = || {
+                attempted.take();
+                self.wake_waiting(peer.node_names());
+            };
+            let started = Instant::now();
+            let running = self.run_link((&peer, &address), worker, (opened, &session_end));
+            match Box::pin(running).await {
+                Ok(end) => debug!(gateway = %address, %end, "a link to another gateway ended"),
+                Err(error) if is_reported => {
+                    debug!(gateway = %address, %error, "cannot open a link to another gateway");
+                }
+                Err(error) => {
+                    is_reported = true;
+                    warn!(gateway = %address, %error, "cannot open a connection for requests to another gateway");
+                }
+            }
+            if started.elapsed() > MAX_RETRY_DELAY {
+                backoff.reset();
+            }
+            attempted.take();
+            let delay = sleep(backoff.silent(rand::random()));
+            session_end.run_until_cancelled(delay).await;
+        }
+    }
+
+    fn wake_waiting(&self, nodes: impl IntoIterator<Item = NodeName>) {
+        if self.registry.has_waiting_requests() {
+            for node in nodes {
+                self.registry.wake_waiting(&node);
+            }
+        }
+    }
+}
+
+/// Waits until no stream is open on a link that gets no new ones.
+async fn wait_idle(tunnel: &Tunnel) {
+    while tunnel.load().open_streams() > 0 {
+        sleep(IDLE_CHECK_INTERVAL).await;
+    }
+}
+
+/// Reason for which [`PeerSession::run`] returns.
+enum SessionEnd {
+    /// The peer drains. The session continues.
+    Draining,
+    /// The connection has ended.
+    Lost(ControlStreamError),
+}
+
+/// Control connection to a peer, whose nodes are in the directory for as long as this value lives.
+struct PeerSession {
+    connector: Arc<PeerConnector>,
+    peer: Arc<Peer>,
+    control: ControlStream,
+    /// Nodes of a snapshot that is not complete.
+    snapshot: Option<HashMap<NodeName, HeldState>>,
+    /// Cancelled when the session ends.
+    session_end: CancellationToken,
+    /// The task of the connection.
+    _driver: TaskGroup,
+}
+
+impl Drop for PeerSession {
+    fn drop(&mut self) {
+        self.session_end.cancel();
+        self.connector.registry.directory().remove(&self.peer);
+        self.record_left(&self.peer.node_names());
+    }
+}
+
+impl PeerSession {
+    async fn open(connector: &Arc<PeerConnector>, address: &PeerAddr) -> Result<Self, PeerError> {
+        let (tunnel, driver) = connector.dial(address).await?;
+        let tasks = TaskGroup::default();
+        let driving = Box::pin(driver.run());
+        tasks.spawn(info_span!("peer_control"), async move {
+            driving.await;
+        });
+        let (control, hello) = connector.exchange_hello(&tunnel, true).await?;
+        if *hello.instance == *connector.instance {
+            return Err(PeerError::OwnProcess);
+        }
+        let workers = connector.workers.all().count();
+        let identity = (hello.instance, hello.version);
+        let peer = Arc::new(Peer::new(&address.to_string(), identity, tunnel, workers));
+        if !connector.registry.directory().add(&peer) {
+            return Err(PeerError::Duplicate);
+        }
+        let session = Self {
+            connector: connector.clone(),
+            peer,
+            control,
+            snapshot: None,
+            session_end: CancellationToken::new(),
+            _driver: tasks,
+        };
+        session.open_links(address).await;
+        Ok(session)
+    }
+
+    /// Opens the links of all workers, and waits for the first attempt of each.
+    async fn open_links(&self, address: &PeerAddr) {
+        let workers = &self.connector.workers;
+        let attempts = workers.all().map(|worker| {
+            let (attempted, attempt) = oneshot::channel();
+            let to = (self.peer.clone(), address.clone());
+            let session_end = self.session_end.clone();
+            let keeping = self.connector.clone();
+            let keeping = keeping.keep_link(to, worker, (attempted, session_end));
+            let span = info_span!("peer_link", gateway = %address);
+            let links = &self.connector.links;
+            links.spawn_on(workers.runtime(worker), span, keeping);
+            attempt
+        });
+        // The sender is dropped when the attempt has ended.
+        join_all(attempts.collect::<Vec<_>>()).await;
+    }
+
+    /// Applies the messages of the peer until it drains, if it does not drain already, or until the connection ends. Drops
+    /// `synchronized` when all of its nodes are known.
+    async fn run(&mut self, synchronized: &mut Option<oneshot::Sender<()>>) -> SessionEnd {
+        loop {
+            let message = match self.control.receive().await {
+                Ok(message) => message,
+                Err(error) => return SessionEnd::Lost(error),
+            };
+            match message {
+                PeerMessage::Snapshot => self.snapshot = Some(HashMap::new()),
+                PeerMessage::Nodes { nodes } => {
+                    for entry in nodes {
+                        let (node, state) = entry.into_parts();
+                        self.set_node(node, state);
+                    }
+                }
+                PeerMessage::Synchronized => {
+                    if let Some(nodes) = self.snapshot.take() {
+                        let names: Vec<NodeName> = nodes.keys().cloned().collect();
+                        let earlier = self.peer.node_names().into_iter();
+                        let left: Vec<_> =
+                            earlier.filter(|node| !nodes.contains_key(node)).collect();
+                        self.peer.replace_nodes(nodes);
+                        self.record_left(&left);
+                        self.connector.wake_waiting(names);
+                    }
+                    synchronized.take();
+                }
+                PeerMessage::Draining => {
+                    if !self.peer.is_draining() {
+                        self.peer.mark_draining();
+                        return SessionEnd::Draining;
+                    }
+                }
+                PeerMessage::Hello(_) | PeerMessage::Unknown => {}
+            }
+        }
+    }
+
+    fn record_left(&self, nodes: &[NodeName]) {
+        for node in nodes {
+            let registry = &self.connector.registry;
+            registry.record_left_peer(node, &self.peer.address);
+        }
+    }
+
+    fn set_node(&mut self, node: NodeName, state: Option<HeldState>) {
+        match (&mut self.snapshot, state) {
+            (Some(snapshot), Some(state)) => {
+                snapshot.insert(node, state);
+            }
+            (Some(snapshot), None) => {
+                snapshot.remove(&node);
+            }
+            (None, state) => {
+                self.peer.set_node(node.clone(), state);
+                if state.is_none() {
+                    self.record_left(&[node]);
+                } else {
+                    self.connector.wake_waiting([node]);
+                }
+            }
+        }
+    }
+}

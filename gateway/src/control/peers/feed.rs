@@ -1,0 +1,112 @@
+//! The nodes of this gateway, sent to a peer: all of them, and then each change.
+
+use super::message::{MAX_NODES, NodeEntry, PROTOCOL, PeerHello, PeerMessage};
+use crate::state::Registry;
+use causeway_certs::NodeName;
+use causeway_tunnel::control_stream::{ControlStream, ControlStreamError};
+use std::time::Duration;
+use tokio::sync::broadcast::{Receiver, error::RecvError};
+use tracing::debug;
+
+/// Source of the messages to one peer.
+#[derive(Clone, Debug)]
+pub(crate) struct NodeFeed {
+    /// The tunnels of this gateway.
+    pub(crate) registry: Registry,
+    /// Random identifier of this process.
+    pub(crate) instance: String,
+    /// Time limit of the peer's hello.
+    pub(crate) hello_timeout: Duration,
+}
+
+impl NodeFeed {
+    /// Sends messages until the stream ends.
+    pub(crate) async fn run(self, mut control: ControlStream) {
+        if let Err(error) = self.send_all(&mut control).await {
+            debug!(%error, "the control connection of another gateway ended");
+        }
+    }
+
+    async fn send_all(&self, control: &mut ControlStream) -> Result<(), ControlStreamError> {
+        let hello: PeerMessage = control.receive_within(self.hello_timeout).await?;
+        control
+            .send(&PeerMessage::Hello(own_hello(&self.instance, false)))
+            .await?;
+        match hello {
+            PeerMessage::Hello(hello) if hello.protocol == PROTOCOL && hello.wants_nodes => {}
+            // A gateway of another version, or one that only identifies this process, closes the stream after this hello.
+            _ => return control.receive().await.map(|_: PeerMessage| ()),
+        }
+        let mut is_drain_announced = false;
+        loop {
+            // Changes from here on are in the snapshot or follow it.
+            let mut changes = self.registry.watch_changes();
+            self.send_snapshot(control).await?;
+            self.send_changes(control, &mut changes, &mut is_drain_announced)
+                .await?;
+        }
+    }
+
+    async fn send_snapshot(&self, control: &mut ControlStream) -> Result<(), ControlStreamError> {
+        control.send(&PeerMessage::Snapshot).await?;
+        let held = self.registry.held_nodes();
+        for chunk in held.chunks(MAX_NODES) {
+            let entries = chunk
+                .iter()
+                .map(|(node, state)| NodeEntry::new(node.clone(), Some(*state)));
+            let nodes = entries.collect();
+            control.send(&PeerMessage::Nodes { nodes }).await?;
+        }
+        control.send(&PeerMessage::Synchronized).await
+    }
+
+    /// Sends changes until the peer was too slow for them. It then needs all nodes again.
+    async fn send_changes(
+        &self,
+        control: &mut ControlStream,
+        changes: &mut Receiver<NodeName>,
+        is_drain_announced: &mut bool,
+    ) -> Result<(), ControlStreamError> {
+        loop {
+            let received = tokio::select! {
+                biased;
+                () = self.registry.drain_started(), if !*is_drain_announced => {
+                    *is_drain_announced = true;
+                    control.send(&PeerMessage::Draining).await?;
+                    continue;
+                }
+                received = changes.recv() => received,
+            };
+            let mut nodes = match received {
+                Ok(node) => vec![node],
+                Err(RecvError::Lagged(_)) => return Ok(()),
+                Err(RecvError::Closed) => return Err(ControlStreamError::Closed),
+            };
+            // Changes that wait already go into the same message.
+            while nodes.len() < MAX_NODES
+                && let Ok(node) = changes.try_recv()
+            {
+                nodes.push(node);
+            }
+            // The state is read now, so several changes of a node are one.
+            nodes.sort_unstable();
+            nodes.dedup();
+            let entries = nodes.into_iter().map(|node| {
+                let state = self.registry.held_state(&node);
+                NodeEntry::new(node, state)
+            });
+            let nodes = entries.collect();
+            control.send(&PeerMessage::Nodes { nodes }).await?;
+        }
+    }
+}
+
+/// Returns the hello of a process.
+pub(super) fn own_hello(instance: &str, wants_nodes: bool) -> PeerHello {
+    PeerHello {
+        protocol: PROTOCOL,
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        instance: instance.to_owned(),
+        wants_nodes,
+    }
+}

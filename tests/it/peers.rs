@@ -1,0 +1,256 @@
+//! Gateways that forward requests to each other: a client reaches each node at any gateway, whichever has the node's tunnel.
+
+use crate::world::{
+    app::{App, answer},
+    client::{exchange, read, read_to_end},
+    process::{ExitedProcess, GatewayProcess, Process, address_after, causeway},
+    tool::Tool,
+    until,
+};
+use serde_json::Value;
+use std::{fs, net::Ipv4Addr};
+use tokio::{io::AsyncWriteExt, net::TcpStream};
+
+const URL: &str = "http://edge-1:9100/";
+
+/// Listeners for requests to any node, and for sessions with one node.
+const LISTENERS: &str = "listeners:
+  - { name: web, protocol: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }
+  - { name: raw, protocol: tcp, listen: \"127.0.0.1:0\", node: edge-1, port: 9100, anonymous: true }
+timeouts: { reconnect: 2s }
+";
+
+/// Gateways with one CA and the same nodes, which know each other's tunnel ports.
+struct Fleet {
+    sites: Vec<GatewayProcess>,
+}
+
+/// Returns the address of a gateway.
+fn address(number: usize) -> Ipv4Addr {
+    Ipv4Addr::new(127, 53, 20, u8::try_from(number).unwrap() + 1)
+}
+
+/// Returns a port that is free at all addresses of gateways.
+fn free_port() -> u16 {
+    let socket = std::net::TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).unwrap();
+    socket.local_addr().unwrap().port()
+}
+
+impl Fleet {
+    /// Starts gateways that have seen these nodes join.
+    async fn start(count: usize, nodes: &[&str], app: &App, further: &str) -> Self {
+        let port = free_port();
+        let tunnel = |number| format!("{}:{port}", address(number));
+        let peers: Vec<_> = (0..count)
+            .map(|number| format!("\"{}\"", tunnel(number)))
+            .collect();
+        let peers = format!("peers: {{ addresses: [{}] }}\n", peers.join(", "));
+        let configuration = format!("{LISTENERS}{peers}{further}");
+        let first = GatewayProcess::listening(&tunnel(0), &configuration).await;
+        for node in nodes {
+            first.join(node, app.port()).await.stop().await.ok();
+        }
+        let mut sites = vec![first];
+        for number in 1..count {
+            let site = sites[0].replica_at(&tunnel(number)).await;
+            sites.push(site);
+        }
+        let fleet = Self { sites };
+        for site in &fleet.sites {
+            until("the gateways are connected", async || {
+                let peers = peers_of(site).await;
+                peers.len() == count - 1 && peers.iter().all(|peer| peer["synchronized"] == true)
+            })
+            .await;
+        }
+        fleet
+    }
+
+    /// Starts the edge of a node at this gateway only.
+    async fn edge(&self, node: &str, number: usize, app: &App) -> Process {
+        self.edge_at(node, &[number], app).await
+    }
+
+    /// Starts the edge of a node at these gateways.
+    async fn edge_at(&self, node: &str, numbers: &[usize], app: &App) -> Process {
+        let edge = causeway("edge --admin-listen 127.0.0.1:0 --tunnels-gateways every");
+        let gateways: Vec<_> = numbers
+            .iter()
+            .map(|number| self.sites[*number].tunnel.as_str())
+            .collect();
+        let edge = edge
+            .flag("--gateways", gateways.join(","))
+            .flag("--data-dir", self.sites[0].edge_data(node))
+            .flag(
+                "--ports",
+                format!("{{9100: {{target: \"127.0.0.1:{}\"}}}}", app.port()),
+            );
+        let mut edge = edge.start();
+        edge.wait_for_line("tunnel registered").await;
+        edge
+    }
+
+    /// Returns the address of the listener for sessions.
+    fn raw(&self, number: usize) -> String {
+        let log = self.sites[number].gateway.written().stderr;
+        let is_raw = |line: &&str| line.contains("listener open") && line.contains("\"raw\"");
+        address_after(log.lines().find(is_raw).unwrap(), "address=")
+    }
+
+    async fn until_state(&self, number: usize, node: &str, state: &str) {
+        let is_in_state = async || self.sites[number].node(node).await["state"] == state;
+        until(
+            &format!("{node} is {state} at gateway {number}"),
+            is_in_state,
+        )
+        .await;
+    }
+}
+
+async fn peers_of(site: &GatewayProcess) -> Vec<Value> {
+    let url = format!("http://{}/api/v1/peers", site.admin);
+    let answer = Tool::curl().args([url]).run().await.ok();
+    answer.json().as_array().unwrap().clone()
+}
+
+/// An app that echoes bodies and sessions, and says `here` otherwise.
+async fn app() -> App {
+    App::http(|head| match head.path().as_str() {
+        "/session" => answer::switch("SPDY/3.1", b"hello"),
+        "/echo" => answer::mirror(),
+        _ => answer::ok("here"),
+    })
+    .await
+}
+
+async fn status(site: &GatewayProcess) -> ExitedProcess {
+    causeway("status")
+        .flag("--admin", &site.admin)
+        .run()
+        .await
+        .ok()
+}
+
+#[tokio::test]
+async fn each_kind_of_stream_reaches_a_node_of_another_gateway() {
+    let app = app().await;
+    let fleet = Fleet::start(2, &["edge-1"], &app, "").await;
+    let edge = fleet.edge("edge-1", 0, &app).await;
+    fleet.until_state(1, "edge-1", "connected").await;
+    let far = &fleet.sites[1];
+
+    let plain = far.nobody().get(URL).await;
+    assert_eq!((plain.status, plain.text().as_str()), (200, "here"));
+    let body = answer::pattern(300_000);
+    let echoed = far
+        .nobody()
+        .ask("POST", &format!("{URL}echo"), body.clone())
+        .await;
+    assert_eq!(echoed.status, 200);
+    assert!(echoed.body == body, "the bytes differ");
+
+    let mut wire = TcpStream::connect(&far.listener).await.unwrap();
+    let upgrade = "GET /session HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+    let head = exchange(&mut wire, upgrade).await;
+    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    assert_eq!(read(&mut wire, 5).await, b"hello");
+    wire.write_all(b"both ways").await.unwrap();
+    assert_eq!(read(&mut wire, 9).await, b"both ways");
+
+    let mut session = TcpStream::connect(fleet.raw(1)).await.unwrap();
+    let request = "GET / HTTP/1.1\r\nHost: any\r\n\r\n";
+    session.write_all(request.as_bytes()).await.unwrap();
+    // The half-close passes both gateways, and the app then ends the other direction.
+    session.shutdown().await.unwrap();
+    let answer = String::from_utf8(read_to_end(&mut session).await.unwrap()).unwrap();
+    assert!(answer.ends_with("here"), "{answer}");
+
+    let metrics = far.metrics().await;
+    assert_eq!(metrics.sum("streams_forwarded_total", &[]), 4);
+    let metrics = fleet.sites[0].metrics().await;
+    assert_eq!(metrics.sum("streams_served_for_peers_total", &[]), 4);
+    let holder = &fleet.sites[0].tunnel;
+    let shown = status(far).await.stdout;
+    assert!(shown.contains(&format!("at gateway {holder}")), "{shown}");
+    assert!(shown.contains("OTHER GATEWAY"), "{shown}");
+
+    // The node leaves the other gateway, and the client hears so.
+    edge.kill().await;
+    fleet.until_state(1, "edge-1", "away").await;
+    let gone = far.nobody().get(URL).await;
+    assert_eq!(gone.status, 503);
+    assert!(
+        gone.text().contains("edge-1 is not connected"),
+        "{}",
+        gone.text()
+    );
+}
+
+#[tokio::test]
+async fn a_node_that_moves_to_another_gateway_is_followed() {
+    let app = app().await;
+    let fleet = Fleet::start(3, &["edge-1"], &app, "").await;
+    let client = fleet.sites[2].nobody();
+    for number in [0, 1, 0] {
+        let edge = fleet.edge("edge-1", number, &app).await;
+        // The request waits until the other gateway has said that it holds the node.
+        let answer = client.get(URL).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let node = fleet.sites[2].node("edge-1").await;
+        let holder = serde_json::json!(fleet.sites[number].tunnel);
+        let gateways = node["gateways"].as_array().unwrap();
+        assert!(gateways.contains(&holder), "{node}");
+        edge.stop().await.ok();
+    }
+}
+
+#[tokio::test]
+async fn the_death_of_a_gateway_fails_no_request_that_begins_after_it() {
+    let app = app().await;
+    let mut fleet = Fleet::start(3, &["edge-1"], &app, "").await;
+    let _edge = fleet.edge_at("edge-1", &[0, 1], &app).await;
+    let entry = fleet.sites.remove(2);
+    until("both gateways hold the node", async || {
+        let node = entry.node("edge-1").await;
+        node["gateways"]
+            .as_array()
+            .is_some_and(|all| all.len() == 2)
+    })
+    .await;
+    let client = entry.nobody();
+    for number in [0, 0] {
+        let holder = fleet.sites.remove(number);
+        assert_eq!(client.get(URL).await.status, 200);
+        holder.gateway.kill().await;
+        for _ in 0..20 {
+            let answer = client.get(URL).await;
+            let expected = if fleet.sites.is_empty() { 503 } else { 200 };
+            assert_eq!(answer.status, expected, "{}", answer.text());
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_gateway_decides_by_its_own_policy_about_forwarded_requests() {
+    let app = app().await;
+    let fleet = Fleet::start(2, &["edge-1"], &app, "").await;
+    let _edge = fleet.edge("edge-1", 0, &app).await;
+    fleet.until_state(1, "edge-1", "connected").await;
+    let near = &fleet.sites[0];
+    let rules = near.path("policy.yaml");
+    let allowed = "rules: [{ what: { paths: [/metrics] }, then: allow }]\n";
+    fs::write(&rules, allowed).unwrap();
+    let configuration = near.path("gateway.yaml");
+    let text = fs::read_to_string(&configuration).unwrap();
+    fs::write(
+        &configuration,
+        format!("{text}policy: {}\n", rules.display()),
+    )
+    .unwrap();
+    let reload = causeway("reload").flag("--data-dir", near.data());
+    reload.run().await.ok();
+    let client = fleet.sites[1].nobody();
+    assert_eq!(client.get("http://edge-1:9100/metrics").await.status, 200);
+    let refused = client.get(URL).await;
+    assert_eq!(refused.status, 403, "{}", refused.text());
+}
