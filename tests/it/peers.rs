@@ -10,6 +10,7 @@ use crate::world::{
 use serde_json::Value;
 use std::{fs, net::Ipv4Addr};
 use tokio::{io::AsyncWriteExt, net::TcpStream};
+use tokio_util::sync::CancellationToken;
 
 const URL: &str = "http://edge-1:9100/";
 
@@ -73,7 +74,12 @@ impl Fleet {
 
     /// Starts the edge of a node at these gateways.
     async fn edge_at(&self, node: &str, numbers: &[usize], app: &App) -> Process {
-        let edge = causeway("edge --admin-listen 127.0.0.1:0 --tunnels-gateways every");
+        self.edge_in_mode("every", node, numbers, app).await
+    }
+
+    /// Starts the edge of a node with this value of `tunnels.gateways`.
+    async fn edge_in_mode(&self, mode: &str, node: &str, numbers: &[usize], app: &App) -> Process {
+        let edge = causeway("edge --admin-listen 127.0.0.1:0").flag("--tunnels-gateways", mode);
         let gateways: Vec<_> = numbers
             .iter()
             .map(|number| self.sites[*number].tunnel.as_str())
@@ -228,6 +234,54 @@ async fn the_death_of_a_gateway_fails_no_request_that_begins_after_it() {
             assert_eq!(answer.status, expected, "{}", answer.text());
         }
     }
+}
+
+/// The state of a gateway that was suspended is old: its peers and its edges have given it up.
+#[tokio::test]
+async fn a_gateway_that_was_suspended_serves_at_once_when_it_continues() {
+    let app = app().await;
+    let fleet = Fleet::start(2, &["edge-1"], &app, "").await;
+    let _edge = fleet.edge_at("edge-1", &[0, 1], &app).await;
+    let suspended = &fleet.sites[1];
+    fleet.until_state(1, "edge-1", "connected").await;
+    suspended.gateway.signal("STOP").await;
+    until("the other gateway has given it up", async || {
+        peers_of(&fleet.sites[0]).await.is_empty()
+    })
+    .await;
+    suspended.gateway.signal("CONT").await;
+    for _ in 0..20 {
+        let answer = suspended.nobody().get(URL).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+}
+
+#[tokio::test]
+async fn the_drain_of_a_gateway_fails_no_request_of_another_one() {
+    let app = app().await;
+    let mut fleet = Fleet::start(3, &["edge-1"], &app, "").await;
+    // The edge goes to the second gateway when the first one drains.
+    let _edge = fleet.edge_in_mode("one", "edge-1", &[0, 1], &app).await;
+    fleet.until_state(2, "edge-1", "connected").await;
+    let client = fleet.sites[2].nobody();
+    let stopped = CancellationToken::new();
+    let load = async {
+        let mut requests = 0;
+        while !stopped.is_cancelled() {
+            let answer = client.get(URL).await;
+            assert_eq!(answer.status, 200, "{}", answer.text());
+            requests += 1;
+        }
+        requests
+    };
+    let drained = fleet.sites.remove(0);
+    let draining = async {
+        drained.gateway.stop().await.ok();
+        stopped.cancel();
+    };
+    let (requests, ()) = tokio::join!(load, draining);
+    assert!(requests > 20, "{requests}");
+    assert_eq!(client.get(URL).await.status, 200);
 }
 
 #[tokio::test]
