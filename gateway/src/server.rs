@@ -399,6 +399,7 @@ impl Bound {
         let connector = PeerConnector {
             config: *config,
             settings: self.config.tunnel.clone(),
+            limits: self.config.limits.clone(),
             instance: listener.instance.clone(),
             registry: self.shared.registry.clone(),
             workers: self.workers.clone(),

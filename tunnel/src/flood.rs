@@ -40,9 +40,17 @@ const YIELD_AFTER_FRAMES: u32 = 1_000;
 /// Connection that fails when its peer floods it.
 pub(crate) type FloodGuardedIo<S> = ObservedIo<S, FloodGuard>;
 
-/// Wraps a connection whose preface is still to be sent.
-pub(crate) fn guard_io<S>(io: S, small_frames: Arc<SmallFrames>) -> FloodGuardedIo<S> {
-    ObservedIo::new(io, FloodGuard::new(small_frames))
+/// Wraps a connection whose preface is still to be sent. A trusted peer has no limit.
+pub(crate) fn guard_io<S>(
+    io: S,
+    small_frames: Arc<SmallFrames>,
+    is_trusted: bool,
+) -> FloodGuardedIo<S> {
+    let guard = FloodGuard {
+        is_trusted,
+        ..FloodGuard::new(small_frames)
+    };
+    ObservedIo::new(io, guard)
 }
 
 /// Observer of the peer's frames that charges for small ones.
@@ -52,6 +60,8 @@ pub(crate) struct FloodGuard {
     write_parser: FrameParser,
     bucket: TokenBucket,
     small_frames: Arc<SmallFrames>,
+    /// Whether the peer pays for no frame.
+    is_trusted: bool,
     /// Number of frames since other tasks ran.
     frames_since_yield: u32,
 }
@@ -63,6 +73,7 @@ impl FloodGuard {
             write_parser: FrameParser::for_client(),
             bucket: TokenBucket::new(MAX_TOKENS, TOKENS_PER_SECOND),
             small_frames,
+            is_trusted: false,
             frames_since_yield: 0,
         }
     }
@@ -83,6 +94,7 @@ impl IoObserver for FloodGuard {
             bucket,
             small_frames,
             frames_since_yield,
+            is_trusted,
             ..
         } = self;
         let now = Instant::now();
@@ -100,7 +112,7 @@ impl IoObserver for FloodGuard {
             *frames_since_yield += 1;
             if kind == DATA {
                 small_frames.record_received(stream, usize::try_from(length).unwrap_or(usize::MAX));
-            } else if !bucket.try_spend(frame_cost(kind), now) {
+            } else if !*is_trusted && !bucket.try_spend(frame_cost(kind), now) {
                 flooding_kind = Some(kind);
             }
         });

@@ -61,6 +61,9 @@ pub struct GatewaySideConfig {
     pub round_trip: Duration,
     /// Budget of the bytes that all tunnels of this process leave unread. Windows stay small while it is high.
     pub memory_budget: Arc<MemoryBudget>,
+    /// Whether the other end is a gateway, whose streams belong to many nodes. The limits that end the tunnel of an edge which
+    /// floods it or ignores its windows do not apply then: the other gateway applies them to each edge.
+    pub is_trusted: bool,
 }
 
 impl Default for GatewaySideConfig {
@@ -72,6 +75,7 @@ impl Default for GatewaySideConfig {
             max_streams: 10_000,
             round_trip: Duration::ZERO,
             memory_budget: Arc::default(),
+            is_trusted: false,
         }
     }
 }

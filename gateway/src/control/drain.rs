@@ -183,8 +183,9 @@ pub async fn drain(
     };
     let late_deadline = end.min(Instant::now() + late_request_wait.min(grace / 2));
     poll_until(late_deadline, || (listeners.clients)() == 0).await;
-    for (_, edge) in registry.all() {
+    for (node, edge) in registry.all() {
         edge.tunnel.tunnel.drain();
+        registry.notify_change(&node);
     }
     // A tunnel whose last stream has ended is closed at once, so that an edge that knows no other gateway dials again.
     poll_until(end, || {

@@ -36,7 +36,7 @@ use causeway_tunnel::{
     wire,
 };
 use feed::own_hello;
-use futures_util::future::{BoxFuture, join_all};
+use futures_util::future::{BoxFuture, OptionFuture, join_all};
 use message::{PROTOCOL, PeerHello, PeerMessage};
 use rustls::{ClientConfig, pki_types::ServerName};
 use std::{
@@ -49,8 +49,8 @@ use std::{
 };
 use tokio::{
     net::TcpStream,
-    sync::oneshot,
-    time::{Instant, sleep, timeout},
+    sync::{oneshot, watch},
+    time::{Instant, sleep, sleep_until, timeout},
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tokio_util::sync::CancellationToken;
@@ -60,6 +60,12 @@ use tracing::{Span, debug, info, info_span, warn};
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time limit of a name's resolution.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Divisor of `limits.buffered_bytes`: bytes that the streams of one link may leave unread before its windows shrink.
+const LINK_BUDGET_DIVISOR: usize = 4;
+/// Age of a connection at which a new one replaces it, long before the certificates expire.
+const MAX_AGE: Duration = Duration::from_hours(24);
+/// Interval in which names are resolved until they could be resolved once.
+const FIRST_RESOLVE_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum delay between attempts to reach a gateway.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// Delay before an address is dialled again that led to this process, or to a peer that is known by another address.
@@ -91,6 +97,8 @@ pub struct PeerConnector {
     pub config: config::Peers,
     /// Timeouts and limits of tunnels, which hold for links as well.
     pub settings: config::Tunnel,
+    /// Limits of this gateway, which hold for links to all nodes of a peer together.
+    pub limits: config::Limits,
     /// Random identifier of this process.
     pub instance: Arc<str>,
     /// The tunnels and the directory.
@@ -160,39 +168,43 @@ impl PeerConnector {
 
     async fn follow_names(self: Arc<Self>, hold: ReadinessBlock) {
         let tasks = TaskGroup::default();
-        let mut followed: HashMap<PeerAddr, CancellationToken> = HashMap::new();
-        let mut hold = Some(hold);
+        let mut followed: HashMap<PeerAddr, watch::Sender<bool>> = HashMap::new();
+        let (mut hold, started) = (Some(hold), Instant::now());
         loop {
             let (resolved, is_complete) = self.resolve_all().await;
             let mut first_attempts = Vec::new();
+            followed.retain(|_, listed| !listed.is_closed());
             for address in &resolved {
-                followed.entry(address.clone()).or_insert_with(|| {
-                    let (attempted, first_attempt) = oneshot::channel();
-                    first_attempts.push(first_attempt);
-                    let removed = CancellationToken::new();
-                    let following =
-                        self.clone()
-                            .follow(address.clone(), attempted, removed.clone());
-                    tasks.spawn(info_span!("peer", %address), following);
-                    removed
-                });
+                if let Some(listed) = followed.get(address) {
+                    listed.send_replace(true);
+                    continue;
+                }
+                let (attempted, first_attempt) = oneshot::channel();
+                first_attempts.push(first_attempt);
+                let (listed, is_listed) = watch::channel(true);
+                let following = self.clone().follow(address.clone(), attempted, is_listed);
+                tasks.spawn(info_span!("peer", %address), following);
+                followed.insert(address.clone(), listed);
             }
             // A name server that fails removes no gateway.
             if is_complete {
-                followed.retain(|address, removed| {
-                    let is_listed = resolved.contains(address);
-                    if !is_listed {
-                        removed.cancel();
-                    }
-                    is_listed
-                });
+                for (address, listed) in &followed {
+                    listed.send_replace(resolved.contains(address));
+                }
             }
-            if let Some(hold) = hold.take() {
+            let remaining = START_TIMEOUT.saturating_sub(started.elapsed());
+            if hold.is_some() {
                 // Each attempt reports its end. After the timeout, this gateway serves without the peers that do not answer.
-                let _ = timeout(START_TIMEOUT, join_all(first_attempts)).await;
-                drop(hold);
+                let _ = timeout(remaining, join_all(first_attempts)).await;
             }
-            sleep(self.config.resolve_after).await;
+            if is_complete || started.elapsed() >= START_TIMEOUT {
+                hold = None;
+            }
+            sleep(match hold {
+                Some(_) => FIRST_RESOLVE_INTERVAL,
+                None => self.config.resolve_after,
+            })
+            .await;
         }
     }
 
@@ -225,38 +237,39 @@ impl PeerConnector {
         (resolved, is_complete)
     }
 
-    /// Keeps a connection to the gateway at this address until `removed`.
+    /// Keeps a connection to the gateway at this address for as long as the address is listed, and for as long as the connection
+    /// lasts then.
     async fn follow(
         self: Arc<Self>,
         address: PeerAddr,
         attempted: oneshot::Sender<()>,
-        removed: CancellationToken,
+        mut is_listed: watch::Receiver<bool>,
     ) {
         let mut attempted = Some(attempted);
         let mut backoff = Backoff::new(MAX_RETRY_DELAY, MAX_RETRY_DELAY);
         let mut reported = None;
-        // Sessions with gateways that drain, while the next process at the address is dialled.
-        let draining = TaskGroup::default();
-        while !removed.is_cancelled() {
-            let opened = PeerSession::open(&self, &address).await;
-            let delay = match opened {
+        // Sessions that end by themselves, while the next one is opened.
+        let earlier = TaskGroup::default();
+        while *is_listed.borrow_and_update() {
+            let delay = match PeerSession::open(&self, &address).await {
                 Ok(mut session) => {
                     backoff.reset();
                     reported = None;
                     info!(gateway = %address, version = session.peer.version, "connected to another gateway");
-                    let end = session.run(&mut attempted).await;
-                    match end {
-                        SessionEnd::Draining => {
-                            info!(gateway = %address, "another gateway drains");
-                            draining.spawn(Span::current(), async move {
-                                session.run(&mut None).await;
-                            });
-                        }
+                    match session.run(&mut attempted).await {
                         SessionEnd::Lost(error) => {
                             warn!(gateway = %address, %error, "lost the connection to another gateway");
+                            backoff.silent(rand::random())
+                        }
+                        end => {
+                            debug!(gateway = %address, ?end, "a new connection to another gateway follows");
+                            earlier.spawn(Span::current(), async move {
+                                while !matches!(session.run(&mut None).await, SessionEnd::Lost(_)) {
+                                }
+                            });
+                            Duration::ZERO
                         }
                     }
-                    backoff.silent(rand::random())
                 }
                 Err(error @ (PeerError::OwnProcess | PeerError::Duplicate)) => {
                     debug!(gateway = %address, %error, "this address is not used");
@@ -272,9 +285,13 @@ impl PeerConnector {
                 }
             };
             attempted.take();
-            removed.run_until_cancelled(sleep(delay)).await;
+            tokio::select! {
+                () = sleep(delay) => {}
+                // The gateway may have been connected by another address.
+                () = self.registry.directory().peer_removed() => sleep(backoff.silent(rand::random())).await,
+            }
         }
-        draining.wait_until_idle().await;
+        earlier.wait_until_idle().await;
     }
 
     /// Connects to a gateway and begins HTTP/2.
@@ -312,11 +329,12 @@ impl PeerConnector {
                 suspect_after: self.settings.ping_timeout,
                 close_after: self.settings.close_after,
             },
-            budget: self.settings.memory,
+            budget: self.limits.buffered_bytes / LINK_BUDGET_DIVISOR,
             node_budget: Arc::default(),
-            max_streams: self.settings.max_streams_per_tunnel,
+            max_streams: self.limits.streams,
             round_trip: started.elapsed(),
             memory_budget: self.memory_budget.clone(),
+            is_trusted: true,
         };
         let (tunnel, driver) = gateway_side::connect(io, traffic, config)
             .await
@@ -446,9 +464,12 @@ async fn wait_idle(tunnel: &Tunnel) {
 }
 
 /// Reason for which [`PeerSession::run`] returns.
+#[derive(Debug)]
 enum SessionEnd {
-    /// The peer drains. The session continues.
+    /// The peer drains. The session continues until the connection ends.
     Draining,
+    /// The connection is old. The session continues until a new one has replaced it.
+    Aged,
     /// The connection has ended.
     Lost(ControlStreamError),
 }
@@ -462,6 +483,8 @@ struct PeerSession {
     snapshot: Option<HashMap<NodeName, HeldState>>,
     /// Cancelled when the session ends.
     session_end: CancellationToken,
+    /// Time at which a new connection should replace this one.
+    aged_at: Option<Instant>,
     /// The task of the connection.
     _driver: TaskGroup,
 }
@@ -469,8 +492,9 @@ struct PeerSession {
 impl Drop for PeerSession {
     fn drop(&mut self) {
         self.session_end.cancel();
-        self.connector.registry.directory().remove(&self.peer);
-        self.record_left(&self.peer.node_names());
+        if self.connector.registry.directory().remove(&self.peer) {
+            self.record_left(&self.peer.node_names());
+        }
     }
 }
 
@@ -498,6 +522,7 @@ impl PeerSession {
             control,
             snapshot: None,
             session_end: CancellationToken::new(),
+            aged_at: Some(Instant::now() + MAX_AGE.mul_f64(rand::random_range(0.5..1.0))),
             _driver: tasks,
         };
         session.open_links(address).await;
@@ -526,9 +551,18 @@ impl PeerSession {
     /// `synchronized` when all of its nodes are known.
     async fn run(&mut self, synchronized: &mut Option<oneshot::Sender<()>>) -> SessionEnd {
         loop {
-            let message = match self.control.receive().await {
-                Ok(message) => message,
-                Err(error) => return SessionEnd::Lost(error),
+            let age = OptionFuture::from(self.aged_at.map(sleep_until));
+            let message = tokio::select! {
+                biased;
+                () = self.peer.replaced().cancelled() => return SessionEnd::Lost(ControlStreamError::Closed),
+                received = self.control.receive() => match received {
+                    Ok(message) => message,
+                    Err(error) => return SessionEnd::Lost(error),
+                },
+                Some(()) = age => {
+                    self.aged_at = None;
+                    return SessionEnd::Aged;
+                }
             };
             match message {
                 PeerMessage::Snapshot => self.snapshot = Some(HashMap::new()),

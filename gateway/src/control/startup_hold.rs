@@ -102,7 +102,12 @@ impl StartupHold {
                 && self.nodes.revocation_reason(node).is_none()
         });
         let awaited: Vec<_> = awaited.collect();
-        let back = awaited.iter().filter(|node| self.registry.has_tunnel(node));
+        // Requests for nodes of other gateways are forwarded.
+        let directory = self.registry.directory();
+        let is_back = |node: &&NodeName| {
+            self.registry.has_tunnel(node) || !directory.holders(node).is_empty()
+        };
+        let back = awaited.iter().filter(is_back);
         let (back, of) = (back.count(), awaited.len());
         (back < of || self.nodes.pending_reason().is_some()).then_some((back, of))
     }

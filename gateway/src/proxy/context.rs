@@ -20,6 +20,7 @@ use crate::{
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::informational::ExchangeId;
 use std::sync::Arc;
+use tokio_util::sync::CancellationToken;
 
 /// State that all listeners of a gateway share.
 #[derive(Debug)]
@@ -90,4 +91,14 @@ pub struct StreamContext<'a> {
     pub record: &'a Arc<AccessRecord>,
     /// Exchange of the interim responses.
     pub exchange: ExchangeId,
+}
+
+impl StreamContext<'_> {
+    /// Returns the token that is cancelled when connections through the tunnel should end once they are idle.
+    pub(super) fn leaving_token(&self) -> CancellationToken {
+        match self.peer {
+            Some(peer) => peer.leaving_token(&self.route.node),
+            None => self.tunnel.leaving_token().clone(),
+        }
+    }
 }

@@ -3,7 +3,8 @@
 //! The gateway that the client has reached does everything that depends on the client: it authenticates, authorizes, limits and
 //! logs. The holder checks its own policy and the limits of the node, opens the stream to the edge, says so by an interim
 //! response, and joins both streams. A request passes between gateways at most once: the holder uses only its own tunnels. If it
-//! has none, it refuses before it has read the body, and the request goes to the next holder.
+//! has none, it refuses before it has read the body, and the request goes elsewhere. Connections to upstreams of `upstream_tls`
+//! are pooled, so the holder decides about the request with which a connection begins.
 
 use super::{
     authn::{AuthMethod, ClientIdentity},
@@ -25,13 +26,24 @@ use causeway_tunnel::{
     wire,
 };
 use futures_util::future::OptionFuture;
-use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body::Body;
 use serde::{Deserialize, Serialize};
 use std::{
     net::{IpAddr, SocketAddr},
     pin::pin,
+    time::Duration,
 };
+use tokio::time::{Instant, timeout};
+
+/// Time after which a peer that has not accepted a request is probed, and time after which a request without effects goes to
+/// another one.
+const ACCEPT_TIMES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(2)];
+/// Maximum number of gateways that are asked for one request. The first one has usually just lost the node.
+const MAX_ATTEMPTS: usize = 3;
+/// Number of interim responses that pass at once, and the interval of further ones: an edge must not flood the other gateway.
+const INTERIM_BURST: usize = 4;
+const INTERIM_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Client of a forwarded request, for the access policy of the holder.
 #[derive(Debug, Serialize, Deserialize)]
@@ -44,8 +56,9 @@ struct ForwardedClient {
     /// Address of the client; a unix socket has none.
     address: Option<IpAddr>,
     action: Action,
-    method: String,
-    path: String,
+    /// Method and path of the request inside a TCP stream, if the gateway itself speaks TLS with the upstream.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    inner: Option<(String, String)>,
 }
 
 /// Opens a stream to the node of the route: on its tunnel, or through a peer that holds the node.
@@ -72,53 +85,65 @@ fn stream_error(ctx: StreamContext<'_>, error: &StreamError) -> Error {
     Error::from_stream_error(ctx.route.node.as_str(), error)
 }
 
-/// Opens a stream through a peer. If the peer has no tunnel of the node, one more holder is tried.
+/// Opens a stream through a peer. If the peer has no tunnel of the node, the request goes to this gateway's own tunnel or to
+/// another holder, and waits for one like a request without a tunnel.
 async fn forward_stream(
     ctx: StreamContext<'_>,
     mut head: Request<()>,
     kind: &StreamKind,
     end_stream: bool,
 ) -> Result<OpenStream, Error> {
-    let registry = &ctx.proxy.shared.registry;
-    forwarded_fields(ctx)?.set(head.headers_mut());
-    let metrics = &ctx.proxy.shared.metrics;
-    metrics.count_forwarded_stream();
-    let request = (kind, &ctx.route.target, end_stream);
-    let refusal = match open_at_peer(ctx, ctx.tunnel, head.clone(), request).await {
-        Err(OpenError::NotHeld(refusal)) => refusal,
-        Err(OpenError::Failed(error)) => return Err(error),
-        Ok(opened) => return Ok(opened),
-    };
-    metrics.count_stale_holder();
-    let (node, worker) = (&ctx.route.node, registry.worker(&ctx.route.node));
-    let excluded = ctx.peer.map(AsRef::as_ref);
-    let Some(next) = registry.directory().select(node, worker, excluded) else {
-        return Err(refusal);
-    };
-    ctx.record.set_tunnel(next.link.id);
-    match open_at_peer(ctx, &next.link.tunnel, head, request).await {
-        Err(OpenError::NotHeld(error) | OpenError::Failed(error)) => Err(error),
-        Ok(opened) => Ok(opened),
+    let shared = &ctx.proxy.shared;
+    forwarded_fields(ctx, kind)?.set(head.headers_mut());
+    shared.metrics.count_forwarded_stream();
+    let node = &ctx.route.node;
+    let (mut link, mut peer) = (ctx.tunnel.clone(), ctx.peer.cloned());
+    let mut attempts = 1;
+    loop {
+        let request = (kind, &ctx.route.target, end_stream);
+        let Some(holder) = peer else {
+            let (kind, target, end_stream) = request;
+            let fields = head.headers_mut();
+            fields.remove(wire::NODE);
+            fields.remove(wire::CLIENT);
+            let opening = link.open(head, kind, target, end_stream).await;
+            return opening.map_err(|error| stream_error(ctx, &error));
+        };
+        let refusal = match open_at_peer(ctx, &link, head.clone(), request).await {
+            Err(OpenError::NotHeld(refusal)) if attempts < MAX_ATTEMPTS => refusal,
+            Err(OpenError::NotHeld(error) | OpenError::Failed(error)) => return Err(error),
+            Ok(opened) => return Ok(opened),
+        };
+        attempts += 1;
+        shared.metrics.count_stale_holder();
+        holder.record_refusal(node);
+        shared.registry.record_left_peer(node, &holder.address);
+        let reconnect = shared.timeouts.reconnect;
+        let next = shared.registry.select_tunnel_within(node, reconnect).await;
+        let Ok(next) = next else {
+            return Err(refusal);
+        };
+        ctx.record.set_tunnel(next.id);
+        (link, peer) = (next.tunnel, next.peer);
     }
 }
 
 /// Returns the private fields that a peer needs.
-fn forwarded_fields(ctx: StreamContext<'_>) -> Result<ForwardedFields, Error> {
+fn forwarded_fields(ctx: StreamContext<'_>, kind: &StreamKind) -> Result<ForwardedFields, Error> {
     let granted = ctx.record.granted_access().map(|(granted, ..)| granted);
+    let action = granted
+        .as_ref()
+        .map_or(Action::Connect, |granted| granted.action);
+    let is_inside = *kind == StreamKind::Tcp && action != Action::Connect;
+    let inner = granted.filter(|_| is_inside);
     let client = ForwardedClient {
         name: ctx.client.name.to_string(),
         groups: ctx.client.groups.to_vec(),
         uris: ctx.client.uris.to_vec(),
         authenticated: ctx.client.method != AuthMethod::Anonymous,
         address: ctx.connection.peer.ip(),
-        action: granted
-            .as_ref()
-            .map_or(Action::Connect, |granted| granted.action),
-        method: granted.as_ref().map_or_else(
-            || Method::CONNECT.to_string(),
-            |granted| granted.method.to_string(),
-        ),
-        path: granted.map_or_else(String::new, |granted| granted.path.clone()),
+        action,
+        inner: inner.map(|granted| (granted.method.to_string(), granted.path.clone())),
     };
     let malformed = |error: Box<dyn std::error::Error + Send + Sync>| {
         Reason::Malformed.with_source("the request cannot be forwarded to another gateway", error)
@@ -147,20 +172,31 @@ async fn open_at_peer(
     (kind, target, end_stream): (&StreamKind, &Target, bool),
 ) -> Result<OpenStream, OpenError> {
     let peer_error = |error| stream_error(ctx, &error);
-    let is_repeatable = *kind == StreamKind::Request && end_stream && head.method().is_safe();
-    let opened = link.open(head, kind, target, end_stream).await;
-    let mut opened = opened.map_err(|error| OpenError::NotHeld(peer_error(error)))?;
-    let interim = opened.response.next_informational().await;
-    let interim = interim.map_err(|error| {
-        // A request that the peer has not read, or one without effects (RFC 9110 §9.2.2), may be sent again.
-        let may_repeat = error.is_refused() || is_repeatable;
-        let error = peer_error(error);
-        if may_repeat {
+    let classify = |is_not_held, error| {
+        if is_not_held {
             OpenError::NotHeld(error)
         } else {
             OpenError::Failed(error)
         }
+    };
+    let is_repeatable = *kind == StreamKind::Request && end_stream && head.method().is_safe();
+    let opened = link.open(head, kind, target, end_stream).await;
+    let mut opened = opened.map_err(|error| {
+        let is_of_link = matches!(&error, StreamError::Lost { .. } | StreamError::Busy);
+        classify(is_of_link || error.is_refused(), peer_error(error))
     })?;
+    let accepting = opened.response.next_informational();
+    let accepted = wait_for_acceptance(link, accepting, is_repeatable).await;
+    let interim = accepted.ok_or_else(|| {
+        let detail = format!(
+            "the gateway that has the tunnel of {} does not answer",
+            ctx.route.node
+        );
+        OpenError::NotHeld(Reason::TunnelLost.error(detail))
+    })?;
+    // A request that the peer has not read, or one without effects (RFC 9110 §9.2.1), may be sent again.
+    let interim = interim
+        .map_err(|error| classify(error.is_refused() || is_repeatable, peer_error(error)))?;
     if interim.is_some_and(|interim| interim.headers().contains_key(wire::ACCEPTED)) {
         return Ok(opened);
     }
@@ -172,10 +208,27 @@ async fn open_at_peer(
     let error = reason
         .unwrap_or(Reason::TunnelLost)
         .error(detail.to_owned());
-    Err(match reason {
-        Some(Reason::NodeNotConnected | Reason::Draining) => OpenError::NotHeld(error),
-        _ => OpenError::Failed(error),
-    })
+    let is_not_held = matches!(reason, Some(Reason::NodeNotConnected | Reason::Draining));
+    Err(classify(is_not_held, error))
+}
+
+/// Waits for the first interim response. A link that is late is probed. Returns `None` for a late request that may be sent again.
+async fn wait_for_acceptance<T>(
+    link: &Tunnel,
+    accepting: impl Future<Output = T>,
+    is_repeatable: bool,
+) -> Option<T> {
+    let mut accepting = pin!(accepting);
+    let [probe_after, give_up_after] = ACCEPT_TIMES;
+    if let Ok(accepted) = timeout(probe_after, accepting.as_mut()).await {
+        return Some(accepted);
+    }
+    link.request_probe();
+    if !is_repeatable {
+        return Some(accepting.await);
+    }
+    let remaining = give_up_after.saturating_sub(probe_after);
+    timeout(remaining, accepting).await.ok()
 }
 
 /// Serves a request that another gateway has forwarded: on a tunnel of this gateway, never through a third one.
@@ -269,7 +322,7 @@ async fn open_own_stream(
         node,
         target: target.clone(),
     };
-    authorize(shared, &route, client).await?;
+    authorize(shared, &route, (client, kind, &head)).await?;
     let node = route.node;
     let (selected, _) = shared
         .registry
@@ -282,7 +335,11 @@ async fn open_own_stream(
         .tunnel
         .open_forwarded(head, (kind, target), framing)
         .await
-        .map_err(|error| Error::from_stream_error(node.as_str(), &error))?;
+        .map_err(|error| match error {
+            // The edge has received nothing, so the other gateway may try another holder.
+            StreamError::Lost { .. } => Reason::NodeNotConnected.error(error.to_string()),
+            error => Error::from_stream_error(node.as_str(), &error),
+        })?;
     shared.metrics.count_served_for_peer();
     Ok((opened, permit, node))
 }
@@ -304,17 +361,31 @@ fn parse_forwarded(forwarded: &ForwardedFields) -> Result<(NodeName, ForwardedCl
 async fn authorize(
     shared: &ProxyState,
     route: &Route,
-    forwarded: ForwardedClient,
+    (forwarded, kind, head): (ForwardedClient, &StreamKind, &Request<()>),
 ) -> Result<(), Error> {
-    let method = if forwarded.authenticated {
+    let authentication = if forwarded.authenticated {
         AuthMethod::Certificate
     } else {
         AuthMethod::Anonymous
     };
-    let client = ClientIdentity::new(&forwarded.name, forwarded.groups, method, &shared.limits)
-        .with_uris(forwarded.uris);
-    let request_method = Method::from_bytes(forwarded.method.as_bytes())
-        .map_err(|_| Reason::Malformed.error("another gateway forwarded an invalid method"))?;
+    let client = ClientIdentity::new(
+        &forwarded.name,
+        forwarded.groups,
+        authentication,
+        &shared.limits,
+    )
+    .with_uris(forwarded.uris);
+    let invalid = |_| Reason::Malformed.error("another gateway forwarded an invalid method");
+    let (method, path) = match (&forwarded.inner, kind) {
+        (Some((method, path)), StreamKind::Tcp) => (
+            Method::from_bytes(method.as_bytes()).map_err(invalid)?,
+            path.as_str(),
+        ),
+        (None, StreamKind::Tcp) => (Method::CONNECT, ""),
+        (_, StreamKind::Request | StreamKind::Upgrade(_)) => {
+            (head.method().clone(), head.uri().path())
+        }
+    };
     let remote_address = forwarded.address.map_or(RemoteAddr::Unix(0), |address| {
         RemoteAddr::Tcp(SocketAddr::new(address, 0))
     });
@@ -323,8 +394,8 @@ async fn authorize(
         remote_address,
         destination: Destination::Node(route),
         action: forwarded.action,
-        method: &request_method,
-        path: &forwarded.path,
+        method: &method,
+        path,
     };
     let (_, decision) = authz::check(
         shared.authorizer.as_ref(),
@@ -341,6 +412,7 @@ async fn return_response(
     mut response: StreamResponse,
     node: &NodeName,
 ) -> bool {
+    let (mut interims, mut last_interim) = (0, Instant::now());
     let answer = loop {
         let interim = tokio::select! {
             biased;
@@ -348,8 +420,15 @@ async fn return_response(
             _ = responder.wait_for_reset() => return false,
         };
         match interim {
-            // A stream that was reset is noticed above.
-            Ok(Some(interim)) => drop(responder.send_informational(interim)),
+            Ok(Some(mut interim)) => {
+                interims += 1;
+                if interims <= INTERIM_BURST || last_interim.elapsed() >= INTERIM_INTERVAL {
+                    last_interim = Instant::now();
+                    strip_gateway_fields(interim.headers_mut());
+                    // A stream that was reset is noticed above.
+                    let _ = responder.send_informational(interim);
+                }
+            }
             Ok(None) => break response.await,
             Err(error) => break Err(error),
         }
@@ -361,7 +440,8 @@ async fn return_response(
             return false;
         }
     };
-    let (parts, body) = answer.into_parts();
+    let (mut parts, body) = answer.into_parts();
+    strip_gateway_fields(&mut parts.headers);
     let is_end = body.is_end_stream();
     let Ok(mut send) = responder.send(Response::from_parts(parts, ()), is_end) else {
         return false;
@@ -376,4 +456,10 @@ async fn return_response(
         result = pump(body, &mut send, None) => result.is_ok(),
         Some(()) = evicted => false,
     }
+}
+
+/// Removes the fields by which a gateway speaks to another one. An edge must not speak in the name of a gateway.
+fn strip_gateway_fields(fields: &mut HeaderMap) {
+    fields.remove(wire::REASON);
+    fields.remove(wire::ACCEPTED);
 }

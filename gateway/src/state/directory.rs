@@ -14,9 +14,17 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
-use tokio::time::Instant;
+use tokio::{sync::Notify, time::Instant};
+use tokio_util::sync::CancellationToken;
+
+/// Time for which a peer that has refused a request for a node is not asked for that node.
+const REFUSAL_TIME: Duration = Duration::from_secs(1);
+/// Time without an answer to a probe after which another tunnel or peer is preferred.
+const MIN_LATE: Duration = Duration::from_secs(1);
+/// The same in round trips, for long links.
+const LATE_ROUND_TRIPS: u32 = 4;
 
 /// Identifier of a tunnel, or of a link to a peer, in this process; higher is newer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -28,6 +36,7 @@ pub struct Directory {
     peers: Arc<ArcSwap<Vec<Arc<Peer>>>>,
     /// Held while the list changes.
     change_lock: Arc<Mutex<()>>,
+    removed: Arc<Notify>,
 }
 
 /// State of a node at the gateway that holds it.
@@ -37,6 +46,26 @@ pub enum HeldState {
     Connected,
     /// All tunnels of the node drain.
     Draining,
+}
+
+/// Entry of a node at a peer.
+#[derive(Debug)]
+struct HeldNode {
+    state: HeldState,
+    /// Time until which the peer is not asked, because it has refused a request for the node.
+    refused_until: Option<Instant>,
+    /// Cancelled when the peer holds the node no longer, or its tunnels drain. Idle connections through the peer then end.
+    leaving: CancellationToken,
+}
+
+impl HeldNode {
+    fn new(state: HeldState) -> Self {
+        Self {
+            state,
+            refused_until: None,
+            leaving: CancellationToken::new(),
+        }
+    }
 }
 
 /// Another gateway, while its control connection is open.
@@ -52,7 +81,9 @@ pub struct Peer {
     pub since: SystemTime,
     /// Its control connection.
     control: Tunnel,
-    nodes: RwLock<HashMap<NodeName, HeldState>>,
+    nodes: RwLock<HashMap<NodeName, HeldNode>>,
+    /// Cancelled when a newer connection to the same process has replaced this one.
+    replaced: CancellationToken,
     /// Connections for requests, one for each worker.
     links: Box<[ArcSwapOption<PeerLink>]>,
     /// Whether all of its nodes are known.
@@ -80,6 +111,12 @@ pub struct SelectedPeer {
     pub is_last_resort: bool,
 }
 
+/// Whether a tunnel has not answered a probe for long enough that another one is better.
+pub(super) fn is_late(tunnel: &Tunnel) -> bool {
+    let unanswered = tunnel.unanswered_for();
+    unanswered > MIN_LATE && unanswered > tunnel.round_trip() * LATE_ROUND_TRIPS
+}
+
 impl Peer {
     /// Returns a peer without nodes and links.
     pub fn new(
@@ -95,6 +132,7 @@ impl Peer {
             since: SystemTime::now(),
             control,
             nodes: RwLock::default(),
+            replaced: CancellationToken::new(),
             links: (0..workers).map(|_| ArcSwapOption::empty()).collect(),
             is_synchronized: AtomicBool::new(false),
             is_draining: AtomicBool::new(false),
@@ -102,8 +140,18 @@ impl Peer {
     }
 
     /// Replaces all nodes of the peer.
-    pub fn replace_nodes(&self, nodes: HashMap<NodeName, HeldState>) {
-        *self.write_nodes() = nodes;
+    pub fn replace_nodes(&self, states: HashMap<NodeName, HeldState>) {
+        let mut nodes = self.write_nodes();
+        nodes.retain(|node, held| {
+            let is_held = states.contains_key(node);
+            if !is_held {
+                held.leaving.cancel();
+            }
+            is_held
+        });
+        for (node, state) in states {
+            set_state(&mut nodes, node, state);
+        }
         self.is_synchronized.store(true, Relaxed);
     }
 
@@ -111,18 +159,46 @@ impl Peer {
     pub fn set_node(&self, node: NodeName, state: Option<HeldState>) {
         let mut nodes = self.write_nodes();
         match state {
-            Some(state) => {
-                nodes.insert(node, state);
-            }
+            Some(state) => set_state(&mut nodes, node, state),
             None => {
-                nodes.remove(&node);
+                if let Some(held) = nodes.remove(&node) {
+                    held.leaving.cancel();
+                }
             }
         }
+    }
+
+    /// Records that the peer has refused a request, because it has no usable tunnel of the node. It is not asked for a moment.
+    pub fn record_refusal(&self, node: &NodeName) {
+        if let Some(held) = self.write_nodes().get_mut(node) {
+            held.refused_until = Some(Instant::now() + REFUSAL_TIME);
+            held.leaving.cancel();
+            held.leaving = CancellationToken::new();
+        }
+    }
+
+    /// Returns the token that is cancelled when the peer holds the node no longer, or its tunnels drain.
+    pub fn leaving_token(&self, node: &NodeName) -> CancellationToken {
+        let held = self.read_nodes();
+        let token = held.get(node).map(|held| held.leaving.clone());
+        token.unwrap_or_else(|| {
+            let left = CancellationToken::new();
+            left.cancel();
+            left
+        })
+    }
+
+    /// Returns the token that is cancelled when a newer connection to the same process has replaced this one.
+    pub fn replaced(&self) -> &CancellationToken {
+        &self.replaced
     }
 
     /// Records that the peer drains.
     pub fn mark_draining(&self) {
         self.is_draining.store(true, Relaxed);
+        for held in self.read_nodes().values() {
+            held.leaving.cancel();
+        }
     }
 
     /// Whether the peer drains.
@@ -147,7 +223,15 @@ impl Peer {
 
     /// Returns the state of a node at the peer, if the peer holds it.
     pub fn node(&self, node: &NodeName) -> Option<HeldState> {
-        self.read_nodes().get(node).copied()
+        Some(self.read_nodes().get(node)?.state)
+    }
+
+    /// Returns the state of a node for a new request, if the peer may be asked.
+    fn usable_node(&self, node: &NodeName, now: Instant) -> Option<HeldState> {
+        let nodes = self.read_nodes();
+        let held = nodes.get(node)?;
+        let is_refused = held.refused_until.is_some_and(|until| now < until);
+        (!is_refused).then_some(held.state)
     }
 
     /// Returns the number of nodes that the peer holds.
@@ -178,13 +262,25 @@ impl Peer {
         own.or_else(|| self.links.iter().find_map(usable_link))
     }
 
-    fn read_nodes(&self) -> RwLockReadGuard<'_, HashMap<NodeName, HeldState>> {
+    fn read_nodes(&self) -> RwLockReadGuard<'_, HashMap<NodeName, HeldNode>> {
         self.nodes.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write_nodes(&self) -> RwLockWriteGuard<'_, HashMap<NodeName, HeldState>> {
+    fn write_nodes(&self) -> RwLockWriteGuard<'_, HashMap<NodeName, HeldNode>> {
         self.nodes.write().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn set_state(nodes: &mut HashMap<NodeName, HeldNode>, node: NodeName, state: HeldState) {
+    let held = nodes.entry(node).or_insert_with(|| HeldNode::new(state));
+    if state == HeldState::Draining {
+        held.leaving.cancel();
+    } else if held.leaving.is_cancelled() {
+        held.leaving = CancellationToken::new();
+    }
+    held.state = state;
+    // The peer states what it holds now.
+    held.refused_until = None;
 }
 
 fn usable_link(slot: &ArcSwapOption<PeerLink>) -> Option<Arc<PeerLink>> {
@@ -197,42 +293,50 @@ impl Directory {
         self.peers.load_full()
     }
 
-    /// Adds a peer. Returns false if there is a peer with this instance already: the process has several addresses.
+    /// Adds a peer. Replaces the earlier connection to the same process at the same address. Returns false if the process is
+    /// connected by another address.
     pub fn add(&self, peer: &Arc<Peer>) -> bool {
         let _changing = self.change();
         let mut all = Vec::clone(&self.peers.load());
-        if all.iter().any(|known| known.instance == peer.instance) {
-            return false;
+        if let Some(index) = all.iter().position(|known| known.instance == peer.instance) {
+            if all[index].address != peer.address {
+                return false;
+            }
+            all.remove(index).replaced.cancel();
         }
         all.push(peer.clone());
         self.peers.store(Arc::new(all));
         true
     }
 
-    /// Removes a peer, with all of its entries.
-    pub fn remove(&self, peer: &Arc<Peer>) {
+    /// Removes a peer, with all of its entries, unless another connection has replaced it. Returns whether it was removed.
+    pub fn remove(&self, peer: &Arc<Peer>) -> bool {
         let _changing = self.change();
         let mut all = Vec::clone(&self.peers.load());
-        all.retain(|known| !Arc::ptr_eq(known, peer));
+        let Some(index) = all.iter().position(|known| Arc::ptr_eq(known, peer)) else {
+            return false;
+        };
+        all.remove(index);
         self.peers.store(Arc::new(all));
+        self.removed.notify_waiters();
+        true
+    }
+
+    /// Waits until a peer is removed.
+    pub async fn peer_removed(&self) {
+        self.removed.notified().await;
     }
 
     /// Selects the best peer that holds the node: one that answers before one that does not, then one that does not drain, then
-    /// a link without bulk, then the link with the fewest streams. `excluded` has refused the request already.
-    pub fn select(
-        &self,
-        node: &NodeName,
-        worker: WorkerId,
-        excluded: Option<&Peer>,
-    ) -> Option<SelectedPeer> {
+    /// a link without bulk, then the link with the fewest streams. A peer that has just refused a request is not selected.
+    pub fn select(&self, node: &NodeName, worker: WorkerId) -> Option<SelectedPeer> {
         let now = Instant::now();
         let peers = self.peers.load();
         let candidates = peers.iter().filter_map(|peer| {
-            if excluded.is_some_and(|excluded| std::ptr::eq(excluded, &raw const **peer)) {
-                return None;
-            }
-            let drains = peer.node(node)? == HeldState::Draining || peer.is_draining();
-            Some((peer, peer.link(worker)?, (peer.is_suspect(), drains)))
+            let drains = peer.usable_node(node, now)? == HeldState::Draining || peer.is_draining();
+            let link = peer.link(worker)?;
+            let is_late = peer.is_suspect() || is_late(&link.tunnel);
+            Some((peer, link, (is_late, drains)))
         });
         let (peer, link, rank) = candidates.min_by_key(|(_, link, rank)| {
             let load = link.tunnel.load();

@@ -8,7 +8,7 @@
 //! hold.
 
 use crate::{
-    state::directory::{Directory, HeldState, Peer, TunnelId},
+    state::directory::{Directory, HeldState, Peer, TunnelId, is_late},
     worker::{WorkerId, Workers},
 };
 use arc_swap::ArcSwapOption;
@@ -255,7 +255,8 @@ impl Registry {
         self.changes.subscribe()
     }
 
-    fn notify_change(&self, node: &NodeName) {
+    /// Notifies peers that a tunnel of this node has begun to drain.
+    pub fn notify_change(&self, node: &NodeName) {
         if self.changes.receiver_count() > 0 {
             // The send fails only if the last receiver has just gone.
             let _ = self.changes.send(node.clone());
@@ -389,26 +390,25 @@ impl Registry {
     /// # Errors
     /// The reason why this gateway has no tunnel, if no peer has one either.
     pub fn select_tunnel(&self, node: &NodeName) -> Result<SelectedTunnel, NodeUnavailable> {
-        let (own, is_leaving) = match self.select_own_tunnel(node) {
-            Ok((own, false)) => return Ok(own),
-            Ok((own, true)) => (Ok(own), true),
-            Err(unavailable) => (Err(unavailable), false),
+        let own = match self.select_own_tunnel(node) {
+            Ok((own, false)) if !is_late(&own.tunnel) => return Ok(own),
+            own => own,
         };
-        let selected = self.directory.select(node, self.worker(node), None);
-        match selected.filter(|selected| !(is_leaving && selected.is_last_resort)) {
+        let selected = self.directory.select(node, self.worker(node));
+        match selected.filter(|selected| own.is_err() || !selected.is_last_resort) {
             Some(selected) => Ok(SelectedTunnel {
                 tunnel: selected.link.tunnel.clone(),
                 id: selected.link.id,
-                streams: self
-                    .shard(node)
-                    .entry(node.clone())
-                    .or_default()
-                    .streams
-                    .clone(),
+                streams: self.streams_of(node),
                 peer: Some(selected.peer),
             }),
-            None => own,
+            None => own.map(|(own, _)| own),
         }
+    }
+
+    fn streams_of(&self, node: &NodeName) -> Arc<AtomicUsize> {
+        let mut shard = self.shard(node);
+        shard.entry(node.clone()).or_default().streams.clone()
     }
 
     /// Selects the best open tunnel of this gateway for a new stream: not draining before draining, not bulk before bulk, then the
@@ -653,7 +653,11 @@ impl NodeTunnels {
 
     /// Returns the state of the node for peers; `None` if no tunnel is open.
     fn held_state(&self) -> Option<HeldState> {
-        let is_connected = |edge: &TunnelInfo| !edge.is_leaving && edge.tunnel.tunnel.is_open();
+        // A tunnel that does not answer at present counts: no change would be noticed when it does again.
+        let is_connected = |edge: &TunnelInfo| {
+            let tunnel = &edge.tunnel.tunnel;
+            !edge.is_leaving && !tunnel.is_draining() && !tunnel.is_closed()
+        };
         if self.tunnels.iter().any(is_connected) {
             return Some(HeldState::Connected);
         }

@@ -84,6 +84,7 @@ impl TunnelConnection {
                 .saturating_add(CONTROL_STREAMS),
             round_trip,
             memory_budget: admission.memory_budget.clone(),
+            is_trusted: false,
         };
         let (tunnel, driver) = timeout(
             config.hello_timeout,

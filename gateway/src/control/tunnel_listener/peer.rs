@@ -12,12 +12,16 @@ use tokio::{
     io::{AsyncRead, AsyncWrite},
     time::{Instant, interval},
 };
-use tracing::{debug, info_span};
+use tracing::{debug, info_span, warn};
 
 /// Time without streams after which a gateway that drains closes the connection.
 const IDLE_CLOSE_AFTER: Duration = Duration::from_secs(1);
 /// Interval of checks for that.
-const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(200);
+const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Interval of checks of the other gateway's certificate: its expiry, and the trusted roots.
+const TRUST_CHECK_INTERVAL: Duration = Duration::from_secs(5);
+/// Window of a stream towards this gateway, in bytes.
+const STREAM_WINDOW: usize = 512 << 10;
 
 impl HandshakeContext {
     /// Serves another gateway until the connection ends, or until this gateway drains and no stream is open.
@@ -28,7 +32,9 @@ impl HandshakeContext {
         round_trip: Duration,
     ) -> Result<(), HandshakeError> {
         let admission = &self.admission;
-        admission.tls.load().verify_gateway(&io)?;
+        let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
+        let chain: Vec<_> = chain.iter().map(|one| one.clone().into_owned()).collect();
+        admission.tls.load().verify_gateway(&chain)?;
         let Some(serve_stream) = admission.peer_streams.clone() else {
             return Ok(());
         };
@@ -40,7 +46,8 @@ impl HandshakeContext {
         };
         let config = EdgeSideConfig {
             read_timeout: keepalive.probe_after + keepalive.suspect_after + keepalive.close_after,
-            budget: settings.memory,
+            // The window of a stream never shrinks here, and each slow edge may leave one unread.
+            budget: STREAM_WINDOW,
             max_streams: u32::try_from(settings.max_streams_per_tunnel).unwrap_or(u32::MAX),
             round_trip,
             memory_budget: admission.memory_budget.clone(),
@@ -59,19 +66,27 @@ impl HandshakeContext {
             instance: admission.instance.to_string(),
             hello_timeout: settings.hello_timeout,
         };
-        serve_streams(connection, &feed, &serve_stream).await;
+        let tls = admission.tls.clone();
+        let is_trusted = move || tls.load().verify_gateway(&chain).is_ok();
+        serve_streams(connection, &feed, (&serve_stream, &is_trusted)).await;
         Ok(())
     }
 }
 
+/// Serves streams until the connection ends, until the certificate of the other gateway is not valid any more, or until this
+/// gateway drains and needs the connection no longer.
 async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
     mut connection: EdgeSide<S>,
     feed: &NodeFeed,
-    serve_stream: &ForwardHandler,
+    (serve_stream, is_trusted): (&ForwardHandler, &(dyn Fn() -> bool + Sync)),
 ) {
+    let registry = &feed.registry;
     let (feeds, streams) = (TaskGroup::default(), TaskGroup::default());
-    let mut idle_check = interval(IDLE_CHECK_INTERVAL);
-    let mut last_active = Instant::now();
+    let (mut idle_check, mut trust_check) = (
+        interval(IDLE_CHECK_INTERVAL),
+        interval(TRUST_CHECK_INTERVAL),
+    );
+    let (mut last_active, mut drains) = (Instant::now(), false);
     loop {
         tokio::select! {
             next = connection.next_stream() => match next {
@@ -85,13 +100,19 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                 }
                 Err(end) => return debug!(%end, "the connection of another gateway ended"),
             },
-            _ = idle_check.tick(), if feed.registry.is_draining() => {
+            () = registry.drain_started(), if !drains => drains = true,
+            _ = idle_check.tick(), if drains => {
                 if !streams.is_empty() {
                     last_active = Instant::now();
-                } else if last_active.elapsed() >= IDLE_CLOSE_AFTER {
+                } else if registry.connected_nodes() == 0
+                    || (feeds.is_empty() && last_active.elapsed() >= IDLE_CLOSE_AFTER)
+                {
                     return;
                 }
             }
+            _ = trust_check.tick() => if !is_trusted() {
+                return warn!("closed the connection of another gateway, because its certificate is not valid any more");
+            },
         }
     }
 }

@@ -134,11 +134,10 @@ impl Tls {
         )
     }
 
-    /// Checks that the peer of the connection is a gateway.
-    pub(super) fn verify_gateway(&self, io: &Io) -> Result<(), PeerRejected> {
-        let chain = io.get_ref().1.peer_certificates();
+    /// Checks that this is the chain of a gateway.
+    pub(super) fn verify_gateway(&self, chain: &[CertificateDer<'_>]) -> Result<(), PeerRejected> {
         let (now, revoked) = (UnixTime::now(), &verify::none_revoked);
-        verify_peer(chain, Purpose::Peer, now, &self.trust, revoked).map(drop)
+        verify_peer(Some(chain), Purpose::Peer, now, &self.trust, revoked).map(drop)
     }
 
     /// Returns the node of the edge, and the certificate that it has presented.

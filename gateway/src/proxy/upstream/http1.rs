@@ -71,7 +71,7 @@ impl Http1Connection {
             life: life.clone(),
             return_receiver,
             key: pool_key(ctx, upstream_tls),
-            tunnel_leaving: ctx.tunnel.leaving_token().clone(),
+            tunnel_leaving: ctx.leaving_token(),
             retired: upstream_tls.retired().clone(),
             read_timeout: shared.timeouts.upload,
         };

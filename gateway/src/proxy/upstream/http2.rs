@@ -89,7 +89,7 @@ pub(super) async fn start_http2(
         load: tunnel.load().clone(),
         leaving: [
             tunnel.leaving_token().clone(),
-            way.tunnel.leaving_token().clone(),
+            way.leaving_token(),
             app.retired().clone(),
         ],
         key: pool_key(way, app),
