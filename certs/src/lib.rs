@@ -56,7 +56,7 @@ pub use signer_profile::SignerProfile;
 pub use store::{
     Backup, DirLock, Entries, EntryChange, EntryKey, ImportOutcome, NodeRecord, NodeStore,
     NodeUpdate, OpenMode, PendingCsr, Pin, PinTable, Pins, ReleasedClaim, Requested, Revocation,
-    SharedCa, Store, StoreError, entry_text,
+    RevocationEntry, SharedCa, Store, StoreError, entry_text,
 };
 pub use token::{
     JoinToken, NodeAttributes, NodeStatus, TokenError, TokenRecord, TokenRejected, TokenStore,

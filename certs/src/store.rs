@@ -23,7 +23,7 @@ pub use backup::Backup;
 pub use data_dir::{DirLock, OpenMode, ReleasedClaim, Store};
 pub use entries::{Entries, EntryChange, EntryKey, entry_text};
 pub use file_owner::open_private;
-pub use nodes::{NodeRecord, NodeStore, NodeUpdate, Revocation};
+pub use nodes::{NodeRecord, NodeStore, NodeUpdate, Revocation, RevocationEntry};
 pub use pending_csr::{PendingCsr, Requested};
 pub use pins::{Pin, PinTable, Pins};
 pub use shared_ca::{ImportOutcome, SharedCa};

@@ -19,7 +19,8 @@ pub use etcd::EtcdEngine;
 
 use causeway_certs::{
     Entries, EntryChange, EntryKey, ImportOutcome, JoinToken, NodeName, NodeRecord, NodeStatus,
-    Pin, SharedCa, Store, StoreError, TokenRecord, TokenRejected, TokenStore, entry_text,
+    Pin, RevocationEntry, SharedCa, Store, StoreError, TokenRecord, TokenRejected, TokenStore,
+    entry_text,
 };
 use merge::Digests;
 use rustls_pki_types::UnixTime;
@@ -39,7 +40,7 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of attempts to write while other gateways write.
 const MAX_ATTEMPTS: usize = 5;
 /// Modification times of the files with entries.
-type FileTimes = [Option<SystemTime>; 4];
+type FileTimes = [Option<SystemTime>; 5];
 /// Key of the entry with the version of the entries. An engine without it is new, or has lost its entries.
 const VERSION_KEY: &str = "version";
 /// Version of the entries.
@@ -277,7 +278,7 @@ impl SharedState {
             store.pins().require()?;
         }
         let mut local = store.entries()?;
-        let plan = merge::plan(last, &local, remote);
+        let plan = merge::plan(last, &local, remote, UnixTime::now().as_secs());
         let mut conflicts = Vec::new();
         if !plan.local.is_empty() {
             conflicts = store.change_entries(&plan.local)?;
@@ -380,12 +381,19 @@ impl SharedState {
             return Ok(None);
         };
         let revoked = self.0.engine.get(&revoked_key).await?;
+        let record = parse_entry::<NodeRecord>(&key, &text)?;
+        let there = revoked.as_deref();
+        let there = there.map(|text| parse_entry::<RevocationEntry>(&revoked_key, text));
+        let name = node.clone();
+        let here = self.on_disk(move |store| store.nodes().ended_revocation(&name));
+        let (here, there) = (here.await?, there.transpose()?);
+        if here.iter().chain(&there).any(|end| end.removes(&record)) {
+            return Ok(None);
+        }
+        let in_force = there.filter(RevocationEntry::is_in_force);
         let record = NodeRecord {
-            revoked: revoked
-                .as_deref()
-                .map(|text| parse_entry(&revoked_key, text))
-                .transpose()?,
-            ..parse_entry(&key, &text)?
+            revoked: in_force.map(|entry| entry.revocation),
+            ..record
         };
         let changes = [(key, Some(text)), (revoked_key, revoked)].map(|(key, value)| EntryChange {
             key,
@@ -414,7 +422,17 @@ impl SharedState {
         for _ in 0..MAX_ATTEMPTS {
             let current = self.0.engine.get(&key).await.map_err(SyncError::from)?;
             let record = current.as_deref().map(|text| parse_entry(&key, text));
-            let record = record.transpose().map_err(SyncError::from)?;
+            let there: Option<TokenRecord> = record.transpose().map_err(SyncError::from)?;
+            let here = spawn_blocking({
+                let (tokens, id) = (tokens.clone(), token.id.clone());
+                move || Ok(tokens.all()?.into_iter().find(|known| known.id == id))
+            });
+            let here: Result<_, StoreError> = here.await.map_err(SyncError::from)?;
+            // The engine may lack a revocation by a command, or uses after a restored backup.
+            let record = match (here.map_err(SyncError::from)?, there) {
+                (Some(here), Some(there)) => Some(merge::merge_tokens(here, there)),
+                (_, there) => there,
+            };
             let spent = tokens.spend(record, token, joining, UnixTime::now())?;
             let change = EntryChange {
                 key: key.clone(),

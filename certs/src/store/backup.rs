@@ -8,7 +8,7 @@
 use super::atomic_file::{StoreError, io_error};
 use super::data_dir::NODES_FILE;
 use super::data_dir::{CA_FILE, Store, TICKETS_FILE};
-use super::nodes::NodeRecord;
+use super::nodes::{ENDED_FILE, EndedRevocations, NodeRecord};
 use super::pins::{PINS_FILE, PinTable};
 use crate::ca::{Ca, file::CaFile};
 use crate::name::NodeName;
@@ -27,7 +27,14 @@ const VERSION: u32 = 1;
 /// Maximum difference between two clocks, in seconds.
 const MAX_CLOCK_SKEW: u64 = 24 * 60 * 60;
 /// Files in a backup. The CA comes last; the restored state is not valid without it.
-const BACKUP_FILES: [&str; 5] = [TOKENS_FILE, NODES_FILE, PINS_FILE, TICKETS_FILE, CA_FILE];
+const BACKUP_FILES: [&str; 6] = [
+    TOKENS_FILE,
+    ENDED_FILE,
+    NODES_FILE,
+    PINS_FILE,
+    TICKETS_FILE,
+    CA_FILE,
+];
 
 /// A backup that was read and validated, or created.
 #[derive(Serialize, Deserialize)]
@@ -84,6 +91,7 @@ impl Backup {
         }
         backup.ca()?;
         backup.parse_file::<BTreeMap<NodeName, NodeRecord>>(NODES_FILE)?;
+        backup.parse_file::<EndedRevocations>(ENDED_FILE)?;
         backup.parse_file::<Vec<TokenRecord>>(TOKENS_FILE)?;
         backup.parse_file::<PinTable>(PINS_FILE)?;
         match backup

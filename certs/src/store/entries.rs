@@ -3,7 +3,7 @@
 //! | key | value (JSON) |
 //! | --- | --- |
 //! | `node/NAME` | [`NodeRecord`] without the revocation |
-//! | `revoked/NAME` | [`Revocation`] |
+//! | `revoked/NAME` | [`RevocationEntry`] |
 //! | `token/ID` | [`TokenRecord`] |
 //! | `pin/NAME:PORT` | [`Pin`] |
 //! | `ca` | the CA and the secret of session tickets, see [`SharedCa::to_entry`] |
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::atomic_file::StoreError;
 use super::data_dir::{CA_FILE, NODES_FILE, Store};
-use super::nodes::{NodeRecord, Revocation};
+use super::nodes::{ENDED_FILE, EndedRevocations, NodeRecord, Revocation, RevocationEntry};
 use super::pins::{PINS_FILE, Pin, PinTable};
 use super::shared_ca::SharedCa;
 use crate::name::NodeName;
@@ -88,6 +88,7 @@ impl std::fmt::Display for EntryKey<'_> {
 /// The files of the data directory that contain entries.
 struct Files {
     nodes: BTreeMap<NodeName, NodeRecord>,
+    ended: EndedRevocations,
     tokens: Vec<TokenRecord>,
     pins: PinTable,
 }
@@ -131,6 +132,9 @@ impl Store {
             }
         }
         // A node's certificate must not be admitted between two writes, so its revocation is written with the node.
+        if next.ended != previous.ended {
+            self.dir.write_json(ENDED_FILE, &next.ended)?;
+        }
         if next.nodes != previous.nodes {
             self.dir.write_json(NODES_FILE, &next.nodes)?;
         }
@@ -144,14 +148,15 @@ impl Store {
     }
 
     /// Returns the times of the last changes of the files with entries, each `None` without its file.
-    pub fn entry_changes(&self) -> [Option<std::time::SystemTime>; 4] {
-        [CA_FILE, NODES_FILE, TOKENS_FILE, PINS_FILE]
+    pub fn entry_changes(&self) -> [Option<std::time::SystemTime>; 5] {
+        [CA_FILE, NODES_FILE, ENDED_FILE, TOKENS_FILE, PINS_FILE]
             .map(|name| self.dir.path(name).metadata().ok()?.modified().ok())
     }
 
     fn read_files(&self) -> Result<Files, StoreError> {
         Ok(Files {
             nodes: self.dir.read_json(NODES_FILE)?.unwrap_or_default(),
+            ended: self.dir.read_json(ENDED_FILE)?.unwrap_or_default(),
             tokens: self.dir.read_json(TOKENS_FILE)?.unwrap_or_default(),
             pins: self.dir.read_json(PINS_FILE)?.unwrap_or_default(),
         })
@@ -181,8 +186,17 @@ impl Files {
             }
             Some(EntryKey::Revoked(node)) => {
                 let node = name(node)?;
-                let revoked = value.map(|text| parse::<Revocation>(key, text));
-                let revoked = revoked.transpose()?;
+                let entry = value.map(|text| parse::<RevocationEntry>(key, text));
+                let entry = entry.transpose()?;
+                self.ended.remove(&node);
+                let revoked = match entry {
+                    Some(entry) if entry.is_in_force() => Some(entry.revocation),
+                    Some(end) => {
+                        self.ended.insert(node.clone(), end);
+                        None
+                    }
+                    None => None,
+                };
                 if let Some(at) = revoked.as_ref().map(|revoked| revoked.at) {
                     let record = || NodeRecord::name_only(&node, at);
                     self.nodes.entry(node.clone()).or_insert_with(record);
@@ -218,6 +232,11 @@ impl Files {
 
     fn to_entries(&self) -> Entries {
         let mut entries = Entries::new();
+        for (name, end) in &self.ended {
+            let key = EntryKey::Revoked(name.as_ref()).to_string();
+            entries.insert(key, entry_text(end));
+        }
+        // A revocation in force replaces an end.
         for (name, record) in &self.nodes {
             let name = name.to_string();
             if let Some(revoked) = &record.revoked {

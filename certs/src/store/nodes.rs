@@ -1,8 +1,9 @@
-//! Records of the enrolled nodes, in `nodes.json`.
+//! Records of the enrolled nodes, in `nodes.json`, and the ends of revocations, in `revocations-ended.json`.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
+use rustls_pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
 
 use super::atomic_file::{Dir, StoreError};
@@ -11,6 +12,12 @@ use crate::ca::IssuedCertificate;
 use crate::name::NodeName;
 use crate::secret::Fingerprint;
 use crate::token::NodeAttributes;
+
+/// File of the ends of revocations.
+pub(super) const ENDED_FILE: &str = "revocations-ended.json";
+/// Time for which the end of a revocation is stored, in seconds. A backup of the shared state that is older brings the revocation
+/// or the removed node back.
+const ENDED_RETENTION_SECS: u64 = 90 * 86_400;
 
 /// Record of a node, as confirmed by enrolment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -102,6 +109,93 @@ pub struct Revocation {
     pub reason: String,
 }
 
+/// Value of the entry `revoked/NAME`: a revocation in force, or the end of one.
+///
+/// The absence of an entry is also the result of a restored backup, so it never ends a revocation. The end has a value of its
+/// own. It also states that a node was removed, so that the record does not come back from a backup.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RevocationEntry {
+    /// The revocation. For the removal of a node that was not revoked, its time is that of the enrolment.
+    #[serde(flatten)]
+    pub revocation: Revocation,
+    /// Time of the end, in Unix seconds. `None` while the revocation is in force.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lifted: Option<u64>,
+    /// Set if the node was removed: the record of an enrolment at this time or earlier does not come back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub removed: Option<u64>,
+}
+
+/// Ends of revocations, by node.
+pub(super) type EndedRevocations = BTreeMap<NodeName, RevocationEntry>;
+
+impl From<Revocation> for RevocationEntry {
+    fn from(revocation: Revocation) -> Self {
+        Self {
+            revocation,
+            lifted: None,
+            removed: None,
+        }
+    }
+}
+
+impl RevocationEntry {
+    /// Returns the end of a revocation. It is newer than the revocation, even if the clock of this host is behind.
+    fn ended(revocation: Revocation, now: u64) -> Self {
+        Self {
+            lifted: Some(now.max(revocation.at)),
+            revocation,
+            removed: None,
+        }
+    }
+
+    /// Returns the removal of a node.
+    fn of_removed(record: &NodeRecord, now: u64) -> Self {
+        let revocation = record.revoked.clone().unwrap_or_else(|| Revocation {
+            at: record.enrolled_at,
+            reason: "the node was removed".to_owned(),
+        });
+        Self {
+            // A revocation may come back as the record of a node that is not enrolled, which has the time of the revocation.
+            removed: Some(record.enrolled_at.max(revocation.at)),
+            ..Self::ended(revocation, now)
+        }
+    }
+
+    /// Whether the node is revoked.
+    pub fn is_in_force(&self) -> bool {
+        self.lifted.is_none()
+    }
+
+    /// Whether this record was removed.
+    pub fn removes(&self, record: &NodeRecord) -> bool {
+        let removed = self.removed;
+        removed.is_some_and(|last| record.enrolled_at <= last)
+    }
+
+    /// Whether the end is so old that it is no longer stored.
+    pub fn is_outdated(&self, now: u64) -> bool {
+        let lifted = self.lifted;
+        lifted.is_some_and(|at| at.saturating_add(ENDED_RETENTION_SECS) < now)
+    }
+
+    /// Returns the value that was set last.
+    #[must_use]
+    pub fn newest(self, other: Self) -> Self {
+        // The end of a revocation may have the time of the revocation.
+        let order = |entry: &Self| {
+            let last = entry.lifted.unwrap_or(entry.revocation.at);
+            let reason = entry.revocation.reason.clone();
+            (last, entry.lifted.is_some(), entry.removed, reason)
+        };
+        if order(&other) > order(&self) {
+            other
+        } else {
+            self
+        }
+    }
+}
+
 impl Store {
     /// Returns the records of the enrolled nodes.
     pub fn nodes(&self) -> NodeStore {
@@ -125,16 +219,15 @@ impl NodeStore {
 
     /// Stores many records like [`NodeStore::put`], but with one write. Separate writes would each rewrite the whole file.
     pub fn put_all(&self, records: impl IntoIterator<Item = NodeRecord>) -> Result<(), StoreError> {
-        self.dir
-            .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
-                for mut record in records {
-                    if let Some(previous) = nodes.get(&record.node) {
-                        record.revoked.clone_from(&previous.revoked);
-                    }
-                    nodes.insert(record.node.clone(), record);
+        self.update(|nodes| {
+            for mut record in records {
+                if let Some(previous) = nodes.get(&record.node) {
+                    record.revoked.clone_from(&previous.revoked);
                 }
-                Ok(())
-            })
+                nodes.insert(record.node.clone(), record);
+            }
+            Ok(())
+        })
     }
 
     /// Applies many updates with one write, for a fleet that connects at once. Returns the new record for each update, or
@@ -143,29 +236,28 @@ impl NodeStore {
         &self,
         changes: &[(NodeName, NodeUpdate)],
     ) -> Result<Vec<Option<NodeRecord>>, StoreError> {
-        self.dir
-            .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
-                let outcomes = changes.iter().map(|(node, change)| match change {
-                    NodeUpdate::Connected { at } => {
-                        let record = || NodeRecord::name_only(node, *at);
-                        Some(nodes.entry(node.clone()).or_insert_with(record).clone())
+        self.update(|nodes| {
+            let outcomes = changes.iter().map(|(node, change)| match change {
+                NodeUpdate::Connected { at } => {
+                    let record = || NodeRecord::name_only(node, *at);
+                    Some(nodes.entry(node.clone()).or_insert_with(record).clone())
+                }
+                NodeUpdate::Renewed(issued) => nodes.get_mut(node).map(|record| {
+                    record.record_certificate(issued);
+                    record.clone()
+                }),
+                NodeUpdate::Joined { at, issued } => {
+                    let record = || NodeRecord::name_only(node, *at);
+                    let record = nodes.entry(node.clone()).or_insert_with(record);
+                    if record.revoked.is_none() {
+                        record.enrolled_at = record.enrolled_at.max(*at);
                     }
-                    NodeUpdate::Renewed(issued) => nodes.get_mut(node).map(|record| {
-                        record.record_certificate(issued);
-                        record.clone()
-                    }),
-                    NodeUpdate::Joined { at, issued } => {
-                        let record = || NodeRecord::name_only(node, *at);
-                        let record = nodes.entry(node.clone()).or_insert_with(record);
-                        if record.revoked.is_none() {
-                            record.enrolled_at = record.enrolled_at.max(*at);
-                        }
-                        record.record_certificate(issued);
-                        Some(record.clone())
-                    }
-                });
-                Ok(outcomes.collect())
-            })
+                    record.record_certificate(issued);
+                    Some(record.clone())
+                }
+            });
+            Ok(outcomes.collect())
+        })
     }
 
     /// Records that a node is revoked, whether it has a record or not.
@@ -174,13 +266,12 @@ impl NodeStore {
         node: &NodeName,
         revoked: &Revocation,
     ) -> Result<(), StoreError> {
-        self.dir
-            .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
-                let record = || NodeRecord::name_only(node, revoked.at);
-                let entry = nodes.entry(node.clone()).or_insert_with(record);
-                entry.revoked = Some(revoked.clone());
-                Ok(())
-            })
+        self.update(|nodes| {
+            let record = || NodeRecord::name_only(node, revoked.at);
+            let entry = nodes.entry(node.clone()).or_insert_with(record);
+            entry.revoked = Some(revoked.clone());
+            Ok(())
+        })
     }
 
     /// Sets or removes the revocation of a node. Returns whether the node has a record.
@@ -189,11 +280,10 @@ impl NodeStore {
         node: &NodeName,
         revoked: Option<Revocation>,
     ) -> Result<bool, StoreError> {
-        self.dir
-            .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
-                let known = nodes.get_mut(node);
-                Ok(known.map(|record| record.revoked = revoked).is_some())
-            })
+        self.update(|nodes| {
+            let known = nodes.get_mut(node);
+            Ok(known.map(|record| record.revoked = revoked).is_some())
+        })
     }
 
     /// Replaces the confirmed attributes of a node. The rest of its record stays.
@@ -203,27 +293,49 @@ impl NodeStore {
         confirmed: NodeAttributes,
         at: u64,
     ) -> Result<(), StoreError> {
-        self.dir
-            .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
-                let previous = nodes.remove(node);
-                let record = NodeRecord {
-                    addresses: confirmed.addresses,
-                    pool: confirmed.pool,
-                    labels: confirmed.labels,
-                    follows_cluster: false,
-                    ..previous.unwrap_or_else(|| NodeRecord::name_only(node, at))
-                };
-                nodes.insert(node.clone(), record);
-                Ok(())
-            })
+        self.update(|nodes| {
+            let previous = nodes.remove(node);
+            let record = NodeRecord {
+                addresses: confirmed.addresses,
+                pool: confirmed.pool,
+                labels: confirmed.labels,
+                follows_cluster: false,
+                ..previous.unwrap_or_else(|| NodeRecord::name_only(node, at))
+            };
+            nodes.insert(node.clone(), record);
+            Ok(())
+        })
     }
 
     /// Removes the record of a node. Returns whether there was one.
     pub fn remove(&self, node: &NodeName) -> Result<bool, StoreError> {
-        self.dir
-            .update(NODES_FILE, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
-                Ok(nodes.remove(node).is_some())
-            })
+        self.update(|nodes| Ok(nodes.remove(node).is_some()))
+    }
+
+    /// Returns the end of the last revocation of a node, or its removal, if it is still stored.
+    pub fn ended_revocation(&self, node: &NodeName) -> Result<Option<RevocationEntry>, StoreError> {
+        let ended: Option<EndedRevocations> = self.dir.read_json(ENDED_FILE)?;
+        Ok(ended.and_then(|mut ended| ended.remove(node)))
+    }
+
+    /// Changes the records, and stores the ends of revocations and the removals that follow.
+    fn update<R>(
+        &self,
+        change: impl FnOnce(&mut BTreeMap<NodeName, NodeRecord>) -> Result<R, StoreError>,
+    ) -> Result<R, StoreError> {
+        let _lock = self.dir.lock()?;
+        let mut nodes: BTreeMap<_, _> = self.dir.read_json(NODES_FILE)?.unwrap_or_default();
+        let ended: EndedRevocations = self.dir.read_json(ENDED_FILE)?.unwrap_or_default();
+        let previous = nodes.clone();
+        let outcome = change(&mut nodes)?;
+        let mut next = ended.clone();
+        record_ends(&previous, &mut nodes, &mut next, UnixTime::now().as_secs());
+        // If this process ends between the two writes, the revocation in the records counts.
+        if next != ended {
+            self.dir.write_json(ENDED_FILE, &next)?;
+        }
+        self.dir.write_json(NODES_FILE, &nodes)?;
+        Ok(outcome)
     }
 
     /// Fails if the file of nodes is missing. Code that has read the file before must not take a missing file for an empty one.
@@ -238,4 +350,41 @@ impl NodeStore {
             .read_json::<BTreeMap<NodeName, NodeRecord>>(NODES_FILE)?;
         Ok(nodes.unwrap_or_default().into_values().collect())
     }
+}
+
+/// Records which revocations a change of the records has ended, and which nodes it has removed.
+fn record_ends(
+    previous: &BTreeMap<NodeName, NodeRecord>,
+    nodes: &mut BTreeMap<NodeName, NodeRecord>,
+    ended: &mut EndedRevocations,
+    now: u64,
+) {
+    ended.retain(|_, end| !end.is_outdated(now));
+    for (name, record) in previous {
+        let end = match (nodes.get(name), &record.revoked) {
+            (None, _) => RevocationEntry::of_removed(record, now),
+            (Some(NodeRecord { revoked: None, .. }), Some(revoked)) => {
+                RevocationEntry::ended(revoked.clone(), now)
+            }
+            _ => continue,
+        };
+        ended.insert(name.clone(), end);
+    }
+    ended.retain(|name, end| {
+        let Some(record) = nodes.get_mut(name) else {
+            return true;
+        };
+        let lifted = end.lifted.unwrap_or_default();
+        if let Some(revoked) = &mut record.revoked {
+            // A new revocation is newer than the end of the previous one, even if the clock of this host is behind.
+            revoked.at = revoked.at.max(lifted + 1);
+            return false;
+        }
+        if end.removes(record) {
+            // The node has joined again within the second of the removed enrolment.
+            end.removed = None;
+            end.lifted = Some(now.max(lifted + 1));
+        }
+        true
+    });
 }

@@ -1,7 +1,8 @@
 //! Comparison of the entries in the data directory with those in the engine.
 
 use causeway_certs::{
-    Entries, EntryChange, EntryKey, Fingerprint, NodeRecord, TokenRecord, entry_text,
+    Entries, EntryChange, EntryKey, Fingerprint, NodeRecord, RevocationEntry, TokenRecord,
+    entry_text,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,66 +26,155 @@ pub(super) fn digests(entries: &Entries) -> Digests {
         .collect()
 }
 
-/// Compares both sides with the last common state. A side that has changed an entry wins; if both have, [`resolve`] decides.
-pub(super) fn plan(last: &Digests, local: &Entries, remote: &Entries) -> MergePlan {
+/// Compares both sides with the last common state. A side that has changed an entry wins, except where [`merged_value`] decides.
+pub(super) fn plan(last: &Digests, local: &Entries, remote: &Entries, now: u64) -> MergePlan {
     let mut plan = MergePlan::default();
     let keys: BTreeSet<&String> = local.keys().chain(remote.keys()).collect();
-    for key in keys.into_iter().filter(|key| is_merged(key)) {
-        let (here, there) = (local.get(key), remote.get(key));
-        if here == there {
-            continue;
-        }
-        let base = last.get(key).copied();
-        let has_changed = |value: Option<&String>| value.map(|text| digest(text)) != base;
-        let value = match (has_changed(here), has_changed(there)) {
-            (true, true) => resolve(key, base.is_some(), here, there),
-            (true, false) => here.cloned(),
-            (false, _) => there.cloned(),
+    let keys = keys.into_iter().filter(|key| is_merged(key));
+    // The removal of a node is in the entry of its revocation.
+    let (revoked, others): (Vec<_>, Vec<_>) = keys.partition(|key| is_revocation(key));
+    let mut removals = BTreeMap::new();
+    for key in revoked.into_iter().chain(others) {
+        let both = Both {
+            base: last.get(key).copied(),
+            here: local.get(key),
+            there: remote.get(key),
         };
+        let value = merged_value(key, &both, &removals, now);
+        if let Some(EntryKey::Revoked(node)) = EntryKey::parse(key)
+            && let Some(entry) = both.newest_revocation()
+        {
+            removals.insert(node, entry);
+        }
         let change = |expected: Option<&String>| EntryChange {
             key: key.clone(),
             expected: expected.cloned(),
             value: value.clone(),
         };
-        if value.as_ref() != here {
-            plan.local.push(change(here));
+        if value.as_ref() != both.here {
+            plan.local.push(change(both.here));
         }
-        if value.as_ref() != there {
-            plan.remote.push(change(there));
+        if value.as_ref() != both.there {
+            plan.remote.push(change(both.there));
         }
     }
     plan
 }
 
-/// Returns the value of an entry that both sides have changed since the last common state, in which it `existed` or not.
-///
-/// A revocation stays. A removal of another entry wins, so that a node that was removed at one gateway does not come back by a
-/// renewal at another one. A token has the uses of both sides. The newest enrolment of a node wins, and the first pinned key of
-/// an upstream is the one in the engine.
-fn resolve(
-    key: &str,
-    existed: bool,
-    here: Option<&String>,
-    there: Option<&String>,
-) -> Option<String> {
-    let entry = EntryKey::parse(key);
-    let (Some(here), Some(there)) = (here, there) else {
-        let stays = matches!(entry, Some(EntryKey::Revoked(_))) || !existed;
-        return here.or(there).filter(|_| stays).cloned();
-    };
-    let merged = match entry {
-        Some(EntryKey::Token(_)) => merge_tokens(here, there),
-        Some(EntryKey::Node(_)) => newest_record(here, there),
-        Some(EntryKey::Pin(..)) => Some(there.clone()),
-        _ => None,
-    };
-    Some(merged.unwrap_or_else(|| here.clone()))
+/// Values of one entry.
+struct Both<'a> {
+    /// Digest of the last common value.
+    base: Option<u64>,
+    here: Option<&'a String>,
+    there: Option<&'a String>,
 }
 
-/// Returns the token with the uses of both sides, revoked if one side has revoked it. `None` if a text cannot be parsed.
-fn merge_tokens(here: &str, there: &str) -> Option<String> {
-    let mut merged: TokenRecord = serde_json::from_str(there).ok()?;
-    let here: TokenRecord = serde_json::from_str(here).ok()?;
+impl<'a> Both<'a> {
+    /// Returns the value of the only side that has changed the entry, or of the side in the data directory if both have.
+    fn changed(&self) -> Option<String> {
+        let value = if self.has_changed(self.here) {
+            self.here
+        } else {
+            self.there
+        };
+        value.cloned()
+    }
+
+    /// Whether both sides have changed the entry.
+    fn is_conflict(&self) -> bool {
+        self.has_changed(self.here) && self.has_changed(self.there)
+    }
+
+    fn has_changed(&self, value: Option<&String>) -> bool {
+        value.map(|text| digest(text)) != self.base
+    }
+
+    /// Returns the value of the side that has the entry.
+    fn present(&self) -> Option<&'a String> {
+        self.here.or(self.there)
+    }
+
+    fn newest_revocation(&self) -> Option<RevocationEntry> {
+        let parse = |text: Option<&String>| serde_json::from_str(text?).ok();
+        let (here, there) = (parse(self.here), parse(self.there));
+        match (here, there) {
+            (Some(here), Some(there)) => Some(RevocationEntry::newest(here, there)),
+            (here, there) => here.or(there),
+        }
+    }
+}
+
+/// Returns the value that both sides get.
+///
+/// The absence of an entry is also the result of an engine that was restored from a backup, which is not always recognised. So an
+/// absent entry neither ends a revocation, nor removes a node or a token that can still be used. A revocation is ended and a node
+/// is removed by the value of the entry `revoked/NAME`. The newest enrolment of a node wins, a token has the uses of both sides, and
+/// the first pinned key of an upstream is the one in the engine.
+fn merged_value(
+    key: &str,
+    both: &Both<'_>,
+    removals: &BTreeMap<&str, RevocationEntry>,
+    now: u64,
+) -> Option<String> {
+    let (entry, pair) = (EntryKey::parse(key), both.here.zip(both.there));
+    match entry {
+        Some(EntryKey::Revoked(_)) => match both.newest_revocation() {
+            Some(newest) if newest.is_outdated(now) => None,
+            Some(newest) if both.here != both.there => Some(entry_text(&newest)),
+            _ => both.present().cloned(),
+        },
+        Some(EntryKey::Node(node)) => {
+            let record = |text: &String| serde_json::from_str::<NodeRecord>(text).ok();
+            let removal = removals.get(node);
+            let is_removed = |text: &&String| {
+                removal.is_some_and(|end| record(text).is_some_and(|record| end.removes(&record)))
+            };
+            let left = Both {
+                here: both.here.filter(|text| !is_removed(text)),
+                there: both.there.filter(|text| !is_removed(text)),
+                ..*both
+            };
+            match left.here.zip(left.there) {
+                Some((here, there)) => {
+                    newest_record(here, there, left.is_conflict()).or_else(|| left.changed())
+                }
+                None => left.present().cloned(),
+            }
+        }
+        Some(EntryKey::Token(_)) => match pair {
+            Some((here, there)) if here != there => {
+                merge_token_texts(here, there).or_else(|| both.changed())
+            }
+            None if both.present().is_some_and(|text| can_be_used(text, now)) => {
+                both.present().cloned()
+            }
+            _ => three_way(both),
+        },
+        _ => three_way(both),
+    }
+}
+
+/// Returns the value of the side that has changed an entry. If both have, a new entry stays, a removal wins, and the value of the
+/// engine does.
+fn three_way(both: &Both<'_>) -> Option<String> {
+    if !both.is_conflict() {
+        return both.changed();
+    }
+    if both.here.is_some() && both.there.is_some() {
+        return both.there.cloned();
+    }
+    both.present().filter(|_| both.base.is_none()).cloned()
+}
+
+/// Whether a token has not expired.
+fn can_be_used(text: &str, now: u64) -> bool {
+    let token = serde_json::from_str::<TokenRecord>(text);
+    token.is_ok_and(|token| token.expires > now)
+}
+
+/// Returns the token with the uses of both sides, revoked if one side has revoked it.
+pub(super) fn merge_tokens(here: TokenRecord, there: TokenRecord) -> TokenRecord {
+    let mut merged = there;
     for join in here.used {
         if !merged.used.contains(&join) {
             merged.used.push(join);
@@ -95,21 +185,30 @@ fn merge_tokens(here: &str, there: &str) -> Option<String> {
         (Some(one), Some(other)) => Some(one.min(other)),
         (one, other) => one.or(other),
     };
-    Some(entry_text(&merged))
+    merged
 }
 
-/// Returns the record with the later enrolment, and of one enrolment the one with the later certificate.
-fn newest_record(here: &str, there: &str) -> Option<String> {
-    let age = |text: &str| {
-        let record: NodeRecord = serde_json::from_str(text).ok()?;
-        Some((record.enrolled_at, record.not_after))
-    };
-    let newest = if age(there)? > age(here)? {
-        there
-    } else {
-        here
-    };
+/// Returns the text of [`merge_tokens`]. `None` if a text cannot be parsed.
+fn merge_token_texts(here: &str, there: &str) -> Option<String> {
+    let here = serde_json::from_str(here).ok()?;
+    let there = serde_json::from_str(there).ok()?;
+    Some(entry_text(&merge_tokens(here, there)))
+}
+
+/// Returns the record with the later enrolment, or `None` for two records of one enrolment of which only one has changed.
+fn newest_record(here: &str, there: &str, is_conflict: bool) -> Option<String> {
+    let parse = |text: &str| serde_json::from_str::<NodeRecord>(text).ok();
+    let (one, other) = (parse(here)?, parse(there)?);
+    if one.enrolled_at == other.enrolled_at && !is_conflict {
+        return None;
+    }
+    let age = |record: &NodeRecord| (record.enrolled_at, record.not_after);
+    let newest = if age(&other) > age(&one) { there } else { here };
     Some(newest.to_owned())
+}
+
+fn is_revocation(key: &str) -> bool {
+    matches!(EntryKey::parse(key), Some(EntryKey::Revoked(_)))
 }
 
 fn is_merged(key: &str) -> bool {
@@ -133,9 +232,12 @@ mod tests {
         list.iter().map(entry).collect()
     }
 
+    /// Time of the merges, in Unix seconds.
+    const NOW: u64 = 1_000;
+
     /// Applies a plan to both sides, which must be equal afterwards.
     fn merged(last: &Entries, mut local: Entries, mut remote: Entries) -> Entries {
-        let plan = plan(&digests(last), &local, &remote);
+        let plan = plan(&digests(last), &local, &remote, NOW);
         for (side, changes) in [(&mut local, plan.local), (&mut remote, plan.remote)] {
             for change in changes {
                 assert_eq!(side.get(&change.key), change.expected.as_ref());
@@ -147,82 +249,157 @@ mod tests {
         local
     }
 
-    #[test]
-    fn the_side_that_changed_an_entry_wins() {
-        let last = entries(&[
-            ("revoked/same", "1"),
-            ("revoked/here", "1"),
-            ("revoked/there", "1"),
-            ("revoked/allowed-here", "1"),
-            ("revoked/allowed-there", "1"),
-        ]);
-        let local = entries(&[
-            ("revoked/same", "1"),
-            ("revoked/here", "2"),
-            ("revoked/there", "1"),
-            ("revoked/allowed-there", "1"),
-            ("revoked/new-here", "1"),
-        ]);
-        let remote = entries(&[
-            ("revoked/same", "1"),
-            ("revoked/here", "1"),
-            ("revoked/there", "3"),
-            ("revoked/allowed-here", "1"),
-            ("revoked/new-there", "1"),
-        ]);
-        let expected = entries(&[
-            ("revoked/same", "1"),
-            ("revoked/here", "2"),
-            ("revoked/there", "3"),
-            ("revoked/new-here", "1"),
-            ("revoked/new-there", "1"),
-        ]);
-        assert_eq!(merged(&last, local, remote.clone()), expected);
-        // A data directory without the last common state and without entries takes over everything.
-        let empty = Entries::new();
-        assert_eq!(merged(&empty, Entries::new(), remote.clone()), remote);
+    fn revoked(at: u64) -> String {
+        format!(r#"{{"at":{at},"reason":"stolen"}}"#)
+    }
+
+    fn lifted(at: u64, lifted: u64) -> String {
+        format!(r#"{{"at":{at},"reason":"stolen","lifted":{lifted}}}"#)
+    }
+
+    fn removed(enrolled_at: u64, lifted: u64) -> String {
+        format!(r#"{{"at":1,"reason":"removed","lifted":{lifted},"removed":{enrolled_at}}}"#)
+    }
+
+    fn record(at: u64, not_after: Option<u64>) -> String {
+        let node = NodeName::parse("edge-1").unwrap();
+        entry_text(&NodeRecord {
+            not_after,
+            ..NodeRecord::name_only(&node, at)
+        })
+    }
+
+    fn token(used: &str, revoked: &str, expires: u64) -> String {
+        let hash = entry_text(&Fingerprint::digest(b"secret"));
+        format!(
+            r#"{{"id":"a","hash":{hash},"nodes":"edge-*","addresses":[],"pool":null,"created":1,"expires":{expires},"uses":3,"used":[{used}]{revoked}}}"#
+        )
+    }
+
+    /// Merges one entry in every order of the sides.
+    fn assert_merged(
+        key: &str,
+        base: Option<&str>,
+        one: Option<&str>,
+        other: Option<&str>,
+        expected: Option<&str>,
+    ) {
+        let side = |text: Option<&str>| text.map(|text| (key.to_owned(), text.to_owned()));
+        let side = |text| Entries::from_iter(side(text));
+        for (here, there) in [(one, other), (other, one)] {
+            let all = merged(&side(base), side(here), side(there));
+            assert_eq!(
+                all.get(key).map(String::as_str),
+                expected,
+                "{here:?} {there:?}"
+            );
+        }
     }
 
     #[test]
-    fn a_revocation_stays_a_removal_wins_and_the_first_pin_is_the_engines() {
-        let last = entries(&[
-            ("revoked/a", "1"),
-            ("revoked/b", "1"),
-            ("pin/n:1", "1"),
-            ("node/a", "1"),
-            ("node/b", "1"),
-        ]);
-        let local = entries(&[
-            ("revoked/a", "2"),
-            ("pin/n:1", "2"),
-            ("pin/n:2", "2"),
-            ("node/a", "renewed"),
-        ]);
-        let remote = entries(&[
-            ("revoked/b", "3"),
-            ("pin/n:1", "3"),
-            ("pin/n:2", "3"),
-            ("node/b", "renewed"),
-        ]);
-        let expected = entries(&[
-            ("revoked/a", "2"),
-            ("revoked/b", "3"),
-            ("pin/n:1", "3"),
-            ("pin/n:2", "3"),
-        ]);
-        assert_eq!(merged(&last, local, remote), expected);
+    fn the_side_that_changed_an_entry_wins() {
+        let last = [
+            ("pin/a:1", "1"),
+            ("pin/b:1", "1"),
+            ("pin/c:1", "1"),
+            ("pin/d:1", "1"),
+        ];
+        let local = [
+            ("pin/a:1", "2"),
+            ("pin/b:1", "1"),
+            ("pin/c:1", "1"),
+            ("pin/e:1", "1"),
+        ];
+        let remote = [
+            ("pin/a:1", "1"),
+            ("pin/b:1", "3"),
+            ("pin/d:1", "1"),
+            ("pin/f:1", "1"),
+        ];
+        let expected = [
+            ("pin/a:1", "2"),
+            ("pin/b:1", "3"),
+            ("pin/e:1", "1"),
+            ("pin/f:1", "1"),
+        ];
+        let all = merged(&entries(&last), entries(&local), entries(&remote));
+        assert_eq!(all, entries(&expected));
+        // A data directory without the last common state and without entries takes over everything.
+        let empty = Entries::new();
+        assert_eq!(
+            merged(&empty, Entries::new(), entries(&remote)),
+            entries(&remote)
+        );
+        // Both sides have changed it.
+        let (last, local) = ([("pin/n:1", "1")], [("pin/n:1", "2"), ("pin/n:2", "2")]);
+        let remote = entries(&[("pin/n:1", "3"), ("pin/n:2", "3")]);
+        assert_eq!(
+            merged(&entries(&last), entries(&local), remote.clone()),
+            remote
+        );
+        assert_merged("pin/n:1", Some("1"), Some("2"), None, None);
+    }
+
+    #[test]
+    fn a_revocation_ends_by_a_later_value_and_never_by_its_absence() {
+        let (first, end, second) = (revoked(7), lifted(7, 9), revoked(10));
+        let [first, end, second] = [&first, &end, &second].map(|text| Some(text.as_str()));
+        let merge = |base, one, other, expected| {
+            assert_merged("revoked/a", base, one, other, expected);
+        };
+        for base in [None, first, end, second] {
+            merge(base, first, None, first);
+            merge(base, end, None, end);
+            merge(base, first, end, end);
+            merge(base, first, second, second);
+            merge(base, end, second, second);
+        }
+        // The revocation and its end were in the same second.
+        let at_once = lifted(7, 7);
+        merge(first, first, Some(&at_once), Some(&at_once));
+        // The end is forgotten after 90 days.
+        let late = NOW + 91 * 86_400;
+        let side = |text: &str| entries(&[("revoked/a", text)]);
+        let plan = plan(
+            &digests(&side(&at_once)),
+            &side(&at_once),
+            &side(&at_once),
+            late,
+        );
+        assert_eq!((plan.local.len(), plan.remote.len()), (1, 1));
+        assert_eq!(plan.local[0].value, None);
+    }
+
+    #[test]
+    fn a_node_is_removed_by_a_value_and_never_by_its_absence() {
+        let (old, renewed, again) = (record(5, Some(9)), record(5, Some(20)), record(7, Some(9)));
+        for (base, present) in [(&old, &old), (&old, &renewed), (&again, &old)] {
+            let present = Some(present.as_str());
+            assert_merged("node/edge-1", Some(base), present, None, present);
+        }
+        let removal = removed(5, 6);
+        let side = |record: &str| entries(&[("node/edge-1", record), ("revoked/edge-1", &removal)]);
+        let alone = entries(&[("revoked/edge-1", &removal)]);
+        let last = entries(&[("node/edge-1", &old)]);
+        for restored in [&old, &renewed] {
+            let there = entries(&[("node/edge-1", restored)]);
+            assert_eq!(merged(&last, alone.clone(), there.clone()), alone);
+            assert_eq!(merged(&last, there, alone.clone()), alone);
+            assert_eq!(merged(&last, alone.clone(), side(restored)), alone);
+        }
+        assert_eq!(merged(&last, alone.clone(), side(&again)), side(&again));
+        // The engine was restored: its record is from before the last enrolment.
+        assert_merged(
+            "node/edge-1",
+            Some(&again),
+            Some(&again),
+            Some(&old),
+            Some(&again),
+        );
     }
 
     #[test]
     fn the_newest_enrolment_wins_and_later_versions_keep_their_entries() {
-        let record = |at: u64, not_after: Option<u64>| {
-            let node = NodeName::parse("edge-1").unwrap();
-            let record = NodeRecord::name_only(&node, at);
-            entry_text(&NodeRecord {
-                not_after,
-                ..record
-            })
-        };
         let (old, new) = (record(5, Some(9)), record(7, Some(8)));
         for (here, there) in [(&old, &new), (&new, &old)] {
             let side = |text: &str| entries(&[("node/edge-1", text)]);
@@ -234,24 +411,25 @@ mod tests {
         let all = merged(&Entries::new(), side(&renewed), side(&new));
         assert_eq!(all["node/edge-1"], renewed);
         let later = entries(&[("quota/edge-1", "x"), ("ca", "y")]);
-        let untouched = plan(&Digests::new(), &Entries::new(), &later);
+        let untouched = plan(&Digests::new(), &Entries::new(), &later, NOW);
         assert_eq!(untouched, MergePlan::default());
     }
 
     #[test]
     fn a_token_has_the_uses_and_the_revocation_of_both_sides() {
-        let token = |used: &str, revoked: &str| {
-            let hash = entry_text(&Fingerprint::digest(b"secret"));
-            format!(
-                r#"{{"id":"a","hash":{hash},"nodes":"edge-*","addresses":[],"pool":null,"created":1,"expires":9,"uses":3,"used":[{used}]{revoked}}}"#
-            )
-        };
         let (one, two) = (r#"{"node":"edge-1","at":2}"#, r#"{"node":"edge-2","at":3}"#);
-        let last = entries(&[("token/a", &token("", ""))]);
-        let local = entries(&[("token/a", &token(two, ""))]);
-        let remote = entries(&[("token/a", &token(one, r#","revoked":5"#))]);
-        let all = merged(&last, local, remote);
-        let expected = token(&format!("{one},{two}"), r#","revoked":5"#);
-        assert_eq!(all["token/a"], expected);
+        let (valid, revoked) = (NOW + 1, r#","revoked":5"#);
+        let all = token(&format!("{one},{two}"), revoked, valid);
+        let (here, there) = (token(two, "", valid), token(one, revoked, valid));
+        let merge = |base: &str, one, other, expected| {
+            assert_merged("token/a", Some(base), one, other, expected);
+        };
+        let unused = token("", "", valid);
+        merge(&unused, Some(&here), Some(&there), Some(&all));
+        // A backup without the uses or without the token undoes nothing.
+        merge(&all, Some(&all), Some(&unused), Some(&all));
+        merge(&all, Some(&all), None, Some(&all));
+        let expired = token(one, "", NOW);
+        merge(&expired, Some(&expired), None, None);
     }
 }

@@ -340,3 +340,68 @@ async fn a_revocation_survives_an_engine_that_is_emptied_or_restored_from_a_back
         }
     }
 }
+
+#[tokio::test]
+async fn a_restored_backup_that_is_not_recognised_undoes_nothing() {
+    let world = world();
+    let [one, two] = &world.stores;
+    let (edge, gone, ttl) = (name("edge-1"), name("edge-2"), Duration::from_hours(1));
+    for node in [&edge, &gone] {
+        one.nodes().put(NodeRecord::name_only(node, 5)).unwrap();
+    }
+    let tokens = one.tokens().unwrap();
+    let token = tokens
+        .create(&name("edge-3"), ttl, NodeAttributes::default())
+        .unwrap();
+    world.synchronize().await;
+    let backup = world.engine.entries.lock().unwrap().clone();
+    let new = name("edge-3");
+    let joining = (&new, NodeStatus::New);
+    let joined = world.shared[0].redeem(&tokens, &token, joining).await;
+    joined.unwrap();
+    two.nodes()
+        .set_revoked(&edge, Some(revocation("stolen")))
+        .unwrap();
+    two.nodes().remove(&gone).unwrap();
+    two.nodes().put(NodeRecord::name_only(&new, 9)).unwrap();
+    world.synchronize().await;
+    // The revision is not lower, as after `etcdutl snapshot restore --bump-revision`.
+    *world.engine.entries.lock().unwrap() = backup.clone();
+    let again = world.shared[0].redeem(&tokens, &token, joining).await;
+    assert!(matches!(
+        again,
+        Err(RedeemError::Rejected(TokenRejected::Used { .. }))
+    ));
+    world.synchronize().await;
+    for store in &world.stores {
+        let nodes = store.nodes().all().unwrap();
+        let names: Vec<_> = nodes.iter().map(|record| &record.node).collect();
+        assert_eq!(names, [&edge, &new]);
+        assert_eq!(nodes[0].revoked, Some(revocation("stolen")));
+        assert_eq!(store.tokens().unwrap().all().unwrap()[0].used.len(), 1);
+    }
+    // A backup from before the end of the revocation does not bring it back.
+    let backup = world.engine.entries.lock().unwrap().clone();
+    one.nodes().set_revoked(&edge, None).unwrap();
+    world.synchronize().await;
+    *world.engine.entries.lock().unwrap() = backup;
+    world.synchronize().await;
+    assert_eq!(two.nodes().all().unwrap()[0].revoked, None);
+}
+
+#[tokio::test]
+async fn a_token_that_is_revoked_at_one_gateway_is_refused_at_once() {
+    let world = world();
+    let tokens = world.stores[0].tokens().unwrap();
+    let (node, ttl) = (name("edge-1"), Duration::from_hours(1));
+    let token = tokens.create(&node, ttl, NodeAttributes::default());
+    let token = token.unwrap();
+    world.synchronize().await;
+    tokens.revoke(&token.id, UnixTime::now()).unwrap();
+    let joining = (&node, NodeStatus::New);
+    let refused = world.shared[0].redeem(&tokens, &token, joining).await;
+    assert!(matches!(
+        refused,
+        Err(RedeemError::Rejected(TokenRejected::Revoked { .. }))
+    ));
+}
