@@ -55,8 +55,8 @@ pub use secret::Fingerprint;
 pub use signer_profile::SignerProfile;
 pub use store::{
     Backup, DirLock, Entries, EntryChange, EntryKey, ImportOutcome, NodeRecord, NodeStore,
-    NodeUpdate, OpenMode, PendingCsr, Pin, PinTable, Pins, ReleasedClaim, Requested, Revocation,
-    RevocationEntry, SharedCa, Store, StoreError, entry_text,
+    NodeUpdate, OpenMode, OtherFields, PendingCsr, Pin, PinTable, Pins, ReleasedClaim, Requested,
+    Revocation, RevocationEntry, SharedCa, Store, StoreError, entry_text, normalize_entry,
 };
 pub use token::{
     JoinToken, NodeAttributes, NodeStatus, TokenError, TokenRecord, TokenRejected, TokenStore,

@@ -20,6 +20,7 @@ pub use store::{NodeStatus, TokenRejected, TokenStore};
 
 use crate::name::{NodeName, NodePattern};
 use crate::secret::{self, Fingerprint, random_secret};
+use crate::store::OtherFields;
 use causeway_config::Secret;
 
 /// Prefix of all tokens: their kind and version.
@@ -151,7 +152,6 @@ pub struct NodeAttributes {
 
 /// Record of a join token at the gateway. Times are in Unix seconds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct TokenRecord {
     /// Id of the token.
     pub id: String,
@@ -183,16 +183,21 @@ pub struct TokenRecord {
     /// The root that the token carries.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub root: Option<Fingerprint>,
+    /// Fields of later versions.
+    #[serde(flatten)]
+    pub other: OtherFields,
 }
 
 /// A node that joined with a token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct JoinRecord {
     /// Name of the node, if it was recorded.
     pub node: Option<NodeName>,
     /// Time of the join, in Unix seconds.
     pub at: u64,
+    /// Fields of later versions.
+    #[serde(flatten)]
+    pub other: OtherFields,
 }
 
 fn once() -> u32 {
@@ -210,7 +215,11 @@ fn joined<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<JoinRecord>,
     Ok(match Read::deserialize(deserializer)? {
         Read::All(all) => all,
         Read::One(at) => at
-            .map(|at| JoinRecord { node: None, at })
+            .map(|at| JoinRecord {
+                node: None,
+                at,
+                other: OtherFields::new(),
+            })
             .into_iter()
             .collect(),
     })

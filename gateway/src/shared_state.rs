@@ -64,6 +64,8 @@ struct Inner {
     compared: std::sync::Mutex<Option<FileTimes>>,
     /// Changes of the data directory that the tables of the gateway do not have yet.
     unapplied: std::sync::Mutex<Applied>,
+    /// Faults of the engine's entries that the last synchronization has skipped.
+    skipped: std::sync::Mutex<Vec<String>>,
     /// Requests a synchronization.
     requested: Notify,
     synchronized: watch::Sender<bool>,
@@ -127,6 +129,7 @@ impl SharedState {
             last: Mutex::default(),
             compared: std::sync::Mutex::default(),
             unapplied: std::sync::Mutex::default(),
+            skipped: std::sync::Mutex::default(),
             requested: Notify::new(),
             synchronized: watch::Sender::new(false),
         }))
@@ -191,6 +194,12 @@ impl SharedState {
     pub fn unapplied(&self) -> MutexGuard<'_, Applied> {
         let unapplied = self.0.unapplied.lock();
         unapplied.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the faults of entries of the engine that this version cannot read. They are left unchanged.
+    pub fn skipped(&self) -> Vec<String> {
+        let skipped = self.0.skipped.lock();
+        skipped.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Synchronizes at once, while the task that waits for changes does so.
@@ -288,8 +297,15 @@ impl SharedState {
             local.remove(&change.key);
             local.extend(change.value.map(|value| (change.key, value)));
         }
-        let common = conflicts.is_empty().then(|| merge::digests(&local));
-        Ok((common, plan.remote))
+        let mut common = merge::digests(&local);
+        for key in plan.skipped.keys() {
+            common.remove(key);
+            common.extend(last.get(key).map(|digest| (key.clone(), *digest)));
+        }
+        let skipped = self.0.skipped.lock();
+        *skipped.unwrap_or_else(PoisonError::into_inner) =
+            plan.skipped.into_values().flatten().collect();
+        Ok((conflicts.is_empty().then_some(common), plan.remote))
     }
 
     /// Imports the CA of the engine if it is newer, else stores the CA of the data directory there. Returns whether another
@@ -314,14 +330,21 @@ impl SharedState {
             Ok((local, outcome))
         };
         let (local, outcome) = self.on_disk(import).await?;
-        let outcome = outcome.map_err(|why| SyncError::Ca(format!("{}: {why}", self.0.engine)))?;
+        let engine = &self.0.engine;
+        let outcome = match outcome {
+            Ok(outcome) => outcome,
+            Err(CaFault::Unreadable(why)) => {
+                let fault = SyncError::Ca(format!("{engine}: {why}"));
+                return Ok((false, Some(fault)));
+            }
+            Err(CaFault::Foreign(why)) => return Err(SyncError::Ca(format!("{engine}: {why}"))),
+        };
         let is_behind = match outcome {
             Some(ImportOutcome::Imported | ImportOutcome::AlreadyImported) => false,
             Some(ImportOutcome::Behind) | None => true,
             Some(ImportOutcome::Diverged) => {
                 let fault = SyncError::Ca(format!(
-                    "the CA in {} and the CA in the data directory each have a change that the other lacks: a rotation was begun at two gateways at once; keep one of them (`causeway ca backup`, `causeway ca restore`)",
-                    self.0.engine
+                    "the CA in {engine} and the CA in the data directory each have a change that the other lacks: a rotation was begun at two gateways at once; keep one of them (`causeway ca backup`, `causeway ca restore`)"
                 ));
                 return Ok((false, Some(fault)));
             }
@@ -482,16 +505,21 @@ impl SharedState {
             revoked: None,
             ..record.clone()
         };
-        let value = Some(entry_text(&record));
         for _ in 0..MAX_ATTEMPTS {
             let expected = match status {
                 NodeStatus::New => None,
                 NodeStatus::Known => self.0.engine.get(&key).await?,
             };
+            let previous = expected.as_deref().map(|text| parse_entry(&key, text));
+            let previous: Option<NodeRecord> = previous.transpose()?;
+            let value = NodeRecord {
+                other: previous.map(|record| record.other).unwrap_or_default(),
+                ..record.clone()
+            };
             let change = EntryChange {
                 key: key.clone(),
                 expected,
-                value: value.clone(),
+                value: Some(entry_text(&value)),
             };
             let conflicts = self.0.engine.write(vec![change]).await?;
             if conflicts.is_empty() || status == NodeStatus::New {
@@ -555,12 +583,20 @@ fn parse_entry<T: DeserializeOwned>(key: &str, text: &str) -> Result<T, StoreErr
     })
 }
 
+/// Reason why the CA of the engine was not imported.
+enum CaFault {
+    /// This version cannot read it.
+    Unreadable(String),
+    /// It has no root in common with the CA of the data directory, so the other entries may belong to another system.
+    Foreign(String),
+}
+
 /// Imports the CA of the engine, if it has one. Returns the CA that the data directory had before, and the outcome.
 #[expect(clippy::type_complexity, reason = "used once")]
 fn import_ca(
     store: &Store,
     remote: Option<&str>,
-) -> Result<(Option<String>, Result<Option<ImportOutcome>, String>), StoreError> {
+) -> Result<(Option<String>, Result<Option<ImportOutcome>, CaFault>), StoreError> {
     let local = store.ca()?.map(|_| store.shared()).transpose()?;
     let local = local.map(|ca| ca.to_entry()).transpose();
     let local = local.map_err(|error| StoreError::Entry {
@@ -574,10 +610,8 @@ fn import_ca(
     let shared = match SharedCa::from_entry(text) {
         Ok(shared) => shared,
         Err(why) => {
-            return Ok((
-                local,
-                Err(format!("the entry `ca` cannot be parsed: {why}")),
-            ));
+            let why = format!("the entry `ca` cannot be parsed: {why}");
+            return Ok((local, Err(CaFault::Unreadable(why))));
         }
     };
     match store.import_shared(&shared) {
@@ -587,7 +621,7 @@ fn import_ca(
                 "it has another CA than {}; use another prefix or Secret, or another data directory",
                 path.display()
             );
-            Ok((local, Err(why)))
+            Ok((local, Err(CaFault::Foreign(why))))
         }
         Err(error) => Err(error),
     }

@@ -164,6 +164,7 @@ mod tests {
             not_after: None,
             revoked: None,
             follows_cluster: false,
+            other: causeway_certs::OtherFields::new(),
         };
         store.nodes().put(joined).unwrap();
         fs::remove_file(ask.out.join("edge-2.token")).unwrap();

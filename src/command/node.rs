@@ -5,7 +5,7 @@
 //! notifies the gateway that runs on it. The gateway has closed the tunnels in question when the command returns.
 
 use anyhow::{anyhow, bail};
-use causeway_certs::{NodeName, NodeRecord, Revocation, Store};
+use causeway_certs::{NodeName, NodeRecord, OtherFields, Revocation, Store};
 use comfy_table::{Table, presets};
 use rustls::pki_types::UnixTime;
 use serde_json::{Value, json};
@@ -160,6 +160,7 @@ fn revoke(store: &Store, node: &NodeName, args: &NodeRevoke) -> anyhow::Result<(
     let revoked = Revocation {
         at: UnixTime::now().as_secs(),
         reason: reason.to_owned(),
+        other: OtherFields::new(),
     };
     if args.unseen {
         return Ok(store.nodes().revoke_or_create(node, &revoked)?);

@@ -82,6 +82,7 @@ fn join(data: &Path) {
         not_after: None,
         revoked: None,
         follows_cluster: false,
+        other: causeway_certs::OtherFields::new(),
     };
     let node = record.node.clone();
     store.nodes().put(record).unwrap();

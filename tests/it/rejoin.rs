@@ -367,6 +367,7 @@ async fn each_state_of_an_identity_and_each_action_has_its_outcome() {
         let revocation = Revocation {
             at: 1,
             reason: "stolen".to_owned(),
+            other: causeway_certs::OtherFields::new(),
         };
         match state {
             Removed | Nothing => assert!(nodes.remove(&node).unwrap()),

@@ -218,7 +218,11 @@ fn revocations_of_an_earlier_version_are_moved() {
         world.cluster.apply_example(EXAMPLE);
         let revocation = |at, reason: &str| {
             let reason = reason.to_owned();
-            entry_text(&Revocation { at, reason })
+            entry_text(&Revocation {
+                at,
+                reason,
+                other: causeway_certs::OtherFields::new(),
+            })
         };
         let entries: Entries = [
             ("revoked/edge-1", revocation(7, "stolen")),

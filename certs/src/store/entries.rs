@@ -19,13 +19,17 @@ use serde::{Deserialize, Serialize};
 use super::atomic_file::StoreError;
 use super::data_dir::{CA_FILE, NODES_FILE, Store};
 use super::nodes::{ENDED_FILE, EndedRevocations, NodeRecord, Revocation, RevocationEntry};
-use super::pins::{PINS_FILE, Pin, PinTable};
+use super::pins::{PINS_FILE, PinEntry, StoredPins};
 use super::shared_ca::SharedCa;
 use crate::name::NodeName;
 use crate::token::{TOKENS_FILE, TokenRecord};
 
 /// Entries by their keys.
 pub type Entries = BTreeMap<String, String>;
+
+/// Fields of an entry that this version does not know. A gateway of this version writes them back, so that a later version loses
+/// nothing.
+pub type OtherFields = BTreeMap<String, serde_json::Value>;
 
 /// Change of an entry, which only takes place if the entry has the expected value.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -90,7 +94,7 @@ struct Files {
     nodes: BTreeMap<NodeName, NodeRecord>,
     ended: EndedRevocations,
     tokens: Vec<TokenRecord>,
-    pins: PinTable,
+    pins: StoredPins,
 }
 
 impl Store {
@@ -217,7 +221,7 @@ impl Files {
             }
             Some(EntryKey::Pin(node, port)) => {
                 let node = name(node)?;
-                let pin = value.map(|text| parse::<Pin>(key, text)).transpose()?;
+                let pin = value.map(|text| parse::<PinEntry>(key, text)).transpose()?;
                 let ports = self.pins.entry(node).or_default();
                 match pin {
                     Some(pin) => drop(ports.insert(port, pin)),
@@ -258,6 +262,46 @@ impl Files {
             }
         }
         entries
+    }
+}
+
+/// Returns the value of an entry of the engine as this version writes it. A later version may write the same value in another
+/// order.
+///
+/// # Errors
+/// If this version cannot read the value.
+pub fn normalize_entry(key: &str, text: &str) -> Result<String, StoreError> {
+    let other_name = |is_same: bool| {
+        let why = || damaged(key, &"its value has another name than its key");
+        is_same.then_some(()).ok_or_else(why)
+    };
+    let check_name = |node: &str| {
+        let parsed = NodeName::parse(node).map_err(|why| damaged(key, &why))?;
+        other_name(parsed.as_ref() == node)
+    };
+    match EntryKey::parse(key) {
+        Some(EntryKey::Node(node)) => {
+            let record = parse::<NodeRecord>(key, text)?;
+            other_name(record.node.as_ref() == node)?;
+            Ok(entry_text(&NodeRecord {
+                revoked: None,
+                ..record
+            }))
+        }
+        Some(EntryKey::Revoked(node)) => {
+            check_name(node)?;
+            Ok(entry_text(&parse::<RevocationEntry>(key, text)?))
+        }
+        Some(EntryKey::Token(id)) => {
+            let token = parse::<TokenRecord>(key, text)?;
+            other_name(token.id == id)?;
+            Ok(entry_text(&token))
+        }
+        Some(EntryKey::Pin(node, _)) => {
+            check_name(node)?;
+            Ok(entry_text(&parse::<PinEntry>(key, text)?))
+        }
+        Some(EntryKey::Ca) | None => Ok(text.to_owned()),
     }
 }
 

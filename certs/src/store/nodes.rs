@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::atomic_file::{Dir, StoreError};
 use super::data_dir::{NODES_FILE, Store};
+use super::entries::OtherFields;
 use crate::ca::IssuedCertificate;
 use crate::name::NodeName;
 use crate::secret::Fingerprint;
@@ -21,7 +22,6 @@ const ENDED_RETENTION_SECS: u64 = 90 * 86_400;
 
 /// Record of a node, as confirmed by enrolment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct NodeRecord {
     /// The node.
     pub node: NodeName,
@@ -50,6 +50,9 @@ pub struct NodeRecord {
     /// as named.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub follows_cluster: bool,
+    /// Fields of later versions.
+    #[serde(flatten)]
+    pub other: OtherFields,
 }
 
 /// Update of a node's record.
@@ -86,6 +89,7 @@ impl NodeRecord {
             not_after: None,
             revoked: None,
             follows_cluster: true,
+            other: OtherFields::new(),
         }
     }
 
@@ -101,12 +105,14 @@ impl NodeRecord {
 
 /// Revocation of a node, in force until the node is allowed again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Revocation {
     /// Start of the revocation, in Unix seconds.
     pub at: u64,
     /// Reason, for people.
     pub reason: String,
+    /// Fields of later versions.
+    #[serde(flatten)]
+    pub other: OtherFields,
 }
 
 /// Value of the entry `revoked/NAME`: a revocation in force, or the end of one.
@@ -154,6 +160,7 @@ impl RevocationEntry {
         let revocation = record.revoked.clone().unwrap_or_else(|| Revocation {
             at: record.enrolled_at,
             reason: "the node was removed".to_owned(),
+            other: OtherFields::new(),
         });
         Self {
             // A revocation may come back as the record of a node that is not enrolled, which has the time of the revocation.
@@ -223,6 +230,7 @@ impl NodeStore {
             for mut record in records {
                 if let Some(previous) = nodes.get(&record.node) {
                     record.revoked.clone_from(&previous.revoked);
+                    record.other.clone_from(&previous.other);
                 }
                 nodes.insert(record.node.clone(), record);
             }

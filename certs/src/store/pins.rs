@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::atomic_file::{Dir, StoreError};
 use super::data_dir::Store;
+use super::entries::OtherFields;
 use crate::name::NodeName;
 use crate::secret::Fingerprint;
 
@@ -20,7 +21,6 @@ const MAX_PINS_PER_NODE: usize = 256;
 
 /// The key by which an upstream is identified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Pin {
     /// SHA-256 of the public key (`SubjectPublicKeyInfo`) in its certificate.
     pub key: Fingerprint,
@@ -30,6 +30,29 @@ pub struct Pin {
 
 /// All pins, by node and port.
 pub type PinTable = BTreeMap<NodeName, BTreeMap<u16, Pin>>;
+
+/// A pin as it is stored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct PinEntry {
+    #[serde(flatten)]
+    pin: Pin,
+    /// Fields of later versions.
+    #[serde(flatten)]
+    other: OtherFields,
+}
+
+/// Content of the file.
+pub(super) type StoredPins = BTreeMap<NodeName, BTreeMap<u16, PinEntry>>;
+
+fn pins_of(ports: BTreeMap<u16, PinEntry>) -> BTreeMap<u16, Pin> {
+    let ports = ports.into_iter();
+    ports.map(|(port, entry)| (port, entry.pin)).collect()
+}
+
+fn table_of(stored: StoredPins) -> PinTable {
+    let nodes = stored.into_iter();
+    nodes.map(|(node, ports)| (node, pins_of(ports))).collect()
+}
 
 /// Pinned keys of one data directory.
 #[derive(Debug, Clone)]
@@ -49,6 +72,10 @@ impl Store {
 impl Pins {
     /// Returns all pins.
     pub fn all(&self) -> Result<PinTable, StoreError> {
+        Ok(table_of(self.read()?))
+    }
+
+    fn read(&self) -> Result<StoredPins, StoreError> {
         Ok(self.dir.read_json(PINS_FILE)?.unwrap_or_default())
     }
 
@@ -63,7 +90,10 @@ impl Pins {
             for (node, port, pin) in observed {
                 let node_pins = pins.entry(node.clone()).or_default();
                 if node_pins.len() < MAX_PINS_PER_NODE {
-                    node_pins.entry(*port).or_insert(*pin);
+                    node_pins.entry(*port).or_insert_with(|| PinEntry {
+                        pin: *pin,
+                        other: OtherFields::new(),
+                    });
                 }
             }
         })
@@ -77,10 +107,10 @@ impl Pins {
     ) -> Result<BTreeMap<u16, Pin>, StoreError> {
         let mut removed = BTreeMap::new();
         self.change(|pins| match port {
-            None => removed = pins.remove(node).unwrap_or_default(),
+            None => removed = pins_of(pins.remove(node).unwrap_or_default()),
             Some(port) => {
                 let found = pins.get_mut(node).and_then(|pins| pins.remove(&port));
-                removed.extend(found.map(|pin| (port, pin)));
+                removed.extend(found.map(|entry| (port, entry.pin)));
             }
         })?;
         Ok(removed)
@@ -92,16 +122,16 @@ impl Pins {
     }
 
     /// Changes the pins under the lock, and returns the recorded ones. An error leaves the file unchanged.
-    pub fn change(&self, change: impl FnOnce(&mut PinTable)) -> Result<PinTable, StoreError> {
+    fn change(&self, change: impl FnOnce(&mut StoredPins)) -> Result<PinTable, StoreError> {
         let _lock = self.dir.lock()?;
-        let previous = self.all()?;
+        let previous = self.read()?;
         let mut pins = previous.clone();
         change(&mut pins);
         pins.retain(|_, ports| !ports.is_empty());
         if pins != previous {
             self.dir.write_json(PINS_FILE, &pins)?;
         }
-        Ok(pins)
+        Ok(table_of(pins))
     }
 }
 

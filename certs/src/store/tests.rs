@@ -313,6 +313,7 @@ fn a_renewal_restores_no_removed_node_and_changes_no_revocation() {
     let revoked = Revocation {
         at: 1,
         reason: "stolen".into(),
+        other: crate::OtherFields::new(),
     };
     nodes.set_revoked(&node, Some(revoked)).unwrap();
     let next = ca.issue_edge(&key, &node, Duration::from_hours(1)).unwrap();
@@ -339,6 +340,7 @@ fn nodes_are_kept_by_name() {
         not_after: None,
         revoked: None,
         follows_cluster: false,
+        other: crate::OtherFields::new(),
     };
     let nodes = store.nodes();
     nodes.put(record("b", "1")).unwrap();
@@ -419,6 +421,7 @@ fn record(node: &str) -> NodeRecord {
         not_after: None,
         revoked: None,
         follows_cluster: false,
+        other: crate::OtherFields::new(),
     }
 }
 
@@ -545,6 +548,7 @@ fn revocations_are_replaced_together_and_records_stay() {
     let revocation = |reason: &str| Revocation {
         at: 7,
         reason: reason.to_owned(),
+        other: crate::OtherFields::new(),
     };
     let nodes = store.nodes();
     nodes

@@ -15,6 +15,7 @@ use crate::ca::Ca;
 use crate::certificate::format_date;
 use crate::name::{NodeName, NodePattern};
 use crate::secret::Fingerprint;
+use crate::store::OtherFields;
 use crate::store::atomic_file::{Dir, StoreError};
 
 /// The file in the data directory.
@@ -150,6 +151,7 @@ impl TokenStore {
             used: Vec::new(),
             revoked: None,
             root: Some(token.root),
+            other: OtherFields::new(),
         };
         self.dir
             .update(TOKENS_FILE, |records: &mut Vec<TokenRecord>| {
@@ -199,6 +201,7 @@ impl TokenStore {
         record.used.push(JoinRecord {
             node: Some(requested.clone()),
             at: now,
+            other: OtherFields::new(),
         });
         Ok(record)
     }

@@ -274,7 +274,14 @@ fn a_book_from_before_there_were_patterns_reads() {
     let (fresh, spent) = (old("null"), old("7"));
     assert_eq!((fresh.uses, fresh.used.len()), (1, 0));
     assert_eq!(fresh.nodes.node(), Some(node()));
-    assert_eq!(spent.used, [JoinRecord { node: None, at: 7 }]);
+    assert_eq!(
+        spent.used,
+        [JoinRecord {
+            node: None,
+            at: 7,
+            other: crate::OtherFields::new()
+        }]
+    );
     let again = serde_json::to_string(&spent).unwrap();
     assert_eq!(serde_json::from_str::<TokenRecord>(&again).unwrap(), spent);
 }

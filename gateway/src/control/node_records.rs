@@ -294,7 +294,14 @@ mod tests {
         nodes.confirm(&late, NodeAttributes::default(), at).unwrap();
         let reason = "stolen".to_owned();
         nodes
-            .set_revoked(&late, Some(Revocation { at, reason }))
+            .set_revoked(
+                &late,
+                Some(Revocation {
+                    at,
+                    reason,
+                    other: causeway_certs::OtherFields::new(),
+                }),
+            )
             .unwrap();
         world.ledger.ensure_record(&late).await.unwrap();
         let found = world.nodes.reader().get(&late).unwrap();

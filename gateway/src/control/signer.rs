@@ -194,6 +194,7 @@ mod tests {
         let revoked = Revocation {
             at: 1,
             reason: "stolen".to_owned(),
+            other: causeway_certs::OtherFields::new(),
         };
         let store = &world.store;
         store

@@ -1,7 +1,11 @@
 //! Synchronization of the data directory with the state that gateways share, and what follows from changes of other gateways:
 //! the tables are loaded again, and tunnels of nodes that are revoked now are closed.
 
-use super::{ca_rotation::CaReloadFn, drain::Readiness, node_sync::NodeSync};
+use super::{
+    ca_rotation::CaReloadFn,
+    drain::{Readiness, ReadinessBlock},
+    node_sync::NodeSync,
+};
 use crate::shared_state::{Applied, SharedState, SyncError};
 use causeway_rt::log_throttle::FailureThrottle;
 use std::{convert::Infallible, sync::Arc, time::Duration};
@@ -40,7 +44,7 @@ impl StateSync {
         let (begun, has_copy) = (Instant::now(), self.shared.has_copy().await);
         let pending = format!("the shared state has not been loaded from {engine} yet");
         let mut block = Some(self.readiness.hold(pending));
-        let mut fault = None;
+        let (mut fault, mut skipped) = (None, None);
         let mut throttle = FailureThrottle::default();
         loop {
             let synchronized = self.shared.synchronize().await;
@@ -51,6 +55,7 @@ impl StateSync {
                     }
                     throttle = FailureThrottle::default();
                     block = None;
+                    self.report_skipped(&mut skipped);
                 }
                 Err(why) => {
                     if throttle.should_log(&why) {
@@ -76,6 +81,24 @@ impl StateSync {
             // A timeout only means that nothing was reported.
             let _ = timeout(FULL_INTERVAL, self.shared.changed()).await;
             sleep(BATCH_INTERVAL).await;
+        }
+    }
+
+    /// Reports the entries that this version cannot read as one fault, and logs it if it has changed.
+    fn report_skipped(&self, reported: &mut Option<(String, ReadinessBlock)>) {
+        let faults = self.shared.skipped();
+        let Some(first) = faults.first() else {
+            *reported = None;
+            return;
+        };
+        let fault = format!(
+            "{} entries of the shared state cannot be read and are left unchanged, for example: {first}",
+            faults.len()
+        );
+        if reported.as_ref().is_none_or(|(last, _)| *last != fault) {
+            tracing::warn!(engine = %self.shared.engine(), ?faults, "{fault}");
+            let block = self.readiness.report_fault(&*fault);
+            *reported = Some((fault, block));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use causeway_certs::{
     Entries, EntryChange, EntryKey, Fingerprint, NodeRecord, RevocationEntry, TokenRecord,
-    entry_text,
+    entry_text, normalize_entry,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,6 +16,8 @@ pub(super) struct MergePlan {
     pub(super) local: Vec<EntryChange>,
     /// Changes of the engine.
     pub(super) remote: Vec<EntryChange>,
+    /// Entries of the engine that are left as they are on both sides, each with the reason if the entry itself has a fault.
+    pub(super) skipped: BTreeMap<String, Option<String>>,
 }
 
 /// Returns the digests of these entries, except those of the CA and of keys of other versions.
@@ -35,10 +37,14 @@ pub(super) fn plan(last: &Digests, local: &Entries, remote: &Entries, now: u64) 
     let (revoked, others): (Vec<_>, Vec<_>) = keys.partition(|key| is_revocation(key));
     let mut removals = BTreeMap::new();
     for key in revoked.into_iter().chain(others) {
+        let here = local.get(key);
+        let Ok(there) = plan.read(key, here, remote.get(key)) else {
+            continue;
+        };
         let both = Both {
             base: last.get(key).copied(),
-            here: local.get(key),
-            there: remote.get(key),
+            here,
+            there: there.as_ref(),
         };
         let value = merged_value(key, &both, &removals, now);
         if let Some(EntryKey::Revoked(node)) = EntryKey::parse(key)
@@ -51,14 +57,48 @@ pub(super) fn plan(last: &Digests, local: &Entries, remote: &Entries, now: u64) 
             expected: expected.cloned(),
             value: value.clone(),
         };
-        if value.as_ref() != both.here {
-            plan.local.push(change(both.here));
+        if value.as_ref() != here {
+            plan.local.push(change(here));
         }
-        if value.as_ref() != both.there {
-            plan.remote.push(change(both.there));
+        if value != there {
+            plan.remote.push(change(remote.get(key)));
         }
     }
     plan
+}
+
+/// Marker of an entry that is not merged.
+struct Skipped;
+
+impl MergePlan {
+    /// Returns the engine's value of an entry as this version writes it.
+    fn read(
+        &mut self,
+        key: &str,
+        here: Option<&String>,
+        there: Option<&String>,
+    ) -> Result<Option<String>, Skipped> {
+        if here == there {
+            return Ok(there.cloned());
+        }
+        // A node whose revocation cannot be read must not be admitted.
+        let is_hidden = match EntryKey::parse(key) {
+            Some(EntryKey::Node(node)) => {
+                let revocation = EntryKey::Revoked(node).to_string();
+                here.is_none() && self.skipped.contains_key(&revocation)
+            }
+            _ => false,
+        };
+        let read = there.map(|text| normalize_entry(key, text)).transpose();
+        match read {
+            Ok(value) if !is_hidden => Ok(value),
+            read => {
+                let why = read.err().map(|error| error.to_string());
+                self.skipped.insert(key.to_owned(), why);
+                Err(Skipped)
+            }
+        }
+    }
 }
 
 /// Values of one entry.
@@ -181,6 +221,9 @@ pub(super) fn merge_tokens(here: TokenRecord, there: TokenRecord) -> TokenRecord
         }
     }
     merged.used.sort_by_key(|join| join.at);
+    for (field, value) in here.other {
+        merged.other.entry(field).or_insert(value);
+    }
     merged.revoked = match (here.revoked, merged.revoked) {
         (Some(one), Some(other)) => Some(one.min(other)),
         (one, other) => one.or(other),
@@ -225,7 +268,7 @@ fn digest(value: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use causeway_certs::NodeName;
+    use causeway_certs::{NodeName, Pin};
 
     fn entries(list: &[(&str, &str)]) -> Entries {
         let entry = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
@@ -296,48 +339,71 @@ mod tests {
         }
     }
 
+    /// Returns entries of pins, which differ by the times.
+    fn pins(list: &[(&str, u64)]) -> Entries {
+        let key = Fingerprint::digest(b"key");
+        let pin = |(upstream, since): &(&str, u64)| {
+            let pin = Pin { key, since: *since };
+            (format!("pin/{upstream}"), entry_text(&pin))
+        };
+        list.iter().map(pin).collect()
+    }
+
     #[test]
     fn the_side_that_changed_an_entry_wins() {
-        let last = [
-            ("pin/a:1", "1"),
-            ("pin/b:1", "1"),
-            ("pin/c:1", "1"),
-            ("pin/d:1", "1"),
-        ];
-        let local = [
-            ("pin/a:1", "2"),
-            ("pin/b:1", "1"),
-            ("pin/c:1", "1"),
-            ("pin/e:1", "1"),
-        ];
-        let remote = [
-            ("pin/a:1", "1"),
-            ("pin/b:1", "3"),
-            ("pin/d:1", "1"),
-            ("pin/f:1", "1"),
-        ];
-        let expected = [
-            ("pin/a:1", "2"),
-            ("pin/b:1", "3"),
-            ("pin/e:1", "1"),
-            ("pin/f:1", "1"),
-        ];
-        let all = merged(&entries(&last), entries(&local), entries(&remote));
-        assert_eq!(all, entries(&expected));
+        let last = pins(&[("a:1", 1), ("b:1", 1), ("c:1", 1), ("d:1", 1)]);
+        let local = pins(&[("a:1", 2), ("b:1", 1), ("c:1", 1), ("e:1", 1)]);
+        let remote = pins(&[("a:1", 1), ("b:1", 3), ("d:1", 1), ("f:1", 1)]);
+        let expected = pins(&[("a:1", 2), ("b:1", 3), ("e:1", 1), ("f:1", 1)]);
+        assert_eq!(merged(&last, local, remote.clone()), expected);
         // A data directory without the last common state and without entries takes over everything.
         let empty = Entries::new();
-        assert_eq!(
-            merged(&empty, Entries::new(), entries(&remote)),
-            entries(&remote)
-        );
+        assert_eq!(merged(&empty, Entries::new(), remote.clone()), remote);
         // Both sides have changed it.
-        let (last, local) = ([("pin/n:1", "1")], [("pin/n:1", "2"), ("pin/n:2", "2")]);
-        let remote = entries(&[("pin/n:1", "3"), ("pin/n:2", "3")]);
-        assert_eq!(
-            merged(&entries(&last), entries(&local), remote.clone()),
-            remote
-        );
-        assert_merged("pin/n:1", Some("1"), Some("2"), None, None);
+        let (last, local) = (pins(&[("n:1", 1)]), pins(&[("n:1", 2), ("n:2", 2)]));
+        let remote = pins(&[("n:1", 3), ("n:2", 3)]);
+        assert_eq!(merged(&last, local.clone(), remote.clone()), remote);
+        assert_eq!(merged(&last, pins(&[("n:1", 2)]), empty.clone()), empty);
+    }
+
+    #[test]
+    fn an_entry_that_cannot_be_read_is_left_alone() {
+        let (good, bad) = (record(5, None), r#"{"node":"edge-1"}"#);
+        let key = "node/edge-1";
+        let other = [("revoked/edge-2", revoked(3)), ("node/other", good.clone())];
+        let remote = [
+            (key, bad),
+            (other[0].0, &other[0].1),
+            (other[1].0, &other[1].1),
+        ];
+        for local in [&[][..], &[(key, &*good)]] {
+            let plan = plan(&Digests::new(), &entries(local), &entries(&remote), NOW);
+            assert_eq!(plan.remote, []);
+            let changed: Vec<_> = plan.local.iter().map(|change| &change.key).collect();
+            assert_eq!(changed, [other[0].0]);
+            let skipped: Vec<_> = plan.skipped.keys().collect();
+            assert_eq!(skipped, [key, "node/other"]);
+        }
+        // A node whose revocation cannot be read is not admitted.
+        let remote = entries(&[(key, &good), ("revoked/edge-1", r#"{"until":3}"#)]);
+        let plan = plan(&Digests::new(), &Entries::new(), &remote, NOW);
+        assert_eq!((plan.local, plan.remote), (Vec::new(), Vec::new()));
+        assert_eq!(plan.skipped[key], None);
+        let why = plan.skipped["revoked/edge-1"].as_deref().unwrap();
+        assert!(why.contains("revoked/edge-1"), "{why}");
+    }
+
+    #[test]
+    fn fields_of_later_versions_stay_and_their_order_is_no_change() {
+        let ours = record(5, Some(9)).replace('}', r#","color":"red","zone":{"b":1,"a":2}}"#);
+        let theirs = r#"{"zone":{"b":1,"a":2},"follows_cluster":true,"color":"red","not_after":9,"serial":"","enrolled_at":5,"pool":null,"addresses":[],"node":"edge-1"}"#;
+        let side = |text: &str| entries(&[("node/edge-1", text)]);
+        let (here, there) = (side(&ours), side(theirs));
+        let same = plan(&digests(&here), &here, &there, NOW);
+        assert_eq!(same, MergePlan::default());
+        let taken = plan(&Digests::new(), &Entries::new(), &there, NOW);
+        assert_eq!(taken.local[0].value.as_ref(), Some(&ours));
+        assert_eq!(taken.remote, []);
     }
 
     #[test]

@@ -112,7 +112,11 @@ fn pin(key: &str, since: u64) -> Pin {
 
 fn revocation(reason: &str) -> Revocation {
     let reason = reason.to_owned();
-    Revocation { at: 7, reason }
+    Revocation {
+        at: 7,
+        reason,
+        other: causeway_certs::OtherFields::new(),
+    }
 }
 
 impl World {
@@ -404,4 +408,79 @@ async fn a_token_that_is_revoked_at_one_gateway_is_refused_at_once() {
         refused,
         Err(RedeemError::Rejected(TokenRejected::Revoked { .. }))
     ));
+}
+
+#[tokio::test]
+async fn an_entry_that_cannot_be_read_stops_no_other_and_unknown_fields_stay() {
+    let world = world();
+    let [one, two] = &world.stores;
+    let tokens = one.tokens().unwrap();
+    let (node, ttl) = (name("edge-1"), Duration::from_hours(1));
+    let token = tokens.create(&node, ttl, NodeAttributes::default());
+    let token = token.unwrap();
+    world.synchronize().await;
+    // A later version has written two entries.
+    let (damaged, token_key) = ("node/edge-2", format!("token/{}", token.id));
+    world
+        .engine
+        .with(|entries| {
+            entries.insert(damaged.to_owned(), r#"{"format":2}"#.to_owned());
+            let token = entries.get_mut(&token_key).unwrap();
+            *token = token.replacen('{', r#"{"quota":{"z":1,"a":2},"#, 1);
+        })
+        .unwrap();
+    one.nodes()
+        .revoke_or_create(&node, &revocation("stolen"))
+        .unwrap();
+    for shared in world.shared.iter().chain(&world.shared) {
+        shared.synchronize().await.unwrap();
+        let skipped = shared.skipped();
+        assert_eq!(skipped.len(), 1);
+        assert!(skipped[0].contains(damaged), "{skipped:?}");
+    }
+    let revoked = two.nodes().all().unwrap().remove(0).revoked;
+    assert_eq!(revoked, Some(revocation("stolen")));
+    one.nodes().set_revoked(&node, None).unwrap();
+    let joining = (&node, NodeStatus::New);
+    let redeemed = world.shared[0].redeem(&tokens, &token, joining).await;
+    redeemed.unwrap();
+    for shared in world.shared.iter().chain(&world.shared) {
+        shared.synchronize().await.unwrap();
+    }
+    let entries = world.engine.entries.lock().unwrap().clone();
+    assert_eq!(entries[damaged], r#"{"format":2}"#);
+    let spent: serde_json::Value = serde_json::from_str(&entries[&token_key]).unwrap();
+    assert_eq!(spent["quota"].to_string(), r#"{"z":1,"a":2}"#);
+    assert_eq!(spent["used"].as_array().unwrap().len(), 1);
+    // The entry is taken over when a version can read it.
+    let record = NodeRecord::name_only(&name("edge-2"), 5);
+    world
+        .engine
+        .with(|entries| entries.insert(damaged.to_owned(), entry_text(&record)))
+        .unwrap();
+    for shared in &world.shared {
+        shared.synchronize().await.unwrap();
+        assert!(shared.skipped().is_empty());
+    }
+    assert!(two.nodes().all().unwrap().contains(&record));
+}
+
+#[tokio::test]
+async fn a_ca_that_cannot_be_read_stops_no_other_entry() {
+    let world = world();
+    world.synchronize().await;
+    let damaged = "{}".to_owned();
+    world
+        .engine
+        .with(|entries| entries.insert("ca".to_owned(), damaged.clone()))
+        .unwrap();
+    let [one, two] = &world.stores;
+    let record = NodeRecord::name_only(&name("edge-1"), 5);
+    one.nodes().put(record.clone()).unwrap();
+    for shared in &world.shared {
+        let why = shared.synchronize().await.unwrap_err().to_string();
+        assert!(why.contains("the entry `ca` cannot be parsed"), "{why}");
+    }
+    assert_eq!(two.nodes().all().unwrap(), [record]);
+    assert_eq!(world.engine.entries.lock().unwrap()["ca"], damaged);
 }

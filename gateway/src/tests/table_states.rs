@@ -244,7 +244,11 @@ fn records_that_vanish_from_the_disk_end_no_revocation() {
     node_sync::reload_records(&nodes, &store).expect("there are none yet");
     let mut record = NodeRecord::name_only(&name("edge-1"), 7);
     let reason = "stolen".to_owned();
-    record.revoked = Some(Revocation { at: 8, reason });
+    record.revoked = Some(Revocation {
+        at: 8,
+        reason,
+        other: causeway_certs::OtherFields::new(),
+    });
     store.nodes().put(record).unwrap();
     node_sync::reload_records(&nodes, &store).unwrap();
     let file = folder.path().join("data/nodes.json");

@@ -230,7 +230,11 @@ fn change(key: &str, expected: Option<&str>, value: Option<&str>) -> EntryChange
 
 fn revocation(reason: &str) -> String {
     let reason = reason.to_owned();
-    entry_text(&Revocation { at: 7, reason })
+    entry_text(&Revocation {
+        at: 7,
+        reason,
+        other: causeway_certs::OtherFields::new(),
+    })
 }
 
 #[test]

@@ -15,8 +15,8 @@ use crate::{
 };
 use axum::http::StatusCode;
 use causeway_certs::{
-    IssuedCertificate, JoinToken, NodeName, NodePattern, NodeRecord, NodeStatus, TokenRecord,
-    TokenStore, VerifiedNodeCertificate, VerifiedPublicKey,
+    IssuedCertificate, JoinToken, NodeName, NodePattern, NodeRecord, NodeStatus, OtherFields,
+    TokenRecord, TokenStore, VerifiedNodeCertificate, VerifiedPublicKey,
 };
 use rustls::pki_types::UnixTime;
 use std::sync::Arc;
@@ -235,6 +235,7 @@ impl HandlerState {
             // The store keeps a revocation that is already recorded.
             revoked: None,
             follows_cluster: confirmed.follows_cluster,
+            other: OtherFields::new(),
         };
         Ok(Enrolled {
             issued,
