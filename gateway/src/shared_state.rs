@@ -45,6 +45,8 @@ type FileTimes = [Option<SystemTime>; 5];
 const VERSION_KEY: &str = "version";
 /// Version of the entries.
 const VERSION: &str = "1";
+/// Key of the entry with the random id of the content of an engine. A backup has the id of its content.
+const CONTENT_ID_KEY: &str = "content-id";
 /// Name of the last common state in the data directory.
 const LAST_STATE_FILE: &str = "shared-state";
 
@@ -76,6 +78,9 @@ struct Inner {
 struct LastState {
     /// Revision of the engine at that time.
     revision: Option<u64>,
+    /// Id of the engine's content.
+    #[serde(default)]
+    content_id: Option<String>,
     digests: Digests,
 }
 
@@ -233,17 +238,10 @@ impl SharedState {
     async fn synchronize_from(&self, common: &mut LastState) -> Result<(), SyncError> {
         for _ in 0..MAX_ATTEMPTS {
             let remote = self.0.engine.load().await?;
-            let revision = self.0.engine.revision();
             let is_new = !remote.contains_key(VERSION_KEY);
-            let is_emptied = is_new && !common.digests.is_empty();
-            if is_emptied || revision < common.revision {
-                tracing::warn!(
-                    engine = %self.0.engine,
-                    is_emptied,
-                    "the shared state was emptied, or restored from a backup; what it lacks is stored again"
-                );
-                *common = LastState::default();
-            }
+            let new_id = (!remote.contains_key(CONTENT_ID_KEY)).then(new_content_id);
+            let content_id = remote.get(CONTENT_ID_KEY).or(new_id.as_ref()).cloned();
+            self.check_content(common, &remote);
             // A change that comes while the files are read leads to the next synchronization.
             let modified = self.on_disk(|store| Ok(store.entry_changes())).await?;
             *self.compared() = Some(modified);
@@ -253,21 +251,48 @@ impl SharedState {
             let (merged, mut to_engine) = self
                 .on_disk(move |store| shared.apply_remote(store, &last, &remote))
                 .await?;
-            to_engine.extend(is_new.then(version_change));
+            to_engine.extend(is_new.then(|| first_entry(VERSION_KEY, VERSION)));
+            to_engine.extend(new_id.map(|id| first_entry(CONTENT_ID_KEY, &id)));
             let conflicts = self.0.engine.write(to_engine).await?;
             let Some(digests) = merged.filter(|_| conflicts.is_empty() && !ca_conflict) else {
                 continue;
             };
-            if digests != common.digests {
-                // With the writes of this gateway.
-                let revision = self.0.engine.revision();
-                *common = LastState { revision, digests };
+            if digests != common.digests || content_id != common.content_id {
+                *common = LastState {
+                    // With the writes of this gateway.
+                    revision: self.0.engine.revision(),
+                    content_id,
+                    digests,
+                };
                 let saved = common.clone();
                 self.on_disk(move |store| save_last(store, &saved)).await?;
             }
             return ca_fault.map_or(Ok(()), Err);
         }
         Err(SyncError::Contention)
+    }
+
+    /// Forgets the last common state if it is not that of this content of the engine, because entries that the engine lacks were
+    /// not removed then.
+    fn check_content(&self, common: &mut LastState, remote: &Entries) {
+        let content_id = remote.get(CONTENT_ID_KEY);
+        // Earlier versions have stored no id.
+        let is_other = content_id != common.content_id.as_ref();
+        let is_emptied = !remote.contains_key(VERSION_KEY);
+        let is_restored = self.0.engine.revision() < common.revision;
+        let reason = match common {
+            LastState { digests, .. } if digests.is_empty() => return,
+            _ if is_emptied => "it was emptied, or is another engine or prefix than before",
+            _ if is_other => "it is another engine or prefix than before, or was filled again",
+            _ if is_restored => "it was restored from a backup",
+            _ => return,
+        };
+        tracing::warn!(
+            engine = %self.0.engine,
+            reason,
+            "the shared state does not continue the one that this gateway has a copy of; what it lacks is stored again"
+        );
+        *common = LastState::default();
     }
 
     /// Applies changes of other gateways to the data directory. Returns the common state, unless the directory was changed
@@ -568,12 +593,17 @@ impl SharedState {
     }
 }
 
-fn version_change() -> EntryChange {
+/// Returns the change that makes an entry which every engine has.
+fn first_entry(key: &str, value: &str) -> EntryChange {
     EntryChange {
-        key: VERSION_KEY.to_owned(),
+        key: key.to_owned(),
         expected: None,
-        value: Some(VERSION.to_owned()),
+        value: Some(value.to_owned()),
     }
+}
+
+fn new_content_id() -> String {
+    format!("{:032x}", rand::random::<u128>())
 }
 
 fn parse_entry<T: DeserializeOwned>(key: &str, text: &str) -> Result<T, StoreError> {

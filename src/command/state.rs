@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use causeway_certs::{Entries, EntryChange, EntryKey, OpenMode, SharedCa, Store};
+use causeway_certs::{
+    Entries, EntryChange, EntryKey, OpenMode, RevocationEntry, SharedCa, Store, normalize_entry,
+};
 use causeway_gateway::Config;
 use causeway_gateway::shared_state::{DataDirEngine, EtcdEngine, StateEngine};
 use tokio::time::sleep;
@@ -84,8 +86,8 @@ pub(crate) async fn run(command: State) -> anyhow::Result<()> {
 }
 
 async fn migrate(args: &StateMigrate) -> anyhow::Result<()> {
-    let (from, _claimed_source) = open(&args.from, OpenMode::Existing).await?;
-    let (to, _claimed_target) = open(&args.to, OpenMode::Create).await?;
+    let (from, _from_place) = open(&args.from, OpenMode::Existing).await?;
+    let (to, to_place) = open(&args.to, OpenMode::Create).await?;
     let mut entries = known_entries(&*from).await?;
     if !to.stores_ca() {
         entries.remove(&EntryKey::Ca.to_string());
@@ -96,11 +98,17 @@ async fn migrate(args: &StateMigrate) -> anyhow::Result<()> {
             args.from.display()
         );
     }
-    let existing = known_entries(&*to).await?;
-    let is_other = |(key, value): &(&String, &String)| entries.get(*key) != Some(*value);
-    if let Some((key, _)) = existing.iter().find(is_other) {
+    let mut existing = known_entries(&*to).await?;
+    if !from.stores_ca() {
+        existing.remove(&EntryKey::Ca.to_string());
+    }
+    if let Some(key) = existing
+        .keys()
+        .find(|key| !is_same(key, &entries, &existing))
+    {
         bail!(
-            "{to} has another state already ({key}, for example), and is left unchanged; use an empty one, such as another prefix"
+            "{to} has another state already ({key}, for example), and is left unchanged; use {}",
+            to_place.empty_one
         );
     }
     let new = entries
@@ -112,7 +120,9 @@ async fn migrate(args: &StateMigrate) -> anyhow::Result<()> {
         value: Some(value.clone()),
     });
     let conflicts = to.write(changes.collect()).await?;
-    if !conflicts.is_empty() || known_entries(&*to).await? != entries {
+    let copied = known_entries(&*to).await?;
+    let is_lost = |key: &String| !is_same(key, &entries, &copied);
+    if !conflicts.is_empty() || entries.keys().any(is_lost) {
         bail!("{to} was changed at the same time; end its gateways and run the command again");
     }
     outln!("copied {} from {from} to {to}", count(&entries))?;
@@ -126,18 +136,34 @@ async fn migrate(args: &StateMigrate) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the entries that this version knows. A gateway writes the others.
+/// Returns the entries that this version knows. A gateway writes the others: the id of the content is that of one engine, so that
+/// a gateway with a copy of another engine recognises the move.
 async fn known_entries(engine: &dyn StateEngine) -> anyhow::Result<Entries> {
     let mut entries = engine.load().await?;
     entries.retain(|key, _| EntryKey::parse(key).is_some());
     Ok(entries)
 }
 
+/// Whether both sides have the same value of an entry. The engines may have written it in two ways.
+fn is_same(key: &str, one: &Entries, other: &Entries) -> bool {
+    let value = |entries: &Entries| {
+        let text = entries.get(key)?;
+        // A value that this version cannot read is compared as it is.
+        Some(normalize_entry(key, text).unwrap_or_else(|_| text.clone()))
+    };
+    value(one) == value(other)
+}
+
+/// Place of the state that a configuration names.
+struct Place {
+    /// Place to use instead, if this one has another state.
+    empty_one: &'static str,
+    /// Claim of the data directory, which no other process may use until this value is dropped.
+    _claim: Option<causeway_certs::DirLock>,
+}
+
 /// Returns the engine of a configuration, or its data directory, which no gateway may use meanwhile.
-async fn open(
-    file: &Path,
-    mode: OpenMode,
-) -> anyhow::Result<(Arc<dyn StateEngine>, Option<causeway_certs::DirLock>)> {
+async fn open(file: &Path, mode: OpenMode) -> anyhow::Result<(Arc<dyn StateEngine>, Place)> {
     let sources = ConfigSources {
         file: Some(file.to_owned()),
         environment: Vec::new(),
@@ -146,21 +172,33 @@ async fn open(
     };
     let config: Config = config_loader::reload(&sources)?;
     if let Some(engine) = engine(&config).await? {
-        return Ok((engine, None));
+        let place = Place {
+            empty_one: "an empty one, such as another prefix",
+            _claim: None,
+        };
+        return Ok((engine, place));
     }
     let path = &config.data_dir;
     let store = Store::open(path, mode).with_context(|| format!("{}: data_dir", file.display()))?;
     let claim = store.claim().context("end the gateway first")?;
-    Ok((Arc::new(DataDirEngine::new(store, path)), Some(claim)))
+    let place = Place {
+        empty_one: "an empty data directory (`data_dir`)",
+        _claim: Some(claim),
+    };
+    Ok((Arc::new(DataDirEngine::new(store, path)), place))
 }
 
 /// Describes how many entries of each kind there are.
 fn count(entries: &Entries) -> String {
     let of_kind = |kind: &str| entries.keys().filter(|key| key.starts_with(kind)).count();
+    let is_in_force = |(key, text): &(&String, &String)| {
+        let entry = serde_json::from_str::<RevocationEntry>(text);
+        key.starts_with("revoked/") && entry.is_ok_and(|entry| entry.is_in_force())
+    };
     format!(
         "{} nodes, {} revocations, {} join tokens, {} pinned keys and {}",
         of_kind("node/"),
-        of_kind("revoked/"),
+        entries.iter().filter(is_in_force).count(),
         of_kind("token/"),
         of_kind("pin/"),
         if entries.contains_key(&EntryKey::Ca.to_string()) {
@@ -169,4 +207,50 @@ fn count(entries: &Entries) -> String {
             "no CA"
         },
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use causeway_certs::{Ca, NodeName, NodeRecord};
+    use std::fs;
+
+    #[tokio::test]
+    async fn a_destination_with_another_state_is_named_by_its_kind() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |name: &str| {
+            let (data, file) = (
+                folder.path().join(name),
+                folder.path().join(format!("{name}.yaml")),
+            );
+            fs::write(&file, format!("data_dir: {}\n", data.display())).unwrap();
+            (Store::open(&data, OpenMode::Create).unwrap(), file)
+        };
+        let node = NodeName::parse("edge-1").unwrap();
+        let ((source, from), (target, to)) = (of("one"), of("two"));
+        source
+            .save_ca(&Ca::create(&"td".parse().unwrap()).unwrap())
+            .unwrap();
+        source.nodes().put(NodeRecord::name_only(&node, 5)).unwrap();
+        target.nodes().put(NodeRecord::name_only(&node, 6)).unwrap();
+        let migrate = async || {
+            super::migrate(&StateMigrate {
+                from: from.clone(),
+                to: to.clone(),
+            })
+            .await
+        };
+        let refused = migrate().await.unwrap_err().to_string();
+        assert!(
+            refused.contains("two has another state already (node/edge-1, for example)"),
+            "{refused}"
+        );
+        assert!(refused.contains("use an empty data directory"), "{refused}");
+        target.nodes().remove(&node).unwrap();
+        let refused = migrate().await.unwrap_err().to_string();
+        assert!(refused.contains("revoked/edge-1"), "{refused}");
+        fs::remove_dir_all(folder.path().join("two")).unwrap();
+        migrate().await.unwrap();
+        migrate().await.unwrap();
+    }
 }

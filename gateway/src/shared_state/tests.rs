@@ -129,6 +129,7 @@ impl World {
         assert_eq!(entries(&self.stores[0]), entries(&self.stores[1]));
         let mut stored = self.engine.entries.lock().unwrap().clone();
         assert_eq!(stored.remove(VERSION_KEY).as_deref(), Some(VERSION));
+        assert!(stored.remove(CONTENT_ID_KEY).is_some());
         assert_eq!(entries(&self.stores[0]), stored);
     }
 }
@@ -483,4 +484,64 @@ async fn a_ca_that_cannot_be_read_stops_no_other_entry() {
     }
     assert_eq!(two.nodes().all().unwrap(), [record]);
     assert_eq!(world.engine.entries.lock().unwrap()["ca"], damaged);
+}
+
+#[tokio::test]
+async fn another_engine_removes_nothing_that_it_lacks() {
+    let world = world();
+    let [one, _] = &world.stores;
+    let (node, new) = (name("edge-1"), name("edge-2"));
+    one.nodes().put(NodeRecord::name_only(&node, 5)).unwrap();
+    let pinned = [
+        (node.clone(), 10250, pin("a", 1)),
+        (node.clone(), 1, pin("b", 1)),
+    ];
+    one.pins().record_new(&pinned).unwrap();
+    world.synchronize().await;
+    let stores = world.stores.clone();
+    // The entries of the new prefix have their own version and history. It lacks two entries and has another one.
+    let engine = MemoryEngine::default();
+    engine
+        .with(|entries| {
+            entries.clone_from(&world.engine.entries.lock().unwrap());
+            entries.remove("node/edge-1");
+            entries.remove("pin/edge-1:10250");
+            entries.remove(CONTENT_ID_KEY);
+            let record = NodeRecord::name_only(&new, 5);
+            entries.insert("node/edge-2".to_owned(), entry_text(&record));
+        })
+        .unwrap();
+    engine.revision.store(u64::MAX / 2, SeqCst);
+    let engine = Arc::new(engine);
+    // As after a restart.
+    let shared = stores.map(|store| SharedState::new(engine.clone(), store, true));
+    for shared in shared.iter().chain(&shared) {
+        shared.synchronize().await.unwrap();
+    }
+    for store in &world.stores {
+        let names: Vec<_> = store.nodes().all().unwrap().into_iter().collect();
+        let names: Vec<_> = names.iter().map(|record| &record.node).collect();
+        assert_eq!(names, [&node, &new]);
+        assert_eq!(store.pins().all().unwrap()[&node].len(), 2);
+    }
+    // From now on the absence of a pin is its removal again.
+    engine
+        .with(|entries| entries.remove("pin/edge-1:1"))
+        .unwrap();
+    shared[0].synchronize().await.unwrap();
+    assert_eq!(one.pins().all().unwrap()[&node].len(), 1);
+}
+
+#[tokio::test]
+async fn two_gateways_that_start_at_once_agree_on_the_content_id() {
+    let world = world();
+    let [one, two] = &world.shared;
+    let (first, second) = tokio::join!(one.synchronize(), two.synchronize());
+    (first.unwrap(), second.unwrap());
+    world.synchronize().await;
+    let id = world.engine.entries.lock().unwrap()[CONTENT_ID_KEY].clone();
+    for store in &world.stores {
+        let last = load_last(store).unwrap().unwrap();
+        assert_eq!(last.content_id.as_ref(), Some(&id));
+    }
 }
