@@ -1,7 +1,8 @@
 //! Stores in the data directory the pinned keys of upstreams that were contacted for the first time.
 //!
 //! Keys that arrive during a write are collected for the next one, so that the first scrape of a fleet takes a few writes. Only
-//! nodes that are known and not revoked have keys here; the keys of a removed or revoked node are removed with it. A waiting
+//! nodes that are known and not revoked have keys here; the keys of a removed or revoked node are removed with it. If gateways
+//! share their state, the commands remove the keys, because this gateway may not know a node yet that another one knows. A waiting
 //! connection receives the key that is on the disk. If a key could not be stored, the connection receives an error, because a key
 //! that is not stored is never trusted.
 
@@ -82,7 +83,8 @@ impl PinWriter {
         observed.collect()
     }
 
-    /// Reloads the keys from the disk, and drops those of removed or revoked nodes. Blocks on the disk.
+    /// Reloads the keys from the disk, and drops those of removed or revoked nodes, at all gateways only if this is the only one.
+    /// Blocks on the disk.
     ///
     /// # Errors
     /// If the disk cannot be read or written. The keys are then unchanged.
@@ -90,8 +92,17 @@ impl PinWriter {
         let pins = self.store.pins();
         self.writer.replace(|| {
             self.require_file()?;
-            pins.retain(|node| self.may_be_admitted(node))
+            match self.shared_state {
+                Some(_) => Ok(self.usable_pins(pins.all()?)),
+                None => pins.retain(|node| self.may_be_admitted(node)),
+            }
         })
+    }
+
+    /// Returns the keys without those of nodes that are not admitted here.
+    fn usable_pins(&self, mut stored: PinTable) -> PinTable {
+        stored.retain(|node, _| self.may_be_admitted(node));
+        stored
     }
 
     /// Fails if the table has keys but their file is missing, because upstreams would be trusted on first use again.
@@ -126,7 +137,7 @@ impl PinWriter {
             };
             was_empty = self.store.pins().all()?.is_empty();
             stored = self.store.pins().record_new(&new)?;
-            Ok::<_, StoreError>(stored.clone())
+            Ok::<_, StoreError>(self.usable_pins(stored.clone()))
         });
         let failed = written.err().map(|error| error.to_string());
         for met in new_pins {
@@ -181,6 +192,7 @@ mod tests {
     use super::*;
     use crate::{
         control::tests::world::name,
+        shared_state::tests::MemoryEngine,
         state::{ClusterNode, Node, NodesWriter, Pins, pins::pins},
     };
     use causeway_certs::{Fingerprint, OpenMode};
@@ -334,6 +346,35 @@ mod tests {
         world.nodes.replace_revoked(revoked);
         world.keeper.refresh().unwrap();
         assert_eq!(world.pins.get(&name("edge-4"), 1), None);
+    }
+
+    #[test]
+    fn a_gateway_that_does_not_know_a_node_yet_keeps_its_shared_pins() {
+        let mut world = World::new();
+        let store = world.keeper.store.clone();
+        let engine = std::sync::Arc::new(MemoryEngine::default());
+        world.keeper.shared_state = Some(SharedState::new(engine, store, false));
+        let pin = Pin {
+            key: a("a"),
+            since: 1,
+        };
+        let observed = ["edge-1", "edge-8"].map(|node| (name(node), 1, pin));
+        let pins = world.keeper.store.pins();
+        pins.record_new(&observed).unwrap();
+        // The nodes of the cluster are loaded, without the newest one.
+        world.nodes.replace_cluster([].into());
+        world.keeper.refresh().unwrap();
+        assert_eq!(pins.all().unwrap().len(), 2);
+        assert_eq!(world.pins.get(&name("edge-1"), 1), Some(pin));
+        assert_eq!(world.pins.get(&name("edge-8"), 1), None);
+        world.nodes.upsert(name("edge-8"), Node::default());
+        world.keeper.refresh().unwrap();
+        assert_eq!(world.pins.get(&name("edge-8"), 1), Some(pin));
+        // A new key of another node does not drop them either.
+        world
+            .keeper
+            .store_pins(Vec::new(), vec![(name("edge-2"), 1, pin)]);
+        assert_eq!(pins.all().unwrap().len(), 3);
     }
 
     #[tokio::test]

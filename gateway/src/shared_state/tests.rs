@@ -537,7 +537,8 @@ async fn two_gateways_that_start_at_once_agree_on_the_content_id() {
     let world = world();
     let [one, two] = &world.shared;
     let (first, second) = tokio::join!(one.synchronize(), two.synchronize());
-    (first.unwrap(), second.unwrap());
+    first.unwrap();
+    second.unwrap();
     world.synchronize().await;
     let id = world.engine.entries.lock().unwrap()[CONTENT_ID_KEY].clone();
     for store in &world.stores {
