@@ -5,7 +5,7 @@
 //! Names, usages and CA:TRUE in a request are not even read, unless people see them in a cluster. In that case the request
 //! must name its node only.
 
-use rcgen::{CertificateParams, KeyPair, SanType, SubjectPublicKeyInfo};
+use rcgen::{CertificateParams, KeyPair, PublicKeyData, SanType, SubjectPublicKeyInfo};
 use thiserror::Error;
 use x509_parser::certification_request::X509CertificationRequestInfo;
 use x509_parser::extensions::{GeneralName, ParsedExtension};
@@ -14,6 +14,7 @@ use x509_parser::public_key::PublicKey;
 
 use crate::identity::{edge_uri, gateway_uri};
 use crate::name::{HostName, NodeName, TrustDomain};
+use crate::secret::Fingerprint;
 use crate::signer_profile::SignerProfile;
 use causeway_config::Secret;
 
@@ -130,6 +131,11 @@ impl VerifiedPublicKey {
             asks: fault,
             wanted,
         })
+    }
+
+    /// Returns the SHA-256 of the key (`SubjectPublicKeyInfo`).
+    pub fn fingerprint(&self) -> Fingerprint {
+        Fingerprint::digest(&self.0.subject_public_key_info())
     }
 
     pub(crate) fn public_key(&self) -> &SubjectPublicKeyInfo {

@@ -59,7 +59,8 @@ pub use store::{
     Revocation, RevocationEntry, SharedCa, Store, StoreError, entry_text, normalize_entry,
 };
 pub use token::{
-    JoinToken, NodeAttributes, NodeStatus, TokenError, TokenRecord, TokenRejected, TokenStore,
+    JoinToken, Joining, NodeAttributes, NodeStatus, RepeatCheck, TokenError, TokenRecord,
+    TokenRejected, TokenStore,
 };
 pub use verify::{
     ListenerClientTrust, NotAGateway, PeerRejected, Purpose, TrustStore, UnexpectedCa, check_peer,

@@ -16,7 +16,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
 pub(crate) use store::TOKENS_FILE;
-pub use store::{NodeStatus, TokenRejected, TokenStore};
+pub use store::{Joining, NodeStatus, RepeatCheck, TokenRejected, TokenStore};
 
 use crate::name::{NodeName, NodePattern};
 use crate::secret::{self, Fingerprint, random_secret};
@@ -195,6 +195,9 @@ pub struct JoinRecord {
     pub node: Option<NodeName>,
     /// Time of the join, in Unix seconds.
     pub at: u64,
+    /// SHA-256 of the node's public key, by which a repeated request is recognised.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<Fingerprint>,
     /// Fields of later versions.
     #[serde(flatten)]
     pub other: OtherFields,
@@ -218,6 +221,7 @@ fn joined<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<JoinRecord>,
             .map(|at| JoinRecord {
                 node: None,
                 at,
+                key: None,
                 other: OtherFields::new(),
             })
             .into_iter()

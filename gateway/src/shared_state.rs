@@ -18,9 +18,9 @@ pub use engine::{EngineError, StateEngine};
 pub use etcd::EtcdEngine;
 
 use causeway_certs::{
-    Entries, EntryChange, EntryKey, ImportOutcome, JoinToken, NodeName, NodeRecord, NodeStatus,
-    Pin, RevocationEntry, SharedCa, Store, StoreError, TokenRecord, TokenRejected, TokenStore,
-    entry_text,
+    Entries, EntryChange, EntryKey, ImportOutcome, JoinToken, Joining, NodeName, NodeRecord,
+    NodeStatus, Pin, RevocationEntry, SharedCa, Store, StoreError, TokenRecord, TokenRejected,
+    TokenStore, entry_text,
 };
 use merge::Digests;
 use rustls_pki_types::UnixTime;
@@ -454,44 +454,45 @@ impl SharedState {
         Ok(Some(record))
     }
 
-    /// Spends one use of a token, if it is valid for this node now. At all gateways together, it returns `Ok` at most as often
-    /// as the token has uses. A refusal spends nothing.
+    /// Spends one use of a token, if it is valid for this node now. At all gateways together, it returns `Ok` for at most as many
+    /// different requests as the token has uses. A refusal spends nothing.
     ///
     /// # Errors
     /// If the token is not valid, or the engine does not answer.
-    pub async fn redeem(
+    pub async fn redeem<'a>(
         &self,
         tokens: &TokenStore,
         token: &JoinToken,
-        joining: (&NodeName, NodeStatus),
+        joining: impl Into<Joining<'a>>,
     ) -> Result<TokenRecord, RedeemError> {
         let key = EntryKey::Token(&token.id).to_string();
+        let joining = joining.into();
         self.share_new_token(&token.id, tokens).await?;
+        let mut lost = None;
         for _ in 0..MAX_ATTEMPTS {
             let current = self.0.engine.get(&key).await.map_err(SyncError::from)?;
-            let record = current.as_deref().map(|text| parse_entry(&key, text));
-            let there: Option<TokenRecord> = record.transpose().map_err(SyncError::from)?;
-            let here = spawn_blocking({
-                let (tokens, id) = (tokens.clone(), token.id.clone());
-                move || Ok(tokens.all()?.into_iter().find(|known| known.id == id))
-            });
-            let here: Result<_, StoreError> = here.await.map_err(SyncError::from)?;
-            // The engine may lack a revocation by a command, or uses after a restored backup.
-            let record = match (here.map_err(SyncError::from)?, there) {
-                (Some(here), Some(there)) => Some(merge::merge_tokens(here, there)),
-                (_, there) => there,
-            };
-            let spent = tokens.spend(record, token, joining, UnixTime::now())?;
+            let known = merged_token(tokens, &token.id, current.as_deref()).await?;
+            let spent = tokens.spend(known.clone(), token, &joining, UnixTime::now())?;
+            if known.as_ref() == Some(&spent) {
+                // The use is in the engine, or in the data directory, from which the next synchronization stores it.
+                self.request();
+                return Ok(spent);
+            }
             let change = EntryChange {
                 key: key.clone(),
                 expected: current,
                 value: Some(entry_text(&spent)),
             };
-            let conflicts = self.0.engine.write(vec![change]).await;
-            if conflicts.map_err(SyncError::from)?.is_empty() {
-                // The next synchronization writes the use to the data directory.
-                self.request();
-                return Ok(spent);
+            match self.0.engine.write(vec![change]).await {
+                Ok(conflicts) if conflicts.is_empty() => {
+                    // The next synchronization writes the use to the data directory.
+                    self.request();
+                    return Ok(spent);
+                }
+                Ok(_) => {}
+                // The engine may have applied the change. If it has, the next attempt repeats this use.
+                Err(error) if lost.is_none() => lost = Some(error),
+                Err(error) => return Err(SyncError::from(error).into()),
             }
         }
         Err(SyncError::Contention.into())
@@ -531,12 +532,16 @@ impl SharedState {
             ..record.clone()
         };
         for _ in 0..MAX_ATTEMPTS {
-            let expected = match status {
-                NodeStatus::New => None,
-                NodeStatus::Known => self.0.engine.get(&key).await?,
-            };
+            let expected = self.0.engine.get(&key).await?;
             let previous = expected.as_deref().map(|text| parse_entry(&key, text));
             let previous: Option<NodeRecord> = previous.transpose()?;
+            // The edge may have sent its request twice.
+            let is_repeated = |previous: &NodeRecord| {
+                record.join_key.is_some() && previous.join_key == record.join_key
+            };
+            if status == NodeStatus::New && !previous.as_ref().is_none_or(is_repeated) {
+                return Ok(false);
+            }
             let value = NodeRecord {
                 other: previous.map(|record| record.other).unwrap_or_default(),
                 ..record.clone()
@@ -546,9 +551,8 @@ impl SharedState {
                 expected,
                 value: Some(entry_text(&value)),
             };
-            let conflicts = self.0.engine.write(vec![change]).await?;
-            if conflicts.is_empty() || status == NodeStatus::New {
-                return Ok(conflicts.is_empty());
+            if self.0.engine.write(vec![change]).await?.is_empty() {
+                return Ok(true);
             }
         }
         Err(SyncError::Contention)
@@ -604,6 +608,24 @@ fn first_entry(key: &str, value: &str) -> EntryChange {
 
 fn new_content_id() -> String {
     format!("{:032x}", rand::random::<u128>())
+}
+
+/// Returns the record of a token in the engine, with the uses and the revocation that the data directory has: the engine may lack
+/// a revocation by a command, or uses after a restored backup.
+async fn merged_token(
+    tokens: &TokenStore,
+    id: &str,
+    there: Option<&str>,
+) -> Result<Option<TokenRecord>, SyncError> {
+    let key = EntryKey::Token(id).to_string();
+    let there: Option<TokenRecord> = there.map(|text| parse_entry(&key, text)).transpose()?;
+    let (tokens, id) = (tokens.clone(), id.to_owned());
+    let all = spawn_blocking(move || tokens.all()).await??;
+    let here = all.into_iter().find(|token| token.id == id);
+    Ok(match (here, there) {
+        (Some(here), Some(there)) => Some(merge::merge_tokens(here, there)),
+        (_, there) => there,
+    })
 }
 
 fn parse_entry<T: DeserializeOwned>(key: &str, text: &str) -> Result<T, StoreError> {

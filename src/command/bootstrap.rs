@@ -164,6 +164,7 @@ mod tests {
             not_after: None,
             revoked: None,
             follows_cluster: false,
+            join_key: None,
             other: causeway_certs::OtherFields::new(),
         };
         store.nodes().put(joined).unwrap();

@@ -82,6 +82,7 @@ fn join(data: &Path) {
         not_after: None,
         revoked: None,
         follows_cluster: false,
+        join_key: None,
         other: causeway_certs::OtherFields::new(),
     };
     let node = record.node.clone();

@@ -50,6 +50,9 @@ pub struct NodeRecord {
     /// as named.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub follows_cluster: bool,
+    /// SHA-256 of the public key with which the node last joined by a token.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub join_key: Option<Fingerprint>,
     /// Fields of later versions.
     #[serde(flatten)]
     pub other: OtherFields,
@@ -89,6 +92,7 @@ impl NodeRecord {
             not_after: None,
             revoked: None,
             follows_cluster: true,
+            join_key: None,
             other: OtherFields::new(),
         }
     }
@@ -259,6 +263,7 @@ impl NodeStore {
                     let record = nodes.entry(node.clone()).or_insert_with(record);
                     if record.revoked.is_none() {
                         record.enrolled_at = record.enrolled_at.max(*at);
+                        record.join_key = None;
                     }
                     record.record_certificate(issued);
                     Some(record.clone())

@@ -340,6 +340,7 @@ fn nodes_are_kept_by_name() {
         not_after: None,
         revoked: None,
         follows_cluster: false,
+        join_key: None,
         other: crate::OtherFields::new(),
     };
     let nodes = store.nodes();
@@ -421,6 +422,7 @@ fn record(node: &str) -> NodeRecord {
         not_after: None,
         revoked: None,
         follows_cluster: false,
+        join_key: None,
         other: crate::OtherFields::new(),
     }
 }

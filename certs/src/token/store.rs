@@ -24,6 +24,9 @@ pub(crate) const TOKENS_FILE: &str = "tokens.json";
 /// than "unknown".
 const RETENTION_SECS: u64 = 30 * 86_400;
 
+/// Period after the use of a token in which the same request is accepted again, in seconds. An edge tries again within minutes.
+const REPEAT_SECS: u64 = 3_600;
+
 /// Error that refuses a token.
 #[derive(Debug, Error)]
 pub enum TokenRejected {
@@ -94,6 +97,58 @@ pub enum NodeStatus {
     Known,
 }
 
+/// A node that joins with a token.
+#[derive(Debug, Clone, Copy)]
+pub struct Joining<'a> {
+    /// The node.
+    pub node: &'a NodeName,
+    /// Whether the node is already known.
+    pub status: NodeStatus,
+    /// Data that recognises a repeated request. Without it each request is a use of its own.
+    pub repeat: Option<RepeatCheck>,
+}
+
+/// Data that recognises the repeated request of an edge whose previous answer was lost.
+#[derive(Debug, Clone, Copy)]
+pub struct RepeatCheck {
+    /// SHA-256 of the public key of the request.
+    pub key: Fingerprint,
+    /// SHA-256 of the public key with which the node last joined.
+    pub last_join_key: Option<Fingerprint>,
+    /// Time when the node was removed last, in Unix seconds.
+    pub removed_at: Option<u64>,
+}
+
+impl<'a> From<(&'a NodeName, NodeStatus)> for Joining<'a> {
+    fn from((node, status): (&'a NodeName, NodeStatus)) -> Self {
+        Self {
+            node,
+            status,
+            repeat: None,
+        }
+    }
+}
+
+impl Joining<'_> {
+    /// Whether this request repeats one of these uses. It must have the same node and the same key as the use, which is recent.
+    /// In the meantime the node was neither removed, nor has it joined with another key.
+    fn repeats(&self, used: &[JoinRecord], now: u64) -> bool {
+        let Some(repeat) = &self.repeat else {
+            return false;
+        };
+        let is_same = |join: &JoinRecord| {
+            join.node.as_ref() == Some(self.node)
+                && join.key == Some(repeat.key)
+                && join.at.saturating_add(REPEAT_SECS) > now
+                && match self.status {
+                    NodeStatus::New => repeat.removed_at.is_none_or(|at| at < join.at),
+                    NodeStatus::Known => repeat.last_join_key == Some(repeat.key),
+                }
+        };
+        used.iter().any(is_same)
+    }
+}
+
 /// All join tokens of one data directory.
 #[derive(Debug, Clone)]
 pub struct TokenStore {
@@ -162,19 +217,19 @@ impl TokenStore {
         Ok(token)
     }
 
-    /// Spends one use of a token, if it is valid for this node now. In all processes together, it returns `Ok` at most as
-    /// often as the token has uses. A refusal spends nothing.
-    pub fn redeem(
+    /// Spends one use of a token, if it is valid for this node now. In all processes together, it returns `Ok` for at most as
+    /// many different requests as the token has uses. A refusal spends nothing.
+    pub fn redeem<'a>(
         &self,
         token: &JoinToken,
-        (requested, status): (&NodeName, NodeStatus),
+        joining: impl Into<Joining<'a>>,
         now: UnixTime,
     ) -> Result<TokenRecord, TokenRejected> {
+        let joining = joining.into();
         self.dir
             .update(TOKENS_FILE, |records: &mut Vec<TokenRecord>| {
                 let record = records.iter_mut().find(|record| record.id == token.id);
-                let spent =
-                    self.spend(record.as_deref().cloned(), token, (requested, status), now)?;
+                let spent = self.spend(record.as_deref().cloned(), token, &joining, now)?;
                 if let Some(record) = record {
                     record.clone_from(&spent);
                 }
@@ -182,28 +237,40 @@ impl TokenStore {
             })
     }
 
-    /// Returns the record of this token with one more use, if the token is valid for this node now. Nothing is stored.
+    /// Returns the record of this token with one more use, if the token is valid for this node now. A repeated request is no further
+    /// use. Nothing is stored.
     pub fn spend(
         &self,
         record: Option<TokenRecord>,
         token: &JoinToken,
-        (requested, status): (&NodeName, NodeStatus),
+        joining: &Joining<'_>,
         now: UnixTime,
     ) -> Result<TokenRecord, TokenRejected> {
-        if !self.trusted_roots.contains(&token.root) {
-            return Err(TokenRejected::UnexpectedCa);
-        }
+        self.check_root(token)?;
         let (presented_hash, now) = (secret_hash(token), now.as_secs());
         let mut record = record
             .filter(|record| record.hash.matches(&presented_hash))
             .ok_or(TokenRejected::Unknown)?;
-        check_record(&record, requested, status, now)?;
-        record.used.push(JoinRecord {
-            node: Some(requested.clone()),
-            at: now,
-            other: OtherFields::new(),
-        });
+        let is_repeated = joining.repeats(&record.used, now);
+        check_record(&record, joining, is_repeated, now)?;
+        if !is_repeated {
+            record.used.push(JoinRecord {
+                node: Some(joining.node.clone()),
+                at: now,
+                key: joining.repeat.map(|repeat| repeat.key),
+                other: OtherFields::new(),
+            });
+        }
         Ok(record)
+    }
+
+    /// Checks that a token is of one of the trusted roots. Reads nothing.
+    pub fn check_root(&self, token: &JoinToken) -> Result<(), TokenRejected> {
+        if self.trusted_roots.contains(&token.root) {
+            Ok(())
+        } else {
+            Err(TokenRejected::UnexpectedCa)
+        }
     }
 
     /// Returns the nodes for which a token was made.
@@ -256,13 +323,14 @@ impl TokenStore {
 /// Returns the reason for which a known token is not valid.
 fn check_record(
     record: &TokenRecord,
-    requested: &NodeName,
-    status: NodeStatus,
+    joining: &Joining<'_>,
+    is_repeated: bool,
     now: u64,
 ) -> Result<(), TokenRejected> {
-    if !record.nodes.matches(requested) {
+    let node = joining.node;
+    if !record.nodes.matches(node) {
         return Err(TokenRejected::OtherNode {
-            node: requested.clone(),
+            node: node.clone(),
             bound_to: record.nodes.clone(),
         });
     }
@@ -271,6 +339,7 @@ fn check_record(
     }
     if let Some(last) = record.used.last()
         && record.used.len() >= record.uses as usize
+        && !is_repeated
     {
         return Err(TokenRejected::Used { when: last.at });
     }
@@ -280,9 +349,9 @@ fn check_record(
             now,
         });
     }
-    if status == NodeStatus::Known && record.nodes.node().is_none() {
+    if joining.status == NodeStatus::Known && record.nodes.node().is_none() && !is_repeated {
         return Err(TokenRejected::NotNew {
-            node: requested.clone(),
+            node: node.clone(),
             bound_to: record.nodes.clone(),
         });
     }

@@ -279,6 +279,7 @@ fn a_book_from_before_there_were_patterns_reads() {
         [JoinRecord {
             node: None,
             at: 7,
+            key: None,
             other: crate::OtherFields::new()
         }]
     );

@@ -84,6 +84,7 @@ pub(super) fn node_from_record(record: NodeRecord) -> (NodeName, Node) {
         pool: record.pool,
         labels: record.labels,
         joined_at: record.enrolled_at,
+        join_key: record.join_key,
         revoked: record.revoked.map(|revoked| revoked.reason),
         follows_cluster: record.follows_cluster,
         ..Node::default()

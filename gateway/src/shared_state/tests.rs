@@ -1,7 +1,7 @@
 //! Two data directories that share their state, by an engine in memory whose faults the tests choose.
 
 use super::*;
-use causeway_certs::{Ca, Entries, Fingerprint, NodeAttributes, OpenMode, Revocation};
+use causeway_certs::{Ca, Entries, Fingerprint, NodeAttributes, OpenMode, RepeatCheck, Revocation};
 use futures_util::{FutureExt, future::BoxFuture};
 use std::{
     fmt,
@@ -15,6 +15,8 @@ pub(crate) struct MemoryEngine {
     changes: Arc<Notify>,
     /// Whether requests fail.
     pub(crate) is_away: Arc<AtomicBool>,
+    /// Whether writes are applied, but their answers are lost.
+    loses_answers: Arc<AtomicBool>,
     /// Number of writes so far.
     writes: Arc<AtomicUsize>,
     revision: Arc<AtomicU64>,
@@ -61,6 +63,9 @@ impl StateEngine for MemoryEngine {
                 conflicts
             })?;
             self.changes.notify_waiters();
+            if self.loses_answers.swap(false, SeqCst) {
+                return Err(EngineError("the answer was lost".to_owned()));
+            }
             Ok(conflicts)
         }
         .boxed()
@@ -545,4 +550,54 @@ async fn two_gateways_that_start_at_once_agree_on_the_content_id() {
         let last = load_last(store).unwrap().unwrap();
         assert_eq!(last.content_id.as_ref(), Some(&id));
     }
+}
+
+fn joining<'a>(node: &'a NodeName, key: &[u8]) -> Joining<'a> {
+    let repeat = RepeatCheck {
+        key: Fingerprint::digest(key),
+        last_join_key: None,
+        removed_at: None,
+    };
+    Joining {
+        node,
+        status: NodeStatus::New,
+        repeat: Some(repeat),
+    }
+}
+
+#[tokio::test]
+async fn a_use_whose_answer_was_lost_is_recognised() {
+    let world = world();
+    let tokens = world.stores[0].tokens().unwrap();
+    let (node, ttl) = (name("edge-1"), Duration::from_hours(1));
+    let token = tokens.create(&node, ttl, NodeAttributes::default());
+    let token = token.unwrap();
+    world.synchronize().await;
+    let [one, two] = &world.shared;
+    let lose_answer = || world.engine.loses_answers.store(true, SeqCst);
+    lose_answer();
+    let request = joining(&node, b"key");
+    let spent = one.redeem(&tokens, &token, request).await.unwrap();
+    assert_eq!(spent.used.len(), 1);
+    // The edge gets no answer either, and asks another gateway.
+    let others = world.stores[1].tokens().unwrap();
+    let again = two.redeem(&others, &token, request).await.unwrap();
+    assert_eq!(again.used, spent.used);
+    let other = two.redeem(&others, &token, joining(&node, b"other")).await;
+    assert!(matches!(
+        other,
+        Err(RedeemError::Rejected(TokenRejected::Used { .. }))
+    ));
+    // The record of the same request is no other node.
+    let join_key = Some(Fingerprint::digest(b"key"));
+    let record = |at, join_key| NodeRecord {
+        join_key,
+        ..NodeRecord::name_only(&node, at)
+    };
+    let new = NodeStatus::New;
+    assert!(one.store_node(&record(1, join_key), new).await.unwrap());
+    assert!(two.store_node(&record(2, join_key), new).await.unwrap());
+    let other = Some(Fingerprint::digest(b"other"));
+    assert!(!two.store_node(&record(3, other), new).await.unwrap());
+    world.synchronize().await;
 }

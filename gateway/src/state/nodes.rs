@@ -10,7 +10,7 @@ mod claims;
 mod writer;
 
 use arc_swap::ArcSwap;
-use causeway_certs::NodeName;
+use causeway_certs::{Fingerprint, NodeName};
 use claims::{AddressClaims, ClaimHolder, ClaimPriority};
 pub use claims::{AddressConflict, AddressConflicts};
 use ipnet::IpNet;
@@ -38,6 +38,8 @@ pub struct Node {
     pub follows_cluster: bool,
     /// Time of the last enrolment, in Unix seconds. Certificates that were issued before are no longer valid for the node.
     pub joined_at: u64,
+    /// SHA-256 of the public key with which the node last joined by a token.
+    pub join_key: Option<Fingerprint>,
     /// Reason of the revocation, if the node is revoked.
     pub revoked: Option<String>,
 }

@@ -110,6 +110,7 @@ fn a_nodes_labels_are_those_that_its_gateway_confirmed() {
         not_after: None,
         revoked: None,
         follows_cluster: false,
+        join_key: None,
         other: causeway_certs::OtherFields::new(),
     };
     store.nodes().put(record).unwrap();

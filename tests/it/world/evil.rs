@@ -42,6 +42,7 @@ pub(crate) fn enrol(data: &Path) {
         not_after: None,
         revoked: None,
         follows_cluster: false,
+        join_key: None,
         other: causeway_certs::OtherFields::new(),
     };
     nodes.put(record).unwrap();

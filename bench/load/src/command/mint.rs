@@ -79,6 +79,7 @@ pub(super) fn run(asked: &cli::Mint) -> anyhow::Result<()> {
             not_after: Some(issued.not_after.as_secs()),
             revoked: None,
             follows_cluster: false,
+            join_key: None,
             other: causeway_certs::OtherFields::new(),
         });
     }

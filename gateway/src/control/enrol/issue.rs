@@ -15,8 +15,9 @@ use crate::{
 };
 use axum::http::StatusCode;
 use causeway_certs::{
-    IssuedCertificate, JoinToken, NodeName, NodePattern, NodeRecord, NodeStatus, OtherFields,
-    TokenRecord, TokenStore, VerifiedNodeCertificate, VerifiedPublicKey,
+    Fingerprint, IssuedCertificate, JoinToken, Joining, NodeName, NodePattern, NodeRecord,
+    NodeStatus, OtherFields, RepeatCheck, TokenRecord, TokenStore, VerifiedNodeCertificate,
+    VerifiedPublicKey,
 };
 use rustls::pki_types::UnixTime;
 use std::sync::Arc;
@@ -42,6 +43,23 @@ struct Enrolled {
     node: Node,
 }
 
+/// A node that joins with a token.
+struct Applicant {
+    node: NodeName,
+    status: NodeStatus,
+    repeat: RepeatCheck,
+}
+
+impl Applicant {
+    fn joining(&self) -> Joining<'_> {
+        Joining {
+            node: &self.node,
+            status: self.status,
+            repeat: Some(self.repeat),
+        }
+    }
+}
+
 impl HandlerState {
     /// Spends the token, and issues the certificate of the edge that joins.
     pub(super) async fn join(
@@ -52,13 +70,18 @@ impl HandlerState {
         version: &str,
     ) -> Result<JoinResponse, ProblemDetails> {
         let (shared, id) = (self.enrolment.shared_state.clone(), token.id.clone());
-        let (node, status, record) = match &shared {
-            Some(shared) => self.redeem_at_all_gateways(shared, token, node).await?,
+        let fingerprint = key.fingerprint();
+        let (applicant, record) = match &shared {
+            Some(shared) => {
+                let join = (token, node, fingerprint);
+                self.redeem_at_all_gateways(shared, join).await?
+            }
             None => {
-                self.on_disk(move |state| state.redeem(&token, node))
+                self.on_disk(move |state| state.redeem(&token, node, fingerprint))
                     .await?
             }
         };
+        let Applicant { node, status, .. } = applicant;
         info!(%node, token = %id, ?version, "a join token was used");
         let enrolled = self
             .on_disk(move |state| state.issue(&key, &node, record))
@@ -84,37 +107,38 @@ impl HandlerState {
         &self,
         token: &JoinToken,
         node: Option<NodeName>,
-    ) -> Result<(NodeName, NodeStatus, TokenRecord), ProblemDetails> {
-        let (node, status) = self.check_join(token, node)?;
+        key: Fingerprint,
+    ) -> Result<(Applicant, TokenRecord), ProblemDetails> {
+        let applicant = self.check_join(token, node, key)?;
         let redeemed = self
             .tokens()
-            .redeem(token, (&node, status), UnixTime::now());
+            .redeem(token, applicant.joining(), UnixTime::now());
         let record = redeemed.map_err(|why| token_problem(&why))?;
-        Ok((node, status, record))
+        Ok((applicant, record))
     }
 
     /// Spends the token in the shared state.
     async fn redeem_at_all_gateways(
         self: &Arc<Self>,
         shared: &SharedState,
-        token: JoinToken,
-        node: Option<NodeName>,
-    ) -> Result<(NodeName, NodeStatus, TokenRecord), ProblemDetails> {
+        (token, node, key): (JoinToken, Option<NodeName>, Fingerprint),
+    ) -> Result<(Applicant, TokenRecord), ProblemDetails> {
         let check = |node: Option<NodeName>| {
             let token = token.clone();
-            self.on_disk(move |state| state.check_join(&token, node))
+            self.on_disk(move |state| state.check_join(&token, node, key))
         };
-        let (node, mut status) = check(node).await?;
-        if status == NodeStatus::New {
-            self.fetch_node(&node).await?;
-            status = check(Some(node.clone())).await?.1;
+        let mut applicant = check(node).await?;
+        if applicant.status == NodeStatus::New {
+            self.fetch_node(&applicant.node).await?;
+            applicant = check(Some(applicant.node)).await?;
         }
-        let redeemed = shared.redeem(&self.tokens(), &token, (&node, status)).await;
-        let record = redeemed.map_err(|why| match why {
+        let tokens = self.tokens();
+        let redeemed = shared.redeem(&tokens, &token, applicant.joining());
+        let record = redeemed.await.map_err(|why| match why {
             RedeemError::Rejected(why) => token_problem(&why),
             RedeemError::Unavailable(why) => unavailable_problem(&why),
         })?;
-        Ok((node, status, record))
+        Ok((applicant, record))
     }
 
     /// Looks up a node in the shared state that this gateway does not know.
@@ -128,7 +152,7 @@ impl HandlerState {
         Ok(())
     }
 
-    /// Returns the node that joins with this token, and whether it has joined before.
+    /// Returns the node that joins with this token. Blocks on the disk.
     ///
     /// # Errors
     /// If the node may not join. The token is not spent.
@@ -136,12 +160,14 @@ impl HandlerState {
         &self,
         token: &JoinToken,
         node: Option<NodeName>,
-    ) -> Result<(NodeName, NodeStatus), ProblemDetails> {
+        key: Fingerprint,
+    ) -> Result<Applicant, ProblemDetails> {
         // If the edge does not name its node, the token's node name is used.
         let node = node.map_or_else(|| self.node_of_token(token), Ok)?;
         // A node that only the cluster knows has not joined here yet and counts as new.
         let nodes = self.enrolment.nodes.reader();
-        let status = match nodes.get_record(&node) {
+        let known = nodes.get_record(&node);
+        let status = match &known {
             Some(_) => NodeStatus::Known,
             None => NodeStatus::New,
         };
@@ -149,7 +175,20 @@ impl HandlerState {
             return Err(revoked_node_problem(why));
         }
         self.check_node_name(token, &node)?;
-        Ok((node, status))
+        let ended = self.enrolment.store.nodes().ended_revocation(&node);
+        let ended = ended.map_err(|error| internal_problem(&error))?;
+        let repeat = RepeatCheck {
+            key,
+            last_join_key: known.and_then(|known| known.join_key),
+            removed_at: ended
+                .filter(|end| end.removed.is_some())
+                .and_then(|end| end.lifted),
+        };
+        Ok(Applicant {
+            node,
+            status,
+            repeat,
+        })
     }
 
     /// Checks that a node may take this name by a token that does not name a node. The name of a cluster node without an edge is
@@ -219,6 +258,7 @@ impl HandlerState {
             pool,
             labels,
             joined_at: now,
+            join_key: Some(key.fingerprint()),
             follows_cluster: nodes.node().is_none() && !was_named_by_token,
             ..previous
         };
@@ -235,6 +275,7 @@ impl HandlerState {
             // The store keeps a revocation that is already recorded.
             revoked: None,
             follows_cluster: confirmed.follows_cluster,
+            join_key: confirmed.join_key,
             other: OtherFields::new(),
         };
         Ok(Enrolled {

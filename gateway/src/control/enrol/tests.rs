@@ -92,8 +92,11 @@ impl Counter {
         self.post("/v1/enrol", None, body.to_string()).await
     }
 
+    /// Joins with a new key, and returns the reason of the refusal.
     async fn refused(&self, token: &str, node: &str) -> (u16, String) {
-        let (status, message) = self.join(token, Some(node), &self.csr()).await;
+        let key = PrivateKey::generate().unwrap();
+        let csr = STANDARD.encode(key.request().unwrap());
+        let (status, message) = self.join(token, Some(node), &csr).await;
         assert!(!message["detail"].as_str().unwrap().is_empty());
         (status, message["reason"].as_str().unwrap().to_owned())
     }
@@ -164,6 +167,36 @@ async fn each_refusal_has_its_reason() {
         200,
         "the token is not used up"
     );
+}
+
+/// The answer to a request may be lost. The edge repeats the request with the same key.
+#[tokio::test]
+async fn the_same_request_is_accepted_again_until_the_node_changes() {
+    let counter = Counter::open();
+    let store = &counter.world.store;
+    let token = counter.token("edge-1", Duration::from_mins(1));
+    let join = async || {
+        let (status, answer) = counter.join(&token, Some("edge-1"), &counter.csr()).await;
+        (status, answer["reason"].as_str().map(str::to_owned))
+    };
+    let (accepted, used) = ((200, None), (403, Some("token_used".to_owned())));
+    assert_eq!(join().await, accepted);
+    assert_eq!(join().await, accepted);
+    assert_eq!(store.tokens().unwrap().all().unwrap()[0].used.len(), 1);
+    // Another machine becomes the node.
+    let newer = counter.token("edge-1", Duration::from_mins(1));
+    let key = PrivateKey::generate().unwrap();
+    let csr = STANDARD.encode(key.request().unwrap());
+    assert_eq!(counter.join(&newer, None, &csr).await.0, 200);
+    assert_eq!(join().await, used);
+    // The node is removed.
+    let again = counter.join(&newer, None, &csr).await;
+    assert_eq!(again.0, 200);
+    store.nodes().remove(&name("edge-1")).unwrap();
+    counter.world.nodes.remove(&name("edge-1"));
+    assert_eq!(join().await, used);
+    let (status, _) = counter.join(&newer, None, &csr).await;
+    assert_eq!(status, 403);
 }
 
 /// A pattern token enrols nodes that have not joined. A node that exists only in the cluster counts as not joined.
