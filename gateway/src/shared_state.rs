@@ -8,6 +8,7 @@
 //! Two decisions must be the same at all gateways, and are made in the engine by compare-and-swap before they take effect:
 //! the use of a join token, and the first pinned key of an upstream. Without the engine both are refused.
 
+mod absent_nodes;
 mod data_dir;
 mod engine;
 mod etcd;
@@ -17,6 +18,7 @@ pub use data_dir::DataDirEngine;
 pub use engine::{EngineError, StateEngine};
 pub use etcd::EtcdEngine;
 
+use absent_nodes::AbsentNodes;
 use causeway_certs::{
     Entries, EntryChange, EntryKey, ImportOutcome, JoinToken, Joining, NodeName, NodeRecord,
     NodeStatus, Pin, RevocationEntry, SharedCa, Store, StoreError, TokenRecord, TokenRejected,
@@ -68,6 +70,7 @@ struct Inner {
     unapplied: std::sync::Mutex<Applied>,
     /// Faults of the engine's entries that the last synchronization has skipped.
     skipped: std::sync::Mutex<Vec<String>>,
+    absent_nodes: AbsentNodes,
     /// Requests a synchronization.
     requested: Notify,
     synchronized: watch::Sender<bool>,
@@ -135,6 +138,7 @@ impl SharedState {
             compared: std::sync::Mutex::default(),
             unapplied: std::sync::Mutex::default(),
             skipped: std::sync::Mutex::default(),
+            absent_nodes: AbsentNodes::default(),
             requested: Notify::new(),
             synchronized: watch::Sender::new(false),
         }))
@@ -257,6 +261,9 @@ impl SharedState {
             let Some(digests) = merged.filter(|_| conflicts.is_empty() && !ca_conflict) else {
                 continue;
             };
+            if digests != common.digests {
+                self.0.absent_nodes.clear();
+            }
             if digests != common.digests || content_id != common.content_id {
                 *common = LastState {
                     // With the writes of this gateway.
@@ -404,12 +411,28 @@ impl SharedState {
         Ok(())
     }
 
+    /// Takes over the record of a node that this gateway does not know yet, like [`SharedState::fetch_node_now`]. If the engine did
+    /// not have the node a moment ago, the engine is not asked again.
+    ///
+    /// # Errors
+    /// If the engine does not answer.
+    pub async fn fetch_node(&self, node: &NodeName) -> Result<Option<NodeRecord>, SyncError> {
+        if self.0.absent_nodes.contains(node) {
+            return Ok(None);
+        }
+        let record = self.fetch_node_now(node).await?;
+        if record.is_none() {
+            self.0.absent_nodes.insert(node);
+        }
+        Ok(record)
+    }
+
     /// Takes over the record of a node that this gateway does not know yet, without waiting for the next synchronization.
     /// Returns the record, if there is one.
     ///
     /// # Errors
     /// If the engine does not answer.
-    pub async fn fetch_node(&self, node: &NodeName) -> Result<Option<NodeRecord>, SyncError> {
+    pub async fn fetch_node_now(&self, node: &NodeName) -> Result<Option<NodeRecord>, SyncError> {
         let keys = [
             EntryKey::Revoked(node.as_ref()),
             EntryKey::Node(node.as_ref()),

@@ -273,6 +273,39 @@ impl TokenStore {
         }
     }
 
+    /// Returns whether this directory knows a token.
+    ///
+    /// # Errors
+    /// If the token will never be valid for this key again. Nothing that other gateways know can change that.
+    pub fn check_known(
+        &self,
+        token: &JoinToken,
+        key: Fingerprint,
+        now: UnixTime,
+    ) -> Result<bool, TokenRejected> {
+        let all = self.all()?.into_iter();
+        let Some(record) = all.into_iter().find(|record| record.id == token.id) else {
+            return Ok(false);
+        };
+        if !record.hash.matches(&secret_hash(token)) {
+            return Err(TokenRejected::Unknown);
+        }
+        if let Some(when) = record.revoked {
+            return Err(TokenRejected::Revoked { when });
+        }
+        if let Some(last) = record.used.last()
+            && record.used.len() >= record.uses as usize
+            && record.used.iter().all(|join| join.key != Some(key))
+        {
+            return Err(TokenRejected::Used { when: last.at });
+        }
+        let (when, now) = (record.expires, now.as_secs());
+        if now >= when {
+            return Err(TokenRejected::Expired { when, now });
+        }
+        Ok(true)
+    }
+
     /// Returns the nodes for which a token was made.
     pub fn nodes_of(&self, token: &JoinToken) -> Result<NodePattern, TokenRejected> {
         let presented_hash = secret_hash(token);

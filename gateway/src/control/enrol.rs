@@ -222,11 +222,25 @@ impl HandlerState {
             let mut problem = problem(
                 StatusCode::TOO_MANY_REQUESTS,
                 "too_many_attempts",
-                "too many invalid join tokens were sent from this address",
+                "too many join tokens from this address were refused",
             );
             problem.retry_after = Some(wait);
             return Err(problem);
         }
+        let (limiter, address, presented) = (self.clone(), peer.address, join.token.clone());
+        let enrolled = self.enrol_once(join).await;
+        if let (Err(problem), Some(address)) = (&enrolled, address)
+            && problem.status.is_client_error()
+        {
+            limiter.rate_limiter.record_failure(address, &presented);
+        }
+        enrolled
+    }
+
+    async fn enrol_once(
+        self: Arc<Self>,
+        join: JoinRequest,
+    ) -> Result<JoinResponse, ProblemDetails> {
         let verify_csr = verify_csr(&join.csr)?;
         let token = JoinToken::parse(&join.token).map_err(|error| {
             problem(
@@ -243,12 +257,8 @@ impl HandlerState {
             .map_err(|error| {
                 problem(StatusCode::BAD_REQUEST, "node_malformed", error.to_string())
             })?;
-        let (state, address, presented) = (self.clone(), peer.address, join.token);
-        if let Some(shared) = &self.enrolment.shared_state {
-            // Another gateway may have created the token a moment ago.
-            let fetched = shared.fetch_token(&token.id).await;
-            fetched.map_err(|why| unavailable_problem(&why))?;
-        }
+        self.check_token(&token, verify_csr.fingerprint()).await?;
+        let state = self.clone();
         // If two edges join as the same new node, the second one sees that the node has joined.
         let guard = self.enrolment_lock.clone().lock_owned().await;
         let (sender, receiver) = oneshot::channel();
@@ -259,13 +269,7 @@ impl HandlerState {
             // The receiver is gone if the edge has disconnected.
             let _ = sender.send(enrolled);
         });
-        let enrolled = receiver.await.map_err(|error| internal_problem(&error))?;
-        if let (Err(problem), Some(address)) = (&enrolled, address)
-            && problem.reason == "token_unknown"
-        {
-            self.rate_limiter.record_failure(address, &presented);
-        }
-        enrolled
+        receiver.await.map_err(|error| internal_problem(&error))?
     }
 
     async fn renew(

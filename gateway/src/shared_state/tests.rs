@@ -17,12 +17,19 @@ pub(crate) struct MemoryEngine {
     pub(crate) is_away: Arc<AtomicBool>,
     /// Whether writes are applied, but their answers are lost.
     loses_answers: Arc<AtomicBool>,
+    /// Number of reads of one entry so far.
+    reads: Arc<AtomicUsize>,
     /// Number of writes so far.
     writes: Arc<AtomicUsize>,
     revision: Arc<AtomicU64>,
 }
 
 impl MemoryEngine {
+    /// Returns the number of reads of one entry so far.
+    pub(crate) fn reads(&self) -> usize {
+        self.reads.load(SeqCst)
+    }
+
     fn with<T>(&self, with: impl FnOnce(&mut Entries) -> T) -> Result<T, EngineError> {
         if self.is_away.load(SeqCst) {
             return Err(EngineError("the engine is away".to_owned()));
@@ -43,6 +50,7 @@ impl StateEngine for MemoryEngine {
     }
 
     fn get<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<Option<String>, EngineError>> {
+        self.reads.fetch_add(1, SeqCst);
         async { self.with(|entries| entries.get(key).cloned()) }.boxed()
     }
 
@@ -265,7 +273,7 @@ async fn a_new_node_joins_once_and_the_first_pin_counts() {
     world.synchronize().await;
     // The engine does not know yet that a command has removed the node.
     world.stores[0].nodes().remove(&node).unwrap();
-    assert_eq!(one.fetch_node(&node).await.unwrap(), None);
+    assert_eq!(one.fetch_node_now(&node).await.unwrap(), None);
     world.synchronize().await;
     assert!(world.stores[1].nodes().all().unwrap().is_empty());
     let observed = |key, since| vec![(node.clone(), 10250, pin(key, since))];

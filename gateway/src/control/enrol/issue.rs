@@ -10,7 +10,7 @@ use crate::{
         http::{Peer, ProblemDetails},
         signer::Signer,
     },
-    shared_state::{RedeemError, SharedState},
+    shared_state::{RedeemError, SharedState, SyncError},
     state::{Node, nodes::record_revoked, registry::EdgeCertificate},
 };
 use axum::http::StatusCode;
@@ -92,6 +92,31 @@ impl HandlerState {
         self.on_disk(move |state| state.admit(enrolled)).await
     }
 
+    /// Refuses a token without the engine of the shared state and without the lock of enrolments, if this gateway knows that the
+    /// token is not valid. Takes over a token that this gateway does not know.
+    pub(super) async fn check_token(
+        self: &Arc<Self>,
+        token: &JoinToken,
+        key: Fingerprint,
+    ) -> Result<(), ProblemDetails> {
+        let checked = self.tokens().check_root(token);
+        checked.map_err(|why| token_problem(&why))?;
+        let Some(shared) = &self.enrolment.shared_state else {
+            return Ok(());
+        };
+        let presented = token.clone();
+        let check = move |state: &Self| {
+            let known = state.tokens().check_known(&presented, key, UnixTime::now());
+            known.map_err(|why| token_problem(&why))
+        };
+        if !self.on_disk(check).await? {
+            // Another gateway may have created the token a moment ago.
+            let fetched = shared.fetch_token(&token.id).await;
+            fetched.map_err(|why| unavailable_problem(&why))?;
+        }
+        Ok(())
+    }
+
     /// Runs work that blocks on the disk.
     async fn on_disk<T: Send + 'static>(
         self: &Arc<Self>,
@@ -129,7 +154,8 @@ impl HandlerState {
         };
         let mut applicant = check(node).await?;
         if applicant.status == NodeStatus::New {
-            self.fetch_node(&applicant.node).await?;
+            let fetched = shared.fetch_node_now(&applicant.node).await;
+            self.add_fetched(fetched)?;
             applicant = check(Some(applicant.node)).await?;
         }
         let tokens = self.tokens();
@@ -144,10 +170,17 @@ impl HandlerState {
     /// Looks up a node in the shared state that this gateway does not know.
     pub(super) async fn fetch_node(&self, node: &NodeName) -> Result<(), ProblemDetails> {
         if let Some(shared) = &self.enrolment.shared_state {
-            let fetched = shared.fetch_node(node).await;
-            if let Some(record) = fetched.map_err(|why| unavailable_problem(&why))? {
-                self.enrolment.record_writer.add_stored(record);
-            }
+            self.add_fetched(shared.fetch_node(node).await)?;
+        }
+        Ok(())
+    }
+
+    fn add_fetched(
+        &self,
+        fetched: Result<Option<NodeRecord>, SyncError>,
+    ) -> Result<(), ProblemDetails> {
+        if let Some(record) = fetched.map_err(|why| unavailable_problem(&why))? {
+            self.enrolment.record_writer.add_stored(record);
         }
         Ok(())
     }

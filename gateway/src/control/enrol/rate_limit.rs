@@ -1,7 +1,7 @@
-//! Rate limit of wrong tokens by source address.
+//! Rate limit of refused tokens by source address.
 //!
-//! A token's secret has 256 bits, so the limit is not needed against guessing. It keeps the attempts off the disk and out of the
-//! log. Many edges share the address of their NAT or of a load balancer, so a few wrong tokens are free. The same token counts
+//! A token's secret has 256 bits, so the limit is not needed against guessing. It keeps the attempts off the disk and the
+//! shared state, and out of the log. Many edges share the address of their NAT or of a load balancer, so a few refused tokens are free. The same token counts
 //! once: an edge presents it repeatedly while it searches for the gateway that accepts it. The table is bounded; when it is full,
 //! the address that was idle longest is removed.
 
@@ -14,9 +14,9 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Number of different wrong tokens that one address may present without a delay.
+/// Number of different refused tokens that one address may present without a delay.
 const FREE_ATTEMPTS: usize = 5;
-/// Time without a wrong token after which an address starts again.
+/// Time without a refused token after which an address starts again.
 const FORGET_AFTER: Duration = Duration::from_mins(1);
 /// Maximum number of addresses in the table.
 const MAX_ADDRESSES: usize = 1024;
@@ -28,7 +28,7 @@ struct FailedAttempts {
     last_attempt: Instant,
 }
 
-/// Rate limiter of wrong tokens, with a bounded table of source addresses.
+/// Rate limiter of refused tokens, with a bounded table of source addresses.
 #[derive(Debug, Default)]
 pub(super) struct JoinRateLimiter {
     attempts: Mutex<HashMap<IpAddr, FailedAttempts>>,
@@ -46,7 +46,7 @@ impl JoinRateLimiter {
         u16::try_from(left.as_secs().max(1)).ok()
     }
 
-    /// Records a wrong token from this address.
+    /// Records a refused token from this address.
     pub(super) fn record_failure(&self, address: IpAddr, token: &str) {
         let token = self.hasher.hash_one(token);
         let mut attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);

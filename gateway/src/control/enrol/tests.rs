@@ -3,6 +3,7 @@ mod cluster;
 use super::*;
 use crate::{
     control::tests::world::{World, identity, name},
+    shared_state::tests::MemoryEngine,
     state::GatewayEndpoints,
 };
 use axum::{body::Body, http::Request};
@@ -25,12 +26,20 @@ struct Counter {
 
 impl Counter {
     fn open() -> Self {
+        Self::sharing(None)
+    }
+
+    /// Returns a router whose gateway shares its state by this engine.
+    fn sharing(engine: Option<&MemoryEngine>) -> Self {
         let world = World::start();
+        let shared = |engine: &MemoryEngine| {
+            SharedState::new(Arc::new(engine.clone()), world.store.clone(), true)
+        };
         let router = router(Enrolment {
             ca: world.live.clone(),
             store: world.store.clone(),
             nodes: world.nodes.clone(),
-            shared_state: None,
+            shared_state: engine.map(shared),
             record_writer: NodeRecordWriter::new(&world.store, &world.nodes),
             metrics: world.metrics.clone(),
             lifetime: Duration::from_hours(1),
@@ -65,14 +74,17 @@ impl Counter {
 
     /// Posts a body, and returns status and answer.
     async fn post(&self, path: &str, peer: Option<Identity>, body: String) -> (u16, Value) {
-        let peer = Peer {
+        self.post_as(path, Self::peer(peer), body).await
+    }
+
+    fn peer(identity: Option<Identity>) -> Peer {
+        Peer {
             issued_at: UnixTime::now().as_secs(),
             root: None,
             address: Some(HOME),
-            identity: peer,
+            identity,
             cluster_certificate: None,
-        };
-        self.post_as(path, peer, body).await
+        }
     }
 
     async fn post_as(&self, path: &str, peer: Peer, body: String) -> (u16, Value) {
@@ -94,9 +106,19 @@ impl Counter {
 
     /// Joins with a new key, and returns the reason of the refusal.
     async fn refused(&self, token: &str, node: &str) -> (u16, String) {
+        self.refused_from(HOME, token, node).await
+    }
+
+    async fn refused_from(&self, address: IpAddr, token: &str, node: &str) -> (u16, String) {
         let key = PrivateKey::generate().unwrap();
         let csr = STANDARD.encode(key.request().unwrap());
-        let (status, message) = self.join(token, Some(node), &csr).await;
+        let body = json!({ "token": token, "node": node, "csr": csr, "version": "1" });
+        let peer = Peer {
+            address: Some(address),
+            ..Self::peer(None)
+        };
+        let answer = self.post_as("/v1/enrol", peer, body.to_string());
+        let (status, message) = answer.await;
         assert!(!message["detail"].as_str().unwrap().is_empty());
         (status, message["reason"].as_str().unwrap().to_owned())
     }
@@ -159,7 +181,14 @@ async fn each_refusal_has_its_reason() {
         (&foreign, "edge-1", (403, "token_wrong_ca")),
         (&other, "no/node", (400, "node_malformed")),
     ] {
-        let (status, reason) = counter.refused(token, node).await;
+        let elsewhere = IpAddr::from([192, 0, 2, 1]);
+        let (status, reason) = match expected.1 {
+            // The number of refused tokens of one address is limited.
+            "token_malformed" | "token_wrong_ca" => {
+                counter.refused_from(elsewhere, token, node).await
+            }
+            _ => counter.refused(token, node).await,
+        };
         assert_eq!((status, reason.as_str()), expected);
     }
     assert_eq!(
@@ -349,6 +378,55 @@ async fn wrong_tokens_without_end_are_put_off() {
         last = counter.refused(&forged, "edge-1").await;
     }
     assert_eq!(last, (429, "too_many_attempts".to_owned()));
+}
+
+#[tokio::test]
+async fn refusals_of_any_kind_are_put_off() {
+    let counter = Counter::open();
+    let mut reasons = Vec::new();
+    for _ in 0..6 {
+        let foreign = Counter::open().token("edge-1", Duration::from_mins(1));
+        reasons.push(counter.refused(&foreign, "edge-1").await.1);
+    }
+    assert_eq!(reasons[..5], ["token_wrong_ca"; 5]);
+    assert_eq!(reasons[5], "too_many_attempts");
+}
+
+#[tokio::test]
+async fn known_refusals_do_not_ask_the_engine() {
+    let engine = MemoryEngine::default();
+    let counter = Counter::sharing(Some(&engine));
+    let store = &counter.world.store;
+    let shared = SharedState::new(Arc::new(engine.clone()), store.clone(), true);
+    let used = counter.token("edge-1", Duration::from_mins(1));
+    let late = counter.token("edge-1", Duration::ZERO);
+    let foreign = Counter::open().token("edge-1", Duration::from_mins(1));
+    let joined = counter.join(&used, None, &counter.csr()).await;
+    assert_eq!(joined.0, 200, "{}", joined.1);
+    // The use is in the data directory.
+    shared.synchronize().await.unwrap();
+    let reads = engine.reads();
+    for (token, expected) in [
+        (&used, "token_used"),
+        (&late, "token_expired"),
+        (&foreign, "token_wrong_ca"),
+    ] {
+        assert_eq!(counter.refused(token, "edge-1").await.1, expected);
+    }
+    assert_eq!(engine.reads(), reads);
+    // The edge of a removed node asks for a renewal again and again.
+    let renew = async || {
+        let body = json!({ "csr": counter.csr(), "version": "1" }).to_string();
+        let edge = Some(Identity::Edge(name("edge-9")));
+        let (_, answer) = counter.post("/v1/renew", edge, body).await;
+        answer["reason"].clone()
+    };
+    let members = [(name("edge-1"), crate::state::ClusterNode::default())];
+    counter.world.nodes.replace_cluster(members.into());
+    assert_eq!(renew().await, "node_unknown");
+    let reads = engine.reads();
+    assert_eq!(renew().await, "node_unknown");
+    assert_eq!(engine.reads(), reads);
 }
 
 #[tokio::test]
