@@ -28,6 +28,7 @@ use merge::Digests;
 use rustls_pki_types::UnixTime;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::{
+    fmt::Display,
     sync::{Arc, MutexGuard, PoisonError},
     time::{Duration, SystemTime},
 };
@@ -250,7 +251,8 @@ impl SharedState {
             let modified = self.on_disk(|store| Ok(store.entry_changes())).await?;
             *self.compared() = Some(modified);
             let ca = remote.get(&EntryKey::Ca.to_string()).cloned();
-            let (ca_conflict, ca_fault) = self.synchronize_ca(ca).await?;
+            let is_known = common.content_id.is_some() && content_id == common.content_id;
+            let (ca_conflict, ca_fault) = self.synchronize_ca(ca, is_known).await?;
             let (last, shared) = (common.digests.clone(), self.clone());
             let (merged, mut to_engine) = self
                 .on_disk(move |store| shared.apply_remote(store, &last, &remote))
@@ -341,13 +343,15 @@ impl SharedState {
     }
 
     /// Imports the CA of the engine if it is newer, else stores the CA of the data directory there. Returns whether another
-    /// gateway has changed the CA meanwhile, and a fault that concerns only the CA.
+    /// gateway has changed the CA meanwhile, and a fault that concerns only the CA. `is_known` says that the data directory has a
+    /// copy of this content of the engine.
     ///
     /// # Errors
     /// Also if the engine has the state of another CA.
     async fn synchronize_ca(
         &self,
         remote: Option<String>,
+        is_known: bool,
     ) -> Result<(bool, Option<SyncError>), SyncError> {
         if !self.0.shares_ca {
             return Ok((false, None));
@@ -355,7 +359,7 @@ impl SharedState {
         let imported = remote.clone();
         let shared = self.clone();
         let import = move |store: &Store| {
-            let (local, outcome) = import_ca(store, imported.as_deref())?;
+            let (local, outcome) = import_ca(store, imported.as_deref(), is_known)?;
             if matches!(outcome, Ok(Some(ImportOutcome::Imported))) {
                 shared.unapplied().ca = true;
             }
@@ -671,6 +675,7 @@ enum CaFault {
 fn import_ca(
     store: &Store,
     remote: Option<&str>,
+    is_known: bool,
 ) -> Result<(Option<String>, Result<Option<ImportOutcome>, CaFault>), StoreError> {
     let local = store.ca()?.map(|_| store.shared()).transpose()?;
     let local = local.map(|ca| ca.to_entry()).transpose();
@@ -692,14 +697,31 @@ fn import_ca(
     match store.import_shared(&shared) {
         Ok(outcome) => Ok((local, Ok(Some(outcome)))),
         Err(StoreError::Exists { path }) => {
-            let why = format!(
-                "it has another CA than {}; use another prefix or Secret, or another data directory",
-                path.display()
-            );
+            let own = store.ca()?;
+            let is_same_domain =
+                own.is_some_and(|own| own.trust_domain() == shared.ca().trust_domain());
+            let why = foreign_ca_message(&path.display(), is_known, is_same_domain);
             Ok((local, Err(CaFault::Foreign(why))))
         }
         Err(error) => Err(error),
     }
+}
+
+/// Returns the message for a CA in the engine that has no root in common with the one at `path`.
+fn foreign_ca_message(path: &impl Display, is_known: bool, is_same_domain: bool) -> String {
+    let reload = "end this gateway, move `ca.json` and `ca.pem` of its data directory away, and start it again: it then loads the CA of the other gateways";
+    if is_known {
+        return format!(
+            "it has another CA than {path}, because the CA was rotated completely while this gateway was off; {reload}"
+        );
+    }
+    let other = "use another prefix or Secret, or another data directory";
+    if is_same_domain {
+        return format!(
+            "it has another CA than {path}, with the same trust domain. If it is the state of another system: {other}. If the CA was rotated completely while this gateway was off: {reload}"
+        );
+    }
+    format!("it has another CA than {path}, with another trust domain; {other}")
 }
 
 /// Reads the last common state. Without it, all entries of both sides count as new, and none is lost.

@@ -212,7 +212,36 @@ async fn a_rotation_at_one_gateway_is_followed_and_another_ca_is_refused() {
     let shared = SharedState::new(Arc::new(world.engine.clone()), other.clone(), true);
     let why = shared.synchronize().await.unwrap_err().to_string();
     assert!(why.contains("the memory: it has another CA than"), "{why}");
+    assert!(
+        why.contains("If it is the state of another system"),
+        "{why}"
+    );
     assert_eq!(other.entries().unwrap(), before);
+}
+
+#[tokio::test]
+async fn a_gateway_that_missed_a_whole_rotation_says_so() {
+    let world = world();
+    world.synchronize().await;
+    let [one, two] = &world.stores;
+    for step in [Ca::prepare as fn(_) -> _, Ca::activate, Ca::retire] {
+        one.change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()))
+            .unwrap();
+        world.shared[0].synchronize().await.unwrap();
+    }
+    let why = world.shared[1].synchronize().await.unwrap_err().to_string();
+    let cause = "the CA was rotated completely while this gateway was off; end this gateway, move";
+    assert!(why.contains(cause), "{why}");
+    // The correction in the message.
+    let roots = |store: &Store| store.ca().unwrap().unwrap().fingerprints();
+    for file in ["ca.json", "ca.pem"] {
+        std::fs::remove_file(two.root_path().with_file_name(file)).unwrap();
+    }
+    let ca = world.engine.entries.lock().unwrap()["ca"].clone();
+    two.import_shared(&SharedCa::from_entry(&ca).unwrap())
+        .unwrap();
+    world.synchronize().await;
+    assert_eq!(roots(one), roots(two));
 }
 
 #[tokio::test]
