@@ -42,6 +42,8 @@ use tokio::{
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of attempts to write while other gateways write.
 const MAX_ATTEMPTS: usize = 5;
+/// Maximum number of nodes that one log message names.
+const MAX_LOGGED_NODES: usize = 10;
 /// Modification times of the files with entries.
 type FileTimes = [Option<SystemTime>; 5];
 /// Key of the entry with the version of the entries. An engine without it is new, or has lost its entries.
@@ -322,6 +324,9 @@ impl SharedState {
         }
         let mut local = store.entries()?;
         let plan = merge::plan(last, &local, remote, UnixTime::now().as_secs());
+        if last.is_empty() {
+            self.report_united_nodes(&merge::united_nodes(&plan, &local, remote));
+        }
         let mut conflicts = Vec::new();
         if !plan.local.is_empty() {
             conflicts = store.change_entries(&plan.local)?;
@@ -340,6 +345,20 @@ impl SharedState {
         *skipped.unwrap_or_else(PoisonError::into_inner) =
             plan.skipped.into_values().flatten().collect();
         Ok((conflicts.is_empty().then_some(common), plan.remote))
+    }
+
+    /// Logs the nodes that only one side had before a first merge. One that was removed there has come back.
+    fn report_united_nodes(&self, nodes: &[&str]) {
+        if nodes.is_empty() {
+            return;
+        }
+        let names: Vec<_> = nodes.iter().take(MAX_LOGGED_NODES).collect();
+        tracing::warn!(
+            engine = %self.0.engine,
+            count = nodes.len(),
+            nodes = ?names,
+            "only the data directory or only the shared state had these nodes; now all gateways admit them, so remove those that were removed before"
+        );
     }
 
     /// Imports the CA of the engine if it is newer, else stores the CA of the data directory there. Returns whether another

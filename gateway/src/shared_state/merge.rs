@@ -67,6 +67,26 @@ pub(super) fn plan(last: &Digests, local: &Entries, remote: &Entries, now: u64) 
     plan
 }
 
+/// Returns the nodes that a merge adds to one of two sides, both of which had nodes. A removed node may be one of them if it was
+/// removed at a gateway that has not shared its state before.
+pub(super) fn united_nodes<'a>(
+    plan: &'a MergePlan,
+    local: &Entries,
+    remote: &Entries,
+) -> Vec<&'a str> {
+    let has_nodes = |side: &Entries| side.keys().any(|key| key.starts_with("node/"));
+    if !has_nodes(local) || !has_nodes(remote) {
+        return Vec::new();
+    }
+    let changes = plan.local.iter().chain(&plan.remote);
+    let added = changes.filter(|change| change.expected.is_none() && change.value.is_some());
+    let nodes = added.filter_map(|change| match EntryKey::parse(&change.key) {
+        Some(EntryKey::Node(node)) => Some(node),
+        _ => None,
+    });
+    nodes.collect()
+}
+
 /// Marker of an entry that is not merged.
 struct Skipped;
 
@@ -364,6 +384,29 @@ mod tests {
         let remote = pins(&[("n:1", 3), ("n:2", 3)]);
         assert_eq!(merged(&last, local.clone(), remote.clone()), remote);
         assert_eq!(merged(&last, pins(&[("n:1", 2)]), empty.clone()), empty);
+    }
+
+    #[test]
+    fn a_first_merge_names_the_nodes_that_one_side_lacks() {
+        let node = |name: &str| {
+            let name = NodeName::parse(name).unwrap();
+            (
+                format!("node/{name}"),
+                entry_text(&NodeRecord::name_only(&name, 5)),
+            )
+        };
+        let side = |names: &[&str]| names.iter().map(|name| node(name)).collect::<Entries>();
+        let united = |local: &[&str], remote: &[&str]| {
+            let (local, mut remote) = (side(local), side(remote));
+            // The removal of this node is known.
+            remote.insert("revoked/gone".to_owned(), removed(5, 6));
+            let plan = plan(&Digests::new(), &local, &remote, NOW);
+            let nodes = united_nodes(&plan, &local, &remote);
+            nodes.into_iter().map(str::to_owned).collect::<Vec<_>>()
+        };
+        assert_eq!(united(&["a", "b", "gone"], &["b", "c"]), ["c", "a"]);
+        assert!(united(&[], &["b", "c"]).is_empty());
+        assert!(united(&["a"], &[]).is_empty());
     }
 
     #[test]
