@@ -18,10 +18,10 @@ mod pending_csr;
 mod pins;
 mod shared_ca;
 
-pub use atomic_file::StoreError;
+pub use atomic_file::{OtherFields, StoreError};
 pub use backup::Backup;
 pub use data_dir::{DirLock, OpenMode, ReleasedClaim, Store};
-pub use entries::{Entries, EntryChange, EntryKey, OtherFields, entry_text, normalize_entry};
+pub use entries::{Entries, EntryChange, EntryKey, entry_text, normalize_entry};
 pub use file_owner::open_private;
 pub use nodes::{NodeRecord, NodeStore, NodeUpdate, Revocation, RevocationEntry};
 pub use pending_csr::{PendingCsr, Requested};

@@ -20,7 +20,7 @@ pub use store::{Joining, NodeStatus, RepeatCheck, TokenRejected, TokenStore};
 
 use crate::name::{NodeName, NodePattern};
 use crate::secret::{self, Fingerprint, random_secret};
-use crate::store::OtherFields;
+use crate::store::atomic_file::OtherFields;
 use causeway_config::Secret;
 
 /// Prefix of all tokens: their kind and version.

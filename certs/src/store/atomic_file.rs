@@ -5,6 +5,7 @@
 //! Every write happens under an advisory lock on `.lock`, which the kernel releases when its holder dies. The next holder
 //! removes temporary files that a killed holder left.
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
@@ -26,6 +27,10 @@ use super::file_owner::{chown_to_parent, open_private};
 const TEMP_PREFIX: &str = ".new-";
 const LOCK_FILE: &str = ".lock";
 const CLAIM_FILE: &str = ".in-use";
+
+/// Fields of an entry that this version does not know. A gateway of this version writes them back, so that a later version loses
+/// nothing.
+pub type OtherFields = BTreeMap<String, serde_json::Value>;
 
 /// Error that makes the data directory unusable.
 #[derive(Debug, Error)]

@@ -27,10 +27,6 @@ use crate::token::{TOKENS_FILE, TokenRecord};
 /// Entries by their keys.
 pub type Entries = BTreeMap<String, String>;
 
-/// Fields of an entry that this version does not know. A gateway of this version writes them back, so that a later version loses
-/// nothing.
-pub type OtherFields = BTreeMap<String, serde_json::Value>;
-
 /// Change of an entry, which only takes place if the entry has the expected value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EntryChange {

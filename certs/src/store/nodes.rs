@@ -6,9 +6,8 @@ use std::net::IpAddr;
 use rustls_pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
 
-use super::atomic_file::{Dir, StoreError};
+use super::atomic_file::{Dir, OtherFields, StoreError};
 use super::data_dir::{NODES_FILE, Store};
-use super::entries::OtherFields;
 use crate::ca::IssuedCertificate;
 use crate::name::NodeName;
 use crate::secret::Fingerprint;

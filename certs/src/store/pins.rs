@@ -9,9 +9,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::atomic_file::{Dir, StoreError};
+use super::atomic_file::{Dir, OtherFields, StoreError};
 use super::data_dir::Store;
-use super::entries::OtherFields;
 use crate::name::NodeName;
 use crate::secret::Fingerprint;
 

@@ -15,8 +15,7 @@ use crate::ca::Ca;
 use crate::certificate::format_date;
 use crate::name::{NodeName, NodePattern};
 use crate::secret::Fingerprint;
-use crate::store::OtherFields;
-use crate::store::atomic_file::{Dir, StoreError};
+use crate::store::atomic_file::{Dir, OtherFields, StoreError};
 
 /// The file in the data directory.
 pub(crate) const TOKENS_FILE: &str = "tokens.json";
