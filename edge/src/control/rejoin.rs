@@ -251,7 +251,7 @@ impl<'a> Rejoin<'a> {
             "this node's identity is replaced; the old identity is kept as a copy"
         );
         self.context.status.set_identity_hint(None);
-        self.context.gateways.update_announced(gateways).await;
+        self.context.gateways.add(gateways).await;
         Ok(())
     }
 

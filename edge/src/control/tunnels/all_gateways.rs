@@ -69,6 +69,7 @@ impl AllGateways<'_> {
         let mut gateway_changes = context.gateways.changes();
         loop {
             changes.mark_seen();
+            context.gateways.remove_expired().await;
             gateway_changes.mark_unchanged();
             let gateways = context.gateways.all();
             let resolving = context.connector.resolve_all(&gateways);

@@ -12,6 +12,7 @@ use crate::{
     control::{
         api_cache::membership::MembershipUpdater,
         connect_error::{self, ConnectError},
+        gateway_list::{AnnouncementSource, Announcer},
         identity_store::IdentityStore,
     },
 };
@@ -42,7 +43,9 @@ pub(super) struct EstablishedTunnel {
     pub(super) control_stream: ControlStream,
     /// Instance name of the gateway's process.
     pub(super) gateway_instance: String,
-    /// Lease of the gateway, if the edge has tunnels at all gateways.
+    /// Handle for the gateway addresses that the gateway announces.
+    pub(super) announcer: Announcer,
+    /// Lease of the gateway, if the edge has tunnels at several gateways.
     pub(super) lease: Option<GatewayLease>,
     /// Handle for the gateway's announcements of the node's pool, if this node has an API cache.
     pub(super) membership_updater: Option<MembershipUpdater>,
@@ -152,6 +155,11 @@ impl TunnelHandshake {
             ..build_hello(context, slot, &hello.gateways)
         }));
         self.drive(control_stream.send(&welcome)).await?;
+        let instance = instance_of(&hello).to_owned();
+        let announcer = context.gateways.announcer(AnnouncementSource {
+            gateway: hello.gateway,
+            instance: instance.clone(),
+        });
         loop {
             match self.drive(control_stream.receive()).await? {
                 GatewayMessage::Registered => break,
@@ -159,19 +167,18 @@ impl TunnelHandshake {
                     if let Some(lease) = &lease {
                         lease.set_replicas(replicas);
                     }
-                    context.gateways.update_announced(gateways).await;
+                    announcer.update(gateways).await;
                 }
                 other => return Err(unexpected_message(&other).into()),
             }
         }
         let membership = context.membership.as_ref();
-        let membership_updater =
-            membership.map(|membership| membership.updater(instance_of(&hello)));
-        let instance = instance_of(&hello).to_owned();
-        context.gateways.update_announced(hello.gateways).await;
+        let membership_updater = membership.map(|membership| membership.updater(&instance));
+        announcer.update(hello.gateways).await;
         Ok(EstablishedTunnel {
             control_stream,
             gateway_instance: instance,
+            announcer,
             lease,
             membership_updater,
         })
@@ -184,7 +191,7 @@ fn instance_of(hello: &GatewayHello) -> &str {
     hello.instance.as_ref().unwrap_or(&hello.gateway)
 }
 
-/// Takes a lease of the gateway, if the edge connects to all gateways.
+/// Takes a lease of the gateway, if the edge connects to several gateways.
 fn claim_gateway(
     context: &TunnelContext,
     hello: &GatewayHello,

@@ -11,6 +11,7 @@ use super::{
         api_cache::membership::MembershipUpdater,
         connect_error::ConnectError,
         dial::{GatewayAddr, GatewayConnection},
+        gateway_list::Announcer,
         heartbeat::{HeartbeatRelay, relay::TunnelRelay},
     },
     bulk::BulkTracker,
@@ -67,7 +68,9 @@ pub(super) struct TunnelSession {
     _tunnel_guard: TunnelGuard,
     /// Guard that keeps this session among the newest sessions.
     newest_guard: Option<DropGuard>,
-    /// Lease of the gateway, if the edge has tunnels at all gateways.
+    /// Handle for the gateway addresses that the gateway announces.
+    announcer: Announcer,
+    /// Lease of the gateway, if the edge has tunnels at several gateways.
     lease: Option<GatewayLease>,
     /// Handle for the gateway's announcements of the node's pool, until the gateway drains.
     membership_updater: Option<MembershipUpdater>,
@@ -205,6 +208,7 @@ impl TunnelSession {
             relay: context.heartbeats.as_ref().map(HeartbeatRelay::tunnel),
             context: context.clone(),
             _tunnel_guard: context.metrics.tunnel_guard(),
+            announcer: established.announcer,
             lease: established.lease,
             membership_updater: established.membership_updater,
             drain_end: None,
@@ -434,7 +438,7 @@ impl TunnelSession {
                 if let Some(claim) = &self.lease {
                     claim.set_replicas(replicas);
                 }
-                self.context.gateways.update_announced(gateways).await;
+                self.announcer.update(gateways).await;
             }
             Ok(GatewayMessage::Ports(listed)) => {
                 (self.context.on_announced_ports)(listed, self.local_addr);

@@ -170,6 +170,58 @@ async fn a_tunnel_of_a_removed_gateway_ends_without_redial() {
 }
 
 #[tokio::test]
+async fn gateways_that_announce_only_themselves_do_not_displace_each_other() {
+    let ca = ca();
+    let announcer = async |name: &str| {
+        let gateway = also(&ca, name, Vec::new()).await;
+        let address = gateway.address;
+        // Its announcement needs the address that it got.
+        gateway.tasks.drain(Duration::ZERO).await;
+        drop(gateway.registered);
+        let says = Says {
+            instance: name.into(),
+            gateways: vec![address.to_string()],
+            replicas: None,
+            dismiss: None,
+        };
+        Gateway::start_on(address, acceptor(&ca, &ca), says).await
+    };
+    let (mut a, mut b) = (announcer("a").await, announcer("b").await);
+    let mut first = also(&ca, "first", addresses(&[&a, &b])).await;
+    let world = World::joined(&ca);
+    let edge = world.run(&addresses(&[&first]), every()).await;
+    let (one, two) = (a.next().await, b.next().await);
+    let mut announced = first.next().await;
+    let knows = |count| move |status: &crate::status::Status| status.gateways.len() == count;
+    edge.until(knows(3)).await;
+    // The configured gateway announces only one of the two now; the other announces itself.
+    let line = GatewayMessage::Gateways {
+        gateways: addresses(&[&a]),
+        replicas: None,
+    };
+    announced.control.send(&line).await.unwrap();
+    pass(Duration::from_millis(500)).await;
+    edge.admin("/status").await;
+    assert!(knows(3)(&edge.reader.status()));
+    // Its address stays after its end, for its return.
+    drop((one, a));
+    edge.until(|status| status.tunnels.len() == 2).await;
+    assert!(knows(3)(&edge.reader.status()));
+    let mut line_of_b = two.control;
+    let moved = also(&ca, "moved", Vec::new()).await;
+    let line = GatewayMessage::Gateways {
+        gateways: addresses(&[&moved]),
+        replicas: None,
+    };
+    line_of_b.send(&line).await.unwrap();
+    let address = moved.address.to_string();
+    let status = edge
+        .until(|status| status.gateways.contains(&address))
+        .await;
+    assert!(!status.gateways.contains(&b.address.to_string()));
+}
+
+#[tokio::test]
 async fn an_unresolvable_name_is_reported_and_delays_no_other_gateway() {
     let ca = ca();
     let mut gateway = Gateway::start(&ca).await;
