@@ -340,16 +340,19 @@ fn edge_status_line(status: &Status) -> String {
         locations.insert(format!("{}{address_text}", tunnel.gateway));
     }
     let (node, known_gateways) = (&status.node, status.gateways.len());
-    // Number of gateways that the gateways announce, because one address may lead to several.
+    // Number of gateways that the gateways announce, because one address may lead to several. An edge that wants only some of
+    // them always reports the numbers.
     let shortfall = status
         .reached
-        .filter(|reached| reached.gateways < reached.of);
+        .filter(|reached| reached.gateways < reached.of || reached.wanted.is_some());
     match &status.trouble {
         _ if shortfall.is_some() && !connected.is_empty() => {
             let (reached, of) = shortfall.map_or((0, 0), |short| (short.gateways, short.of));
+            let wanted = shortfall.and_then(|short| short.wanted);
+            let wanted = wanted.map_or_else(String::new, |wanted| format!(" ({wanted} wanted)"));
             let locations: Vec<_> = locations.into_iter().collect();
             let locations = locations.join(", ");
-            format!("{node}: connected to {reached} of {of} gateways: {locations}")
+            format!("{node}: connected to {reached} of {of} gateways{wanted}: {locations}")
         }
         // One name resolves to several gateways.
         _ if locations.len() > connected.len() => {

@@ -6,6 +6,7 @@
 
 mod allow;
 mod api_cache;
+mod tunnel_mode;
 mod validate;
 
 pub use allow::{Allow, AllowedHost, Port, Protocol};
@@ -22,6 +23,7 @@ use std::{
     str::FromStr,
     time::Duration,
 };
+pub use tunnel_mode::TunnelMode;
 
 /// Interval of the health checks of the kubelet.
 pub(crate) const PROBE_INTERVAL: Duration = Duration::from_secs(5);
@@ -193,29 +195,16 @@ impl Default for Admin {
     }
 }
 
-/// Gateways to which an edge opens tunnels.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
-)]
-#[serde(rename_all = "snake_case")]
-pub enum TunnelMode {
-    /// At one gateway, and at another gateway if the first one fails.
-    #[default]
-    One,
-    /// At each address that the gateways' names resolve to, and at each gateway behind it.
-    Every,
-}
-
 /// Number and distribution of the tunnels of an edge.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnels {
-    /// `one`: tunnels to one gateway, and to another gateway if the first one fails. `every`: tunnels to each address that the names in `gateways` resolve to, and to each gateway behind it if the gateways announce their number.
+    /// `one`: tunnels to one gateway, and to another gateway if the first one fails. `every`: tunnels to each address that the names in `gateways` resolve to, and to each gateway behind it if the gateways announce their number. A number from 1 to 64: tunnels to that many of these gateways. A hash of the node name and the address chooses them, so that edges spread evenly, and the next gateway replaces one that is away.
     pub gateways: TunnelMode,
-    /// With `every`: interval at which the names are resolved again.
+    /// With `every` or a number: interval at which the names are resolved again. With a number it is also the time for which a gateway that has returned must be connected before the tunnels to its replacement leave; up to twice as long, at random.
     #[serde(with = "DurationStr")]
     pub resolve_after: Duration,
-    /// Maximum number of tunnels, at most 16; with `every`, to each gateway.
+    /// Maximum number of tunnels, at most 16; with `every` or a number, to each gateway.
     pub max: usize,
     /// Number of bytes of one stream after which the edge opens an additional tunnel.
     #[serde(with = "ByteSize")]

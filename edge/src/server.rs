@@ -370,7 +370,7 @@ impl Bound {
             memory_budget: Arc::new(MemoryBudget::new(config.limits.stalled)),
             stream_permits: Arc::new(Semaphore::new(config.limits.streams)),
             status: writer,
-            connected_gateways: ConnectedGateways::default(),
+            connected_gateways: ConnectedGateways::new(config.tunnels.gateways.max_gateways()),
             newest_sessions: NewestSessions::default(),
             reconnect: watch::Sender::default(),
             identity_store,

@@ -39,7 +39,7 @@ pub struct Status {
     pub tunnels: Vec<TunnelStatus>,
     /// Addresses of the gateways that the edge dials.
     pub gateways: Vec<String>,
-    /// Number of connected gateways and of all gateways; absent if no gateway announces the number of all.
+    /// Number of connected gateways and of all gateways; absent if no gateway announces the number of all, unless `tunnels.gateways` is a number.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reached: Option<ConnectedGatewaysStatus>,
     /// Last failure; absent once a tunnel has been opened after it.
@@ -86,8 +86,11 @@ pub struct TunnelStatus {
 pub struct ConnectedGatewaysStatus {
     /// Gateways that have a tunnel of this edge and do not drain.
     pub gateways: u32,
-    /// Number of gateways, as they announce it.
+    /// Number of gateways, as they announce it. If no gateway announces it and `tunnels.gateways` is a number: number of addresses.
     pub of: u32,
+    /// Number of gateways that the edge wants, if `tunnels.gateways` is a number.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wanted: Option<u32>,
 }
 
 /// Certificate of this node.
@@ -130,7 +133,12 @@ struct Inner {
 struct Table {
     tunnels: BTreeMap<u64, Tunnel>,
     gateways: Vec<String>,
-    connected_gateways: Option<ConnectedGatewaysStatus>,
+    /// Number of connected gateways.
+    connected_gateways: u32,
+    /// Number of gateways that they announce.
+    announced_gateways: Option<u32>,
+    /// Configured number of gateways, and the number of known addresses.
+    wanted_gateways: Option<(u32, u32)>,
     /// Last failures, by gateway.
     errors: BTreeMap<String, LastErrorStatus>,
     /// Instruction for the operator to replace an identity that gateways refuse.
@@ -306,12 +314,37 @@ impl StatusWriter {
 
     /// Sets the number of connected gateways, and the number of gateways that exist, if they announce it.
     pub(crate) fn set_connected_gateways(&self, gateways: u32, of: Option<u32>) {
-        let counts = of.map(|of| ConnectedGatewaysStatus { gateways, of });
-        self.change(|table| table.connected_gateways = counts);
+        self.change(|table| {
+            table.connected_gateways = gateways;
+            table.announced_gateways = of;
+        });
+    }
+
+    /// Sets the number of gateways that the edge wants, if a number is configured, and the number of their addresses.
+    pub(crate) fn set_wanted_gateways(&self, wanted: Option<u32>, addresses: usize) {
+        let addresses = u32::try_from(addresses).unwrap_or(u32::MAX);
+        let counts = wanted.map(|wanted| (wanted, addresses));
+        self.0.table.send_if_modified(|table| {
+            std::mem::replace(&mut table.wanted_gateways, counts) != counts
+        });
     }
 
     fn change(&self, change: impl FnOnce(&mut Table)) {
         self.0.table.send_modify(change);
+    }
+}
+
+impl Table {
+    fn connected_gateways_status(&self) -> Option<ConnectedGatewaysStatus> {
+        let gateways = self.connected_gateways;
+        let addresses = self
+            .wanted_gateways
+            .map(|(_, addresses)| addresses.max(gateways));
+        Some(ConnectedGatewaysStatus {
+            gateways,
+            of: self.announced_gateways.or(addresses)?,
+            wanted: self.wanted_gateways.map(|(wanted, _)| wanted),
+        })
     }
 }
 
@@ -361,7 +394,7 @@ impl StatusReader {
             state,
             tunnels,
             gateways: table.gateways.clone(),
-            reached: table.connected_gateways,
+            reached: table.connected_gateways_status(),
             trouble: last_error,
             certificate: table.certificate.clone(),
             api_cache,

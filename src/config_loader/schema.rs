@@ -199,6 +199,7 @@ fn kind(schema: &Value) -> String {
         Some("listen") => return "address".into(),
         Some("ip") => return "IP address".into(),
         Some("uint16") => return "port".into(),
+        Some("gateway-count") => return "`one`, `every`, number".into(),
         _ => {}
     }
     if allows_type(schema, "array") {

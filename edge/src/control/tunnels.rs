@@ -1,15 +1,17 @@
 //! Tunnels of an edge: opened, maintained, replaced and closed in order.
 //!
 //! In the mode `one`, all `slots` have their tunnels at one gateway, and at another gateway if that one fails. In the mode
-//! `every` (`all_gateways`), the edge has tunnels at each address that the gateways' names resolve to. It then reaches each
-//! gateway through one address only (`connected_gateways`), and finds all gateways behind one address (`discovery`). A tunnel
-//! exchanges hellos (`handshake`) and then serves streams (`session`).
+//! `every` (`all_gateways`), the edge has tunnels at each address that the gateways' names resolve to. With a number, it has
+//! them at the addresses with the highest rank (`gateway_selection`). In both it reaches each gateway through one address only
+//! (`connected_gateways`), and finds several gateways behind one address (`discovery`). A tunnel exchanges hellos
+//! (`handshake`) and then serves streams (`session`).
 
 mod all_gateways;
 mod bulk;
 pub(crate) mod connected_gateways;
 pub(crate) mod context;
 mod discovery;
+mod gateway_selection;
 mod handshake;
 mod session;
 mod slots;
@@ -29,7 +31,9 @@ impl TunnelContext {
                     .run_to_end(None, changes)
                     .await;
             }
-            TunnelMode::Every => Box::pin(all_gateways::run(self, changes)).await,
+            TunnelMode::Every | TunnelMode::Count(_) => {
+                Box::pin(all_gateways::run(self, changes)).await;
+            }
         }
     }
 }

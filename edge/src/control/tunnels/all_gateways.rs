@@ -1,4 +1,5 @@
-//! Tunnels at every gateway: at each address that the gateways' names resolve to.
+//! Tunnels at several gateways: at each address that the gateways' names resolve to, or at the number of them that is
+//! configured (`gateway_selection`).
 //!
 //! The names are resolved again at an interval, whenever the network changes, and when a gateway announces other names. A new
 //! address gets its own tunnels. Tunnels stay open at an address that no name resolves to any more. A name server may be
@@ -7,8 +8,10 @@
 //! that its first connection did not reach.
 
 use super::{
+    connected_gateways::TunnelGroup,
     context::{LEAVE_TIMEOUT, TunnelContext},
-    discovery::GatewayDiscovery,
+    discovery::{GatewayDiscovery, sleep_until_some},
+    gateway_selection::{self, AddressState, SelectionChanges, SelectionDelays},
     slots::TunnelSlots,
 };
 use crate::control::{
@@ -17,40 +20,64 @@ use crate::control::{
 use causeway_rt::task::TaskGroup;
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::Duration,
 };
-use tokio::{sync::watch, time::sleep};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until},
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, info_span, warn};
 
 /// Maximum number of addresses. Names that resolve to more cannot all lead to gateways.
 const MAX_ADDRESSES: usize = 64;
 
-/// State of the tunnels at all gateways of an edge.
+/// State of the tunnels of an edge at several gateways.
 struct AllGateways<'a> {
     context: Arc<TunnelContext>,
     tasks: &'a TaskGroup,
     /// Current addresses of the gateways.
     places: watch::Sender<BTreeSet<GatewayAddr>>,
-    /// Addresses with tunnels. The token is cancelled when the tunnels of an address have ended.
-    slots: BTreeMap<GatewayAddr, CancellationToken>,
+    /// Whether all current addresses are dialled, so that only a search can find further gateways.
+    is_exhausted: watch::Sender<bool>,
+    /// Addresses with tunnels.
+    slots: BTreeMap<GatewayAddr, AddressSlots>,
+    /// Random part of the delays of the next move, from 0 to 1.
+    jitter: f64,
     /// Last logged resolution error of each name.
     resolve_errors: BTreeMap<String, String>,
 }
 
-/// Maintains tunnels at every gateway until the edge stops, then closes them in order.
+/// Tunnels at one address.
+struct AddressSlots {
+    group: TunnelGroup,
+    /// Token that requests the tunnels to leave.
+    leave: CancellationToken,
+    /// Whether the tunnels leave because the gateway drains. The address is not dialled again before they have ended.
+    has_drained: Arc<AtomicBool>,
+    /// Token that is cancelled when the address may be dialled again.
+    end: CancellationToken,
+}
+
+/// Maintains tunnels at every gateway, or at the configured number of them, until the edge stops, then closes them in order.
 pub(super) async fn run(context: Arc<TunnelContext>, changes: NetworkMonitor) {
     let tasks = TaskGroup::default();
     let (addresses_tx, addresses_rx) = watch::channel(BTreeSet::new());
+    let (exhausted_tx, exhausted_rx) = watch::channel(false);
     let gateways = AllGateways {
         context: context.clone(),
         tasks: &tasks,
         places: addresses_tx,
+        is_exhausted: exhausted_tx,
         slots: BTreeMap::new(),
+        jitter: rand::random(),
         resolve_errors: BTreeMap::new(),
     };
-    let discovery = GatewayDiscovery::new(context.clone(), addresses_rx);
+    let discovery = GatewayDiscovery::new(context.clone(), addresses_rx, exhausted_rx);
     tokio::join!(
         gateways.run(changes.clone()),
         discovery.run(changes.clone(), &tasks)
@@ -67,7 +94,8 @@ impl AllGateways<'_> {
         let (stop, config) = (&context.stop, &context.config);
         let mut backoff = context.backoff();
         let mut gateway_changes = context.gateways.changes();
-        loop {
+        let mut table_changes = context.connected_gateways.changes();
+        'resolve: loop {
             changes.mark_seen();
             context.gateways.remove_expired().await;
             gateway_changes.mark_unchanged();
@@ -85,25 +113,31 @@ impl AllGateways<'_> {
             } else {
                 backoff.silent(rand::random())
             };
-            self.update_slots(results, delay, &changes);
-            tokio::select! {
-                () = sleep(delay) => {}
-                () = changes.changed() => {}
-                // The sender lives at least as long as this task.
-                _ = gateway_changes.changed() => {}
-                () = stop.cancelled() => break,
+            self.update_addresses(results, delay);
+            let resolve_at = Instant::now() + delay;
+            loop {
+                table_changes.mark_unchanged();
+                let next_check = self.update_slots(&changes);
+                tokio::select! {
+                    () = table_changes.changed() => {}
+                    () = sleep_until_some(next_check) => {}
+                    () = sleep_until(resolve_at) => break,
+                    () = changes.changed() => break,
+                    // The sender lives at least as long as this task.
+                    _ = gateway_changes.changed() => break,
+                    () = stop.cancelled() => break 'resolve,
+                }
             }
         }
     }
 
-    /// Starts tunnels at each new address. If a name could not be resolved, its known addresses stay.
-    fn update_slots(
+    /// Updates the current addresses. If a name could not be resolved, its known addresses stay.
+    fn update_addresses(
         &mut self,
         results: Vec<(String, Result<Vec<GatewayAddr>, ConnectError>)>,
         retry_in: Duration,
-        changes: &NetworkMonitor,
     ) {
-        self.slots.retain(|_, over| !over.is_cancelled());
+        self.slots.retain(|_, slots| !slots.end.is_cancelled());
         let gateway_names: BTreeSet<String> =
             results.iter().map(|(gateway, _)| gateway.clone()).collect();
         self.resolve_errors
@@ -117,9 +151,12 @@ impl AllGateways<'_> {
                 }
                 Err(error) => {
                     self.mark_unresolved(&gateway, &error, retry_in);
-                    let known_addresses =
-                        self.slots.keys().filter(|place| place.gateway == gateway);
-                    addresses.extend(known_addresses.cloned());
+                    let known_addresses = self.known_addresses();
+                    addresses.extend(
+                        known_addresses
+                            .into_iter()
+                            .filter(|place| place.gateway == gateway),
+                    );
                 }
             }
         }
@@ -130,12 +167,75 @@ impl AllGateways<'_> {
                 info!(%place, "no gateway name resolves to this address any more");
             }
         }
-        for addr in addresses {
-            if !self.slots.contains_key(&addr) {
-                let slot_end = self.spawn_slots(addr.clone(), changes.clone());
-                self.slots.insert(addr, slot_end);
+    }
+
+    /// Returns the addresses that names resolved to last, and those with tunnels.
+    fn known_addresses(&self) -> BTreeSet<GatewayAddr> {
+        let mut known = self.places.borrow().clone();
+        known.extend(self.slots.keys().cloned());
+        known
+    }
+
+    /// Starts and ends tunnels as `gateway_selection` requires. Returns the time of the next check.
+    fn update_slots(&mut self, changes: &NetworkMonitor) -> Option<Instant> {
+        self.slots.retain(|_, slots| !slots.end.is_cancelled());
+        let context = self.context.clone();
+        let ranked = gateway_selection::rank(&context.node, self.known_addresses());
+        let mode = context.config.tunnels.gateways;
+        let wanted = usize::try_from(mode.max_gateways()).unwrap_or(usize::MAX);
+        context
+            .status
+            .set_wanted_gateways(mode.count(), ranked.len());
+        let discovered = context.connected_gateways.discovered_gateways();
+        let mut states: Vec<_> = ranked.iter().map(|addr| self.address_state(addr)).collect();
+        states.extend(
+            discovered
+                .iter()
+                .map(|(since, _)| AddressState::Connected(*since)),
+        );
+        let delays = SelectionDelays::new(context.config.tunnels.resolve_after, self.jitter);
+        let selected = SelectionChanges::new(&states, wanted, delays);
+        for &index in &selected.leave {
+            if let Some(addr) = ranked.get(index) {
+                self.leave(addr, states[index]);
+            } else {
+                info!(
+                    "enough other gateways are connected: closing the tunnels to a discovered one"
+                );
+                discovered[index - ranked.len()].1.cancel();
             }
         }
+        for &index in &selected.start {
+            let slots = self.spawn_slots(ranked[index].clone(), changes.clone());
+            self.slots.insert(ranked[index].clone(), slots);
+        }
+        if !(selected.start.is_empty() && selected.leave.is_empty()) {
+            self.jitter = rand::random();
+        }
+        self.is_exhausted.send_if_modified(|is_exhausted| {
+            std::mem::replace(is_exhausted, selected.is_exhausted) != selected.is_exhausted
+        });
+        selected.next_check
+    }
+
+    fn address_state(&self, addr: &GatewayAddr) -> AddressState {
+        match self.slots.get(addr) {
+            None => AddressState::Idle,
+            Some(slots) if slots.leave.is_cancelled() => AddressState::Leaving,
+            Some(slots) => self.context.connected_gateways.address_state(slots.group),
+        }
+    }
+
+    /// Requests the tunnels at this address to leave.
+    fn leave(&self, addr: &GatewayAddr, state: AddressState) {
+        let Some(slots) = self.slots.get(addr) else {
+            return;
+        };
+        if matches!(state, AddressState::Draining(_)) {
+            slots.has_drained.store(true, Relaxed);
+        }
+        info!(place = %addr, "enough other gateways are connected: closing the tunnels at this address");
+        slots.leave.cancel();
     }
 
     /// Returns each address once. An address that is already known keeps its name.
@@ -154,19 +254,35 @@ impl AllGateways<'_> {
         distinct
     }
 
-    fn spawn_slots(&self, place: GatewayAddr, changes: NetworkMonitor) -> CancellationToken {
-        let slot_end = CancellationToken::new();
-        let end_guard = slot_end.clone().drop_guard();
+    fn spawn_slots(&self, place: GatewayAddr, changes: NetworkMonitor) -> AddressSlots {
+        let connected_gateways = self.context.connected_gateways.clone();
         let stop = self.context.stop.clone();
         let span = info_span!("gateway", %place);
         let slots = TunnelSlots::at_gateway(self.context.clone(), place, self.places.subscribe());
+        let address_slots = AddressSlots {
+            group: slots.group(),
+            leave: slots.leave_token(),
+            has_drained: Arc::default(),
+            end: CancellationToken::new(),
+        };
+        let group = slots.group();
+        connected_gateways.add_group(group, slots.leave_token(), false);
+        let has_drained = address_slots.has_drained.clone();
+        let end_guard = address_slots.end.clone().drop_guard();
         self.tasks.spawn(span, async move {
             let leaving = slots.run(None, changes).await;
-            // The address may be dialled again meanwhile.
-            drop(end_guard);
-            leaving.end(&stop).await;
+            if has_drained.load(Relaxed) {
+                leaving.end(&stop).await;
+                drop(end_guard);
+                connected_gateways.remove_group(group);
+            } else {
+                // The address may be dialled again meanwhile.
+                drop(end_guard);
+                connected_gateways.remove_group(group);
+                leaving.end(&stop).await;
+            }
         });
-        slot_end
+        address_slots
     }
 
     fn mark_resolved(&mut self, gateway: &str) {

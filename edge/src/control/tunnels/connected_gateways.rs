@@ -1,10 +1,11 @@
-//! Table of the connected gateways and the tunnel groups that own them, for an edge that has tunnels at all of them.
+//! Table of the connected gateways and the tunnel groups that own them, for an edge that has tunnels at several of them.
 //!
 //! A name may lead to several addresses of one gateway: IPv4 and IPv6, or its own address and that of a load balancer. One
 //! address of a load balancer may lead to several gateways. A gateway uses only the newest tunnel of an edge, so two
 //! [`TunnelGroup`]s at one gateway would close each other's tunnels for ever. The first group owns the gateway, and the
 //! others wait until it is lost. A group owns only one gateway, even if its address leads to several.
 
+use super::gateway_selection::AddressState;
 use crate::control::dial::GatewayAddr;
 use causeway_rt::backoff::Backoff;
 use causeway_tunnel::wire::MAX_GATEWAYS_PER_EDGE;
@@ -17,6 +18,7 @@ use std::{
     time::Duration,
 };
 use tokio::{sync::watch, time::Instant};
+use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 /// Minimum time of a connection for a gateway to count as useful. A gateway that is lost right after its discovery does not
@@ -27,6 +29,8 @@ pub(super) const MIN_USEFUL_DURATION: Duration = Duration::from_secs(10);
 struct OwnersByInstance {
     /// Owner of each gateway process.
     owners: BTreeMap<String, GatewayOwner>,
+    /// Groups whose slots run.
+    groups: BTreeMap<TunnelGroup, RunningGroup>,
     /// Number of times that a useful gateway began to drain or was lost.
     lost_count: u64,
     /// Addresses at which no server answers.
@@ -34,28 +38,44 @@ struct OwnersByInstance {
 }
 
 /// Table of the connected gateways. Cheap to clone.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct ConnectedGateways {
     table: Arc<watch::Sender<OwnersByInstance>>,
     next_group: Arc<AtomicU64>,
+    /// Number of gateways that the edge wants at most.
+    max_gateways: u32,
 }
 
 /// Identifier of the tunnels of an edge that are at one gateway.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct TunnelGroup(u64);
+
+#[derive(Debug)]
+struct RunningGroup {
+    /// Token that requests the tunnels of the group to leave.
+    leave: CancellationToken,
+    /// Whether the gateway was discovered behind an address that other tunnels use.
+    is_discovered: bool,
+    /// Time of the first failure since the group had a gateway. Also set while another group owns its gateway.
+    unavailable_since: Option<Instant>,
+}
 
 #[derive(Debug)]
 struct GatewayOwner {
     group: TunnelGroup,
     since: Instant,
     tunnels: usize,
-    /// Whether the gateway drains. It still serves streams, but accepts no new clients.
-    is_draining: bool,
+    /// Time at which the gateway began to drain. It still serves streams, but accepts no new clients.
+    draining_since: Option<Instant>,
     /// Number of gateways, as this gateway announces it.
     replicas: Option<u32>,
 }
 
 impl GatewayOwner {
+    fn is_draining(&self) -> bool {
+        self.draining_since.is_some()
+    }
+
     fn is_useful(&self) -> bool {
         self.since.elapsed() >= MIN_USEFUL_DURATION
     }
@@ -69,6 +89,8 @@ pub(super) struct GatewayCount {
     /// Number of existing gateways, if a connected gateway announces it. Announcements of draining gateways count only if all
     /// drain.
     pub(super) total: Option<u32>,
+    /// Number of gateways that the edge searches: `total`, or the configured number if that is lower.
+    pub(super) wanted: Option<u32>,
     /// Number of gateways with tunnels, draining or not.
     with_tunnels: u32,
     /// Number of times that a useful gateway began to drain or was lost.
@@ -76,26 +98,28 @@ pub(super) struct GatewayCount {
 }
 
 impl GatewayCount {
-    /// Whether there are gateways that are not connected.
+    /// Whether there are gateways that are wanted and not connected.
     pub(super) fn has_missing(self) -> bool {
         // Bounds the tunnels, whatever number gateways announce and however often they drain.
         self.with_tunnels < 2 * MAX_GATEWAYS_PER_EDGE
-            && self.total.is_some_and(|of| of > self.connected)
+            && self.wanted.is_some_and(|wanted| wanted > self.connected)
     }
 
-    fn from_table(table: &OwnersByInstance) -> Self {
-        let active = || table.owners.values().filter(|hold| !hold.is_draining);
+    fn from_table(table: &OwnersByInstance, max_gateways: u32) -> Self {
+        let active = || table.owners.values().filter(|hold| !hold.is_draining());
         let reached = active().count();
         let announced_replicas = |owner: &GatewayOwner| {
             owner
                 .replicas
-                .filter(|_| reached == 0 || !owner.is_draining)
+                .filter(|_| reached == 0 || !owner.is_draining())
         };
         let total = table.owners.values().filter_map(announced_replicas).max();
+        let total = total.map(|of| of.min(MAX_GATEWAYS_PER_EDGE));
         let to_u32 = |many: usize| u32::try_from(many).unwrap_or(u32::MAX);
         Self {
             connected: to_u32(reached),
-            total: total.map(|of| of.min(MAX_GATEWAYS_PER_EDGE)),
+            total,
+            wanted: total.map(|of| of.min(max_gateways)),
             with_tunnels: to_u32(table.owners.len()),
             lost_count: table.lost_count,
         }
@@ -117,7 +141,92 @@ pub(super) fn wrong_gateway_backoff(backoff: &mut Backoff) -> Duration {
     delay
 }
 
+impl Default for ConnectedGateways {
+    fn default() -> Self {
+        Self::new(u32::MAX)
+    }
+}
+
 impl ConnectedGateways {
+    /// Creates an empty table for an edge that wants this many gateways at most.
+    pub(crate) fn new(max_gateways: u32) -> Self {
+        Self {
+            table: Arc::default(),
+            next_group: Arc::default(),
+            max_gateways,
+        }
+    }
+
+    /// Adds a group whose slots begin to run.
+    pub(super) fn add_group(
+        &self,
+        group: TunnelGroup,
+        leave: CancellationToken,
+        is_discovered: bool,
+    ) {
+        let running = RunningGroup {
+            leave,
+            is_discovered,
+            unavailable_since: None,
+        };
+        self.table.send_modify(|table| {
+            table.groups.insert(group, running);
+        });
+    }
+
+    /// Removes a group whose slots have ended.
+    pub(super) fn remove_group(&self, group: TunnelGroup) {
+        self.table.send_modify(|table| {
+            table.groups.remove(&group);
+        });
+    }
+
+    /// Records that the gateway of this group cannot be reached now, or that another group owns it.
+    pub(super) fn mark_unavailable(&self, group: TunnelGroup) {
+        self.table.send_if_modified(|table| {
+            let running = table.groups.get_mut(&group);
+            let Some(running) = running.filter(|group| group.unavailable_since.is_none()) else {
+                return false;
+            };
+            running.unavailable_since = Some(Instant::now());
+            true
+        });
+    }
+
+    /// Returns the state of the tunnels of this group, whose slots run.
+    pub(super) fn address_state(&self, group: TunnelGroup) -> AddressState {
+        let table = self.table.borrow();
+        if let Some(owner) = table.owners.values().find(|owner| owner.group == group) {
+            return match owner.draining_since {
+                Some(since) => AddressState::Draining(since),
+                None => AddressState::Connected(owner.since),
+            };
+        }
+        let running = table.groups.get(&group);
+        let unavailable_since = running.and_then(|group| group.unavailable_since);
+        unavailable_since.map_or(AddressState::Connecting, AddressState::Unavailable)
+    }
+
+    /// Returns the connected gateways that were discovered, oldest first: the time of the connection, and the token that
+    /// requests their tunnels to leave.
+    pub(super) fn discovered_gateways(&self) -> Vec<(Instant, CancellationToken)> {
+        let table = self.table.borrow();
+        let active = table.owners.values().filter(|owner| !owner.is_draining());
+        let discovered = active.filter_map(|owner| {
+            let running = table.groups.get(&owner.group)?;
+            (running.is_discovered && !running.leave.is_cancelled())
+                .then(|| (owner.since, running.leave.clone()))
+        });
+        let mut discovered: Vec<_> = discovered.collect();
+        discovered.sort_by_key(|(since, _)| *since);
+        discovered
+    }
+
+    /// Returns a receiver that is notified of all changes that concern the selection of addresses.
+    pub(super) fn changes(&self) -> TableChanges {
+        TableChanges(self.table.subscribe())
+    }
+
     /// Returns a new group, which owns no gateway yet.
     pub(super) fn new_group(&self) -> TunnelGroup {
         TunnelGroup(self.next_group.fetch_add(1, Relaxed))
@@ -144,11 +253,14 @@ impl ConnectedGateways {
                     group,
                     since: Instant::now(),
                     tunnels: 0,
-                    is_draining: false,
+                    draining_since: None,
                     replicas: None,
                 });
             is_owner = owner.group == group;
             owner.tunnels += usize::from(is_owner);
+            if is_owner && let Some(running) = table.groups.get_mut(&group) {
+                running.unavailable_since = None;
+            }
         });
         is_owner.then(|| GatewayLease {
             connected_gateways: self.clone(),
@@ -194,7 +306,7 @@ impl ConnectedGateways {
 
     /// Returns the current numbers of gateways.
     pub(super) fn count(&self) -> GatewayCount {
-        GatewayCount::from_table(&self.table.borrow())
+        GatewayCount::from_table(&self.table.borrow(), self.max_gateways)
     }
 
     /// Waits until the numbers of gateways differ from these.
@@ -202,7 +314,7 @@ impl ConnectedGateways {
         let mut table = self.table.subscribe();
         // The sender lives at least as long as this task.
         let _ = table
-            .wait_for(|table| GatewayCount::from_table(table) != count)
+            .wait_for(|table| GatewayCount::from_table(table, self.max_gateways) != count)
             .await;
     }
 
@@ -218,10 +330,26 @@ impl ConnectedGateways {
     /// Changes the table. Wakes waiting tasks only if the numbers of gateways have changed.
     fn change(&self, change: impl FnOnce(&mut OwnersByInstance)) {
         self.table.send_if_modified(|table| {
-            let before = GatewayCount::from_table(table);
+            let before = GatewayCount::from_table(table, self.max_gateways);
             change(table);
-            before != GatewayCount::from_table(table)
+            before != GatewayCount::from_table(table, self.max_gateways)
         });
+    }
+}
+
+/// Receiver of the changes of the table.
+pub(super) struct TableChanges(watch::Receiver<OwnersByInstance>);
+
+impl TableChanges {
+    /// Waits for the next change.
+    pub(super) async fn changed(&mut self) {
+        // The sender lives at least as long as this task.
+        let _ = self.0.changed().await;
+    }
+
+    /// Ignores the changes so far.
+    pub(super) fn mark_unchanged(&mut self) {
+        self.0.mark_unchanged();
     }
 }
 
@@ -239,8 +367,8 @@ impl GatewayLease {
     pub(super) fn mark_draining(&self) {
         self.connected_gateways.change(|table| {
             if let Some(owner) = table.owners.get_mut(&self.instance) {
-                table.lost_count += u64::from(!owner.is_draining && owner.is_useful());
-                owner.is_draining = true;
+                table.lost_count += u64::from(!owner.is_draining() && owner.is_useful());
+                owner.draining_since.get_or_insert_with(Instant::now);
             }
         });
     }
@@ -264,6 +392,7 @@ impl Drop for GatewayLease {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use AddressState::{Connected, Connecting, Draining, Unavailable};
     use futures_util::FutureExt;
 
     #[tokio::test]
@@ -325,6 +454,45 @@ mod tests {
         drop((a, b));
         // No gateway is left.
         assert_eq!(short(), (false, 0, None));
+    }
+
+    #[test]
+    fn a_search_ends_when_the_wanted_number_is_connected() {
+        let reached = ConnectedGateways::new(2);
+        let a = reached.claim("a", reached.new_group(), false).unwrap();
+        a.set_replicas(Some(3));
+        assert!(reached.count().has_missing());
+        let _b = reached.claim("b", reached.new_group(), false).unwrap();
+        let count = reached.count();
+        assert!(!count.has_missing());
+        assert_eq!((count.total, count.wanted), (Some(3), Some(2)));
+        a.mark_draining();
+        assert!(
+            !reached.count().has_missing(),
+            "the other gateway knows no number"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_state_of_a_group_follows_its_tunnels() {
+        let reached = ConnectedGateways::default();
+        let (group, other) = (reached.new_group(), reached.new_group());
+        let states = || (reached.address_state(group), reached.address_state(other));
+        for running in [group, other] {
+            reached.add_group(running, CancellationToken::new(), running == other);
+        }
+        let now = Instant::now();
+        reached.mark_unavailable(other);
+        assert_eq!(states(), (Connecting, Unavailable(now)));
+        let lease = reached.claim("a", group, false).unwrap();
+        let found = reached.claim("b", other, false).unwrap();
+        assert_eq!(states(), (Connected(now), Connected(now)));
+        assert_eq!(reached.discovered_gateways().len(), 1);
+        lease.mark_draining();
+        drop(found);
+        assert_eq!(states(), (Draining(now), Connecting));
+        reached.remove_group(other);
+        assert!(reached.discovered_gateways().is_empty());
     }
 
     #[tokio::test(start_paused = true)]

@@ -45,7 +45,7 @@ pub(crate) struct TunnelContext {
     pub(crate) ports: Arc<ArcSwap<Vec<u16>>>,
     pub(crate) connector: GatewayConnector,
     pub(crate) gateways: GatewayList,
-    /// Gateways that are connected, if the edge has tunnels at all of them.
+    /// Gateways that are connected, if the edge has tunnels at several of them.
     pub(crate) connected_gateways: ConnectedGateways,
     /// The newest session of each slot at each gateway.
     pub(crate) newest_sessions: NewestSessions,

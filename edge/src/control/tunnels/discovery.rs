@@ -1,8 +1,8 @@
 //! Discovery of further gateways behind the addresses that an edge knows.
 //!
 //! An address may belong to a load balancer with several gateways behind it, and a connection to it reaches one of them. If a
-//! gateway announces that more gateways exist than are connected, the addresses are dialled in turn, with growing pauses
-//! (`DiscoveryBackoff`):
+//! gateway announces that more gateways exist than are connected, and the edge wants more (`tunnels.gateways`), the addresses
+//! are dialled in turn, with growing pauses (`DiscoveryBackoff`):
 //! 1. If the gateway is already connected, the edge closes the connection after the gateway's hello, before it sends anything
 //!    about itself.
 //! 2. A new gateway gets tunnels (`slots`). When these end, the gateway must be discovered again.
@@ -46,6 +46,8 @@ pub(super) struct GatewayDiscovery {
     context: Arc<TunnelContext>,
     /// Addresses that may lead to further gateways.
     addresses: watch::Receiver<BTreeSet<GatewayAddr>>,
+    /// Whether all addresses are dialled. Before that, the next address is a better choice than a search.
+    is_exhausted: watch::Receiver<bool>,
     next_index: usize,
     /// Last logged refusal of this edge by a gateway.
     logged_refusal: Option<String>,
@@ -54,14 +56,16 @@ pub(super) struct GatewayDiscovery {
 }
 
 impl GatewayDiscovery {
-    /// Creates a discovery behind these addresses.
+    /// Creates a discovery behind these addresses, which begins when all of them are dialled.
     pub(super) fn new(
         context: Arc<TunnelContext>,
         addresses: watch::Receiver<BTreeSet<GatewayAddr>>,
+        is_exhausted: watch::Receiver<bool>,
     ) -> Self {
         Self {
             context,
             addresses,
+            is_exhausted,
             next_index: 0,
             logged_refusal: None,
             logged_count: None,
@@ -90,14 +94,15 @@ impl GatewayDiscovery {
                 self.report_count(count);
             }
             // Changes make the next attempt earlier, never later.
-            let of = count.total.filter(|_| count.has_missing());
+            let of = self.search_size(count);
             next_attempt = of.map(|of| discovery_backoff.next_attempt(of, max_pause, next_attempt));
-            let next = next_attempt.map(|due| due.max(not_before));
             changes.mark_seen();
             tokio::select! {
                 () = context.stop.cancelled() => return,
                 () = context.connected_gateways.wait_for_change_from(count) => continue,
-                () = sleep_until_some(next) => {
+                // Without a sender the edge stops.
+                Ok(()) = self.is_exhausted.changed() => continue,
+                () = sleep_until_some(next_attempt.map(|due| due.max(not_before))) => {
                     discovery_backoff.record_attempt();
                     next_attempt = None;
                 }
@@ -134,16 +139,23 @@ impl GatewayDiscovery {
         }
     }
 
+    /// Returns the number of gateways among which the edge searches, or `None` if it does not search.
+    fn search_size(&mut self, count: GatewayCount) -> Option<u32> {
+        let is_exhausted = *self.is_exhausted.borrow_and_update();
+        count.total.filter(|_| is_exhausted && count.has_missing())
+    }
+
     /// Reports in the status how many gateways are connected. Logs the start and the end of a search, each once, however often
     /// gateways come and go meanwhile.
     fn report_count(&mut self, count: GatewayCount) {
         let GatewayCount {
             connected: reached,
             total,
+            wanted,
             ..
         } = count;
         self.context.status.set_connected_gateways(reached, total);
-        let of = total.unwrap_or(reached);
+        let of = wanted.unwrap_or(reached);
         if count.has_missing() {
             if self
                 .logged_count
@@ -156,7 +168,10 @@ impl GatewayDiscovery {
                 self.logged_count = Some(count);
             }
         } else if reached > 0 && self.logged_count.take().is_some() {
-            info!(reached, of, "connected to all gateways");
+            info!(
+                reached,
+                of, "connected to all gateways that this edge wants"
+            );
         }
     }
 
@@ -191,7 +206,7 @@ impl GatewayDiscovery {
 }
 
 /// Waits until this moment, or for ever without one.
-async fn sleep_until_some(moment: Option<Instant>) {
+pub(super) async fn sleep_until_some(moment: Option<Instant>) {
     match moment {
         Some(moment) => sleep_until(moment).await,
         None => std::future::pending().await,

@@ -42,6 +42,8 @@ pub(super) struct TunnelSlots {
     /// gateway was discovered behind the address (`discovery`): the address may lead to another gateway, so it is not dialled
     /// again for this one.
     resolved: Option<watch::Receiver<BTreeSet<GatewayAddr>>>,
+    /// Token that requests all tunnels to leave. It is cancelled when the edge stops.
+    leave: CancellationToken,
 }
 
 /// Tunnel that is already open, and the receiver that requests its replacement.
@@ -105,6 +107,7 @@ impl TunnelSlots {
     pub(super) fn at_any_gateway(context: Arc<TunnelContext>) -> Self {
         Self {
             group: context.connected_gateways.new_group(),
+            leave: context.stop.child_token(),
             context,
             bulk_tracker: Arc::default(),
             gateway_addr: None,
@@ -135,6 +138,16 @@ impl TunnelSlots {
         }
     }
 
+    /// Returns the identifier of these tunnels.
+    pub(super) fn group(&self) -> TunnelGroup {
+        self.group
+    }
+
+    /// Returns the token that requests all tunnels to leave.
+    pub(super) fn leave_token(&self) -> CancellationToken {
+        self.leave.clone()
+    }
+
     /// Runs the slots like [`Self::run`], and then waits for the streams of their tunnels.
     pub(super) async fn run_to_end(
         self,
@@ -142,12 +155,15 @@ impl TunnelSlots {
         changes: NetworkMonitor,
     ) {
         let stop = self.context.stop.clone();
+        let (connected_gateways, group) = (self.context.connected_gateways.clone(), self.group);
+        connected_gateways.add_group(group, self.leave.clone(), true);
         let leaving = self.run(predialled, changes).await;
+        connected_gateways.remove_group(group);
         leaving.end(&stop).await;
     }
 
-    /// Maintains the tunnels until the edge stops, or until the address is not resolved any more, and then leaves. The first
-    /// slot may start with `predialled`. Returns the tunnels that still have streams.
+    /// Maintains the tunnels until they are requested to leave, or until the address is not resolved any more, and then leaves.
+    /// The first slot may start with `predialled`. Returns the tunnels that still have streams.
     pub(super) async fn run(
         self,
         mut predialled: Option<PredialledTunnel>,
@@ -155,7 +171,7 @@ impl TunnelSlots {
     ) -> Leaving {
         let tasks = Arc::new(TaskGroup::default());
         let slot_tasks = TaskGroup::default();
-        let stop_slots = self.context.stop.child_token();
+        let stop_slots = self.leave.child_token();
         let max_tunnels = u32::try_from(self.context.config.tunnels.max).unwrap_or(u32::MAX);
         for slot in 0..max_tunnels {
             let (slots, stop_slots, changes, tasks) = (
@@ -356,6 +372,7 @@ impl TunnelSlots {
     /// Waits until no other group owns the gateway with this instance name.
     async fn stand_by(&self, instance: &str, stop: &CancellationToken) {
         info!("another address already leads to this gateway: waiting");
+        self.context.connected_gateways.mark_unavailable(self.group);
         self.context.status.clear_error(&self.gateway_label());
         tokio::select! {
             () = self.context.connected_gateways.wait_until_lost(instance) => {}
@@ -500,6 +517,9 @@ impl Slot<'_> {
     /// Waits for the delay that the error requires, or until there is a new certificate.
     async fn pause(&mut self, error: &ConnectError) {
         let (slots, context) = (self.slots, &self.slots.context);
+        if self.number == 0 && self.old_session.is_none() {
+            context.connected_gateways.mark_unavailable(slots.group);
+        }
         // If another gateway is connected, the network works and only this address does not respond.
         let is_only_address =
             slots.gateway_addr.is_none() || !context.connected_gateways.is_any_connected();

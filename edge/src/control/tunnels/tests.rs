@@ -1,5 +1,6 @@
 //! Tunnels over real sockets and TLS, to gateways that are built from the gateway side of a tunnel.
 
+mod count;
 mod every;
 
 use crate::{Bound, Config, Edge, Error, status::StatusReader};

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use tokio::sync::watch;
 
 /// Starts a gateway at another address of this machine.
-async fn also(ca: &Arc<Ca>, instance: &str, gateways: Vec<String>) -> Gateway {
+pub(super) async fn also(ca: &Arc<Ca>, instance: &str, gateways: Vec<String>) -> Gateway {
     let says = Says {
         instance: instance.into(),
         gateways,
@@ -25,7 +25,7 @@ fn every() -> Value {
     })
 }
 
-fn addresses(gateways: &[&Gateway]) -> Vec<String> {
+pub(super) fn addresses(gateways: &[&Gateway]) -> Vec<String> {
     let addresses = gateways.iter().map(|gateway| gateway.address.to_string());
     addresses.collect()
 }
@@ -172,7 +172,7 @@ async fn a_tunnel_of_a_removed_gateway_ends_without_redial() {
 #[tokio::test]
 async fn gateways_that_announce_only_themselves_do_not_displace_each_other() {
     let ca = ca();
-    let announcer = async |name: &str| {
+    let start = async |name: &str| {
         let gateway = also(&ca, name, Vec::new()).await;
         let address = gateway.address;
         // Its announcement needs the address that it got.
@@ -186,7 +186,7 @@ async fn gateways_that_announce_only_themselves_do_not_displace_each_other() {
         };
         Gateway::start_on(address, acceptor(&ca, &ca), says).await
     };
-    let (mut a, mut b) = (announcer("a").await, announcer("b").await);
+    let (mut a, mut b) = (start("a").await, start("b").await);
     let mut first = also(&ca, "first", addresses(&[&a, &b])).await;
     let world = World::joined(&ca);
     let edge = world.run(&addresses(&[&first]), every()).await;
@@ -239,15 +239,15 @@ async fn an_unresolvable_name_is_reported_and_delays_no_other_gateway() {
 }
 
 /// Load balancer address that leads to several gateways in turn, or only to the first one.
-struct Balancer {
-    address: SocketAddr,
-    behind: Arc<Mutex<Vec<SocketAddr>>>,
-    dialled: watch::Sender<usize>,
+pub(super) struct Balancer {
+    pub(super) address: SocketAddr,
+    pub(super) behind: Arc<Mutex<Vec<SocketAddr>>>,
+    pub(super) dialled: watch::Sender<usize>,
     _tasks: TaskGroup,
 }
 
 impl Balancer {
-    async fn start(behind: &[SocketAddr]) -> Self {
+    pub(super) async fn start(behind: &[SocketAddr]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let behind = Arc::new(Mutex::new(behind.to_vec()));
@@ -276,7 +276,7 @@ impl Balancer {
 }
 
 /// Starts a gateway that announces the number of gateways.
-async fn one_of(ca: &Arc<Ca>, instance: &str, replicas: u32) -> Gateway {
+pub(super) async fn one_of(ca: &Arc<Ca>, instance: &str, replicas: u32) -> Gateway {
     let says = Says {
         instance: instance.into(),
         gateways: Vec::new(),
@@ -286,8 +286,11 @@ async fn one_of(ca: &Arc<Ca>, instance: &str, replicas: u32) -> Gateway {
     Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(ca, ca), says).await
 }
 
-fn reached(gateways: u32, of: u32) -> impl Fn(&crate::status::Status) -> bool {
-    move |status| status.reached == Some(crate::status::ConnectedGatewaysStatus { gateways, of })
+pub(super) fn reached(gateways: u32, of: u32) -> impl Fn(&crate::status::Status) -> bool {
+    move |status| {
+        let reached = status.reached.map(|reached| (reached.gateways, reached.of));
+        reached == Some((gateways, of))
+    }
 }
 
 #[tokio::test]
