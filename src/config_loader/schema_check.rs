@@ -339,6 +339,7 @@ fn type_mismatch(value: &Value, schema: &Value) -> Option<String> {
             "must be an address without a port, such as 192.168.1.7 or 2001:db8::7".into()
         }
         Some("listen") => "must be IP:PORT, such as 0.0.0.0:10263 or [::]:10263".into(),
+        Some("gateway-count") => "must be one, every or a number from 1 to 64".into(),
         _ if schema::allows_type(schema, "boolean") => "must be true or false".into(),
         _ if schema::allows_type(schema, "integer") => match schema["maximum"].as_u64() {
             Some(maximum) => format!("must be a number from 0 to {maximum}"),

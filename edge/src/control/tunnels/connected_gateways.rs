@@ -65,6 +65,8 @@ struct GatewayOwner {
     group: TunnelGroup,
     since: Instant,
     tunnels: usize,
+    /// Whether the gateway has accepted a tunnel. Before that it may still refuse this edge.
+    is_registered: bool,
     /// Time at which the gateway began to drain. It still serves streams, but accepts no new clients.
     draining_since: Option<Instant>,
     /// Number of gateways, as this gateway announces it.
@@ -196,7 +198,8 @@ impl ConnectedGateways {
     /// Returns the state of the tunnels of this group, whose slots run.
     pub(super) fn address_state(&self, group: TunnelGroup) -> AddressState {
         let table = self.table.borrow();
-        if let Some(owner) = table.owners.values().find(|owner| owner.group == group) {
+        let owner = table.owners.values().find(|owner| owner.group == group);
+        if let Some(owner) = owner.filter(|owner| owner.is_registered) {
             return match owner.draining_since {
                 Some(since) => AddressState::Draining(since),
                 None => AddressState::Connected(owner.since),
@@ -253,14 +256,12 @@ impl ConnectedGateways {
                     group,
                     since: Instant::now(),
                     tunnels: 0,
+                    is_registered: false,
                     draining_since: None,
                     replicas: None,
                 });
             is_owner = owner.group == group;
             owner.tunnels += usize::from(is_owner);
-            if is_owner && let Some(running) = table.groups.get_mut(&group) {
-                running.unavailable_since = None;
-            }
         });
         is_owner.then(|| GatewayLease {
             connected_gateways: self.clone(),
@@ -354,6 +355,21 @@ impl TableChanges {
 }
 
 impl GatewayLease {
+    /// Records that the gateway has accepted the tunnel.
+    pub(super) fn mark_registered(&self) {
+        self.connected_gateways.table.send_if_modified(|table| {
+            let owner = table.owners.get_mut(&self.instance);
+            let Some(owner) = owner.filter(|owner| !owner.is_registered) else {
+                return false;
+            };
+            owner.is_registered = true;
+            if let Some(running) = table.groups.get_mut(&owner.group) {
+                running.unavailable_since = None;
+            }
+            true
+        });
+    }
+
     /// Records the number of gateways that this gateway announces.
     pub(super) fn set_replicas(&self, replicas: Option<u32>) {
         self.connected_gateways.change(|table| {
@@ -486,6 +502,9 @@ mod tests {
         assert_eq!(states(), (Connecting, Unavailable(now)));
         let lease = reached.claim("a", group, false).unwrap();
         let found = reached.claim("b", other, false).unwrap();
+        assert_eq!(states(), (Connecting, Unavailable(now)), "they may refuse");
+        lease.mark_registered();
+        found.mark_registered();
         assert_eq!(states(), (Connected(now), Connected(now)));
         assert_eq!(reached.discovered_gateways().len(), 1);
         lease.mark_draining();

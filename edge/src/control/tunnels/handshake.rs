@@ -172,6 +172,9 @@ impl TunnelHandshake {
                 other => return Err(unexpected_message(&other).into()),
             }
         }
+        if let Some(lease) = &lease {
+            lease.mark_registered();
+        }
         let membership = context.membership.as_ref();
         let membership_updater = membership.map(|membership| membership.updater(&instance));
         announcer.update(hello.gateways).await;
