@@ -237,7 +237,7 @@ pub struct Tunnel {
     pub advertise: Vec<String>,
     /// `host:port` of further gateways, announced to edges when they connect.
     pub gateways: Vec<String>,
-    /// Number of gateways, 64 or fewer, announced to edges. Edges with `tunnels.gateways: every` look for that many gateways behind each address, such as a load balancer's. Without this key: the number that `kubernetes.advertise` counts.
+    /// Number of gateways, 64 or fewer, announced to edges. Edges with `tunnels.gateways: every`, or with a number, look for that many gateways behind each address, such as a load balancer's. Without this key: the number that `kubernetes.advertise` counts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
     /// Names of revoked nodes, which are refused in any case: for gateways that share a configuration and no data directory. Other nodes are revoked by `causeway node revoke`.
