@@ -478,9 +478,9 @@ mod tests {
                 .is_due(&[], SystemTime::now() + MIN_RENEWAL_INTERVAL)
         );
         assert!(read("bob").is_err());
-        let server = ca.issue_gateway(&[], Duration::from_hours(3)).unwrap();
+        let server = ca.issue_listener(&[], Duration::from_hours(3)).unwrap();
         let text = StoredCertificate::encode(&[], &server.chain_pem(), server.key_pem().expose());
-        let purpose = Purpose::AppClient(10250, "causeway gateway".to_owned());
+        let purpose = Purpose::AppClient(10250, "causeway listener".to_owned());
         assert!(StoredCertificate::read(&text, &purpose).is_err());
     }
 }
