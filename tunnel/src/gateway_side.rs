@@ -293,10 +293,13 @@ impl Tunnel {
         self.open_h2_stream(head, end_stream).await
     }
 
-    /// Returns the configuration for a connection inside a stream of this tunnel. The unread bytes of its streams count
-    /// against the same budget.
+    /// Returns the configuration for a connection inside a stream of this tunnel, to an upstream, which is never trusted. The
+    /// unread bytes of its streams count against the same budget.
     pub fn nested_config(&self) -> GatewaySideConfig {
-        self.shared.config.clone()
+        GatewaySideConfig {
+            is_trusted: false,
+            ..self.shared.config.clone()
+        }
     }
 
     /// Opens the control stream (see [`crate::control_stream`]).

@@ -45,12 +45,12 @@ use std::{
     net::SocketAddr,
     pin::pin,
     sync::Arc,
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 use tokio::{
     net::TcpStream,
     sync::{oneshot, watch},
-    time::{Instant, sleep, sleep_until, timeout},
+    time::{Instant, interval, sleep, sleep_until, timeout},
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tokio_util::sync::CancellationToken;
@@ -64,6 +64,8 @@ const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
 const LINK_BUDGET_DIVISOR: usize = 4;
 /// Age of a connection at which a new one replaces it, long before the certificates expire.
 const MAX_AGE: Duration = Duration::from_hours(24);
+/// Interval of checks whether the certificate of this gateway has changed.
+const CERTIFICATE_CHECK_INTERVAL: Duration = Duration::from_mins(1);
 /// Interval in which names are resolved until they could be resolved once.
 const FIRST_RESOLVE_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum delay between attempts to reach a gateway.
@@ -88,8 +90,17 @@ impl fmt::Debug for ForwardHandler {
     }
 }
 
-/// Returns the current TLS configuration for other gateways, or the reason why there is none.
-pub type PeerTlsFn = Arc<dyn Fn() -> Result<Arc<ClientConfig>, String> + Send + Sync>;
+/// TLS with which a gateway dials other gateways.
+#[derive(Clone, Debug)]
+pub struct PeerTls {
+    /// The configuration.
+    pub config: Arc<ClientConfig>,
+    /// End of the validity of the certificate that this gateway presents.
+    pub not_after: SystemTime,
+}
+
+/// Returns the current TLS for other gateways, or the reason why there is none.
+pub type PeerTlsFn = Arc<dyn Fn() -> Result<PeerTls, String> + Send + Sync>;
 
 /// Connector to the other gateways.
 pub struct PeerConnector {
@@ -210,35 +221,30 @@ impl PeerConnector {
 
     /// Returns the addresses of all configured names, and whether all names could be resolved.
     async fn resolve_all(&self) -> (HashSet<PeerAddr>, bool) {
-        let (mut resolved, mut is_complete) = (HashSet::new(), true);
-        for text in &self.config.addresses {
-            let Ok((host, port)) = host_port(text) else {
-                continue;
-            };
-            match timeout(RESOLVE_TIMEOUT, resolve(host, port)).await {
-                Ok(Ok(addresses)) => resolved.extend(addresses.into_iter().map(|address| {
-                    let host = host.to_owned();
-                    PeerAddr { host, address }
-                })),
-                failed => {
-                    is_complete = false;
-                    let error = failed.map_or_else(
-                        |_| "timeout".to_owned(),
-                        |failed| {
-                            failed
-                                .err()
-                                .map_or_else(String::new, |error| error.to_string())
-                        },
-                    );
-                    debug!(host, error, "cannot resolve an address of peers.addresses");
-                }
+        let names = self.config.addresses.iter();
+        let names: Vec<_> = names.filter_map(|text| host_port(text).ok()).collect();
+        let resolving = names.iter().map(async |(host, port)| {
+            let resolved = timeout(RESOLVE_TIMEOUT, resolve(host, *port)).await;
+            let timeout_error = || io::Error::from(io::ErrorKind::TimedOut);
+            let resolved = resolved.map_err(|_| timeout_error()).flatten();
+            if let Err(error) = &resolved {
+                debug!(host, %error, "cannot resolve an address of peers.addresses");
             }
+            (*host, resolved.ok())
+        });
+        let (mut addresses, mut is_complete) = (HashSet::new(), true);
+        for (host, resolved) in join_all(resolving).await {
+            is_complete &= resolved.is_some();
+            addresses.extend(resolved.into_iter().flatten().map(|address| PeerAddr {
+                host: host.to_owned(),
+                address,
+            }));
         }
-        (resolved, is_complete)
+        (addresses, is_complete)
     }
 
     /// Keeps a connection to the gateway at this address for as long as the address is listed, and for as long as the connection
-    /// lasts then.
+    /// lasts then. Drops `attempted` after the first attempt.
     async fn follow(
         self: Arc<Self>,
         address: PeerAddr,
@@ -250,26 +256,39 @@ impl PeerConnector {
         let mut reported = None;
         // Sessions that end by themselves, while the next one is opened.
         let earlier = TaskGroup::default();
-        while *is_listed.borrow_and_update() {
-            let delay = match PeerSession::open(&self, &address).await {
+        loop {
+            if !*is_listed.borrow_and_update() {
+                let listed_again = is_listed.changed();
+                tokio::select! {
+                    () = wait_until_empty(&earlier) => return,
+                    // The sender is dropped with the connector.
+                    changed = listed_again => if changed.is_err() { return } else { continue },
+                }
+            }
+            let peer_removed = self.registry.directory().peer_removed();
+            let opened = PeerSession::open(&self, &address).await;
+            attempted.take();
+            let delay = match opened {
                 Ok(mut session) => {
                     backoff.reset();
                     reported = None;
                     info!(gateway = %address, version = session.peer.version, "connected to another gateway");
-                    match session.run(&mut attempted).await {
+                    let end = if session.peer.is_draining() {
+                        SessionEnd::Draining
+                    } else {
+                        session.run().await
+                    };
+                    match end {
                         SessionEnd::Lost(error) => {
                             warn!(gateway = %address, %error, "lost the connection to another gateway");
-                            backoff.silent(rand::random())
                         }
+                        SessionEnd::Replaced => {}
                         end => {
                             debug!(gateway = %address, ?end, "a new connection to another gateway follows");
-                            earlier.spawn(Span::current(), async move {
-                                while !matches!(session.run(&mut None).await, SessionEnd::Lost(_)) {
-                                }
-                            });
-                            Duration::ZERO
+                            earlier.spawn(Span::current(), session.run_to_end());
                         }
                     }
+                    backoff.silent(rand::random())
                 }
                 Err(error @ (PeerError::OwnProcess | PeerError::Duplicate)) => {
                     debug!(gateway = %address, %error, "this address is not used");
@@ -284,14 +303,12 @@ impl PeerConnector {
                     backoff.silent(rand::random())
                 }
             };
-            attempted.take();
             tokio::select! {
                 () = sleep(delay) => {}
                 // The gateway may have been connected by another address.
-                () = self.registry.directory().peer_removed() => sleep(backoff.silent(rand::random())).await,
+                () = peer_removed => sleep(backoff.silent(rand::random())).await,
             }
         }
-        earlier.wait_until_idle().await;
     }
 
     /// Connects to a gateway and begins HTTP/2.
@@ -306,7 +323,7 @@ impl PeerConnector {
             .flatten()
             .map_err(PeerError::Connect)?;
         set_tunnel_options(&tcp);
-        let config = (self.tls)().map_err(PeerError::Tls)?;
+        let config = (self.tls)().map_err(PeerError::Tls)?.config;
         let host = address
             .host
             .split('%')
@@ -456,6 +473,13 @@ impl PeerConnector {
     }
 }
 
+/// Waits until no task runs in a group that may get further ones.
+async fn wait_until_empty(tasks: &TaskGroup) {
+    while !tasks.is_empty() {
+        sleep(IDLE_CHECK_INTERVAL).await;
+    }
+}
+
 /// Waits until no stream is open on a link that gets no new ones.
 async fn wait_idle(tunnel: &Tunnel) {
     while tunnel.load().open_streams() > 0 {
@@ -463,13 +487,24 @@ async fn wait_idle(tunnel: &Tunnel) {
     }
 }
 
+/// Returns the time after which a new connection should replace one with a certificate that is valid until `not_after`. It is
+/// random, so that not all gateways connect again at the same time.
+fn max_age(not_after: SystemTime) -> Duration {
+    let validity = not_after.duration_since(SystemTime::now());
+    let limit = MAX_AGE.min(validity.unwrap_or_default() / 2);
+    limit.mul_f64(rand::random_range(0.5..1.0))
+}
+
 /// Reason for which [`PeerSession::run`] returns.
 #[derive(Debug)]
 enum SessionEnd {
     /// The peer drains. The session continues until the connection ends.
     Draining,
-    /// The connection is old. The session continues until a new one has replaced it.
+    /// The connection is old, or the certificate of this gateway has changed. The session continues until a new one has replaced
+    /// it.
     Aged,
+    /// Another connection to the same process has replaced this one.
+    Replaced,
     /// The connection has ended.
     Lost(ControlStreamError),
 }
@@ -483,8 +518,10 @@ struct PeerSession {
     snapshot: Option<HashMap<NodeName, HeldState>>,
     /// Cancelled when the session ends.
     session_end: CancellationToken,
-    /// Time at which a new connection should replace this one.
+    /// Time at which a new connection should replace this one; `None` once that is under way.
     aged_at: Option<Instant>,
+    /// End of the validity of the certificate with which this gateway has connected.
+    not_after: SystemTime,
     /// The task of the connection.
     _driver: TaskGroup,
 }
@@ -500,6 +537,7 @@ impl Drop for PeerSession {
 
 impl PeerSession {
     async fn open(connector: &Arc<PeerConnector>, address: &PeerAddr) -> Result<Self, PeerError> {
+        let not_after = (connector.tls)().map_err(PeerError::Tls)?.not_after;
         let (tunnel, driver) = connector.dial(address).await?;
         let tasks = TaskGroup::default();
         let driving = Box::pin(driver.run());
@@ -510,23 +548,42 @@ impl PeerSession {
         if *hello.instance == *connector.instance {
             return Err(PeerError::OwnProcess);
         }
+        let directory = connector.registry.directory();
+        if directory.is_connected_elsewhere(&hello.instance, &address.to_string()) {
+            return Err(PeerError::Duplicate);
+        }
         let workers = connector.workers.all().count();
         let identity = (hello.instance, hello.version);
         let peer = Arc::new(Peer::new(&address.to_string(), identity, tunnel, workers));
-        if !connector.registry.directory().add(&peer) {
-            return Err(PeerError::Duplicate);
-        }
-        let session = Self {
+        let mut session = Self {
             connector: connector.clone(),
             peer,
             control,
             snapshot: None,
             session_end: CancellationToken::new(),
-            aged_at: Some(Instant::now() + MAX_AGE.mul_f64(rand::random_range(0.5..1.0))),
+            aged_at: Some(Instant::now() + max_age(not_after)),
+            not_after,
             _driver: tasks,
         };
         session.open_links(address).await;
+        // The nodes are known before requests are sent there, and before an earlier connection to the process is replaced.
+        timeout(START_TIMEOUT, session.read_snapshot())
+            .await
+            .map_err(|_| ControlStreamError::TooSlow(START_TIMEOUT))??;
+        if !directory.add(&session.peer) {
+            return Err(PeerError::Duplicate);
+        }
+        connector.wake_waiting(session.peer.node_names());
         Ok(session)
+    }
+
+    /// Applies the messages of the peer until all of its nodes are known.
+    async fn read_snapshot(&mut self) -> Result<(), ControlStreamError> {
+        while !self.peer.is_synchronized() {
+            let message = self.control.receive().await?;
+            self.apply(message);
+        }
+        Ok(())
     }
 
     /// Opens the links of all workers, and waits for the first attempt of each.
@@ -547,51 +604,62 @@ impl PeerSession {
         join_all(attempts.collect::<Vec<_>>()).await;
     }
 
-    /// Applies the messages of the peer until it drains, if it does not drain already, or until the connection ends. Drops
-    /// `synchronized` when all of its nodes are known.
-    async fn run(&mut self, synchronized: &mut Option<oneshot::Sender<()>>) -> SessionEnd {
+    /// Applies the messages of the peer until the session has to be followed by another one, or ends.
+    async fn run(&mut self) -> SessionEnd {
+        let mut certificate_check = interval(CERTIFICATE_CHECK_INTERVAL);
         loop {
             let age = OptionFuture::from(self.aged_at.map(sleep_until));
-            let message = tokio::select! {
+            let is_aged = tokio::select! {
                 biased;
-                () = self.peer.replaced().cancelled() => return SessionEnd::Lost(ControlStreamError::Closed),
-                received = self.control.receive() => match received {
-                    Ok(message) => message,
-                    Err(error) => return SessionEnd::Lost(error),
-                },
-                Some(()) = age => {
-                    self.aged_at = None;
-                    return SessionEnd::Aged;
-                }
-            };
-            match message {
-                PeerMessage::Snapshot => self.snapshot = Some(HashMap::new()),
-                PeerMessage::Nodes { nodes } => {
-                    for entry in nodes {
-                        let (node, state) = entry.into_parts();
-                        self.set_node(node, state);
+                () = self.peer.replaced().cancelled() => return SessionEnd::Replaced,
+                received = self.control.receive() => {
+                    let was_draining = self.peer.is_draining();
+                    match received {
+                        Ok(message) => self.apply(message),
+                        Err(error) => return SessionEnd::Lost(error),
                     }
-                }
-                PeerMessage::Synchronized => {
-                    if let Some(nodes) = self.snapshot.take() {
-                        let names: Vec<NodeName> = nodes.keys().cloned().collect();
-                        let earlier = self.peer.node_names().into_iter();
-                        let left: Vec<_> =
-                            earlier.filter(|node| !nodes.contains_key(node)).collect();
-                        self.peer.replace_nodes(nodes);
-                        self.record_left(&left);
-                        self.connector.wake_waiting(names);
-                    }
-                    synchronized.take();
-                }
-                PeerMessage::Draining => {
-                    if !self.peer.is_draining() {
-                        self.peer.mark_draining();
+                    if self.peer.is_draining() && !was_draining {
                         return SessionEnd::Draining;
                     }
+                    false
                 }
-                PeerMessage::Hello(_) | PeerMessage::Unknown => {}
+                Some(()) = age => true,
+                _ = certificate_check.tick() => {
+                    (self.connector.tls)().is_ok_and(|tls| tls.not_after != self.not_after)
+                }
+            };
+            if is_aged && self.aged_at.take().is_some() {
+                return SessionEnd::Aged;
             }
+        }
+    }
+
+    /// Runs the session until it ends or is replaced.
+    async fn run_to_end(mut self) {
+        while !matches!(self.run().await, SessionEnd::Lost(_) | SessionEnd::Replaced) {}
+    }
+
+    fn apply(&mut self, message: PeerMessage) {
+        match message {
+            PeerMessage::Snapshot => self.snapshot = Some(HashMap::new()),
+            PeerMessage::Nodes { nodes } => {
+                for entry in nodes {
+                    let (node, state) = entry.into_parts();
+                    self.set_node(node, state);
+                }
+            }
+            PeerMessage::Synchronized => {
+                if let Some(nodes) = self.snapshot.take() {
+                    let names: Vec<NodeName> = nodes.keys().cloned().collect();
+                    let earlier = self.peer.node_names().into_iter();
+                    let left: Vec<_> = earlier.filter(|node| !nodes.contains_key(node)).collect();
+                    self.peer.replace_nodes(nodes);
+                    self.record_left(&left);
+                    self.connector.wake_waiting(names);
+                }
+            }
+            PeerMessage::Draining => self.peer.mark_draining(),
+            PeerMessage::Hello(_) | PeerMessage::Unknown => {}
         }
     }
 

@@ -492,6 +492,11 @@ impl AccessRecord {
         self.lock_fields().tunnel = Some(tunnel);
     }
 
+    /// Returns the tunnel.
+    pub(super) fn tunnel(&self) -> Option<TunnelId> {
+        self.lock_fields().tunnel
+    }
+
     /// Keeps the permit while the stream is open.
     pub fn set_permit(&self, permit: Permit) {
         self.lock_fields().permit = Some(permit);

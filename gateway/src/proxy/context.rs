@@ -96,9 +96,16 @@ pub struct StreamContext<'a> {
 impl StreamContext<'_> {
     /// Returns the token that is cancelled when connections through the tunnel should end once they are idle.
     pub(super) fn leaving_token(&self) -> CancellationToken {
-        match self.peer {
+        let leaving = match self.peer {
             Some(peer) => peer.leaving_token(&self.route.node),
             None => self.tunnel.leaving_token().clone(),
+        };
+        if self.record.tunnel() == Some(self.id) {
+            return leaving;
         }
+        // The peer has refused the request, which went elsewhere. A connection that begins there is used once.
+        let left = CancellationToken::new();
+        left.cancel();
+        left
     }
 }

@@ -13,7 +13,10 @@ use super::{
     limits::{Counter, Permit},
     route::Route,
 };
-use crate::error::{Error, Reason};
+use crate::{
+    error::{Error, Reason},
+    state::{NodeUnavailable, directory::REFUSAL_TIME, registry::SelectedTunnel},
+};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use causeway_certs::NodeName;
 use causeway_rt::listener::RemoteAddr;
@@ -34,11 +37,12 @@ use std::{
     pin::pin,
     time::Duration,
 };
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
-/// Time after which a peer that has not accepted a request is probed, and time after which a request without effects goes to
-/// another one.
-const ACCEPT_TIMES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(2)];
+/// Time after which the link to a peer that has not accepted a request is probed.
+const PROBE_AFTER: Duration = Duration::from_secs(1);
+/// Time after which a request without effects goes elsewhere, beside the time for the decision of the peer's policy.
+const ACCEPT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of gateways that are asked for one request. The first one has usually just lost the node.
 const MAX_ATTEMPTS: usize = 3;
 /// Number of interim responses that pass at once, and the interval of further ones: an edge must not flood the other gateway.
@@ -98,7 +102,7 @@ async fn forward_stream(
     shared.metrics.count_forwarded_stream();
     let node = &ctx.route.node;
     let (mut link, mut peer) = (ctx.tunnel.clone(), ctx.peer.cloned());
-    let mut attempts = 1;
+    let (mut attempts, deadline) = (1, Instant::now() + shared.timeouts.reconnect);
     loop {
         let request = (kind, &ctx.route.target, end_stream);
         let Some(holder) = peer else {
@@ -109,22 +113,44 @@ async fn forward_stream(
             let opening = link.open(head, kind, target, end_stream).await;
             return opening.map_err(|error| stream_error(ctx, &error));
         };
-        let refusal = match open_at_peer(ctx, &link, head.clone(), request).await {
-            Err(OpenError::NotHeld(refusal)) if attempts < MAX_ATTEMPTS => refusal,
-            Err(OpenError::NotHeld(error) | OpenError::Failed(error)) => return Err(error),
+        let error = match open_at_peer(ctx, &link, head.clone(), request).await {
             Ok(opened) => return Ok(opened),
+            Err(OpenError::Failed(error)) => return Err(error),
+            Err(OpenError::Unreachable(error)) => error,
+            Err(OpenError::NotHeld(error)) => {
+                shared.metrics.count_stale_holder();
+                holder.record_refusal(node);
+                shared.registry.record_left_peer(node, &holder.address);
+                error
+            }
         };
         attempts += 1;
-        shared.metrics.count_stale_holder();
-        holder.record_refusal(node);
-        shared.registry.record_left_peer(node, &holder.address);
-        let reconnect = shared.timeouts.reconnect;
-        let next = shared.registry.select_tunnel_within(node, reconnect).await;
-        let Ok(next) = next else {
-            return Err(refusal);
+        if attempts > MAX_ATTEMPTS {
+            return Err(error);
+        }
+        let Ok(next) = select_again(ctx, deadline).await else {
+            return Err(error);
         };
         ctx.record.set_tunnel(next.id);
         (link, peer) = (next.tunnel, next.peer);
+    }
+}
+
+/// Selects a tunnel or a peer after a failed attempt. A peer that has refused the request may be asked again after a moment.
+async fn select_again(
+    ctx: StreamContext<'_>,
+    deadline: Instant,
+) -> Result<SelectedTunnel, NodeUnavailable> {
+    let (registry, node) = (&ctx.proxy.shared.registry, &ctx.route.node);
+    let remaining = deadline.saturating_duration_since(Instant::now());
+    let mut selecting = pin!(registry.select_tunnel_within(node, remaining));
+    tokio::select! {
+        biased;
+        selected = &mut selecting => selected,
+        () = sleep(REFUSAL_TIME) => {
+            registry.wake_waiting(node);
+            selecting.await
+        }
     }
 }
 
@@ -158,8 +184,10 @@ fn forwarded_fields(ctx: StreamContext<'_>, kind: &StreamKind) -> Result<Forward
 
 /// Error of a stream that was to be opened through a peer.
 enum OpenError {
-    /// The peer has no usable tunnel of the node, or cannot be reached. The edge has received nothing.
+    /// The peer has no usable tunnel of the node. The edge has received nothing.
     NotHeld(Error),
+    /// The link to the peer is lost or full, or the peer does not answer. The request may be sent again.
+    Unreachable(Error),
     /// The peer refused the stream for another reason, or was lost after it may have opened it.
     Failed(Error),
 }
@@ -172,9 +200,9 @@ async fn open_at_peer(
     (kind, target, end_stream): (&StreamKind, &Target, bool),
 ) -> Result<OpenStream, OpenError> {
     let peer_error = |error| stream_error(ctx, &error);
-    let classify = |is_not_held, error| {
-        if is_not_held {
-            OpenError::NotHeld(error)
+    let classify = |may_repeat, error| {
+        if may_repeat {
+            OpenError::Unreachable(error)
         } else {
             OpenError::Failed(error)
         }
@@ -186,13 +214,15 @@ async fn open_at_peer(
         classify(is_of_link || error.is_refused(), peer_error(error))
     })?;
     let accepting = opened.response.next_informational();
-    let accepted = wait_for_acceptance(link, accepting, is_repeatable).await;
+    let give_up_after = ACCEPT_TIMEOUT + ctx.proxy.shared.timeouts.authorize;
+    let accepted =
+        wait_for_acceptance(link, accepting, is_repeatable.then_some(give_up_after)).await;
     let interim = accepted.ok_or_else(|| {
         let detail = format!(
             "the gateway that has the tunnel of {} does not answer",
             ctx.route.node
         );
-        OpenError::NotHeld(Reason::TunnelLost.error(detail))
+        OpenError::Unreachable(Reason::TunnelLost.error(detail))
     })?;
     // A request that the peer has not read, or one without effects (RFC 9110 §9.2.1), may be sent again.
     let interim = interim
@@ -208,27 +238,30 @@ async fn open_at_peer(
     let error = reason
         .unwrap_or(Reason::TunnelLost)
         .error(detail.to_owned());
-    let is_not_held = matches!(reason, Some(Reason::NodeNotConnected | Reason::Draining));
-    Err(classify(is_not_held, error))
+    Err(match reason {
+        Some(Reason::NodeNotConnected | Reason::Draining) => OpenError::NotHeld(error),
+        _ => OpenError::Failed(error),
+    })
 }
 
-/// Waits for the first interim response. A link that is late is probed. Returns `None` for a late request that may be sent again.
+/// Waits for the first interim response, if there is a time limit until then. A link that is late is probed. Returns `None` after
+/// the limit.
 async fn wait_for_acceptance<T>(
     link: &Tunnel,
     accepting: impl Future<Output = T>,
-    is_repeatable: bool,
+    give_up_after: Option<Duration>,
 ) -> Option<T> {
     let mut accepting = pin!(accepting);
-    let [probe_after, give_up_after] = ACCEPT_TIMES;
-    if let Ok(accepted) = timeout(probe_after, accepting.as_mut()).await {
+    if let Ok(accepted) = timeout(PROBE_AFTER, accepting.as_mut()).await {
         return Some(accepted);
     }
     link.request_probe();
-    if !is_repeatable {
-        return Some(accepting.await);
+    match give_up_after {
+        Some(limit) => timeout(limit.saturating_sub(PROBE_AFTER), accepting)
+            .await
+            .ok(),
+        None => Some(accepting.await),
     }
-    let remaining = give_up_after.saturating_sub(probe_after);
-    timeout(remaining, accepting).await.ok()
 }
 
 /// Serves a request that another gateway has forwarded: on a tunnel of this gateway, never through a third one.

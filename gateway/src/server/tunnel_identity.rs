@@ -11,7 +11,7 @@ use crate::{
     config,
     control::{
         certificate_expiry::CertificateInUse,
-        peers::PeerTlsFn,
+        peers::{PeerTls, PeerTlsFn},
         tunnel_listener::{LiveTls, Tls},
     },
 };
@@ -30,7 +30,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
-    time::Duration,
+    time::{Duration, UNIX_EPOCH},
 };
 use tokio::time::sleep;
 
@@ -174,8 +174,13 @@ impl TunnelIdentity {
     pub(super) fn peer_tls(&self, tls: &LiveTls) -> PeerTlsFn {
         let (leaf, tls) = (self.leaf.clone(), tls.clone());
         Arc::new(move || {
-            let config = verify::peer_client(&leaf.get(), tls.load().trust());
-            config.map_err(|error| error.to_string())
+            let leaf = leaf.get();
+            let config = verify::peer_client(&leaf, tls.load().trust());
+            let not_after = Duration::from_secs(leaf.not_after().as_secs());
+            Ok(PeerTls {
+                config: config.map_err(|error| error.to_string())?,
+                not_after: UNIX_EPOCH + not_after,
+            })
         })
     }
 

@@ -20,7 +20,7 @@ use tokio::{sync::Notify, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 /// Time for which a peer that has refused a request for a node is not asked for that node.
-const REFUSAL_TIME: Duration = Duration::from_secs(1);
+pub const REFUSAL_TIME: Duration = Duration::from_secs(1);
 /// Time without an answer to a probe after which another tunnel or peer is preferred.
 const MIN_LATE: Duration = Duration::from_secs(1);
 /// The same in round trips, for long links.
@@ -293,16 +293,23 @@ impl Directory {
         self.peers.load_full()
     }
 
+    /// Whether the process is connected by another address than this one.
+    pub fn is_connected_elsewhere(&self, instance: &str, address: &str) -> bool {
+        let peers = self.peers.load();
+        let mut same = peers.iter().filter(|known| known.instance == instance);
+        same.any(|known| *known.address != *address)
+    }
+
     /// Adds a peer. Replaces the earlier connection to the same process at the same address. Returns false if the process is
     /// connected by another address.
     pub fn add(&self, peer: &Arc<Peer>) -> bool {
         let _changing = self.change();
+        if self.is_connected_elsewhere(&peer.instance, &peer.address) {
+            return false;
+        }
         let mut all = Vec::clone(&self.peers.load());
-        if let Some(index) = all.iter().position(|known| known.instance == peer.instance) {
-            if all[index].address != peer.address {
-                return false;
-            }
-            all.remove(index).replaced.cancel();
+        for replaced in all.extract_if(.., |known| known.instance == peer.instance) {
+            replaced.replaced.cancel();
         }
         all.push(peer.clone());
         self.peers.store(Arc::new(all));
@@ -322,9 +329,9 @@ impl Directory {
         true
     }
 
-    /// Waits until a peer is removed.
-    pub async fn peer_removed(&self) {
-        self.removed.notified().await;
+    /// Returns a future that ends when a peer is removed from now on.
+    pub fn peer_removed(&self) -> impl Future<Output = ()> + use<> {
+        self.removed.clone().notified_owned()
     }
 
     /// Selects the best peer that holds the node: one that answers before one that does not, then one that does not drain, then

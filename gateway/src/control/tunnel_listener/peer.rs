@@ -10,13 +10,11 @@ use causeway_tunnel::{
 use std::{net::SocketAddr, time::Duration};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    time::{Instant, interval},
+    time::interval,
 };
 use tracing::{debug, info_span, warn};
 
-/// Time without streams after which a gateway that drains closes the connection.
-const IDLE_CLOSE_AFTER: Duration = Duration::from_secs(1);
-/// Interval of checks for that.
+/// Interval of checks whether a gateway that drains still needs the connection.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval of checks of the other gateway's certificate: its expiry, and the trusted roots.
 const TRUST_CHECK_INTERVAL: Duration = Duration::from_secs(5);
@@ -48,7 +46,8 @@ impl HandshakeContext {
             read_timeout: keepalive.probe_after + keepalive.suspect_after + keepalive.close_after,
             // The window of a stream never shrinks here, and each slow edge may leave one unread.
             budget: STREAM_WINDOW,
-            max_streams: u32::try_from(settings.max_streams_per_tunnel).unwrap_or(u32::MAX),
+            // The limits of nodes and of the gateway apply to each stream.
+            max_streams: u32::MAX,
             round_trip,
             memory_budget: admission.memory_budget.clone(),
             ..EdgeSideConfig::default()
@@ -86,12 +85,11 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
         interval(IDLE_CHECK_INTERVAL),
         interval(TRUST_CHECK_INTERVAL),
     );
-    let (mut last_active, mut drains) = (Instant::now(), false);
+    let mut drains = false;
     loop {
         tokio::select! {
             next = connection.next_stream() => match next {
                 Ok(IncomingStream::Stream(request)) => {
-                    last_active = Instant::now();
                     let span = info_span!("forwarded", target = %request.target);
                     streams.spawn(span, (serve_stream.0)(*request));
                 }
@@ -101,12 +99,9 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                 Err(end) => return debug!(%end, "the connection of another gateway ended"),
             },
             () = registry.drain_started(), if !drains => drains = true,
-            _ = idle_check.tick(), if drains => {
-                if !streams.is_empty() {
-                    last_active = Instant::now();
-                } else if registry.connected_nodes() == 0
-                    || (feeds.is_empty() && last_active.elapsed() >= IDLE_CLOSE_AFTER)
-                {
+            // Until then the other gateway may forward requests for nodes that have no other gateway.
+            _ = idle_check.tick(), if drains && streams.is_empty() => {
+                if registry.connected_nodes() == 0 {
                     return;
                 }
             }
