@@ -1,4 +1,5 @@
 use super::*;
+use crate::state::directory::{PeerLink, REFUSAL_TIME};
 use causeway_rt::{socket::CountedIo, task::TaskGroup};
 use causeway_tunnel::{
     StreamKind, Target,
@@ -325,4 +326,123 @@ async fn a_node_without_a_tunnel_says_why() {
     assert!(
         matches!(away, NodeUnavailable::LastSeen { remote_address, .. } if remote_address == FROM.into())
     );
+}
+
+impl World {
+    /// Adds a peer that holds the node.
+    async fn peer(&self, instance: &str, state: HeldState) -> Arc<Peer> {
+        let identity = (instance.to_owned(), "1".to_owned());
+        let peer = Peer::new(
+            &format!("{instance}.test:1"),
+            identity,
+            self.tunnel().await,
+            1,
+        );
+        let link = PeerLink {
+            tunnel: self.tunnel().await,
+            id: self.registry.next_tunnel_id(),
+        };
+        peer.set_link(WorkerId(0), Some(link));
+        peer.replace_nodes([(node(), state)].into());
+        let peer = Arc::new(peer);
+        assert!(self.registry.directory().add(&peer));
+        peer
+    }
+
+    /// Returns the peer that is selected; `None` for an own tunnel.
+    fn selected_peer(&self) -> Option<String> {
+        let selected = self.registry.select_tunnel(&node()).unwrap();
+        selected.peer.map(|peer| peer.instance.clone())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_is_selected_if_no_own_tunnel_is_as_good() {
+    let world = World::new();
+    let peer = world.peer("near", HeldState::Connected).await;
+    assert_eq!(world.selected_peer().as_deref(), Some("near"));
+    let (own, _) = world.register("edge", 0).await.unwrap();
+    assert_eq!(world.selected_peer(), None);
+    world.registry.mark_leaving(&node(), own);
+    assert_eq!(world.selected_peer().as_deref(), Some("near"));
+    // Both drain: the own one costs no further step.
+    peer.mark_draining();
+    assert_eq!(world.selected_peer(), None);
+    assert!(world.registry.unregister(&node(), own));
+    assert_eq!(world.selected_peer().as_deref(), Some("near"));
+
+    world.peer("far", HeldState::Connected).await;
+    assert_eq!(world.selected_peer().as_deref(), Some("far"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_has_refused_a_request_is_asked_again_after_a_moment() {
+    let world = World::new();
+    let peer = world.peer("near", HeldState::Connected).await;
+    let leaving = peer.leaving_token(&node());
+    peer.record_refusal(&node());
+    assert!(leaving.is_cancelled(), "idle connections through it end");
+    assert!(world.registry.select_tunnel(&node()).is_err());
+    tokio::time::advance(REFUSAL_TIME).await;
+    assert_eq!(world.selected_peer().as_deref(), Some("near"));
+    // A new statement of the peer counts at once.
+    peer.record_refusal(&node());
+    peer.set_node(node(), Some(HeldState::Connected));
+    assert_eq!(world.selected_peer().as_deref(), Some("near"));
+}
+
+#[tokio::test]
+async fn a_newer_connection_replaces_that_to_the_same_process_alone() {
+    let world = World::new();
+    let directory = world.registry.directory();
+    let first = world.peer("near", HeldState::Connected).await;
+    let second = world.peer("near", HeldState::Connected).await;
+    assert!(first.replaced().is_cancelled() && !second.replaced().is_cancelled());
+    assert!(!directory.remove(&first), "it was replaced");
+    assert_eq!(world.selected_peer().as_deref(), Some("near"));
+    let identity = ("near".to_owned(), "1".to_owned());
+    let elsewhere = Peer::new("other.test:1", identity, world.tunnel().await, 1);
+    assert!(
+        !directory.add(&Arc::new(elsewhere)),
+        "it has another address"
+    );
+    assert!(directory.remove(&second));
+    assert!(world.registry.select_tunnel(&node()).is_err());
+}
+
+#[tokio::test]
+async fn peers_hear_of_each_change_of_a_node() {
+    let world = World::new();
+    let mut changes = world.registry.watch_changes();
+    let (first, _) = world.register("edge", 0).await.unwrap();
+    assert_eq!(changes.recv().await.unwrap(), node());
+    let held = || world.registry.held_state(&node());
+    assert_eq!(held(), Some(HeldState::Connected));
+    assert_eq!(
+        world.registry.held_nodes(),
+        [(node(), HeldState::Connected)]
+    );
+    world.registry.mark_leaving(&node(), first);
+    assert_eq!(changes.recv().await.unwrap(), node());
+    assert_eq!(held(), Some(HeldState::Draining));
+    world.registry.unregister(&node(), first);
+    assert_eq!(changes.recv().await.unwrap(), node());
+    assert_eq!(held(), None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_waits_for_a_node_that_has_just_left_a_peer() {
+    let world = World::new();
+    tokio::time::advance(Duration::from_hours(1)).await;
+    let (name, long) = (node(), Duration::from_secs(5));
+    let never = world.registry.select_tunnel_within(&name, long).await;
+    assert_eq!(never.unwrap_err(), NodeUnavailable::NeverSeen);
+    world
+        .registry
+        .record_left_peer(&name, &"near.test:1".into());
+    let mut waits = pin!(world.registry.select_tunnel_within(&name, long));
+    assert!(waits.as_mut().now_or_never().is_none());
+    world.peer("far", HeldState::Connected).await;
+    world.registry.wake_waiting(&name);
+    assert_eq!(waits.await.unwrap().peer.unwrap().instance, "far");
 }
