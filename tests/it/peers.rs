@@ -2,6 +2,7 @@
 
 use crate::world::{
     app::{App, answer},
+    authority::Authority,
     client::{exchange, read, read_to_end},
     process::{ExitedProcess, GatewayProcess, Process, address_after, causeway},
     tool::Tool,
@@ -79,7 +80,19 @@ impl Fleet {
 
     /// Starts the edge of a node with this value of `tunnels.gateways`.
     async fn edge_in_mode(&self, mode: &str, node: &str, numbers: &[usize], app: &App) -> Process {
-        let edge = causeway("edge --admin-listen 127.0.0.1:0").flag("--tunnels-gateways", mode);
+        self.edge_with(&["--tunnels-gateways", mode], node, numbers, (app, ""))
+            .await
+    }
+
+    /// Starts the edge of a node with these flags, and further keys of its port.
+    async fn edge_with(
+        &self,
+        flags: &[&str],
+        node: &str,
+        numbers: &[usize],
+        (app, port): (&App, &str),
+    ) -> Process {
+        let edge = causeway("edge --admin-listen 127.0.0.1:0").args(flags);
         let gateways: Vec<_> = numbers
             .iter()
             .map(|number| self.sites[*number].tunnel.as_str())
@@ -89,7 +102,7 @@ impl Fleet {
             .flag("--data-dir", self.sites[0].edge_data(node))
             .flag(
                 "--ports",
-                format!("{{9100: {{target: \"127.0.0.1:{}\"}}}}", app.port()),
+                format!("{{9100: {{target: \"127.0.0.1:{}\"{port}}}}}", app.port()),
             );
         let mut edge = edge.start();
         edge.wait_for_line("tunnel registered").await;
@@ -309,4 +322,36 @@ async fn a_gateway_decides_by_its_own_policy_about_forwarded_requests() {
     assert_eq!(client.get("http://edge-1:9100/metrics").await.status, 200);
     let refused = client.get(URL).await;
     assert_eq!(refused.status, 403, "{}", refused.text());
+}
+
+/// One link carries the requests for all nodes of a gateway, and connections to upstreams through it are pooled.
+#[tokio::test]
+async fn a_pooled_connection_to_an_upstream_serves_its_own_node_alone() {
+    let authority = Authority::new();
+    let nodes = ["edge-1", "edge-2"];
+    let app = |node: &'static str| {
+        let tls = authority.serve(&authority.app(&[node]), false);
+        App::https(tls, move |_| answer::ok(node))
+    };
+    let apps = [app(nodes[0]).await, app(nodes[1]).await];
+    let further = "upstream_tls: { 9100: { verify: false } }\n";
+    let fleet = Fleet::start(2, &nodes, &apps[0], further).await;
+    let mut edges = Vec::new();
+    for (node, app) in nodes.iter().zip(&apps) {
+        edges.push(
+            fleet
+                .edge_with(&[], node, &[0], (app, ", scheme: tcp"))
+                .await,
+        );
+        fleet.until_state(1, node, "connected").await;
+    }
+    let client = fleet.sites[1].nobody();
+    for _ in 0..5 {
+        for node in nodes {
+            let answer = client.get(&format!("http://{node}:9100/")).await;
+            assert_eq!((answer.status, answer.text().as_str()), (200, node));
+        }
+    }
+    let dialled = apps.iter().map(App::connections).max().unwrap();
+    assert!(dialled < 5, "{dialled} connections: none was pooled");
 }
