@@ -314,10 +314,17 @@ impl SharedState {
         last: &Digests,
         remote: &Entries,
     ) -> Result<(Option<Digests>, Vec<EntryChange>), StoreError> {
-        // A missing file does not mean that no node is revoked.
+        // A missing file does not mean that no node is revoked. A revocation in force is in the record of its node.
         let had = |kind: &str| last.keys().any(|key| key.starts_with(kind));
-        if had("node/") || had("revoked/") {
+        let is_end_alone = |key: &String| match EntryKey::parse(key) {
+            Some(EntryKey::Revoked(node)) => !last.contains_key(&EntryKey::Node(node).to_string()),
+            _ => false,
+        };
+        if had("node/") {
             store.nodes().require()?;
+        }
+        if last.keys().any(is_end_alone) {
+            store.nodes().require_ended()?;
         }
         if had("pin/") {
             store.pins().require()?;

@@ -135,7 +135,10 @@ impl Store {
         if next.ended != previous.ended {
             self.dir.write_json(ENDED_FILE, &next.ended)?;
         }
-        if next.nodes != previous.nodes {
+        // A directory whose first entries are ends of revocations gets an empty file of nodes. Without it, the next reader takes
+        // the file for lost.
+        let is_first = next.ended != previous.ended && self.dir.require(NODES_FILE).is_err();
+        if next.nodes != previous.nodes || is_first {
             self.dir.write_json(NODES_FILE, &next.nodes)?;
         }
         if next.tokens != previous.tokens {

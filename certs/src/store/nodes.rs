@@ -355,6 +355,11 @@ impl NodeStore {
         self.dir.require(NODES_FILE)
     }
 
+    /// Fails if the file of the ends of revocations is missing, like [`NodeStore::require`].
+    pub fn require_ended(&self) -> Result<(), StoreError> {
+        self.dir.require(ENDED_FILE)
+    }
+
     /// Returns all nodes, by name.
     pub fn all(&self) -> Result<Vec<NodeRecord>, StoreError> {
         let nodes = self

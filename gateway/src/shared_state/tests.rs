@@ -364,6 +364,24 @@ async fn a_missing_file_is_no_removal_and_entries_of_later_versions_stay() {
 }
 
 #[tokio::test]
+async fn a_gateway_that_starts_with_ends_of_revocations_alone_goes_on() {
+    let world = world();
+    let [one, two] = &world.stores;
+    let node = name("edge-1");
+    one.nodes().put(NodeRecord::name_only(&node, 5)).unwrap();
+    one.nodes().remove(&node).unwrap();
+    world.synchronize().await;
+    two.nodes().require().unwrap();
+    // An earlier version has made no file of nodes.
+    let file = |name: &str| two.root_path().with_file_name(name);
+    std::fs::remove_file(file("nodes.json")).unwrap();
+    world.synchronize().await;
+    std::fs::remove_file(file("revocations-ended.json")).unwrap();
+    let why = world.shared[1].synchronize().await.unwrap_err().to_string();
+    assert!(why.contains("revocations-ended.json is missing"), "{why}");
+}
+
+#[tokio::test]
 async fn a_revocation_survives_an_engine_that_is_emptied_or_restored_from_a_backup() {
     let world = world();
     let node = name("edge-1");
