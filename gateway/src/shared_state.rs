@@ -21,8 +21,8 @@ pub use etcd::EtcdEngine;
 use absent_nodes::AbsentNodes;
 use causeway_certs::{
     Entries, EntryChange, EntryKey, ImportOutcome, JoinToken, Joining, NodeName, NodeRecord,
-    NodeStatus, Pin, RevocationEntry, SharedCa, Store, StoreError, TokenRecord, TokenRejected,
-    TokenStore, entry_text,
+    NodeStatus, Pin, RepeatCheck, RevocationEntry, SharedCa, Store, StoreError, TokenRecord,
+    TokenRejected, TokenStore, entry_text,
 };
 use merge::Digests;
 use rustls_pki_types::UnixTime;
@@ -116,6 +116,12 @@ pub enum RedeemError {
     /// The token is not valid.
     #[error(transparent)]
     Rejected(#[from] TokenRejected),
+    /// The request repeats an earlier one, and the node was revoked in the meantime.
+    #[error("the node is revoked: {reason}")]
+    NodeRevoked {
+        /// Reason of the revocation.
+        reason: String,
+    },
     /// It is not known whether the token is valid. The edge may retry.
     #[error(transparent)]
     Unavailable(#[from] SyncError),
@@ -525,7 +531,12 @@ impl SharedState {
         for _ in 0..MAX_ATTEMPTS {
             let current = self.0.engine.get(&key).await.map_err(SyncError::from)?;
             let known = merged_token(tokens, &token.id, current.as_deref()).await?;
-            let spent = tokens.spend(known.clone(), token, &joining, UnixTime::now())?;
+            let mut spent = tokens.spend(known.clone(), token, &joining, UnixTime::now())?;
+            if known.as_ref() == Some(&spent) {
+                // Since that use, the node may have changed at another gateway.
+                let joining = self.update_joining(joining).await?;
+                spent = tokens.spend(known.clone(), token, &joining, UnixTime::now())?;
+            }
             if known.as_ref() == Some(&spent) {
                 // The use is in the engine, or in the data directory, from which the next synchronization stores it.
                 self.request();
@@ -549,6 +560,68 @@ impl SharedState {
             }
         }
         Err(SyncError::Contention.into())
+    }
+
+    /// Returns a request with the state that its node has in the engine.
+    ///
+    /// # Errors
+    /// If the node is revoked, or the engine does not answer.
+    async fn update_joining<'a>(&self, joining: Joining<'a>) -> Result<Joining<'a>, RedeemError> {
+        let (record, there) = self.read_node(joining.node).await?;
+        let name = joining.node.clone();
+        // A command may have ended the revocation here a moment ago.
+        let here = self.on_disk(move |store| store.nodes().ended_revocation(&name));
+        let entry = match (here.await?, there) {
+            (Some(here), Some(there)) => Some(here.newest(there)),
+            (here, there) => here.or(there),
+        };
+        if let Some(RevocationEntry {
+            revocation,
+            lifted: None,
+            ..
+        }) = entry
+        {
+            let reason = revocation.reason;
+            return Err(RedeemError::NodeRevoked { reason });
+        }
+        let removal = entry.filter(|end| end.removed.is_some());
+        let is_removed = |record: &NodeRecord| {
+            let removal = removal.as_ref();
+            removal.is_some_and(|end| end.removes(record))
+        };
+        let record = record.filter(|record| !is_removed(record));
+        let status = match (&record, &removal) {
+            (Some(_), _) => NodeStatus::Known,
+            (None, Some(_)) => NodeStatus::New,
+            // The record of a node that joined without the engine is stored by the next synchronization.
+            (None, None) => joining.status,
+        };
+        let removed_at = removal.and_then(|end| end.lifted);
+        let repeat = joining.repeat.map(|repeat| RepeatCheck {
+            last_join_key: record.map_or(repeat.last_join_key, |record| record.join_key),
+            removed_at: repeat.removed_at.max(removed_at),
+            ..repeat
+        });
+        Ok(Joining {
+            status,
+            repeat,
+            ..joining
+        })
+    }
+
+    /// Reads the record of a node, and its revocation or the end of one, from the engine.
+    async fn read_node(
+        &self,
+        node: &NodeName,
+    ) -> Result<(Option<NodeRecord>, Option<RevocationEntry>), SyncError> {
+        let key = EntryKey::Node(node.as_ref()).to_string();
+        let revoked_key = EntryKey::Revoked(node.as_ref()).to_string();
+        let record = self.0.engine.get(&key).await?;
+        // The revocation is read last, so that none is missed that comes after the record.
+        let revoked = self.0.engine.get(&revoked_key).await?;
+        let record = record.map(|text| parse_entry(&key, &text)).transpose()?;
+        let revoked = revoked.map(|text| parse_entry(&revoked_key, &text));
+        Ok((record, revoked.transpose()?))
     }
 
     /// Stores a token in the engine that a command has just created in the data directory.

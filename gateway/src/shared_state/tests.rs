@@ -1,7 +1,7 @@
 //! Two data directories that share their state, by an engine in memory whose faults the tests choose.
 
 use super::*;
-use causeway_certs::{Ca, Entries, Fingerprint, NodeAttributes, OpenMode, RepeatCheck, Revocation};
+use causeway_certs::{Ca, Entries, Fingerprint, NodeAttributes, OpenMode, Revocation};
 use futures_util::{FutureExt, future::BoxFuture};
 use std::{
     fmt,
@@ -655,4 +655,66 @@ async fn a_use_whose_answer_was_lost_is_recognised() {
     let other = Some(Fingerprint::digest(b"other"));
     assert!(!two.store_node(&record(3, other), new).await.unwrap());
     world.synchronize().await;
+}
+
+/// The second gateway changes a node, and the first one has not applied the change.
+#[tokio::test]
+async fn a_repeated_request_is_refused_after_a_change_at_another_gateway() {
+    let (node, ttl) = (name("edge-1"), Duration::from_hours(1));
+    let (key, other_key) = (Fingerprint::digest(b"key"), Fingerprint::digest(b"other"));
+    let changes: [fn(&Store, NodeRecord, Fingerprint); 4] = [
+        |_, _, _| {},
+        |store, record, _| assert!(store.nodes().remove(&record.node).unwrap()),
+        |store, record, _| {
+            let revocation = Some(revocation("stolen"));
+            store.nodes().set_revoked(&record.node, revocation).unwrap();
+        },
+        |store, record, key| {
+            let record = NodeRecord {
+                enrolled_at: record.enrolled_at + 1,
+                join_key: Some(key),
+                ..record
+            };
+            store.nodes().put(record).unwrap();
+        },
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        let world = world();
+        let [one, two] = &world.shared;
+        let tokens = world.stores[0].tokens().unwrap();
+        let token = tokens.create(&node, ttl, NodeAttributes::default());
+        let token = token.unwrap();
+        world.synchronize().await;
+        let request = joining(&node, b"key");
+        one.redeem(&tokens, &token, request).await.unwrap();
+        let record = NodeRecord {
+            join_key: Some(key),
+            ..NodeRecord::name_only(&node, UnixTime::now().as_secs())
+        };
+        assert!(one.store_node(&record, NodeStatus::New).await.unwrap());
+        world.synchronize().await;
+        change(&world.stores[1], record, other_key);
+        two.synchronize().await.unwrap();
+        let known = Joining {
+            status: NodeStatus::Known,
+            repeat: request.repeat.map(|repeat| RepeatCheck {
+                last_join_key: Some(key),
+                ..repeat
+            }),
+            ..request
+        };
+        // The table of the first gateway has the node, or does not have it yet.
+        for request in [request, known] {
+            let redeemed = one.redeem(&tokens, &token, request).await;
+            let is_expected = match (number, &redeemed) {
+                (0, redeemed) => redeemed.is_ok(),
+                (2, Err(RedeemError::NodeRevoked { reason })) => reason == "stolen",
+                (_, Err(RedeemError::Rejected(TokenRejected::Used { .. }))) => number != 2,
+                _ => false,
+            };
+            assert!(is_expected, "{number}: {redeemed:?}");
+        }
+        let used = tokens.all().unwrap().remove(0).used;
+        assert_eq!(used.len(), 1);
+    }
 }

@@ -162,6 +162,9 @@ impl HandlerState {
         let redeemed = shared.redeem(&tokens, &token, applicant.joining());
         let record = redeemed.await.map_err(|why| match why {
             RedeemError::Rejected(why) => token_problem(&why),
+            RedeemError::NodeRevoked { reason } => {
+                revoked_node_problem(record_revoked(&applicant.node, &reason))
+            }
             RedeemError::Unavailable(why) => unavailable_problem(&why),
         })?;
         Ok((applicant, record))
