@@ -469,11 +469,7 @@ impl SharedState {
     /// # Errors
     /// If the engine does not answer.
     pub async fn fetch_node_now(&self, node: &NodeName) -> Result<Option<NodeRecord>, SyncError> {
-        let keys = [
-            EntryKey::Revoked(node.as_ref()),
-            EntryKey::Node(node.as_ref()),
-        ];
-        let [revoked_key, key] = keys.map(|key| key.to_string());
+        let key = EntryKey::Node(node.as_ref()).to_string();
         // A synchronization must not come between, or it could take the entry for a new one.
         let last = self.0.last.lock().await;
         if last
@@ -483,34 +479,20 @@ impl SharedState {
             // A command has removed the node here, and the engine does not know it yet.
             return Ok(None);
         }
-        // The revocation is read last, so that none is missed that comes after the record.
-        let Some(text) = self.0.engine.get(&key).await? else {
+        let (Some(record), revoked) = self.read_node(node).await? else {
             return Ok(None);
         };
-        let revoked = self.0.engine.get(&revoked_key).await?;
-        let record = parse_entry::<NodeRecord>(&key, &text)?;
-        let there = revoked.as_deref();
-        let there = there.map(|text| parse_entry::<RevocationEntry>(&revoked_key, text));
-        let name = node.clone();
-        let here = self.on_disk(move |store| store.nodes().ended_revocation(&name));
-        let (here, there) = (here.await?, there.transpose()?);
-        if here.iter().chain(&there).any(|end| end.removes(&record)) {
-            return Ok(None);
+        for _ in 0..MAX_ATTEMPTS {
+            let (record, revoked) = (record.clone(), revoked.clone());
+            let stored = self.on_disk(move |store| store_fetched(store, record, revoked));
+            match stored.await? {
+                Fetched::Stored(record) => return Ok(Some(*record)),
+                Fetched::Removed => return Ok(None),
+                // A command has changed the node meanwhile.
+                Fetched::Conflict => {}
+            }
         }
-        let in_force = there.filter(RevocationEntry::is_in_force);
-        let record = NodeRecord {
-            revoked: in_force.map(|entry| entry.revocation),
-            ..record
-        };
-        let changes = [(key, Some(text)), (revoked_key, revoked)].map(|(key, value)| EntryChange {
-            key,
-            expected: None,
-            value,
-        });
-        // A conflict means that this gateway has the entry meanwhile.
-        self.on_disk(move |store| store.change_entries(&changes))
-            .await?;
-        Ok(Some(record))
+        Err(SyncError::Contention)
     }
 
     /// Spends one use of a token, if it is valid for this node now. At all gateways together, it returns `Ok` for at most as many
@@ -752,6 +734,61 @@ async fn merged_token(
         (Some(here), Some(there)) => Some(merge::merge_tokens(here, there)),
         (_, there) => there,
     })
+}
+
+/// Outcome of the storing of a node's record from the engine.
+enum Fetched {
+    /// The data directory has the record, with the revocation in force.
+    Stored(Box<NodeRecord>),
+    /// The node was removed after the enrolment of the record.
+    Removed,
+    /// The data directory was changed meanwhile.
+    Conflict,
+}
+
+/// Stores the record of a node from the engine together with its revocation, or with that of the data directory if that is newer.
+fn store_fetched(
+    store: &Store,
+    record: NodeRecord,
+    there: Option<RevocationEntry>,
+) -> Result<Fetched, StoreError> {
+    let node = record.node.as_ref();
+    let (key, revoked_key) = (EntryKey::Node(node), EntryKey::Revoked(node));
+    let (key, revoked_key) = (key.to_string(), revoked_key.to_string());
+    let mut entries = store.entries()?;
+    let (own_record, own_text) = (entries.remove(&key), entries.remove(&revoked_key));
+    let here = own_text.as_deref();
+    let here = here.map(|text| parse_entry::<RevocationEntry>(&revoked_key, text));
+    let here = here.transpose()?;
+    if here.iter().chain(&there).any(|end| end.removes(&record)) {
+        return Ok(Fetched::Removed);
+    }
+    let newest = match (here, there) {
+        (Some(here), Some(there)) => Some(here.newest(there)),
+        (here, there) => here.or(there),
+    };
+    let change = |key, expected: Option<String>, value| EntryChange {
+        key,
+        expected,
+        value,
+    };
+    let changes = [
+        change(revoked_key, own_text, newest.as_ref().map(entry_text)),
+        // The next synchronization merges a record that is here already.
+        change(
+            key,
+            own_record.clone(),
+            own_record.or_else(|| Some(entry_text(&record))),
+        ),
+    ];
+    if !store.change_all_entries(&changes)? {
+        return Ok(Fetched::Conflict);
+    }
+    let in_force = newest.filter(RevocationEntry::is_in_force);
+    Ok(Fetched::Stored(Box::new(NodeRecord {
+        revoked: in_force.map(|entry| entry.revocation),
+        ..record
+    })))
 }
 
 fn parse_entry<T: DeserializeOwned>(key: &str, text: &str) -> Result<T, StoreError> {

@@ -116,6 +116,25 @@ impl Store {
     /// # Errors
     /// If a file cannot be read or written, or a value cannot be parsed. Nothing has changed in the latter case.
     pub fn change_entries(&self, changes: &[EntryChange]) -> Result<Vec<String>, StoreError> {
+        self.change_if(changes, |_| true)
+    }
+
+    /// Applies all changes if the expected value of each is current, else none. Returns whether they are applied.
+    ///
+    /// # Errors
+    /// Those of [`Store::change_entries`].
+    pub fn change_all_entries(&self, changes: &[EntryChange]) -> Result<bool, StoreError> {
+        let conflicts = self.change_if(changes, <[String]>::is_empty)?;
+        Ok(conflicts.is_empty())
+    }
+
+    /// Applies each change whose expected value is current, if `accepts` returns `true` for the keys of the others. Returns these
+    /// keys.
+    fn change_if(
+        &self,
+        changes: &[EntryChange],
+        accepts: impl FnOnce(&[String]) -> bool,
+    ) -> Result<Vec<String>, StoreError> {
         let _lock = self.dir.lock()?;
         let previous = self.read_files()?;
         let current = previous.to_entries();
@@ -130,6 +149,9 @@ impl Store {
             } else {
                 conflicts.push(change.key.clone());
             }
+        }
+        if !accepts(&conflicts) {
+            return Ok(conflicts);
         }
         // A node's certificate must not be admitted between two writes, so its revocation is written with the node.
         if next.ended != previous.ended {

@@ -570,6 +570,9 @@ fn revocations_are_replaced_together_and_records_stay() {
         change("edge-3", None, Some("unknown")),
         change("edge-4", Some("lost"), Some("stolen")),
     ];
+    let previous = store.entries().unwrap();
+    assert!(!store.change_all_entries(&changes).unwrap());
+    assert_eq!(store.entries().unwrap(), previous);
     let conflicts = store.change_entries(&changes).unwrap();
     assert_eq!(conflicts, ["revoked/edge-4"]);
     let revoked = nodes.all().unwrap().into_iter().map(|node| {

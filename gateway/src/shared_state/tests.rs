@@ -718,3 +718,31 @@ async fn a_repeated_request_is_refused_after_a_change_at_another_gateway() {
         assert_eq!(used.len(), 1);
     }
 }
+
+#[tokio::test]
+async fn a_node_that_joined_again_is_fetched_with_its_new_revocation() {
+    let world = world();
+    let [one, two] = &world.stores;
+    let node = name("edge-1");
+    one.nodes().put(NodeRecord::name_only(&node, 5)).unwrap();
+    world.synchronize().await;
+    one.nodes().remove(&node).unwrap();
+    world.synchronize().await;
+    // The first gateway has the removal, and not what follows.
+    let now = UnixTime::now().as_secs();
+    two.nodes()
+        .put(NodeRecord::name_only(&node, now + 1))
+        .unwrap();
+    let stolen = Revocation {
+        at: now + 2,
+        ..revocation("stolen")
+    };
+    let revoked = Some(stolen.clone());
+    two.nodes().set_revoked(&node, revoked.clone()).unwrap();
+    world.shared[1].synchronize().await.unwrap();
+    let fetched = world.shared[0].fetch_node_now(&node).await.unwrap();
+    assert_eq!(fetched.unwrap().revoked, revoked);
+    assert_eq!(one.nodes().all().unwrap()[0].revoked, revoked);
+    world.synchronize().await;
+    assert_eq!(one.nodes().all().unwrap()[0].revoked, revoked);
+}
