@@ -48,14 +48,16 @@ impl StateSync {
         let mut throttle = FailureThrottle::default();
         loop {
             let synchronized = self.shared.synchronize().await;
-            match self.apply(synchronized).await {
+            let applied = self.apply(synchronized).await;
+            // A fault of the CA does not stop the other entries.
+            self.report_skipped(&mut skipped);
+            match applied {
                 Ok(()) => {
                     if fault.take().is_some() {
                         tracing::info!(engine, "the shared state is synchronized again");
                     }
                     throttle = FailureThrottle::default();
                     block = None;
-                    self.report_skipped(&mut skipped);
                 }
                 Err(why) => {
                     if throttle.should_log(&why) {
@@ -155,5 +157,51 @@ impl Drop for Unapplied<'_> {
         let mut unapplied = self.shared.unapplied();
         unapplied.nodes |= self.applied.nodes;
         unapplied.ca |= self.applied.ca;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{control::tests::world::World, shared_state::tests::MemoryEngine};
+
+    #[tokio::test(start_paused = true)]
+    async fn a_fault_of_the_ca_hides_no_entry_that_cannot_be_read() {
+        let (world, engine) = (World::start(), MemoryEngine::default());
+        let shared = SharedState::new(Arc::new(engine.clone()), world.store.clone(), true);
+        shared.synchronize().await.unwrap();
+        let set = |key: &str, value: &str| {
+            let (key, value) = (key.to_owned(), value.to_owned());
+            engine.with(|entries| entries.insert(key, value)).unwrap();
+        };
+        set("ca", "{}");
+        let sync = Arc::new(StateSync {
+            shared,
+            node_sync: world.roll(),
+            reload_ca: CaReloadFn(Arc::new(|| Ok(false))),
+            readiness: world.readiness.clone(),
+        });
+        let has_fault = |part: &str| {
+            let faults = world.readiness.faults();
+            faults.iter().any(|fault| fault.contains(part))
+        };
+        let wait_for = async |part: &str, expected: bool| {
+            while has_fault(part) != expected {
+                sleep(Duration::from_millis(100)).await;
+            }
+        };
+        let steps = async {
+            wait_for("the entry `ca` cannot be parsed", true).await;
+            set("node/edge-2", "{}");
+            wait_for("node/edge-2", true).await;
+            let removed = engine.with(|entries| entries.remove("node/edge-2"));
+            assert!(removed.unwrap().is_some());
+            wait_for("node/edge-2", false).await;
+            assert!(has_fault("the entry `ca` cannot be parsed"));
+        };
+        tokio::select! {
+            never = sync.clone().run() => match never {},
+            done = timeout(Duration::from_mins(1), steps) => done.unwrap(),
+        }
     }
 }

@@ -30,7 +30,8 @@ impl MemoryEngine {
         self.reads.load(SeqCst)
     }
 
-    fn with<T>(&self, with: impl FnOnce(&mut Entries) -> T) -> Result<T, EngineError> {
+    /// Changes the entries as another gateway does, without a notification.
+    pub(crate) fn with<T>(&self, with: impl FnOnce(&mut Entries) -> T) -> Result<T, EngineError> {
         if self.is_away.load(SeqCst) {
             return Err(EngineError("the engine is away".to_owned()));
         }
