@@ -215,14 +215,16 @@ impl HandlerState {
         peer: &Peer,
         join: JoinRequest,
     ) -> Result<JoinResponse, ProblemDetails> {
+        let parsed = JoinToken::parse(&join.token).ok();
+        let token_id = parsed.map(|token| token.id).unwrap_or_default();
         if let Some(wait) = peer
             .address
-            .and_then(|address| self.rate_limiter.retry_after(address))
+            .and_then(|address| self.rate_limiter.retry_after(address, &token_id))
         {
             let mut problem = problem(
                 StatusCode::TOO_MANY_REQUESTS,
                 "too_many_attempts",
-                "too many join tokens from this address were refused",
+                "too many join requests from this address, or with this token, were refused",
             );
             problem.retry_after = Some(wait);
             return Err(problem);
@@ -232,7 +234,15 @@ impl HandlerState {
         if let (Err(problem), Some(address)) = (&enrolled, address)
             && problem.status.is_client_error()
         {
-            limiter.rate_limiter.record_failure(address, &presented);
+            match problem.reason {
+                // Only somebody who has the secret of the token receives these reasons.
+                "token_used" | "token_expired" | "token_revoked" => {
+                    limiter
+                        .rate_limiter
+                        .record_invalid_token(address, &token_id);
+                }
+                _ => limiter.rate_limiter.record_failure(address, &presented),
+            }
         }
         enrolled
     }

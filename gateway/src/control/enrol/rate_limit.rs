@@ -1,9 +1,13 @@
 //! Rate limit of refused tokens by source address.
 //!
 //! A token's secret has 256 bits, so the limit is not needed against guessing. It keeps the attempts off the disk and the
-//! shared state, and out of the log. Many edges share the address of their NAT or of a load balancer, so a few refused tokens are free. The same token counts
-//! once: an edge presents it repeatedly while it searches for the gateway that accepts it. The table is bounded; when it is full,
-//! the address that was idle longest is removed.
+//! shared state, and out of the log. Many edges share the address of their NAT or of a load balancer, so a few refused tokens are
+//! free. The same token counts once: an edge presents it repeatedly while it searches for the gateway that accepts it.
+//!
+//! Edges that were not reconfigured go on to present tokens that are used, expired or revoked. Such a token limits only itself, so
+//! that several of these edges do not keep the other edges of their address out.
+//!
+//! The table is bounded; when it is full, the entry that was idle longest is removed.
 
 use std::{
     collections::HashMap,
@@ -14,59 +18,88 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Number of different refused tokens that one address may present without a delay.
+/// Number of different refused tokens that one address may present without a delay, and of refusals of one token that was valid.
 const FREE_ATTEMPTS: usize = 5;
-/// Time without a refused token after which an address starts again.
+/// Time without a refused token after which an address or a token starts again.
 const FORGET_AFTER: Duration = Duration::from_mins(1);
-/// Maximum number of addresses in the table.
-const MAX_ADDRESSES: usize = 1024;
+/// Maximum number of entries in the table.
+const MAX_SOURCES: usize = 1024;
+
+/// Source of refused requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Source {
+    Address(IpAddr),
+    /// Requests from an address with a token that was valid. The token is the hash of its id.
+    Token(IpAddr, u64),
+}
 
 #[derive(Debug)]
 struct FailedAttempts {
-    /// Hashes of the first [`FREE_ATTEMPTS`] tokens.
+    /// Hashes of the different tokens of an address, at most [`FREE_ATTEMPTS`].
     tokens: Vec<u64>,
+    /// Number of attempts.
+    count: usize,
     last_attempt: Instant,
 }
 
-/// Rate limiter of refused tokens, with a bounded table of source addresses.
+/// Rate limiter of refused tokens, with a bounded table of sources.
 #[derive(Debug, Default)]
 pub(super) struct JoinRateLimiter {
-    attempts: Mutex<HashMap<IpAddr, FailedAttempts>>,
+    attempts: Mutex<HashMap<Source, FailedAttempts>>,
     hasher: RandomState,
 }
 
 impl JoinRateLimiter {
-    /// Returns the number of seconds until an address may try again, if it is limited now.
-    pub(super) fn retry_after(&self, address: IpAddr) -> Option<u16> {
+    /// Returns the number of seconds until an address may try again with the token with this id, if it is limited now.
+    pub(super) fn retry_after(&self, address: IpAddr, token_id: &str) -> Option<u16> {
+        let token = Source::Token(address, self.hasher.hash_one(token_id));
         let attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
-        let entry = attempts
-            .get(&address)
-            .filter(|seen| seen.tokens.len() >= FREE_ATTEMPTS)?;
-        let left = FORGET_AFTER.checked_sub(entry.last_attempt.elapsed())?;
+        let left = [Source::Address(address), token].map(|source| {
+            let entry = attempts.get(&source)?;
+            let used = match source {
+                Source::Address(_) => entry.tokens.len(),
+                Source::Token(..) => entry.count,
+            };
+            let left = FORGET_AFTER.checked_sub(entry.last_attempt.elapsed());
+            left.filter(|_| used >= FREE_ATTEMPTS)
+        });
+        let left = left.into_iter().flatten().max()?;
         u16::try_from(left.as_secs().max(1)).ok()
     }
 
-    /// Records a refused token from this address.
+    /// Records a refused request from this address.
     pub(super) fn record_failure(&self, address: IpAddr, token: &str) {
-        let token = self.hasher.hash_one(token);
+        self.record(Source::Address(address), self.hasher.hash_one(token));
+    }
+
+    /// Records the refusal of the token with this id, which was valid before.
+    pub(super) fn record_invalid_token(&self, address: IpAddr, token_id: &str) {
+        let token = self.hasher.hash_one(token_id);
+        self.record(Source::Token(address, token), token);
+    }
+
+    fn record(&self, source: Source, token: u64) {
         let mut attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
-        if attempts.len() >= MAX_ADDRESSES && !attempts.contains_key(&address) {
+        if attempts.len() >= MAX_SOURCES && !attempts.contains_key(&source) {
             let idle = attempts.iter().min_by_key(|(_, seen)| seen.last_attempt);
-            if let Some(idle) = idle.map(|(address, _)| *address) {
+            if let Some(idle) = idle.map(|(source, _)| *source) {
                 attempts.remove(&idle);
             }
         }
         let now = Instant::now();
-        let entry = attempts.entry(address).or_insert(FailedAttempts {
+        let entry = attempts.entry(source).or_insert(FailedAttempts {
             tokens: Vec::new(),
+            count: 0,
             last_attempt: now,
         });
         if entry.last_attempt.elapsed() >= FORGET_AFTER {
             entry.tokens.clear();
+            entry.count = 0;
         }
         if !entry.tokens.contains(&token) && entry.tokens.len() < FREE_ATTEMPTS {
             entry.tokens.push(token);
         }
+        entry.count += 1;
         entry.last_attempt = now;
     }
 }
@@ -80,15 +113,38 @@ mod tests {
         let strangers = JoinRateLimiter::default();
         let (one, other) = (IpAddr::from([192, 0, 2, 1]), IpAddr::from([192, 0, 2, 2]));
         for token in ["a", "b", "c", "d", "a", "d", "e"] {
-            assert_eq!(strangers.retry_after(one), None, "{token}");
+            assert_eq!(strangers.retry_after(one, ""), None, "{token}");
             strangers.record_failure(one, token);
         }
-        assert_eq!(strangers.retry_after(one), Some(60));
-        assert_eq!(strangers.retry_after(other), None);
+        assert_eq!(strangers.retry_after(one, ""), Some(60));
+        assert_eq!(strangers.retry_after(other, ""), None);
         tokio::time::advance(FORGET_AFTER + Duration::from_secs(1)).await;
-        assert_eq!(strangers.retry_after(one), None);
+        assert_eq!(strangers.retry_after(one, ""), None);
         strangers.record_failure(one, "a");
-        assert_eq!(strangers.retry_after(one), None, "the count starts again");
+        assert_eq!(
+            strangers.retry_after(one, ""),
+            None,
+            "the count starts again"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_token_that_was_valid_limits_only_itself() {
+        let limiter = JoinRateLimiter::default();
+        let (one, other) = (IpAddr::from([192, 0, 2, 1]), IpAddr::from([192, 0, 2, 2]));
+        for token in 0..100 {
+            limiter.record_invalid_token(one, &token.to_string());
+        }
+        assert_eq!(limiter.retry_after(one, "0"), None);
+        for _ in 1..FREE_ATTEMPTS {
+            assert_eq!(limiter.retry_after(one, "0"), None);
+            limiter.record_invalid_token(one, "0");
+        }
+        assert_eq!(limiter.retry_after(one, "0"), Some(60));
+        assert_eq!(limiter.retry_after(one, "1"), None);
+        assert_eq!(limiter.retry_after(other, "0"), None);
+        tokio::time::advance(FORGET_AFTER + Duration::from_secs(1)).await;
+        assert_eq!(limiter.retry_after(one, "0"), None);
     }
 
     #[test]
@@ -97,6 +153,6 @@ mod tests {
         for address in 0..2_000_u32 {
             strangers.record_failure(IpAddr::from(address.to_be_bytes()), "a");
         }
-        assert_eq!(strangers.attempts.lock().unwrap().len(), MAX_ADDRESSES);
+        assert_eq!(strangers.attempts.lock().unwrap().len(), MAX_SOURCES);
     }
 }

@@ -381,6 +381,26 @@ async fn wrong_tokens_without_end_are_put_off() {
 }
 
 #[tokio::test]
+async fn old_tokens_keep_no_other_edge_of_their_address_out() {
+    let counter = Counter::open();
+    let late = |number| counter.token(&format!("edge-{number}"), Duration::ZERO);
+    for (number, token) in (0..10).map(late).enumerate() {
+        let refused = counter.refused(&token, &format!("edge-{number}")).await;
+        assert_eq!(refused.1, "token_expired");
+    }
+    let used = counter.token("edge-1", Duration::from_mins(1));
+    let joined = counter.join(&used, None, &counter.csr()).await;
+    assert_eq!(joined.0, 200, "{}", joined.1);
+    for _ in 0..5 {
+        assert_eq!(counter.refused(&used, "edge-1").await.1, "token_used");
+    }
+    let refused = counter.refused(&used, "edge-1").await;
+    assert_eq!(refused, (429, "too_many_attempts".to_owned()));
+    let new = counter.token("edge-2", Duration::from_mins(1));
+    assert_eq!(counter.join(&new, None, &counter.csr()).await.0, 200);
+}
+
+#[tokio::test]
 async fn refusals_of_any_kind_are_put_off() {
     let counter = Counter::open();
     let mut reasons = Vec::new();
