@@ -334,7 +334,8 @@ async fn a_pooled_connection_to_an_upstream_serves_its_own_node_alone() {
         App::https(tls, move |_| answer::ok(node))
     };
     let apps = [app(nodes[0]).await, app(nodes[1]).await];
-    let further = "upstream_tls: { 9100: { verify: false } }\n";
+    // One worker has one link for both nodes.
+    let further = "workers: 1\nupstream_tls: { 9100: { verify: false } }\n";
     let fleet = Fleet::start(2, &nodes, &apps[0], further).await;
     let mut edges = Vec::new();
     for (node, app) in nodes.iter().zip(&apps) {
