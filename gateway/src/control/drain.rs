@@ -39,9 +39,9 @@ const ANNOUNCE_INTERVAL: Duration = Duration::from_millis(10);
 const MIN_LISTENERS_OPEN: Duration = Duration::from_secs(3);
 /// Time for clients that connected before the listeners closed to send a request, or half of the grace period if that is shorter.
 const LATE_REQUEST_WAIT: Duration = Duration::from_secs(1);
-/// The same time if another process has taken over. Edges need no process to end then, so the time is the default of
-/// `timeouts.tls`, in which a client that has connected may be silent.
-const LATE_REQUEST_WAIT_AFTER_HANDOVER: Duration = Duration::from_secs(10);
+/// The same time if no edge waits for the end of this process, because another one has taken over, or because all edges are connected
+/// to other gateways. It is the default of `timeouts.tls`, in which a client that has connected may be silent.
+const MAX_LATE_REQUEST_WAIT: Duration = Duration::from_secs(10);
 /// Age from which a stream counts as lasting, or an eighth of the grace period if that is shorter. Short requests end within it.
 const STREAM_SETTLE_AGE: Duration = Duration::from_secs(1);
 /// Interval of checks while waiting.
@@ -176,8 +176,8 @@ pub async fn drain(
     listeners.close.cancel();
     // Connections that wait in the kernel's accept queue are counted only after this time.
     sleep(POLL_INTERVAL.min(grace / 4)).await;
-    let late_request_wait = if successor.serving.is_cancelled() {
-        LATE_REQUEST_WAIT_AFTER_HANDOVER
+    let late_request_wait = if successor.serving.is_cancelled() || have_all_left(registry) {
+        MAX_LATE_REQUEST_WAIT
     } else {
         LATE_REQUEST_WAIT
     };
@@ -227,12 +227,14 @@ async fn wait_for_edges(registry: &Registry, end: Instant, grace: Duration) -> I
 }
 
 /// Waits while edges that have not left are connected and have lasting streams. Returns the time at which the streams that are
-/// open then must end. No gateway serves the edges that stay until the next process has started.
+/// open then must end. No gateway serves the edges that stay until the next process has started, so that process should not wait
+/// long for their streams. It waits for the streams of edges that leave, which have all the time.
 async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Duration) -> Instant {
     let settle_age = STREAM_SETTLE_AGE.min(grace / 8);
     let last_check = end - LATE_REQUEST_WAIT.min(grace / 8);
     let tunnels = || registry.all().into_iter().map(|(_, edge)| edge);
-    if tunnels().all(|edge| edge.is_leaving()) {
+    let stays_any = || tunnels().any(|edge| !edge.is_leaving());
+    if !stays_any() {
         return end;
     }
     for edge in tunnels() {
@@ -242,18 +244,20 @@ async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Dura
     tracing::info!("edges have no other gateway: listeners stay open until all streams have ended");
     // Visits every tunnel, because `rotate_generation` has to run for each one.
     let has_lasting_streams = || {
-        let lasting_tunnels =
-            tunnels().filter(|edge| !edge.tunnel.tunnel.load().rotate_generation());
+        let lasting_tunnels = tunnels()
+            .filter(|edge| !edge.tunnel.tunnel.load().rotate_generation() && !edge.is_leaving());
         lasting_tunnels.count() > 0
     };
     has_lasting_streams();
     loop {
         sleep_until(last_check.min(Instant::now() + settle_age)).await;
-        if !has_lasting_streams() {
-            return end.min(Instant::now() + LATE_REQUEST_WAIT + settle_age);
-        }
-        if Instant::now() >= last_check {
+        if !stays_any() || Instant::now() >= last_check {
             return end;
+        }
+        if !has_lasting_streams() {
+            let leaving_streams = tunnels().any(|edge| edge.is_leaving() && edge.streams() > 0);
+            let settled = end.min(Instant::now() + LATE_REQUEST_WAIT + settle_age);
+            return if leaving_streams { end } else { settled };
         }
     }
 }
@@ -297,6 +301,12 @@ async fn poll_until(deadline: Instant, is_done: impl Fn() -> bool) {
     }
 }
 
+/// Whether there are edges, and all of them are connected to other gateways.
+fn have_all_left(registry: &Registry) -> bool {
+    let edges = registry.all();
+    !edges.is_empty() && edges.iter().all(|(_, edge)| edge.is_leaving())
+}
+
 fn is_leaving(edge: &TunnelInfo) -> bool {
     edge.is_leaving() || !edge.tunnel.hello.elsewhere
 }
@@ -338,10 +348,7 @@ mod tests {
         let (ordinary, handed_over) = (drained_after(false).await, drained_after(true).await);
         let open = MIN_LISTENERS_OPEN;
         assert_eq!(ordinary, open + POLL_INTERVAL + LATE_REQUEST_WAIT);
-        assert_eq!(
-            handed_over,
-            POLL_INTERVAL + LATE_REQUEST_WAIT_AFTER_HANDOVER
-        );
+        assert_eq!(handed_over, POLL_INTERVAL + MAX_LATE_REQUEST_WAIT);
         clients.store(0, Relaxed);
         assert_eq!(drained_after(true).await, POLL_INTERVAL);
     }

@@ -91,7 +91,8 @@ pub(super) struct GatewayCount {
     /// Number of existing gateways, if a connected gateway announces it. Announcements of draining gateways count only if all
     /// drain.
     pub(super) total: Option<u32>,
-    /// Number of gateways that the edge searches: `total`, or the configured number if that is lower.
+    /// Number of gateways that the edge searches: `total`, or the configured number if that is lower. If all connected gateways
+    /// drain, at least one, because another one may be behind an address that the edge knows.
     pub(super) wanted: Option<u32>,
     /// Number of gateways with tunnels, draining or not.
     with_tunnels: u32,
@@ -118,10 +119,13 @@ impl GatewayCount {
         let total = table.owners.values().filter_map(announced_replicas).max();
         let total = total.map(|of| of.min(MAX_GATEWAYS_PER_EDGE));
         let to_u32 = |many: usize| u32::try_from(many).unwrap_or(u32::MAX);
+        let all_drain = reached == 0 && !table.owners.is_empty();
         Self {
             connected: to_u32(reached),
             total,
-            wanted: total.map(|of| of.min(max_gateways)),
+            wanted: total
+                .map(|of| of.min(max_gateways))
+                .max(all_drain.then_some(1)),
             with_tunnels: to_u32(table.owners.len()),
             lost_count: table.lost_count,
         }

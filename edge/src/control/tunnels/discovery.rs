@@ -1,8 +1,8 @@
 //! Discovery of further gateways behind the addresses that an edge knows.
 //!
 //! An address may belong to a load balancer with several gateways behind it, and a connection to it reaches one of them. If a
-//! gateway announces that more gateways exist than are connected, and the edge wants more (`tunnels.gateways`), the addresses
-//! are dialled in turn, with growing pauses (`DiscoveryBackoff`):
+//! gateway announces that more gateways exist than are connected, and the edge wants more (`tunnels.gateways`), or if all connected
+//! gateways drain, the addresses are dialled in turn, with growing pauses (`DiscoveryBackoff`):
 //! 1. If the gateway is already connected, the edge closes the connection after the gateway's hello, before it sends anything
 //!    about itself.
 //! 2. A new gateway gets tunnels (`slots`). When these end, the gateway must be discovered again.
@@ -142,7 +142,8 @@ impl GatewayDiscovery {
     /// Returns the number of gateways among which the edge searches, or `None` if it does not search.
     fn search_size(&mut self, count: GatewayCount) -> Option<u32> {
         let is_exhausted = *self.is_exhausted.borrow_and_update();
-        count.total.filter(|_| is_exhausted && count.has_missing())
+        let size = count.total.max(count.wanted);
+        size.filter(|_| is_exhausted && count.has_missing())
     }
 
     /// Reports in the status how many gateways are connected. Logs the start and the end of a search, each once, however often

@@ -312,29 +312,49 @@ impl TunnelSession {
                     self.release_claims();
                     phase = self.begin_leave();
                 }
-                _ = leave_check.tick(), if phase != Phase::Open => match &mut phase {
-                    // The gateway drains, and now the edge stops as well.
-                    Phase::Serving { stopping: false, .. } if self.context.stop.is_cancelled() => {
-                        phase = self.begin_leave();
-                    }
-                    Phase::Serving { deadline, next_check, .. } => {
-                        let now = Instant::now();
-                        let settled = now >= *next_check && self.load.rotate_generation();
-                        if now >= *next_check {
-                            *next_check = now + self.lasting_age();
-                        }
-                        if settled || now >= *deadline {
-                            phase = self.send_leave(false);
-                        }
-                    }
-                    Phase::Leaving { idle_since } if !streams.is_empty() => *idle_since = Instant::now(),
-                    Phase::Leaving { idle_since } if idle_since.elapsed() >= LINGER => {
+                _ = leave_check.tick(), if phase != Phase::Open || self.drain_end.is_some() => {
+                    let Some(next) = self.next_phase(phase, streams) else {
                         return ConnectError::silent("this edge closed the tunnel");
-                    }
-                    Phase::Leaving { .. } | Phase::Open => {}
-                },
+                    };
+                    phase = next;
+                }
             }
         }
+    }
+
+    /// Returns the phase after a check of the streams and of the other gateways, or `None` if the tunnel has left.
+    fn next_phase(&mut self, phase: Phase, streams: &TaskGroup) -> Option<Phase> {
+        Some(match phase {
+            Phase::Open if self.is_served_by_other_gateway() => self.begin_leave(),
+            // The gateway drains, and now the edge stops as well.
+            Phase::Serving {
+                stopping: false, ..
+            } if self.context.stop.is_cancelled() => self.begin_leave(),
+            Phase::Serving {
+                deadline,
+                mut next_check,
+                stopping,
+            } => {
+                let now = Instant::now();
+                let settled = now >= next_check && self.load.rotate_generation();
+                if settled || now >= deadline {
+                    return Some(self.send_leave(false));
+                }
+                if now >= next_check {
+                    next_check = now + self.lasting_age();
+                }
+                Phase::Serving {
+                    deadline,
+                    next_check,
+                    stopping,
+                }
+            }
+            Phase::Leaving { .. } if !streams.is_empty() => Phase::Leaving {
+                idle_since: Instant::now(),
+            },
+            Phase::Leaving { idle_since } if idle_since.elapsed() >= LINGER => return None,
+            Phase::Leaving { .. } | Phase::Open => phase,
+        })
     }
 
     /// Announces to the gateway that this tunnel leaves. If the edge stops and has long streams, or if the gateway drains, the edge
@@ -362,6 +382,14 @@ impl TunnelSession {
             next_check: now + settle,
             stopping: true,
         }
+    }
+
+    /// Whether the gateway drains and the edge, which has tunnels at several gateways, is connected to another one. The tunnel keeps
+    /// its lease, so that the edge does not dial the draining gateway.
+    fn is_served_by_other_gateway(&self) -> bool {
+        self.drain_end.is_some()
+            && self.lease.is_some()
+            && self.context.connected_gateways.count().connected > 0
     }
 
     /// Returns the age from which a stream counts as long. It is also the interval of the checks, and the time before the end

@@ -457,7 +457,10 @@ async fn a_drain_tries_the_same_address_if_there_is_no_other() {
     let app = echo(&tasks).await;
     let mut gateway = Gateway::start(&ca).await;
     let world = World::joined(&ca);
-    let more = json!({ "ports": { "7": { "target": app.to_string() } } });
+    let more = json!({
+        "tunnels": { "gateways": "one" },
+        "ports": { "7": { "target": app.to_string() } },
+    });
     let _edge = world.run(&[gateway.address.to_string()], more).await;
     let mut first = gateway.next().await;
     let (mut send, mut receive) = session(&first.tunnel).await;

@@ -58,6 +58,23 @@ async fn restart(ca: &Arc<Ca>, address: SocketAddr) -> Gateway {
     Gateway::start_on(address, acceptor(ca, ca), says).await
 }
 
+fn drain() -> GatewayMessage {
+    GatewayMessage::Drain {
+        grace_ms: 60_000,
+        successor: false,
+    }
+}
+
+/// Waits until the edge announces that a tunnel leaves, and still serves streams for which the gateway has no other tunnel.
+async fn announced_leave(registered: &mut Registered) {
+    let leave = timeout(SOON, registered.control.receive::<EdgeMessage>());
+    let leave = leave.await.unwrap().unwrap();
+    assert!(
+        matches!(leave, EdgeMessage::Leave { serves: true, .. }),
+        "{leave:?}"
+    );
+}
+
 #[tokio::test]
 async fn the_next_gateway_replaces_one_that_dies_until_it_returns() {
     let (tasks, ca) = (TaskGroup::default(), ca());
@@ -136,18 +153,9 @@ async fn the_next_gateway_replaces_one_that_refuses_or_drains() {
     let _third = gateways[2].next().await;
     edge.until(active_at(&at[1..3])).await;
     let (mut send, mut receive) = session(&second.tunnel).await;
-    let drain = GatewayMessage::Drain {
-        grace_ms: 60_000,
-        successor: false,
-    };
-    second.control.send(&drain).await.unwrap();
+    second.control.send(&drain()).await.unwrap();
     let _fourth = gateways[3].next().await;
-    let leave = timeout(SOON, second.control.receive::<EdgeMessage>());
-    let leave = leave.await.unwrap().unwrap();
-    assert!(
-        matches!(leave, EdgeMessage::Leave { serves: true, .. }),
-        "{leave:?}"
-    );
+    announced_leave(&mut second).await;
     edge.until(active_at(&at[2..])).await;
     round_trip(&mut send, &mut receive, 1000).await;
     assert!(gateways[1].registered.try_recv().is_err(), "dialled again");
@@ -169,17 +177,9 @@ async fn an_edge_that_wants_one_gateway_moves_before_its_gateway_closes() {
         .await;
     let mut first = gateways[0].next().await;
     assert!(first.welcome.elsewhere);
-    let drain = GatewayMessage::Drain {
-        grace_ms: 60_000,
-        successor: false,
-    };
-    first.control.send(&drain).await.unwrap();
+    first.control.send(&drain()).await.unwrap();
     let _second = gateways[1].next().await;
-    let leave = timeout(SOON, first.control.receive::<EdgeMessage>());
-    assert!(matches!(
-        leave.await.unwrap().unwrap(),
-        EdgeMessage::Leave { .. }
-    ));
+    announced_leave(&mut first).await;
     edge.until(active_at(&at[1..2])).await;
     assert!(gateways[2].registered.try_recv().is_err());
 }
@@ -245,4 +245,63 @@ async fn behind_one_address_the_edge_finds_as_many_gateways_as_it_wants() {
     let status = edge.until(reached(2, 3)).await;
     assert_eq!(status.reached.unwrap().wanted, Some(2));
     assert!(behind[0].registered.try_recv().is_err(), "dialled again");
+}
+
+#[tokio::test]
+async fn an_edge_leaves_a_gateway_that_drains_if_it_is_connected_to_another_one() {
+    let (tasks, ca) = (TaskGroup::default(), ca());
+    let mut gateways = ranked(&ca, 2).await;
+    let at: Vec<_> = gateways.iter().map(|gateway| gateway.address).collect();
+    let world = World::joined(&ca);
+    let edge = world
+        .run(&all_addresses(&gateways), count(2, echo(&tasks).await))
+        .await;
+    let (mut first, _second) = (gateways[0].next().await, gateways[1].next().await);
+    edge.until(active_at(&at)).await;
+    let (mut send, mut receive) = session(&first.tunnel).await;
+    first.control.send(&drain()).await.unwrap();
+    announced_leave(&mut first).await;
+    edge.until(active_at(&at[1..])).await;
+    // Open streams continue, the gateway can open others as a last resort, and it is not dialled again.
+    round_trip(&mut send, &mut receive, 1000).await;
+    let (mut send, mut receive) = session(&first.tunnel).await;
+    round_trip(&mut send, &mut receive, 1000).await;
+    assert!(gateways[0].registered.try_recv().is_err(), "dialled again");
+}
+
+#[tokio::test]
+async fn an_edge_whose_gateways_all_drain_leaves_once_one_is_back() {
+    let (tasks, ca) = (TaskGroup::default(), ca());
+    let mut gateways = ranked(&ca, 2).await;
+    let world = World::joined(&ca);
+    let _edge = world
+        .run(&all_addresses(&gateways), count(2, echo(&tasks).await))
+        .await;
+    let (mut first, mut second) = (gateways[0].next().await, gateways[1].next().await);
+    first.control.send(&drain()).await.unwrap();
+    announced_leave(&mut first).await;
+    second.control.send(&drain()).await.unwrap();
+    first.tunnel.close();
+    let _back = gateways[0].next().await;
+    announced_leave(&mut second).await;
+}
+
+#[tokio::test]
+async fn behind_one_address_a_drain_leads_to_a_gateway_that_nobody_announced() {
+    let (tasks, ca) = (TaskGroup::default(), ca());
+    let (mut first, mut second) = (
+        Gateway::start(&ca).await,
+        also(&ca, "second", Vec::new()).await,
+    );
+    let balancer = Balancer::start(&[first.address, second.address]).await;
+    let world = World::joined(&ca);
+    let address = balancer.address.to_string();
+    let _edge = world.run(&[address], count(2, echo(&tasks).await)).await;
+    let mut connected = first.next().await;
+    let (mut send, mut receive) = session(&connected.tunnel).await;
+    assert!(second.registered.try_recv().is_err());
+    connected.control.send(&drain()).await.unwrap();
+    let _second = second.next().await;
+    announced_leave(&mut connected).await;
+    round_trip(&mut send, &mut receive, 1000).await;
 }
