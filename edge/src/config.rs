@@ -199,7 +199,7 @@ impl Default for Admin {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnels {
-    /// `one`: tunnels to one gateway, and to another gateway if the first one fails. `every`: tunnels to each address that the names in `gateways` resolve to, and to each gateway behind it if the gateways announce their number. A number from 1 to 64: tunnels to that many of these gateways. A hash of the node name and the address chooses them, so that edges spread evenly, and the next gateway replaces one that is away.
+    /// A number from 1 to 64: tunnels to that many gateways, among the addresses that the names in `gateways` resolve to, and the gateways behind one address if the gateways announce their number. A hash of the node name and the address chooses them, so that edges spread evenly, and the next gateway replaces one that is away. `every`: tunnels to each of these gateways. `one`: tunnels to one gateway, and to another gateway if the first one fails.
     pub gateways: TunnelMode,
     /// With `every` or a number: interval at which the names are resolved again. With a number it is also the time for which a gateway that has returned must be connected before the tunnels to its replacement leave; up to twice as long, at random.
     #[serde(with = "DurationStr")]
@@ -217,7 +217,7 @@ pub struct Tunnels {
 impl Default for Tunnels {
     fn default() -> Self {
         Self {
-            gateways: TunnelMode::One,
+            gateways: TunnelMode::default(),
             // A new replica is useless until edges connect, so the interval is short; name servers answer from caches.
             resolve_after: Duration::from_secs(15),
             // One for bulk transfers and one for small requests; more were not faster in measurements.

@@ -5,15 +5,21 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::str::FromStr;
 
 /// Gateways to which an edge opens tunnels.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TunnelMode {
     /// At one gateway, and at another gateway if the first one fails.
-    #[default]
     One,
     /// At this number of gateways, from 1 to 64: those with the highest rank for this node.
     Count(u32),
     /// At each address that the gateways' names resolve to, and at each gateway behind it.
     Every,
+}
+
+impl Default for TunnelMode {
+    /// At two gateways: no request is lost with one of them, and the cost does not grow with the number of gateways.
+    fn default() -> Self {
+        Self::Count(2)
+    }
 }
 
 impl TunnelMode {
