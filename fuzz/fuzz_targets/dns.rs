@@ -11,13 +11,14 @@ use causeway_gateway::{
 };
 use hickory_proto::op::{Message, MessageType, ResponseCode};
 use libfuzzer_sys::fuzz_target;
-use std::sync::LazyLock;
+use std::{net::IpAddr, sync::LazyLock};
 
-static TABLES: LazyLock<(Zones, Nodes)> = LazyLock::new(|| {
+static TABLES: LazyLock<(Zones, Nodes, Vec<IpAddr>)> = LazyLock::new(|| {
     let many = (0..60).flat_map(|last| [format!("192.0.2.{last}"), format!("2001:db8::{last}")]);
+    let addresses: Vec<IpAddr> = many.map(|text| text.parse().expect("an address")).collect();
     let dns = Dns {
         zones: vec![".".to_owned(), "nodes.example".to_owned()],
-        addresses: many.map(|text| text.parse().expect("an address")).collect(),
+        addresses: addresses.clone(),
         ..Dns::default()
     };
     let config = Config {
@@ -29,13 +30,16 @@ static TABLES: LazyLock<(Zones, Nodes)> = LazyLock::new(|| {
         let name = NodeName::parse(name).expect("a node's name");
         nodes.upsert(name, Node::default());
     }
-    (Zones::from_config(&config).expect("zones"), nodes.reader())
+    let zones = Zones::from_config(&config).expect("zones");
+    (zones, nodes.reader(), addresses)
 });
 
 fuzz_target!(|question: &[u8]| {
-    let (zones, nodes) = &*TABLES;
+    let (zones, nodes, addresses) = &*TABLES;
     for (over, limit) in [(Transport::Udp, 1232), (Transport::Tcp, 65_535)] {
-        let (found, Some(bytes)) = answer(question, over, (zones, nodes)) else {
+        let edge_addresses = |_: &NodeName| addresses.clone();
+        let answered = answer(question, over, (zones, nodes), &edge_addresses);
+        let (found, Some(bytes)) = answered else {
             continue;
         };
         assert!(
@@ -57,7 +61,9 @@ fuzz_target!(|question: &[u8]| {
             }
             QueryOutcome::None => assert_eq!(message.response_code, ResponseCode::NXDomain),
             QueryOutcome::Refused => {
-                assert!(message.answers.is_empty() && message.response_code != ResponseCode::NoError)
+                assert!(
+                    message.answers.is_empty() && message.response_code != ResponseCode::NoError
+                )
             }
             QueryOutcome::Elsewhere | QueryOutcome::Zone => {}
         }

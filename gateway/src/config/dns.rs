@@ -26,6 +26,8 @@ pub struct Dns {
     pub zones: Vec<String>,
     /// Addresses that the name of an edge's node resolves to: those at which clients reach this gateway's listeners. Without this key: the addresses of the listeners, if none is a wildcard.
     pub addresses: Vec<IpAddr>,
+    /// Whether the name of a node resolves to the `dns.addresses` of the gateways that have a tunnel of the node, and while there is no tunnel, to those of all gateways. This saves a hop between gateways (`peers`). A client must reach the addresses of each gateway.
+    pub holders: bool,
     /// Time for which an answer may be cached, in whole seconds.
     #[serde(with = "DurationStr")]
     pub ttl: Duration,
@@ -37,6 +39,7 @@ impl Default for Dns {
             listen: SocketAddr::from(([127, 0, 0, 1], 10253)),
             zones: Vec::new(),
             addresses: Vec::new(),
+            holders: false,
             // When a node moves behind a tunnel or away from one, clients resolve its new address within this time.
             ttl: Duration::from_secs(1),
         }

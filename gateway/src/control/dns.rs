@@ -1,16 +1,17 @@
-//! DNS server for node names: resolves the name of a node to the address of this gateway.
+//! DNS server for node names: resolves the name of a node to the address of this gateway, or of the gateways that hold the node.
 //!
 //! This module owns the sockets, one for datagrams and one for connections at the same address, and counts queries. `handler`
 //! builds the answers from the current table of nodes. Nothing is cached, so nothing is stale. The server is never on the data
 //! path, never queries another server, and accepts only queries.
 
 mod handler;
+mod holders;
 mod names;
 mod tcp;
 mod udp;
 mod zones;
 
-pub use handler::{QueryOutcome, Transport, answer};
+pub use handler::{EdgeAddressesFn, QueryOutcome, Transport, answer};
 pub use names::NodeNames;
 pub use zones::Zones;
 

@@ -658,6 +658,7 @@ impl PeerSession {
                     self.connector.wake_waiting(names);
                 }
             }
+            PeerMessage::Addresses { addresses } => self.peer.set_addresses(addresses),
             PeerMessage::Draining => self.peer.mark_draining(),
             PeerMessage::Hello(_) | PeerMessage::Unknown => {}
         }

@@ -408,7 +408,12 @@ fn bind_dns(
         })
     });
     let zones = Zones::from_config(config).map_err(BindError::Name)?;
-    let names = NodeNames::new(zones, shared.nodes.clone(), shared.metrics.clone());
+    let names = NodeNames::new(
+        zones,
+        shared.nodes.clone(),
+        shared.registry.clone(),
+        shared.metrics.clone(),
+    );
     Ok((bound.transpose()?, names))
 }
 

@@ -10,13 +10,17 @@ use causeway_certs::NodeName;
 use causeway_tunnel::Tunnel;
 use std::{
     collections::HashMap,
+    net::IpAddr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
     time::{Duration, SystemTime},
 };
-use tokio::{sync::Notify, time::Instant};
+use tokio::{
+    sync::{Notify, watch},
+    time::Instant,
+};
 use tokio_util::sync::CancellationToken;
 
 /// Time for which a peer that has refused a request for a node is not asked for that node.
@@ -37,6 +41,8 @@ pub struct Directory {
     /// Held while the list changes.
     change_lock: Arc<Mutex<()>>,
     removed: Arc<Notify>,
+    /// Addresses at which clients reach this gateway, as it states them to its peers.
+    own_addresses: watch::Sender<Arc<[IpAddr]>>,
 }
 
 /// State of a node at the gateway that holds it.
@@ -86,6 +92,8 @@ pub struct Peer {
     replaced: CancellationToken,
     /// Connections for requests, one for each worker.
     links: Box<[ArcSwapOption<PeerLink>]>,
+    /// Addresses at which clients reach it, as it states them.
+    addresses: ArcSwap<Vec<IpAddr>>,
     /// Whether all of its nodes are known.
     is_synchronized: AtomicBool,
     is_draining: AtomicBool,
@@ -134,6 +142,7 @@ impl Peer {
             nodes: RwLock::default(),
             replaced: CancellationToken::new(),
             links: (0..workers).map(|_| ArcSwapOption::empty()).collect(),
+            addresses: ArcSwap::default(),
             is_synchronized: AtomicBool::new(false),
             is_draining: AtomicBool::new(false),
         }
@@ -191,6 +200,16 @@ impl Peer {
     /// Returns the token that is cancelled when a newer connection to the same process has replaced this one.
     pub fn replaced(&self) -> &CancellationToken {
         &self.replaced
+    }
+
+    /// Replaces the addresses at which clients reach the peer.
+    pub fn set_addresses(&self, addresses: Vec<IpAddr>) {
+        self.addresses.store(Arc::new(addresses));
+    }
+
+    /// Returns the addresses at which clients reach the peer; empty if it has stated none.
+    pub fn addresses(&self) -> Arc<Vec<IpAddr>> {
+        self.addresses.load_full()
     }
 
     /// Records that the peer drains.
@@ -288,6 +307,22 @@ fn usable_link(slot: &ArcSwapOption<PeerLink>) -> Option<Arc<PeerLink>> {
 }
 
 impl Directory {
+    /// States the addresses at which clients reach this gateway to all peers.
+    pub fn state_addresses(&self, addresses: &[IpAddr]) {
+        self.own_addresses.send_if_modified(|stated| {
+            let is_new = **stated != *addresses;
+            if is_new {
+                *stated = addresses.into();
+            }
+            is_new
+        });
+    }
+
+    /// Returns a receiver of the addresses at which clients reach this gateway.
+    pub fn watch_own_addresses(&self) -> watch::Receiver<Arc<[IpAddr]>> {
+        self.own_addresses.subscribe()
+    }
+
     /// Returns all peers.
     pub fn peers(&self) -> Arc<Vec<Arc<Peer>>> {
         self.peers.load_full()

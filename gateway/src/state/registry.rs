@@ -710,4 +710,4 @@ impl NodeTunnels {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

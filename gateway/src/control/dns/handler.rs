@@ -7,6 +7,7 @@
 
 use super::zones::{NEGATIVE_TTL, Zone, Zones};
 use crate::state::nodes::{NodeLocation, Nodes};
+use causeway_certs::NodeName;
 use hickory_proto::{
     op::{Edns, Header, HeaderCounts, Message, MessageType, Metadata, OpCode, ResponseCode},
     rr::{
@@ -71,11 +72,15 @@ enum QueryMatch {
     NxDomain,
 }
 
+/// Function that returns the addresses to which the name of a node at the edge resolves.
+pub type EdgeAddressesFn<'a> = &'a dyn Fn(&NodeName) -> Vec<IpAddr>;
+
 /// Returns the answer to `question`, or `None` if it is not answered, and the outcome.
 pub fn answer(
     question: &[u8],
     transport: Transport,
     (zones, nodes): (&Zones, &Nodes),
+    edge_addresses: EdgeAddressesFn<'_>,
 ) -> (QueryOutcome, Option<Vec<u8>>) {
     let Ok(head) = Header::read(&mut BinDecoder::new(question)) else {
         return (QueryOutcome::Malformed, None);
@@ -100,7 +105,7 @@ pub fn answer(
         );
     };
     let mut reply = reply_to(&query);
-    let outcome = fill_reply(&mut reply, &query, (zones, nodes));
+    let outcome = fill_reply(&mut reply, &query, (zones, nodes), edge_addresses);
     let limit = match transport {
         Transport::Udp => query.max_payload().min(MAX_UDP_PAYLOAD),
         Transport::Tcp => u16::MAX,
@@ -146,6 +151,7 @@ fn fill_reply(
     reply: &mut Message,
     query: &Message,
     (zones, nodes): (&Zones, &Nodes),
+    edge_addresses: EdgeAddressesFn<'_>,
 ) -> QueryOutcome {
     let refuse = |reply: &mut Message, code| {
         reply.metadata.response_code = code;
@@ -175,7 +181,8 @@ fn fill_reply(
     if let QueryMatch::NxDomain = query_match {
         reply.metadata.response_code = ResponseCode::NXDomain;
     } else {
-        let records = records(&query_match, question.query_type, (zone, zones));
+        let record_type = question.query_type;
+        let records = records(&query_match, record_type, (zone, zones), edge_addresses);
         let to_record = |data| Record::from_rdata(question.name.clone(), zones.ttl, data);
         reply.add_answers(records.into_iter().map(to_record));
     }
@@ -214,6 +221,7 @@ fn records(
     meaning: &QueryMatch,
     record_type: RecordType,
     (zone, zones): (&Zone, &Zones),
+    edge_addresses: EdgeAddressesFn<'_>,
 ) -> Vec<RData> {
     if record_type == RecordType::ANY && !matches!(meaning, QueryMatch::EmptyNonTerminal) {
         // A full answer would help amplification attacks with forged sources (RFC 8482).
@@ -223,9 +231,10 @@ fn records(
         ))];
     }
     match meaning {
-        QueryMatch::Node(NodeLocation::Edge(_)) | QueryMatch::Server => {
-            records_of_family(&zones.addresses, record_type)
+        QueryMatch::Node(NodeLocation::Edge(node)) => {
+            records_of_family(&edge_addresses(node), record_type)
         }
+        QueryMatch::Server => records_of_family(&zones.addresses, record_type),
         QueryMatch::Node(NodeLocation::Elsewhere(addresses)) => {
             records_of_family(addresses, record_type)
         }

@@ -20,7 +20,12 @@ pub(super) const NEGATIVE_TTL: u32 = 1;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Zones {
     all: Vec<Zone>,
+    /// Addresses at which clients reach this gateway.
     pub(super) addresses: Vec<IpAddr>,
+    /// Those of them that are configured, and are stated to other gateways.
+    pub(super) stated_addresses: Vec<IpAddr>,
+    /// Whether names resolve to the addresses of the gateways that hold a node (`dns.holders`).
+    pub(super) prefers_holders: bool,
     pub(super) ttl: u32,
 }
 
@@ -47,6 +52,8 @@ impl Zones {
         Ok(Self {
             all: all?,
             addresses: config.node_name_addresses(),
+            stated_addresses: dns.addresses.clone(),
+            prefers_holders: dns.holders,
             ttl: ttl_seconds(dns),
         })
     }

@@ -4,8 +4,11 @@ use super::message::{MAX_NODES, NodeEntry, PROTOCOL, PeerHello, PeerMessage};
 use crate::state::Registry;
 use causeway_certs::NodeName;
 use causeway_tunnel::control_stream::{ControlStream, ControlStreamError};
-use std::time::Duration;
-use tokio::sync::broadcast::{Receiver, error::RecvError};
+use std::{net::IpAddr, sync::Arc, time::Duration};
+use tokio::sync::{
+    broadcast::{Receiver, error::RecvError},
+    watch,
+};
 use tracing::debug;
 
 /// Source of the messages to one peer.
@@ -17,6 +20,13 @@ pub(crate) struct NodeFeed {
     pub(crate) instance: String,
     /// Time limit of the peer's hello.
     pub(crate) hello_timeout: Duration,
+}
+
+/// State of this gateway itself that the peer has received.
+struct Announced {
+    is_draining: bool,
+    /// Receiver of the addresses at which clients reach this gateway. It has seen those that were sent.
+    addresses: watch::Receiver<Arc<[IpAddr]>>,
 }
 
 impl NodeFeed {
@@ -37,12 +47,16 @@ impl NodeFeed {
             // A gateway of another version, or one that only identifies this process, closes the stream after this hello.
             _ => return control.receive().await.map(|_: PeerMessage| ()),
         }
-        let mut is_drain_announced = false;
+        let mut announced = Announced {
+            is_draining: false,
+            addresses: self.registry.directory().watch_own_addresses(),
+        };
+        announced.addresses.mark_changed();
         loop {
             // Changes from here on are in the snapshot or follow it.
             let mut changes = self.registry.watch_changes();
             self.send_snapshot(control).await?;
-            self.send_changes(control, &mut changes, &mut is_drain_announced)
+            self.send_changes(control, &mut changes, &mut announced)
                 .await?;
         }
     }
@@ -65,14 +79,20 @@ impl NodeFeed {
         &self,
         control: &mut ControlStream,
         changes: &mut Receiver<NodeName>,
-        is_drain_announced: &mut bool,
+        announced: &mut Announced,
     ) -> Result<(), ControlStreamError> {
         loop {
             let received = tokio::select! {
                 biased;
-                () = self.registry.drain_started(), if !*is_drain_announced => {
-                    *is_drain_announced = true;
+                () = self.registry.drain_started(), if !announced.is_draining => {
+                    announced.is_draining = true;
                     control.send(&PeerMessage::Draining).await?;
+                    continue;
+                }
+                // The registry owns the sender.
+                Ok(()) = announced.addresses.changed() => {
+                    let addresses = announced.addresses.borrow_and_update().to_vec();
+                    control.send(&PeerMessage::Addresses { addresses }).await?;
                     continue;
                 }
                 received = changes.recv() => received,

@@ -7,6 +7,7 @@
 use crate::state::directory::HeldState;
 use causeway_certs::NodeName;
 use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
 
 /// Version of these messages. Gateways of different versions do not forward to each other.
 pub(crate) const PROTOCOL: u32 = 1;
@@ -77,6 +78,11 @@ pub(crate) enum PeerMessage {
     },
     /// All nodes were sent.
     Synchronized,
+    /// Addresses at which clients reach the gateway, if it has a DNS server with `dns.addresses`.
+    Addresses {
+        /// The addresses.
+        addresses: Vec<IpAddr>,
+    },
     /// The gateway drains: new requests should go to other gateways.
     Draining,
     /// Message of a later version.

@@ -14,13 +14,14 @@ use tracing::info_span;
 const FROM: ([u8; 4], u16) = ([192, 0, 2, 1], 4711);
 
 /// Registry, and edges that answer `/bulk` with bulk data and keep all other streams open.
-struct World {
-    registry: Registry,
+/// Registry with tunnels and peers.
+pub(crate) struct World {
+    pub(crate) registry: Registry,
     tasks: TaskGroup,
 }
 
 impl World {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             registry: Registry::new(&Workers::on_current_runtime()),
             tasks: TaskGroup::default(),
@@ -76,7 +77,7 @@ impl World {
         }
     }
 
-    async fn register(
+    pub(crate) async fn register(
         &self,
         instance: &str,
         slot: u32,
@@ -86,7 +87,8 @@ impl World {
     }
 }
 
-fn node() -> NodeName {
+/// Returns the name of the node that all tunnels and peers have.
+pub(crate) fn node() -> NodeName {
     NodeName::parse("edge-1").unwrap()
 }
 
@@ -330,7 +332,7 @@ async fn a_node_without_a_tunnel_says_why() {
 
 impl World {
     /// Adds a peer that holds the node.
-    async fn peer(&self, instance: &str, state: HeldState) -> Arc<Peer> {
+    pub(crate) async fn peer(&self, instance: &str, state: HeldState) -> Arc<Peer> {
         let identity = (instance.to_owned(), "1".to_owned());
         let peer = Peer::new(
             &format!("{instance}.test:1"),

@@ -59,7 +59,8 @@ impl TestServer {
     }
 
     fn bytes(&self, question: &[u8], over: Transport) -> (QueryOutcome, Option<Vec<u8>>) {
-        answer(question, over, (&self.zones, &self.nodes))
+        let tables = (&self.zones, &self.nodes);
+        answer(question, over, tables, &|_| self.zones.addresses.clone())
     }
 
     fn message(&self, question: &Message, over: Transport) -> (QueryOutcome, Message) {
