@@ -340,11 +340,10 @@ fn edge_status_line(status: &Status) -> String {
         locations.insert(format!("{}{address_text}", tunnel.gateway));
     }
     let (node, known_gateways) = (&status.node, status.gateways.len());
-    // Number of gateways that the gateways announce, because one address may lead to several. An edge that wants only some of
-    // them always reports the numbers.
+    // Number of gateways that the gateways announce, because one address may lead to several.
     let shortfall = status
         .reached
-        .filter(|reached| reached.gateways < reached.of || reached.wanted.is_some());
+        .filter(|reached| reached.gateways < reached.of);
     match &status.trouble {
         _ if shortfall.is_some() && !connected.is_empty() => {
             let (reached, of) = shortfall.map_or((0, 0), |short| (short.gateways, short.of));

@@ -86,7 +86,7 @@ pub struct TunnelStatus {
 pub struct ConnectedGatewaysStatus {
     /// Gateways that have a tunnel of this edge and do not drain.
     pub gateways: u32,
-    /// Number of gateways, as they announce it. If no gateway announces it and `tunnels.gateways` is a number: number of addresses.
+    /// Number of gateways, as they announce it. If no gateway announces it and `tunnels.gateways` is a number: number of addresses, without those that lead to a gateway with a tunnel through another address.
     pub of: u32,
     /// Number of gateways that the edge wants, if `tunnels.gateways` is a number.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -320,7 +320,8 @@ impl StatusWriter {
         });
     }
 
-    /// Sets the number of gateways that the edge wants, if a number is configured, and the number of their addresses.
+    /// Sets the number of gateways that the edge wants, if a number is configured, and the number of addresses that may lead to
+    /// different gateways.
     pub(crate) fn set_wanted_gateways(&self, wanted: Option<u32>, addresses: usize) {
         let addresses = u32::try_from(addresses).unwrap_or(u32::MAX);
         let counts = wanted.map(|wanted| (wanted, addresses));

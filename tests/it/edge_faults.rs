@@ -295,7 +295,8 @@ async fn a_blackhole_gateway_does_not_block_the_next_gateway() {
     hole.cut();
     let swallows = format!("{}:10262", hole.address());
     site.tunnel = format!("{swallows},{}", site.tunnel);
-    let mut edge = site.edge_of(host.causeway(), "edge-1", app.port()).start();
+    let edge = site.edge_of(host.causeway(), "edge-1", app.port());
+    let mut edge = edge.args(["--tunnels-gateways", "one"]).start();
     let named = edge
         .wait_for_line("connected to this gateway after others")
         .await;

@@ -81,7 +81,10 @@ async fn each_command_works_at_any_gateway() {
     let revoked = order(&two, "node revoke edge-1 --reason stolen").await.ok();
     assert_eq!(revoked.stdout, "edge-1 is revoked\n");
     edge.wait_for_line("node edge-1 is revoked: stolen").await;
-    assert_ne!(one.nobody().get(URL).await.status, 200);
+    until("the other gateway has no tunnel of it", async || {
+        one.nobody().get(URL).await.status != 200
+    })
+    .await;
 
     // A gateway whose data directory is lost has the state again from its start.
     let two = two.restart(|data| fs::remove_dir_all(data).unwrap()).await;

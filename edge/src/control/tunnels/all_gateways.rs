@@ -183,9 +183,12 @@ impl AllGateways<'_> {
         let ranked = gateway_selection::rank(&context.node, self.known_addresses());
         let mode = context.config.tunnels.gateways;
         let wanted = usize::try_from(mode.max_gateways()).unwrap_or(usize::MAX);
-        context
-            .status
-            .set_wanted_gateways(mode.count(), ranked.len());
+        let is_duplicate = |addr: &&GatewayAddr| {
+            let slots = self.slots.get(addr);
+            slots.is_some_and(|slots| context.connected_gateways.is_duplicate(slots.group))
+        };
+        let distinct = ranked.len() - ranked.iter().filter(is_duplicate).count();
+        context.status.set_wanted_gateways(mode.count(), distinct);
         let discovered = context.connected_gateways.discovered_gateways();
         let mut states: Vec<_> = ranked.iter().map(|addr| self.address_state(addr)).collect();
         states.extend(

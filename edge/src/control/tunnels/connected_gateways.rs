@@ -58,6 +58,8 @@ struct RunningGroup {
     is_discovered: bool,
     /// Time of the first failure since the group had a gateway. Also set while another group owns its gateway.
     unavailable_since: Option<Instant>,
+    /// Whether another group owns its gateway now.
+    is_duplicate: bool,
 }
 
 #[derive(Debug)]
@@ -174,6 +176,7 @@ impl ConnectedGateways {
             leave,
             is_discovered,
             unavailable_since: None,
+            is_duplicate: false,
         };
         self.table.send_modify(|table| {
             table.groups.insert(group, running);
@@ -197,6 +200,25 @@ impl ConnectedGateways {
             running.unavailable_since = Some(Instant::now());
             true
         });
+    }
+
+    /// Sets whether another group owns the gateway of this group, so that its address is one more of the same gateway.
+    pub(super) fn set_duplicate(&self, group: TunnelGroup, is_duplicate: bool) {
+        self.table.send_if_modified(|table| {
+            let running = table.groups.get_mut(&group);
+            running.is_some_and(|running| {
+                std::mem::replace(&mut running.is_duplicate, is_duplicate) != is_duplicate
+            })
+        });
+    }
+
+    /// Whether another group owns the gateway of this group.
+    pub(super) fn is_duplicate(&self, group: TunnelGroup) -> bool {
+        let table = self.table.borrow();
+        table
+            .groups
+            .get(&group)
+            .is_some_and(|group| group.is_duplicate)
     }
 
     /// Returns the state of the tunnels of this group, whose slots run.

@@ -372,13 +372,16 @@ impl TunnelSlots {
     /// Waits until no other group owns the gateway with this instance name.
     async fn stand_by(&self, instance: &str, stop: &CancellationToken) {
         info!("another address already leads to this gateway: waiting");
-        self.context.connected_gateways.mark_unavailable(self.group);
+        let connected_gateways = &self.context.connected_gateways;
+        connected_gateways.mark_unavailable(self.group);
+        connected_gateways.set_duplicate(self.group, true);
         self.context.status.clear_error(&self.gateway_label());
         tokio::select! {
-            () = self.context.connected_gateways.wait_until_lost(instance) => {}
+            () = connected_gateways.wait_until_lost(instance) => {}
             () = self.wait_until_unresolved() => {}
             () = stop.cancelled() => {}
         }
+        connected_gateways.set_duplicate(self.group, false);
     }
 
     /// Returns the gateway for which failures are reported.

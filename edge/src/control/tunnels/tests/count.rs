@@ -305,3 +305,17 @@ async fn behind_one_address_a_drain_leads_to_a_gateway_that_nobody_announced() {
     announced_leave(&mut connected).await;
     round_trip(&mut send, &mut receive, 1000).await;
 }
+
+#[tokio::test]
+async fn two_addresses_of_one_gateway_are_counted_as_one() {
+    let (tasks, ca) = (TaskGroup::default(), ca());
+    let gateways = [
+        also(&ca, "a", Vec::new()).await,
+        also(&ca, "a", Vec::new()).await,
+    ];
+    let world = World::joined(&ca);
+    let edge = world
+        .run(&all_addresses(&gateways), count(2, echo(&tasks).await))
+        .await;
+    edge.until(reached(1, 1)).await;
+}
