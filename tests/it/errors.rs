@@ -180,11 +180,7 @@ async fn a_node_with_a_silent_link_is_503_until_it_answers() {
     let link = Link::to(world.tunnel()).await;
     let app = App::saying("it").await;
     let edge = world.edge("edge-1").port(9100, app.address());
-    let gateways = vec![link.address().to_string()];
-    let _edge = edge
-        .config(|config| config.gateways = gateways)
-        .join()
-        .await;
+    let _edge = edge.only_by(&link).join().await;
     link.silence();
     let state = async |wanted: &str| world.node("edge-1").await["state"] == wanted;
     until("the gateway knows", async || state("suspect").await).await;
@@ -392,11 +388,7 @@ async fn a_tunnel_that_is_lost_in_flight_is_502() {
     let link = Link::to(world.tunnel()).await;
     let app = App::http(|_| answer::silence()).await;
     let edge = world.edge("edge-1").port(9100, app.address());
-    let gateways = vec![link.address().to_string()];
-    let _edge = edge
-        .config(|config| config.gateways = gateways)
-        .join()
-        .await;
+    let _edge = edge.only_by(&link).join().await;
     let client = world.client();
     let cut = async {
         app.head().await;

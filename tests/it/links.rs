@@ -10,7 +10,6 @@ use crate::{
         until,
     },
 };
-use causeway_edge::{Config, config::TunnelMode};
 use futures_util::future::join_all;
 use std::{
     sync::{
@@ -27,20 +26,12 @@ const DELAY: Duration = Duration::from_millis(25);
 /// Time limit on a machine that does other work as well.
 const PATIENCE: Duration = Duration::from_mins(2);
 
-/// Lets an edge use no other way to its gateway than these addresses while they answer. An edge with tunnels at several gateways
-/// would use the address that the gateway announces at once when the link is cut.
-fn only_by(gateways: Vec<String>, config: &mut Config) {
-    config.gateways = gateways;
-    config.tunnels.gateways = TunnelMode::One;
-}
-
 /// A gateway and an edge whose tunnel uses `link`.
 async fn testbed(app: &App, delay: Duration) -> (TestBed, Link) {
     let world = TestBed::build().start().await;
     let link = Link::far(world.tunnel(), delay).await;
-    let gateways = vec![link.address().to_string()];
     let plan = world.edge("edge-1").port(9100, app.address());
-    let edge = plan.config(|config| only_by(gateways, config)).join().await;
+    let edge = plan.only_by(&link).join().await;
     (TestBed::of(world, edge), link)
 }
 
@@ -167,9 +158,8 @@ async fn an_edge_started_on_a_silent_link_connects_once_it_works() {
     let app = App::saying("well").await;
     let world = World::start().await;
     let link = Link::to(world.tunnel()).await;
-    let gateways = vec![link.address().to_string()];
     let plan = world.edge("edge-1").port(9100, app.address());
-    let edge = plan.config(|config| only_by(gateways, config)).join().await;
+    let edge = plan.only_by(&link).join().await;
     for _ in 0..3 {
         link.silence();
         link.cut();

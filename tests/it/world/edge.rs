@@ -3,11 +3,11 @@
 //! An edge counts as joined when the gateway reports it. A test can stop it in order, kill it, and start it again from its
 //! data directory.
 
-use super::{LOOK, PATIENCE, World, gateway::loopback, until};
+use super::{LOOK, PATIENCE, World, gateway::loopback, link::Link, until};
 use causeway_certs::{NodeAttributes, NodeName, StoreError};
 use causeway_edge::{
     Config, Error, Reloader,
-    config::{Port, Protocol, Secret},
+    config::{Port, Protocol, Secret, TunnelMode},
     status::{Status, StatusReader},
 };
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
@@ -87,6 +87,14 @@ impl<'a> Plan<'a> {
     /// Joins with this token instead of one of the world's.
     pub(crate) fn token(mut self, token: &str) -> Self {
         self.config.join = Some(Secret::new(token));
+        self
+    }
+
+    /// Uses no other way to the gateway than this link. An edge with tunnels at several gateways would use the address that the
+    /// gateway announces as soon as the link is cut.
+    pub(crate) fn only_by(mut self, link: &Link) -> Self {
+        self.config.gateways = vec![link.address().to_string()];
+        self.config.tunnels.gateways = TunnelMode::One;
         self
     }
 
