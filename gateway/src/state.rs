@@ -7,6 +7,7 @@ pub mod jwks;
 pub mod nodes;
 pub mod pins;
 pub mod policy;
+pub mod pool_reports;
 pub mod registry;
 pub mod yurthubs;
 

@@ -1,8 +1,9 @@
 //! Other gateways (peers): finds them, keeps their nodes in the directory, and opens the links by which requests reach them.
 //!
-//! Each gateway dials each other one at its tunnel port: once for control, where the peer states its nodes (`feed`), and once from
-//! each worker for requests. Control has a connection of its own, so requests never delay it. A peer is removed with its control
-//! connection, and all its entries with it. A process that answers with this process's own identifier is this process.
+//! Each gateway dials each other one at its tunnel port: once for control, where the peer states its nodes and reports about node
+//! pools (`feed`), and once from each worker for requests. Control has a connection of its own, so requests never delay it. A peer
+//! is removed with its control connection, and all its entries with it. A process that answers with this process's own identifier
+//! is this process.
 
 mod feed;
 mod message;
@@ -565,11 +566,12 @@ impl PeerSession {
             not_after,
             _driver: tasks,
         };
-        session.open_links(address).await;
-        // The nodes are known before requests are sent there, and before an earlier connection to the process is replaced.
+        // The nodes are known before requests are sent there, and before an earlier connection to the process is replaced. The
+        // durations in reports about pools count from their arrival, so the reports must not wait for the links.
         timeout(START_TIMEOUT, session.read_snapshot())
             .await
             .map_err(|_| ControlStreamError::TooSlow(START_TIMEOUT))??;
+        session.open_links(address).await;
         if !directory.add(&session.peer) {
             return Err(PeerError::Duplicate);
         }
@@ -660,6 +662,16 @@ impl PeerSession {
             }
             PeerMessage::Addresses { addresses } => self.peer.set_addresses(addresses),
             PeerMessage::Draining => self.peer.mark_draining(),
+            PeerMessage::Pools { pools } => {
+                let now = Instant::now();
+                let reports = pools.into_iter().map(|entry| entry.into_parts(now));
+                let changed = reports.map(|(pool, report)| {
+                    self.peer.set_pool(pool.clone(), report);
+                    pool
+                });
+                let exchange = self.connector.registry.directory().pool_exchange();
+                exchange.mark_changed(changed);
+            }
             PeerMessage::Hello(_) | PeerMessage::Unknown => {}
         }
     }

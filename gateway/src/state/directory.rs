@@ -4,7 +4,10 @@
 //! with the connection that stated it. So an entry is at most as old as that connection is silent. An entry that is wrong costs
 //! one round trip: the peer refuses the request, and the next holder receives it (`proxy::peer`).
 
-use crate::worker::WorkerId;
+use crate::{
+    state::pool_reports::{PeerPool, PoolExchange, PoolReport},
+    worker::WorkerId,
+};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use causeway_certs::NodeName;
 use causeway_tunnel::Tunnel;
@@ -43,6 +46,7 @@ pub struct Directory {
     removed: Arc<Notify>,
     /// Addresses at which clients reach this gateway, as it states them to its peers.
     own_addresses: watch::Sender<Arc<[IpAddr]>>,
+    pools: PoolExchange,
 }
 
 /// State of a node at the gateway that holds it.
@@ -88,6 +92,8 @@ pub struct Peer {
     /// Its control connection.
     control: Tunnel,
     nodes: RwLock<HashMap<NodeName, HeldNode>>,
+    /// Its reports about node pools.
+    pools: Mutex<HashMap<String, Arc<PoolReport>>>,
     /// Cancelled when a newer connection to the same process has replaced this one.
     replaced: CancellationToken,
     /// Connections for requests, one for each worker.
@@ -140,6 +146,7 @@ impl Peer {
             since: SystemTime::now(),
             control,
             nodes: RwLock::default(),
+            pools: Mutex::default(),
             replaced: CancellationToken::new(),
             links: (0..workers).map(|_| ArcSwapOption::empty()).collect(),
             addresses: ArcSwap::default(),
@@ -263,6 +270,35 @@ impl Peer {
         self.read_nodes().keys().cloned().collect()
     }
 
+    /// Stores a report about a pool; `None` if the peer has no member of the pool any more.
+    pub fn set_pool(&self, pool: String, report: Option<PoolReport>) {
+        let mut pools = self.lock_pools();
+        match report {
+            Some(report) => pools.insert(pool, Arc::new(report)),
+            None => pools.remove(&pool),
+        };
+    }
+
+    /// Returns the report about a pool, with the state of the peer.
+    fn pool(&self, pool: &str) -> Option<PeerPool> {
+        let report = self.lock_pools().get(pool)?.clone();
+        let is_suspect = self.is_suspect();
+        Some(PeerPool {
+            instance: self.instance.clone(),
+            is_active: !is_suspect && !self.is_draining(),
+            unanswered_for: is_suspect.then(|| self.control.unanswered_for()),
+            report,
+        })
+    }
+
+    fn pool_names(&self) -> Vec<String> {
+        self.lock_pools().keys().cloned().collect()
+    }
+
+    fn lock_pools(&self) -> MutexGuard<'_, HashMap<String, Arc<PoolReport>>> {
+        self.pools.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Sets the link of a worker, or removes it.
     pub fn set_link(&self, worker: WorkerId, link: Option<PeerLink>) {
         if let Some(slot) = self.links.get(worker.0) {
@@ -343,11 +379,14 @@ impl Directory {
             return false;
         }
         let mut all = Vec::clone(&self.peers.load());
+        let mut pools = peer.pool_names();
         for replaced in all.extract_if(.., |known| known.instance == peer.instance) {
             replaced.replaced.cancel();
+            pools.extend(replaced.pool_names());
         }
         all.push(peer.clone());
         self.peers.store(Arc::new(all));
+        self.pools.mark_changed(pools);
         true
     }
 
@@ -361,7 +400,19 @@ impl Directory {
         all.remove(index);
         self.peers.store(Arc::new(all));
         self.removed.notify_waiters();
+        self.pools.mark_changed(peer.pool_names());
         true
+    }
+
+    /// Returns the reports of this gateway about node pools, and the pools about which peers have reported changes.
+    pub fn pool_exchange(&self) -> &PoolExchange {
+        &self.pools
+    }
+
+    /// Returns the reports of all peers about a pool.
+    pub fn pool_reports(&self, pool: &str) -> Vec<PeerPool> {
+        let peers = self.peers.load();
+        peers.iter().filter_map(|peer| peer.pool(pool)).collect()
     }
 
     /// Returns a future that ends when a peer is removed from now on.

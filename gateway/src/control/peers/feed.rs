@@ -1,15 +1,55 @@
-//! The nodes of this gateway, sent to a peer: all of them, and then each change.
+//! The nodes of this gateway and its reports about node pools, sent to a peer: all of them, and then each change.
 
-use super::message::{MAX_NODES, NodeEntry, PROTOCOL, PeerHello, PeerMessage};
-use crate::state::Registry;
+use super::message::{
+    MAX_NODES, NodeEntry, PROTOCOL, PeerHello, PeerMessage, PoolEntry, pool_messages,
+};
+use crate::state::{Registry, pool_reports::PoolReports};
 use causeway_certs::NodeName;
 use causeway_tunnel::control_stream::{ControlStream, ControlStreamError};
 use std::{net::IpAddr, sync::Arc, time::Duration};
-use tokio::sync::{
-    broadcast::{Receiver, error::RecvError},
-    watch,
+use tokio::{
+    sync::{
+        broadcast::{Receiver, error::RecvError},
+        watch,
+    },
+    time::Instant,
 };
 use tracing::debug;
+
+/// Reports about node pools, as this gateway has them now and as the peer has received them.
+struct PoolFeed {
+    current: watch::Receiver<PoolReports>,
+    sent: PoolReports,
+}
+
+impl PoolFeed {
+    /// Sends the reports that differ from those that the peer has.
+    async fn send_changes(
+        &mut self,
+        control: &mut ControlStream,
+    ) -> Result<(), ControlStreamError> {
+        let current = self.current.borrow_and_update().clone();
+        let now = Instant::now();
+        let is_sent = |pool: &String, report| {
+            let sent = self.sent.get(pool);
+            sent.is_some_and(|sent| Arc::ptr_eq(sent, report))
+        };
+        let changed = current
+            .iter()
+            .filter(|(pool, report)| !is_sent(pool, *report))
+            .map(|(pool, report)| PoolEntry::new(pool, Some(report), now));
+        let removed = self
+            .sent
+            .keys()
+            .filter(|pool| !current.contains_key(*pool))
+            .map(|pool| PoolEntry::new(pool, None, now));
+        for message in pool_messages(changed.chain(removed)) {
+            control.send(&message).await?;
+        }
+        self.sent = current;
+        Ok(())
+    }
+}
 
 /// Source of the messages to one peer.
 #[derive(Clone, Debug)]
@@ -22,11 +62,12 @@ pub(crate) struct NodeFeed {
     pub(crate) hello_timeout: Duration,
 }
 
-/// State of this gateway itself that the peer has received.
+/// State that the peer has received, without nodes.
 struct Announced {
     is_draining: bool,
     /// Receiver of the addresses at which clients reach this gateway. It has seen those that were sent.
     addresses: watch::Receiver<Arc<[IpAddr]>>,
+    pools: PoolFeed,
 }
 
 impl NodeFeed {
@@ -47,21 +88,30 @@ impl NodeFeed {
             // A gateway of another version, or one that only identifies this process, closes the stream after this hello.
             _ => return control.receive().await.map(|_: PeerMessage| ()),
         }
+        let directory = self.registry.directory();
         let mut announced = Announced {
             is_draining: false,
-            addresses: self.registry.directory().watch_own_addresses(),
+            addresses: directory.watch_own_addresses(),
+            pools: PoolFeed {
+                current: directory.pool_exchange().subscribe(),
+                sent: PoolReports::new(),
+            },
         };
         announced.addresses.mark_changed();
         loop {
             // Changes from here on are in the snapshot or follow it.
             let mut changes = self.registry.watch_changes();
-            self.send_snapshot(control).await?;
+            self.send_snapshot(control, &mut announced.pools).await?;
             self.send_changes(control, &mut changes, &mut announced)
                 .await?;
         }
     }
 
-    async fn send_snapshot(&self, control: &mut ControlStream) -> Result<(), ControlStreamError> {
+    async fn send_snapshot(
+        &self,
+        control: &mut ControlStream,
+        pools: &mut PoolFeed,
+    ) -> Result<(), ControlStreamError> {
         control.send(&PeerMessage::Snapshot).await?;
         let held = self.registry.held_nodes();
         for chunk in held.chunks(MAX_NODES) {
@@ -71,6 +121,7 @@ impl NodeFeed {
             let nodes = entries.collect();
             control.send(&PeerMessage::Nodes { nodes }).await?;
         }
+        pools.send_changes(control).await?;
         control.send(&PeerMessage::Synchronized).await
     }
 
@@ -93,6 +144,11 @@ impl NodeFeed {
                 Ok(()) = announced.addresses.changed() => {
                     let addresses = announced.addresses.borrow_and_update().to_vec();
                     control.send(&PeerMessage::Addresses { addresses }).await?;
+                    continue;
+                }
+                // The sender lives as long as the registry.
+                Ok(()) = announced.pools.current.changed() => {
+                    announced.pools.send_changes(control).await?;
                     continue;
                 }
                 received = changes.recv() => received,

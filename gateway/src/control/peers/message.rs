@@ -2,17 +2,24 @@
 //!
 //! The gateway that has dialled sends its hello, and receives the hello of the other gateway and then that gateway's nodes: all of
 //! them between `snapshot` and `synchronized`, later each change. The lines of one stream arrive in order and complete, so a change
-//! needs no number.
+//! needs no number. Reports about node pools come in the same way, except that a later snapshot does not repeat them.
 
-use crate::state::directory::HeldState;
+use crate::state::{
+    directory::HeldState,
+    pool_reports::{NamedLeader, PoolReport, ReportedCandidate, ReportedMember},
+};
 use causeway_certs::NodeName;
+use causeway_tunnel::wire::MAX_MESSAGE;
 use serde::{Deserialize, Serialize};
-use std::net::IpAddr;
+use std::{net::IpAddr, ops::Not, time::Duration};
+use tokio::time::Instant;
 
 /// Version of these messages. Gateways of different versions do not forward to each other.
 pub(crate) const PROTOCOL: u32 = 1;
 /// Maximum number of nodes in one message. So many names of 253 bytes fit into a line of 64 KiB.
 pub(super) const MAX_NODES: usize = 200;
+/// Bytes for the pools of one message. The rest of the line is for the names of one pool and of its leader.
+const MAX_POOL_BYTES: usize = MAX_MESSAGE - MAX_MESSAGE / 8;
 
 /// First message of each gateway.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,6 +70,146 @@ impl NodeEntry {
     }
 }
 
+/// Report about a pool in a message. A report without members removes the earlier one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PoolEntry {
+    pool: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    leader: Option<LeaderEntry>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    members: Vec<MemberEntry>,
+}
+
+/// Leader that the gateway announces. All times are durations up to the moment of sending, in milliseconds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct LeaderEntry {
+    node: NodeName,
+    /// Time for which it leads.
+    leads_ms: u64,
+    /// Time for which the gateway has not known it as a candidate.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lost_ms: Option<u64>,
+}
+
+/// Member that is connected to the gateway.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct MemberEntry {
+    node: NodeName,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    at: Vec<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    candidate: Option<CandidateEntry>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct CandidateEntry {
+    connected_ms: u64,
+    #[serde(default)]
+    streams: usize,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    unanswered_ms: Option<u64>,
+    #[serde(default, skip_serializing_if = "Not::not")]
+    late: bool,
+    #[serde(default, skip_serializing_if = "Not::not")]
+    heard: bool,
+}
+
+fn millis_since(at: Instant, now: Instant) -> u64 {
+    let elapsed = now.saturating_duration_since(at);
+    u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Returns the time that was so long ago, or `now` if the clock does not reach so far back.
+fn before(now: Instant, millis: u64) -> Instant {
+    now.checked_sub(Duration::from_millis(millis))
+        .unwrap_or(now)
+}
+
+fn encoded_len(value: &impl Serialize) -> usize {
+    serde_json::to_vec(value).map_or(0, |text| text.len())
+}
+
+impl PoolEntry {
+    /// Returns the entry for a report, as of now. Members that do not fit into a message are left out.
+    pub(super) fn new(pool: &str, report: Option<&PoolReport>, now: Instant) -> Self {
+        let mut remaining = MAX_POOL_BYTES;
+        let members = report.iter().flat_map(|report| &report.members);
+        let members = members.map(|member| MemberEntry {
+            node: member.node.clone(),
+            at: member.at.clone(),
+            candidate: member.candidate.map(|candidate| CandidateEntry {
+                connected_ms: millis_since(candidate.connected_since, now),
+                streams: candidate.streams,
+                unanswered_ms: candidate.unanswered_since.map(|at| millis_since(at, now)),
+                late: candidate.is_late,
+                heard: candidate.is_heard,
+            }),
+        });
+        let fitting = members.take_while(|member| {
+            let size = encoded_len(member) + 1;
+            let fits = size <= remaining;
+            remaining = remaining.saturating_sub(size);
+            fits
+        });
+        let leader = report.and_then(|report| report.leader.as_ref());
+        Self {
+            pool: pool.to_owned(),
+            members: fitting.collect(),
+            leader: leader.map(|leader| LeaderEntry {
+                node: leader.node.clone(),
+                leads_ms: millis_since(leader.since, now),
+                lost_ms: leader.lost_at.map(|at| millis_since(at, now)),
+            }),
+        }
+    }
+
+    /// Returns the pool, and the report that arrived now.
+    pub(super) fn into_parts(self, now: Instant) -> (String, Option<PoolReport>) {
+        if self.members.is_empty() {
+            return (self.pool, None);
+        }
+        let members = self.members.into_iter().map(|member| ReportedMember {
+            node: member.node,
+            at: member.at,
+            candidate: member.candidate.map(|candidate| ReportedCandidate {
+                connected_since: before(now, candidate.connected_ms),
+                streams: candidate.streams,
+                unanswered_since: candidate.unanswered_ms.map(|ms| before(now, ms)),
+                is_late: candidate.late,
+                is_heard: candidate.heard,
+            }),
+        });
+        let report = PoolReport {
+            members: members.collect(),
+            leader: self.leader.map(|leader| NamedLeader {
+                node: leader.node,
+                since: before(now, leader.leads_ms),
+                lost_at: leader.lost_ms.map(|ms| before(now, ms)),
+            }),
+        };
+        (self.pool, Some(report))
+    }
+}
+
+/// Distributes the pools over as few messages as their size permits.
+pub(super) fn pool_messages(pools: impl IntoIterator<Item = PoolEntry>) -> Vec<PeerMessage> {
+    let (mut messages, mut pending, mut remaining) = (Vec::new(), Vec::new(), MAX_POOL_BYTES);
+    for entry in pools {
+        let size = encoded_len(&entry) + 1;
+        if size > remaining && !pending.is_empty() {
+            let pools = std::mem::take(&mut pending);
+            messages.push(PeerMessage::Pools { pools });
+            remaining = MAX_POOL_BYTES;
+        }
+        remaining = remaining.saturating_sub(size);
+        pending.push(entry);
+    }
+    if !pending.is_empty() {
+        messages.push(PeerMessage::Pools { pools: pending });
+    }
+    messages
+}
+
 /// Message between two gateways.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
@@ -83,6 +230,11 @@ pub(crate) enum PeerMessage {
         /// The addresses.
         addresses: Vec<IpAddr>,
     },
+    /// Reports about node pools, of which each replaces the earlier one. Gateways without them ignore the message.
+    Pools {
+        /// The reports.
+        pools: Vec<PoolEntry>,
+    },
     /// The gateway drains: new requests should go to other gateways.
     Draining,
     /// Message of a later version.
@@ -93,7 +245,70 @@ pub(crate) enum PeerMessage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use causeway_tunnel::{control_stream::parse_message, wire::MAX_MESSAGE};
+    use causeway_tunnel::control_stream::parse_message;
+
+    fn report(count: usize, label: usize, now: Instant) -> PoolReport {
+        let node = |nth: usize| NodeName::parse(&format!("{nth:04}{}", "n".repeat(label))).unwrap();
+        let candidate = ReportedCandidate {
+            connected_since: now - Duration::from_secs(30),
+            streams: 4,
+            unanswered_since: Some(now - Duration::from_secs(2)),
+            is_late: true,
+            is_heard: false,
+        };
+        let members = (0..count).map(|nth| ReportedMember {
+            node: node(nth),
+            at: vec!["[2001:db8::1]:10271".to_owned(); 4],
+            candidate: Some(candidate),
+        });
+        PoolReport {
+            leader: Some(NamedLeader {
+                node: node(0),
+                since: now - Duration::from_secs(20),
+                lost_at: Some(now - Duration::from_secs(1)),
+            }),
+            members: members.collect(),
+        }
+    }
+
+    fn sent(pools: Vec<PoolEntry>) -> Vec<PoolEntry> {
+        let mut arrived = Vec::new();
+        for message in pool_messages(pools) {
+            let line = serde_json::to_vec(&message).unwrap();
+            assert!(line.len() < MAX_MESSAGE, "{}", line.len());
+            match parse_message(&line).unwrap() {
+                PeerMessage::Pools { pools } => arrived.extend(pools),
+                other => panic!("{other:?}"),
+            }
+        }
+        arrived
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn pool_reports_arrive_unchanged_in_messages_of_limited_size() {
+        // The clock may begin with the process.
+        tokio::time::advance(Duration::from_mins(1)).await;
+        let now = Instant::now();
+        let small = report(5, 20, now);
+        let pools: Vec<_> = (0..200)
+            .map(|nth| PoolEntry::new(&format!("pool-{nth}"), Some(&small), now))
+            .collect();
+        let arrived = sent(pools.clone());
+        assert_eq!(arrived, pools);
+        let later = now + Duration::from_secs(3);
+        let (pool, received) = arrived[7].clone().into_parts(later);
+        assert_eq!(pool, "pool-7");
+        // Durations count up to the arrival, whatever the clocks say.
+        let shifted = report(5, 20, later);
+        assert_eq!(received, Some(shifted));
+
+        let large = PoolEntry::new(&"p".repeat(253), Some(&report(2000, 50, now)), now);
+        let arrived = sent(vec![large.clone(), large.clone()]);
+        assert_eq!(arrived, [large.clone(), large]);
+        assert!(arrived[0].members.len() > 100);
+        let gone = PoolEntry::new("pool-7", None, now).into_parts(now);
+        assert_eq!(gone, ("pool-7".to_owned(), None));
+    }
 
     #[test]
     fn the_longest_message_fits_into_a_line_and_returns_unchanged() {
