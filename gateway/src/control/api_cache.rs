@@ -6,8 +6,10 @@
 //! 4. The connection ends when the node is rejected, when another rule applies, when the node has too many newer connections, or
 //!    when the gateway drains. Watches then end in order, as the API server ends them, and lists get a short time to finish.
 //!
-//! `leaders` selects the edge of each pool that reads here for all other members.
+//! `leaders` selects the edge of each pool that reads here for all other members, together with the other gateways
+//! (`leader_naming`).
 
+mod leader_naming;
 mod leader_policy;
 pub mod leaders;
 
@@ -126,7 +128,7 @@ impl ApiCacheServer {
         &self.watch_cache
     }
 
-    /// Returns the leader of each pool.
+    /// Returns the leader of each pool that has an edge here.
     pub(super) fn leaders(&self) -> std::collections::BTreeMap<String, NodeName> {
         self.leaders.get()
     }

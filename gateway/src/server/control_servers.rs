@@ -88,7 +88,7 @@ impl ControlServers {
         tokens: &EndTokens,
     ) {
         let pool_tasks = (&self.tunnel_listener, parts);
-        spawn_pool_tasks(pool_tasks, (tasks, runtime), &tokens.accept);
+        spawn_pool_tasks(pool_tasks, (tasks, runtime), tokens);
         let admission = self.tunnel_listener.run(
             self.tunnel_socket,
             (tokens.accept.clone(), tokens.drain.clone()),
@@ -118,16 +118,19 @@ impl ControlServers {
     }
 }
 
-/// Starts the tasks that send messages to members of node pools until `stop`.
+/// Starts the tasks that send messages to members of node pools until no tunnels are accepted any more.
 fn spawn_pool_tasks(
     (tunnel_listener, parts): (&TunnelListener, &Reloadable),
     (tasks, runtime): (&TaskGroup, &Handle),
-    stop: &CancellationToken,
+    tokens: &EndTokens,
 ) {
-    let registry = &tunnel_listener.registry;
+    let (registry, stop) = (&tunnel_listener.registry, &tokens.accept);
     if let Some(api_cache) = &tunnel_listener.api_cache {
         let nodes = &parts.authority.node_sync.nodes;
-        let leaders = LeaderAssigner::new(api_cache, registry, nodes).run(stop.clone());
+        let has_peers = tunnel_listener.peer_streams.is_some();
+        let instance = has_peers.then(|| tunnel_listener.instance.clone());
+        let leaders = LeaderAssigner::new(api_cache, (registry, instance), nodes);
+        let leaders = leaders.run(stop.clone(), tokens.close.clone());
         tasks.spawn_on(runtime, info_span!("leaders"), leaders);
     }
     if let Some(heartbeats) = tunnel_listener.heartbeats.clone() {

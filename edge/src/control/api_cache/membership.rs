@@ -1,7 +1,7 @@
 //! Members of this node's pool, as a gateway announced them last. They are saved on the disk for a start without any gateway.
 //!
-//! Gateways may name different leaders. The announcement that counts is that of the gateway process whose random instance
-//! name sorts first. Each edge with tunnels to all gateways selects the same one, so that a pool has one leader. Two nodes
+//! Gateways that are not connected to each other may name different leaders. The announcement that counts is that of the
+//! gateway process whose random instance name sorts first. Each edge with tunnels to all gateways selects the same one, so that a pool has one leader. Two nodes
 //! that follow each other would otherwise switch back and forth for ever. Without any gateway the last announcement stays
 //! valid.
 

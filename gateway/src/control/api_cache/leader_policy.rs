@@ -5,10 +5,15 @@
 //! cause of the silence. `candidates_to_probe` selects the candidates to probe in time. Of several candidates, the one with the
 //! fewest streams leads, among those that have been connected for a while.
 
-use crate::state::{TunnelInfo, advertised::SharedCell};
+use crate::state::{
+    TunnelInfo,
+    advertised::SharedCell,
+    pool_reports::{PeerPool, ReportedCandidate},
+};
 use causeway_certs::NodeName;
 use causeway_tunnel::{Tunnel, control_stream::YurtHubAddr};
 use std::{collections::BTreeMap, time::Duration};
+use tokio::time::Instant;
 
 /// Time after which a connected edge is likely to stay.
 const STEADY_AFTER: Duration = Duration::from_secs(10);
@@ -18,9 +23,11 @@ const STEADY_AFTER: Duration = Duration::from_secs(10);
 const UNANSWERED_LIMIT: Duration = Duration::from_millis(2_500);
 /// Time without an answer from the leader, after which other candidates are probed.
 const PROBE_CANDIDATES_AFTER: Duration = Duration::from_secs(1);
+/// Change of the number of streams that is too small for a report to peers.
+const MIN_STREAMS_CHANGE: usize = 8;
 
 /// Edge that may lead.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate<'a> {
     node: &'a NodeName,
     /// Time since the edge connected.
@@ -52,13 +59,94 @@ impl<'a> Candidate<'a> {
         }
     }
 
+    /// Returns the candidate that a peer has reported. While the peer does not answer, its candidates do not either.
+    fn from_report(
+        (node, reported): (&'a NodeName, &ReportedCandidate),
+        peer: &PeerPool,
+        now: Instant,
+    ) -> Self {
+        let elapsed = |at| now.saturating_duration_since(at);
+        let unanswered_for = reported.unanswered_since.map(elapsed);
+        let silent_for = if reported.is_heard {
+            Duration::ZERO
+        } else {
+            Duration::MAX
+        };
+        Self {
+            node,
+            connected_for: elapsed(reported.connected_since),
+            streams: reported.streams,
+            is_late: reported.is_late || peer.unanswered_for.is_some(),
+            unanswered_for: unanswered_for.max(peer.unanswered_for).unwrap_or_default(),
+            silent_for: peer.unanswered_for.map_or(silent_for, |_| Duration::MAX),
+        }
+    }
+
+    /// Returns the state that peers receive. A small change since the previous report is left out.
+    pub(super) fn report(
+        &self,
+        connected_since: Instant,
+        leading: Option<&Self>,
+        (previous, now): (Option<&ReportedCandidate>, Instant),
+    ) -> ReportedCandidate {
+        let is_unanswered = self.unanswered_for >= PROBE_CANDIDATES_AFTER;
+        let unanswered_since = previous
+            .and_then(|one| one.unanswered_since)
+            .or_else(|| now.checked_sub(self.unanswered_for));
+        let is_similar = |reported: &usize| {
+            let limit =
+                |streams: usize| streams.saturating_mul(2).saturating_add(MIN_STREAMS_CHANGE);
+            self.streams <= limit(*reported) && *reported <= limit(self.streams)
+        };
+        let reported_streams = previous.map(|one| one.streams).filter(is_similar);
+        ReportedCandidate {
+            connected_since,
+            streams: reported_streams.unwrap_or(self.streams),
+            unanswered_since: unanswered_since.filter(|_| is_unanswered),
+            is_late: self.is_late,
+            is_heard: leading.is_some_and(|leading| self.is_heard_since(leading)),
+        }
+    }
+
+    /// Adds the state of the same edge at another gateway. The better values count.
+    fn merge(&mut self, other: &Self) {
+        self.connected_for = self.connected_for.max(other.connected_for);
+        self.streams = self.streams.saturating_add(other.streams);
+        self.is_late &= other.is_late;
+        self.unanswered_for = self.unanswered_for.min(other.unanswered_for);
+        self.silent_for = self.silent_for.min(other.silent_for);
+    }
+
+    pub(super) fn node(&self) -> &'a NodeName {
+        self.node
+    }
+
     /// Whether data arrived from the edge since this leader was probed.
     fn is_heard_since(&self, leading: &Candidate<'_>) -> bool {
         self.silent_for < leading.unanswered_for
     }
 }
 
-fn find_leader<'a, 'b>(
+/// Returns the candidates of this gateway and of its peers by node.
+pub(super) fn merge_candidates<'a>(
+    own: &[Candidate<'a>],
+    peers: &'a [PeerPool],
+    now: Instant,
+) -> Vec<Candidate<'a>> {
+    let own = own.iter().map(|one| (one.node, *one));
+    let mut all: BTreeMap<&NodeName, Candidate<'a>> = own.collect();
+    for peer in peers {
+        for reported in peer.report.candidates() {
+            let candidate = Candidate::from_report(reported, peer, now);
+            all.entry(candidate.node)
+                .and_modify(|known| known.merge(&candidate))
+                .or_insert(candidate);
+        }
+    }
+    all.into_values().collect()
+}
+
+pub(super) fn find_leader<'a, 'b>(
     current: Option<&NodeName>,
     candidates: &'b [Candidate<'a>],
 ) -> Option<&'b Candidate<'a>> {

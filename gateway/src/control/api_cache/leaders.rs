@@ -1,11 +1,15 @@
-//! Leader assignment: selects the edge of each pool that reads at the gateway, and announces the pool's members to its edges.
+//! Leader assignment: selects the edge of each pool that reads at a gateway, and announces the pool's members to its edges.
 //!
 //! Every second, and when an edge connects or a node changes:
 //! 1. edges with an API cache are grouped by their confirmed pools;
-//! 2. each pool gets one of its candidates as leader: a leader remains while it is connected and answers;
-//! 3. each tunnel receives each change once. A change of the leader is announced at once. The leader receives each change of
+//! 2. each pool gets one of its candidates as leader: a leader remains while it is connected and answers (`leader_policy`).
+//!    Gateways that are connected to each other name the same leader (`leader_naming`);
+//! 3. each peer receives the members and candidates that are connected here, and the leader, when they change;
+//! 4. each tunnel receives each change once. A change of the leader is announced at once. The leader receives each change of
 //!    members at once as well, since members connect to it next. Other members receive changes of members in batches, because the
 //!    edges of a site reconnect one by one after an outage.
+//!
+//! A change that a peer reports causes a check of its pool alone.
 //!
 //! A node that was connected and has lost its uplink remains a member: it reads from another member. It does not lead a pool.
 //!
@@ -13,10 +17,12 @@
 
 use super::{
     ApiCacheServer,
+    leader_naming::{LeaderNaming, NamingInput},
     leader_policy::{self, Candidate, ConnectedReader},
 };
 use crate::state::{
     NodePoolEndpoints, Nodes, NodesWriter, Registry, TunnelId, TunnelInfo, YurtHubEndpoints,
+    pool_reports::{NamedLeader, PeerPool, PoolReport, PoolReports, ReportedMember},
 };
 use causeway_certs::NodeName;
 use causeway_config::host_port;
@@ -26,12 +32,12 @@ use causeway_tunnel::{
     wire::MAX_MESSAGE,
 };
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     convert::Infallible,
     sync::Arc,
     time::Duration,
 };
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 /// Bytes that a message needs beside names and addresses, per member and for the whole message.
@@ -55,6 +61,29 @@ struct LastAnnouncement {
     at: Instant,
 }
 
+/// Reason for a check before its time.
+enum EarlyCheck {
+    /// Nodes have changed.
+    Nodes,
+    /// An edge has connected.
+    Edges,
+    /// Peers have reported changes.
+    Peers,
+}
+
+/// Results of a check, for other components.
+#[derive(Default)]
+struct CheckResults {
+    leaders: BTreeMap<String, NodeName>,
+    yurthub_endpoints: YurtHubEndpoints,
+    reports: PoolReports,
+}
+
+/// Connected nodes by pool.
+type ReadersByPool<'a> = BTreeMap<Option<&'a str>, Vec<&'a ConnectedReader>>;
+/// Addresses of the members of a pool.
+type MemberAddresses<'a> = BTreeMap<&'a NodeName, &'a [String]>;
+
 /// Assigns leaders and announces them to edges.
 pub(crate) struct LeaderAssigner {
     api_cache: ApiCacheServer,
@@ -66,12 +95,27 @@ pub(crate) struct LeaderAssigner {
     last_by_pool: HashMap<Option<String>, LastAnnouncement>,
     /// Last announcement to each tunnel.
     last_by_tunnel: HashMap<TunnelId, LastAnnouncement>,
-    /// Addresses at which each node that has been connected serves other members.
+    /// Addresses at which each node that has been connected serves other members, here or at a peer.
     known_addresses: BTreeMap<NodeName, Vec<String>>,
+    /// Members that were connected earlier, and are not connected here.
+    disconnected: BTreeMap<Option<String>, Vec<NodePoolMember>>,
+    /// Nodes of each pool that were connected here at the last check of all pools.
+    nodes_by_pool: BTreeMap<String, Vec<NodeName>>,
+    /// Leader of each pool with an edge here.
+    naming: BTreeMap<String, LeaderNaming>,
+    /// Identifier of this process, if the gateway has peers.
+    instance: Option<Arc<str>>,
+    /// Whether this gateway drains. It then only reports to its peers.
+    is_draining: bool,
 }
 
 impl LeaderAssigner {
-    pub(crate) fn new(reading: &ApiCacheServer, registry: &Registry, nodes: &NodesWriter) -> Self {
+    /// Returns an assigner. `instance` is the identifier of this process, if it has peers.
+    pub(crate) fn new(
+        reading: &ApiCacheServer,
+        (registry, instance): (&Registry, Option<Arc<str>>),
+        nodes: &NodesWriter,
+    ) -> Self {
         Self {
             api_cache: reading.clone(),
             registry: registry.clone(),
@@ -80,91 +124,181 @@ impl LeaderAssigner {
             last_by_pool: HashMap::new(),
             last_by_tunnel: HashMap::new(),
             known_addresses: BTreeMap::new(),
+            disconnected: BTreeMap::new(),
+            nodes_by_pool: BTreeMap::new(),
+            naming: BTreeMap::new(),
+            instance,
+            is_draining: false,
         }
     }
 
-    /// Runs until `stop`. A draining gateway assigns no leaders, because its edges move to other gateways.
-    pub(crate) async fn run(self, stop: CancellationToken) {
-        stop.run_until_cancelled(self.run_checks()).await;
+    /// Runs until `drain`, and then only reports to peers until `close`. A draining gateway assigns no leaders, because its edges
+    /// move to other gateways. These have to know meanwhile which of the edges are still here.
+    pub(crate) async fn run(mut self, drain: CancellationToken, close: CancellationToken) {
+        drain.run_until_cancelled(self.run_checks()).await;
+        self.is_draining = true;
+        if self.instance.is_some() {
+            close.run_until_cancelled(self.run_checks()).await;
+        }
     }
 
-    async fn run_checks(mut self) -> Infallible {
+    async fn run_checks(&mut self) -> Infallible {
         let mut nodes = self.nodes.subscribe();
         let leaders_changed = self.api_cache.leaders_changed.clone();
+        let exchange = self.registry.directory().pool_exchange().clone();
+        let mut next_check = Instant::now() + CHECK_INTERVAL;
         loop {
             // Each event only causes an earlier check.
             let early_check = async {
                 tokio::select! {
-                    changed = nodes.changed() => changed.is_ok(),
-                    () = leaders_changed.notified() => false,
+                    changed = nodes.changed() => changed.map_or(EarlyCheck::Edges, |()| EarlyCheck::Nodes),
+                    () = leaders_changed.notified() => EarlyCheck::Edges,
+                    () = exchange.changed() => EarlyCheck::Peers,
                 }
             };
-            if timeout(CHECK_INTERVAL, early_check).await.unwrap_or(false) {
+            let event = timeout_at(next_check, early_check).await;
+            if matches!(event, Ok(EarlyCheck::Nodes)) {
                 self.api_cache.close_rejected(|_, _| None);
             }
-            self.check(Instant::now());
+            let (now, changed) = (Instant::now(), exchange.take_changed());
+            if matches!(event, Ok(EarlyCheck::Peers)) && now < next_check {
+                self.check_pools_of_peers(&changed, now);
+            } else {
+                self.check(now);
+                next_check = Instant::now() + CHECK_PAUSE + CHECK_INTERVAL;
+            }
             sleep(CHECK_PAUSE).await;
         }
     }
 
+    /// Checks all pools.
     fn check(&mut self, now: Instant) {
-        let readers = collect_readers(&self.registry, &self.nodes.reader());
+        let nodes = self.nodes.reader();
+        let readers = collect_readers(self.registry.all(), &nodes);
         self.update_connected_since(&readers, now);
-        let disconnected = self.disconnected_members(&readers);
-        let mut pools: BTreeMap<Option<&str>, Vec<&ConnectedReader>> = BTreeMap::new();
-        for reader in &readers {
-            pools
-                .entry(reader.pool.as_deref())
-                .or_default()
-                .push(reader);
+        let pools = group_by_pool(&readers);
+        self.disconnected = self.disconnected_members(&readers);
+        self.last_by_pool
+            .retain(|pool, _| pools.contains_key(&pool.as_deref()));
+        self.naming
+            .retain(|pool, _| pools.contains_key(&Some(pool.as_str())));
+        let connected = pools.iter().filter_map(|(pool, readers)| {
+            let nodes = readers.iter().map(|here| here.node.clone());
+            Some(((*pool)?.to_owned(), nodes.collect()))
+        });
+        self.nodes_by_pool = connected.collect();
+        self.check_pools(pools, CheckResults::default(), now);
+    }
+
+    /// Checks the pools about which peers have reported changes, as far as they have edges here.
+    fn check_pools_of_peers(&mut self, changed: &BTreeSet<String>, now: Instant) {
+        let nodes = changed
+            .iter()
+            .filter_map(|pool| self.nodes_by_pool.get(pool));
+        let tunnels = nodes.flatten().flat_map(|node| {
+            let (tunnels, _) = self.registry.node_tunnels(node);
+            tunnels.into_iter().map(|edge| (node.clone(), edge))
+        });
+        let readers = collect_readers(tunnels, &self.nodes.reader());
+        let mut pools = group_by_pool(&readers);
+        // A node may have changed its pool since the last check of all pools.
+        pools.retain(|pool, _| pool.is_some_and(|pool| changed.contains(pool)));
+        if pools.is_empty() {
+            return;
         }
-        let previous_leaders = self.api_cache.leaders.get();
-        let mut led = BTreeMap::new();
-        let mut announcements = HashMap::new();
-        let mut yurthub_endpoints = YurtHubEndpoints::new();
-        for (pool, pool_readers) in pools {
-            let leader = pool
-                .and_then(|pool| self.elect_leader(previous_leaders.get(pool), &pool_readers, now));
-            if let (Some(pool), Some(leader)) = (pool, leader) {
-                led.insert(pool.to_owned(), leader.clone());
-            }
-            let disconnected_members = disconnected
-                .get(&pool.map(str::to_owned))
-                .map_or(&[][..], Vec::as_slice);
-            if let Some(pool) = pool
-                && let Some(pool_endpoints) = self.pool_endpoints(pool, leader, &pool_readers)
-            {
-                yurthub_endpoints.insert(pool.to_owned(), pool_endpoints);
-            }
-            let pool = pool.map(str::to_owned);
-            let next = LastAnnouncement {
-                members: Arc::new(pool_members(
-                    pool.clone(),
-                    leader,
-                    (&pool_readers, disconnected_members),
-                )),
-                at: now,
-            };
-            let announcement = self.select_announcement(&next);
-            for reader in pool_readers {
-                let is_leader = Some(&reader.node) == leader;
-                self.announce(reader, if is_leader { &next } else { &announcement }, &next);
-            }
-            announcements.insert(pool, announcement);
+        let results = CheckResults {
+            leaders: self.api_cache.leaders.get(),
+            yurthub_endpoints: self.api_cache.yurthub_endpoints.borrow().clone(),
+            reports: self.registry.directory().pool_exchange().own(),
+        };
+        self.check_pools(pools, results, now);
+    }
+
+    /// Checks pools, and replaces the earlier results for them.
+    fn check_pools(&mut self, pools: ReadersByPool<'_>, mut results: CheckResults, now: Instant) {
+        for (pool, readers) in pools {
+            self.check_pool(pool, &readers, &mut results, now);
         }
-        self.last_by_pool = announcements;
+        if self.instance.is_some() {
+            let exchange = self.registry.directory().pool_exchange();
+            exchange.publish(results.reports);
+        }
+        if self.is_draining {
+            return;
+        }
         self.api_cache
             .yurthub_endpoints
             .send_if_modified(|current| {
-                let has_changed = *current != yurthub_endpoints;
-                *current = yurthub_endpoints;
+                let has_changed = *current != results.yurthub_endpoints;
+                *current = results.yurthub_endpoints;
                 has_changed
             });
-        self.api_cache.metrics.set_leaders(led.len());
-        if led != previous_leaders {
-            tracing::debug!(?led, "pool leaders changed");
-            self.api_cache.leaders.replace(led);
+        let led_here = results
+            .leaders
+            .values()
+            .filter(|leader| self.registry.has_tunnel(leader));
+        self.api_cache.metrics.set_leaders(led_here.count());
+        if results.leaders != self.api_cache.leaders.get() {
+            tracing::debug!(leaders = ?results.leaders, "pool leaders changed");
+            self.api_cache.leaders.replace(results.leaders);
         }
+    }
+
+    fn check_pool(
+        &mut self,
+        pool: Option<&str>,
+        readers: &[&ConnectedReader],
+        results: &mut CheckResults,
+        now: Instant,
+    ) {
+        let peers = pool.map_or_else(Vec::new, |pool| self.peer_pools(pool));
+        let leader = pool
+            .and_then(|pool| self.name_leader(pool, (readers, &peers), &mut results.reports, now));
+        if self.is_draining {
+            return;
+        }
+        if let Some(pool) = pool {
+            self.remember_members(pool, &peers);
+            match &leader {
+                Some(leader) => results.leaders.insert(pool.to_owned(), leader.clone()),
+                None => results.leaders.remove(pool),
+            };
+            match self.pool_endpoints(pool, leader.as_ref(), readers) {
+                Some(endpoints) => results.yurthub_endpoints.insert(pool.to_owned(), endpoints),
+                None => results.yurthub_endpoints.remove(pool),
+            };
+        }
+        let pool = pool.map(str::to_owned);
+        let disconnected = self.disconnected.get(&pool).map_or(&[][..], Vec::as_slice);
+        let connected = member_addresses(readers, &peers);
+        let next = LastAnnouncement {
+            members: Arc::new(pool_members(
+                pool.clone(),
+                leader.as_ref(),
+                (&connected, disconnected),
+            )),
+            at: now,
+        };
+        let announcement = self.select_announcement(&next);
+        for reader in readers {
+            let is_leader = Some(&reader.node) == leader.as_ref();
+            self.announce(reader, if is_leader { &next } else { &announcement }, &next);
+        }
+        self.last_by_pool.insert(pool, announcement);
+    }
+
+    /// Returns the reports of peers about a pool, without nodes that are revoked here.
+    fn peer_pools(&self, pool: &str) -> Vec<PeerPool> {
+        let nodes = self.nodes.reader();
+        let is_revoked = |member: &ReportedMember| nodes.revocation_reason(&member.node).is_some();
+        let mut peers = self.registry.directory().pool_reports(pool);
+        for peer in &mut peers {
+            if peer.report.members.iter().any(is_revoked) {
+                let report = Arc::make_mut(&mut peer.report);
+                report.members.retain(|member| !is_revoked(member));
+            }
+        }
+        peers
     }
 
     /// Updates the time at which each process connected, and removes nodes and tunnels that are no longer connected.
@@ -182,16 +316,51 @@ impl LeaderAssigner {
         self.last_by_tunnel.retain(|id, _| ids.contains(id));
     }
 
-    fn elect_leader<'a>(
+    /// Names the leader of a pool together with the peers, and updates the report that they receive.
+    fn name_leader(
+        &mut self,
+        pool: &str,
+        (readers, peers): (&[&ConnectedReader], &[PeerPool]),
+        reports: &mut PoolReports,
+        now: Instant,
+    ) -> Option<NodeName> {
+        let mut naming = self.naming.remove(pool).unwrap_or_default();
+        let current = naming.leader().map(|leader| leader.node.clone());
+        let own = self.own_candidates(current.as_ref(), readers, now);
+        let candidates = leader_policy::merge_candidates(&own, peers, now);
+        let to_probe = leader_policy::candidates_to_probe(current.as_ref(), &candidates);
+        let probed_readers = readers.iter().filter(|here| to_probe.contains(&&here.node));
+        probed_readers
+            .flat_map(|here| here.active_tunnels())
+            .for_each(Tunnel::request_probe);
+        let input = NamingInput {
+            pool,
+            instance: self.instance.as_deref(),
+            may_name: !own.is_empty() && !self.is_draining,
+            has_peers: !self.registry.directory().peers().is_empty(),
+            candidates: &candidates,
+            peers,
+        };
+        let leader = naming.update(&input, now).cloned();
+        if self.instance.is_some() {
+            let candidates = (own.as_slice(), candidates.as_slice());
+            self.update_report(pool, (readers, candidates), (leader.clone(), reports), now);
+        }
+        self.naming.insert(pool.to_owned(), naming);
+        Some(leader?.node)
+    }
+
+    /// Returns the candidates that are connected here.
+    fn own_candidates<'a>(
         &self,
         current: Option<&NodeName>,
-        pool_readers: &[&'a ConnectedReader],
+        readers: &[&'a ConnectedReader],
         now: Instant,
-    ) -> Option<&'a NodeName> {
+    ) -> Vec<Candidate<'a>> {
         // The current leader stays, suspect or not, until another candidate has answered.
         let is_current_leader =
             |here: &ConnectedReader| Some(&here.node) == current && here.serves_members();
-        let eligible = pool_readers
+        let eligible = readers
             .iter()
             .filter(|here| here.can_lead() || is_current_leader(here));
         let candidates = eligible.map(|here| {
@@ -201,15 +370,47 @@ impl LeaderAssigner {
                 since.map_or(Duration::ZERO, |(_, since)| now - *since),
             )
         });
-        let candidates: Vec<_> = candidates.collect();
-        let to_probe = leader_policy::candidates_to_probe(current, &candidates);
-        let probed_readers = pool_readers
-            .iter()
-            .filter(|here| to_probe.contains(&&here.node));
-        probed_readers
-            .flat_map(|here| here.active_tunnels())
-            .for_each(Tunnel::request_probe);
-        leader_policy::elect(current, &candidates)
+        candidates.collect()
+    }
+
+    /// Replaces the report about a pool, unless it is unchanged.
+    fn update_report(
+        &self,
+        pool: &str,
+        (readers, (own, all)): (&[&ConnectedReader], (&[Candidate<'_>], &[Candidate<'_>])),
+        (leader, reports): (Option<NamedLeader>, &mut PoolReports),
+        now: Instant,
+    ) {
+        let previous = self.registry.directory().pool_exchange().own_report(pool);
+        let previous_candidates = previous.iter().flat_map(|report| report.candidates());
+        let previous_candidates: HashMap<_, _> = previous_candidates.collect();
+        let own: HashMap<_, _> = own.iter().map(|one| (one.node(), one)).collect();
+        let leader_node = leader.as_ref().map(|leader| &leader.node);
+        let leading = leader_policy::find_leader(leader_node, all);
+        let serving = readers.iter().filter(|here| here.serves_members());
+        let members = serving.map(|here| {
+            let candidate = own.get(&here.node);
+            let since = self.connected_since.get(&here.node);
+            let since = since.map_or(now, |(_, since)| *since);
+            ReportedMember {
+                node: here.node.clone(),
+                at: here.addresses.clone(),
+                candidate: candidate.map(|one| {
+                    let previous = previous_candidates.get(&here.node).copied();
+                    one.report(since, leading, (previous, now))
+                }),
+            }
+        });
+        let mut members: Vec<_> = members.collect();
+        members.sort_by_key(|member| Some(&member.node) != leader_node);
+        let report = PoolReport {
+            leader: leader.clone(),
+            members,
+        };
+        // An unchanged report stays the same object, so that it is not sent again.
+        let unchanged = previous.clone().filter(|previous| **previous == report);
+        let report = unchanged.unwrap_or_else(|| Arc::new(report));
+        reports.insert(pool.to_owned(), report);
     }
 
     /// Returns the endpoints for `YurtHub`s of this pool: the leader's first, then those of other nodes that serve `YurtHub`s.
@@ -250,9 +451,29 @@ impl LeaderAssigner {
         next.clone()
     }
 
-    /// Returns, by pool, the nodes that were connected earlier and are not now, and that are neither removed nor revoked. A node
-    /// with delegated heartbeats counts too: it may have been connected to this gateway before its restart, and members must
-    /// admit it.
+    /// Stores the addresses of members at peers, which may lose their uplinks. Until then they are listed as connected members.
+    fn remember_members(&mut self, pool: &str, peers: &[PeerPool]) {
+        let nodes = self.nodes.reader();
+        for member in peers.iter().flat_map(|peer| &peer.report.members) {
+            let known = self.known_addresses.get(&member.node);
+            let is_connected_here = self.connected_since.contains_key(&member.node);
+            if is_connected_here || known == Some(&member.at) || nodes.get(&member.node).is_none() {
+                continue;
+            }
+            let disconnected = self.disconnected.entry(Some(pool.to_owned())).or_default();
+            disconnected.retain(|known| known.node != member.node.as_str());
+            disconnected.push(NodePoolMember {
+                node: member.node.to_string(),
+                at: member.at.clone(),
+            });
+            self.known_addresses
+                .insert(member.node.clone(), member.at.clone());
+        }
+    }
+
+    /// Returns, by pool, the nodes that were connected earlier and are not connected here now, and that are neither removed nor
+    /// revoked. A node with delegated heartbeats counts too: it may have been connected to this gateway before its restart, and
+    /// members must admit it.
     fn disconnected_members(
         &mut self,
         readers: &[ConnectedReader],
@@ -327,10 +548,23 @@ impl LeaderAssigner {
     }
 }
 
-/// Returns all nodes with an API cache, in the order of their names.
-fn collect_readers(registry: &Registry, nodes: &Nodes) -> Vec<ConnectedReader> {
+/// Groups nodes by their confirmed pools.
+fn group_by_pool(readers: &[ConnectedReader]) -> ReadersByPool<'_> {
+    let mut pools = ReadersByPool::new();
+    for reader in readers {
+        let pool = pools.entry(reader.pool.as_deref()).or_default();
+        pool.push(reader);
+    }
+    pools
+}
+
+/// Returns the nodes with an API cache that have these tunnels, in the order of their names.
+fn collect_readers(
+    tunnels: impl IntoIterator<Item = (NodeName, TunnelInfo)>,
+    nodes: &Nodes,
+) -> Vec<ConnectedReader> {
     let mut all: BTreeMap<NodeName, Vec<TunnelInfo>> = BTreeMap::new();
-    for (node, edge) in registry.all() {
+    for (node, edge) in tunnels {
         if !edge.is_leaving() && edge.tunnel.hello.site.is_some() {
             all.entry(node).or_default().push(edge);
         }
@@ -354,25 +588,43 @@ fn collect_readers(registry: &Registry, nodes: &Nodes) -> Vec<ConnectedReader> {
     all.into_iter().filter_map(to_reader).collect()
 }
 
+/// Returns the members that are connected here or at a peer.
+fn member_addresses<'a>(
+    readers: &[&'a ConnectedReader],
+    peers: &'a [PeerPool],
+) -> MemberAddresses<'a> {
+    let elsewhere = peers.iter().flat_map(|peer| &peer.report.members);
+    let elsewhere = elsewhere.map(|member| (&member.node, member.at.as_slice()));
+    let serving = readers.iter().filter(|here| here.serves_members());
+    let here = serving.map(|here| (&here.node, here.addresses.as_slice()));
+    // The last one counts: the addresses that are known here.
+    elsewhere.chain(here).collect()
+}
+
 /// Returns the announcement to a pool. The leader comes first, so that it always fits. The other members follow by name, and then
 /// members that are not connected.
-pub(super) fn pool_members(
+fn pool_members(
     pool: Option<String>,
     leader: Option<&NodeName>,
-    (readers, disconnected): (&[&ConnectedReader], &[NodePoolMember]),
+    (connected, disconnected): (&MemberAddresses<'_>, &[NodePoolMember]),
 ) -> NodePoolMembers {
     if pool.is_none() {
         return NodePoolMembers::default();
     }
-    let is_leader = |here: &&&ConnectedReader| Some(&here.node) == leader;
-    let serving_readers = || readers.iter().filter(|here| here.serves_members());
-    let others = serving_readers().filter(|here| !is_leader(here));
-    let ordered = serving_readers().filter(is_leader).chain(others);
+    let leader = leader.map(ToString::to_string);
+    let known = connected.iter().map(|(node, at)| NodePoolMember {
+        node: node.to_string(),
+        at: at.to_vec(),
+    });
+    let mut ordered: Vec<_> = known.collect();
+    let names: HashSet<_> = connected.keys().map(|node| node.as_str()).collect();
+    let absent = disconnected
+        .iter()
+        .filter(|member| !names.contains(member.node.as_str()));
+    ordered.extend(absent.cloned());
+    ordered.sort_by_key(|member| Some(&member.node) != leader.as_ref());
     let mut remaining = members_budget();
-    let ordered = ordered
-        .map(|here| pool_member(here))
-        .chain(disconnected.iter().cloned());
-    let fitting_members = ordered.take_while(|member| {
+    let fitting_members = ordered.into_iter().take_while(|member| {
         let size = max_member_size(member);
         let fits = size <= remaining;
         remaining = remaining.saturating_sub(size);
@@ -380,16 +632,13 @@ pub(super) fn pool_members(
     });
     NodePoolMembers {
         members: fitting_members.take(NodePoolMembers::MAX_MEMBERS).collect(),
-        leader: leader.map(ToString::to_string),
+        leader,
         pool,
     }
 }
 
 /// Returns the announcement, extended by the receiving edge itself if that edge is a member.
-pub(super) fn with_own_member(
-    members: &NodePoolMembers,
-    reader: &ConnectedReader,
-) -> NodePoolMembers {
+fn with_own_member(members: &NodePoolMembers, reader: &ConnectedReader) -> NodePoolMembers {
     let mut announcement = members.clone();
     let is_listed = announcement
         .members

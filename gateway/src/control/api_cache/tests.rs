@@ -7,7 +7,11 @@ use crate::{
         FakeEdge, LONG, welcome,
         world::{World, name},
     },
-    state::Node,
+    state::{
+        Node,
+        directory::Peer,
+        pool_reports::{NamedLeader, PoolReport, ReportedCandidate, ReportedMember},
+    },
 };
 use axum::body::Bytes;
 use causeway_certs::{EdgeIdentity, verify};
@@ -23,7 +27,7 @@ use hyper::{Request as Asked, body::Incoming, client::conn::http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use serde_json::Value;
 use std::time::Duration;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tracing::info_span;
 
 const SERVICES: &str = "/api/v1/services";
@@ -332,6 +336,98 @@ async fn one_pool_leader_stays_until_lost_and_members_get_changes() {
     assert!(leads_north(&world, "edge-2"));
 }
 
+/// Lets time pass for timers, while sockets go on.
+async fn advance(time: Duration) {
+    tokio::time::pause();
+    tokio::time::advance(time).await;
+    tokio::time::resume();
+}
+
+/// Returns a peer that has reported these members of the pool, and the first one as the leader for a minute.
+fn peer_of_north(world: &World, members: &[u8]) -> Arc<Peer> {
+    let since = Instant::now() - Duration::from_mins(1);
+    let node = |nth: u8| name(&format!("edge-{nth}"));
+    let leader = node(members[0]);
+    let members = members.iter().map(|nth| ReportedMember {
+        node: node(*nth),
+        at: vec![format!("10.0.0.{nth}:10271")],
+        candidate: Some(ReportedCandidate {
+            connected_since: since,
+            streams: 0,
+            unanswered_since: None,
+            is_late: false,
+            is_heard: false,
+        }),
+    });
+    let report = PoolReport {
+        leader: Some(NamedLeader {
+            node: leader,
+            since,
+            lost_at: None,
+        }),
+        members: members.collect(),
+    };
+    // Any tunnel that answers serves as its control connection.
+    let control = world
+        .registry
+        .select_tunnel(&name("edge-1"))
+        .unwrap()
+        .tunnel;
+    let identity = ("peer".to_owned(), "1".to_owned());
+    let peer = Arc::new(Peer::new("peer.test:1", identity, control, 1));
+    peer.set_pool("north".to_owned(), Some(report));
+    peer
+}
+
+#[tokio::test]
+async fn edges_learn_members_and_leader_of_other_gateways() {
+    let world = World::read(&ApiCache::default());
+    for node in ["edge-1", "edge-2", "edge-3", "edge-4"] {
+        is_of_north(&world, node);
+    }
+    world.nodes.replace_revoked([name("edge-3")].into());
+    let expected = |leader: u8, members: &[u8]| {
+        let members = members.iter().map(|nth| NodePoolMember {
+            node: format!("edge-{nth}"),
+            at: vec![format!("10.0.0.{nth}:10271")],
+        });
+        NodePoolMembers {
+            pool: Some("north".to_owned()),
+            leader: Some(format!("edge-{leader}")),
+            members: members.collect(),
+        }
+    };
+    let (mut edge, text) = member(&world, "edge-1", "10.0.0.1:10271").await;
+    assert_eq!(text, expected(1, &[1]));
+    let directory = world.registry.directory();
+    let peer = peer_of_north(&world, &[2, 3, 4]);
+    assert!(directory.add(&peer));
+    // The peer's leader has led for longer. A node that is revoked here is no member.
+    assert_eq!(told(&mut edge).await, expected(2, &[2, 1, 4]));
+    let own = directory.pool_exchange().own_report("north").unwrap();
+    let nodes = own.members.iter().map(|member| member.node.clone());
+    assert_eq!(nodes.collect::<Vec<_>>(), [name("edge-1")]);
+    world.until(|world| leads_north(world, "edge-2")).await;
+    assert!(world.counted("api_cache_leaders 0"), "it leads elsewhere");
+    // The leader may be moving here. Edges that have lost their gateway remain members.
+    assert!(directory.remove(&peer));
+    advance(Duration::from_secs(1)).await;
+    let is_lost = |world: &World| {
+        let exchange = world.registry.directory().pool_exchange();
+        let leader = exchange
+            .own_report("north")
+            .and_then(|report| report.leader.clone());
+        leader.is_some_and(|leader| leader.lost_at.is_some())
+    };
+    world.until(is_lost).await;
+    assert!(leads_north(&world, "edge-2"));
+    advance(Duration::from_secs(4)).await;
+    assert_eq!(told(&mut edge).await, expected(1, &[1, 2, 4]));
+    world
+        .until(|world| world.counted("api_cache_leaders 1"))
+        .await;
+}
+
 #[tokio::test]
 async fn a_silent_leader_stays_until_another_node_was_heard() {
     let world = World::read(&ApiCache::default());
@@ -350,9 +446,7 @@ async fn a_silent_leader_stays_until_another_node_was_heard() {
     world.until(|_| !other.unanswered_for().is_zero()).await;
     world.until(|_| leading.is_suspect()).await;
     // Longer than the interval between two checks.
-    tokio::time::pause();
-    tokio::time::advance(Duration::from_millis(1_200)).await;
-    tokio::time::resume();
+    advance(Duration::from_millis(1_200)).await;
     assert!(leads_north(&world, "edge-1"));
     second.hushed.send_replace(false);
     world.until(|world| leads_north(world, "edge-2")).await;

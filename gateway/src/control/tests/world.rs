@@ -106,7 +106,10 @@ fn pool_tasks(
     heartbeats: &HeartbeatVerifier,
     (registry, stop): (&Registry, &CancellationToken),
 ) {
-    tasks.spawn(info_span!("leaders"), leaders.run(stop.clone()));
+    tasks.spawn(
+        info_span!("leaders"),
+        leaders.run(stop.clone(), stop.clone()),
+    );
     let nonces = heartbeats.clone().run(registry.clone(), stop.clone());
     tasks.spawn(info_span!("heartbeats"), nonces);
 }
@@ -240,7 +243,7 @@ impl World {
         let (running, address) = serve(admission, stop.clone());
         tasks.spawn(info_span!("gateway"), running);
         if let Some(reading) = &reading {
-            let leaders = LeaderAssigner::new(reading, &registry, &nodes);
+            let leaders = LeaderAssigner::new(reading, (&registry, Some("gateway".into())), &nodes);
             pool_tasks(&tasks, leaders, &heartbeats, (&registry, &stop));
         }
         Self {
