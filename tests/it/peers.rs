@@ -39,7 +39,7 @@ fn free_port() -> u16 {
 }
 
 impl Fleet {
-    /// Starts gateways that have seen these nodes join.
+    /// Starts gateways that have seen these nodes of one pool join.
     async fn start(count: usize, nodes: &[&str], app: &App, further: &str) -> Self {
         let port = free_port();
         let tunnel = |number| format!("{}:{port}", address(number));
@@ -50,7 +50,10 @@ impl Fleet {
         let configuration = format!("{LISTENERS}{peers}{further}");
         let first = GatewayProcess::listening(&tunnel(0), &configuration).await;
         for node in nodes {
-            first.join(node, app.port()).await.stop().await.ok();
+            let token = first.token(&format!("--node {node} --pool north")).await;
+            let mut edge = first.edge(node, app.port()).flag("--join", token).start();
+            edge.wait_for_line("tunnel registered").await;
+            edge.stop().await.ok();
         }
         let mut sites = vec![first];
         for number in 1..count {
@@ -355,4 +358,75 @@ async fn a_pooled_connection_to_an_upstream_serves_its_own_node_alone() {
     }
     let dialled = apps.iter().map(App::connections).max().unwrap();
     assert!(dialled < 5, "{dialled} connections: none was pooled");
+}
+
+/// Returns the leader of the pool that a gateway announces.
+async fn leader_at(site: &GatewayProcess) -> Option<String> {
+    let url = format!("http://{}/api/v1/pool", site.admin);
+    let pool = Tool::curl().args([url]).run().await.ok().json();
+    pool["leaders"]["north"].as_str().map(str::to_owned)
+}
+
+/// Returns the state of the API cache of an edge.
+async fn api_cache(edge: &Process) -> Value {
+    let log = edge.written();
+    let line = log.line(|line| line.contains("edge is running")).unwrap();
+    let url = format!("http://{}/status", address_after(&line, "admin="));
+    let status = Tool::curl().args([url]).run().await.ok().json();
+    status["api_cache"].clone()
+}
+
+/// The edges of a pool are at one gateway each, so neither gateway knows both of them by itself.
+#[tokio::test]
+async fn a_pool_whose_edges_are_at_different_gateways_has_one_leader() {
+    let app = app().await;
+    let objects = tempfile::tempdir().unwrap();
+    let service = r#"{"apiVersion":"v1","kind":"Service","metadata":{"name":"web","namespace":"shop"},"spec":{}}"#;
+    fs::write(objects.path().join("web.json"), service).unwrap();
+    let further = format!("api_cache: {{ manifests: {} }}\n", objects.path().display());
+    let nodes = ["edge-1", "edge-2"];
+    let fleet = Fleet::start(2, &nodes, &app, &further).await;
+    let start = async |number: usize| {
+        let at = format!("127.0.0.1:{}", free_port());
+        let cache = format!(
+            "{{ listen: \"127.0.0.1:0\", members: {{ listen: \"{at}\", addresses: [\"{at}\"] }} }}"
+        );
+        let flags = ["--tunnels-gateways", "every", "--api-cache", &cache];
+        let to = (&app, "");
+        fleet.edge_with(&flags, nodes[number], &[number], to).await
+    };
+    let until_leader = async |node: &str| {
+        for site in &fleet.sites {
+            until(&format!("{node} leads"), async || {
+                leader_at(site).await.as_deref() == Some(node)
+            })
+            .await;
+        }
+    };
+    let first = start(0).await;
+    until("edge-1 leads", async || {
+        leader_at(&fleet.sites[0]).await.as_deref() == Some("edge-1")
+    })
+    .await;
+    let second = start(1).await;
+    until_leader("edge-1").await;
+    // It reads at the leader, whose address it has from its own gateway.
+    until("edge-2 reads at edge-1", async || {
+        let cache = api_cache(&second).await;
+        cache["role"] == "follower" && cache["reads_at"] == "edge-1"
+    })
+    .await;
+    first.kill().await;
+    until("edge-2 leads", async || {
+        leader_at(&fleet.sites[1]).await.as_deref() == Some("edge-2")
+    })
+    .await;
+    // An edge that returns finds the leader that its gateway has heard of.
+    let first = start(0).await;
+    until_leader("edge-2").await;
+    until("edge-1 reads at edge-2", async || {
+        let cache = api_cache(&first).await;
+        cache["role"] == "follower" && cache["reads_at"] == "edge-2"
+    })
+    .await;
 }
