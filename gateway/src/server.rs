@@ -396,6 +396,7 @@ impl Bound {
             return;
         };
         let listener = &self.servers.tunnel_listener;
+        let identity = &self.reloader.parts().identity;
         let connector = PeerConnector {
             config: *config,
             settings: self.config.tunnel.clone(),
@@ -404,7 +405,8 @@ impl Bound {
             registry: self.shared.registry.clone(),
             workers: self.workers.clone(),
             memory_budget: self.shared.limits.memory_budget().clone(),
-            tls: self.reloader.parts().identity.peer_tls(&listener.tls),
+            tls: identity.peer_tls(&listener.tls),
+            certificate_changes: identity.certificate_changes(),
             links: TaskGroup::default(),
         };
         let reason = "waiting for the nodes of the other gateways (peers)";

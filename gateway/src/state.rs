@@ -5,6 +5,7 @@ pub mod api_cache_connections;
 pub mod directory;
 pub mod jwks;
 pub mod nodes;
+pub mod peer_addresses;
 pub mod pins;
 pub mod policy;
 pub mod pool_reports;

@@ -434,3 +434,76 @@ async fn a_pool_whose_edges_are_at_different_gateways_has_one_leader() {
     })
     .await;
 }
+
+/// Runs `ca rotate` at a gateway.
+async fn rotate(site: &GatewayProcess, step: &str) -> ExitedProcess {
+    let order = causeway("ca rotate").args(step.split(' '));
+    order.flag("--data-dir", site.data()).run().await
+}
+
+/// Gives the second gateway the CA of the first one.
+async fn copy_ca(fleet: &Fleet) {
+    let [first, second] = &fleet.sites[..] else {
+        panic!("not two gateways");
+    };
+    fs::copy(first.data().join("ca.json"), second.data().join("ca.json")).unwrap();
+    let reload = causeway("reload").flag("--data-dir", second.data());
+    reload.run().await.ok();
+}
+
+/// Runs `ca rotate` at the first gateway until it succeeds.
+async fn until_rotated(fleet: &Fleet, step: &str) {
+    until(&format!("{step} succeeds"), async || {
+        rotate(&fleet.sites[0], step).await.code == Some(0)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_rotation_waits_for_each_gateway_and_its_edges() {
+    let app = app().await;
+    // The tunnel of an edge that is suspended must last.
+    let further = "tunnel: { close_after: 5m }\n";
+    let mut fleet = Fleet::start(2, &["edge-1"], &app, further).await;
+    let edge = fleet.edge("edge-1", 1, &app).await;
+    let (first, other) = (&fleet.sites[0], fleet.sites[1].tunnel.clone());
+    fleet.until_state(0, "edge-1", "connected").await;
+    rotate(first, "prepare").await.ok();
+    let refused = rotate(first, "activate").await;
+    refused.failed(&[&format!("gateway {other} has not loaded the prepared root")]);
+
+    edge.signal("STOP").await;
+    copy_ca(&fleet).await;
+    let refused = rotate(first, "activate").await;
+    let lagging = format!(
+        "1 of 1 connected edges of gateway {other} do not trust the prepared root yet: edge-1; wait"
+    );
+    refused.failed(&[&lagging, "--force"]);
+    let shown = status(first).await.stdout;
+    assert!(
+        shown.contains(&format!("gateway {other} do not")),
+        "{shown}"
+    );
+    edge.signal("CONT").await;
+    // The connections between gateways soon use certificates of the new root, so that they outlast the old one.
+    let since = async || peers_of(first).await[0]["since"].clone();
+    let before = since().await;
+    until_rotated(&fleet, "activate").await;
+    until(
+        "the gateway has connected by its new certificate",
+        async || {
+            let peers = peers_of(first).await;
+            peers.first().is_some_and(|peer| peer["since"] != before)
+        },
+    )
+    .await;
+    let refused = rotate(first, "retire").await;
+    refused.failed(&[&format!(
+        "gateway {other} does not sign with the new root yet"
+    )]);
+    copy_ca(&fleet).await;
+    fleet.sites.remove(1).gateway.kill().await;
+    let refused = rotate(&fleet.sites[0], "retire").await;
+    refused.failed(&[&format!("gateway {other} cannot be asked"), "--force"]);
+    rotate(&fleet.sites[0], "retire --force").await.ok();
+}

@@ -21,6 +21,7 @@ use crate::{
         drain::Readiness,
         http::ProblemDetails,
         node_sync::NodeSync,
+        peers::query_rotation,
         state_sync::StateSync,
     },
     metrics::Metrics,
@@ -312,9 +313,13 @@ async fn share_changes(app: &AdminState) -> Result<(), ProblemDetails> {
     Err(ProblemDetails::new(status, "state_unavailable", detail))
 }
 
-/// Returns the trusted roots, and how many edges have adopted them.
+/// Returns the trusted roots, and how many edges have adopted them, here and at the other gateways.
 async fn rotation(State(app): State<AdminState>) -> Json<RotationStatus> {
-    Json(ca_rotation::rotation_status(&app.ca, &app.registry))
+    let gateways = query_rotation(app.registry.directory()).await;
+    Json(RotationStatus {
+        own: ca_rotation::rotation_progress(&app.ca, &app.registry),
+        gateways,
+    })
 }
 
 /// Loads the current CA of the data directory.

@@ -9,8 +9,8 @@ use crate::state::{Registry, TunnelInfo, registry::NewTunnel};
 use causeway_certs::{Ca, Fingerprint, LiveCa, NodeName, RootStage};
 use causeway_tunnel::control_stream::GatewayMessage;
 use schemars::JsonSchema;
-use serde::Serialize;
-use std::{collections::BTreeSet, fmt, sync::Arc, time::Duration};
+use serde::{Deserialize, Serialize};
+use std::{collections::BTreeSet, fmt, mem, sync::Arc, time::Duration};
 
 /// Minimum period over which renewals are spread.
 const RENEWAL_SPREAD: Duration = Duration::from_secs(5);
@@ -76,10 +76,10 @@ pub(crate) fn announce_rotation(ca: &Ca, registry: &Registry) {
     });
 }
 
-/// The roots, and the progress of the connected edges.
-#[derive(Debug, Serialize, JsonSchema)]
-pub(super) struct RotationStatus {
-    /// The roots that this gateway trusts.
+/// Roots of a gateway, and the progress of the edges that are connected to it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub(crate) struct RotationProgress {
+    /// The roots that the gateway trusts.
     roots: Vec<RootStatus>,
     /// Number of connected nodes.
     connected: usize,
@@ -91,8 +91,8 @@ pub(super) struct RotationStatus {
     on_another_root: BTreeSet<NodeName>,
 }
 
-/// Root of the gateway's CA.
-#[derive(Debug, Serialize, JsonSchema)]
+/// Root of a gateway's CA.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 struct RootStatus {
     /// Role of the root.
     stage: RootStage,
@@ -100,7 +100,62 @@ struct RootStatus {
     fingerprint: Fingerprint,
 }
 
-pub(super) fn rotation_status(ca: &LiveCa, registry: &Registry) -> RotationStatus {
+/// Progress of a rotation at this gateway and at the others.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(super) struct RotationStatus {
+    #[serde(flatten)]
+    pub(super) own: RotationProgress,
+    /// Other gateways (`peers`), by address.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) gateways: Vec<PeerRotation>,
+}
+
+/// Progress of a rotation at another gateway.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub(crate) struct PeerRotation {
+    /// Address at which this gateway reaches it, `host:port`.
+    pub(super) address: String,
+    /// Its roots and edges; `null` if it could not be asked.
+    pub(super) progress: Option<RotationProgress>,
+    /// Reason why it could not be asked.
+    pub(super) error: Option<String>,
+}
+
+/// Accessors of the sets of nodes in the progress.
+const NODE_SETS: [fn(&mut RotationProgress) -> &mut BTreeSet<NodeName>; 3] = [
+    |progress| &mut progress.too_old,
+    |progress| &mut progress.without_roots,
+    |progress| &mut progress.on_another_root,
+];
+
+impl RotationProgress {
+    /// Splits the progress into parts with at most this number of nodes each.
+    pub(super) fn into_parts(mut self, max_nodes: usize) -> Vec<Self> {
+        let mut parts = Vec::new();
+        for nodes_of in NODE_SETS {
+            let nodes: Vec<_> = mem::take(nodes_of(&mut self)).into_iter().collect();
+            for chunk in nodes.chunks(max_nodes) {
+                let mut part = Self::default();
+                nodes_of(&mut part).extend(chunk.iter().cloned());
+                parts.push(part);
+            }
+        }
+        parts.push(self);
+        parts
+    }
+
+    /// Adds a part.
+    pub(super) fn merge(&mut self, mut part: Self) {
+        for nodes_of in NODE_SETS {
+            nodes_of(self).append(nodes_of(&mut part));
+        }
+        self.roots.append(&mut part.roots);
+        self.connected += part.connected;
+    }
+}
+
+/// Returns the roots of this gateway, and the progress of its edges.
+pub(super) fn rotation_progress(ca: &LiveCa, registry: &Registry) -> RotationProgress {
     let ca = ca.get();
     let edges = registry.all();
     // Certificates of an external CA were not issued by this CA.
@@ -121,7 +176,7 @@ pub(super) fn rotation_status(ca: &LiveCa, registry: &Registry) -> RotationStatu
     let all: BTreeSet<_> = current().map(|(node, _)| node).collect();
     let is_on_signing_root =
         |edge: &TunnelInfo| edge.tunnel.certificate.root == Some(ca.fingerprint());
-    RotationStatus {
+    RotationProgress {
         connected: all.len(),
         too_old: nodes_where(&|edge| edge.tunnel.roots.load().is_none()),
         without_roots: nodes_where(&|edge| !trusts_all_roots(edge)),

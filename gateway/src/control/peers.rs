@@ -3,12 +3,14 @@
 //! Each gateway dials each other one at its tunnel port: once for control, where the peer states its nodes and reports about node
 //! pools (`feed`), and once from each worker for requests. Control has a connection of its own, so requests never delay it. A peer
 //! is removed with its control connection, and all its entries with it. A process that answers with this process's own identifier
-//! is this process.
+//! is this process. `rotation_query` asks all peers for the progress of a rotation.
 
 mod feed;
 mod message;
+mod rotation_query;
 
 pub(crate) use feed::NodeFeed;
+pub(crate) use rotation_query::query_rotation;
 
 use crate::{
     config,
@@ -16,6 +18,7 @@ use crate::{
     state::{
         Registry,
         directory::{HeldState, Peer, PeerLink},
+        peer_addresses::{AddressOwner, ConnectFailure, PeerAddress},
     },
     worker::{WorkerId, Workers},
 };
@@ -43,7 +46,6 @@ use rustls::{ClientConfig, pki_types::ServerName};
 use std::{
     collections::{HashMap, HashSet},
     fmt, io,
-    net::SocketAddr,
     pin::pin,
     sync::Arc,
     time::{Duration, SystemTime},
@@ -51,7 +53,7 @@ use std::{
 use tokio::{
     net::TcpStream,
     sync::{oneshot, watch},
-    time::{Instant, interval, sleep, sleep_until, timeout},
+    time::{Instant, sleep, sleep_until, timeout},
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tokio_util::sync::CancellationToken;
@@ -65,8 +67,6 @@ const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
 const LINK_BUDGET_DIVISOR: usize = 4;
 /// Age of a connection at which a new one replaces it, long before the certificates expire.
 const MAX_AGE: Duration = Duration::from_hours(24);
-/// Interval of checks whether the certificate of this gateway has changed.
-const CERTIFICATE_CHECK_INTERVAL: Duration = Duration::from_mins(1);
 /// Interval in which names are resolved until they could be resolved once.
 const FIRST_RESOLVE_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum delay between attempts to reach a gateway.
@@ -121,6 +121,8 @@ pub struct PeerConnector {
     pub memory_budget: Arc<MemoryBudget>,
     /// The current TLS configuration.
     pub tls: PeerTlsFn,
+    /// Notifies of changes of the certificate that this gateway presents.
+    pub certificate_changes: watch::Receiver<()>,
     /// Tasks of the links, which may outlive the control connection.
     pub links: TaskGroup,
 }
@@ -133,19 +135,6 @@ impl fmt::Debug for PeerConnector {
     }
 }
 
-/// Address of another gateway.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct PeerAddr {
-    host: String,
-    address: SocketAddr,
-}
-
-impl fmt::Display for PeerAddr {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.address.fmt(f)
-    }
-}
-
 type LinkIo = TlsStream<CountedIo<TcpStream>>;
 
 /// Error of a connection to a peer.
@@ -153,8 +142,9 @@ type LinkIo = TlsStream<CountedIo<TcpStream>>;
 enum PeerError {
     #[error("this address leads to this gateway itself")]
     OwnProcess,
+    /// Includes the identifier of the process.
     #[error("the gateway is connected by another address")]
-    Duplicate,
+    Duplicate(String),
     #[error("cannot connect: {0}")]
     Connect(#[source] io::Error),
     #[error("TLS: {0}")]
@@ -169,6 +159,25 @@ enum PeerError {
     Version(u32),
 }
 
+impl PeerError {
+    /// Returns the process at the address, if the address cannot be used for its sake.
+    fn owner(&self) -> Option<AddressOwner> {
+        match self {
+            Self::OwnProcess => Some(AddressOwner::OwnProcess),
+            Self::Duplicate(instance) => Some(AddressOwner::Peer(instance.clone())),
+            _ => None,
+        }
+    }
+
+    /// Whether something at the address answered.
+    fn is_answered(&self) -> bool {
+        match self {
+            Self::Connect(error) => error.kind() == io::ErrorKind::ConnectionRefused,
+            _ => true,
+        }
+    }
+}
+
 impl PeerConnector {
     /// Keeps connections to all peers until `stop`. Drops `hold` when the nodes of the peers that can be reached are known.
     pub async fn run(self, hold: ReadinessBlock, stop: CancellationToken) {
@@ -180,13 +189,17 @@ impl PeerConnector {
 
     async fn follow_names(self: Arc<Self>, hold: ReadinessBlock) {
         let tasks = TaskGroup::default();
-        let mut followed: HashMap<PeerAddr, watch::Sender<bool>> = HashMap::new();
+        let mut followed: HashMap<PeerAddress, watch::Sender<bool>> = HashMap::new();
         let (mut hold, started) = (Some(hold), Instant::now());
+        let addresses = self.registry.directory().addresses();
         loop {
             let (resolved, is_complete) = self.resolve_all().await;
             let mut first_attempts = Vec::new();
-            followed.retain(|_, listed| !listed.is_closed());
+            for (address, _) in followed.extract_if(|_, listed| listed.is_closed()) {
+                addresses.remove(&address);
+            }
             for address in &resolved {
+                addresses.set_listed(address, true);
                 if let Some(listed) = followed.get(address) {
                     listed.send_replace(true);
                     continue;
@@ -201,7 +214,9 @@ impl PeerConnector {
             // A name server that fails removes no gateway.
             if is_complete {
                 for (address, listed) in &followed {
-                    listed.send_replace(resolved.contains(address));
+                    let is_listed = resolved.contains(address);
+                    listed.send_replace(is_listed);
+                    addresses.set_listed(address, is_listed);
                 }
             }
             let remaining = START_TIMEOUT.saturating_sub(started.elapsed());
@@ -221,7 +236,7 @@ impl PeerConnector {
     }
 
     /// Returns the addresses of all configured names, and whether all names could be resolved.
-    async fn resolve_all(&self) -> (HashSet<PeerAddr>, bool) {
+    async fn resolve_all(&self) -> (HashSet<PeerAddress>, bool) {
         let names = self.config.addresses.iter();
         let names: Vec<_> = names.filter_map(|text| host_port(text).ok()).collect();
         let resolving = names.iter().map(async |(host, port)| {
@@ -236,7 +251,7 @@ impl PeerConnector {
         let (mut addresses, mut is_complete) = (HashSet::new(), true);
         for (host, resolved) in join_all(resolving).await {
             is_complete &= resolved.is_some();
-            addresses.extend(resolved.into_iter().flatten().map(|address| PeerAddr {
+            addresses.extend(resolved.into_iter().flatten().map(|address| PeerAddress {
                 host: host.to_owned(),
                 address,
             }));
@@ -248,7 +263,7 @@ impl PeerConnector {
     /// lasts then. Drops `attempted` after the first attempt.
     async fn follow(
         self: Arc<Self>,
-        address: PeerAddr,
+        address: PeerAddress,
         attempted: oneshot::Sender<()>,
         mut is_listed: watch::Receiver<bool>,
     ) {
@@ -271,6 +286,9 @@ impl PeerConnector {
             attempted.take();
             let delay = match opened {
                 Ok(mut session) => {
+                    let owner = AddressOwner::Peer(session.peer.instance.clone());
+                    let addresses = self.registry.directory().addresses();
+                    addresses.record_owner(&address, owner);
                     backoff.reset();
                     reported = None;
                     info!(gateway = %address, version = session.peer.version, "connected to another gateway");
@@ -291,17 +309,12 @@ impl PeerConnector {
                     }
                     backoff.silent(rand::random())
                 }
-                Err(error @ (PeerError::OwnProcess | PeerError::Duplicate)) => {
-                    debug!(gateway = %address, %error, "this address is not used");
-                    KNOWN_GATEWAY_DELAY
-                }
                 Err(error) => {
-                    let text = error.to_string();
-                    if reported.as_ref() != Some(&text) {
-                        warn!(gateway = %address, error = text, "cannot connect to another gateway");
-                        reported = Some(text);
+                    self.record_error(&address, &error, &mut reported);
+                    match error.owner() {
+                        Some(_) => KNOWN_GATEWAY_DELAY,
+                        None => backoff.silent(rand::random()),
                     }
-                    backoff.silent(rand::random())
                 }
             };
             tokio::select! {
@@ -312,10 +325,34 @@ impl PeerConnector {
         }
     }
 
+    /// Records a failed attempt. Logs it, unless it is the one that was logged last.
+    fn record_error(
+        &self,
+        address: &PeerAddress,
+        error: &PeerError,
+        reported: &mut Option<String>,
+    ) {
+        let (addresses, reason) = (self.registry.directory().addresses(), error.to_string());
+        if let Some(owner) = error.owner() {
+            debug!(gateway = %address, %error, "this address is not used");
+            return addresses.record_owner(address, owner);
+        }
+        if reported.as_ref() != Some(&reason) {
+            warn!(gateway = %address, %error, "cannot connect to another gateway");
+            *reported = Some(reason.clone());
+        }
+        let is_answered = error.is_answered();
+        let failure = ConnectFailure {
+            reason,
+            is_answered,
+        };
+        addresses.record_failure(address, failure);
+    }
+
     /// Connects to a gateway and begins HTTP/2.
     async fn dial(
         &self,
-        address: &PeerAddr,
+        address: &PeerAddress,
     ) -> Result<(Tunnel, ConnectionDriver<LinkIo>), PeerError> {
         let timeout_error = || io::Error::from(io::ErrorKind::TimedOut);
         let tcp = timeout(CONNECT_TIMEOUT, TcpStream::connect(address.address)).await;
@@ -390,7 +427,7 @@ impl PeerConnector {
     /// Opens a link to a peer, and runs it until it ends.
     async fn run_link(
         &self,
-        (peer, address): (&Peer, &PeerAddr),
+        (peer, address): (&Peer, &PeerAddress),
         worker: WorkerId,
         (opened, session_end): (impl FnOnce(), &CancellationToken),
     ) -> Result<TunnelEnd, PeerError> {
@@ -433,7 +470,7 @@ impl PeerConnector {
     /// Keeps a link of one worker to a peer until the control connection ends. Reports the end of its first attempt.
     async fn keep_link(
         self: Arc<Self>,
-        (peer, address): (Arc<Peer>, PeerAddr),
+        (peer, address): (Arc<Peer>, PeerAddress),
         worker: WorkerId,
         (attempted, session_end): (oneshot::Sender<()>, CancellationToken),
     ) {
@@ -521,8 +558,8 @@ struct PeerSession {
     session_end: CancellationToken,
     /// Time at which a new connection should replace this one; `None` once that is under way.
     aged_at: Option<Instant>,
-    /// End of the validity of the certificate with which this gateway has connected.
-    not_after: SystemTime,
+    /// Notifies of a change of the certificate with which this gateway has connected.
+    certificate_changes: watch::Receiver<()>,
     /// The task of the connection.
     _driver: TaskGroup,
 }
@@ -537,7 +574,12 @@ impl Drop for PeerSession {
 }
 
 impl PeerSession {
-    async fn open(connector: &Arc<PeerConnector>, address: &PeerAddr) -> Result<Self, PeerError> {
+    async fn open(
+        connector: &Arc<PeerConnector>,
+        address: &PeerAddress,
+    ) -> Result<Self, PeerError> {
+        let mut certificate_changes = connector.certificate_changes.clone();
+        certificate_changes.mark_unchanged();
         let not_after = (connector.tls)().map_err(PeerError::Tls)?.not_after;
         let (tunnel, driver) = connector.dial(address).await?;
         let tasks = TaskGroup::default();
@@ -551,7 +593,7 @@ impl PeerSession {
         }
         let directory = connector.registry.directory();
         if directory.is_connected_elsewhere(&hello.instance, &address.to_string()) {
-            return Err(PeerError::Duplicate);
+            return Err(PeerError::Duplicate(hello.instance));
         }
         let workers = connector.workers.all().count();
         let identity = (hello.instance, hello.version);
@@ -563,7 +605,7 @@ impl PeerSession {
             snapshot: None,
             session_end: CancellationToken::new(),
             aged_at: Some(Instant::now() + max_age(not_after)),
-            not_after,
+            certificate_changes,
             _driver: tasks,
         };
         // The nodes are known before requests are sent there, and before an earlier connection to the process is replaced. The
@@ -573,7 +615,7 @@ impl PeerSession {
             .map_err(|_| ControlStreamError::TooSlow(START_TIMEOUT))??;
         session.open_links(address).await;
         if !directory.add(&session.peer) {
-            return Err(PeerError::Duplicate);
+            return Err(PeerError::Duplicate(session.peer.instance.clone()));
         }
         connector.wake_waiting(session.peer.node_names());
         Ok(session)
@@ -589,7 +631,7 @@ impl PeerSession {
     }
 
     /// Opens the links of all workers, and waits for the first attempt of each.
-    async fn open_links(&self, address: &PeerAddr) {
+    async fn open_links(&self, address: &PeerAddress) {
         let workers = &self.connector.workers;
         let attempts = workers.all().map(|worker| {
             let (attempted, attempt) = oneshot::channel();
@@ -608,7 +650,6 @@ impl PeerSession {
 
     /// Applies the messages of the peer until the session has to be followed by another one, or ends.
     async fn run(&mut self) -> SessionEnd {
-        let mut certificate_check = interval(CERTIFICATE_CHECK_INTERVAL);
         loop {
             let age = OptionFuture::from(self.aged_at.map(sleep_until));
             let is_aged = tokio::select! {
@@ -626,9 +667,8 @@ impl PeerSession {
                     false
                 }
                 Some(()) = age => true,
-                _ = certificate_check.tick() => {
-                    (self.connector.tls)().is_ok_and(|tls| tls.not_after != self.not_after)
-                }
+                // Other gateways close connections that depend on a root which they do not trust any more.
+                Ok(()) = self.certificate_changes.changed() => true,
             };
             if is_aged && self.aged_at.take().is_some() {
                 return SessionEnd::Aged;
@@ -672,7 +712,10 @@ impl PeerSession {
                 let exchange = self.connector.registry.directory().pool_exchange();
                 exchange.mark_changed(changed);
             }
-            PeerMessage::Hello(_) | PeerMessage::Unknown => {}
+            PeerMessage::Hello(_)
+            | PeerMessage::RotationRequest
+            | PeerMessage::Rotation { .. }
+            | PeerMessage::Unknown => {}
         }
     }
 

@@ -32,7 +32,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, UNIX_EPOCH},
 };
-use tokio::time::sleep;
+use tokio::{sync::watch, time::sleep};
 
 /// Lifetime of a certificate that the gateway issues itself. The certificate is renewed after half of that time.
 const LIFETIME: Duration = Duration::from_hours(7 * 24);
@@ -51,6 +51,8 @@ pub(super) struct TunnelIdentity {
     store: Store,
     names: Arc<ArcSwap<Vec<HostName>>>,
     leaf: Arc<ReloadableCert>,
+    /// Notifies of each change of `leaf`.
+    leaf_changes: watch::Sender<()>,
     external: Option<Arc<Mutex<ExternalIdentity>>>,
     cluster: Option<KubernetesIdentity>,
 }
@@ -165,6 +167,7 @@ impl TunnelIdentity {
             store: store.clone(),
             names: Arc::new(ArcSwap::from_pointee(names)),
             leaf: Arc::new(ReloadableCert::new(leaf)),
+            leaf_changes: watch::Sender::new(()),
             external: given.map(|given| Arc::new(Mutex::new(given))),
             cluster,
         })
@@ -182,6 +185,11 @@ impl TunnelIdentity {
                 not_after: UNIX_EPOCH + not_after,
             })
         })
+    }
+
+    /// Returns a receiver that is notified of each change of the certificate.
+    pub(super) fn certificate_changes(&self) -> watch::Receiver<()> {
+        self.leaf_changes.subscribe()
     }
 
     fn external_identity(&self) -> Option<ExternalIdentity> {
@@ -326,6 +334,7 @@ impl TunnelIdentity {
     /// Replaces the certificate that is presented.
     pub(super) fn replace_certificate(&self, leaf: LeafCertificate) {
         self.leaf.swap(leaf);
+        self.leaf_changes.send_replace(());
     }
 
     /// Issues a new certificate whenever half of the old one's lifetime has passed, or logs that an external certificate was not

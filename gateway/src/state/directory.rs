@@ -4,6 +4,7 @@
 //! with the connection that stated it. So an entry is at most as old as that connection is silent. An entry that is wrong costs
 //! one round trip: the peer refuses the request, and the next holder receives it (`proxy::peer`).
 
+use super::peer_addresses::PeerAddresses;
 use crate::{
     state::pool_reports::{PeerPool, PoolExchange, PoolReport},
     worker::WorkerId,
@@ -47,6 +48,7 @@ pub struct Directory {
     /// Addresses at which clients reach this gateway, as it states them to its peers.
     own_addresses: watch::Sender<Arc<[IpAddr]>>,
     pools: PoolExchange,
+    addresses: PeerAddresses,
 }
 
 /// State of a node at the gateway that holds it.
@@ -362,6 +364,11 @@ impl Directory {
     /// Returns all peers.
     pub fn peers(&self) -> Arc<Vec<Arc<Peer>>> {
         self.peers.load_full()
+    }
+
+    /// Returns the addresses at which other gateways are dialled.
+    pub fn addresses(&self) -> &PeerAddresses {
+        &self.addresses
     }
 
     /// Whether the process is connected by another address than this one.

@@ -1,10 +1,14 @@
-//! The nodes of this gateway and its reports about node pools, sent to a peer: all of them, and then each change.
+//! Answers of this gateway to a peer: its nodes and its reports about node pools, all of them and then each change, and the progress
+//! of a rotation.
 
 use super::message::{
     MAX_NODES, NodeEntry, PROTOCOL, PeerHello, PeerMessage, PoolEntry, pool_messages,
 };
-use crate::state::{Registry, pool_reports::PoolReports};
-use causeway_certs::NodeName;
+use crate::{
+    control::ca_rotation::rotation_progress,
+    state::{Registry, pool_reports::PoolReports},
+};
+use causeway_certs::{LiveCa, NodeName};
 use causeway_tunnel::control_stream::{ControlStream, ControlStreamError};
 use std::{net::IpAddr, sync::Arc, time::Duration};
 use tokio::{
@@ -51,11 +55,13 @@ impl PoolFeed {
     }
 }
 
-/// Source of the messages to one peer.
+/// Source of the messages to one peer, on one control stream.
 #[derive(Clone, Debug)]
 pub(crate) struct NodeFeed {
     /// The tunnels of this gateway.
     pub(crate) registry: Registry,
+    /// The CA that signs.
+    pub(crate) ca: LiveCa,
     /// Random identifier of this process.
     pub(crate) instance: String,
     /// Time limit of the peer's hello.
@@ -80,6 +86,9 @@ impl NodeFeed {
 
     async fn send_all(&self, control: &mut ControlStream) -> Result<(), ControlStreamError> {
         let hello: PeerMessage = control.receive_within(self.hello_timeout).await?;
+        if hello == PeerMessage::RotationRequest {
+            return self.send_rotation(control).await;
+        }
         control
             .send(&PeerMessage::Hello(own_hello(&self.instance, false)))
             .await?;
@@ -105,6 +114,19 @@ impl NodeFeed {
             self.send_changes(control, &mut changes, &mut announced)
                 .await?;
         }
+    }
+
+    /// Sends the progress of a rotation at this gateway.
+    async fn send_rotation(&self, control: &mut ControlStream) -> Result<(), ControlStreamError> {
+        let progress = rotation_progress(&self.ca, &self.registry);
+        let mut parts = progress.into_parts(MAX_NODES).into_iter().peekable();
+        while let Some(part) = parts.next() {
+            let is_last = parts.peek().is_none();
+            let message = PeerMessage::Rotation { part, is_last };
+            control.send(&message).await?;
+        }
+        // The peer closes the stream when it has read the answer.
+        control.receive().await.map(|_: PeerMessage| ())
     }
 
     async fn send_snapshot(

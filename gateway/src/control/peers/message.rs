@@ -2,11 +2,15 @@
 //!
 //! The gateway that has dialled sends its hello, and receives the hello of the other gateway and then that gateway's nodes: all of
 //! them between `snapshot` and `synchronized`, later each change. The lines of one stream arrive in order and complete, so a change
-//! needs no number. Reports about node pools come in the same way, except that a later snapshot does not repeat them.
+//! needs no number. Reports about node pools come in the same way, except that a later snapshot does not repeat them. A stream that
+//! begins with another question (`rotation_request`) carries only the answer to it.
 
-use crate::state::{
-    directory::HeldState,
-    pool_reports::{NamedLeader, PoolReport, ReportedCandidate, ReportedMember},
+use crate::{
+    control::ca_rotation::RotationProgress,
+    state::{
+        directory::HeldState,
+        pool_reports::{NamedLeader, PoolReport, ReportedCandidate, ReportedMember},
+    },
 };
 use causeway_certs::NodeName;
 use causeway_tunnel::wire::MAX_MESSAGE;
@@ -237,6 +241,15 @@ pub(crate) enum PeerMessage {
     },
     /// The gateway drains: new requests should go to other gateways.
     Draining,
+    /// First message of a stream that asks for the progress of a rotation. A gateway of an earlier version answers with its hello.
+    RotationRequest,
+    /// Answer to [`PeerMessage::RotationRequest`], or a part of it.
+    Rotation {
+        /// Roots and edges, at most [`MAX_NODES`] of them.
+        part: RotationProgress,
+        /// Whether the answer is complete with this part.
+        is_last: bool,
+    },
     /// Message of a later version.
     #[serde(other)]
     Unknown,
@@ -323,6 +336,32 @@ mod tests {
         let line = serde_json::to_vec(&message).unwrap();
         assert!(line.len() < MAX_MESSAGE, "{}", line.len());
         assert_eq!(parse_message::<PeerMessage>(&line).unwrap(), message);
+    }
+
+    #[test]
+    fn the_progress_of_a_large_fleet_fits_into_lines_and_is_joined_again() {
+        let node = |nth: usize| format!("{nth:05}.{}", "n".repeat(60));
+        let nodes: Vec<_> = (0..=MAX_NODES * 2).map(node).collect();
+        let progress = serde_json::json!({
+            "roots": [{ "stage": "active", "fingerprint": "a".repeat(64) }],
+            "connected": nodes.len(),
+            "too_old": [],
+            "without_roots": nodes,
+            "on_another_root": nodes[..1],
+        });
+        let progress: RotationProgress = serde_json::from_value(progress).unwrap();
+        let mut joined = RotationProgress::default();
+        let parts = progress.clone().into_parts(MAX_NODES);
+        assert_eq!(parts.len(), 5);
+        for part in parts {
+            let is_last = false;
+            let line = serde_json::to_vec(&PeerMessage::Rotation { part, is_last }).unwrap();
+            let PeerMessage::Rotation { part, .. } = parse_message(&line).unwrap() else {
+                panic!("another message");
+            };
+            joined.merge(part);
+        }
+        assert_eq!(joined, progress);
     }
 
     #[test]

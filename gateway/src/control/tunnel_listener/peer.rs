@@ -62,6 +62,7 @@ impl HandshakeContext {
         };
         let feed = NodeFeed {
             registry: admission.registry.clone(),
+            ca: admission.ca.clone(),
             instance: admission.instance.to_string(),
             hello_timeout: settings.hello_timeout,
         };
