@@ -73,6 +73,9 @@ impl Page {
             .args(["bash", "-euo", "pipefail", "-c", &format!("cd\n{commands}")])
             .env("HOME", self.folder.path().join("home"))
             .env("PATH", "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+            // On a busy machine an answer of etcd can take longer than the default of 5 s.
+            .env("ETCDCTL_COMMAND_TIMEOUT", "1m")
+            .env("ETCDCTL_DIAL_TIMEOUT", "1m")
     }
 
     /// Starts commands of the test.
