@@ -369,3 +369,6 @@ impl StreamContext<'_> {
         }
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

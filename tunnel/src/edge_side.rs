@@ -107,12 +107,21 @@ pub struct ForwardedFields {
     pub node: Option<HeaderValue>,
     /// Client of the request ([`wire::CLIENT`]).
     pub client: Option<HeaderValue>,
+    /// Whether another gateway can be asked as well ([`wire::ALTERNATIVE`]).
+    pub has_alternative: bool,
 }
 
 impl ForwardedFields {
     /// Adds the fields to a request.
     pub fn set(self, fields: &mut HeaderMap) {
-        let all = [(wire::NODE, self.node), (wire::CLIENT, self.client)];
+        let has_alternative = self
+            .has_alternative
+            .then_some(HeaderValue::from_static("1"));
+        let all = [
+            (wire::NODE, self.node),
+            (wire::CLIENT, self.client),
+            (wire::ALTERNATIVE, has_alternative),
+        ];
         for (name, value) in all {
             if let Some(value) = value {
                 fields.insert(name, value);
@@ -124,6 +133,7 @@ impl ForwardedFields {
         Self {
             node: fields.remove(wire::NODE),
             client: fields.remove(wire::CLIENT),
+            has_alternative: fields.remove(wire::ALTERNATIVE).is_some(),
         }
     }
 }
@@ -394,8 +404,8 @@ impl StreamResponder {
         self.fail(head, &rejection.detail);
     }
 
-    /// Sends a response that reports a failure of another gateway, to which this gateway has forwarded the request: a word of the
-    /// gateways' error table, and a sentence for people.
+    /// Sends a response that reports a failure of this gateway to the gateway that has forwarded the request: a word of the gateways'
+    /// error table or [`wire::LATE`], and a sentence for people.
     pub fn reject_forwarded(self, reason: &'static str, detail: &str) {
         let mut head = Response::new(());
         *head.status_mut() = StatusCode::BAD_GATEWAY;

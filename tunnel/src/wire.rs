@@ -37,10 +37,15 @@ pub const CONTROL: HeaderName = HeaderName::from_static("causeway-control");
 pub const NODE: HeaderName = HeaderName::from_static("causeway-node");
 /// Request that a gateway forwards to another one: the client, as JSON in base64url.
 pub const CLIENT: HeaderName = HeaderName::from_static("causeway-client");
+/// Request that a gateway forwards to another one: a third gateway holds the node too. The receiver then answers [`LATE`] if its
+/// own tunnel of the node does not answer at present.
+pub const ALTERNATIVE: HeaderName = HeaderName::from_static("causeway-alternative");
 /// Interim response to a forwarded request: the other gateway has opened a stream to the node.
 pub const ACCEPTED: HeaderName = HeaderName::from_static("causeway-accepted");
 /// Response to a forwarded request: the other gateway itself failed it. The value is a word of the gateways' error table.
 pub const REASON: HeaderName = HeaderName::from_static("causeway-reason");
+/// Value of [`REASON`] besides those words: the gateway holds the node, but its tunnel does not answer at present.
+pub const LATE: &str = "late";
 /// Response to an upgrade: the upstream switched protocols (the tunnel carries its 101 as 200).
 pub const SWITCHED: HeaderName = HeaderName::from_static("causeway-switched");
 /// Response: the edge itself failed the stream. The value is the word of a [`crate::RejectCode`].

@@ -3,7 +3,8 @@
 //! The gateway that the client has reached does everything that depends on the client: it authenticates, authorizes, limits and
 //! logs. The holder checks its own policy and the limits of the node, opens the stream to the edge, says so by an interim
 //! response, and joins both streams. A request passes between gateways at most once: the holder uses only its own tunnels. If it
-//! has none, it refuses before it has read the body, and the request goes elsewhere. Connections to upstreams of `upstream_tls`
+//! has none, it refuses before it has read the body, and the request goes elsewhere. If its tunnel does not answer at present, it
+//! does so too, provided that the sender says that another gateway holds the node. Connections to upstreams of `upstream_tls`
 //! are pooled, so the holder decides about the request with which a connection begins.
 
 use super::{
@@ -15,7 +16,11 @@ use super::{
 };
 use crate::{
     error::{Error, Reason},
-    state::{NodeUnavailable, directory::REFUSAL_TIME, registry::SelectedTunnel},
+    state::{
+        NodeUnavailable,
+        directory::{PeerRefusal, REFUSAL_TIME},
+        registry::SelectedTunnel,
+    },
 };
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use causeway_certs::NodeName;
@@ -89,16 +94,16 @@ fn stream_error(ctx: StreamContext<'_>, error: &StreamError) -> Error {
     Error::from_stream_error(ctx.route.node.as_str(), error)
 }
 
-/// Opens a stream through a peer. If the peer has no tunnel of the node, the request goes to this gateway's own tunnel or to
-/// another holder, and waits for one like a request without a tunnel.
+/// Opens a stream through a peer. If the peer has no tunnel of the node that answers, the request goes to this gateway's own tunnel
+/// or to another holder, and waits for one like a request without a tunnel.
 async fn forward_stream(
     ctx: StreamContext<'_>,
-    mut head: Request<()>,
+    head: Request<()>,
     kind: &StreamKind,
     end_stream: bool,
 ) -> Result<OpenStream, Error> {
     let shared = &ctx.proxy.shared;
-    forwarded_fields(ctx, kind)?.set(head.headers_mut());
+    let fields = forwarded_fields(ctx, kind)?;
     shared.metrics.count_forwarded_stream();
     let node = &ctx.route.node;
     let (mut link, mut peer) = (ctx.tunnel.clone(), ctx.peer.cloned());
@@ -107,20 +112,30 @@ async fn forward_stream(
         let request = (kind, &ctx.route.target, end_stream);
         let Some(holder) = peer else {
             let (kind, target, end_stream) = request;
-            let fields = head.headers_mut();
-            fields.remove(wire::NODE);
-            fields.remove(wire::CLIENT);
             let opening = link.open(head, kind, target, end_stream).await;
             return opening.map_err(|error| stream_error(ctx, &error));
         };
-        let error = match open_at_peer(ctx, &link, head.clone(), request).await {
+        let has_alternative = attempts < MAX_ATTEMPTS
+            && shared
+                .registry
+                .directory()
+                .has_alternative(node, ctx.proxy.worker, &holder);
+        let fields = ForwardedFields {
+            has_alternative,
+            ..fields.clone()
+        };
+        let mut head = head.clone();
+        fields.set(head.headers_mut());
+        let error = match open_at_peer(ctx, &link, head, request).await {
             Ok(opened) => return Ok(opened),
             Err(OpenError::Failed(error)) => return Err(error),
             Err(OpenError::Unreachable(error)) => error,
-            Err(OpenError::NotHeld(error)) => {
-                shared.metrics.count_stale_holder();
-                holder.record_refusal(node);
-                shared.registry.record_left_peer(node, &holder.address);
+            Err(OpenError::Refused(refusal, error)) => {
+                holder.record_refusal(node, refusal);
+                if refusal == PeerRefusal::NotHeld {
+                    shared.metrics.count_stale_holder();
+                    shared.registry.record_left_peer(node, &holder.address);
+                }
                 error
             }
         };
@@ -179,13 +194,14 @@ fn forwarded_fields(ctx: StreamContext<'_>, kind: &StreamKind) -> Result<Forward
     Ok(ForwardedFields {
         node: HeaderValue::from_str(ctx.route.node.as_str()).ok(),
         client: Some(client.map_err(|error| malformed(error.into()))?),
+        has_alternative: false,
     })
 }
 
 /// Error of a stream that was to be opened through a peer.
 enum OpenError {
-    /// The peer has no usable tunnel of the node. The edge has received nothing.
-    NotHeld(Error),
+    /// The peer has no usable tunnel of the node, or prefers that another gateway serves the request. The edge has received nothing.
+    Refused(PeerRefusal, Error),
     /// The link to the peer is lost or full, or the peer does not answer. The request may be sent again.
     Unreachable(Error),
     /// The peer refused the stream for another reason, or was lost after it may have opened it.
@@ -233,14 +249,18 @@ async fn open_at_peer(
     let answer = opened.response.await;
     let answer = answer.map_err(|error| OpenError::Failed(peer_error(error)))?;
     let header = |name| answer.headers().get(name)?.to_str().ok();
-    let reason = header(wire::REASON).and_then(Reason::parse);
     let detail = header(wire::DETAIL).unwrap_or("the other gateway did not serve the request");
-    let error = reason
-        .unwrap_or(Reason::TunnelLost)
-        .error(detail.to_owned());
-    Err(match reason {
-        Some(Reason::NodeNotConnected | Reason::Draining) => OpenError::NotHeld(error),
-        _ => OpenError::Failed(error),
+    let with_detail = |reason: Reason| reason.error(detail.to_owned());
+    let word = header(wire::REASON).unwrap_or_default();
+    if word == wire::LATE {
+        let error = with_detail(Reason::NodeNotConnected);
+        return Err(OpenError::Refused(PeerRefusal::Late, error));
+    }
+    Err(match Reason::parse(word) {
+        Some(reason @ (Reason::NodeNotConnected | Reason::Draining)) => {
+            OpenError::Refused(PeerRefusal::NotHeld, with_detail(reason))
+        }
+        reason => OpenError::Failed(with_detail(reason.unwrap_or(Reason::TunnelLost))),
     })
 }
 
@@ -301,7 +321,11 @@ async fn serve_unless_evicted(shared: &ProxyState, request: StreamRequest) {
         }
     };
     let (opened, _permit, node) = match opened {
-        Ok(opened) => opened,
+        Ok(Some(opened)) => opened,
+        Ok(None) => {
+            let detail = "the tunnel of the node does not answer at present";
+            return responder.reject_forwarded(wire::LATE, detail);
+        }
         Err(error) => return reject(responder, &error),
     };
     if responder.send_informational(accepted()).is_err() {
@@ -343,13 +367,14 @@ fn reject(responder: StreamResponder, error: &Error) {
     responder.reject_forwarded(error.reason.word(), &error.detail);
 }
 
-/// Checks the request and opens its stream to the edge.
+/// Checks the request and opens its stream to the edge. Returns `None` if the tunnel does not answer at present, and another gateway
+/// should serve the request.
 async fn open_own_stream(
     shared: &ProxyState,
     (kind, target): (&StreamKind, &Target),
     (head, framing): (Request<()>, (usize, bool)),
     forwarded: &ForwardedFields,
-) -> Result<(OpenStream, Permit, NodeName), Error> {
+) -> Result<Option<(OpenStream, Permit, NodeName)>, Error> {
     let (node, client) = parse_forwarded(forwarded)?;
     let route = Route {
         node,
@@ -361,6 +386,9 @@ async fn open_own_stream(
         .registry
         .select_own_tunnel(&node)
         .map_err(|unavailable| Error::from_unavailable(&node, &unavailable))?;
+    if forwarded.has_alternative && selected.is_late() {
+        return Ok(None);
+    }
     // The other gateway limits the streams of the client.
     let limits = (&Counter::default(), &selected.streams);
     let permit = shared.limits.admit_stream(limits.0, limits.1)?;
@@ -374,7 +402,7 @@ async fn open_own_stream(
             error => Error::from_stream_error(node.as_str(), &error),
         })?;
     shared.metrics.count_served_for_peer();
-    Ok((opened, permit, node))
+    Ok(Some((opened, permit, node)))
 }
 
 fn parse_forwarded(forwarded: &ForwardedFields) -> Result<(NodeName, ForwardedClient), Error> {
@@ -496,3 +524,6 @@ fn strip_gateway_fields(fields: &mut HeaderMap) {
     fields.remove(wire::REASON);
     fields.remove(wire::ACCEPTED);
 }
+
+#[cfg(test)]
+mod tests;

@@ -27,7 +27,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Time for which a peer that has refused a request for a node is not asked for that node.
+/// Time for which a peer that has refused a request for a node is not asked for that node, or is asked last.
 pub const REFUSAL_TIME: Duration = Duration::from_secs(1);
 /// Time without an answer to a probe after which another tunnel or peer is preferred.
 const MIN_LATE: Duration = Duration::from_secs(1);
@@ -60,12 +60,21 @@ pub enum HeldState {
     Draining,
 }
 
+/// Reason for which a peer has refused a request for a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PeerRefusal {
+    /// The peer has no usable tunnel of the node. It is not asked for a moment.
+    NotHeld,
+    /// The tunnel at the peer does not answer at present. The peer is asked last for a moment.
+    Late,
+}
+
 /// Entry of a node at a peer.
 #[derive(Debug)]
 struct HeldNode {
     state: HeldState,
-    /// Time until which the peer is not asked, because it has refused a request for the node.
-    refused_until: Option<Instant>,
+    /// Reason for which the peer has refused a request for the node, and the time until which the refusal counts.
+    refusal: Option<(PeerRefusal, Instant)>,
     /// Cancelled when the peer holds the node no longer, or its tunnels drain. Idle connections through the peer then end.
     leaving: CancellationToken,
 }
@@ -74,7 +83,7 @@ impl HeldNode {
     fn new(state: HeldState) -> Self {
         Self {
             state,
-            refused_until: None,
+            refusal: None,
             leaving: CancellationToken::new(),
         }
     }
@@ -126,6 +135,11 @@ pub struct SelectedPeer {
     /// Whether the node or the peer drains, or the peer does not answer at present.
     pub is_last_resort: bool,
 }
+
+/// Rank of a peer for a node; the lowest is the best: whether the peer or its tunnel of the node does not answer at present, and
+/// whether one of both drains.
+type PeerRank = (bool, bool);
+const BEST_RANK: PeerRank = (false, false);
 
 /// Whether a tunnel has not answered a probe for long enough that another one is better.
 pub(super) fn is_late(tunnel: &Tunnel) -> bool {
@@ -186,10 +200,10 @@ impl Peer {
         }
     }
 
-    /// Records that the peer has refused a request, because it has no usable tunnel of the node. It is not asked for a moment.
-    pub fn record_refusal(&self, node: &NodeName) {
+    /// Records that the peer has refused a request for the node. Idle connections through the peer to the node end.
+    pub fn record_refusal(&self, node: &NodeName, refusal: PeerRefusal) {
         if let Some(held) = self.write_nodes().get_mut(node) {
-            held.refused_until = Some(Instant::now() + REFUSAL_TIME);
+            held.refusal = Some((refusal, Instant::now() + REFUSAL_TIME));
             held.leaving.cancel();
             held.leaving = CancellationToken::new();
         }
@@ -254,12 +268,30 @@ impl Peer {
         Some(self.read_nodes().get(node)?.state)
     }
 
-    /// Returns the state of a node for a new request, if the peer may be asked.
-    fn usable_node(&self, node: &NodeName, now: Instant) -> Option<HeldState> {
+    /// Returns the state of a node for a new request and whether its tunnel was late a moment ago, if the peer may be asked.
+    fn usable_node(&self, node: &NodeName, now: Instant) -> Option<(HeldState, bool)> {
         let nodes = self.read_nodes();
         let held = nodes.get(node)?;
-        let is_refused = held.refused_until.is_some_and(|until| now < until);
-        (!is_refused).then_some(held.state)
+        let refusal = held.refusal.filter(|(_, until)| now < *until);
+        match refusal {
+            Some((PeerRefusal::NotHeld, _)) => None,
+            Some((PeerRefusal::Late, _)) => Some((held.state, true)),
+            None => Some((held.state, false)),
+        }
+    }
+
+    /// Returns the link for a new request to a node, if the peer may be asked, and the rank of the peer among others.
+    fn candidate(
+        &self,
+        node: &NodeName,
+        worker: WorkerId,
+        now: Instant,
+    ) -> Option<(Arc<PeerLink>, PeerRank)> {
+        let (state, was_late) = self.usable_node(node, now)?;
+        let link = self.link(worker)?;
+        let is_late = was_late || self.is_suspect() || is_late(&link.tunnel);
+        let drains = state == HeldState::Draining || self.is_draining();
+        Some((link, (is_late, drains)))
     }
 
     /// Returns the number of nodes that the peer holds.
@@ -337,7 +369,7 @@ fn set_state(nodes: &mut HashMap<NodeName, HeldNode>, node: NodeName, state: Hel
     }
     held.state = state;
     // The peer states what it holds now.
-    held.refused_until = None;
+    held.refusal = None;
 }
 
 fn usable_link(slot: &ArcSwapOption<PeerLink>) -> Option<Arc<PeerLink>> {
@@ -428,15 +460,14 @@ impl Directory {
     }
 
     /// Selects the best peer that holds the node: one that answers before one that does not, then one that does not drain, then
-    /// a link without bulk, then the link with the fewest streams. A peer that has just refused a request is not selected.
+    /// a link without bulk, then the link with the fewest streams. A peer that has just refused a request, because it does not
+    /// hold the node, is not selected.
     pub fn select(&self, node: &NodeName, worker: WorkerId) -> Option<SelectedPeer> {
         let now = Instant::now();
         let peers = self.peers.load();
         let candidates = peers.iter().filter_map(|peer| {
-            let drains = peer.usable_node(node, now)? == HeldState::Draining || peer.is_draining();
-            let link = peer.link(worker)?;
-            let is_late = peer.is_suspect() || is_late(&link.tunnel);
-            Some((peer, link, (is_late, drains)))
+            let (link, rank) = peer.candidate(node, worker, now)?;
+            Some((peer, link, rank))
         });
         let (peer, link, rank) = candidates.min_by_key(|(_, link, rank)| {
             let load = link.tunnel.load();
@@ -445,7 +476,18 @@ impl Directory {
         Some(SelectedPeer {
             peer: peer.clone(),
             link,
-            is_last_resort: rank != (false, false),
+            is_last_resort: rank != BEST_RANK,
+        })
+    }
+
+    /// Whether another peer than `asked` holds the node, answers and does not drain.
+    pub fn has_alternative(&self, node: &NodeName, worker: WorkerId, asked: &Peer) -> bool {
+        let now = Instant::now();
+        let peers = self.peers.load();
+        let mut others = peers.iter().filter(|peer| peer.instance != asked.instance);
+        others.any(|peer| {
+            let candidate = peer.candidate(node, worker, now);
+            candidate.is_some_and(|(_, rank)| rank == BEST_RANK)
         })
     }
 

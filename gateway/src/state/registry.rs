@@ -223,6 +223,13 @@ pub struct SelectedTunnel {
     pub peer: Option<Arc<Peer>>,
 }
 
+impl SelectedTunnel {
+    /// Whether the tunnel does not answer at present, so that another gateway's tunnel is better.
+    pub fn is_late(&self) -> bool {
+        is_late(&self.tunnel)
+    }
+}
+
 impl Registry {
     /// Returns an empty registry with a shard for each worker.
     pub fn new(workers: &Workers) -> Self {
@@ -391,7 +398,7 @@ impl Registry {
     /// The reason why this gateway has no tunnel, if no peer has one either.
     pub fn select_tunnel(&self, node: &NodeName) -> Result<SelectedTunnel, NodeUnavailable> {
         let own = match self.select_own_tunnel(node) {
-            Ok((own, false)) if !is_late(&own.tunnel) => return Ok(own),
+            Ok((own, false)) if !own.is_late() => return Ok(own),
             own => own,
         };
         let selected = self.directory.select(node, self.worker(node));

@@ -376,7 +376,7 @@ pub(crate) struct AcceptedSocket {
 }
 
 impl AcceptedSocket {
-    fn connection(
+    pub(crate) fn connection(
         self,
         proxy: &Proxy,
         sni: Option<String>,

@@ -1,5 +1,5 @@
 use super::*;
-use crate::state::directory::{PeerLink, REFUSAL_TIME};
+use crate::state::directory::{PeerLink, PeerRefusal, REFUSAL_TIME};
 use causeway_rt::{socket::CountedIo, task::TaskGroup};
 use causeway_tunnel::{
     StreamKind, Target,
@@ -382,15 +382,38 @@ async fn a_peer_that_has_refused_a_request_is_asked_again_after_a_moment() {
     let world = World::new();
     let peer = world.peer("near", HeldState::Connected).await;
     let leaving = peer.leaving_token(&node());
-    peer.record_refusal(&node());
+    peer.record_refusal(&node(), PeerRefusal::NotHeld);
     assert!(leaving.is_cancelled(), "idle connections through it end");
     assert!(world.registry.select_tunnel(&node()).is_err());
     tokio::time::advance(REFUSAL_TIME).await;
     assert_eq!(world.selected_peer().as_deref(), Some("near"));
     // A new statement of the peer counts at once.
-    peer.record_refusal(&node());
+    peer.record_refusal(&node(), PeerRefusal::NotHeld);
     peer.set_node(node(), Some(HeldState::Connected));
     assert_eq!(world.selected_peer().as_deref(), Some("near"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_whose_tunnel_was_late_is_asked_last_for_a_moment() {
+    let world = World::new();
+    let late = world.peer("late", HeldState::Connected).await;
+    let has_alternative = |peer: &Arc<Peer>| {
+        let directory = world.registry.directory();
+        directory.has_alternative(&node(), WorkerId(0), peer)
+    };
+    assert!(!has_alternative(&late), "no other peer holds the node");
+    let other = world.peer("other", HeldState::Draining).await;
+    assert!(!has_alternative(&late), "the other peer loses the node");
+    other.set_node(node(), Some(HeldState::Connected));
+    assert!(has_alternative(&late));
+    late.record_refusal(&node(), PeerRefusal::Late);
+    assert_eq!(world.selected_peer().as_deref(), Some("other"));
+    assert!(!has_alternative(&other));
+    other.record_refusal(&node(), PeerRefusal::NotHeld);
+    assert_eq!(world.selected_peer().as_deref(), Some("late"));
+    tokio::time::advance(REFUSAL_TIME).await;
+    assert!(has_alternative(&other));
+    assert_eq!(world.selected_peer().as_deref(), Some("late"));
 }
 
 #[tokio::test]
