@@ -37,7 +37,7 @@ use crate::{
         heartbeat::AcceptedHeartbeats,
         nat,
         node_sync::NodeSync,
-        peers::PeerConnector,
+        peers::{PeerConnector, transport::connect_tls},
         pin_writer::PinWriter,
         signer::Signer,
         startup_hold::{self, StartupHold},
@@ -407,6 +407,7 @@ impl Bound {
             memory_budget: self.shared.limits.memory_budget().clone(),
             tls: identity.peer_tls(&listener.tls),
             certificate_changes: identity.certificate_changes(),
+            connect: Arc::new(|address, tls, limit| Box::pin(connect_tls(address, tls, limit))),
             links: TaskGroup::default(),
         };
         let reason = "waiting for the nodes of the other gateways (peers)";

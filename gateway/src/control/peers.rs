@@ -8,6 +8,7 @@
 mod feed;
 mod message;
 mod rotation_query;
+pub(crate) mod transport;
 
 pub(crate) use feed::NodeFeed;
 pub(crate) use rotation_query::query_rotation;
@@ -24,12 +25,7 @@ use crate::{
 };
 use causeway_certs::NodeName;
 use causeway_config::host_port;
-use causeway_rt::{
-    backoff::Backoff,
-    resolve,
-    socket::{CountedIo, set_tunnel_options},
-    task::TaskGroup,
-};
+use causeway_rt::{backoff::Backoff, resolve, task::TaskGroup};
 use causeway_tunnel::{
     Tunnel, TunnelEnd,
     buffered::MemoryBudget,
@@ -37,12 +33,11 @@ use causeway_tunnel::{
     edge_side::StreamRequest,
     gateway_side::{self, ConnectionDriver, GatewaySideConfig},
     liveness::KeepaliveConfig,
-    wire,
 };
 use feed::own_hello;
 use futures_util::future::{BoxFuture, OptionFuture, join_all};
 use message::{PROTOCOL, PeerHello, PeerMessage};
-use rustls::{ClientConfig, pki_types::ServerName};
+use rustls::ClientConfig;
 use std::{
     collections::{HashMap, HashSet},
     fmt, io,
@@ -51,16 +46,13 @@ use std::{
     time::{Duration, SystemTime},
 };
 use tokio::{
-    net::TcpStream,
     sync::{oneshot, watch},
     time::{Instant, sleep, sleep_until, timeout},
 };
-use tokio_rustls::{TlsConnector, client::TlsStream};
 use tokio_util::sync::CancellationToken;
 use tracing::{Span, debug, info, info_span, warn};
+use transport::{ConnectFn, PeerIo, PeerStream};
 
-/// Time limit of a TCP connection attempt.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time limit of a name's resolution.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Divisor of `limits.buffered_bytes`: bytes that the streams of one link may leave unread before its windows shrink.
@@ -123,6 +115,8 @@ pub struct PeerConnector {
     pub tls: PeerTlsFn,
     /// Notifies of changes of the certificate that this gateway presents.
     pub certificate_changes: watch::Receiver<()>,
+    /// Function that opens connections.
+    pub(crate) connect: ConnectFn,
     /// Tasks of the links, which may outlive the control connection.
     pub links: TaskGroup,
 }
@@ -135,11 +129,9 @@ impl fmt::Debug for PeerConnector {
     }
 }
 
-type LinkIo = TlsStream<CountedIo<TcpStream>>;
-
 /// Error of a connection to a peer.
 #[derive(Debug, thiserror::Error)]
-enum PeerError {
+pub(crate) enum PeerError {
     #[error("this address leads to this gateway itself")]
     OwnProcess,
     /// Includes the identifier of the process.
@@ -353,31 +345,14 @@ impl PeerConnector {
     async fn dial(
         &self,
         address: &PeerAddress,
-    ) -> Result<(Tunnel, ConnectionDriver<LinkIo>), PeerError> {
-        let timeout_error = || io::Error::from(io::ErrorKind::TimedOut);
-        let tcp = timeout(CONNECT_TIMEOUT, TcpStream::connect(address.address)).await;
-        let tcp = tcp
-            .map_err(|_| timeout_error())
-            .flatten()
-            .map_err(PeerError::Connect)?;
-        set_tunnel_options(&tcp);
-        let config = (self.tls)().map_err(PeerError::Tls)?.config;
-        let host = address
-            .host
-            .split('%')
-            .next()
-            .unwrap_or_default()
-            .to_owned();
-        let name = ServerName::try_from(host).map_err(|error| PeerError::Tls(error.to_string()))?;
-        let started = Instant::now();
-        let connecting = TlsConnector::from(config).connect(name, CountedIo::new(tcp));
-        let connected = timeout(self.settings.handshake_timeout, connecting).await;
-        let mut io = connected
-            .map_err(|_| timeout_error())
-            .flatten()
-            .map_err(|error| PeerError::Tls(error.to_string()))?;
-        io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
-        let traffic = io.get_ref().0.traffic();
+    ) -> Result<(Tunnel, ConnectionDriver<Box<dyn PeerStream>>), PeerError> {
+        let tls = (self.tls)().map_err(PeerError::Tls)?.config;
+        let connecting = (self.connect)(address.clone(), tls, self.settings.handshake_timeout);
+        let PeerIo {
+            io,
+            traffic,
+            round_trip,
+        } = connecting.await?;
         let config = GatewaySideConfig {
             keepalive: KeepaliveConfig {
                 probe_after: self.settings.ping_after,
@@ -387,7 +362,7 @@ impl PeerConnector {
             budget: self.limits.buffered_bytes / LINK_BUDGET_DIVISOR,
             node_budget: Arc::default(),
             max_streams: self.limits.streams,
-            round_trip: started.elapsed(),
+            round_trip,
             memory_budget: self.memory_budget.clone(),
             is_trusted: true,
         };
