@@ -17,6 +17,9 @@ mod sockets;
 mod tunnel_identity;
 mod watchdog;
 
+#[cfg(test)]
+mod simulation;
+
 use control_servers::{ControlServers, EndTokens};
 pub use error::BindError;
 use handover::{Handover, ReleasedPredecessor, RuntimeFiles};

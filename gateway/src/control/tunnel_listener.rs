@@ -9,7 +9,7 @@
 
 mod connection;
 mod context;
-mod peer;
+pub(crate) mod peer;
 mod session;
 mod tls;
 

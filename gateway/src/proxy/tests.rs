@@ -28,18 +28,20 @@ use causeway_tunnel::{
     informational::ExchangeId,
 };
 use futures_util::future::{Either, join, select};
-use http::{Request, Response, header::HOST};
-use http_body_util::{BodyExt, Empty};
+use http::{Request, Response, header::SERVER, response};
+use http_body_util::{BodyExt, Full};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::rt::TokioIo;
 use std::{
     convert::Infallible,
     pin::pin,
     sync::{Arc, OnceLock},
+    time::Duration,
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite, duplex},
     sync::watch,
+    time::sleep,
 };
 
 /// Returns the state of a gateway that knows these nodes and allows all requests.
@@ -121,8 +123,12 @@ pub(crate) fn proxy(shared: &Arc<ProxyState>) -> Proxy {
     }
 }
 
-/// Sends `GET /` for a node on a new connection, and reads the response to its end.
-pub(crate) async fn get(proxy: &Proxy, node: &NodeName) -> hyper::Result<Response<Bytes>> {
+/// Sends a request on a new connection, and reads the response to its end. Calls a function when the head of the response arrives.
+pub(crate) async fn send(
+    proxy: &Proxy,
+    request: Request<Full<Bytes>>,
+    on_head: impl FnOnce(&response::Parts),
+) -> hyper::Result<Response<Bytes>> {
     let peer = RemoteAddr::Tcp(([192, 0, 2, 1], 4711).into());
     let accepted = AcceptedSocket {
         peer,
@@ -137,12 +143,10 @@ pub(crate) async fn get(proxy: &Proxy, node: &NodeName) -> hyper::Result<Respons
     let server = hyper::server::conn::http1::Builder::new();
     let serving = server.serve_connection(TokioIo::new(far), service);
     let (mut sender, sending) = hyper::client::conn::http1::handshake(TokioIo::new(near)).await?;
-    let request = Request::get("/").header(HOST, node.as_str());
     let exchange = async {
-        let response = sender
-            .send_request(request.body(Empty::<Bytes>::new()).unwrap())
-            .await?;
+        let response = sender.send_request(request).await?;
         let (head, body) = response.into_parts();
+        on_head(&head);
         Ok(Response::from_parts(head, body.collect().await?.to_bytes()))
     };
     // The connection is closed when the response has been read.
@@ -182,9 +186,17 @@ where
     }
 }
 
-/// Answers a request with a text, as an upstream behind an edge does.
-pub(crate) async fn answer(request: StreamRequest, text: impl Into<Bytes>) {
-    if let Ok(mut body) = request.responder.send(Response::new(()), false) {
-        let _ = body.send_last(text.into()).await;
+/// Reads a request to its end and answers it with the name of a server, as an upstream behind an edge does. The body of the
+/// response follows its head after a delay.
+pub(crate) async fn answer(mut request: StreamRequest, server: String, delay: Duration) {
+    while let Some(chunk) = request.body.next_chunk().await {
+        if chunk.is_err() {
+            return;
+        }
+    }
+    let head = Response::builder().header(SERVER, &server).body(());
+    if let Ok(mut body) = request.responder.send(head.unwrap(), false) {
+        sleep(delay).await;
+        let _ = body.send_last(server.into()).await;
     }
 }

@@ -75,7 +75,7 @@ impl HandshakeContext {
 
 /// Serves streams until the connection ends, until the certificate of the other gateway is not valid any more, or until this
 /// gateway drains and needs the connection no longer.
-async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
+pub(crate) async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
     mut connection: EdgeSide<S>,
     feed: &NodeFeed,
     (serve_stream, is_trusted): (&ForwardHandler, &(dyn Fn() -> bool + Sync)),

@@ -4,7 +4,7 @@ use super::*;
 use crate::{
     proxy::{
         Proxy,
-        tests::{answer, get, proxy, proxy_state, serve_streams},
+        tests::{answer, proxy, proxy_state, send, serve_streams},
     },
     state::{
         NewTunnel, Registry,
@@ -19,6 +19,8 @@ use causeway_tunnel::{
     edge_side::IncomingStream,
     gateway_side::{self, GatewaySideConfig},
 };
+use http::header::HOST;
+use http_body_util::Full;
 use std::sync::Arc;
 use tokio::{
     io::{DuplexStream, duplex},
@@ -71,7 +73,10 @@ impl Gateway {
         self.tasks.spawn(debug_span!("edge"), async move {
             serve_streams(far, is_frozen, |stream, tasks| {
                 if let IncomingStream::Stream(request) = stream {
-                    tasks.spawn(debug_span!("request"), answer(*request, name));
+                    tasks.spawn(
+                        debug_span!("request"),
+                        answer(*request, name.to_owned(), Duration::ZERO),
+                    );
                 }
             })
             .await;
@@ -114,7 +119,9 @@ impl Gateway {
 
     /// Sends a request of a client, and returns the status and the body of the response.
     async fn get(&self) -> (StatusCode, String) {
-        let response = get(&self.proxy, &node()).await.unwrap();
+        let request = Request::get("/").header(HOST, node().as_str());
+        let request = request.body(Full::default()).unwrap();
+        let response = send(&self.proxy, request, |_| {}).await.unwrap();
         let text = String::from_utf8(response.body().to_vec()).unwrap();
         (response.status(), text)
     }
