@@ -261,7 +261,13 @@ pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
     RestartKey::whole("api_cache", |one, two| one.api_cache != two.api_cache),
     RestartKey {
         name: "dns",
-        reloads: &["dns.listen", "dns.zones", "dns.addresses", "dns.ttl"],
+        reloads: &[
+            "dns.listen",
+            "dns.zones",
+            "dns.addresses",
+            "dns.holders",
+            "dns.ttl",
+        ],
         differs: |one, two| one.dns.is_absent() != two.dns.is_absent(),
     },
     RestartKey::whole("dns.listen", |one, two| {
