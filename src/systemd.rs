@@ -343,7 +343,7 @@ fn edge_status_line(status: &Status) -> String {
     // Number of gateways that the gateways announce, because one address may lead to several.
     let shortfall = status
         .reached
-        .filter(|reached| reached.gateways < reached.of);
+        .filter(|reached| reached.gateways < reached.wanted.unwrap_or(u32::MAX).min(reached.of));
     match &status.trouble {
         _ if shortfall.is_some() && !connected.is_empty() => {
             let (reached, of) = shortfall.map_or((0, 0), |short| (short.gateways, short.of));
@@ -360,6 +360,9 @@ fn edge_status_line(status: &Status) -> String {
         }
         _ if connected.len() == 1 && known_gateways == 1 => {
             format!("{node}: connected to {}", connected[0])
+        }
+        _ if !connected.is_empty() && status.reached.is_some() => {
+            format!("{node}: connected to {}", connected.join(", "))
         }
         _ if !connected.is_empty() => format!(
             "{node}: connected to {} of {known_gateways} gateways: {}",

@@ -262,10 +262,10 @@ fn an_edge_status_names_its_connection_or_the_obstacle() {
         edge_status_line(&status),
         "edge-1: connected to 2 of 3 gateways: a:1 (192.0.2.1:1), a:1 (192.0.2.2:1)"
     );
-    for wanted in [None, Some(2), Some(3)] {
+    for (of, wanted) in [(2, None), (2, Some(2)), (2, Some(3)), (3, Some(2))] {
         status.reached = Some(ConnectedGatewaysStatus {
             gateways: 2,
-            of: 2,
+            of,
             wanted,
         });
         assert!(
@@ -276,11 +276,11 @@ fn an_edge_status_names_its_connection_or_the_obstacle() {
     }
     status.reached = Some(ConnectedGatewaysStatus {
         gateways: 2,
-        of: 3,
-        wanted: Some(2),
+        of: 4,
+        wanted: Some(3),
     });
     assert_eq!(
         edge_status_line(&status),
-        "edge-1: connected to 2 of 3 gateways (2 wanted): a:1 (192.0.2.1:1), a:1 (192.0.2.2:1)"
+        "edge-1: connected to 2 of 4 gateways (3 wanted): a:1 (192.0.2.1:1), a:1 (192.0.2.2:1)"
     );
 }

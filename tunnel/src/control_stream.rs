@@ -266,8 +266,8 @@ pub enum EdgeMessage {
         /// Present window of the edge, in bytes.
         bytes: u32,
     },
-    /// The edge is going to leave, or has connected to another gateway after a drain. The gateway must open no further
-    /// streams.
+    /// The edge is going to leave, or is connected to another gateway while this one drains. The gateway must open no further
+    /// streams, except for those that `serves` allows.
     Leave {
         /// Reason, for people.
         detail: String,

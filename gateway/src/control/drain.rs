@@ -2,10 +2,10 @@
 //!
 //! 1. The gateway reports that it is not ready, so that load balancers send it no new clients.
 //! 2. Each tunnel receives the message, spread over a short period, because a fleet that reconnects all at once would overload
-//!    the other gateways. An edge that has connected elsewhere announces it (`control::tunnel_listener` then drains its tunnel).
-//!    Listeners stay open meanwhile.
-//! 3. Edges that are still connected have no other gateway. While any stream lasts, listeners stay open for these edges, because
-//!    the next process is not running yet and could not bind the port.
+//!    the other gateways. An edge that is connected to another gateway announces it (`control::tunnel_listener` then drains its
+//!    tunnel). Listeners stay open meanwhile.
+//! 3. If any edge has not announced that, it has no other gateway. While any stream lasts, listeners stay open for these edges,
+//!    because the next process is not running yet and could not bind the port.
 //! 4. The listeners close, and clients that have already connected are served. Then tunnels that are still open get no new
 //!    streams.
 //! 5. Open streams get the remaining time. Then all tunnels are closed.
@@ -227,8 +227,7 @@ async fn wait_for_edges(registry: &Registry, end: Instant, grace: Duration) -> I
 }
 
 /// Waits while edges that have not left are connected and have lasting streams. Returns the time at which the streams that are
-/// open then must end. No gateway serves the edges that stay until the next process has started, so that process should not wait
-/// long for their streams. It waits for the streams of edges that leave, which have all the time.
+/// open then must end. No gateway serves the edges that stay until the next process has started.
 async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Duration) -> Instant {
     let settle_age = STREAM_SETTLE_AGE.min(grace / 8);
     let last_check = end - LATE_REQUEST_WAIT.min(grace / 8);
@@ -242,10 +241,13 @@ async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Dura
         edge.tunnel.tunnel.leave();
     }
     tracing::info!("edges have no other gateway: listeners stay open until all streams have ended");
-    // Visits every tunnel, because `rotate_generation` has to run for each one.
+    // Visits every tunnel, because `rotate_generation` has to run for each one. All streams of edges that leave count: they have all
+    // the time, and edges that stay are served meanwhile.
     let has_lasting_streams = || {
-        let lasting_tunnels = tunnels()
-            .filter(|edge| !edge.tunnel.tunnel.load().rotate_generation() && !edge.is_leaving());
+        let lasting_tunnels = tunnels().filter(|edge| {
+            let is_settled = edge.tunnel.tunnel.load().rotate_generation();
+            !is_settled || (edge.is_leaving() && edge.streams() > 0)
+        });
         lasting_tunnels.count() > 0
     };
     has_lasting_streams();
@@ -255,9 +257,7 @@ async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Dura
             return end;
         }
         if !has_lasting_streams() {
-            let leaving_streams = tunnels().any(|edge| edge.is_leaving() && edge.streams() > 0);
-            let settled = end.min(Instant::now() + LATE_REQUEST_WAIT + settle_age);
-            return if leaving_streams { end } else { settled };
+            return end.min(Instant::now() + LATE_REQUEST_WAIT + settle_age);
         }
     }
 }
@@ -301,7 +301,7 @@ async fn poll_until(deadline: Instant, is_done: impl Fn() -> bool) {
     }
 }
 
-/// Whether there are edges, and all of them are connected to other gateways.
+/// Whether there are edges, and all of them leave: they are connected to other gateways, or stop.
 fn have_all_left(registry: &Registry) -> bool {
     let edges = registry.all();
     !edges.is_empty() && edges.iter().all(|(_, edge)| edge.is_leaving())

@@ -183,7 +183,7 @@ impl Build {
         let ca = Ca::create(&TrustDomain::parse("world.test").unwrap()).unwrap();
         store(self.folder()).save_ca(&ca).unwrap();
         World {
-            gateway: Some(self.run().await),
+            gateway: Some(Box::pin(self.run()).await),
             build: self,
             ca,
             files: AtomicUsize::new(0),

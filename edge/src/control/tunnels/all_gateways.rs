@@ -111,7 +111,14 @@ impl AllGateways<'_> {
                 let jitter = 0.75 + rand::random::<f64>() / 4.0;
                 config.tunnels.resolve_after.mul_f64(jitter)
             } else {
-                backoff.silent(rand::random())
+                let delay = backoff.silent(rand::random());
+                let is_connected = context.connected_gateways.is_any_connected();
+                // A name that other nodes know, but not this one, does not cause endless queries.
+                if is_connected {
+                    delay.max(config.tunnels.resolve_after)
+                } else {
+                    delay
+                }
             };
             self.update_addresses(results, delay);
             let resolve_at = Instant::now() + delay;

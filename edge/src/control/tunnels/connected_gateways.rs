@@ -37,6 +37,13 @@ struct OwnersByInstance {
     unreachable: BTreeSet<GatewayAddr>,
 }
 
+impl OwnersByInstance {
+    /// Whether no gateway is connected that does not drain.
+    fn has_only_draining(&self) -> bool {
+        self.owners.values().all(GatewayOwner::is_draining)
+    }
+}
+
 /// Table of the connected gateways. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct ConnectedGateways {
@@ -111,8 +118,10 @@ impl GatewayCount {
     }
 
     fn from_table(table: &OwnersByInstance, max_gateways: u32) -> Self {
-        let active = || table.owners.values().filter(|hold| !hold.is_draining());
-        let reached = active().count();
+        // A gateway that has not accepted a tunnel may still refuse this edge.
+        let active = table.owners.values();
+        let active = active.filter(|owner| owner.is_registered && !owner.is_draining());
+        let reached = active.count();
         let announced_replicas = |owner: &GatewayOwner| {
             owner
                 .replicas
@@ -121,7 +130,7 @@ impl GatewayCount {
         let total = table.owners.values().filter_map(announced_replicas).max();
         let total = total.map(|of| of.min(MAX_GATEWAYS_PER_EDGE));
         let to_u32 = |many: usize| u32::try_from(many).unwrap_or(u32::MAX);
-        let all_drain = reached == 0 && !table.owners.is_empty();
+        let all_drain = !table.owners.is_empty() && table.has_only_draining();
         Self {
             connected: to_u32(reached),
             total,
@@ -301,16 +310,16 @@ impl ConnectedGateways {
         table.owners.values().any(|hold| hold.group == group)
     }
 
-    /// Whether any gateway is connected. Then the network works, and a silent address is dead.
+    /// Whether any gateway is connected and does not drain. Then the network works, and a silent address is dead.
     pub(super) fn is_any_connected(&self) -> bool {
-        !self.table.borrow().owners.is_empty()
+        !self.table.borrow().has_only_draining()
     }
 
-    /// Waits until no gateway is connected.
+    /// Waits until no gateway is connected, or all drain.
     pub(super) async fn wait_until_none(&self) {
         let mut table = self.table.subscribe();
         // The sender lives at least as long as this task.
-        let _ = table.wait_for(|table| table.owners.is_empty()).await;
+        let _ = table.wait_for(OwnersByInstance::has_only_draining).await;
     }
 
     /// Records whether a server answers at this address.
@@ -457,8 +466,11 @@ mod tests {
     fn later_tunnels_of_a_group_reach_only_its_gateway() {
         let reached = ConnectedGateways::default();
         let (one, two) = (reached.new_group(), reached.new_group());
-        let _a = reached.claim("a", one, false).unwrap();
-        let _b = reached.claim("b", two, false).unwrap();
+        let a = reached.claim("a", one, false).unwrap();
+        let b = reached.claim("b", two, false).unwrap();
+        assert_eq!(reached.count().connected, 0, "they may refuse");
+        a.mark_registered();
+        b.mark_registered();
         assert!(reached.claim("b", one, true).is_none());
         // The group cannot claim an unknown gateway either, even for a first tunnel that is dialled again beside an
         // additional one.
@@ -466,6 +478,14 @@ mod tests {
         assert!(reached.claim("c", one, false).is_none());
         assert!(reached.has_group(one) && !reached.has_group(reached.new_group()));
         assert_eq!(reached.count().connected, 2);
+    }
+
+    /// Takes a lease of a gateway that has accepted a tunnel.
+    fn connect(reached: &ConnectedGateways, instance: &str) -> GatewayLease {
+        let lease = reached.claim(instance, reached.new_group(), false);
+        let lease = lease.unwrap();
+        lease.mark_registered();
+        lease
     }
 
     #[test]
@@ -476,11 +496,11 @@ mod tests {
             (count.has_missing(), count.connected, count.total)
         };
         assert_eq!(short(), (false, 0, None));
-        let a = reached.claim("a", reached.new_group(), false).unwrap();
+        let a = connect(&reached, "a");
         assert_eq!(short(), (false, 1, None));
         a.set_replicas(Some(2));
         assert_eq!(short(), (true, 1, Some(2)));
-        let b = reached.claim("b", reached.new_group(), false).unwrap();
+        let b = connect(&reached, "b");
         assert_eq!(short(), (false, 2, Some(2)));
         // One gateway knows fewer gateways, and one drains.
         b.set_replicas(Some(1));
@@ -501,10 +521,10 @@ mod tests {
     #[test]
     fn a_search_ends_when_the_wanted_number_is_connected() {
         let reached = ConnectedGateways::new(2);
-        let a = reached.claim("a", reached.new_group(), false).unwrap();
+        let a = connect(&reached, "a");
         a.set_replicas(Some(3));
         assert!(reached.count().has_missing());
-        let _b = reached.claim("b", reached.new_group(), false).unwrap();
+        let _b = connect(&reached, "b");
         let count = reached.count();
         assert!(!count.has_missing());
         assert_eq!((count.total, count.wanted), (Some(3), Some(2)));

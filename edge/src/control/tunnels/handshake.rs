@@ -252,8 +252,7 @@ fn build_hello(context: &TunnelContext, slot: u32, announced: &[String]) -> Edge
         pool: config.pool.clone(),
         ports: context.ports.load().to_vec(),
         turns: true,
-        // With tunnels to several gateways a drain need not wait until this edge has moved to another one.
-        elsewhere: config.tunnels.gateways.max_gateways() == 1 && gateways.len() > 1,
+        elsewhere: gateways.len() > 1,
         listed: true,
         long_targets: true,
         upgrade_bodies: true,

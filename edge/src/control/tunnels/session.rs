@@ -32,7 +32,7 @@ use rustls_pki_types::CertificateDer;
 use std::{net::IpAddr, sync::Arc, time::Duration};
 use tokio::{
     sync::oneshot,
-    time::{Instant, interval, timeout},
+    time::{Instant, MissedTickBehavior, interval, timeout},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{debug, info, info_span};
@@ -274,6 +274,8 @@ impl TunnelSession {
         streams: &TaskGroup,
     ) -> ConnectError {
         let mut leave_check = interval(LEAVE_CHECK_INTERVAL);
+        // The checks begin when the tunnel is old.
+        leave_check.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut is_control_open, mut phase) = (true, Phase::Open);
         loop {
             tokio::select! {

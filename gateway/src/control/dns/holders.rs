@@ -25,15 +25,24 @@ pub(super) fn addresses(own: &[IpAddr], node: &NodeName, registry: &Registry) ->
         peers = all.iter().filter(|peer| is_usable(peer)).cloned().collect();
     }
     let stated: Vec<_> = peers.iter().map(|peer| peer.addresses()).collect();
-    let mut addresses = Vec::new();
-    if is_own || is_away || stated.iter().any(|stated| stated.is_empty()) {
-        addresses.extend_from_slice(own);
-    }
+    let is_entry = is_own || is_away || stated.iter().any(|stated| stated.is_empty());
+    let mut addresses = if is_entry && !registry.is_draining() {
+        own.to_vec()
+    } else {
+        Vec::new()
+    };
     for address in stated.iter().flat_map(|stated| stated.iter()) {
         if !addresses.contains(address) {
             addresses.push(*address);
         }
     }
+    // A client that uses only one version of IP reaches a holder without such an address through this gateway.
+    let is_missing = |wanted: &&IpAddr| {
+        let mut same = addresses.iter().map(IpAddr::is_ipv4);
+        !same.any(|is_ipv4| is_ipv4 == wanted.is_ipv4())
+    };
+    let missing: Vec<_> = own.iter().filter(is_missing).copied().collect();
+    addresses.extend(missing);
     addresses
 }
 
@@ -61,6 +70,9 @@ mod tests {
         assert_eq!(resolved(), all);
         world.registry.unregister(&node(), own_tunnel);
         assert_eq!(resolved(), all[1..], "the other tunnel drains");
+        holder.set_addresses(vec![ip("fd00::2")]);
+        let both = [ip("fd00::2"), ip("192.0.2.1")];
+        assert_eq!(resolved(), both, "a client without IPv6");
         holder.mark_draining();
         let remaining = [ip("192.0.2.1"), ip("192.0.2.3"), ip("192.0.2.2")];
         assert_eq!(resolved(), remaining, "no gateway has it for new requests");

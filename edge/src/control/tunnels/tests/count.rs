@@ -86,7 +86,7 @@ async fn the_next_gateway_replaces_one_that_dies_until_it_returns() {
         .await;
     let first = gateways[0].next().await;
     let second = gateways[1].next().await;
-    assert!(!second.welcome.elsewhere);
+    assert!(second.welcome.elsewhere);
     edge.until(active_at(&at[..2])).await;
     edge.until(|status| {
         status.reached.is_some_and(|reached| {

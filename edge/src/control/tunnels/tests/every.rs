@@ -39,8 +39,8 @@ async fn an_edge_has_independent_tunnels_at_each_gateway() {
     let (one, two) = (first.next().await, second.next().await);
     assert_eq!((one.welcome.slot, two.welcome.slot), (0, 0));
     assert_eq!(one.welcome.instance, two.welcome.instance);
-    // A drain need not wait for it: the edge already has another gateway.
-    assert!(!one.welcome.elsewhere);
+    // A drain waits until the edge has announced that it leaves.
+    assert!(one.welcome.elsewhere);
     let address = first.address;
     drop((one, first));
     let status = edge.until(|status| status.trouble.is_some()).await;
