@@ -16,7 +16,7 @@ fn name(text: &str) -> NodeName {
 
 /// State of an edge at one gateway.
 #[derive(Clone, Copy)]
-struct Held {
+struct HeldEdge {
     since: Instant,
     /// Time of a probe without an answer.
     unanswered_since: Option<Instant>,
@@ -26,7 +26,7 @@ struct Held {
 struct Gateway {
     instance: String,
     naming: LeaderNaming,
-    edges: BTreeMap<&'static str, Held>,
+    edges: BTreeMap<&'static str, HeldEdge>,
     is_draining: bool,
     report: Arc<PoolReport>,
     /// Last report of each connected peer.
@@ -118,7 +118,7 @@ impl Fleet {
     }
 
     fn hold(&mut self, gateway: usize, node: &'static str) {
-        let held = Held {
+        let held = HeldEdge {
             since: self.now,
             unanswered_since: None,
             is_heard: false,
