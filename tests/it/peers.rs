@@ -375,7 +375,7 @@ async fn leader_at(site: &GatewayProcess) -> Option<String> {
 async fn api_cache(edge: &Process) -> Value {
     let log = edge.written();
     let line = log.line(|line| line.contains("edge is running")).unwrap();
-    let url = format!("http://{}/status", address_after(&line, "admin="));
+    let url = format!("http://{}/status", address_after(line, "admin="));
     let status = Tool::curl().args([url]).run().await.ok().json();
     status["api_cache"].clone()
 }
