@@ -1,7 +1,10 @@
 //! Two data directories that share their state, by an engine in memory whose faults the tests choose.
 
 use super::*;
-use causeway_certs::{Ca, Entries, Fingerprint, NodeAttributes, OpenMode, Revocation};
+use causeway_certs::{
+    Ca, Entries, Fingerprint, Joining, NodeAttributes, NodeName, NodeRecord, NodeStatus, OpenMode,
+    Pin, RepeatCheck, Revocation, TokenRejected,
+};
 use futures_util::{FutureExt, future::BoxFuture};
 use std::{
     fmt,
