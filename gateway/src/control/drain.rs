@@ -314,8 +314,54 @@ fn is_leaving(edge: &TunnelInfo) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::worker::Workers;
+    use crate::{
+        state::registry::tests::{World, node, open},
+        worker::Workers,
+    };
+    use causeway_certs::NodeName;
     use std::sync::atomic::AtomicUsize;
+
+    const GRACE: Duration = Duration::from_secs(30);
+
+    /// Drains a gateway with an edge that has left and has an open stream, and with another edge if `stays`. Returns the seconds after
+    /// which the listeners closed, and after which the drain was over.
+    async fn drained(stays: bool) -> (u64, u64) {
+        let world = World::new();
+        let left = NodeName::parse("edge-2").unwrap();
+        let (id, tunnel) = world.register_node(&left).await;
+        // The first stream of a tunnel is its control stream.
+        let _streams = (open(&tunnel, "/").await, open(&tunnel, "/").await);
+        world.registry.mark_leaving(&left, id);
+        if stays {
+            world.register_node(&node()).await;
+        }
+        let close = CancellationToken::new();
+        let listeners = DrainListeners {
+            close: &close,
+            clients: &|| 0,
+            successor: Successor::default(),
+        };
+        let (metrics, readiness) = (Metrics::new(), Readiness::default());
+        let began = Instant::now();
+        let closed = async {
+            close.cancelled().await;
+            began.elapsed().as_secs()
+        };
+        let draining = async {
+            drain(&world.registry, &metrics, &readiness, listeners, GRACE).await;
+            began.elapsed().as_secs()
+        };
+        tokio::join!(closed, draining)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn listeners_close_early_only_if_no_edge_stays() {
+        let end = GRACE.as_secs();
+        assert_eq!(drained(false).await, (MIN_LISTENERS_OPEN.as_secs(), end));
+        // The edge that stays has no other gateway.
+        let open_until = end - LATE_REQUEST_WAIT.as_secs();
+        assert_eq!(drained(true).await, (open_until, end));
+    }
 
     #[tokio::test(start_paused = true)]
     async fn after_a_handover_a_silent_client_has_the_time_of_a_handshake() {

@@ -77,6 +77,14 @@ impl World {
         }
     }
 
+    /// Registers a tunnel of this node.
+    pub(crate) async fn register_node(&self, node: &NodeName) -> (TunnelId, Tunnel) {
+        let admitted = self.admitted("edge", 0).await;
+        let tunnel = admitted.tunnel.clone();
+        let (id, _) = self.registry.register(node, admitted).unwrap();
+        (id, tunnel)
+    }
+
     pub(crate) async fn register(
         &self,
         instance: &str,
@@ -92,7 +100,7 @@ pub(crate) fn node() -> NodeName {
     NodeName::parse("edge-1").unwrap()
 }
 
-async fn open(tunnel: &Tunnel, path: &str) -> gateway_side::OpenStream {
+pub(crate) async fn open(tunnel: &Tunnel, path: &str) -> gateway_side::OpenStream {
     let head = Request::get(path).body(()).unwrap();
     let target = Target::new("edge-1", 9100);
     tunnel
