@@ -48,8 +48,11 @@ use tokio::time::{Instant, sleep, timeout};
 const PROBE_AFTER: Duration = Duration::from_secs(1);
 /// Time after which a request without effects goes elsewhere, beside the time for the decision of the peer's policy.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum number of gateways that are asked for one request. The first one has usually just lost the node.
+/// Maximum number of gateways that are asked for one request, beside those that leave it to another one because their tunnel is
+/// late. The first one has usually just lost the node.
 const MAX_ATTEMPTS: usize = 3;
+/// Maximum number of gateways that may leave one request to another one.
+const MAX_LATE_REFUSALS: usize = 2;
 /// Number of interim responses that pass at once, and the interval of further ones: an edge must not flood the other gateway.
 const INTERIM_BURST: usize = 4;
 const INTERIM_INTERVAL: Duration = Duration::from_secs(1);
@@ -107,7 +110,8 @@ async fn forward_stream(
     shared.metrics.count_forwarded_stream();
     let node = &ctx.route.node;
     let (mut link, mut peer) = (ctx.tunnel.clone(), ctx.peer.cloned());
-    let (mut attempts, deadline) = (1, Instant::now() + shared.timeouts.reconnect);
+    let (mut attempts, mut late_refusals) = (1, 0);
+    let deadline = Instant::now() + shared.timeouts.reconnect;
     loop {
         let request = (kind, &ctx.route.target, end_stream);
         let Some(holder) = peer else {
@@ -115,7 +119,7 @@ async fn forward_stream(
             let opening = link.open(head, kind, target, end_stream).await;
             return opening.map_err(|error| stream_error(ctx, &error));
         };
-        let has_alternative = attempts < MAX_ATTEMPTS
+        let has_alternative = late_refusals < MAX_LATE_REFUSALS
             && shared
                 .registry
                 .directory()
@@ -135,6 +139,9 @@ async fn forward_stream(
                 if refusal == PeerRefusal::NotHeld {
                     shared.metrics.count_stale_holder();
                     shared.registry.record_left_peer(node, &holder.address);
+                } else if has_alternative {
+                    // Such a holder serves the request if the others cannot.
+                    (late_refusals, attempts) = (late_refusals + 1, attempts - 1);
                 }
                 error
             }

@@ -418,8 +418,8 @@ impl Registry {
         shard.entry(node.clone()).or_default().streams.clone()
     }
 
-    /// Selects the best open tunnel of this gateway for a new stream: not draining before draining, not bulk before bulk, then the
-    /// fewest streams. Also returns whether that tunnel drains.
+    /// Selects the best open tunnel of this gateway for a new stream: not draining before draining, one that answers before one that
+    /// does not, not bulk before bulk, then the fewest streams. Also returns whether that tunnel drains.
     ///
     /// # Errors
     /// The reason why no tunnel can be selected.
@@ -435,8 +435,10 @@ impl Registry {
             .iter()
             .filter(|edge| edge.tunnel.tunnel.is_open())
             .min_by_key(|edge| {
-                let load = edge.tunnel.tunnel.load();
-                (edge.is_leaving, load.is_bulk(now), load.open_streams())
+                let tunnel = &edge.tunnel.tunnel;
+                let load = tunnel.load();
+                let (is_late, is_bulk) = (is_late(tunnel), load.is_bulk(now));
+                (edge.is_leaving, is_late, is_bulk, load.open_streams())
             });
         match best {
             Some(edge) => {

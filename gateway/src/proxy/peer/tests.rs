@@ -68,8 +68,13 @@ impl Gateway {
 
     /// Registers a tunnel of the node, whose upstream answers with the name of this gateway.
     async fn register_edge(&self) {
+        self.register_slot(0, self.freeze_edge.subscribe()).await;
+    }
+
+    /// Registers the tunnel of a slot of the edge, which does not answer while it is frozen.
+    async fn register_slot(&self, slot: u32, is_frozen: watch::Receiver<bool>) {
         let (near, far) = duplex(64 << 10);
-        let (name, is_frozen) = (self.name, self.freeze_edge.subscribe());
+        let name = self.name;
         self.tasks.spawn(debug_span!("edge"), async move {
             serve_streams(far, is_frozen, |stream, tasks| {
                 if let IncomingStream::Stream(request) = stream {
@@ -83,7 +88,10 @@ impl Gateway {
         });
         let tunnel = NewTunnel {
             tunnel: self.connect(near).await,
-            hello: Arc::new(EdgeHello::default()),
+            hello: Arc::new(EdgeHello {
+                slot,
+                ..EdgeHello::default()
+            }),
             remote_address: ([192, 0, 2, 1], 4711).into(),
             certificate: EdgeCertificate::default(),
             roots: Arc::default(),
@@ -171,6 +179,17 @@ async fn a_holder_leaves_a_request_to_another_while_its_tunnel_is_late() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_tunnel_that_answers_is_used_before_a_late_one_of_the_same_edge() {
+    let gateway = Gateway::new("it");
+    gateway.register_edge().await;
+    gateway.register_slot(1, watch::channel(false).1).await;
+    gateway.freeze_edge.send_replace(true);
+    sleep(Duration::from_secs(7)).await;
+    let (own, _) = gateway.registry.select_own_tunnel(&node()).unwrap();
+    assert!(!own.is_late());
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_holder_uses_its_late_tunnel_if_the_sender_can_ask_no_other() {
     let (entry, late, healthy) = Box::pin(half_dead()).await;
     // The other holder has lost the node, and has not said so yet.
@@ -185,4 +204,23 @@ async fn a_holder_uses_its_late_tunnel_if_the_sender_can_ask_no_other() {
     assert_eq!(served, (StatusCode::OK, "late".to_owned()));
     assert!(began.elapsed() < REFUSAL_TIME, "it was asked again at once");
     assert_eq!(entry.metric("stale_holders_total"), "1");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_holder_with_a_late_tunnel_serves_a_request_that_all_others_refuse() {
+    let (entry, late, healthy) = Box::pin(half_dead()).await;
+    let third = Gateway::new("third");
+    third.register_edge().await;
+    entry.add_holder(&third).await;
+    for holder in [&healthy, &third] {
+        let (lost, _) = holder.registry.select_own_tunnel(&node()).unwrap();
+        assert!(holder.registry.unregister(&node(), lost.id));
+    }
+    let thaw = async {
+        sleep(Duration::from_millis(500)).await;
+        late.freeze_edge.send_replace(false);
+    };
+    let (served, ()) = Box::pin(futures_util::future::join(entry.get(), thaw)).await;
+    assert_eq!(served, (StatusCode::OK, "late".to_owned()));
+    assert_eq!(entry.metric("stale_holders_total"), "2");
 }

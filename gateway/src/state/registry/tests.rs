@@ -13,8 +13,7 @@ use tracing::info_span;
 
 const FROM: ([u8; 4], u16) = ([192, 0, 2, 1], 4711);
 
-/// Registry, and edges that answer `/bulk` with bulk data and keep all other streams open.
-/// Registry with tunnels and peers.
+/// Registry with peers, and with tunnels of edges that answer `/bulk` with bulk data and keep all other streams open.
 pub(crate) struct World {
     pub(crate) registry: Registry,
     tasks: TaskGroup,
