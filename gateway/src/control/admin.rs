@@ -315,7 +315,13 @@ async fn share_changes(app: &AdminState) -> Result<(), ProblemDetails> {
 
 /// Returns the trusted roots, and how many edges have adopted them, here and at the other gateways.
 async fn rotation(State(app): State<AdminState>) -> Json<RotationStatus> {
-    let gateways = query_rotation(app.registry.directory()).await;
+    // Without a rotation there is nothing to compare.
+    let is_rotating = app.ca.get().other().is_some();
+    let gateways = if is_rotating {
+        query_rotation(app.registry.directory()).await
+    } else {
+        Vec::new()
+    };
     Json(RotationStatus {
         own: ca_rotation::rotation_progress(&app.ca, &app.registry),
         gateways,

@@ -5,12 +5,17 @@
 //! no decisions: `causeway ca rotate` requests the progress, and continues or waits.
 
 use super::broadcast::announce;
-use crate::state::{Registry, TunnelInfo, registry::NewTunnel};
+use crate::state::{Registry, TunnelInfo, directory::HeldState, registry::NewTunnel};
 use causeway_certs::{Ca, Fingerprint, LiveCa, NodeName, RootStage};
 use causeway_tunnel::control_stream::GatewayMessage;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use std::{collections::BTreeSet, fmt, mem, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeSet, HashSet},
+    fmt, mem,
+    sync::Arc,
+    time::Duration,
+};
 
 /// Minimum period over which renewals are spread.
 const RENEWAL_SPREAD: Duration = Duration::from_secs(5);
@@ -158,10 +163,20 @@ impl RotationProgress {
 pub(super) fn rotation_progress(ca: &LiveCa, registry: &Registry) -> RotationProgress {
     let ca = ca.get();
     let edges = registry.all();
-    // Certificates of an external CA were not issued by this CA.
-    let is_counted =
-        |edge: &TunnelInfo| !edge.is_leaving() && edge.tunnel.certificate.external_chain.is_none();
-    let current = || edges.iter().filter(|(_, edge)| is_counted(edge));
+    let active: HashSet<_> = edges
+        .iter()
+        .filter_map(|(node, edge)| (!edge.is_leaving()).then_some(node))
+        .collect();
+    // Another tunnel tells more than one that leaves. Certificates of an external CA were not issued by this CA.
+    let is_counted = |node: &NodeName, edge: &TunnelInfo| {
+        let holders = || registry.directory().holders(node).into_iter();
+        let is_replaced =
+            || active.contains(node) || holders().any(|(_, state)| state == HeldState::Connected);
+        edge.tunnel.certificate.external_chain.is_none() && !(edge.is_leaving() && is_replaced())
+    };
+    let counted = edges.iter().filter(|(node, edge)| is_counted(node, edge));
+    let counted: Vec<_> = counted.collect();
+    let current = || counted.iter().copied();
     let nodes_where = |is: &dyn Fn(&TunnelInfo) -> bool| {
         let found = current().filter(|(_, edge)| is(edge));
         found.map(|(node, _)| node.clone()).collect()
@@ -185,5 +200,33 @@ pub(super) fn rotation_progress(ca: &LiveCa, registry: &Registry) -> RotationPro
             .zip(ca.fingerprints())
             .map(|(stage, fingerprint)| RootStatus { stage, fingerprint })
             .collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        control::tests::world::new_ca,
+        state::registry::tests::{World, node},
+    };
+
+    #[tokio::test(start_paused = true)]
+    async fn a_tunnel_that_leaves_counts_until_the_node_has_another_one() {
+        let world = World::new();
+        let ca = LiveCa::new(new_ca("causeway.test").prepare().unwrap().0);
+        let connected = || rotation_progress(&ca, &world.registry).without_roots;
+        let (tunnel, _) = world.register("edge", 0).await.unwrap();
+        world.registry.mark_leaving(&node(), tunnel);
+        assert_eq!(connected(), [node()].into(), "it is connected nowhere else");
+        let peer = world.peer("other", HeldState::Draining).await;
+        assert_eq!(connected(), [node()].into());
+        peer.set_node(node(), Some(HeldState::Connected));
+        assert_eq!(connected(), [].into(), "the other gateway counts it");
+        world.registry.directory().remove(&peer);
+        let (active, _) = world.register("edge", 1).await.unwrap();
+        assert_eq!(rotation_progress(&ca, &world.registry).connected, 1);
+        world.registry.mark_leaving(&node(), active);
+        assert_eq!(connected(), [node()].into());
     }
 }

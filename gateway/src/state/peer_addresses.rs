@@ -79,10 +79,19 @@ impl PeerAddresses {
         self.lock().remove(address);
     }
 
-    /// Records the process that has answered at an address.
+    /// Records the process that has answered at an address. If it is the successor of another process, that one is gone from all
+    /// addresses.
     pub fn record_owner(&self, address: &PeerAddress, owner: AddressOwner) {
-        if let Some(state) = self.lock().get_mut(address) {
-            (state.owner, state.failure) = (Some(owner), None);
+        let mut all = self.lock();
+        let Some(state) = all.get_mut(address) else {
+            return;
+        };
+        let before = state.owner.take().filter(|before| *before != owner);
+        (state.owner, state.failure) = (Some(owner), None);
+        if before.is_some() {
+            for state in all.values_mut().filter(|state| state.owner == before) {
+                state.owner = None;
+            }
         }
     }
 
@@ -95,8 +104,8 @@ impl PeerAddresses {
 
     /// Returns the addresses that may lead to a gateway which is not connected. These are the addresses where a process has
     /// answered that is not connected now, and those without any process that refuse the connection. An address that never
-    /// answered does not count. Nor does an address whose name leads to connected gateways by the other IP version only: a
-    /// gateway that listens on IPv4 alone refuses connections at its IPv6 address.
+    /// answered does not count. Nor does an address whose name has addresses of the other IP version that all lead to connected
+    /// gateways: a gateway that is reached by IPv4 alone refuses connections at its IPv6 address.
     pub fn unreachable(&self, is_connected: impl Fn(&str) -> bool) -> Vec<UnreachableAddress> {
         let all = self.lock();
         let is_known = |state: &AddressState| match &state.owner {
@@ -104,11 +113,15 @@ impl PeerAddresses {
             Some(AddressOwner::Peer(instance)) => is_connected(instance),
             None => false,
         };
-        let is_other_version = |address: &PeerAddress| {
-            let of_name = all.iter().filter(|(other, _)| other.host == address.host);
-            let mut known = of_name.filter(|(_, state)| is_known(state)).peekable();
-            let is_ipv6 = address.address.is_ipv6();
-            known.peek().is_some() && known.all(|(other, _)| other.address.is_ipv6() != is_ipv6)
+        let is_known_by_other_version = |address: &PeerAddress| {
+            let is_other = |other: &PeerAddress| {
+                other.host == address.host && other.address.is_ipv6() != address.address.is_ipv6()
+            };
+            let others = all
+                .iter()
+                .filter(|(other, state)| state.is_listed && is_other(other));
+            let mut others = others.peekable();
+            others.peek().is_some() && others.all(|(_, state)| is_known(state))
         };
         let may_lead_to_gateway = |state: &AddressState| {
             let is_answered = |failure: &ConnectFailure| failure.is_answered;
@@ -118,7 +131,7 @@ impl PeerAddresses {
         let mut found: Vec<_> = all
             .iter()
             .filter(|(_, state)| !is_known(state) && may_lead_to_gateway(state))
-            .filter(|(address, _)| !is_other_version(address))
+            .filter(|(address, _)| !is_known_by_other_version(address))
             .map(|(address, state)| UnreachableAddress {
                 address: address.address,
                 reason: describe(state),
@@ -214,13 +227,39 @@ mod tests {
         // A further gateway behind the name, with the same IP version, is down.
         table.set_listed(&at("one", "10.0.0.2:1"), true);
         table.record_failure(&at("one", "10.0.0.2:1"), failure(true));
-        assert_eq!(unreachable(&table), ["10.0.0.2:1", "[fd00::2]:1"]);
-        // The first gateway is down as well, so its name leads to no connected gateway.
-        table.record_owner(
-            &at("one", "10.0.0.1:1"),
-            AddressOwner::Peer("down".to_owned()),
-        );
-        let all = ["10.0.0.1:1", "10.0.0.2:1", "[fd00::1]:1", "[fd00::2]:1"];
+        let all = ["10.0.0.2:1", "[fd00::1]:1", "[fd00::2]:1"];
         assert_eq!(unreachable(&table), all);
+    }
+
+    #[test]
+    fn a_blocked_ip_version_between_gateways_does_not_count() {
+        let table = PeerAddresses::default();
+        let peer = || AddressOwner::Peer("up".to_owned());
+        for (address, owner) in [
+            ("10.0.0.1:1", AddressOwner::OwnProcess),
+            ("10.0.0.2:1", peer()),
+            ("[fd00::1]:1", AddressOwner::OwnProcess),
+        ] {
+            table.set_listed(&at("one", address), true);
+            table.record_owner(&at("one", address), owner);
+        }
+        table.set_listed(&at("one", "[fd00::2]:1"), true);
+        table.record_failure(&at("one", "[fd00::2]:1"), failure(true));
+        assert_eq!(unreachable(&table), [""; 0]);
+    }
+
+    #[test]
+    fn a_process_that_was_replaced_is_gone_from_its_other_addresses() {
+        let table = PeerAddresses::default();
+        let down = || AddressOwner::Peer("down".to_owned());
+        for address in ["10.0.0.1:1", "10.0.0.2:1"] {
+            table.set_listed(&at("one", address), true);
+            table.record_owner(&at("one", address), down());
+            table.record_failure(&at("one", address), failure(false));
+        }
+        assert_eq!(unreachable(&table), ["10.0.0.1:1", "10.0.0.2:1"]);
+        let successor = AddressOwner::Peer("up".to_owned());
+        table.record_owner(&at("one", "10.0.0.1:1"), successor);
+        assert_eq!(unreachable(&table), [""; 0], "the second one is silent");
     }
 }
