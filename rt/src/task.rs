@@ -3,7 +3,7 @@
 //! Dropping a [`TaskGroup`] cancels all of its tasks. Shutdown always has three stages: *request* (a token that the tasks
 //! hold), *wait* (the grace period of [`TaskGroup::drain`]), *cancel*.
 
-use std::{future::Future, sync::Arc, time::Duration};
+use std::{future::Future, pin::Pin, sync::Arc, time::Duration};
 use tokio::{runtime::Handle, time::timeout};
 use tokio_util::{
     future::FutureExt,
@@ -11,6 +11,8 @@ use tokio_util::{
     task::TaskTracker,
 };
 use tracing::{Instrument, Span};
+
+type BoxedTask = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Group of tasks in a tree of groups. Dropping it cancels all tasks in it and below it.
 #[derive(Debug, Default)]
@@ -41,7 +43,12 @@ impl TaskGroup {
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        // An `async` block around the task would contain it twice or more, and each task is moved as a whole.
+        self.spawn_boxed(runtime, span, Box::pin(task));
+    }
+
+    /// Runs a boxed task. A future is moved several times before its first poll, so its box costs less than the moves. And the code
+    /// of tokio's tasks, which depends on the type of the future, exists only once.
+    fn spawn_boxed(&self, runtime: &Handle, span: Span, task: BoxedTask) {
         let owned = task.with_cancellation_token_owned(self.cancel_token.clone());
         self.tracker.spawn_on(owned.instrument(span), runtime);
     }

@@ -129,7 +129,10 @@ pub(super) async fn serve(
         let (proxy, connection) = (proxy.clone(), connection.clone());
         // Computed here and not in the task, because h2 returns streams in their order.
         let exchange = exchange_id(&connection, request.version());
-        async move { Ok::<_, Infallible>(respond(&proxy, &connection, request, exchange).await) }
+        // Boxed, because hyper and tokio move the future several times before its first poll, and it has 6 kB.
+        Box::pin(async move {
+            Ok::<_, Infallible>(respond(&proxy, &connection, request, exchange).await)
+        })
     });
     let io = wrap_io(proxy, io, &connection);
     let mut serving = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
