@@ -18,7 +18,7 @@ const EVENT_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_NAMES: usize = 10;
 
 /// Writer of events about addresses that several nodes have.
-pub struct ConflictEvents {
+pub(crate) struct ConflictEvents {
     /// The cluster's API.
     pub client: Client,
     /// The table of nodes.
@@ -29,7 +29,7 @@ pub struct ConflictEvents {
 
 impl ConflictEvents {
     /// Runs the controller. Never returns.
-    pub async fn run(self) -> Infallible {
+    pub(crate) async fn run(self) -> Infallible {
         let operation = "writing an event for a Node with an address of another node";
         let mut events = EventWriter::new(self.client, self.gateway, operation);
         let mut changes = self.nodes.subscribe();

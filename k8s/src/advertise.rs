@@ -37,7 +37,7 @@ const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::f
 const MAX_ADDRESSES: usize = 64;
 
 /// Controller that synchronizes the addresses that edges receive with a Service.
-pub struct ServiceWatcher {
+pub(crate) struct ServiceWatcher {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the Service.
@@ -54,7 +54,7 @@ pub struct ServiceWatcher {
 
 impl ServiceWatcher {
     /// Runs the controller. Never returns.
-    pub async fn run(mut self) -> Infallible {
+    pub(crate) async fn run(mut self) -> Infallible {
         let (namespace, name) = self.settings.names();
         let api = Api::<Service>::namespaced(self.client.clone(), namespace);
         let updates = watch_object(api, name).default_backoff();

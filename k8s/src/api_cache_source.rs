@@ -24,7 +24,7 @@ const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::f
 const VERSION_INTERVAL: Duration = Duration::from_mins(5);
 
 /// Source that fills the cache for edges from the cluster's API.
-pub struct ApiCacheSource {
+pub(crate) struct ApiCacheSource {
     /// The cluster's API.
     pub client: Client,
     /// Cache from which edges read.
@@ -33,7 +33,7 @@ pub struct ApiCacheSource {
 
 impl ApiCacheSource {
     /// Runs the source. Never returns.
-    pub async fn run(self) -> Infallible {
+    pub(crate) async fn run(self) -> Infallible {
         let source = ApiClient::new(self.client);
         let stores = self.cache.stores().iter();
         let reflectors = stores.map(|store| sync_store(store, &source).boxed());

@@ -39,7 +39,7 @@ const DEBOUNCE: Duration = Duration::from_secs(1);
 const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 
 /// Controller that synchronizes the hosts file with the table of nodes.
-pub struct HostsController {
+pub(crate) struct HostsController {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the file and its location.
@@ -56,7 +56,7 @@ pub struct HostsController {
 
 impl HostsController {
     /// Runs the controller. Returns soon after `stop`, once the Lease is released.
-    pub async fn run(self, stop: CancellationToken) {
+    pub(crate) async fn run(self, stop: CancellationToken) {
         if stop
             .run_until_cancelled(self.wait_for_nodes())
             .await

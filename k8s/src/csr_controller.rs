@@ -53,7 +53,7 @@ const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::f
 const PAGE_SIZE: u32 = 500;
 
 /// Controller that signs the requests of edges.
-pub struct CsrController {
+pub(crate) struct CsrController {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the accepted requesters and of the place where the CA is published.
@@ -72,7 +72,7 @@ pub struct CsrController {
 
 impl CsrController {
     /// Runs the controller. Never returns.
-    pub async fn run(self) -> Infallible {
+    pub(crate) async fn run(self) -> Infallible {
         let ca_publisher =
             CaPublisher::new(self.client.clone(), &self.settings, self.roots.clone());
         if self.settings.subject() == Some(SignerProfile::Kubelet) {

@@ -47,7 +47,7 @@ const NAMES_PREFIX: &str = "names: ";
 const ISSUED_PREFIX: &str = "made: ";
 
 /// Controller that requests the certificate and stores it.
-pub struct GatewayCertificate {
+pub(crate) struct GatewayCertificate {
     /// The cluster's API.
     pub client: Client,
     /// Name of the signer.
@@ -64,7 +64,7 @@ pub struct GatewayCertificate {
 
 /// Purpose of a certificate.
 #[derive(Clone, Debug)]
-pub enum Purpose {
+pub(crate) enum Purpose {
     /// The tunnel port of a gateway of this trust domain.
     TunnelPort(TrustDomain),
     /// A client of the upstreams of a port, as this user.
@@ -137,20 +137,23 @@ enum NotRenewed {
 
 impl GatewayCertificate {
     /// Waits for the first certificate. `report` receives a description of the state meanwhile.
-    pub async fn wait_for_first(&self, names: &[HostName], report: &(dyn Fn(&str) + Sync)) {
+    pub(crate) async fn wait_for_first(&self, names: &[HostName], report: &(dyn Fn(&str) + Sync)) {
         let is_valid = |stored: &StoredCertificate| stored.not_after > SystemTime::now();
         self.renew_until(|| names.to_vec(), report, Some(&is_valid))
             .await;
     }
 
     /// Maintains a valid certificate for the present names in the store. Never returns.
-    pub async fn run(self, names: impl Fn() -> Vec<HostName>) -> Infallible {
+    pub(crate) async fn run(self, names: impl Fn() -> Vec<HostName>) -> Infallible {
         self.renew_until(names, &|_| {}, None).await;
         std::future::pending().await
     }
 
     /// Runs the controller for a client certificate for upstreams. Clients of the gateway wait until there is a certificate.
-    pub async fn run_with_readiness_block(self, readiness_block: ReadinessBlock) -> Infallible {
+    pub(crate) async fn run_with_readiness_block(
+        self,
+        readiness_block: ReadinessBlock,
+    ) -> Infallible {
         self.wait_for_first(&[], &|why| readiness_block.set_reason(why))
             .await;
         drop(readiness_block);

@@ -44,7 +44,7 @@ const ELECTION_DURATION: Duration = Duration::from_secs(15);
 const MAX_NAMES: usize = 20;
 
 /// Controller of the Leases of nodes without a gateway.
-pub struct HeartbeatController {
+pub(crate) struct HeartbeatController {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of taints.
@@ -61,7 +61,7 @@ pub struct HeartbeatController {
 
 impl HeartbeatController {
     /// Runs the controller. Returns soon after `stop`, when the Lease of the election is released.
-    pub async fn run(self, stop: CancellationToken) {
+    pub(crate) async fn run(self, stop: CancellationToken) {
         let (events, queued) = EventQueue::new();
         let operation = "writing an event for a Node with delegated heartbeats";
         let writer = EventWriter::new(self.client.clone(), self.gateway.clone(), operation);
@@ -84,7 +84,7 @@ impl HeartbeatController {
 
 /// Logs the names of nodes that are still annotated as delegated, although this gateway does not manage them: delegated heartbeats
 /// are disabled. Returns after the cluster has named its nodes.
-pub async fn warn_about_delegated_nodes(nodes: NodesWriter) {
+pub(crate) async fn warn_about_delegated_nodes(nodes: NodesWriter) {
     let (mut changes, nodes) = (nodes.subscribe(), nodes.reader());
     while !nodes.has_cluster() {
         if changes.changed().await.is_err() {

@@ -15,44 +15,35 @@
 //! - `state_engine` stores the state that gateways share in Secrets.
 //! - `api_cache_source` fills the cache of all objects that edges may read.
 //! - `heartbeat` renews Leases of nodes without a gateway by delegated heartbeats.
+//! - `controllers` builds all controllers of a gateway, and runs them.
 //! - `egress_config` writes the egress selector configuration of kube-apiserver.
 
-pub mod address_conflicts;
-pub mod advertise;
-pub mod api_cache_source;
-pub mod client;
-pub mod coredns_hosts;
+mod address_conflicts;
+mod advertise;
+mod api_cache_source;
+mod client;
+mod controllers;
+mod coredns_hosts;
 mod csr_client;
-pub mod csr_controller;
+mod csr_controller;
 pub mod egress_config;
 mod event_writer;
-pub mod gateway_certificate;
-pub mod heartbeat;
+mod gateway_certificate;
+mod heartbeat;
 mod leader_election;
 mod log_throttle;
-pub mod node_csr;
-pub mod node_informer;
+mod node_csr;
+mod node_informer;
 mod ownership;
-pub mod pods;
-pub mod port_list;
+mod pods;
+mod port_list;
 mod replicas;
-pub mod reviews;
-pub mod state_engine;
-pub mod yurthub_leaders;
+mod reviews;
+mod state_engine;
+mod yurthub_leaders;
 
-pub use address_conflicts::ConflictEvents;
-pub use advertise::ServiceWatcher;
-pub use api_cache_source::ApiCacheSource;
 pub use client::{ClientError, build_client};
-pub use coredns_hosts::HostsController;
-pub use csr_controller::CsrController;
-pub use gateway_certificate::{GatewayCertificate, Purpose};
-pub use heartbeat::{HeartbeatController, warn_about_delegated_nodes};
+pub use controllers::{ClusterSenders, Controllers, ControllersError};
 pub use kube::Client;
 pub use node_csr::NodeCsrClient;
-pub use node_informer::NodeInformer;
-pub use pods::PodLookup;
-pub use port_list::PortListController;
-pub use reviews::ReviewClient;
 pub use state_engine::SecretEngine;
-pub use yurthub_leaders::YurtHubLeaders;

@@ -42,7 +42,7 @@ const MAX_ADDRESSES: usize = 16;
 const LOG_INTERVAL: Duration = Duration::from_mins(5);
 
 /// Informer that synchronizes the table of nodes with the cluster.
-pub struct NodeInformer {
+pub(crate) struct NodeInformer {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the trusted facts.
@@ -55,7 +55,7 @@ pub struct NodeInformer {
 
 impl NodeInformer {
     /// Runs the informer. Never returns. Drops `hold` when the table is complete for the first time.
-    pub async fn run(self, hold: ReadinessBlock) {
+    pub(crate) async fn run(self, hold: ReadinessBlock) {
         let config = watcher::Config::default().page_size(PAGE_SIZE);
         let config = config.timeout(WATCH_TIMEOUT);
         let api = Api::<Node>::all(self.client.clone());

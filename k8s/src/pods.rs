@@ -27,7 +27,7 @@ type PodName = (String, String);
 type LookupResult = Result<NodeName, Arc<str>>;
 
 /// Lookup of the nodes of pods.
-pub struct PodLookup {
+pub(crate) struct PodLookup {
     client: Client,
     cache: Cache<PodName, LookupResult>,
     /// Runtime of the client, which sends the requests.
@@ -37,7 +37,7 @@ pub struct PodLookup {
 
 impl PodLookup {
     /// Returns a lookup that uses this client, on the calling runtime.
-    pub fn new(client: Client) -> Self {
+    pub(crate) fn new(client: Client) -> Self {
         Self {
             client,
             cache: Cache::new(MAX_CACHED_PODS),

@@ -54,7 +54,7 @@ const LAST_PORTS_KEY: &str = "listed-ports";
 const MAX_NOTE_BYTES: usize = 1000;
 
 /// Controller that synchronizes the ports of a gateway with a `ConfigMap`.
-pub struct PortListController {
+pub(crate) struct PortListController {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the list, and of the listeners that serve the ports.
@@ -83,7 +83,7 @@ impl PortListController {
     }
 
     /// Runs the controller. Never returns.
-    pub async fn run(self) -> Infallible {
+    pub(crate) async fn run(self) -> Infallible {
         let (client, namespace) = (self.client.clone(), &self.settings.namespace);
         let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
         let maps = watch_object(maps, &self.settings.name).default_backoff();

@@ -18,11 +18,11 @@ use std::fmt;
 
 /// Client that reviews tokens and access of clients.
 #[derive(Clone)]
-pub struct ReviewClient(Client);
+pub(crate) struct ReviewClient(Client);
 
 impl ReviewClient {
     /// Returns a client for reviews that sends them by `client`.
-    pub fn new(client: Client) -> Self {
+    pub(crate) fn new(client: Client) -> Self {
         Self(client)
     }
 }

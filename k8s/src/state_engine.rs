@@ -16,7 +16,7 @@ mod shard;
 #[cfg(test)]
 mod tests;
 
-pub use shard::SHARDS;
+pub(crate) use shard::SHARDS;
 
 use crate::client::error_message;
 use cache::{Cache, Observed};

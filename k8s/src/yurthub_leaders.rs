@@ -43,7 +43,7 @@ const DEBOUNCE: Duration = Duration::from_secs(1);
 const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 
 /// Controller of the leader maps of `YurtHub`.
-pub struct YurtHubLeaders {
+pub(crate) struct YurtHubLeaders {
     /// The cluster's API.
     pub client: Client,
     /// Configuration of the `ConfigMap`s that `YurtHub` watches.
@@ -58,7 +58,7 @@ pub struct YurtHubLeaders {
 
 impl YurtHubLeaders {
     /// Runs the controller. Never returns.
-    pub async fn run(self) -> Infallible {
+    pub(crate) async fn run(self) -> Infallible {
         let mut reconciler = Reconciler {
             api: Api::namespaced(self.client, &self.settings.namespace),
             namespace: self.settings.namespace,

@@ -57,7 +57,7 @@ pub(crate) async fn run(
     let bound = bind_and_load_manifests(gateway, manifests_dir.as_deref(), &notify)?;
     let (senders, inputs) = ClusterInputs::channel(reload_sender);
     let controllers_stop = stop.child_token();
-    let cluster = cluster.spawn_controllers(&bound, senders, controllers_stop.clone());
+    let cluster = cluster.into_task(&bound, senders, controllers_stop.clone());
     let cluster = Box::pin(stop_at_handover(
         cluster,
         bound.handed_over(),

@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 use std::sync::Arc;
 
 /// Number of Secrets. The manifests have this number, and a key of an entry always leads to the same Secret.
-pub const SHARDS: usize = 16;
+pub(crate) const SHARDS: usize = 16;
 /// Data key of the entries: a JSON object of key to value, both texts.
 pub(super) const ENTRIES_KEY: &str = "entries.json";
 /// Data key of the random id of this content, in the first Secret only. Content that was made anew has another id.
