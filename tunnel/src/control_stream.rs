@@ -336,22 +336,42 @@ impl ControlStream {
     /// Sends one line, behind those that are queued.
     ///
     /// # Errors
-    /// If the stream is gone.
+    /// If the stream is gone, or the line is too long.
     pub async fn send<M: Serialize>(&mut self, message: &M) -> Result<(), ControlStreamError> {
         self.enqueue(message)?;
         poll_fn(|cx| self.poll_send(cx)).await
     }
 
+    /// Sends bytes as they are. For tests of the other end: the bytes need not be a valid line.
+    ///
+    /// # Errors
+    /// If the stream is gone.
+    #[doc(hidden)]
+    pub async fn send_raw(&mut self, bytes: Bytes) -> Result<(), ControlStreamError> {
+        Ok(self.sender.send_data(bytes).await?)
+    }
+
     /// Queues one line, which [`ControlStream::exchange`] sends.
     ///
     /// # Errors
-    /// If the line cannot be written.
+    /// If the line cannot be written, or is longer than [`MAX_MESSAGE`]: the other end would end the stream because of it. The queued
+    /// lines are unchanged then.
     pub fn enqueue<M: Serialize>(&mut self, message: &M) -> Result<(), ControlStreamError> {
         let mut buffer = Vec::from(std::mem::take(&mut self.write_buffer));
-        serde_json::to_writer(&mut buffer, message)?;
-        buffer.push(b'\n');
+        let queued = buffer.len();
+        let written = serde_json::to_writer(&mut buffer, message).map_err(Into::into);
+        let result = written.and_then(|()| {
+            if buffer.len() - queued > MAX_MESSAGE {
+                return Err(ControlStreamError::TooLong);
+            }
+            Ok(())
+        });
+        match result {
+            Ok(()) => buffer.push(b'\n'),
+            Err(_) => buffer.truncate(queued),
+        }
         self.write_buffer = buffer.into();
-        Ok(())
+        result
     }
 
     /// Whether queued lines are not sent yet.

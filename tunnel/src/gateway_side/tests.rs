@@ -6,7 +6,7 @@ mod heads;
 use super::*;
 use crate::{
     body::pump,
-    control_stream::{EdgeMessage, GatewayMessage},
+    control_stream::{ControlStreamError, EdgeMessage, GatewayMessage},
     copy::{self, ByteCounters},
     edge_side::{self, EdgeSide, IncomingStream, StreamRequest},
     error::{RejectCode, TunnelEnd},
@@ -527,6 +527,37 @@ async fn the_control_stream_speaks_both_ways() {
         }
     );
     control.close();
+    tasks.join().await;
+}
+
+#[tokio::test]
+async fn a_line_is_sent_only_if_the_other_end_takes_it() {
+    let (tunnel, _ended, mut edge) = pair(GatewaySideConfig::default()).await;
+    let message = |length: usize| GatewayMessage::Roots {
+        pem: "x".repeat(length),
+    };
+    let fields = serde_json::to_vec(&message(0)).unwrap().len();
+    let longest = message(wire::MAX_MESSAGE - fields);
+    let too_long = message(wire::MAX_MESSAGE - fields + 1);
+    let mut tasks = Tasks::default();
+    let expected = longest.clone();
+    tasks.spawn(async move {
+        let Ok(IncomingStream::Control(mut control)) = edge.next_stream().await else {
+            panic!("the first stream is the control stream");
+        };
+        let talk = async {
+            for expected in [GatewayMessage::Registered, expected] {
+                let heard: GatewayMessage = control.receive().await.unwrap();
+                assert_eq!(heard, expected);
+            }
+        };
+        tokio::select! { () = talk => {}, _ = edge.next_stream() => panic!("no other stream") }
+    });
+    let mut control = tunnel.open_control_stream().await.unwrap();
+    control.enqueue(&GatewayMessage::Registered).unwrap();
+    let refused = control.enqueue(&too_long);
+    assert!(matches!(refused, Err(ControlStreamError::TooLong)));
+    control.send(&longest).await.unwrap();
     tasks.join().await;
 }
 

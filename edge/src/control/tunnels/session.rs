@@ -35,7 +35,7 @@ use tokio::{
     time::{Instant, MissedTickBehavior, interval, timeout},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
-use tracing::{debug, info, info_span};
+use tracing::{debug, info, info_span, warn};
 
 /// Time that streams get to reset their upstreams after the loss of their tunnel.
 const LOSS_GRACE: Duration = Duration::from_secs(5);
@@ -497,10 +497,10 @@ impl TunnelSession {
         Ok(true)
     }
 
-    /// Queues a message for the gateway. If that fails, the gateway sees the tunnel close instead.
+    /// Queues a message for the gateway. A message that cannot be sent is left out.
     fn enqueue(&mut self, message: &EdgeMessage) {
         if let Err(error) = self.control_stream.enqueue(message) {
-            debug!(%error, "cannot send a control message to the gateway");
+            warn!(%error, "cannot send a control message to the gateway");
         }
     }
 

@@ -18,7 +18,7 @@ use tokio::{
     },
     time::Instant,
 };
-use tracing::debug;
+use tracing::{debug, warn};
 
 /// Reports about node pools, as this gateway has them now and as the peer has received them.
 struct PoolFeed {
@@ -79,8 +79,12 @@ struct Announced {
 impl NodeFeed {
     /// Sends messages until the stream ends.
     pub(crate) async fn run(self, mut control: ControlStream) {
-        if let Err(error) = self.send_all(&mut control).await {
-            debug!(%error, "the control connection of another gateway ended");
+        match self.send_all(&mut control).await {
+            Err(error @ ControlStreamError::TooLong) => {
+                warn!(%error, "closed the control stream of another gateway");
+            }
+            Err(error) => debug!(%error, "the control connection of another gateway ended"),
+            Ok(()) => {}
         }
     }
 

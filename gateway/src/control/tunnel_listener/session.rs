@@ -36,7 +36,7 @@ use tokio::{
     time::{Instant, timeout},
 };
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 /// Maximum number of messages that wait for an edge. An edge that does not read them is about to end.
 const MAX_QUEUED_MESSAGES: usize = 8;
@@ -311,7 +311,7 @@ impl TunnelListener {
                 .await);
         }
         control.enqueue(&GatewayMessage::Registered)?;
-        self.enqueue_announcements(&mut control, &new_tunnel)?;
+        self.enqueue_announcements((&mut control, node), &new_tunnel)?;
         self.metrics.count_registration("ok");
         info!(%node, %from, slot, ?instance, ?version, "{node} connected");
         Ok(TunnelSession {
@@ -330,17 +330,31 @@ impl TunnelListener {
     /// registered tunnels.
     fn enqueue_announcements(
         &self,
-        control: &mut ControlStream,
+        (control, node): (&mut ControlStream, &NodeName),
         tunnel: &NewTunnel,
     ) -> Result<(), ControlStreamError> {
         let connected_nodes = || self.registry.connected_nodes();
         for message in ca_rotation::pending_messages(&self.ca.get(), tunnel, connected_nodes) {
-            control.enqueue(&message)?;
+            enqueue_or_log((control, node), &message)?;
         }
         if let Some(message) = ports_message(tunnel, &self.announced_ports) {
-            control.enqueue(&message)?;
+            enqueue_or_log((control, node), &message)?;
         }
         Ok(())
+    }
+}
+
+/// Queues a message for an edge. A message that is too long for the edge is only logged, and the tunnel continues without it.
+fn enqueue_or_log(
+    (control, node): (&mut ControlStream, &NodeName),
+    message: &GatewayMessage,
+) -> Result<(), ControlStreamError> {
+    match control.enqueue(message) {
+        Err(error @ ControlStreamError::TooLong) => {
+            warn!(%node, %error, "cannot send a control message to an edge");
+            Ok(())
+        }
+        result => result,
     }
 }
 
@@ -387,7 +401,7 @@ impl TunnelSession {
                     CloseReason::Dismissed(why, detail),
                 ));
             }
-            if let Err(error) = self.control.enqueue(&message) {
+            if let Err(error) = enqueue_or_log((&mut self.control, &self.node), &message) {
                 return error.into();
             }
         }

@@ -127,14 +127,22 @@ async fn a_hello_that_is_never_answered_ends_the_tunnel() {
 async fn an_oversized_or_malformed_hello_is_answered_with_the_reason() {
     let world = World::start();
     let identity = world.enrolled("edge-1");
-    let long = welcome(&"x".repeat(80 * 1024), 0);
+    let mut edge = world.dial(&identity).await;
+    let long = format!("\"{}\"\n", "x".repeat(80 * 1024));
+    edge.control.send_raw(long.into()).await.unwrap();
+    let heard = edge.hear().await;
+    let (why, detail) = dismissal(&heard).unwrap();
+    assert!(
+        why == GoAway::Malformed && detail.contains("longer than"),
+        "{detail}"
+    );
+    edge.ended().await;
     let nameless = welcome("", 0);
     let newer = causeway_tunnel::control_stream::EdgeHello {
         protocol: 99,
         ..welcome("a", 0)
     };
     for (message, words) in [
-        (long, "longer than"),
         (nameless, "the instance id must have"),
         (newer, "version 99"),
     ] {
@@ -643,6 +651,21 @@ async fn lines_that_an_edge_does_not_take_end_none_of_its_streams() {
         _ = bound => {}
     }
     answered(open).await;
+}
+
+#[tokio::test]
+async fn a_message_that_is_too_long_for_an_edge_is_left_out() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let tunnels = world.registry.node_tunnels(&name("edge-1")).0;
+    let control = &tunnels[0].tunnel.control;
+    let roots = |length| GatewayMessage::Roots {
+        pem: "x".repeat(length),
+    };
+    for length in [wire::MAX_MESSAGE, 10] {
+        control.send(Box::new(roots(length))).await.unwrap();
+    }
+    assert_eq!(edge.hear().await, roots(10));
 }
 
 #[tokio::test]
