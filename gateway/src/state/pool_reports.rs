@@ -4,6 +4,7 @@
 //! stores the latter in the directory. Reports have points in time; messages have durations, because clocks differ.
 
 use causeway_certs::NodeName;
+use causeway_config::host_port;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -13,6 +14,11 @@ use tokio::{
     sync::{Notify, watch},
     time::Instant,
 };
+
+/// Maximum number of announced addresses of one edge: one of each family on each of two networks.
+const MAX_ADDRESSES: usize = 4;
+/// Maximum length of an address: a DNS name and a port.
+const MAX_ADDRESS_LEN: usize = 260;
 
 /// Reports of one gateway by pool.
 pub type PoolReports = BTreeMap<String, Arc<PoolReport>>;
@@ -54,6 +60,17 @@ pub struct ReportedMember {
     pub at: Vec<String>,
     /// State as a candidate for leader, if it may lead.
     pub candidate: Option<ReportedCandidate>,
+}
+
+/// Returns the addresses that other edges may receive. Edges and other gateways state them, and nobody has verified them.
+pub fn announceable_addresses<'a>(stated: impl IntoIterator<Item = &'a String>) -> Vec<String> {
+    // Each character needs one byte in a message. `host_port` accepts any zone of an IPv6 address.
+    let is_plain =
+        |at: &str| !at.contains(|c: char| !c.is_ascii_graphic() || matches!(c, '"' | '\\'));
+    let valid = stated
+        .into_iter()
+        .filter(|at| at.len() <= MAX_ADDRESS_LEN && is_plain(at) && host_port(at).is_ok());
+    valid.take(MAX_ADDRESSES).cloned().collect()
 }
 
 /// State of a candidate for leader at the reporting gateway.
@@ -138,5 +155,30 @@ impl PoolExchange {
 
     fn lock_changed(&self) -> MutexGuard<'_, BTreeSet<String>> {
         self.changed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn announced_addresses_are_valid_and_few_and_need_no_escapes() {
+        let zone = |text: &str| format!("[fe80::1%{text}]:10271");
+        let long = format!("{}:10271", "n".repeat(MAX_ADDRESS_LEN));
+        let stated = [
+            "nonsense".to_owned(),
+            long,
+            zone("eth0\u{1}"),
+            zone("\""),
+            zone("\\"),
+            zone("é"),
+            zone("eth0"),
+            "edge-1.test:10271".to_owned(),
+            "10.0.0.1:10271".to_owned(),
+            "[fd00::1]:10271".to_owned(),
+            "10.0.0.2:10271".to_owned(),
+        ];
+        assert_eq!(announceable_addresses(&stated), stated[6..10]);
     }
 }

@@ -22,10 +22,11 @@ use super::{
 };
 use crate::state::{
     NodePoolEndpoints, Nodes, NodesWriter, Registry, TunnelId, TunnelInfo, YurtHubEndpoints,
-    pool_reports::{NamedLeader, PeerPool, PoolReport, PoolReports, ReportedMember},
+    pool_reports::{
+        NamedLeader, PeerPool, PoolReport, PoolReports, ReportedMember, announceable_addresses,
+    },
 };
 use causeway_certs::NodeName;
-use causeway_config::host_port;
 use causeway_tunnel::{
     Tunnel,
     control_stream::{GatewayMessage, NodePoolMember, NodePoolMembers},
@@ -49,10 +50,6 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const CHECK_PAUSE: Duration = Duration::from_millis(100);
 /// Minimum interval between announcements of members that joined or left.
 const MEMBERS_INTERVAL: Duration = Duration::from_secs(3);
-/// Maximum number of announced addresses of one edge: one of each family on each of two networks.
-const MAX_ADDRESSES: usize = 4;
-/// Maximum length of an address: a DNS name and a port.
-const MAX_ADDRESS_LEN: usize = 260;
 
 /// Last announcement, and its time.
 #[derive(Clone)]
@@ -287,15 +284,22 @@ impl LeaderAssigner {
         self.last_by_pool.insert(pool, announcement);
     }
 
-    /// Returns the reports of peers about a pool, without nodes that are revoked here.
+    /// Returns the reports of peers about a pool, without nodes that this gateway does not know as members of the pool, or that are
+    /// revoked here.
     fn peer_pools(&self, pool: &str) -> Vec<PeerPool> {
         let nodes = self.nodes.reader();
-        let is_revoked = |member: &ReportedMember| nodes.revocation_reason(&member.node).is_some();
+        let is_member = |node: &NodeName| {
+            nodes.with(node, |known| known.pool.as_deref() == Some(pool))
+                && nodes.revocation_reason(node).is_none()
+        };
         let mut peers = self.registry.directory().pool_reports(pool);
         for peer in &mut peers {
-            if peer.report.members.iter().any(is_revoked) {
+            let members = peer.report.members.iter().map(|member| &member.node);
+            let leader = peer.report.leader.iter().map(|leader| &leader.node);
+            if !members.chain(leader).all(is_member) {
                 let report = Arc::make_mut(&mut peer.report);
-                report.members.retain(|member| !is_revoked(member));
+                report.members.retain(|member| is_member(&member.node));
+                report.leader.take_if(|leader| !is_member(&leader.node));
             }
         }
         peers
@@ -453,11 +457,10 @@ impl LeaderAssigner {
 
     /// Stores the addresses of members at peers, which may lose their uplinks. Until then they are listed as connected members.
     fn remember_members(&mut self, pool: &str, peers: &[PeerPool]) {
-        let nodes = self.nodes.reader();
         for member in peers.iter().flat_map(|peer| &peer.report.members) {
             let known = self.known_addresses.get(&member.node);
             let is_connected_here = self.connected_since.contains_key(&member.node);
-            if is_connected_here || known == Some(&member.at) || nodes.get(&member.node).is_none() {
+            if is_connected_here || known == Some(&member.at) {
                 continue;
             }
             let disconnected = self.disconnected.entry(Some(pool.to_owned())).or_default();
@@ -572,12 +575,8 @@ fn collect_readers(
     let to_reader = |(node, tunnels): (NodeName, Vec<TunnelInfo>)| {
         let hello = &tunnels.last()?.tunnel.hello;
         let node_data = nodes.get(&node)?;
-        let site_addresses = hello.site.iter().flatten();
-        // Unverified addresses of an edge are sent to the other edges, so they are checked first.
-        let site = site_addresses.filter(|at| at.len() <= MAX_ADDRESS_LEN && host_port(at).is_ok());
-        let site = site.cloned();
         Some(ConnectedReader {
-            addresses: site.take(MAX_ADDRESSES).collect(),
+            addresses: announceable_addresses(hello.site.iter().flatten()),
             yurthub: hello.hubs.clone(),
             instance: hello.instance.clone(),
             pool: node_data.pool,

@@ -429,6 +429,30 @@ async fn edges_learn_members_and_leader_of_other_gateways() {
 }
 
 #[tokio::test]
+async fn other_gateways_put_no_node_into_a_pool_to_which_it_does_not_belong() {
+    let world = World::read(&ApiCache::default());
+    for node in ["edge-1", "edge-2"] {
+        is_of_north(&world, node);
+    }
+    let of_south = Node {
+        pool: Some("south".to_owned()),
+        ..Node::default()
+    };
+    world.nodes.upsert(name("edge-3"), of_south);
+    let (mut edge, _) = member(&world, "edge-1", "10.0.0.1:10271").await;
+    let directory = world.registry.directory();
+    // There is no node with the name edge-4.
+    assert!(directory.add(&peer_of_north(&world, &[3, 2, 4])));
+    let text = told(&mut edge).await;
+    let members = text.members.iter().map(|member| member.node.as_str());
+    assert_eq!(members.collect::<Vec<_>>(), ["edge-1", "edge-2"]);
+    assert_eq!(text.leader.as_deref(), Some("edge-1"));
+    // The peer knew earlier that the node has moved to the pool.
+    is_of_north(&world, "edge-3");
+    assert_eq!(told(&mut edge).await.leader.as_deref(), Some("edge-3"));
+}
+
+#[tokio::test]
 async fn a_silent_leader_stays_until_another_node_was_heard() {
     let world = World::read(&ApiCache::default());
     for node in ["edge-1", "edge-2"] {

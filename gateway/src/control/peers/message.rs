@@ -9,7 +9,9 @@ use crate::{
     control::ca_rotation::RotationProgress,
     state::{
         directory::HeldState,
-        pool_reports::{NamedLeader, PoolReport, ReportedCandidate, ReportedMember},
+        pool_reports::{
+            NamedLeader, PoolReport, ReportedCandidate, ReportedMember, announceable_addresses,
+        },
     },
 };
 use causeway_certs::NodeName;
@@ -174,7 +176,7 @@ impl PoolEntry {
         }
         let members = self.members.into_iter().map(|member| ReportedMember {
             node: member.node,
-            at: member.at,
+            at: announceable_addresses(&member.at),
             candidate: member.candidate.map(|candidate| ReportedCandidate {
                 connected_since: before(now, candidate.connected_ms),
                 streams: candidate.streams,
@@ -321,6 +323,18 @@ mod tests {
         assert!(arrived[0].members.len() > 100);
         let gone = PoolEntry::new("pool-7", None, now).into_parts(now);
         assert_eq!(gone, ("pool-7".to_owned(), None));
+    }
+
+    #[test]
+    fn addresses_in_reports_of_other_gateways_are_checked() {
+        let now = Instant::now();
+        let mut stated = report(1, 20, now);
+        let valid = stated.members[0].at.clone();
+        let more = ["nonsense", "[fe80::1%\"]:10271", "10.0.0.1:10271"].map(str::to_owned);
+        stated.members[0].at.splice(0..0, more[..2].to_vec());
+        stated.members[0].at.push(more[2].clone());
+        let (_, received) = PoolEntry::new("pool-7", Some(&stated), now).into_parts(now);
+        assert_eq!(received.unwrap().members[0].at, valid);
     }
 
     #[test]
