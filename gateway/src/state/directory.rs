@@ -316,11 +316,11 @@ impl Peer {
     /// Returns the report about a pool, with the state of the peer.
     fn pool(&self, pool: &str) -> Option<PeerPool> {
         let report = self.lock_pools().get(pool)?.clone();
-        let is_suspect = self.is_suspect();
+        let is_late = self.is_suspect() || is_late(&self.control);
         Some(PeerPool {
             instance: self.instance.clone(),
-            is_active: !is_suspect && !self.is_draining(),
-            unanswered_for: is_suspect.then(|| self.control.unanswered_for()),
+            is_active: !is_late && !self.is_draining(),
+            unanswered_for: is_late.then(|| self.control.unanswered_for()),
             report,
         })
     }

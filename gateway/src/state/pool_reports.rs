@@ -26,6 +26,8 @@ pub type PoolReports = BTreeMap<String, Arc<PoolReport>>;
 /// Report of one gateway about a pool with edges that are connected to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PoolReport {
+    /// Whether the gateway drains, so that it names no leader. It repeats the leader of another gateway.
+    pub is_draining: bool,
     /// Leader that the gateway announces.
     pub leader: Option<NamedLeader>,
     /// Edges that are connected to the gateway and serve other members, the leader first.
@@ -93,9 +95,9 @@ pub struct ReportedCandidate {
 pub struct PeerPool {
     /// Random identifier of the peer's process.
     pub instance: String,
-    /// Whether the peer answers and does not drain, so that it may name leaders.
+    /// Whether the peer answers without delay, and has not announced on its connection that it drains.
     pub is_active: bool,
-    /// Time for which the peer has not answered, if that is long.
+    /// Time for which the peer has not answered, if that is longer than usual.
     pub unanswered_for: Option<Duration>,
     /// The report.
     pub report: Arc<PoolReport>,

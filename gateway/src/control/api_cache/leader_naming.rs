@@ -1,12 +1,15 @@
 //! Naming of the leader of one pool, by all gateways together.
 //!
-//! - The gateway with the highest rendezvous rank for the pool, among those that answer and hold a candidate, is in charge: it
-//!   names the leader among the candidates of all gateways (`leader_policy`). The others repeat its leader.
+//! - The gateway with the highest rendezvous rank for the pool, among those that answer, hold a candidate and do not drain, is in
+//!   charge: it names the leader among the candidates of all gateways (`leader_policy`). The others repeat its leader. A gateway
+//!   whose leader has been lost for too long is not in charge.
 //! - A leader remains while it is a candidate at any gateway, and for [`MOVE_TIME`] after that, because it may be moving from one
 //!   gateway to another.
 //! - Gateways that meet may have named different leaders. The one that has led for longer remains. The gateway in charge accepts
 //!   an older leader at once. A gateway with an older leader keeps it for [`ROUND_TRIP`], so that the gateway in charge
-//!   can accept it, and then repeats the leader of the gateway in charge. So no disagreement is permanent.
+//!   can accept it, and then repeats the leader of the gateway in charge.
+//! - Gateways that are connected to each other in both directions agree after that. If only one of two gateways is connected to the
+//!   other one, both may be in charge for as long as this lasts, and name different leaders.
 //!
 //! A gateway without peers is always in charge.
 
@@ -23,6 +26,9 @@ use tokio::time::Instant;
 /// Time for which a leader that is no candidate any more remains, while there are other gateways to which it may be moving. An edge
 /// dials another gateway within 2.5 s.
 const MOVE_TIME: Duration = Duration::from_secs(3);
+/// Maximum time after [`MOVE_TIME`] until the leader of another gateway arrives that replaces a lost one. The other gateway checks
+/// its pools every second.
+const REPLACEMENT_TIME: Duration = Duration::from_secs(2);
 /// Maximum time that a report needs from one gateway to another. Times of different gateways are equal within it.
 const TRANSIT_TOLERANCE: Duration = Duration::from_secs(5);
 /// Maximum time until the answer of another gateway to a report has arrived.
@@ -48,26 +54,38 @@ impl NamingInput<'_> {
         self.candidates.iter().any(|one| one.node() == node)
     }
 
-    /// Returns the peer that is in charge; `None` if this gateway is, or if no gateway may name a leader.
-    fn peer_in_charge(&self) -> Option<&PeerPool> {
+    /// Returns the peer that is in charge, and its leader; `None` if this gateway is in charge, or if no gateway may name a leader.
+    fn peer_in_charge(&self, now: Instant) -> Option<(&PeerPool, &NamedLeader)> {
         let rank = |instance: &str| rendezvous_weight(self.pool, instance);
-        let naming = self
-            .peers
-            .iter()
-            .filter(|peer| peer.is_active && peer.report.candidates().next().is_some());
+        let naming = self.peers.iter().filter(|peer| {
+            let report = &peer.report;
+            peer.is_active && !report.is_draining && report.candidates().next().is_some()
+        });
+        // A peer that repeats a lost leader waits for another gateway to replace it.
+        let with_leader = naming.filter_map(|peer| {
+            let leader = peer.report.leader.as_ref()?;
+            let remains = self.remains_for(leader, MOVE_TIME + REPLACEMENT_TIME, now);
+            remains.then_some((peer, leader))
+        });
         // Equal weights have the order of the identifiers, which differ.
-        let best = naming.max_by_key(|peer| (rank(&peer.instance), &peer.instance))?;
+        let (best, leader) =
+            with_leader.max_by_key(|(peer, _)| (rank(&peer.instance), &peer.instance))?;
         let is_own_rank_higher = self
             .instance
             .filter(|_| self.may_name)
             .is_some_and(|own| (rank(own), own) > (rank(&best.instance), &best.instance));
-        (!is_own_rank_higher).then_some(best)
+        (!is_own_rank_higher).then_some((best, leader))
     }
 
     /// Whether a leader remains: it is a candidate, or it may be moving.
     fn remains(&self, leader: &NamedLeader, now: Instant) -> bool {
-        let is_moving = |at| now.saturating_duration_since(at) <= MOVE_TIME;
-        self.is_candidate(&leader.node) || leader.lost_at.is_none_or(is_moving)
+        self.remains_for(leader, MOVE_TIME, now)
+    }
+
+    /// Whether a leader is a candidate, or has not been one for at most this time.
+    fn remains_for(&self, leader: &NamedLeader, limit: Duration, now: Instant) -> bool {
+        let is_recent = |at| now.saturating_duration_since(at) <= limit;
+        self.is_candidate(&leader.node) || leader.lost_at.is_none_or(is_recent)
     }
 
     /// Returns the leader that has led for the longest time, of the leaders of peers that answer, except this one.
@@ -91,6 +109,8 @@ pub(super) struct LeaderNaming {
     followed: Option<String>,
     /// Time since which this gateway keeps a leader that the gateway in charge has not named.
     disagrees_since: Option<Instant>,
+    /// Last time at which another gateway was in charge.
+    peer_in_charge_at: Option<Instant>,
     /// Leader that this gateway has replaced, and the time. Peers repeat it until they learn of the new leader.
     replaced: Option<(NodeName, Instant)>,
     /// Whether any other gateway was connected when the leader was a candidate, or has been since.
@@ -110,11 +130,9 @@ impl LeaderNaming {
         let remaining = own.clone().filter(|leader| {
             input.is_candidate(&leader.node) || (self.had_peers && input.remains(leader, now))
         });
-        let in_charge = input.peer_in_charge();
-        let theirs = in_charge.and_then(|peer| Some((peer, peer.report.leader.as_ref()?)));
-        self.leader = if let Some((peer, theirs)) = theirs {
+        self.leader = if let Some((peer, theirs)) = input.peer_in_charge(now) {
             Some(self.follow((&peer.instance, theirs), (own, remaining), now))
-        } else if in_charge.is_none() && input.may_name {
+        } else if input.may_name {
             if remaining.is_none() {
                 // Peers still repeat it.
                 self.replaced = own
@@ -123,8 +141,8 @@ impl LeaderNaming {
             }
             self.name(remaining, input, now)
         } else {
-            // At present nobody has named a leader.
-            self.followed = None;
+            // At present nobody names a leader.
+            (self.followed, self.disagrees_since) = (None, None);
             remaining.or_else(|| input.oldest_of_peers(None, now).cloned())
         };
         self.record_loss(input, now);
@@ -151,7 +169,11 @@ impl LeaderNaming {
         input: &NamingInput<'_>,
         now: Instant,
     ) -> Option<NamedLeader> {
-        (self.followed, self.disagrees_since) = (None, None);
+        self.followed = None;
+        // A peer that is in charge with interruptions ends a disagreement as well.
+        let is_recent = |at: Instant| now.saturating_duration_since(at) <= ROUND_TRIP;
+        self.disagrees_since
+            .take_if(|_| !self.peer_in_charge_at.is_some_and(is_recent));
         let is_old = |at: Instant| now.saturating_duration_since(at) > ROUND_TRIP + MOVE_TIME;
         self.replaced.take_if(|(_, at)| is_old(*at));
         let replaced = self.replaced.as_ref().map(|(node, _)| node);
@@ -185,6 +207,7 @@ impl LeaderNaming {
         (own, remaining): (Option<NamedLeader>, Option<NamedLeader>),
         now: Instant,
     ) -> NamedLeader {
+        self.peer_in_charge_at = Some(now);
         let is_followed = self.followed.as_ref() == Some(instance);
         let other = remaining.filter(|own| own.node != theirs.node && is_older(own, theirs));
         if let Some(own) = other.filter(|_| !is_followed) {

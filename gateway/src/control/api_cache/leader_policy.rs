@@ -59,7 +59,8 @@ impl<'a> Candidate<'a> {
         }
     }
 
-    /// Returns the candidate that a peer has reported. While the peer does not answer, its candidates do not either.
+    /// Returns the candidate that a peer has reported. A peer that does not answer counts as its candidates do: it may have failed
+    /// together with them.
     fn from_report(
         (node, reported): (&'a NodeName, &ReportedCandidate),
         peer: &PeerPool,
@@ -76,7 +77,7 @@ impl<'a> Candidate<'a> {
             node,
             connected_for: elapsed(reported.connected_since),
             streams: reported.streams,
-            is_late: reported.is_late || peer.unanswered_for.is_some(),
+            is_late: reported.is_late || peer.unanswered_for >= Some(UNANSWERED_LIMIT),
             unanswered_for: unanswered_for.max(peer.unanswered_for).unwrap_or_default(),
             silent_for: peer.unanswered_for.map_or(silent_for, |_| Duration::MAX),
         }
@@ -298,6 +299,34 @@ mod tests {
             let current = current.map(|which: usize| &nodes[which]);
             let expected = expected.map(|which: usize| &nodes[which]);
             assert_eq!(elect(current, &all), expected, "{candidates:?}");
+        }
+    }
+
+    #[test]
+    fn candidates_of_a_peer_are_late_if_the_peer_is() {
+        let now = Instant::now();
+        let reported = ReportedCandidate {
+            connected_since: now,
+            streams: 0,
+            unanswered_since: None,
+            is_late: false,
+            is_heard: true,
+        };
+        let just_before = UNANSWERED_LIMIT.saturating_sub(Duration::from_millis(1));
+        for (unanswered_for, expected) in [
+            (None, false),
+            (Some(just_before), false),
+            (Some(UNANSWERED_LIMIT), true),
+        ] {
+            let peer = PeerPool {
+                instance: "peer".to_owned(),
+                is_active: unanswered_for.is_none(),
+                unanswered_for,
+                report: std::sync::Arc::default(),
+            };
+            let name = node("a");
+            let candidate = Candidate::from_report((&name, &reported), &peer, now);
+            assert_eq!(candidate.is_late, expected, "{unanswered_for:?}");
         }
     }
 

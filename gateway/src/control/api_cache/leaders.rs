@@ -135,6 +135,8 @@ impl LeaderAssigner {
         drain.run_until_cancelled(self.run_checks()).await;
         self.is_draining = true;
         if self.instance.is_some() {
+            // The peers have to know at once that this gateway names no leaders any more.
+            self.api_cache.request_leader_check();
             close.run_until_cancelled(self.run_checks()).await;
         }
     }
@@ -408,6 +410,7 @@ impl LeaderAssigner {
         let mut members: Vec<_> = members.collect();
         members.sort_by_key(|member| Some(&member.node) != leader_node);
         let report = PoolReport {
+            is_draining: self.is_draining,
             leader: leader.clone(),
             members,
         };

@@ -360,6 +360,7 @@ fn peer_of_north(world: &World, members: &[u8]) -> Arc<Peer> {
         }),
     });
     let report = PoolReport {
+        is_draining: false,
         leader: Some(NamedLeader {
             node: leader,
             since,
@@ -450,6 +451,42 @@ async fn other_gateways_put_no_node_into_a_pool_to_which_it_does_not_belong() {
     // The peer knew earlier that the node has moved to the pool.
     is_of_north(&world, "edge-3");
     assert_eq!(told(&mut edge).await.leader.as_deref(), Some("edge-3"));
+}
+
+#[tokio::test]
+async fn a_peer_is_not_in_charge_once_it_answers_late() {
+    let world = World::read(&ApiCache::default());
+    is_of_north(&world, "edge-1");
+    let (edge, _) = member(&world, "edge-1", "10.0.0.1:10271").await;
+    let peer = peer_of_north(&world, &[1]);
+    let directory = world.registry.directory();
+    assert!(directory.add(&peer));
+    assert!(directory.pool_reports("north")[0].is_active);
+    edge.hushed.send_replace(true);
+    peer.control().request_probe();
+    world
+        .until(|_| !peer.control().unanswered_for().is_zero())
+        .await;
+    advance(Duration::from_millis(1_200)).await;
+    let late = &directory.pool_reports("north")[0];
+    assert!(!late.is_active && late.unanswered_for.is_some());
+    assert!(!peer.is_suspect());
+}
+
+#[tokio::test]
+async fn peers_learn_that_a_gateway_that_drains_names_no_leaders() {
+    let world = World::read(&ApiCache::default());
+    is_of_north(&world, "edge-1");
+    let (_edge, _) = member(&world, "edge-1", "10.0.0.1:10271").await;
+    let exchange = world.registry.directory().pool_exchange();
+    let mut reports = exchange.subscribe();
+    assert!(!exchange.own_report("north").unwrap().is_draining);
+    world.stop.cancel();
+    let reported = reports.wait_for(|reports| {
+        let report = reports.get("north");
+        report.is_some_and(|report| report.is_draining)
+    });
+    timeout(LONG, reported).await.unwrap().unwrap();
 }
 
 #[tokio::test]

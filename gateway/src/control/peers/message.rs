@@ -80,6 +80,9 @@ impl NodeEntry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PoolEntry {
     pool: String,
+    /// Whether the gateway drains. A gateway of an earlier version does not send it.
+    #[serde(default, skip_serializing_if = "Not::not")]
+    draining: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     leader: Option<LeaderEntry>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -160,6 +163,7 @@ impl PoolEntry {
         let leader = report.and_then(|report| report.leader.as_ref());
         Self {
             pool: pool.to_owned(),
+            draining: report.is_some_and(|report| report.is_draining),
             members: fitting.collect(),
             leader: leader.map(|leader| LeaderEntry {
                 node: leader.node.clone(),
@@ -186,6 +190,7 @@ impl PoolEntry {
             }),
         });
         let report = PoolReport {
+            is_draining: self.draining,
             members: members.collect(),
             leader: self.leader.map(|leader| NamedLeader {
                 node: leader.node,
@@ -277,6 +282,7 @@ mod tests {
             candidate: Some(candidate),
         });
         PoolReport {
+            is_draining: true,
             leader: Some(NamedLeader {
                 node: node(0),
                 since: now - Duration::from_secs(20),

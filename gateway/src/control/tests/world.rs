@@ -108,7 +108,7 @@ fn pool_tasks(
 ) {
     tasks.spawn(
         info_span!("leaders"),
-        leaders.run(stop.clone(), stop.clone()),
+        leaders.run(stop.clone(), CancellationToken::new()),
     );
     let nonces = heartbeats.clone().run(registry.clone(), stop.clone());
     tasks.spawn(info_span!("heartbeats"), nonces);

@@ -28,6 +28,8 @@ struct Gateway {
     naming: LeaderNaming,
     edges: BTreeMap<&'static str, HeldEdge>,
     is_draining: bool,
+    /// Whether the gateway's version reports that it drains.
+    reports_drain: bool,
     report: Arc<PoolReport>,
     /// Last report of each connected peer.
     peers: BTreeMap<usize, Arc<PoolReport>>,
@@ -71,6 +73,7 @@ impl Fleet {
             naming: LeaderNaming::default(),
             edges: BTreeMap::new(),
             is_draining: false,
+            reports_drain: true,
             report: Arc::default(),
             peers: BTreeMap::new(),
         };
@@ -102,10 +105,14 @@ impl Fleet {
     }
 
     fn connect(&mut self, one: usize, other: usize) {
-        for (from, to) in [(one, other), (other, one)] {
-            self.links.insert((from, to));
-            self.send(from, to);
-        }
+        self.connect_one_way(one, other);
+        self.connect_one_way(other, one);
+    }
+
+    /// Lets the second gateway receive the reports of the first one.
+    fn connect_one_way(&mut self, from: usize, to: usize) {
+        self.links.insert((from, to));
+        self.send(from, to);
     }
 
     fn disconnect(&mut self, one: usize, other: usize) {
@@ -145,8 +152,7 @@ impl Fleet {
 
     fn check(&mut self, at: usize) {
         let now = self.now;
-        let has_peers = self.links.iter().any(|(from, _)| *from == at);
-        let drains: Vec<_> = self.gateways.iter().map(|one| one.is_draining).collect();
+        let has_peers = self.links.iter().any(|(_, to)| *to == at);
         let instances: Vec<_> = self
             .gateways
             .iter()
@@ -165,12 +171,13 @@ impl Fleet {
             }),
         });
         let mut report = PoolReport {
+            is_draining: gateway.is_draining && gateway.reports_drain,
             leader: None,
             members: members.collect(),
         };
         let peer = |(from, report): (&usize, &Arc<PoolReport>)| PeerPool {
             instance: instances[*from].clone(),
-            is_active: !drains[*from],
+            is_active: true,
             unanswered_for: None,
             report: report.clone(),
         };
@@ -334,6 +341,66 @@ fn all_edges_of_a_gateway_that_drains_keep_their_leader() {
 }
 
 #[test]
+fn a_leader_that_is_lost_at_a_gateway_that_drains_is_replaced() {
+    for (first, second) in [(0, 1), (1, 0)] {
+        for (reports_drain, limit) in [(true, MOVE_TIME), (false, MOVE_TIME + REPLACEMENT_TIME)] {
+            let mut fleet = Fleet::connected(2, Duration::from_millis(300));
+            for (gateway, node) in [(first, "leader"), (first, "a"), (second, "b")] {
+                fleet.hold(gateway, node);
+                fleet.run(12);
+            }
+            let draining = &mut fleet.gateways[first];
+            (draining.is_draining, draining.reports_drain) = (true, reports_drain);
+            fleet.run(1);
+            assert_eq!(fleet.common_leader().as_deref(), Some("leader"));
+            fleet.lose(first, "leader");
+            // Reports go one way, and back.
+            fleet.run_with(limit + Duration::from_millis(600) + 2 * STEP, |_| {});
+            assert_ne!(fleet.leader(second).as_deref(), Some("leader"));
+            fleet.run_with(Duration::from_millis(300) + STEP, |_| {});
+            assert_ne!(fleet.common_leader().as_deref(), Some("leader"));
+        }
+    }
+}
+
+#[test]
+fn a_gateway_in_charge_with_interruptions_ends_a_disagreement() {
+    let mut fleet = Fleet::new(2, Duration::from_millis(300));
+    fleet.hold(0, "old");
+    fleet.run(20);
+    fleet.hold(1, "young");
+    fleet.run(1);
+    // The gateway in charge does not receive the older leader.
+    for _ in 0..4 {
+        fleet.connect_one_way(1, 0);
+        fleet.run(4);
+        fleet.disconnect(0, 1);
+        fleet.run(1);
+    }
+    fleet.run_with(MOVE_TIME / 2, |fleet| {
+        assert_eq!(fleet.leader(0).as_deref(), Some("young"));
+    });
+}
+
+#[test]
+fn a_disagreement_ends_when_no_gateway_names_leaders() {
+    let mut naming = LeaderNaming {
+        disagrees_since: Some(Instant::now()),
+        ..LeaderNaming::default()
+    };
+    let input = NamingInput {
+        pool: POOL,
+        instance: Some("own"),
+        may_name: false,
+        has_peers: true,
+        candidates: &[],
+        peers: &[],
+    };
+    assert_eq!(naming.update(&input, Instant::now()), None);
+    assert_eq!(naming.disagrees_since, None);
+}
+
+#[test]
 fn a_leader_remains_while_it_leaves_a_gateway_that_has_died() {
     for (first, second) in [(0, 1), (1, 0)] {
         let mut fleet = Fleet::connected(2, Duration::from_millis(200));
@@ -488,7 +555,8 @@ fn the_gateway_in_charge_does_not_depend_on_the_order_of_reports() {
             candidates: &[],
             peers,
         };
-        input.peer_in_charge().map(|peer| peer.instance.clone())
+        let in_charge = input.peer_in_charge(Instant::now());
+        in_charge.map(|(peer, _)| peer.instance.clone())
     };
     let first = in_charge(&peers).unwrap();
     peers.reverse();
@@ -496,5 +564,10 @@ fn the_gateway_in_charge_does_not_depend_on_the_order_of_reports() {
     // A peer that drains or does not answer is not in charge.
     let of_first = |peer: &mut PeerPool| peer.is_active &= peer.instance != first;
     peers.iter_mut().for_each(of_first);
-    assert_ne!(in_charge(&peers), Some(first));
+    let second = in_charge(&peers).unwrap();
+    assert_ne!(second, first);
+    // Its leader was no member of the pool.
+    let of_second = peers.iter_mut().find(|peer| peer.instance == second);
+    Arc::make_mut(&mut of_second.unwrap().report).leader = None;
+    assert_ne!(in_charge(&peers), Some(second));
 }
