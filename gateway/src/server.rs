@@ -406,6 +406,7 @@ impl Bound {
             limits: self.config.limits.clone(),
             instance: listener.instance.clone(),
             registry: self.shared.registry.clone(),
+            reads_pools: listener.api_cache.is_some(),
             workers: self.workers.clone(),
             memory_budget: self.shared.limits.memory_budget().clone(),
             tls: identity.peer_tls(&listener.tls),

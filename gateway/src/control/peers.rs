@@ -10,6 +10,9 @@ mod message;
 mod rotation_query;
 pub(crate) mod transport;
 
+#[cfg(test)]
+mod tests;
+
 pub(crate) use feed::NodeFeed;
 pub(crate) use rotation_query::query_rotation;
 
@@ -35,8 +38,11 @@ use causeway_tunnel::{
     liveness::KeepaliveConfig,
 };
 use feed::own_hello;
-use futures_util::future::{BoxFuture, OptionFuture, join_all};
-use message::{PROTOCOL, PeerHello, PeerMessage};
+use futures_util::{
+    FutureExt,
+    future::{BoxFuture, OptionFuture, join_all},
+};
+use message::{PROTOCOL, PeerHello, PeerMessage, PoolEntry};
 use rustls::ClientConfig;
 use std::{
     collections::{HashMap, HashSet},
@@ -107,6 +113,8 @@ pub struct PeerConnector {
     pub instance: Arc<str>,
     /// The tunnels and the directory.
     pub registry: Registry,
+    /// Whether this gateway has an API cache, for which it needs the reports of peers about node pools.
+    pub reads_pools: bool,
     /// Workers, each of which has its own links.
     pub workers: Workers,
     /// Memory budget of bytes that clients have not read yet.
@@ -529,6 +537,8 @@ struct PeerSession {
     control: ControlStream,
     /// Nodes of a snapshot that is not complete.
     snapshot: Option<HashMap<NodeName, HeldState>>,
+    /// Whether a report about a pool was refused.
+    has_refused_pools: bool,
     /// Cancelled when the session ends.
     session_end: CancellationToken,
     /// Time at which a new connection should replace this one; `None` once that is under way.
@@ -578,17 +588,24 @@ impl PeerSession {
             peer,
             control,
             snapshot: None,
+            has_refused_pools: false,
             session_end: CancellationToken::new(),
             aged_at: Some(Instant::now() + max_age(not_after)),
             certificate_changes,
             _driver: tasks,
         };
-        // The nodes are known before requests are sent there, and before an earlier connection to the process is replaced. The
-        // durations in reports about pools count from their arrival, so the reports must not wait for the links.
+        // The nodes are known before requests are sent there, and before an earlier connection to the process is replaced.
         timeout(START_TIMEOUT, session.read_snapshot())
             .await
             .map_err(|_| ControlStreamError::TooSlow(START_TIMEOUT))??;
-        session.open_links(address).await;
+        // Messages do not wait for the links: the peer may drain, and durations in reports about pools count from their arrival.
+        let mut links_attempted = pin!(session.open_links(address));
+        loop {
+            tokio::select! {
+                () = &mut links_attempted => break,
+                received = session.control.receive() => session.apply(received?),
+            }
+        }
         if !directory.add(&session.peer) {
             return Err(PeerError::Duplicate(session.peer.instance.clone()));
         }
@@ -605,8 +622,8 @@ impl PeerSession {
         Ok(())
     }
 
-    /// Opens the links of all workers, and waits for the first attempt of each.
-    async fn open_links(&self, address: &PeerAddress) {
+    /// Opens the links of all workers. Returns a future that ends with the first attempt of each.
+    fn open_links(&self, address: &PeerAddress) -> impl Future<Output = ()> + use<> {
         let workers = &self.connector.workers;
         let attempts = workers.all().map(|worker| {
             let (attempted, attempt) = oneshot::channel();
@@ -620,7 +637,7 @@ impl PeerSession {
             attempt
         });
         // The sender is dropped when the attempt has ended.
-        join_all(attempts.collect::<Vec<_>>()).await;
+        join_all(attempts.collect::<Vec<_>>()).map(drop)
     }
 
     /// Applies the messages of the peer until the session has to be followed by another one, or ends.
@@ -677,21 +694,28 @@ impl PeerSession {
             }
             PeerMessage::Addresses { addresses } => self.peer.set_addresses(addresses),
             PeerMessage::Draining => self.peer.mark_draining(),
-            PeerMessage::Pools { pools } => {
-                let now = Instant::now();
-                let reports = pools.into_iter().map(|entry| entry.into_parts(now));
-                let changed = reports.map(|(pool, report)| {
-                    self.peer.set_pool(pool.clone(), report);
-                    pool
-                });
-                let exchange = self.connector.registry.directory().pool_exchange();
-                exchange.mark_changed(changed);
-            }
-            PeerMessage::Hello(_)
+            PeerMessage::Pools { pools } if self.connector.reads_pools => self.set_pools(pools),
+            PeerMessage::Pools { .. }
+            | PeerMessage::Hello(_)
             | PeerMessage::RotationRequest
             | PeerMessage::Rotation { .. }
             | PeerMessage::Unknown => {}
         }
+    }
+
+    fn set_pools(&mut self, entries: Vec<PoolEntry>) {
+        let (now, mut changed) = (Instant::now(), Vec::new());
+        for entry in entries {
+            let (pool, report) = entry.into_parts(now);
+            if self.peer.set_pool(pool.clone(), report) {
+                changed.push(pool);
+            } else if !self.has_refused_pools {
+                self.has_refused_pools = true;
+                warn!(gateway = %self.peer.address, "ignored a node pool of another gateway: it has too many pools, or too long a name");
+            }
+        }
+        let exchange = self.connector.registry.directory().pool_exchange();
+        exchange.mark_changed(changed);
     }
 
     fn record_left(&self, nodes: &[NodeName]) {

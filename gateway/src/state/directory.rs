@@ -34,6 +34,11 @@ const MIN_LATE: Duration = Duration::from_secs(1);
 /// The same in round trips, for long links.
 const LATE_ROUND_TRIPS: u32 = 4;
 
+/// Maximum number of pools about which a peer may report: each of 20,000 edges could be in a pool of its own.
+pub(crate) const MAX_POOLS: usize = 20_000;
+/// Maximum length of a pool's name. The value of a label has at most 63 bytes.
+pub(crate) const MAX_POOL_NAME_LEN: usize = 253;
+
 /// Identifier of a tunnel, or of a link to a peer, in this process; higher is newer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TunnelId(pub u64);
@@ -304,13 +309,20 @@ impl Peer {
         self.read_nodes().keys().cloned().collect()
     }
 
-    /// Stores a report about a pool; `None` if the peer has no member of the pool any more.
-    pub fn set_pool(&self, pool: String, report: Option<PoolReport>) {
+    /// Stores a report about a pool; `None` if the peer has no member of the pool any more. Returns false if the peer has reported
+    /// too many pools, or if the name of the pool is too long.
+    pub fn set_pool(&self, pool: String, report: Option<PoolReport>) -> bool {
         let mut pools = self.lock_pools();
-        match report {
-            Some(report) => pools.insert(pool, Arc::new(report)),
-            None => pools.remove(&pool),
+        let Some(report) = report else {
+            pools.remove(&pool);
+            return true;
         };
+        let has_space = pools.len() < MAX_POOLS || pools.contains_key(&pool);
+        if !has_space || pool.len() > MAX_POOL_NAME_LEN {
+            return false;
+        }
+        pools.insert(pool, Arc::new(report));
+        true
     }
 
     /// Returns the report about a pool, with the state of the peer.

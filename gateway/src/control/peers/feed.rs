@@ -1,9 +1,7 @@
 //! Answers of this gateway to a peer: its nodes and its reports about node pools, all of them and then each change, and the progress
 //! of a rotation.
 
-use super::message::{
-    MAX_NODES, NodeEntry, PROTOCOL, PeerHello, PeerMessage, PoolEntry, pool_messages,
-};
+use super::message::{MAX_NODES, NodeEntry, PROTOCOL, PeerHello, PeerMessage, next_pool_message};
 use crate::{
     control::ca_rotation::rotation_progress,
     state::{Registry, pool_reports::PoolReports},
@@ -33,7 +31,6 @@ impl PoolFeed {
         control: &mut ControlStream,
     ) -> Result<(), ControlStreamError> {
         let current = self.current.borrow_and_update().clone();
-        let now = Instant::now();
         let is_sent = |pool: &String, report| {
             let sent = self.sent.get(pool);
             sent.is_some_and(|sent| Arc::ptr_eq(sent, report))
@@ -41,13 +38,15 @@ impl PoolFeed {
         let changed = current
             .iter()
             .filter(|(pool, report)| !is_sent(pool, *report))
-            .map(|(pool, report)| PoolEntry::new(pool, Some(report), now));
+            .map(|(pool, report)| (pool.clone(), Some(report.clone())));
         let removed = self
             .sent
             .keys()
             .filter(|pool| !current.contains_key(*pool))
-            .map(|pool| PoolEntry::new(pool, None, now));
-        for message in pool_messages(changed.chain(removed)) {
+            .map(|pool| (pool.clone(), None));
+        let mut unsent = changed.chain(removed).collect();
+        // Durations count up to the sending of a message, which waits while the peer is slow.
+        while let Some(message) = next_pool_message(&mut unsent, Instant::now()) {
             control.send(&message).await?;
         }
         self.sent = current;
@@ -130,7 +129,8 @@ impl NodeFeed {
             control.send(&message).await?;
         }
         // The peer closes the stream when it has read the answer.
-        control.receive().await.map(|_: PeerMessage| ())
+        let closed = control.receive_within(self.hello_timeout).await;
+        closed.map(|_: PeerMessage| ())
     }
 
     async fn send_snapshot(

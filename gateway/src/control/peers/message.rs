@@ -17,7 +17,7 @@ use crate::{
 use causeway_certs::NodeName;
 use causeway_tunnel::wire::MAX_MESSAGE;
 use serde::{Deserialize, Serialize};
-use std::{net::IpAddr, ops::Not, time::Duration};
+use std::{collections::VecDeque, net::IpAddr, ops::Not, sync::Arc, time::Duration};
 use tokio::time::Instant;
 
 /// Version of these messages. Gateways of different versions do not forward to each other.
@@ -140,7 +140,7 @@ fn encoded_len(value: &impl Serialize) -> usize {
 
 impl PoolEntry {
     /// Returns the entry for a report, as of now. Members that do not fit into a message are left out.
-    pub(super) fn new(pool: &str, report: Option<&PoolReport>, now: Instant) -> Self {
+    fn new(pool: &str, report: Option<&PoolReport>, now: Instant) -> Self {
         let mut remaining = MAX_POOL_BYTES;
         let members = report.iter().flat_map(|report| &report.members);
         let members = members.map(|member| MemberEntry {
@@ -202,23 +202,24 @@ impl PoolEntry {
     }
 }
 
-/// Distributes the pools over as few messages as their size permits.
-pub(super) fn pool_messages(pools: impl IntoIterator<Item = PoolEntry>) -> Vec<PeerMessage> {
-    let (mut messages, mut pending, mut remaining) = (Vec::new(), Vec::new(), MAX_POOL_BYTES);
-    for entry in pools {
+/// Takes the next changed pools, as many as fit into a message, each with its report. Returns the message as of now, or `None` if no
+/// pool is left.
+pub(super) fn next_pool_message(
+    changes: &mut VecDeque<(String, Option<Arc<PoolReport>>)>,
+    now: Instant,
+) -> Option<PeerMessage> {
+    let (mut pools, mut remaining) = (Vec::new(), MAX_POOL_BYTES);
+    while let Some((pool, report)) = changes.front() {
+        let entry = PoolEntry::new(pool, report.as_deref(), now);
         let size = encoded_len(&entry) + 1;
-        if size > remaining && !pending.is_empty() {
-            let pools = std::mem::take(&mut pending);
-            messages.push(PeerMessage::Pools { pools });
-            remaining = MAX_POOL_BYTES;
+        if size > remaining && !pools.is_empty() {
+            break;
         }
         remaining = remaining.saturating_sub(size);
-        pending.push(entry);
+        pools.push(entry);
+        changes.pop_front();
     }
-    if !pending.is_empty() {
-        messages.push(PeerMessage::Pools { pools: pending });
-    }
-    messages
+    (!pools.is_empty()).then_some(PeerMessage::Pools { pools })
 }
 
 /// Message between two gateways.
@@ -292,9 +293,12 @@ mod tests {
         }
     }
 
-    fn sent(pools: Vec<PoolEntry>) -> Vec<PoolEntry> {
+    fn sent(pools: &[(String, PoolReport)], now: Instant) -> Vec<PoolEntry> {
         let mut arrived = Vec::new();
-        for message in pool_messages(pools) {
+        let changes = pools.iter().cloned();
+        let changes = changes.map(|(pool, report)| (pool, Some(Arc::new(report))));
+        let mut changes = changes.collect();
+        while let Some(message) = next_pool_message(&mut changes, now) {
             let line = serde_json::to_vec(&message).unwrap();
             assert!(line.len() < MAX_MESSAGE, "{}", line.len());
             match parse_message(&line).unwrap() {
@@ -312,10 +316,13 @@ mod tests {
         let now = Instant::now();
         let small = report(5, 20, now);
         let pools: Vec<_> = (0..200)
-            .map(|nth| PoolEntry::new(&format!("pool-{nth}"), Some(&small), now))
+            .map(|nth| (format!("pool-{nth}"), small.clone()))
             .collect();
-        let arrived = sent(pools.clone());
-        assert_eq!(arrived, pools);
+        let arrived = sent(&pools, now);
+        let expected = pools
+            .iter()
+            .map(|(pool, report)| PoolEntry::new(pool, Some(report), now));
+        assert_eq!(arrived, expected.collect::<Vec<_>>());
         let later = now + Duration::from_secs(3);
         let (pool, received) = arrived[7].clone().into_parts(later);
         assert_eq!(pool, "pool-7");
@@ -323,8 +330,9 @@ mod tests {
         let shifted = report(5, 20, later);
         assert_eq!(received, Some(shifted));
 
-        let large = PoolEntry::new(&"p".repeat(253), Some(&report(2000, 50, now)), now);
-        let arrived = sent(vec![large.clone(), large.clone()]);
+        let pool = ("p".repeat(253), report(2000, 50, now));
+        let large = PoolEntry::new(&pool.0, Some(&pool.1), now);
+        let arrived = sent(&[pool.clone(), pool], now);
         assert_eq!(arrived, [large.clone(), large]);
         assert!(arrived[0].members.len() > 100);
         let gone = PoolEntry::new("pool-7", None, now).into_parts(now);

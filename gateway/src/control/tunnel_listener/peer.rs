@@ -18,6 +18,8 @@ use tracing::{debug, info_span, warn};
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval of checks of the other gateway's certificate: its expiry, and the trusted roots.
 const TRUST_CHECK_INTERVAL: Duration = Duration::from_secs(5);
+/// Maximum number of control streams of a connection. A gateway needs one for nodes, and one for each question about a rotation.
+pub(crate) const MAX_CONTROL_STREAMS: usize = 8;
 /// Window of a stream towards this gateway, in bytes.
 const STREAM_WINDOW: usize = 512 << 10;
 
@@ -93,6 +95,9 @@ pub(crate) async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                 Ok(IncomingStream::Stream(request)) => {
                     let span = info_span!("forwarded", target = %request.target);
                     streams.spawn(span, (serve_stream.0)(*request));
+                }
+                Ok(IncomingStream::Control(_)) if feeds.len() >= MAX_CONTROL_STREAMS => {
+                    debug!("refused a further control stream of another gateway");
                 }
                 Ok(IncomingStream::Control(control)) => {
                     feeds.spawn(info_span!("peer_feed"), feed.clone().run(*control));

@@ -186,6 +186,7 @@ fn connector(workers: &Workers, shared: &ProxyState, instance: &str) -> PeerConn
         limits: config::Limits::default(),
         instance: instance.into(),
         registry: shared.registry.clone(),
+        reads_pools: false,
         workers: workers.clone(),
         memory_budget: shared.limits.memory_budget().clone(),
         tls: Arc::new(move || Ok(tls.clone())),
