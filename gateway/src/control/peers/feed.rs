@@ -4,7 +4,7 @@
 use super::message::{MAX_NODES, NodeEntry, PROTOCOL, PeerHello, PeerMessage, next_pool_message};
 use crate::{
     control::ca_rotation::rotation_progress,
-    state::{Registry, pool_reports::PoolReports},
+    state::{Registry, directory::MAX_POOL_NAME_LEN, pool_reports::PoolReports},
 };
 use causeway_certs::{LiveCa, NodeName};
 use causeway_tunnel::control_stream::{ControlStream, ControlStreamError};
@@ -44,7 +44,11 @@ impl PoolFeed {
             .keys()
             .filter(|pool| !current.contains_key(*pool))
             .map(|pool| (pool.clone(), None));
-        let mut unsent = changed.chain(removed).collect();
+        // Peers refuse longer names.
+        let unsent = changed
+            .chain(removed)
+            .filter(|(pool, _)| pool.len() <= MAX_POOL_NAME_LEN);
+        let mut unsent = unsent.collect();
         // Durations count up to the sending of a message, which waits while the peer is slow.
         while let Some(message) = next_pool_message(&mut unsent, Instant::now()) {
             control.send(&message).await?;

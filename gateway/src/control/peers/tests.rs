@@ -201,17 +201,20 @@ async fn reports_of_a_slow_peer_count_to_their_sending() {
     let hello = PeerMessage::Hello(own_hello("own", true));
     control.send(&hello).await.unwrap();
     while control.receive::<PeerMessage>().await.unwrap() != PeerMessage::Synchronized {}
-    other.publish(&["a", "b", "c", "d", "e"], since);
+    let too_long = "a".repeat(MAX_POOL_NAME_LEN + 1);
+    other.publish(&["a", &too_long, "b", "c", "d", "e"], since);
     sleep(Duration::from_secs(10)).await;
-    let mut last = None;
+    let (mut last, mut names) = (None, Vec::new());
     while last.as_ref().is_none_or(|(pool, _)| pool != "e") {
         let message = control.receive().await.unwrap();
         if let PeerMessage::Pools { pools } = message {
             assert_eq!(pools.len(), 1);
             let mut entries = pools.into_iter();
             last = entries.next().map(|entry| entry.into_parts(Instant::now()));
+            names.extend(last.iter().map(|(pool, _)| pool.clone()));
         }
     }
+    assert_eq!(names, ["a", "b", "c", "d", "e"]);
     let (_, report) = last.unwrap();
     assert_eq!(report.unwrap().leader.unwrap().since, since);
 }
