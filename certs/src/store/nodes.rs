@@ -326,8 +326,13 @@ impl NodeStore {
 
     /// Returns the end of the last revocation of a node, or its removal, if it is still stored.
     pub fn ended_revocation(&self, node: &NodeName) -> Result<Option<RevocationEntry>, StoreError> {
+        Ok(self.ended_revocations()?.remove(node))
+    }
+
+    /// Returns the ends of revocations and the removals of all nodes, like [`NodeStore::ended_revocation`].
+    pub fn ended_revocations(&self) -> Result<BTreeMap<NodeName, RevocationEntry>, StoreError> {
         let ended: Option<EndedRevocations> = self.dir.read_json(ENDED_FILE)?;
-        Ok(ended.and_then(|mut ended| ended.remove(node)))
+        Ok(ended.unwrap_or_default())
     }
 
     /// Changes the records, and stores the ends of revocations and the removals that follow.

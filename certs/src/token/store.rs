@@ -224,16 +224,37 @@ impl TokenStore {
         joining: impl Into<Joining<'a>>,
         now: UnixTime,
     ) -> Result<TokenRecord, TokenRejected> {
-        let joining = joining.into();
-        self.dir
-            .update(TOKENS_FILE, |records: &mut Vec<TokenRecord>| {
-                let record = records.iter_mut().find(|record| record.id == token.id);
-                let spent = self.spend(record.as_deref().cloned(), token, &joining, now)?;
-                if let Some(record) = record {
-                    record.clone_from(&spent);
-                }
-                Ok(spent)
-            })
+        let mut results = self.redeem_all(&[(token, joining.into())], now)?;
+        results.pop().unwrap_or(Err(TokenRejected::Unknown))
+    }
+
+    /// Spends tokens like [`TokenStore::redeem`], in this order and with one write. Separate writes would each rewrite the whole
+    /// file. Returns the result of each.
+    ///
+    /// # Errors
+    /// If the file cannot be read or written. No token is spent.
+    pub fn redeem_all(
+        &self,
+        uses: &[(&JoinToken, Joining<'_>)],
+        now: UnixTime,
+    ) -> Result<Vec<Result<TokenRecord, TokenRejected>>, StoreError> {
+        let _lock = self.dir.lock()?;
+        let mut records = self.all()?;
+        let mut is_changed = false;
+        let redeem = |(token, joining): &(&JoinToken, Joining<'_>)| {
+            let record = records.iter_mut().find(|record| record.id == token.id);
+            let spent = self.spend(record.as_deref().cloned(), token, joining, now)?;
+            if let Some(record) = record.filter(|record| **record != spent) {
+                record.clone_from(&spent);
+                is_changed = true;
+            }
+            Ok(spent)
+        };
+        let results = uses.iter().map(redeem).collect();
+        if is_changed {
+            self.dir.write_json(TOKENS_FILE, &records)?;
+        }
+        Ok(results)
     }
 
     /// Returns the record of this token with one more use, if the token is valid for this node now. A repeated request is no further
@@ -272,18 +293,17 @@ impl TokenStore {
         }
     }
 
-    /// Returns whether this directory knows a token.
+    /// Returns whether these records contain a token.
     ///
     /// # Errors
     /// If the token will never be valid for this key again. Nothing that other gateways know can change that.
     pub fn check_known(
-        &self,
+        records: &[TokenRecord],
         token: &JoinToken,
         key: Fingerprint,
         now: UnixTime,
     ) -> Result<bool, TokenRejected> {
-        let all = self.all()?.into_iter();
-        let Some(record) = all.into_iter().find(|record| record.id == token.id) else {
+        let Some(record) = records.iter().find(|record| record.id == token.id) else {
             return Ok(false);
         };
         if !record.hash.matches(&secret_hash(token)) {
@@ -305,13 +325,16 @@ impl TokenStore {
         Ok(true)
     }
 
-    /// Returns the nodes for which a token was made.
-    pub fn nodes_of(&self, token: &JoinToken) -> Result<NodePattern, TokenRejected> {
+    /// Returns the nodes for which a token in these records was made.
+    pub fn nodes_of<'a>(
+        records: &'a [TokenRecord],
+        token: &JoinToken,
+    ) -> Result<&'a NodePattern, TokenRejected> {
         let presented_hash = secret_hash(token);
-        let record = self.all()?.into_iter().find(|record| record.id == token.id);
+        let record = records.iter().find(|record| record.id == token.id);
         record
             .filter(|record| record.hash.matches(&presented_hash))
-            .map(|record| record.nodes)
+            .map(|record| &record.nodes)
             .ok_or(TokenRejected::Unknown)
     }
 

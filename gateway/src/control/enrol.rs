@@ -1,11 +1,14 @@
 //! Enrolment and renewal: issues an edge's certificate for a join token, its previous certificate, or a certificate of its
 //! cluster.
 //!
+//! `join` processes the requests with tokens in batches, so that a fleet that joins at once takes a few writes.
+//!
 //! The edge's request proves possession of its key. This is checked first, so that a bad request does not use up a token. The
 //! node name comes from the token or from the presented certificate, never from the request. A token is spent on disk before the
 //! certificate is sent. Every refusal has one word for the edge, which decides whether to retry, and a sentence for its operator.
 
 mod issue;
+mod join;
 mod rate_limit;
 
 #[cfg(test)]
@@ -35,12 +38,13 @@ use causeway_certs::{
     Identity, JoinToken, LiveCa, NodeName, Store, TokenRejected, VerifiedPublicKey,
 };
 use causeway_rt::{connection_limit::ConnectionLimit, task::TaskGroup};
+use join::{JoinAttempt, PendingJoin};
 use rate_limit::JoinRateLimiter;
 use serde::{Deserialize, Serialize};
 use std::{borrow::Cow, sync::Arc, time::Duration};
-use tokio::sync::{Mutex, oneshot};
+use tokio::sync::Mutex;
 use tower_http::{limit::RequestBodyLimitLayer, timeout::TimeoutLayer, trace::TraceLayer};
-use tracing::{Span, error, info, warn};
+use tracing::{error, info, warn};
 
 /// Maximum size of a body: a request for an RSA-8192 key takes 5 KiB in base64.
 const MAX_BODY: usize = 16 * 1024;
@@ -108,9 +112,11 @@ struct JoinResponse {
 /// State that requests share.
 struct HandlerState {
     enrolment: Enrolment,
-    /// Serializes enrolments.
+    /// Joins that wait for the next batch.
+    pending_joins: std::sync::Mutex<Vec<PendingJoin>>,
+    /// Locked while batches of joins are processed.
     enrolment_lock: Arc<Mutex<()>>,
-    /// Enrolments.
+    /// Batches of joins.
     tasks: TaskGroup,
     rate_limiter: JoinRateLimiter,
 }
@@ -119,6 +125,7 @@ struct HandlerState {
 pub fn router(enrolment: Enrolment) -> Router {
     let state = HandlerState {
         enrolment,
+        pending_joins: std::sync::Mutex::default(),
         enrolment_lock: Arc::default(),
         tasks: TaskGroup::default(),
         rate_limiter: JoinRateLimiter::default(),
@@ -267,19 +274,15 @@ impl HandlerState {
             .map_err(|error| {
                 problem(StatusCode::BAD_REQUEST, "node_malformed", error.to_string())
             })?;
-        self.check_token(&token, verify_csr.fingerprint()).await?;
-        let state = self.clone();
-        // If two edges join as the same new node, the second one sees that the node has joined.
-        let guard = self.enrolment_lock.clone().lock_owned().await;
-        let (sender, receiver) = oneshot::channel();
-        // A token that is spent gets its certificate, even if the edge disconnects meanwhile.
-        self.tasks.spawn(Span::current(), async move {
-            let _guard = guard;
-            let enrolled = state.join(token, node, verify_csr, &join.version).await;
-            // The receiver is gone if the edge has disconnected.
-            let _ = sender.send(enrolled);
-        });
-        receiver.await.map_err(|error| internal_problem(&error))?
+        let checked = self.tokens().check_root(&token);
+        checked.map_err(|why| token_problem(&why))?;
+        self.join_with_batch(JoinAttempt {
+            token,
+            node,
+            key: verify_csr,
+            version: join.version,
+        })
+        .await
     }
 
     async fn renew(

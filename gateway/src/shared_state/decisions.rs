@@ -1,13 +1,23 @@
 //! Decisions that all gateways make together, by compare-and-swap in the engine: the use of a join token, the first record of a
 //! node, and the first pinned key of an upstream. Also reads of single tokens and nodes that a gateway does not know yet.
 
-use super::{MAX_ATTEMPTS, SharedState, SyncError, merge, parse_entry};
+use super::{
+    LastState, MAX_ATTEMPTS, SharedState, SyncError, engine::EngineError, merge, parse_entry,
+};
 use causeway_certs::{
     EntryChange, EntryKey, JoinToken, Joining, NodeName, NodeRecord, NodeStatus, Pin, RepeatCheck,
     RevocationEntry, Store, StoreError, TokenRecord, TokenRejected, TokenStore, entry_text,
 };
+use futures_util::{FutureExt, StreamExt, TryStreamExt, future::ready, stream};
 use rustls_pki_types::UnixTime;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    slice,
+};
 use tokio::task::spawn_blocking;
+
+/// Number of concurrent reads of entries.
+const CONCURRENT_READS: usize = 16;
 
 /// Reason why a join token was not spent.
 #[derive(Debug, thiserror::Error)]
@@ -27,22 +37,41 @@ pub enum RedeemError {
 }
 
 impl SharedState {
-    /// Takes over a token that this gateway does not know yet, without waiting for the next synchronization.
+    /// Takes over tokens that this gateway does not know yet, without waiting for the next synchronization.
     ///
     /// # Errors
     /// If the engine does not answer.
-    pub async fn fetch_token(&self, id: &str) -> Result<(), SyncError> {
-        let key = EntryKey::Token(id).to_string();
-        let value = self.0.engine.get(&key).await?;
-        let change = EntryChange {
-            key,
-            expected: None,
-            value,
-        };
+    pub async fn fetch_tokens(&self, ids: BTreeSet<&str>) -> Result<(), SyncError> {
+        let keys = token_keys(ids);
+        let entries = self.read_entries(keys).await?;
+        let changes: Vec<_> = entries
+            .into_iter()
+            .map(|(key, value)| EntryChange {
+                key,
+                expected: None,
+                value,
+            })
+            .collect();
         // A conflict means that this gateway has the token.
-        self.on_disk(move |store| store.change_entries(&[change]))
+        self.on_disk(move |store| store.change_entries(&changes))
             .await?;
         Ok(())
+    }
+
+    /// Reads entries of the engine, several at once.
+    async fn read_entries(
+        &self,
+        keys: Vec<String>,
+    ) -> Result<Vec<(String, Option<String>)>, EngineError> {
+        let read = |key: String| async move {
+            let value = self.0.engine.get(&key).await?;
+            Ok((key, value))
+        };
+        let reads: Vec<_> = keys.into_iter().map(|key| read(key).boxed()).collect();
+        stream::iter(reads)
+            .buffered(CONCURRENT_READS)
+            .try_collect()
+            .await
     }
 
     /// Takes over the record of a node that this gateway does not know yet, like [`SharedState::fetch_node_now`]. If the engine did
@@ -67,16 +96,33 @@ impl SharedState {
     /// # Errors
     /// If the engine does not answer.
     pub async fn fetch_node_now(&self, node: &NodeName) -> Result<Option<NodeRecord>, SyncError> {
-        let key = EntryKey::Node(node.as_ref()).to_string();
+        let mut fetched = self.fetch_nodes_now(slice::from_ref(node)).await?;
+        Ok(fetched.pop())
+    }
+
+    /// Takes over the records of nodes like [`SharedState::fetch_node_now`]. Returns the records of those that there are.
+    ///
+    /// # Errors
+    /// If the engine does not answer. Records that were taken over before stay.
+    pub async fn fetch_nodes_now(&self, nodes: &[NodeName]) -> Result<Vec<NodeRecord>, SyncError> {
         // A synchronization must not come between, or it could take the entry for a new one.
         let last = self.0.last.lock().await;
-        if last
-            .as_ref()
-            .is_some_and(|last| last.digests.contains_key(&key))
-        {
-            // A command has removed the node here, and the engine does not know it yet.
-            return Ok(None);
+        let mut fetches = Vec::new();
+        for node in nodes {
+            let key = EntryKey::Node(node.as_ref()).to_string();
+            let is_common = |last: &LastState| last.digests.contains_key(&key);
+            // Otherwise a command has removed the node here, and the engine does not know it yet.
+            if !last.as_ref().is_some_and(is_common) {
+                fetches.push(self.fetch_unlocked(node).boxed());
+            }
         }
+        let records = stream::iter(fetches).buffered(CONCURRENT_READS);
+        let found = records.try_filter_map(|record| ready(Ok(record)));
+        found.try_collect().await
+    }
+
+    /// Takes over the record of a node. `last` must be locked.
+    async fn fetch_unlocked(&self, node: &NodeName) -> Result<Option<NodeRecord>, SyncError> {
         let (Some(record), revoked) = self.read_node(node).await? else {
             return Ok(None);
         };
@@ -93,53 +139,118 @@ impl SharedState {
         Err(SyncError::Contention)
     }
 
-    /// Spends one use of a token, if it is valid for this node now. At all gateways together, it returns `Ok` for at most as many
-    /// different requests as the token has uses. A refusal spends nothing.
+    /// Spends one use of each token that is valid for its node now, in this order and with one write of each token. At all gateways
+    /// together, it accepts at most as many different requests as a token has uses. A refusal spends nothing. Returns the result of
+    /// each use.
     ///
     /// # Errors
-    /// If the token is not valid, or the engine does not answer.
-    pub async fn redeem<'a>(
+    /// If the engine does not answer. Uses that were spent before stay, and are accepted again.
+    pub async fn redeem_all(
         &self,
         tokens: &TokenStore,
-        token: &JoinToken,
-        joining: impl Into<Joining<'a>>,
-    ) -> Result<TokenRecord, RedeemError> {
-        let key = EntryKey::Token(&token.id).to_string();
-        let joining = joining.into();
-        self.share_new_token(&token.id, tokens).await?;
+        uses: &[(&JoinToken, Joining<'_>)],
+    ) -> Result<Vec<Result<TokenRecord, RedeemError>>, SyncError> {
+        let ids = uses.iter().map(|(token, _)| token.id.as_str()).collect();
+        self.share_new_tokens(&ids, tokens).await?;
+        let mut results: BTreeMap<usize, Result<TokenRecord, RedeemError>> = BTreeMap::new();
         let mut lost = None;
         for _ in 0..MAX_ATTEMPTS {
-            let current = self.0.engine.get(&key).await.map_err(SyncError::from)?;
-            let known = merged_token(tokens, &token.id, current.as_deref()).await?;
-            let mut spent = tokens.spend(known.clone(), token, &joining, UnixTime::now())?;
-            if known.as_ref() == Some(&spent) {
-                // Since that use, the node may have changed at another gateway.
-                let joining = self.update_joining(joining).await?;
-                spent = tokens.spend(known.clone(), token, &joining, UnixTime::now())?;
+            let open: Vec<_> = (0..uses.len())
+                .filter(|index| !results.contains_key(index))
+                .collect();
+            if open.is_empty() {
+                break;
             }
-            if known.as_ref() == Some(&spent) {
-                // The use is in the engine, or in the data directory, from which the next synchronization stores it.
-                self.request();
-                return Ok(spent);
-            }
-            let change = EntryChange {
-                key: key.clone(),
-                expected: current,
-                value: Some(entry_text(&spent)),
-            };
-            match self.0.engine.write(vec![change]).await {
-                Ok(conflicts) if conflicts.is_empty() => {
-                    // The next synchronization writes the use to the data directory.
-                    self.request();
-                    return Ok(spent);
+            let (spent, changes) = self.spend_all(tokens, uses, &open).await?;
+            let conflicts = match self.0.engine.write(changes).await {
+                Ok(conflicts) => conflicts,
+                // The engine may have applied the changes. If it has, the next attempt repeats these uses.
+                Err(error) if lost.is_none() => {
+                    lost = Some(error);
+                    continue;
                 }
-                Ok(_) => {}
-                // The engine may have applied the change. If it has, the next attempt repeats this use.
-                Err(error) if lost.is_none() => lost = Some(error),
-                Err(error) => return Err(SyncError::from(error).into()),
+                Err(error) => return Err(error.into()),
+            };
+            let is_stored = |index: &usize| {
+                let (token, _) = uses[*index];
+                !conflicts.contains(&EntryKey::Token(&token.id).to_string())
+            };
+            results.extend(spent.into_iter().filter(|(index, _)| is_stored(index)));
+        }
+        if results.values().any(Result::is_ok) {
+            // The next synchronization writes the uses to the data directory.
+            self.request();
+        }
+        let contention = || Err(SyncError::Contention.into());
+        let results =
+            (0..uses.len()).map(|index| results.remove(&index).unwrap_or_else(contention));
+        Ok(results.collect())
+    }
+
+    /// Returns the results of these uses by the current records of the tokens, and the changes of the engine by which the results
+    /// become valid.
+    async fn spend_all(
+        &self,
+        tokens: &TokenStore,
+        uses: &[(&JoinToken, Joining<'_>)],
+        open: &[usize],
+    ) -> Result<
+        (
+            Vec<(usize, Result<TokenRecord, RedeemError>)>,
+            Vec<EntryChange>,
+        ),
+        SyncError,
+    > {
+        let mut by_token: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+        for index in open {
+            let (token, _) = uses[*index];
+            by_token.entry(&token.id).or_default().push(*index);
+        }
+        let keys = token_keys(by_token.keys().copied());
+        let current = self.read_entries(keys).await?;
+        let own = tokens.clone();
+        let here = spawn_blocking(move || own.all()).await??;
+        let mut here: BTreeMap<_, _> = here
+            .into_iter()
+            .map(|token| (token.id.clone(), token))
+            .collect();
+        let (mut spent, mut changes) = (Vec::new(), Vec::new());
+        for ((id, indexes), (key, expected)) in by_token.into_iter().zip(current) {
+            let known = merged_token(&key, here.remove(id), expected.as_deref())?;
+            let mut record = known.clone();
+            for index in indexes {
+                let result = self.spend(tokens, record.clone(), uses[index]).await;
+                if let Ok(spent) = &result {
+                    record = Some(spent.clone());
+                }
+                spent.push((index, result));
+            }
+            // An unchanged record is in the engine, or in the data directory, from which the next synchronization stores it.
+            if record != known {
+                changes.push(EntryChange {
+                    key,
+                    expected,
+                    value: record.as_ref().map(entry_text),
+                });
             }
         }
-        Err(SyncError::Contention.into())
+        Ok((spent, changes))
+    }
+
+    /// Returns the record of a token with one more use, if the token is valid for this node now. Nothing is stored.
+    async fn spend(
+        &self,
+        tokens: &TokenStore,
+        record: Option<TokenRecord>,
+        (token, joining): (&JoinToken, Joining<'_>),
+    ) -> Result<TokenRecord, RedeemError> {
+        let spent = tokens.spend(record.clone(), token, &joining, UnixTime::now())?;
+        if record.as_ref() != Some(&spent) {
+            return Ok(spent);
+        }
+        // Since that use, the node may have changed at another gateway.
+        let joining = self.update_joining(joining).await?;
+        Ok(tokens.spend(record, token, &joining, UnixTime::now())?)
     }
 
     /// Returns a request with the state that its node has in the engine.
@@ -204,64 +315,72 @@ impl SharedState {
         Ok((record, revoked.transpose()?))
     }
 
-    /// Stores a token in the engine that a command has just created in the data directory.
-    async fn share_new_token(&self, id: &str, tokens: &TokenStore) -> Result<(), SyncError> {
-        let key = EntryKey::Token(id).to_string();
+    /// Stores tokens in the engine that a command has just created in the data directory.
+    async fn share_new_tokens(
+        &self,
+        ids: &BTreeSet<&str>,
+        tokens: &TokenStore,
+    ) -> Result<(), SyncError> {
         let last = self.0.last.lock().await;
-        let is_shared = last
-            .as_ref()
-            .is_some_and(|last| last.digests.contains_key(&key));
+        let is_shared = |id: &str| {
+            let key = EntryKey::Token(id).to_string();
+            last.as_ref()
+                .is_some_and(|last| last.digests.contains_key(&key))
+        };
+        let new: BTreeSet<_> = ids.iter().filter(|id| !is_shared(id)).copied().collect();
         drop(last);
         let tokens = tokens.clone();
-        if !is_shared {
+        if !new.is_empty() {
             let local = spawn_blocking(move || tokens.all()).await??;
-            if local.iter().any(|token| token.id == id) {
+            if local.iter().any(|token| new.contains(token.id.as_str())) {
                 self.synchronize_now().await?;
             }
         }
         Ok(())
     }
 
-    /// Stores the record of a node that has joined. Returns whether it is stored: a record of a `new` node is not, if the
-    /// node has joined through another gateway.
-    ///
-    /// # Errors
-    /// If the engine does not answer.
-    pub async fn store_node(
+    /// Stores the records of nodes that have joined. Returns for each whether it is stored: a record of a `New` node is not, if the
+    /// node has joined through another gateway. An error means that the engine does not answer.
+    pub async fn store_nodes(
         &self,
-        record: &NodeRecord,
-        status: NodeStatus,
-    ) -> Result<bool, SyncError> {
-        let key = EntryKey::Node(record.node.as_ref()).to_string();
-        let record = NodeRecord {
-            revoked: None,
-            ..record.clone()
-        };
+        records: &[(&NodeRecord, NodeStatus)],
+    ) -> Vec<Result<bool, SyncError>> {
+        let mut results: BTreeMap<usize, Result<bool, SyncError>> = BTreeMap::new();
         for _ in 0..MAX_ATTEMPTS {
-            let expected = self.0.engine.get(&key).await?;
-            let previous = expected.as_deref().map(|text| parse_entry(&key, text));
-            let previous: Option<NodeRecord> = previous.transpose()?;
-            // The edge may have sent its request twice.
-            let is_repeated = |previous: &NodeRecord| {
-                record.join_key.is_some() && previous.join_key == record.join_key
-            };
-            if status == NodeStatus::New && !previous.as_ref().is_none_or(is_repeated) {
-                return Ok(false);
+            let open: Vec<_> = (0..records.len())
+                .filter(|index| !results.contains_key(index))
+                .collect();
+            if open.is_empty() {
+                break;
             }
-            let value = NodeRecord {
-                other: previous.map(|record| record.other).unwrap_or_default(),
-                ..record.clone()
+            let keys = open.iter().map(|index| node_key(records[*index].0));
+            let current = self.read_entries(keys.collect()).await;
+            let mut changes = Vec::new();
+            for (index, (key, expected)) in open.iter().zip(current.as_ref().into_iter().flatten())
+            {
+                match node_change(records[*index], key, expected.clone()) {
+                    Ok(Some(change)) => changes.push(change),
+                    Ok(None) => drop(results.insert(*index, Ok(false))),
+                    Err(error) => drop(results.insert(*index, Err(error.into()))),
+                }
+            }
+            let written = match current {
+                Ok(_) => self.0.engine.write(changes).await,
+                Err(error) => Err(error),
             };
-            let change = EntryChange {
-                key: key.clone(),
-                expected,
-                value: Some(entry_text(&value)),
-            };
-            if self.0.engine.write(vec![change]).await?.is_empty() {
-                return Ok(true);
+            for index in open {
+                let stored = match &written {
+                    Ok(conflicts) if conflicts.contains(&node_key(records[index].0)) => continue,
+                    Ok(_) => Ok(true),
+                    Err(error) => Err(error.clone().into()),
+                };
+                results.entry(index).or_insert(stored);
             }
         }
-        Err(SyncError::Contention)
+        let contention = || Err(SyncError::Contention);
+        let results =
+            (0..records.len()).map(|index| results.remove(&index).unwrap_or_else(contention));
+        results.collect()
     }
 
     /// Pins each of these keys unless another gateway has pinned one for the same port. Returns the keys that are pinned.
@@ -296,20 +415,52 @@ impl SharedState {
 
 /// Returns the record of a token in the engine, with the uses and the revocation that the data directory has: the engine may lack
 /// a revocation by a command, or uses after a restored backup.
-async fn merged_token(
-    tokens: &TokenStore,
-    id: &str,
+fn merged_token(
+    key: &str,
+    here: Option<TokenRecord>,
     there: Option<&str>,
-) -> Result<Option<TokenRecord>, SyncError> {
-    let key = EntryKey::Token(id).to_string();
-    let there: Option<TokenRecord> = there.map(|text| parse_entry(&key, text)).transpose()?;
-    let (tokens, id) = (tokens.clone(), id.to_owned());
-    let all = spawn_blocking(move || tokens.all()).await??;
-    let here = all.into_iter().find(|token| token.id == id);
+) -> Result<Option<TokenRecord>, StoreError> {
+    let there: Option<TokenRecord> = there.map(|text| parse_entry(key, text)).transpose()?;
     Ok(match (here, there) {
         (Some(here), Some(there)) => Some(merge::merge_tokens(here, there)),
         (_, there) => there,
     })
+}
+
+fn token_keys<'a>(ids: impl IntoIterator<Item = &'a str>) -> Vec<String> {
+    let keys = ids.into_iter().map(|id| EntryKey::Token(id).to_string());
+    keys.collect()
+}
+
+fn node_key(record: &NodeRecord) -> String {
+    EntryKey::Node(record.node.as_ref()).to_string()
+}
+
+/// Returns the change that stores the record of a node which has joined, or `None` if the node was new and has joined through
+/// another gateway.
+fn node_change(
+    (record, status): (&NodeRecord, NodeStatus),
+    key: &str,
+    expected: Option<String>,
+) -> Result<Option<EntryChange>, StoreError> {
+    let previous = expected.as_deref().map(|text| parse_entry(key, text));
+    let previous: Option<NodeRecord> = previous.transpose()?;
+    // The edge may have sent its request twice.
+    let is_repeated =
+        |previous: &NodeRecord| record.join_key.is_some() && previous.join_key == record.join_key;
+    if status == NodeStatus::New && !previous.as_ref().is_none_or(is_repeated) {
+        return Ok(None);
+    }
+    let value = NodeRecord {
+        revoked: None,
+        other: previous.map(|record| record.other).unwrap_or_default(),
+        ..record.clone()
+    };
+    Ok(Some(EntryChange {
+        key: key.to_owned(),
+        expected,
+        value: Some(entry_text(&value)),
+    }))
 }
 
 /// Outcome of the storing of a node's record from the engine.

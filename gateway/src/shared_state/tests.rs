@@ -2,8 +2,8 @@
 
 use super::*;
 use causeway_certs::{
-    Ca, Entries, Fingerprint, Joining, NodeAttributes, NodeName, NodeRecord, NodeStatus, OpenMode,
-    Pin, RepeatCheck, Revocation, TokenRejected,
+    Ca, Entries, Fingerprint, JoinToken, Joining, NodeAttributes, NodeName, NodeRecord, NodeStatus,
+    OpenMode, Pin, RepeatCheck, Revocation, TokenRecord, TokenRejected, TokenStore,
 };
 use futures_util::{FutureExt, future::BoxFuture};
 use std::{
@@ -248,6 +248,23 @@ async fn a_gateway_that_missed_a_whole_rotation_says_so() {
     assert_eq!(roots(one), roots(two));
 }
 
+/// Spends one use of a token.
+async fn redeem<'a>(
+    shared: &SharedState,
+    tokens: &TokenStore,
+    token: &JoinToken,
+    joining: impl Into<Joining<'a>>,
+) -> Result<TokenRecord, RedeemError> {
+    let uses = [(token, joining.into())];
+    shared.redeem_all(tokens, &uses).await?.remove(0)
+}
+
+/// Stores the record of a node that has joined, and returns whether it is stored.
+async fn store_node(shared: &SharedState, record: &NodeRecord, status: NodeStatus) -> bool {
+    let mut results = shared.store_nodes(&[(record, status)]).await;
+    results.remove(0).unwrap()
+}
+
 #[tokio::test]
 async fn a_token_is_spent_once_at_all_gateways() {
     let world = world();
@@ -264,8 +281,11 @@ async fn a_token_is_spent_once_at_all_gateways() {
         let shared = &world.shared[number % 2];
         let (tokens, token) = (&tokens, &token);
         async move {
-            shared.fetch_token(&token.id).await.unwrap();
-            shared.redeem(tokens, token, (node, NodeStatus::New)).await
+            shared
+                .fetch_tokens([token.id.as_str()].into())
+                .await
+                .unwrap();
+            redeem(shared, tokens, token, (node, NodeStatus::New)).await
         }
     });
     let mut results = futures_util::future::join_all(attempts).await;
@@ -273,9 +293,7 @@ async fn a_token_is_spent_once_at_all_gateways() {
     for (result, node) in results.iter_mut().zip(&names) {
         let is_unknown = matches!(result, Err(RedeemError::Rejected(TokenRejected::Unknown)));
         if is_unknown {
-            *result = world.shared[1]
-                .redeem(&tokens, &token, (node, NodeStatus::New))
-                .await;
+            *result = redeem(&world.shared[1], &tokens, &token, (node, NodeStatus::New)).await;
         }
     }
     let used = |result: &Result<_, RedeemError>| {
@@ -298,9 +316,9 @@ async fn a_new_node_joins_once_and_the_first_pin_counts() {
     let [one, two] = &world.shared;
     let (node, known) = (name("edge-1"), NodeStatus::Known);
     let record = |at| NodeRecord::name_only(&node, at);
-    assert!(one.store_node(&record(1), NodeStatus::New).await.unwrap());
-    assert!(!two.store_node(&record(2), NodeStatus::New).await.unwrap());
-    assert!(two.store_node(&record(3), known).await.unwrap());
+    assert!(store_node(one, &record(1), NodeStatus::New).await);
+    assert!(!store_node(two, &record(2), NodeStatus::New).await);
+    assert!(store_node(two, &record(3), known).await);
     let fetched = one.fetch_node(&node).await.unwrap();
     assert_eq!(fetched, Some(record(3)));
     world.synchronize().await;
@@ -328,7 +346,7 @@ async fn without_the_engine_nothing_is_decided_and_later_nothing_is_lost() {
         .unwrap();
     world.engine.is_away.store(true, SeqCst);
     let joining = (&node, NodeStatus::New);
-    let refused = world.shared[0].redeem(&tokens, &token, joining).await;
+    let refused = redeem(&world.shared[0], &tokens, &token, joining).await;
     assert!(matches!(refused, Err(RedeemError::Unavailable(_))));
     let observed = vec![(node.clone(), 1, pin("a", 1))];
     world.shared[0].pin_first(observed).await.unwrap_err();
@@ -426,7 +444,7 @@ async fn a_restored_backup_that_is_not_recognised_undoes_nothing() {
     let backup = world.engine.entries.lock().unwrap().clone();
     let new = name("edge-3");
     let joining = (&new, NodeStatus::New);
-    let joined = world.shared[0].redeem(&tokens, &token, joining).await;
+    let joined = redeem(&world.shared[0], &tokens, &token, joining).await;
     joined.unwrap();
     two.nodes()
         .set_revoked(&edge, Some(revocation("stolen")))
@@ -436,7 +454,7 @@ async fn a_restored_backup_that_is_not_recognised_undoes_nothing() {
     world.synchronize().await;
     // The revision is not lower, as after `etcdutl snapshot restore --bump-revision`.
     *world.engine.entries.lock().unwrap() = backup.clone();
-    let again = world.shared[0].redeem(&tokens, &token, joining).await;
+    let again = redeem(&world.shared[0], &tokens, &token, joining).await;
     assert!(matches!(
         again,
         Err(RedeemError::Rejected(TokenRejected::Used { .. }))
@@ -468,7 +486,7 @@ async fn a_token_that_is_revoked_at_one_gateway_is_refused_at_once() {
     world.synchronize().await;
     tokens.revoke(&token.id, UnixTime::now()).unwrap();
     let joining = (&node, NodeStatus::New);
-    let refused = world.shared[0].redeem(&tokens, &token, joining).await;
+    let refused = redeem(&world.shared[0], &tokens, &token, joining).await;
     assert!(matches!(
         refused,
         Err(RedeemError::Rejected(TokenRejected::Revoked { .. }))
@@ -507,7 +525,7 @@ async fn an_entry_that_cannot_be_read_stops_no_other_and_unknown_fields_stay() {
     assert_eq!(revoked, Some(revocation("stolen")));
     one.nodes().set_revoked(&node, None).unwrap();
     let joining = (&node, NodeStatus::New);
-    let redeemed = world.shared[0].redeem(&tokens, &token, joining).await;
+    let redeemed = redeem(&world.shared[0], &tokens, &token, joining).await;
     redeemed.unwrap();
     for shared in world.shared.iter().chain(&world.shared) {
         shared.synchronize().await.unwrap();
@@ -636,13 +654,13 @@ async fn a_use_whose_answer_was_lost_is_recognised() {
     let lose_answer = || world.engine.loses_answers.store(true, SeqCst);
     lose_answer();
     let request = joining(&node, b"key");
-    let spent = one.redeem(&tokens, &token, request).await.unwrap();
+    let spent = redeem(one, &tokens, &token, request).await.unwrap();
     assert_eq!(spent.used.len(), 1);
     // The edge gets no answer either, and asks another gateway.
     let others = world.stores[1].tokens().unwrap();
-    let again = two.redeem(&others, &token, request).await.unwrap();
+    let again = redeem(two, &others, &token, request).await.unwrap();
     assert_eq!(again.used, spent.used);
-    let other = two.redeem(&others, &token, joining(&node, b"other")).await;
+    let other = redeem(two, &others, &token, joining(&node, b"other")).await;
     assert!(matches!(
         other,
         Err(RedeemError::Rejected(TokenRejected::Used { .. }))
@@ -654,10 +672,10 @@ async fn a_use_whose_answer_was_lost_is_recognised() {
         ..NodeRecord::name_only(&node, at)
     };
     let new = NodeStatus::New;
-    assert!(one.store_node(&record(1, join_key), new).await.unwrap());
-    assert!(two.store_node(&record(2, join_key), new).await.unwrap());
+    assert!(store_node(one, &record(1, join_key), new).await);
+    assert!(store_node(two, &record(2, join_key), new).await);
     let other = Some(Fingerprint::digest(b"other"));
-    assert!(!two.store_node(&record(3, other), new).await.unwrap());
+    assert!(!store_node(two, &record(3, other), new).await);
     world.synchronize().await;
 }
 
@@ -690,12 +708,12 @@ async fn a_repeated_request_is_refused_after_a_change_at_another_gateway() {
         let token = token.unwrap();
         world.synchronize().await;
         let request = joining(&node, b"key");
-        one.redeem(&tokens, &token, request).await.unwrap();
+        redeem(one, &tokens, &token, request).await.unwrap();
         let record = NodeRecord {
             join_key: Some(key),
             ..NodeRecord::name_only(&node, UnixTime::now().as_secs())
         };
-        assert!(one.store_node(&record, NodeStatus::New).await.unwrap());
+        assert!(store_node(one, &record, NodeStatus::New).await);
         world.synchronize().await;
         change(&world.stores[1], record, other_key);
         two.synchronize().await.unwrap();
@@ -709,7 +727,7 @@ async fn a_repeated_request_is_refused_after_a_change_at_another_gateway() {
         };
         // The table of the first gateway has the node, or does not have it yet.
         for request in [request, known] {
-            let redeemed = one.redeem(&tokens, &token, request).await;
+            let redeemed = redeem(one, &tokens, &token, request).await;
             let is_expected = match (number, &redeemed) {
                 (0, redeemed) => redeemed.is_ok(),
                 (2, Err(RedeemError::NodeRevoked { reason })) => reason == "stolen",

@@ -449,6 +449,104 @@ async fn known_refusals_do_not_ask_the_engine() {
     assert_eq!(engine.reads(), reads);
 }
 
+/// Joins 300 nodes at once, each with its own key: 100 by tokens of their own, the others by one token for 150 nodes. Each join is
+/// sent twice, as by an edge whose first answer was lost.
+async fn join_at_once(counter: &Counter) {
+    let book = counter.world.store.tokens().unwrap();
+    let site = (&"site-*".parse().unwrap(), 150);
+    let site = book.create_for(site, Duration::from_mins(1), NodeAttributes::default());
+    let site = site.unwrap().text().expose().to_owned();
+    let own = |number| {
+        let node = format!("edge-{number}");
+        (counter.token(&node, Duration::from_mins(1)), node)
+    };
+    let by_own = (0..100).map(own);
+    let by_site = (0..200).map(|number| (site.clone(), format!("site-{number}")));
+    let joins = by_own.chain(by_site).map(|(token, node)| {
+        let key = PrivateKey::generate().unwrap();
+        let csr = STANDARD.encode(key.request().unwrap());
+        async move {
+            let once = || counter.join(&token, Some(&node), &csr);
+            let (first, second) = tokio::join!(once(), once());
+            assert_eq!(first.0, second.0, "{} {}", first.1, second.1);
+            (node, key, first)
+        }
+    });
+    let joined = futures_util::future::join_all(joins.collect::<Vec<_>>()).await;
+    let mut accepted = std::collections::BTreeSet::new();
+    for (node, key, (status, answer)) in joined {
+        if status != 200 {
+            assert_eq!((status, &answer["reason"]), (403, &json!("token_used")));
+            continue;
+        }
+        let (root, chain) = (&answer["root"], &answer["certificate"]);
+        let (root, chain) = (root.as_str().unwrap(), chain.as_str().unwrap());
+        let edge = EdgeIdentity::new(root, chain, &key.key_pem()).unwrap();
+        assert_eq!(edge.node, name(&node));
+        accepted.insert(edge.node);
+    }
+    assert_eq!(accepted.len(), 250);
+    let is_stored = |record: &causeway_certs::NodeRecord| accepted.contains(&record.node);
+    let records = counter.world.store.nodes().all().unwrap();
+    assert_eq!((records.len(), records.iter().all(is_stored)), (250, true));
+    assert_eq!(counter.world.reader().record_names(), accepted);
+}
+
+fn token_uses(counter: &Counter) -> Vec<usize> {
+    let tokens = counter.world.store.tokens().unwrap().all().unwrap();
+    let mut uses: Vec<_> = tokens.iter().map(|token| token.used.len()).collect();
+    uses.sort_unstable();
+    uses
+}
+
+#[tokio::test]
+async fn of_nodes_that_join_at_once_each_is_admitted_and_counted_once() {
+    let counter = Counter::open();
+    join_at_once(&counter).await;
+    let expected: Vec<_> = std::iter::repeat_n(1, 100).chain([150]).collect();
+    assert_eq!(token_uses(&counter), expected);
+}
+
+#[tokio::test]
+async fn nodes_that_join_at_once_are_in_the_engine_and_counted_once() {
+    let engine = MemoryEngine::default();
+    let counter = Counter::sharing(Some(&engine));
+    join_at_once(&counter).await;
+    let shared = SharedState::new(Arc::new(engine.clone()), counter.world.store.clone(), true);
+    shared.synchronize().await.unwrap();
+    let expected: Vec<_> = std::iter::repeat_n(1, 100).chain([150]).collect();
+    assert_eq!(token_uses(&counter), expected);
+    let nodes = |entries: &mut causeway_certs::Entries| {
+        let keys = entries.keys();
+        keys.filter(|key| key.starts_with("node/")).count()
+    };
+    assert_eq!(engine.with(nodes).unwrap(), 250);
+}
+
+#[tokio::test]
+async fn of_two_edges_that_join_at_once_as_one_new_node_one_is_admitted() {
+    let counter = Counter::open();
+    let book = counter.world.store.tokens().unwrap();
+    let any = (&"edge-*".parse().unwrap(), 9);
+    let any = book.create_for(any, Duration::from_mins(1), NodeAttributes::default());
+    let any = any.unwrap().text().expose().to_owned();
+    let edges = (0..8).map(|_| async {
+        let key = PrivateKey::generate().unwrap();
+        let csr = STANDARD.encode(key.request().unwrap());
+        let (status, answer) = counter.join(&any, Some("edge-1"), &csr).await;
+        (status, answer["reason"].as_str().map(str::to_owned))
+    });
+    let mut answers = futures_util::future::join_all(edges).await;
+    answers.sort_unstable();
+    let refused = (403, Some("token_not_new".to_owned()));
+    assert_eq!(answers[0], (200, None));
+    assert!(
+        answers[1..].iter().all(|answer| *answer == refused),
+        "{answers:?}"
+    );
+    assert_eq!(token_uses(&counter), [1]);
+}
+
 #[tokio::test]
 async fn a_renewal_keeps_the_node_and_needs_its_certificate() {
     let counter = Counter::open();

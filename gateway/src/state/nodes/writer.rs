@@ -30,12 +30,19 @@ impl NodesWriter {
     }
 
     /// Adds or replaces one node. A revoked node stays revoked.
-    pub fn upsert(&self, name: NodeName, mut node: Node) {
+    pub fn upsert(&self, name: NodeName, node: Node) {
+        self.upsert_all([(name, node)]);
+    }
+
+    /// Adds or replaces nodes like [`NodesWriter::upsert`]. Each change of the table copies the table.
+    pub fn upsert_all(&self, new_nodes: impl IntoIterator<Item = (NodeName, Node)>) {
         self.edit_records(|nodes| {
-            if let Some(previous) = nodes.get(&name) {
-                node.revoked.clone_from(&previous.revoked);
+            for (name, mut node) in new_nodes {
+                if let Some(previous) = nodes.get(&name) {
+                    node.revoked.clone_from(&previous.revoked);
+                }
+                nodes.insert(name, node);
             }
-            nodes.insert(name, node);
         });
     }
 
