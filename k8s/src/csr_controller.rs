@@ -23,7 +23,7 @@ use ca_configmap::CaPublisher;
 use causeway_certs::SignerProfile;
 use causeway_gateway::{config, control::signer::Signer, metrics::Metrics, state::NodesWriter};
 use causeway_rt::backoff::Backoff;
-use futures_util::StreamExt;
+use futures_util::{StreamExt, future::join_all};
 use k8s_openapi::{
     ByteString, api::certificates::v1::CertificateSigningRequest,
     apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp,
@@ -38,7 +38,7 @@ use kube::{
 };
 use requests::{Csr, CsrQueue};
 use serde_json::{Value, json};
-use std::{convert::Infallible, pin::pin, sync::Arc, time::Duration};
+use std::{convert::Infallible, iter, pin::pin, sync::Arc, time::Duration};
 use tokio::{
     sync::watch,
     time::{Instant, sleep_until, timeout},
@@ -51,6 +51,9 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 /// Number of requests in one response of the API.
 const PAGE_SIZE: u32 = 500;
+
+/// Number of requests that are processed at once. Each takes two requests to the API, and the records of all take one write.
+const CONCURRENT_REQUESTS: usize = 32;
 
 /// Controller that signs the requests of edges.
 pub(crate) struct CsrController {
@@ -105,6 +108,16 @@ impl CsrController {
             }
         }
     }
+}
+
+/// Outcome of the processing of a request.
+enum Outcome {
+    /// The gateway has signed the request, or has approved it for the cluster's own signer.
+    Signed,
+    /// Another gateway or a person was faster.
+    HandledElsewhere,
+    /// The request is left for people to decide, for this reason.
+    Left(String),
 }
 
 /// Pending work of the controller.
@@ -169,57 +182,62 @@ impl<'a> CsrBacklog<'a> {
         }
     }
 
-    /// Processes one pending request.
+    /// Processes pending requests, several at once.
     async fn process_next(&mut self) {
-        let Some(request) = self.queue.pop() else {
+        let batch: Vec<_> = iter::from_fn(|| self.queue.pop())
+            .take(CONCURRENT_REQUESTS)
+            .collect();
+        if batch.is_empty() {
             return;
-        };
-        match self.try_process(&request).await {
-            Ok(()) => {
-                self.backoff.reset();
-                self.not_before = None;
-                self.signing_log.log_recovery();
+        }
+        let outcomes = join_all(batch.iter().map(|request| self.try_process(request))).await;
+        let mut has_failed = false;
+        for (request, outcome) in batch.iter().zip(outcomes) {
+            match outcome {
+                Ok(Outcome::Signed) => self.queue.mark_signed(request),
+                Ok(Outcome::HandledElsewhere) => {}
+                Ok(Outcome::Left(why)) => self.leave_pending(request, &why).await,
+                Err(why) => {
+                    has_failed = true;
+                    self.controller.metrics.count_cluster_certificate("failed");
+                    self.signing_log.log_failure(&why);
+                    self.queue.requeue(request);
+                }
             }
-            Err(why) => {
-                self.controller.metrics.count_cluster_certificate("failed");
-                self.signing_log.log_failure(&why);
-                self.queue.requeue(&request);
-                let pause = self.backoff.refused(None, rand::random());
-                self.not_before = Some(Instant::now() + pause);
-            }
+        }
+        if has_failed {
+            let pause = self.backoff.refused(None, rand::random());
+            self.not_before = Some(Instant::now() + pause);
+        } else {
+            self.backoff.reset();
+            self.not_before = None;
+            self.signing_log.log_recovery();
         }
     }
 
-    async fn try_process(&mut self, request: &Arc<Csr>) -> Result<(), String> {
+    async fn try_process(&self, request: &Arc<Csr>) -> Result<Outcome, String> {
         let valid_csr = match &request.validation {
             Ok(valid_csr) => valid_csr,
-            Err(why) => {
-                self.leave_pending(request, why).await;
-                return Ok(());
-            }
+            Err(why) => return Ok(Outcome::Left(why.clone())),
         };
         if let Some(why) = self.controller.signer.refusal_reason(&valid_csr.node) {
-            self.leave_pending(request, &why).await;
-            return Ok(());
+            return Ok(Outcome::Left(why));
         }
         let version = if request.approved {
             Some(request.version.clone())
         } else {
             self.approve(request, valid_csr).await?
         };
-        if self.controller.settings.subject().is_some() {
-            // The cluster's own signer does the rest.
-            if version.is_some() {
-                self.queue.mark_signed(request);
-            }
-            return Ok(());
-        }
-        if let Some(version) = version
-            && self.sign(request, valid_csr, &version).await?
+        let Some(version) = version else {
+            return Ok(Outcome::HandledElsewhere);
+        };
+        // With a subject, the cluster's own signer does the rest.
+        if self.controller.settings.subject().is_some()
+            || self.sign(request, valid_csr, &version).await?
         {
-            self.queue.mark_signed(request);
+            return Ok(Outcome::Signed);
         }
-        Ok(())
+        Ok(Outcome::HandledElsewhere)
     }
 
     /// Leaves a request pending, and reports the reason once.
