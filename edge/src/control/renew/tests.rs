@@ -12,6 +12,9 @@ use causeway_tunnel::wire;
 use rustls_pki_types::CertificateDer;
 use serde_json::{Value, json};
 use std::{
+    collections::BTreeMap,
+    hash::{DefaultHasher, Hash, Hasher},
+    iter,
     net::SocketAddr,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
@@ -48,6 +51,47 @@ fn renewal_is_due_at_two_thirds_of_life_or_earlier_by_jitter() {
     assert!(at(1.0) < at(0.5) && at(0.5) < at(0.0));
     let reversed = RenewalSchedule::new(day(115), day(100), 0.5);
     assert_eq!(reversed.renews_at, day(100));
+}
+
+/// Returns a number from 0 to 1 that looks random and is the same in each run.
+fn fraction(node: usize, renewal: u32) -> f64 {
+    let mut hasher = DefaultHasher::new();
+    (node, renewal).hash(&mut hasher);
+    let bits = u32::try_from(hasher.finish() >> 32).unwrap();
+    f64::from(bits) / f64::from(u32::MAX)
+}
+
+/// Returns the maximum number of these times that are in one hour.
+fn busiest_hour(times: &[SystemTime]) -> usize {
+    let mut hours: BTreeMap<u64, usize> = BTreeMap::new();
+    for time in times {
+        let since = time.duration_since(UNIX_EPOCH).unwrap();
+        *hours.entry(since.as_secs() / HOUR.as_secs()).or_default() += 1;
+    }
+    hours.into_values().max().unwrap()
+}
+
+#[test]
+fn renewals_of_nodes_that_joined_at_once_spread_more_with_each_renewal() {
+    let (nodes, lifetime) = (2_000, DAY * 7);
+    let mut renewed_at = vec![day(100); nodes];
+    let mut busiest = Vec::new();
+    for renewal in 0..52 {
+        for (node, at) in renewed_at.iter_mut().enumerate() {
+            let random = fraction(node, renewal);
+            *at = RenewalSchedule::new(*at, *at + lifetime, random).renews_at;
+        }
+        busiest.push(busiest_hour(&renewed_at));
+    }
+    // The first renewals take eleven hours, so 180 nodes renew in an hour on average. After months they take days.
+    let limits = iter::repeat_n(240, 4)
+        .chain(iter::repeat_n(160, 20))
+        .chain(iter::repeat(60));
+    let is_spread = busiest
+        .iter()
+        .zip(limits)
+        .all(|(count, limit)| *count <= limit);
+    assert!(is_spread, "{busiest:?}");
 }
 
 /// Wall clock that runs with tokio's clock and can be set.
