@@ -32,6 +32,8 @@ pub(crate) enum Command {
     Mint(Mint),
     /// Run many light edges: TLS 1.3, HTTP/2, hello, and an answer of 1 KiB to each stream
     Fleet(Fleet),
+    /// Join many nodes at once with tokens, at a gateway whose data directory is here
+    Join(Join),
     /// Create a link with a delay and a rate between two network namespaces
     Link(Link),
     /// Open upgrades and keep them open
@@ -72,13 +74,22 @@ pub(crate) struct Mint {
 
 #[derive(Debug, Args)]
 pub(crate) struct Fleet {
-    /// The gateway's tunnel port
-    #[arg(long, value_name = "ADDR")]
-    pub(crate) gateway: SocketAddr,
+    /// The gateways' tunnel ports. Each node has one tunnel: the nodes begin at the gateways in turn, and go to the next gateway
+    /// after a failure
+    #[arg(
+        long = "gateway",
+        value_name = "ADDR",
+        value_delimiter = ',',
+        required = true
+    )]
+    pub(crate) gateways: Vec<SocketAddr>,
     /// File of identities that `mint` wrote
     #[arg(long, value_name = "FILE")]
     pub(crate) identities: PathBuf,
-    /// Number of nodes to use, from the first on; all if absent
+    /// Number of identities to leave out, from the first on, because another process uses them
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) skip: usize,
+    /// Number of nodes to use, from the first one that is not left out; all if absent
     #[arg(long, value_name = "N")]
     pub(crate) nodes: Option<usize>,
     /// Number of simultaneous dials at the beginning
@@ -104,6 +115,28 @@ pub(crate) struct Fleet {
     /// Hang up only after the registration, not after TLS
     #[arg(long, requires = "handshakes_only")]
     pub(crate) hello: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Join {
+    /// The gateway's tunnel port
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) gateway: SocketAddr,
+    /// The gateway's data directory, in which the tokens are created
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data_dir: PathBuf,
+    /// Number of nodes
+    #[arg(long, value_name = "N")]
+    pub(crate) nodes: usize,
+    /// Prefix of the names; a number follows, from 1
+    #[arg(long, default_value = "joins-")]
+    pub(crate) prefix: String,
+    /// Give each node a token of its own; otherwise one token is for all
+    #[arg(long)]
+    pub(crate) tokens_of_their_own: bool,
+    /// Longest time until all have joined
+    #[arg(long, default_value = "5m", value_parser = duration)]
+    pub(crate) within: Duration,
 }
 
 #[derive(Debug, Args)]

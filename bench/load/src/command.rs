@@ -4,6 +4,7 @@ mod app;
 mod connect;
 mod fleet;
 mod idle;
+mod join;
 mod link;
 mod link_queue;
 mod mint;
@@ -22,6 +23,7 @@ pub(crate) async fn run(command: Command, stop: Stop) -> anyhow::Result<()> {
         Command::App(asked) => app::run(&asked, stop).await,
         Command::Mint(asked) => mint::run(&asked),
         Command::Fleet(asked) => Box::pin(fleet::run(asked, stop)).await,
+        Command::Join(asked) => Box::pin(join::run(asked, stop)).await,
         Command::Link(asked) => link::run(&asked, stop).await,
         Command::Idle(asked) => idle::run(asked, stop).await,
         Command::Connect(asked) => connect::run(asked, stop).await,

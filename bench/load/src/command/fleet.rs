@@ -26,7 +26,8 @@ const BODY: &[u8] = &[b'.'; 1024];
 
 /// State that all nodes share.
 struct Fleet {
-    gateway: SocketAddr,
+    /// Tunnel ports. Each node has a tunnel to one of them.
+    gateways: Vec<SocketAddr>,
     body: Bytes,
     roll: Roll,
     /// Number of simultaneous dials until each edge has been registered once.
@@ -39,11 +40,11 @@ struct Fleet {
 
 /// Runs the fleet until it is asked to stop, or the storm until its time is over.
 pub(crate) async fn run(asked: cli::Fleet, stop: Stop) -> anyhow::Result<()> {
-    let identities = mint::read(&asked.identities, asked.nodes, asked.resume)?;
+    let identities = mint::read(&asked.identities, (asked.skip, asked.nodes), asked.resume)?;
     let count = identities.len();
     let (told, changes) = mpsc::unbounded_channel();
     let fleet = Arc::new(Fleet {
-        gateway: asked.gateway,
+        gateways: asked.gateways.clone(),
         body: Bytes::from_static(BODY),
         roll: Roll::new(told),
         first: Semaphore::new(asked.at_once),
@@ -57,8 +58,8 @@ pub(crate) async fn run(asked: cli::Fleet, stop: Stop) -> anyhow::Result<()> {
     files::enough(count)?;
     report::say(&json!({"event": "ready", "nodes": count}));
     let nodes = TaskGroup::new(&stop.token);
-    for identity in identities {
-        let node = Node::new(identity, fleet.clone());
+    for (number, identity) in identities.into_iter().enumerate() {
+        let node = Node::new(identity, fleet.clone(), number);
         nodes.spawn(Span::none(), Box::pin(node.live()));
     }
     stop.token

@@ -115,19 +115,20 @@ pub(super) struct Identity {
     pub(super) tls: Arc<ClientConfig>,
 }
 
-/// Returns the first `most` identities of a file, all of them if `None`.
+/// Returns `most` identities of a file after the first `skip` ones, all others if `None`.
 pub(super) fn read(
     path: &Path,
-    most: Option<usize>,
+    (skip, most): (usize, Option<usize>),
     resume: bool,
 ) -> anyhow::Result<Vec<Identity>> {
     let place = || format!("{}", path.display());
     let text = std::fs::read_to_string(path).with_context(place)?;
     let file: File = serde_json::from_str(&text).with_context(place)?;
-    let most = most.unwrap_or(file.nodes.len());
+    let available = file.nodes.len().saturating_sub(skip);
+    let most = most.unwrap_or(available);
     anyhow::ensure!(
-        (1..=file.nodes.len()).contains(&most),
-        "{} has {} nodes, not {most}",
+        (1..=available).contains(&most),
+        "{} has {} nodes, not {most} after the first {skip}",
         path.display(),
         file.nodes.len()
     );
@@ -150,7 +151,12 @@ pub(super) fn read(
             tls: Arc::new(tls),
         })
     };
-    file.nodes.into_iter().take(most).map(identity).collect()
+    file.nodes
+        .into_iter()
+        .skip(skip)
+        .take(most)
+        .map(identity)
+        .collect()
 }
 
 /// Shows one certificate to every client.

@@ -39,6 +39,8 @@ pub(super) type IoStream = TlsStream<CountedIo<TcpStream>>;
 pub(super) struct Node {
     identity: Identity,
     fleet: Arc<Fleet>,
+    /// Number of the gateway that the node dials next, modulo the number of gateways.
+    next_gateway: usize,
 }
 
 /// Reason for the lack of a tunnel.
@@ -59,12 +61,17 @@ struct RegisteredTunnel {
 }
 
 impl Node {
-    pub(super) fn new(identity: Identity, fleet: Arc<Fleet>) -> Self {
-        Self { identity, fleet }
+    /// Creates a node that begins at the gateway with this number.
+    pub(super) fn new(identity: Identity, fleet: Arc<Fleet>, next_gateway: usize) -> Self {
+        Self {
+            identity,
+            fleet,
+            next_gateway,
+        }
     }
 
     /// Dials, serves, and dials again, without end.
-    pub(super) async fn live(self) {
+    pub(super) async fn live(mut self) {
         let mut backoff = Backoff::new(SILENT_MAX, REFUSED_MAX);
         let mut stood = false;
         loop {
@@ -82,6 +89,7 @@ impl Node {
                     failed
                 }
             };
+            self.next_gateway += 1;
             sleep(pause(&failed, &mut backoff)).await;
         }
     }
@@ -93,7 +101,7 @@ impl Node {
         } else {
             self.fleet.first.acquire().await.ok()
         };
-        let (io, round_trip) = dial(&self.identity, &self.fleet).await?;
+        let (io, round_trip) = dial(&self.identity, &self.fleet, self.next_gateway).await?;
         let greeted = timeout(BOUND, greet((io, round_trip), &self.identity, &self.fleet)).await;
         greeted.unwrap_or_else(|_| Err(Failed::Silent("no hello in time".into())))
     }
@@ -107,11 +115,13 @@ fn pause(failed: &Failed, backoff: &mut Backoff) -> Duration {
     }
 }
 
-/// Performs TCP and TLS; returns the duration of the TLS handshake.
+/// Performs TCP and TLS with the gateway of this number; returns the duration of the TLS handshake.
 pub(super) async fn dial(
     identity: &Identity,
     fleet: &Fleet,
+    number: usize,
 ) -> Result<(IoStream, Duration), Failed> {
+    let gateway = fleet.gateways[number % fleet.gateways.len()];
     let silent = |what: &str, error: &io::Error| {
         let hint = if files::ran_out(error) {
             " (raise the limit of open files)"
@@ -120,12 +130,12 @@ pub(super) async fn dial(
         };
         Failed::Silent(format!("{what}: {error}{hint}"))
     };
-    let tcp = timeout(TCP, TcpStream::connect(fleet.gateway))
+    let tcp = timeout(TCP, TcpStream::connect(gateway))
         .await
         .map_err(|_| Failed::Silent("TCP: no answer in time".into()))?
         .map_err(|error| silent("TCP", &error))?;
     set_tunnel_options(&tcp);
-    let name = ServerName::from(fleet.gateway.ip());
+    let name = ServerName::from(gateway.ip());
     let connector = TlsConnector::from(identity.tls.clone());
     let began = Instant::now();
     let io = timeout(BOUND, connector.connect(name, CountedIo::new(tcp)))

@@ -102,7 +102,7 @@ async fn shake(fleet: &Arc<Fleet>, identity: &Identity, hello: bool, own: &mut L
 }
 
 async fn once(fleet: &Arc<Fleet>, identity: &Identity, hello: bool) -> Result<(), Failed> {
-    let mut dialled = dial(identity, fleet).await?;
+    let mut dialled = dial(identity, fleet, 0).await?;
     if hello {
         let greeted = timeout(BOUND, greet_once(dialled, identity, fleet)).await;
         return greeted.unwrap_or_else(|_| Err(Failed::Silent("no hello in time".into())));
