@@ -2,12 +2,14 @@
 //! directory forgets nothing.
 
 use crate::world::{
+    PATIENCE,
     app::App,
     etcd::Etcd,
     process::{ExitedProcess, GatewayProcess, OPEN, causeway},
     tool::{Tool, need},
     until,
 };
+use futures_util::{StreamExt, stream};
 use serde_json::Value;
 use std::fs;
 
@@ -148,6 +150,45 @@ async fn without_etcd_edges_stay_and_what_cannot_be_decided_is_refused() {
     until_ready(&one).await;
     edge.kill().await;
     joining.kill().await;
+}
+
+/// Returns the revision of etcd, which counts the writes of all clients.
+async fn revision(etcd: &Etcd) -> u64 {
+    let url = format!("{}/v3/kv/range", etcd.url());
+    let first_key = r#"{"key":"AA=="}"#;
+    let answer = Tool::curl().args(["-d", first_key, &url]).run().await.ok();
+    let header = answer.json()["header"].take();
+    header["revision"].as_str().unwrap().parse().unwrap()
+}
+
+#[tokio::test]
+async fn edges_that_reconnect_or_are_probed_write_nothing_to_etcd() {
+    const EDGES: usize = 20;
+    const CONNECTED: &str = " connected ";
+    need!("etcd");
+    let etcd = Etcd::start().await;
+    let probing = "tunnel: { ping_after: 100ms, ping_timeout: 5s }";
+    let config = format!("{}\n{probing}", configuration(&etcd, "/causeway/"));
+    let one = GatewayProcess::with_listeners(&config).await;
+    until_ready(&one).await;
+    let before = revision(&etcd).await;
+    let joining = (0..EDGES).map(|number| {
+        let one = &one;
+        async move { one.join(&format!("edge-{number}"), 1).await }
+    });
+    let edges: Vec<_> = stream::iter(joining).buffered(4).collect().await;
+    // The token, its use, and the record of the node.
+    let joined = revision(&etcd).await;
+    assert_eq!(joined - before, 3 * u64::try_from(EDGES).unwrap());
+
+    let mut one = one;
+    for _ in 0..3 {
+        one = one.restart(|_| {}).await;
+        one.gateway.wrote(CONNECTED, EDGES, PATIENCE).await;
+        until_ready(&one).await;
+    }
+    assert_eq!(revision(&etcd).await, joined);
+    drop(edges);
 }
 
 #[tokio::test]
