@@ -468,15 +468,20 @@ async fn join_at_once(counter: &Counter) {
         async move {
             let once = || counter.join(&token, Some(&node), &csr);
             let (first, second) = tokio::join!(once(), once());
-            assert_eq!(first.0, second.0, "{} {}", first.1, second.1);
-            (node, key, first)
+            // After several refusals of the used token, a repeated request may be put off.
+            let answer = if first.0 == 200 { first } else { second };
+            (node, key, answer)
         }
     });
     let joined = futures_util::future::join_all(joins.collect::<Vec<_>>()).await;
     let mut accepted = std::collections::BTreeSet::new();
     for (node, key, (status, answer)) in joined {
         if status != 200 {
-            assert_eq!((status, &answer["reason"]), (403, &json!("token_used")));
+            let reason = answer["reason"].as_str().unwrap();
+            assert!(
+                ["token_used", "too_many_attempts"].contains(&reason),
+                "{answer}"
+            );
             continue;
         }
         let (root, chain) = (&answer["root"], &answer["certificate"]);
