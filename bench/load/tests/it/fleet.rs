@@ -146,6 +146,50 @@ async fn a_fleet_answers_falls_with_its_gateway_and_comes_back() {
 }
 
 #[tokio::test]
+async fn a_node_whose_gateway_ends_goes_to_the_next_one() {
+    causeway_certs::install_provider();
+    let folder = tempfile::tempdir().unwrap();
+    let (identities, _) = mint(folder.path()).await;
+    let data = folder.path().join("data");
+    let gateway = Running::start(&data, SocketAddr::from(([127, 0, 0, 1], 0)));
+    // Nobody listens at the first address.
+    let gateways = format!("127.0.0.1:1,{}", gateway.addresses.tunnel);
+    let half = NODES / 2;
+    let mut fleet = Load::start(&format!(
+        "fleet --gateway {gateways} {identities} --skip {half} --nodes {half}"
+    ));
+    let up = fleet.event("up").await;
+    assert_eq!(up["nodes"], half, "{up}");
+    fleet.stop().await.last();
+    gateway.stop().await;
+}
+
+#[tokio::test]
+async fn nodes_join_at_once_by_one_token_or_by_a_token_each() {
+    causeway_certs::install_provider();
+    let folder = tempfile::tempdir().unwrap();
+    mint(folder.path()).await;
+    let data = folder.path().join("data");
+    let gateway = Running::start(&data, SocketAddr::from(([127, 0, 0, 1], 0)));
+    let tunnel = gateway.addresses.tunnel;
+    let join = format!(
+        "join --gateway {tunnel} --data-dir {} --nodes 5",
+        data.display()
+    );
+    for flags in ["--prefix one-", "--prefix own- --tokens-of-their-own"] {
+        let met = result(&format!("{join} {flags}")).await;
+        assert_eq!(
+            (&met["joined"], &met["left"]),
+            (&json!(5), &json!(0)),
+            "{met}"
+        );
+    }
+    gateway.stop().await;
+    let store = Store::open(&data, OpenMode::Existing).unwrap();
+    assert_eq!(store.nodes().all().unwrap().len(), NODES + 10);
+}
+
+#[tokio::test]
 async fn handshakes_are_resumed_or_not_as_asked() {
     causeway_certs::install_provider();
     let folder = tempfile::tempdir().unwrap();
