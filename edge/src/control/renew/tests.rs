@@ -86,7 +86,7 @@ fn renewals_of_nodes_that_joined_at_once_spread_more_with_each_renewal() {
     // The first renewals take eleven hours, so 180 nodes renew in an hour on average. After months they take days.
     let limits = iter::repeat_n(240, 4)
         .chain(iter::repeat_n(160, 20))
-        .chain(iter::repeat(60));
+        .chain(iter::repeat(80));
     let is_spread = busiest
         .iter()
         .zip(limits)
