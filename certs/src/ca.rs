@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use rcgen::KeyPair;
+use rcgen::{Issuer, KeyPair};
 use rustls_pki_types::{CertificateDer, UnixTime};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -38,7 +38,11 @@ use listener_ca::ListenerCa;
 #[cfg(test)]
 pub(crate) use listener_ca::signed_request;
 pub use listener_ca::{CaCertificateInfo, ListenerCaInfo};
+pub(crate) use root::to_offset_date_time;
 use root::{LeafProfile, Root};
+
+/// Lifetime of a certificate that a gateway issues for itself.
+pub const GATEWAY_LIFETIME: Duration = Duration::from_hours(7 * 24);
 
 /// A certificate for a key that another process holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -271,6 +275,16 @@ impl Ca {
                 certificate: &signer.certificate,
             })
             .collect()
+    }
+
+    /// Returns the issuers of gateways' certificates with their keys, those of the active root first.
+    pub(crate) fn gateway_issuers(
+        &self,
+    ) -> impl Iterator<Item = (&CertificateDer<'static>, &Issuer<'static, KeyPair>)> {
+        let signers = self
+            .all_roots()
+            .map(|(_, root)| root.issuer_of(IssuerPurpose::Replicas));
+        signers.map(|signer| (&signer.certificate, &signer.issuer))
     }
 
     /// Issues a certificate for an edge's key. It is valid for this node as a client, and for nothing else.

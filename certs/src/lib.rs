@@ -16,6 +16,8 @@ pub mod ca;
 pub mod csr;
 pub mod leaf;
 
+pub mod crl;
+
 pub mod bearer_tokens;
 pub mod token;
 
@@ -35,11 +37,12 @@ mod pem;
 
 pub use bearer_tokens::{StaticToken, StaticTokens};
 pub use ca::{
-    Ca, CaCertificateInfo, CaError, IssuedCertificate, ListenerCaInfo, LiveCa, RootStage,
-    RotationStep,
+    Ca, CaCertificateInfo, CaError, GATEWAY_LIFETIME, IssuedCertificate, ListenerCaInfo, LiveCa,
+    RootStage, RotationStep,
 };
 pub use causeway_config::Secret;
 pub use certificate::Certificate;
+pub use crl::{CrlError, GatewayCrls, MAX_CRL_TEXT};
 pub use csr::{CsrError, PrivateKey, VerifiedPublicKey};
 pub use edge_identity::EdgeIdentity;
 pub use heartbeat::{HeartbeatSignatureError, HeartbeatStatement};
@@ -56,13 +59,14 @@ pub use signer_profile::SignerProfile;
 pub use store::{
     Backup, DirLock, Entries, EntryChange, EntryKey, ImportOutcome, NodeRecord, NodeStore,
     NodeUpdate, OpenMode, OtherFields, PendingCsr, Pin, PinTable, Pins, ReleasedClaim, Requested,
-    Revocation, RevocationEntry, SharedCa, Store, StoreError, entry_text, normalize_entry,
+    Revocation, RevocationEntry, RevokedGateway, RevokedGateways, SharedCa, Store, StoreError,
+    entry_text, normalize_entry, parse_serial,
 };
 pub use token::{
     JoinToken, Joining, NodeAttributes, NodeStatus, RepeatCheck, TokenError, TokenRecord,
     TokenRejected, TokenStore,
 };
 pub use verify::{
-    ListenerClientTrust, NotAGateway, PeerRejected, Purpose, TrustStore, UnexpectedCa, check_peer,
-    install_provider,
+    ListenerClientTrust, NotAGateway, PeerRejected, Purpose, RevokedSerials, TrustStore,
+    UnexpectedCa, check_peer, install_provider,
 };

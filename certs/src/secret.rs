@@ -103,6 +103,11 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     HEXLOWER.encode(bytes)
 }
 
+/// Parses lower-case hexadecimal digits.
+pub(crate) fn from_hex(text: &str) -> Option<Vec<u8>> {
+    HEXLOWER.decode(text.as_bytes()).ok()
+}
+
 /// Returns bytes from the thread's cryptographic generator.
 pub(crate) fn random_bytes<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];

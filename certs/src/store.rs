@@ -1,6 +1,6 @@
 //! The data directory: all state that outlives a process, typed.
 //!
-//! `ca.json`, `ca.pem` and `tickets.key` of the gateway, `tokens.json`, `nodes.json`, `pins.json`, `edge.json` of an edge,
+//! `ca.json`, `ca.pem` and `tickets.key` of the gateway, `tokens.json`, `nodes.json`, `pins.json`, `revoked-gateways.json`, `edge.json` of an edge,
 //! and small `run-…` files, by which a command finds another process. `version` names the format of the files. The directory
 //! has mode 0700 and each file 0600. Each file belongs to the directory's user, whichever user wrote it. The store never
 //! repairs: it names a file that cannot be parsed, and the process stops. `atomic_file` reads and writes the files. Every
@@ -16,6 +16,7 @@ mod file_owner;
 mod nodes;
 mod pending_csr;
 mod pins;
+mod revoked_gateways;
 mod shared_ca;
 
 pub use atomic_file::{OtherFields, StoreError};
@@ -26,6 +27,7 @@ pub use file_owner::open_private;
 pub use nodes::{NodeRecord, NodeStore, NodeUpdate, Revocation, RevocationEntry};
 pub use pending_csr::{PendingCsr, Requested};
 pub use pins::{Pin, PinTable, Pins};
+pub use revoked_gateways::{RevokedGateway, RevokedGateways, parse_serial};
 pub use shared_ca::{ImportOutcome, SharedCa};
 
 #[cfg(test)]

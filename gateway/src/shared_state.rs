@@ -45,7 +45,7 @@ const MAX_ATTEMPTS: usize = 5;
 /// Maximum number of nodes that one log message names.
 const MAX_LOGGED_NODES: usize = 10;
 /// Modification times of the files with entries.
-type FileTimes = [Option<SystemTime>; 5];
+type FileTimes = [Option<SystemTime>; 6];
 /// Key of the entry with the version of the entries. An engine without it is new, or has lost its entries.
 const VERSION_KEY: &str = "version";
 /// Version of the entries.

@@ -242,6 +242,14 @@ impl Root {
         Ok(signed.der().clone())
     }
 
+    /// Returns the intermediate of a purpose, or the root if it signs leaves itself.
+    pub(super) fn issuer_of(&self, purpose: IssuerPurpose) -> &Intermediate {
+        let issuers = self.issuers.as_deref().into_iter().flatten();
+        let mut issuers = IssuerPurpose::ALL.iter().zip(issuers);
+        let intermediate = issuers.find(|(issuer_purpose, _)| **issuer_purpose == purpose);
+        intermediate.map_or(&self.signer, |(_, signer)| signer)
+    }
+
     /// Signs a leaf, and returns it with the certificates between it and this root.
     pub(super) fn sign(
         &self,
@@ -249,13 +257,9 @@ impl Root {
         key: &impl PublicKeyData,
         profile: LeafProfile<'_>,
     ) -> Result<Vec<CertificateDer<'static>>, CaError> {
-        let issuers = self.issuers.as_deref().into_iter().flatten();
-        let mut issuers = IssuerPurpose::ALL.iter().zip(issuers);
-        let intermediate = issuers.find(|(issuer_purpose, _)| **issuer_purpose == purpose);
-        let intermediate = intermediate.map(|(_, signer)| signer);
-        let signer = intermediate.unwrap_or(&self.signer);
+        let signer = self.issuer_of(purpose);
         let leaf = sign_leaf(signer, purpose, key, profile)?;
-        let issuer = intermediate.map(|signer| signer.certificate.clone());
+        let issuer = self.issuers.as_ref().map(|_| signer.certificate.clone());
         Ok([leaf].into_iter().chain(issuer).collect())
     }
 }
@@ -357,7 +361,7 @@ fn random_serial() -> SerialNumber {
 
 /// Converts Unix seconds. A time that no certificate can state (after the year 9999) becomes 1970, which expires at once.
 /// Such a time does not occur, since no certificate is valid longer than its root.
-fn to_offset_date_time(seconds: u64) -> OffsetDateTime {
+pub(crate) fn to_offset_date_time(seconds: u64) -> OffsetDateTime {
     i64::try_from(seconds)
         .ok()
         .and_then(|seconds| OffsetDateTime::from_unix_timestamp(seconds).ok())

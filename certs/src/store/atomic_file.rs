@@ -75,6 +75,14 @@ pub enum StoreError {
         /// The directory.
         path: PathBuf,
     },
+    /// A list has its maximum length.
+    #[error("{} has {max} entries, and no more are possible", path.display())]
+    Full {
+        /// Path of the file.
+        path: PathBuf,
+        /// Maximum number of entries.
+        max: usize,
+    },
     /// A file that must not be replaced already exists.
     #[error("{} exists already and is not overwritten", path.display())]
     Exists {

@@ -1,4 +1,5 @@
-//! Backup of a gateway's identity in one file: CA, secret of tickets, tokens, nodes, pinned keys of upstreams.
+//! Backup of a gateway's identity in one file: CA, secret of tickets, tokens, nodes, pinned keys of upstreams,
+//! revocations of gateways.
 //!
 //! A backup is taken under the lock of the directory, so that its parts are consistent; the gateway may run meanwhile. A backup
 //! is read and validated as a whole before any of it is written. A restore first puts the whole backup into the directory, by one
@@ -10,6 +11,7 @@ use super::data_dir::NODES_FILE;
 use super::data_dir::{CA_FILE, Store, TICKETS_FILE};
 use super::nodes::{ENDED_FILE, EndedRevocations, NodeRecord};
 use super::pins::{PINS_FILE, PinTable};
+use super::revoked_gateways::{REVOKED_GATEWAYS_FILE, RevokedGateways};
 use crate::ca::{Ca, file::CaFile};
 use crate::name::NodeName;
 use crate::token::TOKENS_FILE;
@@ -27,11 +29,12 @@ const VERSION: u32 = 1;
 /// Maximum difference between two clocks, in seconds.
 const MAX_CLOCK_SKEW: u64 = 24 * 60 * 60;
 /// Files in a backup. The CA comes last; the restored state is not valid without it.
-const BACKUP_FILES: [&str; 6] = [
+const BACKUP_FILES: [&str; 7] = [
     TOKENS_FILE,
     ENDED_FILE,
     NODES_FILE,
     PINS_FILE,
+    REVOKED_GATEWAYS_FILE,
     TICKETS_FILE,
     CA_FILE,
 ];
@@ -94,6 +97,7 @@ impl Backup {
         backup.parse_file::<EndedRevocations>(ENDED_FILE)?;
         backup.parse_file::<Vec<TokenRecord>>(TOKENS_FILE)?;
         backup.parse_file::<PinTable>(PINS_FILE)?;
+        backup.parse_file::<RevokedGateways>(REVOKED_GATEWAYS_FILE)?;
         match backup
             .files
             .get(TICKETS_FILE)

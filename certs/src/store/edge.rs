@@ -12,6 +12,8 @@ const EDGE_FILE: &str = "edge.json";
 const JOINED_BY_FILE: &str = "joined-by";
 /// File of the gateway addresses that an edge has received, if an external CA issues the edge's identity.
 const GATEWAYS_FILE: &str = "gateways.json";
+/// File of the revocations of gateways' certificates that an edge has received.
+const CRLS_FILE: &str = "gateway-crls.pem";
 /// Space that is reserved for an identity, in bytes: twice the size of one with two certificates, a key and some gateways.
 const RESERVED_EDGE_BYTES: usize = 8 * 1024;
 
@@ -21,9 +23,21 @@ impl Store {
         let Some(file) = self.dir.read_json::<EdgeFile>(EDGE_FILE)? else {
             return Ok(None);
         };
-        EdgeIdentity::from_file(file)
-            .map(Some)
-            .map_err(|error| self.dir.corrupt(EDGE_FILE, error))
+        let mut edge =
+            EdgeIdentity::from_file(file).map_err(|error| self.dir.corrupt(EDGE_FILE, error))?;
+        if let Some(text) = self.dir.read(CRLS_FILE)? {
+            let read = edge.read_crls(&text);
+            // The root of a CRL may have been retired.
+            let (crls, _) = read.map_err(|error| self.dir.corrupt(CRLS_FILE, error))?;
+            edge.crls = crls;
+        }
+        Ok(Some(edge))
+    }
+
+    /// Stores the revocations of gateways' certificates that an edge has received.
+    pub fn save_crls(&self, edge: &EdgeIdentity) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
+        self.dir.write(CRLS_FILE, &edge.crls.to_pem())
     }
 
     /// Checks that an edge's identity can be stored, before a token is spent on it.

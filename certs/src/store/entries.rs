@@ -6,6 +6,7 @@
 //! | `revoked/NAME` | [`RevocationEntry`] |
 //! | `token/ID` | [`TokenRecord`] |
 //! | `pin/NAME:PORT` | [`Pin`] |
+//! | `revoked-gateway/SERIAL` | [`RevokedGateway`] |
 //! | `ca` | the CA and the secret of session tickets, see [`SharedCa::to_entry`] |
 //!
 //! The data directory stores these entries in its files. Other engines store them as they are. An entry is compared by its
@@ -20,6 +21,9 @@ use super::atomic_file::StoreError;
 use super::data_dir::{CA_FILE, NODES_FILE, Store};
 use super::nodes::{ENDED_FILE, EndedRevocations, NodeRecord, Revocation, RevocationEntry};
 use super::pins::{PINS_FILE, PinEntry, StoredPins};
+use super::revoked_gateways::{
+    REVOKED_GATEWAYS_FILE, RevokedGateway, RevokedGateways, parse_serial,
+};
 use super::shared_ca::SharedCa;
 use crate::name::NodeName;
 use crate::token::{TOKENS_FILE, TokenRecord};
@@ -49,6 +53,8 @@ pub enum EntryKey<'a> {
     Token(&'a str),
     /// Pinned key of this node at this port.
     Pin(&'a str, u16),
+    /// Revocation of the gateway's certificate with this serial number.
+    RevokedGateway(&'a str),
     /// The CA.
     Ca,
 }
@@ -64,6 +70,7 @@ impl<'a> EntryKey<'a> {
             "node" => Some(Self::Node(name)),
             "revoked" => Some(Self::Revoked(name)),
             "token" => Some(Self::Token(name)),
+            "revoked-gateway" => Some(Self::RevokedGateway(name)),
             "pin" => {
                 let (node, port) = name.rsplit_once(':')?;
                 Some(Self::Pin(node, port.parse().ok()?))
@@ -80,6 +87,7 @@ impl std::fmt::Display for EntryKey<'_> {
             Self::Revoked(name) => write!(out, "revoked/{name}"),
             Self::Token(id) => write!(out, "token/{id}"),
             Self::Pin(node, port) => write!(out, "pin/{node}:{port}"),
+            Self::RevokedGateway(serial) => write!(out, "revoked-gateway/{serial}"),
             Self::Ca => out.write_str("ca"),
         }
     }
@@ -91,6 +99,7 @@ struct Files {
     ended: EndedRevocations,
     tokens: Vec<TokenRecord>,
     pins: StoredPins,
+    revoked_gateways: RevokedGateways,
 }
 
 impl Store {
@@ -169,13 +178,24 @@ impl Store {
         if next.pins != previous.pins {
             self.dir.write_json(PINS_FILE, &next.pins)?;
         }
+        if next.revoked_gateways != previous.revoked_gateways {
+            let revoked = &next.revoked_gateways;
+            self.dir.write_json(REVOKED_GATEWAYS_FILE, revoked)?;
+        }
         Ok(conflicts)
     }
 
     /// Returns the times of the last changes of the files with entries, each `None` without its file.
-    pub fn entry_changes(&self) -> [Option<std::time::SystemTime>; 5] {
-        [CA_FILE, NODES_FILE, ENDED_FILE, TOKENS_FILE, PINS_FILE]
-            .map(|name| self.dir.path(name).metadata().ok()?.modified().ok())
+    pub fn entry_changes(&self) -> [Option<std::time::SystemTime>; 6] {
+        [
+            CA_FILE,
+            NODES_FILE,
+            ENDED_FILE,
+            TOKENS_FILE,
+            PINS_FILE,
+            REVOKED_GATEWAYS_FILE,
+        ]
+        .map(|name| self.dir.path(name).metadata().ok()?.modified().ok())
     }
 
     fn read_files(&self) -> Result<Files, StoreError> {
@@ -184,6 +204,7 @@ impl Store {
             ended: self.dir.read_json(ENDED_FILE)?.unwrap_or_default(),
             tokens: self.dir.read_json(TOKENS_FILE)?.unwrap_or_default(),
             pins: self.dir.read_json(PINS_FILE)?.unwrap_or_default(),
+            revoked_gateways: self.revoked_gateways()?,
         })
     }
 }
@@ -212,23 +233,7 @@ impl Files {
             Some(EntryKey::Revoked(node)) => {
                 let node = name(node)?;
                 let entry = value.map(|text| parse::<RevocationEntry>(key, text));
-                let entry = entry.transpose()?;
-                self.ended.remove(&node);
-                let revoked = match entry {
-                    Some(entry) if entry.is_in_force() => Some(entry.revocation),
-                    Some(end) => {
-                        self.ended.insert(node.clone(), end);
-                        None
-                    }
-                    None => None,
-                };
-                if let Some(at) = revoked.as_ref().map(|revoked| revoked.at) {
-                    let record = || NodeRecord::name_only(&node, at);
-                    self.nodes.entry(node.clone()).or_insert_with(record);
-                }
-                if let Some(record) = self.nodes.get_mut(&node) {
-                    record.revoked = revoked;
-                }
+                self.set_revocation(&node, entry.transpose()?);
             }
             Some(EntryKey::Token(id)) => {
                 let token = value.map(|text| parse::<TokenRecord>(key, text));
@@ -250,9 +255,32 @@ impl Files {
                 }
                 self.pins.retain(|_, ports| !ports.is_empty());
             }
+            Some(EntryKey::RevokedGateway(serial)) => {
+                let revoked = value.map(|text| parse(key, text));
+                self.revoked_gateways.set(serial, revoked.transpose()?);
+            }
             Some(EntryKey::Ca) | None => {}
         }
         Ok(())
+    }
+
+    fn set_revocation(&mut self, node: &NodeName, entry: Option<RevocationEntry>) {
+        self.ended.remove(node);
+        let revoked = match entry {
+            Some(entry) if entry.is_in_force() => Some(entry.revocation),
+            Some(end) => {
+                self.ended.insert(node.clone(), end);
+                None
+            }
+            None => None,
+        };
+        if let Some(at) = revoked.as_ref().map(|revoked| revoked.at) {
+            let record = || NodeRecord::name_only(node, at);
+            self.nodes.entry(node.clone()).or_insert_with(record);
+        }
+        if let Some(record) = self.nodes.get_mut(node) {
+            record.revoked = revoked;
+        }
     }
 
     fn to_entries(&self) -> Entries {
@@ -281,6 +309,10 @@ impl Files {
             for (port, pin) in ports {
                 entries.insert(EntryKey::Pin(&node, *port).to_string(), entry_text(pin));
             }
+        }
+        for (serial, revoked) in self.revoked_gateways.iter() {
+            let key = EntryKey::RevokedGateway(serial).to_string();
+            entries.insert(key, entry_text(revoked));
         }
         entries
     }
@@ -321,6 +353,10 @@ pub fn normalize_entry(key: &str, text: &str) -> Result<String, StoreError> {
         Some(EntryKey::Pin(node, _)) => {
             check_name(node)?;
             Ok(entry_text(&parse::<PinEntry>(key, text)?))
+        }
+        Some(EntryKey::RevokedGateway(serial)) => {
+            other_name(parse_serial(serial).as_deref() == Some(serial))?;
+            Ok(entry_text(&parse::<RevokedGateway>(key, text)?))
         }
         Some(EntryKey::Ca) | None => Ok(text.to_owned()),
     }

@@ -1,6 +1,9 @@
 use super::*;
 use crate::ca::IssuedCertificate;
-use crate::{Ca, EdgeIdentity, NodeName, PrivateKey, RotationStep, TrustDomain, VerifiedPublicKey};
+use crate::{
+    Ca, EdgeIdentity, GatewayCrls, NodeName, PrivateKey, RotationStep, TrustDomain,
+    VerifiedPublicKey,
+};
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -51,6 +54,54 @@ fn a_ca_comes_back_after_a_restart_and_is_not_overwritten() {
         again.ca().unwrap().unwrap().fingerprint(),
         first.fingerprint()
     );
+}
+
+#[test]
+fn an_edge_keeps_revocations_of_gateways_while_it_trusts_their_root() {
+    let (_dir, store) = open();
+    let (own, next) = (ca(), ca());
+    store.revoke_gateway("40aa", "stolen").unwrap();
+    let list = store.revoked_gateways().unwrap();
+    let mut edge = edge(&own, "edge-1");
+    let text = own.sign_crls(&list).unwrap().unwrap();
+    edge.crls = edge.read_crls(&text).unwrap().0;
+    store.save_edge(&edge).unwrap();
+    assert_eq!(store.edge().unwrap().unwrap().crls, GatewayCrls::default());
+    store.save_crls(&edge).unwrap();
+    assert!(store.edge().unwrap().unwrap().crls.is_revoked("40aa"));
+    edge.roots = vec![next.root().clone()];
+    store.save_edge(&edge).unwrap();
+    assert_eq!(store.edge().unwrap().unwrap().crls, GatewayCrls::default());
+    fs::write(store.dir.path("gateway-crls.pem"), "half of").unwrap();
+    let error = store.edge().unwrap_err().to_string();
+    assert!(error.contains("gateway-crls.pem is damaged"), "{error}");
+}
+
+#[test]
+fn revocations_of_gateways_are_entries_and_parts_of_a_backup() {
+    let (dir, store) = open();
+    store.save_ca(&ca()).unwrap();
+    store.revoke_gateway("40aa", "stolen").unwrap();
+    let list = store.revoked_gateways().unwrap();
+    let key = "revoked-gateway/40aa";
+    let text = store.entries().unwrap()[key].clone();
+    assert_eq!(normalize_entry(key, &text).unwrap(), text);
+    assert!(normalize_entry("revoked-gateway/40AA", &text).is_err());
+    let other = Store::open(dir.path().join("other"), OpenMode::Create).unwrap();
+    let change = |expected: Option<&String>, value: Option<&String>| EntryChange {
+        key: key.to_owned(),
+        expected: expected.cloned(),
+        value: value.cloned(),
+    };
+    other.change_entries(&[change(None, Some(&text))]).unwrap();
+    assert_eq!(other.revoked_gateways().unwrap(), list);
+    other.change_entries(&[change(Some(&text), None)]).unwrap();
+    assert_eq!(
+        other.revoked_gateways().unwrap(),
+        RevokedGateways::default()
+    );
+    other.restore(&store.backup().unwrap()).unwrap();
+    assert_eq!(other.revoked_gateways().unwrap(), list);
 }
 
 #[test]

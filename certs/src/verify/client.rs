@@ -9,11 +9,11 @@ use super::{
     peer::{PeerRejected, Purpose, check_peer, none_revoked},
     roots::TrustError,
     server::{ALPN_CONTROL, ALPN_PEER, ALPN_TUNNEL},
-    trust_store::TrustStore,
+    trust_store::{RevokedSerials, TrustStore},
 };
 use crate::{
-    certificate::Certificate, crypto::provider, edge_identity::EdgeIdentity, identity,
-    leaf::LeafCertificate, pem, secret::Fingerprint,
+    certificate::Certificate, crl::GatewayCrls, crypto::provider, edge_identity::EdgeIdentity,
+    identity, leaf::LeafCertificate, pem, secret::Fingerprint,
 };
 use rustls::{
     CertificateError, DigitallySignedStruct, Error, OtherError, SignatureScheme,
@@ -106,7 +106,15 @@ pub fn peer_client(
 /// Returns the configuration for joining by a token: without a certificate, and with the gateway recognised by the token's
 /// fingerprint. [`UnexpectedCa::find`] recognises its failure.
 pub fn join_client(root: Fingerprint) -> Result<Arc<ClientConfig>, TrustError> {
-    let root_source = RootSource::Pinned(root);
+    rejoin_client(root, &GatewayCrls::default())
+}
+
+/// Returns the configuration for joining by a token like [`join_client`], which refuses gateways with revoked certificates.
+pub fn rejoin_client(
+    root: Fingerprint,
+    crls: &GatewayCrls,
+) -> Result<Arc<ClientConfig>, TrustError> {
+    let root_source = RootSource::Pinned(root, crls.serials().into());
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])?
         .dangerous()
@@ -117,15 +125,17 @@ pub fn join_client(root: Fingerprint) -> Result<Arc<ClientConfig>, TrustError> {
 }
 
 /// Returns the configuration for joining with a certificate that a cluster's signer has issued for this node. Gateways are
-/// recognised by these roots.
+/// recognised by these roots, and refused if their certificates are revoked.
 pub fn csr_exchange_client(
     roots_pem: &str,
     node_certificate: &LeafCertificate,
+    crls: &GatewayCrls,
 ) -> Result<Arc<ClientConfig>, TrustError> {
     let unusable = |error: &dyn StdError| TrustError::Root(error.to_string());
     let roots = pem::parse_certificates(roots_pem).map_err(TrustError::Root)?;
     let domain = EdgeIdentity::trust_domain_of(roots_pem).map_err(|error| unusable(&error))?;
-    let root_source = RootSource::Root(TrustStore::from_roots(&roots, &domain)?);
+    let trust = TrustStore::from_roots(&roots, &domain)?;
+    let root_source = RootSource::Root(trust.with_revoked_gateways(crls.serials().into()));
     client_config(
         root_source,
         (node_certificate.chain().to_vec(), node_certificate),
@@ -186,7 +196,7 @@ pub(super) fn owned_alpn(alpn: &[&[u8]]) -> Vec<Vec<u8>> {
 #[derive(Debug)]
 enum RootSource {
     Root(TrustStore),
-    Pinned(Fingerprint),
+    Pinned(Fingerprint, RevokedSerials),
 }
 
 /// Verifier that accepts gateways of one root, independent of the dialled name.
@@ -221,8 +231,9 @@ impl ServerCertVerifier for GatewayCertVerifier {
         let pinned;
         let trust_store = match &self.anchor {
             RootSource::Root(trust) => trust,
-            RootSource::Pinned(expected) => {
-                pinned = pinned_trust_store(end_entity, intermediates, *expected)?;
+            RootSource::Pinned(expected, revoked) => {
+                let trust = pinned_trust_store(end_entity, intermediates, *expected)?;
+                pinned = trust.with_revoked_gateways(revoked.clone());
                 &pinned
             }
         };
@@ -291,6 +302,7 @@ pub(super) fn to_tls_error(rejection: PeerRejected) -> Error {
         PeerRejected::UnknownIssuer => CertificateError::UnknownIssuer.into(),
         PeerRejected::Expired { .. } => CertificateError::Expired.into(),
         PeerRejected::NotYetValid { .. } => CertificateError::NotValidYet.into(),
+        PeerRejected::Revoked(_) => CertificateError::Revoked.into(),
         rejection => other_error(rejection),
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! 1. There is a certificate, and it is valid now: a resumed session carries that of the first handshake.
 //! 2. One of our issuers has signed it, or a foreign root that this acceptor trusts.
-//! 3. Its purpose, its kind and its issuer's purpose match this port, and it is not revoked.
+//! 3. Its purpose, its kind and its issuer's purpose match this port, and it is not revoked. The trust store has the revoked
+//!    certificates of gateways, and the calling function those of edges.
 //!
 //! The check verifies one signature, unless the result for our own certificate is cached: a resumed handshake has verified
 //! none. An edge that checks a gateway follows the chain to its root, which is one signature more.
@@ -201,6 +202,10 @@ pub fn verify_peer(
     };
     if revoked(&serial, &identity) {
         return Err(PeerRejected::Revoked(identity.to_string()));
+    }
+    if identity == Identity::Gateway && trust.revoked_gateways.contains(&serial_hex) {
+        let holder = format!("the gateway with serial number {serial_hex}");
+        return Err(PeerRejected::Revoked(holder));
     }
     Ok(VerifiedPeer {
         identity,

@@ -2,14 +2,14 @@ use super::*;
 use crate::verify::roots::root_store;
 use crate::{
     Ca, Certificate, EdgeIdentity, Fingerprint, Identity, IssuerPurpose, LeafCertificate,
-    ListenerName, NodeName, PrivateKey, TrustDomain, VerifiedPublicKey,
+    ListenerName, NodeName, OpenMode, PrivateKey, Store, TrustDomain, VerifiedPublicKey,
 };
 use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, Issuer, KeyPair, SanType};
 use rustls::client::ClientConfig;
 use rustls::crypto::aws_lc_rs::Ticketer;
 use rustls::server::{ProducesTickets, ServerConfig};
 use rustls::time_provider::TimeProvider;
-use rustls::{ClientConnection, HandshakeKind, ServerConnection};
+use rustls::{CertificateError, ClientConnection, HandshakeKind, ServerConnection};
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use std::io;
 use std::sync::Arc;
@@ -360,6 +360,73 @@ fn an_edge_that_was_known_is_refused_once_it_expired() {
     server.ticketer = Ticketer::new().unwrap();
     let failed = dial(&edge, &Arc::new(server), "gw").unwrap_err();
     assert!(failed.to_string().contains("expired"), "{failed}");
+}
+
+/// Returns the CRLs that revoke this certificate of a gateway.
+fn crls_against(world: &World, leaf: &LeafCertificate) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::open(folder.path(), OpenMode::Create).unwrap();
+    let serial = Certificate::parse(&leaf.chain()[0]).unwrap().serial_hex();
+    store.revoke_gateway(&serial, "stolen").unwrap();
+    let list = store.revoked_gateways().unwrap();
+    world.ca.sign_crls(&list).unwrap().unwrap()
+}
+
+#[test]
+fn a_revoked_gateway_is_refused_by_every_client_of_an_edge() {
+    let world = World::new();
+    let (stolen, mut edge) = (world.gateway(), world.edge());
+    let tunnel = tunnel_server(stolen.resolver(), &world.trust, &world.tickets).unwrap();
+    let join = join_server(stolen.resolver(), &world.trust, None).unwrap();
+    dial(&tunnel_client(&edge).unwrap(), &tunnel, "gw").unwrap();
+    let (crls, errors) = edge.read_crls(&crls_against(&world, &stolen)).unwrap();
+    assert!(errors.is_empty());
+    edge.crls = crls;
+    assert!(edge.revoked_serial(stolen.chain()).is_some());
+    assert!(edge.revoked_serial(world.gateway().chain()).is_none());
+    let root = world.ca.fingerprint();
+    let clients = [
+        (tunnel_client(&edge).unwrap(), &tunnel),
+        (control_client(&edge).unwrap(), &join),
+        (rejoin_client(root, &edge.crls).unwrap(), &join),
+        (
+            csr_exchange_client(&world.ca.bundle_pem(), &edge.leaf, &edge.crls).unwrap(),
+            &join,
+        ),
+    ];
+    for (client, server) in clients {
+        let refused = dial(&client, server, "gw").unwrap_err();
+        assert_eq!(refused, CertificateError::Revoked.into());
+    }
+    // Another certificate of a gateway is accepted.
+    dial(&tunnel_client(&edge).unwrap(), &world.tunnel(), "gw").unwrap();
+}
+
+#[test]
+fn a_revoked_gateway_is_refused_by_other_gateways() {
+    let world = World::new();
+    let stolen = world.gateway();
+    let serial = Certificate::parse(&stolen.chain()[0]).unwrap().serial_hex();
+    let revoked = RevokedSerials::default();
+    let trust = world.trust.clone().with_revoked_gateways(revoked.clone());
+    let check = || {
+        let now = UnixTime::now();
+        let chain = Some(stolen.chain());
+        check_peer(chain, Purpose::Peer, now, &trust, &none_revoked)
+    };
+    let dialled = peer_client(&world.gateway(), &trust).unwrap();
+    let server = peer_server(stolen.resolver(), &world.trust).unwrap();
+    assert_eq!(check(), Ok(Identity::Gateway));
+    dial(&dialled, &server, "gw").unwrap();
+    // The list counts at once, also for a configuration that was built before.
+    revoked.replace([serial.clone()].into());
+    let refused = check().unwrap_err().to_string();
+    assert!(
+        refused.contains(&format!("{serial} is revoked")),
+        "{refused}"
+    );
+    let refused = dial(&dialled, &server, "gw").unwrap_err();
+    assert_eq!(refused, CertificateError::Revoked.into());
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! Trusted signers.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use rustls::RootCertStore;
 use rustls::server::danger::ClientCertVerifier;
 use rustls_pki_types::{CertificateDer, TrustAnchor};
@@ -34,6 +36,30 @@ pub struct TrustStore {
     pub(super) foreign_verifier: Option<Arc<dyn ClientCertVerifier>>,
     /// Fingerprint of each of `roots` by name and key, if an external CA provides them. Intermediates then state no purposes.
     pub(super) external_roots: Option<Arc<[Fingerprint]>>,
+    /// Revoked certificates of gateways.
+    pub(super) revoked_gateways: RevokedSerials,
+}
+
+/// Serial numbers of revoked certificates, in hexadecimal. Cheap to clone; all clones share the list.
+#[derive(Debug, Clone, Default)]
+pub struct RevokedSerials(Arc<ArcSwap<BTreeSet<String>>>);
+
+impl RevokedSerials {
+    /// Replaces the list.
+    pub fn replace(&self, serials: BTreeSet<String>) {
+        self.0.store(Arc::new(serials));
+    }
+
+    /// Whether the certificate with this serial number is revoked.
+    pub fn contains(&self, serial: &str) -> bool {
+        self.0.load().contains(serial)
+    }
+}
+
+impl From<BTreeSet<String>> for RevokedSerials {
+    fn from(serials: BTreeSet<String>) -> Self {
+        Self(Arc::new(ArcSwap::from_pointee(serials)))
+    }
 }
 
 impl TrustStore {
@@ -45,6 +71,7 @@ impl TrustStore {
             issuers: Some(Arc::new(Issuers::from_ca(ca)?)),
             foreign_verifier: None,
             external_roots: None,
+            revoked_gateways: RevokedSerials::default(),
         })
     }
 
@@ -59,6 +86,7 @@ impl TrustStore {
             issuers: None,
             foreign_verifier: None,
             external_roots: None,
+            revoked_gateways: RevokedSerials::default(),
         })
     }
 
@@ -73,6 +101,15 @@ impl TrustStore {
             external_roots: Some(trust.roots.roots.iter().map(root_key).collect()),
             ..trust
         })
+    }
+
+    /// Returns the store, which now refuses these certificates of gateways.
+    #[must_use]
+    pub fn with_revoked_gateways(self, revoked_gateways: RevokedSerials) -> Self {
+        Self {
+            revoked_gateways,
+            ..self
+        }
     }
 
     /// Whether an external CA issues the trusted certificates.

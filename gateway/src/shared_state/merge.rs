@@ -1,8 +1,8 @@
 //! Comparison of the entries in the data directory with those in the engine.
 
 use causeway_certs::{
-    Entries, EntryChange, EntryKey, Fingerprint, NodeRecord, RevocationEntry, TokenRecord,
-    entry_text, normalize_entry,
+    Entries, EntryChange, EntryKey, Fingerprint, NodeRecord, RevocationEntry, RevokedGateway,
+    TokenRecord, entry_text, normalize_entry,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -210,6 +210,13 @@ fn merged_value(
             }
             _ => three_way(both),
         },
+        // It is the same on both sides, and ends by its age only.
+        Some(EntryKey::RevokedGateway(_)) => {
+            let revoked = |text: &String| serde_json::from_str::<RevokedGateway>(text).ok();
+            let is_outdated = |text: &&String| revoked(text).is_some_and(|it| it.is_outdated(now));
+            let present = both.there.or(both.here);
+            present.filter(|text| !is_outdated(text)).cloned()
+        }
         _ => three_way(both),
     }
 }
@@ -477,6 +484,21 @@ mod tests {
         );
         assert_eq!((plan.local.len(), plan.remote.len()), (1, 1));
         assert_eq!(plan.local[0].value, None);
+    }
+
+    #[test]
+    fn a_revocation_of_a_gateway_ends_by_its_age_only() {
+        let key = "revoked-gateway/40aa";
+        let text = r#"{"at":1,"reason":"stolen","not_after":2000,"sequence":5}"#;
+        for base in [None, Some(text)] {
+            assert_merged(key, base, Some(text), None, Some(text));
+        }
+        let side = entries(&[(key, text)]);
+        let merge = |now| plan(&digests(&side), &side, &side, now);
+        assert_eq!(merge(2000 + 86_400), MergePlan::default());
+        let late = merge(2001 + 86_400);
+        assert_eq!((late.local.len(), late.remote.len()), (1, 1));
+        assert_eq!(late.local[0].value, None);
     }
 
     #[test]
