@@ -96,6 +96,9 @@ pub struct EdgeHello {
     /// two.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roots: Option<Vec<String>>,
+    /// Whether the edge takes [`GatewayMessage::Crls`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub crls: bool,
     /// Addresses at which the members of the edge's node pool read its API cache, each `host:port`, if the edge takes
     /// [`GatewayMessage::Pool`]. An edge without an address serves no members and cannot be the leader.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -219,6 +222,11 @@ pub enum GatewayMessage {
     /// The edge must trust these roots from now on, and no others. The edge responds with [`EdgeMessage::Roots`].
     Roots {
         /// All trusted roots, as PEM.
+        pem: String,
+    },
+    /// Revocations of gateways' certificates. The edge keeps the newest list of each issuer, and uses no gateway in it.
+    Crls {
+        /// CRLs (RFC 5280 section 5) as PEM, each behind the certificate of its issuer.
         pem: String,
     },
     /// The edge must request a new certificate.

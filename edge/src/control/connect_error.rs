@@ -135,7 +135,7 @@ impl ConnectError {
                 // In TLS 1.3 a gateway sees this edge's certificate only after this edge has completed the handshake
                 // (RFC 8446, section 2). Anybody on the network path can send an alert before that.
                 refusal:
-                    matches!(error, TlsError::InvalidCertificate(why) if !is_validity_error(why))
+                    matches!(error, TlsError::InvalidCertificate(why) if !is_validity_error(why) && *why != CertificateError::Revoked)
                         .then_some(IdentityRefusal::UnknownCa),
                 ..Self::tls(error)
             },
@@ -161,6 +161,9 @@ impl ConnectError {
                 "the gateway's certificate is not valid at this machine's time, {}; check the clock ({error})",
                 humantime::format_rfc3339_seconds(SystemTime::now()),
             )),
+            TlsError::InvalidCertificate(CertificateError::Revoked) => Self::refused(
+                "the gateway's certificate is revoked: it was stolen, or the gateway has not replaced it; restart the gateway if it is yours",
+            ),
             TlsError::InvalidCertificate(_) => Self {
                 refusal: Some(IdentityRefusal::UnknownCa),
                 ..Self::refused(format!(

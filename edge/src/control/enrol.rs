@@ -12,7 +12,8 @@ use super::{
 };
 use crate::config::Config;
 use causeway_certs::{
-    CsrError, EdgeIdentity, Fingerprint, JoinToken, PrivateKey, UnexpectedCa, verify::join_client,
+    CsrError, EdgeIdentity, Fingerprint, GatewayCrls, JoinToken, PrivateKey, UnexpectedCa,
+    verify::rejoin_client,
 };
 use causeway_rt::backoff::Backoff;
 use rustls::ClientConfig;
@@ -99,7 +100,11 @@ pub(crate) async fn join(
     config: &Config,
     on_progress: &ProgressFn<'_>,
 ) -> Result<EdgeIdentity, EnrolError> {
-    let request = JoinRequest::new(token, config.node.as_deref(), config)?;
+    let request = JoinRequest::new(
+        token,
+        config.node.as_deref(),
+        (config, &GatewayCrls::default()),
+    )?;
     let mut backoff = Backoff::new(config.backoff.silent_max, config.backoff.refused_max);
     let mut unknown_tries = 0;
     let identity = loop {
@@ -145,19 +150,20 @@ pub(crate) enum NotJoined {
 }
 
 impl JoinRequest {
-    /// Creates a request for the node of this name. Without a name, the token determines the node.
+    /// Creates a request for the node of this name, which refuses gateways with certificates that are revoked by `crls`. Without a
+    /// name, the token determines the node.
     ///
     /// # Errors
     /// If the key or the TLS configuration cannot be created.
     pub(crate) fn new(
         token: &JoinToken,
         node: Option<&str>,
-        config: &Config,
+        (config, crls): (&Config, &GatewayCrls),
     ) -> Result<Self, EnrolError> {
         let key = PrivateKey::generate()?;
         Ok(Self {
             request: EnrolRequest::new(&key)?.with_token(token.text(), node),
-            connector: GatewayConnector::new(tls_config(token.root)?, config),
+            connector: GatewayConnector::new(tls_config(token.root, crls)?, config),
             expected_root: token.root,
             key,
         })
@@ -204,8 +210,8 @@ impl JoinRequest {
     }
 }
 
-fn tls_config(root: Fingerprint) -> Result<Arc<ClientConfig>, EnrolError> {
-    let config = join_client(root).map_err(|error| EnrolError::Tls(error.to_string()))?;
+fn tls_config(root: Fingerprint, crls: &GatewayCrls) -> Result<Arc<ClientConfig>, EnrolError> {
+    let config = rejoin_client(root, crls).map_err(|error| EnrolError::Tls(error.to_string()))?;
     Ok(enrol_client::http1(&config))
 }
 

@@ -28,6 +28,8 @@ struct Inner {
     released: AtomicBool,
     /// Lock that is held during a write to the disk, by threads that may block.
     write_lock: Mutex<()>,
+    /// Notifies of each change.
+    changes: watch::Sender<()>,
 }
 
 /// Reason why a change is not stored.
@@ -48,6 +50,7 @@ impl IdentityStore {
             current: Mutex::new(identity),
             released: AtomicBool::new(false),
             write_lock: Mutex::default(),
+            changes: watch::Sender::new(()),
         }))
     }
 
@@ -77,14 +80,18 @@ impl IdentityStore {
         let this = self.clone();
         let update_task = spawn_blocking(move || {
             let _changing = locked(&this.0.write_lock);
-            let mut next = this.identity();
+            let (previous, mut next) = (this.identity(), this.identity());
             change(&mut next);
+            let is_released = this.0.released.load(Relaxed);
             // For a certificate of an external CA only the gateways are stored here.
-            let should_save = !next.is_external || next.gateways != this.identity().gateways;
-            if should_save && !this.0.released.load(Relaxed) {
+            let should_save = !next.is_external || next.gateways != previous.gateways;
+            if should_save && !is_released {
                 this.0.store.save_edge(&next)?;
             }
-            *locked(&this.0.current) = next;
+            if next.crls != previous.crls && !is_released {
+                this.0.store.save_crls(&next)?;
+            }
+            this.set_current(next);
             Ok(())
         });
         update_task.await.map_err(io::Error::from)?
@@ -107,30 +114,38 @@ impl IdentityStore {
                 return Ok(None);
             }
             let backup_path = this.0.store.replace_edge(&next, token.as_deref())?;
-            *locked(&this.0.current) = next;
+            let crls = this.identity().crls;
+            this.set_current(EdgeIdentity { crls, ..next });
             Ok(backup_path)
         });
         replace_task.await.map_err(io::Error::from)?
     }
 
-    /// Returns once the CA that issued `gateway_chain` is not trusted any more. The caller then closes the tunnel and its
-    /// streams at once. The trusted CAs change only together with a `reconnect`. Never returns if the identity is not of an
-    /// external CA.
+    fn set_current(&self, next: EdgeIdentity) {
+        *locked(&self.0.current) = next;
+        self.0.changes.send_replace(());
+    }
+
+    /// Returns the reason once the gateway with this certificate chain is not trusted any more: its certificate is revoked, or the
+    /// configured CAs are others. The caller then closes the tunnel and its streams at once. Tunnels that depend on a retired root
+    /// of the own CA are replaced, and do not end here.
     pub(crate) async fn wait_until_untrusted(
         self,
         gateway_chain: Vec<CertificateDer<'static>>,
-        mut reconnect: watch::Receiver<()>,
-    ) {
-        while self.identity().is_external {
+    ) -> String {
+        let mut changes = self.0.changes.subscribe();
+        loop {
             // The identity may have changed since the gateway was dialled.
-            if !self.identity().trusts_gateway(&gateway_chain) {
-                return;
+            let identity = self.identity();
+            if let Some(serial) = identity.revoked_serial(&gateway_chain) {
+                return format!("the gateway's certificate with serial number {serial} is revoked");
             }
-            if reconnect.changed().await.is_err() {
-                break;
+            if identity.is_external && !identity.trusts_gateway(&gateway_chain) {
+                return "the gateway's CA is no longer trusted (identity.ca)".to_owned();
             }
+            // The sender lives as long as this value.
+            let _ = changes.changed().await;
         }
-        std::future::pending::<()>().await;
     }
 }
 

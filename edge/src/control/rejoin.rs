@@ -138,7 +138,11 @@ impl<'a> Rejoin<'a> {
             return Err(RejoinError::Unusable(command));
         };
         let gateways = self.context.gateways.all();
-        let request = JoinRequest::new(&token, Some(old.node.as_str()), &self.context.config);
+        let request = JoinRequest::new(
+            &token,
+            Some(old.node.as_str()),
+            (&self.context.config, &old.crls),
+        );
         let request = request.map_err(|error| unusable(&error))?;
         let error = match request.send(&gateways).await {
             Ok(new) if new.node == old.node => return self.replace(new, Some(token.id)).await,
@@ -237,10 +241,13 @@ impl<'a> Rejoin<'a> {
         let local_error = |why: &dyn fmt::Display| {
             ConnectError::unwelcome(format!("the new identity cannot be used: {why}"))
         };
-        let tls = tunnel_client(&new).map_err(|error| local_error(&error))?;
+        // Nothing is stored that cannot be used.
+        tunnel_client(&new).map_err(|error| local_error(&error))?;
         let kept = self.identity_store.replace(new, token).await;
         let kept = kept.map_err(|error| local_error(&error))?;
-        self.context.connector.set_tls(tls);
+        self.context
+            .update_tls()
+            .map_err(|error| local_error(&error))?;
         self.context.reconnect.send_replace(());
         let kept = kept.map(|path| path.display().to_string());
         warn!(

@@ -193,14 +193,15 @@ async fn renew(
             };
         }
     };
-    let tls = tunnel_client(&new).map_err(local_error)?;
+    // Nothing is stored that cannot be used.
+    tunnel_client(&new).map_err(local_error)?;
     // The gateway's own certificate was verified with a root trusted before.
     let (leaf, roots) = (new.leaf, new.roots);
     identity_store
         .update(|identity| (identity.leaf, identity.roots) = (leaf, roots))
         .await
         .map_err(local_error)?;
-    context.connector.set_tls(tls);
+    context.update_tls().map_err(local_error)?;
     context.reconnect.send_replace(());
     Ok(())
 }

@@ -37,7 +37,7 @@ use tokio::{
     sync::Mutex as Turn,
     time::{Instant, sleep_until, timeout},
 };
-use tracing::{debug, info, info_span};
+use tracing::{debug, info, info_span, warn};
 
 /// Interval of the PINGs on the connection. The gateway counts as gone if it does not answer one within `PING_TIMEOUT`.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
@@ -201,6 +201,11 @@ impl GatewaySource {
             )));
         }
         let traffic = io.get_ref().0.traffic();
+        let gateway_chain = io.get_ref().1.peer_certificates().unwrap_or_default();
+        let gateway_chain = gateway_chain
+            .iter()
+            .map(|one| one.clone().into_owned())
+            .collect();
         let handshake = http2::Builder::new(TaskExecutor::new(self.tasks.clone(), || {
             info_span!("reading")
         }))
@@ -213,9 +218,13 @@ impl GatewaySource {
         let to_connect_error = |error: hyper::Error| ConnectError::silent(error_chain(&error));
         let (sender, connection) = handshake.map_err(to_connect_error)?;
         let gateway = place.gateway.clone();
+        let identity_store = self.context.identity_store.clone();
+        let untrusted = identity_store.wait_until_untrusted(gateway_chain);
         self.tasks.spawn(info_span!("reading", %place), async move {
-            let ended = connection.await;
-            debug!(?ended, "the connection was closed");
+            tokio::select! {
+                ended = connection => debug!(?ended, "the connection was closed"),
+                why = untrusted => warn!("{why}: closed the connection of the API cache"),
+            }
         });
         let open = OpenConnection {
             sender,

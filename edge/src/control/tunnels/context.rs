@@ -12,6 +12,7 @@ use crate::{
     status::StatusWriter,
 };
 use arc_swap::ArcSwap;
+use causeway_certs::verify::{TrustError, tunnel_client};
 use causeway_rt::backoff::Backoff;
 use causeway_tunnel::{
     buffered::MemoryBudget, control_stream::AnnouncedPorts, edge_side::StreamRequest,
@@ -89,6 +90,16 @@ impl From<ConnectError> for TunnelUnavailable {
 }
 
 impl TunnelContext {
+    /// Dials from now on with the current identity, trusted roots and revocations.
+    ///
+    /// # Errors
+    /// If TLS cannot be set up.
+    pub(crate) fn update_tls(&self) -> Result<(), TrustError> {
+        let tls = tunnel_client(&self.identity_store.identity())?;
+        self.connector.set_tls(tls);
+        Ok(())
+    }
+
     /// Returns a back-off with the configured delays.
     pub(crate) fn backoff(&self) -> Backoff {
         let backoff_config = &self.config.backoff;

@@ -16,7 +16,6 @@ use crate::{
         identity_store::IdentityStore,
     },
 };
-use causeway_certs::verify::tunnel_client;
 use causeway_rt::socket::CountedIo;
 use causeway_tunnel::{
     RejectCode, TunnelEnd,
@@ -259,6 +258,7 @@ fn build_hello(context: &TunnelContext, slot: u32, announced: &[String]) -> Edge
         takes_over: false,
         bulk_after: u64::try_from(config.tunnels.bulk_after).ok(),
         roots: Some(trusted_fingerprints(&context.identity_store)),
+        crls: true,
         site: config
             .api_cache
             .as_ref()
@@ -316,11 +316,46 @@ async fn install_roots(context: &TunnelContext, pem: &str) -> Result<(), String>
         .identity_store
         .update(|identity| identity.roots = roots);
     update.await.map_err(|error| error.to_string())?;
+    context.update_tls().map_err(|error| error.to_string())?;
     let updated = context.identity_store.identity();
-    context
-        .connector
-        .set_tls(tunnel_client(&updated).map_err(|error| error.to_string())?);
     info!(roots = ?updated.fingerprints(), "trusted CA roots were replaced");
+    Ok(())
+}
+
+/// Keeps these CRLs as far as they are valid and newer than those of before. They are on the disk before they are used.
+pub(super) async fn update_crls(context: &TunnelContext, pem: &str) {
+    if let Err(why) = install_crls(context, pem).await {
+        warn!(
+            why,
+            "the revocations of gateways that the gateway announced were not installed"
+        );
+    }
+}
+
+async fn install_crls(context: &TunnelContext, pem: &str) -> Result<(), String> {
+    let current = context.identity_store.identity();
+    if current.is_external {
+        return Err("the CA of the gateways is configured (identity.ca)".to_owned());
+    }
+    let (received, errors) = current.read_crls(pem).map_err(|error| error.to_string())?;
+    for error in errors {
+        warn!(%error, "a revocation list that the gateway announced was ignored");
+    }
+    if current.crls.merged(received.clone()) == current.crls {
+        debug!("the gateway announced no newer revocation list");
+        return Ok(());
+    }
+    let update = context
+        .identity_store
+        .update(|identity| identity.crls = identity.crls.merged(received));
+    update.await.map_err(|error| error.to_string())?;
+    // The new configuration of TLS resumes no earlier session.
+    context.update_tls().map_err(|error| error.to_string())?;
+    let serials = context.identity_store.identity().crls.serials();
+    warn!(
+        ?serials,
+        "certificates of gateways are revoked: this node does not connect to gateways that present them"
+    );
     Ok(())
 }
 

@@ -483,6 +483,7 @@ impl TunnelSession {
                     relay.set_nonce(nonce);
                 }
             }
+            Ok(GatewayMessage::Crls { pem }) => handshake::update_crls(&self.context, &pem).await,
             Ok(line @ GatewayMessage::Dismiss { .. }) => return Err(unexpected_message(&line)),
             Ok(GatewayMessage::Renew { within_ms }) => {
                 let within = Duration::from_millis(within_ms);

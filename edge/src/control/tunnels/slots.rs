@@ -493,14 +493,12 @@ impl Slot<'_> {
         let end_guard = handle.ended.clone().drop_guard();
         let (end_tx, end_rx) = oneshot::channel();
         let gateway = handle.gateway_addr.gateway.clone();
-        let (identity_store, changed) = (context.identity_store.clone(), self.reconnect.clone());
-        let untrusted = identity_store.wait_until_untrusted(session.take_gateway_chain(), changed);
+        let identity_store = context.identity_store.clone();
+        let untrusted = identity_store.wait_until_untrusted(session.take_gateway_chain());
         self.tasks.spawn(info_span!("session"), async move {
             tokio::select! {
                 () = session.serve(tokens, end_tx) => {}
-                () = untrusted => {
-                    warn!(gateway, "the gateway's CA is no longer trusted (identity.ca): closed the tunnel");
-                }
+                why = untrusted => warn!(gateway, "{why}: closed the tunnel"),
             }
             drop(end_guard);
         });

@@ -2,11 +2,12 @@
 
 mod count;
 mod every;
+mod revoked_gateways;
 
 use crate::{Bound, Config, Edge, Error, status::StatusReader};
 use causeway_certs::{
-    Ca, EdgeIdentity, GatewayName, NodeAttributes, NodeName, PrivateKey, Store, TrustDomain,
-    VerifiedPublicKey,
+    Ca, EdgeIdentity, GatewayName, LeafCertificate, NodeAttributes, NodeName, PrivateKey, Store,
+    TrustDomain, VerifiedPublicKey,
     store::OpenMode,
     verify::{TicketSecret, TrustStore, join_server, tunnel_server},
 };
@@ -76,10 +77,16 @@ fn ca() -> Arc<Ca> {
     Arc::new(Ca::create(&TrustDomain::parse("test").unwrap()).unwrap())
 }
 
+fn issue_leaf(ca: &Ca) -> LeafCertificate {
+    ca.issue_gateway(&[GatewayName::parse("localhost").unwrap()], HOUR)
+        .unwrap()
+}
+
 fn acceptor(ca: &Ca, trusted: &Ca) -> TlsAcceptor {
-    let leaf = ca
-        .issue_gateway(&[GatewayName::parse("localhost").unwrap()], HOUR)
-        .unwrap();
+    acceptor_with(&issue_leaf(ca), trusted)
+}
+
+fn acceptor_with(leaf: &LeafCertificate, trusted: &Ca) -> TlsAcceptor {
     let trust = TrustStore::from_ca(trusted).unwrap();
     TlsAcceptor::from(tunnel_server(leaf.resolver(), &trust, &TicketSecret::random()).unwrap())
 }
