@@ -7,7 +7,9 @@ mod ca;
 mod config_flags;
 pub(crate) mod token;
 
-pub(crate) use ca::{Ca, CaBackup, CaCsr, CaImport, CaInit, Rotate, RotateArgs};
+pub(crate) use ca::{
+    Ca, CaBackup, CaCsr, CaGateways, CaImport, CaInit, CaRevokeGateway, Rotate, RotateArgs,
+};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 pub(crate) use config_flags::{ConfigFlags, DataDir};
 use std::{

@@ -6,6 +6,7 @@
 mod admin_client;
 mod bootstrap;
 mod ca;
+mod ca_gateways;
 mod ca_rotate;
 mod client;
 mod data_dir;

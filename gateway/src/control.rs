@@ -11,6 +11,7 @@ pub(crate) mod broadcast;
 pub mod ca_rotation;
 pub(crate) mod eligibility;
 pub mod enrol;
+pub mod gateway_revocation;
 pub mod node_sync;
 pub mod startup_hold;
 pub mod state_sync;

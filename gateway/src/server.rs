@@ -411,6 +411,7 @@ impl Bound {
             memory_budget: self.shared.limits.memory_budget().clone(),
             tls: identity.peer_tls(&listener.tls),
             certificate_changes: identity.certificate_changes(),
+            revoked: listener.gateway_revocation.revoked(),
             connect: Arc::new(|address, tls, limit| Box::pin(connect_tls(address, tls, limit))),
             links: TaskGroup::default(),
         };

@@ -27,6 +27,32 @@ pub(crate) enum Ca {
     ///
     /// A shared CA that is older than the data directory's own is not installed. The command may be run again.
     Import(CaImport),
+    /// List the serial numbers of the gateways' certificates, and those that are revoked
+    Gateways(CaGateways),
+    /// Revoke the certificate of a gateway: edges and other gateways refuse it from then on
+    ///
+    /// `causeway ca gateways` shows the serial numbers. The gateway gets a new certificate when the revocation reaches it, or at its next start.
+    RevokeGateway(CaRevokeGateway),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CaGateways {
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CaRevokeGateway {
+    /// Serial number of the certificate, in hexadecimal
+    pub(crate) serial: String,
+    /// Reason for the revocation, one line
+    #[arg(long, default_value = "revoked by the operator")]
+    pub(crate) reason: String,
+    /// Revoke the certificate even if it is that of the gateway on this data directory
+    #[arg(long)]
+    pub(crate) force: bool,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
 }
 
 #[derive(Debug, Args)]

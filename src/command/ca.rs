@@ -15,7 +15,7 @@ use causeway_certs::{
 };
 use rustls::pki_types::CertificateDer;
 
-use super::{ca_rotate, data_dir};
+use super::{ca_gateways, ca_rotate, data_dir};
 use crate::cli::{Ca, CaBackup, CaCsr, CaImport, CaInit};
 use crate::output::{self, outln};
 
@@ -28,6 +28,8 @@ pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
         Ca::Restore(args) => restore(&args),
         Ca::Csr(args) => csr(&args),
         Ca::Import(args) => import(&args).await,
+        Ca::Gateways(args) => ca_gateways::list(&args).await,
+        Ca::RevokeGateway(args) => ca_gateways::revoke(&args).await,
     }
 }
 

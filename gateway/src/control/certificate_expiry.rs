@@ -33,6 +33,8 @@ pub struct CertificateInUse {
     pub used_for: String,
     /// Its common name, or else its first URI.
     pub subject: String,
+    /// Serial number, in hexadecimal.
+    pub serial: String,
     /// Start of its validity, in Unix time.
     #[serde(skip)]
     pub not_before: u64,
@@ -66,10 +68,12 @@ impl CertificateInUse {
         file: Option<PathBuf>,
     ) -> Option<Self> {
         let facts = Certificate::parse(certificate).ok()?;
+        let serial = facts.serial_hex();
         let subject = facts.common_name.or_else(|| facts.uris.into_iter().next());
         Some(Self {
             used_for: used_for.into(),
             subject: subject.unwrap_or_default(),
+            serial,
             not_before: facts.not_before,
             not_after: facts.not_after,
             file,
@@ -197,6 +201,7 @@ mod tests {
         CertificateInUse {
             used_for: "app:10250".to_owned(),
             subject: "causeway-gateway".to_owned(),
+            serial: "4f0a".to_owned(),
             not_before: 1000 * DAY,
             not_after: 1000 * DAY + life,
             file: None,

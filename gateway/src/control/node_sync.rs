@@ -1,4 +1,4 @@
-//! Reloads node records from the data directory and closes tunnels of nodes that are revoked or unknown.
+//! Reloads node records and revocations from the data directory, and closes tunnels of nodes that are revoked or unknown.
 //!
 //! Commands that run beside a gateway change the directory and then request this reload. An edge that connects at the same moment
 //! is checked before its registration and once more afterwards. Either the check sees the new table, or this reload sees the
@@ -7,6 +7,7 @@
 use super::{
     api_cache::ApiCacheServer,
     eligibility::{goaway_message, node_from_record, rejection_reason, untrusted_reason},
+    gateway_revocation::GatewayRevocation,
     pin_writer::PinWriter,
     tunnel_listener::LiveTls,
 };
@@ -58,6 +59,8 @@ pub struct NodeSync {
     pub registry: Registry,
     /// Server of the API cache, if edges may read.
     pub api_cache: Option<ApiCacheServer>,
+    /// The revocations of gateways' certificates.
+    pub gateway_revocation: GatewayRevocation,
     /// Group of the tasks that close the tunnels, even if the client that requested the reload disconnects.
     pub tasks: Arc<TaskGroup>,
     /// Runtime of these tasks.
@@ -99,7 +102,9 @@ impl NodeSync {
         let (store, nodes) = (self.store.clone(), self.nodes.clone());
         let pin_writer = self.pin_writer.clone();
         let previous_names = nodes.reader().record_names();
+        let (revocation, registry) = (self.gateway_revocation.clone(), self.registry.clone());
         let reloaded = spawn_blocking(move || {
+            revocation.reload_and_announce(&registry)?;
             reload_records(&nodes, &store)?;
             // Keeps only the keys of currently admitted nodes, and drops keys recorded in the meantime for others.
             pin_writer.refresh().map_err(RefreshError::Keys)

@@ -18,7 +18,7 @@ pub(crate) use rotation_query::query_rotation;
 
 use crate::{
     config,
-    control::drain::ReadinessBlock,
+    control::{drain::ReadinessBlock, gateway_revocation::wait_revoked},
     state::{
         Registry,
         directory::{HeldState, Peer, PeerLink},
@@ -26,7 +26,7 @@ use crate::{
     },
     worker::{WorkerId, Workers},
 };
-use causeway_certs::NodeName;
+use causeway_certs::{NodeName, RevokedSerials};
 use causeway_config::host_port;
 use causeway_rt::{backoff::Backoff, resolve, task::TaskGroup};
 use causeway_tunnel::{
@@ -123,6 +123,8 @@ pub struct PeerConnector {
     pub tls: PeerTlsFn,
     /// Notifies of changes of the certificate that this gateway presents.
     pub certificate_changes: watch::Receiver<()>,
+    /// Revoked certificates of gateways.
+    pub revoked: RevokedSerials,
     /// Function that opens connections.
     pub(crate) connect: ConnectFn,
     /// Tasks of the links, which may outlive the control connection.
@@ -155,6 +157,8 @@ pub(crate) enum PeerError {
     Control(#[from] ControlStreamError),
     #[error("the address leads to another gateway now")]
     OtherProcess,
+    #[error("its certificate with serial number {0} is revoked")]
+    Revoked(String),
     #[error("it uses version {0} of the protocol between gateways, and this gateway {PROTOCOL}")]
     Version(u32),
 }
@@ -350,16 +354,14 @@ impl PeerConnector {
     }
 
     /// Connects to a gateway and begins HTTP/2.
-    async fn dial(
-        &self,
-        address: &PeerAddress,
-    ) -> Result<(Tunnel, ConnectionDriver<Box<dyn PeerStream>>), PeerError> {
+    async fn dial(&self, address: &PeerAddress) -> Result<DialledPeer, PeerError> {
         let tls = (self.tls)().map_err(PeerError::Tls)?.config;
         let connecting = (self.connect)(address.clone(), tls, self.settings.handshake_timeout);
         let PeerIo {
             io,
             traffic,
             round_trip,
+            serial,
         } = connecting.await?;
         let config = GatewaySideConfig {
             keepalive: KeepaliveConfig {
@@ -380,7 +382,11 @@ impl PeerConnector {
         // A gateway of the same protocol version passes both on, and its own edges may refuse them.
         tunnel.allow_long_targets(true);
         tunnel.allow_upgrade_bodies(true);
-        Ok((tunnel, driver))
+        Ok(DialledPeer {
+            tunnel,
+            driver,
+            serial,
+        })
     }
 
     /// Exchanges hellos. Returns the control stream, on which the peer sends its nodes if `wants_nodes`.
@@ -414,7 +420,11 @@ impl PeerConnector {
         worker: WorkerId,
         (opened, session_end): (impl FnOnce(), &CancellationToken),
     ) -> Result<TunnelEnd, PeerError> {
-        let (tunnel, driver) = self.dial(address).await?;
+        let DialledPeer {
+            tunnel,
+            driver,
+            serial,
+        } = self.dial(address).await?;
         let mut driving = pin!(driver.run());
         let greeting = async {
             let (_, hello) = self.exchange_hello(&tunnel, false).await?;
@@ -435,19 +445,19 @@ impl PeerConnector {
         };
         peer.set_link(worker, Some(link));
         opened();
+        let drained = async {
+            session_end.cancelled().await;
+            // Requests and sessions on the link continue until they end.
+            tunnel.drain();
+            wait_idle(&tunnel).await;
+        };
         let end = tokio::select! {
-            end = &mut driving => end,
-            () = session_end.cancelled() => {
-                // Requests and sessions on the link continue until they end.
-                tunnel.drain();
-                tokio::select! {
-                    end = &mut driving => end,
-                    () = wait_idle(&tunnel) => TunnelEnd::Closed,
-                }
-            }
+            end = &mut driving => Ok(end),
+            () = drained => Ok(TunnelEnd::Closed),
+            () = wait_revoked(&self.revoked, &serial) => Err(PeerError::Revoked(serial.clone())),
         };
         peer.set_link(worker, None);
-        Ok(end)
+        end
     }
 
     /// Keeps a link of one worker to a peer until the control connection ends. Reports the end of its first attempt.
@@ -516,6 +526,14 @@ fn max_age(not_after: SystemTime) -> Duration {
     limit.mul_f64(rand::random_range(0.5..1.0))
 }
 
+/// Connection to another gateway on which HTTP/2 has begun.
+struct DialledPeer {
+    tunnel: Tunnel,
+    driver: ConnectionDriver<Box<dyn PeerStream>>,
+    /// Serial number of the other gateway's certificate, in hexadecimal.
+    serial: String,
+}
+
 /// Reason for which [`PeerSession::run`] returns.
 #[derive(Debug)]
 enum SessionEnd {
@@ -526,8 +544,8 @@ enum SessionEnd {
     Aged,
     /// Another connection to the same process has replaced this one.
     Replaced,
-    /// The connection has ended.
-    Lost(ControlStreamError),
+    /// The connection has ended, or the certificate of the peer is revoked.
+    Lost(PeerError),
 }
 
 /// Control connection to a peer, whose nodes are in the directory for as long as this value lives.
@@ -566,7 +584,11 @@ impl PeerSession {
         let mut certificate_changes = connector.certificate_changes.clone();
         certificate_changes.mark_unchanged();
         let not_after = (connector.tls)().map_err(PeerError::Tls)?.not_after;
-        let (tunnel, driver) = connector.dial(address).await?;
+        let DialledPeer {
+            tunnel,
+            driver,
+            serial,
+        } = connector.dial(address).await?;
         let tasks = TaskGroup::default();
         let driving = Box::pin(driver.run());
         tasks.spawn(info_span!("peer_control"), async move {
@@ -582,7 +604,9 @@ impl PeerSession {
         }
         let workers = connector.workers.all().count();
         let identity = (hello.instance, hello.version);
-        let peer = Arc::new(Peer::new(&address.to_string(), identity, tunnel, workers));
+        let mut peer = Peer::new(&address.to_string(), identity, tunnel, workers);
+        peer.serial = serial;
+        let peer = Arc::new(peer);
         let mut session = Self {
             connector: connector.clone(),
             peer,
@@ -651,12 +675,15 @@ impl PeerSession {
                     let was_draining = self.peer.is_draining();
                     match received {
                         Ok(message) => self.apply(message),
-                        Err(error) => return SessionEnd::Lost(error),
+                        Err(error) => return SessionEnd::Lost(error.into()),
                     }
                     if self.peer.is_draining() && !was_draining {
                         return SessionEnd::Draining;
                     }
                     false
+                }
+                () = wait_revoked(&self.connector.revoked, &self.peer.serial) => {
+                    return SessionEnd::Lost(PeerError::Revoked(self.peer.serial.clone()));
                 }
                 Some(()) = age => true,
                 // Other gateways close connections that depend on a root which they do not trust any more.

@@ -72,8 +72,8 @@ pub(super) fn bind_gateway(gateway: Gateway) -> Result<Bound, BindError> {
     let deciders = (authorizer, gateway.pods, gateway.reviews);
     let shared = Arc::new(build_proxy_state(&config, &base, &workers, deciders)?);
     let (dns, names) = bind_dns(&config, &shared, &inherited)?;
-    let identity_inputs = (&config, base.external_identity.clone());
-    let identity = TunnelIdentity::new(&base.ca, &base.store, identity_inputs)?;
+    let inputs = (base.external_identity.clone(), &base.gateway_revocation);
+    let identity = TunnelIdentity::new(&base.ca, &base.store, &config, inputs)?;
     let (ending, tasks) = (CancellationToken::new(), Arc::new(TaskGroup::default()));
     let listeners = bind_listeners(
         (&config, &base),
@@ -235,6 +235,7 @@ fn build_ca_reload(
             tls: admission.tls.clone(),
             registry: admission.registry.clone(),
             api_cache: admission.api_cache.clone(),
+            gateway_revocation: base.gateway_revocation.clone(),
             tasks: Arc::default(),
             runtime: admission.workers.runtime(WorkerId(0)).clone(),
         },

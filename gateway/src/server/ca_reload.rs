@@ -88,6 +88,11 @@ impl CaReload {
         listeners.apply();
         log_change(&before, &self.ca.get());
         ca_rotation::announce_rotation(&self.ca.get(), &self.registry);
+        // Each root has its own issuer of gateways, which signs its own CRL.
+        let revocation = &self.node_sync.gateway_revocation;
+        if let Err(error) = revocation.reload_and_announce(&self.registry) {
+            tracing::error!(%error, "the revocations of gateways could not be loaded");
+        }
         if gone {
             self.node_sync.spawn_refresh();
         }

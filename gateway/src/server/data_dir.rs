@@ -3,7 +3,7 @@
 use super::{error::BindError, tunnel_identity::ExternalIdentity};
 use crate::{
     config::Config,
-    control::{node_sync, pin_writer::PinWriter},
+    control::{gateway_revocation::GatewayRevocation, node_sync, pin_writer::PinWriter},
     shared_state::{SharedState, StateEngine},
     state::{
         NodesWriter, Pins,
@@ -27,6 +27,7 @@ pub(super) struct DataDirState {
     pub(super) new_pins: mpsc::Receiver<NewPin>,
     pub(super) external_identity: Option<ExternalIdentity>,
     pub(super) shared_state: Option<SharedState>,
+    pub(super) gateway_revocation: GatewayRevocation,
 }
 
 impl DataDirState {
@@ -75,12 +76,14 @@ impl DataDirState {
             follows_cluster: config.kubernetes.is_some(),
             writer,
         };
+        let ca = LiveCa::new(ca);
         Ok(Self {
+            gateway_revocation: GatewayRevocation::load(&store, &ca, given.is_some())?,
             nodes,
             pins,
             pin_writer: keeper,
             new_pins: meetings,
-            ca: LiveCa::new(ca),
+            ca,
             store,
             external_identity: given,
             shared_state,

@@ -11,14 +11,15 @@ use crate::{
     config,
     control::{
         certificate_expiry::CertificateInUse,
+        gateway_revocation::GatewayRevocation,
         peers::{PeerTls, PeerTlsFn},
         tunnel_listener::{LiveTls, Tls},
     },
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    Ca, CaError, Certificate, ClusterCa, HostName, LeafCertificate, LiveCa, ReloadableCert, Store,
-    TrustDomain, TrustStore, external, verify,
+    Ca, CaError, Certificate, ClusterCa, GATEWAY_LIFETIME, HostName, LeafCertificate, LiveCa,
+    ReloadableCert, Store, TrustDomain, TrustStore, external, verify,
 };
 use causeway_tunnel::target;
 use kubernetes::KubernetesIdentity;
@@ -34,8 +35,6 @@ use std::{
 };
 use tokio::{sync::watch, time::sleep};
 
-/// Lifetime of a certificate that the gateway issues itself. The certificate is renewed after half of that time.
-const LIFETIME: Duration = Duration::from_hours(7 * 24);
 /// Divisor of a certificate's lifetime. The renewal of an external certificate is late if less than this part remains. Vault's
 /// agent renews at a tenth.
 const LATE_DIVISOR: u64 = 20;
@@ -55,6 +54,7 @@ pub(super) struct TunnelIdentity {
     leaf_changes: watch::Sender<()>,
     external: Option<Arc<Mutex<ExternalIdentity>>>,
     cluster: Option<KubernetesIdentity>,
+    revocation: GatewayRevocation,
 }
 
 /// Certificates of an external CA.
@@ -153,14 +153,14 @@ impl TunnelIdentity {
     pub(super) fn new(
         ca: &LiveCa,
         store: &Store,
-        (config, given): (&config::Config, Option<ExternalIdentity>),
+        config: &config::Config,
+        (given, revocation): (Option<ExternalIdentity>, &GatewayRevocation),
     ) -> Result<Self, BindError> {
         let cluster = KubernetesIdentity::read(config.signer())?;
-        let config = &config.tunnel;
-        let names = host_names(&config.advertise, config.listen.ip())?;
+        let names = host_names(&config.tunnel.advertise, config.tunnel.listen.ip())?;
         let leaf = match &given {
             Some(given) => given.leaf.clone(),
-            None => ca.get().issue_gateway(&names, LIFETIME)?,
+            None => ca.get().issue_gateway(&names, GATEWAY_LIFETIME)?,
         };
         Ok(Self {
             ca: ca.clone(),
@@ -170,6 +170,7 @@ impl TunnelIdentity {
             leaf_changes: watch::Sender::new(()),
             external: given.map(|given| Arc::new(Mutex::new(given))),
             cluster,
+            revocation: revocation.clone(),
         })
     }
 
@@ -208,6 +209,7 @@ impl TunnelIdentity {
 
     fn tls_for_own_ca(&self, ca: &Ca, cluster: Option<ClusterCa>) -> Result<Tls, BindError> {
         let trust = TrustStore::from_ca(ca).map_err(trust_error)?;
+        let trust = trust.with_revoked_gateways(self.revocation.revoked());
         let tickets = self.store.ticket_secret()?;
         let tls = Tls::new(self.leaf.clone(), trust, &tickets).map_err(trust_error)?;
         tls.with_cluster_ca(self.leaf.clone(), cluster)
@@ -253,7 +255,8 @@ impl TunnelIdentity {
             }),
             (_, None) => {
                 let same_names = **self.names.load() == names;
-                let leaf = (!same_names).then(|| self.ca.get().issue_gateway(&names, LIFETIME));
+                let leaf =
+                    (!same_names).then(|| self.ca.get().issue_gateway(&names, GATEWAY_LIFETIME));
                 Ok(PendingIdentity {
                     leaf: leaf.transpose()?,
                     names,
@@ -305,7 +308,7 @@ impl TunnelIdentity {
     }
 
     fn issue_certificate(&self, ca: &Ca) -> Result<LeafCertificate, CaError> {
-        ca.issue_gateway(&self.names.load(), LIFETIME)
+        ca.issue_gateway(&self.names.load(), GATEWAY_LIFETIME)
     }
 
     /// Returns the certificates of the tunnel port, presented and trusted.
@@ -337,15 +340,33 @@ impl TunnelIdentity {
         self.leaf_changes.send_replace(());
     }
 
-    /// Issues a new certificate whenever half of the old one's lifetime has passed, or logs that an external certificate was not
-    /// renewed. Never ends.
+    /// Waits until the certificate that this gateway presents is revoked.
+    async fn wait_revoked(&self, changes: &mut watch::Receiver<()>) {
+        let revoked = self.revocation.revoked();
+        let is_revoked = |own: &CertificateDer<'_>| {
+            Certificate::parse(own).is_ok_and(|own| revoked.contains(&own.serial_hex()))
+        };
+        while !self.leaf.get().chain().first().is_some_and(is_revoked) {
+            // The sender lives as long as this value.
+            let _ = changes.changed().await;
+        }
+    }
+
+    /// Issues a new certificate whenever half of the old one's lifetime has passed or the old one is revoked, or logs that an
+    /// external certificate was not renewed. Never ends.
     pub(super) async fn renew(self) {
+        let mut changes = self.revocation.subscribe();
         loop {
             if let Some(given) = self.external_identity() {
                 sleep(given.check_expiry()).await;
                 continue;
             }
-            sleep(LIFETIME / 2).await;
+            tokio::select! {
+                () = sleep(GATEWAY_LIFETIME / 2) => {}
+                () = self.wait_revoked(&mut changes) => {
+                    tracing::warn!("this gateway's certificate is revoked, and a new one replaces it");
+                }
+            }
             match self.issue_certificate(&self.ca.get()) {
                 Ok(leaf) => self.replace_certificate(leaf),
                 Err(error) => {

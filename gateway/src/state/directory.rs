@@ -103,6 +103,8 @@ pub struct Peer {
     pub instance: String,
     /// Version of its program.
     pub version: String,
+    /// Serial number of its certificate, in hexadecimal.
+    pub serial: String,
     /// Time at which the connection was opened.
     pub since: SystemTime,
     /// Its control connection.
@@ -164,6 +166,7 @@ impl Peer {
             address: address.into(),
             instance,
             version,
+            serial: String::new(),
             since: SystemTime::now(),
             control,
             nodes: RwLock::default(),

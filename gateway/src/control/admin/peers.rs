@@ -27,6 +27,8 @@ pub(super) struct PeerSummary {
     version: String,
     /// Random identifier of its process.
     instance: String,
+    /// Serial number of its certificate, in hexadecimal.
+    serial: String,
     /// Time at which the connection was opened (RFC 3339).
     since: String,
     /// Whether all of its nodes are known.
@@ -57,6 +59,7 @@ fn summary(peer: &Peer) -> PeerSummary {
         state,
         version: peer.version.clone(),
         instance: peer.instance.clone(),
+        serial: peer.serial.clone(),
         since: humantime::format_rfc3339_millis(peer.since).to_string(),
         synchronized: peer.is_synchronized(),
         nodes: peer.node_count(),

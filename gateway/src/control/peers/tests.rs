@@ -51,7 +51,7 @@ impl OtherGateway {
             let accepting = edge_side::accept(io, traffic, EdgeSideConfig::default());
             let connection = accepting.await.unwrap();
             let refuse = ForwardHandler(Arc::new(|_| Box::pin(async {})));
-            serve_streams(connection, &feed, (&refuse, &|| true)).await;
+            serve_streams(connection, &feed, (&refuse, &|| None)).await;
         });
     }
 
@@ -116,6 +116,7 @@ impl OtherGateway {
                     traffic: io.traffic(),
                     io: Box::new(io),
                     round_trip: Duration::ZERO,
+                    serial: String::new(),
                 })
             })
         });
@@ -147,6 +148,7 @@ fn connector(connect: ConnectFn, reads_pools: bool) -> PeerConnector {
         tls: Arc::new(move || Ok(tls.clone())),
         certificate_changes: watch::channel(()).1,
         connect,
+        revoked: RevokedSerials::default(),
         links: TaskGroup::default(),
     }
 }

@@ -2,6 +2,7 @@
 
 use super::PeerError;
 use crate::state::peer_addresses::PeerAddress;
+use causeway_certs::Certificate;
 use causeway_rt::socket::{CountedIo, IoActivity, set_tunnel_options};
 use causeway_tunnel::wire;
 use futures_util::future::BoxFuture;
@@ -30,6 +31,8 @@ pub(crate) struct PeerIo {
     pub(crate) traffic: Arc<IoActivity>,
     /// Round trip that was measured while the connection was opened.
     pub(crate) round_trip: Duration,
+    /// Serial number of the other gateway's certificate, in hexadecimal.
+    pub(crate) serial: String,
 }
 
 /// Connects to the gateway at an address, with this configuration and time limit of TLS.
@@ -67,7 +70,11 @@ pub(crate) async fn connect_tls(
         .flatten()
         .map_err(|error| PeerError::Tls(error.to_string()))?;
     io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
+    let certificate = io.get_ref().1.peer_certificates().and_then(<[_]>::first);
+    let certificate = certificate.map(Certificate::parse).transpose();
+    let certificate = certificate.map_err(|error| PeerError::Tls(error.to_string()))?;
     Ok(PeerIo {
+        serial: certificate.unwrap_or_default().serial_hex(),
         traffic: io.get_ref().0.traffic(),
         io: Box::new(io),
         round_trip: started.elapsed(),

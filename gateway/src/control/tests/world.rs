@@ -5,6 +5,7 @@ use crate::control::{
     api_cache::{ApiCacheServer, leaders::LeaderAssigner},
     drain::Readiness,
     enrol::{self, Enrolment},
+    gateway_revocation::GatewayRevocation,
     heartbeat::HeartbeatVerifier,
     node_records::NodeRecordWriter,
     node_sync::NodeSync,
@@ -130,6 +131,8 @@ pub(crate) struct World {
     leaf: LeafCertificate,
     /// Server of the API cache.
     pub(crate) reading: Option<ApiCacheServer>,
+    /// Revocations of gateways' certificates.
+    pub(crate) gateway_revocation: GatewayRevocation,
     pub(crate) heartbeats: HeartbeatVerifier,
     /// Dropping it ends the gateway at once.
     pub(crate) tasks: TaskGroup,
@@ -146,6 +149,15 @@ fn serve(
     let enrolment_ended = CancellationToken::new();
     let tokens = (stop.clone(), stop);
     (admission.run(bound, tokens, enrolment_ended), address)
+}
+
+/// Returns a data directory with a CA.
+fn store_with_ca() -> (tempfile::TempDir, Store, Arc<Ca>) {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path().join("data"), OpenMode::Create).unwrap();
+    let ca = Arc::new(new_ca("test.example"));
+    store.save_ca(&ca).unwrap();
+    (dir, store, ca)
 }
 
 /// Returns the TLS of a tunnel port with this certificate.
@@ -205,16 +217,14 @@ impl World {
         (settings, places): (config::Tunnel, TunnelPortLimits),
     ) -> Self {
         install_provider();
-        let dir = tempfile::tempdir().unwrap();
-        let store = Store::open(dir.path().join("data"), OpenMode::Create).unwrap();
-        let ca = Arc::new(new_ca("test.example"));
-        store.save_ca(&ca).unwrap();
+        let (dir, store, ca) = store_with_ca();
         let (leaf, live) = (shown(&ca), LiveCa::new(store.ca().unwrap().unwrap()));
         let (nodes, metrics) = (NodesWriter::default(), Metrics::new());
         let (registry, tls) = (Registry::new(workers), live_tls(&ca, &leaf));
         let ledger = NodeRecordWriter::new(&store, &nodes);
         let reading = api_cache.map(|rules| ApiCacheServer::new(rules, &nodes.reader(), &metrics));
         let heartbeats = HeartbeatVerifier::new(&nodes.reader(), edge_verifier(&tls), &metrics);
+        let gateway_revocation = GatewayRevocation::load(&store, &live, false).unwrap();
         let enrolment = enrolment((&live, &store), (&nodes, &ledger), &metrics);
         let admission = TunnelListener {
             instance: "gateway".into(),
@@ -233,6 +243,7 @@ impl World {
             drain: LONG,
             advertised: advertised(&["gw.example:10262", "gw2.example:10262"]),
             announced_ports: AnnouncedPortsCell::default(),
+            gateway_revocation: gateway_revocation.clone(),
             enrol: enrol::router(enrolment),
             api_cache: reading.clone(),
             peer_streams: None,
@@ -259,6 +270,7 @@ impl World {
             tls,
             leaf,
             reading,
+            gateway_revocation,
             heartbeats,
             tasks,
             _dir: dir,
@@ -309,6 +321,7 @@ impl World {
             tls: self.tls.clone(),
             registry: self.registry.clone(),
             api_cache: self.reading.clone(),
+            gateway_revocation: self.gateway_revocation.clone(),
             tasks: Arc::default(),
             runtime: Handle::current(),
         }

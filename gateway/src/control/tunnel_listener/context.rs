@@ -4,8 +4,8 @@ use super::tls::{Io, LiveTls};
 use crate::{
     audit, config,
     control::{
-        api_cache::ApiCacheServer, heartbeat::HeartbeatVerifier, node_records::NodeRecordWriter,
-        peers::ForwardHandler,
+        api_cache::ApiCacheServer, gateway_revocation::GatewayRevocation,
+        heartbeat::HeartbeatVerifier, node_records::NodeRecordWriter, peers::ForwardHandler,
     },
     metrics::Metrics,
     shared_state::SharedState,
@@ -86,6 +86,8 @@ pub struct TunnelListener {
     pub advertised: AdvertisedGateways,
     /// The node ports that the cluster lists.
     pub announced_ports: AnnouncedPortsCell,
+    /// Revocations of gateways' certificates, which edges receive.
+    pub gateway_revocation: GatewayRevocation,
     /// Routes for enrolment and renewal.
     pub enrol: Router,
     /// Server of the API cache, if it is enabled.

@@ -2,6 +2,7 @@
 
 use super::{HandshakeContext, HandshakeError, tls::Io};
 use crate::control::peers::{ForwardHandler, NodeFeed};
+use causeway_certs::PeerRejected;
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
     edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream},
@@ -16,8 +17,8 @@ use tracing::{debug, info_span, warn};
 
 /// Interval of checks whether a gateway that drains still needs the connection.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// Interval of checks of the other gateway's certificate: its expiry, and the trusted roots.
-const TRUST_CHECK_INTERVAL: Duration = Duration::from_secs(5);
+/// Interval of checks of the other gateway's certificate: its expiry, the trusted roots, and revocations.
+const TRUST_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// Maximum number of control streams of a connection. A gateway needs one for nodes, and one for each question about a rotation.
 pub(crate) const MAX_CONTROL_STREAMS: usize = 8;
 /// Window of a stream towards this gateway, in bytes.
@@ -69,18 +70,18 @@ impl HandshakeContext {
             hello_timeout: settings.hello_timeout,
         };
         let tls = admission.tls.clone();
-        let is_trusted = move || tls.load().verify_gateway(&chain).is_ok();
-        serve_streams(connection, &feed, (&serve_stream, &is_trusted)).await;
+        let rejection = move || tls.load().verify_gateway(&chain).err();
+        serve_streams(connection, &feed, (&serve_stream, &rejection)).await;
         Ok(())
     }
 }
 
-/// Serves streams until the connection ends, until the certificate of the other gateway is not valid any more, or until this
+/// Serves streams until the connection ends, until the certificate of the other gateway is rejected, or until this
 /// gateway drains and needs the connection no longer.
 pub(crate) async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
     mut connection: EdgeSide<S>,
     feed: &NodeFeed,
-    (serve_stream, is_trusted): (&ForwardHandler, &(dyn Fn() -> bool + Sync)),
+    (serve_stream, rejection): (&ForwardHandler, &(dyn Fn() -> Option<PeerRejected> + Sync)),
 ) {
     let registry = &feed.registry;
     let (feeds, streams) = (TaskGroup::default(), TaskGroup::default());
@@ -111,8 +112,8 @@ pub(crate) async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                     return;
                 }
             }
-            _ = trust_check.tick() => if !is_trusted() {
-                return warn!("closed the connection of another gateway, because its certificate is not valid any more");
+            _ = trust_check.tick() => if let Some(why) = rejection() {
+                return warn!(%why, "closed the connection of another gateway");
             },
         }
     }

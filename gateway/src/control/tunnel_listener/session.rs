@@ -326,7 +326,7 @@ impl TunnelListener {
         })
     }
 
-    /// Queues the roots and ports that were announced before the tunnel was registered. Later changes are sent to all
+    /// Queues the roots, ports and CRLs that were announced before the tunnel was registered. Later changes are sent to all
     /// registered tunnels.
     fn enqueue_announcements(
         &self,
@@ -337,7 +337,9 @@ impl TunnelListener {
         for message in ca_rotation::pending_messages(&self.ca.get(), tunnel, connected_nodes) {
             enqueue_or_log((control, node), &message)?;
         }
-        if let Some(message) = ports_message(tunnel, &self.announced_ports) {
+        let ports = ports_message(tunnel, &self.announced_ports);
+        let crls = self.gateway_revocation.message(tunnel);
+        for message in ports.into_iter().chain(crls) {
             enqueue_or_log((control, node), &message)?;
         }
         Ok(())

@@ -729,6 +729,51 @@ async fn edges_that_ask_receive_root_changes_and_others_do_not() {
 }
 
 #[tokio::test]
+async fn edges_that_ask_receive_revocations_of_gateways_and_others_do_not() {
+    let world = World::start();
+    let asks = || causeway_tunnel::control_stream::EdgeHello {
+        crls: true,
+        ..welcome("a", 0)
+    };
+    let (mut here, heard) = world.says(&world.enrolled("edge-1"), asks()).await;
+    assert_eq!(heard, GatewayMessage::Registered);
+    let (mut silent, heard) = world.says(&world.enrolled("edge-2"), welcome("b", 0)).await;
+    assert_eq!(heard, GatewayMessage::Registered);
+    let reload = || {
+        let revocation = &world.gateway_revocation;
+        revocation.reload_and_announce(&world.registry).unwrap();
+    };
+    world.store.revoke_gateway("40aa", "stolen").unwrap();
+    reload();
+    let read = |message: GatewayMessage| {
+        let GatewayMessage::Crls { pem } = message else {
+            panic!("{message:?}");
+        };
+        let identity = identity(&world.ca, "edge-1");
+        identity.read_crls(&pem).unwrap().0.serials()
+    };
+    assert_eq!(read(here.hear().await), ["40aa".to_owned()].into());
+    // An unchanged list is not sent again.
+    reload();
+    let (mut late, heard) = world.says(&world.enrolled("edge-3"), asks()).await;
+    assert_eq!(heard, GatewayMessage::Registered);
+    assert_eq!(read(late.hear().await), ["40aa".to_owned()].into());
+    world.store.revoke_gateway("40bb", "stolen").unwrap();
+    reload();
+    let both = ["40aa".to_owned(), "40bb".to_owned()].into();
+    assert_eq!(read(here.hear().await), both);
+
+    let drain = GatewayMessage::Drain {
+        grace_ms: 1,
+        successor: false,
+    };
+    let edges = world.registry.node_tunnels(&name("edge-2")).0;
+    let control = &edges[0].tunnel.control;
+    control.try_send(Box::new(drain.clone())).unwrap();
+    assert_eq!(silent.hear().await, drain, "and nothing before it");
+}
+
+#[tokio::test]
 async fn shutdown_of_the_gateway_leaves_no_task_or_socket() {
     let mut world = World::start();
     let edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;

@@ -239,6 +239,10 @@ pub(super) fn likely_cause(alert: Alert) -> Option<&'static str> {
         Alert::CertificateExpired => Some(
             "an edge refuses this gateway's certificate because of its dates: the clock of the edge or of this gateway is wrong",
         ),
+        Alert::CertificateRevoked => Some(
+            "the other end knows that this gateway's certificate is revoked: revoke it at this gateway as well (causeway ca revoke-gateway), or \
+             restart the gateway, so that it gets a new certificate",
+        ),
         Alert::UnknownCA
         | Alert::CertificateUnknown
         | Alert::BadCertificate

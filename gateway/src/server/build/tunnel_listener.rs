@@ -67,6 +67,7 @@ pub(super) fn build_tunnel_listener(
         drain: config.timeouts.drain,
         advertised: advertised.clone(),
         announced_ports: announced_ports.clone(),
+        gateway_revocation: base.gateway_revocation.clone(),
         enrol,
         api_cache: config
             .api_cache

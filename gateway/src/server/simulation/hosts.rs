@@ -18,7 +18,7 @@ use crate::{
     state::{NewTunnel, Registry, registry::EdgeCertificate},
     worker::Workers,
 };
-use causeway_certs::{Ca, LiveCa, NodeName, TrustDomain, install_provider};
+use causeway_certs::{Ca, LiveCa, NodeName, RevokedSerials, TrustDomain, install_provider};
 use causeway_rt::{socket::CountedIo, task::TaskGroup};
 use causeway_tunnel::{
     control_stream::EdgeHello,
@@ -191,6 +191,7 @@ fn connector(workers: &Workers, shared: &ProxyState, instance: &str) -> PeerConn
         memory_budget: shared.limits.memory_budget().clone(),
         tls: Arc::new(move || Ok(tls.clone())),
         certificate_changes: watch::channel(()).1,
+        revoked: RevokedSerials::default(),
         connect: connect_fn(),
         links: TaskGroup::default(),
     }
@@ -210,6 +211,7 @@ fn connect_fn() -> ConnectFn {
                 traffic: io.traffic(),
                 io: Box::new(io),
                 round_trip: started.elapsed(),
+                serial: String::new(),
             })
         })
     })
@@ -265,7 +267,7 @@ async fn serve_peer(feed: NodeFeed, handler: ForwardHandler, tcp: TcpStream) {
     let io = CountedIo::new(tcp);
     let traffic = io.traffic();
     if let Ok(connection) = edge_side::accept(io, traffic, EdgeSideConfig::default()).await {
-        serve_peer_streams(connection, &feed, (&handler, &|| true)).await;
+        serve_peer_streams(connection, &feed, (&handler, &|| None)).await;
     }
 }
 

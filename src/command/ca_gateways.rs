@@ -1,0 +1,188 @@
+//! `causeway ca gateways` and `causeway ca revoke-gateway`: the certificates of gateways, and their revocation.
+//!
+//! The list of revocations is in the data directory and is changed first. Then the gateway that runs there is notified, and refuses
+//! the certificate from then on. An external CA revokes the certificates that it issues itself.
+
+use std::path::Path;
+
+use anyhow::{Context, anyhow, bail};
+use causeway_certs::parse_serial;
+use comfy_table::{Table, presets};
+use rustls::pki_types::UnixTime;
+use serde::{Deserialize, de::DeserializeOwned};
+
+use super::{admin_client, data_dir, token::format_date};
+use crate::cli::{CaGateways, CaRevokeGateway};
+use crate::output::outln;
+
+/// Maximum length of a reason, in bytes.
+const MAX_REASON_BYTES: usize = 512;
+/// Use of a gateway's certificate for edges and other gateways, in the admin API.
+const TUNNEL_USE: &str = "tunnel";
+
+/// Certificate that the running gateway uses.
+#[derive(Debug, Deserialize)]
+struct CertificateInUse {
+    used_for: String,
+    #[serde(default)]
+    serial: String,
+    #[serde(default)]
+    own: bool,
+}
+
+/// Another gateway that the running gateway is connected to.
+#[derive(Debug, Deserialize)]
+struct PeerGateway {
+    address: String,
+    #[serde(default)]
+    serial: String,
+}
+
+/// The gateway that runs on a data directory, and the other gateways that it knows.
+#[derive(Debug)]
+struct RunningGateways {
+    own: CertificateInUse,
+    peers: Vec<PeerGateway>,
+}
+
+impl RunningGateways {
+    /// Asks the gateway that runs on the directory. Returns `None` if none runs there.
+    async fn query(directory: &Path) -> anyhow::Result<Option<Self>> {
+        let Some(address) = admin_client::address_from_data_dir(directory)? else {
+            return Ok(None);
+        };
+        let certificates: Vec<CertificateInUse> = get(&address, "/api/v1/certificates").await?;
+        let own = certificates
+            .into_iter()
+            .find(|it| it.used_for == TUNNEL_USE);
+        Ok(Some(Self {
+            own: own.context("the gateway reports no certificate of its tunnel port")?,
+            peers: get(&address, "/api/v1/peers").await?,
+        }))
+    }
+
+    /// Returns each gateway with the serial number of its certificate.
+    fn all(&self) -> impl Iterator<Item = (&str, &str)> {
+        let own = ("this gateway", self.own.serial.as_str());
+        let peers = self.peers.iter();
+        let peers = peers.map(|peer| (peer.address.as_str(), peer.serial.as_str()));
+        [own].into_iter().chain(peers)
+    }
+}
+
+async fn get<T: DeserializeOwned>(
+    address: &admin_client::AdminAddress,
+    path: &str,
+) -> anyhow::Result<T> {
+    let (status, body) = admin_client::get(address, path).await?;
+    if !status.is_success() {
+        bail!("the gateway at {address} answers {path} with {status}");
+    }
+    serde_json::from_slice(&body).with_context(|| {
+        format!("the answer of the gateway at {address} to {path} cannot be parsed")
+    })
+}
+
+/// Revokes the certificate of a gateway.
+pub(super) async fn revoke(args: &CaRevokeGateway) -> anyhow::Result<()> {
+    let directory = &args.data.data_dir;
+    let (store, _) = data_dir::open_with_ca(directory)?;
+    let serial = parse_serial(&args.serial).ok_or_else(|| {
+        anyhow!(
+            "{:?} is not the serial number of a certificate in hexadecimal; `causeway ca gateways` shows those of the gateways",
+            args.serial
+        )
+    })?;
+    let reason = args.reason.trim();
+    if reason.is_empty() || reason.len() > MAX_REASON_BYTES || reason.contains(char::is_control) {
+        bail!("--reason must be one line of 1 to {MAX_REASON_BYTES} bytes");
+    }
+    if let Some(running) = RunningGateways::query(directory).await? {
+        check(&running.own, &serial, args.force)?;
+    }
+    let state = if store.revoke_gateway(&serial, reason)? {
+        "is revoked"
+    } else {
+        "was revoked before"
+    };
+    data_dir::notify_gateway(directory, &format!("the certificate {serial} {state}")).await
+}
+
+/// Refuses a revocation that the gateway cannot apply, or that concerns this gateway itself unless `is_forced`.
+fn check(own: &CertificateInUse, serial: &str, is_forced: bool) -> anyhow::Result<()> {
+    if !own.own {
+        bail!(
+            "an external CA issues the certificates of this gateway (tunnel.identity), so only that CA can revoke one, and Causeway reads no revocation list of it; remove the CA from tunnel.identity.client_ca and from identity.ca of the edges, or replace it by another issuer"
+        );
+    }
+    if own.serial == serial && !is_forced {
+        bail!(
+            "{serial} is the certificate of this gateway itself; with --force the gateway replaces it, and its edges and the other gateways connect again"
+        );
+    }
+    Ok(())
+}
+
+/// Prints the certificates of the running gateways, and those that are revoked.
+pub(super) async fn list(args: &CaGateways) -> anyhow::Result<()> {
+    let directory = &args.data.data_dir;
+    let (store, _) = data_dir::open_with_ca(directory)?;
+    let revoked = store.revoked_gateways()?;
+    let running = RunningGateways::query(directory).await?;
+    let now = UnixTime::now().as_secs();
+    let mut table = Table::new();
+    let header = ["SERIAL", "GATEWAY", "STATE", "REVOKED", "REASON"];
+    table.load_style(presets::NOTHING).set_header(header);
+    let of_gateway = |serial: &str| {
+        let mut gateways = running.iter().flat_map(RunningGateways::all);
+        gateways
+            .find(|(_, it)| *it == serial)
+            .map(|(gateway, _)| gateway)
+    };
+    let in_use = running.iter().flat_map(RunningGateways::all);
+    let is_revoked = |serial: &str| revoked.iter().any(|(it, _)| it == serial);
+    for (gateway, serial) in in_use.filter(|(_, serial)| !is_revoked(serial)) {
+        table.add_row([serial, gateway, "in use", "-", "-"]);
+    }
+    for (serial, revocation) in revoked.iter() {
+        let state = if revocation.not_after < now {
+            "expired"
+        } else {
+            "revoked"
+        };
+        let gateway = of_gateway(serial).unwrap_or("-");
+        let at = format_date(revocation.at);
+        table.add_row([serial, gateway, state, &at, &revocation.reason]);
+    }
+    if table.is_empty() {
+        return outln!(
+            "no gateway runs in {}, and no certificate is revoked",
+            directory.display()
+        );
+    }
+    if let Some(first) = table.column_mut(0) {
+        first.set_padding((0, 1));
+    }
+    outln!("{}", table.trim_fmt())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_own_certificate_is_revoked_by_force_only_and_no_external_one() {
+        let own = CertificateInUse {
+            used_for: TUNNEL_USE.to_owned(),
+            serial: "40aa".to_owned(),
+            own: true,
+        };
+        assert!(check(&own, "40bb", false).is_ok());
+        assert!(check(&own, "40aa", true).is_ok());
+        let refused = check(&own, "40aa", false).unwrap_err().to_string();
+        assert!(refused.contains("--force"), "{refused}");
+        let external = CertificateInUse { own: false, ..own };
+        let refused = check(&external, "40bb", true).unwrap_err().to_string();
+        assert!(refused.contains("tunnel.identity"), "{refused}");
+    }
+}
