@@ -4,7 +4,7 @@ use crate::world::{
     app::{App, answer},
     authority::Authority,
     client::{exchange, read, read_to_end},
-    process::{ExitedProcess, GatewayProcess, Process, address_after, causeway},
+    process::{Causeway, ExitedProcess, GatewayProcess, Process, address_after, causeway},
     tool::Tool,
     until,
 };
@@ -506,4 +506,93 @@ async fn a_rotation_waits_for_each_gateway_and_its_edges() {
     let refused = rotate(&fleet.sites[0], "retire").await;
     refused.failed(&[&format!("gateway {other} cannot be asked"), "--force"]);
     rotate(&fleet.sites[0], "retire --force").await.ok();
+}
+
+/// Returns the serial number of the certificate that a gateway presents to edges and other gateways.
+async fn serial_of(site: &GatewayProcess) -> String {
+    let url = format!("http://{}/api/v1/certificates", site.admin);
+    let all = Tool::curl().args([url]).run().await.ok().json();
+    let all = all.as_array().unwrap();
+    let own = all.iter().find(|it| it["used_for"] == "tunnel").unwrap();
+    own["serial"].as_str().unwrap().to_owned()
+}
+
+/// Runs `ca revoke-gateway` at a gateway.
+async fn revoke_gateway(site: &GatewayProcess, arguments: &[&str]) -> ExitedProcess {
+    let revoke = causeway("ca revoke-gateway").args(arguments);
+    revoke.flag("--data-dir", site.data()).run().await
+}
+
+/// Returns the edge of `edge-1`, which is given this gateway's address and has learned those of others.
+fn known_edge(fleet: &Fleet, number: usize, app: &App) -> Causeway {
+    let ports = format!("{{9100: {{target: \"127.0.0.1:{}\"}}}}", app.port());
+    causeway("edge --admin-listen 127.0.0.1:0")
+        .flag("--gateways", &fleet.sites[number].tunnel)
+        .flag("--data-dir", fleet.sites[0].edge_data("edge-1"))
+        .flag("--ports", ports)
+}
+
+/// The gateways share no state, so the second one keeps its certificate, as a thief of it does.
+#[tokio::test]
+async fn a_revoked_gateway_is_refused_until_it_has_another_certificate() {
+    let app = app().await;
+    let mut fleet = Fleet::start(2, &["edge-1"], &app, "").await;
+    let mut edge = fleet.edge_at("edge-1", &[0, 1], &app).await;
+    let holds = async |site: &GatewayProcess| site.node("edge-1").await["tunnels"] != 0;
+    until("both gateways hold the node", async || {
+        holds(&fleet.sites[0]).await && holds(&fleet.sites[1]).await
+    })
+    .await;
+    let serial = serial_of(&fleet.sites[1]).await;
+    assert_eq!(peers_of(&fleet.sites[0]).await[0]["serial"], *serial);
+    let own = serial_of(&fleet.sites[0]).await;
+    let refused = revoke_gateway(&fleet.sites[0], &[&own]).await;
+    refused.failed(&["the certificate of this gateway itself", "--force"]);
+    let revoked = revoke_gateway(&fleet.sites[0], &[&serial, "--reason", "stolen"]).await;
+    assert!(revoked.ok().stdout.contains("is revoked"));
+    let listed = causeway("ca gateways").flag("--data-dir", fleet.sites[0].data());
+    let listed = listed.run().await.ok().stdout;
+    assert!(
+        listed.contains(&serial) && listed.contains("stolen"),
+        "{listed}"
+    );
+
+    let closed = format!("certificate with serial number {serial} is revoked: closed the tunnel");
+    edge.wait_for_line(&closed).await;
+    let by_peer = format!("the gateway with serial number {serial} is revoked");
+    fleet.sites[0].gateway.wait_for_line(&by_peer).await;
+    until("no gateway is connected to the other one", async || {
+        peers_of(&fleet.sites[0]).await.is_empty() && peers_of(&fleet.sites[1]).await.is_empty()
+    })
+    .await;
+    assert_eq!(fleet.sites[0].nobody().get(URL).await.status, 200);
+    let known = "the other end knows that this gateway's certificate is revoked";
+    fleet.sites[1].gateway.wait_for_line(known).await;
+
+    // After its own restart, the edge refuses the gateway although it cannot ask the other one.
+    edge.stop().await.ok();
+    fleet.sites[0].gateway.signal("STOP").await;
+    let mut edge = known_edge(&fleet, 1, &app).start();
+    edge.wait_for_line("the gateway's certificate is revoked")
+        .await;
+    assert!(!holds(&fleet.sites[1]).await);
+    fleet.sites[0].gateway.signal("CONT").await;
+    edge.wait_for_line("tunnel registered").await;
+    assert_eq!(fleet.sites[0].nobody().get(URL).await.status, 200);
+
+    // The gateway hears of the revocation, and replaces its certificate.
+    revoke_gateway(&fleet.sites[1], &[&serial, "--force"])
+        .await
+        .ok();
+    until("both gateways hold the node, and each other", async || {
+        let peers = [
+            peers_of(&fleet.sites[0]).await,
+            peers_of(&fleet.sites[1]).await,
+        ];
+        let is_connected = peers.iter().all(|peers| peers.len() == 1);
+        is_connected && holds(&fleet.sites[0]).await && holds(&fleet.sites[1]).await
+    })
+    .await;
+    assert_ne!(serial_of(&fleet.sites[1]).await, serial);
+    assert_eq!(fleet.sites[1].nobody().get(URL).await.status, 200);
 }
