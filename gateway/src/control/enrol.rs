@@ -23,7 +23,7 @@ use crate::{
     },
     metrics::Metrics,
     shared_state::{SharedState, SyncError},
-    state::{AdvertisedGateways, NodesWriter, registry::EdgeCertificate},
+    state::{AdvertisedGateways, Node, NodesWriter, registry::EdgeCertificate},
 };
 use axum::{
     Extension, Json, Router,
@@ -35,7 +35,8 @@ use axum::{
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_certs::{
-    Identity, JoinToken, LiveCa, NodeName, Store, TokenRejected, VerifiedPublicKey,
+    Identity, IssuedCertificate, JoinToken, LiveCa, NodeName, NodeRecord, Store, TokenRejected,
+    VerifiedPublicKey,
 };
 use causeway_rt::{connection_limit::ConnectionLimit, task::TaskGroup};
 use join::{JoinAttempt, PendingJoin};
@@ -107,6 +108,13 @@ struct JoinResponse {
     trust_domain: String,
     node: NodeName,
     gateways: Vec<String>,
+}
+
+/// Certificate of an edge that joins, with the records of its node on the disk and in the table.
+struct Enrolled {
+    issued: IssuedCertificate,
+    record: NodeRecord,
+    node: Node,
 }
 
 /// State that requests share.
@@ -431,5 +439,14 @@ fn internal_problem(why: &dyn std::error::Error) -> ProblemDetails {
         "the gateway could not issue the certificate; see its log for the cause",
     );
     problem.retry_after = Some(10);
+    problem
+}
+
+/// Returns the error for requests before the nodes of the cluster are loaded.
+fn nodes_pending_problem() -> ProblemDetails {
+    let detail = "this gateway has not received the nodes of the cluster yet; try again later";
+    let status = StatusCode::SERVICE_UNAVAILABLE;
+    let mut problem = problem(status, "nodes_unknown", detail);
+    problem.retry_after = Some(5);
     problem
 }

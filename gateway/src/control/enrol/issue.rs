@@ -1,8 +1,9 @@
 //! Issues certificates: for edges that join, for renewals, and for certificates of the cluster's signer.
 
 use super::{
-    Enrolment, HandlerState, JoinResponse, RenewRequest, internal_problem, problem,
-    revoked_node_problem, unavailable_problem, unknown_node_problem, verify_csr,
+    Enrolled, Enrolment, HandlerState, JoinResponse, RenewRequest, internal_problem,
+    nodes_pending_problem, problem, revoked_node_problem, unavailable_problem,
+    unknown_node_problem, verify_csr,
 };
 use crate::{
     control::{
@@ -32,13 +33,6 @@ impl Enrolment {
             lifetime: self.lifetime,
         }
     }
-}
-
-/// Certificate of an edge that joins, with the records of its node on the disk and in the table.
-pub(super) struct Enrolled {
-    pub(super) issued: IssuedCertificate,
-    pub(super) record: NodeRecord,
-    pub(super) node: Node,
 }
 
 impl HandlerState {
@@ -219,13 +213,4 @@ impl HandlerState {
         }
         Err(nodes_pending_problem())
     }
-}
-
-/// Returns the error for requests before the nodes of the cluster are loaded.
-pub(super) fn nodes_pending_problem() -> ProblemDetails {
-    let detail = "this gateway has not received the nodes of the cluster yet; try again later";
-    let status = StatusCode::SERVICE_UNAVAILABLE;
-    let mut problem = problem(status, "nodes_unknown", detail);
-    problem.retry_after = Some(5);
-    problem
 }

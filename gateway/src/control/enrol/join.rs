@@ -7,9 +7,8 @@
 //! A batch has at most one join of each node. If two edges join as the same new node, the second one sees that the node has joined.
 
 use super::{
-    HandlerState, JoinResponse, internal_problem,
-    issue::{Enrolled, nodes_pending_problem},
-    problem, revoked_node_problem, token_problem, unavailable_problem,
+    Enrolled, HandlerState, JoinResponse, internal_problem, nodes_pending_problem, problem,
+    revoked_node_problem, token_problem, unavailable_problem,
 };
 use crate::{
     control::http::ProblemDetails,
