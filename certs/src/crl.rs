@@ -1,27 +1,25 @@
 //! Certificate revocation lists (CRL, RFC 5280 section 5) of gateways' certificates.
 //!
-//! A gateway signs one CRL for each issuer of gateways, and sends each with the certificate of its issuer. An edge verifies both
-//! with its roots and keeps the newest CRL of each issuer. The serial numbers in it are then refused (`verify`). Only a key of
-//! the CA can sign a CRL, so the owner of a gateway's certificate can revoke no other gateway.
+//! A gateway signs one CRL for each issuer of gateways (`sign`), and sends each with the certificate of its issuer. An edge verifies
+//! both with its roots and keeps the serial numbers (`gateway_revocations`), which are then refused. Only a key of the CA can sign a
+//! CRL, so the owner of a gateway's certificate can revoke no other gateway. The CRL number is for other readers: an edge keeps the
+//! revocations of all lists.
 
-use std::collections::BTreeSet;
+mod sign;
+
 use std::fmt::Display;
 
-use rcgen::{
-    CertificateRevocationListParams, KeyIdMethod, RevocationReason, RevokedCertParams, SerialNumber,
-};
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::{PemObject, SectionKind};
 use thiserror::Error;
 use x509_parser::prelude::{CertificateRevocationList, FromDer, X509Certificate};
 
-use crate::ca::{Ca, CaError, GATEWAY_LIFETIME, to_offset_date_time};
 use crate::certificate::Certificate;
+use crate::gateway_revocations::GatewayRevocations;
 use crate::identity::{IssuerPurpose, issuer_purpose};
 use crate::name::TrustDomain;
 use crate::pem;
-use crate::secret::{self, hex};
-use crate::store::RevokedGateways;
+use crate::secret::hex;
 
 /// Maximum length of the CRLs and their issuers as PEM, in bytes. The text fits into one message of the control stream.
 pub const MAX_CRL_TEXT: usize = 48 * 1024;
@@ -49,118 +47,31 @@ fn malformed(why: impl Display) -> CrlError {
     CrlError::Malformed(format!("{why}"))
 }
 
-impl Ca {
-    /// Signs the CRLs with these revocations, one for each issuer of gateways, and returns them as PEM, each behind the
-    /// certificate of its issuer. Returns `None` if nothing is revoked.
-    ///
-    /// Serial numbers are random, so each list has all of them, whichever root is above the certificates.
-    pub fn sign_crls(&self, revoked: &RevokedGateways) -> Result<Option<String>, CaError> {
-        let Some(number) = revoked.crl_number() else {
-            return Ok(None);
-        };
-        let at = revoked.last_revoked_at();
-        let next = at.saturating_add(GATEWAY_LIFETIME.as_secs());
-        let entries = revoked.iter().filter_map(|(serial, revocation)| {
-            Some(RevokedCertParams {
-                serial_number: SerialNumber::from_slice(&secret::from_hex(serial)?),
-                revocation_time: to_offset_date_time(revocation.at),
-                reason_code: Some(RevocationReason::KeyCompromise),
-                invalidity_date: None,
-            })
-        });
-        let params = CertificateRevocationListParams {
-            this_update: to_offset_date_time(at),
-            next_update: to_offset_date_time(next),
-            crl_number: SerialNumber::from(number),
-            issuing_distribution_point: None,
-            revoked_certs: entries.collect(),
-            key_identifier_method: KeyIdMethod::Sha256,
-        };
-        let mut text = String::new();
-        for (certificate, issuer) in self.gateway_issuers() {
-            let crl = params.signed_by(issuer)?;
-            text += &encode(certificate, crl.der());
-        }
-        Ok(Some(text))
-    }
-}
-
 fn encode(issuer: &CertificateDer<'_>, crl: &[u8]) -> String {
     pem::encode_chain(std::slice::from_ref(issuer)) + &pem::encode("X509 CRL", crl)
 }
 
-/// CRL of one issuer, whose signature was verified.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct VerifiedCrl {
-    issuer: CertificateDer<'static>,
-    der: Vec<u8>,
-    number: u64,
-    /// Serial numbers of the revoked certificates, in hexadecimal.
-    serials: BTreeSet<String>,
-}
-
-/// CRLs of gateways' certificates that an edge has verified: the newest one of each issuer.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct GatewayCrls(Vec<VerifiedCrl>);
-
-impl GatewayCrls {
-    /// Parses CRLs as a gateway sends them, and verifies them with these roots. Returns the valid ones, and an error for each
-    /// other one.
-    ///
-    /// # Errors
-    /// If the text cannot be parsed.
-    pub fn verify(
-        text: &str,
-        roots: &[CertificateDer<'_>],
-        domain: &TrustDomain,
-    ) -> Result<(Self, Vec<CrlError>), CrlError> {
-        if text.len() > MAX_CRL_TEXT {
-            return Err(CrlError::TooLong);
+/// Verifies CRLs as a gateway sends them with these roots. Returns the revocations in the valid ones, and an error for each other one.
+///
+/// # Errors
+/// If the text is too long or cannot be parsed.
+pub fn verify_crls(
+    text: &str,
+    roots: &[CertificateDer<'_>],
+    domain: &TrustDomain,
+) -> Result<(GatewayRevocations, Vec<CrlError>), CrlError> {
+    if text.len() > MAX_CRL_TEXT {
+        return Err(CrlError::TooLong);
+    }
+    let (mut revocations, mut errors) = (GatewayRevocations::default(), Vec::new());
+    for (issuer, der) in parse_pairs(text)? {
+        match verify((&issuer, &der), (roots, domain), &mut revocations) {
+            Ok(()) => {}
+            Err(error @ CrlError::Malformed(_)) => return Err(error),
+            Err(error) => errors.push(error),
         }
-        let (mut crls, mut errors) = (Vec::new(), Vec::new());
-        for (issuer, der) in parse_pairs(text)? {
-            match VerifiedCrl::verify(issuer, der, roots, domain) {
-                Ok(crl) => crls.push(crl),
-                Err(error @ CrlError::Malformed(_)) => return Err(error),
-                Err(error) => errors.push(error),
-            }
-        }
-        Ok((Self(crls), errors))
     }
-
-    /// Returns the CRLs with those that are newer in `received`.
-    #[must_use]
-    pub fn merged(&self, received: Self) -> Self {
-        let mut merged = self.clone();
-        for crl in received.0 {
-            match merged.0.iter_mut().find(|it| it.issuer == crl.issuer) {
-                Some(current) if current.number < crl.number => *current = crl,
-                Some(_) => {}
-                None => merged.0.push(crl),
-            }
-        }
-        // The oldest issuers come first. A root that was retired has none of the last rotations.
-        let surplus = merged.0.len().saturating_sub(MAX_CRLS);
-        merged.0.drain(..surplus);
-        merged
-    }
-
-    /// Whether the certificate with this serial number is revoked.
-    pub fn is_revoked(&self, serial: &str) -> bool {
-        self.0.iter().any(|crl| crl.serials.contains(serial))
-    }
-
-    /// Returns the serial numbers of the revoked certificates.
-    pub fn serials(&self) -> BTreeSet<String> {
-        let all = self.0.iter().flat_map(|crl| &crl.serials);
-        all.cloned().collect()
-    }
-
-    /// Returns the CRLs as PEM, each behind the certificate of its issuer.
-    pub(crate) fn to_pem(&self) -> String {
-        let crls = self.0.iter();
-        crls.map(|crl| encode(&crl.issuer, &crl.der)).collect()
-    }
+    Ok((revocations, errors))
 }
 
 /// Returns the CRLs of a text, each with the certificate before it.
@@ -187,38 +98,30 @@ fn parse_pairs(text: &str) -> Result<Vec<(CertificateDer<'static>, Vec<u8>)>, Cr
     Ok(pairs)
 }
 
-impl VerifiedCrl {
-    fn verify(
-        issuer: CertificateDer<'static>,
-        der: Vec<u8>,
-        roots: &[CertificateDer<'_>],
-        domain: &TrustDomain,
-    ) -> Result<Self, CrlError> {
-        if !is_gateway_issuer(&issuer, roots, domain)? {
-            return Err(CrlError::UnknownIssuer);
-        }
-        let (trailing, crl) = CertificateRevocationList::from_der(&der).map_err(malformed)?;
-        let (_, above) = X509Certificate::from_der(&issuer).map_err(malformed)?;
-        let is_of_issuer = crl.issuer().as_raw() == above.subject().as_raw();
-        if !is_of_issuer || crl.verify_signature(above.public_key()).is_err() {
-            return Err(CrlError::Signature);
-        }
-        // We write none. A critical one could restrict the list to a part of the certificates.
-        if !trailing.is_empty() || crl.extensions().iter().any(|extension| extension.critical) {
-            return Err(malformed("it has critical extensions, or bytes follow it"));
-        }
-        let number = crl.crl_number().map(u64::try_from);
-        let number = number.and_then(Result::ok);
-        let number = number.ok_or_else(|| malformed("its CRL number is missing or too large"))?;
-        let serials = crl.iter_revoked_certificates();
-        let serials = serials.map(|revoked| hex(revoked.raw_serial())).collect();
-        Ok(Self {
-            issuer,
-            der,
-            number,
-            serials,
-        })
+/// Verifies one CRL, and adds its revocations.
+fn verify(
+    (issuer, der): (&CertificateDer<'_>, &[u8]),
+    (roots, domain): (&[CertificateDer<'_>], &TrustDomain),
+    revocations: &mut GatewayRevocations,
+) -> Result<(), CrlError> {
+    if !is_gateway_issuer(issuer, roots, domain)? {
+        return Err(CrlError::UnknownIssuer);
     }
+    let (trailing, crl) = CertificateRevocationList::from_der(der).map_err(malformed)?;
+    let (_, above) = X509Certificate::from_der(issuer).map_err(malformed)?;
+    let is_of_issuer = crl.issuer().as_raw() == above.subject().as_raw();
+    if !is_of_issuer || crl.verify_signature(above.public_key()).is_err() {
+        return Err(CrlError::Signature);
+    }
+    // We write none. A critical one could restrict the list to a part of the certificates.
+    if !trailing.is_empty() || crl.extensions().iter().any(|extension| extension.critical) {
+        return Err(malformed("it has critical extensions, or bytes follow it"));
+    }
+    for revoked in crl.iter_revoked_certificates() {
+        let date = u64::try_from(revoked.revocation_date.timestamp()).unwrap_or_default();
+        revocations.insert(hex(revoked.raw_serial()), date);
+    }
+    Ok(())
 }
 
 /// Whether this is the certificate of an issuer of gateways below one of the roots, or a root that issues them itself.
@@ -247,7 +150,8 @@ fn is_gateway_issuer(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::{OpenMode, Store};
+    use crate::ca::Ca;
+    use crate::store::{OpenMode, RevokedGateways, Store};
 
     fn domain() -> TrustDomain {
         TrustDomain::parse("td").unwrap()
@@ -267,8 +171,8 @@ mod tests {
         ca.sign_crls(&revoked(serials)).unwrap().unwrap()
     }
 
-    fn verify(text: &str, ca: &Ca) -> Result<(GatewayCrls, Vec<CrlError>), CrlError> {
-        GatewayCrls::verify(text, &[ca.root().clone()], &domain())
+    fn verify(text: &str, ca: &Ca) -> Result<(GatewayRevocations, Vec<CrlError>), CrlError> {
+        verify_crls(text, &[ca.root().clone()], &domain())
     }
 
     #[test]
@@ -280,7 +184,6 @@ mod tests {
         assert_eq!(errors, []);
         assert!(list.is_revoked("40aabb") && list.is_revoked("41cc"));
         assert!(!list.is_revoked("40aa"));
-        assert_eq!(verify(&list.to_pem(), &ca).unwrap().0, list);
         // webpki reads the same list.
         let (_, der) = parse_pairs(&text).unwrap().remove(0);
         let read = webpki::OwnedCertRevocationList::from_der(&der).unwrap();
@@ -305,32 +208,10 @@ mod tests {
         let (ca, _) = ca.activate().unwrap();
         let text = crls(&ca, &["40aa"]);
         for root in [&old_root, ca.root()] {
-            let (list, errors) =
-                GatewayCrls::verify(&text, std::slice::from_ref(root), &domain()).unwrap();
-            assert_eq!((list.0.len(), errors), (1, vec![CrlError::UnknownIssuer]));
+            let (list, errors) = verify_crls(&text, std::slice::from_ref(root), &domain()).unwrap();
+            assert_eq!(errors, [CrlError::UnknownIssuer]);
             assert!(list.is_revoked("40aa"));
         }
-    }
-
-    #[test]
-    fn a_lower_number_changes_nothing() {
-        let ca = Ca::create(&domain()).unwrap();
-        let all = revoked(&["40aa", "40bb"]);
-        let mut fewer = all.clone();
-        fewer.0.remove("40aa");
-        let read = |list: &RevokedGateways| {
-            let text = ca.sign_crls(list).unwrap().unwrap();
-            verify(&text, &ca).unwrap().0
-        };
-        let (all, fewer) = (read(&all), read(&fewer));
-        assert_eq!(all.merged(fewer.clone()), all);
-        assert_eq!(fewer.merged(all.clone()), all);
-        let none = GatewayCrls::default();
-        assert_eq!(none.merged(fewer.clone()), fewer);
-        let other = Ca::create(&domain()).unwrap();
-        let (other, _) = verify(&crls(&other, &["40cc"]), &other).unwrap();
-        let both = all.merged(other);
-        assert!(both.is_revoked("40aa") && both.is_revoked("40cc"));
     }
 
     #[test]
@@ -342,7 +223,7 @@ mod tests {
         let (own, foreign) = (crls(&ca, &["40aa"]), crls(&other, &["40bb"]));
         let refused = |text: &str| {
             let (list, errors) = verify(text, &ca).unwrap();
-            assert_eq!(list, GatewayCrls::default());
+            assert_eq!(list, GatewayRevocations::default());
             errors
         };
         assert_eq!(refused(&foreign), [CrlError::UnknownIssuer]);
@@ -393,14 +274,18 @@ mod tests {
     fn the_longest_list_is_within_the_bound() {
         let before = Ca::create(&domain()).unwrap();
         let (ca, _) = before.prepare().unwrap();
-        let serials: Vec<_> = (0..256).map(|nth| format!("40{nth:030x}")).collect();
-        let folder = tempfile::tempdir().unwrap();
-        let store = Store::open(folder.path(), OpenMode::Create).unwrap();
-        for serial in &serials {
-            store.revoke_gateway(serial, "stolen").unwrap();
-        }
-        let list = store.revoked_gateways().unwrap();
+        let serial = |nth: usize| format!("40{nth:030x}");
+        let serials: Vec<_> = (0..256).map(serial).collect();
+        let serials: Vec<_> = serials.iter().map(String::as_str).collect();
+        let mut list = revoked(&serials);
+        // Gateways that share their state may have more together.
+        let mut newest = list.0[&serial(0)].clone();
+        newest.at += 1;
+        list.0.insert(serial(256), newest);
         let text = ca.sign_crls(&list).unwrap().unwrap();
         assert!(text.len() < MAX_CRL_TEXT, "{}", text.len());
+        let (sent, _) = verify(&text, &ca).unwrap();
+        assert_eq!(sent.serials().len(), 256);
+        assert!(sent.is_revoked(&serial(256)));
     }
 }

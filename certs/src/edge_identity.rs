@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::certificate::Certificate;
-use crate::crl::{CrlError, GatewayCrls};
 use crate::external::{self, ExternalIdentityError};
+use crate::gateway_revocations::GatewayRevocations;
 use crate::identity::{self, Identity};
 use crate::leaf::{LeafCertificate, LeafCertificateError};
 use crate::name::{NameError, NodeName, TrustDomain};
@@ -60,7 +60,7 @@ pub struct EdgeIdentity {
     /// Further addresses of gateways, from their hello.
     pub gateways: Vec<String>,
     /// Revocations of gateways' certificates that the edge has received. They are stored in a file of their own.
-    pub crls: GatewayCrls,
+    pub revoked_gateways: GatewayRevocations,
     /// Whether an external CA issues and renews the identity and provides the roots of the gateways.
     pub is_external: bool,
 }
@@ -108,7 +108,7 @@ impl EdgeIdentity {
             roots: external::parse_roots(roots_pem)?,
             trust_domain,
             gateways: Vec::new(),
-            crls: GatewayCrls::default(),
+            revoked_gateways: GatewayRevocations::default(),
             is_external: true,
         })
     }
@@ -119,21 +119,13 @@ impl EdgeIdentity {
             return TrustStore::external(&self.roots, &self.trust_domain);
         }
         let trust = TrustStore::from_roots(&self.roots, &self.trust_domain)?;
-        Ok(trust.with_revoked_gateways(self.crls.serials().into()))
-    }
-
-    /// Parses the CRLs that a gateway sends, and verifies them with the roots of this edge.
-    ///
-    /// # Errors
-    /// Those of [`GatewayCrls::verify`].
-    pub fn read_crls(&self, text: &str) -> Result<(GatewayCrls, Vec<CrlError>), CrlError> {
-        GatewayCrls::verify(text, &self.roots, &self.trust_domain)
+        Ok(trust.with_revoked_gateways(self.revoked_gateways.serials().into()))
     }
 
     /// Returns the serial number of the certificate that a gateway presented earlier, if it is revoked.
     pub fn revoked_serial(&self, gateway: &[CertificateDer<'_>]) -> Option<String> {
         let parsed = Certificate::parse(gateway.first()?).ok()?;
-        Some(parsed.serial_hex()).filter(|serial| self.crls.is_revoked(serial))
+        Some(parsed.serial_hex()).filter(|serial| self.revoked_gateways.is_revoked(serial))
     }
 
     /// Whether this edge still trusts a gateway that presented this chain earlier. The dates were checked at that time.
@@ -173,7 +165,7 @@ impl EdgeIdentity {
             roots,
             trust_domain,
             gateways: Vec::new(),
-            crls: GatewayCrls::default(),
+            revoked_gateways: GatewayRevocations::default(),
             is_external: false,
         })
     }

@@ -17,6 +17,7 @@ pub mod csr;
 pub mod leaf;
 
 pub mod crl;
+mod gateway_revocations;
 
 pub mod bearer_tokens;
 pub mod token;
@@ -42,9 +43,10 @@ pub use ca::{
 };
 pub use causeway_config::Secret;
 pub use certificate::Certificate;
-pub use crl::{CrlError, GatewayCrls, MAX_CRL_TEXT};
+pub use crl::{CrlError, MAX_CRL_TEXT, verify_crls};
 pub use csr::{CsrError, PrivateKey, VerifiedPublicKey};
 pub use edge_identity::EdgeIdentity;
+pub use gateway_revocations::GatewayRevocations;
 pub use heartbeat::{HeartbeatSignatureError, HeartbeatStatement};
 pub use identity::{Identity, IssuerPurpose};
 pub use kubernetes_ca::{ClusterCa, VerifiedNodeCertificate};

@@ -27,6 +27,7 @@ pub use file_owner::open_private;
 pub use nodes::{NodeRecord, NodeStore, NodeUpdate, Revocation, RevocationEntry};
 pub use pending_csr::{PendingCsr, Requested};
 pub use pins::{Pin, PinTable, Pins};
+pub(crate) use revoked_gateways::MAX_REVOKED;
 pub use revoked_gateways::{RevokedGateway, RevokedGateways, parse_serial};
 pub use shared_ca::{ImportOutcome, SharedCa};
 

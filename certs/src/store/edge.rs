@@ -4,6 +4,7 @@ use super::atomic_file::StoreError;
 use super::data_dir::Store;
 use super::pending_csr::Requested;
 use crate::edge_identity::{EdgeFile, EdgeIdentity};
+use crate::gateway_revocations::GatewayRevocations;
 use rustls_pki_types::UnixTime;
 use std::path::PathBuf;
 
@@ -13,7 +14,9 @@ const JOINED_BY_FILE: &str = "joined-by";
 /// File of the gateway addresses that an edge has received, if an external CA issues the edge's identity.
 const GATEWAYS_FILE: &str = "gateways.json";
 /// File of the revocations of gateways' certificates that an edge has received.
-const CRLS_FILE: &str = "gateway-crls.pem";
+const REVOCATIONS_FILE: &str = "gateway-revocations.json";
+/// New name of that file if it cannot be read.
+const DAMAGED_REVOCATIONS_FILE: &str = "gateway-revocations.damaged";
 /// Space that is reserved for an identity, in bytes: twice the size of one with two certificates, a key and some gateways.
 const RESERVED_EDGE_BYTES: usize = 8 * 1024;
 
@@ -25,19 +28,27 @@ impl Store {
         };
         let mut edge =
             EdgeIdentity::from_file(file).map_err(|error| self.dir.corrupt(EDGE_FILE, error))?;
-        if let Some(text) = self.dir.read(CRLS_FILE)? {
-            let read = edge.read_crls(&text);
-            // The root of a CRL may have been retired.
-            let (crls, _) = read.map_err(|error| self.dir.corrupt(CRLS_FILE, error))?;
-            edge.crls = crls;
-        }
+        edge.revoked_gateways = self.gateway_revocations();
         Ok(Some(edge))
     }
 
+    /// Returns the revocations of gateways' certificates that an edge has received. If the file cannot be read, it is set aside,
+    /// because the edge receives the revocations again from the next gateway.
+    pub fn gateway_revocations(&self) -> GatewayRevocations {
+        let stored = self.dir.read_json(REVOCATIONS_FILE);
+        let set_aside = |error: StoreError| {
+            let kept = self.dir.rename(REVOCATIONS_FILE, DAMAGED_REVOCATIONS_FILE);
+            let kept = kept.map(|_| DAMAGED_REVOCATIONS_FILE);
+            tracing::warn!(%error, ?kept, "the revocations of gateways cannot be read: the next gateway sends them again");
+            GatewayRevocations::default()
+        };
+        stored.map_or_else(set_aside, Option::unwrap_or_default)
+    }
+
     /// Stores the revocations of gateways' certificates that an edge has received.
-    pub fn save_crls(&self, edge: &EdgeIdentity) -> Result<(), StoreError> {
+    pub fn save_gateway_revocations(&self, all: &GatewayRevocations) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        self.dir.write(CRLS_FILE, &edge.crls.to_pem())
+        self.dir.write_json(REVOCATIONS_FILE, all)
     }
 
     /// Checks that an edge's identity can be stored, before a token is spent on it.

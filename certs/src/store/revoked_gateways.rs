@@ -17,7 +17,7 @@ pub(super) const REVOKED_GATEWAYS_FILE: &str = "revoked-gateways.json";
 /// behind.
 const RETENTION_SECS: u64 = 24 * 3600;
 /// Maximum number of revocations. Their CRLs fit into one message to an edge.
-const MAX_REVOKED: usize = 256;
+pub(crate) const MAX_REVOKED: usize = 256;
 /// Bits of a CRL number for the length of the list.
 const LENGTH_BITS: u32 = 16;
 

@@ -1,8 +1,8 @@
 use super::*;
 use crate::ca::IssuedCertificate;
 use crate::{
-    Ca, EdgeIdentity, GatewayCrls, NodeName, PrivateKey, RotationStep, TrustDomain,
-    VerifiedPublicKey,
+    Ca, EdgeIdentity, GatewayRevocations, NodeName, PrivateKey, RotationStep, TrustDomain,
+    VerifiedPublicKey, verify_crls,
 };
 use std::collections::BTreeMap;
 use std::fs;
@@ -57,24 +57,31 @@ fn a_ca_comes_back_after_a_restart_and_is_not_overwritten() {
 }
 
 #[test]
-fn an_edge_keeps_revocations_of_gateways_while_it_trusts_their_root() {
+fn an_edge_keeps_revocations_of_gateways() {
     let (_dir, store) = open();
-    let (own, next) = (ca(), ca());
+    let own = ca();
     store.revoke_gateway("40aa", "stolen").unwrap();
     let list = store.revoked_gateways().unwrap();
     let mut edge = edge(&own, "edge-1");
     let text = own.sign_crls(&list).unwrap().unwrap();
-    edge.crls = edge.read_crls(&text).unwrap().0;
+    let (revoked, _) = verify_crls(&text, &edge.roots, &edge.trust_domain).unwrap();
+    edge.revoked_gateways = revoked;
     store.save_edge(&edge).unwrap();
-    assert_eq!(store.edge().unwrap().unwrap().crls, GatewayCrls::default());
-    store.save_crls(&edge).unwrap();
-    assert!(store.edge().unwrap().unwrap().crls.is_revoked("40aa"));
-    edge.roots = vec![next.root().clone()];
+    let stored = || store.edge().unwrap().unwrap().revoked_gateways;
+    assert_eq!(stored(), GatewayRevocations::default());
+    store
+        .save_gateway_revocations(&edge.revoked_gateways)
+        .unwrap();
+    assert_eq!(stored(), edge.revoked_gateways);
+    assert!(stored().is_revoked("40aa"));
+    store.leave_edge().unwrap();
+    assert!(store.gateway_revocations().is_revoked("40aa"));
+    // A damaged file does not keep the edge from its start.
     store.save_edge(&edge).unwrap();
-    assert_eq!(store.edge().unwrap().unwrap().crls, GatewayCrls::default());
-    fs::write(store.dir.path("gateway-crls.pem"), "half of").unwrap();
-    let error = store.edge().unwrap_err().to_string();
-    assert!(error.contains("gateway-crls.pem is damaged"), "{error}");
+    fs::write(store.dir.path("gateway-revocations.json"), "half of").unwrap();
+    assert_eq!(stored(), GatewayRevocations::default());
+    let kept = store.dir.path("gateway-revocations.damaged");
+    assert_eq!(fs::read_to_string(kept).unwrap(), "half of");
 }
 
 #[test]

@@ -12,8 +12,9 @@ use super::{
     trust_store::{RevokedSerials, TrustStore},
 };
 use crate::{
-    certificate::Certificate, crl::GatewayCrls, crypto::provider, edge_identity::EdgeIdentity,
-    identity, leaf::LeafCertificate, pem, secret::Fingerprint,
+    certificate::Certificate, crypto::provider, edge_identity::EdgeIdentity,
+    gateway_revocations::GatewayRevocations, identity, leaf::LeafCertificate, pem,
+    secret::Fingerprint,
 };
 use rustls::{
     CertificateError, DigitallySignedStruct, Error, OtherError, SignatureScheme,
@@ -106,15 +107,15 @@ pub fn peer_client(
 /// Returns the configuration for joining by a token: without a certificate, and with the gateway recognised by the token's
 /// fingerprint. [`UnexpectedCa::find`] recognises its failure.
 pub fn join_client(root: Fingerprint) -> Result<Arc<ClientConfig>, TrustError> {
-    rejoin_client(root, &GatewayCrls::default())
+    rejoin_client(root, &GatewayRevocations::default())
 }
 
 /// Returns the configuration for joining by a token like [`join_client`], which refuses gateways with revoked certificates.
 pub fn rejoin_client(
     root: Fingerprint,
-    crls: &GatewayCrls,
+    revoked: &GatewayRevocations,
 ) -> Result<Arc<ClientConfig>, TrustError> {
-    let root_source = RootSource::Pinned(root, crls.serials().into());
+    let root_source = RootSource::Pinned(root, revoked.serials().into());
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])?
         .dangerous()
@@ -129,13 +130,13 @@ pub fn rejoin_client(
 pub fn csr_exchange_client(
     roots_pem: &str,
     node_certificate: &LeafCertificate,
-    crls: &GatewayCrls,
+    revoked: &GatewayRevocations,
 ) -> Result<Arc<ClientConfig>, TrustError> {
     let unusable = |error: &dyn StdError| TrustError::Root(error.to_string());
     let roots = pem::parse_certificates(roots_pem).map_err(TrustError::Root)?;
     let domain = EdgeIdentity::trust_domain_of(roots_pem).map_err(|error| unusable(&error))?;
     let trust = TrustStore::from_roots(&roots, &domain)?;
-    let root_source = RootSource::Root(trust.with_revoked_gateways(crls.serials().into()));
+    let root_source = RootSource::Root(trust.with_revoked_gateways(revoked.serials().into()));
     client_config(
         root_source,
         (node_certificate.chain().to_vec(), node_certificate),

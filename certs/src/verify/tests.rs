@@ -1,5 +1,6 @@
 use super::*;
 use crate::verify::roots::root_store;
+use crate::verify_crls;
 use crate::{
     Ca, Certificate, EdgeIdentity, Fingerprint, Identity, IssuerPurpose, LeafCertificate,
     ListenerName, NodeName, OpenMode, PrivateKey, Store, TrustDomain, VerifiedPublicKey,
@@ -379,18 +380,20 @@ fn a_revoked_gateway_is_refused_by_every_client_of_an_edge() {
     let tunnel = tunnel_server(stolen.resolver(), &world.trust, &world.tickets).unwrap();
     let join = join_server(stolen.resolver(), &world.trust, None).unwrap();
     dial(&tunnel_client(&edge).unwrap(), &tunnel, "gw").unwrap();
-    let (crls, errors) = edge.read_crls(&crls_against(&world, &stolen)).unwrap();
+    let text = crls_against(&world, &stolen);
+    let (revoked, errors) = verify_crls(&text, &edge.roots, &edge.trust_domain).unwrap();
     assert!(errors.is_empty());
-    edge.crls = crls;
+    edge.revoked_gateways = revoked;
     assert!(edge.revoked_serial(stolen.chain()).is_some());
     assert!(edge.revoked_serial(world.gateway().chain()).is_none());
     let root = world.ca.fingerprint();
     let clients = [
         (tunnel_client(&edge).unwrap(), &tunnel),
         (control_client(&edge).unwrap(), &join),
-        (rejoin_client(root, &edge.crls).unwrap(), &join),
+        (rejoin_client(root, &edge.revoked_gateways).unwrap(), &join),
         (
-            csr_exchange_client(&world.ca.bundle_pem(), &edge.leaf, &edge.crls).unwrap(),
+            csr_exchange_client(&world.ca.bundle_pem(), &edge.leaf, &edge.revoked_gateways)
+                .unwrap(),
             &join,
         ),
     ];

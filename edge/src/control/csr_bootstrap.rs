@@ -20,7 +20,7 @@ use super::{
 };
 use crate::config::Config;
 use causeway_certs::{
-    EdgeIdentity, GatewayCrls, LeafCertificate, NodeName, PendingCsr, PrivateKey, Requested,
+    EdgeIdentity, GatewayRevocations, LeafCertificate, NodeName, PendingCsr, PrivateKey, Requested,
     SignerProfile, Store, StoreError, verify::csr_exchange_client,
 };
 use causeway_rt::backoff::Backoff;
@@ -155,10 +155,8 @@ pub(crate) async fn submit_and_wait(
     let identity = if signer_profile.is_some() {
         let client_cert = LeafCertificate::load(&chain, key.key_pem().expose());
         let client_cert = client_cert.map_err(|error| unusable(&error))?;
-        // A damaged identity is replaced as well.
-        let stored = run_blocking(store, |store| Ok(store.edge().ok().flatten())).await?;
-        let crls = stored.map(|edge| edge.crls).unwrap_or_default();
-        exchange_certificate((&roots, &crls), &client_cert, (config, on_progress)).await?
+        let revoked = run_blocking(store, |store| Ok(store.gateway_revocations())).await?;
+        exchange_certificate((&roots, &revoked), &client_cert, (config, on_progress)).await?
     } else {
         let identity = EdgeIdentity::new(&roots, &chain, &key.key_pem());
         identity.map_err(|error| unusable(&error))?
@@ -208,13 +206,13 @@ async fn run_blocking<T: Send + 'static>(
 
 /// Exchanges the cluster's certificate for a certificate of the gateways' CA, with a new key.
 async fn exchange_certificate(
-    (roots, crls): (&str, &GatewayCrls),
+    (roots, revoked): (&str, &GatewayRevocations),
     client_cert: &LeafCertificate,
     (config, on_progress): (&Config, &ProgressFn<'_>),
 ) -> Result<EdgeIdentity, ConnectError> {
     let cluster_cert_error =
         |error: &dyn Display| unusable_error(&"the cluster's certificate", error);
-    let tls = csr_exchange_client(roots, client_cert, crls)
+    let tls = csr_exchange_client(roots, client_cert, revoked)
         .map_err(|error| cluster_cert_error(&error))?;
     let key = PrivateKey::generate().map_err(|error| cluster_cert_error(&error))?;
     let request = EnrolRequest::new(&key).map_err(|error| cluster_cert_error(&error))?;

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::config::Config;
 use causeway_certs::{
-    CsrError, EdgeIdentity, Fingerprint, GatewayCrls, JoinToken, PrivateKey, UnexpectedCa,
+    CsrError, EdgeIdentity, Fingerprint, GatewayRevocations, JoinToken, PrivateKey, UnexpectedCa,
     verify::rejoin_client,
 };
 use causeway_rt::backoff::Backoff;
@@ -88,7 +88,7 @@ impl EnrolError {
     }
 }
 
-/// Joins with `token` at one of the gateways of `config`.
+/// Joins with `token` at one of the gateways of `config`, and refuses gateways with `revoked` certificates.
 ///
 /// Returns only with an identity or a final error. Every other failure is tried again, and `on_progress` is called each time.
 /// Drop the future to stop.
@@ -97,14 +97,10 @@ impl EnrolError {
 /// If the gateway refuses the token or the node, or has another CA than the token names.
 pub(crate) async fn join(
     token: &JoinToken,
-    config: &Config,
+    (config, revoked): (&Config, &GatewayRevocations),
     on_progress: &ProgressFn<'_>,
 ) -> Result<EdgeIdentity, EnrolError> {
-    let request = JoinRequest::new(
-        token,
-        config.node.as_deref(),
-        (config, &GatewayCrls::default()),
-    )?;
+    let request = JoinRequest::new(token, config.node.as_deref(), (config, revoked))?;
     let mut backoff = Backoff::new(config.backoff.silent_max, config.backoff.refused_max);
     let mut unknown_tries = 0;
     let identity = loop {
@@ -150,7 +146,7 @@ pub(crate) enum NotJoined {
 }
 
 impl JoinRequest {
-    /// Creates a request for the node of this name, which refuses gateways with certificates that are revoked by `crls`. Without a
+    /// Creates a request for the node of this name, which refuses gateways with `revoked` certificates. Without a
     /// name, the token determines the node.
     ///
     /// # Errors
@@ -158,12 +154,12 @@ impl JoinRequest {
     pub(crate) fn new(
         token: &JoinToken,
         node: Option<&str>,
-        (config, crls): (&Config, &GatewayCrls),
+        (config, revoked): (&Config, &GatewayRevocations),
     ) -> Result<Self, EnrolError> {
         let key = PrivateKey::generate()?;
         Ok(Self {
             request: EnrolRequest::new(&key)?.with_token(token.text(), node),
-            connector: GatewayConnector::new(tls_config(token.root, crls)?, config),
+            connector: GatewayConnector::new(tls_config(token.root, revoked)?, config),
             expected_root: token.root,
             key,
         })
@@ -210,8 +206,12 @@ impl JoinRequest {
     }
 }
 
-fn tls_config(root: Fingerprint, crls: &GatewayCrls) -> Result<Arc<ClientConfig>, EnrolError> {
-    let config = rejoin_client(root, crls).map_err(|error| EnrolError::Tls(error.to_string()))?;
+fn tls_config(
+    root: Fingerprint,
+    revoked: &GatewayRevocations,
+) -> Result<Arc<ClientConfig>, EnrolError> {
+    let config =
+        rejoin_client(root, revoked).map_err(|error| EnrolError::Tls(error.to_string()))?;
     Ok(enrol_client::http1(&config))
 }
 

@@ -15,6 +15,7 @@ use std::{
     },
 };
 use tokio::{sync::watch, task::spawn_blocking};
+use tracing::warn;
 
 /// Identity of this edge. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -69,7 +70,8 @@ impl IdentityStore {
         &self.0.store
     }
 
-    /// Changes the identity, first on the disk and then in memory.
+    /// Changes the identity, first on the disk and then in memory. Revocations of gateways are in force even if they cannot be
+    /// stored.
     ///
     /// # Errors
     /// If the identity could not be stored. Nothing has changed then.
@@ -88,8 +90,12 @@ impl IdentityStore {
             if should_save && !is_released {
                 this.0.store.save_edge(&next)?;
             }
-            if next.crls != previous.crls && !is_released {
-                this.0.store.save_crls(&next)?;
+            let revoked = &next.revoked_gateways;
+            if *revoked != previous.revoked_gateways
+                && !is_released
+                && let Err(error) = this.0.store.save_gateway_revocations(revoked)
+            {
+                warn!(%error, "the revocations of gateways are in force until this edge restarts, because they cannot be stored");
             }
             this.set_current(next);
             Ok(())
@@ -114,8 +120,11 @@ impl IdentityStore {
                 return Ok(None);
             }
             let backup_path = this.0.store.replace_edge(&next, token.as_deref())?;
-            let crls = this.identity().crls;
-            this.set_current(EdgeIdentity { crls, ..next });
+            let revoked_gateways = this.identity().revoked_gateways;
+            this.set_current(EdgeIdentity {
+                revoked_gateways,
+                ..next
+            });
             Ok(backup_path)
         });
         replace_task.await.map_err(io::Error::from)?

@@ -141,7 +141,7 @@ impl<'a> Rejoin<'a> {
         let request = JoinRequest::new(
             &token,
             Some(old.node.as_str()),
-            (&self.context.config, &old.crls),
+            (&self.context.config, &old.revoked_gateways),
         );
         let request = request.map_err(|error| unusable(&error))?;
         let error = match request.send(&gateways).await {

@@ -85,8 +85,9 @@ async fn join(
     }
     // A token is used once, so it is not sent if the identity could not be stored.
     store.check_edge_space()?;
+    let revoked_gateways = store.gateway_revocations();
     let identity = if let Some(token) = &token {
-        enrol::join(token, config, on_progress).await?
+        enrol::join(token, (config, &revoked_gateways), on_progress).await?
     } else {
         let cluster = csr_client.ok_or(Error::NoCluster)?;
         csr_bootstrap::join(cluster, (config, store), on_progress).await
@@ -95,5 +96,8 @@ async fn join(
     if let Some(backup_path) = store.replace_edge(&identity, id)? {
         info!(kept = %backup_path.display(), "the old identity of this node is kept as a copy");
     }
-    Ok(identity)
+    Ok(EdgeIdentity {
+        revoked_gateways,
+        ..identity
+    })
 }

@@ -6,9 +6,7 @@
 use super::broadcast::announce;
 use crate::state::{Registry, registry::NewTunnel};
 use arc_swap::ArcSwapOption;
-use causeway_certs::{
-    Fingerprint, LiveCa, MAX_CRL_TEXT, RevokedGateways, RevokedSerials, Store, StoreError,
-};
+use causeway_certs::{Fingerprint, LiveCa, RevokedGateways, RevokedSerials, Store, StoreError};
 use causeway_tunnel::control_stream::GatewayMessage;
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -92,14 +90,6 @@ impl GatewayRevocation {
         let crls = crls.unwrap_or_else(|error| {
             tracing::error!(%error, "the CRLs of gateways cannot be signed: edges do not learn of revocations");
             None
-        });
-        let crls = crls.filter(|text| {
-            let fits = text.len() <= MAX_CRL_TEXT;
-            if !fits {
-                let (bytes, max) = (text.len(), MAX_CRL_TEXT);
-                tracing::error!(bytes, max, "the CRLs of gateways are too long for edges");
-            }
-            fits
         });
         inner.revoked.replace(next.serials().collect());
         inner.crls.store(crls.map(Arc::new));

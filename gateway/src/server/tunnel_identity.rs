@@ -35,6 +35,9 @@ use std::{
 };
 use tokio::{sync::watch, time::sleep};
 
+/// Time until the next attempt after a certificate could not be issued.
+const RENEWAL_RETRY: Duration = Duration::from_secs(10);
+
 /// Divisor of a certificate's lifetime. The renewal of an external certificate is late if less than this part remains. Vault's
 /// agent renews at a tenth.
 const LATE_DIVISOR: u64 = 20;
@@ -308,7 +311,9 @@ impl TunnelIdentity {
     }
 
     fn issue_certificate(&self, ca: &Ca) -> Result<LeafCertificate, CaError> {
-        ca.issue_gateway(&self.names.load(), GATEWAY_LIFETIME)
+        let leaf = ca.issue_gateway(&self.names.load(), GATEWAY_LIFETIME)?;
+        log_issued(&leaf);
+        Ok(leaf)
     }
 
     /// Returns the certificates of the tunnel port, presented and trusted.
@@ -371,9 +376,21 @@ impl TunnelIdentity {
                 Ok(leaf) => self.replace_certificate(leaf),
                 Err(error) => {
                     tracing::error!(%error, "the gateway's certificate cannot be renewed");
+                    sleep(RENEWAL_RETRY).await;
                 }
             }
         }
+    }
+}
+
+/// Logs the serial number of a new certificate, by which it can be revoked later (`causeway ca revoke-gateway`).
+fn log_issued(leaf: &LeafCertificate) {
+    let own = leaf.chain().first();
+    if let Some(own) = own.and_then(|own| Certificate::parse(own).ok()) {
+        tracing::info!(
+            serial = own.serial_hex(),
+            "issued a certificate for this gateway"
+        );
     }
 }
 

@@ -16,6 +16,7 @@ use crate::{
         identity_store::IdentityStore,
     },
 };
+use causeway_certs::verify_crls;
 use causeway_rt::socket::CountedIo;
 use causeway_tunnel::{
     RejectCode, TunnelEnd,
@@ -26,6 +27,7 @@ use causeway_tunnel::{
     io_observer::{IoObserver, ObservedIo},
     wire,
 };
+use rustls_pki_types::UnixTime;
 use std::{
     future::Future,
     io,
@@ -322,7 +324,7 @@ async fn install_roots(context: &TunnelContext, pem: &str) -> Result<(), String>
     Ok(())
 }
 
-/// Keeps these CRLs as far as they are valid and newer than those of before. They are on the disk before they are used.
+/// Adds the revocations in these CRLs, as far as they are valid, to those of before.
 pub(super) async fn update_crls(context: &TunnelContext, pem: &str) {
     if let Err(why) = install_crls(context, pem).await {
         warn!(
@@ -337,21 +339,24 @@ async fn install_crls(context: &TunnelContext, pem: &str) -> Result<(), String> 
     if current.is_external {
         return Err("the CA of the gateways is configured (identity.ca)".to_owned());
     }
-    let (received, errors) = current.read_crls(pem).map_err(|error| error.to_string())?;
+    let verified = verify_crls(pem, &current.roots, &current.trust_domain);
+    let (received, errors) = verified.map_err(|error| error.to_string())?;
     for error in errors {
         warn!(%error, "a revocation list that the gateway announced was ignored");
     }
-    if current.crls.merged(received.clone()) == current.crls {
-        debug!("the gateway announced no newer revocation list");
+    let now = UnixTime::now().as_secs();
+    let next = current.revoked_gateways.merged(received.clone(), now);
+    if next == current.revoked_gateways {
+        debug!("the gateway announced no further revocation");
         return Ok(());
     }
-    let update = context
-        .identity_store
-        .update(|identity| identity.crls = identity.crls.merged(received));
+    let update = context.identity_store.update(move |identity| {
+        identity.revoked_gateways = identity.revoked_gateways.merged(received, now);
+    });
     update.await.map_err(|error| error.to_string())?;
     // The new configuration of TLS resumes no earlier session.
     context.update_tls().map_err(|error| error.to_string())?;
-    let serials = context.identity_store.identity().crls.serials();
+    let serials = context.identity_store.identity().revoked_gateways.serials();
     warn!(
         ?serials,
         "certificates of gateways are revoked: this node does not connect to gateways that present them"

@@ -112,6 +112,6 @@ async fn revocations_that_are_not_valid_change_nothing() {
     let answer = answer.unwrap().unwrap();
     assert!(matches!(answer, EdgeMessage::Window { .. }), "{answer:?}");
     let store = Store::open(world.data.path(), OpenMode::Existing).unwrap();
-    let kept = store.edge().unwrap().unwrap().crls.serials();
+    let kept = store.edge().unwrap().unwrap().revoked_gateways.serials();
     assert_eq!(kept, ["40aa".to_owned(), "40bb".to_owned()].into());
 }

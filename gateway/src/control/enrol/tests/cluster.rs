@@ -6,7 +6,7 @@ use crate::{
     state::ClusterNode,
 };
 use causeway_certs::{
-    ClusterCa, EdgeIdentity, GatewayCrls, LeafCertificate, SignerProfile,
+    ClusterCa, EdgeIdentity, GatewayRevocations, LeafCertificate, SignerProfile,
     verify::{TicketSecret, csr_exchange_client},
 };
 use rcgen::{
@@ -63,7 +63,7 @@ fn subject(organization: Option<&str>, common: &str) -> DistinguishedName {
 }
 
 fn showing(world: &World, leaf: &LeafCertificate) -> Arc<ClientConfig> {
-    csr_exchange_client(&world.ca.bundle_pem(), leaf, &GatewayCrls::default()).unwrap()
+    csr_exchange_client(&world.ca.bundle_pem(), leaf, &GatewayRevocations::default()).unwrap()
 }
 
 async fn asks(counter: &Counter, path: &str, leaf: &LeafCertificate) -> Value {
