@@ -158,6 +158,7 @@ async fn a_node_whose_gateway_ends_goes_to_the_next_one() {
     let mut fleet = Load::start(&format!(
         "fleet --gateway {gateways} {identities} --skip {half} --nodes {half}"
     ));
+    fleet.event("ready").await;
     let up = fleet.event("up").await;
     assert_eq!(up["nodes"], half, "{up}");
     fleet.stop().await.last();
