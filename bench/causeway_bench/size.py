@@ -206,7 +206,7 @@ def sample(one: Gateway, observer: Gateway, nodes: int) -> list[Sample]:
     while time.monotonic() < end:
         tunnels = int(counted(one.admin, _TUNNELS))
         there = time.monotonic()
-        # The observer is sampled after the survivor, so the lag is rather too long than too short.
+        # The observer is sampled after the survivor, so it is never ahead of it.
         known = int(counted(observer.admin, _PEER_NODES))
         samples.append((there, tunnels, time.monotonic(), known))
         if tunnels >= nodes and known >= nodes:

@@ -191,14 +191,17 @@ impl<'a> CsrBacklog<'a> {
             return;
         }
         let outcomes = join_all(batch.iter().map(|request| self.try_process(request))).await;
-        let mut has_failed = false;
+        let has_failed = outcomes.iter().any(Result::is_err);
+        // Others wait at most for the shortest pause while some requests fail each time.
+        if outcomes.iter().any(Result::is_ok) {
+            self.backoff.reset();
+        }
         for (request, outcome) in batch.iter().zip(outcomes) {
             match outcome {
                 Ok(Outcome::Signed) => self.queue.mark_signed(request),
                 Ok(Outcome::HandledElsewhere) => {}
                 Ok(Outcome::Left(why)) => self.leave_pending(request, &why).await,
                 Err(why) => {
-                    has_failed = true;
                     self.controller.metrics.count_cluster_certificate("failed");
                     self.signing_log.log_failure(&why);
                     self.queue.requeue(request);
@@ -209,7 +212,6 @@ impl<'a> CsrBacklog<'a> {
             let pause = self.backoff.refused(None, rand::random());
             self.not_before = Some(Instant::now() + pause);
         } else {
-            self.backoff.reset();
             self.not_before = None;
             self.signing_log.log_recovery();
         }

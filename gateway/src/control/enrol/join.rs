@@ -18,7 +18,7 @@ use crate::{
 use axum::http::StatusCode;
 use causeway_certs::{
     JoinToken, Joining, NodeName, NodePattern, NodeStatus, RepeatCheck, RevocationEntry,
-    TokenRecord, TokenStore, VerifiedPublicKey,
+    TokenRecord, TokenRejected, TokenStore, VerifiedPublicKey,
 };
 use rustls::pki_types::UnixTime;
 use std::{
@@ -171,7 +171,10 @@ impl HandlerState {
         joins: Vec<PendingJoin>,
     ) -> Vec<(Applicant, TokenRecord)> {
         let (mut joins, unknown) = self.on_disk(joins, Self::refuse_invalid_tokens).await;
-        joins.extend(fetch_tokens(shared, unknown).await);
+        let fetched = fetch_tokens(shared, unknown).await;
+        let (fetched, unknown) = self.on_disk(fetched, Self::refuse_invalid_tokens).await;
+        refuse_all::<()>(unknown, &token_problem(&TokenRejected::Unknown));
+        joins.extend(fetched);
         let applicants = self.on_disk(joins, Self::check_joins).await;
         let applicants = self.fetch_new_nodes(shared, applicants).await;
         let uses: Vec<_> = applicants.iter().map(Applicant::joining).collect();
@@ -229,9 +232,7 @@ impl HandlerState {
             Ok(fetched) => fetched,
             Err(error) => return refuse_all(applicants, &unavailable_problem(&error)),
         };
-        if fetched.is_empty() {
-            return applicants;
-        }
+        // A synchronization may have taken over a node meanwhile.
         for record in fetched {
             self.enrolment.record_writer.add_stored(record);
         }
