@@ -13,8 +13,8 @@ use h2::FlowControl;
 use slab::Slab;
 use std::{
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering::Relaxed},
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -26,8 +26,11 @@ pub const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 /// The streams of one tunnel that can hold unread bytes.
 #[derive(Debug)]
 pub(crate) struct BufferedStreams {
+    this: Weak<Self>,
     streams: Mutex<Inner>,
     memory_budget: Arc<MemoryBudget>,
+    /// Whether the monitor of stalls checks these streams.
+    is_checked: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -77,7 +80,8 @@ impl BufferedStreams {
 
     /// Creates the list of a tunnel whose node has this budget.
     pub(crate) fn new(memory_budget: Arc<MemoryBudget>, node_budget: &NodeBudget) -> Arc<Self> {
-        let buffered_streams = Arc::new(Self {
+        Arc::new_cyclic(|this| Self {
+            this: this.clone(),
             streams: Mutex::new(Inner {
                 receivers: Slab::new(),
                 senders: Slab::new(),
@@ -86,20 +90,24 @@ impl BufferedStreams {
                 is_ended: false,
             }),
             memory_budget,
-        });
-        let source: Arc<dyn StallSource> = buffered_streams.clone();
-        buffered_streams
-            .memory_budget
-            .stall_monitor
-            .add(Arc::downgrade(&source));
-        buffered_streams
+            is_checked: AtomicBool::new(false),
+        })
+    }
+
+    fn notify_possible_stall(&self) {
+        self.memory_budget.stall_monitor.notify_possible_stall(self);
+    }
+
+    /// Records that bytes may have arrived since the last sample.
+    pub(crate) fn mark_changed(&self) {
+        self.memory_budget.stall_monitor.add(self);
     }
 
     /// Returns the bytes that all streams hold now. Queries each stream, so it is too costly for every poll.
     pub(crate) fn sample(&self, small_frames: &SmallFrames) -> BufferedBytes {
         let buffered = self.lock().sample(small_frames);
         if buffered.total > 0 {
-            self.memory_budget.stall_monitor.notify_possible_stall();
+            self.notify_possible_stall();
         }
         buffered
     }
@@ -110,6 +118,10 @@ impl BufferedStreams {
         let buffered = streams.sample(small_frames);
         streams.stalled_share.set(buffered.total);
         streams.is_ended = true;
+        drop(streams);
+        if buffered.total > 0 {
+            self.notify_possible_stall();
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -118,10 +130,12 @@ impl BufferedStreams {
 }
 
 impl StallSource for BufferedStreams {
-    fn collect_stalled(&self, now: Instant, found: &mut Vec<StalledStream>) {
+    fn collect_stalled(&self, now: Instant, found: &mut Vec<StalledStream>) -> bool {
         let mut streams = self.lock();
+        let mut has_waiting = false;
         for (_, stream) in &mut streams.receivers {
             let buffered = stream.flow.used_capacity();
+            has_waiting |= buffered > 0;
             let since = stream
                 .progress_mark
                 .update(buffered > 0, &stream.progress, now);
@@ -133,6 +147,7 @@ impl StallSource for BufferedStreams {
         }
         for (_, sender) in &mut streams.senders {
             let is_waiting = sender.progress.is_blocked();
+            has_waiting |= is_waiting;
             let since = sender
                 .progress_mark
                 .update(is_waiting, &sender.progress, now);
@@ -142,6 +157,15 @@ impl StallSource for BufferedStreams {
                 progress: sender.progress.clone(),
             }));
         }
+        has_waiting
+    }
+
+    fn is_checked(&self) -> &AtomicBool {
+        &self.is_checked
+    }
+
+    fn downgrade(&self) -> Weak<dyn StallSource> {
+        self.this.clone()
     }
 }
 
@@ -244,10 +268,7 @@ impl SenderEntry {
     /// Records that the sender waits.
     pub(crate) fn mark_blocked(&self) {
         self.progress.set_blocked(true);
-        self.buffered_streams
-            .memory_budget
-            .stall_monitor
-            .notify_possible_stall();
+        self.buffered_streams.notify_possible_stall();
     }
 
     pub(crate) fn progress(&self) -> &Progress {

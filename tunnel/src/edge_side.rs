@@ -294,6 +294,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
             if last_sample.elapsed() >= buffered::SAMPLE_INTERVAL {
                 *last_sample = Instant::now();
                 load.sample_buffered();
+            } else {
+                load.mark_buffered_changed();
             }
             accepted
         });

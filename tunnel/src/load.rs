@@ -186,6 +186,11 @@ impl TunnelLoad {
         self.buffered_streams.sample(&self.small_frames)
     }
 
+    /// Records that bytes may have arrived since the last sample.
+    pub(crate) fn mark_buffered_changed(&self) {
+        self.buffered_streams.mark_changed();
+    }
+
     /// Returns the counter of small frames.
     pub(crate) fn small_frames(&self) -> &Arc<SmallFrames> {
         &self.small_frames

@@ -6,7 +6,11 @@ use std::{
     fmt,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+        atomic::{
+            AtomicBool, AtomicUsize,
+            Ordering::{Relaxed, SeqCst},
+            fence,
+        },
     },
     task::{Context, Poll},
 };
@@ -126,14 +130,22 @@ pub(crate) struct StalledStream {
 
 /// Streams of a tunnel, some of which may be stalled.
 pub(crate) trait StallSource: fmt::Debug + Send + Sync {
-    /// Adds the stalled streams: bytes wait in them and did so at the last sample, and none has moved since.
-    fn collect_stalled(&self, now: Instant, out: &mut Vec<StalledStream>);
+    /// Adds the stalled streams: bytes wait in them and did so at the last check, and none has moved since. Returns whether bytes wait
+    /// in any stream.
+    fn collect_stalled(&self, now: Instant, found: &mut Vec<StalledStream>) -> bool;
+
+    /// Returns the mark of a source that the monitor checks.
+    fn is_checked(&self) -> &AtomicBool;
+
+    /// Returns a reference to this source for the monitor.
+    fn downgrade(&self) -> Weak<dyn StallSource>;
 }
 
 /// Streams of a process that may be stalled.
 #[derive(Debug, Default)]
 pub struct StallMonitor {
-    tunnels: Mutex<Vec<Weak<dyn StallSource>>>,
+    /// Sources in which bytes waited at the last check, or were reported since. All others are idle, and there may be thousands.
+    checked: Mutex<Vec<Weak<dyn StallSource>>>,
     /// Number of stalled streams at the last check.
     stalled_count: AtomicUsize,
     /// Whether the guard checks regularly and needs no wake-up.
@@ -142,19 +154,21 @@ pub struct StallMonitor {
 }
 
 impl StallMonitor {
-    /// Adds the streams of a tunnel, until they are dropped.
-    pub(crate) fn add(&self, tunnel: Weak<dyn StallSource>) {
-        let mut tunnels = self.tunnels();
-        if tunnels.len() == tunnels.capacity() {
-            tunnels.retain(|tunnel| tunnel.strong_count() > 0);
-        }
-        tunnels.push(tunnel);
-    }
-
-    /// Wakes the guard, because a stream may be stalled.
-    pub(crate) fn notify_possible_stall(&self) {
+    /// Reports that bytes wait in a stream of this source, and wakes the guard, because the stream may be stalled.
+    pub(crate) fn notify_possible_stall(&self, source: &dyn StallSource) {
+        self.add(source);
         if !self.is_checking.load(Relaxed) {
             self.stall_notify.notify_one();
+        }
+    }
+
+    /// Adds a source in which bytes may wait to those that the guard checks, whenever it checks.
+    pub(crate) fn add(&self, source: &dyn StallSource) {
+        // Either the guard sees the waiting bytes, or this function sees that the guard has removed the mark.
+        fence(SeqCst);
+        let is_checked = source.is_checked();
+        if !is_checked.load(Relaxed) && !is_checked.swap(true, Relaxed) {
+            self.checked().push(source.downgrade());
         }
     }
 
@@ -163,22 +177,29 @@ impl StallMonitor {
         self.stalled_count.load(Relaxed)
     }
 
-    /// Returns the streams that are stalled now, the longest stalled first.
+    /// Returns the streams that are stalled now, the longest stalled first. Sources without waiting bytes are checked again once they
+    /// report some.
     pub(crate) fn sample_stalled(&self, now: Instant) -> Vec<StalledStream> {
-        let mut tunnels = self.tunnels();
-        tunnels.retain(|tunnel| tunnel.strong_count() > 0);
-        let tunnels: Vec<_> = tunnels.iter().filter_map(Weak::upgrade).collect();
+        let mut sources = std::mem::take(&mut *self.checked());
         let mut stalled = Vec::new();
-        for tunnel in tunnels {
-            tunnel.collect_stalled(now, &mut stalled);
-        }
+        sources.retain(|source| {
+            let Some(source) = source.upgrade() else {
+                return false;
+            };
+            source.is_checked().store(false, Relaxed);
+            fence(SeqCst);
+            let has_waiting = source.collect_stalled(now, &mut stalled);
+            // The source may have reported bytes, and so have been added, in between.
+            has_waiting && !source.is_checked().swap(true, Relaxed)
+        });
+        self.checked().append(&mut sources);
         self.stalled_count.store(stalled.len(), Relaxed);
         stalled.sort_unstable_by_key(|stream| (stream.since, Reverse(stream.buffered)));
         stalled
     }
 
-    fn tunnels(&self) -> MutexGuard<'_, Vec<Weak<dyn StallSource>>> {
-        self.tunnels.lock().unwrap_or_else(PoisonError::into_inner)
+    fn checked(&self) -> MutexGuard<'_, Vec<Weak<dyn StallSource>>> {
+        self.checked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Wakes the guard if a stream is stalled.
@@ -186,5 +207,64 @@ impl StallMonitor {
         if !self.sample_stalled(Instant::now()).is_empty() {
             self.stall_notify.notify_one();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Source that counts its checks.
+    #[derive(Debug)]
+    struct Source {
+        this: Weak<Self>,
+        is_checked: AtomicBool,
+        has_waiting: AtomicBool,
+        checks: AtomicUsize,
+    }
+
+    impl StallSource for Source {
+        fn collect_stalled(&self, _: Instant, _: &mut Vec<StalledStream>) -> bool {
+            self.checks.fetch_add(1, Relaxed);
+            self.has_waiting.load(Relaxed)
+        }
+
+        fn is_checked(&self) -> &AtomicBool {
+            &self.is_checked
+        }
+
+        fn downgrade(&self) -> Weak<dyn StallSource> {
+            self.this.clone()
+        }
+    }
+
+    #[test]
+    fn a_source_is_checked_only_while_bytes_wait_in_it() {
+        let source = Arc::new_cyclic(|this| Source {
+            this: this.clone(),
+            is_checked: AtomicBool::new(false),
+            has_waiting: AtomicBool::new(true),
+            checks: AtomicUsize::new(0),
+        });
+        let monitor = StallMonitor::default();
+        let checks_of = |samples: usize| {
+            let before = source.checks.load(Relaxed);
+            for _ in 0..samples {
+                monitor.sample_stalled(Instant::now());
+            }
+            source.checks.load(Relaxed) - before
+        };
+        assert_eq!(checks_of(3), 0, "nothing was reported");
+        monitor.notify_possible_stall(&*source);
+        monitor.notify_possible_stall(&*source);
+        assert_eq!(checks_of(3), 3, "bytes wait");
+        source.has_waiting.store(false, Relaxed);
+        assert_eq!(checks_of(3), 1, "no bytes wait any more");
+        monitor.notify_possible_stall(&*source);
+        assert_eq!(checks_of(3), 1, "reported again");
+        monitor.notify_possible_stall(&*source);
+        drop(source);
+        assert!(monitor.sample_stalled(Instant::now()).is_empty());
+        assert!(monitor.checked().is_empty());
     }
 }
