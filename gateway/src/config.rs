@@ -248,6 +248,8 @@ pub struct Tunnel {
     /// Timeout of an edge's TLS handshake.
     #[serde(with = "DurationStr")]
     pub handshake_timeout: Duration,
+    /// Maximum number of connections that have not finished their TLS handshake. All edges of a gateway that fails connect at once. At the limit, the oldest connection that has not sent a whole `ClientHello` is closed for a new one. Such a connection takes about 1 KiB, or 7 KiB after its first byte.
+    pub max_handshakes: usize,
     /// Timeout of the answer to the hello.
     #[serde(with = "DurationStr")]
     pub hello_timeout: Duration,
@@ -281,6 +283,7 @@ impl Default for Tunnel {
             identity: None,
             // A handshake is two round trips; the slowest usable link has about 1 s each.
             handshake_timeout: Duration::from_secs(5),
+            max_handshakes: 16_384,
             hello_timeout: Duration::from_secs(5),
             // 5 + 5 + 5 s: both sides detect a lost connection within 15 s.
             ping_after: Duration::from_secs(5),

@@ -5,6 +5,7 @@
 //! changes threads. This is the only file that starts threads.
 
 use causeway_certs::NodeName;
+use causeway_rt::turns::Turns;
 use std::{
     collections::hash_map::DefaultHasher,
     hash::{Hash, Hasher},
@@ -19,12 +20,31 @@ use tokio_util::sync::CancellationToken;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WorkerId(pub usize);
 
+/// Number of TLS handshakes that a worker answers between two polls of any other task. Each takes about a third of a millisecond of CPU
+/// time.
+const HANDSHAKES_PER_TURN: usize = 8;
+
 /// All workers of a gateway. Dropping the last clone ends their threads.
 #[derive(Clone, Debug)]
 pub struct Workers {
-    runtimes: Arc<[Handle]>,
+    workers: Arc<[Worker]>,
     /// The threads; `None` if the only worker is the current runtime.
     threads: Option<Arc<WorkerThreads>>,
+}
+
+#[derive(Debug)]
+struct Worker {
+    runtime: Handle,
+    handshake_turns: Turns,
+}
+
+impl Worker {
+    fn new(runtime: Handle) -> Self {
+        Self {
+            runtime,
+            handshake_turns: Turns::new(HANDSHAKES_PER_TURN),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -44,14 +64,14 @@ impl Workers {
             count => count,
         };
         let stop = CancellationToken::new();
-        let mut runtimes = Vec::with_capacity(count);
+        let mut workers = Vec::with_capacity(count);
         let threads = WorkerThreads {
             stop: stop.clone(),
             threads: Mutex::default(),
         };
         for index in 0..count {
             let runtime = Builder::new_current_thread().enable_all().build()?;
-            runtimes.push(runtime.handle().clone());
+            workers.push(Worker::new(runtime.handle().clone()));
             let stop = stop.clone();
             let thread = std::thread::Builder::new()
                 .name(format!("worker-{index}"))
@@ -59,7 +79,7 @@ impl Workers {
             threads.all().push(thread);
         }
         Ok(Self {
-            runtimes: runtimes.into(),
+            workers: workers.into(),
             threads: Some(Arc::new(threads)),
         })
     }
@@ -67,7 +87,7 @@ impl Workers {
     /// Returns the current runtime as the only worker, for tests and for small embedders.
     pub fn on_current_runtime() -> Self {
         Self {
-            runtimes: Arc::new([Handle::current()]),
+            workers: Arc::new([Worker::new(Handle::current())]),
             threads: None,
         }
     }
@@ -84,18 +104,27 @@ impl Workers {
     pub fn worker_of(&self, node: &NodeName) -> WorkerId {
         let mut hasher = DefaultHasher::new();
         node.hash(&mut hasher);
-        let count = u64::try_from(self.runtimes.len()).unwrap_or(1);
+        let count = u64::try_from(self.workers.len()).unwrap_or(1);
         WorkerId(usize::try_from(hasher.finish() % count).unwrap_or(0))
     }
 
     /// Returns the runtime of a worker.
     pub fn runtime(&self, worker: WorkerId) -> &Handle {
-        &self.runtimes[worker.0 % self.runtimes.len()]
+        &self.worker(worker).runtime
+    }
+
+    /// Returns the turns of a worker's TLS handshakes, of edges and of clients.
+    pub fn handshake_turns(&self, worker: WorkerId) -> &Turns {
+        &self.worker(worker).handshake_turns
+    }
+
+    fn worker(&self, worker: WorkerId) -> &Worker {
+        &self.workers[worker.0 % self.workers.len()]
     }
 
     /// Returns all workers.
     pub fn all(&self) -> impl Iterator<Item = WorkerId> + use<> {
-        (0..self.runtimes.len()).map(WorkerId)
+        (0..self.workers.len()).map(WorkerId)
     }
 }
 

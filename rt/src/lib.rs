@@ -2,7 +2,7 @@
 //!
 //! `cache` is a bounded cache with a time to live for each entry and one fetch for all concurrent calls. `resolve` turns
 //! host names into addresses. `exposition` writes metrics as text, with those of the process. The other modules are needed
-//! by connections: tasks with an owner, sockets, listeners, limits, a client for one HTTP request, throttles of log lines.
+//! by connections: tasks with an owner, sockets, listeners, limits, turns, a client for one HTTP request, throttles of log lines.
 //! `descriptor_passing` passes open sockets to another process.
 
 pub mod backoff;
@@ -20,6 +20,7 @@ mod resolve;
 pub mod socket;
 pub mod task;
 pub mod tcp_memory;
+pub mod turns;
 
 pub use cache::{Cache, CachedValue};
 pub use exposition::Exposition;

@@ -140,6 +140,7 @@ impl Config {
             "tunnel",
             &[
                 ("memory", tunnel.memory),
+                ("max_handshakes", tunnel.max_handshakes),
                 ("max_streams_per_tunnel", tunnel.max_streams_per_tunnel),
             ],
         );

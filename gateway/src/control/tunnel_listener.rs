@@ -32,7 +32,8 @@ use causeway_rt::{
     connection_limit::{ConnectionLimit, Slot},
     lingering_close,
     listener::{self, BoundSocket},
-    socket::DetachedSocket,
+    log_throttle::LogThrottle,
+    socket::{DetachedSocket, set_tunnel_options},
     task::TaskGroup,
 };
 use causeway_tunnel::wire;
@@ -71,6 +72,8 @@ enum HandshakeError {
     Stopping,
     #[error("too many edges are connecting at the same time")]
     Full,
+    #[error("too many edges are connecting: this connection waited for its handshake for {0:?}")]
+    Overloaded(Duration),
     #[error(
         "the connection was closed before its first request to make room for another connection"
     )]
@@ -100,6 +103,7 @@ impl HandshakeError {
             Self::Stopping => return ("draining", false),
             // Eviction is counted and logged separately.
             Self::Evicted => return ("evicted", false),
+            Self::Overloaded(_) => return ("overloaded", false),
             Self::Full | Self::ApiCacheDenied(AccessDenied::Full) => return ("full", true),
             Self::ApiCacheDenied(AccessDenied::NotAdmitted(_)) => return ("not_admitted", true),
             Self::Tls(error) => tls_error(error),
@@ -125,6 +129,7 @@ struct HandshakeContext {
     tunnel_handshake_limit: ConnectionLimit,
     joining: ConnectionLimit,
     renewing: ConnectionLimit,
+    overload_throttle: Arc<LogThrottle>,
     stop: CancellationToken,
 }
 
@@ -199,6 +204,7 @@ impl TunnelListener {
             renewing: limit("renewing", self.limits.renewing),
             admission: Arc::new(self),
             handshaken_sender,
+            overload_throttle: Arc::default(),
             stop: stop.clone(),
         };
         let tasks = TaskGroup::new(&CancellationToken::new());
@@ -214,7 +220,8 @@ impl TunnelListener {
                     let worker = next.next().unwrap_or(WorkerId(0));
                     let span = info_span!("handshake", %from);
                     let runtime = context.admission.workers.runtime(worker);
-                    tasks.spawn_on(runtime, span, context.clone().handle_connection(slot, socket.detach(), from));
+                    let socket = (socket.detach(), worker);
+                    tasks.spawn_on(runtime, span, context.clone().handle_connection(slot, socket, from));
                 }
             }
         }
@@ -252,7 +259,7 @@ impl HandshakeContext {
     async fn handle_connection(
         self,
         slot: Slot,
-        socket: io::Result<DetachedSocket>,
+        socket: (io::Result<DetachedSocket>, WorkerId),
         from: SocketAddr,
     ) {
         let handshaken = match slot.run(pin!(self.finish_tls(&slot, socket, from))).await {
@@ -281,23 +288,37 @@ impl HandshakeContext {
     async fn finish_tls(
         &self,
         slot: &Slot,
-        socket: io::Result<DetachedSocket>,
+        (socket, worker): (io::Result<DetachedSocket>, WorkerId),
         from: SocketAddr,
     ) -> Result<Option<(AlpnProtocol, Io, Duration)>, HandshakeError> {
         let handshake_timeout = self.admission.settings.handshake_timeout;
         let tls = self.admission.tls.load_full();
+        // A peer that has waited for longer would end the handshake soon after its start, and so waste it.
+        let wait_limit = handshake_timeout / 2;
         let acquire_slot = async {
             let busy_guard = slot.busy();
-            (
-                busy_guard,
-                self.tunnel_handshake_limit.acquire(from.ip()).await,
-            )
+            let acquiring = self.tunnel_handshake_limit.acquire(from.ip());
+            match timeout(wait_limit, acquiring).await {
+                Ok(place) => Ok((busy_guard, place)),
+                Err(_) => Err(HandshakeError::Overloaded(wait_limit)),
+            }
         };
-        let socket = (socket, self.admission.peer_streams.is_some());
-        match timeout(handshake_timeout, tls.handshake(socket, acquire_slot)).await {
+        let turns = self.admission.workers.handshake_turns(worker);
+        let accepts_peers = self.admission.peer_streams.is_some();
+        let handshake = async {
+            let socket = socket?.attach()?;
+            if let Some(tcp) = socket.tcp() {
+                set_tunnel_options(tcp);
+                tcp.readable().await?;
+            }
+            // Boxed, so that a connection that is still silent takes little memory.
+            let socket = (socket, accepts_peers);
+            Box::pin(tls.handshake(socket, acquire_slot, turns)).await
+        };
+        match timeout(handshake_timeout, handshake).await {
             Ok(Ok(shaken)) => Ok(Some(shaken)),
             Ok(Err(TlsError { error, socket })) => {
-                self.report_failure(from, &error.into());
+                self.report_failure(from, &error);
                 // The lingering close lets the peer read the alert. The connection counts against the limit until then.
                 if let Some(socket) = socket {
                     lingering_close::close(socket).await;
@@ -319,7 +340,11 @@ impl HandshakeContext {
             warn!(peer = %from, ?alert, cause, "the peer ended the TLS handshake with an alert");
             return;
         }
-        if is_notable {
+        if let HandshakeError::Overloaded(_) = handshake_error {
+            if let Some(times) = self.overload_throttle.record() {
+                warn!(times, why = %handshake_error, "refused connections to the tunnel port; these edges dial again within 2 s");
+            }
+        } else if is_notable {
             warn!(peer = %from, why = %handshake_error, "refused a connection to the tunnel port");
             audit::log_rejected_edge("(unknown)", &from, word, handshake_error);
         } else {

@@ -42,8 +42,7 @@ pub struct TunnelPortLimits {
 impl Default for TunnelPortLimits {
     fn default() -> Self {
         Self {
-            // Equals the size of the kernel's accept queue; each task takes 7 KiB.
-            arriving: 4096,
+            arriving: config::Tunnel::default().max_handshakes,
             handshakes: 1024,
             joining: 256,
             renewing: 256,

@@ -27,7 +27,7 @@ use causeway_tunnel::{
 };
 use futures_util::FutureExt;
 use http::Request;
-use rustls::ClientConfig;
+use rustls::{ClientConfig, ClientConnection, pki_types::ServerName};
 use std::{sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -944,6 +944,29 @@ async fn begun_client_hellos_keep_no_edge_out() {
         tcp.write_all(&[22, 3, 1, 0, 200, 1]).await.unwrap();
         begun.push(tcp);
     }
+    let _tunnel = world.joined(&edge, "a", 0).await;
+}
+
+#[tokio::test]
+async fn a_connection_that_waits_too_long_for_its_handshake_is_refused() {
+    let world = World::with_places(TunnelPortLimits {
+        handshakes: 1,
+        ..FEW
+    });
+    let edge = world.enrolled("edge-1");
+    let config = verify::tunnel_client(&edge).unwrap();
+    let name = ServerName::from(world.address.ip());
+    let mut hello = Vec::new();
+    let mut stalled = ClientConnection::new(config.clone(), name).unwrap();
+    stalled.write_tls(&mut hello).unwrap();
+    let mut tcp = TcpStream::connect(world.address).await.unwrap();
+    tcp.write_all(&hello).await.unwrap();
+    // The gateway has answered, and waits for the end of the handshake.
+    tcp.read_u8().await.unwrap();
+    assert!(world.tls(config).await.is_err());
+    let refused = r#"handshakes_failed_total{listener="tunnel",why="overloaded"} 1"#;
+    world.until(|world| world.counted(refused)).await;
+    drop(tcp);
     let _tunnel = world.joined(&edge, "a", 0).await;
 }
 

@@ -1,19 +1,23 @@
 //! The tunnel port's TLS: the presented certificate, the trusted CAs, and the handshake.
 
+use super::HandshakeError;
 use crate::{control::heartbeat::VerifyEdgeFn, state::registry::EdgeCertificate};
 use arc_swap::ArcSwap;
 use causeway_certs::{
     ClusterCa, Identity, NodeName, PeerRejected, Purpose, TrustStore, VerifiedNodeCertificate,
     verify::{self, TicketSecret, TrustError, VerifiedPeer, verify_peer},
 };
-use causeway_rt::socket::{CountedIo, DetachedSocket, Socket, set_tunnel_options};
+use causeway_rt::{
+    socket::{CountedIo, Socket},
+    turns::Turns,
+};
 use causeway_tunnel::wire;
 use rustls::{
     AlertDescription as Alert, ServerConfig,
     pki_types::{CertificateDer, UnixTime},
     server::{ClientHello, ResolvesServerCert},
 };
-use std::{io, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 use tokio::time::Instant;
 use tokio_rustls::{LazyConfigAcceptor, server::TlsStream};
 
@@ -185,25 +189,23 @@ impl Tls {
     }
 
     /// Finishes TLS, and measures the time of its last flight, which is one round trip. Awaits `acquire_slot` once the
-    /// `ClientHello` has arrived, and keeps its result until the handshake is over. Other gateways are refused unless
-    /// `accepts_peers`.
+    /// `ClientHello` has arrived, keeps its result until the handshake is over, and answers when it is its turn. Other gateways are
+    /// refused unless `accepts_peers`.
     pub(super) async fn handshake<T>(
         &self,
-        (socket, accepts_peers): (io::Result<DetachedSocket>, bool),
-        acquire_slot: impl Future<Output = T>,
+        (socket, accepts_peers): (Socket, bool),
+        acquire_slot: impl Future<Output = Result<T, HandshakeError>>,
+        turns: &Turns,
     ) -> Result<(AlpnProtocol, Io, Duration), TlsError> {
-        let socket = socket?.attach()?;
-        if let Some(tcp) = socket.tcp() {
-            set_tunnel_options(tcp);
-        }
         let acceptor = rustls::server::Acceptor::default();
         let start = LazyConfigAcceptor::new(acceptor, CountedIo::new(socket)).await?;
         let (protocol, config) = self.select_config(&start.client_hello(), accepts_peers);
-        let _slot = acquire_slot.await;
+        let _slot = acquire_slot.await?;
         let flight_sent_at = Instant::now();
-        let handshaken = start.into_stream(config).into_fallible().await;
+        let handshaking = start.into_stream(config).into_fallible();
+        let handshaken = turns.run(handshaking).await;
         let mut io = handshaken.map_err(|(error, socket)| TlsError {
-            error,
+            error: error.into(),
             socket: Some(socket),
         })?;
         io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
@@ -258,15 +260,15 @@ pub(super) fn likely_cause(alert: Alert) -> Option<&'static str> {
 
 /// Error of a TLS handshake.
 pub(super) struct TlsError {
-    pub(super) error: io::Error,
+    pub(super) error: HandshakeError,
     /// Socket through which the peer can still receive the alert.
     pub(super) socket: Option<CountedIo<Socket>>,
 }
 
-impl From<io::Error> for TlsError {
-    fn from(error: io::Error) -> Self {
+impl<E: Into<HandshakeError>> From<E> for TlsError {
+    fn from(error: E) -> Self {
         Self {
-            error,
+            error: error.into(),
             socket: None,
         }
     }

@@ -250,7 +250,10 @@ impl ListenerConfig {
         hello: ClientHello,
         accepted: AcceptedSocket,
     ) {
-        let proxy = &self.proxies[worker.0];
+        let proxy = (
+            &self.proxies[worker.0],
+            self.workers.handshake_turns(worker),
+        );
         let Some(stream) = https::finish_handshake(proxy, hello, socket, &accepted).await else {
             return;
         };

@@ -61,8 +61,11 @@ pub(super) fn build_tunnel_listener(
         tls,
         record_writer,
         ca: base.ca.clone(),
+        limits: TunnelPortLimits {
+            arriving: settings.max_handshakes,
+            ..TunnelPortLimits::default()
+        },
         settings,
-        limits: TunnelPortLimits::default(),
         memory_budget: shared.limits.memory_budget().clone(),
         drain: config.timeouts.drain,
         advertised: advertised.clone(),

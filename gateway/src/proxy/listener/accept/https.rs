@@ -18,7 +18,7 @@ use causeway_certs::{
     Identity,
     verify::{PeerRejected, Purpose, none_revoked, verify_peer},
 };
-use causeway_rt::{lingering_close, socket::Socket};
+use causeway_rt::{lingering_close, socket::Socket, turns::Turns};
 use causeway_tunnel::wire;
 use rustls::{
     AlertDescription,
@@ -138,9 +138,9 @@ async fn refuse_name(mut socket: Socket) {
     }
 }
 
-/// Finishes the handshake. Returns `None` if it failed.
+/// Finishes the handshake, and answers when it is its turn. Returns `None` if it failed.
 pub(super) async fn finish_handshake(
-    proxy: &Proxy,
+    (proxy, turns): (&Proxy, &Turns),
     hello: ClientHello,
     socket: Socket,
     accepted_socket: &AcceptedSocket,
@@ -150,7 +150,8 @@ pub(super) async fn finish_handshake(
     drop(tls);
     let server_name = hello.server_name();
     let start = StartHandshake::from_parts(hello.accepted, socket);
-    match timeout_at(hello.deadline, start.into_stream(config).into_fallible()).await {
+    let handshake = turns.run(start.into_stream(config).into_fallible());
+    match timeout_at(hello.deadline, handshake).await {
         Ok(Ok(mut stream)) => {
             stream.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
             Some(stream)
