@@ -177,16 +177,33 @@ async fn readyz(State(app): State<AdminState>) -> (StatusCode, String) {
     (code, text)
 }
 
-async fn scrape(State(app): State<AdminState>, fields: HeaderMap) -> Response {
-    let edges = app.registry.all();
-    let round_trips = edges
-        .iter()
-        .map(|(_, edge)| edge.tunnel.tunnel.round_trip());
-    app.metrics.set_round_trips(round_trips.collect());
-    let suspect_tunnels = edges
-        .iter()
-        .filter(|(_, edge)| edge.tunnel.tunnel.is_suspect());
-    app.metrics.set_suspect_tunnels(suspect_tunnels.count());
+/// Runs work that visits each tunnel on a thread of its own. It takes milliseconds for thousands of tunnels, for which the requests
+/// of a worker would wait.
+async fn run_blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ProblemDetails> {
+    spawn_blocking(work).await.map_err(|error| {
+        let status = StatusCode::INTERNAL_SERVER_ERROR;
+        ProblemDetails::new(status, "internal", error.to_string())
+    })
+}
+
+async fn scrape(
+    State(app): State<AdminState>,
+    fields: HeaderMap,
+) -> Result<Response, ProblemDetails> {
+    run_blocking(move || encode_metrics(&app, &fields)).await
+}
+
+fn encode_metrics(app: &AdminState, fields: &HeaderMap) -> Response {
+    let mut round_trips = Vec::new();
+    let mut suspect_tunnels = 0;
+    app.registry.for_each_tunnel(|_, edge| {
+        round_trips.push(edge.tunnel.tunnel.round_trip());
+        suspect_tunnels += usize::from(edge.tunnel.tunnel.is_suspect());
+    });
+    app.metrics.set_round_trips(round_trips);
+    app.metrics.set_suspect_tunnels(suspect_tunnels);
     app.metrics.set_unread(
         app.memory_budget.bytes(),
         app.memory_budget.stall_monitor().stalled_count(),
@@ -210,12 +227,11 @@ async fn scrape(State(app): State<AdminState>, fields: HeaderMap) -> Response {
     (content, app.metrics.encode(format)).into_response()
 }
 
-async fn list_edges(State(app): State<AdminState>) -> Json<Vec<EdgeSummary>> {
-    Json(edges::list_edges(
-        &app.registry,
-        &app.nodes,
-        &pool_leaders(&app),
-    ))
+async fn list_edges(
+    State(app): State<AdminState>,
+) -> Result<Json<Vec<EdgeSummary>>, ProblemDetails> {
+    let list = move || edges::list_edges(&app.registry, &app.nodes, &pool_leaders(&app));
+    run_blocking(list).await.map(Json)
 }
 
 async fn other_gateways(State(app): State<AdminState>) -> Json<Vec<PeerSummary>> {

@@ -562,18 +562,18 @@ impl Registry {
     /// Returns all tunnels of all nodes. Locks one shard at a time.
     pub fn all(&self) -> Vec<(NodeName, TunnelInfo)> {
         let mut all = Vec::new();
+        self.for_each_tunnel(|node, edge| all.push((node.clone(), edge.clone())));
+        all
+    }
+
+    /// Calls a function with each tunnel. Locks one shard at a time, so the function must be short.
+    pub fn for_each_tunnel(&self, mut visit: impl FnMut(&NodeName, &TunnelInfo)) {
         for shard in self.shards.iter() {
             let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
             for (node, entry) in shard.iter() {
-                all.extend(
-                    entry
-                        .tunnels
-                        .iter()
-                        .map(|edge| (node.clone(), edge.clone())),
-                );
+                entry.tunnels.iter().for_each(|edge| visit(node, edge));
             }
         }
-        all
     }
 
     /// Returns the number of nodes with a tunnel. Locks one shard at a time.
