@@ -41,6 +41,7 @@ use causeway_certs::{DirLock, EdgeIdentity, Store, store::OpenMode, verify::tunn
 use causeway_rt::{listener, task::TaskGroup};
 use causeway_tunnel::buffered::MemoryBudget;
 use external_identity::{ApiCacheTls, Leaves};
+use futures_util::future::BoxFuture;
 use reload::{PolicyInputs, Reloadable, announced_ports_fn, serve_fn, sweep_idle_connections};
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
@@ -113,7 +114,16 @@ impl Edge {
     ///
     /// # Errors
     /// If the edge has no usable identity, or its configuration is not valid.
-    pub async fn open_with_csr(
+    // Boxed here, so that it is compiled once and not in each caller.
+    pub fn open_with_csr<'a>(
+        config: Config,
+        csr_client: Option<Arc<dyn CsrClient>>,
+        join_context: (&'a CancellationToken, &'a (dyn Fn(&str) + Send + Sync)),
+    ) -> BoxFuture<'a, Result<Self, Error>> {
+        Box::pin(Self::load(config, csr_client, join_context))
+    }
+
+    async fn load(
         config: Config,
         csr_client: Option<Arc<dyn CsrClient>>,
         join_context: (&CancellationToken, &(dyn Fn(&str) + Send + Sync)),
@@ -121,16 +131,7 @@ impl Edge {
         let store = Store::open(&config.data_dir, OpenMode::Create)?;
         let identity = match &config.identity {
             Some(files) => external_identity::load_with_gateways(files, &store)?,
-            // Boxed: enrolment is large, and most edges have enrolled before.
-            None => {
-                Box::pin(load_or_join(
-                    &config,
-                    &store,
-                    csr_client.as_deref(),
-                    join_context,
-                ))
-                .await?
-            }
+            None => load_or_join(&config, &store, csr_client.as_deref(), join_context).await?,
         };
         let certificate = identity.node.as_str();
         if let Some(configured) = &config.node
@@ -324,7 +325,12 @@ impl Bound {
     ///
     /// # Errors
     /// If TLS cannot be set up. Only `stop` ends a running edge.
-    pub async fn run(self, stop: CancellationToken) -> Result<(), Error> {
+    // Boxed here, so that it is compiled once and not in each caller.
+    pub fn run(self, stop: CancellationToken) -> BoxFuture<'static, Result<(), Error>> {
+        Box::pin(self.serve(stop))
+    }
+
+    async fn serve(self, stop: CancellationToken) -> Result<(), Error> {
         let Self {
             config,
             store,

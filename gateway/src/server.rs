@@ -58,6 +58,7 @@ use crate::{
 use causeway_certs::{HostName, Store};
 use causeway_rt::{listener, task::TaskGroup};
 use causeway_watch_cache::WatchCache;
+use futures_util::future::BoxFuture;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     runtime::Handle,
@@ -456,7 +457,12 @@ impl Bound {
 
     /// Serves until `stop` or until another process has taken over, then drains for at most the configured time. Returns when all
     /// connections have ended.
-    pub async fn run(mut self, stop: CancellationToken) -> RunEnd {
+    // Boxed here, so that it is compiled once and not in each caller.
+    pub fn run(self, stop: CancellationToken) -> BoxFuture<'static, RunEnd> {
+        Box::pin(self.serve(stop))
+    }
+
+    async fn serve(mut self, stop: CancellationToken) -> RunEnd {
         let taken_over = self.handover.take_over(&self.store, &self.reloader).await;
         let Ok(predecessor) = taken_over else {
             return RunEnd::NotHandedOver;
