@@ -129,7 +129,7 @@ impl ApiCacheServer {
     }
 
     /// Returns the leader of each pool that has an edge here.
-    pub(super) fn leaders(&self) -> std::collections::BTreeMap<String, NodeName> {
+    pub(crate) fn leaders(&self) -> std::collections::BTreeMap<String, NodeName> {
         self.leaders.get()
     }
 

@@ -5,7 +5,7 @@
 //! path, never queries another server, and accepts only queries.
 
 mod handler;
-mod holders;
+pub(crate) mod holders;
 mod names;
 mod tcp;
 mod udp;

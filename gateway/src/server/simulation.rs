@@ -10,6 +10,7 @@ mod checks;
 mod faults;
 mod hosts;
 mod requests;
+mod size;
 
 use checks::{check_requests, check_tables};
 use faults::FaultPlan;

@@ -10,7 +10,7 @@ use std::{net::IpAddr, sync::Arc};
 /// Returns the addresses of the gateways that have a tunnel of this node. If none has one, returns those of all gateways, which
 /// tell the client why. A gateway that drains or does not answer is left out. `own` are the addresses of this gateway, which also
 /// forwards requests to the gateways that state no address.
-pub(super) fn addresses(own: &[IpAddr], node: &NodeName, registry: &Registry) -> Vec<IpAddr> {
+pub(crate) fn addresses(own: &[IpAddr], node: &NodeName, registry: &Registry) -> Vec<IpAddr> {
     let directory = registry.directory();
     let is_own = registry.held_state(node) == Some(HeldState::Connected) && !registry.is_draining();
     let is_usable = |peer: &Arc<Peer>| !peer.is_draining() && !peer.is_suspect();
