@@ -26,8 +26,8 @@ from .usage import cpu_seconds, memory, peak
 _MIB = 1024 * 1024
 # Nodes of one process that runs light edges, each with a file.
 _NODES_OF_PROCESS = 10_000
-# Pause between two samples. A sample costs the gateways time, and the lag is below a second.
-_SAMPLE_SECONDS = 0.05
+# Pause between two samples. A sample costs the gateways some milliseconds, and the lag is below a second.
+_SAMPLE_SECONDS = 0.2
 _TUNNELS, _PEER_NODES = "causeway_gateway_tunnels", "causeway_gateway_peer_nodes"
 
 
@@ -94,14 +94,15 @@ class Bed:
         run([self.load, "mint", "--data-dir", str(data), "--nodes", str(nodes), "--out", str(out)], 300)
         return out
 
-    def fleets(self, gateways: list[Gateway], identities: Path, nodes: int) -> list[Process]:
+    def fleets(self, gateways: list[Gateway], identities: Path, nodes: int, *more: str) -> list[Process]:
         """Starts light edges in as many processes as their files require, and waits until all have a tunnel."""
         ports = ",".join(f"127.0.0.1:{gateway.tunnel}" for gateway in gateways)
         fleets = []
         for skip in range(0, nodes, _NODES_OF_PROCESS):
             count = min(_NODES_OF_PROCESS, nodes - skip)
             command = [self.load, "fleet", "--gateway", ports, "--identities", str(identities)]
-            fleets.append(self.spawn(f"fleet-{skip}", [*command, "--skip", str(skip), "--nodes", str(count)]))
+            command += ["--skip", str(skip), "--nodes", str(count), *more]
+            fleets.append(self.spawn(f"fleet-{skip}", command))
         wait_for("all edges are up", lambda: all(event(fleet.said(), "up") for fleet in fleets), fleets, 300)
         return fleets
 
@@ -169,7 +170,8 @@ def fleet(bed: Bed, asked: argparse.Namespace) -> dict[str, Any]:
     for gateway in gateways:
         gateway.start()
     one, two, observer = gateways
-    fleets = bed.fleets([one, two], identities, asked.nodes)
+    resume = ["--resume", "no"] if asked.full_handshakes else []
+    fleets = bed.fleets([one, two], identities, asked.nodes, *resume)
     ups = [event(fleet.said(), "up") or {} for fleet in fleets]
     wait_for("the observer knows all nodes", lambda: counted(observer.admin, _PEER_NODES) >= asked.nodes, [], 60)
     time.sleep(5)
@@ -258,6 +260,8 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2000, help="number of nodes (default: 2000)")
     parser.add_argument("--etcd", action="store_true",
                         help="with joins: the gateway shares its state by the etcd in KUBEBUILDER_ASSETS")  # fmt: skip
+    parser.add_argument("--full-handshakes", action="store_true",
+                        help="with fleet: edges resume no TLS sessions, as after the loss of the secret of session tickets")  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="keep the scratch folder, with all logs")
     asked = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="causeway-size."))
@@ -279,7 +283,6 @@ def main() -> int:
 
 _GATEWAY = """\
 data_dir: {data}
-workers: 1
 tunnel:
   listen: "127.0.0.1:{tunnel}"
   advertise: ["127.0.0.1:{tunnel}"]

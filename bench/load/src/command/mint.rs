@@ -57,6 +57,8 @@ pub(super) fn run(asked: &cli::Mint) -> anyhow::Result<()> {
         store.save_ca(&ca)?;
         ca
     };
+    // Gateways with a copy of this directory resume each other's sessions.
+    store.ticket_secret()?;
     let key = PrivateKey::generate()?;
     let csr = VerifiedPublicKey::verify(&key.request()?)?;
     let enrolled_at = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
@@ -111,6 +113,8 @@ fn write(path: &Path, text: &str) -> std::io::Result<()> {
 pub(super) struct Identity {
     /// The node's name.
     pub(super) node: Arc<str>,
+    /// Position in the file, from 0.
+    pub(super) number: u32,
     /// TLS with its certificate, and with tickets of its own.
     pub(super) tls: Arc<ClientConfig>,
 }
@@ -136,7 +140,7 @@ pub(super) fn read(
     let first = EdgeIdentity::new(&file.root, &first.certificate, &Secret::new(file.key))?;
     let base = verify::tunnel_client(&first)?;
     let key = &first.leaf.certified_key().key;
-    let identity = |entry: Entry| {
+    let identity = |(number, entry): (u32, Entry)| {
         let certificate = CertificateDer::from_pem_slice(entry.certificate.as_bytes())?;
         let mut tls = ClientConfig::clone(&base);
         let certified = CertifiedKey::new(vec![certificate], key.clone());
@@ -148,11 +152,12 @@ pub(super) fn read(
         };
         Ok(Identity {
             node: entry.node.into(),
+            number,
             tls: Arc::new(tls),
         })
     };
-    file.nodes
-        .into_iter()
+    (0..)
+        .zip(file.nodes)
         .skip(skip)
         .take(most)
         .map(identity)

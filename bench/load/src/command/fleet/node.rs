@@ -18,9 +18,9 @@ use causeway_tunnel::{
 use http::{HeaderValue, Response, header::CONTENT_LENGTH};
 use rustls::HandshakeKind;
 use rustls_pki_types::ServerName;
-use std::{io, pin::pin, sync::Arc, time::Duration};
+use std::{io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 use tokio::{
-    net::TcpStream,
+    net::{TcpSocket, TcpStream},
     time::{Instant, sleep, timeout},
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
@@ -46,6 +46,9 @@ pub(super) struct Node {
 /// Reason for the lack of a tunnel.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Failed {
+    /// Nothing listens at the address.
+    #[error("{0}")]
+    Absent(String),
     /// No answer; the node retries soon.
     #[error("{0}")]
     Silent(String),
@@ -82,14 +85,18 @@ impl Node {
                     self.fleet.roll.up();
                     let failed = standing.serve(&self.fleet).await;
                     self.fleet.roll.down();
+                    self.next_gateway += 1;
                     failed
                 }
                 Err(failed) => {
                     self.fleet.roll.failed(&failed);
+                    // An edge dials each address separately, so an address where nothing listens does not delay the others.
+                    if let Failed::Absent(_) = failed {
+                        self.next_gateway += 1;
+                    }
                     failed
                 }
             };
-            self.next_gateway += 1;
             sleep(pause(&failed, &mut backoff)).await;
         }
     }
@@ -110,9 +117,20 @@ impl Node {
 fn pause(failed: &Failed, backoff: &mut Backoff) -> Duration {
     let random = rand::random();
     match failed {
-        Failed::Silent(_) => backoff.silent(random),
+        Failed::Absent(_) | Failed::Silent(_) => backoff.silent(random),
         Failed::Refused(_, asked) => backoff.refused(*asked, random),
     }
+}
+
+/// Connects to a gateway. On loopback each node has an address of its own, as edges have, and so all ports. With one address for
+/// thousands of connections to one port, the kernel would search for a free port most of the time.
+async fn connect(gateway: SocketAddr, node: u32) -> io::Result<TcpStream> {
+    let socket = TcpSocket::new_v4()?;
+    if gateway.ip().is_loopback() {
+        let [.., high, middle, low] = node.to_be_bytes();
+        socket.bind(SocketAddr::from(([127, 1 + high, middle, low], 0)))?;
+    }
+    socket.connect(gateway).await
 }
 
 /// Performs TCP and TLS with the gateway of this number; returns the duration of the TLS handshake.
@@ -130,10 +148,13 @@ pub(super) async fn dial(
         };
         Failed::Silent(format!("{what}: {error}{hint}"))
     };
-    let tcp = timeout(TCP, TcpStream::connect(gateway))
+    let tcp = timeout(TCP, connect(gateway, identity.number))
         .await
         .map_err(|_| Failed::Silent("TCP: no answer in time".into()))?
-        .map_err(|error| silent("TCP", &error))?;
+        .map_err(|error| match error.kind() {
+            io::ErrorKind::ConnectionRefused => Failed::Absent(format!("TCP: {error}")),
+            _ => silent("TCP", &error),
+        })?;
     set_tunnel_options(&tcp);
     let name = ServerName::from(gateway.ip());
     let connector = TlsConnector::from(identity.tls.clone());
