@@ -71,6 +71,7 @@ mod app_faults;
 mod apps;
 mod apps_http2;
 mod audit;
+mod partitions;
 mod peers;
 mod pins;
 mod upstream;

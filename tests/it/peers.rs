@@ -129,7 +129,7 @@ impl Fleet {
     }
 }
 
-async fn peers_of(site: &GatewayProcess) -> Vec<Value> {
+pub(crate) async fn peers_of(site: &GatewayProcess) -> Vec<Value> {
     let url = format!("http://{}/api/v1/peers", site.admin);
     let answer = Tool::curl().args([url]).run().await.ok();
     answer.json().as_array().unwrap().clone()
@@ -145,7 +145,7 @@ async fn app() -> App {
     .await
 }
 
-async fn status(site: &GatewayProcess) -> ExitedProcess {
+pub(crate) async fn status(site: &GatewayProcess) -> ExitedProcess {
     causeway("status")
         .flag("--admin", &site.admin)
         .run()

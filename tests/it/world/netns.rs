@@ -311,6 +311,17 @@ impl Host<'_> {
             "delete element inet cut away {{ {} }}",
             self.address
         ));
+        self.accept_packets();
+    }
+
+    /// From now on no packet of the other host arrives. Packets to it still pass.
+    pub(crate) fn drop_packets_of(&self, other: &Host<'_>) {
+        let rule = format!("add rule inet cut in ip saddr {} drop", other.address);
+        self.space.nft(&rule);
+    }
+
+    /// Packets of all hosts arrive again.
+    pub(crate) fn accept_packets(&self) {
         self.space.nft("flush chain inet cut in");
     }
 

@@ -9,6 +9,7 @@ use crate::world::{
     Metrics,
     client::{Client, ListenerAddress},
     log::Log,
+    netns::Host,
     tool::Tool,
 };
 use rustls::pki_types::{CertificateDer, pem::PemObject};
@@ -59,20 +60,30 @@ impl GatewayProcess {
 
     /// The same with its tunnel port at an address other than loopback.
     pub(crate) async fn listening(tunnel: &str, configuration: &str) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let data = folder.path().join("gateway");
-        causeway("ca init")
-            .flag("--data-dir", &data)
-            .run()
-            .await
-            .ok();
-        causeway("client certificate --name alice")
-            .flag("--out", folder.path())
-            .flag("--data-dir", &data)
-            .run()
-            .await
-            .ok();
-        Self::of(folder, tunnel, configuration).await
+        Self::of(folder_with_ca().await, tunnel, configuration).await
+    }
+
+    /// A running gateway on a host of a network. Its admin listener has the host's address as well.
+    pub(crate) async fn on_host(host: &Host<'_>, port: u16, configuration: &str) -> Self {
+        Self::on_host_in(folder_with_ca().await, host, port, configuration).await
+    }
+
+    /// Another gateway on a host, with the present files of this one.
+    pub(crate) async fn replica_on_host(
+        &self,
+        host: &Host<'_>,
+        port: u16,
+        configuration: &str,
+    ) -> Self {
+        Self::on_host_in(self.copied_folder().await, host, port, configuration).await
+    }
+
+    async fn on_host_in(folder: TempDir, host: &Host<'_>, port: u16, configuration: &str) -> Self {
+        write(&folder, configuration);
+        let admin = format!("{}:0", host.address());
+        let tunnel = format!("{}:{port}", host.address());
+        let flags = ["--admin-listen", &admin];
+        Self::anew(folder, (host.causeway(), &flags), &tunnel).await
     }
 
     /// A running gateway in a folder with all needed files.
@@ -208,12 +219,17 @@ impl GatewayProcess {
         self.copy_at(tunnel, &[]).await
     }
 
-    async fn copy_at(&self, tunnel: &str, flags: &[&str]) -> Self {
+    async fn copied_folder(&self) -> TempDir {
         let folder = tempfile::tempdir().unwrap();
         let copied = Tool::new("cp")
             .args(["-a".into(), self.path("."), folder.path().to_owned()])
             .run();
         copied.await.ok();
+        folder
+    }
+
+    async fn copy_at(&self, tunnel: &str, flags: &[&str]) -> Self {
+        let folder = self.copied_folder().await;
         let configuration = folder.path().join("gateway.yaml");
         let text = fs::read_to_string(&configuration).unwrap();
         let (here, there) = (self.folder.path(), folder.path());
@@ -314,6 +330,19 @@ impl GatewayProcess {
             .args(["--connect-to", &to])
             .args([format!("https://{node}:{PORT}/{rest}")])
     }
+}
+
+/// Returns a folder with a CA and the certificate of the client `alice`.
+async fn folder_with_ca() -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("gateway");
+    let init = causeway("ca init").flag("--data-dir", &data);
+    init.run().await.ok();
+    let certificate = causeway("client certificate --name alice")
+        .flag("--out", folder.path())
+        .flag("--data-dir", &data);
+    certificate.run().await.ok();
+    folder
 }
 
 fn write(folder: &TempDir, configuration: &str) {
