@@ -181,6 +181,11 @@ impl Metrics {
         self.declared.peer_nodes.set(to_i64(nodes));
     }
 
+    /// Sets the longest time for which another gateway has not answered.
+    pub fn set_peer_lag(&self, lag: Duration) {
+        self.declared.peer_lag_seconds.set(lag.as_secs_f64());
+    }
+
     /// Counts a connection to an upstream.
     pub fn count_upstream_connection(&self, http2: bool) {
         let labels = [("http", if http2 { "2" } else { "1.1" })];

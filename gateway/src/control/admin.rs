@@ -215,6 +215,7 @@ fn encode_metrics(app: &AdminState, fields: &HeaderMap) -> Response {
         ("draining", draining),
     ];
     app.metrics.set_peers(by_state, nodes);
+    app.metrics.set_peer_lag(app.registry.directory().lag());
     app.certificates.update_metrics(&app.metrics);
     if let Some(api_cache) = &app.node_sync.api_cache {
         let stores = api_cache.watch_cache().stores().iter();

@@ -71,6 +71,9 @@ declare! {
     peers: Family<[Label; 1], Gauge>,
     /// Nodes that other gateways hold.
     peer_nodes: Gauge,
+    /// Longest time for which another gateway has not answered a probe, at the time of the scrape. What is known of its nodes may
+    /// be so old.
+    peer_lag_seconds: SecondsGauge,
     /// Times that a limit was reached.
     limits_reached: Family<[Label; 1], Counter>,
     /// Connections that were refused or evicted because a limit was reached, by limit.

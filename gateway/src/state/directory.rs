@@ -531,6 +531,13 @@ impl Directory {
         (by_state, peers.iter().map(|peer| peer.node_count()).sum())
     }
 
+    /// Returns the longest time for which a peer has not answered a probe.
+    pub fn lag(&self) -> Duration {
+        let peers = self.peers.load();
+        let lags = peers.iter().map(|peer| peer.control.unanswered_for());
+        lags.max().unwrap_or_default()
+    }
+
     fn change(&self) -> MutexGuard<'_, ()> {
         self.change_lock
             .lock()
