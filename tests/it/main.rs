@@ -80,6 +80,7 @@ mod stalled;
 
 mod idle;
 
+mod slow_peers;
 mod soak;
 
 mod hostile;

@@ -17,7 +17,6 @@ use crate::{
 };
 use futures_util::future::join_all;
 use serde_json::Value;
-use std::fs;
 
 /// Tunnel port of each gateway.
 const PORT: u16 = 10262;
@@ -58,7 +57,7 @@ impl<'a> Fleet<'a> {
         let first = GatewayProcess::on_host(&hosts[0], PORT, &configuration(&hosts[0])).await;
         for (node, _) in NODES {
             first.join(node, app.port()).await.stop().await.ok();
-            forget_gateways(&first, node);
+            first.forget_gateways(node);
         }
         let mut sites = vec![first];
         for host in &hosts[1..] {
@@ -199,14 +198,6 @@ impl<'a> Fleet<'a> {
         }
         open
     }
-}
-
-/// Removes the address of the gateway at which an edge has joined: it would connect to that gateway as well.
-fn forget_gateways(site: &GatewayProcess, node: &str) {
-    let path = site.edge_data(node).join("edge.json");
-    let mut identity: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    identity["gateways"] = Value::Array(Vec::new());
-    fs::write(path, identity.to_string()).unwrap();
 }
 
 /// Returns the address of the tunnel port of the gateway on a host.

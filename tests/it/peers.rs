@@ -33,7 +33,7 @@ fn address(number: usize) -> Ipv4Addr {
 }
 
 /// Returns a port that is free at all addresses of gateways.
-fn free_port() -> u16 {
+pub(crate) fn free_port() -> u16 {
     let socket = std::net::TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).unwrap();
     socket.local_addr().unwrap().port()
 }

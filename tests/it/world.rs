@@ -278,6 +278,14 @@ impl Metrics {
         series.sum()
     }
 
+    /// Returns the value of `causeway_gateway_NAME`, which has no labels.
+    pub(crate) fn seconds(&self, name: &str) -> f64 {
+        let series = format!("causeway_gateway_{name} ");
+        let mut lines = self.0.lines();
+        let value = lines.find_map(|line| line.strip_prefix(&series));
+        value.unwrap().parse().unwrap()
+    }
+
     /// Returns the number of streams of a listener that ended with this result.
     pub(crate) fn outcomes(&self, listener: &str, outcome: &str) -> u64 {
         self.sum(

@@ -4,7 +4,7 @@
 //! bytes.
 
 use super::gateway::loopback;
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{net::SocketAddr, ops::Range, sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{
@@ -24,6 +24,14 @@ enum Condition {
     Silent,
 }
 
+/// Delay of the bytes in each direction.
+#[derive(Clone, Debug)]
+struct Delay {
+    time: Duration,
+    /// Connections without delay, by the order in which they were opened.
+    exempt: Range<usize>,
+}
+
 /// Maximum number of parts of 64 KiB in flight in one direction: 16 MiB, more than a window.
 const UNDER_WAY: usize = 256;
 
@@ -32,6 +40,8 @@ pub(crate) struct Link {
     address: SocketAddr,
     condition: Arc<watch::Sender<Condition>>,
     cuts: Arc<watch::Sender<usize>>,
+    delay: watch::Sender<Delay>,
+    opened: watch::Receiver<usize>,
     _passing: JoinSet<()>,
 }
 
@@ -47,16 +57,26 @@ impl Link {
         let address = listener.local_addr().unwrap();
         let condition = Arc::new(watch::Sender::new(Condition::Passing));
         let cuts = Arc::new(watch::Sender::new(0));
+        let (delay, delays) = watch::channel(Delay {
+            time: delay,
+            exempt: 0..0,
+        });
+        let (count, opened) = watch::channel(0);
         let mut passing = JoinSet::new();
         let (conditions, severed) = (condition.clone(), cuts.clone());
         passing.spawn(async move {
             let mut connections = JoinSet::new();
-            loop {
+            for number in 0.. {
                 let (near, _) = listener.accept().await.unwrap();
+                count.send_replace(number + 1);
                 connections.spawn(connection(
                     near,
-                    (to, delay),
-                    conditions.clone(),
+                    to,
+                    Control {
+                        number,
+                        delays: delays.clone(),
+                        condition: conditions.subscribe(),
+                    },
                     severed.subscribe(),
                 ));
             }
@@ -65,6 +85,8 @@ impl Link {
             address,
             condition,
             cuts,
+            delay,
+            opened,
             _passing: passing,
         }
     }
@@ -79,6 +101,16 @@ impl Link {
         self.cuts.send_modify(|cuts| *cuts += 1);
     }
 
+    /// Returns the number of connections that were opened so far.
+    pub(crate) fn opened(&self) -> usize {
+        *self.opened.borrow()
+    }
+
+    /// Delays all bytes that arrive from now on, in each direction, except those of the connections with these numbers.
+    pub(crate) fn delay(&self, time: Duration, exempt: Range<usize>) {
+        self.delay.send_replace(Delay { time, exempt });
+    }
+
     /// Passes nothing from now on, without notice to either end.
     pub(crate) fn silence(&self) {
         self.condition.send_replace(Condition::Silent);
@@ -90,10 +122,32 @@ impl Link {
     }
 }
 
+/// State of the link, for one connection.
+#[derive(Clone)]
+struct Control {
+    number: usize,
+    delays: watch::Receiver<Delay>,
+    condition: watch::Receiver<Condition>,
+}
+
+impl Control {
+    /// Returns the time at which bytes that arrive now are delivered.
+    fn due(&self) -> Instant {
+        let delay = self.delays.borrow();
+        let is_exempt = delay.exempt.contains(&self.number);
+        Instant::now()
+            + if is_exempt {
+                Duration::ZERO
+            } else {
+                delay.time
+            }
+    }
+}
+
 async fn connection(
     near: TcpStream,
-    (to, delay): (SocketAddr, Duration),
-    condition: Arc<watch::Sender<Condition>>,
+    to: SocketAddr,
+    control: Control,
     mut cuts: watch::Receiver<usize>,
 ) {
     let Ok(far) = TcpStream::connect(to).await else {
@@ -105,27 +159,24 @@ async fn connection(
         _ = cuts.changed() => {}
         _ = async {
             tokio::join!(
-                pass(near_in, far_out, (condition.subscribe(), delay)),
-                pass(far_in, near_out, (condition.subscribe(), delay)),
+                pass(near_in, far_out, control.clone()),
+                pass(far_in, near_out, control.clone()),
             )
         } => {}
     }
 }
 
-async fn pass(
-    from: OwnedReadHalf,
-    to: OwnedWriteHalf,
-    (condition, delay): (watch::Receiver<Condition>, Duration),
-) {
+async fn pass(from: OwnedReadHalf, to: OwnedWriteHalf, control: Control) {
     let (send, under_way) = mpsc::channel(UNDER_WAY);
-    tokio::join!(take(from, send, delay), give(to, under_way, condition));
+    let condition = control.condition.clone();
+    tokio::join!(take(from, send, control), give(to, under_way, condition));
 }
 
 /// Takes the bytes that arrive, each with the time of its delivery at the other end.
-async fn take(mut from: OwnedReadHalf, send: mpsc::Sender<(Instant, Vec<u8>)>, delay: Duration) {
+async fn take(mut from: OwnedReadHalf, send: mpsc::Sender<(Instant, Vec<u8>)>, control: Control) {
     let mut buffer = vec![0; 64 << 10];
     while let Ok(length @ 1..) = from.read(&mut buffer).await {
-        let part = (Instant::now() + delay, buffer[..length].to_vec());
+        let part = (control.due(), buffer[..length].to_vec());
         if send.send(part).await.is_err() {
             return;
         }

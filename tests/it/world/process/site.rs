@@ -219,6 +219,11 @@ impl GatewayProcess {
         self.copy_at(tunnel, &[]).await
     }
 
+    /// Another gateway with the present files of this one, and another configuration.
+    pub(crate) async fn replica_with(&self, tunnel: &str, configuration: &str) -> Self {
+        Self::of(self.copied_folder().await, tunnel, configuration).await
+    }
+
     async fn copied_folder(&self) -> TempDir {
         let folder = tempfile::tempdir().unwrap();
         let copied = Tool::new("cp")
@@ -264,6 +269,15 @@ impl GatewayProcess {
     /// The data directory of a node's edge.
     pub(crate) fn edge_data(&self, node: &str) -> PathBuf {
         self.path(&format!("edge-of-{node}"))
+    }
+
+    /// Removes the address of this gateway from the files of an edge that has joined here. The edge would connect here as well.
+    pub(crate) fn forget_gateways(&self, node: &str) {
+        let path = self.edge_data(node).join("edge.json");
+        let text = fs::read(&path).unwrap();
+        let mut identity: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        identity["gateways"] = serde_json::Value::Array(Vec::new());
+        fs::write(path, identity.to_string()).unwrap();
     }
 
     /// A token of `token create` with these arguments.
