@@ -9,11 +9,7 @@ use crate::state::NodeUnavailable;
 use causeway_certs::NodeName;
 use causeway_tunnel::{RejectCode, StreamError};
 use http::StatusCode;
-use std::{
-    borrow::Cow,
-    fmt,
-    time::{Duration, SystemTime},
-};
+use std::{borrow::Cow, fmt, time::Duration};
 
 /// Cause of an error, for the log.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -368,28 +364,18 @@ impl Error {
                 "{node} is not connected and has not connected since this gateway started"
             )),
             NodeUnavailable::LastSeen {
-                ended_at: seen_at,
+                ended_at,
                 remote_address,
-            } => {
-                let elapsed = SystemTime::now()
-                    .duration_since(*seen_at)
-                    .unwrap_or_default();
-                Reason::NodeNotConnected.error(format!(
+            } => Reason::NodeNotConnected.error(format!(
                 "{node} is not connected; it was last seen at {}, {} s ago; its last tunnel came from {remote_address}",
-                humantime::format_rfc3339_seconds(*seen_at),
-                elapsed.as_secs()
-            ))
-            }
-            NodeUnavailable::LeftPeer { ended_at, gateway } => {
-                let elapsed = SystemTime::now()
-                    .duration_since(*ended_at)
-                    .unwrap_or_default();
-                Reason::NodeNotConnected.error(format!(
+                humantime::format_rfc3339_seconds(ended_at.wall_clock),
+                ended_at.elapsed().as_secs()
+            )),
+            NodeUnavailable::LeftPeer { ended_at, gateway } => Reason::NodeNotConnected.error(format!(
                 "{node} is not connected; it was last seen at {}, {} s ago, by the gateway at {gateway}",
-                humantime::format_rfc3339_seconds(*ended_at),
-                elapsed.as_secs()
-            ))
-            }
+                humantime::format_rfc3339_seconds(ended_at.wall_clock),
+                ended_at.elapsed().as_secs()
+            )),
             NodeUnavailable::Suspect {
                 remote_address: from,
             } => Reason::NodeNotConnected.error(format!(

@@ -65,6 +65,8 @@ const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
 const LINK_BUDGET_DIVISOR: usize = 4;
 /// Age of a connection at which a new one replaces it, long before the certificates expire.
 const MAX_AGE: Duration = Duration::from_hours(24);
+/// Minimum of this age, for a certificate that seems to have expired because the clock is wrong.
+const MIN_AGE: Duration = Duration::from_mins(1);
 /// Interval in which names are resolved until they could be resolved once.
 const FIRST_RESOLVE_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum delay between attempts to reach a gateway.
@@ -523,7 +525,7 @@ async fn wait_idle(tunnel: &Tunnel) {
 fn max_age(not_after: SystemTime) -> Duration {
     let validity = not_after.duration_since(SystemTime::now());
     let limit = MAX_AGE.min(validity.unwrap_or_default() / 2);
-    limit.mul_f64(rand::random_range(0.5..1.0))
+    limit.mul_f64(rand::random_range(0.5..1.0)).max(MIN_AGE)
 }
 
 /// Connection to another gateway on which HTTP/2 has begun.

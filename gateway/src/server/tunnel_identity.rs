@@ -37,6 +37,8 @@ use tokio::{sync::watch, time::sleep};
 
 /// Time until the next attempt after a certificate could not be issued.
 const RENEWAL_RETRY: Duration = Duration::from_secs(10);
+/// Interval at which the wall clock is checked. It may be corrected, and a timer does not advance while a machine is suspended.
+const CLOCK_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Divisor of a certificate's lifetime. The renewal of an external certificate is late if less than this part remains. Vault's
 /// agent renews at a tenth.
@@ -357,8 +359,22 @@ impl TunnelIdentity {
         }
     }
 
-    /// Issues a new certificate whenever half of the old one's lifetime has passed or the old one is revoked, or logs that an
-    /// external certificate was not renewed. Never ends.
+    /// Waits until half of the remaining validity of the certificate has passed by the wall clock.
+    async fn wait_half_expired(&self) {
+        let now = || UnixTime::now().as_secs();
+        let remaining = self.leaf.get().not_after().as_secs().saturating_sub(now());
+        let renews_at = now() + remaining / 2;
+        loop {
+            // First, so that renewals of a CA that expires do not follow one after the other.
+            sleep(CLOCK_CHECK_INTERVAL).await;
+            if now() >= renews_at {
+                return;
+            }
+        }
+    }
+
+    /// Issues a new certificate whenever half of the old one's lifetime has passed by any clock or the old one is revoked, or logs
+    /// that an external certificate was not renewed. Never ends.
     pub(super) async fn renew(self) {
         let mut changes = self.revocation.subscribe();
         loop {
@@ -368,6 +384,7 @@ impl TunnelIdentity {
             }
             tokio::select! {
                 () = sleep(GATEWAY_LIFETIME / 2) => {}
+                () = self.wait_half_expired() => {}
                 () = self.wait_revoked(&mut changes) => {
                     tracing::warn!("this gateway's certificate is revoked, and a new one replaces it");
                 }

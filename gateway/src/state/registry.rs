@@ -97,6 +97,29 @@ impl TunnelInfo {
     }
 }
 
+/// Time at which a node lost its last tunnel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EndTime {
+    /// The time by the wall clock, for people.
+    pub wall_clock: SystemTime,
+    /// The same for comparisons, because the wall clock may be corrected.
+    instant: Instant,
+}
+
+impl EndTime {
+    fn now() -> Self {
+        Self {
+            wall_clock: SystemTime::now(),
+            instant: Instant::now(),
+        }
+    }
+
+    /// Returns the duration since then.
+    pub fn elapsed(self) -> Duration {
+        self.instant.elapsed()
+    }
+}
+
 /// Reason why no tunnel of a node can be selected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NodeUnavailable {
@@ -105,14 +128,14 @@ pub enum NodeUnavailable {
     /// The node has no tunnel now; the end of its last one.
     LastSeen {
         /// Time at which its last tunnel ended.
-        ended_at: SystemTime,
+        ended_at: EndTime,
         /// Address from which the edge dialled that tunnel.
         remote_address: SocketAddr,
     },
     /// Another gateway had the node's last tunnel.
     LeftPeer {
         /// Time at which that gateway no longer held the node.
-        ended_at: SystemTime,
+        ended_at: EndTime,
         /// Address of that gateway.
         gateway: Arc<str>,
     },
@@ -164,9 +187,9 @@ struct NodeTunnels {
     tunnels: Vec<TunnelInfo>,
     /// Instances that were replaced while their successor is running, limited to the latest ones.
     superseded: VecDeque<String>,
-    last_seen: Option<(SystemTime, SocketAddr)>,
+    last_seen: Option<(EndTime, SocketAddr)>,
     /// Time at which the last other gateway no longer held the node, and the address of that gateway.
-    left_peer: Option<(SystemTime, Arc<str>)>,
+    left_peer: Option<(EndTime, Arc<str>)>,
     streams: Arc<AtomicUsize>,
     node_budget: Arc<NodeBudget>,
     /// Notifies requests that wait for a tunnel of this node.
@@ -282,8 +305,7 @@ impl Registry {
     /// Records that a peer no longer holds this node. Requests then wait for the node as after the loss of an own tunnel.
     pub fn record_left_peer(&self, node: &NodeName, gateway: &Arc<str>) {
         let mut shard = self.shard(node);
-        shard.entry(node.clone()).or_default().left_peer =
-            Some((SystemTime::now(), gateway.clone()));
+        shard.entry(node.clone()).or_default().left_peer = Some((EndTime::now(), gateway.clone()));
     }
 
     /// Returns the state of a node that this gateway holds.
@@ -382,7 +404,7 @@ impl Registry {
             return false;
         };
         let removed = entry.tunnels.remove(at);
-        entry.last_seen = Some((SystemTime::now(), removed.tunnel.remote_address));
+        entry.last_seen = Some((EndTime::now(), removed.tunnel.remote_address));
         if entry.tunnels.is_empty() {
             entry.superseded.clear();
         }
@@ -470,11 +492,8 @@ impl Registry {
             picked => return picked,
         };
         let offline_for = match unavailable {
-            NodeUnavailable::LastSeen { ended_at: seen, .. }
-            | NodeUnavailable::LeftPeer { ended_at: seen, .. } => seen
-                .elapsed()
-                .unwrap_or_default()
-                .min(self.started_at.elapsed()),
+            NodeUnavailable::LastSeen { ended_at, .. }
+            | NodeUnavailable::LeftPeer { ended_at, .. } => ended_at.elapsed(),
             NodeUnavailable::NeverSeen => self.started_at.elapsed(),
             NodeUnavailable::Draining => Duration::ZERO,
             NodeUnavailable::Suspect { .. } => return Err(unavailable),
@@ -554,7 +573,11 @@ impl Registry {
         node: &NodeName,
     ) -> (Vec<TunnelInfo>, Option<(SystemTime, SocketAddr)>) {
         match self.shard(node).get(node) {
-            Some(entry) => (entry.tunnels.clone(), entry.last_seen),
+            Some(entry) => {
+                let last_seen = entry.last_seen;
+                let last_seen = last_seen.map(|(end, address)| (end.wall_clock, address));
+                (entry.tunnels.clone(), last_seen)
+            }
             None => (Vec::new(), None),
         }
     }
@@ -699,10 +722,12 @@ impl NodeTunnels {
         }
         // A tunnel that has just ended stays registered until its session has noticed the end.
         let ended_tunnel = self.tunnels.last();
-        let ended = ended_tunnel.map(|edge| (SystemTime::now(), edge.tunnel.remote_address));
+        let ended = ended_tunnel.map(|edge| (EndTime::now(), edge.tunnel.remote_address));
         match (ended.or(self.last_seen), &self.left_peer) {
             (Some((seen, remote_address)), left_peer)
-                if left_peer.as_ref().is_none_or(|(left, _)| *left <= seen) =>
+                if left_peer
+                    .as_ref()
+                    .is_none_or(|(left, _)| left.instant <= seen.instant) =>
             {
                 NodeUnavailable::LastSeen {
                     ended_at: seen,

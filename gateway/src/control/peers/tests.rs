@@ -253,3 +253,8 @@ async fn a_peer_reports_about_a_limited_number_of_pools() {
     assert!(session.peer.set_pool("1".to_owned(), None));
     assert!(set("0"));
 }
+
+#[test]
+fn a_certificate_that_seems_expired_replaces_no_connection_at_once() {
+    assert!(max_age(SystemTime::UNIX_EPOCH) >= MIN_AGE);
+}

@@ -478,3 +478,28 @@ async fn a_request_waits_for_a_node_that_has_just_left_a_peer() {
     world.registry.wake_waiting(&name);
     assert_eq!(waits.await.unwrap().peer.unwrap().instance, "far");
 }
+
+/// The paused clock runs apart from the wall clock, as after a correction of the latter.
+#[tokio::test(start_paused = true)]
+async fn the_wait_for_a_node_does_not_depend_on_the_wall_clock() {
+    let (world, name, long) = (World::new(), node(), Duration::from_secs(5));
+    let (id, _) = world.register("a", 0).await.unwrap();
+    world.registry.unregister(&name, id);
+    for left in [false, true] {
+        if left {
+            let gateway = "near.test:1".into();
+            world.registry.record_left_peer(&name, &gateway);
+        }
+        tokio::time::advance(long).await;
+        let before = Instant::now();
+        let away = world.registry.select_tunnel_within(&name, long).await;
+        let away = away.unwrap_err();
+        assert_eq!(Instant::now(), before, "{away:?}");
+        let (NodeUnavailable::LastSeen { ended_at, .. }
+        | NodeUnavailable::LeftPeer { ended_at, .. }) = away
+        else {
+            panic!("{away:?}");
+        };
+        assert_eq!(ended_at.elapsed(), long);
+    }
+}
