@@ -171,10 +171,14 @@ impl ConnectError {
                      CA now, or another server answers at its address"
                 ))
             },
+            // The alert also stands for a certificate that is not valid yet.
+            TlsError::AlertReceived(Alert::CertificateExpired) => Self::not_accepted(
+                "the gateway does not accept this node's certificate (CertificateExpired): by the gateway's clock it has expired or is not valid yet; \
+                 check the clocks of both machines",
+            ),
             TlsError::AlertReceived(alert) if is_certificate_alert(*alert) => {
                 Self::not_accepted(format!(
-                    "the gateway does not accept this node's certificate ({alert:?}): it is revoked, expired, or of another \
-                     gateway's CA"
+                    "the gateway does not accept this node's certificate ({alert:?}): it is revoked, or of another gateway's CA"
                 ))
             }
             _ => Self::refused(format!("TLS with the gateway failed: {error}")),
@@ -376,6 +380,20 @@ mod tests {
         assert!(trouble.detail().contains("clock"), "{}", trouble.detail());
         assert!(
             trouble.is_refusal() && trouble.delay(&mut backoff(), 1.0) < Duration::from_secs(1)
+        );
+    }
+
+    #[test]
+    fn a_refusal_because_of_dates_names_the_clocks() {
+        let trouble = ConnectError::tls(&TlsError::AlertReceived(Alert::CertificateExpired));
+        assert!(
+            trouble
+                .detail()
+                .contains("check the clocks of both machines")
+        );
+        assert_eq!(
+            trouble.identity_refusal(),
+            Some(IdentityRefusal::NotAccepted)
         );
     }
 

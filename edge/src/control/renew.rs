@@ -28,13 +28,16 @@ use causeway_certs::{
     verify::{control_client, tunnel_client},
 };
 use causeway_rt::backoff::Backoff;
-use schedule::{CLOCK_CHECK_INTERVAL, RenewalSchedule, validity};
+use schedule::{CLOCK_CHECK_INTERVAL, RenewalSchedule, lifetime, validity};
 use std::{
     fmt::Display,
     sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
-use tokio::{sync::watch, time::sleep};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep, sleep_until},
+};
 use tracing::{info, warn};
 
 /// Minimum time between two renewals, however short the lifetime of the certificates is. Each costs the gateway a signature
@@ -57,12 +60,16 @@ pub(crate) async fn run(
     let mut renewal_requests = context.renewal_requests.subscribe();
     let mut refusals = context.rejoin.refusals.subscribe();
     let mut rejoin = Rejoin::new(&context, &identity_store);
+    let mut earliest = Instant::now();
     if context.rejoin.is_requested && !rejoin_on_request(&mut rejoin, context.backoff()).await {
         info!("--rejoin failed: keeping the current identity of this node");
     }
     loop {
         tokio::select! {
-            () = schedule.wait(SystemTime::now) => {
+            () = async {
+                sleep_until(earliest).await;
+                schedule.wait(SystemTime::now).await;
+            } => {
                 renew_until_success(&context, &identity_store, (&schedule, &mut rejoin)).await;
             }
             () = wait_for_renewal_request(&mut renewal_requests) => {
@@ -75,12 +82,17 @@ pub(crate) async fn run(
                 }
             }
         }
-        schedule = RenewalSchedule::for_identity(
-            &identity_store.identity(),
-            SystemTime::now(),
-            rand::random(),
-        );
+        let (identity, now) = (identity_store.identity(), SystemTime::now());
+        schedule = RenewalSchedule::for_identity(&identity, now, rand::random());
         schedule.publish(&context);
+        earliest = Instant::now();
+        if let Some(pause) = schedule.pause_after_issue(lifetime(&identity), now) {
+            earliest += pause;
+            warn!(
+                now = %humantime::format_rfc3339_seconds(now),
+                "the new certificate is due for renewal already, because this machine's clock is ahead of the gateway's; check the clock"
+            );
+        }
         info!(
             not_after = %humantime::format_rfc3339_seconds(schedule.not_after),
             "this node's certificate is renewed"

@@ -72,6 +72,16 @@ impl RenewalSchedule {
         }
     }
 
+    /// Returns the minimum time until the next renewal of a certificate that has just been issued with this lifetime, if its renewal
+    /// is due again by this machine's clock. That clock is ahead, and would cause one renewal after the other.
+    pub(super) fn pause_after_issue(
+        &self,
+        lifetime: Duration,
+        now: SystemTime,
+    ) -> Option<Duration> {
+        (self.renews_at <= now).then(|| (lifetime / 2).min(CLOCK_CHECK_INTERVAL))
+    }
+
     /// Returns the error to report. An expired certificate is never renewed later, whatever error the gateway returned.
     pub(in crate::control) fn error_to_report(
         &self,
@@ -91,12 +101,22 @@ impl RenewalSchedule {
     }
 }
 
-/// Returns the first and the last second of the certificate's validity.
-pub(super) fn validity(identity: &EdgeIdentity) -> (SystemTime, SystemTime) {
+fn certificate(identity: &EdgeIdentity) -> Certificate {
     let leaf = identity.leaf.chain().first();
     // The certificate was already parsed when the leaf was created.
     let leaf = leaf.and_then(|leaf| Certificate::parse(leaf).ok());
-    let leaf = leaf.unwrap_or_default();
+    leaf.unwrap_or_default()
+}
+
+/// Returns the time from the certificate's issue by its gateway to the end of its validity.
+pub(super) fn lifetime(identity: &EdgeIdentity) -> Duration {
+    let leaf = certificate(identity);
+    Duration::from_secs(leaf.not_after.saturating_sub(leaf.issued_at()))
+}
+
+/// Returns the first and the last second of the certificate's validity.
+pub(super) fn validity(identity: &EdgeIdentity) -> (SystemTime, SystemTime) {
+    let leaf = certificate(identity);
     let to_system_time = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
     (
         to_system_time(leaf.not_before),

@@ -137,6 +137,21 @@ async fn renewal_uses_the_wall_clock_and_follows_sleep_within_an_hour() {
 }
 
 #[test]
+fn a_clock_that_is_ahead_does_not_renew_again_and_again() {
+    let pause = |lifetime, ahead| {
+        let (issued, now) = (day(100), day(100) + ahead);
+        let schedule = RenewalSchedule::new(issued.max(now), issued + lifetime, 0.0);
+        schedule.pause_after_issue(lifetime, now)
+    };
+    for ahead in [ENDED, HOUR / 2] {
+        assert_eq!(pause(HOUR, ahead), None);
+    }
+    for (lifetime, ahead, expected) in [(HOUR, HOUR, HOUR / 2), (DAY, DAY * 2, HOUR)] {
+        assert_eq!(pause(lifetime, ahead), Some(expected));
+    }
+}
+
+#[test]
 fn an_expired_certificate_needs_a_token_despite_network_errors() {
     let schedule = RenewalSchedule::new(day(100), day(115), 0.0);
     let weighed = |now| schedule.error_to_report(ConnectError::silent("nobody there"), now);
