@@ -4,13 +4,13 @@
 
 use crate::world::{
     app::App,
+    clock::WallClock,
     netns::{HUB, Host, NEED, SharedNetwork},
-    process::{Causeway, GatewayProcess, OPEN, PATIENCE, Process, binary, causeway, program},
+    process::{Causeway, GatewayProcess, OPEN, PATIENCE, Process, causeway},
     tool::need,
 };
 use futures_util::future::join_all;
 use std::{
-    fs,
     net::{Ipv4Addr, SocketAddr},
     sync::{
         Arc, Mutex,
@@ -69,21 +69,12 @@ async fn a_clock_off_by_a_day_is_named_and_the_edge_recovers_with_it() {
         let app = App::saying("here").await;
         let site = GatewayProcess::open_to_all("127.0.0.1:0").await;
         site.join("edge-1", app.port()).await.stop().await.ok();
-        let clock = site.path("clock");
-        fs::write(&clock, wrong).unwrap();
-        // The edge reads the clock each time; it measures spans with another clock. The test does not use the program
-        // `faketime`: if it is killed it leaves a semaphore with the name of its pid behind, and fails later because of
-        // that.
-        let edge = program("env")
-            .args(["LD_PRELOAD=/usr/$LIB/faketime/libfaketimeMT.so.1"])
-            .args([format!("FAKETIME_TIMESTAMP_FILE={}", clock.display())])
-            .args(["FAKETIME_NO_CACHE=1", "FAKETIME_DONT_FAKE_MONOTONIC=1"])
-            .args([binary()]);
-        let mut edge = site.edge_of(edge, "edge-1", app.port()).start();
+        let clock = WallClock::new(wrong);
+        let mut edge = site.edge_of(clock.causeway(), "edge-1", app.port()).start();
         if named {
             edge.wait_for_line("check the clock").await;
             complains(&site, || causeway(""), "check the clock").await;
-            fs::write(&clock, "+0").unwrap();
+            clock.set("+0");
         }
         stands(&edge, 1).await;
         serves(&site).await;

@@ -111,6 +111,7 @@ mod links;
 mod operator;
 mod outages;
 
+mod clocks;
 mod clones;
 
 mod fleet;

@@ -7,6 +7,7 @@
 pub(crate) mod app;
 pub(crate) mod authority;
 pub(crate) mod client;
+pub(crate) mod clock;
 pub(crate) mod cluster;
 pub(crate) mod edge;
 pub(crate) mod etcd;

@@ -88,18 +88,18 @@ impl GatewayProcess {
 
     /// A running gateway in a folder with all needed files.
     pub(crate) async fn of(folder: TempDir, tunnel: &str, configuration: &str) -> Self {
+        Self::of_by(causeway(""), folder, tunnel, configuration).await
+    }
+
+    /// The same by `program`, which finally executes the binary.
+    pub(crate) async fn of_by(
+        program: Causeway,
+        folder: TempDir,
+        tunnel: &str,
+        configuration: &str,
+    ) -> Self {
         write(&folder, configuration);
-        let (gateway, [tunnel, admin, listener]) = {
-            let first = gateway(causeway(""), folder.path(), tunnel);
-            open(first).await
-        };
-        Self {
-            folder,
-            gateway,
-            tunnel,
-            admin,
-            listener,
-        }
+        Self::anew(folder, (program, &[]), tunnel).await
     }
 
     /// Returns the output of a gateway that fails to start in this folder.
@@ -224,7 +224,8 @@ impl GatewayProcess {
         Self::of(self.copied_folder().await, tunnel, configuration).await
     }
 
-    async fn copied_folder(&self) -> TempDir {
+    /// Returns a folder with the present files of this gateway.
+    pub(crate) async fn copied_folder(&self) -> TempDir {
         let folder = tempfile::tempdir().unwrap();
         let copied = Tool::new("cp")
             .args(["-a".into(), self.path("."), folder.path().to_owned()])
