@@ -51,8 +51,9 @@ use tracing::{error, info, warn};
 const MAX_BODY: usize = 16 * 1024;
 /// Maximum number of concurrent requests without a certificate: 4 MiB in total. Further ones wait for a permit.
 const MAX_UNAUTHENTICATED: usize = 256;
-/// Timeout of a request, which needs a signature and a few writes to the disk.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// Timeout of a request, which needs a signature and a few writes to the disk, and up to eight answers of the shared state, one after
+/// the other. An edge waits for 30 s.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// State of the enrolment service.
 #[derive(Debug)]
