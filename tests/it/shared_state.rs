@@ -5,24 +5,32 @@ use crate::world::{
     PATIENCE,
     app::App,
     etcd::Etcd,
-    process::{ExitedProcess, GatewayProcess, OPEN, causeway},
+    link::Link,
+    process::{ExitedProcess, GatewayProcess, OPEN, Output, causeway},
     tool::{Tool, need},
     until,
 };
 use futures_util::{StreamExt, stream};
 use serde_json::Value;
-use std::fs;
+use std::{fs, time::Duration};
 
 const URL: &str = "http://edge-1:9100/";
 
 /// Returns a gateway with an empty data directory, which gets the CA from etcd.
 async fn another(etcd: &Etcd) -> GatewayProcess {
+    another_with(&configuration(etcd, "/causeway/")).await
+}
+
+async fn another_with(configuration: &str) -> GatewayProcess {
     let folder = tempfile::tempdir().unwrap();
-    GatewayProcess::of(folder, "127.0.0.1:0", &configuration(etcd, "/causeway/")).await
+    GatewayProcess::of(folder, "127.0.0.1:0", configuration).await
 }
 
 fn configuration(etcd: &Etcd, prefix: &str) -> String {
-    let endpoint = etcd.url();
+    configuration_at(&etcd.url(), prefix)
+}
+
+fn configuration_at(endpoint: &str, prefix: &str) -> String {
     format!("{OPEN}\nstate: {{ etcd: {{ endpoints: [\"{endpoint}\"], prefix: {prefix} }} }}")
 }
 
@@ -150,6 +158,111 @@ async fn without_etcd_edges_stay_and_what_cannot_be_decided_is_refused() {
     until_ready(&one).await;
     edge.kill().await;
     joining.kill().await;
+}
+
+#[tokio::test]
+async fn a_slow_etcd_delays_decisions_and_one_that_is_too_slow_refuses_them() {
+    need!("etcd");
+    let (etcd, app) = (Etcd::start().await, App::saying("it").await);
+    let link = Link::to(etcd.address()).await;
+    let configuration = configuration_at(&format!("http://{}", link.address()), "/causeway/");
+    let one = GatewayProcess::with_listeners(&configuration).await;
+    let two = another_with(&configuration).await;
+    until_ready(&one).await;
+    until_ready(&two).await;
+    let edge = one.join("edge-1", app.port()).await;
+    let tokens = [
+        one.token("--node edge-2").await,
+        one.token("--node edge-3").await,
+    ];
+
+    // Each answer takes two seconds.
+    link.delay(Duration::from_secs(1), 0..0);
+    let joining = two.edge("edge-2", app.port());
+    let mut joined = joining.flag("--join", &tokens[0]).start();
+    joined.wait_for_line("tunnel registered").await;
+    until_known(&one, "edge-2", "away").await;
+    let revoked = order(&two, "node revoke edge-2 --reason stolen").await;
+    revoked.ok();
+    until_known(&one, "edge-2", "revoked").await;
+    assert_eq!(one.nobody().get(URL).await.status, 200);
+    until_ready(&one).await;
+
+    // No answer comes in time.
+    link.delay(Duration::from_secs(4), 0..0);
+    let joining = two.edge("edge-3", app.port());
+    let joining = joining.env("CAUSEWAY_BACKOFF_REFUSED_MAX", "1s");
+    let mut joined = joining.flag("--join", &tokens[1]).start();
+    joined
+        .wait_for_line("the shared state of the gateways cannot be reached")
+        .await;
+    let revoked = order(&two, "node revoke edge-2 --reason lost").await;
+    revoked.failed(&["the other gateways have not received it yet"]);
+    until("the gateway reports that etcd is too slow", async || {
+        let fault = "fault: the shared state cannot be synchronized";
+        readyz(&two).await.contains(fault)
+    })
+    .await;
+    assert!(readyz(&two).await.starts_with("ready\n"));
+    assert_eq!(one.nobody().get(URL).await.status, 200);
+
+    link.delay(Duration::ZERO, 0..0);
+    joined.wait_for_line("tunnel registered").await;
+    until_ready(&two).await;
+    until_known(&one, "edge-3", "away").await;
+    edge.kill().await;
+}
+
+#[tokio::test]
+async fn an_etcd_that_is_restored_from_a_backup_undoes_no_decision() {
+    need!("etcd");
+    let (mut etcd, app) = (Etcd::start().await, App::saying("it").await);
+    let one = GatewayProcess::with_listeners(&configuration(&etcd, "/causeway/")).await;
+    let two = another(&etcd).await;
+    until_ready(&one).await;
+    until_ready(&two).await;
+    let revoked = one.join("edge-1", app.port()).await;
+    let removed = one.join("edge-2", app.port()).await;
+    let token = one.token("--node edge-3").await;
+    until_known(&two, "edge-2", "away").await;
+    until("the token is in etcd", async || {
+        let listed = order(&two, "token list").await.ok();
+        listed.stdout.contains("edge-3")
+    })
+    .await;
+    let backup = etcd.stop_and_copy().await;
+    etcd.start_again().await;
+
+    order(&two, "node revoke edge-1 --reason stolen").await.ok();
+    until_known(&one, "edge-1", "revoked").await;
+    order(&two, "node remove edge-2").await.ok();
+    let is_gone = async |site: &GatewayProcess| site.node("edge-2").await["state"].is_null();
+    until("the node is removed", async || is_gone(&one).await).await;
+    let edge = one.edge("edge-3", app.port()).flag("--join", &token);
+    let mut joined = edge.start();
+    joined.wait_for_line("tunnel registered").await;
+    until_known(&two, "edge-3", "away").await;
+
+    etcd.restore(&backup).await;
+    // A gateway without files sees what the others have stored again.
+    let third = another(&etcd).await;
+    until_ready(&third).await;
+    for site in [&one, &two, &third] {
+        until_known(site, "edge-1", "revoked").await;
+        until("the node stays removed", async || is_gone(site).await).await;
+        until_ready(site).await;
+        let thief = site.edge("thief", app.port()).flag("--join", &token);
+        let refused = thief.run().await;
+        refused.failed(&["the join token was already used"]);
+    }
+    until_known(&third, "edge-3", "away").await;
+    assert_eq!(one.nobody().get("http://edge-3:9100/").await.status, 200);
+    for edge in [revoked, removed] {
+        assert_eq!(edge.written().count("tunnel registered"), 1);
+    }
+    let logs = [one.gateway.written(), two.gateway.written()];
+    let is_noticed = |log: &Output| log.count("it was restored from a backup") == 1;
+    assert!(logs.iter().any(is_noticed), "{logs:#?}");
 }
 
 /// Returns the revision of etcd, which counts the writes of all clients.

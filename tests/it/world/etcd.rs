@@ -1,7 +1,10 @@
 //! A real etcd of one member, on loopback, without TLS. The tests of the engine have one with TLS.
 
 use super::{tool::Running, tool::Tool, until};
-use std::net::{Ipv4Addr, TcpListener};
+use std::{
+    fs,
+    net::{Ipv4Addr, SocketAddr, TcpListener},
+};
 use tempfile::TempDir;
 use tokio::net::TcpStream;
 
@@ -33,6 +36,31 @@ impl Etcd {
         self.server = None;
     }
 
+    /// Kills it, waits for its end, and returns a copy of its data.
+    pub(crate) async fn stop_and_copy(&mut self) -> TempDir {
+        self.stop();
+        until("etcd has ended", async || !self.is_open().await).await;
+        let copy = tempfile::tempdir().unwrap();
+        copy_data(&self.folder, &copy).await;
+        copy
+    }
+
+    /// Replaces its data by a copy, and starts it.
+    pub(crate) async fn restore(&mut self, copy: &TempDir) {
+        self.stop_and_copy().await;
+        fs::remove_dir_all(self.folder.path().join("data")).unwrap();
+        copy_data(copy, &self.folder).await;
+        self.start_again().await;
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        SocketAddr::from((Ipv4Addr::LOCALHOST, self.port))
+    }
+
+    async fn is_open(&self) -> bool {
+        TcpStream::connect(self.address()).await.is_ok()
+    }
+
     /// Starts it with its data, at the same port.
     pub(crate) async fn start_again(&mut self) {
         let url = self.url();
@@ -55,11 +83,12 @@ impl Etcd {
             .args(["--initial-cluster", "default=http://127.0.0.1:1"])
             .args(["--heartbeat-interval", "20", "--election-timeout", "200"]);
         self.server = Some(etcd.start());
-        let is_open = async || {
-            TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))
-                .await
-                .is_ok()
-        };
-        until("etcd listens", is_open).await;
+        until("etcd listens", async || self.is_open().await).await;
     }
+}
+
+async fn copy_data(from: &TempDir, to: &TempDir) {
+    let data = from.path().join("data");
+    let copy = Tool::new("cp").args(["-a".as_ref(), data.as_os_str(), to.path().as_os_str()]);
+    copy.run().await.ok();
 }
