@@ -545,11 +545,13 @@ impl LeaderAssigner {
             } else {
                 current
             };
-            let message = GatewayMessage::Pool(with_own_member(&saying.members, reader));
             // An edge whose send buffer is full receives the message at the next check.
-            if edge.tunnel.control.try_send(Box::new(message)).is_ok() {
-                self.last_by_tunnel.insert(edge.id, saying.clone());
-            }
+            let Ok(permit) = edge.tunnel.control.try_reserve() else {
+                continue;
+            };
+            let message = GatewayMessage::Pool(with_own_member(&saying.members, reader));
+            permit.send(Box::new(message));
+            self.last_by_tunnel.insert(edge.id, saying.clone());
         }
     }
 }

@@ -24,7 +24,7 @@ use causeway_rt::{socket::CountedIo, task::TaskGroup};
 use causeway_tunnel::{
     Tunnel,
     buffered::MemoryBudget,
-    control_stream::EdgeHello,
+    control_stream::{EdgeHello, GatewayMessage},
     edge_side::{self, EdgeSideConfig},
     gateway_side::{self, GatewaySideConfig},
 };
@@ -100,8 +100,9 @@ struct Gateway {
     registry: Registry,
     nodes: NodesWriter,
     api_cache: ApiCacheServer,
-    /// Tunnel of all nodes.
+    /// Tunnel of all nodes, and the queue of their control messages.
     tunnel: Tunnel,
+    control: mpsc::Sender<Box<GatewayMessage>>,
     feed: NodeFeed,
     /// Tasks of the gateway, which end with it.
     tasks: Arc<TaskGroup>,
@@ -281,6 +282,10 @@ impl Gateway {
             };
             (node(number), record)
         }));
+        let (control, mut messages) = mpsc::channel(1024);
+        edges.spawn(debug_span!("control"), async move {
+            while messages.recv().await.is_some() {}
+        });
         let rules = config::ApiCache::default();
         let ca = Ca::create(&TrustDomain::parse("test").unwrap()).unwrap();
         Self {
@@ -288,6 +293,7 @@ impl Gateway {
             api_cache: ApiCacheServer::new(&rules, &records.reader(), &Metrics::new()),
             nodes: records,
             tunnel: tunnel(edges).await,
+            control,
             feed: NodeFeed {
                 registry: registry.clone(),
                 instance: number.to_string(),
@@ -351,7 +357,7 @@ impl Gateway {
             remote_address: (Ipv4Addr::LOCALHOST, 1).into(),
             certificate: EdgeCertificate::default(),
             roots: Arc::default(),
-            control: mpsc::channel(1).0,
+            control: self.control.clone(),
             taken_over: CancellationToken::new(),
         };
         self.registry.register(&node(number), new_tunnel).unwrap();
