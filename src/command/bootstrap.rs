@@ -159,6 +159,7 @@ mod tests {
             pool: None,
             labels: std::collections::BTreeMap::new(),
             enrolled_at: 0,
+            order: None,
             serial: "1".into(),
             root: None,
             not_after: None,

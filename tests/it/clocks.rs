@@ -6,6 +6,7 @@ use crate::{
     world::{
         app::App,
         clock::WallClock,
+        etcd::Etcd,
         process::{Causeway, GatewayProcess, OPEN, Process, causeway},
         tool::need,
         until,
@@ -197,4 +198,47 @@ async fn an_edge_whose_clock_is_ahead_renews_once_and_names_the_clock() {
     assert_eq!(renewed, 1);
     let answer = site.nobody().get(URL).await;
     assert_eq!(answer.text(), "here");
+}
+
+/// The record of a node in the shared state has the time of its enrolment.
+#[tokio::test]
+async fn a_node_that_joined_under_a_wrong_clock_can_join_again() {
+    need!("faketime", "etcd", "curl");
+    let (etcd, clock) = (Etcd::start().await, WallClock::new("+2d"));
+    let app = App::saying("here").await;
+    let endpoint = etcd.url();
+    let configuration = format!("{OPEN}\nstate: {{ etcd: {{ endpoints: [\"{endpoint}\"] }} }}");
+    let folder = folder_with_old_ca().await;
+    let right = GatewayProcess::of(folder, "127.0.0.1:0", &configuration).await;
+    let folder = tempfile::tempdir().unwrap();
+    let wrong = GatewayProcess::of_by(clock.causeway(), folder, "127.0.0.1:0", &configuration);
+    let wrong = Box::pin(wrong).await;
+    let expired = right.token("--node edge-1").await;
+    let token = right.token("--node edge-1 --ttl 7d").await;
+    let refused = wrong.edge("edge-1", app.port()).flag("--join", expired);
+    refused
+        .run()
+        .await
+        .failed(&["the join token expired", "correct the clock"]);
+    let edge = |site: &GatewayProcess| edge_at(site, wrong.edge_data("edge-1"), &app);
+    let mut joined = edge(&wrong).flag("--join", &token).start();
+    joined.wait_for_line("tunnel registered").await;
+    joined.stop().await.ok();
+
+    let mut refused = edge(&right).start();
+    refused
+        .wait_for_line("check the clocks of both machines")
+        .await;
+    refused.stop().await.ok();
+    clock.set("+0");
+    let token = right.token("--node edge-1").await;
+    let rejoin = edge(&right).args(["--rejoin", "--join", &token]);
+    let mut rejoined = rejoin.start();
+    rejoined.wait_for_line("tunnel registered").await;
+    assert_eq!(right.nobody().get(URL).await.text(), "here");
+    rejoined.stop().await.ok();
+    let mut elsewhere = edge(&wrong).start();
+    elsewhere.wait_for_line("tunnel registered").await;
+    let served = async || wrong.nobody().get(URL).await.status == 200;
+    until("the node is served there as well", served).await;
 }

@@ -77,6 +77,7 @@ fn join(data: &Path) {
         pool: None,
         labels: BTreeMap::new(),
         enrolled_at: 1,
+        order: None,
         serial: "01".into(),
         root: None,
         not_after: None,

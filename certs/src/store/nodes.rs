@@ -33,6 +33,10 @@ pub struct NodeRecord {
     pub labels: BTreeMap<String, String>,
     /// Time of the last enrolment, in Unix seconds. Earlier certificates of the node are no longer accepted.
     pub enrolled_at: u64,
+    /// Order of the last enrolment among all enrolments of the node, if the time is not: an earlier enrolment has a later time, because
+    /// the clock of its gateway was ahead.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub order: Option<u64>,
     /// Serial number of the node's certificate, in hexadecimal.
     pub serial: String,
     /// Root above the certificate. It is unknown for certificates from before the support of rotation.
@@ -86,6 +90,7 @@ impl NodeRecord {
             pool: None,
             labels: BTreeMap::new(),
             enrolled_at: at,
+            order: None,
             serial: String::new(),
             root: None,
             not_after: None,
@@ -93,6 +98,18 @@ impl NodeRecord {
             follows_cluster: true,
             join_key: None,
             other: OtherFields::new(),
+        }
+    }
+
+    /// Returns the order of the last enrolment among all enrolments of the node.
+    pub fn order(&self) -> u64 {
+        self.order.unwrap_or_default().max(self.enrolled_at)
+    }
+
+    /// Orders this enrolment behind an earlier one.
+    pub fn follow(&mut self, earlier: &Self) {
+        if earlier.order() > self.order() {
+            self.order = Some(earlier.order() + 1);
         }
     }
 
@@ -167,7 +184,7 @@ impl RevocationEntry {
         });
         Self {
             // A revocation may come back as the record of a node that is not enrolled, which has the time of the revocation.
-            removed: Some(record.enrolled_at.max(revocation.at)),
+            removed: Some(record.order().max(revocation.at)),
             ..Self::ended(revocation, now)
         }
     }
@@ -180,7 +197,7 @@ impl RevocationEntry {
     /// Whether this record was removed.
     pub fn removes(&self, record: &NodeRecord) -> bool {
         let removed = self.removed;
-        removed.is_some_and(|last| record.enrolled_at <= last)
+        removed.is_some_and(|last| record.order() <= last)
     }
 
     /// Whether the end is so old that it is no longer stored.

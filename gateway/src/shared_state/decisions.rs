@@ -451,11 +451,14 @@ fn node_change(
     if status == NodeStatus::New && !previous.as_ref().is_none_or(is_repeated) {
         return Ok(None);
     }
-    let value = NodeRecord {
+    let mut value = NodeRecord {
         revoked: None,
-        other: previous.map(|record| record.other).unwrap_or_default(),
         ..record.clone()
     };
+    if let Some(previous) = previous {
+        value.follow(&previous);
+        value.other = previous.other;
+    }
     Ok(Some(EntryChange {
         key: key.to_owned(),
         expected,

@@ -269,10 +269,10 @@ fn merge_token_texts(here: &str, there: &str) -> Option<String> {
 fn newest_record(here: &str, there: &str, is_conflict: bool) -> Option<String> {
     let parse = |text: &str| serde_json::from_str::<NodeRecord>(text).ok();
     let (one, other) = (parse(here)?, parse(there)?);
-    if one.enrolled_at == other.enrolled_at && !is_conflict {
+    if one.order() == other.order() && !is_conflict {
         return None;
     }
-    let age = |record: &NodeRecord| (record.enrolled_at, record.not_after);
+    let age = |record: &NodeRecord| (record.order(), record.not_after);
     let newest = if age(&other) > age(&one) { there } else { here };
     Some(newest.to_owned())
 }

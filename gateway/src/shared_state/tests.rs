@@ -334,6 +334,26 @@ async fn a_new_node_joins_once_and_the_first_pin_counts() {
     world.synchronize().await;
 }
 
+/// The first enrolment was at a gateway whose clock was ahead.
+#[tokio::test]
+async fn a_later_enrolment_replaces_one_with_a_later_time() {
+    let world = world();
+    let node = name("edge-1");
+    let record = |at| NodeRecord::name_only(&node, at);
+    let [one, two] = &world.shared;
+    assert!(store_node(one, &record(1_000), NodeStatus::New).await);
+    world.synchronize().await;
+    assert!(store_node(two, &record(3), NodeStatus::Known).await);
+    // The gateway at which the node has joined stores the record itself.
+    world.stores[1].nodes().put(record(3)).unwrap();
+    world.synchronize().await;
+    world.synchronize().await;
+    for store in &world.stores {
+        let stored = store.nodes().all().unwrap();
+        assert_eq!((stored[0].enrolled_at, stored[0].order()), (3, 1_001));
+    }
+}
+
 #[tokio::test]
 async fn without_the_engine_nothing_is_decided_and_later_nothing_is_lost() {
     let world = world();

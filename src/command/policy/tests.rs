@@ -105,6 +105,7 @@ fn a_nodes_labels_are_those_that_its_gateway_confirmed() {
         pool: None,
         labels: [("tier".to_owned(), "gold".to_owned())].into(),
         enrolled_at: 0,
+        order: None,
         serial: "1".into(),
         root: None,
         not_after: None,

@@ -37,6 +37,7 @@ pub(crate) fn enrol(data: &Path) {
         pool: None,
         labels: std::collections::BTreeMap::new(),
         enrolled_at: 0,
+        order: None,
         serial: String::new(),
         root: None,
         not_after: None,

@@ -76,6 +76,7 @@ pub(super) fn run(asked: &cli::Mint) -> anyhow::Result<()> {
             pool: None,
             labels: BTreeMap::new(),
             enrolled_at,
+            order: None,
             serial: Certificate::parse(&issued.certificate)?.serial_hex(),
             root: Some(issued.root),
             not_after: Some(issued.not_after.as_secs()),

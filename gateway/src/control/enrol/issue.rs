@@ -83,6 +83,7 @@ impl HandlerState {
             pool: confirmed.pool.clone(),
             labels: confirmed.labels.clone(),
             enrolled_at: now,
+            order: None,
             serial: issued.serial_hex(),
             root: Some(issued.root),
             not_after: Some(issued.not_after.as_secs()),
