@@ -423,7 +423,7 @@ impl Bound {
 
     /// Starts the background tasks. Their end is not awaited. A gateway whose predecessor serves clients is ready without its edges.
     fn spawn_background(&self, has_predecessor: bool) -> TaskGroup {
-        let (tasks, runtime) = (TaskGroup::default(), self.workers.runtime(WorkerId(0)));
+        let (tasks, runtime) = (TaskGroup::default(), self.workers.control());
         watch(
             (&tasks, runtime),
             self.reloader.parts(),

@@ -1,4 +1,4 @@
-//! Workers: threads with one current-thread runtime each.
+//! Workers: threads with one current-thread runtime each, and one more for tasks that visit all nodes.
 //!
 //! A node belongs to the worker with the index hash(node) mod the number of workers, and so do its tunnels. The sockets of its
 //! clients belong to the same worker if the `ClientHello` or the original destination names the node. A request then never
@@ -28,6 +28,8 @@ const HANDSHAKES_PER_TURN: usize = 8;
 #[derive(Clone, Debug)]
 pub struct Workers {
     workers: Arc<[Worker]>,
+    /// Runtime of tasks that visit all nodes.
+    control: Handle,
     /// The threads; `None` if the only worker is the current runtime.
     threads: Option<Arc<WorkerThreads>>,
 }
@@ -63,23 +65,18 @@ impl Workers {
             0 => std::thread::available_parallelism()?.get(),
             count => count,
         };
-        let stop = CancellationToken::new();
         let mut workers = Vec::with_capacity(count);
         let threads = WorkerThreads {
-            stop: stop.clone(),
+            stop: CancellationToken::new(),
             threads: Mutex::default(),
         };
         for index in 0..count {
-            let runtime = Builder::new_current_thread().enable_all().build()?;
-            workers.push(Worker::new(runtime.handle().clone()));
-            let stop = stop.clone();
-            let thread = std::thread::Builder::new()
-                .name(format!("worker-{index}"))
-                .spawn(move || runtime.block_on(stop.cancelled()))?;
-            threads.all().push(thread);
+            let runtime = threads.spawn(format!("worker-{index}"))?;
+            workers.push(Worker::new(runtime));
         }
         Ok(Self {
             workers: workers.into(),
+            control: threads.spawn("control".to_owned())?,
             threads: Some(Arc::new(threads)),
         })
     }
@@ -88,6 +85,7 @@ impl Workers {
     pub fn on_current_runtime() -> Self {
         Self {
             workers: Arc::new([Worker::new(Handle::current())]),
+            control: Handle::current(),
             threads: None,
         }
     }
@@ -113,6 +111,11 @@ impl Workers {
         &self.worker(worker).runtime
     }
 
+    /// Returns the runtime of tasks that visit all nodes, for which requests and tunnels on a worker would wait.
+    pub fn control(&self) -> &Handle {
+        &self.control
+    }
+
     /// Returns the turns of a worker's TLS handshakes, of edges and of clients.
     pub fn handshake_turns(&self, worker: WorkerId) -> &Turns {
         &self.worker(worker).handshake_turns
@@ -129,6 +132,17 @@ impl Workers {
 }
 
 impl WorkerThreads {
+    /// Starts a thread with a runtime of its own.
+    fn spawn(&self, name: String) -> io::Result<Handle> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let (handle, stop) = (runtime.handle().clone(), self.stop.clone());
+        let thread = std::thread::Builder::new()
+            .name(name)
+            .spawn(move || runtime.block_on(stop.cancelled()))?;
+        self.all().push(thread);
+        Ok(handle)
+    }
+
     fn all(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -87,8 +87,9 @@ impl ControlServers {
         (tasks, runtime): (&TaskGroup, &Handle),
         tokens: &EndTokens,
     ) {
+        let control = self.tunnel_listener.workers.control().clone();
         let pool_tasks = (&self.tunnel_listener, parts);
-        spawn_pool_tasks(pool_tasks, (tasks, runtime), tokens);
+        spawn_pool_tasks(pool_tasks, (tasks, &control), tokens);
         let admission = self.tunnel_listener.run(
             self.tunnel_socket,
             (tokens.accept.clone(), tokens.drain.clone()),
@@ -103,7 +104,7 @@ impl ControlServers {
         let admin = (self.admin, admin_socket(store));
         let metrics = parts.shared.metrics.clone();
         let admin = serve_admin(admin, self.admin_state, metrics, stop);
-        tasks.spawn_on(runtime, info_span!("admin"), admin);
+        tasks.spawn_on(&control, info_span!("admin"), admin);
         if let Some(bound) = self.dns {
             if let Some(address) = bound.local_addr() {
                 tracing::info!(%address, "answering DNS queries for node names");

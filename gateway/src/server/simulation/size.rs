@@ -218,7 +218,7 @@ impl Fleet {
     }
 
     fn disagreement(&self) -> Option<String> {
-        let mut expected = vec![0; GATEWAYS];
+        let mut expected = [0; GATEWAYS];
         for holder in self.holders.iter().flatten() {
             expected[*holder] += 1;
         }
