@@ -17,7 +17,7 @@ mod merge;
 
 pub use data_dir::DataDirEngine;
 pub use decisions::RedeemError;
-pub use engine::{EngineError, StateEngine};
+pub use engine::{EngineError, StateEngine, results_of_keys};
 pub use etcd::EtcdEngine;
 
 use absent_nodes::AbsentNodes;

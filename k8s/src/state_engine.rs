@@ -21,7 +21,7 @@ pub(crate) use shard::SHARDS;
 use crate::client::error_message;
 use cache::{Cache, Observed};
 use causeway_certs::{Entries, EntryChange};
-use causeway_gateway::shared_state::{EngineError, StateEngine};
+use causeway_gateway::shared_state::{EngineError, StateEngine, results_of_keys};
 use causeway_rt::task::TaskGroup;
 use futures_util::future::{BoxFuture, FutureExt, join_all, try_join_all};
 use k8s_openapi::api::core::v1::Secret;
@@ -318,20 +318,32 @@ impl StateEngine for SecretEngine {
         .boxed()
     }
 
-    fn write(&self, changes: Vec<EntryChange>) -> BoxFuture<'_, Result<Vec<String>, EngineError>> {
+    fn write_each(
+        &self,
+        changes: Vec<EntryChange>,
+    ) -> BoxFuture<'_, Vec<Result<bool, EngineError>>> {
+        let indexes: Vec<_> = changes
+            .iter()
+            .map(|change| shard_index(&change.key))
+            .collect();
+        let mut shards = BTreeMap::<usize, Vec<EntryChange>>::new();
+        for (index, change) in indexes.iter().zip(changes) {
+            shards.entry(*index).or_default().push(change);
+        }
         async move {
-            self.require_loaded()?;
-            let mut shards = BTreeMap::<usize, Vec<EntryChange>>::new();
-            for change in changes {
-                let index = shard_index(&change.key);
-                shards.entry(index).or_default().push(change);
-            }
             // An error of one Secret does not hold up the others.
-            let writes = shards
-                .into_iter()
-                .map(|(index, changes)| self.write_shard(index, changes));
-            let conflicts = join_all(writes).await.into_iter();
-            Ok(conflicts.collect::<Result<Vec<_>, _>>()?.concat())
+            let writes = shards.into_iter().map(async |(index, changes)| {
+                let keys = changes.iter().map(|change| change.key.clone()).collect();
+                let written = match self.require_loaded() {
+                    Ok(()) => self.write_shard(index, changes).await,
+                    Err(error) => Err(error),
+                };
+                (index, results_of_keys(keys, &written).into_iter())
+            });
+            let mut results: BTreeMap<_, _> = join_all(writes).await.into_iter().collect();
+            // Each Secret has its results in the order of its changes.
+            let next = |index: usize| results.get_mut(&index)?.next();
+            indexes.into_iter().filter_map(next).collect()
         }
         .boxed()
     }

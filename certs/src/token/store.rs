@@ -114,6 +114,8 @@ pub struct RepeatCheck {
     pub key: Fingerprint,
     /// SHA-256 of the public key with which the node last joined.
     pub last_join_key: Option<Fingerprint>,
+    /// Time when the node last joined, in Unix seconds.
+    pub last_joined_at: Option<u64>,
     /// Time when the node was removed last, in Unix seconds.
     pub removed_at: Option<u64>,
 }
@@ -129,11 +131,17 @@ impl<'a> From<(&'a NodeName, NodeStatus)> for Joining<'a> {
 }
 
 impl Joining<'_> {
-    /// Whether this request repeats one of these uses. It must have the same node and the same key as the use, which is recent.
+    /// Whether this request repeats a use of a token. It must have the same node and the same key as the use, which is recent.
     /// In the meantime the node was neither removed, nor has it joined with another key.
-    fn repeats(&self, used: &[JoinRecord], now: u64) -> bool {
+    ///
+    /// A node that is older than the use has no certificate of the use yet: the gateway failed after it had spent the token. Only
+    /// a token that names the node then proves that the request may replace the node.
+    fn repeats(&self, token: &TokenRecord, now: u64) -> bool {
         let Some(repeat) = &self.repeat else {
             return false;
+        };
+        let is_pending = |join: &JoinRecord| {
+            token.nodes.node().is_some() && repeat.last_joined_at.is_some_and(|at| at < join.at)
         };
         let is_same = |join: &JoinRecord| {
             join.node.as_ref() == Some(self.node)
@@ -141,10 +149,12 @@ impl Joining<'_> {
                 && join.at.saturating_add(REPEAT_SECS) > now
                 && match self.status {
                     NodeStatus::New => repeat.removed_at.is_none_or(|at| at < join.at),
-                    NodeStatus::Known => repeat.last_join_key == Some(repeat.key),
+                    NodeStatus::Known => {
+                        repeat.last_join_key == Some(repeat.key) || is_pending(join)
+                    }
                 }
         };
-        used.iter().any(is_same)
+        token.used.iter().any(is_same)
     }
 }
 
@@ -271,7 +281,7 @@ impl TokenStore {
         let mut record = record
             .filter(|record| record.hash.matches(&presented_hash))
             .ok_or(TokenRejected::Unknown)?;
-        let is_repeated = joining.repeats(&record.used, now);
+        let is_repeated = joining.repeats(&record, now);
         check_record(&record, joining, is_repeated, now)?;
         if !is_repeated {
             record.used.push(JoinRecord {

@@ -248,6 +248,42 @@ fn a_token_for_one_node_brings_that_node_back() {
     assert!(again.is_ok());
 }
 
+/// The record of a node that another edge has made meanwhile is older than the use if the clocks of two gateways differ.
+#[test]
+fn a_pattern_token_replaces_no_node_by_a_repeated_request() {
+    let world = World::new();
+    let book = world.book();
+    let ttl = Duration::from_mins(1);
+    let patterns = ["edge-*", "edge-1"].map(|pattern| NodePattern::parse(pattern).unwrap());
+    for pattern in patterns {
+        let token = book.create_for((&pattern, 1), ttl, NodeAttributes::default());
+        let token = token.unwrap();
+        let node = node();
+        let request = |status, last_joined_at| Joining {
+            node: &node,
+            status,
+            repeat: Some(RepeatCheck {
+                key: Fingerprint::digest(b"key"),
+                last_join_key: Some(Fingerprint::digest(b"other")),
+                last_joined_at,
+                removed_at: None,
+            }),
+        };
+        let now = later(0);
+        book.redeem(&token, request(NodeStatus::New, None), now)
+            .unwrap();
+        let older = Some(now.as_secs() - 1);
+        let again = book.redeem(&token, request(NodeStatus::Known, older), now);
+        assert_eq!(again.is_ok(), pattern.node().is_some(), "{pattern}");
+        let same = Some(now.as_secs());
+        let again = book.redeem(&token, request(NodeStatus::Known, same), now);
+        assert!(
+            matches!(again, Err(TokenRejected::Used { .. })),
+            "{pattern}"
+        );
+    }
+}
+
 #[test]
 fn a_revoked_token_says_so_and_stays_in_the_book() {
     let world = World::new();

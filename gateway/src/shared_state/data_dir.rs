@@ -1,6 +1,6 @@
 //! The data directory as an engine, for `causeway state migrate`: a gateway alone works on its directory without one.
 
-use super::engine::{EngineError, StateEngine};
+use super::engine::{EngineError, StateEngine, results_of_keys};
 use causeway_certs::{Entries, EntryChange, EntryKey, SharedCa, Store, StoreError};
 use futures_util::{FutureExt, future::BoxFuture};
 use std::{fmt, future::pending, path::PathBuf};
@@ -46,7 +46,11 @@ impl StateEngine for DataDirEngine {
         async move { Ok(self.load().await?.remove(key)) }.boxed()
     }
 
-    fn write(&self, changes: Vec<EntryChange>) -> BoxFuture<'_, Result<Vec<String>, EngineError>> {
+    fn write_each(
+        &self,
+        changes: Vec<EntryChange>,
+    ) -> BoxFuture<'_, Vec<Result<bool, EngineError>>> {
+        let keys: Vec<_> = changes.iter().map(|change| change.key.clone()).collect();
         let work = move |store: &Store| {
             // The other entries have no effect without the CA.
             let (ca, others): (Vec<_>, Vec<_>) = changes
@@ -62,7 +66,8 @@ impl StateEngine for DataDirEngine {
             }
             Ok(conflicts)
         };
-        self.on_disk(work).boxed()
+        let written = self.on_disk(work);
+        async move { results_of_keys(keys, &written.await) }.boxed()
     }
 
     fn changed(&self) -> BoxFuture<'_, ()> {

@@ -144,7 +144,7 @@ impl SharedState {
     /// each use.
     ///
     /// # Errors
-    /// If the engine does not answer. Uses that were spent before stay, and are accepted again.
+    /// If the engine cannot be read. Uses that were spent before stay, and are accepted again.
     pub async fn redeem_all(
         &self,
         tokens: &TokenStore,
@@ -153,7 +153,7 @@ impl SharedState {
         let ids = uses.iter().map(|(token, _)| token.id.as_str()).collect();
         self.share_new_tokens(&ids, tokens).await?;
         let mut results: BTreeMap<usize, Result<TokenRecord, RedeemError>> = BTreeMap::new();
-        let mut lost = None;
+        let mut failed = BTreeSet::new();
         for _ in 0..MAX_ATTEMPTS {
             let open: Vec<_> = (0..uses.len())
                 .filter(|index| !results.contains_key(index))
@@ -162,20 +162,21 @@ impl SharedState {
                 break;
             }
             let (spent, changes) = self.spend_all(tokens, uses, &open).await?;
-            let conflicts = match self.0.engine.write(changes).await {
-                Ok(conflicts) => conflicts,
-                // The engine may have applied the changes. If it has, the next attempt repeats these uses.
-                Err(error) if lost.is_none() => {
-                    lost = Some(error);
-                    continue;
+            let written = self.write_by_key(changes).await;
+            for (index, result) in spent {
+                let (token, _) = uses[index];
+                match written.get(&EntryKey::Token(&token.id).to_string()) {
+                    // Another gateway has changed the token meanwhile.
+                    Some(Ok(false)) => {}
+                    // The engine may have applied the change. If it has, the next attempt repeats these uses.
+                    Some(Err(_)) if failed.insert(index) => {}
+                    Some(Err(error)) => {
+                        let error = SyncError::from(error.clone());
+                        results.insert(index, Err(error.into()));
+                    }
+                    None | Some(Ok(true)) => drop(results.insert(index, result)),
                 }
-                Err(error) => return Err(error.into()),
-            };
-            let is_stored = |index: &usize| {
-                let (token, _) = uses[*index];
-                !conflicts.contains(&EntryKey::Token(&token.id).to_string())
-            };
-            results.extend(spent.into_iter().filter(|(index, _)| is_stored(index)));
+            }
         }
         if results.values().any(Result::is_ok) {
             // The next synchronization writes the uses to the data directory.
@@ -185,6 +186,16 @@ impl SharedState {
         let results =
             (0..uses.len()).map(|index| results.remove(&index).unwrap_or_else(contention));
         Ok(results.collect())
+    }
+
+    /// Writes changes to the engine. Returns for each key whether the expected value was current.
+    async fn write_by_key(
+        &self,
+        changes: Vec<EntryChange>,
+    ) -> BTreeMap<String, Result<bool, EngineError>> {
+        let keys: Vec<_> = changes.iter().map(|change| change.key.clone()).collect();
+        let written = self.0.engine.write_each(changes).await;
+        keys.into_iter().zip(written).collect()
     }
 
     /// Returns the results of these uses by the current records of the tokens, and the changes of the engine by which the results
@@ -289,7 +300,10 @@ impl SharedState {
         };
         let removed_at = removal.and_then(|end| end.lifted);
         let repeat = joining.repeat.map(|repeat| RepeatCheck {
-            last_join_key: record.map_or(repeat.last_join_key, |record| record.join_key),
+            last_join_key: record
+                .as_ref()
+                .map_or(repeat.last_join_key, |record| record.join_key),
+            last_joined_at: record.map_or(repeat.last_joined_at, |record| Some(record.enrolled_at)),
             removed_at: repeat.removed_at.max(removed_at),
             ..repeat
         });
@@ -364,17 +378,14 @@ impl SharedState {
                     Err(error) => drop(results.insert(*index, Err(error.into()))),
                 }
             }
-            let written = match current {
-                Ok(_) => self.0.engine.write(changes).await,
-                Err(error) => Err(error),
-            };
+            let written = self.write_by_key(changes).await;
             for index in open {
-                let stored = match &written {
-                    Ok(conflicts) if conflicts.contains(&node_key(records[index].0)) => continue,
-                    Ok(_) => Ok(true),
-                    Err(error) => Err(error.clone().into()),
+                let stored = match (&current, written.get(&node_key(records[index].0))) {
+                    (Err(error), _) | (_, Some(Err(error))) => Err(error.clone().into()),
+                    (_, Some(Ok(true))) => Ok(true),
+                    _ => continue,
                 };
-                results.entry(index).or_insert(stored);
+                results.insert(index, stored);
             }
         }
         let contention = || Err(SyncError::Contention);

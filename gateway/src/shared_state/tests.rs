@@ -7,6 +7,7 @@ use causeway_certs::{
 };
 use futures_util::{FutureExt, future::BoxFuture};
 use std::{
+    collections::BTreeMap,
     fmt,
     sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst},
 };
@@ -20,6 +21,8 @@ pub(crate) struct MemoryEngine {
     pub(crate) is_away: Arc<AtomicBool>,
     /// Whether writes are applied, but their answers are lost.
     loses_answers: Arc<AtomicBool>,
+    /// Entries whose next writes fail, with the number of these writes.
+    failing_writes: Arc<std::sync::Mutex<BTreeMap<String, usize>>>,
     /// Number of reads of one entry so far.
     reads: Arc<AtomicUsize>,
     /// Number of writes so far.
@@ -40,6 +43,30 @@ impl MemoryEngine {
         }
         Ok(with(&mut self.entries.lock().unwrap()))
     }
+
+    /// Lets the next writes of this entry fail, so many times.
+    pub(crate) fn fail_writes(&self, key: &str, times: usize) {
+        let mut failures = self.failing_writes.lock().unwrap();
+        failures.insert(key.to_owned(), times);
+    }
+
+    fn write_one(&self, change: EntryChange) -> Result<bool, EngineError> {
+        if let Some(left) = self.failing_writes.lock().unwrap().get_mut(&change.key)
+            && *left > 0
+        {
+            *left -= 1;
+            return Err(EngineError("the entry cannot be written".to_owned()));
+        }
+        self.with(|entries| {
+            if entries.get(&change.key) != change.expected.as_ref() {
+                return false;
+            }
+            self.revision.fetch_add(1, SeqCst);
+            entries.remove(&change.key);
+            entries.extend(change.value.map(|value| (change.key, value)));
+            true
+        })
+    }
 }
 
 impl fmt::Display for MemoryEngine {
@@ -58,27 +85,23 @@ impl StateEngine for MemoryEngine {
         async { self.with(|entries| entries.get(key).cloned()) }.boxed()
     }
 
-    fn write(&self, changes: Vec<EntryChange>) -> BoxFuture<'_, Result<Vec<String>, EngineError>> {
+    fn write_each(
+        &self,
+        changes: Vec<EntryChange>,
+    ) -> BoxFuture<'_, Vec<Result<bool, EngineError>>> {
         async {
             self.writes.fetch_add(changes.len(), SeqCst);
-            let conflicts = self.with(|entries| {
-                let mut conflicts = Vec::new();
-                for change in changes {
-                    if entries.get(&change.key) != change.expected.as_ref() {
-                        conflicts.push(change.key);
-                        continue;
-                    }
-                    self.revision.fetch_add(1, SeqCst);
-                    entries.remove(&change.key);
-                    entries.extend(change.value.map(|value| (change.key, value)));
+            let is_lost = self.loses_answers.swap(false, SeqCst);
+            let write = |change| {
+                let written = self.write_one(change)?;
+                if is_lost {
+                    return Err(EngineError("the answer was lost".to_owned()));
                 }
-                conflicts
-            })?;
+                Ok(written)
+            };
+            let written = changes.into_iter().map(write).collect();
             self.changes.notify_waiters();
-            if self.loses_answers.swap(false, SeqCst) {
-                return Err(EngineError("the answer was lost".to_owned()));
-            }
-            Ok(conflicts)
+            written
         }
         .boxed()
     }
@@ -653,6 +676,7 @@ fn joining<'a>(node: &'a NodeName, key: &[u8]) -> Joining<'a> {
     let repeat = RepeatCheck {
         key: Fingerprint::digest(key),
         last_join_key: None,
+        last_joined_at: None,
         removed_at: None,
     };
     Joining {
@@ -787,4 +811,89 @@ async fn a_node_that_joined_again_is_fetched_with_its_new_revocation() {
     assert_eq!(one.nodes().all().unwrap()[0].revoked, revoked);
     world.synchronize().await;
     assert_eq!(one.nodes().all().unwrap()[0].revoked, revoked);
+}
+
+/// Returns the request of a node that has joined with another key at 5.
+fn joining_again<'a>(node: &'a NodeName, key: &[u8]) -> Joining<'a> {
+    let request = joining(node, key);
+    Joining {
+        status: NodeStatus::Known,
+        repeat: request.repeat.map(|repeat| RepeatCheck {
+            last_join_key: Some(Fingerprint::digest(b"earlier")),
+            last_joined_at: Some(5),
+            ..repeat
+        }),
+        ..request
+    }
+}
+
+/// Stores nodes that have joined at 5, and returns a token for each.
+async fn known_nodes(world: &World, nodes: &[NodeName]) -> Vec<JoinToken> {
+    let tokens = world.stores[0].tokens().unwrap();
+    let mut created = Vec::new();
+    for node in nodes {
+        let record = NodeRecord {
+            join_key: Some(Fingerprint::digest(b"earlier")),
+            ..NodeRecord::name_only(node, 5)
+        };
+        world.stores[0].nodes().put(record).unwrap();
+        let ttl = Duration::from_hours(1);
+        let token = tokens.create(node, ttl, NodeAttributes::default());
+        created.push(token.unwrap());
+    }
+    world.synchronize().await;
+    created
+}
+
+#[tokio::test]
+async fn a_failed_write_of_one_token_fails_no_other_use() {
+    let world = world();
+    let nodes = [name("edge-1"), name("edge-2")];
+    let created = known_nodes(&world, &nodes).await;
+    let tokens = world.stores[0].tokens().unwrap();
+    let failing = EntryKey::Token(&created[1].id).to_string();
+    world.engine.fail_writes(&failing, 2);
+    let shared = &world.shared[0];
+    let uses = [
+        (&created[0], joining_again(&nodes[0], b"one")),
+        (&created[1], joining_again(&nodes[1], b"two")),
+    ];
+    let results = shared.redeem_all(&tokens, &uses).await.unwrap();
+    assert!(results[0].is_ok(), "{results:?}");
+    assert!(
+        matches!(results[1], Err(RedeemError::Unavailable(_))),
+        "{results:?}"
+    );
+    let results = shared.redeem_all(&tokens, &uses).await.unwrap();
+    assert!(results.iter().all(Result::is_ok), "{results:?}");
+}
+
+#[tokio::test]
+async fn a_node_that_joins_again_without_its_answer_may_repeat_the_request() {
+    let world = world();
+    let nodes = [name("edge-1")];
+    let token = known_nodes(&world, &nodes).await.remove(0);
+    let [one, two] = &world.shared;
+    world.engine.loses_answers.store(true, SeqCst);
+    let tokens = world.stores[0].tokens().unwrap();
+    let request = joining_again(&nodes[0], b"new");
+    // The gateway fails before it stores the record of the node. The edge asks another gateway.
+    redeem(one, &tokens, &token, request).await.unwrap();
+    redeem(two, &tokens, &token, request).await.unwrap();
+    let used = |result: &Result<_, RedeemError>| {
+        matches!(
+            result,
+            Err(RedeemError::Rejected(TokenRejected::Used { .. }))
+        )
+    };
+    let other = redeem(two, &tokens, &token, joining_again(&nodes[0], b"other")).await;
+    assert!(used(&other), "{other:?}");
+    // Another edge becomes the node.
+    let record = NodeRecord {
+        join_key: Some(Fingerprint::digest(b"third")),
+        ..NodeRecord::name_only(&nodes[0], UnixTime::now().as_secs() + 1)
+    };
+    assert!(store_node(two, &record, NodeStatus::Known).await);
+    let late = redeem(one, &tokens, &token, request).await;
+    assert!(used(&late), "{late:?}");
 }

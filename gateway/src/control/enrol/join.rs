@@ -304,7 +304,8 @@ impl HandlerState {
         let ended = tables.ended.get(&node);
         let repeat = RepeatCheck {
             key: attempt.key.fingerprint(),
-            last_join_key: known.and_then(|known| known.join_key),
+            last_join_key: known.as_ref().and_then(|known| known.join_key),
+            last_joined_at: known.map(|known| known.joined_at),
             removed_at: ended
                 .filter(|end| end.removed.is_some())
                 .and_then(|end| end.lifted),

@@ -228,6 +228,28 @@ async fn the_same_request_is_accepted_again_until_the_node_changes() {
     assert_eq!(status, 403);
 }
 
+#[tokio::test]
+async fn a_known_node_whose_record_was_not_written_may_join_again() {
+    let counter = Counter::open();
+    let world = &counter.world;
+    let record = causeway_certs::NodeRecord::name_only(&name("edge-1"), 5);
+    world.store.nodes().put(record.clone()).unwrap();
+    let (node, known) = crate::control::eligibility::node_from_record(record);
+    world.nodes.upsert(node, known);
+    let token = counter.token("edge-1", Duration::from_mins(1));
+    let file = world.store.root_path().with_file_name("nodes.json");
+    let aside = file.with_extension("aside");
+    std::fs::rename(&file, &aside).unwrap();
+    std::fs::create_dir(&file).unwrap();
+    let failed = counter.join(&token, None, &counter.csr()).await;
+    assert_eq!(failed.1["reason"], "gateway_failed");
+    std::fs::remove_dir(&file).unwrap();
+    std::fs::rename(&aside, &file).unwrap();
+    assert_eq!(counter.refused(&token, "edge-1").await.1, "token_used");
+    let again = counter.join(&token, None, &counter.csr()).await;
+    assert_eq!(again.0, 200, "{}", again.1);
+}
+
 /// A pattern token enrols nodes that have not joined. A node that exists only in the cluster counts as not joined.
 #[tokio::test]
 async fn a_node_of_the_cluster_joins_by_a_pattern_once() {

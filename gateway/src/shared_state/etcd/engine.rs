@@ -12,14 +12,10 @@ use std::{
 
 use crate::{
     config::Etcd,
-    shared_state::engine::{EngineError, StateEngine},
+    shared_state::engine::{EngineError, StateEngine, send_all},
 };
 use causeway_certs::{Entries, EntryChange};
-use futures_util::{
-    FutureExt, StreamExt, TryStreamExt,
-    future::{BoxFuture, ready},
-    stream,
-};
+use futures_util::{FutureExt, future::BoxFuture};
 use tokio::{
     sync::Mutex as AsyncMutex,
     time::{Instant, sleep_until, timeout},
@@ -33,9 +29,6 @@ use super::{
     },
     watch::Watch,
 };
-
-/// Number of concurrent writes. etcd writes those that arrive at once to its disk together.
-const CONCURRENT_WRITES: usize = 16;
 
 /// Minimum time between two loads of all entries.
 const MIN_LOAD_INTERVAL: Duration = Duration::from_secs(1);
@@ -335,8 +328,8 @@ impl EtcdEngine {
         self.observe(key, kv, response.header.revision)
     }
 
-    /// Applies a change. Returns its key if the entry does not have the expected value.
-    async fn apply_change(&self, change: EntryChange) -> Result<Option<String>, EngineError> {
+    /// Applies a change. Returns whether the entry had the expected value.
+    async fn apply_change(&self, change: EntryChange) -> Result<bool, EngineError> {
         let request = messages::compare_and_swap(&self.prefix, &change);
         let response: TxnResponse = self.client.call(Access::Write, TXN_PATH, &request).await?;
         let revision = response.header.revision;
@@ -344,10 +337,10 @@ impl EtcdEngine {
         if response.succeeded {
             self.revision.fetch_max(revision, Relaxed);
             self.cache().observe(key, value, revision);
-            return Ok(None);
+            return Ok(true);
         }
         self.observe(&key, response.current(), revision)?;
-        Ok(Some(key))
+        Ok(false)
     }
 }
 
@@ -366,13 +359,13 @@ impl StateEngine for EtcdEngine {
         self.get_entry(key).boxed()
     }
 
-    fn write(&self, changes: Vec<EntryChange>) -> BoxFuture<'_, Result<Vec<String>, EngineError>> {
-        let changes = stream::iter(changes).map(|change| self.apply_change(change));
-        changes
-            .buffer_unordered(CONCURRENT_WRITES)
-            .try_filter_map(|conflict| ready(Ok(conflict)))
-            .try_collect()
-            .boxed()
+    /// etcd writes the changes that arrive at once to its disk together.
+    fn write_each(
+        &self,
+        changes: Vec<EntryChange>,
+    ) -> BoxFuture<'_, Vec<Result<bool, EngineError>>> {
+        let changes = changes.into_iter();
+        send_all(changes.map(|change| self.apply_change(change))).boxed()
     }
 
     fn revision(&self) -> Option<u64> {
