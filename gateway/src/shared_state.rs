@@ -17,6 +17,7 @@ mod merge;
 
 pub use data_dir::DataDirEngine;
 pub use decisions::RedeemError;
+pub(crate) use engine::CONCURRENT_REQUESTS;
 pub use engine::{EngineError, StateEngine, results_of_keys};
 pub use etcd::EtcdEngine;
 

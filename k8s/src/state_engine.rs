@@ -27,7 +27,13 @@ use futures_util::future::{BoxFuture, FutureExt, join_all, try_join_all};
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client, api::PostParams};
 use shard::{MAX_SECRET_BYTES, PREPARED_KEY, ShardObject, shard_index, shard_name};
-use std::{collections::BTreeMap, fmt, future::Future, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    future::Future,
+    sync::Arc,
+    time::Duration,
+};
 use tokio::time::{sleep, timeout};
 use tracing::info_span;
 
@@ -314,6 +320,34 @@ impl StateEngine for SecretEngine {
             let index = shard_index(key);
             let object = self.read_entries(index).await?;
             Ok(self.check_entries(index, &object)?.get(key).cloned())
+        }
+        .boxed()
+    }
+
+    /// Reads each Secret once, also for many entries.
+    fn get_each(
+        &self,
+        keys: Vec<String>,
+    ) -> BoxFuture<'_, Vec<Result<Option<String>, EngineError>>> {
+        async move {
+            let indexes: BTreeSet<_> = keys.iter().map(|key| shard_index(key)).collect();
+            let reads = indexes.into_iter().map(async |index| {
+                let object = match self.require_loaded() {
+                    Ok(()) => self.read_entries(index).await,
+                    Err(error) => Err(error),
+                };
+                (index, object)
+            });
+            let objects: BTreeMap<_, _> = join_all(reads).await.into_iter().collect();
+            let value = |key: &String| {
+                let index = shard_index(key);
+                match objects.get(&index) {
+                    Some(Ok(object)) => Ok(self.check_entries(index, object)?.get(key).cloned()),
+                    Some(Err(error)) => Err(error.clone()),
+                    None => Ok(None),
+                }
+            };
+            keys.iter().map(value).collect()
         }
         .boxed()
     }

@@ -35,11 +35,11 @@ use axum::{
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_certs::{
-    Identity, IssuedCertificate, JoinToken, LiveCa, NodeName, NodeRecord, Store, TokenRejected,
-    VerifiedPublicKey,
+    Identity, IssuedCertificate, JoinToken, LiveCa, NodeName, NodeRecord, Store, StoreError,
+    TokenRejected, VerifiedPublicKey,
 };
 use causeway_rt::{connection_limit::ConnectionLimit, task::TaskGroup};
-use join::{JoinAttempt, PendingJoin};
+use join::{JoinAttempt, KnownTokens, PendingJoin};
 use rate_limit::JoinRateLimiter;
 use serde::{Deserialize, Serialize};
 use std::{borrow::Cow, sync::Arc, time::Duration};
@@ -128,6 +128,7 @@ struct HandlerState {
     /// Batches of joins.
     tasks: TaskGroup,
     rate_limiter: JoinRateLimiter,
+    known_tokens: KnownTokens,
 }
 
 /// Returns the routes for edges' own requests: `POST /v1/enrol`, `POST /v1/vouched` and `POST /v1/renew`.
@@ -138,6 +139,7 @@ pub fn router(enrolment: Enrolment) -> Router {
         enrolment_lock: Arc::default(),
         tasks: TaskGroup::default(),
         rate_limiter: JoinRateLimiter::default(),
+        known_tokens: KnownTokens::default(),
     };
     let routes = Router::new()
         .route("/v1/enrol", post(enrol))
@@ -424,7 +426,13 @@ fn malformed_request_problem(rejection: &JsonRejection) -> ProblemDetails {
 /// Returns the error for a decision that needs the shared state, while its engine does not answer. The edge retries.
 fn unavailable_problem(why: &SyncError) -> ProblemDetails {
     error!(%why, "cannot issue an edge's certificate");
-    let detail = "the gateway cannot decide this now, because the shared state of the gateways cannot be reached; try again later";
+    let detail = match why {
+        // The log has the cause, which may quote the entry.
+        SyncError::Store(StoreError::Entry { key, .. }) => Cow::from(format!(
+            "the gateway cannot decide this now, because the entry {key} of the shared state of the gateways cannot be parsed; see the log of the gateway"
+        )),
+        _ => "the gateway cannot decide this now, because the shared state of the gateways cannot be reached; try again later".into(),
+    };
     let status = StatusCode::SERVICE_UNAVAILABLE;
     let mut problem = problem(status, "state_unavailable", detail);
     problem.retry_after = Some(10);

@@ -1,23 +1,18 @@
 //! Decisions that all gateways make together, by compare-and-swap in the engine: the use of a join token, the first record of a
 //! node, and the first pinned key of an upstream. Also reads of single tokens and nodes that a gateway does not know yet.
 
-use super::{
-    LastState, MAX_ATTEMPTS, SharedState, SyncError, engine::EngineError, merge, parse_entry,
-};
+use super::{MAX_ATTEMPTS, SharedState, SyncError, engine::EngineError, merge, parse_entry};
 use causeway_certs::{
     EntryChange, EntryKey, JoinToken, Joining, NodeName, NodeRecord, NodeStatus, Pin, RepeatCheck,
     RevocationEntry, Store, StoreError, TokenRecord, TokenRejected, TokenStore, entry_text,
+    normalize_entry,
 };
-use futures_util::{FutureExt, StreamExt, TryStreamExt, future::ready, stream};
 use rustls_pki_types::UnixTime;
 use std::{
     collections::{BTreeMap, BTreeSet},
     slice,
 };
 use tokio::task::spawn_blocking;
-
-/// Number of concurrent reads of entries.
-const CONCURRENT_READS: usize = 16;
 
 /// Reason why a join token was not spent.
 #[derive(Debug, thiserror::Error)]
@@ -37,41 +32,37 @@ pub enum RedeemError {
 }
 
 impl SharedState {
-    /// Takes over tokens that this gateway does not know yet, without waiting for the next synchronization.
+    /// Takes over tokens that this gateway does not know yet, without waiting for the next synchronization. Returns the tokens that
+    /// the engine cannot read, or whose entries cannot be parsed.
     ///
     /// # Errors
-    /// If the engine does not answer.
-    pub async fn fetch_tokens(&self, ids: BTreeSet<&str>) -> Result<(), SyncError> {
-        let keys = token_keys(ids);
-        let entries = self.read_entries(keys).await?;
-        let changes: Vec<_> = entries
-            .into_iter()
-            .map(|(key, value)| EntryChange {
-                key,
-                expected: None,
-                value,
-            })
-            .collect();
-        // A conflict means that this gateway has the token.
+    /// If the data directory cannot be written.
+    pub async fn fetch_tokens<'a>(
+        &self,
+        ids: BTreeSet<&'a str>,
+    ) -> Result<BTreeMap<&'a str, SyncError>, SyncError> {
+        let keys = token_keys(ids.iter().copied());
+        let texts = self.0.engine.get_each(keys.clone()).await;
+        let (mut changes, mut failed) = (Vec::new(), BTreeMap::new());
+        for ((id, key), text) in ids.into_iter().zip(keys).zip(texts) {
+            let parse = |text: String| Ok(normalize_entry(&key, &text)?);
+            match text
+                .map_err(SyncError::from)
+                .map(|text| text.map(parse).transpose())
+            {
+                Ok(Ok(None)) => {}
+                // A conflict means that this gateway has the token.
+                Ok(Ok(value)) => changes.push(EntryChange {
+                    key,
+                    expected: None,
+                    value,
+                }),
+                Ok(Err(error)) | Err(error) => drop(failed.insert(id, error)),
+            }
+        }
         self.on_disk(move |store| store.change_entries(&changes))
             .await?;
-        Ok(())
-    }
-
-    /// Reads entries of the engine, several at once.
-    async fn read_entries(
-        &self,
-        keys: Vec<String>,
-    ) -> Result<Vec<(String, Option<String>)>, EngineError> {
-        let read = |key: String| async move {
-            let value = self.0.engine.get(&key).await?;
-            Ok((key, value))
-        };
-        let reads: Vec<_> = keys.into_iter().map(|key| read(key).boxed()).collect();
-        stream::iter(reads)
-            .buffered(CONCURRENT_READS)
-            .try_collect()
-            .await
+        Ok(failed)
     }
 
     /// Takes over the record of a node that this gateway does not know yet, like [`SharedState::fetch_node_now`]. If the engine did
@@ -96,36 +87,43 @@ impl SharedState {
     /// # Errors
     /// If the engine does not answer.
     pub async fn fetch_node_now(&self, node: &NodeName) -> Result<Option<NodeRecord>, SyncError> {
-        let mut fetched = self.fetch_nodes_now(slice::from_ref(node)).await?;
-        Ok(fetched.pop())
+        let fetched = self.fetch_nodes_now(slice::from_ref(node)).await.pop();
+        fetched.unwrap_or(Ok(None))
     }
 
-    /// Takes over the records of nodes like [`SharedState::fetch_node_now`]. Returns the records of those that there are.
-    ///
-    /// # Errors
-    /// If the engine does not answer. Records that were taken over before stay.
-    pub async fn fetch_nodes_now(&self, nodes: &[NodeName]) -> Result<Vec<NodeRecord>, SyncError> {
+    /// Takes over the records of nodes like [`SharedState::fetch_node_now`]. Returns the record of each, if there is one.
+    pub async fn fetch_nodes_now(
+        &self,
+        nodes: &[NodeName],
+    ) -> Vec<Result<Option<NodeRecord>, SyncError>> {
         // A synchronization must not come between, or it could take the entry for a new one.
         let last = self.0.last.lock().await;
-        let mut fetches = Vec::new();
-        for node in nodes {
+        // Otherwise a command has removed the node here, and the engine does not know it yet.
+        let is_unknown = |node: &&NodeName| {
             let key = EntryKey::Node(node.as_ref()).to_string();
-            let is_common = |last: &LastState| last.digests.contains_key(&key);
-            // Otherwise a command has removed the node here, and the engine does not know it yet.
-            if !last.as_ref().is_some_and(is_common) {
-                fetches.push(self.fetch_unlocked(node).boxed());
-            }
+            let last = last.as_ref();
+            !last.is_some_and(|last| last.digests.contains_key(&key))
+        };
+        let unknown: Vec<_> = nodes.iter().filter(is_unknown).collect();
+        let mut read = self.read_nodes(&unknown).await.into_iter();
+        let mut results = Vec::new();
+        for node in nodes {
+            let read = is_unknown(&node).then(|| read.next()).flatten();
+            results.push(match read {
+                Some(Ok((Some(record), revoked))) => self.store_unlocked(record, revoked).await,
+                Some(Ok((None, _))) | None => Ok(None),
+                Some(Err(error)) => Err(error),
+            });
         }
-        let records = stream::iter(fetches).buffered(CONCURRENT_READS);
-        let found = records.try_filter_map(|record| ready(Ok(record)));
-        found.try_collect().await
+        results
     }
 
-    /// Takes over the record of a node. `last` must be locked.
-    async fn fetch_unlocked(&self, node: &NodeName) -> Result<Option<NodeRecord>, SyncError> {
-        let (Some(record), revoked) = self.read_node(node).await? else {
-            return Ok(None);
-        };
+    /// Stores the record of a node from the engine in the data directory. `last` must be locked.
+    async fn store_unlocked(
+        &self,
+        record: NodeRecord,
+        revoked: Option<RevocationEntry>,
+    ) -> Result<Option<NodeRecord>, SyncError> {
         for _ in 0..MAX_ATTEMPTS {
             let (record, revoked) = (record.clone(), revoked.clone());
             let stored = self.on_disk(move |store| store_fetched(store, record, revoked));
@@ -144,15 +142,20 @@ impl SharedState {
     /// each use.
     ///
     /// # Errors
-    /// If the engine cannot be read. Uses that were spent before stay, and are accepted again.
+    /// If the data directory cannot be read. Uses that were spent before stay, and are accepted again.
     pub async fn redeem_all(
         &self,
         tokens: &TokenStore,
         uses: &[(&JoinToken, Joining<'_>)],
     ) -> Result<Vec<Result<TokenRecord, RedeemError>>, SyncError> {
         let ids = uses.iter().map(|(token, _)| token.id.as_str()).collect();
-        self.share_new_tokens(&ids, tokens).await?;
+        let unshared = self.share_new_tokens(&ids, tokens).await?;
         let mut results: BTreeMap<usize, Result<TokenRecord, RedeemError>> = BTreeMap::new();
+        for (index, (token, _)) in uses.iter().enumerate() {
+            if let Some(error) = unshared.get(&token.id) {
+                results.insert(index, Err(SyncError::from(error.clone()).into()));
+            }
+        }
         let mut failed = BTreeSet::new();
         for _ in 0..MAX_ATTEMPTS {
             let open: Vec<_> = (0..uses.len())
@@ -193,6 +196,9 @@ impl SharedState {
         &self,
         changes: Vec<EntryChange>,
     ) -> BTreeMap<String, Result<bool, EngineError>> {
+        if changes.is_empty() {
+            return BTreeMap::new();
+        }
         let keys: Vec<_> = changes.iter().map(|change| change.key.clone()).collect();
         let written = self.0.engine.write_each(changes).await;
         keys.into_iter().zip(written).collect()
@@ -205,42 +211,28 @@ impl SharedState {
         tokens: &TokenStore,
         uses: &[(&JoinToken, Joining<'_>)],
         open: &[usize],
-    ) -> Result<
-        (
-            Vec<(usize, Result<TokenRecord, RedeemError>)>,
-            Vec<EntryChange>,
-        ),
-        SyncError,
-    > {
-        let mut by_token: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
-        for index in open {
-            let (token, _) = uses[*index];
-            by_token.entry(&token.id).or_default().push(*index);
-        }
-        let keys = token_keys(by_token.keys().copied());
-        let current = self.read_entries(keys).await?;
-        let own = tokens.clone();
-        let here = spawn_blocking(move || own.all()).await??;
-        let mut here: BTreeMap<_, _> = here
-            .into_iter()
-            .map(|token| (token.id.clone(), token))
-            .collect();
-        let (mut spent, mut changes) = (Vec::new(), Vec::new());
-        for ((id, indexes), (key, expected)) in by_token.into_iter().zip(current) {
-            let known = merged_token(&key, here.remove(id), expected.as_deref())?;
-            let mut record = known.clone();
-            for index in indexes {
-                let result = self.spend(tokens, record.clone(), uses[index]).await;
+    ) -> Result<(UseResults, Vec<EntryChange>), SyncError> {
+        let (entries, mut spent) = self.read_tokens(tokens, uses, open).await?;
+        let mut updated = self.update_repeats(tokens, uses, &entries).await?;
+        let mut changes = Vec::new();
+        for token in entries {
+            let mut record = token.record.clone();
+            for index in token.uses {
+                let (presented, joining) = uses[index];
+                let joining = updated.remove(&index).unwrap_or(Ok(joining));
+                let result = joining.and_then(|joining| {
+                    Ok(tokens.spend(record.clone(), presented, &joining, UnixTime::now())?)
+                });
                 if let Ok(spent) = &result {
                     record = Some(spent.clone());
                 }
                 spent.push((index, result));
             }
             // An unchanged record is in the engine, or in the data directory, from which the next synchronization stores it.
-            if record != known {
+            if record != token.record {
                 changes.push(EntryChange {
-                    key,
-                    expected,
+                    key: token.key,
+                    expected: token.expected,
                     value: record.as_ref().map(entry_text),
                 });
             }
@@ -248,93 +240,122 @@ impl SharedState {
         Ok((spent, changes))
     }
 
-    /// Returns the record of a token with one more use, if the token is valid for this node now. Nothing is stored.
-    async fn spend(
+    /// Reads the tokens of these uses from the engine. Returns also the uses of tokens that cannot be read or parsed, with the
+    /// reason.
+    async fn read_tokens(
         &self,
         tokens: &TokenStore,
-        record: Option<TokenRecord>,
-        (token, joining): (&JoinToken, Joining<'_>),
-    ) -> Result<TokenRecord, RedeemError> {
-        let spent = tokens.spend(record.clone(), token, &joining, UnixTime::now())?;
-        if record.as_ref() != Some(&spent) {
-            return Ok(spent);
+        uses: &[(&JoinToken, Joining<'_>)],
+        open: &[usize],
+    ) -> Result<(Vec<TokenEntry>, UseResults), SyncError> {
+        let mut by_token: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+        for index in open {
+            let (token, _) = uses[*index];
+            by_token.entry(&token.id).or_default().push(*index);
         }
-        // Since that use, the node may have changed at another gateway.
-        let joining = self.update_joining(joining).await?;
-        Ok(tokens.spend(record, token, &joining, UnixTime::now())?)
+        let keys = token_keys(by_token.keys().copied());
+        let texts = self.0.engine.get_each(keys.clone()).await;
+        let own = tokens.clone();
+        let here = spawn_blocking(move || own.all()).await??;
+        let here = here.into_iter().map(|token| (token.id.clone(), token));
+        let mut here: BTreeMap<_, _> = here.collect();
+        let (mut entries, mut failed) = (Vec::new(), Vec::new());
+        for (((id, uses), key), text) in by_token.into_iter().zip(keys).zip(texts) {
+            let here = here.remove(id);
+            let merge = |expected: Option<&str>| merged_token(&key, here.clone(), expected);
+            match text.map(|text| (merge(text.as_deref()), text)) {
+                Ok((Ok(record), expected)) => entries.push(TokenEntry {
+                    key,
+                    expected,
+                    record,
+                    uses,
+                }),
+                // Each use gets an error of its own.
+                Ok((Err(_), text)) => failed.extend(uses.into_iter().filter_map(|index| {
+                    let error = merge(text.as_deref()).err().map(SyncError::from);
+                    Some((index, Err(error?.into())))
+                })),
+                Err(error) => failed.extend(uses.into_iter().map(|index| {
+                    let error = SyncError::from(error.clone());
+                    (index, Err(error.into()))
+                })),
+            }
+        }
+        Ok((entries, failed))
     }
 
-    /// Returns a request with the state that its node has in the engine.
-    ///
-    /// # Errors
-    /// If the node is revoked, or the engine does not answer.
-    async fn update_joining<'a>(&self, joining: Joining<'a>) -> Result<Joining<'a>, RedeemError> {
-        let (record, there) = self.read_node(joining.node).await?;
-        let name = joining.node.clone();
-        // A command may have ended the revocation here a moment ago.
-        let here = self.on_disk(move |store| store.nodes().ended_revocation(&name));
-        let entry = match (here.await?, there) {
-            (Some(here), Some(there)) => Some(here.newest(there)),
-            (here, there) => here.or(there),
-        };
-        if let Some(RevocationEntry {
-            revocation,
-            lifted: None,
-            ..
-        }) = entry
-        {
-            let reason = revocation.reason;
-            return Err(RedeemError::NodeRevoked { reason });
-        }
-        let removal = entry.filter(|end| end.removed.is_some());
-        let is_removed = |record: &NodeRecord| {
-            let removal = removal.as_ref();
-            removal.is_some_and(|end| end.removes(record))
-        };
-        let record = record.filter(|record| !is_removed(record));
-        let status = match (&record, &removal) {
-            (Some(_), _) => NodeStatus::Known,
-            (None, Some(_)) => NodeStatus::New,
-            // The record of a node that joined without the engine is stored by the next synchronization.
-            (None, None) => joining.status,
-        };
-        let removed_at = removal.and_then(|end| end.lifted);
-        let repeat = joining.repeat.map(|repeat| RepeatCheck {
-            last_join_key: record
-                .as_ref()
-                .map_or(repeat.last_join_key, |record| record.join_key),
-            last_joined_at: record.map_or(repeat.last_joined_at, |record| Some(record.enrolled_at)),
-            removed_at: repeat.removed_at.max(removed_at),
-            ..repeat
-        });
-        Ok(Joining {
-            status,
-            repeat,
-            ..joining
-        })
-    }
-
-    /// Reads the record of a node, and its revocation or the end of one, from the engine.
-    async fn read_node(
+    /// Returns the requests that repeat earlier ones, with the current state of their nodes: since that use, the node may have
+    /// changed at another gateway.
+    async fn update_repeats<'a>(
         &self,
-        node: &NodeName,
-    ) -> Result<(Option<NodeRecord>, Option<RevocationEntry>), SyncError> {
-        let key = EntryKey::Node(node.as_ref()).to_string();
-        let revoked_key = EntryKey::Revoked(node.as_ref()).to_string();
-        let record = self.0.engine.get(&key).await?;
-        // The revocation is read last, so that none is missed that comes after the record.
-        let revoked = self.0.engine.get(&revoked_key).await?;
-        let record = record.map(|text| parse_entry(&key, &text)).transpose()?;
-        let revoked = revoked.map(|text| parse_entry(&revoked_key, &text));
-        Ok((record, revoked.transpose()?))
+        tokens: &TokenStore,
+        uses: &[(&JoinToken, Joining<'a>)],
+        entries: &[TokenEntry],
+    ) -> Result<BTreeMap<usize, Result<Joining<'a>, RedeemError>>, SyncError> {
+        let now = UnixTime::now();
+        let is_repeated = |record: &Option<TokenRecord>, index: usize| {
+            let (token, joining) = &uses[index];
+            let spent = tokens.spend(record.clone(), token, joining, now);
+            spent.is_ok_and(|spent| record.as_ref() == Some(&spent))
+        };
+        let indexes = entries.iter().flat_map(|token| {
+            let indexes = token.uses.iter().copied();
+            indexes.filter(|index| is_repeated(&token.record, *index))
+        });
+        let indexes: Vec<_> = indexes.collect();
+        if indexes.is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        let nodes: Vec<_> = indexes.iter().map(|index| uses[*index].1.node).collect();
+        let read = self.read_nodes(&nodes).await;
+        // A command may have ended a revocation here a moment ago.
+        let ended = self.on_disk(|store| store.nodes().ended_revocations());
+        let ended = ended.await?;
+        let update = |(index, read): (usize, Result<_, SyncError>)| {
+            let joining = uses[index].1;
+            let here = ended.get(joining.node).cloned();
+            let updated = read.map_err(RedeemError::from);
+            (
+                index,
+                updated.and_then(|there| update_joining(joining, here, there)),
+            )
+        };
+        Ok(indexes.into_iter().zip(read).map(update).collect())
     }
 
-    /// Stores tokens in the engine that a command has just created in the data directory.
+    /// Reads the records of nodes, and their revocations or the ends of these, from the engine.
+    async fn read_nodes(&self, nodes: &[&NodeName]) -> Vec<Result<StoredNode, SyncError>> {
+        let keys = nodes
+            .iter()
+            .map(|node| EntryKey::Node(node.as_ref()).to_string());
+        let keys: Vec<_> = keys.collect();
+        let records = self.0.engine.get_each(keys.clone()).await;
+        // The revocations are read last, so that none is missed that comes after the record.
+        let read = nodes
+            .iter()
+            .zip(&records)
+            .filter(|(_, record)| record.is_ok());
+        let revoked_keys = read.map(|(node, _)| EntryKey::Revoked(node.as_ref()).to_string());
+        let revoked_keys: Vec<_> = revoked_keys.collect();
+        let revoked = self.0.engine.get_each(revoked_keys.clone()).await;
+        let mut revoked = revoked_keys.into_iter().zip(revoked);
+        let parse = |(key, record): (String, Result<Option<String>, EngineError>)| {
+            let record = record?.map(|text| parse_entry(&key, &text)).transpose()?;
+            let Some((key, entry)) = revoked.next() else {
+                return Ok((record, None));
+            };
+            let entry = entry?.map(|text| parse_entry(&key, &text)).transpose()?;
+            Ok((record, entry))
+        };
+        keys.into_iter().zip(records).map(parse).collect()
+    }
+
+    /// Stores tokens in the engine that a command has just created in the data directory. Returns those that could not be stored.
     async fn share_new_tokens(
         &self,
         ids: &BTreeSet<&str>,
         tokens: &TokenStore,
-    ) -> Result<(), SyncError> {
+    ) -> Result<BTreeMap<String, EngineError>, SyncError> {
         let last = self.0.last.lock().await;
         let is_shared = |id: &str| {
             let key = EntryKey::Token(id).to_string();
@@ -343,14 +364,25 @@ impl SharedState {
         };
         let new: BTreeSet<_> = ids.iter().filter(|id| !is_shared(id)).copied().collect();
         drop(last);
+        let mut unshared = BTreeMap::new();
+        if new.is_empty() {
+            return Ok(unshared);
+        }
         let tokens = tokens.clone();
-        if !new.is_empty() {
-            let local = spawn_blocking(move || tokens.all()).await??;
-            if local.iter().any(|token| new.contains(token.id.as_str())) {
-                self.synchronize_now().await?;
+        let local = spawn_blocking(move || tokens.all()).await??;
+        let local = local.into_iter().map(|token| token.id);
+        let local: Vec<_> = local.filter(|id| new.contains(id.as_str())).collect();
+        if !local.is_empty() {
+            match self.synchronize_now().await {
+                // A fault of the CA alone does not keep the other entries out of the engine.
+                Ok(()) | Err(SyncError::Ca(_)) => {}
+                Err(error) => {
+                    let error = EngineError(error.to_string());
+                    unshared.extend(local.into_iter().map(|id| (id, error.clone())));
+                }
             }
         }
-        Ok(())
+        Ok(unshared)
     }
 
     /// Stores the records of nodes that have joined. Returns for each whether it is stored: a record of a `New` node is not, if the
@@ -360,32 +392,34 @@ impl SharedState {
         records: &[(&NodeRecord, NodeStatus)],
     ) -> Vec<Result<bool, SyncError>> {
         let mut results: BTreeMap<usize, Result<bool, SyncError>> = BTreeMap::new();
-        for _ in 0..MAX_ATTEMPTS {
+        for attempt in 0..MAX_ATTEMPTS {
             let open: Vec<_> = (0..records.len())
                 .filter(|index| !results.contains_key(index))
                 .collect();
             if open.is_empty() {
                 break;
             }
-            let keys = open.iter().map(|index| node_key(records[*index].0));
-            let current = self.read_entries(keys.collect()).await;
+            // The engine did not have the new nodes when their joins were checked.
+            let is_read = |index: &usize| attempt > 0 || records[*index].1 == NodeStatus::Known;
+            let to_read: Vec<_> = open.iter().copied().filter(is_read).collect();
+            let keys = to_read.iter().map(|index| node_key(records[*index].0));
+            let texts = self.0.engine.get_each(keys.collect()).await;
+            let mut current: BTreeMap<_, _> = to_read.into_iter().zip(texts).collect();
             let mut changes = Vec::new();
-            for (index, (key, expected)) in open.iter().zip(current.as_ref().into_iter().flatten())
-            {
-                match node_change(records[*index], key, expected.clone()) {
+            for index in &open {
+                match node_change(records[*index], current.remove(index)) {
                     Ok(Some(change)) => changes.push(change),
                     Ok(None) => drop(results.insert(*index, Ok(false))),
-                    Err(error) => drop(results.insert(*index, Err(error.into()))),
+                    Err(error) => drop(results.insert(*index, Err(error))),
                 }
             }
             let written = self.write_by_key(changes).await;
             for index in open {
-                let stored = match (&current, written.get(&node_key(records[index].0))) {
-                    (Err(error), _) | (_, Some(Err(error))) => Err(error.clone().into()),
-                    (_, Some(Ok(true))) => Ok(true),
-                    _ => continue,
-                };
-                results.insert(index, stored);
+                match written.get(&node_key(records[index].0)) {
+                    Some(Ok(true)) => drop(results.insert(index, Ok(true))),
+                    Some(Err(error)) => drop(results.insert(index, Err(error.clone().into()))),
+                    Some(Ok(false)) | None => {}
+                }
             }
         }
         let contention = || Err(SyncError::Contention);
@@ -424,6 +458,72 @@ impl SharedState {
     }
 }
 
+/// Record of a node in the engine, and its revocation or the end of one.
+type StoredNode = (Option<NodeRecord>, Option<RevocationEntry>);
+
+/// Results of some uses of a batch, by their indexes.
+type UseResults = Vec<(usize, Result<TokenRecord, RedeemError>)>;
+
+/// Token in the engine, with the indexes of its uses in a batch.
+struct TokenEntry {
+    key: String,
+    /// Value of the entry.
+    expected: Option<String>,
+    /// Record with the uses that the data directory has.
+    record: Option<TokenRecord>,
+    uses: Vec<usize>,
+}
+
+/// Returns a request with the state of its node in the engine. `here` is the end of the node's revocation in the data directory.
+///
+/// # Errors
+/// If the node is revoked.
+fn update_joining(
+    joining: Joining<'_>,
+    here: Option<RevocationEntry>,
+    (record, there): StoredNode,
+) -> Result<Joining<'_>, RedeemError> {
+    let entry = match (here, there) {
+        (Some(here), Some(there)) => Some(here.newest(there)),
+        (here, there) => here.or(there),
+    };
+    if let Some(RevocationEntry {
+        revocation,
+        lifted: None,
+        ..
+    }) = entry
+    {
+        let reason = revocation.reason;
+        return Err(RedeemError::NodeRevoked { reason });
+    }
+    let removal = entry.filter(|end| end.removed.is_some());
+    let is_removed = |record: &NodeRecord| {
+        let removal = removal.as_ref();
+        removal.is_some_and(|end| end.removes(record))
+    };
+    let record = record.filter(|record| !is_removed(record));
+    let status = match (&record, &removal) {
+        (Some(_), _) => NodeStatus::Known,
+        (None, Some(_)) => NodeStatus::New,
+        // The record of a node that joined without the engine is stored by the next synchronization.
+        (None, None) => joining.status,
+    };
+    let removed_at = removal.and_then(|end| end.lifted);
+    let repeat = joining.repeat.map(|repeat| RepeatCheck {
+        last_join_key: record
+            .as_ref()
+            .map_or(repeat.last_join_key, |record| record.join_key),
+        last_joined_at: record.map_or(repeat.last_joined_at, |record| Some(record.enrolled_at)),
+        removed_at: repeat.removed_at.max(removed_at),
+        ..repeat
+    });
+    Ok(Joining {
+        status,
+        repeat,
+        ..joining
+    })
+}
+
 /// Returns the record of a token in the engine, with the uses and the revocation that the data directory has: the engine may lack
 /// a revocation by a command, or uses after a restored backup.
 fn merged_token(
@@ -448,13 +548,13 @@ fn node_key(record: &NodeRecord) -> String {
 }
 
 /// Returns the change that stores the record of a node which has joined, or `None` if the node was new and has joined through
-/// another gateway.
+/// another gateway. `current` is the entry of the node in the engine, if it was read.
 fn node_change(
     (record, status): (&NodeRecord, NodeStatus),
-    key: &str,
-    expected: Option<String>,
-) -> Result<Option<EntryChange>, StoreError> {
-    let previous = expected.as_deref().map(|text| parse_entry(key, text));
+    current: Option<Result<Option<String>, EngineError>>,
+) -> Result<Option<EntryChange>, SyncError> {
+    let (key, expected) = (node_key(record), current.transpose()?.flatten());
+    let previous = expected.as_deref().map(|text| parse_entry(&key, text));
     let previous: Option<NodeRecord> = previous.transpose()?;
     // The edge may have sent its request twice.
     let is_repeated =
@@ -471,7 +571,7 @@ fn node_change(
         value.other = previous.other;
     }
     Ok(Some(EntryChange {
-        key: key.to_owned(),
+        key,
         expected,
         value: Some(entry_text(&value)),
     }))

@@ -29,6 +29,18 @@ pub trait StateEngine: Debug + Display + Send + Sync {
     /// Returns the current value of an entry. The result includes every change that was completed before the call.
     fn get<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<Option<String>, EngineError>>;
 
+    /// Returns the current values of entries like [`StateEngine::get`].
+    fn get_each(
+        &self,
+        keys: Vec<String>,
+    ) -> BoxFuture<'_, Vec<Result<Option<String>, EngineError>>> {
+        async move {
+            let reads: Vec<_> = keys.iter().map(|key| self.get(key)).collect();
+            send_all(reads).await
+        }
+        .boxed()
+    }
+
     /// Applies each change whose expected value is current, each one atomically. Returns for each whether its expected value was
     /// current. A change with an error may have been applied.
     fn write_each(

@@ -23,6 +23,8 @@ pub(crate) struct MemoryEngine {
     loses_answers: Arc<AtomicBool>,
     /// Entries whose next writes fail, with the number of these writes.
     failing_writes: Arc<std::sync::Mutex<BTreeMap<String, usize>>>,
+    /// Time that each request takes.
+    delay: Arc<std::sync::Mutex<Duration>>,
     /// Number of reads of one entry so far.
     reads: Arc<AtomicUsize>,
     /// Number of writes so far.
@@ -42,6 +44,18 @@ impl MemoryEngine {
             return Err(EngineError("the engine is away".to_owned()));
         }
         Ok(with(&mut self.entries.lock().unwrap()))
+    }
+
+    /// Lets each request take this time.
+    pub(crate) fn set_delay(&self, delay: Duration) {
+        *self.delay.lock().unwrap() = delay;
+    }
+
+    async fn wait(&self) {
+        let delay = *self.delay.lock().unwrap();
+        if !delay.is_zero() {
+            sleep(delay).await;
+        }
     }
 
     /// Lets the next writes of this entry fail, so many times.
@@ -77,12 +91,20 @@ impl fmt::Display for MemoryEngine {
 
 impl StateEngine for MemoryEngine {
     fn load(&self) -> BoxFuture<'_, Result<Entries, EngineError>> {
-        async { self.with(|entries| entries.clone()) }.boxed()
+        async {
+            self.wait().await;
+            self.with(|entries| entries.clone())
+        }
+        .boxed()
     }
 
     fn get<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<Option<String>, EngineError>> {
-        self.reads.fetch_add(1, SeqCst);
-        async { self.with(|entries| entries.get(key).cloned()) }.boxed()
+        async {
+            self.reads.fetch_add(1, SeqCst);
+            self.wait().await;
+            self.with(|entries| entries.get(key).cloned())
+        }
+        .boxed()
     }
 
     fn write_each(
@@ -90,6 +112,7 @@ impl StateEngine for MemoryEngine {
         changes: Vec<EntryChange>,
     ) -> BoxFuture<'_, Vec<Result<bool, EngineError>>> {
         async {
+            self.wait().await;
             self.writes.fetch_add(changes.len(), SeqCst);
             let is_lost = self.loses_answers.swap(false, SeqCst);
             let write = |change| {
@@ -896,4 +919,20 @@ async fn a_node_that_joins_again_without_its_answer_may_repeat_the_request() {
     assert!(store_node(two, &record, NodeStatus::Known).await);
     let late = redeem(one, &tokens, &token, request).await;
     assert!(used(&late), "{late:?}");
+}
+
+#[tokio::test]
+async fn requests_are_not_sent_to_an_engine_that_is_away() {
+    let engine = MemoryEngine::default();
+    let keys: Vec<_> = (0..1_000).map(|number| number.to_string()).collect();
+    let read = engine.get_each(keys.clone()).await;
+    assert_eq!((read.len(), read.iter().all(Result::is_ok)), (1_000, true));
+    engine.is_away.store(true, SeqCst);
+    let before = engine.reads();
+    let failed = engine.get_each(keys).await;
+    assert_eq!(
+        (failed.len(), failed.iter().all(Result::is_err)),
+        (1_000, true)
+    );
+    assert_eq!(engine.reads() - before, CONCURRENT_REQUESTS);
 }

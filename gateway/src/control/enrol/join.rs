@@ -5,6 +5,7 @@
 //! writes, and not two of each node.
 //!
 //! A batch has at most one join of each node. If two edges join as the same new node, the second one sees that the node has joined.
+//! A token that this gateway knows to be invalid is refused before its join waits for a batch, so it does not wait for the engine.
 
 use super::{
     Enrolled, HandlerState, JoinResponse, internal_problem, nodes_pending_problem, problem,
@@ -12,22 +13,27 @@ use super::{
 };
 use crate::{
     control::http::ProblemDetails,
-    shared_state::{RedeemError, SharedState},
+    shared_state::{CONCURRENT_REQUESTS, RedeemError, SharedState},
     state::nodes::record_revoked,
 };
 use axum::http::StatusCode;
 use causeway_certs::{
-    JoinToken, Joining, NodeName, NodePattern, NodeStatus, RepeatCheck, RevocationEntry,
-    TokenRecord, TokenRejected, TokenStore, VerifiedPublicKey,
+    Fingerprint, JoinToken, Joining, NodeName, NodePattern, NodeStatus, RepeatCheck,
+    RevocationEntry, Store, StoreError, TokenRecord, TokenRejected, TokenStore, VerifiedPublicKey,
 };
 use rustls::pki_types::UnixTime;
 use std::{
     collections::{BTreeMap, BTreeSet},
     mem,
-    sync::{Arc, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
+    time::SystemTime,
 };
 use tokio::{sync::oneshot, task::spawn_blocking};
 use tracing::{Span, info, warn};
+
+/// Maximum number of joins in a batch. Each step of a batch takes one round trip of the engine: of the 256 joins that may wait,
+/// the last ones are answered within the timeout of their requests, even if the engine takes 300 ms for each round trip.
+const MAX_BATCH: usize = CONCURRENT_REQUESTS;
 
 /// Request of an edge that joins with a token. The edge holds the key.
 pub(super) struct JoinAttempt {
@@ -53,6 +59,34 @@ impl PendingJoin {
     /// Whether the edge has disconnected.
     fn is_abandoned(&self) -> bool {
         self.responder.is_closed()
+    }
+}
+
+/// Tokens of the data directory as they were read last, so that many joins at once do not read the file one by one. A token only
+/// becomes invalid in time, so an older copy refuses no valid token.
+#[derive(Default)]
+pub(super) struct KnownTokens(Mutex<Option<TokenCopy>>);
+
+struct TokenCopy {
+    /// Times of the last changes of the data directory before the file was read.
+    changed: [Option<SystemTime>; 6],
+    records: Arc<[TokenRecord]>,
+}
+
+impl KnownTokens {
+    /// Returns the tokens of a data directory. Blocks on the disk.
+    fn read(&self, store: &Store, tokens: &TokenStore) -> Result<Arc<[TokenRecord]>, StoreError> {
+        let mut copy = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let changed = store.entry_changes();
+        if let Some(copy) = copy.as_ref().filter(|copy| copy.changed == changed) {
+            return Ok(copy.records.clone());
+        }
+        let records: Arc<[TokenRecord]> = tokens.all()?.into();
+        *copy = Some(TokenCopy {
+            changed,
+            records: records.clone(),
+        });
+        Ok(records)
     }
 }
 
@@ -93,6 +127,13 @@ impl HandlerState {
         self: Arc<Self>,
         attempt: JoinAttempt,
     ) -> Result<JoinResponse, ProblemDetails> {
+        if self.enrolment.shared_state.is_some() {
+            let (token, key) = (attempt.token.clone(), attempt.key.fingerprint());
+            let check = move |state: &Self, ()| state.check_known_token(&token, key).err();
+            if let Some(problem) = self.on_disk((), check).await {
+                return Err(problem);
+            }
+        }
         let (responder, mut response) = oneshot::channel();
         self.with_pending_joins(|pending| pending.push(PendingJoin { attempt, responder }));
         let guard = tokio::select! {
@@ -115,8 +156,11 @@ impl HandlerState {
 
     async fn process_pending_joins(self: Arc<Self>) {
         loop {
-            let mut joins = self.with_pending_joins(mem::take);
-            joins.retain(|join| !join.is_abandoned());
+            let joins = self.with_pending_joins(|pending| {
+                pending.retain(|join| !join.is_abandoned());
+                let later = pending.split_off(pending.len().min(MAX_BATCH));
+                mem::replace(pending, later)
+            });
             if joins.is_empty() {
                 return;
             }
@@ -148,6 +192,15 @@ impl HandlerState {
         let state = self.clone();
         let done = spawn_blocking(move || work(&state, joins)).await;
         done.unwrap_or_default()
+    }
+
+    /// Refuses a token without the engine of the shared state, if this gateway knows that it is not valid. Blocks on the disk.
+    fn check_known_token(&self, token: &JoinToken, key: Fingerprint) -> Result<(), ProblemDetails> {
+        let (store, tokens) = (&self.enrolment.store, self.tokens());
+        let records = self.known_tokens.read(store, &tokens);
+        let records = records.map_err(|error| internal_problem(&error))?;
+        let known = TokenStore::check_known(&records, token, key, UnixTime::now());
+        known.map(drop).map_err(|why| token_problem(&why))
     }
 
     fn check_joins_and_redeem(&self, joins: Vec<PendingJoin>) -> Vec<(Applicant, TokenRecord)> {
@@ -228,15 +281,26 @@ impl HandlerState {
             .iter()
             .filter(|applicant| applicant.status == NodeStatus::New);
         let new: Vec<_> = new.map(|applicant| applicant.node.clone()).collect();
-        let fetched = match shared.fetch_nodes_now(&new).await {
-            Ok(fetched) => fetched,
-            Err(error) => return refuse_all(applicants, &unavailable_problem(&error)),
-        };
-        // A synchronization may have taken over a node meanwhile.
-        for record in fetched {
-            self.enrolment.record_writer.add_stored(record);
+        let fetched = shared.fetch_nodes_now(&new).await;
+        let mut failed = BTreeMap::new();
+        for (node, record) in new.into_iter().zip(fetched) {
+            match record {
+                // A synchronization may have taken over the node meanwhile.
+                Ok(record) => record.into_iter().for_each(|record| {
+                    self.enrolment.record_writer.add_stored(record);
+                }),
+                Err(error) => drop(failed.insert(node, unavailable_problem(&error))),
+            }
         }
-        let joins = applicants.into_iter().map(|applicant| applicant.join);
+        let results = applicants
+            .iter()
+            .map(|applicant| match failed.remove(&applicant.node) {
+                Some(problem) => Err(problem),
+                None => Ok(()),
+            });
+        let results = results.collect();
+        let fetched = keep_accepted(applicants, results);
+        let joins = fetched.into_iter().map(|(applicant, ())| applicant.join);
         self.on_disk(joins.collect(), Self::check_joins).await
     }
 
@@ -402,12 +466,23 @@ async fn fetch_tokens(shared: &SharedState, joins: Vec<PendingJoin>) -> Vec<Pend
     if joins.is_empty() {
         return joins;
     }
-    let ids = joins.iter().map(|join| join.attempt.token.id.as_str());
-    let fetched = shared.fetch_tokens(ids.collect()).await;
-    match fetched {
-        Ok(()) => joins,
-        Err(error) => refuse_all(joins, &unavailable_problem(&error)),
+    let ids = joins.iter().map(|join| join.attempt.token.id.clone());
+    let ids: BTreeSet<_> = ids.collect();
+    let failed = match shared
+        .fetch_tokens(ids.iter().map(String::as_str).collect())
+        .await
+    {
+        Ok(failed) => failed,
+        Err(error) => return refuse_all(joins, &unavailable_problem(&error)),
+    };
+    let mut fetched = Vec::new();
+    for join in joins {
+        match failed.get(join.attempt.token.id.as_str()) {
+            Some(error) => join.respond(Err(unavailable_problem(error))),
+            None => fetched.push(join),
+        }
     }
+    fetched
 }
 
 /// Stores the records of nodes that join in the shared state. Refuses a node that was new, and has joined through another gateway at

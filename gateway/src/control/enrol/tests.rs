@@ -550,6 +550,91 @@ async fn nodes_that_join_at_once_are_in_the_engine_and_counted_once() {
     assert_eq!(engine.with(nodes).unwrap(), 250);
 }
 
+/// Returns the tokens and the certificate requests of so many nodes, `edge-0` and so on.
+fn create_joins(counter: &Counter, count: usize) -> (Vec<String>, Vec<String>) {
+    let create = |number| counter.token(&format!("edge-{number}"), Duration::from_hours(1));
+    let tokens: Vec<_> = (0..count).map(create).collect();
+    let csr = || STANDARD.encode(PrivateKey::generate().unwrap().request().unwrap());
+    (tokens, (0..count).map(|_| csr()).collect())
+}
+
+/// Time passes only while nothing else is to be done, and each request to the engine takes 300 ms.
+#[tokio::test(start_paused = true)]
+async fn a_slow_engine_serves_all_joins_that_wait() {
+    let engine = MemoryEngine::default();
+    let counter = Counter::sharing(Some(&engine));
+    let (tokens, csrs) = create_joins(&counter, MAX_UNAUTHENTICATED);
+    let store = counter.world.store.clone();
+    let shared = SharedState::new(Arc::new(engine.clone()), store, true);
+    shared.synchronize().await.unwrap();
+    engine.set_delay(Duration::from_millis(300));
+    // The second time, each request repeats one whose answer was lost.
+    for _ in 0..2 {
+        let joins = tokens.iter().zip(&csrs);
+        let joins = joins.map(|(token, csr)| counter.join(token, None, csr));
+        let answers = futures_util::future::join_all(joins).await;
+        let mut statuses: Vec<_> = answers.iter().map(|(status, _)| *status).collect();
+        statuses.dedup();
+        assert_eq!(statuses, [200]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_invalid_token_is_refused_while_the_engine_does_not_answer() {
+    let engine = MemoryEngine::default();
+    let counter = Counter::sharing(Some(&engine));
+    let valid = counter.token("edge-1", Duration::from_mins(1));
+    let late = counter.token("edge-2", Duration::ZERO);
+    engine.set_delay(REQUEST_TIMEOUT * 2);
+    let csr = counter.csr();
+    let waiting = counter.join(&valid, None, &csr);
+    let refused = async {
+        // The first join is in a batch by now.
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        counter.refused(&late, "edge-2").await
+    };
+    tokio::select! {
+        biased;
+        (status, _) = waiting => panic!("the join was answered first: {status}"),
+        (_, reason) = refused => assert_eq!(reason, "token_expired"),
+    }
+}
+
+#[tokio::test]
+async fn an_entry_that_cannot_be_parsed_fails_only_the_joins_that_need_it() {
+    let engine = MemoryEngine::default();
+    let counter = Counter::sharing(Some(&engine));
+    let store = counter.world.store.clone();
+    let shared = SharedState::new(Arc::new(engine.clone()), store, true);
+    let (tokens, csrs) = create_joins(&counter, 5);
+    shared.synchronize().await.unwrap();
+    let id = |number: usize| JoinToken::parse(&tokens[number]).unwrap().id;
+    // As if another gateway had created these tokens.
+    let own = counter.world.store.tokens().unwrap();
+    assert!([0, 3].map(id).iter().all(|id| own.remove(id).unwrap()));
+    let keys = [
+        format!("token/{}", id(0)),
+        format!("token/{}", id(1)),
+        "node/edge-2".to_owned(),
+    ];
+    for key in &keys {
+        let damage = |entries: &mut causeway_certs::Entries| {
+            entries.insert(key.clone(), r#"{"format":2}"#.to_owned());
+        };
+        engine.with(damage).unwrap();
+    }
+    let joins = tokens.iter().zip(&csrs);
+    let joins = joins.map(|(token, csr)| counter.join(token, None, csr));
+    let answers = futures_util::future::join_all(joins).await;
+    for (key, (status, answer)) in keys.iter().zip(&answers) {
+        let detail = answer["detail"].as_str().unwrap();
+        assert_eq!((*status, detail.contains(key)), (503, true), "{answer}");
+    }
+    for (status, answer) in &answers[3..] {
+        assert_eq!(*status, 200, "{answer}");
+    }
+}
+
 #[tokio::test]
 async fn of_two_edges_that_join_at_once_as_one_new_node_one_is_admitted() {
     let counter = Counter::open();
