@@ -321,12 +321,12 @@ impl Bound {
     /// Returns the signer for edges of a cluster, for the component that receives their certificate requests.
     pub fn signer(&self) -> Signer {
         let authority = &self.reloader.parts().authority;
-        Signer {
-            ca: authority.ca.clone(),
-            nodes: authority.node_sync.nodes.reader(),
-            record_writer: authority.record_writer.clone(),
-            lifetime: self.config.tunnel.edge_certificate_lifetime,
-        }
+        Signer::new(
+            authority.ca.clone(),
+            authority.node_sync.nodes.reader(),
+            authority.record_writer.clone(),
+            self.config.tunnel.edge_certificate_lifetime,
+        )
     }
 
     /// Returns the watch cache, for the component that fills it, if the API cache is enabled.

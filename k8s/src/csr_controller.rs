@@ -6,12 +6,15 @@
 //!    Any other request is left for people to decide, with one event that states the reason. If the Node may still appear,
 //!    the request is checked again. If the cluster's own signer is used, the gateway only approves, or does not even approve.
 //! 3. If several gateways run, one of them is the first to act. The others detect that by a conflict.
-//! 4. `ca_configmap` publishes the CA that edges must trust.
+//! 4. Requests of different nodes are processed at once, those of one node one after the other.
+//! 5. `ca_configmap` publishes the CA that edges must trust.
 //!
 //! Never ends the process.
 
 mod ca_configmap;
 mod requests;
+#[cfg(test)]
+mod tests;
 mod validate;
 
 use crate::{
@@ -20,10 +23,10 @@ use crate::{
     log_throttle::LogThrottle,
 };
 use ca_configmap::CaPublisher;
-use causeway_certs::SignerProfile;
+use causeway_certs::{NodeName, SignerProfile};
 use causeway_gateway::{config, control::signer::Signer, metrics::Metrics, state::NodesWriter};
 use causeway_rt::backoff::Backoff;
-use futures_util::{StreamExt, future::join_all};
+use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream::FuturesUnordered};
 use k8s_openapi::{
     ByteString, api::certificates::v1::CertificateSigningRequest,
     apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp,
@@ -38,7 +41,7 @@ use kube::{
 };
 use requests::{Csr, CsrQueue};
 use serde_json::{Value, json};
-use std::{convert::Infallible, iter, pin::pin, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, convert::Infallible, pin::pin, sync::Arc, time::Duration};
 use tokio::{
     sync::watch,
     time::{Instant, sleep_until, timeout},
@@ -52,7 +55,8 @@ const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(2), Duration::f
 /// Number of requests in one response of the API.
 const PAGE_SIZE: u32 = 500;
 
-/// Number of requests that are processed at once. Each takes two requests to the API, and the records of all take one write.
+/// Maximum number of requests that are processed at once. Each takes two requests to the API, and the records of those that are
+/// signed at once take one write.
 const CONCURRENT_REQUESTS: usize = 32;
 
 /// Controller that signs the requests of edges.
@@ -97,14 +101,17 @@ impl CsrController {
             .fields(&field_selector)
             .page_size(PAGE_SIZE);
         let mut backlog = CsrBacklog::new(self);
-        let events = watcher(backlog.api.clone(), config.timeout(WATCH_TIMEOUT));
+        let events = watcher(Api::all(self.client.clone()), config.timeout(WATCH_TIMEOUT));
         let mut events = pin!(events.default_backoff());
+        let mut in_progress = FuturesUnordered::<InProgress<'_>>::new();
         loop {
+            let has_room = in_progress.len() < CONCURRENT_REQUESTS;
             tokio::select! {
                 biased;
                 Some(event) = events.next() => backlog.handle_event(event),
                 Ok(()) = changes.changed() => backlog.queue.requeue_all(),
-                () = backlog.wait_until_due() => backlog.process_next().await,
+                Some((request, outcome)) = in_progress.next() => backlog.finish(&request, outcome).await,
+                () = backlog.wait_until_due(), if has_room => in_progress.extend(backlog.begin_next()),
             }
         }
     }
@@ -120,11 +127,15 @@ enum Outcome {
     Left(String),
 }
 
+/// Future of a request that is being processed, and of its outcome.
+type InProgress<'a> = BoxFuture<'a, (Arc<Csr>, Result<Outcome, String>)>;
+
 /// Pending work of the controller.
 struct CsrBacklog<'a> {
     controller: &'a CsrController,
-    api: Api<CertificateSigningRequest>,
     queue: CsrQueue,
+    /// Nodes whose requests are being processed.
+    busy: BTreeSet<NodeName>,
     backoff: Backoff,
     /// Earliest time of the next attempt.
     not_before: Option<Instant>,
@@ -137,8 +148,8 @@ impl<'a> CsrBacklog<'a> {
     fn new(controller: &'a CsrController) -> Self {
         Self {
             controller,
-            api: Api::all(controller.client.clone()),
             queue: CsrQueue::default(),
+            busy: BTreeSet::new(),
             backoff: Backoff::new(BACKOFF_RANGE.0, BACKOFF_RANGE.1),
             not_before: None,
             events: EventWriter::new(
@@ -176,70 +187,57 @@ impl<'a> CsrBacklog<'a> {
     /// Waits until there is pending work.
     async fn wait_until_due(&self) {
         match self.not_before {
-            _ if !self.queue.has_pending() => std::future::pending().await,
+            _ if !self.queue.has_pending(&self.busy) => std::future::pending().await,
             Some(moment) => sleep_until(moment).await,
             None => {}
         }
     }
 
-    /// Processes pending requests, several at once.
-    async fn process_next(&mut self) {
-        let batch: Vec<_> = iter::from_fn(|| self.queue.pop())
-            .take(CONCURRENT_REQUESTS)
-            .collect();
-        if batch.is_empty() {
-            return;
+    /// Begins to process the next request. Returns a future of the request and its outcome.
+    fn begin_next(&mut self) -> Option<InProgress<'a>> {
+        let request = self.queue.pop(&self.busy)?;
+        self.busy.extend(request.node().cloned());
+        let controller = self.controller;
+        let process = async move {
+            let outcome = controller.try_process(&request).await;
+            (request, outcome)
+        };
+        Some(process.boxed())
+    }
+
+    async fn finish(&mut self, request: &Csr, outcome: Result<Outcome, String>) {
+        if let Some(node) = request.node() {
+            self.busy.remove(node);
         }
-        let outcomes = join_all(batch.iter().map(|request| self.try_process(request))).await;
-        let has_failed = outcomes.iter().any(Result::is_err);
+        let outcome = match outcome {
+            Ok(outcome) => outcome,
+            Err(why) => return self.retry_later(request, &why),
+        };
         // Others wait at most for the shortest pause while some requests fail each time.
-        if outcomes.iter().any(Result::is_ok) {
-            self.backoff.reset();
-        }
-        for (request, outcome) in batch.iter().zip(outcomes) {
-            match outcome {
-                Ok(Outcome::Signed) => self.queue.mark_signed(request),
-                Ok(Outcome::HandledElsewhere) => {}
-                Ok(Outcome::Left(why)) => self.leave_pending(request, &why).await,
-                Err(why) => {
-                    self.controller.metrics.count_cluster_certificate("failed");
-                    self.signing_log.log_failure(&why);
-                    self.queue.requeue(request);
-                }
-            }
-        }
-        if has_failed {
-            let pause = self.backoff.refused(None, rand::random());
-            self.not_before = Some(Instant::now() + pause);
-        } else {
-            self.not_before = None;
+        self.backoff.reset();
+        if !self.queue.record_success(request) {
             self.signing_log.log_recovery();
+        }
+        match outcome {
+            Outcome::Signed => self.queue.mark_signed(request),
+            Outcome::HandledElsewhere => {}
+            Outcome::Left(why) => self.leave_pending(request, &why).await,
         }
     }
 
-    async fn try_process(&self, request: &Arc<Csr>) -> Result<Outcome, String> {
-        let valid_csr = match &request.validation {
-            Ok(valid_csr) => valid_csr,
-            Err(why) => return Ok(Outcome::Left(why.clone())),
-        };
-        if let Some(why) = self.controller.signer.refusal_reason(&valid_csr.node) {
-            return Ok(Outcome::Left(why));
-        }
-        let version = if request.approved {
-            Some(request.version.clone())
-        } else {
-            self.approve(request, valid_csr).await?
-        };
-        let Some(version) = version else {
-            return Ok(Outcome::HandledElsewhere);
-        };
-        // With a subject, the cluster's own signer does the rest.
-        if self.controller.settings.subject().is_some()
-            || self.sign(request, valid_csr, &version).await?
+    /// Queues a request that failed again, and begins no other one for a while.
+    fn retry_later(&mut self, request: &Csr, why: &str) {
+        self.controller.metrics.count_cluster_certificate("failed");
+        self.signing_log.log_failure(why);
+        self.queue.requeue(request);
+        // Requests that were begun before the pause do not prolong it.
+        if self
+            .not_before
+            .is_none_or(|moment| moment <= Instant::now())
         {
-            return Ok(Outcome::Signed);
+            let pause = self.backoff.refused(None, rand::random());
+            self.not_before = Some(Instant::now() + pause);
         }
-        Ok(Outcome::HandledElsewhere)
     }
 
     /// Leaves a request pending, and reports the reason once.
@@ -268,6 +266,32 @@ impl<'a> CsrBacklog<'a> {
         };
         self.events.warn(&content).await;
     }
+}
+
+/// Processing of one request.
+impl CsrController {
+    async fn try_process(&self, request: &Arc<Csr>) -> Result<Outcome, String> {
+        let valid_csr = match &request.validation {
+            Ok(valid_csr) => valid_csr,
+            Err(why) => return Ok(Outcome::Left(why.clone())),
+        };
+        if let Some(why) = self.signer.refusal_reason(&valid_csr.node) {
+            return Ok(Outcome::Left(why));
+        }
+        let version = if request.approved {
+            Some(request.version.clone())
+        } else {
+            self.approve(request, valid_csr).await?
+        };
+        let Some(version) = version else {
+            return Ok(Outcome::HandledElsewhere);
+        };
+        // With a subject, the cluster's own signer does the rest.
+        if self.settings.subject().is_some() || self.sign(request, valid_csr, &version).await? {
+            return Ok(Outcome::Signed);
+        }
+        Ok(Outcome::HandledElsewhere)
+    }
 
     /// Approves a request. Returns its new version, or `None` if another approver was faster.
     async fn approve(&self, request: &Csr, valid_csr: &ValidCsr) -> Result<Option<String>, String> {
@@ -279,9 +303,7 @@ impl<'a> CsrBacklog<'a> {
         let approved = self.patch("approval", request, (&request.version, &status));
         let approved = approved.await?;
         if approved.is_some() {
-            self.controller
-                .metrics
-                .count_cluster_certificate("approved");
+            self.metrics.count_cluster_certificate("approved");
         }
         Ok(approved.and_then(|approved| approved.resource_version()))
     }
@@ -293,7 +315,7 @@ impl<'a> CsrBacklog<'a> {
         valid_csr: &ValidCsr,
         version: &str,
     ) -> Result<bool, String> {
-        let signer = &self.controller.signer;
+        let signer = &self.signer;
         let key = signer.verify_request(&valid_csr.request, &valid_csr.node);
         let key = key.map_err(|error| error.to_string())?;
         let chain = signer.sign(
@@ -307,7 +329,7 @@ impl<'a> CsrBacklog<'a> {
         if patched.is_none() {
             return Ok(false);
         }
-        self.controller.metrics.count_cluster_certificate("signed");
+        self.metrics.count_cluster_certificate("signed");
         tracing::info!(node = %valid_csr.node, request = request.name, "issued an edge's certificate for a request in the cluster");
         Ok(true)
     }
@@ -321,9 +343,8 @@ impl<'a> CsrBacklog<'a> {
     ) -> Result<Option<CertificateSigningRequest>, String> {
         let patch = json!({ "metadata": { "resourceVersion": version }, "status": status });
         let (parameters, patch) = (PatchParams::default(), Patch::Merge(&patch));
-        let patch_request = self
-            .api
-            .patch_subresource(part, &request.name, &parameters, &patch);
+        let api = Api::<CertificateSigningRequest>::all(self.client.clone());
+        let patch_request = api.patch_subresource(part, &request.name, &parameters, &patch);
         match timeout(REQUEST_TIMEOUT, patch_request).await {
             Ok(Ok(patched)) => Ok(Some(patched)),
             Ok(Err(kube::Error::Api(status))) if status.is_conflict() || status.is_not_found() => {
@@ -346,7 +367,7 @@ impl<'a> CsrBacklog<'a> {
             "sign"
         };
         if message.contains("not permitted") {
-            let signer = &self.controller.settings.signer;
+            let signer = &self.settings.signer;
             return format!(
                 "{message} (the gateway needs the verb \"{verb}\" on resource \"signers\" named {signer} in API group \"certificates.k8s.io\")"
             );

@@ -17,11 +17,11 @@ const MAX_CLOCK_SKEW: Duration = Duration::from_mins(1);
 /// Signer of certificates for edges of a cluster. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Signer {
-    pub(crate) ca: LiveCa,
-    pub(crate) nodes: Nodes,
-    pub(crate) record_writer: NodeRecordWriter,
+    ca: LiveCa,
+    nodes: Nodes,
+    record_writer: NodeRecordWriter,
     /// Lifetime of an edge's certificate.
-    pub(crate) lifetime: Duration,
+    lifetime: Duration,
 }
 
 /// Internal error that prevented signing. It may be temporary.
@@ -36,6 +36,21 @@ impl SignError {
 }
 
 impl Signer {
+    /// Returns a signer of this CA, which records certificates by this writer.
+    pub fn new(
+        ca: LiveCa,
+        nodes: Nodes,
+        record_writer: NodeRecordWriter,
+        lifetime: Duration,
+    ) -> Self {
+        Self {
+            ca,
+            nodes,
+            record_writer,
+            lifetime,
+        }
+    }
+
     /// Returns the maximum lifetime of a certificate.
     pub fn max_lifetime(&self) -> Duration {
         self.lifetime
@@ -121,12 +136,9 @@ mod tests {
     use causeway_certs::{EdgeIdentity, PrivateKey, Revocation};
 
     fn signer(world: &World) -> Signer {
-        Signer {
-            ca: world.live.clone(),
-            nodes: world.reader(),
-            record_writer: NodeRecordWriter::new(&world.store, &world.nodes),
-            lifetime: Duration::from_hours(1),
-        }
+        let record_writer = NodeRecordWriter::new(&world.store, &world.nodes);
+        let lifetime = Duration::from_hours(1);
+        Signer::new(world.live.clone(), world.reader(), record_writer, lifetime)
     }
 
     fn member(edge: bool) -> ClusterNode {

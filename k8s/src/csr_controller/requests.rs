@@ -5,10 +5,11 @@
 
 use super::validate::ValidCsr;
 use crate::csr_client::find_condition;
+use causeway_certs::NodeName;
 use k8s_openapi::api::{certificates::v1::CertificateSigningRequest, core::v1::ObjectReference};
 use kube::{Resource, ResourceExt};
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     sync::Arc,
 };
 
@@ -41,11 +42,21 @@ struct QueueEntry {
     is_listed: bool,
 }
 
+impl Csr {
+    /// Returns the node that requests a certificate, if the request is valid.
+    pub(super) fn node(&self) -> Option<&NodeName> {
+        let valid_csr = self.validation.as_ref().ok();
+        valid_csr.map(|valid_csr| &valid_csr.node)
+    }
+}
+
 /// Queue of all requests.
 #[derive(Debug, Default)]
 pub(super) struct CsrQueue {
     entries: BTreeMap<String, QueueEntry>,
     pending: VecDeque<String>,
+    /// Requests whose last attempt has failed. Some may no longer exist.
+    failed: BTreeSet<String>,
 }
 
 impl CsrQueue {
@@ -130,25 +141,46 @@ impl CsrQueue {
         }
     }
 
-    pub(super) fn has_pending(&self) -> bool {
-        !self.pending.is_empty()
+    /// Whether a request is due, of a node that is not one of the `busy` ones.
+    pub(super) fn has_pending(&self, busy: &BTreeSet<NodeName>) -> bool {
+        self.pending.iter().any(|name| self.is_due(name, busy))
     }
 
-    /// Returns the next request that is due, if it still exists.
-    pub(super) fn pop(&mut self) -> Option<Arc<Csr>> {
-        let entry = self.entries.get_mut(&self.pending.pop_front()?)?;
-        entry.is_queued = false;
-        (!entry.is_signed).then(|| entry.request.clone())
+    /// Returns the next request that is due and still exists. Requests of nodes that are `busy` stay in their order.
+    pub(super) fn pop(&mut self, busy: &BTreeSet<NodeName>) -> Option<Arc<Csr>> {
+        loop {
+            let due = self.pending.iter().position(|name| self.is_due(name, busy));
+            let entry = self.entries.get_mut(&self.pending.remove(due?)?);
+            let Some(entry) = entry else { continue };
+            entry.is_queued = false;
+            if !entry.is_signed {
+                return Some(entry.request.clone());
+            }
+        }
     }
 
-    /// Queues the request again, after the others.
+    fn is_due(&self, name: &str, busy: &BTreeSet<NodeName>) -> bool {
+        let entry = self.entries.get(name);
+        let node = entry.and_then(|entry| entry.request.node());
+        node.is_none_or(|node| !busy.contains(node))
+    }
+
+    /// Queues a request whose processing has failed again, after the others.
     pub(super) fn requeue(&mut self, request: &Csr) {
+        self.failed.insert(request.name.clone());
         if let Some(entry) = self.entries.get_mut(&request.name)
             && !entry.is_queued
         {
             entry.is_queued = true;
             self.pending.push_back(request.name.clone());
         }
+    }
+
+    /// Records that a request was processed. Returns whether the last attempt of another request has failed.
+    pub(super) fn record_success(&mut self, request: &Csr) -> bool {
+        self.failed.remove(&request.name);
+        self.failed.retain(|name| self.entries.contains_key(name));
+        !self.failed.is_empty()
     }
 
     /// Marks the request as signed.
@@ -205,17 +237,17 @@ mod tests {
     fn a_new_list_repeats_no_report_except_for_a_new_request() {
         let mut requests = CsrQueue::default();
         requests.apply(&heard("a", "1", None), wrong);
-        let request = requests.pop().unwrap();
+        let request = requests.pop(&BTreeSet::new()).unwrap();
         assert!(requests.record_reason(&request, "no node asks"));
         requests.begin_list();
         requests.apply(&heard("a", "1", Some("Approved")), never);
         requests.end_list();
-        let request = requests.pop().unwrap();
+        let request = requests.pop(&BTreeSet::new()).unwrap();
         assert!(request.approved && !requests.record_reason(&request, "no node asks"));
         requests.apply(&heard("a", "2", None), wrong);
-        let request = requests.pop().unwrap();
+        let request = requests.pop(&BTreeSet::new()).unwrap();
         assert!(requests.record_reason(&request, "no node asks"));
-        assert!(!requests.has_pending());
+        assert!(!requests.has_pending(&BTreeSet::new()));
     }
 
     #[test]
@@ -225,16 +257,16 @@ mod tests {
         let mut signed = heard("signed", "2", Some("Approved"));
         signed.status.as_mut().unwrap().certificate = Some(ByteString(b"PEM".to_vec()));
         requests.apply(&signed, never);
-        assert!(!requests.has_pending());
+        assert!(!requests.has_pending(&BTreeSet::new()));
         requests.apply(&heard("ours", "3", None), wrong);
-        let ours = requests.pop().unwrap();
+        let ours = requests.pop(&BTreeSet::new()).unwrap();
         requests.mark_signed(&ours);
         requests.apply(&heard("ours", "3", Some("Approved")), never);
-        assert!(requests.pop().is_none());
+        assert!(requests.pop(&BTreeSet::new()).is_none());
         requests.apply(&heard("gone", "4", None), wrong);
         requests.begin_list();
         requests.end_list();
-        assert!(requests.pop().is_none());
+        assert!(requests.pop(&BTreeSet::new()).is_none());
     }
 
     #[test]
@@ -242,7 +274,7 @@ mod tests {
         let mut requests = CsrQueue::default();
         let right = |_: &CertificateSigningRequest| {
             Ok(ValidCsr {
-                node: causeway_certs::NodeName::parse("edge-1").unwrap(),
+                node: NodeName::parse("edge-1").unwrap(),
                 request: Vec::new(),
                 lifetime: None,
             })
@@ -251,12 +283,13 @@ mod tests {
         requests.apply(&heard("b", "2", None), right);
         requests.apply(&heard("a", "1", None), never);
         requests.requeue_all();
-        let first = requests.pop().unwrap();
+        let first = requests.pop(&BTreeSet::new()).unwrap();
         requests.requeue(&first);
         requests.requeue(&first);
-        let names = std::iter::from_fn(|| requests.pop().map(|one| one.name.clone()));
+        let names =
+            std::iter::from_fn(|| requests.pop(&BTreeSet::new()).map(|one| one.name.clone()));
         assert_eq!(names.collect::<Vec<_>>(), ["b", "a"]);
         requests.requeue_all();
-        assert!(requests.has_pending());
+        assert!(requests.has_pending(&BTreeSet::new()));
     }
 }

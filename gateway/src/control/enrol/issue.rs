@@ -26,12 +26,8 @@ use tracing::info;
 impl Enrolment {
     /// Returns the signer for edges that join by their cluster identity.
     pub(super) fn signer(&self) -> Signer {
-        Signer {
-            ca: self.ca.clone(),
-            nodes: self.nodes.reader(),
-            record_writer: self.record_writer.clone(),
-            lifetime: self.lifetime,
-        }
+        let (nodes, record_writer) = (self.nodes.reader(), self.record_writer.clone());
+        Signer::new(self.ca.clone(), nodes, record_writer, self.lifetime)
     }
 }
 
