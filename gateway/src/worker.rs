@@ -27,7 +27,7 @@ const HANDSHAKES_PER_TURN: usize = 8;
 /// All workers of a gateway. Dropping the last clone ends their threads.
 #[derive(Clone, Debug)]
 pub struct Workers {
-    workers: Arc<[Worker]>,
+    list: Arc<[Worker]>,
     /// Runtime of tasks that visit all nodes.
     control: Handle,
     /// The threads; `None` if the only worker is the current runtime.
@@ -75,7 +75,7 @@ impl Workers {
             workers.push(Worker::new(runtime));
         }
         Ok(Self {
-            workers: workers.into(),
+            list: workers.into(),
             control: threads.spawn("control".to_owned())?,
             threads: Some(Arc::new(threads)),
         })
@@ -84,7 +84,7 @@ impl Workers {
     /// Returns the current runtime as the only worker, for tests and for small embedders.
     pub fn on_current_runtime() -> Self {
         Self {
-            workers: Arc::new([Worker::new(Handle::current())]),
+            list: Arc::new([Worker::new(Handle::current())]),
             control: Handle::current(),
             threads: None,
         }
@@ -102,7 +102,7 @@ impl Workers {
     pub fn worker_of(&self, node: &NodeName) -> WorkerId {
         let mut hasher = DefaultHasher::new();
         node.hash(&mut hasher);
-        let count = u64::try_from(self.workers.len()).unwrap_or(1);
+        let count = u64::try_from(self.list.len()).unwrap_or(1);
         WorkerId(usize::try_from(hasher.finish() % count).unwrap_or(0))
     }
 
@@ -122,12 +122,12 @@ impl Workers {
     }
 
     fn worker(&self, worker: WorkerId) -> &Worker {
-        &self.workers[worker.0 % self.workers.len()]
+        &self.list[worker.0 % self.list.len()]
     }
 
     /// Returns all workers.
     pub fn all(&self) -> impl Iterator<Item = WorkerId> + use<> {
-        (0..self.workers.len()).map(WorkerId)
+        (0..self.list.len()).map(WorkerId)
     }
 }
 
