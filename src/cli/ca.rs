@@ -31,7 +31,7 @@ pub(crate) enum Ca {
     Gateways(CaGateways),
     /// Revoke the certificate of a gateway: edges and other gateways refuse it from then on
     ///
-    /// `causeway ca gateways` shows the serial numbers. The gateway gets a new certificate when the revocation reaches it, or at its next start.
+    /// `causeway ca gateways` shows the serial numbers. The gateway gets a new certificate when the revocation reaches it, or at its next start. A revocation cannot be undone: edges keep it until the certificate has expired.
     RevokeGateway(CaRevokeGateway),
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct CaRevokeGateway {
     /// Reason for the revocation, one line
     #[arg(long, default_value = "revoked by the operator")]
     pub(crate) reason: String,
-    /// Revoke the certificate even if it is that of the gateway on this data directory
+    /// Revoke the certificate even if it is that of the gateway on this data directory, or of no gateway that is known there
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]

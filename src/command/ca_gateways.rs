@@ -97,9 +97,9 @@ pub(super) async fn revoke(args: &CaRevokeGateway) -> anyhow::Result<()> {
     if reason.is_empty() || reason.len() > MAX_REASON_BYTES || reason.contains(char::is_control) {
         bail!("--reason must be one line of 1 to {MAX_REASON_BYTES} bytes");
     }
-    if let Some(running) = RunningGateways::query(directory).await? {
-        check(&running.own, &serial, args.force)?;
-    }
+    let running = RunningGateways::query(directory).await?;
+    let is_revoked = store.revoked_gateways()?.iter().any(|(it, _)| it == serial);
+    check(running.as_ref(), &serial, args.force || is_revoked)?;
     let state = if store.revoke_gateway(&serial, reason)? {
         "is revoked"
     } else {
@@ -108,16 +108,34 @@ pub(super) async fn revoke(args: &CaRevokeGateway) -> anyhow::Result<()> {
     data_dir::notify_gateway(directory, &format!("the certificate {serial} {state}")).await
 }
 
-/// Refuses a revocation that the gateway cannot apply, or that concerns this gateway itself unless `is_forced`.
-fn check(own: &CertificateInUse, serial: &str, is_forced: bool) -> anyhow::Result<()> {
-    if !own.own {
+/// Refuses a revocation that the gateway cannot apply. Unless `is_forced`, also refuses one that concerns this gateway itself, or no
+/// gateway that is known: the serial number may be mistyped, and edges keep a revocation until the certificate has expired.
+fn check(running: Option<&RunningGateways>, serial: &str, is_forced: bool) -> anyhow::Result<()> {
+    let own = running.map(|running| &running.own);
+    if own.is_some_and(|own| !own.own) {
         bail!(
             "an external CA issues the certificates of this gateway (tunnel.identity), so only that CA can revoke one, and Causeway reads no revocation list of it; remove the CA from tunnel.identity.client_ca and from identity.ca of the edges, or replace it by another issuer"
         );
     }
-    if own.serial == serial && !is_forced {
+    if is_forced {
+        return Ok(());
+    }
+    let Some(running) = running else {
+        bail!(
+            "no gateway runs on this data directory, so it is not known whether a gateway has the certificate {serial}; a revocation cannot be undone: use --force if the serial number is correct"
+        );
+    };
+    if running.own.serial == serial {
         bail!(
             "{serial} is the certificate of this gateway itself; with --force the gateway replaces it, and its edges and the other gateways connect again"
+        );
+    }
+    if running.all().all(|(_, known)| known != serial) {
+        let known = running.all().filter(|(_, known)| !known.is_empty());
+        let known = known.map(|(gateway, serial)| format!("{serial} ({gateway})"));
+        let known = known.collect::<Vec<_>>().join(", ");
+        bail!(
+            "no gateway that is known here has the certificate {serial}; known are {known}; a revocation cannot be undone: use --force if the serial number is correct, as of a gateway that is away or of its earlier certificate"
         );
     }
     Ok(())
@@ -170,19 +188,45 @@ pub(super) async fn list(args: &CaGateways) -> anyhow::Result<()> {
 mod tests {
     use super::*;
 
+    fn running(is_own_ca: bool) -> RunningGateways {
+        let peer = |address: &str, serial: &str| PeerGateway {
+            address: address.to_owned(),
+            serial: serial.to_owned(),
+        };
+        RunningGateways {
+            own: CertificateInUse {
+                used_for: TUNNEL_USE.to_owned(),
+                serial: "40aa".to_owned(),
+                own: is_own_ca,
+            },
+            // An earlier version does not report the serial number.
+            peers: vec![peer("192.0.2.1:10262", "40bb"), peer("192.0.2.2:10262", "")],
+        }
+    }
+
     #[test]
     fn the_own_certificate_is_revoked_by_force_only_and_no_external_one() {
-        let own = CertificateInUse {
-            used_for: TUNNEL_USE.to_owned(),
-            serial: "40aa".to_owned(),
-            own: true,
-        };
-        assert!(check(&own, "40bb", false).is_ok());
-        assert!(check(&own, "40aa", true).is_ok());
-        let refused = check(&own, "40aa", false).unwrap_err().to_string();
-        assert!(refused.contains("--force"), "{refused}");
-        let external = CertificateInUse { own: false, ..own };
-        let refused = check(&external, "40bb", true).unwrap_err().to_string();
-        assert!(refused.contains("tunnel.identity"), "{refused}");
+        let gateways = running(true);
+        assert!(check(Some(&gateways), "40bb", false).is_ok());
+        assert!(check(Some(&gateways), "40aa", true).is_ok());
+        let refused = check(Some(&gateways), "40aa", false).unwrap_err();
+        assert!(refused.to_string().contains("of this gateway itself"));
+        let refused = check(Some(&running(false)), "40bb", true).unwrap_err();
+        assert!(refused.to_string().contains("tunnel.identity"));
+    }
+
+    #[test]
+    fn an_unknown_serial_number_is_revoked_by_force_only() {
+        let gateways = running(true);
+        for serial in ["40bc", "40"] {
+            let refused = check(Some(&gateways), serial, false).unwrap_err();
+            let refused = refused.to_string();
+            let known = "40aa (this gateway), 40bb (192.0.2.1:10262);";
+            assert!(refused.contains(known), "{refused}");
+            assert!(check(Some(&gateways), serial, true).is_ok());
+        }
+        let refused = check(None, "40bb", false).unwrap_err().to_string();
+        assert!(refused.contains("no gateway runs"), "{refused}");
+        assert!(check(None, "40bb", true).is_ok());
     }
 }

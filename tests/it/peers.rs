@@ -548,6 +548,9 @@ async fn a_revoked_gateway_is_refused_until_it_has_another_certificate() {
     let own = serial_of(&fleet.sites[0]).await;
     let refused = revoke_gateway(&fleet.sites[0], &[&own]).await;
     refused.failed(&["the certificate of this gateway itself", "--force"]);
+    let mistyped = format!("{serial}00");
+    let refused = revoke_gateway(&fleet.sites[0], &[&mistyped]).await;
+    refused.failed(&["no gateway that is known here", &serial, "--force"]);
     let revoked = revoke_gateway(&fleet.sites[0], &[&serial, "--reason", "stolen"]).await;
     assert!(revoked.ok().stdout.contains("is revoked"));
     let listed = causeway("ca gateways").flag("--data-dir", fleet.sites[0].data());
