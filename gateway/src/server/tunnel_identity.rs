@@ -453,3 +453,85 @@ fn trust_error(cause: causeway_certs::verify::TrustError) -> BindError {
         cause,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{state::Registry, worker::Workers};
+    use causeway_certs::OpenMode;
+    use tokio::time::timeout;
+    use verify::{Purpose, none_revoked, verify_peer};
+
+    /// Identity of a gateway with its own CA.
+    struct World {
+        identity: TunnelIdentity,
+        registry: Registry,
+        _folder: tempfile::TempDir,
+    }
+
+    impl World {
+        fn new() -> Self {
+            verify::install_provider();
+            let folder = tempfile::tempdir().unwrap();
+            let store = Store::open(folder.path(), OpenMode::Create).unwrap();
+            let domain = TrustDomain::parse("td").unwrap();
+            store.save_ca(&Ca::create(&domain).unwrap()).unwrap();
+            let ca = LiveCa::new(store.ca().unwrap().unwrap());
+            let revocation = GatewayRevocation::load(&store, &ca, false).unwrap();
+            let from = (None, &revocation);
+            let config = config::Config::default();
+            Self {
+                identity: TunnelIdentity::new(&ca, &store, &config, from).unwrap(),
+                registry: Registry::new(&Workers::on_current_runtime()),
+                _folder: folder,
+            }
+        }
+
+        /// Returns the serial number of the certificate that this gateway presents.
+        fn serial(&self) -> String {
+            let leaf = self.identity.leaf.get();
+            Certificate::parse(&leaf.chain()[0]).unwrap().serial_hex()
+        }
+
+        fn revoke(&self, serial: &str) {
+            let store = &self.identity.store;
+            store.revoke_gateway(serial, "stolen").unwrap();
+            let revocation = &self.identity.revocation;
+            revocation.reload_and_announce(&self.registry).unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn only_the_revocation_of_its_own_certificate_renews_it() {
+        let world = World::new();
+        let (first, mut changes) = (world.serial(), world.identity.certificate_changes());
+        let mut renewing = Box::pin(world.identity.clone().renew());
+        world.revoke("40aa");
+        tokio::select! {
+            biased;
+            () = &mut renewing => unreachable!("it never ends"),
+            () = tokio::task::yield_now() => {}
+        }
+        assert_eq!(world.serial(), first);
+        world.revoke(&first);
+        tokio::select! {
+            () = &mut renewing => unreachable!("it never ends"),
+            renewed = timeout(Duration::from_mins(1), changes.changed()) => renewed.unwrap().unwrap(),
+        }
+        assert_ne!(world.serial(), first);
+    }
+
+    #[tokio::test]
+    async fn the_tunnel_port_rejects_a_gateway_from_its_revocation_on() {
+        let world = World::new();
+        let tls = world.identity.tls(&world.identity.ca.get()).unwrap();
+        let leaf = world.identity.leaf.get();
+        let check = || {
+            let (now, trust) = (UnixTime::now(), tls.trust());
+            verify_peer(Some(leaf.chain()), Purpose::Peer, now, trust, &none_revoked)
+        };
+        check().unwrap();
+        world.revoke(&world.serial());
+        check().unwrap_err();
+    }
+}

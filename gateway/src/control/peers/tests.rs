@@ -11,22 +11,30 @@ use crate::{
         pool_reports::{NamedLeader, PoolReport, ReportedCandidate, ReportedMember},
     },
 };
-use causeway_certs::LiveCa;
+use causeway_certs::{LiveCa, PeerRejected};
 use causeway_rt::socket::CountedIo;
 use causeway_tunnel::edge_side::{self, EdgeSideConfig};
 use rustls::RootCertStore;
 use std::{
     net::{Ipv4Addr, SocketAddr},
-    sync::Mutex,
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, Ordering::SeqCst},
+    },
 };
 use tokio::io::{DuplexStream, duplex};
 
 /// Time after which the attempts to open links fail.
 const LINK_TIME: Duration = Duration::from_secs(3);
+/// Serial number of the certificate of the other gateway.
+const SERIAL: &str = "40aa";
 
 /// Another gateway, which serves this end of a connection.
+#[derive(Clone)]
 struct OtherGateway {
     registry: Registry,
+    /// Whether it rejects the certificate of this gateway from now on.
+    rejects: Arc<AtomicBool>,
     tasks: Arc<TaskGroup>,
 }
 
@@ -34,6 +42,7 @@ impl OtherGateway {
     fn new() -> Self {
         Self {
             registry: Registry::new(&Workers::on_current_runtime()),
+            rejects: Arc::default(),
             tasks: Arc::default(),
         }
     }
@@ -45,13 +54,18 @@ impl OtherGateway {
             instance: "other".to_owned(),
             hello_timeout: Duration::from_secs(5),
         };
+        let rejects = self.rejects.clone();
         self.tasks.spawn(info_span!("other"), async move {
+            let rejection = || {
+                let rejects = rejects.load(SeqCst);
+                rejects.then(|| PeerRejected::Revoked("own".to_owned()))
+            };
             let io = CountedIo::new(io);
             let traffic = io.traffic();
             let accepting = edge_side::accept(io, traffic, EdgeSideConfig::default());
             let connection = accepting.await.unwrap();
             let refuse = ForwardHandler(Arc::new(|_| Box::pin(async {})));
-            serve_streams(connection, &feed, (&refuse, &|| None)).await;
+            serve_streams(connection, &feed, (&refuse, &rejection)).await;
         });
     }
 
@@ -99,6 +113,17 @@ impl OtherGateway {
         tunnel
     }
 
+    /// Returns a connector that can open the session with this gateway and the links.
+    fn connector(&self) -> Arc<PeerConnector> {
+        let other = self.clone();
+        let connect: ConnectFn = Arc::new(move |_, _, _| {
+            let (near, far) = duplex(1 << 16);
+            other.serve(far);
+            Box::pin(async move { Ok(peer_io(near)) })
+        });
+        Arc::new(connector(connect, true))
+    }
+
     /// Opens a session with this gateway, whose links cannot be opened.
     async fn open_session(&self, reads_pools: bool) -> PeerSession {
         let (near, far) = duplex(1 << 16);
@@ -111,21 +136,29 @@ impl OtherGateway {
                     sleep(LINK_TIME).await;
                     return Err(PeerError::Connect(io::ErrorKind::TimedOut.into()));
                 };
-                let io = CountedIo::new(io);
-                Ok(PeerIo {
-                    traffic: io.traffic(),
-                    io: Box::new(io),
-                    round_trip: Duration::ZERO,
-                    serial: String::new(),
-                })
+                Ok(peer_io(io))
             })
         });
-        let address = PeerAddress {
-            host: "other.test".to_owned(),
-            address: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)),
-        };
         let connector = Arc::new(connector(connect, reads_pools));
-        PeerSession::open(&connector, &address).await.unwrap()
+        PeerSession::open(&connector, &address()).await.unwrap()
+    }
+}
+
+fn peer_io(io: DuplexStream) -> PeerIo {
+    let io = CountedIo::new(io);
+    PeerIo {
+        traffic: io.traffic(),
+        io: Box::new(io),
+        round_trip: Duration::ZERO,
+        serial: SERIAL.to_owned(),
+    }
+}
+
+/// Returns the address of the other gateway.
+fn address() -> PeerAddress {
+    PeerAddress {
+        host: "other.test".to_owned(),
+        address: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)),
     }
 }
 
@@ -257,4 +290,45 @@ async fn a_peer_reports_about_a_limited_number_of_pools() {
 #[test]
 fn a_certificate_that_seems_expired_replaces_no_connection_at_once() {
     assert!(max_age(SystemTime::UNIX_EPOCH) >= MIN_AGE);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_session_ends_when_the_certificate_of_the_peer_is_revoked() {
+    let connector = OtherGateway::new().connector();
+    let to = address();
+    let opening = Box::pin(PeerSession::open(&connector, &to));
+    let mut session = opening.await.unwrap();
+    connector.revoked.replace([SERIAL.to_owned()].into());
+    let end = timeout(Duration::from_mins(1), session.run()).await;
+    let is_revoked = |end: &SessionEnd| matches!(end, SessionEnd::Lost(PeerError::Revoked(_)));
+    assert!(end.is_ok_and(|end| is_revoked(&end)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_link_ends_when_the_certificate_of_the_peer_is_revoked() {
+    let connector = OtherGateway::new().connector();
+    let to = address();
+    let opening = Box::pin(PeerSession::open(&connector, &to));
+    let session = opening.await.unwrap();
+    let worker = connector.workers.all().next().unwrap();
+    // The session goes on.
+    let session_end = CancellationToken::new();
+    let revoke = || connector.revoked.replace([SERIAL.to_owned()].into());
+    let to = (&*session.peer, &to);
+    let running = connector.run_link(to, worker, (revoke, &session_end));
+    let end = Box::pin(timeout(Duration::from_mins(1), running)).await;
+    assert!(matches!(end, Ok(Err(PeerError::Revoked(serial))) if serial == SERIAL));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_connection_ends_when_the_certificate_of_its_gateway_is_rejected() {
+    let other = OtherGateway::new();
+    let tunnel = other.connect(GatewaySideConfig::default()).await;
+    let mut control = tunnel.open_control_stream().await.unwrap();
+    let hello = PeerMessage::Hello(own_hello("own", true));
+    control.send(&hello).await.unwrap();
+    let _: PeerMessage = control.receive().await.unwrap();
+    other.rejects.store(true, SeqCst);
+    let end = async { while control.receive::<PeerMessage>().await.is_ok() {} };
+    timeout(Duration::from_mins(1), end).await.unwrap();
 }
