@@ -9,6 +9,7 @@
 
 mod connection;
 mod context;
+mod handshake_error;
 pub(crate) mod peer;
 mod session;
 mod tls;
@@ -19,7 +20,7 @@ mod tests;
 use crate::{
     audit,
     control::{
-        api_cache::{AccessDenied, ApiCacheServer, AuthorizedEdge},
+        api_cache::{ApiCacheServer, AuthorizedEdge},
         eligibility::untrusted_reason,
         http::{self, Peer},
     },
@@ -39,6 +40,7 @@ use causeway_rt::{
 use causeway_tunnel::wire;
 use context::HandshakenEdge;
 pub use context::{TunnelListener, TunnelPortLimits};
+use handshake_error::{HandshakeError, tls_error};
 use std::{io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 pub(crate) use tls::edge_verifier;
 use tls::{AlpnProtocol, Io, TlsError};
@@ -58,67 +60,6 @@ const MAX_ENROLMENT_WAIT: Duration = Duration::from_secs(7);
 const ENROLMENT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// The label of this listener in metrics.
 const METRICS_LABEL: &str = "tunnel";
-
-/// Error that ended a connection before its session.
-#[derive(Debug, thiserror::Error)]
-enum HandshakeError {
-    #[error("{}", tls_error_text(.0))]
-    Tls(#[from] io::Error),
-    #[error("no TLS handshake within {0:?}")]
-    TooSlow(Duration),
-    #[error("{0}")]
-    Peer(#[from] PeerRejected),
-    #[error("the gateway is stopping")]
-    Stopping,
-    #[error("too many edges are connecting at the same time")]
-    Full,
-    #[error("too many edges are connecting: this connection waited for its handshake for {0:?}")]
-    Overloaded(Duration),
-    #[error(
-        "the connection was closed before its first request to make room for another connection"
-    )]
-    Evicted,
-    #[error(transparent)]
-    ApiCacheDenied(#[from] AccessDenied),
-}
-
-/// Returns the error text of rustls if there is one, otherwise that of the system.
-fn tls_error_text(error: &io::Error) -> String {
-    match tls_error(error) {
-        Some(error) => error.to_string(),
-        None => error.to_string(),
-    }
-}
-
-fn tls_error(error: &io::Error) -> Option<&rustls::Error> {
-    error.get_ref()?.downcast_ref()
-}
-
-impl HandshakeError {
-    /// Returns the metric label of the error, and whether the error needs the operator's attention.
-    fn classify(&self) -> (&'static str, bool) {
-        let error = match self {
-            Self::TooSlow(_) => return ("timeout", false),
-            Self::Peer(_) => return ("certificate", true),
-            Self::Stopping => return ("draining", false),
-            // Eviction is counted and logged separately.
-            Self::Evicted => return ("evicted", false),
-            Self::Overloaded(_) => return ("overloaded", false),
-            Self::Full | Self::ApiCacheDenied(AccessDenied::Full) => return ("full", true),
-            Self::ApiCacheDenied(AccessDenied::NotAdmitted(_)) => return ("not_admitted", true),
-            Self::Tls(error) => tls_error(error),
-        };
-        match error {
-            None => ("peer_gone", false),
-            Some(rustls::Error::InvalidCertificate(_) | rustls::Error::NoCertificatesPresented) => {
-                ("certificate", true)
-            }
-            Some(rustls::Error::NoApplicationProtocol) => ("alpn", true),
-            Some(rustls::Error::AlertReceived(_)) => ("peer_alert", true),
-            Some(_) => ("protocol", false),
-        }
-    }
-}
 
 /// State that the handshakes share with the accept loop.
 #[derive(Clone)]

@@ -1,6 +1,6 @@
 //! Connection of another gateway: it reads the nodes of this gateway, and forwards requests for them.
 
-use super::{HandshakeContext, HandshakeError, tls::Io};
+use super::{HandshakeContext, handshake_error::HandshakeError, tls::Io};
 use crate::control::peers::{ForwardHandler, NodeFeed};
 use causeway_certs::PeerRejected;
 use causeway_rt::task::TaskGroup;

@@ -1,6 +1,6 @@
 //! The tunnel port's TLS: the presented certificate, the trusted CAs, and the handshake.
 
-use super::HandshakeError;
+use super::handshake_error::HandshakeError;
 use crate::{control::heartbeat::VerifyEdgeFn, state::registry::EdgeCertificate};
 use arc_swap::ArcSwap;
 use causeway_certs::{
