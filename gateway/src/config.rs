@@ -248,7 +248,7 @@ pub struct Tunnel {
     /// Timeout of an edge's TLS handshake.
     #[serde(with = "DurationStr")]
     pub handshake_timeout: Duration,
-    /// Maximum number of connections that have not finished their TLS handshake. All edges of a gateway that fails connect at once. At the limit, the oldest connection that has not sent a whole `ClientHello` is closed for a new one. Such a connection takes about 1 KiB, or 7 KiB after its first byte.
+    /// Maximum number of connections that have not finished their TLS handshake. All edges of a gateway that fails connect at once. One source (an IPv4 address, an IPv6 /64) gets three quarters of them at most. At the limit, the oldest connection that has not sent a whole `ClientHello` is closed for a new one.
     pub max_handshakes: usize,
     /// Timeout of the answer to the hello.
     #[serde(with = "DurationStr")]

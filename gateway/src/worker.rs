@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WorkerId(pub usize);
 
-/// Number of TLS handshakes that a worker answers between two polls of any other task. Each takes about a third of a millisecond of CPU
+/// Number of TLS handshakes of edges, and of clients, that a worker answers between two polls of any other task. Each takes about a third of a millisecond of CPU
 /// time.
 const HANDSHAKES_PER_TURN: usize = 8;
 
@@ -37,14 +37,16 @@ pub struct Workers {
 #[derive(Debug)]
 struct Worker {
     runtime: Handle,
-    handshake_turns: Turns,
+    edge_turns: Turns,
+    client_turns: Turns,
 }
 
 impl Worker {
     fn new(runtime: Handle) -> Self {
         Self {
             runtime,
-            handshake_turns: Turns::new(HANDSHAKES_PER_TURN),
+            edge_turns: Turns::new(HANDSHAKES_PER_TURN),
+            client_turns: Turns::new(HANDSHAKES_PER_TURN),
         }
     }
 }
@@ -116,9 +118,14 @@ impl Workers {
         &self.control
     }
 
-    /// Returns the turns of a worker's TLS handshakes, of edges and of clients.
-    pub fn handshake_turns(&self, worker: WorkerId) -> &Turns {
-        &self.worker(worker).handshake_turns
+    /// Returns the turns of TLS handshakes at the tunnel port on a worker.
+    pub fn edge_turns(&self, worker: WorkerId) -> &Turns {
+        &self.worker(worker).edge_turns
+    }
+
+    /// Returns the turns of TLS handshakes of clients on a worker.
+    pub fn client_turns(&self, worker: WorkerId) -> &Turns {
+        &self.worker(worker).client_turns
     }
 
     fn worker(&self, worker: WorkerId) -> &Worker {

@@ -425,7 +425,10 @@ impl ConnectionLimit {
             let Some(queue) = table.waiters.get_mut(&source) else {
                 continue;
             };
-            queue.retain(|grant| !grant.is_closed());
+            // Waiters leave about in the order of their arrival. Others that have left return their place at once.
+            while queue.front().is_some_and(oneshot::Sender::is_closed) {
+                queue.pop_front();
+            }
             let next = if table.has_room(source, free) {
                 table.waiters.get_mut(&source).and_then(VecDeque::pop_front)
             } else {

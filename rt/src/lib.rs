@@ -16,6 +16,7 @@ pub mod lingering_close;
 pub mod listener;
 pub mod log_throttle;
 mod process;
+pub mod read_limit;
 mod resolve;
 pub mod socket;
 pub mod task;

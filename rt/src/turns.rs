@@ -9,7 +9,10 @@ use std::{
     pin::pin,
     task::Poll,
 };
-use tokio::{sync::Semaphore, task::yield_now};
+use tokio::{
+    sync::{Semaphore, SemaphorePermit},
+    task::yield_now,
+};
 
 /// Limit on the futures of one runtime that are polled for the first time in one turn of its queue of ready tasks.
 #[derive(Debug)]
@@ -21,15 +24,30 @@ impl Turns {
         Self(Semaphore::new(per_turn))
     }
 
-    /// Waits for a turn, polls the future for the first time, and then as any other future to its end.
-    pub async fn run<F: Future>(&self, future: F) -> F::Output {
-        // The semaphore is never closed.
-        let turn = self.0.acquire().await;
+    /// Waits for a turn.
+    pub async fn acquire(&self) -> Turn<'_> {
+        Turn {
+            _permit: self.0.acquire().await.ok(),
+        }
+    }
+}
+
+/// Turn of one future. Dropping it passes it on.
+#[derive(Debug)]
+pub struct Turn<'a> {
+    /// The semaphore is never closed.
+    _permit: Option<SemaphorePermit<'a>>,
+}
+
+impl Turn<'_> {
+    /// Polls the future for the first time, and then as any other future to its end. Only work that the future itself does is in its
+    /// turn, and not work that creates it.
+    pub async fn run<F: Future>(self, future: F) -> F::Output {
         let mut future = pin!(future);
         let first = poll_fn(|context| Poll::Ready(future.as_mut().poll(context))).await;
         // The tasks that are ready now run before the next turn.
         yield_now().await;
-        drop(turn);
+        drop(self);
         match first {
             Poll::Ready(output) => output,
             Poll::Pending => future.await,
@@ -62,7 +80,9 @@ mod tests {
                 begun.fetch_add(1, SeqCst);
                 yield_now().await;
             };
-            tasks.spawn(Span::none(), async move { turns.run(work).await });
+            tasks.spawn(Span::none(), async move {
+                turns.acquire().await.run(work).await;
+            });
         }
         let mut before = 0;
         while before < ALL {
@@ -80,12 +100,18 @@ mod tests {
     #[tokio::test]
     async fn a_future_that_is_dropped_in_its_turn_ends_the_turn() {
         let turns = Turns::new(1);
-        let run = turns.run(std::future::pending::<()>());
+        let run = async {
+            turns
+                .acquire()
+                .await
+                .run(std::future::pending::<()>())
+                .await;
+        };
         let (dropped, output) = tokio::join!(
             async {
                 tokio::select! { () = run => false, () = yield_now() => true }
             },
-            turns.run(async { 7 }),
+            async { turns.acquire().await.run(async { 7 }).await },
         );
         assert!(dropped);
         assert_eq!(output, 7);

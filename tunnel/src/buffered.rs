@@ -221,7 +221,13 @@ impl BufferedStream {
             progress: progress.clone(),
             progress_mark: ProgressMark::default(),
         };
-        let key = buffered_streams.lock().receivers.insert(stream);
+        let mut streams = buffered_streams.lock();
+        let (key, is_ended) = (streams.receivers.insert(stream), streams.is_ended);
+        drop(streams);
+        if is_ended {
+            // No further sample reports the bytes that have arrived.
+            buffered_streams.notify_possible_stall();
+        }
         Self {
             buffered_streams: buffered_streams.clone(),
             key,

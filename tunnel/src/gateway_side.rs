@@ -57,6 +57,8 @@ pub struct GatewaySideConfig {
     pub node_budget: Arc<NodeBudget>,
     /// Maximum number of open streams.
     pub max_streams: usize,
+    /// Number of streams that carry control messages, which are consumed as they arrive: 1 with an edge, otherwise 0.
+    pub control_streams: usize,
     /// Round trip that was measured during the TLS handshake.
     pub round_trip: Duration,
     /// Budget of the bytes that all tunnels of this process leave unread. Windows stay small while it is high.
@@ -73,6 +75,7 @@ impl Default for GatewaySideConfig {
             budget: 64 << 20,
             node_budget: Arc::default(),
             max_streams: 10_000,
+            control_streams: 1,
             round_trip: Duration::ZERO,
             memory_budget: Arc::default(),
             is_trusted: false,
@@ -298,6 +301,7 @@ impl Tunnel {
     pub fn nested_config(&self) -> GatewaySideConfig {
         GatewaySideConfig {
             is_trusted: false,
+            control_streams: 0,
             ..self.shared.config.clone()
         }
     }

@@ -168,7 +168,12 @@ impl StallMonitor {
         fence(SeqCst);
         let is_checked = source.is_checked();
         if !is_checked.load(Relaxed) && !is_checked.swap(true, Relaxed) {
-            self.checked().push(source.downgrade());
+            let mut checked = self.checked();
+            // While the guard sleeps, nothing else removes sources that are gone.
+            if checked.len() == checked.capacity() {
+                checked.retain(|source| source.strong_count() > 0);
+            }
+            checked.push(source.downgrade());
         }
     }
 

@@ -140,8 +140,8 @@ impl ConnectError {
                 ..Self::tls(error)
             },
             None => Self::silent(format!(
-                "{gateway} closed the connection during the TLS handshake ({error}): no gateway runs behind it, or it is not a gateway's \
-                 tunnel port, which is 10262 by default"
+                "{gateway} closed the connection during the TLS handshake ({error}): no gateway runs behind it, too many \
+                 edges connect at once, or it is not a gateway's tunnel port, which is 10262 by default"
             )),
         }
     }

@@ -38,7 +38,7 @@ use axum::{
 use causeway_certs::{LiveCa, NodeName};
 use causeway_rt::Exposition;
 use causeway_tunnel::{buffered::MemoryBudget, target};
-use edges::{EdgeDetail, EdgeSummary};
+use edges::EdgeDetail;
 pub use operations::openapi;
 use operations::operations;
 use peers::PeerSummary;
@@ -228,11 +228,12 @@ fn encode_metrics(app: &AdminState, fields: &HeaderMap) -> Response {
     (content, app.metrics.encode(format)).into_response()
 }
 
-async fn list_edges(
-    State(app): State<AdminState>,
-) -> Result<Json<Vec<EdgeSummary>>, ProblemDetails> {
-    let list = move || edges::list_edges(&app.registry, &app.nodes, &pool_leaders(&app));
-    run_blocking(list).await.map(Json)
+async fn list_edges(State(app): State<AdminState>) -> Result<Response, ProblemDetails> {
+    let list = move || {
+        let edges = edges::list_edges(&app.registry, &app.nodes, &pool_leaders(&app));
+        Json(edges).into_response()
+    };
+    run_blocking(list).await
 }
 
 async fn other_gateways(State(app): State<AdminState>) -> Json<Vec<PeerSummary>> {

@@ -374,6 +374,8 @@ impl PeerConnector {
             budget: self.limits.buffered_bytes / LINK_BUDGET_DIVISOR,
             node_budget: Arc::default(),
             max_streams: self.limits.streams,
+            // A link closes its control stream after the hello.
+            control_streams: 0,
             round_trip,
             memory_budget: self.memory_budget.clone(),
             is_trusted: true,

@@ -238,13 +238,14 @@ impl HandshakeContext {
         let wait_limit = handshake_timeout / 2;
         let acquire_slot = async {
             let busy_guard = slot.busy();
-            let acquiring = self.tunnel_handshake_limit.acquire(from.ip());
-            match timeout(wait_limit, acquiring).await {
-                Ok(place) => Ok((busy_guard, place)),
-                Err(_) => Err(HandshakeError::Overloaded(wait_limit)),
-            }
+            let acquiring = async {
+                let place = self.tunnel_handshake_limit.acquire(from.ip()).await;
+                let turn = self.admission.workers.edge_turns(worker).acquire().await;
+                ((busy_guard, place), turn)
+            };
+            let acquired = timeout(wait_limit, acquiring).await;
+            acquired.map_err(|_| HandshakeError::Overloaded(wait_limit))
         };
-        let turns = self.admission.workers.handshake_turns(worker);
         let accepts_peers = self.admission.peer_streams.is_some();
         let handshake = async {
             let socket = socket?.attach()?;
@@ -254,7 +255,7 @@ impl HandshakeContext {
             }
             // Boxed, so that a connection that is still silent takes little memory.
             let socket = (socket, accepts_peers);
-            Box::pin(tls.handshake(socket, acquire_slot, turns)).await
+            Box::pin(tls.handshake(socket, acquire_slot)).await
         };
         match timeout(handshake_timeout, handshake).await {
             Ok(Ok(shaken)) => Ok(Some(shaken)),
@@ -283,7 +284,7 @@ impl HandshakeContext {
         }
         if let HandshakeError::Overloaded(_) = handshake_error {
             if let Some(times) = self.overload_throttle.record() {
-                warn!(times, why = %handshake_error, "refused connections to the tunnel port; these edges dial again within 2 s");
+                warn!(times, peer = %from, why = %handshake_error, "refused connections to the tunnel port; their edges dial again");
             }
         } else if is_notable {
             warn!(peer = %from, why = %handshake_error, "refused a connection to the tunnel port");

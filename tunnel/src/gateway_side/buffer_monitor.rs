@@ -42,6 +42,7 @@ pub(super) fn significant_small_frame_cost(load: &TunnelLoad, budget: usize) -> 
 /// Monitor of the streams of one tunnel: the last sample, and its time.
 #[derive(Debug)]
 pub(super) struct BufferMonitor {
+    control_streams: usize,
     last_sample: BufferedBytes,
     sampled_at: Instant,
     /// Bytes that had been read from the socket at the last quick check.
@@ -51,8 +52,9 @@ pub(super) struct BufferMonitor {
 }
 
 impl BufferMonitor {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(control_streams: usize) -> Self {
         Self {
+            control_streams,
             last_sample: BufferedBytes::default(),
             sampled_at: Instant::now(),
             read_at_check: 0,
@@ -115,6 +117,6 @@ impl BufferMonitor {
     /// Whether any stream can hold bytes. A tunnel that has only its control stream is woken by probes alone, because control
     /// messages are consumed as they arrive.
     fn may_hold_bytes(&self, load: &TunnelLoad) -> bool {
-        self.last_sample.total > 0 || load.open_streams() > 1
+        self.last_sample.total > 0 || load.open_streams() > self.control_streams
     }
 }

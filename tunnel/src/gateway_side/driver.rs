@@ -94,6 +94,7 @@ where
         shared: shared.clone(),
     };
     let close_requested = Box::pin(shared.close_token.clone().cancelled_owned());
+    let buffer_monitor = BufferMonitor::new(config.control_streams);
     let driver = ConnectionDriver {
         connection,
         cork,
@@ -108,7 +109,7 @@ where
         stream_window: window,
         last_resize: Instant::now(),
         last_ping: Instant::now(),
-        buffer_monitor: BufferMonitor::new(),
+        buffer_monitor,
         grant_backoff: GrantBackoff::default(),
         pending_frame: PendingControlFrame::Idle,
         awaiting_ack_since: None,

@@ -59,7 +59,7 @@ pub(crate) fn identity(ca: &Ca, node: &str) -> EdgeIdentity {
 }
 
 /// Returns the certificate that the tunnel port presents.
-fn shown(ca: &Ca) -> LeafCertificate {
+pub(crate) fn shown(ca: &Ca) -> LeafCertificate {
     let names = [GatewayName::parse("127.0.0.1").unwrap()];
     ca.issue_gateway(&names, LIFE).unwrap()
 }

@@ -82,6 +82,7 @@ impl TunnelConnection {
             max_streams: config
                 .max_streams_per_tunnel
                 .saturating_add(CONTROL_STREAMS),
+            control_streams: CONTROL_STREAMS,
             round_trip,
             memory_budget: admission.memory_budget.clone(),
             is_trusted: false,

@@ -1,4 +1,5 @@
 mod streams;
+mod turns;
 
 use super::TunnelPortLimits;
 use crate::{

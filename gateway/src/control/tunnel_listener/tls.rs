@@ -8,8 +8,9 @@ use causeway_certs::{
     verify::{self, TicketSecret, TrustError, VerifiedPeer, verify_peer},
 };
 use causeway_rt::{
+    read_limit::{MAX_CLIENT_HELLO, ReadLimit},
     socket::{CountedIo, Socket},
-    turns::Turns,
+    turns::Turn,
 };
 use causeway_tunnel::wire;
 use rustls::{
@@ -19,7 +20,7 @@ use rustls::{
 };
 use std::{sync::Arc, time::Duration};
 use tokio::time::Instant;
-use tokio_rustls::{LazyConfigAcceptor, server::TlsStream};
+use tokio_rustls::{LazyConfigAcceptor, StartHandshake, server::TlsStream};
 
 /// Connection of an edge.
 pub(super) type Io = TlsStream<CountedIo<Socket>>;
@@ -189,27 +190,33 @@ impl Tls {
     }
 
     /// Finishes TLS, and measures the time of its last flight, which is one round trip. Awaits `acquire_slot` once the
-    /// `ClientHello` has arrived, keeps its result until the handshake is over, and answers when it is its turn. Other gateways are
-    /// refused unless `accepts_peers`.
+    /// `ClientHello` has arrived, answers in the turn that it returns, and keeps its other result until the handshake is over. Other
+    /// gateways are refused unless `accepts_peers`.
     pub(super) async fn handshake<T>(
         &self,
         (socket, accepts_peers): (Socket, bool),
-        acquire_slot: impl Future<Output = Result<T, HandshakeError>>,
-        turns: &Turns,
+        acquire_slot: impl Future<Output = Result<(T, Turn<'_>), HandshakeError>>,
     ) -> Result<(AlpnProtocol, Io, Duration), TlsError> {
         let acceptor = rustls::server::Acceptor::default();
-        let start = LazyConfigAcceptor::new(acceptor, CountedIo::new(socket)).await?;
+        let limited = ReadLimit::new(CountedIo::new(socket), MAX_CLIENT_HELLO);
+        let start = LazyConfigAcceptor::new(acceptor, limited).await?;
         let (protocol, config) = self.select_config(&start.client_hello(), accepts_peers);
-        let _slot = acquire_slot.await?;
-        let flight_sent_at = Instant::now();
-        let handshaking = start.into_stream(config).into_fallible();
-        let handshaken = turns.run(handshaking).await;
+        let (_slot, turn) = acquire_slot.await?;
+        let start = StartHandshake::from_parts(start.accepted, start.io.into_inner());
+        let (handshaken, round_trip) = turn
+            .run(async {
+                // `into_stream` computes the answer to the ClientHello.
+                let handshaking = start.into_stream(config).into_fallible();
+                let flight_sent_at = Instant::now();
+                (handshaking.await, flight_sent_at.elapsed())
+            })
+            .await;
         let mut io = handshaken.map_err(|(error, socket)| TlsError {
             error: error.into(),
             socket: Some(socket),
         })?;
         io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
-        Ok((protocol, io, flight_sent_at.elapsed()))
+        Ok((protocol, io, round_trip))
     }
 
     fn select_config(

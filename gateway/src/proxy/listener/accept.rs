@@ -250,10 +250,7 @@ impl ListenerConfig {
         hello: ClientHello,
         accepted: AcceptedSocket,
     ) {
-        let proxy = (
-            &self.proxies[worker.0],
-            self.workers.handshake_turns(worker),
-        );
+        let proxy = (&self.proxies[worker.0], self.workers.client_turns(worker));
         let Some(stream) = https::finish_handshake(proxy, hello, socket, &accepted).await else {
             return;
         };

@@ -18,7 +18,12 @@ use causeway_certs::{
     Identity,
     verify::{PeerRejected, Purpose, none_revoked, verify_peer},
 };
-use causeway_rt::{lingering_close, socket::Socket, turns::Turns};
+use causeway_rt::{
+    lingering_close,
+    read_limit::{MAX_CLIENT_HELLO, ReadLimit},
+    socket::Socket,
+    turns::Turns,
+};
 use causeway_tunnel::wire;
 use rustls::{
     AlertDescription,
@@ -71,9 +76,10 @@ pub(super) async fn read_client_hello(
         refuse_plaintext(socket).await;
         return None;
     }
-    let reading = LazyConfigAcceptor::new(Acceptor::default(), socket);
-    let StartHandshake { accepted, io, .. } = match timeout_at(deadline, reading).await {
-        Ok(Ok(start)) => start,
+    let limited = ReadLimit::new(socket, MAX_CLIENT_HELLO);
+    let reading = LazyConfigAcceptor::new(Acceptor::default(), limited);
+    let (accepted, io) = match timeout_at(deadline, reading).await {
+        Ok(Ok(start)) => (start.accepted, start.io.into_inner()),
         Ok(Err(error)) => {
             handshake_failed(proxy, "hello", &error);
             return None;
@@ -150,7 +156,12 @@ pub(super) async fn finish_handshake(
     drop(tls);
     let server_name = hello.server_name();
     let start = StartHandshake::from_parts(hello.accepted, socket);
-    let handshake = turns.run(start.into_stream(config).into_fallible());
+    let handshake = async {
+        let turn = turns.acquire().await;
+        // `into_stream` computes the answer to the ClientHello.
+        turn.run(async { start.into_stream(config).into_fallible().await })
+            .await
+    };
     match timeout_at(hello.deadline, handshake).await {
         Ok(Ok(mut stream)) => {
             stream.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
