@@ -38,11 +38,20 @@ struct PeerGateway {
     serial: String,
 }
 
+/// Number of the nodes at the running gateway that know all revocations.
+#[derive(Debug, Deserialize)]
+struct InformedNodes {
+    connected: usize,
+    informed: usize,
+}
+
 /// The gateway that runs on a data directory, and the other gateways that it knows.
 #[derive(Debug)]
 struct RunningGateways {
     own: CertificateInUse,
     peers: Vec<PeerGateway>,
+    /// `None` if the gateway has an earlier version.
+    nodes: Option<InformedNodes>,
 }
 
 impl RunningGateways {
@@ -58,6 +67,7 @@ impl RunningGateways {
         Ok(Some(Self {
             own: own.context("the gateway reports no certificate of its tunnel port")?,
             peers: get(&address, "/api/v1/peers").await?,
+            nodes: get(&address, "/api/v1/ca/revocations").await.ok(),
         }))
     }
 
@@ -181,7 +191,17 @@ pub(super) async fn list(args: &CaGateways) -> anyhow::Result<()> {
     if let Some(first) = table.column_mut(0) {
         first.set_padding((0, 1));
     }
-    outln!("{}", table.trim_fmt())
+    outln!("{}", table.trim_fmt())?;
+    let nodes = running.as_ref().and_then(|running| running.nodes.as_ref());
+    match nodes.filter(|_| revoked.iter().next().is_some()) {
+        Some(InformedNodes {
+            connected,
+            informed,
+        }) => {
+            outln!("{informed} of {connected} nodes at this gateway have confirmed all revocations")
+        }
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -201,6 +221,7 @@ mod tests {
             },
             // An earlier version does not report the serial number.
             peers: vec![peer("192.0.2.1:10262", "40bb"), peer("192.0.2.2:10262", "")],
+            nodes: None,
         }
     }
 

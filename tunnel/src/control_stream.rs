@@ -224,7 +224,8 @@ pub enum GatewayMessage {
         /// All trusted roots, as PEM.
         pem: String,
     },
-    /// Revocations of gateways' certificates. The edge keeps the newest list of each issuer, and uses no gateway in it.
+    /// Revocations of gateways' certificates. The edge keeps those of all lists, uses no gateway in them, and responds with
+    /// [`EdgeMessage::Crls`].
     Crls {
         /// CRLs (RFC 5280 section 5) as PEM, each behind the certificate of its issuer.
         pem: String,
@@ -290,6 +291,11 @@ pub enum EdgeMessage {
     Roots {
         /// The SHA-256 of each root, in hexadecimal.
         roots: Vec<String>,
+    },
+    /// The edge keeps the revocations of these CRLs. Edges of earlier versions do not report it.
+    Crls {
+        /// SHA-256 of the text in [`GatewayMessage::Crls`], in hexadecimal.
+        digest: String,
     },
     /// Heartbeat of another node of the edge's pool, which has lost its gateways.
     DelegatedHeartbeat(Box<DelegatedHeartbeat>),

@@ -19,6 +19,7 @@ use crate::{
         ca_rotation::{self, CaReloadFn, RotationStatus},
         certificate_expiry::{CertificateInUse, CertificateInventory},
         drain::Readiness,
+        gateway_revocation::RevocationStatus,
         http::ProblemDetails,
         node_sync::NodeSync,
         peers::query_rotation,
@@ -344,6 +345,11 @@ async fn rotation(State(app): State<AdminState>) -> Json<RotationStatus> {
         own: ca_rotation::rotation_progress(&app.ca, &app.registry),
         gateways,
     })
+}
+
+/// Returns how many of the nodes at this gateway know the revocations of gateways.
+async fn revocations(State(app): State<AdminState>) -> Json<RevocationStatus> {
+    Json(app.node_sync.gateway_revocation.status(&app.registry))
 }
 
 /// Loads the current CA of the data directory.

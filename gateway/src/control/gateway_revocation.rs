@@ -8,7 +8,10 @@ use crate::state::{Registry, registry::NewTunnel};
 use arc_swap::ArcSwapOption;
 use causeway_certs::{Fingerprint, LiveCa, RevokedGateways, RevokedSerials, Store, StoreError};
 use causeway_tunnel::control_stream::GatewayMessage;
+use schemars::JsonSchema;
+use serde::Serialize;
 use std::{
+    collections::BTreeSet,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -16,6 +19,17 @@ use tokio::{sync::watch, time::sleep};
 
 /// Interval of checks whether the certificate of another gateway was revoked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Number of the connected nodes that know the revocations of gateways' certificates.
+#[derive(Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub(crate) struct RevocationStatus {
+    /// Number of revoked certificates.
+    revoked: usize,
+    /// Number of nodes that are connected to this gateway.
+    connected: usize,
+    /// Number of these nodes that have confirmed all revocations. Edges of earlier versions do not confirm them.
+    informed: usize,
+}
 
 /// Revocations of gateways' certificates. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -107,6 +121,27 @@ impl GatewayRevocation {
             announce(registry, |edge| self.message(&edge.tunnel));
         }
         Ok(())
+    }
+
+    /// Returns how many of the connected nodes have the present list.
+    pub(crate) fn status(&self, registry: &Registry) -> RevocationStatus {
+        let signed = self.0.signed.lock().unwrap_or_else(PoisonError::into_inner);
+        let revoked = signed.0.iter().count();
+        drop(signed);
+        let digest = self.0.crls.load_full();
+        let digest = digest.map(|pem| Fingerprint::digest(pem.as_bytes()));
+        let (mut connected, mut informed) = (BTreeSet::new(), BTreeSet::new());
+        for (node, edge) in registry.all() {
+            if digest.is_none() || edge.tunnel.crls.load().as_deref() == digest.as_ref() {
+                informed.insert(node.clone());
+            }
+            connected.insert(node);
+        }
+        RevocationStatus {
+            revoked,
+            connected: connected.len(),
+            informed: informed.len(),
+        }
     }
 
     /// Returns the CRLs for an edge, if there are any and the edge supports the message.

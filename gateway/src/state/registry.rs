@@ -49,6 +49,8 @@ pub struct NewTunnel {
     pub certificate: EdgeCertificate,
     /// Roots that the edge trusts, if it reports them.
     pub roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
+    /// Digest of the CRLs of gateways that the edge has acknowledged last.
+    pub crls: Arc<ArcSwapOption<Fingerprint>>,
     /// Channel to the tunnel's control stream. Boxed, because a channel allocates 32 messages at the start.
     pub control: mpsc::Sender<Box<GatewayMessage>>,
     /// Cancelled when another tunnel has taken over. This tunnel then closes with its last stream.

@@ -16,7 +16,7 @@ use crate::{
         identity_store::IdentityStore,
     },
 };
-use causeway_certs::verify_crls;
+use causeway_certs::{Fingerprint, verify_crls};
 use causeway_rt::socket::CountedIo;
 use causeway_tunnel::{
     RejectCode, TunnelEnd,
@@ -324,17 +324,23 @@ async fn install_roots(context: &TunnelContext, pem: &str) -> Result<(), String>
     Ok(())
 }
 
-/// Adds the revocations in these CRLs, as far as they are valid, to those of before.
-pub(super) async fn update_crls(context: &TunnelContext, pem: &str) {
-    if let Err(why) = install_crls(context, pem).await {
-        warn!(
-            why,
-            "the revocations of gateways that the gateway announced were not installed"
-        );
+/// Adds the revocations in these CRLs, as far as they are valid, to those of before. Returns the digest of the CRLs if one of them is
+/// valid, because each CRL of a gateway has all revocations.
+pub(super) async fn update_crls(context: &TunnelContext, pem: &str) -> Option<Fingerprint> {
+    match install_crls(context, pem).await {
+        Ok(is_valid) => is_valid.then(|| Fingerprint::digest(pem.as_bytes())),
+        Err(why) => {
+            warn!(
+                why,
+                "the revocations of gateways that the gateway announced were not installed"
+            );
+            None
+        }
     }
 }
 
-async fn install_crls(context: &TunnelContext, pem: &str) -> Result<(), String> {
+/// Installs these CRLs. Returns whether one of them is valid.
+async fn install_crls(context: &TunnelContext, pem: &str) -> Result<bool, String> {
     let current = context.identity_store.identity();
     if current.is_external {
         return Err("the CA of the gateways is configured (identity.ca)".to_owned());
@@ -345,10 +351,11 @@ async fn install_crls(context: &TunnelContext, pem: &str) -> Result<(), String> 
         warn!(%error, "a revocation list that the gateway announced was ignored");
     }
     let now = UnixTime::now().as_secs();
+    let is_valid = !received.serials().is_empty();
     let next = current.revoked_gateways.merged(received.clone(), now);
     if next == current.revoked_gateways {
         debug!("the gateway announced no further revocation");
-        return Ok(());
+        return Ok(is_valid);
     }
     let update = context.identity_store.update(move |identity| {
         identity.revoked_gateways = identity.revoked_gateways.merged(received, now);
@@ -361,7 +368,7 @@ async fn install_crls(context: &TunnelContext, pem: &str) -> Result<(), String> 
         ?serials,
         "certificates of gateways are revoked: this node does not connect to gateways that present them"
     );
-    Ok(())
+    Ok(is_valid)
 }
 
 /// Connection of a tunnel.

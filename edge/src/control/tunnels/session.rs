@@ -431,6 +431,11 @@ impl TunnelSession {
             Ok(GatewayMessage::Roots { pem }) => Some(EdgeMessage::Roots {
                 roots: handshake::update_roots(&self.context, pem).await,
             }),
+            Ok(GatewayMessage::Crls { pem }) => {
+                let digest = handshake::update_crls(&self.context, pem).await?;
+                let digest = digest.to_string();
+                Some(EdgeMessage::Crls { digest })
+            }
             _ => None,
         }
     }
@@ -483,7 +488,6 @@ impl TunnelSession {
                     relay.set_nonce(nonce);
                 }
             }
-            Ok(GatewayMessage::Crls { pem }) => handshake::update_crls(&self.context, &pem).await,
             Ok(line @ GatewayMessage::Dismiss { .. }) => return Err(unexpected_message(&line)),
             Ok(GatewayMessage::Renew { within_ms }) => {
                 let within = Duration::from_millis(within_ms);

@@ -5,13 +5,14 @@ use super::{
     edges::{EdgeDetail, EdgeSummary},
     get_edge, list_edges, load_ca, other_gateways,
     peers::PeerSummary,
-    pool, readyz, refresh, reload, rotation, scrape,
+    pool, readyz, refresh, reload, revocations, rotation, scrape,
 };
 use crate::{
     config::Admin,
     control::{
         ca_rotation::RotationStatus,
         certificate_expiry::CertificateInUse,
+        gateway_revocation::RevocationStatus,
         http::{PROBLEM_JSON, ProblemBody},
     },
 };
@@ -82,6 +83,14 @@ fn read_operations() -> Vec<Route> {
             Operation::get("/api/v1/ca", "Roots, and the progress of a rotation")
                 .json::<RotationStatus>("The roots"),
             rotation,
+        ),
+        route(
+            Operation::get(
+                "/api/v1/ca/revocations",
+                "Revocations of gateways, and the nodes that know them",
+            )
+            .json::<RevocationStatus>("The numbers of revocations and of nodes"),
+            revocations,
         ),
     ]
 }

@@ -102,6 +102,8 @@ struct TunnelSession {
     taken_over: CancellationToken,
     /// Roots that the edge trusts.
     roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
+    /// Digest of the CRLs that the edge has acknowledged.
+    crls: Arc<ArcSwapOption<Fingerprint>>,
     drain: Duration,
     registration: Registration,
     node: NodeName,
@@ -291,6 +293,7 @@ impl TunnelListener {
             remote_address: from,
             certificate,
             roots: roots.clone(),
+            crls: Arc::default(),
             control: message_sender,
             taken_over: taken_over.clone(),
         };
@@ -319,6 +322,7 @@ impl TunnelListener {
             outgoing: message_receiver,
             taken_over,
             roots,
+            crls: new_tunnel.crls,
             drain: self.drain,
             registration,
             node: node.clone(),
@@ -435,6 +439,7 @@ impl TunnelSession {
                 self.roots
                     .store(Some(Arc::new(ca_rotation::parse_roots(&roots))));
             }
+            EdgeMessage::Crls { digest } => self.crls.store(digest.parse().ok().map(Arc::new)),
             EdgeMessage::DelegatedHeartbeat(heartbeat) => {
                 if let Some(heartbeats) = &self.heartbeats {
                     heartbeats.receive(&self.node, &heartbeat);

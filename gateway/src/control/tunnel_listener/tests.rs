@@ -16,7 +16,8 @@ use crate::{
     worker::Workers,
 };
 use causeway_certs::{
-    Ca, CaError, EdgeIdentity, NodeRecord, RotationStep, StoreError, verify, verify_crls,
+    Ca, CaError, EdgeIdentity, Fingerprint, NodeRecord, RotationStep, StoreError, verify,
+    verify_crls,
 };
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
@@ -29,6 +30,7 @@ use causeway_tunnel::{
 use futures_util::FutureExt;
 use http::Request;
 use rustls::{ClientConfig, ClientConnection, pki_types::ServerName};
+use serde_json::json;
 use std::{sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -776,6 +778,46 @@ async fn edges_that_ask_receive_revocations_of_gateways_and_others_do_not() {
     let control = &edges[0].tunnel.control;
     control.try_send(Box::new(drain.clone())).unwrap();
     assert_eq!(silent.hear().await, drain, "and nothing before it");
+}
+
+#[tokio::test]
+async fn nodes_that_confirm_the_present_revocations_are_counted() {
+    let world = World::start();
+    let asks = causeway_tunnel::control_stream::EdgeHello {
+        crls: true,
+        ..welcome("a", 0)
+    };
+    let (mut here, _) = world.says(&world.enrolled("edge-1"), asks).await;
+    let (_silent, _) = world.says(&world.enrolled("edge-2"), welcome("b", 0)).await;
+    let status = || {
+        let status = world.gateway_revocation.status(&world.registry);
+        serde_json::to_value(status).unwrap()
+    };
+    let expected =
+        |revoked, informed| json!({ "revoked": revoked, "connected": 2, "informed": informed });
+    assert_eq!(status(), expected(0, 2));
+    for (revoked, serial) in [(1, "40aa"), (2, "40bb")] {
+        world.store.revoke_gateway(serial, "stolen").unwrap();
+        let revocation = &world.gateway_revocation;
+        revocation.reload_and_announce(&world.registry).unwrap();
+        let message = here.hear().await;
+        let GatewayMessage::Crls { pem } = message else {
+            panic!("{message:?}");
+        };
+        // The confirmation of an earlier list does not count.
+        assert_eq!(status(), expected(revoked, 0));
+        let digest = Fingerprint::digest(pem.as_bytes());
+        let confirmation = EdgeMessage::Crls {
+            digest: digest.to_string(),
+        };
+        here.control.send(&confirmation).await.unwrap();
+        let is_received = |world: &World| {
+            let edges = world.registry.node_tunnels(&name("edge-1")).0;
+            edges[0].tunnel.crls.load().as_deref() == Some(&digest)
+        };
+        world.until(is_received).await;
+        assert_eq!(status(), expected(revoked, 1));
+    }
 }
 
 #[tokio::test]

@@ -95,6 +95,7 @@ impl Gateway {
             remote_address: ([192, 0, 2, 1], 4711).into(),
             certificate: EdgeCertificate::default(),
             roots: Arc::default(),
+            crls: Arc::default(),
             control: mpsc::channel(1).0,
             taken_over: CancellationToken::new(),
         };

@@ -248,6 +248,7 @@ async fn serve_tunnel(registry: Registry, mut tcp: TcpStream, from: SocketAddr) 
         remote_address: from,
         certificate: EdgeCertificate::default(),
         roots: Arc::default(),
+        crls: Arc::default(),
         control: mpsc::channel(1).0,
         taken_over: CancellationToken::new(),
     };

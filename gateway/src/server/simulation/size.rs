@@ -357,6 +357,7 @@ impl Gateway {
             remote_address: (Ipv4Addr::LOCALHOST, 1).into(),
             certificate: EdgeCertificate::default(),
             roots: Arc::default(),
+            crls: Arc::default(),
             control: self.control.clone(),
             taken_over: CancellationToken::new(),
         };

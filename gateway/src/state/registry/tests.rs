@@ -71,6 +71,7 @@ impl World {
             remote_address: FROM.into(),
             certificate: EdgeCertificate::default(),
             roots: Arc::default(),
+            crls: Arc::default(),
             control: mpsc::channel(1).0,
             taken_over: CancellationToken::new(),
         }
