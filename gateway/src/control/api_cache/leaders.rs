@@ -156,29 +156,23 @@ impl LeaderAssigner {
                 }
             };
             let event = timeout_at(next_check, early_check).await;
-            let has_new_nodes = matches!(event, Ok(EarlyCheck::Nodes));
-            if has_new_nodes {
+            if matches!(event, Ok(EarlyCheck::Nodes)) {
                 self.api_cache.close_rejected(|_, _| None);
             }
             let (now, changed) = (Instant::now(), exchange.take_changed());
             if matches!(event, Ok(EarlyCheck::Peers)) && now < next_check {
                 self.check_pools_of_peers(&changed, now);
             } else {
-                self.check(has_new_nodes, now);
+                self.check(now);
                 next_check = Instant::now() + CHECK_PAUSE + CHECK_INTERVAL;
             }
             sleep(CHECK_PAUSE).await;
         }
     }
 
-    /// Checks all pools. `has_new_nodes`: whether the table of nodes has changed.
-    fn check(&mut self, has_new_nodes: bool, now: Instant) {
+    /// Checks all pools.
+    fn check(&mut self, now: Instant) {
         let nodes = self.nodes.reader();
-        if has_new_nodes {
-            self.known_addresses.retain(|node, _| {
-                nodes.get(node).is_some() && nodes.revocation_reason(node).is_none()
-            });
-        }
         let readers = collect_readers(self.registry.all(), &nodes);
         self.update_connected_since(&readers, now);
         let pools = group_by_pool(&readers);
@@ -491,6 +485,8 @@ impl LeaderAssigner {
         readers: &[ConnectedReader],
     ) -> BTreeMap<Option<String>, Vec<NodePoolMember>> {
         let nodes = self.nodes.reader();
+        self.known_addresses
+            .retain(|node, _| nodes.get(node).is_some() && nodes.revocation_reason(node).is_none());
         for reader in readers {
             self.known_addresses
                 .insert(reader.node.clone(), reader.addresses.clone());
