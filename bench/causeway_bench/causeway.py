@@ -38,6 +38,9 @@ class Causeway(Contestant):
     # Further keys of its gateway's configuration, and the name under which it is quoted.
     settings: str = ""
     written: str = "causeway"
+    # Further keys of its edge's configuration, and tunnel ports of other gateways that it dials.
+    edge_settings: str = ""
+    other_tunnels: tuple[int, ...] = ()
     folder: Path = Path()
     # Put before the gateway's command: a profiler.
     under: tuple[str, ...] = ()
@@ -113,11 +116,11 @@ class Causeway(Contestant):
             "causeway/edge.yaml",
             _EDGE.format(
                 data=self.folder / "edge",
-                cloud=bed.cloud,
-                tunnel=self.tunnel,
+                gateways=", ".join(f'"{bed.cloud}:{port}"' for port in (self.tunnel, *self.other_tunnels)),
                 token=self.folder / "out" / f"{NODE}.token",
                 admin=admin,
                 app=app,
+                more=self.edge_settings,
             ),
         )
         command = [bed.tools.path(self.program), "edge", "--config", str(configuration)]
@@ -181,11 +184,12 @@ log: {{ filter: warn }}
 
 _EDGE = """\
 data_dir: {data}
-gateways: ["{cloud}:{tunnel}"]
+gateways: [{gateways}]
 join_file: {token}
 ports:
   {app}: {{}}
 admin:
   listen: "127.0.0.1:{admin}"
 log: {{ filter: warn }}
+{more}
 """

@@ -14,6 +14,15 @@ def start_haproxy(bed: Bed, port: int, target: int) -> Process:
     return _start(bed, "haproxy", "cloud", _client_side(bed, port, f"127.0.0.1:{target}"), (port, "127.0.0.1"))
 
 
+def start_balancer(bed: Bed, ports: dict[int, list[int]]) -> Process:
+    """Starts a HAProxy that passes TCP connections at each of these ports to its servers in turn, unless one is dead."""
+    text = _BALANCER
+    for port, servers in ports.items():
+        text += f"listen port-{port}\n  bind {bed.cloud}:{port}\n"
+        text += "".join(f"  server s{server} 127.0.0.1:{server} check\n" for server in servers)
+    return _start(bed, "balancer", "cloud", text, (next(iter(ports)), bed.cloud))
+
+
 @dataclass
 class Haproxy(Contestant):
     """HAProxy directly: TLS from the client, then the upstream."""
@@ -88,4 +97,20 @@ frontend clients
   default_backend upstream
 backend upstream
   server upstream {server}
+"""
+
+# A connection that a dead server refuses goes to the next one.
+_BALANCER = """\
+global
+  nbthread 1
+  maxconn 8000
+defaults
+  mode tcp
+  balance roundrobin
+  option redispatch 1
+  retries 3
+  timeout connect 5s
+  timeout client 1h
+  timeout server 1h
+  default-server inter 500ms fall 1
 """

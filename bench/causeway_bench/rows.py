@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from . import measures
+from . import measures, replicas
 from .bed import App, Bed
 from .callers import Figures
 from .causeway import Before, Causeway
@@ -24,7 +24,9 @@ CONTESTANTS: dict[str, type[Contestant]] = {
     "haproxy-hops": HaproxyHops,
     "causeway": Causeway,
     "before": Before,
+    "causeway-3": replicas.Gateways,
     "konnectivity": Konnectivity,
+    "konnectivity-3": replicas.KonnectivityServers,
     "frp": Frp,
     "chisel": Chisel,
     "rathole": Rathole,
@@ -39,6 +41,7 @@ DIRECT = ("haproxy", "haproxy-hops", "causeway", "frp", "chisel", "rathole")
 PAIR = ("haproxy", "causeway")
 CONNECTS = ("haproxy", "causeway", "konnectivity")
 OWN = ("causeway",)
+THREE = ("rathole", "causeway-3", "konnectivity-3")
 # The smoke run has those that need no compiler.
 SMOKE = ("haproxy", "haproxy-hops", "causeway")
 PER_REQUEST = ("requests_per_s", "cpu_all_us_per_request", "cpu_front_us_per_request", "cpu_edge_us_per_request")
@@ -219,6 +222,24 @@ def _standing() -> list[Row]:
     return rows
 
 
+def _replicas() -> list[Row]:
+    hop = ("cpu_hop_to_direct", "p50_us_hop_to_direct", "p99_us_hop_to_direct", "requests_per_s_hop_to_direct")
+    rows = [
+        Row("forwarded", "64 clients of a gateway that forwards to the node's gateway, against the latter's own clients",
+            replicas.forwarded, hop, OWN, start="own", references=(), smoke=OWN),
+        Row("three-killed", "16 clients with a new CONNECT for each request, while one of three servers is killed",
+            replicas.one_dies, ("errors", "requests_per_s", "p999_us"), THREE[1:], start="fresh", references=(),
+            needs=("bench-load",)),
+    ]  # fmt: skip
+    for name, new, way in (("64", False, "kept connections"), ("connections", True, "a new connection for each request")):
+        rows.append(
+            Row(f"three-{name}", f"64 clients of three servers, inside of CONNECT, {way}; rathole has one server",
+                partial(replicas.requests, new=new), (*PER_REQUEST[:2], "p99_us"), THREE,
+                references=("rathole", "konnectivity-3"), needs=("bench-load",))
+        )  # fmt: skip
+    return rows
+
+
 def _long() -> list[Row]:
     rows = [
         Row("outage", "the link of an idle tunnel falls silent, and returns", outage, ("both_know_s", "again_s"), OWN,
@@ -247,4 +268,4 @@ def _reading() -> list[Row]:
     ]  # fmt: skip
 
 
-ROWS: tuple[Row, ...] = (*_requests(), *_transfers(), *_neighbours(), *_standing(), *_long(), *_reading())
+ROWS: tuple[Row, ...] = (*_requests(), *_transfers(), *_neighbours(), *_standing(), *_replicas(), *_long(), *_reading())
