@@ -3,7 +3,13 @@
 //!
 //! A gateway of the test's own runs on this machine. The requesters are users of the cluster, with certificates of its CA.
 
-use std::{fmt::Write, fs, path::Path, time::Duration};
+use std::{
+    fmt::Write,
+    fs,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
 
 use libtest_mimic::Trial;
 use rcgen::{
@@ -13,13 +19,15 @@ use rcgen::{
 use serde_json::{Value, json};
 
 use crate::{
+    full,
     nodes::{TemporaryNode, delete, node, number, started, watching},
+    state::delete_secrets,
     trial,
     world::{
         World,
         causeway::BINARY,
         net::CLOUD,
-        process::{Process, Program, until},
+        process::{Process, Program, until, within},
         world,
     },
 };
@@ -37,6 +45,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial(
             "certificates::an_edge_known_to_its_cluster_joins_and_renews_without_token",
             an_edge_known_to_its_cluster_joins_and_renews_without_token,
+        ),
+        trial(
+            "certificates::tunnels_requests_and_renewals_go_on_during_a_long_api_outage",
+            tunnels_requests_and_renewals_go_on_during_a_long_api_outage,
         ),
         trial(
             "certificates::certificates_of_the_cluster_signers_let_a_node_join",
@@ -357,9 +369,9 @@ fn text(name: &str, places: &[(&str, &str)]) -> String {
     })
 }
 
-/// The example's gateway, whose edges' certificates are valid for 20 s.
-fn example(world: &World, folder: &Path) -> Process {
-    let kubeconfig = world.cluster.account("egress");
+/// The example's gateway, whose edges' certificates are valid for 20 s, with further keys of its `kubernetes`.
+fn example(world: &World, folder: &Path, further_keys: &str) -> Process {
+    let kubeconfig = world.cluster.account("egress") + further_keys;
     let places = [("/etc/causeway/gateway.kubeconfig", kubeconfig.as_str())];
     let rest = json!({
         "data_dir": folder.join("data"),
@@ -368,6 +380,8 @@ fn example(world: &World, folder: &Path) -> Process {
             "edge_certificate_lifetime": "20s",
         },
         "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
+        // Other nodes of the cluster have no edge.
+        "timeouts": { "edges": "0s" },
         "listeners": [{
             "name": "plain", "protocol": "http", "listen": CALLED, "port": 9052, "anonymous": true,
         }],
@@ -398,6 +412,21 @@ fn edge(folder: &Path, name: &str, kubeconfig: &str) -> Process {
     edge.start(&folder.join(format!("{name}.log")))
 }
 
+/// An edge that joins with a token.
+fn edge_with_token(folder: &Path, name: &str, token: &str) -> Process {
+    let config = json!({
+        "gateways": [format!("127.0.0.1:{TUNNEL}")],
+        "join": token,
+        "data_dir": folder.join(name),
+        "admin": { "listen": "127.0.0.1:0" },
+        "ports": { "9052": {} },
+    });
+    let file = folder.join(format!("{name}.yaml"));
+    fs::write(&file, config.to_string()).unwrap();
+    let edge = Program::new(BINARY).words("edge --config").args([&file]);
+    edge.start(&folder.join(format!("{name}.log")))
+}
+
 /// As kubelet stores it: key and certificate in one file, which has both roles.
 fn in_one_file(world: &World, name: &str) -> String {
     let kubeconfig = kubelet(world, name);
@@ -423,6 +452,16 @@ fn status(node: &str) -> String {
         .text()
 }
 
+/// The nodes' app, which serves the folder.
+fn app(folder: &Path) -> Process {
+    let app = Program::new("python3")
+        .words("-u -m http.server --bind 127.0.0.1 9052 --directory")
+        .args([folder]);
+    let mut app = app.start(&folder.join("app.log"));
+    app.says("Serving HTTP");
+    app
+}
+
 fn an_edge_known_to_its_cluster_joins_and_renews_without_token() {
     let world = world();
     clean(&world);
@@ -431,15 +470,11 @@ fn an_edge_known_to_its_cluster_joins_and_renews_without_token() {
     fs::create_dir_all(&folder).unwrap();
     let _node = TemporaryNode(&world, "csr-5");
     node(&world, "csr-5", true, &[]);
-    let app = Program::new("python3")
-        .words("-u -m http.server --bind 127.0.0.1 9052 --directory")
-        .args([&folder]);
-    let mut app = app.start(&folder.join("app.log"));
-    app.says("Serving HTTP");
+    let _app = app(&folder);
 
     let mut own = edge(&folder, "edge", &in_one_file(&world, "csr-5"));
     own.says("there is no ConfigMap kube-system/causeway-ca");
-    let _gateway = example(&world, &folder);
+    let _gateway = example(&world, &folder, "");
     own.says("tunnel registered");
     assert_eq!(status("csr-5"), "200");
 
@@ -484,6 +519,87 @@ fn an_edge_known_to_its_cluster_joins_and_renews_without_token() {
     let delete = "delete namespace causeway-edge --wait=false";
     world.cluster.kubectl(delete).run().ok();
     clean(&world);
+}
+
+/// The state of the gateway is in Secrets, so nodes cannot join either, and say why.
+fn tunnels_requests_and_renewals_go_on_during_a_long_api_outage() {
+    let mut world = world();
+    clean(&world);
+    delete_secrets(&world);
+    for rights in ["certificates/rbac.yaml", "state/rbac.yaml"] {
+        world.cluster.apply_example(rights);
+    }
+    let folder = world.path("certificates-outage");
+    fs::create_dir_all(&folder).unwrap();
+    let names = ["csr-8", "csr-9"];
+    for name in names {
+        node(&world, name, true, &[]);
+    }
+    let _app = app(&folder);
+    let gateway = example(&world, &folder, "\n  state: kube-system/causeway-state");
+    let mut own = edge(&folder, "own", &in_one_file(&world, "csr-8"));
+    own.says("tunnel registered");
+    assert_eq!(status("csr-8"), "200");
+
+    world.cluster.stop();
+    let mut late = edge(&folder, "late", &in_one_file(&world, "csr-9"));
+    let length = Duration::from_secs(if full() { 600 } else { 45 });
+    let (begun, mut requests) = (Instant::now(), 0);
+    while begun.elapsed() < length {
+        assert_eq!(status("csr-8"), "200", "after {:?}", begun.elapsed());
+        let probed = ready();
+        assert!(probed.starts_with("ready\n"), "{probed}");
+        requests += 1;
+        thread::sleep(Duration::from_millis(200));
+    }
+    let probed = ready();
+    assert!(
+        probed.contains("the shared state cannot be synchronized: Secret"),
+        "{probed}"
+    );
+    println!("{requests} requests succeeded during {length:?} without the API");
+    let renewals = own.output().matches("certificate is renewed").count();
+    assert!(renewals >= 2, "{renewals} renewals: {}", own.output());
+    // The edge comes back without the API too.
+    drop(own);
+    let mut own = edge(&folder, "own", &in_one_file(&world, "csr-8"));
+    own.says("tunnel registered");
+    assert_eq!(status("csr-8"), "200");
+    let token = Program::new(BINARY).words("token create --node token-1 --data-dir");
+    let token = token.args([folder.join("data")]).run().ok().text();
+    let mut by_token = edge_with_token(&folder, "token-1", token.trim());
+    by_token.says("the shared state of the gateways cannot be reached");
+    late.says("the cluster's API does not answer");
+    for waiting in [&late, &by_token] {
+        assert!(!waiting.output().contains("tunnel registered"));
+    }
+
+    world.cluster.restart();
+    for waiting in [&late, &by_token] {
+        // Its pauses between attempts have grown to a minute and more.
+        let joined = || waiting.output().contains("tunnel registered");
+        assert!(
+            within(Duration::from_mins(4), joined),
+            "{}",
+            waiting.output()
+        );
+    }
+    until("the new node serves", || status("csr-9") == "200");
+    let revoke = Program::new(BINARY).words("node revoke csr-8 --reason outage --data-dir");
+    revoke.args([folder.join("data")]).run().ok();
+    until("the revoked node is shut out", || status("csr-8") != "200");
+    drop((own, late, by_token, gateway));
+    for name in names {
+        delete(&world, name);
+    }
+    delete_secrets(&world);
+    clean(&world);
+}
+
+/// The answer to the gateway's readiness probe.
+fn ready() -> String {
+    let url = format!("http://127.0.0.1:{ADMIN}/readyz");
+    Program::new("curl").words("-sS").args([url]).run().text()
 }
 
 fn certificates_of_the_cluster_signers_let_a_node_join() {
@@ -623,6 +739,8 @@ fn asking(world: &World, folder: &Path, address: &str) -> String {
             },
         },
         "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
+        // Other nodes of the cluster have no edge.
+        "timeouts": { "edges": "0s" },
         "listeners": [{
             "name": "plain", "protocol": "http", "listen": CALLED, "port": 9052, "anonymous": true,
         }],

@@ -94,7 +94,7 @@ pub(crate) async fn join(
     (config, store): (&Config, &Store),
     on_progress: &ProgressFn<'_>,
 ) -> EdgeIdentity {
-    let mut backoff = new_backoff(config);
+    let mut backoff = cluster_backoff(config);
     loop {
         let error = match submit_and_wait(cluster, (config, store), on_progress).await {
             Ok(identity) => {
@@ -217,7 +217,10 @@ async fn exchange_certificate(
     let key = PrivateKey::generate().map_err(|error| cluster_cert_error(&error))?;
     let request = EnrolRequest::new(&key).map_err(|error| cluster_cert_error(&error))?;
     let connector = GatewayConnector::new(enrol_client::http1(&tls), config);
-    let (mut backoff, deadline) = (new_backoff(config), Instant::now() + REQUEST_TIMEOUT);
+    let (mut backoff, deadline) = (
+        Backoff::new(config.backoff.silent_max, config.backoff.refused_max),
+        Instant::now() + REQUEST_TIMEOUT,
+    );
     let granted = loop {
         let response = request
             .send(&connector, &config.gateways, "/v1/vouched")
@@ -255,7 +258,7 @@ async fn wait_for_certificate(
     pending: &PendingCsr,
     (config, on_progress): (&Config, &ProgressFn<'_>),
 ) -> Result<String, ConnectError> {
-    let mut backoff = new_backoff(config);
+    let mut backoff = cluster_backoff(config);
     let started = Instant::now();
     let waited = UnixTime::now().as_secs().saturating_sub(pending.since);
     let remaining = REQUEST_TIMEOUT.saturating_sub(Duration::from_secs(waited));
@@ -279,8 +282,10 @@ async fn wait_for_certificate(
     }
 }
 
-fn new_backoff(config: &Config) -> Backoff {
-    Backoff::new(config.backoff.silent_max, config.backoff.refused_max)
+/// Returns the back-off for requests to the cluster. Delays grow also while it is silent: an API server that returns after an
+/// outage must not receive the requests of all new nodes each second.
+fn cluster_backoff(config: &Config) -> Backoff {
+    Backoff::new(config.backoff.refused_max, config.backoff.refused_max)
 }
 
 fn unusable_error(what: &dyn Display, why: &dyn Display) -> ConnectError {

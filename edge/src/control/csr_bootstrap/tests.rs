@@ -17,6 +17,8 @@ pub(in crate::control) struct Api {
     pub(in crate::control) asked: Mutex<Vec<(String, String)>>,
     looks: AtomicUsize,
     denied: AtomicUsize,
+    /// The API server answers nothing until then.
+    away_until: Option<Instant>,
 }
 
 impl Api {
@@ -28,6 +30,7 @@ impl Api {
             asked: Mutex::default(),
             looks: AtomicUsize::new(0),
             denied: AtomicUsize::new(0),
+            away_until: None,
         }
     }
 
@@ -49,7 +52,13 @@ impl CsrClient for Api {
     }
 
     fn roots(&self) -> BoxFuture<'_, Result<String, CsrRequestError>> {
-        Box::pin(async { Ok(self.ca.bundle_pem()) })
+        let is_away = self.away_until.is_some_and(|end| Instant::now() < end);
+        let answer = if is_away {
+            Err(CsrRequestError::Silent("nobody is there".to_owned()))
+        } else {
+            Ok(self.ca.bundle_pem())
+        };
+        Box::pin(async { answer })
     }
 
     fn submit<'a>(
@@ -118,6 +127,29 @@ async fn after_a_refusal_another_request_is_for_another_key() {
     assert_eq!(identity.node.as_str(), "edge-1");
     let asked = api.asked.lock().unwrap();
     assert!(asked.len() == 2 && asked[0] != asked[1]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_become_rare_while_the_api_server_is_away() {
+    let mut api = Api::new("edge-1");
+    let returns = Instant::now() + Duration::from_mins(10);
+    api.away_until = Some(returns);
+    let data = tempfile::tempdir().unwrap();
+    let store = Store::open(data.path(), OpenMode::Create).unwrap();
+    let attempts = AtomicUsize::new(0);
+    let count = |_: &str| {
+        if Instant::now() < returns {
+            attempts.fetch_add(1, Relaxed);
+        }
+    };
+    join(&api, (&config(data.path()), &store), &count).await;
+    let attempts = attempts.load(Relaxed);
+    assert!((10..=30).contains(&attempts), "{attempts} attempts");
+    let late = returns.elapsed();
+    assert!(
+        late <= Duration::from_secs(100),
+        "{late:?} after its return"
+    );
 }
 
 #[tokio::test(start_paused = true)]
