@@ -1,4 +1,5 @@
-"""`bench/run size`: a fleet that joins at once, a fleet at two gateways of which one dies, and writes of the shared state.
+"""`bench/run size`: a fleet that joins at once, a fleet at two gateways of which one dies, the memory of both, and writes of
+the shared state.
 
 These are loads of one program, without a contestant, so they print one JSON object each in place of rows.
 """
@@ -15,6 +16,7 @@ import tempfile
 import time
 import urllib.request
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +104,7 @@ class Bed:
             count = min(_NODES_OF_PROCESS, nodes - skip)
             command = [self.load, "fleet", "--gateway", ports, "--identities", str(identities)]
             command += ["--skip", str(skip), "--nodes", str(count), *more]
-            fleets.append(self.spawn(f"fleet-{skip}", command))
+            fleets.append(self.spawn(f"fleet-{gateways[0].name}-{skip}", command))
         wait_for("all edges are up", lambda: all(event(fleet.said(), "up") for fleet in fleets), fleets, 300)
         return fleets
 
@@ -153,14 +155,10 @@ def joins(bed: Bed, asked: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def fleet(bed: Bed, asked: argparse.Namespace) -> dict[str, Any]:
-    """Each node has one tunnel, half of them at each of two gateways. One is killed, and its nodes go to the other one.
-
-    A third gateway without edges is the observer: the lag of the directory is the time from the registration of the n-th
-    node at the surviving gateway until the observer knows n nodes of it.
-    """
-    data = [bed.scratch / name for name in ("one", "two", "observer")]
-    identities = bed.mint(data[0], asked.nodes)
+def peers(bed: Bed, nodes: int, names: tuple[str, ...]) -> tuple[list[Gateway], Path]:
+    """Starts gateways that know each other and the same nodes. Returns them and the identities of the nodes."""
+    data = [bed.scratch / name for name in names]
+    identities = bed.mint(data[0], nodes)
     for other in data[1:]:
         shutil.copytree(data[0], other)
     gateways = [bed.gateway(path.name, path) for path in data]
@@ -169,7 +167,29 @@ def fleet(bed: Bed, asked: argparse.Namespace) -> dict[str, Any]:
         gateway.more = f"peers: {{ addresses: [{others}] }}"
     for gateway in gateways:
         gateway.start()
-    one, two, observer = gateways
+    return gateways, identities
+
+
+def both(bed: Bed, asked: argparse.Namespace) -> dict[str, Any]:
+    """Each node has a tunnel at each of two gateways, as by default."""
+    gateways, identities = peers(bed, asked.nodes, ("one", "two"))
+    for gateway in gateways:
+        bed.fleets([gateway], identities, asked.nodes)
+    for gateway in gateways:
+        known = partial(counted, gateway.admin, _PEER_NODES)
+        wait_for("each gateway knows the nodes of the other one", lambda known=known: known() >= asked.nodes, [], 60)
+    time.sleep(5)
+    memory_mib = [gateway.rss_mib() for gateway in gateways]
+    return {"nodes": asked.nodes, "rss_mib_of_two_gateways": [*memory_mib, round(sum(memory_mib), 1)]}
+
+
+def fleet(bed: Bed, asked: argparse.Namespace) -> dict[str, Any]:
+    """Each node has one tunnel, half of them at each of two gateways. One is killed, and its nodes go to the other one.
+
+    A third gateway without edges is the observer: the lag of the directory is the time from the registration of the n-th
+    node at the surviving gateway until the observer knows n nodes of it.
+    """
+    (one, two, observer), identities = peers(bed, asked.nodes, ("one", "two", "observer"))
     resume = ["--resume", "no"] if asked.full_handshakes else []
     fleets = bed.fleets([one, two], identities, asked.nodes, *resume)
     ups = [event(fleet.said(), "up") or {} for fleet in fleets]
@@ -251,7 +271,7 @@ def writes(bed: Bed, asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-_MEASURES = {"joins": joins, "fleet": fleet, "writes": writes}
+_MEASURES = {"joins": joins, "fleet": fleet, "both": both, "writes": writes}
 
 
 def main() -> int:
