@@ -20,6 +20,7 @@ pub mod api_cache;
 pub mod node_records;
 pub mod peers;
 pub mod pin_writer;
+pub mod rebalance;
 pub mod signer;
 pub mod tunnel_listener;
 

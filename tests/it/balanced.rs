@@ -48,16 +48,30 @@ struct Edge {
 impl Balanced {
     /// Starts two gateways, with these further keys of `tunnel`, behind a balancer with this `balance`.
     async fn start(net: u8, balance: &str, more: &str) -> Self {
+        Self::start_with_nodes((net, balance), (more, ""), &["edge-1"]).await
+    }
+
+    /// The same with these nodes, and further keys of the configuration.
+    async fn start_with_nodes(
+        (net, balance): (u8, &str),
+        (more, further): (&str, &str),
+        nodes: &[&str],
+    ) -> Self {
         let app = App::saying("here").await;
         let free = TcpListener::bind((Ipv4Addr::new(127, 53, net, 1), 0)).await;
         let port = free.unwrap().local_addr().unwrap().port();
         let at = |number: u8| SocketAddr::from((Ipv4Addr::new(127, 53, net, number), port));
         let tunnel = format!("{{ advertise: [\"{}\"], replicas: 2{more} }}", at(100));
-        let first = format!("tunnel: {tunnel}\n{OPEN}");
+        let peers: Vec<_> = (1..=PLACES)
+            .map(|number| format!("\"{}\"", at(number)))
+            .collect();
+        let further = further.replace("ALL", &peers.join(", "));
+        let first = format!("tunnel: {tunnel}\n{further}{OPEN}");
         let first = GatewayProcess::listening(&at(1).to_string(), &first).await;
         // Joins where the test can wait for it.
-        let edge = first.join("edge-1", app.port()).await;
-        edge.stop().await.ok();
+        for node in nodes {
+            first.join(node, app.port()).await.stop().await.ok();
+        }
         let second = first.replica_at(&at(2).to_string()).await;
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("haproxy.cfg");
@@ -107,11 +121,16 @@ impl Balanced {
     }
 
     async fn edge(&self) -> Edge {
+        self.edge_of("edge-1", "every").await
+    }
+
+    /// Starts the edge of a node with this value of `tunnels.gateways`.
+    async fn edge_of(&self, node: &str, mode: &str) -> Edge {
         let first = &self.sites[0];
         let edge = causeway("edge --admin-listen 127.0.0.1:0")
             .flag("--gateway", self.at(100).to_string())
-            .args(["--tunnels-gateways", "every"])
-            .flag("--data-dir", first.edge_data("edge-1"))
+            .args(["--tunnels-gateways", mode, "--tunnels-resolve-after", "1s"])
+            .flag("--data-dir", first.edge_data(node))
             .flag(
                 "--ports",
                 format!("{{9100: {{target: \"127.0.0.1:{}\"}}}}", self.app.port()),
@@ -152,7 +171,7 @@ impl Edge {
 
     /// Waits until the edge has reached this many of this many gateways.
     async fn reaches(&self, gateways: u32, of: u32) {
-        let wanted = format!("\"reached\":{{\"gateways\":{gateways},\"of\":{of}}}");
+        let wanted = format!("\"reached\":{{\"gateways\":{gateways},\"of\":{of}");
         until(&wanted, async || {
             self.ask("/status").await.contains(&wanted)
         })
@@ -211,6 +230,39 @@ async fn gateways_behind_one_address_change_without_request_loss() {
     all.serve().await;
     assert_eq!(all.arrived(), [stood, 1, 1], "dialled again");
     drop((gone, all.balancer));
+}
+
+#[tokio::test]
+async fn edges_move_to_a_gateway_that_starts_later_without_request_loss() {
+    need!("haproxy");
+    let nodes = ["edge-1", "edge-2", "edge-3", "edge-4", "edge-5", "edge-6"];
+    let balance = (22, "roundrobin");
+    let peers = ("", "peers: { addresses: [ALL] }\n");
+    let mut all = Balanced::start_with_nodes(balance, peers, &nodes).await;
+    let mut edges = Vec::new();
+    for node in nodes {
+        let edge = all.edge_of(node, "2").await;
+        edge.reaches(2, 2).await;
+        edges.push(edge);
+    }
+    all.another(3).await;
+    all.say(2, 3).await;
+    let (one, two) = (&all.sites[0], &all.sites[1]);
+    let shared = Load::default();
+    let acting = async {
+        // Each of the others has more than the average, and moves one edge at least.
+        until("the third gateway has edges", async || {
+            let metrics = all.sites[2].metrics().await;
+            metrics.sum("tunnels", &[]) >= 2
+        })
+        .await;
+        shared.enough.store(true, Relaxed);
+    };
+    let (requests, ()) = tokio::join!(load(one, two, &shared), acting);
+    assert!(requests.failed.is_empty(), "{requests:?}");
+    for edge in &edges {
+        edge.reaches(2, 3).await;
+    }
 }
 
 #[tokio::test]

@@ -109,6 +109,10 @@ pub struct EdgeHello {
     /// Whether the edge takes [`GatewayMessage::HeartbeatNonce`], and carries heartbeats of other nodes of its pool.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub heartbeats: bool,
+    /// Whether the edge found this gateway behind an address that leads to several gateways, so that it takes
+    /// [`GatewayMessage::Rebalance`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub movable: bool,
 }
 
 /// Address and resources of an edge's listener for `YurtHub`s.
@@ -241,6 +245,9 @@ pub enum GatewayMessage {
         /// Random, and at most [`crate::heartbeat::MAX_NONCE`] bytes.
         nonce: String,
     },
+    /// The gateway has more edges than others: the edge should look for another gateway, and leave this one once it is connected
+    /// to that.
+    Rebalance,
     /// The gateway stops: the edge must connect to another gateway, and serves new streams of both until this one closes the
     /// tunnel. A second message may follow once there is a successor.
     Drain {

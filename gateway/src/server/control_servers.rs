@@ -7,6 +7,7 @@ use crate::{
         api_cache::leaders::LeaderAssigner,
         dns, http,
         nat::{self, Nat},
+        rebalance::Rebalancer,
         tunnel_listener::TunnelListener,
     },
     metrics::Metrics,
@@ -88,8 +89,7 @@ impl ControlServers {
         tokens: &EndTokens,
     ) {
         let control = self.tunnel_listener.workers.control().clone();
-        let pool_tasks = (&self.tunnel_listener, parts);
-        spawn_pool_tasks(pool_tasks, (tasks, &control), tokens);
+        spawn_edge_tasks((&self.tunnel_listener, parts), (tasks, &control), tokens);
         let admission = self.tunnel_listener.run(
             self.tunnel_socket,
             (tokens.accept.clone(), tokens.drain.clone()),
@@ -119,8 +119,8 @@ impl ControlServers {
     }
 }
 
-/// Starts the tasks that send messages to members of node pools until no tunnels are accepted any more.
-fn spawn_pool_tasks(
+/// Starts the tasks that send messages to some edges until no tunnels are accepted any more.
+fn spawn_edge_tasks(
     (tunnel_listener, parts): (&TunnelListener, &Reloadable),
     (tasks, runtime): (&TaskGroup, &Handle),
     tokens: &EndTokens,
@@ -133,6 +133,11 @@ fn spawn_pool_tasks(
         let leaders = LeaderAssigner::new(api_cache, (registry, instance), nodes);
         let leaders = leaders.run(stop.clone(), tokens.close.clone());
         tasks.spawn_on(runtime, info_span!("leaders"), leaders);
+    }
+    if tunnel_listener.peer_streams.is_some() {
+        let rebalancer = Rebalancer::new(registry.clone());
+        let rebalancing = rebalancer.run(stop.clone());
+        tasks.spawn_on(runtime, info_span!("rebalance"), rebalancing);
     }
     if let Some(heartbeats) = tunnel_listener.heartbeats.clone() {
         let nonces = heartbeats.run(registry.clone(), stop.clone());

@@ -25,6 +25,9 @@ use tracing::info;
 /// count as lost.
 pub(super) const MIN_USEFUL_DURATION: Duration = Duration::from_secs(10);
 
+/// Time for which the edge searches another gateway in place of a crowded one. Perhaps no other gateway can be found.
+const REPLACEMENT_SEARCH: Duration = Duration::from_mins(2);
+
 #[derive(Debug, Default)]
 struct OwnersByInstance {
     /// Owner of each gateway process.
@@ -67,6 +70,8 @@ struct RunningGroup {
     unavailable_since: Option<Instant>,
     /// Whether another group owns its gateway now.
     is_duplicate: bool,
+    /// End of the search for a gateway in place of its own, which has too many edges. The order of groups depends on it also later.
+    crowded_until: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -130,12 +135,18 @@ impl GatewayCount {
         let total = table.owners.values().filter_map(announced_replicas).max();
         let total = total.map(|of| of.min(MAX_GATEWAYS_PER_EDGE));
         let to_u32 = |many: usize| u32::try_from(many).unwrap_or(u32::MAX);
+        let searches = |owner: &&GatewayOwner| {
+            let running = table.groups.get(&owner.group);
+            let until = running.and_then(|group| group.crowded_until);
+            until.is_some_and(|until| Instant::now() < until)
+        };
+        let to_replace = to_u32(table.owners.values().filter(searches).count());
         let all_drain = !table.owners.is_empty() && table.has_only_draining();
         Self {
             connected: to_u32(reached),
             total,
             wanted: total
-                .map(|of| of.min(max_gateways))
+                .map(|of| of.min(max_gateways.saturating_add(to_replace)))
                 .max(all_drain.then_some(1)),
             with_tunnels: to_u32(table.owners.len()),
             lost_count: table.lost_count,
@@ -186,6 +197,7 @@ impl ConnectedGateways {
             is_discovered,
             unavailable_since: None,
             is_duplicate: false,
+            crowded_until: None,
         };
         self.table.send_modify(|table| {
             table.groups.insert(group, running);
@@ -245,19 +257,23 @@ impl ConnectedGateways {
         unavailable_since.map_or(AddressState::Connecting, AddressState::Unavailable)
     }
 
-    /// Returns the connected gateways that were discovered, oldest first: the time of the connection, and the token that
-    /// requests their tunnels to leave.
+    /// Returns the connected gateways that were discovered, crowded ones last, and otherwise oldest first: the time of the
+    /// connection, and the token that requests their tunnels to leave.
     pub(super) fn discovered_gateways(&self) -> Vec<(Instant, CancellationToken)> {
         let table = self.table.borrow();
         let active = table.owners.values().filter(|owner| !owner.is_draining());
         let discovered = active.filter_map(|owner| {
             let running = table.groups.get(&owner.group)?;
+            let rank = (running.crowded_until.is_some(), owner.since);
             (running.is_discovered && !running.leave.is_cancelled())
-                .then(|| (owner.since, running.leave.clone()))
+                .then(|| (rank, running.leave.clone()))
         });
         let mut discovered: Vec<_> = discovered.collect();
-        discovered.sort_by_key(|(since, _)| *since);
+        discovered.sort_by_key(|(rank, _)| *rank);
         discovered
+            .into_iter()
+            .map(|((_, since), leave)| (since, leave))
+            .collect()
     }
 
     /// Returns a receiver that is notified of all changes that concern the selection of addresses.
@@ -414,6 +430,18 @@ impl GatewayLease {
         });
     }
 
+    /// Records that this gateway has more edges than others. Has no effect unless the gateway was discovered: the gateways of
+    /// other addresses are selected by their rank.
+    pub(super) fn mark_crowded(&self) {
+        self.connected_gateways.change(|table| {
+            let group = table.owners.get(&self.instance).map(|owner| owner.group);
+            let running = group.and_then(|group| table.groups.get_mut(&group));
+            if let Some(running) = running.filter(|running| running.is_discovered) {
+                running.crowded_until = Some(Instant::now() + REPLACEMENT_SEARCH);
+            }
+        });
+    }
+
     /// Records that this gateway drains.
     pub(super) fn mark_draining(&self) {
         self.connected_gateways.change(|table| {
@@ -478,6 +506,49 @@ mod tests {
         assert!(reached.claim("c", one, false).is_none());
         assert!(reached.has_group(one) && !reached.has_group(reached.new_group()));
         assert_eq!(reached.count().connected, 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_crowded_gateway_leaves_before_the_one_in_its_place() {
+        let reached = ConnectedGateways::new(2);
+        let tokens = [0; 3].map(|_| CancellationToken::new());
+        let groups = [(0, false), (1, true), (2, true)].map(|(index, is_discovered)| {
+            let group = reached.new_group();
+            reached.add_group(
+                group,
+                CancellationToken::clone(&tokens[index]),
+                is_discovered,
+            );
+            group
+        });
+        let connect = |index: usize| {
+            let lease = reached.claim(["a", "b", "c"][index], groups[index], false);
+            let lease = lease.unwrap();
+            lease.mark_registered();
+            lease.set_replicas(Some(3));
+            lease
+        };
+        let (a, b) = (connect(0), connect(1));
+        assert!(!reached.count().has_missing());
+        a.mark_crowded();
+        assert!(
+            !reached.count().has_missing(),
+            "it has an address of its own"
+        );
+        b.mark_crowded();
+        assert!(reached.count().has_missing());
+        tokio::time::advance(REPLACEMENT_SEARCH).await;
+        assert!(!reached.count().has_missing(), "no other gateway was found");
+        b.mark_crowded();
+        let _c = connect(2);
+        assert!(!reached.count().has_missing());
+        for (_, leave) in reached.discovered_gateways().iter().skip(1) {
+            leave.cancel();
+        }
+        assert_eq!(
+            tokens.map(|token| token.is_cancelled()),
+            [false, true, false]
+        );
     }
 
     /// Takes a lease of a gateway that has accepted a tunnel.

@@ -135,7 +135,7 @@ impl TunnelHandshake {
     pub(super) async fn exchange_hello(
         &mut self,
         context: &TunnelContext,
-        group: TunnelGroup,
+        (group, is_discovered): (TunnelGroup, bool),
         (slot, only_held): (u32, bool),
     ) -> Result<EstablishedTunnel, TunnelUnavailable> {
         let mut control_stream = self.accept_control_stream().await?;
@@ -153,6 +153,7 @@ impl TunnelHandshake {
         let welcome = EdgeMessage::Welcome(Box::new(EdgeHello {
             // This session must not end the streams of the earlier session of this slot.
             takes_over: context.newest_sessions.is_open(instance_of(&hello), slot),
+            movable: is_discovered,
             ..build_hello(context, slot, &hello.gateways)
         }));
         self.drive(control_stream.send(&welcome)).await?;
@@ -271,6 +272,7 @@ fn build_hello(context: &TunnelContext, slot: u32, announced: &[String]) -> Edge
             .and_then(config::ApiCache::yurthub_addr)
             .map(Box::new),
         heartbeats: context.heartbeats.is_some(),
+        movable: false,
     }
 }
 

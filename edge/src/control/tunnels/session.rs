@@ -135,6 +135,8 @@ pub(super) struct SessionOwner {
     pub(super) slot: u32,
     /// Whether the tunnel replaces an open one, so that only the same gateway is accepted.
     pub(super) only_held: bool,
+    /// Whether the gateway was discovered behind an address of other tunnels.
+    pub(super) is_discovered: bool,
     /// Tracker of the slots that move bulk.
     pub(super) bulk_tracker: Arc<BulkTracker>,
 }
@@ -162,7 +164,7 @@ impl TunnelSession {
             gateway_addr,
             round_trip,
         } = connection;
-        let slot = owner.slot;
+        let (group, slot) = ((owner.group, owner.is_discovered), owner.slot);
         let tcp = io.get_ref().0.get_ref();
         let local_addr = tcp.and_then(|tcp| tcp.local_addr().ok());
         let gateway_chain = io.get_ref().1.peer_certificates().unwrap_or_default();
@@ -174,7 +176,7 @@ impl TunnelSession {
         let exchange = async {
             let mut handshake = TunnelHandshake::begin(context, io, round_trip).await?;
             let established = handshake
-                .exchange_hello(context, owner.group, (slot, owner.only_held))
+                .exchange_hello(context, group, (slot, owner.only_held))
                 .await?;
             Ok::<_, TunnelUnavailable>((handshake, established))
         };
@@ -474,6 +476,11 @@ impl TunnelSession {
                     claim.set_replicas(replicas);
                 }
                 self.announcer.update(gateways).await;
+            }
+            Ok(GatewayMessage::Rebalance) => {
+                if let Some(claim) = &self.lease {
+                    claim.mark_crowded();
+                }
             }
             Ok(GatewayMessage::Ports(listed)) => {
                 (self.context.on_announced_ports)(listed, self.local_addr);

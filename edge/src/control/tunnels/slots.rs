@@ -292,6 +292,7 @@ impl TunnelSlots {
                 slot,
                 only_held: old_session
                     .is_some_and(|old| !old.ended.is_cancelled() && !old.successor.is_cancelled()),
+                is_discovered: self.gateway_addr.is_some() && self.resolved.is_none(),
                 bulk_tracker: self.bulk_tracker.clone(),
             };
             TunnelSession::register(&self.context, dialled, owner).await
