@@ -109,7 +109,15 @@ impl NodeRecord {
     /// Orders this enrolment behind an earlier one.
     pub fn follow(&mut self, earlier: &Self) {
         if earlier.order() > self.order() {
-            self.order = Some(earlier.order() + 1);
+            self.order = Some(earlier.order().saturating_add(1));
+        }
+    }
+
+    /// Orders this enrolment behind the removal of the node: the clock of the gateway at which the node was enrolled or removed may
+    /// have been ahead.
+    pub fn follow_removal(&mut self, removal: &RevocationEntry) {
+        if let Some(last) = removal.removed.filter(|_| removal.removes(self)) {
+            self.order = Some(last.saturating_add(1));
         }
     }
 
@@ -249,6 +257,7 @@ impl NodeStore {
         self.update(|nodes| {
             for mut record in records {
                 if let Some(previous) = nodes.get(&record.node) {
+                    record.follow(previous);
                     record.revoked.clone_from(&previous.revoked);
                     record.other.clone_from(&previous.other);
                 }
@@ -400,13 +409,16 @@ fn record_ends(
 ) {
     ended.retain(|_, end| !end.is_outdated(now));
     for (name, record) in previous {
-        let end = match (nodes.get(name), &record.revoked) {
+        let mut end = match (nodes.get(name), &record.revoked) {
             (None, _) => RevocationEntry::of_removed(record, now),
             (Some(NodeRecord { revoked: None, .. }), Some(revoked)) => {
                 RevocationEntry::ended(revoked.clone(), now)
             }
             _ => continue,
         };
+        // The end is newer than an earlier one, even if the clock of this host is behind.
+        let earlier = ended.get(name).and_then(|end| end.lifted);
+        end.lifted = end.lifted.max(earlier.map(|at| at.saturating_add(1)));
         ended.insert(name.clone(), end);
     }
     ended.retain(|name, end| {
@@ -416,14 +428,10 @@ fn record_ends(
         let lifted = end.lifted.unwrap_or_default();
         if let Some(revoked) = &mut record.revoked {
             // A new revocation is newer than the end of the previous one, even if the clock of this host is behind.
-            revoked.at = revoked.at.max(lifted + 1);
+            revoked.at = revoked.at.max(lifted.saturating_add(1));
             return false;
         }
-        if end.removes(record) {
-            // The node has joined again within the second of the removed enrolment.
-            end.removed = None;
-            end.lifted = Some(now.max(lifted + 1));
-        }
+        record.follow_removal(end);
         true
     });
 }

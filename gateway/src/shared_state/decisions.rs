@@ -4,8 +4,8 @@
 use super::{MAX_ATTEMPTS, SharedState, SyncError, engine::EngineError, merge, parse_entry};
 use causeway_certs::{
     EntryChange, EntryKey, JoinToken, Joining, NodeName, NodeRecord, NodeStatus, Pin, RepeatCheck,
-    RevocationEntry, Store, StoreError, TokenRecord, TokenRejected, TokenStore, entry_text,
-    normalize_entry,
+    Revocation, RevocationEntry, Store, StoreError, TokenRecord, TokenRejected, TokenStore,
+    entry_text, normalize_entry,
 };
 use rustls_pki_types::UnixTime;
 use std::{
@@ -110,26 +110,27 @@ impl SharedState {
         for node in nodes {
             let read = is_unknown(&node).then(|| read.next()).flatten();
             results.push(match read {
-                Some(Ok((Some(record), revoked))) => self.store_unlocked(record, revoked).await,
-                Some(Ok((None, _))) | None => Ok(None),
+                Some(Ok((None, None))) | None => Ok(None),
+                Some(Ok(stored)) => self.store_unlocked(node, stored).await,
                 Some(Err(error)) => Err(error),
             });
         }
         results
     }
 
-    /// Stores the record of a node from the engine in the data directory. `last` must be locked.
+    /// Stores the record of a node and its revocation, or the end of one, from the engine in the data directory. `last` must be
+    /// locked.
     async fn store_unlocked(
         &self,
-        record: NodeRecord,
-        revoked: Option<RevocationEntry>,
+        node: &NodeName,
+        stored: StoredNode,
     ) -> Result<Option<NodeRecord>, SyncError> {
         for _ in 0..MAX_ATTEMPTS {
-            let (record, revoked) = (record.clone(), revoked.clone());
-            let stored = self.on_disk(move |store| store_fetched(store, record, revoked));
-            match stored.await? {
+            let (node, stored) = (node.clone(), stored.clone());
+            let fetched = self.on_disk(move |store| store_fetched(store, &node, stored));
+            match fetched.await? {
                 Fetched::Stored(record) => return Ok(Some(*record)),
-                Fetched::Removed => return Ok(None),
+                Fetched::Absent => return Ok(None),
                 // A command has changed the node meanwhile.
                 Fetched::Conflict => {}
             }
@@ -386,11 +387,16 @@ impl SharedState {
     }
 
     /// Stores the records of nodes that have joined. Returns for each whether it is stored: a record of a `New` node is not, if the
-    /// node has joined through another gateway. An error means that the engine does not answer.
+    /// node has joined through another gateway.
+    ///
+    /// # Errors
+    /// If the data directory cannot be read. The error of a record means that the engine does not answer.
     pub async fn store_nodes(
         &self,
         records: &[(&NodeRecord, NodeStatus)],
-    ) -> Vec<Result<bool, SyncError>> {
+    ) -> Result<Vec<Result<bool, SyncError>>, SyncError> {
+        let ended = self.on_disk(|store| store.nodes().ended_revocations());
+        let ended = ended.await?;
         let mut results: BTreeMap<usize, Result<bool, SyncError>> = BTreeMap::new();
         for attempt in 0..MAX_ATTEMPTS {
             let open: Vec<_> = (0..records.len())
@@ -399,15 +405,21 @@ impl SharedState {
             if open.is_empty() {
                 break;
             }
-            // The engine did not have the new nodes when their joins were checked.
+            // The engine did not have the new nodes when their joins were checked, and the data directory has their removals.
             let is_read = |index: &usize| attempt > 0 || records[*index].1 == NodeStatus::Known;
             let to_read: Vec<_> = open.iter().copied().filter(is_read).collect();
-            let keys = to_read.iter().map(|index| node_key(records[*index].0));
-            let texts = self.0.engine.get_each(keys.collect()).await;
-            let mut current: BTreeMap<_, _> = to_read.into_iter().zip(texts).collect();
+            let mut current = self.read_current(records, to_read).await;
             let mut changes = Vec::new();
             for index in &open {
-                match node_change(records[*index], current.remove(index)) {
+                let (record, _) = records[*index];
+                let change = current
+                    .remove(index)
+                    .transpose()
+                    .map(Option::unwrap_or_default);
+                let change = change.and_then(|current| {
+                    node_change(records[*index], current, ended.get(&record.node))
+                });
+                match change {
                     Ok(Some(change)) => changes.push(change),
                     Ok(None) => drop(results.insert(*index, Ok(false))),
                     Err(error) => drop(results.insert(*index, Err(error))),
@@ -425,7 +437,32 @@ impl SharedState {
         let contention = || Err(SyncError::Contention);
         let results =
             (0..records.len()).map(|index| results.remove(&index).unwrap_or_else(contention));
-        results.collect()
+        Ok(results.collect())
+    }
+
+    /// Reads the entries of these records from the engine, and the ends of the nodes' revocations.
+    async fn read_current(
+        &self,
+        records: &[(&NodeRecord, NodeStatus)],
+        indexes: Vec<usize>,
+    ) -> BTreeMap<usize, Result<CurrentNode, SyncError>> {
+        let nodes = indexes.iter().map(|index| records[*index].0);
+        let keys = nodes.flat_map(|record| {
+            let end = EntryKey::Revoked(record.node.as_ref()).to_string();
+            [node_key(record), end]
+        });
+        let keys: Vec<_> = keys.collect();
+        let texts = self.0.engine.get_each(keys.clone()).await;
+        let mut entries = keys.into_iter().zip(texts);
+        let mut read_one = |index: usize| {
+            let ((_, text), (key, end)) = entries.next().zip(entries.next())?;
+            let current = || {
+                let end = end?.map(|text| parse_entry(&key, &text)).transpose()?;
+                Ok(CurrentNode { text: text?, end })
+            };
+            Some((index, current()))
+        };
+        indexes.into_iter().filter_map(&mut read_one).collect()
     }
 
     /// Pins each of these keys unless another gateway has pinned one for the same port. Returns the keys that are pinned.
@@ -460,6 +497,15 @@ impl SharedState {
 
 /// Record of a node in the engine, and its revocation or the end of one.
 type StoredNode = (Option<NodeRecord>, Option<RevocationEntry>);
+
+/// Entries of a node that has joined in the engine.
+#[derive(Default)]
+struct CurrentNode {
+    /// Text of the record.
+    text: Option<String>,
+    /// Revocation, or the end of one.
+    end: Option<RevocationEntry>,
+}
 
 /// Results of some uses of a batch, by their indexes.
 type UseResults = Vec<(usize, Result<TokenRecord, RedeemError>)>;
@@ -548,14 +594,18 @@ fn node_key(record: &NodeRecord) -> String {
 }
 
 /// Returns the change that stores the record of a node which has joined, or `None` if the node was new and has joined through
-/// another gateway. `current` is the entry of the node in the engine, if it was read.
+/// another gateway. `current` has the entries of the node in the engine, if they were read, and `end` is the end of the node's
+/// revocation in the data directory.
 fn node_change(
     (record, status): (&NodeRecord, NodeStatus),
-    current: Option<Result<Option<String>, EngineError>>,
+    current: CurrentNode,
+    end: Option<&RevocationEntry>,
 ) -> Result<Option<EntryChange>, SyncError> {
-    let (key, expected) = (node_key(record), current.transpose()?.flatten());
+    let (key, expected) = (node_key(record), current.text);
     let previous = expected.as_deref().map(|text| parse_entry(&key, text));
     let previous: Option<NodeRecord> = previous.transpose()?;
+    let ends = || end.into_iter().chain(&current.end);
+    let previous = previous.filter(|previous| !ends().any(|end| end.removes(previous)));
     // The edge may have sent its request twice.
     let is_repeated =
         |previous: &NodeRecord| record.join_key.is_some() && previous.join_key == record.join_key;
@@ -570,6 +620,7 @@ fn node_change(
         value.follow(&previous);
         value.other = previous.other;
     }
+    ends().for_each(|end| value.follow_removal(end));
     Ok(Some(EntryChange {
         key,
         expected,
@@ -577,12 +628,12 @@ fn node_change(
     }))
 }
 
-/// Outcome of the storing of a node's record from the engine.
+/// Outcome of the storing of a node from the engine.
 enum Fetched {
     /// The data directory has the record, with the revocation in force.
     Stored(Box<NodeRecord>),
-    /// The node was removed after the enrolment of the record.
-    Removed,
+    /// The node has no record, or was removed after the enrolment of the record. The data directory has the removal.
+    Absent,
     /// The data directory was changed meanwhile.
     Conflict,
 }
@@ -590,24 +641,30 @@ enum Fetched {
 /// Stores the record of a node from the engine together with its revocation, or with that of the data directory if that is newer.
 fn store_fetched(
     store: &Store,
-    record: NodeRecord,
-    there: Option<RevocationEntry>,
+    node: &NodeName,
+    (record, there): StoredNode,
 ) -> Result<Fetched, StoreError> {
-    let node = record.node.as_ref();
-    let (key, revoked_key) = (EntryKey::Node(node), EntryKey::Revoked(node));
+    let (key, revoked_key) = (
+        EntryKey::Node(node.as_ref()),
+        EntryKey::Revoked(node.as_ref()),
+    );
     let (key, revoked_key) = (key.to_string(), revoked_key.to_string());
     let mut entries = store.entries()?;
     let (own_record, own_text) = (entries.remove(&key), entries.remove(&revoked_key));
     let here = own_text.as_deref();
     let here = here.map(|text| parse_entry::<RevocationEntry>(&revoked_key, text));
     let here = here.transpose()?;
-    if here.iter().chain(&there).any(|end| end.removes(&record)) {
-        return Ok(Fetched::Removed);
-    }
+    let is_removed = |record: &NodeRecord| here.iter().chain(&there).any(|end| end.removes(record));
+    let record = record.filter(|record| !is_removed(record));
     let newest = match (here, there) {
         (Some(here), Some(there)) => Some(here.newest(there)),
         (here, there) => here.or(there),
     };
+    let in_force = newest.as_ref().filter(|entry| entry.is_in_force());
+    let in_force = in_force.map(|entry| entry.revocation.clone());
+    // A revoked node without a record gets one, which has the revocation.
+    let revoked_only = |revoked: &Revocation| NodeRecord::name_only(node, revoked.at);
+    let record = record.or_else(|| in_force.as_ref().map(revoked_only));
     let change = |key, expected: Option<String>, value| EntryChange {
         key,
         expected,
@@ -619,15 +676,16 @@ fn store_fetched(
         change(
             key,
             own_record.clone(),
-            own_record.or_else(|| Some(entry_text(&record))),
+            own_record.or_else(|| record.as_ref().map(entry_text)),
         ),
     ];
     if !store.change_all_entries(&changes)? {
         return Ok(Fetched::Conflict);
     }
-    let in_force = newest.filter(RevocationEntry::is_in_force);
-    Ok(Fetched::Stored(Box::new(NodeRecord {
-        revoked: in_force.map(|entry| entry.revocation),
-        ..record
-    })))
+    Ok(record.map_or(Fetched::Absent, |record| {
+        Fetched::Stored(Box::new(NodeRecord {
+            revoked: in_force,
+            ..record
+        }))
+    }))
 }

@@ -3,7 +3,8 @@
 use super::*;
 use causeway_certs::{
     Ca, Entries, Fingerprint, JoinToken, Joining, NodeAttributes, NodeName, NodeRecord, NodeStatus,
-    OpenMode, Pin, RepeatCheck, Revocation, TokenRecord, TokenRejected, TokenStore,
+    OpenMode, Pin, RepeatCheck, Revocation, RevocationEntry, TokenRecord, TokenRejected,
+    TokenStore, entry_text,
 };
 use futures_util::{FutureExt, future::BoxFuture};
 use std::{
@@ -307,8 +308,8 @@ async fn redeem<'a>(
 
 /// Stores the record of a node that has joined, and returns whether it is stored.
 async fn store_node(shared: &SharedState, record: &NodeRecord, status: NodeStatus) -> bool {
-    let mut results = shared.store_nodes(&[(record, status)]).await;
-    results.remove(0).unwrap()
+    let results = shared.store_nodes(&[(record, status)]).await;
+    results.unwrap().remove(0).unwrap()
 }
 
 #[tokio::test]
@@ -398,6 +399,91 @@ async fn a_later_enrolment_replaces_one_with_a_later_time() {
         let stored = store.nodes().all().unwrap();
         assert_eq!((stored[0].enrolled_at, stored[0].order()), (3, 1_001));
     }
+}
+
+/// The removed enrolment was at a gateway whose clock was ahead.
+#[tokio::test]
+async fn a_node_joins_again_after_the_removal_of_an_enrolment_in_the_future() {
+    let node = name("edge-1");
+    let record = |at| NodeRecord::name_only(&node, at);
+    let future = UnixTime::now().as_secs() + 1_000;
+    // The second gateway has the removal, has neither it nor the record, or still has the record.
+    for (steps, status) in [
+        (2, NodeStatus::New),
+        (0, NodeStatus::New),
+        (1, NodeStatus::Known),
+    ] {
+        let world = world();
+        let [one, two] = &world.shared;
+        let nodes = world.stores[0].nodes();
+        nodes.put(record(future)).unwrap();
+        one.synchronize().await.unwrap();
+        if steps > 0 {
+            two.synchronize().await.unwrap();
+        }
+        nodes.remove(&node).unwrap();
+        one.synchronize().await.unwrap();
+        if steps > 1 {
+            two.synchronize().await.unwrap();
+        }
+        assert_eq!(two.fetch_node_now(&node).await.unwrap(), None);
+        assert!(store_node(two, &record(3), status).await, "{steps}");
+        // The first gateway does not take the record for the removed one.
+        one.synchronize().await.unwrap();
+        let engine = world.engine.entries.lock().unwrap().clone();
+        assert!(engine.contains_key("node/edge-1"), "{steps}");
+        world.stores[1].nodes().put(record(3)).unwrap();
+        world.synchronize().await;
+        for store in &world.stores {
+            let stored = store.nodes().all().unwrap();
+            let orders = stored.iter().map(|it| (it.enrolled_at, it.order()));
+            assert_eq!(orders.collect::<Vec<_>>(), [(3, future + 1)], "{steps}");
+        }
+        // The removal of the new enrolment counts.
+        world.stores[1].nodes().remove(&node).unwrap();
+        world.synchronize().await;
+        assert!(nodes.all().unwrap().is_empty(), "{steps}");
+    }
+}
+
+/// The engine has failed when the record of the later enrolment was written to it.
+#[tokio::test]
+async fn a_later_enrolment_that_only_the_directory_has_replaces_one_with_a_later_time() {
+    let world = world();
+    let node = name("edge-1");
+    let stored = world.stores[0].nodes();
+    stored
+        .put(NodeRecord::name_only(&node, u64::MAX - 1))
+        .unwrap();
+    world.synchronize().await;
+    for store in &world.stores {
+        let later = NodeRecord {
+            serial: "2".to_owned(),
+            ..NodeRecord::name_only(&node, 3)
+        };
+        store.nodes().put(later).unwrap();
+        world.synchronize().await;
+        let stored = stored.all().unwrap().remove(0);
+        // An order that cannot be exceeded is no fault.
+        assert_eq!((stored.enrolled_at, stored.order()), (3, u64::MAX));
+    }
+}
+
+#[tokio::test]
+async fn a_revoked_node_without_a_record_is_fetched_with_its_revocation() {
+    let world = world();
+    world.synchronize().await;
+    let [one, two] = &world.shared;
+    let (node, stolen) = (name("edge-1"), revocation("stolen"));
+    let entry = entry_text(&RevocationEntry::from(stolen.clone()));
+    let insert = |entries: &mut Entries| entries.insert("revoked/edge-1".to_owned(), entry);
+    world.engine.with(insert).unwrap();
+    let fetched = two.fetch_node_now(&node).await.unwrap();
+    assert_eq!(fetched.unwrap().revoked, Some(stolen.clone()));
+    two.synchronize().await.unwrap();
+    one.synchronize().await.unwrap();
+    let stored = world.stores[0].nodes().all().unwrap().remove(0);
+    assert_eq!(stored.revoked, Some(stolen));
 }
 
 #[tokio::test]

@@ -495,7 +495,13 @@ async fn share_nodes(
     let records = enrolled
         .iter()
         .map(|(applicant, enrolled)| (&enrolled.record, applicant.status));
-    let stored = shared.store_nodes(&records.collect::<Vec<_>>()).await;
+    let stored = match shared.store_nodes(&records.collect::<Vec<_>>()).await {
+        Ok(stored) => stored,
+        Err(error) => {
+            let applicants = enrolled.into_iter().map(|(applicant, _)| applicant);
+            return refuse_all(applicants, &internal_problem(&error));
+        }
+    };
     let mut shared_nodes = Vec::new();
     for ((applicant, enrolled), stored) in enrolled.into_iter().zip(stored) {
         let node = &applicant.node;
