@@ -6,7 +6,8 @@
 //!    Any other request is left for people to decide, with one event that states the reason. If the Node may still appear,
 //!    the request is checked again. If the cluster's own signer is used, the gateway only approves, or does not even approve.
 //! 3. If several gateways run, one of them is the first to act. The others detect that by a conflict.
-//! 4. Requests of different nodes are processed at once, those of one node one after the other.
+//! 4. Requests of different nodes are processed at once, those of one node one after the other. A request is not signed after a newer
+//!    one of the same node: its certificate would replace that of the newer one in the record of the node.
 //! 5. `ca_configmap` publishes the CA that edges must trust.
 //!
 //! Never ends the process.
@@ -41,9 +42,12 @@ use kube::{
 };
 use requests::{Csr, CsrQueue};
 use serde_json::{Value, json};
-use std::{collections::BTreeSet, convert::Infallible, pin::pin, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeSet, convert::Infallible, future::pending, pin::pin, sync::Arc,
+    time::Duration,
+};
 use tokio::{
-    sync::watch,
+    sync::{mpsc, watch},
     time::{Instant, sleep_until, timeout},
 };
 use validate::ValidCsr;
@@ -58,6 +62,8 @@ const PAGE_SIZE: u32 = 500;
 /// Maximum number of requests that are processed at once. Each takes two requests to the API, and the records of those that are
 /// signed at once take one write.
 const CONCURRENT_REQUESTS: usize = 32;
+/// Maximum number of events that wait for the API. Further ones are lost.
+const MAX_PENDING_EVENTS: usize = 256;
 
 /// Controller that signs the requests of edges.
 pub(crate) struct CsrController {
@@ -93,6 +99,31 @@ impl CsrController {
     }
 
     async fn sign_requests(&self) -> Infallible {
+        let (sender, receiver) = mpsc::channel(MAX_PENDING_EVENTS);
+        tokio::select! {
+            never = self.process_requests(sender) => never,
+            never = self.write_events(receiver) => never,
+        }
+    }
+
+    /// Writes the reasons for which requests are left pending as events. The signing does not wait for them.
+    async fn write_events(&self, mut reasons: mpsc::Receiver<PendingReason>) -> Infallible {
+        let operation = "writing an event for a certificate request";
+        let mut events = EventWriter::new(self.client.clone(), self.gateway.clone(), operation);
+        while let Some(reason) = reasons.recv().await {
+            let content = EventContent {
+                regarding: &reason.request.object_ref,
+                reason: "SignError",
+                action: "Signing",
+                note: &reason.note,
+                occurrence: "",
+            };
+            events.warn(&content).await;
+        }
+        pending().await
+    }
+
+    async fn process_requests(&self, events: mpsc::Sender<PendingReason>) -> Infallible {
         let mut changes = self.nodes.subscribe();
         // Before the nodes of the cluster are loaded, no request may be refused because its node is missing.
         while self.nodes.reader().locations().is_none() && changes.changed().await.is_ok() {}
@@ -100,7 +131,7 @@ impl CsrController {
         let config = watcher::Config::default()
             .fields(&field_selector)
             .page_size(PAGE_SIZE);
-        let mut backlog = CsrBacklog::new(self);
+        let mut backlog = CsrBacklog::new(self, events);
         let events = watcher(Api::all(self.client.clone()), config.timeout(WATCH_TIMEOUT));
         let mut events = pin!(events.default_backoff());
         let mut in_progress = FuturesUnordered::<InProgress<'_>>::new();
@@ -110,7 +141,7 @@ impl CsrController {
                 biased;
                 Some(event) = events.next() => backlog.handle_event(event),
                 Ok(()) = changes.changed() => backlog.queue.requeue_all(),
-                Some((request, outcome)) = in_progress.next() => backlog.finish(&request, outcome).await,
+                Some((request, outcome)) = in_progress.next() => backlog.finish(&request, outcome),
                 () = backlog.wait_until_due(), if has_room => in_progress.extend(backlog.begin_next()),
             }
         }
@@ -127,6 +158,12 @@ enum Outcome {
     Left(String),
 }
 
+/// Reason for which a request is left pending, for an event.
+struct PendingReason {
+    request: Arc<Csr>,
+    note: String,
+}
+
 /// Future of a request that is being processed, and of its outcome.
 type InProgress<'a> = BoxFuture<'a, (Arc<Csr>, Result<Outcome, String>)>;
 
@@ -139,24 +176,20 @@ struct CsrBacklog<'a> {
     backoff: Backoff,
     /// Earliest time of the next attempt.
     not_before: Option<Instant>,
-    events: EventWriter,
+    events: mpsc::Sender<PendingReason>,
     watch_log: LogThrottle,
     signing_log: LogThrottle,
 }
 
 impl<'a> CsrBacklog<'a> {
-    fn new(controller: &'a CsrController) -> Self {
+    fn new(controller: &'a CsrController, events: mpsc::Sender<PendingReason>) -> Self {
         Self {
             controller,
             queue: CsrQueue::default(),
             busy: BTreeSet::new(),
             backoff: Backoff::new(BACKOFF_RANGE.0, BACKOFF_RANGE.1),
             not_before: None,
-            events: EventWriter::new(
-                controller.client.clone(),
-                controller.gateway.clone(),
-                "writing an event for a certificate request",
-            ),
+            events,
             watch_log: LogThrottle::new("watching certificate requests"),
             signing_log: LogThrottle::new("signing the certificate requests of edges"),
         }
@@ -187,7 +220,7 @@ impl<'a> CsrBacklog<'a> {
     /// Waits until there is pending work.
     async fn wait_until_due(&self) {
         match self.not_before {
-            _ if !self.queue.has_pending(&self.busy) => std::future::pending().await,
+            _ if !self.queue.has_pending(&self.busy) => pending().await,
             Some(moment) => sleep_until(moment).await,
             None => {}
         }
@@ -205,7 +238,7 @@ impl<'a> CsrBacklog<'a> {
         Some(process.boxed())
     }
 
-    async fn finish(&mut self, request: &Csr, outcome: Result<Outcome, String>) {
+    fn finish(&mut self, request: &Arc<Csr>, outcome: Result<Outcome, String>) {
         if let Some(node) = request.node() {
             self.busy.remove(node);
         }
@@ -221,7 +254,7 @@ impl<'a> CsrBacklog<'a> {
         match outcome {
             Outcome::Signed => self.queue.mark_signed(request),
             Outcome::HandledElsewhere => {}
-            Outcome::Left(why) => self.leave_pending(request, &why).await,
+            Outcome::Left(why) => self.leave_pending(request, why),
         }
     }
 
@@ -241,11 +274,11 @@ impl<'a> CsrBacklog<'a> {
     }
 
     /// Leaves a request pending, and reports the reason once.
-    async fn leave_pending(&mut self, request: &Csr, why: &str) {
+    fn leave_pending(&mut self, request: &Arc<Csr>, why: String) {
         let why = if request.approved {
             format!("the request is approved, but was not signed: {why}")
         } else {
-            why.to_owned()
+            why
         };
         if !self.queue.record_reason(request, &why) {
             return;
@@ -257,14 +290,12 @@ impl<'a> CsrBacklog<'a> {
             "a certificate request was not approved"
         );
         self.controller.metrics.count_cluster_certificate("left");
-        let content = EventContent {
-            regarding: &request.object_ref,
-            reason: "SignError",
-            action: "Signing",
-            note: &why,
-            occurrence: "",
+        let reason = PendingReason {
+            request: request.clone(),
+            note: why,
         };
-        self.events.warn(&content).await;
+        // The log has the reason of an event that is lost because the API is slow.
+        let _ = self.events.try_send(reason);
     }
 }
 

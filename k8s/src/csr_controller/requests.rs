@@ -9,7 +9,7 @@ use causeway_certs::NodeName;
 use k8s_openapi::api::{certificates::v1::CertificateSigningRequest, core::v1::ObjectReference};
 use kube::{Resource, ResourceExt};
 use std::{
-    collections::{BTreeMap, BTreeSet, VecDeque},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     sync::Arc,
 };
 
@@ -57,6 +57,8 @@ pub(super) struct CsrQueue {
     pending: VecDeque<String>,
     /// Requests whose last attempt has failed. Some may no longer exist.
     failed: BTreeSet<String>,
+    /// Time of the newest request of each requester that was signed, in Unix seconds. Requesters are nodes.
+    last_signed: HashMap<String, u64>,
 }
 
 impl CsrQueue {
@@ -88,7 +90,14 @@ impl CsrQueue {
             .status
             .as_ref()
             .and_then(|status| status.certificate.as_ref());
-        if is_finished || certificate.is_some_and(|certificate| !certificate.0.is_empty()) {
+        let requester = object.spec.username.clone().unwrap_or_default();
+        let requested_at = object.creation_timestamp();
+        let requested_at = requested_at.and_then(|time| time.0.as_second().try_into().ok());
+        let requested_at = requested_at.unwrap_or_default();
+        if certificate.is_some_and(|certificate| !certificate.0.is_empty()) {
+            return self.record_signed(requester, requested_at);
+        }
+        if is_finished {
             return;
         }
         let (validation, reported_reason, is_signed, is_queued) = match previous {
@@ -101,13 +110,11 @@ impl CsrQueue {
             }) => (request.validation.clone(), reported, done, due),
             None => (validate(object), None, false, false),
         };
-        let requested_at = object.creation_timestamp();
-        let requested_at = requested_at.and_then(|time| time.0.as_second().try_into().ok());
         let request = Csr {
             uid,
             version: object.resource_version().unwrap_or_default(),
-            requester: object.spec.username.clone().unwrap_or_default(),
-            requested_at: requested_at.unwrap_or_default(),
+            requester,
+            requested_at,
             approved: find_condition(object, "Approved").is_some(),
             validation,
             object_ref: object.object_ref(&()),
@@ -146,15 +153,19 @@ impl CsrQueue {
         self.pending.iter().any(|name| self.is_due(name, busy))
     }
 
-    /// Returns the next request that is due and still exists. Requests of nodes that are `busy` stay in their order.
+    /// Returns the next request that is due and still exists. Requests of nodes that are `busy` stay in their order. Requests that are
+    /// older than a signed one of the same node are left out.
     pub(super) fn pop(&mut self, busy: &BTreeSet<NodeName>) -> Option<Arc<Csr>> {
         loop {
             let due = self.pending.iter().position(|name| self.is_due(name, busy));
             let entry = self.entries.get_mut(&self.pending.remove(due?)?);
             let Some(entry) = entry else { continue };
             entry.is_queued = false;
-            if !entry.is_signed {
-                return Some(entry.request.clone());
+            let request = &entry.request;
+            let last_signed = self.last_signed.get(&request.requester);
+            let is_outdated = last_signed.is_some_and(|last| request.requested_at < *last);
+            if !entry.is_signed && !is_outdated {
+                return Some(request.clone());
             }
         }
     }
@@ -168,7 +179,7 @@ impl CsrQueue {
     /// Queues a request whose processing has failed again, after the others.
     pub(super) fn requeue(&mut self, request: &Csr) {
         self.failed.insert(request.name.clone());
-        if let Some(entry) = self.entries.get_mut(&request.name)
+        if let Some(entry) = self.entry_mut(request)
             && !entry.is_queued
         {
             entry.is_queued = true;
@@ -185,14 +196,26 @@ impl CsrQueue {
 
     /// Marks the request as signed.
     pub(super) fn mark_signed(&mut self, request: &Csr) {
-        if let Some(entry) = self.entries.get_mut(&request.name) {
+        self.record_signed(request.requester.clone(), request.requested_at);
+        if let Some(entry) = self.entry_mut(request) {
             entry.is_signed = true;
         }
     }
 
+    fn record_signed(&mut self, requester: String, requested_at: u64) {
+        let last = self.last_signed.entry(requester).or_default();
+        *last = requested_at.max(*last);
+    }
+
+    /// Returns the entry of a request, unless the request was deleted meanwhile. Another request may have its name now.
+    fn entry_mut(&mut self, request: &Csr) -> Option<&mut QueueEntry> {
+        let entry = self.entries.get_mut(&request.name);
+        entry.filter(|entry| entry.request.uid == request.uid)
+    }
+
     /// Records the reason for which the request is left pending. Returns whether this reason was not reported yet.
     pub(super) fn record_reason(&mut self, request: &Csr, why: &str) -> bool {
-        let Some(entry) = self.entries.get_mut(&request.name) else {
+        let Some(entry) = self.entry_mut(request) else {
             return false;
         };
         let previous = entry.reported_reason.replace(why.to_owned());
@@ -208,6 +231,8 @@ mod tests {
         api::certificates::v1::{
             CertificateSigningRequestCondition, CertificateSigningRequestStatus,
         },
+        apimachinery::pkg::apis::meta::v1::Time,
+        jiff::Timestamp,
     };
 
     fn heard(name: &str, uid: &str, condition: Option<&str>) -> CertificateSigningRequest {
@@ -267,6 +292,57 @@ mod tests {
         requests.begin_list();
         requests.end_list();
         assert!(requests.pop(&BTreeSet::new()).is_none());
+    }
+
+    #[test]
+    fn the_outcome_of_a_request_is_not_that_of_a_later_one_with_its_name() {
+        let mut requests = CsrQueue::default();
+        requests.apply(&heard("a", "1", None), wrong);
+        let first = requests.pop(&BTreeSet::new()).unwrap();
+        requests.apply(&heard("a", "2", None), wrong);
+        requests.mark_signed(&first);
+        assert!(!requests.record_reason(&first, "no node asks"));
+        let second = requests.pop(&BTreeSet::new()).unwrap();
+        assert_eq!(second.uid, "2");
+        requests.requeue(&first);
+        assert!(requests.pop(&BTreeSet::new()).is_none());
+    }
+
+    #[test]
+    fn a_request_is_not_signed_after_a_newer_one_of_its_node() {
+        let request = |name: &str, node: &str, seconds| {
+            let mut request = heard(name, name, None);
+            request.spec.username = Some(format!("system:node:{node}"));
+            let at = Timestamp::from_second(seconds).unwrap();
+            request.metadata.creation_timestamp = Some(Time(at));
+            request
+        };
+        let pop_all = |requests: &mut CsrQueue| {
+            let pop = || requests.pop(&BTreeSet::new()).map(|one| one.name.clone());
+            std::iter::from_fn(pop).collect::<Vec<_>>()
+        };
+        let mut requests = CsrQueue::default();
+        for (name, node, seconds) in [
+            ("failed", "edge-1", 10),
+            ("next", "edge-1", 20),
+            ("last", "edge-1", 30),
+            ("other", "edge-2", 5),
+        ] {
+            requests.apply(&request(name, node, seconds), wrong);
+        }
+        let failed = requests.pop(&BTreeSet::new()).unwrap();
+        requests.requeue(&failed);
+        let next = requests.pop(&BTreeSet::new()).unwrap();
+        requests.mark_signed(&next);
+        assert_eq!(pop_all(&mut requests), ["last", "other"]);
+        // Another gateway has signed a newer one.
+        let mut signed = request("signed", "edge-1", 50);
+        signed.status.as_mut().unwrap().certificate = Some(ByteString(b"PEM".to_vec()));
+        requests.apply(&signed, never);
+        for (name, seconds) in [("late", 40), ("newest", 50)] {
+            requests.apply(&request(name, "edge-1", seconds), wrong);
+        }
+        assert_eq!(pop_all(&mut requests), ["newest"]);
     }
 
     #[test]

@@ -15,6 +15,8 @@ use tokio::time::sleep;
 
 const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 
+const EVENTS: &str = "/apis/events.k8s.io/v1/namespaces/default/events";
+
 #[derive(Default)]
 struct State {
     requests: Vec<CertificateSigningRequest>,
@@ -78,6 +80,10 @@ impl Cluster {
             let requests = self.state().requests.clone();
             let list = json!({ "metadata": { "resourceVersion": "1" }, "items": requests });
             return response(StatusCode::OK, &list);
+        }
+        if path == EVENTS {
+            // The answer never comes.
+            return std::future::pending().await;
         }
         let change = path.strip_prefix(REQUESTS).unwrap().trim_start_matches('/');
         let (name, part) = change.split_once('/').unwrap();
@@ -178,6 +184,22 @@ async fn a_slow_answer_does_not_delay_other_nodes() {
     );
 }
 
+/// The API answers no request for an event.
+#[tokio::test(start_paused = true)]
+async fn events_do_not_delay_the_signing() {
+    let cluster = Cluster::new();
+    let count = 2 * MAX_PENDING_EVENTS;
+    for number in 0..count {
+        let name = format!("a-{number}");
+        cluster.request(&name, "edge-0");
+        let mut state = cluster.state();
+        state.requests[number].spec.usages = None;
+    }
+    cluster.request("z", "edge-1");
+    cluster.run_controller(Duration::from_secs(1)).await;
+    assert_eq!(cluster.signed(), ["z".to_owned()].into());
+}
+
 #[tokio::test(start_paused = true)]
 async fn requests_of_one_node_are_signed_one_after_the_other() {
     let cluster = Cluster::new();
@@ -227,7 +249,8 @@ async fn a_request_that_always_fails_delays_others_little() {
         cluster.request(name, node);
     }
     let (controller, _folder) = cluster.controller();
-    let mut backlog = CsrBacklog::new(&controller);
+    let (events, _receiver) = mpsc::channel(1);
+    let mut backlog = CsrBacklog::new(&controller, events);
     for request in cluster.state().requests.clone() {
         backlog.handle_event(Ok(Event::Apply(request)));
     }
@@ -236,7 +259,7 @@ async fn a_request_that_always_fails_delays_others_little() {
         backlog.retry_later(&bad, "refused");
         sleep_until(backlog.not_before.unwrap()).await;
     }
-    backlog.finish(&good, Ok(Outcome::Signed)).await;
+    backlog.finish(&good, Ok(Outcome::Signed));
     backlog.retry_later(&bad, "refused");
     let pause = backlog.not_before.unwrap() - Instant::now();
     assert!(pause <= Duration::from_millis(250), "{pause:?}");
