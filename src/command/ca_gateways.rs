@@ -8,6 +8,7 @@ use std::path::Path;
 use anyhow::{Context, anyhow, bail};
 use causeway_certs::parse_serial;
 use comfy_table::{Table, presets};
+use hyper::StatusCode;
 use rustls::pki_types::UnixTime;
 use serde::{Deserialize, de::DeserializeOwned};
 
@@ -38,9 +39,10 @@ struct PeerGateway {
     serial: String,
 }
 
-/// Number of the nodes at the running gateway that know all revocations.
+/// Number of the nodes at the running gateway that know all its revocations.
 #[derive(Debug, Deserialize)]
 struct InformedNodes {
+    revoked: usize,
     connected: usize,
     informed: usize,
 }
@@ -48,10 +50,9 @@ struct InformedNodes {
 /// The gateway that runs on a data directory, and the other gateways that it knows.
 #[derive(Debug)]
 struct RunningGateways {
+    address: admin_client::AdminAddress,
     own: CertificateInUse,
     peers: Vec<PeerGateway>,
-    /// `None` if the gateway has an earlier version.
-    nodes: Option<InformedNodes>,
 }
 
 impl RunningGateways {
@@ -67,8 +68,16 @@ impl RunningGateways {
         Ok(Some(Self {
             own: own.context("the gateway reports no certificate of its tunnel port")?,
             peers: get(&address, "/api/v1/peers").await?,
-            nodes: get(&address, "/api/v1/ca/revocations").await.ok(),
+            address,
         }))
+    }
+
+    /// Asks the gateway how many nodes know its revocations. Returns `None` if the gateway has an earlier version.
+    async fn query_informed_nodes(&self) -> anyhow::Result<Option<InformedNodes>> {
+        const PATH: &str = "/api/v1/ca/revocations";
+        let (status, body) = admin_client::get(&self.address, PATH).await?;
+        parse_informed_nodes(status, &body)
+            .with_context(|| format!("cannot ask the gateway at {} for {PATH}", self.address))
     }
 
     /// Returns each gateway with the serial number of its certificate.
@@ -91,6 +100,14 @@ async fn get<T: DeserializeOwned>(
     serde_json::from_slice(&body).with_context(|| {
         format!("the answer of the gateway at {address} to {path} cannot be parsed")
     })
+}
+
+fn parse_informed_nodes(status: StatusCode, body: &[u8]) -> anyhow::Result<Option<InformedNodes>> {
+    match status {
+        StatusCode::NOT_FOUND => Ok(None),
+        _ if status.is_success() => Ok(Some(serde_json::from_slice(body)?)),
+        _ => bail!("the answer is {status}"),
+    }
 }
 
 /// Revokes the certificate of a gateway.
@@ -192,15 +209,20 @@ pub(super) async fn list(args: &CaGateways) -> anyhow::Result<()> {
         first.set_padding((0, 1));
     }
     outln!("{}", table.trim_fmt())?;
-    let nodes = running.as_ref().and_then(|running| running.nodes.as_ref());
-    match nodes.filter(|_| revoked.iter().next().is_some()) {
-        Some(InformedNodes {
-            connected,
-            informed,
-        }) => {
+    let Some(running) = running.filter(|_| revoked.iter().next().is_some()) else {
+        return Ok(());
+    };
+    match running.query_informed_nodes().await? {
+        // A gateway with certificates of an external CA has no revocations.
+        Some(nodes) if nodes.revoked > 0 => {
+            let InformedNodes {
+                connected,
+                informed,
+                ..
+            } = nodes;
             outln!("{informed} of {connected} nodes at this gateway have confirmed all revocations")
         }
-        None => Ok(()),
+        _ => Ok(()),
     }
 }
 
@@ -214,6 +236,7 @@ mod tests {
             serial: serial.to_owned(),
         };
         RunningGateways {
+            address: "127.0.0.1:1".to_owned().into(),
             own: CertificateInUse {
                 used_for: TUNNEL_USE.to_owned(),
                 serial: "40aa".to_owned(),
@@ -221,8 +244,18 @@ mod tests {
             },
             // An earlier version does not report the serial number.
             peers: vec![peer("192.0.2.1:10262", "40bb"), peer("192.0.2.2:10262", "")],
-            nodes: None,
         }
+    }
+
+    #[test]
+    fn only_a_gateway_of_an_earlier_version_may_count_no_nodes() {
+        let body = br#"{"revoked":1,"connected":3,"informed":2}"#;
+        let nodes = parse_informed_nodes(StatusCode::OK, body).unwrap().unwrap();
+        assert_eq!((nodes.revoked, nodes.connected, nodes.informed), (1, 3, 2));
+        let earlier = parse_informed_nodes(StatusCode::NOT_FOUND, b"");
+        assert!(earlier.unwrap().is_none());
+        parse_informed_nodes(StatusCode::INTERNAL_SERVER_ERROR, body).unwrap_err();
+        parse_informed_nodes(StatusCode::OK, b"{}").unwrap_err();
     }
 
     #[test]

@@ -84,7 +84,7 @@ impl RevokedGateways {
     fn next_sequence(&self) -> u64 {
         let now = UnixTime::now().as_secs().saturating_mul(1000);
         let newest = self.0.values().map(|it| it.sequence).max();
-        newest.map_or(now, |newest| now.max(newest + 1))
+        newest.map_or(now, |newest| now.max(newest.saturating_add(1)))
     }
 }
 

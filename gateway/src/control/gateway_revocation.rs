@@ -41,12 +41,21 @@ struct Inner {
     ca: LiveCa,
     /// Whether an external CA issues the certificates of gateways, which then revokes them itself.
     is_external: bool,
-    /// List and roots with which the CRLs were signed.
-    signed: Mutex<(RevokedGateways, Vec<Fingerprint>)>,
+    loaded: Mutex<LoadedList>,
     revoked: RevokedSerials,
-    /// CRLs as PEM, unless nothing is revoked.
+    /// CRLs as PEM, unless nothing is revoked. If the list that is loaded cannot be signed, these are the CRLs before it.
     crls: ArcSwapOption<String>,
     changes: watch::Sender<()>,
+}
+
+/// List of revocations as it was last loaded.
+#[derive(Debug, Default)]
+struct LoadedList {
+    list: RevokedGateways,
+    /// Roots of the CA that signs the CRLs.
+    roots: Vec<Fingerprint>,
+    /// Whether the CRLs have this list, and are signed below these roots.
+    is_signed: bool,
 }
 
 impl GatewayRevocation {
@@ -59,7 +68,7 @@ impl GatewayRevocation {
             store: store.clone(),
             ca: ca.clone(),
             is_external,
-            signed: Mutex::default(),
+            loaded: Mutex::default(),
             revoked: RevokedSerials::default(),
             crls: ArcSwapOption::default(),
             changes: watch::Sender::new(()),
@@ -78,8 +87,8 @@ impl GatewayRevocation {
         self.0.changes.subscribe()
     }
 
-    /// Loads the revocations of the data directory, and signs the CRLs with the present CA. Returns whether the list or the CA has
-    /// changed. Blocks on the disk.
+    /// Loads the revocations of the data directory, and signs the CRLs with the present CA. Returns whether the CRLs have changed.
+    /// A list that cannot be signed is in force at this gateway, and the next call tries to sign it again. Blocks on the disk.
     ///
     /// # Errors
     /// If the file cannot be read. Nothing has changed then.
@@ -88,28 +97,35 @@ impl GatewayRevocation {
         if inner.is_external {
             return Ok(false);
         }
-        let mut signed = inner.signed.lock().unwrap_or_else(PoisonError::into_inner);
-        let (next, ca) = (inner.store.revoked_gateways()?, inner.ca.get());
-        let next_signed = (next, ca.fingerprints());
-        if *signed == next_signed {
+        let mut loaded = inner.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let (list, ca) = (inner.store.revoked_gateways()?, inner.ca.get());
+        let roots = ca.fingerprints();
+        let is_same = loaded.list == list && loaded.roots == roots;
+        if is_same && loaded.is_signed {
             return Ok(false);
         }
-        let (list, next) = (&signed.0, &next_signed.0);
-        let is_new = |serial: &str| list.iter().all(|(known, _)| known != serial);
-        for (serial, revoked) in next.iter().filter(|(serial, _)| is_new(serial)) {
+        let is_new = |serial: &str| loaded.list.iter().all(|(known, _)| known != serial);
+        for (serial, revoked) in list.iter().filter(|(serial, _)| is_new(serial)) {
             let reason = &revoked.reason;
             tracing::warn!(serial, ?reason, "the certificate of a gateway is revoked");
         }
-        let crls = ca.sign_crls(next);
-        let crls = crls.unwrap_or_else(|error| {
-            tracing::error!(%error, "the CRLs of gateways cannot be signed: edges do not learn of revocations");
-            None
-        });
-        inner.revoked.replace(next.serials().collect());
-        inner.crls.store(crls.map(Arc::new));
-        *signed = next_signed;
+        inner.revoked.replace(list.serials().collect());
+        let signed = ca.sign_crls(&list);
+        let is_signed = signed.is_ok();
+        match signed {
+            Ok(crls) => inner.crls.store(crls.map(Arc::new)),
+            Err(error) if !is_same => {
+                tracing::error!(%error, "the CRLs of gateways cannot be signed: edges do not learn of revocations");
+            }
+            Err(_) => {}
+        }
+        *loaded = LoadedList {
+            list,
+            roots,
+            is_signed,
+        };
         inner.changes.send_replace(());
-        Ok(true)
+        Ok(is_signed)
     }
 
     /// Loads the revocations and signs the CRLs, and sends the CRLs to the connected edges. Blocks on the disk.
@@ -125,14 +141,15 @@ impl GatewayRevocation {
 
     /// Returns how many of the connected nodes have the present list.
     pub(crate) fn status(&self, registry: &Registry) -> RevocationStatus {
-        let signed = self.0.signed.lock().unwrap_or_else(PoisonError::into_inner);
-        let revoked = signed.0.iter().count();
-        drop(signed);
-        let digest = self.0.crls.load_full();
-        let digest = digest.map(|pem| Fingerprint::digest(pem.as_bytes()));
+        let loaded = self.0.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let (revoked, is_signed) = (loaded.list.iter().count(), loaded.is_signed);
+        let crls = self.0.crls.load_full().filter(|_| is_signed);
+        drop(loaded);
+        let digest = crls.map(|pem| Fingerprint::digest(pem.as_bytes()));
         let (mut connected, mut informed) = (BTreeSet::new(), BTreeSet::new());
         for (node, edge) in registry.all() {
-            if digest.is_none() || edge.tunnel.crls.load().as_deref() == digest.as_ref() {
+            let confirmed = edge.tunnel.crls.load();
+            if revoked == 0 || digest.is_some() && confirmed.as_deref() == digest.as_ref() {
                 informed.insert(node.clone());
             }
             connected.insert(node);

@@ -30,7 +30,7 @@ use causeway_tunnel::{
 use futures_util::FutureExt;
 use http::Request;
 use rustls::{ClientConfig, ClientConnection, pki_types::ServerName};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::{sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -818,6 +818,54 @@ async fn nodes_that_confirm_the_present_revocations_are_counted() {
         world.until(is_received).await;
         assert_eq!(status(), expected(revoked, 1));
     }
+}
+
+#[tokio::test]
+async fn a_list_that_cannot_be_signed_is_in_force_here_and_no_node_counts() {
+    let world = World::start();
+    let asks = causeway_tunnel::control_stream::EdgeHello {
+        crls: true,
+        ..welcome("a", 0)
+    };
+    let (mut here, _) = world.says(&world.enrolled("edge-1"), asks).await;
+    let revocation = &world.gateway_revocation;
+    let reload = || revocation.reload_and_announce(&world.registry).unwrap();
+    let status = || serde_json::to_value(revocation.status(&world.registry)).unwrap();
+    let expected =
+        |revoked, informed| json!({ "revoked": revoked, "connected": 1, "informed": informed });
+    world.store.revoke_gateway("40aa", "stolen").unwrap();
+    let file = world.store.root_path();
+    let file = file.with_file_name("revoked-gateways.json");
+    let valid = std::fs::read_to_string(&file).unwrap();
+    // A CRL has no such time.
+    let mut list: Value = serde_json::from_str(&valid).unwrap();
+    list["40aa"]["at"] = u64::MAX.into();
+    std::fs::write(&file, list.to_string()).unwrap();
+    reload();
+    assert!(revocation.revoked().contains("40aa"));
+    assert_eq!(status(), expected(1, 0));
+    // The list with a valid time is signed and sent.
+    std::fs::write(&file, valid).unwrap();
+    reload();
+    let GatewayMessage::Crls { pem } = here.hear().await else {
+        panic!("no revocations");
+    };
+    let digest = Fingerprint::digest(pem.as_bytes());
+    let confirmation = EdgeMessage::Crls {
+        digest: digest.to_string(),
+    };
+    here.control.send(&confirmation).await.unwrap();
+    world
+        .until(|world| {
+            let status = world.gateway_revocation.status(&world.registry);
+            serde_json::to_value(status).unwrap() == expected(1, 1)
+        })
+        .await;
+    // The CRLs before this list are confirmed, and do not have its revocation.
+    list["40bb"] = list["40aa"].clone();
+    std::fs::write(&file, list.to_string()).unwrap();
+    reload();
+    assert_eq!(status(), expected(2, 0));
 }
 
 #[tokio::test]
