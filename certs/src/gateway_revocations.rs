@@ -1,7 +1,8 @@
 //! Revocations of gateways' certificates that an edge has received.
 //!
 //! Only verified CRLs (`crl`) add serial numbers, and nothing removes one before the certificate has expired. So no gateway that
-//! knows fewer revocations, or an old CRL that is sent again, makes an edge accept a revoked certificate.
+//! knows fewer revocations, or an old CRL that is sent again, makes an edge accept a revoked certificate. A revocation that a gateway
+//! still announces stays, even if the certificate has expired by the clock of the edge: the clock may be ahead, and be corrected.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,15 +24,14 @@ impl GatewayRevocations {
         *latest = date.max(*latest);
     }
 
-    /// Returns these revocations and the received ones, without those whose certificates have expired at `now`, in Unix seconds.
+    /// Returns the received revocations, and those of these whose certificates have not expired at `now`, in Unix seconds.
     #[must_use]
     pub fn merged(&self, received: Self, now: u64) -> Self {
-        let mut merged = self.clone();
-        for (serial, date) in received.0 {
-            merged.insert(serial, date);
-        }
         let is_current = |date: u64| date.saturating_add(RETENTION_SECS) >= now;
-        merged.0.retain(|_, date| is_current(*date));
+        let mut merged = received;
+        for (serial, date) in self.0.iter().filter(|(_, date)| is_current(**date)) {
+            merged.insert(serial.clone(), *date);
+        }
         merged
     }
 
@@ -81,6 +81,9 @@ mod tests {
         ] {
             let merged = all.merged(GatewayRevocations::default(), now);
             assert_eq!(merged.is_revoked("40aa"), is_revoked, "{now}");
+            // A gateway that announces it has another clock.
+            let merged = GatewayRevocations::default().merged(all.clone(), now);
+            assert!(merged.is_revoked("40aa"), "{now}");
         }
     }
 }

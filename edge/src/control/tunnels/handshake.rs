@@ -16,7 +16,7 @@ use crate::{
         identity_store::IdentityStore,
     },
 };
-use causeway_certs::{Fingerprint, verify_crls};
+use causeway_certs::{EdgeIdentity, Fingerprint, verify::tunnel_client, verify_crls};
 use causeway_rt::socket::CountedIo;
 use causeway_tunnel::{
     RejectCode, TunnelEnd,
@@ -316,6 +316,10 @@ async fn install_roots(context: &TunnelContext, pem: &str) -> Result<(), String>
     if roots == current.roots {
         return Ok(());
     }
+    check_tls(&EdgeIdentity {
+        roots: roots.clone(),
+        ..current
+    })?;
     let update = context
         .identity_store
         .update(|identity| identity.roots = roots);
@@ -326,8 +330,16 @@ async fn install_roots(context: &TunnelContext, pem: &str) -> Result<(), String>
     Ok(())
 }
 
-/// Adds the revocations in these CRLs, as far as they are valid, to those of before. Returns the digest of the CRLs if one of them is
-/// valid, because each CRL of a gateway has all revocations.
+/// Checks that TLS can be set up with an identity before it is stored. A stored identity counts as in use, and is confirmed to the
+/// gateway.
+fn check_tls(identity: &EdgeIdentity) -> Result<(), String> {
+    tunnel_client(identity)
+        .map(drop)
+        .map_err(|error| error.to_string())
+}
+
+/// Adds the revocations in these CRLs, as far as they are valid, to those of before. Returns the digest of the CRLs once they are in
+/// force and one of them is valid, because each CRL of a gateway has all revocations.
 pub(super) async fn update_crls(context: &TunnelContext, pem: &str) -> Option<Fingerprint> {
     match install_crls(context, pem).await {
         Ok(is_valid) => is_valid.then(|| Fingerprint::digest(pem.as_bytes())),
@@ -359,6 +371,10 @@ async fn install_crls(context: &TunnelContext, pem: &str) -> Result<bool, String
         debug!("the gateway announced no further revocation");
         return Ok(is_valid);
     }
+    check_tls(&EdgeIdentity {
+        revoked_gateways: next,
+        ..current
+    })?;
     let update = context.identity_store.update(move |identity| {
         identity.revoked_gateways = identity.revoked_gateways.merged(received, now);
     });
