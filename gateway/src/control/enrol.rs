@@ -28,9 +28,10 @@ use crate::{
 use axum::{
     Extension, Json, Router,
     body::Bytes,
-    extract::{Request, State, rejection::JsonRejection},
+    extract::{FromRequest, Request, State, rejection::JsonRejection},
     http::StatusCode,
     middleware::{Next, from_fn},
+    response::{IntoResponse, Response},
     routing::post,
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
@@ -43,7 +44,7 @@ use join::{JoinAttempt, KnownTokens, PendingJoin};
 use rate_limit::JoinRateLimiter;
 use serde::{Deserialize, Serialize};
 use std::{borrow::Cow, sync::Arc, time::Duration};
-use tokio::sync::Mutex;
+use tokio::{sync::Mutex, time::timeout};
 use tower_http::{limit::RequestBodyLimitLayer, timeout::TimeoutLayer, trace::TraceLayer};
 use tracing::{error, info, warn};
 
@@ -54,6 +55,10 @@ const MAX_UNAUTHENTICATED: usize = 256;
 /// Timeout of a request, which needs a signature and a few writes to the disk, and up to eight answers of the shared state, one after
 /// the other. An edge waits for 30 s.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(25);
+
+/// Timeout of the body of a request. Without it, strangers who send no body would keep their permits until the timeout of the request,
+/// and so keep edges out that join.
+const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// State of the enrolment service.
 #[derive(Debug)]
@@ -178,7 +183,10 @@ fn with_common_layers<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Ro
                     Some(address) => Some(room.acquire(address).await),
                     None => None,
                 };
-                next.run(request).await
+                match read_body(request).await {
+                    Ok(request) => next.run(request).await,
+                    Err(rejection) => rejection,
+                }
             }
         };
     router
@@ -189,6 +197,21 @@ fn with_common_layers<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Ro
             REQUEST_TIMEOUT,
         ))
         .layer(TraceLayer::new_for_http())
+}
+
+/// Reads the body of a request within its timeout.
+async fn read_body(request: Request) -> Result<Request, Response> {
+    let (head, body) = request.into_parts();
+    match timeout(BODY_TIMEOUT, Bytes::from_request(Request::new(body), &())).await {
+        Ok(Ok(body)) => Ok(Request::from_parts(head, body.into())),
+        Ok(Err(rejection)) => Err(rejection.into_response()),
+        Err(_) => {
+            let detail = format!("the body did not arrive within {BODY_TIMEOUT:?}");
+            // An edge does not repeat a request after a status of 4xx.
+            let problem = problem(StatusCode::GATEWAY_TIMEOUT, "body_timeout", detail);
+            Err(problem.into_response())
+        }
+    }
 }
 
 async fn enrol(

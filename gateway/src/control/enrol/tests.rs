@@ -339,22 +339,51 @@ async fn a_bad_request_does_not_burn_the_token() {
     );
 }
 
+/// Sends a request as a peer at `192.0.2.LAST`.
+fn stranger(
+    counter: &Counter,
+    last: u8,
+    identity: Option<Identity>,
+    body: Body,
+) -> impl Future<Output = Result<axum::response::Response, std::convert::Infallible>> + use<> {
+    let peer = Peer {
+        address: Some([192, 0, 2, last].into()),
+        ..Counter::peer(identity)
+    };
+    let request = Request::post("/v1/enrol").header("content-type", "application/json");
+    let request = request.extension(peer).body(body).unwrap();
+    counter.router.clone().call(request)
+}
+
+/// Bodies that do not arrive, from as many sources as there are permits.
+#[tokio::test(start_paused = true)]
+async fn strangers_without_a_body_keep_no_edge_out() {
+    let counter = Counter::open();
+    let mut strangers: Vec<_> = (0..=u8::MAX)
+        .map(|last| {
+            let body = Body::from_stream(futures_util::stream::pending::<std::io::Result<Bytes>>());
+            Box::pin(stranger(&counter, last, None, body))
+        })
+        .collect();
+    assert!(strangers.len() >= MAX_UNAUTHENTICATED);
+    for each in &mut strangers {
+        assert!(futures_util::FutureExt::now_or_never(each).is_none());
+    }
+    let token = counter.token("edge-1", Duration::from_hours(1));
+    let joined = async { counter.join(&token, None, &counter.csr()).await.0 };
+    let strangers = futures_util::future::join_all(strangers);
+    let (status, strangers) = tokio::join!(joined, strangers);
+    assert_eq!(status, 200);
+    for answer in strangers {
+        assert_eq!(answer.unwrap().status(), 504);
+    }
+}
+
 /// Unfinished bodies of peers without a certificate use only the permits of their own address.
 #[tokio::test(start_paused = true)]
 async fn requests_without_certificate_are_limited_per_address() {
     let counter = Counter::open();
-    let from = |last: u8, identity, body: Body| {
-        let peer = Peer {
-            issued_at: 0,
-            root: None,
-            address: Some([192, 0, 2, last].into()),
-            identity,
-            cluster_certificate: None,
-        };
-        let request = Request::post("/v1/enrol").header("content-type", "application/json");
-        let request = request.extension(peer).body(body).unwrap();
-        counter.router.clone().call(request)
-    };
+    let from = |last: u8, identity, body: Body| stranger(&counter, last, identity, body);
     let asked = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let endless = || {
         let asked = asked.clone();
