@@ -54,8 +54,12 @@ use tracing::{debug, info_span, warn};
 
 /// Time beyond the drain time for a tunnel to receive the last message and to disconnect.
 const GOODBYE_TIME: Duration = Duration::from_secs(2);
-/// Time for enrolments that have begun when the gateway stops: their last request, and its grace period.
-const MAX_ENROLMENT_WAIT: Duration = Duration::from_secs(7);
+/// Time for the connections of enrolments that are open when the gateway stops: a second more than [`http::serve`] lets them live. A
+/// request that takes longer ends with its connection, and the edge repeats it at another gateway or at the next process.
+const MAX_ENROLMENT_WAIT: Duration = http::SHORT_REQUEST_LIMITS
+    .last_request
+    .saturating_add(http::SHORT_REQUEST_LIMITS.grace)
+    .saturating_add(Duration::from_secs(1));
 /// Interval of checks whether enrolments have ended.
 const ENROLMENT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// The label of this listener in metrics.
