@@ -566,7 +566,8 @@ fn group_by_pool(readers: &[ConnectedReader]) -> ReadersByPool<'_> {
     pools
 }
 
-/// Returns the nodes with an API cache that have these tunnels, in the order of their names.
+/// Returns the nodes with an API cache that have these tunnels and are not revoked, in the order of their names. The tunnels of a
+/// revoked node may still be open.
 fn collect_readers(
     tunnels: impl IntoIterator<Item = (NodeName, TunnelInfo)>,
     nodes: &Nodes,
@@ -580,6 +581,9 @@ fn collect_readers(
     let to_reader = |(node, tunnels): (NodeName, Vec<TunnelInfo>)| {
         let hello = &tunnels.last()?.tunnel.hello;
         let node_data = nodes.get(&node)?;
+        if nodes.revocation_reason(&node).is_some() {
+            return None;
+        }
         Some(ConnectedReader {
             addresses: announceable_addresses(hello.site.iter().flatten()),
             yurthub: hello.hubs.clone(),

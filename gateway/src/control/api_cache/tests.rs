@@ -336,6 +336,35 @@ async fn one_pool_leader_stays_until_lost_and_members_get_changes() {
     assert!(leads_north(&world, "edge-2"));
 }
 
+/// Its tunnel is closed only after the table of nodes has changed.
+#[tokio::test]
+async fn a_revoked_member_leaves_its_pool_before_its_tunnel_ends() {
+    let world = World::read(&ApiCache::default());
+    for node in ["edge-1", "edge-2", "edge-3"] {
+        is_of_north(&world, node);
+    }
+    let names = |text: &NodePoolMembers| {
+        let members = text.members.iter().map(|member| member.node.clone());
+        members.collect::<Vec<_>>()
+    };
+    let (first, _) = member(&world, "edge-1", "10.0.0.1:10271").await;
+    let (mut second, text) = member(&world, "edge-2", "10.0.0.2:10271").await;
+    assert_eq!(text.leader.as_deref(), Some("edge-1"));
+    world.nodes.replace_revoked([name("edge-1")].into());
+    let text = told(&mut second).await;
+    assert_eq!(text.leader.as_deref(), Some("edge-2"));
+    assert_eq!(names(&text), ["edge-2"]);
+    assert!(world.registry.has_tunnel(&name("edge-1")));
+    drop(first);
+    world
+        .until(|world| !world.registry.has_tunnel(&name("edge-1")))
+        .await;
+    // Nor is it a member that has lost its gateway.
+    let (_third, text) = member(&world, "edge-3", "10.0.0.3:10271").await;
+    assert_eq!(names(&text), ["edge-2", "edge-3"]);
+    assert_eq!(told(&mut second).await, text);
+}
+
 /// Lets time pass for timers, while sockets go on.
 async fn advance(time: Duration) {
     tokio::time::pause();
