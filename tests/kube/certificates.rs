@@ -108,16 +108,10 @@ fn by(world: &World, folder: &Path, certificates: &Value) -> Process {
 
 /// Submits a request as the user of this kubeconfig.
 fn ask(world: &World, kubeconfig: &str, name: &str, wanted: &RequestedCertificate) {
-    let request = data_encoding::BASE64.encode(wanted.request().as_bytes());
-    let object = json!({
-        "apiVersion": "certificates.k8s.io/v1", "kind": "CertificateSigningRequest",
-        "metadata": { "name": name },
-        "spec": { "signerName": wanted.signer, "usages": wanted.usages, "request": request, "expirationSeconds": wanted.life },
-    });
     Program::new(world.cluster.assets.join("kubectl"))
         .args(["--kubeconfig", kubeconfig])
         .words("create -f -")
-        .input(object.to_string())
+        .input(wanted.object(name).to_string())
         .run()
         .ok();
 }
@@ -151,7 +145,7 @@ fn told(world: &World, name: &str) -> Vec<String> {
 }
 
 /// Certificate request of a requester.
-struct RequestedCertificate {
+pub(crate) struct RequestedCertificate {
     signer: &'static str,
     subject: DistinguishedName,
     names: Vec<SanType>,
@@ -161,7 +155,7 @@ struct RequestedCertificate {
 
 impl RequestedCertificate {
     /// Returns the request of an edge.
-    fn edge(node: &str) -> Self {
+    pub(crate) fn edge(node: &str) -> Self {
         let uri = format!("spiffe://{DOMAIN}/edge/{node}");
         Self {
             signer: "causeway.io/edge",
@@ -184,6 +178,16 @@ impl RequestedCertificate {
             life: Some(3600),
             usages: vec!["digital signature", "client auth"],
         }
+    }
+
+    /// Returns the object for the API server, under this name.
+    pub(crate) fn object(&self, name: &str) -> Value {
+        let request = data_encoding::BASE64.encode(self.request().as_bytes());
+        json!({
+            "apiVersion": "certificates.k8s.io/v1", "kind": "CertificateSigningRequest",
+            "metadata": { "name": name },
+            "spec": { "signerName": self.signer, "usages": self.usages, "request": request, "expirationSeconds": self.life },
+        })
     }
 
     fn request(&self) -> String {
@@ -543,21 +547,7 @@ fn tunnels_requests_and_renewals_go_on_during_a_long_api_outage() {
 
     world.cluster.stop();
     let mut late = edge(&folder, "late", &in_one_file(&world, "csr-9"));
-    let length = Duration::from_secs(if full() { 600 } else { 45 });
-    let (begun, mut requests) = (Instant::now(), 0);
-    while begun.elapsed() < length {
-        assert_eq!(status("csr-8"), "200", "after {:?}", begun.elapsed());
-        let probed = ready();
-        assert!(probed.starts_with("ready\n"), "{probed}");
-        requests += 1;
-        thread::sleep(Duration::from_millis(200));
-    }
-    let probed = ready();
-    assert!(
-        probed.contains("the shared state cannot be synchronized: Secret"),
-        "{probed}"
-    );
-    println!("{requests} requests succeeded during {length:?} without the API");
+    serves_during_outage("csr-8");
     let renewals = own.output().matches("certificate is renewed").count();
     assert!(renewals >= 2, "{renewals} renewals: {}", own.output());
     // The edge comes back without the API too.
@@ -594,6 +584,25 @@ fn tunnels_requests_and_renewals_go_on_during_a_long_api_outage() {
     }
     delete_secrets(&world);
     clean(&world);
+}
+
+/// Sends requests to a node as long as the outage lasts. The gateway stays ready, and says what it cannot do.
+fn serves_during_outage(node: &str) {
+    let length = Duration::from_secs(if full() { 600 } else { 45 });
+    let (begun, mut requests) = (Instant::now(), 0);
+    while begun.elapsed() < length {
+        assert_eq!(status(node), "200", "after {:?}", begun.elapsed());
+        let probed = ready();
+        assert!(probed.starts_with("ready\n"), "{probed}");
+        requests += 1;
+        thread::sleep(Duration::from_millis(200));
+    }
+    let probed = ready();
+    assert!(
+        probed.contains("the shared state cannot be synchronized: Secret"),
+        "{probed}"
+    );
+    println!("{requests} requests succeeded during {length:?} without the API");
 }
 
 /// The answer to the gateway's readiness probe.

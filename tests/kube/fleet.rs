@@ -1,23 +1,27 @@
-//! Thousands of nodes, each with an edge: tests their cost for a gateway, and its requests to the API server while nothing
-//! happens.
+//! Thousands of nodes, each with an edge: tests their cost for a gateway, its requests to the API server while nothing happens,
+//! and how fast they join at once.
 //!
-//! The edges are the light ones of the bench. The test runs only with `CAUSEWAY_TEST_FULL=1`; otherwise the bench would be
-//! built for this test alone.
+//! The edges are the light ones of the bench. The tests run only with `CAUSEWAY_TEST_FULL=1`; otherwise the bench would be
+//! built for them alone. `BENCH_LOAD` names a build of `bench/load`, as for `bench/run`.
 
 use std::{
+    collections::BTreeMap,
     env, fs,
     path::{Path, PathBuf},
     thread,
     time::{Duration, Instant},
 };
 
+use causeway_k8s::build_client;
+use futures_util::{StreamExt, stream};
 use libtest_mimic::Trial;
 use serde_json::{Value, json};
+use tokio::runtime::Builder;
 
 use crate::{
-    full,
+    certificates, full,
     nodes::{number, started},
-    trial,
+    state, trial,
     world::{
         World,
         process::{Process, Program, ToolOutput, within},
@@ -31,7 +35,14 @@ pub(crate) fn trials() -> Vec<Trial> {
         "fleet::five_thousand_nodes_with_five_thousand_edges",
         five_thousand_nodes_with_five_thousand_edges,
     );
-    full.then_some(thousands).into_iter().collect()
+    let joining = trial(
+        "fleet::two_thousand_nodes_join_within_a_minute",
+        two_thousand_nodes_join_within_a_minute,
+    );
+    full.then_some([thousands, joining])
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 /// Edges that stay, and edges that come and go.
@@ -68,6 +79,9 @@ fn create(world: &World, prefix: &str, count: u64, network: u64) {
 
 /// The load generator of the bench.
 fn load() -> PathBuf {
+    if let Some(built) = env::var_os("BENCH_LOAD") {
+        return built.into();
+    }
     let bench = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/load");
     let build =
         Program::new("cargo").words("build -q --release --locked --offline --manifest-path");
@@ -277,4 +291,121 @@ fn rest(world: &World) {
     let asked = requests(world) - before;
     println!("requests of the API server in a minute at rest: {asked}");
     assert!(asked <= 6, "{asked}");
+}
+
+/// Nodes that join by requests to the cluster at once, and the longest time that this may take.
+const JOINING: u64 = 2_000;
+const JOINED: Duration = Duration::from_mins(1);
+/// Nodes that join by tokens at once. The tests' gateway is not optimized, and more nodes would repeat their handshakes faster
+/// than it completes them.
+const BY_TOKEN: u64 = 300;
+/// Requests that are sent to the API server at once.
+const CONCURRENT: usize = 32;
+
+/// Nodes join by requests to the cluster, and then others by tokens. The state is in Secrets.
+fn two_thousand_nodes_join_within_a_minute() {
+    let world = world();
+    certificates::clean(&world);
+    state::delete_secrets(&world);
+    for rights in ["certificates/rbac.yaml", "state/rbac.yaml"] {
+        world.cluster.apply_example(rights);
+    }
+    let folder = world.path("joining");
+    fs::create_dir_all(&folder).unwrap();
+    create(&world, "joining-", JOINING, 150);
+    let kubeconfig = world.cluster.account("egress");
+    let config = json!({
+        "data_dir": folder.join("data"),
+        "tunnel": { "listen": format!("127.0.0.1:{TUNNEL}") },
+        "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
+        "timeouts": { "edges": "0s" },
+        "kubernetes": { "kubeconfig": kubeconfig, "certificates": {}, "state": "kube-system/causeway-state" },
+    });
+    let gateway = started(&folder, &config.to_string());
+    let known = || metric("causeway_gateway_cluster_nodes{place=\"edge\"} ") == JOINING + 2;
+    assert!(within(Duration::from_mins(1), known), "not all are known");
+
+    let before = state::requests(&world);
+    let began = Instant::now();
+    let asking = world.cluster.kubeconfig("admin");
+    submit_requests(Path::new(&asking), JOINING);
+    println!(
+        "{JOINING} requests were submitted within {:?}",
+        began.elapsed()
+    );
+    let signed = || metric("causeway_gateway_cluster_certificates_total{outcome=\"signed\"} ");
+    let are_signed = within(JOINED, || signed() >= JOINING);
+    assert!(are_signed, "{} are signed", signed());
+    let took = began.elapsed();
+    println!("{JOINING} requests were submitted and signed within {took:?}");
+    print_writes(&world, &before);
+
+    assert!(took < JOINED);
+    join_by_tokens(&world, &folder);
+
+    drop(gateway);
+    let delete = world.cluster.kubectl("delete nodes -l causeway.io/edge=true --wait=false --field-selector metadata.name!=edge-1,metadata.name!=edge-2");
+    delete.within(Duration::from_mins(10)).run().ok();
+    let delete = world.cluster.kubectl("delete csr --all --wait=false");
+    delete.within(Duration::from_mins(10)).run().ok();
+    state::delete_secrets(&world);
+    certificates::clean(&world);
+}
+
+/// Nodes join at once with a token each.
+fn join_by_tokens(world: &World, folder: &Path) {
+    let before = state::requests(world);
+    let join = format!(
+        "join --gateway 127.0.0.1:{TUNNEL} --nodes {BY_TOKEN} --prefix by-token --tokens-of-their-own --data-dir"
+    );
+    // It would stop at the end of a pipe.
+    let join_program = Program::new("sh").args(["-c", "exec \"$0\" \"$@\" </dev/null"]);
+    let join = join_program
+        .args([load()])
+        .words(&join)
+        .args([folder.join("data")]);
+    let joined = join.within(Duration::from_mins(5)).run().ok().text();
+    let result = joined
+        .lines()
+        .find(|line| line.contains("\"result\""))
+        .unwrap();
+    println!("{result}");
+    let result: Value = serde_json::from_str(result).unwrap();
+    assert_eq!(result["joined"], BY_TOKEN);
+    print_writes(world, &before);
+    assert!(result["seconds"].as_f64().unwrap() < JOINED.as_secs_f64());
+}
+
+/// Prints the writes of Secrets since then.
+fn print_writes(world: &World, before: &BTreeMap<String, u64>) {
+    let requests = state::requests(world);
+    let count = |verb: &str| requests.get(verb).unwrap_or(&0) - before.get(verb).unwrap_or(&0);
+    let writes = ["POST", "PUT", "PATCH", "DELETE"].map(count);
+    println!("writes of Secrets: {}", writes.iter().sum::<u64>());
+}
+
+/// Submits a certificate request of each node, as its kubelet would.
+fn submit_requests(kubeconfig: &Path, count: u64) {
+    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let client = build_client(Some(kubeconfig)).await.unwrap();
+        let submissions = (1..=count).map(|number| {
+            let client = client.clone();
+            async move {
+                let node = format!("joining-{number}");
+                let object = certificates::RequestedCertificate::edge(&node).object(&node);
+                let request = axum::http::Request::post(
+                    "/apis/certificates.k8s.io/v1/certificatesigningrequests",
+                )
+                .header("content-type", "application/json")
+                .header("impersonate-user", format!("system:node:{node}"))
+                .header("impersonate-group", "system:nodes")
+                .header("impersonate-group", "system:authenticated")
+                .body(object.to_string().into_bytes());
+                client.request_text(request.unwrap()).await.unwrap();
+            }
+        });
+        let submissions = stream::iter(submissions).buffer_unordered(CONCURRENT);
+        submissions.collect::<Vec<_>>().await;
+    });
 }

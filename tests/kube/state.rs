@@ -180,7 +180,7 @@ fn gateways_share_entries_in_secrets() {
 }
 
 /// Requests for Secrets by verb. A watch is counted when it ends.
-fn requests(world: &World) -> BTreeMap<String, u64> {
+pub(crate) fn requests(world: &World) -> BTreeMap<String, u64> {
     let metrics = world
         .cluster
         .kubectl("get --raw /metrics")
