@@ -174,6 +174,37 @@ impl Reason {
         )
     }
 
+    /// Whether the node or its target is the cause, so that another node with the same service may serve the stream.
+    pub fn is_of_node(self) -> bool {
+        match self {
+            Self::NodeNotConnected
+            | Self::EdgePolicy
+            | Self::TargetRefused
+            | Self::TargetUnresolved
+            | Self::TargetUnreachable
+            | Self::ResolveTimeout
+            | Self::Exhausted
+            | Self::TargetBroken
+            | Self::TargetKeyChanged
+            | Self::TunnelLost
+            | Self::TargetTimeout
+            | Self::Draining => true,
+            Self::NodeUnknown
+            | Self::Misdirected
+            | Self::Unauthenticated
+            | Self::Forbidden
+            | Self::DependencyUnavailable
+            | Self::LimitReached
+            | Self::UriTooLong
+            | Self::HeaderTooLarge
+            | Self::ContentTooLarge
+            | Self::Malformed
+            | Self::VersionNotSupported
+            | Self::MethodNotAllowed
+            | Self::ClientClosed => false,
+        }
+    }
+
     /// Returns the word: metric label, log field, and end of the problem's type.
     pub fn word(self) -> &'static str {
         match self {

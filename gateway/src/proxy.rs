@@ -15,6 +15,7 @@ pub mod authn;
 pub mod request;
 pub mod route;
 
+mod member;
 pub mod pod_route;
 
 pub mod access_review;
@@ -180,8 +181,13 @@ impl Proxy {
         record.set_client(&client);
         let pods = self.pod_routing(&client, &kind);
         let route = pod_route::or_route(pods, request.uri().path(), routed).await?;
-        record.set_route(&route);
         let action = Action::from(&kind);
+        record.record_granted_access(GrantedAccess::new(action, &request, connection));
+        if let Some(set) = self.open_node_set(&route_input) {
+            let from = (connection, &client, record);
+            let serving = self.serve_by_member(set, from, (kind, request, exchange), &route);
+            return Box::pin(serving).await;
+        }
         let authz_request = AuthzRequest {
             client: &client,
             remote_address: connection.peer,
@@ -190,15 +196,7 @@ impl Proxy {
             method: request.method(),
             path: request.uri().path(),
         };
-        record.record_granted_access(GrantedAccess::new(action, &request, connection));
-        self.authorize(&authz_request, record).await?;
-        let selected = self.select_tunnel(&route).await?;
-        record.set_permit(
-            self.shared
-                .limits
-                .admit_stream(&client.open_streams, &selected.streams)?,
-        );
-        record.set_tunnel(selected.id);
+        let selected = self.admit(&authz_request, &route, record).await?;
         let ctx = StreamContext {
             proxy: self,
             connection,
@@ -211,6 +209,25 @@ impl Proxy {
             exchange,
         };
         ctx.open(kind, request).await
+    }
+
+    /// Authorizes a stream to the node of a route, selects its tunnel, and admits it there.
+    ///
+    /// # Errors
+    /// If the client may not open the stream, the node has no tunnel, or a limit is reached.
+    pub(crate) async fn admit(
+        &self,
+        ask: &AuthzRequest<'_>,
+        route: &Route,
+        record: &AccessRecord,
+    ) -> Result<SelectedTunnel, Error> {
+        record.set_route(route);
+        self.authorize(&ask.with_route(route), record).await?;
+        let selected = self.select_tunnel(route).await?;
+        let limits = &self.shared.limits;
+        record.set_permit(limits.admit_stream(&ask.client.open_streams, &selected.streams)?);
+        record.set_tunnel(selected.id);
+        Ok(selected)
     }
 
     /// Identifies the client, and connects it to an address that no edge serves.
@@ -256,7 +273,7 @@ impl Proxy {
         fields: &HeaderMap,
         route_input: &RouteInput<'_>,
     ) -> Result<(ClientIdentity, Result<Route, Error>), Error> {
-        let routed = route::find_route(route_input, &self.shared.nodes);
+        let routed = self.find_route(connection, route_input);
         let port = routed.as_ref().ok().map(|route| route.target.port);
         let client = self.identify(connection, fields, port).await?;
         Ok((client, routed))

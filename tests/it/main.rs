@@ -7,6 +7,7 @@
 mod world;
 
 mod api_cache;
+mod node_sets;
 mod proxied;
 mod redirect;
 mod routing;

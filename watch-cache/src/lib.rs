@@ -29,5 +29,6 @@ mod watch;
 pub use object::{Object, ObjectError};
 pub use reflector::{ListWatch, ReflectorError, SourceResponse, reflect};
 pub use resource::{GroupVersionResource, ResourceError};
+pub use selector::LabelSelector;
 pub use server::{AccessScope, CacheLimits, ResponseBody, WatchCache};
 pub use store::{Snapshot, Status, Store};

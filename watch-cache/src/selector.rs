@@ -8,8 +8,35 @@ use std::borrow::Cow;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Selector {
     namespace: Option<Box<str>>,
-    labels: Vec<Requirement>,
+    labels: LabelSelector,
     fields: Vec<Field>,
+}
+
+/// Selector by labels, in the text form of Kubernetes: `a=b,c!=d,e in (f,g),h notin (i),j,!k`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LabelSelector(Vec<Requirement>);
+
+impl LabelSelector {
+    /// Parses the requirements, all of which must hold. A text without requirements selects everything.
+    ///
+    /// # Errors
+    /// The description of the fault.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let labels: Result<Vec<_>, _> = split_terms(text)
+            .map(|term| parse_label(term.trim()))
+            .collect();
+        sort_and_limit(labels?).map(Self)
+    }
+
+    /// Whether the selector has no requirement.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether labels match. `label` returns the value of the label with a key.
+    pub fn matches<'a>(&self, label: impl Fn(&str) -> Option<&'a str>) -> bool {
+        self.0.iter().all(|each| each.matches(label(&each.key)))
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,7 +73,7 @@ impl Selector {
     ) -> Result<Self, String> {
         Ok(Self {
             namespace: namespace.map(Into::into),
-            labels: parse_labels(labels)?,
+            labels: LabelSelector::parse(labels)?,
             fields: parse_fields(resource, fields)?,
         })
     }
@@ -54,10 +81,7 @@ impl Selector {
     pub(crate) fn matches(&self, object: &Object) -> bool {
         let namespace = self.namespace.as_deref();
         namespace.is_none_or(|namespace| namespace == &*object.key.0)
-            && self
-                .labels
-                .iter()
-                .all(|requirement| requirement.matches(object))
+            && self.labels.matches(|key| object.label(key))
             && self.has_fields(object)
     }
 
@@ -101,8 +125,7 @@ fn field_text<'a>(object: &'a Value, path: &[Box<str>]) -> Cow<'a, str> {
 }
 
 impl Requirement {
-    fn matches(&self, object: &Object) -> bool {
-        let label = object.label(&self.key);
+    fn matches(&self, label: Option<&str>) -> bool {
         let is_match = match (&self.values, label) {
             (None, label) => label.is_some(),
             (Some(values), Some(label)) => {
@@ -152,14 +175,6 @@ fn sort_and_limit<T: Ord>(mut all: Vec<T>) -> Result<Vec<T>, String> {
         ));
     }
     Ok(all)
-}
-
-/// Parses the text form of label requirements: `a=b,c!=d,e in (f,g),h notin (i),j,!k`.
-fn parse_labels(text: &str) -> Result<Vec<Requirement>, String> {
-    let labels: Result<Vec<_>, _> = split_terms(text)
-        .map(|term| parse_label(term.trim()))
-        .collect();
-    sort_and_limit(labels?)
 }
 
 /// Returns the parts between commas that are not in parentheses.

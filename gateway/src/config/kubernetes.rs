@@ -366,8 +366,8 @@ impl PortList {
                         format!("listener \"{name}\" does not listen on an IP address and port");
                     faults.add(path, message);
                 }
-                Some(listener) if listener.node.is_some() => {
-                    let message = format!("listener \"{name}\" serves only one node");
+                Some(listener) if !listener.node_keys().is_empty() => {
+                    let message = format!("listener \"{name}\" serves only certain nodes");
                     faults.add(path, message);
                 }
                 Some(_) => {}

@@ -26,9 +26,18 @@ pub struct Listener {
     pub protocol: ListenerProtocol,
     /// `IP:PORT` or `unix:/path`. `$(NAME)` is a variable of the environment, such as a pod's own address.
     pub listen: ListenAddr,
-    /// Node that all clients of this listener reach; required for `tcp`.
+    /// Node that all clients of this listener reach. A `tcp` listener needs this key, or one of the next three in its place.
     #[serde(default)]
     pub node: Option<String>,
+    /// Nodes of which each connection reaches one: a connected node whose health checks succeed, with the fewest open streams.
+    #[serde(default)]
+    pub nodes: Option<Vec<String>>,
+    /// Node pool, in place of `nodes`: its confirmed members.
+    #[serde(default)]
+    pub pool: Option<String>,
+    /// Label selector as in Kubernetes (`site=north,tier in (a,b),!spare`), in place of `nodes`: all nodes whose confirmed labels match.
+    #[serde(default)]
+    pub node_selector: Option<String>,
     /// Node port that this listener stands for; 10250 for `https`, required for `tcp`.
     #[serde(default)]
     pub port: Option<u16>,
@@ -99,6 +108,9 @@ impl Listener {
             protocol,
             listen,
             node: None,
+            nodes: None,
+            pool: None,
+            node_selector: None,
             port: None,
             certificate: None,
             names: Vec::new(),
@@ -117,6 +129,18 @@ impl Listener {
             direct_networks: Vec::new(),
             proxy_protocol: Vec::new(),
         }
+    }
+
+    /// Returns the set keys that say which nodes the listener serves; at most one may be set.
+    pub fn node_keys(&self) -> Vec<&'static str> {
+        let keys = [
+            ("node", self.node.is_some()),
+            ("nodes", self.nodes.is_some()),
+            ("pool", self.pool.is_some()),
+            ("node_selector", self.node_selector.is_some()),
+        ];
+        let set = keys.into_iter().filter(|(_, is_set)| *is_set);
+        set.map(|(key, _)| key).collect()
     }
 
     /// Returns the node port of requests to this listener, if there is one.

@@ -8,6 +8,7 @@ use std::collections::HashSet;
 use causeway_certs::NodeName;
 use causeway_config::{ConfigError, ConfigErrors, ListenAddr, ListenAddrs, Validate, host_port};
 use causeway_tunnel::{request_target::MAX_OVERFLOW_BYTES, wire};
+use causeway_watch_cache::LabelSelector;
 
 use super::{Config, ForwardingHeader, Listener, ListenerProtocol};
 
@@ -268,14 +269,18 @@ impl ListenerValidator<'_> {
                 "0 is not a valid node port; use a port from 1 to 65535",
             );
         }
+        self.check_node_set();
         if listener.protocol == ListenerProtocol::Tcp && !listener.original_destination {
-            for (key, absent) in [
-                ("node", listener.node.is_none()),
-                ("port", listener.port.is_none()),
+            for (keys, absent) in [
+                (
+                    "\"node\" (or \"nodes\", \"pool\" or \"node_selector\")",
+                    listener.node_keys().is_empty(),
+                ),
+                ("\"port\"", listener.port.is_none()),
             ] {
                 if absent {
                     self.missing(format!(
-                        "a tcp listener needs \"{key}\", because a plain TCP connection does not name its target"
+                        "a tcp listener needs {keys}, because a plain TCP connection does not name its target"
                     ));
                 }
             }
@@ -291,6 +296,45 @@ impl ListenerValidator<'_> {
                 "original_destination",
                 "a Unix socket has no original destination; remove this key or listen on IP:PORT",
             );
+        }
+    }
+
+    /// Checks the keys for a set of nodes.
+    fn check_node_set(&mut self) {
+        let listener = self.listener;
+        if let [first, others @ ..] = &*listener.node_keys() {
+            for key in others {
+                self.add(
+                    key,
+                    format!("\"{first}\" already says which nodes this listener serves; keep one of the two"),
+                );
+            }
+            if *first != "node" && listener.protocol == ListenerProtocol::Connect {
+                self.add(
+                    first,
+                    "the clients of a connect listener name the node; remove this key",
+                );
+            }
+        }
+        if let Some(nodes) = &listener.nodes {
+            if nodes.is_empty() {
+                self.add("nodes", "is empty; name at least one node");
+            }
+            for (index, node) in nodes.iter().enumerate() {
+                if let Err(error) = NodeName::parse(node) {
+                    self.add(&format!("nodes[{index}]"), error.to_string());
+                }
+            }
+        }
+        if listener.pool.as_deref().is_some_and(str::is_empty) {
+            self.add("pool", "is empty; name a node pool");
+        }
+        match listener.node_selector.as_deref().map(LabelSelector::parse) {
+            Some(Ok(selector)) if selector.is_empty() => {
+                self.add("node_selector", "is empty; name at least one label");
+            }
+            Some(Err(why)) => self.add("node_selector", why),
+            Some(Ok(_)) | None => {}
         }
     }
 

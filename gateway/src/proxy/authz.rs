@@ -45,6 +45,19 @@ pub struct AuthzRequest<'a> {
     pub path: &'a str,
 }
 
+impl<'a> AuthzRequest<'a> {
+    /// Returns the same request for another route.
+    pub(super) fn with_route<'b>(&self, route: &'b Route) -> AuthzRequest<'b>
+    where
+        'a: 'b,
+    {
+        AuthzRequest {
+            destination: Destination::Node(route),
+            ..*self
+        }
+    }
+}
+
 /// Destination of a stream.
 #[derive(Clone, Copy, Debug)]
 pub enum Destination<'a> {

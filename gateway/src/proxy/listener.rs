@@ -24,9 +24,9 @@ use crate::{
         identity_headers::IdentityHeaderFields,
         route::RouteInput,
     },
-    state::{Nodes, nodes::AddressMatch},
+    state::{NodeSet, Nodes, nodes::AddressMatch},
 };
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use causeway_certs::{Fingerprint, NodeName, SniCertResolver, verify::TrustStore};
 use causeway_rt::{connection_limit::Slot, listener::RemoteAddr, log_throttle::LogThrottle};
 use causeway_tunnel::informational::InformationalResponses;
@@ -56,6 +56,8 @@ pub struct Listener {
     pub protocol: ListenerProtocol,
     /// Node to which all requests go, if the listener has a fixed one.
     pub node: Option<NodeName>,
+    /// Nodes of which each connection reaches one, if the listener serves a set of nodes.
+    pub node_set: Option<Arc<NodeSet>>,
     /// Node port of the requests that name none.
     pub port: Option<u16>,
     /// Port of the listening socket, which is not used for routing.
@@ -222,6 +224,8 @@ pub struct ClientConnection {
     pub sni: Option<String>,
     /// The destination before DNAT.
     pub original: Option<SocketAddr>,
+    /// Node of the listener's set that serves the connection.
+    pub(crate) member: ArcSwapOption<NodeName>,
     /// Whether the connection uses TLS.
     pub tls: bool,
     /// The credentials of the client.

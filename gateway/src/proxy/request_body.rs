@@ -63,6 +63,15 @@ impl RequestBody {
         }
     }
 
+    /// Returns a body without content.
+    pub(super) fn empty() -> Self {
+        Self {
+            inner: None,
+            connection_state: None,
+            discarder: None,
+        }
+    }
+
     /// Makes the body abort when it is dropped, instead of being read to its end.
     pub(super) fn abort_on_drop(&mut self) {
         self.discarder = None;

@@ -49,6 +49,11 @@ pub fn bound_node(input: &RouteInput<'_>, nodes: &Nodes) -> Option<NodeName> {
         .map(|(node, _)| node)
 }
 
+/// Returns the node that the authority names; `None` also if the authority is invalid or has several meanings.
+pub(super) fn authority_node(input: &RouteInput<'_>, nodes: &Nodes) -> Option<NodeName> {
+    match_authority(input.authority?, nodes).ok()?.node
+}
+
 /// Meaning of an authority.
 #[derive(Debug)]
 struct AuthorityMatch {

@@ -92,6 +92,7 @@ pub(crate) fn proxy(shared: &Arc<ProxyState>) -> Proxy {
         name: config.name.clone(),
         protocol: ListenerProtocol::Http,
         node: None,
+        node_set: None,
         port: Some(9100),
         bound_port: None,
         tls: None,
@@ -133,6 +134,7 @@ pub(crate) async fn send(
     let accepted = AcceptedSocket {
         peer,
         original: None,
+        member: None,
         room: proxy.shared.limits.admit_connection(peer).unwrap(),
     };
     let connection = &Arc::new(accepted.connection(proxy, None, false, Ok(None)));

@@ -9,7 +9,7 @@
 mod claims;
 mod writer;
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use causeway_certs::{Fingerprint, NodeName};
 use claims::{AddressClaims, ClaimHolder, ClaimPriority};
 pub use claims::{AddressConflict, AddressConflicts};
@@ -17,7 +17,7 @@ use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,
-    sync::Arc,
+    sync::{Arc, Weak},
 };
 pub use writer::NodesWriter;
 
@@ -146,6 +146,37 @@ pub enum AddressMatch {
 /// Read access to the table. Cheap to clone; reads never wait.
 #[derive(Clone, Debug, Default)]
 pub struct Nodes(Arc<ArcSwap<Table>>);
+
+/// Names of the nodes that a condition selects, found once for each table.
+#[derive(Debug, Default)]
+pub struct NodeSelection(ArcSwapOption<SelectedNames>);
+
+#[derive(Debug)]
+struct SelectedNames {
+    /// Table in which the names were found. It is not kept alive, but no other table has its address meanwhile.
+    table: Weak<Table>,
+    names: Arc<[NodeName]>,
+}
+
+impl NodeSelection {
+    /// Returns the names of the nodes that match `is_selected`, which must be the same condition at each call.
+    pub fn update(&self, nodes: &Nodes, is_selected: impl Fn(&Node) -> bool) -> Arc<[NodeName]> {
+        let table = nodes.0.load_full();
+        let found = self.0.load();
+        if let Some(found) = &*found
+            && std::ptr::eq(found.table.as_ptr(), Arc::as_ptr(&table))
+        {
+            return found.names.clone();
+        }
+        let selected = table.nodes.iter().filter(|(_, node)| is_selected(node));
+        let names: Arc<[_]> = selected.map(|(name, _)| name.clone()).collect();
+        self.0.store(Some(Arc::new(SelectedNames {
+            table: Arc::downgrade(&table),
+            names: names.clone(),
+        })));
+        names
+    }
+}
 
 impl Table {
     fn from_sources(sources: NodeSources) -> Self {

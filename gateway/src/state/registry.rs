@@ -248,6 +248,25 @@ pub struct SelectedTunnel {
     pub peer: Option<Arc<Peer>>,
 }
 
+/// Rank of a node among other nodes for a new stream; the lowest is the best. Of equal placement, fewer open streams of clients
+/// are better.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct NodeRank {
+    placement: Placement,
+    streams: usize,
+}
+
+/// Gateway at which a node can be reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Placement {
+    /// This gateway has a tunnel of the node.
+    Own,
+    /// Another gateway has one.
+    Peer,
+    /// Each tunnel drains or does not answer at present.
+    LastResort,
+}
+
 impl SelectedTunnel {
     /// Whether the tunnel does not answer at present, so that another gateway's tunnel is better.
     pub fn is_late(&self) -> bool {
@@ -435,6 +454,27 @@ impl Registry {
             }),
             None => own.map(|(own, _)| own),
         }
+    }
+
+    /// Returns the rank of a node for a new stream; `None` if neither this gateway nor a peer has a usable tunnel of the node.
+    pub fn rank(&self, node: &NodeName) -> Option<NodeRank> {
+        let own = self.select_own_tunnel(node);
+        let placement = match &own {
+            Ok((own, false)) if !own.is_late() => Placement::Own,
+            own => match self.directory.select(node, self.worker(node)) {
+                Some(selected) if !selected.is_last_resort => Placement::Peer,
+                None if own.is_err() => return None,
+                _ => Placement::LastResort,
+            },
+        };
+        let streams = self
+            .shard(node)
+            .get(node)
+            .map(|entry| entry.streams.load(Relaxed));
+        Some(NodeRank {
+            placement,
+            streams: streams.unwrap_or_default(),
+        })
     }
 
     fn streams_of(&self, node: &NodeName) -> Arc<AtomicUsize> {

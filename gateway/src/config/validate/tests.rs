@@ -530,3 +530,53 @@ fn cluster_reviews_need_a_cluster_and_their_answers_are_cached() {
         one_fault(never, &format!("kubernetes.{key}"), "greater than zero");
     }
 }
+
+#[test]
+fn a_listener_says_once_which_nodes_it_serves() {
+    let with = |protocol: &str, more: Value| {
+        let mut listener =
+            json!({ "name": "api", "protocol": protocol, "listen": "127.0.0.1:0", "port": 6443 });
+        let fields = listener.as_object_mut().unwrap();
+        fields.extend(more.as_object().unwrap().clone());
+        json!({ "listeners": [listener] })
+    };
+    let sets = [
+        json!({ "nodes": ["edge-1", "edge-2"] }),
+        json!({ "pool": "mill" }),
+        json!({ "node_selector": "site=north,tier in (a,b),!spare" }),
+    ];
+    for set in sets {
+        for protocol in ["tcp", "https"] {
+            let sound = with(protocol, set.clone());
+            assert_eq!(faults(sound), Vec::<String>::new(), "{set}");
+        }
+        let key = set.as_object().unwrap().keys().next().unwrap();
+        let path = format!("listeners[0].{key}");
+        one_fault(with("connect", set.clone()), &path, "name the node");
+        let mut both = set.clone();
+        both["node"] = json!("edge-1");
+        one_fault(with("tcp", both), &path, "keep one of the two");
+    }
+    one_fault(with("tcp", json!({})), "listeners[0]", "node_selector");
+    for (set, path, words) in [
+        (json!({ "nodes": [] }), "nodes", "at least one node"),
+        (
+            json!({ "nodes": ["edge-1", "Edge 2"] }),
+            "nodes[1]",
+            "Edge 2",
+        ),
+        (json!({ "pool": "" }), "pool", "is empty"),
+        (
+            json!({ "node_selector": "" }),
+            "node_selector",
+            "at least one label",
+        ),
+        (
+            json!({ "node_selector": "a in b" }),
+            "node_selector",
+            "a in b",
+        ),
+    ] {
+        one_fault(with("tcp", set), &format!("listeners[0].{path}"), words);
+    }
+}

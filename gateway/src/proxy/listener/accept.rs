@@ -16,8 +16,8 @@ use crate::{
     },
     worker::{WorkerId, Workers},
 };
-use arc_swap::ArcSwap;
-use causeway_certs::verify::PeerRejected;
+use arc_swap::{ArcSwap, ArcSwapOption};
+use causeway_certs::{NodeName, verify::PeerRejected};
 use causeway_rt::{
     connection_limit::Slot,
     listener::{BoundSocket, RemoteAddr, SocketListener, original_destination},
@@ -208,9 +208,10 @@ impl ListenerConfig {
         let Some((peer, original)) = self.client_addresses(worker, &mut socket, peer).await else {
             return;
         };
-        let accepted = AcceptedSocket {
+        let mut accepted = AcceptedSocket {
             peer,
             original,
+            member: None,
             room: slot,
         };
         let (socket, hello) = if listener.tls.is_some() {
@@ -223,7 +224,7 @@ impl ListenerConfig {
             (socket, None)
         };
         let server_name = hello.as_ref().and_then(ClientHello::server_name);
-        let home_worker = self.home_worker(worker, server_name.as_deref(), original);
+        let home_worker = self.home_worker(worker, server_name.as_deref(), &mut accepted);
         self.move_to_worker(
             (worker, home_worker),
             socket,
@@ -316,23 +317,26 @@ impl ListenerConfig {
         }
     }
 
-    /// Returns the worker that owns the node named by the connection. Without a node, returns the worker that accepted the
-    /// connection.
+    /// Returns the worker that owns the node named by the connection, or the member of the listener's set that is chosen here.
+    /// Without a node, returns the worker that accepted the connection.
     fn home_worker(
         &self,
         accepting_worker: WorkerId,
         sni: Option<&str>,
-        original: Option<SocketAddr>,
+        accepted: &mut AcceptedSocket,
     ) -> WorkerId {
         let proxy = &self.proxies[accepting_worker.0];
         let route_input = RouteInput {
             sni,
-            original,
+            original: accepted.original,
             fixed: proxy.listener.node.as_ref(),
             ..RouteInput::default()
         };
-        route::bound_node(&route_input, &proxy.shared.nodes)
-            .map_or(accepting_worker, |node| self.workers.worker_of(&node))
+        let node = route::bound_node(&route_input, &proxy.shared.nodes).or_else(|| {
+            accepted.member = proxy.first_member();
+            accepted.member.clone()
+        });
+        node.map_or(accepting_worker, |node| self.workers.worker_of(&node))
     }
 
     /// Serves the socket on its home worker, and moves it there if necessary.
@@ -372,6 +376,7 @@ impl ListenerConfig {
 pub(crate) struct AcceptedSocket {
     pub(crate) peer: RemoteAddr,
     pub(crate) original: Option<SocketAddr>,
+    pub(crate) member: Option<NodeName>,
     pub(crate) room: Slot,
 }
 
@@ -390,6 +395,7 @@ impl AcceptedSocket {
             peer: self.peer,
             sni,
             original: self.original,
+            member: ArcSwapOption::from_pointee(self.member),
             tls,
             credentials: ConnectionCredentials::new(client),
             condition: Arc::default(),

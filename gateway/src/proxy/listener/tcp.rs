@@ -7,13 +7,15 @@ use crate::{
         access_log::{AccessRecord, GrantedAccess},
         authz::{Action, AuthzRequest, Destination},
         context::{Proxy, StreamContext},
-        relay,
+        member, relay,
+        route::Route,
     },
 };
 use causeway_rt::socket::ResetOnClose as _;
 use causeway_tunnel::{StreamReceiver, StreamSender, copy, informational::ExchangeId};
 use http::{Method, StatusCode};
 use std::{pin::pin, sync::Arc};
+use tokio::time::Instant;
 
 /// Relays one connection. A session that cannot begin ends with a reset, because TCP has no error messages.
 pub(super) async fn serve(proxy: &Proxy, io: ClientIo, connection: Arc<ClientConnection>) {
@@ -54,35 +56,60 @@ async fn open_session(
     record: &Arc<AccessRecord>,
 ) -> Result<(StreamSender, StreamReceiver), Error> {
     let route_input = proxy.listener.route_input(connection, None);
-    let shared = &proxy.shared;
     let no_headers = http::HeaderMap::new();
-    let (client, route) = proxy
+    let (client, routed) = proxy
         .authenticate_and_route(connection, &no_headers, &route_input)
         .await?;
     record.set_client(&client);
-    record.set_route(&route);
     let ask = AuthzRequest {
         client: &client,
         remote_address: connection.peer,
-        destination: Destination::Node(&route),
+        destination: Destination::Node(&routed),
         action: Action::Connect,
         method: &Method::CONNECT,
         path: "",
     };
     record.record_granted_access(GrantedAccess::session());
-    proxy.authorize(&ask, record).await?;
-    let selected = proxy.select_tunnel(&route).await?;
-    record.set_permit(
-        shared
-            .limits
-            .admit_stream(&client.open_streams, &selected.streams)?,
-    );
-    record.set_tunnel(selected.id);
+    let Some(set) = proxy.open_node_set(&route_input) else {
+        return open_stream(proxy, connection, (&ask, &routed), record).await;
+    };
+    let deadline = Instant::now() + proxy.shared.timeouts.connect;
+    let (mut tried, mut last_error) = (Vec::new(), None);
+    loop {
+        let member = match proxy.select_member(set, connection, &ask, &tried).await {
+            Ok(member) => member,
+            Err(error) => return Err(last_error.unwrap_or(error)),
+        };
+        let route = member.as_ref().unwrap_or(&routed);
+        let opening = open_stream(proxy, connection, (&ask, route), record);
+        let error = match Box::pin(opening).await {
+            Ok(opened) => return Ok(opened),
+            Err(error) => error,
+        };
+        // No server has received a byte of the client.
+        let may_repeat = member::record_failure(set, connection, (route, &error));
+        if !may_repeat || Instant::now() >= deadline {
+            return Err(error);
+        }
+        tracing::debug!(node = %route.node, %error, "a TCP session goes to the next node");
+        tried.push(route.node.clone());
+        last_error = Some(error);
+    }
+}
+
+/// Opens the stream of a session to the node of a route.
+async fn open_stream(
+    proxy: &Proxy,
+    connection: &Arc<ClientConnection>,
+    (ask, route): (&AuthzRequest<'_>, &Route),
+    record: &Arc<AccessRecord>,
+) -> Result<(StreamSender, StreamReceiver), Error> {
+    let selected = proxy.admit(ask, route, record).await?;
     relay::open_tcp_stream(StreamContext {
         proxy,
         connection,
-        client: &client,
-        route: &route,
+        client: ask.client,
+        route,
         tunnel: &selected.tunnel,
         peer: selected.peer.as_ref(),
         id: selected.id,

@@ -17,7 +17,7 @@ use crate::{
         listener::{Listener, ListenerTls},
     },
     server::{error::BindError, tunnel_identity::host_names},
-    state::{JwksCache, KeySet, Nodes},
+    state::{JwksCache, KeySet, NodeSelector, NodeSet, Nodes},
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
@@ -26,6 +26,7 @@ use causeway_certs::{
 };
 use causeway_rt::log_throttle::LogThrottle;
 use causeway_tunnel::wire;
+use causeway_watch_cache::LabelSelector;
 use rustls::{
     pki_types::{CertificateDer, UnixTime, pem::PemObject},
     server::ResolvesServerCert,
@@ -143,19 +144,18 @@ impl ListenerSource {
         bound_port: Option<u16>,
     ) -> Result<Listener, BindError> {
         let listener = &self.listener;
-        let node = match &listener.node {
-            Some(name) => Some(NodeName::parse(name).map_err(|error| {
-                BindError::Name(format!("listener {:?}: {error}", listener.name))
-            })?),
-            None => None,
-        };
         self.check_ca_available(&ca.get())?;
         let tls = self.tls(&ca.get(), (ca, &shared.nodes))?;
         let requests_certificates = listener.client_auth.own_ca || !self.client_roots.is_empty();
         Ok(Listener {
             name: listener.name.clone(),
             protocol: listener.protocol,
-            node,
+            node: listener
+                .node
+                .as_ref()
+                .map(|name| self.parse_name(name))
+                .transpose()?,
+            node_set: self.node_set()?.map(Arc::new),
             port: listener.node_port(),
             bound_port,
             authentication: Authenticator {
@@ -185,6 +185,32 @@ impl ListenerSource {
             retired_at: OnceLock::new(),
             successor: OnceLock::new(),
         })
+    }
+
+    fn parse_name(&self, name: &str) -> Result<NodeName, BindError> {
+        let parsed = NodeName::parse(name);
+        parsed
+            .map_err(|error| BindError::Name(format!("listener {:?}: {error}", self.listener.name)))
+    }
+
+    /// Returns the set of nodes that the listener serves, if it serves one.
+    fn node_set(&self) -> Result<Option<NodeSet>, BindError> {
+        let listener = &self.listener;
+        let selector =
+            if let Some(names) = &listener.nodes {
+                let names = names.iter().map(|name| self.parse_name(name));
+                NodeSelector::Names(names.collect::<Result<_, _>>()?)
+            } else if let Some(pool) = &listener.pool {
+                NodeSelector::Pool(pool.clone())
+            } else if let Some(text) = &listener.node_selector {
+                let selector = LabelSelector::parse(text);
+                NodeSelector::Labels(selector.map_err(|why| {
+                    BindError::Name(format!("listener {:?}: {why}", listener.name))
+                })?)
+            } else {
+                return Ok(None);
+            };
+        Ok(Some(NodeSet::new(selector)))
     }
 
     /// Returns an error if a listener needs a CA and there is none, because such a listener would admit no client.

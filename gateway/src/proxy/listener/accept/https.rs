@@ -114,6 +114,7 @@ fn is_unrecognized(proxy: &Proxy, server_name: &str, accepted_socket: &AcceptedS
         listener.protocol,
         ListenerProtocol::Https | ListenerProtocol::Tcp
     ) && listener.node.is_none()
+        && listener.node_set.is_none()
         && accepted_socket.original.is_none();
     let lacks_certificate =
         |tls: &ArcSwap<ListenerTls>| tls.load().lacks_certificate_for(server_name);

@@ -1,0 +1,243 @@
+//! Set of nodes that a listener serves: its members, and the order in which they are tried.
+//!
+//! Membership follows the table of nodes, and availability the registry. Members of equal rank take turns, so that short
+//! connections spread over all of them. A member whose target has failed is tried last for a while: otherwise the node without
+//! any stream, which is the one that fails, would be tried first each time.
+
+use super::{Node, Nodes, Registry, nodes::NodeSelection};
+use causeway_certs::NodeName;
+use causeway_watch_cache::LabelSelector;
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tokio::time::Instant;
+
+/// Time for which a member whose target has failed is tried last.
+const FAILURE_TIME: Duration = Duration::from_secs(10);
+
+/// Maximum number of available members that are compared for one connection, which limits its cost in a large set.
+const MAX_CANDIDATES: usize = 256;
+
+/// Condition for the members of a set.
+#[derive(Debug)]
+pub enum NodeSelector {
+    /// Nodes with these names.
+    Names(Arc<[NodeName]>),
+    /// Nodes in this pool. A pool that a kubelet can write does not count.
+    Pool(String),
+    /// Nodes whose confirmed labels match.
+    Labels(LabelSelector),
+}
+
+/// Nodes of which each connection of a listener reaches one.
+#[derive(Debug)]
+pub struct NodeSet {
+    selector: NodeSelector,
+    selection: NodeSelection,
+    /// Number of searches so far, which rotates members of equal rank.
+    searches: AtomicUsize,
+    /// Times of the last failures, by member.
+    failures: Mutex<HashMap<NodeName, Instant>>,
+}
+
+impl NodeSet {
+    /// Returns the set of the nodes that match.
+    pub fn new(selector: NodeSelector) -> Self {
+        Self {
+            selector,
+            selection: NodeSelection::default(),
+            searches: AtomicUsize::new(0),
+            failures: Mutex::default(),
+        }
+    }
+
+    /// Returns the members, without revoked nodes.
+    pub fn members(&self, nodes: &Nodes) -> Arc<[NodeName]> {
+        match &self.selector {
+            NodeSelector::Names(names) => {
+                let is_admitted =
+                    |name: &&NodeName| nodes.with(name, |node| node.revoked.is_none());
+                names.iter().filter(is_admitted).cloned().collect()
+            }
+            NodeSelector::Pool(_) | NodeSelector::Labels(_) => {
+                self.selection.update(nodes, |node| self.selects(node))
+            }
+        }
+    }
+
+    /// Whether the data of a node makes it a member.
+    fn selects(&self, node: &Node) -> bool {
+        let is_selected = match &self.selector {
+            NodeSelector::Names(_) => false,
+            NodeSelector::Pool(pool) => node.policy_pool.as_ref() == Some(pool),
+            NodeSelector::Labels(selector) => {
+                selector.matches(|key| node.labels.get(key).map(String::as_str))
+            }
+        };
+        is_selected && node.revoked.is_none()
+    }
+
+    /// Whether a node is a member.
+    pub fn contains(&self, name: &NodeName, nodes: &Nodes) -> bool {
+        match &self.selector {
+            NodeSelector::Names(names) => names.contains(name),
+            NodeSelector::Pool(_) | NodeSelector::Labels(_) => {
+                nodes.with(name, |node| self.selects(node))
+            }
+        }
+    }
+
+    /// Returns the reason why the members are not known yet. A selector could match a node whose labels are missing.
+    pub fn pending_reason(&self, nodes: &Nodes) -> Option<Arc<str>> {
+        match &self.selector {
+            NodeSelector::Names(_) => None,
+            NodeSelector::Pool(_) | NodeSelector::Labels(_) => nodes.pending_reason(),
+        }
+    }
+
+    /// Returns the available members, the best first: those without a recent failure, then by [`Registry::rank`].
+    pub fn candidates(&self, nodes: &Nodes, registry: &Registry) -> Vec<NodeName> {
+        let members = self.members(nodes);
+        let start = self.searches.fetch_add(1, Relaxed) % members.len().max(1);
+        let (last, first) = members.split_at(start);
+        let failed = self.recent_failures();
+        let available = first.iter().chain(last).filter_map(|name| {
+            let rank = registry.rank(name)?;
+            Some((failed.contains_key(name), rank, name))
+        });
+        let mut ranked: Vec<_> = available.take(MAX_CANDIDATES).collect();
+        ranked.sort_by_key(|(has_failed, rank, _)| (*has_failed, *rank));
+        ranked
+            .into_iter()
+            .map(|(_, _, name)| name.clone())
+            .collect()
+    }
+
+    /// Records that the target of a member could not be reached.
+    pub fn record_failure(&self, name: &NodeName) {
+        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        failures.insert(name.clone(), Instant::now());
+    }
+
+    fn recent_failures(&self) -> HashMap<NodeName, Instant> {
+        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        failures.retain(|_, at| at.elapsed() < FAILURE_TIME);
+        failures.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::{ClusterNode, NodesWriter, registry::tests::World};
+
+    fn name(text: &str) -> NodeName {
+        NodeName::parse(text).unwrap()
+    }
+
+    fn names(all: &[&str]) -> Vec<NodeName> {
+        all.iter().map(|text| name(text)).collect()
+    }
+
+    fn labelled(pool: &str, labels: &[(&str, &str)]) -> Node {
+        let labels = labels.iter();
+        Node {
+            pool: Some(pool.to_owned()),
+            labels: labels
+                .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
+                .collect(),
+            ..Node::default()
+        }
+    }
+
+    fn members(set: &NodeSet, nodes: &Nodes) -> Vec<NodeName> {
+        set.members(nodes).to_vec()
+    }
+
+    #[test]
+    fn pool_and_labels_select_admitted_nodes_and_follow_their_changes() {
+        let writer = NodesWriter::default();
+        writer.upsert(name("edge-1"), labelled("mill", &[("site", "north")]));
+        writer.upsert(name("edge-2"), labelled("mill", &[("site", "south")]));
+        writer.upsert(name("edge-3"), labelled("quay", &[]));
+        let nodes = writer.reader();
+        let pool = NodeSet::new(NodeSelector::Pool("mill".to_owned()));
+        let selector = LabelSelector::parse("site in (north,south),!spare").unwrap();
+        let labels = NodeSet::new(NodeSelector::Labels(selector));
+        assert_eq!(members(&pool, &nodes), names(&["edge-1", "edge-2"]));
+        assert_eq!(members(&labels, &nodes), names(&["edge-1", "edge-2"]));
+        let spare = [("site", "north"), ("spare", "")];
+        writer.upsert(name("edge-1"), labelled("quay", &spare));
+        assert_eq!(members(&pool, &nodes), names(&["edge-2"]));
+        assert_eq!(members(&labels, &nodes), names(&["edge-2"]));
+        assert!(labels.contains(&name("edge-2"), &nodes));
+        assert!(!labels.contains(&name("edge-1"), &nodes));
+        writer.replace_revoked([name("edge-2")].into());
+        assert_eq!(members(&pool, &nodes), []);
+        assert_eq!(members(&labels, &nodes), []);
+        let listed = names(&["edge-1", "edge-2", "unknown"]);
+        let listed = NodeSet::new(NodeSelector::Names(listed.into()));
+        assert_eq!(members(&listed, &nodes), names(&["edge-1", "unknown"]));
+    }
+
+    #[test]
+    fn a_pool_that_a_kubelet_can_write_selects_no_node() {
+        let writer = NodesWriter::default();
+        let member = |is_policy_pool| ClusterNode {
+            is_edge: true,
+            pool: Some("mill".to_owned()),
+            is_policy_pool,
+            ..ClusterNode::default()
+        };
+        let pool = NodeSet::new(NodeSelector::Pool("mill".to_owned()));
+        let nodes = writer.reader();
+        writer.set_pending("no list yet");
+        assert!(pool.pending_reason(&nodes).is_some());
+        writer.replace_cluster([(name("edge-1"), member(false))].into());
+        assert_eq!(members(&pool, &nodes), []);
+        writer.replace_cluster([(name("edge-1"), member(true))].into());
+        assert_eq!(members(&pool, &nodes), names(&["edge-1"]));
+        assert!(pool.pending_reason(&nodes).is_none());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn members_are_tried_by_failures_then_streams_and_take_turns() {
+        let world = World::new();
+        let all = names(&["edge-1", "edge-2", "edge-3", "away"]);
+        let set = NodeSet::new(NodeSelector::Names(all.clone().into()));
+        let nodes = Nodes::default();
+        let best = || set.candidates(&nodes, &world.registry);
+        assert_eq!(best(), []);
+        let mut tunnels = Vec::new();
+        for node in &all[..3] {
+            tunnels.push(world.register_node(node).await);
+        }
+        let mut first: Vec<_> = (0..4).map(|_| best()[0].clone()).collect();
+        first.sort_unstable();
+        first.dedup();
+        assert_eq!(first, all[..3]);
+        let busy = world.registry.select_tunnel(&all[0]).unwrap();
+        busy.streams.fetch_add(1, Relaxed);
+        for _ in 0..4 {
+            let order = best();
+            assert_eq!(order.len(), 3);
+            assert_eq!(order[2], all[0]);
+        }
+        set.record_failure(&all[1]);
+        for _ in 0..4 {
+            assert_eq!(best(), names(&["edge-3", "edge-1", "edge-2"]));
+        }
+        tokio::time::advance(FAILURE_TIME).await;
+        assert_eq!(best()[2], all[0]);
+        // A node that leaves comes last, and a node without a tunnel is left out.
+        world.registry.mark_leaving(&all[1], tunnels[1].0);
+        assert_eq!(best(), names(&["edge-3", "edge-1", "edge-2"]));
+        world.registry.unregister(&all[2], tunnels[2].0);
+        assert_eq!(best(), names(&["edge-1", "edge-2"]));
+    }
+}

@@ -1,0 +1,209 @@
+//! Listeners for sets of nodes: each connection reaches a member that is connected, and that the client may reach.
+
+use crate::world::{
+    World,
+    app::App,
+    client::{Answer, Client, assert_problem},
+    edge::Edge,
+    gateway::{anonymous, listener},
+    until,
+};
+use causeway_gateway::{
+    config::{Listener, ListenerProtocol, policy},
+    state::{Policy, PolicyWriter},
+};
+use serde_json::json;
+use std::collections::BTreeSet;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+const NODES: [&str; 3] = ["edge-1", "edge-2", "edge-3"];
+
+fn of_pool(listener: Listener) -> Listener {
+    Listener {
+        pool: Some("mill".to_owned()),
+        port: Some(9100),
+        ..listener
+    }
+}
+
+/// Three nodes of a pool, whose apps answer with the names of the nodes, and a node of no pool.
+struct Site {
+    edges: Vec<Edge>,
+    _apps: Vec<App>,
+}
+
+impl Site {
+    async fn start(world: &World) -> Self {
+        let (mut edges, mut apps) = (Vec::new(), Vec::new());
+        for node in NODES.into_iter().chain(["other"]) {
+            let app = App::saying(node).await;
+            let pool = if node == "other" { "quay" } else { "mill" };
+            let plan = world.edge(node).pool(pool).label("site", pool);
+            edges.push(plan.port(9100, app.address()).join().await);
+            apps.push(app);
+        }
+        Self { edges, _apps: apps }
+    }
+
+    async fn kill(&mut self, world: &World, index: usize) {
+        self.edges[index].kill().await;
+        world.until_tunnels(NODES[index], 0).await;
+    }
+}
+
+/// Sends a request over a `tcp` listener. Returns the name of the node; empty if the connection is reset.
+async fn node_behind(world: &World, listener: &str) -> String {
+    // A session that cannot begin is reset, at any of these steps.
+    let Ok(mut socket) = TcpStream::connect(world.listener(listener)).await else {
+        return String::new();
+    };
+    let request = b"GET / HTTP/1.1\r\nhost: api\r\n\r\n";
+    let _ = socket.write_all(request).await;
+    let _ = socket.shutdown().await;
+    let mut answer = Vec::new();
+    let _ = socket.read_to_end(&mut answer).await;
+    let answer = String::from_utf8(answer).unwrap();
+    answer.split("\r\n\r\n").nth(1).unwrap_or("").to_owned()
+}
+
+async fn nodes_behind(world: &World, listener: &str) -> BTreeSet<String> {
+    let mut nodes = BTreeSet::new();
+    for _ in 0..9 {
+        nodes.insert(node_behind(world, listener).await);
+    }
+    nodes
+}
+
+fn set(nodes: &[&str]) -> BTreeSet<String> {
+    nodes.iter().map(|node| (*node).to_owned()).collect()
+}
+
+#[tokio::test]
+async fn tcp_connections_reach_the_members_that_are_left() {
+    let world = World::build()
+        .listener(of_pool(anonymous("pool", ListenerProtocol::Tcp)))
+        .listener(Listener {
+            node_selector: Some("site in (mill),!spare".to_owned()),
+            port: Some(9100),
+            ..anonymous("labels", ListenerProtocol::Tcp)
+        })
+        .workers(2);
+    let world = Box::pin(world.start()).await;
+    let mut site = Box::pin(Site::start(&world)).await;
+    for listener in ["pool", "labels"] {
+        assert_eq!(nodes_behind(&world, listener).await, set(&NODES));
+    }
+    site.kill(&world, 0).await;
+    assert_eq!(nodes_behind(&world, "pool").await, set(&NODES[1..]));
+    site.kill(&world, 1).await;
+    assert_eq!(nodes_behind(&world, "pool").await, set(&NODES[2..]));
+    site.kill(&world, 2).await;
+    assert_eq!(nodes_behind(&world, "pool").await, set(&[""]));
+    let record = world.log().records().pop().unwrap();
+    assert_eq!(record["reason"], "node_not_connected");
+    site.edges[1].start().await.unwrap();
+    world.until_tunnels(NODES[1], 1).await;
+    assert_eq!(nodes_behind(&world, "labels").await, set(&NODES[1..2]));
+}
+
+/// Returns the answer and the node of the access record.
+async fn get(world: &World, client: &Client, url: &str) -> (Answer, String) {
+    let answer = client.get(url).await;
+    let record = world.log().records().pop().unwrap();
+    (
+        answer,
+        record["node"].as_str().unwrap_or_default().to_owned(),
+    )
+}
+
+#[tokio::test]
+async fn an_https_connection_keeps_its_member_until_that_leaves() {
+    let world = World::build();
+    let world = world.listener(of_pool(listener("web", ListenerProtocol::Https)));
+    let world = Box::pin(world.start()).await;
+    let mut site = Box::pin(Site::start(&world)).await;
+    for client in [world.client_at("web"), world.client_at("web").http2()] {
+        let client = client.sni("gateway.test");
+        let mut connection = client.connect("api.example").await.unwrap();
+        let mut nodes = BTreeSet::new();
+        for _ in 0..5 {
+            let answer = connection.get("https://api.example/").await.unwrap();
+            nodes.insert(answer.text());
+        }
+        assert_eq!(nodes.len(), 1, "{nodes:?}");
+        let first = nodes.pop_first().unwrap();
+        let index = NODES.iter().position(|node| *node == first).unwrap();
+        site.kill(&world, index).await;
+        let answer = connection.get("https://api.example/").await.unwrap();
+        assert_ne!(answer.text(), first);
+        assert!(NODES.contains(&&*answer.text()));
+        site.edges[index].start().await.unwrap();
+        world.until_tunnels(NODES[index], 1).await;
+    }
+    let client = world.client_at("web").sni("gateway.test");
+    let (answer, node) = get(&world, &client, "https://edge-2:9100/").await;
+    assert_eq!((&*answer.text(), &*node), ("edge-2", "edge-2"), "the Host");
+    let (answer, _) = get(&world, &client, "https://other:9100/").await;
+    assert_problem(&answer, 421, "misdirected", "names other, which is not one");
+    for index in 0..NODES.len() {
+        site.kill(&world, index).await;
+    }
+    let (answer, _) = get(&world, &client, "https://api.example/").await;
+    let words = "this listener serves 3 nodes, and none is connected";
+    assert_problem(&answer, 503, "node_not_connected", words);
+}
+
+#[tokio::test]
+async fn a_member_that_the_policy_denies_is_not_selected() {
+    let rules = json!([
+        { "where": { "nodes": ["edge-1"] }, "then": "deny" },
+        { "what": { "methods": ["GET"] }, "then": "allow" },
+    ]);
+    let rules: policy::Policy = serde_json::from_value(json!({ "rules": rules })).unwrap();
+    let rules = PolicyWriter::new(Some(Policy::compile(&rules).unwrap()));
+    let world = World::build().policy(rules.reader());
+    let world = world.listener(of_pool(listener("web", ListenerProtocol::Https)));
+    let world = Box::pin(world.start()).await;
+    let mut site = Box::pin(Site::start(&world)).await;
+    let client = world.client_at("web").sni("gateway.test");
+    let url = "https://api.example/";
+    for _ in 0..6 {
+        let (answer, node) = get(&world, &client, url).await;
+        assert_eq!((answer.status, &*answer.text()), (200, &*node));
+        assert_ne!(node, "edge-1");
+    }
+    let answer = client.ask("POST", url, "x").await;
+    assert_problem(&answer, 403, "forbidden", "does not allow tester to POST /");
+    site.kill(&world, 1).await;
+    site.kill(&world, 2).await;
+    let (answer, _) = get(&world, &client, url).await;
+    assert_problem(&answer, 403, "forbidden", "at port 9100 of edge-1");
+}
+
+#[tokio::test]
+async fn a_member_whose_target_refuses_gives_way_to_the_next() {
+    let world = World::build()
+        .listener(of_pool(anonymous("pool", ListenerProtocol::Tcp)))
+        .listener(of_pool(listener("web", ListenerProtocol::Https)));
+    let world = Box::pin(world.start()).await;
+    let (dead, app) = (App::refusing(), App::saying("alive").await);
+    let plan = |node| world.edge(node).pool("mill");
+    let _dead = plan("edge-1").port(9100, dead.address()).join().await;
+    let _live = plan("edge-2").port(9100, app.address()).join().await;
+    for _ in 0..4 {
+        assert_eq!(node_behind(&world, "pool").await, "alive");
+    }
+    let client = world.client_at("web").sni("gateway.test");
+    let mut connection = client.connect("api.example").await.unwrap();
+    for _ in 0..4 {
+        let answer = connection.get("https://api.example/").await.unwrap();
+        assert_eq!(answer.text(), "alive");
+    }
+    until("all streams have ended", async || {
+        world.metrics().await.sum("open_streams", &[]) == 0
+    })
+    .await;
+}
