@@ -6,6 +6,7 @@
 
 mod allow;
 mod api_cache;
+mod health_check;
 mod tunnel_mode;
 mod validate;
 
@@ -13,6 +14,8 @@ pub use allow::{Allow, AllowedHost, Port, Protocol};
 pub use api_cache::{ApiCache, MemberListener, ServerCertificate, YurtHubListener};
 use causeway_config::{ByteSize, ConfigErrors, DurationStr, SocketAddrStr};
 pub use causeway_config::{ConfigError, Log, LogFormat, ReloadSender, Secret, Validate};
+pub use health_check::HealthCheck;
+pub(crate) use health_check::MAX_HEALTH_CHECKS;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::{
     collections::BTreeMap,

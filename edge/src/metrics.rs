@@ -85,6 +85,11 @@ struct CauseLabel {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PortLabel {
+    port: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OutcomeLabel {
     outcome: &'static str,
 }
@@ -97,6 +102,7 @@ pub(crate) struct Metrics {
     dials: Family<OutcomeLabel, Counter>,
     dial_failures: Family<CauseLabel, Counter>,
     dial_seconds: Histogram,
+    healthy: Family<PortLabel, Gauge>,
     connections: Family<OutcomeLabel, Counter>,
     retries: Counter,
     rejected_connections: Family<LimitLabels, Counter>,
@@ -129,6 +135,7 @@ impl Default for Metrics {
             dial_failures: Family::default(),
             // From the 50 µs of a loopback connection to the seconds of the dial timeout.
             dial_seconds: Histogram::new(exponential_buckets(0.000_05, 4.0, 10)),
+            healthy: Family::default(),
             connections: Family::default(),
             retries: Counter::default(),
             rejected_connections: Family::default(),
@@ -233,6 +240,11 @@ impl Metrics {
             Unit::Seconds,
             self.dial_seconds.clone(),
         );
+        registry.register(
+            "upstream_healthy",
+            "Whether the health check of an upstream succeeds, by node port; only ports with a health check",
+            self.healthy.clone(),
+        );
     }
 
     fn register_stalls(&mut self) {
@@ -288,6 +300,15 @@ impl Metrics {
         }
         self.dials.get_or_create(&OutcomeLabel { outcome }).inc();
         self.dial_seconds.observe(elapsed.as_secs_f64());
+    }
+
+    /// Sets whether the upstreams of ports are healthy.
+    pub(crate) fn set_upstream_health(&self, states: impl IntoIterator<Item = (u16, bool)>) {
+        self.healthy.clear();
+        for (port, is_healthy) in states {
+            let gauge = self.healthy.get_or_create(&PortLabel { port });
+            gauge.set(is_healthy.into());
+        }
     }
 
     /// Counts a request on a pooled connection, or on a new one.

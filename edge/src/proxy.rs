@@ -28,6 +28,8 @@ mod upgrade;
 
 mod relay;
 
+mod health_check;
+
 pub(crate) use policy::{LocalNode, Policy};
 pub use upstream_tls::TlsError;
 

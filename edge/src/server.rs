@@ -7,6 +7,7 @@ mod api_cache;
 mod bootstrap;
 mod error;
 mod external_identity;
+mod health_checks;
 mod reload;
 
 pub use error::Error;
@@ -42,6 +43,7 @@ use causeway_rt::{listener, task::TaskGroup};
 use causeway_tunnel::buffered::MemoryBudget;
 use external_identity::{ApiCacheTls, Leaves};
 use futures_util::future::BoxFuture;
+use health_checks::HealthChecks;
 use reload::{PolicyInputs, Reloadable, announced_ports_fn, serve_fn, sweep_idle_connections};
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
@@ -182,10 +184,8 @@ impl Edge {
         let api_cache_tls = ApiCacheTls::read(&self.config, &Leaves::new());
         let instance = format!("{:032x}", rand::random::<u128>());
         let shutdown = CancellationToken::new();
-        let (metrics, tasks) = (
-            Arc::new(Metrics::default()),
-            Arc::new(TaskGroup::new(&shutdown)),
-        );
+        let metrics = Arc::new(Metrics::default());
+        let tasks = Arc::new(TaskGroup::new(&shutdown));
         api_cache_tls.report(&metrics);
         let Self {
             config,
@@ -215,6 +215,7 @@ impl Edge {
                 ports: Arc::new(ArcSwap::from_pointee(policy.ports())),
                 policy_inputs,
                 own_ports: own_ports(address, cache_listeners.as_ref()),
+                unhealthy_ports: watch::Sender::default(),
                 metrics,
                 tasks,
                 external_identity: watch::Sender::new(
@@ -349,7 +350,6 @@ impl Bound {
         let bind_error = api_cache::bind_error(address, "admin.listen");
         let admin = TcpListener::from_std(admin).map_err(bind_error)?;
         let admin = (admin, admin_socket(&store));
-        let tls = tunnel_client(&identity)?;
         warn_of_expiry(&identity);
         let _ended = shutdown.clone().drop_guard();
         let (writer, node) = (Arc::new(writer), identity.node.as_str().to_owned());
@@ -362,7 +362,8 @@ impl Bound {
             node,
             instance,
             ports: parts.ports.clone(),
-            connector: GatewayConnector::new(tls, &config),
+            unhealthy_ports: parts.unhealthy_ports.subscribe(),
+            connector: GatewayConnector::new(tunnel_client(&identity_store.identity())?, &config),
             gateways: GatewayList::new(
                 config.gateways.clone(),
                 identity_store.clone(),
@@ -447,6 +448,12 @@ fn spawn_admin_tasks(
         info_span!("sweep"),
         sweep_idle_connections(parts.current_proxy.clone()),
     );
+    let checks = HealthChecks {
+        current_proxy: parts.current_proxy.clone(),
+        unhealthy_ports: parts.unhealthy_ports.clone(),
+        metrics: metrics.clone(),
+    };
+    tasks.spawn(info_span!("health_checks"), checks.run());
     let evict_task = evict::run(limits, memory_budget.clone(), metrics.clone());
     tasks.spawn(info_span!("evict"), evict_task);
 }

@@ -282,6 +282,11 @@ impl Metrics {
             .set(i64::try_from(tunnels).unwrap_or(i64::MAX));
     }
 
+    /// Sets the number of ports whose health checks fail.
+    pub fn set_unhealthy_ports(&self, ports: usize) {
+        self.declared.unhealthy_ports.set(to_i64(ports));
+    }
+
     /// Sets the quantiles of the tunnels' round-trip times.
     pub fn set_round_trips(&self, mut all: Vec<Duration>) {
         all.sort_unstable();

@@ -49,7 +49,10 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
     if let Some(table) = peer_report(&address).await {
         outln!("\n{table}")?;
     }
-    for remark in conflict_lines(&edges) {
+    for remark in conflict_lines(&edges)
+        .into_iter()
+        .chain(unhealthy_lines(&edges))
+    {
         outln!("\n{remark}")?;
     }
     if let Some(remark) = delegated_line(&edges) {
@@ -181,6 +184,21 @@ fn delegated_line(edges: &[Value]) -> Option<String> {
         let names = text_cell(&names.join(", ").into()).content();
         format!("delegated heartbeats: members of their pools report that these nodes are alive: {names}")
     })
+}
+
+/// Returns a line for each node with ports whose health checks fail.
+fn unhealthy_lines(edges: &[Value]) -> Vec<String> {
+    let line = |edge: &Value| {
+        let ports = edge["unhealthy_ports"].as_array()?;
+        let ports: Vec<String> = ports.iter().map(Value::to_string).collect();
+        let node = text_cell(&edge["node"]).content();
+        let noun = if ports.len() == 1 { "port" } else { "ports" };
+        Some(format!(
+            "unhealthy: the health check fails at {node}, {noun} {}",
+            ports.join(", ")
+        ))
+    };
+    edges.iter().filter_map(line).collect()
 }
 
 /// Returns the state of the heartbeats of an edge, if they are configured.

@@ -2,18 +2,26 @@
 
 use crate::world::{
     World,
-    app::App,
+    app::{App, answer},
     client::{Answer, Client, assert_problem},
     edge::Edge,
     gateway::{anonymous, listener},
     until,
 };
+use causeway_edge::config::HealthCheck;
 use causeway_gateway::{
     config::{Listener, ListenerProtocol, policy},
     state::{Policy, PolicyWriter},
 };
-use serde_json::json;
-use std::collections::BTreeSet;
+use serde_json::{Value, json};
+use std::{
+    collections::BTreeSet,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -102,8 +110,8 @@ async fn tcp_connections_reach_the_members_that_are_left() {
     assert_eq!(nodes_behind(&world, "pool").await, set(&NODES[2..]));
     site.kill(&world, 2).await;
     assert_eq!(nodes_behind(&world, "pool").await, set(&[""]));
-    let record = world.log().records().pop().unwrap();
-    assert_eq!(record["reason"], "node_not_connected");
+    let outcomes = world.metrics().await.outcomes("pool", "node_not_connected");
+    assert_eq!(outcomes, 9);
     site.edges[1].start().await.unwrap();
     world.until_tunnels(NODES[1], 1).await;
     assert_eq!(nodes_behind(&world, "labels").await, set(&NODES[1..2]));
@@ -206,4 +214,75 @@ async fn a_member_whose_target_refuses_gives_way_to_the_next() {
         world.metrics().await.sum("open_streams", &[]) == 0
     })
     .await;
+}
+
+/// An app that answers with its name, and `/healthz` with 503 while it is not healthy.
+async fn app_with_health(name: &'static str, is_healthy: &Arc<AtomicBool>) -> App {
+    let is_healthy = is_healthy.clone();
+    App::http(move |head| {
+        if head.path() == "/healthz" && !is_healthy.load(Relaxed) {
+            return answer::status("503 Service Unavailable", [], "no");
+        }
+        answer::ok(name)
+    })
+    .await
+}
+
+fn health_check() -> HealthCheck {
+    HealthCheck {
+        path: Some("/healthz".to_owned()),
+        interval: Duration::from_millis(20),
+        unhealthy_threshold: 2,
+        ..HealthCheck::default()
+    }
+}
+
+#[tokio::test]
+async fn a_member_is_left_out_while_its_health_check_fails() {
+    let world = World::build()
+        .listener(of_pool(anonymous("pool", ListenerProtocol::Tcp)))
+        .listener(of_pool(listener("web", ListenerProtocol::Https)));
+    let world = Box::pin(world.start()).await;
+    let (mut states, mut edges, mut apps) = (Vec::new(), Vec::new(), Vec::new());
+    for node in ["edge-1", "edge-2"] {
+        let is_healthy = Arc::new(AtomicBool::new(true));
+        let app = app_with_health(node, &is_healthy).await;
+        let plan = world.edge(node).pool("mill").port(9100, app.address());
+        let plan = plan.config(|config| {
+            let port = config.ports.get_mut(&9100).unwrap();
+            port.health_check = Some(health_check());
+        });
+        edges.push(plan.join().await);
+        apps.push(app);
+        states.push(is_healthy);
+    }
+    let until_ports = async |node: &str, ports: Value| {
+        until("the gateway knows the health", async || {
+            world.node(node).await["unhealthy_ports"] == ports
+        })
+        .await;
+    };
+    for node in ["edge-1", "edge-2"] {
+        until_ports(node, Value::Null).await;
+    }
+    assert_eq!(nodes_behind(&world, "pool").await, set(&NODES[..2]));
+    states[0].store(false, Relaxed);
+    until_ports("edge-1", json!([9100])).await;
+    assert_eq!(nodes_behind(&world, "pool").await, set(&["edge-2"]));
+    assert_eq!(world.metrics().await.sum("unhealthy_ports", &[]), 1);
+    // A new tunnel says so from its beginning.
+    edges[0].stop().await;
+    edges[0].start().await.unwrap();
+    world.until_tunnels("edge-1", 1).await;
+    assert_eq!(world.node("edge-1").await["unhealthy_ports"], json!([9100]));
+    assert_eq!(nodes_behind(&world, "pool").await, set(&["edge-2"]));
+    states[1].store(false, Relaxed);
+    until_ports("edge-2", json!([9100])).await;
+    let client = world.client_at("web").sni("gateway.test");
+    let (answer, _) = get(&world, &client, "https://api.example/").await;
+    let words = "2 of them fail the health check of port 9100";
+    assert_problem(&answer, 503, "node_not_connected", words);
+    states[0].store(true, Relaxed);
+    until_ports("edge-1", Value::Null).await;
+    assert_eq!(nodes_behind(&world, "pool").await, set(&["edge-1"]));
 }

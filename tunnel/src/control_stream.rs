@@ -113,6 +113,9 @@ pub struct EdgeHello {
     /// [`GatewayMessage::Rebalance`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub movable: bool,
+    /// Ports whose health checks fail, as in [`EdgeMessage::Health`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unhealthy: Vec<u16>,
 }
 
 /// Address and resources of an edge's listener for `YurtHub`s.
@@ -303,6 +306,11 @@ pub enum EdgeMessage {
     Crls {
         /// SHA-256 of the text in [`GatewayMessage::Crls`], in hexadecimal.
         digest: String,
+    },
+    /// Health of the upstreams has changed. Gateways of earlier versions ignore it.
+    Health {
+        /// Node ports whose health checks fail, at most [`crate::wire::MAX_UNHEALTHY_PORTS`].
+        unhealthy: Vec<u16>,
     },
     /// Heartbeat of another node of the edge's pool, which has lost its gateways.
     DelegatedHeartbeat(Box<DelegatedHeartbeat>),

@@ -10,6 +10,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use super::health_check::HealthCheck;
 use causeway_config::canonical_network;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
@@ -148,6 +149,9 @@ pub struct Port {
     pub key: Option<PathBuf>,
     /// Whether the edge verifies the upstream's certificate (`https`). `false` accepts any certificate.
     pub verify: bool,
+    /// Health check of the upstream; none if absent. Write `{}` for the defaults.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub health_check: Option<HealthCheck>,
 }
 
 impl Default for Port {
@@ -161,6 +165,7 @@ impl Default for Port {
             key: None,
             // Skipping verification must be explicit.
             verify: true,
+            health_check: None,
         }
     }
 }

@@ -9,8 +9,9 @@ use std::net::IpAddr;
 use causeway_certs::{NodeName, SignerProfile};
 use causeway_config::{ConfigError, ConfigErrors, Secret, Validate, host_port};
 use causeway_tunnel::{load::BULK_SPAN, wire::MAX_TUNNELS_PER_EDGE};
+use http::uri::PathAndQuery;
 
-use super::{Allow, Config, Port, Protocol};
+use super::{Allow, Config, HealthCheck, MAX_HEALTH_CHECKS, Port, Protocol};
 
 impl Validate for Config {
     fn validate(&self) -> Vec<ConfigError> {
@@ -56,19 +57,7 @@ impl Validate for Config {
             let members = api_cache.is_some_and(|api_cache| api_cache.members.is_some());
             heartbeat.validate(members, &mut errors);
         }
-        for (number, port) in &self.ports {
-            let path = format!("ports.{number}");
-            if *number == 0 {
-                errors.add(path.as_str(), "0 is not a port; ports are 1 to 65535");
-                continue;
-            }
-            PortValidator {
-                port,
-                path,
-                errors: &mut errors,
-            }
-            .run(*number, &self.allow);
-        }
+        self.validate_ports(&mut errors);
         errors.into_vec()
     }
 
@@ -131,6 +120,25 @@ impl Config {
             if let Err(error) = NodeName::parse(name) {
                 errors.add(format!("kubernetes.{key}"), error.to_string());
             }
+        }
+    }
+
+    fn validate_ports(&self, errors: &mut ConfigErrors) {
+        let checks = self
+            .ports
+            .values()
+            .filter(|port| port.health_check.is_some());
+        if checks.count() > MAX_HEALTH_CHECKS {
+            let message = format!("at most {MAX_HEALTH_CHECKS} ports can have a health check");
+            errors.add("ports", message);
+        }
+        for (number, port) in &self.ports {
+            let path = format!("ports.{number}");
+            if *number == 0 {
+                errors.add(path.as_str(), "0 is not a port; ports are 1 to 65535");
+                continue;
+            }
+            PortValidator { port, path, errors }.run(*number, &self.allow);
         }
     }
 
@@ -197,6 +205,9 @@ struct PortValidator<'a> {
 impl PortValidator<'_> {
     fn run(mut self, number: u16, allow: &Allow) {
         self.target(number, allow);
+        if let Some(check) = &self.port.health_check {
+            self.health_check(check);
+        }
         if self.port.scheme == Protocol::Https {
             self.https();
         } else {
@@ -220,6 +231,32 @@ impl PortValidator<'_> {
                     .add_against(format!("{}.target", self.path), "allow.hosts", message);
             }
             Ok(_) => {}
+        }
+    }
+
+    fn health_check(&mut self, check: &HealthCheck) {
+        let section = format!("{}.health_check", self.path);
+        let times = [("interval", check.interval), ("timeout", check.timeout)];
+        self.errors.check_not_zero(&section, &times);
+        for (key, threshold) in [
+            ("unhealthy_threshold", check.unhealthy_threshold),
+            ("healthy_threshold", check.healthy_threshold),
+        ] {
+            if threshold == 0 {
+                self.add(&format!("health_check.{key}"), "must be at least 1");
+            }
+        }
+        let Some(path) = &check.path else { return };
+        if !path.starts_with('/') || path.parse::<PathAndQuery>().is_err() {
+            let message = format!("{path:?} is not a path; write /healthz");
+            self.add("health_check.path", message);
+        }
+        if !matches!(self.port.scheme, Protocol::Http | Protocol::Https) {
+            let message = format!(
+                "the scheme {} has no HTTP/1.1 request; remove this key to check the connection only",
+                self.port.scheme.as_str()
+            );
+            self.add("health_check.path", message);
         }
     }
 
@@ -349,6 +386,36 @@ mod tests {
         assert_eq!(faults(output), Vec::<String>::new());
         let absent = json!({ "scheme": "https", "ca": "/nowhere/ca.pem" });
         one_fault(port(absent), "ports.10250.ca", "cannot read");
+    }
+
+    #[test]
+    fn a_health_check_fits_the_scheme_of_its_port() {
+        let port = |scheme: &str, check: Value| {
+            let port = json!({ "scheme": scheme, "health_check": check });
+            json!({ "ports": { "9100": port } })
+        };
+        let path = json!({ "path": "/healthz?full", "interval": "1s" });
+        assert_eq!(faults(port("http", path.clone())), Vec::<String>::new());
+        assert_eq!(faults(port("tcp", json!({}))), Vec::<String>::new());
+        let key = |key: &str| format!("ports.9100.health_check.{key}");
+        for scheme in ["tcp", "h2c"] {
+            one_fault(port(scheme, path.clone()), &key("path"), "connection only");
+        }
+        for (check, name, words) in [
+            (json!({ "path": "healthz" }), "path", "write /healthz"),
+            (json!({ "path": "/a b" }), "path", "write /healthz"),
+            (json!({ "interval": "0s" }), "interval", "zero"),
+            (
+                json!({ "healthy_threshold": 0 }),
+                "healthy_threshold",
+                "at least 1",
+            ),
+        ] {
+            one_fault(port("http", check), &key(name), words);
+        }
+        let ports = (1..=33).map(|port| (port.to_string(), json!({ "health_check": {} })));
+        let ports: Value = ports.collect::<serde_json::Map<_, _>>().into();
+        one_fault(json!({ "ports": ports }), "ports", "at most 32");
     }
 
     #[test]

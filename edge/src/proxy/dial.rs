@@ -64,11 +64,21 @@ impl Dialer {
         deadline: Instant,
     ) -> Result<(UpstreamIo, SocketAddr), Rejected> {
         let (tcp, address) = self.dial(upstream, deadline).await?;
-        let connection = match &upstream.tls {
-            None => UpstreamIo::plain(tcp),
-            Some(tls) => connect_tls(upstream, tls, tcp, (alpn, deadline)).await?,
-        };
-        Ok((connection, address))
+        Ok((
+            into_upstream_io(upstream, tcp, alpn, deadline).await?,
+            address,
+        ))
+    }
+
+    /// Opens a connection like [`Dialer::connect`], which is not counted as one of a stream.
+    pub(super) async fn connect_unrecorded(
+        &self,
+        upstream: &Upstream,
+        alpn: Alpn,
+        deadline: Instant,
+    ) -> Result<UpstreamIo, Rejected> {
+        let (tcp, _) = dial(&self.policy, upstream, deadline).await?;
+        into_upstream_io(upstream, tcp, alpn, deadline).await
     }
 
     /// Opens a TCP connection to the upstream, until `deadline`, and records the result in the metrics. Returns it with the
@@ -87,6 +97,19 @@ impl Dialer {
                 self.exhaustion.write(upstream, rejection);
             }
         })
+    }
+}
+
+/// Finishes TLS on a connection, if the upstream uses TLS.
+async fn into_upstream_io(
+    upstream: &Upstream,
+    tcp: TcpStream,
+    alpn: Alpn,
+    deadline: Instant,
+) -> Result<UpstreamIo, Rejected> {
+    match &upstream.tls {
+        None => Ok(UpstreamIo::plain(tcp)),
+        Some(tls) => connect_tls(upstream, tls, tcp, (alpn, deadline)).await,
     }
 }
 

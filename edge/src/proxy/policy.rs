@@ -59,6 +59,7 @@ impl Policy {
                 target,
                 fallback_addresses: Vec::new(),
                 scheme: port.scheme,
+                health_check: port.health_check.clone(),
             };
             ports.insert(*number, Arc::new(upstream));
         }
@@ -94,6 +95,7 @@ impl Policy {
             fallback_addresses: fallback_addresses.clone(),
             scheme,
             tls: None,
+            health_check: None,
         };
         let announced = ports
             .map(|(port, scheme)| (port, Arc::new(to_upstream(port, scheme))))
@@ -166,6 +168,13 @@ impl Policy {
         !is_named && !self.allow.permits(ip)
     }
 
+    /// Returns the ports of the owner's configuration, with their upstreams.
+    pub(super) fn configured_ports(&self) -> impl Iterator<Item = (u16, &Upstream)> {
+        self.ports
+            .iter()
+            .map(|(port, upstream)| (*port, &**upstream))
+    }
+
     /// Returns the node ports that are served.
     pub(crate) fn ports(&self) -> Vec<u16> {
         let all = self.ports.keys().chain(self.announced.keys());
@@ -212,6 +221,7 @@ impl Policy {
         let upstream = Upstream {
             id: UpstreamKey::Other(target.clone()),
             node: self.node.clone(),
+            health_check: None,
             target: target.clone(),
             fallback_addresses: Vec::new(),
             scheme: Protocol::Http,

@@ -1,7 +1,7 @@
 //! Upstream: the server that a port leads to, and the errors of requests to it.
 
 use super::upstream_tls::UpstreamTls;
-use crate::config::Protocol;
+use crate::config::{HealthCheck, Protocol};
 use causeway_tunnel::{RejectCode, StreamError, Target, error::Rejected};
 use causeway_upstream::{
     connection,
@@ -32,6 +32,7 @@ pub(crate) struct Upstream {
     pub(super) fallback_addresses: Vec<IpAddr>,
     pub(super) scheme: Protocol,
     pub(super) tls: Option<UpstreamTls>,
+    pub(super) health_check: Option<HealthCheck>,
 }
 
 impl Upstream {

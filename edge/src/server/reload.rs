@@ -11,7 +11,7 @@ use crate::{
     config::{ApiCache, Config},
     control::{
         rejoin_state::{RejoinState, TokenSource},
-        tunnels::context::{AnnouncedPortsFn, ServeFn},
+        tunnels::context::{AnnouncedPortsFn, ServeFn, UnhealthyPorts},
     },
     metrics::Metrics,
     proxy::{LocalNode, Policy, Proxy},
@@ -87,6 +87,8 @@ pub(super) struct Reloadable {
     pub(super) initial_config: Config,
     pub(super) current_proxy: CurrentProxy,
     pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
+    /// Ports whose health checks fail.
+    pub(super) unhealthy_ports: watch::Sender<UnhealthyPorts>,
     pub(super) policy_inputs: Mutex<PolicyInputs>,
     /// Ports of the admin listener, and of the API cache's listener for this node's programs.
     pub(super) own_ports: Vec<u16>,
@@ -441,6 +443,7 @@ mod tests {
             trust_domain: TrustDomain::parse("causeway.local").unwrap(),
             initial_config: began,
             current_proxy: Arc::new(ArcSwap::from_pointee(proxy)),
+            unhealthy_ports: watch::Sender::default(),
             ports: Arc::default(),
             policy_inputs: allowed,
             own_ports: vec![10266],

@@ -199,10 +199,15 @@ async fn scrape(
 fn encode_metrics(app: &AdminState, fields: &HeaderMap) -> Response {
     let mut round_trips = Vec::new();
     let mut suspect_tunnels = 0;
-    app.registry.for_each_tunnel(|_, edge| {
+    let mut unhealthy = BTreeMap::new();
+    app.registry.for_each_tunnel(|node, edge| {
         round_trips.push(edge.tunnel.tunnel.round_trip());
         suspect_tunnels += usize::from(edge.tunnel.tunnel.is_suspect());
+        if let Some(ports) = edge.tunnel.unhealthy_ports.load_full() {
+            unhealthy.insert(node.clone(), ports.len());
+        }
     });
+    app.metrics.set_unhealthy_ports(unhealthy.values().sum());
     app.metrics.set_round_trips(round_trips);
     app.metrics.set_suspect_tunnels(suspect_tunnels);
     app.metrics.set_unread(

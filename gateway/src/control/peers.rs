@@ -709,7 +709,8 @@ impl PeerSession {
             PeerMessage::Snapshot => self.snapshot = Some(HashMap::new()),
             PeerMessage::Nodes { nodes } => {
                 for entry in nodes {
-                    let (node, state) = entry.into_parts();
+                    let (node, state, unhealthy) = entry.into_parts();
+                    self.peer.set_unhealthy_ports(node.clone(), unhealthy);
                     self.set_node(node, state);
                 }
             }

@@ -82,6 +82,8 @@ declare! {
     tunnels: Gauge,
     /// Tunnels that take no new streams because a probe is without an answer, at the time of the scrape.
     suspect_tunnels: Gauge,
+    /// Ports of nodes with a tunnel here whose health checks fail, at the time of the scrape.
+    unhealthy_ports: Gauge,
     /// Tunnels' connections whose hello was answered or refused.
     registrations: Family<[Label; 1], Counter>,
     /// Tunnels that ended.

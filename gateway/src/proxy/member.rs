@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     error::{Error, Reason},
-    state::{NodeSet, policy::Decision},
+    state::{NodeSet, policy::Decision, registry::NodeRank},
 };
 use causeway_certs::NodeName;
 use causeway_tunnel::{StreamKind, Target, informational::ExchangeId};
@@ -34,7 +34,11 @@ impl Proxy {
     pub(super) fn first_member(&self) -> Option<NodeName> {
         let set = self.listener.node_set.as_ref()?;
         set.pending_reason(&self.shared.nodes).is_none().then(|| {
-            let candidates = set.candidates(&self.shared.nodes, &self.shared.registry);
+            let candidates = set.candidates(
+                &self.shared.nodes,
+                &self.shared.registry,
+                self.listener.port,
+            );
             candidates.into_iter().next()
         })?
     }
@@ -91,11 +95,14 @@ impl Proxy {
         let (nodes, registry) = (&self.shared.nodes, &self.shared.registry);
         if let Some(member) = &*connection.member.load()
             && set.contains(member, nodes)
-            && registry.rank(member).is_some()
+            && self.is_available(member)
         {
             return Some(NodeName::clone(member));
         }
-        let best = set.candidates(nodes, registry).into_iter().next();
+        let best = set
+            .candidates(nodes, registry, self.listener.port)
+            .into_iter()
+            .next();
         best.or_else(|| set.members(nodes).first().cloned())
     }
 
@@ -113,40 +120,68 @@ impl Proxy {
         ask: &AuthzRequest<'_>,
         tried: &[NodeName],
     ) -> Result<Option<Route>, Error> {
-        let (nodes, registry) = (&self.shared.nodes, &self.shared.registry);
-        let mut available = set.candidates(nodes, registry);
+        let is_left = |name: &NodeName| !tried.contains(name) && self.may_reach(ask, name);
         let current = ask.destination.node();
-        // A stable sort keeps the order of the others.
-        available.sort_by_key(|name| Some(name) != current);
-        available.retain(|name| !tried.contains(name));
-        let may_reach = |name: &NodeName| self.may_reach(ask, name);
-        let selected = match available.iter().find(|name| may_reach(name)) {
+        let current = current.filter(|name| self.is_available(name) && is_left(name));
+        let selected = match current {
             Some(name) => name.clone(),
-            None if !tried.is_empty() => return Err(self.unavailable(set)),
-            None if !available.is_empty() => return Ok(None),
-            None => {
-                let members = set.members(nodes);
-                let permitted = members.iter().filter(|name| may_reach(name));
-                let awaited: Vec<_> = permitted.take(MAX_AWAITED).collect();
-                if awaited.is_empty() {
-                    return Ok(None);
-                }
-                let connected = self.wait_for_member(&awaited).await;
-                connected.ok_or_else(|| self.unavailable(set))?
-            }
+            None => match self.next_member(set, ask, tried).await? {
+                Some(name) => name,
+                None => return Ok(None),
+            },
         };
         let route = member_route(ask, &selected);
         connection.member.store(Some(selected.into()));
         Ok(Some(route))
     }
 
-    /// Waits until one of these members is connected. Returns `None` if none is likely to connect soon.
+    /// Returns the best member that is available, that the client may reach, and that was not tried; see
+    /// [`Proxy::select_member`].
+    async fn next_member(
+        &self,
+        set: &NodeSet,
+        ask: &AuthzRequest<'_>,
+        tried: &[NodeName],
+    ) -> Result<Option<NodeName>, Error> {
+        let (nodes, registry) = (&self.shared.nodes, &self.shared.registry);
+        let mut available = set.candidates(nodes, registry, self.listener.port);
+        available.retain(|name| !tried.contains(name));
+        if let Some(name) = available.iter().find(|name| self.may_reach(ask, name)) {
+            return Ok(Some(name.clone()));
+        }
+        if !tried.is_empty() {
+            return Err(self.unavailable(set));
+        }
+        if !available.is_empty() {
+            return Ok(None);
+        }
+        let members = set.members(nodes);
+        let permitted = members.iter().filter(|name| self.may_reach(ask, name));
+        let permitted: Vec<_> = permitted.take(MAX_AWAITED).collect();
+        if permitted.is_empty() {
+            return Ok(None);
+        }
+        let connected = self.wait_for_member(&permitted).await;
+        connected.map(Some).ok_or_else(|| self.unavailable(set))
+    }
+
+    fn rank(&self, name: &NodeName) -> Option<NodeRank> {
+        self.shared.registry.rank(name, self.listener.port)
+    }
+
+    /// Whether a member is healthy, and one of its tunnels answers and does not drain.
+    fn is_available(&self, name: &NodeName) -> bool {
+        self.rank(name).is_some_and(NodeRank::is_good)
+    }
+
+    /// Waits until one of these members is connected and healthy. Returns `None` if none is likely to connect soon.
     async fn wait_for_member(&self, members: &[&NodeName]) -> Option<NodeName> {
-        let timeout = self.shared.timeouts.reconnect;
-        let waiting = members.iter().map(async |name| {
-            let registry = &self.shared.registry;
+        let (registry, timeout) = (&self.shared.registry, self.shared.timeouts.reconnect);
+        let away = members.iter().filter(|name| self.rank(name).is_none());
+        let waiting = away.map(async |name| {
             registry.select_tunnel_within(name, timeout).await.ok()?;
-            Some(NodeName::clone(name))
+            let rank = self.rank(name)?;
+            (!rank.is_unhealthy).then(|| NodeName::clone(name))
         });
         let waiting: FuturesUnordered<_> = waiting.collect();
         let mut connected = pin!(waiting.filter_map(std::future::ready));
@@ -168,11 +203,18 @@ impl Proxy {
 
     /// Returns the error of a stream for which no member is available.
     fn unavailable(&self, set: &NodeSet) -> Error {
-        let count = set.members(&self.shared.nodes).len();
+        let members = set.members(&self.shared.nodes);
+        let count = members.len();
         let nodes = if count == 1 { "node" } else { "nodes" };
-        Reason::NodeNotConnected.error(format!(
-            "this listener serves {count} {nodes}, and none is connected"
-        ))
+        let ranks = members.iter().map(|name| self.rank(name));
+        let unhealthy = ranks.flatten().filter(|rank| rank.is_unhealthy).count();
+        let detail = match (unhealthy, self.listener.port) {
+            (1.., Some(port)) => format!(
+                "this listener serves {count} {nodes}; {unhealthy} of them fail the health check of port {port}, and none of the others is connected"
+            ),
+            _ => format!("this listener serves {count} {nodes}, and none is connected"),
+        };
+        Reason::NodeNotConnected.error(detail)
     }
 
     /// Sends a request to a member of the set, and to the next one if it may be repeated.

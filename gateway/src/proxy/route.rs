@@ -1,7 +1,8 @@
 //! Routing: the node and target of a stream.
 //!
-//! 1. The node is the SNI's if the SNI names a node, else the original destination's (DNAT), else the listener's fixed one, else
-//!    the authority's (by name, then by confirmed address, then by pod network).
+//! 1. The node is the SNI's if the SNI names a node, else the original destination's (DNAT), else the listener's fixed one (or the
+//!    member of its node set that `member` selects), else the authority's (by name, then by confirmed address, then by pod
+//!    network).
 //! 2. An authority that names no node is ordinary (kube-apiserver sends its own) and passes unchanged. An authority that names
 //!    *another* node than the other sources is refused, because an ambiguous route is never guessed.
 //! 3. While the nodes of a cluster are not loaded (`Nodes::pending_reason`), only the name of a recorded node names a node. All

@@ -110,6 +110,8 @@ pub struct Peer {
     /// Its control connection.
     control: Tunnel,
     nodes: RwLock<HashMap<NodeName, HeldNode>>,
+    /// Ports whose health checks fail, of its nodes that have such ports.
+    unhealthy_ports: RwLock<HashMap<NodeName, Vec<u16>>>,
     /// Its reports about node pools.
     pools: Mutex<HashMap<String, Arc<PoolReport>>>,
     /// Cancelled when a newer connection to the same process has replaced this one.
@@ -170,6 +172,7 @@ impl Peer {
             since: SystemTime::now(),
             control,
             nodes: RwLock::default(),
+            unhealthy_ports: RwLock::default(),
             pools: Mutex::default(),
             replaced: CancellationToken::new(),
             links: (0..workers).map(|_| ArcSwapOption::empty()).collect(),
@@ -179,8 +182,34 @@ impl Peer {
         }
     }
 
+    /// Sets the ports of a node whose health checks fail.
+    pub fn set_unhealthy_ports(&self, node: NodeName, ports: Vec<u16>) {
+        let mut all = self.write_unhealthy_ports();
+        if ports.is_empty() {
+            all.remove(&node);
+        } else {
+            all.insert(node, ports);
+        }
+    }
+
+    /// Returns the ports of a node whose health checks fail.
+    pub fn unhealthy_ports(&self, node: &NodeName) -> Vec<u16> {
+        let all = self
+            .unhealthy_ports
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        all.get(node).cloned().unwrap_or_default()
+    }
+
+    fn write_unhealthy_ports(&self) -> RwLockWriteGuard<'_, HashMap<NodeName, Vec<u16>>> {
+        let all = self.unhealthy_ports.write();
+        all.unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Replaces all nodes of the peer.
     pub fn replace_nodes(&self, states: HashMap<NodeName, HeldState>) {
+        self.write_unhealthy_ports()
+            .retain(|node, _| states.contains_key(node));
         let mut nodes = self.write_nodes();
         nodes.retain(|node, held| {
             let is_held = states.contains_key(node);

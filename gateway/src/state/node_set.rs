@@ -100,14 +100,23 @@ impl NodeSet {
         }
     }
 
-    /// Returns the available members, the best first: those without a recent failure, then by [`Registry::rank`].
-    pub fn candidates(&self, nodes: &Nodes, registry: &Registry) -> Vec<NodeName> {
+    /// Returns the available members for a stream to a port, the best first: those without a recent failure, then by
+    /// [`Registry::rank`].
+    pub fn candidates(
+        &self,
+        nodes: &Nodes,
+        registry: &Registry,
+        port: Option<u16>,
+    ) -> Vec<NodeName> {
         let members = self.members(nodes);
         let start = self.searches.fetch_add(1, Relaxed) % members.len().max(1);
         let (last, first) = members.split_at(start);
         let failed = self.recent_failures();
         let available = first.iter().chain(last).filter_map(|name| {
-            let rank = registry.rank(name)?;
+            let rank = registry.rank(name, port)?;
+            if rank.is_unhealthy {
+                return None;
+            }
             Some((failed.contains_key(name), rank, name))
         });
         let mut ranked: Vec<_> = available.take(MAX_CANDIDATES).collect();
@@ -134,7 +143,7 @@ impl NodeSet {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::{ClusterNode, NodesWriter, registry::tests::World};
+    use crate::state::{ClusterNode, NodesWriter, directory::HeldState, registry::tests::World};
 
     fn name(text: &str) -> NodeName {
         NodeName::parse(text).unwrap()
@@ -211,7 +220,7 @@ mod tests {
         let all = names(&["edge-1", "edge-2", "edge-3", "away"]);
         let set = NodeSet::new(NodeSelector::Names(all.clone().into()));
         let nodes = Nodes::default();
-        let best = || set.candidates(&nodes, &world.registry);
+        let best = || set.candidates(&nodes, &world.registry, Some(80));
         assert_eq!(best(), []);
         let mut tunnels = Vec::new();
         for node in &all[..3] {
@@ -239,5 +248,25 @@ mod tests {
         assert_eq!(best(), names(&["edge-3", "edge-1", "edge-2"]));
         world.registry.unregister(&all[2], tunnels[2].0);
         assert_eq!(best(), names(&["edge-1", "edge-2"]));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn members_at_peers_come_after_own_ones_and_keep_their_health() {
+        let world = World::new();
+        let set = NodeSet::new(NodeSelector::Names(names(&["edge-1", "edge-2"]).into()));
+        let nodes = Nodes::default();
+        let best = |port| set.candidates(&nodes, &world.registry, Some(port));
+        // The peer holds edge-1.
+        let peer = world.peer("near", HeldState::Connected).await;
+        world.register_node(&name("edge-2")).await;
+        for _ in 0..2 {
+            assert_eq!(best(80), names(&["edge-2", "edge-1"]));
+        }
+        peer.set_unhealthy_ports(name("edge-1"), vec![80]);
+        assert_eq!(best(80), names(&["edge-2"]));
+        assert_eq!(best(443).len(), 2, "another port");
+        peer.replace_nodes([].into());
+        peer.replace_nodes([(name("edge-1"), HeldState::Connected)].into());
+        assert_eq!(best(80).len(), 2, "the peer has lost the node meanwhile");
     }
 }

@@ -51,6 +51,8 @@ pub struct NewTunnel {
     pub roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     /// Digest of the CRLs of gateways that the edge has acknowledged last.
     pub crls: Arc<ArcSwapOption<Fingerprint>>,
+    /// Node ports whose health checks fail, as the edge has reported them last; none by default.
+    pub unhealthy_ports: Arc<ArcSwapOption<Vec<u16>>>,
     /// Channel to the tunnel's control stream. Boxed, because a channel allocates 32 messages at the start.
     pub control: mpsc::Sender<Box<GatewayMessage>>,
     /// Cancelled when another tunnel has taken over. This tunnel then closes with its last stream.
@@ -252,6 +254,8 @@ pub struct SelectedTunnel {
 /// are better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NodeRank {
+    /// Whether the health check of the port fails. Such a node is not selected.
+    pub is_unhealthy: bool,
     placement: Placement,
     streams: usize,
 }
@@ -265,6 +269,13 @@ enum Placement {
     Peer,
     /// Each tunnel drains or does not answer at present.
     LastResort,
+}
+
+impl NodeRank {
+    /// Whether the node is healthy, and one of its tunnels answers and does not drain.
+    pub fn is_good(self) -> bool {
+        !self.is_unhealthy && self.placement != Placement::LastResort
+    }
 }
 
 impl SelectedTunnel {
@@ -456,25 +467,43 @@ impl Registry {
         }
     }
 
-    /// Returns the rank of a node for a new stream; `None` if neither this gateway nor a peer has a usable tunnel of the node.
-    pub fn rank(&self, node: &NodeName) -> Option<NodeRank> {
+    /// Returns the rank of a node for a new stream to a port; `None` if neither this gateway nor a peer has a usable tunnel of the
+    /// node.
+    pub fn rank(&self, node: &NodeName, port: Option<u16>) -> Option<NodeRank> {
         let own = self.select_own_tunnel(node);
+        let mut unhealthy_ports = None;
         let placement = match &own {
             Ok((own, false)) if !own.is_late() => Placement::Own,
             own => match self.directory.select(node, self.worker(node)) {
-                Some(selected) if !selected.is_last_resort => Placement::Peer,
+                Some(selected) if !selected.is_last_resort => {
+                    unhealthy_ports = Some(selected.peer.unhealthy_ports(node));
+                    Placement::Peer
+                }
                 None if own.is_err() => return None,
+                Some(selected) if own.is_err() => {
+                    unhealthy_ports = Some(selected.peer.unhealthy_ports(node));
+                    Placement::LastResort
+                }
                 _ => Placement::LastResort,
             },
         };
-        let streams = self
-            .shard(node)
-            .get(node)
-            .map(|entry| entry.streams.load(Relaxed));
+        let shard = self.shard(node);
+        let entry = shard.get(node);
+        let unhealthy_ports = unhealthy_ports.or_else(|| entry.map(NodeTunnels::unhealthy_ports));
+        let streams = entry.map(|entry| entry.streams.load(Relaxed));
         Some(NodeRank {
+            is_unhealthy: port
+                .is_some_and(|port| unhealthy_ports.unwrap_or_default().contains(&port)),
             placement,
             streams: streams.unwrap_or_default(),
         })
+    }
+
+    /// Returns the ports of a node whose health checks fail, as the edge reports them to this gateway.
+    pub fn unhealthy_ports(&self, node: &NodeName) -> Vec<u16> {
+        let shard = self.shard(node);
+        let entry = shard.get(node);
+        entry.map(NodeTunnels::unhealthy_ports).unwrap_or_default()
     }
 
     fn streams_of(&self, node: &NodeName) -> Arc<AtomicUsize> {
@@ -723,6 +752,13 @@ impl NodeTunnels {
         }
         self.tunnels = remaining;
         replaced
+    }
+
+    /// Returns the ports whose health checks fail, as the newest tunnel reports them.
+    fn unhealthy_ports(&self) -> Vec<u16> {
+        let newest = self.tunnels.last();
+        let reported = newest.and_then(|edge| edge.tunnel.unhealthy_ports.load_full());
+        reported.map(|ports| Vec::clone(&ports)).unwrap_or_default()
     }
 
     /// Returns the state of the node for peers; `None` if no tunnel is open.

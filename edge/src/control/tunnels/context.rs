@@ -19,7 +19,7 @@ use causeway_tunnel::{
 };
 use futures_util::future::BoxFuture;
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     net::IpAddr,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
@@ -37,6 +37,9 @@ pub(crate) type ServeFn = Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + 
 /// dialled.
 pub(crate) type AnnouncedPortsFn = Arc<dyn Fn(AnnouncedPorts, Option<IpAddr>) + Send + Sync>;
 
+/// Ports whose health checks fail, or whose first check has not ended yet.
+pub(crate) type UnhealthyPorts = Arc<BTreeSet<u16>>;
+
 /// Context that all tunnels of an edge share.
 pub(crate) struct TunnelContext {
     pub(crate) config: Config,
@@ -44,6 +47,8 @@ pub(crate) struct TunnelContext {
     pub(crate) instance: String,
     /// Node ports that the edge serves now.
     pub(crate) ports: Arc<ArcSwap<Vec<u16>>>,
+    /// Results of the health checks of upstreams.
+    pub(crate) unhealthy_ports: watch::Receiver<UnhealthyPorts>,
     pub(crate) connector: GatewayConnector,
     pub(crate) gateways: GatewayList,
     /// Gateways that are connected, if the edge has tunnels at several of them.

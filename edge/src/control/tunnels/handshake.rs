@@ -5,7 +5,7 @@
 
 use super::{
     connected_gateways::{GatewayLease, TunnelGroup},
-    context::{TunnelContext, TunnelUnavailable},
+    context::{TunnelContext, TunnelUnavailable, UnhealthyPorts},
 };
 use crate::{
     config::{self, TunnelMode},
@@ -35,7 +35,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
-use tokio::net::TcpStream;
+use tokio::{net::TcpStream, sync::watch};
 use tokio_rustls::client::TlsStream;
 use tracing::{debug, info, warn};
 
@@ -50,6 +50,8 @@ pub(super) struct EstablishedTunnel {
     pub(super) lease: Option<GatewayLease>,
     /// Handle for the gateway's announcements of the node's pool, if this node has an API cache.
     pub(super) membership_updater: Option<MembershipUpdater>,
+    /// Results of the health checks of upstreams, which has seen those of the hello.
+    pub(super) unhealthy_ports: watch::Receiver<UnhealthyPorts>,
 }
 
 /// Tunnel that is not registered yet.
@@ -150,7 +152,14 @@ impl TunnelHandshake {
             version = hello.version,
             "received the gateway's hello"
         );
+        let mut unhealthy_ports = context.unhealthy_ports.clone();
+        let unhealthy = unhealthy_ports
+            .borrow_and_update()
+            .iter()
+            .copied()
+            .collect();
         let welcome = EdgeMessage::Welcome(Box::new(EdgeHello {
+            unhealthy,
             // This session must not end the streams of the earlier session of this slot.
             takes_over: context.newest_sessions.is_open(instance_of(&hello), slot),
             movable: is_discovered,
@@ -186,6 +195,7 @@ impl TunnelHandshake {
             announcer,
             lease,
             membership_updater,
+            unhealthy_ports,
         })
     }
 }
@@ -273,6 +283,7 @@ fn build_hello(context: &TunnelContext, slot: u32, announced: &[String]) -> Edge
             .map(Box::new),
         heartbeats: context.heartbeats.is_some(),
         movable: false,
+        unhealthy: Vec::new(),
     }
 }
 

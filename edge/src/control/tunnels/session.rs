@@ -16,7 +16,7 @@ use super::{
     },
     bulk::BulkTracker,
     connected_gateways::{GatewayLease, TunnelGroup},
-    context::{TunnelContext, TunnelUnavailable},
+    context::{TunnelContext, TunnelUnavailable, UnhealthyPorts},
     handshake::{self, TlsErrorSlot, TunnelHandshake, TunnelIo, unexpected_message},
 };
 use crate::{metrics::TunnelGuard, status::TunnelSummary};
@@ -31,7 +31,7 @@ use causeway_tunnel::{
 use rustls_pki_types::CertificateDer;
 use std::{net::IpAddr, sync::Arc, time::Duration};
 use tokio::{
-    sync::oneshot,
+    sync::{oneshot, watch},
     time::{Instant, MissedTickBehavior, interval, timeout},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -74,6 +74,8 @@ pub(super) struct TunnelSession {
     lease: Option<GatewayLease>,
     /// Handle for the gateway's announcements of the node's pool, until the gateway drains.
     membership_updater: Option<MembershipUpdater>,
+    /// Results of the health checks of upstreams, which has seen those that the gateway has received.
+    unhealthy_ports: watch::Receiver<UnhealthyPorts>,
     /// Relay of heartbeats of other pool members, until the gateway drains.
     relay: Option<TunnelRelay>,
     /// End of the gateway's drain, if it drains.
@@ -213,6 +215,7 @@ impl TunnelSession {
             announcer: established.announcer,
             lease: established.lease,
             membership_updater: established.membership_updater,
+            unhealthy_ports: established.unhealthy_ports,
             drain_end: None,
         })
     }
@@ -309,6 +312,12 @@ impl TunnelSession {
                 }
                 heartbeat = next_heartbeat(&mut self.relay), if !self.control_stream.has_unsent() => {
                     self.enqueue(&EdgeMessage::DelegatedHeartbeat(heartbeat));
+                }
+                // The runner of the checks owns the sender.
+                Ok(()) = self.unhealthy_ports.changed(), if !self.control_stream.has_unsent() => {
+                    let unhealthy = self.unhealthy_ports.borrow_and_update().clone();
+                    let unhealthy = unhealthy.iter().copied().collect();
+                    self.enqueue(&EdgeMessage::Health { unhealthy });
                 }
                 // A draining tunnel gets no new streams that bulk transfers could delay.
                 () = self.load.wait_for_bulk(), if phase == Phase::Open => self.bulk_tracker.mark(self.slot),

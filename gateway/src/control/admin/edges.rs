@@ -73,6 +73,9 @@ pub(super) struct EdgeSummary {
     address_conflicts: BTreeMap<IpAddr, Vec<NodeName>>,
     /// Ports that the edge serves, as the edge reports them.
     ports: Vec<u16>,
+    /// Ports whose health checks fail, as the edge reports them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    unhealthy_ports: Vec<u16>,
     /// Labels that the edge reports.
     labels: BTreeMap<String, String>,
     /// Labels confirmed at joining, which the policy uses.
@@ -262,6 +265,7 @@ fn edge_summary(
         ports: hello
             .map(|welcome| welcome.ports.clone())
             .unwrap_or_default(),
+        unhealthy_ports: unhealthy_ports(&node, edges, holders),
         labels: hello
             .map(|welcome| welcome.labels.clone())
             .unwrap_or_default(),
@@ -282,6 +286,16 @@ impl NodeState {
             _ => self,
         }
     }
+}
+
+/// Returns the ports whose health checks fail, as the edge reports them to this gateway or to the other ones that hold the node.
+fn unhealthy_ports(node: &NodeName, edges: &[TunnelInfo], holders: &[Holder]) -> Vec<u16> {
+    if let Some(newest) = edges.last() {
+        let reported = newest.tunnel.unhealthy_ports.load_full();
+        return reported.map(|ports| Vec::clone(&ports)).unwrap_or_default();
+    }
+    let reported = holders.iter().map(|(peer, _)| peer.unhealthy_ports(node));
+    reported.max_by_key(Vec::len).unwrap_or_default()
 }
 
 fn cache_role(

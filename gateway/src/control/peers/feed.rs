@@ -4,7 +4,11 @@
 use super::message::{MAX_NODES, NodeEntry, PROTOCOL, PeerHello, PeerMessage, next_pool_message};
 use crate::{
     control::ca_rotation::rotation_progress,
-    state::{Registry, directory::MAX_POOL_NAME_LEN, pool_reports::PoolReports},
+    state::{
+        Registry,
+        directory::{HeldState, MAX_POOL_NAME_LEN},
+        pool_reports::PoolReports,
+    },
 };
 use causeway_certs::{LiveCa, NodeName};
 use causeway_tunnel::control_stream::{ControlStream, ControlStreamError};
@@ -147,12 +151,18 @@ impl NodeFeed {
         for chunk in held.chunks(MAX_NODES) {
             let entries = chunk
                 .iter()
-                .map(|(node, state)| NodeEntry::new(node.clone(), Some(*state)));
+                .map(|(node, state)| self.node_entry(node.clone(), Some(*state)));
             let nodes = entries.collect();
             control.send(&PeerMessage::Nodes { nodes }).await?;
         }
         pools.send_changes(control).await?;
         control.send(&PeerMessage::Synchronized).await
+    }
+
+    /// Returns the entry of a node with this state.
+    fn node_entry(&self, node: NodeName, state: Option<HeldState>) -> NodeEntry {
+        let unhealthy = self.registry.unhealthy_ports(&node);
+        NodeEntry::new(node, state, unhealthy)
     }
 
     /// Sends changes until the peer was too slow for them. It then needs all nodes again.
@@ -199,7 +209,7 @@ impl NodeFeed {
             nodes.dedup();
             let entries = nodes.into_iter().map(|node| {
                 let state = self.registry.held_state(&node);
-                NodeEntry::new(node, state)
+                self.node_entry(node, state)
             });
             let nodes = entries.collect();
             control.send(&PeerMessage::Nodes { nodes }).await?;

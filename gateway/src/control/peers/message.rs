@@ -15,15 +15,16 @@ use crate::{
     },
 };
 use causeway_certs::NodeName;
-use causeway_tunnel::wire::MAX_MESSAGE;
+use causeway_tunnel::wire::{MAX_MESSAGE, MAX_UNHEALTHY_PORTS};
 use serde::{Deserialize, Serialize};
 use std::{collections::VecDeque, net::IpAddr, ops::Not, sync::Arc, time::Duration};
 use tokio::time::Instant;
 
 /// Version of these messages. Gateways of different versions do not forward to each other.
 pub(crate) const PROTOCOL: u32 = 1;
-/// Maximum number of nodes in one message. So many names of 253 bytes fit into a line of 64 KiB.
-pub(super) const MAX_NODES: usize = 200;
+/// Maximum number of nodes in one message. So many names of 253 bytes, each with the maximum number of ports, fit into a line of
+/// 64 KiB.
+pub(super) const MAX_NODES: usize = 125;
 /// Bytes for the pools of one message. The rest of the line is for the names of one pool and of its leader.
 const MAX_POOL_BYTES: usize = MAX_MESSAGE - MAX_MESSAGE / 8;
 
@@ -48,6 +49,9 @@ pub(crate) struct NodeEntry {
     /// `None` if the gateway holds no tunnel of the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     state: Option<EntryState>,
+    /// Ports whose health checks fail, at most [`MAX_UNHEALTHY_PORTS`]. Gateways of earlier versions neither send nor read it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    unhealthy: Vec<u16>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,20 +63,25 @@ enum EntryState {
 }
 
 impl NodeEntry {
-    pub(super) fn new(node: NodeName, state: Option<HeldState>) -> Self {
+    pub(super) fn new(node: NodeName, state: Option<HeldState>, unhealthy: Vec<u16>) -> Self {
         let state = state.map(|state| match state {
             HeldState::Connected => EntryState::Connected,
             HeldState::Draining => EntryState::Draining,
         });
-        Self { node, state }
+        Self {
+            node,
+            state,
+            unhealthy,
+        }
     }
 
-    pub(super) fn into_parts(self) -> (NodeName, Option<HeldState>) {
+    pub(super) fn into_parts(mut self) -> (NodeName, Option<HeldState>, Vec<u16>) {
+        self.unhealthy.truncate(MAX_UNHEALTHY_PORTS);
         let state = self.state.map(|state| match state {
             EntryState::Connected => HeldState::Connected,
             EntryState::Draining => HeldState::Draining,
         });
-        (self.node, state)
+        (self.node, state, self.unhealthy)
     }
 }
 
@@ -357,7 +366,9 @@ mod tests {
             let label = "n".repeat(60);
             NodeName::parse(&format!("{nth:03}.{label}.{label}.{label}.{label}")).unwrap()
         };
-        let nodes = (0..MAX_NODES).map(|nth| NodeEntry::new(name(nth), Some(HeldState::Draining)));
+        let ports = vec![u16::MAX; MAX_UNHEALTHY_PORTS];
+        let entry = |nth| NodeEntry::new(name(nth), Some(HeldState::Draining), ports.clone());
+        let nodes = (0..MAX_NODES).map(entry);
         let message = PeerMessage::Nodes {
             nodes: nodes.collect(),
         };
@@ -399,6 +410,9 @@ mod tests {
             parse_message::<PeerMessage>(later).unwrap(),
             PeerMessage::Unknown
         );
+        let earlier: NodeEntry =
+            serde_json::from_str(r#"{"node":"edge-1","state":"connected"}"#).unwrap();
+        assert_eq!(earlier.into_parts().2, [0_u16; 0]);
         let entry: NodeEntry =
             serde_json::from_str(r#"{"node":"edge-1","state":"of_a_later_version"}"#).unwrap();
         assert_eq!(entry.into_parts().1, Some(HeldState::Draining));

@@ -235,6 +235,11 @@ impl Registration {
         self.tunnel.leave();
         self.registry.mark_leaving(&self.node, self.id);
     }
+
+    /// Notifies peers that the edge has reported other unhealthy ports.
+    pub(super) fn notify_change(&self) {
+        self.registry.notify_change(&self.node);
+    }
 }
 
 impl Drop for Registration {

@@ -55,6 +55,16 @@ fn apply_edge_settings(tunnel: &Tunnel, hello: &EdgeHello) {
     tunnel.allow_upgrade_bodies(hello.upgrade_bodies);
 }
 
+/// Returns the ports that an edge reports as unhealthy, at most as many as it may report; `None` if there are none.
+fn limit_unhealthy_ports(reported: &[u16]) -> Option<Arc<Vec<u16>>> {
+    let ports: Vec<u16> = reported
+        .iter()
+        .copied()
+        .take(wire::MAX_UNHEALTHY_PORTS)
+        .collect();
+    (!ports.is_empty()).then(|| Arc::new(ports))
+}
+
 /// Runs the session with an edge until its tunnel has ended.
 pub(super) async fn run(admission: Arc<TunnelListener>, edge: Box<HandshakenEdge>) {
     let (node, from) = (edge.node.clone(), edge.from);
@@ -104,6 +114,8 @@ struct TunnelSession {
     roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     /// Digest of the CRLs that the edge has acknowledged.
     crls: Arc<ArcSwapOption<Fingerprint>>,
+    /// Ports whose health checks fail.
+    unhealthy_ports: Arc<ArcSwapOption<Vec<u16>>>,
     drain: Duration,
     registration: Registration,
     node: NodeName,
@@ -281,21 +293,19 @@ impl TunnelListener {
                 .await);
         }
         let (message_sender, message_receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
-        let taken_over = CancellationToken::new();
-        let version = hello.version.clone();
-        let (slot, instance) = (hello.slot, hello.instance.clone());
+        let hello = Arc::new(hello);
         apply_edge_settings(&connection.tunnel, &hello);
         let roots = hello.roots.as_deref().map(ca_rotation::parse_roots);
-        let roots = Arc::new(ArcSwapOption::new(roots.map(Arc::new)));
         let new_tunnel = NewTunnel {
             tunnel: connection.tunnel.clone(),
-            hello: Arc::new(hello),
+            hello: hello.clone(),
             remote_address: from,
             certificate,
-            roots: roots.clone(),
+            roots: Arc::new(roots.map(Arc::new).into()),
             crls: Arc::default(),
+            unhealthy_ports: Arc::new(limit_unhealthy_ports(&hello.unhealthy).into()),
             control: message_sender,
-            taken_over: taken_over.clone(),
+            taken_over: CancellationToken::new(),
         };
         let (id, replaced) = match self.registry.register(node, new_tunnel.clone()) {
             Ok(entered) => entered,
@@ -316,13 +326,15 @@ impl TunnelListener {
         control.enqueue(&GatewayMessage::Registered)?;
         self.enqueue_announcements((&mut control, node), &new_tunnel)?;
         self.metrics.count_registration("ok");
+        let (slot, instance, version) = (hello.slot, &hello.instance, &hello.version);
         info!(%node, %from, slot, ?instance, ?version, "{node} connected");
         Ok(TunnelSession {
             control,
             outgoing: message_receiver,
-            taken_over,
-            roots,
+            taken_over: new_tunnel.taken_over,
+            roots: new_tunnel.roots,
             crls: new_tunnel.crls,
+            unhealthy_ports: new_tunnel.unhealthy_ports,
             drain: self.drain,
             registration,
             node: node.clone(),
@@ -440,6 +452,14 @@ impl TunnelSession {
                     .store(Some(Arc::new(ca_rotation::parse_roots(&roots))));
             }
             EdgeMessage::Crls { digest } => self.crls.store(digest.parse().ok().map(Arc::new)),
+            EdgeMessage::Health { unhealthy } => {
+                let unhealthy = limit_unhealthy_ports(&unhealthy);
+                if self.unhealthy_ports.load_full() != unhealthy {
+                    debug!(node = %self.node, ports = ?unhealthy, "other health checks fail at the node");
+                    self.unhealthy_ports.store(unhealthy);
+                    self.registration.notify_change();
+                }
+            }
             EdgeMessage::DelegatedHeartbeat(heartbeat) => {
                 if let Some(heartbeats) = &self.heartbeats {
                     heartbeats.receive(&self.node, &heartbeat);

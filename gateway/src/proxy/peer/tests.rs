@@ -96,6 +96,7 @@ impl Gateway {
             certificate: EdgeCertificate::default(),
             roots: Arc::default(),
             crls: Arc::default(),
+            unhealthy_ports: Arc::default(),
             control: mpsc::channel(1).0,
             taken_over: CancellationToken::new(),
         };

@@ -249,6 +249,7 @@ async fn serve_tunnel(registry: Registry, mut tcp: TcpStream, from: SocketAddr) 
         certificate: EdgeCertificate::default(),
         roots: Arc::default(),
         crls: Arc::default(),
+        unhealthy_ports: Arc::default(),
         control: mpsc::channel(1).0,
         taken_over: CancellationToken::new(),
     };

@@ -358,6 +358,7 @@ impl Gateway {
             certificate: EdgeCertificate::default(),
             roots: Arc::default(),
             crls: Arc::default(),
+            unhealthy_ports: Arc::default(),
             control: self.control.clone(),
             taken_over: CancellationToken::new(),
         };

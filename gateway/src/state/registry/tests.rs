@@ -72,6 +72,7 @@ impl World {
             certificate: EdgeCertificate::default(),
             roots: Arc::default(),
             crls: Arc::default(),
+            unhealthy_ports: Arc::default(),
             control: mpsc::channel(1).0,
             taken_over: CancellationToken::new(),
         }
