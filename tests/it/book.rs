@@ -23,6 +23,8 @@ const ELSEWHERE: &[Row] = &[
     ("README.md", "docker compose", ".ci/containers image"),
     ("README.md", "kubectl apply", "tests/kube/deploy/commands.rs"),
     ("docs/howto/dns.md", "kubectl apply", "tests/kube/book.rs"),
+    ("docs/howto/edge-clusters.md", "--pool mill", "tests/kube/site_api.rs"),
+    ("docs/howto/edge-clusters.md", "kubectl --server", "tests/kube/site_api.rs"),
     ("docs/howto/egress-selector.md", "egress-config", "tests/kube/book.rs"),
     ("docs/howto/kubernetes-tokens.md", "kubectl apply", "tests/kube/book.rs"),
     ("docs/howto/install.md", "packaging/build arm64", "packaging/test-cross"),

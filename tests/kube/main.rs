@@ -25,6 +25,7 @@ mod ports;
 mod reviews;
 mod rows;
 mod scrapes;
+mod site_api;
 mod smoke;
 mod stands;
 mod state;
@@ -95,6 +96,7 @@ fn groups() -> [Vec<Trial>; 5] {
         .chain(nodes::trials())
         .chain(state::trials())
         .chain(reviews::trials())
+        .chain(site_api::trials())
         .chain(hosts::trials())
         .chain(deploy::trials())
         .chain(egress::trials())
