@@ -41,7 +41,7 @@ use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
     RejectCode, StreamError, StreamKind, StreamReceiver, Target,
     body::{PumpError, pump},
-    edge_side::StreamRequest,
+    edge_side::{StreamRequest, StreamResponder},
     error::Rejected,
     eviction::Eviction,
     request_target::{OverflowBuffer, TargetOverflow},
@@ -57,6 +57,9 @@ use std::{future::pending, net::SocketAddr, pin::pin, sync::Arc};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 use upstream::{RequestError, Upstream};
+
+/// Content of a stream: its body, the number of its first bytes that are the rest of the target, and the client of a TCP session.
+type Content = (StreamReceiver, usize, Option<SocketAddr>);
 
 /// Server of the streams of all tunnels.
 pub(crate) struct Proxy {
@@ -128,6 +131,7 @@ impl Proxy {
             target_overflow_len,
             body,
             mut responder,
+            source,
             ..
         } = request;
         let (informational, connected) = (InformationalQueue::default(), Connected::default());
@@ -136,7 +140,7 @@ impl Proxy {
         let stream_key = (app.clone().ok(), &target, &kind);
         let mut revocation = pin!(self.wait_for_revocation(stream_key, &connected, current_proxy));
         let response = {
-            let content = (body, target_overflow_len);
+            let content = (body, target_overflow_len, source);
             let progress = (&informational, &connected);
             let mut exchange = pin!(self.request_upstream(app, &kind, (head, content), progress));
             loop {
@@ -160,9 +164,8 @@ impl Proxy {
         match response {
             Err(RequestError::Client) => stream_guard.set_outcome(StreamOutcome::ClientClosed),
             Err(RequestError::Refused(rejection)) => {
-                debug!(%target, reason = rejection.code.as_str(), detail = %rejection.detail, "stream refused");
                 stream_guard.set_outcome(StreamOutcome::Refused(rejection.code));
-                responder.reject(&rejection);
+                refuse(responder, &target, &rejection);
             }
             Ok(UpstreamResponse { head, then: tail }) => {
                 let is_end = matches!(&tail, ResponseTail::Body(body) if body.is_end());
@@ -240,7 +243,7 @@ impl Proxy {
         &self,
         upstream: Result<Arc<Upstream>, Rejected>,
         kind: &StreamKind,
-        (mut head, (mut body, overflow_len)): (Request<()>, (StreamReceiver, usize)),
+        (mut head, (mut body, overflow_len, source)): (Request<()>, Content),
         (informational, connected): (&InformationalQueue, &Connected),
     ) -> Result<UpstreamResponse, RequestError> {
         if overflow_len > 0 {
@@ -266,7 +269,8 @@ impl Proxy {
                 .await
             }
             StreamKind::Tcp => {
-                relay::dial_upstream(&self.client.dialer, &upstream, body, connected).await
+                let dialer = &self.client.dialer;
+                relay::dial_upstream(dialer, &upstream, (body, source), connected).await
             }
         }
     }
@@ -298,6 +302,11 @@ impl Proxy {
     pub(crate) fn sweep(&self) {
         self.client.pool.evict_expired();
     }
+}
+
+fn refuse(responder: StreamResponder, target: &Target, rejection: &Rejected) {
+    debug!(%target, reason = rejection.code.as_str(), detail = %rejection.detail, "stream refused");
+    responder.reject(rejection);
 }
 
 fn pump_outcome<E: std::fmt::Display>(error: &PumpError<E>) -> StreamOutcome {

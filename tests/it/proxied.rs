@@ -2,9 +2,11 @@
 
 use crate::world::{
     PATIENCE, World,
-    app::{App, answer},
-    gateway::{anonymous, loopback},
+    app::{App, Script, answer},
+    client::read,
+    gateway::{anonymous, fixed, loopback},
 };
+use causeway_edge::config::Protocol;
 use causeway_gateway::config::{Listener, ListenerProtocol};
 use std::net::{Ipv4Addr, SocketAddr};
 use tokio::{
@@ -107,4 +109,29 @@ async fn only_a_trusted_proxys_header_gives_source_and_destination() {
     assert!(answer.ends_with("here"), "{answer}");
     let answer = exchange(web, ELSEWHERE, &with(client, [10, 0, 0, 11], 9100)).await;
     assert!(!answer.contains("here"), "{answer}");
+}
+
+#[tokio::test]
+async fn an_app_of_bytes_reads_the_client_in_a_proxy_header() {
+    let bytes = Listener {
+        anonymous: true,
+        ..fixed("bytes", ListenerProtocol::Tcp, "edge-1", 22)
+    };
+    let world = World::build().listener(bytes).start().await;
+    let app = App::tcp(Script::new().echo()).await;
+    let edge = world
+        .edge("edge-1")
+        .port_as(22, Protocol::Tcp, app.address());
+    let edge = edge.config(|config| config.ports.get_mut(&22).unwrap().proxy_protocol = true);
+    let _edge = edge.join().await;
+    let socket = TcpSocket::new_v4().unwrap();
+    let from = SocketAddr::from((Ipv4Addr::from(ELSEWHERE), 0));
+    socket.bind(from).unwrap();
+    let mut socket = socket.connect(world.listener("bytes")).await.unwrap();
+    socket.write_all(b"hello").await.unwrap();
+    let client = socket.local_addr().unwrap().port();
+    let mut expected = header(ELSEWHERE, [127, 0, 0, 1], app.port());
+    expected[24..26].copy_from_slice(&client.to_be_bytes());
+    expected.extend(b"hello");
+    assert_eq!(read(&mut socket, expected.len()).await, expected);
 }

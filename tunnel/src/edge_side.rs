@@ -21,6 +21,7 @@ use h2::ext::Protocol;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, header::CONTENT_LENGTH};
 use std::{
     future::poll_fn,
+    net::SocketAddr,
     sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
@@ -96,6 +97,8 @@ pub struct StreamRequest {
     pub body: StreamReceiver,
     /// Responder for the stream.
     pub responder: StreamResponder,
+    /// Address of the client of a TCP session, if the gateway states it.
+    pub source: Option<SocketAddr>,
     /// Fields of a request that another gateway forwards; empty in a request to an edge.
     pub forwarded: ForwardedFields,
 }
@@ -136,6 +139,17 @@ impl ForwardedFields {
             has_alternative: fields.remove(wire::ALTERNATIVE).is_some(),
         }
     }
+}
+
+/// States the address of the client to the edge that receives a CONNECT request.
+pub fn set_source(fields: &mut HeaderMap, source: SocketAddr) {
+    if let Ok(value) = HeaderValue::try_from(source.to_string()) {
+        fields.insert(wire::SOURCE, value);
+    }
+}
+
+fn take_source(fields: &mut HeaderMap) -> Option<SocketAddr> {
+    fields.remove(wire::SOURCE)?.to_str().ok()?.parse().ok()
 }
 
 /// Responder for a stream. Dropping it resets the stream.
@@ -249,6 +263,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
             let body = StreamReceiver::new(body, ByteCounter::new(guard));
             let mut head = Request::from_parts(head, ());
             let forwarded = ForwardedFields::take(head.headers_mut());
+            let source = take_source(head.headers_mut());
             if head.headers().contains_key(wire::CONTROL) {
                 if let Ok(send) = responder.send(Response::new(()), false) {
                     return Ok(IncomingStream::Control(Box::new(ControlStream::new(
@@ -266,6 +281,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
                         target_overflow_len,
                         body,
                         responder,
+                        source,
                         forwarded,
                     };
                     return Ok(IncomingStream::Stream(Box::new(stream_request)));

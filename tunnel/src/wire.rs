@@ -31,6 +31,8 @@ pub const METHOD: HeaderName = HeaderName::from_static("causeway-method");
 pub const CONTENT: HeaderName = HeaderName::from_static("causeway-content");
 /// Request: number of the stream's first bytes that are the rest of its target, see [`crate::request_target`].
 pub const TARGET_REST: HeaderName = HeaderName::from_static("causeway-target-rest");
+/// CONNECT request: address and port of the client, which the edge may pass to the upstream in a PROXY header.
+pub const SOURCE: HeaderName = HeaderName::from_static("causeway-source");
 /// Request: marks the control stream of a tunnel.
 pub const CONTROL: HeaderName = HeaderName::from_static("causeway-control");
 /// Request that a gateway forwards to another one: the node whose edge has to receive it.

@@ -149,6 +149,8 @@ pub struct Port {
     pub key: Option<PathBuf>,
     /// Whether the edge verifies the upstream's certificate (`https`). `false` accepts any certificate.
     pub verify: bool,
+    /// Begins each TCP session with a PROXY v2 header, which contains the client's address (`tcp`).
+    pub proxy_protocol: bool,
     /// Health check of the upstream; none if absent. Write `{}` for the defaults.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub health_check: Option<HealthCheck>,
@@ -165,6 +167,7 @@ impl Default for Port {
             key: None,
             // Skipping verification must be explicit.
             verify: true,
+            proxy_protocol: false,
             health_check: None,
         }
     }

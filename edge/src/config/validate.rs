@@ -205,6 +205,13 @@ struct PortValidator<'a> {
 impl PortValidator<'_> {
     fn run(mut self, number: u16, allow: &Allow) {
         self.target(number, allow);
+        if self.port.proxy_protocol && self.port.scheme != Protocol::Tcp {
+            let message = format!(
+                "needs scheme: tcp; apps with the scheme {} read the client's address in forwarding headers",
+                self.port.scheme.as_str()
+            );
+            self.add("proxy_protocol", message);
+        }
         if let Some(check) = &self.port.health_check {
             self.health_check(check);
         }
@@ -416,6 +423,18 @@ mod tests {
         let ports = (1..=33).map(|port| (port.to_string(), json!({ "health_check": {} })));
         let ports: Value = ports.collect::<serde_json::Map<_, _>>().into();
         one_fault(json!({ "ports": ports }), "ports", "at most 32");
+    }
+
+    #[test]
+    fn a_proxy_header_is_for_ports_of_bytes_only() {
+        let port = |scheme: &str| {
+            let port = json!({ "scheme": scheme, "proxy_protocol": true });
+            json!({ "ports": { "22": port } })
+        };
+        assert_eq!(faults(port("tcp")), Vec::<String>::new());
+        for scheme in ["http", "h2c"] {
+            one_fault(port(scheme), "ports.22.proxy_protocol", "scheme: tcp");
+        }
     }
 
     #[test]

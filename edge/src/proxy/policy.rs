@@ -59,6 +59,7 @@ impl Policy {
                 target,
                 fallback_addresses: Vec::new(),
                 scheme: port.scheme,
+                proxy_protocol: port.proxy_protocol,
                 health_check: port.health_check.clone(),
             };
             ports.insert(*number, Arc::new(upstream));
@@ -95,6 +96,7 @@ impl Policy {
             fallback_addresses: fallback_addresses.clone(),
             scheme,
             tls: None,
+            proxy_protocol: false,
             health_check: None,
         };
         let announced = ports
@@ -221,6 +223,7 @@ impl Policy {
         let upstream = Upstream {
             id: UpstreamKey::Other(target.clone()),
             node: self.node.clone(),
+            proxy_protocol: false,
             health_check: None,
             target: target.clone(),
             fallback_addresses: Vec::new(),

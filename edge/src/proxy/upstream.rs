@@ -32,6 +32,8 @@ pub(crate) struct Upstream {
     pub(super) fallback_addresses: Vec<IpAddr>,
     pub(super) scheme: Protocol,
     pub(super) tls: Option<UpstreamTls>,
+    /// Whether TCP sessions begin with a PROXY header.
+    pub(super) proxy_protocol: bool,
     pub(super) health_check: Option<HealthCheck>,
 }
 

@@ -28,7 +28,7 @@ use causeway_rt::listener::RemoteAddr;
 use causeway_tunnel::{
     StreamError, StreamKind, Target, Tunnel,
     body::{PumpError, pump},
-    edge_side::{ForwardedFields, StreamRequest, StreamResponder},
+    edge_side::{self, ForwardedFields, StreamRequest, StreamResponder},
     eviction::Eviction,
     gateway_side::{OpenStream, StreamResponse},
     wire,
@@ -307,12 +307,16 @@ async fn serve_unless_evicted(shared: &ProxyState, request: StreamRequest) {
     let StreamRequest {
         kind,
         target,
-        head,
+        mut head,
         target_overflow_len,
         body,
         mut responder,
+        source,
         forwarded,
     } = request;
+    if let Some(source) = source {
+        edge_side::set_source(head.headers_mut(), source);
+    }
     let framing = (target_overflow_len, body.is_end_stream());
     let opened = {
         let mut opening = pin!(open_own_stream(

@@ -17,8 +17,8 @@ use crate::{
         upload_budget::{BufferedBody, track_buffered},
     },
 };
-use causeway_rt::socket::ResetOnClose;
-use causeway_tunnel::{StreamKind, StreamReceiver, StreamSender, copy};
+use causeway_rt::{listener::RemoteAddr, socket::ResetOnClose};
+use causeway_tunnel::{StreamKind, StreamReceiver, StreamSender, copy, edge_side};
 use http::{Request, Response, StatusCode, Version};
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
@@ -53,8 +53,12 @@ pub(super) async fn open_tcp_stream(
     ctx: StreamContext<'_>,
 ) -> Result<(StreamSender, StreamReceiver), Error> {
     let connect_timeout = ctx.proxy.shared.timeouts.connect;
+    let mut head = Request::new(());
+    if let RemoteAddr::Tcp(source) = ctx.connection.peer {
+        edge_side::set_source(head.headers_mut(), source);
+    }
     let connecting = async {
-        let opened = peer::open_stream(ctx, Request::new(()), &StreamKind::Tcp, false).await?;
+        let opened = peer::open_stream(ctx, head, &StreamKind::Tcp, false).await?;
         let answer = opened.response.await;
         let answer = answer.map_err(|error| forward::stream_error(ctx, &error))?;
         Ok((opened.send, answer))
