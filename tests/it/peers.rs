@@ -9,16 +9,24 @@ use crate::world::{
     until,
 };
 use serde_json::Value;
-use std::{fs, net::Ipv4Addr};
+use std::{
+    fs,
+    net::Ipv4Addr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+};
 use tokio::{io::AsyncWriteExt, net::TcpStream};
 use tokio_util::sync::CancellationToken;
 
 const URL: &str = "http://edge-1:9100/";
 
-/// Listeners for requests to any node, and for sessions with one node.
+/// Listeners for requests to any node, for sessions with one node, and for sessions with any node of the pool.
 const LISTENERS: &str = "listeners:
   - { name: web, protocol: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }
   - { name: raw, protocol: tcp, listen: \"127.0.0.1:0\", node: edge-1, port: 9100, anonymous: true }
+  - { name: set, protocol: tcp, listen: \"127.0.0.1:0\", pool: north, port: 9100, anonymous: true }
 timeouts: { reconnect: 2s }
 ";
 
@@ -112,11 +120,34 @@ impl Fleet {
         edge
     }
 
-    /// Returns the address of the listener for sessions.
+    /// Returns the address of the listener for sessions with one node.
     fn raw(&self, number: usize) -> String {
-        let log = self.sites[number].gateway.written().stderr;
-        let is_raw = |line: &&str| line.contains("listener open") && line.contains("\"raw\"");
-        address_after(log.lines().find(is_raw).unwrap(), "address=")
+        self.listener(number, "raw")
+    }
+
+    fn listener(&self, number: usize, name: &str) -> String {
+        let (log, name) = (
+            self.sites[number].gateway.written().stderr,
+            format!("\"{name}\""),
+        );
+        let is_named = |line: &&str| line.contains("listener open") && line.contains(&name);
+        address_after(log.lines().find(is_named).unwrap(), "address=")
+    }
+
+    /// Returns the response of the node that the listener for the pool selects; empty if it selects none.
+    async fn answer_of_set(&self, number: usize) -> String {
+        let address = self.listener(number, "set");
+        let Ok(mut session) = TcpStream::connect(address).await else {
+            return String::new();
+        };
+        // A session that cannot begin is reset, at any of these steps.
+        let _ = session
+            .write_all(b"GET / HTTP/1.1\r\nHost: any\r\n\r\n")
+            .await;
+        let _ = session.shutdown().await;
+        let answer = read_to_end(&mut session).await.unwrap_or_default();
+        let answer = String::from_utf8(answer).unwrap();
+        answer.split("\r\n\r\n").nth(1).unwrap_or("").to_owned()
     }
 
     async fn until_state(&self, number: usize, node: &str, state: &str) {
@@ -206,6 +237,58 @@ async fn each_kind_of_stream_reaches_a_node_of_another_gateway() {
         "{}",
         gone.text()
     );
+}
+
+#[tokio::test]
+async fn a_set_of_nodes_spans_gateways_which_tell_each_other_the_health() {
+    let is_healthy = Arc::new(AtomicBool::new(true));
+    let state = is_healthy.clone();
+    let far = App::http(move |head| match head.path().as_str() {
+        "/healthz" if !state.load(Relaxed) => answer::status("503 No", [], ""),
+        _ => answer::ok("far"),
+    });
+    let (near, far) = (App::saying("near").await, far.await);
+    let fleet = Fleet::start(2, &["edge-1", "edge-2"], &near, "").await;
+    let near_edge = fleet.edge("edge-1", 1, &near).await;
+    let check = ", health_check: { path: /healthz, interval: 100ms, unhealthy_threshold: 1 }";
+    let flags = ["--tunnels-gateways", "every"];
+    let _far = fleet.edge_with(&flags, "edge-2", &[0], (&far, check)).await;
+    let entry = &fleet.sites[1];
+    until(
+        "the entry has a tunnel, and knows a healthy node elsewhere",
+        async || {
+            let far = entry.node("edge-2").await;
+            let is_far = far["state"] == "connected" && far["unhealthy_ports"].is_null();
+            entry.node("edge-1").await["tunnels"] == 1 && is_far
+        },
+    )
+    .await;
+    for _ in 0..4 {
+        assert_eq!(fleet.answer_of_set(1).await, "near");
+    }
+    near_edge.kill().await;
+    fleet.until_state(1, "edge-1", "away").await;
+    for _ in 0..2 {
+        assert_eq!(fleet.answer_of_set(1).await, "far");
+    }
+    is_healthy.store(false, Relaxed);
+    until(
+        "the entry knows that the other node is not healthy",
+        async || entry.node("edge-2").await["unhealthy_ports"] == serde_json::json!([9100]),
+    )
+    .await;
+    assert_eq!(fleet.answer_of_set(1).await, "");
+    let shown = status(entry).await.stdout;
+    assert!(
+        shown.contains("the health check fails at edge-2, port 9100"),
+        "{shown}"
+    );
+    is_healthy.store(true, Relaxed);
+    until("the other node is healthy again", async || {
+        entry.node("edge-2").await["unhealthy_ports"].is_null()
+    })
+    .await;
+    assert_eq!(fleet.answer_of_set(1).await, "far");
 }
 
 #[tokio::test]
