@@ -321,7 +321,7 @@ pub struct Backoff {
     /// Maximum delay if the network does not respond.
     #[serde(with = "DurationStr")]
     pub silent_max: Duration,
-    /// Maximum delay if the gateway refused the edge, or with `every` if the gateway does not respond although another one does. Also for requests to the cluster's API (`kubernetes`).
+    /// Maximum delay if the gateway refused the edge, or with `every` if the gateway does not respond although another one does. It is also the maximum delay between requests to the cluster's API (`kubernetes`), whether it refuses or does not answer.
     #[serde(with = "DurationStr")]
     pub refused_max: Duration,
 }

@@ -228,7 +228,14 @@ impl<'a> CsrBacklog<'a> {
 
     /// Begins to process the next request. Returns a future of the request and its outcome.
     fn begin_next(&mut self) -> Option<InProgress<'a>> {
-        let request = self.queue.pop(&self.busy)?;
+        let request = loop {
+            let request = self.queue.pop(&self.busy)?;
+            if !self.queue.is_outdated(&request) {
+                break request;
+            }
+            let why = "a request of the same node that the API server has created later was signed; delete this one";
+            self.leave_pending(&request, why.to_owned());
+        };
         self.busy.extend(request.node().cloned());
         let controller = self.controller;
         let process = async move {

@@ -250,10 +250,10 @@ async fn edges_move_to_a_gateway_that_starts_later_without_request_loss() {
     let (one, two) = (&all.sites[0], &all.sites[1]);
     let shared = Load::default();
     let acting = async {
-        // Each of the others has more than the average, and moves one edge at least.
-        until("the third gateway has edges", async || {
+        // Both others have more than the average. Perhaps all edges discovered the same one of them.
+        until("the third gateway has an edge", async || {
             let metrics = all.sites[2].metrics().await;
-            metrics.sum("tunnels", &[]) >= 2
+            metrics.sum("tunnels", &[]) >= 1
         })
         .await;
         shared.enough.store(true, Relaxed);

@@ -40,6 +40,10 @@ pub struct GatewayHello {
     /// Number of gateways, if it is known. One address may lead to several gateways.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
+    /// Whether this gateway has no fewer edges than the others. An edge that searches for a replacement of another gateway
+    /// ([`GatewayMessage::Rebalance`]) leaves it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub crowded: bool,
 }
 
 /// First message of the edge, which describes the edge.

@@ -17,13 +17,14 @@ use super::{
     dial::GatewayConnector,
     enrol::ProgressFn,
     enrol_client::{self, EnrolRequest, EnrolRequestError},
+    network_monitor::NetworkMonitor,
 };
 use crate::config::Config;
 use causeway_certs::{
     EdgeIdentity, GatewayRevocations, LeafCertificate, NodeName, PendingCsr, PrivateKey, Requested,
     SignerProfile, Store, StoreError, verify::csr_exchange_client,
 };
-use causeway_rt::backoff::Backoff;
+use causeway_rt::{backoff::Backoff, task::TaskGroup};
 use futures_util::future::BoxFuture;
 use rustls::pki_types::UnixTime;
 use std::{fmt::Display, time::Duration};
@@ -109,7 +110,7 @@ pub(crate) async fn join(
         let delay = error.delay(&mut backoff, rand::random());
         warn!(what = error.detail(), retry_in = ?delay, "not joined yet");
         on_progress(error.detail());
-        sleep(delay).await;
+        pause(&error, delay).await;
     }
 }
 
@@ -278,8 +279,18 @@ async fn wait_for_certificate(
             warn!(what = error.detail(), retry_in = ?delay, "not joined yet");
         }
         on_progress(error.detail());
-        sleep(delay).await;
+        pause(&error, delay).await;
     }
+}
+
+/// Waits for this time, or until the network of this machine has changed, if that may be the cause of the error.
+async fn pause(error: &ConnectError, delay: Duration) {
+    if !error.may_be_network_error() {
+        return sleep(delay).await;
+    }
+    let tasks = TaskGroup::default();
+    let mut changes = NetworkMonitor::start(&tasks);
+    changes.sleep_unless_changed(delay).await;
 }
 
 /// Returns the back-off for requests to the cluster. Delays grow also while it is silent: an API server that returns after an

@@ -262,6 +262,15 @@ impl Peer {
         &self.replaced
     }
 
+    /// Returns the number of nodes at the peer that have a tunnel that does not drain.
+    pub fn active_node_count(&self) -> usize {
+        let nodes = self.read_nodes();
+        let states = nodes.values().map(|held| held.state);
+        states
+            .filter(|state| *state == HeldState::Connected)
+            .count()
+    }
+
     /// Replaces the addresses at which clients reach the peer.
     pub fn set_addresses(&self, addresses: Vec<IpAddr>) {
         self.addresses.store(Arc::new(addresses));

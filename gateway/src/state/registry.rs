@@ -231,6 +231,8 @@ pub struct Registry {
     is_draining: Arc<AtomicBool>,
     /// Whether the drain time is over, and tunnels are closed together with their streams.
     drain_expired: Arc<AtomicBool>,
+    /// Whether this gateway has no fewer nodes than the average of the gateways.
+    is_crowded: Arc<AtomicBool>,
     /// Nodes that other gateways hold.
     directory: Directory,
     /// Sender of the nodes whose tunnels have changed.
@@ -297,9 +299,20 @@ impl Registry {
             drain_token: CancellationToken::new(),
             is_draining: Arc::default(),
             drain_expired: Arc::default(),
+            is_crowded: Arc::default(),
             directory: Directory::default(),
             changes: broadcast::Sender::new(MAX_KEPT_CHANGES),
         }
+    }
+
+    /// Sets whether this gateway has no fewer nodes than the average, so that it takes no edge of another gateway.
+    pub fn set_crowded(&self, is_crowded: bool) {
+        self.is_crowded.store(is_crowded, Relaxed);
+    }
+
+    /// Whether this gateway takes no edge of another gateway.
+    pub fn is_crowded(&self) -> bool {
+        self.is_crowded.load(Relaxed)
     }
 
     /// Returns the directory of the nodes that other gateways hold.

@@ -153,21 +153,23 @@ impl CsrQueue {
         self.pending.iter().any(|name| self.is_due(name, busy))
     }
 
-    /// Returns the next request that is due and still exists. Requests of nodes that are `busy` stay in their order. Requests that are
-    /// older than a signed one of the same node are left out.
+    /// Returns the next request that is due and still exists. Requests of nodes that are `busy` stay in their order.
     pub(super) fn pop(&mut self, busy: &BTreeSet<NodeName>) -> Option<Arc<Csr>> {
         loop {
             let due = self.pending.iter().position(|name| self.is_due(name, busy));
             let entry = self.entries.get_mut(&self.pending.remove(due?)?);
             let Some(entry) = entry else { continue };
             entry.is_queued = false;
-            let request = &entry.request;
-            let last_signed = self.last_signed.get(&request.requester);
-            let is_outdated = last_signed.is_some_and(|last| request.requested_at < *last);
-            if !entry.is_signed && !is_outdated {
-                return Some(request.clone());
+            if !entry.is_signed {
+                return Some(entry.request.clone());
             }
         }
+    }
+
+    /// Whether a newer request of the same node is signed.
+    pub(super) fn is_outdated(&self, request: &Csr) -> bool {
+        let last_signed = self.last_signed.get(&request.requester);
+        last_signed.is_some_and(|last| request.requested_at < *last)
     }
 
     fn is_due(&self, name: &str, busy: &BTreeSet<NodeName>) -> bool {
@@ -318,8 +320,9 @@ mod tests {
             request
         };
         let pop_all = |requests: &mut CsrQueue| {
-            let pop = || requests.pop(&BTreeSet::new()).map(|one| one.name.clone());
-            std::iter::from_fn(pop).collect::<Vec<_>>()
+            let all: Vec<_> = std::iter::from_fn(|| requests.pop(&BTreeSet::new())).collect();
+            let in_order = all.iter().filter(|one| !requests.is_outdated(one));
+            in_order.map(|one| one.name.clone()).collect::<Vec<_>>()
         };
         let mut requests = CsrQueue::default();
         for (name, node, seconds) in [

@@ -108,6 +108,8 @@ pub(super) struct GatewayCount {
     /// Number of gateways that the edge searches: `total`, or the configured number if that is lower. If all connected gateways
     /// drain, at least one, because another one may be behind an address that the edge knows.
     pub(super) wanted: Option<u32>,
+    /// Whether the edge has enough gateways, so that a search is for a replacement of a crowded one.
+    pub(super) replaces_only: bool,
     /// Number of gateways with tunnels, draining or not.
     with_tunnels: u32,
     /// Number of times that a useful gateway began to drain or was lost.
@@ -136,6 +138,9 @@ impl GatewayCount {
         let total = total.map(|of| of.min(MAX_GATEWAYS_PER_EDGE));
         let to_u32 = |many: usize| u32::try_from(many).unwrap_or(u32::MAX);
         let searches = |owner: &&GatewayOwner| {
+            if owner.is_draining() {
+                return false;
+            }
             let running = table.groups.get(&owner.group);
             let until = running.and_then(|group| group.crowded_until);
             until.is_some_and(|until| Instant::now() < until)
@@ -148,6 +153,7 @@ impl GatewayCount {
             wanted: total
                 .map(|of| of.min(max_gateways.saturating_add(to_replace)))
                 .max(all_drain.then_some(1)),
+            replaces_only: total.is_some_and(|of| to_u32(reached) >= of.min(max_gateways)),
             with_tunnels: to_u32(table.owners.len()),
             lost_count: table.lost_count,
         }
@@ -528,8 +534,13 @@ mod tests {
             lease.set_replicas(Some(3));
             lease
         };
-        let (a, b) = (connect(0), connect(1));
-        assert!(!reached.count().has_missing());
+        let a = connect(0);
+        assert!(
+            !reached.count().replaces_only,
+            "a crowded gateway is better than none"
+        );
+        let b = connect(1);
+        assert!(!reached.count().has_missing() && reached.count().replaces_only);
         a.mark_crowded();
         assert!(
             !reached.count().has_missing(),
@@ -540,6 +551,7 @@ mod tests {
         tokio::time::advance(REPLACEMENT_SEARCH).await;
         assert!(!reached.count().has_missing(), "no other gateway was found");
         b.mark_crowded();
+        assert!(reached.count().has_missing());
         let _c = connect(2);
         assert!(!reached.count().has_missing());
         for (_, leave) in reached.discovered_gateways().iter().skip(1) {

@@ -84,7 +84,8 @@ pub(crate) struct TunnelContext {
 /// Reason why there is no tunnel.
 pub(super) enum TunnelUnavailable {
     ConnectFailed(ConnectError),
-    /// The gateway with this instance name already has tunnels, or is not the gateway whose tunnel this one replaces.
+    /// The gateway with this instance name already has tunnels, is not the gateway whose tunnel this one replaces, or is crowded while
+    /// the edge searches a gateway in place of another crowded one.
     AlreadyConnected(String),
 }
 

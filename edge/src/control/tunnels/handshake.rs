@@ -146,7 +146,8 @@ impl TunnelHandshake {
             other => return Err(unexpected_message(&other).into()),
         };
         check_hello(&hello, context)?;
-        let lease = claim_gateway(context, &hello, (group, slot > 0 || only_held))?;
+        let only_held = slot > 0 || only_held;
+        let lease = claim_gateway(context, &hello, (group, is_discovered), only_held)?;
         info!(
             gateway = hello.gateway,
             version = hello.version,
@@ -162,7 +163,7 @@ impl TunnelHandshake {
             unhealthy,
             // This session must not end the streams of the earlier session of this slot.
             takes_over: context.newest_sessions.is_open(instance_of(&hello), slot),
-            movable: is_discovered,
+            movable: is_discovered && context.config.tunnels.gateways.count().is_some(),
             ..build_hello(context, slot, &hello.gateways)
         }));
         self.drive(control_stream.send(&welcome)).await?;
@@ -206,19 +207,23 @@ fn instance_of(hello: &GatewayHello) -> &str {
     hello.instance.as_ref().unwrap_or(&hello.gateway)
 }
 
-/// Takes a lease of the gateway, if the edge connects to several gateways.
+/// Takes a lease of the gateway, if the edge connects to several gateways. A crowded gateway is of no use in place of another one.
 fn claim_gateway(
     context: &TunnelContext,
     hello: &GatewayHello,
-    (group, only_held): (TunnelGroup, bool),
+    (group, is_discovered): (TunnelGroup, bool),
+    only_held: bool,
 ) -> Result<Option<GatewayLease>, TunnelUnavailable> {
     if context.config.tunnels.gateways == TunnelMode::One {
         return Ok(None);
     }
-    let Some(lease) = context
-        .connected_gateways
-        .claim(instance_of(hello), group, only_held)
-    else {
+    let connected_gateways = &context.connected_gateways;
+    let is_useless =
+        hello.crowded && is_discovered && !only_held && connected_gateways.count().replaces_only;
+    let lease = (!is_useless)
+        .then(|| connected_gateways.claim(instance_of(hello), group, only_held))
+        .flatten();
+    let Some(lease) = lease else {
         return Err(TunnelUnavailable::AlreadyConnected(
             instance_of(hello).to_owned(),
         ));

@@ -154,6 +154,7 @@ async fn greet(tunnel: Tunnel, says: Says) -> Option<Registered> {
         node: "edge-1".into(),
         gateways: says.gateways,
         replicas: says.replicas,
+        crowded: false,
     };
     control.send(&GatewayMessage::Hello(hello)).await.ok()?;
     let EdgeMessage::Welcome(welcome) = control.receive().await.ok()? else {

@@ -242,6 +242,7 @@ impl TunnelListener {
             node: node.to_owned(),
             gateways: advertised.gateways,
             replicas: advertised.replicas,
+            crowded: self.registry.is_crowded(),
         };
         control.send(&GatewayMessage::Hello(hello)).await?;
         let received = control.receive().await.and_then(|line| match line {

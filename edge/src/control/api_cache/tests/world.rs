@@ -340,6 +340,7 @@ impl TestListener {
             node,
             gateways: Vec::new(),
             replicas: None,
+            crowded: false,
         };
         control.send(&GatewayMessage::Hello(hello)).await.ok()?;
         let EdgeMessage::Welcome(welcome) = control.receive().await.ok()? else {
