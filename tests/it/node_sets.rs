@@ -156,6 +156,10 @@ async fn an_https_connection_keeps_its_member_until_that_leaves() {
     assert_eq!((&*answer.text(), &*node), ("edge-2", "edge-2"), "the Host");
     let (answer, _) = get(&world, &client, "https://other:9100/").await;
     assert_problem(&answer, 421, "misdirected", "names other, which is not one");
+    let named = world.client_at("web").sni("other");
+    let (answer, _) = get(&world, &named, "https://other:9100/").await;
+    let words = "the connection is for other, which is not one";
+    assert_problem(&answer, 421, "misdirected", words);
     for index in 0..NODES.len() {
         site.kill(&world, index).await;
     }

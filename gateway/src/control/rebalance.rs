@@ -38,6 +38,8 @@ const BATCH_TIME: Duration = Duration::from_mins(3);
 /// First pause after a batch that has not left, which doubles with each further one.
 const FIRST_PAUSE: Duration = Duration::from_mins(10);
 const MAX_PAUSE: Duration = Duration::from_hours(6);
+/// Maximum number of processes of peers that are remembered.
+const MAX_KNOWN_PEERS: usize = 1024;
 /// Divisor of the average for the surplus that is accepted.
 const TOLERANCE: usize = 20;
 
@@ -50,8 +52,8 @@ pub struct Rebalancer {
     /// Nodes whose edges have received the request, and the time.
     requested: HashMap<NodeName, Instant>,
     pace: Pace,
-    /// Instances of the peers at the last check.
-    peers: Vec<String>,
+    /// Instances of the peers so far.
+    peers: HashSet<String>,
 }
 
 /// Nodes of this gateway at one moment.
@@ -70,7 +72,7 @@ impl Rebalancer {
             registry,
             requested: HashMap::new(),
             pace: Pace::default(),
-            peers: Vec::new(),
+            peers: HashSet::new(),
         }
     }
 
@@ -94,12 +96,14 @@ impl Rebalancer {
             |peer: &&Arc<Peer>| peer.is_synchronized() && !peer.is_suspect() && !peer.is_draining();
         let peers: Vec<_> = peers.iter().filter(is_comparable).collect();
         let others: Vec<usize> = peers.iter().map(|peer| peer.active_node_count()).collect();
-        let mut instances: Vec<_> = peers.iter().map(|peer| peer.instance.clone()).collect();
-        instances.sort_unstable();
-        if instances != self.peers {
+        let instances: HashSet<_> = peers.iter().map(|peer| peer.instance.clone()).collect();
+        if !instances.is_subset(&self.peers) {
             // Another gateway may be within reach.
             self.pace = Pace::default();
-            self.peers = instances;
+            if self.peers.len() > MAX_KNOWN_PEERS {
+                self.peers.clear();
+            }
+            self.peers.extend(instances);
         }
         let tally = self.tally();
         let surplus = Surplus::new(tally.active.len(), &others);
@@ -201,6 +205,13 @@ impl Pace {
     /// Returns the maximum number of edges that receive the request now. Half of the surplus moves at once, because the last of it is
     /// within the tolerance.
     fn next_batch(&mut self, surplus: usize, active: &HashSet<NodeName>) -> usize {
+        if self
+            .paused_until
+            .is_some_and(|until| Instant::now() < until)
+        {
+            return 0;
+        }
+        let has_paused = self.paused_until.take().is_some();
         if let Some((nodes, began)) = &self.batch {
             let left = nodes.iter().filter(|node| !active.contains(*node)).count();
             if left * 2 > nodes.len() {
@@ -208,20 +219,16 @@ impl Pace {
                 self.failures = 0;
             } else if began.elapsed() < BATCH_TIME {
                 return 0;
-            } else {
+            } else if !has_paused {
                 let pause = FIRST_PAUSE * 2_u32.pow(self.failures.min(6));
                 self.failures += 1;
                 self.size = FIRST_BATCH;
                 self.paused_until = Some(Instant::now() + pause.min(MAX_PAUSE));
                 debug!(?pause, "edges found no other gateway");
+                // Edges with a long `tunnels.resolve_after` may leave meanwhile.
+                return 0;
             }
             self.batch = None;
-        }
-        if self
-            .paused_until
-            .is_some_and(|until| Instant::now() < until)
-        {
-            return 0;
         }
         self.size.min(surplus.div_ceil(2))
     }

@@ -27,7 +27,9 @@ use std::{pin::pin, sync::Arc};
 use tokio::time::Instant;
 
 /// Maximum number of members for whose tunnels a stream waits if none is connected.
-const MAX_AWAITED: usize = 32;
+const MAX_AWAITED: usize = 8;
+/// Maximum number of repetitions of a request.
+const MAX_REPETITIONS: usize = 3;
 
 impl Proxy {
     /// Returns the member with which a new connection begins, if the listener serves a set of nodes and one is available.
@@ -38,6 +40,7 @@ impl Proxy {
                 &self.shared.nodes,
                 &self.shared.registry,
                 self.listener.port,
+                |_| true,
             );
             candidates.into_iter().next()
         })?
@@ -65,11 +68,16 @@ impl Proxy {
         let Some(set) = &self.listener.node_set else {
             return route::find_route(input, nodes);
         };
-        if route::bound_node(input, nodes).is_some() {
-            return route::find_route(input, nodes);
-        }
         if let Some(reason) = set.pending_reason(nodes) {
             return Err(Reason::DependencyUnavailable.error(reason.to_string()));
+        }
+        if let Some(bound) = route::bound_node(input, nodes) {
+            if set.contains(&bound, nodes) {
+                return route::find_route(input, nodes);
+            }
+            return Err(Reason::Misdirected.error(format!(
+                "the connection is for {bound}, which is not one of the nodes of this listener"
+            )));
         }
         let member = match route::authority_node(input, nodes) {
             Some(named) if set.contains(&named, nodes) => named,
@@ -100,7 +108,7 @@ impl Proxy {
             return Some(NodeName::clone(member));
         }
         let best = set
-            .candidates(nodes, registry, self.listener.port)
+            .candidates(nodes, registry, self.listener.port, |_| true)
             .into_iter()
             .next();
         best.or_else(|| set.members(nodes).first().cloned())
@@ -144,15 +152,16 @@ impl Proxy {
         tried: &[NodeName],
     ) -> Result<Option<NodeName>, Error> {
         let (nodes, registry) = (&self.shared.nodes, &self.shared.registry);
-        let mut available = set.candidates(nodes, registry, self.listener.port);
-        available.retain(|name| !tried.contains(name));
-        if let Some(name) = available.iter().find(|name| self.may_reach(ask, name)) {
-            return Ok(Some(name.clone()));
+        let port = self.listener.port;
+        let is_left = |name: &NodeName| !tried.contains(name) && self.may_reach(ask, name);
+        let available = set.candidates(nodes, registry, port, is_left);
+        if let Some(name) = available.into_iter().next() {
+            return Ok(Some(name));
         }
         if !tried.is_empty() {
             return Err(self.unavailable(set));
         }
-        if !available.is_empty() {
+        if !set.candidates(nodes, registry, port, |_| true).is_empty() {
             return Ok(None);
         }
         let members = set.members(nodes);
@@ -244,25 +253,33 @@ impl Proxy {
                 Err(error) => return Err(last_error.unwrap_or(error)),
             };
             let route = member.as_ref().unwrap_or(routed);
-            let selected = self.admit(&ask, route, record).await?;
             let copy = copy_repeatable(&kind, &request);
-            let ctx = StreamContext {
-                proxy: self,
-                connection,
-                client,
-                route,
-                tunnel: &selected.tunnel,
-                peer: selected.peer.as_ref(),
-                id: selected.id,
-                record,
-                exchange,
-            };
-            let error = match ctx.open(kind.clone(), request).await {
-                Ok(response) => return Ok(response),
+            let error = match self.admit(&ask, route, record).await {
+                Ok(selected) => {
+                    let ctx = StreamContext {
+                        proxy: self,
+                        connection,
+                        client,
+                        route,
+                        tunnel: &selected.tunnel,
+                        peer: selected.peer.as_ref(),
+                        id: selected.id,
+                        record,
+                        exchange,
+                    };
+                    match ctx.open(kind.clone(), request).await {
+                        Ok(response) => return Ok(response),
+                        Err(error) => error,
+                    }
+                }
                 Err(error) => error,
             };
-            let may_repeat = record_failure(set, connection, (route, &error));
-            match copy.filter(|_| may_repeat && Instant::now() < deadline) {
+            // A lost tunnel is noticed late.
+            let has_time = Instant::now() < deadline || error.reason == Reason::TunnelLost;
+            // A request that has broken its server must not break the next one too.
+            let may_repeat = error.reason != Reason::TargetBroken
+                && record_failure(set, connection, (route, &error));
+            match copy.filter(|_| may_repeat && has_time && tried.len() < MAX_REPETITIONS) {
                 Some(copy) => request = copy,
                 None => return Err(error),
             }

@@ -27,6 +27,7 @@ use std::{
     pin::{Pin, pin},
     sync::Arc,
     task::{Context, Poll},
+    time::Duration,
 };
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tracing::debug_span;
@@ -41,20 +42,23 @@ pub async fn connect(
 ) -> Result<Response<ResponseBody>, Error> {
     let on_upgrade = hyper::upgrade::on(&mut request);
     let window = (request.version() == Version::HTTP_2).then_some(ctx.connection.window);
-    let halves = open_tcp_stream(ctx).await?;
+    let source = ctx.connection.peer;
+    let halves = open_tcp_stream(ctx, Some(source), ctx.proxy.shared.timeouts.connect).await?;
     ctx.record.session_started(StatusCode::OK);
     let client_speaks_first = ctx.proxy.listener.error_format == ErrorFormat::Kubernetes;
     spawn_relay(ctx, (on_upgrade, window), halves, client_speaks_first);
     Ok(Response::new(ResponseBody::empty()))
 }
 
-/// Opens a TCP stream to the target of the route, within a timeout.
+/// Opens a TCP stream to the target of the route, within a timeout. The target may learn the `source`, so a connection that several
+/// clients use has none.
 pub(super) async fn open_tcp_stream(
     ctx: StreamContext<'_>,
+    source: Option<RemoteAddr>,
+    connect_timeout: Duration,
 ) -> Result<(StreamSender, StreamReceiver), Error> {
-    let connect_timeout = ctx.proxy.shared.timeouts.connect;
     let mut head = Request::new(());
-    if let RemoteAddr::Tcp(source) = ctx.connection.peer {
+    if let Some(RemoteAddr::Tcp(source)) = source {
         edge_side::set_source(head.headers_mut(), source);
     }
     let connecting = async {

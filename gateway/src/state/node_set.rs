@@ -101,12 +101,13 @@ impl NodeSet {
     }
 
     /// Returns the available members for a stream to a port, the best first: those without a recent failure, then by
-    /// [`Registry::rank`].
+    /// [`Registry::rank`]. Only members for which `may_serve` returns true are compared.
     pub fn candidates(
         &self,
         nodes: &Nodes,
         registry: &Registry,
         port: Option<u16>,
+        may_serve: impl Fn(&NodeName) -> bool,
     ) -> Vec<NodeName> {
         let members = self.members(nodes);
         let start = self.searches.fetch_add(1, Relaxed) % members.len().max(1);
@@ -114,7 +115,7 @@ impl NodeSet {
         let failed = self.recent_failures();
         let available = first.iter().chain(last).filter_map(|name| {
             let rank = registry.rank(name, port)?;
-            if rank.is_unhealthy {
+            if rank.is_unhealthy || !may_serve(name) {
                 return None;
             }
             Some((failed.contains_key(name), rank, name))
@@ -220,7 +221,7 @@ mod tests {
         let all = names(&["edge-1", "edge-2", "edge-3", "away"]);
         let set = NodeSet::new(NodeSelector::Names(all.clone().into()));
         let nodes = Nodes::default();
-        let best = || set.candidates(&nodes, &world.registry, Some(80));
+        let best = || set.candidates(&nodes, &world.registry, Some(80), |_| true);
         assert_eq!(best(), []);
         let mut tunnels = Vec::new();
         for node in &all[..3] {
@@ -255,7 +256,7 @@ mod tests {
         let world = World::new();
         let set = NodeSet::new(NodeSelector::Names(names(&["edge-1", "edge-2"]).into()));
         let nodes = Nodes::default();
-        let best = |port| set.candidates(&nodes, &world.registry, Some(port));
+        let best = |port| set.candidates(&nodes, &world.registry, Some(port), |_| true);
         // The peer holds edge-1.
         let peer = world.peer("near", HeldState::Connected).await;
         world.register_node(&name("edge-2")).await;

@@ -432,11 +432,14 @@ impl Registry {
     pub fn mark_leaving(&self, node: &NodeName, id: TunnelId) {
         let mut shard = self.shard(node);
         let tunnels = shard.get_mut(node).map(|entry| &mut entry.tunnels);
-        if let Some(edge) = tunnels.into_iter().flatten().find(|edge| edge.id == id) {
-            edge.is_leaving = true;
-        }
+        let mut tunnels = tunnels.into_iter().flatten();
+        let is_new = tunnels
+            .find(|edge| edge.id == id)
+            .is_some_and(|edge| !std::mem::replace(&mut edge.is_leaving, true));
         drop(shard);
-        self.notify_change(node);
+        if is_new {
+            self.notify_change(node);
+        }
     }
 
     /// Removes a tunnel, if it is registered. Returns whether it was.

@@ -14,7 +14,7 @@ use crate::{
 use causeway_rt::socket::ResetOnClose as _;
 use causeway_tunnel::{StreamReceiver, StreamSender, copy, informational::ExchangeId};
 use http::{Method, StatusCode};
-use std::{pin::pin, sync::Arc};
+use std::{pin::pin, sync::Arc, time::Duration};
 use tokio::time::Instant;
 
 /// Relays one connection. A session that cannot begin ends with a reset, because TCP has no error messages.
@@ -71,7 +71,8 @@ async fn open_session(
     };
     record.record_granted_access(GrantedAccess::session());
     let Some(set) = proxy.open_node_set(&route_input) else {
-        return open_stream(proxy, connection, (&ask, &routed), record).await;
+        let timeout = proxy.shared.timeouts.connect;
+        return open_stream(proxy, connection, (&ask, &routed), record, timeout).await;
     };
     let deadline = Instant::now() + proxy.shared.timeouts.connect;
     let (mut tried, mut last_error) = (Vec::new(), None);
@@ -81,7 +82,9 @@ async fn open_session(
             Err(error) => return Err(last_error.unwrap_or(error)),
         };
         let route = member.as_ref().unwrap_or(&routed);
-        let opening = open_stream(proxy, connection, (&ask, route), record);
+        // Time is left for other members.
+        let timeout = deadline.saturating_duration_since(Instant::now()) / 2;
+        let opening = open_stream(proxy, connection, (&ask, route), record, timeout);
         let error = match Box::pin(opening).await {
             Ok(opened) => return Ok(opened),
             Err(error) => error,
@@ -103,9 +106,10 @@ async fn open_stream(
     connection: &Arc<ClientConnection>,
     (ask, route): (&AuthzRequest<'_>, &Route),
     record: &Arc<AccessRecord>,
+    timeout: Duration,
 ) -> Result<(StreamSender, StreamReceiver), Error> {
     let selected = proxy.admit(ask, route, record).await?;
-    relay::open_tcp_stream(StreamContext {
+    let ctx = StreamContext {
         proxy,
         connection,
         client: ask.client,
@@ -115,6 +119,6 @@ async fn open_stream(
         id: selected.id,
         record,
         exchange: ExchangeId::None,
-    })
-    .await
+    };
+    relay::open_tcp_stream(ctx, Some(connection.peer), timeout).await
 }

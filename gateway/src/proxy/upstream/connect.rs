@@ -61,7 +61,7 @@ impl UpstreamConnection {
     ) -> Result<Self, Error> {
         let shared = &ctx.proxy.shared;
         let deadline = Instant::now() + shared.timeouts.connect;
-        let (sender, receiver) = relay::open_tcp_stream(ctx).await?;
+        let (sender, receiver) = relay::open_tcp_stream(ctx, None, shared.timeouts.connect).await?;
         let name = tls::server_name(&ctx.route.node).ok_or_else(|| {
             error::broken_upstream(ctx.route, "cannot be requested by this node's name")
         })?;
