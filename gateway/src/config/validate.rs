@@ -314,6 +314,8 @@ impl ListenerValidator<'_> {
                     first,
                     "the clients of a connect listener name the node; remove this key",
                 );
+            } else if *first != "node" {
+                self.check_set_destination(first);
             }
         }
         if let Some(nodes) = &listener.nodes {
@@ -335,6 +337,19 @@ impl ListenerValidator<'_> {
             }
             Some(Err(why)) => self.add("node_selector", why),
             Some(Ok(_)) | None => {}
+        }
+    }
+
+    /// Checks that a listener for a set of nodes has one node port, whose health decides.
+    fn check_set_destination(&mut self, key: &str) {
+        if self.listener.original_destination {
+            self.add(
+                key,
+                "the original destination already names the node; remove one of the two",
+            );
+        }
+        if self.listener.protocol == ListenerProtocol::Http && self.listener.port.is_none() {
+            self.missing(format!("a listener with \"{key}\" needs \"port\""));
         }
     }
 

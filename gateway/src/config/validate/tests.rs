@@ -556,6 +556,13 @@ fn a_listener_says_once_which_nodes_it_serves() {
         let mut both = set.clone();
         both["node"] = json!("edge-1");
         one_fault(with("tcp", both), &path, "keep one of the two");
+        let mut original = set.clone();
+        original["original_destination"] = json!(true);
+        one_fault(with("tcp", original), &path, "remove one of the two");
+        let mut without_port = set.clone();
+        without_port["port"] = json!(null);
+        without_port["anonymous"] = json!(true);
+        one_fault(with("http", without_port), "listeners[0]", "needs \"port\"");
     }
     one_fault(with("tcp", json!({})), "listeners[0]", "node_selector");
     for (set, path, words) in [
