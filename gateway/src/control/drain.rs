@@ -8,7 +8,8 @@
 //!    because the next process is not running yet and could not bind the port.
 //! 4. The listeners close, and clients that have already connected are served. Then tunnels that are still open get no new
 //!    streams.
-//! 5. Open streams get the remaining time. Then all tunnels are closed.
+//! 5. Open streams, and requests that wait for an edge which connects to another gateway, get the remaining time. Then all tunnels
+//!    are closed.
 //!
 //! A client that is refused here can therefore reach the edge through another gateway, if there is one. If another process takes
 //! over (`successor`), the listeners close as soon as it accepts clients, and steps 2 and 3 are left out: the edges have already
@@ -196,7 +197,7 @@ pub async fn drain(
         for (_, edge) in idle {
             edge.tunnel.tunnel.close();
         }
-        busy.is_empty()
+        busy.is_empty() && !registry.has_waiting_requests()
     })
     .await;
     let remaining = registry.all();

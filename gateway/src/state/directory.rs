@@ -569,6 +569,13 @@ impl Directory {
         (by_state, peers.iter().map(|peer| peer.node_count()).sum())
     }
 
+    /// Whether any peer answers and does not drain, so that edges can connect to it.
+    pub fn has_active_peer(&self) -> bool {
+        let peers = self.peers.load();
+        let mut peers = peers.iter();
+        peers.any(|peer| !peer.is_suspect() && !peer.is_draining())
+    }
+
     /// Returns the longest time for which a peer has not answered a probe.
     pub fn lag(&self) -> Duration {
         let peers = self.peers.load();

@@ -229,12 +229,12 @@ pub struct Registry {
     next_id: Arc<AtomicU64>,
     started_at: Instant,
     wait_permits: Arc<Semaphore>,
-    /// Cancelled when the gateway drains: requests then no longer wait for tunnels.
+    /// Cancelled when the gateway drains.
     drain_token: CancellationToken,
     /// Copy of the token's state for requests, because reading the token takes a lock.
     is_draining: Arc<AtomicBool>,
-    /// Whether the drain time is over, and tunnels are closed together with their streams.
-    drain_expired: Arc<AtomicBool>,
+    /// Cancelled when the drain time is over, and tunnels are closed together with their streams.
+    drain_expired: CancellationToken,
     /// Whether this gateway has no fewer nodes than the average of the gateways.
     is_crowded: Arc<AtomicBool>,
     /// Nodes that other gateways hold.
@@ -274,7 +274,7 @@ impl Registry {
             wait_permits: Arc::new(Semaphore::new(MAX_WAITING_REQUESTS)),
             drain_token: CancellationToken::new(),
             is_draining: Arc::default(),
-            drain_expired: Arc::default(),
+            drain_expired: CancellationToken::new(),
             is_crowded: Arc::default(),
             directory: Directory::default(),
             changes: broadcast::Sender::new(MAX_KEPT_CHANGES),
@@ -509,7 +509,7 @@ impl Registry {
 
     /// Selects a tunnel like [`Registry::select_tunnel`]. If the node's last tunnel ended less than `wait_limit` ago, waits for a
     /// new tunnel until `wait_limit` is over. Any node is awaited for that time after the start of this gateway, because its edge
-    /// is probably dialling.
+    /// is probably dialling. A gateway that drains waits only for other gateways, which the edges can reach.
     ///
     /// # Errors
     /// The reason why no tunnel can be selected.
@@ -519,7 +519,7 @@ impl Registry {
         wait_limit: Duration,
     ) -> Result<SelectedTunnel, NodeUnavailable> {
         let unavailable = match self.select_tunnel(node) {
-            Err(away) if !self.drain_token.is_cancelled() => away,
+            Err(away) if !self.is_draining() || self.directory.has_active_peer() => away,
             picked => return picked,
         };
         let offline_for = match unavailable {
@@ -533,12 +533,23 @@ impl Registry {
         let Ok(_permit) = self.wait_permits.try_acquire() else {
             return Err(unavailable);
         };
-        let next_tunnel = self
-            .drain_token
-            .run_until_cancelled(self.wait_for_tunnel(node));
+        let next_tunnel = async {
+            tokio::select! {
+                picked = self.wait_for_tunnel(node) => Some(picked),
+                () = self.no_tunnel_can_arrive() => None,
+            }
+        };
         match timeout(remaining, next_tunnel).await {
             Ok(Some(picked)) => Ok(picked),
             _ => self.select_tunnel(node),
+        }
+    }
+
+    /// Waits until nodes can get no further tunnel: this gateway drains without any other gateway, or its drain time is over.
+    async fn no_tunnel_can_arrive(&self) {
+        self.drain_token.cancelled().await;
+        if self.directory.has_active_peer() {
+            self.drain_expired.cancelled().await;
         }
     }
 
@@ -565,7 +576,7 @@ impl Registry {
         self.wait_permits.available_permits() < MAX_WAITING_REQUESTS
     }
 
-    /// Ends all waits for a tunnel, because this gateway drains.
+    /// Records that this gateway drains. Requests wait for tunnels only if there are other gateways.
     pub fn start_drain(&self) {
         self.is_draining.store(true, Relaxed);
         self.drain_token.cancel();
@@ -581,14 +592,14 @@ impl Registry {
         self.is_draining.load(Relaxed)
     }
 
-    /// Records that the drain time is over, which is then the reason for the end of open streams.
+    /// Records that the drain time is over, which is then the reason for the end of open streams. No request waits any more.
     pub fn expire_drain(&self) {
-        self.drain_expired.store(true, Relaxed);
+        self.drain_expired.cancel();
     }
 
     /// Whether the drain time is over.
     pub fn is_drain_expired(&self) -> bool {
-        self.drain_expired.load(Relaxed)
+        self.drain_expired.is_cancelled()
     }
 
     /// Whether any tunnel of this node is registered.

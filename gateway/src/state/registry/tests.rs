@@ -292,6 +292,31 @@ async fn a_node_that_may_be_back_soon_is_waited_for() {
     assert!(matches!(away, Err(NodeUnavailable::LastSeen { .. })));
 }
 
+#[tokio::test]
+async fn a_gateway_that_drains_waits_for_other_gateways_until_its_time_is_over() {
+    let (world, name, long) = (World::new(), node(), Duration::from_hours(1));
+    let waits = || Box::pin(world.registry.select_tunnel_within(&name, long));
+    let peer = world.peer("other", HeldState::Connected).await;
+    peer.set_node(name.clone(), None);
+    let (mut before, mut to_the_end) = (waits(), waits());
+    assert!((&mut before).now_or_never().is_none());
+    world.registry.start_drain();
+    let mut during = waits();
+    assert!((&mut before).now_or_never().is_none());
+    assert!((&mut during).now_or_never().is_none());
+    peer.set_node(name.clone(), Some(HeldState::Connected));
+    world.registry.wake_waiting(&name);
+    for selected in [before.await, during.await] {
+        assert_eq!(selected.unwrap().peer.unwrap().instance, "other");
+    }
+    peer.set_node(name.clone(), None);
+    assert!((&mut to_the_end).now_or_never().is_none());
+    world.registry.expire_drain();
+    assert_eq!(to_the_end.await.unwrap_err(), NodeUnavailable::NeverSeen);
+    peer.mark_draining();
+    assert_eq!(waits().await.unwrap_err(), NodeUnavailable::NeverSeen);
+}
+
 /// The session of a tunnel takes a moment to notice the tunnel's end.
 #[tokio::test]
 async fn a_node_with_an_ended_tunnel_is_waited_for_until_unregistered() {
