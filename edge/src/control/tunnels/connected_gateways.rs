@@ -27,6 +27,8 @@ pub(super) const MIN_USEFUL_DURATION: Duration = Duration::from_secs(10);
 
 /// Time for which the edge searches another gateway in place of a crowded one. Perhaps no other gateway can be found.
 const REPLACEMENT_SEARCH: Duration = Duration::from_mins(2);
+/// Time for which addresses that lead to a gateway the edge has left, because it was crowded, are not dialled for it without need.
+const RETURN_DELAY: Duration = Duration::from_mins(10);
 
 #[derive(Debug, Default)]
 struct OwnersByInstance {
@@ -38,13 +40,33 @@ struct OwnersByInstance {
     lost_count: u64,
     /// Addresses at which no server answers.
     unreachable: BTreeSet<GatewayAddr>,
+    /// Gateways that the edge left because they had too many edges, and the times until which it does not return without need.
+    left_crowded: BTreeMap<String, Instant>,
 }
 
 impl OwnersByInstance {
+    /// Whether the edge has left this gateway, or is leaving it, because it had too many edges.
+    fn has_left_crowded(&self, instance: &str) -> bool {
+        let is_leaving = |group: &RunningGroup| {
+            group.leave.is_cancelled()
+                && matches!(&group.crowded, Some(crowded) if crowded.instance == instance)
+        };
+        let until = self.left_crowded.get(instance);
+        until.is_some_and(|until| Instant::now() < *until) || self.groups.values().any(is_leaving)
+    }
+
     /// Whether no gateway is connected that does not drain.
     fn has_only_draining(&self) -> bool {
         self.owners.values().all(GatewayOwner::is_draining)
     }
+}
+
+/// Gateway that has more edges than others.
+#[derive(Debug)]
+struct CrowdedGateway {
+    instance: String,
+    /// End of the search for a gateway in its place.
+    until: Instant,
 }
 
 /// Table of the connected gateways. Cheap to clone.
@@ -70,8 +92,8 @@ struct RunningGroup {
     unavailable_since: Option<Instant>,
     /// Whether another group owns its gateway now.
     is_duplicate: bool,
-    /// End of the search for a gateway in place of its own, which has too many edges. The order of groups depends on it also later.
-    crowded_until: Option<Instant>,
+    /// Its gateway, if that has too many edges. The order of groups depends on it also after the search has ended.
+    crowded: Option<CrowdedGateway>,
 }
 
 #[derive(Debug)]
@@ -142,8 +164,8 @@ impl GatewayCount {
                 return false;
             }
             let running = table.groups.get(&owner.group);
-            let until = running.and_then(|group| group.crowded_until);
-            until.is_some_and(|until| Instant::now() < until)
+            let crowded = running.and_then(|group| group.crowded.as_ref());
+            crowded.is_some_and(|crowded| Instant::now() < crowded.until)
         };
         let to_replace = to_u32(table.owners.values().filter(searches).count());
         let all_drain = !table.owners.is_empty() && table.has_only_draining();
@@ -203,7 +225,7 @@ impl ConnectedGateways {
             is_discovered,
             unavailable_since: None,
             is_duplicate: false,
-            crowded_until: None,
+            crowded: None,
         };
         self.table.send_modify(|table| {
             table.groups.insert(group, running);
@@ -213,7 +235,16 @@ impl ConnectedGateways {
     /// Removes a group whose slots have ended.
     pub(super) fn remove_group(&self, group: TunnelGroup) {
         self.table.send_modify(|table| {
-            table.groups.remove(&group);
+            let Some(removed) = table.groups.remove(&group) else {
+                return;
+            };
+            if let Some(crowded) = removed.crowded.filter(|_| removed.leave.is_cancelled()) {
+                let now = Instant::now();
+                table.left_crowded.retain(|_, until| now < *until);
+                table
+                    .left_crowded
+                    .insert(crowded.instance, now + RETURN_DELAY);
+            }
         });
     }
 
@@ -270,7 +301,7 @@ impl ConnectedGateways {
         let active = table.owners.values().filter(|owner| !owner.is_draining());
         let discovered = active.filter_map(|owner| {
             let running = table.groups.get(&owner.group)?;
-            let rank = (running.crowded_until.is_some(), owner.since);
+            let rank = (running.crowded.is_some(), owner.since);
             (running.is_discovered && !running.leave.is_cancelled())
                 .then(|| (rank, running.leave.clone()))
         });
@@ -376,13 +407,17 @@ impl ConnectedGateways {
             .await;
     }
 
-    /// Waits until no group owns this gateway.
+    /// Waits until no group owns this gateway. If the edge left it because it had too many edges, waits also until other gateways
+    /// are missing.
     pub(super) async fn wait_until_lost(&self, instance: &str) {
         let mut table = self.table.subscribe();
+        let is_wanted = |table: &OwnersByInstance| {
+            let count = GatewayCount::from_table(table, self.max_gateways);
+            !table.owners.contains_key(instance)
+                && (!table.has_left_crowded(instance) || !count.replaces_only)
+        };
         // The sender lives at least as long as this task.
-        let _ = table
-            .wait_for(|table| !table.owners.contains_key(instance))
-            .await;
+        let _ = table.wait_for(is_wanted).await;
     }
 
     /// Changes the table. Wakes waiting tasks only if the numbers of gateways have changed.
@@ -443,7 +478,10 @@ impl GatewayLease {
             let group = table.owners.get(&self.instance).map(|owner| owner.group);
             let running = group.and_then(|group| table.groups.get_mut(&group));
             if let Some(running) = running.filter(|running| running.is_discovered) {
-                running.crowded_until = Some(Instant::now() + REPLACEMENT_SEARCH);
+                running.crowded = Some(CrowdedGateway {
+                    instance: self.instance.clone(),
+                    until: Instant::now() + REPLACEMENT_SEARCH,
+                });
             }
         });
     }
@@ -561,6 +599,15 @@ mod tests {
             tokens.map(|token| token.is_cancelled()),
             [false, true, false]
         );
+        // An address that leads to the gateway, too, is not dialled for it while there are enough others.
+        let mut lost = Box::pin(reached.wait_until_lost("b"));
+        assert!((&mut lost).now_or_never().is_none());
+        drop(b);
+        assert!((&mut lost).now_or_never().is_none());
+        reached.remove_group(groups[1]);
+        assert!((&mut lost).now_or_never().is_none());
+        drop(a);
+        lost.await;
     }
 
     /// Takes a lease of a gateway that has accepted a tunnel.
