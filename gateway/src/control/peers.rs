@@ -28,7 +28,7 @@ use crate::{
 };
 use causeway_certs::{NodeName, RevokedSerials};
 use causeway_config::host_port;
-use causeway_rt::{backoff::Backoff, resolve, task::TaskGroup};
+use causeway_rt::{backoff::Backoff, log_throttle::FailureThrottle, resolve, task::TaskGroup};
 use causeway_tunnel::{
     Tunnel, TunnelEnd,
     buffered::MemoryBudget,
@@ -197,9 +197,16 @@ impl PeerConnector {
         let tasks = TaskGroup::default();
         let mut followed: HashMap<PeerAddress, watch::Sender<bool>> = HashMap::new();
         let (mut hold, started) = (Some(hold), Instant::now());
+        let mut throttle = FailureThrottle::default();
         let addresses = self.registry.directory().addresses();
         loop {
-            let (resolved, is_complete) = self.resolve_all().await;
+            let (resolved, failures) = self.resolve_all().await;
+            let is_complete = failures.is_empty();
+            // The name of a Service may resolve only once this gateway is ready.
+            let is_fault = !is_complete && hold.is_none();
+            if is_fault && throttle.should_log(&failures) {
+                warn!(%failures, "cannot resolve peers.addresses: gateways behind these names are not found");
+            }
             let mut first_attempts = Vec::new();
             for (address, _) in followed.extract_if(|_, listed| listed.is_closed()) {
                 addresses.remove(&address);
@@ -241,28 +248,26 @@ impl PeerConnector {
         }
     }
 
-    /// Returns the addresses of all configured names, and whether all names could be resolved.
-    async fn resolve_all(&self) -> (HashSet<PeerAddress>, bool) {
+    /// Returns the addresses of all configured names, and the names that could not be resolved, each with its error.
+    async fn resolve_all(&self) -> (HashSet<PeerAddress>, String) {
         let names = self.config.addresses.iter();
         let names: Vec<_> = names.filter_map(|text| host_port(text).ok()).collect();
         let resolving = names.iter().map(async |(host, port)| {
             let resolved = timeout(RESOLVE_TIMEOUT, resolve(host, *port)).await;
             let timeout_error = || io::Error::from(io::ErrorKind::TimedOut);
-            let resolved = resolved.map_err(|_| timeout_error()).flatten();
-            if let Err(error) = &resolved {
-                debug!(host, %error, "cannot resolve an address of peers.addresses");
-            }
-            (*host, resolved.ok())
+            (*host, resolved.map_err(|_| timeout_error()).flatten())
         });
-        let (mut addresses, mut is_complete) = (HashSet::new(), true);
+        let (mut addresses, mut failures) = (HashSet::new(), Vec::new());
         for (host, resolved) in join_all(resolving).await {
-            is_complete &= resolved.is_some();
-            addresses.extend(resolved.into_iter().flatten().map(|address| PeerAddress {
-                host: host.to_owned(),
-                address,
-            }));
+            match resolved {
+                Ok(resolved) => addresses.extend(resolved.into_iter().map(|address| PeerAddress {
+                    host: host.to_owned(),
+                    address,
+                })),
+                Err(error) => failures.push(format!("{host}: {error}")),
+            }
         }
-        (addresses, is_complete)
+        (addresses, failures.join("; "))
     }
 
     /// Keeps a connection to the gateway at this address for as long as the address is listed, and for as long as the connection

@@ -6,6 +6,7 @@ use std::{
     net::Ipv4Addr,
     sync::atomic::{AtomicBool, Ordering},
     thread,
+    time::Instant,
 };
 
 use serde_json::json;
@@ -198,26 +199,46 @@ impl<'a> Fleet<'a> {
             let ends = Ends(&stop);
             change();
             drop(ends);
-            asking.join().unwrap()
+            let counted = asking.join().unwrap();
+            if !counted.failed.is_empty() {
+                eprintln!("{}", self.logs());
+            }
+            counted
         })
+    }
+
+    /// Returns the logs of all pods of the two workloads, for a message.
+    fn logs(&self) -> String {
+        let of = |namespace: &str| {
+            let line = format!(
+                "logs -n {namespace} -l app.kubernetes.io/name=causeway --prefix --all-containers --tail=-1"
+            );
+            let ran = self.world.cluster.kubectl(&line).run();
+            format!("{}{}", ran.text(), ran.stderr)
+        };
+        ["causeway", "causeway-edge"].map(of).concat()
     }
 
     fn asks_on(&self, (service, ask): Client<'_>, stop: &AtomicBool) -> Counted {
         let mut counted = Counted::default();
+        let begin = Instant::now();
         while !stop.load(Ordering::Relaxed) {
             let gateways = service
                 .map(|it| ready_behind(self.world, it))
                 .unwrap_or_default();
             for (number, node) in self.edges.iter().enumerate() {
                 let at = gateways.get((counted.answered + number) % gateways.len().max(1));
+                let asked = begin.elapsed();
                 let ran = ask(node, at.map(String::as_str));
                 if ran.code == Some(0) {
                     counted.answered += 1;
                 } else {
                     let (said, error) = (ran.text(), ran.stderr.trim());
-                    counted
-                        .failed
-                        .push(format!("{}: {at:?} {said} {error}", node.name));
+                    let ended = begin.elapsed();
+                    counted.failed.push(format!(
+                        "{asked:.1?} to {ended:.1?}: {}: {at:?} {said} {error}",
+                        node.name
+                    ));
                 }
             }
         }
@@ -309,5 +330,6 @@ fn furnish(world: &World, node: &Node, archive: &str) {
 
 /// Has an edge's pod use the cluster's DNS. In the tests its node has none.
 pub(super) fn dns() -> serde_json::Value {
-    json!({ "dnsPolicy": "None", "dnsConfig": { "nameservers": [NAMES] } })
+    let searches = ["causeway.svc.cluster.local"];
+    json!({ "dnsPolicy": "None", "dnsConfig": { "nameservers": [NAMES], "searches": searches } })
 }

@@ -67,12 +67,12 @@ fn edited(fleet: &Fleet<'_>, way: &str) -> Vec<Value> {
     let text = kustomized(world, way).replace("gw.example.com", name);
     let mut all = objects(world, &text);
     with_own_roles(&mut all);
-    let edge = all
-        .iter_mut()
-        .find(|it| it["kind"] == "DaemonSet")
-        .expect("every overlay has edges");
-    let spec = edge["spec"]["template"]["spec"].as_object_mut().unwrap();
-    spec.extend(dns().as_object().unwrap().clone());
+    for workload in &mut all {
+        if workload["kind"] == "DaemonSet" || workload["kind"] == "Deployment" {
+            let spec = workload["spec"]["template"]["spec"].as_object_mut();
+            spec.unwrap().extend(dns().as_object().unwrap().clone());
+        }
+    }
     all
 }
 
@@ -373,11 +373,18 @@ fn rollouts_by_helm_are_counted() {
     let values = blocks("yaml").concat();
     let values = values.replace("registry.example/causeway", "causeway");
     let values = values.replace("gw.example.com", GATEWAYS);
-    let patch = json!({ "kind": "DaemonSet", "name": "causeway-edge", "patch": {
-        "spec": { "template": { "spec": dns() } } } });
+    let patches = [
+        ("DaemonSet", "causeway-edge"),
+        ("Deployment", "causeway-gateway"),
+    ];
+    let patches = patches.map(|(kind, name)| {
+        let patch = json!({ "spec": { "template": { "spec": dns() } } });
+        let patch = json!({ "kind": kind, "name": name, "patch": patch });
+        format!("  - {patch}\n")
+    });
     fs::write(
         shell.folder.join("values.yaml"),
-        format!("{values}  - {patch}\n"),
+        format!("{values}{}", patches.concat()),
     )
     .unwrap();
     let run = |text: &str| run(&shell, text);
