@@ -73,6 +73,7 @@ mod apps;
 mod apps_http2;
 mod audit;
 mod partitions;
+mod passthrough;
 mod peers;
 mod pins;
 mod upstream;

@@ -22,11 +22,11 @@ use super::jwt::Jwt;
 pub struct Listener {
     /// Name in logs and metrics; unique.
     pub name: String,
-    /// Protocol of the clients: `https`, `http`, `tcp` or `connect`.
+    /// Protocol of the clients: `https`, `http`, `tcp`, `connect` or `passthrough`.
     pub protocol: ListenerProtocol,
     /// `IP:PORT` or `unix:/path`. `$(NAME)` is a variable of the environment, such as a pod's own address.
     pub listen: ListenAddr,
-    /// Node that all clients of this listener reach. A `tcp` listener needs this key, or one of the next three in its place.
+    /// Node that all clients of this listener reach. A `tcp` listener needs this key, or one of the next three in its place. At a `passthrough` listener, the node of clients that send no server name.
     #[serde(default)]
     pub node: Option<String>,
     /// Nodes of which each connection reaches one: a connected node whose health checks succeed, with the fewest open streams.
@@ -38,7 +38,7 @@ pub struct Listener {
     /// Label selector as in Kubernetes (`site=north,tier in (a,b),!spare`), in place of `nodes`: all nodes whose confirmed labels match.
     #[serde(default)]
     pub node_selector: Option<String>,
-    /// Node port that this listener stands for; 10250 for `https`, required for `tcp`.
+    /// Node port that this listener stands for; 10250 for `https`, required for `tcp` and `passthrough`.
     #[serde(default)]
     pub port: Option<u16>,
     /// Certificate presented to clients. Without this key the gateway issues one from the own CA.
@@ -68,7 +68,7 @@ pub struct Listener {
     /// Networks of proxies in front of this listener. Their values of such fields remain: `Forwarded` and `X-Forwarded-For` are appended to, `X-Real-IP` becomes the last address of `X-Forwarded-For` that is in none of these networks.
     #[serde(default, with = "IpNetList")]
     pub trusted_proxies: Vec<IpNet>,
-    /// Serves clients that cannot be authenticated. A `tcp` listener with this key is plain TCP, without TLS.
+    /// Serves clients that cannot be authenticated. A `tcp` listener with this key is plain TCP, without TLS. A `passthrough` listener requires it, because its clients authenticate at the upstream.
     #[serde(default)]
     pub anonymous: bool,
     /// Networks from which anonymous clients are served; empty is all.
@@ -147,15 +147,20 @@ impl Listener {
     pub fn node_port(&self) -> Option<u16> {
         match self.protocol {
             ListenerProtocol::Https => self.port.or(Some(Self::KUBELET)),
-            ListenerProtocol::Http | ListenerProtocol::Tcp | ListenerProtocol::Connect => self.port,
+            ListenerProtocol::Http
+            | ListenerProtocol::Tcp
+            | ListenerProtocol::Connect
+            | ListenerProtocol::Passthrough => self.port,
         }
     }
 
-    /// Whether clients use TLS here. `http` listeners and unix sockets have no TLS. Neither has an anonymous `tcp` listener: ssh
-    /// and netcat do not use TLS, and if the upstream sends first, the gateway cannot distinguish the two cases.
+    /// Whether TLS of clients ends here. `http` and `passthrough` listeners and unix sockets end no TLS. Neither does an anonymous
+    /// `tcp` listener: ssh and netcat do not use TLS, and if the upstream sends first, the gateway cannot distinguish the two cases.
     pub fn has_tls(&self) -> bool {
-        let is_plain = self.protocol == ListenerProtocol::Http
-            || (self.protocol == ListenerProtocol::Tcp && self.anonymous);
+        let is_plain = matches!(
+            self.protocol,
+            ListenerProtocol::Http | ListenerProtocol::Passthrough
+        ) || (self.protocol == ListenerProtocol::Tcp && self.anonymous);
         !is_plain && matches!(self.listen, ListenAddr::Tcp(_))
     }
 }
@@ -209,9 +214,16 @@ pub enum ListenerProtocol {
     Tcp,
     /// HTTP CONNECT.
     Connect,
+    /// TLS that ends at the upstream. The server name (SNI) of the ClientHello names the node.
+    Passthrough,
 }
 
 impl ListenerProtocol {
+    /// Whether the gateway forwards bytes that it does not parse, so that they carry no token for it.
+    pub fn is_opaque(self) -> bool {
+        matches!(self, Self::Tcp | Self::Passthrough)
+    }
+
     /// Returns the word used in configuration, logs and metrics.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -219,6 +231,7 @@ impl ListenerProtocol {
             Self::Http => "http",
             Self::Tcp => "tcp",
             Self::Connect => "connect",
+            Self::Passthrough => "passthrough",
         }
     }
 }

@@ -225,6 +225,9 @@ impl Config {
 const NOT_READ: &str =
     "this listener does not parse what it forwards, so it can add nothing; remove this key";
 
+const PASSTHROUGH_CLIENTS: &str = "the clients of a passthrough listener authenticate at the upstream, not at the gateway; set anonymous: true, \
+     and say by anonymous_from and by the access policy which networks may reach which nodes";
+
 /// Checks of one listener.
 struct ListenerValidator<'a> {
     listener: &'a Listener,
@@ -285,6 +288,9 @@ impl ListenerValidator<'_> {
                 }
             }
         }
+        if listener.protocol == ListenerProtocol::Passthrough {
+            self.check_passthrough();
+        }
         if listener.protocol != ListenerProtocol::Connect && !listener.direct_networks.is_empty() {
             self.add(
                 "direct_networks",
@@ -299,6 +305,25 @@ impl ListenerValidator<'_> {
         }
     }
 
+    /// Checks the keys of a listener whose TLS ends at the upstream.
+    fn check_passthrough(&mut self) {
+        let listener = self.listener;
+        if listener.port.is_none() && !listener.original_destination {
+            self.missing(
+                "a passthrough listener needs \"port\", because a server name contains no port",
+            );
+        }
+        if !listener.names.is_empty() {
+            self.add(
+                "names",
+                "the upstream presents its own certificate; remove this key",
+            );
+        }
+        if matches!(listener.listen, ListenAddr::Unix(_)) && !listener.anonymous {
+            self.missing(PASSTHROUGH_CLIENTS);
+        }
+    }
+
     /// Checks the keys for a set of nodes.
     fn check_node_set(&mut self) {
         let listener = self.listener;
@@ -309,11 +334,15 @@ impl ListenerValidator<'_> {
                     format!("\"{first}\" already says which nodes this listener serves; keep one of the two"),
                 );
             }
-            if *first != "node" && listener.protocol == ListenerProtocol::Connect {
-                self.add(
-                    first,
-                    "the clients of a connect listener name the node; remove this key",
-                );
+            let is_named_by_clients = matches!(
+                listener.protocol,
+                ListenerProtocol::Connect | ListenerProtocol::Passthrough
+            );
+            if *first != "node" && is_named_by_clients {
+                let protocol = listener.protocol.as_str();
+                let message =
+                    format!("the clients of a {protocol} listener name the node; remove this key");
+                self.add(first, message);
             } else if *first != "node" {
                 self.check_set_destination(first);
             }
@@ -369,7 +398,7 @@ impl ListenerValidator<'_> {
         let listener = self.listener;
         if matches!(
             listener.protocol,
-            ListenerProtocol::Tcp | ListenerProtocol::Connect
+            ListenerProtocol::Tcp | ListenerProtocol::Connect | ListenerProtocol::Passthrough
         ) {
             if listener.forwarding_headers != ForwardingHeader::all() {
                 self.add("forwarding_headers", NOT_READ);
@@ -435,7 +464,7 @@ impl ListenerValidator<'_> {
             );
             self.add("client_auth.client_ca", message);
         }
-        if listener.protocol == ListenerProtocol::Tcp && listener.client_auth.tokens.is_some() {
+        if listener.protocol.is_opaque() && listener.client_auth.tokens.is_some() {
             self.add(
                 "client_auth.tokens",
                 "a plain TCP connection cannot carry a token; use client_auth.client_ca",
@@ -445,13 +474,14 @@ impl ListenerValidator<'_> {
             || !listener.client_auth.jwt.is_empty()
             || listener.client_auth.token_review.is_some();
         let known = (listener.has_tls() && accepts_certificates)
-            || (listener.protocol != ListenerProtocol::Tcp && accepts_tokens)
+            || (!listener.protocol.is_opaque() && accepts_tokens)
             // The mode of the socket (0600) admits only its owner.
             || matches!(listener.listen, ListenAddr::Unix(_));
         if !known && !listener.anonymous {
             let remedy = match listener.protocol {
                 ListenerProtocol::Http => "set client_auth.tokens or client_auth.jwt",
                 ListenerProtocol::Tcp => "set client_auth.own_ca: true or client_auth.client_ca",
+                ListenerProtocol::Passthrough => return self.missing(PASSTHROUGH_CLIENTS),
                 ListenerProtocol::Https | ListenerProtocol::Connect => {
                     "set client_auth.own_ca: true, client_auth.client_ca, client_auth.tokens or client_auth.jwt"
                 }

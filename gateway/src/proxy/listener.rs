@@ -199,6 +199,14 @@ impl Listener {
         }
     }
 
+    /// Returns the node of a client that sent this server name, if the listener and not the name says it.
+    fn fixed_node(&self, server_name: Option<&str>) -> Option<&NodeName> {
+        let is_default = self.protocol == ListenerProtocol::Passthrough;
+        self.node
+            .as_ref()
+            .filter(|_| !is_default || server_name.is_none())
+    }
+
     /// Returns the input of routing from a stream's connection, this listener and the `authority` of the head.
     pub fn route_input<'a>(
         &'a self,
@@ -208,7 +216,7 @@ impl Listener {
         RouteInput {
             sni: connection.sni.as_deref(),
             original: connection.original,
-            fixed: self.node.as_ref(),
+            fixed: self.fixed_node(connection.sni.as_deref()),
             port: self.port,
             authority,
         }

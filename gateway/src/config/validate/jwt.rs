@@ -20,7 +20,7 @@ const UID: &str = "uid:";
 impl ListenerValidator<'_> {
     pub(super) fn check_issuers(&mut self) {
         let listener = self.listener;
-        if listener.protocol == ListenerProtocol::Tcp && !listener.client_auth.jwt.is_empty() {
+        if listener.protocol.is_opaque() && !listener.client_auth.jwt.is_empty() {
             self.add(
                 "client_auth.jwt",
                 "a plain TCP connection cannot carry a token; use client_auth.client_ca",
@@ -129,7 +129,12 @@ impl ListenerValidator<'_> {
         for (key, name) in listener.identity_headers.field_names() {
             let key = format!("identity_headers.{key}");
             match (listener.protocol, parse_field_name(name)) {
-                (ListenerProtocol::Tcp | ListenerProtocol::Connect, _) => self.add(&key, NOT_READ),
+                (
+                    ListenerProtocol::Tcp
+                    | ListenerProtocol::Connect
+                    | ListenerProtocol::Passthrough,
+                    _,
+                ) => self.add(&key, NOT_READ),
                 (_, Err(fault)) => self.add(&key, fault),
                 (_, Ok(name)) if !known.insert(name.clone()) => {
                     self.add(
@@ -144,7 +149,12 @@ impl ListenerValidator<'_> {
         for (index, prefix) in prefixes.enumerate() {
             let key = format!("identity_headers.strip_prefixes[{index}]");
             match (listener.protocol, check_prefix(prefix)) {
-                (ListenerProtocol::Tcp | ListenerProtocol::Connect, _) => self.add(&key, NOT_READ),
+                (
+                    ListenerProtocol::Tcp
+                    | ListenerProtocol::Connect
+                    | ListenerProtocol::Passthrough,
+                    _,
+                ) => self.add(&key, NOT_READ),
                 (_, Err(fault)) => self.add(&key, fault),
                 _ => {}
             }

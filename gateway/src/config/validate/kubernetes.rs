@@ -5,7 +5,7 @@
 use causeway_config::ConfigErrors;
 
 use crate::config::kubernetes::{Kubernetes, Label, is_namespaced_name};
-use crate::config::{Config, ListenAddr, Listener, ListenerProtocol};
+use crate::config::{Config, ListenAddr, Listener};
 
 impl Config {
     pub(super) fn validate_kubernetes(&self, faults: &mut ConfigErrors) {
@@ -99,7 +99,7 @@ impl Config {
                 faults.add(key.as_str(), message);
             }
         }
-        if tokens.is_some() && listener.protocol == ListenerProtocol::Tcp {
+        if tokens.is_some() && listener.protocol.is_opaque() {
             let message = "a plain TCP connection cannot carry a token; use client_auth.client_ca";
             faults.add(token.as_str(), message);
         }

@@ -196,6 +196,40 @@ fn a_tcp_listener_with_open_access_has_no_tls() {
 }
 
 #[test]
+fn a_passthrough_listener_is_anonymous_and_has_a_port() {
+    let listener = |more: Value| {
+        let mut listener = json!({
+            "name": "a", "protocol": "passthrough", "listen": "127.0.0.1:0", "port": 10250, "anonymous": true,
+        });
+        let more = more.as_object().unwrap().clone();
+        listener.as_object_mut().unwrap().extend(more);
+        json!({ "listeners": [listener] })
+    };
+    for sound in [json!({}), json!({ "node": "edge-1" })] {
+        assert_eq!(faults(listener(sound)), Vec::<String>::new());
+    }
+    let tokens = json!({ "tokens": concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml") });
+    for (more, path, part) in [
+        (json!({ "anonymous": false }), "", "anonymous: true"),
+        (
+            json!({ "anonymous": false, "listen": "unix:/run/it.sock" }),
+            "",
+            "anonymous: true",
+        ),
+        (json!({ "port": null }), "", "needs \"port\""),
+        (json!({ "names": ["gw"] }), ".names", "remove"),
+        (json!({ "nodes": ["edge-1"] }), ".nodes", "name the node"),
+        (
+            json!({ "client_auth": tokens }),
+            ".client_auth.tokens",
+            "cannot carry",
+        ),
+    ] {
+        one_fault(listener(more), &format!("listeners[0]{path}"), part);
+    }
+}
+
+#[test]
 fn a_listener_is_open_only_by_explicit_configuration() {
     let http = |more: Value| {
         let mut listener = json!({ "name": "plain", "protocol": "http", "listen": "127.0.0.1:0" });

@@ -4,6 +4,7 @@
 //! before HTTP, it selects the worker. The socket moves to that worker once.
 
 mod https;
+mod passthrough;
 
 use super::{ClientConnection, Listener, conn_io::ClientIo, http, proxy_protocol, tcp};
 use crate::{
@@ -17,6 +18,7 @@ use crate::{
     worker::{WorkerId, Workers},
 };
 use arc_swap::{ArcSwap, ArcSwapOption};
+use bytes::Bytes;
 use causeway_certs::{NodeName, verify::PeerRejected};
 use causeway_rt::{
     connection_limit::Slot,
@@ -25,6 +27,7 @@ use causeway_rt::{
 };
 use causeway_tunnel::informational::InformationalResponses;
 use https::ClientHello;
+use passthrough::PassthroughHello;
 use std::{
     net::SocketAddr,
     pin::pin,
@@ -214,16 +217,21 @@ impl ListenerConfig {
             member: None,
             room: slot,
         };
-        let (socket, hello) = if listener.tls.is_some() {
-            let proxy = &self.proxies[worker.0];
+        let proxy = &self.proxies[worker.0];
+        let (socket, start) = if listener.tls.is_some() {
             match https::read_client_hello(proxy, socket, &accepted).await {
-                Some((socket, hello)) => (socket, Some(hello)),
+                Some((socket, hello)) => (socket, Start::Tls(hello)),
+                None => return,
+            }
+        } else if listener.protocol == ListenerProtocol::Passthrough {
+            match passthrough::read_client_hello(proxy, socket, &accepted).await {
+                Some((socket, hello)) => (socket, Start::Passthrough(hello)),
                 None => return,
             }
         } else {
-            (socket, None)
+            (socket, Start::Plain)
         };
-        let server_name = hello.as_ref().and_then(ClientHello::server_name);
+        let server_name = start.server_name();
         let home_worker = self.home_worker(worker, server_name.as_deref(), &mut accepted);
         self.move_to_worker(
             (worker, home_worker),
@@ -231,11 +239,13 @@ impl ListenerConfig {
             move |config, socket| async move {
                 let slot = accepted.room.clone();
                 let serving = pin!(async {
-                    match hello {
-                        Some(hello) => {
+                    match start {
+                        Start::Tls(hello) => {
                             (config.serve_tls(home_worker, socket, hello, accepted)).await;
                         }
-                        None => config.serve_plain(home_worker, socket, accepted).await,
+                        start => {
+                            (config.serve_plain(home_worker, socket, start, accepted)).await;
+                        }
                     }
                 });
                 slot.run(serving).await;
@@ -266,8 +276,14 @@ impl ListenerConfig {
         serve(proxy, io, connection, config.stop.clone()).await;
     }
 
-    /// Serves a connection without TLS.
-    async fn serve_plain(self, worker: WorkerId, socket: Socket, accepted: AcceptedSocket) {
+    /// Serves a connection whose TLS, if any, does not end here.
+    async fn serve_plain(
+        self,
+        worker: WorkerId,
+        socket: Socket,
+        start: Start,
+        accepted: AcceptedSocket,
+    ) {
         let Some(config) = self.current().await else {
             return;
         };
@@ -281,7 +297,12 @@ impl ListenerConfig {
             )),
             RemoteAddr::Tcp(_) => None,
         };
-        let connection = Arc::new(accepted.connection(proxy, None, false, Ok(client)));
+        let (server_name, unread) = match start {
+            Start::Passthrough(hello) => (hello.server_name, hello.bytes),
+            Start::Plain | Start::Tls(_) => (None, Bytes::new()),
+        };
+        let connection = Arc::new(accepted.connection(proxy, server_name, false, Ok(client)));
+        let socket = (socket, unread);
         let io = ClientIo::plain(socket, &connection.condition, proxy.error_format());
         serve(proxy, io, connection, config.stop.clone()).await;
     }
@@ -329,7 +350,7 @@ impl ListenerConfig {
         let route_input = RouteInput {
             sni,
             original: accepted.original,
-            fixed: proxy.listener.node.as_ref(),
+            fixed: proxy.listener.fixed_node(sni),
             ..RouteInput::default()
         };
         let node = route::bound_node(&route_input, &proxy.shared.nodes).or_else(|| {
@@ -368,6 +389,27 @@ impl ListenerConfig {
                 }
             }
         });
+    }
+}
+
+/// Start of a connection, as far as it was read to select the worker.
+enum Start {
+    /// Nothing.
+    Plain,
+    /// ClientHello of a TLS connection that ends here.
+    Tls(ClientHello),
+    /// ClientHello of a TLS connection that ends at the upstream.
+    Passthrough(PassthroughHello),
+}
+
+impl Start {
+    /// Returns the server name, if the client sent one.
+    fn server_name(&self) -> Option<String> {
+        match self {
+            Self::Plain => None,
+            Self::Tls(hello) => hello.server_name(),
+            Self::Passthrough(hello) => hello.server_name.clone(),
+        }
     }
 }
 
@@ -417,7 +459,9 @@ async fn serve(
     stop: CancellationToken,
 ) {
     match proxy.listener.protocol {
-        ListenerProtocol::Tcp => tcp::serve(proxy, io, connection).await,
+        ListenerProtocol::Tcp | ListenerProtocol::Passthrough => {
+            tcp::serve(proxy, io, connection).await;
+        }
         ListenerProtocol::Https | ListenerProtocol::Http | ListenerProtocol::Connect => {
             http::serve(proxy, io, connection, stop).await;
         }

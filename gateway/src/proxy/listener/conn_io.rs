@@ -12,6 +12,7 @@ use super::{
 use crate::{
     config::ErrorFormat, error::Reason, proxy::error_response::unparsed::unparsed_response,
 };
+use bytes::Bytes;
 use causeway_rt::socket::{ResetOnClose, Socket};
 use causeway_tunnel::{eviction::Eviction, wire};
 use futures_util::task::AtomicWaker;
@@ -346,19 +347,21 @@ impl Agreed {
 
 #[derive(Debug)]
 enum Transport {
-    Plain(Socket),
+    /// Socket, and bytes that were read from it and not processed yet.
+    Plain(Socket, Bytes),
     Tls(Box<TlsStream<Socket>>),
 }
 
 impl ClientIo {
-    /// Returns a connection without TLS to a listener with this error format and this limit of targets.
+    /// Returns a connection without TLS to a listener with this error format and this limit of targets. `unread` are bytes of the
+    /// client that were read from the socket.
     pub fn plain(
-        socket: Socket,
+        (socket, unread): (Socket, Bytes),
         condition: &Arc<ConnState>,
         error_config: (ErrorFormat, usize),
     ) -> Self {
         Self::new(
-            Transport::Plain(socket),
+            Transport::Plain(socket, unread),
             Agreed::NotNegotiated,
             condition,
             error_config,
@@ -399,14 +402,19 @@ impl ClientIo {
 impl Transport {
     fn poll_read(&mut self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         match self {
-            Self::Plain(socket) => Pin::new(socket).poll_read(cx, buf),
+            Self::Plain(_, unread) if !unread.is_empty() => {
+                let length = unread.len().min(buf.remaining());
+                buf.put_slice(&unread.split_to(length));
+                Poll::Ready(Ok(()))
+            }
+            Self::Plain(socket, _) => Pin::new(socket).poll_read(cx, buf),
             Self::Tls(stream) => ignore_missing_close_notify(Pin::new(stream).poll_read(cx, buf)),
         }
     }
 
     fn poll_write(&mut self, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         match self {
-            Self::Plain(socket) => Pin::new(socket).poll_write(cx, buf),
+            Self::Plain(socket, _) => Pin::new(socket).poll_write(cx, buf),
             Self::Tls(stream) => Pin::new(stream).poll_write(cx, buf),
         }
     }
@@ -520,7 +528,7 @@ impl Drop for ClientIo {
     fn drop(&mut self) {
         if !self.is_shut_down || self.condition.is_broken.load(Relaxed) {
             match &self.transport {
-                Transport::Plain(socket) => socket.abort(),
+                Transport::Plain(socket, _) => socket.abort(),
                 Transport::Tls(stream) => stream.get_ref().0.abort(),
             }
         }
@@ -587,14 +595,14 @@ impl AsyncWrite for ClientIo {
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let polled = match &mut this.transport {
-            Transport::Plain(socket) => Pin::new(socket).poll_flush(cx),
+            Transport::Plain(socket, _) => Pin::new(socket).poll_flush(cx),
             Transport::Tls(stream) => Pin::new(stream).poll_flush(cx),
         };
         if polled.is_ready() {
             this.condition.note_flush();
         }
         let socket = match &this.transport {
-            Transport::Plain(socket) => socket,
+            Transport::Plain(socket, _) => socket,
             Transport::Tls(stream) => stream.get_ref().0,
         };
         this.disconnect_watch.poll(cx, socket)?;
@@ -605,7 +613,7 @@ impl AsyncWrite for ClientIo {
         let this = self.get_mut();
         if !this.is_shut_down {
             ready!(match &mut this.transport {
-                Transport::Plain(socket) => Pin::new(socket).poll_shutdown(cx),
+                Transport::Plain(socket, _) => Pin::new(socket).poll_shutdown(cx),
                 Transport::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
             })?;
             this.is_shut_down = true;
@@ -628,7 +636,7 @@ impl AsyncWrite for ClientIo {
             return written;
         }
         let polled = match &mut this.transport {
-            Transport::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, bufs),
+            Transport::Plain(socket, _) => Pin::new(socket).poll_write_vectored(cx, bufs),
             Transport::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
         };
         this.condition.note_write(&polled);
@@ -637,7 +645,7 @@ impl AsyncWrite for ClientIo {
 
     fn is_write_vectored(&self) -> bool {
         match &self.transport {
-            Transport::Plain(socket) => socket.is_write_vectored(),
+            Transport::Plain(socket, _) => socket.is_write_vectored(),
             Transport::Tls(stream) => stream.is_write_vectored(),
         }
     }

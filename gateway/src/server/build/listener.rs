@@ -319,7 +319,7 @@ impl ListenerSource {
             ListenerProtocol::Connect | ListenerProtocol::Http => {
                 &[wire::ALPN_HTTP11, wire::ALPN_HTTP10]
             }
-            ListenerProtocol::Tcp => &[],
+            ListenerProtocol::Tcp | ListenerProtocol::Passthrough => &[],
         };
         let required = trust.is_required;
         let trust = TrustStore::listener(ca, &trust).map_err(fault)?;

@@ -124,14 +124,14 @@ fn is_unrecognized(proxy: &Proxy, server_name: &str, accepted_socket: &AcceptedS
 }
 
 /// Returns the first byte that a client sends over TCP, without consuming it.
-async fn first_byte(socket: &Socket) -> Option<u8> {
+pub(super) async fn first_byte(socket: &Socket) -> Option<u8> {
     let mut first = [0];
     let length = socket.tcp()?.peek(&mut first).await.ok()?;
     (length > 0).then_some(first[0])
 }
 
 /// Answers a client that speaks HTTP to a TLS listener, so that its user sees a sentence instead of the bytes of an alert.
-async fn refuse_plaintext(mut socket: Socket) {
+pub(super) async fn refuse_plaintext(mut socket: Socket) {
     if socket.write_all(PLAINTEXT_REFUSED.as_bytes()).await.is_ok() {
         lingering_close::close(socket).await;
     }
@@ -139,7 +139,7 @@ async fn refuse_plaintext(mut socket: Socket) {
 
 /// Ends a handshake with the alert `unrecognized_name` (RFC 6066, section 3). rustls would send `access_denied` if it has no
 /// certificate to present.
-async fn refuse_name(mut socket: Socket) {
+pub(super) async fn refuse_name(mut socket: Socket) {
     if socket.write_all(&UNRECOGNIZED_NAME).await.is_ok() {
         lingering_close::close(socket).await;
     }
@@ -269,7 +269,7 @@ fn is_about_certificate(alert: AlertDescription) -> bool {
 }
 
 /// Logs why a client was refused a connection, at most once a minute per listener.
-fn log_refusal(
+pub(super) fn log_refusal(
     proxy: &Proxy,
     accepted_socket: &AcceptedSocket,
     (server_name, alert): (Option<&str>, &str),
@@ -285,7 +285,7 @@ fn log_refusal(
     }
 }
 
-fn handshake_failed(proxy: &Proxy, why: &'static str, error: &dyn std::fmt::Display) {
+pub(super) fn handshake_failed(proxy: &Proxy, why: &'static str, error: &dyn std::fmt::Display) {
     proxy
         .shared
         .metrics
