@@ -15,7 +15,7 @@ pub use api_cache::{ApiCache, MemberListener, ServerCertificate, YurtHubListener
 use causeway_config::{ByteSize, ConfigErrors, DurationStr, SocketAddrStr};
 pub use causeway_config::{ConfigError, Log, LogFormat, ReloadSender, Secret, Validate};
 pub use health_check::HealthCheck;
-pub(crate) use health_check::MAX_HEALTH_CHECKS;
+pub(crate) use health_check::{MAX_HEALTH_CHECKS, MIN_HEALTH_INTERVAL};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::{
     collections::BTreeMap,

@@ -30,6 +30,7 @@ mod relay;
 
 mod health_check;
 
+pub(crate) use health_check::PortCheck;
 pub(crate) use policy::{LocalNode, Policy};
 pub use upstream_tls::TlsError;
 

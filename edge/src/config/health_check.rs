@@ -7,13 +7,16 @@ use std::time::Duration;
 /// Maximum number of ports with a health check, which limits the messages to gateways.
 pub(crate) const MAX_HEALTH_CHECKS: usize = causeway_tunnel::wire::MAX_UNHEALTHY_PORTS;
 
+/// Minimum interval of a health check: gateways tell each other the results.
+pub(crate) const MIN_HEALTH_INTERVAL: Duration = Duration::from_secs(1);
+
 /// Health check of the upstream. While it fails, listeners for sets of nodes (`nodes`, `pool`, `node_selector` of the gateway) do not select this node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct HealthCheck {
     /// Path of a GET request to an upstream with the scheme `http` or `https`. A status from 200 to 399 counts as success. If absent, a connection counts as success (with `https`, its TLS handshake).
     pub path: Option<String>,
-    /// Time between the ends of one check and the begin of the next.
+    /// Time between the end of one check and the begin of the next, at least `1s`.
     #[serde(with = "DurationStr")]
     pub interval: Duration,
     /// Maximum duration of a check.

@@ -11,7 +11,7 @@ use causeway_config::{ConfigError, ConfigErrors, Secret, Validate, host_port};
 use causeway_tunnel::{load::BULK_SPAN, wire::MAX_TUNNELS_PER_EDGE};
 use http::uri::PathAndQuery;
 
-use super::{Allow, Config, HealthCheck, MAX_HEALTH_CHECKS, Port, Protocol};
+use super::{Allow, Config, HealthCheck, MAX_HEALTH_CHECKS, MIN_HEALTH_INTERVAL, Port, Protocol};
 
 impl Validate for Config {
     fn validate(&self) -> Vec<ConfigError> {
@@ -245,6 +245,10 @@ impl PortValidator<'_> {
         let section = format!("{}.health_check", self.path);
         let times = [("interval", check.interval), ("timeout", check.timeout)];
         self.errors.check_not_zero(&section, &times);
+        if !check.interval.is_zero() && check.interval < MIN_HEALTH_INTERVAL {
+            let message = format!("must be at least {MIN_HEALTH_INTERVAL:?}");
+            self.add("health_check.interval", message);
+        }
         for (key, threshold) in [
             ("unhealthy_threshold", check.unhealthy_threshold),
             ("healthy_threshold", check.healthy_threshold),
@@ -412,6 +416,7 @@ mod tests {
             (json!({ "path": "healthz" }), "path", "write /healthz"),
             (json!({ "path": "/a b" }), "path", "write /healthz"),
             (json!({ "interval": "0s" }), "interval", "zero"),
+            (json!({ "interval": "999ms" }), "interval", "at least 1s"),
             (
                 json!({ "healthy_threshold": 0 }),
                 "healthy_threshold",

@@ -1,20 +1,42 @@
 //! Health checks of upstreams: a connection or an HTTP request, over the same policy, resolution and TLS as streams.
 
 use super::{Proxy, dial::Dialer, upstream::Upstream};
-use crate::config::HealthCheck;
+use crate::config::{HealthCheck, Protocol};
 use bytes::Bytes;
 use causeway_rt::http_client;
+use causeway_tunnel::Target;
 use causeway_upstream::connection::Alpn;
 use http::{Request, header::HOST};
 use http_body_util::Full;
 use tokio::time::{Instant, timeout_at};
 
+/// Health check of a port, with the target that it checks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct PortCheck {
+    pub(crate) check: HealthCheck,
+    pub(crate) target: Target,
+    pub(crate) scheme: Protocol,
+}
+
+impl PortCheck {
+    /// Whether another check has the same target.
+    pub(crate) fn is_same_target(&self, other: &Self) -> bool {
+        (&self.target, self.scheme) == (&other.target, other.scheme)
+    }
+}
+
 impl Proxy {
     /// Returns the ports with a health check.
-    pub(crate) fn health_checks(&self) -> Vec<(u16, HealthCheck)> {
+    pub(crate) fn health_checks(&self) -> Vec<(u16, PortCheck)> {
         let ports = self.client.dialer.policy.configured_ports();
-        let checks =
-            ports.filter_map(|(port, upstream)| Some((port, upstream.health_check.clone()?)));
+        let checks = ports.filter_map(|(port, upstream)| {
+            let check = PortCheck {
+                check: upstream.health_check.clone()?,
+                target: upstream.target.clone(),
+                scheme: upstream.scheme,
+            };
+            Some((port, check))
+        });
         checks.collect()
     }
 

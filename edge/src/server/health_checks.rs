@@ -2,7 +2,10 @@
 
 use super::reload::CurrentProxy;
 use crate::{
-    config::HealthCheck, control::tunnels::context::UnhealthyPorts, metrics::Metrics, proxy::Proxy,
+    config::HealthCheck,
+    control::tunnels::context::UnhealthyPorts,
+    metrics::Metrics,
+    proxy::{PortCheck, Proxy},
 };
 use futures_util::{StreamExt, stream::FuturesUnordered};
 use std::{
@@ -22,11 +25,14 @@ struct UpstreamHealth {
     is_healthy: Option<bool>,
     /// Number of the last results in succession that contradict `is_healthy`.
     contrary_results: u32,
+    /// Whether `is_healthy` is the result of another check of the same target. The first result of this check counts at once.
+    is_provisional: bool,
 }
 
 impl UpstreamHealth {
     /// Records the result of a check. Returns whether the health has changed.
     fn record(&mut self, succeeded: bool, check: &HealthCheck) -> bool {
+        let is_provisional = std::mem::take(&mut self.is_provisional);
         if self.is_healthy == Some(succeeded) {
             self.contrary_results = 0;
             return false;
@@ -35,6 +41,7 @@ impl UpstreamHealth {
         let threshold = match self.is_healthy {
             // Nothing is known that a single result could contradict by accident.
             None => 1,
+            Some(_) if is_provisional => 1,
             Some(true) => check.unhealthy_threshold,
             Some(false) => check.healthy_threshold,
         };
@@ -47,7 +54,7 @@ impl UpstreamHealth {
 }
 
 /// Checks of the ports, and what is known of their upstreams.
-type KnownHealth = BTreeMap<u16, (HealthCheck, UpstreamHealth)>;
+type KnownHealth = BTreeMap<u16, (PortCheck, UpstreamHealth)>;
 
 /// Runner of the health checks of the current configuration.
 pub(super) struct HealthChecks {
@@ -79,7 +86,9 @@ impl HealthChecks {
         };
         let checks = known.iter();
         let mut running: FuturesUnordered<_> = checks
-            .map(|(port, (check, _))| check_after(Duration::ZERO, *port, check.clone()))
+            .map(|(port, (port_check, _))| {
+                check_after(Duration::ZERO, *port, port_check.check.clone())
+            })
             .collect();
         while let Some((port, check, result)) = running.next().await {
             if let Some((_, health)) = known.get_mut(&port)
@@ -118,12 +127,20 @@ impl HealthChecks {
     }
 }
 
-/// Returns these checks. A check that was there before keeps its health.
-fn with_checks(mut known: KnownHealth, checks: Vec<(u16, HealthCheck)>) -> KnownHealth {
+/// Returns these checks. The health of a target stays known; if its check has changed, until the first result. The health of
+/// another target is unknown, and counts as unhealthy until the first result.
+fn with_checks(mut known: KnownHealth, checks: Vec<(u16, PortCheck)>) -> KnownHealth {
     let checks = checks.into_iter().map(|(port, check)| {
-        let before = known.remove(&port).filter(|(before, _)| *before == check);
-        let health = before.map(|(_, health)| health);
-        (port, (check, health.unwrap_or_default()))
+        let health = match known.remove(&port) {
+            Some((before, health)) if before == check => health,
+            Some((before, health)) if before.is_same_target(&check) => UpstreamHealth {
+                contrary_results: 0,
+                is_provisional: true,
+                ..health
+            },
+            _ => UpstreamHealth::default(),
+        };
+        (port, (check, health))
     });
     checks.collect()
 }
@@ -131,6 +148,7 @@ fn with_checks(mut known: KnownHealth, checks: Vec<(u16, HealthCheck)>) -> Known
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Protocol;
 
     fn check() -> HealthCheck {
         HealthCheck {
@@ -162,8 +180,14 @@ mod tests {
     }
 
     #[test]
-    fn a_reload_keeps_the_health_of_unchanged_checks_only() {
-        let mut known = with_checks(KnownHealth::new(), vec![(80, check()), (81, check())]);
+    fn a_reload_keeps_the_health_of_a_target_and_forgets_it_with_the_target() {
+        let port_check = |target: &str, check: HealthCheck| PortCheck {
+            check,
+            target: target.parse().unwrap(),
+            scheme: Protocol::Http,
+        };
+        let old = |port| (port, port_check("10.0.0.1:80", check()));
+        let mut known = with_checks(KnownHealth::new(), (80..=83).map(old).collect());
         for (_, health) in known.values_mut() {
             health.record(true, &check());
         }
@@ -171,11 +195,25 @@ mod tests {
             path: Some("/readyz".to_owned()),
             ..check()
         };
-        let known = with_checks(known, vec![(80, check()), (81, other), (82, check())]);
-        let health = |port: u16| known[&port].1.is_healthy;
-        assert_eq!(
-            [health(80), health(81), health(82)],
-            [Some(true), None, None]
+        let with_scheme = PortCheck {
+            scheme: Protocol::Https,
+            ..old(83).1
+        };
+        let checks = vec![
+            old(80),
+            (81, port_check("10.0.0.1:80", other.clone())),
+            (82, port_check("10.0.0.2:80", check())),
+            (83, with_scheme),
+            old(84),
+        ];
+        let mut known = with_checks(known, checks);
+        let health = [80, 81, 82, 83, 84].map(|port| known[&port].1.is_healthy);
+        assert_eq!(health, [Some(true), Some(true), None, None, None]);
+        let mut record = |port: u16, check| known.get_mut(&port).unwrap().1.record(false, check);
+        assert!(
+            record(81, &other),
+            "the first result of a changed check counts"
         );
+        assert!(!record(80, &check()), "one result of three");
     }
 }
