@@ -30,10 +30,11 @@ use causeway_tunnel::{
     },
     wire,
 };
+use futures_util::future::OptionFuture;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     sync::mpsc,
-    time::{Instant, timeout},
+    time::{Instant, sleep_until, timeout},
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
@@ -42,6 +43,9 @@ use tracing::{debug, info, warn};
 const MAX_QUEUED_MESSAGES: usize = 8;
 /// Maximum length of the instance identifier of an edge process.
 const MAX_INSTANCE: usize = 64;
+
+/// Minimum interval of the notices to peers about the health of a node's upstreams: upstreams of many nodes may flap.
+const HEALTH_NOTICE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Applies the announced settings of the edge to the tunnel.
 fn apply_edge_settings(tunnel: &Tunnel, hello: &EdgeHello) {
@@ -116,6 +120,10 @@ struct TunnelSession {
     crls: Arc<ArcSwapOption<Fingerprint>>,
     /// Ports whose health checks fail.
     unhealthy_ports: Arc<ArcSwapOption<Vec<u16>>>,
+    /// Time at which peers are notified of changed health; `None` if there is no change.
+    health_notice: Option<Instant>,
+    /// Earliest time of the next such notice.
+    next_health_notice: Instant,
     drain: Duration,
     registration: Registration,
     node: NodeName,
@@ -336,6 +344,8 @@ impl TunnelListener {
             roots: new_tunnel.roots,
             crls: new_tunnel.crls,
             unhealthy_ports: new_tunnel.unhealthy_ports,
+            health_notice: None,
+            next_health_notice: Instant::now(),
             drain: self.drain,
             registration,
             node: node.clone(),
@@ -397,6 +407,10 @@ impl TunnelSession {
                     continue;
                 }
                 Some(next) = self.outgoing.recv(), if !has_unsent => *next,
+                Some(()) = OptionFuture::from(self.health_notice.map(sleep_until)) => {
+                    self.notify_health();
+                    continue;
+                }
                 bytes = tunnel.next_window_grant(), if !has_unsent => GatewayMessage::Window { bytes },
                 exchanged = self.control.exchange() => match exchanged {
                     Ok(edge_message) => {
@@ -426,8 +440,15 @@ impl TunnelSession {
         }
     }
 
+    /// Notifies peers of the current health.
+    fn notify_health(&mut self) {
+        self.health_notice = None;
+        self.next_health_notice = Instant::now() + HEALTH_NOTICE_INTERVAL;
+        self.registration.notify_change();
+    }
+
     /// Handles a message of the edge. Returns the draining tunnel, if the edge announces that the tunnel leaves.
-    fn handle_message(&self, message: EdgeMessage, tunnel: &Tunnel) -> Option<DrainingTunnel> {
+    fn handle_message(&mut self, message: EdgeMessage, tunnel: &Tunnel) -> Option<DrainingTunnel> {
         match message {
             EdgeMessage::Window { bytes } => tunnel.complete_window_grant(bytes),
             EdgeMessage::Leave {
@@ -458,7 +479,7 @@ impl TunnelSession {
                 if self.unhealthy_ports.load_full() != unhealthy {
                     debug!(node = %self.node, ports = ?unhealthy, "other health checks fail at the node");
                     self.unhealthy_ports.store(unhealthy);
-                    self.registration.notify_change();
+                    self.health_notice.get_or_insert(self.next_health_notice);
                 }
             }
             EdgeMessage::DelegatedHeartbeat(heartbeat) => {

@@ -1096,3 +1096,27 @@ async fn unknown_tls_peers_block_neither_enrolment_nor_renewal() {
         "no unauthenticated connection is counted there"
     );
 }
+
+#[tokio::test]
+async fn peers_hear_of_flapping_health_once_in_a_while_and_of_its_last_state() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let mut changes = world.registry.watch_changes();
+    let mut report = async |unhealthy: Vec<u16>| {
+        let message = EdgeMessage::Health {
+            unhealthy: unhealthy.clone(),
+        };
+        edge.control.send(&message).await.unwrap();
+        let is_known = |world: &World| world.registry.unhealthy_ports(&name("edge-1")) == unhealthy;
+        world.until(is_known).await;
+    };
+    const REPORTS: usize = 64;
+    for number in 0..REPORTS {
+        report(if number % 2 == 0 { vec![80] } else { vec![] }).await;
+    }
+    let notices = std::iter::from_fn(|| changes.try_recv().ok()).count();
+    assert!(notices < REPORTS / 2, "{notices} notices");
+    report(vec![443]).await;
+    let last = timeout(LONG, changes.recv()).await.unwrap();
+    assert_eq!(last.unwrap(), name("edge-1"));
+}
