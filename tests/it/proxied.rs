@@ -3,11 +3,12 @@
 use crate::world::{
     PATIENCE, World,
     app::{App, Script, answer},
+    authority::Authority,
     client::read,
     gateway::{anonymous, fixed, loopback},
 };
 use causeway_edge::config::Protocol;
-use causeway_gateway::config::{Listener, ListenerProtocol};
+use causeway_gateway::config::{self, Listener, ListenerProtocol};
 use std::net::{Ipv4Addr, SocketAddr};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -134,4 +135,31 @@ async fn an_app_of_bytes_reads_the_client_in_a_proxy_header() {
     expected[24..26].copy_from_slice(&client.to_be_bytes());
     expected.extend(b"hello");
     assert_eq!(read(&mut socket, expected.len()).await, expected);
+}
+
+/// The requests of several clients share a connection on which the gateway speaks TLS.
+#[tokio::test]
+async fn a_pooled_connection_names_no_client_in_its_proxy_header() {
+    let authority = Authority::new();
+    let tls = authority.serve(&authority.app(&["edge-1"]), false);
+    let app = App::https_behind_proxy(tls, |_| answer::ok("here")).await;
+    let upstream_tls = config::UpstreamTls {
+        verify: false,
+        ..config::UpstreamTls::default()
+    };
+    let build = World::build().listener(anonymous("web", ListenerProtocol::Http));
+    let build = build.config(|config| drop(config.upstream_tls.insert(9100, upstream_tls)));
+    let world = build.workers(1).start().await;
+    let plan = world.edge("edge-1");
+    let plan = plan.port_as(9100, Protocol::Tcp, app.address());
+    let plan = plan.config(|config| config.ports.get_mut(&9100).unwrap().proxy_protocol = true);
+    let _edge = plan.join().await;
+    let client = world.client_at("web").nobody();
+    for from in ["127.0.0.2", "127.0.0.3"] {
+        let answer = client.clone().from(from).get("http://edge-1:9100/").await;
+        assert_eq!(answer.text(), "here");
+    }
+    assert_eq!(app.connections(), 1, "the connection was pooled");
+    let local = b"\r\n\r\n\0\r\nQUIT\n\x20\0\0\0";
+    assert_eq!(app.body().await, local);
 }

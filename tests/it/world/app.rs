@@ -26,7 +26,8 @@ use std::{
     time::Duration,
 };
 use tokio::{
-    net::TcpListener,
+    io::AsyncReadExt,
+    net::{TcpListener, TcpStream},
     sync::{
         Mutex,
         mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
@@ -87,11 +88,17 @@ impl App {
         tls: Arc<ServerConfig>,
         choose: impl Fn(&Head) -> Script + Send + Sync + 'static,
     ) -> Self {
-        Self::start_with(
-            Arc::new(Behaviour::Http(Box::new(choose))),
-            Some(tls.into()),
-        )
-        .await
+        let tls = Some((tls.into(), false));
+        Self::start_with(Arc::new(Behaviour::Http(Box::new(choose))), tls).await
+    }
+
+    /// The same, after a PROXY v2 header, which [`App::body`] returns.
+    pub(crate) async fn https_behind_proxy(
+        tls: Arc<ServerConfig>,
+        choose: impl Fn(&Head) -> Script + Send + Sync + 'static,
+    ) -> Self {
+        let tls = Some((tls.into(), true));
+        Self::start_with(Arc::new(Behaviour::Http(Box::new(choose))), tls).await
     }
 
     /// An app that plays the same script on each connection and then closes it.
@@ -187,14 +194,15 @@ impl App {
         Self::start_with(play, None).await
     }
 
-    async fn start_with(play: Arc<Behaviour>, tls: Option<TlsAcceptor>) -> Self {
+    /// Starts an app, perhaps with TLS and perhaps with a PROXY v2 header before TLS.
+    async fn start_with(play: Arc<Behaviour>, tls: Option<(TlsAcceptor, bool)>) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let mut app = Self::new(listener.local_addr().unwrap(), None);
         let record = app.record.clone();
         app.serving.spawn(async move {
             let mut connections = JoinSet::new();
             loop {
-                let (socket, _) = listener.accept().await.unwrap();
+                let (mut socket, _) = listener.accept().await.unwrap();
                 // Otherwise the many small writes of a script wait for each other's acknowledgement.
                 socket.set_nodelay(true).unwrap();
                 // Thousands of them would take all the memory that the system has for TCP.
@@ -203,7 +211,11 @@ impl App {
                 let (play, record) = (play.clone(), record.clone());
                 match tls.clone() {
                     None => connections.spawn(serve(BufferedSocket::new(socket), play, record)),
-                    Some(tls) => connections.spawn(async move {
+                    Some((tls, has_proxy_header)) => connections.spawn(async move {
+                        if has_proxy_header {
+                            let header = read_proxy_header(&mut socket).await;
+                            record.bodies.send(header).unwrap();
+                        }
                         // The peer rejects the certificate, or shows none: it is gone.
                         if let Ok(tls) = tls.accept(socket).await {
                             let shown = tls.get_ref().1.peer_certificates();
@@ -221,6 +233,15 @@ impl App {
         });
         app
     }
+}
+
+async fn read_proxy_header(socket: &mut TcpStream) -> Vec<u8> {
+    let mut header = vec![0; 16];
+    socket.read_exact(&mut header).await.unwrap();
+    let length = u16::from_be_bytes([header[14], header[15]]);
+    header.resize(16 + usize::from(length), 0);
+    socket.read_exact(&mut header[16..]).await.unwrap();
+    header
 }
 
 async fn next<T>(seen: &Receiver<T>, what: &str) -> T {
