@@ -50,8 +50,10 @@ pub enum Reason {
     /// A required service does not answer: the service that authenticates or authorizes the client, finds the node of a pod, or
     /// records the key of a target.
     DependencyUnavailable,
-    /// A limit is reached.
+    /// A limit of the gateway or the client is reached, or a stalled stream was reset.
     LimitReached,
+    /// A limit of the node, its tunnel or its edge is reached.
+    NodeLimitReached,
     /// The gateway or the edge drains.
     Draining,
     /// The request's target is too long.
@@ -72,7 +74,7 @@ pub enum Reason {
 
 impl Reason {
     /// All reasons, for metrics and tests.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 26] = [
         Self::NodeUnknown,
         Self::NodeNotConnected,
         Self::Misdirected,
@@ -90,6 +92,7 @@ impl Reason {
         Self::TargetTimeout,
         Self::DependencyUnavailable,
         Self::LimitReached,
+        Self::NodeLimitReached,
         Self::Draining,
         Self::UriTooLong,
         Self::HeaderTooLarge,
@@ -112,6 +115,7 @@ impl Reason {
             Self::NodeNotConnected
             | Self::DependencyUnavailable
             | Self::LimitReached
+            | Self::NodeLimitReached
             | Self::Draining
             | Self::Exhausted => StatusCode::SERVICE_UNAVAILABLE,
             Self::Misdirected => StatusCode::MISDIRECTED_REQUEST,
@@ -178,6 +182,7 @@ impl Reason {
     pub fn is_of_node(self) -> bool {
         match self {
             Self::NodeNotConnected
+            | Self::NodeLimitReached
             | Self::EdgePolicy
             | Self::TargetRefused
             | Self::TargetUnresolved
@@ -225,6 +230,7 @@ impl Reason {
             Self::TargetTimeout => "target_timeout",
             Self::DependencyUnavailable => "dependency_unavailable",
             Self::LimitReached => "limit_reached",
+            Self::NodeLimitReached => "node_limit_reached",
             Self::Draining => "draining",
             Self::UriTooLong => "uri_too_long",
             Self::VersionNotSupported => "version_not_supported",
@@ -251,7 +257,7 @@ impl Reason {
             Self::TunnelLost => "connection_terminated",
             Self::TargetTimeout => "connection_timeout",
             Self::DependencyUnavailable | Self::Exhausted => "proxy_internal_error",
-            Self::LimitReached => "connection_limit_reached",
+            Self::LimitReached | Self::NodeLimitReached => "connection_limit_reached",
             Self::Unauthenticated
             | Self::Misdirected
             | Self::UriTooLong
@@ -268,7 +274,9 @@ impl Reason {
     pub fn retry_after(self) -> Option<Duration> {
         match self {
             Self::NodeNotConnected | Self::DependencyUnavailable => Some(Duration::from_secs(2)),
-            Self::LimitReached | Self::Draining | Self::Exhausted => Some(Duration::from_secs(1)),
+            Self::LimitReached | Self::NodeLimitReached | Self::Draining | Self::Exhausted => {
+                Some(Duration::from_secs(1))
+            }
             Self::NodeUnknown
             | Self::Misdirected
             | Self::Unauthenticated
@@ -312,6 +320,7 @@ impl Reason {
             Self::TargetTimeout => "Target too slow",
             Self::DependencyUnavailable => "Decision unavailable",
             Self::LimitReached => "Limit reached",
+            Self::NodeLimitReached => "Limit of the node reached",
             Self::Draining => "Draining",
             Self::UriTooLong => "Request target too long",
             Self::VersionNotSupported => "HTTP version not supported",
@@ -359,7 +368,7 @@ impl From<RejectCode> for Reason {
             RejectCode::Exhausted => Self::Exhausted,
             RejectCode::TargetTimeout => Self::TargetTimeout,
             RejectCode::TargetBroken => Self::TargetBroken,
-            RejectCode::Busy => Self::LimitReached,
+            RejectCode::Busy => Self::NodeLimitReached,
             RejectCode::Malformed => Self::Malformed,
         }
     }
@@ -438,7 +447,7 @@ impl Error {
             StreamError::TooLarge => {
                 Reason::HeaderTooLarge.error(format!("the tunnel of {node}: {error}"))
             }
-            StreamError::Busy => Reason::LimitReached.error(format!(
+            StreamError::Busy => Reason::NodeLimitReached.error(format!(
                 "the tunnel of {node} has reached its maximum number of streams"
             )),
         }

@@ -223,11 +223,23 @@ impl Proxy {
     ) -> Result<SelectedTunnel, Error> {
         record.set_route(route);
         self.authorize(&ask.with_route(route), record).await?;
+        self.admit_client(ask.client, record)?;
         let selected = self.select_tunnel(route).await?;
-        let limits = &self.shared.limits;
-        record.set_permit(limits.admit_stream(&ask.client.open_streams, &selected.streams)?);
+        record.set_node_permit(self.shared.limits.admit_node(&selected.streams)?);
         record.set_tunnel(selected.id);
         Ok(selected)
+    }
+
+    /// Takes the client's permit for the stream of a record, unless the record has one.
+    ///
+    /// # Errors
+    /// If a limit is reached.
+    pub(crate) fn admit_client(
+        &self,
+        client: &ClientIdentity,
+        record: &AccessRecord,
+    ) -> Result<(), Error> {
+        record.ensure_client_permit(|| self.shared.limits.admit_client(&client.open_streams))
     }
 
     /// Identifies the client, and connects it to an address that no edge serves.

@@ -515,7 +515,7 @@ async fn a_nodes_limit_is_503_for_that_node_only() {
     assert_problem(
         &answer,
         503,
-        "limit_reached",
+        "node_limit_reached",
         "this node has reached its limit of 1 open streams",
     );
     let answer = while_one_is_open(&build().start().await, "tester", "edge-2").await;
@@ -541,7 +541,7 @@ async fn a_full_tunnel_is_503() {
     assert_problem(
         &answer,
         503,
-        "limit_reached",
+        "node_limit_reached",
         "the tunnel of edge-1 has reached its maximum number of streams",
     );
 }

@@ -3,7 +3,7 @@
 use crate::world::{
     World,
     app::{App, answer},
-    client::{Answer, Client, assert_problem},
+    client::{Answer, Client, assert_problem, whole},
     edge::Edge,
     gateway::{anonymous, listener},
     until,
@@ -13,6 +13,8 @@ use causeway_gateway::{
     config::{Listener, ListenerProtocol, policy},
     state::{Policy, PolicyWriter},
 };
+use futures_util::{StreamExt, stream::FuturesUnordered};
+use hyper::Request;
 use serde_json::{Value, json};
 use std::{
     collections::BTreeSet,
@@ -289,4 +291,64 @@ async fn a_member_is_left_out_while_its_health_check_fails() {
     states[0].store(true, Relaxed);
     until_ports("edge-1", Value::Null).await;
     assert_eq!(nodes_behind(&world, "pool").await, set(&["edge-1"]));
+}
+
+#[tokio::test]
+async fn a_member_at_its_limit_gives_way_to_the_next() {
+    let per_node = World::build().config(|config| config.limits.per_node = 1);
+    let per_tunnel = World::build().config(|config| config.tunnel.max_streams_per_tunnel = 1);
+    for (build, method, body) in [(per_node, "POST", "x"), (per_tunnel, "GET", "")] {
+        let build = build.listener(of_pool(listener("web", ListenerProtocol::Https)));
+        let world = Box::pin(build.start()).await;
+        let (mut edges, mut apps) = (Vec::new(), Vec::new());
+        for node in &NODES[..2] {
+            let app = App::http(move |head| match head.path().as_str() {
+                "/held" => answer::silence(),
+                _ => answer::ok(node),
+            });
+            let app = app.await;
+            let plan = world.edge(node).pool("mill").port(9100, app.address());
+            edges.push(plan.join().await);
+            apps.push(app);
+        }
+        let client = world.client_at("web").http2().sni("gateway.test");
+        let mut connection = client.connect("api.example").await.unwrap();
+        let url = "https://api.example/";
+        let first = connection.get(url).await.unwrap().text();
+        let held = Request::get(format!("{url}held")).body(whole("")).unwrap();
+        let _held = connection.hold(held);
+        until("the member has a stream", async || {
+            world.metrics().await.sum("open_streams", &[]) == 1
+        })
+        .await;
+        let request = Request::builder().method(method).uri(url);
+        let request = request.body(whole(body)).unwrap();
+        let answer = connection.ask(request).await.unwrap();
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        assert_ne!(answer.text(), first);
+    }
+}
+
+#[tokio::test]
+async fn a_client_at_its_limit_does_not_wait_for_a_set() {
+    let world = World::build()
+        .config(|config| {
+            config.limits.per_client = 1;
+            config.timeouts.reconnect = Duration::from_mins(5);
+        })
+        .listener(of_pool(anonymous("pool", ListenerProtocol::Tcp)));
+    let world = Box::pin(world.start()).await;
+    let app = App::saying("here").await;
+    let plan = world.edge("edge-1").pool("mill");
+    let mut edge = plan.port(9100, app.address()).join().await;
+    edge.kill().await;
+    world.until_tunnels("edge-1", 0).await;
+    let sessions = [(); 2].map(|()| node_behind(&world, "pool"));
+    let mut sessions = FuturesUnordered::from_iter(sessions);
+    // One of them is refused at once, and the other one waits.
+    assert_eq!(sessions.next().await.unwrap(), "");
+    let outcomes = world.metrics().await.outcomes("pool", "limit_reached");
+    assert_eq!(outcomes, 1);
+    edge.start().await.unwrap();
+    assert_eq!(sessions.next().await.unwrap(), "here");
 }

@@ -505,6 +505,7 @@ impl PeerConnector {
     }
 
     fn wake_waiting(&self, nodes: impl IntoIterator<Item = NodeName>) {
+        self.registry.record_arrival();
         if self.registry.has_waiting_requests() {
             for node in nodes {
                 self.registry.wake_waiting(&node);

@@ -46,7 +46,10 @@ impl Reason {
                 "A service that authenticates or authorizes the client, or locates a pod, does not answer; or the nodes of the cluster are not known yet; or a key could not be stored."
             }
             Self::LimitReached => {
-                "There are too many streams, or too many buffered bytes; or a stalled stream was reset. The detail names the limit."
+                "The gateway or the client has too many streams, or there are too many buffered bytes; or a stalled stream was reset. The detail names the limit."
+            }
+            Self::NodeLimitReached => {
+                "The node, its tunnel or its edge has too many streams, or its edge has no memory left. The detail names the limit."
             }
             Self::Draining => {
                 "The gateway or the edge stops, and no replacement connected within `timeouts.reconnect`; or the gateway stopped before the end of the answer."
@@ -103,7 +106,10 @@ impl Reason {
                 "The detail names the service. Check `/readyz`, the key `kubernetes`, and the gateway's rights in the cluster."
             }
             Self::LimitReached => {
-                "Raise the limit in `limits` of the gateway or the edge, or send fewer requests."
+                "Raise the limit in `limits` of the gateway, or send fewer requests."
+            }
+            Self::NodeLimitReached => {
+                "Raise `limits.per_node` or `tunnel.max_streams_per_tunnel` of the gateway or `limits.streams` of the edge, or send fewer requests to this node."
             }
             Self::Draining => "Retry after the time in `Retry-After`.",
             Self::UriTooLong => "Shorten the request target, or raise the limit.",

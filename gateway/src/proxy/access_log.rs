@@ -14,7 +14,7 @@ use crate::{
     proxy::{
         authn::ClientIdentity,
         authz::{Action, Authorize},
-        limits::Permit,
+        limits::{ClientPermit, CounterGuard},
         listener::{ClientConnection, Listener},
         route::Route,
         trace_context::Trace,
@@ -224,7 +224,8 @@ struct RecordFields {
     is_session: bool,
     /// Whether the session has ended normally.
     session_ended_cleanly: bool,
-    permit: Option<Permit>,
+    /// Permits of the stream for its client and for its node.
+    permits: (Option<ClientPermit>, Option<CounterGuard>),
     _stream_guard: Option<StreamGuard>,
 }
 
@@ -497,9 +498,24 @@ impl AccessRecord {
         self.lock_fields().tunnel
     }
 
-    /// Keeps the permit while the stream is open.
-    pub fn set_permit(&self, permit: Permit) {
-        self.lock_fields().permit = Some(permit);
+    /// Takes the permit of the client with `admit`, unless the stream has one, and keeps it while the stream is open.
+    ///
+    /// # Errors
+    /// The error of `admit`.
+    pub fn ensure_client_permit(
+        &self,
+        admit: impl FnOnce() -> Result<ClientPermit, Error>,
+    ) -> Result<(), Error> {
+        let permit = &mut self.lock_fields().permits.0;
+        if permit.is_none() {
+            *permit = Some(admit()?);
+        }
+        Ok(())
+    }
+
+    /// Keeps the permit of the node while the stream is open.
+    pub fn set_node_permit(&self, permit: CounterGuard) {
+        self.lock_fields().permits.1 = Some(permit);
     }
 
     /// Records the head of the response.

@@ -94,10 +94,9 @@ pub(super) async fn connect(
     mut request: Request<RequestBody>,
 ) -> Result<Response<ResponseBody>, Error> {
     let shared = &direct.proxy.shared;
-    let permit = shared
-        .limits
-        .admit_stream(&direct.client.open_streams, &shared.direct_streams)?;
-    direct.record.set_permit(permit);
+    direct.proxy.admit_client(direct.client, direct.record)?;
+    let permit = shared.limits.admit_node(&shared.direct_streams)?;
+    direct.record.set_node_permit(permit);
     let on_upgrade = upgrade::on(&mut request);
     let deadline = Instant::now() + shared.timeouts.connect;
     let (tcp, address) = dial(&direct, deadline).await?;

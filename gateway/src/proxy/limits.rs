@@ -39,12 +39,11 @@ pub struct Limits {
     memory_budget: Arc<MemoryBudget>,
 }
 
-/// Permit for one open stream.
+/// Permit of one open stream for its client and this gateway.
 #[derive(Debug)]
-pub struct Permit {
+pub struct ClientPermit {
     _gateway: CounterGuard,
     _client: CounterGuard,
-    _node: CounterGuard,
 }
 
 /// Guard of one unit of a counter.
@@ -110,16 +109,11 @@ impl Limits {
         self.discarded_bodies.admit(peer).ok()
     }
 
-    /// Admits one more stream.
+    /// Admits one more stream of a client. A stream gets this permit before it waits for its node.
     ///
     /// # Errors
     /// [`Reason::LimitReached`], naming the limit.
-    pub fn admit_stream(&self, client: &Counter, node: &Counter) -> Result<Permit, Error> {
-        let limit_error = |subject: &str, limit: usize| {
-            Reason::LimitReached.error(format!(
-                "{subject} has reached its limit of {limit} open streams"
-            ))
-        };
+    pub fn admit_client(&self, client: &Counter) -> Result<ClientPermit, Error> {
         let bounds = &self.config;
         if self.memory_budget.is_full() {
             return Err(Reason::LimitReached.error(format!(
@@ -128,15 +122,28 @@ impl Limits {
                 bounds.buffered_bytes
             )));
         }
-        Ok(Permit {
+        let limit_error = |subject, limit| Reason::LimitReached.error(limit_detail(subject, limit));
+        Ok(ClientPermit {
             _gateway: acquire(&self.open_streams, bounds.streams)
                 .ok_or_else(|| limit_error("this gateway", bounds.streams))?,
             _client: acquire(client, bounds.per_client)
                 .ok_or_else(|| limit_error("this client", bounds.per_client))?,
-            _node: acquire(node, bounds.per_node)
-                .ok_or_else(|| limit_error("this node", bounds.per_node))?,
         })
     }
+
+    /// Admits one more stream to a node.
+    ///
+    /// # Errors
+    /// [`Reason::NodeLimitReached`].
+    pub fn admit_node(&self, node: &Counter) -> Result<CounterGuard, Error> {
+        let limit = self.config.per_node;
+        acquire(node, limit)
+            .ok_or_else(|| Reason::NodeLimitReached.error(limit_detail("this node", limit)))
+    }
+}
+
+fn limit_detail(subject: &str, limit: usize) -> String {
+    format!("{subject} has reached its limit of {limit} open streams")
 }
 
 #[cfg(test)]
@@ -148,32 +155,21 @@ mod tests {
         let bounds = config::Limits {
             streams: 3,
             per_client: 2,
-            per_node: 2,
             ..config::Limits::default()
         };
         let limits = Limits::new(bounds, &Metrics::new());
         let alice = limits.client_counter(&"alice".into());
         let bob = limits.client_counter(&"bob".into());
-        let (near, far) = (Counter::default(), Counter::default());
-        let first = limits.admit_stream(&alice, &near).unwrap();
-        let _second = limits.admit_stream(&alice, &far).unwrap();
+        let first = limits.admit_client(&alice).unwrap();
+        let _second = limits.admit_client(&alice).unwrap();
         let word = |error: Error| error.detail.split(' ').nth(1).unwrap().to_owned();
-        assert_eq!(
-            word(limits.admit_stream(&alice, &far).unwrap_err()),
-            "client"
-        );
-        let _third = limits.admit_stream(&bob, &near).unwrap();
-        assert_eq!(
-            word(limits.admit_stream(&bob, &far).unwrap_err()),
-            "gateway"
-        );
+        let refused = |client| word(limits.admit_client(client).unwrap_err());
+        assert_eq!(refused(&alice), "client");
+        let _third = limits.admit_client(&bob).unwrap();
+        assert_eq!(refused(&bob), "gateway");
         drop(first);
-        assert_eq!(near.load(Relaxed), 1);
-        let _fourth = limits.admit_stream(&bob, &near).unwrap();
-        assert_eq!(
-            word(limits.admit_stream(&alice, &near).unwrap_err()),
-            "gateway"
-        );
+        let _fourth = limits.admit_client(&bob).unwrap();
+        assert_eq!(refused(&alice), "gateway");
         assert_eq!(
             limits.client_counter(&"alice".into()).load(Relaxed),
             1,
@@ -188,14 +184,12 @@ mod tests {
             ..config::Limits::default()
         };
         let limits = Limits::new(bounds, &Metrics::new());
-        let (client, node) = (Counter::default(), Counter::default());
-        let _held = limits.admit_stream(&client, &node).unwrap();
-        assert!(
-            limits
-                .admit_stream(&client, &node)
-                .unwrap_err()
-                .detail
-                .contains("this node")
-        );
+        let node = Counter::default();
+        let held = limits.admit_node(&node).unwrap();
+        let error = limits.admit_node(&node).unwrap_err();
+        assert_eq!(error.reason, Reason::NodeLimitReached);
+        assert!(error.detail.contains("this node"), "{error}");
+        drop(held);
+        assert!(limits.admit_node(&node).is_ok());
     }
 }

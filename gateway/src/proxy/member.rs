@@ -186,9 +186,11 @@ impl Proxy {
     /// Waits until one of these members is connected and healthy. Returns `None` if none is likely to connect soon.
     async fn wait_for_member(&self, members: &[&NodeName]) -> Option<NodeName> {
         let (registry, timeout) = (&self.shared.registry, self.shared.timeouts.reconnect);
+        let permit = registry.wait_permit()?;
         let away = members.iter().filter(|name| self.rank(name).is_none());
         let waiting = away.map(async |name| {
-            registry.select_tunnel_within(name, timeout).await.ok()?;
+            let selecting = registry.select_tunnel_permitted(name, timeout, &permit);
+            selecting.await.ok()?;
             let rank = self.rank(name)?;
             (!rank.is_unhealthy).then(|| NodeName::clone(name))
         });
@@ -212,10 +214,11 @@ impl Proxy {
 
     /// Returns the error of a stream for which no member is available.
     fn unavailable(&self, set: &NodeSet) -> Error {
-        let members = set.members(&self.shared.nodes);
-        let count = members.len();
+        let (nodes, registry) = (&self.shared.nodes, &self.shared.registry);
+        let count = set.members(nodes).len();
+        let connected = set.connected_members(nodes, registry);
+        let ranks = connected.iter().map(|name| self.rank(name));
         let nodes = if count == 1 { "node" } else { "nodes" };
-        let ranks = members.iter().map(|name| self.rank(name));
         let unhealthy = ranks.flatten().filter(|rank| rank.is_unhealthy).count();
         let detail = match (unhealthy, self.listener.port) {
             (1.., Some(port)) => format!(
@@ -237,6 +240,7 @@ impl Proxy {
         (kind, mut request, exchange): (StreamKind, Request<RequestBody>, ExchangeId),
         routed: &Route,
     ) -> Result<Response<ResponseBody>, Error> {
+        self.admit_client(client, record)?;
         let deadline = Instant::now() + self.shared.timeouts.connect;
         let (mut tried, mut last_error) = (Vec::new(), None);
         loop {
@@ -253,9 +257,9 @@ impl Proxy {
                 Err(error) => return Err(last_error.unwrap_or(error)),
             };
             let route = member.as_ref().unwrap_or(routed);
-            let copy = copy_repeatable(&kind, &request);
-            let error = match self.admit(&ask, route, record).await {
+            let (copy, error) = match self.admit(&ask, route, record).await {
                 Ok(selected) => {
+                    let copy = copy_repeatable(&kind, &request);
                     let ctx = StreamContext {
                         proxy: self,
                         connection,
@@ -269,10 +273,11 @@ impl Proxy {
                     };
                     match ctx.open(kind.clone(), request).await {
                         Ok(response) => return Ok(response),
-                        Err(error) => error,
+                        Err(error) => (copy, error),
                     }
                 }
-                Err(error) => error,
+                // No part of the request was sent.
+                Err(error) => (Some(request), error),
             };
             // A lost tunnel is noticed late.
             let has_time = Instant::now() < deadline || error.reason == Reason::TunnelLost;

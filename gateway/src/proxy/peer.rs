@@ -11,7 +11,7 @@ use super::{
     authn::{AuthMethod, ClientIdentity},
     authz::{self, Action, AuthzRequest, Destination},
     context::{ProxyState, StreamContext},
-    limits::{Counter, Permit},
+    limits::{ClientPermit, Counter, CounterGuard},
     route::Route,
 };
 use crate::{
@@ -331,7 +331,7 @@ async fn serve_unless_evicted(shared: &ProxyState, request: StreamRequest) {
             _ = responder.wait_for_reset() => return,
         }
     };
-    let (opened, _permit, node) = match opened {
+    let (opened, _permits, node) = match opened {
         Ok(Some(opened)) => opened,
         Ok(None) => {
             let detail = "the tunnel of the node does not answer at present";
@@ -378,6 +378,9 @@ fn reject(responder: StreamResponder, error: &Error) {
     responder.reject_forwarded(error.reason.word(), &error.detail);
 }
 
+/// Permits of a stream at this gateway and for its node.
+type Permits = (ClientPermit, CounterGuard);
+
 /// Checks the request and opens its stream to the edge. Returns `None` if the tunnel does not answer at present, and another gateway
 /// should serve the request.
 async fn open_own_stream(
@@ -385,7 +388,7 @@ async fn open_own_stream(
     (kind, target): (&StreamKind, &Target),
     (head, framing): (Request<()>, (usize, bool)),
     forwarded: &ForwardedFields,
-) -> Result<Option<(OpenStream, Permit, NodeName)>, Error> {
+) -> Result<Option<(OpenStream, Permits, NodeName)>, Error> {
     let (node, client) = parse_forwarded(forwarded)?;
     let route = Route {
         node,
@@ -401,8 +404,10 @@ async fn open_own_stream(
         return Ok(None);
     }
     // The other gateway limits the streams of the client.
-    let limits = (&Counter::default(), &selected.streams);
-    let permit = shared.limits.admit_stream(limits.0, limits.1)?;
+    let permits = (
+        shared.limits.admit_client(&Counter::default())?,
+        shared.limits.admit_node(&selected.streams)?,
+    );
     let opened = selected
         .tunnel
         .open_forwarded(head, (kind, target), framing)
@@ -413,7 +418,7 @@ async fn open_own_stream(
             error => Error::from_stream_error(node.as_str(), &error),
         })?;
     shared.metrics.count_served_for_peer();
-    Ok(Some((opened, permit, node)))
+    Ok(Some((opened, permits, node)))
 }
 
 fn parse_forwarded(forwarded: &ForwardedFields) -> Result<(NodeName, ForwardedClient), Error> {

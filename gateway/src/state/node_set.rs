@@ -5,6 +5,7 @@
 //! any stream, which is the one that fails, would be tried first each time.
 
 use super::{Node, Nodes, Registry, nodes::NodeSelection};
+use arc_swap::ArcSwapOption;
 use causeway_certs::NodeName;
 use causeway_watch_cache::LabelSelector;
 use std::{
@@ -34,6 +35,9 @@ pub enum NodeSelector {
     Labels(LabelSelector),
 }
 
+/// Time for which the connected members of a large set are not searched again, unless none of them is available.
+const SEARCH_INTERVAL: Duration = Duration::from_millis(100);
+
 /// Nodes of which each connection of a listener reaches one.
 #[derive(Debug)]
 pub struct NodeSet {
@@ -43,6 +47,19 @@ pub struct NodeSet {
     searches: AtomicUsize,
     /// Times of the last failures, by member.
     failures: Mutex<HashMap<NodeName, Instant>>,
+    /// Connected members of a large set, as they were found last.
+    connected: ArcSwapOption<ConnectedMembers>,
+}
+
+/// Connected members of a large set.
+#[derive(Debug)]
+struct ConnectedMembers {
+    names: Arc<[NodeName]>,
+    /// Members among which they were found.
+    members: Arc<[NodeName]>,
+    /// [`Registry::arrivals`] before the search.
+    arrivals: u64,
+    found_at: Instant,
 }
 
 impl NodeSet {
@@ -53,17 +70,14 @@ impl NodeSet {
             selection: NodeSelection::default(),
             searches: AtomicUsize::new(0),
             failures: Mutex::default(),
+            connected: ArcSwapOption::empty(),
         }
     }
 
     /// Returns the members, without revoked nodes.
     pub fn members(&self, nodes: &Nodes) -> Arc<[NodeName]> {
         match &self.selector {
-            NodeSelector::Names(names) => {
-                let is_admitted =
-                    |name: &&NodeName| nodes.with(name, |node| node.revoked.is_none());
-                names.iter().filter(is_admitted).cloned().collect()
-            }
+            NodeSelector::Names(names) => self.selection.update_listed(nodes, names),
             NodeSelector::Pool(_) | NodeSelector::Labels(_) => {
                 self.selection.update(nodes, |node| self.selects(node))
             }
@@ -109,7 +123,62 @@ impl NodeSet {
         port: Option<u16>,
         may_serve: impl Fn(&NodeName) -> bool,
     ) -> Vec<NodeName> {
+        let members = self.connected_members(nodes, registry);
+        let ranked = self.rank_members(&members, (registry, port), &may_serve);
+        if !ranked.is_empty() {
+            return ranked;
+        }
+        // A member may have connected after the last search.
+        match self.find_connected(nodes, registry) {
+            found if Arc::ptr_eq(&found, &members) => ranked,
+            found => self.rank_members(&found, (registry, port), &may_serve),
+        }
+    }
+
+    /// Returns the members that are probably connected. In a large set, those that have connected during the last
+    /// [`SEARCH_INTERVAL`] may be missing.
+    pub fn connected_members(&self, nodes: &Nodes, registry: &Registry) -> Arc<[NodeName]> {
+        match &*self.connected.load() {
+            Some(found)
+                if found.found_at.elapsed() < SEARCH_INTERVAL
+                    && Arc::ptr_eq(&found.members, &self.members(nodes)) =>
+            {
+                found.names.clone()
+            }
+            _ => self.find_connected(nodes, registry),
+        }
+    }
+
+    /// Returns the connected members. In a small set, returns all members: to rank them is cheaper.
+    fn find_connected(&self, nodes: &Nodes, registry: &Registry) -> Arc<[NodeName]> {
         let members = self.members(nodes);
+        if members.len() <= MAX_CANDIDATES {
+            return members;
+        }
+        let arrivals = registry.arrivals();
+        if let Some(found) = &*self.connected.load()
+            && found.arrivals == arrivals
+            && Arc::ptr_eq(&found.members, &members)
+        {
+            return found.names.clone();
+        }
+        let connected = members.iter().filter(|name| registry.is_connected(name));
+        let names: Arc<[_]> = connected.cloned().collect();
+        self.connected.store(Some(Arc::new(ConnectedMembers {
+            names: names.clone(),
+            members,
+            arrivals,
+            found_at: Instant::now(),
+        })));
+        names
+    }
+
+    fn rank_members(
+        &self,
+        members: &[NodeName],
+        (registry, port): (&Registry, Option<u16>),
+        may_serve: impl Fn(&NodeName) -> bool,
+    ) -> Vec<NodeName> {
         let start = self.searches.fetch_add(1, Relaxed) % members.len().max(1);
         let (last, first) = members.split_at(start);
         let failed = self.recent_failures();
@@ -249,6 +318,40 @@ mod tests {
         assert_eq!(best(), names(&["edge-3", "edge-1", "edge-2"]));
         world.registry.unregister(&all[2], tunnels[2].0);
         assert_eq!(best(), names(&["edge-1", "edge-2"]));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connected_members_of_a_large_set_are_searched_rarely() {
+        let world = World::new();
+        let all: Vec<_> = (0..3000)
+            .map(|number| name(&format!("edge-{number}")))
+            .collect();
+        let set = NodeSet::new(NodeSelector::Names(all.clone().into()));
+        let (writer, registry) = (NodesWriter::default(), &world.registry);
+        let nodes = writer.reader();
+        let candidates = || set.candidates(&nodes, registry, Some(80), |_| true);
+        assert_eq!(candidates(), []);
+        let (first, _) = world.register_node(&all[2998]).await;
+        assert_eq!(
+            candidates(),
+            all[2998..2999],
+            "an empty result is searched again"
+        );
+        let found = set.connected_members(&nodes, registry);
+        assert_eq!(*found, all[2998..2999]);
+        world.register_node(&all[7]).await;
+        assert!(Arc::ptr_eq(
+            &found,
+            &set.connected_members(&nodes, registry)
+        ));
+        registry.unregister(&all[2998], first);
+        assert_eq!(candidates(), all[7..8]);
+        world.register_node(&all[8]).await;
+        tokio::time::advance(SEARCH_INTERVAL).await;
+        assert_eq!(candidates().len(), 2);
+        writer.upsert(all[7].clone(), Node::default());
+        writer.replace_revoked([all[7].clone()].into());
+        assert_eq!(candidates(), all[8..9]);
     }
 
     #[tokio::test(start_paused = true)]

@@ -161,6 +161,27 @@ struct SelectedNames {
 impl NodeSelection {
     /// Returns the names of the nodes that match `is_selected`, which must be the same condition at each call.
     pub fn update(&self, nodes: &Nodes, is_selected: impl Fn(&Node) -> bool) -> Arc<[NodeName]> {
+        self.update_by(nodes, |all| {
+            let selected = all.iter().filter(|(_, node)| is_selected(node));
+            selected.map(|(name, _)| name.clone()).collect()
+        })
+    }
+
+    /// Returns those of these names, which must be the same at each call, whose nodes are not revoked.
+    pub fn update_listed(&self, nodes: &Nodes, listed: &[NodeName]) -> Arc<[NodeName]> {
+        self.update_by(nodes, |all| {
+            let is_revoked =
+                |name: &NodeName| all.get(name).is_some_and(|node| node.revoked.is_some());
+            let admitted = listed.iter().filter(|name| !is_revoked(name));
+            admitted.cloned().collect()
+        })
+    }
+
+    fn update_by(
+        &self,
+        nodes: &Nodes,
+        find: impl FnOnce(&BTreeMap<NodeName, Node>) -> Arc<[NodeName]>,
+    ) -> Arc<[NodeName]> {
         let table = nodes.0.load_full();
         let found = self.0.load();
         if let Some(found) = &*found
@@ -168,8 +189,7 @@ impl NodeSelection {
         {
             return found.names.clone();
         }
-        let selected = table.nodes.iter().filter(|(_, node)| is_selected(node));
-        let names: Arc<[_]> = selected.map(|(name, _)| name.clone()).collect();
+        let names = find(&table.nodes);
         self.0.store(Some(Arc::new(SelectedNames {
             table: Arc::downgrade(&table),
             names: names.clone(),

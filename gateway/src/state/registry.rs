@@ -33,7 +33,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 use tokio::{
-    sync::{Notify, Semaphore, broadcast, mpsc},
+    sync::{Notify, Semaphore, SemaphorePermit, broadcast, mpsc},
     time::{Instant, timeout},
 };
 use tokio_util::sync::CancellationToken;
@@ -241,7 +241,15 @@ pub struct Registry {
     directory: Directory,
     /// Sender of the nodes whose tunnels have changed.
     changes: broadcast::Sender<NodeName>,
+    /// Number of times that a tunnel was registered here or a peer has reported a node.
+    arrivals: Arc<AtomicU64>,
 }
+
+/// Permit of one request to wait for tunnels.
+#[derive(Debug)]
+pub struct WaitPermit<'a>(
+    #[expect(dead_code, reason = "dropping it returns the permit")] SemaphorePermit<'a>,
+);
 
 /// Tunnel selected for one request.
 #[derive(Clone, Debug)]
@@ -278,6 +286,7 @@ impl Registry {
             is_crowded: Arc::default(),
             directory: Directory::default(),
             changes: broadcast::Sender::new(MAX_KEPT_CHANGES),
+            arrivals: Arc::default(),
         }
     }
 
@@ -401,6 +410,7 @@ impl Registry {
         if let Some(arrival) = entry.tunnel_registered.take() {
             arrival.notify_waiters();
         }
+        self.record_arrival();
         Ok((id, replaced))
     }
 
@@ -518,6 +528,33 @@ impl Registry {
         node: &NodeName,
         wait_limit: Duration,
     ) -> Result<SelectedTunnel, NodeUnavailable> {
+        match self.select_tunnel(node) {
+            Err(unavailable) => match self.wait_permit() {
+                Some(permit) => {
+                    self.select_tunnel_permitted(node, wait_limit, &permit)
+                        .await
+                }
+                None => Err(unavailable),
+            },
+            selected => selected,
+        }
+    }
+
+    /// Returns the permit of one request to wait for tunnels; `None` if too many requests wait.
+    pub fn wait_permit(&self) -> Option<WaitPermit<'_>> {
+        self.wait_permits.try_acquire().ok().map(WaitPermit)
+    }
+
+    /// Selects a tunnel like [`Registry::select_tunnel_within`], for a request that has a permit. It may wait for several nodes.
+    ///
+    /// # Errors
+    /// The reason why no tunnel can be selected.
+    pub async fn select_tunnel_permitted(
+        &self,
+        node: &NodeName,
+        wait_limit: Duration,
+        _permit: &WaitPermit<'_>,
+    ) -> Result<SelectedTunnel, NodeUnavailable> {
         let unavailable = match self.select_tunnel(node) {
             Err(away) if !self.is_draining() || self.directory.has_active_peer() => away,
             picked => return picked,
@@ -530,9 +567,6 @@ impl Registry {
             NodeUnavailable::Suspect { .. } => return Err(unavailable),
         };
         let remaining = wait_limit.saturating_sub(offline_for);
-        let Ok(_permit) = self.wait_permits.try_acquire() else {
-            return Err(unavailable);
-        };
         let next_tunnel = async {
             tokio::select! {
                 picked = self.wait_for_tunnel(node) => Some(picked),
@@ -600,6 +634,22 @@ impl Registry {
     /// Whether the drain time is over.
     pub fn is_drain_expired(&self) -> bool {
         self.drain_expired.is_cancelled()
+    }
+
+    /// Records that this gateway or a peer has a tunnel of a further node.
+    pub fn record_arrival(&self) {
+        self.arrivals.fetch_add(1, Relaxed);
+    }
+
+    /// Returns the number of arrivals of nodes so far. As long as it stays the same, no further node is connected.
+    pub fn arrivals(&self) -> u64 {
+        self.arrivals.load(Relaxed)
+    }
+
+    /// Whether this gateway or a peer has a tunnel of this node.
+    pub fn is_connected(&self, node: &NodeName) -> bool {
+        let is_held = |peer: &Arc<Peer>| peer.node(node).is_some();
+        self.has_tunnel(node) || self.directory.peers().iter().any(is_held)
     }
 
     /// Whether any tunnel of this node is registered.

@@ -74,6 +74,7 @@ async fn open_session(
         let timeout = proxy.shared.timeouts.connect;
         return open_stream(proxy, connection, (&ask, &routed), record, timeout).await;
     };
+    proxy.admit_client(&client, record)?;
     let deadline = Instant::now() + proxy.shared.timeouts.connect;
     let (mut tried, mut last_error) = (Vec::new(), None);
     loop {

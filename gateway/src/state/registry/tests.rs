@@ -343,6 +343,21 @@ async fn a_crowd_that_waits_is_bounded() {
     assert_eq!(waits().await.unwrap_err(), NodeUnavailable::NeverSeen);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_request_waits_for_several_nodes_with_one_permit() {
+    let world = World::new();
+    let permit = world.registry.wait_permit().unwrap();
+    let nodes = ["edge-1", "edge-2"].map(|name| NodeName::parse(name).unwrap());
+    let wait_limit = Duration::from_secs(1);
+    let wait = |node| (world.registry).select_tunnel_permitted(node, wait_limit, &permit);
+    let permits = || world.registry.wait_permits.available_permits();
+    let counting = async { assert_eq!(permits(), MAX_WAITING_REQUESTS - 1) };
+    let (first, second, ()) = tokio::join!(wait(&nodes[0]), wait(&nodes[1]), counting);
+    assert!(first.is_err() && second.is_err());
+    drop(permit);
+    assert_eq!(permits(), MAX_WAITING_REQUESTS);
+}
+
 #[tokio::test]
 async fn a_node_without_a_tunnel_says_why() {
     let world = World::new();
