@@ -26,9 +26,12 @@ async fn look(request: Request<Incoming>) -> Result<Response<Empty<Bytes>>, Infa
         .and_then(|()| request::stream_kind(&request, ListenerProtocol::Connect))
         .and_then(|kind| Ok((kind, request::authority(&request)?)));
     if let Ok((kind, authority)) = checked {
-        assert!(connect, "{kind:?}");
-        assert_eq!(request.uri().path(), "", "a policy is asked for no path");
-        let authority = authority.expect("a CONNECT names an authority");
+        if connect {
+            assert_eq!(request.uri().path(), "", "a policy is asked for no path");
+        } else {
+            assert_eq!(request.uri().scheme_str(), Some("http"), "{kind:?}");
+        }
+        let authority = authority.expect("the target of a proxy's request has an authority");
         if let Ok((host, Some(port))) = target::split_host_port(authority) {
             let target = Target::new(host, port);
             assert_eq!(target.to_string().parse(), Ok(target));

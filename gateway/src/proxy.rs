@@ -54,7 +54,7 @@ use authz::{Action, AuthzRequest, Destination};
 use causeway_tunnel::{StreamKind, Target, headers, informational::ExchangeId};
 pub use context::{Proxy, ProxyState, StreamContext};
 use error_response::ErrorProtocol;
-use http::{HeaderMap, Method, Request, Response, Version, header::EXPECT};
+use http::{HeaderValue, Method, Request, Response, Version, header::EXPECT};
 use http_body::Body;
 use hyper::body::Incoming;
 use listener::ClientConnection;
@@ -152,7 +152,7 @@ impl Proxy {
     async fn serve(
         &self,
         connection: &Arc<ClientConnection>,
-        request: Request<RequestBody>,
+        mut request: Request<RequestBody>,
         exchange: ExchangeId,
         record: &Arc<AccessRecord>,
     ) -> Result<Response<ResponseBody>, Error> {
@@ -162,9 +162,10 @@ impl Proxy {
         }
         request::check(&request, self.request_limits())?;
         let kind = request::stream_kind(&request, self.listener.protocol)?;
-        let route_input = self
-            .listener
-            .route_input(connection, request::authority(&request)?);
+        if self.listener.is_proxy() {
+            request::replace_host(&mut request);
+        }
+        let route_input = self.listener.route_input(connection, &request)?;
         if matches!(kind, StreamKind::Tcp)
             && let Some(direct_target) = direct::direct_target(
                 &self.listener.direct_networks,
@@ -175,14 +176,16 @@ impl Proxy {
             let connecting = self.connect_directly(connection, request, &direct_target, record);
             return Box::pin(connecting).await;
         }
+        let credential = self.credential(&request);
         let (client, routed) = self
-            .resolve_and_authenticate(connection, request.headers(), &route_input)
+            .resolve_and_authenticate(connection, credential, &route_input)
             .await?;
         record.set_client(&client);
         let pods = self.pod_routing(&client, &kind);
         let route = pod_route::or_route(pods, request.uri().path(), routed).await?;
         let action = Action::from(&kind);
-        record.record_granted_access(GrantedAccess::new(action, &request, connection));
+        let from = (&**connection, credential);
+        record.record_granted_access(GrantedAccess::new(action, &request, from));
         if let Some(set) = self.open_node_set(&route_input) {
             let from = (connection, &client, record);
             let serving = self.serve_by_member(set, from, (kind, request, exchange), &route);
@@ -250,11 +253,13 @@ impl Proxy {
         target: &Target,
         record: &Arc<AccessRecord>,
     ) -> Result<Response<ResponseBody>, Error> {
+        let credential = self.credential(&request);
         let client = self
-            .identify(connection, request.headers(), Some(target.port))
+            .identify(connection, credential, Some(target.port))
             .await?;
         record.set_client(&client);
-        record.record_granted_access(GrantedAccess::new(Action::Connect, &request, connection));
+        let from = (&**connection, credential);
+        record.record_granted_access(GrantedAccess::new(Action::Connect, &request, from));
         let direct = direct::DirectConnect {
             proxy: self,
             connection,
@@ -270,34 +275,43 @@ impl Proxy {
     pub(crate) async fn authenticate_and_route(
         &self,
         connection: &ClientConnection,
-        fields: &HeaderMap,
+        credential: Option<&HeaderValue>,
         route_input: &RouteInput<'_>,
     ) -> Result<(ClientIdentity, Route), Error> {
         let (client, routed) = self
-            .resolve_and_authenticate(connection, fields, route_input)
+            .resolve_and_authenticate(connection, credential, route_input)
             .await?;
         Ok((client, routed?))
+    }
+
+    /// Returns the credential of a request for this listener.
+    fn credential<'a, B>(&self, request: &'a Request<B>) -> Option<&'a HeaderValue> {
+        authn::credential(
+            self.listener.is_proxy(),
+            request.method(),
+            request.headers(),
+        )
     }
 
     async fn resolve_and_authenticate(
         &self,
         connection: &ClientConnection,
-        fields: &HeaderMap,
+        credential: Option<&HeaderValue>,
         route_input: &RouteInput<'_>,
     ) -> Result<(ClientIdentity, Result<Route, Error>), Error> {
         let routed = self.find_route(connection, route_input);
         let port = routed.as_ref().ok().map(|route| route.target.port);
-        let client = self.identify(connection, fields, port).await?;
+        let client = self.identify(connection, credential, port).await?;
         Ok((client, routed))
     }
 
     async fn identify(
         &self,
         connection: &ClientConnection,
-        fields: &HeaderMap,
+        credential: Option<&HeaderValue>,
         port: Option<u16>,
     ) -> Result<ClientIdentity, Error> {
-        self.identify_with(connection, (fields, Expired::Reject), port)
+        self.identify_with(connection, (credential, Expired::Reject), port)
             .await
     }
 
@@ -305,9 +319,13 @@ impl Proxy {
     async fn identify_with(
         &self,
         connection: &ClientConnection,
-        presented: (&HeaderMap, Expired<'_>),
+        presented: (Option<&HeaderValue>, Expired<'_>),
         port: Option<u16>,
     ) -> Result<ClientIdentity, Error> {
+        if !self.listener.serves_network(connection.peer) {
+            let detail = "this listener does not serve clients from this address without TLS";
+            return Err(Reason::Unauthenticated.error(detail));
+        }
         let authentication = &self.listener.authentication;
         let client = authentication
             .identify(

@@ -282,7 +282,7 @@ async fn curl_proxies_through_a_connect_listener_with_a_certificate() {
     assert_eq!(output.text(), "hello 200");
     let refused = proxied(false).run().await;
     assert!(!refused.status.success());
-    assert!(refused.text().ends_with(" 401"), "{refused:?}");
+    assert!(refused.text().ends_with(" 407"), "{refused:?}");
     assert_eq!(app.requests(), 1);
 }
 

@@ -129,7 +129,7 @@ async fn direct_targets_must_be_in_the_listeners_networks() {
     let nobody = world.client_at("known").nobody();
     let head = format!("CONNECT {address} HTTP/1.1\r\nHost: x\r\n\r\n");
     let answer = nobody.raw(GATEWAY_NAME, head).await;
-    assert_eq!(answer.status, 401, "{answer}");
+    assert_eq!(answer.status, 407, "{answer}");
     assert_eq!(app.connections(), 0);
 }
 

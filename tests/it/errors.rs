@@ -722,7 +722,8 @@ async fn a_method_that_a_listener_does_not_serve_is_405() {
         .sni(GATEWAY_NAME)
         .get("https://edge-1/")
         .await;
-    assert_problem(&answer, 405, "method_not_allowed", "CONNECT only");
+    let words = "it serves CONNECT, and requests whose target is http://";
+    assert_problem(&answer, 405, "method_not_allowed", words);
     assert_eq!(answer.field("allow"), "CONNECT");
 }
 

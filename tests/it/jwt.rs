@@ -463,7 +463,7 @@ async fn a_connect_listener_accepts_a_jwt_like_a_token() {
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let token = key.sign(&claims(&json!({})));
-    for (token, status) in [(token.as_str(), "200 "), ("a.b.c", "401 jwt: not readable")] {
+    for (token, status) in [(token.as_str(), "200 "), ("a.b.c", "407 jwt: not readable")] {
         let client = world.client_at("jwt").nobody();
         let mut wire = client.wire("gateway.test", &[]).await.unwrap();
         let head = format!(

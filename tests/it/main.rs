@@ -21,6 +21,7 @@ mod drains;
 mod records;
 
 mod errors;
+mod forward_proxy;
 mod forwarding_headers;
 mod grpc_errors;
 

@@ -262,7 +262,7 @@ async fn without_a_certificate_no_listener_gives_a_byte_of_service() {
     let before = scan.app.connections();
     for (name, asks, status) in [
         ("https", get, "HTTP/1.1 401"),
-        ("connect", connect, "HTTP/1.1 401"),
+        ("connect", connect, "HTTP/1.1 407"),
         ("bytes", get, ""),
     ] {
         let ran = scan.client(scan.world.listener(name), "-quiet", asks).await;

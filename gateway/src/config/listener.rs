@@ -80,6 +80,9 @@ pub struct Listener {
     /// Format of errors: `problem` (RFC 9457), or `kubernetes` if the clients are kube-apiservers.
     #[serde(default)]
     pub errors: ErrorFormat,
+    /// Networks from which a `connect` listener serves clients without TLS; other clients are disconnected, and `listen` must be in one of the networks. Only loopback, private (RFC 1918), unique local (RFC 4193) and link-local networks are permitted. Empty is TLS.
+    #[serde(default, with = "IpNetList")]
+    pub plaintext_networks: Vec<IpNet>,
     /// Connections arrive by DNAT: the original destination address gives node and port.
     #[serde(default)]
     pub original_destination: bool,
@@ -125,6 +128,7 @@ impl Listener {
             anonymous_from: Vec::new(),
             anonymous_ports: Vec::new(),
             errors: ErrorFormat::Problem,
+            plaintext_networks: Vec::new(),
             original_destination: false,
             direct_networks: Vec::new(),
             proxy_protocol: Vec::new(),
@@ -155,12 +159,15 @@ impl Listener {
     }
 
     /// Whether TLS of clients ends here. `http` and `passthrough` listeners and unix sockets end no TLS. Neither does an anonymous
-    /// `tcp` listener: ssh and netcat do not use TLS, and if the upstream sends first, the gateway cannot distinguish the two cases.
+    /// `tcp` listener: ssh and netcat do not use TLS, and if the upstream sends first, the gateway cannot distinguish the two cases. A `connect`
+    /// listener with `plaintext_networks` has none either, because many clients cannot speak TLS to a proxy.
     pub fn has_tls(&self) -> bool {
-        let is_plain = matches!(
-            self.protocol,
-            ListenerProtocol::Http | ListenerProtocol::Passthrough
-        ) || (self.protocol == ListenerProtocol::Tcp && self.anonymous);
+        let is_plain = match self.protocol {
+            ListenerProtocol::Http | ListenerProtocol::Passthrough => true,
+            ListenerProtocol::Tcp => self.anonymous,
+            ListenerProtocol::Connect => !self.plaintext_networks.is_empty(),
+            ListenerProtocol::Https => false,
+        };
         !is_plain && matches!(self.listen, ListenAddr::Tcp(_))
     }
 }
@@ -212,7 +219,7 @@ pub enum ListenerProtocol {
     Http,
     /// Any bytes, to one node and port.
     Tcp,
-    /// HTTP CONNECT.
+    /// HTTP CONNECT, and requests whose target is `http://NODE:PORT/…`.
     Connect,
     /// TLS that ends at the upstream. The server name (SNI) of the ClientHello names the node.
     Passthrough,

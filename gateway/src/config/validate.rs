@@ -3,12 +3,13 @@
 //! Every check adds to one list, so that a user sees all faults at once. The rule for listeners is that nothing is open by
 //! default. A listener that cannot authenticate clients is a fault unless it has `anonymous: true`.
 
-use std::collections::HashSet;
+use std::{collections::HashSet, net::IpAddr};
 
 use causeway_certs::NodeName;
 use causeway_config::{ConfigError, ConfigErrors, ListenAddr, ListenAddrs, Validate, host_port};
 use causeway_tunnel::{request_target::MAX_OVERFLOW_BYTES, wire};
 use causeway_watch_cache::LabelSelector;
+use ipnet::IpNet;
 
 use super::{Config, ForwardingHeader, Listener, ListenerProtocol};
 
@@ -239,6 +240,7 @@ impl ListenerValidator<'_> {
     fn run(mut self) {
         self.target();
         self.proxied();
+        self.check_plaintext();
         self.files();
         self.check_clients();
         self.check_issuers();
@@ -394,12 +396,47 @@ impl ListenerValidator<'_> {
         }
     }
 
+    /// Checks that credentials without TLS stay in private networks.
+    fn check_plaintext(&mut self) {
+        let networks = &self.listener.plaintext_networks;
+        if networks.is_empty() {
+            return;
+        }
+        for (index, network) in networks.iter().enumerate() {
+            if !is_private(network) {
+                let message = format!(
+                    "{network} is no private network; without TLS, only loopback, private (RFC 1918), unique local and link-local networks are served"
+                );
+                self.add(&format!("plaintext_networks[{index}]"), message);
+            }
+        }
+        match (self.listener.protocol, &self.listener.listen) {
+            (ListenerProtocol::Connect, ListenAddr::Tcp(listen)) => {
+                if !networks
+                    .iter()
+                    .any(|network| network.contains(&listen.ip()))
+                {
+                    let message = format!(
+                        "{} is in none of the networks in plaintext_networks, so other clients could connect without TLS; use an address of one of them",
+                        listen.ip()
+                    );
+                    self.add("listen", message);
+                }
+            }
+            (ListenerProtocol::Connect, ListenAddr::Unix(_)) => {
+                let message = "clients of a Unix socket have no IP address; remove this key";
+                self.add("plaintext_networks", message);
+            }
+            _ => self.add(
+                "plaintext_networks",
+                "only a connect listener has this key; remove it",
+            ),
+        }
+    }
+
     fn forwarding_headers(&mut self) {
         let listener = self.listener;
-        if matches!(
-            listener.protocol,
-            ListenerProtocol::Tcp | ListenerProtocol::Connect | ListenerProtocol::Passthrough
-        ) {
+        if listener.protocol.is_opaque() {
             if listener.forwarding_headers != ForwardingHeader::all() {
                 self.add("forwarding_headers", NOT_READ);
             }
@@ -449,6 +486,9 @@ impl ListenerValidator<'_> {
             ListenAddr::Tcp(_) if self.listener.protocol == ListenerProtocol::Tcp => {
                 "an anonymous tcp listener".into()
             }
+            ListenAddr::Tcp(_) if self.listener.protocol == ListenerProtocol::Connect => {
+                "a connect listener with plaintext_networks".into()
+            }
             ListenAddr::Tcp(_) => format!("protocol {}", self.listener.protocol.as_str()),
         }
     }
@@ -480,6 +520,9 @@ impl ListenerValidator<'_> {
         if !known && !listener.anonymous {
             let remedy = match listener.protocol {
                 ListenerProtocol::Http => "set client_auth.tokens or client_auth.jwt",
+                ListenerProtocol::Connect if !listener.has_tls() => {
+                    "set client_auth.tokens or client_auth.jwt"
+                }
                 ListenerProtocol::Tcp => "set client_auth.own_ca: true or client_auth.client_ca",
                 ListenerProtocol::Passthrough => return self.missing(PASSTHROUGH_CLIENTS),
                 ListenerProtocol::Https | ListenerProtocol::Connect => {
@@ -517,6 +560,21 @@ impl ListenerValidator<'_> {
             );
         }
     }
+}
+
+/// Whether all addresses of a network are loopback, private, unique local or link-local.
+fn is_private(network: &IpNet) -> bool {
+    let (first, last) = (network.network(), network.broadcast());
+    let is_private = |address: IpAddr| match address {
+        IpAddr::V4(address) => {
+            address.is_loopback() || address.is_private() || address.is_link_local()
+        }
+        IpAddr::V6(address) => {
+            address.is_loopback() || address.is_unique_local() || address.is_unicast_link_local()
+        }
+    };
+    // Each of these ranges is a prefix, and no two of them are neighbours.
+    is_private(first) && is_private(last)
 }
 
 mod jwt;

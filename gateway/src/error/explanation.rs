@@ -15,7 +15,7 @@ impl Reason {
                 "SNI and Host name two different nodes, or an address belongs to several nodes."
             }
             Self::Unauthenticated => {
-                "The client presented no certificate or token, or one that this listener does not accept. The detail begins with the method (`certificate`, `token`, `jwt`, `token_review`)."
+                "The client presented no certificate or token, or one that this listener does not accept. At `connect` listeners the status is 407. The detail begins with the method (`certificate`, `token`, `jwt`, `token_review`)."
             }
             Self::Forbidden => {
                 "The policy or the cluster denies this request. The detail says which."
@@ -68,7 +68,7 @@ impl Reason {
             }
             Self::VersionNotSupported => "The request line names an HTTP version other than 1.",
             Self::MethodNotAllowed => {
-                "CONNECT at a listener with another protocol than `connect`, or another method at a `connect` listener."
+                "CONNECT at a listener with another protocol than `connect`, or another request at a `connect` listener whose target does not begin with `http://`."
             }
             Self::ClientClosed => {
                 "The client closed the connection before it had the complete answer. In metrics and logs only."

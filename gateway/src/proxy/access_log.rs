@@ -26,7 +26,7 @@ use causeway_certs::NodeName;
 use causeway_rt::{connection_limit::Busy, socket::ResetOnClose as _};
 use causeway_tunnel::{copy::ByteCounters, eviction::Eviction};
 use futures_util::task::AtomicWaker;
-use http::{HeaderValue, Method, Request, StatusCode, header::AUTHORIZATION};
+use http::{HeaderValue, Method, Request, StatusCode};
 use slab::Slab;
 use std::{
     collections::BTreeSet,
@@ -142,7 +142,7 @@ impl GrantedAccess {
     pub(super) fn new<B>(
         action: Action,
         request: &Request<B>,
-        connection: &ClientConnection,
+        (connection, credential): (&ClientConnection, Option<&HeaderValue>),
     ) -> Self {
         // Copied, because a field may be a slice of a whole read buffer.
         let copy_value = |value: &HeaderValue| {
@@ -150,7 +150,6 @@ impl GrantedAccess {
             copy.set_sensitive(true);
             Some(copy)
         };
-        let credential = request.headers().get(AUTHORIZATION);
         let credential = credential.filter(|_| matches!(connection.credentials.client, Ok(None)));
         Self {
             action,

@@ -21,7 +21,10 @@ use causeway_certs::{
     verify::{PeerRejected, Purpose, TrustStore, none_revoked, verify_peer},
 };
 use causeway_rt::listener::RemoteAddr;
-use http::{HeaderMap, header::AUTHORIZATION};
+use http::{
+    HeaderMap, HeaderValue, Method,
+    header::{AUTHORIZATION, PROXY_AUTHORIZATION},
+};
 use ipnet::IpNet;
 use jwt::{Expired, JwtAuthenticator};
 use rustls_pki_types::UnixTime;
@@ -32,6 +35,24 @@ use bearer::TokenCache;
 pub(crate) use identity::UID_PREFIX;
 use identity::now;
 pub use identity::{AuthMethod, ClientIdentity, PresentedCertificate, Validity};
+
+/// Returns the credential of a request. At a proxy this is `Proxy-Authorization` (RFC 9110 §11.7.2). `Authorization` is then for
+/// the upstream, except in a CONNECT, which only the proxy reads.
+pub(crate) fn credential<'a>(
+    is_proxy: bool,
+    method: &Method,
+    fields: &'a HeaderMap,
+) -> Option<&'a HeaderValue> {
+    if !is_proxy {
+        return fields.get(AUTHORIZATION);
+    }
+    let authorization = || {
+        fields
+            .get(AUTHORIZATION)
+            .filter(|_| method == Method::CONNECT)
+    };
+    fields.get(PROXY_AUTHORIZATION).or_else(authorization)
+}
 
 impl ClientIdentity {
     /// Checks a certificate against the listener's current revocations and the current time.
@@ -154,6 +175,9 @@ pub struct Authenticator {
     pub jwts: Option<JwtAuthenticator>,
     /// Tokens that the cluster's API reviews, if the listener accepts them.
     pub review: Option<TokenReview>,
+    /// Whether the token may also be the password of Basic authentication (RFC 7617), which is all that many clients of proxies
+    /// can send.
+    pub accepts_basic: bool,
     /// Whether certificates are requested; used in the message of a refusal.
     pub accepts_certificates: bool,
     /// Whether anonymous clients are served.
@@ -174,7 +198,7 @@ impl Authenticator {
     pub(crate) async fn identify(
         &self,
         (credentials, peer): (&ConnectionCredentials, RemoteAddr),
-        (fields, expired): (&HeaderMap, Expired<'_>),
+        (credential, expired): (Option<&HeaderValue>, Expired<'_>),
         port: Option<u16>,
         context: AuthnContext<'_>,
     ) -> Result<ClientIdentity, Error> {
@@ -184,7 +208,7 @@ impl Authenticator {
             Ok(None) => {}
         }
         if self.accepts_bearer_tokens()
-            && let Some(presented) = fields.get(AUTHORIZATION)
+            && let Some(presented) = credential
         {
             let presented = (presented.as_bytes(), expired);
             return bearer::identify(self, presented, (credentials, peer), context).await;
@@ -272,6 +296,27 @@ mod tests {
             assert!(!error.is_token_error);
             let cause = error.cause.unwrap().to_string();
             assert_eq!(cause, refused.to_string(), "the log has all of it");
+        }
+    }
+
+    #[test]
+    fn the_credential_for_a_proxy_is_not_the_one_for_the_upstream() {
+        let fields = |names: &[http::HeaderName]| {
+            let value = |name: &http::HeaderName| HeaderValue::from_str(name.as_str()).unwrap();
+            let fields = names.iter().map(|name| (name.clone(), value(name)));
+            fields.collect::<HeaderMap>()
+        };
+        let both = fields(&[AUTHORIZATION, PROXY_AUTHORIZATION]);
+        let own = fields(&[AUTHORIZATION]);
+        for (is_proxy, method, fields, expected) in [
+            (false, Method::GET, &both, Some("authorization")),
+            (true, Method::GET, &both, Some("proxy-authorization")),
+            (true, Method::CONNECT, &both, Some("proxy-authorization")),
+            (true, Method::CONNECT, &own, Some("authorization")),
+            (true, Method::GET, &own, None),
+        ] {
+            let found = credential(is_proxy, &method, fields);
+            assert_eq!(found.map(|value| value.to_str().unwrap()), expected);
         }
     }
 

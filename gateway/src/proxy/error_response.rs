@@ -17,7 +17,7 @@ use crate::{
 use causeway_tunnel::headers;
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode,
-    header::{CONTENT_TYPE, RETRY_AFTER, UPGRADE, WWW_AUTHENTICATE},
+    header::{CONTENT_TYPE, PROXY_AUTHENTICATE, RETRY_AFTER, UPGRADE, WWW_AUTHENTICATE},
 };
 use hyper::ext::ReasonPhrase;
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
@@ -27,6 +27,8 @@ use unparsed::problem_of;
 const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+/// Challenge for clients that can send a user and a password only (RFC 7617).
+const BASIC_CHALLENGE: &str = "Basic realm=\"causeway\"";
 /// Bytes that a `grpc-message` percent-encodes, besides those that are not ASCII.
 const GRPC_ENCODED: &AsciiSet = &CONTROLS.add(b'%');
 /// Maximum number of characters of an error's sentence in a field, because clients limit the size of a head.
@@ -71,12 +73,16 @@ pub fn error_response(
         return response;
     }
     let status = match listener.error_format {
-        ErrorFormat::Problem => error.reason.status(),
+        ErrorFormat::Problem => problem_status(listener, error.reason),
         ErrorFormat::Kubernetes => StatusCode::BAD_GATEWAY,
     };
     record.response_started(status);
     let (content_type, text) = match listener.error_format {
-        ErrorFormat::Problem => ("application/problem+json", problem(error, record)),
+        ErrorFormat::Problem => {
+            let reason = (error.reason, status);
+            let problem = problem_of(reason, &error.detail, record.trace().as_str());
+            ("application/problem+json", problem)
+        }
         ErrorFormat::Kubernetes if protocol == ErrorProtocol::Upgrade => {
             ("application/json", kubernetes_status(error))
         }
@@ -97,8 +103,13 @@ pub fn error_response(
     response
 }
 
-fn problem(error: &Error, record: &AccessRecord) -> String {
-    problem_of(error.reason, &error.detail, record.trace().as_str())
+/// Returns the status of an error. The client of a proxy is asked for the credential by another status (RFC 9110 §15.5.8).
+fn problem_status(listener: &Listener, reason: Reason) -> StatusCode {
+    if reason == Reason::Unauthenticated && listener.is_proxy() {
+        StatusCode::PROXY_AUTHENTICATION_REQUIRED
+    } else {
+        reason.status()
+    }
 }
 
 /// Returns a `Status` of Kubernetes' API as JSON.
@@ -152,7 +163,16 @@ fn set_error_headers(headers: &mut HeaderMap, listener: &Listener, error: &Error
         } else {
             "Bearer realm=\"causeway\""
         };
-        headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
+        if listener.is_proxy() {
+            headers.insert(PROXY_AUTHENTICATE, HeaderValue::from_static(challenge));
+            // In a field of its own: some clients read one challenge from each field.
+            headers.append(
+                PROXY_AUTHENTICATE,
+                HeaderValue::from_static(BASIC_CHALLENGE),
+            );
+        } else {
+            headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
+        }
     }
     if error.reason == Reason::MethodNotAllowed {
         let allow = if listener.protocol == ListenerProtocol::Connect {

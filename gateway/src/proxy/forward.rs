@@ -220,7 +220,7 @@ pub(super) fn build_head(
 ) -> Result<Request<()>, Error> {
     let (version, scheme) = (parts.version, scheme(ctx));
     let mut fields = parts.headers;
-    if !ctx.proxy.listener.forward_authorization {
+    if !ctx.proxy.listener.forwards_authorization() {
         fields.remove(AUTHORIZATION);
     }
     let host = headers::take_host(&mut fields);
@@ -228,7 +228,7 @@ pub(super) fn build_head(
     request::strip_connection_headers(&mut fields);
     let hop = Hop {
         peer: ctx.connection.peer.ip(),
-        tls: ctx.connection.tls,
+        tls: is_https(ctx),
         authority: authority.as_ref(),
         cached_values: &ctx.connection.forwarded,
     };
@@ -259,8 +259,13 @@ pub(super) fn build_head(
     Ok(head)
 }
 
+/// Whether the scheme of the client's request is https. The TLS of a connection to a proxy is not a part of the request.
+fn is_https(ctx: StreamContext<'_>) -> bool {
+    ctx.connection.tls && !ctx.proxy.listener.is_proxy()
+}
+
 fn scheme(ctx: StreamContext<'_>) -> uri::Scheme {
-    if ctx.connection.tls {
+    if is_https(ctx) {
         uri::Scheme::HTTPS
     } else {
         uri::Scheme::HTTP

@@ -17,15 +17,18 @@ pub mod tcp;
 
 use crate::{
     config::{ErrorFormat, ListenerProtocol, Serial},
+    error::Error,
     metrics::{ConnectionGuard, ListenerMetrics},
     proxy::{
         authn::{Authenticator, ConnectionCredentials},
         forwarding_headers::{CachedValues, ForwardingHeaders},
         identity_headers::IdentityHeaderFields,
+        request,
         route::RouteInput,
     },
     state::{NodeSet, Nodes, nodes::AddressMatch},
 };
+use ::http::{Method, Request};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use causeway_certs::{Fingerprint, NodeName, SniCertResolver, verify::TrustStore};
 use causeway_rt::{connection_limit::Slot, listener::RemoteAddr, log_throttle::LogThrottle};
@@ -80,6 +83,8 @@ pub struct Listener {
     pub forwarding: ForwardingHeaders,
     /// Form of its error responses.
     pub error_format: ErrorFormat,
+    /// Networks from which clients are served without TLS; empty if the listener uses TLS or has no such restriction.
+    pub plaintext_networks: Vec<IpNet>,
     /// Whether the original destination before DNAT is looked up.
     pub original_destination: bool,
     /// Networks in which the gateway dials the target of a CONNECT itself, if no edge serves the target.
@@ -169,6 +174,22 @@ impl Listener {
         peer.ip().is_some_and(is_listed)
     }
 
+    /// Whether clients in the network of this peer are served.
+    pub(crate) fn serves_network(&self, peer: RemoteAddr) -> bool {
+        let is_listed = |ip| self.plaintext_networks.iter().any(|net| net.contains(&ip));
+        self.plaintext_networks.is_empty() || peer.ip().is_some_and(is_listed)
+    }
+
+    /// Whether clients use this listener as an HTTP proxy (RFC 9110 §3.7).
+    pub(crate) fn is_proxy(&self) -> bool {
+        self.protocol == ListenerProtocol::Connect
+    }
+
+    /// Whether `Authorization` is for the upstream. At a proxy, the client's credential is in `Proxy-Authorization`.
+    pub(crate) fn forwards_authorization(&self) -> bool {
+        self.forward_authorization || self.is_proxy()
+    }
+
     /// Retires this listener, which others replace. Streams that began before are finished. With `has_grace_period`, streams may
     /// begin for a short time; without it none begins.
     fn retire(&self, has_grace_period: bool) {
@@ -207,19 +228,34 @@ impl Listener {
             .filter(|_| !is_default || server_name.is_none())
     }
 
-    /// Returns the input of routing from a stream's connection, this listener and the `authority` of the head.
-    pub fn route_input<'a>(
-        &'a self,
-        connection: &'a ClientConnection,
-        authority: Option<&'a str>,
-    ) -> RouteInput<'a> {
+    /// Returns the input of routing from the connection of a session without a head, and this listener.
+    pub fn session_route_input<'a>(&'a self, connection: &'a ClientConnection) -> RouteInput<'a> {
         RouteInput {
             sni: connection.sni.as_deref(),
             original: connection.original,
             fixed: self.fixed_node(connection.sni.as_deref()),
             port: self.port,
-            authority,
+            authority: None,
         }
+    }
+
+    /// Returns the input of routing from the head of a request, its connection and this listener.
+    ///
+    /// # Errors
+    /// [`Reason::Malformed`](crate::error::Reason::Malformed) if the head names no valid authority.
+    pub fn route_input<'a, B>(
+        &'a self,
+        connection: &'a ClientConnection,
+        request: &'a Request<B>,
+    ) -> Result<RouteInput<'a>, Error> {
+        let input = self.session_route_input(connection);
+        let is_absolute = self.is_proxy() && request.method() != Method::CONNECT;
+        Ok(RouteInput {
+            authority: request::authority(request)?,
+            // The port of an http URI without one (RFC 9110 §4.2.1).
+            port: is_absolute.then_some(80).or(input.port),
+            ..input
+        })
     }
 }
 

@@ -21,7 +21,6 @@ use crate::{
 use arc_swap::ArcSwap;
 use causeway_rt::task::TaskGroup;
 use futures_util::{FutureExt, StreamExt, stream::FuturesUnordered};
-use http::{HeaderMap, header::AUTHORIZATION};
 use std::{sync::Arc, time::Duration};
 use tokio::time::{MissedTickBehavior, interval, sleep};
 
@@ -108,10 +107,6 @@ impl Proxy {
         let Some((granted, client, route)) = record.granted_access() else {
             return Ok(());
         };
-        let mut fields = HeaderMap::new();
-        if let Some(authorization) = &granted.authorization {
-            fields.insert(AUTHORIZATION, authorization.clone());
-        }
         let connection = record.connection();
         let port = route.as_ref().map(|route| route.target.port);
         let port = port.or(granted.port);
@@ -128,7 +123,7 @@ impl Proxy {
             Expired::AcceptFor(&client)
         };
         let identified = self
-            .identify_with(connection, (&fields, expired), port)
+            .identify_with(connection, (granted.authorization.as_ref(), expired), port)
             .await;
         let (client, dependency_unavailable) = match identified {
             Err(error) if error.reason == Reason::DependencyUnavailable => {

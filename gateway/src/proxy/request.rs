@@ -14,8 +14,8 @@ use causeway_tunnel::{
     wire,
 };
 use http::{
-    HeaderMap, Method, Request, Version,
-    header::{AUTHORIZATION, CONTENT_LENGTH, HOST, TRANSFER_ENCODING},
+    HeaderMap, HeaderValue, Method, Request, Version,
+    header::{AUTHORIZATION, CONTENT_LENGTH, HOST, PROXY_AUTHORIZATION, TRANSFER_ENCODING},
 };
 use http_body::Body;
 
@@ -71,8 +71,16 @@ pub fn check<B>(request: &Request<B>, limits: RequestLimits) -> Result<(), Error
         return Err(Reason::Malformed.error("the request has more than one Host"));
     }
     // With several fields, the gateway could check one and the app could use the other (RFC 9110 §11.6.2 allows one).
-    if fields.get_all(AUTHORIZATION).iter().nth(1).is_some() {
-        return Err(Reason::Malformed.error("the request has more than one Authorization"));
+    for (name, detail) in [
+        (AUTHORIZATION, "the request has more than one Authorization"),
+        (
+            PROXY_AUTHORIZATION,
+            "the request has more than one Proxy-Authorization",
+        ),
+    ] {
+        if fields.get_all(name).iter().nth(1).is_some() {
+            return Err(Reason::Malformed.error(detail));
+        }
     }
     if fields.contains_key(CONTENT_LENGTH) && fields.contains_key(TRANSFER_ENCODING) {
         return Err(
@@ -182,15 +190,43 @@ pub fn stream_kind<B: Body>(
         }
         (config::ListenerProtocol::Connect, true) => Ok(StreamKind::Tcp),
         (config::ListenerProtocol::Connect, false) => {
-            Err(Reason::MethodNotAllowed.error("this listener serves CONNECT only"))
+            check_absolute(request)?;
+            Ok(request_kind(request))
         }
         (_, true) => Err(Reason::MethodNotAllowed
             .error("CONNECT is served by a listener with protocol connect only")),
-        (_, false) => Ok(
-            upgrade_protocol(request).map_or(StreamKind::Request, |token| {
-                StreamKind::Upgrade(token.to_owned())
-            }),
-        ),
+        (_, false) => Ok(request_kind(request)),
+    }
+}
+
+fn request_kind<B>(request: &Request<B>) -> StreamKind {
+    upgrade_protocol(request).map_or(StreamKind::Request, |token| {
+        StreamKind::Upgrade(token.to_owned())
+    })
+}
+
+/// Refuses a request to a proxy whose target is not in absolute form (RFC 9112 §3.2.2) with the scheme `http`.
+fn check_absolute<B>(request: &Request<B>) -> Result<(), Error> {
+    match request.uri().scheme_str() {
+        Some("http") => Ok(()),
+        Some("https") => Err(Reason::Malformed.error(
+            "the target of a request to a proxy must begin with http://; for https:// the client has to send a CONNECT",
+        )),
+        Some(_) => Err(Reason::Malformed.error("the target of a request to a proxy must begin with http://")),
+        None => Err(Reason::MethodNotAllowed.error(
+            "this listener is a proxy: it serves CONNECT, and requests whose target is http://NODE:PORT/",
+        )),
+    }
+}
+
+/// Replaces the Host of a request to a proxy by the authority of its target (RFC 9112 §3.2.2).
+pub fn replace_host<B>(request: &mut Request<B>) {
+    let authority = request.uri().authority();
+    if request.method() != Method::CONNECT
+        && let Some(authority) =
+            authority.and_then(|named| HeaderValue::from_str(named.as_str()).ok())
+    {
+        request.headers_mut().insert(HOST, authority);
     }
 }
 
@@ -251,6 +287,8 @@ fn host_header(fields: &HeaderMap) -> Result<Option<&str>, Error> {
 pub fn strip_connection_headers(fields: &mut HeaderMap) {
     headers::strip_hop_by_hop(fields);
     headers::strip_private(fields);
+    // A credential for this gateway.
+    fields.remove(PROXY_AUTHORIZATION);
     debug_assert!(!fields.contains_key(wire::TARGET));
 }
 

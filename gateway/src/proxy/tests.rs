@@ -96,6 +96,7 @@ pub(crate) fn proxy(shared: &Arc<ProxyState>) -> Proxy {
         port: Some(9100),
         bound_port: None,
         tls: None,
+        plaintext_networks: Vec::new(),
         authentication: Authenticator {
             allows_anonymous: true,
             ..Authenticator::default()

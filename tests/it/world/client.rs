@@ -324,6 +324,14 @@ impl Connection {
         request: Request<Body>,
     ) -> Result<Response<Incoming>, CallError> {
         let request = self.client.prepared(request);
+        self.open_as_is(request).await
+    }
+
+    /// The same, for a request that is sent unchanged.
+    pub(crate) async fn open_as_is(
+        &mut self,
+        request: Request<Body>,
+    ) -> Result<Response<Incoming>, CallError> {
         let answer = bounded(async {
             match &mut self.sender {
                 Sender::Http1(sender) => {

@@ -129,12 +129,7 @@ impl ListenerValidator<'_> {
         for (key, name) in listener.identity_headers.field_names() {
             let key = format!("identity_headers.{key}");
             match (listener.protocol, parse_field_name(name)) {
-                (
-                    ListenerProtocol::Tcp
-                    | ListenerProtocol::Connect
-                    | ListenerProtocol::Passthrough,
-                    _,
-                ) => self.add(&key, NOT_READ),
+                (ListenerProtocol::Tcp | ListenerProtocol::Passthrough, _) => self.add(&key, NOT_READ),
                 (_, Err(fault)) => self.add(&key, fault),
                 (_, Ok(name)) if !known.insert(name.clone()) => {
                     self.add(
@@ -149,12 +144,7 @@ impl ListenerValidator<'_> {
         for (index, prefix) in prefixes.enumerate() {
             let key = format!("identity_headers.strip_prefixes[{index}]");
             match (listener.protocol, check_prefix(prefix)) {
-                (
-                    ListenerProtocol::Tcp
-                    | ListenerProtocol::Connect
-                    | ListenerProtocol::Passthrough,
-                    _,
-                ) => self.add(&key, NOT_READ),
+                (ListenerProtocol::Tcp | ListenerProtocol::Passthrough, _) => self.add(&key, NOT_READ),
                 (_, Err(fault)) => self.add(&key, fault),
                 _ => {}
             }

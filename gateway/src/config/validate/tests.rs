@@ -230,6 +230,66 @@ fn a_passthrough_listener_is_anonymous_and_has_a_port() {
 }
 
 #[test]
+fn a_listener_without_tls_stays_in_the_private_networks_that_it_names() {
+    let proxy = |listen: &str, networks: &[&str], more: Value| {
+        let mut listener = json!({
+            "name": "proxy", "protocol": "connect", "listen": listen, "plaintext_networks": networks,
+            "anonymous": true,
+        });
+        listener
+            .as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
+        json!({ "listeners": [listener] })
+    };
+    let none = json!({});
+    for (listen, networks) in [
+        ("127.0.0.1:3128", &["127.0.0.0/8"][..]),
+        ("10.0.0.5:3128", &["10.0.0.0/24", "192.168.0.0/16"]),
+        ("172.31.0.1:3128", &["172.16.0.0/12"]),
+        (
+            "[fd00::1]:3128",
+            &["fc00::/7", "fe80::/10", "169.254.0.0/16"],
+        ),
+    ] {
+        let config: Config = serde_json::from_value(proxy(listen, networks, none.clone())).unwrap();
+        assert!(config.validate().is_empty(), "{listen}");
+        assert!(!config.listeners[0].has_tls());
+    }
+    for network in [
+        "0.0.0.0/0",
+        "10.0.0.0/7",
+        "172.16.0.0/11",
+        "::/0",
+        "192.0.2.0/24",
+    ] {
+        let networks = ["127.0.0.0/8", network];
+        let path = "listeners[0].plaintext_networks[1]";
+        one_fault(
+            proxy("127.0.0.1:3128", &networks, none.clone()),
+            path,
+            "no private network",
+        );
+    }
+    for listen in ["0.0.0.0:3128", "10.0.1.1:3128", "[::]:3128"] {
+        let config = proxy(listen, &["10.0.0.0/24"], none.clone());
+        one_fault(config, "listeners[0].listen", "in none of the networks");
+    }
+    let key = "listeners[0].plaintext_networks";
+    let near = &["127.0.0.0/8"];
+    let http = proxy("127.0.0.1:0", near, json!({ "protocol": "http" }));
+    one_fault(http, key, "only a connect listener");
+    let unix = proxy("unix:/run/proxy.sock", near, none.clone());
+    one_fault(unix, key, "no IP address");
+    let closed = proxy("127.0.0.1:3128", near, json!({ "anonymous": false }));
+    one_fault(closed, "listeners[0]", "set client_auth.tokens");
+    let certificate = json!({ "certificate": { "chain": "a", "key": "b" } });
+    let shows = proxy("127.0.0.1:3128", near, certificate);
+    let words = "a connect listener with plaintext_networks is served without TLS";
+    one_fault(shows, "listeners[0].certificate", words);
+}
+
+#[test]
 fn a_listener_is_open_only_by_explicit_configuration() {
     let http = |more: Value| {
         let mut listener = json!({ "name": "plain", "protocol": "http", "listen": "127.0.0.1:0" });
@@ -398,14 +458,11 @@ fn identity_fields_need_unique_names_and_an_http_listener() {
     let both = json!({ "user": "X-Remote-User", "groups": "X-Remote-Group" });
     assert_eq!(faults(listener("https", both)), Vec::<String>::new());
     let user = json!({ "user": "X-Remote-User" });
-    for protocol in ["tcp", "connect"] {
-        let at = "listeners[0].identity_headers.user";
-        one_fault(
-            listener(protocol, user.clone()),
-            at,
-            "does not parse what it forwards",
-        );
-    }
+    one_fault(
+        listener("tcp", user),
+        "listeners[0].identity_headers.user",
+        "does not parse what it forwards",
+    );
     let host = json!({ "groups": "Host" });
     one_fault(
         listener("http", host),
@@ -457,19 +514,13 @@ fn forwarding_headers_need_requests_and_addresses() {
             Vec::<String>::new()
         );
     }
-    for protocol in ["tcp", "connect"] {
-        let at = "listeners[0].trusted_proxies";
-        one_fault(
-            listener(protocol, "127.0.0.1:0", trusted()),
-            at,
-            "does not parse what it forwards",
-        );
-        let at = "listeners[0].forwarding_headers";
-        one_fault(
-            listener(protocol, "127.0.0.1:0", some()),
-            at,
-            "does not parse what it forwards",
-        );
+    for (key, more) in [
+        ("trusted_proxies", trusted()),
+        ("forwarding_headers", some()),
+    ] {
+        let at = format!("listeners[0].{key}");
+        let words = "does not parse what it forwards";
+        one_fault(listener("tcp", "127.0.0.1:0", more), &at, words);
     }
     let unix = listener("http", "unix:/run/a.sock", trusted());
     one_fault(unix, "listeners[0].trusted_proxies", "have no IP address");

@@ -1,4 +1,4 @@
-//! Bearer token in `Authorization`: a token of the listener's file, a JWT by its shape, or a token that the cluster's API
+//! Bearer token in `Authorization`, or in `Proxy-Authorization` of a proxy's client: a token of the listener's file, a JWT by its shape, or a token that the cluster's API
 //! reviews.
 //!
 //! If a listener accepts several kinds, a JWT of a listed issuer is verified by that issuer's keys alone, and the API is called
@@ -12,8 +12,12 @@ use super::{
     jwt::Expired,
 };
 use crate::error::{Error, Reason};
+use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_rt::listener::RemoteAddr;
-use std::sync::{Mutex, PoisonError};
+use std::{
+    borrow::Cow,
+    sync::{Mutex, PoisonError},
+};
 
 /// Identity of the client from the last token on a connection.
 pub(crate) type TokenCache = Mutex<Option<CachedIdentity>>;
@@ -37,13 +41,25 @@ pub(super) async fn identify(
     }
     let text = std::str::from_utf8(authorization).unwrap_or_default();
     let token = match text.split_once(' ') {
-        Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => token.trim(),
-        _ => {
-            let detail = "the Authorization field contains no bearer token";
-            return Err(Reason::Unauthenticated.error(detail));
+        Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => {
+            Some(Cow::Borrowed(token.trim()))
         }
+        Some((scheme, credentials))
+            if listener.accepts_basic && scheme.eq_ignore_ascii_case("basic") =>
+        {
+            basic_password(credentials.trim()).map(Cow::Owned)
+        }
+        _ => None,
     };
-    let client = verify_token(listener, (token, expired), peer, context).await?;
+    let Some(token) = token else {
+        let detail = if listener.accepts_basic {
+            "the credential is neither a bearer token nor a user and a token as the password"
+        } else {
+            "the Authorization field contains no bearer token"
+        };
+        return Err(Reason::Unauthenticated.error(detail));
+    };
+    let client = verify_token(listener, (&token, expired), peer, context).await?;
     if client.method == AuthMethod::TokenReview {
         return Ok(client);
     }
@@ -53,6 +69,13 @@ pub(super) async fn identify(
         client: client.clone(),
     });
     Ok(client)
+}
+
+/// Returns the password of Basic credentials (RFC 7617). The user is not used, because the token identifies the client.
+fn basic_password(credentials: &str) -> Option<String> {
+    let decoded = String::from_utf8(STANDARD.decode(credentials).ok()?).ok()?;
+    let (_, password) = decoded.split_once(':')?;
+    Some(password.to_owned())
 }
 
 async fn verify_token(

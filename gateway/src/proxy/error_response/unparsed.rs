@@ -21,7 +21,7 @@ pub(in crate::proxy) fn unparsed_response(error_format: ErrorFormat, reason: Rea
     let detail = unparsed_detail(reason);
     let (status, content_type, text) = match error_format {
         ErrorFormat::Problem => {
-            let problem = problem_of(reason, detail, "");
+            let problem = problem_of((reason, reason.status()), detail, "");
             (reason.status(), "application/problem+json", problem)
         }
         ErrorFormat::Kubernetes => {
@@ -54,12 +54,16 @@ pub(in crate::proxy) fn unparsed_detail(reason: Reason) -> &'static str {
     }
 }
 
-pub(super) fn problem_of(reason: Reason, detail: &str, trace: &str) -> String {
+pub(super) fn problem_of(
+    (reason, status): (Reason, StatusCode),
+    detail: &str,
+    trace: &str,
+) -> String {
     let word = reason.word();
     let problem = ProblemDetails {
         r#type: format!("urn:causeway:problem:{word}"),
         title: reason.title(),
-        status: reason.status().as_u16(),
+        status: status.as_u16(),
         detail,
         reason: word,
         trace,

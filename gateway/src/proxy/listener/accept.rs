@@ -211,6 +211,15 @@ impl ListenerConfig {
         let Some((peer, original)) = self.client_addresses(worker, &mut socket, peer).await else {
             return;
         };
+        if !listener.serves_network(peer) {
+            let (kind, metrics) = (
+                listener.protocol.as_str(),
+                &self.proxies[worker.0].shared.metrics,
+            );
+            metrics.handshake_failed(kind, "network");
+            tracing::debug!(listener = listener.name, %peer, "a client is in no network that is served without TLS");
+            return;
+        }
         let mut accepted = AcceptedSocket {
             peer,
             original,
@@ -272,7 +281,11 @@ impl ListenerConfig {
         let proxy = &config.proxies[worker.0];
         let (server_name, client) = https::verify_client(proxy, &stream);
         let connection = Arc::new(accepted.connection(proxy, server_name, true, client));
-        let io = ClientIo::tls(stream, &connection.condition, proxy.error_format());
+        let io = ClientIo::tls(
+            (stream, proxy.listener.is_proxy()),
+            &connection.condition,
+            proxy.error_format(),
+        );
         serve(proxy, io, connection, config.stop.clone()).await;
     }
 

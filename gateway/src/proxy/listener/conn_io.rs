@@ -322,9 +322,12 @@ enum Agreed {
 }
 
 impl Agreed {
-    fn of(stream: &TlsStream<Socket>) -> Self {
+    /// Returns the version that a connection has negotiated, at a listener that is a proxy or not.
+    fn of(stream: &TlsStream<Socket>, is_proxy: bool) -> Self {
         match stream.get_ref().1.alpn_protocol() {
             None => Self::NotNegotiated,
+            // Clients in Go offer h2 to a proxy, and then send an HTTP/1.1 CONNECT.
+            Some(wire::ALPN_H2) if is_proxy => Self::NotNegotiated,
             Some(wire::ALPN_H2) => Self::Http2,
             Some(_) => Self::Http1,
         }
@@ -368,13 +371,13 @@ impl ClientIo {
         )
     }
 
-    /// Returns a connection whose TLS handshake is finished.
+    /// Returns a connection whose TLS handshake is finished, at a listener that is a proxy or not.
     pub fn tls(
-        stream: TlsStream<Socket>,
+        (stream, is_proxy): (TlsStream<Socket>, bool),
         condition: &Arc<ConnState>,
         of: (ErrorFormat, usize),
     ) -> Self {
-        let negotiated = Agreed::of(&stream);
+        let negotiated = Agreed::of(&stream, is_proxy);
         Self::new(Transport::Tls(Box::new(stream)), negotiated, condition, of)
     }
 

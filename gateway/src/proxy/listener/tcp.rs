@@ -55,10 +55,9 @@ async fn open_session(
     connection: &Arc<ClientConnection>,
     record: &Arc<AccessRecord>,
 ) -> Result<(StreamSender, StreamReceiver), Error> {
-    let route_input = proxy.listener.route_input(connection, None);
-    let no_headers = http::HeaderMap::new();
+    let route_input = proxy.listener.session_route_input(connection);
     let (client, routed) = proxy
-        .authenticate_and_route(connection, &no_headers, &route_input)
+        .authenticate_and_route(connection, None, &route_input)
         .await?;
     record.set_client(&client);
     let ask = AuthzRequest {

@@ -162,6 +162,7 @@ impl ListenerSource {
                 tokens: self.static_tokens()?,
                 jwts: self.jwts(&ca.get(), issuers)?,
                 review: self.review(&ca.get(), shared)?,
+                accepts_basic: listener.protocol == ListenerProtocol::Connect,
                 accepts_certificates: tls.is_some() && requests_certificates,
                 allows_anonymous: listener.anonymous,
                 anonymous_from: listener.anonymous_from.clone(),
@@ -176,6 +177,7 @@ impl ListenerSource {
                 .map_err(BindError::Name)?,
             forwarding: ForwardingHeaders::new(listener),
             error_format: listener.errors,
+            plaintext_networks: listener.plaintext_networks.clone(),
             original_destination: listener.original_destination,
             direct_networks: listener.direct_networks.clone(),
             proxy_protocol: listener.proxy_protocol.clone(),
@@ -313,12 +315,13 @@ impl ListenerSource {
                 let leaves = self.leaves(live, nodes)?;
                 (leaves.clone(), Some(leaves))
             };
-        // A TCP listener forwards the app's protocol and offers no ALPN. kube-apiserver offers no ALPN for CONNECT.
+        // A TCP listener forwards the app's protocol and offers no ALPN. kube-apiserver offers no ALPN for CONNECT. Clients in Go
+        // negotiate h2 with a proxy, and then send an HTTP/1.1 CONNECT, which is served as well.
         let alpn: &[&[u8]] = match self.listener.protocol {
-            ListenerProtocol::Https => &[wire::ALPN_H2, wire::ALPN_HTTP11, wire::ALPN_HTTP10],
-            ListenerProtocol::Connect | ListenerProtocol::Http => {
-                &[wire::ALPN_HTTP11, wire::ALPN_HTTP10]
+            ListenerProtocol::Https | ListenerProtocol::Connect => {
+                &[wire::ALPN_H2, wire::ALPN_HTTP11, wire::ALPN_HTTP10]
             }
+            ListenerProtocol::Http => &[wire::ALPN_HTTP11, wire::ALPN_HTTP10],
             ListenerProtocol::Tcp | ListenerProtocol::Passthrough => &[],
         };
         let required = trust.is_required;
