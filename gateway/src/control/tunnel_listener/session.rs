@@ -108,6 +108,43 @@ pub(super) async fn run(admission: Arc<TunnelListener>, edge: Box<HandshakenEdge
     info!("{node} disconnected: {end}");
 }
 
+/// Health that an edge reports, and the notices to peers about its changes.
+struct HealthReports {
+    /// Ports whose health checks fail.
+    unhealthy_ports: Arc<ArcSwapOption<Vec<u16>>>,
+    /// Time of the next notice; `None` if peers know the present health.
+    notice_at: Option<Instant>,
+    /// Earliest time of a notice.
+    earliest_notice: Instant,
+}
+
+impl HealthReports {
+    fn new(unhealthy_ports: Arc<ArcSwapOption<Vec<u16>>>) -> Self {
+        Self {
+            unhealthy_ports,
+            notice_at: None,
+            earliest_notice: Instant::now(),
+        }
+    }
+
+    /// Stores the ports that the edge reports as unhealthy. Returns whether they have changed.
+    fn store(&mut self, reported: &[u16]) -> bool {
+        let unhealthy = limit_unhealthy_ports(reported);
+        let has_changed = self.unhealthy_ports.load_full() != unhealthy;
+        if has_changed {
+            self.unhealthy_ports.store(unhealthy);
+            self.notice_at.get_or_insert(self.earliest_notice);
+        }
+        has_changed
+    }
+
+    /// Records that peers are notified now.
+    fn notice_sent(&mut self) {
+        self.notice_at = None;
+        self.earliest_notice = Instant::now() + HEALTH_NOTICE_INTERVAL;
+    }
+}
+
 /// Session of a registered tunnel.
 struct TunnelSession {
     control: ControlStream,
@@ -118,12 +155,7 @@ struct TunnelSession {
     roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     /// Digest of the CRLs that the edge has acknowledged.
     crls: Arc<ArcSwapOption<Fingerprint>>,
-    /// Ports whose health checks fail.
-    unhealthy_ports: Arc<ArcSwapOption<Vec<u16>>>,
-    /// Time at which peers are notified of changed health; `None` if there is no change.
-    health_notice: Option<Instant>,
-    /// Earliest time of the next such notice.
-    next_health_notice: Instant,
+    health: HealthReports,
     drain: Duration,
     registration: Registration,
     node: NodeName,
@@ -343,9 +375,7 @@ impl TunnelListener {
             taken_over: new_tunnel.taken_over,
             roots: new_tunnel.roots,
             crls: new_tunnel.crls,
-            unhealthy_ports: new_tunnel.unhealthy_ports,
-            health_notice: None,
-            next_health_notice: Instant::now(),
+            health: HealthReports::new(new_tunnel.unhealthy_ports),
             drain: self.drain,
             registration,
             node: node.clone(),
@@ -407,8 +437,9 @@ impl TunnelSession {
                     continue;
                 }
                 Some(next) = self.outgoing.recv(), if !has_unsent => *next,
-                Some(()) = OptionFuture::from(self.health_notice.map(sleep_until)) => {
-                    self.notify_health();
+                Some(()) = OptionFuture::from(self.health.notice_at.map(sleep_until)) => {
+                    self.health.notice_sent();
+                    self.registration.notify_change();
                     continue;
                 }
                 bytes = tunnel.next_window_grant(), if !has_unsent => GatewayMessage::Window { bytes },
@@ -440,13 +471,6 @@ impl TunnelSession {
         }
     }
 
-    /// Notifies peers of the current health.
-    fn notify_health(&mut self) {
-        self.health_notice = None;
-        self.next_health_notice = Instant::now() + HEALTH_NOTICE_INTERVAL;
-        self.registration.notify_change();
-    }
-
     /// Handles a message of the edge. Returns the draining tunnel, if the edge announces that the tunnel leaves.
     fn handle_message(&mut self, message: EdgeMessage, tunnel: &Tunnel) -> Option<DrainingTunnel> {
         match message {
@@ -475,11 +499,8 @@ impl TunnelSession {
             }
             EdgeMessage::Crls { digest } => self.crls.store(digest.parse().ok().map(Arc::new)),
             EdgeMessage::Health { unhealthy } => {
-                let unhealthy = limit_unhealthy_ports(&unhealthy);
-                if self.unhealthy_ports.load_full() != unhealthy {
+                if self.health.store(&unhealthy) {
                     debug!(node = %self.node, ports = ?unhealthy, "other health checks fail at the node");
-                    self.unhealthy_ports.store(unhealthy);
-                    self.health_notice.get_or_insert(self.next_health_notice);
                 }
             }
             EdgeMessage::DelegatedHeartbeat(heartbeat) => {

@@ -1099,6 +1099,7 @@ async fn unknown_tls_peers_block_neither_enrolment_nor_renewal() {
 
 #[tokio::test]
 async fn peers_hear_of_flapping_health_once_in_a_while_and_of_its_last_state() {
+    const REPORTS: usize = 64;
     let world = World::start();
     let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
     let mut changes = world.registry.watch_changes();
@@ -1110,7 +1111,6 @@ async fn peers_hear_of_flapping_health_once_in_a_while_and_of_its_last_state() {
         let is_known = |world: &World| world.registry.unhealthy_ports(&name("edge-1")) == unhealthy;
         world.until(is_known).await;
     };
-    const REPORTS: usize = 64;
     for number in 0..REPORTS {
         report(if number % 2 == 0 { vec![80] } else { vec![] }).await;
     }
