@@ -3,6 +3,7 @@
 //! `cache` is a bounded cache with a time to live for each entry and one fetch for all concurrent calls. `resolve` turns
 //! host names into addresses. `exposition` writes metrics as text, with those of the process. The other modules are needed
 //! by connections: tasks with an owner, sockets, listeners, limits, turns, a client for one HTTP request, throttles of log lines.
+//! `local_proxy` reads the requests of local programs that use SOCKS5 or HTTP CONNECT.
 //! `descriptor_passing` passes open sockets to another process.
 
 pub mod backoff;
@@ -14,6 +15,7 @@ mod forward;
 pub mod http_client;
 pub mod lingering_close;
 pub mod listener;
+pub mod local_proxy;
 pub mod log_throttle;
 mod process;
 pub mod read_limit;

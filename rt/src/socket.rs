@@ -5,6 +5,7 @@
 //! taken out and put back, so that a live connection can move to another thread. `SO_SNDBUF` and `SO_RCVBUF` of a tunnel's
 //! socket are not set (invariant 11).
 
+use bytes::Bytes;
 use socket2::SockRef;
 use std::{
     io,
@@ -126,6 +127,45 @@ impl ResetOnClose for TcpStream {
     fn abort(&self) {
         // A closed socket needs no reset.
         let _ = SockRef::from(self).set_linger(Some(Duration::ZERO));
+    }
+}
+
+/// Stream that first yields bytes that were read before, such as those behind a head.
+#[derive(Debug)]
+pub struct PrefixedStream<S> {
+    unread: Bytes,
+    io: S,
+}
+
+impl<S> PrefixedStream<S> {
+    /// Returns a stream that yields `unread`, and then the bytes of `io`.
+    pub fn new(unread: Bytes, io: S) -> Self {
+        Self { unread, io }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for PrefixedStream<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.unread.is_empty() {
+            return Pin::new(&mut self.io).poll_read(cx, buf);
+        }
+        let length = self.unread.len().min(buf.remaining());
+        buf.put_slice(&self.unread.split_to(length));
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for PrefixedStream<S> {
+    crate::forward!(io: poll_write, poll_write_vectored, is_write_vectored, poll_flush, poll_shutdown);
+}
+
+impl<S: ResetOnClose> ResetOnClose for PrefixedStream<S> {
+    fn abort(&self) {
+        self.io.abort();
     }
 }
 
