@@ -37,6 +37,8 @@ pub mod direct;
 pub mod peer;
 pub mod upstream;
 
+mod gateway_resources;
+
 pub mod error_response;
 pub mod response_body;
 
@@ -54,7 +56,8 @@ use authz::{Action, AuthzRequest, Destination};
 use causeway_tunnel::{StreamKind, Target, headers, informational::ExchangeId};
 pub use context::{Proxy, ProxyState, StreamContext};
 use error_response::ErrorProtocol;
-use http::{HeaderValue, Method, Request, Response, Version, header::EXPECT};
+use gateway_resources::GatewayResource;
+use http::{HeaderMap, HeaderValue, Method, Request, Response, Version, header::EXPECT};
 use http_body::Body;
 use hyper::body::Incoming;
 use listener::ClientConnection;
@@ -161,6 +164,10 @@ impl Proxy {
             return Err(Reason::Draining.error(detail));
         }
         request::check(&request, self.request_limits())?;
+        if let Some(resource) = GatewayResource::find(&request, &self.listener) {
+            let from = (&**connection, request.headers());
+            return Box::pin(self.serve_resource(resource, from, record)).await;
+        }
         let kind = request::stream_kind(&request, self.listener.protocol)?;
         if self.listener.is_proxy() {
             request::replace_host(&mut request);

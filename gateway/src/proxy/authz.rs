@@ -113,6 +113,11 @@ pub trait Authorize: Debug + Send + Sync + 'static {
     /// Decides without waiting.
     fn authorize(&self, authz_request: &AuthzRequest<'_>) -> AuthzDecision;
 
+    /// Returns ports such that a client that may reach any port of a node may reach one of these.
+    fn sample_ports(&self) -> Vec<u16> {
+        vec![1]
+    }
+
     /// Returns a number that increases when a granted access may be denied now. Open streams are then checked again.
     fn generation(&self) -> u64 {
         0
@@ -159,6 +164,11 @@ impl Authorize for PolicyAuthorizer {
             return AuthzDecision::DependencyUnavailable(reason.to_string().into());
         }
         self.nodes.with(&route.node, |node| decide_for(None, node))
+    }
+
+    fn sample_ports(&self) -> Vec<u16> {
+        let rules = self.policy.rules();
+        rules.map_or_else(|| vec![1], |rules| rules.sample_ports().to_vec())
     }
 
     fn generation(&self) -> u64 {

@@ -113,6 +113,8 @@ pub struct ListenerTls {
     pub trust: TrustStore,
     /// Resolver that issues the leaf for an address, if the gateway issues the leaves.
     pub leaves: Option<Arc<SniCertResolver>>,
+    /// Roots that verify the leaves, as PEM, if the gateway issues the leaves.
+    pub client_roots: Option<Arc<str>>,
 }
 
 impl ListenerTls {

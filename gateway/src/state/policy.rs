@@ -110,6 +110,8 @@ pub struct Policy {
     /// Conditions on labels, by the rarest label of each rule.
     labels: Condition<Labels>,
     ports: Condition<Prefixes<16>>,
+    /// First port of each range of ports between which no rule distinguishes.
+    sample_ports: Vec<u16>,
     methods: Condition<ExactIndex>,
     paths: Condition<Paths>,
     actions: Condition<ExactIndex>,
@@ -152,6 +154,11 @@ impl Policy {
     pub fn sample_pools(&self) -> impl Iterator<Item = String> {
         let patterns = self.rules.iter().flat_map(|rule| &rule.pools);
         patterns.map(|pattern| pattern.replace('*', "x"))
+    }
+
+    /// Returns ports such that each other port is treated like one of them.
+    pub fn sample_ports(&self) -> &[u16] {
+        &self.sample_ports
     }
 
     /// Returns the decision of the first rule that matches.

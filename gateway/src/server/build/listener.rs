@@ -330,6 +330,7 @@ impl ListenerSource {
         Ok(Some(ListenerTls {
             server_config: config,
             trust,
+            client_roots: leaves.as_ref().map(|_| ca.client_bundle_pem().into()),
             leaves,
         }))
     }

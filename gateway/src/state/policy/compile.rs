@@ -9,7 +9,7 @@ use super::{
 };
 use crate::config::policy::{self, Action, Effect, NodeSelector, RequestMatch, Subjects};
 use causeway_config::{ConfigError, Validate};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Parts of a rule that are needed after its lookup.
 #[derive(Debug)]
@@ -87,6 +87,18 @@ fn request_match(rule: &policy::Rule) -> Option<&RequestMatch> {
     rule.what.0.as_ref()
 }
 
+/// Returns the first port of each range of ports between which no rule distinguishes.
+fn sample_ports(rules: &[policy::Rule]) -> Vec<u16> {
+    let ranges = rules.iter().filter_map(request_match);
+    let ranges = ranges.flat_map(|what| what.ports.0.iter().flatten());
+    let borders = ranges.flat_map(|range| {
+        let after = range.0.end().checked_add(1);
+        [Some(*range.0.start()), after]
+    });
+    let samples: BTreeSet<u16> = borders.flatten().chain([1]).collect();
+    samples.into_iter().collect()
+}
+
 impl Policy {
     /// Compiles the rules of a file.
     ///
@@ -122,6 +134,7 @@ impl Policy {
             networks: compile_networks(rules, |rule| subjects(rule)?.networks.0.as_ref()),
             direct: compile_networks(rules, |rule| node_selector(rule)?.direct.0.as_ref()),
             nodes: build_condition(rules, |rule| node_selector(rule)?.nodes.0.clone()),
+            sample_ports: sample_ports(rules),
             pools: build_condition(rules, |rule| node_selector(rule)?.pools.0.clone()),
             labels: compile_labels(rules),
             ports: build_condition(rules, |rule| {

@@ -625,3 +625,27 @@ fn compiled_rules_decide_like_the_written_rules() {
     // Fails if one of the three cases did not occur, because then nothing was compared.
     assert!(decided.iter().all(|count| *count > 100), "{decided:?}");
 }
+
+#[test]
+fn sample_ports_are_the_borders_of_all_ranges() {
+    let ports = |then, ranges: &[&str]| {
+        let ports = ranges
+            .iter()
+            .map(|range| range.parse::<PortRange>().unwrap());
+        let ports = ports.collect::<Vec<_>>().into();
+        what(
+            then,
+            RequestMatch {
+                ports,
+                ..RequestMatch::default()
+            },
+        )
+    };
+    let policy = compiled([
+        ports(Effect::Deny, &["1000"]),
+        ports(Effect::Allow, &["1000-2000", "65535"]),
+        rule(Effect::Deny),
+    ]);
+    assert_eq!(policy.sample_ports(), [1, 1000, 1001, 2001, 65535]);
+    assert_eq!(compiled([]).sample_ports(), [1]);
+}

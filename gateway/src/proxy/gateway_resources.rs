@@ -1,0 +1,280 @@
+//! Resources of the gateway itself at `connect` listeners: the nodes that a client may reach, and the gateway's CAs.
+//!
+//! A `connect` listener serves no upstream by a path, so these paths hide none. A request with an authority in its target is meant
+//! for another host and is never served here. A client that the listener does not admit receives only the CAs, which are public.
+
+use super::{
+    Proxy,
+    access_log::AccessRecord,
+    authn::ClientIdentity,
+    authz::{Action, AuthzDecision, AuthzRequest, Destination},
+    listener::{ClientConnection, Listener},
+    response_body::ResponseBody,
+    route::Route,
+};
+use crate::{
+    config::ListenerProtocol,
+    error::{Error, Reason},
+    state::{directory::HeldState, policy::Decision},
+};
+use causeway_certs::NodeName;
+use causeway_tunnel::Target;
+use http::{HeaderValue, Method, Request, Response, StatusCode, header::CONTENT_TYPE};
+use serde::Serialize;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+/// Number of nodes after which other tasks of the worker run.
+const NODES_PER_TURN: usize = 128;
+
+/// Resource of the gateway.
+#[derive(Clone, Debug)]
+pub(super) enum GatewayResource {
+    /// The nodes that the client may reach.
+    Nodes,
+    /// The same as targets for the HTTP service discovery of Prometheus.
+    ServiceDiscovery,
+    /// The CAs that verify the listener's certificate.
+    Ca(Arc<str>),
+}
+
+impl GatewayResource {
+    /// Returns the resource that a request asks for, if it asks for one.
+    pub(super) fn find<B>(request: &Request<B>, listener: &Listener) -> Option<Self> {
+        let is_own = listener.protocol == ListenerProtocol::Connect
+            && request.method() == Method::GET
+            && request.uri().authority().is_none();
+        match request.uri().path() {
+            _ if !is_own => None,
+            "/.well-known/causeway/nodes" => Some(Self::Nodes),
+            "/.well-known/causeway/http_sd" => Some(Self::ServiceDiscovery),
+            "/.well-known/causeway/ca.pem" => {
+                let tls = listener.tls.as_ref()?.load();
+                tls.client_roots.clone().map(Self::Ca)
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Nodes that a client may reach, as JSON.
+#[derive(Debug, Serialize)]
+struct NodeList<'a> {
+    /// Name of the client.
+    client: &'a str,
+    nodes: Vec<ReachableNode>,
+}
+
+/// Node that a client may reach.
+#[derive(Debug, Serialize)]
+struct ReachableNode {
+    node: NodeName,
+    /// Whether the node has a tunnel to this gateway or to another one.
+    connected: bool,
+    /// Ports that the edge reports and that the client may reach.
+    ports: Vec<u16>,
+    /// Confirmed pool.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pool: Option<String>,
+    /// Confirmed labels.
+    labels: BTreeMap<String, String>,
+}
+
+/// Group of targets in Prometheus' format.
+#[derive(Debug, Serialize)]
+struct TargetGroup {
+    targets: Vec<String>,
+    labels: BTreeMap<String, String>,
+}
+
+impl From<ReachableNode> for TargetGroup {
+    fn from(row: ReachableNode) -> Self {
+        let mut labels: BTreeMap<_, _> = row
+            .labels
+            .into_iter()
+            .map(|(key, value)| (format!("__meta_causeway_label_{}", label_name(&key)), value))
+            .collect();
+        labels.extend(
+            row.pool
+                .map(|pool| ("__meta_causeway_pool".to_owned(), pool)),
+        );
+        labels.insert("__meta_causeway_node".to_owned(), row.node.to_string());
+        let target = |port: &u16| format!("{}:{port}", row.node);
+        Self {
+            targets: row.ports.iter().map(target).collect(),
+            labels,
+        }
+    }
+}
+
+/// Returns a label's key as the name of a label of Prometheus, as its Kubernetes service discovery does.
+fn label_name(key: &str) -> String {
+    let allowed = |each: char| {
+        if each.is_ascii_alphanumeric() {
+            each
+        } else {
+            '_'
+        }
+    };
+    key.chars().map(allowed).collect()
+}
+
+impl Proxy {
+    /// Serves a resource of the gateway.
+    ///
+    /// # Errors
+    /// [`Reason::Unauthenticated`], or [`Reason::DependencyUnavailable`] if the policy cannot decide yet.
+    pub(super) async fn serve_resource(
+        &self,
+        resource: GatewayResource,
+        (connection, fields): (&ClientConnection, &http::HeaderMap),
+        record: &AccessRecord,
+    ) -> Result<Response<ResponseBody>, Error> {
+        if let GatewayResource::Ca(text) = resource {
+            return Ok(respond(record, "application/x-pem-file", text.to_string()));
+        }
+        let client = self.identify(connection, fields, None).await?;
+        record.set_client(&client);
+        let nodes = self.reachable_nodes(connection, &client).await?;
+        let text = if matches!(resource, GatewayResource::Nodes) {
+            let client = &client.name;
+            serde_json::to_string(&NodeList { client, nodes })
+        } else {
+            let with_ports = nodes.into_iter().filter(|row| !row.ports.is_empty());
+            serde_json::to_string(&with_ports.map(TargetGroup::from).collect::<Vec<_>>())
+        };
+        let text = text.map_err(|error| Reason::DependencyUnavailable.error(error.to_string()))?;
+        Ok(respond(record, "application/json", text))
+    }
+
+    /// Returns the nodes of which the client may reach a port, in the order of their names.
+    async fn reachable_nodes(
+        &self,
+        connection: &ClientConnection,
+        client: &ClientIdentity,
+    ) -> Result<Vec<ReachableNode>, Error> {
+        let registry = &self.shared.registry;
+        let mut names: BTreeSet<_> = self.shared.nodes.names().into_iter().collect();
+        let mut ports: BTreeMap<NodeName, Vec<u16>> = BTreeMap::new();
+        registry.for_each_tunnel(|node, tunnel| {
+            ports.insert(node.clone(), tunnel.tunnel.hello.ports.clone());
+        });
+        names.extend(ports.keys().cloned());
+        for peer in registry.directory().peers().iter() {
+            names.extend(peer.node_names());
+        }
+        let sample_ports = self.shared.authorizer.sample_ports();
+        let mut reachable = Vec::new();
+        for (index, node) in names.into_iter().enumerate() {
+            if index % NODES_PER_TURN == NODES_PER_TURN - 1 {
+                tokio::task::yield_now().await;
+            }
+            let reported = ports.remove(&node).unwrap_or_default();
+            let may_reach = |port: &u16| self.may_connect(connection, client, (&node, *port));
+            let data = self.shared.nodes.get(&node).unwrap_or_default();
+            let mut allowed = Vec::new();
+            for port in &reported {
+                if may_reach(port)? {
+                    allowed.push(*port);
+                }
+            }
+            let mut is_reachable = !allowed.is_empty();
+            // An edge may serve ports that it does not report, and a node that is away reports none.
+            for port in sample_ports.iter().filter(|_| reported.is_empty()) {
+                is_reachable = is_reachable || may_reach(port)?;
+            }
+            if is_reachable && data.revoked.is_none() {
+                reachable.push(ReachableNode {
+                    connected: self.is_connected(&node),
+                    ports: allowed,
+                    pool: data.pool,
+                    labels: data.labels,
+                    node,
+                });
+            }
+        }
+        Ok(reachable)
+    }
+
+    fn is_connected(&self, node: &NodeName) -> bool {
+        let registry = &self.shared.registry;
+        let holders = || registry.directory().holders(node);
+        registry.has_tunnel(node)
+            || holders()
+                .iter()
+                .any(|(_, state)| *state == HeldState::Connected)
+    }
+
+    /// Whether the authorizer lets the client connect to a port of a node. A decision that another service makes counts as a
+    /// refusal here. The review of kubelet ports by the cluster's API happens at each request only.
+    fn may_connect(
+        &self,
+        connection: &ClientConnection,
+        client: &ClientIdentity,
+        (node, port): (&NodeName, u16),
+    ) -> Result<bool, Error> {
+        let route = Route {
+            node: node.clone(),
+            target: Target::new(node.as_str(), port),
+        };
+        let request = AuthzRequest {
+            client,
+            remote_address: connection.peer,
+            destination: Destination::Node(&route),
+            action: Action::Connect,
+            method: &Method::CONNECT,
+            path: "",
+        };
+        match self.shared.authorizer.authorize(&request) {
+            AuthzDecision::Allow | AuthzDecision::Policy(Decision { allow: true, .. }) => Ok(true),
+            AuthzDecision::Deny(_) | AuthzDecision::Policy(_) | AuthzDecision::Pending(_) => {
+                Ok(false)
+            }
+            AuthzDecision::DependencyUnavailable(why) => {
+                Err(Reason::DependencyUnavailable.error(why))
+            }
+        }
+    }
+}
+
+fn respond(
+    record: &AccessRecord,
+    content_type: &'static str,
+    text: String,
+) -> Response<ResponseBody> {
+    record.response_started(StatusCode::OK);
+    let mut response = Response::new(ResponseBody::text(text));
+    let content_type = HeaderValue::from_static(content_type);
+    response.headers_mut().insert(CONTENT_TYPE, content_type);
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_becomes_a_target_group_with_meta_labels() {
+        let labels = [("example.com/site", "north")];
+        let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let row = ReachableNode {
+            node: NodeName::parse("edge-1").unwrap(),
+            connected: true,
+            ports: vec![9100, 9101],
+            pool: Some("mill".into()),
+            labels: labels.into(),
+        };
+        let text = serde_json::to_value(TargetGroup::from(row)).unwrap();
+        let expected = serde_json::json!({
+            "targets": ["edge-1:9100", "edge-1:9101"],
+            "labels": {
+                "__meta_causeway_label_example_com_site": "north",
+                "__meta_causeway_node": "edge-1",
+                "__meta_causeway_pool": "mill",
+            },
+        });
+        assert_eq!(text, expected);
+    }
+}
