@@ -3,14 +3,19 @@
 //! `gateway` and `edge` take a flag for each key of their configuration; those are made
 //! from the configuration's schema, so that a new key cannot lack its flag.
 
+mod access;
 mod ca;
 mod config_flags;
 pub(crate) mod token;
 
+pub(crate) use access::{
+    AccessCommand, Connect, Forward, LocalProxy, Login, Nodes, NodesFormat, ProfileArg, Ssh,
+    SshConfig,
+};
 pub(crate) use ca::{
     Ca, CaBackup, CaCsr, CaGateways, CaImport, CaInit, CaRevokeGateway, Rotate, RotateArgs,
 };
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 pub(crate) use config_flags::{ConfigFlags, DataDir};
 use std::{
     net::{IpAddr, SocketAddr},
@@ -32,6 +37,23 @@ use token::{NodeAttributeArgs, label};
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
+}
+
+/// Name of the program as a plugin of kubectl.
+const KUBECTL_PLUGIN: &str = "kubectl-causeway";
+
+impl Cli {
+    /// Parses the arguments of this process. The usage texts have the name by which the user has called the program: `causeway`,
+    /// or `kubectl causeway` for a plugin of kubectl.
+    pub(crate) fn try_parse_as_called() -> Result<Self, clap::Error> {
+        let program = std::env::args_os().next().map(PathBuf::from);
+        let name = program.as_deref().and_then(|program| program.file_stem());
+        let mut command = Self::command();
+        if name.is_some_and(|name| name == KUBECTL_PLUGIN) {
+            command = command.bin_name("kubectl causeway");
+        }
+        Self::from_arg_matches_mut(&mut command.try_get_matches()?)
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -67,6 +89,8 @@ pub(crate) enum Command {
     /// Manage credentials of clients: certificates and bearer tokens
     #[command(subcommand)]
     Client(ClientCommand),
+    #[command(flatten)]
+    Access(AccessCommand),
     /// Describe the configuration files
     #[command(subcommand)]
     Config(Config),
@@ -555,8 +579,6 @@ pub(crate) struct NodeUnpin {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]

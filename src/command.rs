@@ -9,21 +9,27 @@ mod ca;
 mod ca_gateways;
 mod ca_rotate;
 mod client;
+mod connect;
 mod data_dir;
 mod demo;
 mod edge;
+mod forward;
 mod gateway;
 mod health;
 #[cfg(feature = "k8s")]
 mod k8s;
 mod kubernetes;
+mod local_proxy;
+mod login;
 mod man;
 mod manifests;
 mod node;
+mod nodes;
 mod pins;
 mod policy;
 mod reload;
 mod rlimit;
+mod ssh;
 mod state;
 mod status;
 mod supervise;
@@ -37,7 +43,7 @@ use std::process::ExitCode;
 use causeway_config::Log;
 use clap::CommandFactory;
 
-use crate::cli::{self, Cli, Command, ConfigKind, RunArgs};
+use crate::cli::{self, AccessCommand, Cli, Command, ConfigKind, RunArgs};
 use crate::config_loader::{self, ConfigKey, ConfigSources, ProcessConfig, RejectedConfig, keys};
 use crate::output::{self, errln, explain, outln};
 use crate::reference;
@@ -58,6 +64,8 @@ pub(crate) struct PreparedCommand {
     pub(crate) warnings: Vec<String>,
     /// Path of the audit log's file.
     pub(crate) audit_log_path: Option<PathBuf>,
+    /// Whether a thread of the command may be reading standard input when the command ends.
+    pub(crate) reads_stdin: bool,
     pub(crate) future: Pin<Box<dyn Future<Output = anyhow::Result<()>>>>,
 }
 
@@ -67,6 +75,7 @@ impl PreparedCommand {
             log,
             warnings: Vec::new(),
             audit_log_path: None,
+            reads_stdin: false,
             future: Box::pin(future),
         }
     }
@@ -78,6 +87,13 @@ impl PreparedCommand {
     fn with_audit_log(self, audit_log_path: Option<PathBuf>) -> Self {
         Self {
             audit_log_path,
+            ..self
+        }
+    }
+
+    fn reading_stdin(self) -> Self {
+        Self {
+            reads_stdin: true,
             ..self
         }
     }
@@ -146,6 +162,7 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand
         Command::Token(token) => PreparedCommand::one_shot(token::run(token)),
         Command::State(state) => PreparedCommand::one_shot(state::run(state)),
         Command::Client(client) => return client::run(client).map(|()| None),
+        Command::Access(command) => return prepare_access(command),
         #[cfg(feature = "k8s")]
         Command::K8s(subcommand) => return k8s::run(subcommand).map(|()| None),
         Command::Policy(policy) => return policy::run(policy).map(|()| None),
@@ -156,15 +173,29 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<PreparedCommand
             outln!("{}", reference::errors_table())?;
             return Ok(None);
         }
-        Command::Openapi { side } => {
-            output::write(format_args!("{}", reference::openapi(side)))?;
-            return Ok(None);
-        }
-        Command::Reference { page } => {
-            output::write(format_args!("{}", reference::page(page)))?;
-            return Ok(None);
-        }
+        Command::Openapi { side } => return print(&reference::openapi(side)),
+        Command::Reference { page } => return print(&reference::page(page)),
     }))
+}
+
+/// Prepares a command of a user's own machine.
+fn prepare_access(command: AccessCommand) -> anyhow::Result<Option<PreparedCommand>> {
+    Ok(Some(match command {
+        AccessCommand::Login(login) => PreparedCommand::one_shot(login::run(login)),
+        AccessCommand::Nodes(nodes) => PreparedCommand::one_shot(nodes::run(nodes)),
+        AccessCommand::Connect(connect) => {
+            PreparedCommand::one_shot(connect::run(connect)).reading_stdin()
+        }
+        AccessCommand::Ssh(args) => return ssh::run(&args).map(|()| None),
+        AccessCommand::SshConfig(args) => PreparedCommand::one_shot(ssh::print_config(args)),
+        AccessCommand::Forward(forward) => PreparedCommand::one_shot(forward::run(forward)),
+        AccessCommand::LocalProxy(args) => PreparedCommand::one_shot(local_proxy::run(args)),
+    }))
+}
+
+/// Prints a text. The command has then finished.
+fn print(text: &str) -> anyhow::Result<Option<PreparedCommand>> {
+    output::write(format_args!("{text}")).map(|()| None)
 }
 
 /// Prints the JSON Schema of a configuration.

@@ -6,6 +6,7 @@
 // These macros panic if writing fails; `output` has the replacements.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod access;
 mod cli;
 mod command;
 mod config_loader;
@@ -20,7 +21,6 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use causeway_config::LogFormat;
-use clap::Parser;
 
 /// jemalloc, because tunnels allocate and free in bursts, and glibc's allocator would keep that memory.
 #[cfg(feature = "jemalloc")]
@@ -28,7 +28,7 @@ use clap::Parser;
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
-    let cli = match cli::Cli::try_parse() {
+    let cli = match cli::Cli::try_parse_as_called() {
         Ok(cli) => cli,
         Err(error) => {
             // Help and version are "errors" too, with exit code 0.
@@ -77,7 +77,12 @@ fn run(prepared: command::PreparedCommand) -> anyhow::Result<()> {
         .enable_all()
         .build()?;
     let outcome = runtime.block_on(prepared.future);
-    // A hanging disk must not prevent the process from exiting.
-    runtime.shutdown_timeout(Duration::from_secs(1));
+    if prepared.reads_stdin {
+        // The read ends only when another program writes or ends.
+        runtime.shutdown_background();
+    } else {
+        // A hanging disk must not prevent the process from exiting.
+        runtime.shutdown_timeout(Duration::from_secs(1));
+    }
     outcome
 }

@@ -57,6 +57,9 @@ mod testbed;
 
 mod clients_curl;
 
+mod laptop;
+mod laptop_apps;
+
 mod streams;
 
 mod faces;

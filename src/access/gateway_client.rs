@@ -1,0 +1,447 @@
+//! Connections to a gateway's `connect` listener: TLS, the user's credential, HTTP CONNECT and requests for the gateway itself.
+//!
+//! Each session has a connection of its own and uses HTTP/1.1. So a reset and a half-close are those of TCP, and no session waits
+//! for another one. A connection that ends without TLS's `close_notify` is an error, because bytes may be missing.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use causeway_certs::verify::NoServerVerification;
+use causeway_config::host_port;
+use causeway_rt::socket::{PrefixedStream, ResetOnClose, set_tcp_options};
+use causeway_rt::task::TaskGroup;
+use causeway_rt::{forward, resolve};
+use http_body_util::{BodyExt, Empty, Limited};
+use hyper::body::{Bytes, Incoming};
+use hyper::client::conn::http1;
+use hyper::header::{AUTHORIZATION, HOST, HeaderValue, USER_AGENT};
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use rustls::pki_types::ServerName;
+use rustls::{AlertDescription, CertificateError, ClientConfig, RootCertStore};
+use serde::Deserialize;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio::sync::Mutex;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tracing::debug_span;
+
+use super::credential::Credential;
+use super::profile::Profile;
+use crate::output::explain;
+
+/// Maximum time to connect: TCP and the TLS handshake.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum time for a response. The gateway bounds its own waits, which are shorter.
+const RESPONSE_TIMEOUT: Duration = Duration::from_mins(1);
+/// Maximum size of an error response.
+const MAX_ERROR_BYTES: usize = 64 * 1024;
+/// Path of the gateway's CAs at a `connect` listener.
+const CA_PATH: &str = "/.well-known/causeway/ca.pem";
+/// Maximum size of the gateway's CAs.
+const MAX_CA_BYTES: usize = 256 * 1024;
+/// Maximum size of another response: a list of 20,000 nodes has about 4 MiB.
+const MAX_RESPONSE_BYTES: usize = 64 * 1024 * 1024;
+/// Maximum number of characters of an error that is not in JSON.
+const MAX_ERROR_CHARS: usize = 512;
+
+/// Open session to a port of a node.
+pub(crate) type Session = PrefixedStream<TlsSocket>;
+
+/// TLS connection to a gateway, which can be reset.
+#[derive(Debug)]
+pub(crate) struct TlsSocket(TlsStream<TcpStream>);
+
+impl AsyncRead for TlsSocket {
+    forward!(0: poll_read);
+}
+
+impl AsyncWrite for TlsSocket {
+    forward!(0: poll_write, poll_write_vectored, is_write_vectored, poll_flush, poll_shutdown);
+}
+
+impl ResetOnClose for TlsSocket {
+    fn abort(&self) {
+        self.0.get_ref().0.abort();
+    }
+}
+
+/// Answer of a gateway that refuses a request.
+#[derive(Debug)]
+pub(crate) struct Refusal {
+    /// Status of the response.
+    pub(crate) status: StatusCode,
+    /// Word of the reason, such as `target_refused`; empty if the response has none.
+    pub(crate) reason: String,
+    /// The gateway's sentence.
+    pub(crate) detail: String,
+}
+
+/// Reason why a request to a gateway failed.
+#[derive(Debug)]
+pub(crate) enum RequestError {
+    /// The gateway refused the request.
+    Refused(Refusal),
+    /// The gateway cannot be reached, or the connection broke.
+    Unreachable(anyhow::Error),
+    /// The user has no usable credential.
+    Credential(anyhow::Error),
+}
+
+impl RequestError {
+    /// Whether a later attempt may succeed although the user changes nothing.
+    pub(crate) fn is_temporary(&self) -> bool {
+        match self {
+            Self::Refused(refusal) => refusal.status == StatusCode::SERVICE_UNAVAILABLE,
+            Self::Unreachable(error) => find_tls_error(error).is_none(),
+            Self::Credential(_) => false,
+        }
+    }
+
+    /// Whether the gateway's certificate is not issued by a trusted CA.
+    pub(crate) fn is_unknown_issuer(&self) -> bool {
+        let Self::Unreachable(error) = self else {
+            return false;
+        };
+        matches!(
+            find_tls_error(error),
+            Some(rustls::Error::InvalidCertificate(
+                CertificateError::UnknownIssuer
+            ))
+        )
+    }
+}
+
+impl fmt::Display for RequestError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(refusal) => f.write_str(&refusal.detail),
+            Self::Unreachable(error) | Self::Credential(error) => f.write_str(&explain(error)),
+        }
+    }
+}
+
+impl std::error::Error for RequestError {}
+
+fn find_tls_error(error: &anyhow::Error) -> Option<&rustls::Error> {
+    error.chain().find_map(|cause| {
+        let io = cause
+            .downcast_ref::<io::Error>()
+            .and_then(io::Error::get_ref);
+        let inside_io = io.and_then(|inner| inner.downcast_ref::<rustls::Error>());
+        inside_io.or_else(|| cause.downcast_ref())
+    })
+}
+
+/// Client of one gateway.
+pub(crate) struct GatewayClient {
+    profile: Profile,
+    host: String,
+    port: u16,
+    roots: Arc<RootCertStore>,
+    /// Credential that a command has printed.
+    cached: Mutex<Option<Arc<Credential>>>,
+}
+
+impl GatewayClient {
+    /// Creates a client for a profile.
+    ///
+    /// # Errors
+    /// If the address or the CAs of the profile cannot be used.
+    pub(crate) fn new(profile: Profile) -> anyhow::Result<Self> {
+        let (host, port) = host_port(&profile.gateway).map_err(anyhow::Error::msg)?;
+        Ok(Self {
+            host: host.to_owned(),
+            port,
+            roots: Arc::new(trusted_roots(profile.ca.as_deref())?),
+            cached: Mutex::default(),
+            profile,
+        })
+    }
+
+    /// Returns the address of the gateway.
+    pub(crate) fn gateway(&self) -> &str {
+        &self.profile.gateway
+    }
+
+    /// Opens a session to a port of a node, or of another host that the gateway reaches.
+    ///
+    /// # Errors
+    /// The gateway's refusal, or the reason why there is none.
+    pub(crate) async fn connect(&self, host: &str, port: u16) -> Result<Session, RequestError> {
+        let authority = if host.contains(':') {
+            format!("[{host}]:{port}")
+        } else {
+            format!("{host}:{port}")
+        };
+        let (response, _connection) = self.request(Method::CONNECT, &authority).await?;
+        let upgraded = hyper::upgrade::on(response).await;
+        let upgraded = upgraded.map_err(|error| self.broken(error.into()))?;
+        match upgraded.downcast::<TokioIo<TlsSocket>>() {
+            Ok(parts) => Ok(PrefixedStream::new(parts.read_buf, parts.io.into_inner())),
+            Err(_) => unreachable!("the connection was made with this transport"),
+        }
+    }
+
+    /// Returns the body of the response to a GET request for a resource of the gateway itself.
+    ///
+    /// # Errors
+    /// The gateway's refusal, or the reason why there is none.
+    pub(crate) async fn get(&self, path: &str) -> Result<Bytes, RequestError> {
+        let (response, _connection) = self.request(Method::GET, path).await?;
+        let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect();
+        match timeout(RESPONSE_TIMEOUT, body).await {
+            Ok(Ok(body)) => Ok(body.to_bytes()),
+            Ok(Err(error)) => Err(self.broken(anyhow::Error::from_boxed(error))),
+            Err(_) => Err(self.broken(silence())),
+        }
+    }
+
+    /// Returns the CAs of the gateway as PEM. The connection is not verified, so the user has to verify the result. No credential
+    /// is sent.
+    ///
+    /// # Errors
+    /// If the gateway does not send them.
+    pub(crate) async fn unverified_ca(&self) -> anyhow::Result<String> {
+        let config = ClientConfig::builder()
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(NoServerVerification))
+            .with_no_client_auth();
+        let request = self.build_request((Method::GET, CA_PATH), &Credential::default())?;
+        let (response, _connection) = self.exchange(self.dial(config).await?, request).await?;
+        let body = Limited::new(response.into_body(), MAX_CA_BYTES).collect();
+        let body = timeout(RESPONSE_TIMEOUT, body).await.context("no CA")?;
+        let body = body.map_err(anyhow::Error::from_boxed)?.to_bytes();
+        String::from_utf8(body.into()).context("the gateway sent no CA")
+    }
+
+    /// Sends a request, and returns the response if it is a success.
+    async fn request(
+        &self,
+        method: Method,
+        target: &str,
+    ) -> Result<(Response<Incoming>, TaskGroup), RequestError> {
+        let credential = self.credential().await?;
+        let request = self.build_request((method, target), &credential)?;
+        let config = self.tls_config(&credential)?;
+        let io = self.dial(config).await.map_err(RequestError::Unreachable)?;
+        self.exchange(io, request).await
+    }
+
+    async fn exchange(
+        &self,
+        io: TlsSocket,
+        request: Request<Empty<Bytes>>,
+    ) -> Result<(Response<Incoming>, TaskGroup), RequestError> {
+        let exchange = async {
+            let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
+            let tasks = TaskGroup::default();
+            tasks.spawn(debug_span!("request"), async move {
+                // The request or the body receives the error of the connection.
+                let _ = connection.with_upgrades().await;
+            });
+            Ok::<_, hyper::Error>((sender.send_request(request).await?, tasks))
+        };
+        let (response, tasks) = timeout(RESPONSE_TIMEOUT, exchange)
+            .await
+            .map_err(|_| self.broken(silence()))?
+            .map_err(|error| self.broken(error.into()))?;
+        if response.status().is_success() {
+            return Ok((response, tasks));
+        }
+        if response.status() == StatusCode::UNAUTHORIZED {
+            self.cached.lock().await.take();
+        }
+        Err(RequestError::Refused(read_refusal(response).await))
+    }
+
+    fn build_request(
+        &self,
+        (method, target): (Method, &str),
+        credential: &Credential,
+    ) -> Result<Request<Empty<Bytes>>, RequestError> {
+        let host = if method == Method::CONNECT {
+            target
+        } else {
+            &self.profile.gateway
+        };
+        let mut request = Request::builder()
+            .method(&method)
+            .uri(target)
+            .header(HOST, host)
+            .header(USER_AGENT, concat!("causeway/", env!("CARGO_PKG_VERSION")))
+            .body(Empty::new())
+            .with_context(|| format!("{target:?} is not a valid HOST:PORT"))
+            .map_err(RequestError::Unreachable)?;
+        if let Some(token) = &credential.token {
+            let value = format!("Bearer {}", token.expose());
+            let value = HeaderValue::try_from(value);
+            let mut value = value.map_err(|error| RequestError::Credential(error.into()))?;
+            value.set_sensitive(true);
+            request.headers_mut().insert(AUTHORIZATION, value);
+        }
+        Ok(request)
+    }
+
+    async fn credential(&self) -> Result<Arc<Credential>, RequestError> {
+        let source = &self.profile.credential;
+        let mut cached = self.cached.lock().await;
+        if let Some(credential) = cached.as_ref().filter(|cached| cached.is_current()) {
+            return Ok(credential.clone());
+        }
+        let credential = source.load().await.map_err(RequestError::Credential)?;
+        let credential = Arc::new(credential);
+        if source.is_cacheable() {
+            *cached = Some(credential.clone());
+        }
+        Ok(credential)
+    }
+
+    fn tls_config(&self, credential: &Credential) -> Result<ClientConfig, RequestError> {
+        let builder = ClientConfig::builder().with_root_certificates(self.roots.clone());
+        match &credential.certificate {
+            Some((chain, key)) => builder
+                .with_client_auth_cert(chain.clone(), key.clone_key())
+                .context("the client certificate and its key cannot be used")
+                .map_err(RequestError::Credential),
+            None => Ok(builder.with_no_client_auth()),
+        }
+    }
+
+    async fn dial(&self, mut config: ClientConfig) -> anyhow::Result<TlsSocket> {
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        let connecting = async {
+            let name = ServerName::try_from(self.host.clone())
+                .with_context(|| format!("{:?} is not a valid host name", self.host))?;
+            let addresses = resolve(&self.host, self.port).await?;
+            let tcp = TcpStream::connect(addresses.as_slice()).await?;
+            set_tcp_options(&tcp);
+            let tls = TlsConnector::from(Arc::new(config)).connect(name, tcp);
+            tls.await.map_err(|error| self.explain_tls(error))
+        };
+        let connected = timeout(CONNECT_TIMEOUT, connecting)
+            .await
+            .unwrap_or_else(|_| Err(anyhow::anyhow!("no answer within {CONNECT_TIMEOUT:?}")));
+        connected
+            .map(TlsSocket)
+            .with_context(|| format!("cannot connect to the gateway {}", self.profile.gateway))
+    }
+
+    /// Adds the remedy to errors of the handshake that have one.
+    fn explain_tls(&self, error: io::Error) -> anyhow::Error {
+        let error = anyhow::Error::from(error);
+        match find_tls_error(&error) {
+            Some(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer)) => {
+                error.context("its certificate is not issued by a CA that you trust")
+            }
+            Some(rustls::Error::AlertReceived(AlertDescription::UnrecognisedName)) => {
+                let host = &self.host;
+                error.context(format!(
+                    "it has no certificate for {host}; `names` of its listener must list {host}"
+                ))
+            }
+            _ => error,
+        }
+    }
+
+    fn broken(&self, error: anyhow::Error) -> RequestError {
+        let context = format!(
+            "the connection to the gateway {} broke",
+            self.profile.gateway
+        );
+        RequestError::Unreachable(error.context(context))
+    }
+}
+
+fn silence() -> anyhow::Error {
+    anyhow::anyhow!("no response within {RESPONSE_TIMEOUT:?}")
+}
+
+fn trusted_roots(ca: Option<&str>) -> anyhow::Result<RootCertStore> {
+    let mut roots = RootCertStore::empty();
+    if let Some(text) = ca {
+        for certificate in causeway_certs::parse_certificates(text).map_err(anyhow::Error::msg)? {
+            roots.add(certificate).context("a CA cannot be used")?;
+        }
+    } else {
+        let system = rustls_native_certs::load_native_certs();
+        roots.add_parsable_certificates(system.certs);
+    }
+    Ok(roots)
+}
+
+/// Error in the form of RFC 9457.
+#[derive(Deserialize)]
+struct Problem {
+    detail: String,
+    #[serde(default)]
+    reason: String,
+}
+
+async fn read_refusal(response: Response<Incoming>) -> Refusal {
+    let status = response.status();
+    let body = Limited::new(response.into_body(), MAX_ERROR_BYTES).collect();
+    let body = match timeout(RESPONSE_TIMEOUT, body).await {
+        Ok(Ok(body)) => body.to_bytes(),
+        _ => Bytes::new(),
+    };
+    parse_refusal(status, &body)
+}
+
+fn parse_refusal(status: StatusCode, body: &[u8]) -> Refusal {
+    if let Ok(problem) = serde_json::from_slice::<Problem>(body) {
+        return Refusal {
+            status,
+            reason: problem.reason,
+            detail: problem.detail,
+        };
+    }
+    let text = String::from_utf8_lossy(body);
+    let visible = text.trim().chars().filter(|each| !each.is_control());
+    let text: String = visible.take(MAX_ERROR_CHARS).collect();
+    let detail = match (status, text.is_empty()) {
+        (_, true) => format!("the gateway answered {status}"),
+        // A gateway with `errors: kubernetes` sends only the sentence.
+        (StatusCode::BAD_GATEWAY, false) => text,
+        (_, false) => format!("the gateway answered {status}: {text}"),
+    };
+    Refusal {
+        status,
+        reason: String::new(),
+        detail,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_has_the_gateways_own_sentence() {
+        let away = StatusCode::SERVICE_UNAVAILABLE;
+        let body = br#"{"title": "x", "reason": "node_not_connected", "detail": "edge-1 is away"}"#;
+        let refusal = parse_refusal(away, body);
+        assert_eq!(refusal.reason, "node_not_connected");
+        let error = RequestError::Refused(refusal);
+        assert_eq!(error.to_string(), "edge-1 is away");
+        assert!(error.is_temporary());
+    }
+
+    #[test]
+    fn a_refusal_in_another_form_is_shown_without_control_characters() {
+        let shown = |status, body: &[u8]| parse_refusal(status, body).detail;
+        assert_eq!(
+            shown(StatusCode::BAD_GATEWAY, b"edge-1 is away\n"),
+            "edge-1 is away"
+        );
+        let html = shown(StatusCode::NOT_FOUND, b"<html>\x1b[2J");
+        assert_eq!(html, "the gateway answered 404 Not Found: <html>[2J");
+        let empty = shown(StatusCode::FORBIDDEN, b"");
+        assert_eq!(empty, "the gateway answered 403 Forbidden");
+    }
+}

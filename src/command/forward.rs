@@ -1,0 +1,149 @@
+//! `causeway forward`: local ports that lead to ports of a node.
+//!
+//! A local port stays open while the node is away. A connection then waits for a bounded time. If it cannot be served, it is reset,
+//! and the reason is printed.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use causeway_rt::backoff::Backoff;
+use causeway_rt::socket::ResetOnClose;
+use causeway_rt::task::TaskGroup;
+use futures_util::future::join_all;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, sleep};
+use tracing::debug_span;
+
+use super::nodes::open_client;
+use crate::access::events::Events;
+use crate::access::gateway_client::{GatewayClient, RequestError, Session};
+use crate::access::relay::relay_socket;
+use crate::cli::Forward;
+use crate::signal::Signals;
+
+/// Maximum number of open connections of a local port.
+const MAX_CONNECTIONS: usize = 1024;
+/// Pause after a failed accept, which lasts until other files are closed.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Maximum delay between two attempts to reach a node that is away.
+const RETRY_MAX: Duration = Duration::from_secs(2);
+
+/// Sessions to one node.
+struct Forwarder {
+    client: GatewayClient,
+    node: String,
+    wait: Duration,
+    events: Events,
+}
+
+/// Runs the command until a signal.
+pub(crate) async fn run(args: Forward) -> anyhow::Result<()> {
+    let (_, client) = open_client(&args.profile)?;
+    let forwarder = Arc::new(Forwarder {
+        client,
+        node: args.node,
+        wait: args.wait,
+        events: Events::new(args.json),
+    });
+    let mut accepting = Vec::new();
+    for pair in args.ports {
+        let (listener, local) = listen(SocketAddr::new(args.address, pair.local)).await?;
+        let target = forwarder.target(pair.remote);
+        let text = format!("Forwarding from {local} -> {}", pair.remote);
+        forwarder.events.listening(local, &target, &text)?;
+        let forwarder = forwarder.clone();
+        accepting.push(serve(listener, move |local, peer| {
+            let forwarder = forwarder.clone();
+            async move { forwarder.handle(local, peer, pair.remote).await }
+        }));
+    }
+    until_signal(join_all(accepting)).await
+}
+
+/// Opens a local port. Returns its address as well.
+pub(super) async fn listen(address: SocketAddr) -> anyhow::Result<(TcpListener, SocketAddr)> {
+    let listener = TcpListener::bind(address).await;
+    let listener = listener.with_context(|| format!("cannot listen on {address}"))?;
+    let local = listener.local_addr()?;
+    Ok((listener, local))
+}
+
+/// Runs a future that does not end until the process receives SIGINT or SIGTERM. Dropping it resets its connections.
+pub(super) async fn until_signal(future: impl Future) -> anyhow::Result<()> {
+    let mut signals = Signals::listen()?;
+    let stop = signals.stop.clone();
+    let running = async {
+        tokio::select! {
+            _ = future => {}
+            () = stop.cancelled() => {}
+        }
+    };
+    signals.run(running).await;
+    Ok(())
+}
+
+/// Accepts connections, and handles each of them in a task.
+pub(super) async fn serve<F>(listener: TcpListener, handle: impl Fn(TcpStream, SocketAddr) -> F)
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let tasks = TaskGroup::default();
+    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let slot = slots.clone().acquire_owned().await;
+        match listener.accept().await {
+            Ok((local, peer)) => {
+                let _ = local.set_nodelay(true);
+                let handling = handle(local, peer);
+                tasks.spawn(debug_span!("connection"), async move {
+                    handling.await;
+                    drop(slot);
+                });
+            }
+            Err(_) => sleep(ACCEPT_PAUSE).await,
+        }
+    }
+}
+
+impl Forwarder {
+    fn target(&self, port: u16) -> String {
+        format!("{}:{port}", self.node)
+    }
+
+    async fn handle(&self, local: TcpStream, peer: SocketAddr, port: u16) {
+        let target = self.target(port);
+        match self.open(port).await {
+            Ok(session) => {
+                self.events.connection(peer, &target);
+                if let Err(error) = relay_socket(local, session).await {
+                    self.events.broken(&target, &error);
+                }
+            }
+            Err(error) => {
+                local.abort();
+                self.events.refused(&target, &error);
+            }
+        }
+    }
+
+    /// Opens a session. Waits for a node that is away.
+    async fn open(&self, port: u16) -> Result<Session, RequestError> {
+        let deadline = Instant::now() + self.wait;
+        let mut backoff = Backoff::new(RETRY_MAX, RETRY_MAX);
+        loop {
+            match self.client.connect(&self.node, port).await {
+                Err(error) if error.is_temporary() => {
+                    let delay = backoff.silent(rand::random());
+                    if Instant::now() + delay >= deadline {
+                        return Err(error);
+                    }
+                    sleep(delay).await;
+                }
+                result => return result,
+            }
+        }
+    }
+}

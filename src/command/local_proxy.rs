@@ -1,0 +1,94 @@
+//! `causeway proxy`: a proxy on loopback for programs that speak HTTP CONNECT or SOCKS5, such as browsers, curl and kubectl.
+//!
+//! Names are not resolved here: the gateway routes by them. So a program must leave the resolution to the proxy (`socks5h`).
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::bail;
+use causeway_rt::local_proxy::{ConnectFailure, ProxyRequest, ProxyRequestError};
+use hyper::StatusCode;
+use tokio::net::TcpStream;
+
+use super::forward::{listen, serve, until_signal};
+use super::nodes::open_client;
+use crate::access::events::Events;
+use crate::access::gateway_client::{GatewayClient, RequestError};
+use crate::access::relay::relay_socket;
+use crate::cli::LocalProxy;
+
+/// Maximum time of a program to send its request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Proxy of one user.
+struct Proxy {
+    client: GatewayClient,
+    events: Events,
+}
+
+/// Runs the command until a signal.
+pub(crate) async fn run(args: LocalProxy) -> anyhow::Result<()> {
+    if !args.listen.ip().is_loopback() {
+        bail!(
+            "{} is not a loopback address; every machine that reaches the proxy would use your credential",
+            args.listen
+        );
+    }
+    let (_, client) = open_client(&args.profile)?;
+    let (listener, local) = listen(args.listen).await?;
+    let proxy = Arc::new(Proxy {
+        client,
+        events: Events::new(args.json),
+    });
+    let text = format!("Proxy for HTTP CONNECT and SOCKS5 on {local}");
+    proxy
+        .events
+        .listening(local, proxy.client.gateway(), &text)?;
+    let accepting = serve(listener, |local, peer| {
+        let proxy = proxy.clone();
+        async move { proxy.handle(local, peer).await }
+    });
+    until_signal(accepting).await
+}
+
+impl Proxy {
+    async fn handle(&self, local: TcpStream, peer: SocketAddr) {
+        let request = match ProxyRequest::read(local, REQUEST_TIMEOUT).await {
+            Ok(request) => request,
+            // Browsers open connections that they do not use.
+            Err(ProxyRequestError::Incomplete | ProxyRequestError::TimedOut(_)) => return,
+            Err(error) => return self.events.refused(&peer.to_string(), &error),
+        };
+        let (host, port) = (request.host.clone(), request.port);
+        let target = format!("{host}:{port}");
+        let session = match self.client.connect(&host, port).await {
+            Ok(session) => session,
+            Err(error) => {
+                self.events.refused(&target, &error);
+                return request.refuse(failure(&error), &error.to_string()).await;
+            }
+        };
+        self.events.connection(peer, &target);
+        let relayed = async {
+            let local = request.accept().await?;
+            Ok::<_, ProxyRequestError>(relay_socket(local, session).await?)
+        };
+        if let Err(error) = relayed.await {
+            self.events.broken(&target, &error);
+        }
+    }
+}
+
+/// Returns the kind of failure for the answer to the program.
+fn failure(error: &RequestError) -> ConnectFailure {
+    let RequestError::Refused(refusal) = error else {
+        return ConnectFailure::Other;
+    };
+    match (refusal.status, refusal.reason.as_str()) {
+        (_, "target_refused") => ConnectFailure::Refused,
+        (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) => ConnectFailure::Forbidden,
+        (StatusCode::GATEWAY_TIMEOUT, _) => ConnectFailure::TimedOut,
+        _ => ConnectFailure::Unreachable,
+    }
+}

@@ -1,0 +1,103 @@
+//! `causeway ssh` and `causeway ssh-config`: the system's ssh, with `causeway connect` as its `ProxyCommand`.
+
+use std::env;
+use std::process::Command;
+
+use anyhow::{Context, bail};
+
+use super::nodes;
+use crate::access::profile::ProfileDirectory;
+use crate::cli::{Ssh, SshConfig};
+use crate::output::outln;
+
+/// Replaces this process with ssh.
+pub(crate) fn run(args: &Ssh) -> anyhow::Result<()> {
+    if args.destination.starts_with('-') {
+        bail!("a destination does not begin with a dash; options for ssh follow after --");
+    }
+    let directory = ProfileDirectory::of_user()?;
+    let (profile, _) = directory.select(args.profile.profile.as_deref())?;
+    let mut ssh = Command::new("ssh");
+    ssh.arg("-o")
+        .arg(format!("ProxyCommand={}", proxy_command(&profile)?))
+        .arg(&args.destination)
+        .args(&args.arguments);
+    execute(ssh)
+}
+
+#[cfg(unix)]
+fn execute(mut ssh: Command) -> anyhow::Result<()> {
+    use std::os::unix::process::CommandExt;
+    let error = ssh.exec();
+    Err(error).context("cannot run ssh; is OpenSSH installed?")
+}
+
+#[cfg(not(unix))]
+fn execute(mut ssh: Command) -> anyhow::Result<()> {
+    let status = ssh
+        .status()
+        .context("cannot run ssh; is OpenSSH installed?")?;
+    if status.success() {
+        return Ok(());
+    }
+    bail!("ssh failed: {status}")
+}
+
+/// Prints a section of `ssh_config(5)`.
+pub(crate) async fn print_config(args: SshConfig) -> anyhow::Result<()> {
+    let (profile, hosts) = if args.nodes.is_empty() {
+        let (profile, client) = nodes::open_client(&args.profile)?;
+        let list = nodes::fetch(&client).await?;
+        let hosts: Vec<_> = list.nodes.into_iter().map(|row| row.node).collect();
+        (profile, hosts)
+    } else {
+        let directory = ProfileDirectory::of_user()?;
+        let (profile, _) = directory.select(args.profile.profile.as_deref())?;
+        (profile, args.nodes)
+    };
+    if hosts.is_empty() {
+        bail!("the gateway allows you to reach no node");
+    }
+    if let Some(host) = hosts.iter().find(|host| host.contains(char::is_whitespace)) {
+        bail!("{host:?} is not a pattern of ssh_config(5)");
+    }
+    outln!(
+        "Host {}\n  ProxyCommand {}",
+        hosts.join(" "),
+        proxy_command(&profile)?
+    )
+}
+
+/// Returns the `ProxyCommand`. ssh passes it to the user's shell after it has replaced `%h`, `%p` and `%%`.
+fn proxy_command(profile: &str) -> anyhow::Result<String> {
+    let program = env::current_exe().context("the path of this program is unknown")?;
+    let program = program
+        .to_str()
+        .context("the path of this program is not UTF-8")?;
+    let program = quoted(program);
+    // The name of a profile has no character that a shell or ssh replaces.
+    Ok(format!("{program} connect --profile {profile} %h:%p"))
+}
+
+/// Returns a word for a POSIX shell that ssh has not expanded yet.
+fn quoted(word: &str) -> String {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-_.+".contains(&byte);
+    let word = word.replace('%', "%%");
+    if word.bytes().all(is_plain) {
+        word
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_path_of_the_program_survives_ssh_and_the_shell() {
+        assert_eq!(quoted("/usr/bin/causeway"), "/usr/bin/causeway");
+        assert_eq!(quoted("/my apps/causeway"), "'/my apps/causeway'");
+        assert_eq!(quoted("/50%/o'k"), r"'/50%%/o'\''k'");
+    }
+}

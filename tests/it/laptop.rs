@@ -1,0 +1,440 @@
+//! Commands that users run on their own machines: each as a process, against the `connect` listener of a real gateway.
+
+use crate::world::{
+    World,
+    app::App,
+    edge::Edge,
+    gateway::{Build, listener},
+    process::{GatewayProcess, binary},
+    tool::{Running, Tool, need},
+};
+use causeway_certs::Fingerprint;
+use causeway_edge::config::Protocol;
+use causeway_gateway::{
+    config::{ListenerProtocol, policy},
+    state::{Policy, PolicyWriter},
+};
+use serde_json::json;
+use std::{
+    fs,
+    net::SocketAddr,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    task::JoinSet,
+};
+
+/// Server that answers with what it received, once its client has ended its sending half.
+async fn mirror() -> (SocketAddr, JoinSet<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let mut serving = JoinSet::new();
+    serving.spawn(async move {
+        let mut connections = JoinSet::new();
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            connections.spawn(async move {
+                let mut received = Vec::new();
+                if stream.read_to_end(&mut received).await.is_ok() {
+                    let _ = stream.write_all(&received).await;
+                }
+            });
+        }
+    });
+    (address, serving)
+}
+
+/// User's machine with a gateway and edge-1, whose port 9100 is an app of bytes.
+pub(crate) struct Laptop {
+    pub(crate) edge: Edge,
+    pub(crate) world: World,
+}
+
+impl Laptop {
+    /// A user who has logged in with a certificate.
+    pub(crate) async fn to(app: SocketAddr) -> Self {
+        let laptop = Self::before_login(Self::build(), app).await;
+        laptop.login().await;
+        laptop
+    }
+
+    pub(crate) fn build() -> Build {
+        let mut connect = listener("laptops", ListenerProtocol::Connect);
+        let build = World::build();
+        connect.client_auth.tokens = Some(build.tokens());
+        build.token("ann");
+        build.listener(connect)
+    }
+
+    pub(crate) async fn before_login(build: Build, app: SocketAddr) -> Self {
+        let world = Box::pin(build.start()).await;
+        let edge = world.edge("edge-1").pool("mill").label("site", "north");
+        let edge = Box::pin(edge.port_as(9100, Protocol::Tcp, app).join()).await;
+        Self { edge, world }
+    }
+
+    pub(crate) fn home(&self) -> PathBuf {
+        self.world.folder().join("home")
+    }
+
+    fn address(&self) -> SocketAddr {
+        self.world.listener("laptops")
+    }
+
+    /// The command with these arguments, split at blanks.
+    pub(crate) fn causeway(&self, line: &str) -> Tool {
+        command(&self.home(), line)
+    }
+
+    pub(crate) async fn login(&self) {
+        let leaf = self.world.client_leaf("tester");
+        let certificate = self.world.write(&leaf.chain_pem());
+        let key = self.world.write(leaf.key_pem().expose());
+        let login = self.causeway(&format!("login {}", self.address()));
+        let login = login.args([Path::new("--ca"), &self.world.root_path()]);
+        let login = login.args([Path::new("--cert"), &certificate]);
+        let done = login.args([Path::new("--key"), &key]).run().await.ok();
+        let said = done.text();
+        assert!(said.contains("as tester; you may reach 1 nodes"), "{said}");
+    }
+}
+
+fn command(home: &Path, line: &str) -> Tool {
+    Tool::new(binary())
+        .env("XDG_CONFIG_HOME", home)
+        .args(line.split_whitespace())
+}
+
+/// The address in the line of a command that has opened a local port.
+pub(crate) async fn opened(running: &mut Running) -> SocketAddr {
+    let line = running.json().await;
+    assert_eq!(line["event"], "listening", "{line}");
+    line["address"].as_str().unwrap().parse().unwrap()
+}
+
+#[tokio::test]
+async fn login_stores_a_tested_profile_that_is_private() {
+    let (app, _serving) = mirror().await;
+    let laptop = Laptop::to(app).await;
+    let path = laptop.home().join("causeway/profiles/default.json");
+    let mode = fs::metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let listed = laptop.causeway("nodes -o json").run().await.ok().json();
+    let expected = json!({
+        "client": "tester",
+        "nodes": [{
+            "node": "edge-1", "connected": true, "ports": [9100], "pool": "mill", "labels": {"site": "north"},
+        }],
+    });
+    assert_eq!(listed, expected);
+    let table = laptop.causeway("nodes").run().await.ok().text();
+    assert!(
+        table.contains("connected") && table.contains("site=north"),
+        "{table}"
+    );
+
+    let refused = laptop.causeway(&format!("login {} --name other --ca", laptop.address()));
+    let refused = refused.args([laptop.world.root_path()]).run().await;
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(
+        refused.stderr.contains("no credentials were presented"),
+        "{}",
+        refused.stderr
+    );
+    assert!(!path.with_file_name("other.json").exists());
+}
+
+#[tokio::test]
+async fn an_unknown_ca_is_pinned_by_the_command_that_login_prints() {
+    let (app, _serving) = mirror().await;
+    let laptop = Laptop::before_login(Laptop::build(), app).await;
+    let token = laptop.world.write("");
+    let login = format!(
+        "login {} --token-file {}",
+        laptop.address(),
+        token.display()
+    );
+    fs::write(&token, "cwc1-wrong").unwrap();
+    let refused = laptop.causeway(&login).run().await;
+    assert_eq!(refused.status.code(), Some(1));
+    let root = laptop.world.ca().root();
+    let pin = format!("--ca-pin sha256:{}", Fingerprint::of_certificate(root));
+    assert!(refused.stderr.contains(&pin), "{}", refused.stderr);
+
+    let other = Fingerprint::digest(b"another CA");
+    let wrong = laptop
+        .causeway(&format!("{login} --ca-pin {other}"))
+        .run()
+        .await;
+    assert!(wrong.stderr.contains("has another CA"), "{}", wrong.stderr);
+
+    let refused = laptop.causeway(&format!("{login} {pin}")).run().await;
+    assert!(
+        refused.stderr.contains("token"),
+        "the CA is right: {}",
+        refused.stderr
+    );
+}
+
+#[tokio::test]
+async fn a_token_of_a_command_identifies_the_user() {
+    let (app, _serving) = mirror().await;
+    let build = Laptop::build();
+    let token = build.token("bea");
+    let laptop = Laptop::before_login(build, app).await;
+    let script = laptop.world.write(&format!(
+        r#"echo '{{"kind": "ExecCredential", "status": {{"token": "{token}"}}}}'"#
+    ));
+    let login = laptop.causeway(&format!("login {} --ca", laptop.address()));
+    let login = login.args([laptop.world.root_path()]);
+    let login = login.args(["--token-command", "sh"]).args([&script]);
+    let said = login.run().await.ok().text();
+    assert!(said.contains("as bea"), "{said}");
+    let echoed = laptop.causeway("connect edge-1:9100").input("hello");
+    assert_eq!(echoed.run().await.ok().text(), "hello");
+    fs::write(&script, "echo 'not logged in' >&2; exit 1").unwrap();
+    let failed = laptop.causeway("connect edge-1:9100").run().await;
+    assert_eq!(failed.status.code(), Some(1));
+    for part in ["not logged in", "exit status: 1"] {
+        assert!(failed.stderr.contains(part), "{}", failed.stderr);
+    }
+}
+
+#[tokio::test]
+async fn nodes_and_service_discovery_show_only_what_the_policy_allows() {
+    let rules = json!([
+        { "who": { "users": ["tester"] }, "where": { "nodes": ["edge-1"] }, "what": { "ports": [9100] }, "then": "allow" },
+        { "who": { "users": ["ann"] }, "where": { "nodes": ["edge-2"] }, "what": { "ports": ["30000-30010"] }, "then": "allow" },
+    ]);
+    let rules: policy::Policy = serde_json::from_value(json!({ "rules": rules })).unwrap();
+    let writer = PolicyWriter::new(Some(Policy::compile(&rules).unwrap()));
+    let build = World::build();
+    let token = build.token("ann");
+    let mut connect = listener("laptops", ListenerProtocol::Connect);
+    connect.client_auth.tokens = Some(build.tokens());
+    let build = build.listener(connect).policy(writer.reader());
+    let (app, _serving) = mirror().await;
+    let laptop = Laptop::before_login(build, app).await;
+    laptop.login().await;
+    let world = &laptop.world;
+    let silent = world.edge("edge-2").port_as(30_005, Protocol::Tcp, app);
+    let mut silent = Box::pin(silent.port_as(22, Protocol::Tcp, app).join()).await;
+
+    let resource = async |name: &str| {
+        let url = format!("https://{}/.well-known/causeway/{name}", laptop.address());
+        let curl = Tool::curl().args([Path::new("--cacert"), &world.root_path()]);
+        let bearer = format!("Authorization: Bearer {token}");
+        curl.args(["-H", &bearer, &url]).run().await.ok().json()
+    };
+    let found = resource("http_sd").await;
+    let expected =
+        json!([{ "targets": ["edge-2:30005"], "labels": { "__meta_causeway_node": "edge-2" } }]);
+    assert_eq!(found, expected);
+
+    // A node that is away reports no ports. It is listed if any port would be allowed.
+    silent.stop().await;
+    world.until_tunnels("edge-2", 0).await;
+    let listed = resource("nodes").await;
+    let away = json!([{ "node": "edge-2", "connected": false, "ports": [], "labels": {} }]);
+    assert_eq!(listed["nodes"], away);
+    let own = laptop.causeway("nodes -o json").run().await.ok().json();
+    assert_eq!(own["nodes"][0]["node"], "edge-1");
+    assert_eq!(own["nodes"].as_array().unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn connect_copies_both_directions_and_ends_each_by_itself() {
+    let (app, _serving) = mirror().await;
+    let laptop = Laptop::to(app).await;
+    let bytes: Vec<u8> = (0..3_000_000_u32).flat_map(u32::to_le_bytes).collect();
+    let connect = laptop.causeway("connect edge-1:9100");
+    let done = connect.input(bytes.clone()).run().await.ok();
+    assert!(done.stdout == bytes, "{} bytes", done.stdout.len());
+    assert_eq!(done.stderr, "");
+}
+
+#[tokio::test]
+async fn connect_fails_with_the_gateways_own_sentence() {
+    let (app, _serving) = mirror().await;
+    let laptop = Laptop::to(app).await;
+    for (target, sentence) in [
+        ("edge-9:22", "edge-9"),
+        ("edge-1:23", "port 23"),
+        ("edge-1", "such as edge-1:22"),
+        ("edge-1:0", "such as edge-1:22"),
+    ] {
+        let failed = laptop.causeway(&format!("connect {target}")).run().await;
+        assert_eq!(failed.status.code(), Some(1), "{target}");
+        assert_eq!(failed.text(), "", "{target}");
+        let lines: Vec<_> = failed.stderr.lines().collect();
+        assert!(
+            lines.len() == 1 && lines[0].starts_with("causeway: ") && lines[0].contains(sentence),
+            "{target}: {lines:?}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_killed_gateway_is_an_error_at_both_ends_and_never_an_end() {
+    let listener = "listeners: [{ name: laptops, protocol: connect, listen: \"127.0.0.1:0\", names: [127.0.0.1] }]";
+    let site = Box::pin(GatewayProcess::with_listeners(listener)).await;
+    let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = app.local_addr().unwrap().port();
+    let _edge = Box::pin(site.join("edge-1", port)).await;
+    let home = site.path("home");
+    let files = ["ca.pem", "alice.pem", "alice-key.pem"].map(|name| site.path(name));
+    let login = command(&home, &format!("login {}", site.listener));
+    let login = login.args([Path::new("--ca"), &site.data().join("ca.pem")]);
+    let login = login.args([
+        Path::new("--cert"),
+        &files[1],
+        Path::new("--key"),
+        &files[2],
+    ]);
+    login.run().await.ok();
+
+    let mut connect = command(&home, "connect edge-1:9100").start();
+    let mut forward = command(&home, "forward edge-1 :9100 --json").start();
+    let local = opened(&mut forward).await;
+    let mut program = TcpStream::connect(local).await.unwrap();
+    let mut sides = Vec::new();
+    connect.send("SSH\n").await;
+    program.write_all(b"SSH\n").await.unwrap();
+    for _ in 0..2 {
+        let (mut side, _) = app.accept().await.unwrap();
+        side.write_all(b"half of it\n").await.unwrap();
+        sides.push(side);
+    }
+    assert_eq!(connect.line().await, "half of it");
+    let mut half = [0; 11];
+    program.read_exact(&mut half).await.unwrap();
+    let GatewayProcess { gateway, .. } = site;
+    gateway.kill().await;
+    let failed = connect.over().await;
+    assert_eq!(failed.status.code(), Some(1), "{failed:?}");
+    assert!(
+        failed.stderr.contains("the session to edge-1:9100 broke"),
+        "{failed:?}"
+    );
+    let error = program.read(&mut half).await.unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+    for mut side in sides {
+        let mut rest = Vec::new();
+        let ended = side.read_to_end(&mut rest).await;
+        assert_eq!(
+            ended.unwrap_err().kind(),
+            std::io::ErrorKind::ConnectionReset
+        );
+    }
+}
+
+#[tokio::test]
+async fn forward_keeps_its_ports_while_the_node_is_away() {
+    let (app, _serving) = mirror().await;
+    let Laptop { mut edge, world } = Laptop::to(app).await;
+    let home = world.folder().join("home");
+    let line = "forward edge-1 :9100 :9101 --wait 1s --json";
+    let mut forward = command(&home, line).start();
+    let [served, refused] = [opened(&mut forward).await, opened(&mut forward).await];
+    let exchange = async |text: &str| {
+        let mut program = TcpStream::connect(served).await.unwrap();
+        program.write_all(text.as_bytes()).await?;
+        program.shutdown().await?;
+        let mut answer = String::new();
+        program.read_to_string(&mut answer).await?;
+        Ok::<_, std::io::Error>(answer)
+    };
+    assert_eq!(exchange("one").await.unwrap(), "one");
+    assert_eq!(forward.json().await["event"], "connection");
+
+    let mut program = TcpStream::connect(refused).await.unwrap();
+    program.read(&mut [0; 1]).await.unwrap_err();
+    let event = forward.json().await;
+    assert_eq!(event["event"], "refused");
+    assert_eq!(event["target"], "edge-1:9101");
+
+    edge.stop().await;
+    world.until_tunnels("edge-1", 0).await;
+    let error = exchange("two").await.unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+    let event = forward.json().await;
+    assert!(
+        event["reason"].as_str().unwrap().contains("not connected"),
+        "{event}"
+    );
+    Box::pin(edge.start()).await.unwrap();
+    assert_eq!(exchange("three").await.unwrap(), "three");
+}
+
+#[tokio::test]
+async fn forward_prints_its_addresses_as_kubectl_does_and_nothing_else_to_a_pipe() {
+    let (app, _serving) = mirror().await;
+    let laptop = Laptop::to(app).await;
+    let mut forward = laptop.causeway("forward edge-1 :9100").start();
+    let line = forward.line().await;
+    let (local, remote) = line
+        .strip_prefix("Forwarding from ")
+        .and_then(|rest| rest.split_once(" -> "))
+        .unwrap();
+    assert_eq!(remote, "9100");
+    let mut program = TcpStream::connect(local).await.unwrap();
+    program.write_all(b"x").await.unwrap();
+    program.shutdown().await.unwrap();
+    program.read_to_end(&mut Vec::new()).await.unwrap();
+    forward.signal("TERM").await;
+    let ended = forward.over().await.ok();
+    assert_eq!((ended.text().as_str(), ended.stderr.as_str()), ("", ""));
+}
+
+#[tokio::test]
+async fn proxy_serves_curl_by_connect_and_by_socks5() {
+    need!("curl");
+    let app = App::saying("hello").await;
+    let laptop = Laptop::to(app.address()).await;
+    let mut proxy = laptop.causeway("proxy --listen 127.0.0.1:0 --json").start();
+    let local = opened(&mut proxy).await;
+    let (http, socks) = (format!("http://{local}"), format!("socks5h://{local}"));
+    let url = "http://edge-1:9100/";
+    for arguments in [vec!["-p", "-x", &http], vec!["-x", &socks]] {
+        let curl = Tool::curl().args(&arguments).args([url]);
+        assert_eq!(curl.run().await.ok().text(), "hello");
+        assert_eq!(proxy.json().await["target"], "edge-1:9100");
+    }
+    let refused = Tool::curl().args(["-p", "-x", &http, "http://edge-1:23/"]);
+    let refused = refused.args(["-w", "%{http_connect}"]).run().await;
+    assert!(refused.text().ends_with("403"), "{refused:?}");
+    let refused = Tool::curl()
+        .args(["-x", &socks, "http://edge-9:23/"])
+        .run()
+        .await;
+    // curl's code of an error of the proxy's protocol.
+    assert_eq!(refused.status.code(), Some(97), "{refused:?}");
+    let plain = Tool::curl().args(["-x", &http, url, "-w", "%{http_code}"]);
+    let plain = plain.run().await.ok().text();
+    assert!(
+        plain.contains("--proxytunnel") && plain.ends_with("405"),
+        "{plain}"
+    );
+    let open = laptop.causeway("proxy --listen 0.0.0.0:0").run().await;
+    assert!(open.stderr.contains("not a loopback address"), "{open:?}");
+}
+
+#[tokio::test]
+async fn the_kubectl_plugin_is_the_same_program() {
+    let (app, _serving) = mirror().await;
+    let laptop = Laptop::to(app).await;
+    let plugin = laptop.world.folder().join("kubectl-causeway");
+    std::os::unix::fs::symlink(binary(), &plugin).unwrap();
+    let plugin = |line: &str| {
+        Tool::new(&plugin)
+            .env("XDG_CONFIG_HOME", laptop.home())
+            .args(line.split_whitespace())
+    };
+    let echoed = plugin("connect edge-1:9100").input("hello").run().await;
+    assert_eq!(echoed.ok().text(), "hello");
+    let help = plugin("forward --help").run().await.ok().text();
+    assert!(help.contains("Usage: kubectl causeway forward "), "{help}");
+}

@@ -1,0 +1,294 @@
+//! Programs that users know, through the commands of a laptop: OpenSSH, scp, rsync, PostgreSQL, kubectl.
+
+use crate::{
+    laptop::{Laptop, opened},
+    world::{
+        app::{App, answer, answer::pattern},
+        authority::Authority,
+        process::binary,
+        tool::{Tool, full, kubectl, need, openssh_server},
+        until,
+    },
+};
+use std::{
+    fs,
+    net::{Ipv4Addr, SocketAddr},
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::Duration,
+};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    process::Command,
+    task::JoinSet,
+};
+
+/// Time limit of a transfer in the long run, for a slow machine.
+const TRANSFER: Duration = Duration::from_mins(10);
+
+/// OpenSSH server that starts a process for each connection, in a mount namespace with the user and the directory that it needs.
+struct SshServer {
+    address: SocketAddr,
+    folder: PathBuf,
+    _serving: JoinSet<()>,
+}
+
+impl SshServer {
+    async fn start(folder: &Path) -> Self {
+        let folder = folder.join("ssh");
+        fs::create_dir(&folder).unwrap();
+        for key in ["host", "user"] {
+            let keygen = Tool::new("ssh-keygen").args(["-q", "-t", "ed25519", "-N", "", "-f"]);
+            keygen.args([folder.join(key)]).run().await.ok();
+        }
+        let place = folder.display();
+        let config = format!(
+            "HostKey {place}/host\nAuthorizedKeysFile {place}/user.pub\nStrictModes no\nPidFile none\n\
+             MaxStartups 100\nSubsystem sftp internal-sftp\n"
+        );
+        fs::write(folder.join("sshd_config"), config).unwrap();
+        let server = openssh_server().unwrap();
+        let server = server.display();
+        let script = format!(
+            "mount -t tmpfs tmpfs /run && mkdir -m 755 /run/sshd && \
+             {{ grep -v ^sshd: /etc/passwd; echo 'sshd:x:74:65534::/run/sshd:/usr/sbin/nologin'; }} >/run/passwd && \
+             mount --bind /run/passwd /etc/passwd && \
+             export LD_LIBRARY_PATH=$(echo {server}/usr/lib/*-linux-gnu) && \
+             exec {server}/usr/sbin/sshd -i -e -f {place}/sshd_config"
+        );
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut serving = JoinSet::new();
+        serving.spawn(async move {
+            let mut processes = JoinSet::new();
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                let mut process = serve(stream, &script);
+                processes.spawn(async move { drop(process.wait().await) });
+            }
+        });
+        Self {
+            address,
+            folder,
+            _serving: serving,
+        }
+    }
+
+    /// Options of ssh, scp and sftp with the user's key.
+    fn options(&self) -> Vec<String> {
+        let known = self.folder.join("known_hosts");
+        vec![
+            "-F".into(),
+            "none".into(),
+            "-i".into(),
+            self.folder.join("user").display().to_string(),
+            "-oBatchMode=yes".into(),
+            "-oStrictHostKeyChecking=accept-new".into(),
+            format!("-oUserKnownHostsFile={}", known.display()),
+        ]
+    }
+}
+
+fn serve(stream: TcpStream, script: &str) -> tokio::process::Child {
+    let stream = stream.into_std().unwrap();
+    stream.set_nonblocking(false).unwrap();
+    let input = OwnedFd::from(stream);
+    let output = input.try_clone().unwrap();
+    Command::new("unshare")
+        .args(["--mount", "sh", "-c", script])
+        .stdin(input)
+        .stdout(output)
+        .stderr(Stdio::null())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap()
+}
+
+/// A laptop with an SSH server as port 22 of edge-1, and the `ProxyCommand` that `ssh-config` prints.
+async fn with_ssh() -> (Laptop, SshServer, String) {
+    let build = Laptop::build();
+    let server = SshServer::start(build.folder()).await;
+    let app = server.address;
+    let laptop = Box::pin(Laptop::before_login(build, app)).await;
+    laptop.login().await;
+    let config = laptop.causeway("ssh-config edge-1").run().await.ok().text();
+    let command = config
+        .strip_prefix("Host edge-1\n  ProxyCommand ")
+        .unwrap()
+        .trim();
+    assert!(command.contains(binary()), "{command}");
+    let option = format!("-oProxyCommand={command}");
+    (laptop, server, option)
+}
+
+#[tokio::test]
+async fn ssh_logs_in_with_a_key_and_gets_exit_codes_and_half_closes() {
+    need!("mounts", "sshd");
+    let (laptop, server, _) = with_ssh().await;
+    let ssh = |remote: &[&str]| {
+        let all = laptop.causeway("ssh root@edge-1 --").args(server.options());
+        all.args(["-p9100"]).args(remote)
+    };
+    let done = ssh(&["echo hello; exit 3"]).run().await;
+    assert_eq!(done.text(), "hello\n", "{}", done.stderr);
+    assert_eq!(done.status.code(), Some(3));
+    let input = pattern(1 << 20);
+    let counted = ssh(&["wc", "-c"]).input(input).run().await.ok();
+    assert_eq!(counted.text().trim(), "1048576");
+    let all = laptop.causeway("ssh root@edge-9 --").args(server.options());
+    let unknown = all.run().await;
+    assert_eq!(unknown.status.code(), Some(255));
+    assert!(unknown.stderr.contains("causeway: "), "{}", unknown.stderr);
+    assert!(unknown.stderr.contains("edge-9"), "{}", unknown.stderr);
+}
+
+#[tokio::test]
+async fn scp_and_rsync_copy_files_whole_in_both_directions() {
+    need!("mounts", "sshd", "rsync");
+    let (laptop, server, proxy) = with_ssh().await;
+    let length = if full() { 200 << 20 } else { 8 << 20 };
+    let folder = laptop.world.folder();
+    let [file, there, back] = ["file", "there", "back"].map(|name| folder.join(name));
+    let bytes = pattern(length);
+    fs::write(&file, &bytes).unwrap();
+    let remote = format!("root@edge-1:{}", there.display());
+    let scp = || {
+        let scp = Tool::new("scp")
+            .within(TRANSFER)
+            .args(["-q", "-P9100", &proxy]);
+        let scp = scp.args(server.options());
+        scp.env("XDG_CONFIG_HOME", laptop.home())
+    };
+    scp()
+        .args([file.as_os_str(), remote.as_ref()])
+        .run()
+        .await
+        .ok();
+    scp()
+        .args([remote.as_ref(), back.as_os_str()])
+        .run()
+        .await
+        .ok();
+    assert!(fs::read(&back).unwrap() == bytes);
+
+    fs::remove_file(&there).unwrap();
+    // A word with blanks for rsync, which splits at them.
+    let shell = format!("ssh -p9100 {} '{proxy}'", server.options().join(" "));
+    let rsync = Tool::new("rsync").within(TRANSFER);
+    let rsync = rsync.env("XDG_CONFIG_HOME", laptop.home());
+    let rsync = rsync
+        .args(["-e", &shell])
+        .args([file.as_os_str(), remote.as_ref()]);
+    rsync.run().await.ok();
+    assert!(fs::read(&there).unwrap() == bytes);
+}
+
+#[tokio::test]
+async fn twenty_ssh_sessions_run_at_once() {
+    need!("mounts", "sshd");
+    let (laptop, server, _) = with_ssh().await;
+    let mut sessions = Vec::new();
+    for number in 0..20 {
+        let all = laptop.causeway("ssh root@edge-1 --").args(server.options());
+        let script = format!("echo {number}; cat");
+        sessions.push(all.args(["-p9100", &script]).start());
+    }
+    for (number, session) in sessions.iter_mut().enumerate() {
+        assert_eq!(session.line().await, number.to_string());
+    }
+    for mut session in sessions {
+        session.send("last").await;
+        let ended = session.finish().await.ok();
+        assert_eq!(ended.text(), "last");
+    }
+}
+
+#[tokio::test]
+async fn a_transfer_over_ssh_fails_when_the_gateway_dies() {
+    need!("mounts", "sshd");
+    let (mut laptop, server, proxy) = with_ssh().await;
+    let folder = laptop.world.folder().to_owned();
+    let there = folder.join("there");
+    let ssh = Tool::new("ssh")
+        .args(["-p9100", &proxy])
+        .args(server.options());
+    let ssh = ssh.env("XDG_CONFIG_HOME", laptop.home());
+    let remote = format!(
+        "cat >{}; echo complete >{}.end",
+        there.display(),
+        there.display()
+    );
+    let mut copying = ssh.args(["root@edge-1", &remote]).start();
+    copying.send(pattern(1 << 20)).await;
+    until("a part has arrived", async || {
+        fs::metadata(&there).is_ok_and(|file| file.len() > 0)
+    })
+    .await;
+    laptop.world.kill_gateway().await;
+    let failed = copying.over().await;
+    assert_eq!(failed.status.code(), Some(255), "{failed:?}");
+    assert!(failed.stderr.contains("broke"), "{failed:?}");
+}
+
+#[tokio::test]
+async fn psql_reaches_a_server_by_forward() {
+    need!("mounts", "psql", "initdb");
+    let build = Laptop::build();
+    let data = build.folder().join("postgres");
+    let (script, port) = (
+        "chown nobody $0 && exec setpriv --reuid=nobody --clear-groups sh -c \
+         'initdb -D $0/data -A trust -U ann >/dev/null && exec postgres -D $0/data -k $0 -p $1 -c listen_addresses=127.0.0.1' $0 $1",
+        free_port().await,
+    );
+    fs::create_dir(&data).unwrap();
+    Tool::new("chmod")
+        .args(["-R", "a+rX"])
+        .args([build.folder()])
+        .run()
+        .await
+        .ok();
+    let server = Tool::new("sh").args(["-c", script]).args([&data]);
+    let _server = server.args([port.to_string()]).start();
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    until("PostgreSQL accepts", async || {
+        TcpStream::connect(address).await.is_ok()
+    })
+    .await;
+    let laptop = Box::pin(Laptop::before_login(build, address)).await;
+    laptop.login().await;
+    let mut forward = laptop.causeway("forward edge-1 :9100 --json").start();
+    let local = opened(&mut forward).await;
+    let query = "select count(*), sum(length(repeat('x', 1000))) from generate_series(1, 10000)";
+    let url = format!("postgresql://ann@{local}/postgres");
+    let psql = Tool::new("psql").args([&url, "-At", "-c", query]);
+    assert_eq!(psql.run().await.ok().text(), "10000|10000000\n");
+}
+
+async fn free_port() -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    listener.local_addr().unwrap().port()
+}
+
+#[tokio::test]
+async fn kubectl_reaches_an_api_server_by_the_proxy() {
+    need!("kubectl");
+    let authority = Authority::new();
+    let tls = authority.serve(&authority.app(&["edge-1"]), false);
+    let app = App::https(tls, |_| answer::ok("ok")).await;
+    let laptop = Box::pin(Laptop::to(app.address())).await;
+    let mut proxy = laptop.causeway("proxy --listen 127.0.0.1:0 --json").start();
+    let local = opened(&mut proxy).await;
+    let ca = laptop.world.write(authority.pem());
+    for scheme in ["http", "socks5"] {
+        let config = laptop.world.write(&format!(
+            "{{apiVersion: v1, kind: Config, current-context: c, contexts: [{{name: c, context: {{cluster: c, user: u}}}}],\n\
+             users: [{{name: u, user: {{token: t}}}}],\n\
+             clusters: [{{name: c, cluster: {{server: 'https://edge-1:9100', certificate-authority: {}, proxy-url: '{scheme}://{local}'}}}}]}}\n",
+            ca.display()
+        ));
+        let kubectl = Tool::new(kubectl().unwrap()).args([Path::new("--kubeconfig"), &config]);
+        let done = kubectl.args(["get", "--raw", "/readyz"]).run().await.ok();
+        assert_eq!(done.text().trim(), "ok", "{scheme}");
+    }
+}
