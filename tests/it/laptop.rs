@@ -304,9 +304,9 @@ async fn a_killed_gateway_is_an_error_at_both_ends_and_never_an_end() {
     connect.send("SSH\n").await;
     program.write_all(b"SSH\n").await.unwrap();
     for _ in 0..2 {
-        let (mut side, _) = app.accept().await.unwrap();
-        side.write_all(b"half of it\n").await.unwrap();
-        sides.push(side);
+        let (mut peer, _) = app.accept().await.unwrap();
+        peer.write_all(b"half of it\n").await.unwrap();
+        sides.push(peer);
     }
     assert_eq!(connect.line().await, "half of it");
     let mut half = [0; 11];
@@ -321,9 +321,9 @@ async fn a_killed_gateway_is_an_error_at_both_ends_and_never_an_end() {
     );
     let error = program.read(&mut half).await.unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
-    for mut side in sides {
+    for mut peer in sides {
         let mut rest = Vec::new();
-        let ended = side.read_to_end(&mut rest).await;
+        let ended = peer.read_to_end(&mut rest).await;
         assert_eq!(
             ended.unwrap_err().kind(),
             std::io::ErrorKind::ConnectionReset
