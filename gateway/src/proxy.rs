@@ -57,7 +57,7 @@ use causeway_tunnel::{StreamKind, Target, headers, informational::ExchangeId};
 pub use context::{Proxy, ProxyState, StreamContext};
 use error_response::ErrorProtocol;
 use gateway_resources::GatewayResource;
-use http::{HeaderMap, HeaderValue, Method, Request, Response, Version, header::EXPECT};
+use http::{HeaderValue, Method, Request, Response, Version, header::EXPECT};
 use http_body::Body;
 use hyper::body::Incoming;
 use listener::ClientConnection;
@@ -165,13 +165,11 @@ impl Proxy {
         }
         request::check(&request, self.request_limits())?;
         if let Some(resource) = GatewayResource::find(&request, &self.listener) {
-            let from = (&**connection, request.headers());
+            let from = (&**connection, self.credential(&request));
             return Box::pin(self.serve_resource(resource, from, record)).await;
         }
         let kind = request::stream_kind(&request, self.listener.protocol)?;
-        if self.listener.is_proxy() {
-            request::replace_host(&mut request);
-        }
+        self.listener.replace_host(&mut request);
         let route_input = self.listener.route_input(connection, &request)?;
         if matches!(kind, StreamKind::Tcp)
             && let Some(direct_target) = direct::direct_target(

@@ -254,7 +254,11 @@ impl GatewayClient {
         if response.status().is_success() {
             return Ok((response, tasks));
         }
-        if response.status() == StatusCode::UNAUTHORIZED {
+        // A proxy answers 407 where another server answers 401.
+        if matches!(
+            response.status(),
+            StatusCode::UNAUTHORIZED | StatusCode::PROXY_AUTHENTICATION_REQUIRED
+        ) {
             self.cached.lock().await.take();
         }
         Err(RequestError::Refused(read_refusal(response).await))

@@ -87,7 +87,12 @@ fn failure(error: &RequestError) -> ConnectFailure {
     };
     match (refusal.status, refusal.reason.as_str()) {
         (_, "target_refused") => ConnectFailure::Refused,
-        (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) => ConnectFailure::Forbidden,
+        (
+            StatusCode::UNAUTHORIZED
+            | StatusCode::PROXY_AUTHENTICATION_REQUIRED
+            | StatusCode::FORBIDDEN,
+            _,
+        ) => ConnectFailure::Forbidden,
         (StatusCode::GATEWAY_TIMEOUT, _) => ConnectFailure::TimedOut,
         _ => ConnectFailure::Unreachable,
     }

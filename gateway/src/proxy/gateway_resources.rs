@@ -129,14 +129,15 @@ impl Proxy {
     pub(super) async fn serve_resource(
         &self,
         resource: GatewayResource,
-        (connection, fields): (&ClientConnection, &http::HeaderMap),
+        (connection, credential): (&ClientConnection, Option<&HeaderValue>),
         record: &AccessRecord,
     ) -> Result<Response<ResponseBody>, Error> {
         if let GatewayResource::Ca(text) = resource {
             return Ok(respond(record, "application/x-pem-file", text.to_string()));
         }
-        let client = self.identify(connection, fields, None).await?;
+        let client = self.identify(connection, credential, None).await?;
         record.set_client(&client);
+        self.admit_client(&client, record)?;
         let nodes = self.reachable_nodes(connection, &client).await?;
         let text = if matches!(resource, GatewayResource::Nodes) {
             let client = &client.name;

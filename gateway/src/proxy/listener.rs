@@ -241,6 +241,13 @@ impl Listener {
         }
     }
 
+    /// Replaces the host of a request by that of its target, if this listener is a proxy.
+    pub(crate) fn replace_host<B>(&self, request: &mut Request<B>) {
+        if self.is_proxy() {
+            request::replace_host(request);
+        }
+    }
+
     /// Returns the input of routing from the head of a request, its connection and this listener.
     ///
     /// # Errors

@@ -129,7 +129,9 @@ impl ListenerValidator<'_> {
         for (key, name) in listener.identity_headers.field_names() {
             let key = format!("identity_headers.{key}");
             match (listener.protocol, parse_field_name(name)) {
-                (ListenerProtocol::Tcp | ListenerProtocol::Passthrough, _) => self.add(&key, NOT_READ),
+                (ListenerProtocol::Tcp | ListenerProtocol::Passthrough, _) => {
+                    self.add(&key, NOT_READ);
+                }
                 (_, Err(fault)) => self.add(&key, fault),
                 (_, Ok(name)) if !known.insert(name.clone()) => {
                     self.add(
@@ -144,7 +146,9 @@ impl ListenerValidator<'_> {
         for (index, prefix) in prefixes.enumerate() {
             let key = format!("identity_headers.strip_prefixes[{index}]");
             match (listener.protocol, check_prefix(prefix)) {
-                (ListenerProtocol::Tcp | ListenerProtocol::Passthrough, _) => self.add(&key, NOT_READ),
+                (ListenerProtocol::Tcp | ListenerProtocol::Passthrough, _) => {
+                    self.add(&key, NOT_READ);
+                }
                 (_, Err(fault)) => self.add(&key, fault),
                 _ => {}
             }

@@ -229,7 +229,7 @@ impl ListenerConfig {
         let proxy = &self.proxies[worker.0];
         let (socket, start) = if listener.tls.is_some() {
             match https::read_client_hello(proxy, socket, &accepted).await {
-                Some((socket, hello)) => (socket, Start::Tls(hello)),
+                Some((socket, hello)) => (socket, Start::Tls(Box::new(hello))),
                 None => return,
             }
         } else if listener.protocol == ListenerProtocol::Passthrough {
@@ -250,7 +250,7 @@ impl ListenerConfig {
                 let serving = pin!(async {
                     match start {
                         Start::Tls(hello) => {
-                            (config.serve_tls(home_worker, socket, hello, accepted)).await;
+                            (config.serve_tls(home_worker, socket, *hello, accepted)).await;
                         }
                         start => {
                             (config.serve_plain(home_worker, socket, start, accepted)).await;
@@ -410,7 +410,7 @@ enum Start {
     /// Nothing.
     Plain,
     /// ClientHello of a TLS connection that ends here.
-    Tls(ClientHello),
+    Tls(Box<ClientHello>),
     /// ClientHello of a TLS connection that ends at the upstream.
     Passthrough(PassthroughHello),
 }

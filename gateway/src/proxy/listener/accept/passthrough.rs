@@ -189,7 +189,7 @@ mod tests {
             let _ = client.write_all(bytes).await;
             // The end of the stream, which only a reader of more bytes notices.
             drop(client);
-            std::future::pending().await
+            std::future::pending::<()>().await;
         };
         let hello = tokio::select! {
             hello = read(&mut server) => hello?,
