@@ -213,7 +213,8 @@ pub(crate) fn trust_domain_of_root(root: &Certificate) -> Result<TrustDomain, Na
     TrustDomain::parse(uri.get(9..).unwrap_or_default())
 }
 
-pub(crate) fn edge_uri(domain: &TrustDomain, node: &NodeName) -> String {
+/// Returns the URI in the certificate of a node's edge.
+pub fn edge_uri(domain: &TrustDomain, node: &NodeName) -> String {
     format!("spiffe://{domain}/edge/{node}")
 }
 

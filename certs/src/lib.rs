@@ -48,7 +48,7 @@ pub use csr::{CsrError, PrivateKey, VerifiedPublicKey};
 pub use edge_identity::EdgeIdentity;
 pub use gateway_revocations::GatewayRevocations;
 pub use heartbeat::{HeartbeatSignatureError, HeartbeatStatement};
-pub use identity::{Identity, IssuerPurpose};
+pub use identity::{Identity, IssuerPurpose, edge_uri};
 pub use kubernetes_ca::{ClusterCa, VerifiedNodeCertificate};
 pub use leaf::{LeafCertificate, LeafCertificateError, Role};
 pub use name::{

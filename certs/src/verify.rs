@@ -19,8 +19,8 @@ mod yurthub;
 pub use crate::crypto::{install_provider, provider};
 pub use client::NoServerVerification;
 pub use client::{
-    NotAGateway, UnexpectedCa, control_client, csr_exchange_client, join_client, peer_client,
-    pinned_root, rejoin_client, tunnel_client,
+    NotAGateway, UnexpectedCa, control_client, csr_exchange_client, egress_client, join_client,
+    peer_client, pinned_root, rejoin_client, tunnel_client,
 };
 pub use peer::{
     IsRevokedFn, PeerRejected, Purpose, VerifiedPeer, check_peer, none_revoked, verify_peer,
@@ -28,7 +28,7 @@ pub use peer::{
 pub use pool_member::{IsMemberFn, PoolMemberRejected, PoolMemberTls};
 pub use roots::TrustError;
 pub use server::ServerOnlyTls;
-pub use server::{join_server, listener_server, peer_server, tunnel_server};
+pub use server::{egress_server, join_server, listener_server, peer_server, tunnel_server};
 pub use session_tickets::TicketSecret;
 pub use trust_store::{ListenerClientTrust, RevokedSerials, TrustStore};
 pub use yurthub::YurtHubServerTls;

@@ -10,6 +10,8 @@ use http::HeaderName;
 pub const ALPN_TUNNEL: &[u8] = b"rh2";
 /// ALPN of a connection between two gateways. It is a tunnel on which the dialling gateway opens the streams.
 pub const ALPN_PEER: &[u8] = b"rh2-peer";
+/// ALPN of an edge's connection for egress. It is a tunnel on which the edge opens the streams, each a CONNECT (RFC 9113 §8.5).
+pub const ALPN_EGRESS: &[u8] = b"h2-egress";
 /// ALPN of an edge's own connection over HTTP/2 (enrolment, renewal).
 pub const ALPN_H2: &[u8] = b"h2";
 /// ALPN of an edge's own connection over HTTP/1.1.

@@ -8,7 +8,7 @@
 use super::{
     peer::{PeerRejected, Purpose, check_peer, none_revoked},
     roots::TrustError,
-    server::{ALPN_CONTROL, ALPN_PEER, ALPN_TUNNEL},
+    server::{ALPN_CONTROL, ALPN_EGRESS, ALPN_PEER, ALPN_TUNNEL},
     trust_store::{RevokedSerials, TrustStore},
 };
 use crate::{
@@ -84,6 +84,11 @@ fn find_cause<'a, T: StdError + 'static>(error: &'a (dyn StdError + 'static)) ->
 /// Returns the configuration of the edge's end of a tunnel: TLS 1.3, `rh2`, with the edge's certificate.
 pub fn tunnel_client(edge: &EdgeIdentity) -> Result<Arc<ClientConfig>, TrustError> {
     enrolled_client_config(edge, &[ALPN_TUNNEL])
+}
+
+/// Returns the configuration of an edge's connection for egress: as for the tunnel, but with `h2-egress`.
+pub fn egress_client(edge: &EdgeIdentity) -> Result<Arc<ClientConfig>, TrustError> {
+    enrolled_client_config(edge, &[ALPN_EGRESS])
 }
 
 /// Returns the configuration for the edge's other requests (renewal and so on): as for the tunnel, but with `h2` or

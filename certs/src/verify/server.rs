@@ -31,6 +31,8 @@ use webpki::EndEntityCert;
 pub(super) const ALPN_TUNNEL: &[u8] = b"rh2";
 /// ALPN of a connection between two gateways.
 pub(super) const ALPN_PEER: &[u8] = b"rh2-peer";
+/// ALPN of an edge's connection for egress.
+pub(super) const ALPN_EGRESS: &[u8] = b"h2-egress";
 
 /// Returns the configuration of the tunnel: TLS 1.3, `rh2`, and a required client certificate that `trust` accepts.
 pub fn tunnel_server(
@@ -47,6 +49,22 @@ pub fn tunnel_server(
         leaf,
         &[ALPN_TUNNEL],
         tickets,
+    )?)
+}
+
+/// Returns the configuration for connections that edges open for egress: TLS 1.3, `h2-egress`, and a required certificate of an
+/// edge that `trust` accepts. No session resumes, because such a connection lives for long.
+pub fn egress_server(
+    leaf: Arc<dyn ResolvesServerCert>,
+    trust: &TrustStore,
+) -> Result<Arc<ServerConfig>, TrustError> {
+    let verifier = edge_verifier(trust, None, true)?;
+    Ok(build_server_config(
+        &[&version::TLS13],
+        verifier,
+        leaf,
+        &[ALPN_EGRESS],
+        None,
     )?)
 }
 
