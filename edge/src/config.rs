@@ -6,6 +6,7 @@
 
 mod allow;
 mod api_cache;
+mod egress;
 mod health_check;
 mod tunnel_mode;
 mod validate;
@@ -14,6 +15,7 @@ pub use allow::{Allow, AllowedHost, Port, Protocol};
 pub use api_cache::{ApiCache, MemberListener, ServerCertificate, YurtHubListener};
 use causeway_config::{ByteSize, ConfigErrors, DurationStr, SocketAddrStr};
 pub use causeway_config::{ConfigError, Log, LogFormat, ReloadSender, Secret, Validate};
+pub use egress::{Egress, EgressListener, EgressProxy};
 pub use health_check::HealthCheck;
 pub(crate) use health_check::{MAX_HEALTH_CHECKS, MIN_HEALTH_INTERVAL};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
@@ -74,6 +76,9 @@ pub struct Config {
     /// Cache of cluster objects for this node's own programs and the members of its node pool; disabled if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_cache: Option<ApiCache>,
+    /// Listeners on this node that lead to the cloud or to other nodes, through a connection to a gateway; none if absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub egress: Option<Egress>,
     /// Delegated heartbeats: while this node has no gateway, other members of its pool report that its kubelet is alive, so that its pods are not evicted; disabled if absent. Write `{}` for the defaults.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub heartbeat: Option<Heartbeat>,
@@ -109,6 +114,7 @@ impl Default for Config {
             addresses: Vec::new(),
             pool: None,
             api_cache: None,
+            egress: None,
             heartbeat: None,
             tunnels: Tunnels::default(),
             limits: Limits::default(),

@@ -6,7 +6,8 @@
 //! `external_certificate` is for a certificate of an external CA. `identity_store` holds the identity and the roots, and
 //! `gateway_list` the addresses. `connect_error` describes failures and the delay before the next attempt.
 //! `network_monitor` reports changes of the machine's network, and `admin` serves health, metrics and status. `heartbeat`
-//! sends heartbeats through other nodes while this node has no gateway.
+//! sends heartbeats through other nodes while this node has no gateway. `egress` opens connections of this node's programs to the
+//! cloud.
 
 pub(crate) mod connect_error;
 pub(crate) mod dial;
@@ -26,6 +27,7 @@ pub(crate) mod renew;
 
 pub(crate) mod admin;
 pub(crate) mod api_cache;
+pub(crate) mod egress;
 pub(crate) mod evict;
 pub(crate) mod heartbeat;
 mod http_server;

@@ -4,12 +4,15 @@
 //! never updated is dead code and fails the build.
 
 mod api_cache;
+mod egress;
 
 use crate::status::ApiCacheStatus;
 use api_cache::ApiCacheMetrics;
 use causeway_certs::LeafCertificate;
 use causeway_rt::{Exposition, connection_limit::ConnectionLimit};
 use causeway_tunnel::{RejectCode, StreamKind};
+use egress::EgressMetrics;
+pub(crate) use egress::{EgressGuard, EgressOutcome};
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{
@@ -116,6 +119,7 @@ pub(crate) struct Metrics {
     reloads: Family<OutcomeLabel, Counter>,
     last_reload_successful: Gauge,
     api_cache: OnceLock<ApiCacheMetrics>,
+    egress: EgressMetrics,
     pub(crate) heartbeat: HeartbeatMetrics,
 }
 
@@ -149,6 +153,7 @@ impl Default for Metrics {
             reloads: Family::default(),
             last_reload_successful: Gauge::default(),
             api_cache: OnceLock::new(),
+            egress: EgressMetrics::default(),
             heartbeat: HeartbeatMetrics::default(),
         };
         // The initial configuration counts as loaded.
@@ -157,6 +162,7 @@ impl Default for Metrics {
         metrics.register_dials();
         metrics.register_stalls();
         metrics.register_expiries();
+        metrics.egress.register(&mut metrics.registry);
         metrics.heartbeat.register(&mut metrics.registry);
         metrics
     }

@@ -20,7 +20,7 @@ use crate::{
         api_cache::{ApiCacheConfig, FinalSave},
         csr_bootstrap::CsrClient,
         dial::GatewayConnector,
-        evict,
+        egress, evict,
         gateway_list::GatewayList,
         identity_store::IdentityStore,
         network_monitor::NetworkMonitor,
@@ -403,6 +403,9 @@ async fn run_until_stopped(
     let listeners_stop = shutdown.child_token();
     let final_save = api_cache::start(cache_config, (&context, parts), (&reader, &listeners_stop));
     spawn_admin_tasks(parts, &context, (admin, reader, reloads), &listeners_stop);
+    if let Some(config) = &context.config.egress {
+        egress::start(config, &context, (&parts.tasks, &listeners_stop));
+    }
     let tunnels = (context, NetworkMonitor::start(&parts.tasks));
     let external_identity = parts.external_identity.subscribe();
     let handover = (dir_lock, &listeners_stop);

@@ -3,10 +3,12 @@
 //! `control` writes the status. The admin listener and the program that embeds an edge read it, and a reader never waits. The
 //! guard of a tunnel removes the tunnel's row when the tunnel ends.
 
+mod egress;
 mod heartbeat;
 
 use crate::control::dial::GatewayAddr;
 use causeway_tunnel::load::TunnelLoad;
+pub use egress::{EgressErrorStatus, EgressListenerStatus, EgressStatus};
 pub use heartbeat::HeartbeatStatus;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -49,6 +51,9 @@ pub struct Status {
     /// State of the API cache; absent if it is not configured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_cache: Option<ApiCacheStatus>,
+    /// State of egress; absent if it is not configured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub egress: Option<EgressStatus>,
     /// State of delegated heartbeats, if they are configured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub heartbeat: Option<HeartbeatStatus>,
@@ -144,6 +149,7 @@ struct Table {
     /// Instruction for the operator to replace an identity that gateways refuse.
     identity_hint: Option<String>,
     certificate: Option<CertificateStatus>,
+    egress: Option<EgressStatus>,
     heartbeat: Option<HeartbeatStatus>,
 }
 
@@ -399,6 +405,7 @@ impl StatusReader {
             trouble: last_error,
             certificate: table.certificate.clone(),
             api_cache,
+            egress: table.egress.clone(),
             heartbeat: table.heartbeat.clone(),
         }
     }

@@ -7,6 +7,7 @@
 mod api_cache;
 mod discovery;
 mod dns;
+mod egress;
 pub(crate) mod identity_headers;
 mod jwt;
 mod kubernetes;
@@ -36,6 +37,8 @@ use causeway_tunnel::control_stream::AnnouncedPorts;
 pub use api_cache::{AccessLevel, AccessRule, ApiCache};
 pub use dns::Dns;
 use dns::canonical;
+pub(crate) use egress::matches_any;
+pub use egress::{Egress, EgressLimits, EgressRule, EgressSubjects, EgressTargets};
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
 pub use kubernetes::{
@@ -89,6 +92,9 @@ pub struct Config {
     /// Cluster resources that edges may read, for clients on their nodes. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_cache: Option<ApiCache>,
+    /// Connections that edges open, to the cloud or to each other. Without this key every such connection is refused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub egress: Option<Egress>,
     /// Limits of what the gateway serves.
     pub limits: Limits,
     /// Timeouts.
@@ -122,6 +128,7 @@ impl Default for Config {
             state: None,
             peers: None,
             api_cache: None,
+            egress: None,
             limits: Limits::default(),
             timeouts: Timeouts::default(),
             access_log: AccessLog::All,

@@ -34,6 +34,7 @@ pub mod upgrade;
 mod upload_budget;
 
 pub mod direct;
+pub mod egress;
 pub mod peer;
 pub mod upstream;
 

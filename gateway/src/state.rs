@@ -3,6 +3,7 @@
 pub mod advertised;
 pub mod api_cache_connections;
 pub mod directory;
+pub mod egress;
 pub mod jwks;
 pub mod node_set;
 pub mod nodes;
@@ -16,6 +17,7 @@ pub mod yurthubs;
 pub use advertised::{AdvertisedGateways, AnnouncedPortsCell, GatewayEndpoints};
 pub use api_cache_connections::ApiCacheConnections;
 pub use directory::TunnelId;
+pub use egress::{EgressRules, EgressUsage};
 pub use jwks::{JwksCache, JwksWriter, KeySet};
 pub use node_set::{NodeSelector, NodeSet};
 pub use nodes::{ClusterNode, Node, NodeLocation, Nodes, NodesWriter};

@@ -143,6 +143,7 @@ fn render_edge(status: &Value, now: SystemTime) -> String {
         parts.push(format!("\ncertificate: until {expiry}, {remaining}"));
     }
     parts.extend(heartbeat_line(status));
+    parts.extend(egress_lines(status));
     for problem in [&status["trouble"], &certificate["trouble"]] {
         if !problem["what"].is_null() {
             parts.push(format!("trouble: {}", to_word(&problem["what"])));
@@ -216,6 +217,39 @@ fn heartbeat_line(status: &Value) -> Option<String> {
     };
     let line = format!("heartbeat: {kubelet}{delegation}");
     Some(text_cell(&line.into()).content())
+}
+
+/// Returns the listeners of an edge for the cloud, their gateway and their last failure, if they are configured.
+fn egress_lines(status: &Value) -> Vec<String> {
+    let Some(egress) = status.get("egress") else {
+        return Vec::new();
+    };
+    let listeners = egress["listeners"].as_array().map(Vec::as_slice);
+    let listeners = listeners.unwrap_or_default().iter().map(|listener| {
+        let listen = listener["listen"].as_str().unwrap_or_default();
+        match listener["to"].as_str() {
+            Some(to) => format!("{listen} to {to}"),
+            None => format!("{listen} (proxy)"),
+        }
+    });
+    let listeners = listeners.collect::<Vec<_>>().join(", ");
+    let listeners = if listeners.is_empty() {
+        "no listener is open".to_owned()
+    } else {
+        listeners
+    };
+    let gateway = match egress["gateway"].as_str() {
+        Some(gateway) => format!("through {gateway}"),
+        None => "not connected (a connection is opened when a program needs it)".to_owned(),
+    };
+    let mut lines = vec![format!("egress: {listeners}; {gateway}")];
+    lines.extend(
+        egress["trouble"]["what"]
+            .as_str()
+            .map(|what| format!("last egress failure: {what}")),
+    );
+    let clean = |line: String| text_cell(&line.into()).content();
+    lines.into_iter().map(clean).collect()
 }
 
 /// Returns a line for each address that several nodes have.
@@ -516,6 +550,25 @@ mod tests {
             }),
             json!({ "node": "edge\u{1b}[2J-2", "state": "away", "version": "" }),
         ]
+    }
+
+    #[test]
+    fn an_edge_shows_its_egress_listeners_and_the_last_failure() {
+        let listeners = json!([
+            { "listen": "127.0.0.1:6443", "to": "kube-apiserver:443" },
+            { "listen": "127.0.0.1:1080", "to": null },
+        ]);
+        let what = "evil.example:443: no rule\u{1b}[2J allows it";
+        let egress =
+            json!({ "gateway": "gw:10262", "listeners": listeners, "trouble": { "what": what } });
+        let lines = egress_lines(&json!({ "egress": egress }));
+        assert_eq!(
+            lines[0],
+            "egress: 127.0.0.1:6443 to kube-apiserver:443, 127.0.0.1:1080 (proxy); through gw:10262"
+        );
+        assert!(lines[1].starts_with("last egress failure: evil.example:443: no rule"));
+        assert!(!lines[1].contains('\u{1b}'), "no control characters");
+        assert_eq!(egress_lines(&json!({})), Vec::<String>::new());
     }
 
     fn rendered(wide: bool) -> String {

@@ -82,16 +82,30 @@ const EDGE: &[Listener] = &[
         firewall: "inbound at the node, from the site's network",
         purpose: "cached objects of the cluster",
     },
+    Listener {
+        key: "egress.listeners[].listen",
+        protocol: "TCP: what the destination speaks",
+        clients: "programs on the node; pods, if the address is that of a bridge",
+        firewall: "nothing to open: loopback, or an address on the node",
+        purpose: "connections to [the cloud or to other nodes](../howto/edge-to-cloud.md)",
+    },
+    Listener {
+        key: "egress.proxy.listen",
+        protocol: "TCP: SOCKS5 and HTTP CONNECT",
+        clients: "programs on the node; pods, if the address is that of a bridge",
+        firewall: "nothing to open: loopback, or an address on the node",
+        purpose: "connections to [the cloud or to other nodes](../howto/edge-to-cloud.md)",
+    },
 ];
 
 /// Connections that gateway and edge open: from, to, port, protocol, purpose.
-const OUTBOUND: [[&str; 5]; 9] = [
+const OUTBOUND: [[&str; 5]; 10] = [
     [
         "edge",
         "gateways (`gateways`, and those that gateways announce)",
         "that of `tunnel.listen`",
         "TCP: TLS 1.3; through `proxy` if set",
-        "tunnels, joining, renewal",
+        "tunnels, joining, renewal, connections of programs on the node (`egress`)",
     ],
     [
         "edge",
@@ -141,6 +155,13 @@ const OUTBOUND: [[&str; 5]; 9] = [
         "as requested",
         "TCP",
         "requests of clients",
+    ],
+    [
+        "gateway",
+        "destinations of nodes (`egress.rules`)",
+        "as requested",
+        "TCP",
+        "connections that programs on nodes open",
     ],
     [
         "gateway, edge",

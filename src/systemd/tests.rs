@@ -203,6 +203,7 @@ fn edge_without_tunnels() -> Status {
         trouble: None,
         certificate: None,
         api_cache: None,
+        egress: None,
         heartbeat: None,
     }
 }

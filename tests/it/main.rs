@@ -51,6 +51,7 @@ mod takeover;
 mod kills;
 
 mod direct;
+mod egress;
 mod pods;
 mod reviews;
 mod testbed;

@@ -383,6 +383,7 @@ pub const RESTART_KEYS: RestartKeys<Config> = RestartKeys(&[
         ],
         differs: |one, two| non_reloadable(one) != non_reloadable(two),
     },
+    RestartKey::whole("egress", |one, two| one.egress != two.egress),
     RestartKey::whole("heartbeat", |one, two| one.heartbeat != two.heartbeat),
     RestartKey::whole("tunnels", |one, two| one.tunnels != two.tunnels),
     RestartKey::whole("limits", |one, two| one.limits != two.limits),

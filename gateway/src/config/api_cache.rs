@@ -205,7 +205,7 @@ fn parse_resources(texts: &[String]) -> Vec<GroupVersionResource> {
 }
 
 /// Whether a name matches a pattern in which `*` stands for any characters.
-fn matches_pattern(pattern: &str, name: &str) -> bool {
+pub(super) fn matches_pattern(pattern: &str, name: &str) -> bool {
     let Some((begin, rest)) = pattern.split_once('*') else {
         return pattern == name;
     };

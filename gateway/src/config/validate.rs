@@ -37,6 +37,9 @@ impl Validate for Config {
         if let Some(api_cache) = &self.api_cache {
             api_cache.validate(of_a_cluster, &mut faults);
         }
+        if let Some(egress) = &self.egress {
+            egress.validate(&mut faults);
+        }
         let mut names = HashSet::new();
         for (index, listener) in self.listeners.iter().enumerate() {
             let path = format!("listeners[{index}]");

@@ -26,7 +26,7 @@ use crate::{
         state_sync::StateSync,
     },
     metrics::Metrics,
-    state::{Nodes, Registry},
+    state::{EgressUsage, Nodes, Registry},
 };
 use axum::{
     Json, Router,
@@ -70,6 +70,8 @@ const SHARE_TIMEOUT: Duration = Duration::from_secs(8);
 pub struct AdminState {
     /// The tunnels.
     pub registry: Registry,
+    /// Connections that edges have opened.
+    pub egress_usage: EgressUsage,
     /// The known nodes.
     pub nodes: Nodes,
     /// The metrics.
@@ -236,7 +238,11 @@ fn encode_metrics(app: &AdminState, fields: &HeaderMap) -> Response {
 
 async fn list_edges(State(app): State<AdminState>) -> Result<Response, ProblemDetails> {
     let list = move || {
-        let edges = edges::list_edges(&app.registry, &app.nodes, &pool_leaders(&app));
+        let edges = edges::list_edges(
+            &app.registry,
+            (&app.nodes, &app.egress_usage),
+            &pool_leaders(&app),
+        );
         Json(edges).into_response()
     };
     run_blocking(list).await
@@ -382,8 +388,13 @@ async fn get_edge(
     Path(node): Path<String>,
 ) -> Result<Json<EdgeDetail>, ProblemDetails> {
     let node = NodeName::parse(&node).ok();
-    let edge_detail = node
-        .and_then(|node| edges::find_edge(&app.registry, &app.nodes, (&node, &pool_leaders(&app))));
+    let edge_detail = node.and_then(|node| {
+        edges::find_edge(
+            &app.registry,
+            (&app.nodes, &app.egress_usage),
+            (&node, &pool_leaders(&app)),
+        )
+    });
     edge_detail.map(Json).ok_or_else(|| {
         let detail = "no node with this name is enrolled at or connected to this gateway";
         ProblemDetails::new(StatusCode::NOT_FOUND, "node_unknown", detail)

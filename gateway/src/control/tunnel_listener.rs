@@ -1,7 +1,8 @@
 //! The tunnel port: TLS, then either a tunnel or HTTP requests of an edge.
 //!
 //! The ALPN in the `ClientHello` selects the configuration: `rh2` requires the certificate of an edge, `rh2-peer` that of another
-//! gateway (`peer`), and `h2` and `http/1.1` make an edge's certificate optional.
+//! gateway (`peer`), `h2-egress` that of an edge that opens streams itself (`egress`), and `h2` and `http/1.1` make an edge's
+//! certificate optional.
 //! TLS has a timeout, and the certificate is checked, resumed or not. A tunnel moves to the worker of its node, where its session
 //! begins. `control::api_cache` serves an edge that connects by `h2` with its certificate, if the API cache is configured.
 //! `control::enrol` serves all other requests. Handshakes are spread over the workers and never awaited in the accept loop.
@@ -9,6 +10,7 @@
 
 mod connection;
 mod context;
+mod egress;
 mod handshake_error;
 pub(crate) mod peer;
 mod session;
@@ -39,7 +41,8 @@ use causeway_rt::{
 };
 use causeway_tunnel::wire;
 use context::HandshakenEdge;
-pub use context::{TunnelListener, TunnelPortLimits};
+pub(crate) use context::ServeStreamFn;
+pub use context::{EgressEdge, EgressHandler, TunnelListener, TunnelPortLimits};
 use handshake_error::{HandshakeError, tls_error};
 use std::{io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 pub(crate) use tls::edge_verifier;
@@ -207,6 +210,7 @@ impl HandshakeContext {
         socket: (io::Result<DetachedSocket>, WorkerId),
         from: SocketAddr,
     ) {
+        let worker = socket.1;
         let handshaken = match slot.run(pin!(self.finish_tls(&slot, socket, from))).await {
             Some(Ok(Some(shaken))) => shaken,
             Some(Ok(None)) => return,
@@ -220,6 +224,9 @@ impl HandshakeContext {
             }
             (AlpnProtocol::Peer, io, round_trip) => {
                 Box::pin(self.serve_peer(io, from, round_trip)).await
+            }
+            (AlpnProtocol::Egress, io, round_trip) => {
+                Box::pin(self.serve_egress(io, (from, worker), round_trip)).await
             }
             // Boxed: serving HTTP takes ten times the memory of a handshake, and a tunnel never needs it.
             (AlpnProtocol::Join, io, _) => Box::pin(self.serve_join(io, from)).await,

@@ -259,6 +259,17 @@ impl AccessRecord {
         Self::new(streams, at, connection, ("TCP", ""), Trace::generate())
     }
 
+    /// Begins the record of a connection that an edge opens to `target`.
+    pub(super) fn egress(
+        streams: &Arc<OpenStreams>,
+        at: (&Arc<Listener>, WorkerId),
+        connection: &Arc<ClientConnection>,
+        target: &str,
+    ) -> Arc<Self> {
+        let request = (Method::CONNECT.as_str(), target);
+        Self::new(streams, at, connection, request, Trace::generate())
+    }
+
     /// Begins the record of an HTTP request whose head cannot be parsed.
     pub fn unparsed(
         streams: &Arc<OpenStreams>,

@@ -14,7 +14,7 @@ use super::{
 use crate::{
     config::Timeouts,
     metrics::Metrics,
-    state::{Nodes, Registry, TunnelId, directory::Peer},
+    state::{EgressRules, EgressUsage, Nodes, Registry, TunnelId, directory::Peer},
     worker::WorkerId,
 };
 use causeway_rt::task::TaskGroup;
@@ -41,6 +41,10 @@ pub struct ProxyState {
     pub pods: Option<Arc<dyn PodLookup>>,
     /// Cache of reviews by the cluster's API, if configured.
     pub reviews: Option<ReviewCache>,
+    /// Rules for the connections that edges open.
+    pub egress: EgressRules,
+    /// Connections that the edges of each node have opened.
+    pub egress_usage: EgressUsage,
     /// Authorizer of requests.
     pub authorizer: Arc<dyn Authorize>,
     /// Metrics of the gateway.

@@ -6,7 +6,7 @@
 //! checked here, and the gateway dials exactly the checked address. `special_addresses` decides which addresses a network
 //! includes, and the policy decides which clients may connect to an address.
 
-mod special_addresses;
+pub(super) mod special_addresses;
 
 use super::{
     access_log::AccessRecord,
@@ -25,8 +25,11 @@ use crate::{
     error::{Error, Reason},
     state::{NodeLocation, Nodes},
 };
-use causeway_rt::resolve;
-use causeway_rt::socket::{self, ResetOnClose};
+use causeway_rt::{
+    log_throttle::LogThrottle,
+    resolve,
+    socket::{self, ResetOnClose},
+};
 use causeway_tunnel::{RejectCode, Target, copy::ByteCounters};
 use http::{Method, Request, Response, StatusCode};
 use hyper::upgrade::{self, OnUpgrade};
@@ -44,7 +47,7 @@ use tokio::{
         AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf, copy_bidirectional_with_sizes,
     },
     net::TcpStream,
-    time::{Instant, timeout_at},
+    time::{Instant, timeout, timeout_at},
 };
 use tracing::debug_span;
 
@@ -112,8 +115,8 @@ async fn dial(
     deadline: Instant,
 ) -> Result<(TcpStream, SocketAddr), Error> {
     let target = direct.target;
-    let addresses = resolve_target(direct, deadline).await?;
     let nodes = &direct.proxy.shared.nodes;
+    let addresses = resolve_target(nodes, target, deadline).await?;
     let is_inside =
         |address: &&SocketAddr| is_dialled_here(&direct.proxy.listener, nodes, address.ip());
     let candidates: Vec<_> = addresses.iter().filter(is_inside).collect();
@@ -129,34 +132,10 @@ async fn dial(
         let remaining_time = deadline.saturating_duration_since(Instant::now());
         let attempt_timeout =
             remaining_time / u32::try_from(candidates.len() - attempts).unwrap_or(u32::MAX);
-        match timeout_at(
-            Instant::now() + attempt_timeout,
-            TcpStream::connect(address),
-        )
-        .await
-        {
-            Ok(Ok(tcp)) => {
-                socket::set_tcp_options(&tcp);
-                return Ok((tcp, **address));
-            }
-            Ok(Err(cause)) => {
-                let detail = format!("this gateway could not dial {target}: {cause}");
-                let reason = Reason::from(RejectCode::from_dial_error(&cause, address.ip()));
-                if reason == Reason::Exhausted
-                    && let Some(count) = direct
-                        .proxy
-                        .listener
-                        .exhaustion_throttle
-                        .record_within(LOG_INTERVAL)
-                {
-                    tracing::warn!(%target, error = %cause, count, "this gateway is out of file descriptors, local ports or memory");
-                }
-                last_error = Some(reason.with_source(detail, cause));
-            }
-            Err(_) => {
-                let detail = format!("{target} did not accept this gateway's connection in time");
-                last_error = Some(Reason::TargetTimeout.error(detail));
-            }
+        let throttle = &direct.proxy.listener.exhaustion_throttle;
+        match dial_address((target, **address), attempt_timeout, throttle).await {
+            Ok(tcp) => return Ok((tcp, **address)),
+            Err(error) => last_error = Some(error),
         }
     }
     Err(last_error.unwrap_or_else(|| {
@@ -165,6 +144,37 @@ async fn dial(
             "{target} belongs to no edge, and is in no network that listener {listener:?} dials itself (direct)"
         ))
     }))
+}
+
+/// Dials one address of a target.
+///
+/// # Errors
+/// If the address does not accept the connection within `attempt_timeout`.
+pub(super) async fn dial_address(
+    (target, address): (&Target, SocketAddr),
+    attempt_timeout: Duration,
+    exhaustion_throttle: &LogThrottle,
+) -> Result<TcpStream, Error> {
+    match timeout(attempt_timeout, TcpStream::connect(address)).await {
+        Ok(Ok(tcp)) => {
+            socket::set_tcp_options(&tcp);
+            Ok(tcp)
+        }
+        Ok(Err(cause)) => {
+            let detail = format!("this gateway could not dial {target}: {cause}");
+            let reason = Reason::from(RejectCode::from_dial_error(&cause, address.ip()));
+            if reason == Reason::Exhausted
+                && let Some(count) = exhaustion_throttle.record_within(LOG_INTERVAL)
+            {
+                tracing::warn!(%target, error = %cause, count, "this gateway is out of file descriptors, local ports or memory");
+            }
+            Err(reason.with_source(detail, cause))
+        }
+        Err(_) => {
+            let detail = format!("{target} did not accept this gateway's connection in time");
+            Err(Reason::TargetTimeout.error(detail))
+        }
+    }
 }
 
 /// Checks that a listener may still dial an address directly.
@@ -183,11 +193,16 @@ pub(super) fn check(listener: &Listener, nodes: &Nodes, address: SocketAddr) -> 
 
 /// Whether a listener dials this address itself.
 fn is_dialled_here(listener: &Listener, nodes: &Nodes, address: IpAddr) -> bool {
-    // A kubelet on this host is dialled like any other kubelet.
-    let is_host_address = special_addresses::own_addresses().contains(&address.to_canonical())
-        && !nodes.is_elsewhere(address);
+    let is_own = is_host_address(nodes, address);
     let mut networks = listener.direct_networks.iter();
-    networks.any(|network| special_addresses::is_allowed_in(address, network, is_host_address))
+    networks.any(|network| special_addresses::is_allowed_in(address, network, is_own))
+}
+
+/// Whether the address belongs to this host, and to no node of the cluster: a kubelet on this host is dialled like any other
+/// kubelet.
+pub(super) fn is_host_address(nodes: &Nodes, address: IpAddr) -> bool {
+    special_addresses::own_addresses().contains(&address.to_canonical())
+        && !nodes.is_elsewhere(address)
 }
 
 /// Checks whether the client may connect to this address.
@@ -206,12 +221,16 @@ async fn authorize_address(direct: &DirectConnect<'_>, address: SocketAddr) -> R
 }
 
 /// Resolves the target: the node's own addresses if the target is a node of the cluster, or else the result of name resolution.
-async fn resolve_target(
-    direct: &DirectConnect<'_>,
+///
+/// # Errors
+/// [`Reason::NodeUnknown`] if the name cannot be resolved, or [`Reason::ResolveTimeout`].
+pub(super) async fn resolve_target(
+    nodes: &Nodes,
+    target: &Target,
     deadline: Instant,
 ) -> Result<Vec<SocketAddr>, Error> {
-    let Target { host, port } = direct.target;
-    if let Some(NodeLocation::Elsewhere(addresses)) = direct.proxy.shared.nodes.location(host) {
+    let Target { host, port } = target;
+    if let Some(NodeLocation::Elsewhere(addresses)) = nodes.location(host) {
         let addresses = addresses.into_iter();
         return Ok(addresses.map(|ip| SocketAddr::new(ip, *port)).collect());
     }
@@ -326,6 +345,12 @@ impl<F> CountedIo<F> {
     fn note_failure<T>(&mut self, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         self.has_failed |= matches!(polled, Poll::Ready(Err(_)));
         polled
+    }
+}
+
+impl<F: ResetOnClose> ResetOnClose for CountedIo<F> {
+    fn abort(&self) {
+        self.inner.abort();
     }
 }
 

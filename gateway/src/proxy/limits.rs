@@ -56,7 +56,8 @@ impl Drop for CounterGuard {
     }
 }
 
-fn acquire(count: &Counter, limit: usize) -> Option<CounterGuard> {
+/// Takes one unit of a counter, if fewer than `limit` are taken.
+pub(super) fn acquire(count: &Counter, limit: usize) -> Option<CounterGuard> {
     let guard = CounterGuard(count.clone());
     (count.fetch_add(1, Relaxed) < limit).then_some(guard)
 }

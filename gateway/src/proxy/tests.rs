@@ -14,7 +14,7 @@ use super::{
 use crate::{
     config::{self, AccessLog, ErrorFormat, ListenAddr, ListenerProtocol, Timeouts},
     metrics::Metrics,
-    state::{Node, NodesWriter, PolicyWriter, Registry, pins},
+    state::{EgressRules, EgressUsage, Node, NodesWriter, PolicyWriter, Registry, pins},
     worker::WorkerId,
 };
 use bytes::Bytes;
@@ -65,6 +65,8 @@ pub(crate) fn proxy_state(registry: &Registry, nodes: &[NodeName]) -> Arc<ProxyS
         nodes: known.reader(),
         registry: registry.clone(),
         direct_streams: Counter::default(),
+        egress: EgressRules::default(),
+        egress_usage: EgressUsage::default(),
         streams: Arc::new(OpenStreams::new(
             1,
             (authorizer.clone(), registry.clone()),

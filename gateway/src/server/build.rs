@@ -44,7 +44,7 @@ use crate::{
         pod_route::PodLookup,
         upstream::{ConnectionPool, UpstreamTlsPorts},
     },
-    state::{AdvertisedGateways, AnnouncedPortsCell, Registry},
+    state::{AdvertisedGateways, AnnouncedPortsCell, EgressRules, EgressUsage, Registry},
     worker::{WorkerId, Workers},
 };
 use causeway_certs::{DirLock, Store};
@@ -312,6 +312,7 @@ fn admin_app(
     admin::AdminState {
         nodes: shared.nodes.clone(),
         registry: shared.registry.clone(),
+        egress_usage: shared.egress_usage.clone(),
         metrics: shared.metrics.clone(),
         memory_budget: shared.limits.memory_budget().clone(),
         readiness: readiness.clone(),
@@ -381,6 +382,8 @@ fn build_proxy_state(
             (config.access_log, config.timeouts.drain),
         )),
         registry,
+        egress: EgressRules::new(config.egress.as_ref()),
+        egress_usage: EgressUsage::default(),
         authorizer,
         upstream_tls_ports: UpstreamTlsPorts::new(by_port, pool, base.pins.clone()),
         pods,

@@ -63,6 +63,7 @@ pub struct PendingReload<'a> {
     redirect: Option<(Redirect, Vec<config::Listener>)>,
     identity: PendingIdentity,
     upstream_tls: ByPort,
+    egress: Option<config::Egress>,
     advertised: GatewayEndpoints,
     announced_ports: Option<AnnouncedPorts>,
     revoked: BTreeSet<NodeName>,
@@ -120,6 +121,7 @@ impl Reloader {
                 let known = (&parts.shared.nodes, apps.pins());
                 upstream_tls::read_all(&config.upstream_tls, known, Some(apps))?
             },
+            egress: config.egress.clone(),
             advertised: advertised(&config.tunnel, parts.tunnel),
             announced_ports: config.announced_ports.clone(),
             revoked: config.tunnel.revoked_nodes(),
@@ -180,6 +182,7 @@ impl PendingReload<'_> {
         parts.nodes.replace_zones(&self.node_zones);
         let dns = self.zones.is_some_and(|zones| parts.names.replace(zones));
         let apps = parts.shared.upstream_tls_ports.replace(self.upstream_tls);
+        parts.shared.egress.replace(self.egress.as_ref());
         let listeners = self.listeners.apply(rules);
         if let Some((redirect, configured)) = self.redirect
             && !parts.listeners.is_draining()

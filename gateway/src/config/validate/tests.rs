@@ -672,3 +672,75 @@ fn a_listener_says_once_which_nodes_it_serves() {
         one_fault(with("tcp", set), &format!("listeners[0].{path}"), words);
     }
 }
+
+#[test]
+fn egress_rules_name_their_destinations_and_no_empty_lists() {
+    let rule = |rule: Value| json!({ "egress": { "destinations": { "api": "10.0.0.1:6443" }, "rules": [rule] } });
+    for to in [
+        json!({ "destinations": ["api"] }),
+        json!({ "names": ["*.example.com"], "ports": [443, "8000-8999"] }),
+        json!({ "networks": ["10.0.0.0/8", "127.0.0.1"] }),
+        json!({ "nodes": ["edge-*"] }),
+    ] {
+        assert_eq!(faults(rule(json!({ "to": to }))), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn faults_of_egress_rules_name_their_keys() {
+    let rule = |rule: Value| json!({ "egress": { "destinations": { "api": "10.0.0.1:6443" }, "rules": [rule] } });
+    let to = || json!({ "destinations": ["api"] });
+    for (faulty, path, part) in [
+        (
+            json!({ "to": {} }),
+            "egress.rules[0].to",
+            "lists no destination",
+        ),
+        (
+            json!({ "to": { "destinations": ["ap"] } }),
+            "egress.rules[0].to.destinations[0]",
+            "not a key of egress.destinations",
+        ),
+        (
+            json!({ "to": { "names": ["Example.com"] } }),
+            "egress.rules[0].to.names[0]",
+            "lower-case",
+        ),
+        (
+            json!({ "to": { "names": ["10.0.0.1"] } }),
+            "egress.rules[0].to.names[0]",
+            "write it in networks",
+        ),
+        (
+            json!({ "to": { "destinations": ["api"], "ports": [] } }),
+            "egress.rules[0].to.ports",
+            "is empty",
+        ),
+        (
+            json!({ "who": {}, "to": to() }),
+            "egress.rules[0].who",
+            "is empty",
+        ),
+        (
+            json!({ "who": { "nodes": [] }, "to": to() }),
+            "egress.rules[0].who.nodes",
+            "is empty",
+        ),
+        (
+            json!({ "who": { "labels": {} }, "to": to() }),
+            "egress.rules[0].who.labels",
+            "is empty",
+        ),
+        (
+            json!({ "name": " ", "to": to() }),
+            "egress.rules[0].name",
+            "one or more words",
+        ),
+    ] {
+        one_fault(rule(faulty), path, part);
+    }
+    let address = json!({ "egress": { "destinations": { "api": "10.0.0.1" } } });
+    one_fault(address, "egress.destinations.api", "port");
+    let nothing = json!({ "egress": { "limits": { "connections": 0 } } });
+    one_fault(nothing, "egress.limits.connections", "at least 1");
+}

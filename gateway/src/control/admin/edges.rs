@@ -4,7 +4,7 @@
 //! are unverified; the pool is the confirmed one. Scripts may rely on the field names.
 
 use crate::state::{
-    Nodes, Registry, TunnelInfo,
+    EgressUsage, Nodes, Registry, TunnelInfo,
     directory::{HeldState, Peer},
 };
 use causeway_certs::NodeName;
@@ -85,6 +85,9 @@ pub(super) struct EdgeSummary {
     /// Role in reading the cluster's resources, if the edge reads them.
     #[serde(skip_serializing_if = "Option::is_none")]
     reading: Option<CacheRole>,
+    /// Connections that programs on the node have opened through this gateway; absent while its edge is not connected for them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    egress_connections: Option<usize>,
     /// Whether the node's Lease is renewed by delegated heartbeats.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     heartbeat_delegated: bool,
@@ -153,7 +156,7 @@ type Holder = (Arc<Peer>, HeldState);
 /// Returns all nodes in the order of their names.
 pub(super) fn list_edges(
     registry: &Registry,
-    nodes: &Nodes,
+    (nodes, egress): (&Nodes, &EgressUsage),
     leaders: &Leaders,
 ) -> Vec<EdgeSummary> {
     let mut tunnels: BTreeMap<NodeName, Vec<TunnelInfo>> = BTreeMap::new();
@@ -176,7 +179,12 @@ pub(super) fn list_edges(
             None
         };
         let holders = registry.directory().holders(&node);
-        rows.push(edge_summary(node, (&edges, last, &holders), nodes, leaders));
+        rows.push(edge_summary(
+            node,
+            (&edges, last, &holders),
+            (nodes, egress),
+            leaders,
+        ));
     }
     rows
 }
@@ -184,7 +192,7 @@ pub(super) fn list_edges(
 /// Returns one node, if it is known.
 pub(super) fn find_edge(
     registry: &Registry,
-    nodes: &Nodes,
+    (nodes, egress): (&Nodes, &EgressUsage),
     (node, led): (&NodeName, &Leaders),
 ) -> Option<EdgeDetail> {
     let (edges, last) = registry.node_tunnels(node);
@@ -196,7 +204,7 @@ pub(super) fn find_edge(
     Some(EdgeDetail {
         claimed_addresses: claimed.unwrap_or_default(),
         details: edges.iter().map(tunnel_summary).collect(),
-        row: edge_summary(node.clone(), (&edges, last, &holders), nodes, led),
+        row: edge_summary(node.clone(), (&edges, last, &holders), (nodes, egress), led),
     })
 }
 
@@ -217,7 +225,7 @@ fn conflicts(
 fn edge_summary(
     node: NodeName,
     (edges, last, holders): (&[TunnelInfo], LastSeen, &[Holder]),
-    nodes: &Nodes,
+    (nodes, egress): (&Nodes, &EgressUsage),
     led: &Leaders,
 ) -> EdgeSummary {
     let node_data = nodes.get(&node).unwrap_or_default();
@@ -229,6 +237,7 @@ fn edge_summary(
     let has_api_cache = hello.is_some_and(|welcome| welcome.site.is_some());
     let leaders = led.as_ref().filter(|_| has_api_cache);
     EdgeSummary {
+        egress_connections: egress.open_connections(&node),
         heartbeat_delegated: nodes.is_delegated(&node),
         reading: leaders.map(|led| cache_role(&node, led, node_data.pool.as_deref())),
         state: if node_data.revoked.is_some() {

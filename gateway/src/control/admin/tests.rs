@@ -7,6 +7,7 @@ use tower::Service;
 
 fn app(world: &World) -> AdminState {
     AdminState {
+        egress_usage: crate::state::EgressUsage::default(),
         registry: world.registry.clone(),
         nodes: world.reader(),
         metrics: world.metrics.clone(),

@@ -10,7 +10,9 @@ use crate::control::{
     node_records::NodeRecordWriter,
     node_sync::NodeSync,
     pin_writer::PinWriter,
-    tunnel_listener::{LiveTls, Tls, TunnelListener, TunnelPortLimits, edge_verifier},
+    tunnel_listener::{
+        EgressHandler, LiveTls, Tls, TunnelListener, TunnelPortLimits, edge_verifier,
+    },
 };
 use crate::{
     config,
@@ -245,6 +247,7 @@ impl World {
             announced_ports: AnnouncedPortsCell::default(),
             gateway_revocation: gateway_revocation.clone(),
             enrol: enrol::router(enrolment),
+            egress: EgressHandler(Arc::new(|_| None)),
             api_cache: reading.clone(),
             peer_streams: None,
             heartbeats: Some(heartbeats.clone()),

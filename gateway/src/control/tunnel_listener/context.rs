@@ -10,7 +10,7 @@ use crate::{
     metrics::Metrics,
     shared_state::SharedState,
     state::{AdvertisedGateways, AnnouncedPortsCell, Nodes, Registry, registry::EdgeCertificate},
-    worker::Workers,
+    worker::{WorkerId, Workers},
 };
 use axum::Router;
 use causeway_certs::{LiveCa, NodeName, PeerRejected};
@@ -19,8 +19,10 @@ use causeway_tunnel::{
     StreamError, TunnelEnd,
     buffered::MemoryBudget,
     control_stream::{ControlStreamError, GoAway},
+    edge_side::StreamRequest,
 };
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use futures_util::future::BoxFuture;
+use std::{fmt, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::sync::watch;
 use tracing::{debug, warn};
 
@@ -93,10 +95,39 @@ pub struct TunnelListener {
     pub api_cache: Option<ApiCacheServer>,
     /// Handler of requests that other gateways forward, if there are other gateways.
     pub peer_streams: Option<ForwardHandler>,
+    /// Request path of the streams that edges open.
+    pub egress: EgressHandler,
     /// Verifier of delegated heartbeats, if they are enabled.
     pub heartbeats: Option<HeartbeatVerifier>,
     /// Log throttle for edges that connect before the nodes of the cluster are loaded, because a whole fleet retries until then.
     pub(crate) early_throttle: Arc<LogThrottle>,
+}
+
+/// Edge that opens streams.
+#[derive(Clone, Debug)]
+pub struct EgressEdge {
+    /// Node in its certificate.
+    pub node: NodeName,
+    /// Address from which it connected.
+    pub address: SocketAddr,
+    /// Worker that serves the connection.
+    pub worker: WorkerId,
+}
+
+/// Serves one stream.
+pub(crate) type ServeStreamFn = Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + Send + Sync>;
+
+/// Request path for the streams that edges open.
+#[derive(Clone)]
+pub struct EgressHandler(
+    /// Returns the function that serves the streams of one connection, or `None` if no further connection is allowed.
+    pub Arc<dyn Fn(EgressEdge) -> Option<ServeStreamFn> + Send + Sync>,
+);
+
+impl fmt::Debug for EgressHandler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("EgressHandler")
+    }
 }
 
 /// Edge that has finished its TLS handshake, on the way to the worker of its session.

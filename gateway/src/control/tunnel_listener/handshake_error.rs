@@ -23,6 +23,8 @@ pub(super) enum HandshakeError {
         "the connection was closed before its first request to make room for another connection"
     )]
     Evicted,
+    #[error("{0}")]
+    NotAdmitted(String),
     #[error(transparent)]
     ApiCacheDenied(#[from] AccessDenied),
 }
@@ -51,7 +53,9 @@ impl HandshakeError {
             Self::Evicted => return ("evicted", false),
             Self::Overloaded(_) => return ("overloaded", false),
             Self::Full | Self::ApiCacheDenied(AccessDenied::Full) => return ("full", true),
-            Self::ApiCacheDenied(AccessDenied::NotAdmitted(_)) => return ("not_admitted", true),
+            Self::NotAdmitted(_) | Self::ApiCacheDenied(AccessDenied::NotAdmitted(_)) => {
+                return ("not_admitted", true);
+            }
             Self::Tls(error) => tls_error(error),
         };
         match error {

@@ -25,12 +25,13 @@ use tokio_rustls::{LazyConfigAcceptor, StartHandshake, server::TlsStream};
 /// Connection of an edge.
 pub(super) type Io = TlsStream<CountedIo<Socket>>;
 
-/// TLS of the tunnel port: three configurations, and the trusted CAs.
+/// TLS of the tunnel port: one configuration for each protocol, and the trusted CAs.
 #[derive(Clone, Debug)]
 pub struct Tls {
     tunnel: Arc<ServerConfig>,
     join: Arc<ServerConfig>,
     peer: Arc<ServerConfig>,
+    egress: Arc<ServerConfig>,
     trust: TrustStore,
     admits_any_node: bool,
     /// CA of the cluster's signers, for joining.
@@ -59,7 +60,8 @@ impl Tls {
         Ok(Self {
             tunnel: verify::tunnel_server(leaf.clone(), &trust, tickets)?,
             join: verify::join_server(leaf.clone(), &trust, None)?,
-            peer: verify::peer_server(leaf, &trust)?,
+            peer: verify::peer_server(leaf.clone(), &trust)?,
+            egress: verify::egress_server(leaf, &trust)?,
             trust,
             admits_any_node: false,
             cluster: None,
@@ -235,6 +237,8 @@ impl Tls {
             (AlpnProtocol::Tunnel, self.tunnel.clone())
         } else if accepts_peers && offers(wire::ALPN_PEER) {
             (AlpnProtocol::Peer, self.peer.clone())
+        } else if offers(wire::ALPN_EGRESS) {
+            (AlpnProtocol::Egress, self.egress.clone())
         } else {
             // This configuration refuses a client that offers neither protocol, with the correct alert.
             (AlpnProtocol::Join, self.join.clone())
@@ -286,5 +290,6 @@ impl<E: Into<HandshakeError>> From<E> for TlsError {
 pub(super) enum AlpnProtocol {
     Tunnel,
     Peer,
+    Egress,
     Join,
 }

@@ -47,7 +47,7 @@ const NAT64_PREFIXES: [u128; 2] = [0x64_ff9b << 96, 0x64_ff9b_0001 << 80];
 
 /// Whether a network includes this address. Special addresses and this host's own addresses are included only by networks that
 /// contain nothing else.
-pub(super) fn is_allowed_in(address: IpAddr, network: &IpNet, is_own: bool) -> bool {
+pub(in crate::proxy) fn is_allowed_in(address: IpAddr, network: &IpNet, is_own: bool) -> bool {
     let address = address.to_canonical();
     if !network.contains(&address) {
         return false;
@@ -58,6 +58,12 @@ pub(super) fn is_allowed_in(address: IpAddr, network: &IpNet, is_own: bool) -> b
         .filter(|net| net.contains(&strip_nat64(address)));
     let contains_network = |special: &IpNet| special.contains(network);
     is_exact || (!is_own && containing.all(contains_network))
+}
+
+/// Whether an address is neither special nor this host's own.
+pub(in crate::proxy) fn is_ordinary(address: IpAddr, is_own: bool) -> bool {
+    let address = strip_nat64(address.to_canonical());
+    !is_own && !SPECIAL_NETWORKS.iter().any(|net| net.contains(&address))
 }
 
 /// Returns the IPv4 address behind a NAT64 address, or else the address itself.

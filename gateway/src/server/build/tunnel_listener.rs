@@ -8,14 +8,18 @@ use crate::{
         heartbeat::HeartbeatVerifier,
         node_records::NodeRecordWriter,
         peers::ForwardHandler,
-        tunnel_listener::{TunnelListener, TunnelPortLimits, edge_verifier},
+        tunnel_listener::{
+            EgressEdge, EgressHandler, ServeStreamFn, TunnelListener, TunnelPortLimits,
+            edge_verifier,
+        },
     },
-    proxy::{ProxyState, peer},
+    proxy::{ProxyState, egress::Egress, peer},
     server::{data_dir::DataDirState, error::BindError, tunnel_identity::TunnelIdentity},
     state::{AdvertisedGateways, AnnouncedPortsCell},
     worker::Workers,
 };
 use arc_swap::ArcSwap;
+use causeway_certs::TrustDomain;
 use std::sync::Arc;
 
 pub(super) fn build_tunnel_listener(
@@ -77,6 +81,7 @@ pub(super) fn build_tunnel_listener(
             .as_ref()
             .map(|rules| ApiCacheServer::new(rules, &shared.nodes, &shared.metrics)),
         peer_streams: config.peers.is_some().then(|| forward_handler(shared)),
+        egress: egress_handler(shared, base.ca.get().trust_domain()),
         heartbeats,
         early_throttle: Arc::default(),
     })
@@ -88,5 +93,23 @@ fn forward_handler(shared: &Arc<ProxyState>) -> ForwardHandler {
     ForwardHandler(Arc::new(move |request| {
         let shared = shared.clone();
         Box::pin(async move { peer::serve(&shared, request).await })
+    }))
+}
+
+/// Returns the handler of streams that edges open.
+fn egress_handler(shared: &Arc<ProxyState>, trust_domain: &TrustDomain) -> EgressHandler {
+    let egress = Egress::new(shared, trust_domain.clone());
+    EgressHandler(Arc::new(move |edge| {
+        let EgressEdge {
+            node,
+            address,
+            worker,
+        } = edge;
+        let connection = Arc::new(egress.connect(node, address, worker)?);
+        let serve_stream: ServeStreamFn = Arc::new(move |request| {
+            let connection = connection.clone();
+            Box::pin(async move { connection.serve(request).await })
+        });
+        Some(serve_stream)
     }))
 }

@@ -1,0 +1,225 @@
+//! Egress: listeners on this node that lead to the cloud or to other nodes.
+//!
+//! A connection to a listener becomes a stream on this edge's connection to a gateway (`gateway_link`). The gateway decides about the
+//! destination, resolves its name, and connects. A refused connection to a listener with one destination ends with a reset, because TCP
+//! has no error messages. The proxy answers in the protocol of its client. Either way the log and the status have the reason.
+//!
+//! An address that cannot be bound is tried again: the bridge of the pods may not exist yet, because its creation may itself need this
+//! edge.
+
+mod gateway_link;
+
+use super::tunnels::context::TunnelContext;
+use crate::{
+    config::Egress,
+    metrics::{EgressGuard, EgressOutcome},
+    status::EgressListenerStatus,
+};
+use causeway_rt::{
+    listener::{BoundSocket, SocketListener},
+    local_proxy::ProxyRequest,
+    log_throttle::{FailureThrottle, LogThrottle},
+    socket::{ResetOnClose, Socket},
+    task::TaskGroup,
+};
+use causeway_tunnel::{
+    Target,
+    copy::{self, CopyOutcome},
+};
+use gateway_link::{EgressError, GatewayLink};
+use std::{io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    sync::Semaphore,
+    time::sleep,
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, info_span, warn};
+
+/// Interval of attempts to bind an address.
+const BIND_INTERVAL: Duration = Duration::from_secs(1);
+/// Maximum time for the request of a program to the proxy.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Context of all listeners.
+struct EgressContext {
+    link: GatewayLink,
+    permits: Arc<Semaphore>,
+    context: Arc<TunnelContext>,
+    refusal_throttle: LogThrottle,
+}
+
+/// Starts the listeners. They close when `stop` is cancelled, and their connections end with `tasks`.
+pub(crate) fn start(
+    config: &Egress,
+    context: &Arc<TunnelContext>,
+    (tasks, stop): (&Arc<TaskGroup>, &CancellationToken),
+) {
+    context.status.change_egress(|_| {});
+    let egress = Arc::new(EgressContext {
+        link: GatewayLink::new(context.clone(), tasks.clone()),
+        permits: Arc::new(Semaphore::new(
+            config.max_connections.min(Semaphore::MAX_PERMITS),
+        )),
+        context: context.clone(),
+        refusal_throttle: LogThrottle::default(),
+    });
+    // The configuration has been validated.
+    let fixed = config.listeners.iter();
+    let fixed = fixed.filter_map(|each| Some((each.listen, Some(each.target().ok()?))));
+    let proxy = config.proxy.iter().map(|proxy| (proxy.listen, None));
+    for (listen, target) in fixed.chain(proxy) {
+        let (egress, tasks, stop) = (egress.clone(), tasks.clone(), stop.clone());
+        let connections = tasks.clone();
+        tasks.spawn(info_span!("egress", %listen), async move {
+            let running = pin!(egress.run_listener((listen, target), &connections));
+            // Without a reason to continue, the sockets are closed at once.
+            let _ = stop.run_until_cancelled(running).await;
+        });
+    }
+}
+
+impl EgressContext {
+    /// Binds an address, and serves its connections. Connections to a listener without a `target` are requests to the proxy.
+    async fn run_listener(
+        self: &Arc<Self>,
+        (listen, target): (SocketAddr, Option<Target>),
+        tasks: &TaskGroup,
+    ) {
+        let listener = self.bind(listen).await;
+        let bound = listener.local_addr().unwrap_or(listen);
+        let to = target.as_ref().map(ToString::to_string);
+        info!(listen = %bound, to = to.as_deref().unwrap_or("(proxy)"), "egress listener is open");
+        self.context.status.change_egress(|status| {
+            let listener = EgressListenerStatus { listen: bound, to };
+            status.listeners.push(listener);
+        });
+        loop {
+            let (socket, peer) = listener.accept().await;
+            let Ok(permit) = self.permits.clone().try_acquire_owned() else {
+                self.context.metrics.count_egress(EgressOutcome::Limit);
+                socket.abort();
+                if let Some(times) = self.refusal_throttle.record() {
+                    warn!(
+                        times,
+                        "refused connections, because egress.max_connections is reached"
+                    );
+                }
+                continue;
+            };
+            let (egress, target) = (self.clone(), target.clone());
+            tasks.spawn(info_span!("egress", %peer), async move {
+                let _permit = permit;
+                match target {
+                    Some(target) => egress.serve_fixed(socket, &target).await,
+                    None => egress.serve_proxy(socket).await,
+                }
+            });
+        }
+    }
+
+    async fn bind(&self, listen: SocketAddr) -> BoundListener {
+        let mut throttle = FailureThrottle::default();
+        loop {
+            match BoundListener::bind(listen) {
+                Ok(listener) => return listener,
+                Err(error) => {
+                    let detail = format!("cannot listen on {listen}: {error}");
+                    if throttle.should_log(&detail) {
+                        warn!("{detail}; trying again");
+                    }
+                    self.context.status.set_egress_error(&detail);
+                }
+            }
+            sleep(BIND_INTERVAL).await;
+        }
+    }
+
+    async fn serve_fixed(&self, socket: Socket, target: &Target) {
+        let guard = self.context.metrics.egress_guard();
+        match self.link.open(target).await {
+            Ok(halves) => relay(socket, halves, guard).await,
+            Err(error) => {
+                socket.abort();
+                self.report(target, &error, guard);
+            }
+        }
+    }
+
+    async fn serve_proxy(&self, socket: Socket) {
+        let guard = self.context.metrics.egress_guard();
+        let request = match ProxyRequest::read(socket, REQUEST_TIMEOUT).await {
+            Ok(request) => request,
+            Err(error) => {
+                guard.finish(EgressOutcome::Malformed);
+                return debug!(%error, "a program sent no usable request to the proxy");
+            }
+        };
+        let target = Target::new(request.host.as_str(), request.port);
+        match self.link.open(&target).await {
+            Ok(halves) => match request.accept().await {
+                Ok(io) => relay(io, halves, guard).await,
+                Err(error) => {
+                    guard.finish(EgressOutcome::Aborted);
+                    debug!(%error, "a program closed its connection to the proxy");
+                }
+            },
+            Err(error) => {
+                self.report(&target, &error, guard);
+                request.refuse(error.failure, &error.detail).await;
+            }
+        }
+    }
+
+    /// Counts a failed connection, and makes its reason known in the log and the status.
+    fn report(&self, target: &Target, error: &EgressError, guard: EgressGuard) {
+        guard.finish(error.outcome);
+        let detail = format!("{target}: {}", error.detail);
+        self.context.status.set_egress_error(&detail);
+        if let Some(times) = self.refusal_throttle.record() {
+            warn!(%target, times, reason = error.reason, why = error.detail, "cannot open connections for programs on this node");
+        }
+    }
+}
+
+/// Relays a connection until both directions have ended. An abort on one side becomes a reset on the other side.
+async fn relay<S>(socket: S, (send, receive): gateway_link::StreamHalves, guard: EgressGuard)
+where
+    S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
+{
+    let counters = guard.bytes();
+    guard.finish(
+        match copy::relay(socket, send, receive, counters, false).await {
+            CopyOutcome::Clean => EgressOutcome::Done,
+            CopyOutcome::Socket(_) => EgressOutcome::Aborted,
+            CopyOutcome::Stream(error) => {
+                debug!(%error, "the gateway or the destination aborted a connection");
+                EgressOutcome::Reset
+            }
+        },
+    );
+}
+
+/// Bound TCP listener.
+struct BoundListener {
+    listener: SocketListener,
+    address: Option<SocketAddr>,
+}
+
+impl BoundListener {
+    fn bind(listen: SocketAddr) -> io::Result<Self> {
+        let socket = BoundSocket::tcp(listen)?;
+        Ok(Self {
+            address: socket.local_addr(),
+            listener: socket.attach()?,
+        })
+    }
+
+    fn local_addr(&self) -> Option<SocketAddr> {
+        self.address
+    }
+
+    async fn accept(&self) -> (Socket, causeway_rt::listener::RemoteAddr) {
+        self.listener.accept().await
+    }
+}

@@ -1,0 +1,134 @@
+//! Connection on which an edge opens streams: connections to the cloud, or to other edges (egress).
+//!
+//! The edge is the HTTP/2 client here, in contrast to its tunnels. It is checked like an edge that opens a tunnel, and again while the
+//! connection is open, so that the streams of a node that was revoked end within seconds. The request path decides about each stream.
+
+use super::{
+    HandshakeContext,
+    context::{EgressEdge, ServeStreamFn, TunnelListener},
+    handshake_error::HandshakeError,
+    tls::Io,
+};
+use crate::{
+    control::eligibility::{rejection_reason, untrusted_reason},
+    state::registry::EdgeCertificate,
+    worker::WorkerId,
+};
+use causeway_certs::NodeName;
+use causeway_rt::task::TaskGroup;
+use causeway_tunnel::{
+    edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream},
+    liveness::KeepaliveConfig,
+};
+use std::{net::SocketAddr, time::Duration};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    time::interval,
+};
+use tracing::{debug, info, info_span};
+
+/// Interval of checks whether the edge is still admitted, and whether a gateway that drains still needs the connection.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Maximum number of unread bytes of all streams of one connection. Windows shrink to stay below it.
+const UNREAD_BYTES: usize = 16 << 20;
+/// Maximum number of concurrent streams of one connection. The limit of a node's connections is in the configuration.
+const MAX_STREAMS: u32 = 10_000;
+
+impl HandshakeContext {
+    /// Serves an edge that opens streams, until the connection ends, the edge is rejected, or this gateway drains and no stream is
+    /// open.
+    pub(super) async fn serve_egress(
+        &self,
+        io: Io,
+        (from, worker): (SocketAddr, WorkerId),
+        round_trip: Duration,
+    ) -> Result<(), HandshakeError> {
+        let admission = &self.admission;
+        let (node, certificate) = admission.tls.load().verify_edge(&io)?;
+        // If the gateway cannot check the node in time, it refuses the edge, and the edge dials again.
+        let wait_limit = admission.settings.hello_timeout / 2;
+        admission.wait_until_checkable(&node, wait_limit).await;
+        let rejection = || admission.egress_rejection(&node, &certificate);
+        if let Some(why) = rejection() {
+            return Err(HandshakeError::NotAdmitted(why));
+        }
+        if self.stop.is_cancelled() {
+            return Err(HandshakeError::Stopping);
+        }
+        let edge = EgressEdge {
+            node: node.clone(),
+            address: from,
+            worker,
+        };
+        let serve_stream = (admission.egress.0)(edge).ok_or(HandshakeError::Full)?;
+        let settings = &admission.settings;
+        let keepalive = KeepaliveConfig {
+            probe_after: settings.ping_after,
+            suspect_after: settings.ping_timeout,
+            close_after: settings.close_after,
+        };
+        let config = EdgeSideConfig {
+            read_timeout: keepalive.probe_after + keepalive.suspect_after + keepalive.close_after,
+            budget: UNREAD_BYTES,
+            max_streams: MAX_STREAMS,
+            round_trip,
+            memory_budget: admission.memory_budget.clone(),
+            ..EdgeSideConfig::default()
+        };
+        let traffic = io.get_ref().0.traffic();
+        match edge_side::accept(io, traffic, config).await {
+            Ok(connection) => {
+                let drain = admission.registry.drain_started();
+                serve_streams(connection, &serve_stream, (&node, rejection), drain).await;
+            }
+            Err(error) => {
+                debug!(%node, %error, "the egress connection of {node} ended at its start");
+            }
+        }
+        Ok(())
+    }
+}
+
+impl TunnelListener {
+    /// Returns the reason why an edge may not open streams, if there is one.
+    fn egress_rejection(&self, node: &NodeName, certificate: &EdgeCertificate) -> Option<String> {
+        let is_trusted = || self.tls.load().is_still_trusted(certificate);
+        rejection_reason(&self.nodes, node, certificate)
+            .or_else(|| untrusted_reason(is_trusted(), node, certificate))
+    }
+}
+
+async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
+    mut connection: EdgeSide<S>,
+    serve_stream: &ServeStreamFn,
+    (node, rejection): (&NodeName, impl Fn() -> Option<String>),
+    drain: impl Future<Output = ()>,
+) {
+    let mut drain = std::pin::pin!(drain);
+    let streams = TaskGroup::default();
+    let mut check = interval(CHECK_INTERVAL);
+    let mut is_draining = false;
+    loop {
+        tokio::select! {
+            next = connection.next_stream() => match next {
+                Ok(IncomingStream::Stream(request)) => {
+                    let span = info_span!("egress", %node, target = %request.target);
+                    streams.spawn(span, serve_stream(*request));
+                }
+                Ok(IncomingStream::Control(_)) => {
+                    debug!(%node, "refused a control stream on the egress connection of {node}");
+                }
+                Err(end) => return debug!(%node, %end, "the egress connection of {node} ended"),
+            },
+            () = drain.as_mut(), if !is_draining => is_draining = true,
+            _ = check.tick() => {
+                if let Some(why) = rejection() {
+                    return info!(%node, why, "closing the egress connection of {node}");
+                }
+                if is_draining && streams.is_empty() {
+                    return debug!(%node, "closing the egress connection of {node}, because this gateway stops");
+                }
+            }
+        }
+    }
+}

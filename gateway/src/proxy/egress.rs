@@ -1,0 +1,496 @@
+//! Streams that edges open: to the cloud, where the gateway dials, or to another edge, through that edge's tunnel (egress).
+//!
+//! Each stream is a CONNECT. The rules of the configuration decide, and what no rule allows is denied. A name is resolved here, each of
+//! its addresses is checked, and the gateway dials exactly a checked address. A stream to another edge takes the ordinary request path,
+//! with the client `spiffe://TRUST-DOMAIN/edge/NODE`, so the access policy and the policy of the other edge apply as well. Open streams
+//! are checked again, and end soon after a change of the rules or of the node's labels that denies them.
+
+mod limited_io;
+mod rules;
+
+#[cfg(test)]
+mod tests;
+
+use super::{
+    access_log::AccessRecord,
+    authn::{AuthMethod, ClientIdentity},
+    authz::{Action, AuthzRequest, Destination},
+    context::{Proxy, ProxyState, StreamContext},
+    direct::{self, CountedIo},
+    forwarding_headers::ForwardingHeaders,
+    identity_headers::IdentityHeaderFields,
+    limits::{self, CounterGuard},
+    listener::{ClientConnection, Listener, accept::AcceptedSocket},
+    relay,
+    route::{self, Route, RouteInput},
+};
+use crate::{
+    config::{self, ListenAddr, ListenerProtocol},
+    error::{Error, Reason},
+    proxy::authn::Authenticator,
+    state::egress::NodeEgress,
+    worker::WorkerId,
+};
+use causeway_certs::{NodeName, TrustDomain, edge_uri};
+use causeway_rt::{
+    connection_limit::ConnectionLimit, listener::RemoteAddr, log_throttle::LogThrottle,
+    socket::ResetOnClose, task::TaskGroup,
+};
+use causeway_tunnel::{
+    StreamKind, StreamReceiver, StreamSender, Target,
+    copy::{self, CopyOutcome},
+    edge_side::StreamRequest,
+    informational::ExchangeId,
+    stream_io::StreamIo,
+};
+use http::{Method, Response, StatusCode};
+use limited_io::LimitedIo;
+use rules::{EgressTarget, Subject};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    pin::pin,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpStream,
+    time::{Instant, MissedTickBehavior, interval},
+};
+
+/// Name of these streams in metrics and logs, in the place of a listener's.
+pub(crate) const LISTENER_NAME: &str = "egress";
+/// Maximum number of connections, each of which has many streams. It is above any fleet: open files run out first.
+const MAX_CONNECTIONS: usize = 65_536;
+/// Maximum number of connections of one node: one, and earlier ones whose streams have not ended.
+const MAX_CONNECTIONS_PER_NODE: usize = 8;
+/// Interval of the checks whether an open stream is still allowed.
+const RECHECK_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Request path for the streams of all edges.
+#[derive(Debug)]
+pub struct Egress {
+    shared: Arc<ProxyState>,
+    listener: Arc<Listener>,
+    tasks: Arc<TaskGroup>,
+    trust_domain: TrustDomain,
+    connections: ConnectionLimit,
+}
+
+/// Connection on which an edge opens streams.
+#[derive(Debug)]
+pub struct EgressConnection {
+    proxy: Proxy,
+    connection: Arc<ClientConnection>,
+    client: ClientIdentity,
+    node: NodeName,
+    usage: Arc<NodeEgress>,
+    _connection_guard: CounterGuard,
+}
+
+/// Stream that was opened to the destination.
+enum FarEnd {
+    /// Connection that the gateway has dialled.
+    Tcp(TcpStream),
+    /// Stream to another edge.
+    Stream(Box<StreamIo>),
+}
+
+/// Destination of an open stream, for later checks.
+enum OpenDestination {
+    Address(EgressTarget, SocketAddr),
+    Node(Route),
+}
+
+impl Egress {
+    /// Returns the request path for edges of this trust domain.
+    pub fn new(shared: &Arc<ProxyState>, trust_domain: TrustDomain) -> Self {
+        Self {
+            listener: Arc::new(listener(shared)),
+            tasks: Arc::default(),
+            trust_domain,
+            connections: shared
+                .metrics
+                .connection_limit("egress_connections", MAX_CONNECTIONS),
+            shared: shared.clone(),
+        }
+    }
+
+    /// Begins a connection of an edge, or returns `None` if the node has too many.
+    pub fn connect(
+        &self,
+        node: NodeName,
+        address: SocketAddr,
+        worker: WorkerId,
+    ) -> Option<EgressConnection> {
+        let usage = self.shared.egress_usage.node(&node);
+        let guard = limits::acquire(&usage.links, MAX_CONNECTIONS_PER_NODE)?;
+        let peer = RemoteAddr::Tcp(address);
+        let room = self.connections.admit(peer).ok()?;
+        let proxy = Proxy {
+            shared: self.shared.clone(),
+            listener: self.listener.clone(),
+            worker,
+            tasks: self.tasks.clone(),
+        };
+        let uri = edge_uri(&self.trust_domain, &node);
+        let limits = &self.shared.limits;
+        // The name of a node alone could be the name of another client in the policy.
+        let client = ClientIdentity::new(&uri, Vec::new(), AuthMethod::Certificate, limits)
+            .with_uris(vec![uri.clone()]);
+        let socket = AcceptedSocket {
+            peer,
+            original: None,
+            member: None,
+            room,
+        };
+        let connection = socket.connection(&proxy, None, true, Ok(Some(client.clone())));
+        Some(EgressConnection {
+            proxy,
+            connection: Arc::new(connection),
+            client,
+            node,
+            usage,
+            _connection_guard: guard,
+        })
+    }
+}
+
+impl EgressConnection {
+    /// Serves one stream to its end.
+    pub async fn serve(&self, request: StreamRequest) {
+        let StreamRequest {
+            kind,
+            target,
+            body,
+            mut responder,
+            ..
+        } = request;
+        let shared = &self.proxy.shared;
+        let record = AccessRecord::egress(
+            &shared.streams,
+            (&self.proxy.listener, self.proxy.worker),
+            &self.connection,
+            &target.to_host_port(),
+        );
+        record.set_client(&self.client);
+        let opened = {
+            let mut opening = pin!(self.open(&kind, &target, &record));
+            tokio::select! {
+                biased;
+                opened = &mut opening => opened,
+                _ = responder.wait_for_reset() => return,
+            }
+        };
+        let (far_end, destination, _stream_guard) = match opened {
+            Ok(opened) => opened,
+            Err(error) => {
+                record.record_failure(&error);
+                record.response_started(error.reason.status());
+                return responder.reject_forwarded(error.reason.word(), &error.detail);
+            }
+        };
+        record.session_started(StatusCode::OK);
+        let Ok(send) = responder.send(Response::new(()), false) else {
+            return;
+        };
+        match far_end {
+            FarEnd::Tcp(tcp) => self.relay(tcp, (send, body), (&destination, &record)).await,
+            FarEnd::Stream(stream) => {
+                self.relay(*stream, (send, body), (&destination, &record))
+                    .await;
+            }
+        }
+    }
+
+    /// Decides about a stream, and connects it to its destination.
+    async fn open(
+        &self,
+        kind: &StreamKind,
+        target: &Target,
+        record: &Arc<AccessRecord>,
+    ) -> Result<(FarEnd, OpenDestination, CounterGuard), Error> {
+        let shared = &self.proxy.shared;
+        if *kind != StreamKind::Tcp {
+            return Err(
+                Reason::MethodNotAllowed.error("an edge can open connections by CONNECT only")
+            );
+        }
+        if shared.registry.is_draining() {
+            return Err(Reason::Draining.error("this gateway is stopping; use another gateway"));
+        }
+        let max = shared.egress.load().limits.connections;
+        let Some(guard) = limits::acquire(&self.usage.streams, max) else {
+            shared.metrics.count_limit_reached("egress_streams");
+            let detail = format!(
+                "{} has reached its limit of {max} open connections (egress.limits.connections)",
+                self.node
+            );
+            return Err(Reason::LimitReached.error(detail));
+        };
+        let target = EgressTarget::new(target, &shared.egress.load())?;
+        if !target.is_named_destination() {
+            let authority = target.host_port.to_host_port();
+            let route_input = RouteInput {
+                authority: Some(&authority),
+                ..RouteInput::default()
+            };
+            match route::find_route(&route_input, &shared.nodes) {
+                Ok(route) => {
+                    let stream = self.open_to_node(&route, record).await?;
+                    return Ok((
+                        FarEnd::Stream(Box::new(stream)),
+                        OpenDestination::Node(route),
+                        guard,
+                    ));
+                }
+                Err(error) if error.reason == Reason::NodeUnknown => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let permit = shared
+            .limits
+            .admit_stream(&self.client.open_streams, &shared.direct_streams)?;
+        record.set_permit(permit);
+        let (tcp, address) = self.dial(&target, record).await?;
+        Ok((
+            FarEnd::Tcp(tcp),
+            OpenDestination::Address(target, address),
+            guard,
+        ))
+    }
+
+    /// Opens a stream to another edge.
+    async fn open_to_node(
+        &self,
+        route: &Route,
+        record: &Arc<AccessRecord>,
+    ) -> Result<StreamIo, Error> {
+        self.authorize_node(route, record)?;
+        let ask = self.authz_request(route);
+        let selected = Box::pin(self.proxy.admit(&ask, route, record)).await?;
+        let ctx = StreamContext {
+            proxy: &self.proxy,
+            connection: &self.connection,
+            client: &self.client,
+            route,
+            tunnel: &selected.tunnel,
+            peer: selected.peer.as_ref(),
+            id: selected.id,
+            record,
+            exchange: ExchangeId::None,
+        };
+        let connect_timeout = self.proxy.shared.timeouts.connect;
+        let opening = relay::open_tcp_stream(ctx, None, connect_timeout);
+        let (send, receive) = Box::pin(opening).await?;
+        Ok(StreamIo::new(send, receive))
+    }
+
+    /// Resolves the destination, and dials the first of its addresses that a rule allows and that answers.
+    async fn dial(
+        &self,
+        target: &EgressTarget,
+        record: &AccessRecord,
+    ) -> Result<(TcpStream, SocketAddr), Error> {
+        let shared = &self.proxy.shared;
+        let deadline = Instant::now() + shared.timeouts.connect;
+        // A node learns nothing about names to which no rule can lead.
+        if !self.with_subject(|subject| subject.may_reach(target, &shared.egress.load())) {
+            return Err(self.denied(target));
+        }
+        let resolving = direct::resolve_target(&shared.nodes, &target.host_port, deadline);
+        let addresses = resolving.await.map_err(|error| match error.reason {
+            Reason::NodeUnknown => {
+                let detail = format!("this gateway cannot resolve {}", target.host_port.host);
+                Error {
+                    reason: Reason::TargetUnresolved,
+                    detail: detail.into(),
+                    ..error
+                }
+            }
+            _ => error,
+        })?;
+        let is_allowed =
+            |address: &&SocketAddr| self.authorize_address(target, **address, record).is_ok();
+        let candidates: Vec<_> = addresses.iter().filter(is_allowed).collect();
+        let mut last_error = None;
+        for (attempts, address) in candidates.iter().enumerate() {
+            let remaining_time = deadline.saturating_duration_since(Instant::now());
+            let attempts_left = u32::try_from(candidates.len() - attempts).unwrap_or(u32::MAX);
+            let dialling = direct::dial_address(
+                (&target.host_port, **address),
+                remaining_time / attempts_left,
+                &self.proxy.listener.exhaustion_throttle,
+            );
+            match dialling.await {
+                Ok(tcp) => return Ok((tcp, **address)),
+                Err(error) => last_error = Some(error),
+            }
+        }
+        Err(last_error.unwrap_or_else(|| self.denied(target)))
+    }
+
+    /// Relays bytes and half-closes in both directions, until both have ended or a rule no longer allows the stream. Otherwise both
+    /// sides end with a reset.
+    async fn relay<F>(
+        &self,
+        far_end: F,
+        (send, receive): (StreamSender, StreamReceiver),
+        (destination, record): (&OpenDestination, &Arc<AccessRecord>),
+    ) where
+        F: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
+    {
+        let rules = self.proxy.shared.egress.clone();
+        let counted = CountedIo::new(far_end, record.bytes.clone());
+        let limited = LimitedIo::new(counted, self.usage.clone(), rules);
+        // The record counts bytes as the node sees them: up is to the destination.
+        let relaying = pin!(copy::relay(limited, send, receive, Arc::default(), false));
+        let outcome = tokio::select! {
+            biased;
+            outcome = record.run_session_unless_terminated(relaying) => outcome,
+            error = self.wait_until_denied(destination, record) => return record.record_failure(&error),
+        };
+        match outcome {
+            Some(CopyOutcome::Clean) => record.mark_session_ended(),
+            Some(CopyOutcome::Socket(error)) => {
+                let detail = format!("the destination aborted the connection: {error}");
+                record.record_failure(&Reason::TargetBroken.error(detail));
+            }
+            Some(CopyOutcome::Stream(error)) => {
+                record.record_abandoned(&format!("the node aborted the connection: {error}"));
+            }
+            None => {}
+        }
+    }
+
+    /// Waits until the open stream is no longer allowed.
+    async fn wait_until_denied(
+        &self,
+        destination: &OpenDestination,
+        record: &AccessRecord,
+    ) -> Error {
+        let mut ticks = interval(RECHECK_INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            let result = match destination {
+                OpenDestination::Address(target, address) => {
+                    self.authorize_address(target, *address, record)
+                }
+                OpenDestination::Node(route) => match self.authorize_node(route, record) {
+                    Ok(()) => {
+                        self.proxy
+                            .authorize(&self.authz_request(route), record)
+                            .await
+                    }
+                    denied => denied,
+                },
+            };
+            match result {
+                Err(error) if error.reason == Reason::Forbidden => return error,
+                // A stream without a decision continues.
+                _ => {}
+            }
+        }
+    }
+
+    fn authz_request<'a>(&'a self, route: &'a Route) -> AuthzRequest<'a> {
+        AuthzRequest {
+            client: &self.client,
+            remote_address: self.connection.peer,
+            destination: Destination::Node(route),
+            action: Action::Connect,
+            method: &Method::CONNECT,
+            path: "",
+        }
+    }
+
+    /// Checks that a rule allows this address, and records the rule.
+    fn authorize_address(
+        &self,
+        target: &EgressTarget,
+        address: SocketAddr,
+        record: &AccessRecord,
+    ) -> Result<(), Error> {
+        let shared = &self.proxy.shared;
+        let is_own = direct::is_host_address(&shared.nodes, address.ip());
+        let egress = shared.egress.load();
+        let rule =
+            self.with_subject(|subject| subject.address_rule((target, address, is_own), &egress));
+        record.set_matched_rule(rule.ok_or_else(|| self.denied(target))?);
+        Ok(())
+    }
+
+    /// Checks that a rule allows connections to this node, and records the rule.
+    fn authorize_node(&self, route: &Route, record: &AccessRecord) -> Result<(), Error> {
+        let egress = self.proxy.shared.egress.load();
+        let rule = self.with_subject(|subject| subject.node_rule(route, &egress));
+        let rule = rule.ok_or_else(|| {
+            let Route { node, target } = route;
+            self.denial(&format!("port {} of node {node}", target.port))
+        })?;
+        record.set_matched_rule(rule);
+        Ok(())
+    }
+
+    fn with_subject<T>(&self, read: impl FnOnce(Subject<'_>) -> T) -> T {
+        self.proxy.shared.nodes.with(&self.node, |known| {
+            read(Subject {
+                node: &self.node,
+                pool: known.policy_pool.as_deref(),
+                labels: &known.labels,
+            })
+        })
+    }
+
+    fn denied(&self, target: &EgressTarget) -> Error {
+        self.denial(&target.to_string())
+    }
+
+    /// Returns the error of a connection that no rule allows. While the nodes of the cluster are not loaded, a rule may allow it later.
+    fn denial(&self, destination: &str) -> Error {
+        let shared = &self.proxy.shared;
+        match shared.nodes.pending_reason() {
+            Some(reason) if shared.egress.load().depends_on_nodes() => {
+                Reason::DependencyUnavailable.error(reason.to_string())
+            }
+            _ => Reason::Forbidden.error(format!(
+                "no rule of the gateway (egress.rules) allows {} to connect to {destination}",
+                self.node
+            )),
+        }
+    }
+}
+
+/// Returns the listener that stands for egress in access log and metrics. No socket listens for it.
+fn listener(shared: &ProxyState) -> Listener {
+    let address = SocketAddr::new(IpAddr::from([127, 0, 0, 1]), 0);
+    let protocol = ListenerProtocol::Connect;
+    let config = config::Listener::new(LISTENER_NAME, protocol, ListenAddr::Tcp(address));
+    Listener {
+        forwarding: ForwardingHeaders::new(&config),
+        name: config.name,
+        protocol,
+        node: None,
+        node_set: None,
+        port: None,
+        bound_port: None,
+        tls: None,
+        authentication: Authenticator::default(),
+        kubelets: Vec::new(),
+        revoked: BTreeSet::new(),
+        disconnect_expired: false,
+        forward_authorization: false,
+        identity_headers: IdentityHeaderFields::default(),
+        error_format: config.errors,
+        original_destination: false,
+        direct_networks: Vec::new(),
+        proxy_protocol: Vec::new(),
+        metrics: shared.metrics.listener(LISTENER_NAME),
+        tls_refusal_throttle: LogThrottle::default(),
+        exhaustion_throttle: LogThrottle::default(),
+        retired_at: OnceLock::new(),
+        successor: OnceLock::new(),
+    }
+}

@@ -1,0 +1,439 @@
+//! Egress: connections that nodes open to the cloud and to other nodes.
+
+use crate::world::{
+    World,
+    app::{App, Script},
+    edge::Edge,
+    gateway::loopback,
+    until,
+};
+use causeway_edge::config::{Egress, EgressListener, EgressProxy, Protocol};
+use causeway_gateway::state::PolicyWriter;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::{io, net::SocketAddr};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    task::JoinSet,
+};
+
+/// Bytes of a large transfer in each direction.
+const LARGE: usize = 100 << 20;
+
+/// Starts a gateway with these rules.
+async fn world(egress: Value) -> World {
+    let build = World::build().config(|config| {
+        config.egress = Some(serde_json::from_value(egress).unwrap());
+    });
+    build.start().await
+}
+
+/// Rules that allow every node to connect to this address, by the name `app`.
+fn app_only(address: SocketAddr) -> Value {
+    json!({
+        "destinations": { "app": address.to_string() },
+        "rules": [{ "name": "app", "to": { "destinations": ["app"] } }],
+    })
+}
+
+/// Joins a node with a proxy and a listener for each destination.
+async fn join(world: &World, node: &str, destinations: &[&str]) -> Edge {
+    let listener = |to: &&str| EgressListener {
+        listen: loopback(),
+        to: (*to).to_owned(),
+    };
+    let egress = Egress {
+        listeners: destinations.iter().map(listener).collect(),
+        proxy: Some(EgressProxy { listen: loopback() }),
+        ..Egress::default()
+    };
+    let edge = world
+        .edge(node)
+        .config(|config| config.egress = Some(egress));
+    let edge = edge.join().await;
+    until("the listeners are open", async || {
+        listeners(&edge).len() == destinations.len() + 1
+    })
+    .await;
+    edge
+}
+
+fn listeners(edge: &Edge) -> Vec<(Option<String>, SocketAddr)> {
+    let status = edge.status().egress.unwrap();
+    let all = status.listeners.into_iter();
+    all.map(|listener| (listener.to, listener.listen)).collect()
+}
+
+/// Connects to the listener for this destination, or to the proxy.
+async fn connect(edge: &Edge, to: Option<&str>) -> TcpStream {
+    let mut all = listeners(edge).into_iter();
+    let found = all.find(|(found, _)| found.as_deref() == to);
+    TcpStream::connect(found.unwrap().1).await.unwrap()
+}
+
+/// Asks the proxy for a connection by HTTP. Returns the head of its answer.
+async fn proxied(edge: &Edge, target: &str) -> (TcpStream, String) {
+    let mut wire = connect(edge, None).await;
+    let head = format!("CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n");
+    wire.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    while !answer.ends_with(b"\r\n\r\n") {
+        answer.push(wire.read_u8().await.unwrap());
+    }
+    (wire, String::from_utf8(answer).unwrap())
+}
+
+/// Returns the status of the proxy's answer, and its body if the connection was refused.
+async fn refused(edge: &Edge, target: &str) -> (u16, String) {
+    let (mut wire, head) = proxied(edge, target).await;
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    let mut body = String::new();
+    if status != 200 {
+        wire.read_to_string(&mut body).await.unwrap();
+    }
+    (status, body)
+}
+
+/// Writes bytes that depend on `seed`, and returns their hash.
+async fn send_large(mut wire: impl AsyncWrite + Unpin, seed: u8) -> Vec<u8> {
+    let mut hash = Sha256::new();
+    let mut chunk = vec![0; 64 << 10];
+    for number in 0..LARGE / chunk.len() {
+        for (index, byte) in chunk.iter_mut().enumerate() {
+            *byte = (number.wrapping_mul(31) ^ index.wrapping_mul(7)).to_le_bytes()[0] ^ seed;
+        }
+        hash.update(&chunk);
+        wire.write_all(&chunk).await.unwrap();
+    }
+    wire.shutdown().await.unwrap();
+    hash.finalize().to_vec()
+}
+
+/// Reads to the end, and returns the number of bytes with their hash.
+async fn receive(mut wire: impl AsyncRead + Unpin) -> io::Result<(usize, Vec<u8>)> {
+    let (mut hash, mut total, mut chunk) = (Sha256::new(), 0, vec![0; 64 << 10]);
+    loop {
+        match wire.read(&mut chunk).await? {
+            0 => return Ok((total, hash.finalize().to_vec())),
+            read => {
+                total += read;
+                hash.update(&chunk[..read]);
+            }
+        }
+    }
+}
+
+/// Waits until the connection ends, and asserts that it ends with a reset.
+async fn assert_reset(mut wire: TcpStream) {
+    let mut chunk = vec![0; 64 << 10];
+    loop {
+        match wire.read(&mut chunk).await {
+            Ok(0) => panic!("a clean end"),
+            Ok(_) => {}
+            Err(error) => return assert_eq!(error.kind(), io::ErrorKind::ConnectionReset),
+        }
+    }
+}
+
+async fn assert_echo(wire: &mut TcpStream) {
+    wire.write_all(b"there").await.unwrap();
+    let mut answer = [0; 5];
+    wire.read_exact(&mut answer).await.unwrap();
+    assert_eq!(&answer, b"there");
+}
+
+#[tokio::test]
+async fn a_node_moves_100_megabytes_each_way_and_half_closes() {
+    let server = TcpListener::bind(loopback()).await.unwrap();
+    let world = world(app_only(server.local_addr().unwrap())).await;
+    let edge = join(&world, "edge-1", &["app"]).await;
+    let mut serving = JoinSet::new();
+    serving.spawn(async move {
+        let (wire, _) = server.accept().await.unwrap();
+        let (read, write) = wire.into_split();
+        tokio::join!(receive(read), send_large(write, 1))
+    });
+    let (read, write) = connect(&edge, Some("app:443")).await.into_split();
+    let (received, sent) = tokio::join!(receive(read), send_large(write, 2));
+    let (received_there, sent_there) = serving.join_next().await.unwrap().unwrap();
+    assert_eq!(received.unwrap(), (LARGE, sent_there));
+    assert_eq!(received_there.unwrap(), (LARGE, sent));
+    until("the record is written", async || {
+        !world.log().records().is_empty()
+    })
+    .await;
+    let record = &world.log().records()[0];
+    for (key, value) in [
+        ("listener", json!("egress")),
+        ("client", json!("spiffe://world.test/edge/edge-1")),
+        ("path", json!("app:443")),
+        ("rule", json!("app")),
+        ("status", json!(200)),
+        ("up", json!(LARGE)),
+        ("down", json!(LARGE)),
+    ] {
+        assert_eq!(record[key], value, "{record}");
+    }
+}
+
+#[tokio::test]
+async fn bytes_after_a_half_close_arrive() {
+    let app = App::tcp(Script::new().read_to_end().write("after the end").close()).await;
+    let world = world(app_only(app.address())).await;
+    let edge = join(&world, "edge-1", &["app"]).await;
+    let mut wire = connect(&edge, Some("app:443")).await;
+    wire.write_all(b"question").await.unwrap();
+    wire.shutdown().await.unwrap();
+    let mut answer = String::new();
+    wire.read_to_string(&mut answer).await.unwrap();
+    assert_eq!(answer, "after the end");
+    assert_eq!(app.body().await, b"question");
+}
+
+#[tokio::test]
+async fn an_abort_of_the_destination_is_a_reset_at_the_node() {
+    let app = App::tcp(Script::new().write("a part").reset()).await;
+    let world = world(app_only(app.address())).await;
+    let edge = join(&world, "edge-1", &["app"]).await;
+    assert_reset(connect(&edge, Some("app:443")).await).await;
+}
+
+#[tokio::test]
+async fn everything_is_denied_without_rules() {
+    let app = App::tcp(Script::new().echo()).await;
+    let address = app.address().to_string();
+    let world = World::start().await;
+    let edge = join(&world, "edge-1", &[&address]).await;
+    let wire = connect(&edge, Some(&address)).await;
+    assert_reset(wire).await;
+    let (status, body) = refused(&edge, &address).await;
+    assert_eq!(status, 403, "{body}");
+    assert!(
+        body.contains("no rule of the gateway (egress.rules) allows edge-1"),
+        "{body}"
+    );
+    let trouble = edge.status().egress.unwrap().trouble.unwrap();
+    assert!(
+        trouble.what.contains("no rule of the gateway"),
+        "{}",
+        trouble.what
+    );
+    assert_eq!(app.connections(), 0);
+    until(
+        "both refusals are in the access log and the audit log",
+        async || {
+            let records = world.log().records().into_iter();
+            let denied = records.filter(|record| record["reason"] == "forbidden");
+            let text = world.log().text();
+            denied.count() == 2 && text.matches(r#""event":"refused""#).count() == 2
+        },
+    )
+    .await;
+}
+
+/// Names may resolve to any address, and texts that are no addresses here may be addresses for a resolver.
+#[tokio::test]
+async fn the_gateways_machine_and_metadata_are_never_reached_by_wide_rules() {
+    let app = App::tcp(Script::new().echo()).await;
+    let port = app.port();
+    let world = world(json!({
+        "rules": [{ "to": { "names": ["*"], "networks": ["0.0.0.0/0", "::/0"] } }],
+    }))
+    .await;
+    let edge = join(&world, "edge-1", &[]).await;
+    for host in [
+        "127.0.0.1",
+        "127.1.2.3",
+        "localhost",
+        "LOCALHOST.",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "[64:ff9b::7f00:1]",
+        "2130706433",
+        "0x7f000001",
+        "127.1",
+        "0",
+        "0.0.0.0",
+        "[::]",
+        "169.254.169.254",
+        "[::ffff:169.254.169.254]",
+        "[fd00:ec2::254]",
+    ] {
+        let (status, body) = refused(&edge, &format!("{host}:{port}")).await;
+        assert!(
+            status == 403 || body.contains("cannot resolve"),
+            "{host}: {status} {body}"
+        );
+    }
+    assert_eq!(app.connections(), 0);
+}
+
+#[tokio::test]
+async fn the_proxy_reaches_what_a_rule_lists_by_http_and_socks5() {
+    let (app, other) = (
+        App::tcp(Script::new().echo()).await,
+        App::tcp(Script::new().echo()).await,
+    );
+    let world = world(json!({
+        "rules": [{ "to": { "networks": ["127.0.0.1"], "ports": [app.port()] } }],
+    }))
+    .await;
+    let edge = join(&world, "edge-1", &[]).await;
+    let by_name = format!("localhost:{}", app.port());
+    let (mut wire, head) = proxied(&edge, &by_name).await;
+    assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+    assert_echo(&mut wire).await;
+    assert_eq!(refused(&edge, &other.address().to_string()).await.0, 403);
+    assert_eq!(refused(&edge, "example.invalid:443").await.0, 403);
+    assert_eq!(other.connections(), 0);
+
+    // The reply to the request of a SOCKS5 client for a domain.
+    let socks = async |domain: &str, port: u16| {
+        let mut wire = connect(&edge, None).await;
+        wire.write_all(&[5, 1, 0]).await.unwrap();
+        let mut chosen = [0; 2];
+        wire.read_exact(&mut chosen).await.unwrap();
+        assert_eq!(chosen, [5, 0]);
+        let length = u8::try_from(domain.len()).unwrap();
+        let mut request = vec![5, 1, 0, 3, length];
+        request.extend_from_slice(domain.as_bytes());
+        request.extend_from_slice(&port.to_be_bytes());
+        wire.write_all(&request).await.unwrap();
+        let mut reply = [0; 10];
+        wire.read_exact(&mut reply).await.unwrap();
+        (wire, reply[1])
+    };
+    let (mut wire, reply) = socks("localhost", app.port()).await;
+    assert_eq!(reply, 0);
+    assert_echo(&mut wire).await;
+    let longest = "a".repeat(255);
+    let (_, reply) = socks(&longest, app.port()).await;
+    assert_ne!(reply, 0, "a domain of 255 bytes");
+    let (mut wire, reply) = socks("127.0.0.1", app.port()).await;
+    assert_eq!(reply, 0, "the edge and the gateway still serve");
+    assert_echo(&mut wire).await;
+}
+
+#[tokio::test]
+async fn a_failed_dial_reports_its_reason_to_the_program() {
+    let closed = App::refusing();
+    let world = world(json!({ "rules": [{ "to": { "networks": ["127.0.0.1"] } }] })).await;
+    let edge = join(&world, "edge-1", &[]).await;
+    let (status, body) = refused(&edge, &closed.address().to_string()).await;
+    assert_eq!(status, 502);
+    assert!(body.contains("could not dial"), "{body}");
+}
+
+#[tokio::test]
+async fn a_node_reaches_another_node_only_by_a_rule_and_the_policy() {
+    let app = App::tcp(Script::new().echo()).await;
+    let policy = |spiffe: &str| {
+        let rules = json!({ "rules": [{ "who": { "spiffe": [spiffe] }, "then": "allow" }] });
+        let rules: causeway_gateway::config::policy::Policy =
+            serde_json::from_value(rules).unwrap();
+        Some(causeway_gateway::state::Policy::compile(&rules).unwrap())
+    };
+    let writer = PolicyWriter::new(policy("spiffe://world.test/edge/edge-1"));
+    let rules = json!({
+        "rules": [{ "who": { "nodes": ["edge-1", "edge-3"] }, "to": { "nodes": ["edge-2"], "ports": [9100] } }],
+    });
+    let build = World::build().policy(writer.reader()).config(|config| {
+        config.egress = Some(serde_json::from_value(rules).unwrap());
+    });
+    let world = build.start().await;
+    let destination = world.edge("edge-2");
+    let destination = destination.port_as(9100, Protocol::Tcp, app.address());
+    let destination = destination.port_as(9200, Protocol::Tcp, app.address());
+    let _destination = destination.join().await;
+    let edge = join(&world, "edge-1", &["edge-2:9100"]).await;
+    let mut wire = connect(&edge, Some("edge-2:9100")).await;
+    assert_echo(&mut wire).await;
+
+    assert_eq!(refused(&edge, "edge-2:9200").await.0, 403, "another port");
+    assert_eq!(refused(&edge, "edge-1:9100").await.0, 403, "another node");
+    // A rule allows this node, and the policy does not.
+    let third = join(&world, "edge-3", &[]).await;
+    let (status, body) = refused(&third, "edge-2:9100").await;
+    assert!(
+        status == 403 && body.contains("the policy does not allow"),
+        "{body}"
+    );
+    // No rule allows this node.
+    let fourth = join(&world, "edge-4", &[]).await;
+    let (status, body) = refused(&fourth, "edge-2:9100").await;
+    assert!(
+        status == 403 && body.contains("no rule of the gateway"),
+        "{body}"
+    );
+    assert_eq!(app.connections(), 1);
+
+    let (wire, head) = proxied(&edge, "edge-2:9100").await;
+    assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+    writer.replace(policy("spiffe://world.test/edge/nobody"));
+    assert_reset(wire).await;
+}
+
+#[tokio::test]
+async fn open_connections_end_when_the_rules_or_the_node_are_withdrawn() {
+    let app = App::tcp(Script::new().echo()).await;
+    let mut world = world(app_only(app.address())).await;
+    let (edge, other) = (
+        join(&world, "edge-1", &["app"]).await,
+        join(&world, "edge-2", &["app"]).await,
+    );
+    let mut revoked = connect(&edge, Some("app:443")).await;
+    assert_echo(&mut revoked).await;
+    let mut kept = connect(&other, Some("app:443")).await;
+    assert_echo(&mut kept).await;
+    let revoke = |config: &mut causeway_gateway::Config| {
+        config.tunnel.revoked = vec!["edge-1".to_owned()];
+    };
+    world.reload(revoke).unwrap();
+    assert_reset(revoked).await;
+    assert_echo(&mut kept).await;
+    let refused = connect(&edge, Some("app:443"));
+    assert_reset(refused.await).await;
+    world.reload(|config| config.egress = None).unwrap();
+    assert_reset(kept).await;
+}
+
+#[tokio::test]
+async fn a_killed_gateway_is_a_reset_and_the_next_connection_works() {
+    let app = App::tcp(Script::new().forever("still here ")).await;
+    let mut world = world(app_only(app.address())).await;
+    let edge = join(&world, "edge-1", &["app"]).await;
+    let mut wire = connect(&edge, Some("app:443")).await;
+    let mut first = [0; 11];
+    wire.read_exact(&mut first).await.unwrap();
+    world.kill_gateway().await;
+    assert_reset(wire).await;
+    world.start_gateway().await;
+    let mut wire = connect(&edge, Some("app:443")).await;
+    wire.read_exact(&mut first).await.unwrap();
+    assert_eq!(&first, b"still here ");
+}
+
+#[tokio::test]
+async fn a_node_has_a_limit_of_connections() {
+    let app = App::tcp(Script::new().echo()).await;
+    let mut egress = app_only(app.address());
+    egress["limits"] = json!({ "connections": 1 });
+    let world = world(egress).await;
+    let edge = join(&world, "edge-1", &["app"]).await;
+    let mut first = connect(&edge, Some("app:443")).await;
+    assert_echo(&mut first).await;
+    let (status, body) = refused(&edge, "app:443").await;
+    assert_eq!(status, 502, "{body}");
+    assert!(
+        body.contains("limit of 1 open connections (egress.limits.connections)"),
+        "{body}"
+    );
+    let other = join(&world, "edge-2", &["app"]).await;
+    assert_echo(&mut connect(&other, Some("app:443")).await).await;
+    drop(first);
+    until("the place is free again", async || {
+        refused(&edge, "app:443").await.0 == 200
+    })
+    .await;
+}
