@@ -336,6 +336,21 @@ impl StatusWriter {
         });
     }
 
+    /// Changes the state of egress.
+    pub(crate) fn change_egress(&self, change: impl FnOnce(&mut EgressStatus)) {
+        self.change(|table| change(table.egress.get_or_insert_default()));
+    }
+
+    /// Sets the last failure of egress.
+    pub(crate) fn set_egress_error(&self, what: &str) {
+        self.change_egress(|status| {
+            status.trouble = Some(EgressErrorStatus {
+                at: now(),
+                what: what.to_owned(),
+            });
+        });
+    }
+
     fn change(&self, change: impl FnOnce(&mut Table)) {
         self.0.table.send_modify(change);
     }

@@ -1,6 +1,5 @@
 //! Egress: listeners on this node that lead to the cloud or to other nodes.
 
-use super::Config;
 use causeway_config::{ConfigErrors, SocketAddrStr};
 use causeway_tunnel::{Target, target};
 use serde::{Deserialize, Serialize};
@@ -72,16 +71,15 @@ impl Egress {
     }
 }
 
-impl Config {
-    /// Checks the keys of `egress`.
-    pub(super) fn validate_egress(&self, errors: &mut ConfigErrors) {
-        let Some(egress) = &self.egress else { return };
-        if egress.listeners.is_empty() && egress.proxy.is_none() {
+impl Egress {
+    /// Checks these keys. `admin` is the address of the admin listener.
+    pub(super) fn validate(&self, admin: SocketAddr, errors: &mut ConfigErrors) {
+        if self.listeners.is_empty() && self.proxy.is_none() {
             let message = "opens no listener; add listeners or proxy, or remove the key";
             errors.add("egress", message);
         }
-        errors.check_at_least_one("egress", &[("max_connections", egress.max_connections)]);
-        for (index, listener) in egress.listeners.iter().enumerate() {
+        errors.check_at_least_one("egress", &[("max_connections", self.max_connections)]);
+        for (index, listener) in self.listeners.iter().enumerate() {
             if let Err(why) = listener.target() {
                 let message = format!(
                     "\"{}\" is not a destination; write host:port, or a key of the gateway's egress.destinations ({why})",
@@ -90,9 +88,8 @@ impl Config {
                 errors.add(format!("egress.listeners[{index}].to"), message);
             }
         }
-        let mut earlier: Vec<(String, SocketAddr)> =
-            vec![("admin.listen".to_owned(), self.admin.listen)];
-        for (path, address) in egress.listen_addresses() {
+        let mut earlier: Vec<(String, SocketAddr)> = vec![("admin.listen".to_owned(), admin)];
+        for (path, address) in self.listen_addresses() {
             let ip = address.ip().to_canonical();
             if ip.is_unspecified() || ip.is_multicast() {
                 let message = format!(
@@ -113,7 +110,7 @@ impl Config {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::config::Config;
     use causeway_config::Validate;
     use serde_json::{Value, json};
 

@@ -52,7 +52,9 @@ impl Validate for Config {
         }
         self.validate_limits(&mut errors);
         self.validate_api_cache(&mut errors);
-        self.validate_egress(&mut errors);
+        if let Some(egress) = &self.egress {
+            egress.validate(self.admin.listen, &mut errors);
+        }
         if let Some(heartbeat) = &self.heartbeat {
             let api_cache = self.api_cache.as_ref();
             let members = api_cache.is_some_and(|api_cache| api_cache.members.is_some());

@@ -1,6 +1,5 @@
 //! Status of egress.
 
-use super::{StatusWriter, now};
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::net::SocketAddr;
@@ -32,21 +31,4 @@ pub struct EgressErrorStatus {
     pub at: u64,
     /// Description of the failure in plain English.
     pub what: String,
-}
-
-impl StatusWriter {
-    /// Changes the state of egress.
-    pub(crate) fn change_egress(&self, change: impl FnOnce(&mut EgressStatus)) {
-        self.change(|table| change(table.egress.get_or_insert_default()));
-    }
-
-    /// Sets the last failure of egress.
-    pub(crate) fn set_egress_error(&self, what: &str) {
-        self.change_egress(|status| {
-            status.trouble = Some(EgressErrorStatus {
-                at: now(),
-                what: what.to_owned(),
-            });
-        });
-    }
 }

@@ -249,10 +249,7 @@ impl EgressConnection {
                 Err(error) => return Err(error),
             }
         }
-        let permit = shared
-            .limits
-            .admit_stream(&self.client.open_streams, &shared.direct_streams)?;
-        record.set_permit(permit);
+        self.proxy.admit_client(&self.client, record)?;
         let (tcp, address) = self.dial(&target, record).await?;
         Ok((
             FarEnd::Tcp(tcp),
@@ -487,6 +484,7 @@ fn listener(shared: &ProxyState) -> Listener {
         original_destination: false,
         direct_networks: Vec::new(),
         proxy_protocol: Vec::new(),
+        plaintext_networks: Vec::new(),
         metrics: shared.metrics.listener(LISTENER_NAME),
         tls_refusal_throttle: LogThrottle::default(),
         exhaustion_throttle: LogThrottle::default(),
