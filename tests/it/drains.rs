@@ -20,7 +20,7 @@ const LONG: Duration = Duration::from_mins(10);
 
 async fn testbed(app: &App) -> TestBed {
     let build = World::build().config(|config| config.timeouts.drain = LONG);
-    TestBed::along(build, Protocol::Http, app.address()).await
+    Box::pin(TestBed::along(build, Protocol::Http, app.address())).await
 }
 
 fn by_path(head: &Head) -> Script {

@@ -186,7 +186,7 @@ async fn lasting(app: &App) -> TestBed {
         config.timeouts.drain = LONG;
         config.timeouts.reconnect = LONG;
     });
-    TestBed::along(build, Protocol::Http, app.address()).await
+    Box::pin(TestBed::along(build, Protocol::Http, app.address())).await
 }
 
 #[tokio::test]

@@ -120,7 +120,7 @@ impl TestSetup {
     async fn new() -> Self {
         let (app, judge) = (Recorder::start().await, RecordingUpstream::default());
         let build = TestBed::build().authorizer(judge.clone());
-        let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
+        let testbed = Box::pin(TestBed::along(build, Protocol::Http, app.address())).await;
         Self {
             testbed,
             app,

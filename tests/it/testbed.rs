@@ -35,7 +35,7 @@ impl TestBed {
 
     /// Builds it with an app that speaks another protocol.
     pub(crate) async fn to_as(scheme: Protocol, app: SocketAddr) -> Self {
-        Self::along(Self::build(), scheme, app).await
+        Box::pin(Self::along(Self::build(), scheme, app)).await
     }
 
     /// Builds it with an app that speaks TLS with the gateway itself: the edge passes bytes.

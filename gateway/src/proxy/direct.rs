@@ -201,8 +201,7 @@ fn is_dialled_here(listener: &Listener, nodes: &Nodes, address: IpAddr) -> bool 
 /// Whether the address belongs to this host, and to no node of the cluster: a kubelet on this host is dialled like any other
 /// kubelet.
 pub(super) fn is_host_address(nodes: &Nodes, address: IpAddr) -> bool {
-    special_addresses::own_addresses().contains(&address.to_canonical())
-        && !nodes.is_elsewhere(address)
+    special_addresses::is_own(address) && !nodes.is_elsewhere(address)
 }
 
 /// Checks whether the client may connect to this address.

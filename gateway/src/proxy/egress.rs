@@ -163,10 +163,13 @@ impl EgressConnection {
         let StreamRequest {
             kind,
             target,
+            head,
             body,
             mut responder,
             ..
         } = request;
+        // It may be large, and the stream may last.
+        drop(head);
         let shared = &self.proxy.shared;
         let record = AccessRecord::egress(
             &shared.streams,
@@ -411,7 +414,8 @@ impl EgressConnection {
         record: &AccessRecord,
     ) -> Result<(), Error> {
         let shared = &self.proxy.shared;
-        let is_own = direct::is_host_address(&shared.nodes, address.ip());
+        // Also if this host is a node of the cluster: an edge must not reach its services by a wide rule.
+        let is_own = direct::special_addresses::is_own(address.ip());
         let egress = shared.egress.load();
         let rule =
             self.with_subject(|subject| subject.address_rule((target, address, is_own), &egress));

@@ -356,20 +356,8 @@ fn gateways(world: &World) -> BTreeMap<String, Value> {
     by_node
 }
 
-fn rollouts_by_helm_are_counted() {
-    let world = world();
-    if helm(&world).is_none() {
-        return;
-    }
-    let Some(fleet) = Fleet::start(&world, 33) else {
-        return;
-    };
-    let shell = Shell::new(&world, "deploy-rollouts");
-    shell.script("kubectl", "#!/bin/sh\nexec \"$REAL\" \"$CONFIG\" \"$@\"\n");
-    let token = prometheus(&world);
-    let ask = |node: &Node, at: Option<&str>| scrape(&world, &token, node, at);
-    let client: Client<'_> = (Some("causeway-listeners"), &ask);
-    own_names(&world, &shell.folder.join("chart"));
+/// Writes the values of the README for helm, with the names of the tests, and with DNS for the pods.
+fn write_values(shell: &Shell<'_>) {
     let values = blocks("yaml").concat();
     let values = values.replace("registry.example/causeway", "causeway");
     let values = values.replace("gw.example.com", GATEWAYS);
@@ -387,6 +375,23 @@ fn rollouts_by_helm_are_counted() {
         format!("{values}{}", patches.concat()),
     )
     .unwrap();
+}
+
+fn rollouts_by_helm_are_counted() {
+    let world = world();
+    if helm(&world).is_none() {
+        return;
+    }
+    let Some(fleet) = Fleet::start(&world, 33) else {
+        return;
+    };
+    let shell = Shell::new(&world, "deploy-rollouts");
+    shell.script("kubectl", "#!/bin/sh\nexec \"$REAL\" \"$CONFIG\" \"$@\"\n");
+    let token = prometheus(&world);
+    let ask = |node: &Node, at: Option<&str>| scrape(&world, &token, node, at);
+    let client: Client<'_> = (Some("causeway-listeners"), &ask);
+    own_names(&world, &shell.folder.join("chart"));
+    write_values(&shell);
     let run = |text: &str| run(&shell, text);
     run("kubectl create namespace causeway || true");
     run("kubectl -n causeway delete secret causeway-ca --ignore-not-found");

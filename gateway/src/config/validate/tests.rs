@@ -740,7 +740,7 @@ fn faults_of_egress_rules_name_their_keys() {
         one_fault(rule(faulty), path, part);
     }
     let address = json!({ "egress": { "destinations": { "api": "10.0.0.1" } } });
-    one_fault(address, "egress.destinations.api", "port");
+    one_fault(address, "egress.destinations.api", "HOST:PORT");
     let nothing = json!({ "egress": { "limits": { "connections": 0 } } });
     one_fault(nothing, "egress.limits.connections", "at least 1");
 }

@@ -29,8 +29,9 @@ use tracing::{debug, info, info_span};
 
 /// Interval of checks whether the edge is still admitted, and whether a gateway that drains still needs the connection.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// Maximum number of unread bytes of all streams of one connection. Windows shrink to stay below it.
-const UNREAD_BYTES: usize = 16 << 20;
+/// Number of unread bytes for which the windows of one connection's streams are computed when it begins. They stay as they are, so
+/// the streams of many nodes with slow destinations must fit into `limits.buffered_bytes`.
+const UNREAD_BYTES: usize = 1 << 20;
 /// Maximum number of concurrent streams of one connection. The limit of a node's connections is in the configuration.
 const MAX_STREAMS: u32 = 10_000;
 

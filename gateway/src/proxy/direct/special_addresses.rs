@@ -77,8 +77,13 @@ fn strip_nat64(address: IpAddr) -> IpAddr {
     ipv4.map_or(address, |four| IpAddr::V4(four.into()))
 }
 
+/// Whether an address is one of this host's interfaces, also behind NAT64.
+pub(in crate::proxy) fn is_own(address: IpAddr) -> bool {
+    own_addresses().contains(&strip_nat64(address.to_canonical()))
+}
+
 /// Returns the addresses of this host's interfaces without loopback, which is always special.
-pub(super) fn own_addresses() -> Arc<BTreeSet<IpAddr>> {
+fn own_addresses() -> Arc<BTreeSet<IpAddr>> {
     static CACHE: Mutex<Option<(Instant, Arc<BTreeSet<IpAddr>>)>> = Mutex::new(None);
     let mut cache = CACHE.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, addresses)) = cache
