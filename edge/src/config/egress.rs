@@ -25,7 +25,7 @@ pub struct Egress {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct EgressListener {
-    /// Address at which programs connect. Whoever can reach it can reach the destination, so it is never a wildcard: loopback for programs of this node, an address of a bridge for its pods.
+    /// Address at which programs connect. Every program that can reach it can reach the destination, so it is never a wildcard: loopback for programs of this node, an address of a bridge for its pods.
     #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
     /// Destination: a key of the gateway's `egress.destinations` without a port, or `host:port`. The gateway resolves the name of a host. A host that is the name of another node leads to that node.

@@ -1,3 +1,4 @@
+use super::waiting::MAX_WAITING_REQUESTS;
 use super::*;
 use crate::state::directory::{PeerLink, PeerRefusal, REFUSAL_TIME};
 use causeway_rt::{socket::CountedIo, task::TaskGroup};
@@ -9,6 +10,7 @@ use causeway_tunnel::{
 };
 use futures_util::FutureExt;
 use http::{Request, Response};
+use std::pin::pin;
 use tracing::info_span;
 
 const FROM: ([u8; 4], u16) = ([192, 0, 2, 1], 4711);
