@@ -13,7 +13,7 @@ pub use heartbeat::HeartbeatStatus;
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt,
     net::SocketAddr,
     sync::{
@@ -334,6 +334,14 @@ impl StatusWriter {
         self.0.table.send_if_modified(|table| {
             std::mem::replace(&mut table.wanted_gateways, counts) != counts
         });
+    }
+
+    /// Returns the gateways with an active tunnel, as they were dialled.
+    pub(crate) fn tunnel_gateways(&self) -> BTreeSet<String> {
+        let table = self.0.table.borrow();
+        let active = table.tunnels.values();
+        let active = active.filter(|tunnel| tunnel.state == "active");
+        active.map(|tunnel| tunnel.gateway.clone()).collect()
     }
 
     /// Changes the state of egress.

@@ -437,3 +437,22 @@ async fn a_node_has_a_limit_of_connections() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn a_refused_edge_backs_off_and_its_programs_get_the_reason() {
+    let app = App::tcp(Script::new().echo()).await;
+    let mut world = world(app_only(app.address())).await;
+    let edge = join(&world, "edge-1", &["app"]).await;
+    let revoke = |config: &mut causeway_gateway::Config| {
+        config.tunnel.revoked = vec!["edge-1".to_owned()];
+    };
+    world.reload(revoke).unwrap();
+    let (status, body) = refused(&edge, "app:443").await;
+    assert_eq!(status, 502, "{body}");
+    assert!(body.contains("revoked"), "{body}");
+    // Delays of 0.125 s and more that double allow 7 attempts within the 10 s for which a program waits.
+    let text = world.log().text();
+    let refusals = text.matches("refused a connection to the tunnel port");
+    let attempts = refusals.count();
+    assert!((1..=8).contains(&attempts), "{attempts} attempts: {text}");
+}

@@ -16,6 +16,7 @@ mod flood;
 pub mod flow_control;
 pub mod gateway_side;
 pub mod liveness;
+pub mod refusal;
 
 pub mod body;
 pub mod buffered;

@@ -43,7 +43,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Context of all listeners.
 struct EgressContext {
-    link: GatewayLink,
+    link: Arc<GatewayLink>,
     permits: Arc<Semaphore>,
     context: Arc<TunnelContext>,
     refusal_throttle: LogThrottle,
@@ -57,7 +57,7 @@ pub(crate) fn start(
 ) {
     context.status.change_egress(|_| {});
     let egress = Arc::new(EgressContext {
-        link: GatewayLink::new(context.clone(), tasks.clone()),
+        link: Arc::new(GatewayLink::new(context.clone(), tasks.clone())),
         permits: Arc::new(Semaphore::new(
             config.max_connections.min(Semaphore::MAX_PERMITS),
         )),

@@ -19,6 +19,7 @@ use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
     edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream},
     liveness::KeepaliveConfig,
+    refusal,
 };
 use std::{net::SocketAddr, time::Duration};
 use tokio::{
@@ -45,23 +46,29 @@ impl HandshakeContext {
         round_trip: Duration,
     ) -> Result<(), HandshakeError> {
         let admission = &self.admission;
-        let (node, certificate) = admission.tls.load().verify_edge(&io)?;
+        let verified = admission.tls.load().verify_edge(&io);
+        let (node, certificate) = match verified {
+            Ok(verified) => verified,
+            Err(error) => return Err(refuse(io, error).await),
+        };
         // If the gateway cannot check the node in time, it refuses the edge, and the edge dials again.
         let wait_limit = admission.settings.hello_timeout / 2;
         admission.wait_until_checkable(&node, wait_limit).await;
         let rejection = || admission.egress_rejection(&node, &certificate);
         if let Some(why) = rejection() {
-            return Err(HandshakeError::NotAdmitted(why));
+            return Err(refuse(io, HandshakeError::NotAdmitted(why)).await);
         }
         if self.stop.is_cancelled() {
-            return Err(HandshakeError::Stopping);
+            return Err(refuse(io, HandshakeError::Stopping).await);
         }
         let edge = EgressEdge {
             node: node.clone(),
             address: from,
             worker,
         };
-        let serve_stream = (admission.egress.0)(edge).ok_or(HandshakeError::Full)?;
+        let Some(serve_stream) = (admission.egress.0)(edge) else {
+            return Err(refuse(io, HandshakeError::Full).await);
+        };
         let settings = &admission.settings;
         let keepalive = KeepaliveConfig {
             probe_after: settings.ping_after,
@@ -88,6 +95,13 @@ impl HandshakeContext {
         }
         Ok(())
     }
+}
+
+/// Refuses an edge. A plain close would not tell the edge from a lost connection, so it receives the reason.
+async fn refuse(io: Io, error: impl Into<HandshakeError>) -> HandshakeError {
+    let error = error.into();
+    refusal::refuse(io, &error.to_string()).await;
+    error
 }
 
 impl TunnelListener {
