@@ -98,6 +98,13 @@ impl Egress {
                 );
                 errors.add(path.clone(), message);
             }
+            if is_link_local_without_scope(address) {
+                let message = format!(
+                    "{address} is a link-local address, which cannot be bound without its interface; add the index of the interface, such as [{ip}%2]:{port}, or write another address",
+                    port = address.port()
+                );
+                errors.add(path.clone(), message);
+            }
             let same = |other: &&(String, SocketAddr)| address.port() != 0 && other.1 == address;
             if let Some((other, _)) = earlier.iter().find(same) {
                 let message = format!("{other} has the same address {address}; use another port");
@@ -106,6 +113,11 @@ impl Egress {
             earlier.push((path, address));
         }
     }
+}
+
+/// Whether the address cannot be bound, because it exists on every interface (RFC 4007 §6).
+fn is_link_local_without_scope(address: SocketAddr) -> bool {
+    matches!(address, SocketAddr::V6(v6) if v6.ip().is_unicast_link_local() && v6.scope_id() == 0)
 }
 
 #[cfg(test)]
@@ -126,7 +138,7 @@ mod tests {
             "listeners": [
                 { "listen": "127.0.0.1:6443", "to": "kube-apiserver" },
                 { "listen": "169.254.20.11:443", "to": "registry.example:443" },
-                { "listen": "[fe80::1]:443", "to": "[2001:db8::1]:443" },
+                { "listen": "[fe80::1%2]:443", "to": "[2001:db8::1]:443" },
             ],
             "proxy": { "listen": "10.244.1.1:1080" },
         });
@@ -143,6 +155,7 @@ mod tests {
                 "egress.listeners[0].listen: [::]:6443 would let",
             ),
             ("[::ffff:0.0.0.0]:6443", "a:1", "would let"),
+            ("[fe80::1]:443", "a:1", "is a link-local address"),
             (
                 "127.0.0.1:6443",
                 "a b:1",
