@@ -3,6 +3,7 @@
 use crate::world::{
     World,
     app::{App, Script},
+    client::{Client, ListenerAddress},
     edge::Edge,
     gateway::loopback,
     until,
@@ -455,4 +456,58 @@ async fn a_refused_edge_backs_off_and_its_programs_get_the_reason() {
     let refusals = text.matches("refused a connection to the tunnel port");
     let attempts = refusals.count();
     assert!((1..=8).contains(&attempts), "{attempts} attempts: {text}");
+}
+
+#[tokio::test]
+async fn idle_connections_to_the_proxy_leave_the_other_listeners_their_share() {
+    let app = App::tcp(Script::new().echo()).await;
+    let world = world(app_only(app.address())).await;
+    let egress = Egress {
+        listeners: vec![EgressListener {
+            listen: loopback(),
+            to: "app".to_owned(),
+        }],
+        proxy: Some(EgressProxy { listen: loopback() }),
+        max_connections: 2,
+    };
+    let edge = world.edge("edge-1");
+    let edge = edge.config(|config| config.egress = Some(egress));
+    let edge = edge.join().await;
+    until("the listeners are open", async || {
+        listeners(&edge).len() == 2
+    })
+    .await;
+    let _idle = connect(&edge, None).await;
+    assert_reset(connect(&edge, None).await).await;
+    let mut wire = connect(&edge, Some("app:443")).await;
+    assert_echo(&mut wire).await;
+    assert_reset(connect(&edge, Some("app:443")).await).await;
+}
+
+#[tokio::test]
+async fn an_aborted_connection_frees_its_place_before_a_gateway_answers() {
+    let app = App::tcp(Script::new().echo()).await;
+    let mut world = world(app_only(app.address())).await;
+    let edge = join(&world, "edge-1", &["app"]).await;
+    world.kill_gateway().await;
+    let wire = connect(&edge, Some("app:443")).await;
+    let url = format!("http://{}/metrics", edge.admin());
+    let client = Client::new(
+        ListenerAddress::Plain(edge.admin()),
+        world.ca().root(),
+        world.log(),
+    );
+    let aborted = async || {
+        let metrics = client.get(&url).await.text();
+        metrics.contains(r#"egress_connections_total{outcome="aborted"} 1"#)
+    };
+    until("the edge serves the program", async || {
+        let metrics = client.get(&url).await.text();
+        metrics.contains("egress_open_connections 1")
+    })
+    .await;
+    assert!(!aborted().await);
+    wire.set_zero_linger().unwrap();
+    drop(wire);
+    until("the connection is counted as aborted", aborted).await;
 }

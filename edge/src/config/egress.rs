@@ -17,7 +17,7 @@ pub struct Egress {
     /// Proxy for any destination; disabled if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub proxy: Option<EgressProxy>,
-    /// Maximum number of open connections to these listeners together.
+    /// Maximum number of open connections to these listeners together. Each listener has an equal share, at least 1, so that the programs of one never take the connections of another.
     pub max_connections: usize,
 }
 

@@ -27,9 +27,9 @@ use causeway_tunnel::{
     copy::{self, CopyOutcome},
 };
 use gateway_link::{EgressError, GatewayLink};
-use std::{io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
+use std::{future::pending, io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
+    io::{AsyncRead, AsyncWrite, Interest},
     sync::Semaphore,
     time::sleep,
 };
@@ -44,7 +44,8 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Context of all listeners.
 struct EgressContext {
     link: Arc<GatewayLink>,
-    permits: Arc<Semaphore>,
+    /// Maximum number of open connections to each listener.
+    listener_limit: usize,
     context: Arc<TunnelContext>,
     refusal_throttle: LogThrottle,
 }
@@ -58,9 +59,7 @@ pub(crate) fn start(
     context.status.change_egress(|_| {});
     let egress = Arc::new(EgressContext {
         link: Arc::new(GatewayLink::new(context.clone(), tasks.clone())),
-        permits: Arc::new(Semaphore::new(
-            config.max_connections.min(Semaphore::MAX_PERMITS),
-        )),
+        listener_limit: listener_limit(config),
         context: context.clone(),
         refusal_throttle: LogThrottle::default(),
     });
@@ -79,6 +78,14 @@ pub(crate) fn start(
     }
 }
 
+/// Returns the maximum number of open connections to each listener: an equal share. So a listener that many programs can reach, such as
+/// the proxy or a listener for pods, never takes the connections of another one.
+fn listener_limit(config: &Egress) -> usize {
+    let listeners = config.listeners.len() + usize::from(config.proxy.is_some());
+    let share = config.max_connections / listeners.max(1);
+    share.clamp(1, Semaphore::MAX_PERMITS)
+}
+
 impl EgressContext {
     /// Binds an address, and serves its connections. Connections to a listener without a `target` are requests to the proxy.
     async fn run_listener(
@@ -94,15 +101,17 @@ impl EgressContext {
             let listener = EgressListenerStatus { listen: bound, to };
             status.listeners.push(listener);
         });
+        let permits = Arc::new(Semaphore::new(self.listener_limit));
         loop {
             let (socket, peer) = listener.accept().await;
-            let Ok(permit) = self.permits.clone().try_acquire_owned() else {
+            let Ok(permit) = permits.clone().try_acquire_owned() else {
                 self.context.metrics.count_egress(EgressOutcome::Limit);
                 socket.abort();
                 if let Some(times) = self.refusal_throttle.record() {
                     warn!(
                         times,
-                        "refused connections, because egress.max_connections is reached"
+                        limit = self.listener_limit,
+                        "refused connections, because this listener has its share of egress.max_connections"
                     );
                 }
                 continue;
@@ -137,7 +146,14 @@ impl EgressContext {
 
     async fn serve_fixed(&self, socket: Socket, target: &Target) {
         let guard = self.context.metrics.egress_guard();
-        match self.link.open(target).await {
+        let opened = tokio::select! {
+            opened = self.link.open(target) => opened,
+            () = wait_until_aborted(&socket) => {
+                guard.finish(EgressOutcome::Aborted);
+                return debug!("a program aborted its connection before it was open");
+            }
+        };
+        match opened {
             Ok(halves) => relay(socket, halves, guard).await,
             Err(error) => {
                 socket.abort();
@@ -179,6 +195,16 @@ impl EgressContext {
         if let Some(times) = self.refusal_throttle.record() {
             warn!(%target, times, reason = error.reason, why = error.detail, "cannot open connections for programs on this node");
         }
+    }
+}
+
+/// Waits until the program has aborted its connection. The end of its sending half alone is not an abort, because the program may wait
+/// for an answer.
+async fn wait_until_aborted(socket: &Socket) {
+    match socket.tcp() {
+        // The readiness is that of an error, or the socket is broken.
+        Some(tcp) => drop(tcp.ready(Interest::ERROR).await),
+        None => pending().await,
     }
 }
 
