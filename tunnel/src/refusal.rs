@@ -14,7 +14,7 @@ use tokio::{
 const SETTINGS: [u8; 9] = [0, 0, 0, 4, 0, 0, 0, 0, 0];
 /// Type of a GOAWAY frame (RFC 9113 §6.8).
 const GOAWAY: u8 = 7;
-/// Error code REFUSED_STREAM (RFC 9113 §7): no stream of the connection was processed.
+/// Error code `REFUSED_STREAM` (RFC 9113 §7): no stream of the connection was processed.
 const REFUSED_STREAM: u8 = 7;
 /// Maximum number of bytes of the reason.
 const MAX_REASON_BYTES: usize = 1024;
