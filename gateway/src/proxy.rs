@@ -58,7 +58,10 @@ use causeway_tunnel::{StreamKind, Target, headers, informational::ExchangeId};
 pub use context::{Proxy, ProxyState, StreamContext};
 use error_response::ErrorProtocol;
 use gateway_resources::GatewayResource;
-use http::{HeaderValue, Method, Request, Response, Version, header::EXPECT};
+use http::{
+    HeaderValue, Method, Request, Response, Version,
+    header::{AUTHORIZATION, EXPECT},
+};
 use http_body::Body;
 use hyper::body::Incoming;
 use listener::ClientConnection;
@@ -166,7 +169,7 @@ impl Proxy {
         }
         request::check(&request, self.request_limits())?;
         if let Some(resource) = GatewayResource::find(&request, &self.listener) {
-            let from = (&**connection, self.credential(&request));
+            let from = (&**connection, request.headers().get(AUTHORIZATION));
             return Box::pin(self.serve_resource(resource, from, record)).await;
         }
         let kind = request::stream_kind(&request, self.listener.protocol)?;

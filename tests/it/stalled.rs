@@ -584,7 +584,7 @@ async fn an_edge_with_all_streams_open_refuses_more_with_the_reason() {
     let mut session = testbed.tcp("bytes").await;
     goes_on(&mut session).await;
     let refused = testbed.client().get(URL).await;
-    assert_problem(&refused, 503, "limit_reached", "(limits.streams)");
+    assert_problem(&refused, 503, "node_limit_reached", "(limits.streams)");
     drop(session);
     until("a connection is free again", async || {
         testbed.client().get(URL).await.status == 200

@@ -1,7 +1,8 @@
 //! Resources of the gateway itself at `connect` listeners: the nodes that a client may reach, and the gateway's CAs.
 //!
-//! A `connect` listener serves no upstream by a path, so these paths hide none. A request with an authority in its target is meant
-//! for another host and is never served here. A client that the listener does not admit receives only the CAs, which are public.
+//! A `connect` listener serves no upstream by a path, so these paths hide none. A request for an `http://` target is meant for another
+//! host and is never served here. A request for an `https://` target is one to the gateway itself in HTTP/2, whose requests always
+//! contain scheme and authority (RFC 9113 §8.3.1); a proxy gets a CONNECT for such targets. A client that the listener does not admit receives only the CAs, which are public.
 
 use super::{
     Proxy,
@@ -19,7 +20,9 @@ use crate::{
 };
 use causeway_certs::NodeName;
 use causeway_tunnel::Target;
-use http::{HeaderValue, Method, Request, Response, StatusCode, header::CONTENT_TYPE};
+use http::{
+    HeaderValue, Method, Request, Response, StatusCode, Version, header::CONTENT_TYPE, uri::Scheme,
+};
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -43,9 +46,14 @@ pub(super) enum GatewayResource {
 impl GatewayResource {
     /// Returns the resource that a request asks for, if it asks for one.
     pub(super) fn find<B>(request: &Request<B>, listener: &Listener) -> Option<Self> {
+        let uri = request.uri();
+        let is_for_gateway = match request.version() {
+            Version::HTTP_2 => uri.scheme() == Some(&Scheme::HTTPS),
+            _ => uri.authority().is_none(),
+        };
         let is_own = listener.protocol == ListenerProtocol::Connect
             && request.method() == Method::GET
-            && request.uri().authority().is_none();
+            && is_for_gateway;
         match request.uri().path() {
             _ if !is_own => None,
             "/.well-known/causeway/nodes" => Some(Self::Nodes),

@@ -10,8 +10,6 @@
 mod rank;
 mod waiting;
 
-pub use waiting::WaitPermit;
-
 use crate::{
     state::directory::{Directory, HeldState, Peer, TunnelId, is_late},
     worker::{WorkerId, Workers},
@@ -35,7 +33,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 use tokio::{
-    sync::{Notify, Semaphore, broadcast, mpsc},
+    sync::{Notify, Semaphore, SemaphorePermit, broadcast, mpsc},
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
@@ -244,6 +242,15 @@ pub struct Registry {
     arrivals: Arc<AtomicU64>,
 }
 
+/// Maximum number of requests that wait for tunnels. Further requests are refused at once.
+const MAX_WAITING_REQUESTS: usize = 4096;
+
+/// Permit of one request to wait for tunnels.
+#[derive(Debug)]
+pub struct WaitPermit<'a>(
+    #[expect(dead_code, reason = "dropping it returns the permit")] SemaphorePermit<'a>,
+);
+
 /// Tunnel selected for one request.
 #[derive(Clone, Debug)]
 pub struct SelectedTunnel {
@@ -272,7 +279,7 @@ impl Registry {
             workers: workers.clone(),
             next_id: Arc::new(AtomicU64::new(1)),
             started_at: Instant::now(),
-            wait_permits: Arc::new(Semaphore::new(waiting::MAX_WAITING_REQUESTS)),
+            wait_permits: Arc::new(Semaphore::new(MAX_WAITING_REQUESTS)),
             drain_token: CancellationToken::new(),
             is_draining: Arc::default(),
             drain_expired: CancellationToken::new(),

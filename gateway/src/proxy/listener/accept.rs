@@ -5,6 +5,7 @@
 
 mod https;
 mod passthrough;
+mod refusal;
 
 use super::{ClientConnection, Listener, conn_io::ClientIo, http, proxy_protocol, tcp};
 use crate::{
@@ -233,7 +234,7 @@ impl ListenerConfig {
                 None => return,
             }
         } else if listener.protocol == ListenerProtocol::Passthrough {
-            match passthrough::read_client_hello(proxy, socket, &accepted).await {
+            match passthrough::read_client_hello(proxy, socket, (peer, original)).await {
                 Some((socket, hello)) => (socket, Start::Passthrough(hello)),
                 None => return,
             }

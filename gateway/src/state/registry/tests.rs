@@ -1,4 +1,3 @@
-use super::waiting::MAX_WAITING_REQUESTS;
 use super::*;
 use crate::state::directory::{PeerLink, PeerRefusal, REFUSAL_TIME};
 use causeway_rt::{socket::CountedIo, task::TaskGroup};

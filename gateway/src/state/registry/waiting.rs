@@ -1,18 +1,9 @@
 //! Requests that wait for a tunnel, and the drain of this gateway, which ends the waiting.
 
-use super::{NodeUnavailable, Registry, SelectedTunnel};
+use super::{MAX_WAITING_REQUESTS, NodeUnavailable, Registry, SelectedTunnel, WaitPermit};
 use causeway_certs::NodeName;
 use std::{pin::pin, sync::atomic::Ordering::Relaxed, time::Duration};
-use tokio::{sync::SemaphorePermit, time::timeout};
-
-/// Maximum number of requests that wait for tunnels. Further requests are refused at once.
-pub(super) const MAX_WAITING_REQUESTS: usize = 4096;
-
-/// Permit of one request to wait for tunnels.
-#[derive(Debug)]
-pub struct WaitPermit<'a>(
-    #[expect(dead_code, reason = "dropping it returns the permit")] SemaphorePermit<'a>,
-);
+use tokio::time::timeout;
 
 impl Registry {
     /// Selects a tunnel like [`Registry::select_tunnel`]. If the node's last tunnel ended less than `wait_limit` ago, waits for a

@@ -3,7 +3,10 @@
 //! After every handshake, resumed or not, the client's certificate is checked again. The checks are its presence if the listener
 //! requires one, its dates, its purpose, and the CA that issued it. An edge's certificate does not identify a client.
 
-use super::AcceptedSocket;
+use super::{
+    AcceptedSocket,
+    refusal::{first_byte, handshake_failed, log_refusal, refuse_name, refuse_plaintext},
+};
 use crate::{
     audit,
     config::{ListenerProtocol, Serial},
@@ -30,22 +33,9 @@ use rustls::{
     server::{Accepted, Acceptor},
 };
 use rustls_pki_types::UnixTime;
-use std::{sync::Arc, time::Duration};
-use tokio::io::AsyncWriteExt;
+use std::sync::Arc;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::{LazyConfigAcceptor, StartHandshake, server::TlsStream};
-
-/// Record with the fatal alert `unrecognized_name`. Alerts are plaintext until the keys are agreed on (RFC 8446, section 5.1).
-const UNRECOGNIZED_NAME: [u8; 7] = [21, 3, 3, 0, 2, 2, 112];
-/// Response to a request without TLS.
-const PLAINTEXT_REFUSED: &str = "HTTP/1.1 400 Bad Request\r\n\
-    Content-Type: text/plain; charset=utf-8\r\n\
-    Content-Length: 62\r\n\
-    Connection: close\r\n\
-    Proxy-Status: causeway; error=http_request_error; details=\"malformed: this listener speaks TLS\"\r\n\r\n\
-    This listener speaks TLS: the URL has to begin with https://.\n";
-/// Minimum time between two log lines about refusals at one listener.
-const LOG_INTERVAL: Duration = Duration::from_mins(1);
 
 /// ClientHello of a connection, and the time until which its handshake has to be finished.
 pub(super) struct ClientHello {
@@ -95,7 +85,7 @@ pub(super) async fn read_client_hello(
         handshake_failed(proxy, "unrecognized_name", &"no node has this server name");
         log_refusal(
             proxy,
-            accepted_socket,
+            accepted_socket.peer,
             (Some(&name), "UnrecognisedName"),
             "no certificate is issued for the server name that a client requested: no node has this name",
         );
@@ -121,28 +111,6 @@ fn is_unrecognized(proxy: &Proxy, server_name: &str, accepted_socket: &AcceptedS
     only_by_name
         && proxy.shared.nodes.pending_reason().is_none()
         && listener.tls.as_ref().is_some_and(lacks_certificate)
-}
-
-/// Returns the first byte that a client sends over TCP, without consuming it.
-pub(super) async fn first_byte(socket: &Socket) -> Option<u8> {
-    let mut first = [0];
-    let length = socket.tcp()?.peek(&mut first).await.ok()?;
-    (length > 0).then_some(first[0])
-}
-
-/// Answers a client that speaks HTTP to a TLS listener, so that its user sees a sentence instead of the bytes of an alert.
-pub(super) async fn refuse_plaintext(mut socket: Socket) {
-    if socket.write_all(PLAINTEXT_REFUSED.as_bytes()).await.is_ok() {
-        lingering_close::close(socket).await;
-    }
-}
-
-/// Ends a handshake with the alert `unrecognized_name` (RFC 6066, section 3). rustls would send `access_denied` if it has no
-/// certificate to present.
-pub(super) async fn refuse_name(mut socket: Socket) {
-    if socket.write_all(&UNRECOGNIZED_NAME).await.is_ok() {
-        lingering_close::close(socket).await;
-    }
 }
 
 /// Finishes the handshake, and answers when it is its turn. Returns `None` if it failed.
@@ -178,7 +146,7 @@ pub(super) async fn finish_handshake(
             {
                 log_refusal(
                     proxy,
-                    accepted_socket,
+                    accepted_socket.peer,
                     (server_name.as_deref(), alert.as_str().unwrap_or("unknown")),
                     "a client refuses the certificate of this listener: the client trusts another CA, uses a name that is not in the certificate, or has a wrong clock",
                 );
@@ -266,29 +234,4 @@ fn is_about_certificate(alert: AlertDescription) -> bool {
         alert,
         BadCertificate | CertificateExpired | CertificateUnknown | UnknownCA
     )
-}
-
-/// Logs why a client was refused a connection, at most once a minute per listener.
-pub(super) fn log_refusal(
-    proxy: &Proxy,
-    accepted_socket: &AcceptedSocket,
-    (server_name, alert): (Option<&str>, &str),
-    message: &'static str,
-) {
-    if let Some(count) = proxy
-        .listener
-        .tls_refusal_throttle
-        .record_within(LOG_INTERVAL)
-    {
-        let (listener, peer) = (&proxy.listener.name, accepted_socket.peer);
-        tracing::info!(listener, %peer, server_name, alert, count, "{message}");
-    }
-}
-
-pub(super) fn handshake_failed(proxy: &Proxy, why: &'static str, error: &dyn std::fmt::Display) {
-    proxy
-        .shared
-        .metrics
-        .handshake_failed(proxy.listener.protocol.as_str(), why);
-    tracing::debug!(listener = proxy.listener.name, why, %error, "a client's TLS handshake failed");
 }

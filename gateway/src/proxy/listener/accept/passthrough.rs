@@ -4,18 +4,17 @@
 //! rustls parses the ClientHello, which may be split into several records and segments. It need not be one that rustls itself would
 //! accept, except that it must have `signature_algorithms`, as every client of TLS 1.2 or later sends. With ECH the outer name counts.
 
-use super::{
-    AcceptedSocket,
-    https::{first_byte, handshake_failed, log_refusal, refuse_name, refuse_plaintext},
-};
+use super::refusal::{first_byte, handshake_failed, log_refusal, refuse_name, refuse_plaintext};
 use crate::proxy::{
     Proxy,
     route::{self, RouteInput},
 };
 use bytes::{Bytes, BytesMut};
-use causeway_rt::{lingering_close, read_limit::MAX_CLIENT_HELLO, socket::Socket};
+use causeway_rt::{
+    lingering_close, listener::RemoteAddr, read_limit::MAX_CLIENT_HELLO, socket::Socket,
+};
 use rustls::server::Acceptor;
-use std::io;
+use std::{io, net::SocketAddr};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     time::{Instant, timeout_at},
@@ -40,7 +39,7 @@ enum HelloError {
 pub(super) async fn read_client_hello(
     proxy: &Proxy,
     mut socket: Socket,
-    accepted: &AcceptedSocket,
+    (peer, original): (RemoteAddr, Option<SocketAddr>),
 ) -> Option<(Socket, PassthroughHello)> {
     let deadline = Instant::now() + proxy.shared.timeouts.tls;
     if let Ok(Some(b'A'..=b'Z')) = timeout_at(deadline, first_byte(&socket)).await {
@@ -66,11 +65,11 @@ pub(super) async fn read_client_hello(
             return None;
         }
     };
-    if is_unrecognized(proxy, &hello, accepted) {
+    if is_unrecognized(proxy, &hello, original) {
         handshake_failed(proxy, "unrecognized_name", &"no node has this server name");
         log_refusal(
             proxy,
-            accepted,
+            peer,
             (hello.server_name.as_deref(), "UnrecognisedName"),
             "the server name of a client names no node, or the client sent none and this listener has no default node",
         );
@@ -81,11 +80,11 @@ pub(super) async fn read_client_hello(
 }
 
 /// Whether the nodes are known, and neither the server name nor this listener names one of them.
-fn is_unrecognized(proxy: &Proxy, hello: &PassthroughHello, accepted: &AcceptedSocket) -> bool {
+fn is_unrecognized(proxy: &Proxy, hello: &PassthroughHello, original: Option<SocketAddr>) -> bool {
     let server_name = hello.server_name.as_deref();
     let input = RouteInput {
         sni: server_name,
-        original: accepted.original,
+        original,
         fixed: proxy.listener.fixed_node(server_name),
         ..RouteInput::default()
     };
