@@ -46,6 +46,8 @@ pub struct EdgeSideConfig {
     pub bulk_threshold: u64,
     /// Budget of the unread bytes of all tunnels of this process.
     pub memory_budget: Arc<buffered::MemoryBudget>,
+    /// Whether thousands of resets are ordinary, as those of a gateway, whose clients abort. Otherwise the limits of h2 apply.
+    pub permits_many_resets: bool,
 }
 
 impl Default for EdgeSideConfig {
@@ -57,6 +59,7 @@ impl Default for EdgeSideConfig {
             round_trip: Duration::ZERO,
             bulk_threshold: load::BULK_BYTES,
             memory_budget: Arc::default(),
+            permits_many_resets: true,
         }
     }
 }
@@ -185,15 +188,19 @@ where
 {
     let window = flow_control::window_size(config.round_trip, 1, config.budget);
     let cork = Cork::new(io);
-    let handshake = h2::server::Builder::new()
+    let mut builder = h2::server::Builder::new();
+    if config.permits_many_resets {
+        builder
+            .max_concurrent_reset_streams(wire::MAX_RESETS)
+            .max_pending_accept_reset_streams(wire::MAX_RESETS)
+            .max_local_error_reset_streams(None);
+    }
+    let handshake = builder
         .initial_window_size(window)
         .initial_connection_window_size(wire::CONNECTION_WINDOW)
         .max_frame_size(wire::MAX_FRAME)
         .max_header_list_size(wire::MAX_HEADER_LIST)
         .max_concurrent_streams(config.max_streams)
-        .max_concurrent_reset_streams(wire::MAX_RESETS)
-        .max_pending_accept_reset_streams(wire::MAX_RESETS)
-        .max_local_error_reset_streams(None)
         .data_frame_budget(wire::DATA_FRAME_BUDGET)
         .enable_connect_protocol()
         .handshake(cork.clone());

@@ -12,6 +12,9 @@ use causeway_config::{ByteSize, ConfigErrors, Specified, host_port};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashSet};
 
+/// Minimum of `bytes_per_second`. Below it, one chunk of a connection would take longer than the timeouts of its peers.
+const MIN_BYTES_PER_SECOND: usize = 10_000;
+
 /// Connections that edges open: which nodes may connect to which destinations.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -76,7 +79,7 @@ pub struct EgressTargets {
 pub struct EgressLimits {
     /// Open connections of one node.
     pub connections: usize,
-    /// Bytes per second of one node, in both directions together. 0 is no limit.
+    /// Bytes per second of one node at this gateway, in both directions together. 0 is no limit.
     #[serde(with = "ByteSize")]
     pub bytes_per_second: usize,
 }
@@ -167,6 +170,11 @@ impl Egress {
             self.check_targets(&format!("{path}.to"), &rule.to, faults);
         }
         faults.check_at_least_one("egress.limits", &[("connections", self.limits.connections)]);
+        if (1..MIN_BYTES_PER_SECOND).contains(&self.limits.bytes_per_second) {
+            let message =
+                "would stop connections for minutes; use at least 10kB, or 0 for no limit";
+            faults.add("egress.limits.bytes_per_second", message);
+        }
     }
 
     fn check_targets(&self, path: &str, to: &EgressTargets, faults: &mut ConfigErrors) {

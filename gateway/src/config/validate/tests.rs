@@ -743,4 +743,6 @@ fn faults_of_egress_rules_name_their_keys() {
     one_fault(address, "egress.destinations.api", "HOST:PORT");
     let nothing = json!({ "egress": { "limits": { "connections": 0 } } });
     one_fault(nothing, "egress.limits.connections", "at least 1");
+    let slow = json!({ "egress": { "limits": { "bytes_per_second": 9_999 } } });
+    one_fault(slow, "egress.limits.bytes_per_second", "at least 10kB");
 }

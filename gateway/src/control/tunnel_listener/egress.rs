@@ -11,12 +11,14 @@ use super::{
 };
 use crate::{
     control::eligibility::{rejection_reason, untrusted_reason},
+    error::Reason,
     state::registry::EdgeCertificate,
     worker::WorkerId,
 };
 use causeway_certs::NodeName;
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
+    control_frame_limit::ControlFrameLimiter,
     edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream},
     liveness::KeepaliveConfig,
     refusal,
@@ -26,7 +28,7 @@ use tokio::{
     io::{AsyncRead, AsyncWrite},
     time::interval,
 };
-use tracing::{debug, info, info_span};
+use tracing::{debug, info, info_span, warn};
 
 /// Interval of checks whether the edge is still admitted, and whether a gateway that drains still needs the connection.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -35,6 +37,9 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const UNREAD_BYTES: usize = 1 << 20;
 /// Maximum number of concurrent streams of one connection. The limit of a node's connections is in the configuration.
 const MAX_STREAMS: u32 = 10_000;
+/// Number of streams that an edge may open at once on one connection, and for each further [`CHECK_INTERVAL`].
+const MAX_BURST: u32 = 2_000;
+const STREAMS_PER_CHECK: u32 = 200;
 
 impl HandshakeContext {
     /// Serves an edge that opens streams, until the connection ends, the edge is rejected, or this gateway drains and no stream is
@@ -81,9 +86,13 @@ impl HandshakeContext {
             max_streams: MAX_STREAMS,
             round_trip,
             memory_budget: admission.memory_budget.clone(),
+            permits_many_resets: false,
             ..EdgeSideConfig::default()
         };
         let traffic = io.get_ref().0.traffic();
+        let io = ControlFrameLimiter::new(io, || {
+            warn!(%node, "{node} sent too many control frames on its egress connection, which ends");
+        });
         match edge_side::accept(io, traffic, config).await {
             Ok(connection) => {
                 let drain = admission.registry.drain_started();
@@ -113,6 +122,30 @@ impl TunnelListener {
     }
 }
 
+/// Number of streams that an edge may open on one connection. Each costs a task and a line of the access log, even if it is reset at
+/// once.
+struct StreamAllowance(u32);
+
+impl Default for StreamAllowance {
+    fn default() -> Self {
+        Self(MAX_BURST)
+    }
+}
+
+impl StreamAllowance {
+    /// Whether one more stream may be opened now.
+    fn take(&mut self) -> bool {
+        let left = self.0.checked_sub(1);
+        self.0 = left.unwrap_or_default();
+        left.is_some()
+    }
+
+    /// Adds the streams of one [`CHECK_INTERVAL`].
+    fn refill(&mut self) {
+        self.0 = MAX_BURST.min(self.0 + STREAMS_PER_CHECK);
+    }
+}
+
 async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
     mut connection: EdgeSide<S>,
     serve_stream: &ServeStreamFn,
@@ -122,10 +155,15 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
     let mut drain = std::pin::pin!(drain);
     let streams = TaskGroup::default();
     let mut check = interval(CHECK_INTERVAL);
+    let mut allowance = StreamAllowance::default();
     let mut is_draining = false;
     loop {
         tokio::select! {
             next = connection.next_stream() => match next {
+                Ok(IncomingStream::Stream(request)) if !allowance.take() => {
+                    let detail = format!("{node} opens connections too fast");
+                    request.responder.reject_forwarded(Reason::LimitReached.word(), &detail);
+                }
                 Ok(IncomingStream::Stream(request)) => {
                     let span = info_span!("egress", %node, target = %request.target);
                     streams.spawn(span, serve_stream(*request));
@@ -137,6 +175,7 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
             },
             () = drain.as_mut(), if !is_draining => is_draining = true,
             _ = check.tick() => {
+                allowance.refill();
                 if let Some(why) = rejection() {
                     return info!(%node, why, "closing the egress connection of {node}");
                 }
@@ -145,5 +184,25 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_edge_opens_a_burst_of_streams_and_then_so_many_for_each_check() {
+        let mut allowance = StreamAllowance::default();
+        let mut opened = || (0..10_000).filter(|_| allowance.take()).count();
+        assert_eq!(opened(), 2_000);
+        assert_eq!(opened(), 0);
+        allowance.refill();
+        let mut opened = || (0..10_000).filter(|_| allowance.take()).count();
+        assert_eq!(opened(), 200);
+        for _ in 0..100 {
+            allowance.refill();
+        }
+        assert_eq!((0..10_000).filter(|_| allowance.take()).count(), 2_000);
     }
 }
