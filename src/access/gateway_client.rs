@@ -397,17 +397,21 @@ async fn read_refusal(response: Response<Incoming>) -> Refusal {
     parse_refusal(status, &body)
 }
 
+/// Returns the start of a text without control characters, which could change what a terminal shows.
+fn visible(text: &str) -> String {
+    let visible = text.trim().chars().filter(|each| !each.is_control());
+    visible.take(MAX_ERROR_CHARS).collect()
+}
+
 fn parse_refusal(status: StatusCode, body: &[u8]) -> Refusal {
     if let Ok(problem) = serde_json::from_slice::<Problem>(body) {
         return Refusal {
             status,
             reason: problem.reason,
-            detail: problem.detail,
+            detail: visible(&problem.detail),
         };
     }
-    let text = String::from_utf8_lossy(body);
-    let visible = text.trim().chars().filter(|each| !each.is_control());
-    let text: String = visible.take(MAX_ERROR_CHARS).collect();
+    let text = visible(&String::from_utf8_lossy(body));
     let detail = match (status, text.is_empty()) {
         (_, true) => format!("the gateway answered {status}"),
         // A gateway with `errors: kubernetes` sends only the sentence.

@@ -41,7 +41,7 @@ pub(crate) struct ProfileArg {
 
 #[derive(Debug, Args)]
 pub(crate) struct Login {
-    /// Address of a connect listener of the gateway, HOST[:PORT]; the default port is 443
+    /// Address of a connect listener of the gateway, HOST or HOST:PORT; the default port is 443
     #[arg(value_name = "ADDRESS")]
     pub(crate) address: String,
     /// Name of the profile

@@ -71,14 +71,23 @@ pub(super) async fn listen(address: SocketAddr) -> anyhow::Result<(TcpListener, 
     Ok((listener, local))
 }
 
-/// Runs a future that does not end until the process receives SIGINT or SIGTERM. Dropping it resets its connections.
+/// Runs a future that does not end until the process receives SIGINT or SIGTERM, or its terminal is closed. Dropping it resets its
+/// connections.
 pub(super) async fn until_signal(future: impl Future) -> anyhow::Result<()> {
     let mut signals = Signals::listen()?;
     let stop = signals.stop.clone();
+    let hangup = signals.hangup.take();
+    let hung_up = async {
+        match hangup {
+            Some(mut hangup) => drop(hangup.recv().await),
+            None => std::future::pending().await,
+        }
+    };
     let running = async {
         tokio::select! {
             _ = future => {}
             () = stop.cancelled() => {}
+            () = hung_up => {}
         }
     };
     signals.run(running).await;

@@ -72,9 +72,14 @@ fn credential_source(args: &Login) -> anyhow::Result<CredentialSource> {
         } else if args.token_command.is_empty() {
             CredentialSource::Anonymous
         } else {
-            CredentialSource::TokenCommand {
-                command: args.token_command.clone(),
+            let mut command = args.token_command.clone();
+            // A relative path would be another program in another directory.
+            if let Some(program) = command.first_mut().filter(|program| program.contains('/')) {
+                let path = absolute(Path::new(program.as_str()))?;
+                let path = path.into_os_string().into_string();
+                *program = path.map_err(|path| anyhow!("{} is not UTF-8", path.display()))?;
             }
+            CredentialSource::TokenCommand { command }
         },
     )
 }
@@ -106,7 +111,7 @@ async fn test(profile: &Profile, args: &Login) -> anyhow::Result<String> {
     let gateway = &profile.gateway;
     match nodes::fetch(&client).await {
         Ok(list) => Ok(format!(
-            "logged in to {gateway} as {}; you may reach {} nodes",
+            "logged in to {gateway} as {}; nodes that you may reach: {}",
             list.client,
             list.nodes.len()
         )),
@@ -120,14 +125,14 @@ async fn test(profile: &Profile, args: &Login) -> anyhow::Result<String> {
             )
         }
         Err(error) if error.is_unknown_issuer() && args.ca.is_none() && args.ca_pin.is_none() => {
-            Err(unknown_issuer(&client, args).await)
+            Err(unknown_issuer(&client).await)
         }
         Err(error) => Err(error.into()),
     }
 }
 
-/// Returns the error for a gateway that the user has to verify once. It has the command that does so.
-async fn unknown_issuer(client: &GatewayClient, args: &Login) -> anyhow::Error {
+/// Returns the error for a gateway that the user has to verify once. It names the flag that does so.
+async fn unknown_issuer(client: &GatewayClient) -> anyhow::Error {
     let gateway = client.gateway();
     let remedy = "give its CA with --ca FILE (ca.pem in the data directory of the gateway), or the fingerprint of the CA with --ca-pin";
     let fetched = client.unverified_ca().await.ok();
@@ -141,8 +146,7 @@ async fn unknown_issuer(client: &GatewayClient, args: &Login) -> anyhow::Error {
     anyhow!(
         "the certificate of {gateway} is not issued by a CA that this system trusts. Its CA has the fingerprint sha256:{fingerprint}. \
          Compare this fingerprint with the one that the operator of the gateway gives you (openssl x509 -noout -fingerprint -sha256 -in ca.pem). \
-         If they are equal, run the command again with: causeway login {} --ca-pin sha256:{fingerprint}",
-        args.address
+         If they are equal, run the same command again with this flag before the others: --ca-pin sha256:{fingerprint}"
     )
 }
 

@@ -5,6 +5,8 @@ use std::process::Command;
 
 use anyhow::{Context, bail};
 
+use causeway_certs::NodeName;
+
 use super::nodes;
 use crate::access::profile::ProfileDirectory;
 use crate::cli::{Ssh, SshConfig};
@@ -48,8 +50,14 @@ pub(crate) async fn print_config(args: SshConfig) -> anyhow::Result<()> {
     let (profile, hosts) = if args.nodes.is_empty() {
         let (profile, client) = nodes::open_client(&args.profile)?;
         let list = nodes::fetch(&client).await?;
-        let hosts: Vec<_> = list.nodes.into_iter().map(|row| row.node).collect();
-        (profile, hosts)
+        let hosts = list.nodes.into_iter().map(|row| row.node);
+        // A name such as `*` would send the user's connections to all other hosts to this gateway.
+        let hosts = hosts.map(|host| NodeName::parse(&host).map(|_| host));
+        let hosts: Result<Vec<_>, _> = hosts.collect();
+        (
+            profile,
+            hosts.context("the gateway listed an invalid name")?,
+        )
     } else {
         let directory = ProfileDirectory::of_user()?;
         let (profile, _) = directory.select(args.profile.profile.as_deref())?;

@@ -98,7 +98,10 @@ impl Laptop {
         let login = login.args([Path::new("--cert"), &certificate]);
         let done = login.args([Path::new("--key"), &key]).run().await.ok();
         let said = done.text();
-        assert!(said.contains("as tester; you may reach 1 nodes"), "{said}");
+        assert!(
+            said.contains("as tester; nodes that you may reach: 1"),
+            "{said}"
+        );
     }
 }
 
@@ -148,7 +151,7 @@ async fn login_stores_a_tested_profile_that_is_private() {
 }
 
 #[tokio::test]
-async fn an_unknown_ca_is_pinned_by_the_command_that_login_prints() {
+async fn an_unknown_ca_is_pinned_by_the_flag_that_login_prints() {
     let (app, _serving) = mirror().await;
     let laptop = Laptop::before_login(Laptop::build(), app).await;
     let token = laptop.world.write("");

@@ -180,6 +180,15 @@ impl Proxy {
             if index % NODES_PER_TURN == NODES_PER_TURN - 1 {
                 tokio::task::yield_now().await;
             }
+            // A listener for one node refuses all others.
+            if self
+                .listener
+                .node
+                .as_ref()
+                .is_some_and(|only| *only != node)
+            {
+                continue;
+            }
             let reported = ports.remove(&node).unwrap_or_default();
             let may_reach = |port: &u16| self.may_connect(connection, client, (&node, *port));
             let data = self.shared.nodes.get(&node).unwrap_or_default();

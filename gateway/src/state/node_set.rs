@@ -136,7 +136,7 @@ impl NodeSet {
     }
 
     /// Returns the members that are probably connected. In a large set, those that have connected during the last
-    /// [`SEARCH_INTERVAL`] may be missing.
+    /// `SEARCH_INTERVAL` may be missing.
     pub fn connected_members(&self, nodes: &Nodes, registry: &Registry) -> Arc<[NodeName]> {
         match &*self.connected.load() {
             Some(found)
