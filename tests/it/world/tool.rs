@@ -189,6 +189,12 @@ impl Tool {
         for variable in PROXY_VARIABLES {
             command.env_remove(variable);
         }
+        // Variables of the test run, about which the binary would warn.
+        for (variable, _) in env::vars_os() {
+            if variable.as_encoded_bytes().starts_with(b"CAUSEWAY_") {
+                command.env_remove(variable);
+            }
+        }
         command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
