@@ -259,7 +259,7 @@ fn a_listener_without_tls_stays_in_the_private_networks_that_it_names() {
     for network in [
         "0.0.0.0/0",
         "10.0.0.0/7",
-        "172.16.0.0/11",
+        "172.0.0.0/11",
         "::/0",
         "192.0.2.0/24",
     ] {
