@@ -341,8 +341,16 @@ mod tests {
 
     #[tokio::test]
     async fn own_addresses_are_dialled_and_foreign_ones_never() {
-        // Not 127.0.0.1, so it counts as an ordinary address of this machine.
-        let app = TcpListener::bind("127.0.0.2:0").await.unwrap();
+        // Not 127.0.0.1, so it counts as an ordinary address of this machine. A socket that does not listen keeps the same port of
+        // 127.0.0.1 from other tests.
+        let (app, _reserved) = loop {
+            let app = TcpListener::bind("127.0.0.2:0").await.unwrap();
+            let port = app.local_addr().unwrap().port();
+            let reserved = tokio::net::TcpSocket::new_v4().unwrap();
+            if reserved.bind(([127, 0, 0, 1], port).into()).is_ok() {
+                break (app, reserved);
+            }
+        };
         let port = app.local_addr().unwrap().port();
         let tcp = dialled(port, "127.0.0.2").await.unwrap();
         assert_eq!(tcp.peer_addr().unwrap(), app.local_addr().unwrap());
