@@ -112,8 +112,9 @@ async fn tcp_connections_reach_the_members_that_are_left() {
     assert_eq!(nodes_behind(&world, "pool").await, set(&NODES[2..]));
     site.kill(&world, 2).await;
     assert_eq!(nodes_behind(&world, "pool").await, set(&[""]));
-    let outcomes = world.metrics().await.outcomes("pool", "node_not_connected");
-    assert_eq!(outcomes, 9);
+    // A session is counted after its reset is sent.
+    let counted = async || world.metrics().await.outcomes("pool", "node_not_connected") == 9;
+    until("refused sessions are counted", counted).await;
     site.edges[1].start().await.unwrap();
     world.until_tunnels(NODES[1], 1).await;
     assert_eq!(nodes_behind(&world, "labels").await, set(&NODES[1..2]));
@@ -347,8 +348,8 @@ async fn a_client_at_its_limit_does_not_wait_for_a_set() {
     let mut sessions = FuturesUnordered::from_iter(sessions);
     // One of them is refused at once, and the other one waits.
     assert_eq!(sessions.next().await.unwrap(), "");
-    let outcomes = world.metrics().await.outcomes("pool", "limit_reached");
-    assert_eq!(outcomes, 1);
+    let counted = async || world.metrics().await.outcomes("pool", "limit_reached") == 1;
+    until("the refused session is counted", counted).await;
     edge.start().await.unwrap();
     assert_eq!(sessions.next().await.unwrap(), "here");
 }

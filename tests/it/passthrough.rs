@@ -7,6 +7,7 @@ use crate::world::{
     edge::Edge,
     gateway::anonymous,
     tool::{Tool, need},
+    until,
 };
 use causeway_certs::LeafCertificate;
 use causeway_gateway::{
@@ -127,8 +128,8 @@ async fn a_node_that_the_policy_excludes_and_clients_without_tls_are_refused() {
     let (output, code) = site.get("named", "closed", true).await;
     assert_eq!(code, Some(35), "{output}");
     assert_eq!(site.apps[2].connections(), 0);
-    let outcomes = site.world.metrics().await.outcomes("named", "forbidden");
-    assert_eq!(outcomes, 1);
+    let counted = async || site.world.metrics().await.outcomes("named", "forbidden") == 1;
+    until("the refused session is counted", counted).await;
     let url = format!("http://{}/", site.world.listener("named"));
     let plain = Tool::curl().args([url]).run().await;
     assert!(
