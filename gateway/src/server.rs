@@ -213,8 +213,6 @@ pub struct Bound {
     servers: ControlServers,
     reloader: Reloader,
     readiness: Readiness,
-    /// Cancelled when listeners and connections have to finish.
-    end_token: CancellationToken,
 }
 
 /// Workers that this gateway started itself, and that end with it.
@@ -511,7 +509,7 @@ impl Bound {
                 () = stopped => {}
             }
             tokens.drain.cancel();
-            let progress = (&self.readiness, &self.end_token, &successor);
+            let progress = (&self.readiness, &successor);
             drain_streams(&self.shared, &self.tasks, &parts.listeners, progress).await
         };
         let ((), cut_streams) = tokio::join!(release, draining);
@@ -556,8 +554,9 @@ async fn drain_streams(
     shared: &ProxyState,
     streams: &TaskGroup,
     listeners: &Listeners,
-    (readiness, end_token, successor): (&Readiness, &CancellationToken, &Successor),
+    (readiness, successor): (&Readiness, &Successor),
 ) -> usize {
+    let close = CancellationToken::new();
     let grace = shared.timeouts.drain;
     let clients = || shared.limits.open_connections();
     let edges = drain::drain(
@@ -565,7 +564,7 @@ async fn drain_streams(
         &shared.metrics,
         readiness,
         drain::DrainListeners {
-            close: end_token,
+            close: &close,
             clients: &clients,
             successor: successor.clone(),
         },
@@ -573,7 +572,7 @@ async fn drain_streams(
     );
     // Before streams are cut, so that their records say why.
     let streams = streams.drain_with(grace, || shared.registry.expire_drain());
-    let (cut_streams, (), ()) = tokio::join!(streams, edges, listeners.retire());
+    let (cut_streams, (), ()) = tokio::join!(streams, edges, listeners.retire(&close));
     cut_streams
 }
 

@@ -45,6 +45,7 @@ mod replicas;
 mod request_targets;
 mod requests;
 mod revocation;
+mod rolling_restart;
 mod sessions;
 mod takeover;
 

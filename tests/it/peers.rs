@@ -184,6 +184,7 @@ pub(crate) async fn status(site: &GatewayProcess) -> ExitedProcess {
         .ok()
 }
 
+/// Regression case of gravitational/teleport#59555: streams to nodes of other gateways failed although the tunnels were open.
 #[tokio::test]
 async fn each_kind_of_stream_reaches_a_node_of_another_gateway() {
     let app = app().await;

@@ -240,6 +240,7 @@ async fn a_client_cannot_say_the_target_in_our_own_words() {
     assert_eq!(other.requests(), 0);
 }
 
+/// Regression case of envoyproxy/envoy#41536: a request that another worker accepts than the one with the tunnel.
 #[tokio::test]
 async fn only_routes_known_from_the_host_alone_cross_workers() {
     let listener = anonymous("plain", ListenerProtocol::Http);

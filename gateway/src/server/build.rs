@@ -120,7 +120,6 @@ pub(super) fn bind_gateway(gateway: Gateway) -> Result<Bound, BindError> {
         servers,
         reloader,
         readiness,
-        end_token: ending,
     })
 }
 

@@ -147,6 +147,17 @@ impl ActiveListener {
             Err(error) => tracing::error!(listener, %error, "this listener cannot be served"),
         }
     }
+
+    /// Closes the socket. The workers close its last handles, after they have emptied the queue of clients.
+    fn close(self) -> (ListenerSource, Arc<Listener>) {
+        drop(self.socket);
+        self.listener_socket.close();
+        if let config::ListenAddr::Unix(path) = &self.source.listener.listen {
+            // Fails if the task of the listener has already removed the file.
+            let _ = std::fs::remove_file(path);
+        }
+        (self.source, self.listener)
+    }
 }
 
 /// Listener that a reload has removed, and that has open streams.
@@ -318,10 +329,10 @@ impl Listeners {
         standing.listeners.iter().for_each(ActiveListener::open);
     }
 
-    /// Waits until all listeners have to finish, and closes their sockets. New clients are then refused at once and do not wait.
-    /// Reloads still change the rules for the open streams.
-    pub(super) async fn retire(&self) {
-        self.end_token.cancelled().await;
+    /// Waits for `close`, and closes all sockets. New clients are then refused at once and do not wait. Reloads still change the
+    /// rules for the open streams.
+    pub(super) async fn retire(&self, close: &CancellationToken) {
+        close.cancelled().await;
         let mut standing = self.standing();
         standing.is_draining = true;
         let listeners = std::mem::take(&mut standing.listeners);
@@ -331,6 +342,9 @@ impl Listeners {
                 listener: Arc::downgrade(&closed.listener),
                 source: closed.source,
             }));
+        drop(standing);
+        // The workers close the last handles of the sockets, after they have emptied the queues.
+        self.end_token.cancel();
     }
 
     /// Reads and builds everything that `listeners` require, and binds new sockets. A gateway that has closed its listeners opens
@@ -588,16 +602,12 @@ impl ListenerUpdate<'_> {
             if let Some(moved) = listeners.find(|moved| moved.source.listener.name == *name) {
                 let _ = stand.listener.successor.set(moved.listener.clone());
             }
-            stand.listener_socket.close();
-            if let config::ListenAddr::Unix(path) = &stand.source.listener.listen {
-                // Fails if the task of the listener has already removed the file.
-                let _ = std::fs::remove_file(path);
-            }
-            diff.closed.push(stand.source.listener.name.clone());
-            if stand.listener.successor.get().is_none() {
+            let (source, listener) = stand.close();
+            diff.closed.push(source.listener.name.clone());
+            if listener.successor.get().is_none() {
                 self.active.removed.push(Removed {
-                    listener: Arc::downgrade(&stand.listener),
-                    source: stand.source,
+                    listener: Arc::downgrade(&listener),
+                    source,
                 });
             }
         }

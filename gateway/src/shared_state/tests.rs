@@ -356,6 +356,7 @@ async fn a_token_is_spent_once_at_all_gateways() {
     assert_eq!(records[0].used.len(), 2);
 }
 
+/// Regression case of kubeedge/kubeedge#4925: replicas that create the same object at once.
 #[tokio::test]
 async fn a_new_node_joins_once_and_the_first_pin_counts() {
     let world = world();

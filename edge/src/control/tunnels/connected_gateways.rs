@@ -618,6 +618,8 @@ mod tests {
         lease
     }
 
+    /// Regression case of kubernetes-sigs/apiserver-network-proxy#739: a gateway that announces an old, lower count during a rolling
+    /// update does not lower the count.
     #[test]
     fn the_highest_reported_gateway_count_is_wanted_up_to_64() {
         let reached = ConnectedGateways::default();

@@ -1,0 +1,330 @@
+//! A rolling restart of three gateways behind a balancer for their clients, under requests and with open sessions.
+//!
+//! Real processes. With `CAUSEWAY_TEST_FULL=1` there are a thousand requests each second instead of a hundred.
+
+use crate::{
+    peers::peers_of,
+    world::{
+        PATIENCE,
+        app::{App, answer},
+        client::{Client, ListenerAddress, Wire, exchange, whole},
+        process::{GatewayProcess, Process, causeway},
+        tool::{Running, Tool, full, need},
+        until,
+    },
+};
+use futures_util::{StreamExt, future::join_all, stream};
+use hyper::Request;
+use std::{
+    cell::{Cell, RefCell},
+    fmt::Write,
+    fs, io,
+    net::{Ipv4Addr, SocketAddr, TcpListener},
+    path::Path,
+    time::Duration,
+};
+use tempfile::TempDir;
+use tokio::{
+    io::AsyncWriteExt,
+    time::{Instant, MissedTickBehavior, interval, sleep, timeout},
+};
+
+const GATEWAYS: u8 = 3;
+const NODES: [&str; 6] = ["edge-1", "edge-2", "edge-3", "edge-4", "edge-5", "edge-6"];
+const SESSIONS: usize = 200;
+/// `timeouts.drain`.
+const DRAIN: Duration = Duration::from_secs(5);
+/// Number of the balancer's address.
+const BALANCER: u8 = 100;
+
+fn address(number: u8, port: u16) -> SocketAddr {
+    (Ipv4Addr::new(127, 53, 24, number), port).into()
+}
+
+/// Returns ports that are free at all addresses.
+fn free_ports() -> [u16; 3] {
+    let sockets = [(); 3].map(|()| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).unwrap());
+    sockets.map(|socket| socket.local_addr().unwrap().port())
+}
+
+/// The gateways, their edges, and a client of the balancer.
+struct Fleet {
+    gateways: Vec<GatewayProcess>,
+    client: Client,
+    _edges: Vec<Process>,
+    _balancer: (Running, TempDir),
+}
+
+impl Fleet {
+    async fn start(app: &App) -> Self {
+        let [tunnels, clients, admin] = free_ports();
+        let peers: Vec<_> = (1..=GATEWAYS)
+            .map(|number| format!("\"{}\"", address(number, tunnels)))
+            .collect();
+        let configuration = |number| {
+            format!(
+                "listeners: [{{ name: web, protocol: http, listen: \"{}\", port: 9100, anonymous: true }}]\n\
+                 peers: {{ addresses: [{}] }}\n\
+                 timeouts: {{ drain: {DRAIN:?} }}\n",
+                address(number, clients),
+                peers.join(", ")
+            )
+        };
+        let mut gateways: Vec<GatewayProcess> = Vec::new();
+        for number in 1..=GATEWAYS {
+            let tunnel = address(number, tunnels).to_string();
+            let configuration = configuration(number);
+            let gateway = match gateways.first() {
+                Some(first) => first.replica_with(&tunnel, &configuration).await,
+                None => start_with_nodes(&tunnel, &configuration, app).await,
+            };
+            let file = gateway.path("gateway.yaml");
+            let change = |_: &Path| {
+                let text = fs::read_to_string(&file).unwrap();
+                let listen = format!("admin: {{ listen: \"{}\"", address(number, admin));
+                let text = text.replace("admin: { listen: \"127.0.0.1:0\"", &listen);
+                fs::write(&file, text).unwrap();
+            };
+            gateways.push(gateway.restart(change).await);
+        }
+        for gateway in &gateways {
+            until_synchronized(gateway).await;
+        }
+        let edges = edges(&gateways, app).await;
+        let balancer = balancer(clients, admin);
+        let client = gateways[0].nobody_at(ListenerAddress::Plain(address(BALANCER, clients)));
+        until("the balancer serves", async || {
+            client.wire("", &[]).await.is_ok()
+        })
+        .await;
+        Self {
+            gateways,
+            client,
+            _edges: edges,
+            _balancer: balancer,
+        }
+    }
+}
+
+/// Starts the first gateway, which has seen the nodes join.
+async fn start_with_nodes(tunnel: &str, configuration: &str, app: &App) -> GatewayProcess {
+    let first = GatewayProcess::listening(tunnel, configuration).await;
+    for node in NODES {
+        first.join(node, app.port()).await.stop().await.ok();
+    }
+    first
+}
+
+/// Starts an edge for each node, with tunnels to two gateways.
+async fn edges(gateways: &[GatewayProcess], app: &App) -> Vec<Process> {
+    let addresses: Vec<_> = gateways.iter().map(|site| site.tunnel.as_str()).collect();
+    let starts = NODES.map(|node| {
+        let edge = causeway("edge --admin-listen 127.0.0.1:0 --tunnels-gateways 2")
+            .flag("--gateways", addresses.join(","))
+            .flag("--data-dir", gateways[0].edge_data(node))
+            .flag(
+                "--ports",
+                format!("{{9100: {{target: \"127.0.0.1:{}\"}}}}", app.port()),
+            );
+        async {
+            let mut edge = edge.start();
+            edge.wait_for_line("tunnel registered").await;
+            edge
+        }
+    });
+    join_all(starts).await
+}
+
+/// Starts a balancer that connects clients to each gateway which reports that it is ready, as a Service does.
+fn balancer(clients: u16, admin: u16) -> (Running, TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("haproxy.cfg");
+    let mut text = format!(
+        "defaults\n mode tcp\n timeout connect 2s\n timeout client 1h\n timeout server 1h\n timeout check 10s\n option redispatch 1\n\
+         listen gateways\n bind {}\n balance roundrobin\n option httpchk GET /readyz\n\
+         default-server check inter 100ms fall 1 rise 1\n",
+        address(BALANCER, clients)
+    );
+    for number in 1..=GATEWAYS {
+        let (to, check) = (address(number, clients), address(number, admin));
+        writeln!(
+            text,
+            " server g{number} {to} addr {} port {admin}",
+            check.ip()
+        )
+        .unwrap();
+    }
+    fs::write(&file, text).unwrap();
+    let haproxy = Tool::new("haproxy").args(["-db".as_ref(), "-f".as_ref(), file.as_os_str()]);
+    (haproxy.start(), folder)
+}
+
+/// Waits as a rollout does before it restarts the next gateway.
+async fn until_synchronized(gateway: &GatewayProcess) {
+    until("the gateway and its peers are connected", async || {
+        let peers = peers_of(gateway).await;
+        peers.len() == usize::from(GATEWAYS) - 1
+            && peers.iter().all(|peer| peer["synchronized"] == true)
+    })
+    .await;
+}
+
+/// Progress of the restart, and results of the clients.
+#[derive(Default)]
+struct Run {
+    is_over: Cell<bool>,
+    /// Times of the signals to the gateways.
+    drains: RefCell<Vec<Instant>>,
+    answered: Cell<usize>,
+    failed: RefCell<Vec<String>>,
+    open_sessions: Cell<usize>,
+    /// Sessions that ended after the drain time of a gateway.
+    ended_sessions: Cell<usize>,
+}
+
+impl Run {
+    fn fail(&self, error: &str) {
+        let since = self
+            .drains
+            .borrow()
+            .iter()
+            .map(Instant::elapsed)
+            .collect::<Vec<_>>();
+        self.failed
+            .borrow_mut()
+            .push(format!("{error}, after signals {since:?} ago"));
+    }
+
+    /// Sends this many requests each second, each on a connection of its own.
+    async fn requests(&self, client: &Client, rate: u32) {
+        let mut tick = interval(Duration::from_secs(1) / rate);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Burst);
+        let nodes = NODES.into_iter().cycle();
+        let requests = stream::unfold((tick, nodes), |(mut tick, mut nodes)| async {
+            tick.tick().await;
+            let request = self.request(client, nodes.next()?);
+            (!self.is_over.get()).then_some((request, (tick, nodes)))
+        });
+        requests.buffer_unordered(500).collect::<()>().await;
+    }
+
+    async fn request(&self, client: &Client, node: &str) {
+        let request = Request::get(format!("http://{node}:9100/")).body(whole(""));
+        let answer = timeout(PATIENCE, client.try_send(request.unwrap())).await;
+        match answer {
+            Ok(Ok(answer)) if answer.status == 200 => self.answered.set(self.answered.get() + 1),
+            Ok(Ok(answer)) => self.fail(&format!("{node}: {answer}")),
+            Ok(Err(error)) => self.fail(&format!("{node}: {error}")),
+            Err(_) => self.fail(&format!("{node}: no answer")),
+        }
+    }
+
+    /// Keeps a session open, and begins another one whenever it ends.
+    async fn session(&self, client: &Client, node: &str) {
+        while !self.is_over.get() {
+            let mut session = match open_session(client, node).await {
+                Ok(session) => session,
+                Err(error) => return self.fail(&format!("session with {node}: {error}")),
+            };
+            self.open_sessions.set(self.open_sessions.get() + 1);
+            while !self.is_over.get() && is_echoed(&mut *session).await {
+                sleep(Duration::from_millis(200)).await;
+            }
+            self.open_sessions.set(self.open_sessions.get() - 1);
+            if self.is_over.get() {
+                return;
+            }
+            let drained = |signal: &Instant| signal.elapsed() >= DRAIN;
+            if !self.drains.borrow().last().is_some_and(drained) {
+                return self.fail(&format!("the session with {node} ended too early"));
+            }
+            self.ended_sessions.set(self.ended_sessions.get() + 1);
+        }
+    }
+
+    /// Restarts each gateway, and waits for it before the next one.
+    async fn restart(&self, gateways: Vec<GatewayProcess>) -> Vec<GatewayProcess> {
+        let mut restarted = Vec::new();
+        for gateway in gateways {
+            until("all sessions are open", async || {
+                self.open_sessions.get() == SESSIONS || !self.failed.borrow().is_empty()
+            })
+            .await;
+            self.drains.borrow_mut().push(Instant::now());
+            gateway.gateway.signal("TERM").await;
+            let gateway = gateway.start_again().await;
+            until_synchronized(&gateway).await;
+            restarted.push(gateway);
+        }
+        self.is_over.set(true);
+        restarted
+    }
+}
+
+async fn open_session(client: &Client, node: &str) -> Result<Box<dyn Wire>, String> {
+    let mut session = client
+        .wire("", &[])
+        .await
+        .map_err(|error| error.to_string())?;
+    let head = format!(
+        "GET /session HTTP/1.1\r\nHost: {node}:9100\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    );
+    let answer = exchange(&mut *session, &head).await;
+    let is_switched = answer.starts_with("HTTP/1.1 101 ");
+    is_switched.then_some(session).ok_or(answer)
+}
+
+/// Whether bytes still pass in both directions. Panics if other bytes arrive than were sent.
+async fn is_echoed(session: &mut dyn Wire) -> bool {
+    let echo = async {
+        session.write_all(b"still here").await?;
+        let mut echoed = [0; 10];
+        tokio::io::AsyncReadExt::read_exact(session, &mut echoed).await?;
+        assert_eq!(&echoed, b"still here");
+        io::Result::Ok(())
+    };
+    timeout(PATIENCE, echo)
+        .await
+        .is_ok_and(|echoed| echoed.is_ok())
+}
+
+#[tokio::test]
+async fn a_rolling_restart_fails_no_request_and_gives_sessions_the_drain_time() {
+    need!("haproxy");
+    let app = App::http(|head| match head.path().as_str() {
+        "/session" => answer::switch("websocket", b""),
+        _ => answer::ok("here"),
+    })
+    .await;
+    let Fleet {
+        gateways,
+        client,
+        _edges,
+        _balancer,
+    } = Box::pin(Fleet::start(&app)).await;
+    let (run, began) = (Run::default(), Instant::now());
+    let rate = if full() { 1_000 } else { 100 };
+    let sessions = NODES.into_iter().cycle().take(SESSIONS);
+    let sessions = join_all(sessions.map(|node| run.session(&client, node)));
+    let (_gateways, (), _) =
+        tokio::join!(run.restart(gateways), run.requests(&client, rate), sessions);
+    let (answered, took) = (run.answered.get(), began.elapsed());
+    println!(
+        "{answered} requests in {took:?}, {} sessions ended after their drain time",
+        run.ended_sessions.get()
+    );
+    let failed = run.failed.borrow();
+    assert!(
+        failed.is_empty(),
+        "{} failed, for example {:#?}",
+        failed.len(),
+        &failed[..failed.len().min(5)]
+    );
+    assert!(answered > 500, "{answered}");
+    // Each session was at a gateway that was restarted.
+    assert!(
+        run.ended_sessions.get() >= SESSIONS,
+        "{}",
+        run.ended_sessions.get()
+    );
+}
