@@ -11,22 +11,22 @@ use std::time::Duration;
 use anyhow::Context as _;
 use causeway_certs::verify::NoServerVerification;
 use causeway_config::host_port;
-use causeway_rt::socket::{PrefixedStream, ResetOnClose, set_tcp_options};
+use causeway_rt::socket::{PrefixedStream, ResetOnClose, set_client_tcp_options};
 use causeway_rt::task::TaskGroup;
 use causeway_rt::{forward, resolve};
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::client::conn::http1;
-use hyper::header::{AUTHORIZATION, HOST, HeaderValue, USER_AGENT};
+use hyper::header::{AUTHORIZATION, HOST, HeaderName, HeaderValue, USER_AGENT};
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
-use rustls::pki_types::ServerName;
+use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{AlertDescription, CertificateError, ClientConfig, RootCertStore};
 use serde::Deserialize;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::Mutex;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tracing::debug_span;
@@ -47,6 +47,12 @@ const CA_PATH: &str = "/.well-known/causeway/ca.pem";
 const MAX_CA_BYTES: usize = 256 * 1024;
 /// Maximum size of another response: a list of 20,000 nodes has about 4 MiB.
 const MAX_RESPONSE_BYTES: usize = 64 * 1024 * 1024;
+/// Field with the reason of an error (RFC 9209).
+const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
+/// Reason of a gateway that refuses a credential, or requires one.
+const UNAUTHENTICATED: &str = "unauthenticated";
+/// Reason of a gateway for a node that is away.
+const NOT_CONNECTED: &str = "node_not_connected";
 /// Maximum number of characters of an error that is not in JSON.
 const MAX_ERROR_CHARS: usize = 512;
 
@@ -97,8 +103,35 @@ impl RequestError {
     /// Whether a later attempt may succeed although the user changes nothing.
     pub(crate) fn is_temporary(&self) -> bool {
         match self {
-            Self::Refused(refusal) => refusal.status == StatusCode::SERVICE_UNAVAILABLE,
+            Self::Refused(refusal) => {
+                refusal.status == StatusCode::SERVICE_UNAVAILABLE || refusal.reason == NOT_CONNECTED
+            }
             Self::Unreachable(error) => find_tls_error(error).is_none(),
+            Self::Credential(_) => false,
+        }
+    }
+
+    /// Whether the credential is the reason.
+    fn is_credential_refusal(&self) -> bool {
+        match self {
+            Self::Refused(refusal) => {
+                // A proxy answers 407 where another server answers 401, and a listener for Kubernetes 502.
+                let is_challenge = matches!(
+                    refusal.status,
+                    StatusCode::UNAUTHORIZED | StatusCode::PROXY_AUTHENTICATION_REQUIRED
+                );
+                is_challenge || refusal.reason == UNAUTHENTICATED
+            }
+            Self::Unreachable(error) => matches!(
+                find_tls_error(error),
+                Some(rustls::Error::AlertReceived(
+                    AlertDescription::CertificateExpired
+                        | AlertDescription::CertificateRevoked
+                        | AlertDescription::CertificateUnknown
+                        | AlertDescription::BadCertificate
+                        | AlertDescription::UnknownCA
+                ))
+            ),
             Self::Credential(_) => false,
         }
     }
@@ -144,8 +177,15 @@ pub(crate) struct GatewayClient {
     host: String,
     port: u16,
     roots: Arc<RootCertStore>,
-    /// Credential that a command has printed.
-    cached: Mutex<Option<Arc<Credential>>>,
+    cache: Mutex<CredentialCache>,
+}
+
+/// Result of the last command that printed a credential.
+#[derive(Default)]
+struct CredentialCache {
+    credential: Option<Arc<Credential>>,
+    /// Time and text of a failure. It is also the result for those who waited for the command.
+    failure: Option<(Instant, String)>,
 }
 
 impl GatewayClient {
@@ -159,7 +199,7 @@ impl GatewayClient {
             host: host.to_owned(),
             port,
             roots: Arc::new(trusted_roots(profile.ca.as_deref())?),
-            cached: Mutex::default(),
+            cache: Mutex::default(),
             profile,
         })
     }
@@ -220,15 +260,60 @@ impl GatewayClient {
         String::from_utf8(body.into()).context("the gateway sent no CA")
     }
 
-    /// Sends a request, and returns the response if it is a success.
+    /// Returns the certificate of these that verifies the gateway, if one does.
+    pub(crate) async fn issuer_among(
+        &self,
+        certificates: Vec<CertificateDer<'static>>,
+    ) -> Option<CertificateDer<'static>> {
+        for certificate in certificates {
+            let mut roots = RootCertStore::empty();
+            let config = ClientConfig::builder();
+            if roots.add(certificate.clone()).is_ok()
+                && let config = config.with_root_certificates(roots).with_no_client_auth()
+                && self.dial(config).await.is_ok()
+            {
+                return Some(certificate);
+            }
+        }
+        None
+    }
+
+    /// Runs the command of the credential if its last result cannot be used any more.
+    ///
+    /// # Errors
+    /// If there is no usable credential.
+    pub(crate) async fn prepare_credential(&self) -> Result<(), RequestError> {
+        self.credential().await.map(drop)
+    }
+
+    /// Sends a request, and returns the response if it is a success. If the gateway refuses a credential of an earlier command, the
+    /// command runs again.
     async fn request(
         &self,
         method: Method,
         target: &str,
     ) -> Result<(Response<Incoming>, TaskGroup), RequestError> {
-        let credential = self.credential().await?;
-        let request = self.build_request((method, target), &credential)?;
-        let config = self.tls_config(&credential)?;
+        let (credential, is_new) = self.credential().await?;
+        match self.send((&method, target), &credential).await {
+            Err(error) if error.is_credential_refusal() => {
+                self.forget(&credential).await;
+                if is_new {
+                    return Err(error);
+                }
+            }
+            result => return result,
+        }
+        let (credential, _) = self.credential().await?;
+        self.send((&method, target), &credential).await
+    }
+
+    async fn send(
+        &self,
+        (method, target): (&Method, &str),
+        credential: &Credential,
+    ) -> Result<(Response<Incoming>, TaskGroup), RequestError> {
+        let request = self.build_request((method.clone(), target), credential)?;
+        let config = self.tls_config(credential)?;
         let io = self.dial(config).await.map_err(RequestError::Unreachable)?;
         self.exchange(io, request).await
     }
@@ -253,13 +338,6 @@ impl GatewayClient {
             .map_err(|error| self.broken(error.into()))?;
         if response.status().is_success() {
             return Ok((response, tasks));
-        }
-        // A proxy answers 407 where another server answers 401.
-        if matches!(
-            response.status(),
-            StatusCode::UNAUTHORIZED | StatusCode::PROXY_AUTHENTICATION_REQUIRED
-        ) {
-            self.cached.lock().await.take();
         }
         Err(RequestError::Refused(read_refusal(response).await))
     }
@@ -292,18 +370,33 @@ impl GatewayClient {
         Ok(request)
     }
 
-    async fn credential(&self) -> Result<Arc<Credential>, RequestError> {
-        let source = &self.profile.credential;
-        let mut cached = self.cached.lock().await;
-        if let Some(credential) = cached.as_ref().filter(|cached| cached.is_current()) {
-            return Ok(credential.clone());
+    /// Returns the credential, and whether it has been loaded for this call.
+    async fn credential(&self) -> Result<(Arc<Credential>, bool), RequestError> {
+        let (source, began) = (&self.profile.credential, Instant::now());
+        let mut cache = self.cache.lock().await;
+        if let Some(credential) = cache.credential.as_ref().filter(|kept| kept.is_current()) {
+            return Ok((credential.clone(), false));
         }
-        let credential = source.load().await.map_err(RequestError::Credential)?;
-        let credential = Arc::new(credential);
-        if source.is_cacheable() {
-            *cached = Some(credential.clone());
+        if let Some((_, text)) = cache.failure.as_ref().filter(|(at, _)| *at >= began) {
+            return Err(RequestError::Credential(anyhow::Error::msg(text.clone())));
         }
-        Ok(credential)
+        match source.load().await {
+            Ok(credential) => {
+                let credential = Arc::new(credential);
+                cache.credential = source.is_cacheable().then(|| credential.clone());
+                Ok((credential, true))
+            }
+            Err(error) => {
+                cache.failure = Some((Instant::now(), explain(&error)));
+                Err(RequestError::Credential(error))
+            }
+        }
+    }
+
+    /// Removes a refused credential, unless another one has replaced it.
+    async fn forget(&self, refused: &Arc<Credential>) {
+        let mut cache = self.cache.lock().await;
+        cache.credential.take_if(|kept| Arc::ptr_eq(kept, refused));
     }
 
     fn tls_config(&self, credential: &Credential) -> Result<ClientConfig, RequestError> {
@@ -324,7 +417,7 @@ impl GatewayClient {
                 .with_context(|| format!("{:?} is not a valid host name", self.host))?;
             let addresses = resolve(&self.host, self.port).await?;
             let tcp = TcpStream::connect(addresses.as_slice()).await?;
-            set_tcp_options(&tcp);
+            set_client_tcp_options(&tcp);
             let tls = TlsConnector::from(Arc::new(config)).connect(name, tcp);
             tls.await.map_err(|error| self.explain_tls(error))
         };
@@ -389,12 +482,25 @@ struct Problem {
 
 async fn read_refusal(response: Response<Incoming>) -> Refusal {
     let status = response.status();
+    let word = response
+        .headers()
+        .get(PROXY_STATUS)
+        .and_then(|value| proxy_status_word(value.to_str().ok()?))
+        .unwrap_or_default()
+        .to_owned();
     let body = Limited::new(response.into_body(), MAX_ERROR_BYTES).collect();
     let body = match timeout(RESPONSE_TIMEOUT, body).await {
         Ok(Ok(body)) => body.to_bytes(),
         _ => Bytes::new(),
     };
-    parse_refusal(status, &body)
+    parse_refusal((status, word), &body)
+}
+
+/// Returns the word of the reason in a gateway's `Proxy-Status` (RFC 9209), which has it in every form of errors:
+/// `causeway; error=KIND; details="WORD: DETAIL"`.
+fn proxy_status_word(value: &str) -> Option<&str> {
+    let (_, details) = value.split_once("details=\"")?;
+    Some(details.split_once(':')?.0)
 }
 
 /// Returns the start of a text without control characters, which could change what a terminal shows.
@@ -403,7 +509,7 @@ fn visible(text: &str) -> String {
     visible.take(MAX_ERROR_CHARS).collect()
 }
 
-fn parse_refusal(status: StatusCode, body: &[u8]) -> Refusal {
+fn parse_refusal((status, word): (StatusCode, String), body: &[u8]) -> Refusal {
     if let Ok(problem) = serde_json::from_slice::<Problem>(body) {
         return Refusal {
             status,
@@ -420,7 +526,7 @@ fn parse_refusal(status: StatusCode, body: &[u8]) -> Refusal {
     };
     Refusal {
         status,
-        reason: String::new(),
+        reason: word,
         detail,
     }
 }
@@ -428,12 +534,14 @@ fn parse_refusal(status: StatusCode, body: &[u8]) -> Refusal {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::access::credential::CredentialSource;
+    use futures_util::future::join_all;
 
     #[test]
     fn a_refusal_has_the_gateways_own_sentence() {
         let away = StatusCode::SERVICE_UNAVAILABLE;
         let body = br#"{"title": "x", "reason": "node_not_connected", "detail": "edge-1 is away"}"#;
-        let refusal = parse_refusal(away, body);
+        let refusal = parse_refusal((away, String::new()), body);
         assert_eq!(refusal.reason, "node_not_connected");
         let error = RequestError::Refused(refusal);
         assert_eq!(error.to_string(), "edge-1 is away");
@@ -442,7 +550,7 @@ mod tests {
 
     #[test]
     fn a_refusal_in_another_form_is_shown_without_control_characters() {
-        let shown = |status, body: &[u8]| parse_refusal(status, body).detail;
+        let shown = |status, body: &[u8]| parse_refusal((status, String::new()), body).detail;
         assert_eq!(
             shown(StatusCode::BAD_GATEWAY, b"edge-1 is away\n"),
             "edge-1 is away"
@@ -451,5 +559,43 @@ mod tests {
         assert_eq!(html, "the gateway answered 404 Not Found: <html>[2J");
         let empty = shown(StatusCode::FORBIDDEN, b"");
         assert_eq!(empty, "the gateway answered 403 Forbidden");
+    }
+
+    #[tokio::test]
+    async fn a_failed_command_is_not_run_again_for_those_who_waited_for_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let runs = folder.path().join("runs");
+        let script = format!("echo run >>'{}'; exit 1", runs.display());
+        let client = GatewayClient::new(Profile {
+            gateway: "gateway.test:443".into(),
+            ca: None,
+            credential: CredentialSource::TokenCommand {
+                command: ["sh", "-c", &script].map(str::to_owned).to_vec(),
+            },
+        })
+        .unwrap();
+        for count in 1..=2 {
+            let results = join_all([(); 5].map(|()| client.prepare_credential())).await;
+            for result in results {
+                let error = result.unwrap_err().to_string();
+                assert!(error.contains("exit status: 1"), "{error}");
+            }
+            let text = std::fs::read_to_string(&runs).unwrap();
+            assert_eq!(text.lines().count(), count);
+        }
+    }
+
+    #[test]
+    fn the_reason_is_known_from_proxy_status_if_the_body_has_none() {
+        let status = r#"causeway; error=destination_unavailable; details="node_not_connected: edge-1: is away""#;
+        let word = proxy_status_word(status).unwrap();
+        assert_eq!(word, NOT_CONNECTED);
+        let refusal = parse_refusal(
+            (StatusCode::BAD_GATEWAY, word.to_owned()),
+            b"edge-1 is away\n",
+        );
+        assert_eq!(refusal.detail, "edge-1 is away");
+        assert!(RequestError::Refused(refusal).is_temporary());
+        assert_eq!(proxy_status_word("other"), None);
     }
 }

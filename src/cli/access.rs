@@ -45,8 +45,13 @@ pub(crate) struct Login {
     #[arg(value_name = "ADDRESS")]
     pub(crate) address: String,
     /// Name of the profile
-    #[arg(long, value_name = "PROFILE", default_value = "default")]
-    pub(crate) name: String,
+    #[arg(
+        long,
+        value_name = "NAME",
+        env = "CAUSEWAY_PROFILE",
+        default_value = "default"
+    )]
+    pub(crate) profile: String,
     /// CA certificates (PEM) that verify the gateway, such as its ca.pem; copied to the profile. The system's CAs if absent
     #[arg(long, value_name = "FILE")]
     pub(crate) ca: Option<PathBuf>,
@@ -117,7 +122,7 @@ pub(crate) struct Forward {
     /// Local address; other machines can connect if it is not a loopback address
     #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
     pub(crate) address: std::net::IpAddr,
-    /// Time that a new connection waits for a node that is away
+    /// Time that a new connection waits for a node that is away; 0s: one attempt
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = humantime::parse_duration)]
     pub(crate) wait: Duration,
     /// Print each event as a line of JSON

@@ -20,7 +20,7 @@ const DEFAULT_PORT: u16 = 443;
 /// Runs the command.
 pub(crate) async fn run(args: Login) -> anyhow::Result<()> {
     let directory = ProfileDirectory::of_user()?;
-    directory.path(&args.name)?;
+    directory.path(&args.profile)?;
     let mut profile = Profile {
         gateway: with_port(&args.address)?,
         ca: read_ca(args.ca.as_deref())?,
@@ -30,10 +30,10 @@ pub(crate) async fn run(args: Login) -> anyhow::Result<()> {
         profile.ca = Some(fetch_pinned_ca(&profile, pin).await?);
     }
     let message = test(&profile, &args).await?;
-    let path = directory.save(&args.name, &profile)?;
+    let path = directory.save(&args.profile, &profile)?;
     outln!("{message}; stored as {}", path.display())?;
-    if args.name != DEFAULT_NAME {
-        outln!("use it with --profile {}", args.name)?;
+    if args.profile != DEFAULT_NAME {
+        outln!("select it with --profile {}", args.profile)?;
     }
     Ok(())
 }
@@ -124,28 +124,31 @@ async fn test(profile: &Profile, args: &Login) -> anyhow::Result<String> {
                 refusal.detail
             )
         }
-        Err(error) if error.is_unknown_issuer() && args.ca.is_none() && args.ca_pin.is_none() => {
-            Err(unknown_issuer(&client).await)
-        }
+        Err(error) if error.is_unknown_issuer() => Err(unknown_issuer(&client, args).await),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Returns the error for a gateway that the user has to verify once. It names the flag that does so.
-async fn unknown_issuer(client: &GatewayClient) -> anyhow::Error {
+/// Returns the error for a gateway whose CA is not trusted. It names the flag that pins the CA.
+async fn unknown_issuer(client: &GatewayClient, args: &Login) -> anyhow::Error {
     let gateway = client.gateway();
     let remedy = "give its CA with --ca FILE (ca.pem in the data directory of the gateway), or the fingerprint of the CA with --ca-pin";
     let fetched = client.unverified_ca().await.ok();
     let certificates = fetched.and_then(|text| parse_certificates(&text).ok());
-    let Some(root) = certificates.and_then(|all| all.into_iter().next()) else {
-        return anyhow!(
-            "the certificate of {gateway} is not issued by a CA that this system trusts; {remedy}"
-        );
+    // With an imported chain, the gateway has a CA for edges and another one for this listener.
+    let issuer = client.issuer_among(certificates.unwrap_or_default()).await;
+    let trust = if args.ca.is_some() || args.ca_pin.is_some() {
+        "the CA that you gave"
+    } else {
+        "a CA that this system trusts"
     };
-    let fingerprint = Fingerprint::of_certificate(&root);
+    let Some(issuer) = issuer else {
+        return anyhow!("the certificate of {gateway} is not issued by {trust}; {remedy}");
+    };
+    let fingerprint = Fingerprint::of_certificate(&issuer);
     anyhow!(
-        "the certificate of {gateway} is not issued by a CA that this system trusts. Its CA has the fingerprint sha256:{fingerprint}. \
-         Compare this fingerprint with the one that the operator of the gateway gives you (openssl x509 -noout -fingerprint -sha256 -in ca.pem). \
+        "the certificate of {gateway} is not issued by {trust}. Its CA has the fingerprint sha256:{fingerprint}. \
+         Compare this fingerprint with the one that the operator of the gateway gives you (openssl x509 -noout -fingerprint -sha256 -in FILE). \
          If they are equal, run the same command again with this flag before the others: --ca-pin sha256:{fingerprint}"
     )
 }

@@ -3,11 +3,14 @@
 //!
 //! openssl makes the company's certificates, with subject names as in directories; clients are curl.
 
-use crate::world::{
-    app::App,
-    process::{ExitedProcess, GatewayProcess, causeway},
-    tool::{Tool, ToolOutput, need},
-    until,
+use crate::{
+    laptop::command,
+    world::{
+        app::App,
+        process::{ExitedProcess, GatewayProcess, causeway},
+        tool::{Tool, ToolOutput, need},
+        until,
+    },
 };
 use std::{
     fs,
@@ -223,6 +226,44 @@ async fn a_chain_that_is_removed_leaves_clients_with_our_own_root() {
     all(&site, &[&own, &keep(&site, "after.pem")]).await;
     untrusted(&site, &root).await;
     assert!(remove().await.contains("nothing changes"));
+}
+
+#[tokio::test]
+async fn login_names_the_root_of_an_imported_chain() {
+    need!("openssl");
+    let company = CompanyCa::create().await;
+    let listener = "listeners: [{ name: laptops, protocol: connect, listen: \"127.0.0.1:0\", names: [127.0.0.1] }]";
+    let mut site = GatewayProcess::with_listeners(listener).await;
+    let data = site.data();
+    let chain = company.sign(&data, "chain", "100").await;
+    import(&data, &chain).await.ok();
+    site.gateway
+        .wait_for_line("certificates below an imported chain")
+        .await;
+    let login = async |flags: &str| {
+        let login = command(
+            &site.path("home"),
+            &format!("login {} {flags}", site.listener),
+        );
+        let login = login.args([Path::new("--cert"), &site.path("alice.pem")]);
+        let login = login.args([Path::new("--key"), &site.path("alice-key.pem")]);
+        login.run().await
+    };
+    let root = fs::read_to_string(company.path("Root.sha256")).unwrap();
+    let own = Tool::new("openssl").args("x509 -noout -fingerprint -sha256 -in".split(' '));
+    let own = own
+        .args([site.data().join("ca.pem")])
+        .run()
+        .await
+        .ok()
+        .text();
+    let own = own.trim().split('=').nth(1).unwrap().to_owned();
+    for flags in [String::new(), format!("--ca-pin {own}")] {
+        let refused = login(&flags).await;
+        let pin = format!("--ca-pin sha256:{root}");
+        assert!(refused.stderr.contains(&pin), "{}", refused.stderr);
+    }
+    login(&format!("--ca-pin sha256:{root}")).await.ok();
 }
 
 #[tokio::test]

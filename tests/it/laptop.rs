@@ -11,12 +11,12 @@ use crate::world::{
 use causeway_certs::Fingerprint;
 use causeway_edge::config::Protocol;
 use causeway_gateway::{
-    config::{ListenerProtocol, policy},
+    config::{ErrorFormat, ListenerProtocol, policy},
     state::{Policy, PolicyWriter},
 };
 use serde_json::json;
 use std::{
-    fs,
+    fs, io,
     net::SocketAddr,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
@@ -105,10 +105,20 @@ impl Laptop {
     }
 }
 
-fn command(home: &Path, line: &str) -> Tool {
+pub(crate) fn command(home: &Path, line: &str) -> Tool {
     Tool::new(binary())
         .env("XDG_CONFIG_HOME", home)
         .args(line.split_whitespace())
+}
+
+/// Sends a text over a connection to a local port. Returns the answer.
+async fn exchange(local: SocketAddr, text: &str) -> io::Result<String> {
+    let mut program = TcpStream::connect(local).await?;
+    program.write_all(text.as_bytes()).await?;
+    program.shutdown().await?;
+    let mut answer = String::new();
+    program.read_to_string(&mut answer).await?;
+    Ok(answer)
 }
 
 /// The address in the line of a command that has opened a local port.
@@ -139,7 +149,7 @@ async fn login_stores_a_tested_profile_that_is_private() {
         "{table}"
     );
 
-    let refused = laptop.causeway(&format!("login {} --name other --ca", laptop.address()));
+    let refused = laptop.causeway(&format!("login {} --profile other --ca", laptop.address()));
     let refused = refused.args([laptop.world.root_path()]).run().await;
     assert_eq!(refused.status.code(), Some(1));
     assert!(
@@ -203,6 +213,35 @@ async fn a_token_of_a_command_identifies_the_user() {
     assert_eq!(failed.status.code(), Some(1));
     for part in ["not logged in", "exit status: 1"] {
         assert!(failed.stderr.contains(part), "{}", failed.stderr);
+    }
+}
+
+#[tokio::test]
+async fn a_command_runs_again_when_the_gateway_refuses_its_last_token() {
+    for errors in [ErrorFormat::Problem, ErrorFormat::Kubernetes] {
+        let mut connect = listener("laptops", ListenerProtocol::Connect);
+        let build = World::build();
+        let (first, tokens) = (build.token("bea"), build.tokens());
+        let only_first = fs::read_to_string(&tokens).unwrap();
+        let second = build.token("cleo");
+        let both = fs::read_to_string(&tokens).unwrap();
+        connect.client_auth.tokens = Some(tokens.clone());
+        connect.errors = errors;
+        let (app, _serving) = mirror().await;
+        let mut laptop = Laptop::before_login(build.listener(connect), app).await;
+        let script = laptop.world.write(&format!("echo {first}"));
+        let login = laptop.causeway(&format!("login {} --ca", laptop.address()));
+        let login = login.args([laptop.world.root_path()]);
+        let login = login.args(["--token-command", "sh"]).args([&script]);
+        login.run().await.ok();
+        let mut forward = laptop.causeway("forward edge-1 :9100 --json").start();
+        let local = opened(&mut forward).await;
+        assert_eq!(exchange(local, "one").await.unwrap(), "one");
+
+        fs::write(&script, format!("echo {second}")).unwrap();
+        fs::write(&tokens, both.strip_prefix(&only_first).unwrap()).unwrap();
+        laptop.world.reload(|_| {}).unwrap();
+        assert_eq!(exchange(local, "two").await.unwrap(), "two", "{errors:?}");
     }
 }
 
@@ -323,14 +362,11 @@ async fn a_killed_gateway_is_an_error_at_both_ends_and_never_an_end() {
         "{failed:?}"
     );
     let error = program.read(&mut half).await.unwrap_err();
-    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
     for mut peer in sides {
         let mut rest = Vec::new();
         let ended = peer.read_to_end(&mut rest).await;
-        assert_eq!(
-            ended.unwrap_err().kind(),
-            std::io::ErrorKind::ConnectionReset
-        );
+        assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
     }
 }
 
@@ -342,15 +378,7 @@ async fn forward_keeps_its_ports_while_the_node_is_away() {
     let line = "forward edge-1 :9100 :9101 --wait 1s --json";
     let mut forward = command(&home, line).start();
     let [served, refused] = [opened(&mut forward).await, opened(&mut forward).await];
-    let exchange = async |text: &str| {
-        let mut program = TcpStream::connect(served).await.unwrap();
-        program.write_all(text.as_bytes()).await?;
-        program.shutdown().await?;
-        let mut answer = String::new();
-        program.read_to_string(&mut answer).await?;
-        Ok::<_, std::io::Error>(answer)
-    };
-    assert_eq!(exchange("one").await.unwrap(), "one");
+    assert_eq!(exchange(served, "one").await.unwrap(), "one");
     assert_eq!(forward.json().await["event"], "connection");
 
     let mut program = TcpStream::connect(refused).await.unwrap();
@@ -361,15 +389,15 @@ async fn forward_keeps_its_ports_while_the_node_is_away() {
 
     edge.stop().await;
     world.until_tunnels("edge-1", 0).await;
-    let error = exchange("two").await.unwrap_err();
-    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+    let error = exchange(served, "two").await.unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
     let event = forward.json().await;
     assert!(
         event["reason"].as_str().unwrap().contains("not connected"),
         "{event}"
     );
     Box::pin(edge.start()).await.unwrap();
-    assert_eq!(exchange("three").await.unwrap(), "three");
+    assert_eq!(exchange(served, "three").await.unwrap(), "three");
 }
 
 #[tokio::test]
