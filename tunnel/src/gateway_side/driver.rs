@@ -108,7 +108,7 @@ where
         config,
         stream_window: window,
         last_resize: Instant::now(),
-        last_ping: Instant::now(),
+        last_probe: Instant::now(),
         buffer_monitor,
         grant_backoff: GrantBackoff::default(),
         pending_frame: PendingControlFrame::Idle,
@@ -145,8 +145,8 @@ pub struct ConnectionDriver<S: AsyncRead + AsyncWrite + Unpin> {
     config: GatewaySideConfig,
     stream_window: u32,
     last_resize: Instant,
-    /// Time of the last PING.
-    last_ping: Instant,
+    /// Time of the last PING, or of the last SETTINGS in its place.
+    last_probe: Instant,
     buffer_monitor: BufferMonitor,
     grant_backoff: GrantBackoff,
     pending_frame: PendingControlFrame,
@@ -230,7 +230,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             let probe_requested = self.shared.probe_requested.swap(false, Relaxed);
             // A tunnel may be stuck although single bytes arrive; only the response to a PING proves progress.
             let streams = self.shared.load.open_streams() > CONTROL_STREAMS;
-            let next_probe = self.last_ping + self.config.keepalive.probe_after;
+            let next_probe = self.last_probe + self.config.keepalive.probe_after;
             let force_probe = self.pending_frame != PendingControlFrame::WindowGrant
                 && (probe_requested || (streams && next_probe <= now));
             let action = self.keepalive.check(now, (read, written), force_probe);
@@ -271,12 +271,19 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             // The response to a turn is equivalent to a PING.
             PendingControlFrame::Ping(_) | PendingControlFrame::WindowGrant => false,
             // A quiet peer has sent everything, including its acknowledgement.
-            PendingControlFrame::Settings if !is_quiet => self.set_window(self.stream_window),
+            PendingControlFrame::Settings if !is_quiet => {
+                let sent = self.set_window(self.stream_window);
+                if sent {
+                    // The acknowledgement is a byte read. Without this, each acknowledgement would cause the next probe.
+                    self.last_probe = now;
+                }
+                sent
+            }
             PendingControlFrame::Idle | PendingControlFrame::Settings => {
                 let sent = self.ping_pong.send_ping(Ping::opaque()).is_ok();
                 if sent {
                     self.pending_frame = PendingControlFrame::Ping(now);
-                    self.last_ping = now;
+                    self.last_probe = now;
                     self.shared.record_ping();
                 }
                 sent

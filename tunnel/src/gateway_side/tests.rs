@@ -6,6 +6,7 @@ mod heads;
 use super::*;
 use crate::{
     body::pump,
+    control_frame_limit::ControlFrameLimiter,
     control_stream::{ControlStreamError, EdgeMessage, GatewayMessage},
     copy::{self, ByteCounters},
     edge_side::{self, EdgeSide, IncomingStream, StreamRequest},
@@ -680,6 +681,53 @@ async fn a_trickling_tunnel_without_pongs_takes_no_new_streams() {
     drop(finish);
     until(false).await;
     assert!(tunnel.is_open(), "it has not ended");
+}
+
+/// Answers each request with a body of a few bytes, ten times a second.
+async fn answer_for_ever<S: AsyncRead + AsyncWrite + Unpin>(mut edge: EdgeSide<S>) {
+    let mut bodies = JoinSet::new();
+    while let Ok(IncomingStream::Stream(stream)) = edge.next_stream().await {
+        let mut send = stream.responder.send(Response::new(()), false).unwrap();
+        bodies.spawn(async move {
+            while send.send_data(Bytes::from_static(b"event")).await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        });
+    }
+}
+
+/// Such a connection has no control stream, so it has no window grants either.
+#[tokio::test(start_paused = true)]
+async fn probes_of_a_busy_egress_connection_are_no_flood() {
+    let (near, far) = duplex(64 * 1024);
+    let (near, far) = (CountedIo::new(near), CountedIo::new(far));
+    let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
+    let flooded = Arc::new(AtomicBool::new(false));
+    let on_flood = flooded.clone();
+    let far = ControlFrameLimiter::new(far, move || on_flood.store(true, Relaxed));
+    let settings = GatewaySideConfig {
+        budget: 1 << 20,
+        control_streams: 0,
+        is_trusted: true,
+        ..GatewaySideConfig::default()
+    };
+    let accept = edge_side::accept(far, far_traffic, edge_side::EdgeSideConfig::default());
+    let (connected, accepted) = tokio::join!(connect(near, near_traffic, settings), accept);
+    let (tunnel, driver) = connected.unwrap();
+    let _ended = Ended::of(driver.run());
+    let mut tasks = Tasks::default();
+    tasks.spawn(answer_for_ever(accepted.unwrap()));
+    // So many streams that their windows shrink.
+    for _ in 0..8 {
+        let head = Request::new(());
+        let target = Target::new("edge-1", 80);
+        let opened = tunnel.open(head, &StreamKind::Request, &target, true).await;
+        let mut body = opened.unwrap().response.await.unwrap().into_body();
+        tasks.spawn(async move { while body.next_chunk().await.is_some() {} });
+    }
+    tokio::time::sleep(Duration::from_mins(2)).await;
+    assert!(!flooded.load(Relaxed));
+    assert!(tunnel.is_open());
 }
 
 #[tokio::test(start_paused = true)]
