@@ -32,7 +32,17 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 /// The only block of commands of a page that has this text.
 pub(crate) fn block(page: &str, part: &str) -> String {
-    let all = blocks(page).into_iter().filter(blocks::Block::is_commands);
+    only(page, part, true)
+}
+
+/// The only file in a page that has this text.
+pub(crate) fn file(page: &str, part: &str) -> String {
+    only(page, part, false)
+}
+
+fn only(page: &str, part: &str, commands: bool) -> String {
+    let all = blocks(page).into_iter();
+    let all = all.filter(|block| block.is_commands() == commands);
     let mut found = all.filter(|block| block.text.contains(part));
     let one = found
         .next()

@@ -4,10 +4,10 @@
 //! Each test is a row of a table. A recorder samples all nodes once a second, and prints the row. With `CAUSEWAY_TEST_FULL=1` the
 //! cuts last longer, and times are checked.
 
-mod api;
+pub(crate) mod api;
 mod light;
 mod openyurt;
-mod recorder;
+pub(crate) mod recorder;
 mod rows;
 mod scene;
 mod sites;

@@ -2,7 +2,7 @@
 //!
 //! One file for each group of promises; `world` has the parts of the cluster. Everything runs as a process and is tested
 //! from the outside. The program starts itself: the outer process checks the requirements and cleans up. An inner process,
-//! in namespaces of its own, runs tests one after the other. Tests mostly wait, so the whole suite is four groups that run
+//! in namespaces of its own, runs tests one after the other. Tests mostly wait, so the whole suite is five groups that run
 //! beside each other.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
@@ -21,6 +21,7 @@ mod hosted;
 mod hosts;
 mod names;
 mod nodes;
+mod only_tunnel;
 mod ports;
 mod reviews;
 mod rows;
@@ -88,9 +89,8 @@ fn wanted(arguments: &Arguments) -> Vec<usize> {
 /// The number of the group of smoke tests.
 const SMOKE: usize = 0;
 
-/// The smoke tests, and the whole suite in four groups of about the same duration. Each group has a cluster of its own, in
-/// which a way is set up once.
-fn groups() -> [Vec<Trial>; 5] {
+/// The smoke tests, and the whole suite in five groups. Each group has a cluster of its own, in which a way is set up once.
+fn groups() -> [Vec<Trial>; 6] {
     let first = stands::trials()
         .into_iter()
         .chain(nodes::trials())
@@ -123,7 +123,14 @@ fn groups() -> [Vec<Trial>; 5] {
         .chain(book::trials())
         .collect();
     let third = heartbeats::trials();
-    [smoke::trials(), first, second, third, api_cache::trials()]
+    [
+        smoke::trials(),
+        first,
+        second,
+        third,
+        api_cache::trials(),
+        only_tunnel::trials(),
+    ]
 }
 
 /// A trial of this name.

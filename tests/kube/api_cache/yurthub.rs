@@ -24,39 +24,6 @@ const STARTS: Duration = Duration::from_secs(90);
 /// Interval at which gateways check, and an allowance.
 const LOOKS: Duration = Duration::from_secs(30);
 
-/// Creates the objects that `OpenYurt`'s chart gives to YurtHubs.
-fn furnish(scene: &Scene) {
-    let cluster = &scene.cluster;
-    cluster.apply(&json!({
-        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": { "name": "yurt-hub" },
-        "rules": [
-            { "apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "list", "watch"] },
-            { "apiGroups": ["", "discovery.k8s.io"], "resources": ["endpoints", "endpointslices", "services"], "verbs": ["get", "list", "watch"] },
-        ],
-    }));
-    cluster.apply(&json!({
-        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": { "name": "yurt-hub" },
-        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "yurt-hub" },
-        "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "system:nodes" }],
-    }));
-    cluster.apply(&json!({
-        "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": "hub-bootstrap", "namespace": "kube-system" },
-    }));
-    cluster.apply(&json!({
-        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": { "name": "hub-bootstrap" },
-        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "system:node-bootstrapper" },
-        "subjects": [{ "kind": "ServiceAccount", "name": "hub-bootstrap", "namespace": "kube-system" }],
-    }));
-    cluster.apply(&json!({
-        "apiVersion": "v1", "kind": "ConfigMap",
-        "metadata": {
-            "name": "yurt-hub-cfg", "namespace": "kube-system",
-            "labels": { "openyurt.io/configmap-name": "yurt-hub-cfg" },
-        },
-        "data": { "cache_agents": "", "servicetopology": "", "discardcloudservice": "", "masterservice": "" },
-    }));
-}
-
 /// Returns the data published to the YurtHubs of the pool.
 fn told(scene: &Scene) -> Value {
     let map = scene
@@ -101,11 +68,12 @@ fn both_edges_are_listed(scene: &Scene) -> bool {
 
 /// YurtHubs on all nodes, when they have their certificates.
 fn start(scene: &Scene) -> Vec<Process> {
-    furnish(scene);
+    yurthub::create_objects(&scene.cluster);
     if !within(LOOKS, || both_edges_are_listed(scene)) {
         scene.fail(&format!("hubs get {:#}", told(scene)));
     }
-    let bootstrap = yurthub::bootstrap(&scene.cluster);
+    let server = format!("https://{CLOUD}:6443");
+    let bootstrap = yurthub::bootstrap(&scene.cluster, &server);
     let edges = scene.edges.iter();
     let hubs: Vec<Process> = edges.map(|edge| hub(edge, &bootstrap)).collect();
     let up = within(STARTS, || {

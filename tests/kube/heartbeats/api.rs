@@ -5,20 +5,20 @@ use std::fmt::Write;
 use serde_json::{Deserializer, Value};
 
 use crate::world::{
-    World,
+    cluster::Cluster,
     net::CLOUD,
     process::{Program, ToolOutput},
 };
 
 /// Access to the API server.
 #[derive(Clone)]
-pub(super) struct Api {
+pub(crate) struct Api {
     access: String,
 }
 
 impl Api {
-    pub(super) fn new(world: &World) -> Self {
-        let path = |name| world.cluster.pki.path(name);
+    pub(crate) fn new(cluster: &Cluster) -> Self {
+        let path = |name| cluster.pki.path(name);
         Self {
             access: format!(
                 "cacert = {}\ncert = {}\nkey = {}\nmax-time = 10\nsilent\nshow-error\n",
@@ -30,7 +30,7 @@ impl Api {
     }
 
     /// Returns the objects at these paths, or `None` if the API server does not answer.
-    pub(super) fn lists<const N: usize>(&self, paths: [&str; N]) -> Option<[Value; N]> {
+    pub(crate) fn lists<const N: usize>(&self, paths: [&str; N]) -> Option<[Value; N]> {
         let mut config = String::new();
         for path in paths {
             self.begin(&mut config, path);
@@ -42,7 +42,7 @@ impl Api {
     }
 
     /// Patches the objects at these paths, over one connection.
-    pub(super) fn patch(&self, kind: &str, patches: &[(String, Value)]) {
+    pub(crate) fn patch(&self, kind: &str, patches: &[(String, Value)]) {
         let mut config = String::new();
         for (path, patch) in patches {
             self.begin(&mut config, path);

@@ -25,17 +25,14 @@ use crate::{
     world::{
         World, assets,
         net::CLOUD,
-        node::{Node, Serving},
+        node::Serving,
         process::{PATIENCE, Process, Program, within},
         yurthub,
     },
 };
 
-/// Maximum time that a YurtHub takes to start: it waits for two certificates and asks for each every few seconds.
+/// Maximum time that yurt-manager takes to start.
 const STARTS: Duration = Duration::from_secs(90);
-/// URL to which kubelets behind a YurtHub send their requests.
-const HUB: &str = "http://127.0.0.1:10261";
-
 fn part(name: &str) -> Option<PathBuf> {
     let part = assets::folder()?.join(name);
     part.exists().then_some(part)
@@ -99,7 +96,7 @@ pub(super) fn a_kubelet_behind_a_yurthub_without_a_controller_of_openyurt() {
 /// Starts the kubelet of the first node behind its YurtHub.
 fn kubelet_uses_hub(world: &mut World, recorder: &Recorder) {
     let World { cluster, nodes, .. } = world;
-    cluster.pki.kubeconfig("edge-1", HUB);
+    cluster.pki.kubeconfig("edge-1", yurthub::URL);
     nodes[0].serves(cluster, Serving::Signed);
     let begun = recorder.mark("the kubelet of edge-1 is behind its YurtHub");
     recorder.until(begun + Duration::from_secs(30));
@@ -153,41 +150,15 @@ fn runs_manager(world: &World, scene: &Scene, (manager, objects): (&Path, &Path)
     manager
 }
 
-/// A YurtHub on the first node, which asks the cluster for its certificates.
+/// A YurtHub on the first node.
 fn runs_hub(world: &World, scene: &Scene, (hub, flags): (&Path, &str)) -> Process {
-    let cluster = &world.cluster;
-    let node: &Node = &world.nodes[0];
-    // Another row may have made both.
-    let account = "create serviceaccount -n kube-system hub-bootstrap";
-    cluster.kubectl(account).run();
-    let bind = "create clusterrolebinding hub-bootstrap --clusterrole=system:node-bootstrapper \
-         --serviceaccount=kube-system:hub-bootstrap";
-    cluster.kubectl(bind).run();
-    let folder = scene.folder.join("hub");
-    fs::create_dir_all(&folder).unwrap();
-    let path = |name: &str| folder.join(name).display().to_string();
-    let process = node
-        .site
-        .at(hub)
-        .args([
-            format!("--node-name={}", node.name),
-            format!("--server-addr=https://{CLOUD}:6443"),
-            format!("--bootstrap-file={}", yurthub::bootstrap(cluster)),
-            format!("--root-dir={}", path("root")),
-            format!("--disk-cache-path={}", path("cache")),
-        ])
-        .words("--working-mode=edge --enable-dummy-if=false --enable-resource-filter=false --v=2")
-        .words(flags)
-        .env("HOME", &folder)
-        .start(&folder.join("log"));
-    let up = within(STARTS, || {
-        yurthub::approve_requests(cluster);
-        let ask = node.site.at("curl").words("-q -sS --max-time 2 --fail");
-        let ask = ask.words("http://127.0.0.1:10267/v1/healthz").run();
-        ask.code == Some(0)
-    });
-    assert!(up, "{}", process.output());
-    process
+    let server = format!("https://{CLOUD}:6443");
+    yurthub::start(
+        (&world.cluster, &world.nodes[0]),
+        (hub, flags),
+        &server,
+        &scene.folder.join("hub"),
+    )
 }
 
 /// Removes the objects of `OpenYurt`, and its webhooks first: nothing answers them any more.

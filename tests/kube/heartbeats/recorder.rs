@@ -19,32 +19,32 @@ use crate::world::process::{PATIENCE, within};
 /// State of a node and of its Lease.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[allow(clippy::struct_excessive_bools, reason = "columns of a table")]
-pub(super) struct State {
+pub(crate) struct State {
     /// Status of the condition `Ready`.
-    pub(super) ready: String,
+    pub(crate) ready: String,
     /// The taint of delegated nodes.
-    pub(super) tainted: bool,
+    pub(crate) tainted: bool,
     /// Any taint that evicts pods.
-    pub(super) evicts: bool,
+    pub(crate) evicts: bool,
     /// The annotation of the Lease that `OpenYurt` has as well.
-    pub(super) delegated: bool,
+    pub(crate) delegated: bool,
     /// The pool member that carried the first heartbeat, by the annotation of the Node.
-    pub(super) delegate: Option<String>,
+    pub(crate) delegate: Option<String>,
     /// Any annotation of this project on the Lease.
-    pub(super) noted: bool,
+    pub(crate) noted: bool,
     /// Whether the last renewal was a delegated one.
-    pub(super) renewed_for_it: bool,
+    pub(crate) renewed_for_it: bool,
     /// Its pods, `None` for one that is being deleted.
-    pub(super) pods: BTreeMap<String, Option<String>>,
+    pub(crate) pods: BTreeMap<String, Option<String>>,
 }
 
 impl State {
-    pub(super) fn is_ready(&self) -> bool {
+    pub(crate) fn is_ready(&self) -> bool {
         self.ready == "True"
     }
 
     /// Whether the node is as if it had never been cut off.
-    pub(super) fn is_whole(&self) -> bool {
+    pub(crate) fn is_whole(&self) -> bool {
         let left = self.tainted || self.evicts || self.delegated || self.noted;
         self.is_ready() && !left && self.delegate.is_none()
     }
@@ -69,10 +69,10 @@ impl fmt::Display for State {
 
 /// State of a node at a time, with the age of its Lease.
 #[derive(Clone, Debug)]
-pub(super) struct Sample {
-    pub(super) at: Duration,
-    pub(super) age: Duration,
-    pub(super) state: State,
+pub(crate) struct Sample {
+    pub(crate) at: Duration,
+    pub(crate) age: Duration,
+    pub(crate) state: State,
 }
 
 #[derive(Default)]
@@ -82,7 +82,7 @@ struct Log {
 }
 
 /// Running recorder; dropping it prints the table of each node that a test has selected.
-pub(super) struct Recorder {
+pub(crate) struct Recorder {
     row: &'static str,
     begun: Instant,
     shown: Vec<String>,
@@ -93,7 +93,7 @@ pub(super) struct Recorder {
 
 impl Recorder {
     /// Starts recording for this row of the table.
-    pub(super) fn start(row: &'static str, api: &Api, shown: &[&str]) -> Self {
+    pub(crate) fn start(row: &'static str, api: &Api, shown: &[&str]) -> Self {
         let begun = Instant::now();
         let (log, ends) = (Arc::<Mutex<Log>>::default(), Arc::<AtomicBool>::default());
         let thread = thread::spawn({
@@ -115,21 +115,21 @@ impl Recorder {
     }
 
     /// Notes what a test has just changed.
-    pub(super) fn mark(&self, what: impl Into<String>) -> Duration {
+    pub(crate) fn mark(&self, what: impl Into<String>) -> Duration {
         let at = self.begun.elapsed();
         self.log().marks.push((at, what.into()));
         at
     }
 
     /// Returns the samples of a node from this time on.
-    pub(super) fn since(&self, node: &str, from: Duration) -> Vec<Sample> {
+    pub(crate) fn since(&self, node: &str, from: Duration) -> Vec<Sample> {
         let log = self.log();
         let all = log.nodes.get(node).into_iter().flatten();
         all.filter(|sample| sample.at >= from).cloned().collect()
     }
 
     /// Waits for a sample of a node that holds; returns it.
-    pub(super) fn sees(
+    pub(crate) fn sees(
         &self,
         (node, from): (&str, Duration),
         what: &str,
@@ -148,7 +148,7 @@ impl Recorder {
     }
 
     /// Records until this long after a time.
-    pub(super) fn until(&self, end: Duration) {
+    pub(crate) fn until(&self, end: Duration) {
         while self.begun.elapsed() < end {
             // The pace of the samples.
             thread::sleep(Duration::from_millis(100));
@@ -156,7 +156,7 @@ impl Recorder {
     }
 
     /// Checks all samples of a node from a time on.
-    pub(super) fn always(
+    pub(crate) fn always(
         &self,
         (node, from): (&str, Duration),
         what: &str,

@@ -106,7 +106,7 @@ impl Scene {
         let world = &*world;
         let folder = world.path(setup.name);
         fs::create_dir_all(&folder).unwrap();
-        let api = Api::new(world);
+        let api = Api::new(&world.cluster);
         let light = Light::start(&api);
         third(world);
         light.add(world, &[THIRD.to_owned()], Some(POOL), setup.clock);
@@ -131,7 +131,7 @@ impl Scene {
         rights(world);
         let mut scene = Self {
             _health: health(third(world), &folder),
-            _controllers: lifecycle(world, &folder),
+            _controllers: world.cluster.node_lifecycle(&folder),
             gateways: Vec::new(),
             edges: Vec::new(),
             api,
@@ -370,16 +370,4 @@ fn rights(world: &World) {
     let rights = rights.replace("namespace: causeway }", "namespace: kube-system }");
     let apply = world.cluster.kubectl("apply -f -");
     apply.input(rights).run().ok();
-}
-
-/// The controllers that judge nodes and evict pods, with their defaults.
-fn lifecycle(world: &World, folder: &Path) -> Process {
-    let cluster = &world.cluster;
-    Program::new(cluster.assets.join("kube-controller-manager"))
-        .args([
-            format!("--kubeconfig={}", cluster.pki.path("admin.kubeconfig")),
-            "--controllers=node-lifecycle-controller,taint-eviction-controller".to_owned(),
-        ])
-        .words("--leader-elect=false --secure-port=0")
-        .start(&folder.join("lifecycle.log"))
 }

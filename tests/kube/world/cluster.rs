@@ -58,9 +58,7 @@ impl Cluster {
     /// Starts all of it.
     pub(crate) fn start(folder: &Path, assets: &Path) -> Self {
         let pki = Pki::new(&folder.join("pki"));
-        let service = IpAddr::from([10, 96, 0, 1]);
-        let names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc"];
-        pki.server("apiserver", &names, &[CLOUD.into(), service]);
+        certify(&pki, &[]);
         pki.client("kubelet-client", "kube-apiserver-kubelet-client", None);
         pki.client("egress", "kube-apiserver", None);
         pki.client("aggregator", AGGREGATOR, None);
@@ -218,6 +216,12 @@ impl Cluster {
         fs::write(self.pki.path(&format!("{file}.pem")), signed).unwrap();
     }
 
+    /// Restarts the API server with a certificate that is valid for these addresses as well.
+    pub(crate) fn certifies(&mut self, addresses: &[IpAddr]) {
+        certify(&self.pki, addresses);
+        self.restart();
+    }
+
     /// Restarts the API server.
     pub(crate) fn restart(&mut self) {
         self.stop();
@@ -241,6 +245,17 @@ impl Cluster {
             asked.code == Some(0)
         });
         assert!(ready, "{}", fs::read_to_string(log).unwrap_or_default());
+    }
+
+    /// Starts the controllers that judge nodes and evict pods, with their defaults.
+    pub(crate) fn node_lifecycle(&self, folder: &Path) -> Process {
+        Program::new(self.assets.join("kube-controller-manager"))
+            .args([
+                format!("--kubeconfig={}", self.pki.path("admin.kubeconfig")),
+                "--controllers=node-lifecycle-controller,taint-eviction-controller".to_owned(),
+            ])
+            .words("--leader-elect=false --secure-port=0")
+            .start(&folder.join("lifecycle.log"))
     }
 
     /// Stops the API server's process, with its connections open, until the value is dropped.
@@ -373,6 +388,13 @@ impl Drop for Hung {
     fn drop(&mut self) {
         must(&format!("kill -CONT {}", self.0));
     }
+}
+
+/// Makes the certificate of the API server for its names and addresses, and for these addresses.
+fn certify(pki: &Pki, addresses: &[IpAddr]) {
+    let names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc"];
+    let own = [CLOUD.into(), IpAddr::from([10, 96, 0, 1])];
+    pki.server("apiserver", &names, &[&own, addresses].concat());
 }
 
 /// Adds the flags that every API server has.

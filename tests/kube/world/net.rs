@@ -6,7 +6,7 @@
 use std::{
     ffi::OsStr,
     fs,
-    net::{IpAddr, Ipv4Addr},
+    net::{IpAddr, Ipv4Addr, SocketAddrV4},
     path::Path,
 };
 
@@ -126,6 +126,17 @@ impl Site {
         self.at_router("nft").words("-f -").input(rules).run().ok();
         let forward = self.at_router("sysctl");
         forward.words("-qw net.ipv4.ip_forward=1").run().ok();
+    }
+
+    /// Lets the router pass nothing but connections from the node to this address.
+    pub(crate) fn permits_only(&self, address: SocketAddrV4) {
+        let (ip, port) = (address.ip(), address.port());
+        let rules = format!(
+            "flush chain ip nat through\n\
+             add rule ip nat through iifname \"lan\" ip daddr {ip} tcp dport {port} accept\n\
+             add rule ip nat through iifname \"wan\" ct state established accept\n"
+        );
+        self.at_router("nft").words("-f -").input(rules).run().ok();
     }
 
     fn at_router(&self, program: &str) -> Program {

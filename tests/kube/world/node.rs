@@ -51,6 +51,13 @@ pub(crate) enum Serving {
 impl Node {
     /// Starts the node with this number, from 1. It is ready some seconds later.
     pub(crate) fn start(folder: &Path, cluster: &Cluster, number: u8) -> Self {
+        let mut node = Self::without_kubelet(folder, cluster, number);
+        node.serves(cluster, Serving::Signed);
+        node
+    }
+
+    /// Makes the node with this number, from 1, with a running containerd. Its kubelet has credentials and is not started.
+    pub(crate) fn without_kubelet(folder: &Path, cluster: &Cluster, number: u8) -> Self {
         let (name, site) = (format!("edge-{number}"), Site::new(number));
         let place = folder.join(&name);
         fs::create_dir_all(&place).unwrap();
@@ -70,7 +77,7 @@ impl Node {
         credentials(cluster, &name, &site);
         cgroup(folder, &name);
         let branch = format!("/{}/{name}", cage::branch(folder));
-        let mut node = Self {
+        Self {
             name,
             site,
             pods,
@@ -79,9 +86,7 @@ impl Node {
             anchor,
             _containerd: runtime,
             kubelet: None,
-        };
-        node.serves(cluster, Serving::Signed);
-        node
+        }
     }
 
     /// Starts its kubelet, in place of the running one. Pods stay.
