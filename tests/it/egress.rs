@@ -1,5 +1,7 @@
 //! Egress: connections that nodes open to the cloud and to other nodes.
 
+mod otlp;
+
 use crate::world::{
     World,
     app::{App, Script},
