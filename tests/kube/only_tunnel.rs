@@ -3,6 +3,7 @@
 //! The files are those that `docs/howto/edge-to-cloud.md` prints, with this cloud's addresses. With `CAUSEWAY_TEST_FULL=1` the
 //! first test continues for ten minutes.
 
+mod images;
 mod scene;
 
 use std::{collections::BTreeMap, time::Duration};
@@ -27,7 +28,7 @@ use scene::{API, BRIDGE, KUBELET_API, SERVICE, Scene, TUNNEL};
 type Run = fn(&mut Scene);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    let trials: [(&str, Run); 3] = [
+    let trials: [(&str, Run); 4] = [
         (
             "a_kubelet_survives_restarts_of_the_gateway",
             a_kubelet_survives_restarts_of_the_gateway,
@@ -35,6 +36,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         (
             "a_pod_calls_a_service_of_another_node",
             a_pod_calls_a_service_of_another_node,
+        ),
+        (
+            "a_node_pushes_a_large_image_and_another_runs_it",
+            images::a_node_pushes_a_large_image_and_another_runs_it,
         ),
         (
             "a_yurthub_survives_a_killed_gateway",

@@ -38,7 +38,7 @@ pub(super) const BRIDGE: &str = "10.244.2.1:8180";
 
 /// The whole setup.
 pub(super) struct Scene {
-    folder: PathBuf,
+    pub(super) folder: PathBuf,
     pub(super) cluster: Cluster,
     pub(super) nodes: [Node; 2],
     api: Api,

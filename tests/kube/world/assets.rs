@@ -54,10 +54,19 @@ fn is_here(program: &str) -> bool {
 
 /// kubectl of Debian 12, which speaks SPDY only. `.ci/setup` unpacks it into the cache.
 pub(crate) fn old_kubectl() -> Option<PathBuf> {
+    unpacked("kubectl-1.20/usr/bin/kubectl")
+}
+
+/// A registry of images. `.ci/setup` unpacks it into the cache.
+pub(crate) fn registry() -> Option<PathBuf> {
+    unpacked("docker-registry/usr/bin/docker-registry")
+}
+
+fn unpacked(program: &str) -> Option<PathBuf> {
     let folder = |name| env::var_os(name).filter(|value| !value.is_empty());
     let cache = folder("CAUSEWAY_CACHE")
         .map(PathBuf::from)
         .or_else(|| folder("XDG_CACHE_HOME").map(|home| PathBuf::from(home).join("causeway")))
         .or_else(|| folder("HOME").map(|home| PathBuf::from(home).join(".cache/causeway")))?;
-    Some(cache.join("kubectl-1.20/usr/bin/kubectl")).filter(|program| program.exists())
+    Some(cache.join(program)).filter(|program| program.exists())
 }

@@ -64,6 +64,22 @@ pub(crate) fn ours(folder: &Path, binary: &str) -> PathBuf {
     seal(&folder, OURS, &run)
 }
 
+/// Packs busybox and a file `/large` of this many megabytes into an image of this name. Returns the archive, and the SHA-256 of the file.
+pub(crate) fn large(folder: &Path, name: &str, megabytes: usize) -> (PathBuf, String) {
+    let (small, folder) = (folder.join("image/root"), folder.join("image-large"));
+    fs::create_dir_all(&folder).unwrap();
+    let root = folder.join("root");
+    must(&format!("cp -a {} {}", small.display(), root.display()));
+    let file = root.join("large").display().to_string();
+    must(&format!(
+        "dd if=/dev/urandom of={file} bs=1M count={megabytes} status=none"
+    ));
+    let hash = Program::new("sha256sum").args([file]).run().ok().text();
+    let hash = hash.split_whitespace().next().unwrap_or_default();
+    let run = json!({ "Env": ["PATH=/bin"] });
+    (seal(&folder, name, &run), hash.to_owned())
+}
+
 /// Makes an image of the folder `root` in this one.
 fn seal(folder: &Path, name: &str, run: &Value) -> PathBuf {
     let place = folder.display();

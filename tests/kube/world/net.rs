@@ -20,8 +20,7 @@ pub(crate) const HOSTED: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 53);
 
 /// Names of the nodes in the cloud. kube-apiserver resolves a name before it proxies to it, even if it then asks for the name
 /// by CONNECT.
-pub(crate) const HOSTS: &str =
-    "127.0.0.1 localhost\n10.97.0.50 cloud-1\n10.1.1.11 edge-1\n10.1.2.12 edge-2\n";
+pub(crate) const HOSTS: &str = "127.0.0.1 localhost\n10.97.0.50 cloud-1 registry.example.com\n10.1.1.11 edge-1\n10.1.2.12 edge-2\n";
 
 /// The address of the cloud's node.
 pub(crate) const MACHINE: Ipv4Addr = Ipv4Addr::new(10, 97, 0, 50);

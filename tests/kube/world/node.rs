@@ -22,6 +22,9 @@ pub(crate) const NEEDS: [&str; 4] = ["containerd", "runc", "ctr", image::BUSYBOX
 /// Folder of the CNI plugins in Debian.
 pub(crate) const PLUGINS: &str = "/usr/lib/cni";
 
+/// Proxy through which containerd reaches registries. Only tests of images have it, and no other test needs an image of a registry.
+pub(crate) const IMAGE_PROXY: &str = "http://127.0.0.1:1080";
+
 /// A node with a running kubelet.
 pub(crate) struct Node {
     pub(crate) name: String,
@@ -68,6 +71,7 @@ impl Node {
         fs::write(place.join("containerd.toml"), config).unwrap();
         let runtime = at("containerd")
             .args(["--config".into(), place.join("containerd.toml")])
+            .env("HTTPS_PROXY", IMAGE_PROXY)
             .start(&place.join("containerd.log"));
         let archive = folder.join("image/image.tar").display().to_string();
         until("containerd takes the image", || {
@@ -205,9 +209,12 @@ fn containerd(place: &Path, pods: &str) -> String {
          restrict_oom_score_adj = true\n\
          [plugins.\"io.containerd.grpc.v1.cri\".cni]\n\
          bin_dir = \"{PLUGINS}\"\n\
-         conf_dir = \"{}\"\n",
+         conf_dir = \"{}\"\n\
+         [plugins.\"io.containerd.grpc.v1.cri\".registry]\n\
+         config_path = \"{}\"\n",
         image::NAME,
-        networks.display()
+        networks.display(),
+        place.join("registries").display()
     )
 }
 
