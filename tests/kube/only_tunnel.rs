@@ -296,6 +296,12 @@ fn a_pod_calls_a_service_of_another_node(scene: &mut Scene) {
         scene.output(),
         proxy.output()
     );
+
+    // With kube-proxy there are so many connections that the edge has changed their windows.
+    let recorder = scene.recorder("a kubelet and kube-proxy through one connection");
+    let before = scene.lost_connections();
+    recorder.until(Duration::from_secs(20));
+    assert_eq!(scene.lost_connections(), before, "{}", scene.output());
 }
 
 fn a_yurthub_survives_a_killed_gateway(scene: &mut Scene) {

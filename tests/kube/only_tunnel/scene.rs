@@ -274,6 +274,17 @@ impl Scene {
         create.within(5 * PATIENCE).run().ok();
     }
 
+    /// Returns the number of connections to gateways that the edges have lost.
+    pub(super) fn lost_connections(&self) -> usize {
+        let lost = |edge: &Process| {
+            let output = edge.output();
+            output
+                .matches("the connection to the gateway ended")
+                .count()
+        };
+        self.edges.iter().map(lost).sum()
+    }
+
     /// Returns the output of the gateway and the edges.
     pub(super) fn output(&self) -> String {
         let all = self.gateway.iter().chain(&self.edges);
