@@ -250,7 +250,7 @@ pub(crate) struct Bootstrap {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Policy {
     /// Evaluate the policy for one request and print the rule that decides; exits 0 if allowed, 1 if denied
-    Check(PolicyCheck),
+    Check(Box<PolicyCheck>),
     /// Test the policy with a table of requests and expected decisions; exits 0 if all match, 1 if not
     Test(PolicyTest),
 }
@@ -288,6 +288,9 @@ pub(crate) struct PolicyCheck {
     /// Whether the request switches protocols, as kubectl exec does
     #[arg(long)]
     pub(crate) upgrade: bool,
+    /// Service of the node to which the request goes; the URL then needs no port
+    #[arg(long, value_name = "NAME")]
+    pub(crate) service: Option<String>,
     #[command(flatten)]
     pub(crate) data: DataDir,
     /// HTTP method, or CONNECT

@@ -55,7 +55,7 @@ pub use name::{
     GatewayName, HostName, ListenerName, NameError, NodeName, NodePattern, TrustDomain,
 };
 pub use pem::{encode_chain, parse_certificates};
-pub use resolver::{ReloadableCert, SniCertResolver};
+pub use resolver::{KnownName, ReloadableCert, SniCertResolver};
 pub use secret::Fingerprint;
 pub use signer_profile::SignerProfile;
 pub use store::{

@@ -1,8 +1,10 @@
 //! Selection of the leaf that a server presents, by SNI within the handshake.
 //!
 //! `SniCertResolver` issues a leaf for a node's name on demand and stores it in a bounded cache. It issues leaves only for
-//! names that the gateway knows, so a stranger cannot make it sign without end. Concurrent clients that request the same name
-//! wait for one signature (about 50 µs). A leaf is presented for half of its remaining lifetime, at most 84 h. A client that
+//! names that the gateway knows, so a stranger cannot make it sign without end. Names of services are an exception: only the
+//! edges know their services, so every name of a service of a known node gets a leaf. The signature is a small part of the
+//! handshake, and these leaves have a cache of their own, so a stranger with many names removes no leaf of a node. Concurrent
+//! clients that request the same name wait for one signature (about 50 µs). A leaf is presented for half of its remaining lifetime, at most 84 h. A client that
 //! dialled a node's address and sends no server name finds that address in its leaf (`SniCertResolver::for_address`).
 //! `ReloadableCert` presents one leaf that can be replaced without a new configuration.
 
@@ -29,8 +31,20 @@ const MAX_CACHE_AGE: Duration = Duration::from_hours(24 * 7 / 2);
 /// Maximum number of cached leaves: at about 2 KiB each, 40 MiB.
 const MAX_LEAVES: u64 = 20_000;
 
-/// Predicate for names in lower case. Returns whether a name is a node's.
-pub type IsKnownName = Arc<dyn Fn(&str) -> bool + Send + Sync>;
+/// Maximum number of cached leaves of services, 4 MiB.
+const MAX_SERVICE_LEAVES: u64 = 2_000;
+
+/// Name for which leaves are issued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KnownName {
+    /// Name of a node.
+    Node,
+    /// Name of a service of a node, which may not exist.
+    Service,
+}
+
+/// Lookup of a name in lower case. Returns `None` if it is neither of a node nor of a service.
+pub type FindName = Arc<dyn Fn(&str) -> Option<KnownName> + Send + Sync>;
 
 /// Destination for which a leaf is issued.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -39,6 +53,8 @@ enum CertTarget {
     Listener,
     /// A node, by its name.
     Node(NodeName),
+    /// A service of a node, by its name.
+    Service(NodeName),
     /// A node, by its name and the address that was dialled.
     Address(NodeName, IpAddr),
 }
@@ -66,9 +82,11 @@ impl CachedLeaf {
 pub struct SniCertResolver {
     ca: LiveCa,
     names: Vec<ListenerName>,
-    is_known_name: IsKnownName,
+    find_name: FindName,
     /// Cached leaves, by the version of the CA and by target.
     cache: Cache<(CaVersion, CertTarget), CachedLeaf>,
+    /// The same for the leaves of services.
+    service_cache: Cache<(CaVersion, CertTarget), CachedLeaf>,
 }
 
 impl fmt::Debug for SniCertResolver {
@@ -82,15 +100,14 @@ impl fmt::Debug for SniCertResolver {
 impl SniCertResolver {
     /// Returns a resolver that presents a leaf for `names` to clients that request no known node. Fails if that leaf cannot
     /// be issued.
-    pub fn new(
-        ca: LiveCa,
-        names: Vec<ListenerName>,
-        is_known_name: IsKnownName,
-    ) -> Result<Self, CaError> {
-        let cache = Cache::builder()
-            .max_capacity(MAX_LEAVES)
-            .time_to_live(MAX_CACHE_AGE)
-            .build();
+    pub fn new(ca: LiveCa, names: Vec<ListenerName>, find_name: FindName) -> Result<Self, CaError> {
+        let cache_of = |capacity| {
+            Cache::builder()
+                .max_capacity(capacity)
+                .time_to_live(MAX_CACHE_AGE)
+                .build()
+        };
+        let cache = cache_of(MAX_LEAVES);
         let (current, now) = (ca.get(), UnixTime::now());
         let default_leaf = CachedLeaf::new(&current.issue_listener(&names, LEAF_LIFETIME)?, now);
         cache.insert(
@@ -100,8 +117,9 @@ impl SniCertResolver {
         Ok(Self {
             ca,
             names,
-            is_known_name,
+            find_name,
             cache,
+            service_cache: cache_of(MAX_SERVICE_LEAVES),
         })
     }
 
@@ -114,13 +132,16 @@ impl SniCertResolver {
         )
     }
 
-    /// Whether a server name is that of a known node, or one of the listener's own names.
+    /// Whether a server name is that of a known node or of its services, or one of the listener's own names.
     pub fn recognizes(&self, server_name: &str) -> bool {
-        let is_own_name = |name: &ListenerName| match name {
+        self.target_for_sni(Some(server_name)).is_some() || self.is_own_name(server_name)
+    }
+
+    fn is_own_name(&self, server_name: &str) -> bool {
+        self.names.iter().any(|name| match name {
             HostName::Dns(name) => name.eq_ignore_ascii_case(server_name),
             HostName::Ip(_) => false,
-        };
-        self.target_for_sni(Some(server_name)).is_some() || self.names.iter().any(is_own_name)
+        })
     }
 
     /// Returns a resolver of the same leaves for a client that has dialled this address of the node. Clients that request no
@@ -137,8 +158,12 @@ impl SniCertResolver {
     }
 
     fn target_for_sni(&self, server_name: Option<&str>) -> Option<CertTarget> {
-        let node = NodeName::parse(server_name?).ok()?;
-        (self.is_known_name)(node.as_str()).then_some(CertTarget::Node(node))
+        let name = NodeName::parse(server_name?).ok()?;
+        match (self.find_name)(name.as_str())? {
+            KnownName::Node => Some(CertTarget::Node(name)),
+            KnownName::Service if self.is_own_name(name.as_str()) => None,
+            KnownName::Service => Some(CertTarget::Service(name)),
+        }
     }
 
     fn cached_leaf(&self, shown: &CertTarget) -> Option<Arc<CertifiedKey>> {
@@ -148,11 +173,15 @@ impl SniCertResolver {
     fn cached_leaf_at(&self, shown: &CertTarget, now: UnixTime) -> Option<Arc<CertifiedKey>> {
         let ca = self.ca.get();
         let key = (ca.version_at(now), shown.clone());
-        let cached = self.cache.get(&key);
+        let cache = match shown {
+            CertTarget::Service(_) => &self.service_cache,
+            CertTarget::Listener | CertTarget::Node(_) | CertTarget::Address(..) => &self.cache,
+        };
+        let cached = cache.get(&key);
         if cached.is_some_and(|cached| cached.show_until < now.as_secs()) {
-            self.cache.invalidate(&key);
+            cache.invalidate(&key);
         }
-        let leaf = self.cache.try_get_with(key, || self.issue(&ca, shown, now));
+        let leaf = cache.try_get_with(key, || self.issue(&ca, shown, now));
         leaf.inspect_err(
             |error| tracing::error!(%error, ?shown, "cannot issue a certificate for the listener"),
         )
@@ -162,7 +191,9 @@ impl SniCertResolver {
 
     fn issue(&self, ca: &Ca, target: &CertTarget, now: UnixTime) -> Result<CachedLeaf, CaError> {
         let leaf = match target {
-            CertTarget::Node(node) => ca.issue_listener(&[HostName::from(node)], LEAF_LIFETIME)?,
+            CertTarget::Node(name) | CertTarget::Service(name) => {
+                ca.issue_listener(&[HostName::from(name)], LEAF_LIFETIME)?
+            }
             CertTarget::Address(node, address) => {
                 let names = [HostName::from(node), HostName::Ip(*address)];
                 ca.issue_listener(&names, LEAF_LIFETIME)?
@@ -227,10 +258,14 @@ mod tests {
     use crate::TrustDomain;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
+    fn nodes(known: impl Fn(&str) -> bool + Send + Sync + 'static) -> FindName {
+        Arc::new(move |name| known(name).then_some(KnownName::Node))
+    }
+
     fn resolver(known: impl Fn(&str) -> bool + Send + Sync + 'static) -> SniCertResolver {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let names = vec![ListenerName::parse("127.0.0.1").unwrap()];
-        SniCertResolver::new(LiveCa::new(ca), names, Arc::new(known)).unwrap()
+        SniCertResolver::new(LiveCa::new(ca), names, nodes(known)).unwrap()
     }
 
     #[test]
@@ -260,7 +295,7 @@ mod tests {
     fn names_of_nodes_and_of_the_listener_are_recognized() {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let names = ["gw.example", "127.0.0.1"].map(|name| ListenerName::parse(name).unwrap());
-        let known = Arc::new(|name: &str| name == "edge-1");
+        let known = nodes(|name| name == "edge-1");
         let resolver = SniCertResolver::new(LiveCa::new(ca), names.into(), known).unwrap();
         for (name, recognized) in [
             ("edge-1", true),
@@ -273,6 +308,30 @@ mod tests {
         ] {
             assert_eq!(resolver.recognizes(name), recognized, "{name}");
         }
+    }
+
+    #[test]
+    fn names_of_services_have_leaves_that_replace_no_leaf_of_a_node() {
+        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        let names = vec![ListenerName::parse("gw.edge-1").unwrap()];
+        let find = |name: &str| match name {
+            "edge-1" => Some(KnownName::Node),
+            name => name.ends_with(".edge-1").then_some(KnownName::Service),
+        };
+        let resolver = SniCertResolver::new(LiveCa::new(ca), names, Arc::new(find)).unwrap();
+        let node = resolver.leaf_for_sni(Some("edge-1")).unwrap();
+        for service in 0..MAX_SERVICE_LEAVES + 100 {
+            let name = format!("s{service}.edge-1");
+            let leaf = resolver.leaf_for_sni(Some(&name)).unwrap();
+            assert!(!Arc::ptr_eq(&leaf, &node));
+        }
+        resolver.service_cache.run_pending_tasks();
+        assert!(resolver.service_cache.entry_count() <= MAX_SERVICE_LEAVES);
+        let again = resolver.leaf_for_sni(Some("edge-1")).unwrap();
+        assert!(Arc::ptr_eq(&again, &node));
+        // The listener itself is no service.
+        let own = resolver.leaf_for_sni(Some("gw.edge-1")).unwrap();
+        assert!(Arc::ptr_eq(&own, &resolver.leaf_for_sni(None).unwrap()));
     }
 
     #[test]
@@ -309,7 +368,7 @@ mod tests {
         };
         for (ends, shown) in [(10, 5), (24 * 30, 24 * 7 / 2)] {
             let ca = Ca::ending(later(ends));
-            let resolver = SniCertResolver::new(LiveCa::new(ca), vec![], Arc::new(|_| false));
+            let resolver = SniCertResolver::new(LiveCa::new(ca), vec![], nodes(|_| false));
             let resolver = resolver.unwrap();
             let at = |hours| {
                 resolver

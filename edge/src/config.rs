@@ -11,7 +11,7 @@ mod health_check;
 mod tunnel_mode;
 mod validate;
 
-pub use allow::{Allow, AllowedHost, Port, Protocol};
+pub use allow::{Allow, AllowedHost, Port, Protocol, Service};
 pub use api_cache::{ApiCache, MemberListener, ServerCertificate, YurtHubListener};
 use causeway_config::{ByteSize, ConfigErrors, DurationStr, SocketAddrStr};
 pub use causeway_config::{ConfigError, Log, LogFormat, ReloadSender, Secret, Validate};
@@ -62,6 +62,8 @@ pub struct Config {
     pub allow: Allow,
     /// Ports of the node that the edge serves, each with its upstream. No other ports are served, except those of `listed_ports`.
     pub ports: BTreeMap<u16, Port>,
+    /// Services behind this node, by name: `printer: 10.0.3.7:631`, or the keys of a port. Clients reach `printer` of the node `edge-1` as `printer.edge-1`. `allow.hosts` must permit the target.
+    pub services: BTreeMap<String, Service>,
     /// Node ports (`9100`, `9000-9999`) that the edge also serves once the gateway's cluster lists them. The upstream is on loopback, or else on this node's own addresses; `ports` has precedence. `[]` means no ports. If absent: all ports with `kubernetes`, no ports without. The ports of the edge's own admin listener and of the API cache are only included if they are listed individually, not by a range.
     #[serde(skip_serializing_if = "Option::is_none")]
     // A key without a value is an error; it does not count as a missing key.
@@ -109,6 +111,7 @@ impl Default for Config {
             admin: Admin::default(),
             allow: Allow::default(),
             ports: BTreeMap::new(),
+            services: BTreeMap::new(),
             listed_ports: None,
             labels: BTreeMap::new(),
             addresses: Vec::new(),
@@ -131,7 +134,9 @@ impl Config {
         let files_of_port =
             |port: &Port| [&port.ca, &port.certificate, &port.key].map(Clone::clone);
         let identity = self.identity.iter().flat_map(Identity::files);
-        let ports = self.ports.values().flat_map(files_of_port).flatten();
+        let services = self.services.values().map(|service| &service.0);
+        let ports = self.ports.values().chain(services);
+        let ports = ports.flat_map(files_of_port).flatten();
         let paths = identity.chain(self.api_cache.iter().flat_map(ApiCache::files));
         paths.cloned().chain(ports).collect()
     }

@@ -19,6 +19,8 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 pub enum Reason {
     /// No node has this name or address.
     NodeUnknown,
+    /// The node has no service of this name.
+    ServiceUnknown,
     /// The node is known, but has no tunnel.
     NodeNotConnected,
     /// The request names two nodes, or none that this gateway serves.
@@ -74,8 +76,9 @@ pub enum Reason {
 
 impl Reason {
     /// All reasons, for metrics and tests.
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 27] = [
         Self::NodeUnknown,
+        Self::ServiceUnknown,
         Self::NodeNotConnected,
         Self::Misdirected,
         Self::Unauthenticated,
@@ -111,7 +114,7 @@ impl Reason {
     /// Returns the HTTP status.
     pub fn status(self) -> StatusCode {
         match self {
-            Self::NodeUnknown => StatusCode::NOT_FOUND,
+            Self::NodeUnknown | Self::ServiceUnknown => StatusCode::NOT_FOUND,
             Self::NodeNotConnected
             | Self::DependencyUnavailable
             | Self::LimitReached
@@ -140,8 +143,8 @@ impl Reason {
     }
 
     /// Returns the status code for gRPC clients: the one into which Envoy translates the HTTP status of a local reply
-    /// (`Grpc::Utility::httpToGrpcStatus`). The exception is an unknown node. Envoy answers 503 for an unknown cluster, and
-    /// UNIMPLEMENTED would mean that the application lacks the method.
+    /// (`Grpc::Utility::httpToGrpcStatus`). The exception is an unknown node or service. Envoy answers 503 for an unknown
+    /// cluster, and UNIMPLEMENTED would mean that the application lacks the method.
     pub fn grpc_status(self) -> u8 {
         const UNKNOWN: u8 = 2;
         const PERMISSION_DENIED: u8 = 7;
@@ -149,7 +152,7 @@ impl Reason {
         const INTERNAL: u8 = 13;
         const UNAVAILABLE: u8 = 14;
         const UNAUTHENTICATED: u8 = 16;
-        if self == Self::NodeUnknown {
+        if matches!(self, Self::NodeUnknown | Self::ServiceUnknown) {
             return UNAVAILABLE;
         }
         match self.status() {
@@ -195,6 +198,7 @@ impl Reason {
             | Self::TargetTimeout
             | Self::Draining => true,
             Self::NodeUnknown
+            | Self::ServiceUnknown
             | Self::Misdirected
             | Self::Unauthenticated
             | Self::Forbidden
@@ -214,6 +218,7 @@ impl Reason {
     pub fn word(self) -> &'static str {
         match self {
             Self::NodeUnknown => "node_unknown",
+            Self::ServiceUnknown => "service_unknown",
             Self::NodeNotConnected => "node_not_connected",
             Self::Misdirected => "misdirected",
             Self::Unauthenticated => "unauthenticated",
@@ -245,7 +250,7 @@ impl Reason {
     /// Returns the closest proxy error type (RFC 9209 §2.3).
     pub fn proxy_status(self) -> &'static str {
         match self {
-            Self::NodeUnknown => "destination_not_found",
+            Self::NodeUnknown | Self::ServiceUnknown => "destination_not_found",
             Self::NodeNotConnected | Self::Draining => "destination_unavailable",
             Self::Forbidden | Self::EdgePolicy => "http_request_denied",
             Self::TargetRefused => "connection_refused",
@@ -278,6 +283,7 @@ impl Reason {
                 Some(Duration::from_secs(1))
             }
             Self::NodeUnknown
+            | Self::ServiceUnknown
             | Self::Misdirected
             | Self::Unauthenticated
             | Self::Forbidden
@@ -304,6 +310,7 @@ impl Reason {
     pub fn title(self) -> &'static str {
         match self {
             Self::NodeUnknown => "Node unknown",
+            Self::ServiceUnknown => "Service unknown",
             Self::NodeNotConnected => "Node not connected",
             Self::Misdirected => "Request not for this gateway",
             Self::Unauthenticated => "Client not authenticated",
@@ -361,6 +368,7 @@ impl From<RejectCode> for Reason {
     fn from(refusal: RejectCode) -> Self {
         match refusal {
             RejectCode::Policy => Self::EdgePolicy,
+            RejectCode::ServiceUnknown => Self::ServiceUnknown,
             RejectCode::TargetRefused => Self::TargetRefused,
             RejectCode::TargetUnresolved => Self::TargetUnresolved,
             RejectCode::TargetUnreachable => Self::TargetUnreachable,

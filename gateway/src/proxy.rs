@@ -309,7 +309,7 @@ impl Proxy {
         route_input: &RouteInput<'_>,
     ) -> Result<(ClientIdentity, Result<Route, Error>), Error> {
         let routed = self.find_route(connection, route_input);
-        let port = routed.as_ref().ok().map(|route| route.target.port);
+        let port = routed.as_ref().ok().and_then(Route::port);
         let client = self.identify(connection, credential, port).await?;
         Ok((client, routed))
     }

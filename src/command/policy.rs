@@ -115,7 +115,9 @@ pub(crate) fn read(file: &Path) -> anyhow::Result<Rules> {
 #[derive(Debug)]
 struct RequestSpec {
     to: To,
-    port: u16,
+    service: Option<String>,
+    /// The port; `None` for a service.
+    port: Option<u16>,
     path: String,
     action: Action,
 }
@@ -129,8 +131,13 @@ enum To {
 }
 
 impl RequestSpec {
-    /// Parses a URL such as `https://edge-1:10250/exec/…`, or an authority such as `edge-1:22` for CONNECT.
-    fn parse(method: &Method, url: &str, upgrade: bool) -> anyhow::Result<Self> {
+    /// Parses a URL such as `https://edge-1:10250/exec/…`, or an authority such as `edge-1:22` for CONNECT. For a service of the
+    /// node, the port is not used.
+    fn parse(
+        method: &Method,
+        (url, service): (&str, Option<&str>),
+        upgrade: bool,
+    ) -> anyhow::Result<Self> {
         let not_a_url =
             || format!("\"{url}\" is not the URL of a request; write https://edge-1:10250/metrics");
         let (authority, path, action) = if method == Method::CONNECT {
@@ -151,18 +158,19 @@ impl RequestSpec {
         let (host, port) = target::split_host_port(&authority)
             .map_err(|why| anyhow!("\"{authority}\" is not a node and its port: {why}"))?;
         let to = match host.parse() {
-            Ok(address) if action == Action::Connect => To::Direct(address),
+            Ok(address) if action == Action::Connect && service.is_none() => To::Direct(address),
             _ => To::Node(
                 NodeName::parse(host)
                     .with_context(|| format!("\"{host}\" is not the name of a node"))?,
             ),
         };
-        let port = port.ok_or_else(|| {
-            anyhow!("\"{url}\" has no port; write it after the name, as in {host}:10250")
-        })?;
+        if port.is_none() && service.is_none() {
+            bail!("\"{url}\" has no port; write it after the name, as in {host}:10250");
+        }
         Ok(Self {
             to,
-            port,
+            port: port.filter(|_| service.is_none()),
+            service: service.map(str::to_owned),
             path,
             action,
         })
@@ -190,6 +198,7 @@ impl RequestSpec {
             direct_address: direct,
             pool: node.pool.as_deref(),
             labels: &node.labels,
+            service: self.service.as_deref(),
             port: self.port,
             action: self.action,
             method: method.as_str(),
@@ -210,7 +219,11 @@ struct Subject<'a> {
 fn check(args: &PolicyCheck) -> anyhow::Result<()> {
     let file = &args.file.policy;
     let rules = read(file)?;
-    let mut request = RequestSpec::parse(&args.method, &args.url, args.upgrade)?;
+    let mut request = RequestSpec::parse(
+        &args.method,
+        (&args.url, args.service.as_deref()),
+        args.upgrade,
+    )?;
     let (node, is_known) = confirmed_node(args, &mut request.to)?;
     let client = Subject {
         user: args.user.as_deref(),

@@ -112,6 +112,11 @@ async fn an_edge_name_resolves_within_a_second_and_while_disconnected() {
         short(server, &format!("+tcp EDGE-1.{ZONE}")).await,
         LISTENERS[0]
     );
+    // A service resolves like its node, whether it exists or not.
+    assert_eq!(
+        short(server, &format!("printer.{name}")).await,
+        LISTENERS[0]
+    );
     let message = dig(server, &name).await;
     assert!(message.contains("flags: qr aa rd;"), "{message}");
     assert!(message.contains("udp: 1232"), "{message}");
@@ -124,7 +129,7 @@ async fn an_edge_name_resolves_within_a_second_and_while_disconnected() {
         "the gateway logs the reason"
     );
     let metrics = world.metrics().await;
-    assert_eq!(metrics.sum("dns_queries_total", &[("outcome", "edge")]), 6);
+    assert_eq!(metrics.sum("dns_queries_total", &[("outcome", "edge")]), 7);
     assert_eq!(metrics.sum("dns_queries_total", &[("outcome", "none")]), 1);
 }
 

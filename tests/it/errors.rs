@@ -264,7 +264,7 @@ struct NoSecrets;
 
 impl Authorize for NoSecrets {
     fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
-        let (client, port) = (&ask.client.name, ask.destination.port());
+        let (client, port) = (&ask.client.name, ask.destination.port().expect("a port"));
         let node = ask.destination.node().expect("a node");
         let sentence = format!(
             "{client} may not {} {} of {node}:{port}",

@@ -72,6 +72,7 @@ impl Laptop {
     pub(crate) async fn before_login(build: Build, app: SocketAddr) -> Self {
         let world = Box::pin(build.start()).await;
         let edge = world.edge("edge-1").pool("mill").label("site", "north");
+        let edge = edge.service("bytes", app);
         let edge = Box::pin(edge.port_as(9100, Protocol::Tcp, app).join()).await;
         Self { edge, world }
     }
@@ -299,12 +300,22 @@ async fn connect_copies_both_directions_and_ends_each_by_itself() {
 }
 
 #[tokio::test]
+async fn connect_reaches_a_service_behind_a_node() {
+    let (app, _serving) = mirror().await;
+    let laptop = Laptop::to(app).await;
+    let connect = laptop.causeway(&format!("connect bytes.edge-1:{}", app.port()));
+    let done = connect.input("hello").run().await.ok();
+    assert_eq!(done.text(), "hello");
+}
+
+#[tokio::test]
 async fn connect_fails_with_the_gateways_own_sentence() {
     let (app, _serving) = mirror().await;
     let laptop = Laptop::to(app).await;
     for (target, sentence) in [
         ("edge-9:22", "edge-9"),
         ("edge-1:23", "port 23"),
+        ("scanner.edge-1:631", "edge-1 has no service scanner"),
         ("edge-1", "such as edge-1:22"),
         ("edge-1:0", "such as edge-1:22"),
     ] {

@@ -55,6 +55,7 @@ mod direct;
 mod egress;
 mod pods;
 mod reviews;
+mod services;
 mod testbed;
 
 mod clients_curl;

@@ -31,8 +31,8 @@ timeouts: { reconnect: 2s }
 ";
 
 /// Gateways with one CA and the same nodes, which know each other's tunnel ports.
-struct Fleet {
-    sites: Vec<GatewayProcess>,
+pub(crate) struct Fleet {
+    pub(crate) sites: Vec<GatewayProcess>,
 }
 
 /// Returns the address of a gateway.
@@ -48,7 +48,7 @@ pub(crate) fn free_port() -> u16 {
 
 impl Fleet {
     /// Starts gateways that have seen these nodes of one pool join.
-    async fn start(count: usize, nodes: &[&str], app: &App, further: &str) -> Self {
+    pub(crate) async fn start(count: usize, nodes: &[&str], app: &App, further: &str) -> Self {
         let port = free_port();
         let tunnel = |number| format!("{}:{port}", address(number));
         let peers: Vec<_> = (0..count)
@@ -96,7 +96,7 @@ impl Fleet {
     }
 
     /// Starts the edge of a node with these flags, and further keys of its port.
-    async fn edge_with(
+    pub(crate) async fn edge_with(
         &self,
         flags: &[&str],
         node: &str,
@@ -150,7 +150,7 @@ impl Fleet {
         answer.split("\r\n\r\n").nth(1).unwrap_or("").to_owned()
     }
 
-    async fn until_state(&self, number: usize, node: &str, state: &str) {
+    pub(crate) async fn until_state(&self, number: usize, node: &str, state: &str) {
         let is_in_state = async || self.sites[number].node(node).await["state"] == state;
         until(
             &format!("{node} is {state} at gateway {number}"),

@@ -101,7 +101,7 @@ impl Authorize for RecordingUpstream {
     fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
         let node = ask.destination.node().expect("a node");
         let place = (node.as_str(), ask.destination.port());
-        if place == ("edge-1", 9100) {
+        if place == ("edge-1", Some(9100)) {
             let judged = (ask.method.to_string(), ask.path.to_owned());
             self.0.lock().unwrap().push(judged);
         }

@@ -82,7 +82,8 @@ impl TestBed {
     pub(crate) async fn along(build: Build, scheme: Protocol, app: SocketAddr) -> Self {
         // Boxed: a gateway's configuration is large.
         let world = Box::pin(build.start()).await;
-        let edge = world.edge("edge-1").port_as(9100, scheme, app).join().await;
+        let edge = world.edge("edge-1").port_as(9100, scheme, app);
+        let edge = Box::pin(edge.join()).await;
         Self { edge, world }
     }
 

@@ -349,16 +349,13 @@ fn parse_request(
     let protocol = head.extensions_mut().remove::<Protocol>();
     if head.method() == Method::CONNECT && protocol.is_none() {
         let authority = head.uri().authority().ok_or("CONNECT without a target")?;
-        let target = authority
-            .as_str()
-            .parse()
+        let target = Target::parse_private(authority.as_str())
             .map_err(|_| "CONNECT with an invalid target")?;
         return Ok((StreamKind::Tcp, target, 0, head));
     }
-    let target = take_header(head.headers_mut(), &wire::TARGET)
-        .ok_or("a request without a target")?
-        .parse()
-        .map_err(|_| "a request with an invalid target")?;
+    let target =
+        take_header(head.headers_mut(), &wire::TARGET).ok_or("a request without a target")?;
+    let target = Target::parse_private(&target).map_err(|_| "a request with an invalid target")?;
     let kind = match protocol {
         None => StreamKind::Request,
         Some(protocol) => {

@@ -192,6 +192,8 @@ impl fmt::Display for TunnelEnd {
 pub enum RejectCode {
     /// The edge's allow-list does not contain the target.
     Policy,
+    /// The edge has no service of this name.
+    ServiceUnknown,
     /// The target refused the connection.
     TargetRefused,
     /// The target did not accept the connection in time, or did not respond to an upgrade in time.
@@ -214,8 +216,9 @@ pub enum RejectCode {
 
 impl RejectCode {
     /// All codes, for parsing and for tests.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Policy,
+        Self::ServiceUnknown,
         Self::TargetRefused,
         Self::TargetTimeout,
         Self::TargetUnresolved,
@@ -231,6 +234,7 @@ impl RejectCode {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Policy => "policy",
+            Self::ServiceUnknown => "service-unknown",
             Self::TargetRefused => "target-refused",
             Self::TargetTimeout => "target-timeout",
             Self::TargetUnresolved => "target-unresolved",

@@ -1,16 +1,17 @@
 //! The target: the address that the edge dials for a stream, as seen from the node.
 //!
-//! A host that is the node's own name means the node itself, and only the edge knows its address. Parsing is pure and total:
-//! any input of a client results in a target or in an error.
+//! A host that is the node's own name means the node itself, and only the edge knows its address. A host `SERVICE.NODE` means a
+//! service of the node, whose address only the edge knows as well. Parsing is pure and total: any input of a client results in a
+//! target or in an error.
 
 use std::{fmt, net::IpAddr, str::FromStr};
 
 /// `host:port` as seen from the node. The host is a name or an address, without brackets.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Target {
-    /// A DNS name, the node's own name, or an IP address.
+    /// A DNS name, the node's own name, the name of one of its services, or an IP address.
     pub host: String,
-    /// The TCP port, never 0.
+    /// The TCP port. 0 stands for the only port of a service, if the client names none.
     pub port: u16,
 }
 
@@ -37,6 +38,26 @@ impl Target {
         }
     }
 
+    /// Creates the target of a service of a node.
+    pub fn service(service: &str, node: &str, port: Option<u16>) -> Self {
+        Self::new(format!("{service}.{node}"), port.unwrap_or(0))
+    }
+
+    /// Parses a target that the other end of a tunnel sends: only there the port may be missing.
+    ///
+    /// # Errors
+    /// If the host is not a host, or the port is not a port.
+    pub(crate) fn parse_private(text: &str) -> Result<Self, TargetError> {
+        split_host_port(text).map(|(host, port)| Self::new(host, port.unwrap_or(0)))
+    }
+
+    /// Returns the name of the service of this node that the target means, if it means one.
+    pub fn service_of(&self, node: &str) -> Option<&str> {
+        let (service, rest) = self.host.split_once('.')?;
+        let is_service = rest.eq_ignore_ascii_case(node) && is_service_name(service);
+        (is_service && self.ip().is_none()).then_some(service)
+    }
+
     /// Returns the target as text, without the formatter, because every request needs it.
     pub fn to_host_port(&self) -> String {
         let mut text = String::with_capacity(self.host.len() + "[]:65535".len());
@@ -47,8 +68,10 @@ impl Target {
         } else {
             text.push_str(&self.host);
         }
-        text.push(':');
-        text.push_str(itoa::Buffer::new().format(self.port));
+        if self.port != 0 {
+            text.push(':');
+            text.push_str(itoa::Buffer::new().format(self.port));
+        }
         text
     }
 
@@ -56,6 +79,19 @@ impl Target {
     pub fn ip(&self) -> Option<IpAddr> {
         self.host.parse().ok()
     }
+}
+
+/// Maximum length of a label of a DNS name, in bytes (RFC 1035 §2.3.4).
+const MAX_LABEL: usize = 63;
+
+/// Whether a service may have this name: one label of a DNS name (RFC 1123 §2.1), in lower case.
+pub fn is_service_name(text: &str) -> bool {
+    let is_label_byte =
+        |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    (1..=MAX_LABEL).contains(&text.len())
+        && text.bytes().all(is_label_byte)
+        && !text.starts_with('-')
+        && !text.ends_with('-')
 }
 
 /// Splits `host:port`, `[v6]:port` or a bare host, as in a Host field or a CONNECT authority (RFC 9110 §7.2, RFC 3986 §3.2).
@@ -129,6 +165,28 @@ mod tests {
     fn a_printed_target_parses_back() {
         for text in ["edge-1:9100", "10.0.0.1:10250", "[::1]:80", "a_b.c:65535"] {
             assert_eq!(text.parse::<Target>().unwrap().to_string(), text);
+        }
+    }
+
+    #[test]
+    fn the_target_of_a_service_needs_no_port_between_the_ends_of_a_tunnel() {
+        for (port, text) in [(Some(631), "printer.edge-1:631"), (None, "printer.edge-1")] {
+            let target = Target::service("printer", "edge-1", port);
+            assert_eq!(target.to_string(), text);
+            assert_eq!(Target::parse_private(text), Ok(target.clone()));
+            assert_eq!(target.service_of("edge-1"), Some("printer"));
+        }
+        for (target, node) in [
+            ("edge-1:80", "edge-1"),
+            ("printer.edge-1:80", "edge-2"),
+            ("a.printer.edge-1:80", "edge-1"),
+            (".edge-1:80", "edge-1"),
+            ("a_b.edge-1:80", "edge-1"),
+            ("-a.edge-1:80", "edge-1"),
+            ("10.0.0.5:80", "0.0.5"),
+        ] {
+            let target: Target = target.parse().unwrap();
+            assert_eq!(target.service_of(node), None, "{target}");
         }
     }
 

@@ -24,7 +24,8 @@ pub const VERSION: u32 = 1;
 
 /// Prefix of the names of private header fields.
 pub const PRIVATE_PREFIX: &str = "causeway-";
-/// Request: the address that the edge dials, `host:port` as seen from the node.
+/// Request: the address that the edge dials, `host:port` as seen from the node. For a service of the node it is `SERVICE.NODE`, with
+/// the port if the client named one.
 pub const TARGET: HeaderName = HeaderName::from_static("causeway-target");
 /// Request of an upgrade: the method that the client used (kubectl uses POST and GET).
 pub const METHOD: HeaderName = HeaderName::from_static("causeway-method");

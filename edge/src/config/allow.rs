@@ -183,6 +183,50 @@ impl Port {
     }
 }
 
+/// Service behind the node: its upstream, as of a port. The text `HOST:PORT` stands for the target alone.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(transparent)]
+pub struct Service(pub Port);
+
+impl<'de> Deserialize<'de> for Service {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Written {
+            Target(String),
+            Upstream(Port),
+        }
+        Ok(Self(match Written::deserialize(from)? {
+            Written::Target(target) => Port {
+                target: Some(target),
+                ..Port::default()
+            },
+            Written::Upstream(port) => port,
+        }))
+    }
+}
+
+impl schemars::JsonSchema for Service {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "Service".into()
+    }
+
+    fn json_schema(generator: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        let mut schema = Port::json_schema(generator);
+        schema.insert("type".into(), serde_json::json!(["object", "string"]));
+        let description = "Service behind the node. `HOST:PORT` stands for `target` alone.";
+        schema.insert("description".into(), description.into());
+        if let Some(properties) = schema.get_mut("properties") {
+            properties["target"]["description"] = "`HOST:PORT` of the upstream; required.".into();
+            if let Some(properties) = properties.as_object_mut() {
+                // Only sets of nodes use health checks, and they serve no services.
+                properties.remove("health_check");
+            }
+        }
+        schema
+    }
+}
+
 /// Protocol of an upstream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]

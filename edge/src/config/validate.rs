@@ -8,10 +8,12 @@ use std::net::IpAddr;
 
 use causeway_certs::{NodeName, SignerProfile};
 use causeway_config::{ConfigError, ConfigErrors, Secret, Validate, host_port};
-use causeway_tunnel::{load::BULK_SPAN, wire::MAX_TUNNELS_PER_EDGE};
+use causeway_tunnel::{load::BULK_SPAN, target::is_service_name, wire::MAX_TUNNELS_PER_EDGE};
 use http::uri::PathAndQuery;
 
-use super::{Allow, Config, HealthCheck, MAX_HEALTH_CHECKS, MIN_HEALTH_INTERVAL, Port, Protocol};
+use super::{
+    Allow, Config, HealthCheck, MAX_HEALTH_CHECKS, MIN_HEALTH_INTERVAL, Port, Protocol, Service,
+};
 
 impl Validate for Config {
     fn validate(&self) -> Vec<ConfigError> {
@@ -141,7 +143,24 @@ impl Config {
                 errors.add(path.as_str(), "0 is not a port; ports are 1 to 65535");
                 continue;
             }
-            PortValidator { port, path, errors }.run(*number, &self.allow);
+            let target = port.target(*number);
+            PortValidator { port, path, errors }.run(&target, &self.allow);
+        }
+        for (name, Service(port)) in &self.services {
+            let path = format!("services.{name}");
+            if !is_service_name(name) {
+                errors.add(path.as_str(), "is not the name of a service; write one label of a DNS name, with lower-case letters, digits and '-'");
+            }
+            if port.health_check.is_some() {
+                errors.add(
+                    format!("{path}.health_check"),
+                    "is for ports only; remove the key",
+                );
+            }
+            match &port.target {
+                Some(target) => PortValidator { port, path, errors }.run(target, &self.allow),
+                None => errors.add(path, "has no target; write HOST:PORT"),
+            }
         }
     }
 
@@ -198,7 +217,7 @@ impl Config {
     }
 }
 
-/// Validator of one port.
+/// Validator of one port or service.
 struct PortValidator<'a> {
     port: &'a Port,
     path: String,
@@ -206,8 +225,8 @@ struct PortValidator<'a> {
 }
 
 impl PortValidator<'_> {
-    fn run(mut self, number: u16, allow: &Allow) {
-        self.target(number, allow);
+    fn run(mut self, target: &str, allow: &Allow) {
+        self.target(target, allow);
         if self.port.proxy_protocol && self.port.scheme != Protocol::Tcp {
             let message = format!(
                 "needs scheme: tcp; apps with the scheme {} read the client's address in forwarding headers",
@@ -229,9 +248,8 @@ impl PortValidator<'_> {
         self.errors.add(format!("{}.{key}", self.path), message);
     }
 
-    fn target(&mut self, number: u16, allow: &Allow) {
-        let target = self.port.target(number);
-        match host_port(&target).map(|(host, _)| host.parse::<IpAddr>()) {
+    fn target(&mut self, target: &str, allow: &Allow) {
+        match host_port(target).map(|(host, _)| host.parse::<IpAddr>()) {
             Err(message) => self.add("target", message),
             Ok(Ok(address)) if !allow.permits(address) => {
                 let message = format!(
@@ -315,7 +333,7 @@ impl PortValidator<'_> {
     fn without_tls(&mut self) {
         let port = self.port;
         let message = format!(
-            "requires scheme https, but this port has scheme {}; set scheme: https or remove this key",
+            "requires scheme https, but the scheme is {}; set scheme: https or remove this key",
             port.scheme.as_str()
         );
         for (key, is_set) in [
@@ -459,6 +477,40 @@ mod tests {
             "ports.80.target",
             "HOST:PORT",
         );
+    }
+
+    #[test]
+    fn a_service_has_a_name_and_an_allowed_target() {
+        let config = |name: &str, service: Value| json!({ "allow": { "hosts": ["10.0.3.0/24"] }, "services": { name: service } });
+        for service in [
+            json!("10.0.3.7:631"),
+            json!("printer.local:631"),
+            json!({ "target": "10.0.3.7:22", "scheme": "tcp", "proxy_protocol": true }),
+        ] {
+            let faults = faults(config("printer", service.clone()));
+            assert_eq!(faults, Vec::<String>::new(), "{service}");
+        }
+        for name in ["Printer", "a.b", "-a", ""] {
+            let path = format!("services.{name}");
+            one_fault(config(name, json!("10.0.3.7:631")), &path, "DNS name");
+        }
+        for (service, path, part) in [
+            (json!({}), "services.a", "HOST:PORT"),
+            (json!("10.0.3.7"), "services.a.target", "HOST:PORT"),
+            (json!("10.0.4.7:631"), "services.a.target", "allow.hosts"),
+            (
+                json!({ "target": "10.0.3.7:1", "health_check": {} }),
+                "services.a.health_check",
+                "ports only",
+            ),
+            (
+                json!({ "target": "10.0.3.7:1", "scheme": "https" }),
+                "services.a",
+                "verify: false",
+            ),
+        ] {
+            one_fault(config("a", service), path, part);
+        }
     }
 
     #[test]

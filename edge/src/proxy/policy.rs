@@ -4,14 +4,14 @@
 //! edge may connect. The second list is checked again after name resolution, with the address that the edge is about to
 //! connect to. So no name leads to an address that is not allowed. A target that is not this node requires its host in
 //! `allow.hosts`. If that host turns out to be this machine (loopback), only the node's ports are served, because otherwise
-//! every local port would be open. For ports that the cluster lists, the own addresses of a cluster's node also count as this
+//! every local port would be open. A service behind the node is permitted like a port, by its name and by the address. For ports that the cluster lists, the own addresses of a cluster's node also count as this
 //! machine.
 
 use super::{
     upstream::{Upstream, UpstreamKey},
     upstream_tls::{self, TlsError},
 };
-use crate::config::{Allow, AnnouncedPortPolicy, Config, Protocol};
+use crate::config::{Allow, AnnouncedPortPolicy, Config, Port, Protocol, Service};
 use causeway_tunnel::{
     RejectCode, StreamKind, Target, control_stream::AnnouncedPorts, error::Rejected,
 };
@@ -37,6 +37,7 @@ pub(crate) struct Policy {
     addresses: Vec<IpAddr>,
     allow: Allow,
     ports: BTreeMap<u16, Arc<Upstream>>,
+    services: BTreeMap<String, Arc<Upstream>>,
     /// Policy for the ports that a gateway may list.
     announced_rules: AnnouncedPortPolicy,
     announced: BTreeMap<u16, Arc<Upstream>>,
@@ -46,29 +47,28 @@ impl Policy {
     /// Compiles the configuration for `node`. Reads the TLS files of the upstreams.
     pub(crate) fn new(node: &str, config: &Config) -> Result<Self, TlsError> {
         let node: Arc<str> = node.into();
-        let mut ports = BTreeMap::new();
-        for (number, port) in &config.ports {
-            let text = port.target(*number).into_owned();
-            let Ok(target) = text.parse::<Target>() else {
-                return Err(TlsError::Target(*number, text));
-            };
-            let upstream = Upstream {
-                id: UpstreamKey::Port(*number),
-                node: node.clone(),
-                tls: upstream_tls::load(*number, port, &target)?,
-                target,
-                fallback_addresses: Vec::new(),
-                scheme: port.scheme,
-                proxy_protocol: port.proxy_protocol,
-                health_check: port.health_check.clone(),
-            };
-            ports.insert(*number, Arc::new(upstream));
-        }
+        let ports = config.ports.iter().map(|(number, port)| {
+            let (id, key) = (UpstreamKey::Port(*number), format!("ports.{number}"));
+            let upstream = configured_upstream(id, &node, (&key, port), &port.target(*number))?;
+            Ok((*number, Arc::new(upstream)))
+        });
+        let ports = ports.collect::<Result<_, _>>()?;
+        let services = config.services.iter().map(|(name, Service(port))| {
+            let (id, key) = (
+                UpstreamKey::Service(name.clone()),
+                format!("services.{name}"),
+            );
+            let target = port.target.as_deref().unwrap_or_default();
+            let upstream = configured_upstream(id, &node, (&key, port), target)?;
+            Ok((name.clone(), Arc::new(upstream)))
+        });
+        let services = services.collect::<Result<_, _>>()?;
         Ok(Self {
             node,
             addresses: config.addresses.iter().map(IpAddr::to_canonical).collect(),
             allow: config.allow.clone(),
             ports,
+            services,
             announced_rules: AnnouncedPortPolicy::from_config(config),
             announced: BTreeMap::new(),
         })
@@ -121,6 +121,11 @@ impl Policy {
                 let detail = format!("{} does not serve port {}", self.node, target.port);
                 RejectCode::Policy.with_detail(detail)
             })?
+        } else if let Some(name) = target.service_of(&self.node) {
+            self.service(name, target.port)?
+        } else if target.port == 0 {
+            let detail = format!("the target {target} has no port");
+            return Err(RejectCode::Malformed.with_detail(detail));
         } else {
             self.find_other(target)?
         };
@@ -133,6 +138,19 @@ impl Policy {
             }
             _ => Ok(upstream),
         }
+    }
+
+    /// Returns the upstream of a service. A client may name its port or leave it out (0).
+    fn service(&self, name: &str, port: u16) -> Result<Arc<Upstream>, Rejected> {
+        let upstream = self.services.get(name).ok_or_else(|| {
+            let detail = format!("{} has no service {name}", self.node);
+            RejectCode::ServiceUnknown.with_detail(detail)
+        })?;
+        let own = upstream.target.port;
+        if port != 0 && port != own {
+            return Err(self.reject(&format!("serves {name} at port {own} only, not at {port}")));
+        }
+        Ok(upstream.clone())
     }
 
     /// Returns the address to connect to, for an upstream that resolved to `address`, if the policy permits it.
@@ -246,6 +264,28 @@ impl Policy {
     fn reject(&self, what: &str) -> Rejected {
         RejectCode::Policy.with_detail(format!("{} {what}", self.node))
     }
+}
+
+/// Returns the upstream of a configured port or service, which has this key in the configuration.
+fn configured_upstream(
+    id: UpstreamKey,
+    node: &Arc<str>,
+    (key, port): (&str, &Port),
+    target: &str,
+) -> Result<Upstream, TlsError> {
+    let Ok(target) = target.parse::<Target>() else {
+        return Err(TlsError::Target(key.to_owned(), target.to_owned()));
+    };
+    Ok(Upstream {
+        id,
+        node: node.clone(),
+        tls: upstream_tls::load(key, port, &target)?,
+        target,
+        fallback_addresses: Vec::new(),
+        scheme: port.scheme,
+        proxy_protocol: port.proxy_protocol,
+        health_check: port.health_check.clone(),
+    })
 }
 
 #[cfg(test)]
@@ -498,6 +538,59 @@ mod tests {
         assert_eq!(policy.permitted_address(&other, away), None);
         let mapped = policy.permitted_address(&other, "[::ffff:192.168.1.7]:631".parse().unwrap());
         assert_eq!(mapped, Some("192.168.1.7:631".parse().unwrap()));
+    }
+
+    #[test]
+    fn a_service_is_found_by_its_name_and_needs_an_allowed_address() {
+        let policy = policy(json!({
+            "allow": { "hosts": ["10.0.3.0/24"] },
+            "services": {
+                "printer": "10.0.3.7:631",
+                "nvr": { "target": "nvr.local:554", "scheme": "tcp" },
+            },
+        }));
+        for target in ["printer.edge-1:631", "printer.EDGE-1:631"] {
+            let target: Target = target.parse().unwrap();
+            let upstream = policy.select_upstream(&target, &StreamKind::Request);
+            assert_eq!(upstream.unwrap().target.to_string(), "10.0.3.7:631");
+        }
+        let portless = Target::service("printer", "edge-1", None);
+        let upstream = policy.select_upstream(&portless, &StreamKind::Tcp).unwrap();
+        assert_eq!(upstream.target.to_string(), "10.0.3.7:631");
+        let refused = |target: &Target, kind: &StreamKind| {
+            let rejected = policy.select_upstream(target, kind).unwrap_err();
+            (rejected.code, rejected.detail.into_owned())
+        };
+        let other_port = Target::service("printer", "edge-1", Some(632));
+        assert_eq!(
+            refused(&other_port, &StreamKind::Tcp),
+            (
+                RejectCode::Policy,
+                "edge-1 serves printer at port 631 only, not at 632".to_owned()
+            )
+        );
+        let unknown = Target::service("scanner", "edge-1", None);
+        assert_eq!(
+            refused(&unknown, &StreamKind::Request),
+            (
+                RejectCode::ServiceUnknown,
+                "edge-1 has no service scanner".to_owned()
+            )
+        );
+        let bytes_only = Target::service("nvr", "edge-1", None);
+        let refusal = refused(&bytes_only, &StreamKind::Request);
+        assert_eq!(refusal.0, RejectCode::Policy);
+        let named = policy
+            .select_upstream(&bytes_only, &StreamKind::Tcp)
+            .unwrap();
+        for (address, permitted) in [("10.0.3.9:554", true), ("127.0.0.1:554", false)] {
+            let address: SocketAddr = address.parse().unwrap();
+            let checked = policy.permitted_address(&named, address);
+            assert_eq!(checked, permitted.then_some(address));
+        }
+        // Only a service may lack the port.
+        let node = Target::new("192.168.1.7", 0);
+        assert_eq!(refused(&node, &StreamKind::Tcp).0, RejectCode::Malformed);
     }
 
     #[test]

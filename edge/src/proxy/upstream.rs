@@ -18,11 +18,13 @@ pub(super) type UpstreamIo = connection::UpstreamIo<TcpStream>;
 pub(crate) enum UpstreamKey {
     /// Upstream of a port of the node.
     Port(u16),
+    /// Upstream of a service behind the node.
+    Service(String),
     /// Another target that the allow-list permits.
     Other(Target),
 }
 
-/// Upstream of a port, or another permitted target.
+/// Upstream of a port or of a service, or another permitted target.
 #[derive(Debug)]
 pub(crate) struct Upstream {
     pub(super) id: UpstreamKey,

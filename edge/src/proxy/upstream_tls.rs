@@ -18,15 +18,15 @@ use std::{
 /// Reason why TLS to an upstream cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// The target of a port is not `HOST:PORT`.
-    #[error("ports.{0}.target: \"{1}\" is not HOST:PORT")]
-    Target(u16, String),
+    /// The target of a port or service is not `HOST:PORT`.
+    #[error("{0}.target: \"{1}\" is not HOST:PORT")]
+    Target(String, String),
     /// A port with the scheme https has neither a CA nor `verify: false`.
-    #[error("ports.{0}: https needs \"ca\", or verify: false to accept any certificate")]
-    Unverified(u16),
+    #[error("{0}: https needs \"ca\", or verify: false to accept any certificate")]
+    Unverified(String),
     /// The configured name of the upstream's certificate is not a valid name.
-    #[error("ports.{0}.server_name: \"{1}\" is not a host name")]
-    Name(u16, String),
+    #[error("{0}.server_name: \"{1}\" is not a host name")]
+    Name(String, String),
     /// A file cannot be read or has no usable content.
     #[error("{path}: {why}")]
     File {
@@ -36,8 +36,8 @@ pub enum TlsError {
         why: String,
     },
     /// The client certificate does not match its key.
-    #[error("ports.{0}.certificate: {1}")]
-    Certificate(u16, rustls::Error),
+    #[error("{0}.certificate: {1}")]
+    Certificate(String, rustls::Error),
 }
 
 /// TLS configuration of one upstream.
@@ -57,9 +57,9 @@ impl UpstreamTls {
     }
 }
 
-/// Reads the files of a port, if its scheme is https.
+/// Reads the files of a port or service, if its scheme is https. The key of the configuration is for errors.
 pub(super) fn load(
-    number: u16,
+    key: &str,
     port: &Port,
     target: &Target,
 ) -> Result<Option<UpstreamTls>, TlsError> {
@@ -68,8 +68,8 @@ pub(super) fn load(
     }
     let server_name = port.server_name.as_deref().unwrap_or(&target.host);
     let server_name = ServerName::try_from(server_name.to_owned())
-        .map_err(|_| TlsError::Name(number, server_name.to_owned()))?;
-    let config = with_client_certificate(number, port, builder_with_roots(number, port)?)?;
+        .map_err(|_| TlsError::Name(key.to_owned(), server_name.to_owned()))?;
+    let config = with_client_certificate(key, port, builder_with_roots(key, port)?)?;
     Ok(Some(UpstreamTls {
         configs: AlpnConfigs::new(config),
         server_name,
@@ -78,10 +78,10 @@ pub(super) fn load(
 
 type WantsClient = rustls::ConfigBuilder<ClientConfig, WantsClientCert>;
 
-fn builder_with_roots(number: u16, port: &Port) -> Result<WantsClient, TlsError> {
+fn builder_with_roots(path: &str, port: &Port) -> Result<WantsClient, TlsError> {
     let builder = ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()
-        .map_err(|error| TlsError::Certificate(number, error))?;
+        .map_err(|error| TlsError::Certificate(path.to_owned(), error))?;
     match &port.ca {
         Some(path) => {
             let mut roots = RootCertStore::empty();
@@ -91,7 +91,7 @@ fn builder_with_roots(number: u16, port: &Port) -> Result<WantsClient, TlsError>
             }
             Ok(builder.with_root_certificates(roots))
         }
-        None if port.verify => Err(TlsError::Unverified(number)),
+        None if port.verify => Err(TlsError::Unverified(path.to_owned())),
         None => Ok(builder
             .dangerous()
             .with_custom_certificate_verifier(Arc::new(NoServerVerification))),
@@ -99,7 +99,7 @@ fn builder_with_roots(number: u16, port: &Port) -> Result<WantsClient, TlsError>
 }
 
 fn with_client_certificate(
-    number: u16,
+    path: &str,
     port: &Port,
     builder: WantsClient,
 ) -> Result<ClientConfig, TlsError> {
@@ -110,7 +110,7 @@ fn with_client_certificate(
     let key = PrivateKeyDer::from_pem_file(key).map_err(|error| file_error(key, &error))?;
     builder
         .with_client_auth_cert(chain, key)
-        .map_err(|error| TlsError::Certificate(number, error))
+        .map_err(|error| TlsError::Certificate(path.to_owned(), error))
 }
 
 fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {

@@ -67,7 +67,7 @@ pub struct Subjects {
     pub networks: Specified<SourceNetworks>,
 }
 
-/// Nodes that a rule applies to: those that match every given key. With `direct` the rule applies to no node.
+/// Nodes that a rule applies to: those that match every given key. With `direct` the rule applies to no node, and with `services` to services of the nodes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NodeSelector {
@@ -80,6 +80,9 @@ pub struct NodeSelector {
     /// Confirmed labels; a node must have all of them.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub labels: Specified<BTreeMap<String, String>>,
+    /// Names of services of these nodes (`services` of an edge), in place of the nodes themselves; `*` stands for any characters. Without this key a rule that allows applies to no service. A rule that denies applies to the services of its nodes as well, unless it has `ports`.
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub services: Specified<Vec<String>>,
     /// Networks of addresses that no edge serves and that a listener dials itself (its key `direct_networks`), in place of nodes.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub direct: Specified<SourceNetworks>,
@@ -89,7 +92,7 @@ pub struct NodeSelector {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RequestMatch {
-    /// Ports of the node: `10250`, or `"30000-32767"`.
+    /// Ports of the node: `10250`, or `"30000-32767"`. A rule with this key applies to no service.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub ports: Specified<Vec<PortRange>>,
     /// HTTP methods.
@@ -243,6 +246,7 @@ impl Validate for Policy {
             check.check_subjects(&rule.who);
             check.check_nodes(&rule.r#where);
             check.check_request(&rule.what);
+            check.check_service_ports(rule);
         }
         faults.into_vec()
     }
@@ -319,7 +323,7 @@ impl RuleValidator<'_> {
         if *nodes == NodeSelector::default() {
             self.add(
                 "where",
-                "is empty; set nodes, pools, labels or direct, or remove the key to match all nodes",
+                "is empty; set nodes, pools, labels, services or direct, or remove the key to match all nodes",
             );
         }
         if let Some(direct) = &nodes.direct.0 {
@@ -331,7 +335,7 @@ impl RuleValidator<'_> {
                 ..NodeSelector::default()
             };
             if *nodes != others {
-                self.add("where.direct", "matches only addresses that belong to no node, so nodes, pools and labels in the same rule match nothing; write two rules");
+                self.add("where.direct", "matches only addresses that belong to no node, so nodes, pools, labels and services in the same rule match nothing; write two rules");
             }
         }
         self.check_each("where.nodes", &nodes.nodes, |text| {
@@ -340,6 +344,11 @@ impl RuleValidator<'_> {
             pattern_fault(text).or_else(|| (!text.chars().all(letter)).then(other))
         });
         self.check_each("where.pools", &nodes.pools, |text| pattern_fault(text));
+        self.check_each("where.services", &nodes.services, |text| {
+            let letter = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-*".contains(c);
+            let other = || format!("\"{text}\" cannot be the name of a service; names have lower-case letters, digits and '-', and * matches any of them");
+            pattern_fault(text).or_else(|| (!text.chars().all(letter)).then(other))
+        });
         if nodes.labels.0.as_ref().is_some_and(BTreeMap::is_empty) {
             self.add("where.labels", EMPTY);
         }
@@ -347,6 +356,15 @@ impl RuleValidator<'_> {
             if let Some(message) = label_fault(key).or_else(|| label_fault(value)) {
                 self.add("where.labels", message);
             }
+        }
+    }
+
+    fn check_service_ports(&mut self, rule: &Rule) {
+        let nodes = rule.r#where.0.as_ref();
+        let has_services = nodes.is_some_and(|nodes| nodes.services.0.is_some());
+        let request = rule.what.0.as_ref();
+        if has_services && request.is_some_and(|request| request.ports.0.is_some()) {
+            self.add("what.ports", "are ports of the node, so the rule matches none of where.services; a service has only one port, remove this key");
         }
     }
 

@@ -8,6 +8,9 @@ impl Reason {
     pub fn explanation(self) -> &'static str {
         match self {
             Self::NodeUnknown => "No node of this name or address has joined this gateway.",
+            Self::ServiceUnknown => {
+                "The client asks for `SERVICE.NODE`, and `services` of the node's edge has no such name."
+            }
             Self::NodeNotConnected => {
                 "The node has no tunnel, and had none within `timeouts.reconnect`. The detail says since when, and the last address."
             }
@@ -82,6 +85,7 @@ impl Reason {
             Self::NodeUnknown => {
                 "Check the spelling. `causeway node list` and `causeway status` show the nodes."
             }
+            Self::ServiceUnknown => "Check the spelling, and `services` of the edge.",
             Self::NodeNotConnected => {
                 "On the node: run `causeway health --ready`, and read the log of the edge."
             }

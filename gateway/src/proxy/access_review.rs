@@ -35,7 +35,7 @@ pub(super) async fn check(
 ) -> Result<(), Error> {
     let port = authz_request.destination.port();
     // The check covers every address of the node, because a kubelet listens on all of them, including those on the pod network.
-    if !kubelets.contains(&port) {
+    if !port.is_some_and(|port| kubelets.contains(&port)) {
         return Ok(());
     }
     let subject = "your permission for this request";

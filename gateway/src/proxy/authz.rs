@@ -67,17 +67,25 @@ pub enum Destination<'a> {
     Direct(SocketAddr),
 }
 
-impl Destination<'_> {
-    /// Returns the port.
-    pub fn port(&self) -> u16 {
+impl<'a> Destination<'a> {
+    /// Returns the port; `None` for a service, of which only the edge knows the port.
+    pub fn port(&self) -> Option<u16> {
         match self {
-            Self::Node(route) => route.target.port,
-            Self::Direct(address) => address.port(),
+            Self::Node(route) => route.port(),
+            Self::Direct(address) => Some(address.port()),
+        }
+    }
+
+    /// Returns the service of the node, if the stream goes to one.
+    pub fn service(&self) -> Option<&'a str> {
+        match self {
+            Self::Node(route) => route.service(),
+            Self::Direct(_) => None,
         }
     }
 
     /// Returns the node, if there is one.
-    pub fn node(&self) -> Option<&NodeName> {
+    pub fn node(&self) -> Option<&'a NodeName> {
         match self {
             Self::Node(route) => Some(&route.node),
             Self::Direct(_) => None,
@@ -88,7 +96,10 @@ impl Destination<'_> {
 impl fmt::Display for Destination<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Node(route) => write!(f, "port {} of {}", route.target.port, route.node),
+            Self::Node(route) => match route.service() {
+                Some(service) => write!(f, "the service {service} of {}", route.node),
+                None => write!(f, "port {} of {}", route.target.port, route.node),
+            },
             Self::Direct(address) => write!(f, "{address}, which belongs to no edge"),
         }
     }
@@ -182,21 +193,23 @@ fn policy_input<'a>(
     direct_address: Option<IpAddr>,
     node: &'a Node,
 ) -> PolicyInput<'a> {
-    let AuthzRequest { client, .. } = authz_request;
+    let AuthzRequest {
+        client,
+        destination,
+        ..
+    } = authz_request;
     PolicyInput {
         user: &client.name,
         groups: &client.groups,
         uris: &client.uris,
         is_authenticated: client.method != AuthMethod::Anonymous,
         client_address: authz_request.remote_address.ip(),
-        node: match authz_request.destination {
-            Destination::Node(route) => Some(&route.node),
-            Destination::Direct(_) => None,
-        },
+        node: destination.node(),
         direct_address,
         pool: node.policy_pool.as_deref(),
         labels: &node.labels,
-        port: authz_request.destination.port(),
+        service: destination.service(),
+        port: destination.port(),
         action: authz_request.action,
         method: authz_request.method.as_str(),
         path: authz_request.path,

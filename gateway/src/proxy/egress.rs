@@ -476,6 +476,7 @@ fn listener(shared: &ProxyState) -> Listener {
         node: None,
         node_set: None,
         port: None,
+        names: Vec::new(),
         bound_port: None,
         tls: None,
         authentication: Authenticator::default(),

@@ -334,7 +334,8 @@ pub(super) fn check_edge_rejection(
     } else {
         format!("{node}: {detail}")
     };
-    if reason == Reason::EdgePolicy && way.proxy.listener.bound_port == Some(way.route.target.port)
+    let listener_port = way.proxy.listener.bound_port;
+    if reason == Reason::EdgePolicy && listener_port.is_some() && listener_port == way.route.port()
     {
         detail.push_str(
             "; that is the number that this listener listens on: write the node's own port into the URL, \

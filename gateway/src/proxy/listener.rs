@@ -24,7 +24,7 @@ use crate::{
         forwarding_headers::{CachedValues, ForwardingHeaders},
         identity_headers::IdentityHeaderFields,
         request,
-        route::RouteInput,
+        route::{RouteInput, ServiceNames},
     },
     state::{NodeSet, Nodes, nodes::AddressMatch},
 };
@@ -63,6 +63,8 @@ pub struct Listener {
     pub node_set: Option<Arc<NodeSet>>,
     /// Node port of the requests that name none.
     pub port: Option<u16>,
+    /// Names by which clients reach the listener itself.
+    pub names: Vec<String>,
     /// Port of the listening socket, which is not used for routing.
     pub bound_port: Option<u16>,
     /// TLS configuration, if the listener uses TLS.
@@ -230,15 +232,32 @@ impl Listener {
             .filter(|_| !is_default || server_name.is_none())
     }
 
-    /// Returns the input of routing from the connection of a session without a head, and this listener.
-    pub fn session_route_input<'a>(&'a self, connection: &'a ClientConnection) -> RouteInput<'a> {
+    /// Returns the input of routing from this listener, the server name and the original destination.
+    fn connection_route_input<'a>(
+        &'a self,
+        sni: Option<&'a str>,
+        original: Option<SocketAddr>,
+    ) -> RouteInput<'a> {
+        let fixed = self.fixed_node(sni);
+        let services = if fixed.is_some() || self.node_set.is_some() {
+            ServiceNames::Ordinary
+        } else {
+            ServiceNames::Service
+        };
         RouteInput {
-            sni: connection.sni.as_deref(),
-            original: connection.original,
-            fixed: self.fixed_node(connection.sni.as_deref()),
+            sni,
+            original,
+            fixed,
             port: self.port,
             authority: None,
+            services,
+            own_names: &self.names,
         }
+    }
+
+    /// Returns the input of routing from the connection of a session without a head, and this listener.
+    pub fn session_route_input<'a>(&'a self, connection: &'a ClientConnection) -> RouteInput<'a> {
+        self.connection_route_input(connection.sni.as_deref(), connection.original)
     }
 
     /// Replaces the host of a request by that of its target, if this listener is a proxy.
@@ -258,9 +277,16 @@ impl Listener {
         request: &'a Request<B>,
     ) -> Result<RouteInput<'a>, Error> {
         let input = self.session_route_input(connection);
-        let is_absolute = self.is_proxy() && request.method() != Method::CONNECT;
+        let is_connect = request.method() == Method::CONNECT;
+        let is_absolute = self.is_proxy() && !is_connect;
+        let services = match input.services {
+            // The target of a proxy is the port at the node, and not that of this listener.
+            ServiceNames::Service if self.is_proxy() || is_connect => ServiceNames::ServiceAndPort,
+            services => services,
+        };
         Ok(RouteInput {
             authority: request::authority(request)?,
+            services,
             // The port of an http URI without one (RFC 9110 §4.2.1).
             port: is_absolute.then_some(80).or(input.port),
             ..input

@@ -334,7 +334,8 @@ fn member_route(ask: &AuthzRequest<'_>, name: &NodeName) -> Route {
         Destination::Node(route) if route.node == *name => route.clone(),
         destination => Route {
             node: name.clone(),
-            target: Target::new(name.as_str(), destination.port()),
+            // A listener for a set of nodes serves no services.
+            target: Target::new(name.as_str(), destination.port().unwrap_or(0)),
         },
     }
 }

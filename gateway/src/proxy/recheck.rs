@@ -13,6 +13,7 @@ use super::{
     authz::{AuthzRequest, Destination},
     direct,
     response_body::FLUSH_TIMEOUT,
+    route::Route,
 };
 use crate::{
     error::{Error, Reason},
@@ -108,8 +109,7 @@ impl Proxy {
             return Ok(());
         };
         let connection = record.connection();
-        let port = route.as_ref().map(|route| route.target.port);
-        let port = port.or(granted.port);
+        let port = route.as_ref().map_or(granted.port, Route::port);
         if let Some(certificate) = &client.certificate {
             let tls = self.listener.tls.as_ref().map(ArcSwap::load);
             let trust = tls.as_ref().map(|tls| &tls.trust);

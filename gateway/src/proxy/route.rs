@@ -7,8 +7,10 @@
 //!    *another* node than the other sources is refused, because an ambiguous route is never guessed.
 //! 3. While the nodes of a cluster are not loaded (`Nodes::pending_reason`), only the name of a recorded node names a node. All
 //!    other names and addresses are refused as `dependency_unavailable`, and never treated as addresses that no edge serves.
-//! 4. The port is the authority's if the authority names this node, else the original destination's, else the listener's node
-//!    port. The port on which the listener listens is never used.
+//! 4. `SERVICE.NODE` means a service of the node, if nothing else names a node: as the SNI, or as the authority. A node that has
+//!    this name itself comes first. Behind a fixed node or a node set, such a name is an ordinary one.
+//! 5. The port is the authority's if the authority names this node, else the original destination's, else the listener's node
+//!    port. The port on which the listener listens is never used. A service has one port, which only its edge knows.
 
 use crate::{
     error::{Error, Reason},
@@ -31,6 +33,22 @@ pub struct RouteInput<'a> {
     pub port: Option<u16>,
     /// Host, `:authority` or CONNECT authority.
     pub authority: Option<&'a str>,
+    /// Use of the names of services.
+    pub services: ServiceNames,
+    /// Names of the listener itself, which are not names of services.
+    pub own_names: &'a [String],
+}
+
+/// Use of the names of services, `SERVICE.NODE`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ServiceNames {
+    /// Such a name is an ordinary one, because the listener serves certain nodes.
+    #[default]
+    Ordinary,
+    /// Such a name means the service. A port beside it is the one at which the client has reached the gateway.
+    Service,
+    /// Such a name means the service, and a port beside it has to be the port of the service.
+    ServiceAndPort,
 }
 
 /// Node and target of a stream.
@@ -38,8 +56,27 @@ pub struct RouteInput<'a> {
 pub struct Route {
     /// The node.
     pub node: NodeName,
-    /// Target that its edge dials: the node itself by its name, or a pod's address.
+    /// Target that its edge dials: the node itself by its name, one of its services, or a pod's address.
     pub target: Target,
+}
+
+impl Route {
+    /// Returns the service of the node, if the route leads to one.
+    pub fn service(&self) -> Option<&str> {
+        self.target.service_of(self.node.as_str())
+    }
+
+    /// Returns the port of the node or pod; `None` for a service, of which only the edge knows the port.
+    pub fn port(&self) -> Option<u16> {
+        self.service().is_none().then_some(self.target.port)
+    }
+}
+
+/// Source of a connection's node, with the service if the source names one.
+struct Binding {
+    node: NodeName,
+    service: Option<String>,
+    source: &'static str,
 }
 
 /// Returns the node that the connection or the listener names before HTTP is parsed.
@@ -47,7 +84,7 @@ pub fn bound_node(input: &RouteInput<'_>, nodes: &Nodes) -> Option<NodeName> {
     find_binding(input, nodes)
         .ok()
         .flatten()
-        .map(|(node, _)| node)
+        .map(|binding| binding.node)
 }
 
 /// Returns the node that the authority names; `None` also if the authority is invalid or has several meanings.
@@ -79,6 +116,11 @@ pub fn find_route(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error>
         .as_ref()
         .and_then(|meant| meant.node.clone());
     let binding = find_binding(input, nodes)?;
+    if named_node.is_none()
+        && let Some(route) = find_service_route(input, binding.as_ref(), nodes)?
+    {
+        return Ok(route);
+    }
     let is_named = named_node.is_some()
         && authority_match
             .as_ref()
@@ -87,13 +129,10 @@ pub fn find_route(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error>
         check_nodes_loaded(nodes)?;
     }
     let node = match (binding, named_node.clone()) {
-        (Some((node, by)), Some(other)) if node != other => {
-            let host = input.authority.unwrap_or_default();
-            return Err(Reason::Misdirected.error(format!(
-                "{by} names {node}, and the Host {host:?} names {other}; one of them is wrong"
-            )));
+        (Some(binding), Some(other)) if binding.node != other || binding.service.is_some() => {
+            return Err(contradiction(input, &binding, other.as_str()));
         }
-        (Some((node, _)), _) | (None, Some(node)) => node,
+        (Some(Binding { node, .. }), _) | (None, Some(node)) => node,
         (None, None) => return Err(unknown_node_error(input)),
     };
     let own_match = authority_match.filter(|_| named_node.is_some());
@@ -120,21 +159,99 @@ pub fn find_route(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error>
     })
 }
 
-/// Returns the node that the connection or the listener is bound to, and the source of that binding.
-fn find_binding(
+/// Returns the route to a service, if the SNI or the authority names one, and the authority names no node.
+fn find_service_route(
     input: &RouteInput<'_>,
+    binding: Option<&Binding>,
     nodes: &Nodes,
-) -> Result<Option<(NodeName, &'static str)>, Error> {
+) -> Result<Option<Route>, Error> {
+    if input.services == ServiceNames::Ordinary {
+        return Ok(None);
+    }
+    let authority = input
+        .authority
+        .and_then(|text| target::split_host_port(text).ok());
+    let named = authority.and_then(|(host, port)| Some((nodes.service_by_name(host)?, port)));
+    match (binding, named) {
+        (Some(binding), Some(((node, service), _)))
+            if binding.node != node
+                || binding.service.as_ref().is_some_and(|own| *own != service) =>
+        {
+            Err(contradiction(input, binding, &format!("{service}.{node}")))
+        }
+        // The node itself was named before. It may serve such a host.
+        (Some(Binding { service: None, .. }), _) | (None, None) => Ok(None),
+        (
+            Some(Binding {
+                node,
+                service: Some(service),
+                ..
+            }),
+            None,
+        ) => Ok(Some(service_route(node, service, None))),
+        (_, Some(((node, service), port))) => {
+            let port = port.filter(|_| input.services == ServiceNames::ServiceAndPort);
+            Ok(Some(service_route(&node, &service, port)))
+        }
+    }
+}
+
+fn service_route(node: &NodeName, service: &str, port: Option<u16>) -> Route {
+    Route {
+        target: Target::service(service, node.as_str(), port),
+        node: node.clone(),
+    }
+}
+
+/// Returns the error of a request whose sources name different nodes or services.
+fn contradiction(input: &RouteInput<'_>, binding: &Binding, other: &str) -> Error {
+    let Binding { node, source, .. } = binding;
+    let bound = match &binding.service {
+        Some(service) => format!("{service}.{node}"),
+        None => node.to_string(),
+    };
+    let host = input.authority.unwrap_or_default();
+    Reason::Misdirected.error(format!(
+        "{source} names {bound}, and the Host {host:?} names {other}; one of them is wrong"
+    ))
+}
+
+/// Returns the node that the connection or the listener is bound to, and the source of that binding.
+fn find_binding(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Option<Binding>, Error> {
+    let to_node = |source| {
+        move |node| Binding {
+            node,
+            service: None,
+            source,
+        }
+    };
     if let Some(node) = input.sni.and_then(|name| nodes.by_name(name)) {
-        return Ok(Some((node, "the SNI")));
+        return Ok(Some(to_node("the SNI")(node)));
     }
     if let Some(original) = input.original {
         check_nodes_loaded(nodes)?;
         if let Some(node) = match_address(original.ip(), nodes)?.node {
-            return Ok(Some((node, "the original destination")));
+            return Ok(Some(to_node("the original destination")(node)));
         }
     }
-    Ok(input.fixed.map(|node| (node.clone(), "this listener")))
+    let fixed = input.fixed.cloned().map(to_node("this listener"));
+    Ok(fixed.or_else(|| find_service_binding(input, nodes)))
+}
+
+/// Returns the service that the SNI names.
+fn find_service_binding(input: &RouteInput<'_>, nodes: &Nodes) -> Option<Binding> {
+    let sni = input.sni?;
+    let is_own = |name: &String| name.eq_ignore_ascii_case(sni);
+    // The SNI of a client that sends a target is the name of the gateway.
+    if input.services != ServiceNames::Service || input.own_names.iter().any(is_own) {
+        return None;
+    }
+    let (node, service) = nodes.service_by_name(sni)?;
+    Some(Binding {
+        node,
+        service: Some(service),
+        source: "the SNI",
+    })
 }
 
 fn match_authority(authority: &str, nodes: &Nodes) -> Result<AuthorityMatch, Error> {

@@ -96,6 +96,7 @@ pub(crate) fn proxy(shared: &Arc<ProxyState>) -> Proxy {
         node: None,
         node_set: None,
         port: Some(9100),
+        names: Vec::new(),
         bound_port: None,
         tls: None,
         plaintext_networks: Vec::new(),

@@ -11,6 +11,7 @@ mod writer;
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 use causeway_certs::{Fingerprint, NodeName};
+use causeway_tunnel::target;
 use claims::{AddressClaims, ClaimHolder, ClaimPriority};
 pub use claims::{AddressConflict, AddressConflicts};
 use ipnet::IpNet;
@@ -433,6 +434,18 @@ impl Nodes {
         table
             .edge_by_name(name)
             .or_else(|| table.sources.zones.iter().find_map(find_in_zone))
+    }
+
+    /// Returns the edge node and the service that the name `SERVICE.NODE` means, alone or in one of the zones. A node that itself has
+    /// this name takes precedence, so there is no service while the nodes of the cluster are not loaded.
+    pub fn service_by_name(&self, name: &str) -> Option<(NodeName, String)> {
+        let (service, node) = name.split_once('.')?;
+        let service = service.to_ascii_lowercase();
+        if !target::is_service_name(&service) || self.by_name(name).is_some() {
+            return None;
+        }
+        let node = self.by_name(node)?;
+        self.pending_reason().is_none().then_some((node, service))
     }
 
     /// Returns the match of an address: a node by its confirmed addresses, else a node by its pods' networks.

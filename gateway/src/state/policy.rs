@@ -8,7 +8,8 @@
 //!
 //! An unknown value counts as the worst case. A TCP session may carry any method and path, and a path that upstreams read in two
 //! ways may be any path. Such a value matches no rule that allows only some values, and every rule that denies some. A denied
-//! path is denied in lower and upper case.
+//! path is denied in lower and upper case. The same holds for services of a node, which a rule may not have thought of: only a rule
+//! that names services allows them, and a rule that denies the whole node denies them.
 
 mod compile;
 mod index;
@@ -59,8 +60,10 @@ pub struct PolicyInput<'a> {
     pub pool: Option<&'a str>,
     /// Confirmed labels of the node.
     pub labels: &'a BTreeMap<String, String>,
-    /// Port of the target.
-    pub port: u16,
+    /// Service of the node, if the stream goes to one.
+    pub service: Option<&'a str>,
+    /// Port of the node or address; `None` for a service.
+    pub port: Option<u16>,
     /// The kind of stream.
     pub action: Action,
     /// The method.
@@ -109,6 +112,9 @@ pub struct Policy {
     pools: Condition<Patterns>,
     /// Conditions on labels, by the rarest label of each rule.
     labels: Condition<Labels>,
+    services: Condition<Patterns>,
+    /// Rules that deny services although they name none.
+    deny_services: RuleSet,
     ports: Condition<Prefixes<16>>,
     /// First port of each range of ports between which no rule distinguishes.
     sample_ports: Vec<u16>,
@@ -181,8 +187,11 @@ impl Policy {
         self.labels.narrow(&mut remaining, |labels, into| {
             labels.find(input.labels, into);
         });
+        self.narrow_by_service(input, &mut remaining);
         self.ports.narrow(&mut remaining, |ports, into| {
-            ports.find(input.port.into(), into);
+            if let Some(port) = input.port {
+                ports.find(port.into(), into);
+            }
         });
         self.actions.narrow(&mut remaining, |acts, into| {
             acts.find(input.action.word(), into);
@@ -242,6 +251,17 @@ impl Policy {
         self.networks.narrow(remaining, |networks, into| {
             find_address(networks, input.client_address, into);
         });
+    }
+
+    fn narrow_by_service(&self, input: &PolicyInput<'_>, remaining: &mut index::RemainingRules) {
+        match input.service {
+            Some(service) => {
+                let find = |services: &Patterns, into: &mut _| services.find(service, into);
+                self.services
+                    .narrow_to_named(remaining, &self.deny_services, find);
+            }
+            None => self.services.narrow(remaining, |_, _| {}),
+        }
     }
 }
 

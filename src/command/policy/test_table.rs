@@ -74,6 +74,9 @@ struct Expectation {
     method: String,
     /// `https://edge-1:10250/exec/…`, or edge-1:22 for CONNECT; 10.96.0.10:443 for a target that a listener dials itself.
     url: String,
+    /// Service of the node to which the request goes; the URL then needs no port.
+    #[serde(default)]
+    service: Option<String>,
     /// Whether it switches protocols.
     #[serde(default)]
     upgrade: bool,
@@ -88,7 +91,8 @@ impl Expectation {
     fn parse_request(&self) -> anyhow::Result<(Method, RequestSpec)> {
         let method = Method::from_str(&self.method)
             .with_context(|| format!("\"{}\" is not an HTTP method", self.method))?;
-        let request = RequestSpec::parse(&method, &self.url, self.upgrade)?;
+        let request =
+            RequestSpec::parse(&method, (&self.url, self.service.as_deref()), self.upgrade)?;
         Ok((method, request))
     }
 

@@ -38,6 +38,7 @@ impl Files {
             pool: None,
             labels: Vec::new(),
             upgrade: true,
+            service: None,
             data: DataDir {
                 data_dir: self.0.path().join("data"),
             },
@@ -55,20 +56,21 @@ fn a_request_without_a_scheme_is_no_url() {
         "ftp://edge-1:9100/",
         "/metrics",
     ] {
-        let error = RequestSpec::parse(&Method::GET, url, false).unwrap_err();
+        let error = RequestSpec::parse(&Method::GET, (url, None), false).unwrap_err();
         let error = format!("{error:#}");
         assert!(
             error.contains("write https://edge-1:10250/metrics"),
             "{error}"
         );
     }
-    assert!(RequestSpec::parse(&Method::GET, "http://edge-1:9100", false).is_ok());
-    assert!(RequestSpec::parse(&Method::CONNECT, "edge-1:22", false).is_ok());
+    assert!(RequestSpec::parse(&Method::GET, ("http://edge-1:9100", None), false).is_ok());
+    assert!(RequestSpec::parse(&Method::CONNECT, ("edge-1:22", None), false).is_ok());
 }
 
 fn decided(ask: &PolicyCheck) -> String {
     let rules = read(&ask.file.policy).unwrap();
-    let mut written = RequestSpec::parse(&ask.method, &ask.url, ask.upgrade).unwrap();
+    let mut written =
+        RequestSpec::parse(&ask.method, (&ask.url, ask.service.as_deref()), ask.upgrade).unwrap();
     let client = Subject {
         user: ask.user.as_deref(),
         groups: &ask.groups,
@@ -242,7 +244,8 @@ fn a_malformed_request_is_reported_with_an_example() {
         (Method::CONNECT, "edge-1", "edge-1:10250"),
         (Method::GET, "https://edge_1:1/", "not the name of a node"),
     ] {
-        let error = format!("{:#}", RequestSpec::parse(&method, url, false).unwrap_err());
+        let error = RequestSpec::parse(&method, (url, None), false).unwrap_err();
+        let error = format!("{error:#}");
         assert!(error.contains(says), "{url}: {error}");
     }
 }
@@ -305,4 +308,27 @@ rules:
     ] {
         assert!(refused.contains(says), "{says}\n{refused}");
     }
+}
+
+#[test]
+fn the_service_of_a_request_is_given_by_its_own_argument() {
+    let rules = serde_json::json!({
+        "rules": [{ "where": { "services": ["printer"] }, "then": "allow" }],
+    });
+    let rules: policy::Policy = serde_json::from_value(rules).unwrap();
+    let rules = Rules::compile(&rules).unwrap();
+    let decides = |url: &str, service: Option<&str>| {
+        let request = RequestSpec::parse(&Method::GET, (url, service), false).unwrap();
+        let client = Subject {
+            user: Some("ann"),
+            groups: &[],
+            uris: &[],
+            source: None,
+        };
+        let node = Node::default();
+        request.decide(&rules, &Method::GET, &client, &node).allow
+    };
+    assert!(decides("https://edge-1/jobs", Some("printer")));
+    assert!(!decides("https://edge-1/jobs", Some("scanner")));
+    assert!(!decides("https://edge-1:631/jobs", None));
 }

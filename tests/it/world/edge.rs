@@ -7,7 +7,7 @@ use super::{LOOK, PATIENCE, World, gateway::loopback, link::Link, until};
 use causeway_certs::{NodeAttributes, NodeName, StoreError};
 use causeway_edge::{
     Config, Error, Reloader,
-    config::{Port, Protocol, Secret, TunnelMode},
+    config::{Port, Protocol, Secret, Service, TunnelMode},
     status::{Status, StatusReader},
 };
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
@@ -63,6 +63,16 @@ impl<'a> Plan<'a> {
             ..Port::default()
         };
         self.config.ports.insert(number, port);
+        self
+    }
+
+    /// Serves the app at `app` as a service behind the node.
+    pub(crate) fn service(mut self, name: &str, app: SocketAddr) -> Self {
+        let port = Port {
+            target: Some(app.to_string()),
+            ..Port::default()
+        };
+        self.config.services.insert(name.into(), Service(port));
         self
     }
 

@@ -1,7 +1,7 @@
 use super::*;
 use crate::ca::file::CaFile;
 use crate::name::{NodeName, TrustDomain};
-use crate::{LeafCertificate, LiveCa, SniCertResolver, VerifiedPublicKey};
+use crate::{KnownName, LeafCertificate, LiveCa, SniCertResolver, VerifiedPublicKey};
 use rcgen::{DnType, Issuer};
 use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
 use std::sync::Arc;
@@ -230,7 +230,8 @@ fn a_listener_shows_our_own_intermediate_as_soon_as_the_chain_has_expired() {
     let ca = import(ca, &chain);
     let mut ended = again(&ca);
     let live = LiveCa::new(ca);
-    let resolver = SniCertResolver::new(live.clone(), vec![], Arc::new(|_| true)).unwrap();
+    let resolver =
+        SniCertResolver::new(live.clone(), vec![], Arc::new(|_| Some(KnownName::Node))).unwrap();
     let shown = || resolver.leaf_for_sni(Some("edge-1")).unwrap().cert[1].clone();
     let before = shown();
     assert_eq!(before, pem::parse_certificates(&chain).unwrap()[0]);
@@ -553,7 +554,8 @@ fn a_chain_vouches_for_no_edge_and_no_client() {
 fn a_listener_shows_an_imported_chain_from_then_on() {
     let (company, ca) = (Company::new(), requesting());
     let (live, chain) = (LiveCa::new(again(&ca)), company.chain(&ca));
-    let resolver = SniCertResolver::new(live.clone(), vec![], Arc::new(|_| true)).unwrap();
+    let resolver =
+        SniCertResolver::new(live.clone(), vec![], Arc::new(|_| Some(KnownName::Node))).unwrap();
     let before = resolver.leaf_for_sni(Some("edge-1")).unwrap();
     live.swap(again(&ca));
     assert!(Arc::ptr_eq(

@@ -50,6 +50,10 @@ fn a_present_but_empty_list_is_a_fault_and_never_any() {
             json!({ "where": { "direct": [] } }),
             "rules[0].where.direct",
         ),
+        (
+            json!({ "where": { "services": [] } }),
+            "rules[0].where.services",
+        ),
         (json!({ "what": {} }), "rules[0].what"),
         (
             json!({ "what": { "streams": [] } }),
@@ -75,6 +79,18 @@ fn a_rule_that_cannot_match_is_a_fault() {
         (
             json!({ "where": { "direct": ["10.0.0.0/8"], "nodes": ["*"] } }),
             "rules[0].where.direct",
+        ),
+        (
+            json!({ "where": { "direct": ["10.0.0.0/8"], "services": ["*"] } }),
+            "rules[0].where.direct",
+        ),
+        (
+            json!({ "where": { "services": ["printer.edge-1"] } }),
+            "rules[0].where.services[0]",
+        ),
+        (
+            json!({ "where": { "services": ["ssh"] }, "what": { "ports": [22] } }),
+            "rules[0].what.ports",
         ),
         (json!({ "who": { "users": [""] } }), "rules[0].who.users[0]"),
         (

@@ -212,7 +212,12 @@ fn match_name(name: &Name, zone: &Zone, nodes: &Nodes) -> QueryMatch {
     match node.to_ascii_lowercase().as_str() {
         "ns.dns" => QueryMatch::Server,
         "dns" => QueryMatch::EmptyNonTerminal,
-        _ => QueryMatch::NxDomain,
+        // Only its edge knows the services of a node, and a client of DNS is not authenticated: each name of a service exists.
+        name => nodes
+            .service_by_name(name)
+            .map_or(QueryMatch::NxDomain, |(node, _)| {
+                QueryMatch::Node(NodeLocation::Edge(node))
+            }),
     }
 }
 

@@ -14,7 +14,7 @@ use crate::{
         Proxy,
         authn::{AuthMethod, ClientIdentity, ConnectionCredentials, UID_PREFIX},
         forwarding_headers::CachedValues,
-        route::{self, RouteInput},
+        route,
     },
     worker::{WorkerId, Workers},
 };
@@ -361,12 +361,9 @@ impl ListenerConfig {
         accepted: &mut AcceptedSocket,
     ) -> WorkerId {
         let proxy = &self.proxies[accepting_worker.0];
-        let route_input = RouteInput {
-            sni,
-            original: accepted.original,
-            fixed: proxy.listener.fixed_node(sni),
-            ..RouteInput::default()
-        };
+        let route_input = proxy
+            .listener
+            .connection_route_input(sni, accepted.original);
         let node = route::bound_node(&route_input, &proxy.shared.nodes).or_else(|| {
             accepted.member = proxy.first_member();
             accepted.member.clone()

@@ -180,3 +180,102 @@ fn an_unknown_name_is_unknown_and_an_empty_one_is_malformed() {
     };
     assert_eq!(route(&nonsense), Err(Reason::Malformed));
 }
+
+fn at_any_name<'a>(sni: Option<&'a str>, authority: &'a str) -> RouteInput<'a> {
+    RouteInput {
+        sni,
+        authority: Some(authority),
+        services: ServiceNames::Service,
+        port: Some(10250),
+        ..RouteInput::default()
+    }
+}
+
+#[test]
+fn a_service_is_named_by_the_sni_or_by_the_host() {
+    let printer = || to("edge-1", "printer.edge-1");
+    for asked in [
+        at_any_name(None, "printer.edge-1"),
+        at_any_name(None, "Printer.Edge-1."),
+        at_any_name(None, "printer.edge-1:10263"),
+        at_any_name(Some("printer.edge-1"), "printer.edge-1:443"),
+        at_any_name(Some("printer.edge-1"), "other.example"),
+        at_any_name(Some("gateway.example"), "printer.edge-1"),
+    ] {
+        assert_eq!(route(&asked), printer(), "{asked:?}");
+    }
+    let session = RouteInput {
+        authority: None,
+        ..at_any_name(Some("printer.edge-1"), "")
+    };
+    assert_eq!(route(&session), printer());
+    for host in ["a.printer.edge-1", "_x.edge-1", "printer.edge-9"] {
+        let asked = at_any_name(None, host);
+        assert_eq!(route(&asked), Err(Reason::NodeUnknown), "{host}");
+    }
+}
+
+#[test]
+fn sources_that_name_different_services_are_refused() {
+    for (sni, host) in [
+        ("printer.edge-1", "scanner.edge-1"),
+        ("printer.edge-1", "printer.edge-2"),
+        ("printer.edge-1", "edge-1"),
+        ("printer.edge-1", "10.0.0.1"),
+        ("edge-2", "printer.edge-1"),
+    ] {
+        let asked = at_any_name(Some(sni), host);
+        assert_eq!(route(&asked), Err(Reason::Misdirected), "{sni} {host}");
+    }
+}
+
+#[test]
+fn a_name_below_that_of_a_node_is_ordinary_if_the_node_is_named_before() {
+    let by_name = at_any_name(Some("edge-1"), "www.edge-1");
+    let by_address = RouteInput {
+        original: Some(address("10.0.0.1:10250")),
+        ..at_any_name(Some("www.edge-1"), "www.edge-1")
+    };
+    let node = NodeName::parse("edge-1").unwrap();
+    let by_listener = RouteInput {
+        fixed: Some(&node),
+        services: ServiceNames::Ordinary,
+        ..at_any_name(Some("www.edge-1"), "www.edge-1")
+    };
+    for asked in [by_name, by_address, by_listener] {
+        assert_eq!(route(&asked), to("edge-1", "edge-1:10250"), "{asked:?}");
+    }
+    let own_names = ["gateway.edge-1".to_owned()];
+    let at_gateway = RouteInput {
+        own_names: &own_names,
+        ..at_any_name(Some("Gateway.edge-1"), "edge-2")
+    };
+    assert_eq!(route(&at_gateway), to("edge-2", "edge-2:10250"));
+}
+
+#[test]
+fn only_the_target_of_a_proxy_names_the_port_of_a_service() {
+    let asked = RouteInput {
+        services: ServiceNames::ServiceAndPort,
+        ..at_any_name(Some("proxy.edge-2"), "printer.edge-1:631")
+    };
+    assert_eq!(route(&asked), to("edge-1", "printer.edge-1:631"));
+    let route = find_route(&asked, &nodes()).unwrap();
+    assert_eq!((route.service(), route.port()), (Some("printer"), None));
+}
+
+#[test]
+fn a_node_with_the_name_of_a_service_comes_first() {
+    let writer = NodesWriter::default();
+    for name in ["edge-1", "printer.edge-1"] {
+        writer.upsert(NodeName::parse(name).unwrap(), Node::default());
+    }
+    for (sni, host) in [
+        (None, "printer.edge-1"),
+        (Some("printer.edge-1"), "other.example"),
+    ] {
+        let route = find_route(&at_any_name(sni, host), &writer.reader()).unwrap();
+        assert_eq!(route.node.as_str(), "printer.edge-1");
+        assert_eq!((route.service(), route.port()), (None, Some(10250)));
+    }
+}

@@ -21,7 +21,7 @@ use crate::{
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    Ca, LeafCertificate, ListenerClientTrust, LiveCa, NodeName, Role, SniCertResolver,
+    Ca, KnownName, LeafCertificate, ListenerClientTrust, LiveCa, NodeName, Role, SniCertResolver,
     StaticTokens, TrustStore, verify,
 };
 use causeway_rt::log_throttle::LogThrottle;
@@ -157,6 +157,7 @@ impl ListenerSource {
                 .transpose()?,
             node_set: self.node_set()?.map(Arc::new),
             port: listener.node_port(),
+            names: self.listener.names.clone(),
             bound_port,
             authentication: Authenticator {
                 tokens: self.static_tokens()?,
@@ -339,7 +340,14 @@ impl ListenerSource {
     /// our own CA.
     fn leaves(&self, ca: &LiveCa, nodes: &Nodes) -> Result<Arc<SniCertResolver>, BindError> {
         let nodes = nodes.clone();
-        let is_known_name = Arc::new(move |name: &str| nodes.by_name(name).is_some());
+        let find_name = Arc::new(move |name: &str| {
+            let is_service = || nodes.service_by_name(name).is_some();
+            if nodes.by_name(name).is_some() {
+                Some(KnownName::Node)
+            } else {
+                is_service().then_some(KnownName::Service)
+            }
+        });
         let listen = match self.listener.listen {
             ListenAddr::Tcp(address) => address.ip(),
             ListenAddr::Unix(_) => IpAddr::V4(Ipv4Addr::LOCALHOST),
@@ -348,7 +356,7 @@ impl ListenerSource {
         Ok(Arc::new(SniCertResolver::new(
             ca.clone(),
             names,
-            is_known_name,
+            find_name,
         )?))
     }
 }

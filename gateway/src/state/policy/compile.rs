@@ -49,6 +49,21 @@ impl<I> Condition<I> {
             find(index, found);
         });
     }
+
+    /// Retains those of the remaining rules that `find` finds, and `others`. Rules that do not restrict the property are not retained.
+    pub(super) fn narrow_to_named(
+        &self,
+        remaining: &mut RemainingRules,
+        others: &RuleSet,
+        find: impl FnOnce(&I, &mut RuleBits),
+    ) {
+        remaining.retain(|found| {
+            found.add(others);
+            if let Some(index) = &self.index {
+                find(index, found);
+            }
+        });
+    }
 }
 
 /// Returns the values that each rule names with the rule's number, and the rules that name none.
@@ -137,6 +152,8 @@ impl Policy {
             sample_ports: sample_ports(rules),
             pools: build_condition(rules, |rule| node_selector(rule)?.pools.0.clone()),
             labels: compile_labels(rules),
+            services: build_condition(rules, |rule| node_selector(rule)?.services.0.clone()),
+            deny_services: deny_services(rules),
             ports: build_condition(rules, |rule| {
                 let ports = request_match(rule)?.ports.0.as_ref()?.iter();
                 Some(
@@ -155,6 +172,15 @@ impl Policy {
             deny_paths_lowercase: lowercase_deny_paths(rules),
         }
     }
+}
+
+fn deny_services(rules: &[policy::Rule]) -> RuleSet {
+    let is_deny = |(_, rule): &(usize, &policy::Rule)| {
+        let nodes = node_selector(rule);
+        rule.then == Effect::Deny && nodes.is_none_or(|nodes| nodes.services.0.is_none())
+    };
+    let deny_rules = rules.iter().enumerate().filter(is_deny);
+    RuleSet::of(deny_rules.map(|(index, _)| index), rules.len())
 }
 
 fn lowercase_deny_paths(rules: &[policy::Rule]) -> Paths {

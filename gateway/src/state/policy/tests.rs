@@ -52,6 +52,7 @@ struct PolicyCase {
     direct: Option<IpAddr>,
     pool: Option<&'static str>,
     labels: BTreeMap<String, String>,
+    service: Option<&'static str>,
     port: u16,
     act: Action,
     method: &'static str,
@@ -72,6 +73,7 @@ impl PolicyCase {
             labels: [("tier", "gold"), ("site", "a")]
                 .map(|(key, value)| (key.to_owned(), value.to_owned()))
                 .into(),
+            service: None,
             port: 10250,
             act: Action::Request,
             method: "GET",
@@ -90,7 +92,8 @@ impl PolicyCase {
             direct_address: self.direct,
             pool: self.pool.filter(|_| self.direct.is_none()),
             labels: &self.labels,
-            port: self.port,
+            service: self.service,
+            port: Some(self.port).filter(|_| self.service.is_none()),
             action: self.act,
             method: self.method,
             path: &self.path,
@@ -648,4 +651,62 @@ fn sample_ports_are_the_borders_of_all_ranges() {
     ]);
     assert_eq!(policy.sample_ports(), [1, 1000, 1001, 2001, 65535]);
     assert_eq!(compiled([]).sample_ports(), [1]);
+}
+
+#[test]
+fn only_rules_that_name_services_allow_them() {
+    let node = |services: Specified<Vec<String>>, then| Rule {
+        r#where: NodeSelector {
+            nodes: texts(["edge-*"]),
+            services,
+            ..NodeSelector::default()
+        }
+        .into(),
+        ..rule(then)
+    };
+    let absent = Specified::default;
+    let service = asked(|asked| asked.service = Some("printer"));
+    let of_node = PolicyCase::new();
+    let decide = |rules: Vec<Rule>| {
+        let policy = compiled(rules);
+        (service.of(&policy), of_node.of(&policy))
+    };
+    let anything = rule(Effect::Allow);
+    let port = RequestMatch {
+        ports: vec![PortRange(10250..=10250)].into(),
+        ..RequestMatch::default()
+    };
+    let named = |name: &str| node(texts([name]), Effect::Allow);
+    for (rules, expected) in [
+        (vec![anything.clone()], (false, true)),
+        (vec![node(absent(), Effect::Allow)], (false, true)),
+        (vec![named("printer")], (true, false)),
+        (vec![named("print*")], (true, false)),
+        (vec![named("*"), anything.clone()], (true, true)),
+        (vec![named("scanner")], (false, false)),
+        // A rule that denies a node denies its services, but a port of the node is no port of a service.
+        (
+            vec![node(absent(), Effect::Deny), named("printer")],
+            (false, false),
+        ),
+        (vec![rule(Effect::Deny), named("*")], (false, false)),
+        (
+            vec![what(Effect::Deny, port), named("printer"), anything.clone()],
+            (true, false),
+        ),
+        (
+            vec![
+                node(texts(["scanner"]), Effect::Deny),
+                named("*"),
+                anything.clone(),
+            ],
+            (true, true),
+        ),
+        (
+            vec![node(texts(["printer"]), Effect::Deny), named("*"), anything],
+            (false, true),
+        ),
+    ] {
+        assert_eq!(decide(rules.clone()), expected, "{rules:?}");
+    }
 }

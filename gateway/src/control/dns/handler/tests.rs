@@ -160,7 +160,9 @@ fn unknown_names_are_nxdomain_and_expire_within_a_second() {
         "site-a",
         "*",
         "_tcp",
-        "x.edge-1",
+        "x_y.edge-1",
+        "a.b.edge-1",
+        "x.cloud-1",
         r"edge-1\.site-a",
     ] {
         let (found, message) = desk.ask(&format!("{node}.nodes.example.internal."), RecordType::A);
@@ -185,6 +187,16 @@ fn assert_negative(message: &Message) {
     };
     assert_eq!((soa.ttl, data.minimum), (1, 1));
     assert_eq!(soa.name.to_ascii(), "nodes.example.internal.");
+}
+
+#[test]
+fn a_name_of_a_service_resolves_like_its_node() {
+    let desk = TestServer::new();
+    let ask = |name: &str| desk.short(&format!("{name}.nodes.example.internal."), RecordType::A);
+    for name in ["printer.edge-1", "Printer.EDGE-1", "x.edge-1.site-a"] {
+        assert_eq!(ask(name), ask("edge-1"), "{name}");
+        assert_eq!(ask(name).0, QueryOutcome::Edge);
+    }
 }
 
 #[test]

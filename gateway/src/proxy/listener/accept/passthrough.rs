@@ -5,10 +5,7 @@
 //! accept, except that it must have `signature_algorithms`, as every client of TLS 1.2 or later sends. With ECH the outer name counts.
 
 use super::refusal::{first_byte, handshake_failed, log_refusal, refuse_name, refuse_plaintext};
-use crate::proxy::{
-    Proxy,
-    route::{self, RouteInput},
-};
+use crate::proxy::{Proxy, route};
 use bytes::{Bytes, BytesMut};
 use causeway_rt::{
     lingering_close, listener::RemoteAddr, read_limit::MAX_CLIENT_HELLO, socket::Socket,
@@ -81,13 +78,7 @@ pub(super) async fn read_client_hello(
 
 /// Whether the nodes are known, and neither the server name nor this listener names one of them.
 fn is_unrecognized(proxy: &Proxy, hello: &PassthroughHello, original: Option<SocketAddr>) -> bool {
-    let server_name = hello.server_name.as_deref();
-    let input = RouteInput {
-        sni: server_name,
-        original,
-        fixed: proxy.listener.fixed_node(server_name),
-        ..RouteInput::default()
-    };
+    let input = (proxy.listener).connection_route_input(hello.server_name.as_deref(), original);
     proxy.shared.nodes.pending_reason().is_none()
         && route::bound_node(&input, &proxy.shared.nodes).is_none()
 }
