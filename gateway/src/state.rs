@@ -12,6 +12,7 @@ pub mod pins;
 pub mod policy;
 pub mod pool_reports;
 pub mod registry;
+pub mod target_group;
 pub mod yurthubs;
 
 pub use advertised::{AdvertisedGateways, AnnouncedPortsCell, GatewayEndpoints};
@@ -24,4 +25,5 @@ pub use nodes::{ClusterNode, Node, NodeLocation, Nodes, NodesWriter};
 pub use pins::{Pins, PinsWriter};
 pub use policy::{Policy, PolicyReader, PolicyWriter};
 pub use registry::{NewTunnel, NodeUnavailable, Registry, TunnelInfo};
+pub use target_group::TargetGroup;
 pub use yurthubs::{NodePoolEndpoints, YurtHubEndpoints};

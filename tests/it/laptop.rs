@@ -280,6 +280,9 @@ async fn nodes_and_service_discovery_show_only_what_the_policy_allows() {
     // A node that is away reports no ports. It is listed if any port would be allowed.
     silent.stop().await;
     world.until_tunnels("edge-2", 0).await;
+    assert_eq!(resource("http_sd").await, json!([]));
+    let found = resource("http_sd?port=30005").await;
+    assert_eq!(found, expected, "it remains a target at a given port");
     let listed = resource("nodes").await;
     let away = json!([{ "node": "edge-2", "connected": false, "ports": [], "labels": {} }]);
     assert_eq!(listed["nodes"], away);

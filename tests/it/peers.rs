@@ -49,13 +49,19 @@ pub(crate) fn free_port() -> u16 {
 impl Fleet {
     /// Starts gateways that have seen these nodes of one pool join.
     pub(crate) async fn start(count: usize, nodes: &[&str], app: &App, further: &str) -> Self {
+        let configuration = format!("{LISTENERS}{further}");
+        Self::start_with(count, nodes, app, &configuration).await
+    }
+
+    /// Starts gateways with this configuration.
+    async fn start_with(count: usize, nodes: &[&str], app: &App, configuration: &str) -> Self {
         let port = free_port();
         let tunnel = |number| format!("{}:{port}", address(number));
         let peers: Vec<_> = (0..count)
             .map(|number| format!("\"{}\"", tunnel(number)))
             .collect();
         let peers = format!("peers: {{ addresses: [{}] }}\n", peers.join(", "));
-        let configuration = format!("{LISTENERS}{peers}{further}");
+        let configuration = format!("{configuration}{peers}");
         let first = GatewayProcess::listening(&tunnel(0), &configuration).await;
         for node in nodes {
             let token = first.token(&format!("--node {node} --pool north")).await;
@@ -688,4 +694,47 @@ async fn a_revoked_gateway_is_refused_until_it_has_another_certificate() {
     .await;
     assert_ne!(serial_of(&fleet.sites[1]).await, serial);
     assert_eq!(fleet.sites[1].nobody().get(URL).await.status, 200);
+}
+
+/// Prometheus at any gateway has every known node as a target: those of other gateways, and those that are away.
+#[tokio::test]
+async fn service_discovery_lists_nodes_of_other_gateways_and_away_nodes() {
+    let app = app().await;
+    let proxy = "  - { name: proxy, protocol: connect, listen: \"127.0.0.1:0\", plaintext_networks: [127.0.0.0/8], anonymous: true }\n";
+    let hidden = proxy.replace("name: proxy", "name: hidden, node_list: false");
+    let listeners = LISTENERS.replacen("listeners:\n", &format!("listeners:\n{proxy}{hidden}"), 1);
+    let fleet = Fleet::start_with(2, &["edge-1", "edge-2"], &app, &listeners).await;
+    let _edge = fleet.edge("edge-1", 0, &app).await;
+    fleet.until_state(1, "edge-1", "connected").await;
+    let ask = async |address: &str, path: &str| {
+        let curl = Tool::curl().args(["--write-out", "%{stderr}%{http_code}"]);
+        let ran = curl.args([format!("http://{address}{path}")]).run().await;
+        (ran.stderr.clone(), ran.text())
+    };
+    let targets = |text: &str| {
+        let groups: Value = serde_json::from_str(text).unwrap();
+        let groups = groups.as_array().unwrap().clone();
+        let targets = groups.into_iter().map(|group| group["targets"][0].clone());
+        targets.collect::<Vec<_>>()
+    };
+    let (admin, proxy) = (&fleet.sites[1].admin, fleet.listener(1, "proxy"));
+    for (address, path) in [
+        (admin, "/api/v1/http_sd?port=9100"),
+        (&proxy, "/.well-known/causeway/http_sd?port=9100"),
+    ] {
+        let (status, text) = ask(address, path).await;
+        assert_eq!(status, "200", "{text}");
+        assert_eq!(targets(&text), ["edge-1:9100", "edge-2:9100"], "{path}");
+    }
+    // Without a port, a gateway knows only the ports that edges report to it.
+    let (_, text) = ask(&fleet.sites[0].admin, "/api/v1/http_sd").await;
+    assert_eq!(targets(&text), ["edge-1:9100"]);
+    let (status, text) = ask(admin, "/api/v1/http_sd?ports=9100").await;
+    assert!(status == "400" && text.contains("port=9100"), "{text}");
+    let hidden = fleet.listener(1, "hidden");
+    for path in ["nodes", "http_sd?port=9100"] {
+        let (status, text) = ask(&hidden, &format!("/.well-known/causeway/{path}")).await;
+        assert_eq!(status, "405", "{text}");
+        assert!(!text.contains("edge-1"), "{text}");
+    }
 }

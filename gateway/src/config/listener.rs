@@ -89,6 +89,9 @@ pub struct Listener {
     /// Networks in which a `connect` listener itself dials addresses that no edge serves (pods and Services in the cloud); empty is none.
     #[serde(default, with = "IpNetList")]
     pub direct_networks: Vec<IpNet>,
+    /// Lists of the nodes that a client may reach, at a `connect` listener: `/.well-known/causeway/nodes` and `/.well-known/causeway/http_sd`. `false` disables them, and with them `causeway login` and `causeway nodes`.
+    #[serde(default = "yes")]
+    pub node_list: bool,
     /// Networks from which connections begin with a PROXY v2 header. Its source is the client, and with `original_destination` its destination gives node and port. Connections from other networks are served without a header.
     #[serde(default, with = "IpNetList")]
     pub proxy_protocol: Vec<IpNet>,
@@ -131,6 +134,7 @@ impl Listener {
             plaintext_networks: Vec::new(),
             original_destination: false,
             direct_networks: Vec::new(),
+            node_list: true,
             proxy_protocol: Vec::new(),
         }
     }

@@ -296,6 +296,12 @@ impl ListenerValidator<'_> {
         if listener.protocol == ListenerProtocol::Passthrough {
             self.check_passthrough();
         }
+        if listener.protocol != ListenerProtocol::Connect && !listener.node_list {
+            self.add(
+                "node_list",
+                "only connect listeners have lists of nodes; remove the key",
+            );
+        }
         if listener.protocol != ListenerProtocol::Connect && !listener.direct_networks.is_empty() {
             self.add(
                 "direct_networks",

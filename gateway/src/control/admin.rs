@@ -26,11 +26,11 @@ use crate::{
         state_sync::StateSync,
     },
     metrics::Metrics,
-    state::{EgressUsage, Nodes, Registry},
+    state::{EgressUsage, Nodes, Registry, TargetGroup, target_group},
 };
 use axum::{
     Json, Router,
-    extract::{Path, Request, State},
+    extract::{Path, RawQuery, Request, State},
     http::{HeaderMap, StatusCode, header, uri::Authority},
     middleware::{self, Next},
     response::{IntoResponse, Response},
@@ -244,6 +244,32 @@ async fn list_edges(State(app): State<AdminState>) -> Result<Response, ProblemDe
             &pool_leaders(&app),
         );
         Json(edges).into_response()
+    };
+    run_blocking(list).await
+}
+
+/// Returns the nodes as targets for Prometheus: with a port in the query every known node, so that a node that is away remains a
+/// target, else the ports that the edges report to this gateway.
+async fn list_targets(
+    State(app): State<AdminState>,
+    RawQuery(query): RawQuery,
+) -> Result<Response, ProblemDetails> {
+    let port = target_group::requested_port(query.as_deref())
+        .map_err(|why| ProblemDetails::new(StatusCode::BAD_REQUEST, "malformed", why))?;
+    let list = move || {
+        let mut ports: BTreeMap<NodeName, Vec<u16>> = BTreeMap::new();
+        for node in app.nodes.names() {
+            ports.entry(node).or_default();
+        }
+        app.registry.for_each_tunnel(|node, tunnel| {
+            ports.insert(node.clone(), tunnel.tunnel.hello.ports.clone());
+        });
+        let groups = ports.into_iter().filter_map(|(node, reported)| {
+            let data = app.nodes.get(&node).unwrap_or_default();
+            let ports = port.map_or(reported, |port| vec![port]);
+            TargetGroup::new(&node, &ports, &data).filter(|_| data.revoked.is_none())
+        });
+        Json(groups.collect::<Vec<_>>()).into_response()
     };
     run_blocking(list).await
 }

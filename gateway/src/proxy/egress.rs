@@ -476,6 +476,7 @@ fn listener(shared: &ProxyState) -> Listener {
         node: None,
         node_set: None,
         port: None,
+        has_node_list: false,
         names: Vec::new(),
         bound_port: None,
         tls: None,

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     config::ListenerProtocol,
     error::{Error, Reason},
-    state::{directory::HeldState, policy::Decision},
+    state::{TargetGroup, directory::HeldState, policy::Decision, target_group},
 };
 use causeway_certs::NodeName;
 use causeway_tunnel::Target;
@@ -37,8 +37,8 @@ const NODES_PER_TURN: usize = 128;
 pub(super) enum GatewayResource {
     /// The nodes that the client may reach.
     Nodes,
-    /// The same as targets for the HTTP service discovery of Prometheus.
-    ServiceDiscovery,
+    /// The same as targets for the HTTP service discovery of Prometheus, with the query of the request.
+    ServiceDiscovery(Option<String>),
     /// The CAs that verify the listener's certificate.
     Ca(Arc<str>),
 }
@@ -56,8 +56,10 @@ impl GatewayResource {
             && is_for_gateway;
         match request.uri().path() {
             _ if !is_own => None,
-            "/.well-known/causeway/nodes" => Some(Self::Nodes),
-            "/.well-known/causeway/http_sd" => Some(Self::ServiceDiscovery),
+            "/.well-known/causeway/nodes" if listener.has_node_list => Some(Self::Nodes),
+            "/.well-known/causeway/http_sd" if listener.has_node_list => {
+                Some(Self::ServiceDiscovery(uri.query().map(str::to_owned)))
+            }
             "/.well-known/causeway/ca.pem" => {
                 let tls = listener.tls.as_ref()?.load();
                 tls.client_roots.clone().map(Self::Ca)
@@ -90,45 +92,6 @@ struct ReachableNode {
     labels: BTreeMap<String, String>,
 }
 
-/// Group of targets in Prometheus' format.
-#[derive(Debug, Serialize)]
-struct TargetGroup {
-    targets: Vec<String>,
-    labels: BTreeMap<String, String>,
-}
-
-impl From<ReachableNode> for TargetGroup {
-    fn from(row: ReachableNode) -> Self {
-        let mut labels: BTreeMap<_, _> = row
-            .labels
-            .into_iter()
-            .map(|(key, value)| (format!("__meta_causeway_label_{}", label_name(&key)), value))
-            .collect();
-        labels.extend(
-            row.pool
-                .map(|pool| ("__meta_causeway_pool".to_owned(), pool)),
-        );
-        labels.insert("__meta_causeway_node".to_owned(), row.node.to_string());
-        let target = |port: &u16| format!("{}:{port}", row.node);
-        Self {
-            targets: row.ports.iter().map(target).collect(),
-            labels,
-        }
-    }
-}
-
-/// Returns a label's key as the name of a label of Prometheus, as its Kubernetes service discovery does.
-fn label_name(key: &str) -> String {
-    let allowed = |each: char| {
-        if each.is_ascii_alphanumeric() {
-            each
-        } else {
-            '_'
-        }
-    };
-    key.chars().map(allowed).collect()
-}
-
 impl Proxy {
     /// Serves a resource of the gateway.
     ///
@@ -140,29 +103,40 @@ impl Proxy {
         (connection, credential): (&ClientConnection, Option<&HeaderValue>),
         record: &AccessRecord,
     ) -> Result<Response<ResponseBody>, Error> {
-        if let GatewayResource::Ca(text) = resource {
-            return Ok(respond(record, "application/x-pem-file", text.to_string()));
-        }
+        let query = match resource {
+            GatewayResource::Ca(text) => {
+                return Ok(respond(record, "application/x-pem-file", text.to_string()));
+            }
+            GatewayResource::Nodes => None,
+            GatewayResource::ServiceDiscovery(query) => Some(query),
+        };
         let client = self.identify(connection, credential, None).await?;
         record.set_client(&client);
         self.admit_client(&client, record)?;
-        let nodes = self.reachable_nodes(connection, &client).await?;
-        let text = if matches!(resource, GatewayResource::Nodes) {
+        let text = if let Some(query) = query {
+            let port = target_group::requested_port(query.as_deref());
+            let port = port.map_err(|why| Reason::Malformed.error(why))?;
+            let nodes = self.reachable_nodes((connection, &client), port).await?;
+            let group = |row: &ReachableNode| {
+                let data = self.shared.nodes.get(&row.node).unwrap_or_default();
+                TargetGroup::new(&row.node, &row.ports, &data)
+            };
+            serde_json::to_string(&nodes.iter().filter_map(group).collect::<Vec<_>>())
+        } else {
+            let nodes = self.reachable_nodes((connection, &client), None).await?;
             let client = &client.name;
             serde_json::to_string(&NodeList { client, nodes })
-        } else {
-            let with_ports = nodes.into_iter().filter(|row| !row.ports.is_empty());
-            serde_json::to_string(&with_ports.map(TargetGroup::from).collect::<Vec<_>>())
         };
         let text = text.map_err(|error| Reason::DependencyUnavailable.error(error.to_string()))?;
         Ok(respond(record, "application/json", text))
     }
 
-    /// Returns the nodes of which the client may reach a port, in the order of their names.
+    /// Returns the nodes of which the client may reach a port, in the order of their names. Without `port`, these are the ports that
+    /// edges report to this gateway.
     async fn reachable_nodes(
         &self,
-        connection: &ClientConnection,
-        client: &ClientIdentity,
+        (connection, client): (&ClientConnection, &ClientIdentity),
+        port: Option<u16>,
     ) -> Result<Vec<ReachableNode>, Error> {
         let registry = &self.shared.registry;
         let mut names: BTreeSet<_> = self.shared.nodes.names().into_iter().collect();
@@ -189,7 +163,10 @@ impl Proxy {
             {
                 continue;
             }
-            let reported = ports.remove(&node).unwrap_or_default();
+            let reported = match port {
+                Some(port) => vec![port],
+                None => ports.remove(&node).unwrap_or_default(),
+            };
             let may_reach = |port: &u16| self.may_connect(connection, client, (&node, *port));
             let data = self.shared.nodes.get(&node).unwrap_or_default();
             let mut allowed = Vec::new();
@@ -267,32 +244,4 @@ fn respond(
     let content_type = HeaderValue::from_static(content_type);
     response.headers_mut().insert(CONTENT_TYPE, content_type);
     response
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_node_becomes_a_target_group_with_meta_labels() {
-        let labels = [("example.com/site", "north")];
-        let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned()));
-        let row = ReachableNode {
-            node: NodeName::parse("edge-1").unwrap(),
-            connected: true,
-            ports: vec![9100, 9101],
-            pool: Some("mill".into()),
-            labels: labels.into(),
-        };
-        let text = serde_json::to_value(TargetGroup::from(row)).unwrap();
-        let expected = serde_json::json!({
-            "targets": ["edge-1:9100", "edge-1:9101"],
-            "labels": {
-                "__meta_causeway_label_example_com_site": "north",
-                "__meta_causeway_node": "edge-1",
-                "__meta_causeway_pool": "mill",
-            },
-        });
-        assert_eq!(text, expected);
-    }
 }

@@ -52,6 +52,10 @@ const RETIRE_GRACE: Duration = Duration::from_secs(3);
 
 /// Configured listener for clients.
 #[derive(Debug)]
+#[allow(
+    clippy::struct_excessive_bools,
+    reason = "independent switches of a user's file"
+)]
 pub struct Listener {
     /// Name in configuration and log.
     pub name: String,
@@ -63,6 +67,8 @@ pub struct Listener {
     pub node_set: Option<Arc<NodeSet>>,
     /// Node port of the requests that name none.
     pub port: Option<u16>,
+    /// Whether clients get the lists of nodes, if this is a proxy.
+    pub has_node_list: bool,
     /// Names by which clients reach the listener itself.
     pub names: Vec<String>,
     /// Port of the listening socket, which is not used for routing.

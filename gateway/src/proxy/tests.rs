@@ -96,6 +96,7 @@ pub(crate) fn proxy(shared: &Arc<ProxyState>) -> Proxy {
         node: None,
         node_set: None,
         port: Some(9100),
+        has_node_list: false,
         names: Vec::new(),
         bound_port: None,
         tls: None,

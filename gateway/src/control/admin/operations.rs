@@ -3,7 +3,7 @@
 use super::{
     AdminState, ApiCacheSummary, certificates,
     edges::{EdgeDetail, EdgeSummary},
-    get_edge, list_edges, load_ca, other_gateways,
+    get_edge, list_edges, list_targets, load_ca, other_gateways,
     peers::PeerSummary,
     pool, readyz, refresh, reload, revocations, rotation, scrape,
 };
@@ -15,6 +15,7 @@ use crate::{
         gateway_revocation::RevocationStatus,
         http::{PROBLEM_JSON, ProblemBody},
     },
+    state::TargetGroup,
 };
 use axum::{
     handler::Handler,
@@ -29,12 +30,42 @@ type Route = (Operation, MethodRouter<AdminState>);
 
 /// Returns the operations.
 pub(super) fn operations() -> Vec<Route> {
-    let mut all = read_operations();
+    let mut all = node_operations();
+    all.extend(read_operations());
     all.extend(write_operations());
     all
 }
 
-/// Returns the operations that only read tables.
+/// Returns the operations that list nodes.
+fn node_operations() -> Vec<Route> {
+    vec![
+        route(
+            Operation::get("/api/v1/edges", "All nodes that are enrolled or connected").json::<Vec<
+                EdgeSummary,
+            >>(
+                "The nodes, by name",
+            ),
+            list_edges,
+        ),
+        route(
+            Operation::get(
+                "/api/v1/http_sd",
+                "Nodes as targets for the HTTP service discovery of Prometheus; `?port=9100` for this port of every known node",
+            )
+            .json::<Vec<TargetGroup>>("The targets, by node")
+            .response(problem(400, "`malformed`: the query is not `port=NUMBER`")),
+            list_targets,
+        ),
+        route(
+            Operation::get("/api/v1/edges/{node}", "One node with its tunnels")
+                .json::<EdgeDetail>("The node")
+                .response(problem(404, "`node_unknown`: no node has this name")),
+            get_edge,
+        ),
+    ]
+}
+
+/// Returns the other operations that only read tables.
 fn read_operations() -> Vec<Route> {
     vec![
         route(
@@ -48,20 +79,6 @@ fn read_operations() -> Vec<Route> {
             readyz,
         ),
         route(Operation::get("/metrics", "Metrics").metrics(), scrape),
-        route(
-            Operation::get("/api/v1/edges", "All nodes that are enrolled or connected").json::<Vec<
-                EdgeSummary,
-            >>(
-                "The nodes, by name",
-            ),
-            list_edges,
-        ),
-        route(
-            Operation::get("/api/v1/edges/{node}", "One node with its tunnels")
-                .json::<EdgeDetail>("The node")
-                .response(problem(404, "`node_unknown`: no node has this name")),
-            get_edge,
-        ),
         route(
             Operation::get("/api/v1/peers", "Other gateways")
                 .json::<Vec<PeerSummary>>("The gateways, by address"),

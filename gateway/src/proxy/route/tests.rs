@@ -270,6 +270,7 @@ fn a_node_with_the_name_of_a_service_comes_first() {
     for name in ["edge-1", "printer.edge-1"] {
         writer.upsert(NodeName::parse(name).unwrap(), Node::default());
     }
+    assert_eq!(writer.reader().service_by_name("printer.edge-1"), None);
     for (sni, host) in [
         (None, "printer.edge-1"),
         (Some("printer.edge-1"), "other.example"),

@@ -157,6 +157,7 @@ impl ListenerSource {
                 .transpose()?,
             node_set: self.node_set()?.map(Arc::new),
             port: listener.node_port(),
+            has_node_list: listener.node_list,
             names: self.listener.names.clone(),
             bound_port,
             authentication: Authenticator {
