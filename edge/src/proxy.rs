@@ -57,7 +57,7 @@ use response::{ResponseTail, UpstreamResponse};
 use std::{future::pending, net::SocketAddr, pin::pin, sync::Arc};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
-use upstream::{RequestError, Upstream};
+use upstream::{RequestError, Upstream, UpstreamKey};
 
 /// Content of a stream: its body, the number of its first bytes that are the rest of the target, and the client of a TCP session.
 type Content = (StreamReceiver, usize, Option<SocketAddr>);
@@ -215,27 +215,23 @@ impl Proxy {
         }
     }
 
-    /// Checks whether a stream to this upstream, and to this address if it is connected, would be permitted now.
+    /// Checks whether a stream to this upstream, and to this address if it is connected, would be permitted now. Nothing but the
+    /// configuration says where the name of a service leads.
     fn permits(
         &self,
         (upstream, address): (&Upstream, Option<SocketAddr>),
         target: &Target,
         kind: &StreamKind,
     ) -> Result<(), Rejected> {
-        self.client.dialer.policy.select_upstream(target, kind)?;
-        match address {
-            Some(address)
-                if self
-                    .client
-                    .dialer
-                    .policy
-                    .permitted_address(upstream, address)
-                    .is_none() =>
-            {
-                Err(self.client.dialer.policy.not_allowed(&upstream.target))
-            }
-            _ => Ok(()),
+        let policy = &self.client.dialer.policy;
+        let current = policy.select_upstream(target, kind)?;
+        let has_moved =
+            matches!(upstream.id, UpstreamKey::Service(_)) && current.target != upstream.target;
+        let is_forbidden = |address| policy.permitted_address(upstream, address).is_none();
+        if has_moved || address.is_some_and(is_forbidden) {
+            return Err(policy.not_allowed(&upstream.target));
         }
+        Ok(())
     }
 
     /// Sends the request to the upstream, according to the stream's kind. An upgrade is boxed, because it is rare and larger

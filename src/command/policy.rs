@@ -165,7 +165,10 @@ impl RequestSpec {
             ),
         };
         if port.is_none() && service.is_none() {
-            bail!("\"{url}\" has no port; write it after the name, as in {host}:10250");
+            bail!(
+                "\"{url}\" has no port; write it after the name, as in {host}:10250. \
+                 For a service behind a node write the node as host, and --service NAME"
+            );
         }
         Ok(Self {
             to,

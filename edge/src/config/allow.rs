@@ -13,7 +13,8 @@ use std::str::FromStr;
 use super::health_check::HealthCheck;
 use causeway_config::canonical_network;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use serde::de::{self, MapAccess, Visitor, value::MapAccessDeserializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// Allow-list of ports and hosts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -190,19 +191,29 @@ pub struct Service(pub Port);
 
 impl<'de> Deserialize<'de> for Service {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(untagged)]
-        enum Written {
-            Target(String),
-            Upstream(Port),
+        struct TargetOrUpstream;
+
+        // Not an untagged enum, because the error would name no key.
+        impl<'de> Visitor<'de> for TargetOrUpstream {
+            type Value = Port;
+
+            fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+                out.write_str("HOST:PORT, or the keys of an upstream")
+            }
+
+            fn visit_str<E: de::Error>(self, target: &str) -> Result<Port, E> {
+                Ok(Port {
+                    target: Some(target.to_owned()),
+                    ..Port::default()
+                })
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, keys: A) -> Result<Port, A::Error> {
+                Port::deserialize(MapAccessDeserializer::new(keys))
+            }
         }
-        Ok(Self(match Written::deserialize(from)? {
-            Written::Target(target) => Port {
-                target: Some(target),
-                ..Port::default()
-            },
-            Written::Upstream(port) => port,
-        }))
+
+        from.deserialize_any(TargetOrUpstream).map(Self)
     }
 }
 

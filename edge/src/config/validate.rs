@@ -490,6 +490,13 @@ mod tests {
             let faults = faults(config("printer", service.clone()));
             assert_eq!(faults, Vec::<String>::new(), "{service}");
         }
+        let misspelt =
+            json!({ "services": { "camera": { "target": "10.0.3.9:443", "shceme": "https" } } });
+        let error = serde_json::from_value::<Config>(misspelt).unwrap_err();
+        assert!(
+            error.to_string().contains("unknown field `shceme`"),
+            "{error}"
+        );
         for name in ["Printer", "a.b", "-a", ""] {
             let path = format!("services.{name}");
             one_fault(config(name, json!("10.0.3.7:631")), &path, "DNS name");

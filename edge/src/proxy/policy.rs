@@ -168,6 +168,12 @@ impl Policy {
             UpstreamKey::Other(_) if is_local => {
                 is_named && upstream.target.host.eq_ignore_ascii_case("localhost")
             }
+            // The same is true for a machine of the site that claims the name of a service.
+            UpstreamKey::Service(_) if is_local => {
+                let is_configured = upstream.target.host.eq_ignore_ascii_case("localhost")
+                    || upstream.target.ip() == Some(ip);
+                is_configured && (is_named || self.allow.permits(ip))
+            }
             _ => is_named || self.allow.permits(ip) || self.is_own_address(upstream, ip),
         };
         is_permitted.then(|| SocketAddr::new(ip, address.port()))
@@ -540,6 +546,16 @@ mod tests {
         assert_eq!(mapped, Some("192.168.1.7:631".parse().unwrap()));
     }
 
+    fn policy_of_loopback() -> Policy {
+        policy(json!({
+            "allow": { "hosts": ["127.0.0.0/8", "plc.local"] },
+            "services": {
+                "plc": { "target": "plc.local:22", "scheme": "tcp" },
+                "own": { "target": "127.0.0.1:22", "scheme": "tcp" },
+            },
+        }))
+    }
+
     #[test]
     fn a_service_is_found_by_its_name_and_needs_an_allowed_address() {
         let policy = policy(json!({
@@ -588,6 +604,14 @@ mod tests {
             let checked = policy.permitted_address(&named, address);
             assert_eq!(checked, permitted.then_some(address));
         }
+        let to_named = policy_of_loopback();
+        let plc = Target::service("plc", "edge-1", None);
+        let plc = to_named.select_upstream(&plc, &StreamKind::Tcp).unwrap();
+        let local: SocketAddr = "127.0.0.1:22".parse().unwrap();
+        assert_eq!(to_named.permitted_address(&plc, local), None);
+        let own = Target::service("own", "edge-1", None);
+        let own = to_named.select_upstream(&own, &StreamKind::Tcp).unwrap();
+        assert_eq!(to_named.permitted_address(&own, local), Some(local));
         // Only a service may lack the port.
         let node = Target::new("192.168.1.7", 0);
         assert_eq!(refused(&node, &StreamKind::Tcp).0, RejectCode::Malformed);

@@ -245,7 +245,10 @@ impl Listener {
         original: Option<SocketAddr>,
     ) -> RouteInput<'a> {
         let fixed = self.fixed_node(sni);
-        let services = if fixed.is_some() || self.node_set.is_some() {
+        // Names below that of a node may be those of addresses that the listener dials itself.
+        let is_ordinary =
+            fixed.is_some() || self.node_set.is_some() || !self.direct_networks.is_empty();
+        let services = if is_ordinary {
             ServiceNames::Ordinary
         } else {
             ServiceNames::Service
@@ -258,6 +261,7 @@ impl Listener {
             authority: None,
             services,
             own_names: &self.names,
+            is_proxy: self.is_proxy(),
         }
     }
 

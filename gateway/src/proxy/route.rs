@@ -37,6 +37,16 @@ pub struct RouteInput<'a> {
     pub services: ServiceNames,
     /// Names of the listener itself, which are not names of services.
     pub own_names: &'a [String],
+    /// Whether the listener is a proxy, whose clients send the target in the request.
+    pub is_proxy: bool,
+}
+
+impl RouteInput<'_> {
+    fn is_own_name(&self, host: &str) -> bool {
+        let host = host.strip_suffix('.').unwrap_or(host);
+        let mut names = self.own_names.iter();
+        names.any(|name| name.eq_ignore_ascii_case(host))
+    }
 }
 
 /// Use of the names of services, `SERVICE.NODE`.
@@ -171,7 +181,8 @@ fn find_service_route(
     let authority = input
         .authority
         .and_then(|text| target::split_host_port(text).ok());
-    let named = authority.and_then(|(host, port)| Some((nodes.service_by_name(host)?, port)));
+    let named = authority.filter(|(host, _)| !input.is_own_name(host));
+    let named = named.and_then(|(host, port)| Some((nodes.service_by_name(host)?, port)));
     match (binding, named) {
         (Some(binding), Some(((node, service), _)))
             if binding.node != node
@@ -240,12 +251,13 @@ fn find_binding(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Option<Binding>
 
 /// Returns the service that the SNI names.
 fn find_service_binding(input: &RouteInput<'_>, nodes: &Nodes) -> Option<Binding> {
-    let sni = input.sni?;
-    let is_own = |name: &String| name.eq_ignore_ascii_case(sni);
-    // The SNI of a client that sends a target is the name of the gateway.
-    if input.services != ServiceNames::Service || input.own_names.iter().any(is_own) {
-        return None;
-    }
+    let is_read = match input.services {
+        ServiceNames::Ordinary => false,
+        ServiceNames::Service => true,
+        // The SNI of a client of a proxy is the name of the gateway.
+        ServiceNames::ServiceAndPort => !input.is_proxy,
+    };
+    let sni = input.sni.filter(|sni| is_read && !input.is_own_name(sni))?;
     let (node, service) = nodes.service_by_name(sni)?;
     Some(Binding {
         node,

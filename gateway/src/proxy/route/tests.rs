@@ -251,15 +251,27 @@ fn a_name_below_that_of_a_node_is_ordinary_if_the_node_is_named_before() {
         ..at_any_name(Some("Gateway.edge-1"), "edge-2")
     };
     assert_eq!(route(&at_gateway), to("edge-2", "edge-2:10250"));
+    let own_host = RouteInput {
+        authority: Some("gateway.edge-1:443"),
+        ..at_gateway
+    };
+    assert_eq!(route(&own_host), Err(Reason::NodeUnknown));
 }
 
 #[test]
 fn only_the_target_of_a_proxy_names_the_port_of_a_service() {
     let asked = RouteInput {
         services: ServiceNames::ServiceAndPort,
+        is_proxy: true,
         ..at_any_name(Some("proxy.edge-2"), "printer.edge-1:631")
     };
     assert_eq!(route(&asked), to("edge-1", "printer.edge-1:631"));
+    // The SNI counts for a CONNECT at another listener.
+    let contradicts = RouteInput {
+        is_proxy: false,
+        ..asked.clone()
+    };
+    assert_eq!(route(&contradicts), Err(Reason::Misdirected));
     let route = find_route(&asked, &nodes()).unwrap();
     assert_eq!((route.service(), route.port()), (Some("printer"), None));
 }

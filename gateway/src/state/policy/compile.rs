@@ -155,9 +155,16 @@ impl Policy {
             services: build_condition(rules, |rule| node_selector(rule)?.services.0.clone()),
             deny_services: deny_services(rules),
             ports: build_condition(rules, |rule| {
-                let ports = request_match(rule)?.ports.0.as_ref()?.iter();
+                let ports = request_match(rule)?.ports.0.as_ref()?;
+                let is_all =
+                    |ports: &policy::PortRange| *ports.0.start() <= 1 && *ports.0.end() == u16::MAX;
+                // A rule that denies all ports denies the services too.
+                if rule.then == Effect::Deny && ports.iter().any(is_all) {
+                    return None;
+                }
                 Some(
                     ports
+                        .iter()
                         .flat_map(|ports| {
                             index::prefixes_of_range(*ports.0.start(), *ports.0.end())
                         })

@@ -676,6 +676,10 @@ fn only_rules_that_name_services_allow_them() {
         ports: vec![PortRange(10250..=10250)].into(),
         ..RequestMatch::default()
     };
+    let all_ports = RequestMatch {
+        ports: vec![PortRange(1..=u16::MAX)].into(),
+        ..RequestMatch::default()
+    };
     let named = |name: &str| node(texts([name]), Effect::Allow);
     for (rules, expected) in [
         (vec![anything.clone()], (false, true)),
@@ -693,6 +697,14 @@ fn only_rules_that_name_services_allow_them() {
         (
             vec![what(Effect::Deny, port), named("printer"), anything.clone()],
             (true, false),
+        ),
+        (
+            vec![
+                what(Effect::Deny, all_ports),
+                named("printer"),
+                anything.clone(),
+            ],
+            (false, false),
         ),
         (
             vec![
