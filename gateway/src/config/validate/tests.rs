@@ -746,3 +746,18 @@ fn faults_of_egress_rules_name_their_keys() {
     let slow = json!({ "egress": { "limits": { "bytes_per_second": 9_999 } } });
     one_fault(slow, "egress.limits.bytes_per_second", "at least 10kB");
 }
+
+#[test]
+fn only_connect_listeners_have_lists_of_nodes() {
+    let config = |protocol: &str| {
+        json!({ "listeners": [{
+            "name": "one", "protocol": protocol, "listen": "127.0.0.1:0", "node_list": false,
+        }] })
+    };
+    assert_eq!(faults(config("connect")), Vec::<String>::new());
+    one_fault(
+        config("https"),
+        "listeners[0].node_list",
+        "connect listeners",
+    );
+}
