@@ -41,8 +41,7 @@ use causeway_rt::{
 };
 use causeway_tunnel::wire;
 use context::HandshakenEdge;
-pub(crate) use context::ServeStreamFn;
-pub use context::{EgressEdge, EgressHandler, TunnelListener, TunnelPortLimits};
+pub use context::{EgressEdge, EgressHandler, EgressLink, TunnelListener, TunnelPortLimits};
 use handshake_error::{HandshakeError, tls_error};
 use std::{io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 pub(crate) use tls::edge_verifier;

@@ -58,13 +58,12 @@ use tokio::{
     net::TcpStream,
     time::{Instant, MissedTickBehavior, interval},
 };
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// Name of these streams in metrics and logs, in the place of a listener's.
 pub(crate) const LISTENER_NAME: &str = "egress";
 /// Maximum number of connections, each of which has many streams. It is above any fleet: open files run out first.
 const MAX_CONNECTIONS: usize = 65_536;
-/// Maximum number of connections of one node: one, and earlier ones whose streams have not ended.
-const MAX_CONNECTIONS_PER_NODE: usize = 8;
 /// Interval of the checks whether an open stream is still allowed.
 const RECHECK_INTERVAL: Duration = Duration::from_secs(2);
 
@@ -86,7 +85,7 @@ pub struct EgressConnection {
     client: ClientIdentity,
     node: NodeName,
     usage: Arc<NodeEgress>,
-    _connection_guard: CounterGuard,
+    end: DropGuard,
 }
 
 /// Stream that was opened to the destination.
@@ -117,7 +116,7 @@ impl Egress {
         }
     }
 
-    /// Begins a connection of an edge, or returns `None` if the node has too many.
+    /// Begins a connection of an edge, or returns `None` if this gateway has too many. If the edge has too many, its oldest one ends.
     pub fn connect(
         &self,
         node: NodeName,
@@ -125,9 +124,9 @@ impl Egress {
         worker: WorkerId,
     ) -> Option<EgressConnection> {
         let usage = self.shared.egress_usage.node(&node);
-        let guard = limits::acquire(&usage.links, MAX_CONNECTIONS_PER_NODE)?;
         let peer = RemoteAddr::Tcp(address);
         let room = self.connections.admit(peer).ok()?;
+        let end = usage.add_link().drop_guard();
         let proxy = Proxy {
             shared: self.shared.clone(),
             listener: self.listener.clone(),
@@ -152,12 +151,17 @@ impl Egress {
             client,
             node,
             usage,
-            _connection_guard: guard,
+            end,
         })
     }
 }
 
 impl EgressConnection {
+    /// Returns the token that is cancelled when newer connections of the edge replace this one.
+    pub fn replaced(&self) -> CancellationToken {
+        self.end.token().clone()
+    }
+
     /// Serves one stream to its end.
     pub async fn serve(&self, request: StreamRequest) {
         let StreamRequest {

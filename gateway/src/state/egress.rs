@@ -7,7 +7,7 @@ use crate::config::Egress;
 use arc_swap::ArcSwap;
 use causeway_certs::NodeName;
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicUsize, Ordering::Relaxed},
@@ -15,7 +15,10 @@ use std::{
     time::Duration,
 };
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
+/// Maximum number of connections of one edge to this gateway: one, and earlier ones whose streams have not ended.
+pub(crate) const MAX_LINKS: usize = 8;
 /// Time whose bytes may move at once after a pause.
 const BURST: Duration = Duration::from_millis(250);
 
@@ -54,8 +57,8 @@ pub struct EgressUsage(Arc<Mutex<HashMap<NodeName, Weak<NodeEgress>>>>);
 /// Usage of one node, on all its connections to this gateway.
 #[derive(Debug, Default)]
 pub struct NodeEgress {
-    /// Connections of the edge to this gateway.
-    pub(crate) links: Arc<AtomicUsize>,
+    /// Connections of the edge to this gateway, oldest first. Each token is cancelled when its connection has ended or must end.
+    links: Mutex<VecDeque<CancellationToken>>,
     /// Connections that programs on the node have opened.
     pub(crate) streams: Arc<AtomicUsize>,
     /// Time at which the token bucket of the bytes is full again; `None` before the first byte.
@@ -90,6 +93,21 @@ impl EgressUsage {
 }
 
 impl NodeEgress {
+    /// Adds a connection of the edge. If there are too many, the oldest one must end, so that earlier connections whose streams last
+    /// never keep the edge away. Returns the token that tells the new connection to end. The connection cancels it at its own end.
+    pub(crate) fn add_link(&self) -> CancellationToken {
+        let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        links.retain(|link| !link.is_cancelled());
+        if links.len() >= MAX_LINKS
+            && let Some(oldest) = links.pop_front()
+        {
+            oldest.cancel();
+        }
+        let link = CancellationToken::new();
+        links.push_back(link.clone());
+        link
+    }
+
     /// Takes tokens for these bytes, which have moved already. Returns the time before which their connection must move no more.
     pub(crate) fn take_bytes(
         &self,
@@ -130,6 +148,23 @@ mod tests {
         let later = now + Duration::from_secs(10);
         assert_eq!(usage.take_bytes(250_000, rate, later), None);
         assert_eq!(usage.take_bytes(usize::MAX, 0, later), None, "no limit");
+    }
+
+    #[test]
+    fn the_newest_connection_of_an_edge_replaces_the_oldest_one_at_the_limit() {
+        let usage = NodeEgress::default();
+        let mut links: Vec<_> = (0..MAX_LINKS).map(|_| usage.add_link()).collect();
+        let is_open = |link: &CancellationToken| !link.is_cancelled();
+        assert!(links.iter().all(is_open));
+        // A connection that has ended makes room.
+        links.remove(3).cancel();
+        links.push(usage.add_link());
+        assert!(links.iter().all(is_open));
+        for _ in 0..3 {
+            links.push(usage.add_link());
+            assert!(links.remove(0).is_cancelled(), "the oldest");
+            assert!(links.iter().all(is_open), "the others");
+        }
     }
 
     #[test]

@@ -24,6 +24,7 @@ use causeway_tunnel::{
 use futures_util::future::BoxFuture;
 use std::{fmt, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 /// Connection limits of the tunnel port.
@@ -115,13 +116,21 @@ pub struct EgressEdge {
 }
 
 /// Serves one stream.
-pub(crate) type ServeStreamFn = Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + Send + Sync>;
+type ServeStreamFn = Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + Send + Sync>;
+
+/// Connection of an edge that opens streams, as the request path sees it.
+pub struct EgressLink {
+    /// Serves one stream.
+    pub(crate) serve_stream: ServeStreamFn,
+    /// Cancelled when newer connections of the same edge replace this one.
+    pub(crate) replaced: CancellationToken,
+}
 
 /// Request path for the streams that edges open.
 #[derive(Clone)]
 pub struct EgressHandler(
-    /// Returns the function that serves the streams of one connection, or `None` if no further connection is allowed.
-    pub Arc<dyn Fn(EgressEdge) -> Option<ServeStreamFn> + Send + Sync>,
+    /// Begins a connection, or returns `None` if no further connection is allowed.
+    pub Arc<dyn Fn(EgressEdge) -> Option<EgressLink> + Send + Sync>,
 );
 
 impl fmt::Debug for EgressHandler {

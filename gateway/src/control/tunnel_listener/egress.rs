@@ -5,14 +5,14 @@
 
 use super::{
     HandshakeContext,
-    context::{EgressEdge, ServeStreamFn, TunnelListener},
+    context::{EgressEdge, EgressLink, TunnelListener},
     handshake_error::HandshakeError,
     tls::Io,
 };
 use crate::{
     control::eligibility::{rejection_reason, untrusted_reason},
     error::Reason,
-    state::registry::EdgeCertificate,
+    state::{egress::MAX_LINKS, registry::EdgeCertificate},
     worker::WorkerId,
 };
 use causeway_certs::NodeName;
@@ -71,8 +71,8 @@ impl HandshakeContext {
             address: from,
             worker,
         };
-        let Some(serve_stream) = (admission.egress.0)(edge) else {
-            return Err(refuse(io, HandshakeError::Full).await);
+        let Some(link) = (admission.egress.0)(edge) else {
+            return Err(refuse(io, HandshakeError::EgressFull).await);
         };
         let settings = &admission.settings;
         let keepalive = KeepaliveConfig {
@@ -96,7 +96,7 @@ impl HandshakeContext {
         match edge_side::accept(io, traffic, config).await {
             Ok(connection) => {
                 let drain = admission.registry.drain_started();
-                serve_streams(connection, &serve_stream, (&node, rejection), drain).await;
+                serve_streams(connection, &link, (&node, rejection), drain).await;
             }
             Err(error) => {
                 debug!(%node, %error, "the egress connection of {node} ended at its start");
@@ -148,7 +148,7 @@ impl StreamAllowance {
 
 async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
     mut connection: EdgeSide<S>,
-    serve_stream: &ServeStreamFn,
+    link: &EgressLink,
     (node, rejection): (&NodeName, impl Fn() -> Option<String>),
     drain: impl Future<Output = ()>,
 ) {
@@ -166,13 +166,19 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                 }
                 Ok(IncomingStream::Stream(request)) => {
                     let span = info_span!("egress", %node, target = %request.target);
-                    streams.spawn(span, serve_stream(*request));
+                    streams.spawn(span, (link.serve_stream)(*request));
                 }
                 Ok(IncomingStream::Control(_)) => {
                     debug!(%node, "refused a control stream on the egress connection of {node}");
                 }
                 Err(end) => return debug!(%node, %end, "the egress connection of {node} ended"),
             },
+            () = link.replaced.cancelled() => {
+                return warn!(
+                    %node,
+                    "closing the oldest egress connection of {node}, because the node has {MAX_LINKS} newer ones"
+                );
+            }
             () = drain.as_mut(), if !is_draining => is_draining = true,
             _ = check.tick() => {
                 allowance.refill();
@@ -190,6 +196,63 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use causeway_rt::socket::CountedIo;
+    use causeway_tunnel::{
+        StreamKind, Target,
+        gateway_side::{self, GatewaySideConfig, Tunnel},
+    };
+    use futures_util::future::pending;
+    use http::Request;
+    use std::sync::Arc;
+    use tokio::{io::duplex, time::timeout};
+    use tokio_util::sync::CancellationToken;
+
+    /// Returns a connection whose streams never end.
+    fn link() -> EgressLink {
+        EgressLink {
+            serve_stream: Arc::new(|_| Box::pin(pending())),
+            replaced: CancellationToken::new(),
+        }
+    }
+
+    /// Serves a connection of an edge. Returns when both ends have ended.
+    async fn serve(link: &EgressLink, drain: impl Future<Output = ()>, edge: impl AsyncFn(Tunnel)) {
+        let (near, far) = duplex(1 << 16);
+        let edge = async {
+            let io = CountedIo::new(near);
+            let (traffic, config) = (io.traffic(), GatewaySideConfig::default());
+            let (tunnel, driver) = gateway_side::connect(io, traffic, config).await.unwrap();
+            tokio::join!(driver.run(), edge(tunnel));
+        };
+        let gateway = async {
+            let io = CountedIo::new(far);
+            let (traffic, config) = (io.traffic(), EdgeSideConfig::default());
+            let connection = edge_side::accept(io, traffic, config).await.unwrap();
+            let node = NodeName::parse("edge-1").unwrap();
+            serve_streams(connection, link, (&node, || None), drain).await;
+        };
+        let ended = timeout(Duration::from_mins(1), async {
+            tokio::join!(edge, gateway)
+        });
+        Box::pin(ended).await.expect("the connection ends");
+    }
+
+    async fn open(tunnel: &Tunnel) -> gateway_side::OpenStream {
+        let target = Target::new("app", 443);
+        let opening = tunnel.open(Request::new(()), &StreamKind::Tcp, &target, false);
+        opening.await.unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_that_newer_ones_replace_ends_although_a_stream_lasts() {
+        let link = link();
+        let edge = async |tunnel| {
+            let stream = open(&tunnel).await;
+            link.replaced.cancel();
+            assert!(stream.response.await.is_err());
+        };
+        serve(&link, pending(), edge).await;
+    }
 
     #[test]
     fn an_edge_opens_a_burst_of_streams_and_then_so_many_for_each_check() {

@@ -17,6 +17,8 @@ pub(super) enum HandshakeError {
     Stopping,
     #[error("too many edges are connecting at the same time")]
     Full,
+    #[error("this gateway has no room for further egress connections")]
+    EgressFull,
     #[error("too many edges are connecting: this connection waited for its handshake for {0:?}")]
     Overloaded(Duration),
     #[error(
@@ -52,7 +54,9 @@ impl HandshakeError {
             // Eviction is counted and logged separately.
             Self::Evicted => return ("evicted", false),
             Self::Overloaded(_) => return ("overloaded", false),
-            Self::Full | Self::ApiCacheDenied(AccessDenied::Full) => return ("full", true),
+            Self::Full | Self::EgressFull | Self::ApiCacheDenied(AccessDenied::Full) => {
+                return ("full", true);
+            }
             Self::NotAdmitted(_) | Self::ApiCacheDenied(AccessDenied::NotAdmitted(_)) => {
                 return ("not_admitted", true);
             }

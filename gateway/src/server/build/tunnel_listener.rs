@@ -9,8 +9,7 @@ use crate::{
         node_records::NodeRecordWriter,
         peers::ForwardHandler,
         tunnel_listener::{
-            EgressEdge, EgressHandler, ServeStreamFn, TunnelListener, TunnelPortLimits,
-            edge_verifier,
+            EgressEdge, EgressHandler, EgressLink, TunnelListener, TunnelPortLimits, edge_verifier,
         },
     },
     proxy::{ProxyState, egress::Egress, peer},
@@ -106,10 +105,12 @@ fn egress_handler(shared: &Arc<ProxyState>, trust_domain: &TrustDomain) -> Egres
             worker,
         } = edge;
         let connection = Arc::new(egress.connect(node, address, worker)?);
-        let serve_stream: ServeStreamFn = Arc::new(move |request| {
-            let connection = connection.clone();
-            Box::pin(async move { connection.serve(request).await })
-        });
-        Some(serve_stream)
+        Some(EgressLink {
+            replaced: connection.replaced(),
+            serve_stream: Arc::new(move |request| {
+                let connection = connection.clone();
+                Box::pin(async move { connection.serve(request).await })
+            }),
+        })
     }))
 }
