@@ -559,6 +559,7 @@ async fn drain_streams(
     let close = CancellationToken::new();
     let grace = shared.timeouts.drain;
     let clients = || shared.limits.open_connections();
+    let egress = || shared.egress_usage.all_open_connections();
     let edges = drain::drain(
         &shared.registry,
         &shared.metrics,
@@ -566,6 +567,7 @@ async fn drain_streams(
         drain::DrainListeners {
             close: &close,
             clients: &clients,
+            egress: &egress,
             successor: successor.clone(),
         },
         grace,

@@ -53,6 +53,13 @@ impl TaskGroup {
         self.tracker.spawn_on(owned.instrument(span), runtime);
     }
 
+    /// Returns `work` as a part of this group that a task of another group runs: it is waited for and cancelled like a task of both.
+    /// Returns nothing if it was cancelled.
+    pub fn track<F: Future>(&self, work: F) -> impl Future<Output = Option<F::Output>> + use<F> {
+        let owned = work.with_cancellation_token_owned(self.cancel_token.clone());
+        self.tracker.track_future(owned)
+    }
+
     /// Returns a guard that cancels the group when it is dropped. It is for owners whose tasks hold the group themselves and
     /// so keep it alive.
     pub fn guard(&self) -> DropGuard {
@@ -131,6 +138,21 @@ mod tests {
         let tasks = TaskGroup::new(&CancellationToken::new());
         tasks.spawn(info_span!("t"), std::future::pending());
         assert_eq!(tasks.drain(Duration::from_secs(30)).await, 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn drain_waits_for_the_work_of_other_groups_and_cancels_it() {
+        let (tasks, other) = (TaskGroup::default(), TaskGroup::default());
+        let second = Duration::from_secs(1);
+        other.spawn(info_span!("t"), {
+            let work = tasks.track(tokio::time::sleep(second));
+            async move { assert!(work.await.is_some()) }
+        });
+        let lasting = tasks.track(std::future::pending::<()>());
+        let begin = tokio::time::Instant::now();
+        let (left, lasting) = tokio::join!(tasks.drain(2 * second), lasting);
+        assert_eq!((left, lasting, begin.elapsed()), (1, None, 2 * second));
+        other.wait_until_idle().await;
     }
 
     #[tokio::test]

@@ -4,8 +4,8 @@
 //! 2. Each tunnel receives the message, spread over a short period, because a fleet that reconnects all at once would overload
 //!    the other gateways. An edge that is connected to another gateway announces it (`control::tunnel_listener` then drains its
 //!    tunnel). Listeners stay open meanwhile.
-//! 3. If any edge has not announced that, it has no other gateway. While any stream lasts, listeners stay open for these edges,
-//!    because the next process is not running yet and could not bind the port.
+//! 3. If any edge has not announced that, it has no other gateway. While any stream lasts, also one that an edge has opened to the
+//!    cloud, listeners stay open for these edges, because the next process is not running yet and could not bind the port.
 //! 4. The listeners close, and clients that have already connected are served. Then tunnels that are still open get no new
 //!    streams.
 //! 5. Open streams, and requests that wait for an edge which connects to another gateway, get the remaining time. Then all tunnels
@@ -146,6 +146,8 @@ pub struct DrainListeners<'a> {
     pub close: &'a CancellationToken,
     /// Function that returns the number of connected clients.
     pub clients: &'a (dyn Fn() -> usize + Sync),
+    /// Function that returns the number of connections that edges have opened to the cloud and to other edges.
+    pub egress: &'a (dyn Fn() -> usize + Sync),
     /// Process that takes the listeners over, if there is one.
     pub successor: Successor,
 }
@@ -168,7 +170,7 @@ pub async fn drain(
     let end = tokio::select! {
         biased;
         () = successor.serving.cancelled() => end,
-        end = wait_for_edges(registry, end, grace) => {
+        end = wait_for_edges(registry, listeners.egress, (end, grace)) => {
             // The edges may still be connecting to the successor.
             let _ = timeout_at(end, successor.wait_until_serving(Duration::ZERO)).await;
             end
@@ -213,7 +215,11 @@ pub async fn drain(
 
 /// Asks the edges to connect to other gateways, and waits until they have left, or until the streams of those that stay have
 /// ended. Returns the time at which the streams that are open then must end.
-async fn wait_for_edges(registry: &Registry, end: Instant, grace: Duration) -> Instant {
+async fn wait_for_edges(
+    registry: &Registry,
+    egress: &(dyn Fn() -> usize + Sync),
+    (end, grace): (Instant, Duration),
+) -> Instant {
     let edges_leaving = async {
         announce_drain(registry, grace, false).await;
         // Edges have half of the time to connect to other gateways; open streams continue and may use the rest.
@@ -224,12 +230,16 @@ async fn wait_for_edges(registry: &Registry, end: Instant, grace: Duration) -> I
         .await;
     };
     tokio::join!(edges_leaving, sleep(MIN_LISTENERS_OPEN.min(grace / 4)));
-    wait_for_remaining_edges(registry, end, grace).await
+    wait_for_remaining_edges(registry, egress, (end, grace)).await
 }
 
 /// Waits while edges that have not left are connected and have lasting streams. Returns the time at which the streams that are
 /// open then must end. No gateway serves the edges that stay until the next process has started.
-async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Duration) -> Instant {
+async fn wait_for_remaining_edges(
+    registry: &Registry,
+    egress: &(dyn Fn() -> usize + Sync),
+    (end, grace): (Instant, Duration),
+) -> Instant {
     let settle_age = STREAM_SETTLE_AGE.min(grace / 8);
     let last_check = end - LATE_REQUEST_WAIT.min(grace / 8);
     let tunnels = || registry.all().into_iter().map(|(_, edge)| edge);
@@ -249,7 +259,8 @@ async fn wait_for_remaining_edges(registry: &Registry, end: Instant, grace: Dura
             let is_settled = edge.tunnel.tunnel.load().rotate_generation();
             !is_settled || (edge.is_leaving() && edge.streams() > 0)
         });
-        lasting_tunnels.count() > 0
+        // The connections that edges have opened, too, would wait for the next process if the listeners closed.
+        lasting_tunnels.count() + egress() > 0
     };
     has_lasting_streams();
     loop {
@@ -340,6 +351,7 @@ mod tests {
         let listeners = DrainListeners {
             close: &close,
             clients: &|| 0,
+            egress: &|| 0,
             successor: Successor::default(),
         };
         let (metrics, readiness) = (Metrics::new(), Readiness::default());
@@ -365,6 +377,30 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn listeners_stay_open_while_an_edge_that_stays_has_egress_connections() {
+        for (egress, open_for) in [(0, 4), (1, 29)] {
+            let world = World::new();
+            world.register_node(&node()).await;
+            let close = CancellationToken::new();
+            let listeners = DrainListeners {
+                close: &close,
+                clients: &|| 0,
+                egress: &|| egress,
+                successor: Successor::default(),
+            };
+            let (metrics, readiness) = (Metrics::new(), Readiness::default());
+            let began = Instant::now();
+            let closed = async {
+                close.cancelled().await;
+                began.elapsed().as_secs()
+            };
+            let draining = drain(&world.registry, &metrics, &readiness, listeners, GRACE);
+            let (closed_after, ()) = tokio::join!(closed, draining);
+            assert_eq!(closed_after, open_for, "{egress} connections");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn after_a_handover_a_silent_client_has_the_time_of_a_handshake() {
         let clients = AtomicUsize::new(1);
         let drained_after = async |is_handed_over: bool| {
@@ -376,6 +412,7 @@ mod tests {
             let listeners = DrainListeners {
                 close: &close,
                 clients: &clients,
+                egress: &|| 0,
                 successor,
             };
             let registry = Registry::new(&Workers::on_current_runtime());

@@ -73,6 +73,8 @@ pub struct Egress {
     shared: Arc<ProxyState>,
     listener: Arc<Listener>,
     tasks: Arc<TaskGroup>,
+    /// Cancelled when listeners and connections have to finish.
+    finish: CancellationToken,
     trust_domain: TrustDomain,
     connections: ConnectionLimit,
 }
@@ -85,6 +87,7 @@ pub struct EgressConnection {
     client: ClientIdentity,
     node: NodeName,
     usage: Arc<NodeEgress>,
+    finish: CancellationToken,
     end: DropGuard,
 }
 
@@ -103,11 +106,17 @@ enum OpenDestination {
 }
 
 impl Egress {
-    /// Returns the request path for edges of this trust domain.
-    pub fn new(shared: &Arc<ProxyState>, trust_domain: TrustDomain) -> Self {
+    /// Returns the request path for edges of this trust domain. Its streams are part of `tasks`, and there are no new ones after
+    /// `finish`.
+    pub fn new(
+        shared: &Arc<ProxyState>,
+        trust_domain: TrustDomain,
+        (tasks, finish): (&Arc<TaskGroup>, &CancellationToken),
+    ) -> Self {
         Self {
             listener: Arc::new(listener(shared)),
-            tasks: Arc::default(),
+            tasks: tasks.clone(),
+            finish: finish.clone(),
             trust_domain,
             connections: shared
                 .metrics
@@ -151,6 +160,7 @@ impl Egress {
             client,
             node,
             usage,
+            finish: self.finish.clone(),
             end,
         })
     }
@@ -162,8 +172,12 @@ impl EgressConnection {
         self.end.token().clone()
     }
 
-    /// Serves one stream to its end.
+    /// Serves one stream to its end, or to the end of the drain time.
     pub async fn serve(&self, request: StreamRequest) {
+        self.proxy.tasks.track(self.serve_stream(request)).await;
+    }
+
+    async fn serve_stream(&self, request: StreamRequest) {
         let StreamRequest {
             kind,
             target,
@@ -224,7 +238,7 @@ impl EgressConnection {
                 Reason::MethodNotAllowed.error("an edge can open connections by CONNECT only")
             );
         }
-        if shared.registry.is_draining() {
+        if self.finish.is_cancelled() {
             return Err(Reason::Draining.error("this gateway is stopping; use another gateway"));
         }
         let max = shared.egress.load().limits.connections;

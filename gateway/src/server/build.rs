@@ -86,8 +86,8 @@ pub(super) fn bind_gateway(gateway: Gateway) -> Result<Bound, BindError> {
     let dir_lock = early_claim.map_or_else(|| base.store.claim(), Ok)?;
     let address = tunnel.local_addr();
     let to_edges = build_announcements(&config, address);
-    let tunnel_listener =
-        build_tunnel_listener(&config, &base, &shared, (&workers, &identity), &to_edges)?;
+    let inputs = (&workers, &identity, (&tasks, &ending));
+    let tunnel_listener = build_tunnel_listener(&config, &base, &shared, inputs, &to_edges)?;
     let (ports, nat) = install_redirects(&config, &base, &listeners, predecessor.is_some())?;
     let authority = build_ca_reload(&base, &tunnel_listener, (&identity, &listeners));
     let reloader = build_reloader(

@@ -87,6 +87,13 @@ impl EgressUsage {
         Some(usage.streams.load(Relaxed))
     }
 
+    /// Returns the number of connections that programs on all nodes have opened.
+    pub(crate) fn all_open_connections(&self) -> usize {
+        let nodes = self.lock();
+        let all = nodes.values().filter_map(Weak::upgrade);
+        all.map(|usage| usage.streams.load(Relaxed)).sum()
+    }
+
     fn lock(&self) -> MutexGuard<'_, HashMap<NodeName, Weak<NodeEgress>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -174,7 +181,11 @@ mod tests {
         let own = usage.node(&node);
         usage.node(&node).streams.fetch_add(1, Relaxed);
         assert_eq!(usage.open_connections(&node), Some(1), "one counter");
+        let other = usage.node(&NodeName::parse("edge-2").unwrap());
+        other.streams.fetch_add(2, Relaxed);
+        assert_eq!(usage.all_open_connections(), 3);
         drop(own);
+        assert_eq!(usage.all_open_connections(), 2);
         assert_eq!(usage.open_connections(&node), None);
     }
 }

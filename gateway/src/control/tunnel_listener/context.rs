@@ -124,6 +124,8 @@ pub struct EgressLink {
     pub(crate) serve_stream: ServeStreamFn,
     /// Cancelled when newer connections of the same edge replace this one.
     pub(crate) replaced: CancellationToken,
+    /// Cancelled when the listeners of the gateway close. Its last stream then ends the connection.
+    pub(crate) finish: CancellationToken,
 }
 
 /// Request path for the streams that edges open.

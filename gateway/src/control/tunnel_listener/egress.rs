@@ -42,8 +42,8 @@ const MAX_BURST: u32 = 2_000;
 const STREAMS_PER_CHECK: u32 = 200;
 
 impl HandshakeContext {
-    /// Serves an edge that opens streams, until the connection ends, the edge is rejected, or this gateway drains and no stream is
-    /// open.
+    /// Serves an edge that opens streams, until the connection ends, the edge is rejected, or this gateway closes its listeners and
+    /// no stream is open.
     pub(super) async fn serve_egress(
         &self,
         io: Io,
@@ -95,8 +95,7 @@ impl HandshakeContext {
         });
         match edge_side::accept(io, traffic, config).await {
             Ok(connection) => {
-                let drain = admission.registry.drain_started();
-                serve_streams(connection, &link, (&node, rejection), drain).await;
+                serve_streams(connection, &link, (&node, rejection)).await;
             }
             Err(error) => {
                 debug!(%node, %error, "the egress connection of {node} ended at its start");
@@ -150,13 +149,10 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
     mut connection: EdgeSide<S>,
     link: &EgressLink,
     (node, rejection): (&NodeName, impl Fn() -> Option<String>),
-    drain: impl Future<Output = ()>,
 ) {
-    let mut drain = std::pin::pin!(drain);
     let streams = TaskGroup::default();
     let mut check = interval(CHECK_INTERVAL);
     let mut allowance = StreamAllowance::default();
-    let mut is_draining = false;
     loop {
         tokio::select! {
             next = connection.next_stream() => match next {
@@ -179,13 +175,12 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                     "closing the oldest egress connection of {node}, because the node has {MAX_LINKS} newer ones"
                 );
             }
-            () = drain.as_mut(), if !is_draining => is_draining = true,
             _ = check.tick() => {
                 allowance.refill();
                 if let Some(why) = rejection() {
                     return info!(%node, why, "closing the egress connection of {node}");
                 }
-                if is_draining && streams.is_empty() {
+                if link.finish.is_cancelled() && streams.is_empty() {
                     return debug!(%node, "closing the egress connection of {node}, because this gateway stops");
                 }
             }
@@ -201,22 +196,26 @@ mod tests {
         StreamKind, Target,
         gateway_side::{self, GatewaySideConfig, Tunnel},
     };
-    use futures_util::future::pending;
     use http::Request;
     use std::sync::Arc;
     use tokio::{io::duplex, time::timeout};
     use tokio_util::sync::CancellationToken;
 
-    /// Returns a connection whose streams never end.
+    /// Returns a connection whose streams end when the edge resets them.
     fn link() -> EgressLink {
         EgressLink {
-            serve_stream: Arc::new(|_| Box::pin(pending())),
+            serve_stream: Arc::new(|mut request| {
+                Box::pin(async move {
+                    request.responder.wait_for_reset().await;
+                })
+            }),
             replaced: CancellationToken::new(),
+            finish: CancellationToken::new(),
         }
     }
 
     /// Serves a connection of an edge. Returns when both ends have ended.
-    async fn serve(link: &EgressLink, drain: impl Future<Output = ()>, edge: impl AsyncFn(Tunnel)) {
+    async fn serve(link: &EgressLink, edge: impl AsyncFn(Tunnel)) {
         let (near, far) = duplex(1 << 16);
         let edge = async {
             let io = CountedIo::new(near);
@@ -229,7 +228,7 @@ mod tests {
             let (traffic, config) = (io.traffic(), EdgeSideConfig::default());
             let connection = edge_side::accept(io, traffic, config).await.unwrap();
             let node = NodeName::parse("edge-1").unwrap();
-            serve_streams(connection, link, (&node, || None), drain).await;
+            serve_streams(connection, link, (&node, || None)).await;
         };
         let ended = timeout(Duration::from_mins(1), async {
             tokio::join!(edge, gateway)
@@ -251,7 +250,22 @@ mod tests {
             link.replaced.cancel();
             assert!(stream.response.await.is_err());
         };
-        serve(&link, pending(), edge).await;
+        serve(&link, edge).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_without_streams_lasts_until_the_listeners_close() {
+        let link = link();
+        let edge = async |tunnel: Tunnel| {
+            tokio::time::sleep(Duration::from_secs(20)).await;
+            assert!(tunnel.is_open());
+            let stream = open(&tunnel).await;
+            link.finish.cancel();
+            tokio::time::sleep(Duration::from_secs(20)).await;
+            assert!(tunnel.is_open(), "a stream lasts");
+            drop(stream);
+        };
+        serve(&link, edge).await;
     }
 
     #[test]

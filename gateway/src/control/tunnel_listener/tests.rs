@@ -942,6 +942,7 @@ fn listeners_of(close: &CancellationToken) -> DrainListeners<'_> {
     DrainListeners {
         close,
         clients: &|| 0,
+        egress: &|| 0,
         successor: Successor::default(),
     }
 }

@@ -19,13 +19,19 @@ use crate::{
 };
 use arc_swap::ArcSwap;
 use causeway_certs::TrustDomain;
+use causeway_rt::task::TaskGroup;
 use std::sync::Arc;
+use tokio_util::sync::CancellationToken;
 
 pub(super) fn build_tunnel_listener(
     config: &Config,
     base: &DataDirState,
     shared: &Arc<ProxyState>,
-    (workers, identity): (&Workers, &TunnelIdentity),
+    (workers, identity, tasks): (
+        &Workers,
+        &TunnelIdentity,
+        (&Arc<TaskGroup>, &CancellationToken),
+    ),
     (advertised, announced_ports): &(AdvertisedGateways, AnnouncedPortsCell),
 ) -> Result<TunnelListener, BindError> {
     let settings = config.tunnel.clone();
@@ -80,7 +86,7 @@ pub(super) fn build_tunnel_listener(
             .as_ref()
             .map(|rules| ApiCacheServer::new(rules, &shared.nodes, &shared.metrics)),
         peer_streams: config.peers.is_some().then(|| forward_handler(shared)),
-        egress: egress_handler(shared, base.ca.get().trust_domain()),
+        egress: egress_handler(shared, base.ca.get().trust_domain(), tasks),
         heartbeats,
         early_throttle: Arc::default(),
     })
@@ -96,8 +102,13 @@ fn forward_handler(shared: &Arc<ProxyState>) -> ForwardHandler {
 }
 
 /// Returns the handler of streams that edges open.
-fn egress_handler(shared: &Arc<ProxyState>, trust_domain: &TrustDomain) -> EgressHandler {
-    let egress = Egress::new(shared, trust_domain.clone());
+fn egress_handler(
+    shared: &Arc<ProxyState>,
+    trust_domain: &TrustDomain,
+    tasks: (&Arc<TaskGroup>, &CancellationToken),
+) -> EgressHandler {
+    let finish = tasks.1.clone();
+    let egress = Egress::new(shared, trust_domain.clone(), tasks);
     EgressHandler(Arc::new(move |edge| {
         let EgressEdge {
             node,
@@ -107,6 +118,7 @@ fn egress_handler(shared: &Arc<ProxyState>, trust_domain: &TrustDomain) -> Egres
         let connection = Arc::new(egress.connect(node, address, worker)?);
         Some(EgressLink {
             replaced: connection.replaced(),
+            finish: finish.clone(),
             serve_stream: Arc::new(move |request| {
                 let connection = connection.clone();
                 Box::pin(async move { connection.serve(request).await })
