@@ -21,6 +21,12 @@ use tokio_util::sync::CancellationToken;
 pub(crate) const MAX_LINKS: usize = 8;
 /// Time whose bytes may move at once after a pause.
 const BURST: Duration = Duration::from_millis(250);
+const BURSTS_PER_SECOND: usize = 4;
+/// Maximum time after which a connection that waits looks at the rate again.
+const MAX_PAUSE: Duration = Duration::from_secs(1);
+/// Minimum number of bytes that a connection may move at once, because each chunk costs time.
+const MIN_CHUNK: usize = 1024;
+const NANOS_PER_SECOND: u128 = 1_000_000_000;
 
 /// The current rules. Cheap to clone; all clones change together.
 #[derive(Clone, Debug, Default)]
@@ -61,8 +67,7 @@ pub struct NodeEgress {
     links: Mutex<VecDeque<CancellationToken>>,
     /// Connections that programs on the node have opened.
     pub(crate) streams: Arc<AtomicUsize>,
-    /// Time at which the token bucket of the bytes is full again; `None` before the first byte.
-    full_at: Mutex<Option<Instant>>,
+    bucket: Mutex<Bucket>,
 }
 
 impl EgressUsage {
@@ -115,46 +120,175 @@ impl NodeEgress {
         link
     }
 
-    /// Takes tokens for these bytes, which have moved already. Returns the time before which their connection must move no more.
-    pub(crate) fn take_bytes(
+    /// Returns the number of bytes that all connections of the node have moved so far. A connection may move more once these are paid
+    /// ([`NodeEgress::pause`]).
+    pub(crate) fn moved(&self) -> u64 {
+        self.lock_bucket().moved
+    }
+
+    /// Counts bytes that a connection has moved. Returns the new number of [`NodeEgress::moved`].
+    pub(crate) fn count(&self, bytes: usize, bytes_per_second: usize, now: Instant) -> u64 {
+        let mut bucket = self.lock_bucket();
+        bucket.pay(bytes_per_second, now);
+        bucket.moved = bucket.moved.saturating_add(count(bytes));
+        bucket.moved
+    }
+
+    /// Returns the time until the rate has paid for the first `moved` bytes of the node, except for a burst. It is at most a second,
+    /// because the rate may change meanwhile.
+    pub(crate) fn pause(
         &self,
-        bytes: usize,
+        moved: u64,
         bytes_per_second: usize,
         now: Instant,
-    ) -> Option<Instant> {
-        if bytes_per_second == 0 || bytes == 0 {
-            return None;
-        }
-        #[allow(
-            clippy::cast_precision_loss,
-            reason = "a fraction of a nanosecond does not matter"
-        )]
-        let duration = Duration::from_secs_f64(bytes as f64 / bytes_per_second as f64);
-        let mut full_at = self.full_at.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = full_at.map_or(now, |full_at| full_at.max(now)) + duration;
-        *full_at = Some(next);
-        let wait_until = next.checked_sub(BURST)?;
-        (wait_until > now).then_some(wait_until)
+    ) -> Option<Duration> {
+        let mut bucket = self.lock_bucket();
+        bucket.pay(bytes_per_second, now);
+        let owed = moved.saturating_sub(bucket.paid);
+        let time = time_of(owed, bytes_per_second)
+            .checked_sub(BURST)
+            .filter(|time| !time.is_zero())?;
+        Some(time.min(MAX_PAUSE))
     }
+
+    /// Returns the number of bytes that a connection may move at once. The connections of a node share the burst, so that few bytes
+    /// are owed even if all move some at the same time.
+    pub(crate) fn chunk_size(&self, bytes_per_second: usize) -> usize {
+        let burst = bytes_per_second / BURSTS_PER_SECOND;
+        let connections = self.streams.load(Relaxed).max(1);
+        MIN_CHUNK.max(burst / connections)
+    }
+
+    fn lock_bucket(&self) -> MutexGuard<'_, Bucket> {
+        self.bucket.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Bytes of a node that have moved, and that the rate has paid for.
+#[derive(Debug, Default)]
+struct Bucket {
+    moved: u64,
+    paid: u64,
+    /// Time until which the rate has paid.
+    paid_until: Option<Instant>,
+}
+
+impl Bucket {
+    /// Pays with the rate for the time since the last payment.
+    fn pay(&mut self, bytes_per_second: usize, now: Instant) {
+        let since = now.saturating_duration_since(self.paid_until.unwrap_or(now));
+        let nanos = since
+            .as_nanos()
+            .saturating_mul(count(bytes_per_second).into());
+        let bytes = u64::try_from(nanos / NANOS_PER_SECOND).unwrap_or(u64::MAX);
+        let paid = self.paid.saturating_add(bytes);
+        if paid >= self.moved {
+            (self.paid, self.paid_until) = (self.moved, Some(now));
+        } else {
+            // The time of a fraction of a byte is not lost.
+            self.paid = paid;
+            let until = self.paid_until.unwrap_or(now);
+            self.paid_until = Some(until + time_of(bytes, bytes_per_second));
+        }
+    }
+}
+
+/// Returns the time in which the rate pays for these bytes.
+fn time_of(bytes: u64, bytes_per_second: usize) -> Duration {
+    let nanos = u128::from(bytes) * NANOS_PER_SECOND / u128::from(count(bytes_per_second).max(1));
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
+fn count(bytes: usize) -> u64 {
+    u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const RATE: usize = 1_000_000;
+
     #[test]
-    fn bytes_beyond_the_burst_wait_until_the_rate_allows_them() {
+    fn bytes_beyond_the_burst_wait_until_the_rate_has_paid_for_them() {
         let (usage, now) = (NodeEgress::default(), Instant::now());
-        let rate = 1_000_000;
-        assert_eq!(usage.take_bytes(250_000, rate, now), None, "the burst");
-        let wait = usage.take_bytes(500_000, rate, now).unwrap();
-        assert_eq!(wait - now, Duration::from_millis(500));
-        // Another connection of the node waits for both.
-        let wait = usage.take_bytes(100_000, rate, now).unwrap();
-        assert_eq!(wait - now, Duration::from_millis(600));
+        assert_eq!(usage.pause(usage.moved(), RATE, now), None);
+        let first = usage.count(250_000, RATE, now);
+        assert_eq!(usage.pause(first, RATE, now), None, "the burst");
+        let second = usage.count(500_000, RATE, now);
+        assert_eq!(
+            usage.pause(second, RATE, now),
+            Some(Duration::from_millis(500))
+        );
+        let third = usage.count(100_000, RATE, now);
+        assert_eq!(
+            usage.pause(third, RATE, now),
+            Some(Duration::from_millis(600)),
+            "behind"
+        );
+        assert_eq!(
+            usage.pause(second, RATE, now),
+            Some(Duration::from_millis(500))
+        );
+        assert_eq!(
+            usage.pause(usage.moved(), RATE, now),
+            Some(Duration::from_millis(600)),
+            "a new one"
+        );
+        let later = now + Duration::from_millis(100);
+        assert_eq!(
+            usage.pause(third, RATE, later),
+            Some(Duration::from_millis(500))
+        );
         let later = now + Duration::from_secs(10);
-        assert_eq!(usage.take_bytes(250_000, rate, later), None);
-        assert_eq!(usage.take_bytes(usize::MAX, 0, later), None, "no limit");
+        assert_eq!(usage.pause(third, RATE, later), None);
+        // The time without bytes allows no more than a burst.
+        let fourth = usage.count(350_000, RATE, later);
+        assert_eq!(
+            usage.pause(fourth, RATE, later),
+            Some(Duration::from_millis(100))
+        );
+    }
+
+    #[test]
+    fn a_changed_rate_pays_for_the_bytes_that_are_owed() {
+        let (usage, now) = (NodeEgress::default(), Instant::now());
+        let moved = usage.count(750_000, RATE, now);
+        assert_eq!(
+            usage.pause(moved, RATE, now),
+            Some(Duration::from_millis(500))
+        );
+        assert_eq!(
+            usage.pause(moved, 2 * RATE, now),
+            Some(Duration::from_millis(125))
+        );
+        assert_eq!(
+            usage.pause(moved, RATE / 10, now),
+            Some(Duration::from_secs(1)),
+            "at most"
+        );
+    }
+
+    #[test]
+    fn fractions_of_bytes_are_paid() {
+        let (usage, now) = (NodeEgress::default(), Instant::now());
+        let moved = usage.count(10_000, 10_000, now);
+        for micros in 0..500_000 {
+            let time = now + Duration::from_micros(micros);
+            assert!(usage.pause(moved, 10_000, time).is_some());
+        }
+        let time = now + Duration::from_millis(751);
+        assert_eq!(usage.pause(moved, 10_000, time), None);
+    }
+
+    #[test]
+    fn the_connections_of_a_node_share_a_burst() {
+        let usage = NodeEgress::default();
+        assert_eq!(usage.chunk_size(RATE), 250_000);
+        usage.streams.store(10, Relaxed);
+        assert_eq!(usage.chunk_size(RATE), 25_000);
+        usage.streams.store(1000, Relaxed);
+        assert_eq!(usage.chunk_size(RATE), MIN_CHUNK);
     }
 
     #[test]
