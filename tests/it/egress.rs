@@ -14,7 +14,7 @@ use causeway_edge::config::{Egress, EgressListener, EgressProxy, Protocol};
 use causeway_gateway::state::PolicyWriter;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use std::{io, net::SocketAddr};
+use std::{io, net::SocketAddr, time::Duration};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -427,6 +427,32 @@ async fn a_killed_gateway_is_a_reset_and_the_next_connection_works() {
     let mut wire = connect(&edge, Some("app:443")).await;
     wire.read_exact(&mut first).await.unwrap();
     assert_eq!(&first, b"still here ");
+}
+
+#[tokio::test]
+async fn a_drain_waits_for_open_connections_and_serves_new_ones_meanwhile() {
+    let app = App::tcp(Script::new().echo()).await;
+    let build = World::build().config(|config| {
+        config.egress = Some(serde_json::from_value(app_only(app.address())).unwrap());
+        config.timeouts.drain = Duration::from_mins(10);
+    });
+    let mut world = build.start().await;
+    let edge = join(&world, "edge-1", &["app"]).await;
+    let mut first = connect(&edge, Some("app:443")).await;
+    assert_echo(&mut first).await;
+    world.drain_gateway();
+    until("it drains", async || {
+        world.metrics().await.sum("draining", &[]) == 1
+    })
+    .await;
+    let mut second = connect(&edge, Some("app:443")).await;
+    assert_echo(&mut second).await;
+    assert_echo(&mut first).await;
+    drop((first, second));
+    world.stop_gateway().await;
+    let records = world.log().records().into_iter();
+    let drained = records.filter(|record| record["reason"] == "draining");
+    assert_eq!(drained.count(), 0);
 }
 
 #[tokio::test]
