@@ -298,6 +298,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
         }
     }
 
+    /// Begins the end of the tunnel (GOAWAY). From then on, [`EdgeSide::next_stream`] returns streams that were already under way, and an
+    /// error once all streams have ended and all their bytes are sent.
+    pub fn start_shutdown(&mut self) {
+        self.connection.graceful_shutdown();
+    }
+
     async fn accept_request(
         &mut self,
     ) -> Result<(Request<h2::RecvStream>, h2::server::SendResponse<Bytes>), TunnelEnd> {

@@ -172,6 +172,22 @@ impl EgressConnection {
         self.end.token().clone()
     }
 
+    /// Returns the usage of the node on all its connections.
+    pub fn usage(&self) -> Arc<NodeEgress> {
+        self.usage.clone()
+    }
+
+    /// Whether the edge must use another connection for new streams. An edge without another gateway, whose tunnels therefore stay
+    /// here in a drain, is served until the listeners close. It could not connect again, because the tunnel port is closed.
+    pub fn must_leave(&self) -> bool {
+        let registry = &self.proxy.shared.registry;
+        let stays = || {
+            let (tunnels, _) = registry.node_tunnels(&self.node);
+            tunnels.iter().any(|edge| !edge.is_leaving())
+        };
+        self.finish.is_cancelled() || (registry.is_draining() && !stays())
+    }
+
     /// Serves one stream to its end, or to the end of the drain time.
     pub async fn serve(&self, request: StreamRequest) {
         self.proxy.tasks.track(self.serve_stream(request)).await;
@@ -238,7 +254,7 @@ impl EgressConnection {
                 Reason::MethodNotAllowed.error("an edge can open connections by CONNECT only")
             );
         }
-        if self.finish.is_cancelled() {
+        if self.must_leave() {
             return Err(Reason::Draining.error("this gateway is stopping; use another gateway"));
         }
         let max = shared.egress.load().limits.connections;
@@ -342,7 +358,10 @@ impl EgressConnection {
                 &self.proxy.listener.exhaustion_throttle,
             );
             match dialling.await {
-                Ok(tcp) => return Ok((tcp, **address)),
+                Ok(tcp) => {
+                    record.set_direct_address(**address);
+                    return Ok((tcp, **address));
+                }
                 Err(error) => last_error = Some(error),
             }
         }
@@ -394,7 +413,11 @@ impl EgressConnection {
             ticks.tick().await;
             let result = match destination {
                 OpenDestination::Address(target, address) => {
-                    self.authorize_address(target, *address, record)
+                    if target.is_current(&self.proxy.shared.egress.load()) {
+                        self.authorize_address(target, *address, record)
+                    } else {
+                        Err(self.denied(target))
+                    }
                 }
                 OpenDestination::Node(route) => match self.authorize_node(route, record) {
                     Ok(()) => {

@@ -9,7 +9,7 @@ use causeway_certs::NodeName;
 use std::{
     collections::{HashMap, VecDeque},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
     time::Duration,
@@ -17,6 +17,11 @@ use std::{
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+/// Time that one stream takes from the allowance of its node. Each stream costs a task and a line of the access log, even if it is reset
+/// at once.
+const STREAM_TIME: Duration = Duration::from_millis(5);
+/// Time whose streams may be opened at once after a pause: 2,000 streams.
+const STREAM_BURST: Duration = Duration::from_secs(10);
 /// Maximum number of connections of one edge to this gateway: one, and earlier ones whose streams have not ended.
 pub(crate) const MAX_LINKS: usize = 8;
 /// Time whose bytes may move at once after a pause.
@@ -58,7 +63,7 @@ impl EgressRules {
 
 /// Usage of all nodes. Cheap to clone.
 #[derive(Clone, Debug, Default)]
-pub struct EgressUsage(Arc<Mutex<HashMap<NodeName, Weak<NodeEgress>>>>);
+pub struct EgressUsage(Arc<Mutex<HashMap<NodeName, Arc<NodeEgress>>>>);
 
 /// Usage of one node, on all its connections to this gateway.
 #[derive(Debug, Default)]
@@ -68,43 +73,71 @@ pub struct NodeEgress {
     /// Connections that programs on the node have opened.
     pub(crate) streams: Arc<AtomicUsize>,
     bucket: Mutex<Bucket>,
+    /// Time at which the allowance of streams is full again; `None` before the first stream.
+    streams_full_at: Mutex<Option<Instant>>,
 }
 
 impl EgressUsage {
     /// Returns the usage of a node.
     pub(crate) fn node(&self, node: &NodeName) -> Arc<NodeEgress> {
         let mut nodes = self.lock();
-        if let Some(usage) = nodes.get(node).and_then(Weak::upgrade) {
-            return usage;
+        if let Some(usage) = nodes.get(node) {
+            return usage.clone();
         }
-        // Entries of disconnected nodes are removed when the table would grow.
+        // Entries of disconnected nodes are removed when the table would grow. Not before the allowance of streams is full: otherwise an
+        // edge that connects again would have a new one.
         if nodes.len() == nodes.capacity() {
-            nodes.retain(|_, usage| usage.strong_count() > 0);
+            let now = Instant::now();
+            nodes.retain(|_, usage| is_connected(usage) || !usage.has_full_allowance(now));
         }
-        let usage = Arc::default();
-        nodes.insert(node.clone(), Arc::downgrade(&usage));
-        usage
+        nodes.entry(node.clone()).or_default().clone()
     }
 
     /// Returns the number of connections that programs on a node have opened, if its edge is connected for them.
     pub(crate) fn open_connections(&self, node: &NodeName) -> Option<usize> {
-        let usage = self.lock().get(node)?.upgrade()?;
+        let nodes = self.lock();
+        let usage = nodes.get(node).filter(|usage| is_connected(usage))?;
         Some(usage.streams.load(Relaxed))
     }
 
     /// Returns the number of connections that programs on all nodes have opened.
     pub(crate) fn all_open_connections(&self) -> usize {
         let nodes = self.lock();
-        let all = nodes.values().filter_map(Weak::upgrade);
-        all.map(|usage| usage.streams.load(Relaxed)).sum()
+        let all = nodes.values().map(|usage| usage.streams.load(Relaxed));
+        all.sum()
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<NodeName, Weak<NodeEgress>>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<NodeName, Arc<NodeEgress>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
+/// Whether the edge has a connection, which holds the usage as well as the table.
+fn is_connected(usage: &Arc<NodeEgress>) -> bool {
+    Arc::strong_count(usage) > 1
+}
+
 impl NodeEgress {
+    /// Whether the node may open one more stream now. All its connections share the allowance.
+    pub(crate) fn take_stream(&self, now: Instant) -> bool {
+        let mut full_at = self.lock_allowance();
+        let next = full_at.map_or(now, |full_at| full_at.max(now)) + STREAM_TIME;
+        let is_allowed = next - now <= STREAM_BURST;
+        if is_allowed {
+            *full_at = Some(next);
+        }
+        is_allowed
+    }
+
+    fn has_full_allowance(&self, now: Instant) -> bool {
+        self.lock_allowance().is_none_or(|full_at| full_at <= now)
+    }
+
+    fn lock_allowance(&self) -> MutexGuard<'_, Option<Instant>> {
+        let full_at = self.streams_full_at.lock();
+        full_at.unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Adds a connection of the edge. If there are too many, the oldest one must end, so that earlier connections whose streams last
     /// never keep the edge away. Returns the token that tells the new connection to end. The connection cancels it at its own end.
     pub(crate) fn add_link(&self) -> CancellationToken {
@@ -318,8 +351,38 @@ mod tests {
         let other = usage.node(&NodeName::parse("edge-2").unwrap());
         other.streams.fetch_add(2, Relaxed);
         assert_eq!(usage.all_open_connections(), 3);
+        // The guards of its streams decrement the counter before.
+        own.streams.store(0, Relaxed);
         drop(own);
         assert_eq!(usage.all_open_connections(), 2);
         assert_eq!(usage.open_connections(&node), None);
+    }
+
+    #[test]
+    fn a_node_opens_a_burst_of_streams_and_then_so_many_per_second() {
+        let (usage, now) = (NodeEgress::default(), Instant::now());
+        let opened = |now| (0..10_000).filter(|_| usage.take_stream(now)).count();
+        assert_eq!(opened(now), 2_000);
+        assert_eq!(opened(now), 0);
+        assert_eq!(opened(now + Duration::from_secs(1)), 200);
+        assert_eq!(opened(now + Duration::from_mins(1)), 2_000);
+    }
+
+    #[test]
+    fn a_new_connection_gives_no_new_allowance() {
+        let (usage, node) = (EgressUsage::default(), NodeName::parse("edge-1").unwrap());
+        let now = Instant::now();
+        let connect = || {
+            (0..10_000)
+                .filter(|_| usage.node(&node).take_stream(now))
+                .count()
+        };
+        assert_eq!((connect(), connect()), (2_000, 0));
+        // The table removes entries when it grows.
+        for number in 0..1_000 {
+            usage.node(&NodeName::parse(&format!("other-{number}")).unwrap());
+        }
+        assert!(usage.lock().len() < 1_000, "others are removed");
+        assert_eq!(connect(), 0);
     }
 }

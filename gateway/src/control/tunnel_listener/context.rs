@@ -9,7 +9,10 @@ use crate::{
     },
     metrics::Metrics,
     shared_state::SharedState,
-    state::{AdvertisedGateways, AnnouncedPortsCell, Nodes, Registry, registry::EdgeCertificate},
+    state::{
+        AdvertisedGateways, AnnouncedPortsCell, Nodes, Registry, egress::NodeEgress,
+        registry::EdgeCertificate,
+    },
     worker::{WorkerId, Workers},
 };
 use axum::Router;
@@ -118,14 +121,19 @@ pub struct EgressEdge {
 /// Serves one stream.
 type ServeStreamFn = Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + Send + Sync>;
 
+/// Whether the edge must use another connection for new streams.
+type MustLeaveFn = Box<dyn Fn() -> bool + Send + Sync>;
+
 /// Connection of an edge that opens streams, as the request path sees it.
 pub struct EgressLink {
     /// Serves one stream.
     pub(crate) serve_stream: ServeStreamFn,
+    /// Usage of the node on all its connections.
+    pub(crate) usage: Arc<NodeEgress>,
     /// Cancelled when newer connections of the same edge replace this one.
     pub(crate) replaced: CancellationToken,
-    /// Cancelled when the listeners of the gateway close. Its last stream then ends the connection.
-    pub(crate) finish: CancellationToken,
+    /// Whether the edge must use another connection for new streams, because this gateway stops. This one ends with its last stream.
+    pub(crate) must_leave: MustLeaveFn,
 }
 
 /// Request path for the streams that edges open.

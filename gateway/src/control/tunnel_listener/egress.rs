@@ -26,7 +26,7 @@ use causeway_tunnel::{
 use std::{net::SocketAddr, time::Duration};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    time::interval,
+    time::{Instant, interval, timeout},
 };
 use tracing::{debug, info, info_span, warn};
 
@@ -37,13 +37,12 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const UNREAD_BYTES: usize = 1 << 20;
 /// Maximum number of concurrent streams of one connection. The limit of a node's connections is in the configuration.
 const MAX_STREAMS: u32 = 10_000;
-/// Number of streams that an edge may open at once on one connection, and for each further [`CHECK_INTERVAL`].
-const MAX_BURST: u32 = 2_000;
-const STREAMS_PER_CHECK: u32 = 200;
+/// Time for the connection to close in order, with the bytes that are queued.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl HandshakeContext {
-    /// Serves an edge that opens streams, until the connection ends, the edge is rejected, or this gateway closes its listeners and
-    /// no stream is open.
+    /// Serves an edge that opens streams, until the connection ends, the edge is rejected, or the edge has to leave and no stream is
+    /// open.
     pub(super) async fn serve_egress(
         &self,
         io: Io,
@@ -121,30 +120,6 @@ impl TunnelListener {
     }
 }
 
-/// Number of streams that an edge may open on one connection. Each costs a task and a line of the access log, even if it is reset at
-/// once.
-struct StreamAllowance(u32);
-
-impl Default for StreamAllowance {
-    fn default() -> Self {
-        Self(MAX_BURST)
-    }
-}
-
-impl StreamAllowance {
-    /// Whether one more stream may be opened now.
-    fn take(&mut self) -> bool {
-        let left = self.0.checked_sub(1);
-        self.0 = left.unwrap_or_default();
-        left.is_some()
-    }
-
-    /// Adds the streams of one [`CHECK_INTERVAL`].
-    fn refill(&mut self) {
-        self.0 = MAX_BURST.min(self.0 + STREAMS_PER_CHECK);
-    }
-}
-
 async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
     mut connection: EdgeSide<S>,
     link: &EgressLink,
@@ -152,11 +127,10 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
 ) {
     let streams = TaskGroup::default();
     let mut check = interval(CHECK_INTERVAL);
-    let mut allowance = StreamAllowance::default();
     loop {
         tokio::select! {
             next = connection.next_stream() => match next {
-                Ok(IncomingStream::Stream(request)) if !allowance.take() => {
+                Ok(IncomingStream::Stream(request)) if !link.usage.take_stream(Instant::now()) => {
                     let detail = format!("{node} opens connections too fast");
                     request.responder.reject_forwarded(Reason::LimitReached.word(), &detail);
                 }
@@ -170,20 +144,36 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                 Err(end) => return debug!(%node, %end, "the egress connection of {node} ended"),
             },
             () = link.replaced.cancelled() => {
-                return warn!(
+                warn!(
                     %node,
                     "closing the oldest egress connection of {node}, because the node has {MAX_LINKS} newer ones"
                 );
+                break;
             }
             _ = check.tick() => {
-                allowance.refill();
                 if let Some(why) = rejection() {
                     return info!(%node, why, "closing the egress connection of {node}");
                 }
-                if link.finish.is_cancelled() && streams.is_empty() {
-                    return debug!(%node, "closing the egress connection of {node}, because this gateway stops");
+                if streams.is_empty() && (link.must_leave)() {
+                    debug!(%node, "closing the egress connection of {node}, because this gateway stops");
+                    break;
                 }
             }
+        }
+    }
+    drop(streams);
+    // A gateway or an edge that hangs does not delay the end.
+    let _ = timeout(CLOSE_TIMEOUT, close(connection)).await;
+}
+
+/// Closes a connection once the bytes of streams that have ended are sent. Streams that the edge opens meanwhile are refused, and the
+/// edge opens them on another connection.
+async fn close<S: AsyncRead + AsyncWrite + Unpin>(mut connection: EdgeSide<S>) {
+    connection.start_shutdown();
+    while let Ok(next) = connection.next_stream().await {
+        if let IncomingStream::Stream(request) = next {
+            let (reason, detail) = (Reason::Draining.word(), "this connection is closing");
+            request.responder.reject_forwarded(reason, detail);
         }
     }
 }
@@ -191,32 +181,48 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{
+        proxy::{egress::Egress, tests::proxy_state},
+        state::Registry,
+        worker::Workers,
+    };
+    use bytes::Bytes;
+    use causeway_certs::TrustDomain;
     use causeway_rt::socket::CountedIo;
     use causeway_tunnel::{
         StreamKind, Target,
         gateway_side::{self, GatewaySideConfig, Tunnel},
+        wire,
     };
-    use http::Request;
-    use std::sync::Arc;
-    use tokio::{io::duplex, time::timeout};
+    use http::{Request, Response};
+    use serde_json::json;
+    use std::sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    };
+    use tokio::{io::duplex, net::TcpListener};
     use tokio_util::sync::CancellationToken;
 
-    /// Returns a connection whose streams end when the edge resets them.
-    fn link() -> EgressLink {
-        EgressLink {
+    /// Returns a connection whose streams end when the edge resets them, and the switch that makes the edge leave.
+    fn link() -> (EgressLink, Arc<AtomicBool>) {
+        let leaves = Arc::<AtomicBool>::default();
+        let must_leave = leaves.clone();
+        let link = EgressLink {
             serve_stream: Arc::new(|mut request| {
                 Box::pin(async move {
                     request.responder.wait_for_reset().await;
                 })
             }),
+            usage: Arc::default(),
             replaced: CancellationToken::new(),
-            finish: CancellationToken::new(),
-        }
+            must_leave: Box::new(move || must_leave.load(Relaxed)),
+        };
+        (link, leaves)
     }
 
     /// Serves a connection of an edge. Returns when both ends have ended.
     async fn serve(link: &EgressLink, edge: impl AsyncFn(Tunnel)) {
-        let (near, far) = duplex(1 << 16);
+        let (near, far) = duplex(1 << 14);
         let edge = async {
             let io = CountedIo::new(near);
             let (traffic, config) = (io.traffic(), GatewaySideConfig::default());
@@ -244,7 +250,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_connection_that_newer_ones_replace_ends_although_a_stream_lasts() {
-        let link = link();
+        let (link, _) = link();
         let edge = async |tunnel| {
             let stream = open(&tunnel).await;
             link.replaced.cancel();
@@ -254,13 +260,13 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_connection_without_streams_lasts_until_the_listeners_close() {
-        let link = link();
+    async fn a_connection_that_an_edge_must_leave_ends_with_its_last_stream() {
+        let (link, leaves) = link();
         let edge = async |tunnel: Tunnel| {
             tokio::time::sleep(Duration::from_secs(20)).await;
-            assert!(tunnel.is_open());
+            assert!(tunnel.is_open(), "without streams");
             let stream = open(&tunnel).await;
-            link.finish.cancel();
+            leaves.store(true, Relaxed);
             tokio::time::sleep(Duration::from_secs(20)).await;
             assert!(tunnel.is_open(), "a stream lasts");
             drop(stream);
@@ -268,18 +274,83 @@ mod tests {
         serve(&link, edge).await;
     }
 
-    #[test]
-    fn an_edge_opens_a_burst_of_streams_and_then_so_many_for_each_check() {
-        let mut allowance = StreamAllowance::default();
-        let mut opened = || (0..10_000).filter(|_| allowance.take()).count();
-        assert_eq!(opened(), 2_000);
-        assert_eq!(opened(), 0);
-        allowance.refill();
-        let mut opened = || (0..10_000).filter(|_| allowance.take()).count();
-        assert_eq!(opened(), 200);
-        for _ in 0..100 {
-            allowance.refill();
-        }
-        assert_eq!((0..10_000).filter(|_| allowance.take()).count(), 2_000);
+    /// The bytes are more than the connection holds, so most of them are queued when the connection begins to close.
+    #[tokio::test(start_paused = true)]
+    async fn queued_bytes_of_an_ended_stream_arrive_before_the_connection_ends() {
+        const LENGTH: usize = 60_000;
+        let (mut link, _) = link();
+        let replaced = link.replaced.clone();
+        link.serve_stream = Arc::new(move |request| {
+            let replaced = replaced.clone();
+            Box::pin(async move {
+                let mut send = request.responder.send(Response::new(()), false).unwrap();
+                let whole = Bytes::from(vec![7; LENGTH]);
+                send.send_last(whole).await.unwrap();
+                replaced.cancel();
+            })
+        });
+        let edge = async |tunnel: Tunnel| {
+            let stream = open(&tunnel).await;
+            let mut body = stream.response.await.unwrap().into_body();
+            let mut received = 0;
+            while let Some(chunk) = body.next_chunk().await {
+                received += chunk.expect("no reset").len();
+            }
+            assert_eq!(received, LENGTH);
+        };
+        serve(&link, edge).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connections_of_a_node_share_its_allowance_of_streams() {
+        let (link, _) = link();
+        let now = Instant::now();
+        while link.usage.take_stream(now) {}
+        let edge = async |tunnel: Tunnel| {
+            let refused = open(&tunnel).await.response.await.unwrap();
+            assert_eq!(refused.headers()[wire::REASON], "limit_reached");
+            tunnel.close();
+        };
+        serve(&link, edge).await;
+    }
+
+    #[tokio::test]
+    async fn a_drain_waits_for_streams_and_cuts_the_rest() {
+        let server = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let node = NodeName::parse("edge-1").unwrap();
+        let registry = Registry::new(&Workers::on_current_runtime());
+        let shared = proxy_state(&registry, std::slice::from_ref(&node));
+        let rules = json!({
+            "destinations": { "app": server.local_addr().unwrap().to_string() },
+            "rules": [{ "to": { "destinations": ["app"] } }],
+        });
+        let rules = serde_json::from_value(rules).unwrap();
+        shared.egress.replace(Some(&rules));
+        let (tasks, finish) = (Arc::<TaskGroup>::default(), CancellationToken::new());
+        let domain = TrustDomain::parse("causeway.test").unwrap();
+        let egress = Egress::new(&shared, domain, (&tasks, &finish));
+        let connection = egress.connect(node, ([192, 0, 2, 1], 1).into(), WorkerId(0));
+        let connection = Arc::new(connection.unwrap());
+        let of_drain = connection.clone();
+        let link = EgressLink {
+            usage: connection.usage(),
+            replaced: connection.replaced(),
+            must_leave: Box::new(move || of_drain.must_leave()),
+            serve_stream: Arc::new(move |request| {
+                let connection = connection.clone();
+                Box::pin(async move { connection.serve(request).await })
+            }),
+        };
+        let edge = async |tunnel: Tunnel| {
+            let stream = open(&tunnel).await;
+            let mut body = stream.response.await.unwrap().into_body();
+            assert_eq!(tasks.len(), 1);
+            registry.start_drain();
+            let refused = open(&tunnel).await.response.await.unwrap();
+            assert_eq!(refused.headers()[wire::REASON], "draining", "no tunnel");
+            assert_eq!(tasks.drain(Duration::ZERO).await, 1);
+            assert!(body.next_chunk().await.unwrap().is_err());
+        };
+        serve(&link, edge).await;
     }
 }

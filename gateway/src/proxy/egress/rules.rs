@@ -48,6 +48,16 @@ impl EgressTarget {
         })
     }
 
+    /// Whether the name of the destination still stands for the same address in the configuration.
+    pub(super) fn is_current(&self, egress: &Egress) -> bool {
+        let Some(name) = &self.destination else {
+            return true;
+        };
+        let address = egress.destinations.get(name);
+        let address = address.and_then(|address| address.parse::<Target>().ok());
+        address.as_ref() == Some(&self.host_port)
+    }
+
     /// Whether this is a key of `egress.destinations`.
     pub(super) fn is_named_destination(&self) -> bool {
         self.destination.is_some()

@@ -182,3 +182,25 @@ fn nodes_are_reached_only_by_rules_for_nodes() {
         assert_eq!(rule.is_some(), allowed, "{to}");
     }
 }
+
+#[test]
+fn a_destination_is_current_while_its_name_has_the_same_address() {
+    let before = egress(&json!([]));
+    let (named, host) = (
+        egress_target("registry:1", &before),
+        egress_target("a.example:1", &before),
+    );
+    let with = |destinations: Value| -> Egress {
+        serde_json::from_value(json!({ "destinations": destinations })).unwrap()
+    };
+    for (destinations, is_current) in [
+        (json!({ "registry": "registry.example:5000" }), true),
+        (json!({ "registry": "registry.example:5001" }), false),
+        (json!({ "registry": "other.example:5000" }), false),
+        (json!({}), false),
+    ] {
+        let after = with(destinations);
+        assert_eq!(named.is_current(&after), is_current, "{after:?}");
+        assert!(host.is_current(&after));
+    }
+}

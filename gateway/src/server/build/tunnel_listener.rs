@@ -107,7 +107,6 @@ fn egress_handler(
     trust_domain: &TrustDomain,
     tasks: (&Arc<TaskGroup>, &CancellationToken),
 ) -> EgressHandler {
-    let finish = tasks.1.clone();
     let egress = Egress::new(shared, trust_domain.clone(), tasks);
     EgressHandler(Arc::new(move |edge| {
         let EgressEdge {
@@ -116,9 +115,11 @@ fn egress_handler(
             worker,
         } = edge;
         let connection = Arc::new(egress.connect(node, address, worker)?);
+        let of_drain = connection.clone();
         Some(EgressLink {
+            usage: connection.usage(),
             replaced: connection.replaced(),
-            finish: finish.clone(),
+            must_leave: Box::new(move || of_drain.must_leave()),
             serve_stream: Arc::new(move |request| {
                 let connection = connection.clone();
                 Box::pin(async move { connection.serve(request).await })
