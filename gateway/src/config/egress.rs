@@ -68,7 +68,7 @@ pub struct EgressTargets {
     pub networks: SourceNetworks,
     /// Names of other nodes; `*` stands for any characters. The gateway connects through the tunnel of the other node, whose edge must serve the port, and whose `policy` applies to the client `spiffe://TRUST-DOMAIN/edge/NODE`.
     pub nodes: Vec<String>,
-    /// Ports: `443`, or `"30000-32767"`. Without this key: all. Destinations with a name of their own have one port anyway.
+    /// Ports: `443`, or `"30000-32767"`. Without this key: all. For a key of `egress.destinations`, the port of its address counts, not the port that the edge asks for.
     #[serde(skip_serializing_if = "Specified::is_absent")]
     pub ports: Specified<Vec<PortRange>>,
 }

@@ -689,7 +689,8 @@ impl AccessRecord {
             method = self.method,
             path = self.path,
             rule = fields.matched_rule.as_ref().map(|by| &*by.rule),
-            rule_line = fields.matched_rule.as_ref().map(|by| by.line),
+            rule_line = rule_line(fields),
+            address = fields.direct_address.map(tracing::field::display),
             status = fields.status,
             reason = fields.reason.map(Reason::word),
             detail = (!fields.detail.is_empty()).then_some(fields.detail.as_str()),
@@ -729,7 +730,8 @@ impl AccessRecord {
             method = self.method,
             path = self.path,
             rule = fields.matched_rule.as_ref().map(|by| &*by.rule),
-            rule_line = fields.matched_rule.as_ref().map(|by| by.line),
+            rule_line = rule_line(fields),
+            address = fields.direct_address.map(tracing::field::display),
             status = fields.status,
             reason = fields.reason.map(Reason::word),
             detail = (!fields.detail.is_empty()).then_some(fields.detail.as_str()),
@@ -739,6 +741,12 @@ impl AccessRecord {
             trace = self.trace.as_str(),
         );
     }
+}
+
+/// Returns the line of the rule in the policy file. Rules of other keys of the configuration have none.
+fn rule_line(fields: &RecordFields) -> Option<usize> {
+    let line = fields.matched_rule.as_ref()?.line;
+    (line > 0).then_some(line)
 }
 
 fn millis(duration: Duration) -> f64 {

@@ -96,7 +96,7 @@ pub struct Decision {
 pub struct MatchedRule {
     /// Name of the rule, or its position.
     pub rule: Arc<str>,
-    /// Line of the policy file in which the rule begins, from 1.
+    /// Line of the policy file in which the rule begins, from 1; 0 for a rule of `egress`, which has no line.
     pub line: usize,
 }
 
