@@ -403,9 +403,9 @@ async fn run_until_stopped(
     let listeners_stop = shutdown.child_token();
     let final_save = api_cache::start(cache_config, (&context, parts), (&reader, &listeners_stop));
     spawn_admin_tasks(parts, &context, (admin, reader, reloads), &listeners_stop);
-    if let Some(config) = &context.config.egress {
-        egress::start(config, &context, (&parts.tasks, &listeners_stop));
-    }
+    let egress_tokens = (&parts.tasks, &listeners_stop);
+    let egress = context.config.egress.as_ref();
+    let egress = egress.map(|config| egress::start(config, &context, egress_tokens));
     let tunnels = (context, NetworkMonitor::start(&parts.tasks));
     let external_identity = parts.external_identity.subscribe();
     let handover = (dir_lock, &listeners_stop);
@@ -413,7 +413,7 @@ async fn run_until_stopped(
         tunnels,
         external_identity,
         handover,
-        final_save,
+        (final_save, egress),
     ))
     .await;
 }
@@ -467,8 +467,9 @@ async fn run_tunnels(
     (context, changes): (Arc<TunnelContext>, NetworkMonitor),
     external_identity: watch::Receiver<Option<EdgeIdentity>>,
     (dir_lock, listeners_stop): (DirLock, &CancellationToken),
-    final_save: Option<FinalSave>,
+    (final_save, egress): (Option<FinalSave>, Option<Arc<TaskGroup>>),
 ) {
+    let drain_time = context.config.timeouts.drain;
     let (identity_store, stop) = (context.identity_store.clone(), context.stop.clone());
     let renewal = renew::run(context.clone(), identity_store.clone(), external_identity);
     let renewal_and_handover = async {
@@ -476,8 +477,15 @@ async fn run_tunnels(
         stop.run_until_cancelled(renewal).await;
         hand_over_data_dir(dir_lock, &identity_store, listeners_stop).await;
     };
+    let egress_sessions = async {
+        stop.cancelled().await;
+        if let Some(sessions) = egress {
+            sessions.drain(drain_time).await;
+        }
+    };
+    let sessions = async { tokio::join!(context.run(changes), egress_sessions) };
     tokio::select! {
-        () = context.run(changes) => {}
+        _ = sessions => {}
         // Runs as long as there are tunnels.
         () = renewal_and_handover.instrument(info_span!("renew")) => {}
     }

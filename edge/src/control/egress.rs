@@ -27,9 +27,12 @@ use causeway_tunnel::{
     copy::{self, CopyOutcome},
 };
 use gateway_link::{EgressError, GatewayLink};
-use std::{future::pending, io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
+use std::{
+    future::pending, io, net::SocketAddr, os::fd::AsFd, pin::pin, sync::Arc, time::Duration,
+};
 use tokio::{
     io::{AsyncRead, AsyncWrite, Interest},
+    net::TcpStream,
     sync::Semaphore,
     time::sleep,
 };
@@ -50,12 +53,14 @@ struct EgressContext {
     refusal_throttle: LogThrottle,
 }
 
-/// Starts the listeners. They close when `stop` is cancelled, and their connections end with `tasks`.
+/// Starts the listeners. They close when the edge stops, or when `stop` is cancelled. Returns the tasks of their connections, which get
+/// the time of a shutdown.
 pub(crate) fn start(
     config: &Egress,
     context: &Arc<TunnelContext>,
     (tasks, stop): (&Arc<TaskGroup>, &CancellationToken),
-) {
+) -> Arc<TaskGroup> {
+    let connections = Arc::<TaskGroup>::default();
     context.status.change_egress(|_| {});
     let egress = Arc::new(EgressContext {
         link: Arc::new(GatewayLink::new(context.clone(), tasks.clone())),
@@ -68,14 +73,19 @@ pub(crate) fn start(
     let fixed = fixed.filter_map(|each| Some((each.listen, Some(each.target().ok()?))));
     let proxy = config.proxy.iter().map(|proxy| (proxy.listen, None));
     for (listen, target) in fixed.chain(proxy) {
-        let (egress, tasks, stop) = (egress.clone(), tasks.clone(), stop.clone());
-        let connections = tasks.clone();
+        let (egress, stop) = (egress.clone(), stop.clone());
+        let connections = connections.clone();
         tasks.spawn(info_span!("egress", %listen), async move {
             let running = pin!(egress.run_listener((listen, target), &connections));
-            // Without a reason to continue, the sockets are closed at once.
-            let _ = stop.run_until_cancelled(running).await;
+            // The next process needs the address. Programs that connect before it runs are refused at once.
+            tokio::select! {
+                () = egress.context.stop.cancelled() => {}
+                () = stop.cancelled() => {}
+                () = running => {}
+            }
         });
     }
+    connections
 }
 
 /// Returns the maximum number of open connections to each listener: an equal share. So a listener that many programs can reach, such as
@@ -164,6 +174,8 @@ impl EgressContext {
 
     async fn serve_proxy(&self, socket: Socket) {
         let guard = self.context.metrics.egress_guard();
+        // The request owns the socket.
+        let aborted = wait_until_duplicate_aborted(&socket);
         let request = match ProxyRequest::read(socket, REQUEST_TIMEOUT).await {
             Ok(request) => request,
             Err(error) => {
@@ -172,7 +184,14 @@ impl EgressContext {
             }
         };
         let target = Target::new(request.host.as_str(), request.port);
-        match self.link.open(&target).await {
+        let opened = tokio::select! {
+            opened = self.link.open(&target) => opened,
+            () = aborted => {
+                guard.finish(EgressOutcome::Aborted);
+                return debug!("a program aborted its connection to the proxy before it was open");
+            }
+        };
+        match opened {
             Ok(halves) => match request.accept().await {
                 Ok(io) => relay(io, halves, guard).await,
                 Err(error) => {
@@ -205,6 +224,21 @@ async fn wait_until_aborted(socket: &Socket) {
         // The readiness is that of an error, or the socket is broken.
         Some(tcp) => drop(tcp.ready(Interest::ERROR).await),
         None => pending().await,
+    }
+}
+
+/// Waits until the program has aborted its connection, as [`wait_until_aborted`] does, by a duplicate of the socket. The returned future
+/// must be dropped before the socket is, because the connection is not closed before.
+fn wait_until_duplicate_aborted(socket: &Socket) -> impl Future<Output = ()> + use<> {
+    let duplicate = socket.tcp().and_then(|tcp| {
+        let file = tcp.as_fd().try_clone_to_owned().ok()?;
+        TcpStream::from_std(file.into()).ok()
+    });
+    async move {
+        match duplicate {
+            Some(duplicate) => drop(duplicate.ready(Interest::ERROR).await),
+            None => pending().await,
+        }
     }
 }
 
