@@ -2,12 +2,14 @@
 
 mod otlp;
 
+use crate::peers::free_port;
 use crate::world::{
     World,
     app::{App, Script},
     client::{Client, ListenerAddress},
     edge::Edge,
     gateway::loopback,
+    process::{GatewayProcess, OPEN, causeway},
     until,
 };
 use causeway_edge::config::{Egress, EgressListener, EgressProxy, Protocol};
@@ -530,24 +532,103 @@ async fn an_aborted_connection_frees_its_place_before_a_gateway_answers() {
     let mut world = world(app_only(app.address())).await;
     let edge = join(&world, "edge-1", &["app"]).await;
     world.kill_gateway().await;
-    let wire = connect(&edge, Some("app:443")).await;
     let url = format!("http://{}/metrics", edge.admin());
     let client = Client::new(
         ListenerAddress::Plain(edge.admin()),
         world.ca().root(),
         world.log(),
     );
-    let aborted = async || {
-        let metrics = client.get(&url).await.text();
-        metrics.contains(r#"egress_connections_total{outcome="aborted"} 1"#)
-    };
-    until("the edge serves the program", async || {
-        let metrics = client.get(&url).await.text();
-        metrics.contains("egress_open_connections 1")
+    let has = async |sample: &str| client.get(&url).await.text().contains(sample);
+    for (to, aborted) in [(Some("app:443"), 1), (None, 2)] {
+        let mut wire = connect(&edge, to).await;
+        if to.is_none() {
+            let head = b"CONNECT app:443 HTTP/1.1\r\nHost: app:443\r\n\r\n";
+            wire.write_all(head).await.unwrap();
+        }
+        until("the edge serves the program", async || {
+            has("egress_open_connections 1").await
+        })
+        .await;
+        let aborted = format!("egress_connections_total{{outcome=\"aborted\"}} {aborted}");
+        assert!(!has(&aborted).await);
+        wire.set_zero_linger().unwrap();
+        drop(wire);
+        until("the connection is counted as aborted", async || {
+            has(&aborted).await
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn a_stopping_edge_closes_its_listeners_and_its_open_connections_continue() {
+    let app = App::tcp(Script::new().echo()).await;
+    let world = world(app_only(app.address())).await;
+    let mut edge = join(&world, "edge-1", &["app"]).await;
+    let listen = listeners(&edge)[0].1;
+    let mut wire = connect(&edge, Some("app:443")).await;
+    assert_echo(&mut wire).await;
+    edge.drain();
+    until("the listener is closed", async || {
+        TcpStream::connect(listen).await.is_err()
     })
     .await;
-    assert!(!aborted().await);
-    wire.set_zero_linger().unwrap();
-    drop(wire);
-    until("the connection is counted as aborted", aborted).await;
+    until("the tunnel is closed", async || {
+        world.metrics().await.sum("tunnels", &[]) == 0
+    })
+    .await;
+    assert_echo(&mut wire).await;
+    wire.shutdown().await.unwrap();
+    assert_eq!(wire.read(&mut [0]).await.unwrap(), 0, "an end in order");
+    edge.stop().await;
+}
+
+#[tokio::test]
+async fn a_drain_leaves_open_connections_and_new_ones_use_another_gateway() {
+    let app = App::tcp(Script::new().echo()).await;
+    let rules = app_only(app.address());
+    let configuration = format!("{OPEN}\negress: {rules}\ntimeouts: {{ drain: 60s }}\n");
+    let first = GatewayProcess::with_listeners(&configuration).await;
+    first.join("edge-1", app.port()).await.stop().await.ok();
+    let second = first.replica_at("127.0.0.1:0").await;
+    let listen = format!("127.0.0.1:{}", free_port());
+    let listener = json!({ "listeners": [{ "listen": listen, "to": "app" }] });
+    let mut edge = causeway("edge --admin-listen 127.0.0.1:0 --tunnels-gateways one")
+        .flag("--gateways", format!("{},{}", first.tunnel, second.tunnel))
+        .flag("--data-dir", first.edge_data("edge-1"))
+        .flag("--egress", listener.to_string())
+        .start();
+    edge.wait_for_line("tunnel registered").await;
+    edge.wait_for_line("egress listener is open").await;
+    let mut open = TcpStream::connect(&listen).await.unwrap();
+    assert_echo(&mut open).await;
+    let uses = |site: &GatewayProcess| {
+        let written = edge.written();
+        let lines = written.stdout.lines().chain(written.stderr.lines());
+        let mut lines = lines.filter(|line| line.contains("egress uses this gateway"));
+        lines.any(|line| line.contains(&site.tunnel))
+    };
+    let (drained, other) = if uses(&first) {
+        (first, second)
+    } else {
+        (second, first)
+    };
+    let web = drained.listener.clone();
+    let program = async {
+        until("new connections use the other gateway", async || {
+            let mut wire = TcpStream::connect(&listen).await.unwrap();
+            assert_echo(&mut wire).await;
+            uses(&other)
+        })
+        .await;
+        until("the listeners are closed", async || {
+            TcpStream::connect(&web).await.is_err()
+        })
+        .await;
+        assert_echo(&mut open).await;
+        open.shutdown().await.unwrap();
+        assert_eq!(open.read(&mut [0]).await.unwrap(), 0, "an end in order");
+    };
+    let (ended, ()) = tokio::join!(drained.gateway.stop(), program);
+    assert!(ended.ok().stderr.contains("cut=0"));
 }
