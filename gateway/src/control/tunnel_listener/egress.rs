@@ -263,11 +263,12 @@ mod tests {
     async fn a_connection_that_an_edge_must_leave_ends_with_its_last_stream() {
         let (link, leaves) = link();
         let edge = async |tunnel: Tunnel| {
-            tokio::time::sleep(Duration::from_secs(20)).await;
+            // Between two checks, so that none comes before the stream arrives.
+            tokio::time::sleep(CHECK_INTERVAL * 41 / 2).await;
             assert!(tunnel.is_open(), "without streams");
             let stream = open(&tunnel).await;
             leaves.store(true, Relaxed);
-            tokio::time::sleep(Duration::from_secs(20)).await;
+            tokio::time::sleep(CHECK_INTERVAL * 10).await;
             assert!(tunnel.is_open(), "a stream lasts");
             drop(stream);
         };

@@ -33,6 +33,9 @@ impl EgressTarget {
         let host = requested.host.to_ascii_lowercase();
         let host = host.strip_suffix('.').unwrap_or(&host);
         let Some(address) = egress.destinations.get(host) else {
+            if requested.port == 0 {
+                return Err(Reason::Malformed.error(format!("the destination {host} has no port")));
+            }
             return Ok(Self {
                 destination: None,
                 host_port: Target::new(host, requested.port),

@@ -672,13 +672,12 @@ fn only_rules_that_name_services_allow_them() {
         (service.of(&policy), of_node.of(&policy))
     };
     let anything = rule(Effect::Allow);
-    let port = RequestMatch {
-        ports: vec![PortRange(10250..=10250)].into(),
-        ..RequestMatch::default()
-    };
-    let all_ports = RequestMatch {
-        ports: vec![PortRange(1..=u16::MAX)].into(),
-        ..RequestMatch::default()
+    let denies = |ports| {
+        let ports = RequestMatch {
+            ports: vec![PortRange(ports)].into(),
+            ..RequestMatch::default()
+        };
+        what(Effect::Deny, ports)
     };
     let named = |name: &str| node(texts([name]), Effect::Allow);
     for (rules, expected) in [
@@ -695,17 +694,10 @@ fn only_rules_that_name_services_allow_them() {
         ),
         (vec![rule(Effect::Deny), named("*")], (false, false)),
         (
-            vec![what(Effect::Deny, port), named("printer"), anything.clone()],
+            vec![denies(10250..=10250), named("printer"), anything.clone()],
             (true, false),
         ),
-        (
-            vec![
-                what(Effect::Deny, all_ports),
-                named("printer"),
-                anything.clone(),
-            ],
-            (false, false),
-        ),
+        (vec![denies(1..=u16::MAX), named("printer")], (false, false)),
         (
             vec![
                 node(texts(["scanner"]), Effect::Deny),
