@@ -1,6 +1,6 @@
 //! Groups of targets for the HTTP service discovery of Prometheus (`http_sd_config`).
 
-use super::Node;
+use super::nodes::Node;
 use causeway_certs::NodeName;
 use schemars::JsonSchema;
 use serde::Serialize;
