@@ -185,22 +185,17 @@ pub fn set_tcp_options(tcp: &TcpStream) {
     let _ = socket.set_tcp_keepalive(&keepalive);
 }
 
-/// Time of silence after which the system probes the peer of a client's connection, and interval of the probes.
-const CLIENT_KEEPALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
-/// Time after which a connection of a client breaks if the peer acknowledges nothing.
-#[cfg(target_os = "linux")]
-const CLIENT_USER_TIMEOUT: Duration = Duration::from_mins(1);
-
-/// Sets the options of a connection of a user's machine: as [`set_tcp_options`], but the loss of the peer is noticed within a
-/// minute. The machine may have slept, or may be in another network now.
+/// Sets the options of a connection of a user's machine: as [`set_tcp_options`], but the loss of an idle connection is noticed after a
+/// minute. The machine may have slept, or may be in another network now. There is no `TCP_USER_TIMEOUT`, because it also ends
+/// connections whose peer lives and does not read.
 pub fn set_client_tcp_options(tcp: &TcpStream) {
     set_tcp_options(tcp);
-    let socket = SockRef::from(tcp);
-    let (time, interval) = CLIENT_KEEPALIVE;
-    let keepalive = socket2::TcpKeepalive::new().with_time(time);
-    let _ = socket.set_tcp_keepalive(&keepalive.with_interval(interval));
+    let keepalive = socket2::TcpKeepalive::new()
+        .with_time(Duration::from_secs(20))
+        .with_interval(Duration::from_secs(10));
     #[cfg(target_os = "linux")]
-    let _ = socket.set_tcp_user_timeout(Some(CLIENT_USER_TIMEOUT));
+    let keepalive = keepalive.with_retries(4);
+    let _ = SockRef::from(tcp).set_tcp_keepalive(&keepalive);
 }
 
 /// Receive buffer of a connection to an upstream on this machine, in bytes.

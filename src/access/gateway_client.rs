@@ -15,6 +15,7 @@ use causeway_rt::socket::{PrefixedStream, ResetOnClose, set_client_tcp_options};
 use causeway_rt::task::TaskGroup;
 use causeway_rt::{forward, resolve};
 use http_body_util::{BodyExt, Empty, Limited};
+use humantime::format_duration;
 use hyper::body::{Bytes, Incoming};
 use hyper::client::conn::http1;
 use hyper::header::{AUTHORIZATION, HOST, HeaderName, HeaderValue, USER_AGENT};
@@ -214,12 +215,25 @@ impl GatewayClient {
     /// # Errors
     /// The gateway's refusal, or the reason why there is none.
     pub(crate) async fn connect(&self, host: &str, port: u16) -> Result<Session, RequestError> {
+        self.connect_within(host, port, None).await
+    }
+
+    /// The same with a maximum time, which does not include that of the command of the credential: the user may have to log in.
+    ///
+    /// # Errors
+    /// The gateway's refusal, or the reason why there is none.
+    pub(crate) async fn connect_within(
+        &self,
+        host: &str,
+        port: u16,
+        limit: Option<Duration>,
+    ) -> Result<Session, RequestError> {
         let authority = if host.contains(':') {
             format!("[{host}]:{port}")
         } else {
             format!("{host}:{port}")
         };
-        let (response, _connection) = self.request(Method::CONNECT, &authority).await?;
+        let (response, _connection) = self.request((Method::CONNECT, &authority), limit).await?;
         let upgraded = hyper::upgrade::on(response).await;
         let upgraded = upgraded.map_err(|error| self.broken(error.into()))?;
         match upgraded.downcast::<TokioIo<TlsSocket>>() {
@@ -233,7 +247,7 @@ impl GatewayClient {
     /// # Errors
     /// The gateway's refusal, or the reason why there is none.
     pub(crate) async fn get(&self, path: &str) -> Result<Bytes, RequestError> {
-        let (response, _connection) = self.request(Method::GET, path).await?;
+        let (response, _connection) = self.request((Method::GET, path), None).await?;
         let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect();
         match timeout(RESPONSE_TIMEOUT, body).await {
             Ok(Ok(body)) => Ok(body.to_bytes()),
@@ -278,23 +292,15 @@ impl GatewayClient {
         None
     }
 
-    /// Runs the command of the credential if its last result cannot be used any more.
-    ///
-    /// # Errors
-    /// If there is no usable credential.
-    pub(crate) async fn prepare_credential(&self) -> Result<(), RequestError> {
-        self.credential().await.map(drop)
-    }
-
     /// Sends a request, and returns the response if it is a success. If the gateway refuses a credential of an earlier command, the
     /// command runs again.
     async fn request(
         &self,
-        method: Method,
-        target: &str,
+        (method, target): (Method, &str),
+        limit: Option<Duration>,
     ) -> Result<(Response<Incoming>, TaskGroup), RequestError> {
         let (credential, is_new) = self.credential().await?;
-        match self.send((&method, target), &credential).await {
+        match self.send((&method, target), &credential, limit).await {
             Err(error) if error.is_credential_refusal() => {
                 self.forget(&credential).await;
                 if is_new {
@@ -304,18 +310,29 @@ impl GatewayClient {
             result => return result,
         }
         let (credential, _) = self.credential().await?;
-        self.send((&method, target), &credential).await
+        self.send((&method, target), &credential, limit).await
     }
 
     async fn send(
         &self,
         (method, target): (&Method, &str),
         credential: &Credential,
+        limit: Option<Duration>,
     ) -> Result<(Response<Incoming>, TaskGroup), RequestError> {
         let request = self.build_request((method.clone(), target), credential)?;
         let config = self.tls_config(credential)?;
-        let io = self.dial(config).await.map_err(RequestError::Unreachable)?;
-        self.exchange(io, request).await
+        let sending = async {
+            let io = self.dial(config).await.map_err(RequestError::Unreachable)?;
+            self.exchange(io, request).await
+        };
+        let Some(limit) = limit else {
+            return sending.await;
+        };
+        let sent = timeout(limit, sending).await;
+        sent.unwrap_or_else(|_| {
+            let silence = format!("no answer within {}", format_duration(limit));
+            Err(RequestError::Unreachable(anyhow::Error::msg(silence)))
+        })
     }
 
     async fn exchange(
@@ -575,9 +592,9 @@ mod tests {
         })
         .unwrap();
         for count in 1..=2 {
-            let results = join_all([(); 5].map(|()| client.prepare_credential())).await;
+            let results = join_all([(); 5].map(|()| client.credential())).await;
             for result in results {
-                let error = result.unwrap_err().to_string();
+                let error = result.map(drop).unwrap_err().to_string();
                 assert!(error.contains("exit status: 1"), "{error}");
             }
             let text = std::fs::read_to_string(&runs).unwrap();

@@ -7,15 +7,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, anyhow};
+use anyhow::Context;
 use causeway_rt::backoff::Backoff;
 use causeway_rt::socket::ResetOnClose;
 use causeway_rt::task::TaskGroup;
 use futures_util::future::join_all;
-use humantime::format_duration;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep};
 use tracing::debug_span;
 
 use super::nodes::open_client;
@@ -139,33 +138,18 @@ impl Forwarder {
         }
     }
 
-    /// Opens a session. Waits for a node that is away.
+    /// Opens a session. Tries again while the node or the gateway is away.
     async fn open(&self, port: u16) -> Result<Session, RequestError> {
-        // A user who has to log in to get a credential needs more time.
-        self.client.prepare_credential().await?;
-        if self.wait.is_zero() {
-            return self.client.connect(&self.node, port).await;
-        }
-        let mut last_error = None;
-        let opened = timeout(self.wait, self.open_until_refused(port, &mut last_error)).await;
-        opened.unwrap_or_else(|_| {
-            let silence = || anyhow!("no answer within {}", format_duration(self.wait));
-            Err(last_error.unwrap_or_else(|| RequestError::Unreachable(silence())))
-        })
-    }
-
-    /// Opens a session. Tries again while the node or the gateway is away, and stores the reason.
-    async fn open_until_refused(
-        &self,
-        port: u16,
-        last_error: &mut Option<RequestError>,
-    ) -> Result<Session, RequestError> {
         let mut backoff = Backoff::new(RETRY_MAX, RETRY_MAX);
+        let deadline = Instant::now() + self.wait;
+        // One attempt without a limit of its own if the user does not want to wait.
+        let mut limit = Some(self.wait).filter(|wait| !wait.is_zero());
         loop {
-            match self.client.connect(&self.node, port).await {
-                Err(error) if error.is_temporary() => {
-                    *last_error = Some(error);
-                    sleep(backoff.silent(rand::random())).await;
+            let delay = backoff.silent(rand::random());
+            match self.client.connect_within(&self.node, port, limit).await {
+                Err(error) if error.is_temporary() && Instant::now() + delay < deadline => {
+                    sleep(delay).await;
+                    limit = Some(deadline - Instant::now());
                 }
                 result => return result,
             }

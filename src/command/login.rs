@@ -16,6 +16,8 @@ use crate::output::outln;
 
 /// Port of a gateway whose address has none.
 const DEFAULT_PORT: u16 = 443;
+/// Maximum number of CAs of an unverified gateway that are tried.
+const MAX_CAS: usize = 8;
 
 /// Runs the command.
 pub(crate) async fn run(args: Login) -> anyhow::Result<()> {
@@ -30,8 +32,12 @@ pub(crate) async fn run(args: Login) -> anyhow::Result<()> {
         profile.ca = Some(fetch_pinned_ca(&profile, pin).await?);
     }
     let message = test(&profile, &args).await?;
+    let replaced = directory.select(Some(&args.profile)).ok();
     let path = directory.save(&args.profile, &profile)?;
     outln!("{message}; stored as {}", path.display())?;
+    if let Some((name, old)) = replaced.filter(|(_, old)| old.gateway != profile.gateway) {
+        outln!("the profile {name} was for {} before", old.gateway)?;
+    }
     if args.profile != DEFAULT_NAME {
         outln!("select it with --profile {}", args.profile)?;
     }
@@ -136,8 +142,11 @@ async fn unknown_issuer(client: &GatewayClient, args: &Login) -> anyhow::Error {
     let fetched = client.unverified_ca().await.ok();
     let certificates = fetched.and_then(|text| parse_certificates(&text).ok());
     // With an imported chain, the gateway has a CA for edges and another one for this listener.
-    let issuer = client.issuer_among(certificates.unwrap_or_default()).await;
-    let trust = if args.ca.is_some() || args.ca_pin.is_some() {
+    let mut certificates = certificates.unwrap_or_default();
+    certificates.truncate(MAX_CAS);
+    let issuer = client.issuer_among(certificates).await;
+    let has_own_ca = args.ca.is_some() || args.ca_pin.is_some();
+    let trust = if has_own_ca {
         "the CA that you gave"
     } else {
         "a CA that this system trusts"
@@ -146,6 +155,12 @@ async fn unknown_issuer(client: &GatewayClient, args: &Login) -> anyhow::Error {
         return anyhow!("the certificate of {gateway} is not issued by {trust}; {remedy}");
     };
     let fingerprint = Fingerprint::of_certificate(&issuer);
+    if has_own_ca {
+        return anyhow!(
+            "the certificate of {gateway} is not issued by {trust}, but by a CA with the fingerprint sha256:{fingerprint}. \
+             Ask the operator of the gateway which CA is right"
+        );
+    }
     anyhow!(
         "the certificate of {gateway} is not issued by {trust}. Its CA has the fingerprint sha256:{fingerprint}. \
          Compare this fingerprint with the one that the operator of the gateway gives you (openssl x509 -noout -fingerprint -sha256 -in FILE). \
