@@ -461,6 +461,10 @@ fn spawn_admin_tasks(
     tasks.spawn(info_span!("evict"), evict_task);
 }
 
+/// Time of open egress connections after the last tunnel has ended. Many never end, such as the watches of a kubelet, and the next
+/// process starts only after the end of this one.
+const EGRESS_GRACE: Duration = Duration::from_secs(2);
+
 /// Maintains the tunnels and renews the certificate, until the edge stops and the last tunnel has ended. Then saves the API
 /// cache on the disk.
 async fn run_tunnels(
@@ -477,15 +481,14 @@ async fn run_tunnels(
         stop.run_until_cancelled(renewal).await;
         hand_over_data_dir(dir_lock, &identity_store, listeners_stop).await;
     };
-    let egress_sessions = async {
-        stop.cancelled().await;
+    let sessions = async {
+        context.run(changes).await;
         if let Some(sessions) = egress {
-            sessions.drain(drain_time).await;
+            sessions.drain(EGRESS_GRACE.min(drain_time)).await;
         }
     };
-    let sessions = async { tokio::join!(context.run(changes), egress_sessions) };
     tokio::select! {
-        _ = sessions => {}
+        () = sessions => {}
         // Runs as long as there are tunnels.
         () = renewal_and_handover.instrument(info_span!("renew")) => {}
     }

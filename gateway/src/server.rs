@@ -559,7 +559,6 @@ async fn drain_streams(
     let close = CancellationToken::new();
     let grace = shared.timeouts.drain;
     let clients = || shared.limits.open_connections();
-    let egress = || shared.egress_usage.all_open_connections();
     let edges = drain::drain(
         &shared.registry,
         &shared.metrics,
@@ -567,7 +566,7 @@ async fn drain_streams(
         drain::DrainListeners {
             close: &close,
             clients: &clients,
-            egress: &egress,
+            egress: shared.egress_usage.clone(),
             successor: successor.clone(),
         },
         grace,

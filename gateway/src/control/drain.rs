@@ -18,7 +18,7 @@
 use super::successor::Successor;
 use crate::{
     metrics::Metrics,
-    state::{Registry, TunnelInfo},
+    state::{EgressUsage, Registry, TunnelInfo},
 };
 use causeway_tunnel::control_stream::GatewayMessage;
 use std::{
@@ -45,6 +45,9 @@ const LATE_REQUEST_WAIT: Duration = Duration::from_secs(1);
 const MAX_LATE_REQUEST_WAIT: Duration = Duration::from_secs(10);
 /// Age from which a stream counts as lasting, or an eighth of the grace period if that is shorter. Short requests end within it.
 const STREAM_SETTLE_AGE: Duration = Duration::from_secs(1);
+/// Time for connections of edges to the cloud and to other edges, if the edges have no other gateway, or a quarter of the grace
+/// period if that is shorter. Many never end, such as the watches of a kubelet.
+const EGRESS_WAIT: Duration = Duration::from_secs(5);
 /// Interval of checks while waiting.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const STARTING: u8 = 0;
@@ -146,8 +149,8 @@ pub struct DrainListeners<'a> {
     pub close: &'a CancellationToken,
     /// Function that returns the number of connected clients.
     pub clients: &'a (dyn Fn() -> usize + Sync),
-    /// Function that returns the number of connections that edges have opened to the cloud and to other edges.
-    pub egress: &'a (dyn Fn() -> usize + Sync),
+    /// Connections that edges have opened to the cloud and to other edges.
+    pub egress: EgressUsage,
     /// Process that takes the listeners over, if there is one.
     pub successor: Successor,
 }
@@ -170,13 +173,19 @@ pub async fn drain(
     let end = tokio::select! {
         biased;
         () = successor.serving.cancelled() => end,
-        end = wait_for_edges(registry, listeners.egress, (end, grace)) => {
+        end = wait_for_edges(registry, &listeners.egress, (end, grace)) => {
             // The edges may still be connecting to the successor.
             let _ = timeout_at(end, successor.wait_until_serving(Duration::ZERO)).await;
             end
         }
     };
     listeners.close.cancel();
+    if !successor.serving.is_cancelled() {
+        // The edges need the next process, which may not start before the end of this one.
+        let staying = registry.all().into_iter();
+        let staying = staying.filter(|(_, edge)| !edge.is_leaving());
+        staying.for_each(|(node, _)| listeners.egress.end_links(&node));
+    }
     // Connections that wait in the kernel's accept queue are counted only after this time.
     sleep(POLL_INTERVAL.min(grace / 4)).await;
     let late_request_wait = if successor.serving.is_cancelled() || have_all_left(registry) {
@@ -217,7 +226,7 @@ pub async fn drain(
 /// ended. Returns the time at which the streams that are open then must end.
 async fn wait_for_edges(
     registry: &Registry,
-    egress: &(dyn Fn() -> usize + Sync),
+    egress: &EgressUsage,
     (end, grace): (Instant, Duration),
 ) -> Instant {
     let edges_leaving = async {
@@ -237,11 +246,12 @@ async fn wait_for_edges(
 /// open then must end. No gateway serves the edges that stay until the next process has started.
 async fn wait_for_remaining_edges(
     registry: &Registry,
-    egress: &(dyn Fn() -> usize + Sync),
+    egress: &EgressUsage,
     (end, grace): (Instant, Duration),
 ) -> Instant {
     let settle_age = STREAM_SETTLE_AGE.min(grace / 8);
     let last_check = end - LATE_REQUEST_WAIT.min(grace / 8);
+    let egress_end = end - grace + EGRESS_WAIT.min(grace / 4);
     let tunnels = || registry.all().into_iter().map(|(_, edge)| edge);
     let stays_any = || tunnels().any(|edge| !edge.is_leaving());
     if !stays_any() {
@@ -259,8 +269,8 @@ async fn wait_for_remaining_edges(
             let is_settled = edge.tunnel.tunnel.load().rotate_generation();
             !is_settled || (edge.is_leaving() && edge.streams() > 0)
         });
-        // The connections that edges have opened, too, would wait for the next process if the listeners closed.
-        lasting_tunnels.count() + egress() > 0
+        let has_egress = Instant::now() < egress_end && egress.all_open_connections() > 0;
+        lasting_tunnels.count() > 0 || has_egress
     };
     has_lasting_streams();
     loop {
@@ -351,7 +361,7 @@ mod tests {
         let listeners = DrainListeners {
             close: &close,
             clients: &|| 0,
-            egress: &|| 0,
+            egress: EgressUsage::default(),
             successor: Successor::default(),
         };
         let (metrics, readiness) = (Metrics::new(), Readiness::default());
@@ -377,15 +387,19 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn listeners_stay_open_while_an_edge_that_stays_has_egress_connections() {
-        for (egress, open_for) in [(0, 4), (1, 29)] {
+    async fn egress_connections_of_an_edge_that_stays_get_a_short_time() {
+        for (egress, open_for) in [(0, 4), (1, 5)] {
+            let usage = EgressUsage::default();
+            let of_node = usage.node(&node());
+            of_node.streams.store(egress, Relaxed);
+            let link = of_node.add_link();
             let world = World::new();
             world.register_node(&node()).await;
             let close = CancellationToken::new();
             let listeners = DrainListeners {
                 close: &close,
                 clients: &|| 0,
-                egress: &|| egress,
+                egress: usage.clone(),
                 successor: Successor::default(),
             };
             let (metrics, readiness) = (Metrics::new(), Readiness::default());
@@ -397,6 +411,7 @@ mod tests {
             let draining = drain(&world.registry, &metrics, &readiness, listeners, GRACE);
             let (closed_after, ()) = tokio::join!(closed, draining);
             assert_eq!(closed_after, open_for, "{egress} connections");
+            assert!(link.is_cancelled());
         }
     }
 
@@ -412,7 +427,7 @@ mod tests {
             let listeners = DrainListeners {
                 close: &close,
                 clients: &clients,
-                egress: &|| 0,
+                egress: EgressUsage::default(),
                 successor,
             };
             let registry = Registry::new(&Workers::on_current_runtime());

@@ -190,6 +190,11 @@ impl EgressConnection {
 
     /// Serves one stream to its end, or to the end of the drain time.
     pub async fn serve(&self, request: StreamRequest) {
+        if self.must_leave() {
+            let detail = "this gateway is stopping; use another gateway";
+            let reason = Reason::Draining.word();
+            return request.responder.reject_forwarded(reason, detail);
+        }
         self.proxy.tasks.track(self.serve_stream(request)).await;
     }
 
@@ -230,6 +235,9 @@ impl EgressConnection {
         };
         record.session_started(StatusCode::OK);
         let Ok(send) = responder.send(Response::new(()), false) else {
+            if let FarEnd::Tcp(tcp) = far_end {
+                tcp.abort();
+            }
             return;
         };
         match far_end {
@@ -253,9 +261,6 @@ impl EgressConnection {
             return Err(
                 Reason::MethodNotAllowed.error("an edge can open connections by CONNECT only")
             );
-        }
-        if self.must_leave() {
-            return Err(Reason::Draining.error("this gateway is stopping; use another gateway"));
         }
         let max = shared.egress.load().limits.connections;
         let Some(guard) = limits::acquire(&self.usage.streams, max) else {

@@ -107,6 +107,14 @@ impl EgressUsage {
         all.sum()
     }
 
+    /// Tells the connections of the edge of a node to end.
+    pub(crate) fn end_links(&self, node: &NodeName) {
+        if let Some(usage) = self.lock().get(node) {
+            let links = usage.links.lock().unwrap_or_else(PoisonError::into_inner);
+            links.iter().for_each(CancellationToken::cancel);
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, HashMap<NodeName, Arc<NodeEgress>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -92,7 +92,13 @@ impl HandshakeContext {
         let io = ControlFrameLimiter::new(io, || {
             warn!(%node, "{node} sent too many control frames on its egress connection, which ends");
         });
-        match edge_side::accept(io, traffic, config).await {
+        let accepting = edge_side::accept(io, traffic, config);
+        let accepted = link.replaced.run_until_cancelled(accepting).await;
+        let Some(accepted) = accepted else {
+            debug!(%node, "an egress connection of {node} ended before its start");
+            return Ok(());
+        };
+        match accepted {
             Ok(connection) => {
                 serve_streams(connection, &link, (&node, rejection)).await;
             }
@@ -146,7 +152,7 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
             () = link.replaced.cancelled() => {
                 warn!(
                     %node,
-                    "closing the oldest egress connection of {node}, because the node has {MAX_LINKS} newer ones"
+                    "closing an egress connection of {node}: it has {MAX_LINKS} newer ones, or this gateway stops"
                 );
                 break;
             }

@@ -12,7 +12,7 @@ use crate::{
             world::{World, identity, name, new_ca},
         },
     },
-    state::{ClusterNode, NodeUnavailable},
+    state::{ClusterNode, EgressUsage, NodeUnavailable},
     worker::Workers,
 };
 use causeway_certs::{
@@ -942,7 +942,7 @@ fn listeners_of(close: &CancellationToken) -> DrainListeners<'_> {
     DrainListeners {
         close,
         clients: &|| 0,
-        egress: &|| 0,
+        egress: EgressUsage::default(),
         successor: Successor::default(),
     }
 }
