@@ -11,6 +11,7 @@ use crate::world::{
     log::Log,
     netns::Host,
     tool::Tool,
+    until,
 };
 use rustls::pki_types::{CertificateDer, pem::PemObject};
 use std::{
@@ -227,10 +228,13 @@ impl GatewayProcess {
     /// Returns a folder with the present files of this gateway.
     pub(crate) async fn copied_folder(&self) -> TempDir {
         let folder = tempfile::tempdir().unwrap();
-        let copied = Tool::new("cp")
-            .args(["-a".into(), self.path("."), folder.path().to_owned()])
-            .run();
-        copied.await.ok();
+        // The copy fails if the gateway replaces a file meanwhile.
+        until("the files are copied", async || {
+            let copy =
+                Tool::new("cp").args(["-a".into(), self.path("."), folder.path().to_owned()]);
+            copy.run().await.status.success()
+        })
+        .await;
         folder
     }
 
