@@ -26,7 +26,8 @@ use crate::{
 use arc_swap::ArcSwap;
 use causeway_certs::{
     Ca, ClusterCa, EdgeIdentity, GatewayName, LeafCertificate, LiveCa, NodeName, OpenMode,
-    PinTable, PrivateKey, Store, TrustDomain, TrustStore, VerifiedPublicKey, install_provider,
+    PinTable, PrivateKey, Store, TrustDomain, TrustStore, VerifiedPublicKey, external,
+    install_provider,
     verify::{self, TicketSecret},
 };
 use causeway_rt::{listener::BoundSocket, socket::CountedIo, task::TaskGroup};
@@ -302,9 +303,11 @@ impl World {
         self.tls.store(Arc::new(tls));
     }
 
-    /// Makes the tunnel port admit every node with a trusted certificate.
-    pub(crate) fn let_any_in(&self) {
-        let tls = Tls::clone(&self.tls.load());
+    /// Makes the tunnel port trust the CA as an external one, and admit every node with one of its certificates.
+    pub(crate) fn admit_any_node(&self) {
+        let roots = external::parse_roots(&self.ca.bundle_pem()).unwrap();
+        let trust = TrustStore::external(&roots, self.ca.trust_domain()).unwrap();
+        let tls = Tls::new(self.leaf.resolver(), trust, &TicketSecret::random()).unwrap();
         self.tls.store(Arc::new(tls.any_node(true)));
     }
 

@@ -215,8 +215,11 @@ async fn before_the_node_list_is_known_refusals_are_short() {
 #[tokio::test]
 async fn nodes_admitted_without_the_cluster_do_not_wait_for_it() {
     let world = World::of_a_cluster();
-    world.let_any_in();
-    let stranger = identity(&world.ca, "edge-1");
+    world.admit_any_node();
+    let stranger = EdgeIdentity {
+        is_external: true,
+        ..identity(&world.ca, "edge-1")
+    };
     let _edge = world.joined(&stranger, "a", 0).await;
 }
 
