@@ -7,7 +7,7 @@ use super::*;
 use crate::config::Config;
 use bytes::Bytes;
 use causeway_certs::{Ca, ListenerName, TrustDomain, TrustStore, verify::listener_server};
-use causeway_rt::socket::{IoActivity, ResetOnClose};
+use causeway_rt::socket::{CountedIo, ResetOnClose};
 use causeway_tunnel::{
     StreamError, StreamKind, StreamSender, Tunnel,
     control_stream::AnnouncedPorts,
@@ -48,13 +48,13 @@ impl World {
         let way = way(config, listed);
         let newest = Arc::new(Mutex::new(way.clone()));
         let (near, far) = tokio::io::duplex(1 << 20);
+        // Without counted bytes each end would take the other one for dead after its read timeout.
+        let (near, far) = (CountedIo::new(near), CountedIo::new(far));
+        let (near_activity, far_activity) = (near.traffic(), far.traffic());
         let settings = edge_side::EdgeSideConfig::default();
-        let server = edge_side::accept(far, Arc::new(IoActivity::default()), settings);
-        let connected = gateway_side::connect(
-            near,
-            Arc::new(IoActivity::default()),
-            gateway_side::GatewaySideConfig::default(),
-        );
+        let server = edge_side::accept(far, far_activity, settings);
+        let settings = gateway_side::GatewaySideConfig::default();
+        let connected = gateway_side::connect(near, near_activity, settings);
         let (server, connected) = tokio::join!(server, connected);
         let (mut server, (tunnel, driver)) = (server.unwrap(), connected.unwrap());
         tasks.spawn(tracing::info_span!("gateway"), async move {
