@@ -8,23 +8,22 @@ use crate::world::{
     app::{App, Script},
     client::{Client, ListenerAddress},
     edge::Edge,
-    gateway::loopback,
-    process::{GatewayProcess, OPEN, causeway},
+    gateway::{fixed, loopback},
+    process::{GatewayProcess, OPEN, Process, causeway},
+    transfer::TransferServer,
     until,
 };
 use causeway_edge::config::{Egress, EgressListener, EgressProxy, Protocol};
-use causeway_gateway::state::PolicyWriter;
+use causeway_gateway::{
+    config::{Listener, ListenerProtocol},
+    state::PolicyWriter,
+};
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 use std::{io, net::SocketAddr, time::Duration};
 use tokio::{
-    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
-    net::{TcpListener, TcpStream},
-    task::JoinSet,
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
 };
-
-/// Bytes of a large transfer in each direction.
-const LARGE: usize = 100 << 20;
 
 /// Starts a gateway with these rules.
 async fn world(egress: Value) -> World {
@@ -114,35 +113,6 @@ async fn refused(edge: &Edge, target: &str) -> (u16, String) {
     (status, body)
 }
 
-/// Writes bytes that depend on `seed`, and returns their hash.
-async fn send_large(mut wire: impl AsyncWrite + Unpin, seed: u8) -> Vec<u8> {
-    let mut hash = Sha256::new();
-    let mut chunk = vec![0; 64 << 10];
-    for number in 0..LARGE / chunk.len() {
-        for (index, byte) in chunk.iter_mut().enumerate() {
-            *byte = (number.wrapping_mul(31) ^ index.wrapping_mul(7)).to_le_bytes()[0] ^ seed;
-        }
-        hash.update(&chunk);
-        wire.write_all(&chunk).await.unwrap();
-    }
-    wire.shutdown().await.unwrap();
-    hash.finalize().to_vec()
-}
-
-/// Reads to the end, and returns the number of bytes with their hash.
-async fn receive(mut wire: impl AsyncRead + Unpin) -> io::Result<(usize, Vec<u8>)> {
-    let (mut hash, mut total, mut chunk) = (Sha256::new(), 0, vec![0; 64 << 10]);
-    loop {
-        match wire.read(&mut chunk).await? {
-            0 => return Ok((total, hash.finalize().to_vec())),
-            read => {
-                total += read;
-                hash.update(&chunk[..read]);
-            }
-        }
-    }
-}
-
 /// Waits until the connection ends, and asserts that it ends with a reset.
 async fn assert_reset(mut wire: TcpStream) {
     let mut chunk = vec![0; 64 << 10];
@@ -163,21 +133,12 @@ async fn assert_echo(wire: &mut TcpStream) {
 }
 
 #[tokio::test]
-async fn a_node_moves_100_megabytes_each_way_and_half_closes() {
-    let server = TcpListener::bind(loopback()).await.unwrap();
-    let world = world(app_only(server.local_addr().unwrap())).await;
+async fn a_node_moves_a_large_transfer_each_way() {
+    let server = TransferServer::start().await;
+    let length = server.length;
+    let world = world(app_only(server.address)).await;
     let edge = join(&world, "edge-1", &["app"]).await;
-    let mut serving = JoinSet::new();
-    serving.spawn(async move {
-        let (wire, _) = server.accept().await.unwrap();
-        let (read, write) = wire.into_split();
-        tokio::join!(receive(read), send_large(write, 1))
-    });
-    let (read, write) = connect(&edge, Some("app:443")).await.into_split();
-    let (received, sent) = tokio::join!(receive(read), send_large(write, 2));
-    let (received_there, sent_there) = serving.join_next().await.unwrap().unwrap();
-    assert_eq!(received.unwrap(), (LARGE, sent_there));
-    assert_eq!(received_there.unwrap(), (LARGE, sent));
+    server.transfer(connect(&edge, Some("app:443")).await).await;
     until("the record is written", async || {
         !world.log().records().is_empty()
     })
@@ -189,8 +150,8 @@ async fn a_node_moves_100_megabytes_each_way_and_half_closes() {
         ("path", json!("app:443")),
         ("rule", json!("app")),
         ("status", json!(200)),
-        ("up", json!(LARGE)),
-        ("down", json!(LARGE)),
+        ("up", json!(length)),
+        ("down", json!(length)),
     ] {
         assert_eq!(record[key], value, "{record}");
     }
@@ -580,6 +541,93 @@ async fn a_stopping_edge_does_not_wait_for_connections_that_last() {
     assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
 }
 
+/// Starts the edge of edge-1, which has joined, at one of these gateways. Returns the address of its listener for `app` as well.
+async fn edge_process(site: &GatewayProcess, gateways: &str) -> (Process, String) {
+    let listen = format!("127.0.0.1:{}", free_port());
+    let listener = json!({ "listeners": [{ "listen": listen, "to": "app" }] });
+    let mut edge = causeway("edge --admin-listen 127.0.0.1:0 --tunnels-gateways one")
+        .flag("--gateways", gateways)
+        .flag("--data-dir", site.edge_data("edge-1"))
+        .flag("--egress", listener.to_string())
+        .start();
+    edge.wait_for_line("tunnel registered").await;
+    edge.wait_for_line("egress listener is open").await;
+    (edge, listen)
+}
+
+/// Whether a new connection is served.
+async fn is_served(listen: &str) -> bool {
+    let mut answer = [0; 5];
+    let exchange = async {
+        let mut wire = TcpStream::connect(listen).await?;
+        wire.write_all(b"there").await?;
+        wire.read_exact(&mut answer).await
+    };
+    exchange.await.is_ok() && &answer == b"there"
+}
+
+/// No end of TCP arrives, so the edge must find out by itself.
+#[tokio::test]
+async fn a_gateway_that_hangs_is_a_reset_and_serves_again_when_it_continues() {
+    let app = App::tcp(Script::new().echo()).await;
+    let rules = app_only(app.address());
+    let site = GatewayProcess::with_listeners(&format!("{OPEN}\negress: {rules}\n")).await;
+    site.join("edge-1", app.port()).await.stop().await.ok();
+    let (mut edge, listen) = edge_process(&site, &site.tunnel).await;
+    let mut open = TcpStream::connect(&listen).await.unwrap();
+    assert_echo(&mut open).await;
+    site.gateway.signal("STOP").await;
+    let mut waiting = TcpStream::connect(&listen).await.unwrap();
+    waiting.write_all(b"there").await.unwrap();
+    assert_reset(open).await;
+    assert_reset(waiting).await;
+    edge.wait_for_line("the connection to the gateway ended")
+        .await;
+    site.gateway.signal("CONT").await;
+    until("new connections are served", async || {
+        is_served(&listen).await
+    })
+    .await;
+}
+
+/// Bytes of this transfer take more than an hour at the limit.
+#[tokio::test]
+async fn bytes_beyond_the_limit_of_a_node_wait_until_the_limit_is_raised() {
+    let server = TransferServer::of(32_000_000).await;
+    let mut rules = app_only(server.address);
+    rules["limits"] = json!({ "bytes_per_second": "10kB" });
+    let config = rules.clone();
+    let build =
+        World::build().config(|all| all.egress = Some(serde_json::from_value(config).unwrap()));
+    let bytes = Listener {
+        anonymous: true,
+        ..fixed("bytes", ListenerProtocol::Tcp, "edge-2", 9100)
+    };
+    let mut world = build.listener(bytes).start().await;
+    let edge = join(&world, "edge-1", &["app"]).await;
+    let wire = connect(&edge, Some("app:443")).await;
+    let mut transfer = std::pin::pin!(server.transfer(wire));
+    // The limit is for egress alone.
+    let unlimited = async {
+        let server = TransferServer::of(32_000_000).await;
+        let other = world.edge("edge-2");
+        let other = other.port_as(9100, Protocol::Tcp, server.address);
+        let _other = other.join().await;
+        let wire = TcpStream::connect(world.listener("bytes")).await.unwrap();
+        server.transfer(wire).await;
+    };
+    tokio::select! {
+        biased;
+        () = transfer.as_mut() => panic!("the limit is not kept"),
+        () = unlimited => {}
+    }
+    rules["limits"] = json!({});
+    world
+        .reload(|config| config.egress = Some(serde_json::from_value(rules).unwrap()))
+        .unwrap();
+    transfer.await;
+}
+
 #[tokio::test]
 async fn a_drain_leaves_open_connections_and_new_ones_use_another_gateway() {
     let app = App::tcp(Script::new().echo()).await;
@@ -588,15 +636,8 @@ async fn a_drain_leaves_open_connections_and_new_ones_use_another_gateway() {
     let first = GatewayProcess::with_listeners(&configuration).await;
     first.join("edge-1", app.port()).await.stop().await.ok();
     let second = first.replica_at("127.0.0.1:0").await;
-    let listen = format!("127.0.0.1:{}", free_port());
-    let listener = json!({ "listeners": [{ "listen": listen, "to": "app" }] });
-    let mut edge = causeway("edge --admin-listen 127.0.0.1:0 --tunnels-gateways one")
-        .flag("--gateways", format!("{},{}", first.tunnel, second.tunnel))
-        .flag("--data-dir", first.edge_data("edge-1"))
-        .flag("--egress", listener.to_string())
-        .start();
-    edge.wait_for_line("tunnel registered").await;
-    edge.wait_for_line("egress listener is open").await;
+    let gateways = format!("{},{}", first.tunnel, second.tunnel);
+    let (edge, listen) = edge_process(&first, &gateways).await;
     let mut open = TcpStream::connect(&listen).await.unwrap();
     assert_echo(&mut open).await;
     let uses = |site: &GatewayProcess| {

@@ -7,6 +7,7 @@ use crate::world::{
     gateway::{Build, listener},
     process::{GatewayProcess, binary},
     tool::{Running, Tool, need},
+    transfer::TransferServer,
 };
 use causeway_certs::Fingerprint;
 use causeway_edge::config::Protocol;
@@ -382,6 +383,17 @@ async fn a_killed_gateway_is_an_error_at_both_ends_and_never_an_end() {
         let ended = peer.read_to_end(&mut rest).await;
         assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
     }
+}
+
+#[tokio::test]
+async fn forward_moves_a_large_transfer_each_way() {
+    let server = TransferServer::start().await;
+    let laptop = Box::pin(Laptop::to(server.address)).await;
+    let mut forward = laptop.causeway("forward edge-1 :9100 --json").start();
+    let wire = TcpStream::connect(opened(&mut forward).await)
+        .await
+        .unwrap();
+    server.transfer(wire).await;
 }
 
 #[tokio::test]

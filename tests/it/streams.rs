@@ -6,6 +6,7 @@ use crate::{
         app::{App, End, PauseGate, Script, answer, answer::pattern},
         client::{Body, Wire, exchange, read, read_to_end, whole},
         tool::{Running, Tool, need},
+        transfer::TransferServer,
         until,
     },
 };
@@ -21,11 +22,12 @@ use serde_json::Value;
 use socket2::SockRef;
 use std::{
     io,
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
     time::{Duration, Instant},
 };
 use tokio::{
     io::AsyncWriteExt,
-    net::{TcpSocket, TcpStream},
+    net::{TcpListener, TcpSocket, TcpStream},
 };
 
 const GET: &str = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
@@ -482,6 +484,50 @@ async fn small_chunks_arrive_whole() {
     for client in [testbed.client(), testbed.http2()] {
         assert!(client.get(URL).await.body == pattern(1 << 20));
     }
+}
+
+/// The upstream reads nothing, and ends its half when the client cannot send any more.
+#[tokio::test]
+async fn the_end_of_an_upstreams_half_loses_no_byte_of_the_client() {
+    /// More than all windows and buffers.
+    const LENGTH: usize = 64 << 20;
+    for connects in [true, false] {
+        let upstream = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        let testbed = TestBed::to_as(Protocol::Tcp, upstream.local_addr().unwrap()).await;
+        let session = testbed.session(connects).await;
+        let (mut upstream, _) = upstream.accept().await.unwrap();
+        let (mut read, mut write) = tokio::io::split(session);
+        let sent = AtomicUsize::new(0);
+        let sending = async {
+            let chunk = vec![7; 64 << 10];
+            while sent.load(Relaxed) < LENGTH {
+                write.write_all(&chunk).await.unwrap();
+                sent.fetch_add(chunk.len(), Relaxed);
+            }
+            write.shutdown().await.unwrap();
+        };
+        let receiving = async {
+            let mut looks = vec![0];
+            until("the client cannot send any more", async || {
+                looks.push(sent.load(Relaxed));
+                looks.ends_with(&[sent.load(Relaxed); 20])
+            })
+            .await;
+            upstream.shutdown().await.unwrap();
+            assert_eq!(read_to_end(&mut read).await.unwrap(), b"");
+            read_to_end(&mut upstream).await.unwrap().len()
+        };
+        let ((), received) = tokio::join!(sending, receiving);
+        assert_eq!(received, LENGTH, "connects: {connects}");
+    }
+}
+
+#[tokio::test]
+async fn a_tcp_listener_moves_a_large_transfer_each_way() {
+    let server = TransferServer::start().await;
+    let testbed = TestBed::to_as(Protocol::Tcp, server.address).await;
+    server.transfer(testbed.tcp("bytes").await).await;
+    testbed.until_idle().await;
 }
 
 /// Starts an app of `clients`, with a gateway and an edge.

@@ -22,6 +22,7 @@ pub(crate) mod netns;
 pub(crate) mod process;
 pub(crate) mod recorder;
 pub(crate) mod tool;
+pub(crate) mod transfer;
 
 use causeway_certs::{Ca, JoinToken, LeafCertificate, NodeAttributes, NodeName, Store};
 use causeway_gateway::{BindError, Config, ReloadSummary, state::NodesWriter};

@@ -56,6 +56,8 @@ pub struct ConnState {
     blocked_since: AtomicU64,
     /// Notified when a stream was evicted, if the client speaks HTTP/2.
     stream_lost: Notify,
+    /// Whether the connection has become a session, whose bytes belong to the upstream after the end of the other direction.
+    is_session: AtomicBool,
     /// Whether the request body is incomplete, if the client speaks HTTP/1.1.
     has_open_body: AtomicBool,
     /// Whether bytes after the request were read before the response was complete. The next read may then begin within a head.
@@ -79,6 +81,7 @@ impl Default for ConnState {
             eviction: Mutex::default(),
             blocked_since: AtomicU64::new(0),
             stream_lost: Notify::new(),
+            is_session: AtomicBool::new(false),
             has_open_body: AtomicBool::new(false),
             has_read_ahead: AtomicBool::new(false),
             long_target: Mutex::default(),
@@ -120,6 +123,11 @@ impl ConnState {
         self.head_complete();
         self.has_open_body.store(has_body, Relaxed);
         lock(&self.long_target).take()
+    }
+
+    /// Marks the connection as a session: no byte of the client is discarded any more.
+    pub fn begin_session(&self) {
+        self.is_session.store(true, Relaxed);
     }
 
     /// Marks the request body as complete.
@@ -455,7 +463,10 @@ impl ClientIo {
     /// Whether bytes of the client may be unread. Closing the connection then would reset it, and the client would lose the
     /// response (RFC 9112, section 9.6).
     fn may_have_unread(&self) -> bool {
-        !self.disconnect_watch.is_reading && !self.condition.is_broken.load(Relaxed)
+        let condition = &self.condition;
+        !self.disconnect_watch.is_reading
+            && !condition.is_session.load(Relaxed)
+            && !condition.is_broken.load(Relaxed)
     }
 
     /// Discards the bytes that still arrive. Becomes ready when the client has closed its side or the time is over.

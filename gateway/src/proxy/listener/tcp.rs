@@ -42,6 +42,7 @@ async fn session(
 ) -> Result<(), Error> {
     let opened = open_session(proxy, connection, record).await;
     let (send, receive) = opened.inspect_err(|_| io.abort())?;
+    connection.condition.begin_session();
     record.session_started(StatusCode::OK);
     let relaying = pin!(copy::relay(io, send, receive, record.bytes.clone(), false));
     if let Some(outcome) = record.run_session_unless_terminated(relaying).await {
