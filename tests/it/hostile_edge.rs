@@ -5,17 +5,18 @@
 //! than a tunnel's unread bytes.
 
 use crate::world::{
+    PATIENCE,
     app::App,
     evil::{self, CONTROL, HostileTunnel},
     frames::{
-        self, CONTINUATION, DATA, END_HEADERS, HEADERS, PING, RST_STREAM, STATUS_200,
-        WINDOW_UPDATE, frame,
+        self, CONTINUATION, DATA, END_HEADERS, GOAWAY, HEADERS, PING, RST_STREAM, STATUS_200,
+        WINDOW_UPDATE, fields, frame, next, send, settings,
     },
     process::{GatewayProcess, Process},
     tool::{ToolOutput, full, need},
     until,
 };
-use tokio::task::JoinSet;
+use tokio::{task::JoinSet, time::timeout};
 
 /// Allowed growth of the gateway's memory, in bytes: the unread bytes of one tunnel's streams (`tunnel.memory`), and as
 /// much again for all else.
@@ -344,4 +345,65 @@ async fn a_hello_that_never_comes_is_not_waited_for() {
     let evil = HostileTunnel::greeted(&ground.site).await;
     let flood = evil.flood(frame(HEADERS, END_HEADERS, CONTROL, EARLY));
     Box::pin(ground.bears(flood, "too many interim responses")).await;
+}
+
+/// Sends batches of frames on a new connection for egress until the gateway ends it. Returns the payload of its GOAWAY.
+async fn flood_egress(site: &GatewayProcess, mut batch: impl FnMut() -> Vec<u8>) -> Vec<u8> {
+    let mut wire = evil::egress(site).await;
+    let flood = async {
+        loop {
+            // The answer to the ping shows that the batch was read.
+            let all = [batch(), frame(PING, 0, 0, &[8; 8])].concat();
+            send(&mut wire, &all).await.unwrap();
+            loop {
+                let frame = next(&mut wire).await.unwrap();
+                match frame.kind {
+                    GOAWAY => return frame.payload,
+                    PING if frame.payload == [8; 8] => break,
+                    _ => {}
+                }
+            }
+        }
+    };
+    let goaway = timeout(PATIENCE, flood).await;
+    goaway.expect("the flood is served without end")
+}
+
+/// Error code of RFC 9113, section 7.
+const ENHANCE_YOUR_CALM: [u8; 4] = 11_u32.to_be_bytes();
+
+#[tokio::test]
+async fn floods_on_a_connection_for_egress_end_it_with_the_reason() {
+    need!("curl");
+    let rules = "egress: { rules: [{ to: { networks: [192.0.2.0/24] } }] }";
+    let mut ground = Box::pin(TestSetup::with(rules)).await;
+    let connect = fields(&[(":method", "CONNECT"), (":authority", "192.0.2.1:443")]);
+    let mut stream = 1;
+    let mut reset_streams = || {
+        let mut one = || {
+            let opened = frame(HEADERS, END_HEADERS, stream, &connect);
+            let ended = frame(RST_STREAM, 0, stream, &[0, 0, 0, 8]);
+            stream += 2;
+            [opened, ended].concat()
+        };
+        (0..100).flat_map(|_| one()).collect()
+    };
+    let pings = || frame(PING, 0, 0, &[7; 8]).repeat(100);
+    let floods: [(&mut dyn FnMut() -> Vec<u8>, &str); 3] = [
+        (
+            &mut { pings },
+            "too many control frames on its egress connection",
+        ),
+        (
+            &mut || settings(&[]).repeat(100),
+            "too many control frames on its egress connection",
+        ),
+        (&mut reset_streams, "the egress connection of evil failed"),
+    ];
+    for (batch, reason) in floods {
+        let goaway = flood_egress(&ground.site, batch).await;
+        assert_eq!(goaway[4..8], ENHANCE_YOUR_CALM, "{reason}");
+        ground.says(reason).await;
+        ground.serves().await;
+    }
 }

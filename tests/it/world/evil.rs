@@ -10,10 +10,11 @@ use super::{
 };
 use causeway_certs::{
     EdgeIdentity, NodeName, NodeRecord, OpenMode, PrivateKey, Store, VerifiedPublicKey,
-    install_provider, verify,
+    install_provider,
+    verify::{self, TrustError},
 };
-use rustls::pki_types::ServerName;
-use std::{io, path::Path};
+use rustls::{ClientConfig, pki_types::ServerName};
+use std::{io, path::Path, sync::Arc};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf},
     net::TcpStream,
@@ -59,6 +60,26 @@ fn identity(data: &Path) -> EdgeIdentity {
     EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap()
 }
 
+/// Connects to the tunnel port with the configuration that `client` makes.
+async fn dial(
+    site: &GatewayProcess,
+    client: fn(&EdgeIdentity) -> Result<Arc<ClientConfig>, TrustError>,
+) -> TlsStream<TcpStream> {
+    install_provider();
+    let config = client(&identity(&site.data())).unwrap();
+    let tcp = TcpStream::connect(&site.tunnel).await.unwrap();
+    let name = ServerName::try_from("127.0.0.1").unwrap();
+    TlsConnector::from(config).connect(name, tcp).await.unwrap()
+}
+
+/// Opens a connection for egress, on which the edge is the HTTP/2 client.
+pub(crate) async fn egress(site: &GatewayProcess) -> TlsStream<TcpStream> {
+    let mut io = dial(site, verify::egress_client).await;
+    let begin = [PREFACE, &frames::settings(&[])].concat();
+    frames::send(&mut io, &begin).await.unwrap();
+    io
+}
+
 /// One tunnel of it.
 pub(crate) struct HostileTunnel {
     read: ReadHalf<TlsStream<TcpStream>>,
@@ -68,11 +89,7 @@ pub(crate) struct HostileTunnel {
 impl HostileTunnel {
     /// Performs TLS and SETTINGS: the control stream is open, and the gateway's hello is not answered.
     pub(crate) async fn greeted(site: &GatewayProcess) -> Self {
-        install_provider();
-        let config = verify::tunnel_client(&identity(&site.data())).unwrap();
-        let tcp = TcpStream::connect(&site.tunnel).await.unwrap();
-        let name = ServerName::try_from("127.0.0.1").unwrap();
-        let io = TlsConnector::from(config).connect(name, tcp).await.unwrap();
+        let io = dial(site, verify::tunnel_client).await;
         let (read, write) = tokio::io::split(io);
         let mut evil = Self { read, write };
         let mut preface = [0; PREFACE.len()];

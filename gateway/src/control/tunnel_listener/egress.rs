@@ -18,6 +18,7 @@ use crate::{
 use causeway_certs::NodeName;
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
+    TunnelEnd,
     control_frame_limit::ControlFrameLimiter,
     edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream},
     liveness::KeepaliveConfig,
@@ -146,6 +147,10 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                 }
                 Ok(IncomingStream::Control(_)) => {
                     debug!(%node, "refused a control stream on the egress connection of {node}");
+                }
+                // A node that violates the protocol, or floods.
+                Err(end @ TunnelEnd::Failed(_)) => {
+                    return warn!(%node, %end, "the egress connection of {node} failed");
                 }
                 Err(end) => return debug!(%node, %end, "the egress connection of {node} ended"),
             },
