@@ -83,6 +83,7 @@ mod partitions;
 mod passthrough;
 mod peers;
 mod pins;
+mod prometheus;
 mod upstream;
 
 mod stalled;

@@ -103,6 +103,7 @@ fn is_here(tool: &str) -> bool {
         None if tool == netns::NEED => return netns::possible(),
         None if tool == "coredns" => return coredns().is_some(),
         None if tool == "kubectl" => return kubectl().is_some(),
+        None if tool == "prometheus" => return prometheus().is_some(),
         None if tool == "sshd" => return openssh_server().is_some(),
         None if tool == "dig" => (tool.as_ref(), &["-v"]),
         None if tool == "haproxy" => (tool.as_ref(), &["-v"]),
@@ -173,6 +174,12 @@ pub(crate) fn kubectl() -> Option<PathBuf> {
 pub(crate) fn openssh_server() -> Option<PathBuf> {
     let folder = cache()?.join("openssh-server");
     Some(folder).filter(|folder| folder.join("usr/sbin/sshd").exists())
+}
+
+/// Debian's Prometheus, which `.ci/setup` unpacks into the cache.
+pub(crate) fn prometheus() -> Option<PathBuf> {
+    let program = cache()?.join("prometheus/usr/bin/prometheus");
+    Some(program).filter(|program| program.exists())
 }
 
 /// A child before its start.
