@@ -6,18 +6,28 @@ use crate::world::{
     authority::Authority,
     edge::Edge,
     gateway::anonymous,
-    tool::{Tool, need},
+    tool::{Running, Tool, need},
     until,
 };
 use causeway_certs::LeafCertificate;
+use causeway_edge::config::Protocol;
 use causeway_gateway::{
     config::{Listener, ListenerProtocol, policy},
     state::{Policy, PolicyWriter},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use std::fs;
 
 const NODES: [&str; 3] = ["edge-1", "edge-2", "closed"];
+
+/// Listener for port 9100 of the named node, or of `node` for clients that name none.
+fn listener(name: &str, node: Option<&str>) -> Listener {
+    Listener {
+        node: node.map(str::to_owned),
+        port: Some(9100),
+        ..anonymous(name, ListenerProtocol::Passthrough)
+    }
+}
 
 /// Three nodes, whose apps answer with the names of the nodes to clients with a certificate. The policy excludes the third.
 struct Site {
@@ -35,11 +45,6 @@ impl Site {
         ] });
         let rules: policy::Policy = serde_json::from_value(rules).unwrap();
         let rules = PolicyWriter::new(Some(Policy::compile(&rules).unwrap()));
-        let listener = |name: &str, node: Option<&str>| Listener {
-            node: node.map(str::to_owned),
-            port: Some(9100),
-            ..anonymous(name, ListenerProtocol::Passthrough)
-        };
         let world = World::build()
             .policy(rules.reader())
             .listener(listener("named", None))
@@ -137,4 +142,56 @@ async fn a_node_that_the_policy_excludes_and_clients_without_tls_are_refused() {
         "{}",
         plain.text()
     );
+}
+
+/// Waits for the app's next event of this name.
+async fn event(app: &mut Running, name: &str) -> Value {
+    loop {
+        let event = app.json().await;
+        if event["event"] == name {
+            return event;
+        }
+    }
+}
+
+/// All kinds of call: streams in both directions, trailers, deadlines, aborts.
+#[tokio::test]
+async fn grpc_passes_with_the_certificates_of_client_and_app() {
+    need!("python:grpc");
+    let world = World::build().listener(listener("named", None));
+    let world = Box::pin(world.start()).await;
+    let authority = Authority::new();
+    let files = |leaf: &LeafCertificate| {
+        [leaf.chain_pem().as_str(), leaf.key_pem().expose()].map(|pem| world.write(pem))
+    };
+    let ca = world.write(authority.pem());
+    let app = Tool::python("grpc_server.py").args(files(&authority.app(&["edge-1"])));
+    let mut app = app.args([&ca]).start();
+    let port = event(&mut app, "listening").await["port"].as_u64().unwrap();
+    let address = ([127, 0, 0, 1], u16::try_from(port).unwrap()).into();
+    let edge = world.edge("edge-1").port_as(9100, Protocol::Tcp, address);
+    let _edge = Box::pin(edge.join()).await;
+
+    let client = || {
+        let client = Tool::python("grpc_client.py").args(["--ca".as_ref(), ca.as_os_str()]);
+        client.args(["--address", &world.listener("named").to_string()])
+    };
+    // The app refuses this client, not the gateway.
+    let refused = client().args(["--error"]).run().await.json();
+    assert_eq!(refused["code"], "UNAVAILABLE", "{refused}");
+    let [certificate, key] = files(&authority.client("ann"));
+    let known = client().args(["--cert".as_ref(), certificate.as_os_str()]);
+    let known = known.args(["--key".as_ref(), key.as_os_str()]);
+    let verdict = known.run().await.json();
+    assert_eq!(verdict["ok"], true, "{verdict:#}");
+    assert_eq!(event(&mut app, "call").await["client"], json!(["ann"]));
+    for _ in 0..2 {
+        assert_eq!(event(&mut app, "cancelled").await["method"], "Hang");
+    }
+    world.until_idle().await;
+    let sessions = world
+        .metrics()
+        .await
+        .sum("streams_total", &[("listener", "named")]);
+    assert_eq!(sessions, 2, "one connection of each client");
 }

@@ -1,7 +1,7 @@
 """A gRPC app with all kinds of call and plain bytes as messages; ends when its standard input does.
 
 No generated code: generic handlers whose serializers are the identity. Prints one line of JSON per event:
-listening (port), call (method, authority, metadata, time left), cancelled (method).
+listening (port), call (method, authority, metadata, time left, names of the client's certificate), cancelled (method).
 """
 
 import asyncio
@@ -22,7 +22,9 @@ def begin(method, context):
         return value.hex() if isinstance(value, bytes) else value
 
     metadata = {name: printable(value) for name, value in context.invocation_metadata() or ()}
-    say("call", method=method, metadata=metadata, left=context.time_remaining())
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    client = [name.decode() for name in names]
+    say("call", method=method, metadata=metadata, left=context.time_remaining(), client=client)
 
 
 async def unary(request, context):
@@ -88,9 +90,11 @@ HANDLERS = {
 
 
 def credentials(arguments):
-    """With `CERT KEY` as arguments the app speaks TLS, else h2c."""
-    cert, key = (open(path, "rb").read() for path in arguments)
-    return grpc.ssl_server_credentials([(key, cert)])
+    """With `CERT KEY` as arguments the app speaks TLS, else h2c. With `CERT KEY CA` it requires certificates of its clients."""
+    cert, key, *roots = (open(path, "rb").read() for path in arguments)
+    if not roots:
+        return grpc.ssl_server_credentials([(key, cert)])
+    return grpc.ssl_server_credentials([(key, cert)], roots[0], require_client_auth=True)
 
 
 async def main():
