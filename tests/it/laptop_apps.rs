@@ -1,17 +1,17 @@
 //! Programs that users know, through the commands of a laptop: OpenSSH, scp, rsync, PostgreSQL, kubectl.
 
 use crate::{
-    laptop::{Laptop, opened},
+    laptop::{Laptop, command, opened},
     world::{
         app::{App, answer, answer::pattern},
         authority::Authority,
-        process::binary,
+        process::{GatewayProcess, Process, binary},
         tool::{Tool, full, kubectl, need, openssh_server},
         until,
     },
 };
 use std::{
-    fs,
+    fs::{self, File},
     net::{Ipv4Addr, SocketAddr},
     os::fd::OwnedFd,
     path::{Path, PathBuf},
@@ -45,7 +45,7 @@ impl SshServer {
         let place = folder.display();
         let config = format!(
             "HostKey {place}/host\nAuthorizedKeysFile {place}/user.pub\nStrictModes no\nPidFile none\n\
-             MaxStartups 100\nSubsystem sftp internal-sftp\n"
+             MaxStartups 100\nLogLevel VERBOSE\nSubsystem sftp internal-sftp\n"
         );
         fs::write(folder.join("sshd_config"), config).unwrap();
         let server = openssh_server().unwrap();
@@ -59,12 +59,13 @@ impl SshServer {
         );
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
+        let log = File::create(folder.join("log")).unwrap();
         let mut serving = JoinSet::new();
         serving.spawn(async move {
             let mut processes = JoinSet::new();
             loop {
                 let (stream, _) = listener.accept().await.unwrap();
-                let mut process = serve(stream, &script);
+                let mut process = serve(stream, &script, log.try_clone().unwrap());
                 processes.spawn(async move { drop(process.wait().await) });
             }
         });
@@ -73,6 +74,11 @@ impl SshServer {
             folder,
             _serving: serving,
         }
+    }
+
+    /// Returns the log of all connections.
+    fn log(&self) -> String {
+        fs::read_to_string(self.folder.join("log")).unwrap()
     }
 
     /// Options of ssh, scp and sftp with the user's key.
@@ -90,7 +96,7 @@ impl SshServer {
     }
 }
 
-fn serve(stream: TcpStream, script: &str) -> tokio::process::Child {
+fn serve(stream: TcpStream, script: &str, log: File) -> tokio::process::Child {
     let stream = stream.into_std().unwrap();
     stream.set_nonblocking(false).unwrap();
     let input = OwnedFd::from(stream);
@@ -99,7 +105,7 @@ fn serve(stream: TcpStream, script: &str) -> tokio::process::Child {
         .args(["--mount", "sh", "-c", script])
         .stdin(input)
         .stdout(output)
-        .stderr(Stdio::null())
+        .stderr(Stdio::from(log))
         .kill_on_drop(true)
         .spawn()
         .unwrap()
@@ -229,6 +235,80 @@ async fn a_transfer_over_ssh_fails_when_the_gateway_dies() {
     let failed = copying.over().await;
     assert_eq!(failed.status.code(), Some(255), "{failed:?}");
     assert!(failed.stderr.contains("broke"), "{failed:?}");
+}
+
+/// A laptop whose gateway is a process, with an SSH server as port 9100 of edge-1.
+struct OwnGateway {
+    server: SshServer,
+    site: GatewayProcess,
+    _edge: Process,
+}
+
+impl OwnGateway {
+    async fn start() -> Self {
+        let listener = "listeners: [{ name: laptops, protocol: connect, listen: \"127.0.0.1:0\" }]";
+        let site = GatewayProcess::with_listeners(listener).await;
+        let server = SshServer::start(site.folder().path()).await;
+        let edge = site.join("edge-1", server.address.port()).await;
+        let login = command(&site.path("home"), &format!("login {}", site.listener));
+        let login = login.args(["--ca".into(), site.data().join("ca.pem")]);
+        let login = login.args(["--cert".into(), site.path("alice.pem")]);
+        let login = login.args(["--key".into(), site.path("alice-key.pem")]);
+        login.run().await.ok();
+        Self {
+            server,
+            site,
+            _edge: edge,
+        }
+    }
+
+    /// scp with at most this many kbit/s.
+    fn scp(&self, rate: u32) -> Tool {
+        let connect = format!("-oProxyCommand={} connect edge-1:9100", binary());
+        Tool::new("scp")
+            .within(TRANSFER)
+            .args(["-l", &rate.to_string(), &connect])
+            .args(self.server.options())
+            .env("XDG_CONFIG_HOME", self.site.path("home"))
+    }
+}
+
+/// Length of the file that is copied in vain, in bytes.
+const LENGTH: u64 = 200 << 20;
+
+/// The copy is slow, so that it lasts until the gateway dies: in the long run at half of the file.
+#[tokio::test]
+async fn scp_fails_at_both_ends_when_the_gateway_is_killed() {
+    need!("mounts", "sshd");
+    let (part, rate) = if full() {
+        (LENGTH / 2, 160_000)
+    } else {
+        (1, 8_000)
+    };
+    for is_upload in [true, false] {
+        let laptop = Box::pin(OwnGateway::start()).await;
+        let [file, copy] = ["file", "copy"].map(|name| laptop.site.path(name));
+        File::create(&file).unwrap().set_len(LENGTH).unwrap();
+        let remote = |path: &Path| format!("root@edge-1:{}", path.display());
+        let (from, to) = if is_upload {
+            (file.display().to_string(), remote(&copy))
+        } else {
+            (remote(&file), copy.display().to_string())
+        };
+        let copying = laptop.scp(rate).args([from, to]).start();
+        let length = || fs::metadata(&copy).map_or(0, |file| file.len());
+        until("a part has arrived", async || length() >= part).await;
+        laptop.site.gateway.signal("KILL").await;
+        let failed = copying.over().await;
+        assert!(!failed.status.success(), "{failed:?}");
+        let message = "the session to edge-1:9100 broke";
+        assert!(failed.stderr.contains(message), "{failed:?}");
+        until("the server has the error", async || {
+            laptop.server.log().contains("Connection reset by")
+        })
+        .await;
+        assert!(length() < LENGTH, "upload: {is_upload}");
+    }
 }
 
 #[tokio::test]
