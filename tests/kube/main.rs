@@ -19,6 +19,7 @@ mod fleet;
 mod heartbeats;
 mod hosted;
 mod hosts;
+mod listeners;
 mod names;
 mod nodes;
 mod only_tunnel;
@@ -101,6 +102,7 @@ fn groups() -> [Vec<Trial>; 6] {
         .chain(deploy::trials())
         .chain(egress::trials())
         .chain(rows::trials("egress", Way::Unix))
+        .chain(listeners::trials())
         .chain([ports::proxied("egress", Way::Unix)])
         .chain(fleet::trials())
         .collect();

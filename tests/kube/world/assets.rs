@@ -32,7 +32,7 @@ pub(crate) fn missing() -> Option<String> {
         return Some("root".to_owned());
     }
     let programs = [
-        "ip", "nft", "nsenter", "setpriv", "script", "tar", "iptables", "dig",
+        "ip", "nft", "nsenter", "setpriv", "script", "tar", "iptables", "dig", "openssl",
     ];
     let all = programs.iter().chain(&node::NEEDS);
     if let Some(program) = all.copied().find(|program| !is_here(program)) {
