@@ -362,12 +362,9 @@ impl TunnelSession {
                     stopping,
                 }
             }
-            // The gateway must learn of it before the time runs.
-            Phase::Leaving { .. } if !streams.is_empty() || self.control_stream.has_unsent() => {
-                Phase::Leaving {
-                    idle_since: Instant::now(),
-                }
-            }
+            Phase::Leaving { .. } if !streams.is_empty() => Phase::Leaving {
+                idle_since: Instant::now(),
+            },
             Phase::Leaving { idle_since } if idle_since.elapsed() >= LINGER => return None,
             Phase::Leaving { .. } | Phase::Open => phase,
         })
