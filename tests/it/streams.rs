@@ -26,7 +26,7 @@ use std::{
     time::{Duration, Instant},
 };
 use tokio::{
-    io::AsyncWriteExt,
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt},
     net::{TcpListener, TcpSocket, TcpStream},
 };
 
@@ -520,6 +520,34 @@ async fn the_end_of_an_upstreams_half_loses_no_byte_of_the_client() {
         let ((), received) = tokio::join!(sending, receiving);
         assert_eq!(received, LENGTH, "connects: {connects}");
     }
+}
+
+/// Exchanges bytes that look like HTTP with an upstream that returns them.
+async fn exchange_http_like_bytes(mut session: impl AsyncRead + AsyncWrite + Unpin) {
+    let long_line = format!("PUT {} HTTP/1.5\r\n\r\n", "x".repeat(200_000));
+    let response = "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n";
+    let preface = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+    for text in [&long_line, response, response, preface] {
+        session.write_all(text.as_bytes()).await.unwrap();
+        let returned = read(&mut session, text.len()).await;
+        let returned = String::from_utf8(returned).unwrap();
+        assert!(returned == text, "{returned:.100}");
+    }
+}
+
+#[tokio::test]
+async fn sessions_pass_bytes_that_look_like_http_unchanged() {
+    let app = App::tcp(Script::new().echo()).await;
+    let testbed = TestBed::to_as(Protocol::Tcp, app.address()).await;
+    for connects in [true, false] {
+        exchange_http_like_bytes(testbed.session(connects).await).await;
+    }
+    let app = App::http(|_| answer::switch("SPDY/3.1", b"")).await;
+    let testbed = TestBed::to(&app).await;
+    let mut wire = testbed.tls().await;
+    let head = exchange(&mut wire, SPDY).await;
+    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    exchange_http_like_bytes(wire).await;
 }
 
 #[tokio::test]

@@ -163,10 +163,6 @@ impl UpgradedClient {
         (window, buffered): (Option<u32>, BufferedBody),
         busy_guard: ActiveRequest,
     ) -> Self {
-        // Other streams of an HTTP/2 client use the same connection.
-        if window.is_none() {
-            connection.condition.begin_session();
-        }
         Self {
             io: TokioIo::new(upgraded),
             connection,

@@ -56,7 +56,7 @@ pub struct ConnState {
     blocked_since: AtomicU64,
     /// Notified when a stream was evicted, if the client speaks HTTP/2.
     stream_lost: Notify,
-    /// Whether the connection has become a session, whose bytes belong to the upstream after the end of the other direction.
+    /// Whether the connection has become a session, whose bytes are not HTTP.
     is_session: AtomicBool,
     /// Whether the request body is incomplete, if the client speaks HTTP/1.1.
     has_open_body: AtomicBool,
@@ -125,9 +125,13 @@ impl ConnState {
         lock(&self.long_target).take()
     }
 
-    /// Marks the connection as a session: no byte of the client is discarded any more.
+    /// Marks the connection as a session: from now on all bytes pass unchanged, and none are discarded.
     pub fn begin_session(&self) {
         self.is_session.store(true, Relaxed);
+    }
+
+    fn is_session(&self) -> bool {
+        self.is_session.load(Relaxed)
     }
 
     /// Marks the request body as complete.
@@ -438,7 +442,7 @@ impl ClientIo {
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Option<Poll<io::Result<usize>>> {
-        if !self.condition.is_reading_head() {
+        if self.condition.is_session() || !self.condition.is_reading_head() {
             return None;
         }
         if let Some(reason) = self
@@ -465,7 +469,7 @@ impl ClientIo {
     fn may_have_unread(&self) -> bool {
         let condition = &self.condition;
         !self.disconnect_watch.is_reading
-            && !condition.is_session.load(Relaxed)
+            && !condition.is_session()
             && !condition.is_broken.load(Relaxed)
     }
 
@@ -560,6 +564,9 @@ impl AsyncRead for ClientIo {
         loop {
             let polled = this.transport.poll_read(cx, buf);
             this.disconnect_watch.is_reading = polled.is_pending();
+            if this.condition.is_session() {
+                return polled;
+            }
             let Some(received @ [_, ..]) = buf.filled_mut().get_mut(filled_before..) else {
                 return polled;
             };

@@ -236,16 +236,9 @@ fn is_closing(proxy: &Proxy) -> bool {
     proxy.shared.registry.is_draining() || proxy.listener.is_retired()
 }
 
-/// Announces that the HTTP/1.1 connection ends after this response; hyper then closes it (RFC 9112, section 9.6). A connection
-/// that becomes a session gets no announcement, because it ends with the session.
-fn announce_close(method: &Method, response: &mut Response<ResponseBody>) {
-    let status = response.status();
-    let is_session = status == StatusCode::SWITCHING_PROTOCOLS
-        || (method == Method::CONNECT && status.is_success());
-    if !is_session {
-        let close = HeaderValue::from_static("close");
-        response.headers_mut().insert(CONNECTION, close);
-    }
+/// Whether an HTTP/1.1 connection becomes a session with a response of this `status`.
+fn begins_session(method: &Method, status: StatusCode) -> bool {
+    status == StatusCode::SWITCHING_PROTOCOLS || (method == Method::CONNECT && status.is_success())
 }
 
 /// Records a request whose head cannot be parsed, because no other part of the gateway has seen it.
@@ -325,18 +318,21 @@ async fn respond(
     condition.set_eviction(None);
     let method = request.method().clone();
     let mut response = proxy.handle(connection, request, exchange).await;
-    if is_closing(proxy) {
-        announce_close(&method, &mut response);
+    if begins_session(&method, response.status()) {
+        // hyper may read bytes of the session before it releases the connection.
+        condition.begin_session();
+    } else if is_closing(proxy) {
+        // hyper closes the connection after this response (RFC 9112, section 9.6). A session ends by itself.
+        let close = HeaderValue::from_static("close");
+        response.headers_mut().insert(CONNECTION, close);
     }
     if response.status().canonical_reason().is_none() {
         // hyper writes `<none>` if neither hyper nor the response has a phrase; a phrase is optional (RFC 9112, section 4).
         let extensions = response.extensions_mut();
         extensions.get_or_insert_with(|| ReasonPhrase::from_static(b""));
     }
-    connection
-        .condition
-        .set_eviction(response.body().eviction_handle());
-    response.map(|body| body.with_socket(Some(connection.condition.clone())))
+    condition.set_eviction(response.body().eviction_handle());
+    response.map(|body| body.with_socket(Some(condition.clone())))
 }
 
 /// Returns the stream window of a connection that begins now.
