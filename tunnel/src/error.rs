@@ -134,6 +134,9 @@ fn has_errno(error: &io::Error, codes: &[Errno]) -> bool {
     code.is_some_and(|code| codes.contains(&code))
 }
 
+/// Maximum length of the text of a failure, in characters.
+const MAX_FAILURE_LEN: usize = 200;
+
 /// Reason for the end of a tunnel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TunnelEnd {
@@ -161,7 +164,8 @@ impl TunnelEnd {
                 | io::ErrorKind::ConnectionAborted,
             ) => Self::Peer,
             _ if error.is_go_away() && error.reason() == Some(h2::Reason::NO_ERROR) => Self::Peer,
-            _ => Self::Failed(error.to_string()),
+            // The text of a peer's GOAWAY may have 64 KiB.
+            _ => Self::Failed(error.to_string().chars().take(MAX_FAILURE_LEN).collect()),
         }
     }
 

@@ -148,7 +148,7 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                 Ok(IncomingStream::Control(_)) => {
                     debug!(%node, "refused a control stream on the egress connection of {node}");
                 }
-                // A node that violates the protocol, or floods.
+                // The node violates the protocol or floods, or its connection failed.
                 Err(end @ TunnelEnd::Failed(_)) => {
                     return warn!(%node, %end, "the egress connection of {node} failed");
                 }
