@@ -1,27 +1,41 @@
-//! Listeners for other clients than kube-apiserver: kubelets with TLS passthrough.
+//! Listeners for other clients than kube-apiserver: kubelets with TLS passthrough, and kubectl through a proxy.
 
-use std::fs;
+use std::{
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+};
 
 use libtest_mimic::Trial;
 use serde_json::Value;
 
 use crate::{
-    steps::{NODES, by},
+    steps::{self, NODES, by},
     world::{
-        Way, World,
-        process::{Program, until},
+        Way, World, assets,
+        causeway::BINARY,
+        net::CLOUD,
+        process::{Process, Program, ToolOutput, until},
     },
 };
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![by(
-        "listeners::a_kubelet_ends_tls_itself_behind_passthrough".to_owned(),
-        Way::Unix,
-        a_kubelet_ends_tls_itself_behind_passthrough,
-    )]
+    vec![
+        by(
+            "listeners::a_kubelet_ends_tls_itself_behind_passthrough".to_owned(),
+            Way::Unix,
+            a_kubelet_ends_tls_itself_behind_passthrough,
+        ),
+        by(
+            "listeners::kubectl_uses_the_gateway_as_a_proxy".to_owned(),
+            Way::Unix,
+            kubectl_uses_the_gateway_as_a_proxy,
+        ),
+    ]
 }
 
 const PASSTHROUGH: &str = "127.0.0.1:10273";
+const PROXY: &str = "127.0.0.1:10274";
 
 /// Adds a listener to the gateway, and waits until it is open.
 fn open(world: &World, listener: &str, address: &str) {
@@ -74,5 +88,132 @@ fn a_kubelet_ends_tls_itself_behind_passthrough(world: &mut World) {
         assert!(pods.iter().filter(is_ours).count() >= 3, "{pods:?}");
         // The kubelet refuses this client: the gateway has no certificate to show in its place.
         assert_eq!(get(&[]).stderr, "401");
+    }
+}
+
+/// A user whose only way to the API server is the gateway.
+struct User<'a> {
+    world: &'a World,
+    folder: PathBuf,
+    token: String,
+}
+
+impl<'a> User<'a> {
+    fn new(world: &'a World) -> Self {
+        let folder = world.path("user");
+        fs::create_dir_all(&folder).unwrap();
+        let clients = folder.join("clients");
+        let create = Program::new(BINARY).words("client token --name ann --file");
+        let token = create.args([&clients]).run().ok().text();
+        let listener = format!(
+            "{{ name: proxy, protocol: connect, listen: \"{PROXY}\", direct_networks: [{CLOUD}], \
+             client_auth: {{ tokens: \"{}\", client_ca: [\"{}\"] }} }}",
+            clients.display(),
+            world.cluster.pki.path("ca.pem"),
+        );
+        open(world, &listener, PROXY);
+        let token = token.trim().to_owned();
+        Self {
+            world,
+            folder,
+            token,
+        }
+    }
+
+    /// Starts `causeway proxy` after a login with the token.
+    fn local_proxy(&self) -> (Process, SocketAddr) {
+        let file = self.folder.join("token");
+        fs::write(&file, &self.token).unwrap();
+        let causeway = || Program::new(BINARY).env("XDG_CONFIG_HOME", self.folder.join("home"));
+        let login = causeway().words("login").args([PROXY]);
+        let login = login.args(["--ca".into(), self.world.the_road().ca()]);
+        login.args(["--token-file".into(), file]).run().ok();
+        let proxy = causeway().words("proxy --listen 127.0.0.1:0 --json");
+        let mut proxy = proxy.start(&self.folder.join("proxy.log"));
+        proxy.says("listening");
+        let line: Value = serde_json::from_str(proxy.output().lines().next().unwrap()).unwrap();
+        let address = line["address"].as_str().unwrap().parse().unwrap();
+        (proxy, address)
+    }
+
+    /// Returns an administrator's kubeconfig with this proxy. It trusts the cluster and the gateway, because kubectl verifies both by
+    /// the same CAs.
+    fn kubeconfig(&self, proxy_url: &str) -> PathBuf {
+        let pki = |name: &str| self.world.cluster.pki.path(name);
+        let both = [PathBuf::from(pki("ca.pem")), self.world.the_road().ca()];
+        let both: Vec<_> = both
+            .iter()
+            .map(|file| fs::read_to_string(file).unwrap())
+            .collect();
+        let authorities = self.folder.join("ca.pem");
+        fs::write(&authorities, both.concat()).unwrap();
+        let text = fs::read_to_string(pki("admin.kubeconfig")).unwrap();
+        let own = format!("certificate-authority: {}", pki("ca.pem"));
+        assert!(text.contains(&own), "{text}");
+        let ours = format!(
+            "certificate-authority: {}, proxy-url: '{proxy_url}'",
+            authorities.display()
+        );
+        let file = self.folder.join("kubeconfig");
+        fs::write(&file, text.replace(&own, &ours)).unwrap();
+        file
+    }
+
+    /// Gives the user of a kubeconfig a token of the cluster in place of the certificate.
+    fn replace_certificate(&self, config: &Path) {
+        let cluster = &self.world.cluster;
+        let text = fs::read_to_string(config).unwrap();
+        let (before, rest) = text.split_once("client-certificate:").unwrap();
+        let (_, behind) = rest.split_once('}').unwrap();
+        let token = cluster.token("a", "default");
+        fs::write(config, format!("{before}token: '{token}' }}{behind}")).unwrap();
+    }
+
+    fn kubectl(&self, program: &Path, config: &Path, line: &str) -> Program {
+        let config = format!("--kubeconfig={}", config.display());
+        let kubectl = Program::new(program).args([config]).words(line);
+        kubectl.env("HOME", &self.folder)
+    }
+}
+
+/// The proxies are a `connect` listener with TLS, as `https://` (kubernetes/kubernetes#126134), and `causeway proxy` on the user's machine.
+/// kubectl shows its client certificate to the `https://` proxy as well.
+fn kubectl_uses_the_gateway_as_a_proxy(world: &mut World) {
+    let user = User::new(world);
+    let (_proxy, local) = user.local_proxy();
+    let ours = world.cluster.assets.join("kubectl");
+    let old = assets::old_kubectl();
+    if old.is_none() {
+        crate::missing("kubectl 1.20 (run .ci/setup)");
+    }
+    let version = |password: &str| {
+        let config = user.kubeconfig(&format!("https://ann:{password}@{PROXY}"));
+        user.replace_certificate(&config);
+        user.kubectl(&ours, &config, "get --raw /version").run()
+    };
+    assert!(version(&user.token).ok().text().contains("gitVersion"));
+    let message = version("wrong").failed();
+    assert!(message.contains("token: not known"), "{message}");
+    for url in [
+        format!("https://{PROXY}"),
+        format!("http://{local}"),
+        format!("socks5://{local}"),
+    ] {
+        let config = user.kubeconfig(&url);
+        // An old kubectl cannot open sessions through the other kinds of proxy.
+        let old = old.iter().filter(|_| url.starts_with("http:"));
+        for program in [&ours].into_iter().chain(old) {
+            let run = |line: &str| user.kubectl(program, &config, line);
+            let logs = run("logs -n a ticker").run().ok().text();
+            assert!(logs.starts_with("ticker on edge-1\n"), "{url}: {logs}");
+            let input = steps::noise(1 << 20);
+            let echo: ToolOutput = run("exec -i -n b echo -- cat")
+                .input(input.clone())
+                .run()
+                .ok();
+            assert!(echo.stdout == input, "{url}: {}", echo.stdout.len());
+            let failed = run("exec -n a echo -- sh -c").args(["exit 7"]).run();
+            assert_eq!(failed.code, Some(7), "{url}: {failed:?}");
+        }
     }
 }

@@ -534,7 +534,7 @@ pub(crate) fn failures_tell(world: &World, failures: &[(&str, &str)]) {
 }
 
 /// Bytes that cannot be compressed.
-fn noise(count: usize) -> Vec<u8> {
+pub(crate) fn noise(count: usize) -> Vec<u8> {
     let mut bytes = vec![0; count];
     let mut source = fs::File::open("/dev/urandom").unwrap();
     source.read_exact(&mut bytes).unwrap();
