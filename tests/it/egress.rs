@@ -590,10 +590,10 @@ async fn a_gateway_that_hangs_is_a_reset_and_serves_again_when_it_continues() {
     .await;
 }
 
-/// Bytes of this transfer take more than an hour at the limit.
+/// Bytes of this transfer take more than 20 minutes at the limit.
 #[tokio::test]
 async fn bytes_beyond_the_limit_of_a_node_wait_until_the_limit_is_raised() {
-    let server = TransferServer::of(32_000_000).await;
+    let server = TransferServer::of(8_000_000).await;
     let mut rules = app_only(server.address);
     rules["limits"] = json!({ "bytes_per_second": "10kB" });
     let config = rules.clone();
@@ -609,7 +609,7 @@ async fn bytes_beyond_the_limit_of_a_node_wait_until_the_limit_is_raised() {
     let mut transfer = std::pin::pin!(server.transfer(wire));
     // The limit is for egress alone.
     let unlimited = async {
-        let server = TransferServer::of(32_000_000).await;
+        let server = TransferServer::of(8_000_000).await;
         let other = world.edge("edge-2");
         let other = other.port_as(9100, Protocol::Tcp, server.address);
         let _other = other.join().await;
