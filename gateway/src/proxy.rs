@@ -29,6 +29,7 @@ pub mod forwarding_headers;
 pub mod identity_headers;
 mod request_body;
 
+mod client_session;
 pub mod relay;
 pub mod upgrade;
 mod upload_budget;

@@ -115,6 +115,44 @@ impl DetachedSocket {
     }
 }
 
+/// Socket that closes with a reset unless its transfer was marked as complete, so that the peer never takes an aborted transfer
+/// for a complete one.
+#[derive(Debug)]
+pub struct ResetUnlessComplete<S: ResetOnClose> {
+    /// The socket.
+    pub socket: S,
+    is_complete: bool,
+}
+
+impl<S: ResetOnClose> ResetUnlessComplete<S> {
+    /// Guards a socket.
+    pub fn new(socket: S) -> Self {
+        Self {
+            socket,
+            is_complete: false,
+        }
+    }
+
+    /// Marks the transfer as complete: the socket closes in order.
+    pub fn complete(&mut self) {
+        self.is_complete = true;
+    }
+}
+
+impl<S: ResetOnClose> Drop for ResetUnlessComplete<S> {
+    fn drop(&mut self) {
+        if !self.is_complete {
+            self.socket.abort();
+        }
+    }
+}
+
+impl<S: ResetOnClose> ResetOnClose for &mut S {
+    fn abort(&self) {
+        (**self).abort();
+    }
+}
+
 impl ResetOnClose for Socket {
     fn abort(&self) {
         if let Either::Left(tcp) = &self.stream {

@@ -5,42 +5,13 @@
 
 use std::io::{self, IsTerminal};
 
-use causeway_rt::socket::ResetOnClose;
+use causeway_rt::socket::{ResetOnClose, ResetUnlessComplete};
 use tokio::io::{
     AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, copy_bidirectional_with_sizes, split,
 };
 
 /// Size of the buffer of each direction.
 const BUFFER_BYTES: usize = 64 * 1024;
-
-/// Two connections that close with a reset unless their relay has ended in order.
-struct Relayed<L: ResetOnClose, S: ResetOnClose> {
-    local: L,
-    session: S,
-    is_complete: bool,
-}
-
-impl<L: ResetOnClose, S: ResetOnClose> Drop for Relayed<L, S> {
-    fn drop(&mut self) {
-        if !self.is_complete {
-            self.local.abort();
-            self.session.abort();
-        }
-    }
-}
-
-impl<L, S> Relayed<L, S>
-where
-    L: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
-    S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
-{
-    async fn run(mut self) -> io::Result<()> {
-        let (local, session) = (&mut self.local, &mut self.session);
-        copy_bidirectional_with_sizes(local, session, BUFFER_BYTES, BUFFER_BYTES).await?;
-        self.is_complete = true;
-        Ok(())
-    }
-}
 
 /// Copies between a local connection and a session until both directions have ended. If the future is dropped before, both are
 /// reset.
@@ -53,12 +24,15 @@ where
     S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
 {
     // Not an async function, because such a function would not have the sockets in their guard before its first poll.
-    let relayed = Relayed {
-        local,
-        session,
-        is_complete: false,
-    };
-    relayed.run()
+    let mut local = ResetUnlessComplete::new(local);
+    let mut session = ResetUnlessComplete::new(session);
+    async move {
+        let (near, far) = (&mut local.socket, &mut session.socket);
+        copy_bidirectional_with_sizes(near, far, BUFFER_BYTES, BUFFER_BYTES).await?;
+        local.complete();
+        session.complete();
+        Ok(())
+    }
 }
 
 /// Copies between standard input and output and a session. Standard output is closed as soon as the session has no more bytes.

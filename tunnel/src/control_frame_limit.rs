@@ -4,6 +4,9 @@
 //! without a limit. Each of these frames costs points. A client earns points by its requests and by the bytes that it
 //! receives, since those cause such frames, and over time. A client without points gets GOAWAY with `ENHANCE_YOUR_CALM` (RFC
 //! 9113 §10.5). The bytes that it still sends are discarded until it has read the GOAWAY. HTTP/1.1 is not limited.
+//!
+//! Resets of the client become errors above: hyper takes a session that was reset with CANCEL or `NO_ERROR` for complete (hyper
+//! 1.12). Their code is replaced by `CONNECT_ERROR`.
 
 use crate::{
     flood::TokenBucket,
@@ -33,6 +36,10 @@ const POINTS_PER_STREAM: u64 = 24;
 const RARE_FRAME_COST: u64 = 10;
 /// Error code for a peer that generates excessive load (RFC 9113 §7).
 const ENHANCE_YOUR_CALM: u32 = 11;
+/// Last byte of the error codes (RFC 9113 §7) that hyper takes for an ordinary end: `NO_ERROR` and CANCEL.
+const ORDINARY_END_CODES: [u8; 2] = [0, 8];
+/// Last byte of the error code of a session that was reset (RFC 9113 §8.5).
+const CONNECT_ERROR: u8 = 10;
 /// Time that a client gets to read the GOAWAY before its connection closes.
 const GOAWAY_GRACE: Duration = Duration::from_secs(1);
 /// Maximum number of bytes that are discarded during this time.
@@ -47,6 +54,8 @@ pub struct ControlFrameLimiter<S, F> {
     write_parser: FrameParser,
     bucket: TokenBucket,
     last_stream: u32,
+    /// Whether the last frame that began is a reset.
+    in_reset: bool,
     goaway_close: Option<Box<GoAwayClose>>,
 }
 
@@ -60,24 +69,35 @@ impl<S, F: Fn()> ControlFrameLimiter<S, F> {
             write_parser: FrameParser::default(),
             bucket: TokenBucket::new(MAX_POINTS, POINTS_PER_SECOND),
             last_stream: 0,
+            in_reset: false,
             goaway_close: None,
         }
     }
 
-    /// Whether the budget covers the frames that begin in these bytes.
-    fn charge(&mut self, bytes: &[u8]) -> bool {
+    /// Whether the budget covers the frames that begin in these bytes. Replaces the codes of resets.
+    fn charge(&mut self, bytes: &mut [u8]) -> bool {
         let Self {
             read_frames,
             bucket,
             last_stream,
+            in_reset,
             ..
         } = self;
         let mut now = None;
         let mut is_covered = true;
+        let mut reset_codes = Vec::new();
+        let start = bytes.as_ptr().addr();
         read_frames.parse(bytes, |part| {
-            let FrameEvent::Header(head) = part else {
-                return;
+            let head = match part {
+                FrameEvent::Header(head) => head,
+                FrameEvent::Payload { bytes, remaining } => {
+                    if *in_reset && remaining == 0 && !bytes.is_empty() {
+                        reset_codes.push(bytes.as_ptr().addr() - start + bytes.len() - 1);
+                    }
+                    return;
+                }
             };
+            *in_reset = head.kind == RST_STREAM;
             let cost = match head.kind {
                 DATA => return,
                 // A request; trailers use an existing stream.
@@ -90,6 +110,13 @@ impl<S, F: Fn()> ControlFrameLimiter<S, F> {
             };
             is_covered &= bucket.try_spend(cost, *now.get_or_insert_with(Instant::now));
         });
+        for position in reset_codes {
+            if let Some(code) = bytes.get_mut(position)
+                && ORDINARY_END_CODES.contains(code)
+            {
+                *code = CONNECT_ERROR;
+            }
+        }
         is_covered
     }
 
@@ -172,7 +199,8 @@ where
         if this.goaway_close.is_none() {
             let filled_before = buf.filled().len();
             ready!(Pin::new(&mut this.io).poll_read(cx, buf))?;
-            if this.charge(buf.filled().get(filled_before..).unwrap_or_default()) {
+            let read = buf.filled_mut().get_mut(filled_before..);
+            if this.charge(read.unwrap_or_default()) {
                 return Poll::Ready(Ok(()));
             }
             buf.set_filled(filled_before);
@@ -321,6 +349,35 @@ mod tests {
             let both = [update.clone(), update, frame(PING, ACK, 0, &[0; 8])].concat();
             far.write_all(&both).await.unwrap();
             calm.read_exact(&mut read[..both.len()]).await.unwrap();
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn ordinary_codes_of_resets_become_errors() {
+        let mut sent = PREFACE.to_vec();
+        let mut expected = PREFACE.to_vec();
+        // The payload of other frames stays, also that of the same length.
+        for (kind, code, becomes) in [
+            (RST_STREAM, 0, CONNECT_ERROR),
+            (RST_STREAM, 8, CONNECT_ERROR),
+            (RST_STREAM, 7, 7),
+            (WINDOW_UPDATE, 8, 8),
+            (DATA, 0, 0),
+        ] {
+            sent.extend(frame(kind, 0, 1, &[0, 0, 0, code]));
+            expected.extend(frame(kind, 0, 1, &[0, 0, 0, becomes]));
+        }
+        for cut in 1..=sent.len() {
+            let (near, mut far) = duplex(1 << 10);
+            let mut limiter = ControlFrameLimiter::new(near, || panic!("it is no flood"));
+            let mut read = Vec::new();
+            for part in sent.chunks(cut) {
+                far.write_all(part).await.unwrap();
+                let mut buf = vec![0; part.len()];
+                limiter.read_exact(&mut buf).await.unwrap();
+                read.extend(buf);
+            }
+            assert_eq!(read, expected, "{cut}");
         }
     }
 

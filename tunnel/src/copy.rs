@@ -10,7 +10,7 @@ use crate::{
     stream::{StreamReceiver, StreamSender},
 };
 use bytes::{Bytes, BytesMut};
-use causeway_rt::socket::ResetOnClose;
+use causeway_rt::socket::{ResetOnClose, ResetUnlessComplete};
 use std::{
     future::poll_fn,
     io,
@@ -47,21 +47,6 @@ pub enum CopyOutcome {
     Stream(StreamError),
 }
 
-/// Socket that closes with a reset unless its relay has ended in order. So the peer never takes an aborted transfer for a
-/// complete one.
-struct Relayed<S: ResetOnClose> {
-    socket: S,
-    is_complete: bool,
-}
-
-impl<S: ResetOnClose> Drop for Relayed<S> {
-    fn drop(&mut self) {
-        if !self.is_complete {
-            self.socket.abort();
-        }
-    }
-}
-
 /// Relays until both directions have ended. If the future is dropped before, both sides are reset.
 ///
 /// With `wait_for_socket`, the target's bytes wait until the socket has sent its first byte. A kube-apiserver must receive no
@@ -78,10 +63,7 @@ where
 {
     let mut up = ToStream::new(send);
     let mut down = FromStream::new(receive);
-    let mut guarded = Relayed {
-        socket,
-        is_complete: false,
-    };
+    let mut guarded = ResetUnlessComplete::new(socket);
     let outcome = poll_fn(|cx| {
         let halves = (&mut up, &mut down);
         poll_both(
@@ -93,7 +75,7 @@ where
     })
     .await;
     match &outcome {
-        CopyOutcome::Clean => guarded.is_complete = true,
+        CopyOutcome::Clean => guarded.complete(),
         CopyOutcome::Socket(_) => up.send.flush_and_abort().await,
         CopyOutcome::Stream(_) => {}
     }

@@ -23,7 +23,7 @@ use crate::{
     worker::WorkerId,
 };
 use causeway_certs::NodeName;
-use causeway_rt::{connection_limit::Busy, socket::ResetOnClose as _};
+use causeway_rt::connection_limit::Busy;
 use causeway_tunnel::{copy::ByteCounters, eviction::Eviction};
 use futures_util::task::AtomicWaker;
 use http::{HeaderValue, Method, Request, StatusCode};
@@ -464,18 +464,6 @@ impl AccessRecord {
                 .failure()
                 .unwrap_or_else(|| Reason::Unauthenticated.error("the stream was ended"))),
         }
-    }
-
-    /// Runs the session in `work`, and resets the client's connection if the session is terminated before.
-    pub(super) async fn run_session_unless_terminated<T>(
-        &self,
-        work: Pin<&mut impl Future<Output = T>>,
-    ) -> Option<T> {
-        let done = self.run_unless_terminated(work).await;
-        if done.is_err() {
-            self.connection.condition.abort();
-        }
-        done.ok()
     }
 
     /// Records the client.

@@ -12,13 +12,12 @@ use super::{
     access_log::AccessRecord,
     authn::ClientIdentity,
     authz::{Action, AuthzRequest, Destination},
+    client_session::PendingSession,
     context::Proxy,
     listener::{ClientConnection, Listener},
-    relay::UpgradedClient,
     request_body::RequestBody,
     response_body::ResponseBody,
     route::{self, RouteInput},
-    upload_budget::BufferedBody,
 };
 use crate::{
     config::ErrorFormat,
@@ -28,11 +27,10 @@ use crate::{
 use causeway_rt::{
     log_throttle::LogThrottle,
     resolve,
-    socket::{self, ResetOnClose},
+    socket::{self, ResetOnClose, ResetUnlessComplete},
 };
 use causeway_tunnel::{RejectCode, Target, copy::ByteCounters};
 use http::{Method, Request, Response, StatusCode};
-use hyper::upgrade::{self, OnUpgrade};
 use ipnet::IpNet;
 use std::{
     io,
@@ -100,13 +98,13 @@ pub(super) async fn connect(
     direct.proxy.admit_client(direct.client, direct.record)?;
     let permit = shared.limits.admit_node(&shared.direct_streams)?;
     direct.record.set_node_permit(permit);
-    let on_upgrade = upgrade::on(&mut request);
+    let session = PendingSession::take(&mut request);
     let deadline = Instant::now() + shared.timeouts.connect;
     let (tcp, address) = dial(&direct, deadline).await?;
     // A later reload finds the address in the record. This check covers an earlier reload.
     check(&direct.proxy.listener.latest(), &shared.nodes, address)?;
     direct.record.session_started(StatusCode::OK);
-    spawn_session(&direct, on_upgrade, tcp);
+    spawn_session(&direct, session, tcp);
     Ok(Response::new(ResponseBody::empty()))
 }
 
@@ -248,49 +246,37 @@ pub(super) async fn resolve_target(
     }
 }
 
-fn spawn_session(direct: &DirectConnect<'_>, on_upgrade: OnUpgrade, tcp: TcpStream) {
-    let connection = direct.connection.clone();
+fn spawn_session(direct: &DirectConnect<'_>, session: PendingSession, tcp: TcpStream) {
+    let starting = session.start(direct.connection.clone());
     let record = direct.record.clone();
     let client_speaks_first = direct.proxy.listener.error_format == ErrorFormat::Kubernetes;
-    // The response itself is complete at once.
-    let busy_guard = connection.idle.begin_request();
     let work = async move {
-        let upgraded = match on_upgrade.await {
-            Ok(upgraded) => upgraded,
-            Err(error) => {
-                return tracing::debug!(%error, "a client disconnected before its session began");
-            }
+        let Some(session) = starting.await else {
+            return;
         };
-        let session = UpgradedClient::new(
-            upgraded,
-            connection,
-            (None, BufferedBody::default()),
-            busy_guard,
-        );
         let mut target_io = CountedIo::new(tcp, record.bytes.clone());
         let relayed = {
             let work = pin!(relay(session, &mut target_io, client_speaks_first));
-            record.run_session_unless_terminated(work).await
+            record.run_unless_terminated(work).await
         };
         match relayed {
-            Some(Ok(())) => record.mark_session_ended(),
-            Some(Err(error)) if target_io.is_broken() => {
+            Ok(Ok(())) => record.mark_session_ended(),
+            Ok(Err(error)) if target_io.is_broken() => {
                 let detail = format!("the target aborted the session: {error}");
                 record.record_failure(&Reason::TargetBroken.error(detail));
             }
-            Some(Err(error)) => {
+            Ok(Err(error)) => {
                 record.record_abandoned(&format!("the client aborted its session: {error}"));
             }
-            // A target must not treat the bytes received so far as the complete stream.
-            None => target_io.inner.abort(),
+            Err(_terminated) => {}
         }
     };
     direct.proxy.tasks.spawn(debug_span!("session"), work);
 }
 
-/// Relays bytes and half-closes in both directions. A failure on one side resets the other.
+/// Relays bytes and half-closes in both directions. If one side fails, or the future is dropped, both sides are reset.
 pub(super) async fn relay<S, F>(
-    mut client: S,
+    client: S,
     target: &mut CountedIo<F>,
     client_speaks_first: bool,
 ) -> io::Result<()>
@@ -298,26 +284,23 @@ where
     S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
     F: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
 {
-    let copy_task = async {
-        if client_speaks_first {
-            // kube-apiserver must receive no byte after the answer to its CONNECT before it has sent data (invariant 4).
-            let mut first_bytes = vec![0; COPY_BUFFER_SIZE];
-            let read = client.read(&mut first_bytes).await?;
-            target
-                .write_all(first_bytes.get(..read).unwrap_or_default())
-                .await?;
-            if read == 0 {
-                target.shutdown().await?;
-            }
+    let mut client = ResetUnlessComplete::new(client);
+    let mut target = ResetUnlessComplete::new(target);
+    let (near, far) = (&mut client.socket, &mut *target.socket);
+    if client_speaks_first {
+        // kube-apiserver must receive no byte after the answer to its CONNECT before it has sent data (invariant 4).
+        let mut first_bytes = vec![0; COPY_BUFFER_SIZE];
+        let read = near.read(&mut first_bytes).await?;
+        far.write_all(first_bytes.get(..read).unwrap_or_default())
+            .await?;
+        if read == 0 {
+            far.shutdown().await?;
         }
-        copy_bidirectional_with_sizes(&mut client, target, COPY_BUFFER_SIZE, COPY_BUFFER_SIZE).await
-    };
-    let result = copy_task.await;
-    if result.is_err() {
-        client.abort();
-        target.inner.abort();
     }
-    result.map(drop)
+    copy_bidirectional_with_sizes(near, far, COPY_BUFFER_SIZE, COPY_BUFFER_SIZE).await?;
+    client.complete();
+    target.complete();
+    Ok(())
 }
 
 /// Connection to the target that counts its bytes.

@@ -390,19 +390,19 @@ impl EgressConnection {
         let relaying = pin!(copy::relay(limited, send, receive, Arc::default(), false));
         let outcome = tokio::select! {
             biased;
-            outcome = record.run_session_unless_terminated(relaying) => outcome,
+            outcome = record.run_unless_terminated(relaying) => outcome,
             error = self.wait_until_denied(destination, record) => return record.record_failure(&error),
         };
         match outcome {
-            Some(CopyOutcome::Clean) => record.mark_session_ended(),
-            Some(CopyOutcome::Socket(error)) => {
+            Ok(CopyOutcome::Clean) => record.mark_session_ended(),
+            Ok(CopyOutcome::Socket(error)) => {
                 let detail = format!("the destination aborted the connection: {error}");
                 record.record_failure(&Reason::TargetBroken.error(detail));
             }
-            Some(CopyOutcome::Stream(error)) => {
+            Ok(CopyOutcome::Stream(error)) => {
                 record.record_abandoned(&format!("the node aborted the connection: {error}"));
             }
-            None => {}
+            Err(_terminated) => {}
         }
     }
 

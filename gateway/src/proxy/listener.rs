@@ -10,6 +10,7 @@ mod header_timeout;
 pub mod idle_timer;
 pub mod proxy_protocol;
 mod request_line;
+pub mod stream_reset;
 pub use request_line::LongTarget;
 
 pub mod http;

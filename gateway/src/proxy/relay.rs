@@ -7,29 +7,15 @@ use crate::{
     config::ErrorFormat,
     error::{Error, Reason},
     proxy::{
-        access_log::AccessRecord,
-        context::StreamContext,
-        forward,
-        listener::{ClientConnection, idle_timer::ActiveRequest},
-        peer,
-        request_body::RequestBody,
-        response_body::ResponseBody,
-        upload_budget::{BufferedBody, track_buffered},
+        access_log::AccessRecord, client_session::PendingSession, context::StreamContext, forward,
+        peer, request_body::RequestBody, response_body::ResponseBody,
+        upload_budget::track_buffered,
     },
 };
-use causeway_rt::{listener::RemoteAddr, socket::ResetOnClose};
+use causeway_rt::listener::RemoteAddr;
 use causeway_tunnel::{StreamKind, StreamReceiver, StreamSender, copy, edge_side};
-use http::{Request, Response, StatusCode, Version};
-use hyper::upgrade::{OnUpgrade, Upgraded};
-use hyper_util::rt::TokioIo;
-use std::{
-    io,
-    pin::{Pin, pin},
-    sync::Arc,
-    task::{Context, Poll},
-    time::Duration,
-};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use http::{Request, Response, StatusCode};
+use std::{pin::pin, time::Duration};
 use tracing::debug_span;
 
 /// Answers a CONNECT, and relays bytes after the response.
@@ -40,13 +26,12 @@ pub async fn connect(
     ctx: StreamContext<'_>,
     mut request: Request<RequestBody>,
 ) -> Result<Response<ResponseBody>, Error> {
-    let on_upgrade = hyper::upgrade::on(&mut request);
-    let window = (request.version() == Version::HTTP_2).then_some(ctx.connection.window);
+    let session = PendingSession::take(&mut request);
     let source = ctx.connection.peer;
     let halves = open_tcp_stream(ctx, Some(source), ctx.proxy.shared.timeouts.connect).await?;
     ctx.record.session_started(StatusCode::OK);
     let client_speaks_first = ctx.proxy.listener.error_format == ErrorFormat::Kubernetes;
-    spawn_relay(ctx, (on_upgrade, window), halves, client_speaks_first);
+    spawn_relay(ctx, session, halves, client_speaks_first);
     Ok(Response::new(ResponseBody::empty()))
 }
 
@@ -91,29 +76,22 @@ pub(super) async fn open_tcp_stream(
     }
 }
 
-/// Spawns a task that relays between a stream and the client's connection, or the client's HTTP/2 stream with this window.
+/// Spawns a task that relays between a stream and the client's session.
 pub(super) fn spawn_relay(
     ctx: StreamContext<'_>,
-    (on_upgrade, window): (OnUpgrade, Option<u32>),
+    session: PendingSession,
     (sender, receiver): (StreamSender, StreamReceiver),
     client_speaks_first: bool,
 ) {
-    let connection = ctx.connection.clone();
+    let starting = session.start(ctx.connection.clone());
     let shared = ctx.proxy.shared.clone();
-    // The response itself is complete at once.
-    let busy_guard = connection.idle.begin_request();
     let record = ctx.record.clone();
     let node = ctx.route.node.clone();
     ctx.proxy.tasks.spawn(debug_span!("session"), async move {
-        let upgraded = match on_upgrade.await {
-            Ok(upgraded) => upgraded,
-            Err(error) => {
-                return tracing::debug!(%error, "a client disconnected before its session began");
-            }
+        let Some(session) = starting.await else {
+            return;
         };
-        let buffered = BufferedBody::default();
-        let session =
-            UpgradedClient::new(upgraded, connection, (window, buffered.clone()), busy_guard);
+        let buffered = session.buffered();
         let relaying = pin!(copy::relay(
             session,
             sender,
@@ -126,7 +104,7 @@ pub(super) fn spawn_relay(
             &buffered,
             relaying
         ));
-        if let Some(outcome) = record.run_session_unless_terminated(work).await {
+        if let Ok(outcome) = record.run_unless_terminated(work).await {
             note(&record, node.as_str(), &outcome);
         }
     });
@@ -143,65 +121,4 @@ pub(super) fn note(record: &AccessRecord, node: &str, outcome: &copy::CopyOutcom
             record.record_failure(&Error::from_stream_error(node, error));
         }
     }
-}
-
-/// Client connection that HTTP has released after an upgrade.
-pub(super) struct UpgradedClient {
-    io: TokioIo<Upgraded>,
-    connection: Arc<ClientConnection>,
-    /// Maximum number of bytes buffered after the last bytes read, if the client speaks HTTP/2.
-    window: Option<u32>,
-    buffered: BufferedBody,
-    _busy_guard: ActiveRequest,
-}
-
-impl UpgradedClient {
-    /// Returns a session that keeps the client's connection busy until it is dropped.
-    pub(super) fn new(
-        upgraded: Upgraded,
-        connection: Arc<ClientConnection>,
-        (window, buffered): (Option<u32>, BufferedBody),
-        busy_guard: ActiveRequest,
-    ) -> Self {
-        Self {
-            io: TokioIo::new(upgraded),
-            connection,
-            window,
-            buffered,
-            _busy_guard: busy_guard,
-        }
-    }
-}
-
-impl ResetOnClose for UpgradedClient {
-    fn abort(&self) {
-        self.connection.condition.abort();
-    }
-}
-
-impl AsyncRead for UpgradedClient {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let filled_before = buf.filled().len();
-        let polled = Pin::new(&mut self.io).poll_read(cx, buf);
-        let Some(window) = self.window else {
-            return polled;
-        };
-        match buf.filled().len() - filled_before {
-            0 if polled.is_pending() => self.buffered.note_pending(),
-            0 => self.buffered.note_chunk(0),
-            read => {
-                let window = usize::try_from(window).unwrap_or(usize::MAX);
-                self.buffered.note_chunk(read + window);
-            }
-        }
-        polled
-    }
-}
-
-impl AsyncWrite for UpgradedClient {
-    causeway_rt::forward!(io: poll_write, poll_flush, poll_shutdown);
 }

@@ -8,6 +8,7 @@
 use crate::{
     error::{Error, Reason},
     proxy::{
+        client_session::PendingSession,
         context::StreamContext,
         counted_body::{CountedRequestBody, UploadError},
         forward, peer, relay, request,
@@ -42,7 +43,7 @@ pub async fn forward_upgrade(
     mut request: Request<RequestBody>,
     token: &str,
 ) -> Result<Response<ResponseBody>, Error> {
-    let on_upgrade = hyper::upgrade::on(&mut request);
+    let session = PendingSession::take(&mut request);
     let (parts, body) = request.into_parts();
     let version = parts.version;
     let mut head = forward::build_head(ctx, parts)?;
@@ -94,7 +95,7 @@ pub async fn forward_upgrade(
     let (parts, receive) = answer.into_parts();
     let parts = into_switching_head(parts, protocol);
     ctx.record.session_started(parts.status);
-    relay::spawn_relay(ctx, (on_upgrade, None), (sender, receive), false);
+    relay::spawn_relay(ctx, session, (sender, receive), false);
     Ok(Response::from_parts(parts, ResponseBody::empty()))
 }
 

@@ -4,7 +4,10 @@
 //! ends the connection. A much longer timeout applies to a client without any request. HTTP/2's own limits on resets keep their
 //! defaults here, because they protect a public listener. Control frames have a budget below hyper, see [`ControlFrameLimiter`].
 
-use super::{ClientConnection, LongTarget, conn_io::ClientIo, idle_timer::IdleTimer};
+use super::{
+    ClientConnection, LongTarget, conn_io::ClientIo, idle_timer::IdleTimer,
+    stream_reset::StreamReset,
+};
 use crate::{
     config::ErrorFormat,
     error::Reason,
@@ -52,47 +55,61 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, task: F) {
+        // The task that sends the bytes of a session is started by the task of its request.
+        let handles = HANDLES.try_with(Arc::clone).unwrap_or_default();
         self.0
-            .spawn(tracing::Span::current(), UntilEvicted::new(task));
+            .spawn(tracing::Span::current(), StreamTask::new(task, handles));
     }
 }
 
-type EvictionSlot = Arc<OnceLock<(Eviction, Arc<ClientConnection>)>>;
+/// Handles that end the tasks of an HTTP/2 stream.
+#[derive(Default)]
+struct StreamHandles {
+    /// Eviction handle of the stream that carries the response.
+    eviction: OnceLock<(Eviction, Arc<ClientConnection>)>,
+    /// Reset of the stream of a session.
+    reset: OnceLock<StreamReset>,
+}
 
 tokio::task_local! {
-    /// Slot in the task of an HTTP/2 stream, for the eviction handle of the stream that carries the response.
-    static EVICTION: EvictionSlot;
+    /// Handles of the stream whose task runs.
+    static HANDLES: Arc<StreamHandles>;
 }
 
 pin_project! {
-    /// Task of one stream. It runs until it ends or the stream that carries its response is evicted. Dropping the task resets the
-    /// stream.
-    struct UntilEvicted<F> {
+    /// Task of one stream. It runs until it ends, the stream that carries its response is evicted, or the session requests a
+    /// reset. Dropping the task resets the stream.
+    struct StreamTask<F> {
         #[pin]
-        task: TaskLocalFuture<EvictionSlot, F>,
-        slot: EvictionSlot,
+        task: TaskLocalFuture<Arc<StreamHandles>, F>,
+        handles: Arc<StreamHandles>,
     }
 }
 
-impl<F: Future<Output = ()>> UntilEvicted<F> {
-    fn new(task: F) -> Self {
-        let slot = EvictionSlot::default();
+impl<F: Future<Output = ()>> StreamTask<F> {
+    fn new(task: F, handles: Arc<StreamHandles>) -> Self {
         Self {
-            task: EVICTION.scope(EvictionSlot::clone(&slot), task),
-            slot,
+            task: HANDLES.scope(handles.clone(), task),
+            handles,
         }
     }
 }
 
-impl<F: Future<Output = ()>> Future for UntilEvicted<F> {
+impl<F: Future<Output = ()>> Future for StreamTask<F> {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let this = self.project();
+        // Before the task, which would end the stream in order.
+        if let Some(reset) = this.handles.reset.get()
+            && reset.poll_requested(cx).is_ready()
+        {
+            return Poll::Ready(());
+        }
         if this.task.poll(cx).is_ready() {
             return Poll::Ready(());
         }
-        let Some((eviction, connection)) = this.slot.get() else {
+        let Some((eviction, connection)) = this.handles.eviction.get() else {
             return Poll::Pending;
         };
         ready!(eviction.poll_evicted(cx));
@@ -302,10 +319,16 @@ async fn respond(
 ) -> Response<ResponseBody> {
     if request.version() == Version::HTTP_2 {
         let busy_guard = connection.idle.begin_request();
+        if request.method() == Method::CONNECT {
+            let reset = StreamReset::default();
+            request.extensions_mut().insert(reset.clone());
+            let _ = HANDLES.try_with(|handles| handles.reset.set(reset));
+        }
         let response = proxy.handle(connection, request, exchange).await;
         if let Some(eviction) = response.body().eviction_handle() {
             // Outside a task of the executor, no waker is registered.
-            let _ = EVICTION.try_with(|slot| slot.set((eviction, connection.clone())));
+            let _ =
+                HANDLES.try_with(|handles| handles.eviction.set((eviction, connection.clone())));
         }
         return response.map(|body| body.with_busy_guard(busy_guard));
     }

@@ -45,7 +45,7 @@ async fn session(
     connection.condition.begin_session();
     record.session_started(StatusCode::OK);
     let relaying = pin!(copy::relay(io, send, receive, record.bytes.clone(), false));
-    if let Some(outcome) = record.run_session_unless_terminated(relaying).await {
+    if let Ok(outcome) = record.run_unless_terminated(relaying).await {
         relay::note(record, proxy.listener.name.as_str(), &outcome);
     }
     Ok(())

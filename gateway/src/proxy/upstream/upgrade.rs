@@ -18,14 +18,12 @@ use super::{
 use crate::{
     error::Error,
     proxy::{
+        client_session::PendingSession,
         context::StreamContext,
         direct::{CountedIo, relay},
-        forward,
-        relay::UpgradedClient,
-        request,
+        forward, request,
         request_body::RequestBody,
         response_body::ResponseBody,
-        upload_budget::BufferedBody,
     },
 };
 use causeway_tunnel::{StreamError, request_target::TargetOverflow, stream_io::StreamIo};
@@ -54,7 +52,7 @@ pub(in crate::proxy) async fn forward_upgrade(
     mut request: Request<RequestBody>,
     token: &str,
 ) -> Result<Response<ResponseBody>, Error> {
-    let on_upgrade = hyper::upgrade::on(&mut request);
+    let session = PendingSession::take(&mut request);
     let (parts, body) = request.into_parts();
     let version = parts.version;
     let mut head = forward::build_head(way, parts)?;
@@ -106,16 +104,14 @@ pub(in crate::proxy) async fn forward_upgrade(
     fields.insert(UPGRADE, protocol);
     way.record.session_started(parts.status);
     in_use.mark_upgraded();
-    spawn_relay(way, on_upgrade, upstream_upgrade);
+    spawn_relay(way, session, upstream_upgrade);
     Ok(Response::from_parts(parts, ResponseBody::empty()))
 }
 
 /// Spawns a task that relays bytes between the upgraded connections of the client and of the upstream.
-fn spawn_relay(way: StreamContext<'_>, client_upgrade: OnUpgrade, upstream_upgrade: OnUpgrade) {
-    let (connection, record) = (way.connection.clone(), way.record.clone());
-    let route = way.route.clone();
-    // The response itself is complete at once.
-    let busy_guard = connection.idle.begin_request();
+fn spawn_relay(way: StreamContext<'_>, session: PendingSession, upstream_upgrade: OnUpgrade) {
+    let starting = session.start(way.connection.clone());
+    let (record, route) = (way.record.clone(), way.route.clone());
     let work = async move {
         // The upstream's half is awaited first: it is available at once, and a client that has disconnected resets it.
         let far = match upstream_upgrade.await {
@@ -132,27 +128,18 @@ fn spawn_relay(way: StreamContext<'_>, client_upgrade: OnUpgrade, upstream_upgra
             let what = "has a connection that HTTP does not release";
             return record.record_failure(&error::broken_upstream(&route, what));
         };
-        let near = match client_upgrade.await {
-            Ok(near) => near,
-            Err(error) => {
-                return tracing::debug!(%error, "a client disconnected before its session began");
-            }
+        let Some(session) = starting.await else {
+            return;
         };
-        let session = UpgradedClient::new(
-            near,
-            connection,
-            (None, BufferedBody::default()),
-            busy_guard,
-        );
         let mut upstream_io = CountedIo::new(far, record.bytes.clone());
         let outcome = {
             let work = pin!(relay(session, &mut upstream_io, false));
-            record.run_session_unless_terminated(work).await
+            record.run_unless_terminated(work).await
         };
         match outcome {
-            None => {}
-            Some(Ok(())) => record.mark_session_ended(),
-            Some(Err(error)) => {
+            Err(_terminated) => {}
+            Ok(Ok(())) => record.mark_session_ended(),
+            Ok(Err(error)) => {
                 if let Some(stream) = find::<StreamError>(&error) {
                     record.record_failure(&Error::from_stream_error(route.node.as_str(), stream));
                 } else if upstream_io.is_broken() {
