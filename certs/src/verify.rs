@@ -22,6 +22,7 @@ pub use client::{
     NotAGateway, UnexpectedCa, control_client, csr_exchange_client, egress_client, join_client,
     peer_client, pinned_root, rejoin_client, tunnel_client,
 };
+pub use issuers::CertificateRequirement;
 pub use peer::{
     IsRevokedFn, PeerRejected, Purpose, VerifiedPeer, check_peer, none_revoked, verify_peer,
 };

@@ -2,17 +2,23 @@
 
 use crate::world::{
     GATEWAY_NAME, World,
-    app::{App, Script},
-    client::{Client, Connection, assert_problem, exchange, read, read_to_end, whole},
+    app::{App, End, PauseGate, Script},
+    client::{Client, Connection, Wire, assert_problem, exchange, read, read_to_end, whole},
     edge::Edge,
+    frames::{
+        DATA, END_HEADERS, Frame, HEADERS, PREFACE, RST_STREAM, WINDOW_UPDATE, fields, frame, next,
+        send, settings,
+    },
     gateway::{anonymous, listener},
     tool::{Tool, need},
 };
+use causeway_certs::{Ca, TrustDomain};
 use causeway_edge::config::Protocol;
 use causeway_gateway::config::{ClientAuth, Listener, ListenerProtocol};
 use data_encoding::BASE64;
 use hyper::{Method, Request, Response, Version, body::Incoming};
 use hyper_util::rt::TokioIo;
+use std::time::Duration;
 use tokio::io::AsyncWriteExt;
 
 /// Proxy without TLS for these networks of loopback.
@@ -152,6 +158,57 @@ async fn a_proxy_asks_for_the_credential_with_407_and_takes_a_token_as_password(
 }
 
 #[tokio::test]
+async fn a_certificate_of_an_unknown_ca_does_not_stand_in_the_way_of_a_token() {
+    let app = App::saying("hello").await;
+    let (mut build, ca) = (
+        World::build(),
+        Ca::create(&TrustDomain::parse("other").unwrap()).unwrap(),
+    );
+    let token = build.token("ann");
+    let authenticated = Listener {
+        client_auth: ClientAuth {
+            tokens: Some(build.tokens()),
+            ..ClientAuth::default()
+        },
+        ..listener("tokens", ListenerProtocol::Https)
+    };
+    // A rejected certificate never makes a client anonymous.
+    let open = Listener {
+        anonymous: true,
+        ..authenticated.clone()
+    };
+    let open = Listener {
+        name: "open".to_owned(),
+        ..open
+    };
+    build = build.listener(authenticated).listener(open);
+    let world = build.start().await;
+    let _edge = edge(&world, &app).await;
+    let leaf = ca
+        .issue_client("ann", &[], Duration::from_hours(1))
+        .unwrap();
+    for name in ["tokens", "open"] {
+        let client = world.client_at(name).certificate(&leaf);
+        let answer = client.get("https://edge-1:9100/").await;
+        let detail = "certificate: is not issued by a CA that is trusted here";
+        assert_problem(&answer, 401, "unauthenticated", detail);
+        let refused = client
+            .clone()
+            .bearer("wrong")
+            .get("https://edge-1:9100/")
+            .await;
+        assert_eq!(refused.status, 401);
+        let served = client.bearer(&token).get("https://edge-1:9100/").await;
+        assert_eq!(served.text(), "hello");
+    }
+    // A listener without tokens refuses the handshake.
+    let request = Request::get("https://edge-1:9100/").body(whole(""));
+    let strict = world.client().certificate(&leaf);
+    let refused = strict.try_send(request.unwrap()).await;
+    refused.map(|answer| answer.to_string()).unwrap_err();
+}
+
+#[tokio::test]
 async fn only_the_named_networks_are_served_without_tls() {
     let app = App::saying("hello").await;
     let near = plain("near", &["127.0.0.1/32", "127.0.0.2/32"]);
@@ -213,6 +270,110 @@ async fn a_connect_over_http2_is_a_session_with_half_close() {
     let answer = exchange(&mut wire, head).await;
     assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
     assert_eq!(read(&mut wire, 5).await, b"first");
+}
+
+/// Opens a CONNECT to `authority` on an HTTP/2 connection.
+async fn open_session(wire: &mut dyn Wire, stream: u32, authority: &str) {
+    let head = fields(&[(":method", "CONNECT"), (":authority", authority)]);
+    let head = frame(HEADERS, END_HEADERS, stream, &head);
+    send(wire, &head).await.unwrap();
+    let answer = next_of(wire, stream).await;
+    assert_eq!(
+        (answer.kind, answer.status()),
+        (HEADERS, 200),
+        "{authority}"
+    );
+}
+
+/// Returns the next frame of a stream, except updates of its window.
+async fn next_of(wire: &mut dyn Wire, stream: u32) -> Frame {
+    loop {
+        let frame = next(wire).await.unwrap();
+        if frame.stream == stream && frame.kind != WINDOW_UPDATE {
+            return frame;
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_aborted_session_over_http2_is_a_reset_and_spares_the_other_sessions() {
+    let gate = PauseGate::new();
+    let echo = App::tcp(Script::new().echo()).await;
+    let breaking = App::tcp(Script::new().write("part").until(&gate).reset()).await;
+    let silent = App::tcp(Script::new().silence()).await;
+    let proxy = Listener {
+        direct_networks: vec!["127.0.0.1/32".parse().unwrap()],
+        ..listener("proxy", ListenerProtocol::Connect)
+    };
+    let world = World::build().listener(proxy).start().await;
+    let edge = world
+        .edge("edge-1")
+        .port_as(1, Protocol::Tcp, echo.address())
+        .port_as(2, Protocol::Tcp, breaking.address())
+        .port_as(3, Protocol::Tcp, silent.address());
+    let _edge = edge.join().await;
+    let client = world.client_at("proxy");
+    let mut wire = client.wire(GATEWAY_NAME, &["h2"]).await.unwrap();
+    let wire = &mut *wire;
+    send(wire, &[PREFACE, &settings(&[])].concat())
+        .await
+        .unwrap();
+    open_session(wire, 1, "edge-1:1").await;
+    let dialled_by_the_gateway = |app: &App| format!("localhost:{}", app.port());
+    let mut stream = 1;
+    for (to_breaking, to_silent) in [
+        ("edge-1:2".to_owned(), "edge-1:3".to_owned()),
+        (
+            dialled_by_the_gateway(&breaking),
+            dialled_by_the_gateway(&silent),
+        ),
+    ] {
+        stream += 2;
+        open_session(wire, stream, &to_breaking).await;
+        let part = next_of(wire, stream).await;
+        assert_eq!((part.kind, &part.payload[..]), (DATA, &b"part"[..]));
+        gate.open();
+        let end = next_of(wire, stream).await;
+        assert_eq!(end.kind, RST_STREAM, "{to_breaking}: {end:?}");
+        // Codes that hyper takes for an ordinary end: NO_ERROR and CANCEL.
+        for code in [0, 8] {
+            stream += 2;
+            open_session(wire, stream, &to_silent).await;
+            let reset = frame(RST_STREAM, 0, stream, &[0, 0, 0, code]);
+            send(wire, &reset).await.unwrap();
+            assert_eq!(silent.end().await, End::Reset, "{to_silent}: {code}");
+        }
+    }
+    send(wire, &frame(DATA, 0, 1, b"alive")).await.unwrap();
+    assert_eq!(next_of(wire, 1).await.payload, b"alive");
+}
+
+#[tokio::test]
+async fn a_request_body_that_its_client_resets_is_never_complete() {
+    let app = App::http(|_| Script::new().body()).await;
+    let world = World::start().await;
+    let _edge = edge(&world, &app).await;
+    let mut wire = world.client().wire("edge-1", &["h2"]).await.unwrap();
+    let wire = &mut *wire;
+    send(wire, &[PREFACE, &settings(&[])].concat())
+        .await
+        .unwrap();
+    for (stream, code) in [(1, 0), (3, 8)] {
+        let head = fields(&[
+            (":method", "POST"),
+            (":scheme", "https"),
+            (":authority", "edge-1:9100"),
+            (":path", "/"),
+        ]);
+        let head = frame(HEADERS, END_HEADERS, stream, &head);
+        send(wire, &[head, frame(DATA, 0, stream, b"part")].concat())
+            .await
+            .unwrap();
+        app.head().await;
+        let reset = frame(RST_STREAM, 0, stream, &[0, 0, 0, code]);
+        send(wire, &reset).await.unwrap();
+        assert_eq!(app.end().await, End::Reset, "{code}");
+    }
 }
 
 #[tokio::test]

@@ -161,12 +161,24 @@ pub(super) fn is_other_issuer(error: &Error) -> bool {
     )
 }
 
+/// Requirement of a handshake on the client's certificate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CertificateRequirement {
+    /// A trusted certificate.
+    Required,
+    /// A trusted certificate, or none.
+    Optional,
+    /// Any certificate, or none. `verify_peer` rejects one of an unknown CA, and the client may authenticate by other means:
+    /// kubectl presents the certificate of its cluster also to a proxy that accepts only tokens.
+    Deferred,
+}
+
 /// Verifier of client certificates for rustls: of our own, of those of other CAs, or of both.
 #[derive(Debug)]
 pub(super) struct ClientVerifier {
     own_issuers: Option<Arc<Issuers>>,
     foreign_verifier: Option<Arc<dyn ClientCertVerifier>>,
-    required: bool,
+    requirement: CertificateRequirement,
     hints: Vec<DistinguishedName>,
 }
 
@@ -174,7 +186,7 @@ impl ClientVerifier {
     pub(super) fn new(
         own_issuers: Option<Arc<Issuers>>,
         foreign_verifier: Option<Arc<dyn ClientCertVerifier>>,
-        (purpose, required): (IssuerPurpose, bool),
+        (purpose, requirement): (IssuerPurpose, CertificateRequirement),
     ) -> Arc<Self> {
         let own_hints = own_issuers
             .iter()
@@ -186,13 +198,13 @@ impl ClientVerifier {
             hints: own_hints.chain(foreign_hints).collect(),
             own_issuers,
             foreign_verifier,
-            required,
+            requirement,
         })
     }
 }
 
-impl ClientCertVerifier for ClientVerifier {
-    fn verify_client_cert(
+impl ClientVerifier {
+    fn verify_issuer(
         &self,
         leaf: &CertificateDer<'_>,
         issuers: &[CertificateDer<'_>],
@@ -211,13 +223,32 @@ impl ClientCertVerifier for ClientVerifier {
             (None, None) => Err(CertificateError::UnknownIssuer.into()),
         }
     }
+}
+
+impl ClientCertVerifier for ClientVerifier {
+    fn verify_client_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        issuers: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        match self.verify_issuer(leaf, issuers, now) {
+            Err(error)
+                if self.requirement == CertificateRequirement::Deferred
+                    && is_other_issuer(&error) =>
+            {
+                Ok(ClientCertVerified::assertion())
+            }
+            result => result,
+        }
+    }
 
     fn offer_client_auth(&self) -> bool {
         true
     }
 
     fn client_auth_mandatory(&self) -> bool {
-        self.required
+        self.requirement == CertificateRequirement::Required
     }
 
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
@@ -296,7 +327,7 @@ mod tests {
             .unwrap();
         let (own, behind) = leaf.chain().split_first().unwrap();
         let roots = root_store([ca.root()]).unwrap();
-        let asked = (IssuerPurpose::Clients, true);
+        let asked = (IssuerPurpose::Clients, CertificateRequirement::Required);
         let clients = ClientVerifier::new(None, Some(build_verifier(&roots).unwrap()), asked);
         let with = |count| {
             let behind = vec![behind[0].clone(); count];

@@ -6,7 +6,7 @@
 //! Both only prove the possession of a key and a chain; `check_peer` returns the identity.
 
 use super::{
-    issuers::ClientVerifier,
+    issuers::{CertificateRequirement, ClientVerifier},
     roots::TrustError,
     session_tickets::{SharedTicketer, TicketSecret},
     trust_store::TrustStore,
@@ -40,7 +40,7 @@ pub fn tunnel_server(
     trust: &TrustStore,
     tickets: &TicketSecret,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let verifier = edge_verifier(trust, None, true)?;
+    let verifier = edge_verifier(trust, None, CertificateRequirement::Required)?;
     let tickets = Some(Arc::new(SharedTicketer::new(tickets)) as Arc<dyn ProducesTickets>);
     let versions = [&version::TLS13];
     Ok(build_server_config(
@@ -58,7 +58,7 @@ pub fn egress_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &TrustStore,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let verifier = edge_verifier(trust, None, true)?;
+    let verifier = edge_verifier(trust, None, CertificateRequirement::Required)?;
     Ok(build_server_config(
         &[&version::TLS13],
         verifier,
@@ -77,7 +77,7 @@ pub fn peer_server(
     let verifier = ClientVerifier::new(
         trust.issuers.clone(),
         trust.foreign_client_verifier()?,
-        (IssuerPurpose::Replicas, true),
+        (IssuerPurpose::Replicas, CertificateRequirement::Required),
     );
     let versions = [&version::TLS13];
     Ok(build_server_config(
@@ -97,7 +97,7 @@ pub fn join_server(
     trust: &TrustStore,
     cluster: Option<&ClusterCa>,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let verifier = edge_verifier(trust, cluster, false)?;
+    let verifier = edge_verifier(trust, cluster, CertificateRequirement::Optional)?;
     Ok(build_server_config(
         &[&version::TLS13],
         verifier,
@@ -110,34 +110,35 @@ pub fn join_server(
 fn edge_verifier(
     trust: &TrustStore,
     cluster: Option<&ClusterCa>,
-    required: bool,
+    requirement: CertificateRequirement,
 ) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
-    let requirement = (IssuerPurpose::Edges, required);
     let other_verifier = trust.foreign_client_verifier()?;
     let other_verifier = other_verifier.or_else(|| cluster.map(|cluster| cluster.verifier.clone()));
     Ok(ClientVerifier::new(
         trust.issuers.clone(),
         other_verifier,
-        requirement,
+        (IssuerPurpose::Edges, requirement),
     ))
 }
 
-/// Returns the configuration of a listener: TLS 1.2 and 1.3, and client certificates that `trust` accepts. `required`
-/// determines whether a certificate is required.
+/// Returns the configuration of a listener: TLS 1.2 and 1.3, and client certificates that `trust` accepts.
+///
+/// # Errors
+/// If a certificate is required and `trust` accepts none, or TLS cannot be set up.
 pub fn listener_server(
     leaves: Arc<dyn ResolvesServerCert>,
     trust: &TrustStore,
-    required: bool,
+    requirement: CertificateRequirement,
     alpn: &[&[u8]],
 ) -> Result<Arc<ServerConfig>, TrustError> {
     let trusts_nobody = trust.issuers.is_none() && trust.foreign_verifier.is_none();
-    let verifier = match (trusts_nobody, required) {
-        (true, true) => return Err(TrustError::NoTrustedRoots),
-        (true, false) => WebPkiClientVerifier::no_client_auth(),
-        (false, required) => ClientVerifier::new(
+    let verifier = match (trusts_nobody, requirement) {
+        (true, CertificateRequirement::Required) => return Err(TrustError::NoTrustedRoots),
+        (true, _) => WebPkiClientVerifier::no_client_auth(),
+        (false, _) => ClientVerifier::new(
             trust.issuers.clone(),
             trust.foreign_verifier.clone(),
-            (IssuerPurpose::Clients, required),
+            (IssuerPurpose::Clients, requirement),
         ),
     };
     let versions = [&version::TLS13, &version::TLS12];

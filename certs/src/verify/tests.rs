@@ -88,15 +88,12 @@ impl World {
     }
 
     /// Returns the trust of a listener that accepts our clients and those of `other`.
-    fn listener(&self, other: &Ca) -> (ListenerClientTrust, TrustStore) {
-        let client_roots = vec![other.root().clone()];
+    fn listener(&self, other: &Ca) -> TrustStore {
         let listener = ListenerClientTrust {
             accepts_own: true,
-            client_roots,
-            is_required: true,
+            client_roots: vec![other.root().clone()],
         };
-        let trust = TrustStore::listener(&self.ca, &listener).unwrap();
-        (listener, trust)
+        TrustStore::listener(&self.ca, &listener).unwrap()
     }
 }
 
@@ -541,7 +538,7 @@ fn shared_ticket_keys_do_not_resume_without_a_certificate() {
 #[test]
 fn a_listener_knows_our_clients_and_foreign_ones_apart() {
     let (world, other) = (World::new(), World::new());
-    let (listener, trust) = world.listener(&other.ca);
+    let trust = world.listener(&other.ca);
     let leaf = world
         .ca
         .issue_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
@@ -549,7 +546,7 @@ fn a_listener_knows_our_clients_and_foreign_ones_apart() {
     let server = listener_server(
         leaf.resolver(),
         &trust,
-        listener.is_required,
+        CertificateRequirement::Required,
         &[b"http/1.1"],
     )
     .unwrap();
@@ -616,7 +613,7 @@ fn each_kind_of_certificate_serves_its_own_purpose() {
 #[test]
 fn a_foreign_ca_cannot_mint_an_edge() {
     let (world, other) = (World::new(), World::new());
-    let (_, trust) = world.listener(&other.ca);
+    let trust = world.listener(&other.ca);
     let check = |leaf: &LeafCertificate, purpose| {
         check_peer(
             Some(leaf.chain()),
@@ -699,28 +696,39 @@ fn a_listener_without_client_ca_neither_asks_nor_requires() {
         .issue_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
         .unwrap();
     let listener = ListenerClientTrust::default();
-    let trust = |listener: &ListenerClientTrust| TrustStore::listener(&world.ca, listener).unwrap();
-    let server = listener_server(
-        leaf.resolver(),
-        &trust(&listener),
-        listener.is_required,
-        &[],
-    )
-    .unwrap();
+    let trust = TrustStore::listener(&world.ca, &listener).unwrap();
+    let server = |requirement| listener_server(leaf.resolver(), &trust, requirement, &[]);
+    let optional = server(CertificateRequirement::Optional).unwrap();
     let client = curl(&world.ca, Some(&world.client()), &[]);
-    let (_client, server) = dial(&client, &server, "edge-1").unwrap();
-    assert!(server.peer_certificates().is_none());
-    let required = ListenerClientTrust {
-        is_required: true,
-        ..listener
-    };
-    let refused = listener_server(
-        leaf.resolver(),
-        &trust(&required),
-        required.is_required,
-        &[],
-    );
+    let (_client, accepted) = dial(&client, &optional, "edge-1").unwrap();
+    assert!(accepted.peer_certificates().is_none());
+    let refused = server(CertificateRequirement::Required);
     assert!(matches!(refused, Err(TrustError::NoTrustedRoots)));
+}
+
+#[test]
+fn a_deferred_certificate_of_an_unknown_ca_passes_the_handshake_only() {
+    let (world, other) = (World::new(), World::new());
+    let listener = ListenerClientTrust {
+        accepts_own: true,
+        ..ListenerClientTrust::default()
+    };
+    let trust = TrustStore::listener(&world.ca, &listener).unwrap();
+    let leaf = world
+        .ca
+        .issue_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
+        .unwrap();
+    let client = curl(&world.ca, Some(&other.client()), &[]);
+    let dialled = |requirement| {
+        let server = listener_server(leaf.resolver(), &trust, requirement, &[]).unwrap();
+        dial(&client, &server, "edge-1")
+    };
+    dialled(CertificateRequirement::Optional).unwrap_err();
+    let (_client, server) = dialled(CertificateRequirement::Deferred).unwrap();
+    let chain = server.peer_certificates();
+    let now = UnixTime::now();
+    let found = check_peer(chain, Purpose::Client, now, &trust, &none_revoked);
+    assert_eq!(found, Err(PeerRejected::UnknownIssuer));
 }
 
 /// Returns a root with the subject of our root, but its own key.
@@ -737,7 +745,6 @@ fn a_foreign_root_of_the_same_name_stays_foreign() {
     let listener = ListenerClientTrust {
         accepts_own: true,
         client_roots: vec![root],
-        is_required: true,
     };
     let trust = TrustStore::listener(&world.ca, &listener).unwrap();
     let client = twin.issue_client("ann", &[], HOUR).unwrap();
@@ -960,7 +967,13 @@ fn peers_of_both_roots_trust_each_other_until_one_is_retired() {
             .ca
             .issue_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
             .unwrap();
-        let server = listener_server(leaf.resolver(), &active.trust, true, &[]).unwrap();
+        let server = listener_server(
+            leaf.resolver(),
+            &active.trust,
+            CertificateRequirement::Required,
+            &[],
+        )
+        .unwrap();
         for ca in [&old.ca, &retired.ca] {
             let client = ca.issue_client("ann", &[], HOUR).unwrap();
             dial(&curl(ca, Some(&client), &[]), &server, "edge-1").unwrap();

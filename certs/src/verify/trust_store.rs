@@ -21,8 +21,6 @@ pub struct ListenerClientTrust {
     pub accepts_own: bool,
     /// Further roots, from the listener's configuration.
     pub client_roots: Vec<CertificateDer<'static>>,
-    /// Whether the handshake fails without a certificate.
-    pub is_required: bool,
 }
 
 /// Signers that an acceptor or a dialler trusts: our own issuers, foreign roots, or both.

@@ -14,7 +14,7 @@ use rustls::{ServerConfig, version};
 use rustls_pki_types::{CertificateDer, UnixTime};
 use webpki::EndEntityCert;
 
-use super::issuers::ClientVerifier;
+use super::issuers::{CertificateRequirement, ClientVerifier};
 use super::peer::PeerRejected;
 use super::roots::{TrustError, client_verifier};
 use super::server::ALPN_CONTROL;
@@ -56,7 +56,7 @@ impl YurtHubServerTls {
             .and_then(|shown| shown.verify_is_valid_for_subject_name(&address.into()))
             .map_err(|error| TrustError::Name(address, error.to_string()))?;
         let verifier = client_verifier(roots)?;
-        let requirement = (IssuerPurpose::Clients, true);
+        let requirement = (IssuerPurpose::Clients, CertificateRequirement::Required);
         let clients = ClientVerifier::new(None, Some(verifier.clone()), requirement);
         let versions = [&version::TLS13, &version::TLS12];
         let server = build_server_config(&versions, clients, leaf.resolver(), &ALPN_CONTROL, None)?;

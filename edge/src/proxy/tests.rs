@@ -6,7 +6,10 @@ mod shared;
 use super::*;
 use crate::config::Config;
 use bytes::Bytes;
-use causeway_certs::{Ca, ListenerName, TrustDomain, TrustStore, verify::listener_server};
+use causeway_certs::{
+    Ca, ListenerName, TrustDomain, TrustStore,
+    verify::{CertificateRequirement, listener_server},
+};
 use causeway_rt::socket::{CountedIo, ResetOnClose};
 use causeway_tunnel::{
     StreamError, StreamKind, StreamSender, Tunnel,
@@ -816,7 +819,13 @@ async fn upstream_tls_verifies_the_named_ca_and_offers_a_certificate() {
     let leaf = ca.issue_listener(&names, hour).unwrap();
     let client = ca.issue_client("edge", &[], hour).unwrap();
     let (trust, alpn): (_, [&[u8]; 2]) = (TrustStore::from_ca(&ca).unwrap(), [b"h2", b"http/1.1"]);
-    let server = listener_server(leaf.resolver(), &trust, true, &alpn).unwrap();
+    let server = listener_server(
+        leaf.resolver(),
+        &trust,
+        CertificateRequirement::Required,
+        &alpn,
+    )
+    .unwrap();
     let files = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
         let path = files.path().join(name);

@@ -275,6 +275,13 @@ pub struct ClientAuth {
     pub token_review: Option<TokenReview>,
 }
 
+impl ClientAuth {
+    /// Whether a token may identify a client.
+    pub fn accepts_bearer_tokens(&self) -> bool {
+        self.tokens.is_some() || !self.jwt.is_empty() || self.token_review.is_some()
+    }
+}
+
 impl Default for ClientAuth {
     fn default() -> Self {
         Self {

@@ -519,9 +519,7 @@ impl ListenerValidator<'_> {
                 "a plain TCP connection cannot carry a token; use client_auth.client_ca",
             );
         }
-        let accepts_tokens = listener.client_auth.tokens.is_some()
-            || !listener.client_auth.jwt.is_empty()
-            || listener.client_auth.token_review.is_some();
+        let accepts_tokens = listener.client_auth.accepts_bearer_tokens();
         let known = (listener.has_tls() && accepts_certificates)
             || (!listener.protocol.is_opaque() && accepts_tokens)
             // The mode of the socket (0600) admits only its owner.

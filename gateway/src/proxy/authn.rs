@@ -202,14 +202,15 @@ impl Authenticator {
         port: Option<u16>,
         context: AuthnContext<'_>,
     ) -> Result<ClientIdentity, Error> {
+        let presented = credential.filter(|_| self.accepts_bearer_tokens());
         match &credentials.client {
             Ok(Some(client)) => return Ok(client.clone()),
+            // The certificate may be for the upstream. Without a token, its client is refused and not anonymous.
+            Err(PeerRejected::UnknownIssuer) if presented.is_some() => {}
             Err(rejection) => return Err(certificate_error(rejection)),
             Ok(None) => {}
         }
-        if self.accepts_bearer_tokens()
-            && let Some(presented) = credential
-        {
+        if let Some(presented) = presented {
             let presented = (presented.as_bytes(), expired);
             return bearer::identify(self, presented, (credentials, peer), context).await;
         }

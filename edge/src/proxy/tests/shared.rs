@@ -166,7 +166,13 @@ async fn a_request_that_goes_on_over_http1_has_its_form() {
     let leaf = ca.issue_listener(&names, Duration::from_hours(1)).unwrap();
     let accept = async |alpn: &[&[u8]]| {
         let trust = TrustStore::from_ca(&ca).unwrap();
-        let server = listener_server(leaf.resolver(), &trust, false, alpn).unwrap();
+        let server = listener_server(
+            leaf.resolver(),
+            &trust,
+            CertificateRequirement::Optional,
+            alpn,
+        )
+        .unwrap();
         let (tcp, _) = listener.accept().await.unwrap();
         let acceptor = tokio_rustls::TlsAcceptor::from(server);
         acceptor.accept(tcp).await.unwrap()

@@ -22,7 +22,8 @@ use crate::{
 use arc_swap::ArcSwap;
 use causeway_certs::{
     Ca, KnownName, LeafCertificate, ListenerClientTrust, LiveCa, NodeName, Role, SniCertResolver,
-    StaticTokens, TrustStore, verify,
+    StaticTokens, TrustStore,
+    verify::{self, CertificateRequirement},
 };
 use causeway_rt::log_throttle::LogThrottle;
 use causeway_tunnel::wire;
@@ -223,10 +224,7 @@ impl ListenerSource {
         if ca.is_trusted() || !listener.has_tls() {
             return Ok(());
         }
-        let has_other_auth = client_auth.tokens.is_some()
-            || !client_auth.jwt.is_empty()
-            || client_auth.token_review.is_some()
-            || listener.anonymous;
+        let has_other_auth = client_auth.accepts_bearer_tokens() || listener.anonymous;
         let missing = if self.certificate.is_none() {
             "certificate: there is no CA that can issue one"
         } else if self.client_roots.is_empty() && !has_other_auth {
@@ -304,7 +302,6 @@ impl ListenerSource {
         let trust = ListenerClientTrust {
             accepts_own: self.listener.client_auth.own_ca && ca.is_trusted(),
             client_roots: self.client_roots.clone(),
-            is_required: false,
         };
         let fault = |cause| BindError::Trust {
             what: format!("listener {:?}", self.listener.name),
@@ -326,9 +323,13 @@ impl ListenerSource {
             ListenerProtocol::Http => &[wire::ALPN_HTTP11, wire::ALPN_HTTP10],
             ListenerProtocol::Tcp | ListenerProtocol::Passthrough => &[],
         };
-        let required = trust.is_required;
+        let requirement = if self.listener.client_auth.accepts_bearer_tokens() {
+            CertificateRequirement::Deferred
+        } else {
+            CertificateRequirement::Optional
+        };
         let trust = TrustStore::listener(ca, &trust).map_err(fault)?;
-        let config = verify::listener_server(resolver, &trust, required, alpn).map_err(fault)?;
+        let config = verify::listener_server(resolver, &trust, requirement, alpn).map_err(fault)?;
         Ok(Some(ListenerTls {
             server_config: config,
             trust,

@@ -170,7 +170,10 @@ pub(super) fn verify_client(
 ) -> (Option<String>, Result<Option<ClientIdentity>, PeerRejected>) {
     let (_, session) = stream.get_ref();
     let client = client_from_certificate(proxy, session).inspect_err(|rejection| {
-        handshake_failed(proxy, "certificate", rejection);
+        let may_have_token = proxy.listener.authentication.accepts_bearer_tokens();
+        if !may_have_token || *rejection != PeerRejected::UnknownIssuer {
+            handshake_failed(proxy, "certificate", rejection);
+        }
     });
     (session.server_name().map(str::to_owned), client)
 }
