@@ -68,13 +68,17 @@ pub(super) async fn import_ca(
             }
         }
     };
-    // Without a CA the start fails with the command that makes one.
-    if let Some(text) = entries.get(&EntryKey::Ca.to_string()) {
-        let invalid = |why| anyhow::anyhow!("{engine}: the entry `ca` cannot be parsed: {why}");
-        let shared = SharedCa::from_entry(text).map_err(invalid)?;
-        Store::open(&config.data_dir, OpenMode::Create)?.import_shared(&shared)?;
-        tracing::info!("the CA was loaded from {engine}");
-    }
+    // Another start may succeed, so this is no error of the configuration.
+    let Some(text) = entries.get(&EntryKey::Ca.to_string()) else {
+        let data_dir = config.data_dir.display();
+        bail!(
+            "there is no CA in {data_dir} or in {engine}: start this gateway once the gateway with the CA is ready, or create a CA with `causeway ca init --data-dir {data_dir}`"
+        );
+    };
+    let invalid = |why| anyhow::anyhow!("{engine}: the entry `ca` cannot be parsed: {why}");
+    let shared = SharedCa::from_entry(text).map_err(invalid)?;
+    Store::open(&config.data_dir, OpenMode::Create)?.import_shared(&shared)?;
+    tracing::info!("the CA was loaded from {engine}");
     Ok(())
 }
 

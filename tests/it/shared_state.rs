@@ -16,12 +16,13 @@ use std::{fs, time::Duration};
 
 const URL: &str = "http://edge-1:9100/";
 
-/// Returns a gateway with an empty data directory, which gets the CA from etcd.
-async fn another(etcd: &Etcd) -> GatewayProcess {
-    another_with(&configuration(etcd, "/causeway/")).await
+/// Returns a gateway with an empty data directory, which gets the CA from etcd once `first` has stored it there.
+async fn another(etcd: &Etcd, first: &GatewayProcess) -> GatewayProcess {
+    another_with(&configuration(etcd, "/causeway/"), first).await
 }
 
-async fn another_with(configuration: &str) -> GatewayProcess {
+async fn another_with(configuration: &str, first: &GatewayProcess) -> GatewayProcess {
+    until_ready(first).await;
     let folder = tempfile::tempdir().unwrap();
     GatewayProcess::of(folder, "127.0.0.1:0", configuration).await
 }
@@ -57,12 +58,26 @@ async fn until_known(site: &GatewayProcess, node: &str, state: &str) {
 }
 
 #[tokio::test]
+async fn a_gateway_that_finds_no_ca_names_both_places() {
+    need!("etcd");
+    let etcd = Etcd::start().await;
+    let folder = tempfile::tempdir().unwrap();
+    let refused = GatewayProcess::refused(&folder, &configuration(&etcd, "/causeway/")).await;
+    // Not 78: the next start may succeed.
+    assert_eq!(refused.code, Some(1), "{}", refused.stderr);
+    refused.failed(&[
+        "there is no CA in",
+        "or in etcd",
+        "once the gateway with the CA is ready",
+    ]);
+}
+
+#[tokio::test]
 async fn each_command_works_at_any_gateway() {
     need!("etcd");
     let (etcd, app) = (Etcd::start().await, App::saying("it").await);
     let one = GatewayProcess::with_listeners(&configuration(&etcd, "/causeway/")).await;
-    until_ready(&one).await;
-    let two = another(&etcd).await;
+    let two = another(&etcd, &one).await;
     until_ready(&two).await;
     let roots = |site: &GatewayProcess| fs::read(site.data().join("ca.pem")).unwrap();
     assert_eq!(roots(&one), roots(&two));
@@ -118,8 +133,7 @@ async fn without_etcd_edges_stay_and_what_cannot_be_decided_is_refused() {
     need!("etcd");
     let (mut etcd, app) = (Etcd::start().await, App::saying("it").await);
     let one = GatewayProcess::with_listeners(&configuration(&etcd, "/causeway/")).await;
-    let two = another(&etcd).await;
-    until_ready(&one).await;
+    let two = another(&etcd, &one).await;
     until_ready(&two).await;
     let edge = one.join("edge-1", app.port()).await;
     let token = one.token("--node edge-2").await;
@@ -167,8 +181,7 @@ async fn a_slow_etcd_delays_decisions_and_one_that_is_too_slow_refuses_them() {
     let link = Link::to(etcd.address()).await;
     let configuration = configuration_at(&format!("http://{}", link.address()), "/causeway/");
     let one = GatewayProcess::with_listeners(&configuration).await;
-    let two = another_with(&configuration).await;
-    until_ready(&one).await;
+    let two = another_with(&configuration, &one).await;
     until_ready(&two).await;
     let edge = one.join("edge-1", app.port()).await;
     let tokens = [
@@ -218,8 +231,7 @@ async fn an_etcd_that_is_restored_from_a_backup_undoes_no_decision() {
     need!("etcd");
     let (mut etcd, app) = (Etcd::start().await, App::saying("it").await);
     let one = GatewayProcess::with_listeners(&configuration(&etcd, "/causeway/")).await;
-    let two = another(&etcd).await;
-    until_ready(&one).await;
+    let two = another(&etcd, &one).await;
     until_ready(&two).await;
     let revoked = one.join("edge-1", app.port()).await;
     let removed = one.join("edge-2", app.port()).await;
@@ -245,7 +257,7 @@ async fn an_etcd_that_is_restored_from_a_backup_undoes_no_decision() {
 
     etcd.restore(&backup).await;
     // A gateway without files sees what the others have stored again.
-    let third = another(&etcd).await;
+    let third = another(&etcd, &one).await;
     until_ready(&third).await;
     for site in [&one, &two, &third] {
         until_known(site, "edge-1", "revoked").await;
