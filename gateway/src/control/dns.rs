@@ -64,6 +64,8 @@ impl BoundSockets {
         if address.is_ipv6() {
             udp.set_only_v6(!address.ip().is_unspecified())?;
         }
+        // Before the first query arrives: it would be answered from another address.
+        udp::request_local_addresses(&udp, address.is_ipv6())?;
         udp.bind(&address.into())?;
         udp.set_nonblocking(true)?;
         Ok(Self {

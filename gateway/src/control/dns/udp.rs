@@ -19,7 +19,7 @@ use nix::{
 use std::{
     io::{self, IoSlice, IoSliceMut},
     net,
-    os::fd::AsRawFd,
+    os::fd::{AsFd, AsRawFd},
     time::Duration,
 };
 use tokio::{io::Interest, net::UdpSocket, time::sleep};
@@ -39,7 +39,7 @@ enum LocalAddr {
 type Received = (usize, SockaddrStorage, Option<LocalAddr>);
 
 pub(super) async fn run(socket: net::UdpSocket, names: &NodeNames, stop: &CancellationToken) {
-    let socket = match attach(socket) {
+    let socket = match UdpSocket::from_std(socket) {
         Ok(socket) => socket,
         Err(error) => {
             tracing::error!(%error, "cannot answer DNS over UDP: the socket cannot be registered with the runtime");
@@ -70,13 +70,14 @@ pub(super) async fn run(socket: net::UdpSocket, names: &NodeNames, stop: &Cancel
     }
 }
 
-fn attach(socket: net::UdpSocket) -> io::Result<UdpSocket> {
-    if socket.local_addr()?.is_ipv4() {
-        setsockopt(&socket, sockopt::Ipv4PacketInfo, &true)?;
+/// Makes the system note the queried address of each query that arrives from now on.
+pub(super) fn request_local_addresses(socket: &impl AsFd, is_ipv6: bool) -> io::Result<()> {
+    if is_ipv6 {
+        setsockopt(socket, sockopt::Ipv6RecvPacketInfo, &true)?;
     } else {
-        setsockopt(&socket, sockopt::Ipv6RecvPacketInfo, &true)?;
+        setsockopt(socket, sockopt::Ipv4PacketInfo, &true)?;
     }
-    UdpSocket::from_std(socket)
+    Ok(())
 }
 
 fn receive(socket: &UdpSocket, buffer: &mut [u8]) -> io::Result<Received> {
@@ -129,5 +130,37 @@ fn send(
     });
     if let Err(error) = sent {
         tracing::debug!(%error, "a DNS answer was dropped");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::BoundSockets, *};
+    use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+    #[tokio::test]
+    async fn a_query_before_the_start_has_the_address_to_which_it_was_sent() {
+        for listen in [
+            IpAddr::from(Ipv4Addr::UNSPECIFIED),
+            IpAddr::from(Ipv6Addr::UNSPECIFIED),
+        ] {
+            let bound = BoundSockets::bind((listen, 0).into()).unwrap();
+            let port = bound.local_addr().unwrap().port();
+            let client = net::UdpSocket::bind("127.0.0.1:0").unwrap();
+            client.send_to(b"query", ("127.0.0.2", port)).unwrap();
+            let socket = UdpSocket::from_std(bound.udp).unwrap();
+            let mut buffer = [0; MAX_QUERY_SIZE];
+            let reading = socket.async_io(Interest::READABLE, || receive(&socket, &mut buffer));
+            let queried: IpAddr = match reading.await.unwrap() {
+                (5, _, Some(LocalAddr::V4(info))) => {
+                    Ipv4Addr::from_bits(u32::from_be(info.ipi_spec_dst.s_addr)).into()
+                }
+                (5, _, Some(LocalAddr::V6(info))) => {
+                    IpAddr::from(Ipv6Addr::from(info.ipi6_addr.s6_addr)).to_canonical()
+                }
+                other => panic!("{other:?}"),
+            };
+            assert_eq!(queried, Ipv4Addr::new(127, 0, 0, 2), "{listen}");
+        }
     }
 }
