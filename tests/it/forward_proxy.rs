@@ -1,13 +1,13 @@
 //! `connect` listeners as HTTP proxies: CONNECT over both versions of HTTP, requests in absolute form, and clients without TLS.
 
 use crate::world::{
-    GATEWAY_NAME, World,
+    GATEWAY_NAME, PATIENCE, World,
     app::{App, End, PauseGate, Script},
     client::{Client, Connection, Wire, assert_problem, exchange, read, read_to_end, whole},
     edge::Edge,
     frames::{
-        DATA, END_HEADERS, Frame, HEADERS, PREFACE, RST_STREAM, WINDOW_UPDATE, fields, frame, next,
-        send, settings,
+        DATA, END_HEADERS, END_STREAM, Frame, HEADERS, PREFACE, RST_STREAM, WINDOW_UPDATE, fields,
+        frame, next, send, settings,
     },
     gateway::{anonymous, listener},
     tool::{Tool, need},
@@ -18,8 +18,12 @@ use causeway_gateway::config::{ClientAuth, Listener, ListenerProtocol};
 use data_encoding::BASE64;
 use hyper::{Method, Request, Response, Version, body::Incoming};
 use hyper_util::rt::TokioIo;
-use std::time::Duration;
-use tokio::io::AsyncWriteExt;
+use std::{net::SocketAddr, time::Duration};
+use tokio::{
+    io::{AsyncWriteExt, Interest},
+    net::TcpListener,
+    time::timeout,
+};
 
 /// Proxy without TLS for these networks of loopback.
 fn plain(name: &str, networks: &[&str]) -> Listener {
@@ -272,20 +276,78 @@ async fn a_connect_over_http2_is_a_session_with_half_close() {
     assert_eq!(read(&mut wire, 5).await, b"first");
 }
 
-/// Opens a CONNECT to `authority` on an HTTP/2 connection.
-async fn open_session(wire: &mut dyn Wire, stream: u32, authority: &str) {
-    let head = fields(&[(":method", "CONNECT"), (":authority", authority)]);
-    let head = frame(HEADERS, END_HEADERS, stream, &head);
-    send(wire, &head).await.unwrap();
-    let answer = next_of(wire, stream).await;
-    assert_eq!(
-        (answer.kind, answer.status()),
-        (HEADERS, 200),
-        "{authority}"
-    );
+/// Sessions over one HTTP/2 connection, written frame by frame.
+struct Http2Sessions {
+    world: World,
+    _edge: Edge,
+    wire: Box<dyn Wire>,
+    last_stream: u32,
 }
 
-/// Returns the next frame of a stream, except updates of its window.
+impl Http2Sessions {
+    /// Starts a world whose edge serves these apps at the ports from 1 on. The gateway itself dials names of this host.
+    async fn start(apps: &[SocketAddr]) -> Self {
+        let proxy = Listener {
+            direct_networks: vec!["127.0.0.1/32".parse().unwrap()],
+            ..listener("proxy", ListenerProtocol::Connect)
+        };
+        let world = World::build().listener(proxy).start().await;
+        let edge = world.edge("edge-1");
+        let edge = (1..).zip(apps).fold(edge, |edge, (port, app)| {
+            edge.port_as(port, Protocol::Tcp, *app)
+        });
+        let edge = edge.join().await;
+        let client = world.client_at("proxy");
+        let wire = client.wire(GATEWAY_NAME, &["h2"]).await.unwrap();
+        let mut sessions = Self {
+            world,
+            _edge: edge,
+            wire,
+            last_stream: 0,
+        };
+        sessions.send(&[PREFACE, &settings(&[])].concat()).await;
+        sessions
+    }
+
+    async fn send(&mut self, bytes: &[u8]) {
+        send(&mut *self.wire, bytes).await.unwrap();
+    }
+
+    /// Returns the next frame of the last session, except updates of its window.
+    async fn next(&mut self) -> Frame {
+        next_of(&mut *self.wire, self.last_stream).await
+    }
+
+    /// Opens a session and returns its stream.
+    async fn open(&mut self, authority: &str) -> u32 {
+        self.last_stream += if self.last_stream == 0 { 1 } else { 2 };
+        let head = fields(&[(":method", "CONNECT"), (":authority", authority)]);
+        let head = frame(HEADERS, END_HEADERS, self.last_stream, &head);
+        self.send(&head).await;
+        let answer = self.next().await;
+        assert_eq!(
+            (answer.kind, answer.status()),
+            (HEADERS, 200),
+            "{authority}"
+        );
+        self.last_stream
+    }
+
+    /// Resets the last session with this error code.
+    async fn reset(&mut self, code: u8) {
+        let reset = frame(RST_STREAM, 0, self.last_stream, &[0, 0, 0, code]);
+        self.send(&reset).await;
+    }
+}
+
+/// Returns the targets of the app at a port of the edge: by the edge, and dialled by the gateway.
+fn targets(port: u16, app: SocketAddr) -> [String; 2] {
+    [
+        format!("edge-1:{port}"),
+        format!("localhost:{}", app.port()),
+    ]
+}
+
 async fn next_of(wire: &mut dyn Wire, stream: u32) -> Frame {
     loop {
         let frame = next(wire).await.unwrap();
@@ -299,53 +361,57 @@ async fn next_of(wire: &mut dyn Wire, stream: u32) -> Frame {
 async fn an_aborted_session_over_http2_is_a_reset_and_spares_the_other_sessions() {
     let gate = PauseGate::new();
     let echo = App::tcp(Script::new().echo()).await;
-    let breaking = App::tcp(Script::new().write("part").until(&gate).reset()).await;
+    let breaking = Script::new().write("part").until(&gate);
+    let breaking = App::tcp(breaking.write("last").reset()).await;
     let silent = App::tcp(Script::new().silence()).await;
-    let proxy = Listener {
-        direct_networks: vec!["127.0.0.1/32".parse().unwrap()],
-        ..listener("proxy", ListenerProtocol::Connect)
-    };
-    let world = World::build().listener(proxy).start().await;
-    let edge = world
-        .edge("edge-1")
-        .port_as(1, Protocol::Tcp, echo.address())
-        .port_as(2, Protocol::Tcp, breaking.address())
-        .port_as(3, Protocol::Tcp, silent.address());
-    let _edge = edge.join().await;
-    let client = world.client_at("proxy");
-    let mut wire = client.wire(GATEWAY_NAME, &["h2"]).await.unwrap();
-    let wire = &mut *wire;
-    send(wire, &[PREFACE, &settings(&[])].concat())
-        .await
-        .unwrap();
-    open_session(wire, 1, "edge-1:1").await;
-    let dialled_by_the_gateway = |app: &App| format!("localhost:{}", app.port());
-    let mut stream = 1;
-    for (to_breaking, to_silent) in [
-        ("edge-1:2".to_owned(), "edge-1:3".to_owned()),
-        (
-            dialled_by_the_gateway(&breaking),
-            dialled_by_the_gateway(&silent),
-        ),
-    ] {
-        stream += 2;
-        open_session(wire, stream, &to_breaking).await;
-        let part = next_of(wire, stream).await;
+    let mut sessions = Http2Sessions::start(&[&echo, &breaking, &silent].map(App::address)).await;
+    let spared = sessions.open("edge-1:1").await;
+    for target in targets(2, breaking.address()) {
+        sessions.open(&target).await;
+        let part = sessions.next().await;
         assert_eq!((part.kind, &part.payload[..]), (DATA, &b"part"[..]));
         gate.open();
-        let end = next_of(wire, stream).await;
-        assert_eq!(end.kind, RST_STREAM, "{to_breaking}: {end:?}");
+        let last = sessions.next().await;
+        assert_eq!(
+            (last.kind, &last.payload[..]),
+            (DATA, &b"last"[..]),
+            "{target}"
+        );
+        let end = sessions.next().await;
+        assert_eq!(end.kind, RST_STREAM, "{target}: {end:?}");
+    }
+    for target in targets(3, silent.address()) {
         // Codes that hyper takes for an ordinary end: NO_ERROR and CANCEL.
         for code in [0, 8] {
-            stream += 2;
-            open_session(wire, stream, &to_silent).await;
-            let reset = frame(RST_STREAM, 0, stream, &[0, 0, 0, code]);
-            send(wire, &reset).await.unwrap();
-            assert_eq!(silent.end().await, End::Reset, "{to_silent}: {code}");
+            sessions.open(&target).await;
+            sessions.reset(code).await;
+            assert_eq!(silent.end().await, End::Reset, "{target}: {code}");
         }
     }
-    send(wire, &frame(DATA, 0, 1, b"alive")).await.unwrap();
-    assert_eq!(next_of(wire, 1).await.payload, b"alive");
+    sessions.send(&frame(DATA, 0, spared, b"alive")).await;
+    let echoed = next_of(&mut *sessions.wire, spared).await;
+    assert_eq!(echoed.payload, b"alive");
+}
+
+#[tokio::test]
+async fn a_session_over_http2_that_is_only_half_open_ends_with_its_reset() {
+    let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = app.local_addr().unwrap();
+    let mut sessions = Http2Sessions::start(&[address]).await;
+    for target in targets(1, address) {
+        let stream = sessions.open(&target).await;
+        let half_close = frame(DATA, END_STREAM, stream, b"hello");
+        sessions.send(&half_close).await;
+        let (mut accepted, _) = app.accept().await.unwrap();
+        assert_eq!(read_to_end(&mut accepted).await.unwrap(), b"hello");
+        let open = sessions.world.metrics().await.sum("open_streams", &[]);
+        assert_eq!(open, 1, "{target}");
+        // Nothing is read from this client any more, or written to it.
+        sessions.reset(8).await;
+        let ended = timeout(PATIENCE, accepted.ready(Interest::ERROR)).await;
+        ended.expect("the app learns of the reset").unwrap();
+        sessions.world.until_idle().await;
+    }
 }
 
 #[tokio::test]

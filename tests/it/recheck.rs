@@ -346,6 +346,10 @@ async fn sessions_of_a_removed_listener_are_rechecked_like_others() {
     let mut bob = session(&at(&leaves[1]), "").await;
     let mut cid = session(&at(&leaves[2]), "").await;
     let mut dan = session(&world.client_at("clients").nobody(), &bearer(&token)).await;
+    // The certificate of an unknown CA is ignored beside the token.
+    let unknown = Ca::create(&"unknown.test".parse().unwrap()).unwrap();
+    let unknown = unknown.issue_client("eve", &[], LIFE).unwrap();
+    let mut eve = session(&at(&unknown), &bearer(&token)).await;
     world.reload(without_clients).unwrap();
     echoes(&mut ann).await;
     // Another policy.
@@ -368,12 +372,14 @@ async fn sessions_of_a_removed_listener_are_rechecked_like_others() {
     // The file has another root, and no token.
     echoes(&mut cid).await;
     echoes(&mut dan).await;
+    echoes(&mut eve).await;
     let next = Ca::create(&"next.test".parse().unwrap()).unwrap();
     std::fs::write(world.folder().join("clients.pem"), next.root_pem()).unwrap();
     std::fs::write(world.folder().join("clients"), "# none\n").unwrap();
     world.reload(|_| {}).unwrap();
     is_reset(&mut cid).await;
     is_reset(&mut dan).await;
+    is_reset(&mut eve).await;
     world.until_idle().await;
 }
 

@@ -77,9 +77,16 @@ where
     match &outcome {
         CopyOutcome::Clean => guarded.complete(),
         CopyOutcome::Socket(_) => up.send.flush_and_abort().await,
-        CopyOutcome::Stream(_) => {}
+        // The last bytes before the reset are still valid.
+        CopyOutcome::Stream(_) => flush_before_reset(&mut guarded.socket).await,
     }
     outcome
+}
+
+/// Flushes a socket as far as it accepts bytes at once, and lets other tasks run, which may send them.
+pub async fn flush_before_reset<S: AsyncWrite + Unpin>(socket: &mut S) {
+    poll_fn(|cx| Poll::Ready(Pin::new(&mut *socket).poll_flush(cx).is_ready())).await;
+    tokio::task::yield_now().await;
 }
 
 fn poll_both<S>(

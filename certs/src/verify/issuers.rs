@@ -31,6 +31,9 @@ use std::{
 /// out to be invalid.
 pub(super) const MAX_INTERMEDIATES: usize = 8;
 
+/// Maximum size of an unknown certificate and those behind it, in bytes. They stay in memory as long as the connection.
+const MAX_DEFERRED_BYTES: usize = 16 << 10;
+
 /// Maximum number of certificates of one generation. Two generations are cached, 4 MiB at most.
 const MAX_GENERATION_ENTRIES: usize = 16_384;
 
@@ -168,7 +171,7 @@ pub enum CertificateRequirement {
     Required,
     /// A trusted certificate, or none.
     Optional,
-    /// Any certificate, or none. `verify_peer` rejects one of an unknown CA, and the client may authenticate by other means:
+    /// A trusted certificate, one of an unknown CA, or none. `verify_peer` rejects the second, and the client may authenticate by other means:
     /// kubectl presents the certificate of its cluster also to a proxy that accepts only tokens.
     Deferred,
 }
@@ -235,7 +238,9 @@ impl ClientCertVerifier for ClientVerifier {
         match self.verify_issuer(leaf, issuers, now) {
             Err(error)
                 if self.requirement == CertificateRequirement::Deferred
-                    && is_other_issuer(&error) =>
+                    && is_other_issuer(&error)
+                    && leaf.len() + issuers.iter().map(|one| one.len()).sum::<usize>()
+                        <= MAX_DEFERRED_BYTES =>
             {
                 Ok(ClientCertVerified::assertion())
             }

@@ -150,7 +150,7 @@ impl GrantedAccess {
             copy.set_sensitive(true);
             Some(copy)
         };
-        let credential = credential.filter(|_| matches!(connection.credentials.client, Ok(None)));
+        let credential = credential.filter(|_| connection.credentials.accept_token());
         Self {
             action,
             method: request.method().clone(),

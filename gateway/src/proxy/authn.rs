@@ -144,6 +144,23 @@ impl ConnectionCredentials {
         }
     }
 
+    /// Whether a token may identify the client. A certificate of an unknown CA may be for the upstream.
+    pub(crate) fn accept_token(&self) -> bool {
+        matches!(self.client, Ok(None) | Err(PeerRejected::UnknownIssuer))
+    }
+
+    /// Returns the error of a token with a note on the certificate that was ignored.
+    fn name_certificate(&self, mut error: Error) -> Error {
+        if self.client.is_err() && error.reason == Reason::Unauthenticated {
+            error.detail = format!(
+                "{}; the client's certificate is not issued by a CA that is trusted here",
+                error.detail
+            )
+            .into();
+        }
+        error
+    }
+
     /// Returns the anonymous client of this connection.
     fn nobody(&self, peer: RemoteAddr, limits: &Limits) -> ClientIdentity {
         let new_client = || {
@@ -202,17 +219,19 @@ impl Authenticator {
         port: Option<u16>,
         context: AuthnContext<'_>,
     ) -> Result<ClientIdentity, Error> {
-        let presented = credential.filter(|_| self.accepts_bearer_tokens());
+        if credentials.accept_token()
+            && self.accepts_bearer_tokens()
+            && let Some(presented) = credential
+        {
+            let presented = (presented.as_bytes(), expired);
+            let identified = bearer::identify(self, presented, (credentials, peer), context).await;
+            return identified.map_err(|error| credentials.name_certificate(error));
+        }
         match &credentials.client {
             Ok(Some(client)) => return Ok(client.clone()),
-            // The certificate may be for the upstream. Without a token, its client is refused and not anonymous.
-            Err(PeerRejected::UnknownIssuer) if presented.is_some() => {}
+            // A client whose certificate was rejected is never anonymous.
             Err(rejection) => return Err(certificate_error(rejection)),
             Ok(None) => {}
-        }
-        if let Some(presented) = presented {
-            let presented = (presented.as_bytes(), expired);
-            return bearer::identify(self, presented, (credentials, peer), context).await;
         }
         if self.admits_anonymous(peer, port) {
             return Ok(credentials.nobody(peer, context.limits));

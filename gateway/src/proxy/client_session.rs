@@ -10,6 +10,7 @@ use http::Request;
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
 use std::{
+    future::pending,
     io,
     pin::Pin,
     sync::Arc,
@@ -75,6 +76,19 @@ impl ClientSession {
     }
 }
 
+impl ClientSession {
+    /// Returns a future that ends when the client has reset its HTTP/2 stream, also while nothing is read from it.
+    pub(super) fn wait_reset(&self) -> impl Future<Output = ()> + use<> {
+        let reset = self.reset.clone();
+        async move {
+            match reset {
+                Some(reset) => reset.wait_reset_by_client().await,
+                None => pending().await,
+            }
+        }
+    }
+}
+
 impl ResetOnClose for ClientSession {
     /// Makes the next close reset the HTTP/2 stream, and not the connection that it shares with other streams.
     fn abort(&self) {
@@ -110,5 +124,12 @@ impl AsyncRead for ClientSession {
 }
 
 impl AsyncWrite for ClientSession {
-    causeway_rt::forward!(io: poll_write, poll_flush, poll_shutdown);
+    causeway_rt::forward!(io: poll_write, poll_flush);
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if let Some(reset) = &self.reset {
+            reset.mark_half_closed();
+        }
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
 }

@@ -15,6 +15,7 @@ use super::{
     client_session::PendingSession,
     context::Proxy,
     listener::{ClientConnection, Listener},
+    relay::RESET_BY_CLIENT,
     request_body::RequestBody,
     response_body::ResponseBody,
     route::{self, RouteInput},
@@ -29,7 +30,10 @@ use causeway_rt::{
     resolve,
     socket::{self, ResetOnClose, ResetUnlessComplete},
 };
-use causeway_tunnel::{RejectCode, Target, copy::ByteCounters};
+use causeway_tunnel::{
+    RejectCode, Target,
+    copy::{ByteCounters, flush_before_reset},
+};
 use http::{Method, Request, Response, StatusCode};
 use ipnet::IpNet;
 use std::{
@@ -254,10 +258,15 @@ fn spawn_session(direct: &DirectConnect<'_>, session: PendingSession, tcp: TcpSt
         let Some(session) = starting.await else {
             return;
         };
+        let reset = session.wait_reset();
         let mut target_io = CountedIo::new(tcp, record.bytes.clone());
         let relayed = {
             let work = pin!(relay(session, &mut target_io, client_speaks_first));
-            record.run_unless_terminated(work).await
+            tokio::select! {
+                biased;
+                relayed = record.run_unless_terminated(work) => relayed,
+                () = reset => return record.record_abandoned(RESET_BY_CLIENT),
+            }
         };
         match relayed {
             Ok(Ok(())) => record.mark_session_ended(),
@@ -297,7 +306,11 @@ where
             far.shutdown().await?;
         }
     }
-    copy_bidirectional_with_sizes(near, far, COPY_BUFFER_SIZE, COPY_BUFFER_SIZE).await?;
+    let copied = copy_bidirectional_with_sizes(near, far, COPY_BUFFER_SIZE, COPY_BUFFER_SIZE).await;
+    if let Err(error) = copied {
+        flush_before_reset(near).await;
+        return Err(error);
+    }
     client.complete();
     target.complete();
     Ok(())

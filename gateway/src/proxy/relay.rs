@@ -13,10 +13,14 @@ use crate::{
     },
 };
 use causeway_rt::listener::RemoteAddr;
-use causeway_tunnel::{StreamKind, StreamReceiver, StreamSender, copy, edge_side};
+use causeway_tunnel::{StreamError, StreamKind, StreamReceiver, StreamSender, copy, edge_side};
 use http::{Request, Response, StatusCode};
 use std::{pin::pin, time::Duration};
 use tracing::debug_span;
+
+/// Detail of the record of a session whose client has reset its HTTP/2 stream.
+pub(super) const RESET_BY_CLIENT: &str =
+    "the client aborted its session: it has reset its HTTP/2 stream";
 
 /// Answers a CONNECT, and relays bytes after the response.
 ///
@@ -91,7 +95,7 @@ pub(super) fn spawn_relay(
         let Some(session) = starting.await else {
             return;
         };
-        let buffered = session.buffered();
+        let (buffered, reset) = (session.buffered(), session.wait_reset());
         let relaying = pin!(copy::relay(
             session,
             sender,
@@ -104,8 +108,12 @@ pub(super) fn spawn_relay(
             &buffered,
             relaying
         ));
-        if let Ok(outcome) = record.run_unless_terminated(work).await {
-            note(&record, node.as_str(), &outcome);
+        tokio::select! {
+            biased;
+            outcome = record.run_unless_terminated(work) => if let Ok(outcome) = outcome {
+                note(&record, node.as_str(), &outcome);
+            },
+            () = reset => record.record_abandoned(RESET_BY_CLIENT),
         }
     });
 }
@@ -118,6 +126,9 @@ pub(super) fn note(record: &AccessRecord, node: &str, outcome: &copy::CopyOutcom
             record.record_abandoned(&format!("the client aborted its session: {error}"));
         }
         copy::CopyOutcome::Stream(error) => {
+            if matches!(error, StreamError::Evicted) {
+                record.connection().condition.lost_stream();
+            }
             record.record_failure(&Error::from_stream_error(node, error));
         }
     }

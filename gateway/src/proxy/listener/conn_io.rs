@@ -52,6 +52,8 @@ pub struct ConnState {
     head_started_at: AtomicU64,
     /// Eviction handle of the stream that carries the response, if the client speaks HTTP/1.1.
     eviction: Mutex<Option<Eviction>>,
+    /// Number of reads that returned bytes of HTTP/2.
+    http2_reads: AtomicU64,
     /// Time since which the socket accepts no bytes, in milliseconds after `created_at`, plus one; 0 means none.
     blocked_since: AtomicU64,
     /// Notified when a stream was evicted, if the client speaks HTTP/2.
@@ -79,6 +81,7 @@ impl Default for ConnState {
             expects_head: AtomicBool::new(false),
             head_started_at: AtomicU64::new(1),
             eviction: Mutex::default(),
+            http2_reads: AtomicU64::new(0),
             blocked_since: AtomicU64::new(0),
             stream_lost: Notify::new(),
             is_session: AtomicBool::new(false),
@@ -161,6 +164,16 @@ impl ConnState {
             None => Poll::Pending,
         })
         .await;
+    }
+
+    /// Records that bytes of HTTP/2 were read.
+    pub(super) fn note_http2_read(&self) {
+        self.http2_reads.fetch_add(1, Relaxed);
+    }
+
+    /// Returns the number of reads that returned bytes of HTTP/2.
+    pub(super) fn http2_reads(&self) -> u64 {
+        self.http2_reads.load(Relaxed)
     }
 
     /// Records that a stream was evicted.
@@ -575,6 +588,9 @@ impl AsyncRead for ClientIo {
             }
             this.condition
                 .note_header_block(this.header_blocks.track(received));
+            if this.header_blocks.is_http2() {
+                this.condition.note_http2_read();
+            }
             this.negotiated.check(&this.header_blocks)?;
             let forwarded_len = this.request_line.rewrite(received);
             if let Some(long_target) = this.request_line.take_overflow() {

@@ -5,7 +5,9 @@
 //! defaults here, because they protect a public listener. Control frames have a budget below hyper, see [`ControlFrameLimiter`].
 
 use super::{
-    ClientConnection, LongTarget, conn_io::ClientIo, idle_timer::IdleTimer,
+    ClientConnection, LongTarget,
+    conn_io::{ClientIo, ConnState},
+    idle_timer::IdleTimer,
     stream_reset::StreamReset,
 };
 use crate::{
@@ -55,10 +57,8 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, task: F) {
-        // The task that sends the bytes of a session is started by the task of its request.
-        let handles = HANDLES.try_with(Arc::clone).unwrap_or_default();
         self.0
-            .spawn(tracing::Span::current(), StreamTask::new(task, handles));
+            .spawn(tracing::Span::current(), StreamTask::new(task));
     }
 }
 
@@ -83,14 +83,21 @@ pin_project! {
         #[pin]
         task: TaskLocalFuture<Arc<StreamHandles>, F>,
         handles: Arc<StreamHandles>,
+        // Whether the task sends the bytes of a session.
+        is_sender: bool,
     }
 }
 
 impl<F: Future<Output = ()>> StreamTask<F> {
-    fn new(task: F, handles: Arc<StreamHandles>) -> Self {
+    fn new(task: F) -> Self {
+        // The task that sends the bytes of a session is started by the task of its request.
+        let outer = HANDLES.try_with(Arc::clone);
+        let is_sender = outer.is_ok();
+        let handles = outer.unwrap_or_default();
         Self {
             task: HANDLES.scope(handles.clone(), task),
             handles,
+            is_sender,
         }
     }
 }
@@ -107,6 +114,9 @@ impl<F: Future<Output = ()>> Future for StreamTask<F> {
             return Poll::Ready(());
         }
         if this.task.poll(cx).is_ready() {
+            if let (true, Some(reset)) = (*this.is_sender, this.handles.reset.get()) {
+                reset.mark_sender_done();
+            }
             return Poll::Ready(());
         }
         let Some((eviction, connection)) = this.handles.eviction.get() else {
@@ -127,8 +137,13 @@ const SMALL_STREAM_WINDOW: u32 = (64 << 10) - 1;
 const MAX_SEND_BUFFER: usize = 128 << 10;
 /// Maximum number of streams on one HTTP/2 connection. Go's server allows as many; its client opens a second connection for more.
 const MAX_CONCURRENT_STREAMS: u32 = 250;
-/// Interval of HTTP/2 pings. A dead client is detected within twice this time.
+/// Time without a byte from an HTTP/2 client after which it is sent a PING.
 const PING_INTERVAL: Duration = Duration::from_secs(30);
+/// Time without a byte from an HTTP/2 client with open requests after which its connection ends. hyper would end the connection as
+/// if all sessions and bodies were complete (hyper 1.12), so its timeout is longer.
+const SILENCE_LIMIT: Duration = Duration::from_mins(1);
+/// Interval of the checks for such clients.
+const SILENCE_CHECK_INTERVAL: Duration = Duration::from_secs(15);
 
 /// Time for one more HTTP/1.1 request, whose response announces the end of the connection. A connection that closed without that
 /// response would lose a request in transit. An HTTP/2 connection announces its end by GOAWAY and loses no request.
@@ -176,6 +191,10 @@ pub(super) async fn serve(
                     proxy.shared.metrics.count_limit_reached("slow_head");
                     return;
                 }
+                Event::Silent => {
+                    tracing::debug!("a client with open requests answers no PING");
+                    return;
+                }
                 Event::Idle => {
                     serving.as_mut().graceful_shutdown();
                     let idle = connection.idle.wait_idle(proxy.shared.timeouts.header);
@@ -198,6 +217,8 @@ enum Event {
     Stalled,
     /// The head of a request is too slow.
     SlowHead,
+    /// An HTTP/2 client with open requests sends nothing, not even answers to pings.
+    Silent,
     /// There was no request for a long time.
     Idle,
     /// The end of the connection was announced, and the client does not close it.
@@ -221,6 +242,7 @@ fn events<'a>(
     [
         slow_head.map(|()| Event::SlowHead).boxed(),
         condition.wait_stalled().map(|()| Event::Stalled).boxed(),
+        wait_silent(condition, idle).map(|()| Event::Silent).boxed(),
         (idle
             .wait_idle(timeouts.idle_keepalive)
             .map(|()| Event::Idle))
@@ -229,6 +251,22 @@ fn events<'a>(
     ]
     .into_iter()
     .collect()
+}
+
+/// Waits until a client that speaks HTTP/2 and has open requests has sent nothing for [`SILENCE_LIMIT`], rounded up to an interval of
+/// checks. Until the first frame, the client may still speak HTTP/1.1, whose clients may be silent.
+async fn wait_silent(condition: &ConnState, idle: &IdleTimer) {
+    let (mut seen, mut silence) = (0, Duration::ZERO);
+    while silence < SILENCE_LIMIT {
+        sleep(SILENCE_CHECK_INTERVAL).await;
+        let reads = condition.http2_reads();
+        silence = if reads > 0 && reads == seen && idle.has_open_requests() {
+            silence + SILENCE_CHECK_INTERVAL
+        } else {
+            Duration::ZERO
+        };
+        seen = reads;
+    }
 }
 
 /// Waits until `stop` requires the end of a connection. On HTTP/1.1, each response since the start of the drain announces the
@@ -391,7 +429,7 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<TaskExecutor> {
         .max_frame_size(causeway_tunnel::wire::MAX_FRAME)
         .max_header_list_size(u32::try_from(MAX_URI_BYTES + header_bytes * 2).unwrap_or(u32::MAX))
         .keep_alive_interval(PING_INTERVAL)
-        .keep_alive_timeout(PING_INTERVAL);
+        .keep_alive_timeout(2 * SILENCE_LIMIT);
     builder
 }
 
@@ -420,6 +458,29 @@ mod tests {
         // Requests are counted for HTTP/2 connections.
         drop(idle.begin_request());
         ends(Duration::ZERO).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn only_an_http2_client_with_open_requests_is_too_silent() {
+        let (condition, idle) = (ConnState::default(), Arc::new(IdleTimer::default()));
+        let waiting = || tokio::time::timeout(10 * SILENCE_LIMIT, wait_silent(&condition, &idle));
+        let request = idle.begin_request();
+        waiting().await.expect_err("HTTP/1.1");
+        condition.note_http2_read();
+        drop(request);
+        waiting().await.expect_err("no request is open");
+        let _request = idle.begin_request();
+        let answering = async {
+            for _ in 0..100 {
+                sleep(SILENCE_LIMIT - SILENCE_CHECK_INTERVAL).await;
+                condition.note_http2_read();
+            }
+        };
+        tokio::select! {
+            () = wait_silent(&condition, &idle) => panic!("the client answers"),
+            () = answering => {}
+        }
+        waiting().await.expect("the client is silent");
     }
 
     #[tokio::test(start_paused = true)]

@@ -44,6 +44,11 @@ impl IdleTimer {
         self.open_requests.load(Relaxed) > 0 || self.idle_since.load(Relaxed) > 0
     }
 
+    /// Whether a request is open.
+    pub fn has_open_requests(&self) -> bool {
+        self.open_requests.load(Relaxed) > 0
+    }
+
     fn idle_since(&self) -> Option<Instant> {
         let since = self.idle_since.load(Relaxed).checked_sub(1);
         let since = since.filter(|_| self.open_requests.load(Relaxed) == 0)?;

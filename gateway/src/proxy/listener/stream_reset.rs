@@ -1,10 +1,12 @@
 //! Reset of the HTTP/2 stream of a client's session.
 //!
 //! hyper ends the stream of an upgraded request in order when its two halves are dropped, and has no call that resets it
-//! (hyper 1.12, `H2Upgraded`). Dropping the task that sends the stream's bytes resets it. The session requests that here.
+//! (hyper 1.12, `H2Upgraded`). Dropping the task that sends the stream's bytes resets it. The session requests that here. It also
+//! learns here that the client has reset the stream, while nothing is read from it.
 
 use futures_util::task::AtomicWaker;
 use std::{
+    future::poll_fn,
     sync::{
         Arc,
         atomic::{
@@ -15,26 +17,54 @@ use std::{
     task::{Context, Poll},
 };
 
-/// Request to reset a stream. Clones share it.
+/// Reset of a stream, by either side. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct StreamReset(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
     is_requested: AtomicBool,
-    waker: AtomicWaker,
+    sender_waker: AtomicWaker,
+    /// Whether the task that sends the stream's bytes has ended.
+    is_sender_done: AtomicBool,
+    /// Whether the session ends its half in order.
+    is_half_closed: AtomicBool,
+    session_waker: AtomicWaker,
 }
 
 impl StreamReset {
     /// Requests the reset. Both halves of the stream must be dropped afterwards.
     pub fn request(&self) {
         self.0.is_requested.store(true, Release);
-        self.0.waker.wake();
+        self.0.sender_waker.wake();
+    }
+
+    /// Records that the session ends its half in order, which ends the task that sends the stream's bytes.
+    pub fn mark_half_closed(&self) {
+        self.0.is_half_closed.store(true, Release);
+    }
+
+    /// Waits until the client has reset the stream or is gone. Once the session has ended its half, only reading reports that.
+    pub async fn wait_reset_by_client(&self) {
+        poll_fn(|cx| {
+            self.0.session_waker.register(cx.waker());
+            if self.0.is_sender_done.load(Acquire) && !self.0.is_half_closed.load(Acquire) {
+                Poll::Ready(())
+            } else {
+                Poll::Pending
+            }
+        })
+        .await;
+    }
+
+    pub(super) fn mark_sender_done(&self) {
+        self.0.is_sender_done.store(true, Release);
+        self.0.session_waker.wake();
     }
 
     /// Becomes ready when the reset is requested. Wakes the last task that polled.
     pub(super) fn poll_requested(&self, cx: &mut Context<'_>) -> Poll<()> {
-        self.0.waker.register(cx.waker());
+        self.0.sender_waker.register(cx.waker());
         if self.0.is_requested.load(Acquire) {
             Poll::Ready(())
         } else {
