@@ -472,7 +472,7 @@ mod tests {
         let _request = idle.begin_request();
         let answering = async {
             for _ in 0..100 {
-                sleep(SILENCE_LIMIT - SILENCE_CHECK_INTERVAL).await;
+                sleep(SILENCE_LIMIT / 2).await;
                 condition.note_http2_read();
             }
         };
