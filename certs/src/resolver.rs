@@ -138,6 +138,7 @@ impl SniCertResolver {
     }
 
     fn is_own_name(&self, server_name: &str) -> bool {
+        let server_name = without_root(server_name);
         self.names.iter().any(|name| match name {
             HostName::Dns(name) => name.eq_ignore_ascii_case(server_name),
             HostName::Ip(_) => false,
@@ -158,7 +159,7 @@ impl SniCertResolver {
     }
 
     fn target_for_sni(&self, server_name: Option<&str>) -> Option<CertTarget> {
-        let name = NodeName::parse(server_name?).ok()?;
+        let name = NodeName::parse(without_root(server_name?)).ok()?;
         match (self.find_name)(name.as_str())? {
             KnownName::Node => Some(CertTarget::Node(name)),
             KnownName::Service if self.is_own_name(name.as_str()) => None,
@@ -202,6 +203,11 @@ impl SniCertResolver {
         };
         Ok(CachedLeaf::new(&leaf, now))
     }
+}
+
+/// Returns a server name without the dot of the root. Clients have to leave it out (RFC 6066 section 3), and some do not.
+fn without_root(server_name: &str) -> &str {
+    server_name.strip_suffix('.').unwrap_or(server_name)
 }
 
 /// Resolver of the leaves of a listener, for one address.
@@ -300,7 +306,10 @@ mod tests {
         for (name, recognized) in [
             ("edge-1", true),
             ("EDGE-1", true),
+            ("edge-1.", true),
             ("GW.example", true),
+            ("gw.example.", true),
+            ("edge-1..", false),
             ("edge-2", false),
             ("127.0.0.1", false),
             ("gw.example.com", false),

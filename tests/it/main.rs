@@ -55,6 +55,7 @@ mod direct;
 mod egress;
 mod pods;
 mod reviews;
+mod server_names;
 mod services;
 mod testbed;
 
