@@ -54,6 +54,7 @@ mod kills;
 mod direct;
 mod egress;
 mod pods;
+mod rebinding;
 mod reviews;
 mod server_names;
 mod services;

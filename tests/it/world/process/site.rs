@@ -3,7 +3,8 @@
 //! Each site has its own directory and ports that the system chose, and ends with the test.
 
 use super::{
-    Causeway, ExitedProcess, Process, causeway, causeway_on_a_full_disk, causeway_with_files,
+    Causeway, ExitedProcess, Process, causeway, causeway_asking, causeway_on_a_full_disk,
+    causeway_with_files,
 };
 use crate::world::{
     Metrics,
@@ -16,7 +17,7 @@ use crate::world::{
 use rustls::pki_types::{CertificateDer, pem::PemObject};
 use std::{
     fs,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     path::{Path, PathBuf},
 };
 use tempfile::TempDir;
@@ -101,6 +102,13 @@ impl GatewayProcess {
     ) -> Self {
         write(&folder, configuration);
         Self::anew(folder, (program, &[]), tunnel).await
+    }
+
+    /// A running gateway that resolves names only with this server, at its port 53.
+    pub(crate) async fn asking(server: IpAddr, configuration: &str) -> Self {
+        let folder = folder_with_ca().await;
+        let program = causeway_asking(server, folder.path());
+        Self::of_by(program, folder, "127.0.0.1:0", configuration).await
     }
 
     /// Returns the output of a gateway that fails to start in this folder.
