@@ -80,6 +80,7 @@ mod h2spec;
 mod app_faults;
 mod apps;
 mod apps_http2;
+mod attacks;
 mod audit;
 mod partitions;
 mod passthrough;

@@ -72,9 +72,14 @@ async fn dial(
     TlsConnector::from(config).connect(name, tcp).await.unwrap()
 }
 
+/// Connects for egress. HTTP/2 has not begun, and the edge is its client.
+pub(crate) async fn egress_connection(site: &GatewayProcess) -> TlsStream<TcpStream> {
+    dial(site, verify::egress_client).await
+}
+
 /// Opens a connection for egress, on which the edge is the HTTP/2 client.
 pub(crate) async fn egress(site: &GatewayProcess) -> TlsStream<TcpStream> {
-    let mut io = dial(site, verify::egress_client).await;
+    let mut io = egress_connection(site).await;
     let begin = [PREFACE, &frames::settings(&[])].concat();
     frames::send(&mut io, &begin).await.unwrap();
     io
