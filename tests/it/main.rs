@@ -77,6 +77,7 @@ mod abuse;
 
 mod h2spec;
 
+mod allowed;
 mod app_faults;
 mod apps;
 mod apps_http2;

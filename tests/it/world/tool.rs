@@ -106,6 +106,7 @@ fn is_here(tool: &str) -> bool {
         None if tool == "prometheus" => return prometheus().is_some(),
         None if tool == "sshd" => return openssh_server().is_some(),
         None if tool == "dig" => (tool.as_ref(), &["-v"]),
+        None if tool == "ssh" => (tool.as_ref(), &["-V"]),
         None if tool == "haproxy" => (tool.as_ref(), &["-v"]),
         None if tool == "openssl" => (tool.as_ref(), &["version"]),
         _ => (tool.as_ref(), &["--version"]),
