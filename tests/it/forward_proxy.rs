@@ -161,6 +161,45 @@ async fn a_proxy_asks_for_the_credential_with_407_and_takes_a_token_as_password(
     assert_eq!(client.get("https://edge-1:9100/").await.status, 401);
 }
 
+/// A reset could discard the reason at the client (RFC 9112, section 9.6).
+#[tokio::test]
+async fn a_refusal_that_ends_the_connection_ends_it_in_order() {
+    let app = App::saying("hello").await;
+    let (world, token) = with_tokens().await;
+    let _edge = edge(&world, &app).await;
+    for name in ["tls", "plain"] {
+        let client = world.client_at(name).nobody();
+        for (line, fields, reason) in [
+            ("CONNECT edge-9:22 HTTP/1.0", "", "node_unknown"),
+            (
+                "CONNECT edge-9:22 HTTP/1.1",
+                "Connection: close\r\n",
+                "node_unknown",
+            ),
+            (
+                "CONNECT edge-1:1 HTTP/1.1",
+                "Connection: close\r\n",
+                "edge_policy",
+            ),
+            (
+                "GET http://edge-9:9100/ HTTP/1.1",
+                "Connection: close, Upgrade\r\nUpgrade: websocket\r\n",
+                "node_unknown",
+            ),
+        ] {
+            let mut wire = client.wire(GATEWAY_NAME, &["http/1.1"]).await.unwrap();
+            let head =
+                format!("{line}\r\nHost: x\r\nProxy-Authorization: Bearer {token}\r\n{fields}\r\n");
+            wire.write_all(head.as_bytes()).await.unwrap();
+            let answer = read_to_end(&mut wire).await;
+            let answer = answer.unwrap_or_else(|error| panic!("{line} at {name}: {error}"));
+            let answer = String::from_utf8(answer).unwrap();
+            let reason = format!("\"reason\":\"{reason}\"");
+            assert!(answer.contains(&reason), "{line} at {name}: {answer}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_certificate_of_an_unknown_ca_does_not_stand_in_the_way_of_a_token() {
     let app = App::saying("hello").await;

@@ -31,6 +31,7 @@ use hyper::{
     body::{Body as _, Incoming},
     ext::ReasonPhrase,
     service::service_fn,
+    upgrade::OnUpgrade,
 };
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
@@ -45,8 +46,9 @@ use std::{
     task::{Context, Poll, ready},
     time::Duration,
 };
-use tokio::{task::futures::TaskLocalFuture, time::sleep};
+use tokio::{io::AsyncWriteExt, task::futures::TaskLocalFuture, time::sleep};
 use tokio_util::sync::CancellationToken;
+use tracing::debug_span;
 
 /// Executor that runs hyper's tasks in our task group.
 #[derive(Clone, Debug)]
@@ -378,11 +380,16 @@ async fn respond(
     }
     condition.set_eviction(None);
     let method = request.method().clone();
+    let on_upgrade = request.extensions().get::<OnUpgrade>().cloned();
     let mut response = proxy.handle(connection, request, exchange).await;
-    if begins_session(&method, response.status()) {
+    let begins_session = begins_session(&method, response.status());
+    if begins_session {
         // hyper may read bytes of the session before it releases the connection.
         condition.begin_session();
-    } else if is_closing(proxy) {
+    } else if let Some(on_upgrade) = on_upgrade {
+        close_without_session(proxy, connection, on_upgrade);
+    }
+    if !begins_session && is_closing(proxy) {
         // hyper closes the connection after this response (RFC 9112, section 9.6). A session ends by itself.
         let close = HeaderValue::from_static("close");
         response.headers_mut().insert(CONNECTION, close);
@@ -394,6 +401,19 @@ async fn respond(
     }
     condition.set_eviction(response.body().eviction_handle());
     response.map(|body| body.with_socket(Some(condition.clone())))
+}
+
+/// Closes the connection in order if it ends with the response to a request for a session that does not begin. hyper releases such a
+/// connection as for a session, and does not close it. A dropped connection is reset.
+fn close_without_session(proxy: &Proxy, connection: &Arc<ClientConnection>, on_upgrade: OnUpgrade) {
+    let connection = connection.clone();
+    proxy.tasks.spawn(debug_span!("close"), async move {
+        // An error means that the connection continues with another request, or has failed.
+        if let Ok(upgraded) = on_upgrade.await {
+            let _ = TokioIo::new(upgraded).shutdown().await;
+        }
+        drop(connection);
+    });
 }
 
 /// Returns the stream window of a connection that begins now.
