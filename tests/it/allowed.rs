@@ -6,7 +6,7 @@ use crate::{
     laptop::{command, opened},
     server_names::{self, RESET, UNRECOGNIZED, client_hello, server_name_extension},
     world::{
-        GATEWAY_NAME, LIFE, World,
+        GATEWAY_NAME, LIFE, PATIENCE, World,
         app::{App, Script},
         client::{Client, whole},
         edge::Edge,
@@ -27,6 +27,7 @@ use std::{collections::BTreeSet, net::SocketAddr, path::Path};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
+    time::timeout,
 };
 
 /// The access policy. Groups are those of certificates, `robot` has a token, and `system:anonymous` has no credential.
@@ -206,7 +207,8 @@ async fn nodes_and_services_at_https_listeners() {
 async fn read_all(wire: &mut (impl tokio::io::AsyncRead + Unpin)) -> String {
     let mut answer = Vec::new();
     // A refused session is reset.
-    let _ = wire.read_to_end(&mut answer).await;
+    let reading = timeout(PATIENCE, wire.read_to_end(&mut answer)).await;
+    let _ = reading.expect("the connection ends");
     String::from_utf8_lossy(&answer).into_owned()
 }
 
@@ -527,7 +529,8 @@ async fn answer_to(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     let _ = wire.write_all(bytes).await;
     let mut answer = Vec::new();
     // A refused connection to a listener with one destination is reset.
-    let _ = wire.read_to_end(&mut answer).await;
+    let reading = timeout(PATIENCE, wire.read_to_end(&mut answer)).await;
+    let _ = reading.expect("the connection ends");
     answer
 }
 

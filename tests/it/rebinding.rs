@@ -4,10 +4,11 @@
 //! names. At each forbidden address a server listens at the requested port, so that a wrong decision is a connection.
 
 use crate::world::{
+    PATIENCE,
     client::assert_problem,
     names::{A, AAAA, NameServer, Query},
     netns::{Host, NEED, SharedNetwork},
-    process::{GatewayProcess, OPEN, Process, address_after, causeway_asking},
+    process::{GatewayProcess, Process, address_after, causeway_asking},
     tool::need,
 };
 use std::{
@@ -21,6 +22,7 @@ use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
     task::JoinSet,
+    time::timeout,
 };
 
 /// Address of the name server, in the namespace of the hub.
@@ -46,6 +48,12 @@ const FORBIDDEN: [&str; 16] = [
     "fd00:ec2::254",
     "100.100.100.200",
 ];
+
+/// Listener for clients of the edge, and one that dials addresses that no edge serves.
+const WEB: &str =
+    "{ name: web, protocol: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }";
+const DIRECT: &str = "{ name: direct, protocol: connect, listen: \"127.0.0.1:0\", anonymous: true, \
+    plaintext_networks: [127.0.0.0/8], direct_networks: [0.0.0.0/0, \"::/0\"] }";
 
 /// HTTP server that answers each request with its name, and counts connections.
 struct Server {
@@ -140,7 +148,8 @@ impl Scene {
              {{ to: {{ networks: [0.0.0.0/0, \"::/0\"], ports: [{}] }} }}] }}",
             other.address.port()
         );
-        let site = GatewayProcess::asking(SERVER.into(), &format!("{OPEN}\n{rules}\n")).await;
+        let configuration = format!("listeners: [{WEB}, {DIRECT}]\n{rules}\n");
+        let site = GatewayProcess::asking(SERVER.into(), &configuration).await;
         let edge = causeway_asking(SERVER.into(), &site.path(""));
         let token = site.token("--node edge-1").await;
         let edge = edge.args(["edge", "--admin-listen", "127.0.0.1:0"]);
@@ -183,23 +192,36 @@ impl Scene {
         }
     }
 
-    /// Sends a request through the proxy of the edge. Returns the status of the CONNECT, and the body of the answer.
+    /// Sends a request through a proxy. Returns the status of the CONNECT, and the body of the answer.
+    async fn ask(&self, proxy: &str, host: &str, port: u16) -> (String, String) {
+        let asking = async {
+            let mut wire = TcpStream::connect(proxy).await.unwrap();
+            let head = format!(
+                "CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+            );
+            wire.write_all(head.as_bytes()).await.unwrap();
+            let mut answer = Vec::new();
+            while !answer.ends_with(b"\r\n\r\n") {
+                answer.push(wire.read_u8().await.unwrap());
+            }
+            let status = String::from_utf8(answer[9..12].to_vec()).unwrap();
+            if status == "200" {
+                let _ = wire.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await;
+            }
+            let mut rest = Vec::new();
+            let ended = wire.read_to_end(&mut rest).await;
+            let rest = String::from_utf8(rest).unwrap();
+            assert!(ended.is_ok(), "{host}:{port} {status} {rest} {ended:?}");
+            let body = rest.rsplit("\r\n").next().unwrap().to_owned();
+            (status, body)
+        };
+        let answer = timeout(PATIENCE, asking).await;
+        answer.expect("the proxy answers")
+    }
+
+    /// Sends a request through the proxy of the edge.
     async fn ask_egress(&self, host: &str, port: u16) -> (String, String) {
-        let mut wire = TcpStream::connect(&self.proxy).await.unwrap();
-        let head = format!("CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}\r\n\r\n");
-        wire.write_all(head.as_bytes()).await.unwrap();
-        let mut answer = Vec::new();
-        while !answer.ends_with(b"\r\n\r\n") {
-            answer.push(wire.read_u8().await.unwrap());
-        }
-        let status = String::from_utf8(answer[9..12].to_vec()).unwrap();
-        if status == "200" {
-            let _ = wire.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await;
-        }
-        let mut rest = String::new();
-        wire.read_to_string(&mut rest).await.unwrap();
-        let body = rest.rsplit("\r\n").next().unwrap().to_owned();
-        (status, body)
+        self.ask(&self.proxy, host, port).await
     }
 
     /// Asserts that the gateway refuses a destination by its rules.
@@ -264,6 +286,38 @@ async fn egress_reaches_only_the_checked_address_of_a_rebinding_name() {
         scene.assert_denied(name, named, name).await;
         scene.assert_queries(name, 0, name);
     }
+}
+
+#[tokio::test]
+async fn a_listener_dials_only_the_checked_address_of_a_rebinding_name() {
+    need!(NEED, "mounts");
+    let network = SharedNetwork::new();
+    network.opens_up();
+    let host = network.host();
+    let mut scene = Box::pin(Scene::start(&host, |_| Vec::new())).await;
+    let is_open = |line: &str| line.contains("listener open") && line.contains("direct");
+    let line = scene.site.gateway.line("listener open", is_open).await;
+    let direct = address_after(&line, "address=");
+    let (allowed, port) = (scene.allowed.as_str(), scene.cloud.address.port());
+    let denial = format!(
+        "{EGRESS_NAME}:{port} belongs to no edge, and is in no network that listener \\\"direct\\\" dials itself"
+    );
+    for address in FORBIDDEN {
+        scene.resolve_to(&[address], &[allowed]);
+        let (status, body) = scene.ask(&direct, EGRESS_NAME, port).await;
+        assert!(
+            status == "403" && body.contains(&denial),
+            "{address}: {status} {body}"
+        );
+        for first in [&[allowed][..], &[allowed, address], &[address, allowed]] {
+            scene.resolve_to(first, &[address]);
+            let (status, body) = scene.ask(&direct, EGRESS_NAME, port).await;
+            assert_eq!((&*status, &*body), ("200", "cloud"), "{first:?}");
+            scene.assert_queries(EGRESS_NAME, 1, address);
+        }
+    }
+    assert_eq!(scene.cloud.connections(), 3 * FORBIDDEN.len());
+    assert_eq!(scene.own_connections(), 0);
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! Server names (SNI) that clients may not send, or in an unusual form: each reaches its own node, or the client gets an alert.
 
 use crate::world::{
-    World,
+    PATIENCE, World,
     app::{App, Script},
     edge::Edge,
     gateway::{anonymous, listener},
@@ -18,6 +18,7 @@ use std::{io::ErrorKind, net::SocketAddr, path::Path};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
+    time::timeout,
 };
 
 fn policy(rules: &Value) -> PolicyReader {
@@ -61,7 +62,8 @@ pub(crate) async fn answer_to(address: SocketAddr, hello: &[u8]) -> String {
     wire.write_all(hello).await.unwrap();
     let mut answer = Vec::new();
     // An app that ends without reading resets the connection after its answer.
-    let ended = wire.read_to_end(&mut answer).await;
+    let reading = timeout(PATIENCE, wire.read_to_end(&mut answer)).await;
+    let ended = reading.expect("the connection ends");
     match *answer {
         [] if ended.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset) => {
             RESET.to_owned()
