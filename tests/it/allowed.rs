@@ -1,6 +1,7 @@
 //! Table of what each client and each edge may reach, one test for each way in and for the way back.
 //!
-//! All tests have the same nodes, policy and rules of egress. A row names the subject, the destination, and the exact outcome.
+//! All tests have the same nodes, policy and rules of egress. A row names the subject, the destination, and the exact
+//! outcome.
 
 use crate::{
     laptop::{command, opened},
@@ -33,14 +34,19 @@ use tokio::{
 /// The access policy. Groups are those of certificates, `robot` has a token, and `system:anonymous` has no credential.
 fn policy() -> PolicyReader {
     let rules = json!({ "rules": [
-        { "who": { "groups": ["team-a"] }, "where": { "nodes": ["edge-1"] }, "what": { "ports": [9100, 9109, 9200] }, "then": "allow" },
+        { "who": { "groups": ["team-a"] }, "where": { "nodes": ["edge-1"] },
+              "what": { "ports": [9100, 9109, 9200] }, "then": "allow" },
         { "who": { "groups": ["team-a"] }, "where": { "nodes": ["edge-1"], "services": ["printer"] }, "then": "allow" },
         { "who": { "groups": ["team-b"] }, "where": { "nodes": ["edge-2"] }, "then": "allow" },
         { "who": { "groups": ["team-b"] }, "where": { "nodes": ["edge-2"], "services": ["*"] }, "then": "allow" },
-        { "who": { "users": ["robot"] }, "where": { "pools": ["mill"] }, "what": { "ports": [9100], "methods": ["GET"] }, "then": "allow" },
-        { "who": { "users": ["system:anonymous"] }, "where": { "nodes": ["edge-3"] }, "what": { "ports": [9100, 9200] }, "then": "allow" },
-        { "who": { "users": ["system:anonymous"] }, "where": { "nodes": ["edge-3"], "services": ["camera", "radio"] }, "then": "allow" },
-        { "who": { "spiffe": ["spiffe://world.test/edge/edge-1"] }, "where": { "nodes": ["edge-2"] }, "what": { "ports": [9200] }, "then": "allow" },
+        { "who": { "users": ["robot"] }, "where": { "pools": ["mill"] },
+              "what": { "ports": [9100], "methods": ["GET"] }, "then": "allow" },
+        { "who": { "users": ["system:anonymous"] }, "where": { "nodes": ["edge-3"] },
+              "what": { "ports": [9100, 9200] }, "then": "allow" },
+        { "who": { "users": ["system:anonymous"] }, "where": { "nodes": ["edge-3"], "services": ["camera", "radio"] },
+          "then": "allow" },
+        { "who": { "spiffe": ["spiffe://world.test/edge/edge-1"] }, "where": { "nodes": ["edge-2"] },
+              "what": { "ports": [9200] }, "then": "allow" },
         // The name of an edge is no identity.
         { "who": { "users": ["edge-2"] }, "then": "allow" },
     ] });
@@ -48,8 +54,8 @@ fn policy() -> PolicyReader {
     PolicyWriter::new(Some(Policy::compile(&rules).unwrap())).reader()
 }
 
-/// Three nodes, two of them in the pool `mill`. Each serves 9100 (HTTP) and 9200 (bytes), both of which answer with the name of the node,
-/// and the services `printer`, `camera` (HTTP) and `radio` (bytes).
+/// Three nodes, two of them in the pool `mill`. Each serves 9100 (HTTP) and 9200 (bytes), which answer with the name of
+/// the node, and the services `printer`, `camera` (HTTP) and `radio` (bytes).
 struct Site {
     world: World,
     token: String,
@@ -212,8 +218,34 @@ async fn read_all(wire: &mut (impl tokio::io::AsyncRead + Unpin)) -> String {
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-#[tokio::test]
-async fn members_at_listeners_for_sets_of_nodes() {
+/// Listener for a set of nodes, client, and the outcomes of several connections: names of nodes, or a refusal. TCP has
+/// no error messages.
+const MEMBERS: [(&str, &str, &[&str]); 21] = [
+    ("pool", "team-a", &["edge-1"]),
+    ("pool", "team-b", &["edge-2"]),
+    ("pool", "robot", &["edge-1", "edge-2"]),
+    ("pool", "team-c", &["403 forbidden"]),
+    ("pool", "anonymous", &["401 unauthenticated"]),
+    ("pool", "intruder", &["401 unauthenticated"]),
+    ("nodes", "team-a", &["403 forbidden"]),
+    ("nodes", "team-b", &["edge-2"]),
+    ("nodes", "robot", &["edge-2"]),
+    ("labels", "team-a", &["edge-1"]),
+    ("labels", "robot", &["edge-1", "edge-2"]),
+    ("labels", "anonymous", &["401 unauthenticated"]),
+    ("open labels", "anonymous", &["edge-3"]),
+    ("open labels", "team-b", &["edge-2"]),
+    ("open labels", "intruder", &["401 unauthenticated"]),
+    ("tcp pool", "team-a", &["edge-1"]),
+    ("tcp pool", "team-b", &["edge-2"]),
+    ("tcp pool", "team-c", &[""]),
+    ("tcp pool", "robot", &[""]),
+    ("tcp pool", "anonymous", &[""]),
+    ("open tcp pool", "anonymous", &[""]),
+];
+
+/// Starts the gateway with its listeners for sets of nodes.
+async fn site_of_sets() -> Site {
     let build = World::build();
     let pool = |listener: Listener, port| Listener {
         pool: Some("mill".to_owned()),
@@ -241,31 +273,13 @@ async fn members_at_listeners_for_sets_of_nodes() {
         pool(anonymous("open tcp pool", ListenerProtocol::Tcp), 9200),
     ];
     let build = listeners.into_iter().fold(build, Build::listener);
-    let site = Box::pin(Site::start(build)).await;
-    let rows: [(&str, &str, &[&str]); 21] = [
-        ("pool", "team-a", &["edge-1"]),
-        ("pool", "team-b", &["edge-2"]),
-        ("pool", "robot", &["edge-1", "edge-2"]),
-        ("pool", "team-c", &["403 forbidden"]),
-        ("pool", "anonymous", &["401 unauthenticated"]),
-        ("pool", "intruder", &["401 unauthenticated"]),
-        ("nodes", "team-a", &["403 forbidden"]),
-        ("nodes", "team-b", &["edge-2"]),
-        ("nodes", "robot", &["edge-2"]),
-        ("labels", "team-a", &["edge-1"]),
-        ("labels", "robot", &["edge-1", "edge-2"]),
-        ("labels", "anonymous", &["401 unauthenticated"]),
-        ("open labels", "anonymous", &["edge-3"]),
-        ("open labels", "team-b", &["edge-2"]),
-        ("open labels", "intruder", &["401 unauthenticated"]),
-        ("tcp pool", "team-a", &["edge-1"]),
-        ("tcp pool", "team-b", &["edge-2"]),
-        ("tcp pool", "team-c", &[""]),
-        ("tcp pool", "robot", &[""]),
-        ("tcp pool", "anonymous", &[""]),
-        ("open tcp pool", "anonymous", &[""]),
-    ];
-    for (listener, who, expected) in rows {
+    Box::pin(Site::start(build)).await
+}
+
+#[tokio::test]
+async fn members_at_listeners_for_sets_of_nodes() {
+    let site = Box::pin(site_of_sets()).await;
+    for (listener, who, expected) in MEMBERS {
         let client = site.client(listener, who);
         let mut found = BTreeSet::new();
         for _ in 0..4 {
@@ -284,12 +298,8 @@ async fn members_at_listeners_for_sets_of_nodes() {
         let found: Vec<_> = found.iter().map(String::as_str).collect();
         assert_eq!(found, expected, "{who} at {listener}");
     }
-    // TCP has no error messages: the reasons are in the metrics.
-    for (listener, reason, count) in [
-        ("tcp pool", "forbidden", 4),
-        ("open tcp pool", "forbidden", 4),
-    ] {
-        let counted = async || site.world.metrics().await.outcomes(listener, reason) == count;
+    for listener in ["tcp pool", "open tcp pool"] {
+        let counted = async || site.world.metrics().await.outcomes(listener, "forbidden") == 4;
         until("each refused session is counted", counted).await;
     }
 }
@@ -559,25 +569,15 @@ async fn by_each_way(edge: &Edge, destination: &str) -> (String, String, String)
     )
 }
 
-#[tokio::test]
-async fn destinations_of_egress() {
-    let cloud = App::tcp(Script::new().write("cloud").close()).await;
-    let other = App::tcp(Script::new().write("other").close()).await;
-    let (cloud_port, other_port) = (cloud.port(), other.port());
-    let rules = json!({
-        "destinations": { "registry": cloud.address().to_string() },
-        "rules": [
-            { "who": { "nodes": ["edge-1"] }, "to": { "destinations": ["registry"] } },
-            { "who": { "pools": ["mill"] }, "to": { "nodes": ["edge-*"], "ports": [9200, 9109] } },
-            { "who": { "labels": { "site": "mill" } }, "to": { "networks": ["127.0.0.1/32"], "ports": [other_port] } },
-            { "to": { "names": ["localhost"], "networks": ["0.0.0.0/0"], "ports": [80, cloud_port] } },
-        ],
-    });
+/// Rows of egress: number of the edge, destination, answer of the app, and the sentence of a refusal.
+fn egress_rows(
+    cloud_port: u16,
+    other_port: u16,
+) -> Vec<(usize, String, &'static str, &'static str)> {
     let local = |port: u16| format!("127.0.0.1:{port}");
     let no_rule = "no rule of the gateway";
     let policy = "the policy does not allow spiffe://world.test/edge/";
-    // Edge, destination, the answer of the app, and the sentence of the refusal.
-    let rows = [
+    vec![
         (1, "registry:443".to_owned(), "cloud", ""),
         (2, "registry:443".to_owned(), "", no_rule),
         (3, "registry:443".to_owned(), "", no_rule),
@@ -595,7 +595,24 @@ async fn destinations_of_egress() {
         (1, "edge-2:9100".to_owned(), "", no_rule),
         (1, "edge-2:9109".to_owned(), "", policy),
         (1, "printer.edge-2:9200".to_owned(), "", no_rule),
-    ];
+    ]
+}
+
+#[tokio::test]
+async fn destinations_of_egress() {
+    let cloud = App::tcp(Script::new().write("cloud").close()).await;
+    let other = App::tcp(Script::new().write("other").close()).await;
+    let (cloud_port, other_port) = (cloud.port(), other.port());
+    let rules = json!({
+        "destinations": { "registry": cloud.address().to_string() },
+        "rules": [
+            { "who": { "nodes": ["edge-1"] }, "to": { "destinations": ["registry"] } },
+            { "who": { "pools": ["mill"] }, "to": { "nodes": ["edge-*"], "ports": [9200, 9109] } },
+            { "who": { "labels": { "site": "mill" } }, "to": { "networks": ["127.0.0.1/32"], "ports": [other_port] } },
+            { "to": { "names": ["localhost"], "networks": ["0.0.0.0/0"], "ports": [80, cloud_port] } },
+        ],
+    });
+    let rows = egress_rows(cloud_port, other_port);
     let of = |edge: usize| {
         let own = rows.iter().filter(|row| row.0 == edge);
         egress(&own.map(|row| row.1.clone()).collect::<Vec<_>>())

@@ -1,7 +1,8 @@
 //! DNS rebinding: a name that a rule allows, and whose addresses change or lead to a machine that no rule may reach.
 //!
-//! Gateway and edge are the built binary, in the hub of a network of their own. The test's own name server is their only source of
-//! names. At each forbidden address a server listens at the requested port, so that a wrong decision is a connection.
+//! Gateway and edge are the built binary, in the hub of a network of their own. The test's own name server is their
+//! only source of names. At each forbidden address a server listens at the requested port, so that a wrong decision is
+//! a connection.
 
 use crate::world::{
     PATIENCE,
@@ -29,7 +30,8 @@ use tokio::{
 const SERVER: Ipv4Addr = Ipv4Addr::new(127, 53, 0, 1);
 /// Name of which the rules of egress allow every subdomain.
 const EGRESS_NAME: &str = "rebind.example.test";
-/// Addresses that no wide rule reaches: this host in all its forms, its link, metadata services, and the same behind NAT64.
+/// Addresses that no wide rule reaches: this host in all its forms, its link, metadata services, and the same behind
+/// NAT64.
 const FORBIDDEN: [&str; 16] = [
     "127.0.0.1",
     "127.53.0.1",

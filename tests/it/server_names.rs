@@ -1,4 +1,5 @@
-//! Server names (SNI) that clients may not send, or in an unusual form: each reaches its own node, or the client gets an alert.
+//! Server names (SNI) that clients may not send, or in an unusual form: each reaches its own node, or the client gets
+//! an alert.
 
 use crate::world::{
     PATIENCE, World,
@@ -80,7 +81,8 @@ pub(crate) const RESET: &str = "reset";
 pub(crate) const UNRECOGNIZED: &str = "alert 112";
 const MALFORMED: &str = "alert 50";
 const ILLEGAL: &str = "alert 47";
-/// `handshake_failure`: once the `https` listener has accepted the name, it finds no parameters of TLS 1.3 in [`client_hello`].
+/// `handshake_failure`: once the `https` listener has accepted the name, it finds no parameters of TLS 1.3 in
+/// [`client_hello`].
 const ACCEPTED: &str = "alert 40";
 
 /// Server names, and the answers of an `https` listener, a `passthrough` listener, and one with edge-3 as default node.
