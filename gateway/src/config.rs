@@ -43,7 +43,7 @@ pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
 pub use kubernetes::{
     AdvertisedService, CoreDnsHosts, CsrSigning, DiscoveredEndpoints, Heartbeats, HostsFormat,
-    Kubernetes, Label, NodePorts, PortList, YurtHub, is_restricted,
+    Kubernetes, Label, NodePorts, PodObjects, PortList, YurtHub, is_restricted,
 };
 pub use listener::{
     Certificate, ClientAuth, ErrorFormat, ForwardingHeader, Listener, ListenerProtocol, Serial,

@@ -37,6 +37,26 @@ impl KubernetesMetrics {
     }
 }
 
+/// Handles of the metrics of a cluster's pods.
+#[derive(Clone, Debug)]
+pub struct PodMetrics {
+    pods: Gauge,
+    lost: Gauge,
+}
+
+impl PodMetrics {
+    /// Sets the number of pods in the table.
+    pub fn set_pods(&self, count: usize) {
+        self.pods.set(to_i64(count));
+    }
+
+    /// Sets the time since which the pods cannot be read, in Unix seconds; `None` while they can be.
+    pub fn set_lost(&self, since: Option<u64>) {
+        let since = i64::try_from(since.unwrap_or_default()).unwrap_or(i64::MAX);
+        self.lost.set(since);
+    }
+}
+
 /// Guard of an edge's connection to the API cache, for as long as it is open.
 #[derive(Debug)]
 pub struct ApiCacheConnectionGuard {
@@ -313,6 +333,14 @@ impl Metrics {
     pub fn kubernetes_metrics(&self) -> KubernetesMetrics {
         let lost = &self.declared.cluster_lost_timestamp_seconds;
         KubernetesMetrics::from_gauges(&self.declared.cluster_nodes, lost)
+    }
+
+    /// Returns the handles of the metrics of a cluster's pods.
+    pub fn pod_metrics(&self) -> PodMetrics {
+        PodMetrics {
+            pods: self.declared.cluster_pods.clone(),
+            lost: self.declared.cluster_pods_lost_timestamp_seconds.clone(),
+        }
     }
 
     /// Sets the number of addresses that several nodes share.

@@ -312,6 +312,13 @@ impl Proxy {
         let routed = self.find_route(connection, route_input);
         let port = routed.as_ref().ok().and_then(Route::port);
         let client = self.identify(connection, credential, port).await?;
+        if let Err(error) = &routed
+            && error.reason != Reason::DependencyUnavailable
+            && client.method == AuthMethod::Anonymous
+            && route::names_pod(route_input, &self.shared.nodes)
+        {
+            return Err(self.listener.authentication.missing_credentials());
+        }
         Ok((client, routed))
     }
 
@@ -368,9 +375,20 @@ impl Proxy {
         if let Some(rule) = matched_rule {
             record.set_matched_rule(rule);
         }
-        decision?;
         let reviews = self.shared.reviews.as_ref();
-        access_review::check(&self.listener.kubelets, reviews, ask).await
+        let reviewing = access_review::check(&self.listener.kubelets, reviews, ask);
+        let result = match decision {
+            Ok(()) => reviewing.await,
+            refused => refused,
+        };
+        // An anonymous client gets the same answer for a pod that it may not reach and for one that does not exist.
+        let is_hidden = ask.client.method == AuthMethod::Anonymous
+            && self.shared.nodes.follows_pods()
+            && matches!(ask.destination, Destination::Node(route) if route.is_to_pod());
+        result.map_err(|error| match error.reason {
+            Reason::Forbidden if is_hidden => self.listener.authentication.missing_credentials(),
+            _ => error,
+        })
     }
 
     /// Selects the tunnel to use, or returns the reason why there is none. Waits for a node that is likely to reconnect soon.

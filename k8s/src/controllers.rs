@@ -10,6 +10,7 @@ use crate::{
     gateway_certificate::{GatewayCertificate, Purpose},
     heartbeat::{HeartbeatController, warn_about_delegated_nodes},
     node_informer::NodeInformer,
+    pod_informer::PodInformer,
     pods::PodLookup,
     port_list::PortListController,
     reviews::ReviewClient,
@@ -126,6 +127,7 @@ impl Controllers {
             client.run_with_readiness_block(bound.hold(why))
         });
         let app_clients = join_all(app_clients);
+        let pods = self.pod_informer(bound);
         let reloader = bound.reloader();
         let informer = NodeInformer {
             client: self.client,
@@ -156,11 +158,25 @@ impl Controllers {
                 run_or_pend(own.map(|own| own.run(|| reloader.names()))),
                 run_or_pend(api_cache_source.map(ApiCacheSource::run)),
                 run_or_pend(yurthub_leaders.map(YurtHubLeaders::run)),
+                run_or_pend(pods),
                 conflicts.run(),
                 app_clients,
             );
             never
         })
+    }
+
+    /// Returns the task that follows the pods of the cluster. A gateway that is starting waits for their first list.
+    fn pod_informer(&self, bound: &Bound) -> Option<impl Future<Output = Infallible> + use<>> {
+        let settings = self.settings.pods.as_ref()?;
+        let informer = PodInformer {
+            client: self.client.clone(),
+            pods: bound.nodes().pods(settings.max_pods)?,
+            metrics: bound.metrics().pod_metrics(),
+            readiness: bound.readiness(),
+        };
+        let hold = bound.hold("the pods of the cluster have not been loaded yet");
+        Some(informer.run(hold))
     }
 
     fn port_list(&self, bound: &Bound, senders: ClusterSenders) -> Option<PortListController> {

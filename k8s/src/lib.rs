@@ -35,6 +35,7 @@ mod log_throttle;
 mod node_csr;
 mod node_informer;
 mod ownership;
+mod pod_informer;
 mod pods;
 mod port_list;
 mod replicas;

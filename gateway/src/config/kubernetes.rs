@@ -40,6 +40,9 @@ pub struct Kubernetes {
     /// The cluster's pod networks, in which clients reach pods of edge nodes by address; empty is none.
     #[serde(with = "IpNetList")]
     pub pod_networks: Vec<IpNet>,
+    /// Follows the cluster's Pod objects, which then say which node has a pod, for networks of pods that are not those of `spec.podCIDRs` (Calico, Cilium). Pods also have names, `POD.NAMESPACE.pod`. Requires `pod_networks`, and the right to list and watch pods. Without this key: the networks in `spec.podCIDRs` of Node objects say which node has a pod.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pods: Option<PodObjects>,
     /// Cache TTL of allowed `SubjectAccessReview`s.
     #[serde(with = "DurationStr")]
     pub review_allowed_for: Duration,
@@ -93,6 +96,7 @@ impl Default for Kubernetes {
             policy_labels: Vec::new(),
             address_networks: Vec::new(),
             pod_networks: Vec::new(),
+            pods: None,
             // The defaults of kubelet (authorization.webhook of its configuration).
             review_allowed_for: Duration::from_mins(5),
             review_refused_for: Duration::from_secs(30),
@@ -106,6 +110,33 @@ impl Default for Kubernetes {
             yurthub: None,
             heartbeats: Heartbeats::default(),
             state: None,
+        }
+    }
+}
+
+/// Pod objects of the cluster, which say which node has a pod.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct PodObjects {
+    /// Maximum number of pods with addresses of their own, about 250 bytes of memory each. In a cluster with more pods, no pod is reached.
+    pub max_pods: usize,
+}
+
+impl Default for PodObjects {
+    fn default() -> Self {
+        // More than Kubernetes supports in one cluster (150,000).
+        Self { max_pods: 200_000 }
+    }
+}
+
+impl PodObjects {
+    pub(in crate::config) fn validate(&self, networks: &[IpNet], faults: &mut ConfigErrors) {
+        if networks.is_empty() {
+            let message = "no address of a pod is trusted; set kubernetes.pod_networks";
+            faults.add("kubernetes.pods", message);
+        }
+        if self.max_pods == 0 {
+            faults.add("kubernetes.pods.max_pods", "must be at least 1");
         }
     }
 }

@@ -115,6 +115,10 @@ declare! {
     last_reload_successful: Gauge,
     /// Nodes of the cluster, by where they are.
     cluster_nodes: Family<[Label; 1], Gauge>,
+    /// Pods of the cluster with addresses of their own; 0 unless `kubernetes.pods` is set.
+    cluster_pods: Gauge,
+    /// Since when the cluster's pods cannot be read, in Unix time; 0 while they can be.
+    cluster_pods_lost_timestamp_seconds: Gauge,
     /// Confirmed addresses that several nodes have, so that none of them is reached by it.
     node_address_conflicts: Gauge,
     /// Since when the cluster's API does not answer, in Unix time; 0 while it does.

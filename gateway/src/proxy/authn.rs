@@ -236,7 +236,12 @@ impl Authenticator {
         if self.admits_anonymous(peer, port) {
             return Ok(credentials.nobody(peer, context.limits));
         }
-        Err(Reason::Unauthenticated.error(self.missing_credentials_detail()))
+        Err(self.missing_credentials())
+    }
+
+    /// Returns the error of a client without credentials.
+    pub(crate) fn missing_credentials(&self) -> Error {
+        Reason::Unauthenticated.error(self.missing_credentials_detail())
     }
 
     /// Whether this listener accepts a token in `Authorization`.

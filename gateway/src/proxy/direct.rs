@@ -23,7 +23,7 @@ use super::{
 use crate::{
     config::ErrorFormat,
     error::{Error, Reason},
-    state::{NodeLocation, Nodes},
+    state::{NodeLocation, Nodes, nodes::PodMatch},
 };
 use causeway_rt::{
     log_throttle::LogThrottle,
@@ -83,11 +83,22 @@ pub(crate) fn direct_target(
         return None;
     }
     let is_unknown_node = matches!(route::find_route(route_input, nodes), Err(error) if error.reason == Reason::NodeUnknown);
-    route_input
+    let target: Target = route_input
         .authority
         .filter(|_| is_unknown_node)?
         .parse()
-        .ok()
+        .ok()?;
+    (!is_unknown_pod(&target, nodes)).then_some(target)
+}
+
+/// Whether the target can only be a pod, and is not known to be one outside the edges.
+fn is_unknown_pod(target: &Target, nodes: &Nodes) -> bool {
+    match target.ip() {
+        Some(address) => route::check_pod_elsewhere(address, nodes).is_err(),
+        None => nodes
+            .pod_by_name(&target.host)
+            .is_some_and(|pod| !matches!(pod, PodMatch::Elsewhere(_))),
+    }
 }
 
 /// Answers a CONNECT after the target was dialled, and relays bytes after the response.
@@ -130,6 +141,10 @@ async fn dial(
                 continue;
             }
             result => result?,
+        }
+        if let Err(unknown) = route::check_pod_elsewhere(address.ip(), nodes) {
+            last_error = Some(unknown);
+            continue;
         }
         let remaining_time = deadline.saturating_duration_since(Instant::now());
         let attempt_timeout =
@@ -221,7 +236,7 @@ async fn authorize_address(direct: &DirectConnect<'_>, address: SocketAddr) -> R
     direct.proxy.authorize(&authz_request, direct.record).await
 }
 
-/// Resolves the target: the node's own addresses if the target is a node of the cluster, or else the result of name resolution.
+/// Resolves the target: the own addresses of a node of the cluster or of a pod, or else the result of name resolution.
 ///
 /// # Errors
 /// [`Reason::NodeUnknown`] if the name cannot be resolved, or [`Reason::ResolveTimeout`].
@@ -234,6 +249,20 @@ pub(super) async fn resolve_target(
     if let Some(NodeLocation::Elsewhere(addresses)) = nodes.location(host) {
         let addresses = addresses.into_iter();
         return Ok(addresses.map(|ip| SocketAddr::new(ip, *port)).collect());
+    }
+    match nodes.pod_by_name(host) {
+        None => {}
+        Some(PodMatch::Elsewhere(addresses)) => {
+            let addresses = addresses.into_iter();
+            return Ok(addresses.map(|ip| SocketAddr::new(ip, *port)).collect());
+        }
+        Some(PodMatch::Undecided(reason)) => {
+            return Err(Reason::DependencyUnavailable.error(reason.to_string()));
+        }
+        Some(PodMatch::Pod(..) | PodMatch::Unknown) => {
+            let detail = format!("no pod outside the edges has the name {host}");
+            return Err(Reason::NodeUnknown.error(detail));
+        }
     }
     match timeout_at(deadline, resolve(host, *port)).await {
         Ok(Ok(addresses)) => Ok(addresses),

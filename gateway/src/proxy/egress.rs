@@ -276,6 +276,7 @@ impl EgressConnection {
             let authority = target.host_port.to_host_port();
             let route_input = RouteInput {
                 authority: Some(&authority),
+                has_pod_names: true,
                 ..RouteInput::default()
             };
             match route::find_route(&route_input, &shared.nodes) {
@@ -357,6 +358,10 @@ impl EgressConnection {
         for (attempts, address) in candidates.iter().enumerate() {
             let remaining_time = deadline.saturating_duration_since(Instant::now());
             let attempts_left = u32::try_from(candidates.len() - attempts).unwrap_or(u32::MAX);
+            if let Err(unknown) = route::check_pod_elsewhere(address.ip(), &shared.nodes) {
+                last_error = Some(unknown);
+                continue;
+            }
             let dialling = direct::dial_address(
                 (&target.host_port, **address),
                 remaining_time / attempts_left,

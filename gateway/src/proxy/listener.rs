@@ -143,7 +143,10 @@ impl ListenerTls {
             AddressMatch::Node(node) => Some(node),
             // The client finds the address in the certificate, and the response lists the nodes that share it.
             AddressMatch::Several(nodes) => nodes.into_iter().next(),
-            AddressMatch::Pod(_) | AddressMatch::Unknown => None,
+            AddressMatch::Pod(_)
+            | AddressMatch::NoPod
+            | AddressMatch::Undecided(_)
+            | AddressMatch::Unknown => None,
         };
         let Some(node) = node else {
             return self.server_config.clone();
@@ -239,6 +242,13 @@ impl Listener {
             .filter(|_| !is_default || server_name.is_none())
     }
 
+    /// Whether names of pods lead to pods here. Clients of a passthrough listener must not learn which pods exist.
+    fn resolves_pod_names(&self) -> bool {
+        self.protocol != ListenerProtocol::Passthrough
+            && self.node.is_none()
+            && self.node_set.is_none()
+    }
+
     /// Returns the input of routing from this listener, the server name and the original destination.
     fn connection_route_input<'a>(
         &'a self,
@@ -261,6 +271,7 @@ impl Listener {
             port: self.port,
             authority: None,
             services,
+            has_pod_names: self.resolves_pod_names(),
             own_names: &self.names,
             is_proxy: self.is_proxy(),
         }

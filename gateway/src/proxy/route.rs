@@ -9,12 +9,18 @@
 //!    other names and addresses are refused as `dependency_unavailable`, and never treated as addresses that no edge serves.
 //! 4. `SERVICE.NODE` means a service of the node, if nothing else names a node: as the SNI, or as the authority. A node that has
 //!    this name itself comes first. Behind a fixed node or a node set, such a name is an ordinary one.
-//! 5. The port is the authority's if the authority names this node, else the original destination's, else the listener's node
+//! 5. If Pod objects are followed (`state::pods`), they alone say on which node a pod is. `POD.NAMESPACE.pod` as the SNI or as the
+//!    authority means this pod. An address in the networks of pods that no pod has, or several have, is refused even if another
+//!    source names a node.
+//! 6. The port is the authority's if the authority names this node, else the original destination's, else the listener's node
 //!    port. The port on which the listener listens is never used. A service has one port, which only its edge knows.
 
 use crate::{
     error::{Error, Reason},
-    state::{Nodes, nodes::AddressMatch},
+    state::{
+        Nodes,
+        nodes::{AddressMatch, PodMatch},
+    },
 };
 use causeway_certs::NodeName;
 use causeway_tunnel::{Target, target};
@@ -35,7 +41,9 @@ pub struct RouteInput<'a> {
     pub authority: Option<&'a str>,
     /// Use of the names of services.
     pub services: ServiceNames,
-    /// Names of the listener itself, which are not names of services.
+    /// Whether names of pods, `POD.NAMESPACE.pod`, lead to pods.
+    pub has_pod_names: bool,
+    /// Names of the listener itself, which are not names of services or pods.
     pub own_names: &'a [String],
     /// Whether the listener is a proxy, whose clients send the target in the request.
     pub is_proxy: bool,
@@ -76,6 +84,11 @@ impl Route {
         self.target.service_of(self.node.as_str())
     }
 
+    /// Whether the route leads to a pod by its address.
+    pub(super) fn is_to_pod(&self) -> bool {
+        self.target.host != self.node.as_str() && self.target.ip().is_some()
+    }
+
     /// Returns the port of the node or pod; `None` for a service, of which only the edge knows the port.
     pub fn port(&self) -> Option<u16> {
         self.service().is_none().then_some(self.target.port)
@@ -86,6 +99,8 @@ impl Route {
 struct Binding {
     node: NodeName,
     service: Option<String>,
+    /// Address of the pod whose name the source is.
+    pod: Option<IpAddr>,
     source: &'static str,
 }
 
@@ -99,7 +114,7 @@ pub fn bound_node(input: &RouteInput<'_>, nodes: &Nodes) -> Option<NodeName> {
 
 /// Returns the node that the authority names; `None` also if the authority is invalid or has several meanings.
 pub(super) fn authority_node(input: &RouteInput<'_>, nodes: &Nodes) -> Option<NodeName> {
-    match_authority(input.authority?, nodes).ok()?.node
+    match_authority(input, input.authority?, nodes).ok()?.node
 }
 
 /// Meaning of an authority.
@@ -120,7 +135,7 @@ struct AuthorityMatch {
 pub fn find_route(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error> {
     let authority_match = input
         .authority
-        .map(|text| match_authority(text, nodes))
+        .map(|text| match_authority(input, text, nodes))
         .transpose()?;
     let named_node = authority_match
         .as_ref()
@@ -138,8 +153,14 @@ pub fn find_route(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error>
     if binding.is_none() && !is_named {
         check_nodes_loaded(nodes)?;
     }
+    let named_pod = authority_match.as_ref().and_then(|meant| meant.pod);
+    let bound_pod = binding.as_ref().and_then(|binding| binding.pod);
     let node = match (binding, named_node.clone()) {
-        (Some(binding), Some(other)) if binding.node != other || binding.service.is_some() => {
+        (Some(binding), Some(other))
+            if binding.node != other
+                || binding.service.is_some()
+                || bound_pod.is_some_and(|pod| named_pod != Some(pod)) =>
+        {
             return Err(contradiction(input, &binding, other.as_str()));
         }
         (Some(Binding { node, .. }), _) | (None, Some(node)) => node,
@@ -156,8 +177,8 @@ pub fn find_route(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error>
                 "the request names no port of {node}; write {node}:<port>"
             ))
         })?;
-    let host = match own_match
-        .and_then(|meant| meant.pod)
+    let host = match named_pod
+        .or(bound_pod)
         .or_else(|| pod_destination(input.original, &node, nodes))
     {
         Some(pod) => pod.to_string(),
@@ -217,9 +238,10 @@ fn service_route(node: &NodeName, service: &str, port: Option<u16>) -> Route {
 /// Returns the error of a request whose sources name different nodes or services.
 fn contradiction(input: &RouteInput<'_>, binding: &Binding, other: &str) -> Error {
     let Binding { node, source, .. } = binding;
-    let bound = match &binding.service {
-        Some(service) => format!("{service}.{node}"),
-        None => node.to_string(),
+    let bound = match (&binding.service, binding.pod) {
+        (Some(service), _) => format!("{service}.{node}"),
+        (None, Some(_)) => format!("a pod of {node}"),
+        (None, None) => node.to_string(),
     };
     let host = input.authority.unwrap_or_default();
     Reason::Misdirected.error(format!(
@@ -233,11 +255,15 @@ fn find_binding(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Option<Binding>
         move |node| Binding {
             node,
             service: None,
+            pod: None,
             source,
         }
     };
     if let Some(node) = input.sni.and_then(|name| nodes.by_name(name)) {
         return Ok(Some(to_node("the SNI")(node)));
+    }
+    if let Some(binding) = find_pod_binding(input, nodes)? {
+        return Ok(Some(binding));
     }
     if let Some(original) = input.original {
         check_nodes_loaded(nodes)?;
@@ -247,6 +273,74 @@ fn find_binding(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Option<Binding>
     }
     let fixed = input.fixed.cloned().map(to_node("this listener"));
     Ok(fixed.or_else(|| find_service_binding(input, nodes)))
+}
+
+/// Returns the pod that the SNI names.
+fn find_pod_binding(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Option<Binding>, Error> {
+    // The SNI of a client of a proxy is the name of the gateway.
+    let is_read = input.has_pod_names && !input.is_proxy;
+    let Some(sni) = input.sni.filter(|sni| is_read && !input.is_own_name(sni)) else {
+        return Ok(None);
+    };
+    Ok(find_pod(sni, nodes)?.map(|(node, address)| Binding {
+        node,
+        service: None,
+        pod: Some(address),
+        source: "the SNI",
+    }))
+}
+
+/// Returns the edge node and the address of the pod with this name; `None` if the name is not that of a pod, or the pod is on a node
+/// that is not at the edge.
+fn find_pod(name: &str, nodes: &Nodes) -> Result<Option<(NodeName, IpAddr)>, Error> {
+    match nodes.pod_by_name(name) {
+        None | Some(PodMatch::Elsewhere(_)) => Ok(None),
+        Some(PodMatch::Pod(node, address)) => Ok(Some((node, address))),
+        Some(PodMatch::Unknown) => Err(unknown_pod_error(name)),
+        Some(PodMatch::Undecided(reason)) => {
+            Err(Reason::DependencyUnavailable.error(reason.to_string()))
+        }
+    }
+}
+
+fn unknown_pod_error(host: &str) -> Error {
+    Reason::NodeUnknown.error(format!(
+        "no running pod of a known node has {host}, or several pods have the same address"
+    ))
+}
+
+/// Whether a source of the route can only mean a pod, which need not exist.
+pub(super) fn names_pod(input: &RouteInput<'_>, nodes: &Nodes) -> bool {
+    let authority = input
+        .authority
+        .and_then(|text| target::split_host_port(text).ok());
+    let hosts = [input.sni, authority.map(|(host, _)| host)];
+    let is_pod = |host: &str| match host.parse() {
+        Ok(address) => nodes.is_pod_address(address),
+        Err(_) => nodes.is_pod_name(host),
+    };
+    nodes.follows_pods()
+        && (hosts.into_iter().flatten().any(is_pod)
+            || input
+                .original
+                .is_some_and(|original| nodes.is_pod_address(original.ip())))
+}
+
+/// Checks that the gateway itself may dial this address, which no name or address of a node means. Within the networks of pods it
+/// dials only pods that are known to be elsewhere.
+///
+/// # Errors
+/// [`Reason::NodeUnknown`], or [`Reason::DependencyUnavailable`] while the pods are not known.
+pub(super) fn check_pod_elsewhere(address: IpAddr, nodes: &Nodes) -> Result<(), Error> {
+    if !nodes.is_pod_address(address) {
+        return Ok(());
+    }
+    match match_address(address, nodes)?.node {
+        None => Ok(()),
+        Some(node) => Err(Reason::NodeUnknown.error(format!(
+            "{address} is a pod of {node}; use the address of the pod, or its name, as the target"
+        ))),
+    }
 }
 
 /// Returns the service that the SNI names.
@@ -262,11 +356,16 @@ fn find_service_binding(input: &RouteInput<'_>, nodes: &Nodes) -> Option<Binding
     Some(Binding {
         node,
         service: Some(service),
+        pod: None,
         source: "the SNI",
     })
 }
 
-fn match_authority(authority: &str, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
+fn match_authority(
+    input: &RouteInput<'_>,
+    authority: &str,
+    nodes: &Nodes,
+) -> Result<AuthorityMatch, Error> {
     let (host, port) = target::split_host_port(authority).map_err(|why| {
         Reason::Malformed.error(format!("{authority:?} is not a valid target: {why}"))
     })?;
@@ -278,15 +377,22 @@ fn match_authority(authority: &str, nodes: &Nodes) -> Result<AuthorityMatch, Err
             is_by_address: false,
         });
     }
-    match host.parse() {
-        Ok(address) => match_address(address, nodes).map(|meant| AuthorityMatch { port, ..meant }),
-        Err(_) => Ok(AuthorityMatch {
-            node: None,
-            pod: None,
-            port,
-            is_by_address: false,
-        }),
+    if let Ok(address) = host.parse() {
+        return match_address(address, nodes).map(|meant| AuthorityMatch { port, ..meant });
     }
+    let is_read = input.has_pod_names && !input.is_own_name(host);
+    let pod = if is_read {
+        find_pod(host, nodes)?
+    } else {
+        None
+    };
+    let (node, pod) = pod.unzip();
+    Ok(AuthorityMatch {
+        node,
+        pod,
+        port,
+        is_by_address: false,
+    })
 }
 
 fn match_address(address: IpAddr, nodes: &Nodes) -> Result<AuthorityMatch, Error> {
@@ -294,6 +400,10 @@ fn match_address(address: IpAddr, nodes: &Nodes) -> Result<AuthorityMatch, Error
         AddressMatch::Node(node) => (Some(node), None),
         AddressMatch::Pod(node) => (Some(node), Some(address.to_canonical())),
         AddressMatch::Unknown => (None, None),
+        AddressMatch::NoPod => return Err(unknown_pod_error(&address.to_string())),
+        AddressMatch::Undecided(reason) => {
+            return Err(Reason::DependencyUnavailable.error(reason.to_string()));
+        }
         AddressMatch::Several(several) => {
             let names: Vec<_> = several.iter().map(NodeName::as_str).collect();
             return Err(Reason::Misdirected.error(format!(

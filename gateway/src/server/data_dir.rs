@@ -96,8 +96,11 @@ fn load_nodes(config: &Config, store: &Store) -> Result<NodesWriter, BindError> 
     nodes.replace(node_sync::read_records(store)?);
     nodes.replace_zones(&config.zones());
     nodes.replace_revoked(config.tunnel.revoked_nodes());
-    if config.kubernetes.is_some() {
+    if let Some(cluster) = &config.kubernetes {
         nodes.set_pending(NODES_PENDING);
+        if cluster.pods.is_some() {
+            nodes.follow_pods(&cluster.pod_networks);
+        }
     }
     Ok(nodes)
 }

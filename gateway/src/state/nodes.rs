@@ -7,14 +7,17 @@
 //! precedence, because a token contains its owner's data, while a kubelet writes its own Node object.
 
 mod claims;
+mod pod_lookup;
 mod writer;
 
+use super::pods::Pods;
 use arc_swap::{ArcSwap, ArcSwapOption};
 use causeway_certs::{Fingerprint, NodeName};
 use causeway_tunnel::target;
 use claims::{AddressClaims, ClaimHolder, ClaimPriority};
 pub use claims::{AddressConflict, AddressConflicts};
 use ipnet::IpNet;
+pub use pod_lookup::PodMatch;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,
@@ -140,13 +143,20 @@ pub enum AddressMatch {
     Pod(NodeName),
     /// Several nodes share the address.
     Several(Vec<NodeName>),
+    /// The address is in the networks of pods, and no running pod has it, or several pods have it. Only if Pod objects are followed.
+    NoPod,
+    /// The pod with the address, and its node, are not known now, for this reason. Only if Pod objects are followed.
+    Undecided(Arc<str>),
     /// No node has the address.
     Unknown,
 }
 
 /// Read access to the table. Cheap to clone; reads never wait.
 #[derive(Clone, Debug, Default)]
-pub struct Nodes(Arc<ArcSwap<Table>>);
+pub struct Nodes {
+    table: Arc<ArcSwap<Table>>,
+    pods: Pods,
+}
 
 /// Names of the nodes that a condition selects, found once for each table.
 #[derive(Debug, Default)]
@@ -183,7 +193,7 @@ impl NodeSelection {
         nodes: &Nodes,
         find: impl FnOnce(&BTreeMap<NodeName, Node>) -> Arc<[NodeName]>,
     ) -> Arc<[NodeName]> {
-        let table = nodes.0.load_full();
+        let table = nodes.table.load_full();
         let found = self.0.load();
         if let Some(found) = &*found
             && std::ptr::eq(found.table.as_ptr(), Arc::as_ptr(&table))
@@ -337,7 +347,7 @@ pub(crate) fn record_revoked(node: &NodeName, reason: &str) -> String {
 impl Nodes {
     /// Returns the location of the node with this name, if there is one. Names are compared as in [`Nodes::by_name`].
     pub fn location(&self, name: &str) -> Option<NodeLocation> {
-        let table = self.0.load();
+        let table = self.table.load();
         let name = name.strip_suffix('.').unwrap_or(name);
         if let Some(edge) = table.edge_by_name(name) {
             return Some(NodeLocation::Edge(edge));
@@ -349,14 +359,14 @@ impl Nodes {
 
     /// Whether the cluster's node with exactly this name is at the edge; `None` if the cluster has no such node.
     pub fn cluster_says_edge(&self, name: &NodeName) -> Option<bool> {
-        let table = self.0.load();
+        let table = self.table.load();
         let member = table.sources.cluster.members()?.get(name)?;
         Some(table.sources.is_at_edge(name, member))
     }
 
     /// Whether a node of the cluster that is not at the edge has this address.
     pub fn is_elsewhere(&self, address: IpAddr) -> bool {
-        let table = self.0.load();
+        let table = self.table.load();
         let mut members = table.sources.cluster.members().into_iter().flatten();
         members.any(|(name, member)| {
             member.addresses.contains(&address.to_canonical()) && !table.nodes.contains_key(name)
@@ -365,7 +375,7 @@ impl Nodes {
 
     /// Returns the nodes of the cluster whose Leases are renewed by delegated heartbeats.
     pub fn delegated(&self) -> BTreeSet<NodeName> {
-        let table = self.0.load();
+        let table = self.table.load();
         let members = table.sources.cluster.members().into_iter().flatten();
         let delegated = members.filter(|(_, member)| member.delegated);
         delegated.map(|(name, _)| name.clone()).collect()
@@ -373,7 +383,7 @@ impl Nodes {
 
     /// Whether the Lease of this node of the cluster is renewed by delegated heartbeats.
     pub fn is_delegated(&self, name: &NodeName) -> bool {
-        let table = self.0.load();
+        let table = self.table.load();
         let member = table
             .sources
             .cluster
@@ -384,14 +394,14 @@ impl Nodes {
 
     /// Whether the nodes of the cluster are loaded.
     pub fn has_cluster(&self) -> bool {
-        self.0.load().sources.cluster.members().is_some()
+        self.table.load().sources.cluster.members().is_some()
     }
 
     /// Returns the reason why the nodes of the cluster are not loaded yet; `None` if they are loaded or no cluster is followed.
     ///
     /// Until then, a name or an address without a record may still belong to an edge, and labels and pools may be missing.
     pub fn pending_reason(&self) -> Option<Arc<str>> {
-        match &self.0.load().sources.cluster {
+        match &self.table.load().sources.cluster {
             Cluster::Pending(reason) => Some(reason.clone()),
             Cluster::None | Cluster::Known(_) => None,
         }
@@ -399,13 +409,13 @@ impl Nodes {
 
     /// Whether there is any enrolment record.
     pub fn has_records(&self) -> bool {
-        !self.0.load().sources.records.is_empty()
+        !self.table.load().sources.records.is_empty()
     }
 
     /// Returns the location of each node, or `None` until the nodes of the cluster are loaded. An empty result would mean that
     /// there are no nodes.
     pub fn locations(&self) -> Option<BTreeMap<NodeName, NodeLocation>> {
-        let table = self.0.load();
+        let table = self.table.load();
         let cluster = table.sources.cluster.members()?.iter();
         let elsewhere = |(name, member): (&NodeName, &ClusterNode)| {
             (
@@ -423,7 +433,7 @@ impl Nodes {
     /// without the root's dot (RFC 3986 §3.2.2). Otherwise a name with that dot would not route to its node, and would be treated
     /// as a foreign Host.
     pub fn by_name(&self, name: &str) -> Option<NodeName> {
-        let table = self.0.load();
+        let table = self.table.load();
         let name = name.strip_suffix('.').unwrap_or(name);
         let find_in_zone = |zone: &String| {
             let (name, end) = name.split_at_checked(name.len().checked_sub(zone.len())?)?;
@@ -448,9 +458,10 @@ impl Nodes {
         self.pending_reason().is_none().then_some((node, service))
     }
 
-    /// Returns the match of an address: a node by its confirmed addresses, else a node by its pods' networks.
+    /// Returns the match of an address: a node by its confirmed addresses, else the node of the pod with this address. If Pod
+    /// objects are not followed, the networks of the nodes' pods say on which node the pod is.
     pub fn by_address(&self, address: IpAddr) -> AddressMatch {
-        let table = self.0.load();
+        let table = self.table.load();
         let address = address.to_canonical();
         match table
             .by_address
@@ -464,6 +475,9 @@ impl Nodes {
                 return AddressMatch::Several(all.into_iter().cloned().collect());
             }
             None => {}
+        }
+        if let Some(found) = self.pod_match(&table, address) {
+            return found;
         }
         let mut matching = table
             .pod_networks
@@ -491,7 +505,7 @@ impl Nodes {
 
     /// Reads the confirmed data of a node. An unknown node has empty data.
     pub fn with<T>(&self, name: &NodeName, read: impl FnOnce(&Node) -> T) -> T {
-        match self.0.load().nodes.get(name) {
+        match self.table.load().nodes.get(name) {
             Some(node) => read(node),
             None => read(&Node::default()),
         }
@@ -499,7 +513,7 @@ impl Nodes {
 
     /// Returns the nodes whose labels or pool have changed since generation `number`, and the generation for the next call.
     pub fn relabelled_since(&self, number: u64) -> (u64, BTreeSet<NodeName>) {
-        let table = self.0.load();
+        let table = self.table.load();
         if table.relabel_generation == number {
             return (number, BTreeSet::new());
         }
@@ -512,23 +526,23 @@ impl Nodes {
 
     /// Returns the confirmed data of a node.
     pub fn get(&self, name: &NodeName) -> Option<Node> {
-        self.0.load().nodes.get(name).cloned()
+        self.table.load().nodes.get(name).cloned()
     }
 
     /// Returns the names of all nodes with a record.
     pub fn record_names(&self) -> BTreeSet<NodeName> {
-        self.0.load().sources.records.keys().cloned().collect()
+        self.table.load().sources.records.keys().cloned().collect()
     }
 
     /// Returns the record of a node that has joined, independent of the cluster's data.
     pub fn get_record(&self, name: &NodeName) -> Option<Node> {
-        self.0.load().sources.records.get(name).cloned()
+        self.table.load().sources.records.get(name).cloned()
     }
 
     /// Returns the reason why a node is revoked, by its record or by the configuration, and the way to admit it again. The node
     /// need not be known.
     pub fn revocation_reason(&self, name: &NodeName) -> Option<String> {
-        let table = self.0.load();
+        let table = self.table.load();
         if table.sources.revoked.contains(name) {
             return Some(format!(
                 "node {name} is revoked: {REVOKED_BY_CONFIG}; to admit it again, remove it there"
@@ -542,7 +556,7 @@ impl Nodes {
     /// Returns the confirmed addresses that no node elsewhere has. This includes an address that tokens have confirmed for
     /// several nodes. The gateway answers requests to it with the nodes' names, instead of leaving clients to time out.
     pub fn edge_addresses(&self) -> BTreeSet<IpAddr> {
-        let table = self.0.load();
+        let table = self.table.load();
         let at_edge =
             |claims: &AddressClaims| !matches!(claims.holder(), Some(ClaimHolder::Elsewhere(_)));
         let addresses = table
@@ -554,7 +568,7 @@ impl Nodes {
 
     /// Returns the confirmed addresses that several nodes share, at least one of them at the edge, with these nodes.
     pub fn address_conflicts(&self) -> AddressConflicts {
-        let table = self.0.load();
+        let table = self.table.load();
         let shared = table.by_address.iter();
         shared
             .filter_map(|(address, claims)| Some((*address, claims.conflict()?)))
@@ -563,14 +577,14 @@ impl Nodes {
 
     /// Returns all nodes that share this address and the one that is reached by it, if several nodes share it.
     pub fn address_conflict(&self, address: IpAddr) -> Option<AddressConflict> {
-        let table = self.0.load();
+        let table = self.table.load();
         table.by_address.get(&address.to_canonical())?.conflict()
     }
 
     /// Returns two sets of pod networks of edges. Networks in the first set belong to one edge alone: they contain neither pods
     /// nor addresses of other nodes, and are not inside another node's networks. The second set has the remaining networks.
     pub fn edge_pod_networks(&self) -> [BTreeSet<IpNet>; 2] {
-        let table = self.0.load();
+        let table = self.table.load();
         let mut all: Vec<(IpNet, &NodeName, bool)> = Vec::new();
         for (name, node) in &table.nodes {
             all.extend(node.addresses.iter().map(|ip| ((*ip).into(), name, false)));
@@ -590,7 +604,7 @@ impl Nodes {
 
     /// Returns the addresses by which the cluster's nodes elsewhere are reached from outside, in the order of the node names.
     pub fn external_addresses(&self) -> Vec<IpAddr> {
-        let table = self.0.load();
+        let table = self.table.load();
         let members = table.sources.cluster.members().into_iter().flatten();
         let elsewhere = members.filter(|(name, _)| !table.nodes.contains_key(*name));
         let all = elsewhere.flat_map(|(_, member)| member.external_addresses.iter().copied());
@@ -599,7 +613,7 @@ impl Nodes {
 
     /// Returns all names, in order.
     pub fn names(&self) -> Vec<NodeName> {
-        self.0.load().nodes.keys().cloned().collect()
+        self.table.load().nodes.keys().cloned().collect()
     }
 }
 

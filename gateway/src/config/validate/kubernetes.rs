@@ -20,6 +20,9 @@ impl Config {
             yurthub.validate(self.api_cache.is_some(), faults);
         }
         rules.heartbeats.validate(self.api_cache.is_some(), faults);
+        if let Some(pods) = &rules.pods {
+            pods.validate(&rules.pod_networks, faults);
+        }
         if let Some(ports) = &rules.ports {
             ports.validate(&self.listeners, faults);
         }

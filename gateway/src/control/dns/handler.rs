@@ -8,6 +8,7 @@
 use super::zones::{NEGATIVE_TTL, Zone, Zones};
 use crate::state::nodes::{NodeLocation, Nodes};
 use causeway_certs::NodeName;
+use causeway_tunnel::target;
 use hickory_proto::{
     op::{Edns, Header, HeaderCounts, Message, MessageType, Metadata, OpCode, ResponseCode},
     rr::{
@@ -34,7 +35,7 @@ pub enum Transport {
 /// Outcome of a query, for metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueryOutcome {
-    /// Found a node that is connected by an edge.
+    /// Found a node that is connected by an edge, or a name of a pod.
     Edge,
     /// Found a node that is not behind a tunnel.
     Elsewhere,
@@ -65,6 +66,8 @@ impl QueryOutcome {
 /// Result of looking up the queried name.
 enum QueryMatch {
     Node(NodeLocation),
+    /// A pod, which may not exist, and which this gateway serves in any case.
+    Pod,
     Apex,
     Server,
     /// No node, but there is a name below it.
@@ -192,7 +195,7 @@ fn fill_reply(
         reply.add_authority(Record::from_rdata(zone.apex.clone(), NEGATIVE_TTL, soa));
     }
     match query_match {
-        QueryMatch::Node(NodeLocation::Edge(_)) => QueryOutcome::Edge,
+        QueryMatch::Node(NodeLocation::Edge(_)) | QueryMatch::Pod => QueryOutcome::Edge,
         QueryMatch::Node(NodeLocation::Elsewhere(_)) => QueryOutcome::Elsewhere,
         QueryMatch::Apex | QueryMatch::Server | QueryMatch::EmptyNonTerminal => QueryOutcome::Zone,
         QueryMatch::NxDomain => QueryOutcome::None,
@@ -212,6 +215,9 @@ fn match_name(name: &Name, zone: &Zone, nodes: &Nodes) -> QueryMatch {
     match node.to_ascii_lowercase().as_str() {
         "ns.dns" => QueryMatch::Server,
         "dns" => QueryMatch::EmptyNonTerminal,
+        // A client of DNS is not authenticated, and does not learn which pods exist: each name of a pod exists.
+        name if nodes.is_pod_name(name) => QueryMatch::Pod,
+        name if nodes.follows_pods() && is_above_pods(name) => QueryMatch::EmptyNonTerminal,
         // Only its edge knows the services of a node, and a client of DNS is not authenticated: each name of a service exists.
         name => nodes
             .service_by_name(name)
@@ -219,6 +225,12 @@ fn match_name(name: &Name, zone: &Zone, nodes: &Nodes) -> QueryMatch {
                 QueryMatch::Node(NodeLocation::Edge(node))
             }),
     }
+}
+
+/// Whether names of pods, `POD.NAMESPACE.pod`, are below this name (RFC 8020).
+fn is_above_pods(name: &str) -> bool {
+    let namespace = name.strip_suffix(".pod");
+    name == "pod" || namespace.is_some_and(target::is_service_name)
 }
 
 /// Returns the records of this type.
@@ -239,7 +251,7 @@ fn records(
         QueryMatch::Node(NodeLocation::Edge(node)) => {
             records_of_family(&edge_addresses(node), record_type)
         }
-        QueryMatch::Server => records_of_family(&zones.addresses, record_type),
+        QueryMatch::Server | QueryMatch::Pod => records_of_family(&zones.addresses, record_type),
         QueryMatch::Node(NodeLocation::Elsewhere(addresses)) => {
             records_of_family(addresses, record_type)
         }

@@ -342,8 +342,11 @@ impl ListenerSource {
     /// our own CA.
     fn leaves(&self, ca: &LiveCa, nodes: &Nodes) -> Result<Arc<SniCertResolver>, BindError> {
         let nodes = nodes.clone();
+        let serves_all_nodes = self.listener.node_keys().is_empty();
         let find_name = Arc::new(move |name: &str| {
-            let is_service = || nodes.service_by_name(name).is_some();
+            // The names of all pods are alike, so that a client without credentials does not learn which pods exist.
+            let is_pod = || serves_all_nodes && nodes.is_pod_name(name);
+            let is_service = || is_pod() || nodes.service_by_name(name).is_some();
             if nodes.by_name(name).is_some() {
                 Some(KnownName::Node)
             } else {

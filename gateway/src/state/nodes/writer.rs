@@ -1,7 +1,9 @@
 //! The only writer of the table of nodes: each change builds a new table from the records and the cluster.
 
 use super::{Cluster, ClusterNode, Node, NodeSources, Nodes, Table};
+use crate::state::pods::PodsWriter;
 use causeway_certs::NodeName;
+use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, PoisonError},
@@ -27,6 +29,16 @@ impl NodesWriter {
     /// Subscribes to later changes of this table, for data that is derived from the table.
     pub fn subscribe(&self) -> watch::Receiver<()> {
         self.changed.subscribe()
+    }
+
+    /// Starts to follow the cluster's pods in these networks. From now on no address in them is routed by the networks of nodes.
+    pub fn follow_pods(&self, networks: &[IpNet]) {
+        self.nodes.pods.follow(networks);
+    }
+
+    /// Returns write access to the table of pods for its only writer, or `None` if pods are not followed.
+    pub fn pods(&self, max_pods: usize) -> Option<PodsWriter> {
+        PodsWriter::new(&self.nodes.pods, max_pods)
     }
 
     /// Adds or replaces one node. A revoked node stays revoked.
@@ -180,13 +192,13 @@ impl NodesWriter {
     }
 
     fn sources(&self) -> NodeSources {
-        self.nodes.0.load().sources.clone()
+        self.nodes.table.load().sources.clone()
     }
 
     fn publish(&self, sources: NodeSources) {
         let mut table = Table::from_sources(sources);
-        table.record_relabels(&self.nodes.0.load());
-        self.nodes.0.store(Arc::new(table));
+        table.record_relabels(&self.nodes.table.load());
+        self.nodes.table.store(Arc::new(table));
         self.changed.send_replace(());
     }
 }

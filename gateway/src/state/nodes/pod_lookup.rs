@@ -1,0 +1,121 @@
+//! Lookup of pods: the table of pods says on which node a pod is, and the table of nodes how that node is reached.
+
+use super::{AddressMatch, Cluster, Nodes, Table};
+use crate::state::pods::{self, Pod, PodLookup};
+use causeway_certs::NodeName;
+use std::{net::IpAddr, sync::Arc};
+
+/// Meaning of the name of a pod.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PodMatch {
+    /// The pod on this edge node, at this address.
+    Pod(NodeName, IpAddr),
+    /// The pod is on a node that is not at the edge, at these addresses.
+    Elsewhere(Vec<IpAddr>),
+    /// No running pod has the name and an address that is its alone.
+    Unknown,
+    /// The pod is not known now, for this reason.
+    Undecided(Arc<str>),
+}
+
+/// Location of the node of a pod.
+enum PodNode {
+    Edge(NodeName),
+    Elsewhere,
+    Unknown,
+}
+
+impl Table {
+    fn node_of(&self, pod: &Pod) -> PodNode {
+        if self.nodes.contains_key(&pod.node) {
+            return PodNode::Edge(pod.node.clone());
+        }
+        let members = self.sources.cluster.members();
+        if members.is_some_and(|all| all.contains_key(&pod.node)) {
+            PodNode::Elsewhere
+        } else {
+            PodNode::Unknown
+        }
+    }
+}
+
+impl Nodes {
+    /// Returns the match of an address that no node has, or `None` if the table of pods does not decide about it.
+    pub(super) fn pod_match(&self, table: &Table, address: IpAddr) -> Option<AddressMatch> {
+        let found = self.pods.by_address(address);
+        if found != PodLookup::NotFollowed
+            && let Cluster::Pending(reason) = &table.sources.cluster
+        {
+            return Some(AddressMatch::Undecided(reason.clone()));
+        }
+        match found {
+            PodLookup::NotFollowed => None,
+            PodLookup::Unavailable(reason) => Some(AddressMatch::Undecided(reason)),
+            PodLookup::Unknown => Some(AddressMatch::NoPod),
+            PodLookup::Pod(pod) => Some(match table.node_of(&pod) {
+                PodNode::Edge(node) => AddressMatch::Pod(node),
+                PodNode::Elsewhere => AddressMatch::Unknown,
+                PodNode::Unknown => AddressMatch::NoPod,
+            }),
+        }
+    }
+
+    /// Whether the cluster's Pod objects are followed.
+    pub fn follows_pods(&self) -> bool {
+        self.pods.are_followed()
+    }
+
+    /// Whether only the table of pods can say which node has this address, or that none has it.
+    pub fn is_pod_address(&self, address: IpAddr) -> bool {
+        self.pods.by_address(address) != PodLookup::NotFollowed
+            && !matches!(
+                self.by_address(address),
+                AddressMatch::Node(_) | AddressMatch::Several(_)
+            )
+    }
+
+    /// Whether the name is that of a pod, `POD.NAMESPACE.pod`, alone or in one of the zones, and not the name of a node. The pod need
+    /// not exist. False if Pod objects are not followed.
+    pub fn is_pod_name(&self, name: &str) -> bool {
+        self.parse_pod_name(name).is_some()
+    }
+
+    /// Returns the pod with this name, alone or in one of the zones; `None` if the name is not that of a pod.
+    pub fn pod_by_name(&self, name: &str) -> Option<PodMatch> {
+        let key = self.parse_pod_name(name)?;
+        if let Some(reason) = self.pending_reason() {
+            return Some(PodMatch::Undecided(reason));
+        }
+        let pod = match self.pods.by_name(&key) {
+            PodLookup::Pod(pod) => pod,
+            PodLookup::Unavailable(reason) => return Some(PodMatch::Undecided(reason)),
+            PodLookup::Unknown | PodLookup::NotFollowed => return Some(PodMatch::Unknown),
+        };
+        // An address that another pod or a node has as well is not the pod's alone.
+        let mut own = pod.addresses.iter().copied();
+        Some(match self.table.load().node_of(&pod) {
+            PodNode::Edge(node) => own
+                .find(|address| self.by_address(*address) == AddressMatch::Pod(node.clone()))
+                .map_or(PodMatch::Unknown, |address| PodMatch::Pod(node, address)),
+            PodNode::Elsewhere => PodMatch::Elsewhere(
+                own.filter(|address| self.by_address(*address) == AddressMatch::Unknown)
+                    .collect(),
+            ),
+            PodNode::Unknown => PodMatch::Unknown,
+        })
+    }
+
+    fn parse_pod_name(&self, name: &str) -> Option<String> {
+        if !self.pods.are_followed() || self.by_name(name).is_some() {
+            return None;
+        }
+        let name = name.strip_suffix('.').unwrap_or(name);
+        let in_zone = |zone: &String| {
+            let (name, end) = name.split_at_checked(name.len().checked_sub(zone.len())?)?;
+            end.eq_ignore_ascii_case(zone)
+                .then(|| pods::parse_host(name))?
+        };
+        let table = self.table.load();
+        pods::parse_host(name).or_else(|| table.sources.zones.iter().find_map(in_zone))
+    }
+}
