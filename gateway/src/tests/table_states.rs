@@ -6,6 +6,7 @@
 //! | table | not yet | stale | gone |
 //! | --- | --- | --- | --- |
 //! | nodes, addresses and pods of the cluster | undecided, nothing is dialled | as last known | an address is nobody's once the cluster says so |
+//! | Pod objects of the cluster | undecided, for addresses and names of pods only | as last known for 5 minutes, then undecided | an address is nobody's |
 //! | labels and pools, for the policy | undecided | as last known | no rule that names one matches |
 //! | records and revocations | the gateway does not start | as last read | as last read |
 //! | policy | the gateway does not start | as last read | as last read (`src/reload.rs`) |
@@ -24,7 +25,7 @@ use crate::{
         direct,
         route::{self, Route, RouteInput},
     },
-    state::{ClusterNode, Node, Nodes, NodesWriter, Policy, PolicyWriter, pins},
+    state::{ClusterNode, Node, Nodes, NodesWriter, Pod, Policy, PolicyWriter, pins},
 };
 use causeway_certs::{
     Fingerprint, NodeName, NodeRecord, OpenMode, Pin, PinTable, Revocation, Store, StoreError,
@@ -141,6 +142,85 @@ fn an_address_is_an_edges_or_undecided_until_nodes_are_known() {
                 expected
             };
             assert_eq!(routed(&nodes, &redirected), expected, "{authority}");
+        }
+    }
+}
+
+/// Returns the nodes of a cluster whose Pod objects are followed: the pods are not loaded, lost for this time, or gone.
+async fn tables_with_pods(lost_for: Duration) -> [Nodes; 3] {
+    let all: [_; 3] = std::array::from_fn(|_| {
+        let writer = NodesWriter::default();
+        writer.follow_pods(&["10.244.0.0/16".parse().unwrap()]);
+        writer.replace_cluster(members());
+        let pods = writer.pods(9).unwrap();
+        (writer.reader(), pods)
+    });
+    let [(not_yet, early), (stale, mut away), (gone, mut empty)] = all;
+    early.set_lost("forbidden");
+    let pod = Pod {
+        name: "a/web".into(),
+        node: name("edge-1"),
+        addresses: ["10.244.9.7".parse().unwrap()].into(),
+        ends_at: None,
+    };
+    away.replace(vec![pod.clone()]).unwrap();
+    away.set_lost("the API is away");
+    empty.replace(vec![pod]).unwrap();
+    empty.replace(Vec::new()).unwrap();
+    tokio::time::advance(lost_for).await;
+    [not_yet, stale, gone]
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_targets_in_networks_of_pods_depend_on_pod_objects() {
+    use Reason::{DependencyUnavailable as Undecided, NodeUnknown};
+    let to = |target: &str| Ok(target.to_owned());
+    let networks = ["0.0.0.0/0".parse().unwrap()];
+    for (minutes, known) in [(4, to("10.244.9.7:80")), (6, Err(Undecided))] {
+        let unknown = if known.is_ok() {
+            NodeUnknown
+        } else {
+            Undecided
+        };
+        let tables = tables_with_pods(Duration::from_mins(minutes)).await;
+        for (authority, states) in [
+            (
+                "10.244.9.7:80",
+                [Err(Undecided), known.clone(), Err(NodeUnknown)],
+            ),
+            (
+                "web.a.pod:80",
+                [Err(Undecided), known.clone(), Err(NodeUnknown)],
+            ),
+            // The node's podCIDR has this address, and is never used.
+            (
+                "10.244.1.7:80",
+                [Err(Undecided), Err(unknown), Err(NodeUnknown)],
+            ),
+            (
+                "edge-1:80",
+                [to("edge-1:80"), to("edge-1:80"), to("edge-1:80")],
+            ),
+            (
+                "10.0.0.1:80",
+                [to("edge-1:80"), to("edge-1:80"), to("edge-1:80")],
+            ),
+        ] {
+            for (nodes, expected) in tables.iter().zip(states) {
+                let asked = RouteInput {
+                    has_pod_names: true,
+                    ..by(authority)
+                };
+                assert_eq!(routed(nodes, &asked), expected, "{authority} {minutes}");
+                let target = direct::direct_target(&networks, &asked, nodes);
+                assert_eq!(target, None, "{authority} {minutes}");
+            }
+        }
+        for nodes in &tables {
+            for authority in ["10.96.0.1:443", "web.example:80"] {
+                let target = direct::direct_target(&networks, &by(authority), nodes);
+                assert!(target.is_some(), "{authority}");
+            }
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One test for each rule of routing.
 
 use super::*;
-use crate::state::{Node, NodesWriter};
+use crate::state::{ClusterNode, Node, NodesWriter, Pod, PodsWriter};
 
 fn nodes() -> Nodes {
     let writer = NodesWriter::default();
@@ -290,5 +290,206 @@ fn a_node_with_the_name_of_a_service_comes_first() {
         let route = find_route(&at_any_name(sni, host), &writer.reader()).unwrap();
         assert_eq!(route.node.as_str(), "printer.edge-1");
         assert_eq!((route.service(), route.port()), (None, Some(10250)));
+    }
+}
+
+/// Returns nodes of a cluster whose pods are followed: `edge-1`, whose `podCIDRs` name the wrong pods, `edge-2` and `cloud-1`.
+fn nodes_with_pods() -> (NodesWriter, PodsWriter) {
+    let writer = NodesWriter::default();
+    writer.follow_pods(&["10.240.0.0/12".parse().unwrap()]);
+    let member = |is_edge, address: &str| ClusterNode {
+        is_edge,
+        addresses: vec![address.parse().unwrap()],
+        pod_networks: vec!["10.244.1.0/24".parse().unwrap()],
+        ..ClusterNode::default()
+    };
+    let name = |text: &str| NodeName::parse(text).unwrap();
+    let members = [
+        (name("edge-1"), member(true, "10.0.0.1")),
+        // A node whose own address is in the networks of pods.
+        (name("edge-2"), member(true, "10.240.0.2")),
+        (name("cloud-1"), member(false, "10.0.0.3")),
+    ];
+    writer.replace_cluster(members.into());
+    let mut pods = writer.pods(100).unwrap();
+    let pod = |pod: &str, node: &str, address: &str| Pod {
+        name: pod.into(),
+        node: name(node),
+        addresses: [address.parse().unwrap()].into(),
+        ends_at: None,
+    };
+    let all = [
+        pod("a/web", "edge-1", "10.250.7.7"),
+        pod("a/other", "edge-1", "10.250.7.8"),
+        pod("b/web", "edge-2", "10.244.1.9"),
+        pod("c/web", "cloud-1", "10.244.1.10"),
+        pod("d/web", "edge-9", "10.244.1.11"),
+        pod("e/thief", "edge-2", "10.250.9.9"),
+        pod("e/victim", "edge-1", "10.250.9.9"),
+        pod("f/evil", "edge-1", "10.240.0.2"),
+    ];
+    pods.replace(all.into()).unwrap();
+    (writer, pods)
+}
+
+fn to_pods<'a>(sni: Option<&'a str>, host: Option<&'a str>) -> RouteInput<'a> {
+    RouteInput {
+        sni,
+        authority: host,
+        port: Some(80),
+        has_pod_names: true,
+        ..RouteInput::default()
+    }
+}
+
+fn route_in(nodes: &Nodes, asked: &RouteInput<'_>) -> Routed {
+    match find_route(asked, nodes) {
+        Ok(route) => to(route.node.as_str(), &route.target.to_string()),
+        Err(error) => Err(error.reason),
+    }
+}
+
+#[test]
+fn pod_objects_and_not_pod_networks_name_the_node_of_a_pod() {
+    use Reason::{Misdirected, NodeUnknown};
+    let (writer, _pods) = nodes_with_pods();
+    for (sni, host, expected) in [
+        // Addresses.
+        (
+            None,
+            Some("10.250.7.7:8080"),
+            to("edge-1", "10.250.7.7:8080"),
+        ),
+        (None, Some("10.244.1.9"), to("edge-2", "10.244.1.9:80")),
+        (None, Some("10.244.1.10"), Err(NodeUnknown)),
+        (None, Some("10.244.1.77"), Err(NodeUnknown)),
+        (None, Some("10.244.1.11"), Err(NodeUnknown)),
+        (None, Some("10.250.9.9"), Err(NodeUnknown)),
+        // A pod takes no address from a node.
+        (None, Some("10.240.0.2"), to("edge-2", "edge-2:80")),
+        // Names.
+        (
+            None,
+            Some("web.a.pod:8080"),
+            to("edge-1", "10.250.7.7:8080"),
+        ),
+        (None, Some("Web.A.Pod."), to("edge-1", "10.250.7.7:80")),
+        (Some("web.b.pod"), None, to("edge-2", "10.244.1.9:80")),
+        (
+            Some("web.b.pod"),
+            Some("app.example:9"),
+            to("edge-2", "10.244.1.9:80"),
+        ),
+        (
+            Some("web.a.pod"),
+            Some("web.a.pod:9"),
+            to("edge-1", "10.250.7.7:9"),
+        ),
+        (
+            Some("web.a.pod"),
+            Some("10.250.7.7:9"),
+            to("edge-1", "10.250.7.7:9"),
+        ),
+        (None, Some("web.c.pod"), Err(NodeUnknown)),
+        (None, Some("web.d.pod"), Err(NodeUnknown)),
+        (None, Some("victim.e.pod"), Err(NodeUnknown)),
+        (None, Some("evil.f.pod"), Err(NodeUnknown)),
+        (None, Some("nobody.a.pod"), Err(NodeUnknown)),
+        // Sources that contradict each other, or that name no pod.
+        (Some("web.a.pod"), Some("other.a.pod"), Err(Misdirected)),
+        (Some("web.a.pod"), Some("10.250.7.8"), Err(Misdirected)),
+        (Some("web.a.pod"), Some("edge-1"), Err(Misdirected)),
+        (Some("edge-2"), Some("web.a.pod"), Err(Misdirected)),
+        (
+            Some("edge-1"),
+            Some("10.250.7.7"),
+            to("edge-1", "10.250.7.7:80"),
+        ),
+        (Some("edge-1"), Some("10.244.1.77"), Err(NodeUnknown)),
+        (Some("edge-1"), Some("nobody.a.pod"), Err(NodeUnknown)),
+        (Some("nobody.a.pod"), Some("edge-1"), Err(NodeUnknown)),
+        // The host of a pod in the cloud is an ordinary one.
+        (
+            Some("edge-1"),
+            Some("10.244.1.10:6443"),
+            to("edge-1", "edge-1:80"),
+        ),
+    ] {
+        let asked = to_pods(sni, host);
+        assert_eq!(
+            route_in(&writer.reader(), &asked),
+            expected,
+            "{sni:?} {host:?}"
+        );
+    }
+    for (original, expected) in [
+        ("10.250.7.7:443", to("edge-1", "10.250.7.7:443")),
+        ("10.244.1.77:443", Err(NodeUnknown)),
+    ] {
+        let fixed = NodeName::parse("edge-1").unwrap();
+        let asked = RouteInput {
+            original: Some(address(original)),
+            fixed: Some(&fixed),
+            ..RouteInput::default()
+        };
+        assert_eq!(route_in(&writer.reader(), &asked), expected, "{original}");
+    }
+}
+
+#[test]
+fn names_of_pods_are_ordinary_at_listeners_for_certain_nodes() {
+    let (writer, _pods) = nodes_with_pods();
+    let fixed = NodeName::parse("edge-2").unwrap();
+    for host in ["web.a.pod", "nobody.a.pod"] {
+        let asked = RouteInput {
+            fixed: Some(&fixed),
+            has_pod_names: false,
+            ..to_pods(Some(host), Some(host))
+        };
+        assert_eq!(
+            route_in(&writer.reader(), &asked),
+            to("edge-2", "edge-2:80")
+        );
+    }
+    let own_names = ["web.a.pod".to_owned()];
+    let at_gateway = RouteInput {
+        own_names: &own_names,
+        ..to_pods(Some("web.a.pod"), Some("edge-2"))
+    };
+    assert_eq!(
+        route_in(&writer.reader(), &at_gateway),
+        to("edge-2", "edge-2:80")
+    );
+}
+
+#[test]
+fn a_node_and_a_zone_come_before_the_name_of_a_pod() {
+    let (writer, _pods) = nodes_with_pods();
+    writer.upsert(NodeName::parse("web.b.pod").unwrap(), Node::default());
+    writer.replace_zones(&["nodes.example".to_owned()]);
+    for (host, expected) in [
+        ("web.b.pod", to("web.b.pod", "web.b.pod:80")),
+        ("web.a.pod.nodes.example", to("edge-1", "10.250.7.7:80")),
+        ("web.a.pod.other.example", Err(Reason::NodeUnknown)),
+    ] {
+        let asked = to_pods(None, Some(host));
+        assert_eq!(route_in(&writer.reader(), &asked), expected, "{host}");
+    }
+}
+
+#[test]
+fn the_gateway_dials_only_pods_that_are_known_to_be_elsewhere() {
+    let (writer, _pods) = nodes_with_pods();
+    let nodes = writer.reader();
+    for (address, is_dialled) in [
+        ("10.244.1.10", true),
+        ("192.0.2.1", true),
+        ("10.0.0.3", true),
+        ("10.250.7.7", false),
+        ("10.244.1.77", false),
+        ("10.250.9.9", false),
+    ] {
+        let checked = check_pod_elsewhere(address.parse().unwrap(), &nodes);
+        assert_eq!(checked.is_ok(), is_dialled, "{address}");
     }
 }
