@@ -96,7 +96,18 @@ impl SyncError {
 impl PodInformer {
     /// Runs the informer. Never returns. Drops `hold` when the table is filled, or cannot be filled for the first time.
     pub(crate) async fn run(self, hold: ReadinessBlock) -> Infallible {
-        let mut sync = PodSync {
+        let mut sync = self.into_sync(hold);
+        loop {
+            let error = match sync.run().await {
+                Ok(never) => match never {},
+                Err(error) => error,
+            };
+            sleep(sync.record_failure(&error)).await;
+        }
+    }
+
+    fn into_sync(self, hold: ReadinessBlock) -> PodSync {
+        PodSync {
             client: self.client,
             pods: self.pods,
             metrics: self.metrics,
@@ -109,13 +120,6 @@ impl PodInformer {
                 log: LogThrottle::new("reading the pods of the cluster"),
             },
             backoff: Backoff::new(BACKOFF_RANGE.0, BACKOFF_RANGE.1),
-        };
-        loop {
-            let error = match sync.run().await {
-                Ok(never) => match never {},
-                Err(error) => error,
-            };
-            sleep(sync.record_failure(&error)).await;
         }
     }
 }

@@ -53,6 +53,7 @@ mod kills;
 
 mod direct;
 mod egress;
+mod pod_objects;
 mod pods;
 mod rebinding;
 mod reviews;

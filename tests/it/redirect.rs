@@ -559,7 +559,7 @@ async fn five_thousand_nodes_need_no_more_rules_than_one() {
 }
 
 /// A node with pods, on a host of its own.
-struct Pods<'a> {
+pub(crate) struct Pods<'a> {
     host: Host<'a>,
     _edge: Option<Process>,
     serving: JoinSet<()>,
@@ -576,7 +576,7 @@ impl<'a> Pods<'a> {
     }
 
     /// A node whose edge admits these target hosts.
-    async fn at(
+    pub(crate) async fn at(
         street: &'a SharedNetwork,
         site: &GatewayProcess,
         node: &'static str,
@@ -603,7 +603,7 @@ impl<'a> Pods<'a> {
 
     /// Starts a pod with this address, which is also reachable from the hub and answers with this text. Returns its
     /// address.
-    async fn pod(&mut self, address: &str, says: &'static str) -> SocketAddr {
+    pub(crate) async fn pod(&mut self, address: &str, says: &'static str) -> SocketAddr {
         self.host.has(address.parse().unwrap());
         let listener = {
             let _there = self.host.enter();

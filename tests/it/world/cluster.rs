@@ -1,4 +1,4 @@
-//! The part of a cluster's API by which nodes are followed: a list of Node objects, and a watch that continues; and their Leases.
+//! The part of a cluster's API by which nodes and pods are followed: lists of objects, and watches that continue; and Leases.
 
 mod leases;
 
@@ -6,6 +6,7 @@ use axum::{
     Json, Router,
     body::Body,
     extract::{Query, State},
+    http::StatusCode,
     response::{IntoResponse, Response},
     routing::get,
 };
@@ -26,6 +27,10 @@ use tokio::{net::TcpListener, sync::watch, task::JoinSet};
 struct Objects {
     nodes: BTreeMap<String, Value>,
     happened: Vec<Value>,
+    pods: BTreeMap<String, Value>,
+    pod_events: Vec<Value>,
+    /// Whether the gateway may not read pods.
+    refuses_pods: bool,
     leases: BTreeMap<String, Value>,
     /// Notes of events.
     notes: Vec<String>,
@@ -58,6 +63,7 @@ impl Cluster {
         let server = listener.local_addr().unwrap();
         let (objects, known) = watch::channel(Objects::default());
         let router = Router::new().route("/api/v1/nodes", get(nodes));
+        let router = router.route("/api/v1/pods", get(pods));
         let router = router.with_state(known).merge(leases::routes(&objects));
         let mut serving = JoinSet::new();
         serving.spawn(async move {
@@ -106,23 +112,100 @@ impl Cluster {
     }
 }
 
+impl Cluster {
+    /// Adds or changes a pod, which is running on this node and has this address.
+    pub(crate) fn pod(&self, namespace: &str, name: &str, node: &str, address: &str) {
+        self.put_pod(
+            (namespace, name),
+            node,
+            &json!({ "phase": "Running", "podIPs": [{ "ip": address }] }),
+        );
+    }
+
+    /// Adds or changes a pod, which is on this node and has this status.
+    pub(crate) fn put_pod(&self, (namespace, name): (&str, &str), node: &str, status: &Value) {
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": { "namespace": namespace, "name": name },
+            "spec": { "nodeName": node, "containers": [] },
+            "status": status,
+        });
+        self.objects.send_modify(|objects| {
+            let known = objects
+                .pods
+                .insert(format!("{namespace}/{name}"), pod.clone());
+            objects.record_pod(if known.is_some() { "MODIFIED" } else { "ADDED" }, pod);
+        });
+    }
+
+    /// Deletes a pod.
+    pub(crate) fn delete_pod(&self, namespace: &str, name: &str) {
+        self.objects.send_modify(|objects| {
+            let pod = objects.pods.remove(&format!("{namespace}/{name}")).unwrap();
+            objects.record_pod("DELETED", pod);
+        });
+    }
+
+    /// Sets whether the gateway may read pods.
+    pub(crate) fn refuse_pods(&self, refuses: bool) {
+        self.objects
+            .send_modify(|objects| objects.refuses_pods = refuses);
+    }
+}
+
+impl Objects {
+    fn record_pod(&mut self, kind: &str, mut pod: Value) {
+        pod["metadata"]["resourceVersion"] = json!((self.pod_events.len() + 1).to_string());
+        self.pod_events.push(json!({ "type": kind, "object": pod }));
+    }
+}
+
 async fn nodes(
+    state: State<watch::Receiver<Objects>>,
+    asked: Query<HashMap<String, String>>,
+) -> Response {
+    list_or_watch(state, asked, "NodeList", |objects| {
+        (&objects.nodes, &objects.happened)
+    })
+}
+
+async fn pods(
+    state: State<watch::Receiver<Objects>>,
+    asked: Query<HashMap<String, String>>,
+) -> Response {
+    if state.borrow().refuses_pods {
+        let message = "pods is forbidden: User \"gateway\" cannot list resource \"pods\"";
+        let status = json!({
+            "apiVersion": "v1", "kind": "Status", "status": "Failure", "code": 403,
+            "reason": "Forbidden", "message": message, "metadata": {},
+        });
+        return (StatusCode::FORBIDDEN, Json(status)).into_response();
+    }
+    list_or_watch(state, asked, "PodList", |objects| {
+        (&objects.pods, &objects.pod_events)
+    })
+}
+
+fn list_or_watch(
     State(objects): State<watch::Receiver<Objects>>,
     Query(asked): Query<HashMap<String, String>>,
+    kind: &str,
+    of: fn(&Objects) -> (&BTreeMap<String, Value>, &Vec<Value>),
 ) -> Response {
     if !asked.contains_key("watch") {
         let now = objects.borrow().clone();
-        let items: Vec<_> = now.nodes.into_values().collect();
+        let (items, events) = of(&now);
+        let items: Vec<_> = items.values().collect();
         return Json(json!({
-            "apiVersion": "v1", "kind": "NodeList", "items": items,
-            "metadata": { "resourceVersion": now.happened.len().to_string() },
+            "apiVersion": "v1", "kind": kind, "items": items,
+            "metadata": { "resourceVersion": events.len().to_string() },
         }))
         .into_response();
     }
     let seen: usize = asked["resourceVersion"].parse().unwrap();
-    let events = stream::unfold((objects, seen), |(mut objects, seen)| async move {
-        let more = objects.wait_for(|objects| objects.happened.len() > seen);
-        let event = more.await.ok()?.happened[seen].to_string();
+    let events = stream::unfold((objects, seen), move |(mut objects, seen)| async move {
+        let more = objects.wait_for(|objects| of(objects).1.len() > seen);
+        let event = of(&*more.await.ok()?).1[seen].to_string();
         Some((Ok::<_, Infallible>(event + "\n"), (objects, seen + 1)))
     });
     Body::from_stream(events).into_response()
