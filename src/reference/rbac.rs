@@ -60,6 +60,10 @@ const PURPOSES: &[(&str, &str)] = &[
         "marks and taints Nodes with delegated heartbeats, and keeps their condition `Ready` (`kubernetes.heartbeats`)",
     ),
     (
+        "ClusterRole causeway-gateway-pods",
+        "reads Pods: the gateway routes to pods by them (`kubernetes.pods`)",
+    ),
+    (
         "Role kube-node-lease/causeway-gateway-heartbeats",
         "renews the Leases of nodes that have lost their gateways",
     ),

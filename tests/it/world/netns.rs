@@ -261,7 +261,7 @@ impl Host<'_> {
     pub(crate) fn has(&self, address: IpAddr) {
         self.space.ip(&format!("addr add {address} dev eth0"));
         let hub = &self.street.hub;
-        hub.ip(&format!("route add {address} via {}", self.address));
+        hub.ip(&format!("route replace {address} via {}", self.address));
     }
 
     /// It sends IPv6 to the hub, in a street with routes to other networks.
