@@ -3,15 +3,23 @@
 use crate::{
     redirect::Pods,
     world::{
+        World,
         app::App,
+        client::{Answer, assert_problem},
         cluster::Cluster,
+        gateway::{anonymous, fixed, listener},
         netns::{HUB, NEED, SharedNetwork},
         process::{GatewayProcess, causeway},
         tool::{Tool, need},
         until,
     },
 };
-use serde_json::json;
+use causeway_certs::NodeName;
+use causeway_gateway::{
+    config::{Listener, ListenerProtocol, policy},
+    state::{ClusterNode, Pod, PodsWriter, Policy, PolicyWriter},
+};
+use serde_json::{Value, json};
 use std::{net::Ipv4Addr, path::Path};
 
 fn configuration(cluster: &Cluster) -> String {
@@ -134,4 +142,122 @@ async fn without_the_right_to_read_pods_only_pods_are_unavailable() {
         !status().await.stdout.contains(why) && lost().await == 0
     })
     .await;
+}
+
+/// Has the nodes of a cluster in this world, whose pods `a/open` on `edge-1` and `a/closed` on `edge-2` have addresses.
+fn follow_pods(world: &World) -> PodsWriter {
+    let nodes = world.nodes();
+    nodes.follow_pods(&["10.250.0.0/16".parse().unwrap()]);
+    let name = |node: &str| NodeName::parse(node).unwrap();
+    let member = || ClusterNode {
+        is_edge: true,
+        ..ClusterNode::default()
+    };
+    nodes.replace_cluster(
+        ["edge-1", "edge-2"]
+            .map(|node| (name(node), member()))
+            .into(),
+    );
+    let pod = |pod: &str, node, address: &str| Pod {
+        name: pod.into(),
+        node: name(node),
+        addresses: [address.parse().unwrap()].into(),
+        ends_at: None,
+    };
+    let mut pods = nodes.pods(9).unwrap();
+    let all = [
+        pod("a/open", "edge-1", "10.250.0.1"),
+        pod("a/closed", "edge-2", "10.250.0.2"),
+    ];
+    pods.replace(all.into()).unwrap();
+    pods
+}
+
+#[tokio::test]
+async fn anonymous_clients_do_not_learn_which_pods_exist() {
+    need!("curl");
+    let rules = json!({ "rules": [
+        { "where": { "nodes": ["edge-2"] }, "then": "deny" },
+        { "what": { "ports": [9100] }, "then": "allow" },
+    ] });
+    let rules: policy::Policy = serde_json::from_value(rules).unwrap();
+    let rules = PolicyWriter::new(Some(Policy::compile(&rules).unwrap()));
+    let world = World::build()
+        .policy(rules.reader())
+        .listener(anonymous("all", ListenerProtocol::Http))
+        .listener(Listener {
+            anonymous_ports: vec![9100],
+            ..anonymous("some", ListenerProtocol::Http)
+        })
+        .listener(Listener {
+            port: Some(9100),
+            ..anonymous("through", ListenerProtocol::Passthrough)
+        })
+        .listener(listener("known", ListenerProtocol::Https));
+    let world = Box::pin(world.start()).await;
+    let _pods = follow_pods(&world);
+    let get = async |at: &str, host: &str| -> Answer {
+        let client = world.client_at(at);
+        client.get(&format!("http://{host}:9100/")).await
+    };
+    let body = |answer: &Answer| {
+        let mut body: Value = serde_json::from_str(&answer.text()).unwrap();
+        body["trace"].take();
+        body
+    };
+    for at in ["all", "some"] {
+        // A pod that the client may reach is reached, as far as there is a tunnel.
+        assert_eq!(get(at, "10.250.0.1").await.status, 503, "{at}");
+        let unknown = get(at, "10.250.0.9").await;
+        assert_problem(&unknown, 401, "unauthenticated", "");
+        for host in ["10.250.0.2", "closed.a.pod", "nobody.a.pod"] {
+            let answer = get(at, host).await;
+            assert_eq!(answer.status, unknown.status, "{at} {host}");
+            assert_eq!(body(&answer), body(&unknown), "{at} {host}");
+        }
+    }
+    let known = async |host: &str| {
+        let client = world.client_at("known");
+        client.get(&format!("https://{host}:9100/")).await
+    };
+    assert_problem(&known("closed.a.pod").await, 403, "forbidden", "");
+    assert_problem(
+        &known("nobody.a.pod").await,
+        404,
+        "node_unknown",
+        "no running pod",
+    );
+
+    let to = format!("::{}", world.listener("through"));
+    for host in ["open.a.pod", "closed.a.pod", "nobody.a.pod"] {
+        let url = format!("https://{host}:9100/");
+        let ran = Tool::curl().args(["-k", "--connect-to", &to, &url]).run();
+        let ran = ran.await;
+        assert!(
+            ran.stderr.contains("unrecognized name"),
+            "{host}: {}",
+            ran.stderr
+        );
+    }
+}
+
+#[tokio::test]
+async fn certificates_have_names_of_pods_only_where_all_nodes_are_served() {
+    let world = World::build()
+        .listener(anonymous("web", ListenerProtocol::Https))
+        .listener(fixed("one", ListenerProtocol::Https, "edge-1", 9100));
+    let world = Box::pin(world.start()).await;
+    let is_valid = async |at: &str, name: &str| {
+        let handshake = world.client_at(at).tls_stream(name, &[]).await;
+        handshake.is_ok()
+    };
+    assert!(
+        !is_valid("web", "open.a.pod").await,
+        "pods are not followed"
+    );
+    let _pods = follow_pods(&world);
+    for name in ["open.a.pod", "nobody.a.pod"] {
+        assert!(is_valid("web", name).await, "{name}");
+        assert!(!is_valid("one", name).await, "{name}");
+    }
 }

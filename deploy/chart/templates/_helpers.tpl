@@ -24,7 +24,7 @@ merged into it. With only the values way and address the objects are the same.
 {{- if dig "kubernetes" "heartbeats" "enabled" false .Values.gateway.config }}
 {{- $texts = concat $texts (splitList "\n---\n" (.Files.Get "manifests/heartbeats-rbac.yaml")) }}
 {{- end }}
-{{- if not (kindIs "invalid" (dig "kubernetes" "pods" nil .Values.gateway.config)) }}
+{{- if kindIs "map" (dig "kubernetes" "pods" false .Values.gateway.config) }}
 {{- $texts = concat $texts (splitList "\n---\n" (.Files.Get "manifests/pods-rbac.yaml")) }}
 {{- end }}
 {{- range $text := $texts }}

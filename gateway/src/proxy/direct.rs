@@ -23,7 +23,7 @@ use super::{
 use crate::{
     config::ErrorFormat,
     error::{Error, Reason},
-    state::{NodeLocation, Nodes, nodes::PodMatch},
+    state::{NodeLocation, Nodes, pods::PodMatch},
 };
 use causeway_rt::{
     log_throttle::LogThrottle,

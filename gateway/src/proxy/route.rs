@@ -17,10 +17,7 @@
 
 use crate::{
     error::{Error, Reason},
-    state::{
-        Nodes,
-        nodes::{AddressMatch, PodMatch},
-    },
+    state::{Nodes, nodes::AddressMatch, pods::PodMatch},
 };
 use causeway_certs::NodeName;
 use causeway_tunnel::{Target, target};

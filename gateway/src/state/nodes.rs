@@ -17,7 +17,6 @@ use causeway_tunnel::target;
 use claims::{AddressClaims, ClaimHolder, ClaimPriority};
 pub use claims::{AddressConflict, AddressConflicts};
 use ipnet::IpNet;
-pub use pod_lookup::PodMatch;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,

@@ -65,6 +65,19 @@ pub(super) enum PodLookup {
     Pod(Arc<Pod>),
 }
 
+/// Meaning of the name of a pod.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PodMatch {
+    /// The pod on this edge node, at this address.
+    Pod(NodeName, IpAddr),
+    /// The pod is on a node that is not at the edge, at these addresses.
+    Elsewhere(Vec<IpAddr>),
+    /// No running pod has the name and an address that is its alone.
+    Unknown,
+    /// The pod is not known now, for this reason.
+    Undecided(Arc<str>),
+}
+
 /// Read access to the table. Cheap to clone; reads never wait. Empty until pods are followed.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pods(Arc<OnceLock<PodTable>>);

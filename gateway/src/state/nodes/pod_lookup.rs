@@ -1,22 +1,9 @@
 //! Lookup of pods: the table of pods says on which node a pod is, and the table of nodes how that node is reached.
 
 use super::{AddressMatch, Cluster, Nodes, Table};
-use crate::state::pods::{self, Pod, PodLookup};
+use crate::state::pods::{self, Pod, PodLookup, PodMatch};
 use causeway_certs::NodeName;
-use std::{net::IpAddr, sync::Arc};
-
-/// Meaning of the name of a pod.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PodMatch {
-    /// The pod on this edge node, at this address.
-    Pod(NodeName, IpAddr),
-    /// The pod is on a node that is not at the edge, at these addresses.
-    Elsewhere(Vec<IpAddr>),
-    /// No running pod has the name and an address that is its alone.
-    Unknown,
-    /// The pod is not known now, for this reason.
-    Undecided(Arc<str>),
-}
+use std::net::IpAddr;
 
 /// Location of the node of a pod.
 enum PodNode {

@@ -131,6 +131,47 @@ fn an_edge_maps_to_this_gateway_and_other_nodes_to_themselves() {
 }
 
 #[test]
+fn each_name_of_a_pod_maps_to_this_gateway_where_pods_are_followed() {
+    let zone = "nodes.example.internal.";
+    let names = [
+        "web-0.shop.pod",
+        "Nobody.Shop.Pod",
+        "etcd.example.kube-system.pod",
+    ];
+    let desk = TestServer::new();
+    for name in names {
+        let (_, code, _) = desk.short(&format!("{name}.{zone}"), RecordType::A);
+        assert_eq!(code, ResponseCode::NXDomain, "{name}");
+    }
+    let writer = table();
+    // No pod is known, and the pods are not loaded.
+    writer.follow_pods(&["10.244.0.0/16".parse().unwrap()]);
+    let desk = TestServer {
+        nodes: writer.reader(),
+        ..desk
+    };
+    for name in names {
+        let answer = desk.short(&format!("{name}.{zone}"), RecordType::A);
+        let expected = vec!["10.96.0.20".to_owned()];
+        assert_eq!(
+            answer,
+            (QueryOutcome::Edge, ResponseCode::NoError, expected),
+            "{name}"
+        );
+    }
+    for (name, code) in [
+        // Resolvers may not look up names below a name that does not exist.
+        ("shop.pod", ResponseCode::NoError),
+        ("pod", ResponseCode::NoError),
+        ("web_0.shop.pod", ResponseCode::NXDomain),
+        ("web-0.shop.svc", ResponseCode::NXDomain),
+    ] {
+        let answer = desk.short(&format!("{name}.{zone}"), RecordType::A);
+        assert_eq!((answer.1, answer.2), (code, Vec::new()), "{name}");
+    }
+}
+
+#[test]
 fn case_is_ignored_and_the_answer_repeats_the_queried_name() {
     let desk = TestServer::new();
     let (found, message) = desk.ask("eDGe-1.noDES.example.INTERNAL.", RecordType::A);
