@@ -1,9 +1,9 @@
 //! Pods of the cluster, by address and by name.
 //!
 //! The table has the pods of all nodes, because an address of a pod in the cloud must not be routed to an edge. A pod has an
-//! address only within the configured networks. If several running pods have one address, none of them is reached by it: a
-//! stolen kubelet can write any address into the status of its own pods. A pod gives its address up when its time of deletion
-//! has passed. Each map is split into shards, so that a change copies only a small part, and readers never wait.
+//! address only within the configured networks. If several running pods have one address, no edge is reached by it: a stolen
+//! kubelet can write any address into the status of its own pods. A pod gives its address up when its time of deletion has
+//! passed. Each map is split into shards, so that a change copies only a small part, and readers never wait.
 //!
 //! A table that was not loaded yet, that has too many pods, or whose source was lost for [`MAX_LOST`], names no pod at all.
 
@@ -59,10 +59,12 @@ pub(super) enum PodLookup {
     NotFollowed,
     /// The table cannot be used, for this reason.
     Unavailable(Arc<str>),
-    /// No running pod, or more than one.
+    /// No running pod.
     Unknown,
     /// Exactly one running pod.
     Pod(Arc<Pod>),
+    /// Several running pods.
+    Several(Vec<Arc<Pod>>),
 }
 
 /// Meaning of the name of a pod.
@@ -131,10 +133,14 @@ impl Pods {
             return PodLookup::Unavailable(reason);
         }
         let all = table.by_address.get(&address).unwrap_or_default();
-        let mut running = all.into_iter().filter(|pod| pod.is_running());
-        match (running.next(), running.next()) {
-            (Some(pod), None) => PodLookup::Pod(pod),
-            _ => PodLookup::Unknown,
+        let mut running: Vec<_> = all.into_iter().filter(|pod| pod.is_running()).collect();
+        match (running.len(), running.pop()) {
+            (1, Some(pod)) => PodLookup::Pod(pod),
+            (_, Some(pod)) => {
+                running.push(pod);
+                PodLookup::Several(running)
+            }
+            (_, None) => PodLookup::Unknown,
         }
     }
 
@@ -207,7 +213,7 @@ impl PodTable {
                 .iter()
                 .map(|pod| format!("{} on {}", pod.name, pod.node))
                 .collect();
-            tracing::warn!(%address, pods = names.join(", "), count, "several pods have one address; none of them is reached by it");
+            tracing::warn!(%address, pods = names.join(", "), count, "several pods have one address; no edge is reached by it");
         }
     }
 }

@@ -327,6 +327,8 @@ fn nodes_with_pods() -> (NodesWriter, PodsWriter) {
         pod("e/thief", "edge-2", "10.250.9.9"),
         pod("e/victim", "edge-1", "10.250.9.9"),
         pod("f/evil", "edge-1", "10.240.0.2"),
+        pod("g/webhook", "cloud-1", "10.250.9.10"),
+        pod("g/thief", "edge-1", "10.250.9.10"),
     ];
     pods.replace(all.into()).unwrap();
     (writer, pods)
@@ -365,6 +367,7 @@ fn pod_objects_and_not_pod_networks_name_the_node_of_a_pod() {
         (None, Some("10.244.1.77"), Err(NodeUnknown)),
         (None, Some("10.244.1.11"), Err(NodeUnknown)),
         (None, Some("10.250.9.9"), Err(NodeUnknown)),
+        (None, Some("10.250.9.10"), Err(NodeUnknown)),
         // A pod takes no address from a node.
         (None, Some("10.240.0.2"), to("edge-2", "edge-2:80")),
         // Names.
@@ -483,6 +486,7 @@ fn the_gateway_dials_only_pods_that_are_known_to_be_elsewhere() {
     let nodes = writer.reader();
     for (address, is_dialled) in [
         ("10.244.1.10", true),
+        ("10.250.9.10", true),
         ("192.0.2.1", true),
         ("10.0.0.3", true),
         ("10.250.7.7", false),

@@ -39,6 +39,16 @@ impl Nodes {
             PodLookup::NotFollowed => None,
             PodLookup::Unavailable(reason) => Some(AddressMatch::Undecided(reason)),
             PodLookup::Unknown => Some(AddressMatch::NoPod),
+            // An edge takes no address from a pod elsewhere, nor makes it unreachable.
+            PodLookup::Several(all) => {
+                let mut nodes = all.iter().map(|pod| table.node_of(pod));
+                let is_elsewhere = nodes.any(|node| matches!(node, PodNode::Elsewhere));
+                Some(if is_elsewhere {
+                    AddressMatch::Unknown
+                } else {
+                    AddressMatch::NoPod
+                })
+            }
             PodLookup::Pod(pod) => Some(match table.node_of(&pod) {
                 PodNode::Edge(node) => AddressMatch::Pod(node),
                 PodNode::Elsewhere => AddressMatch::Unknown,
@@ -76,7 +86,9 @@ impl Nodes {
         let pod = match self.pods.by_name(&key) {
             PodLookup::Pod(pod) => pod,
             PodLookup::Unavailable(reason) => return Some(PodMatch::Undecided(reason)),
-            PodLookup::Unknown | PodLookup::NotFollowed => return Some(PodMatch::Unknown),
+            PodLookup::Unknown | PodLookup::NotFollowed | PodLookup::Several(_) => {
+                return Some(PodMatch::Unknown);
+            }
         };
         // An address that another pod or a node has as well is not the pod's alone.
         let mut own = pod.addresses.iter().copied();
