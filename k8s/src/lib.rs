@@ -4,6 +4,7 @@
 //! No other crate knows Kubernetes. The gateway offers writers of its tables, and also runs without this crate.
 //! - `client` connects to the cluster's API.
 //! - `node_informer` fills `state::nodes` from Node objects; `address_conflicts` warns if two of them have one address.
+//! - `pod_informer` fills `state::pods` from Pod objects.
 //! - `pods` looks up the node of a pod.
 //! - `reviews` authenticates tokens and authorizes requests to a kubelet.
 //! - `coredns_hosts` writes the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a Lease (`leader_election`).
