@@ -196,8 +196,7 @@ impl Proxy {
         let action = Action::from(&kind);
         let from = (&**connection, credential);
         record.record_granted_access(GrantedAccess::new(action, &request, from));
-        let set = self.open_node_set(&route_input);
-        if let Some(set) = set.filter(|_| !route.is_to_pod()) {
+        if let Some(set) = self.open_node_set(&route_input, &route) {
             let from = (connection, &client, record);
             let serving = self.serve_by_member(set, from, (kind, request, exchange), &route);
             return Box::pin(serving).await;

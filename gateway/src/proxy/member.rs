@@ -46,10 +46,12 @@ impl Proxy {
         })?
     }
 
-    /// Returns the listener's node set, if neither the connection nor the authority names a node.
-    pub(super) fn open_node_set(&self, input: &RouteInput<'_>) -> Option<&NodeSet> {
+    /// Returns the listener's node set, if neither the connection nor the authority names a node. A route to a pod leads to the node
+    /// of the pod, also if the pod has ended since.
+    pub(super) fn open_node_set(&self, input: &RouteInput<'_>, route: &Route) -> Option<&NodeSet> {
         let (set, nodes) = (self.listener.node_set.as_ref()?, &self.shared.nodes);
-        let is_named = route::bound_node(input, nodes).is_some()
+        let is_named = route.is_to_pod()
+            || route::bound_node(input, nodes).is_some()
             || route::authority_node(input, nodes).is_some();
         (!is_named).then_some(set)
     }

@@ -70,7 +70,7 @@ async fn open_session(
         path: "",
     };
     record.record_granted_access(GrantedAccess::session());
-    let Some(set) = proxy.open_node_set(&route_input) else {
+    let Some(set) = proxy.open_node_set(&route_input, &routed) else {
         let timeout = proxy.shared.timeouts.connect;
         return open_stream(proxy, connection, (&ask, &routed), record, timeout).await;
     };

@@ -351,80 +351,33 @@ fn route_in(nodes: &Nodes, asked: &RouteInput<'_>) -> Routed {
     }
 }
 
+/// Checks the routes by these SNIs and hosts in a cluster whose pods are followed.
+fn assert_routes(cases: &[(Option<&str>, Option<&str>, Routed)]) {
+    let (writer, _pods) = nodes_with_pods();
+    for (sni, host, expected) in cases {
+        let asked = to_pods(*sni, *host);
+        let found = route_in(&writer.reader(), &asked);
+        assert_eq!(found, *expected, "{sni:?} {host:?}");
+    }
+}
+
 #[test]
 fn pod_objects_and_not_pod_networks_name_the_node_of_a_pod() {
-    use Reason::{Misdirected, NodeUnknown};
-    let (writer, _pods) = nodes_with_pods();
-    for (sni, host, expected) in [
-        // Addresses.
-        (
-            None,
-            Some("10.250.7.7:8080"),
-            to("edge-1", "10.250.7.7:8080"),
-        ),
-        (None, Some("10.244.1.9"), to("edge-2", "10.244.1.9:80")),
-        (None, Some("10.244.1.10"), Err(NodeUnknown)),
-        (None, Some("10.244.1.77"), Err(NodeUnknown)),
-        (None, Some("10.244.1.11"), Err(NodeUnknown)),
-        (None, Some("10.250.9.9"), Err(NodeUnknown)),
-        (None, Some("10.250.9.10"), Err(NodeUnknown)),
+    use Reason::NodeUnknown;
+    let by_address = |host, expected| (None, Some(host), expected);
+    assert_routes(&[
+        by_address("10.250.7.7:8080", to("edge-1", "10.250.7.7:8080")),
+        by_address("10.244.1.9", to("edge-2", "10.244.1.9:80")),
+        // A pod in the cloud, no pod, a pod of an unknown node, and addresses of two pods.
+        by_address("10.244.1.10", Err(NodeUnknown)),
+        by_address("10.244.1.77", Err(NodeUnknown)),
+        by_address("10.244.1.11", Err(NodeUnknown)),
+        by_address("10.250.9.9", Err(NodeUnknown)),
+        by_address("10.250.9.10", Err(NodeUnknown)),
         // A pod takes no address from a node.
-        (None, Some("10.240.0.2"), to("edge-2", "edge-2:80")),
-        // Names.
-        (
-            None,
-            Some("web.a.pod:8080"),
-            to("edge-1", "10.250.7.7:8080"),
-        ),
-        (None, Some("Web.A.Pod."), to("edge-1", "10.250.7.7:80")),
-        (Some("web.b.pod"), None, to("edge-2", "10.244.1.9:80")),
-        (
-            Some("web.b.pod"),
-            Some("app.example:9"),
-            to("edge-2", "10.244.1.9:80"),
-        ),
-        (
-            Some("web.a.pod"),
-            Some("web.a.pod:9"),
-            to("edge-1", "10.250.7.7:9"),
-        ),
-        (
-            Some("web.a.pod"),
-            Some("10.250.7.7:9"),
-            to("edge-1", "10.250.7.7:9"),
-        ),
-        (None, Some("web.c.pod"), Err(NodeUnknown)),
-        (None, Some("web.d.pod"), Err(NodeUnknown)),
-        (None, Some("victim.e.pod"), Err(NodeUnknown)),
-        (None, Some("evil.f.pod"), Err(NodeUnknown)),
-        (None, Some("nobody.a.pod"), Err(NodeUnknown)),
-        // Sources that contradict each other, or that name no pod.
-        (Some("web.a.pod"), Some("other.a.pod"), Err(Misdirected)),
-        (Some("web.a.pod"), Some("10.250.7.8"), Err(Misdirected)),
-        (Some("web.a.pod"), Some("edge-1"), Err(Misdirected)),
-        (Some("edge-2"), Some("web.a.pod"), Err(Misdirected)),
-        (
-            Some("edge-1"),
-            Some("10.250.7.7"),
-            to("edge-1", "10.250.7.7:80"),
-        ),
-        (Some("edge-1"), Some("10.244.1.77"), Err(NodeUnknown)),
-        (Some("edge-1"), Some("nobody.a.pod"), Err(NodeUnknown)),
-        (Some("nobody.a.pod"), Some("edge-1"), Err(NodeUnknown)),
-        // The host of a pod in the cloud is an ordinary one.
-        (
-            Some("edge-1"),
-            Some("10.244.1.10:6443"),
-            to("edge-1", "edge-1:80"),
-        ),
-    ] {
-        let asked = to_pods(sni, host);
-        assert_eq!(
-            route_in(&writer.reader(), &asked),
-            expected,
-            "{sni:?} {host:?}"
-        );
-    }
+        by_address("10.240.0.2", to("edge-2", "edge-2:80")),
+    ]);
+    let (writer, _pods) = nodes_with_pods();
     for (original, expected) in [
         ("10.250.7.7:443", to("edge-1", "10.250.7.7:443")),
         ("10.244.1.77:443", Err(NodeUnknown)),
@@ -437,6 +390,51 @@ fn pod_objects_and_not_pod_networks_name_the_node_of_a_pod() {
         };
         assert_eq!(route_in(&writer.reader(), &asked), expected, "{original}");
     }
+}
+
+#[test]
+fn the_name_of_a_pod_leads_to_its_address() {
+    use Reason::NodeUnknown;
+    let web = |port| to("edge-1", &format!("10.250.7.7:{port}"));
+    assert_routes(&[
+        (None, Some("web.a.pod:8080"), web(8080)),
+        (None, Some("Web.A.Pod."), web(80)),
+        (Some("web.a.pod"), None, web(80)),
+        (Some("web.a.pod"), Some("app.example:9"), web(80)),
+        (Some("web.a.pod"), Some("web.a.pod:9"), web(9)),
+        (Some("web.a.pod"), Some("10.250.7.7:9"), web(9)),
+        (None, Some("web.b.pod"), to("edge-2", "10.244.1.9:80")),
+        (None, Some("web.c.pod"), Err(NodeUnknown)),
+        (None, Some("web.d.pod"), Err(NodeUnknown)),
+        (None, Some("victim.e.pod"), Err(NodeUnknown)),
+        (None, Some("evil.f.pod"), Err(NodeUnknown)),
+        (None, Some("nobody.a.pod"), Err(NodeUnknown)),
+    ]);
+}
+
+#[test]
+fn a_pod_that_contradicts_another_source_or_is_unknown_is_refused() {
+    use Reason::{Misdirected, NodeUnknown};
+    assert_routes(&[
+        (Some("web.a.pod"), Some("other.a.pod"), Err(Misdirected)),
+        (Some("web.a.pod"), Some("10.250.7.8"), Err(Misdirected)),
+        (Some("web.a.pod"), Some("edge-1"), Err(Misdirected)),
+        (Some("edge-2"), Some("web.a.pod"), Err(Misdirected)),
+        (Some("edge-1"), Some("10.244.1.77"), Err(NodeUnknown)),
+        (Some("edge-1"), Some("nobody.a.pod"), Err(NodeUnknown)),
+        (Some("nobody.a.pod"), Some("edge-1"), Err(NodeUnknown)),
+        (
+            Some("edge-1"),
+            Some("10.250.7.7"),
+            to("edge-1", "10.250.7.7:80"),
+        ),
+        // The host of a pod in the cloud is an ordinary one.
+        (
+            Some("edge-1"),
+            Some("10.244.1.10:6443"),
+            to("edge-1", "edge-1:80"),
+        ),
+    ]);
 }
 
 #[test]
