@@ -360,13 +360,10 @@ impl PodObject {
         }
         let name = self.name().into();
         let node = NodeName::parse(&self.spec.node_name?).ok()?;
-        let node = match names.get(&node) {
-            Some(known) => known.clone(),
-            None => {
-                names.insert(node.clone());
-                node
-            }
-        };
+        let node = names.get(&node).cloned().unwrap_or_else(|| {
+            names.insert(node.clone());
+            node
+        });
         let all = self
             .status
             .pod_ips
