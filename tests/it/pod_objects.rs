@@ -47,7 +47,7 @@ async fn get(site: &GatewayProcess, host: &str, port: u16) -> String {
         .args([certificate, "--max-time", "20", "-w", " %{http_code}"])
         .args(["--connect-to", &format!("{host}:{port}:{}", site.listener)])
         .args([format!("https://{host}:{port}/")]);
-    answer.run().await.ok().text().to_owned()
+    answer.run().await.ok().text().clone()
 }
 
 #[tokio::test]
@@ -175,7 +175,6 @@ fn follow_pods(world: &World) -> PodsWriter {
 
 #[tokio::test]
 async fn anonymous_clients_do_not_learn_which_pods_exist() {
-    need!("curl");
     let rules = json!({ "rules": [
         { "where": { "nodes": ["edge-2"] }, "then": "deny" },
         { "what": { "ports": [9100] }, "then": "allow" },
@@ -188,10 +187,6 @@ async fn anonymous_clients_do_not_learn_which_pods_exist() {
         .listener(Listener {
             anonymous_ports: vec![9100],
             ..anonymous("some", ListenerProtocol::Http)
-        })
-        .listener(Listener {
-            port: Some(9100),
-            ..anonymous("through", ListenerProtocol::Passthrough)
         })
         .listener(listener("known", ListenerProtocol::Https));
     let world = Box::pin(world.start()).await;
@@ -227,7 +222,17 @@ async fn anonymous_clients_do_not_learn_which_pods_exist() {
         "node_unknown",
         "no running pod",
     );
+}
 
+#[tokio::test]
+async fn names_of_pods_are_unknown_at_passthrough_listeners() {
+    need!("curl");
+    let world = World::build().listener(Listener {
+        port: Some(9100),
+        ..anonymous("through", ListenerProtocol::Passthrough)
+    });
+    let world = Box::pin(world.start()).await;
+    let _pods = follow_pods(&world);
     let to = format!("::{}", world.listener("through"));
     for host in ["open.a.pod", "closed.a.pod", "nobody.a.pod"] {
         let url = format!("https://{host}:9100/");

@@ -448,6 +448,31 @@ mod tests {
         }
     }
 
+    #[test]
+    fn pod_objects_need_networks_of_pods_and_room() {
+        for (pods, networks, part) in [
+            (json!({}), json!(["10.244.0.0/16"]), None),
+            (json!({}), json!([]), Some("set kubernetes.pod_networks")),
+            (
+                json!({ "max_pods": 0 }),
+                json!(["10.244.0.0/16"]),
+                Some("kubernetes.pods.max_pods"),
+            ),
+        ] {
+            let config = json!({ "kubernetes": { "pods": pods, "pod_networks": networks } });
+            let config: Config = serde_json::from_value(config).unwrap();
+            let faults: Vec<String> = config.validate().iter().map(ToString::to_string).collect();
+            let expected = usize::from(part.is_some());
+            assert_eq!(faults.len(), expected, "{pods} {faults:?}");
+            assert!(
+                faults
+                    .iter()
+                    .all(|fault| fault.contains(part.unwrap_or_default())),
+                "{faults:?}"
+            );
+        }
+    }
+
     fn faults(heartbeats: &Value, api_cache: &Value) -> Vec<String> {
         let config = json!({
             "kubernetes": { "heartbeats": heartbeats },

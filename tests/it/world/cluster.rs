@@ -165,7 +165,7 @@ async fn nodes(
     asked: Query<HashMap<String, String>>,
 ) -> Response {
     list_or_watch(state, asked, "NodeList", |objects| {
-        (&objects.nodes, &objects.happened)
+        (&objects.nodes, &*objects.happened)
     })
 }
 
@@ -182,15 +182,18 @@ async fn pods(
         return (StatusCode::FORBIDDEN, Json(status)).into_response();
     }
     list_or_watch(state, asked, "PodList", |objects| {
-        (&objects.pods, &objects.pod_events)
+        (&objects.pods, &*objects.pod_events)
     })
 }
+
+/// Objects of one kind by name, and all past events.
+type ObjectsAndEvents<'a> = (&'a BTreeMap<String, Value>, &'a [Value]);
 
 fn list_or_watch(
     State(objects): State<watch::Receiver<Objects>>,
     Query(asked): Query<HashMap<String, String>>,
     kind: &str,
-    of: fn(&Objects) -> (&BTreeMap<String, Value>, &Vec<Value>),
+    of: fn(&Objects) -> ObjectsAndEvents<'_>,
 ) -> Response {
     if !asked.contains_key("watch") {
         let now = objects.borrow().clone();
