@@ -1,12 +1,12 @@
 //! Informer that fills `state::pods` from Pod objects: the node and the addresses of each pod.
 //!
-//! 1. A paged list, then a watch with bookmarks. The field selector leaves out pods that have ended; the API reports such a pod as
-//!    deleted. Only the fields in [`PodObject`] are parsed, so a page takes little memory.
+//! 1. A paged list, then a watch with bookmarks. The field selector leaves out pods that have ended; the API reports
+//!    such a pod as deleted. Only the fields in `PodObject` are parsed, so a page takes little memory.
 //! 2. Pods in the network of their node are left out: their address is the node's. So are pods that are on no node yet.
-//! 3. `kube::runtime::watcher` does not report that a watch was started again. In a cluster without changes the table would then
-//!    count as lost for ever. So the requests are sent here, and a response ends an outage.
-//! 4. While the pods cannot be read, `state::pods` decides how long the table is used. `/readyz` reports the fault, but the gateway
-//!    stays ready, because only clients of pods need the table.
+//! 3. `kube::runtime::watcher` does not report that a watch was started again. In a cluster without changes the table
+//!    would then count as lost for ever. So the requests are sent here, and a response ends an outage.
+//! 4. While the pods cannot be read, `state::pods` decides how long the table is used. `/readyz` reports the fault,
+//!    but the gateway stays ready, because only clients of pods need the table.
 
 use crate::{
     client::{WATCH_TIMEOUT, error_message},
@@ -275,9 +275,7 @@ impl PodSync {
         if self.outage.fault.is_none() {
             self.metrics.set_lost(Some(UnixTime::now().as_secs()));
         }
-        let text = format!(
-            "the pods of the cluster cannot be read, and requests to pods fail sooner or later: {why}"
-        );
+        let text = format!("the pods of the cluster cannot be read (kubernetes.pods): {why}");
         self.outage.fault = Some(self.outage.readiness.report_fault(text));
         self.outage.hold = None;
         self.outage.log.log_failure(&why);

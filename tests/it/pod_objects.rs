@@ -1,4 +1,5 @@
-//! Pods by Pod objects: a cluster in which the addresses of pods are in no `spec.podCIDRs`, as with pools of Calico and Cilium.
+//! Pods by Pod objects: a cluster in which the addresses of pods are in no `spec.podCIDRs`, as with pools of Calico
+//! and Cilium.
 
 use crate::{
     redirect::Pods,
@@ -33,7 +34,8 @@ fn configuration(cluster: &Cluster) -> String {
     )
 }
 
-/// Returns the body and the status of a request of the client alice. The certificate must have the host, if it is a name.
+/// Returns the body and the status of a request of the client alice. The certificate must have the host, if it is a
+/// name.
 async fn get(site: &GatewayProcess, host: &str, port: u16) -> String {
     let certificate = if host.parse::<Ipv4Addr>().is_ok() {
         "--insecure"

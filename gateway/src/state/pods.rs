@@ -1,11 +1,13 @@
 //! Pods of the cluster, by address and by name.
 //!
-//! The table has the pods of all nodes, because an address of a pod in the cloud must not be routed to an edge. A pod has an
-//! address only within the configured networks. If several running pods have one address, no edge is reached by it: a stolen
-//! kubelet can write any address into the status of its own pods. A pod gives its address up when its time of deletion has
-//! passed. Each map is split into shards, so that a change copies only a small part, and readers never wait.
+//! The table has the pods of all nodes, because an address of a pod in the cloud must not be routed to an edge. A pod
+//! has an address only within the configured networks. If several running pods have one address, no edge is reached by
+//! it: a stolen kubelet can write any address into the status of its own pods. A pod gives its address up when its
+//! time of deletion has passed. Each map is split into shards, so that a change copies only a small part, and readers
+//! never wait.
 //!
-//! A table that was not loaded yet, that has too many pods, or whose source was lost for [`MAX_LOST`], names no pod at all.
+//! A table that was not loaded yet, that has too many pods, or whose source was lost for five minutes, names no pod at
+//! all.
 
 use arc_swap::ArcSwap;
 use causeway_certs::NodeName;
@@ -158,7 +160,8 @@ impl Pods {
     }
 }
 
-/// Returns `NAMESPACE/NAME` of the pod that the host `NAME.NAMESPACE.pod` means, without regard to case. The pod need not exist.
+/// Returns `NAMESPACE/NAME` of the pod that the host `NAME.NAMESPACE.pod` means, without regard to case. The pod need
+/// not exist.
 pub(super) fn parse_host(host: &str) -> Option<String> {
     if host.len() > MAX_NAME {
         return None;

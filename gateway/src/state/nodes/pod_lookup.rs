@@ -71,8 +71,8 @@ impl Nodes {
             )
     }
 
-    /// Whether the name is that of a pod, `POD.NAMESPACE.pod`, alone or in one of the zones, and not the name of a node. The pod need
-    /// not exist. False if Pod objects are not followed.
+    /// Whether the name is that of a pod, `POD.NAMESPACE.pod`, alone or in one of the zones, and not the name of a
+    /// node. The pod need not exist. False if Pod objects are not followed.
     pub fn is_pod_name(&self, name: &str) -> bool {
         self.parse_pod_name(name).is_some()
     }
