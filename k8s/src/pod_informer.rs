@@ -2,11 +2,14 @@
 //!
 //! 1. A paged list, then a watch with bookmarks. The field selector leaves out pods that have ended; the API reports
 //!    such a pod as deleted. Only the fields in `PodObject` are parsed, so a page takes little memory.
-//! 2. Pods in the network of their node are left out: their address is the node's. So are pods that are on no node yet.
+//! 2. Pods in the network of their node are left out: their address is the node's. So are pods that are on no node yet,
+//!    and mirror pods: a kubelet creates them, with any free name in any namespace.
 //! 3. `kube::runtime::watcher` does not report that a watch was started again. In a cluster without changes the table
 //!    would then count as lost for ever. So the requests are sent here, and a response ends an outage.
 //! 4. While the pods cannot be read, `state::pods` decides how long the table is used. `/readyz` reports the fault,
 //!    but the gateway stays ready, because only clients of pods need the table.
+//! 5. After an outage in which the table was no longer used, the pods are listed again. A watch that continued would
+//!    put the table into use before it has applied the changes that were missed.
 
 use crate::{
     client::{WATCH_TIMEOUT, error_message},
@@ -16,7 +19,10 @@ use causeway_certs::NodeName;
 use causeway_gateway::{
     control::drain::{Readiness, ReadinessBlock},
     metrics::PodMetrics,
-    state::{Pod, PodsWriter, pods::TooManyPods},
+    state::{
+        Pod, PodsWriter,
+        pods::{MAX_LOST, TooManyPods},
+    },
 };
 use causeway_rt::backoff::Backoff;
 use futures_util::TryStreamExt;
@@ -27,7 +33,7 @@ use kube::{
     core::Request,
 };
 use rustls_pki_types::UnixTime;
-use serde::Deserialize;
+use serde::{Deserialize, de::IgnoredAny};
 use std::{collections::HashSet, convert::Infallible, pin::pin, time::Duration};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
@@ -45,7 +51,7 @@ const WATCH_LIMIT: Duration = Duration::from_secs(WATCH_TIMEOUT as u64 + 10);
 const MIN_WATCH_DURATION: Duration = Duration::from_secs(1);
 /// Maximum pauses between attempts: while the API does not answer, and while it refuses.
 const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// Pause before a list that is necessary because the version of the watch is too old.
+/// Pause before a list that is necessary because a version is too old for the first time since a watch.
 const LIST_PAUSE: Duration = Duration::from_secs(1);
 /// Time after which a cluster with too many pods is listed again.
 const OVERFLOW_PAUSE: Duration = Duration::from_mins(1);
@@ -86,10 +92,10 @@ impl SyncError {
         matches!(self, Self::Api(kube::Error::Api(status)) if status.code == 403)
     }
 
-    /// Whether a new list is necessary.
+    /// Whether the version of the watch, or of a page, is too old.
     fn is_expired(&self) -> bool {
         let is_gone = matches!(self, Self::Api(kube::Error::Api(status)) if status.code == 410);
-        is_gone || matches!(self, Self::Expired | Self::TooMany(_))
+        is_gone || matches!(self, Self::Expired)
     }
 }
 
@@ -113,6 +119,8 @@ impl PodInformer {
             metrics: self.metrics,
             names: HashSet::new(),
             version: None,
+            proven_at: Instant::now(),
+            has_expired: false,
             outage: Outage {
                 readiness: self.readiness,
                 hold: Some(hold),
@@ -133,6 +141,10 @@ struct PodSync {
     names: HashSet<NodeName>,
     /// Version with which the watch continues; `None` if the pods must be listed.
     version: Option<String>,
+    /// Time of the last event, the last complete list, or the last start of a watch.
+    proven_at: Instant,
+    /// Whether a version was too old, and no watch has followed since.
+    has_expired: bool,
     outage: Outage,
     backoff: Backoff,
 }
@@ -149,11 +161,20 @@ impl PodSync {
     /// Lists the pods if necessary, and watches them until that fails.
     async fn run(&mut self) -> Result<Infallible, SyncError> {
         loop {
+            self.drop_old_version();
             let version = match self.version.clone() {
                 Some(version) => version,
                 None => self.list().await?,
             };
             self.watch(version).await?;
+        }
+    }
+
+    /// Requests a list if the table is no longer used because of the time since the last proof.
+    fn drop_old_version(&mut self) {
+        if self.proven_at.elapsed() >= MAX_LOST && self.version.take().is_some() {
+            self.pods
+                .set_lost_since(self.proven_at, "the pods must be listed again");
         }
     }
 
@@ -180,7 +201,7 @@ impl PodSync {
                 }
                 _ => {
                     self.pods.replace(all)?;
-                    self.record_success();
+                    self.record_list();
                     let version = page.metadata.resource_version.unwrap_or_default();
                     self.version = Some(version.clone());
                     return Ok(version);
@@ -200,14 +221,21 @@ impl PodSync {
             .await
             .map_err(|_| SyncError::Silent)??;
         let mut events = pin!(events);
-        let (proven_at, deadline) = (
+        let (open_at, deadline) = (
             Instant::now() + MIN_WATCH_DURATION,
             Instant::now() + WATCH_LIMIT,
         );
         let mut is_proven = false;
         loop {
-            let until = if is_proven { deadline } else { proven_at };
-            match timeout_at(until, events.try_next()).await {
+            let until = if is_proven { deadline } else { open_at };
+            let next = timeout_at(until, events.try_next()).await;
+            if !is_proven {
+                self.drop_old_version();
+                if self.version.is_none() {
+                    return Ok(());
+                }
+            }
+            match next {
                 Ok(event) => match event? {
                     Some(event) => self.apply(event)?,
                     None if is_proven => return Ok(()),
@@ -219,6 +247,7 @@ impl PodSync {
             }
             if !is_proven {
                 is_proven = true;
+                self.has_expired = false;
                 self.record_success();
             }
         }
@@ -243,11 +272,24 @@ impl PodSync {
             WatchEvent::Error(status) => return Err(kube::Error::Api(status).into()),
         };
         self.version = version.or(self.version.take());
+        self.proven_at = Instant::now();
         self.metrics.set_pods(self.pods.count());
         Ok(())
     }
 
+    /// Records a complete list. After a version that was too old, only a watch ends the outage: its version may be too
+    /// old again.
+    fn record_list(&mut self) {
+        self.proven_at = Instant::now();
+        self.metrics.set_pods(self.pods.count());
+        self.outage.hold = None;
+        if !self.has_expired {
+            self.record_success();
+        }
+    }
+
     fn record_success(&mut self) {
+        self.proven_at = Instant::now();
         self.pods.set_found();
         self.metrics.set_pods(self.pods.count());
         self.metrics.set_lost(None);
@@ -258,10 +300,11 @@ impl PodSync {
 
     /// Reports a failure. Returns the pause before the next attempt.
     fn record_failure(&mut self, error: &SyncError) -> Duration {
-        if error.is_expired() {
+        if error.is_expired() || matches!(error, SyncError::TooMany(_)) {
             self.version = None;
         }
-        if error.is_expired() && !matches!(error, SyncError::TooMany(_)) {
+        // The first time is normal: the API server keeps the versions of a few minutes.
+        if error.is_expired() && !std::mem::replace(&mut self.has_expired, true) {
             return LIST_PAUSE;
         }
         let mut why = error.to_string();
@@ -270,10 +313,12 @@ impl PodSync {
                 "{why}; the gateway's ClusterRole must allow list and watch for pods (kubernetes.pods)"
             );
         }
-        self.pods.set_lost(&why);
+        self.pods.set_lost_since(self.proven_at, &why);
         self.metrics.set_pods(self.pods.count());
         if self.outage.fault.is_none() {
-            self.metrics.set_lost(Some(UnixTime::now().as_secs()));
+            let lost_for = self.proven_at.elapsed().as_secs();
+            let since = UnixTime::now().as_secs().saturating_sub(lost_for);
+            self.metrics.set_lost(Some(since));
         }
         let text = format!("the pods of the cluster cannot be read (kubernetes.pods): {why}");
         self.outage.fault = Some(self.outage.readiness.report_fault(text));
@@ -281,7 +326,9 @@ impl PodSync {
         self.outage.log.log_failure(&why);
         match error {
             SyncError::TooMany(_) => OVERFLOW_PAUSE,
-            SyncError::Api(kube::Error::Api(_)) => self.backoff.refused(None, rand::random()),
+            SyncError::Api(kube::Error::Api(_)) | SyncError::Expired => {
+                self.backoff.refused(None, rand::random())
+            }
             _ => self.backoff.silent(rand::random()),
         }
     }
@@ -321,6 +368,14 @@ struct PodMeta {
     name: String,
     resource_version: Option<String>,
     deletion_timestamp: Option<Time>,
+    annotations: Option<PodAnnotations>,
+}
+
+#[derive(Clone, Deserialize)]
+struct PodAnnotations {
+    /// Present on the mirror of a static pod, which the kubelet of the pod's node creates.
+    #[serde(rename = "kubernetes.io/config.mirror")]
+    mirror: Option<IgnoredAny>,
 }
 
 #[derive(Clone, Default, Deserialize)]
@@ -350,10 +405,16 @@ impl PodObject {
         format!("{}/{}", self.metadata.namespace, self.metadata.name)
     }
 
-    /// Returns the pod, or `None` if it has ended, has no address of its own, or is on no node.
+    /// Whether a kubelet has created the object, with a name of its choice.
+    fn is_mirror(&self) -> bool {
+        let annotations = self.metadata.annotations.as_ref();
+        annotations.is_some_and(|all| all.mirror.is_some())
+    }
+
+    /// Returns the pod, or `None` if it has ended, has no address of its own, is on no node, or is a mirror pod.
     fn reduce(self, names: &mut HashSet<NodeName>) -> Option<Pod> {
         let has_ended = matches!(self.status.phase.as_deref(), Some("Succeeded" | "Failed"));
-        if has_ended || self.spec.host_network == Some(true) {
+        if has_ended || self.spec.host_network == Some(true) || self.is_mirror() {
             return None;
         }
         let name = self.name().into();

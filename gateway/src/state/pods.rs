@@ -26,7 +26,7 @@ use std::{
 use tokio::time::Instant;
 
 /// Time without the source after which the table is no longer used: addresses of pods are assigned again.
-const MAX_LOST: Duration = Duration::from_mins(5);
+pub const MAX_LOST: Duration = Duration::from_mins(5);
 /// Number of shards of each map: with 200,000 pods, a change copies about 400 entries.
 const SHARDS: usize = 512;
 /// Last label of the name of a pod.
@@ -341,6 +341,12 @@ impl PodsWriter {
 
     /// Reports that the source does not answer, for this reason.
     pub fn set_lost(&self, why: &str) {
+        self.set_lost_since(Instant::now(), why);
+    }
+
+    /// Reports that the source does not answer, and when the table was current for the last time. The time does not
+    /// change while the source stays lost.
+    pub fn set_lost_since(&self, since: Instant, why: &str) {
         let Some(table) = self.pods.0.get() else {
             return;
         };
@@ -348,7 +354,7 @@ impl PodsWriter {
             Status::Unavailable(_) => {
                 Status::Unavailable(format!("the pods of the cluster are not loaded: {why}").into())
             }
-            Status::Current => Status::Lost(Instant::now(), why.into()),
+            Status::Current => Status::Lost(since, why.into()),
             Status::Lost(since, _) => Status::Lost(*since, why.into()),
         };
         table.status.store(Arc::new(status));

@@ -1,6 +1,9 @@
 use super::*;
 use bytes::Bytes;
-use causeway_gateway::{metrics::Metrics, state::NodesWriter};
+use causeway_gateway::{
+    metrics::Metrics,
+    state::{Nodes, NodesWriter, nodes::AddressMatch},
+};
 use futures_util::stream::{self, BoxStream, StreamExt as _};
 use http::{Request as HttpRequest, Response, StatusCode};
 use http_body::Frame;
@@ -47,6 +50,11 @@ fn only_pods_with_an_address_of_their_own_on_a_node_are_followed() {
     let mut on_host = object("web", "edge-1", &running("10.0.0.11"));
     on_host["spec"]["hostNetwork"] = json!(true);
     assert_eq!(reduced(on_host), None);
+    let mut by_kubelet = object("web", "edge-1", &running("10.1.0.7"));
+    by_kubelet["metadata"]["annotations"] = json!({ "kubernetes.io/config.source": "api" });
+    assert!(reduced(by_kubelet.clone()).is_some());
+    by_kubelet["metadata"]["annotations"]["kubernetes.io/config.mirror"] = json!("3b6f");
+    assert_eq!(reduced(by_kubelet), None, "a mirror pod");
     let mut pending = object("web", "edge-1", &json!({ "phase": "Pending" }));
     assert_eq!(reduced(pending.clone()).unwrap().addresses.len(), 0);
     pending["spec"] = json!({});
@@ -65,6 +73,8 @@ const SILENT_WATCH: (StatusCode, String) = (StatusCode::OK, String::new());
 struct Api {
     answers: Arc<Mutex<Vec<(StatusCode, String)>>>,
     asked: Arc<Mutex<Vec<String>>>,
+    /// Time before each answer.
+    delay: Duration,
 }
 
 impl Api {
@@ -73,6 +83,7 @@ impl Api {
         Self {
             answers: Arc::new(Mutex::new(answers)),
             asked: Arc::default(),
+            delay: Duration::ZERO,
         }
     }
 
@@ -86,6 +97,7 @@ impl Api {
                 let Some((status, body)) = answer else {
                     return std::future::pending().await;
                 };
+                sleep(api.delay).await;
                 let response = Response::builder().status(status);
                 let parts: BoxStream<'static, Result<Frame<Bytes>, Infallible>> =
                     if body == SILENT_WATCH.1 {
@@ -128,6 +140,7 @@ struct Informer {
     sync: PodSync,
     api: Api,
     readiness: Readiness,
+    nodes: Nodes,
 }
 
 fn informer(max_pods: usize, answers: Vec<(StatusCode, String)>) -> Informer {
@@ -145,6 +158,7 @@ fn informer(max_pods: usize, answers: Vec<(StatusCode, String)>) -> Informer {
         sync: informer.into_sync(hold),
         api,
         readiness,
+        nodes: nodes.reader(),
     }
 }
 
@@ -155,6 +169,29 @@ impl Informer {
             Ok(never) => match never {},
             Err(error) => error,
         }
+    }
+
+    /// Runs for this time, in which nothing fails.
+    async fn run_for(&mut self, time: Duration) {
+        let run = timeout(time, self.run()).await;
+        assert!(run.is_err(), "{run:?}");
+    }
+
+    /// Runs until the next failure, and records it. Returns the pause.
+    async fn fail(&mut self) -> Duration {
+        let error = self.run().await;
+        self.sync.record_failure(&error)
+    }
+
+    fn add_answers(&self, answers: Vec<(StatusCode, String)>) {
+        let mut all = self.api.answers.lock().unwrap();
+        all.splice(0..0, answers.into_iter().rev());
+    }
+
+    /// Whether the table is used.
+    fn is_used(&self) -> bool {
+        let found = self.nodes.by_address("10.1.0.1".parse().unwrap());
+        !matches!(found, AddressMatch::Undecided(_))
     }
 
     fn asked(&self) -> Vec<String> {
@@ -228,6 +265,88 @@ async fn a_version_that_is_too_old_is_followed_by_a_list() {
         );
         informer.run().await;
         assert_eq!(informer.sync.pods.count(), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn versions_that_are_always_too_old_are_an_outage() {
+    // A list whose second page is never found.
+    let pages = informer(9, Vec::new());
+    // A list after which no watch can begin.
+    let watches = informer(9, Vec::new());
+    for _ in 0..10 {
+        pages.add_answers(vec![list("5", "next", &[]), failure(410)]);
+        watches.add_answers(vec![list("5", "", &[]), failure(410)]);
+    }
+    for (mut informer, is_filled) in [(pages, false), (watches, true)] {
+        assert_eq!(informer.fail().await, LIST_PAUSE);
+        assert_eq!(informer.readiness.faults(), Vec::<String>::new());
+        assert_eq!(informer.readiness.hold_reason().is_none(), is_filled);
+        let mut pauses = Vec::new();
+        for _ in 0..9 {
+            pauses.push(informer.fail().await);
+            assert_eq!(informer.readiness.faults().len(), 1);
+            assert_eq!(informer.readiness.hold_reason(), None);
+        }
+        assert!(pauses[8] > BACKOFF_RANGE.1 / 4, "{pauses:?}");
+        // A watch ends the outage. Then the first version that is too old is normal again.
+        informer.add_answers(vec![list("5", "", &[]), SILENT_WATCH]);
+        informer.run_for(Duration::from_secs(5)).await;
+        assert_eq!(informer.readiness.faults(), Vec::<String>::new());
+        informer.add_answers(vec![failure(410)]);
+        assert_eq!(informer.fail().await, LIST_PAUSE);
+        assert_eq!(informer.readiness.faults(), Vec::<String>::new());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_time_of_loss_counts_from_the_last_event() {
+    let second = Duration::from_secs(1);
+    let mut informer = informer(9, vec![list("5", "", &[]), SILENT_WATCH]);
+    informer.run_for(second * 2).await;
+    // The watch was proven a second ago.
+    tokio::time::advance(MAX_LOST.saturating_sub(second * 2)).await;
+    informer.add_answers(vec![failure(500)]);
+    informer.fail().await;
+    assert!(informer.is_used());
+    tokio::time::advance(second).await;
+    assert!(!informer.is_used());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_table_that_is_no_longer_used_is_listed_before_it_is_used_again() {
+    let mut informer = informer(9, vec![list("5", "", &[]), failure(500)]);
+    informer.fail().await;
+    tokio::time::advance(MAX_LOST).await;
+    informer.add_answers(vec![failure(500), list("9", "", &[]), failure(500)]);
+    for is_used in [false, true] {
+        informer.fail().await;
+        assert_eq!(informer.is_used(), is_used);
+    }
+    let asked = informer.asked();
+    let is_watch: Vec<_> = asked.iter().map(|uri| uri.contains("watch=true")).collect();
+    assert_eq!(is_watch, [false, true, false, false, true], "{asked:?}");
+    assert!(asked[4].contains("resourceVersion=9"), "{asked:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_that_begins_too_late_does_not_put_the_table_into_use() {
+    let late = object("one", "edge-1", &running("10.1.0.1"));
+    for watch in [SILENT_WATCH, events(&[("ADDED", late)])] {
+        let mut informer = informer(9, vec![list("5", "", &[]), failure(500)]);
+        informer.fail().await;
+        // The time ends between the request and the first proof.
+        informer.add_answers(vec![watch]);
+        tokio::time::advance(MAX_LOST.saturating_sub(MIN_WATCH_DURATION / 2)).await;
+        informer.api.delay = MIN_WATCH_DURATION / 2;
+        informer.sync.client = informer.api.client();
+        informer.run_for(Duration::from_secs(5)).await;
+        assert!(!informer.is_used());
+        let asked = informer.asked();
+        assert!(
+            asked[2].contains("watch=true") && !asked[3].contains("watch=true"),
+            "{asked:?}"
+        );
     }
 }
 
