@@ -274,11 +274,17 @@ async fn versions_that_are_always_too_old_are_an_outage() {
     let pages = informer(9, Vec::new());
     // A list after which no watch can begin.
     let watches = informer(9, Vec::new());
+    let starts = informer(9, Vec::new());
+    let expired = json!({ "kind": "Status", "apiVersion": "v1", "code": 410, "message": "too old", "metadata": {} });
     for _ in 0..10 {
         pages.add_answers(vec![list("5", "next", &[]), failure(410)]);
         watches.add_answers(vec![list("5", "", &[]), failure(410)]);
+        starts.add_answers(vec![
+            list("5", "", &[]),
+            events(&[("ERROR", expired.clone())]),
+        ]);
     }
-    for (mut informer, is_filled) in [(pages, false), (watches, true)] {
+    for (mut informer, is_filled) in [(pages, false), (watches, true), (starts, true)] {
         assert_eq!(informer.fail().await, LIST_PAUSE);
         assert_eq!(informer.readiness.faults(), Vec::<String>::new());
         assert_eq!(informer.readiness.hold_reason().is_none(), is_filled);
@@ -297,6 +303,15 @@ async fn versions_that_are_always_too_old_are_an_outage() {
         assert_eq!(informer.fail().await, LIST_PAUSE);
         assert_eq!(informer.readiness.faults(), Vec::<String>::new());
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_list_after_a_version_that_is_too_old_ends_the_start() {
+    let mut informer = informer(9, vec![failure(410), list("5", "", &[])]);
+    assert_eq!(informer.fail().await, LIST_PAUSE);
+    assert!(informer.readiness.hold_reason().is_some());
+    informer.run_for(REQUEST_TIMEOUT / 2).await;
+    assert_eq!(informer.readiness.hold_reason(), None);
 }
 
 #[tokio::test(start_paused = true)]
